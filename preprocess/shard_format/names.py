@@ -1,0 +1,79 @@
+"""Names, sizes and number formats that every part of the contract shares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+FORMAT_VERSION = 1
+MAX_SHARDS = 99_999  # shard names carry five digits
+BLOCK_BYTES = 512  # a tar is a sequence of such blocks
+TAR_END = bytes(2 * BLOCK_BYTES)  # the two zero blocks that close a tar
+MAX_MEMBER_BYTES = 2**32 - 1  # the idx keeps sizes as uint32; ustar itself ends at 8 GiB
+PACKED_MEMBER_BYTES = 512 * 1024  # rows are grouped into members of about this size
+
+Record = Literal["documents", "packed"]
+TokenFormat = Literal["json", "npy"]
+
+PLAN_NAME = "plan.json"
+INDEX_NAME = "index.json"
+TOKENIZER_DIR = "tokenizer"
+QUARANTINE_DIR = "quarantine"
+RESERVED_FIELD = "loss_mask.npy"  # kept free for a mask member; refused until it has a meaning
+DOC_STARTS_FIELD = "doc_starts.npy"
+ROW_TOKENS_FIELD = "row_tokens.npy"
+TEXT_FIELD = "text.txt"
+
+
+def shard_name(shard_id: int) -> str:
+    """``shard-00017``: the stem that a shard's tar, idx, manifest and quarantine share."""
+    return f"shard-{shard_id:05d}"
+
+
+def tar_path(folder: Path, shard_id: int) -> Path:
+    return folder / f"{shard_name(shard_id)}.tar"
+
+
+def idx_path(folder: Path, shard_id: int) -> Path:
+    return folder / f"{shard_name(shard_id)}.idx"
+
+
+def manifest_path(folder: Path, shard_id: int) -> Path:
+    return folder / f"{shard_name(shard_id)}.json"
+
+
+def quarantine_path(folder: Path, shard_id: int) -> Path:
+    return folder / QUARANTINE_DIR / f"{shard_name(shard_id)}.jsonl"
+
+
+def document_key(shard_id: int, line: int) -> str:
+    """Key of a document: its shard, and its line counted from 0 in that shard's input."""
+    return f"sample_{shard_id}_{line:08d}"
+
+
+def rows_key(shard_id: int, first_row: int) -> str:
+    """Key of a group of packed rows, named for the first of them."""
+    return f"rows_{shard_id}_{first_row:08d}"
+
+
+def token_field(record: Record, token_format: TokenFormat) -> str:
+    """Name of the member that holds token ids: packed rows are always ``.npy``."""
+    return "token_ids.npy" if record == "packed" else f"token_ids.{token_format}"
+
+
+def rerun_command(shard_id: int, folder: Path) -> str:
+    """What a user types to make one shard again."""
+    return f"python -m preprocess --shard_id {shard_id} --output_dir {folder}"
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """dtype of binary token ids: uint16 where every id fits, else uint32."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """The header of a version 1.0 ``.npy`` file, as ``numpy.save`` writes it (128 bytes)."""
+    text = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': {shape}, }}"
+    return b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + f"{text:<117}\n".encode()

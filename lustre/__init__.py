@@ -1,1 +1,20 @@
-"""x"""
+"""What new files on Lustre will get, and a directory default set without harming a file.
+
+The one rule: ``lfs setstripe`` is run on existing, empty directories only. From Lustre 2.16 on, where
+``llite.*.enable_setstripe_gid`` is set (LU-17628), it can empty an existing file and exit 0. Off Lustre
+everything here does nothing and says why. ``python -m lustre show PATH`` is the way in.
+"""
+
+from lustre.directory_stripe import apply_stripe, check_stripe, set_directory_stripe
+from lustre.errors import LustreError, LustreUsageError
+from lustre.layout import Component, Layout
+
+__all__ = [
+    "Component",
+    "Layout",
+    "LustreError",
+    "LustreUsageError",
+    "apply_stripe",
+    "check_stripe",
+    "set_directory_stripe",
+]

@@ -10,8 +10,7 @@ import numpy.typing as npt
 
 from preprocess.shard_format.errors import BrokenShard, MissingShard, OtherPlan, UnknownVersion
 from preprocess.shard_format.manifest import DatasetSpec, version_message
-from preprocess.shard_format.names import FORMAT_VERSION, rerun_command
-
+from preprocess.shard_format.names import FORMAT_VERSION, idx_path, rerun_command
 
 IDX_MAGIC = b"shardidx"
 IDX_HEADER = np.dtype(
@@ -49,15 +48,16 @@ def idx_dtype(kind: str) -> np.dtype[Any]:
     return IDX_ROW if kind == "packed" else IDX_DOCUMENT
 
 
-def read_idx(path: Path, spec: DatasetSpec, shard_id: int) -> npt.NDArray[np.void]:
+def read_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> npt.NDArray[np.void]:
     """Map a shard's idx: a read-only structured array of IDX_DOCUMENT or IDX_ROW, one a sample.
 
     Raises MissingShard, UnknownVersion, OtherPlan or BrokenShard.
     """
+    path = idx_path(folder, shard_id)
     try:
         raw = np.memmap(path, mode="r", dtype=np.uint8)
     except FileNotFoundError:
-        raise MissingShard(f"{path} is missing; run: {rerun_command(shard_id, path.parent)}") from None
+        raise MissingShard(f"{path} is missing; run: {rerun_command(shard_id, folder)}") from None
     except (ValueError, OSError) as error:  # an empty file cannot be mapped
         raise BrokenShard(f"{path} cannot be read as an idx: {error}") from None
     header = raw[: IDX_HEADER.itemsize].tobytes()

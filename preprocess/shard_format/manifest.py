@@ -197,7 +197,8 @@ def check_hashes(folder: Path, manifest: Manifest) -> None:
         if found != stamp.sha256:
             raise BrokenShard(
                 f"{path} has sha256 {found[:12]}, its manifest says {stamp.sha256[:12]}; "
-                f"run: rm {manifest_path(folder, manifest.shard_id)} && {rerun_command(manifest.shard_id, folder)}"
+                f"run: rm {manifest_path(folder, manifest.shard_id)} && "
+                f"{rerun_command(manifest.shard_id, folder)}"
             )
 
 

@@ -1,0 +1,128 @@
+"""Flags of every command, made from PrepConfig's fields, and what a user gave of them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from preprocess.config import CHOICES, HELP, PrepConfig
+from preprocess.shard_format import UsageError
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+COMMANDS = ("plan", "run", "verify", "train_tokenizer")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The parsed command line; ``command`` is one of COMMANDS, or ``shard``.
+
+    Option flags are absent from the namespace unless given, so that a plan's own can be told from
+    a user's. Dashes and underscores in a flag's name are the same.
+    """
+    argv = [_underscored(item) for item in argv]
+    return _parser().parse_args(
+        argv if argv[:1] and argv[0] in (*COMMANDS, "-h", "--help") else ["shard", *argv]
+    )
+
+
+def _underscored(item: str) -> str:
+    if not re.match(r"--[a-z]", item):
+        return item
+    flag, equals, value = item.partition("=")
+    name = flag[2:].replace("-", "_")
+    return (f"--no-{name[3:]}" if name.startswith("no_") else f"--{name}") + equals + value
+
+
+def given_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of PrepConfig that the user gave."""
+    names = {item.name for item in dataclasses.fields(PrepConfig)}
+    return {name: value for name, value in vars(args).items() if name in names}
+
+
+def parse_size(text: str) -> int:
+    """``512M`` -> bytes; K, M, G and T are binary. Raises UsageError."""
+    match = re.fullmatch(r"(\d+)([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if not match:
+        raise UsageError(f"--shard_bytes is {text!r}, expected a number of bytes such as 512M or 2G")
+    return int(match[1]) * _UNITS[match[2].upper()]
+
+
+def parse_ids(text: str, num_shards: int) -> list[int]:
+    """``0-9,12`` -> shard ids in order. Raises UsageError."""
+    ids: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if not match or int(match[2] or match[1]) >= num_shards:
+            raise UsageError(f"--shards is {text!r}, expected ids of 0 to {num_shards - 1}, such as 0-9,12")
+        ids.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return sorted(ids)
+
+
+def default_num_proc(num_cpus: int) -> int:
+    """DATASET_NUM_PROC, else one process a CPU. Raises UsageError where the variable is no number."""
+    text = os.environ.get("DATASET_NUM_PROC", "")
+    if not text:
+        return num_cpus
+    if not text.isdigit() or int(text) < 1:
+        raise UsageError(f"DATASET_NUM_PROC is {text!r}, expected a number of processes, 1 or more")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m preprocess",
+        description="Raw text -> token shards. Without a command it makes one shard: --shard_id N.",
+        epilog="python -m preprocess --shard_id N [...] makes shard N: of the plan in --output_dir, or "
+        "without one of the N-th .txt file in --input_dir.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{" + ",".join(COMMANDS) + "}")
+    shard = commands.add_parser("shard", prog="python -m preprocess", description="Make one shard.")
+    shard.add_argument("--shard_id", type=int, required=True, help="which shard, from 0")
+    _add_options(shard)
+    plan = commands.add_parser("plan", help="decide which bytes are shard N, and freeze it as plan.json")
+    number = plan.add_mutually_exclusive_group()
+    number.add_argument("--num_shards", type=int, help="even shards (default: one input file, one shard)")
+    number.add_argument("--shard_bytes", help="even shards of about this much input, such as 512M")
+    plan.add_argument("--dry_run", action="store_true", help="print what would be planned, write nothing")
+    plan.add_argument(
+        "--stripe",
+        default="auto",
+        help="Lustre stripes of a fresh output folder: auto (leave it), none, or N",
+    )
+    _add_options(plan)
+    run = commands.add_parser("run", help="make the missing shards on this machine")
+    run.add_argument("output_dir", type=Path, help="folder of the data set")
+    run.add_argument("--shards", help="only these, such as 0-9,12")
+    run.add_argument("--num_proc", type=int, help="processes (default: DATASET_NUM_PROC, or one a CPU)")
+    _add_options(run, only=("input_dir", "engine", "max_bad_fraction"))
+    verify = commands.add_parser("verify", help="prove the shards whole and write index.json")
+    verify.add_argument("output_dir", type=Path, help="folder of the data set")
+    verify.add_argument("--fast", action="store_true", help="manifests, sizes and coverage; read no shard")
+    _add_train_tokenizer(commands.add_parser("train_tokenizer", help="train a byte-level BPE like Llama 3's"))
+    return parser
+
+
+def _add_train_tokenizer(parser: argparse.ArgumentParser) -> None:
+    from preprocess import train_tokenizer
+
+    train_tokenizer.add_arguments(parser)
+
+
+def _add_options(parser: argparse.ArgumentParser, only: tuple[str, ...] | None = None) -> None:
+    hints = get_type_hints(PrepConfig)
+    for item in dataclasses.fields(PrepConfig):
+        if only is not None and item.name not in only:
+            continue
+        hint, default = hints[item.name], item.default
+        shown = "" if default is None or isinstance(default, bool) else f" (default {default})"
+        settings: dict[str, Any] = {"help": HELP[item.name] + shown, "default": argparse.SUPPRESS}
+        if hint in (bool, bool | None):
+            settings["action"] = argparse.BooleanOptionalAction
+        elif item.name in CHOICES:
+            settings["choices"] = CHOICES[item.name]
+        else:
+            settings["type"] = {Path: Path, int | None: int, float: float}.get(hint, str)
+        parser.add_argument(f"--{item.name}", **settings)

@@ -1,0 +1,116 @@
+"""What a user can choose: one frozen dataclass whose fields are the command's flags."""
+
+from __future__ import annotations
+
+import codecs
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from preprocess.shard_format import Record, TokenFormat, UsageError
+
+Doc = Literal["line", "file"]
+EngineName = Literal["auto", "fastokens", "tokenizers"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepConfig:
+    """Options of a data set. Each field is a flag; BYTES_OPTIONS decide the shards' bytes."""
+
+    input_dir: Path = field(default=Path("/data/raw"), metadata={"help": "folder of the raw .txt files"})
+    output_dir: Path = field(default=Path("/data/processed"), metadata={"help": "folder of the data set"})
+    model_id: str = field(
+        default="meta-llama/Meta-Llama-3-8B", metadata={"help": "tokenizer: a folder or a name on the hub"}
+    )
+    recursive: bool = field(default=False, metadata={"help": "take the .txt files of subfolders, too"})
+    doc: Doc = field(default="line", metadata={"help": "what a document is: a line, or a whole file"})
+    encoding: str = field(
+        default="utf-8", metadata={"help": "of the input; utf-8-sig drops a leading byte order mark"}
+    )
+    record: Record = field(
+        default="documents", metadata={"help": "a sample a document, or documents packed into rows"}
+    )
+    seq_len: int | None = field(default=None, metadata={"help": "tokens a packed row (default 8192)"})
+    token_format: TokenFormat = field(
+        default="json", metadata={"help": "member type of a document's ids; packed rows are npy"}
+    )
+    keep_text: bool | None = field(
+        default=None, metadata={"help": "store each document's text, too (default, unless packed)"}
+    )
+    append_eos: bool | None = field(
+        default=None, metadata={"help": "end each document with the EOS token (default when packed)"}
+    )
+    allow_special_tokens: bool = field(
+        default=False, metadata={"help": "let '<|end_of_text|>' and the like in a text become control tokens"}
+    )
+    max_bad_fraction: float = field(
+        default=0.01, metadata={"help": "share of undecodable documents above which a shard fails (65)"}
+    )
+    engine: EngineName = field(default="auto", metadata={"help": "what encodes; the ids never depend on it"})
+
+    def __post_init__(self) -> None:
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise UsageError(f"--{name} is {value!r}, expected one of {', '.join(choices)}")
+        if not 0 <= self.max_bad_fraction <= 1:
+            raise UsageError(f"--max_bad_fraction is {self.max_bad_fraction}, expected 0 to 1")
+        packed = self.record == "packed"
+        if not packed and self.seq_len is not None:
+            raise UsageError("--seq_len is for packed rows; add --record packed, or leave it out")
+        if packed and self.keep_text:
+            raise UsageError("--keep_text is for documents; packed rows hold no text")
+        seq_len = 0 if not packed else 8192 if self.seq_len is None else self.seq_len
+        if packed and not 1 <= seq_len <= 2**27:
+            raise UsageError(f"--seq_len is {seq_len}, expected 1 to {2**27}")
+        resolved = {
+            "seq_len": seq_len,
+            "token_format": "npy" if packed else self.token_format,
+            "keep_text": not packed if self.keep_text is None else self.keep_text,
+            "append_eos": packed if self.append_eos is None else self.append_eos,
+            "encoding": _known_encoding(self.encoding),
+        }
+        for name, value in resolved.items():
+            object.__setattr__(self, name, value)
+
+    def bytes_options(self) -> dict[str, Any]:
+        """The options that decide the shards' bytes, as plan.json keeps them."""
+        return {name: getattr(self, name) for name in BYTES_OPTIONS}
+
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "record": get_args(Record),
+    "doc": get_args(Doc),
+    "token_format": get_args(TokenFormat),
+    "engine": get_args(EngineName),
+}
+BYTES_OPTIONS = (
+    "recursive",
+    "doc",
+    "encoding",
+    "record",
+    "seq_len",
+    "token_format",
+    "keep_text",
+    "append_eos",
+    "allow_special_tokens",
+)
+HELP = {item.name: str(item.metadata["help"]) for item in fields(PrepConfig)}
+
+
+def _known_encoding(name: str) -> str:
+    """The codec's own name. Raises UsageError where lines cannot be told apart as bytes."""
+    try:
+        known = codecs.lookup(name)
+        ascii_bytes = bytes(range(128))
+        if known.name.startswith(("utf-16", "utf-32")):
+            return known.name
+        stateful = known.name.startswith(("iso2022", "hz", "utf-7"))
+        if not stateful and ascii_bytes.decode(known.name) == ascii_bytes.decode("ascii"):
+            return known.name
+    except (LookupError, UnicodeError, TypeError):
+        raise UsageError(f"--encoding {name!r} is no text encoding of Python; try utf-8 or cp949") from None
+    raise UsageError(
+        f"--encoding {name} is neither a superset of ASCII nor UTF-16/32, so its line ends cannot be "
+        "found; convert the files first: iconv -f ... -t utf-8"
+    )

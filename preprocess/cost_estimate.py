@@ -1,0 +1,99 @@
+"""What a plan will cost, measured on a sample of its own input with its own pipeline."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from preprocess.documents import ByteRange, DocumentBatch, read_documents
+from preprocess.input_files import next_line_start
+from preprocess.shard_format import idx_path, tar_path
+from preprocess.shard_plan import Plan
+from preprocess.shard_writer import ShardWriter
+from preprocess.token_batches import Engine
+
+_NUM_PLACES = 8  # of the input that are sampled
+_SAMPLE_BYTES = 2 << 20  # in all
+_STARTUP_S = 3.0  # a task's Python and tokenizer, generously
+LONG_SHARD_S = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostEstimate:
+    """Figures of the whole plan, scaled up from the sample."""
+
+    num_tokens: int
+    output_bytes: int
+    core_hours: float
+    longest_shard_s: float  # on one core
+
+
+def sample_texts(plan: Plan, *, num_bytes: int) -> list[str]:
+    """Documents from evenly spread places of the input."""
+    return [text for batch in _sample(plan, num_bytes) for text in batch.texts]
+
+
+def _sample(plan: Plan, num_bytes: int) -> Iterator[DocumentBatch]:
+    options = plan.options
+    yield from read_documents(
+        list(_sample_ranges(plan, num_bytes // _NUM_PLACES)), doc=options["doc"], encoding=options["encoding"]
+    )
+
+
+def _sample_ranges(plan: Plan, num_bytes: int) -> Iterator[ByteRange]:
+    """Whole lines from evenly spread places; whole files where files are never cut."""
+    cut_files = options_cut_files(plan)
+    total = sum(item.num_bytes for item in plan.inputs)
+    targets = iter([total * place // _NUM_PLACES for place in range(_NUM_PLACES)])
+    target, begin = next(targets), 0
+    for source, item in enumerate(plan.inputs):
+        end = begin + item.num_bytes
+        while target < end:
+            path = plan.input_dir / item.path
+            start = next_line_start(path, target - begin) if cut_files else 0
+            stop = item.num_bytes
+            if cut_files:
+                stop = next_line_start(path, min(start + num_bytes, item.num_bytes))
+            if start < stop:
+                yield ByteRange(source=source, path=path, start=start, end=stop)
+            target = next(targets, total)
+            if not cut_files:
+                target = max(target, end)
+        begin = end
+
+
+def options_cut_files(plan: Plan) -> bool:
+    """Whether files of a plan may be cut at line ends."""
+    return plan.options["doc"] == "line" and not plan.options["encoding"].startswith(("utf-16", "utf-32"))
+
+
+def measure(plan: Plan, engine: Engine, *, keep_text: bool) -> CostEstimate:
+    """Run a sample through the worker's own stages into a scratch folder and scale it up.
+
+    Times are CPU seconds of one core of this machine; a cluster's node will differ.
+    """
+    sources = [item.path for item in plan.inputs]
+    with (
+        tempfile.TemporaryDirectory(prefix="shardprep-") as scratch,
+        ShardWriter(Path(scratch), plan.spec, 0, keep_text=keep_text, sources=sources) as writer,
+    ):
+        num_bytes = 0
+        began = time.process_time()
+        for batch in _sample(plan, _SAMPLE_BYTES):
+            writer.append(batch, engine.encode(batch.texts))
+            num_bytes += batch.num_bytes
+        writer.commit({})
+        cpu_s = time.process_time() - began
+        folder = Path(scratch)
+        written = tar_path(folder, 0).stat().st_size + idx_path(folder, 0).stat().st_size
+    shard_bytes = plan.shard_bytes()
+    scale = sum(shard_bytes) / max(1, num_bytes)
+    return CostEstimate(
+        num_tokens=round(writer.num_tokens * scale),
+        output_bytes=round(written * scale),
+        core_hours=(cpu_s * scale + _STARTUP_S * plan.num_shards) / 3600,
+        longest_shard_s=cpu_s * max(shard_bytes) / max(1, num_bytes) + _STARTUP_S,
+    )

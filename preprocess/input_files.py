@@ -1,0 +1,111 @@
+"""What raw input there is: sorted files, their sizes and sampled hashes, and line ends to cut at."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from preprocess.shard_format import NotFound, ReadWriteError, Refused, UsageError
+
+_SAMPLE_BYTES = 64 << 10
+_LINE_END = re.compile(rb"\r\n|\n|\r")
+_NUM_STAT_THREADS = 16  # opening a file is a round trip on a network file system
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputFile:
+    """One file of the plan. ``mtime_ns`` is outside the plan id: a copy or a touch changes nothing."""
+
+    path: str  # relative to the input folder, with /
+    num_bytes: int
+    mtime_ns: int
+    sha256: str  # of the first, middle and last 64 KiB
+
+
+def list_inputs(input_dir: Path, *, recursive: bool) -> list[Path]:
+    """The ``.txt`` files of a folder, sorted by relative path. Raises NotFound or UsageError."""
+    if not input_dir.is_dir():
+        raise NotFound(f"--input_dir {input_dir} is no folder; expected one that holds .txt files")
+    pattern = "**/*.txt" if recursive else "*.txt"
+    paths = sorted(path for path in input_dir.glob(pattern) if path.is_file())
+    if not paths:
+        hint = "" if recursive else "; for subfolders add --recursive"
+        raise NotFound(f"--input_dir {input_dir} holds no .txt file{hint}")
+    for path in paths:
+        try:
+            str(path).encode()
+        except UnicodeEncodeError:
+            raise UsageError(
+                f"the name of input {os.fsencode(path)!r} is not UTF-8; rename the file"
+            ) from None
+    return paths
+
+
+def stamp_inputs(input_dir: Path, paths: list[Path]) -> list[InputFile]:
+    """Size, mtime and sampled hash of each file. Raises NotFound for one that cannot be read."""
+    with ThreadPoolExecutor(_NUM_STAT_THREADS) as pool:
+        return list(pool.map(lambda path: _stamp(input_dir, path), paths))
+
+
+def _stamp(input_dir: Path, path: Path) -> InputFile:
+    try:
+        with path.open("rb", buffering=0) as file:
+            status = os.fstat(file.fileno())
+            size = status.st_size
+            digest = hashlib.sha256()
+            if size <= 3 * _SAMPLE_BYTES:
+                digest.update(file.read())
+            else:
+                for start in (0, (size - _SAMPLE_BYTES) // 2, size - _SAMPLE_BYTES):
+                    digest.update(os.pread(file.fileno(), _SAMPLE_BYTES, start))
+    except OSError as error:
+        raise NotFound(f"input {path} cannot be read: {error.strerror}") from None
+    relative = path.relative_to(input_dir).as_posix()
+    return InputFile(path=relative, num_bytes=size, mtime_ns=status.st_mtime_ns, sha256=digest.hexdigest())
+
+
+def check_input(input_dir: Path, planned: InputFile) -> None:
+    """That a file still is what was planned; its sample is read again only where its mtime differs.
+
+    Raises NotFound where it is gone, Refused where it changed.
+    """
+    path = input_dir / planned.path
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise NotFound(
+            f"input {path} cannot be read: {error.strerror}; if the raw folder moved, pass --input_dir"
+        ) from None
+    if status.st_size == planned.num_bytes and status.st_mtime_ns == planned.mtime_ns:
+        return
+    found = _stamp(input_dir, path)
+    if (found.num_bytes, found.sha256) != (planned.num_bytes, planned.sha256):
+        raise Refused(
+            f"input {path} changed since it was planned: {found.num_bytes} bytes with sample "
+            f"{found.sha256[:12]}, the plan says {planned.num_bytes} with {planned.sha256[:12]}; "
+            "bring the file back, or plan anew into a new folder"
+        )
+
+
+def next_line_start(path: Path, offset: int) -> int:
+    """First byte at or after ``offset`` where a line begins; the file's size if there is none."""
+    if offset <= 0:
+        return 0
+    position = offset - 1
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            while block := os.pread(file.fileno(), 1 << 20, position):
+                match = _LINE_END.search(block)
+                if match and (match.end() < len(block) or match[0] != b"\r"):
+                    return position + match.end()
+                if match and position + match.end() == size:
+                    return size
+                position += len(block) - 1 if match else len(block)
+    except OSError as error:
+        raise ReadWriteError(f"input {path} cannot be read: {error.strerror}") from None
+    return size

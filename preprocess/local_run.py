@@ -1,0 +1,186 @@
+"""The missing shards of a plan on this machine, several processes at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from preprocess.config import EngineName
+from preprocess.progress import Progress
+from preprocess.shard_format import ReadWriteError, ShardprepError, Stopped
+from preprocess.shard_plan import need_plan
+from preprocess.stop_signals import raise_on_stop_signals
+from preprocess.worker import Worker, load_worker
+
+_SPAWN = multiprocessing.get_context("spawn")  # a fork would copy the tokenizer's threads half-alive
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What the processes of one run share."""
+
+    folder: Path
+    input_dir: Path | None
+    engine: EngineName
+    max_bad_fraction: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A shard that could not be made."""
+
+    shard_id: int
+    exit_code: int
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """A shard that was made."""
+
+    shard_id: int
+
+
+class _Process:
+    """A worker process and the shard it is at."""
+
+    def __init__(self, settings: RunSettings, cpus: list[int]) -> None:
+        self.cpus = cpus
+        self.shard_id: int | None = None
+        self.pipe, theirs = _SPAWN.Pipe()
+        self._process = _SPAWN.Process(target=_serve, args=(settings, cpus, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def give(self, shard_id: int) -> None:
+        self.shard_id = shard_id
+        self.pipe.send(shard_id)
+
+    def end(self) -> str:
+        """Wait for a process that is ending; returns how it did, in words."""
+        self.pipe.close()
+        self._process.join()
+        code = self._process.exitcode or 0
+        return f"killed by signal {-code} (out of memory?)" if code < 0 else f"ended with exit code {code}"
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self.end()
+
+
+def run_shards(
+    settings: RunSettings, shard_ids: Iterable[int], cpus_of: list[list[int]], progress: Progress
+) -> list[Failure]:
+    """Make shards in one process for each of ``cpus_of``, its CPUs; returns what failed, by shard.
+
+    A failure does not stop the others. A process that dies takes its shard with it, and a new one
+    goes on with the rest. On Stopped the processes are stopped, too, and clean up.
+    """
+    todo = deque(shard_ids)
+    failures: list[Failure] = []
+    processes = [_Process(settings, cpus) for cpus in cpus_of[: len(todo)]]
+    try:
+        for process in processes:
+            process.give(todo.popleft())
+        while processes:
+            for pipe in wait([process.pipe for process in processes]):
+                process = next(item for item in processes if item.pipe is pipe)
+                event = _receive(process)
+                if isinstance(event, int):
+                    progress.add(event)
+                    continue
+                if isinstance(event, Failure):
+                    failures.append(event)
+                    progress.say(f"shard {event.shard_id:05d} failed ({event.exit_code}): {event.message}")
+                _next_shard(process, processes, todo, settings, died=event is None, failures=failures)
+    finally:
+        for process in processes:
+            process.stop()
+    return sorted(failures, key=lambda failure: failure.shard_id)
+
+
+def _receive(process: _Process) -> Any:
+    """Input bytes worked off, Done, Failure, or None from a process that died."""
+    try:
+        return process.pipe.recv()
+    except (EOFError, ConnectionError):
+        return None
+
+
+def _next_shard(
+    process: _Process,
+    processes: list[_Process],
+    todo: deque[int],
+    settings: RunSettings,
+    *,
+    died: bool,
+    failures: list[Failure],
+) -> None:
+    """Give a process that is free its next shard, or let it end; replace one that died."""
+    if died:
+        how = process.end()
+        assert process.shard_id is not None
+        failures.append(
+            Failure(
+                shard_id=process.shard_id,
+                exit_code=ReadWriteError.exit_code,
+                message=f"its process was {how}",
+            )
+        )
+        processes.remove(process)
+        if todo:
+            processes.append(process := _Process(settings, process.cpus))
+    if not todo:
+        if process in processes:
+            processes.remove(process)
+            process.end()
+        return
+    process.give(todo.popleft())
+
+
+def _serve(settings: RunSettings, cpus: list[int], pipe: Connection) -> None:
+    """Body of a worker process: shards come in, progress and outcomes go out."""
+    os.sched_setaffinity(0, cpus)
+    raise_on_stop_signals()
+    try:
+        try:
+            worker = _load(settings, len(cpus))
+        except ShardprepError as error:
+            if isinstance(error, Stopped):
+                raise
+            while True:
+                pipe.send(Failure(shard_id=pipe.recv(), exit_code=error.exit_code, message=str(error)))
+        while True:
+            pipe.send(_outcome(worker, pipe.recv(), pipe))
+    except (EOFError, BrokenPipeError):
+        return
+    except Stopped as error:
+        raise SystemExit(error.exit_code) from None
+
+
+def _load(settings: RunSettings, num_cpus: int) -> Worker:
+    return load_worker(
+        need_plan(settings.folder),
+        settings.folder,
+        input_dir=settings.input_dir,
+        engine=settings.engine,
+        max_bad_fraction=settings.max_bad_fraction,
+        num_cpus=num_cpus,
+        warn=lambda _: None,
+    )
+
+
+def _outcome(worker: Worker, shard_id: int, pipe: Connection) -> Failure | Done:
+    try:
+        worker.run_shard(shard_id, pipe.send)
+    except Stopped:
+        raise
+    except ShardprepError as error:
+        return Failure(shard_id=shard_id, exit_code=error.exit_code, message=str(error))
+    return Done(shard_id=shard_id)

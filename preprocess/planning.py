@@ -1,0 +1,160 @@
+"""Makes a plan: lists inputs, resolves the tokenizer, tests the engines, cuts, measures, freezes."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import lustre
+from preprocess.config import PrepConfig
+from preprocess.cost_estimate import CostEstimate, measure, sample_texts
+from preprocess.input_files import InputFile, list_inputs, stamp_inputs
+from preprocess.shard_format import CannotWrite, Refused, TokenizerSpec, UsageError
+from preprocess.shard_plan import (
+    Cut,
+    Plan,
+    check_num_shards,
+    even_cuts,
+    file_cuts,
+    plan_differences,
+    plan_id,
+    publish_plan,
+    read_plan,
+)
+from preprocess.token_batches import (
+    Engine,
+    fastokens_engine,
+    ids_sha256,
+    probe_texts,
+    tokenizers_engine,
+)
+from preprocess.tokenizer_files import TOKENIZER_FILE, publish_tokenizer, resolve_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How many shards: a number, a size of input bytes, or (neither) one a file."""
+
+    num_shards: int | None = None
+    shard_bytes: int | None = None
+
+
+def make_plan(
+    config: PrepConfig,
+    sharding: Sharding,
+    *,
+    stripe: str = "none",
+    dry_run: bool = False,
+    say: Callable[[str], None],
+) -> tuple[Plan, CostEstimate]:
+    """Plan a data set and, unless ``dry_run``, freeze plan and tokenizer in its folder.
+
+    ``stripe`` (auto, none or a number) is the Lustre layout of a folder without a plan yet.
+
+    Where the folder has a plan already, the new one is compared with it and never written.
+    Raises every ShardprepError that the inputs, the tokenizer or the folder give reason for.
+    """
+    try:
+        lustre.check_stripe(stripe)
+    except lustre.LustreError as error:
+        raise UsageError(str(error)) from None
+    paths = list_inputs(config.input_dir, recursive=config.recursive)
+    say(f"{len(paths)} input file(s) in {config.input_dir}")
+    inputs = stamp_inputs(config.input_dir, paths)
+    cuts = _cuts(config, inputs, sharding)
+    with tempfile.TemporaryDirectory(prefix="shardprep-") as scratch:
+        files = Path(scratch)
+        tokenizer = resolve_tokenizer(config.model_id, files)
+        if config.append_eos and tokenizer.eos_token_id is None:
+            raise UsageError(
+                f"the tokenizer of {config.model_id} names no eos_token, so documents cannot end with one; "
+                "add --no-append_eos, or set eos_token in its tokenizer_config.json"
+            )
+        plan, engine = _plan_of(config, inputs, cuts, tokenizer, files / TOKENIZER_FILE, say)
+        estimate = measure(plan, engine, keep_text=bool(config.keep_text))
+        if dry_run:
+            frozen = read_plan(config.output_dir)
+            if frozen is not None and frozen.plan_id != plan.plan_id:
+                raise Refused(
+                    f"{config.output_dir} has another plan: {'; '.join(plan_differences(frozen, plan))}"
+                )
+            return plan, estimate
+        frozen = _prepare_folder(config.output_dir, stripe, say)
+        if frozen is not None and frozen.plan_id != plan.plan_id:
+            return publish_plan(plan, config.output_dir), estimate  # refuses, and says why
+        publish_tokenizer(files, config.output_dir, tokenizer)
+    return publish_plan(plan, config.output_dir), estimate
+
+
+def _prepare_folder(folder: Path, stripe: str, say: Callable[[str], None]) -> Plan | None:
+    """Make the output folder and lay it out; returns the plan that it has already."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CannotWrite(f"--output_dir {folder} cannot be made: {error.strerror}") from None
+    if (frozen := read_plan(folder)) is None and stripe != "none":
+        try:
+            say(lustre.apply_stripe(folder, stripe))
+        except lustre.LustreError as error:
+            raise CannotWrite(str(error)) from None
+    return frozen
+
+
+def _cuts(config: PrepConfig, inputs: list[InputFile], sharding: Sharding) -> list[Cut]:
+    num_bytes = sum(item.num_bytes for item in inputs)
+    if sharding.num_shards is None and sharding.shard_bytes is None:
+        check_num_shards(len(inputs), num_bytes)
+        return file_cuts(inputs)
+    num_shards = sharding.num_shards
+    if num_shards is None:
+        assert sharding.shard_bytes is not None
+        if sharding.shard_bytes < 1:
+            raise UsageError(f"--shard_bytes is {sharding.shard_bytes}, expected at least 1")
+        num_shards = max(1, -(-num_bytes // sharding.shard_bytes))
+    check_num_shards(num_shards, num_bytes)
+    whole_files = config.doc == "file" or config.encoding.startswith(("utf-16", "utf-32"))
+    return even_cuts(config.input_dir, inputs, num_shards, cut_files=not whole_files)
+
+
+def _plan_of(
+    config: PrepConfig,
+    inputs: list[InputFile],
+    cuts: list[Cut],
+    tokenizer: TokenizerSpec,
+    tokenizer_json: Path,
+    say: Callable[[str], None],
+) -> tuple[Plan, Engine]:
+    """The plan, with the engines' self-check, and the engine that workers will use."""
+    allow = config.allow_special_tokens
+    reference = tokenizers_engine(tokenizer_json, allow_special_tokens=allow)
+    probe = probe_texts(tokenizer_json)
+    probe_sha256 = ids_sha256([reference.encode(probe)])
+    options = config.bytes_options()
+    plan = Plan(
+        plan_id=plan_id(options, tokenizer, probe_sha256, inputs, cuts),
+        input_dir=config.input_dir.resolve(),
+        options=options,
+        max_bad_fraction=config.max_bad_fraction,
+        tokenizer=tokenizer,
+        probe=probe,
+        probe_sha256=probe_sha256,
+        fast_engine_is_equal=False,
+        inputs=inputs,
+        cuts=cuts,
+    )
+    if config.engine == "tokenizers":
+        return plan, reference
+    try:
+        fast = fastokens_engine(tokenizer_json, allow_special_tokens=allow)
+        texts = [*probe, *sample_texts(plan, num_bytes=1 << 18)]
+        equal = ids_sha256([fast.encode(texts)]) == ids_sha256([reference.encode(texts)])
+        why = "its ids differ from tokenizers' on a probe or on a sample of the input"
+    except Exception as error:  # compiled code: whatever it raises, there is a fallback
+        equal, why = False, f"{type(error).__name__}: {error}"
+    if not equal:
+        say(f"fastokens is not used for this tokenizer ({why}); tokenizers encodes, several times slower")
+        return plan, reference
+    return dataclasses.replace(plan, fast_engine_is_equal=True), fast

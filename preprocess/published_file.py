@@ -1,0 +1,124 @@
+"""A file that appears whole or not at all: temporary name, fsync, rename."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import socket
+import time
+from pathlib import Path
+
+from preprocess.shard_format import CannotWrite, FileStamp, ReadWriteError
+
+WRITE_BYTES = 4 << 20  # a Lustre stripe; smaller writes cost a lock each
+STALE_AFTER_S = 24 * 3600
+
+
+class PublishedFile:
+    """Collects bytes under a name unique to this attempt; ``publish`` gives them the real one.
+
+    The temporary file stands in the target's folder (a rename never crosses file systems) with
+    mode ``0666 & umask``, so that colleagues can read what comes of it. Errors name the file and
+    its file system's own reason: CannotWrite at creation, ReadWriteError afterwards.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.num_bytes = 0
+        self._digest = hashlib.sha256()
+        self._held = bytearray()
+        attempt = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self.temporary = path.with_name(f".{path.name}.{attempt}.tmp")
+        try:
+            self._fd = os.open(self.temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        except OSError as error:
+            raise CannotWrite(f"{path.parent} cannot be written to: {error.strerror} ({path.name})") from None
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes; they reach the file in pieces of WRITE_BYTES."""
+        view = memoryview(data).cast("B")
+        self.num_bytes += len(view)
+        self._digest.update(view)
+        self._held += view
+        if len(self._held) >= WRITE_BYTES:
+            whole = len(self._held) // WRITE_BYTES * WRITE_BYTES
+            with memoryview(self._held) as held:
+                self._write_out(held[:whole])
+            del self._held[:whole]
+
+    def _write_out(self, view: memoryview) -> None:
+        try:
+            while view:
+                view = view[os.write(self._fd, view) :]
+        except OSError as error:
+            raise self._failed("written", error) from None
+
+    def _failed(self, what: str, error: OSError) -> ReadWriteError:
+        return ReadWriteError(
+            f"{self.path} could not be {what} after {self.num_bytes} bytes: {error.strerror}; the temporary "
+            "file is removed, nothing is lost: mend the cause (df, lfs df, quota) and run this again"
+        )
+
+    def sync(self) -> FileStamp:
+        """Write out and fsync; the name is not yet given."""
+        self._write_out(memoryview(self._held))
+        self._held.clear()
+        try:
+            os.fsync(self._fd)
+            os.close(self._fd)
+        except OSError as error:
+            raise self._failed("synced", error) from None
+        finally:
+            self._fd = -1
+        return FileStamp(num_bytes=self.num_bytes, sha256=self._digest.hexdigest())
+
+    def publish(self) -> None:
+        """Give the synced file its name, in place of what has it."""
+        try:
+            self.temporary.rename(self.path)
+        except OSError as error:
+            raise self._failed("renamed", error) from None
+
+    def publish_first(self) -> bool:
+        """Give the synced file its name unless that is taken; whether it was free."""
+        try:
+            os.link(self.temporary, self.path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise self._failed("linked", error) from None
+        finally:
+            self.discard()
+        return True
+
+    def discard(self) -> None:
+        """Close and remove the temporary file, if it is there."""
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(self._fd)
+            self._fd = -1
+        with contextlib.suppress(OSError):
+            self.temporary.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """fsync a folder, so that its renames outlast a crash."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise ReadWriteError(f"{folder} could not be synced: {error.strerror}") from None
+
+
+def remove_temporaries(folder: Path, stem: str, *, older_than_s: float) -> None:
+    """Remove what earlier attempts at ``stem`` left. Whether one of them still lives cannot be known."""
+    now = time.time()
+    for path in folder.glob(f".{stem}.*.tmp"):
+        with contextlib.suppress(OSError):
+            if now - path.stat().st_mtime >= older_than_s:
+                path.unlink()

@@ -1,0 +1,243 @@
+"""Input files -> plan.json: which bytes are shard N, for which options and tokenizer."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import hashlib
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from preprocess.documents import ByteRange
+from preprocess.input_files import InputFile, next_line_start
+from preprocess.published_file import PublishedFile, sync_folder
+from preprocess.shard_format import (
+    FORMAT_VERSION,
+    MAX_SHARDS,
+    PLAN_NAME,
+    BrokenShard,
+    DatasetSpec,
+    NotFound,
+    Refused,
+    TokenizerSpec,
+    UsageError,
+    parse_json,
+)
+
+Cut = tuple[int, int]  # (input, byte): where a shard begins in the sorted inputs read as one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What plan.json holds. Frozen: a plan is never edited."""
+
+    plan_id: str
+    input_dir: Path
+    options: dict[str, Any]  # PrepConfig.bytes_options
+    max_bad_fraction: float
+    tokenizer: TokenizerSpec
+    probe: list[str]  # texts that tell engines apart, see token_batches.py
+    probe_sha256: str  # of their ids by the reference engine
+    fast_engine_is_equal: bool  # fastokens gave the reference's ids on probe and sample
+    inputs: list[InputFile]
+    cuts: list[Cut]  # num_shards + 1
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.cuts) - 1
+
+    @property
+    def spec(self) -> DatasetSpec:
+        """What its shards have in common."""
+        options = self.options
+        return DatasetSpec(
+            plan_id=self.plan_id,
+            num_shards=self.num_shards,
+            record=options["record"],
+            token_format=options["token_format"],
+            seq_len=options["seq_len"],
+            append_eos=options["append_eos"],
+            tokenizer=self.tokenizer,
+        )
+
+    def ranges(self, shard_id: int, input_dir: Path | None = None) -> list[ByteRange]:
+        """The byte ranges of a shard, in order. Raises NotFound for a shard past the plan's end."""
+        if not 0 <= shard_id < self.num_shards:
+            raise NotFound(
+                f"there is no shard {shard_id}: the plan has {self.num_shards}, 0 to {self.num_shards - 1}; "
+                f"as a job array that is --array=0-{self.num_shards - 1}"
+            )
+        (first, start), (last, end) = self.cuts[shard_id], self.cuts[shard_id + 1]
+        root = input_dir or self.input_dir
+        ranges = []
+        for source in range(first, last + (end > 0)):
+            item = self.inputs[source]
+            begin = start if source == first else 0
+            stop = end if source == last else item.num_bytes
+            ranges.append(ByteRange(source=source, path=root / item.path, start=begin, end=stop))
+        return ranges
+
+    def shard_bytes(self) -> list[int]:
+        """Input bytes of every shard."""
+        prefix = [0, *itertools.accumulate(item.num_bytes for item in self.inputs)]
+        places = [prefix[source] + byte for source, byte in self.cuts]
+        return [end - start for start, end in itertools.pairwise(places)]
+
+
+def file_cuts(inputs: list[InputFile]) -> list[Cut]:
+    """One input file is one shard: what the first script did."""
+    return [(source, 0) for source in range(len(inputs) + 1)]
+
+
+def is_one_file_a_shard(plan: Plan) -> bool:
+    """Whether shard N is the N-th input file."""
+    return plan.cuts == file_cuts(plan.inputs)
+
+
+def even_cuts(input_dir: Path, inputs: list[InputFile], num_shards: int, *, cut_files: bool) -> list[Cut]:
+    """Cut the sorted inputs, read as one, into shards of even bytes at line ends.
+
+    Without ``cut_files`` (UTF-16/32, whole-file documents) cuts fall between files only.
+    """
+    prefix = [0, *itertools.accumulate(item.num_bytes for item in inputs)]
+    cuts: list[Cut] = [(0, 0)]
+    for number in range(1, num_shards):
+        target = prefix[-1] * number // num_shards
+        source = bisect.bisect_right(prefix, target) - 1
+        if source >= len(inputs):
+            cut: Cut = (len(inputs), 0)
+        elif not cut_files:
+            nearer_end = target - prefix[source] > prefix[source + 1] - target
+            cut = (source + nearer_end, 0)
+        elif cuts[-1] >= (source, target - prefix[source]):
+            cut = cuts[-1]  # inside a line longer than a shard, whose end is already known
+        else:
+            byte = next_line_start(input_dir / inputs[source].path, target - prefix[source])
+            cut = (source, byte) if byte < inputs[source].num_bytes else (source + 1, 0)
+        cuts.append(max(cut, cuts[-1]))
+    return [*cuts, (len(inputs), 0)]
+
+
+def check_num_shards(num_shards: int, num_bytes: int) -> None:
+    """Raises UsageError below 1 shard and above 99,999, naming the size that would fit."""
+    if num_shards < 1:
+        raise UsageError(f"--num_shards is {num_shards}, expected at least 1")
+    if num_shards > MAX_SHARDS:
+        smallest = -(-num_bytes // MAX_SHARDS)
+        raise UsageError(
+            f"{num_shards} shards are too many, at most {MAX_SHARDS} can be named; make them larger: "
+            f"--num_shards {MAX_SHARDS}, or --shard_bytes {-(-smallest // 2**20)}M"
+        )
+
+
+def plan_id(
+    options: dict[str, Any],
+    tokenizer: TokenizerSpec,
+    probe_sha256: str,
+    inputs: list[InputFile],
+    cuts: list[Cut],
+) -> str:
+    """sha256 of what decides the shards' bytes: not where the input lies, nor when it was touched."""
+    identity = {
+        "options": options,
+        "tokenizer": {**dataclasses.asdict(tokenizer), "model_id": None},
+        "probe": probe_sha256,
+        "inputs": [(item.path, item.num_bytes, item.sha256) for item in inputs],
+        "cuts": cuts,
+        "version": FORMAT_VERSION,
+    }
+    return hashlib.sha256(orjson.dumps(identity, option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+def publish_plan(plan: Plan, output_dir: Path) -> Plan:
+    """Freeze a plan as plan.json; where another is there already, compare. Returns the frozen one.
+
+    Raises Refused, naming what differs, where the folder has another plan.
+    """
+    file = PublishedFile(output_dir / PLAN_NAME)
+    try:
+        head = {"format": "shardprep-plan", "version": FORMAT_VERSION}
+        data = {**head, **dataclasses.asdict(plan), "input_dir": str(plan.input_dir)}
+        file.write(orjson.dumps(data, option=orjson.OPT_APPEND_NEWLINE))
+        file.sync()
+        if file.publish_first():
+            sync_folder(output_dir)
+            return plan
+    finally:
+        file.discard()
+    frozen = read_plan(output_dir)
+    assert frozen is not None
+    if frozen.plan_id != plan.plan_id:
+        raise Refused(
+            f"{output_dir} has another plan ({frozen.plan_id[:12]}, this one would be {plan.plan_id[:12]}): "
+            f"{'; '.join(plan_differences(frozen, plan))}. A plan is never changed: for more data or other "
+            "options plan into a new folder, and give the loader a list of folders"
+        )
+    return frozen
+
+
+def read_plan(output_dir: Path) -> Plan | None:
+    """The plan of a data set, or None where there is none yet. Raises BrokenShard, UnknownVersion."""
+    path = output_dir / PLAN_NAME
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except NotADirectoryError:
+        raise NotFound(f"{output_dir} is no folder") from None
+    data = parse_json(path, raw, "shardprep-plan")
+    try:
+        del data["format"], data["version"]
+        return Plan(
+            **{
+                **data,
+                "input_dir": Path(data["input_dir"]),
+                "tokenizer": TokenizerSpec(**data["tokenizer"]),
+                "inputs": [InputFile(**item) for item in data["inputs"]],
+                "cuts": [(source, byte) for source, byte in data["cuts"]],
+            }
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise BrokenShard(
+            f"{path} is not a whole plan ({error!r}); bring it back, or plan into a new folder"
+        ) from None
+
+
+def need_plan(output_dir: Path) -> Plan:
+    """The plan of a data set. Raises NotFound, with the command that makes one."""
+    plan = read_plan(output_dir)
+    if plan is None:
+        raise NotFound(
+            f"{output_dir} has no {PLAN_NAME}; run: python -m preprocess plan --input_dir RAW "
+            f"--output_dir {output_dir} --model_id MODEL --num_shards N"
+        )
+    return plan
+
+
+def plan_differences(frozen: Plan, other: Plan) -> list[str]:
+    """What makes two plans differ, in words."""
+    found = [
+        f"--{name} was {frozen.options.get(name)}, now {value}"
+        for name, value in other.options.items()
+        if frozen.options.get(name) != value
+    ]
+    if frozen.tokenizer.fingerprint != other.tokenizer.fingerprint:
+        found.append(
+            f"the tokenizer was {frozen.tokenizer.model_id}, now {other.tokenizer.model_id}, with other ids"
+        )
+    old = {item.path: (item.num_bytes, item.sha256) for item in frozen.inputs}
+    new = {item.path: (item.num_bytes, item.sha256) for item in other.inputs}
+    for what, paths in (
+        ("added", new.keys() - old.keys()),
+        ("gone", old.keys() - new.keys()),
+        ("changed", {path for path in old.keys() & new.keys() if old[path] != new[path]}),
+    ):
+        if paths:
+            found.append(f"{len(paths)} input(s) {what}, such as {min(paths)}")
+    if frozen.num_shards != other.num_shards:
+        found.append(f"{frozen.num_shards} shards, now {other.num_shards}")
+    return found or ["the cuts between shards, the tokenizer's special tokens or its library differ"]

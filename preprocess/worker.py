@@ -1,0 +1,137 @@
+"""Makes one shard: the whole story on one screen."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import preprocess
+from preprocess.config import EngineName
+from preprocess.documents import read_documents
+from preprocess.input_files import check_input
+from preprocess.published_file import remove_temporaries
+from preprocess.shard_format import (
+    TOKENIZER_DIR,
+    BadInput,
+    BrokenShard,
+    Manifest,
+    MissingShard,
+    check_shard,
+    quarantine_path,
+    shard_name,
+)
+from preprocess.shard_plan import Plan
+from preprocess.shard_writer import ShardWriter
+from preprocess.token_batches import Engine, load_engine
+from preprocess.tokenizer_files import TOKENIZER_FILE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """What a process needs to make shards of one plan: the plan, the folders, a loaded engine."""
+
+    plan: Plan
+    folder: Path
+    input_dir: Path
+    engine: Engine
+    max_bad_fraction: float
+    num_cpus: int
+
+    def run_shard(self, shard_id: int, progress: Callable[[int], None]) -> Manifest:
+        """Make shard ``shard_id``; ``progress`` is told the input bytes of each batch.
+
+        Raises BadInput where too many documents are undecodable, and what reading and writing raise.
+        A failure leaves nothing that counts; equal plans give equal bytes.
+        """
+        ranges = self.plan.ranges(shard_id, self.input_dir)
+        for source in sorted({part.source for part in ranges}):
+            check_input(self.input_dir, self.plan.inputs[source])
+        began, cpu_began = time.time(), time.process_time()
+        options = self.plan.options
+        sources = [item.path for item in self.plan.inputs]
+        with ShardWriter(
+            self.folder, self.plan.spec, shard_id, keep_text=options["keep_text"], sources=sources
+        ) as writer:
+            for batch in read_documents(ranges, doc=options["doc"], encoding=options["encoding"]):
+                writer.append(batch, self.engine.encode(batch.texts))
+                progress(batch.num_bytes)
+            self._check_bad_fraction(writer, shard_id)
+            return writer.commit(self._run_facts(began, cpu_began))
+
+    def _check_bad_fraction(self, writer: ShardWriter, shard_id: int) -> None:
+        if writer.bad_fraction <= self.max_bad_fraction:
+            return
+        quarantine = writer.quarantine()
+        assert quarantine is not None
+        quarantine.sync()
+        quarantine.publish()
+        raise BadInput(
+            f"shard {shard_id:05d}: {writer.num_bad} documents ({writer.bad_fraction:.2%}) cannot be decoded "
+            f"as {self.plan.options['encoding']}, the limit is {self.max_bad_fraction:.2%}; they are named "
+            f"in {quarantine_path(self.folder, shard_id)}. Is it another --encoding? Otherwise mend the "
+            "input and plan anew, or accept them: --max_bad_fraction"
+        )
+
+    def _run_facts(self, began: float, cpu_began: float) -> dict[str, Any]:
+        """What may differ between equal shards; for reports, never for decisions."""
+        return {
+            "engine": f"{self.engine.name} {self.engine.version}",
+            "shardprep": preprocess.__version__,
+            "python": platform.python_version(),
+            "host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+            "slurm": {name: os.environ[name] for name in _SLURM_FACTS if name in os.environ},
+            "num_cpus": self.num_cpus,
+            "began": round(began, 3),
+            "wall_s": round(time.time() - began, 3),
+            "cpu_s": round(time.process_time() - cpu_began, 3),
+            "max_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+
+
+_SLURM_FACTS = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT")
+
+
+def load_worker(
+    plan: Plan,
+    folder: Path,
+    *,
+    input_dir: Path | None,
+    engine: EngineName,
+    max_bad_fraction: float | None,
+    num_cpus: int,
+    warn: Callable[[str], None],
+) -> Worker:
+    """Load the plan's tokenizer from its folder. Raises OtherTokenizer where its ids changed."""
+    return Worker(
+        plan=plan,
+        folder=folder,
+        input_dir=input_dir or plan.input_dir,
+        engine=load_engine(
+            folder / TOKENIZER_DIR / TOKENIZER_FILE,
+            wanted=engine,
+            allow_special_tokens=plan.options["allow_special_tokens"],
+            probe=plan.probe,
+            probe_sha256=plan.probe_sha256,
+            fast_is_equal=plan.fast_engine_is_equal,
+            warn=warn,
+        ),
+        max_bad_fraction=plan.max_bad_fraction if max_bad_fraction is None else max_bad_fraction,
+        num_cpus=num_cpus,
+    )
+
+
+def done_manifest(plan: Plan, folder: Path, shard_id: int) -> Manifest | None:
+    """The manifest of a shard that is done, else None. Raises where another plan's shard is in the way."""
+    try:
+        manifest = check_shard(folder, shard_id, plan.plan_id)
+    except (MissingShard, BrokenShard):
+        return None
+    remove_temporaries(folder, shard_name(shard_id), older_than_s=0)
+    return manifest

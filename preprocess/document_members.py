@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.documents import DocumentBatch
-from preprocess.json_ids import JsonIds
+from preprocess.json_ids import json_ids
 from preprocess.shard_format import (
     BLOCK_BYTES,
     IDX_DOCUMENT,
@@ -31,7 +31,7 @@ class DocumentMembers:
         self._spec = spec
         self._shard_id = shard_id
         self._keep_text = keep_text
-        self._json = JsonIds(spec.tokenizer.vocab_size) if spec.token_format == "json" else None
+        self._json = json_ids(spec.tokenizer.vocab_size) if spec.token_format == "json" else None
         self._npy_header_bytes = 0 if self._json else len(npy_header(spec.dtype, (1,)))
 
     def append(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import hashlib
+import mmap
 import os
 import secrets
 import socket
@@ -22,36 +25,47 @@ class PublishedFile:
     The temporary file stands in the target's folder (a rename never crosses file systems) with
     mode ``0666 & umask``, so that colleagues can read what comes of it. Errors name the file and
     its file system's own reason: CannotWrite at creation, ReadWriteError afterwards.
+
+    Whole pieces bypass the page cache where the file system allows it (O_DIRECT): a shard is read
+    by others and later, so its pages would only crowd out the input's, and count against the job's
+    memory. It also saves the copy: 0.08 against 0.18 s of CPU for 200 MB (benchmarks/writer.py).
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.num_bytes = 0
         self._digest = hashlib.sha256()
-        self._held = bytearray()
         attempt = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.temporary = path.with_name(f".{path.name}.{attempt}.tmp")
         try:
-            self._fd = os.open(self.temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            self._fd = _open_new(self.temporary)
         except OSError as error:
             raise CannotWrite(f"{path.parent} cannot be written to: {error.strerror} ({path.name})") from None
+        self._piece = mmap.mmap(-1, WRITE_BYTES)  # aligned to a page, as O_DIRECT wants
+        self._num_held = 0
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes; they reach the file in pieces of WRITE_BYTES."""
         view = memoryview(data).cast("B")
         self.num_bytes += len(view)
         self._digest.update(view)
-        self._held += view
-        if len(self._held) >= WRITE_BYTES:
-            whole = len(self._held) // WRITE_BYTES * WRITE_BYTES
-            with memoryview(self._held) as held:
-                self._write_out(held[:whole])
-            del self._held[:whole]
+        while len(view) >= WRITE_BYTES - self._num_held:
+            size = WRITE_BYTES - self._num_held
+            self._piece[self._num_held :] = view[:size]
+            view = view[size:]
+            self._num_held = 0
+            self._write_out(memoryview(self._piece))
+        self._piece[self._num_held : self._num_held + len(view)] = view
+        self._num_held += len(view)
 
     def _write_out(self, view: memoryview) -> None:
         try:
             while view:
-                view = view[os.write(self._fd, view) :]
+                try:
+                    view = view[os.write(self._fd, view) :]
+                except OSError as error:
+                    if error.errno != errno.EINVAL or not _leave_direct(self._fd):
+                        raise
         except OSError as error:
             raise self._failed("written", error) from None
 
@@ -63,8 +77,9 @@ class PublishedFile:
 
     def sync(self) -> FileStamp:
         """Write out and fsync; the name is not yet given."""
-        self._write_out(memoryview(self._held))
-        self._held.clear()
+        _leave_direct(self._fd)  # the last piece is not of a whole number of blocks
+        self._write_out(memoryview(self._piece)[: self._num_held])
+        self._num_held = 0
         try:
             os.fsync(self._fd)
             os.close(self._fd)
@@ -101,6 +116,25 @@ class PublishedFile:
             self._fd = -1
         with contextlib.suppress(OSError):
             self.temporary.unlink(missing_ok=True)
+
+
+def _open_new(path: Path) -> int:
+    """Create a file for writing, with O_DIRECT where its file system has that."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o666)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        path.unlink(missing_ok=True)  # some file systems create it before they refuse the flag
+        return os.open(path, flags, 0o666)
+
+
+def _leave_direct(fd: int) -> bool:
+    """Go on through the page cache; whether the file was written past it until now."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+    return bool(flags & os.O_DIRECT)
 
 
 def sync_folder(folder: Path) -> None:

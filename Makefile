@@ -1,0 +1,55 @@
+# Everything happens in ./.venv; no environment has to be active. `make` alone lists the targets.
+PYTHON ?= python3
+# Installed before the rest, because an unpinned torch may bring gigabytes of CUDA. Others:
+#   make install TORCH=torch
+#   make install TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
+TORCH ?= torch==2.13.0
+# More arguments for pytest: make test PYTEST_ARGS='-k tokenizer'
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+# Keyed on what was asked for; another TORCH or a newer pyproject.toml installs again.
+STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
+SCRIPTS := $(wildcard slurm/*.sh tests/*.sh examples/*.sh) .ci/run
+
+.PHONY: help install demo test lint clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z_]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+
+install: $(STAMP) ## make .venv with the project (editable), all extras and the developers' tools
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "python 3.10 or newer is needed: make install PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable '.[loader,slurm]' --group dev
+	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+demo: install ## text to a decoded batch on this machine, in ./demo_data
+	@PATH="$(CURDIR)/$(BIN):$$PATH" examples/demo.sh
+
+test: install ## all tests; as root on Debian or Ubuntu they install and start a real Slurm
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: install ## ruff, mypy --strict, shellcheck
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	@if ! command -v shellcheck >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq shellcheck; } >/dev/null 2>&1 || true; \
+	fi
+	@if command -v shellcheck >/dev/null; then \
+		echo shellcheck $(SCRIPTS) && shellcheck $(SCRIPTS); \
+	else \
+		echo '*** SKIPPED: shellcheck is not installed, the shell scripts were not checked ***' >&2; \
+	fi
+
+clean: ## remove .venv, caches and what the demo made
+	rm -rf $(VENV) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.*
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	if [ -e demo_data/.made_by_demo ]; then rm -rf demo_data; fi

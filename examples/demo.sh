@@ -1,0 +1,56 @@
+#!/bin/bash
+# The whole way on one machine, in ./demo_data: text -> tokenizer -> plan -> shards -> verify -> a batch.
+# `make demo` runs it with the project's virtual environment; each step is printed as you would type it.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+data=demo_data
+marker=$data/.made_by_demo
+export HF_HUB_OFFLINE=1 # to show that it needs no hub; with a model's name instead of a folder, leave it out
+
+if [ -e "$data" ] && [ ! -e "$marker" ]; then
+  echo "demo: ./$data is here and was not made by this demo; move it away, then run this again" >&2
+  exit 73
+fi
+rm -rf "$data"
+mkdir "$data"
+touch "$marker"
+
+say() { printf '\n# %s\n' "$*"; }
+step() {
+  printf '$ %s\n' "$*"
+  "$@"
+}
+
+started=$SECONDS
+say "1. Raw text: Korean and English, one document a line."
+step python examples/sample_text.py $data/raw
+
+say "2. A small tokenizer like Llama 3's. (You would give --model_id meta-llama/Meta-Llama-3-8B below instead.)"
+step python -m preprocess train_tokenizer --input_dir $data/raw --vocab_size 1500 --output_dir $data/tokenizer
+
+say "3. The plan: which bytes are which shard. Made once, then frozen."
+step python -m preprocess plan --input_dir $data/raw --output_dir $data/shards --model_id $data/tokenizer --num_shards 4
+
+say "4. The shards, here on this machine; on a cluster a job array makes them."
+step python -m preprocess run $data/shards
+
+say "5. The proof: every shard is there, whole, and together they cover the input once."
+step python -m preprocess verify $data/shards
+
+say "6. What training sees."
+step python -m loader $data/shards --batch_size 4 --num_workers 0
+
+cat <<END
+
+The demo took $((SECONDS - started)) s. Everything it made is in ./$data.
+
+# Next, on a Slurm cluster (in this checkout, with .venv active: source .venv/bin/activate)
+\$ python -m preprocess plan --input_dir RAW --output_dir DATA --model_id meta-llama/Meta-Llama-3-8B --num_shards 100
+\$ SHARDPREP_SETUP=\$PWD/.venv/bin/activate sbatch --array=0-99 slurm/prep_array.sh DATA
+\$ python -m preprocess verify DATA
+
+# and in the training script
+from loader import get_llama3_dataloader
+dataloader = get_llama3_dataloader("DATA", batch_size=8)
+END

@@ -9,7 +9,7 @@ import sys
 from preprocess.command_line import default_num_proc, given_options, parse, parse_ids, parse_size
 from preprocess.config import PrepConfig
 from preprocess.progress import Progress, say
-from preprocess.shard_format import ShardprepError, UsageError, id_ranges
+from preprocess.shard_format import ShardprepError, Stopped, UsageError, id_ranges
 from preprocess.stop_signals import raise_on_stop_signals
 
 
@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
         args = parse(sys.argv[1:] if argv is None else argv)
         raise_on_stop_signals()
         return _COMMANDS[args.command](args)
-    except ShardprepError as error:
+    except (ShardprepError, Stopped) as error:
         if str(error):
             say(f"error: {error}")
         return error.exit_code

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from preprocess.shard_format import Record, TokenFormat, UsageError
 
 Doc = Literal["line", "file"]
+Pack = Literal["concat", "best_fit"]
 EngineName = Literal["auto", "fastokens", "tokenizers"]
 
 
@@ -37,6 +38,10 @@ class PrepConfig:
     keep_text: bool | None = field(
         default=None, metadata={"help": "store each document's text, too (default, unless packed)"}
     )
+    pack: Pack = field(
+        default="concat",
+        metadata={"help": "rows: concat cuts documents at row ends; best_fit keeps them whole, padded"},
+    )
     append_eos: bool | None = field(
         default=None, metadata={"help": "end each document with the EOS token (default when packed)"}
     )
@@ -58,6 +63,8 @@ class PrepConfig:
         packed = self.record == "packed"
         if not packed and self.seq_len is not None:
             raise UsageError("--seq_len is for packed rows; add --record packed, or leave it out")
+        if not packed and self.pack != "concat":
+            raise UsageError(f"--pack {self.pack} is for packed rows; add --record packed, or leave it out")
         if packed and self.keep_text:
             raise UsageError("--keep_text is for documents; packed rows hold no text")
         seq_len = 0 if not packed else 8192 if self.seq_len is None else self.seq_len
@@ -81,6 +88,7 @@ class PrepConfig:
 CHOICES: dict[str, tuple[str, ...]] = {
     "record": get_args(Record),
     "doc": get_args(Doc),
+    "pack": get_args(Pack),
     "token_format": get_args(TokenFormat),
     "engine": get_args(EngineName),
 }
@@ -90,6 +98,7 @@ BYTES_OPTIONS = (
     "encoding",
     "record",
     "seq_len",
+    "pack",
     "token_format",
     "keep_text",
     "append_eos",
@@ -105,8 +114,10 @@ def _known_encoding(name: str) -> str:
         ascii_bytes = bytes(range(128))
         if known.name.startswith(("utf-16", "utf-32")):
             return known.name
-        stateful = known.name.startswith(("iso2022", "hz", "utf-7"))
-        if not stateful and ascii_bytes.decode(known.name) == ascii_bytes.decode("ascii"):
+        disguised = ("iso2022", "hz", "utf-7", "idna", "unicode-escape", "raw-unicode-escape")
+        if not known.name.startswith(disguised) and ascii_bytes.decode(known.name) == ascii_bytes.decode(
+            "ascii"
+        ):
             return known.name
     except (LookupError, UnicodeError, TypeError):
         raise UsageError(f"--encoding {name!r} is no text encoding of Python; try utf-8 or cp949") from None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from preprocess.documents import ByteRange, DocumentBatch, read_documents
 from preprocess.input_files import next_line_start
@@ -37,10 +40,22 @@ def sample_texts(plan: Plan, *, num_bytes: int) -> list[str]:
 
 
 def _sample(plan: Plan, num_bytes: int) -> Iterator[DocumentBatch]:
-    options = plan.options
-    yield from read_documents(
-        list(_sample_ranges(plan, num_bytes // _NUM_PLACES)), doc=options["doc"], encoding=options["encoding"]
-    )
+    """Documents of the sample; of a very long one, the beginning."""
+    ranges = list(_sample_ranges(plan, num_bytes // _NUM_PLACES))
+    for item in read_documents(ranges, doc=plan.options["doc"], encoding=plan.options["encoding"]):
+        if isinstance(item, DocumentBatch):
+            yield item
+            continue
+        with contextlib.suppress(UnicodeDecodeError):
+            text = next(item.text(), "")
+            yield DocumentBatch(
+                texts=[text],
+                lines=np.array([item.line]),
+                source=item.source,
+                source_offsets=np.array([item.start]),
+                num_lines=1,
+                num_bytes=len(text.encode()),
+            )
 
 
 def _sample_ranges(plan: Plan, num_bytes: int) -> Iterator[ByteRange]:
@@ -70,7 +85,7 @@ def options_cut_files(plan: Plan) -> bool:
     return plan.options["doc"] == "line" and not plan.options["encoding"].startswith(("utf-16", "utf-32"))
 
 
-def measure(plan: Plan, engine: Engine, *, keep_text: bool) -> CostEstimate:
+def measure(plan: Plan, engine: Engine) -> CostEstimate:
     """Run a sample through the worker's own stages into a scratch folder and scale it up.
 
     Times are CPU seconds of one core of this machine; a cluster's node will differ.
@@ -78,15 +93,15 @@ def measure(plan: Plan, engine: Engine, *, keep_text: bool) -> CostEstimate:
     sources = [item.path for item in plan.inputs]
     with (
         tempfile.TemporaryDirectory(prefix="shardprep-") as scratch,
-        ShardWriter(Path(scratch), plan.spec, 0, keep_text=keep_text, sources=sources) as writer,
+        ShardWriter(Path(scratch), plan.spec, 0, options=plan.options, sources=sources) as writer,
     ):
-        num_bytes = 0
-        began = time.process_time()
+        num_bytes, cpu_s = 0, 0.0
         for batch in _sample(plan, _SAMPLE_BYTES):
+            began = time.process_time()
             writer.append(batch, engine.encode(batch.texts))
+            cpu_s += time.process_time() - began
             num_bytes += batch.num_bytes
         writer.commit({})
-        cpu_s = time.process_time() - began
         folder = Path(scratch)
         written = tar_path(folder, 0).stat().st_size + idx_path(folder, 0).stat().st_size
     shard_bytes = plan.shard_bytes()

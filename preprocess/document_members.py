@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterable, Sequence
+from typing import IO
 
 import numpy as np
 import numpy.typing as npt
 
 from preprocess.documents import DocumentBatch
 from preprocess.json_ids import json_ids
+from preprocess.long_documents import LongDocument
+from preprocess.published_file import PublishedFile
 from preprocess.shard_format import (
     BLOCK_BYTES,
     IDX_DOCUMENT,
@@ -34,7 +38,7 @@ class DocumentMembers:
         self._json = json_ids(spec.tokenizer.vocab_size) if spec.token_format == "json" else None
         self._npy_header_bytes = 0 if self._json else len(npy_header(spec.dtype, (1,)))
 
-    def append(
+    def members(
         self, documents: DocumentBatch, tokens: TokenBatch, tar_bytes: int
     ) -> tuple[memoryview, npt.NDArray[np.void]]:
         """Members of a batch that begins at byte ``tar_bytes`` of the tar, and their idx records.
@@ -51,10 +55,7 @@ class DocumentMembers:
         text_bytes = np.fromiter(map(len, texts), np.int64, len(texts))
         largest = max(id_bytes.max(initial=0), text_bytes.max(initial=0))
         if largest > MAX_MEMBER_BYTES:
-            raise BadInput(
-                f"a document of input {documents.source} makes a member of {largest} bytes, at most "
-                f"{MAX_MEMBER_BYTES} are possible; use --record packed, or split the document"
-            )
+            raise _too_large(int(largest), documents.source)
         sample_bytes = padded(id_bytes) + BLOCK_BYTES
         if self._keep_text:
             sample_bytes += padded(text_bytes) + BLOCK_BYTES
@@ -74,6 +75,60 @@ class DocumentMembers:
         entries["source"] = documents.source
         entries["source_offset"] = documents.source_offsets
         return buffer.data, entries
+
+    def write_long(
+        self,
+        document: LongDocument,
+        num_text_bytes: int,
+        pieces: Iterable[npt.NDArray[np.uint32]],
+        tar: PublishedFile,
+    ) -> npt.NDArray[np.void]:
+        """Write the members of a document in pieces straight to the tar; returns IDX_DOCUMENT[1].
+
+        A header needs the size of what follows, so the ids wait in a nameless file on the tar's disk.
+        """
+        line = np.array([document.line])
+        if self._keep_text:
+            tar.write(_header(self._shard_id, line, TEXT_FIELD, num_text_bytes))
+            for text in document.text():
+                tar.write(text.encode())
+            tar.write(bytes(-num_text_bytes % BLOCK_BYTES))
+        with tempfile.TemporaryFile(dir=tar.path.parent) as waiting:
+            num_tokens = num_bytes = 0
+            for ids in pieces:
+                waiting.write(ids.astype("<u4").data)
+                num_tokens += len(ids)
+                num_bytes += self._num_id_bytes(ids)
+            num_bytes += self._npy_header_bytes
+            if num_bytes > MAX_MEMBER_BYTES or num_text_bytes > MAX_MEMBER_BYTES:
+                raise _too_large(max(num_bytes, num_text_bytes), document.source)
+            field = token_field("documents", self._spec.token_format)
+            tar.write(_header(self._shard_id, line, field, num_bytes))
+            entry = (tar.num_bytes + self._npy_header_bytes, num_bytes - self._npy_header_bytes, num_tokens)
+            waiting.seek(0)
+            self._write_waiting(waiting, num_tokens, tar)
+            tar.write(bytes(-num_bytes % BLOCK_BYTES))
+        return np.array([(*entry, document.source, document.start)], IDX_DOCUMENT)
+
+    def _num_id_bytes(self, ids: npt.NDArray[np.uint32]) -> int:
+        if self._json:
+            return int(self._json.lengths(_one_document(ids))[0]) if len(ids) else 0
+        return len(ids) * self._spec.dtype.itemsize
+
+    def _write_waiting(self, waiting: IO[bytes], num_tokens: int, tar: PublishedFile) -> None:
+        """Copy ids that wait in a file to the tar, as their member has them."""
+        if not self._json:
+            tar.write(npy_header(self._spec.dtype, (num_tokens,)))
+        opening = b"["
+        while block := waiting.read(1 << 18):
+            ids = np.frombuffer(block, "<u4")
+            if not self._json:
+                tar.write(ids.astype(self._spec.dtype).tobytes())
+                continue
+            tar.write(opening + self._json.separated(_one_document(ids))[2 * len(opening) :])
+            opening = b""
+        if self._json:
+            tar.write(b"]")
 
     def _place_headers(
         self,
@@ -123,3 +178,18 @@ def _place(
     view = buffer.data
     for start, piece in zip(starts.tolist(), pieces, strict=True):
         view[start : start + len(piece)] = piece
+
+
+def _header(shard_id: int, line: npt.NDArray[np.int64], field: str, num_bytes: int) -> bytes:
+    return document_headers(shard_id, line, field, np.array([num_bytes])).tobytes()
+
+
+def _one_document(ids: npt.NDArray[np.uint32]) -> TokenBatch:
+    return TokenBatch(ids=ids, offsets=np.array([0, len(ids)]))
+
+
+def _too_large(num_bytes: int, source: int) -> BadInput:
+    return BadInput(
+        f"a document of input {source} makes a member of {num_bytes} bytes, at most {MAX_MEMBER_BYTES} are "
+        "possible; use --record packed, or split the document"
+    )

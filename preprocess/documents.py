@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.config import Doc
+from preprocess.long_documents import LONG_BYTES, BadDocument, LongDocument
 from preprocess.shard_format import NotFound, ReadWriteError
 
 BLOCK_BYTES = 1 << 19  # of raw text a batch; 128 KiB to 2 MiB take the same time
@@ -24,18 +25,6 @@ class ByteRange:
     path: Path
     start: int  # byte
     end: int  # byte, not included
-
-
-@dataclass(frozen=True, kw_only=True)
-class BadDocument:
-    """A document left out, as a line of the shard's quarantine file says it."""
-
-    source: int
-    source_offset: int
-    num_bytes: int
-    line: int
-    reason: str
-    detail: str
 
 
 @dataclass(kw_only=True)
@@ -55,8 +44,12 @@ class DocumentBatch:
         return self.num_lines - len(self.texts) - len(self.bad)
 
 
-def read_documents(ranges: list[ByteRange], *, doc: Doc, encoding: str) -> Iterator[DocumentBatch]:
+def read_documents(
+    ranges: list[ByteRange], *, doc: Doc, encoding: str
+) -> Iterator[DocumentBatch | LongDocument]:
     """Yield the documents of byte ranges in order, in batches of about BLOCK_BYTES.
+
+    A document of more than LONG_BYTES comes alone, unread, as a LongDocument.
 
     A line ends as in Python's text mode: at ``\\n``, ``\\r\\n`` or ``\\r``. Ranges begin and end
     at line ends. Raises NotFound where a file cannot be opened, ReadWriteError where reading fails.
@@ -69,30 +62,49 @@ def read_documents(ranges: list[ByteRange], *, doc: Doc, encoding: str) -> Itera
             raise NotFound(f"input {part.path} cannot be opened: {error.strerror}") from None
         with file:
             try:
-                for batch in _read_range(file, part, doc, encoding, line):
-                    line += batch.num_lines
-                    yield batch
+                for item in _read_range(file, part, doc, encoding, line):
+                    line += item.num_lines
+                    yield item
             except OSError as error:
                 raise ReadWriteError(f"input {part.path} cannot be read: {error.strerror}") from None
 
 
 def _read_range(
     file: BinaryIO, part: ByteRange, doc: Doc, encoding: str, line: int
-) -> Iterator[DocumentBatch]:
+) -> Iterator[DocumentBatch | LongDocument]:
     codec, start = _codec_at(file, part, encoding)
+
+    def long_document(begin: int, end: int, num_bytes: int) -> LongDocument:
+        return LongDocument(
+            path=part.path,
+            source=part.source,
+            start=begin,
+            end=end,
+            line=line,
+            codec=codec,
+            num_bytes=num_bytes,
+        )
+
+    if doc == "file" and part.end - start > LONG_BYTES:
+        yield long_document(start, part.end, part.end - part.start)
+        return
     if doc == "file":
-        block = _read(file, start, part.end, part)
-        batch = _decode(block, np.zeros(1, np.int64), start, codec, part.source, line, doc)
+        whole = _read(file, start, part.end, part)
+        batch = _decode(whole, np.zeros(1, np.int64), start, codec, part.source, line, doc)
         batch.num_bytes = part.end - part.start
         yield batch
         return
     num_mark_bytes = start - part.start
-    for offset, block in _line_blocks(file, start, part, codec):
-        batch = _decode(block, _line_starts(block, codec), offset, codec, part.source, line, doc)
-        batch.num_bytes += num_mark_bytes
+    for offset, end, block in _line_blocks(file, start, part, codec):
+        if block is None:
+            yield long_document(offset, end, end - offset + num_mark_bytes)
+            line += 1
+        else:
+            batch = _decode(block, _line_starts(block, codec), offset, codec, part.source, line, doc)
+            batch.num_bytes += num_mark_bytes
+            line += batch.num_lines
+            yield batch
         num_mark_bytes = 0
-        line += batch.num_lines
-        yield batch
 
 
 def _codec_at(file: BinaryIO, part: ByteRange, encoding: str) -> tuple[str, int]:
@@ -128,22 +140,48 @@ def _read(file: BinaryIO, start: int, end: int, part: ByteRange) -> bytes:
     return b"".join(pieces)
 
 
-def _line_blocks(file: BinaryIO, start: int, part: ByteRange, codec: str) -> Iterator[tuple[int, bytes]]:
-    """Cut a range into blocks of whole lines: (byte of the block in the file, its bytes)."""
-    held: list[bytes] = []  # the beginning of a line longer than a block
+def _line_blocks(
+    file: BinaryIO, start: int, part: ByteRange, codec: str
+) -> Iterator[tuple[int, int, bytes | None]]:
+    """Cut a range into blocks of whole lines: (byte where it begins, where it ends, its bytes).
+
+    A line of more than LONG_BYTES is a block of its own, without its bytes.
+    """
+    held: list[bytes] = []  # the beginning of a line that ends in a later block
     offset = position = start
     while position < part.end:
-        size = min(BLOCK_BYTES, part.end - position)
-        block = _read(file, position, position + size, part)
-        position += size
-        cut = size if position == part.end else _last_line_end(block, codec)
+        block = _read(file, position, min(position + BLOCK_BYTES, part.end), part)
+        position += len(block)
+        cut = len(block) if position == part.end else _last_line_end(block, codec)
+        if not cut and position - offset > LONG_BYTES:
+            position = _next_line(file, position - len(block), part, codec)
+            yield offset, position, None
+            offset, held = position, []
+            continue
         if cut:
             held.append(block[:cut])
-            yield offset, b"".join(held)
-            offset += sum(map(len, held))
-            held = []
-        if cut < size:
+            end = position - len(block) + cut
+            yield offset, end, b"".join(held)
+            offset, held = end, []
+        if cut < len(block):
             held.append(block[cut:])
+
+
+def _next_line(file: BinaryIO, position: int, part: ByteRange, codec: str) -> int:
+    """The byte after the next line end at or behind ``position``, or the range's end."""
+    while position < part.end:
+        block = _read(file, position, min(position + max(BLOCK_BYTES, 64), part.end), part)
+        units = _units(block, codec)
+        ends = np.flatnonzero((units == 10) | (units == 13))
+        if len(ends):
+            first = int(ends[0])
+            if units[first] == 13 and first + 1 == len(units) and position + len(block) < part.end:
+                position += first * units.itemsize  # it may be half of a line end: read on from it
+                continue
+            first += bool(units[first] == 13 and first + 1 < len(units) and units[first + 1] == 10)
+            return position + (first + 1) * units.itemsize
+        position += len(block)
+    return part.end
 
 
 def _last_line_end(block: bytes, codec: str) -> int:

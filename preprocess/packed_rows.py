@@ -1,73 +1,97 @@
-"""Documents' ids -> rows of seq_len tokens, laid out as tar members of many rows each."""
+"""Documents' ids -> rows of seq_len tokens, joined and cut wherever a row ends."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.documents import DocumentBatch
-from preprocess.shard_format import (
-    BLOCK_BYTES,
-    DOC_STARTS_FIELD,
-    IDX_ROW,
-    PACKED_MEMBER_BYTES,
-    ROW_TOKENS_FIELD,
-    DatasetSpec,
-    npy_header,
-    rows_key,
-    token_field,
-)
+from preprocess.row_members import START, RowGroup, pad_id, rows_a_member
+from preprocess.shard_format import DatasetSpec
 from preprocess.token_batches import TokenBatch
-from preprocess.ustar import ustar_header
 
-_START = np.dtype([("position", "<i8"), ("source", "<u4"), ("source_offset", "<u8")])
+Ids = npt.NDArray[np.uint32]
 
 
-class PackedRows:
-    """Joins documents and cuts them at every seq_len-th token (``--pack concat``).
+class Packer(Protocol):
+    """Takes documents in order and yields row groups as they fill; the groups do not depend on batches."""
 
-    Nothing is dropped: the shard's last row is filled with padding and says its length.
+    num_cut: int  # documents that do not lie whole in one row
+
+    def append(self, tokens: TokenBatch, starts: npt.NDArray[np.void]) -> Iterator[RowGroup]:
+        """Take documents, with START[documents] that name their sources."""
+
+    def append_piece(self, ids: Ids, start: npt.NDArray[np.void] | None) -> Iterator[RowGroup]:
+        """Take a piece of a document too long to be held; START[1] with its first piece."""
+
+    def end_document(self) -> Iterator[RowGroup]:
+        """The document given in pieces is at its end."""
+
+    def finish(self) -> Iterator[RowGroup]:
+        """Yield what is left."""
+
+
+class ConcatRows:
+    """Joins all documents and cuts at every seq_len-th token (``--pack concat``).
+
+    No padding but in the shard's last row; documents are cut at row ends.
     """
 
-    def __init__(self, spec: DatasetSpec, shard_id: int) -> None:
+    def __init__(self, spec: DatasetSpec) -> None:
         self._spec = spec
-        self._shard_id = shard_id
-        pad = spec.tokenizer.pad_token_id
-        self._pad_token_id = 0 if pad is None else pad
-        row_bytes = spec.seq_len * spec.dtype.itemsize
-        self._member_tokens = max(1, PACKED_MEMBER_BYTES // row_bytes) * spec.seq_len
-        self._ids: list[npt.NDArray[np.uint32]] = []  # not yet in a member
-        self._starts: list[npt.NDArray[np.void]] = []  # _START of the documents in them
+        self._group_tokens = rows_a_member(spec) * spec.seq_len
+        self._ids: list[Ids] = []  # not yet in a group
+        self._starts: list[npt.NDArray[np.void]] = []  # START of the documents in them
         self._num_held = 0
-        self._num_rows = 0  # in members so far
-        self._open = np.zeros(1, _START)  # the document that the next row begins in
-        self.num_padding = 0
+        self._num_before = 0  # tokens in groups so far
+        self._open = np.zeros(1, START)  # the document that the next group begins in
+        self._piece_tokens = 0
+        self.num_cut = 0
 
-    def append(
-        self, documents: DocumentBatch, tokens: TokenBatch, tar_bytes: int
-    ) -> Iterator[tuple[bytes, npt.NDArray[np.void]]]:
-        """Take a batch; yield the members that are now full: (tar bytes, IDX_ROW[rows]) each."""
-        starts = np.empty(len(tokens.lengths), _START)
-        starts["position"] = tokens.offsets[:-1] + self._num_held
-        starts["source"] = documents.source
-        starts["source_offset"] = documents.source_offsets
-        self._starts.append(starts[tokens.lengths > 0])
+    def append(self, tokens: TokenBatch, starts: npt.NDArray[np.void]) -> Iterator[RowGroup]:
+        """See Packer."""
+        filled = tokens.lengths > 0
+        first = tokens.offsets[:-1][filled] + self._num_before + self._num_held
+        last = first + tokens.lengths[filled] - 1
+        self.num_cut += int((first // self._spec.seq_len != last // self._spec.seq_len).sum())
+        starts = starts[filled]
+        starts["position"] = tokens.offsets[:-1][filled] + self._num_held
+        self._starts.append(starts)
         self._ids.append(tokens.ids)
         self._num_held += len(tokens.ids)
-        while self._num_held >= self._member_tokens:
-            member, entries = self._take(self._member_tokens, tar_bytes)
-            tar_bytes += len(member)
-            yield member, entries
+        return self._full_groups()
 
-    def finish(self, tar_bytes: int) -> Iterator[tuple[bytes, npt.NDArray[np.void]]]:
-        """Yield the last member, if tokens are left for one."""
+    def append_piece(self, ids: Ids, start: npt.NDArray[np.void] | None) -> Iterator[RowGroup]:
+        """See Packer."""
+        if start is not None:
+            start["position"] = self._num_held
+            self._starts.append(start)
+        self._ids.append(ids)
+        self._num_held += len(ids)
+        self._piece_tokens += len(ids)
+        return self._full_groups()
+
+    def end_document(self) -> Iterator[RowGroup]:
+        """See Packer."""
+        end = self._num_before + self._num_held
+        first = end - self._piece_tokens
+        self.num_cut += first // self._spec.seq_len != (end - 1) // self._spec.seq_len
+        self._piece_tokens = 0
+        return iter(())
+
+    def finish(self) -> Iterator[RowGroup]:
+        """See Packer."""
         if self._num_held:
-            yield self._take(self._num_held, tar_bytes)
+            yield self._take(self._num_held)
 
-    def _take(self, num_tokens: int, tar_bytes: int) -> tuple[bytes, npt.NDArray[np.void]]:
-        """One member of the first ``num_tokens`` tokens held."""
+    def _full_groups(self) -> Iterator[RowGroup]:
+        while self._num_held >= self._group_tokens:
+            yield self._take(self._group_tokens)
+
+    def _take(self, num_tokens: int) -> RowGroup:
+        """A group of the first ``num_tokens`` tokens held."""
         ids = self._ids[0] if len(self._ids) == 1 else np.concatenate(self._ids)
         starts = self._starts[0] if len(self._starts) == 1 else np.concatenate(self._starts)
         self._ids, ids = [ids[num_tokens:]], ids[:num_tokens]
@@ -76,56 +100,25 @@ class PackedRows:
         later["position"] -= num_tokens
         self._starts, starts = [later], starts[:num_here]
         self._num_held -= num_tokens
-        return self._member(ids, starts, tar_bytes)
+        self._num_before += num_tokens
+        return self._group(ids, starts)
 
-    def _member(
-        self, ids: npt.NDArray[np.uint32], starts: npt.NDArray[np.void], tar_bytes: int
-    ) -> tuple[bytes, npt.NDArray[np.void]]:
+    def _group(self, ids: Ids, starts: npt.NDArray[np.void]) -> RowGroup:
         seq_len = self._spec.seq_len
         num_rows = -(-len(ids) // seq_len)
         num_padding = num_rows * seq_len - len(ids)
         row_tokens = np.full(num_rows, seq_len, np.uint32)
         row_tokens[-1] -= num_padding
-        rows = np.pad(ids.astype(self._spec.dtype), (0, num_padding), constant_values=self._pad_token_id)
-        rows = rows.reshape(num_rows, seq_len)
-        positions = starts["position"].astype(np.uint32)
-        fields = {DOC_STARTS_FIELD: positions, token_field("packed", "npy"): rows}
-        if num_padding:
-            fields[ROW_TOKENS_FIELD] = row_tokens
-        pieces: list[bytes] = []
-        payloads = {}  # byte in the tar where each field's numbers begin
-        key = rows_key(self._shard_id, self._num_rows)
-        for name, array in sorted(fields.items()):
-            header = npy_header(array.dtype, array.shape)
-            num_bytes = len(header) + array.nbytes
-            payloads[name] = tar_bytes + sum(map(len, pieces)) + BLOCK_BYTES + len(header)
-            pieces += [ustar_header(f"{key}.{name}", num_bytes), header, array.tobytes()]
-            pieces.append(bytes(-num_bytes % BLOCK_BYTES))
-        entries = self._entries(starts, row_tokens, payloads)
-        self._num_rows += num_rows
-        self.num_padding += num_padding
-        return b"".join(pieces), entries
-
-    def _entries(
-        self, starts: npt.NDArray[np.void], row_tokens: npt.NDArray[np.uint32], payloads: dict[str, int]
-    ) -> npt.NDArray[np.void]:
-        """idx records of a member's rows; each names the document that its first token is of."""
-        row_bytes = self._spec.seq_len * self._spec.dtype.itemsize
-        numbers = np.arange(len(row_tokens))
-        first = numbers * self._spec.seq_len
-        begins = np.searchsorted(starts["position"], first)
+        rows = np.pad(ids.astype(self._spec.dtype), (0, num_padding), constant_values=pad_id(self._spec))
         open_before = np.concatenate((self._open, starts))
-        of_row = open_before[np.searchsorted(starts["position"], first, side="right")]
-        entries = np.empty(len(row_tokens), IDX_ROW)
-        entries["offset"] = payloads[token_field("packed", "npy")] + numbers * row_bytes
-        entries["num_bytes"] = row_bytes
-        entries["num_tokens"] = row_tokens
-        entries["source"] = of_row["source"]
-        entries["source_offset"] = of_row["source_offset"]
-        entries["starts_offset"] = payloads[DOC_STARTS_FIELD] + 4 * begins
-        entries["num_starts"] = np.diff(begins, append=len(starts))
         self._open = open_before[-1:]
-        return entries
+        row_begins = np.arange(num_rows) * seq_len
+        return RowGroup(
+            rows=rows.reshape(num_rows, seq_len),
+            row_tokens=row_tokens,
+            starts=starts,
+            firsts=open_before[np.searchsorted(starts["position"], row_begins, side="right")],
+        )
 
 
 def append_token(tokens: TokenBatch, token_id: int) -> TokenBatch:

@@ -18,6 +18,7 @@ from preprocess.shard_format import (
     ReadWriteError,
     Refused,
     ShardprepError,
+    Stopped,
     id_ranges,
 )
 from preprocess.shard_plan import Plan, is_one_file_a_shard, need_plan, read_plan
@@ -65,7 +66,7 @@ def _plan_in_child(config: PrepConfig) -> None:
     raise_on_stop_signals()
     try:
         make_plan(config, Sharding(), say=say)
-    except ShardprepError as error:
+    except (ShardprepError, Stopped) as error:
         say(f"error: {error}")
         raise SystemExit(error.exit_code) from None
 
@@ -73,6 +74,8 @@ def _plan_in_child(config: PrepConfig) -> None:
 def _check_given(plan: Plan, given: dict[str, Any]) -> None:
     """Raises Refused or OtherTokenizer where given options are not the plan's."""
     planned = {**plan.options, "seq_len": plan.options["seq_len"] or None}
+    if given.get("record", plan.options["record"]) != plan.options["record"]:
+        planned = {}  # seq_len and keep_text of the one record are no options of the other
     wanted = PrepConfig(**{**planned, **given}).bytes_options()
     differing = [
         f"--{name} was {plan.options[name]}, now {wanted[name]}"

@@ -8,9 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import orjson
+
 import lustre
 from preprocess.config import PrepConfig
 from preprocess.cost_estimate import CostEstimate, measure, sample_texts
+from preprocess.cuttable_tokenizers import can_be_cut
 from preprocess.input_files import InputFile, list_inputs, stamp_inputs
 from preprocess.shard_format import CannotWrite, Refused, TokenizerSpec, UsageError
 from preprocess.shard_plan import (
@@ -26,7 +29,7 @@ from preprocess.shard_plan import (
 )
 from preprocess.token_batches import (
     Engine,
-    fastokens_engine,
+    equal_fast_engine,
     ids_sha256,
     probe_texts,
     tokenizers_engine,
@@ -74,7 +77,7 @@ def make_plan(
                 "add --no-append_eos, or set eos_token in its tokenizer_config.json"
             )
         plan, engine = _plan_of(config, inputs, cuts, tokenizer, files / TOKENIZER_FILE, say)
-        estimate = measure(plan, engine, keep_text=bool(config.keep_text))
+        estimate = measure(plan, engine)
         if dry_run:
             frozen = read_plan(config.output_dir)
             if frozen is not None and frozen.plan_id != plan.plan_id:
@@ -142,19 +145,20 @@ def _plan_of(
         probe=probe,
         probe_sha256=probe_sha256,
         fast_engine_is_equal=False,
+        can_be_cut=can_be_cut(orjson.loads(tokenizer_json.read_bytes())),
         inputs=inputs,
         cuts=cuts,
     )
     if config.engine == "tokenizers":
         return plan, reference
-    try:
-        fast = fastokens_engine(tokenizer_json, allow_special_tokens=allow)
-        texts = [*probe, *sample_texts(plan, num_bytes=1 << 18)]
-        equal = ids_sha256([fast.encode(texts)]) == ids_sha256([reference.encode(texts)])
-        why = "its ids differ from tokenizers' on a probe or on a sample of the input"
-    except Exception as error:  # compiled code: whatever it raises, there is a fallback
-        equal, why = False, f"{type(error).__name__}: {error}"
-    if not equal:
-        say(f"fastokens is not used for this tokenizer ({why}); tokenizers encodes, several times slower")
-        return plan, reference
-    return dataclasses.replace(plan, fast_engine_is_equal=True), fast
+    texts = [*probe, *sample_texts(plan, num_bytes=1 << 18)]
+    fast = equal_fast_engine(
+        tokenizer_json,
+        allow_special_tokens=allow,
+        texts=texts,
+        expected_sha256=ids_sha256([reference.encode(texts)]),
+    )
+    if isinstance(fast, Engine):
+        return dataclasses.replace(plan, fast_engine_is_equal=True), fast
+    say(f"fastokens is not used for this tokenizer ({fast}); tokenizers encodes, several times slower")
+    return plan, reference

@@ -22,6 +22,7 @@ from preprocess.shard_format import (
     BrokenShard,
     DatasetSpec,
     NotFound,
+    ReadWriteError,
     Refused,
     TokenizerSpec,
     UsageError,
@@ -43,6 +44,7 @@ class Plan:
     probe: list[str]  # texts that tell engines apart, see token_batches.py
     probe_sha256: str  # of their ids by the reference engine
     fast_engine_is_equal: bool  # fastokens gave the reference's ids on probe and sample
+    can_be_cut: bool  # a long document may be encoded in pieces, see long_documents.py
     inputs: list[InputFile]
     cuts: list[Cut]  # num_shards + 1
 
@@ -189,6 +191,8 @@ def read_plan(output_dir: Path) -> Plan | None:
         return None
     except NotADirectoryError:
         raise NotFound(f"{output_dir} is no folder") from None
+    except OSError as error:
+        raise ReadWriteError(f"{path} cannot be read: {error.strerror}") from None
     data = parse_json(path, raw, "shardprep-plan")
     try:
         del data["format"], data["version"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,15 +13,18 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from preprocess.best_fit_rows import BestFitRows
 from preprocess.document_members import DocumentMembers
-from preprocess.documents import BadDocument, DocumentBatch
-from preprocess.packed_rows import PackedRows, append_token
+from preprocess.documents import DocumentBatch
+from preprocess.long_documents import BadDocument, LongDocument
+from preprocess.packed_rows import ConcatRows, Packer, append_token
 from preprocess.published_file import (
     STALE_AFTER_S,
     PublishedFile,
     remove_temporaries,
     sync_folder,
 )
+from preprocess.row_members import START, RowGroup, RowMembers
 from preprocess.shard_format import (
     TAR_END,
     CannotWrite,
@@ -36,22 +40,32 @@ from preprocess.shard_format import (
 )
 from preprocess.token_batches import TokenBatch
 
+EncodePieces = Callable[[Iterator[str]], Iterator[npt.NDArray[np.uint32]]]
+
 
 class ShardWriter:
     """Writes one shard. Within ``with``; only ``commit`` makes it count, and a failure leaves nothing."""
 
     def __init__(
-        self, folder: Path, spec: DatasetSpec, shard_id: int, *, keep_text: bool, sources: list[str]
+        self,
+        folder: Path,
+        spec: DatasetSpec,
+        shard_id: int,
+        *,
+        options: dict[str, Any],
+        sources: list[str],
     ) -> None:
         self._folder = folder
         self._spec = spec
         self._shard_id = shard_id
         self._sources = sources  # paths of the plan's inputs, for the quarantine file
-        self._members: DocumentMembers | PackedRows
-        if spec.record == "packed":
-            self._members = PackedRows(spec, shard_id)
+        self._documents: DocumentMembers | None = None
+        self._packer: Packer | None = None
+        if spec.record == "documents":
+            self._documents = DocumentMembers(spec, shard_id, keep_text=options["keep_text"])
         else:
-            self._members = DocumentMembers(spec, shard_id, keep_text=keep_text)
+            self._packer = BestFitRows(spec) if options["pack"] == "best_fit" else ConcatRows(spec)
+        self._rows = RowMembers(spec, shard_id)
         self._num_samples = self._num_documents = self._num_tokens = 0
         self._num_lines = self._num_empty = self._input_bytes = 0
         self._histogram = np.zeros(64, np.int64)
@@ -93,26 +107,77 @@ class ShardWriter:
         if self._spec.append_eos:
             assert self._spec.tokenizer.eos_token_id is not None
             tokens = append_token(tokens, self._spec.tokenizer.eos_token_id)
-        self._num_documents += len(documents.texts)
-        self._num_lines += documents.num_lines
-        self._num_empty += documents.num_empty
-        self._input_bytes += documents.num_bytes
-        self._num_tokens += len(tokens.ids)
-        self._histogram += np.bincount(np.frexp(tokens.lengths)[1], minlength=64)
+        self._count_input(documents.num_lines, documents.num_empty, documents.num_bytes)
+        self._count_documents(tokens.lengths)
         self._bad += documents.bad
-        written = self._members.append(documents, tokens, self._tar.num_bytes)
-        self._write([written] if isinstance(written, tuple) else written)
+        if self._documents:
+            self._write(self._documents.members(documents, tokens, self._tar.num_bytes))
+            return
+        assert self._packer
+        starts = np.zeros(len(tokens.lengths), START)
+        starts["source"] = documents.source
+        starts["source_offset"] = documents.source_offsets
+        self._write_rows(self._packer.append(tokens, starts))
 
-    def _write(self, members: Iterable[tuple[bytes | memoryview, npt.NDArray[np.void]]]) -> None:
-        for data, entries in members:
-            self._tar.write(data)
-            self._idx.write(entries.tobytes())
-            self._num_samples += len(entries)
+    def append_long(self, document: LongDocument, encode: EncodePieces) -> None:
+        """Add a document in pieces. One that cannot be decoded is left out, as in a batch."""
+        try:
+            num_text_bytes = sum(len(piece.encode()) for piece in document.text())
+        except UnicodeDecodeError as error:
+            self._count_input(1, 0, document.num_bytes)
+            self._bad.append(document.undecodable(error))
+            return
+        self._count_input(1, int(num_text_bytes == 0), document.num_bytes)
+        if not num_text_bytes:
+            return
+        pieces = encode(document.text())
+        if self._spec.append_eos:
+            eos = np.array([self._spec.tokenizer.eos_token_id], np.uint32)
+            pieces = itertools.chain(pieces, [eos])
+        if self._documents:
+            entries = self._documents.write_long(document, num_text_bytes, pieces, self._tar)
+            self._write((b"", entries))
+            num_tokens = int(entries["num_tokens"][0])
+        else:
+            num_tokens = self._pack_pieces(document, pieces)
+        self._count_documents(np.array([num_tokens]))
+
+    def _pack_pieces(self, document: LongDocument, pieces: Iterable[npt.NDArray[np.uint32]]) -> int:
+        assert self._packer
+        start: npt.NDArray[np.void] | None = np.array([(0, document.source, document.start)], START)
+        num_tokens = 0
+        for ids in pieces:
+            self._write_rows(self._packer.append_piece(ids, start))
+            start = None
+            num_tokens += len(ids)
+        self._write_rows(self._packer.end_document())
+        return num_tokens
+
+    def _count_input(self, num_lines: int, num_empty: int, num_bytes: int) -> None:
+        self._num_lines += num_lines
+        self._num_empty += num_empty
+        self._input_bytes += num_bytes
+
+    def _count_documents(self, num_tokens: npt.NDArray[np.int64]) -> None:
+        """Count documents, given the tokens of each."""
+        self._num_documents += len(num_tokens)
+        self._num_tokens += int(num_tokens.sum())
+        self._histogram += np.bincount(np.frexp(num_tokens)[1], minlength=64)
+
+    def _write_rows(self, groups: Iterable[RowGroup]) -> None:
+        for group in groups:
+            self._write(self._rows.member(group, self._tar.num_bytes))
+
+    def _write(self, member: tuple[bytes | memoryview, npt.NDArray[np.void]]) -> None:
+        data, entries = member
+        self._tar.write(data)
+        self._idx.write(entries.tobytes())
+        self._num_samples += len(entries)
 
     def commit(self, run: dict[str, Any]) -> Manifest:
         """Publish the shard; its manifest, with ``run`` in it, comes last."""
-        if isinstance(self._members, PackedRows):
-            self._write(self._members.finish(self._tar.num_bytes))
+        if self._packer:
+            self._write_rows(self._packer.finish())
         self._tar.write(TAR_END)
         stamps = {"tar": self._tar.sync(), "idx": self._idx.sync()}
         quarantine = self.quarantine()
@@ -164,7 +229,8 @@ class ShardWriter:
             num_tokens=self._num_tokens,
             num_lines=self._num_lines,
             num_empty=self._num_empty,
-            num_padding=self._members.num_padding if isinstance(self._members, PackedRows) else 0,
+            num_padding=self._rows.num_padding,
+            num_cut=self._packer.num_cut if self._packer else 0,
             input_bytes=self._input_bytes,
             quarantined={reason: sum(bad.reason == reason for bad in self._bad) for reason in reasons},
             length_histogram=self._histogram[: used[-1] + 1].tolist() if len(used) else [],

@@ -22,7 +22,8 @@ def raise_on_stop_signals() -> None:
 
 def _stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a handler's signature
     for each in STOP_SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
+        # Not SIG_IGN: a second signal that is on its way already would end in Python's own OSError.
+        signal.signal(each, lambda *_: None)
     raise Stopped(
         f"stopped by {signal.Signals(number).name}; nothing unfinished is left, run this again to go on"
     )

@@ -8,9 +8,10 @@ and by each worker on the probe.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.config import EngineName
+from preprocess.long_documents import recut
 from preprocess.shard_format import NotFound, OtherTokenizer, ReadWriteError, UsageError
 
 
@@ -45,6 +47,25 @@ class Engine:
     name: str  # fastokens or tokenizers
     version: str
     encode: Encode
+    encode_bare: Encode  # the same without BOS and whatever else the tokenizer adds around a text
+
+    def encode_pieces(self, pieces: Iterator[str], *, can_be_cut: bool) -> Iterator[npt.NDArray[np.uint32]]:
+        """Encode one document given in pieces: uint32[tokens] of it, in order.
+
+        Where the tokenizer's ids depend on more than a piece, the document is joined and held whole.
+        """
+        if not can_be_cut:
+            yield self.encode(["".join(pieces)]).ids
+            return
+        around, bare = self.encode(["a"]).ids, self.encode_bare(["a"]).ids
+        places = range(len(around) - len(bare) + 1)
+        num_before = next(n for n in places if np.array_equal(around[n : n + len(bare)], bare))
+        if num_before:
+            yield around[:num_before]
+        for piece in recut(pieces):
+            yield self.encode_bare([piece]).ids
+        if num_before + len(bare) < len(around):
+            yield around[num_before + len(bare) :]
 
 
 def tokenizers_engine(tokenizer_json: Path, *, allow_special_tokens: bool) -> Engine:
@@ -56,14 +77,14 @@ def tokenizers_engine(tokenizer_json: Path, *, allow_special_tokens: bool) -> En
     tokenizer.no_truncation()
     tokenizer.no_padding()
 
-    def encode(texts: Sequence[str]) -> TokenBatch:
-        encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=True)
+    def encode(texts: Sequence[str], add_special_tokens: bool = True) -> TokenBatch:
+        encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         ids = [np.array(encoding.ids, np.uint32) for encoding in encodings]
         offsets = np.zeros(len(ids) + 1, np.int64)
         np.cumsum([len(item) for item in ids], out=offsets[1:])
         return TokenBatch(ids=np.concatenate(ids) if ids else np.empty(0, np.uint32), offsets=offsets)
 
-    return Engine(name="tokenizers", version=version("tokenizers"), encode=encode)
+    return _engine("tokenizers", encode)
 
 
 def fastokens_engine(tokenizer_json: Path, *, allow_special_tokens: bool) -> Engine:
@@ -74,15 +95,37 @@ def fastokens_engine(tokenizer_json: Path, *, allow_special_tokens: bool) -> Eng
     tokenizer.no_truncation()
     tokenizer.no_padding()
 
-    def encode(texts: Sequence[str]) -> TokenBatch:
+    def encode(texts: Sequence[str], add_special_tokens: bool = True) -> TokenBatch:
         ids, offsets = tokenizer.encode_batch_flat(
             texts if isinstance(texts, list) else list(texts),
-            add_special_tokens=True,
+            add_special_tokens=add_special_tokens,
             split_special_tokens=not allow_special_tokens,
         )
         return TokenBatch(ids=np.frombuffer(ids, "<u4"), offsets=np.frombuffer(offsets, "<i8"))
 
-    return Engine(name="fastokens", version=version("fastokens"), encode=encode)
+    return _engine("fastokens", encode)
+
+
+def _engine(name: str, encode: Callable[..., TokenBatch]) -> Engine:
+    bare = functools.partial(encode, add_special_tokens=False)
+    return Engine(name=name, version=version(name), encode=encode, encode_bare=bare)
+
+
+def equal_fast_engine(
+    tokenizer_json: Path, *, allow_special_tokens: bool, texts: Sequence[str], expected_sha256: str
+) -> Engine | str:
+    """fastokens, if it gives the expected ids for some texts; else why it cannot be used."""
+    try:
+        engine = fastokens_engine(tokenizer_json, allow_special_tokens=allow_special_tokens)
+        if ids_sha256([engine.encode(texts)]) == expected_sha256:
+            return engine
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # Rust's, which is no Exception
+            raise
+        return f"it panicked: {error}"
+    return "its ids differ from those of tokenizers"
 
 
 # Text that tells engines apart: spacing, digits, contractions, case folding, scripts, combining
@@ -142,18 +185,17 @@ def load_engine(
     if not tokenizer_json.is_file():
         raise NotFound(f"{tokenizer_json} is missing; run the plan command again, it writes it anew")
     if wanted != "tokenizers" and (fast_is_equal or wanted == "fastokens"):
-        try:
-            engine = fastokens_engine(tokenizer_json, allow_special_tokens=allow_special_tokens)
-            if ids_sha256([engine.encode(probe)]) == probe_sha256:
-                return engine
-            why = "its ids differ from tokenizers' on the probe"
-        except Exception as error:  # compiled code: whatever it raises, there is a fallback
-            why = f"{type(error).__name__}: {error}"
+        fast = equal_fast_engine(
+            tokenizer_json,
+            allow_special_tokens=allow_special_tokens,
+            texts=probe,
+            expected_sha256=probe_sha256,
+        )
+        if isinstance(fast, Engine):
+            return fast
         if wanted == "fastokens":
-            raise UsageError(
-                f"--engine fastokens cannot be used for {tokenizer_json}: {why}; use --engine auto"
-            )
-        warn(f"fastokens cannot be used for this tokenizer ({why}); going on with tokenizers, slower")
+            raise UsageError(f"--engine fastokens fails for {tokenizer_json}: {fast}; use --engine auto")
+        warn(f"fastokens cannot be used for this tokenizer ({fast}); going on with tokenizers, slower")
     try:
         engine = tokenizers_engine(tokenizer_json, allow_special_tokens=allow_special_tokens)
     except Exception as error:

@@ -92,7 +92,10 @@ def publish_tokenizer(resolved: Path, output_dir: Path, spec: TokenizerSpec) -> 
     The first of several planners wins; the others compare. Raises OtherTokenizer or CannotWrite.
     """
     target = output_dir / TOKENIZER_DIR
-    staging = Path(tempfile.mkdtemp(prefix=f".{TOKENIZER_DIR}.", suffix=".tmp", dir=output_dir))
+    try:
+        staging = Path(tempfile.mkdtemp(prefix=f".{TOKENIZER_DIR}.", suffix=".tmp", dir=output_dir))
+    except OSError as error:
+        raise CannotWrite(f"--output_dir {output_dir} cannot be written to: {error.strerror}") from None
     try:
         for path in sorted(resolved.iterdir()):
             shutil.copyfile(path, staging / path.name)

@@ -7,15 +7,20 @@ import platform
 import resource
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 import preprocess
 from preprocess.config import EngineName
 from preprocess.documents import read_documents
 from preprocess.input_files import check_input
+from preprocess.long_documents import LongDocument
+from preprocess.overlap import WriteBehind, read_ahead
 from preprocess.published_file import remove_temporaries
 from preprocess.shard_format import (
     TOKENIZER_DIR,
@@ -56,14 +61,23 @@ class Worker:
         began, cpu_began = time.time(), time.process_time()
         options = self.plan.options
         sources = [item.path for item in self.plan.inputs]
-        with ShardWriter(
-            self.folder, self.plan.spec, shard_id, keep_text=options["keep_text"], sources=sources
-        ) as writer:
-            for batch in read_documents(ranges, doc=options["doc"], encoding=options["encoding"]):
-                writer.append(batch, self.engine.encode(batch.texts))
-                progress(batch.num_bytes)
+        documents = read_documents(ranges, doc=options["doc"], encoding=options["encoding"])
+        with (
+            ShardWriter(self.folder, self.plan.spec, shard_id, options=options, sources=sources) as writer,
+            WriteBehind(num_behind=2) as behind,
+        ):
+            for item in read_ahead(documents, num_ahead=1):
+                if isinstance(item, LongDocument):
+                    behind.put(writer.append_long, item, self._encode_pieces)
+                else:
+                    behind.put(writer.append, item, self.engine.encode(item.texts))
+                progress(item.num_bytes)
+            behind.drain()
             self._check_bad_fraction(writer, shard_id)
             return writer.commit(self._run_facts(began, cpu_began))
+
+    def _encode_pieces(self, pieces: Iterator[str]) -> Iterator[npt.NDArray[np.uint32]]:
+        return self.engine.encode_pieces(pieces, can_be_cut=self.plan.can_be_cut)
 
     def _check_bad_fraction(self, writer: ShardWriter, shard_id: int) -> None:
         if writer.bad_fraction <= self.max_bad_fraction:

@@ -37,8 +37,12 @@ class ReadWriteError(ShardprepError):
     exit_code = 74
 
 
-class Stopped(ShardprepError):
-    """A signal ended the work before it was done; running it again goes on."""
+class Stopped(BaseException):
+    """A signal ended the work before it was done; running it again goes on.
+
+    No ShardprepError, nor even an Exception: it can be raised anywhere, and an ``except Exception``
+    around a library's call must not take it for that library's failure and go on.
+    """
 
     exit_code = 75
 

@@ -73,6 +73,7 @@ class ShardCounts:
     num_lines: int  # lines of the input, the empty ones included
     num_empty: int  # lines left out because nothing is left of them after str.strip
     num_padding: int  # pad tokens in the rows that are not full
+    num_cut: int  # documents that do not lie whole in one row
     input_bytes: int
     quarantined: dict[str, int]  # documents left out, by reason
     length_histogram: list[int]  # [b]: documents of 2**(b-1) <= tokens < 2**b

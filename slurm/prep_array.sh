@@ -1,0 +1,131 @@
+#!/bin/bash
+# One shard a task of a job array: task N makes shard N of the data set in O.
+#
+#   sbatch slurm/prep_array.sh                                     shards 0-9 into /data/processed
+#   sbatch --array=0-99 slurm/prep_array.sh O [worker's flags]     shards 0-99 into O
+#
+# No partition line: choose it by `sbatch --partition=amx-part ...` or SBATCH_PARTITION=amx-part.
+# `--array=0-99%20` runs 20 at once. Time and memory are the site's defaults: --time=, --mem=.
+# `--signal=B:USR1@60` gives tasks a minute before the time limit instead of KillWait (30 s).
+#
+# Environment, all optional:
+#   SHARDPREP_SETUP       a file to source first: modules, conda, a virtual environment
+#   SHARDPREP_PYTHON      the interpreter (default: python, or else python3, where the worker runs)
+#   SHARDPREP_SRUN_ARGS   more arguments of srun, split at blanks: --container-image=... (pyxis)
+#   SHARDPREP_EXEC        put before the interpreter, split at blanks: apptainer exec image.sif
+#
+# Ends with the worker's exit code: 0 done; 2 usage, or no working package; 65 bad input; 66 no such
+# shard or input; 73, 74 cannot write, or read; 75 stopped, run me again; 78 another plan. Only missing
+# shards are made, so the same line again mends whatever went wrong. It never requeues itself.
+#
+#SBATCH --job-name=shardprep
+#SBATCH --array=0-9
+#SBATCH --nodes=1
+#SBATCH --ntasks=1
+#SBATCH --cpus-per-task=8
+#SBATCH --open-mode=append
+# Not logs/...: Slurm makes no folder, and a task whose log cannot be opened dies without a word. The
+# log begins here, in the folder of submission, and is moved to logs/ below.
+#SBATCH --output=shardprep-%A_%a.log
+set -euo pipefail
+
+node=${SLURMD_NODENAME:-$(uname -n)}
+refuse() { echo "shardprep: node $node: $*" >&2; exit 2; }
+
+[[ -n ${SLURM_ARRAY_TASK_ID:-} ]] ||
+  refuse "not a task of a job array, so no shard to make; type: sbatch --array=0-9 slurm/prep_array.sh O"
+((${SLURM_NTASKS:-1} == 1 && ${SLURM_JOB_NUM_NODES:-1} == 1)) ||
+  refuse "${SLURM_NTASKS:-1} tasks on ${SLURM_JOB_NUM_NODES:-1} nodes: each would make the same shard" \
+    "$SLURM_ARRAY_TASK_ID; leave out --ntasks and --nodes, and use more array indices and --cpus-per-task"
+
+# The log moves by rename: the file stays the same, so what Slurm itself still writes (time limit, memory)
+# goes along. Another file system under logs/ would need a copy and lose that: then it stays where it is.
+task=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+log=shardprep-$task.log
+if [[ $log -ef /proc/self/fd/1 ]]; then # else --output= was given: the user knows better
+  if mkdir -p logs && [[ $(stat -Lc %d logs) = $(stat -c %d .) ]]; then
+    # A task that Slurm started again must not overwrite what its earlier run left.
+    [[ ! -e logs/$log ]] || mv "logs/$log" "logs/shardprep-$task.before-restart-${SLURM_RESTART_COUNT:-0}.log"
+    mv "$log" "logs/$log"
+  else
+    echo "shardprep: logs/ cannot be made, or is on another file system: the log stays in $PWD/$log" >&2
+  fi
+fi
+
+# Signals. On scancel, preemption and time limit Slurm itself sends the worker TERM; `--signal=B:` reaches
+# this shell alone. Either way the worker is told by USR1, the one that srun passes on: given TERM, srun
+# kills the task at once, and its temporary file would stay.
+num_signals=0 srun_pid=
+# shellcheck disable=SC2317  # the traps call it
+pass_on() {
+  num_signals=$((num_signals + 1))
+  echo "shardprep: node $node: $1, telling shard $SLURM_ARRAY_TASK_ID to stop" >&2
+  [[ -n $srun_pid ]] || exit 75
+  kill -USR1 "$srun_pid" 2>/dev/null || true
+}
+trap 'pass_on TERM' TERM
+trap 'pass_on USR1' USR1
+
+output_dir=/data/processed
+if (($#)) && [[ $1 != -* ]]; then output_dir=$1; shift; fi
+
+# A function hides this script's arguments from the file; few such files bear -eu.
+source_setup() {
+  [[ -r $SHARDPREP_SETUP && -f $SHARDPREP_SETUP ]] ||
+    refuse "SHARDPREP_SETUP=$SHARDPREP_SETUP is no readable file (seen from $PWD); mend the path or unset it"
+  set +euo pipefail
+  # shellcheck source=/dev/null
+  source "$(realpath -- "$SHARDPREP_SETUP")" || echo "shardprep: $SHARDPREP_SETUP ended with status $?" >&2
+  set -euo pipefail
+}
+[[ -z ${SHARDPREP_SETUP:-} ]] || source_setup
+read -ra srun_args <<<"${SHARDPREP_SRUN_ARGS:-}"
+read -ra container <<<"${SHARDPREP_EXEC:-}"
+
+# These two run where the worker will: inside srun, and inside the container. Some 20 ms; the specs are only
+# looked up, and nothing is imported. No f-strings: an old Python must be able to read its own refusal.
+# shellcheck disable=SC2016  # srun's shell expands them
+launch='python=$1 check=$2; shift 2
+[ -n "$python" ] || python=$(command -v python || command -v python3) || python=python3
+command -v "$python" >/dev/null || {
+  echo "shardprep: node ${SLURMD_NODENAME:-$(uname -n)}: no $python here;" \
+    "set SHARDPREP_PYTHON, or SHARDPREP_SETUP to a file that activates its environment" >&2; exit 2; }
+exec "$python" -c "$check" "$@"'
+check='import os, platform, sys
+def refuse(why):
+    node = os.environ.get("SLURMD_NODENAME") or platform.node()
+    facts = (node, sys.executable, platform.python_version(), why)
+    sys.stderr.write("shardprep: node %s: python %s (%s) %s\n" % facts)
+    sys.exit(2)
+remedy = ("; install shardprep for this python (pip install), or set SHARDPREP_PYTHON, or SHARDPREP_SETUP "
+    "to a file that activates its environment")
+if sys.version_info < (3, 10):
+    refuse("is too old, 3.10 is needed" + remedy)
+from importlib.util import find_spec
+found = find_spec("preprocess")
+if found is None:
+    refuse("cannot import the package preprocess" + remedy)
+if not found.submodule_search_locations or not find_spec("preprocess.shard_format"):
+    where = found.origin or list(found.submodule_search_locations)[0]
+    refuse("finds %s in place of the package preprocess; rename it, or submit from another folder" % where)
+missing = [name for name in ("numpy", "orjson", "tokenizers", "tqdm") if not find_spec(name)]
+if missing:
+    refuse("cannot import " + ", ".join(missing) + remedy)
+os.execv(sys.executable, [sys.executable, "-m", "preprocess"] + sys.argv[1:])'
+
+# srun does not inherit --cpus-per-task. --export=ALL: also after `sbatch --export=NONE`.
+srun --ntasks=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL ${srun_args[@]+"${srun_args[@]}"} \
+  ${container[@]+"${container[@]}"} sh -c "$launch" sh "${SHARDPREP_PYTHON:-}" "$check" \
+  --shard_id "$SLURM_ARRAY_TASK_ID" --output_dir "$output_dir" "$@" &
+srun_pid=$!
+
+# A trapped signal ends `wait` before its time; only a wait that none ended has the worker's exit code.
+until seen=$num_signals rc=0; wait "$srun_pid" || rc=$?; ((num_signals == seen)); do :; done
+# Above 128 a signal killed it, and Slurm mangles such codes. Whatever it had not finished does not count.
+((rc < 128)) || {
+  why="by signal $((rc - 128)) (9 is often memory: try a larger --mem)"
+  ((num_signals == 0)) || why="before it could clean up"
+  echo "shardprep: node $node: shard $SLURM_ARRAY_TASK_ID was killed $why; the same sbatch line makes it again" >&2
+  rc=75
+}
+exit "$rc"

@@ -1,0 +1,57 @@
+"""``python -m loader DATA``: prints the first batch, decoded."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from preprocess.shard_format import ShardprepError
+
+SHOWN_IDS = 12
+SHOWN_CHARS = 200
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Show what a training script would get. Returns an exit code, as preprocess does."""
+    parser = argparse.ArgumentParser(
+        prog="python -m loader", description="Print a batch of a data set, decoded."
+    )
+    parser.add_argument("input_shards", nargs="+", help="a folder, an index.json, tars or a pattern of tars")
+    parser.add_argument("--model_id", help="whose tokenizer made tars that shardprep did not write")
+    parser.add_argument("--batch_size", type=int, default=2, help="samples (default 2)")
+    parser.add_argument("--num_workers", type=int, default=0, help="processes that read (default 0)")
+    parser.add_argument("--max_length", type=int, help="tokens at which documents are cut")
+    parser.add_argument("--seed", type=int, default=0, help="of the shuffle (default 0)")
+    options = vars(parser.parse_args(argv))
+    try:
+        _print_batch(**options)
+    except ShardprepError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _print_batch(**options: object) -> None:
+    from loader.dataloader import get_llama3_dataloader
+
+    with get_llama3_dataloader(**options) as loader:  # type: ignore[arg-type]
+        batch = next(iter(loader))
+        print(f"{loader.order.num_samples:,} samples, {len(loader):,} batches an epoch")
+        for name, tensor in batch.items():
+            print(f"{name}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}")
+        for row, (ids, labels) in enumerate(zip(batch["input_ids"], batch["labels"], strict=True)):
+            real = ids[batch["attention_mask"][row].bool()]
+            print(f"\nsample {row}: {len(real)} tokens, {len(ids) - len(real)} of padding")
+            print(f"  input_ids {_shown(ids.tolist())}")
+            print(f"  labels    {_shown(labels.tolist())}")
+            print(f"  text      {loader.tokenizer.decode(real)[:SHOWN_CHARS]!r}")
+
+
+def _shown(ids: list[int]) -> str:
+    if len(ids) <= 2 * SHOWN_IDS:
+        return str(ids)
+    return f"{str(ids[:SHOWN_IDS])[:-1]}, ..., {str(ids[-SHOWN_IDS:])[1:]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

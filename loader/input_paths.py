@@ -1,0 +1,93 @@
+"""What a user names as ``input_shards`` -> tars, data set folders and index.json files that exist."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TypeAlias
+
+from preprocess.shard_format import NotFound, UsageError
+
+InputShards: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
+
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_NUMBERS = re.compile(r"(\d+)\.\.(\d+)(?:\.\.(\d+))?")
+_URL = re.compile(r"^(?:[a-zA-Z][a-zA-Z0-9+.-]*://|pipe:)")
+
+
+def find_inputs(input_shards: InputShards) -> list[Path]:
+    """Every path that was named, brace patterns and globs expanded, in the order given.
+
+    Raises NotFound naming what does not exist, UsageError for none or for one named twice.
+    """
+    named = [input_shards] if isinstance(input_shards, (str, os.PathLike)) else list(input_shards)
+    names_in: dict[str, frozenset[str] | None] = {}
+    paths = [path for name in named for path in _expand(os.fspath(name), names_in)]
+    if not paths:
+        raise UsageError("input_shards is empty; name a folder, an index.json, tars or a pattern of tars")
+    if len(set(paths)) < len(paths):
+        twice = next(path for path, count in Counter(paths).items() if count > 1)
+        raise UsageError(f"{twice} is named twice in input_shards; an epoch would see its samples twice")
+    return paths
+
+
+def _expand(name: str, names_in: dict[str, frozenset[str] | None]) -> list[Path]:
+    if _URL.match(name):
+        raise NotFound(f"{name} is no local file; the loader reads local paths: copy it, or mount it")
+    if _exists(_absolute(name), names_in):
+        return [Path(_absolute(name))]
+    found: list[Path] = []
+    for pattern in expand_braces(name):
+        path = _absolute(pattern)
+        if _exists(path, names_in):
+            found.append(Path(path))
+            continue
+        matches = sorted(Path("/").glob(path[1:])) if glob.has_magic(pattern) else []
+        if not matches:
+            of = "" if pattern == name else f" (of {name})"
+            raise NotFound(
+                f"{path} does not exist{of}; name a folder, an index.json, tars or a pattern of tars"
+            )
+        found += matches
+    return found
+
+
+def _absolute(name: str) -> str:
+    """Without following links: a linked tar's manifest stands beside the link."""
+    return os.path.abspath(name)  # noqa: PTH100  Path.resolve would follow them
+
+
+def _exists(path: str, names_in: dict[str, frozenset[str] | None]) -> bool:
+    """One listing a folder: 100,000 shards would else cost as many requests of a parallel file system."""
+    folder, name = os.path.split(path)
+    if folder not in names_in:
+        try:
+            names_in[folder] = frozenset(entry.name for entry in os.scandir(folder))
+        except OSError:  # it may still be entered where it may not be listed
+            names_in[folder] = None
+    names = names_in[folder]
+    return Path(path).exists() if names is None or not name else name in names
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """``a{0..2}{x,y}`` as a shell expands it, the last brace fastest; zeros in front are kept."""
+    match = _BRACES.search(pattern)
+    if match is None:
+        return [pattern]
+    numbers = _NUMBERS.fullmatch(match[1])
+    if numbers:
+        first, last = int(numbers[1]), int(numbers[2])
+        step = max(int(numbers[3] or 1), 1) * (1 if first <= last else -1)
+        padded = any(len(text) > 1 and text.startswith("0") for text in numbers.group(1, 2))
+        width = max(len(numbers[1]), len(numbers[2])) if padded else 0
+        choices = [f"{number:0{width}}" for number in range(first, last + (1 if step > 0 else -1), step)]
+    elif "," in match[1]:
+        choices = match[1].split(",")
+    else:
+        raise UsageError(f"{pattern!r} has the braces {match[0]!r}, expected {{00000..00009}} or {{a,b}}")
+    head, tail = pattern[: match.start()], pattern[match.end() :]
+    return list(dict.fromkeys(out for choice in choices for out in expand_braces(head + choice + tail)))

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 
-from preprocess.command_line import default_num_proc, given_options, parse, parse_ids, parse_size
+from preprocess.command_line import (
+    given_options,
+    num_processes,
+    parse,
+    parse_ids,
+    parse_size,
+    worker_settings,
+)
 from preprocess.config import PrepConfig
 from preprocess.progress import Progress, say
-from preprocess.shard_format import ShardprepError, Stopped, UsageError, id_ranges
+from preprocess.shard_format import ShardprepError, Stopped, id_ranges
 from preprocess.stop_signals import raise_on_stop_signals
 
 
@@ -44,15 +52,8 @@ def make_shard(args: argparse.Namespace) -> int:
         say(f"shard {shard_id:05d} is done already")
         return 0
     num_cpus = bind_to_task_cpus(offset=shard_id)
-    worker = load_worker(
-        plan,
-        folder,
-        input_dir=given.get("input_dir"),
-        engine=given.get("engine", "auto"),
-        max_bad_fraction=given.get("max_bad_fraction"),
-        num_cpus=num_cpus,
-        warn=say,
-    )
+    settings = worker_settings(args)
+    worker = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=say)
     with Progress(f"shard {shard_id:05d}", plan.shard_bytes()[shard_id]) as progress:
         counts = worker.run_shard(shard_id, progress.add).counts
     say(f"shard {shard_id:05d} is done: {counts.num_documents} documents, {counts.num_tokens} tokens")
@@ -94,7 +95,7 @@ def make_plan(args: argparse.Namespace) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """``run O``: the missing shards on this machine."""
-    from preprocess.local_run import RunSettings, run_shards
+    from preprocess.local_run import run_shards
     from preprocess.shard_plan import need_plan
     from preprocess.task_cpus import allowed_cpus
     from preprocess.worker import done_manifest
@@ -108,20 +109,15 @@ def run(args: argparse.Namespace) -> int:
     if not todo:
         return 0
     cpus = allowed_cpus(os.environ, os.sched_getaffinity(0), offset=todo[0])
-    num_proc = default_num_proc(len(cpus)) if args.num_proc is None else args.num_proc
-    if num_proc < 1:
-        raise UsageError(f"--num_proc is {num_proc}, expected 1 or more")
+    settings = worker_settings(args)
+    assert settings.memory_gb is not None
+    num_proc = num_processes(args, len(cpus), settings.memory_gb)
     num_proc = min(num_proc, len(todo))
+    settings = dataclasses.replace(settings, memory_gb=settings.memory_gb / num_proc)
     cpus_of = [cpus[number::num_proc] or cpus for number in range(num_proc)]
-    settings = RunSettings(
-        folder=folder,
-        input_dir=getattr(args, "input_dir", None),
-        engine=getattr(args, "engine", "auto"),
-        max_bad_fraction=getattr(args, "max_bad_fraction", None),
-    )
     sizes = plan.shard_bytes()
     with Progress(f"{len(todo)} shards", sum(sizes[shard_id] for shard_id in todo)) as progress:
-        failures = run_shards(settings, todo, cpus_of, progress)
+        failures = run_shards(folder, settings, todo, cpus_of, progress)
     say(f"{len(todo) - len(failures)} of {len(todo)} shards made by {num_proc} process(es)")
     if failures:
         ids = id_ranges(failure.shard_id for failure in failures)

@@ -9,10 +9,23 @@ import re
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from preprocess.config import CHOICES, HELP, PrepConfig
+from preprocess.config import CHOICES, PrepConfig
 from preprocess.shard_format import UsageError
+from preprocess.worker_settings import (
+    PROCESS_BYTES,
+    WorkerSettings,
+    environment_number,
+    memory_limit_gb,
+)
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_TYPES: dict[Any, type] = {
+    Path: Path,
+    Path | None: Path,
+    int | None: int,
+    float: float,
+    float | None: float,
+}
 COMMANDS = ("plan", "run", "verify", "train_tokenizer")
 
 
@@ -42,6 +55,17 @@ def given_options(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if name in names}
 
 
+def worker_settings(args: argparse.Namespace) -> WorkerSettings:
+    """The worker's options: given, or of DATASET_[WRITER_]BATCH_SIZE, or the defaults."""
+    settings: dict[str, Any] = {
+        "batch_size": environment_number(os.environ, "DATASET_BATCH_SIZE"),
+        "writer_batch_size": environment_number(os.environ, "DATASET_WRITER_BATCH_SIZE"),
+        "memory_gb": memory_limit_gb(os.environ),
+    }
+    names = {item.name for item in dataclasses.fields(WorkerSettings)}
+    return WorkerSettings(**settings | {name: value for name, value in vars(args).items() if name in names})
+
+
 def parse_size(text: str) -> int:
     """``512M`` -> bytes; K, M, G and T are binary. Raises UsageError."""
     match = re.fullmatch(r"(\d+)([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
@@ -61,14 +85,15 @@ def parse_ids(text: str, num_shards: int) -> list[int]:
     return sorted(ids)
 
 
-def default_num_proc(num_cpus: int) -> int:
-    """DATASET_NUM_PROC, else one process a CPU. Raises UsageError where the variable is no number."""
-    text = os.environ.get("DATASET_NUM_PROC", "")
-    if not text:
-        return num_cpus
-    if not text.isdigit() or int(text) < 1:
-        raise UsageError(f"DATASET_NUM_PROC is {text!r}, expected a number of processes, 1 or more")
-    return int(text)
+def num_processes(args: argparse.Namespace, num_cpus: int, memory_gb: float) -> int:
+    """--num_proc, else DATASET_NUM_PROC, else one a CPU as far as the memory goes. Raises UsageError."""
+    given = environment_number(os.environ, "DATASET_NUM_PROC") if args.num_proc is None else args.num_proc
+    if given is None:
+        fitting = int(memory_gb * 2**30) // (PROCESS_BYTES + (100 << 20))
+        return max(1, min(num_cpus, fitting))
+    if given < 1:
+        raise UsageError(f"--num_proc is {given}, expected 1 or more")
+    return int(given)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,7 +106,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="{" + ",".join(COMMANDS) + "}")
     shard = commands.add_parser("shard", prog="python -m preprocess", description="Make one shard.")
     shard.add_argument("--shard_id", type=int, required=True, help="which shard, from 0")
-    _add_options(shard)
+    _add_options(shard, PrepConfig)
+    _add_options(shard, WorkerSettings)
     plan = commands.add_parser("plan", help="decide which bytes are shard N, and freeze it as plan.json")
     number = plan.add_mutually_exclusive_group()
     number.add_argument("--num_shards", type=int, help="even shards (default: one input file, one shard)")
@@ -92,12 +118,12 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="Lustre stripes of a fresh output folder: auto (leave it), none, or N",
     )
-    _add_options(plan)
+    _add_options(plan, PrepConfig)
     run = commands.add_parser("run", help="make the missing shards on this machine")
     run.add_argument("output_dir", type=Path, help="folder of the data set")
     run.add_argument("--shards", help="only these, such as 0-9,12")
     run.add_argument("--num_proc", type=int, help="processes (default: DATASET_NUM_PROC, or one a CPU)")
-    _add_options(run, only=("input_dir", "engine", "max_bad_fraction"))
+    _add_options(run, WorkerSettings)
     verify = commands.add_parser("verify", help="prove the shards whole and write index.json")
     verify.add_argument("output_dir", type=Path, help="folder of the data set")
     verify.add_argument("--fast", action="store_true", help="manifests, sizes and coverage; read no shard")
@@ -111,18 +137,19 @@ def _add_train_tokenizer(parser: argparse.ArgumentParser) -> None:
     train_tokenizer.add_arguments(parser)
 
 
-def _add_options(parser: argparse.ArgumentParser, only: tuple[str, ...] | None = None) -> None:
-    hints = get_type_hints(PrepConfig)
-    for item in dataclasses.fields(PrepConfig):
-        if only is not None and item.name not in only:
+def _add_options(parser: argparse.ArgumentParser, options: type[PrepConfig] | type[WorkerSettings]) -> None:
+    """A flag a field, but for those that the parser has already."""
+    hints = get_type_hints(options)
+    for item in dataclasses.fields(options):
+        if f"--{item.name}" in parser._option_string_actions:  # noqa: SLF001 - argparse has no other way to ask
             continue
         hint, default = hints[item.name], item.default
         shown = "" if default is None or isinstance(default, bool) else f" (default {default})"
-        settings: dict[str, Any] = {"help": HELP[item.name] + shown, "default": argparse.SUPPRESS}
+        settings: dict[str, Any] = {"help": item.metadata["help"] + shown, "default": argparse.SUPPRESS}
         if hint in (bool, bool | None):
             settings["action"] = argparse.BooleanOptionalAction
         elif item.name in CHOICES:
             settings["choices"] = CHOICES[item.name]
         else:
-            settings["type"] = {Path: Path, int | None: int, float: float}.get(hint, str)
+            settings["type"] = _TYPES.get(hint, str)
         parser.add_argument(f"--{item.name}", **settings)

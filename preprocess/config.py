@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -104,7 +104,6 @@ BYTES_OPTIONS = (
     "append_eos",
     "allow_special_tokens",
 )
-HELP = {item.name: str(item.metadata["help"]) for item in fields(PrepConfig)}
 
 
 def _known_encoding(name: str) -> str:

@@ -11,12 +11,15 @@ from pathlib import Path
 
 import numpy as np
 
-from preprocess.documents import ByteRange, DocumentBatch, read_documents
+from preprocess.documents import DocumentBatch, read_documents
 from preprocess.input_files import next_line_start
+from preprocess.line_blocks import ByteRange
+from preprocess.long_documents import LongDocument
 from preprocess.shard_format import idx_path, tar_path
 from preprocess.shard_plan import Plan
 from preprocess.shard_writer import ShardWriter
 from preprocess.token_batches import Engine
+from preprocess.worker_settings import BATCH_BYTES
 
 _NUM_PLACES = 8  # of the input that are sampled
 _SAMPLE_BYTES = 2 << 20  # in all
@@ -39,10 +42,15 @@ def sample_texts(plan: Plan, *, num_bytes: int) -> list[str]:
     return [text for batch in _sample(plan, num_bytes) for text in batch.texts]
 
 
+def _documents(plan: Plan, ranges: list[ByteRange]) -> Iterator[DocumentBatch | LongDocument]:
+    options = plan.options
+    return read_documents(ranges, doc=options["doc"], encoding=options["encoding"], batch_bytes=BATCH_BYTES)
+
+
 def _sample(plan: Plan, num_bytes: int) -> Iterator[DocumentBatch]:
     """Documents of the sample; of a very long one, the beginning."""
     ranges = list(_sample_ranges(plan, num_bytes // _NUM_PLACES))
-    for item in read_documents(ranges, doc=plan.options["doc"], encoding=plan.options["encoding"]):
+    for item in _documents(plan, ranges):
         if isinstance(item, DocumentBatch):
             yield item
             continue

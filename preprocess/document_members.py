@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import IO
 
 import numpy as np
@@ -24,21 +24,34 @@ from preprocess.shard_format import (
     npy_header,
     token_field,
 )
-from preprocess.token_batches import TokenBatch
+from preprocess.token_batches import TokenBatch, part_of
 from preprocess.ustar import document_headers, padded
 
 
 class DocumentMembers:
     """Lays out ``text.txt`` and ``token_ids`` members: a sample a document."""
 
-    def __init__(self, spec: DatasetSpec, shard_id: int, *, keep_text: bool) -> None:
+    def __init__(self, spec: DatasetSpec, shard_id: int, *, keep_text: bool, batch_size: int | None) -> None:
         self._spec = spec
         self._shard_id = shard_id
         self._keep_text = keep_text
+        self._batch_size = batch_size
         self._json = json_ids(spec.tokenizer.vocab_size) if spec.token_format == "json" else None
         self._npy_header_bytes = 0 if self._json else len(npy_header(spec.dtype, (1,)))
 
     def members(
+        self, documents: DocumentBatch, tokens: TokenBatch, tar_bytes: int
+    ) -> Iterator[tuple[memoryview, npt.NDArray[np.void]]]:
+        """The members of a batch, ``batch_size`` documents at a time; see _lay_out."""
+        num_documents = len(documents.texts)
+        size = self._batch_size or max(1, num_documents)
+        for begin in range(0, num_documents, size):
+            end = min(begin + size, num_documents)
+            data, entries = self._lay_out(documents.part(begin, end), part_of(tokens, begin, end), tar_bytes)
+            tar_bytes += len(data)
+            yield data, entries
+
+    def _lay_out(
         self, documents: DocumentBatch, tokens: TokenBatch, tar_bytes: int
     ) -> tuple[memoryview, npt.NDArray[np.void]]:
         """Members of a batch that begins at byte ``tar_bytes`` of the tar, and their idx records.

@@ -4,27 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from preprocess.config import Doc
+from preprocess.line_blocks import ByteRange, codec_at, line_blocks, line_starts, read_bytes
 from preprocess.long_documents import LONG_BYTES, BadDocument, LongDocument
 from preprocess.shard_format import NotFound, ReadWriteError
-
-BLOCK_BYTES = 1 << 19  # of raw text a batch; 128 KiB to 2 MiB take the same time
-
-
-@dataclass(frozen=True, kw_only=True)
-class ByteRange:
-    """Part of one input file."""
-
-    source: int  # position of the file in the plan
-    path: Path
-    start: int  # byte
-    end: int  # byte, not included
 
 
 @dataclass(kw_only=True)
@@ -39,15 +27,26 @@ class DocumentBatch:
     num_bytes: int
     bad: list[BadDocument] = field(default_factory=list)
 
+    def part(self, begin: int, end: int) -> DocumentBatch:
+        """Documents ``begin`` to ``end`` of the batch; lines, bytes and bad documents stay uncounted."""
+        return DocumentBatch(
+            texts=self.texts[begin:end],
+            lines=self.lines[begin:end],
+            source=self.source,
+            source_offsets=self.source_offsets[begin:end],
+            num_lines=0,
+            num_bytes=0,
+        )
+
     @property
     def num_empty(self) -> int:
         return self.num_lines - len(self.texts) - len(self.bad)
 
 
 def read_documents(
-    ranges: list[ByteRange], *, doc: Doc, encoding: str
+    ranges: list[ByteRange], *, doc: Doc, encoding: str, batch_bytes: int
 ) -> Iterator[DocumentBatch | LongDocument]:
-    """Yield the documents of byte ranges in order, in batches of about BLOCK_BYTES.
+    """Yield the documents of byte ranges in order, in batches of about ``batch_bytes``.
 
     A document of more than LONG_BYTES comes alone, unread, as a LongDocument.
 
@@ -62,7 +61,7 @@ def read_documents(
             raise NotFound(f"input {part.path} cannot be opened: {error.strerror}") from None
         with file:
             try:
-                for item in _read_range(file, part, doc, encoding, line):
+                for item in _read_range(file, part, doc, encoding, line, batch_bytes):
                     line += item.num_lines
                     yield item
             except OSError as error:
@@ -70,9 +69,9 @@ def read_documents(
 
 
 def _read_range(
-    file: BinaryIO, part: ByteRange, doc: Doc, encoding: str, line: int
+    file: BinaryIO, part: ByteRange, doc: Doc, encoding: str, line: int, batch_bytes: int
 ) -> Iterator[DocumentBatch | LongDocument]:
-    codec, start = _codec_at(file, part, encoding)
+    codec, start = codec_at(file, part, encoding)
 
     def long_document(begin: int, end: int, num_bytes: int) -> LongDocument:
         return LongDocument(
@@ -89,124 +88,31 @@ def _read_range(
         yield long_document(start, part.end, part.end - part.start)
         return
     if doc == "file":
-        whole = _read(file, start, part.end, part)
+        whole = read_bytes(file, start, part.end, part)
         batch = _decode(whole, np.zeros(1, np.int64), start, codec, part.source, line, doc)
         batch.num_bytes = part.end - part.start
         yield batch
         return
     num_mark_bytes = start - part.start
-    for offset, end, block in _line_blocks(file, start, part, codec):
+    for offset, end, block in line_blocks(file, start, part, codec, batch_bytes):
         if block is None:
             yield long_document(offset, end, end - offset + num_mark_bytes)
             line += 1
         else:
-            batch = _decode(block, _line_starts(block, codec), offset, codec, part.source, line, doc)
+            batch = _decode(block, line_starts(block, codec), offset, codec, part.source, line, doc)
             batch.num_bytes += num_mark_bytes
             line += batch.num_lines
             yield batch
         num_mark_bytes = 0
-
-
-def _codec_at(file: BinaryIO, part: ByteRange, encoding: str) -> tuple[str, int]:
-    """The codec of a range without any byte order mark, and where its text begins."""
-    head = _read(file, part.start, min(part.start + 4, part.end), part)
-    if encoding == "utf-8-sig":
-        return "utf-8", part.start + 3 * (part.start == 0 and head.startswith(b"\xef\xbb\xbf"))
-    if encoding not in ("utf-16", "utf-32"):
-        return encoding, part.start
-    unit = 2 if encoding == "utf-16" else 4
-    for codec in (f"{encoding}-le", f"{encoding}-be"):
-        if head[:unit] == "\ufeff".encode(codec):
-            return codec, part.start + unit
-    return f"{encoding}-le", part.start
-
-
-def _units(block: bytes, codec: str) -> npt.NDArray[np.unsignedinteger[Any]]:
-    """A block as the code units of its codec; a last half of one is left out."""
-    num_bytes = 2 if codec.startswith("utf-16") else 4 if codec.startswith("utf-32") else 1
-    order = ">" if codec.endswith("-be") else "<"
-    return np.frombuffer(block, f"{order}u{num_bytes}", len(block) // num_bytes)
-
-
-def _read(file: BinaryIO, start: int, end: int, part: ByteRange) -> bytes:
-    file.seek(start)
-    pieces = []
-    while start < end:
-        piece = file.read(end - start)
-        if not piece:
-            raise ReadWriteError(f"input {part.path} ended at byte {start}, the plan says {part.end}")
-        pieces.append(piece)
-        start += len(piece)
-    return b"".join(pieces)
-
-
-def _line_blocks(
-    file: BinaryIO, start: int, part: ByteRange, codec: str
-) -> Iterator[tuple[int, int, bytes | None]]:
-    """Cut a range into blocks of whole lines: (byte where it begins, where it ends, its bytes).
-
-    A line of more than LONG_BYTES is a block of its own, without its bytes.
-    """
-    held: list[bytes] = []  # the beginning of a line that ends in a later block
-    offset = position = start
-    while position < part.end:
-        block = _read(file, position, min(position + BLOCK_BYTES, part.end), part)
-        position += len(block)
-        cut = len(block) if position == part.end else _last_line_end(block, codec)
-        if not cut and position - offset > LONG_BYTES:
-            position = _next_line(file, position - len(block), part, codec)
-            yield offset, position, None
-            offset, held = position, []
-            continue
-        if cut:
-            held.append(block[:cut])
-            end = position - len(block) + cut
-            yield offset, end, b"".join(held)
-            offset, held = end, []
-        if cut < len(block):
-            held.append(block[cut:])
-
-
-def _next_line(file: BinaryIO, position: int, part: ByteRange, codec: str) -> int:
-    """The byte after the next line end at or behind ``position``, or the range's end."""
-    while position < part.end:
-        block = _read(file, position, min(position + max(BLOCK_BYTES, 64), part.end), part)
-        units = _units(block, codec)
-        ends = np.flatnonzero((units == 10) | (units == 13))
-        if len(ends):
-            first = int(ends[0])
-            if units[first] == 13 and first + 1 == len(units) and position + len(block) < part.end:
-                position += first * units.itemsize  # it may be half of a line end: read on from it
-                continue
-            first += bool(units[first] == 13 and first + 1 < len(units) and units[first + 1] == 10)
-            return position + (first + 1) * units.itemsize
-        position += len(block)
-    return part.end
-
-
-def _last_line_end(block: bytes, codec: str) -> int:
-    """Bytes of a block up to and with its last line end; a ``\\r`` at its very end may be half of one."""
-    units = _units(block, codec)
-    if units.itemsize == 1:
-        return max(block.rfind(b"\n"), block.rfind(b"\r", 0, -1)) + 1
-    ends = np.flatnonzero((units == 10) | (units == 13))
-    if len(ends) and ends[-1] == len(units) - 1 and units[-1] == 13:
-        ends = ends[:-1]
-    return (int(ends[-1]) + 1) * units.itemsize if len(ends) else 0
-
-
-def _line_starts(block: bytes, codec: str) -> npt.NDArray[np.int64]:
-    """Byte of each line's start in a block of whole lines."""
-    units = _units(block, codec)
-    is_end = units == 10
-    carriage_return = units == 13
-    if carriage_return.any():
-        carriage_return[:-1] &= ~is_end[1:]
-        is_end |= carriage_return
-    starts = np.flatnonzero(is_end) + 1
-    if len(starts) and starts[-1] * units.itemsize == len(block):
-        starts = starts[:-1]
-    return np.concatenate(([0], starts)) * units.itemsize
+    if num_mark_bytes:  # a file that is a byte order mark alone
+        yield DocumentBatch(
+            texts=[],
+            lines=np.empty(0, np.int64),
+            source=part.source,
+            source_offsets=np.empty(0, np.int64),
+            num_lines=0,
+            num_bytes=num_mark_bytes,
+        )
 
 
 def _decode(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +28,16 @@ class InputFile:
 
 
 def list_inputs(input_dir: Path, *, recursive: bool) -> list[Path]:
-    """The ``.txt`` files of a folder, sorted by relative path. Raises NotFound or UsageError."""
-    if not input_dir.is_dir():
-        raise NotFound(f"--input_dir {input_dir} is no folder; expected one that holds .txt files")
-    pattern = "**/*.txt" if recursive else "*.txt"
-    paths = sorted(path for path in input_dir.glob(pattern) if path.is_file())
+    """The ``.txt`` files of a folder, sorted by relative path. Raises NotFound or UsageError.
+
+    A subfolder that cannot be listed is an error: Path.glob would leave out what it holds.
+    """
+    try:
+        if not input_dir.is_dir():
+            raise NotFound(f"--input_dir {input_dir} is no folder; expected one that holds .txt files")
+        paths = sorted(path for path in _txt_paths(input_dir, recursive) if path.is_file())
+    except OSError as error:
+        raise NotFound(f"--input_dir {error.filename} cannot be listed: {error.strerror}") from None
     if not paths:
         hint = "" if recursive else "; for subfolders add --recursive"
         raise NotFound(f"--input_dir {input_dir} holds no .txt file{hint}")
@@ -43,6 +49,16 @@ def list_inputs(input_dir: Path, *, recursive: bool) -> list[Path]:
                 f"the name of input {os.fsencode(path)!r} is not UTF-8; rename the file"
             ) from None
     return paths
+
+
+def _txt_paths(input_dir: Path, recursive: bool) -> Iterator[Path]:
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for folder, _, names in os.walk(input_dir, onerror=refuse):
+        yield from (Path(folder, name) for name in names if name.endswith(".txt"))
+        if not recursive:
+            return
 
 
 def stamp_inputs(input_dir: Path, paths: list[Path]) -> list[InputFile]:

@@ -11,24 +11,14 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from preprocess.config import EngineName
 from preprocess.progress import Progress
 from preprocess.shard_format import ReadWriteError, ShardprepError, Stopped
 from preprocess.shard_plan import need_plan
 from preprocess.stop_signals import raise_on_stop_signals
 from preprocess.worker import Worker, load_worker
+from preprocess.worker_settings import WorkerSettings
 
 _SPAWN = multiprocessing.get_context("spawn")  # a fork would copy the tokenizer's threads half-alive
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """What the processes of one run share."""
-
-    folder: Path
-    input_dir: Path | None
-    engine: EngineName
-    max_bad_fraction: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +40,11 @@ class Done:
 class _Process:
     """A worker process and the shard it is at."""
 
-    def __init__(self, settings: RunSettings, cpus: list[int]) -> None:
+    def __init__(self, folder: Path, settings: WorkerSettings, cpus: list[int]) -> None:
         self.cpus = cpus
         self.shard_id: int | None = None
         self.pipe, theirs = _SPAWN.Pipe()
-        self._process = _SPAWN.Process(target=_serve, args=(settings, cpus, theirs), daemon=True)
+        self._process = _SPAWN.Process(target=_serve, args=(folder, settings, cpus, theirs), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -75,7 +65,11 @@ class _Process:
 
 
 def run_shards(
-    settings: RunSettings, shard_ids: Iterable[int], cpus_of: list[list[int]], progress: Progress
+    folder: Path,
+    settings: WorkerSettings,
+    shard_ids: Iterable[int],
+    cpus_of: list[list[int]],
+    progress: Progress,
 ) -> list[Failure]:
     """Make shards in one process for each of ``cpus_of``, its CPUs; returns what failed, by shard.
 
@@ -84,7 +78,7 @@ def run_shards(
     """
     todo = deque(shard_ids)
     failures: list[Failure] = []
-    processes = [_Process(settings, cpus) for cpus in cpus_of[: len(todo)]]
+    processes = [_Process(folder, settings, cpus) for cpus in cpus_of[: len(todo)]]
     try:
         for process in processes:
             process.give(todo.popleft())
@@ -98,7 +92,7 @@ def run_shards(
                 if isinstance(event, Failure):
                     failures.append(event)
                     progress.say(f"shard {event.shard_id:05d} failed ({event.exit_code}): {event.message}")
-                _next_shard(process, processes, todo, settings, died=event is None, failures=failures)
+                _next_shard(process, processes, todo, folder, settings, died=event is None, failures=failures)
     finally:
         for process in processes:
             process.stop()
@@ -117,7 +111,8 @@ def _next_shard(
     process: _Process,
     processes: list[_Process],
     todo: deque[int],
-    settings: RunSettings,
+    folder: Path,
+    settings: WorkerSettings,
     *,
     died: bool,
     failures: list[Failure],
@@ -135,7 +130,7 @@ def _next_shard(
         )
         processes.remove(process)
         if todo:
-            processes.append(process := _Process(settings, process.cpus))
+            processes.append(process := _Process(folder, settings, process.cpus))
     if not todo:
         if process in processes:
             processes.remove(process)
@@ -144,16 +139,15 @@ def _next_shard(
     process.give(todo.popleft())
 
 
-def _serve(settings: RunSettings, cpus: list[int], pipe: Connection) -> None:
+def _serve(folder: Path, settings: WorkerSettings, cpus: list[int], pipe: Connection) -> None:
     """Body of a worker process: shards come in, progress and outcomes go out."""
     os.sched_setaffinity(0, cpus)
     raise_on_stop_signals()
     try:
         try:
-            worker = _load(settings, len(cpus))
+            plan = need_plan(folder)
+            worker = load_worker(plan, folder, settings, num_cpus=len(cpus), warn=lambda _: None)
         except ShardprepError as error:
-            if isinstance(error, Stopped):
-                raise
             while True:
                 pipe.send(Failure(shard_id=pipe.recv(), exit_code=error.exit_code, message=str(error)))
         while True:
@@ -164,23 +158,9 @@ def _serve(settings: RunSettings, cpus: list[int], pipe: Connection) -> None:
         raise SystemExit(error.exit_code) from None
 
 
-def _load(settings: RunSettings, num_cpus: int) -> Worker:
-    return load_worker(
-        need_plan(settings.folder),
-        settings.folder,
-        input_dir=settings.input_dir,
-        engine=settings.engine,
-        max_bad_fraction=settings.max_bad_fraction,
-        num_cpus=num_cpus,
-        warn=lambda _: None,
-    )
-
-
 def _outcome(worker: Worker, shard_id: int, pipe: Connection) -> Failure | Done:
     try:
         worker.run_shard(shard_id, pipe.send)
-    except Stopped:
-        raise
     except ShardprepError as error:
         return Failure(shard_id=shard_id, exit_code=error.exit_code, message=str(error))
     return Done(shard_id=shard_id)

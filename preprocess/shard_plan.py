@@ -12,8 +12,8 @@ from typing import Any
 
 import orjson
 
-from preprocess.documents import ByteRange
 from preprocess.input_files import InputFile, next_line_start
+from preprocess.line_blocks import ByteRange
 from preprocess.published_file import PublishedFile, sync_folder
 from preprocess.shard_format import (
     FORMAT_VERSION,

@@ -54,6 +54,7 @@ class ShardWriter:
         *,
         options: dict[str, Any],
         sources: list[str],
+        batch_size: int | None = None,
     ) -> None:
         self._folder = folder
         self._spec = spec
@@ -62,7 +63,9 @@ class ShardWriter:
         self._documents: DocumentMembers | None = None
         self._packer: Packer | None = None
         if spec.record == "documents":
-            self._documents = DocumentMembers(spec, shard_id, keep_text=options["keep_text"])
+            self._documents = DocumentMembers(
+                spec, shard_id, keep_text=options["keep_text"], batch_size=batch_size
+            )
         else:
             self._packer = BestFitRows(spec) if options["pack"] == "best_fit" else ConcatRows(spec)
         self._rows = RowMembers(spec, shard_id)
@@ -111,7 +114,8 @@ class ShardWriter:
         self._count_documents(tokens.lengths)
         self._bad += documents.bad
         if self._documents:
-            self._write(self._documents.members(documents, tokens, self._tar.num_bytes))
+            for member in self._documents.members(documents, tokens, self._tar.num_bytes):
+                self._write(member)
             return
         assert self._packer
         starts = np.zeros(len(tokens.lengths), START)

@@ -37,6 +37,22 @@ class TokenBatch:
         return np.diff(self.offsets)
 
 
+def part_of(batch: TokenBatch, begin: int, end: int) -> TokenBatch:
+    """Documents ``begin`` to ``end`` of a batch."""
+    offsets = batch.offsets[begin : end + 1]
+    return TokenBatch(ids=batch.ids[offsets[0] : offsets[-1]], offsets=offsets - offsets[0])
+
+
+def join_batches(batches: Sequence[TokenBatch]) -> TokenBatch:
+    """The documents of several batches as one."""
+    if len(batches) == 1:
+        return batches[0]
+    offsets = np.zeros(sum(len(batch.lengths) for batch in batches) + 1, np.int64)
+    np.cumsum(np.concatenate([np.empty(0, np.int64), *(batch.lengths for batch in batches)]), out=offsets[1:])
+    ids = np.concatenate([np.empty(0, np.uint32), *(batch.ids for batch in batches)])
+    return TokenBatch(ids=ids, offsets=offsets)
+
+
 Encode = Callable[[Sequence[str]], TokenBatch]
 
 

@@ -23,7 +23,7 @@ from preprocess.shard_format import (
     check_shard,
     merge_manifests,
     read_idx,
-    rerun_command,
+    remake_command,
     tar_path,
 )
 from preprocess.shard_plan import Plan
@@ -90,12 +90,13 @@ def _check_coverage(folder: Path, plan: Plan, manifest: Manifest, planned_bytes:
     """That a shard was made of exactly the bytes that the plan gives it, for this spec."""
     if manifest.spec != plan.spec:
         raise Refused(
-            f"the manifest of shard {manifest.shard_id:05d} describes another data set than plan.json"
+            f"the manifest of shard {manifest.shard_id:05d} describes another data set than plan.json; "
+            f"run: {remake_command(manifest.shard_id, folder)}"
         )
     if manifest.counts.input_bytes != planned_bytes:
         raise BrokenShard(
             f"shard {manifest.shard_id:05d} was made of {manifest.counts.input_bytes} input bytes, the plan "
-            f"gives it {planned_bytes}; run: {rerun_command(manifest.shard_id, folder)}"
+            f"gives it {planned_bytes}; run: {remake_command(manifest.shard_id, folder)}"
         )
 
 
@@ -107,20 +108,21 @@ def _check_content(folder: Path, plan: Plan, manifest: Manifest) -> None:
     if found != (counts.num_samples, counts.num_tokens):
         raise BrokenShard(
             f"the idx of shard {shard_id:05d} has {found[0]} samples of {found[1]} tokens, its manifest says "
-            f"{counts.num_samples} of {counts.num_tokens}; run: {rerun_command(shard_id, folder)}"
+            f"{counts.num_samples} of {counts.num_tokens}; run: {remake_command(shard_id, folder)}"
         )
     with tar_path(folder, shard_id).open("rb") as file:
         file.seek(-len(TAR_END), 2)
         if file.read() != TAR_END:
             raise BrokenShard(
                 f"{tar_path(folder, shard_id)} does not end in two zero blocks; run: "
-                f"{rerun_command(shard_id, folder)}"
+                f"{remake_command(shard_id, folder)}"
             )
     if len(entries):
         (first, start), (last, end) = plan.cuts[shard_id], plan.cuts[shard_id + 1]
         places = list(zip(entries["source"].tolist(), entries["source_offset"].tolist(), strict=True))
-        if not (first, start) <= places[0] or not places[-1] < (last, end) or places != sorted(places):
+        in_order = plan.options["pack"] == "best_fit" or places == sorted(places)
+        if not in_order or min(places) < (first, start) or max(places) >= (last, end):
             raise BrokenShard(
                 f"the idx of shard {shard_id:05d} names sources outside of its part of the plan; "
-                f"run: {rerun_command(shard_id, folder)}"
+                f"run: {remake_command(shard_id, folder)}"
             )

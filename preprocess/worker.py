@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 import preprocess
-from preprocess.config import EngineName
 from preprocess.documents import read_documents
 from preprocess.input_files import check_input
 from preprocess.long_documents import LongDocument
@@ -34,19 +33,19 @@ from preprocess.shard_format import (
 )
 from preprocess.shard_plan import Plan
 from preprocess.shard_writer import ShardWriter
-from preprocess.token_batches import Engine, load_engine
+from preprocess.token_batches import Engine, TokenBatch, join_batches, load_engine
 from preprocess.tokenizer_files import TOKENIZER_FILE
+from preprocess.worker_settings import WorkerSettings
 
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
-    """What a process needs to make shards of one plan: the plan, the folders, a loaded engine."""
+    """What a process needs to make shards of one plan: the plan, its folder, a loaded engine."""
 
     plan: Plan
     folder: Path
-    input_dir: Path
+    settings: WorkerSettings
     engine: Engine
-    max_bad_fraction: float
     num_cpus: int
 
     def run_shard(self, shard_id: int, progress: Callable[[int], None]) -> Manifest:
@@ -55,32 +54,48 @@ class Worker:
         Raises BadInput where too many documents are undecodable, and what reading and writing raise.
         A failure leaves nothing that counts; equal plans give equal bytes.
         """
-        ranges = self.plan.ranges(shard_id, self.input_dir)
+        input_dir = self.settings.input_dir or self.plan.input_dir
+        ranges = self.plan.ranges(shard_id, input_dir)
         for source in sorted({part.source for part in ranges}):
-            check_input(self.input_dir, self.plan.inputs[source])
+            check_input(input_dir, self.plan.inputs[source])
         began, cpu_began = time.time(), time.process_time()
         options = self.plan.options
         sources = [item.path for item in self.plan.inputs]
-        documents = read_documents(ranges, doc=options["doc"], encoding=options["encoding"])
+        documents = read_documents(
+            ranges, doc=options["doc"], encoding=options["encoding"], batch_bytes=self.settings.batch_bytes
+        )
         with (
-            ShardWriter(self.folder, self.plan.spec, shard_id, options=options, sources=sources) as writer,
+            ShardWriter(
+                self.folder,
+                self.plan.spec,
+                shard_id,
+                options=options,
+                sources=sources,
+                batch_size=self.settings.writer_batch_size,
+            ) as writer,
             WriteBehind(num_behind=2) as behind,
         ):
             for item in read_ahead(documents, num_ahead=1):
                 if isinstance(item, LongDocument):
                     behind.put(writer.append_long, item, self._encode_pieces)
                 else:
-                    behind.put(writer.append, item, self.engine.encode(item.texts))
+                    behind.put(writer.append, item, self._encode(item.texts))
                 progress(item.num_bytes)
             behind.drain()
             self._check_bad_fraction(writer, shard_id)
             return writer.commit(self._run_facts(began, cpu_began))
 
+    def _encode(self, texts: list[str]) -> TokenBatch:
+        size = self.settings.batch_size or max(1, len(texts))
+        return join_batches([self.engine.encode(texts[n : n + size]) for n in range(0, len(texts), size)])
+
     def _encode_pieces(self, pieces: Iterator[str]) -> Iterator[npt.NDArray[np.uint32]]:
         return self.engine.encode_pieces(pieces, can_be_cut=self.plan.can_be_cut)
 
     def _check_bad_fraction(self, writer: ShardWriter, shard_id: int) -> None:
-        if writer.bad_fraction <= self.max_bad_fraction:
+        given = self.settings.max_bad_fraction
+        limit = self.plan.max_bad_fraction if given is None else given
+        if writer.bad_fraction <= limit:
             return
         quarantine = writer.quarantine()
         assert quarantine is not None
@@ -88,7 +103,7 @@ class Worker:
         quarantine.publish()
         raise BadInput(
             f"shard {shard_id:05d}: {writer.num_bad} documents ({writer.bad_fraction:.2%}) cannot be decoded "
-            f"as {self.plan.options['encoding']}, the limit is {self.max_bad_fraction:.2%}; they are named "
+            f"as {self.plan.options['encoding']}, the limit is {limit:.2%}; they are named "
             f"in {quarantine_path(self.folder, shard_id)}. Is it another --encoding? Otherwise mend the "
             "input and plan anew, or accept them: --max_bad_fraction"
         )
@@ -113,32 +128,19 @@ _SLURM_FACTS = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SL
 
 
 def load_worker(
-    plan: Plan,
-    folder: Path,
-    *,
-    input_dir: Path | None,
-    engine: EngineName,
-    max_bad_fraction: float | None,
-    num_cpus: int,
-    warn: Callable[[str], None],
+    plan: Plan, folder: Path, settings: WorkerSettings, *, num_cpus: int, warn: Callable[[str], None]
 ) -> Worker:
     """Load the plan's tokenizer from its folder. Raises OtherTokenizer where its ids changed."""
-    return Worker(
-        plan=plan,
-        folder=folder,
-        input_dir=input_dir or plan.input_dir,
-        engine=load_engine(
-            folder / TOKENIZER_DIR / TOKENIZER_FILE,
-            wanted=engine,
-            allow_special_tokens=plan.options["allow_special_tokens"],
-            probe=plan.probe,
-            probe_sha256=plan.probe_sha256,
-            fast_is_equal=plan.fast_engine_is_equal,
-            warn=warn,
-        ),
-        max_bad_fraction=plan.max_bad_fraction if max_bad_fraction is None else max_bad_fraction,
-        num_cpus=num_cpus,
+    engine = load_engine(
+        folder / TOKENIZER_DIR / TOKENIZER_FILE,
+        wanted=settings.engine,
+        allow_special_tokens=plan.options["allow_special_tokens"],
+        probe=plan.probe,
+        probe_sha256=plan.probe_sha256,
+        fast_is_equal=plan.fast_engine_is_equal,
+        warn=warn,
     )
+    return Worker(plan=plan, folder=folder, settings=settings, engine=engine, num_cpus=num_cpus)
 
 
 def done_manifest(plan: Plan, folder: Path, shard_id: int) -> Manifest | None:

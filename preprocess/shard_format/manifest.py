@@ -19,6 +19,7 @@ from preprocess.shard_format.names import (
     idx_path,
     manifest_path,
     quarantine_path,
+    remake_command,
     rerun_command,
     tar_path,
     token_dtype,
@@ -151,11 +152,14 @@ def read_manifest(folder: Path, shard_id: int) -> Manifest:
         raise MissingShard(
             f"shard {shard_id:05d} is not done: {path} is missing; run: {rerun_command(shard_id, folder)}"
         ) from None
-    data = parse_json(path, raw, "shardprep-manifest")
     try:
-        return Manifest.from_json(data)
+        return Manifest.from_json(parse_json(path, raw, "shardprep-manifest"))
+    except BrokenShard as error:
+        raise BrokenShard(f"{error}; run: {rerun_command(shard_id, folder)}") from None
     except (KeyError, TypeError) as error:
-        raise BrokenShard(f"{path} is not a whole manifest: {error!r}") from None
+        raise BrokenShard(
+            f"{path} is not a whole manifest: {error!r}; run: {rerun_command(shard_id, folder)}"
+        ) from None
 
 
 def check_shard(folder: Path, shard_id: int, plan_id: str) -> Manifest:
@@ -168,7 +172,8 @@ def check_shard(folder: Path, shard_id: int, plan_id: str) -> Manifest:
         raise OtherPlan(
             f"{manifest_path(folder, shard_id)} is shard {manifest.shard_id} of plan "
             f"{manifest.spec.plan_id[:12]}, expected shard {shard_id} of {plan_id[:12]}; "
-            "use a new folder for other inputs or options"
+            "use a new folder for other inputs or options. If it is this file that is out of place, "
+            f"run: {remake_command(shard_id, folder)}"
         )
     for path, stamp in shard_files(folder, manifest):
         found = path.stat().st_size if path.exists() else None
@@ -198,8 +203,7 @@ def check_hashes(folder: Path, manifest: Manifest) -> None:
         if found != stamp.sha256:
             raise BrokenShard(
                 f"{path} has sha256 {found[:12]}, its manifest says {stamp.sha256[:12]}; "
-                f"run: rm {manifest_path(folder, manifest.shard_id)} && "
-                f"{rerun_command(manifest.shard_id, folder)}"
+                f"run: {remake_command(manifest.shard_id, folder)}"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,7 +66,12 @@ def token_field(record: Record, token_format: TokenFormat) -> str:
 
 def rerun_command(shard_id: int, folder: Path) -> str:
     """What a user types to make one shard again."""
-    return f"python -m preprocess --shard_id {shard_id} --output_dir {folder}"
+    return f"python -m preprocess --shard_id {shard_id} --output_dir {shlex.quote(str(folder))}"
+
+
+def remake_command(shard_id: int, folder: Path) -> str:
+    """What a user types where a shard counts as done but is wrong: without its manifest it is not done."""
+    return f"rm {shlex.quote(str(manifest_path(folder, shard_id)))} && {rerun_command(shard_id, folder)}"
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:

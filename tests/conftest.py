@@ -1,0 +1,196 @@
+"""What several test modules share: a small tokenizer, sample text, and the commands in and out of process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import lzma
+import os
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from preprocess.__main__ import main
+from preprocess.config import PrepConfig
+from preprocess.planning import Sharding, make_plan
+from preprocess.shard_plan import Plan, need_plan
+from preprocess.stop_signals import STOP_SIGNALS
+from preprocess.train_tokenizer import train_tokenizer
+from preprocess.worker import load_worker
+from preprocess.worker_settings import WorkerSettings
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a command ended and what it said."""
+
+    code: int
+    text: str  # standard output and error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prep:
+    """The package as tests drive it; ``model_dir`` is the default tokenizer."""
+
+    model_dir: Path
+
+    def plan(
+        self,
+        raw: Path,
+        out: Path,
+        *,
+        num_shards: int | None = None,
+        shard_bytes: int | None = None,
+        **options: Any,
+    ) -> Plan:
+        """Plan in this process."""
+        config = PrepConfig(
+            **{"model_id": str(self.model_dir), "input_dir": raw, "output_dir": out, **options}
+        )
+        return make_plan(
+            config, Sharding(num_shards=num_shards, shard_bytes=shard_bytes), say=lambda _: None
+        )[0]
+
+    def make(self, out: Path, *shard_ids: int, engine: Any = "auto", input_dir: Path | None = None) -> Plan:
+        """Make all shards of a planned folder, or some, in this process."""
+        plan = need_plan(out)
+        worker = load_worker(
+            plan,
+            out,
+            WorkerSettings(input_dir=input_dir, engine=engine),
+            num_cpus=1,
+            warn=lambda line: pytest.fail(line),
+        )
+        for shard_id in shard_ids or range(plan.num_shards):
+            worker.run_shard(shard_id, lambda _: None)
+        return plan
+
+    def command(self, *args: object) -> Ended:
+        """``python -m preprocess`` in this process; signal handlers and affinity are put back."""
+        out = io.StringIO()
+        handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        cpus = os.sched_getaffinity(0)
+        with pytest.MonkeyPatch.context() as patch:
+            for name in set(os.environ) - set(self.environ()):
+                patch.delenv(name)
+            try:
+                with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+                    code: Any = main([str(item) for item in args])
+            except SystemExit as ending:
+                code = ending.code
+            finally:
+                os.sched_setaffinity(0, cpus)
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
+        return Ended(code=code, text=out.getvalue())
+
+    def cli(self, *args: object, **settings: Any) -> Ended:
+        """``python -m preprocess`` in a process of its own, without a network and outside of Slurm."""
+        process = self.start(*args, **settings)
+        text, _ = process.communicate(timeout=120)
+        return Ended(code=process.returncode, text=text)
+
+    def start(self, *args: object, **settings: Any) -> subprocess.Popen[str]:
+        settings["env"] = {**self.environ(), **settings.get("env", {})}
+        return subprocess.Popen(
+            [sys.executable, "-m", "preprocess", *map(str, args)],
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            **{"cwd": ROOT, **settings},
+        )
+
+    @staticmethod
+    def environ() -> dict[str, str]:
+        kept = {name: os.environ[name] for name in os.environ if not name.startswith(("SLURM_", "DATASET_"))}
+        return {**kept, "HF_HUB_OFFLINE": "1"}
+
+    @staticmethod
+    def contents(folder: Path) -> dict[str, bytes]:
+        """What equal data sets have equal: every shard's files, manifests without ``run``."""
+        found = {}
+        for path in sorted([*folder.glob("shard-*"), *folder.glob("quarantine/shard-*")]):
+            data = path.read_bytes()
+            if path.suffix == ".json":
+                manifest = json.loads(data)
+                assert list(manifest)[-1] == "run", "what varies stands last"
+                data = data[: data.index(b'\n "run": ')]
+            found[path.relative_to(folder).as_posix()] = data
+        return found
+
+    @staticmethod
+    def names(folder: Path) -> list[str]:
+        return sorted(path.name for path in folder.iterdir())
+
+    @staticmethod
+    def temporaries(folder: Path) -> list[str]:
+        return sorted(path.relative_to(folder).as_posix() for path in folder.rglob(".*"))
+
+    @staticmethod
+    def members(tar: Path) -> list[tuple[str, bytes]]:
+        """Names and bytes in the order of the tar."""
+        with tarfile.open(tar) as file:
+            return [(item.name, file.extractfile(item).read()) for item in file]  # type: ignore[union-attr]
+
+
+@pytest.fixture(scope="session")
+def sample_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six files, Korean and English, 840 documents, 450 KB. Never written to."""
+    folder = tmp_path_factory.mktemp("sample")
+    runpy.run_path(str(ROOT / "examples" / "sample_text.py"))["write_sample_text"](folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def prep(sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Prep:
+    folder = tmp_path_factory.mktemp("model") / "tokenizer"
+    train_tokenizer(input_dir=sample_dir, vocab_size=600, output_dir=folder)
+    return Prep(model_dir=folder)
+
+
+@pytest.fixture(scope="module")
+def planned_dir(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sample text planned into 5 shards, none made. Copy it; never write to it."""
+    folder = tmp_path_factory.mktemp("planned")
+    prep.plan(sample_dir, folder, num_shards=5)
+    return folder
+
+
+@pytest.fixture
+def data_dir(planned_dir: Path, tmp_path: Path) -> Path:
+    """A copy of ``planned_dir`` of one's own."""
+    return Path(shutil.copytree(planned_dir, tmp_path / "data"))
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """The folder with the Llama 3 tokenizer and the corpora, which are no part of the project."""
+    folder = Path(os.environ.get("SHARDPREP_TEST_SHARED") or ROOT.parent / "shared")
+    for name in (
+        "tokenizers/llama3/tokenizer.json",
+        "corpora/ko_reviews.txt.xz",
+        "corpora/en_paragraphs.txt.xz",
+    ):
+        if not (folder / name).is_file():
+            pytest.skip(f"{folder / name} is missing; SHARDPREP_TEST_SHARED names the folder that has it")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def corpora_dir(shared_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """20 MB of Korean reviews and 16 MB of English paragraphs as .txt files."""
+    folder = tmp_path_factory.mktemp("corpora")
+    for path in (shared_dir / "corpora").glob("*.txt.xz"):
+        (folder / path.stem).write_bytes(lzma.decompress(path.read_bytes()))
+    return folder

@@ -1,0 +1,168 @@
+"""Flags are PrepConfig's fields, and a mistyped one is a usage error that says what was expected."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from preprocess.command_line import given_options, num_processes, parse, parse_ids, parse_size
+from preprocess.config import PrepConfig
+from preprocess.plan_of_task import array_note
+from preprocess.shard_format import UsageError
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+
+def test_dashes_and_underscores_in_a_flag_are_the_same() -> None:
+    for argv in (
+        ["--shard_id", "3", "--output_dir=/a-b_c", "--no-keep_text", "--seq-len", "8", "--input-dir=x"],
+        ["--shard-id", "3", "--output-dir=/a-b_c", "--no_keep_text", "--seq_len=8", "--input_dir", "x"],
+    ):
+        args = parse(argv)
+        assert (args.command, args.shard_id) == ("shard", 3)
+        assert given_options(args) == {
+            "output_dir": Path("/a-b_c"), "keep_text": False, "seq_len": 8, "input_dir": Path("x")
+        }  # fmt: skip
+
+
+def test_what_the_user_did_not_give_is_not_among_the_given() -> None:
+    assert given_options(parse(["--shard_id", "0"])) == {}
+    assert given_options(parse(["plan"])) == {}
+
+
+def test_every_option_is_a_flag_with_a_help_text(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ending:
+        parse(["plan", "--help"])
+    assert ending.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for item in dataclasses.fields(PrepConfig):
+        assert f"--{item.name} " in text or f"--{item.name}," in text, item.name
+        assert " ".join(item.metadata["help"].split()[:3]) in text, item.name
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("1", 1), ("512M", 512 << 20), ("2G", 2 << 30), ("3k", 3 << 10), ("1TiB", 1 << 40), (" 5MB ", 5 << 20)],
+)
+def test_sizes_are_binary(text: str, num_bytes: int) -> None:
+    assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "M", "1.5G", "-1", "1P", "1 0"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="expected a number of bytes such as 512M"):
+        parse_size(text)
+
+
+def test_ids_come_in_order_and_once() -> None:
+    assert parse_ids("0-2,5", 9) == [0, 1, 2, 5]
+    assert parse_ids("8, 5-6,6-7", 9) == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("text", ["", "9", "0-9", "a", "1-", "-1", "1,,2"])
+def test_ids_past_the_plan_and_what_is_no_id_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="expected ids of 0 to 8, such as 0-9,12"):
+        parse_ids(text, 9)
+
+
+def test_the_environment_gives_the_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DATASET_NUM_PROC", raising=False)
+    assert num_processes(argparse.Namespace(num_proc=None), 6, 64.0) == 6
+    assert num_processes(argparse.Namespace(num_proc=None), 6, 1.0) == 2, "memory for two"
+    monkeypatch.setenv("DATASET_NUM_PROC", "3")
+    assert num_processes(argparse.Namespace(num_proc=None), 6, 64.0) == 3
+    assert num_processes(argparse.Namespace(num_proc=5), 6, 64.0) == 5, "what is given wins"
+    for wrong in ("0", "-1", "many", "1.5"):
+        monkeypatch.setenv("DATASET_NUM_PROC", wrong)
+        with pytest.raises(UsageError, match=f"DATASET_NUM_PROC is '{wrong}' in the environment, expected"):
+            num_processes(argparse.Namespace(num_proc=None), 6, 64.0)
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        ([], "--shard_id"),
+        (["--shard_id", "x"], "invalid int value"),
+        (["plan", "--num_shards", "2", "--shard_bytes", "1M"], "not allowed with"),
+        (["plan", "--record", "rows"], "invalid choice"),
+        (["plan", "--encodeing", "utf-8"], "unrecognized arguments: --encodeing"),
+        (["frobnicate"], "unrecognized arguments|--shard_id"),
+    ],
+    ids=str,
+)
+def test_a_mistyped_command_ends_with_2_and_names_the_mistake(
+    prep: Prep, argv: list[str], named: str
+) -> None:
+    ended = prep.command(*argv)
+    assert ended.code == 2
+    assert any(part in ended.text for part in named.split("|"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seq_len": 8}, "--seq_len is for packed rows; add --record packed"),
+        ({"record": "packed", "keep_text": True}, "--keep_text is for documents"),
+        ({"record": "packed", "seq_len": 0}, "--seq_len is 0, expected 1 to "),
+        ({"max_bad_fraction": 1.5}, r"--max_bad_fraction is 1\.5, expected 0 to 1"),
+        ({"record": "rows"}, "--record is 'rows', expected one of documents, packed"),
+        ({"encoding": "utf-7"}, "--encoding utf-7 is neither a superset of ASCII.*iconv"),
+        ({"encoding": "cp037"}, "--encoding cp037 is neither a superset of ASCII"),
+        ({"encoding": "iso2022_kr"}, "--encoding iso2022_kr is neither"),
+        ({"encoding": "unicode_escape"}, "--encoding unicode_escape is neither"),
+        ({"encoding": "nothing"}, "--encoding 'nothing' is no text encoding of Python"),
+        ({"encoding": "rot13"}, "--encoding 'rot13' is no text encoding of Python"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        PrepConfig(**options)  # type: ignore[arg-type]
+
+
+def test_names_of_one_encoding_are_one_option() -> None:
+    assert {PrepConfig(encoding=name).encoding for name in ("UTF8", "utf-8", "u8", "utf_8")} == {"utf-8"}
+    assert PrepConfig(encoding="EUC-KR").encoding == "euc_kr"
+
+
+def test_what_depends_on_the_record_has_its_default() -> None:
+    documents, packed = PrepConfig(), PrepConfig(record="packed")
+    assert (documents.keep_text, documents.append_eos, documents.seq_len) == (True, False, 0)
+    assert (packed.keep_text, packed.append_eos, packed.seq_len) == (False, True, 8192)
+    assert packed.token_format == "npy"
+
+
+def array(first: int, last: int, step: int = 1, count: int | None = None) -> dict[str, str]:
+    size = len(range(first, last + 1, step)) if count is None else count
+    numbers = {"MIN": first, "MAX": last, "STEP": step, "COUNT": size}
+    return {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in numbers.items()}
+
+
+@pytest.mark.parametrize(
+    ("environ", "left"),
+    [
+        (array(0, 9), "10-11"),
+        (array(2, 11), "0-1"),
+        (array(0, 11, 5), "1-4,6-9,11"),
+        (array(0, 11), None),
+        (array(0, 99), None),
+        (array(1, 7, 1, count=3), None),
+        ({}, None),
+        ({"SLURM_ARRAY_TASK_MIN": "0"}, None),
+    ],
+    ids=str,
+)
+def test_an_array_smaller_than_the_plan_says_what_it_leaves_out(
+    environ: dict[str, str], left: str | None
+) -> None:
+    note = array_note(environ, 12, Path("DATA"))
+    if left is None:
+        assert note is None
+        return
+    assert note is not None
+    assert f"leaves out {left}: sbatch --array={left} slurm/prep_array.sh DATA" in note

@@ -82,6 +82,7 @@ def make_plan(args: argparse.Namespace) -> int:
         f"about {cost.num_tokens:.3g} tokens, {cost.output_bytes / 1e9:.3g} GB on disk, "
         f"{cost.core_hours:.2g} core hours, the longest shard {cost.longest_shard_s:.0f} s on one core"
     )
+    print(f"a task uses up to {cost.num_useful_cores} cores well: --cpus-per-task={cost.num_useful_cores}")
     if cost.longest_shard_s > LONG_SHARD_S:
         more = round(plan.num_shards * cost.longest_shard_s / LONG_SHARD_S) + 1
         minutes = cost.longest_shard_s / 60

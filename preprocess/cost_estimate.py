@@ -35,6 +35,7 @@ class CostEstimate:
     output_bytes: int
     core_hours: float
     longest_shard_s: float  # on one core
+    num_useful_cores: int  # of a task: more of them would wait for its slowest serial stage
 
 
 def sample_texts(plan: Plan, *, num_bytes: int) -> list[str]:
@@ -103,20 +104,33 @@ def measure(plan: Plan, engine: Engine) -> CostEstimate:
         tempfile.TemporaryDirectory(prefix="shardprep-") as scratch,
         ShardWriter(Path(scratch), plan.spec, 0, options=plan.options, sources=sources) as writer,
     ):
-        num_bytes, cpu_s = 0, 0.0
-        for batch in _sample(plan, _SAMPLE_BYTES):
-            began = time.process_time()
-            writer.append(batch, engine.encode(batch.texts))
-            cpu_s += time.process_time() - began
+        num_bytes = 0
+        read_s = encode_s = write_s = 0.0  # of CPU
+        batches = _sample(plan, _SAMPLE_BYTES)
+        at = time.process_time()
+        for batch in batches:
+            at, read_s = _add_cpu(at, read_s)
+            tokens = engine.encode(batch.texts)
+            at, encode_s = _add_cpu(at, encode_s)
+            writer.append(batch, tokens)
+            at, write_s = _add_cpu(at, write_s)
             num_bytes += batch.num_bytes
         writer.commit({})
         folder = Path(scratch)
         written = tar_path(folder, 0).stat().st_size + idx_path(folder, 0).stat().st_size
     shard_bytes = plan.shard_bytes()
+    cpu_s = read_s + encode_s + write_s
     scale = sum(shard_bytes) / max(1, num_bytes)
     return CostEstimate(
         num_tokens=round(writer.num_tokens * scale),
         output_bytes=round(written * scale),
         core_hours=(cpu_s * scale + _STARTUP_S * plan.num_shards) / 3600,
         longest_shard_s=cpu_s * max(shard_bytes) / max(1, num_bytes) + _STARTUP_S,
+        # Reading and writing take a thread each, encoding as many as there are.
+        num_useful_cores=max(1, round(cpu_s / max(read_s, write_s, 1e-9))) if num_bytes else 1,
     )
+
+
+def _add_cpu(since_s: float, total_s: float) -> tuple[float, float]:
+    now = time.process_time()
+    return now, total_s + now - since_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Iterator
@@ -116,7 +117,7 @@ def test_pieces_are_cut_between_a_letter_and_a_space_only() -> None:
     pieces = list(recut(iter(["one tw", "o 3 four", "five.  si", "x 7 8"])))
     assert "".join(pieces) == "one two 3 fourfive.  six 7 8"
     assert len(pieces) == 4
-    for before, after in zip(pieces, pieces[1:]):  # noqa: B905, RUF007 - pairs
+    for before, after in itertools.pairwise(pieces):
         assert before[-1].isalpha()
         assert after[0] == " "
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -77,10 +78,10 @@ def test_concat_rows_joined_are_the_documents_joined(lengths: list[int], seq_len
     assert all(len(ids) == seq_len for ids, _, _ in rows[:-1]), "only the last row is short"
     crossing = {
         token // 1000
-        for (a, _, _), (b, _, _) in zip(rows, rows[1:])
+        for (a, _, _), (b, _, _) in itertools.pairwise(rows)
         for token in a
         if token // 1000 == b[0] // 1000
-    }  # noqa: B905, E501, RUF007
+    }
     assert packer.num_cut == len(crossing)
 
 

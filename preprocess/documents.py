@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import BinaryIO
@@ -73,7 +74,8 @@ def _read_range(
 ) -> Iterator[DocumentBatch | LongDocument]:
     codec, start = codec_at(file, part, encoding)
 
-    def long_document(begin: int, end: int, num_bytes: int) -> LongDocument:
+    def place(begin: int, end: int) -> LongDocument:
+        num_mark_bytes = start - part.start if begin == start else 0
         return LongDocument(
             path=part.path,
             source=part.source,
@@ -81,55 +83,32 @@ def _read_range(
             end=end,
             line=line,
             codec=codec,
-            num_bytes=num_bytes,
+            num_bytes=end - begin + num_mark_bytes,
         )
 
-    if doc == "file" and part.end - start > LONG_BYTES:
-        yield long_document(start, part.end, part.end - part.start)
-        return
     if doc == "file":
-        whole = read_bytes(file, start, part.end, part)
-        batch = _decode(whole, np.zeros(1, np.int64), start, codec, part.source, line, doc)
-        batch.num_bytes = part.end - part.start
-        yield batch
-        return
-    num_mark_bytes = start - part.start
-    for offset, end, block in line_blocks(file, start, part, codec, batch_bytes):
-        if block is None:
-            yield long_document(offset, end, end - offset + num_mark_bytes)
-            line += 1
+        whole = place(start, part.end)
+        if part.end - start > LONG_BYTES:
+            yield whole
         else:
-            batch = _decode(block, line_starts(block, codec), offset, codec, part.source, line, doc)
-            batch.num_bytes += num_mark_bytes
-            line += batch.num_lines
-            yield batch
-        num_mark_bytes = 0
-    if num_mark_bytes:  # a file that is a byte order mark alone
-        yield DocumentBatch(
-            texts=[],
-            lines=np.empty(0, np.int64),
-            source=part.source,
-            source_offsets=np.empty(0, np.int64),
-            num_lines=0,
-            num_bytes=num_mark_bytes,
-        )
+            yield _decode(read_bytes(file, start, part.end, part), np.zeros(1, np.int64), whole, doc)
+        return
+    for offset, end, block in line_blocks(file, start, part, codec, batch_bytes):
+        item = place(offset, end)
+        found = item if block is None else _decode(block, line_starts(block, codec), item, doc)
+        line += found.num_lines
+        yield found
+    if start == part.end > part.start:  # a file that is a byte order mark alone
+        yield _decode(b"", np.empty(0, np.int64), place(start, start), doc)
 
 
-def _decode(
-    block: bytes,
-    starts: npt.NDArray[np.int64],
-    offset: int,
-    codec: str,
-    source: int,
-    line: int,
-    doc: Doc,
-) -> DocumentBatch:
-    """Decode a block of documents; those that cannot be decoded are told apart one by one."""
+def _decode(block: bytes, starts: npt.NDArray[np.int64], place: LongDocument, doc: Doc) -> DocumentBatch:
+    """Decode a block of documents that lies at ``place``; ``starts`` are their first bytes in it."""
     bad: list[BadDocument] = []
     try:
-        text = block.decode(codec)
+        text = block.decode(place.codec)
     except UnicodeDecodeError:
-        texts = list(_decode_each(block, starts, offset, codec, source, line, bad))
+        texts = list(_decode_each(block, starts, place, bad))
     else:
         if "\r" in text:
             text = text.replace("\r\n", "\n").replace("\r", "\n")
@@ -138,38 +117,28 @@ def _decode(
     kept = np.fromiter(map(bool, texts), np.bool_, len(texts))
     return DocumentBatch(
         texts=[text for text in texts if text],
-        lines=np.flatnonzero(kept) + line,
-        source=source,
-        source_offsets=starts[kept] + offset,
+        lines=np.flatnonzero(kept) + place.line,
+        source=place.source,
+        source_offsets=starts[kept] + place.start,
         num_lines=len(starts),
-        num_bytes=len(block),
+        num_bytes=place.num_bytes,
         bad=bad,
     )
 
 
 def _decode_each(
-    block: bytes,
-    starts: npt.NDArray[np.int64],
-    offset: int,
-    codec: str,
-    source: int,
-    line: int,
-    bad: list[BadDocument],
+    block: bytes, starts: npt.NDArray[np.int64], place: LongDocument, bad: list[BadDocument]
 ) -> Iterator[str]:
+    """Decode documents one by one; one that cannot be decoded is empty, and told of in ``bad``."""
     ends = [*starts[1:].tolist(), len(block)]
     for number, (start, end) in enumerate(zip(starts.tolist(), ends, strict=True)):
         raw = block[start:end]
         try:
-            yield raw.decode(codec).replace("\r\n", "\n").replace("\r", "\n").strip()
+            yield raw.decode(place.codec).replace("\r\n", "\n").replace("\r", "\n").strip()
         except UnicodeDecodeError as error:
-            bad.append(
-                BadDocument(
-                    source=source,
-                    source_offset=offset + start,
-                    num_bytes=len(raw),
-                    line=line + number,
-                    reason="undecodable",
-                    detail=f"byte {offset + start + error.start} is not {codec}: {error.reason}",
-                )
+            error.start += place.start + start
+            one = dataclasses.replace(
+                place, start=place.start + start, end=place.start + end, line=place.line + number
             )
+            bad.append(one.undecodable(error))
             yield ""

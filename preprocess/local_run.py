@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 from collections import deque
@@ -9,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
 
 from preprocess.progress import Progress
 from preprocess.shard_format import ReadWriteError, ShardprepError, Stopped
@@ -43,6 +43,7 @@ class _Process:
     def __init__(self, folder: Path, settings: WorkerSettings, cpus: list[int]) -> None:
         self.cpus = cpus
         self.shard_id: int | None = None
+        self.is_dead = False
         self.pipe, theirs = _SPAWN.Pipe()
         self._process = _SPAWN.Process(target=_serve, args=(folder, settings, cpus, theirs), daemon=True)
         self._process.start()
@@ -50,14 +51,27 @@ class _Process:
 
     def give(self, shard_id: int) -> None:
         self.shard_id = shard_id
-        self.pipe.send(shard_id)
+        with contextlib.suppress(BrokenPipeError):  # it died idle; the end of its pipe tells
+            self.pipe.send(shard_id)
 
-    def end(self) -> str:
-        """Wait for a process that is ending; returns how it did, in words."""
+    def end(self) -> None:
+        """Wait for a process that has nothing more to do, or died."""
         self.pipe.close()
         self._process.join()
+
+    def death(self) -> Failure:
+        """What became of the shard of a process that died."""
+        self.end()
+        self.is_dead = True
         code = self._process.exitcode or 0
-        return f"killed by signal {-code} (out of memory?)" if code < 0 else f"ended with exit code {code}"
+        how = f"killed by signal {-code} (out of memory?)" if code < 0 else f"ended with exit code {code}"
+        assert self.shard_id is not None
+        message = f"its process was {how}"
+        return Failure(shard_id=self.shard_id, exit_code=ReadWriteError.exit_code, message=message)
+
+    def alive(self, folder: Path, settings: WorkerSettings) -> _Process:
+        """This process, or one in its place if it died."""
+        return _Process(folder, settings, self.cpus) if self.is_dead else self
 
     def stop(self) -> None:
         self._process.terminate()
@@ -92,51 +106,25 @@ def run_shards(
                 if isinstance(event, Failure):
                     failures.append(event)
                     progress.say(f"shard {event.shard_id:05d} failed ({event.exit_code}): {event.message}")
-                _next_shard(process, processes, todo, folder, settings, died=event is None, failures=failures)
+                processes.remove(process)
+                if todo:
+                    processes.append(process.alive(folder, settings))
+                    processes[-1].give(todo.popleft())
+                else:
+                    process.end()
     finally:
         for process in processes:
             process.stop()
     return sorted(failures, key=lambda failure: failure.shard_id)
 
 
-def _receive(process: _Process) -> Any:
-    """Input bytes worked off, Done, Failure, or None from a process that died."""
+def _receive(process: _Process) -> int | Done | Failure:
+    """Input bytes worked off, or what became of the shard."""
     try:
-        return process.pipe.recv()
+        event: int | Done | Failure = process.pipe.recv()
     except (EOFError, ConnectionError):
-        return None
-
-
-def _next_shard(
-    process: _Process,
-    processes: list[_Process],
-    todo: deque[int],
-    folder: Path,
-    settings: WorkerSettings,
-    *,
-    died: bool,
-    failures: list[Failure],
-) -> None:
-    """Give a process that is free its next shard, or let it end; replace one that died."""
-    if died:
-        how = process.end()
-        assert process.shard_id is not None
-        failures.append(
-            Failure(
-                shard_id=process.shard_id,
-                exit_code=ReadWriteError.exit_code,
-                message=f"its process was {how}",
-            )
-        )
-        processes.remove(process)
-        if todo:
-            processes.append(process := _Process(folder, settings, process.cpus))
-    if not todo:
-        if process in processes:
-            processes.remove(process)
-            process.end()
-        return
-    process.give(todo.popleft())
+        return process.death()
+    return event
 
 
 def _serve(folder: Path, settings: WorkerSettings, cpus: list[int], pipe: Connection) -> None:

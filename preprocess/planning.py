@@ -15,7 +15,16 @@ from preprocess.config import PrepConfig
 from preprocess.cost_estimate import CostEstimate, measure, sample_texts
 from preprocess.cuttable_tokenizers import can_be_cut
 from preprocess.input_files import InputFile, list_inputs, stamp_inputs
-from preprocess.shard_format import CannotWrite, Refused, TokenizerSpec, UsageError
+from preprocess.published_file import STALE_AFTER_S, remove_temporaries
+from preprocess.shard_format import (
+    INDEX_NAME,
+    PLAN_NAME,
+    TOKENIZER_DIR,
+    CannotWrite,
+    Refused,
+    TokenizerSpec,
+    UsageError,
+)
 from preprocess.shard_plan import (
     Cut,
     Plan,
@@ -98,6 +107,8 @@ def _prepare_folder(folder: Path, stripe: str, say: Callable[[str], None]) -> Pl
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CannotWrite(f"--output_dir {folder} cannot be made: {error.strerror}") from None
+    for stem in (PLAN_NAME, INDEX_NAME, TOKENIZER_DIR):
+        remove_temporaries(folder, stem, older_than_s=STALE_AFTER_S)
     if (frozen := read_plan(folder)) is None and stripe != "none":
         try:
             say(lustre.apply_stripe(folder, stripe))

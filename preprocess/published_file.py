@@ -9,11 +9,12 @@ import hashlib
 import mmap
 import os
 import secrets
+import shutil
 import socket
 import time
 from pathlib import Path
 
-from preprocess.shard_format import CannotWrite, FileStamp, ReadWriteError
+from preprocess.shard_format import QUARANTINE_DIR, CannotWrite, FileStamp, ReadWriteError
 
 WRITE_BYTES = 4 << 20  # a Lustre stripe; smaller writes cost a lock each
 STALE_AFTER_S = 24 * 3600
@@ -152,7 +153,12 @@ def sync_folder(folder: Path) -> None:
 def remove_temporaries(folder: Path, stem: str, *, older_than_s: float) -> None:
     """Remove what earlier attempts at ``stem`` left. Whether one of them still lives cannot be known."""
     now = time.time()
-    for path in folder.glob(f".{stem}.*.tmp"):
+    pattern = f".{stem}.*.tmp"
+    for path in (*folder.glob(pattern), *(folder / QUARANTINE_DIR).glob(pattern)):
         with contextlib.suppress(OSError):
-            if now - path.stat().st_mtime >= older_than_s:
+            if now - path.stat().st_mtime < older_than_s:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
                 path.unlink()

@@ -108,11 +108,12 @@ def test_llama_3_on_20000_korean_and_all_english_lines(
     (raw / "en.txt").symlink_to(corpora_dir / "en_paragraphs.txt")
     with (corpora_dir / "ko_reviews.txt").open("rb") as file:
         (raw / "ko.txt").write_bytes(b"".join(itertools.islice(file, 20_000)))
-    for shard_id, num_documents in ((0, 10_486), (1, 20_000)):
+    flags = ["--input_dir", raw, "--output_dir", tmp_path / "ours", "--model_id", model]
+    tasks = [prep.start("--shard_id", shard_id, *flags) for shard_id in (0, 1)]
+    for shard_id, (task, num_documents) in enumerate(zip(tasks, (10_486, 20_000), strict=True)):
         run_first_script(raw, tmp_path / "first", model, shard_id)
-        flags = ["--input_dir", raw, "--output_dir", tmp_path / "ours", "--model_id", model]
-        ended = prep.cli("--shard_id", shard_id, *flags)
-        assert ended.code == 0, ended.text
+        text, _ = task.communicate(timeout=120)
+        assert task.returncode == 0, text
         name = f"shard-{shard_id:05d}.tar"
         first, ours = prep.members(tmp_path / "first" / name), prep.members(tmp_path / "ours" / name)
         assert len(first) == 2 * num_documents

@@ -1,0 +1,374 @@
+"""Bad input and bad surroundings end with a line that helps and the exit code of docs, and lose nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from preprocess.train_tokenizer import train_tokenizer
+
+if TYPE_CHECKING:
+    from tests.conftest import Ended, Prep
+
+BOUND_CAPABILITIES = (1, 2)  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+PR_CAPBSET_DROP = 24
+
+
+def heed_permissions() -> None:
+    """Between fork and exec: give up root's right to read and write whatever it likes."""
+    if os.geteuid() == 0:
+        for capability in BOUND_CAPABILITIES:
+            ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+
+
+def ends(ended: Ended, code: int, *said: str) -> None:
+    assert ended.code == code, ended.text
+    assert "Traceback" not in ended.text
+    for part in said:
+        assert re.search(part, ended.text), ended.text
+
+
+@pytest.fixture
+def raw_dir(sample_dir: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sample_dir, tmp_path / "raw"))
+
+
+def plan_args(prep: Prep, raw: Path, out: Path) -> list[object]:
+    return ["plan", "--input_dir", raw, "--output_dir", out, "--model_id", prep.model_dir]
+
+
+def test_no_input_folder_is_66(prep: Prep, tmp_path: Path) -> None:
+    ended = prep.command(*plan_args(prep, tmp_path / "none", tmp_path / "data"))
+    ends(ended, 66, r"--input_dir .*/none is no folder; expected one that holds \.txt files")
+    plain = ["--shard_id", 0, "--input_dir", tmp_path / "none", "--output_dir", tmp_path / "data"]
+    ends(prep.cli(*plain, "--model_id", prep.model_dir), 66, "is no folder")
+    assert not (tmp_path / "data").exists()
+
+
+def test_no_txt_file_is_66(prep: Prep, tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.txt").write_text("a\n")
+    ended = prep.command(*plan_args(prep, tmp_path, tmp_path / "data"))
+    ends(ended, 66, r"holds no \.txt file; for subfolders add --recursive")
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("shard_id", ["5", "99999"])
+def test_a_shard_past_the_plan_is_66_and_the_right_array_is_named(
+    prep: Prep, data_dir: Path, shard_id: str
+) -> None:
+    ended = prep.command("--shard_id", shard_id, "--output_dir", data_dir)
+    ends(ended, 66, rf"there is no shard {shard_id}: the plan has 5, 0 to 4; .*--array=0-4")
+    assert prep.contents(data_dir) == {}
+
+
+def test_a_negative_shard_is_66(prep: Prep, data_dir: Path) -> None:
+    ends(
+        prep.command("--shard_id", "-1", "--output_dir", data_dir),
+        66,
+        "--shard_id is -1, the first shard is 0",
+    )
+
+
+def test_no_folder_of_the_plan_and_no_input_is_66(prep: Prep, tmp_path: Path) -> None:
+    for command in ("run", "verify"):
+        ends(
+            prep.command(command, tmp_path / "none"), 66, r"has no plan\.json; run: python -m preprocess plan"
+        )
+    (tmp_path / "file").touch()
+    ends(prep.command("verify", tmp_path / "file"), 66, "is no folder")
+
+
+def test_an_input_that_cannot_be_read_is_66_when_planning_and_when_working(
+    prep: Prep, raw_dir: Path, tmp_path: Path
+) -> None:
+    prep.plan(raw_dir, tmp_path / "data")
+    path = raw_dir / "en_1.txt"
+    path.chmod(0)
+    planning = prep.cli(*plan_args(prep, raw_dir, tmp_path / "other"), preexec_fn=heed_permissions)
+    ends(planning, 66, r"input .*en_1\.txt cannot be read: Permission denied")
+    working = prep.cli("--shard_id", 1, "--output_dir", tmp_path / "data", preexec_fn=heed_permissions)
+    ends(working, 66, r"input .*en_1\.txt cannot be opened: Permission denied")
+    assert prep.names(tmp_path / "data") == ["plan.json", "tokenizer"]
+    ends(prep.cli("--shard_id", 0, "--output_dir", tmp_path / "data", preexec_fn=heed_permissions), 0)
+
+
+@pytest.mark.parametrize("flags", [[], ["--recursive"]], ids=["folder", "subfolder"])
+def test_a_folder_that_cannot_be_listed_is_66_and_nothing_in_it_is_left_out_silently(
+    prep: Prep, raw_dir: Path, tmp_path: Path, flags: list[str]
+) -> None:
+    locked = raw_dir
+    if flags:
+        locked = raw_dir / "sub"
+        locked.mkdir()
+    locked.chmod(0)
+    try:
+        argv = [*plan_args(prep, raw_dir, tmp_path / "data"), *flags]
+        ended = prep.cli(*argv, preexec_fn=heed_permissions)
+    finally:
+        locked.chmod(0o755)
+    ends(ended, 66, f"--input_dir {locked} cannot be listed: Permission denied")
+
+
+@pytest.fixture
+def bad_dir(raw_dir: Path) -> Path:
+    """A file of 140 documents and two that are no UTF-8: 1.4 per cent."""
+    path = raw_dir / "en_0.txt"
+    path.write_bytes(b"good\n" + b"bad \xff\n" + path.read_bytes() + b"\r\n\xea\xb0")
+    return raw_dir
+
+
+def test_undecodable_documents_below_the_limit_are_left_out_counted_and_named(
+    prep: Prep, bad_dir: Path, tmp_path: Path
+) -> None:
+    prep.plan(bad_dir, tmp_path / "data", max_bad_fraction=0.02)
+    ended = prep.command("--shard_id", 0, "--output_dir", tmp_path / "data")
+    path = tmp_path / "data" / "quarantine" / "shard-00000.jsonl"
+    ends(ended, 0, f"2 documents were left out: {path}")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    size = (bad_dir / "en_0.txt").stat().st_size
+    assert [(row["source"], row["source_offset"], row["num_bytes"]) for row in rows] == [
+        ("en_0.txt", 5, 6),
+        ("en_0.txt", size - 2, 2),
+    ]
+    assert {row["reason"] for row in rows} == {"undecodable"}
+    assert "byte 9 is not utf-8" in rows[0]["detail"]
+    manifest = json.loads((tmp_path / "data" / "shard-00000.json").read_bytes())
+    assert manifest["counts"]["quarantined"] == {"undecodable": 2}
+    assert manifest["counts"]["num_documents"] == 141
+    assert manifest["quarantine"]["num_bytes"] == path.stat().st_size
+    keys = [name for name, _ in prep.members(tmp_path / "data" / "shard-00000.tar")]
+    assert "sample_0_00000000.text.txt" in keys
+    assert "sample_0_00000001.text.txt" not in keys, "line 1 is the first bad one"
+    assert "sample_0_00000002.text.txt" in keys
+
+
+def test_undecodable_documents_above_the_limit_are_65_until_they_are_accepted(
+    prep: Prep, bad_dir: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    prep.plan(bad_dir, data)
+    refused = prep.command("--shard_id", 0, "--output_dir", data)
+    quarantine = data / "quarantine" / "shard-00000.jsonl"
+    ends(
+        refused, 65,
+        r"shard 00000: 2 documents \(1\.40%\) cannot be decoded as utf-8, the limit is 1\.00%",
+        f"named in {quarantine}.*--max_bad_fraction",
+    )  # fmt: skip
+    named = quarantine.read_bytes()
+    assert len(named.splitlines()) == 2
+    assert prep.names(data) == ["plan.json", "quarantine", "tokenizer"]
+    assert prep.temporaries(data) == []
+    accepted = prep.command("--shard_id", 0, "--output_dir", data, "--max_bad_fraction", "0.02")
+    ends(accepted, 0, "2 documents were left out")
+    assert quarantine.read_bytes() == named
+    assert (data / "shard-00000.json").exists()
+
+
+def test_a_file_of_another_encoding_is_65_and_asks_for_it(prep: Prep, tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "a.txt").write_bytes("한국어 문장\n두 번째\n".encode("cp949"))
+    prep.plan(tmp_path / "raw", tmp_path / "data")
+    ended = prep.command("--shard_id", 0, "--output_dir", tmp_path / "data")
+    ends(ended, 65, r"2 documents \(100\.00%\) cannot be decoded.*Is it another --encoding\?")
+    prep.plan(tmp_path / "raw", tmp_path / "right", encoding="cp949")
+    ends(prep.command("--shard_id", 0, "--output_dir", tmp_path / "right"), 0, "2 documents")
+
+
+def test_an_unknown_model_without_a_network_is_66(prep: Prep, raw_dir: Path, tmp_path: Path) -> None:
+    args = plan_args(prep, raw_dir, tmp_path / "data")
+    args[-1] = "nobody/no-such-model"
+    ends(
+        prep.cli(*args, env={"HF_HUB_OFFLINE": "1"}), 66,
+        r"no usable tokenizer was found 'nobody/no-such-model' on the hub or in its cache",
+        "pass it as --model_id",
+    )  # fmt: skip
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_folder_without_a_tokenizer_is_66(prep: Prep, raw_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    args = plan_args(prep, raw_dir, tmp_path / "data")
+    args[-1] = tmp_path / "model"
+    ends(prep.command(*args), 66, f"no usable tokenizer was found in the folder {tmp_path / 'model'}")
+
+
+def test_a_slow_tokenizer_is_2(prep: Prep, raw_dir: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    (model / "config.json").write_text('{"model_type": "t5"}')
+    args = plan_args(prep, raw_dir, tmp_path / "data")
+    args[-1] = model
+    ends(prep.command(*args), 2, r"the tokenizer of .* is a slow one \(ByT5Tokenizer\); a fast one is needed")
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[None]:
+    """A file system of its own at ``folder``."""
+    folder.mkdir()
+    options = f"size={size},mode=0755"
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "none", folder], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"no small disk can be mounted here to be filled: {mounted.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.mark.parametrize("command", ["task", "run"])
+def test_a_full_disk_is_74_leaves_nothing_and_loses_nothing(
+    prep: Prep, raw_dir: Path, tmp_path: Path, command: str
+) -> None:
+    if not shutil.which("mount"):
+        pytest.skip("there is no mount command here")
+    data = tmp_path / "disk"
+    with small_disk(data, "6m"):
+        prep.plan(raw_dir, data, num_shards=3)
+        argv = (
+            ["--shard_id", 0, "--output_dir", data] if command == "task" else ["run", data, "--num_proc", 1]
+        )
+        free = os.statvfs(data).f_bavail * os.statvfs(data).f_frsize
+        (data / "filler").write_bytes(bytes(free - 100_000))
+        before = prep.names(data)
+        ended = prep.cli(*argv)
+        ends(ended, 74, "No space left on device", r"mend the cause \(df, lfs df, quota\) and run this again")
+        assert prep.names(data) == before
+        (data / "filler").unlink()
+        ends(prep.cli(*argv), 0)
+        assert (data / "shard-00000.json").exists()
+
+
+@pytest.mark.parametrize("state", ["planned", "not planned", "not there"])
+def test_no_permission_on_the_output_is_73(prep: Prep, raw_dir: Path, tmp_path: Path, state: str) -> None:
+    parent = tmp_path / "parent"
+    data = parent / "data"
+    parent.mkdir()
+    if state == "planned":
+        prep.plan(raw_dir, data)
+    elif state == "not planned":
+        data.mkdir()
+    locked = parent if state == "not there" else data
+    locked.chmod(0o555)
+    argv: list[object] = plan_args(prep, raw_dir, data)
+    if state == "planned":
+        argv = ["--shard_id", 0, "--output_dir", data]
+    try:
+        ended = prep.cli(*argv, preexec_fn=heed_permissions)
+    finally:
+        locked.chmod(0o755)
+    ends(ended, 73, f"{data} cannot be (written to|made): Permission denied")
+
+
+def test_a_plan_that_cannot_be_read_is_74(prep: Prep, data_dir: Path) -> None:
+    (data_dir / "plan.json").chmod(0)
+    ended = prep.cli("--shard_id", 0, "--output_dir", data_dir, preexec_fn=heed_permissions)
+    ends(ended, 74, r"plan\.json cannot be read: Permission denied")
+
+
+def test_an_output_folder_of_another_plan_is_78(prep: Prep, raw_dir: Path, data_dir: Path) -> None:
+    (raw_dir / "more.txt").write_text("more\n")
+    ended = prep.command(*plan_args(prep, raw_dir, data_dir), "--num_shards", 5)
+    ends(ended, 78, r"1 input\(s\) added, such as more\.txt.*plan into a new folder")
+
+
+def test_shards_of_another_plan_in_the_way_are_78_and_stay(
+    prep: Prep, data_dir: Path, sample_dir: Path, tmp_path: Path
+) -> None:
+    prep.plan(sample_dir, tmp_path / "other", num_shards=4)
+    prep.make(tmp_path / "other", 1)
+    for path in (tmp_path / "other").glob("shard-*"):
+        shutil.copy(path, data_dir)
+    before = prep.contents(data_dir)
+    ended = prep.command("--shard_id", 1, "--output_dir", data_dir)
+    ends(ended, 78, r"shard-00001\.json is shard 1 of plan \w{12}, expected shard 1 of")
+    ends(prep.command("run", data_dir), 78)
+    assert prep.contents(data_dir) == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--no-keep_text"], "--keep_text was True, now False"),
+        (["--encoding", "cp949"], "--encoding was utf-8, now cp949"),
+        (["--record", "packed"], "--record was documents, now packed"),
+        (["--record", "packed", "--seq_len", "9"], "--seq_len was 0, now 9"),
+        (
+            ["--doc", "file", "--token_format", "npy"],
+            "--doc was line, now file; --token_format was json, now npy",
+        ),
+    ],
+    ids=str,
+)
+def test_other_options_than_the_plans_are_78(prep: Prep, data_dir: Path, flags: list[str], said: str) -> None:
+    ended = prep.command("--shard_id", 0, "--output_dir", data_dir, *flags)
+    ends(ended, 78, f"was planned with other options: .*{said}", "leave them out, or use a new --output_dir")
+    assert prep.contents(data_dir) == {}
+
+
+def test_documents_asked_of_a_packed_plan_are_78(prep: Prep, sample_dir: Path, tmp_path: Path) -> None:
+    prep.plan(sample_dir, tmp_path / "data", num_shards=2, record="packed", seq_len=32)
+    ended = prep.command("--shard_id", 0, "--output_dir", tmp_path / "data", "--record", "documents")
+    ends(ended, 78, "--record was packed, now documents")
+    given = ["--record", "packed", "--seq_len", 32, "--append_eos"]
+    ends(prep.command("--shard_id", 0, "--output_dir", tmp_path / "data", *given), 0)
+
+
+def test_the_plans_own_options_and_tokenizer_may_be_given_again(
+    prep: Prep, data_dir: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(prep.model_dir, tmp_path / "copy")
+    given = ["--encoding", "UTF8", "--record", "documents", "--keep_text", "--model_id", copy]
+    ends(prep.command("--shard_id", 0, "--output_dir", data_dir, *given), 0)
+
+
+def test_another_model_than_the_plans_is_78(
+    prep: Prep, data_dir: Path, sample_dir: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    train_tokenizer(input_dir=sample_dir, vocab_size=300, output_dir=other)
+    for model_id, said in ((other, r"\(\w{12}\)"), ("hub/name", "not a local folder")):
+        ended = prep.command("--shard_id", 0, "--output_dir", data_dir, "--model_id", model_id)
+        ends(ended, 78, f"was planned with the tokenizer of {prep.model_dir}", said, "leave --model_id out")
+
+
+def test_a_listing_that_changed_since_the_plain_forms_plan_is_78(
+    prep: Prep, raw_dir: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    prep.plan(raw_dir, data)
+    plain = ["--input_dir", raw_dir, "--output_dir", data, "--model_id", prep.model_dir]
+    ends(prep.command("--shard_id", 0, *plain), 0)
+    (raw_dir / "aa_new.txt").write_text("new\n")
+    ended = prep.command("--shard_id", 1, *plain)
+    ends(ended, 78, r"holds 7 \.txt files, the plan has 6; differing: aa_new\.txt", "a list of folders")
+    assert not (data / "shard-00001.json").exists()
+
+
+def test_utf_7_is_refused_with_2(prep: Prep, raw_dir: Path, tmp_path: Path) -> None:
+    ended = prep.command(*plan_args(prep, raw_dir, tmp_path / "data"), "--encoding", "utf-7")
+    ends(ended, 2, "its line ends cannot be found; convert the files first: iconv")
+    assert not (tmp_path / "data").exists()
+
+
+def test_an_altered_tokenizer_of_the_data_set_is_78_in_the_worker(prep: Prep, data_dir: Path) -> None:
+    path = data_dir / "tokenizer" / "tokenizer.json"
+    data = json.loads(path.read_bytes())
+    data["post_processor"] = None
+    path.write_text(json.dumps(data))
+    ends(prep.command("--shard_id", 0, "--output_dir", data_dir), 78, "encodes the plan's probe to other ids")
+    path.unlink()
+    ends(prep.command("--shard_id", 0, "--output_dir", data_dir), 66, r"tokenizer\.json is missing")

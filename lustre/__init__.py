@@ -5,16 +5,18 @@ The one rule: ``lfs setstripe`` is run on existing, empty directories only. From
 everything here does nothing and says why. ``python -m lustre show PATH`` is the way in.
 """
 
-from lustre.directory_stripe import apply_stripe, check_stripe, set_directory_stripe
+from lustre.directory_layout import LayoutChange, set_directory_layout
+from lustre.directory_stripe import apply_stripe, check_stripe
 from lustre.errors import LustreError, LustreUsageError
 from lustre.layout import Component, Layout
 
 __all__ = [
     "Component",
     "Layout",
+    "LayoutChange",
     "LustreError",
     "LustreUsageError",
     "apply_stripe",
     "check_stripe",
-    "set_directory_stripe",
+    "set_directory_layout",
 ]

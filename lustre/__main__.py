@@ -1,42 +1,111 @@
-"""``python -m lustre show PATH``: what a path stands on, and the layout that new files will get."""
+"""``python -m lustre``: show what new files will get, and apply a layout to a fresh, empty folder."""
 
 from __future__ import annotations
 
 import argparse
+import re
+import shlex
 import sys
 from pathlib import Path
 
-from lustre.directory_stripe import why_not
+from lustre.byte_sizes import parse_size
+from lustre.directory_layout import set_directory_layout, why_not
+from lustre.directory_stripe import change_text, why_leave
 from lustre.errors import LustreError
-from lustre.layout import read_layout
+from lustre.layout import Layout, read_layout
+from lustre.layout_choice import choose_layout
 from lustre.mounts import file_system_of
+from lustre.osts import count_osts
+from lustre.path_report import DataSize, choice_lines, report
+from lustre.wanted_layout import parse_layout_options, setstripe_options
 
 
-def show(path: Path) -> list[str]:
-    """The lines to print about ``path``, which need not exist yet. Raises LustreError from lfs."""
-    mount = file_system_of(path)
-    lines = [f"{path}: {mount.fs_type} at {mount.mount_point} ({mount.source})"] if mount else []
-    if reason := why_not(path):
-        return [*lines, f"nothing to show: {reason}"]
-    there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
-    if there != path.absolute():
-        lines.append(f"{path} is not there yet; it will copy the default of {there}")
-    layout = read_layout(there)
-    if there.is_dir():
-        origin = "its own default" if layout.is_own else "inherited, it has no default of its own"
-        return [*lines, f"new files get {layout.text()} ({origin})"]
-    return [*lines, f"this file has {layout.text()}"]
+def show(args: argparse.Namespace) -> list[str]:
+    """The lines to print about a path, which need not exist yet. Raises LustreError from lfs."""
+    return report(args.path, _size(args))
+
+
+def apply(args: argparse.Namespace) -> list[str]:
+    """Give a fresh, empty folder the named layout, or the table's where nobody has chosen one yet.
+
+    Returns the lines to print. Raises LustreUsageError before anything is asked of lfs, and
+    LustreError where it was not done as asked.
+    """
+    folder: Path = args.path
+    wanted = parse_layout_options(
+        count=args.count, size=args.size, pool=args.pool, pfl=args.pfl, dom=args.dom
+    )
+    size = _size(args)
+    if reason := why_not(folder):
+        return [f"nothing to do: {reason}"]
+    lines: list[str] = []
+    if wanted is None:
+        wanted, lines = _chosen(folder, size)
+    if wanted is None:
+        return lines
+    change = set_directory_layout(folder, wanted, dry_run=args.dry_run)
+    if args.dry_run and not change.is_done_already:
+        command = shlex.join(["lfs", "setstripe", *setstripe_options(wanted), str(folder.absolute())])
+        return [*lines, f"new files get {change.before.text()}; would run: {command}", *change.notes]
+    return [*lines, change_text(folder, change)]
+
+
+def _chosen(folder: Path, size: DataSize) -> tuple[Layout | None, list[str]]:
+    """The table's layout and the lines that say why; None where what is there is left alone."""
+    if folder.is_dir() and (reason := why_leave(layout := read_layout(folder))):
+        line = f"left as it is, {reason}: new files get {layout.text()}"
+        return None, [line, "to set another: --count, --size, --pool or --pfl"]
+    mount = file_system_of(folder)
+    num_osts = count_osts(folder, mount) if mount and folder.is_dir() else 0
+    choice = choose_layout(shard_bytes=size.shard_bytes, num_shards=size.num_shards, num_osts=num_osts)
+    return choice.layout, choice_lines(choice, size)
+
+
+def _size(args: argparse.Namespace) -> DataSize:
+    shard_bytes = None if args.shard_bytes is None else parse_size(args.shard_bytes, "--shard_bytes")
+    num_readers = getattr(args, "num_readers", None)  # show's alone: the choice does not depend on it
+    return DataSize(shard_bytes=shard_bytes, num_shards=args.num_shards, num_readers=num_readers)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m lustre", description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    reader = commands.add_parser(
+        "show", help="file system, layout and OSTs of a path; changes nothing", allow_abbrev=False
+    )
+    writer = commands.add_parser(
+        "apply",
+        help="set the layout of new files in a fresh, empty folder, and read it back",
+        epilog="Without a layout it takes the one that `show` chooses, unless the site or somebody has "
+        "chosen already. A file, or a folder that holds anything, is never changed.",
+        allow_abbrev=False,
+    )
+    for command, run in ((reader, show), (writer, apply)):
+        command.set_defaults(run=run)
+        command.add_argument("path", type=Path, metavar="PATH", help="a folder; need not be on Lustre")
+        command.add_argument("--shard_bytes", help="size of a shard, such as 2G, to choose a layout for")
+        command.add_argument("--num_shards", type=int, help="how many shards")
+    reader.add_argument("--num_readers", type=int, help="processes that read them at once")
+    writer.add_argument("-c", "--count", help="stripes: 1 to 2000, or -1 for a stripe on every OST")
+    writer.add_argument("-S", "--size", help="of a stripe: a multiple of 64K below 4G, such as 4M")
+    writer.add_argument("-p", "--pool", help="pool of OSTs that stripes are taken from")
+    writer.add_argument("--pfl", help="END:COUNT[:SIZE] of each component, such as '1G:1,10G:4,-1:8'")
+    writer.add_argument("--dom", help="keep the first bytes, up to 1G, on the metadata server")
+    writer.add_argument("--dry_run", action="store_true", help="check everything, set nothing")
+    return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns its exit code: 0, 2 for a wrong usage, 73 where lfs fails."""
-    parser = argparse.ArgumentParser(prog="python -m lustre", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    show_parser = commands.add_parser("show", help="file system and layout of a path; changes nothing")
-    show_parser.add_argument("path", type=Path, metavar="PATH")
-    args = parser.parse_args(argv)
+    """Run one command; returns its exit code: 0, 2 for a wrong usage, 73 where lfs fails.
+
+    Dashes and underscores in a flag's name are the same.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    args = _parser().parse_args(
+        [re.sub(r"^--[a-z-]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in words]
+    )
     try:
-        print("\n".join(show(args.path)))
+        print("\n".join(args.run(args)))
     except LustreError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

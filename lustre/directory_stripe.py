@@ -1,17 +1,14 @@
-"""The user's ``lfs setstripe -c 8 DIR``: a default for new files, set on a fresh folder, read back."""
+"""``plan --stripe auto|none|N``: the user's ``lfs setstripe -c 8 DIR``, on a fresh folder and read back."""
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
+from lustre.directory_layout import LayoutChange, set_directory_layout, why_not
 from lustre.errors import LustreError, LustreUsageError
 from lustre.layout import ALL_OSTS, Layout, read_layout
-from lustre.lfs import find_lfs, run_lfs
-from lustre.mounts import file_system_of
-
-MAX_STRIPE_COUNT = 2000  # lfs's own limit
+from lustre.wanted_layout import MAX_STRIPE_COUNT, parse_layout_options
 
 
 def check_stripe(stripe: str) -> int | None:
@@ -31,16 +28,6 @@ def check_stripe(stripe: str) -> int | None:
     return count
 
 
-def why_not(folder: Path) -> str | None:
-    """Why ``lfs`` can do nothing here, or None where it can."""
-    mount = file_system_of(folder)
-    if mount is None or not mount.is_lustre:
-        return f"{folder} is on {mount.fs_type if mount else 'an unknown file system'}, not on Lustre"
-    if find_lfs() is None:
-        return f"{folder} is on Lustre, but there is no lfs on PATH"
-    return None
-
-
 def apply_stripe(folder: Path, stripe: str) -> str:
     """Do what ``--stripe auto|none|N`` asks for the existing directory ``folder``; one line to print.
 
@@ -56,62 +43,40 @@ def apply_stripe(folder: Path, stripe: str) -> str:
         return f"stripe {stripe}: nothing to do, {reason}"
     if count is None:
         try:
-            return f"stripe auto: left as it is; new files get {read_layout(folder).text()}"
+            layout = read_layout(folder)
         except LustreError as error:
             return f"stripe auto: left as it is; what new files get cannot be told: {error}"
-    before = read_layout(folder)
-    if _num_stripes(before) == count and before.is_own:
-        return f"stripe {stripe}: {folder} has it already; new files get {before.text()}"
-    after = set_directory_stripe(folder, count)
-    found = _num_stripes(after)
-    less = f"; asked for {count}, which is more than the {found} OSTs here" if found != count else ""
-    return f"stripe {stripe}: {folder} now gives new files {after.text()}, before {before.text()}{less}"
+        owner = f"; {reason}" if (reason := why_leave(layout)) else ""
+        return f"stripe auto: left as it is; new files get {layout.text()}{owner}"
+    wanted = parse_layout_options(count=str(count))
+    assert wanted is not None
+    return f"stripe {stripe}: {change_text(folder, set_directory_layout(folder, wanted))}"
 
 
-def set_directory_stripe(folder: Path, count: int) -> Layout:
-    """Make new files in ``folder`` get ``count`` stripes; returns the layout read back.
+def change_text(folder: Path, change: LayoutChange) -> str:
+    """For a person, on one line: what was changed."""
+    if change.is_done_already:
+        text = f"{folder} has it already; new files get {change.after.text()}"
+    else:
+        text = f"{folder} now gives new files {change.after.text()}, before {change.before.text()}"
+    return "; ".join([text, *change.notes])
 
-    ``folder`` is an existing, empty directory on Lustre; anything else is refused before lfs runs.
-    ``count`` is 1 to 2000, or -1 for all OSTs; lfs silently takes fewer where there are fewer OSTs,
-    and the layout returned says so. Raises LustreError where lfs failed, or the layout is another one.
+
+def why_leave(layout: Layout) -> str | None:
+    """Why what new files get is left alone unless a user names another layout; None for Lustre's plain one.
+
+    A composite layout, a pool, several stripes or a default of the folder's own is somebody's choice.
     """
-    check_stripe(str(count))
-    _refuse_all_but_empty_directory(folder)
-    result = run_lfs(["setstripe", "-c", str(count)], folder)
-    result.checked(f"the owner of {folder} can set it; or choose --stripe auto")
-    after = read_layout(folder)
-    found = _num_stripes(after)
-    if found == count or (found is not None and found < count and found == _num_osts(folder)):
-        return after
-    raise LustreError(
-        f"{folder}: `lfs {' '.join(result.arguments)}` exited 0, but new files get {after.text()}, expected "
-        f"{count} stripes; {find_lfs()} may be a site's wrapper with its own rules: ask the site, "
-        "or choose --stripe auto"
-    )
+    if [(part.end_bytes, part.stripe_count) for part in layout.components] == _FSX:
+        return "this is the default of FSx for Lustre, which is right for shards"
+    if layout.is_composite:
+        return "the site chose this progressive layout"
+    if layout.is_own:
+        return "this folder has a default of its own"
+    if layout.components[0].pool or layout.components[0].stripe_count != 1:
+        return "the site chose this default"
+    return None
 
 
-def _refuse_all_but_empty_directory(folder: Path) -> None:
-    if not folder.is_dir():
-        found = "a file" if folder.exists() else "nothing"
-        raise LustreError(
-            f"{folder} is {found}, expected an existing, empty directory; a file's layout is never "
-            "changed here, since lfs can empty the file. Create a fresh folder and copy the file into it"
-        )
-    with os.scandir(folder) as entries:
-        entry = next(entries, None)
-    if entry is not None:
-        raise LustreError(
-            f"{folder} holds {entry.name} and perhaps more, expected an empty directory: files that are "
-            "there would keep their old layout. Choose a fresh folder, or --stripe auto"
-        )
-
-
-def _num_stripes(layout: Layout) -> int | None:
-    """The stripe count of a plain layout; None for a composite one, which has no single count."""
-    return None if layout.is_composite else layout.components[0].stripe_count
-
-
-def _num_osts(folder: Path) -> int:
-    """OSTs of the file system of ``folder``, which is known to be Lustre (elsewhere lfs says none, and 0)."""
-    output = run_lfs(["osts"], folder).checked("look at `lfs check servers`")
-    return len(re.findall(r"^\d+: \S+_UUID ", output, flags=re.MULTILINE))
+# Of file systems made since 2023-08-25: -E 100M -c 1 -E 10G -c 8 -E 100G -c 16 -E -1 -c 32
+_FSX = [(100 << 20, 1), (10 << 30, 8), (100 << 30, 16), (None, 32)]

@@ -11,10 +11,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from lustre.byte_sizes import size_text
 from lustre.errors import LustreError
 from lustre.lfs import run_lfs
 
 ALL_OSTS = -1
+FILE_SYSTEM_DEFAULT = 0  # as a stripe count: whatever the file system gives
 # A value never ends in a colon: where one is empty (`pattern:` of 2.17) the next word is the next key.
 _KEY_VALUE = re.compile(r"([\w.]+):[ \t]*([^\s:]*)(?=\s|$)")
 
@@ -34,7 +36,7 @@ class Component:
         """For a person: ``4 stripes of 1 MiB``."""
         if self.pattern == "mdt":
             return "on the metadata server"
-        if self.stripe_count == 0:
+        if self.stripe_count == FILE_SYSTEM_DEFAULT:
             num = "the file system's default number of stripes"
         elif self.stripe_count == ALL_OSTS:
             num = "a stripe on every OST"
@@ -64,14 +66,6 @@ class Layout:
         reaches = ["from there on" if end is None else f"up to {size_text(end)}" for end in ends]
         parts = (f"{part.text()} {reach}" for part, reach in zip(self.components, reaches, strict=True))
         return f"progressive (PFL): {', '.join(parts)}"
-
-
-def size_text(num_bytes: int) -> str:
-    """``4 MiB``: the largest binary unit that leaves a whole number."""
-    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if num_bytes and num_bytes % size == 0:
-            return f"{num_bytes // size} {unit}"
-    return f"{num_bytes} bytes"
 
 
 def parse_layout(output: str) -> Layout:

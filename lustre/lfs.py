@@ -43,8 +43,8 @@ def find_lfs() -> str | None:
     return shutil.which("lfs")
 
 
-def run_lfs(arguments: Sequence[str], path: Path, *, timeout_s: float = TIMEOUT_S) -> LfsResult:
-    """Run ``lfs`` with the arguments and, as the last one, ``path`` made absolute.
+def run_lfs(arguments: Sequence[str], last: Path | str, *, timeout_s: float = TIMEOUT_S) -> LfsResult:
+    """Run ``lfs`` with the arguments and ``last``: a path, which is made absolute, or a name as it is.
 
     Raises LustreError where there is no lfs, or no answer within ``timeout_s`` seconds. A call that
     hangs in the kernel cannot be killed; it is left behind rather than waited for.
@@ -54,7 +54,7 @@ def run_lfs(arguments: Sequence[str], path: Path, *, timeout_s: float = TIMEOUT_
         raise LustreError(
             "there is no lfs on PATH; load the Lustre client's module, or use a node that has it"
         )
-    line = (*arguments, str(path.absolute()))
+    line = (*arguments, str(last.absolute()) if isinstance(last, Path) else last)
     process = subprocess.Popen(
         [program, *line],
         stdin=subprocess.DEVNULL,

@@ -28,6 +28,11 @@ class Mount:
         """Whether ``lfs`` can be used there."""
         return self.fs_type == "lustre"
 
+    @property
+    def fs_name(self) -> str:
+        """The file system's name in ``10.0.0.1@tcp:/name/folder``, which pools go by."""
+        return self.source.rpartition(":/")[2].split("/")[0]
+
 
 def mount_of(path: str, mounts_table: str) -> Mount | None:
     """The mount that holds ``path`` (absolute, without symlinks); None if the table names none.

@@ -6,6 +6,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # More arguments for pytest: make test PYTEST_ARGS='-k tokenizer'
 PYTEST_ARGS ?=
+# More arguments for the benchmark: make bench_preprocess BENCH_ARGS=--quick
+BENCH_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,11 +15,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
 SCRIPTS := $(wildcard slurm/*.sh tests/*.sh examples/*.sh) .ci/run
 
-.PHONY: help install demo test lint clean
+.PHONY: help install demo test lint bench_preprocess clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z_]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z_]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
 
 install: $(STAMP) ## make .venv with the project (editable), all extras and the developers' tools
 
@@ -49,7 +51,13 @@ lint: install ## ruff, mypy --strict, shellcheck
 		echo '*** SKIPPED: shellcheck is not installed, the shell scripts were not checked ***' >&2; \
 	fi
 
+bench_preprocess: install ## CPU time of the first script, the peers and this project (15 minutes; the peers go to ./.bench)
+	$(BIN)/python benchmarks/peer_environments.py
+	$(BIN)/python benchmarks/preprocess_speed.py $(BENCH_ARGS)
+
+# bench_loader belongs here, built the same way.
+
 clean: ## remove .venv, caches and what the demo made
-	rm -rf $(VENV) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.*
+	rm -rf $(VENV) .bench dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	if [ -e demo_data/.made_by_demo ]; then rm -rf demo_data; fi

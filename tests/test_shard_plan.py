@@ -113,9 +113,10 @@ def test_a_line_longer_than_a_shard_leaves_shards_empty_and_is_never_cut(tmp_pat
 
 
 @pytest.mark.parametrize("shift", [-2, -1, 0, 1])
-def test_a_line_end_on_the_edge_of_a_read_is_not_cut_in_two(tmp_path: Path, shift: int) -> None:
-    """next_line_start reads 1 MiB at a time."""
-    num_bytes = (1 << 20) + shift
+@pytest.mark.parametrize("num_kib", [4, 4 + 8, 4 + 8 + 16])
+def test_a_line_end_on_the_edge_of_a_read_is_not_cut_in_two(tmp_path: Path, num_kib: int, shift: int) -> None:
+    """next_line_start reads 4 KiB, then twice as much each time."""
+    num_bytes = (num_kib << 10) + shift
     path = tmp_path / "a.txt"
     path.write_bytes(b"x" * num_bytes + b"\r\nb\n")
     assert next_line_start(path, 1) == num_bytes + 2

@@ -1,0 +1,105 @@
+"""One command on one core: its CPU seconds, with those of every child, and its peak memory."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_LOG_TAIL = 2000
+_NOT_PASSED_ON = ("SLURM", "DATASET_")
+_ENVIRON = {"RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What one run took."""
+
+    cpu_s: float  # user and system, of the process and the children it waited for
+    wall_s: float
+    max_rss_bytes: int  # of the largest process
+    start_cpu_s: float | None = None  # until the first file of a Watch
+    work_cpu_s: float | None = None  # from there to its last
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watch:
+    """A run's work lies between the appearance of two files: its process's CPU clock is read at each.
+
+    For runs whose start-up is many times their work, so that a difference of two runs is noise. It
+    looks every half millisecond from another core.
+    """
+
+    folder: Path
+    first: str  # beginnings of names
+    last: str
+
+    def cpu_s(self, pid: int) -> tuple[float, float] | None:
+        """Start and work; looks until ``last`` is there. None where the process ended before."""
+        clock = (~pid << 3) | 2  # Linux's clock id of all threads of a process, see clock_getcpuclockid
+        began: float | None = None
+        while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            names = os.listdir(self.folder)  # noqa: PTH208 - iterdir would double the time between looks
+            if began is None and any(name.startswith(self.first) for name in names):
+                began = time.clock_gettime(clock)
+            if began is not None and any(name.startswith(self.last) for name in names):
+                return began, time.clock_gettime(clock) - began
+            time.sleep(0.0005)
+        return None
+
+
+class RunFailed(Exception):
+    """The command ended with another code than 0."""
+
+
+class NotSeen(Exception):
+    """A Watch missed a file: its process was kept from a core for longer than the work took."""
+
+
+def run_pinned(command: Sequence[str | Path], *, cwd: Path, log: Path, watch: Watch | None = None) -> Usage:
+    """Run a command on one core, offline, without Slurm's variables.
+
+    Raises RunFailed with its last words, NotSeen where ``watch`` missed a file. A child's peak
+    memory can never be below its parent's at the fork: the caller must stay small.
+    """
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_PASSED_ON)}
+    core = max(os.sched_getaffinity(0))
+    began = time.monotonic()
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [str(part) for part in command],
+            cwd=cwd,
+            env=environ | _ENVIRON,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+        )
+        seen = watch.cpu_s(process.pid) if watch else None
+        _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        said = log.read_text(errors="replace")[-_LOG_TAIL:]
+        raise RunFailed(f"{command[0]} ended with {process.returncode}: {said}")
+    if watch and seen is None:
+        raise NotSeen(f"{watch.first}* and {watch.last}* were not seen in {watch.folder}")
+    return Usage(
+        cpu_s=usage.ru_utime + usage.ru_stime,
+        wall_s=time.monotonic() - began,
+        max_rss_bytes=usage.ru_maxrss * 1024,
+        start_cpu_s=seen[0] if seen else None,
+        work_cpu_s=seen[1] if seen else None,
+    )
+
+
+def machine_line() -> str:
+    """CPU model, cores and Python, for the line under a table."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown CPU"
+    )
+    return f"{model}, {len(os.sched_getaffinity(0))} cores, Linux, Python {platform.python_version()}"

@@ -1,0 +1,123 @@
+"""Builds one virtual environment a peer, so that their dependencies cannot meet: .bench/PEER.
+
+    python benchmarks/peer_environments.py [PEER ...]
+
+An environment that stands already is kept; one that cannot be built is left out with its reason,
+and everything that pip said lies in .bench/PEER.log. The folder ignores itself for git.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+CACHE = Path(__file__).resolve().parent.parent / ".bench"
+BUILD_LIMIT_S = 1200
+# The exact version, and before the rest: an unpinned torch may bring gigabytes of CUDA.
+TORCH = "torch==2.13.0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """A library of others: what its table row is called, and what pip installs for it."""
+
+    label: str
+    requirements: tuple[str, ...]
+    needs_torch: bool = False
+
+
+PEERS = {
+    "datatrove": Peer(
+        label="datatrove 0.10.1", requirements=("datatrove[processing,io]==0.10.1", "orjson", "transformers")
+    ),
+    "dolma": Peer(label="dolma 1.2.1", requirements=("dolma==1.2.1",)),
+    "hf_datasets": Peer(label="HF datasets 5.2", requirements=("datasets==5.2.*", "transformers")),
+    "litdata": Peer(
+        label="litdata 0.2.76", requirements=("litdata==0.2.76", "transformers"), needs_torch=True
+    ),
+    "mosaicml": Peer(
+        label="MosaicML streaming 0.13",
+        requirements=("mosaicml-streaming==0.13.*", "transformers"),
+        needs_torch=True,
+    ),
+    "megatron": Peer(
+        label="Megatron-core indexed dataset",
+        requirements=("megatron-core==0.16.1", "transformers"),
+        needs_torch=True,
+    ),
+}
+
+
+def peer_python(name: str) -> Path:
+    """The interpreter of a peer's environment, whether or not that stands."""
+    return CACHE / name / "bin" / "python"
+
+
+def missing_reason(name: str) -> str | None:
+    """Why a peer cannot run, or None where its environment stands."""
+    if _stamp(name).exists() and _stamp(name).read_text() == _wanted(name):
+        return None
+    reason = CACHE / name / "failed"
+    return reason.read_text() if reason.exists() else f"not built; run: python {__file__} {name}"
+
+
+def build(name: str) -> str | None:
+    """Build a peer's environment unless it stands; returns why that failed, or None."""
+    if missing_reason(name) is None:
+        return None
+    CACHE.mkdir(exist_ok=True)
+    (CACHE / ".gitignore").write_text("*\n")
+    peer = PEERS[name]
+    steps = [["pip>=25.1"], [TORCH]] if peer.needs_torch else [["pip>=25.1"]]
+    steps.append([*peer.requirements, *([TORCH] if peer.needs_torch else [])])
+    folder = CACHE / name
+    try:
+        venv.create(folder, clear=True, with_pip=True)
+        with (CACHE / f"{name}.log").open("wb") as log:
+            for step in steps:
+                command = [peer_python(name), "-m", "pip", "install", "--upgrade-strategy", "only-if-needed"]
+                subprocess.run(
+                    [*command, *step], check=True, stdout=log, stderr=subprocess.STDOUT, timeout=BUILD_LIMIT_S
+                )
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = _last_error(name) or f"{type(error).__name__}: {error}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "failed").write_text(reason)
+        return reason
+    _stamp(name).write_text(_wanted(name))
+    return None
+
+
+def _stamp(name: str) -> Path:
+    return CACHE / name / "installed"
+
+
+def _wanted(name: str) -> str:
+    return "\n".join([*PEERS[name].requirements, TORCH if PEERS[name].needs_torch else ""])
+
+
+def _last_error(name: str) -> str | None:
+    log = CACHE / f"{name}.log"
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return next((line for line in reversed(lines) if "ERROR" in line), None)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("peers", nargs="*", default=[], metavar="PEER", help=f"of {', '.join(PEERS)}")
+    names = parser.parse_args().peers or list(PEERS)
+    if unknown := sorted(set(names) - set(PEERS)):
+        parser.error(f"no such peer: {', '.join(unknown)}; there are {', '.join(PEERS)}")
+    for name in names:
+        print(f"{name}: ", end="", flush=True)
+        reason = build(name)
+        print("ready" if reason is None else f"left out: {reason}", flush=True)
+    return 0  # every peer is optional
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""`make bench_preprocess`: the first script, the peers and shardprep on the same text, one core.
+
+Each run is a fresh process pinned to one core, its output deleted before, the input in the page
+cache. Counted are user and system CPU seconds of the process and its children, less the median of
+the same contender's runs over ten documents (its start-up, in a column of its own): others' load on
+the machine moves CPU seconds less than wall time. For shardprep that difference would be noise (a
+second of start-up, a tenth of work), so its process's CPU clock is read when its tar appears under
+its first name and when its manifest does: reading, encoding, writing, fsync and commit. Contenders
+take turns, so that a slow minute meets all of them; a cell is the median and, in brackets, the
+least and the most. The first script reads 2 MB of the corpora with short lines, not 10: it takes
+as long per MB at either size. Python lines are half as many bytes as the other corpora.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+from benchmark_text import BenchmarkText, lay_out
+from contenders import NAIVE, PACKED, Contender, contenders
+from measured_run import NotSeen, RunFailed, Usage, machine_line, run_pinned
+from peer_environments import PEERS
+
+START = "start"
+MAX_SPREAD = 1.3
+Runs = dict[tuple[str, str], list[Usage]]  # (contender, corpus label or START) -> its runs
+
+
+def measure(
+    text: BenchmarkText, rivals: list[Contender], num_repeats: int, scratch: Path
+) -> tuple[Runs, dict[str, str]]:
+    """Run everyone in turn; whoever fails is left out from then on, with its last words.
+
+    A first round over ten documents is not counted: it compiles what was installed a moment ago.
+    """
+    runs: Runs = defaultdict(list)
+    failed: dict[str, str] = {}
+    rounds = [
+        (START, None),
+        *[(START, None), *((corpus.label, corpus) for corpus in text.corpora)] * num_repeats,
+    ]
+    for number, (label, corpus) in enumerate(rounds):
+        for rival in rivals:
+            folder = text.ten_documents if corpus is None else rival.folder_of(corpus)[0]
+            output = scratch / "output" / rival.key / folder.name
+            for _ in range(0 if rival.key in failed else 1 if corpus is None else rival.num_runs):
+                rival.clear(folder, output, text)
+                try:
+                    usage = run_pinned(
+                        rival.command(folder, output),
+                        cwd=scratch,
+                        log=scratch / "log",
+                        watch=rival.watch(output) if corpus else None,
+                    )
+                except NotSeen:
+                    continue  # one figure less
+                except RunFailed as error:
+                    if rival.key not in PEERS:
+                        raise SystemExit(f"{rival.label} failed: {error}") from None
+                    failed[rival.key] = str(error)
+                    print(f"{rival.key} is left out: {error}", file=sys.stderr)
+                    break
+                if number:
+                    runs[rival.key, label].append(usage)
+                said = f"{usage.cpu_s:.2f} CPU s, {usage.wall_s:.1f} s, {usage.max_rss_bytes / 1e6:.0f} MB"
+                print(f"{number}/{len(rounds) - 1} {label}: {rival.key} {said}", file=sys.stderr, flush=True)
+    return runs, failed
+
+
+def seconds_per_mb(rival: Contender, text: BenchmarkText, runs: Runs) -> dict[str, list[float]]:
+    """CPU s per MB of each run, by corpus, start-up excluded, sorted."""
+    start = statistics.median(usage.cpu_s for usage in runs[rival.key, START])
+    return {
+        corpus.label: sorted(
+            (usage.cpu_s - start if usage.work_cpu_s is None else usage.work_cpu_s)
+            / (rival.folder_of(corpus)[1] / 1e6)
+            for usage in runs[rival.key, corpus.label]
+        )
+        for corpus in text.corpora
+    }
+
+
+def table(rivals: list[Contender], text: BenchmarkText, runs: Runs) -> str:
+    """The Markdown table, and the line of ratios below it."""
+    costs = {rival.key: seconds_per_mb(rival, text, runs) for rival in rivals}
+    medians = {key: {name: statistics.median(of) for name, of in cost.items()} for key, cost in costs.items()}
+    labels = [corpus.label for corpus in text.corpora]
+    lines = [
+        f"| CPU s per MB, one core | {' | '.join(labels)} | start, s | memory, MB | writes |",
+        "|---" * (len(labels) + 4) + "|",
+    ]
+    for rival in rivals:
+        cells = []
+        for label in labels:
+            median, of = medians[rival.key][label], costs[rival.key][label]
+            ratio = medians[NAIVE][label] / median
+            cells.append(f"{median:.4f} ({of[0]:.4f}-{of[-1]:.4f}) {ratio:.1f}x")
+        start = statistics.median(usage.cpu_s for usage in runs[rival.key, START])
+        memory = max(usage.max_rss_bytes for label in labels for usage in runs[rival.key, label])
+        lines.append(
+            f"| {rival.label} | {' | '.join(cells)} | {start:.1f} | {memory / 1e6:.0f} | {rival.writes} |"
+        )
+    peers = [rival for rival in rivals if rival.key in PEERS]
+    ratios = []
+    for label in labels if peers else []:
+        best = min(peers, key=lambda peer: medians[peer.key][label])
+        ratio = medians[best.key][label] / medians[PACKED][label]
+        ratios.append(f"{label} {ratio:.1f}x ({best.label})")
+    if ratios:
+        lines += ["", f"Packed rows against the best peer: {', '.join(ratios)}."]
+    return "\n".join(lines)
+
+
+def too_noisy(rivals: list[Contender], text: BenchmarkText, runs: Runs) -> list[str]:
+    """Cells whose most is over MAX_SPREAD times their least: others' load, not a figure to publish."""
+    return [
+        f"{rival.key} {label} ({of[0]:.4f}-{of[-1]:.4f})"
+        for rival in rivals
+        for label, of in seconds_per_mb(rival, text, runs).items()
+        if of[-1] > MAX_SPREAD * of[0]
+    ]
+
+
+def caption(text: BenchmarkText, num_repeats: int) -> str:
+    """What was measured where, below the table."""
+    sizes = ", ".join(f"{corpus.label} {corpus.num_bytes / 1e6:.1f} MB" for corpus in text.corpora)
+    return (
+        f"{machine_line()}. {sizes}; a document a line; {text.caption}. Median of {num_repeats} "
+        "(least-most), and how many times faster than the first script; start-up excluded, in its own column."
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="2 MB a corpus, one repeat")
+    parser.add_argument("--mb", type=float, help="of each corpus (default 10)")
+    parser.add_argument("--repeats", type=int, help="default 3")
+    parser.add_argument(
+        "--peers",
+        default=",".join(PEERS),
+        help="a comma-separated list of those that peer_environments.py has built, or '' for none",
+    )
+    args = parser.parse_args()
+    num_repeats = args.repeats or (1 if args.quick else 3)
+    num_bytes = int((args.mb or (2 if args.quick else 10)) * 1e6)
+    wanted = [name for name in args.peers.split(",") if name]
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    with tempfile.TemporaryDirectory(prefix="shardprep-bench-") as folder:
+        scratch = Path(folder)
+        text = lay_out(scratch, num_bytes)
+        rivals, missing = contenders(text, wanted)
+        runs, failed = measure(text, rivals, num_repeats, scratch)
+        left_out = {PEERS[name].label: reason for name, reason in (missing | failed).items()}
+        finished = [rival for rival in rivals if rival.key not in failed]
+        print(table(finished, text, runs))
+        print(f"\n{caption(text, num_repeats)}")
+    if noisy := too_noisy(finished, text, runs):
+        load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+        print(f"\nToo noisy to publish (load {load}): {'; '.join(noisy)}")
+    for label, reason in left_out.items():
+        print(f"\nLeft out: {label}: {reason}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

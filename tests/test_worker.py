@@ -374,3 +374,19 @@ def test_colleagues_can_read_what_a_task_wrote(prep: Prep, raw_dir: Path, tmp_pa
     own = {path for path in files if path.parent.name != "tokenizer"}
     assert {path.stat().st_mode & 0o777 for path in own} == {0o640}
     assert (tmp_path / "data" / "tokenizer").stat().st_mode & 0o777 == 0o750
+
+
+@pytest.mark.parametrize("record", RECORDS)
+@pytest.mark.parametrize("size", [1, 7, 1024])
+def test_all_batch_sizes_and_little_memory_give_equal_bytes(
+    prep: Prep, reference: Callable[[str], Path], tmp_path: Path, record: str, size: int
+) -> None:
+    folder = planned_copy(reference(record), tmp_path / "data")
+    ended = prep.command(
+        "--shard_id", 1, "--output_dir", folder,
+        "--batch_size", size, "--writer_batch_size", size, "--memory_gb", 0.3,
+    )  # fmt: skip
+    assert ended.code == 0, ended.text
+    found = prep.contents(folder)
+    assert len(found) >= 3
+    assert found.items() <= prep.contents(reference(record)).items()

@@ -7,12 +7,12 @@ import dataclasses
 import os
 import sys
 
+from preprocess.byte_sizes import parse_size
 from preprocess.command_line import (
     given_options,
     num_processes,
     parse,
     parse_ids,
-    parse_size,
     worker_settings,
 )
 from preprocess.config import PrepConfig
@@ -71,9 +71,8 @@ def make_plan(args: argparse.Namespace) -> int:
     from preprocess.planning import make_plan as make
 
     config = PrepConfig(**given_options(args))
-    sharding = Sharding(
-        num_shards=args.num_shards, shard_bytes=parse_size(args.shard_bytes) if args.shard_bytes else None
-    )
+    shard_bytes = parse_size(args.shard_bytes, "--shard_bytes") if args.shard_bytes else None
+    sharding = Sharding(num_shards=args.num_shards, shard_bytes=shard_bytes)
     plan, cost = make(config, sharding, stripe=args.stripe, dry_run=args.dry_run, say=say)
     last = plan.num_shards - 1
     sizes = plan.shard_bytes()

@@ -18,7 +18,6 @@ from preprocess.worker_settings import (
     memory_limit_gb,
 )
 
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _TYPES: dict[Any, type] = {
     Path: Path,
     Path | None: Path,
@@ -64,14 +63,6 @@ def worker_settings(args: argparse.Namespace) -> WorkerSettings:
     }
     names = {item.name for item in dataclasses.fields(WorkerSettings)}
     return WorkerSettings(**settings | {name: value for name, value in vars(args).items() if name in names})
-
-
-def parse_size(text: str) -> int:
-    """``512M`` -> bytes; K, M, G and T are binary. Raises UsageError."""
-    match = re.fullmatch(r"(\d+)([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if not match:
-        raise UsageError(f"--shard_bytes is {text!r}, expected a number of bytes such as 512M or 2G")
-    return int(match[1]) * _UNITS[match[2].upper()]
 
 
 def parse_ids(text: str, num_shards: int) -> list[int]:

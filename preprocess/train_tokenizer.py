@@ -21,6 +21,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, pre_tokenizers, trainers
 
+from preprocess.byte_sizes import parse_size
 from preprocess.llama3_pipeline import (
     BOS,
     EOS,
@@ -33,7 +34,7 @@ from preprocess.published_file import sync_folder
 from preprocess.shard_format import BadInput, CannotWrite, Refused, UsageError
 from preprocess.training_text import TrainingText, find_spans
 
-DEFAULT_MAX_BYTES = 256_000_000
+DEFAULT_MAX_BYTES = 256 << 20
 MIN_MAX_BYTES = 1_000_000  # below it the sampled stretches would be shorter than lines
 NUM_BYTE_TOKENS = 256
 MIN_PAIR_COUNT = 2  # a pair seen once is no regularity
@@ -197,8 +198,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--encoding", default="utf-8", help="of the input; lines it cannot read are left out")
     parser.add_argument(
         "--max_bytes",
-        type=int,
-        default=DEFAULT_MAX_BYTES,
+        default="256M",
         help="of text to train on, sampled evenly over the input (%(default)s: about 5 GB of memory)",
     )
 
@@ -211,6 +211,6 @@ def main(args: argparse.Namespace) -> int:
         output_dir=args.output_dir,
         recursive=args.recursive,
         encoding=args.encoding,
-        max_bytes=args.max_bytes,
+        max_bytes=parse_size(args.max_bytes, "--max_bytes"),
     )
     return 0

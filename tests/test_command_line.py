@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from preprocess.command_line import given_options, num_processes, parse, parse_ids, parse_size
+from preprocess.byte_sizes import parse_size
+from preprocess.command_line import given_options, num_processes, parse, parse_ids
 from preprocess.config import PrepConfig
 from preprocess.plan_of_task import array_note
 from preprocess.shard_format import UsageError
@@ -50,13 +51,13 @@ def test_every_option_is_a_flag_with_a_help_text(capsys: pytest.CaptureFixture[s
     [("1", 1), ("512M", 512 << 20), ("2G", 2 << 30), ("3k", 3 << 10), ("1TiB", 1 << 40), (" 5MB ", 5 << 20)],
 )
 def test_sizes_are_binary(text: str, num_bytes: int) -> None:
-    assert parse_size(text) == num_bytes
+    assert parse_size(text, "--shard_bytes") == num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "M", "1.5G", "-1", "1P", "1 0"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="expected a number of bytes such as 512M"):
-        parse_size(text)
+        parse_size(text, "--shard_bytes")
 
 
 def test_ids_come_in_order_and_once() -> None:

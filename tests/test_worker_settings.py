@@ -34,7 +34,7 @@ def test_environment_numbers_are_positive_or_refused() -> None:
     assert environment_number({"DATASET_BATCH_SIZE": ""}, "DATASET_BATCH_SIZE") is None
     assert environment_number({"DATASET_BATCH_SIZE": "1000"}, "DATASET_BATCH_SIZE") == 1000
     for text in ("0", "-3", "1e3", "many"):
-        with pytest.raises(UsageError, match="DATASET_BATCH_SIZE is .* expected a whole number"):
+        with pytest.raises(UsageError, match=r"DATASET_BATCH_SIZE is .* expected a whole number"):
             environment_number({"DATASET_BATCH_SIZE": text}, "DATASET_BATCH_SIZE")
 
 

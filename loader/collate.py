@@ -70,6 +70,8 @@ class CausalLMCollator(DataCollatorForLanguageModeling):
     """
 
     mlm: bool = False
+    pad_to_length: int | None = None  # one width for all batches, instead of the longest sample's
+    max_batch_tokens: int | None = None  # of a padded batch; a larger one is refused, not left to CUDA
     pad: PadToken = field(init=False)
 
     def __post_init__(self) -> None:
@@ -102,10 +104,16 @@ class CausalLMCollator(DataCollatorForLanguageModeling):
         return BatchEncoding({name: tensor.numpy() for name, tensor in self.torch_call(examples).items()})
 
     def pad_rows(self, rows: Sequence[Ids]) -> BatchEncoding:
-        """Collate samples of any length: pads to the longest, or the multiple of it asked for."""
+        """Collate samples of any length, padded to ``pad_to_length`` or the longest, and the multiple."""
         lengths = np.array([len(row) for row in rows])
         multiple = self.pad_to_multiple_of or 1
-        width = -(-int(lengths.max()) // multiple) * multiple
+        width = -(-max(int(lengths.max()), self.pad_to_length or 0) // multiple) * multiple
+        if self.max_batch_tokens is not None and len(rows) * width > self.max_batch_tokens:
+            raise UsageError(
+                f"a batch of {len(rows)} documents padded to {width:,} tokens has {len(rows) * width:,}, "
+                f"max_batch_tokens is {self.max_batch_tokens:,}; lower batch_size, or pass "
+                f"max_length={self.max_batch_tokens // len(rows)} or less"
+            )
         ids = np.full((len(rows), width), self.pad.token_id, np.int64)
         for target, row in zip(ids, rows, strict=True):
             target[: len(row)] = row

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
+from loader.boundaries import Boundary
 from loader.collate import CausalLMCollator
-from loader.dataset import RunDataset
+from loader.dataset import RunDataset, Samples
 from loader.input_paths import InputShards
-from loader.order import Order, choose_block_samples, share
+from loader.order import LAW_VERSION, Order, choose_windows, share
 from loader.process_rank import ProcessRank, find_process_rank
-from loader.shard_set import ShardSet, open_shards
-from loader.token_loader import Collate, TokenLoader
-from loader.tokenizer_choice import choose_tokenizer
+from loader.sample_options import Padding, SampleOptions, make_samples
+from loader.shard_reader import STALL_WARNING_S
+from loader.shard_set import ShardSet
+from loader.step_batches import Collate, StepBatches
+from loader.token_loader import TokenLoader
+from loader.tokenizer_choice import choose_tokenizer, fingerprint_of
+from loader.whole_samples import LongDocuments
 from preprocess.shard_format import UsageError
 
 
@@ -32,8 +38,17 @@ def get_llama3_dataloader(
     rank: int | None = None,
     world_size: int | None = None,
     global_batch_size: int | None = None,
+    seq_len: int | None = None,
+    boundaries: Boundary | Sequence[Boundary] = (),
     max_length: int | None = None,
+    long_documents: LongDocuments = "truncate",
+    padding: Padding = "longest",
     pad_to_multiple_of: int | None = None,
+    group_by_length: bool | int = False,
+    max_batch_tokens: int | None = None,
+    exclude_shards: Iterable[int | str | os.PathLike[str]] = (),
+    cache_dir: str | os.PathLike[str] | None = None,
+    stall_warning_s: float = STALL_WARNING_S,
     collate_fn: Collate | None = None,
     multiprocessing_context: Any = None,
 ) -> TokenLoader:
@@ -47,22 +62,35 @@ def get_llama3_dataloader(
             bring their own tokenizer; given for them, it must be the same.
         seed: of the shuffle. Equal seeds give equal global batches on any number of ranks and workers.
         shuffle: else global batch k is samples ``[k L, (k+1) L)``.
-        num_workers: processes that read; at most the samples a rank takes in a step, more would idle.
+        num_workers: processes that read; at most the lanes of a rank, more would idle.
         prefetch_factor: runs (up to 1 MiB of batches) that each worker reads ahead; 2 if there are workers.
         pin_memory: batches in pinned memory; where there is CUDA, if not given.
         persistent_workers: keep workers between epochs; they read on into the next one.
         rank, world_size: of data parallelism; found by ``find_process_rank`` if not given.
-        global_batch_size: samples of an optimizer's step, all ranks and accumulation together. It alone
+        global_batch_size: L, samples of an optimizer's step, all ranks and accumulation together. It alone
             fixes the order, so keep it when the number of ranks changes. Default: batch_size x world_size.
-        max_length: documents are cut there, and the rest of them is left out. Not for packed rows.
+        seq_len: pack documents into full rows of so many tokens, EOS between documents; see joined_rows.py.
+        boundaries: ``"position_ids"``, ``"segment_ids"``, ``"cu_seqlens"``: where documents begin in packed
+            rows, see boundaries.py. The first label of each document is then -100, as it follows from
+            another document.
+        max_length: tokens of a document; what happens to longer ones is ``long_documents``.
+        long_documents: ``"truncate"`` leaves the rest out and counts it in ``metrics``, ``"split"`` makes
+            it samples of its own, ``"error"`` refuses.
+        padding: ``"longest"`` of a batch, or ``"max_length"`` for one width.
         pad_to_multiple_of: widths of padded batches.
+        group_by_length: documents of like length side by side, in groups of so many; True: of batch_size.
+            It enters the order: give the number to resume with another batch_size.
+        max_batch_tokens: a padded batch of more is refused, before it is too large for the GPU.
+        exclude_shards: numbers or tars of shards to leave out, before the order, which is then another one.
+        cache_dir: where webdataset copies tars that are no local files.
+        stall_warning_s: a read that takes longer is named in the log, with its shard.
         collate_fn: instead of ``CausalLMCollator``; called in this process with a list of
             ``{"input_ids": list[int]}``.
         multiprocessing_context: ``"fork"``, ``"spawn"`` or ``"forkserver"``, as DataLoader takes it.
 
     Returns:
-        A TokenLoader; see there for epochs. Batches hold int64[batch_size, seq] ``input_ids``,
-        ``attention_mask`` and ``labels``, -100 where there is padding.
+        A TokenLoader; see there for epochs and for the state. Batches hold int64[batch_size, seq]
+        ``input_ids``, ``attention_mask`` and ``labels``, -100 where there is padding.
 
     Raises:
         NotFound, MissingShard, BrokenShard, UnknownVersion, OtherTokenizer, UsageError: all are
@@ -70,43 +98,99 @@ def get_llama3_dataloader(
     """
     who = find_process_rank(rank, world_size)
     global_batch_size = _check_batch(batch_size, global_batch_size, who)
-    shards = open_shards(input_shards)
-    _check_max_length(max_length, shards)
-    tokenizer = choose_tokenizer(shards, model_id)
-    block_samples = choose_block_samples(
-        num_samples=shards.num_samples, num_bytes=shards.tar_bytes, global_batch_size=global_batch_size
-    )
-    order = Order(
-        num_samples=shards.num_samples,
-        global_batch_size=global_batch_size,
-        block_samples=block_samples,
-        seed=seed,
-        shuffle=shuffle,
-    )
-    lanes = share(range(global_batch_size), who.rank, who.world_size)
-    num_workers = min(num_workers, len(lanes))
-    runs = RunDataset(
-        shards=shards,
-        order=order,
-        lanes=lanes,
-        endless=persistent_workers and num_workers > 0,
+    options = SampleOptions(
+        input_shards=input_shards,
+        exclude_shards=tuple(exclude_shards),
+        cache_dir=cache_dir,
+        seq_len=seq_len,
+        boundaries=(boundaries,) if isinstance(boundaries, str) else tuple(boundaries),
         max_length=max_length,
-        vocab_size=max(tokenizer.get_vocab().values()) + 1
-        if len(shards.datasets) < len(shards.sources)
-        else None,
+        long_documents=long_documents,
+        padding=padding,
+        group=batch_size if group_by_length is True else int(group_by_length) or 1,
+        stall_warning_s=stall_warning_s,
+    )
+    _check_batch_tokens(batch_size, max_length, max_batch_tokens)
+    shards = options.find_shards()
+    tokenizer = choose_tokenizer(shards, model_id)
+    samples = make_samples(options, shards, tokenizer)
+    order = _make_order(samples, shards, global_batch_size, options.group, seed=seed, shuffle=shuffle)
+    lanes = _rank_lanes(order, who)
+    num_workers = min(num_workers, len(lanes))
+    endless = persistent_workers or num_workers == 0
+    collate_fn = collate_fn or CausalLMCollator(
+        tokenizer,
+        pad_to_multiple_of=pad_to_multiple_of,
+        pad_to_length=max_length if padding == "max_length" else None,
+        max_batch_tokens=max_batch_tokens,
     )
     return TokenLoader(
-        runs,
+        RunDataset(samples=samples, order=order, lanes=lanes, endless=endless),
+        step_batches=StepBatches(
+            batch_size=batch_size,
+            row_tokens=samples.row_tokens,
+            boundaries=options.boundaries,
+            collate_fn=collate_fn,
+        ),
         tokenizer=tokenizer,
-        batch_size=batch_size,
         process_rank=who,
-        collate_fn=collate_fn or CausalLMCollator(tokenizer, pad_to_multiple_of=pad_to_multiple_of),
+        fingerprint=_fingerprint(options, shards, order, fingerprint_of(shards, tokenizer)),
+        pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
         num_workers=num_workers,
         prefetch_factor=(prefetch_factor or 2) if num_workers else None,
-        pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
         persistent_workers=persistent_workers and num_workers > 0,
         multiprocessing_context=multiprocessing_context if num_workers else None,
     )
+
+
+def _make_order(
+    samples: Samples, shards: ShardSet, global_batch_size: int, group: int, *, seed: int, shuffle: bool
+) -> Order:
+    block_samples, window_samples = choose_windows(
+        num_samples=samples.num_samples,
+        num_bytes=shards.tar_bytes,
+        global_batch_size=global_batch_size,
+        group=group,
+    )
+    return Order(
+        num_samples=samples.num_samples,
+        global_batch_size=global_batch_size,
+        block_samples=block_samples,
+        window_samples=window_samples,
+        group=group,
+        seed=seed,
+        shuffle=shuffle,
+    )
+
+
+def _rank_lanes(order: Order, who: ProcessRank) -> range:
+    if order.num_lanes % who.world_size:
+        fitting = [n for n in range(1, order.num_lanes + 1) if order.num_lanes % n == 0]
+        raise UsageError(
+            f"a global batch of {order.global_batch_size} in groups of {order.group} makes {order.num_lanes} "
+            f"lanes, which {who.world_size} ranks cannot share; the ranks can be {fitting}, "
+            "or group_by_length less"
+        )
+    return share(range(order.num_lanes), who.rank, who.world_size)
+
+
+def _fingerprint(options: SampleOptions, shards: ShardSet, order: Order, tokenizer: str) -> dict[str, Any]:
+    """All that fixes which sample is where. What only shapes a batch, as padding, is not in it."""
+    return {
+        "law_version": LAW_VERSION,
+        "data": shards.fingerprint,
+        "tokenizer": tokenizer,
+        "seed": order.seed,
+        "shuffle": order.shuffle,
+        "global_batch_size": order.global_batch_size,
+        "group_by_length": order.group,
+        "seq_len": shards.row_tokens or options.seq_len or 0,
+        "max_length": options.max_length or 0,
+        "long_documents": options.long_documents,
+        "num_samples": order.num_samples,
+        "block_samples": order.block_samples,
+        "window_samples": order.window_samples,
+    }
 
 
 def _check_batch(batch_size: int, global_batch_size: int | None, who: ProcessRank) -> int:
@@ -116,21 +200,21 @@ def _check_batch(batch_size: int, global_batch_size: int | None, who: ProcessRan
     if global_batch_size is None:
         return step
     if global_batch_size < step or global_batch_size % step:
-        fitting = [n for n in range(1, batch_size + 1) if global_batch_size % (n * who.world_size) == 0]
+        fitting = [
+            n for n in range(1, global_batch_size + 1) if global_batch_size % (n * who.world_size) == 0
+        ]
+        worlds = [n for n in range(1, global_batch_size + 1) if global_batch_size % (n * batch_size) == 0]
         raise UsageError(
             f"global_batch_size {global_batch_size} is no multiple of batch_size {batch_size} x "
-            f"{who.world_size} ranks; with it batch_size can be {fitting or 'nothing: change the ranks'}"
+            f"{who.world_size} ranks; with these ranks batch_size can be {fitting or 'nothing'}, with this "
+            f"batch_size the ranks can be {worlds or 'nothing'}"
         )
     return global_batch_size
 
 
-def _check_max_length(max_length: int | None, shards: ShardSet) -> None:
-    if max_length is None:
-        return
-    if shards.row_tokens:
+def _check_batch_tokens(batch_size: int, max_length: int | None, max_batch_tokens: int | None) -> None:
+    if max_batch_tokens is not None and batch_size * (max_length or 1) > max_batch_tokens:
         raise UsageError(
-            f"max_length={max_length} is for documents; these are packed rows of {shards.row_tokens} tokens: "
-            "prepare them with another --seq_len"
+            f"batch_size {batch_size} x max_length {max_length} can make {batch_size * (max_length or 1):,} "
+            f"tokens, max_batch_tokens is {max_batch_tokens:,}; lower one of them"
         )
-    if max_length < 1:
-        raise UsageError(f"max_length is {max_length}, expected at least 1")

@@ -1,27 +1,30 @@
 """Which sample goes where: the law of the order, pure.
 
-A data set is N samples, numbered through all its shards. A **global batch** is L samples, one
-from each of L **lanes**, in the order of the lanes. Lane ``l`` is the positions ``[l R, (l+1) R)``
-of a shuffled sequence, R = N // L, so an epoch has R global batches, and fewer than L samples are
-left out of it. The shuffled sequence of an epoch:
+A data set is N samples, numbered through all its shards. A **global batch** is L samples, g from
+each of V = L / g **lanes**, in the order of the lanes; g is 1 but for grouping by length. Lane ``l``
+is the positions ``[l R g, (l+1) R g)`` of a shuffled sequence, R = N // L, so an epoch has R global
+batches, and fewer than L samples are left out of it. The shuffled sequence of an epoch:
 
 1. the data set is rotated by hash(seed, epoch) mod N, so each epoch leaves out other samples;
 2. it is cut into blocks of K samples, the unit of reading, and the blocks are permuted (the short
    last block stays last);
-3. inside a lane, windows of M blocks are permuted sample by sample.
+3. inside a lane, windows of M blocks are permuted sample by sample. Grouped by length, a window is
+   sorted by length instead and cut into slices of g, and all lanes walk their slices in one order, so
+   that a global batch is of one length across the lanes, too.
 
-All of it follows from N, L, K and the seed. Ranks and workers only share the lanes out, so global
+All of it follows from N, L, K, M, g and the seed. Ranks and workers only share the lanes out, so global
 batch k is the same ordered set whatever their number, and a position in the run is one integer,
 ``epoch * R + step``.
 
 The price: the shuffle is no uniform permutation. Neighbours of a shard meet within a lane's window,
-so what is mixed at any time is the L * M blocks of the windows. Without ``shuffle`` global batch k is
-samples ``[k L, (k+1) L)`` and every epoch leaves out the last N mod L.
+so what is mixed at any time is the V M blocks of the windows. They are also its price in memory, all
+ranks together: 128 MiB up to L = 256, then 0.5 MiB times L (``choose_windows``). Without ``shuffle``
+global batch k is samples ``[k L, (k+1) L)`` and every epoch leaves out the last N mod L.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,10 +33,15 @@ import numpy.typing as npt
 from loader.integer_hash import hash_array, hash_ints, permute
 from preprocess.shard_format import UsageError
 
-LAW_VERSION = 1
-BLOCK_BYTES = 512 * 1024  # of a shard; what a packed member holds, so a block is one or two reads
+LAW_VERSION = 2
+BLOCK_BYTES = (128 * 1024, 512 * 1024)  # of a shard, at least and at most: the unit of reading
+WINDOWS_BYTES = 128 << 20  # of all lanes together, where blocks of the least size allow it
 BLOCKS_A_LANE = 16  # at least so many where there are samples enough, else lanes would hardly mix
-_ROTATE, _BLOCKS, _WINDOWS = 1, 2, 3  # what a hash is for
+GROUPED_SAMPLES = 8192  # of a window that is sorted by length: padding falls with it, memory rises
+GROUPED_BYTES = 64 << 20  # of such a window at most
+_ROTATE, _BLOCKS, _WINDOWS, _SLICES, _OFFSET = 1, 2, 3, 4, 5  # what a hash is for
+
+NumTokens = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +49,12 @@ class Order:
     """The law for one data set, global batch and seed. Raises UsageError where N < L."""
 
     num_samples: int  # N
-    global_batch_size: int  # L, which is also the number of lanes
+    global_batch_size: int  # L
     block_samples: int  # K
+    window_samples: int  # M K, of a lane
     seed: int
     shuffle: bool = True
+    group: int = 1  # g: samples of like length side by side; 1 for any length
 
     def __post_init__(self) -> None:
         if self.global_batch_size < 1:
@@ -54,6 +64,18 @@ class Order:
                 f"the data set has {self.num_samples:,} samples, but one batch for every rank takes "
                 f"{self.global_batch_size:,}; lower batch_size, use fewer ranks, or add data"
             )
+        if self.global_batch_size % self.group:
+            raise UsageError(
+                f"groups of {self.group} samples of like length do not divide the global batch of "
+                f"{self.global_batch_size}; pass a group_by_length that does"
+            )
+        if self.group > 1 and not self.shuffle:
+            raise UsageError("group_by_length reorders samples, shuffle=False forbids it; leave one out")
+
+    @property
+    def num_lanes(self) -> int:
+        """V: what ranks and workers share out."""
+        return self.global_batch_size // self.group
 
     @property
     def steps_per_epoch(self) -> int:
@@ -67,9 +89,12 @@ class Order:
 
     @property
     def window_steps(self) -> int:
-        """M K: steps after which every lane goes on to its next window."""
-        blocks = min(max(1024 // self.global_batch_size, 4), 16)
-        return blocks * self.block_samples
+        """Steps after which every lane goes on to its next window."""
+        return max(self.window_samples // self.group, 1)
+
+    def offset(self, epoch: int, count: int) -> int:
+        """The token below ``count`` at which an epoch's rows begin, where rows are cut from a stream."""
+        return hash_ints(self.seed, epoch, _OFFSET) % count if self.shuffle else 0
 
     def windows(self, first_step: int) -> Iterator[tuple[int, int]]:
         """The windows of an epoch from the one that holds ``first_step``: (first step, end)."""
@@ -77,26 +102,44 @@ class Order:
         for start in range(first_step // size * size, self.steps_per_epoch, size):
             yield start, min(start + size, self.steps_per_epoch)
 
-    def window_samples(self, epoch: int, lanes: range, start: int, end: int) -> npt.NDArray[np.int64]:
+    def samples_of(
+        self, epoch: int, lanes: range, start: int, end: int, num_tokens: NumTokens | None = None
+    ) -> npt.NDArray[np.int64]:
         """The samples that lanes deliver in one window, as ``windows`` cuts them.
 
-        int64[len(lanes), end - start]: row = lane, column = step.
+        int64[len(lanes) * group, end - start]: row = place in the global batch, column = step.
+        ``num_tokens`` tells samples' lengths, int64[n] -> int64[n]; needed where they are grouped.
         """
         lane = np.arange(lanes.start, lanes.stop, dtype=np.int64)[:, None]
         if not self.shuffle:
             return np.arange(start, end, dtype=np.int64) * self.global_batch_size + lane
-        step = np.arange(end - start, dtype=np.int64)
+        size = (end - start) * self.group
+        step = np.arange(size, dtype=np.int64)
         keys = [[hash_ints(self.seed, epoch, _WINDOWS, number, start)] for number in lanes]
         shuffled = np.argsort(hash_array(np.array(keys, np.uint64), step), axis=1, kind="stable")
-        return self._samples_at(epoch, lane * self.steps_per_epoch + start + shuffled)
+        positions = (lane * self.steps_per_epoch + start) * self.group + shuffled
+        samples = self._samples_at(epoch, positions)
+        if self.group == 1:
+            return samples
+        if num_tokens is None:
+            raise UsageError(
+                "samples grouped by length have an order only with their lengths: pass num_tokens"
+            )
+        lengths = num_tokens(samples.reshape(-1)).reshape(samples.shape)
+        by_length = np.take_along_axis(samples, np.argsort(lengths, axis=1, kind="stable"), axis=1)
+        slice_key = hash_ints(self.seed, epoch, _SLICES, start)
+        walk = np.argsort(hash_array(slice_key, np.arange(end - start)), kind="stable")
+        slices = by_length.reshape(len(lanes), end - start, self.group)[:, walk]
+        return slices.swapaxes(1, 2).reshape(len(lanes) * self.group, end - start)
 
-    def step_samples(self, epoch: int, step: int) -> npt.NDArray[np.int64]:
+    def step_samples(
+        self, epoch: int, step: int, num_tokens: NumTokens | None = None
+    ) -> npt.NDArray[np.int64]:
         """Global batch ``step`` of an epoch, every rank's part of it: int64[global_batch_size]."""
         if not 0 <= step < self.steps_per_epoch:
             raise UsageError(f"step {step} is outside the epoch's {self.steps_per_epoch} steps")
         start, end = next(self.windows(step))
-        window = self.window_samples(epoch, range(self.global_batch_size), start, end)
-        return window[:, step - start]
+        return self.samples_of(epoch, range(self.num_lanes), start, end, num_tokens)[:, step - start]
 
     def _samples_at(self, epoch: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The samples that stand at positions of an epoch's shuffled sequence of blocks."""
@@ -112,10 +155,23 @@ class Order:
         return (start + positions % block_samples + rotation) % self.num_samples
 
 
-def choose_block_samples(*, num_samples: int, num_bytes: int, global_batch_size: int) -> int:
-    """K: samples that fill BLOCK_BYTES of a shard, and few enough for BLOCKS_A_LANE blocks a lane."""
-    filling = BLOCK_BYTES * num_samples // max(num_bytes, 1)
-    return max(1, min(filling, num_samples // (BLOCKS_A_LANE * global_batch_size)))
+def choose_windows(
+    *, num_samples: int, num_bytes: int, global_batch_size: int, group: int = 1
+) -> tuple[int, int]:
+    """K and M K: samples of a block and of a lane's window, from the data and L alone.
+
+    M is 16 for L up to 64, 4 from 256 on: mixing follows V M. A block is as large as WINDOWS_BYTES
+    allow within BLOCK_BYTES, so at world 8 a rank's windows are at most 64 MiB up to L = 1024.
+    """
+    lanes = global_batch_size // group
+    blocks = min(max(1024 // lanes, 4), 16)
+    block_bytes = min(max(WINDOWS_BYTES // (lanes * blocks), BLOCK_BYTES[0]), BLOCK_BYTES[1])
+    filling = block_bytes * num_samples // max(num_bytes, 1)
+    block_samples = max(1, min(filling, num_samples // (BLOCKS_A_LANE * lanes)))
+    if group == 1:
+        return block_samples, blocks * block_samples
+    fitting = GROUPED_BYTES * num_samples // max(num_bytes, 1)
+    return block_samples, max(min(GROUPED_SAMPLES, fitting), 4 * group) // group * group
 
 
 def share(lanes: range, part: int, num_parts: int) -> range:

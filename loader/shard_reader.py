@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
+import resource
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from loader.shard_set import DatasetShards, ForeignTar, ShardSet
-from preprocess.shard_format import (
-    BrokenShard,
-    MissingShard,
-    ReadWriteError,
-    idx_path,
-    read_idx,
-    rerun_command,
-)
+from loader.open_shard import OpenShard, open_shard
+from loader.shard_set import ShardSet
+from loader.stall_watch import StallWatch
+from preprocess.shard_format import BrokenShard, ReadWriteError
 
-JSON, NPY, RAW = 0, 1, 2  # how ids lie: JSON text, a whole .npy file, or bare integers
+logger = logging.getLogger(__name__)
+
 MAX_OPEN_SHARDS = 128
+RETRY_DELAYS_S = (0.5, 1, 2, 4, 8, 16)  # a client that Lustre evicted is back in seconds
+# What file systems over a network say while a server or the connection to it is gone.
+RETRIED = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN})
+STALL_WARNING_S = 60.0
 _ALIGN_BYTES = 64
 
 
@@ -36,52 +38,38 @@ class SampleBytes:
     num_tokens: npt.NDArray[np.int64]  # -1 where only decoding tells
     encoding: npt.NDArray[np.int8]  # JSON, NPY or RAW
     token_bytes: npt.NDArray[np.int8]  # of a RAW id
+    starts_at: npt.NDArray[np.int64]  # byte in the buffer of a packed row's document starts, uint32 each
+    num_starts: npt.NDArray[np.int64]  # 0 unless asked for
     sample: npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _OpenShard:
-    path: Path
-    handle: int
-    num_bytes: int
-    records: Any  # "offset", "num_bytes" and "num_tokens", a row a sample
-    encoding: npt.NDArray[np.int8]  # one, or one a sample
-    token_bytes: int  # of a RAW id
-    row_tokens: int  # of a packed row, else 0
-
-
 class ShardReader:
-    """Opens shards when they are needed and keeps MAX_OPEN_SHARDS of them open. One a process."""
+    """Opens shards when they are needed and keeps the latest of them open. One a process.
 
-    def __init__(self, shards: ShardSet) -> None:
+    At most MAX_OPEN_SHARDS, and a quarter of the process's handles: an open shard holds two.
+    """
+
+    def __init__(self, shards: ShardSet, *, stall_warning_s: float = STALL_WARNING_S) -> None:
         self._shards = shards
-        self._open: OrderedDict[int, _OpenShard] = OrderedDict()
+        self._open: OrderedDict[int, OpenShard] = OrderedDict()
+        self._max_open = min(MAX_OPEN_SHARDS, max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8, 1))
         self._buffer = np.empty(0, np.uint8)
+        self._used = 0
+        self._watch = StallWatch(stall_warning_s)
 
-    def read(self, samples: npt.NDArray[np.int64]) -> SampleBytes:
-        """The bytes of some samples: int64[n] -> n rows in the same order.
+    def read(self, samples: npt.NDArray[np.int64], *, starts: bool = False) -> SampleBytes:
+        """The bytes of some samples: int64[n] -> n rows in the same order; of packed rows, the starts too.
 
         The buffer is the reader's own: the next ``read`` overwrites it. Raises MissingShard,
         BrokenShard or ReadWriteError, each naming the shard.
         """
         order = np.argsort(samples, kind="stable")
-        ascending = samples[order]
-        shard = self._shards.shard_of(ascending)
-        cuts = np.flatnonzero((np.diff(ascending) != 1) | (np.diff(shard) != 0)) + 1
-        table = np.zeros((5, len(samples)), np.int64)  # the columns of SampleBytes but buffer and sample
-        spans: list[tuple[int, int, int, int]] = []  # shard, offset in it, place in the buffer, bytes
-        place = 0
-        for first, end in zip([0, *cuts.tolist()], [*cuts.tolist(), len(samples)], strict=True):
-            number = int(shard[first])
-            local = int(ascending[first] - self._shards.first_sample[number])
-            offset, num_bytes = self._describe(number, slice(local, local + end - first), table[:, first:end])
-            table[0, first:end] += place
-            spans.append((number, offset, place, num_bytes))
-            place += -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-        if place > len(self._buffer):
-            self._buffer = np.empty(place, np.uint8)
-        for number, offset, at, num_bytes in spans:
-            self._fill(self._opened(number), offset, self._buffer.data[at : at + num_bytes])
+        table = np.zeros((7, len(samples)), np.int64)  # the columns of SampleBytes between buffer and sample
+        self._used = 0
+        for number, rows, part in self._neighbours(samples[order]):
+            self._read_run(number, rows, table[:, part])
+            if starts:
+                self._read_starts(number, rows, table[:, part])
         asked = np.empty_like(table)
         asked[:, order] = table
         return SampleBytes(
@@ -91,113 +79,135 @@ class ShardReader:
             num_tokens=asked[2],
             encoding=asked[3].astype(np.int8),
             token_bytes=asked[4].astype(np.int8),
+            starts_at=asked[5],
+            num_starts=asked[6],
             sample=samples,
         )
+
+    def num_tokens(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Tokens of some samples, by the idx alone: int64[n] -> int64[n]."""
+        order = np.argsort(samples, kind="stable")
+        found = np.empty(len(samples), np.int64)
+        for number, rows, part in self._neighbours(samples[order]):
+            found[order[part]] = self.opened(number).num_tokens[rows]
+        return found
 
     def close(self) -> None:
         """Close every file."""
         while self._open:
             os.close(self._open.popitem()[1].handle)
+        self._watch.close()
 
-    def _describe(self, number: int, rows: slice, table: npt.NDArray[np.int64]) -> tuple[int, int]:
-        """Fill a run's columns, starts counted from its first byte; the run's offset and size."""
-        shard = self._opened(number)
-        offset = np.asarray(shard.records["offset"][rows], np.int64)
-        table[1] = shard.records["num_bytes"][rows]
-        table[0] = offset - offset[0]
-        table[2] = shard.records["num_tokens"][rows]
-        table[3] = shard.encoding[rows] if len(shard.encoding) > 1 else shard.encoding
-        table[4] = shard.token_bytes
-        last = int((offset + table[1]).max())
-        ids = shard.row_tokens or table[2]
-        misfit = shard.token_bytes and (table[1] != ids * shard.token_bytes).any()
-        if last > shard.num_bytes or table[0].min() < 0 or misfit:
-            raise BrokenShard(
-                f"{shard.path}: its idx is damaged: it places samples at bytes {int(offset[0])} to {last} of "
-                f"{shard.num_bytes}, some of a wrong size or order; "
-                f"run: python -m preprocess verify {shard.path.parent}"
-            )
-        return int(offset[0]), last - int(offset[0])
-
-    def _opened(self, number: int) -> _OpenShard:
+    def opened(self, number: int) -> OpenShard:
+        """A shard, opened if it is not; counted through all sources."""
         shard = self._open.get(number)
         if shard is not None:
             self._open.move_to_end(number)
             return shard
-        while len(self._open) >= MAX_OPEN_SHARDS:
+        while len(self._open) >= self._max_open:
             os.close(self._open.popitem(last=False)[1].handle)
         source, row = self._shards.locate(number)
-        shard = _open_foreign(source) if isinstance(source, ForeignTar) else _open_ours(source, row)
-        self._open[number] = shard
-        return shard
+        path = source.path_of(row)
+        for delay_s in (*RETRY_DELAYS_S, None):
+            self._watch.begin(path, 0)
+            try:
+                self._open[number] = open_shard(source, row)
+            except (OSError, BrokenShard) as error:
+                self._wait_to_retry(f"{path} cannot be opened", error, delay_s)
+            else:
+                return self._open[number]
+            finally:
+                self._watch.end()
+        raise AssertionError("the last attempt returns or raises")
+
+    def _neighbours(self, ascending: npt.NDArray[np.int64]) -> list[tuple[int, slice, slice]]:
+        """Runs of consecutive samples of one shard: (shard, its rows, their part of ``ascending``)."""
+        shard = self._shards.shard_of(ascending)
+        cuts = (np.flatnonzero((np.diff(ascending) != 1) | (np.diff(shard) != 0)) + 1).tolist()
+        local = (ascending - self._shards.first_sample[shard]).tolist()
+        numbers = shard.tolist()
+        return [
+            (numbers[first], slice(local[first], local[first] + end - first), slice(first, end))
+            for first, end in zip([0, *cuts], [*cuts, len(ascending)], strict=True)
+            if first < end
+        ]
+
+    def _read_run(self, number: int, rows: slice, table: npt.NDArray[np.int64]) -> None:
+        """Read consecutive samples and fill their columns."""
+        shard = self.opened(number)
+        offset = np.asarray(shard.records["offset"][rows], np.int64)
+        table[1] = shard.records["num_bytes"][rows]
+        table[2] = shard.records["num_tokens"][rows]
+        table[3] = shard.encoding[rows] if len(shard.encoding) > 1 else shard.encoding
+        table[4] = shard.token_bytes
+        first, last = int(offset[0]), int((offset + table[1]).max())
+        ids = shard.row_tokens or table[2]
+        misfit = shard.token_bytes and (table[1] != ids * shard.token_bytes).any()
+        if last > shard.num_bytes or int(offset.min()) < first or misfit:
+            raise BrokenShard(
+                f"{shard.path}: its idx is damaged: it places samples at bytes {first} to {last} of "
+                f"{shard.num_bytes}, some of a wrong size or order; "
+                f"run: python -m preprocess verify {shard.path.parent}"
+            )
+        table[0] = self._read_span(number, first, last - first) + (offset - first)
+
+    def _read_starts(self, number: int, rows: slice, table: npt.NDArray[np.int64]) -> None:
+        """Read where documents begin in consecutive packed rows, one span a member of the tar."""
+        shard = self.opened(number)
+        offset = np.asarray(shard.records["starts_offset"][rows], np.int64)
+        table[6] = shard.records["num_starts"][rows]
+        ends = offset + 4 * table[6]
+        if len(ends) and not 0 <= offset.min() <= ends.max() <= shard.num_bytes:
+            raise BrokenShard(
+                f"{shard.path}: its idx is damaged: document starts lie outside of it; {shard.remedy}"
+            )
+        cuts = (np.flatnonzero(offset[1:] != ends[:-1]) + 1).tolist()
+        for first, end in zip([0, *cuts], [*cuts, len(offset)], strict=True):
+            span = int(offset[first]), int(ends[end - 1] - offset[first])
+            table[5, first:end] = self._read_span(number, *span) + (offset[first:end] - span[0])
+
+    def _read_span(self, number: int, offset: int, num_bytes: int) -> int:
+        """Read bytes of a shard into the buffer; where they begin in it."""
+        place = self._used
+        self._used += -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        if self._used > len(self._buffer):
+            grown = np.empty(max(self._used, 2 * len(self._buffer)), np.uint8)  # untouched, it costs nothing
+            grown[:place] = self._buffer[:place]
+            self._buffer = grown
+        self._fill(number, offset, self._buffer.data[place : place + num_bytes])
+        return place
+
+    def _fill(self, number: int, offset: int, target: memoryview) -> None:
+        done = 0
+        for delay_s in (*RETRY_DELAYS_S, None):
+            shard = self.opened(number)
+            self._watch.begin(shard.path, offset + done)
+            try:
+                while done < len(target):
+                    count = os.preadv(shard.handle, [target[done:]], offset + done)  # may read short
+                    if count == 0:
+                        raise BrokenShard(
+                            f"{shard.path} ended at byte {offset + done} while it was read; was it replaced?"
+                        )
+                    done += count
+            except OSError as error:
+                self._wait_to_retry(f"{shard.path} cannot be read at byte {offset + done}", error, delay_s)
+                os.close(self._open.pop(number).handle)  # a stale handle stays stale
+            else:
+                return
+            finally:
+                self._watch.end()
 
     @staticmethod
-    def _fill(shard: _OpenShard, offset: int, target: memoryview) -> None:
-        done = 0
-        while done < len(target):
-            try:
-                count = os.preadv(shard.handle, [target[done:]], offset + done)  # may read short
-            except OSError as error:
-                raise ReadWriteError(
-                    f"{shard.path} cannot be read at byte {offset + done}: {error}"
-                ) from error
-            if count == 0:
-                raise BrokenShard(
-                    f"{shard.path} ended at byte {offset + done} while it was read; was it replaced?"
-                )
-            done += count
-
-
-def _open_ours(source: DatasetShards, row: int) -> _OpenShard:
-    shard_id, path = int(source.shard_ids[row]), source.tar(row)
-    rerun = rerun_command(shard_id, source.folder)
-    records = read_idx(source.folder, source.spec, shard_id)
-    if len(records) != source.num_samples[row]:
-        raise BrokenShard(
-            f"{idx_path(source.folder, shard_id)} has {len(records)} of {source.num_samples[row]} samples; "
-            f"run: {rerun}"
-        )
-    handle, num_bytes = _open_file(path, f"run: {rerun}")
-    if num_bytes != source.tar_bytes[row]:
-        os.close(handle)
-        raise BrokenShard(f"{path} has {num_bytes} of {source.tar_bytes[row]} bytes; run: {rerun}")
-    is_json = source.spec.kind == "json"
-    return _OpenShard(
-        path=path,
-        handle=handle,
-        num_bytes=num_bytes,
-        records=records,
-        encoding=np.array([JSON if is_json else RAW], np.int8),
-        token_bytes=0 if is_json else source.spec.dtype.itemsize,
-        row_tokens=source.spec.seq_len,
-    )
-
-
-def _open_foreign(source: ForeignTar) -> _OpenShard:
-    handle, num_bytes = _open_file(source.path, "copy it again")
-    if num_bytes != source.tar_bytes:
-        os.close(handle)
-        raise BrokenShard(
-            f"{source.path} has {num_bytes} bytes, it had {source.tar_bytes} when it was scanned"
-        )
-    samples = source.samples
-    unknown = np.broadcast_to(np.int64(-1), samples.offset.shape)
-    return _OpenShard(
-        path=source.path,
-        handle=handle,
-        num_bytes=num_bytes,
-        records={"offset": samples.offset, "num_bytes": samples.num_bytes, "num_tokens": unknown},
-        encoding=np.where(samples.is_json, JSON, NPY).astype(np.int8),
-        token_bytes=0,
-        row_tokens=0,
-    )
-
-
-def _open_file(path: Path, remedy: str) -> tuple[int, int]:
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise MissingShard(f"{path} is missing; {remedy}") from None
-    except OSError as error:
-        raise ReadWriteError(f"{path} cannot be opened: {error}") from error
-    return handle, os.fstat(handle).st_size
+    def _wait_to_retry(what: str, error: Exception, delay_s: float | None) -> None:
+        """Sleep before another attempt, or raise where the error stays or will not go away."""
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise error
+        if cause.errno not in RETRIED or delay_s is None:
+            tries = "" if delay_s is not None else f" in {len(RETRY_DELAYS_S) + 1} attempts"
+            raise (
+                error if not isinstance(error, OSError) else ReadWriteError(f"{what}{tries}: {cause}")
+            ) from error
+        logger.warning("%s (%s); trying again in %s s", what, cause, delay_s)
+        time.sleep(delay_s)

@@ -1,14 +1,16 @@
-"""Where the samples of a tar that others wrote lie: one scan of its headers, no data read.
+"""Where the samples of a tar without an idx lie: one scan of its headers.
 
 Keys are formed as webdataset forms them: a member's name up to its first dot is the key, the rest
 the field, members of one sample stand together. Understands ustar, PAX and GNU names, as Python's
-tarfile writes them for webdataset's TarWriter. A scan costs about 3 us a member.
+tarfile writes them for webdataset's TarWriter. A scan costs about 3 us a member. It reads no data but
+16 samples for the fingerprint; where lengths are needed beforehand, it reads everything once, at about
+1 GB/s. Tars of our packed rows are known by their two-dimensional ids.
 """
 
 from __future__ import annotations
 
+import hashlib
 import mmap
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,27 +19,39 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.shard_format import BLOCK_BYTES, RESERVED_FIELD, BrokenShard, UnknownMember
+from loader.npy_header import parse_npy_header
+from loader.packed_members import PackedMember, is_packed, packed_rows
+from loader.tar_members import tar_members
+from preprocess.shard_format import RESERVED_FIELD, BrokenShard, UnknownMember
 
-TOKEN_FIELDS = ("token_ids.json", "token_ids.npy")
+JSON, NPY, RAW = 0, 1, 2  # how ids lie: JSON text, a whole .npy file, or bare integers
+TOKEN_FIELDS = {"token_ids.json": JSON, "token_ids.npy": NPY}
 _KEY_AND_FIELD = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # webdataset's base_plus_ext
 _META = re.compile(r"__[^/]*__($|/)")  # webdataset skips such names
-_REGULAR = frozenset({b"0", b"\0", b"7"})
-_PAX, _PAX_GLOBAL, _GNU_NAME, _GNU_LINK = b"x", b"g", b"L", b"K"
-_ZERO_BLOCK = bytes(BLOCK_BYTES)
+
+
+_FINGERPRINTED = 16  # samples whose bytes enter a tar's fingerprint
+
+Fields = dict[str, tuple[int, int]]  # field -> (offset, size) of its member
 
 
 @dataclass(frozen=True, kw_only=True)
 class TarSamples:
     """Where the token ids of a tar's samples lie. All arrays have a row a sample, in tar order."""
 
-    offset: npt.NDArray[np.int64]  # byte in the tar where the token member's data begins
+    offset: npt.NDArray[np.int64]  # byte in the tar where the ids begin; of NPY, their .npy header
     num_bytes: npt.NDArray[np.int64]
-    is_json: npt.NDArray[np.bool_]  # else npy, its header included
+    num_tokens: npt.NDArray[np.int64]  # -1 where they were not counted
+    encoding: npt.NDArray[np.int8]  # JSON, NPY or RAW
+    starts_offset: npt.NDArray[np.int64]  # of packed rows, as in the idx; else 0
+    num_starts: npt.NDArray[np.int64]
+    token_bytes: int  # of a RAW id
+    row_tokens: int  # of packed rows, else 0
+    fingerprint: str  # of sizes, places and some samples' bytes
 
 
-def scan_tar(path: Path) -> TarSamples:
-    """Index a tar by its headers.
+def scan_tar(path: Path, *, count_tokens: bool = False) -> TarSamples:
+    """Index a tar by its headers; with ``count_tokens`` by its data, too.
 
     Raises BrokenShard where the tar is cut short, even at a member's end, is compressed or no tar,
     or where a sample has no token ids; UnknownMember for a member that would change the training.
@@ -48,21 +62,71 @@ def scan_tar(path: Path) -> TarSamples:
     except (ValueError, OSError) as error:  # an empty file cannot be mapped
         raise BrokenShard(f"{path} cannot be read as a tar: {error}") from None
     with mapped:
-        return _index_members(path, _members(path, mapped))
+        found = _group_members(path, tar_members(path, mapped))
+        if found and is_packed(mapped, found[0][1]):
+            return _rows_of(path, mapped, found)
+        return _documents_of(path, mapped, found, count_tokens)
 
 
-def _index_members(path: Path, members: Iterator[tuple[str, int, int]]) -> TarSamples:
-    rows: list[tuple[int, int, bool]] = []
-    key = ""
-    fields: dict[str, tuple[int, int]] = {}
+def _documents_of(path: Path, tar: mmap.mmap, found: list[tuple[str, Fields]], count: bool) -> TarSamples:
+    members = [_token_member(path, key, fields) for key, fields in found]
+    table = np.array(members, np.int64).reshape(len(members), 3)
+    offset, num_bytes, encoding = (table[:, column].copy() for column in range(3))
+    num_tokens = np.full(len(members), -1, np.int64)
+    if count:
+        num_tokens[:] = [_count_tokens(tar, *member) for member in members]
+    nothing = np.zeros(len(members), np.int64)
+    return TarSamples(
+        offset=offset,
+        num_bytes=num_bytes,
+        num_tokens=num_tokens,
+        encoding=encoding.astype(np.int8),
+        starts_offset=nothing,
+        num_starts=nothing,
+        token_bytes=0,
+        row_tokens=0,
+        fingerprint=_fingerprint(tar, offset, num_bytes),
+    )
+
+
+def _rows_of(path: Path, tar: mmap.mmap, found: list[tuple[str, Fields]]) -> TarSamples:
+    members = [PackedMember(key=key, fields=fields) for key, fields in found]
+    rows, row_tokens, token_bytes = packed_rows(path, tar, members)
+    return TarSamples(
+        **{name: rows[name].astype(np.int64) for name in rows.dtype.names or ()},
+        encoding=np.full(len(rows), RAW, np.int8),
+        token_bytes=token_bytes,
+        row_tokens=row_tokens,
+        fingerprint=_fingerprint(tar, rows["offset"], rows["num_bytes"]),
+    )
+
+
+def _fingerprint(tar: mmap.mmap, offset: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64]) -> str:
+    digest = hashlib.sha256(np.stack([offset, num_bytes]).astype("<i8").tobytes())
+    for row in range(0, len(offset), max(len(offset) // _FINGERPRINTED, 1)):
+        digest.update(tar[int(offset[row]) : int(offset[row] + num_bytes[row])])
+    return digest.hexdigest()
+
+
+def _count_tokens(tar: mmap.mmap, offset: int, num_bytes: int, encoding: int) -> int:
+    """Ids of a member, without making them; what is no list of ids is found when it is decoded."""
+    raw = tar[offset : offset + num_bytes]
+    if encoding == JSON:
+        return raw.count(b",") + 1 if raw.strip(b"[] \t\r\n") else 0
+    header = parse_npy_header(raw)
+    return header.shape[0] if header is not None and len(header.shape) == 1 else 0
+
+
+def _group_members(path: Path, members: Iterator[tuple[str, int, int]]) -> list[tuple[str, Fields]]:
+    """Members of one sample, which stand together: (key, its fields)."""
+    found: list[tuple[str, Fields]] = []
     for name, offset, num_bytes in members:
         match = _KEY_AND_FIELD.match(name)
         if match is None or _META.match(name):
             continue
-        if match[1] != key:
-            if fields:
-                rows.append(_token_member(path, key, fields))
-            key, fields = match[1], {}
+        if not found or match[1] != found[-1][0]:
+            found.append((match[1], {}))
+        key, fields = found[-1]
         field = match[2].lower()
         if field in fields:
             raise BrokenShard(
@@ -70,109 +134,19 @@ def _index_members(path: Path, members: Iterator[tuple[str, int, int]]) -> TarSa
                 "dot is the sample's key, so keys may hold no dot and must differ"
             )
         fields[field] = (offset, num_bytes)
-    if fields:
-        rows.append(_token_member(path, key, fields))
-    table = np.array(rows, np.int64).reshape(len(rows), 3)
-    return TarSamples(
-        offset=table[:, 0].copy(), num_bytes=table[:, 1].copy(), is_json=table[:, 2].astype(np.bool_)
-    )
+    return found
 
 
-def _token_member(path: Path, key: str, fields: dict[str, tuple[int, int]]) -> tuple[int, int, bool]:
+def _token_member(path: Path, key: str, fields: Fields) -> tuple[int, int, int]:
     if RESERVED_FIELD in fields:
         raise UnknownMember(
             f"{path}: sample {key!r} has a {RESERVED_FIELD}; this version cannot apply it, and leaving it "
             "out would change the training"
         )
-    for field in TOKEN_FIELDS:
+    for field, encoding in TOKEN_FIELDS.items():
         if field in fields:
-            return (*fields[field], field == TOKEN_FIELDS[0])
+            return (*fields[field], encoding)
     raise BrokenShard(
         f"{path}: sample {key!r} has the fields {', '.join(sorted(fields))}, expected "
         f"{' or '.join(TOKEN_FIELDS)}; what stands before a name's first dot is the sample's key"
     )
-
-
-def _members(path: Path, tar: mmap.mmap) -> Iterator[tuple[str, int, int]]:
-    """(name, offset and size of the data) of every regular file of a mapped tar."""
-    position, size = 0, len(tar)
-    pax: dict[str, str] = {}
-    while True:
-        header = tar[position : position + BLOCK_BYTES]
-        if header == _ZERO_BLOCK:
-            _check_end(path, tar, position)
-            return
-        if len(header) < BLOCK_BYTES:
-            raise BrokenShard(
-                f"{path} is cut short: it ends at byte {size} without the two zero blocks that close a "
-                "tar; write or copy it again"
-            )
-        _check_magic(path, header, position)
-        kind = header[156:157]
-        num_bytes = int(pax["size"]) if "size" in pax else _number(path, header[124:136], position)
-        data = position + BLOCK_BYTES
-        if data + num_bytes > size:
-            raise BrokenShard(
-                f"{path} is cut short: the member at byte {position} needs {data + num_bytes} bytes, the "
-                f"file has {size}; write or copy it again"
-            )
-        position = data + (num_bytes + BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES
-        if kind == _PAX:
-            pax |= _pax_records(path, tar[data : data + num_bytes])
-        elif kind == _GNU_NAME:
-            pax["path"] = os.fsdecode(tar[data : data + num_bytes].rstrip(b"\0"))
-        elif kind not in (_PAX_GLOBAL, _GNU_LINK):
-            if kind in _REGULAR:
-                yield pax.get("path") or _name(header), data, num_bytes
-            pax = {}
-
-
-def _check_magic(path: Path, header: bytes, position: int) -> None:
-    if header[257:262] == b"ustar":
-        return
-    if header[:2] == b"\x1f\x8b" or header[:4] == b"\x28\xb5\x2f\xfd":
-        raise BrokenShard(f"{path} is compressed; the loader reads at random, so decompress it first")
-    # A tar from before ustar has nothing but its checksum to know it by.
-    signed = header[:148] + b" " * 8 + header[156:]
-    if _number(path, header[148:156], position) != sum(signed):
-        raise BrokenShard(f"{path} is no tar, or is damaged: there is no member's header at byte {position}")
-
-
-def _check_end(path: Path, tar: mmap.mmap, position: int) -> None:
-    end = tar[position : position + 2 * BLOCK_BYTES]
-    if len(end) < 2 * BLOCK_BYTES:
-        raise BrokenShard(f"{path} is cut short: only one of the two zero blocks that close a tar is there")
-    if tar[position:].strip(b"\0"):
-        raise BrokenShard(
-            f"{path} goes on behind its end at byte {position}, so samples would be lost; were tars joined "
-            "with cat? Unpack and pack them again"
-        )
-
-
-def _number(path: Path, field: bytes, position: int) -> int:
-    """A header's number: octal, or base 256 where the first bit is set."""
-    if field[0] & 0x80:
-        return int.from_bytes(field[1:], "big")
-    try:
-        return int(field.strip(b" \0") or b"0", 8)
-    except ValueError:
-        raise BrokenShard(f"{path} is no tar, or is damaged: bad number at byte {position}") from None
-
-
-def _name(header: bytes) -> str:
-    name, prefix = header[:100].split(b"\0", 1)[0], header[345:500].split(b"\0", 1)[0]
-    is_posix = header[257:263] == b"ustar\0"  # GNU's old format keeps other things in the prefix
-    return os.fsdecode(prefix + b"/" + name if prefix and is_posix else name)
-
-
-def _pax_records(path: Path, data: bytes) -> dict[str, str]:
-    """``b"17 path=a.b\\n..."`` as a dict; each record begins with its own length."""
-    records = {}
-    while data:
-        length, _, rest = data.partition(b" ")
-        if not length.isdigit() or not 0 < int(length) <= len(data):
-            raise BrokenShard(f"{path} is damaged: a PAX header has the record {data[:40]!r}")
-        keyword, _, value = rest[: int(length) - len(length) - 1].rstrip(b"\n").partition(b"=")
-        records[os.fsdecode(keyword)] = os.fsdecode(value)
-        data = data[int(length) :]
-    return records

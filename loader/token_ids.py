@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from array import array
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,10 @@ import numpy.typing as npt
 import orjson
 from numpy.lib.stride_tricks import sliding_window_view
 
-from loader.shard_reader import JSON, RAW, SampleBytes
-
-_NPY_HEADER = re.compile(rb"'descr': '([<|>=][iu][1248])'.*'fortran_order': False.*'shape': \((\d+),\)")
+from loader.json_ids import CHUNK_BYTES, parse_id_lists
+from loader.npy_header import parse_npy_header
+from loader.shard_reader import SampleBytes
+from loader.tar_samples import JSON, RAW
 
 
 class CannotDecode(ValueError):
@@ -39,16 +40,89 @@ def decode_rows(data: SampleBytes, rows: npt.NDArray[np.int64], row_tokens: int)
     return gathered.view(np.int32) if dtype.itemsize == 4 else gathered.astype(np.int32)
 
 
-def decode_samples(
-    data: SampleBytes, rows: npt.NDArray[np.int64], max_length: int | None
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Samples of any length: (lengths int32[len(rows)], their ids one after another int32[sum]).
+@dataclass(frozen=True, kw_only=True)
+class Decoded:
+    """Samples of any length, one after another."""
 
-    Ids behind ``max_length`` of a sample are left out. Raises CannotDecode.
+    lengths: npt.NDArray[np.int32]  # int32[samples]
+    ids: npt.NDArray[np.int32]  # int32[sum of lengths]
+    num_cut: int  # tokens left out behind max_length
+
+
+def decode_samples(
+    data: SampleBytes,
+    rows: npt.NDArray[np.int64],
+    *,
+    first: npt.NDArray[np.int64] | None = None,
+    max_length: int | None = None,
+    end_ids: list[int] | None = None,
+) -> Decoded:
+    """The samples of some rows of ``data``, from token ``first`` of each on, at most ``max_length`` of them.
+
+    ``end_ids``: for each, an id to put behind it, or -1 for none. Raises CannotDecode.
     """
+    lengths, ids = _whole_samples(data, rows)
+    expected = data.num_tokens[rows]
+    wrong = np.flatnonzero((lengths != expected) & (expected >= 0))
+    if wrong.size:
+        found, said = int(lengths[wrong[0]]), int(expected[wrong[0]])
+        raise CannotDecode(int(rows[wrong[0]]), f"{found} ids where its idx says {said}")
+    num_cut = 0
+    if first is not None or max_length is not None:
+        begin = np.zeros_like(lengths) if first is None else first
+        end = lengths if max_length is None else np.minimum(lengths, begin + max_length)
+        num_cut = int((lengths - end).sum())
+        if num_cut or begin.any():
+            place = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+            ids = ids[(place >= np.repeat(begin, lengths)) & (place < np.repeat(end, lengths))]
+        lengths = end - begin
+    if end_ids is not None:
+        ids, lengths = _with_ends(ids, lengths, np.array(end_ids, np.int32))
+    return Decoded(lengths=lengths.astype(np.int32), ids=ids, num_cut=num_cut)
+
+
+def _with_ends(
+    ids: npt.NDArray[np.int32], lengths: npt.NDArray[np.int64], end_ids: npt.NDArray[np.int32]
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """Put an id behind each sample whose ``end_ids`` is none of -1."""
+    puts = end_ids >= 0
+    if not puts.any():
+        return ids, lengths
+    lengths = lengths + puts
+    ended = np.empty(int(lengths.sum()), np.int32)
+    is_end = np.zeros(len(ended), np.bool_)
+    is_end[(np.cumsum(lengths) - 1)[puts]] = True
+    ended[is_end] = end_ids[puts]
+    ended[~is_end] = ids
+    return ended, lengths
+
+
+def _whole_samples(
+    data: SampleBytes, rows: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+    """(lengths int64[len(rows)], the ids of all, int32), in parts of CHUNK_BYTES."""
+    memory = data.buffer.data
+    cuts = np.cumsum(data.num_bytes[rows]) // CHUNK_BYTES
+    parts = np.split(rows, np.flatnonzero(np.diff(cuts)) + 1)
+    lengths: list[npt.NDArray[np.int64]] = []
+    ids: list[npt.NDArray[np.int32]] = []
+    for part in parts:
+        found = None
+        if (data.encoding[part] == JSON).all():
+            spans = zip(data.start[part].tolist(), data.num_bytes[part].tolist(), strict=True)
+            found = parse_id_lists([memory[start : start + size] for start, size in spans])
+        counts, numbers = _one_by_one(data, part) if found is None else found
+        lengths.append(counts)
+        ids.append(numbers)
+    return np.concatenate(lengths), np.concatenate(ids)
+
+
+def _one_by_one(
+    data: SampleBytes, rows: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
     memory = data.buffer.data
     flat = array("i")
-    lengths = []
+    lengths: list[int] = []
     columns = (data.encoding, data.start, data.num_bytes, data.num_tokens, data.token_bytes)
     for row, encoding, start, num_bytes, num_tokens, token_bytes in zip(
         rows.tolist(), *(column[rows].tolist() for column in columns), strict=True
@@ -56,18 +130,24 @@ def decode_samples(
         before = len(flat)
         ids: npt.NDArray[np.integer[Any]]
         if encoding == JSON:
-            found = _append_json(flat, memory[start : start + num_bytes], max_length, row)
+            _append_json(flat, memory[start : start + num_bytes], row)
         else:
             if encoding == RAW:
                 ids = _raw(data, start, num_tokens, np.dtype(f"<u{token_bytes}"))
             else:
                 ids = _npy_ids(bytes(memory[start : start + num_bytes]), row)
-            found = len(ids)
-            flat.frombytes(ids[:max_length].astype(np.int32).tobytes())
-        if num_tokens not in (found, -1):
-            raise CannotDecode(row, f"{found} ids where its idx says {num_tokens}")
+            flat.frombytes(ids.astype(np.int32).tobytes())
         lengths.append(len(flat) - before)
-    return np.array(lengths, np.int32), np.frombuffer(flat, np.int32)
+    return np.array(lengths, np.int64), np.frombuffer(flat, np.int32)
+
+
+def decode_starts(
+    data: SampleBytes, rows: npt.NDArray[np.int64], row_tokens: int
+) -> list[npt.NDArray[np.int32]]:
+    """The places in each packed row, from 0, where a document begins."""
+    pairs = zip(data.starts_at[rows].tolist(), data.num_starts[rows].tolist(), strict=True)
+    of_rows = [np.frombuffer(data.buffer, "<u4", count, at) for at, count in pairs]
+    return [(starts % row_tokens).astype(np.int32) for starts in of_rows]
 
 
 def check_vocab(
@@ -94,28 +174,23 @@ def _raw(
     return np.frombuffer(data.buffer, dtype, count, start)
 
 
-def _append_json(flat: array[int], raw: memoryview, max_length: int | None, row: int) -> int:
-    """Append a JSON list of ids, up to ``max_length``; returns how many the list has."""
+def _append_json(flat: array[int], raw: memoryview, row: int) -> None:
     try:
-        ids = orjson.loads(raw)
-        flat.fromlist(ids if max_length is None else ids[:max_length])
+        flat.fromlist(orjson.loads(raw))
     except (ValueError, TypeError, OverflowError, KeyError) as error:
         raise CannotDecode(row, f"no JSON list of token ids ({error}): {bytes(raw[:60])!r}") from None
-    return len(ids)
 
 
 def _npy_ids(raw: bytes, row: int) -> npt.NDArray[np.signedinteger[npt.NBitBase]]:
     """The ids of a one-dimensional .npy of integers, of any width and byte order."""
-    size_bytes = 2 if raw[6:7] == b"\x01" else 4
-    start = 8 + size_bytes + int.from_bytes(raw[8 : 8 + size_bytes], "little")
-    match = _NPY_HEADER.search(raw[:start])
-    if not raw.startswith(b"\x93NUMPY") or match is None:
+    header = parse_npy_header(raw)
+    if header is None or len(header.shape) != 1:
         raise CannotDecode(row, f"no one-dimensional .npy of integers: {raw[:120]!r}")
-    dtype, count = np.dtype(match[1].decode()), int(match[2])
-    if len(raw) != start + count * dtype.itemsize:
-        expected = start + count * dtype.itemsize
+    count = header.shape[0]
+    expected = header.data_start + count * header.dtype.itemsize
+    if len(raw) != expected:
         raise CannotDecode(row, f"{len(raw)} bytes of .npy, its header says {expected}")
-    ids = np.frombuffer(raw, dtype, count, start)
+    ids = np.frombuffer(raw, header.dtype, count, header.data_start)
     if count and not -(2**31) <= int(ids.min()) <= int(ids.max()) < 2**31:
         raise CannotDecode(row, f"ids from {ids.min()} to {ids.max()}")
     return ids

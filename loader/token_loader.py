@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
-from loader.collate import CausalLMCollator
-from loader.dataset import Run, RunDataset
+from loader.dataset import RunDataset
+from loader.loader_metrics import LoaderMetrics
+from loader.loader_state import Position, position_of, state_of
 from loader.process_rank import ProcessRank
+from loader.run import Run
+from loader.step_batches import StepBatches
 from preprocess.shard_format import UsageError
-
-Collate = Callable[[list[Any]], Any]
 
 
 class TokenLoader(DataLoader[Any]):
@@ -25,7 +25,10 @@ class TokenLoader(DataLoader[Any]):
     Every rank gets ``len(loader)`` batches, and no sample comes twice in an epoch; the samples left
     out are fewer than a global batch, others each epoch. ``set_epoch(n)`` makes the next ``iter()``
     epoch n. After a ``break``, too, the next ``iter()`` is the next epoch, from its beginning; only the
-    newest iterator may be used. ``close()``, or leaving ``with``, ends the workers.
+    newest iterator may be used. ``close()``, or leaving ``with``, ends the workers. ``metrics`` counts.
+
+    ``state_dict()`` says what was delivered, whatever was read ahead; ``load_state_dict()`` makes the
+    next ``iter()`` the rest of that epoch, on any number of ranks and workers.
 
     Do not hand it to accelerate's ``prepare``: it shares the samples out among the ranks itself.
     """
@@ -34,62 +37,91 @@ class TokenLoader(DataLoader[Any]):
         self,
         runs: RunDataset,
         *,
+        step_batches: StepBatches,
         tokenizer: Any,
-        batch_size: int,
         process_rank: ProcessRank,
-        collate_fn: Collate,
-        num_workers: int,
-        prefetch_factor: int | None,
+        fingerprint: Mapping[str, Any],
         pin_memory: bool,
-        persistent_workers: bool,
-        multiprocessing_context: Any,
+        **workers: Any,
     ) -> None:
-        workers: dict[str, Any] = {
-            "num_workers": num_workers,
-            "prefetch_factor": prefetch_factor,
-            "persistent_workers": persistent_workers,
-            "multiprocessing_context": multiprocessing_context,
-        }
         # What torch shows of a loader; batches come from self._runs, in which workers send runs.
         super().__init__(
             runs,
-            batch_size=batch_size,
+            batch_size=step_batches.batch_size,
             drop_last=True,
-            collate_fn=collate_fn,
+            collate_fn=step_batches.collate_fn,
             pin_memory=pin_memory,
             **workers,
         )
         self.tokenizer = tokenizer
         self.process_rank = process_rank
         self.order = runs.order
-        self.num_epochs_begun = 0  # so the next iter() is the epoch of this number
-        self._lanes = runs.lanes
-        self._row_tokens = runs.row_tokens
-        if num_workers:
+        self.metrics = LoaderMetrics()
+        self.fingerprint = dict(fingerprint)
+        self._batches = step_batches
+        self._row_tokens = runs.samples.row_tokens
+        self._micro_batches = len(runs.lanes) * runs.order.group // step_batches.batch_size
+        if self.num_workers:
             runs.position.share_memory_()  # type: ignore[no-untyped-call]
         self._runs = DataLoader(runs, batch_size=None, collate_fn=_as_it_is, pin_memory=False, **workers)
         self._stream: Any = None  # iterator over self._runs
-        self._stream_epoch: int | None = None  # the epoch it stands at the beginning of
+        self._stream_at: Position | None = None  # where it stands, if that is the beginning of an epoch
         self._newest = 0
         self._pins = pin_memory and torch.cuda.is_available()
+        self._delivered = Position()
+        self._next = Position()  # where the next iter() begins
 
     def __len__(self) -> int:
-        """Batches an epoch, on every rank."""
+        """Batches an epoch, on every rank; a resumed epoch gives the rest of them."""
         return self.order.steps_per_epoch * self._micro_batches
 
     @property
-    def _micro_batches(self) -> int:
-        return len(self._lanes) // int(self.batch_size or 1)
+    def _layout(self) -> dict[str, int]:
+        return {"world_size": self.process_rank.world_size, "batch_size": self._batches.batch_size}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the loop got so far: a few integers and the fingerprint of data and order.
+
+        Save it with the optimizer's step: the batch that the loop holds counts as delivered.
+        """
+        return state_of(self._delivered, self.fingerprint, self._layout)
+
+    def state_at(self, step: int) -> dict[str, Any]:
+        """The state after ``step`` global batches, counted through all epochs from 0. Changes nothing.
+
+        For loops that something fetches ahead for: their own step says what was trained.
+        """
+        if step < 0:
+            raise UsageError(f"step is {step}, expected the number of global batches trained, 0 or more")
+        epoch, in_epoch = divmod(step, self.order.steps_per_epoch)
+        return state_of(Position(epoch=epoch, step=in_epoch), self.fingerprint, self._layout)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make the next ``iter()`` go on behind what ``state`` says was delivered. Reads nothing.
+
+        Raises OtherRun, OtherTokenizer, UsageError or BrokenShard; see loader_state.py.
+        """
+        position = position_of(state, self.fingerprint, self._layout, self.order.steps_per_epoch)
+        if position.num_micro >= self._micro_batches:
+            raise UsageError(f"the state has {position.num_micro} batches of a step of {self._micro_batches}")
+        self._newest += 1
+        self._end_unless_persistent()
+        self._delivered = self._next = position
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next ``iter()`` this epoch; all ranks must."""
-        self.num_epochs_begun = epoch
+        """Make the next ``iter()`` this epoch; all ranks must.
+
+        Of the epoch that a state was just loaded for it gives the rest, so that a loop which calls
+        ``set_epoch`` before each epoch resumes rightly.
+        """
+        if epoch != self._next.epoch:
+            self._delivered = self._next = Position(epoch=epoch)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        epoch = self.num_epochs_begun
-        self.num_epochs_begun += 1
+        start, self._next = self._next, Position(epoch=self._next.epoch + 1)
         self._newest += 1
-        return self._epoch_batches(epoch, self._newest)
+        self._delivered = start
+        return self._epoch_batches(start, self._newest)
 
     def __enter__(self) -> TokenLoader:
         return self
@@ -103,39 +135,44 @@ class TokenLoader(DataLoader[Any]):
         self._end_stream()
 
     def _end_stream(self) -> None:
-        stream, self._stream, self._stream_epoch = self._stream, None, None
+        stream, self._stream, self._stream_at = self._stream, None, None
         self._runs._iterator = None  # noqa: SLF001  torch has no public way to end persistent workers
         if hasattr(stream, "_shutdown_workers"):
             stream._shutdown_workers()  # noqa: SLF001
 
-    def _seek(self, epoch: int, step: int) -> None:
+    def _end_unless_persistent(self) -> None:
+        if self.num_workers and not self.persistent_workers:
+            self._end_stream()
+
+    def _seek(self, position: Position) -> None:
         """Make the stream deliver from a position on; persistent workers are sent there."""
-        position = self._runs.dataset.position  # type: ignore[attr-defined]
-        position[0], position[1] = epoch, step
+        shared = self._runs.dataset.position  # type: ignore[attr-defined]
+        shared[0], shared[1] = position.epoch, position.step
         self._stream = iter(self._runs)
 
-    def _epoch_batches(self, epoch: int, turn: int) -> Iterator[Any]:
+    def _epoch_batches(self, start: Position, turn: int) -> Iterator[Any]:
         self._check_newest(turn)
-        if self._stream_epoch != epoch:
-            self._seek(epoch, 0)
-        self._stream_epoch = None
-        step, last_step = 0, self.order.steps_per_epoch
+        if self._stream_at != start or start.num_micro:
+            self._seek(start)
+        self._stream_at = None
+        position = start
         try:
-            while step < last_step:
+            while position.epoch == start.epoch:
                 runs = self._next_runs()
                 for number in range(runs[0].num_steps):
-                    step += 1
-                    for batch in self._step_batches(runs, number):
-                        yield batch
+                    for batch in self._batches.cut(runs, number, position.num_micro, self.metrics):
+                        position = position.after(self._micro_batches, self.order.steps_per_epoch)
+                        self._delivered = position
+                        yield pinned(batch) if self._pins else batch  # type: ignore[no-untyped-call]
                         self._check_newest(turn)
-            self._stream_epoch = epoch + 1
+            self._stream_at = position
         except Exception:
             if turn == self._newest:
                 self._end_stream()
             raise
         finally:
-            if turn == self._newest and not self.persistent_workers:
-                self._end_stream()
+            if turn == self._newest:
+                self._end_unless_persistent()
 
     def _check_newest(self, turn: int) -> None:
         if turn != self._newest:
@@ -145,45 +182,13 @@ class TokenLoader(DataLoader[Any]):
 
     def _next_runs(self) -> list[Run]:
         """The next run of every worker, in the order of their lanes."""
-        if not self.num_workers:
-            return [next(self._stream)]
-        return [Run.unpack(next(self._stream), self._row_tokens) for _ in range(self.num_workers)]
-
-    def _step_batches(self, runs: list[Run], number: int) -> Iterator[Any]:
-        """The rank's part of a global batch, cut into micro-batches."""
-        size = int(self.batch_size or 1)
-        rows: Any
-        lengths: npt.NDArray[Any] | None = None
-        if not self._row_tokens:
-            rows = [row for run in runs for row in run.rows(number)]
-        else:
-            rows = _widened([run.ids[:, number] for run in runs])
-            if not all(run.is_full(self._row_tokens) for run in runs):
-                lengths = np.concatenate([run.lengths[:, number] for run in runs])
-        for first in range(0, len(rows), size):
-            part = slice(first, first + size)
-            yield self._pinned(self._collated(rows[part], None if lengths is None else lengths[part]))
-
-    def _collated(self, rows: Any, lengths: npt.NDArray[Any] | None) -> Any:
-        if isinstance(self.collate_fn, CausalLMCollator):
-            pad = self.collate_fn
-            return pad.mask_rows(rows, lengths) if self._row_tokens else pad.pad_rows(rows)
-        if lengths is not None:
-            rows = [row[:length] for row, length in zip(rows, lengths.tolist(), strict=True)]
-        return self.collate_fn([{"input_ids": row.tolist()} for row in rows])
-
-    def _pinned(self, batch: Any) -> Any:
-        return pinned(batch) if self._pins else batch  # type: ignore[no-untyped-call]
-
-
-def _widened(parts: list[npt.NDArray[np.int32]]) -> npt.NDArray[np.int64]:
-    """Parts of a batch -> int64[batch, row_tokens], a fresh array."""
-    rows = np.empty((sum(map(len, parts)), parts[0].shape[1]), np.int64)
-    first = 0
-    for part in parts:
-        rows[first : first + len(part)] = part
-        first += len(part)
-    return rows
+        began = time.perf_counter()
+        runs = [next(self._stream) for _ in range(max(self.num_workers, 1))]
+        self.metrics.wait_s += time.perf_counter() - began
+        if self.num_workers:
+            runs = [Run.unpack(run, self._row_tokens) for run in runs]
+        self.metrics.num_cut_tokens += sum(run.num_cut for run in runs)
+        return runs
 
 
 def _as_it_is(run: Any) -> Any:

@@ -60,6 +60,12 @@ def _check_same(dataset: DatasetShards, own: Path | None, model_id: str, given: 
     )
 
 
+def fingerprint_of(shards: ShardSet, tokenizer: Any) -> str:
+    """The fingerprint of the tokenizer that made the ids; computed only where no manifest has it."""
+    datasets = shards.datasets
+    return datasets[0].spec.tokenizer.fingerprint if datasets else _fingerprint(tokenizer)
+
+
 def _fingerprint(tokenizer: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return "of a slow tokenizer" if backend is None else tokenizer_fingerprint(backend.to_str())

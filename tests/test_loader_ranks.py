@@ -1,4 +1,4 @@
-"""Real process groups: every rank gets equally many batches, and together they see each sample once."""
+"""Real process groups: equal batches a rank, each sample once, the same global batches everywhere."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,43 +17,68 @@ from transformers import PreTrainedTokenizerFast
 
 NUM_SAMPLES, GLOBAL_BATCH = 107, 8
 NUM_SHARDS = 3  # fewer than ranks x workers
-EPOCHS = 2
+STEPS = NUM_SAMPLES // GLOBAL_BATCH
+STOP = 17  # of 26 steps in two epochs
 
-# No RANK or WORLD_SIZE is set, so the process group alone tells the ranks; spawned workers have none.
+# The libraries are imported once, then each world is forked. No RANK or WORLD_SIZE is set, so the process
+# group alone tells the ranks, and spawned workers know nothing of it.
 SCRIPT = """
-import datetime, json, sys
+import datetime, hashlib, json, multiprocessing, sys
+import torch
 import torch.distributed as dist
+from loader import get_llama3_dataloader
+
+torch.set_num_threads(1)
+DATA, OUT = sys.argv[1:3]
+
+def rank_of_a_world(rank, world, name, workers, method, first, last, state, options):
+    limit = datetime.timedelta(seconds=60)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{OUT}/store-{name}", rank=rank, world_size=world, timeout=limit
+    )
+    loader = get_llama3_dataloader(
+        DATA, 8 // world, DATA, num_workers=workers, multiprocessing_context=method, seed=5, **options
+    )
+    assert loader.process_rank.source == "torch.distributed", loader.process_rank
+    if state:
+        loader.load_state_dict(state)
+    parts, step = [], first
+    while step < last:
+        for batch in loader:
+            dist.all_reduce(torch.ones(1))  # hangs, and fails after the limit, where ranks are uneven
+            pairs = zip(batch["input_ids"], batch["attention_mask"])
+            parts.append([ids[:mask.sum()].tolist() for ids, mask in pairs])
+            step += 1
+            if step == last:
+                break
+    saved = loader.state_dict()
+    loader.close()
+    everyone = [None] * world
+    dist.all_gather_object(everyone, (parts, saved))
+    if rank == 0:
+        steps = [[ids for part in step for ids in part] for step in zip(*(each[0] for each in everyone))]
+        digests = [hashlib.sha256(json.dumps(step).encode()).hexdigest() for step in steps]
+        with open(f"{OUT}/{name}.json", "w") as file:
+            json.dump({"digests": digests, "steps": steps, "states": [each[1] for each in everyone]}, file)
+    dist.destroy_process_group()
 
 def main():
-    rank, world, store, data, out = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6]
-    limit = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
-    import torch
-    from loader import get_llama3_dataloader
-
-    found = {}
-    for workers in (0, 2):
-        method = "spawn" if workers and world == 2 else "fork" if workers else None
-        loader = get_llama3_dataloader(
-            data, 8 // world, data, num_workers=workers, multiprocessing_context=method, seed=5
-        )
-        assert loader.process_rank.source == "torch.distributed", loader.process_rank
-        epochs = []
-        for epoch in range(2):
-            steps = []
-            for batch in loader:
-                dist.all_reduce(torch.ones(1))  # hangs, and fails after the limit, where ranks are uneven
-                steps.append(batch["input_ids"][:, 0].tolist())
-            assert len(steps) == len(loader)
-            epochs.append(steps)
-        loader.close()
-        found[workers] = epochs
-    everyone = [None] * world
-    dist.all_gather_object(everyone, found)
-    if rank == 0:
-        with open(out, "w") as file:
-            json.dump(everyone, file)
-    dist.destroy_process_group()
+    fork = multiprocessing.get_context("fork")
+    for run in json.loads(sys.argv[3]):
+        state = None
+        if run["after"]:
+            with open(f"{OUT}/{run['after']}.json") as file:
+                state = json.load(file)["states"][0]
+        rest = [run[key] for key in ("world", "name", "workers", "method", "first", "last")]
+        ranks = [
+            fork.Process(target=rank_of_a_world, args=(rank, *rest, state, run["options"]))
+            for rank in range(run["world"])
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        assert [process.exitcode for process in ranks] == [0] * run["world"], run
 
 if __name__ == "__main__":
     main()
@@ -75,8 +100,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_world(world: int, data: Path, folder: Path) -> list[dict[str, list[list[list[int]]]]]:
-    """What each rank of a gloo group of ``world`` processes got: [rank][workers][epoch][step] -> samples."""
+def run_of(name: str, world: int, workers: int = 0, method: str | None = None, **more: Any) -> dict[str, Any]:
+    run = {"first": 0, "last": 2 * STEPS, "after": "", "options": {}, **more}
+    return {"name": name, "world": world, "workers": workers, "method": method, **run}
+
+
+def run_worlds(data: Path, folder: Path, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """What each run gave: sha256 of every global batch, its samples, and each rank's last state."""
     script = folder / "ranks.py"
     script.write_text(SCRIPT)
     environ = {
@@ -84,37 +114,39 @@ def run_world(world: int, data: Path, folder: Path) -> list[dict[str, list[list[
         for name, value in os.environ.items()
         if name not in {"RANK", "WORLD_SIZE"} and not name.startswith("SLURM_")
     }
-    environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, str(script)]
-    paths = [str(folder / f"store-{world}"), str(data), str(folder / f"out-{world}.json")]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(world), *paths], env=environ, stderr=subprocess.PIPE)
-        for rank in range(world)
-    ]
-    errors = [process.communicate(timeout=200)[1].decode() for process in processes]
-    assert all(process.returncode == 0 for process in processes), "\n".join(errors)
-    found: list[dict[str, list[list[list[int]]]]] = json.loads(Path(paths[2]).read_text())
-    return found
+    environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, str(script), str(data), str(folder), json.dumps(runs)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=250)
+    assert done.returncode == 0, done.stderr
+    return {run["name"]: json.loads((folder / f"{run['name']}.json").read_text()) for run in runs}
 
 
-def test_worlds_of_1_2_and_4_get_equal_batches_each_sample_once_and_the_same_global_batches(
+def test_worlds_of_1_2_4_and_8_get_equal_batches_each_sample_once_and_the_same_global_batches(
     data: Path, tmp_path: Path
 ) -> None:
-    steps = NUM_SAMPLES // GLOBAL_BATCH
-    global_batches = set()
-    for world in (1, 2, 4):
-        ranks = run_world(world, data, tmp_path)
-        assert len(ranks) == world
-        for workers in ("0", "2"):
-            joined = []
-            for epoch in range(EPOCHS):
-                per_rank = [rank[workers][epoch] for rank in ranks]
-                assert [len(each) for each in per_rank] == [steps] * world
-                assert {len(batch) for each in per_rank for batch in each} == {GLOBAL_BATCH // world}
-                seen = [sample for each in per_rank for batch in each for sample in batch]
-                assert len(seen) == len(set(seen)) == steps * GLOBAL_BATCH == NUM_SAMPLES - 3
-                assert set(seen) < set(range(NUM_SAMPLES))
-                joined.append([list(chain(*parts)) for parts in zip(*per_rank, strict=True)])
-            assert joined[0] != joined[1]
-            global_batches.add(str(joined))
-    assert len(global_batches) == 1
+    """A run that stops in its second epoch on world 4 goes on alike on 2 and 8, workers or not."""
+    runs = [
+        run_of("one", 1),
+        run_of("one with workers", 1, 2, "fork"),
+        run_of("two, spawned", 2, 1, "spawn"),
+        run_of("four", 4),
+        run_of("four with workers", 4, 2, "fork"),
+        run_of("eight", 8),
+        run_of("stopped on four", 4, 1, "fork", last=STOP),
+        run_of("resumed on two", 2, 2, "fork", first=STOP, after="stopped on four"),
+        run_of("resumed on eight", 8, first=STOP, after="stopped on four"),
+    ]
+    found = run_worlds(data, tmp_path, runs)
+    unbroken = found["one"]["digests"]
+    assert len(unbroken) == 2 * STEPS
+    assert len(set(unbroken)) == 2 * STEPS
+    for run in runs:
+        assert found[run["name"]]["digests"] == unbroken[run["first"] : run["last"]], run["name"]
+        states = found[run["name"]]["states"]
+        assert all(state == states[0] for state in states), "every rank may save its state, or one for all"
+    assert found["resumed on two"]["states"][0] == found["one"]["states"][0]
+    steps = found["eight"]["steps"]
+    for first in (0, STEPS):
+        seen = [sample[0] for step in steps[first : first + STEPS] for sample in step]
+        assert len(seen) == len(set(seen)) == NUM_SAMPLES - 3
+        assert set(seen) < set(range(NUM_SAMPLES))

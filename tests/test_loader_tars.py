@@ -14,11 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import webdataset
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from loader import get_llama3_dataloader
 from loader.input_paths import expand_braces, find_inputs
+from loader.json_ids import parse_id_lists
 from loader.tar_samples import scan_tar
 from preprocess.shard_format import BrokenShard, NotFound, ShardprepError, UnknownMember, UsageError
 
@@ -156,8 +159,8 @@ def test_a_pattern_naming_a_shard_that_does_not_exist_names_it(tars: list[Path])
         ("nowhere", NotFound, "nowhere does not exist"),
         ("no-*.tar", NotFound, "does not exist"),
         ("part-{x}.tar", UsageError, "expected {00000..00009} or {a,b}"),
-        ("s3://bucket/shard-00000.tar", NotFound, "no local file"),
-        ("pipe:cat x.tar", NotFound, "no local file"),
+        ("s3://bucket/shard-00000.tar", UsageError, "no local file; pass cache_dir="),
+        ("pipe:cat x.tar", UsageError, "no local file; pass cache_dir="),
     ],
 )
 def test_names_of_nothing_are_refused(
@@ -340,7 +343,7 @@ def test_npy_that_holds_no_ids_is_refused(tmp_path: Path, model: str, array: np.
 def test_a_tar_that_changed_since_it_was_scanned_is_refused(tars: list[Path], model: str) -> None:
     with get_llama3_dataloader(tars, 3, model, num_workers=0) as loader:
         write_tar(tars[1], [[number] * 5000 for number in range(6)])
-        with pytest.raises(BrokenShard, match=r"part-01\.tar has .* bytes, it had"):
+        with pytest.raises(BrokenShard, match=r"part-01\.tar has .* bytes; it changed since it was scanned"):
             list(loader)
 
 
@@ -351,6 +354,38 @@ def test_an_error_in_a_worker_keeps_its_class_and_its_message(tmp_path: Path, mo
     with pytest.raises(ShardprepError, match=r"sample 2 of .*a\.tar holds no JSON list") as error:
         batches(tmp_path / "a.tar", model, batch_size=2, num_workers=2)
     assert type(error.value) is BrokenShard
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 10**8 - 1) | st.integers(0, 9)), min_size=1),
+    st.sampled_from([", ", ","]),
+)
+def test_json_lists_are_read_without_json_as_json_reads_them(lists: list[list[int]], comma: str) -> None:
+    texts = [json.dumps(ids, separators=(comma, "")).encode() for ids in lists]
+    found = parse_id_lists([memoryview(text) for text in texts])
+    assert found is not None
+    counts, ids = found
+    assert counts.tolist() == [len(ids) for ids in lists]
+    assert ids.tolist() == [number for ids in lists for number in ids]
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(st.text("[]0123456789, -.e", max_size=12), min_size=1, max_size=4))
+@example(["[1 2,]"])
+@example(["[,1 2]"])
+@example(["[1,,2]"])
+@example(["[1,2", "3]"])
+@example(["[1]]", "[[2]"])
+@example(["[123456789]"])
+def test_what_is_read_without_json_is_json(texts: list[str]) -> None:
+    found = parse_id_lists([memoryview(text.encode()) for text in texts])
+    if found is None:
+        return
+    for text, count in zip(texts, found[0].tolist(), strict=True):
+        text = re.sub(r"\b0+(?=\d)", "", text)  # zeros in front change no number, though JSON forbids them
+        assert len(json.loads(text)) == count
+    assert found[1].tolist() == [n for text in texts for n in json.loads(re.sub(r"\b0+(?=\d)", "", text))]
 
 
 def test_empty_documents_and_the_batch_of_one_load(tmp_path: Path, model: str) -> None:

@@ -1,0 +1,52 @@
+"""Documents cut into pieces of at most ``max_length`` tokens, each a sample."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from loader.open_shard import OpenShard
+from loader.shard_reader import ShardReader
+from loader.shard_set import ShardSet
+
+
+class DocumentPieces:
+    """Numbers the pieces through all shards, in order; an empty document is one empty piece.
+
+    Making it opens every shard for its idx: 0.1 ms a shard and 1 ns a document, files cached. A document
+    of n pieces is decoded n times an epoch.
+    """
+
+    def __init__(self, shards: ShardSet, max_length: int) -> None:
+        self.max_length = max_length
+        self._shards = shards
+        reader = ShardReader(shards)
+        counts = [int(self._ends(reader.opened(number))[-1]) for number in range(shards.num_shards)]
+        reader.close()
+        self._first = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])  # piece of each shard
+
+    @property
+    def num_samples(self) -> int:
+        return int(self._first[-1])
+
+    def locate(
+        self, reader: ShardReader, pieces: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """int64[n] pieces -> int64[n] documents, counted through all shards, and their first token."""
+        documents, first = np.empty_like(pieces), np.empty_like(pieces)
+        shard = np.searchsorted(self._first, pieces, side="right") - 1
+        for number in np.unique(shard).tolist():
+            here = shard == number
+            ends = self._ends(reader.opened(number))
+            local = pieces[here] - self._first[number]
+            document = np.searchsorted(ends, local, side="right") - 1
+            documents[here] = document + self._shards.first_sample[number]
+            first[here] = (local - ends[document]) * self.max_length
+        return documents, first
+
+    def _ends(self, shard: OpenShard) -> npt.NDArray[np.int64]:
+        """Sums of a shard's pieces, from 0: int64[documents + 1]."""
+        if "pieces" not in shard.sums:
+            counts = np.maximum(-(-shard.num_tokens // self.max_length), 1)
+            shard.sums["pieces"] = np.concatenate([[0], np.cumsum(counts)])
+        return shard.sums["pieces"]

@@ -1,0 +1,212 @@
+"""What a user names -> the shards of a run. A folder is a whole data set; shards can be excluded by name.
+
+Shards of our data sets are known by manifest or index.json and opened when needed; tars of others
+are scanned here, once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from loader.excluded_shards import ExcludedShards
+from loader.input_paths import InputShards, find_inputs
+from loader.shard_set import DatasetShards, ForeignTar, ShardSet
+from loader.tar_samples import scan_tar
+from preprocess.shard_format import (
+    INDEX_NAME,
+    PLAN_NAME,
+    DatasetIndex,
+    NotFound,
+    OtherTokenizer,
+    TokenizerSpec,
+    UsageError,
+    id_ranges,
+    manifest_path,
+    merge_manifests,
+    read_index,
+    read_manifest,
+    shard_name,
+)
+
+_SHARD_TAR = re.compile(r"shard-(\d{5})\.tar")
+_MANIFESTS = "shard-[0-9][0-9][0-9][0-9][0-9].json"
+_INDEX_START = re.compile(rb'\{\s*"format":\s*"shardprep-index"')
+
+
+def find_shards(
+    input_shards: InputShards,
+    *,
+    exclude_shards: Iterable[int | str | os.PathLike[str]] = (),
+    cache_dir: str | os.PathLike[str] | None = None,
+    count_tokens: bool = False,
+) -> ShardSet:
+    """Find what a user named, without what is excluded; an incomplete folder is refused.
+
+    ``count_tokens``: tars without an idx are read once for the lengths of their samples. Raises NotFound,
+    MissingShard, BrokenShard, UnknownVersion, UnknownMember, UsageError, or OtherTokenizer where data
+    sets of different tokenizers are mixed.
+    """
+    excluded = ExcludedShards(exclude_shards)
+    finder = _Finder(excluded, count_tokens)
+    for path in find_inputs(input_shards, cache_dir):
+        finder.add(path)
+    excluded.check_all_found()
+    shards = ShardSet(finder.sources())
+    _check_same_tokenizer(shards.datasets)
+    _check_once(shards.datasets)
+    if shards.num_samples == 0:
+        raise UsageError(f"{input_shards} holds no sample that is not excluded")
+    return shards
+
+
+class _Finder:
+    def __init__(self, excluded: ExcludedShards, count_tokens: bool) -> None:
+        self._excluded = excluded
+        self._count_tokens = count_tokens
+        self._sources: list[DatasetShards | ForeignTar] = []
+        self._of_folder: dict[str, list[int]] = {}  # shards named one by one, of our data sets
+        self._is_dataset: dict[str, bool] = {}
+
+    def add(self, path: str) -> None:
+        folder, name = os.path.split(path)
+        shard_id = self._our_shard_id(folder, name)
+        if shard_id is not None:
+            shard_ids = self._of_folder.setdefault(folder, [])
+            if not self._excluded.has(path, shard_id):
+                shard_ids.append(shard_id)
+        elif name == INDEX_NAME:
+            self._sources.append(self._whole(Path(folder)))
+        elif name.endswith(".tar"):
+            self._add_foreign(path)
+        elif Path(path).is_dir():
+            self._add_folder(Path(path))
+        else:
+            raise UsageError(
+                f"{path} is neither a tar, a folder nor an {INDEX_NAME}; name tars as in "
+                f"{Path(folder) / 'shard-*.tar'}, and decompress .tar.gz files first"
+            )
+
+    def sources(self) -> list[DatasetShards | ForeignTar]:
+        named = [(Path(folder), shard_ids) for folder, shard_ids in self._of_folder.items() if shard_ids]
+        return [*self._sources, *(_some_shards(folder, shard_ids) for folder, shard_ids in named)]
+
+    def _our_shard_id(self, folder: str, name: str) -> int | None:
+        """The number of a tar that belongs to a data set of ours."""
+        match = _SHARD_TAR.fullmatch(name)
+        if match is None:
+            return None
+        shard_id = int(match[1])
+        if folder not in self._is_dataset:
+            self._is_dataset[folder] = _has_index(Path(folder)) or (Path(folder) / PLAN_NAME).exists()
+        if self._is_dataset[folder]:
+            return shard_id
+        return shard_id if manifest_path(Path(folder), shard_id).exists() else None
+
+    def _add_folder(self, folder: Path) -> None:
+        if _is_ours(folder):
+            self._sources.append(self._whole(folder))
+            return
+        tars = sorted(folder.glob("*.tar"))
+        if not tars:
+            raise NotFound(f"{folder} holds no shards: no {INDEX_NAME}, no manifest and no .tar")
+        for path in tars:
+            self._add_foreign(str(path))
+
+    def _add_foreign(self, path: str) -> None:
+        if self._excluded.has(path, None):
+            return
+        samples = scan_tar(Path(path), count_tokens=self._count_tokens)
+        self._sources.append(
+            ForeignTar(path=Path(path), samples=samples, tar_bytes=Path(path).stat().st_size)
+        )
+
+    def _whole(self, folder: Path) -> DatasetShards:
+        if not self._excluded:
+            return _rows(folder, read_index(folder))
+        manifests = sorted(folder.glob(_MANIFESTS))
+        if _has_index(folder) or not manifests:
+            num_shards = read_index(folder).spec.num_shards
+        else:
+            num_shards = read_manifest(folder, int(manifests[0].stem[-5:])).spec.num_shards
+        kept = [
+            shard_id
+            for shard_id in range(num_shards)
+            if not self._excluded.has(f"{folder / shard_name(shard_id)}.tar", shard_id)
+        ]
+        if not kept:
+            raise UsageError(f"exclude_shards names all {num_shards} shards of {folder}")
+        return _some_shards(folder, kept)
+
+
+def _is_ours(folder: Path) -> bool:
+    return _has_index(folder) or (folder / PLAN_NAME).exists() or any(folder.glob(_MANIFESTS))
+
+
+def _has_index(folder: Path) -> bool:
+    """Whether there is an index.json, and it is ours: others write files of that name, too."""
+    try:
+        with (folder / INDEX_NAME).open("rb") as file:
+            return _INDEX_START.match(file.read(200)) is not None
+    except FileNotFoundError:
+        return False
+
+
+def _some_shards(folder: Path, shard_ids: list[int]) -> DatasetShards:
+    """The shards of a data set that were named one by one; the others need not be there."""
+    if not _has_index(folder):
+        index = merge_manifests(read_manifest(folder, shard_id) for shard_id in shard_ids)
+        return _rows(folder, index, np.array(shard_ids), rows=np.arange(len(shard_ids)))
+    index = read_index(folder)
+    beyond = [shard_id for shard_id in shard_ids if shard_id >= len(index.columns)]
+    if beyond:
+        raise NotFound(
+            f"{folder / INDEX_NAME} lists {len(index.columns)} shards, so shard {id_ranges(beyond)} is not "
+            "one of them; take it out of the folder or out of input_shards"
+        )
+    return _rows(folder, index, np.array(shard_ids), rows=np.array(shard_ids))
+
+
+def _rows(
+    folder: Path,
+    index: DatasetIndex,
+    shard_ids: npt.NDArray[np.int64] | None = None,
+    rows: npt.NDArray[np.int64] | None = None,
+) -> DatasetShards:
+    every = np.arange(len(index.columns))
+    rows = every if rows is None else rows
+    return DatasetShards(
+        folder=folder,
+        spec=index.spec,
+        shard_ids=every if shard_ids is None else shard_ids,
+        num_samples=index.column("num_samples")[rows],
+        num_tokens=index.column("num_tokens")[rows],
+        tar_bytes=index.column("tar_bytes")[rows],
+        tar_sha256=np.array(index.tar_sha256)[rows],
+    )
+
+
+def _check_same_tokenizer(datasets: list[DatasetShards]) -> None:
+    seen: dict[str, tuple[Path, TokenizerSpec]] = {}
+    for dataset in datasets:
+        seen.setdefault(dataset.spec.tokenizer.fingerprint, (dataset.folder, dataset.spec.tokenizer))
+    if len(seen) > 1:
+        found = "; ".join(
+            f"{folder} was made with {spec.model_id} ({spec.fingerprint[:12]})"
+            for folder, spec in seen.values()
+        )
+        raise OtherTokenizer(f"{found}; token ids of different tokenizers cannot be mixed: prepare one again")
+
+
+def _check_once(datasets: list[DatasetShards]) -> None:
+    """A shard named both by itself and by its folder would be seen twice."""
+    seen: set[Path] = set()
+    for dataset in datasets:
+        if dataset.folder in seen:
+            raise UsageError(f"{dataset.folder} is named as a folder and by its shards; name it once")
+        seen.add(dataset.folder)

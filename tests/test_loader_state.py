@@ -1,0 +1,282 @@
+"""Stop anywhere, resume anywhere: the state, what it counts and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from loader import TokenLoader, get_llama3_dataloader
+from loader.loader_state import OtherRun, Position
+from preprocess.shard_format import BrokenShard, OtherTokenizer, UsageError
+from preprocess.train_tokenizer import train_tokenizer
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+GLOBAL_BATCH = 8
+
+
+@pytest.fixture(scope="module")
+def forms(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The sample text as documents and as packed rows, and loader options that make samples of them."""
+    root = tmp_path_factory.mktemp("forms")
+    for name, options in (("documents", {}), ("packed", {"record": "packed", "seq_len": 32})):
+        prep.plan(sample_dir, root / name, num_shards=3, **options)
+        prep.make(root / name)
+    return {
+        "documents": (root / "documents", {}),
+        "packed": (root / "packed", {"boundaries": "segment_ids"}),
+        "packed at load": (root / "documents", {"seq_len": 64}),
+        "split": (root / "documents", {"max_length": 20, "long_documents": "split"}),
+    }
+
+
+def load(form: tuple[Path, dict[str, Any]], world: int = 1, rank: int = 0, **options: Any) -> TokenLoader:
+    folder, own = form
+    options = {"num_workers": 0, "global_batch_size": GLOBAL_BATCH, "seed": 3, **own, **options}
+    batch_size = options.pop("batch_size", GLOBAL_BATCH // world)
+    return get_llama3_dataloader(folder, batch_size, rank=rank, world_size=world, **options)
+
+
+def shown(batch: Any) -> list[list[int]]:
+    """A batch's samples without padding."""
+    return [
+        ids[: int(mask.sum())].tolist()
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ]
+
+
+def run(form: Any, epochs: int = 2, **options: Any) -> list[list[list[int]]]:
+    """Global batches from the beginning."""
+    with load(form, **options) as loader:
+        return [shown(batch) for _ in range(epochs) for batch in loader]
+
+
+FORMS = ["documents", "packed", "packed at load", "split"]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_state_from_any_step_resumes_on_any_world_and_number_of_workers(forms: Any, name: str) -> None:
+    whole = run(forms[name])
+    steps = len(whole) // 2
+    rng = random.Random(name)
+    for step in [0, 1, steps - 1, steps, *(rng.randrange(2 * steps) for _ in range(4))]:
+        with load(forms[name]) as loader:
+            state = json.loads(json.dumps(loader.state_at(step)))
+        world, workers = rng.choice([1, 2, 4, 8]), rng.choice([0, 0, 1, 3])
+        parts = []
+        for rank in range(world):
+            with load(forms[name], world, rank, num_workers=workers) as loader:
+                loader.load_state_dict(state)
+                rest = (batch for _ in range(2) for batch in loader)  # this epoch's, and the next epoch
+                parts.append([shown(batch) for batch, _ in zip(rest, range(20), strict=False)])
+        joined = [[ids for part in step_parts for ids in part] for step_parts in zip(*parts, strict=True)]
+        assert joined[: 2 * steps - step] == whole[step : step + 20]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("persistent", [True, False])
+def test_the_state_counts_what_the_loop_got_and_not_what_was_read_ahead(
+    forms: Any, workers: int, persistent: bool
+) -> None:
+    with load(forms["documents"], num_workers=workers, persistent_workers=persistent) as loader:
+        steps = len(loader)
+        assert loader.state_dict() == loader.state_at(0)
+        for number, _ in zip(range(steps + 3), (batch for _ in range(2) for batch in loader), strict=False):
+            assert loader.state_dict() == loader.state_at(number + 1)
+
+
+def test_one_loader_goes_back_and_forth_between_states(forms: Any) -> None:
+    whole = run(forms["documents"], epochs=1)
+    for options in ({}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": False}):
+        with load(forms["documents"], **options) as loader:
+            for step in (5, 0, len(whole) - 1, 2):
+                loader.load_state_dict(loader.state_at(step))
+                found = [shown(batch) for _, batch in zip(range(4), loader, strict=False)]
+                assert found == whole[step : step + 4]
+
+
+def test_a_loop_that_sets_the_epoch_it_resumes_in_still_resumes(forms: Any) -> None:
+    with load(forms["documents"]) as loader:
+        steps = len(loader)
+        epochs = [[shown(batch) for batch in loader] for _ in range(3)]
+        loader.load_state_dict(loader.state_at(steps + 7))
+        found = []
+        for number in (1, 2):
+            loader.set_epoch(number)
+            found.append([shown(batch) for batch in loader])
+        assert found == [epochs[1][7:], epochs[2]]
+
+
+def test_inside_of_a_step_a_state_resumes_with_its_own_layout_only(forms: Any) -> None:
+    options = {"batch_size": 2, "world": 1}
+    whole = run(forms["documents"], **options)
+    with load(forms["documents"], **options) as loader:
+        batches = iter(loader)
+        for _ in range(4 * 5 + 3):
+            next(batches)
+        state = loader.state_dict()
+        assert (state["step"], state["num_micro"]) == (5, 3)
+    with load(forms["documents"], **options, num_workers=2) as loader:
+        loader.load_state_dict(state)
+        assert [shown(batch) for batch in loader] == whole[23 : len(whole) // 2]
+    with (
+        load(forms["documents"], world=2, batch_size=2) as loader,
+        pytest.raises(UsageError, match=r"after 3 batches of .*save it after the optimizer's step"),
+    ):
+        loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"seed": 4}, "seed 3 in the state, 4 here"),
+        ({"global_batch_size": 16, "batch_size": 16}, "global_batch_size 8 in the state, 16 here"),
+        ({"max_length": 9}, "max_length 0 in the state, 9 here"),
+        ({"seq_len": 64}, "seq_len 0 in the state, 64 here"),
+        ({"group_by_length": 4}, "group_by_length 1 in the state, 4 here"),
+        ({"shuffle": False}, "shuffle True in the state, False here"),
+        ({"exclude_shards": [1]}, r"data '.{12}' in the state, '.{12}' here \(these are other shards"),
+    ],
+)
+def test_a_state_of_another_order_is_refused_naming_what_differs(
+    forms: Any, changed: Any, named: str
+) -> None:
+    with load(forms["documents"]) as loader:
+        state = loader.state_at(3)
+    with load(forms["documents"], **changed) as loader, pytest.raises(OtherRun, match=named):
+        loader.load_state_dict(state)
+
+
+def test_a_moved_data_set_resumes_and_another_one_or_another_tokenizer_is_refused(
+    forms: Any, prep: Any, sample_dir: Path, tmp_path: Path
+) -> None:
+    folder, _ = forms["documents"]
+    with load(forms["documents"]) as loader:
+        state = loader.state_at(3)
+    moved = shutil.copytree(folder, tmp_path / "moved")
+    with load((moved, {})) as loader:
+        loader.load_state_dict(state)
+    prep.plan(sample_dir, tmp_path / "other", num_shards=3, append_eos=True)
+    prep.make(tmp_path / "other")
+    with load((tmp_path / "other", {})) as loader, pytest.raises(OtherRun, match="data '"):
+        loader.load_state_dict(state)
+    with load(forms["documents"]) as loader:
+        state["fingerprint"]["tokenizer"] = "0" * 64
+        with pytest.raises(OtherTokenizer, match="tokenizer '000000000000' in the state"):
+            loader.load_state_dict(state)
+
+
+def test_what_is_no_state_is_refused(forms: Any) -> None:
+    with load(forms["documents"]) as loader:
+        for wrong in ({}, {"format": "other"}, {**loader.state_at(0), "step": 10**6}):
+            with pytest.raises(BrokenShard):
+                loader.load_state_dict(wrong)
+        with pytest.raises(UsageError, match="step is -1"):
+            loader.state_at(-1)
+
+
+def test_a_state_is_a_few_numbers_that_torch_saves_and_never_a_path(forms: Any, tmp_path: Path) -> None:
+    with load(forms["documents"]) as loader:
+        state = loader.state_at(11)
+        torch.save(state, tmp_path / "state.pt")
+        assert torch.load(tmp_path / "state.pt", weights_only=True) == state
+        assert len(json.dumps(state)) < 800
+        assert str(forms["documents"][0]) not in json.dumps(state)
+
+
+def test_loading_a_state_reads_nothing_and_the_first_batch_comes_at_once(forms: Any) -> None:
+    with load(forms["documents"]) as loader:
+        steps = len(loader)
+        next(iter(loader))
+        taken = []
+        for step in range(0, steps, 7):
+            began = time.perf_counter()
+            loader.load_state_dict(loader.state_at(step))
+            next(iter(loader))
+            taken.append(time.perf_counter() - began)
+    assert sorted(taken)[len(taken) // 2] < 0.05
+
+
+def test_positions_follow_each_other_through_micro_batches_steps_and_epochs() -> None:
+    position, seen = Position(), []
+    for _ in range(8):
+        seen.append((position.epoch, position.step, position.num_micro))
+        position = position.after(2, 3)
+    assert seen == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0), (1, 0, 1)]
+
+
+TRAIN = """
+import sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from loader import get_llama3_dataloader
+
+def train(folder, begin, end, world, saved=None):
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    ranks = [
+        get_llama3_dataloader(folder, 8 // world, rank=rank, world_size=world, num_workers=0, seq_len=64)
+        for rank in range(world)
+    ]
+    size = len(ranks[0].tokenizer)
+    config = LlamaConfig(vocab_size=size, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+                         num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64)
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if saved:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        for loader in ranks:
+            loader.load_state_dict(saved["loader"])
+    losses, step = [], begin
+    while step < end:
+        for batches in zip(*ranks):
+            total = 0.0
+            for batch in batches:
+                loss = model(input_ids=batch["input_ids"], labels=batch["labels"]).loss / world
+                loss.backward()
+                total += float(loss)
+            optimizer.step(); optimizer.zero_grad()
+            step += 1
+            losses.append(total)
+            if step == end:
+                break
+    loader_state = ranks[0].state_dict()
+    return losses, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader_state}
+"""
+
+
+def test_a_tiny_llama_killed_and_resumed_learns_as_if_it_had_not_been(
+    shared_dir: Path, corpora_dir: Path, tmp_path: Path, prep: Any
+) -> None:
+    """Losses and weights bit-equal on the same world, losses within 1e-4 on another."""
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    for name in ("ko_reviews.txt", "en_paragraphs.txt"):
+        text = (corpora_dir / name).read_text(encoding="utf-8").splitlines(keepends=True)[:150]
+        (raw / name).write_text("".join(text), encoding="utf-8")
+    model_dir = tmp_path / "tokenizer"  # of the text itself: a vocabulary of 128,256 would take minutes
+    train_tokenizer(input_dir=raw, vocab_size=500, output_dir=model_dir)
+    prep.plan(raw, tmp_path / "data", num_shards=3, model_id=str(model_dir))
+    prep.make(tmp_path / "data")
+    scope: dict[str, Any] = {}
+    exec(TRAIN, scope)
+    train = scope["train"]
+    unbroken, end = train(tmp_path / "data", 0, 30, 1)
+    first, saved = train(tmp_path / "data", 0, 13, 1)
+    torch.save(saved, tmp_path / "checkpoint.pt")
+    resumed, resumed_end = train(tmp_path / "data", 13, 30, 1, torch.load(tmp_path / "checkpoint.pt"))
+    assert first + resumed == unbroken
+    assert unbroken[-1] < unbroken[0]
+    for name, weight in end["model"].items():
+        assert torch.equal(weight, resumed_end["model"][name]), name
+    losses, elsewhere = train(tmp_path / "data", 13, 30, 4, torch.load(tmp_path / "checkpoint.pt"))
+    assert losses == pytest.approx(resumed, rel=1e-4)
+    assert elsewhere["loader"] == resumed_end["loader"]

@@ -18,6 +18,9 @@
 # shard or input; 73, 74 cannot write, or read; 75 stopped, run me again; 78 another plan. Only missing
 # shards are made, so the same line again mends whatever went wrong. It never requeues itself.
 #
+# `python -m slurm submit O` runs this same script with a head of its own (see it with --dry_run), which sets
+# shardprep_command, the worker's arguments for this task, and shardprep_what, their name in messages.
+#
 #SBATCH --job-name=shardprep
 #SBATCH --array=0-9
 #SBATCH --nodes=1
@@ -32,15 +35,15 @@ set -euo pipefail
 node=${SLURMD_NODENAME:-$(uname -n)}
 refuse() { echo "shardprep: node $node: $*" >&2; exit 2; }
 
-[[ -n ${SLURM_ARRAY_TASK_ID:-} ]] ||
+[[ -n ${SLURM_ARRAY_TASK_ID:-}${shardprep_what:-} ]] ||
   refuse "not a task of a job array, so no shard to make; type: sbatch --array=0-9 slurm/prep_array.sh O"
 ((${SLURM_NTASKS:-1} == 1 && ${SLURM_JOB_NUM_NODES:-1} == 1)) ||
   refuse "${SLURM_NTASKS:-1} tasks on ${SLURM_JOB_NUM_NODES:-1} nodes: each would make the same shard" \
-    "$SLURM_ARRAY_TASK_ID; leave out --ntasks and --nodes, and use more array indices and --cpus-per-task"
+    "${SLURM_ARRAY_TASK_ID:-}; leave out --ntasks and --nodes, and use more array indices and --cpus-per-task"
 
 # The log moves by rename: the file stays the same, so what Slurm itself still writes (time limit, memory)
 # goes along. Another file system under logs/ would need a copy and lose that: then it stays where it is.
-task=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+task=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}_${SLURM_ARRAY_TASK_ID:-0}
 log=shardprep-$task.log
 if [[ $log -ef /proc/self/fd/1 ]]; then # else --output= was given: the user knows better
   if mkdir -p logs && [[ $(stat -Lc %d logs) = $(stat -c %d .) ]]; then
@@ -55,11 +58,11 @@ fi
 # Signals. On scancel, preemption and time limit Slurm itself sends the worker TERM; `--signal=B:` reaches
 # this shell alone. Either way the worker is told by USR1, the one that srun passes on: given TERM, srun
 # kills the task at once, and its temporary file would stay.
-num_signals=0 srun_pid=
+srun_pid="" num_signals=0 what=${shardprep_what:-shard ${SLURM_ARRAY_TASK_ID:-}}
 # shellcheck disable=SC2317  # the traps call it
 pass_on() {
   num_signals=$((num_signals + 1))
-  echo "shardprep: node $node: $1, telling shard $SLURM_ARRAY_TASK_ID to stop" >&2
+  echo "shardprep: node $node: $1, telling $what to stop" >&2
   [[ -n $srun_pid ]] || exit 75
   kill -USR1 "$srun_pid" 2>/dev/null || true
 }
@@ -68,6 +71,7 @@ trap 'pass_on USR1' USR1
 
 output_dir=/data/processed
 if (($#)) && [[ $1 != -* ]]; then output_dir=$1; shift; fi
+[[ -n ${shardprep_what:-} ]] || shardprep_command=(--shard_id "$SLURM_ARRAY_TASK_ID" --output_dir "$output_dir")
 
 # A function hides this script's arguments from the file; few such files bear -eu.
 source_setup() {
@@ -116,7 +120,7 @@ os.execv(sys.executable, [sys.executable, "-m", "preprocess"] + sys.argv[1:])'
 # srun does not inherit --cpus-per-task. --export=ALL: also after `sbatch --export=NONE`.
 srun --ntasks=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL ${srun_args[@]+"${srun_args[@]}"} \
   ${container[@]+"${container[@]}"} sh -c "$launch" sh "${SHARDPREP_PYTHON:-}" "$check" \
-  --shard_id "$SLURM_ARRAY_TASK_ID" --output_dir "$output_dir" "$@" &
+  "${shardprep_command[@]}" "$@" &
 srun_pid=$!
 
 # A trapped signal ends `wait` before its time; only a wait that none ended has the worker's exit code.
@@ -125,7 +129,9 @@ until seen=$num_signals rc=0; wait "$srun_pid" || rc=$?; ((num_signals == seen))
 ((rc < 128)) || {
   why="by signal $((rc - 128)) (9 is often memory: try a larger --mem)"
   ((num_signals == 0)) || why="before it could clean up"
-  echo "shardprep: node $node: shard $SLURM_ARRAY_TASK_ID was killed $why; the same sbatch line makes it again" >&2
+  echo "shardprep: node $node: $what was killed $why; the same sbatch line makes it again" >&2
   rc=75
 }
+# For `python -m slurm status`, where Slurm keeps no accounts.
+((rc == 0)) && [[ -z ${shardprep_what:-} ]] || echo "shardprep: node $node: $what ended with exit code $rc" >&2
 exit "$rc"

@@ -1,0 +1,266 @@
+"""A small Llama trained by DDP on a data set of shardprep, in a way that survives time limits.
+
+    python examples/train_llama.py DATA CHECKPOINTS --num_steps 1000                  one process
+    sbatch --nodes=2 slurm/train_ddp.sh examples/train_llama.py DATA CHECKPOINTS ...  two nodes
+
+The loop shows the four things that a resumable run needs: the loader's state is saved with the
+optimizer's step; a checkpoint appears by rename; a wish to stop is agreed on by all ranks; the global
+batch, not the batch of a rank, is fixed. On another number of ranks it goes on with the same batches.
+
+Exit codes: 0 trained; 75 stopped after a checkpoint, run it again. Change the model in ``make_model``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from loader import get_llama3_dataloader
+from loader.process_rank import find_process_rank
+
+STOPPED = 75
+_stop_asked = False
+
+
+def main() -> int:
+    args = parse_args()
+    signal.signal(signal.SIGUSR1, ask_to_stop)
+    who = find_process_rank()  # from torchrun's or srun's variables
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(args.num_threads)
+    device = choose_device()
+    if who.world_size > 1:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, rank=who.rank, world_size=who.world_size)
+    loader = get_llama3_dataloader(
+        args.data,
+        batch_size=args.batch_size,
+        global_batch_size=args.global_batch_size,
+        seed=args.seed,
+        max_length=args.max_length,
+        num_workers=args.num_workers,
+        rank=who.rank,
+        world_size=who.world_size,
+    )
+    model = make_model(loader.tokenizer, args).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    step = load_newest(args.checkpoint_dir, model, optimizer, loader, device)
+    if who.rank == 0:
+        print(f"rank 0 of {who.world_size} ({who.source}), from step {step}", flush=True)
+    trained = DistributedDataParallel(model) if who.world_size > 1 else model
+    with loader:
+        stopped = train(args, trained, model, optimizer, loader, step, device)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return STOPPED if stopped else 0
+
+
+def train(
+    args: argparse.Namespace,
+    trained: torch.nn.Module,
+    model: LlamaForCausalLM,
+    optimizer: torch.optim.Optimizer,
+    loader: Any,
+    step: int,
+    device: torch.device,
+) -> bool:
+    """Train from ``step`` to the last; whether it was stopped on the way."""
+    who = loader.process_rank
+    num_micro = args.global_batch_size // (args.batch_size * who.world_size)
+    batches = endless(loader)
+    while step < args.num_steps:
+        micro_batches = [next(batches) for _ in range(num_micro)]
+        loss = optimizer_step(trained, optimizer, micro_batches, who.world_size, device)
+        step += 1
+        log_step(args, step, loss, micro_batches, who.rank)
+        time.sleep(args.step_sleep_s)
+        stop = agreed(stop_wanted(who.rank), device)
+        if stop or step == args.num_steps or step % args.save_every == 0:
+            if who.rank == 0:
+                save(args.checkpoint_dir, step, model, optimizer, loader)
+            if dist.is_initialized():
+                dist.barrier()
+        if stop and step < args.num_steps:
+            return True
+    return False
+
+
+def optimizer_step(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: list[dict[str, torch.Tensor]],
+    world_size: int,
+    device: torch.device,
+) -> float:
+    """One step on a global batch; returns its mean loss a token.
+
+    Tokens of all ranks are counted first, so that the gradient, too, is the same for every split.
+    """
+    num_tokens = total(float(sum((batch["labels"][:, 1:] != -100).sum() for batch in micro_batches)), device)
+    loss_sum = 0.0
+    for batch in micro_batches:
+        batch = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        targets = batch["labels"][:, 1:].flatten()
+        loss = cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, reduction="sum")
+        (loss * world_size / num_tokens).backward()  # DDP averages over the ranks
+        loss_sum += loss.item()
+    optimizer.step()
+    optimizer.zero_grad()
+    return total(loss_sum, device) / num_tokens
+
+
+def save(
+    folder: Path, step: int, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, loader: Any
+) -> None:
+    """A checkpoint appears whole or not at all; the two newest are kept."""
+    path = folder / f"step-{step:08d}.pt"
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    state = {
+        "step": step,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "loader": loader.state_at(step),  # of the step trained, whatever was read ahead
+    }
+    with temporary.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+    for old in sorted(folder.glob("step-*.pt"))[:-2]:
+        old.unlink()
+
+
+def load_newest(
+    folder: Path,
+    model: LlamaForCausalLM,
+    optimizer: torch.optim.Optimizer,
+    loader: Any,
+    device: torch.device,
+) -> int:
+    """Go on from the newest checkpoint, if there is one; returns its step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = sorted(folder.glob("step-*.pt"))
+    if not found:
+        return 0
+    state = torch.load(found[-1], map_location=device, weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    loader.load_state_dict(state["loader"])
+    return int(state["step"])
+
+
+def make_model(tokenizer: Any, args: argparse.Namespace) -> LlamaForCausalLM:
+    """A Llama of the tokenizer's vocabulary, with random weights."""
+    vocab_size = max(tokenizer.get_vocab().values()) + 1
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=args.hidden_size,
+        intermediate_size=args.hidden_size * 3,
+        num_hidden_layers=args.num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+def endless(loader: Any) -> Any:
+    """Batches of this epoch, the next, and so on."""
+    while True:
+        yield from loader
+
+
+def ask_to_stop(*_: object) -> None:
+    global _stop_asked
+    _stop_asked = True
+
+
+def stop_wanted(rank: int) -> bool:
+    """By a signal, or by the file that train_ddp.sh makes: that one passes containers and torchrun."""
+    file = os.environ.get("SHARDPREP_STOP_FILE")
+    return _stop_asked or (rank == 0 and bool(file) and Path(str(file)).exists())
+
+
+def agreed(stop: bool, device: torch.device) -> bool:
+    """Whether any rank wants to stop: all must leave the loop at the same step."""
+    return total(float(stop), device) > 0
+
+
+def total(value: float, device: torch.device) -> float:
+    """Sum over the ranks."""
+    if not dist.is_initialized():
+        return value
+    tensor = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor)
+    return float(tensor.item())
+
+
+def choose_device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
+    torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    return torch.device("cuda")
+
+
+def log_step(
+    args: argparse.Namespace, step: int, loss: float, micro_batches: list[dict[str, torch.Tensor]], rank: int
+) -> None:
+    """A line a step: the loss and, with --log_batches, a hash of the global batch's samples in order."""
+    digest = None
+    if args.log_batches:
+        rows = [
+            row[mask.bool()].tolist()
+            for batch in micro_batches
+            for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+        ]
+        parts: list[Any] = [rows]
+        if dist.is_initialized():
+            parts = [None] * dist.get_world_size()
+            dist.all_gather_object(parts, rows)
+        digest = hashlib.sha256(json.dumps([row for part in parts for row in part]).encode()).hexdigest()
+    if rank == 0:
+        line = json.dumps({"step": step, "loss": loss, "batch": digest})
+        with (args.checkpoint_dir / "log.jsonl").open("a") as file:
+            file.write(line + "\n")
+        print(line, flush=True)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("data", help="folder of a verified data set")
+    parser.add_argument("checkpoint_dir", type=Path)
+    parser.add_argument("--num_steps", type=int, default=100)
+    parser.add_argument("--global_batch_size", type=int, default=8, help="of the optimizer's step; keep it")
+    parser.add_argument("--batch_size", type=int, default=2, help="of a rank at once")
+    parser.add_argument("--max_length", type=int, default=None, help="documents are cut there")
+    parser.add_argument("--hidden_size", type=int, default=64)
+    parser.add_argument("--num_layers", type=int, default=2)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--save_every", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num_workers", type=int, default=2)
+    parser.add_argument("--num_threads", type=int, default=max(1, len(os.sched_getaffinity(0)) // 2))
+    parser.add_argument("--step_sleep_s", type=float, default=0.0, help="to watch it")
+    parser.add_argument("--log_batches", action="store_true", help="log a hash of every global batch")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""What a site allows, and how many shards a task must therefore take."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from preprocess.shard_format import ShardprepError, id_ranges
+from slurm.job_request import JobRequest
+from slurm.slurm_commands import SlurmRefused, slurm_output
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterLimits:
+    """The limits that a submission meets, each with where it was found."""
+
+    cluster: str
+    max_tasks: int  # of one array
+    why: str  # what set max_tasks
+    has_accounting: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionLimits:
+    """What one partition's nodes have."""
+
+    name: str
+    max_time_min: int | None
+    max_mem_mb: int  # of its largest node
+    max_cpus: int
+
+
+def find_limits(request: JobRequest) -> ClusterLimits:
+    """Ask the controller, and the accounts where there are any. Raises what ``slurm_output`` raises."""
+    config = dict(
+        re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", slurm_output("scontrol", "show", "config"), re.MULTILINE)
+    )
+    has_accounting = "slurmdbd" in config.get("AccountingStorageType", "")
+    submit_limits: list[tuple[int, str]] = []
+    if has_accounting and re.search("limits|qos|safe|all", config.get("AccountingStorageEnforce", "")):
+        with contextlib.suppress(ShardprepError):  # the accounts may be down; sbatch itself still decides
+            submit_limits = _submit_limits(request)
+    return limits_of(config, submit_limits, has_accounting=has_accounting)
+
+
+def limits_of(
+    config: dict[str, str], submit_limits: Sequence[tuple[int, str]], *, has_accounting: bool
+) -> ClusterLimits:
+    """The smallest of MaxArraySize, max_array_tasks, MaxJobCount and the accounts' submit limits.
+
+    MaxArraySize bounds the *index*. One job is kept back for ``verify``. Raises SlurmRefused where no
+    array fits at all.
+    """
+    found = [(int(config.get("MaxArraySize", "1001")), "MaxArraySize")]
+    if match := re.search(r"max_array_tasks=(\d+)", config.get("SchedulerParameters", "")):
+        found.append((int(match[1]), "max_array_tasks"))
+    if config.get("MaxJobCount", "").isdigit():
+        found.append((int(config["MaxJobCount"]) - 1, "MaxJobCount"))
+    found += [(limit - 1, why) for limit, why in submit_limits]
+    max_tasks, why = min(found)
+    if max_tasks < 1:
+        raise SlurmRefused(
+            f"{why} leaves no room for a job array; wait for your other jobs (squeue --me), use another "
+            "--qos or --account, or run in a job of your own: python -m preprocess run O"
+        )
+    return ClusterLimits(
+        cluster=config.get("ClusterName", ""), max_tasks=max_tasks, why=why, has_accounting=has_accounting
+    )
+
+
+def _submit_limits(request: JobRequest) -> list[tuple[int, str]]:
+    """How many jobs this user may still submit, by every limit that the accounts name."""
+    user = getpass.getuser()
+    now = slurm_output("squeue", "--noheader", "--array", f"--user={user}", "--format=%i").count("\n")
+    fields = "account,user,defaultqos,qos,maxsubmitjobs,grpsubmitjobs,defaultaccount"
+    command = ("sacctmgr", "--noheader", "--parsable2", "show")
+    rows = [
+        line.split("|")
+        for line in slurm_output(*command, "assoc", "where", f"user={user}", f"format={fields}").splitlines()
+    ]
+    rows = [row for row in rows if request.account in (None, row[0])] or rows
+    limits = [(row[4], f"MaxSubmitJobs of account {row[0]}") for row in rows[:1]]
+    limits += [(row[5], f"GrpSubmitJobs of account {row[0]}") for row in rows[:1]]
+    names = [request.qos] if request.qos else [rows[0][2] or rows[0][3]] if rows else []
+    for line in slurm_output(
+        *command, "qos", "format=name,maxsubmitjobspu,maxsubmitjobspa,grpsubmitjobs"
+    ).splitlines():
+        name, *numbers = line.split("|")
+        if name in names:
+            limits += [(number, f"submit limit of QOS {name}") for number in numbers]
+    return [(int(number) - now, f"{why} ({number}, {now} in use)") for number, why in limits if number]
+
+
+def partition_limits(name: str | None, partitions: str, nodes: str) -> PartitionLimits | None:
+    """Limits of a partition (None: the default one) from ``scontrol -o show partition`` and ``sinfo``."""
+    for line in partitions.splitlines():
+        values = dict(re.findall(r"(\w+)=(\S*)", line))
+        if values.get("PartitionName") == name or (name is None and values.get("Default") == "YES"):
+            rows = [
+                row.split("|") for row in nodes.splitlines() if row.startswith(values["PartitionName"] + "|")
+            ]
+            numbers = [[int(re.sub(r"\D.*", "", item) or 0) for item in row[1:]] for row in rows]
+            return PartitionLimits(
+                name=values["PartitionName"],
+                max_time_min=minutes_of(values.get("MaxTime", "")),
+                max_mem_mb=max((mem for mem, _ in numbers), default=0),
+                max_cpus=max((cpus for _, cpus in numbers), default=0),
+            )
+    return None
+
+
+def find_partition_limits(request: JobRequest) -> PartitionLimits | None:
+    """Ask for the limits of the partition that a request names."""
+    partitions = slurm_output("scontrol", "--oneliner", "show", "partition")
+    nodes = slurm_output("sinfo", "--noheader", "--exact", "--format=%R|%m|%c")
+    return partition_limits(request.partition, partitions, nodes)
+
+
+def minutes_of(text: str) -> int | None:
+    """Slurm's ``1-02:03:04`` -> minutes; None for UNLIMITED and the like."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+)(?::(\d+))?", text)
+    if not match:
+        return None
+    days, first, second, third = (int(item or 0) for item in match.groups())
+    if match[4] is None and match[1] is None:
+        return first  # minutes:seconds
+    return (days * 24 + first) * 60 + second + (third > 0)
+
+
+def tasks_of_shards(shard_ids: Sequence[int], max_tasks: int, shards_per_task: int | None) -> list[str]:
+    """Shards as the words of an array's table: task i makes ``result[i]``, such as ``17`` or ``0-5``.
+
+    ``shards_per_task`` (default 1) is raised until the tasks fit; each takes neighbours, evenly.
+    """
+    wanted = -(-len(shard_ids) // (shards_per_task or 1))
+    num_tasks = max(1, min(wanted, max_tasks))
+    bounds = [len(shard_ids) * number // num_tasks for number in range(num_tasks + 1)]
+    return [id_ranges(shard_ids[start:end]) for start, end in itertools.pairwise(bounds)]

@@ -1,0 +1,112 @@
+#!/bin/bash
+# DDP training on any number of nodes; before the time limit it saves, and goes on in a new run.
+#
+#   sbatch --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=8 --time=12:00:00 \
+#       slurm/train_ddp.sh examples/train_llama.py DATA CHECKPOINTS [its flags]
+#
+# The first argument is a Python program, its third word a folder in which new checkpoints appear as
+# files (by rename, so that a file is a whole checkpoint). Two minutes before the time limit, and on
+# `scancel --batch --signal=USR1 JOB`, the program is asked to stop: SHARDPREP_STOP_FILE appears. It
+# saves and exits 75; then this job is requeued, at most SHARDPREP_MAX_REQUEUES times, and never
+# without a newer checkpoint. To go on with another number of nodes while it waits:
+#   scontrol update jobid=JOB numnodes=1 numtasks=8
+#
+# Environment, all optional:
+#   SHARDPREP_LAUNCHER      srun (default): one task a process, from --ntasks-per-node.
+#                           torchrun: one task a node, SHARDPREP_PROCS processes in it (default: its GPUs, or 1)
+#   SHARDPREP_MAX_REQUEUES  (20)
+#   SHARDPREP_SETUP         a file to source first: modules, conda, a virtual environment
+#   SHARDPREP_PYTHON        the interpreter (python)
+#   SHARDPREP_SRUN_ARGS     more arguments of srun: --container-image=... (pyxis)
+#   SHARDPREP_EXEC          put before the interpreter: apptainer exec --nv image.sif
+#   MASTER_ADDR, MASTER_PORT   where the ranks meet (the first node, a port made of the job's id)
+#
+# Ends with the program's exit code: 0 trained.
+#
+#SBATCH --job-name=train
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@120
+#SBATCH --output=train-%j.log
+set -euo pipefail
+
+say() { echo "train_ddp: job ${SLURM_JOB_ID:-none}, run ${SLURM_RESTART_COUNT:-0}: $*" >&2; }
+if (($# < 3)) || [[ -z ${SLURM_JOB_ID:-} ]]; then
+  say "type: sbatch --nodes=2 slurm/train_ddp.sh PROGRAM.py DATA CHECKPOINTS [flags]"
+  exit 2
+fi
+checkpoints=$3
+[[ -r $1 ]] || { say "there is no program $1 (seen from $PWD)"; exit 2; }
+mkdir -p "$checkpoints"
+
+source_setup() { # few such files bear -eu, and none should see this script's arguments
+  set +euo pipefail
+  # shellcheck source=/dev/null
+  source "$(realpath -- "$SHARDPREP_SETUP")" || say "$SHARDPREP_SETUP ended with status $?"
+  set -euo pipefail
+}
+[[ -z ${SHARDPREP_SETUP:-} ]] || source_setup
+read -ra srun_args <<<"${SHARDPREP_SRUN_ARGS:-}"
+read -ra container <<<"${SHARDPREP_EXEC:-}"
+python=${SHARDPREP_PYTHON:-python}
+
+# A file, not a signal: it reaches the ranks through srun, torchrun and containers alike.
+SHARDPREP_STOP_FILE=$(realpath -- "$checkpoints")/.stop-$SLURM_JOB_ID
+rm -f "$SHARDPREP_STOP_FILE"
+num_signals=0
+trap 'num_signals=$((num_signals + 1)); say "asked to stop: saving first"; touch "$SHARDPREP_STOP_FILE"' USR1
+trap 'rm -f "$SHARDPREP_STOP_FILE"' EXIT
+
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export SHARDPREP_STOP_FILE MASTER_ADDR="${MASTER_ADDR:-${hosts%%$'\n'*}}"
+export MASTER_PORT="${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 10000))}"
+newest() {
+  find "$checkpoints" -maxdepth 1 -type f ! -name '.*' ! -name '*.tmp' ! -name '*.jsonl' -printf '%T@ %f\n' |
+    sort -n | tail -n 1
+}
+before=$(newest)
+
+common=(--cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL --kill-on-bad-exit=1)
+case ${SHARDPREP_LAUNCHER:-srun} in
+  srun)
+    # counted anew: with another number of nodes SLURM_NTASKS is still the old one
+    ntasks=${SLURM_NTASKS:-1}
+    [[ -z ${SLURM_NTASKS_PER_NODE:-} ]] || ntasks=$((SLURM_JOB_NUM_NODES * SLURM_NTASKS_PER_NODE))
+    common+=(--ntasks="$ntasks")
+    say "srun of $ntasks task(s) on $SLURM_JOB_NUM_NODES node(s), $MASTER_ADDR:$MASTER_PORT"
+    # shellcheck disable=SC2016  # srun's shell expands them
+    launch='export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID; exec "$@"'
+    command=("$python" -u)
+    ;;
+  torchrun)
+    common+=(--ntasks-per-node=1 --ntasks="$SLURM_JOB_NUM_NODES")
+    procs=${SHARDPREP_PROCS:-${SLURM_GPUS_ON_NODE:-1}}
+    say "torchrun on $SLURM_JOB_NUM_NODES node(s) x $procs, $MASTER_ADDR:$MASTER_PORT"
+    # shellcheck disable=SC2016
+    launch='export PET_NODE_RANK=$SLURM_NODEID; exec "$@"' # torchrun's own variable for --node_rank
+    command=("$python" -u -m torch.distributed.run "--nnodes=$SLURM_JOB_NUM_NODES" "--nproc_per_node=$procs"
+      "--master_addr=$MASTER_ADDR" "--master_port=$MASTER_PORT")
+    ;;
+  *) say "SHARDPREP_LAUNCHER is $SHARDPREP_LAUNCHER, expected srun or torchrun"; exit 2 ;;
+esac
+srun "${common[@]}" ${srun_args[@]+"${srun_args[@]}"} ${container[@]+"${container[@]}"} \
+  bash -c "$launch" bash "${command[@]}" "$@" &
+srun_pid=$!
+# A trapped signal ends `wait` before its time; only a wait that none ended has the program's exit code.
+until seen=$num_signals rc=0; wait "$srun_pid" || rc=$?; ((num_signals == seen)); do :; done
+
+if ((rc == 0)); then exit 0; fi
+if [[ ! -e $SHARDPREP_STOP_FILE ]]; then
+  say "the program ended with exit code $rc without being asked to stop: not requeued"
+elif [[ $(newest) = "$before" ]]; then
+  say "stopped with exit code $rc, but no newer checkpoint than '${before#* }' in $checkpoints: not requeued"
+elif ((${SLURM_RESTART_COUNT:-0} >= ${SHARDPREP_MAX_REQUEUES:-20})); then
+  say "requeued ${SLURM_RESTART_COUNT:-0} times already (SHARDPREP_MAX_REQUEUES): not again"
+else
+  say "saved $(newest | cut -d ' ' -f 2); requeueing"
+  rm -f "$SHARDPREP_STOP_FILE"
+  if scontrol requeue "$SLURM_JOB_ID"; then sleep 60; fi # Slurm ends this script
+  say "scontrol requeue failed; submit the same line again"
+fi
+((rc < 128)) || rc=75
+exit "$rc"

@@ -17,7 +17,16 @@ PACKAGES = ("preprocess", "loader", "slurm", "lustre")
 COMMAND = re.compile(rf"(?:python -m ({'|'.join(PACKAGES)})|(?<![\w./-])shardprep)(?=[ `]|$)(.*)")
 FLAG = re.compile(r"(?<![\w=-])(--?[a-zA-Z][\w-]*)")
 # flags of other programs that the pages name on their own: sbatch's
-FOREIGN_FLAGS = {"--array", "--cpus-per-task", "--dependency", "--export", "--mem", "--requeue", "--time"}
+FOREIGN_FLAGS = {  # of sbatch
+    "--array",
+    "--cpus-per-task",
+    "--dependency",
+    "--export",
+    "--mem",
+    "--requeue",
+    "--reservation",
+    "--time",
+}
 
 
 def page_id(path: Path) -> str:

@@ -155,6 +155,7 @@ def test_every_flag_named_on_its_own_is_one_of_some_command(page: Path) -> None:
     packages = [name for name in PACKAGES if (ROOT / name / "__main__.py").exists()]
     forms = [(name, *words) for name in packages for words in [(), *((sub,) for sub in subcommands(name))]]
     helps = [help_of(*form) for form in [*forms, ("preprocess", "shard")]]
+    helps += [path.read_text(encoding="utf-8") for path in (ROOT / "examples").glob("*.py")]
     known = {flag for text in helps for flag in FLAG.findall(text)} | FOREIGN_FLAGS
     for span in code_spans(page.read_text(encoding="utf-8")):
         if span.startswith("--"):

@@ -25,6 +25,7 @@ FOREIGN_FLAGS = {  # of sbatch
     "--mem",
     "--requeue",
     "--reservation",
+    "--signal",
     "--time",
 }
 

@@ -31,7 +31,7 @@ class TokenizerSpec:
     """What shards remember of the tokenizer that made them."""
 
     model_id: str
-    fingerprint: str  # see preprocess/tokenizer_files.py
+    fingerprint: str  # see tokenizer_fingerprint.py
     vocab_size: int  # added tokens included
     bos_token_id: int | None
     eos_token_id: int | None

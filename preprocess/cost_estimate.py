@@ -16,7 +16,7 @@ from preprocess.input_files import next_line_start
 from preprocess.line_blocks import ByteRange
 from preprocess.long_documents import LongDocument
 from preprocess.shard_format import idx_path, tar_path
-from preprocess.shard_plan import Plan
+from preprocess.shard_plan import Plan, files_can_be_cut
 from preprocess.shard_writer import ShardWriter
 from preprocess.token_batches import Engine
 from preprocess.worker_settings import BATCH_BYTES
@@ -69,7 +69,7 @@ def _sample(plan: Plan, num_bytes: int) -> Iterator[DocumentBatch]:
 
 def _sample_ranges(plan: Plan, num_bytes: int) -> Iterator[ByteRange]:
     """Whole lines from evenly spread places; whole files where files are never cut."""
-    cut_files = options_cut_files(plan)
+    cut_files = files_can_be_cut(plan.options)
     total = sum(item.num_bytes for item in plan.inputs)
     targets = iter([total * place // _NUM_PLACES for place in range(_NUM_PLACES)])
     target, begin = next(targets), 0
@@ -87,11 +87,6 @@ def _sample_ranges(plan: Plan, num_bytes: int) -> Iterator[ByteRange]:
             if not cut_files:
                 target = max(target, end)
         begin = end
-
-
-def options_cut_files(plan: Plan) -> bool:
-    """Whether files of a plan may be cut at line ends."""
-    return plan.options["doc"] == "line" and not plan.options["encoding"].startswith(("utf-16", "utf-32"))
 
 
 def measure(plan: Plan, engine: Engine) -> CostEstimate:

@@ -31,6 +31,7 @@ from preprocess.shard_plan import (
     check_num_shards,
     even_cuts,
     file_cuts,
+    files_can_be_cut,
     plan_differences,
     plan_id,
     publish_plan,
@@ -129,8 +130,8 @@ def _cuts(config: PrepConfig, inputs: list[InputFile], sharding: Sharding) -> li
             raise UsageError(f"--shard_bytes is {sharding.shard_bytes}, expected at least 1")
         num_shards = max(1, -(-num_bytes // sharding.shard_bytes))
     check_num_shards(num_shards, num_bytes)
-    whole_files = config.doc == "file" or config.encoding.startswith(("utf-16", "utf-32"))
-    return even_cuts(config.input_dir, inputs, num_shards, cut_files=not whole_files)
+    cut_files = files_can_be_cut(config.bytes_options())
+    return even_cuts(config.input_dir, inputs, num_shards, cut_files=cut_files)
 
 
 def _plan_of(

@@ -124,6 +124,11 @@ def even_cuts(input_dir: Path, inputs: list[InputFile], num_shards: int, *, cut_
     return [*cuts, (len(inputs), 0)]
 
 
+def files_can_be_cut(options: dict[str, Any]) -> bool:
+    """Whether shards may begin at line ends inside files: not for whole-file documents, nor UTF-16/32."""
+    return options["doc"] == "line" and not options["encoding"].startswith(("utf-16", "utf-32"))
+
+
 def check_num_shards(num_shards: int, num_bytes: int) -> None:
     """Raises UsageError below 1 shard and above 99,999, naming the size that would fit."""
     if num_shards < 1:

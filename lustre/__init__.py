@@ -9,6 +9,7 @@ from lustre.directory_layout import LayoutChange, set_directory_layout
 from lustre.directory_stripe import apply_stripe, check_stripe
 from lustre.errors import LustreError, LustreUsageError
 from lustre.layout import Component, Layout
+from lustre.osts_of_files import first_osts
 
 __all__ = [
     "Component",
@@ -18,5 +19,6 @@ __all__ = [
     "LustreUsageError",
     "apply_stripe",
     "check_stripe",
+    "first_osts",
     "set_directory_layout",
 ]

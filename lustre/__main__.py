@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import sys
@@ -105,7 +106,9 @@ def main(argv: list[str] | None = None) -> int:
         [re.sub(r"^--[a-z-]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in words]
     )
     try:
-        print("\n".join(args.run(args)))
+        print("\n".join(args.run(args)), flush=True)
+    except BrokenPipeError:  # `| head` has seen enough; without this Python would complain as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except LustreError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

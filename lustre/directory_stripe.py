@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from lustre.directory_layout import LayoutChange, set_directory_layout, why_not
-from lustre.errors import LustreError, LustreUsageError
-from lustre.layout import ALL_OSTS, Layout, read_layout
-from lustre.wanted_layout import MAX_STRIPE_COUNT, parse_layout_options
+from lustre.errors import LustreError
+from lustre.layout import Layout, read_layout
+from lustre.wanted_layout import parse_layout_options, stripe_count
 
 
 def check_stripe(stripe: str) -> int | None:
@@ -19,13 +18,7 @@ def check_stripe(stripe: str) -> int | None:
     """
     if stripe in {"auto", "none"}:
         return None
-    count = int(stripe) if re.fullmatch(r"-1|[0-9]{1,9}", stripe) else 0
-    if not (count == ALL_OSTS or 1 <= count <= MAX_STRIPE_COUNT):
-        raise LustreUsageError(
-            f"--stripe is {stripe!r}, expected auto, none, a number of OSTs from 1 to {MAX_STRIPE_COUNT}, "
-            "or -1 for all of them"
-        )
-    return count
+    return stripe_count(stripe, "--stripe", also="auto, none, ")
 
 
 def apply_stripe(folder: Path, stripe: str) -> str:

@@ -40,7 +40,7 @@ def parse_layout_options(
     if (count, size, pool, pfl, dom) == (None,) * 5:
         return None
     plain = Component(
-        stripe_count=FILE_SYSTEM_DEFAULT if count is None else _count(count, "--count"),
+        stripe_count=FILE_SYSTEM_DEFAULT if count is None else stripe_count(count, "--count"),
         stripe_size_bytes=0 if size is None else _stripe_size(size, "--size"),
         pattern="raid0",
         pool="" if pool is None else _pool(pool),
@@ -102,7 +102,7 @@ def _component(text: str, model: Component) -> Component:
         raise LustreUsageError(
             f"{name} ends at {size_text(end)}, expected a multiple of its stripe size, {size_text(size)}"
         )
-    return replace(model, end_bytes=end, stripe_count=_count(fields[1], name), stripe_size_bytes=size)
+    return replace(model, end_bytes=end, stripe_count=stripe_count(fields[1], name), stripe_size_bytes=size)
 
 
 def _with_starts(parts: list[Component]) -> tuple[Component, ...]:
@@ -129,12 +129,16 @@ def _with_starts(parts: list[Component]) -> tuple[Component, ...]:
     return tuple(placed)
 
 
-def _count(text: str, name: str) -> int:
+def stripe_count(text: str, name: str, also: str = "") -> int:
+    """1 to MAX_STRIPE_COUNT, or ALL_OSTS. Raises LustreUsageError; ``also`` is what else is allowed.
+
+    0, which lfs takes for 'the default', is refused: that is said by leaving it out.
+    """
     count = int(text) if re.fullmatch(r"-1|[0-9]{1,9}", text) else 0
     if not (count == ALL_OSTS or 1 <= count <= MAX_STRIPE_COUNT):
         raise LustreUsageError(
-            f"{name} asks for {text!r} stripes, expected a number of OSTs from 1 to {MAX_STRIPE_COUNT}, "
-            "or -1 for all of them"
+            f"{name} asks for {text!r} stripes, expected {also}a number of OSTs from 1 to "
+            f"{MAX_STRIPE_COUNT}, or -1 for all of them"
         )
     return count
 

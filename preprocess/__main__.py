@@ -18,11 +18,13 @@ from preprocess.command_line import (
 from preprocess.config import PrepConfig
 from preprocess.progress import Progress, say
 from preprocess.shard_format import ShardprepError, Stopped, id_ranges
+from preprocess.standard_streams import outlast_readers
 from preprocess.stop_signals import raise_on_stop_signals
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code. Errors are a line on standard error, never a traceback."""
+    outlast_readers()
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
         raise_on_stop_signals()
@@ -89,7 +91,8 @@ def make_plan(args: argparse.Namespace) -> int:
     if empty := sizes.count(0):
         print(f"warning: {empty} shards are empty; fewer would do")
     print(f"next: sbatch --array=0-{last} slurm/prep_array.sh {config.output_dir}")
-    print(f"  or: python -m preprocess run {config.output_dir}")
+    print(f"  or: python -m slurm submit {config.output_dir}  # within the site's limits, verify included")
+    print(f"  or: python -m preprocess run {config.output_dir}  # here, without a cluster")
     return 0
 
 
@@ -129,12 +132,13 @@ def run(args: argparse.Namespace) -> int:
 def verify(args: argparse.Namespace) -> int:
     """``verify O``: prove the shards whole and write index.json."""
     from preprocess.shard_format import INDEX_NAME
+    from preprocess.shard_osts import publish_osts
     from preprocess.shard_plan import need_plan
     from preprocess.verify import verify_dataset
 
     folder = args.output_dir
     plan = need_plan(folder)
-    with Progress(f"verifying {plan.num_shards} shards", plan.num_shards) as progress:
+    with Progress("verifying", plan.num_shards, unit="shards") as progress:
         problems, index = verify_dataset(folder, plan, fast=args.fast, progress=lambda _: progress.add(1))
     for problem in problems:
         say(f"error: shard {problem.shard_id:05d}: {problem.error}")
@@ -146,6 +150,8 @@ def verify(args: argparse.Namespace) -> int:
     print(
         f"{plan.num_shards} shards are whole: {samples} samples, {tokens} tokens; wrote {folder / INDEX_NAME}"
     )
+    if note := publish_osts(folder, plan.num_shards):
+        say(note)
     return 0
 
 

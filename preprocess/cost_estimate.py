@@ -15,8 +15,9 @@ from preprocess.documents import DocumentBatch, read_documents
 from preprocess.input_files import next_line_start
 from preprocess.line_blocks import ByteRange
 from preprocess.long_documents import LongDocument
+from preprocess.shard_cuts import files_can_be_cut
 from preprocess.shard_format import idx_path, tar_path
-from preprocess.shard_plan import Plan, files_can_be_cut
+from preprocess.shard_plan import Plan
 from preprocess.shard_writer import ShardWriter
 from preprocess.token_batches import Engine
 from preprocess.worker_settings import BATCH_BYTES

@@ -13,7 +13,6 @@ import numpy.typing as npt
 from preprocess.documents import DocumentBatch
 from preprocess.json_ids import json_ids
 from preprocess.long_documents import LongDocument
-from preprocess.published_file import PublishedFile
 from preprocess.shard_format import (
     BLOCK_BYTES,
     IDX_DOCUMENT,
@@ -24,6 +23,7 @@ from preprocess.shard_format import (
     npy_header,
     token_field,
 )
+from preprocess.shard_format.published_file import PublishedFile
 from preprocess.token_batches import TokenBatch, part_of
 from preprocess.ustar import document_headers, padded
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 from preprocess.shard_format import NotFound, ReadWriteError, Refused, UsageError
 
 _SAMPLE_BYTES = 64 << 10
-_FIRST_SCAN_BYTES = 4 << 10
+_FIRST_SCAN_BYTES, _MOST_SCAN_BYTES = 4 << 10, 256 << 10
 _NUM_STAT_THREADS = 16  # opening a file is a round trip on a network file system
 
 
@@ -107,27 +108,45 @@ def check_input(input_dir: Path, planned: InputFile) -> None:
 
 
 def next_line_start(path: Path, offset: int) -> int:
-    """First byte at or after ``offset`` where a line begins; the file's size if there is none.
+    """First byte at or after ``offset`` where a line begins; the file's size if there is none."""
+    (start,) = first_line_starts(path, [(offset, sys.maxsize)])
+    assert start is not None
+    return start
 
-    Reads 4 KiB at first, for most lines end soon, and more and more of a long one: 100,000 cuts into a
-    50 GB file take some 20 s of CPU, where 1 MiB each took 90 (benchmarks/scale.py).
+
+def first_line_starts(path: Path, stretches: Iterable[tuple[int, int]]) -> list[int | None]:
+    """For each (offset, end) the first byte at or after ``offset`` where a line begins.
+
+    None where none begins before ``end``; one behind it may be found all the same, and is right. The file's
+    size where the rest of the file has none.
+
+    Reads 4 KiB at first, for most lines end soon, and four times as much each time up to 256 KiB.
     """
-    if offset <= 0:
-        return 0
-    position, num_bytes = offset - 1, _FIRST_SCAN_BYTES
     try:
         with path.open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            while block := os.pread(file.fileno(), num_bytes, position):
-                end = _first_line_end(block, is_last=position + len(block) == size)
-                if end is not None:
-                    return position + end
-                # A last \r may be half of a line end: it is read again with what follows.
-                position += len(block) - block.endswith(b"\r")
-                num_bytes = min(2 * num_bytes, 1 << 20)
+            return [_first_line_start(file.fileno(), offset, end) for offset, end in stretches]
     except OSError as error:
         raise ReadWriteError(f"input {path} cannot be read: {error.strerror}") from None
-    return size
+
+
+def _first_line_start(descriptor: int, offset: int, end: int) -> int | None:
+    if offset >= end:
+        return None
+    if offset <= 0:
+        return 0
+    size = os.fstat(descriptor).st_size
+    position, num_bytes = offset - 1, _FIRST_SCAN_BYTES
+    while position < end:
+        block = os.pread(descriptor, num_bytes, position)
+        if not block:
+            break
+        line_end = _first_line_end(block, is_last=position + len(block) == size)
+        if line_end is not None:
+            return position + line_end
+        # A last \r may be half of a line end: it is read again with what follows.
+        position += len(block) - block.endswith(b"\r")
+        num_bytes = min(4 * num_bytes, _MOST_SCAN_BYTES)
+    return None if position < size else size
 
 
 def _first_line_end(block: bytes, *, is_last: bool) -> int | None:

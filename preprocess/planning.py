@@ -15,9 +15,10 @@ from preprocess.config import PrepConfig
 from preprocess.cost_estimate import CostEstimate, measure, sample_texts
 from preprocess.cuttable_tokenizers import can_be_cut
 from preprocess.input_files import InputFile, list_inputs, stamp_inputs
-from preprocess.published_file import STALE_AFTER_S, remove_temporaries
+from preprocess.shard_cuts import Cut, check_num_shards, even_cuts, file_cuts, files_can_be_cut
 from preprocess.shard_format import (
     INDEX_NAME,
+    OSTS_NAME,
     PLAN_NAME,
     TOKENIZER_DIR,
     CannotWrite,
@@ -25,18 +26,8 @@ from preprocess.shard_format import (
     TokenizerSpec,
     UsageError,
 )
-from preprocess.shard_plan import (
-    Cut,
-    Plan,
-    check_num_shards,
-    even_cuts,
-    file_cuts,
-    files_can_be_cut,
-    plan_differences,
-    plan_id,
-    publish_plan,
-    read_plan,
-)
+from preprocess.shard_format.published_file import STALE_AFTER_S, remove_temporaries
+from preprocess.shard_plan import Plan, plan_differences, plan_id, publish_plan, read_plan
 from preprocess.token_batches import (
     Engine,
     equal_fast_engine,
@@ -108,7 +99,7 @@ def _prepare_folder(folder: Path, stripe: str, say: Callable[[str], None]) -> Pl
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CannotWrite(f"--output_dir {folder} cannot be made: {error.strerror}") from None
-    for stem in (PLAN_NAME, INDEX_NAME, TOKENIZER_DIR):
+    for stem in (PLAN_NAME, INDEX_NAME, OSTS_NAME, TOKENIZER_DIR):
         remove_temporaries(folder, stem, older_than_s=STALE_AFTER_S)
     if (frozen := read_plan(folder)) is None and stripe != "none":
         try:

@@ -1,8 +1,7 @@
-"""Input files -> plan.json: which bytes are shard N, for which options and tokenizer."""
+"""plan.json: which bytes are shard N, of which input files, for which options and tokenizer."""
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import hashlib
 import itertools
@@ -12,12 +11,11 @@ from typing import Any
 
 import orjson
 
-from preprocess.input_files import InputFile, next_line_start
+from preprocess.input_files import InputFile
 from preprocess.line_blocks import ByteRange
-from preprocess.published_file import PublishedFile, sync_folder
+from preprocess.shard_cuts import Cut, file_cuts
 from preprocess.shard_format import (
     FORMAT_VERSION,
-    MAX_SHARDS,
     PLAN_NAME,
     BrokenShard,
     DatasetSpec,
@@ -25,11 +23,9 @@ from preprocess.shard_format import (
     ReadWriteError,
     Refused,
     TokenizerSpec,
-    UsageError,
     parse_json,
 )
-
-Cut = tuple[int, int]  # (input, byte): where a shard begins in the sorted inputs read as one
+from preprocess.shard_format.published_file import PublishedFile, sync_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,55 +86,9 @@ class Plan:
         return [end - start for start, end in itertools.pairwise(places)]
 
 
-def file_cuts(inputs: list[InputFile]) -> list[Cut]:
-    """One input file is one shard: what the first script did."""
-    return [(source, 0) for source in range(len(inputs) + 1)]
-
-
 def is_one_file_a_shard(plan: Plan) -> bool:
     """Whether shard N is the N-th input file."""
     return plan.cuts == file_cuts(plan.inputs)
-
-
-def even_cuts(input_dir: Path, inputs: list[InputFile], num_shards: int, *, cut_files: bool) -> list[Cut]:
-    """Cut the sorted inputs, read as one, into shards of even bytes at line ends.
-
-    Without ``cut_files`` (UTF-16/32, whole-file documents) cuts fall between files only.
-    """
-    prefix = [0, *itertools.accumulate(item.num_bytes for item in inputs)]
-    cuts: list[Cut] = [(0, 0)]
-    for number in range(1, num_shards):
-        target = prefix[-1] * number // num_shards
-        source = bisect.bisect_right(prefix, target) - 1
-        if source >= len(inputs):
-            cut: Cut = (len(inputs), 0)
-        elif not cut_files:
-            nearer_end = target - prefix[source] > prefix[source + 1] - target
-            cut = (source + nearer_end, 0)
-        elif cuts[-1] >= (source, target - prefix[source]):
-            cut = cuts[-1]  # inside a line longer than a shard, whose end is already known
-        else:
-            byte = next_line_start(input_dir / inputs[source].path, target - prefix[source])
-            cut = (source, byte) if byte < inputs[source].num_bytes else (source + 1, 0)
-        cuts.append(max(cut, cuts[-1]))
-    return [*cuts, (len(inputs), 0)]
-
-
-def files_can_be_cut(options: dict[str, Any]) -> bool:
-    """Whether shards may begin at line ends inside files: not for whole-file documents, nor UTF-16/32."""
-    return options["doc"] == "line" and not options["encoding"].startswith(("utf-16", "utf-32"))
-
-
-def check_num_shards(num_shards: int, num_bytes: int) -> None:
-    """Raises UsageError below 1 shard and above 99,999, naming the size that would fit."""
-    if num_shards < 1:
-        raise UsageError(f"--num_shards is {num_shards}, expected at least 1")
-    if num_shards > MAX_SHARDS:
-        smallest = -(-num_bytes // MAX_SHARDS)
-        raise UsageError(
-            f"{num_shards} shards are too many, at most {MAX_SHARDS} can be named; make them larger: "
-            f"--num_shards {MAX_SHARDS}, or --shard_bytes {-(-smallest // 2**20)}M"
-        )
 
 
 def plan_id(

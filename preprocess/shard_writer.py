@@ -18,12 +18,6 @@ from preprocess.document_members import DocumentMembers
 from preprocess.documents import DocumentBatch
 from preprocess.long_documents import BadDocument, LongDocument
 from preprocess.packed_rows import ConcatRows, Packer, append_token
-from preprocess.published_file import (
-    STALE_AFTER_S,
-    PublishedFile,
-    remove_temporaries,
-    sync_folder,
-)
 from preprocess.row_members import START, RowGroup, RowMembers
 from preprocess.shard_format import (
     TAR_END,
@@ -37,6 +31,12 @@ from preprocess.shard_format import (
     quarantine_path,
     shard_name,
     tar_path,
+)
+from preprocess.shard_format.published_file import (
+    STALE_AFTER_S,
+    PublishedFile,
+    remove_temporaries,
+    sync_folder,
 )
 from preprocess.token_batches import TokenBatch
 

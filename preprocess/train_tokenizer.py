@@ -14,8 +14,8 @@ import argparse
 import json
 import os
 import shutil
-import sys
 import threading
+import time
 import uuid
 from pathlib import Path
 
@@ -30,15 +30,15 @@ from preprocess.llama3_pipeline import (
     special_tokens,
     untrained_tokenizer,
 )
-from preprocess.published_file import sync_folder
+from preprocess.progress import LOG_EVERY_S, Progress, say
 from preprocess.shard_format import BadInput, CannotWrite, Refused, UsageError
+from preprocess.shard_format.published_file import sync_folder
 from preprocess.training_text import TrainingText, find_spans
 
 DEFAULT_MAX_BYTES = 256 << 20
 MIN_MAX_BYTES = 1_000_000  # below it the sampled stretches would be shorter than lines
 NUM_BYTE_TOKENS = 256
 MIN_PAIR_COUNT = 2  # a pair seen once is no regularity
-REPORT_EVERY_S = 30.0
 
 
 def train_tokenizer(
@@ -66,13 +66,15 @@ def train_tokenizer(
         )
     if max_bytes < MIN_MAX_BYTES:
         raise UsageError(f"--max_bytes is {max_bytes:,}; give {MIN_MAX_BYTES:,} or more")
-    text = TrainingText(find_spans(input_dir, max_bytes, recursive, encoding), encoding)
+    spans = find_spans(input_dir, max_bytes, recursive, encoding)
     folder = output_dir.resolve()
     _refuse_existing(folder)
     unfinished = _make_unfinished(folder)
     try:
         tokenizer = untrained_tokenizer()
-        _train(tokenizer, text, vocab_size)
+        with Progress("reading", sum(span.num_bytes for span in spans)) as progress:
+            text = TrainingText(spans, encoding, progress.add)
+            _train(tokenizer, text, vocab_size, progress)
         num_base = tokenizer.get_vocab_size()
         add_special_tokens(tokenizer)
         _write(tokenizer, unfinished)
@@ -82,11 +84,11 @@ def train_tokenizer(
     _report(text, num_base, vocab_size, folder)
 
 
-def _train(tokenizer: Tokenizer, text: TrainingText, vocab_size: int) -> None:
+def _train(tokenizer: Tokenizer, text: TrainingText, vocab_size: int, progress: Progress) -> None:
     """Fill the tokenizer's vocabulary from the text.
 
-    A thread does it, so that this one can tell the progress and hear Ctrl-C, which
-    tokenizers itself would answer only after its last merge.
+    A thread does it, so that this one can hear Ctrl-C, which tokenizers itself would answer only
+    after its last merge, and tell that it still merges.
     """
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -104,11 +106,12 @@ def _train(tokenizer: Tokenizer, text: TrainingText, vocab_size: int) -> None:
             failures.append(error)
 
     thread = threading.Thread(target=train, daemon=True)
+    began = time.monotonic()
     thread.start()
     while thread.is_alive():
-        thread.join(REPORT_EVERY_S)
-        if thread.is_alive():
-            _say(text.progress())
+        thread.join(LOG_EVERY_S)
+        if thread.is_alive() and text.is_read:
+            progress.say(f"all text is read, its pairs are merged; {time.monotonic() - began:.0f} s in all")
     if failures:
         raise failures[0]
     if not text.num_lines:
@@ -172,19 +175,14 @@ def _publish(unfinished: Path, folder: Path) -> None:
 
 
 def _report(text: TrainingText, num_base: int, vocab_size: int, folder: Path) -> None:
-    _say(text.describe())
+    say(text.describe())
     if num_base < vocab_size:
-        _say(
+        say(
             f"the text yields {num_base:,} base tokens, not the {vocab_size:,} asked for: no other pair"
             f" comes {MIN_PAIR_COUNT} times. Special tokens follow at id {num_base}; more text gives more"
         )
     size = num_base + len(special_tokens())
-    _say(f"{folder}: {size:,} tokens ({num_base:,} base, {len(special_tokens())} special, BOS is {num_base})")
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"train_tokenizer: {line}\n")
-    sys.stderr.flush()
+    say(f"{folder}: {size:,} tokens ({num_base:,} base, {len(special_tokens())} special, BOS is {num_base})")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

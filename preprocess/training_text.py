@@ -9,13 +9,9 @@ from __future__ import annotations
 
 import codecs
 import io
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
-
-from tqdm import tqdm
 
 from preprocess.input_files import list_inputs
 from preprocess.shard_format import ReadWriteError, UsageError
@@ -37,6 +33,10 @@ class Span:
     start: int
     stop: int
     size_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
 
 
 def find_spans(input_dir: Path, max_bytes: int, recursive: bool, encoding: str) -> list[Span]:
@@ -80,30 +80,31 @@ def sample_spans(files: list[tuple[Path, int]], max_bytes: int) -> list[Span]:
 
 
 class TrainingText:
-    """Iterates over batches of stripped lines, none empty, and counts what it met on the way."""
+    """Iterates over batches of stripped lines, none empty, and counts what it met on the way.
 
-    def __init__(self, spans: list[Span], encoding: str) -> None:
+    ``progress`` is told the bytes of each block that was read.
+    """
+
+    def __init__(
+        self, spans: list[Span], encoding: str, progress: Callable[[int], None] = lambda _: None
+    ) -> None:
         self.encoding = encoding
+        self.is_read = False
         self.num_lines = 0
         self.num_undecodable = 0
         self._spans = spans
         self._first_undecodable: Path | None = None
-        self._num_bytes = sum(span.stop - span.start for span in spans)
-        self._num_read_bytes = 0
+        self._progress = progress
 
     def __iter__(self) -> Iterator[list[str]]:
-        bar = tqdm(
-            total=self._num_bytes, unit="B", unit_scale=True, desc="reading", disable=not sys.stderr.isatty()
-        )
-        with bar:
-            for span in self._spans:
-                yield from self._batches(span, bar)
+        for span in self._spans:
+            yield from self._batches(span)
+        self.is_read = True
 
-    def _batches(self, span: Span, bar: tqdm[NoReturn]) -> Iterator[list[str]]:
+    def _batches(self, span: Span) -> Iterator[list[str]]:
         try:
             for num_bytes, lines in read_lines(span, self.encoding):
-                bar.update(num_bytes)
-                self._num_read_bytes += num_bytes
+                self._progress(num_bytes)
                 yield self._documents(lines, span.path)
         except OSError as error:
             raise ReadWriteError(f"cannot read {span.path}: {error.strerror or error}") from error
@@ -117,12 +118,6 @@ class TrainingText:
         self.num_lines += len(documents)
         return documents
 
-    def progress(self) -> str:
-        """How far it is, for a log."""
-        if self._num_read_bytes < self._num_bytes:
-            return f"read {self._num_read_bytes:,} of {self._num_bytes:,} bytes"
-        return f"read all {self._num_bytes:,} bytes; merging"
-
     def describe(self) -> str:
         """What was read and what was left out."""
         num_files = len({span.path for span in self._spans})
@@ -133,7 +128,8 @@ class TrainingText:
                 f" (the first in {self._first_undecodable})"
             )
         lines = f"{self.num_lines:,} lines, long ones in pieces"
-        return f"read {self._num_bytes:,} bytes of {num_files:,} files, {lines}{left_out}"
+        num_bytes = sum(span.num_bytes for span in self._spans)
+        return f"read {num_bytes:,} bytes of {num_files:,} files, {lines}{left_out}"
 
 
 def read_lines(span: Span, encoding: str) -> Iterator[tuple[int, list[str]]]:

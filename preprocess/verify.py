@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from preprocess.published_file import PublishedFile, sync_folder
 from preprocess.shard_format import (
     INDEX_NAME,
     TAR_END,
@@ -26,6 +25,7 @@ from preprocess.shard_format import (
     remake_command,
     tar_path,
 )
+from preprocess.shard_format.published_file import PublishedFile, sync_folder
 from preprocess.shard_plan import Plan
 
 _NUM_THREADS = 4  # hashing releases the interpreter's lock

@@ -20,7 +20,6 @@ from preprocess.documents import read_documents
 from preprocess.input_files import check_input
 from preprocess.long_documents import LongDocument
 from preprocess.overlap import WriteBehind, read_ahead
-from preprocess.published_file import remove_temporaries
 from preprocess.shard_format import (
     TOKENIZER_DIR,
     BadInput,
@@ -31,6 +30,7 @@ from preprocess.shard_format import (
     quarantine_path,
     shard_name,
 )
+from preprocess.shard_format.published_file import remove_temporaries
 from preprocess.shard_plan import Plan
 from preprocess.shard_writer import ShardWriter
 from preprocess.token_batches import Engine, TokenBatch, join_batches, load_engine

@@ -10,6 +10,7 @@ import time
 from preprocess.progress import Progress, say
 from preprocess.shard_format import ReadWriteError, ShardprepError, Stopped, id_ranges
 from preprocess.shard_plan import need_plan
+from preprocess.standard_streams import outlast_readers, output_is_read
 from preprocess.stop_signals import raise_on_stop_signals
 from slurm.command_line import given_request, parse
 from slurm.dataset_state import DatasetState, find_state
@@ -24,6 +25,7 @@ _POLL_S = 5.0
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code. Errors are a line on standard error, never a traceback."""
+    outlast_readers()
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
         args.output_dir = args.output_dir.resolve()
@@ -103,7 +105,7 @@ def status(args: argparse.Namespace) -> int:
         if args.watch and not args.json and sys.stdout.isatty():
             sys.stdout.write("\033[H\033[2J")
         _print_status(state, as_json=args.json)
-        if not args.watch or not state.live_job_ids():
+        if not args.watch or not state.live_job_ids() or not output_is_read():
             return 0
         time.sleep(_POLL_S)
 

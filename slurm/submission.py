@@ -19,8 +19,8 @@ from typing import Any
 
 import orjson
 
-from preprocess.published_file import PublishedFile, sync_folder
 from preprocess.shard_format import BrokenShard, CannotWrite, ReadWriteError, ShardprepError, parse_json
+from preprocess.shard_format.published_file import PublishedFile, sync_folder
 from preprocess.shard_plan import Plan
 from slurm.cluster_limits import minutes_of
 from slurm.job_request import JobRequest

@@ -17,7 +17,9 @@ import pytest
 
 import lustre.lfs
 import lustre.mounts
+import lustre.osts_of_files
 from loader.__main__ import main as loader_main
+from loader.find_shards import find_shards
 from lustre import (
     Component,
     Layout,
@@ -710,6 +712,84 @@ def test_the_command_that_show_prints_sets_what_it_chose(on_lustre: FakeLustre) 
     assert on_lustre.command(*shlex.split(command))[0] == 0
     assert "new files get that already" in on_lustre.command("show", on_lustre.folder, "--num_shards", "3")[1]
     assert len(read_layout(on_lustre.folder).components) == 3
+
+
+# --- where the shards of a data set begin
+
+
+@pytest.fixture
+def shards_on_lustre(on_lustre: FakeLustre, prep: Prep, sample_dir: Path) -> Path:
+    """Five shards, on OSTs 3, 1, 3, 0 and 7."""
+    prep.plan(sample_dir, on_lustre.folder, num_shards=5)
+    prep.make(on_lustre.folder)
+    paths = [str(on_lustre.folder / f"shard-{number:05d}.tar") for number in range(5)]
+    on_lustre.give(first_ost=dict(zip(paths, [3, 1, 3, 0, 7], strict=True)))
+    return on_lustre.folder
+
+
+@both_dialects
+@pytest.mark.parametrize("layout", ["plain", "pfl", "dom"])
+def test_verify_writes_on_which_ost_each_tar_begins_and_the_loader_reads_it(
+    on_lustre: FakeLustre, shards_on_lustre: Path, prep: Prep, layout: str
+) -> None:
+    dom = [{"end": MIB, "count": 0, "size": MIB, "pattern": "mdt"}, *PFL[1:]]
+    if layout != "plain":
+        on_lustre.give_layout(shards_on_lustre, PFL if layout == "pfl" else dom)
+    ended = prep.command("verify", shards_on_lustre)
+    assert (ended.code, "note" in ended.text) == (0, False)
+    raw = (shards_on_lustre / "osts.json").read_text()
+    assert raw == '{"format":"shardprep-osts","version":1,"osts":[3,1,3,0,7]}\n'
+    assert find_shards(shards_on_lustre).osts.tolist() == [3, 1, 3, 0, 7]
+    assert prep.temporaries(shards_on_lustre) == []
+
+
+def test_lfs_is_asked_for_many_files_in_one_call_in_the_order_of_the_shards(
+    on_lustre: FakeLustre, shards_on_lustre: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"shard-{number:05d}.tar" for number in range(5)]
+    monkeypatch.setattr(lustre.osts_of_files, "FILES_A_CALL", 2)
+    assert lustre.first_osts(shards_on_lustre, names[::-1]) == [7, 0, 3, 1, 3]
+    calls = [call for call in on_lustre.calls() if call[0] == "getstripe"]
+    assert [len(call) - 2 for call in calls] == [2, 2, 1]
+    assert calls[0] == ["getstripe", *(str(shards_on_lustre / name) for name in names[:2:-1]), "LC_ALL=C"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("hang-getstripe", "gave no answer in 0.5 s"),
+        ("gibberish", "printed 'Please see .*expected the layouts of "),
+        ("not-lustre", "Inappropriate ioctl"),
+    ],
+)
+def test_verify_goes_on_where_lfs_fails_and_says_so_in_a_line(
+    on_lustre: FakeLustre,
+    shards_on_lustre: Path,
+    prep: Prep,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    words: str,
+) -> None:
+    monkeypatch.setattr(lustre.lfs.run_lfs, "__kwdefaults__", {"timeout_s": 0.5})
+    on_lustre.fault(fault)
+    ended = prep.command("verify", shards_on_lustre)
+    assert ended.code == 0
+    assert re.search(rf"^note: osts\.json is not written, .*{words}.*$", ended.text, re.MULTILINE), ended.text
+    assert not (shards_on_lustre / "osts.json").exists()
+    assert (shards_on_lustre / "index.json").exists()
+
+
+def test_one_file_that_is_gone_fails_the_whole_question(on_lustre: FakeLustre) -> None:
+    (on_lustre.folder / "a").touch()
+    (on_lustre.folder / "c").touch()
+    with pytest.raises(LustreError, match=r"3 files of .* exit code 2: .*/b: No such file"):
+        lustre.first_osts(on_lustre.folder, ["a", "b", "c"])
+
+
+def test_off_lustre_no_osts_are_looked_for(on_lustre: FakeLustre, tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    assert lustre.first_osts(tmp_path, ["a"]) is None
+    assert on_lustre.calls() == []
 
 
 # --- no file is ever harmed

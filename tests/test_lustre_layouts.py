@@ -11,6 +11,7 @@ from lustre.layout import Layout, parse_layout
 from lustre.layout_choice import MANY, ROWS, choose_layout, load_text
 from lustre.mounts import Mount, mount_of
 from lustre.osts import fill_lines, parse_df
+from lustre.osts_of_files import parse_first_osts
 from lustre.released_files import count_released_states
 from lustre.wanted_layout import apply_flags, parse_layout_options, setstripe_options
 
@@ -202,3 +203,69 @@ def test_pools_and_data_on_the_metadata_server_are_read() -> None:
         "progressive (PFL): on the metadata server up to 64 KiB, "
         "2 stripes of 1 MiB in pool flash from there on"
     )
+
+
+GETSTRIPE = """/mnt/a b/shard-00000.tar
+lmm_stripe_count:  4
+lmm_stripe_size:   1048576
+lmm_pattern:       raid0
+lmm_layout_gen:    0
+lmm_stripe_offset: 3
+\tobdidx\t\t objid\t\t objid\t\t group
+\t     3\t            12\t          0xc\t   0x280000400
+\t     5\t            12\t          0xc\t   0x2c0000400
+
+/mnt/pfl
+  lcm_layout_gen:    2
+  lcm_mirror_count:  1
+  lcm_entry_count:   2
+    lcme_id:             1
+    lcme_mirror_id:      0
+    lcme_flags:          init
+    lcme_extent.e_start: 0
+    lcme_extent.e_end:   268435456
+      lmm_stripe_count:  1
+      lmm_stripe_size:   4194304
+      lmm_pattern:       raid0
+      lmm_layout_gen:    0
+      lmm_stripe_offset: 6
+      lmm_objects:
+      -   0: { l_ost_idx:   6, l_fid: [0x280000400:0xc:0x0] }
+
+    lcme_id:             2
+    lcme_flags:          0
+    lcme_extent.e_end:   EOF
+      lmm_stripe_count:  -1
+      lmm_pattern:       raid0
+      lmm_stripe_offset: -1
+
+/mnt/dom of 2.15
+    lcme_id:             1
+      lmm_pattern:       mdt
+      lmm_stripe_offset: 0
+
+    lcme_id:             2
+      lmm_pattern:       raid0
+      lmm_stripe_offset: 7
+
+/mnt/dom of 2.17, nothing behind it
+    lcme_id:             1
+      lmm_pattern:       mdt
+      lmm_mdt_index:     0
+
+    lcme_id:             2
+      lmm_pattern:       raid0,overstriped
+      lmm_stripe_offset: -1
+
+"""
+
+
+def test_the_first_ost_is_read_of_plain_and_progressive_files_and_past_the_metadata_server() -> None:
+    assert parse_first_osts(GETSTRIPE) == [
+        ("/mnt/a b/shard-00000.tar", 3),
+        ("/mnt/pfl", 6),
+        ("/mnt/dom of 2.15", 7),
+        ("/mnt/dom of 2.17, nothing behind it", -1),
+    ]
+    assert parse_first_osts("") == []
+    assert parse_first_osts("lmm_stripe_offset: 3\n") == []

@@ -441,7 +441,7 @@ IDX_VIOLATIONS: dict[str, tuple[Callable[[bytes], bytes], type[Exception], str]]
         "is not an idx: it begins b'PKardidx', expected",
     ),
     "half a header": (lambda raw: raw[:30], BrokenShard, "is not an idx"),
-    "empty": (lambda raw: b"", BrokenShard, "cannot be read as an idx"),
+    "empty": (lambda raw: b"", BrokenShard, "is not an idx: it begins b'', expected"),
     "half a record": (lambda raw: raw[:-1], BrokenShard, r"is cut short: \d+ bytes are no multiple of 28"),
     "other plan": (lambda raw: raw[:30] + b"xx" + raw[32:], OtherPlan, "was written for .*, expected "),
     "other shard": (lambda raw: raw[:24] + b"\2" + raw[25:], OtherPlan, "was written for .*, expected "),

@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess import input_files
+from preprocess import input_files, shard_cuts
 from preprocess.input_files import InputFile, list_inputs, next_line_start, stamp_inputs
+from preprocess.shard_cuts import check_num_shards, even_cuts, file_cuts
 from preprocess.shard_format import (
     BrokenShard,
     NotFound,
@@ -24,7 +25,7 @@ from preprocess.shard_format import (
     UnknownVersion,
     UsageError,
 )
-from preprocess.shard_plan import check_num_shards, even_cuts, file_cuts, need_plan, read_plan
+from preprocess.shard_plan import need_plan, read_plan
 from preprocess.train_tokenizer import train_tokenizer
 
 if TYPE_CHECKING:
@@ -73,6 +74,27 @@ def test_cuts_fall_on_line_starts_ascend_and_span_the_whole_input(
     assert max(shard_sizes(inputs, cuts)) <= sum(map(len, contents)) / num_shards + longest + 1
 
 
+@settings(max_examples=200, deadline=None)
+@given(contents=FILES, num_shards=st.integers(1, 30), first=st.integers(1, 5))
+def test_a_shard_begins_with_the_first_line_at_or_behind_its_even_share(
+    folder: Path, contents: list[bytes], num_shards: int, first: int
+) -> None:
+    """Whatever is read at once, and however many shares lie in one line."""
+    inputs = write_files(folder, contents)
+    ends = list(itertools.accumulate(map(len, contents)))
+    total = ends[-1]
+    starts = {total}
+    for end, data in zip(ends, contents, strict=True):
+        starts |= {end - len(data) + byte for byte in line_starts(data)} if data else set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(input_files, "_FIRST_SCAN_BYTES", first + 1)
+        patch.setattr(shard_cuts, "_NUM_STRETCHES", first)
+        cuts = even_cuts(folder, inputs, num_shards, cut_files=True)
+    places = [(ends[source - 1] if source else 0) + byte for source, byte in cuts]
+    shares = [total * number // num_shards for number in range(num_shards + 1)]
+    assert places == [min(start for start in starts if start >= share) for share in shares]
+
+
 @settings(max_examples=100, deadline=None)
 @given(contents=FILES, num_shards=st.integers(1, 12))
 def test_every_byte_is_in_exactly_one_shard(
@@ -113,9 +135,9 @@ def test_a_line_longer_than_a_shard_leaves_shards_empty_and_is_never_cut(tmp_pat
 
 
 @pytest.mark.parametrize("shift", [-2, -1, 0, 1])
-@pytest.mark.parametrize("num_kib", [4, 4 + 8, 4 + 8 + 16])
+@pytest.mark.parametrize("num_kib", [4, 4 + 16, 4 + 16 + 64])
 def test_a_line_end_on_the_edge_of_a_read_is_not_cut_in_two(tmp_path: Path, num_kib: int, shift: int) -> None:
-    """next_line_start reads 4 KiB, then twice as much each time."""
+    """next_line_start reads 4 KiB, then four times as much each time."""
     num_bytes = (num_kib << 10) + shift
     path = tmp_path / "a.txt"
     path.write_bytes(b"x" * num_bytes + b"\r\nb\n")
@@ -252,7 +274,7 @@ def test_a_dry_run_prints_the_costs_and_writes_nothing(prep: Prep, sample_dir: P
         "--num_shards", "3", "--dry_run",
     )  # fmt: skip
     assert ended.code == 0
-    for said in ("3 shards of", "--array=0-2 ", "core hours", "GB on disk"):
+    for said in ("3 shards of", "--array=0-2 ", "python -m slurm submit ", "core hours", "GB on disk"):
         assert said in ended.text
     assert not (tmp_path / "data").exists()
 

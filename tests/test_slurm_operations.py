@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -200,6 +201,9 @@ def test_forty_shards_fit_seven_array_tasks_and_end_verified(
     assert "shards_of=(3 17)" in script, "only what is missing"
     assert "#SBATCH --array=0-1%2\n" in script
     assert len(list((data / "jobs").glob("*.json"))) == 1, "a dry run writes nothing"
+    command = (sys.executable, "-m", "slurm", "submit", str(data), "--cpus_per_task", "1", "--dry_run")
+    said = site.run("bash", "-o", "pipefail", "-c", f"{{ {shlex.join(command)} | true; }} 2>&1")
+    assert "rror" not in said, "a reader that goes is none"
 
 
 @pytest.mark.timeout(280)

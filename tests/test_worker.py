@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from preprocess import worker_settings
-from preprocess.published_file import STALE_AFTER_S, remove_temporaries
 from preprocess.shard_format import Stopped
+from preprocess.shard_format.published_file import STALE_AFTER_S, remove_temporaries
 from preprocess.tokenizer_files import resolve_tokenizer
 from preprocess.worker import done_manifest
 

@@ -25,8 +25,10 @@ from preprocess.shard_format.idx import (
     IDX_DOCUMENT,
     IDX_HEADER,
     IDX_ROW,
+    IdxFile,
     idx_dtype,
     idx_header,
+    open_idx,
     read_idx,
 )
 from preprocess.shard_format.index import DatasetIndex, id_ranges, merge_manifests, read_index
@@ -50,6 +52,7 @@ from preprocess.shard_format.names import (
     INDEX_NAME,
     MAX_MEMBER_BYTES,
     MAX_SHARDS,
+    OSTS_NAME,
     PACKED_MEMBER_BYTES,
     PLAN_NAME,
     QUARANTINE_DIR,
@@ -73,6 +76,7 @@ from preprocess.shard_format.names import (
     token_dtype,
     token_field,
 )
+from preprocess.shard_format.osts import osts_json, read_osts
 from preprocess.shard_format.tokenizer_fingerprint import tokenizer_fingerprint
 
 __all__ = [
@@ -85,6 +89,7 @@ __all__ = [
     "INDEX_NAME",
     "MAX_MEMBER_BYTES",
     "MAX_SHARDS",
+    "OSTS_NAME",
     "PACKED_MEMBER_BYTES",
     "PLAN_NAME",
     "QUARANTINE_DIR",
@@ -99,6 +104,7 @@ __all__ = [
     "DatasetIndex",
     "DatasetSpec",
     "FileStamp",
+    "IdxFile",
     "Manifest",
     "MissingShard",
     "NotFound",
@@ -126,11 +132,14 @@ __all__ = [
     "manifest_path",
     "merge_manifests",
     "npy_header",
+    "open_idx",
+    "osts_json",
     "parse_json",
     "quarantine_path",
     "read_idx",
     "read_index",
     "read_manifest",
+    "read_osts",
     "remake_command",
     "rerun_command",
     "rows_key",

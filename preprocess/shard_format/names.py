@@ -20,6 +20,7 @@ TokenFormat = Literal["json", "npy"]
 
 PLAN_NAME = "plan.json"
 INDEX_NAME = "index.json"
+OSTS_NAME = "osts.json"
 TOKENIZER_DIR = "tokenizer"
 QUARANTINE_DIR = "quarantine"
 RESERVED_FIELD = "loss_mask.npy"  # kept free for a mask member; refused until it has a meaning

@@ -14,7 +14,9 @@ import socket
 import time
 from pathlib import Path
 
-from preprocess.shard_format import QUARANTINE_DIR, CannotWrite, FileStamp, ReadWriteError
+from preprocess.shard_format.errors import CannotWrite, ReadWriteError
+from preprocess.shard_format.manifest import FileStamp
+from preprocess.shard_format.names import QUARANTINE_DIR
 
 WRITE_BYTES = 4 << 20  # a Lustre stripe; smaller writes cost a lock each
 STALE_AFTER_S = 24 * 3600

@@ -55,112 +55,98 @@ def main() -> int:
         rank=who.rank,
         world_size=who.world_size,
     )
-    model = make_model(loader.tokenizer, args).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    step = load_newest(args.checkpoint_dir, model, optimizer, loader, device)
+    run = Run(args, loader, make_model(loader.tokenizer, args).to(device), device)
+    run.load_newest()
     if who.rank == 0:
-        print(f"rank 0 of {who.world_size} ({who.source}), from step {step}", flush=True)
-    trained = DistributedDataParallel(model) if who.world_size > 1 else model
+        print(f"rank 0 of {who.world_size} ({who.source}), from step {run.step}", flush=True)
     with loader:
-        stopped = train(args, trained, model, optimizer, loader, step, device)
+        is_trained = train(run, args)
     if dist.is_initialized():
         dist.destroy_process_group()
-    return STOPPED if stopped else 0
+    return 0 if is_trained else STOPPED
 
 
-def train(
-    args: argparse.Namespace,
-    trained: torch.nn.Module,
-    model: LlamaForCausalLM,
-    optimizer: torch.optim.Optimizer,
-    loader: Any,
-    step: int,
-    device: torch.device,
-) -> bool:
-    """Train from ``step`` to the last; whether it was stopped on the way."""
-    who = loader.process_rank
-    num_micro = args.global_batch_size // (args.batch_size * who.world_size)
-    batches = endless(loader)
-    while step < args.num_steps:
+def train(run: Run, args: argparse.Namespace) -> bool:
+    """Train to the last step; False where it was stopped on the way."""
+    rank, world_size = run.loader.process_rank.rank, run.loader.process_rank.world_size
+    num_micro = args.global_batch_size // (args.batch_size * world_size)
+    batches = endless(run.loader)
+    while run.step < args.num_steps:
         micro_batches = [next(batches) for _ in range(num_micro)]
-        loss = optimizer_step(trained, optimizer, micro_batches, who.world_size, device)
-        step += 1
-        log_step(args, step, loss, micro_batches, who.rank)
+        loss = run.optimizer_step(micro_batches, world_size)
+        log_step(args, run.step, loss, micro_batches, rank)
         time.sleep(args.step_sleep_s)
-        stop = agreed(stop_wanted(who.rank), device)
-        if stop or step == args.num_steps or step % args.save_every == 0:
-            if who.rank == 0:
-                save(args.checkpoint_dir, step, model, optimizer, loader)
+        stop = total(float(stop_wanted(rank)), run.device) > 0  # all ranks leave the loop at the same step
+        if stop or run.step == args.num_steps or run.step % args.save_every == 0:
+            if rank == 0:
+                run.save()
             if dist.is_initialized():
                 dist.barrier()
-        if stop and step < args.num_steps:
-            return True
-    return False
+        if stop:
+            return run.step == args.num_steps
+    return True
 
 
-def optimizer_step(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    micro_batches: list[dict[str, torch.Tensor]],
-    world_size: int,
-    device: torch.device,
-) -> float:
-    """One step on a global batch; returns its mean loss a token.
+class Run:
+    """What goes on in a later job: the model, its optimizer, the step, and the loader's place."""
 
-    Tokens of all ranks are counted first, so that the gradient, too, is the same for every split.
-    """
-    num_tokens = total(float(sum((batch["labels"][:, 1:] != -100).sum() for batch in micro_batches)), device)
-    loss_sum = 0.0
-    for batch in micro_batches:
-        batch = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        targets = batch["labels"][:, 1:].flatten()
-        loss = cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, reduction="sum")
-        (loss * world_size / num_tokens).backward()  # DDP averages over the ranks
-        loss_sum += loss.item()
-    optimizer.step()
-    optimizer.zero_grad()
-    return total(loss_sum, device) / num_tokens
+    def __init__(
+        self, args: argparse.Namespace, loader: Any, model: LlamaForCausalLM, device: torch.device
+    ) -> None:
+        self.folder: Path = args.checkpoint_dir
+        self.loader, self.model, self.device = loader, model, device
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+        self.trained = DistributedDataParallel(model) if dist.is_initialized() else model
+        self.step = 0
 
+    def optimizer_step(self, micro_batches: list[dict[str, torch.Tensor]], world_size: int) -> float:
+        """One step on a global batch; returns its mean loss a token.
 
-def save(
-    folder: Path, step: int, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, loader: Any
-) -> None:
-    """A checkpoint appears whole or not at all; the two newest are kept."""
-    path = folder / f"step-{step:08d}.pt"
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    state = {
-        "step": step,
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "loader": loader.state_at(step),  # of the step trained, whatever was read ahead
-    }
-    with temporary.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
-    for old in sorted(folder.glob("step-*.pt"))[:-2]:
-        old.unlink()
+        Tokens of all ranks are counted first, so that the gradient, too, is the same for every split.
+        """
+        num_targets = sum((batch["labels"][:, 1:] != -100).sum() for batch in micro_batches)
+        num_tokens, loss_sum = total(float(num_targets), self.device), 0.0
+        for batch in micro_batches:
+            batch = {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
+            logits = self.trained(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+            targets = batch["labels"][:, 1:].flatten()
+            loss = cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, reduction="sum")
+            (loss * world_size / num_tokens).backward()  # DDP averages over the ranks
+            loss_sum += loss.item()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        return total(loss_sum, self.device) / num_tokens
 
+    def save(self) -> None:
+        """A checkpoint appears whole or not at all; the two newest are kept."""
+        path = self.folder / f"step-{self.step:08d}.pt"
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        state = {
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "loader": self.loader.state_at(self.step),  # of the step trained, whatever was read ahead
+        }
+        with temporary.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+        for old in sorted(self.folder.glob("step-*.pt"))[:-2]:
+            old.unlink()
 
-def load_newest(
-    folder: Path,
-    model: LlamaForCausalLM,
-    optimizer: torch.optim.Optimizer,
-    loader: Any,
-    device: torch.device,
-) -> int:
-    """Go on from the newest checkpoint, if there is one; returns its step."""
-    folder.mkdir(parents=True, exist_ok=True)
-    found = sorted(folder.glob("step-*.pt"))
-    if not found:
-        return 0
-    state = torch.load(found[-1], map_location=device, weights_only=True)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    loader.load_state_dict(state["loader"])
-    return int(state["step"])
+    def load_newest(self) -> None:
+        """Go on from the newest checkpoint, if there is one."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        found = sorted(self.folder.glob("step-*.pt"))
+        if not found:
+            return
+        state = torch.load(found[-1], map_location=self.device, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.loader.load_state_dict(state["loader"])
+        self.step = int(state["step"])
 
 
 def make_model(tokenizer: Any, args: argparse.Namespace) -> LlamaForCausalLM:
@@ -195,11 +181,6 @@ def stop_wanted(rank: int) -> bool:
     """By a signal, or by the file that train_ddp.sh makes: that one passes containers and torchrun."""
     file = os.environ.get("SHARDPREP_STOP_FILE")
     return _stop_asked or (rank == 0 and bool(file) and Path(str(file)).exists())
-
-
-def agreed(stop: bool, device: torch.device) -> bool:
-    """Whether any rank wants to stop: all must leave the loop at the same step."""
-    return total(float(stop), device) > 0
 
 
 def total(value: float, device: torch.device) -> float:

@@ -1,20 +1,34 @@
-"""``python -m loader DATA``: prints the first batch, decoded."""
+"""``python -m loader DATA`` prints the first batch, decoded; ``python -m loader stage`` copies shards."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
-from preprocess.shard_format import ShardprepError
+from loader.stage_command import stage
+from preprocess.shard_format import ShardprepError, Stopped
 
 SHOWN_IDS = 12
 SHOWN_CHARS = 200
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Show what a training script would get. Returns an exit code, as preprocess does."""
+    """Show what a training script would get, or stage. Returns an exit code, as preprocess does."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        return stage(argv[1:], say=_say) if argv[:1] == ["stage"] else _show(argv)
+    except (ShardprepError, Stopped) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _show(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m loader", description="Print a batch of a data set, decoded."
+        prog="python -m loader",
+        usage="%(prog)s [options] input_shards ...\n       %(prog)s {stage} ...",
+        description="Print a batch of a data set, decoded; or stage its shards on this node: stage --help. "
+        "A folder of that name is ./stage.",
     )
     parser.add_argument("input_shards", nargs="+", help="a folder, an index.json, tars or a pattern of tars")
     parser.add_argument("--model_id", help="whose tokenizer made tars that shardprep did not write")
@@ -22,12 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--num_workers", type=int, default=0, help="processes that read (default 0)")
     parser.add_argument("--max_length", type=int, help="tokens at which documents are cut")
     parser.add_argument("--seed", type=int, default=0, help="of the shuffle (default 0)")
-    options = vars(parser.parse_args(argv))
-    try:
-        _print_batch(**options)
-    except ShardprepError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    _print_batch(**vars(parser.parse_args(argv)))
     return 0
 
 
@@ -36,15 +45,23 @@ def _print_batch(**options: object) -> None:
 
     with get_llama3_dataloader(**options) as loader:  # type: ignore[arg-type]
         batch = next(iter(loader))
-        print(f"{loader.order.num_samples:,} samples, {len(loader):,} batches an epoch")
+        _say(f"{loader.order.num_samples:,} samples, {len(loader):,} batches an epoch")
         for name, tensor in batch.items():
-            print(f"{name}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}")
+            _say(f"{name}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}")
         for row, (ids, labels) in enumerate(zip(batch["input_ids"], batch["labels"], strict=True)):
             real = ids[batch["attention_mask"][row].bool()]
-            print(f"\nsample {row}: {len(real)} tokens, {len(ids) - len(real)} of padding")
-            print(f"  input_ids {_shown(ids.tolist())}")
-            print(f"  labels    {_shown(labels.tolist())}")
-            print(f"  text      {loader.tokenizer.decode(real)[:SHOWN_CHARS]!r}")
+            _say(f"\nsample {row}: {len(real)} tokens, {len(ids) - len(real)} of padding")
+            _say(f"  input_ids {_shown(ids.tolist())}")
+            _say(f"  labels    {_shown(labels.tolist())}")
+            _say(f"  text      {loader.tokenizer.decode(real)[:SHOWN_CHARS]!r}")
+
+
+def _say(line: str) -> None:
+    """Print a line; where `| head` has seen enough, the rest is dropped and the work goes on."""
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _shown(ids: list[int]) -> str:

@@ -114,17 +114,18 @@ class CausalLMCollator(DataCollatorForLanguageModeling):
                 f"max_batch_tokens is {self.max_batch_tokens:,}; lower batch_size, or pass "
                 f"max_length={self.max_batch_tokens // len(rows)} or less"
             )
-        ids = np.full((len(rows), width), self.pad.token_id, np.int64)
+        ids = np.full((len(rows), width), self.pad.token_id, rows[0].dtype)
         for target, row in zip(ids, rows, strict=True):
             target[: len(row)] = row
         return self.mask_rows(ids, lengths)
 
-    def mask_rows(self, ids: npt.NDArray[np.int64], lengths: npt.NDArray[Any] | None) -> BatchEncoding:
-        """Collate int64[batch, seq] rows, of which the first ``lengths`` ids are real (None: all).
+    def mask_rows(self, rows: Ids, lengths: npt.NDArray[Any] | None) -> BatchEncoding:
+        """Collate [batch, seq] rows, of which the first ``lengths`` ids are real (None: all).
 
-        The array itself becomes ``input_ids``; what stands in its padding is overwritten.
+        Ids and labels are both widened from ``rows``: a copy of one to the other takes up to three times
+        as long, where malloc puts their addresses a few bytes more than whole pages apart.
         """
-        labels = ids.copy()
+        ids, labels = rows.astype(np.int64), rows.astype(np.int64)
         if lengths is None:
             attention_mask = np.ones_like(ids)
         else:

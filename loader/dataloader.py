@@ -10,13 +10,16 @@ import torch
 
 from loader.boundaries import Boundary
 from loader.collate import CausalLMCollator
-from loader.dataset import RunDataset, Samples
+from loader.dataset import RunDataset
 from loader.input_paths import InputShards
-from loader.order import LAW_VERSION, Order, choose_windows, share
-from loader.process_rank import ProcessRank, find_process_rank
+from loader.opening_order import Turn
+from loader.order import LAW_VERSION, Order
+from loader.process_rank import find_process_rank
+from loader.run_order import check_batch, make_order, rank_lanes
 from loader.sample_options import Padding, SampleOptions, make_samples
 from loader.shard_reader import STALL_WARNING_S
 from loader.shard_set import ShardSet
+from loader.size_check import SizeCheck
 from loader.step_batches import Collate, StepBatches
 from loader.token_loader import TokenLoader
 from loader.tokenizer_choice import choose_tokenizer, fingerprint_of
@@ -48,6 +51,7 @@ def get_llama3_dataloader(
     max_batch_tokens: int | None = None,
     exclude_shards: Iterable[int | str | os.PathLike[str]] = (),
     cache_dir: str | os.PathLike[str] | None = None,
+    staged_dir: str | os.PathLike[str] | None = None,
     stall_warning_s: float = STALL_WARNING_S,
     collate_fn: Collate | None = None,
     multiprocessing_context: Any = None,
@@ -83,10 +87,16 @@ def get_llama3_dataloader(
         max_batch_tokens: a padded batch of more is refused, before it is too large for the GPU.
         exclude_shards: numbers or tars of shards to leave out, before the order, which is then another one.
         cache_dir: where webdataset copies tars that are no local files.
+        staged_dir: a folder on this node that ``python -m loader stage DATA --to`` may have filled. A shard
+            is read from ``staged_dir/<plan id, 16 digits>/`` where its tar and idx are there with the right
+            sizes, else from where it was found; likewise after a copy failed. Batches and state do not
+            change. A folder without copies is a warning.
         stall_warning_s: a read that takes longer is named in the log, with its shard.
         collate_fn: instead of ``CausalLMCollator``; called in this process with a list of
             ``{"input_ids": list[int]}``.
-        multiprocessing_context: ``"fork"``, ``"spawn"`` or ``"forkserver"``, as DataLoader takes it.
+        multiprocessing_context: ``"fork"``, ``"spawn"`` or ``"forkserver"`` (Python 3.14's default), as
+            DataLoader takes it. The last two run the training script's top again in each worker: keep what
+            trains behind ``if __name__ == "__main__":``.
 
     Returns:
         A TokenLoader; see there for epochs and for the state. Batches hold int64[batch_size, seq]
@@ -97,11 +107,12 @@ def get_llama3_dataloader(
         ShardprepErrors that say what was found and what to do.
     """
     who = find_process_rank(rank, world_size)
-    global_batch_size = _check_batch(batch_size, global_batch_size, who)
+    global_batch_size = check_batch(batch_size, global_batch_size, who.world_size)
     options = SampleOptions(
         input_shards=input_shards,
         exclude_shards=tuple(exclude_shards),
         cache_dir=cache_dir,
+        staged_dir=staged_dir,
         seq_len=seq_len,
         boundaries=(boundaries,) if isinstance(boundaries, str) else tuple(boundaries),
         max_length=max_length,
@@ -109,13 +120,15 @@ def get_llama3_dataloader(
         padding=padding,
         group=batch_size if group_by_length is True else int(group_by_length) or 1,
         stall_warning_s=stall_warning_s,
+        turn=Turn(number=who.rank, count=who.world_size),
     )
     _check_batch_tokens(batch_size, max_length, max_batch_tokens)
     shards = options.find_shards()
+    size_check = SizeCheck(shards) if who.rank == 0 else None
     tokenizer = choose_tokenizer(shards, model_id)
     samples = make_samples(options, shards, tokenizer)
-    order = _make_order(samples, shards, global_batch_size, options.group, seed=seed, shuffle=shuffle)
-    lanes = _rank_lanes(order, who)
+    order = make_order(samples, shards, global_batch_size, options.group, seed=seed, shuffle=shuffle)
+    lanes = rank_lanes(order, who.rank, who.world_size)
     num_workers = min(num_workers, len(lanes))
     endless = persistent_workers or num_workers == 0
     collate_fn = collate_fn or CausalLMCollator(
@@ -124,6 +137,8 @@ def get_llama3_dataloader(
         pad_to_length=max_length if padding == "max_length" else None,
         max_batch_tokens=max_batch_tokens,
     )
+    if size_check is not None:
+        size_check.wait()
     return TokenLoader(
         RunDataset(samples=samples, order=order, lanes=lanes, endless=endless),
         step_batches=StepBatches(
@@ -140,38 +155,8 @@ def get_llama3_dataloader(
         prefetch_factor=(prefetch_factor or 2) if num_workers else None,
         persistent_workers=persistent_workers and num_workers > 0,
         multiprocessing_context=multiprocessing_context if num_workers else None,
+        size_check=size_check,
     )
-
-
-def _make_order(
-    samples: Samples, shards: ShardSet, global_batch_size: int, group: int, *, seed: int, shuffle: bool
-) -> Order:
-    block_samples, window_samples = choose_windows(
-        num_samples=samples.num_samples,
-        num_bytes=shards.tar_bytes,
-        global_batch_size=global_batch_size,
-        group=group,
-    )
-    return Order(
-        num_samples=samples.num_samples,
-        global_batch_size=global_batch_size,
-        block_samples=block_samples,
-        window_samples=window_samples,
-        group=group,
-        seed=seed,
-        shuffle=shuffle,
-    )
-
-
-def _rank_lanes(order: Order, who: ProcessRank) -> range:
-    if order.num_lanes % who.world_size:
-        fitting = [n for n in range(1, order.num_lanes + 1) if order.num_lanes % n == 0]
-        raise UsageError(
-            f"a global batch of {order.global_batch_size} in groups of {order.group} makes {order.num_lanes} "
-            f"lanes, which {who.world_size} ranks cannot share; the ranks can be {fitting}, "
-            "or group_by_length less"
-        )
-    return share(range(order.num_lanes), who.rank, who.world_size)
 
 
 def _fingerprint(options: SampleOptions, shards: ShardSet, order: Order, tokenizer: str) -> dict[str, Any]:
@@ -191,25 +176,6 @@ def _fingerprint(options: SampleOptions, shards: ShardSet, order: Order, tokeniz
         "block_samples": order.block_samples,
         "window_samples": order.window_samples,
     }
-
-
-def _check_batch(batch_size: int, global_batch_size: int | None, who: ProcessRank) -> int:
-    if batch_size < 1:
-        raise UsageError(f"batch_size is {batch_size}, expected at least 1")
-    step = batch_size * who.world_size
-    if global_batch_size is None:
-        return step
-    if global_batch_size < step or global_batch_size % step:
-        fitting = [
-            n for n in range(1, global_batch_size + 1) if global_batch_size % (n * who.world_size) == 0
-        ]
-        worlds = [n for n in range(1, global_batch_size + 1) if global_batch_size % (n * batch_size) == 0]
-        raise UsageError(
-            f"global_batch_size {global_batch_size} is no multiple of batch_size {batch_size} x "
-            f"{who.world_size} ranks; with these ranks batch_size can be {fitting or 'nothing'}, with this "
-            f"batch_size the ranks can be {worlds or 'nothing'}"
-        )
-    return global_batch_size
 
 
 def _check_batch_tokens(batch_size: int, max_length: int | None, max_batch_tokens: int | None) -> None:

@@ -7,7 +7,8 @@ would read everything n times. The memory of a rank is the windows of its lanes,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any, Protocol
 
@@ -70,6 +71,9 @@ class RunDataset(IterableDataset[Any]):
 
     ``position`` is int64[2], epoch and step; shared with the workers, so that the parent can send
     persistent ones elsewhere. Items are a run of each worker in turn, packed; unpacked without workers.
+
+    Each process keeps its reader from one ``iter`` to the next, until ``close``: another one would open
+    the shards anew, and a window's memory, touched for the first time, costs more than reading it.
     """
 
     def __init__(self, *, samples: Samples, order: Order, lanes: range, endless: bool) -> None:
@@ -78,32 +82,44 @@ class RunDataset(IterableDataset[Any]):
         self.lanes = lanes
         self.endless = endless
         self.position = torch.zeros(2, dtype=torch.int64)
+        self._reader: WindowReader | None = None
+        self._close_reader: Callable[[], object] | None = None
 
     def __iter__(self) -> Iterator[torch.Tensor | Run]:
         worker = get_worker_info()
         lanes = self.lanes if worker is None else share(self.lanes, worker.id, worker.num_workers)
-        reader = self.samples.open()
+        if self._reader is None:
+            self._reader = self.samples.open()
+            self._close_reader = weakref.finalize(self, self._reader.close)
         epoch, step = self.position.tolist()
-        try:
-            for number in count(epoch) if self.endless else (epoch,):
-                for run in self._epoch_runs(reader, number, step if number == epoch else 0, lanes):
-                    yield run if worker is None else run.pack()
-        finally:
-            reader.close()
+        for number in count(epoch) if self.endless else (epoch,):
+            runs = self._epoch_runs(self._reader, number, step if number == epoch else 0, lanes)
+            yield from runs if worker is None else map(Run.pack, runs)
+
+    def close(self) -> None:
+        """Close the files that this process has open; the next ``iter`` opens them again."""
+        if self._close_reader is not None:
+            self._close_reader()
+        self._reader = self._close_reader = None
 
     def _epoch_runs(self, reader: WindowReader, epoch: int, step: int, lanes: range) -> Iterator[Run]:
         run_steps = self._run_steps()
         offset = self.order.offset(epoch, self.samples.offsets)
         for start, end in self.order.windows(step):
             samples = self.order.samples_of(epoch, lanes, start, end, reader.num_tokens)
-            window = reader.read(samples[:, max(step - start, 0) :], offset)
-            num_steps = end - max(step, start)
-            for first in range(0, num_steps, run_steps):
-                yield window.run(first, min(first + run_steps, num_steps))
+            window = reader.read(samples, offset)  # whole: what is left of it would be many small reads
+            for first in range(max(step - start, 0), end - start, run_steps):
+                yield window.run(first, min(first + run_steps, end - start))
+            del window  # before the next one is read: half the memory
 
     def _run_steps(self) -> int:
-        """Steps a run, from what all workers know alike: their runs must agree."""
+        """Steps a run, from what all workers know alike: their runs must agree.
+
+        Rows that are not sent take no memory until their step, see ScatteredRows.
+        """
         worker = get_worker_info()
+        if worker is None and self.samples.row_tokens:
+            return MAX_RUN_STEPS
         lanes = -(-len(self.lanes) // (worker.num_workers if worker else 1))
         step_bytes = 4 * lanes * self.order.group * (self.samples.row_tokens or self.samples.mean_tokens)
         return max(1, min(MAX_RUN_STEPS, int(RUN_BYTES // step_bytes)))

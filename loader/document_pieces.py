@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from loader.open_shard import OpenShard
+from loader.opening_order import Turn
 from loader.shard_reader import ShardReader
 from loader.shard_set import ShardSet
 
@@ -17,36 +17,39 @@ class DocumentPieces:
     of n pieces is decoded n times an epoch.
     """
 
-    def __init__(self, shards: ShardSet, max_length: int) -> None:
+    def __init__(self, shards: ShardSet, max_length: int, turn: Turn | None = None) -> None:
         self.max_length = max_length
         self._shards = shards
-        reader = ShardReader(shards)
-        counts = [int(self._ends(reader.opened(number))[-1]) for number in range(shards.num_shards)]
+        reader = ShardReader(shards, turn=turn)
+        counts = np.zeros(shards.num_shards, np.int64)
+        for number in reader.opening_order(np.arange(shards.num_shards)).tolist():
+            counts[number] = self._ends(reader, number)[-1]
         reader.close()
-        self._first = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])  # piece of each shard
+        self.first_piece = np.concatenate([[0], np.cumsum(counts)])  # of each shard
 
     @property
     def num_samples(self) -> int:
-        return int(self._first[-1])
+        return int(self.first_piece[-1])
 
     def locate(
         self, reader: ShardReader, pieces: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """int64[n] pieces -> int64[n] documents, counted through all shards, and their first token."""
         documents, first = np.empty_like(pieces), np.empty_like(pieces)
-        shard = np.searchsorted(self._first, pieces, side="right") - 1
+        shard = np.searchsorted(self.first_piece, pieces, side="right") - 1
         for number in np.unique(shard).tolist():
             here = shard == number
-            ends = self._ends(reader.opened(number))
-            local = pieces[here] - self._first[number]
+            ends = self._ends(reader, number)
+            local = pieces[here] - self.first_piece[number]
             document = np.searchsorted(ends, local, side="right") - 1
             documents[here] = document + self._shards.first_sample[number]
             first[here] = (local - ends[document]) * self.max_length
         return documents, first
 
-    def _ends(self, shard: OpenShard) -> npt.NDArray[np.int64]:
+    def _ends(self, reader: ShardReader, number: int) -> npt.NDArray[np.int64]:
         """Sums of a shard's pieces, from 0: int64[documents + 1]."""
+        shard = reader.opened(number)
         if "pieces" not in shard.sums:
-            counts = np.maximum(-(-shard.num_tokens // self.max_length), 1)
+            counts = np.maximum(-(-reader.num_tokens_of(number) // self.max_length), 1)
             shard.sums["pieces"] = np.concatenate([[0], np.cumsum(counts)])
         return shard.sums["pieces"]

@@ -16,7 +16,9 @@ import numpy.typing as npt
 
 from loader.excluded_shards import ExcludedShards
 from loader.input_paths import InputShards, find_inputs
+from loader.known_osts import known_osts
 from loader.shard_set import DatasetShards, ForeignTar, ShardSet
+from loader.staged_folder import with_copies
 from loader.tar_samples import scan_tar
 from preprocess.shard_format import (
     INDEX_NAME,
@@ -35,6 +37,7 @@ from preprocess.shard_format import (
 )
 
 _SHARD_TAR = re.compile(r"shard-(\d{5})\.tar")
+_COMPRESSED_TAR = re.compile(r"\.(tar\.\w+|tgz)$")
 _MANIFESTS = "shard-[0-9][0-9][0-9][0-9][0-9].json"
 _INDEX_START = re.compile(rb'\{\s*"format":\s*"shardprep-index"')
 
@@ -45,10 +48,12 @@ def find_shards(
     exclude_shards: Iterable[int | str | os.PathLike[str]] = (),
     cache_dir: str | os.PathLike[str] | None = None,
     count_tokens: bool = False,
+    staged_dir: str | os.PathLike[str] | None = None,
 ) -> ShardSet:
     """Find what a user named, without what is excluded; an incomplete folder is refused.
 
-    ``count_tokens``: tars without an idx are read once for the lengths of their samples. Raises NotFound,
+    ``count_tokens``: tars without an idx are read once for the lengths of their samples. ``staged_dir``:
+    where copies of data sets of ours may lie; all shards must be found without them. Raises NotFound,
     MissingShard, BrokenShard, UnknownVersion, UnknownMember, UsageError, or OtherTokenizer where data
     sets of different tokenizers are mixed.
     """
@@ -57,7 +62,7 @@ def find_shards(
     for path in find_inputs(input_shards, cache_dir):
         finder.add(path)
     excluded.check_all_found()
-    shards = ShardSet(finder.sources())
+    shards = ShardSet(with_copies(source, staged_dir) for source in finder.sources())
     _check_same_tokenizer(shards.datasets)
     _check_once(shards.datasets)
     if shards.num_samples == 0:
@@ -112,6 +117,12 @@ class _Finder:
         if _is_ours(folder):
             self._sources.append(self._whole(folder))
             return
+        compressed = [path for path in sorted(folder.iterdir()) if _COMPRESSED_TAR.search(path.name)]
+        for path in compressed:
+            if not self._excluded.has(str(path), None):
+                raise UsageError(
+                    f"{path} is compressed; decompress it, or name it in exclude_shards to go without it"
+                )
         tars = sorted(folder.glob("*.tar"))
         if not tars:
             raise NotFound(f"{folder} holds no shards: no {INDEX_NAME}, no manifest and no .tar")
@@ -180,14 +191,17 @@ def _rows(
 ) -> DatasetShards:
     every = np.arange(len(index.columns))
     rows = every if rows is None else rows
+    shard_ids = every if shard_ids is None else shard_ids
+    osts = known_osts(folder, index.spec.num_shards)
     return DatasetShards(
         folder=folder,
         spec=index.spec,
-        shard_ids=every if shard_ids is None else shard_ids,
+        shard_ids=shard_ids,
         num_samples=index.column("num_samples")[rows],
         num_tokens=index.column("num_tokens")[rows],
         tar_bytes=index.column("tar_bytes")[rows],
         tar_sha256=np.array(index.tar_sha256)[rows],
+        osts=None if osts is None else osts[shard_ids],
     )
 
 

@@ -2,7 +2,8 @@
 
 Row x is tokens ``[(offset + x S) mod T, + S)`` of the stream, found through the sums of the idx, so
 nothing is laid out beforehand and any row can be read. An epoch leaves out T mod S tokens, others each
-epoch; documents are cut at row edges. An EOS is put behind documents whose shards have none, and counts.
+epoch; documents are cut at row edges. An EOS is put behind documents that lack it, and counts: in our
+shards all or none, as they were prepared; in tars of others each whose last id is not EOS.
 
 A worker decodes a whole window at once, each document once (twice at a block's edge), so its memory is
 the window's bytes and 4 bytes a token of it, and the first row of a window waits for all of it.
@@ -10,15 +11,16 @@ the window's bytes and 4 bytes a token of it, and the first row of a window wait
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
-from numpy.lib.stride_tricks import sliding_window_view
 
 from loader.open_shard import OpenShard
-from loader.run import Run
+from loader.opening_order import Turn
+from loader.run import Run, ScatteredRows
 from loader.shard_reader import STALL_WARNING_S, ShardReader
 from loader.shard_set import DatasetShards, ForeignTar, ShardSet
 from loader.token_ids import CannotDecode, check_vocab, decode_samples
@@ -37,10 +39,10 @@ class JoinedRows:
     starts: bool = False
     vocab_size: int | None = None
     stall_warning_s: float = STALL_WARNING_S
+    turn: Turn = field(default_factory=Turn)  # of this rank, to open shards in
 
     def __post_init__(self) -> None:
-        puts_eos = any(_lacks_eos(source) for source in self.shards.sources)
-        if puts_eos and self.eos_token_id is None:
+        if self.eos_token_id is None and any(self.lacks_eos(source).any() for source in self.shards.sources):
             raise UsageError(
                 "the shards have no EOS behind documents, and the tokenizer has none to put; prepare them "
                 "with --append_eos, or set the tokenizer's eos_token"
@@ -53,9 +55,11 @@ class JoinedRows:
     @cached_property
     def first_token(self) -> npt.NDArray[np.int64]:
         """int64[shards + 1]: where each shard begins in the stream."""
-        sizes = [
-            source.num_tokens + source.num_samples * _lacks_eos(source) for source in self.shards.sources
-        ]
+        sizes = []
+        for source in self.shards.sources:
+            lacks = self.lacks_eos(source)
+            num_eos = lacks.sum() if isinstance(source, ForeignTar) else source.num_samples * lacks
+            sizes.append(source.num_tokens + num_eos)
         return np.concatenate([[0], np.cumsum(np.concatenate(sizes))]).astype(np.int64)
 
     @property
@@ -75,13 +79,16 @@ class JoinedRows:
         """T: tokens of the stream; an epoch's rows begin at any of them."""
         return int(self.first_token[-1])
 
+    def lacks_eos(self, source: DatasetShards | ForeignTar) -> npt.NDArray[np.bool_]:
+        """Whether documents end without EOS: bool[documents] of a tar of others, else bool[1] for all."""
+        if isinstance(source, DatasetShards):
+            return np.array([not source.spec.append_eos])
+        if self.eos_token_id is None:
+            return np.ones(len(source.samples.last_id), np.bool_)
+        return np.not_equal(source.samples.last_id, self.eos_token_id)
+
     def open(self) -> RowReader:
         return RowReader(self)
-
-
-def _lacks_eos(source: DatasetShards | ForeignTar) -> bool:
-    """Whether documents end without EOS; tars of others are taken to, as the tokenizers leave them."""
-    return not (isinstance(source, DatasetShards) and source.spec.append_eos)
 
 
 class RowReader:
@@ -89,7 +96,7 @@ class RowReader:
 
     def __init__(self, rows: JoinedRows) -> None:
         self._rows = rows
-        self._reader = ShardReader(rows.shards, stall_warning_s=rows.stall_warning_s)
+        self._reader = ShardReader(rows.shards, stall_warning_s=rows.stall_warning_s, turn=rows.turn)
 
     def num_tokens(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         return np.full(samples.shape, self._rows.seq_len, np.int64)
@@ -102,20 +109,35 @@ class RowReader:
         rows, inverse = np.unique(samples, return_inverse=True)
         at = np.empty(len(rows), np.int64)  # where each row begins in the decoded documents
         documents: list[npt.NDArray[np.int64]] = []
-        end_ids: list[int] = []
+        end_ids: list[npt.NDArray[np.int64]] = []
         decoded = 0
         cuts = (np.flatnonzero(np.diff(rows) != 1) + 1).tolist()
-        for first, end in zip([0, *cuts], [*cuts, len(rows)], strict=True):
+        for first, end in self._in_opening_order(rows, offset, list(pairwise([0, *cuts, len(rows)]))):
             begin = offset + int(rows[first]) * seq_len
             skipped, held = self._join(begin, (end - first) * seq_len, documents, end_ids)
             at[first:end] = decoded + skipped + np.arange(end - first) * seq_len
             decoded += held
-        ids, starts = self._decoded(np.concatenate(documents), end_ids, decoded)
+        ids, starts = self._decoded(np.concatenate(documents), np.concatenate(end_ids), decoded)
         at = at[inverse.reshape(samples.shape)]
         return RowWindow(ids=ids, at=at, seq_len=seq_len, starts=starts if self._rows.starts else None)
 
+    def _in_opening_order(
+        self, rows: npt.NDArray[np.int64], offset: int, parts: list[tuple[int, int]]
+    ) -> list[tuple[int, int]]:
+        """Parts of the rows, those first that begin in shards which this process opens first."""
+        begins = (offset + rows[[first for first, _ in parts]] * self._rows.seq_len) % self._rows.offsets
+        shards = np.searchsorted(self._rows.first_token, begins, side="right") - 1
+        order = self._reader.opening_order(np.unique(shards)).tolist()
+        place = {shard: number for number, shard in enumerate(order)}
+        keys = [place[shard] for shard in shards.tolist()]
+        return [parts[number] for number in np.argsort(keys, kind="stable").tolist()]
+
     def _join(
-        self, begin: int, size: int, documents: list[npt.NDArray[np.int64]], end_ids: list[int]
+        self,
+        begin: int,
+        size: int,
+        documents: list[npt.NDArray[np.int64]],
+        end_ids: list[npt.NDArray[np.int64]],
     ) -> tuple[int, int]:
         """Append the documents of a part of the stream; tokens skipped of the first, and tokens of all."""
         edges, skipped, held = self._rows.first_token, -1, 0
@@ -124,23 +146,24 @@ class RowReader:
             number = int(np.searchsorted(edges, begin, side="right")) - 1
             taken = min(size, int(edges[number + 1]) - begin)
             local = begin - int(edges[number])
-            ends, end_id = self._ends(number)
+            ends, puts = self._ends(number)
             first = int(np.searchsorted(ends, local, side="right")) - 1
             last = int(np.searchsorted(ends, local + taken, side="left"))
             documents.append(np.arange(first, last) + self._rows.shards.first_sample[number])
-            end_ids += [end_id] * (last - first)
+            end_ids.append(puts[first:last])
             skipped = local - int(ends[first]) if skipped < 0 else skipped
             held += int(ends[last] - ends[first])
             begin, size = begin + taken, size - taken
         return skipped, held
 
-    def _ends(self, number: int) -> tuple[npt.NDArray[np.int64], int]:
-        """Sums of a shard's tokens from 0, EOS included: int64[documents + 1]; and the EOS to put."""
+    def _ends(self, number: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Sums of a shard's tokens from 0, EOS included: int64[documents + 1]; and the ids to put, or -1."""
         shard: OpenShard = self._reader.opened(number)
-        source, _ = self._rows.shards.locate(number)
-        puts = _lacks_eos(source)
         if "joined" not in shard.sums:
-            ends = np.concatenate([[0], np.cumsum(shard.num_tokens + puts)])
+            source, _ = self._rows.shards.locate(number)
+            counts = self._reader.num_tokens_of(number)
+            lacks = np.broadcast_to(self._rows.lacks_eos(source), len(counts))
+            ends = np.concatenate([[0], np.cumsum(counts + lacks)])
             expected = int(self._rows.first_token[number + 1] - self._rows.first_token[number])
             if int(ends[-1]) != expected:
                 raise BrokenShard(
@@ -148,10 +171,11 @@ class RowReader:
                     f"{shard.remedy}"
                 )
             shard.sums["joined"] = ends
-        return shard.sums["joined"], int(self._rows.eos_token_id or 0) if puts else _NONE
+            shard.sums["end_ids"] = np.where(lacks, int(self._rows.eos_token_id or 0), _NONE)
+        return shard.sums["joined"], shard.sums["end_ids"]
 
     def _decoded(
-        self, documents: npt.NDArray[np.int64], end_ids: list[int], expected: int
+        self, documents: npt.NDArray[np.int64], end_ids: npt.NDArray[np.int64], expected: int
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         """The ids of documents one after another, and where each begins."""
         data = self._reader.read(documents)
@@ -182,7 +206,7 @@ class RowWindow:
     def run(self, first: int, end: int) -> Run:
         at = self.at[:, first:end]
         flat = at.reshape(-1)
-        ids = sliding_window_view(self.ids, self.seq_len)[flat].reshape(*at.shape, self.seq_len)
+        ids = ScatteredRows(flat=self.ids, at=at, row_tokens=self.seq_len)
         lengths = np.full(at.shape, self.seq_len, np.int32)
         if self.starts is None:
             return Run(lengths=lengths, ids=ids)

@@ -1,11 +1,10 @@
-"""An open shard: its tar's handle, and where each sample lies in it. Opening checks it."""
+"""An open shard: its tar, and its idx, which says where each sample lies in it. Opening checks both."""
 
 from __future__ import annotations
 
 import logging
 import os
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +13,38 @@ import numpy.typing as npt
 
 from loader.shard_set import DatasetShards, ForeignTar
 from loader.tar_samples import JSON, RAW, TarSamples, scan_tar
-from preprocess.shard_format import BrokenShard, MissingShard, idx_path, read_idx, rerun_command
+from preprocess.shard_format import BrokenShard, IdxFile, MissingShard, idx_path, open_idx, rerun_command
 
 logger = logging.getLogger(__name__)
+
+HELD_IDX_BYTES = 256 << 10  # an idx up to this is read at opening, else what is asked for
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenShard:
-    """One tar, open for reading; close ``handle`` with ``os.close``."""
+    """One tar, open for reading. Its samples' records are in memory, or to be read from its open idx."""
 
     path: Path
     handle: int
     num_bytes: int
-    records: Any  # columns as in the idx, a row a sample
+    idx: IdxFile | None  # open, where the records are not held
+    held: Any  # columns as in the idx, a row a sample; None where there is ``idx``
     encoding: npt.NDArray[np.int8]  # JSON, NPY or RAW; one, or one a sample
     token_bytes: int  # of a RAW id
     row_tokens: int  # of a packed row, else 0
     remedy: str
+    is_copy: bool = False  # staged, so the data set has the same bytes
     sums: dict[str, npt.NDArray[np.int64]] = field(default_factory=dict)  # what its readers keep with it
 
-    @cached_property
-    def num_tokens(self) -> npt.NDArray[np.int64]:
-        """Tokens of each sample; -1 where they were not counted."""
-        return np.asarray(self.records["num_tokens"], np.int64)
+    def file(self, *, of_idx: bool) -> tuple[Path, int]:
+        """Path and handle of the tar, or of the idx that is read in parts."""
+        return (self.idx.path, self.idx.handle) if of_idx and self.idx else (self.path, self.handle)
+
+    def close(self) -> None:
+        """Close tar and idx."""
+        os.close(self.handle)
+        if self.idx is not None:
+            os.close(self.idx.handle)
 
 
 def open_shard(source: DatasetShards | ForeignTar, row: int) -> OpenShard:
@@ -54,10 +62,7 @@ def open_shard(source: DatasetShards | ForeignTar, row: int) -> OpenShard:
     handle = _open_file(path, remedy)
     try:
         _check_size(path, handle, expected, remedy)
-        found: TarSamples | None = samples if isinstance(source, ForeignTar) else None
-        records: Any = None
-        if isinstance(source, DatasetShards):
-            records, found = _records(source, row)
+        found, idx, held = (samples, None, None) if isinstance(source, ForeignTar) else _records(source, row)
     except BaseException:
         os.close(handle)
         raise
@@ -66,7 +71,8 @@ def open_shard(source: DatasetShards | ForeignTar, row: int) -> OpenShard:
         path=path,
         handle=handle,
         num_bytes=expected,
-        records=vars(found) if records is None else records,
+        idx=idx,
+        held=held if found is None else vars(found),
         encoding=np.array([JSON if is_json else RAW], np.int8) if found is None else found.encoding,
         token_bytes=_token_bytes(source, found),
         row_tokens=source.row_tokens,
@@ -81,28 +87,40 @@ def _token_bytes(source: DatasetShards | ForeignTar, found: TarSamples | None) -
     return 0 if source.spec.kind == "json" else source.spec.dtype.itemsize
 
 
-def _records(source: DatasetShards, row: int) -> tuple[Any, TarSamples | None]:
-    """The idx, or where there is none what the tar itself tells (reading it once)."""
+def _records(source: DatasetShards, row: int) -> tuple[TarSamples | None, IdxFile | None, Any]:
+    """What the tar itself tells, read once, where there is no idx; else the idx, or all of it if small."""
     shard_id = int(source.shard_ids[row])
-    path, samples = idx_path(source.folder, shard_id), None
+    path = idx_path(source.folder, shard_id)
     try:
-        records: Any = read_idx(source.folder, source.spec, shard_id)
-        found = len(records)
+        idx = open_idx(source.folder, source.spec, shard_id)
     except MissingShard:
         logger.warning("%s is missing; its tar is scanned instead, as each process that opens it must", path)
         samples = scan_tar(source.path_of(row), count_tokens=True)
-        records, found = None, len(samples.offset)
         if samples.row_tokens != source.row_tokens:
             raise BrokenShard(
                 f"{source.path_of(row)} has rows of {samples.row_tokens} tokens, its manifest says "
                 f"{source.row_tokens}"
             ) from None
+        _check_num_samples(source, row, path, len(samples.offset))
+        return samples, None, None
+    keep = False
+    try:
+        _check_num_samples(source, row, path, idx.num_samples)
+        if idx.num_samples * idx.dtype.itemsize <= HELD_IDX_BYTES:
+            return None, None, idx.read_all()
+        keep = True
+        return None, idx, None
+    finally:
+        if not keep:
+            os.close(idx.handle)
+
+
+def _check_num_samples(source: DatasetShards, row: int, path: Path, found: int) -> None:
     if found != source.num_samples[row]:
         raise BrokenShard(
             f"{path} has {found} of {source.num_samples[row]} samples; "
-            f"run: {rerun_command(shard_id, source.folder)}"
+            f"run: {rerun_command(int(source.shard_ids[row]), source.folder)}"
         )
-    return records, samples
 
 
 def _open_file(path: Path, remedy: str) -> int:

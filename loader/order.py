@@ -118,7 +118,7 @@ class Order:
         keys = [[hash_ints(self.seed, epoch, _WINDOWS, number, start)] for number in lanes]
         shuffled = np.argsort(hash_array(np.array(keys, np.uint64), step), axis=1, kind="stable")
         positions = (lane * self.steps_per_epoch + start) * self.group + shuffled
-        samples = self._samples_at(epoch, positions)
+        samples = self.samples_at(epoch, positions)
         if self.group == 1:
             return samples
         if num_tokens is None:
@@ -141,8 +141,11 @@ class Order:
         start, end = next(self.windows(step))
         return self.samples_of(epoch, range(self.num_lanes), start, end, num_tokens)[:, step - start]
 
-    def _samples_at(self, epoch: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The samples that stand at positions of an epoch's shuffled sequence of blocks."""
+    def samples_at(self, epoch: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The samples that stand at positions of an epoch's shuffled sequence of blocks; same shape.
+
+        Positions from ``n block_samples`` up to the next such number are consecutive samples, mod N.
+        """
         block_samples = self.block_samples
         num_blocks = self.num_samples // block_samples  # without the short last one
         slot = positions // block_samples

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from loader.boundaries import check_boundaries
@@ -13,6 +13,7 @@ from loader.document_pieces import DocumentPieces
 from loader.find_shards import find_shards
 from loader.input_paths import InputShards
 from loader.joined_rows import JoinedRows
+from loader.opening_order import Turn
 from loader.shard_reader import STALL_WARNING_S
 from loader.shard_set import ShardSet
 from loader.whole_samples import LongDocuments, WholeSamples
@@ -35,6 +36,8 @@ class SampleOptions:
     padding: Padding = "longest"
     group: int = 1
     stall_warning_s: float = STALL_WARNING_S
+    turn: Turn = field(default_factory=Turn)
+    staged_dir: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         check_boundaries(self.boundaries)
@@ -63,6 +66,7 @@ class SampleOptions:
             exclude_shards=self.exclude_shards,
             cache_dir=self.cache_dir,
             count_tokens=needs_lengths,
+            staged_dir=self.staged_dir,
         )
 
 
@@ -74,6 +78,7 @@ def make_samples(options: SampleOptions, shards: ShardSet, tokenizer: Any) -> Sa
         "starts": bool(options.boundaries),
         "vocab_size": max(tokenizer.get_vocab().values()) + 1 if made_by_others else None,
         "stall_warning_s": options.stall_warning_s,
+        "turn": options.turn,
     }
     _check_rows(options, shards)
     if options.seq_len is not None and not shards.row_tokens:
@@ -81,7 +86,7 @@ def make_samples(options: SampleOptions, shards: ShardSet, tokenizer: Any) -> Sa
     splits = options.long_documents == "split" and options.max_length is not None
     return WholeSamples(
         max_length=options.max_length,
-        pieces=DocumentPieces(shards, int(options.max_length or 0)) if splits else None,
+        pieces=DocumentPieces(shards, int(options.max_length or 0), options.turn) if splits else None,
         refuse_longer=options.long_documents == "error",
         **shared,
     )

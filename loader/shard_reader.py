@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-import errno
-import logging
 import os
 import resource
-import time
 from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from torch.utils.data import get_worker_info
 
-from loader.open_shard import OpenShard, open_shard
+from loader.open_shard import OpenShard
+from loader.opening_order import Turn, opening_order
+from loader.read_retries import RETRY_DELAYS_S, wait_to_retry
 from loader.shard_set import ShardSet
+from loader.staged_reading import ShardOpener
 from loader.stall_watch import StallWatch
-from preprocess.shard_format import BrokenShard, ReadWriteError
-
-logger = logging.getLogger(__name__)
+from preprocess.shard_format import BrokenShard
 
 MAX_OPEN_SHARDS = 128
-RETRY_DELAYS_S = (0.5, 1, 2, 4, 8, 16)  # a client that Lustre evicted is back in seconds
-# What file systems over a network say while a server or the connection to it is gone.
-RETRIED = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN})
 STALL_WARNING_S = 60.0
 _ALIGN_BYTES = 64
+_IDX_ROWS = 1 << 16  # read at a time where a whole column of the idx is wanted
+_COLUMNS = ("offset", "num_bytes", "num_tokens", "starts_offset", "num_starts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +47,17 @@ class SampleBytes:
 class ShardReader:
     """Opens shards when they are needed and keeps the latest of them open. One a process.
 
-    At most MAX_OPEN_SHARDS, and a quarter of the process's handles: an open shard holds two.
+    At most MAX_OPEN_SHARDS, and a quarter of the process's handles: an open shard holds two at most.
+    ``turn`` is the rank's: each process begins with another shard, see opening_order.py.
     """
 
-    def __init__(self, shards: ShardSet, *, stall_warning_s: float = STALL_WARNING_S) -> None:
+    def __init__(
+        self, shards: ShardSet, *, stall_warning_s: float = STALL_WARNING_S, turn: Turn | None = None
+    ) -> None:
         self._shards = shards
+        worker, turn = get_worker_info(), turn or Turn()
+        self._turn = turn if worker is None else turn.of_worker(worker.id, worker.num_workers)
+        self._opener = ShardOpener()
         self._open: OrderedDict[int, OpenShard] = OrderedDict()
         self._max_open = min(MAX_OPEN_SHARDS, max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8, 1))
         self._buffer = np.empty(0, np.uint8)
@@ -66,10 +73,15 @@ class ShardReader:
         order = np.argsort(samples, kind="stable")
         table = np.zeros((7, len(samples)), np.int64)  # the columns of SampleBytes between buffer and sample
         self._used = 0
-        for number, rows, part in self._neighbours(samples[order]):
-            self._read_run(number, rows, table[:, part])
+        if not len(self._buffer):  # all of it at once: what is not touched costs nothing, what is copied does
+            self._buffer = np.empty(
+                len(samples) * self._shards.tar_bytes // self._shards.num_samples, np.uint8
+            )
+        for number, rows, part in self._runs(samples[order]):
+            records = self._records(number, rows)
+            self._read_run(number, rows, records, table[:, part])
             if starts:
-                self._read_starts(number, rows, table[:, part])
+                self._read_starts(number, records, table[:, part])
         asked = np.empty_like(table)
         asked[:, order] = table
         return SampleBytes(
@@ -88,14 +100,25 @@ class ShardReader:
         """Tokens of some samples, by the idx alone: int64[n] -> int64[n]."""
         order = np.argsort(samples, kind="stable")
         found = np.empty(len(samples), np.int64)
-        for number, rows, part in self._neighbours(samples[order]):
-            found[order[part]] = self.opened(number).num_tokens[rows]
+        for number, rows, part in self._runs(samples[order]):
+            found[order[part]] = self.num_tokens_of(number)[rows]
         return found
+
+    def num_tokens_of(self, number: int) -> npt.NDArray[np.int64]:
+        """Tokens of each sample of a shard, -1 where they were not counted; kept while it is open."""
+        if "num_tokens" not in self.opened(number).sums:
+            edges = self._shards.first_sample[number : number + 2]
+            num_samples = int(edges[1] - edges[0])
+            cuts = [*range(0, num_samples, _IDX_ROWS), num_samples]
+            parts = [self._records(number, slice(*cut))["num_tokens"] for cut in pairwise(cuts)]
+            counts = np.concatenate([np.empty(0, np.int64), *parts])
+            self.opened(number).sums["num_tokens"] = counts
+        return self.opened(number).sums["num_tokens"]
 
     def close(self) -> None:
         """Close every file."""
         while self._open:
-            os.close(self._open.popitem()[1].handle)
+            self._open.popitem()[1].close()
         self._watch.close()
 
     def opened(self, number: int) -> OpenShard:
@@ -105,57 +128,81 @@ class ShardReader:
             self._open.move_to_end(number)
             return shard
         while len(self._open) >= self._max_open:
-            os.close(self._open.popitem(last=False)[1].handle)
+            self._open.popitem(last=False)[1].close()
         source, row = self._shards.locate(number)
         path = source.path_of(row)
         for delay_s in (*RETRY_DELAYS_S, None):
             self._watch.begin(path, 0)
             try:
-                self._open[number] = open_shard(source, row)
+                self._open[number] = self._opener.open(source, row)
             except (OSError, BrokenShard) as error:
-                self._wait_to_retry(f"{path} cannot be opened", error, delay_s)
+                wait_to_retry(f"{path} cannot be opened", error, delay_s)
             else:
                 return self._open[number]
             finally:
                 self._watch.end()
         raise AssertionError("the last attempt returns or raises")
 
-    def _neighbours(self, ascending: npt.NDArray[np.int64]) -> list[tuple[int, slice, slice]]:
-        """Runs of consecutive samples of one shard: (shard, its rows, their part of ``ascending``)."""
+    def opening_order(self, shards: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Shards, ascending, in the order in which this process opens them: int64[n] -> int64[n]."""
+        osts = self._shards.osts
+        return opening_order(shards, self._turn, None if osts is None else osts[shards])
+
+    def _runs(self, ascending: npt.NDArray[np.int64]) -> list[tuple[int, slice, slice]]:
+        """Runs of consecutive samples of one shard: (shard, its rows, their part of ``ascending``).
+
+        Shards come in opening order, the runs of each in ascending order.
+        """
         shard = self._shards.shard_of(ascending)
         cuts = (np.flatnonzero((np.diff(ascending) != 1) | (np.diff(shard) != 0)) + 1).tolist()
         local = (ascending - self._shards.first_sample[shard]).tolist()
         numbers = shard.tolist()
-        return [
-            (numbers[first], slice(local[first], local[first] + end - first), slice(first, end))
-            for first, end in zip([0, *cuts], [*cuts, len(ascending)], strict=True)
-            if first < end
-        ]
+        runs: dict[int, list[tuple[int, slice, slice]]] = {}
+        for first, end in zip([0, *cuts], [*cuts, len(ascending)], strict=True):
+            if first < end:
+                rows = slice(local[first], local[first] + end - first)
+                runs.setdefault(numbers[first], []).append((numbers[first], rows, slice(first, end)))
+        order = self.opening_order(np.array(list(runs), np.int64)).tolist()
+        return [run for number in order for run in runs[number]]
 
-    def _read_run(self, number: int, rows: slice, table: npt.NDArray[np.int64]) -> None:
+    def _records(self, number: int, rows: slice) -> Any:
+        """Columns of the idx, for some rows of a shard."""
+        shard = self.opened(number)
+        if shard.idx is None:
+            held = shard.held
+            return {name: held[name][rows] for name in _COLUMNS} if isinstance(held, dict) else held[rows]
+        offset, num_bytes = shard.idx.place(rows)
+        records = np.empty(num_bytes, np.uint8)
+        self._fill(number, offset, records.data, of_idx=True)
+        if self.opened(number).idx is None:  # it failed and was opened anew, without its idx
+            return self._records(number, rows)
+        return records.view(shard.idx.dtype)
+
+    def _read_run(self, number: int, rows: slice, records: Any, table: npt.NDArray[np.int64]) -> None:
         """Read consecutive samples and fill their columns."""
         shard = self.opened(number)
-        offset = np.asarray(shard.records["offset"][rows], np.int64)
-        table[1] = shard.records["num_bytes"][rows]
-        table[2] = shard.records["num_tokens"][rows]
+        offset = records["offset"].astype(np.int64)
+        table[1] = records["num_bytes"]
+        table[2] = records["num_tokens"]
         table[3] = shard.encoding[rows] if len(shard.encoding) > 1 else shard.encoding
         table[4] = shard.token_bytes
         first, last = int(offset[0]), int((offset + table[1]).max())
         ids = shard.row_tokens or table[2]
         misfit = shard.token_bytes and (table[1] != ids * shard.token_bytes).any()
         if last > shard.num_bytes or int(offset.min()) < first or misfit:
+            verify = f"run: python -m preprocess verify {shard.path.parent}"
+            remedy = shard.remedy if shard.is_copy else verify
             raise BrokenShard(
                 f"{shard.path}: its idx is damaged: it places samples at bytes {first} to {last} of "
-                f"{shard.num_bytes}, some of a wrong size or order; "
-                f"run: python -m preprocess verify {shard.path.parent}"
+                f"{shard.num_bytes}, some of a wrong size or order; {remedy}"
             )
         table[0] = self._read_span(number, first, last - first) + (offset - first)
 
-    def _read_starts(self, number: int, rows: slice, table: npt.NDArray[np.int64]) -> None:
+    def _read_starts(self, number: int, records: Any, table: npt.NDArray[np.int64]) -> None:
         """Read where documents begin in consecutive packed rows, one span a member of the tar."""
         shard = self.opened(number)
-        offset = np.asarray(shard.records["starts_offset"][rows], np.int64)
-        table[6] = shard.records["num_starts"][rows]
+        offset = records["starts_offset"].astype(np.int64)
+        table[6] = records["num_starts"]
         ends = offset + 4 * table[6]
         if len(ends) and not 0 <= offset.min() <= ends.max() <= shard.num_bytes:
             raise BrokenShard(
@@ -171,43 +218,37 @@ class ShardReader:
         place = self._used
         self._used += -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
         if self._used > len(self._buffer):
-            grown = np.empty(max(self._used, 2 * len(self._buffer)), np.uint8)  # untouched, it costs nothing
+            grown = np.empty(max(self._used, 2 * len(self._buffer)), np.uint8)
             grown[:place] = self._buffer[:place]
             self._buffer = grown
         self._fill(number, offset, self._buffer.data[place : place + num_bytes])
         return place
 
-    def _fill(self, number: int, offset: int, target: memoryview) -> None:
+    def _fill(self, number: int, offset: int, target: memoryview, *, of_idx: bool = False) -> None:
+        """Read bytes of a shard's tar or idx, all; those of an idx that is held after all are left unread."""
         done = 0
         for delay_s in (*RETRY_DELAYS_S, None):
             shard = self.opened(number)
-            self._watch.begin(shard.path, offset + done)
+            if of_idx and shard.idx is None:
+                return
+            path, handle = shard.file(of_idx=of_idx)
+            self._watch.begin(path, offset + done)
             try:
                 while done < len(target):
-                    count = os.preadv(shard.handle, [target[done:]], offset + done)  # may read short
-                    if count == 0:
-                        raise BrokenShard(
-                            f"{shard.path} ended at byte {offset + done} while it was read; was it replaced?"
-                        )
-                    done += count
-            except OSError as error:
-                self._wait_to_retry(f"{shard.path} cannot be read at byte {offset + done}", error, delay_s)
-                os.close(self._open.pop(number).handle)  # a stale handle stays stale
+                    done += _read_some(path, handle, target[done:], offset + done)
+            except (OSError, BrokenShard) as error:
+                if not self._opener.leave(shard, error):
+                    wait_to_retry(f"{path} cannot be read at byte {offset + done}", error, delay_s)
+                self._open.pop(number).close()  # a stale handle stays stale
             else:
                 return
             finally:
                 self._watch.end()
 
-    @staticmethod
-    def _wait_to_retry(what: str, error: Exception, delay_s: float | None) -> None:
-        """Sleep before another attempt, or raise where the error stays or will not go away."""
-        cause = error if isinstance(error, OSError) else error.__context__
-        if not isinstance(cause, OSError):
-            raise error
-        if cause.errno not in RETRIED or delay_s is None:
-            tries = "" if delay_s is not None else f" in {len(RETRY_DELAYS_S) + 1} attempts"
-            raise (
-                error if not isinstance(error, OSError) else ReadWriteError(f"{what}{tries}: {cause}")
-            ) from error
-        logger.warning("%s (%s); trying again in %s s", what, cause, delay_s)
-        time.sleep(delay_s)
+
+def _read_some(path: Path, handle: int, target: memoryview, offset: int) -> int:
+    """Bytes read into ``target``: some, as reads may be short."""
+    count = os.preadv(handle, [target], offset)
+    if count == 0:
+        raise BrokenShard(f"{path} ended at byte {offset} while it was read; was it replaced?")
+    return count

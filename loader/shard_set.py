@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from loader.tar_samples import TarSamples
-from preprocess.shard_format import DatasetSpec, tar_path
+from preprocess.shard_format import IDX_HEADER, DatasetSpec, idx_dtype, tar_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +26,17 @@ class DatasetShards:
     num_tokens: npt.NDArray[np.int64]
     tar_bytes: npt.NDArray[np.int64]
     tar_sha256: npt.NDArray[np.str_]  # the first 16 hex digits
+    osts: npt.NDArray[np.int64] | None = None  # each begins on, where it is known; outside the fingerprint
+    staged_folder: Path | None = None  # of copies, some or none; outside the fingerprint
 
     def path_of(self, row: int) -> Path:
         """The tar of a row."""
         return tar_path(self.folder, int(self.shard_ids[row]))
+
+    @property
+    def idx_bytes(self) -> npt.NDArray[np.int64]:
+        """Of each idx: a header and a record a sample."""
+        return IDX_HEADER.itemsize + self.num_samples * idx_dtype(self.spec.kind).itemsize
 
     @property
     def row_tokens(self) -> int:
@@ -85,6 +93,20 @@ class ShardSet:
         # Shard s is row s - source_first[i] of source i.
         self.source_first = np.cumsum(list(map(len, counts)))
         self.first_sample = np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64)
+
+    @cached_property
+    def osts(self) -> npt.NDArray[np.int64] | None:
+        """The storage target (OST) that each shard begins on, -1 where it is not known; None if none is."""
+        known = [source.osts for source in self.datasets if source.osts is not None]
+        if not known:
+            return None
+        parts = [
+            np.full(len(source.num_samples), -1)
+            if isinstance(source, ForeignTar) or source.osts is None
+            else source.osts
+            for source in self.sources
+        ]
+        return np.concatenate(parts).astype(np.int64)
 
     @property
     def num_samples(self) -> int:

@@ -41,8 +41,9 @@ class StepBatches:
         if not self.row_tokens:
             rows = [row for run in runs for row in run.rows(step)]
         else:
-            rows = _widened([run.ids[:, step] for run in runs])
-            if not all(run.is_full(self.row_tokens) for run in runs):
+            parts: list[Any] = [run.ids[:, step] for run in runs]
+            rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            if not all(run.is_full(step, self.row_tokens) for run in runs):
                 lengths = np.concatenate([run.lengths[:, step] for run in runs])
         starts = [found for run in runs for found in run.starts_of(step)] if self.boundaries else []
         for first in range(first_batch * self.batch_size, len(rows), self.batch_size):
@@ -81,13 +82,3 @@ def _count(metrics: LoaderMetrics, rows: Any, lengths: npt.NDArray[Any] | None, 
         ids.numel() if isinstance(ids, torch.Tensor) else num_tokens
     )  # a user's own batch may be anything
     metrics.num_padding += max(places - num_tokens, 0)
-
-
-def _widened(parts: list[npt.NDArray[np.int32]]) -> npt.NDArray[np.int64]:
-    """Parts of a batch -> int64[batch, row_tokens], a fresh array."""
-    rows = np.empty((sum(map(len, parts)), parts[0].shape[1]), np.int64)
-    first = 0
-    for part in parts:
-        rows[first : first + len(part)] = part
-        first += len(part)
-    return rows

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import orjson
-from numpy.lib.stride_tricks import sliding_window_view
 
 from loader.json_ids import CHUNK_BYTES, parse_id_lists
 from loader.npy_header import parse_npy_header
+from loader.run import ScatteredRows
 from loader.shard_reader import SampleBytes
 from loader.tar_samples import JSON, RAW
 
@@ -25,19 +25,17 @@ class CannotDecode(ValueError):
         self.row = row  # of the SampleBytes
 
 
-def decode_rows(data: SampleBytes, rows: npt.NDArray[np.int64], row_tokens: int) -> npt.NDArray[np.int32]:
-    """Packed rows of one length: int32[len(rows), row_tokens], the padding included.
-
-    One gather: 2 us for 16 rows of 2,048 tokens, against 6 us for a loop.
-    """
-    dtype = np.dtype(f"<u{int(data.token_bytes[0])}")
+def rows_in_place(data: SampleBytes, rows: npt.NDArray[np.int64], row_tokens: int) -> ScatteredRows:
+    """Packed rows of one length where they lie in the buffer, the padding included."""
+    dtype = np.dtype("<i4" if data.token_bytes[0] == 4 else "<u2")
     start, beside = np.divmod(data.start[rows], dtype.itemsize)
     if beside.any():  # ids at odd bytes: no writer of ours makes them, but an idx could say so
-        of_rows = [_raw(data, at, row_tokens, dtype) for at in data.start[rows].tolist()]
-        return np.stack(of_rows).astype(np.int32)
+        places = data.start[rows].reshape(-1).tolist()
+        flat = [np.frombuffer(data.buffer, dtype, row_tokens, at) for at in places]
+        start = np.arange(rows.size).reshape(rows.shape) * row_tokens
+        return ScatteredRows(flat=np.concatenate(flat), at=start, row_tokens=row_tokens)
     ids = data.buffer[: len(data.buffer) // dtype.itemsize * dtype.itemsize].view(dtype)
-    gathered = sliding_window_view(ids, row_tokens)[start]
-    return gathered.view(np.int32) if dtype.itemsize == 4 else gathered.astype(np.int32)
+    return ScatteredRows(flat=ids, at=start, row_tokens=row_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +53,7 @@ def decode_samples(
     *,
     first: npt.NDArray[np.int64] | None = None,
     max_length: int | None = None,
-    end_ids: list[int] | None = None,
+    end_ids: npt.NDArray[np.int64] | None = None,
 ) -> Decoded:
     """The samples of some rows of ``data``, from token ``first`` of each on, at most ``max_length`` of them.
 
@@ -77,7 +75,7 @@ def decode_samples(
             ids = ids[(place >= np.repeat(begin, lengths)) & (place < np.repeat(end, lengths))]
         lengths = end - begin
     if end_ids is not None:
-        ids, lengths = _with_ends(ids, lengths, np.array(end_ids, np.int32))
+        ids, lengths = _with_ends(ids, lengths, end_ids.astype(np.int32))
     return Decoded(lengths=lengths.astype(np.int32), ids=ids, num_cut=num_cut)
 
 
@@ -151,7 +149,7 @@ def decode_starts(
 
 
 def check_vocab(
-    ids: npt.NDArray[np.int32],
+    ids: npt.NDArray[np.integer[Any]],
     lengths: npt.NDArray[np.int32],
     rows: npt.NDArray[np.int64],
     vocab_size: int,

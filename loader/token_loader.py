@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
 from loader.dataset import RunDataset
@@ -15,6 +15,7 @@ from loader.loader_metrics import LoaderMetrics
 from loader.loader_state import Position, position_of, state_of
 from loader.process_rank import ProcessRank
 from loader.run import Run
+from loader.size_check import SizeCheck
 from loader.step_batches import StepBatches
 from preprocess.shard_format import UsageError
 
@@ -30,7 +31,8 @@ class TokenLoader(DataLoader[Any]):
     ``state_dict()`` says what was delivered, whatever was read ahead; ``load_state_dict()`` makes the
     next ``iter()`` the rest of that epoch, on any number of ranks and workers.
 
-    Do not hand it to accelerate's ``prepare``: it shares the samples out among the ranks itself.
+    Do not hand it to accelerate's ``prepare``: it shares the samples out among the ranks itself. Its
+    ``dataset`` refuses to be iterated, as what takes it out would read the runs of workers for samples.
     """
 
     def __init__(
@@ -42,11 +44,12 @@ class TokenLoader(DataLoader[Any]):
         process_rank: ProcessRank,
         fingerprint: Mapping[str, Any],
         pin_memory: bool,
+        size_check: SizeCheck | None = None,
         **workers: Any,
     ) -> None:
         # What torch shows of a loader; batches come from self._runs, in which workers send runs.
         super().__init__(
-            runs,
+            _RefusedDataset(),
             batch_size=step_batches.batch_size,
             drop_last=True,
             collate_fn=step_batches.collate_fn,
@@ -58,6 +61,7 @@ class TokenLoader(DataLoader[Any]):
         self.order = runs.order
         self.metrics = LoaderMetrics()
         self.fingerprint = dict(fingerprint)
+        self._size_check = size_check
         self._batches = step_batches
         self._row_tokens = runs.samples.row_tokens
         self._micro_batches = len(runs.lanes) * runs.order.group // step_batches.batch_size
@@ -139,6 +143,7 @@ class TokenLoader(DataLoader[Any]):
         self._runs._iterator = None  # noqa: SLF001  torch has no public way to end persistent workers
         if hasattr(stream, "_shutdown_workers"):
             stream._shutdown_workers()  # noqa: SLF001
+        self._runs.dataset.close()  # type: ignore[attr-defined]
 
     def _end_unless_persistent(self) -> None:
         if self.num_workers and not self.persistent_workers:
@@ -165,6 +170,7 @@ class TokenLoader(DataLoader[Any]):
                         self._delivered = position
                         yield pinned(batch) if self._pins else batch  # type: ignore[no-untyped-call]
                         self._check_newest(turn)
+                del runs  # they may hold their window; the next one is read now
             self._stream_at = position
         except Exception:
             if turn == self._newest:
@@ -182,6 +188,8 @@ class TokenLoader(DataLoader[Any]):
 
     def _next_runs(self) -> list[Run]:
         """The next run of every worker, in the order of their lanes."""
+        if self._size_check is not None:
+            self._size_check.raise_found()
         began = time.perf_counter()
         runs = [next(self._stream) for _ in range(max(self.num_workers, 1))]
         self.metrics.wait_s += time.perf_counter() - began
@@ -189,6 +197,17 @@ class TokenLoader(DataLoader[Any]):
             runs = [Run.unpack(run, self._row_tokens) for run in runs]
         self.metrics.num_cut_tokens += sum(run.num_cut for run in runs)
         return runs
+
+
+class _RefusedDataset(IterableDataset[Any]):
+    """What a TokenLoader shows as its ``dataset`` to those who would make a DataLoader of their own of it."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise UsageError(
+            "the dataset of a TokenLoader was iterated by another loader, as those that accelerate's prepare "
+            "and skip_first_batches make; iterate the TokenLoader itself, which shares samples out among the "
+            "ranks, and resume with load_state_dict"
+        )
 
 
 def _as_it_is(run: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,10 @@ from preprocess.shard_format import (
     UsageError,
     tokenizer_fingerprint,
 )
+
+# As tokenizers begins a tokenizer.json: truncation and padding hold no list.
+_ADDED_TOKENS = re.compile(r'\s*\{[^\[\]]*?"added_tokens":\s*(?=\[)')
+_ADDED_TOKENS_CHARS = 1 << 20  # in which they must end
 
 
 def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) -> Any:
@@ -76,7 +82,8 @@ def _load(name: str) -> Any:
 
     is_folder = Path(name).is_dir()
     try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=is_folder)
+        known = _added_tokens(Path(name)) if is_folder else {}
+        return AutoTokenizer.from_pretrained(name, local_files_only=is_folder, **known)
     except Exception as error:  # transformers raises OSError, ValueError, and what the hub's client raises
         reason = " ".join(str(error).split())[:300]
         where = f"in the folder {name}" if is_folder else f"for {name!r} on the hub or in its cache"
@@ -84,3 +91,23 @@ def _load(name: str) -> Any:
             f"no usable tokenizer was found {where} ({type(error).__name__}: {reason}); expected a folder "
             "with a tokenizer.json, or a model's name and a way to the hub"
         ) from None
+
+
+def _added_tokens(folder: Path) -> dict[str, Any]:
+    """``added_tokens_decoder`` as transformers would find it, which parses all of tokenizer.json for it.
+
+    Of Llama 3's that takes as long as loading it does, and 90 MB. Nothing where another file has a say in
+    the added tokens, or tokenizer.json begins otherwise: transformers then does as always.
+    """
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_bytes())
+        with (folder / "tokenizer.json").open(encoding="utf-8") as file:
+            text = file.read(_ADDED_TOKENS_CHARS)
+        begins = _ADDED_TOKENS.match(text)
+        others = any((folder / name).exists() for name in ("added_tokens.json", "special_tokens_map.json"))
+        if begins is None or others or "added_tokens_decoder" in config:
+            return {}
+        tokens, _ = json.JSONDecoder().raw_decode(text, begins.end())
+        return {"added_tokens_decoder": {token.pop("id"): token for token in tokens}}
+    except (OSError, ValueError, KeyError, TypeError):  # whatever is wrong, transformers says it
+        return {}

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 from loader.tar_samples import scan_tar
-from preprocess.shard_format import BrokenShard, NotFound, ReadWriteError, UsageError
+from preprocess.shard_format import BrokenShard, NotFound, ReadWriteError, UnknownMember, UsageError
 
 _NAME = re.compile(r"[\w.-]+\.tar")
 
@@ -52,5 +52,7 @@ def _fetch(url: str, path: Path) -> None:
         raise NotFound(f"{url} cannot be read by webdataset ({type(error).__name__}: {error})") from error
     try:
         scan_tar(path)
+    except UnknownMember as error:
+        raise UnknownMember(f"what webdataset read from {url} cannot be loaded: {error}") from None
     except BrokenShard as error:
         raise BrokenShard(f"what webdataset read from {url} is no whole tar: {error}") from None

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from loader.document_pieces import DocumentPieces
+from loader.opening_order import Turn
 from loader.run import Run
 from loader.shard_reader import STALL_WARNING_S, SampleBytes, ShardReader
 from loader.shard_set import ShardSet
-from loader.token_ids import CannotDecode, check_vocab, decode_rows, decode_samples, decode_starts
+from loader.token_ids import CannotDecode, check_vocab, decode_samples, decode_starts, rows_in_place
 from preprocess.shard_format import BrokenShard
 
 LongDocuments = Literal["split", "truncate", "error"]
@@ -29,6 +30,7 @@ class WholeSamples:
     starts: bool = False  # of documents in packed rows
     vocab_size: int | None = None  # checked where it is given: ids that others made
     stall_warning_s: float = STALL_WARNING_S
+    turn: Turn = field(default_factory=Turn)  # of this rank, to open shards in
 
     @property
     def row_tokens(self) -> int:
@@ -56,7 +58,7 @@ class SampleReader:
 
     def __init__(self, samples: WholeSamples) -> None:
         self._samples = samples
-        self._reader = ShardReader(samples.shards, stall_warning_s=samples.stall_warning_s)
+        self._reader = ShardReader(samples.shards, stall_warning_s=samples.stall_warning_s, turn=samples.turn)
 
     def num_tokens(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         if self._samples.pieces is not None:
@@ -106,15 +108,15 @@ class SampleWindow:
 
     def _rows_run(self, rows: npt.NDArray[np.int64], flat: npt.NDArray[np.int64]) -> Run:
         row_tokens = self.samples.row_tokens
-        ids = decode_rows(self.data, flat, row_tokens)
+        ids = rows_in_place(self.data, rows, row_tokens)
         lengths = self.data.num_tokens[rows].astype(np.int32)
         if self.samples.vocab_size is not None:
-            self._check(ids.reshape(-1), np.full(len(flat), row_tokens, np.int32), flat)
+            for step, of_step in enumerate(rows.T):
+                self._check(ids[:, step].reshape(-1), np.full(len(of_step), row_tokens, np.int32), of_step)
         num_starts = starts = None
         if self.starts:
             num_starts = self.data.num_starts[rows].astype(np.int32)
             starts = np.concatenate(decode_starts(self.data, flat, row_tokens))
-        ids = ids.reshape(*rows.shape, row_tokens)
         return Run(lengths=lengths, ids=ids, num_starts=num_starts, starts=starts)
 
     def _documents_run(
@@ -128,7 +130,7 @@ class SampleWindow:
         return Run(lengths=found.lengths.reshape(rows.shape), ids=found.ids, num_cut=num_cut)
 
     def _check(
-        self, ids: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32], flat: npt.NDArray[np.int64]
+        self, ids: npt.NDArray[np.integer[Any]], lengths: npt.NDArray[np.int32], flat: npt.NDArray[np.int64]
     ) -> None:
         if self.samples.vocab_size is not None:
             check_vocab(ids, lengths, flat, self.samples.vocab_size)

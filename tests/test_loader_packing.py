@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from loader import TokenLoader, get_llama3_dataloader
 from loader.boundaries import boundary_fields, document_edges
+from loader.tar_samples import scan_tar
 from preprocess.shard_format import UsageError
 
 if TYPE_CHECKING:
@@ -106,6 +107,46 @@ def test_tars_of_others_are_packed_at_load_with_their_lengths_counted_first(
     with load(tmp_path / "a.tar", 1, **options) as loader:
         found = rows(loader)
     assert [number for row in found for number in row] == expected[: len(expected) // 10 * 10]
+
+
+@pytest.mark.parametrize("dtype", ["json", "<u2", ">i8"])
+def test_tars_of_others_get_an_eos_behind_those_documents_alone_that_end_without_one(
+    made: Path, prep: Prep, tmp_path: Path, dtype: str
+) -> None:
+    eos = AutoTokenizer.from_pretrained(prep.model_dir).eos_token_id
+    documents = [[5, 6, eos], [7, eos, 8], [], [eos], [9] * 40 + [eos], [500, 501]] * 5
+    field = "token_ids.json" if dtype == "json" else "token_ids.npy"
+    with webdataset.TarWriter(str(tmp_path / "a.tar")) as writer:
+        for number, ids in enumerate(documents):
+            writer.write({"__key__": f"d{number}", field: ids if dtype == "json" else np.array(ids, dtype)})
+    with load(made / "with_eos", 1, shuffle=False) as loader:
+        ours = [number for batch in loader for number in batch["input_ids"][0].tolist()]
+    theirs = [number for ids in documents for number in (ids if ids[-1:] == [eos] else [*ids, eos])]
+    expected = ours + theirs
+    options = {"seq_len": 7, "model_id": prep.model_dir, "shuffle": False}
+    with load([made / "with_eos", tmp_path / "a.tar"], 1, **options) as loader:
+        found = rows(loader)
+    assert [number for row in found for number in row] == expected[: len(expected) // 7 * 7]
+
+
+@pytest.mark.parametrize(
+    ("text", "counted"),
+    [
+        ("[]", (0, -1)),
+        (" [ ] ", (0, -1)),
+        ("[128001]", (1, 128001)),
+        ("[1,2]", (2, 2)),
+        ("[\n 1,\n 22\n]\n", (2, 22)),
+        ("[1, x]", (2, -1)),
+    ],
+)
+def test_a_json_documents_ids_are_counted_and_its_last_one_is_known(
+    tmp_path: Path, text: str, counted: tuple[int, int]
+) -> None:
+    with webdataset.TarWriter(str(tmp_path / "a.tar")) as writer:
+        writer.write({"__key__": "d", "token_ids.json": text.encode()})
+    found = scan_tar(tmp_path / "a.tar", count_tokens=True)
+    assert (found.num_tokens[0], found.last_id[0]) == counted
 
 
 def batch_starts(batch: Any) -> list[set[int]]:

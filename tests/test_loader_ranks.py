@@ -36,6 +36,9 @@ def rank_of_a_world(rank, world, name, workers, method, first, last, state, opti
     dist.init_process_group(
         "gloo", init_method=f"file://{OUT}/store-{name}", rank=rank, world_size=world, timeout=limit
     )
+    if method == "forkserver by default":
+        multiprocessing.set_start_method("forkserver", force=True)
+        method = None
     loader = get_llama3_dataloader(
         DATA, 8 // world, DATA, num_workers=workers, multiprocessing_context=method, seed=5, **options
     )
@@ -129,6 +132,7 @@ def test_worlds_of_1_2_4_and_8_get_equal_batches_each_sample_once_and_the_same_g
         run_of("one", 1),
         run_of("one with workers", 1, 2, "fork"),
         run_of("two, spawned", 2, 1, "spawn"),
+        run_of("two, as Python 3.14 starts workers", 2, 1, "forkserver by default"),
         run_of("four", 4),
         run_of("four with workers", 4, 2, "fork"),
         run_of("eight", 8),

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
 import shutil
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import webdataset
 
-from loader import TokenLoader, get_llama3_dataloader, shard_reader
+from loader import TokenLoader, get_llama3_dataloader, open_shard, shard_reader
 from loader.find_shards import find_shards
 from loader.shard_reader import ShardReader
-from preprocess.shard_format import BrokenShard, MissingShard, NotFound, ReadWriteError, UsageError
+from preprocess.shard_format import (
+    BrokenShard,
+    MissingShard,
+    NotFound,
+    ReadWriteError,
+    UnknownMember,
+    UsageError,
+    osts_json,
+)
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -88,30 +99,34 @@ def test_an_unknown_member_beside_packed_rows_is_refused(made: Path, prep: Prep,
         load(tmp_path / "a.tar", model_id=prep.model_dir)
 
 
-class FailingReads:
-    """``os.preadv`` that fails some times, and remembers which handles it was given."""
+def num_handles() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, codes: list[int]) -> None:
-        self.codes, self.handles, self.real = codes, [], os.preadv
+
+class FailingReads:
+    """``os.preadv`` that fails with these codes (0: reads), for files of one suffix."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, codes: list[int], suffix: str = ".tar") -> None:
+        self.codes, self.suffix, self.real = codes, suffix, os.preadv
+        self.num_bytes = Counter[str]()  # read, by suffix
         monkeypatch.setattr(os, "preadv", self)
         self.slept: list[float] = []
         monkeypatch.setattr(time, "sleep", self.slept.append)
 
     def __call__(self, handle: int, buffers: Any, offset: int) -> int:
-        self.handles.append(handle)
-        if self.codes:
-            code = self.codes.pop(0)
+        path = Path(f"/proc/self/fd/{handle}").readlink()
+        if self.codes and path.suffix == self.suffix and (code := self.codes.pop(0)):
             raise OSError(code, os.strerror(code))
-        return self.real(handle, buffers, offset)
+        count = self.real(handle, buffers, offset)
+        self.num_bytes[path.suffix] += count
+        return count
 
 
 def test_a_failed_read_is_tried_again_with_the_file_opened_anew(
     made: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = epoch(load(made / "json"))
-    opened: list[str] = []
-    real_open = os.open
-    monkeypatch.setattr(os, "open", lambda path, *args: opened.append(str(path)) or real_open(path, *args))
+    opened = opened_files(monkeypatch)
     reads = FailingReads(monkeypatch, [errno.EIO, errno.ESTALE, errno.ESHUTDOWN])
     assert epoch(load(made / "json")) == whole
     assert reads.slept == [0.5, 1, 2]
@@ -133,6 +148,112 @@ def test_a_read_that_goes_on_failing_ends_with_an_error_that_names_the_shard(
     with pytest.raises(ReadWriteError, match=r"shard-0000\d\.tar cannot be read at byte \d+: .*denied"):
         epoch(load(made / "json"))
     assert len(reads.slept) == 6, "what waiting cannot mend is not waited for"
+
+
+def test_reads_that_give_fewer_bytes_than_asked_for_are_gone_on_with(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = epoch(load(made / "concat"))
+    real, counts = os.preadv, []
+
+    def short(handle: int, buffers: list[Any], offset: int) -> int:
+        counts.append(real(handle, [buffers[0][:100]], offset))
+        return counts[-1]
+
+    monkeypatch.setattr(os, "preadv", short)
+    assert epoch(load(made / "concat")) == expected
+    assert len(counts) > 2 * len(expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("seq_len", [None, 32])
+def test_an_idx_read_in_parts_gives_the_same_batches_as_one_that_is_held(
+    made: Path, form: str, seq_len: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"seq_len": seq_len, "boundaries": "position_ids"}
+    whole = epoch(load(made / form, **options))
+    monkeypatch.setattr(open_shard, "HELD_IDX_BYTES", 0)
+    assert epoch(load(made / form, **options)) == whole
+
+
+def test_of_a_large_idx_only_the_records_asked_for_are_read(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = find_shards(made / "json")
+    for held, expected in ((0, 64 + 5 * 28), (1 << 20, 64 + int(shards.first_sample[1]) * 28)):
+        monkeypatch.setattr(open_shard, "HELD_IDX_BYTES", held)
+        reads = FailingReads(monkeypatch, [])
+        reader = ShardReader(shards)
+        reader.read(np.arange(3, 8))
+        reader.close()
+        assert reads.num_bytes[".idx"] == expected
+
+
+def test_without_workers_each_shard_is_opened_once_wherever_the_loader_is_sent(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gc.collect()
+    before = num_handles()
+    opened = opened_files(monkeypatch)
+    with load(made / "json") as loader:
+        for step in (3, 1, 7, 0):
+            loader.load_state_dict(loader.state_at(step))
+            next(iter(loader))
+        assert len(list(loader)) == len(loader)
+        tars = Counter(path for path in opened if path.endswith(".tar"))
+        assert set(tars.values()) == {1}
+        assert num_handles() > before
+    assert num_handles() <= before
+    with load(made / "json") as loader:
+        next(iter(loader))
+        next(iter(loader))
+    assert set(Counter(path for path in opened if path.endswith(".tar")).values()) == {2}
+
+
+@pytest.mark.parametrize("held", [0, 1 << 20], ids=["in parts", "held"])
+def test_a_failed_read_of_an_idx_is_tried_again_and_then_named(
+    made: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, held: int
+) -> None:
+    monkeypatch.setattr(open_shard, "HELD_IDX_BYTES", held)
+    whole = epoch(load(made / "concat"))
+    before = num_handles()
+    opened = opened_files(monkeypatch)
+    reads = FailingReads(monkeypatch, [0, errno.EIO, 0, errno.ESTALE], ".idx")  # headers are read
+    assert epoch(load(made / "concat")) == whole
+    assert reads.slept == [0.5, 1]
+    assert "Stale file handle" in caplog.text
+    first = next(path for path in opened if path.endswith(".idx"))
+    assert opened.count(first) >= 3
+    reads.codes[:] = [0, errno.EIO] * 100
+    message = r"shard-0000\d\.(tar cannot be opened|idx cannot be read at byte 64) in 7 attempts: .*error"
+    with pytest.raises(ReadWriteError, match=message):
+        epoch(load(made / "concat"))
+    assert num_handles() <= before
+
+
+def test_an_idx_that_vanishes_while_its_read_is_tried_again_loses_nothing(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = epoch(load(copied))
+    monkeypatch.setattr(open_shard, "HELD_IDX_BYTES", 0)
+    reads = FailingReads(monkeypatch, [0, errno.EIO], ".idx")
+    monkeypatch.setattr(time, "sleep", lambda _: [path.unlink() for path in copied.glob("*.idx")])
+    assert epoch(load(copied)) == whole
+    assert not reads.codes
+    assert not list(copied.glob("*.idx"))
+
+
+def opened_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Paths of the files that are opened from now on."""
+    paths: list[str] = []
+    real = os.open
+
+    def opening(path: Any, *args: Any, **options: Any) -> int:
+        paths.append(str(path))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", opening)
+    return paths
 
 
 def test_opening_is_tried_again_too(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,17 +293,69 @@ def test_a_read_that_hangs_is_named_in_the_log_while_it_hangs(
     assert not set(threading.enumerate()) - before
 
 
+def first_orders(folder: Path, **options: Any) -> list[list[int]]:
+    """In which order each of four ranks opens the shards of its first window."""
+    orders = []
+    for rank in range(4):
+        with pytest.MonkeyPatch.context() as patch:
+            opened = opened_files(patch)
+            with load(folder, 4, rank=rank, world_size=4, **options) as loader:
+                next(iter(loader))
+        orders.append([int(Path(path).stem[-5:]) for path in opened if path.endswith(".tar")])
+    return orders
+
+
+@pytest.mark.parametrize("options", [{}, {"seq_len": 32}, {"max_length": 8, "long_documents": "split"}])
+def test_the_ranks_begin_with_different_shards(made: Path, options: dict[str, Any]) -> None:
+    orders = first_orders(made / "json", **options)
+    assert [order[0] for order in orders] == [0, 1, 2, 3]
+    assert all(sorted(set(order)) == [0, 1, 2, 3] for order in orders)
+
+
+def test_with_known_osts_shards_are_opened_on_one_after_the_other(copied: Path) -> None:
+    (copied / "osts.json").write_bytes(osts_json([7, 7, 2, 2]))
+    assert first_orders(copied) == [[2, 0, 3, 1], [3, 1, 2, 0], [0, 2, 1, 3], [1, 3, 0, 2]]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[1]", osts_json([1, 2, 3]), osts_json([1, 2, 3, 2**70]), b'{"format": "other"}']
+)
+def test_osts_change_no_batch_and_a_broken_file_of_them_is_left_aside(
+    copied: Path, caplog: pytest.LogCaptureFixture, content: bytes
+) -> None:
+    whole = epoch(load(copied))
+    (copied / "osts.json").write_bytes(osts_json([3, 1, 1, 0]))
+    assert find_shards(copied).osts is not None
+    assert epoch(load(copied)) == whole
+    assert caplog.text == ""
+    (copied / "osts.json").write_bytes(content)
+    assert epoch(load(copied)) == whole
+    assert caplog.text.count("osts.json is left aside") == 1
+
+
+def test_osts_follow_the_shards_that_are_named_and_do_not_enter_the_fingerprint(
+    copied: Path, made: Path
+) -> None:
+    fingerprint = find_shards(copied).fingerprint
+    (copied / "osts.json").write_bytes(osts_json([3, 1, 4, 0]))
+    assert find_shards(copied).fingerprint == fingerprint
+    both = find_shards([f"{copied}/shard-0000[13].tar", made / "npy"])
+    assert both.osts is not None
+    assert sorted(both.osts.tolist()) == [-1, -1, -1, -1, 0, 1]
+    assert find_shards(made / "npy").osts is None
+
+
 @pytest.mark.parametrize("form", ["json", "concat"])
 def test_few_handles_are_enough_for_many_shards(
     made: Path, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = epoch(load(made / form, boundaries="position_ids"))
     monkeypatch.setattr(shard_reader, "MAX_OPEN_SHARDS", 1)
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = num_handles()
     with load(made / form, boundaries="position_ids") as loader:
         for number, batch in enumerate(loader):
             assert batch["input_ids"].tolist() == whole[number]["input_ids"]
-            assert len(list(Path("/proc/self/fd").iterdir())) <= before + 3
+            assert num_handles() <= before + 3
 
 
 def test_the_limit_of_handles_bounds_the_shards_kept_open(
@@ -256,4 +429,11 @@ def test_urls_that_cannot_be_read_or_are_no_whole_tar_leave_nothing_behind(
         load(f"pipe:head -c 5000 {made}/json/shard-00000.tar", **options)
     with pytest.raises(NotFound, match="cannot be read by webdataset"):
         load(f"pipe:cat {tmp_path}/nothing.tar", **options)
-    assert list(tmp_path.iterdir()) == []
+    masked = tmp_path / "masked"
+    with webdataset.TarWriter(str(masked)) as writer:
+        writer.write({"__key__": "d", "token_ids.json": [1], "loss_mask.npy": b""})
+    with pytest.raises(UnknownMember, match=f"read from pipe:cat {masked} cannot be loaded: .*loss_mask"):
+        load(f"pipe:cat {masked}", **options)
+    with pytest.raises(NotFound, match="exit 3"):  # a copy is whole only where its command says so, too
+        load(f"pipe:cat {made}/json/shard-00000.tar; exit 3", **options)
+    assert list(tmp_path.iterdir()) == [masked]

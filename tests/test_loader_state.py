@@ -174,6 +174,21 @@ def test_a_moved_data_set_resumes_and_another_one_or_another_tokenizer_is_refuse
             loader.load_state_dict(state)
 
 
+def test_a_refused_state_changes_nothing_for_the_loop_that_is_running(forms: Any) -> None:
+    with load(forms["documents"], seed=4) as loader:
+        other = loader.state_at(3)
+    for options in ({}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": False}):
+        with load(forms["documents"], **options) as loader:
+            whole = [shown(batch) for batch in loader]
+            loader.set_epoch(0)
+            batches = iter(loader)
+            found = [shown(next(batches)) for _ in range(3)]
+            with pytest.raises(OtherRun):
+                loader.load_state_dict(other)
+            assert loader.state_dict() == loader.state_at(3)
+            assert found + [shown(batch) for batch in batches] == whole
+
+
 def test_what_is_no_state_is_refused(forms: Any) -> None:
     with load(forms["documents"]) as loader:
         for wrong in ({}, {"format": "other"}, {**loader.state_at(0), "step": 10**6}):

@@ -182,6 +182,15 @@ def test_an_empty_folder_and_an_empty_list_are_refused(tmp_path: Path, model: st
         batches([], model)
 
 
+def test_a_compressed_tar_among_others_is_refused_instead_of_passed_over(
+    tars: list[Path], tmp_path: Path, model: str
+) -> None:
+    (tmp_path / "part-03.tar.gz").write_bytes(b"")
+    with pytest.raises(UsageError, match=r"part-03\.tar\.gz is compressed; decompress it, or name it in"):
+        batches(tmp_path, model)
+    assert len(numbers(batches(tmp_path, model, exclude_shards=["part-03.tar.gz"]))) == 18
+
+
 def test_a_file_that_is_no_tar_is_refused_with_the_pattern_to_use(tmp_path: Path, model: str) -> None:
     (tmp_path / "a.tar.gz").write_bytes(b"\x1f\x8b")
     with pytest.raises(UsageError, match="decompress"):
@@ -289,6 +298,10 @@ def test_dots_in_keys_are_refused_instead_of_merging_samples(tmp_path: Path) -> 
             info = tarfile.TarInfo(name)
             info.size = 3
             tar.addfile(info, io.BytesIO(b"[1]"))
+    merged = list(webdataset.WebDataset(str(tmp_path / "a.tar"), shardshuffle=False))
+    assert [set(sample) - {"__key__", "__url__", "__local_path__"} for sample in merged] == [
+        {"8_1.token_ids.json", "8_2.token_ids.json"}  # the trap: one sample of the two
+    ]
     with pytest.raises(BrokenShard, match=r"'part-0' has the fields 8_1\.token_ids\.json, 8_2\.token"):
         scan_tar(tmp_path / "a.tar")
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -251,6 +253,13 @@ def test_hashes_never_change() -> None:
     assert permute(np.arange(6), 6, 42).tolist() == PERMUTED_6
     order = Order(num_samples=50, global_batch_size=4, block_samples=2, window_samples=16 * 2, seed=9)
     assert [order.step_samples(1, step).tolist() for step in (0, 11)] == BATCHES
+
+
+def test_the_loader_draws_nothing_from_generators_whose_streams_may_change_with_a_version() -> None:
+    modules = sorted((Path(__file__).parents[1] / "loader").glob("*.py"))
+    assert len(modules) > 20
+    drawing = re.compile(r"np\.random|numpy\.random|torch\.rand|^\s*(import|from) random", re.MULTILINE)
+    assert not [path.name for path in modules if drawing.search(path.read_text(encoding="utf-8"))]
 
 
 def test_scalar_and_array_hashes_are_splitmix64() -> None:

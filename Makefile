@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
 SCRIPTS := $(wildcard slurm/*.sh tests/*.sh examples/*.sh) .ci/run
 
-.PHONY: help install demo test lint bench_preprocess bench_loader clean
+.PHONY: help install demo test lint bench_preprocess bench_loader bench_limits clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -55,8 +55,12 @@ bench_preprocess: install ## CPU time of the first script, the peers and this pr
 	$(BIN)/python benchmarks/peer_environments.py
 	$(BIN)/python benchmarks/preprocess_speed.py $(BENCH_ARGS)
 
-bench_loader: install ## tokens a CPU second of the peers' loaders and this one (the peers go to ./.bench)
+bench_loader: install ## tokens a CPU second of the peers' loaders and this one (10 minutes; the peers go to ./.bench)
+	$(BIN)/python benchmarks/peer_environments.py litdata mosaicml megatron loader_hf_datasets grain energon
 	$(BIN)/python benchmarks/loader_speed.py $(BENCH_ARGS)
+
+bench_limits: install ## what the loader promises in numbers, beside what it does (5 minutes)
+	$(BIN)/python benchmarks/loader_limits.py $(BENCH_ARGS)
 
 clean: ## remove .venv, caches and what the demo made
 	rm -rf $(VENV) .bench dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.*

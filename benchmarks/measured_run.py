@@ -1,4 +1,4 @@
-"""One command on one core: its CPU seconds, with those of every child, and its peak memory."""
+"""One command on one core, or some: its CPU seconds, with those of every child, and its peak memory."""
 
 from __future__ import annotations
 
@@ -60,14 +60,16 @@ class NotSeen(Exception):
     """A Watch missed a file: its process was kept from a core for longer than the work took."""
 
 
-def run_pinned(command: Sequence[str | Path], *, cwd: Path, log: Path, watch: Watch | None = None) -> Usage:
-    """Run a command on one core, offline, without Slurm's variables.
+def run_pinned(
+    command: Sequence[str | Path], *, cwd: Path, log: Path, watch: Watch | None = None, num_cores: int = 1
+) -> Usage:
+    """Run a command on the last ``num_cores`` cores, offline, without Slurm's variables.
 
     Raises RunFailed with its last words, NotSeen where ``watch`` missed a file. A child's peak
     memory can never be below its parent's at the fork: the caller must stay small.
     """
     environ = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_PASSED_ON)}
-    core = max(os.sched_getaffinity(0))
+    cores = sorted(os.sched_getaffinity(0))[-num_cores:]
     began = time.monotonic()
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -77,7 +79,7 @@ def run_pinned(command: Sequence[str | Path], *, cwd: Path, log: Path, watch: Wa
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
-            preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+            preexec_fn=lambda: os.sched_setaffinity(0, cores),
         )
         seen = watch.cpu_s(process.pid) if watch else None
         _, status, usage = os.wait4(process.pid, 0)

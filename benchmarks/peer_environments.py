@@ -1,6 +1,6 @@
 """Builds one virtual environment a peer, so that their dependencies cannot meet: .bench/PEER.
 
-    python benchmarks/peer_environments.py [PEER ...]
+    python benchmarks/peer_environments.py [PEER ...]        # default: those of preprocessing's benchmark
 
 An environment that stands already is kept; one that cannot be built is left out with its reason,
 and everything that pip said lies in .bench/PEER.log. The folder ignores itself for git.
@@ -51,6 +51,14 @@ PEERS = {
     ),
 }
 
+# Whom the loader's benchmark measures besides; preprocessing has no use for them.
+LOADER_PEERS = {
+    "loader_hf_datasets": Peer(label="HF datasets 5.2", requirements=("datasets==5.2.*",), needs_torch=True),
+    "grain": Peer(label="Grain 0.2.18", requirements=("grain==0.2.18", "array-record"), needs_torch=True),
+    "energon": Peer(label="Energon 7.4.1", requirements=("megatron-energon==7.4.1",), needs_torch=True),
+}
+_ALL = PEERS | LOADER_PEERS
+
 
 def peer_python(name: str) -> Path:
     """The interpreter of a peer's environment, whether or not that stands."""
@@ -71,7 +79,7 @@ def build(name: str) -> str | None:
         return None
     CACHE.mkdir(exist_ok=True)
     (CACHE / ".gitignore").write_text("*\n")
-    peer = PEERS[name]
+    peer = _ALL[name]
     steps = [["pip>=25.1"], [TORCH]] if peer.needs_torch else [["pip>=25.1"]]
     steps.append([*peer.requirements, *([TORCH] if peer.needs_torch else [])])
     folder = CACHE / name
@@ -97,7 +105,7 @@ def _stamp(name: str) -> Path:
 
 
 def _wanted(name: str) -> str:
-    return "\n".join([*PEERS[name].requirements, TORCH if PEERS[name].needs_torch else ""])
+    return "\n".join([*_ALL[name].requirements, TORCH if _ALL[name].needs_torch else ""])
 
 
 def _last_error(name: str) -> str | None:
@@ -108,10 +116,10 @@ def _last_error(name: str) -> str | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("peers", nargs="*", default=[], metavar="PEER", help=f"of {', '.join(PEERS)}")
+    parser.add_argument("peers", nargs="*", default=[], metavar="PEER", help=f"of {', '.join(_ALL)}")
     names = parser.parse_args().peers or list(PEERS)
-    if unknown := sorted(set(names) - set(PEERS)):
-        parser.error(f"no such peer: {', '.join(unknown)}; there are {', '.join(PEERS)}")
+    if unknown := sorted(set(names) - set(_ALL)):
+        parser.error(f"no such peer: {', '.join(unknown)}; there are {', '.join(_ALL)}")
     for name in names:
         print(f"{name}: ", end="", flush=True)
         reason = build(name)

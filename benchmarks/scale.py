@@ -1,6 +1,6 @@
 """Sizes that real data sets have: 100,000 inputs, one input of 50 GB, 99,999 shards.
 
-    python benchmarks/scale.py [FOLDER] [--files 100000] [--gb 50] [--shards 99999]
+    python benchmarks/scale.py [FOLDER] [--files 100000] [--gb 50] [--shards 99999] [--quick]
 
 Plans and a fast verify run as a user would, on one core; inputs and shards are made up and removed
 again. The 50 GB are holes with a block of text lines every 256 KiB (0.8 GB on disk); shards are
@@ -101,7 +101,10 @@ def main() -> int:
     parser.add_argument("--files", type=int, default=100_000)
     parser.add_argument("--gb", type=float, default=50)
     parser.add_argument("--shards", type=int, default=99_999)
+    parser.add_argument("--quick", action="store_true", help="a tenth of each")
     args = parser.parse_args()
+    if args.quick:
+        args.files, args.gb, args.shards = args.files // 10, args.gb / 10, args.shards // 10
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="shardprep-bench-") as name:
         scratch = Path(name)
         tokenizer = lay_out(scratch, 100_000).tokenizer

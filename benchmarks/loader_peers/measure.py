@@ -1,10 +1,12 @@
-"""What all loaders are driven by: ``PEER.py prepare ROWS.npy OUT`` and ``PEER.py read OUT SECONDS``.
+"""What all loaders are driven by: ``PEER.py DATA ROWS.npy``, which makes DATA of the rows unless it is there.
 
-``read`` skips the first batch, then counts tokens for some seconds and prints one line of JSON: tokens,
-CPU and wall seconds of the process, and its peak memory. The loop only counts, so batches stay hot in cache.
+The first batch is skipped. Then each line of its standard input is a number of seconds: so long it counts
+tokens, then prints one line of JSON: tokens, CPU and wall seconds of the process, and its peak memory. The
+loop only counts, so batches stay hot in cache.
 """
 
 import json
+import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,19 +19,27 @@ BATCH, SEQ_LEN, NUM_SHARDS = 8, 2048, 8
 
 def run(prepare: Callable, batches: Callable) -> None:
     """Do what the command line says. ``prepare(rows, out)``; ``batches(out)`` never ends."""
-    what, first, second = sys.argv[1:]
-    if what == "prepare":
-        Path(second).mkdir(parents=True)
-        prepare(np.load(first, mmap_mode="r"), Path(second))
-    else:
-        print(json.dumps(measured(batches(Path(first)), float(second))))
-
-
-def measured(stream: Iterator, seconds: float) -> dict[str, float]:
-    """Tokens that are no padding, and what they cost."""
+    data, rows = map(Path, sys.argv[1:])
+    if not data.exists():
+        data.mkdir()
+        # A process of its own, so that its memory is not in the peak.
+        child = multiprocessing.get_context("fork").Process(
+            target=prepare, args=(np.load(rows, mmap_mode="r"), data)
+        )
+        child.start()
+        child.join()
+        if child.exitcode:
+            sys.exit(child.exitcode)
     began = time.perf_counter()
+    stream = batches(data)
     count(next(stream))
     first_s = time.perf_counter() - began
+    for line in sys.stdin:
+        print(json.dumps(turn(stream, float(line)) | {"first_batch_s": first_s}), flush=True)
+
+
+def turn(stream: Iterator, seconds: float) -> dict[str, float]:
+    """Tokens that are no padding, and what they cost."""
     cpu, wall, tokens, padding = time.process_time(), time.perf_counter(), 0, 0
     while time.perf_counter() - wall < seconds:
         real, places = count(next(stream))
@@ -39,7 +49,6 @@ def measured(stream: Iterator, seconds: float) -> dict[str, float]:
         "padding": padding,
         "cpu_s": time.process_time() - cpu,
         "wall_s": time.perf_counter() - wall,
-        "first_batch_s": first_s,
         "peak_bytes": peak_bytes(),
     }
 

@@ -1,0 +1,244 @@
+"""What the loader promises in numbers, each measured and printed beside the limit.
+
+    python benchmarks/loader_limits.py [--mb 10] [--core N] [--only resume,opening,...]
+
+Resuming, opening, memory over epochs, bytes read, padding, mixing. Only resuming and opening are times,
+taken on one core; the others do not depend on the machine or its load. Five minutes; exits 0 whatever it
+finds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import random
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from loader_data_sets import LimitData, make_limit_data
+from loader_footprint import NUM_SHARDS, footprints, make_index, opening
+from loader_shares import source_variances, useful_share
+from measured_run import machine_line
+
+from loader import get_llama3_dataloader
+from preprocess.shard_format import read_index
+
+NUM_RESUMES, NUM_FRESH = 50, 9
+WORLD, WORKERS, BATCH = 8, 2, 8
+MODES: dict[str, dict[str, Any]] = {
+    "padded, batch 32": {"batch_size": 32, "max_length": 2048},
+    "grouped by length, batch 32": {"batch_size": 32, "max_length": 2048, "group_by_length": True},
+    "packed at load, batch 8": {"batch_size": BATCH, "seq_len": 2048},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One line of the table."""
+
+    what: str
+    measured: str
+    asked: str
+    kept: bool
+
+
+@contextmanager
+def pinned(core: int) -> Iterator[None]:
+    """This process and those it starts on one core."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def resume_delays(given: LimitData, core: int) -> Iterator[Finding]:
+    """load_state_dict to the first batch, less a fresh loader's first batch; no workers, warm cache.
+
+    Fresh: the median of NUM_FRESH loaders. Resumed: one loader, sent to random steps, as a job that
+    goes back does; its memory is there already. CPU time of one core, which is the wall time where
+    nothing else runs.
+    """
+    korean = next(iter(given.documents.values()))
+    cases = {"packed rows, batch 8": (given.large, {"batch_size": BATCH})}
+    with pinned(core):
+        for label, (data, options) in (
+            cases | {name: (korean, each) for name, each in MODES.items()}
+        ).items():
+            fresh = []
+            for _ in range(NUM_FRESH):
+                with get_llama3_dataloader(data, num_workers=0, **options) as loader:
+                    fresh.append(_first_batch_s(loader, 0))
+            with get_llama3_dataloader(data, num_workers=0, **options) as loader:
+                _first_batch_s(loader, 0)
+                steps = random.Random(0).choices(range(3 * loader.order.steps_per_epoch), k=NUM_RESUMES)
+                resumed = [_first_batch_s(loader, step) for step in steps]
+            first_ms, middle_ms = statistics.median(fresh) * 1e3, statistics.median(resumed) * 1e3
+            delay_ms = float(np.quantile(resumed, 0.95)) * 1e3 - first_ms
+            yield Finding(
+                what=f"resume, {label}: 95th percentile of {NUM_RESUMES}, less a fresh first batch",
+                measured=f"{delay_ms:.0f} ms (medians: fresh {first_ms:.0f}, resumed {middle_ms:.0f})",
+                asked="< 50 ms",
+                kept=delay_ms < 50,
+            )
+
+
+def _first_batch_s(loader: Any, step: int) -> float:
+    state, began = loader.state_at(step), time.process_time()
+    loader.load_state_dict(state)
+    next(iter(loader))
+    return time.process_time() - began
+
+
+def opening_of_many_shards(given: LimitData, core: int) -> Iterator[Finding]:
+    """get_llama3_dataloader of 99,999 shards, and of eight: its time, and its memory above the imports."""
+    folder = given.rows.parent / "many"
+    make_index(given.rows, folder)
+    with pinned(core):
+        few, many = zip(*[(opening(given.rows), opening(folder)) for _ in range(3)], strict=True)
+    seconds = statistics.median(each.seconds for each in many)
+    small = statistics.median(each.seconds for each in few)
+    peak, small_peak = (max(each.peak_bytes for each in runs) / 1e6 for runs in (many, few))
+    what = f"opening {NUM_SHARDS:,} shards"
+    yield Finding(
+        what=what,
+        measured=f"{seconds:.2f} s (8 shards {small:.2f})",
+        asked="< 2 s",
+        kept=seconds < 2,
+    )
+    yield Finding(
+        what=f"{what}, above torch and transformers",
+        measured=f"{peak:.0f} MB (8 shards {small_peak:.0f})",
+        asked="< 300 MB",
+        kept=peak < 300,
+    )
+
+
+def growth_over_epochs(given: LimitData, _core: int) -> Iterator[Finding]:
+    """Memory and handles of the process and two persistent workers, after epochs 2 and 10."""
+    korean = next(iter(given.documents.values()))
+    cases = {"packed rows": (given.rows, {}), "packed at load": (korean, {"seq_len": 2048})}
+    for label, (folder, options) in cases.items():
+        second, tenth = footprints(folder, options, (2, 10))
+        growth = tenth.resident_bytes - second.resident_bytes
+        yield Finding(
+            what=f"memory, {label}, 2 persistent workers, after epochs 2 and 10",
+            measured=f"{second.resident_bytes / 2**20:.1f}, {tenth.resident_bytes / 2**20:.1f} MiB",
+            asked="no growth (1 MiB an epoch)",
+            kept=growth < 8 << 20,
+        )
+        yield Finding(
+            what=f"handles, {label}, likewise",
+            measured=f"{second.num_handles}, {tenth.num_handles}",
+            asked="no growth",
+            kept=tenth.num_handles <= second.num_handles,
+        )
+
+
+def bytes_read(given: LimitData, _core: int) -> Iterator[Finding]:
+    """Bytes that all workers of a rank read in an epoch over bytes of ids that it delivered.
+
+    Read is what /proc/PID/io calls rchar: all that a worker's read calls returned, whoever made them, so
+    tars, idx files and the few bytes on torch's queues; memory maps would be missed, and there are none.
+    Of what is above 1, three quarters are the idx files' beginnings, as these shards have 2 MB.
+    """
+    token_bytes = read_index(given.rows).spec.dtype.itemsize
+    ratios = []
+    for rank in range(WORLD):
+        options = {"num_workers": WORKERS, "persistent_workers": False, "rank": rank, "world_size": WORLD}
+        with get_llama3_dataloader(given.large, BATCH, **options) as loader:
+            read = 0
+            for number, _ in enumerate(loader, start=1):
+                if number == len(loader):  # the workers have read all of the epoch, and are still there
+                    workers = multiprocessing.active_children()
+                    read = sum(_rchar(int(worker.pid or 0)) for worker in workers)
+            ratios.append(read / (loader.metrics.num_tokens * token_bytes))
+    yield Finding(
+        what=f"bytes read over delivered, packed rows, world {WORLD} x {WORKERS} workers, each rank",
+        measured=f"{min(ratios):.3f} to {max(ratios):.3f}",
+        asked="<= 1.1",
+        kept=1 <= max(ratios) <= 1.1,
+    )
+
+
+def _rchar(pid: int) -> int:
+    found = re.search(r"^rchar: (\d+)", Path(f"/proc/{pid}/io").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1])
+
+
+def useful_tokens(given: LimitData, _core: int) -> Iterator[Finding]:
+    """Tokens that are no padding, of all places of an epoch's batches."""
+    cases = [("packed rows", given.rows, {"batch_size": BATCH}, 0.99)]
+    limits = dict(zip(given.documents, (0.97, 0.95, 0.88), strict=True))
+    for name, folder in given.documents.items():
+        cases.append((f"{name}, packed at load", folder, MODES["packed at load, batch 8"], 0.99))
+        cases.append((f"{name}, grouped", folder, MODES["grouped by length, batch 32"], limits[name]))
+    for label, folder, options, limit in cases:
+        useful = useful_share(folder, options)
+        yield Finding(
+            what=f"useful tokens, {label}",
+            measured=f"{useful:.3f}",
+            asked=f">= {limit}",
+            kept=useful >= limit,
+        )
+
+
+def mixing(_given: LimitData, _core: int) -> Iterator[Finding]:
+    """Shards sorted by 20 sources: variance of a source's share, over a full permutation's."""
+    limits = {1: 1.2, 64: 6.0}
+    for span, ratio in source_variances(64, tuple(limits)).items():
+        yield Finding(
+            what=f"mixing of 20 sorted sources, global batch 64, over {span} steps",
+            measured=f"{ratio:.2f} times a full permutation's variance",
+            asked=f"<= {limits[span]}",
+            kept=ratio <= limits[span],
+        )
+
+
+MEASURES: dict[str, Callable[[LimitData, int], Iterator[Finding]]] = {
+    "resume": resume_delays,
+    "opening": opening_of_many_shards,
+    "epochs": growth_over_epochs,
+    "reads": bytes_read,
+    "padding": useful_tokens,
+    "mixing": mixing,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mb", type=float, default=10, help="of each text")
+    parser.add_argument("--only", default=",".join(MEASURES), help=f"of {', '.join(MEASURES)}")
+    parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)), help="default: the last")
+    args = parser.parse_args()
+    names = args.only.split(",")
+    if unknown := sorted(set(names) - set(MEASURES)):
+        parser.error(f"no such measure: {', '.join(unknown)}; there are {', '.join(MEASURES)}")
+    findings: list[Finding] = []
+    with tempfile.TemporaryDirectory(prefix="shardprep-bench-") as folder:
+        given = make_limit_data(Path(folder), int(args.mb * 1e6))
+        for name in names:
+            for finding in MEASURES[name](given, args.core):
+                findings.append(finding)
+                print(f"{finding.what}: {finding.measured}", file=sys.stderr, flush=True)
+    print("| | measured | asked | |\n|---|---|---|---|")
+    for each in findings:
+        print(f"| {each.what} | {each.measured} | {each.asked} | {'kept' if each.kept else 'MISSED'} |")
+    print(f"\n{machine_line()}; {args.mb:g} MB of each text")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

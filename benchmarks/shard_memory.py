@@ -1,0 +1,98 @@
+"""The most memory that a task holds: for a shard of a gigabyte, and for one line of 200 MB.
+
+    python benchmarks/shard_memory.py [FOLDER] [--quick]
+
+A task is `python -m preprocess --shard_id 0` on one core. Its memory must depend neither on the shard's
+size nor on a line's. The large files are the corpora's text, repeated; the line is the same text with
+blanks for line ends. FOLDER (default: the system's scratch folder) needs 8 GB, with --quick 1 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmark_text import Corpus, lay_out
+from contenders import plan
+from measured_run import Usage, machine_line, run_pinned
+
+RECORDS = {"documents": [], "packed": ["--record", "packed", "--seq_len", "2048"]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One input file, to be made into one shard."""
+
+    label: str
+    corpus: Corpus
+    num_bytes: int
+    is_one_line: bool
+    record: str
+
+
+def cases(corpora: list[Corpus], num_bytes: int, line_bytes: int) -> list[Case]:
+    """Small and large, so that growth would show. Documents of short lines would take 20 times the space."""
+    korean, english = corpora[:2]
+    sizes = [("shard", num_bytes // 10, False), ("shard", num_bytes, False), ("line", line_bytes, True)]
+    return [
+        Case(label=label, corpus=corpus, num_bytes=size, is_one_line=is_one_line, record=record)
+        for record, corpus in (("documents", english), ("packed", korean))
+        for label, size, is_one_line in sizes
+    ]
+
+
+def write_input(path: Path, case: Case) -> None:
+    """The corpus again and again, up to the case's size."""
+    text = (case.corpus.folder / "documents.txt").read_bytes()
+    if case.is_one_line:
+        text = text.replace(b"\n", b" ")
+    path.parent.mkdir()
+    with path.open("wb") as file:
+        for _ in range(case.num_bytes // len(text)):
+            file.write(text)
+        if case.is_one_line:
+            file.write(b"\n")
+
+
+def make_shard(case: Case, tokenizer: Path, folder: Path) -> tuple[int, Usage]:
+    """Input bytes, and what the task took. Removes what it made: the next one needs the space."""
+    raw, output = folder / "raw", folder / "output"
+    write_input(raw / "documents.txt", case)
+    plan(raw, output, tokenizer, RECORDS[case.record])
+    task = [sys.executable, "-m", "preprocess", "--shard_id", "0", "--output_dir", output]
+    usage = run_pinned(task, cwd=folder, log=folder / "log")
+    num_bytes = (raw / "documents.txt").stat().st_size
+    shutil.rmtree(raw)
+    shutil.rmtree(output)
+    return num_bytes, usage
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--quick", action="store_true", help="a shard of 100 MB and a line of 20 MB")
+    args = parser.parse_args()
+    num_bytes, line_bytes = (100_000_000, 20_000_000) if args.quick else (1_100_000_000, 200_000_000)
+    with tempfile.TemporaryDirectory(dir=args.folder, prefix="shardprep-bench-") as name:
+        scratch = Path(name)
+        text = lay_out(scratch, 10_000_000 if not args.quick else 2_000_000)
+        print(
+            "| one task on one core | input, MB | peak memory, MB | CPU s | wall s |\n|---|---|---|---|---|"
+        )
+        for case in cases(text.corpora, num_bytes, line_bytes):
+            size, usage = make_shard(case, text.tokenizer, scratch)
+            print(
+                f"| {case.record}, {case.corpus.label}, one {case.label} | {size / 1e6:.0f} "
+                f"| {usage.max_rss_bytes / 1e6:.0f} | {usage.cpu_s:.1f} | {usage.wall_s:.1f} |",
+                flush=True,
+            )
+        print(f"\n{machine_line()}; {text.caption}, text repeated.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,10 @@
-"""Shards -> batches: ``from loader import get_llama3_dataloader``."""
+"""Shards -> batches: ``from loader import get_llama3_dataloader``.
+
+    shards/ which shards there are -> order.py which sample comes when -> reading/ their bytes ->
+    samples/ their token ids, as a run.py -> dataset.py, which workers run -> token_loader.py batches, state
+
+``staging/`` is ``python -m loader stage``. What a line names does not import what comes after it.
+"""
 
 from __future__ import annotations
 

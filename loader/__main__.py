@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from loader.stage_command import stage
+from loader.staging.stage_command import stage
 from preprocess.shard_format import ShardprepError, Stopped
 
 SHOWN_IDS = 12

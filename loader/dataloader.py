@@ -11,19 +11,19 @@ import torch
 from loader.boundaries import Boundary
 from loader.collate import CausalLMCollator
 from loader.dataset import RunDataset
-from loader.input_paths import InputShards
-from loader.opening_order import Turn
 from loader.order import LAW_VERSION, Order
 from loader.process_rank import find_process_rank
+from loader.reading.opening_order import Turn
+from loader.reading.shard_reader import STALL_WARNING_S
 from loader.run_order import check_batch, make_order, rank_lanes
 from loader.sample_options import Padding, SampleOptions, make_samples
-from loader.shard_reader import STALL_WARNING_S
-from loader.shard_set import ShardSet
-from loader.size_check import SizeCheck
+from loader.samples.whole_samples import LongDocuments
+from loader.shards.input_paths import InputShards
+from loader.shards.shard_set import ShardSet
+from loader.shards.size_check import SizeCheck
 from loader.step_batches import Collate, StepBatches
 from loader.token_loader import TokenLoader
 from loader.tokenizer_choice import choose_tokenizer, fingerprint_of
-from loader.whole_samples import LongDocuments
 from preprocess.shard_format import UsageError
 
 

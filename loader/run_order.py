@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from loader.dataset import Samples
 from loader.order import Order, choose_windows, share
-from loader.shard_set import ShardSet
+from loader.shards.shard_set import ShardSet
 from preprocess.shard_format import UsageError
 
 

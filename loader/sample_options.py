@@ -9,14 +9,14 @@ from typing import Any, Literal, get_args
 
 from loader.boundaries import check_boundaries
 from loader.dataset import Samples
-from loader.document_pieces import DocumentPieces
-from loader.find_shards import find_shards
-from loader.input_paths import InputShards
-from loader.joined_rows import JoinedRows
-from loader.opening_order import Turn
-from loader.shard_reader import STALL_WARNING_S
-from loader.shard_set import ShardSet
-from loader.whole_samples import LongDocuments, WholeSamples
+from loader.reading.opening_order import Turn
+from loader.reading.shard_reader import STALL_WARNING_S
+from loader.samples.document_pieces import DocumentPieces
+from loader.samples.joined_rows import JoinedRows
+from loader.samples.whole_samples import LongDocuments, WholeSamples
+from loader.shards.find_shards import find_shards
+from loader.shards.input_paths import InputShards
+from loader.shards.shard_set import ShardSet
 from preprocess.shard_format import UsageError
 
 Padding = Literal["longest", "max_length"]

@@ -15,7 +15,7 @@ from loader.loader_metrics import LoaderMetrics
 from loader.loader_state import Position, position_of, state_of
 from loader.process_rank import ProcessRank
 from loader.run import Run
-from loader.size_check import SizeCheck
+from loader.shards.size_check import SizeCheck
 from loader.step_batches import StepBatches
 from preprocess.shard_format import UsageError
 

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from loader.shard_set import DatasetShards, ShardSet
+from loader.shards.shard_set import DatasetShards, ShardSet
 from preprocess.shard_format import (
     TOKENIZER_DIR,
     NotFound,

@@ -69,6 +69,23 @@ def test_of_preprocess_the_loader_imports_the_contract_alone() -> None:
             )
 
 
+def test_inside_of_the_loader_imports_go_one_way() -> None:
+    allowed = {
+        "loader/shards/": ("loader.shards",),
+        "loader/reading/": ("loader.shards", "loader.reading"),
+        "loader/samples/": ("loader.shards", "loader.reading", "loader.samples", "loader.run"),
+        "loader/order.py": ("loader.integer_hash",),
+        "loader/dataset.py": ("loader.order", "loader.run"),
+    }
+    files = modules("loader")
+    for folder, packages in allowed.items():
+        found = {path: names for path, names in files.items() if path.startswith(folder)}
+        assert found, folder
+        for path, names in found.items():
+            inside = {name for name in names if name.startswith("loader.")}
+            assert all(name.startswith(packages) for name in inside), (path, inside)
+
+
 def test_lustre_imports_nothing_of_ours() -> None:
     assert not any(others("lustre").values())
 

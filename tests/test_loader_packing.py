@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from loader import TokenLoader, get_llama3_dataloader
 from loader.boundaries import boundary_fields, document_edges
-from loader.tar_samples import scan_tar
+from loader.shards.tar_samples import scan_tar
 from preprocess.shard_format import UsageError
 
 if TYPE_CHECKING:

@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 import webdataset
 
-from loader import TokenLoader, get_llama3_dataloader, open_shard, shard_reader
-from loader.find_shards import find_shards
-from loader.shard_reader import ShardReader
+from loader import TokenLoader, get_llama3_dataloader
+from loader.reading import open_shard, shard_reader
+from loader.reading.shard_reader import ShardReader
+from loader.shards.find_shards import find_shards
 from preprocess.shard_format import (
     BrokenShard,
     MissingShard,
@@ -277,7 +278,7 @@ def test_a_read_that_hangs_is_named_in_the_log_while_it_hangs(
     before = set(threading.enumerate())
     said = threading.Event()
     lines: list[Any] = []
-    logger = logging.getLogger("loader.stall_watch")
+    logger = logging.getLogger("loader.reading.stall_watch")
     monkeypatch.setattr(logger, "warning", lambda *args: (lines.append(args), said.set()))
     real = os.preadv
 

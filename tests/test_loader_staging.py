@@ -20,14 +20,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loader import TokenLoader, get_llama3_dataloader, shards_to_stage
+from loader import TokenLoader, get_llama3_dataloader
 from loader.__main__ import main
-from loader.joined_rows import JoinedRows
-from loader.opening_order import Turn
 from loader.order import Order
-from loader.parts_read import parts_read
-from loader.shards_to_stage import NodeRanks, choose_shards
-from loader.stage_command import turn_of
+from loader.reading.opening_order import Turn
+from loader.samples.joined_rows import JoinedRows
+from loader.staging import shards_to_stage
+from loader.staging.parts_read import parts_read
+from loader.staging.shards_to_stage import NodeRanks, choose_shards
+from loader.staging.stage_command import turn_of
 from preprocess.shard_format import read_manifest
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from loader import get_llama3_dataloader
-from loader.input_paths import expand_braces, find_inputs
-from loader.json_ids import parse_id_lists
-from loader.tar_samples import scan_tar
+from loader.samples.json_ids import parse_id_lists
+from loader.shards.input_paths import expand_braces, find_inputs
+from loader.shards.tar_samples import scan_tar
 from preprocess.shard_format import BrokenShard, NotFound, ShardprepError, UnknownMember, UsageError
 
 VOCAB_SIZE = 1000

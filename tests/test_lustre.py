@@ -19,7 +19,7 @@ import lustre.lfs
 import lustre.mounts
 import lustre.osts_of_files
 from loader.__main__ import main as loader_main
-from loader.find_shards import find_shards
+from loader.shards.find_shards import find_shards
 from lustre import (
     Component,
     Layout,

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from loader import TokenLoader, get_llama3_dataloader, size_check
-from loader.size_check import Misfit
+from loader import TokenLoader, get_llama3_dataloader
+from loader.shards import size_check
+from loader.shards.size_check import Misfit
 from preprocess.shard_format import BrokenShard, MissingShard
 
 if TYPE_CHECKING:

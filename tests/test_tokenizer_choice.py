@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from loader import tokenizer_choice
-from loader.shard_set import ShardSet
+from loader.shards.shard_set import ShardSet
 from loader.tokenizer_choice import choose_tokenizer
 
 if TYPE_CHECKING:

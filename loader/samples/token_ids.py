@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from loader.json_ids import CHUNK_BYTES, parse_id_lists
-from loader.npy_header import parse_npy_header
+from loader.reading.shard_reader import SampleBytes
 from loader.run import ScatteredRows
-from loader.shard_reader import SampleBytes
-from loader.tar_samples import JSON, RAW
+from loader.samples.json_ids import CHUNK_BYTES, parse_id_lists
+from loader.shards.npy_header import parse_npy_header
+from loader.shards.tar_samples import JSON, RAW
 
 
 class CannotDecode(ValueError):

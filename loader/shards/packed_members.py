@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loader.npy_header import NpyHeader, parse_npy_header
+from loader.shards.npy_header import NpyHeader, parse_npy_header
 from preprocess.shard_format import (
     DOC_STARTS_FIELD,
     IDX_ROW,

@@ -8,7 +8,7 @@ import re
 import shutil
 from pathlib import Path
 
-from loader.tar_samples import scan_tar
+from loader.shards.tar_samples import scan_tar
 from preprocess.shard_format import BrokenShard, NotFound, ReadWriteError, UnknownMember, UsageError
 
 _NAME = re.compile(r"[\w.-]+\.tar")

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from loader.tar_samples import TarSamples
+from loader.shards.tar_samples import TarSamples
 from preprocess.shard_format import IDX_HEADER, DatasetSpec, idx_dtype, tar_path
 
 

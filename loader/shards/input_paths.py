@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeAlias
 
-from loader.url_copies import copy_url
+from loader.shards.url_copies import copy_url
 from preprocess.shard_format import NotFound, UsageError
 
 InputShards: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"

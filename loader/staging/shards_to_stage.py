@@ -9,11 +9,11 @@ from itertools import groupby
 import numpy as np
 import numpy.typing as npt
 
-from loader.find_shards import find_shards
-from loader.opening_order import Turn, opening_order
-from loader.shard_set import DatasetShards, ShardSet
-from loader.staged_copy import ShardToStage
-from loader.staged_folder import staged_folder
+from loader.reading.opening_order import Turn, opening_order
+from loader.shards.find_shards import find_shards
+from loader.shards.shard_set import DatasetShards, ShardSet
+from loader.shards.staged_folder import staged_folder
+from loader.staging.staged_copy import ShardToStage
 from preprocess.shard_format import UsageError
 
 
@@ -98,9 +98,9 @@ def _parts_of_ranks(
     input_shards: tuple[str, ...], exclude_shards: tuple[int | str, ...], node: NodeRanks
 ) -> tuple[ShardSet, npt.NDArray[np.float64]]:
     """The shards, and how much of each the ranks read: what their loaders' own Order says."""
-    from loader.parts_read import parts_read  # torch, which takes seconds
     from loader.run_order import check_batch, make_order, rank_lanes
     from loader.sample_options import SampleOptions, make_samples
+    from loader.staging.parts_read import parts_read  # torch, which takes seconds
 
     global_batch_size = check_batch(node.batch_size, node.global_batch_size, node.world_size)
     group = node.batch_size if node.group_by_length is True else int(node.group_by_length) or 1

@@ -8,12 +8,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from loader.document_pieces import DocumentPieces
-from loader.opening_order import Turn
+from loader.reading.opening_order import Turn
+from loader.reading.shard_reader import STALL_WARNING_S, SampleBytes, ShardReader
 from loader.run import Run
-from loader.shard_reader import STALL_WARNING_S, SampleBytes, ShardReader
-from loader.shard_set import ShardSet
-from loader.token_ids import CannotDecode, check_vocab, decode_samples, decode_starts, rows_in_place
+from loader.samples.document_pieces import DocumentPieces
+from loader.samples.token_ids import CannotDecode, check_vocab, decode_samples, decode_starts, rows_in_place
+from loader.shards.shard_set import ShardSet
 from preprocess.shard_format import BrokenShard
 
 LongDocuments = Literal["split", "truncate", "error"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from loader.opening_order import Turn
-from loader.shard_reader import ShardReader
-from loader.shard_set import ShardSet
+from loader.reading.opening_order import Turn
+from loader.reading.shard_reader import ShardReader
+from loader.shards.shard_set import ShardSet
 
 
 class DocumentPieces:

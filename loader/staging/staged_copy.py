@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from loader.staged_folder import is_staged
+from loader.shards.staged_folder import is_staged
 from preprocess.shard_format import (
     BrokenShard,
     FileStamp,

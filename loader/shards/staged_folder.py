@@ -13,7 +13,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from loader.shard_set import DatasetShards, ForeignTar
+from loader.shards.shard_set import DatasetShards, ForeignTar
 from preprocess.shard_format import DatasetSpec, idx_path, tar_path
 
 logger = logging.getLogger(__name__)

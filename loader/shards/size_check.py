@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from loader.shard_set import DatasetShards, ShardSet
+from loader.shards.shard_set import DatasetShards, ShardSet
 from preprocess.shard_format import BrokenShard, MissingShard, ShardprepError, id_ranges, shard_name
 
 logger = logging.getLogger(__name__)

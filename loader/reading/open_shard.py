@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loader.shard_set import DatasetShards, ForeignTar
-from loader.tar_samples import JSON, RAW, TarSamples, scan_tar
+from loader.shards.shard_set import DatasetShards, ForeignTar
+from loader.shards.tar_samples import JSON, RAW, TarSamples, scan_tar
 from preprocess.shard_format import BrokenShard, IdxFile, MissingShard, idx_path, open_idx, rerun_command
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.dataset import Samples
-from loader.joined_rows import JoinedRows
 from loader.order import Order
-from loader.whole_samples import WholeSamples
+from loader.samples.joined_rows import JoinedRows
+from loader.samples.whole_samples import WholeSamples
 from preprocess.shard_format import UsageError
 
 CHUNK = 1 << 18  # intervals at a time: some 30 MB

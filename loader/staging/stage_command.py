@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 
-from loader.copy_progress import CopyProgress
-from loader.opening_order import Turn
-from loader.shards_to_stage import NodeRanks, ShardsToStage, choose_shards
-from loader.staging import Staged, size_text, stage_shards
+from loader.reading.opening_order import Turn
+from loader.staging.copy_progress import CopyProgress
+from loader.staging.shards_to_stage import NodeRanks, ShardsToStage, choose_shards
+from loader.staging.stage_shards import Staged, size_text, stage_shards
 from preprocess.shard_format import ReadWriteError, Stopped, UsageError
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from loader.staged_copy import CannotReadSource, Progress, Say, ShardToStage, check_copy, copy_shard
+from loader.staging.staged_copy import CannotReadSource, Progress, Say, ShardToStage, check_copy, copy_shard
 from preprocess.shard_format import (
     BrokenShard,
     CannotWrite,

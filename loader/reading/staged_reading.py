@@ -7,9 +7,9 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
-from loader.open_shard import OpenShard, open_shard
-from loader.shard_set import DatasetShards, ForeignTar
-from loader.staged_folder import is_staged
+from loader.reading.open_shard import OpenShard, open_shard
+from loader.shards.shard_set import DatasetShards, ForeignTar
+from loader.shards.staged_folder import is_staged
 from preprocess.shard_format import ShardprepError, tar_path
 
 logger = logging.getLogger(__name__)

@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from loader.excluded_shards import ExcludedShards
-from loader.input_paths import InputShards, find_inputs
-from loader.known_osts import known_osts
-from loader.shard_set import DatasetShards, ForeignTar, ShardSet
-from loader.staged_folder import with_copies
-from loader.tar_samples import scan_tar
+from loader.shards.excluded_shards import ExcludedShards
+from loader.shards.input_paths import InputShards, find_inputs
+from loader.shards.known_osts import known_osts
+from loader.shards.shard_set import DatasetShards, ForeignTar, ShardSet
+from loader.shards.staged_folder import with_copies
+from loader.shards.tar_samples import scan_tar
 from preprocess.shard_format import (
     INDEX_NAME,
     PLAN_NAME,

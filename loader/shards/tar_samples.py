@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from loader.npy_header import parse_npy_header
-from loader.packed_members import PackedMember, is_packed, packed_rows
-from loader.tar_members import tar_members
+from loader.shards.npy_header import parse_npy_header
+from loader.shards.packed_members import PackedMember, is_packed, packed_rows
+from loader.shards.tar_members import tar_members
 from preprocess.shard_format import RESERVED_FIELD, BrokenShard, UnknownMember
 
 JSON, NPY, RAW = 0, 1, 2  # how ids lie: JSON text, a whole .npy file, or bare integers

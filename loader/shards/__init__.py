@@ -1,0 +1,1 @@
+"""Which shards there are: from what a user names to one numbered sequence of samples."""

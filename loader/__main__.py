@@ -7,7 +7,7 @@ import os
 import sys
 
 from loader.staging.stage_command import stage
-from preprocess.shard_format import ShardprepError, Stopped
+from preprocess.shard_format import ReadWriteError, ShardprepError, Stopped
 
 SHOWN_IDS = 12
 SHOWN_CHARS = 200
@@ -60,8 +60,10 @@ def _say(line: str) -> None:
     """Print a line; where `| head` has seen enough, the rest is dropped and the work goes on."""
     try:
         print(line, flush=True)
-    except BrokenPipeError:
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise ReadWriteError(f"standard output cannot be written: {error.strerror}") from None
 
 
 def _shown(ids: list[int]) -> str:

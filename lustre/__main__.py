@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns its exit code: 0, 2 for a wrong usage, 73 where lfs fails.
+    """Run one command; returns its exit code: 0, 2 for a wrong usage, 73 where lfs fails, 74 on a full disk.
 
     Dashes and underscores in a flag's name are the same.
     """
@@ -106,12 +106,18 @@ def main(argv: list[str] | None = None) -> int:
         [re.sub(r"^--[a-z-]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in words]
     )
     try:
-        print("\n".join(args.run(args)), flush=True)
-    except BrokenPipeError:  # `| head` has seen enough; without this Python would complain as it ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        lines = args.run(args)
     except LustreError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    try:
+        print("\n".join(lines), flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains as it ends
+        if isinstance(error, BrokenPipeError):  # `| head` has seen enough
+            return 0
+        print(f"error: standard output cannot be written: {error.strerror}", file=sys.stderr)
+        return 74
     return 0
 
 

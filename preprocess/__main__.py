@@ -28,11 +28,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
         raise_on_stop_signals()
-        return _COMMANDS[args.command](args)
+        code = _COMMANDS[args.command](args)
+        sys.stdout.flush()
     except (ShardprepError, Stopped) as error:
         if str(error):
             say(f"error: {error}")
         return error.exit_code
+    return code
 
 
 def make_shard(args: argparse.Namespace) -> int:

@@ -12,6 +12,8 @@ import select
 import sys
 from typing import TYPE_CHECKING, TextIO
 
+from preprocess.shard_format import ReadWriteError
+
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
@@ -20,7 +22,8 @@ def outlast_readers() -> None:
     """From now on this process's streams drop what cannot be read; what was put in their place is left alone.
 
     Of standard error every failure is dropped, a closed terminal or a full disk, too: a log is not worth
-    the work. Of standard output only a closed pipe is: what was asked for must not be missing unseen.
+    the work. Of standard output only a closed pipe is: what was asked for must not be missing unseen, so
+    another failure raises ReadWriteError, once. A command flushes it before its exit code is settled.
     """
     if sys.stdout is sys.__stdout__:
         sys.stdout = _outlasting(sys.stdout, BrokenPipeError)
@@ -45,6 +48,9 @@ class _Outlasting(io.FileIO):
             return super().write(data)
         except self._dropped:
             return memoryview(data).nbytes
+        except OSError as error:
+            self._dropped = OSError  # once is enough: what is left in a buffer is written again at the end
+            raise ReadWriteError(f"standard output cannot be written: {error.strerror}") from None
 
 
 def _outlasting(stream: TextIO | None, dropped: type[OSError]) -> TextIO:

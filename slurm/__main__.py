@@ -30,10 +30,12 @@ def main(argv: list[str] | None = None) -> int:
         args = parse(sys.argv[1:] if argv is None else argv)
         args.output_dir = args.output_dir.resolve()
         raise_on_stop_signals()
-        return _COMMANDS[args.command](args)
+        code = _COMMANDS[args.command](args)
+        sys.stdout.flush()
     except (ShardprepError, Stopped) as error:
         say(f"error: {error}")
         return error.exit_code
+    return code
 
 
 def submit(args: argparse.Namespace) -> int:

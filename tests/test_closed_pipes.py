@@ -109,11 +109,26 @@ def test_a_worker_whose_log_cannot_be_written_finishes_its_shard(
     assert not prep.temporaries(data_dir)
 
 
-def test_what_was_asked_for_is_not_lost_unseen_on_a_full_disk(prep: Prep, made_dir: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "unbuffered"),
+    [("verify", ""), ("verify", "1"), ("status", ""), ("lustre", ""), ("loader", "")],
+)
+def test_what_was_asked_for_is_not_lost_unseen_on_a_full_disk(
+    prep: Prep, made_dir: Path, name: str, unbuffered: str
+) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "preprocess", "verify", "--fast", made_dir],
-            cwd=ROOT, env=prep.environ(), stdout=full, stderr=subprocess.PIPE, check=False, timeout=100,
-        )  # fmt: skip
-    assert done.returncode != 0
-    assert b"No space left" in done.stderr
+            [sys.executable, "-m", *COMMANDS[name], made_dir],
+            cwd=ROOT,
+            env={**prep.environ(), "PYTHONUNBUFFERED": unbuffered},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=100,
+        )
+    assert done.returncode == 74
+    assert done.stderr.splitlines()[-1] == (
+        "error: standard output cannot be written: No space left on device"
+    )
+    assert "Traceback" not in done.stderr

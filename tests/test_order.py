@@ -256,7 +256,7 @@ def test_hashes_never_change() -> None:
 
 
 def test_the_loader_draws_nothing_from_generators_whose_streams_may_change_with_a_version() -> None:
-    modules = sorted((Path(__file__).parents[1] / "loader").glob("*.py"))
+    modules = sorted((Path(__file__).parents[1] / "loader").rglob("*.py"))
     assert len(modules) > 20
     drawing = re.compile(r"np\.random|numpy\.random|torch\.rand|^\s*(import|from) random", re.MULTILINE)
     assert not [path.name for path in modules if drawing.search(path.read_text(encoding="utf-8"))]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import re
 import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -21,9 +24,19 @@ from transformers import PreTrainedTokenizerFast
 
 from loader import get_llama3_dataloader
 from loader.samples.json_ids import parse_id_lists
+from loader.shards.find_shards import find_shards
 from loader.shards.input_paths import expand_braces, find_inputs
+from loader.shards.shard_set import ForeignTar
+from loader.shards.tar_bytes import TarBytes
 from loader.shards.tar_samples import scan_tar
-from preprocess.shard_format import BrokenShard, NotFound, ShardprepError, UnknownMember, UsageError
+from preprocess.shard_format import (
+    BrokenShard,
+    NotFound,
+    ReadWriteError,
+    ShardprepError,
+    UnknownMember,
+    UsageError,
+)
 
 VOCAB_SIZE = 1000
 
@@ -228,7 +241,7 @@ def test_a_tar_cut_anywhere_is_refused_even_at_a_members_end(tmp_path: Path) -> 
     cut = tmp_path / "cut.tar"
     for size in sorted(cuts):
         cut.write_bytes(whole[:size])
-        with pytest.raises(BrokenShard, match="cut short" if size else "cannot be read as a tar"):
+        with pytest.raises(BrokenShard, match="cut short"):
             scan_tar(cut)
     cut.write_bytes(whole[: ends[-1] + 1024])  # the two end blocks, without the padding behind them
     assert len(scan_tar(cut).offset) == 4
@@ -424,3 +437,58 @@ def test_the_loader_reads_what_webdataset_reads(tars: list[Path], model: str) ->
     expected = sorted(ids for path in tars for ids in naive_samples(path))
     found = batches(tars, model, batch_size=1)
     assert sorted(batch["input_ids"][0].tolist() for batch in found) == expected
+
+
+class FailingPread:
+    """``os.pread`` that fails with these codes first; no wait between attempts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, codes: list[int]) -> None:
+        self.codes, self.real = codes, os.pread
+        monkeypatch.setattr(os, "pread", self)
+        monkeypatch.setattr(time, "sleep", lambda _: None)
+
+    def __call__(self, handle: int, num_bytes: int, offset: int) -> bytes:
+        if self.codes:
+            code = self.codes.pop(0)
+            raise OSError(code, os.strerror(code))
+        return self.real(handle, num_bytes, offset)
+
+
+def test_a_scan_that_fails_is_tried_again_and_then_names_the_tar(
+    tars: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foreign = tars[0]
+    whole = vars(scan_tar(foreign))
+    FailingPread(monkeypatch, [errno.EIO, errno.ESTALE])
+    (source,) = find_shards(foreign).sources
+    assert isinstance(source, ForeignTar)
+    for name, value in vars(source.samples).items():
+        assert np.array_equal(value, whole[name])
+    FailingPread(monkeypatch, [errno.EIO] * 100)
+    with pytest.raises(ReadWriteError, match=rf"{foreign} cannot be read in 7 attempts: .*output error"):
+        find_shards(foreign)
+    FailingPread(monkeypatch, [errno.EACCES])
+    with pytest.raises(ReadWriteError, match=rf"{foreign} cannot be read: .*Permission denied"):
+        find_shards(foreign)
+
+
+def test_slices_of_a_tar_are_those_of_its_bytes_near_and_far(tmp_path: Path) -> None:
+    data = np.random.default_rng(0).bytes(3 << 20)
+    (tmp_path / "a").write_bytes(data)
+    random = Random(0)
+    with TarBytes(tmp_path / "a") as tar:
+        assert len(tar) == len(data)
+        first = 0
+        for _ in range(3000):
+            first = random.choice([first, first + random.randrange(2000), random.randrange(len(data) + 600)])
+            end = first + random.choice([0, 1, 512, 512, 5000, 2 << 20])
+            assert tar[first:end] == data[first:end]
+
+
+def test_a_tar_that_shrinks_while_it_is_read_is_an_error_and_no_signal(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(bytes(1 << 20))
+    with TarBytes(tmp_path / "a") as tar:
+        assert tar[0:512] == bytes(512)
+        os.truncate(tmp_path / "a", 4096)
+        with pytest.raises(BrokenShard, match="a ended at byte 524288 while it was read"):
+            tar[524288:524800]

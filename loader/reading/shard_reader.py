@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import get_worker_info
 
+from loader.read_retries import RETRY_DELAYS_S, wait_to_retry
 from loader.reading.open_shard import OpenShard
 from loader.reading.opening_order import Turn, opening_order
-from loader.reading.read_retries import RETRY_DELAYS_S, wait_to_retry
 from loader.reading.staged_reading import ShardOpener
 from loader.reading.stall_watch import StallWatch
 from loader.shards.shard_set import ShardSet

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from loader.read_retries import with_retries
 from loader.shards.excluded_shards import ExcludedShards
 from loader.shards.input_paths import InputShards, find_inputs
 from loader.shards.known_osts import known_osts
@@ -132,7 +133,9 @@ class _Finder:
     def _add_foreign(self, path: str) -> None:
         if self._excluded.has(path, None):
             return
-        samples = scan_tar(Path(path), count_tokens=self._count_tokens)
+        samples = with_retries(
+            f"{path} cannot be read", lambda: scan_tar(Path(path), count_tokens=self._count_tokens)
+        )
         self._sources.append(
             ForeignTar(path=Path(path), samples=samples, tar_bytes=Path(path).stat().st_size)
         )

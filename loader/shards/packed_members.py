@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.shards.npy_header import NpyHeader, parse_npy_header
+from loader.shards.tar_bytes import TarBytes
 from preprocess.shard_format import (
     DOC_STARTS_FIELD,
     IDX_ROW,
@@ -35,7 +35,7 @@ class PackedMember:
     fields: dict[str, tuple[int, int]]  # field -> (offset, size) of its member
 
 
-def is_packed(tar: mmap.mmap, fields: dict[str, tuple[int, int]]) -> bool:
+def is_packed(tar: TarBytes, fields: dict[str, tuple[int, int]]) -> bool:
     """Whether a sample's ids are rows, ``[rows, seq_len]``."""
     if IDS_FIELD not in fields:
         return False
@@ -44,7 +44,7 @@ def is_packed(tar: mmap.mmap, fields: dict[str, tuple[int, int]]) -> bool:
 
 
 def packed_rows(
-    path: Path, tar: mmap.mmap, members: list[PackedMember]
+    path: Path, tar: TarBytes, members: list[PackedMember]
 ) -> tuple[npt.NDArray[np.void], int, int]:
     """All rows as the idx has them, without their sources; with seq_len and the bytes of an id.
 
@@ -62,7 +62,7 @@ def packed_rows(
     return np.concatenate(parts), row_tokens, token_bytes
 
 
-def _rows(path: Path, tar: mmap.mmap, member: PackedMember, ids: npt.NDArray[Any]) -> npt.NDArray[np.void]:
+def _rows(path: Path, tar: TarBytes, member: PackedMember, ids: npt.NDArray[Any]) -> npt.NDArray[np.void]:
     num_rows, seq_len = ids.shape
     starts = _numbers(path, tar, member, DOC_STARTS_FIELD)
     rows = np.zeros(num_rows, _ROW)
@@ -86,11 +86,11 @@ def _check_fields(path: Path, member: PackedMember) -> None:
         )
 
 
-def _header(tar: mmap.mmap, offset: int) -> NpyHeader | None:
+def _header(tar: TarBytes, offset: int) -> NpyHeader | None:
     return parse_npy_header(tar[offset : offset + _HEADER_BYTES])
 
 
-def _data_start(path: Path, tar: mmap.mmap, member: PackedMember, field: str) -> int:
+def _data_start(path: Path, tar: TarBytes, member: PackedMember, field: str) -> int:
     offset = member.fields[field][0]
     header = _header(tar, offset)
     if header is None:
@@ -98,7 +98,7 @@ def _data_start(path: Path, tar: mmap.mmap, member: PackedMember, field: str) ->
     return offset + header.data_start
 
 
-def _numbers(path: Path, tar: mmap.mmap, member: PackedMember, field: str) -> npt.NDArray[Any]:
+def _numbers(path: Path, tar: TarBytes, member: PackedMember, field: str) -> npt.NDArray[Any]:
     if field not in member.fields:
         raise BrokenShard(f"{path}: {member.key!r} has no {field}")
     offset, num_bytes = member.fields[field]
@@ -110,6 +110,5 @@ def _numbers(path: Path, tar: mmap.mmap, member: PackedMember, field: str) -> np
         raise BrokenShard(
             f"{path}: {field} of {member.key!r} has {num_bytes} bytes, not what its header says"
         )
-    # A copy: a view would keep the tar mapped.
     raw = tar[offset + header.data_start : offset + num_bytes]
     return np.frombuffer(raw, header.dtype).reshape(header.shape)

@@ -1,21 +1,22 @@
-"""The members of a mapped tar, by its headers: ustar, and PAX and GNU names."""
+"""The members of a tar, by its headers: ustar, and PAX and GNU names."""
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from loader.shards.tar_bytes import TarBytes
 from preprocess.shard_format import BLOCK_BYTES, BrokenShard
 
 _REGULAR = frozenset({b"0", b"\0", b"7"})
 _PAX, _PAX_GLOBAL, _GNU_NAME, _GNU_LINK = b"x", b"g", b"L", b"K"
 _ZERO_BLOCK = bytes(BLOCK_BYTES)
+_PIECE_BYTES = 1 << 20
 
 
-def tar_members(path: Path, tar: mmap.mmap) -> Iterator[tuple[str, int, int]]:
-    """(name, offset and size of the data) of every regular file of a mapped tar.
+def tar_members(path: Path, tar: TarBytes) -> Iterator[tuple[str, int, int]]:
+    """(name, offset and size of the data) of every regular file of a tar.
 
     Raises BrokenShard where it is no tar, is cut short or goes on behind its end.
     """
@@ -62,11 +63,12 @@ def _check_magic(path: Path, header: bytes, position: int) -> None:
         raise BrokenShard(f"{path} is no tar, or is damaged: there is no member's header at byte {position}")
 
 
-def _check_end(path: Path, tar: mmap.mmap, position: int) -> None:
+def _check_end(path: Path, tar: TarBytes, position: int) -> None:
     end = tar[position : position + 2 * BLOCK_BYTES]
     if len(end) < 2 * BLOCK_BYTES:
         raise BrokenShard(f"{path} is cut short: only one of the two zero blocks that close a tar is there")
-    if tar[position:].strip(b"\0"):
+    behind = range(position, len(tar), _PIECE_BYTES)
+    if any(tar[first : first + _PIECE_BYTES].strip(b"\0") for first in behind):
         raise BrokenShard(
             f"{path} goes on behind its end at byte {position}, so samples would be lost; were tars joined "
             "with cat? Unpack and pack them again"

@@ -10,7 +10,6 @@ tarfile writes them for webdataset's TarWriter. A scan costs about 3 us a member
 from __future__ import annotations
 
 import hashlib
-import mmap
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import numpy.typing as npt
 
 from loader.shards.npy_header import parse_npy_header
 from loader.shards.packed_members import PackedMember, is_packed, packed_rows
+from loader.shards.tar_bytes import TarBytes
 from loader.shards.tar_members import tar_members
 from preprocess.shard_format import RESERVED_FIELD, BrokenShard, UnknownMember
 
@@ -55,21 +55,16 @@ def scan_tar(path: Path, *, count_tokens: bool = False) -> TarSamples:
     """Index a tar by its headers; with ``count_tokens`` by its data, too.
 
     Raises BrokenShard where the tar is cut short, even at a member's end, is compressed or no tar,
-    or where a sample has no token ids; UnknownMember for a member that would change the training.
+    or where a sample has no token ids; UnknownMember for a member that would change the training; OSError.
     """
-    try:
-        with path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (ValueError, OSError) as error:  # an empty file cannot be mapped
-        raise BrokenShard(f"{path} cannot be read as a tar: {error}") from None
-    with mapped:
-        found = _group_members(path, tar_members(path, mapped))
-        if found and is_packed(mapped, found[0][1]):
-            return _rows_of(path, mapped, found)
-        return _documents_of(path, mapped, found, count_tokens)
+    with TarBytes(path) as tar:
+        found = _group_members(path, tar_members(path, tar))
+        if found and is_packed(tar, found[0][1]):
+            return _rows_of(path, tar, found)
+        return _documents_of(path, tar, found, count_tokens)
 
 
-def _documents_of(path: Path, tar: mmap.mmap, found: list[tuple[str, Fields]], count: bool) -> TarSamples:
+def _documents_of(path: Path, tar: TarBytes, found: list[tuple[str, Fields]], count: bool) -> TarSamples:
     members = [_token_member(path, key, fields) for key, fields in found]
     table = np.array(members, np.int64).reshape(len(members), 3)
     offset, num_bytes, encoding = (table[:, column].copy() for column in range(3))
@@ -91,7 +86,7 @@ def _documents_of(path: Path, tar: mmap.mmap, found: list[tuple[str, Fields]], c
     )
 
 
-def _rows_of(path: Path, tar: mmap.mmap, found: list[tuple[str, Fields]]) -> TarSamples:
+def _rows_of(path: Path, tar: TarBytes, found: list[tuple[str, Fields]]) -> TarSamples:
     members = [PackedMember(key=key, fields=fields) for key, fields in found]
     rows, row_tokens, token_bytes = packed_rows(path, tar, members)
     return TarSamples(
@@ -104,14 +99,14 @@ def _rows_of(path: Path, tar: mmap.mmap, found: list[tuple[str, Fields]]) -> Tar
     )
 
 
-def _fingerprint(tar: mmap.mmap, offset: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64]) -> str:
+def _fingerprint(tar: TarBytes, offset: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64]) -> str:
     digest = hashlib.sha256(np.stack([offset, num_bytes]).astype("<i8").tobytes())
     for row in range(0, len(offset), max(len(offset) // _FINGERPRINTED, 1)):
         digest.update(tar[int(offset[row]) : int(offset[row] + num_bytes[row])])
     return digest.hexdigest()
 
 
-def _count_tokens(tar: mmap.mmap, offset: int, num_bytes: int, encoding: int) -> tuple[int, int]:
+def _count_tokens(tar: TarBytes, offset: int, num_bytes: int, encoding: int) -> tuple[int, int]:
     """Number of a member's ids, and the last one or -1; the others are not made.
 
     What is no list of ids is found when it is decoded. 2 us a JSON document of 30 tokens.

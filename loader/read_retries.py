@@ -5,14 +5,30 @@ from __future__ import annotations
 import errno
 import logging
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
-from preprocess.shard_format import ReadWriteError
+from preprocess.shard_format import BrokenShard, ReadWriteError
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 RETRY_DELAYS_S = (0.5, 1, 2, 4, 8, 16)  # a client that Lustre evicted is back in seconds
 # What file systems over a network say while a server or the connection to it is gone.
 RETRIED = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN})
+
+
+def with_retries(what: str, attempt: Callable[[], T]) -> T:
+    """``attempt()``, again after each error that may go away; ``what`` failed, as messages have it.
+
+    Raises ReadWriteError, or what ``attempt`` raises for another reason.
+    """
+    for delay_s in (*RETRY_DELAYS_S, None):
+        try:
+            return attempt()
+        except (OSError, BrokenShard) as error:
+            wait_to_retry(what, error, delay_s)
+    raise AssertionError("the last attempt returns or raises")
 
 
 def wait_to_retry(what: str, error: Exception, delay_s: float | None) -> None:

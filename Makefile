@@ -6,6 +6,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # More arguments for pytest: make test PYTEST_ARGS='-k tokenizer'
 PYTEST_ARGS ?=
+# Processes that test side by side; one of them mostly waits for Slurm. 0: none but pytest's own.
+TEST_PROCESSES ?= 3
 # More arguments for the benchmark: make bench_preprocess BENCH_ARGS=--quick
 BENCH_ARGS ?=
 
@@ -36,7 +38,7 @@ demo: install ## text to a decoded batch on this machine, in ./demo_data
 	@PATH="$(CURDIR)/$(BIN):$$PATH" examples/demo.sh
 
 test: install ## all tests; as root on Debian or Ubuntu they install and start a real Slurm
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadgroup $(PYTEST_ARGS)
 
 lint: install ## ruff, mypy --strict, shellcheck
 	$(BIN)/ruff check .

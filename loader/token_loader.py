@@ -17,6 +17,7 @@ from loader.process_rank import ProcessRank
 from loader.run import Run
 from loader.shards.size_check import SizeCheck
 from loader.step_batches import StepBatches
+from loader.worker_sockets import check_worker_sockets
 from preprocess.shard_format import UsageError
 
 
@@ -66,6 +67,7 @@ class TokenLoader(DataLoader[Any]):
         self._row_tokens = runs.samples.row_tokens
         self._micro_batches = len(runs.lanes) * runs.order.group // step_batches.batch_size
         if self.num_workers:
+            check_worker_sockets()
             runs.position.share_memory_()  # type: ignore[no-untyped-call]
         self._runs = DataLoader(runs, batch_size=None, collate_fn=_as_it_is, pin_memory=False, **workers)
         self._stream: Any = None  # iterator over self._runs

@@ -31,6 +31,18 @@ from preprocess.worker_settings import WorkerSettings
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist looks at the marks in the same hook
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where tests run side by side, a module's stay together, and all that start a cluster; these first.
+
+    Two clusters at once would meet in the machine's cgroups, and kill each other's jobs.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("slurm") is None)
+    for item in items:
+        group = item.path.stem if item.get_closest_marker("slurm") is None else "slurm"
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ended:
     """How a command ended and what it said."""

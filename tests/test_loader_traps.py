@@ -8,12 +8,12 @@ import gc
 import multiprocessing
 import os
 import re
-import signal
+import subprocess
+import sys
 import tempfile
 import time
 import weakref
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
+ROOT = Path(__file__).parents[1]
 VOCAB_SIZE = 1000
 
 
@@ -353,13 +354,16 @@ def test_after_an_error_in_a_worker_none_is_left_and_the_loader_can_be_iterated_
     assert not alive() - before
 
 
-def private_bytes(processes: list[int]) -> int:
-    """Memory that each of some processes has for itself alone: the least of half a second's readings."""
+def resident_bytes(processes: list[int]) -> int:
+    """Memory of some processes together, the least of half a second's readings.
+
+    What they share counts in each: private memory grows when a collection first writes to pages of a fork.
+    """
     readings = []
     for _ in range(10):
         time.sleep(0.05)
         rollups = "".join(Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in processes)
-        found = re.findall(r"^Private_Dirty: +(\d+) kB", rollups, re.MULTILINE)
+        found = re.findall(r"^Rss: +(\d+) kB", rollups, re.MULTILINE)
         assert len(found) == len(processes)
         readings.append(1024 * sum(map(int, found)))
     return min(readings)
@@ -376,7 +380,7 @@ def test_ten_epochs_take_no_more_memory_than_two(tmp_path: Path, model: str) -> 
                 assert sum(tensor.nbytes for tensor in batch.values()) == 6 << 20
             if epoch in {2, 10}:
                 gc.collect()
-                used[epoch] = private_bytes([os.getpid(), *(child.pid for child in alive() - before)])
+                used[epoch] = resident_bytes([os.getpid(), *(child.pid for child in alive() - before)])
     assert used[10] - used[2] < 6 << 20
 
 
@@ -385,39 +389,75 @@ def children_of(process: int) -> list[int]:
     return [int(stat.split()[0]) for stat in stats if int(stat.rpartition(")")[2].split()[1]) == process]
 
 
-def train_until_killed(folder: Path, model: str, started: Connection) -> None:
-    tempfile.tempdir = str(folder / "tmp")
-    batches = iter(load(folder, 8, model, num_workers=2))
-    next(batches)
-    started.send(True)
-    time.sleep(100)
+TRAIN = """
+import sys, time
+from loader import get_llama3_dataloader
+batches = iter(get_llama3_dataloader(sys.argv[1], 8, model_id=sys.argv[2], num_workers=2))
+next(batches)
+print("started", flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder for temporary files with a path short enough for sockets in it; pytest's may be too long."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as folder:
+        yield Path(folder)
 
 
 def test_a_killed_run_leaves_no_worker_no_shared_memory_and_no_file_and_the_next_one_starts(
-    tmp_path: Path, model: str
+    tmp_path: Path, short_folder: Path, model: str
 ) -> None:
     write_long_documents(tmp_path / "a.tar", 64, 32768)
-    (tmp_path / "tmp").mkdir()
-    fork = multiprocessing.get_context("fork")
-    receiver, sender = fork.Pipe(duplex=False)
-    run = fork.Process(target=train_until_killed, args=(tmp_path, model, sender))
-    run.start()
-    assert receiver.poll(60)
+    run = subprocess.Popen(
+        [sys.executable, "-c", TRAIN, tmp_path, model],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(short_folder)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert run.stdout is not None
+    assert run.stdout.readline() == "started\n"
     workers = children_of(run.pid)
     assert len(workers) == 2
     maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in (run.pid, *workers))
     shared = set(re.findall(r"/dev/shm/\S+", maps))
     assert any(name.startswith("/dev/shm/torch_") for name in shared)
-    os.kill(run.pid, signal.SIGKILL)
-    run.join()
+    run.kill()
+    run.communicate()
     limit = time.monotonic() + 30  # torch's workers look every 5 s whether their parent lives
     while any(Path(f"/proc/{pid}").exists() for pid in workers):
         assert time.monotonic() < limit
         time.sleep(0.1)
     assert not {name for name in shared if Path(name).exists()}
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a.tar", "tmp"]
+    assert not list(short_folder.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["a.tar"]
     with load(tmp_path, 8, model, num_workers=2) as loader:
         assert len(list(loader)) == 8
+
+
+@pytest.mark.parametrize("length", [75, 76])
+def test_a_temporary_folder_too_long_for_a_workers_socket_is_refused_where_torch_would_hang(
+    tmp_path: Path, short_folder: Path, model: str, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    write_tars(tmp_path, 64, 2)
+    folder = short_folder / ("x" * (length - 1 - len(str(short_folder))))
+    folder.mkdir()
+    listen = "from multiprocessing.connection import Listener; Listener(family='AF_UNIX')"
+    environ = {**os.environ, "TMPDIR": str(folder)}
+    done = subprocess.run(
+        [sys.executable, "-c", listen], env=environ, capture_output=True, text=True, check=False
+    )
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    if length == 75:
+        assert done.returncode == 0
+        assert sorted(numbers(load(tmp_path, 8, model, num_workers=2))) == list(range(64))
+    else:
+        assert "AF_UNIX path too long" in done.stderr
+        with pytest.raises(UsageError, match=r"path of 76 bytes, .* one of 75 at most; set TMPDIR"):
+            load(tmp_path, 8, model, num_workers=2)
+        assert sorted(numbers(load(tmp_path, 8, model))) == list(range(64))
 
 
 def test_webdataset_reads_our_shards_as_the_documentation_says(

@@ -237,7 +237,7 @@ def test_every_failure_is_named_and_one_retry_mends_all_but_the_bad_input(
         expected["killed by signal 9"] = "0,5"
         del expected["OUT_OF_MEMORY"]
     state = site.status(data)
-    assert state["causes"] == expected
+    assert state["causes"] == expected, site.slurm("status", data) + site.run("sacct", "-D", f"--jobs={job}")
     assert state["done"] == "6"
     text = site.slurm("status", data)
     assert "shard 00004, task" in text

@@ -257,7 +257,7 @@ def train(folder, begin, end, world, saved=None):
             for batch in batches:
                 loss = model(input_ids=batch["input_ids"], labels=batch["labels"]).loss / world
                 loss.backward()
-                total += float(loss)
+                total += loss.item()
             optimizer.step(); optimizer.zero_grad()
             step += 1
             losses.append(total)

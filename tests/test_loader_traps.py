@@ -30,8 +30,6 @@ from preprocess.shard_format import BrokenShard, UsageError
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-
 ROOT = Path(__file__).parents[1]
 VOCAB_SIZE = 1000
 

@@ -15,7 +15,7 @@ from loader.order import LAW_VERSION, Order
 from loader.process_rank import find_process_rank
 from loader.reading.opening_order import Turn
 from loader.reading.shard_reader import STALL_WARNING_S
-from loader.run_order import check_batch, make_order, rank_lanes
+from loader.run_order import check_batch, group_size, make_order, rank_lanes
 from loader.sample_options import Padding, SampleOptions, make_samples
 from loader.samples.whole_samples import LongDocuments
 from loader.shards.input_paths import InputShards
@@ -118,7 +118,7 @@ def get_llama3_dataloader(
         max_length=max_length,
         long_documents=long_documents,
         padding=padding,
-        group=batch_size if group_by_length is True else int(group_by_length) or 1,
+        group=group_size(group_by_length, batch_size),
         stall_warning_s=stall_warning_s,
         turn=Turn(number=who.rank, count=who.world_size),
     )

@@ -41,6 +41,11 @@ def rank_lanes(order: Order, rank: int, world_size: int) -> range:
     return share(range(order.num_lanes), rank, world_size)
 
 
+def group_size(group_by_length: bool | int, batch_size: int) -> int:
+    """Samples of a group: ``True`` stands for batch_size, ``False`` for groups of one."""
+    return batch_size if group_by_length is True else int(group_by_length) or 1
+
+
 def check_batch(batch_size: int, global_batch_size: int | None, world_size: int) -> int:
     """The global batch size, by default batch_size x world_size. Raises UsageError for no multiple of it."""
     if batch_size < 1:

@@ -78,7 +78,6 @@ def _count(metrics: LoaderMetrics, rows: Any, lengths: npt.NDArray[Any] | None, 
     num_tokens = sum(map(len, rows)) if lengths is None else int(lengths.sum())
     metrics.num_tokens += num_tokens
     ids = batch.get("input_ids") if hasattr(batch, "get") else None
-    places = (
-        ids.numel() if isinstance(ids, torch.Tensor) else num_tokens
-    )  # a user's own batch may be anything
+    # A user's own batch may be anything.
+    places = ids.numel() if isinstance(ids, torch.Tensor) else num_tokens
     metrics.num_padding += max(places - num_tokens, 0)

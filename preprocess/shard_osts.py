@@ -6,7 +6,7 @@ from pathlib import Path
 
 import lustre
 from preprocess.shard_format import OSTS_NAME, ShardprepError, osts_json, tar_path
-from preprocess.shard_format.published_file import PublishedFile, sync_folder
+from preprocess.shard_format.published_file import publish_bytes
 
 
 def publish_osts(folder: Path, num_shards: int) -> str | None:
@@ -18,18 +18,7 @@ def publish_osts(folder: Path, num_shards: int) -> str | None:
     try:
         osts = lustre.first_osts(folder, [tar_path(folder, number).name for number in range(num_shards)])
         if osts is not None:
-            _publish(folder / OSTS_NAME, osts_json(osts))
+            publish_bytes(folder / OSTS_NAME, osts_json(osts))
     except (lustre.LustreError, ShardprepError) as error:
         return f"note: {OSTS_NAME} is not written, shards are opened in an order without OSTs: {error}"
     return None
-
-
-def _publish(path: Path, content: bytes) -> None:
-    file = PublishedFile(path)
-    try:
-        file.write(content)
-        file.sync()
-        file.publish()
-    finally:
-        file.discard()
-    sync_folder(path.parent)

@@ -25,7 +25,7 @@ from preprocess.shard_format import (
     remake_command,
     tar_path,
 )
-from preprocess.shard_format.published_file import PublishedFile, sync_folder
+from preprocess.shard_format.published_file import publish_bytes
 from preprocess.shard_plan import Plan
 
 _NUM_THREADS = 4  # hashing releases the interpreter's lock
@@ -75,14 +75,7 @@ def verify_dataset(
     if problems:
         return problems, None
     index = merge_manifests(manifests)
-    file = PublishedFile(folder / INDEX_NAME)
-    try:
-        file.write(index.to_json())
-        file.sync()
-        file.publish()
-    finally:
-        file.discard()
-    sync_folder(folder)
+    publish_bytes(folder / INDEX_NAME, index.to_json())
     return [], index
 
 

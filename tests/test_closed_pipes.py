@@ -53,6 +53,22 @@ def closed_pipe() -> Iterator[int]:
     os.close(writer)
 
 
+def run_into(
+    stdout: int, words: list[object], prep: Prep, unbuffered: str
+) -> subprocess.CompletedProcess[str]:
+    """``python -m`` some words, with this standard output."""
+    return subprocess.run(
+        [sys.executable, "-m", *map(str, words)],
+        cwd=ROOT,
+        env={**prep.environ(), "PYTHONUNBUFFERED": unbuffered},
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_whose_reader_has_gone_ends_as_if_it_were_read(
@@ -63,16 +79,7 @@ def test_a_command_whose_reader_has_gone_ends_as_if_it_were_read(
         words = [*COMMANDS[name], made_dir, "--input_dir", sample_dir, "--model_id", prep.model_dir]
     else:
         words = [*COMMANDS[name], made_dir]
-    done = subprocess.run(
-        [sys.executable, "-m", *map(str, words)],
-        cwd=ROOT,
-        env={**prep.environ(), "PYTHONUNBUFFERED": unbuffered},
-        stdout=closed_pipe,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-        timeout=100,
-    )
+    done = run_into(closed_pipe, words, prep, unbuffered)
     assert done.returncode == 0, done.stderr
     assert "rror" not in done.stderr, "neither a traceback nor 'Exception ignored'"
     assert (made_dir / "index.json").exists() or name != "verify", "its work is done"
@@ -117,16 +124,7 @@ def test_what_was_asked_for_is_not_lost_unseen_on_a_full_disk(
     prep: Prep, made_dir: Path, name: str, unbuffered: str
 ) -> None:
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", *COMMANDS[name], made_dir],
-            cwd=ROOT,
-            env={**prep.environ(), "PYTHONUNBUFFERED": unbuffered},
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-            timeout=100,
-        )
+        done = run_into(full.fileno(), [*COMMANDS[name], made_dir], prep, unbuffered)
     assert done.returncode == 74
     assert done.stderr.splitlines()[-1] == (
         "error: standard output cannot be written: No space left on device"

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import get_worker_info
 
-from loader.read_retries import RETRY_DELAYS_S, wait_to_retry
+from loader.read_retries import RETRY_DELAYS_S, wait_to_retry, with_retries
 from loader.reading.open_shard import OpenShard
 from loader.reading.opening_order import Turn, opening_order
 from loader.reading.staged_reading import ShardOpener
@@ -131,17 +131,16 @@ class ShardReader:
             self._open.popitem(last=False)[1].close()
         source, row = self._shards.locate(number)
         path = source.path_of(row)
-        for delay_s in (*RETRY_DELAYS_S, None):
+
+        def attempt() -> OpenShard:
             self._watch.begin(path, 0)
             try:
-                self._open[number] = self._opener.open(source, row)
-            except (OSError, BrokenShard) as error:
-                wait_to_retry(f"{path} cannot be opened", error, delay_s)
-            else:
-                return self._open[number]
+                return self._opener.open(source, row)
             finally:
                 self._watch.end()
-        raise AssertionError("the last attempt returns or raises")
+
+        self._open[number] = with_retries(f"{path} cannot be opened", attempt)
+        return self._open[number]
 
     def opening_order(self, shards: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Shards, ascending, in the order in which this process opens them: int64[n] -> int64[n]."""

@@ -98,12 +98,12 @@ def _parts_of_ranks(
     input_shards: tuple[str, ...], exclude_shards: tuple[int | str, ...], node: NodeRanks
 ) -> tuple[ShardSet, npt.NDArray[np.float64]]:
     """The shards, and how much of each the ranks read: what their loaders' own Order says."""
-    from loader.run_order import check_batch, make_order, rank_lanes
+    from loader.run_order import check_batch, group_size, make_order, rank_lanes
     from loader.sample_options import SampleOptions, make_samples
     from loader.staging.parts_read import parts_read  # torch, which takes seconds
 
     global_batch_size = check_batch(node.batch_size, node.global_batch_size, node.world_size)
-    group = node.batch_size if node.group_by_length is True else int(node.group_by_length) or 1
+    group = group_size(node.group_by_length, node.batch_size)
     options = SampleOptions(
         input_shards=input_shards,
         exclude_shards=exclude_shards,

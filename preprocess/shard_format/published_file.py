@@ -122,6 +122,18 @@ class PublishedFile:
             self.temporary.unlink(missing_ok=True)
 
 
+def publish_bytes(path: Path, content: bytes) -> None:
+    """Make ``path`` hold ``content`` by one rename; synced, with its folder. Raises as PublishedFile does."""
+    file = PublishedFile(path)
+    try:
+        file.write(content)
+        file.sync()
+        file.publish()
+    finally:
+        file.discard()
+    sync_folder(path.parent)
+
+
 def _open_new(path: Path) -> int:
     """Create a file for writing, with O_DIRECT where its file system has that."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL

@@ -38,7 +38,7 @@ demo: install ## text to a decoded batch on this machine, in ./demo_data
 	@PATH="$(CURDIR)/$(BIN):$$PATH" examples/demo.sh
 
 test: install ## all tests; as root on Debian or Ubuntu they install and start a real Slurm
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadgroup $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: install ## ruff, mypy --strict, shellcheck
 	$(BIN)/ruff check .

@@ -31,16 +31,26 @@ from preprocess.worker_settings import WorkerSettings
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist looks at the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run side by side, a module's stay together, and all that start a cluster; these first.
+    """Tests on a cluster come first: side by side with others they would end last."""
+    items.sort(key=lambda item: item.get_closest_marker("slurm") is None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Where tests run side by side, a module's stay together, and all modules that start a cluster.
 
     Two clusters at once would meet in the machine's cgroups, and kill each other's jobs.
     """
-    items.sort(key=lambda item: item.get_closest_marker("slurm") is None)
-    for item in items:
-        group = item.path.stem if item.get_closest_marker("slurm") is None else "slurm"
-        item.add_marker(pytest.mark.xdist_group(group))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByModule(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            module = nodeid.partition("::")[0]
+            text = (ROOT / module).read_text(encoding="utf-8")
+            return "clusters" if "\npytestmark = pytest.mark.slurm\n" in text else module
+
+    return ByModule(config, log)
 
 
 @dataclass(frozen=True, kw_only=True)

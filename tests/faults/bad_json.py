@@ -1,0 +1,216 @@
+"""Values that no JSON of ours holds, at each place of each: refused in words, or without effect."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from json.decoder import JSONDecoder
+from pathlib import Path
+from typing import Any
+
+from tests.faults.commands import delivered, open_loader
+from tests.faults.disturbed_files import FILES, Fault, disturb
+from tests.faults.forked_case import run_forked
+from tests.faults.judging import not_ended, refusal
+from tests.faults.outcomes import Outcome
+from tests.faults.small_data_sets import SmallDataSet
+
+FORMS = ("concat", "json")
+QUICK_FORMS = ("concat",)
+
+_DEEP = "[" * 100_000 + "]" * 100_000
+_VALUES = (
+    "1180591620717411303424",  # 2**70
+    "3000000000",
+    "-1",
+    "0",
+    "1.5",
+    "1e999",
+    "NaN",
+    "-Infinity",
+    "true",
+    "null",
+    '""',
+    '"text"',
+    '"a\\u0000b"',
+    '"\\ud800"',
+    "[]",
+    "[[]]",
+    "{}",
+    '{"a": 1}',
+    "9" * 5000,
+    _DEEP,
+)
+
+
+def outcomes(data_sets: Sequence[SmallDataSet], *, quick: bool) -> Iterator[Outcome]:
+    """Every place of every JSON file takes each bad value; then the state of a loader likewise."""
+    for data_set in data_sets:
+        for file in FILES:
+            if file.is_json:
+                yield from disturb("bad_json", data_set, file, partial(_faults, 97 if quick else 7))
+        yield from _states(data_set, every=17 if quick else 1)
+
+
+def _faults(every: int, data: bytes) -> Iterator[Fault]:
+    """One in ``every`` of the bad values, and everything that can stand in the place of the whole file."""
+    text = data.decode()
+    number = 0
+    for path, start, end in spans(text):
+        for value in (*_VALUES, None):
+            number += 1
+            if number % every == 0:
+                words = f"{path} is {'left out' if value is None else value[:24]}"
+                yield words, partial(_write, _replaced(text, start, end, value))
+    for words, apply in _WHOLE_FILES:
+        if every < 50 or words in _QUICK_WHOLE_FILES:
+            yield words, partial(apply, data)
+
+
+def _replaced(text: str, start: int, end: int, value: str | None) -> bytes:
+    """The text with another value, or with null under another key where it is left out."""
+    if value is not None:
+        return (text[:start] + value + text[end:]).encode()
+    key_end = text.rfind('"', 0, start)
+    return (text[:key_end] + "_" + text[key_end:]).encode() if text[start - 1] in ": " else text.encode()
+
+
+def spans(text: str) -> list[tuple[str, int, int]]:
+    """(path, start, end) of each value in a JSON text; of an array the first two and the last."""
+    found: list[tuple[str, int, int]] = []
+    _spans(text, 0, "", found)
+    return found
+
+
+def _spans(text: str, start: int, path: str, found: list[tuple[str, int, int]]) -> None:
+    decoder = JSONDecoder()
+    _, end = decoder.raw_decode(text, start)
+    if path:
+        found.append((path, start, end))
+    if text[start] not in "{[":
+        return
+    at, items = _next(text, start + 1), []
+    while text[at] not in "}]":
+        name = str(len(items))
+        if text[start] == "{":
+            name, at = decoder.raw_decode(text, at)
+            at = _next(text, at)
+        items.append((f"{path}.{name}" if path else name, at))
+        _, at = decoder.raw_decode(text, at)
+        at = _next(text, at)
+    for name, at in items if text[start] == "{" else [*items[:2], *items[2:][-1:]]:
+        _spans(text, at, name, found)
+
+
+def _next(text: str, at: int) -> int:
+    while text[at] in " \t\r\n,:":
+        at += 1
+    return at
+
+
+def _write(data: bytes, path: Path) -> None:
+    path.write_bytes(data)
+
+
+def _instead(make: Callable[[Path], object]) -> Callable[[bytes, Path], None]:
+    def apply(data: bytes, path: Path) -> None:
+        path.unlink()
+        make(path)
+
+    return apply
+
+
+def _bytes(change: Callable[[bytes], bytes]) -> Callable[[bytes, Path], None]:
+    return lambda data, path: _write(change(data), path)
+
+
+_WHOLE_FILES: tuple[tuple[str, Callable[[bytes, Path], None]], ...] = (
+    ("empty", _bytes(lambda _: b"")),
+    ("a half", _bytes(lambda data: data[: len(data) // 2])),
+    ("null", _bytes(lambda _: b"null")),
+    ("[]", _bytes(lambda _: b"[]")),
+    ("{}", _bytes(lambda _: b"{}")),
+    ("deep nesting", _bytes(lambda _: _DEEP.encode())),
+    ("deep objects", _bytes(lambda _: b'{"a":' * 100_000)),
+    ("NUL bytes", _bytes(lambda data: bytes(len(data)))),
+    ("no UTF-8", _bytes(lambda data: data.replace(b"e", b"\xff", 1))),
+    ("UTF-16", _bytes(lambda data: data.decode().encode("utf-16"))),
+    ("a BOM", _bytes(lambda data: b"\xef\xbb\xbf" + data)),
+    ("another version", _bytes(lambda data: data.replace(b'"version":', b'"version":9', 1))),
+    ("a folder", _instead(lambda path: path.mkdir())),
+    ("a FIFO", _instead(lambda path: os.mkfifo(path))),
+    ("a dangling link", _instead(lambda path: path.symlink_to("nowhere"))),
+    ("a link to itself", _instead(lambda path: path.symlink_to(path))),
+    ("/dev/zero", _instead(lambda path: path.symlink_to("/dev/zero"))),
+)
+_QUICK_WHOLE_FILES = frozenset({"a half", "deep nesting", "a folder", "a link to itself"})
+
+
+def _states(data_set: SmallDataSet, every: int) -> Iterator[Outcome]:
+    """``load_state_dict`` of a state with a bad value: refused, or the same batches follow."""
+    data_set.reset("verified")
+    data = data_set.place / "data"
+    state, rest = _state_and_rest(data)
+    number = 0
+    for keys in _paths(state):
+        for text in _VALUES:
+            number += 1
+            if number % every:
+                continue
+            try:
+                value = json.loads(text)
+            except (ValueError, RecursionError):
+                continue  # no state that came from JSON can hold it
+            ended = run_forked(lambda: (0, _rest_after(data, _with(state, keys, value))))  # noqa: B023
+            kind, what = not_ended(ended) or (refusal(ended) if ended.code else ("equal", ""))
+            if kind == "equal" and ended.value != rest:
+                kind, what = "wrong", "taken, then other batches"
+            yield Outcome(
+                campaign="bad_json",
+                form=data_set.form,
+                file="state_dict",
+                command="load_state_dict",
+                fault=f"{'.'.join(map(str, keys))} is {text[:24]}",
+                kind=kind,
+                what=what,
+            )
+
+
+def _state_and_rest(data: Path) -> tuple[Any, str]:
+    def work() -> tuple[int, Any]:
+        with open_loader(data) as loader:
+            state = loader.state_at(2)
+        return 0, [state, _rest_after(data, state)]
+
+    ended = run_forked(work)
+    if ended.how != "ended" or ended.code:
+        message = f"no state: {ended}"
+        raise RuntimeError(message)
+    state, rest = ended.value
+    return state, rest
+
+
+def _rest_after(data: Path, state: Any) -> str:
+    with open_loader(data) as loader:
+        loader.load_state_dict(state)
+        return delivered(loader)
+
+
+def _paths(value: Any, keys: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    found = [keys] if keys else []
+    if isinstance(value, dict):
+        for name, item in value.items():
+            found += _paths(item, (*keys, name))
+    return found
+
+
+def _with(state: Any, keys: tuple[Any, ...], value: Any) -> Any:
+    changed = copy.deepcopy(state)
+    inner = changed
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    return changed

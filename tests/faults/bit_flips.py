@@ -1,0 +1,48 @@
+"""One bit flipped in a byte of a file: refused, or without effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from tests.faults.disturbed_files import FILES, HEADER_BYTES, DisturbedFile, Fault, disturb, spread
+from tests.faults.outcomes import Outcome
+from tests.faults.small_data_sets import SmallDataSet
+
+FORMS = ("json", "npy", "concat", "best_fit")
+QUICK_FORMS = ("best_fit",)
+_FULL, _QUICK = 150, 10  # bits of a file for each command
+
+
+def outcomes(data_sets: Sequence[SmallDataSet], *, quick: bool) -> Iterator[Outcome]:
+    """Flip bits spread over each file, another bit of the byte each time."""
+    for data_set in data_sets:
+        for file in FILES:
+            faults = partial(_flips, file, _QUICK if quick else _FULL)
+            yield from disturb("bit_flips", data_set, file, faults)
+
+
+def _flips(file: DisturbedFile, number: int, data: bytes) -> Iterator[Fault]:
+    offsets = _header_offsets(data) if file.headers_only else range(len(data))
+    for place in spread(len(offsets), number):
+        offset = offsets[place]
+        bit = (offset * 5 + place) % 8
+        yield f"bit {bit} of byte {offset}", partial(_flip, offset, bit)
+
+
+def _flip(offset: int, bit: int, path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def _header_offsets(tar: bytes) -> list[int]:
+    """The bytes of a tar's headers that mean something: name, mode to checksum, type, magic, prefix."""
+    found: list[int] = []
+    at = 0
+    while at + HEADER_BYTES <= len(tar) and tar[at : at + HEADER_BYTES].strip(b"\0"):
+        found += [offset for offset in range(at, at + HEADER_BYTES) if tar[offset] or offset < at + 265]
+        size = int(tar[at + 124 : at + 135], 8)
+        at += HEADER_BYTES + -(-size // HEADER_BYTES) * HEADER_BYTES
+    return found

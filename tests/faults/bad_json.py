@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.commands import delivered, open_loader
-from tests.faults.disturbed_files import FILES, Fault, disturb
+from tests.faults.disturbed_files import FILES, Fault, disturb, spread
 from tests.faults.forked_case import run_forked
 from tests.faults.judging import not_ended, refusal
 from tests.faults.outcomes import Outcome
@@ -46,27 +46,25 @@ _VALUES = (
 )
 
 
-def outcomes(data_sets: Sequence[SmallDataSet], *, quick: bool) -> Iterator[Outcome]:
+def outcomes(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
     """Every place of every JSON file takes each bad value; then the state of a loader likewise."""
     for data_set in data_sets:
         for file in FILES:
             if file.is_json:
-                yield from disturb("bad_json", data_set, file, partial(_faults, 97 if quick else 7))
-        yield from _states(data_set, every=17 if quick else 1)
+                yield from disturb("bad_json", data_set, file, partial(_faults, 2 * num_faults))
+        yield from _states(data_set, num_faults)
 
 
-def _faults(every: int, data: bytes) -> Iterator[Fault]:
-    """One in ``every`` of the bad values, and everything that can stand in the place of the whole file."""
+def _faults(number: int, data: bytes) -> Iterator[Fault]:
+    """So many of the bad values, spread over the file, and everything that can stand in the place of the whole file."""
     text = data.decode()
-    number = 0
-    for path, start, end in spans(text):
-        for value in (*_VALUES, None):
-            number += 1
-            if number % every == 0:
-                words = f"{path} is {'left out' if value is None else value[:24]}"
-                yield words, partial(_write, _replaced(text, start, end, value))
+    places = [(place, value) for place in spans(text) for value in (*_VALUES, None)]
+    for chosen in spread(len(places), number):
+        (path, start, end), value = places[chosen]
+        words = f"{path} is {'left out' if value is None else value[:24]}"
+        yield words, partial(_write, _replaced(text, start, end, value))
     for words, apply in _WHOLE_FILES:
-        if every < 50 or words in _QUICK_WHOLE_FILES:
+        if number > 2 * len(_WHOLE_FILES) or words in _QUICK_WHOLE_FILES:
             yield words, partial(apply, data)
 
 
@@ -149,34 +147,32 @@ _WHOLE_FILES: tuple[tuple[str, Callable[[bytes, Path], None]], ...] = (
 _QUICK_WHOLE_FILES = frozenset({"a half", "deep nesting", "a folder", "a link to itself"})
 
 
-def _states(data_set: SmallDataSet, every: int) -> Iterator[Outcome]:
+def _states(data_set: SmallDataSet, num_faults: int) -> Iterator[Outcome]:
     """``load_state_dict`` of a state with a bad value: refused, or the same batches follow."""
     data_set.reset("verified")
     data = data_set.place / "data"
     state, rest = _state_and_rest(data)
-    number = 0
-    for keys in _paths(state):
-        for text in _VALUES:
-            number += 1
-            if number % every:
-                continue
-            try:
-                value = json.loads(text)
-            except (ValueError, RecursionError):
-                continue  # no state that came from JSON can hold it
-            ended = run_forked(lambda: (0, _rest_after(data, _with(state, keys, value))))  # noqa: B023
-            kind, what = not_ended(ended) or (refusal(ended) if ended.code else ("equal", ""))
-            if kind == "equal" and ended.value != rest:
-                kind, what = "wrong", "taken, then other batches"
-            yield Outcome(
-                campaign="bad_json",
-                form=data_set.form,
-                file="state_dict",
-                command="load_state_dict",
-                fault=f"{'.'.join(map(str, keys))} is {text[:24]}",
-                kind=kind,
-                what=what,
-            )
+    places = [(keys, value) for keys in _paths(state) for value in _state_values()]
+    for chosen in spread(len(places), 2 * num_faults):
+        keys, value = places[chosen]
+        ended = run_forked(lambda: (0, _rest_after(data, _with(state, keys, value))))  # noqa: B023 - runs at once
+        kind, what = not_ended(ended) or (refusal(ended) if ended.code else ("equal", ""))
+        if kind == "equal" and ended.value != rest:
+            kind, what = "wrong", "taken, then other batches"
+        yield Outcome(
+            campaign="bad_json",
+            form=data_set.form,
+            file="state_dict",
+            command="load_state_dict",
+            fault=f"{'.'.join(keys)} is {str(value)[:24]}",
+            kind=kind,
+            what=what,
+        )
+
+
+def _state_values() -> list[Any]:
+    """The bad values that a state can hold that came from JSON."""
+    return [json.loads(text) for text in _VALUES if len(text) < 1000]
 
 
 def _state_and_rest(data: Path) -> tuple[Any, str]:
@@ -199,7 +195,7 @@ def _rest_after(data: Path, state: Any) -> str:
         return delivered(loader)
 
 
-def _paths(value: Any, keys: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def _paths(value: Any, keys: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     found = [keys] if keys else []
     if isinstance(value, dict):
         for name, item in value.items():
@@ -207,7 +203,7 @@ def _paths(value: Any, keys: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return found
 
 
-def _with(state: Any, keys: tuple[Any, ...], value: Any) -> Any:
+def _with(state: Any, keys: tuple[str, ...], value: Any) -> Any:
     changed = copy.deepcopy(state)
     inner = changed
     for key in keys[:-1]:

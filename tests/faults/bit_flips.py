@@ -12,14 +12,13 @@ from tests.faults.small_data_sets import SmallDataSet
 
 FORMS = ("json", "npy", "concat", "best_fit")
 QUICK_FORMS = ("best_fit",)
-_FULL, _QUICK = 150, 10  # bits of a file for each command
 
 
-def outcomes(data_sets: Sequence[SmallDataSet], *, quick: bool) -> Iterator[Outcome]:
+def outcomes(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
     """Flip bits spread over each file, another bit of the byte each time."""
     for data_set in data_sets:
         for file in FILES:
-            faults = partial(_flips, file, _QUICK if quick else _FULL)
+            faults = partial(_flips, file, num_faults)
             yield from disturb("bit_flips", data_set, file, faults)
 
 

@@ -35,32 +35,34 @@ class Hit:
     command: str
     stage: Stage
     name: str  # in the table
-    num_quick: int = 30
-    num_full: int = 10_000
+    share: float = 3  # of the faults: most for what makes most calls, few for what takes long
+
+    def number(self, num_faults: int) -> int:
+        return max(1, round(self.share * num_faults))
 
 
 HITS = (
     Hit("plan", "raw", "plan"),
-    Hit("shard", "planned", "shard", 50),
+    Hit("shard", "planned", "shard", 5),
     Hit("shard", "verified", "shard, done"),
-    Hit("run", "planned", "run", 3, 60),
+    Hit("run", "planned", "run", 0.2),
     Hit("verify", "made", "verify"),
-    Hit("verify --fast", "made", "verify --fast", 15),
-    Hit("load", "verified", "load", 40),
-    Hit("load", "made", "load, no index", 15),
+    Hit("verify --fast", "made", "verify --fast", 1.5),
+    Hit("load", "verified", "load", 4),
+    Hit("load", "made", "load, no index", 1.5),
     Hit("stage", "verified", "stage"),
-    Hit("status", "made", "status", 15),
+    Hit("status", "made", "status", 1.5),
 )
 
 
-def outcomes(data_sets: Sequence[SmallDataSet], *, quick: bool) -> Iterator[Outcome]:
+def outcomes(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
     """Each call of each command once; in turn its errors, every third one lasting from there on."""
     for data_set in data_sets:
         calls = OsCalls(data_set.place)
         for hit in HITS:
             expected, made = counted(data_set, calls, hit)
             modes: tuple[Mode, ...] = ("once", "once", "lasting")
-            for number, at in enumerate(spread(len(made), hit.num_quick if quick else hit.num_full)):
+            for number, at in enumerate(spread(len(made), hit.number(num_faults))):
                 errors = ERRORS[made[at].op]
                 mode = modes[number % len(modes)]
                 yield struck(

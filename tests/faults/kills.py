@@ -13,18 +13,18 @@ from tests.faults.small_data_sets import SmallDataSet
 FORMS = ("json", "best_fit")
 QUICK_FORMS = ("best_fit",)
 HITS = (
-    Hit("plan", "raw", "plan", 30),
-    Hit("shard", "planned", "shard", 50),
-    Hit("verify", "made", "verify", 30),
-    Hit("stage", "verified", "stage", 30),
+    Hit("plan", "raw", "plan", 2),
+    Hit("shard", "planned", "shard", 5),
+    Hit("verify", "made", "verify", 2),
+    Hit("stage", "verified", "stage", 2),
 )
 
 
-def outcomes(data_sets: Sequence[SmallDataSet], *, quick: bool) -> Iterator[Outcome]:
+def outcomes(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
     """Each call of the commands that write; the command is run again each time."""
     for data_set in data_sets:
         calls = OsCalls(data_set.place)
         for hit in HITS:
             expected, made = counted(data_set, calls, hit)
-            for at in spread(len(made), hit.num_quick if quick else hit.num_full):
+            for at in spread(len(made), hit.number(num_faults)):
                 yield struck("kills", data_set, calls, hit, expected, at=at, mode="die")

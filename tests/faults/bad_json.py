@@ -56,7 +56,7 @@ def outcomes(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[
 
 
 def _faults(number: int, data: bytes) -> Iterator[Fault]:
-    """So many of the bad values, spread over the file, and everything that can stand in the place of the whole file."""
+    """So many of the bad values, spread over the file, and what can stand in place of the whole file."""
     text = data.decode()
     places = [(place, value) for place in spans(text) for value in (*_VALUES, None)]
     for chosen in spread(len(places), number):

@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn
 Ending = Literal["ended", "traceback", "hang", "memory", "killed"]
 
 # A run takes some 0.03 s. The limits are far above, as other work may keep the processors busy.
-_CPU_LIMIT_S = 20
+CPU_LIMIT_S = 20
 _WALL_LIMIT_S = 120
 _MORE_MEMORY_BYTES = 3 << 30  # than the fork begins with
 _NOT_OURS = ("/site-packages/", "/lib/python", "<frozen")
@@ -38,7 +38,7 @@ class Ended:
     text: str = ""  # what it printed, or the exception with its last line
 
 
-def run_forked(work: Callable[[], tuple[int, Any]]) -> Ended:
+def run_forked(work: Callable[[], tuple[int, Any]], *, cpu_limit_s: int = CPU_LIMIT_S) -> Ended:
     """``work()`` in a fork; it returns an exit code and a value, or raises.
 
     A sleep lasts no time there: attempts and their number are tried, not the waiting. An error that is a
@@ -50,7 +50,7 @@ def run_forked(work: Callable[[], tuple[int, Any]]) -> Ended:
         sys.stderr.flush()
         pid = os.fork()
         if pid == 0:
-            _child(work, said, result)
+            _child(work, said, result, cpu_limit_s)
         _, status = os.waitpid(pid, 0)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # what it started and left
@@ -65,7 +65,7 @@ def _ended(code: int, facts: dict[str, Any] | None, text: str) -> Ended:
             return Ended(how="traceback", text=_last_words(text))
         return Ended(**{"text": text.strip(), **facts})
     if -code in (signal.SIGALRM, signal.SIGXCPU):
-        return Ended(how="hang", text=f"no end after {_CPU_LIMIT_S} s of CPU or {_WALL_LIMIT_S} s")
+        return Ended(how="hang", text=f"it did not end by itself: {signal.Signals(-code).name}")
     if -code == signal.SIGKILL:
         return Ended(how="killed", text=text)
     if -code == signal.SIGABRT and "memory allocation" in text:
@@ -73,12 +73,12 @@ def _ended(code: int, facts: dict[str, Any] | None, text: str) -> Ended:
     return Ended(how="traceback", text=f"the process ended with {code}: {_last_words(text)}")
 
 
-def _child(work: Callable[[], tuple[int, Any]], said: Path, result: Path) -> NoReturn:
+def _child(work: Callable[[], tuple[int, Any]], said: Path, result: Path, cpu_limit_s: int) -> NoReturn:
     facts: dict[str, Any] = {"how": "traceback", "text": "the harness failed"}
     try:
         os.setsid()
         _redirect(said)
-        _limit()
+        _limit(cpu_limit_s)
         time.sleep = lambda _seconds: None  # type: ignore[assignment]
         facts = _facts(work)
         threading._shutdown()  # type: ignore[attr-defined]  # as Python's end does: waits for threads
@@ -130,10 +130,10 @@ def _redirect(said: Path) -> None:
     os.close(nothing)
 
 
-def _limit() -> None:
+def _limit(cpu_limit_s: int) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, _WALL_LIMIT_S)
-    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_LIMIT_S, _CPU_LIMIT_S + 5))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_limit_s, cpu_limit_s + 5))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     size = pages * resource.getpagesize() + _MORE_MEMORY_BYTES

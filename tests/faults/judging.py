@@ -102,4 +102,4 @@ def shape(text: str) -> str:
     last = text.strip().splitlines()[-1] if text.strip() else "no word"
     last = re.sub(r"/\S*/", "", last)
     last = re.sub(r"'[^']*'|\"[^\"]*\"", "'..'", last)
-    return re.sub(r"[0-9a-f]{8,}|\d+", "N", last)[:140]
+    return re.sub(r"[0-9a-f]{8,}|\d+", "N", last).partition(" (")[0].partition("; ")[0][:140]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -57,3 +59,79 @@ def test_a_kill_at_any_call_leaves_what_is_done_or_nothing_that_counts(tmp_path:
     outcomes = campaign("kills", tmp_path)
     assert len(outcomes) > 70
     assert not failed(outcomes), shown(failed(outcomes))
+
+
+@pytest.mark.parametrize(
+    ("work", "how"),
+    [
+        ("0, None", "ended"),
+        ("exec('raise ShardprepError()')", "ended"),
+        ("sys.exit(78)", "ended"),
+        ("1 // 0", "traceback"),
+        ("0, threading.Thread(target=lambda: 1 // 0).start()", "traceback"),
+        ("os.abort()", "traceback"),
+        ("0, bytearray(8 << 30)", "memory"),
+        ("exec('while True: pass')", "hang"),
+        ("os.kill(os.getpid(), 9)", "killed"),
+    ],
+)
+def test_a_run_in_a_fork_is_told_how_it_ended(work: str, how: str) -> None:
+    script = (
+        "import os, sys, threading\n"
+        "from tests.faults.forked_case import run_forked\n"
+        "class ShardprepError(Exception): exit_code = 74\n"
+        f"print(run_forked(lambda: ({work}), cpu_limit_s=1).how)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == [how], done.stderr
+
+
+def test_calls_of_python_and_of_libraries_fail_where_it_was_ordered_and_nowhere_else(tmp_path: Path) -> None:
+    root, other = tmp_path / "root", tmp_path / "other"
+    root.mkdir()
+    other.mkdir()
+    (tmp_path / "script.py").write_text(
+        f"""
+import errno, json
+from pathlib import Path
+from tests.faults.os_calls import OsCalls
+root, other = Path({str(root)!r}), Path({str(other)!r})
+calls = OsCalls(root)
+def ended(at, error):
+    with calls.ordered("count" if at is None else "once", at=at or 0, error=error):
+        calls.arm()
+        try:
+            (other / "file").write_bytes(b"never counted")
+            (root / "file").write_bytes(b"counted")
+            (root / "file").rename(root / "renamed")
+        except OSError as failure:
+            return failure.errno
+made = ended(None, 0)
+names = [call.op for call in calls.calls()]
+errors = [ended(at, errno.EDQUOT) for at, op in enumerate(names)]
+print(json.dumps([made, names, errors]))
+""",
+        encoding="utf-8",
+    )
+    starter = f"""
+import sys
+from pathlib import Path
+from tests.faults.os_calls import start_preloaded
+sys.exit(start_preloaded(Path({str(tmp_path)!r}), [{str(tmp_path / "script.py")!r}]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", starter],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    made, names, errors = json.loads(done.stdout or done.stderr)
+    assert made is None
+    assert names[0] == "create"
+    assert {"write", "close", "rename"} <= set(names)
+    # Python's own open() asks for the size of a file and goes on where there is no answer.
+    assert errors == [None if name == "stat" else errno.EDQUOT for name in names]

@@ -90,7 +90,8 @@ def _spans(text: str, start: int, path: str, found: list[tuple[str, int, int]]) 
         found.append((path, start, end))
     if text[start] not in "{[":
         return
-    at, items = _next(text, start + 1), []
+    items: list[tuple[str, int]] = []
+    at = _next(text, start + 1)
     while text[at] not in "}]":
         name = str(len(items))
         if text[start] == "{":

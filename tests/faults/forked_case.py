@@ -79,7 +79,7 @@ def _child(work: Callable[[], tuple[int, Any]], said: Path, result: Path, cpu_li
         os.setsid()
         _redirect(said)
         _limit(cpu_limit_s)
-        time.sleep = lambda _seconds: None  # type: ignore[assignment]
+        time.sleep = lambda _seconds: None
         facts = _facts(work)
         threading._shutdown()  # type: ignore[attr-defined]  # as Python's end does: waits for threads
         sys.stdout.flush()
@@ -97,9 +97,9 @@ def _facts(work: Callable[[], tuple[int, Any]]) -> dict[str, Any]:
     except SystemExit as error:
         return {"how": "ended", "code": error.code if isinstance(error.code, int) else 1}
     except BaseException as error:
-        code = getattr(error, "exit_code", None)
-        if isinstance(code, int):
-            return {"how": "ended", "code": code, "text": f"{type(error).__name__}: {error}"}
+        exit_code = getattr(error, "exit_code", None)
+        if isinstance(exit_code, int):
+            return {"how": "ended", "code": exit_code, "text": f"{type(error).__name__}: {error}"}
         return {"how": "traceback", "text": described(error)}
     return {"how": "ended", "code": code, "value": value}
 

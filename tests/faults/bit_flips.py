@@ -12,6 +12,7 @@ from tests.faults.small_data_sets import SmallDataSet
 
 FORMS = ("json", "npy", "concat", "best_fit")
 QUICK_FORMS = ("best_fit",)
+_TYPE_OFFSET = 156  # in a header
 
 
 def outcomes(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
@@ -23,9 +24,13 @@ def outcomes(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[
 
 
 def _flips(file: DisturbedFile, number: int, data: bytes) -> Iterator[Fault]:
-    offsets = _header_offsets(data) if file.headers_only else range(len(data))
-    for place in spread(len(offsets), number):
-        offset = offsets[place]
+    if file.headers_only:
+        types, others = _header_offsets(data)
+        offsets = [types[place] for place in spread(len(types), -(-number // 4))]
+        offsets += [others[place] for place in spread(len(others), number)]
+    else:
+        offsets = spread(len(data), number)
+    for place, offset in enumerate(offsets):
         bit = (offset * 5 + place) % 8
         yield f"bit {bit} of byte {offset}", partial(_flip, offset, bit)
 
@@ -36,12 +41,14 @@ def _flip(offset: int, bit: int, path: Path) -> None:
     path.write_bytes(data)
 
 
-def _header_offsets(tar: bytes) -> list[int]:
-    """The bytes of a tar's headers that mean something: name, mode to checksum, type, magic, prefix."""
-    found: list[int] = []
+def _header_offsets(tar: bytes) -> tuple[list[int], list[int]]:
+    """Of all headers of a tar: the bytes of the type, which decide if there is a member; the others."""
+    types: list[int] = []
+    others: list[int] = []
     at = 0
-    while at + HEADER_BYTES <= len(tar) and tar[at : at + HEADER_BYTES].strip(b"\0"):
-        found += [offset for offset in range(at, at + HEADER_BYTES) if tar[offset] or offset < at + 265]
+    while tar[at : at + HEADER_BYTES].strip(b"\0"):
+        types.append(at + _TYPE_OFFSET)
+        others += [offset for offset in range(at, at + HEADER_BYTES) if tar[offset]]
         size = int(tar[at + 124 : at + 135], 8)
         at += HEADER_BYTES + -(-size // HEADER_BYTES) * HEADER_BYTES
-    return found
+    return types, others

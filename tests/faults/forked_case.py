@@ -109,8 +109,11 @@ def described(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if not any(part in frame.filename for part in _NOT_OURS)] or frames
     where = f"{'/'.join(Path(ours[-1].filename).parts[-2:])}:{ours[-1].lineno}" if ours else "?"
-    words = str(error.strerror if isinstance(error, OSError) else error).split("\n")[0]
-    return f"{type(error).__name__}: {words[:100]} ({where})"
+    if isinstance(error, OSError) and error.errno:
+        return f"OSError ({where})"
+    return (
+        f"{type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else 'no word'} ({where})"
+    )
 
 
 def _last_words(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -164,6 +165,5 @@ def _afterwards(data_set: SmallDataSet, hit: Hit, expected: Undisturbed, finishe
 
 def _named(path: str) -> str:
     """A path without what differs between runs: the random part of a temporary's name."""
-    return "/".join(
-        "(temporary)" if part.startswith((".", "tmp")) and part != "tmp" else part for part in path.split("/")
-    )
+    named = re.sub(r"/\.[^/]+", "/(temporary)", path)
+    return re.sub(r"[-_.][a-z0-9_]{8}(?=/|$)", "-(random)", named)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 Kind = Literal["refused", "equal", "wrong", "traceback", "hang", "memory"]
 KINDS: tuple[Kind, ...] = ("refused", "equal", "wrong", "traceback", "hang", "memory")
+_SHOWN_FILES = 4
 FAILURES: frozenset[Kind] = frozenset({"wrong", "traceback", "hang", "memory"})
 
 
@@ -25,9 +26,9 @@ class Outcome:
     what: str  # the message, the exception with its last line, or what is not equal
 
     @property
-    def distinct(self) -> tuple[str, str, str, str, str]:
+    def distinct(self) -> tuple[str, str, Kind, str]:
         """Outcomes that agree in this have one cause, most likely."""
-        return (self.campaign, self.file, self.command, self.kind, self.what)
+        return (self.campaign, self.command, self.kind, self.what)
 
 
 def failures(outcomes: Iterable[Outcome]) -> list[Outcome]:
@@ -49,19 +50,18 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def findings(outcomes: Sequence[Outcome]) -> str:
-    """Each distinct failure with how often it came and one fault that shows it, the frequent ones first."""
-    counts: Counter[tuple[str, ...]] = Counter()
-    shown: dict[tuple[str, ...], Outcome] = {}
+    """Each distinct failure with how often it came, its files and one fault that shows it."""
+    groups: dict[tuple[str, ...], list[Outcome]] = {}
     for outcome in failures(outcomes):
-        counts[outcome.distinct] += 1
-        shown.setdefault(outcome.distinct, outcome)
-    lines = [f"{len(counts)} distinct failures"]
-    for key, count in counts.most_common():
-        first = shown[key]
-        lines.append(
-            f"{count:>6} x {first.campaign}: {first.file}, {first.command}: {first.kind}: {first.what}"
-        )
-        lines.append(f"         such as {first.form}: {first.fault}")
+        groups.setdefault(outcome.distinct, []).append(outcome)
+    lines = [f"{len(groups)} distinct failures"]
+    for group in sorted(groups.values(), key=len, reverse=True):
+        first = group[0]
+        files = sorted({outcome.file for outcome in group})
+        more = f" and {len(files) - _SHOWN_FILES} more" if len(files) > _SHOWN_FILES else ""
+        lines.append(f"{len(group):>6} x {first.campaign}, {first.command}: {first.kind}: {first.what}")
+        lines.append(f"         of {', '.join(files[:_SHOWN_FILES])}{more}")
+        lines.append(f"         such as {first.form}, {first.file}: {first.fault}")
     return "\n".join(lines)
 
 

@@ -22,6 +22,7 @@ _SPEAK_EVERY_S = 30
 
 def main() -> int:
     """0 where nothing failed, 1 where something did."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # faults have surrogates
     args = _parser().parse_args()
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         if not is_preloaded():

@@ -7,19 +7,20 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from json.decoder import JSONDecoder
 from pathlib import Path
 from typing import Any
 
 from tests.faults.commands import delivered, open_loader
-from tests.faults.disturbed_files import FILES, Fault, disturb, spread
-from tests.faults.forked_case import run_forked
-from tests.faults.judging import not_ended, refusal
+from tests.faults.disturbed_files import FILES, DisturbedFile, Fault, disturb, spread
+from tests.faults.forked_case import Ended, run_forked
+from tests.faults.json_spans import spans
+from tests.faults.judging import Verdict, not_ended, refusal
 from tests.faults.outcomes import Outcome
 from tests.faults.small_data_sets import SmallDataSet
 
 FORMS = ("concat", "json")
 QUICK_FORMS = ("concat",)
+_USAGE = 2  # exit code
 
 _DEEP = "[" * 100_000 + "]" * 100_000
 _VALUES = (
@@ -51,14 +52,19 @@ def outcomes(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[
     for data_set in data_sets:
         for file in FILES:
             if file.is_json:
-                yield from disturb("bad_json", data_set, file, partial(_faults, 2 * num_faults))
+                yield from disturb("bad_json", data_set, file, partial(_faults, file, 2 * num_faults))
         yield from _states(data_set, num_faults)
 
 
-def _faults(number: int, data: bytes) -> Iterator[Fault]:
+def _faults(file: DisturbedFile, number: int, data: bytes) -> Iterator[Fault]:
     """So many of the bad values, spread over the file, and what can stand in place of the whole file."""
     text = data.decode()
-    places = [(place, value) for place in spans(text) for value in (*_VALUES, None)]
+    places = [
+        (place, value)
+        for place in spans(text)
+        for value in (*_VALUES, None)
+        if not (place[0] == file.free_text and value and value.startswith('"'))
+    ]
     for chosen in spread(len(places), number):
         (path, start, end), value = places[chosen]
         words = f"{path} is {'left out' if value is None else value[:24]}"
@@ -74,40 +80,6 @@ def _replaced(text: str, start: int, end: int, value: str | None) -> bytes:
         return (text[:start] + value + text[end:]).encode()
     key_end = text.rfind('"', 0, start)
     return (text[:key_end] + "_" + text[key_end:]).encode() if text[start - 1] in ": " else text.encode()
-
-
-def spans(text: str) -> list[tuple[str, int, int]]:
-    """(path, start, end) of each value in a JSON text; of an array the first two and the last."""
-    found: list[tuple[str, int, int]] = []
-    _spans(text, 0, "", found)
-    return found
-
-
-def _spans(text: str, start: int, path: str, found: list[tuple[str, int, int]]) -> None:
-    decoder = JSONDecoder()
-    _, end = decoder.raw_decode(text, start)
-    if path:
-        found.append((path, start, end))
-    if text[start] not in "{[":
-        return
-    items: list[tuple[str, int]] = []
-    at = _next(text, start + 1)
-    while text[at] not in "}]":
-        name = str(len(items))
-        if text[start] == "{":
-            name, at = decoder.raw_decode(text, at)
-            at = _next(text, at)
-        items.append((f"{path}.{name}" if path else name, at))
-        _, at = decoder.raw_decode(text, at)
-        at = _next(text, at)
-    for name, at in items if text[start] == "{" else [*items[:2], *items[2:][-1:]]:
-        _spans(text, at, name, found)
-
-
-def _next(text: str, at: int) -> int:
-    while text[at] in " \t\r\n,:":
-        at += 1
-    return at
 
 
 def _write(data: bytes, path: Path) -> None:
@@ -157,7 +129,7 @@ def _states(data_set: SmallDataSet, num_faults: int) -> Iterator[Outcome]:
     for chosen in spread(len(places), 2 * num_faults):
         keys, value = places[chosen]
         ended = run_forked(lambda: (0, _rest_after(data, _with(state, keys, value))))  # noqa: B023 - runs at once
-        kind, what = not_ended(ended) or (refusal(ended) if ended.code else ("equal", ""))
+        kind, what = not_ended(ended) or _verdict_of_state(ended)
         if kind == "equal" and ended.value != rest:
             kind, what = "wrong", "taken, then other batches"
         yield Outcome(
@@ -169,6 +141,13 @@ def _states(data_set: SmallDataSet, num_faults: int) -> Iterator[Outcome]:
             kind=kind,
             what=what,
         )
+
+
+def _verdict_of_state(ended: Ended) -> Verdict:
+    """A state comes from the caller, so that a UsageError is an answer, too."""
+    if ended.code == _USAGE:
+        return "refused", ended.text
+    return refusal(ended) if ended.code else ("equal", "")
 
 
 def _state_values() -> list[Any]:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.faults.disturbed_files import FILES, HEADER_BYTES, DisturbedFile, Fault, disturb, spread
+from tests.faults.json_spans import spans
 from tests.faults.outcomes import Outcome
 from tests.faults.small_data_sets import SmallDataSet
 
@@ -29,7 +30,8 @@ def _flips(file: DisturbedFile, number: int, data: bytes) -> Iterator[Fault]:
         offsets = [types[place] for place in spread(len(types), -(-number // 4))]
         offsets += [others[place] for place in spread(len(others), number)]
     else:
-        offsets = spread(len(data), number)
+        free = _free_bytes(file, data)
+        offsets = [offset for offset in spread(len(data), number) if offset not in free]
     for place, offset in enumerate(offsets):
         bit = (offset * 5 + place) % 8
         yield f"bit {bit} of byte {offset}", partial(_flip, offset, bit)
@@ -39,6 +41,17 @@ def _flip(offset: int, bit: int, path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[offset] ^= 1 << bit
     path.write_bytes(data)
+
+
+def _free_bytes(file: DisturbedFile, data: bytes) -> range:
+    """The bytes of a name that nothing can tell from another."""
+    if not file.free_text:
+        return range(0)
+    text = data.decode()
+    found = {path: (start, end) for path, start, end in spans(text)}
+    start, end = found[file.free_text]
+    first = len(text[:start].encode())
+    return range(first, first + len(text[start:end].encode()))
 
 
 def _header_offsets(tar: bytes) -> tuple[list[int], list[int]]:

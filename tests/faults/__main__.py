@@ -1,0 +1,67 @@
+"""``python -m tests.faults``: run the campaigns, print the table and each distinct failure."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.faults import bad_json, bit_flips, injected_errors, kills
+from tests.faults.os_calls import is_preloaded, start_preloaded
+from tests.faults.outcomes import as_json, failures, findings, table
+from tests.faults.small_data_sets import make_small_data_sets
+
+CAMPAIGNS = {"bit_flips": bit_flips, "bad_json": bad_json, "injected_errors": injected_errors, "kills": kills}
+# Of each file or hit and command. Full takes some 2 hours of one core, quick some 15 s a campaign.
+_FAULTS, _QUICK_FAULTS = 200, 8
+_SPEAK_EVERY_S = 30
+
+
+def main() -> int:
+    """0 where nothing failed, 1 where something did."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # faults have surrogates
+    args = _parser().parse_args()
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        if not is_preloaded():
+            return start_preloaded(Path(folder), ["-m", "tests.faults", *sys.argv[1:]])
+        return _run(args, Path(folder))
+
+
+def _run(args: argparse.Namespace, folder: Path) -> int:
+    num_faults = args.num_faults or (_QUICK_FAULTS if args.quick else _FAULTS)
+    chosen = args.only or list(CAMPAIGNS)
+    wanted = {name: getattr(CAMPAIGNS[name], "QUICK_FORMS" if args.quick else "FORMS") for name in chosen}
+    forms = sorted({form for forms in wanted.values() for form in forms})
+    data_sets = make_small_data_sets(folder, forms)
+    outcomes, spoke = [], time.monotonic()
+    for name in chosen:
+        of_campaign = [data_set for data_set in data_sets if data_set.form in wanted[name]]
+        for outcome in CAMPAIGNS[name].outcomes(of_campaign, num_faults=num_faults):
+            outcomes.append(outcome)
+            if time.monotonic() - spoke > _SPEAK_EVERY_S:
+                spoke = time.monotonic()
+                print(f"{name}: {len(outcomes)} tried, {len(failures(outcomes))} failed", file=sys.stderr)
+                if args.json:
+                    args.json.write_text(json.dumps(as_json(outcomes)), encoding="utf-8")
+    if args.json:
+        args.json.write_text(json.dumps(as_json(outcomes)), encoding="utf-8")
+    print(table(outcomes))
+    print()
+    print(findings(outcomes))
+    return 1 if failures(outcomes) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="some faults of each kind")
+    parser.add_argument("--num_faults", type=int, help="of each file or command (default 200, quick 8)")
+    parser.add_argument("--only", action="append", choices=CAMPAIGNS, help="this campaign; may be repeated")
+    parser.add_argument("--json", type=Path, help="write every outcome to this file")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""The commands that campaigns run, in this process, on a workplace: raw/, model/, data/, staged/."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+COMMANDS = ("plan", "shard", "run", "verify", "verify --fast", "load", "stage", "status")
+REFUSING = frozenset({65, 66, 73, 74, 75, 78})  # the exit codes that a fault may end a command with
+
+
+def plan(place: Path, options: list[str]) -> int:
+    """``plan``: the raw text into two shards."""
+    return _preprocess(
+        "plan",
+        *("--input_dir", place / "raw", "--output_dir", place / "data"),
+        *("--model_id", place / "model", "--num_shards", 2, *options),
+    )
+
+
+def command(name: str, place: Path, options: list[str]) -> Callable[[], tuple[int, Any]]:
+    """A command of COMMANDS as ``run_forked`` takes it; its value is what it delivers besides files."""
+    data = place / "data"
+    if name == "load":
+        return lambda: (0, loaded(data))
+    if name == "load staged":
+        return lambda: (0, loaded(data, staged_dir=place / "staged"))
+    if name == "load tars":
+        return lambda: (
+            0,
+            loaded([str(path) for path in sorted(data.glob("*.tar"))], model_id=place / "model"),
+        )
+    codes: dict[str, Callable[[], int]] = {
+        "plan": lambda: plan(place, options),
+        "shard": lambda: _preprocess("--shard_id", 0, "--output_dir", data),
+        "run": lambda: _preprocess("run", data, "--num_proc", 1),
+        "verify": lambda: _preprocess("verify", data),
+        "verify --fast": lambda: _preprocess("verify", data, "--fast"),
+        "stage": lambda: _stage(data, place / "staged"),
+        "status": lambda: _status(data),
+    }
+    return lambda: (codes[name](), None)
+
+
+def _preprocess(*args: object) -> int:
+    from preprocess.__main__ import main
+
+    return main([str(item) for item in args])
+
+
+def _stage(data: Path, staged: Path) -> int:
+    from loader.__main__ import main
+
+    return main(["stage", str(data), "--to", str(staged)])
+
+
+def _status(data: Path) -> int:
+    from slurm.__main__ import main
+
+    return main(["status", str(data)])
+
+
+def open_loader(shards: object, **options: object) -> Any:
+    from loader import get_llama3_dataloader
+
+    return get_llama3_dataloader(shards, 2, num_workers=0, seed=3, **options)  # type: ignore[arg-type]
+
+
+def loaded(shards: object, **options: object) -> str:
+    """A digest of all batches of an epoch, and of what the tokenizer makes of them."""
+    with open_loader(shards, **options) as loader:
+        return delivered(loader)
+
+
+def delivered(loader: Any) -> str:
+    """A digest of what a loader still delivers of its epoch."""
+    digest = hashlib.sha256()
+    tokenizer = loader.tokenizer
+    special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
+    digest.update(json.dumps([len(loader), special]).encode())
+    for batch in loader:
+        for name in sorted(batch):
+            digest.update(f"{name} {batch[name].dtype} {list(batch[name].shape)} ".encode())
+            digest.update(batch[name].numpy().tobytes())
+    digest.update(tokenizer.decode(list(range(tokenizer.vocab_size))).encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    """Name -> digest of the published files of a data set, or of a folder of staged copies.
+
+    A manifest counts without ``run``, which may differ. Temporaries, jobs and the tokenizer are left out.
+    """
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and path.name.startswith(("shard-", "index.json", "plan.json")):
+            found[name] = hashlib.sha256(_without_run(path)).hexdigest()
+    return found
+
+
+def _without_run(path: Path) -> bytes:
+    data = path.read_bytes()
+    if path.suffix != ".json" or not path.name.startswith("shard-"):
+        return data
+    try:
+        manifest = json.loads(data)
+        manifest.pop("run")
+        return json.dumps(manifest).encode()
+    except (ValueError, KeyError, AttributeError, RecursionError):
+        return data

@@ -1,0 +1,136 @@
+"""Which files are disturbed at which stage, and by which commands they are then read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.faults.judging import undisturbed, verdict
+from tests.faults.outcomes import Outcome
+from tests.faults.small_data_sets import SmallDataSet, Stage, make_external_tar
+
+HEADER_BYTES = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class DisturbedFile:
+    """A file of a data set, and the commands that read it."""
+
+    name: str  # below data/
+    stage: Stage
+    commands: tuple[str, ...]
+    is_json: bool = False
+    is_hint: bool = False  # nothing depends on it: whatever it holds, the command must end well
+    free_text: str = ""  # JSON path of a name outside of all hashes: another text there is another name
+    headers_only: bool = False  # of a tar: the bytes of its members cannot be checked without a manifest
+    prepare: Callable[[Path], None] = lambda data: None
+
+
+def write_osts(data: Path) -> None:
+    """As verify writes it on Lustre."""
+    text = json.dumps({"format": "shardprep-osts", "version": 1, "osts": [3, 1]})
+    (data / "osts.json").write_text(text, encoding="ascii")
+
+
+def keep_tars_only(data: Path) -> None:
+    """Our tars as somebody got them who took nothing else."""
+    for path in data.iterdir():
+        if path.is_file() and path.suffix != ".tar":
+            path.unlink()
+
+
+def put_external_tars(data: Path) -> None:
+    keep_tars_only(data)
+    for path in data.glob("*.tar"):
+        make_external_tar(path)
+
+
+FILES = (
+    DisturbedFile(
+        name="plan.json", stage="planned", commands=("shard",), is_json=True, free_text="tokenizer.model_id"
+    ),
+    DisturbedFile(
+        name="plan.json",
+        stage="verified",
+        commands=("verify", "verify --fast", "status"),
+        is_json=True,
+        free_text="tokenizer.model_id",
+    ),
+    DisturbedFile(name="tokenizer/tokenizer.json", stage="planned", commands=("shard",)),
+    DisturbedFile(name="tokenizer/tokenizer.json", stage="verified", commands=("verify", "load")),
+    DisturbedFile(name="tokenizer/tokenizer_config.json", stage="planned", commands=("shard",), is_json=True),
+    DisturbedFile(
+        name="tokenizer/tokenizer_config.json", stage="verified", commands=("verify", "load"), is_json=True
+    ),
+    DisturbedFile(name="index.json", stage="verified", commands=("load", "stage", "verify"), is_json=True),
+    DisturbedFile(
+        name="shard-00000.json", stage="made", commands=("load", "verify", "shard", "status"), is_json=True
+    ),
+    DisturbedFile(name="shard-00000.idx", stage="verified", commands=("load", "stage", "verify")),
+    DisturbedFile(name="shard-00000.tar", stage="verified", commands=("stage", "verify")),
+    DisturbedFile(
+        name="shard-00000.tar",
+        stage="verified",
+        commands=("load tars",),
+        headers_only=True,
+        prepare=keep_tars_only,
+    ),
+    DisturbedFile(
+        name="shard-00001.tar",
+        stage="verified",
+        commands=("load tars",),
+        headers_only=True,
+        prepare=put_external_tars,
+    ),
+    DisturbedFile(name="quarantine/shard-00001.jsonl", stage="verified", commands=("verify",)),
+    DisturbedFile(
+        name="osts.json", stage="verified", commands=("load",), is_json=True, is_hint=True, prepare=write_osts
+    ),
+    DisturbedFile(name="jobs/0000.json", stage="made", commands=("status",), is_json=True),
+)
+
+Fault = tuple[str, Callable[[Path], None]]  # in words, and what it does to the file
+
+
+def disturb(
+    campaign: str, data_set: SmallDataSet, file: DisturbedFile, faults: Callable[[bytes], Iterator[Fault]]
+) -> Iterator[Outcome]:
+    """Every fault of a file, each put through every command that reads it."""
+    data = data_set.place / "data"
+    path = data / file.name
+
+    def prepare() -> None:
+        file.prepare(data)
+
+    for name in file.commands:
+        expected = undisturbed(data_set, file.stage, name, prepare)
+        data_set.reset(file.stage)
+        prepare()
+        if not path.exists():
+            continue
+        for words, apply in faults(path.read_bytes()):
+            data_set.reset(file.stage)
+            prepare()
+            apply(path)
+            ended = data_set.run(name)
+            rewritten = name.startswith("verify") and file.name == "index.json"
+            kind, what = verdict(data_set, name, ended, expected, None if rewritten else f"data/{file.name}")
+            if file.is_hint and kind == "refused":
+                kind, what = "wrong", f"a hint is refused: {what[:100]}"
+            yield Outcome(
+                campaign=campaign,
+                form=data_set.form,
+                file=file.name,
+                command=name,
+                fault=words,
+                kind=kind,
+                what=what,
+            )
+
+
+def spread(size: int, number: int) -> list[int]:
+    """Up to ``number`` of ``range(size)``, evenly."""
+    number = min(size, number)
+    return [place * size // number for place in range(number)]

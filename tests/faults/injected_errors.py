@@ -1,0 +1,169 @@
+"""An OSError at the k-th call to the operating system, for each k: refused in words, and mended by running
+the command again."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tests.faults.disturbed_files import spread
+from tests.faults.forked_case import Ended
+from tests.faults.judging import (
+    READERS,
+    Undisturbed,
+    Verdict,
+    different,
+    not_ended,
+    refusal,
+    shape,
+    wrong_that_counts,
+)
+from tests.faults.os_calls import ERRORS, Call, Mode, OsCalls
+from tests.faults.outcomes import Outcome
+from tests.faults.small_data_sets import SmallDataSet, Stage
+
+FORMS = ("json", "best_fit")
+QUICK_FORMS = ("best_fit",)
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A command at a stage of the data set, hit again and again."""
+
+    command: str
+    stage: Stage
+    name: str  # in the table
+    share: float = 3  # of the faults: most for what makes most calls, few for what takes long
+
+    def number(self, num_faults: int) -> int:
+        return max(1, round(self.share * num_faults))
+
+
+HITS = (
+    Hit("plan", "raw", "plan"),
+    Hit("shard", "planned", "shard", 5),
+    Hit("shard", "verified", "shard, done"),
+    Hit("run", "planned", "run", 0.2),
+    Hit("verify", "made", "verify"),
+    Hit("verify --fast", "made", "verify --fast", 1.5),
+    Hit("load", "verified", "load", 4),
+    Hit("load", "made", "load, no index", 1.5),
+    Hit("stage", "verified", "stage"),
+    Hit("status", "made", "status", 1.5),
+)
+
+
+def outcomes(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
+    """Each call of each command once; in turn its errors, every third one lasting from there on."""
+    for data_set in data_sets:
+        calls = OsCalls(data_set.place)
+        for hit in HITS:
+            expected, made = counted(data_set, calls, hit)
+            modes: tuple[Mode, ...] = ("once", "once", "lasting")
+            for number, at in enumerate(spread(len(made), hit.number(num_faults))):
+                errors = ERRORS[made[at].op]
+                mode = modes[number % len(modes)]
+                yield struck(
+                    "injected_errors",
+                    data_set,
+                    calls,
+                    hit,
+                    expected,
+                    at=at,
+                    mode=mode,
+                    error=_error(errors, number, mode),
+                )
+
+
+def _error(errors: Sequence[int], number: int, mode: Mode) -> int:
+    """They take turns; an interrupted call cannot last."""
+    error = errors[number % len(errors)]
+    return errors[0] if mode == "lasting" and error == errno.EINTR else error
+
+
+def counted(data_set: SmallDataSet, calls: OsCalls, hit: Hit) -> tuple[Undisturbed, list[Call]]:
+    """An undisturbed run: what it leaves and delivers, and its calls."""
+    data_set.reset(hit.stage)
+    with calls.ordered("count"):
+        ended = data_set.run(hit.command, calls.arm)
+    made = calls.calls()
+    if ended.how != "ended" or ended.code or not made:
+        message = f"{data_set.form}: {hit.name} failed undisturbed, with {len(made)} calls: {ended}"
+        raise RuntimeError(message)
+    return Undisturbed(ended.value, data_set.published()), made
+
+
+def struck(
+    campaign: str,
+    data_set: SmallDataSet,
+    calls: OsCalls,
+    hit: Hit,
+    expected: Undisturbed,
+    *,
+    at: int,
+    mode: Mode,
+    error: int = 0,
+) -> Outcome:
+    """Run the command with a fault at call ``at``, look at what it left, and run it again without."""
+    data_set.reset(hit.stage)
+    with calls.ordered(mode, at=at, error=error):
+        ended = data_set.run(hit.command, calls.arm)
+    made = calls.calls()
+    call = made[at] if at < len(made) else Call("none", "(fewer calls this time)")
+    kind, what = _killed(ended) if mode == "die" else _verdict(ended, expected)
+    if kind in ("equal", "refused"):
+        finished = ended.how == "ended" and not ended.code
+        kind, what = _afterwards(data_set, hit, expected, finished) or (kind, what)
+    name = "SIGKILL" if mode == "die" else f"{os.strerror(error)}, {mode}"
+    return Outcome(
+        campaign=campaign,
+        form=data_set.form,
+        file=f"{call.op} {_named(call.path)}",
+        command=hit.name,
+        fault=f"{name}, at call {at}: {call.op} {call.path}",
+        kind=kind,
+        what=what,
+    )
+
+
+def _killed(ended: Ended) -> Verdict:
+    """The kill itself must have happened, or the case shows nothing."""
+    return (
+        ("equal", "") if ended.how == "killed" else ("wrong", f"it was not killed: {ended.how} {ended.code}")
+    )
+
+
+def _verdict(ended: Ended, expected: Undisturbed) -> Verdict:
+    if how := not_ended(ended):
+        return how
+    if ended.code:
+        return refusal(ended)
+    return ("equal", "") if ended.value == expected.value else ("wrong", "other batches")
+
+
+def _afterwards(data_set: SmallDataSet, hit: Hit, expected: Undisturbed, finished: bool) -> Verdict | None:
+    """What is wrong with what the run left, or with a second run; None if nothing is."""
+    left = data_set.published()
+    if wrong := wrong_that_counts(left, expected.files):
+        return "wrong", f"what counts is not right: {', '.join(wrong)}"
+    if finished and (other := different(left, expected.files, None)):
+        return "wrong", f"ended with 0, but other bytes: {', '.join(other)}"
+    if hit.command in READERS:
+        return None
+    again = data_set.run(hit.command)
+    if how := not_ended(again):
+        return how[0], f"run again: {how[1]}"
+    if again.code:
+        return "wrong", f"run again: exit code {again.code}: {shape(again.text)}"
+    if other := different(data_set.published(), expected.files, None):
+        return "wrong", f"run again: other bytes: {', '.join(other)}"
+    return None
+
+
+def _named(path: str) -> str:
+    """A path without what differs between runs: the random part of a temporary's name."""
+    named = re.sub(r"/\.[^/]+", "/(temporary)", path)
+    return re.sub(r"[-_.][a-z0-9_]{8}(?=/|$)", "-(random)", named)

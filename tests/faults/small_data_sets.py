@@ -1,0 +1,188 @@
+"""Small data sets that the real commands make, at every stage, and copies of them to disturb."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import io
+import json
+import os
+import shutil
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tests.faults.commands import command, files_of
+from tests.faults.forked_case import Ended, run_forked
+
+Stage = Literal["raw", "planned", "made", "verified"]
+
+FORMS: dict[str, list[str]] = {
+    "json": [],
+    "npy": ["--token_format", "npy", "--no-keep_text"],
+    "concat": ["--record", "packed", "--seq_len", "64"],
+    "best_fit": ["--record", "packed", "--seq_len", "64", "--pack", "best_fit"],
+}
+_IMPORTED_AHEAD = frozenset(
+    {"preprocess", "loader", "slurm", "lustre", "shardprep", "transformers", "tokenizers"}
+)
+_BAD_LINE = b"not UTF-8: \xff\xfe\n"
+# Slurm's commands, as far as `submit` and `status` ask them: a cluster that accepts and forgets all.
+_FAKE_SLURM = """#!/bin/sh
+case "$(basename "$0") $*" in
+    sbatch*) cat >/dev/null; echo 100 ;;
+    *"show config"*) echo 'MaxArraySize = 1001'; echo 'MaxJobCount = 10000'; echo 'ClusterName = small' ;;
+    *"show job"*) echo 'JobId=100 NumCPUs=1 MinMemoryNode=1G TimeLimit=01:00:00' ;;
+esac
+"""
+_COMMANDS_OF_SLURM = ("sbatch", "squeue", "sacct", "sacctmgr", "scontrol", "scancel", "sinfo")
+
+
+def _nothing() -> None:
+    """What happens before an undisturbed run."""
+
+
+@dataclass(frozen=True)
+class SmallDataSet:
+    """A form of data set: what its folders are after each stage, and what every reader gets of it."""
+
+    form: str
+    options: list[str]
+    place: Path  # where each run works: a copy of a template, always at the same path
+    templates: Path
+    batches: str  # the digest of all batches
+
+    def reset(self, stage: Stage) -> None:
+        """Make the workplace what it was at the end of ``stage``."""
+        shutil.rmtree(self.place, ignore_errors=True)
+        shutil.copytree(self.templates / stage, self.place, symlinks=True)
+
+    def run(self, name: str, before: Callable[[], None] = _nothing) -> Ended:
+        """A command on the workplace as it is; ``before`` is called in its process just before it."""
+        work = command(name, self.place, self.options)
+
+        def run() -> tuple[int, Any]:
+            os.environ["TMPDIR"] = tempfile.tempdir = str(self.place / "tmp")
+            before()
+            return work()
+
+        return run_forked(run)
+
+    def published(self) -> dict[str, str]:
+        """Name -> digest of all that counts in the workplace: of the data set, and of staged copies."""
+        found = {}
+        for folder in ("data", "staged"):
+            for name, digest in files_of(self.place / folder).items():
+                found[f"{folder}/{name}"] = digest
+        return found
+
+
+def make_small_data_sets(folder: Path, forms: Sequence[str]) -> list[SmallDataSet]:
+    """Make the data sets below ``folder``; this process stays without threads, and imports what they did."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["PATH"] = f"{_fake_slurm(folder / 'slurm_bin')}:{os.environ['PATH']}"
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "DATASET_"))]:
+        del os.environ[name]
+    place = folder / "place"
+    _write_raw(place / "raw")
+    (place / "tmp").mkdir()
+    import preprocess.planning
+    import preprocess.worker  # noqa: F401 - imported once, before all forks
+
+    modules: set[str] = set()
+    _must(run_forked(lambda: _train(place)))
+    sets = []
+    for form in forms:
+        options = [*FORMS[form], "--max_bad_fraction", "0.5"]
+        templates = folder / form
+        shutil.rmtree(place / "data", ignore_errors=True)
+        _keep(place, templates / "raw")
+        _must(run_forked(command("plan", place, options)))
+        _keep(place, templates / "planned")
+        _must(run_forked(lambda: _make(place)))
+        _keep(place, templates / "made")
+        _must(run_forked(command("verify", place, options)))
+        _keep(place, templates / "verified")
+        batches = _must(run_forked(command("load", place, options)))
+        modules |= set(_must(run_forked(lambda: (0, _used_modules(place)))))
+        sets.append(SmallDataSet(form, options, place, templates, batches))
+    for name in sorted(modules):
+        if name.partition(".")[0] in _IMPORTED_AHEAD:
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy all pages
+    return sets
+
+
+def _must(ended: Ended) -> Any:
+    if ended.how != "ended" or ended.code:
+        message = f"an undisturbed run failed: {ended}"
+        raise RuntimeError(message)
+    return ended.value
+
+
+def _keep(place: Path, template: Path) -> None:
+    shutil.copytree(place, template, symlinks=True)
+
+
+def _train(place: Path) -> tuple[int, None]:
+    from preprocess.__main__ import main
+
+    args = ["train_tokenizer", "--input_dir", place / "raw", "--output_dir", place / "model"]
+    return main([*map(str, args), "--vocab_size", "300"]), None
+
+
+def _make(place: Path) -> tuple[int, None]:
+    """Both shards, and a submission of all in jobs/."""
+    from preprocess.__main__ import main
+    from slurm.__main__ import main as slurm_main
+
+    data = str(place / "data")
+    code = slurm_main(["submit", data, "--mem_gb", "1"])
+    return code or max(main(["--shard_id", str(number), "--output_dir", data]) for number in range(2)), None
+
+
+def _used_modules(place: Path) -> list[str]:
+    """What the commands import, so that a fork need not."""
+    for name in ("verify", "load", "stage", "status"):
+        command(name, place, [])()
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(str(place / "model"))
+    Tokenizer.from_file(str(place / "model" / "tokenizer.json"))
+    return sorted(sys.modules)
+
+
+def _write_raw(folder: Path) -> None:
+    """Two files, some 70 documents of both scripts, a long one, an empty one, one that is not UTF-8."""
+    folder.mkdir(parents=True)
+    lines = [f"문서 {number} of a small set {'word ' * (number % 13)}\n".encode() for number in range(70)]
+    lines[20] = b"\n"
+    lines[30] = b"a long document " * 40 + b"\n"
+    lines[50] = _BAD_LINE
+    (folder / "a.txt").write_bytes(b"".join(lines[:40]))
+    (folder / "b.txt").write_bytes(b"".join(lines[40:]))
+
+
+def _fake_slurm(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    for name in _COMMANDS_OF_SLURM:
+        (folder / name).write_text(_FAKE_SLURM, encoding="ascii")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def make_external_tar(path: Path, num_samples: int = 6) -> None:
+    """A tar as webdataset's TarWriter makes it: a JSON of ids and a text each, no idx, no manifest."""
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for number in range(num_samples):
+            ids = [300, *range(1, 6 + number), 301]
+            for suffix, data in (("text.txt", b"text"), ("token_ids.json", json.dumps(ids).encode())):
+                member = tarfile.TarInfo(f"sample_{number:05d}.{suffix}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))

@@ -19,7 +19,7 @@ from slurm.job_request import JobRequest
 from slurm.sbatch_script import array_script, prep_script, settings_of
 from slurm.slurm_commands import SlurmRefused
 from slurm.squeue_sacct import TaskRun, parse_accounts, parse_queue, runs_by_task
-from slurm.submission import JobArray, Submission, granted, ids_of_ranges, read_submissions
+from slurm.submission import JobArray, JobIdentity, Submission, ids_of_ranges, parse_job, read_submissions
 from slurm.submission import _publish as publish
 from slurm.submitting import reason_to_leave, retry_request
 
@@ -27,19 +27,21 @@ if TYPE_CHECKING:
     from tests.conftest import Prep
 
 ACCOUNTS = """\
-7_0|FAILED|1:0|0:125|n1|2|00:00.931|1||300M|1
-7_0.batch|FAILED|1:0||n1|2|00:00.021|1|12096K||
-7_0.0|OUT_OF_MEMORY|0:125||n1|2|00:00.909|1|298188K||
-7_1|NODE_FAIL|0:0|0:0|n2|30|00:00:00|1||300M|1
-7_1|CANCELLED by 0|0:0|0:0|n1|5|00:00.005|1||300M|1
-7_[2-3%2]|PENDING|0:0|0:0|None assigned|0|00:00:00|1||300M|1
-8|COMPLETED|0:0|0:0|n1|2|00:00.9|4||300M|1
+7_0|FAILED|1:0|n1|2|00:00.931|1||root|shardprep
+7_0.batch|FAILED|1:0|n1|2|00:00.021|1|12096K||batch
+7_0.0|OUT_OF_MEMORY|0:125|n1|2|00:00.909|1|298188K||bash
+7_1|NODE_FAIL|0:0|n2|30|00:00:00|1||root|shardprep
+7_1|CANCELLED by 0|0:0|n1|5|00:00.005|1||root|shardprep
+7_[2-3%2]|PENDING|0:0|None assigned|0|00:00:00|1||root|shardprep
+8|COMPLETED|0:0|n1|2|00:00.9|4||root|a | b
 """
+SHOWN = "JobId=7 JobName=shardprep-0123 UserId=root(0) GroupId=root(0) "
 
 
 def _array(**changes: Any) -> JobArray:
     request = JobRequest(**changes.pop("request", {}))
-    fields: dict[str, Any] = {"job_id": "7", "tasks": ["0", "1-2"], "mem_mb": 1000, "time_min": 10}
+    fields: dict[str, Any] = {"job_id": "7", "name": "shardprep-0123", "tasks": ["0", "1-2"]}
+    fields |= {"mem_mb": 1000, "time_min": 10}
     return JobArray(request=request, **{**fields, **changes})
 
 
@@ -54,12 +56,13 @@ def _failed(*causes: str, **changes: Any) -> ShardState:
 def test_the_script_is_prep_array_with_a_head_that_maps_index_to_shards() -> None:
     request = JobRequest(mem_gb=1.5, time_min=9, sbatch_args="--comment='two words' --mem=1M", partition="p")
     folder = Path("/data/it's 5% of all")
-    text = array_script(folder, ["0-5", "7", "8,10"], request, settings={}, body=prep_script())
+    tasks = ["0-5", "7", "8,10"]
+    text = array_script(folder, "0123456789abcdef", tasks, request, settings={}, body=prep_script())
     lines = text.splitlines()
     options = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
     assert options == [
         "--open-mode=append",
-        "--job-name=shardprep",
+        "--job-name=shardprep-0123456789ab",
         "--array=0-2%3",
         '--output="/data/it\'s 5%% of all/jobs/logs/%A_%a.log"',
         '--comment="two words"',
@@ -107,6 +110,10 @@ def test_tasks_use_this_python_unless_a_setup_or_a_container_brings_another() ->
         ({"mem_gb": 0}, "--mem_gb is 0, expected more than 0"),
         ({"max_parallel": -1}, "--max_parallel is -1"),
         ({"sbatch_args": "--array=0-3"}, "--sbatch_args has --array=0-3, which submit sets itself"),
+        ({"sbatch_args": "-Jmine"}, "--sbatch_args has -Jmine, which submit sets itself"),
+        ({"partition": "cpu\ntouch INJECTED"}, r"'\\\\n' cannot stand in a job script"),
+        ({"cpus_per_task": "8"}, "--cpus_per_task is '8', expected int"),
+        ({"time_min": 10**40}, "expected more than 0 and at most"),
         ({"worker_args": "'"}, "cannot be split"),
     ],
 )
@@ -155,9 +162,12 @@ def test_slurms_times_are_minutes(text: str, minutes: int | None) -> None:
 
 
 def test_what_slurm_granted_is_read_off_the_job() -> None:
-    assert granted("NumCPUs=4 TimeLimit=00:01:00 MinMemoryNode=300M") == {"mem_mb": 300, "time_min": 1}
-    assert granted("NumCPUs=4 TimeLimit=UNLIMITED MinMemoryCPU=1.50G") == {"mem_mb": 6144, "time_min": None}
-    assert granted("NumCPUs=1 TimeLimit=1-00:00:00 MinMemoryNode=0") == {"mem_mb": None, "time_min": 1440}
+    job = parse_job(SHOWN + "NumCPUs=4 TimeLimit=00:01:00 MinMemoryNode=300M")
+    assert (job.name, job.user, job.mem_mb, job.time_min) == ("shardprep-0123", "root", 300, 1)
+    job = parse_job(SHOWN + "NumCPUs=4 TimeLimit=UNLIMITED MinMemoryCPU=1.50G")
+    assert (job.mem_mb, job.time_min) == (6144, None)
+    job = parse_job(SHOWN + "NumCPUs=1 TimeLimit=1-00:00:00 MinMemoryNode=0")
+    assert (job.mem_mb, job.time_min) == (None, 1440)
 
 
 def test_accounts_show_earlier_runs_memory_and_a_steps_oom() -> None:
@@ -175,8 +185,8 @@ def test_accounts_show_earlier_runs_memory_and_a_steps_oom() -> None:
 
 def test_the_queue_is_the_newer_truth_of_a_tasks_last_run() -> None:
     queue = parse_queue(
-        "7|1|RUNNING|None|0|n3|1:05|12|shardprep|\n7|2-3%2|PENDING|Resources|0||0:00|7|shardprep|\n"
-        "9|N/A|FAILED|x|16640|n1|0:02|9|shardprep-verify|\n7|0|RUNNING|None|0|n3|1:05|12|anothers job|\n"
+        "7|1|RUNNING|None|0|n3|1:05|12|root|s|\n7|2-3%2|PENDING|Resources|0||0:00|7|root|s|\n"
+        "9|N/A|FAILED|x|16640|n1|0:02|9|root|s-verify|\n"
     )
     assert len(queue) == 4
     runs = runs_by_task(parse_accounts(ACCOUNTS), queue)
@@ -186,7 +196,8 @@ def test_the_queue_is_the_newer_truth_of_a_tasks_last_run() -> None:
 
 
 def _run(state: str, code: int = 0) -> TaskRun:
-    return TaskRun(job_id="7", index=0, state=state, exit_code=code)
+    identity = JobIdentity(job_id="7", name="shardprep-0123", user="root")
+    return TaskRun(identity=identity, index=0, state=state, exit_code=code)
 
 
 @pytest.mark.parametrize(
@@ -235,8 +246,9 @@ def test_a_shard_is_left_after_failing_the_same_way_too_often() -> None:
 
 def _submission(arrays: list[JobArray]) -> Submission:
     return Submission(
-        number=0, plan_id="p", cluster="c", user="u", submitted=1.5, arrays=arrays, verify_job_id="9"
-    )
+        number=0, plan_id="p", cluster="c", user="root", submitted=1.5, arrays=arrays, verify_job_id="9",
+        verify_name="shardprep-0123-verify",
+    )  # fmt: skip
 
 
 def test_submissions_get_numbers_of_their_own_and_read_back_equal(tmp_path: Path) -> None:

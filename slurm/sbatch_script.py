@@ -109,7 +109,9 @@ def _script(options: Sequence[str], settings: Mapping[str, str], head: Sequence[
     ]
     text = "\n".join(lines) + "\n" + body[match.start() :]
     if found := re.search(r"^.*[\ud800-\udfff].*$", text, re.MULTILINE):
-        raise UsageError(f"a job script must be UTF-8, and this line of it is not: {found[0]!r}; rename that")
+        raise UsageError(
+            f"a job script must be UTF-8, and this line of it is not: {found[0]!r}; rename the folder or file"
+        )
     return text
 
 

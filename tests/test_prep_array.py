@@ -305,12 +305,22 @@ def test_a_missing_dependency_is_named_before_the_worker_starts(desk: Desk) -> N
     assert "cannot import numpy, orjson, tokenizers, tqdm" in desk.log(job, 0)
 
 
-def test_an_old_preprocess_py_in_the_folder_of_submission_is_named(desk: Desk) -> None:
+def test_an_old_preprocess_py_in_the_folder_of_submission_is_left_alone(desk: Desk) -> None:
+    for name in ("preprocess", "loader", "platform", "json"):
+        (desk.folder / f"{name}.py").write_text("print('the old script')")
+    job = desk.sbatch("--array=0", "-c1")
+    assert desk.exit_codes(job) == {0: "0:0"}
+    assert desk.log(job, 0) == "the worker speaks\n"
+
+
+def test_an_old_preprocess_py_where_the_package_is_not_installed_is_named(desk: Desk) -> None:
+    _bare_python(desk)
     (desk.folder / "preprocess.py").write_text("print('the old script')")
     job = desk.sbatch("--array=0", "-c1")
     assert desk.exit_codes(job) == {0: "2:0"}
     assert f"finds {desk.folder}/preprocess.py in place of the package" in desk.log(job, 0)
-    assert not (desk.reports / "0.json").exists()
+    assert "install shardprep for this python" in desk.log(job, 0)
+    assert "the old script" not in desk.log(job, 0)
 
 
 @pytest.mark.parametrize(

@@ -20,19 +20,19 @@ def need_preprocess() -> None:
         "away from the script that you start and from the folder that you start it in"
     )
     if sys.argv[:1] == ["-m"]:  # so it is while Python looks for the package that it shall run
-        print(f"error: {message}", file=sys.stderr)
+        sys.stderr.write(f"error: {message}\n")
         raise SystemExit(2)
     raise ImportError(message, name="preprocess", path=found)
 
 
 def _hiding(name: str, part: str) -> str | None:
     """File or folder that Python takes for the package ``name`` although it has no ``part``."""
-    module = sys.modules.get(name)
-    spec = None if module else importlib.util.find_spec(name)
-    places = list(
-        getattr(module, "__path__", ()) if module else (spec and spec.submodule_search_locations) or ()
-    )
-    if any((Path(place) / part).is_dir() for place in places) or not (module or spec):
+    if module := sys.modules.get(name):
+        origin, places = getattr(module, "__file__", None), list(getattr(module, "__path__", ()))
+    elif spec := importlib.util.find_spec(name):
+        origin, places = spec.origin, list(spec.submodule_search_locations or ())
+    else:
+        return None  # not there at all: Python says so itself
+    if any((Path(place) / part).is_dir() for place in places):
         return None
-    origin = getattr(module, "__file__", None) if module else spec and spec.origin
-    return str(origin or (places[0] if places else name))
+    return origin or (places[0] if places else name)

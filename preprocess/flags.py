@@ -11,7 +11,7 @@ from preprocess.shard_format import UsageError
 
 
 def underscored(word: str) -> str:
-    """``--dry-run`` -> ``--dry_run``: in a flag's name dashes and underscores are the same, in a value not."""
+    """``--dry-run`` -> ``--dry_run``: in a flag's name, not in its value, the two are the same."""
     if not re.match(r"--[a-z]", word):
         return word
     flag, equals, value = word.partition("=")

@@ -41,7 +41,8 @@ FLAGS = [
     "preprocess verify O --fast", "preprocess plan --num_shards=2 --max_bad_fraction=1",
     "preprocess run O --num_proc=2 --memory_gb=1 --writer_batch_size=2",
     "preprocess train_tokenizer --input_dir=x --vocab_size=600 --output_dir=T",
-    "preprocess --shard_id=0 --no-keep_text", "slurm submit O --dry_run --cpus_per_task=2 --mem_gb=1 --time_min=3",
+    "preprocess --shard_id=0 --no-keep_text",
+    "slurm submit O --dry_run --cpus_per_task=2 --mem_gb=1 --time_min=3",
     "slurm retry O --max_attempts=2 --shards_per_task=2 --max_parallel=3", "slurm status O --json",
     "lustre show O --shard_bytes=2G --num_shards=3 --num_readers=4", "lustre apply O --dry_run",
     "loader O --batch_size=2 --num_workers=0 --model_id=m --max_length=3",
@@ -102,7 +103,9 @@ def test_an_unknown_flag_prints_the_usage_of_its_own_command(
 
 
 def test_an_unknown_command_of_slurm_is_told_what_was_meant() -> None:
-    with pytest.raises(UsageError, match="no command 'statsu'; did you mean status. commands: submit, retry"):
+    with pytest.raises(
+        UsageError, match=r"no command 'statsu'; did you mean status\? commands: submit, retry"
+    ):
         slurm_parse(["statsu", "O"])
 
 

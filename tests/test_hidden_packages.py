@@ -12,9 +12,20 @@ import pytest
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
-SHARDPREP = Path(sys.executable).parent / "shardprep"
 MAKE = "from slurm.submitit_executor import make_shards; import os, sys; os.chdir(sys.argv[2]); "
 MAKE += "sys.exit(make_shards(sys.argv[1], '0'))"
+
+
+@pytest.fixture(scope="module")
+def shardprep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The console command, as pip writes it."""
+    script = tmp_path_factory.mktemp("bin") / "shardprep"
+    script.write_text(
+        f"#!{sys.executable}\nimport sys\nfrom preprocess.__main__ import main\n"
+        "if __name__ == '__main__':\n    sys.exit(main())\n"
+    )
+    script.chmod(0o755)
+    return script
 
 
 @pytest.fixture
@@ -37,12 +48,12 @@ def run(prep: Prep, folder: Path, *command: object) -> subprocess.CompletedProce
 
 
 def test_the_command_shardprep_works_in_a_folder_with_a_preprocess_py(
-    prep: Prep, sample_dir: Path, desk: Path, tmp_path: Path
+    prep: Prep, sample_dir: Path, desk: Path, tmp_path: Path, shardprep: Path
 ) -> None:
     data = tmp_path / "data"
     plan = ("--input_dir", sample_dir, "--output_dir", data, "--model_id", prep.model_dir, "--num_shards", 2)
     for words in (("plan", *plan), ("run", data, "--num_proc", 2), ("verify", data)):
-        done = run(prep, desk, SHARDPREP, *words)
+        done = run(prep, desk, shardprep, *words)
         assert done.returncode == 0, done.stderr
     assert (data / "index.json").exists()
 
@@ -60,9 +71,7 @@ def test_a_command_in_such_a_folder_names_the_file_and_what_to_do(
     (desk / "loader.py").unlink()
     done = run(prep, desk, sys.executable, "-m", package, "status", data_dir)
     assert done.returncode == 2
-    assert done.stderr.startswith(
-        f"error: {desk / 'preprocess.py'} hides shardprep's package of the same name"
-    )
+    assert done.stderr.startswith(f"error: {desk / 'preprocess.py'} hides shardprep's package of the same")
     assert "rename it" in done.stderr
     assert done.stderr.count("\n") == 1
 

@@ -355,7 +355,7 @@ def test_after_an_error_in_a_worker_none_is_left_and_the_loader_can_be_iterated_
 
 
 def test_ten_epochs_keep_no_more_objects_than_two(tmp_path: Path, model: str) -> None:
-    """Tensors, and what Python and numpy allocated; the processes' memory is benchmarks/loader_footprint.py's."""
+    """Tensors, and what Python and numpy allocated. benchmarks/loader_footprint.py measures processes."""
     write_long_documents(tmp_path / "a.tar", 64, 32768)
     used = {}
     tracemalloc.start()

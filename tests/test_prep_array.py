@@ -371,10 +371,8 @@ def test_where_logs_cannot_be_made_the_log_stays_and_the_work_is_done(desk: Desk
 
 
 def test_the_step_starts_without_the_users_environment_too(desk: Desk) -> None:
-    shutil.copytree(desk.reports.parent / "site" / "preprocess", desk.folder / "preprocess")
-    (desk.folder / "setup.sh").write_text(
-        f"export SHARDPREP_PYTHON={sys.executable} STAND_IN_DIR={desk.reports}\n"
-    )
+    settings = f"SHARDPREP_PYTHON={sys.executable} STAND_IN_DIR={desk.reports}"
+    (desk.folder / "setup.sh").write_text(f"export {settings} PYTHONPATH={desk.reports.parent / 'site'}\n")
     text = SCRIPT.read_text().replace(
         "set -euo pipefail\n", "set -euo pipefail\nSHARDPREP_SETUP=setup.sh\n", 1
     )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
+from pathlib import Path
 
 from preprocess.progress import Progress, say
 from preprocess.shard_format import INDEX_NAME, ReadWriteError, ShardprepError, Stopped, id_ranges
@@ -28,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     outlast_readers()
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
-        args.output_dir = args.output_dir.resolve()
+        args.output_dir = Path(os.path.realpath(args.output_dir))  # resolve() raises where links go round
         raise_on_stop_signals()
         code = _COMMANDS[args.command](args)
         sys.stdout.flush()

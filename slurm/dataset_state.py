@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from preprocess.shard_format import NotFound, shard_name
+from preprocess.shard_format import NotFound, ReadWriteError, shard_name
 from preprocess.shard_plan import Plan
 from slurm.failure_causes import cause_of, last_lines, log_path, log_tail, node_of
 from slurm.slurm_commands import SlurmAway
@@ -115,6 +115,11 @@ def done_shards(folder: Path, plan: Plan) -> set[int]:
         names = set(os.listdir(folder))  # noqa: PTH208 - names alone, a Path each would double the time
     except FileNotFoundError:
         raise NotFound(f"{folder} is no data set: there is no such folder") from None
+    except OSError as error:
+        raise ReadWriteError(
+            f"{folder} cannot be listed ({error.strerror}), so what is done is not known; it must be a "
+            "folder that you can read"
+        ) from None
     suffixes = (".json", ".tar", ".idx")
     return {
         shard_id

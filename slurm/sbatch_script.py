@@ -7,6 +7,7 @@ submission on, so that no later file can change what a waiting task will do.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -77,7 +78,7 @@ def settings_of(request: JobRequest, environ: Mapping[str, str], python: str) ->
     if request.setup:
         settings["SHARDPREP_SETUP"] = request.setup
     if "SHARDPREP_SETUP" in settings:
-        settings["SHARDPREP_SETUP"] = str(Path(settings["SHARDPREP_SETUP"]).resolve())
+        settings["SHARDPREP_SETUP"] = os.path.realpath(settings["SHARDPREP_SETUP"])
     elif not {"SHARDPREP_EXEC", "SHARDPREP_SRUN_ARGS"} & settings.keys():
         settings.setdefault("SHARDPREP_PYTHON", python)
     return settings

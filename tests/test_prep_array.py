@@ -179,10 +179,11 @@ def test_the_plain_form_makes_shards_0_to_9_and_leaves_only_logs(desk: Desk) -> 
 
 
 def test_folder_and_flags_reach_the_worker_as_they_were_typed(desk: Desk) -> None:
-    job = desk.sbatch("--array=3,5", "-c1", args=("my data", "--input_dir", "한글 $HOME", "--doc", ""))
+    args = ("my\ndata' $(touch INJECTED)", "--input_dir", "한글 $HOME `touch INJECTED`\n; touch INJECTED", "")
+    job = desk.sbatch("--array=3,5", "-c1", args=args)
     assert desk.exit_codes(job) == {3: "0:0", 5: "0:0"}
-    expected = ["--shard_id", "5", "--output_dir", "my data", "--input_dir", "한글 $HOME", "--doc", ""]
-    assert desk.report(5)["argv"] == expected
+    assert desk.report(5)["argv"] == ["--shard_id", "5", "--output_dir", *args]
+    assert [path.name for path in desk.folder.iterdir()] == ["logs"]
 
 
 def test_flags_without_a_folder_keep_the_default_folder(desk: Desk) -> None:

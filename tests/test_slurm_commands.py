@@ -7,6 +7,7 @@ submitted whose task 0 ends with 65, task 1 kills itself, 2 and 3 run and 4 wait
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shlex
@@ -20,7 +21,7 @@ import pytest
 
 from preprocess.shard_format import BrokenShard, ReadWriteError, ShardprepError, UsageError, shard_name
 from preprocess.shard_plan import need_plan
-from slurm.dataset_state import find_state
+from slurm.dataset_state import done_shards, find_state
 from slurm.job_request import JobRequest
 from slurm.sbatch_script import array_script, prep_script, verify_script
 from slurm.slurm_commands import slurm_answer
@@ -271,7 +272,8 @@ NASTY = [
     "a b", " a ", "it's", 'say "a"', "$(touch INJECTED)", "`touch INJECTED`", "; touch INJECTED #", "a;b&c|d",
     "-n", "--wrap=x", "데이터 1", "50% of $HOME", "*?[a]", "~", "#x", "!!", "a\u0085b", "a\u2028b",
 ]  # fmt: skip
-REFUSED = ["data\ntouch INJECTED #", "a\rb", "a\tb", "a\x1b[0mb", "back\\slash", "no\udcffutf8"]
+REFUSED = ["data\ntouch INJECTED #", "a\rb", "a\tb", "a\x1b[0mb", "no\udcffutf8"]
+PLACES = ["folder", "flag", "worker_args", "sbatch_args"]
 
 
 def run_head(script: str, folder: Path) -> list[str]:
@@ -297,11 +299,8 @@ def test_a_value_reaches_the_worker_as_it_is_and_no_shell_runs_it(tmp_path: Path
     assert [path.name for path in tmp_path.iterdir()] == ["job.sh"], "nothing was run"
 
 
-@pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("where", ["folder", "flag", "worker_args", "sbatch_args"])
+@pytest.mark.parametrize(("name", "where"), [*itertools.product(REFUSED, PLACES), ("back\\slash", "folder")])
 def test_what_cannot_stand_in_a_script_is_refused_by_name(name: str, where: str) -> None:
-    if where != "folder" and "\\" in name:
-        pytest.skip("only Slurm's names of logs are hurt by it")
     fields = {
         "folder": {},
         "flag": {"constraint": name},
@@ -328,6 +327,30 @@ def test_submit_of_a_folder_with_such_a_name_ends_with_2_and_sends_nothing(
     assert "rename the folder" in said
     assert not fake.sent()
     assert not (folder / "jobs").exists()
+
+
+def test_a_training_whose_folder_of_checkpoints_was_forgotten_is_told_what_to_type(tmp_path: Path) -> None:
+    """Its third word is a flag, which find and mkdir would take for theirs."""
+    done = subprocess.run(
+        ["bash", ROOT / "slurm" / "train_ddp.sh", "train.py", "DATA", "--num_steps", "9"],
+        cwd=tmp_path, env={**os.environ, "SLURM_JOB_ID": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "type: sbatch --nodes=2 slurm/train_ddp.sh PROGRAM.py DATA CHECKPOINTS" in done.stderr
+
+
+def test_a_folder_whose_links_go_round_is_an_error(fake: FakeSlurm, tmp_path: Path) -> None:
+    (tmp_path / "round").symlink_to("round")
+    for command in ("status", "submit", "cancel", "retry"):
+        assert "round" in fake.run(command, tmp_path / "round", code=74)
+
+
+def test_a_data_set_that_cannot_be_listed_is_an_error(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = need_plan(data_dir)
+    with pytest.raises(ReadWriteError, match=r"plan\.json cannot be listed \(Not a directory\)"):
+        done_shards(data_dir / "plan.json", plan)
 
 
 GARBAGE = ["x", "1|0|RUN", "|||||||||\n", "\0\0", "1|0|FAILED|x|many|n1|0:00|4|root|n|\n", "\ufffd" * 99]

@@ -37,7 +37,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """
     argv = [underscored(item) for item in argv]
     if argv and not argv[0].startswith("-"):
-        check_command(argv[0], COMMANDS)
+        if argv[0] != "shard":  # the name of the form without a command: `shard --help` shows its flags
+            check_command(argv[0], COMMANDS)
     elif argv[:1] not in (["-h"], ["--help"]):
         argv = ["shard", *argv]
     return parse_command(*_parser(), argv)

@@ -33,6 +33,7 @@ from preprocess.shard_plan import Plan, need_plan
 
 BLOCK = ("A line of text, as there are many; its number is not written down anywhere. " * 4 + "\n").encode()
 SPACING_BYTES = 256 << 10
+TIMES = {"began": 1.7e9, "wall_s": 1234.567, "cpu_s": 4321.0, "max_rss_bytes": 400 << 20}
 TAR_BYTES, IDX_BYTES = 2_000_000_000, 9_600_064
 
 
@@ -76,7 +77,7 @@ def make_shards(folder: Path, plan: Plan) -> None:
             tar=FileStamp(num_bytes=TAR_BYTES, sha256=f"{shard_id:064x}"),
             idx=FileStamp(num_bytes=IDX_BYTES, sha256=f"{shard_id:064x}"),
             quarantine=None,
-            run={"engine": "fastokens 0.3.5", "host": "node0123", "num_cpus": 4, "wall_s": 1234.567},
+            run={"engine": "fastokens 0.3.5", "host": "node0123", "num_cpus": 4, **TIMES},
         )
         manifest_path(folder, shard_id).write_bytes(manifest.to_json())
         for path, stamp in (
@@ -87,9 +88,9 @@ def make_shards(folder: Path, plan: Plan) -> None:
                 file.truncate(stamp.num_bytes)
 
 
-def report(what: str, command: list[str | Path], scratch: Path) -> None:
+def report(what: str, command: list[str | Path], scratch: Path, package: str = "preprocess") -> None:
     """Run ``python -m preprocess`` with these arguments and print what it took."""
-    usage = run_pinned([sys.executable, "-m", "preprocess", *command], cwd=ROOT, log=scratch / "log")
+    usage = run_pinned([sys.executable, "-m", package, *command], cwd=ROOT, log=scratch / "log")
     print(
         f"| {what} | {usage.wall_s:.1f} | {usage.cpu_s:.1f} | {usage.max_rss_bytes / 1e6:.0f} |", flush=True
     )
@@ -127,6 +128,7 @@ def main() -> int:
         shards = scratch / "shards"
         make_shards(shards, need_plan(shards))
         report(f"verify --fast of {args.shards:,} shards", ["verify", "--fast", shards], scratch)
+        report(f"slurm status of {args.shards:,} shards", ["status", shards], scratch, "slurm")
         num_bytes = (shards / INDEX_NAME).stat().st_size
         print(f"\n{INDEX_NAME}: {num_bytes / args.shards:.1f} bytes a shard. {machine_line()}.")
         print()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 
 from loader.staging.stage_command import stage
@@ -15,7 +16,7 @@ SHOWN_CHARS = 200
 
 def main(argv: list[str] | None = None) -> int:
     """Show what a training script would get, or stage. Returns an exit code, as preprocess does."""
-    argv = sys.argv[1:] if argv is None else argv
+    argv = [_underscored(word) for word in (sys.argv[1:] if argv is None else argv)]
     try:
         return stage(argv[1:], say=_say) if argv[:1] == ["stage"] else _show(argv)
     except (ShardprepError, Stopped) as error:
@@ -38,6 +39,14 @@ def _show(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the shuffle (default 0)")
     _print_batch(**vars(parser.parse_args(argv)))
     return 0
+
+
+def _underscored(word: str) -> str:
+    """``--batch-size`` -> ``--batch_size``: in a flag's name dashes and underscores are the same."""
+    name, equals, value = word.partition("=")
+    if not re.fullmatch(r"--[a-z][a-z_-]*", name):
+        return word
+    return re.sub("^--no_", "--no-", "--" + name[2:].replace("-", "_")) + equals + value
 
 
 def _print_batch(**options: object) -> None:

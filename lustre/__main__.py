@@ -68,7 +68,7 @@ def _size(args: argparse.Namespace) -> DataSize:
     return DataSize(shard_bytes=shard_bytes, num_shards=args.num_shards, num_readers=num_readers)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, argparse._SubParsersAction[argparse.ArgumentParser]]:
     parser = argparse.ArgumentParser(prog="python -m lustre", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     reader = commands.add_parser(
@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     writer.add_argument("--pfl", help="END:COUNT[:SIZE] of each component, such as '1G:1,10G:4,-1:8'")
     writer.add_argument("--dom", help="keep the first bytes, up to 1G, on the metadata server")
     writer.add_argument("--dry_run", action="store_true", help="check everything, set nothing")
-    return parser
+    return parser, commands
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -101,10 +101,14 @@ def main(argv: list[str] | None = None) -> int:
 
     Dashes and underscores in a flag's name are the same.
     """
-    words = sys.argv[1:] if argv is None else argv
-    args = _parser().parse_args(
-        [re.sub(r"^--[a-z-]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in words]
-    )
+    words = [
+        re.sub(r"^--[a-z][a-z_-]*", lambda flag: "--" + flag[0][2:].replace("-", "_"), word)
+        for word in (sys.argv[1:] if argv is None else argv)
+    ]
+    parser, commands = _parser()
+    args, unknown = parser.parse_known_args(words)
+    if unknown:  # the usage of the command that does not know it, not of all
+        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         lines = args.run(args)
     except LustreError as error:

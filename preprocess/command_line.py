@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from preprocess.config import CHOICES, PrepConfig
+from preprocess.flags import check_command, parse_command, underscored
 from preprocess.shard_format import UsageError
 from preprocess.worker_settings import (
     PROCESS_BYTES,
@@ -32,20 +33,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The parsed command line; ``command`` is one of COMMANDS, or ``shard``.
 
     Option flags are absent from the namespace unless given, so that a plan's own can be told from
-    a user's. Dashes and underscores in a flag's name are the same.
+    a user's. Raises UsageError for an unknown command.
     """
-    argv = [_underscored(item) for item in argv]
-    return _parser().parse_args(
-        argv if argv[:1] and argv[0] in (*COMMANDS, "-h", "--help") else ["shard", *argv]
-    )
-
-
-def _underscored(item: str) -> str:
-    if not re.match(r"--[a-z]", item):
-        return item
-    flag, equals, value = item.partition("=")
-    name = flag[2:].replace("-", "_")
-    return (f"--no-{name[3:]}" if name.startswith("no_") else f"--{name}") + equals + value
+    argv = [underscored(item) for item in argv]
+    if argv and not argv[0].startswith("-"):
+        if argv[0] != "shard":  # the name of the form without a command: `shard --help` shows its flags
+            check_command(argv[0], COMMANDS)
+    elif argv[:1] not in (["-h"], ["--help"]):
+        argv = ["shard", *argv]
+    return parse_command(*_parser(), argv)
 
 
 def given_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -87,7 +83,7 @@ def num_processes(args: argparse.Namespace, num_cpus: int, memory_gb: float) -> 
     return int(given)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, argparse._SubParsersAction[argparse.ArgumentParser]]:
     parser = argparse.ArgumentParser(
         prog="python -m preprocess",
         description="Raw text -> token shards. Without a command it makes one shard: --shard_id N.",
@@ -119,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("output_dir", type=Path, help="folder of the data set")
     verify.add_argument("--fast", action="store_true", help="manifests, sizes and coverage; read no shard")
     _add_train_tokenizer(commands.add_parser("train_tokenizer", help="train a byte-level BPE like Llama 3's"))
-    return parser
+    return parser, commands
 
 
 def _add_train_tokenizer(parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,10 @@
 Nothing else of this project imports it.
 """
 
-from slurm.submitit_executor import submit_with_submitit
+from slurm.own_packages import need_preprocess
+
+need_preprocess()
+
+from slurm.submitit_executor import submit_with_submitit  # noqa: E402 - it imports preprocess
 
 __all__ = ["submit_with_submitit"]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
+from pathlib import Path
 
 from preprocess.progress import Progress, say
-from preprocess.shard_format import ReadWriteError, ShardprepError, Stopped, id_ranges
+from preprocess.shard_format import INDEX_NAME, ReadWriteError, ShardprepError, Stopped, id_ranges
 from preprocess.shard_plan import need_plan
 from preprocess.standard_streams import outlast_readers, output_is_read
 from preprocess.stop_signals import raise_on_stop_signals
@@ -28,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     outlast_readers()
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
-        args.output_dir = args.output_dir.resolve()
+        args.output_dir = Path(os.path.realpath(args.output_dir))  # resolve() raises where links go round
         raise_on_stop_signals()
         code = _COMMANDS[args.command](args)
         sys.stdout.flush()
@@ -41,10 +43,10 @@ def main(argv: list[str] | None = None) -> int:
 def submit(args: argparse.Namespace) -> int:
     """``submit O``: the missing shards as a job array, and a verify job after it."""
     request = JobRequest(**given_request(args))
-    state, sending = prepare_submit(args.output_dir, request, args.shards_per_task, say)
+    state, sending = prepare_submit(args.output_dir, request, args.shards_per_task, say, dry_run=args.dry_run)
     if sending is None:
-        print(f"nothing to submit: {len(state.ids('done'))} of {state.plan.num_shards} shards are done")
-        return 0
+        print(f"nothing to submit: {_summary(state)}")
+        return _wait(args) if args.wait and not args.dry_run else 0
     return _send(args, sending)
 
 
@@ -60,6 +62,8 @@ def retry(args: argparse.Namespace) -> int:
         say(f"left: shard {shard.shard_id:05d}: {shard.cause}; {why}; {shard.attempts[-1].log}")
     if sending is None:
         print(f"nothing to retry: {len(left)} shards are left as they are, {_summary(state)}")
+        if args.wait and not args.dry_run:
+            return _wait(args)
         return ReadWriteError.exit_code if left else 0
     return _send(args, sending)
 
@@ -82,7 +86,7 @@ def _send(args: argparse.Namespace, sending: Sending) -> int:
 
 
 def _wait(args: argparse.Namespace) -> int:
-    """One bar over the whole data set until no job of it is queued; 0 where it is verified then."""
+    """One bar over the whole data set until no job of it is queued; 0 only where it is verified then."""
     plan = need_plan(args.output_dir)
     sizes, counted = plan.shard_bytes(), set[int]()
     with Progress(f"{plan.num_shards} shards", sum(sizes)) as progress:
@@ -95,7 +99,7 @@ def _wait(args: argparse.Namespace) -> int:
                 break
             time.sleep(_POLL_S)
     _print_status(state)
-    whole = not state.ids("failed", "not submitted") and (args.output_dir / "index.json").exists()
+    whole = len(state.ids("done")) == plan.num_shards and (args.output_dir / INDEX_NAME).exists()
     return 0 if whole else ReadWriteError.exit_code
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from preprocess.shard_format import ShardprepError, id_ranges
 from slurm.job_request import JobRequest
-from slurm.slurm_commands import SlurmRefused, slurm_output
+from slurm.slurm_commands import SlurmRefused, slurm_answer, slurm_output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,16 +35,22 @@ class PartitionLimits:
 
 
 def find_limits(request: JobRequest) -> ClusterLimits:
-    """Ask the controller, and the accounts where there are any. Raises what ``slurm_output`` raises."""
-    config = dict(
-        re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", slurm_output("scontrol", "show", "config"), re.MULTILINE)
-    )
+    """Ask the controller, and the accounts where there are any. Raises what ``slurm_answer`` raises."""
+    config = slurm_answer(_parse_config, "scontrol", "show", "config")
     has_accounting = "slurmdbd" in config.get("AccountingStorageType", "")
     submit_limits: list[tuple[int, str]] = []
     if has_accounting and re.search("limits|qos|safe|all", config.get("AccountingStorageEnforce", "")):
         with contextlib.suppress(ShardprepError):  # the accounts may be down; sbatch itself still decides
             submit_limits = _submit_limits(request)
     return limits_of(config, submit_limits, has_accounting=has_accounting)
+
+
+def _parse_config(text: str) -> dict[str, str]:
+    """Raises ValueError where it is cut short before what is needed of it."""
+    config = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", text, re.MULTILINE))
+    if not re.fullmatch(r"[0-9]{1,10}", config.get("MaxArraySize", "")):
+        raise ValueError("no MaxArraySize")
+    return config
 
 
 def limits_of(
@@ -55,7 +61,7 @@ def limits_of(
     MaxArraySize bounds the *index*. One job is kept back for ``verify``. Raises SlurmRefused where no
     array fits at all.
     """
-    found = [(int(config.get("MaxArraySize", "1001")), "MaxArraySize")]
+    found = [(int(config["MaxArraySize"]), "MaxArraySize")]
     if match := re.search(r"max_array_tasks=(\d+)", config.get("SchedulerParameters", "")):
         found.append((int(match[1]), "max_array_tasks"))
     if config.get("MaxJobCount", "").isdigit():
@@ -76,23 +82,30 @@ def _submit_limits(request: JobRequest) -> list[tuple[int, str]]:
     """How many jobs this user may still submit, by every limit that the accounts name."""
     user = getpass.getuser()
     now = slurm_output("squeue", "--noheader", "--array", f"--user={user}", "--format=%i").count("\n")
-    fields = "account,user,defaultqos,qos,maxsubmitjobs,grpsubmitjobs,defaultaccount"
-    command = ("sacctmgr", "--noheader", "--parsable2", "show")
-    rows = [
-        line.split("|")
-        for line in slurm_output(*command, "assoc", "where", f"user={user}", f"format={fields}").splitlines()
-    ]
+    rows = _accounts("assoc", "account,defaultqos,qos,maxsubmitjobs,grpsubmitjobs", "where", f"user={user}")
     rows = [row for row in rows if request.account in (None, row[0])] or rows
-    limits = [(row[4], f"MaxSubmitJobs of account {row[0]}") for row in rows[:1]]
-    limits += [(row[5], f"GrpSubmitJobs of account {row[0]}") for row in rows[:1]]
-    names = [request.qos] if request.qos else [rows[0][2] or rows[0][3]] if rows else []
-    for line in slurm_output(
-        *command, "qos", "format=name,maxsubmitjobspu,maxsubmitjobspa,grpsubmitjobs"
-    ).splitlines():
-        name, *numbers = line.split("|")
+    limits = [(row[3], f"MaxSubmitJobs of account {row[0]}") for row in rows[:1]]
+    limits += [(row[4], f"GrpSubmitJobs of account {row[0]}") for row in rows[:1]]
+    names = [request.qos] if request.qos else [rows[0][1] or rows[0][2]] if rows else []
+    for name, *numbers in _accounts("qos", "name,maxsubmitjobspu,maxsubmitjobspa,grpsubmitjobs"):
         if name in names:
             limits += [(number, f"submit limit of QOS {name}") for number in numbers]
-    return [(int(number) - now, f"{why} ({number}, {now} in use)") for number, why in limits if number]
+    return [
+        (int(number) - now, f"{why} ({number}, {now} in use)") for number, why in limits if number.isdecimal()
+    ]
+
+
+def _accounts(what: str, fields: str, *where: str) -> list[list[str]]:
+    """Rows of ``sacctmgr show``, a text a field."""
+
+    def parse(text: str) -> list[list[str]]:
+        rows = [line.split("|") for line in text.splitlines()]
+        if any(len(row) != fields.count(",") + 1 for row in rows):
+            raise ValueError(f"a line without {fields}")
+        return rows
+
+    command = ("sacctmgr", "--noheader", "--parsable2", "show", what, *where)
+    return slurm_answer(parse, *command, f"format={fields}")
 
 
 def partition_limits(name: str | None, partitions: str, nodes: str) -> PartitionLimits | None:
@@ -116,8 +129,11 @@ def partition_limits(name: str | None, partitions: str, nodes: str) -> Partition
 def find_partition_limits(request: JobRequest) -> PartitionLimits | None:
     """Ask for the limits of the partition that a request names."""
     partitions = slurm_output("scontrol", "--oneliner", "show", "partition")
-    nodes = slurm_output("sinfo", "--noheader", "--exact", "--format=%R|%m|%c")
-    return partition_limits(request.partition, partitions, nodes)
+
+    def parse(nodes: str) -> PartitionLimits | None:
+        return partition_limits(request.partition, partitions, nodes)
+
+    return slurm_answer(parse, "sinfo", "--noheader", "--exact", "--format=%R|%m|%c")
 
 
 def minutes_of(text: str) -> int | None:

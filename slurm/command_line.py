@@ -8,12 +8,16 @@ import os
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from preprocess.flags import check_command, parse_command, underscored
 from slurm.job_request import HELP, JobRequest
 from slurm.slurm_commands import REQUEST_VARIABLES
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The parsed command line. A request's flags are absent unless given."""
+    """The parsed command line. A request's flags are absent unless given.
+
+    Raises UsageError for an unknown command.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m slurm", description="Make a planned data set's shards with a Slurm job array."
     )
@@ -45,17 +49,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
     status.add_argument("--watch", action="store_true", help="repeat until nothing is queued")
     status.add_argument("--json", action="store_true", help="for programs")
     add("cancel", "cancel every job of this data set that waits or runs")
-    return parser.parse_args(_joined(argv))
+    words = _words(argv)
+    if words and not words[0].startswith("-"):
+        check_command(words[0], list(commands.choices))
+    return parse_command(parser, commands, words)
 
 
-def _joined(argv: list[str]) -> list[str]:
-    """``--sbatch_args --no-requeue`` as one word: argparse takes a value that begins with -- for a flag."""
+def _words(argv: list[str]) -> list[str]:
+    """Flags with underscores; ``--sbatch_args --no-requeue`` as one word, else argparse finds two flags."""
     words: list[str] = []
     for word in argv:
-        if words and words[-1] in ("--sbatch_args", "--sbatch-args", "--worker_args", "--worker-args"):
+        if words and words[-1] in ("--sbatch_args", "--worker_args"):
             words[-1] += f"={word}"
         else:
-            words.append(word)
+            words.append(underscored(word))
     return words
 
 
@@ -74,8 +81,6 @@ def _add_request(parser: argparse.ArgumentParser) -> None:
     for item in dataclasses.fields(JobRequest):
         parser.add_argument(
             f"--{item.name}",
-            f"--{item.name.replace('_', '-')}",
-            dest=item.name,
             type=kinds.get(hints[item.name], str),
             default=argparse.SUPPRESS,
             help=HELP[item.name],

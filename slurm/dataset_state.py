@@ -6,15 +6,16 @@ One listing of the folder, no stat a shard: 10,000 shards take a listing of some
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from preprocess.shard_format import NotFound, shard_name
+from preprocess.shard_format import NotFound, ReadWriteError, shard_name
 from preprocess.shard_plan import Plan
 from slurm.failure_causes import cause_of, last_lines, log_path, log_tail, node_of
+from slurm.slurm_commands import SlurmAway
 from slurm.squeue_sacct import RUNNING, WAITING, TaskRun, account_runs, queued_runs, runs_by_task
 from slurm.submission import JobArray, Submission, read_submissions
 
@@ -76,14 +77,27 @@ def is_live(run: TaskRun) -> bool:
     return run.state in WAITING or run.state in RUNNING
 
 
-def find_state(folder: Path, plan: Plan) -> DatasetState:
-    """Join listing, submissions, squeue, accounts and logs. Raises what reading them gives reason for."""
+def find_state(
+    folder: Path, plan: Plan, *, if_away: Callable[[SlurmAway], None] | None = None
+) -> DatasetState:
+    """Join listing, submissions, squeue, accounts and logs. Raises what reading them gives reason for.
+
+    With ``if_away`` nothing is raised where Slurm gives no answer: it is told, and the queue is taken
+    for empty.
+    """
     submissions = read_submissions(folder)
-    job_ids = [job_id for submission in submissions for job_id in submission.job_ids]
+    jobs = [job for submission in submissions for job in submission.jobs]
     with ThreadPoolExecutor(2) as pool:  # two servers of Slurm's, asked at once
-        accounts, queue = pool.submit(account_runs, job_ids), pool.submit(queued_runs, job_ids)
+        accounts, queue = pool.submit(account_runs, jobs), pool.submit(queued_runs, jobs)
         done = done_shards(folder, plan)
-        runs = runs_by_task(accounts.result(), queue.result())
+        try:
+            queued = queue.result()
+        except SlurmAway as error:
+            if if_away is None:
+                raise
+            if_away(error)
+            queued = []
+        runs = runs_by_task(accounts.result(), queued)
     return DatasetState(
         folder=folder,
         plan=plan,
@@ -101,6 +115,11 @@ def done_shards(folder: Path, plan: Plan) -> set[int]:
         names = set(os.listdir(folder))  # noqa: PTH208 - names alone, a Path each would double the time
     except FileNotFoundError:
         raise NotFound(f"{folder} is no data set: there is no such folder") from None
+    except OSError as error:
+        raise ReadWriteError(
+            f"{folder} cannot be listed ({error.strerror}), so what is done is not known; it must be a "
+            "folder that you can read"
+        ) from None
     suffixes = (".json", ".tar", ".idx")
     return {
         shard_id

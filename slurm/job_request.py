@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 from dataclasses import dataclass, field
+from typing import Any, get_type_hints
 
 from preprocess.shard_format import UsageError
 
@@ -22,6 +24,9 @@ _OURS = (
     "--hold",
     "-H",
 )
+
+
+_MOST = 10**9  # of CPUs, GB, minutes, tasks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,17 +54,15 @@ class JobRequest:
     )
 
     def __post_init__(self) -> None:
-        for name in ("cpus_per_task", "mem_gb", "time_min", "max_parallel"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise UsageError(f"--{name} is {value}, expected more than 0")
+        for name, hint in get_type_hints(JobRequest).items():
+            _check_value(name, getattr(self, name), hint)
         for name in ("sbatch_args", "worker_args"):
             try:
                 shlex.split(getattr(self, name))
             except ValueError as error:
                 raise UsageError(f"--{name} {getattr(self, name)!r} cannot be split: {error}") from None
         for word in shlex.split(self.sbatch_args):
-            if word.partition("=")[0] in _OURS:
+            if word.partition("=")[0] in _OURS or re.match(r"-[JaodH]", word):
                 raise UsageError(f"--sbatch_args has {word}, which submit sets itself; leave it out")
 
     def sbatch_options(self) -> list[str]:
@@ -80,6 +83,19 @@ class JobRequest:
     def changed(self, **changes: object) -> JobRequest:
         """A copy with other values."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+def _check_value(name: str, value: object, hint: Any) -> None:
+    """Raises UsageError for a value of another type (of a file, say), or a number that no job can have."""
+    kind = hint | int if hint == float | None else hint
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise UsageError(f"--{name} is {value!r:.60}, expected {getattr(hint, '__name__', hint)}")
+    if isinstance(value, int | float) and not 0 < value <= _MOST:
+        raise UsageError(f"--{name} is {value}, expected more than 0 and at most {_MOST}")
+    if isinstance(value, str) and (found := re.search(r"[\x00-\x1f\x7f]|[\ud800-\udfff]", value)):
+        raise UsageError(
+            f"--{name} is {value!r:.200}, and {found[0]!r} cannot stand in a job script; leave it out"
+        )
 
 
 HELP = {item.name: str(item.metadata["help"]) for item in dataclasses.fields(JobRequest)}

@@ -87,7 +87,8 @@ read -ra srun_args <<<"${SHARDPREP_SRUN_ARGS:-}"
 read -ra container <<<"${SHARDPREP_EXEC:-}"
 
 # These two run where the worker will: inside srun, and inside the container. Some 20 ms; the specs are only
-# looked up, and nothing is imported. No f-strings: an old Python must be able to read its own refusal.
+# looked up, and nothing is imported. No f-strings: an old Python must be able to read its own refusal. The
+# current folder is looked into last: it may have a preprocess.py, or a random.py, of its own.
 # shellcheck disable=SC2016  # srun's shell expands them
 launch='python=$1 check=$2; shift 2
 [ -n "$python" ] || python=$(command -v python || command -v python3) || python=python3
@@ -95,7 +96,9 @@ command -v "$python" >/dev/null || {
   echo "shardprep: node ${SLURMD_NODENAME:-$(uname -n)}: no $python here;" \
     "set SHARDPREP_PYTHON, or SHARDPREP_SETUP to a file that activates its environment" >&2; exit 2; }
 exec "$python" -c "$check" "$@"'
-check='import os, platform, sys
+check='import sys
+sys.path.sort(key=lambda place: place == "")
+import os, platform
 def refuse(why):
     node = os.environ.get("SLURMD_NODENAME") or platform.node()
     facts = (node, sys.executable, platform.python_version(), why)
@@ -111,11 +114,13 @@ if found is None:
     refuse("cannot import the package preprocess" + remedy)
 if not found.submodule_search_locations or not find_spec("preprocess.shard_format"):
     where = found.origin or list(found.submodule_search_locations)[0]
-    refuse("finds %s in place of the package preprocess; rename it, or submit from another folder" % where)
+    refuse("finds %s in place of the package preprocess; rename it" % where + remedy)
 missing = [name for name in ("numpy", "orjson", "tokenizers", "tqdm") if not find_spec(name)]
 if missing:
     refuse("cannot import " + ", ".join(missing) + remedy)
-os.execv(sys.executable, [sys.executable, "-m", "preprocess"] + sys.argv[1:])'
+run = """import sys; sys.path.sort(key=lambda place: place == ""); import runpy
+runpy.run_module("preprocess", run_name="__main__", alter_sys=True)"""
+os.execv(sys.executable, [sys.executable, "-c", run] + sys.argv[1:])'
 
 # srun does not inherit --cpus-per-task. --export=ALL: also after `sbatch --export=NONE`.
 srun --ntasks=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL ${srun_args[@]+"${srun_args[@]}"} \

@@ -8,9 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import orjson
-
-from preprocess.shard_format import manifest_path
+from preprocess.shard_format import BrokenShard, manifest_path
+from slurm.checked_json import Fields, read_json
 
 _NUM_THREADS = 8  # opening a file on Lustre is a wait for its server
 
@@ -40,7 +39,7 @@ class ShardRun:
 
 
 def read_shard_runs(folder: Path, shard_ids: Sequence[int]) -> list[ShardRun]:
-    """One read a manifest, eight at once; a manifest that went away meanwhile is left out."""
+    """One read a manifest, eight at once; one that went away, or is none, is left out: verify names it."""
 
     def read_part(part: Sequence[int]) -> list[ShardRun]:
         return [run for shard_id in part if (run := _read(folder, shard_id))]
@@ -53,22 +52,23 @@ def read_shard_runs(folder: Path, shard_ids: Sequence[int]) -> list[ShardRun]:
 
 
 def _read(folder: Path, shard_id: int) -> ShardRun | None:
+    path = manifest_path(folder, shard_id)
     try:
-        data = orjson.loads(manifest_path(folder, shard_id).read_bytes())
-        run, counts = data["run"], data["counts"]
+        data = Fields(path, read_json(path))
+        run, counts = data.inner("run"), data.inner("counts")
         return ShardRun(
             shard_id=shard_id,
-            plan_id=data["spec"]["plan_id"],
-            num_tokens=counts["num_tokens"],
-            input_bytes=counts["input_bytes"],
-            node=run.get("host", ""),
-            began=run.get("began", 0.0),
-            wall_s=run.get("wall_s", 0.0),
-            cpu_s=run.get("cpu_s", 0.0),
-            num_cpus=run.get("num_cpus", 1),
-            max_rss_bytes=run.get("max_rss_bytes", 0),
+            plan_id=data.inner("spec").text("plan_id"),
+            num_tokens=counts.integer("num_tokens"),
+            input_bytes=counts.integer("input_bytes"),
+            node=run.text("host"),
+            began=run.number("began"),
+            wall_s=run.number("wall_s"),
+            cpu_s=run.number("cpu_s"),
+            num_cpus=run.integer("num_cpus", at_least=1),
+            max_rss_bytes=run.integer("max_rss_bytes"),
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, BrokenShard):
         return None
 
 

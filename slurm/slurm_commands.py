@@ -3,48 +3,91 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
+from collections.abc import Callable
+from typing import TypeVar
 
 from preprocess.shard_format import NotFound, ReadWriteError, UsageError
+
+T = TypeVar("T")
 
 
 class SlurmRefused(UsageError):
     """Slurm will not run this as it was asked for; its own words are in the message."""
 
 
+class SlurmAway(ReadWriteError):
+    """Slurm gives no answer: its controller is down or slow, or cannot be reached from here."""
+
+
+class SlurmMissing(SlurmAway):
+    """Slurm's commands are not installed here."""
+
+    exit_code = NotFound.exit_code
+
+
+# Slurm's own words for a controller that is down, too slow, or not configured here.
+_AWAY = re.compile(
+    r"contact slurm controller|timed out|configuration source|Zero Bytes|connection fail|"
+    r"Munge|authentication",
+    re.IGNORECASE,
+)
+
+
+def slurm_answer(parse: Callable[[str], T], *command: str) -> T:
+    """What ``parse`` makes of a Slurm command's output.
+
+    Raises what ``slurm_output`` raises, and ReadWriteError where the output is cut short or unknown to it.
+    """
+    text = slurm_output(*command)
+    try:
+        return parse(text)
+    except (ValueError, LookupError, TypeError, ArithmeticError) as error:
+        raise ReadWriteError(
+            f"{' '.join(command[:3])} answered what cannot be read ({error}), beginning with "
+            f"{text[:80]!r}; try again, and see whether {command[0]} itself answers: {command[0]} --version"
+        ) from None
+
+
 def slurm_output(*command: str, text: str | None = None) -> str:
     """Standard output of a Slurm command; ``text`` is its input.
 
-    Raises SlurmRefused with Slurm's words where it ends with an error, NotFound where it is not installed,
-    ReadWriteError where it does not answer within two minutes.
+    Raises SlurmRefused with Slurm's words where it ends with an error, SlurmMissing where it is not
+    installed, SlurmAway where the controller cannot be reached or does not answer within two minutes.
     """
     try:
         done = subprocess.run(
             command,
             input=text,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             check=False,
             timeout=120,
             env=_environ(),
         )
-    except FileNotFoundError:
-        raise NotFound(
-            f"{command[0]} is not installed here; run this on a login node of the cluster, or without one: "
-            "python -m preprocess run O"
+    except OSError as error:
+        raise SlurmMissing(
+            f"{command[0]} cannot be run here ({error.strerror}); run this on a login node of the cluster, "
+            "or without one: python -m preprocess run O"
         ) from None
     except subprocess.TimeoutExpired:
-        raise ReadWriteError(
+        raise SlurmAway(
             f"{command[0]} did not answer within 120 s; is the controller up? scontrol ping"
         ) from None
     if done.returncode:
-        raise SlurmRefused(f"{command[0]} refuses: {' '.join((done.stderr or done.stdout).split())}")
+        words = " ".join((done.stderr or done.stdout).split())
+        if _AWAY.search(words):
+            raise SlurmAway(f"{command[0]} gets no answer: {words}; is the controller up? scontrol ping")
+        raise SlurmRefused(f"{command[0]} refuses: {words}")
     return done.stdout
 
 
 # sbatch's variables beat the script's own #SBATCH lines; JobRequest has read those that users set.
 _DROPPED = (
     "SQUEUE_",
+    "SBATCH_JOB_NAME",
     "SACCT_",
     "SBATCH_ARRAY",
     "SBATCH_OUTPUT",

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from preprocess.shard_format import ShardprepError
-from slurm.sbatch_script import JOB_NAME
-from slurm.slurm_commands import slurm_output
-from slurm.submission import ids_of_ranges
+from slurm.slurm_commands import slurm_answer
+from slurm.submission import JobIdentity, ids_of_ranges
 
 WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"})
 RUNNING = frozenset({"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "STAGE_OUT", "RESIZING", "SIGNALING"})
@@ -23,10 +22,20 @@ _QUEUE_FIELDS = (
     "NodeList",
     "TimeUsed",
     "JobID",
-    "Name",
+    "UserName",
+    "Name",  # last: it alone may hold a "|"
 )
 _ACCOUNT_FIELDS = (
-    "JobID,State,ExitCode,DerivedExitCode,NodeList,ElapsedRaw,TotalCPU,AllocCPUS,MaxRSS,ReqMem,TimelimitRaw"
+    "JobID",
+    "State",
+    "ExitCode",
+    "NodeList",
+    "ElapsedRaw",
+    "TotalCPU",
+    "AllocCPUS",
+    "MaxRSS",
+    "User",
+    "JobName",  # last: it alone may hold a "|"
 )
 
 
@@ -34,7 +43,7 @@ _ACCOUNT_FIELDS = (
 class TaskRun:
     """One run of one array task. A requeued task has several."""
 
-    job_id: str
+    identity: JobIdentity
     index: int  # 0 for a job that is no array
     state: str  # Slurm's: RUNNING, FAILED, OUT_OF_MEMORY, ...
     reason: str = ""
@@ -46,46 +55,52 @@ class TaskRun:
     max_rss_bytes: int = 0
 
     @property
+    def job_id(self) -> str:
+        return self.identity.job_id
+
+    @property
     def key(self) -> tuple[str, int]:
         return self.job_id, self.index
 
 
-def queued_runs(job_ids: Sequence[str]) -> list[TaskRun]:
+def queued_runs(jobs: Iterable[JobIdentity]) -> list[TaskRun]:
     """What squeue still shows of these jobs: what waits and runs, and what ended some minutes ago.
 
-    Only jobs of our name: a controller that was set up anew gives old numbers to other people's jobs.
+    Only under their own name and user: a controller that was set up anew gives old numbers to other jobs.
+    Raises what ``slurm_answer`` raises.
     """
-    if not job_ids:
+    wanted = set(jobs)
+    if not wanted:
         return []
+    job_ids = sorted({job.job_id for job in wanted}, key=int)
     fields = ",".join(f"{name}:|" for name in _QUEUE_FIELDS)
     try:
         # Two ids at least: asked for a single one that it has forgotten, squeue ends with an error.
         ids = ",".join(job_ids if len(job_ids) > 1 else [*job_ids, "1"])
-        text = slurm_output(
-            "squeue", "--noheader", "--array", "--states=all", f"--jobs={ids}", "--Format", fields
-        )
+        options = ("--noheader", "--array", "--states=all", f"--jobs={ids}", "--Format", fields)
+        runs = slurm_answer(parse_queue, "squeue", *options)
     except ShardprepError as error:
         if "Invalid job id" in str(error):
             return []
         raise
-    wanted = set(job_ids)
-    return [run for run in parse_queue(text) if run.job_id in wanted]
+    return [run for run in runs if run.identity in wanted]
 
 
 def parse_queue(text: str) -> list[TaskRun]:
-    """squeue's lines -> runs; a line of tasks that wait together becomes one each."""
+    """squeue's lines -> runs; a line of tasks that wait together becomes one each.
+
+    Raises ValueError for a line that is cut short or no such line.
+    """
     runs = []
     for line in text.splitlines():
-        values = dict(zip(_QUEUE_FIELDS, line.split("|"), strict=False))
-        if not values["Name"].startswith(JOB_NAME):
-            continue
-        status = int(values["exit_code"] or 0)  # as wait() gives it
+        values = _values(_QUEUE_FIELDS, line.removesuffix("|"))
+        job_id = values["JobID"] if values["ArrayTaskID"] == "N/A" else values["ArrayJobID"]
         run = TaskRun(
-            job_id=values["JobID"] if values["ArrayTaskID"] == "N/A" else values["ArrayJobID"],
+            identity=JobIdentity(job_id=_job_id(job_id), name=values["Name"], user=values["UserName"]),
             index=0,
             state=values["State"],
             reason=values["Reason"],
-            exit_code=(status >> 8) or (status & 0x7F and 128 + (status & 0x7F)),
+            exit_code=_exit_code(values["exit_code"]),
             node=values["NodeList"],
             elapsed_s=seconds_of(values["TimeUsed"]),
         )
@@ -93,25 +108,53 @@ def parse_queue(text: str) -> list[TaskRun]:
     return runs
 
 
-def account_runs(job_ids: Sequence[str]) -> list[TaskRun]:
+def _values(names: Sequence[str], line: str) -> dict[str, str]:
+    values = line.split("|", len(names) - 1)
+    if len(values) != len(names):
+        raise ValueError(f"{len(values)} of {len(names)} fields in {line[:200]!r}")
+    return dict(zip(names, values, strict=True))
+
+
+def _job_id(text: str) -> str:
+    if not re.fullmatch(r"[0-9]{1,10}", text):
+        raise ValueError(f"a job id of {text[:40]!r}")
+    return text
+
+
+def _exit_code(text: str) -> int:
+    """A shell's exit code, of ``65:0`` (squeue from 23.02 on, and sacct) or ``16640`` (as wait() has it)."""
+    match = re.fullmatch(r"([0-9]{0,10})(?::([0-9]{1,3}))?", text)
+    if not match:
+        raise ValueError(f"an exit code of {text[:40]!r}")
+    code, killed_by = int(match[1] or 0), int(match[2] or 0)
+    if match[2] is None:
+        code, killed_by = code >> 8, code & 0x7F
+    return code or (128 + killed_by if killed_by else 0)
+
+
+def account_runs(jobs: Iterable[JobIdentity]) -> list[TaskRun]:
     """What the accounts keep of these jobs, earlier runs of requeued tasks first. [] without accounting."""
-    if not job_ids:
+    wanted = set(jobs)
+    if not wanted:
         return []
-    command = ("sacct", "--duplicates", "--noheader", "--parsable2", f"--jobs={','.join(job_ids)}")
+    job_ids = ",".join(sorted({job.job_id for job in wanted}, key=int))
+    options = ("--duplicates", "--noheader", "--parsable2", f"--jobs={job_ids}")
     try:
-        return parse_accounts(slurm_output(*command, f"--format={_ACCOUNT_FIELDS}"))
+        runs = slurm_answer(parse_accounts, "sacct", *options, f"--format={','.join(_ACCOUNT_FIELDS)}")
     except ShardprepError:  # 'Slurm accounting storage is disabled', or its server is away
         return []
+    return [run for run in runs if run.identity in wanted]
 
 
 def parse_accounts(text: str) -> list[TaskRun]:
     """sacct's lines -> runs. Steps come after their job: they add memory, and the truth of an OOM.
 
     A step that ran out of memory under a script that went on leaves the job FAILED, even COMPLETED.
+    Raises ValueError for a line that is cut short or no such line.
     """
     runs: list[TaskRun] = []
     for line in text.splitlines():
-        values = dict(zip(_ACCOUNT_FIELDS.split(","), line.split("|"), strict=False))
+        values = _values(_ACCOUNT_FIELDS, line)
         job, _, step = values["JobID"].partition(".")
         state = values["State"].split(" ")[0]
         rss = bytes_of(values["MaxRSS"])
@@ -122,12 +165,11 @@ def parse_accounts(text: str) -> list[TaskRun]:
                 runs[-1] = dataclasses.replace(runs[-1], state=state)
             continue
         job_id, _, indices = job.partition("_")
-        first, _, killed_by = values["ExitCode"].partition(":")
         run = TaskRun(
-            job_id=job_id,
+            identity=JobIdentity(job_id=_job_id(job_id), name=values["JobName"], user=values["User"]),
             index=0,
             state=state,
-            exit_code=int(first or 0) or (128 + int(killed_by) if killed_by not in ("", "0") else 0),
+            exit_code=_exit_code(values["ExitCode"]),
             node=values["NodeList"],
             elapsed_s=int(values["ElapsedRaw"] or 0),
             cpu_s=float(seconds_of(values["TotalCPU"])),
@@ -169,7 +211,10 @@ def _indices(text: str) -> list[int]:
     if text in ("", "N/A"):
         return [0]
     parts = text.strip("[]").partition("%")[0].split(",")
-    return [index for part in parts if re.fullmatch(r"\d+(-\d+)?", part) for index in ids_of_ranges(part)]
+    whole = [
+        part for part in parts if re.fullmatch(r"[0-9]{1,5}(-[0-9]{1,5})?", part)
+    ]  # none of ours is longer
+    return ids_of_ranges(",".join(whole)) if whole else []
 
 
 def seconds_of(text: str) -> int:

@@ -26,7 +26,14 @@ def submit_with_submitit(output_dir: str | Path, executor: Any, *, shards_per_ta
     return jobs
 
 
+# ``python -m preprocess``, but with the current folder last: it may have a preprocess.py of its own.
+_WORKER = (
+    "import sys; sys.path.sort(key=lambda place: place == ''); import runpy; "
+    "runpy.run_module('preprocess', run_name='__main__', alter_sys=True)"
+)
+
+
 def make_shards(folder: str, shards: str) -> int:
     """Body of a job: a process of its own, so that nothing of submitit's is in the worker."""
-    command = [sys.executable, "-m", "preprocess", "run", folder, "--shards", shards]
+    command = [sys.executable, "-c", _WORKER, "run", folder, "--shards", shards]
     return subprocess.run(command, check=False).returncode

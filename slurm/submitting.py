@@ -11,79 +11,129 @@ from pathlib import Path
 from typing import Any
 
 from preprocess.shard_format import NotFound, UsageError, id_ranges
-from slurm.cluster_limits import find_limits, find_partition_limits, tasks_of_shards
+from slurm.cluster_limits import ClusterLimits, find_limits, find_partition_limits, tasks_of_shards
 from slurm.dataset_state import DatasetState, ShardState, find_state
 from slurm.failure_causes import BAD_INPUT, NODE_FAIL, OUT_OF_MEMORY, TIMEOUT
 from slurm.job_request import JobRequest
 from slurm.preflight import check_folder, check_request
 from slurm.sbatch_script import array_script, prep_script, settings_of, verify_script
-from slurm.submission import Submission, submit_arrays
+from slurm.slurm_commands import SlurmAway
+from slurm.submission import ArrayToSend, Submission, submit_arrays
 
 Group = tuple[JobRequest, list[int]]  # shards that are asked for in the same way
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sending:
-    """What one command is about to send: scripts to look at, and the call that sends them."""
+    """What one command is about to send, rendered once: to look at, or to send as it is."""
 
-    scripts: list[str]
-    shard_ids: list[int]
-    send: Callable[[], Submission]
+    state: DatasetState
+    arrays: list[ArrayToSend]
+    verify: str  # script of the verify job
+    cluster: str
+
+    @property
+    def scripts(self) -> list[str]:
+        return [*(array.script for array in self.arrays), self.verify]
+
+    def send(self) -> Submission:
+        """Submit it. Raises what ``submit_arrays`` raises."""
+        state = self.state
+        return submit_arrays(
+            state.folder,
+            state.plan,
+            self.arrays,
+            self.verify,
+            cluster=self.cluster,
+            wait_for=[job_id for job_id in state.live_job_ids() if not _is_verify(state, job_id)],
+        )
 
 
 def prepare_submit(
-    folder: Path, request: JobRequest, shards_per_task: int | None, say: Callable[[str], None]
+    folder: Path,
+    request: JobRequest,
+    shards_per_task: int | None,
+    say: Callable[[str], None],
+    *,
+    dry_run: bool = False,
 ) -> tuple[DatasetState, Sending | None]:
-    """Check everything and choose the missing shards that are not queued; None where there are none."""
+    """Check everything and choose the missing shards that are not queued; None where there are none.
+
+    A dry run only says so where Slurm gives no answer, and goes on without what Slurm would know.
+    """
     plan = check_folder(folder, request, say)
-    state = find_state(folder, plan)
+    state = find_state(folder, plan, if_away=_warn(say) if dry_run else None)
     if queued := state.ids("running", "pending"):
         say(f"{len(queued)} shards wait or run already: {id_ranges(queued)}")
     missing = state.ids("failed", "not submitted")
     if not missing:
         return state, None
-    return state, prepare(state, [(request, missing)], shards_per_task, say)
+    return state, prepare(state, [(request, missing)], shards_per_task, say, dry_run=dry_run)
 
 
 def prepare(
-    state: DatasetState, groups: Sequence[Group], shards_per_task: int | None, say: Callable[[str], None]
+    state: DatasetState,
+    groups: Sequence[Group],
+    shards_per_task: int | None,
+    say: Callable[[str], None],
+    *,
+    dry_run: bool = False,
 ) -> Sending:
     """Preflight of every group against the site. Writes and submits nothing."""
-    folder, body = state.folder, prep_script()
-    arrays: list[tuple[JobRequest, list[str]]] = []
-    scripts: list[str] = []
-    limits = None
+    if_away = _warn(say) if dry_run else None
+    body, plan_id = prep_script(), state.plan.plan_id
+    arrays: list[ArrayToSend] = []
+    cluster = ""
     for request, shard_ids in groups:
-        limits = find_limits(request)
-        # MaxArraySize bounds each array, every other limit all of them together
-        most = limits.max_tasks if limits.why == "MaxArraySize" else limits.max_tasks // len(groups)
-        tasks = tasks_of_shards(shard_ids, max(1, most), shards_per_task)
-        if len(tasks) < -(-len(shard_ids) // (shards_per_task or 1)):
-            say(
-                f"{len(shard_ids)} shards become {len(tasks)} tasks of up to "
-                f"{-(-len(shard_ids) // len(tasks))} shards each, because of {limits.why}"
-            )
+        limits = _limits(request, if_away)
+        tasks = _tasks(shard_ids, limits, len(groups), shards_per_task, say)
         settings = settings_of(request, os.environ, sys.executable)
-        script = array_script(folder, tasks, request, settings=settings, body=body)
-        check_request(request, script)
-        scripts.append(script)
-        arrays.append((request, tasks))
-    assert limits is not None
-    cluster, verify_settings = limits.cluster, settings_of(groups[0][0], os.environ, sys.executable)
-    scripts.append(verify_script(folder, groups[0][0], settings=verify_settings, body=body))
+        script = array_script(state.folder, plan_id, tasks, request, settings=settings, body=body)
+        if limits:
+            cluster = limits.cluster
+            check_request(request, script)
+        arrays.append(ArrayToSend(request=request, tasks=tasks, script=script))
+    first = groups[0][0]
+    settings = settings_of(first, os.environ, sys.executable)
+    verify = verify_script(state.folder, plan_id, first, settings=settings, body=body)
+    return Sending(state=state, arrays=arrays, verify=verify, cluster=cluster)
 
-    def send() -> Submission:
-        return submit_arrays(
-            folder,
-            state.plan,
-            arrays,
-            settings=verify_settings,
-            body=body,
-            cluster=cluster,
-            wait_for=[job_id for job_id in state.live_job_ids() if not _is_verify(state, job_id)],
+
+def _limits(request: JobRequest, if_away: Callable[[SlurmAway], None] | None) -> ClusterLimits | None:
+    """The site's limits; None where Slurm gives no answer and ``if_away`` was told so."""
+    try:
+        return find_limits(request)
+    except SlurmAway as error:
+        if if_away is None:
+            raise
+        if_away(error)
+        return None
+
+
+def _warn(say: Callable[[str], None]) -> Callable[[SlurmAway], None]:
+    return lambda error: say(
+        f"warning: {error}. What is queued, and what this site allows, is left out of this dry run"
+    )
+
+
+def _tasks(
+    shard_ids: Sequence[int],
+    limits: ClusterLimits | None,
+    num_groups: int,
+    shards_per_task: int | None,
+    say: Callable[[str], None],
+) -> list[str]:
+    if limits is None:
+        return tasks_of_shards(shard_ids, len(shard_ids), shards_per_task)
+    # MaxArraySize bounds each array, every other limit all of them together
+    most = limits.max_tasks if limits.why == "MaxArraySize" else limits.max_tasks // num_groups
+    tasks = tasks_of_shards(shard_ids, max(1, most), shards_per_task)
+    if len(tasks) < -(-len(shard_ids) // (shards_per_task or 1)):
+        say(
+            f"{len(shard_ids)} shards become {len(tasks)} tasks of up to "
+            f"{-(-len(shard_ids) // len(tasks))} shards each, because of {limits.why}"
         )
-
-    return Sending(scripts=scripts, shard_ids=sorted(i for _, ids in groups for i in ids), send=send)
+    return tasks
 
 
 def prepare_retry(

@@ -31,7 +31,7 @@
 set -euo pipefail
 
 say() { echo "train_ddp: job ${SLURM_JOB_ID:-none}, run ${SLURM_RESTART_COUNT:-0}: $*" >&2; }
-if (($# < 3)) || [[ -z ${SLURM_JOB_ID:-} ]]; then
+if (($# < 3)) || [[ -z ${SLURM_JOB_ID:-} || $3 = -* ]]; then
   say "type: sbatch --nodes=2 slurm/train_ddp.sh PROGRAM.py DATA CHECKPOINTS [flags]"
   exit 2
 fi

@@ -114,6 +114,8 @@ CONF
       printf '%s\n' CgroupAutomount=yes ConstrainRAMSpace=yes ConstrainSwapSpace=no >"$dir/cgroup.conf"
     else
       printf '%s\n' ProctrackType=proctrack/linuxproc TaskPlugin=task/none JobAcctGatherParams=OverMemoryKill
+      # from 23.11 on slurmd begins with cgroups unless told not to; an older one knows no such word
+      [[ $(slurmd -V) < "slurm-wlm 23.11" ]] || echo CgroupPlugin=disabled >"$dir/cgroup.conf"
     fi
     if [[ $accounting = 1 ]]; then
       printf '%s\n' AccountingStorageType=accounting_storage/slurmdbd AccountingStorageHost=127.0.0.1 \

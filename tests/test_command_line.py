@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import loader.__main__
+import lustre.__main__
 from preprocess.byte_sizes import parse_size
 from preprocess.command_line import given_options, num_processes, parse, parse_ids
 from preprocess.config import PrepConfig
 from preprocess.plan_of_task import array_note
 from preprocess.shard_format import UsageError
+from slurm.command_line import parse as slurm_parse
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -29,6 +34,87 @@ def test_dashes_and_underscores_in_a_flag_are_the_same() -> None:
         assert given_options(args) == {
             "output_dir": Path("/a-b_c"), "keep_text": False, "seq_len": 8, "input_dir": Path("x")
         }  # fmt: skip
+
+
+# Flags of several words of every command of every package, each once with its value.
+FLAGS = [
+    "preprocess verify O --fast", "preprocess plan --num_shards=2 --max_bad_fraction=1",
+    "preprocess run O --num_proc=2 --memory_gb=1 --writer_batch_size=2",
+    "preprocess train_tokenizer --input_dir=x --vocab_size=600 --output_dir=T",
+    "preprocess --shard_id=0 --no-keep_text",
+    "slurm submit O --dry_run --cpus_per_task=2 --mem_gb=1 --time_min=3",
+    "slurm retry O --max_attempts=2 --shards_per_task=2 --max_parallel=3", "slurm status O --json",
+    "lustre show O --shard_bytes=2G --num_shards=3 --num_readers=4", "lustre apply O --dry_run",
+    "loader O --batch_size=2 --num_workers=0 --model_id=m --max_length=3",
+    "loader stage O --to=D --limit_bytes=1G --world_size=2 --batch_size=3 --no-shuffle",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", FLAGS)
+def test_every_command_takes_dashes_for_underscores(line: str) -> None:
+    package, *words = line.split()
+    read = {"preprocess": parse, "slurm": slurm_parse, "lustre": lustre_words, "loader": loader_words}[
+        package
+    ]
+    dashed = [re.sub(r"^--[a-z_]+", lambda flag: flag[0].replace("_", "-"), word) for word in words]
+    assert dashed != words or not any("_" in word for word in words)
+    assert read(dashed) == read(words)
+
+
+def lustre_words(argv: list[str]) -> Any:
+    """What ``lustre`` makes of its words, without asking lfs."""
+    with pytest.MonkeyPatch.context() as patch:
+        seen: list[argparse.Namespace] = []
+        for name in ("show", "apply"):
+            patch.setattr(lustre.__main__, name, lambda args: seen.append(args) or [])
+        assert lustre.__main__.main(argv) == 0
+    return {name: value for name, value in vars(seen[0]).items() if name != "run"}
+
+
+def loader_words(argv: list[str]) -> Any:
+    """What ``loader`` hands to the command that it runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        seen: list[Any] = []
+        patch.setattr(loader.__main__, "_print_batch", lambda **options: seen.append(options))
+        patch.setattr(loader.__main__, "stage", lambda words, say: seen.append(words) or 0)
+        assert loader.__main__.main(argv) == 0
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (parse, ["verify", "O", "--quick"]),
+        (parse, ["run", "O", "--num_shards", "3"]),
+        (slurm_parse, ["status", "O", "--partition", "cpu"]),
+        (slurm_parse, ["cancel", "O", "--all"]),
+        (lustre.__main__.main, ["show", "O", "--dry_run"]),
+    ],
+)
+def test_an_unknown_flag_prints_the_usage_of_its_own_command(
+    command: Callable[[list[str]], object], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ending:
+        command(words)
+    assert ending.value.code == 2
+    said = capsys.readouterr().err
+    assert re.match(rf"usage: python -m \w+ {words[0]} \[-h\]", said)
+    assert f"unrecognized arguments: {words[2]}" in said
+
+
+def test_an_unknown_command_of_slurm_is_told_what_was_meant() -> None:
+    with pytest.raises(
+        UsageError, match=r"no command 'statsu'; did you mean status\? commands: submit, retry"
+    ):
+        slurm_parse(["statsu", "O"])
+
+
+def test_a_flag_stands_once_in_the_help_of_submit(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        slurm_parse(["submit", "--help"])
+    text = capsys.readouterr().out
+    assert text.count("--cpus_per_task CPUS_PER_TASK") == 2, "in the usage and in the list"
+    assert "--cpus-per-task" not in text
 
 
 def test_what_the_user_did_not_give_is_not_among_the_given() -> None:
@@ -92,7 +178,8 @@ def test_the_environment_gives_the_number_of_processes(monkeypatch: pytest.Monke
         (["plan", "--num_shards", "2", "--shard_bytes", "1M"], "not allowed with"),
         (["plan", "--record", "rows"], "invalid choice"),
         (["plan", "--encodeing", "utf-8"], "unrecognized arguments: --encodeing"),
-        (["frobnicate"], "unrecognized arguments|--shard_id"),
+        (["veriy", "DATA"], "there is no command 'veriy'; did you mean verify? commands: plan, run, verify,"),
+        (["frobnicate"], "there is no command 'frobnicate'; commands: plan, run, verify, train_tokenizer"),
     ],
     ids=str,
 )

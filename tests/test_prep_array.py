@@ -179,10 +179,11 @@ def test_the_plain_form_makes_shards_0_to_9_and_leaves_only_logs(desk: Desk) -> 
 
 
 def test_folder_and_flags_reach_the_worker_as_they_were_typed(desk: Desk) -> None:
-    job = desk.sbatch("--array=3,5", "-c1", args=("my data", "--input_dir", "한글 $HOME", "--doc", ""))
+    args = ("my data' $(touch INJECTED)", "--input_dir", "한글 $HOME `touch INJECTED`; touch INJECTED", "")
+    job = desk.sbatch("--array=3,5", "-c1", args=args)
     assert desk.exit_codes(job) == {3: "0:0", 5: "0:0"}
-    expected = ["--shard_id", "5", "--output_dir", "my data", "--input_dir", "한글 $HOME", "--doc", ""]
-    assert desk.report(5)["argv"] == expected
+    assert desk.report(5)["argv"] == ["--shard_id", "5", "--output_dir", *args]
+    assert [path.name for path in desk.folder.iterdir()] == ["logs"]
 
 
 def test_flags_without_a_folder_keep_the_default_folder(desk: Desk) -> None:
@@ -305,12 +306,22 @@ def test_a_missing_dependency_is_named_before_the_worker_starts(desk: Desk) -> N
     assert "cannot import numpy, orjson, tokenizers, tqdm" in desk.log(job, 0)
 
 
-def test_an_old_preprocess_py_in_the_folder_of_submission_is_named(desk: Desk) -> None:
+def test_an_old_preprocess_py_in_the_folder_of_submission_is_left_alone(desk: Desk) -> None:
+    for name in ("preprocess", "loader", "platform", "json"):
+        (desk.folder / f"{name}.py").write_text("print('the old script')")
+    job = desk.sbatch("--array=0", "-c1")
+    assert desk.exit_codes(job) == {0: "0:0"}
+    assert desk.log(job, 0) == "the worker speaks\n"
+
+
+def test_an_old_preprocess_py_where_the_package_is_not_installed_is_named(desk: Desk) -> None:
+    _bare_python(desk)
     (desk.folder / "preprocess.py").write_text("print('the old script')")
     job = desk.sbatch("--array=0", "-c1")
     assert desk.exit_codes(job) == {0: "2:0"}
     assert f"finds {desk.folder}/preprocess.py in place of the package" in desk.log(job, 0)
-    assert not (desk.reports / "0.json").exists()
+    assert "install shardprep for this python" in desk.log(job, 0)
+    assert "the old script" not in desk.log(job, 0)
 
 
 @pytest.mark.parametrize(
@@ -361,10 +372,8 @@ def test_where_logs_cannot_be_made_the_log_stays_and_the_work_is_done(desk: Desk
 
 
 def test_the_step_starts_without_the_users_environment_too(desk: Desk) -> None:
-    shutil.copytree(desk.reports.parent / "site" / "preprocess", desk.folder / "preprocess")
-    (desk.folder / "setup.sh").write_text(
-        f"export SHARDPREP_PYTHON={sys.executable} STAND_IN_DIR={desk.reports}\n"
-    )
+    settings = f"SHARDPREP_PYTHON={sys.executable} STAND_IN_DIR={desk.reports}"
+    (desk.folder / "setup.sh").write_text(f"export {settings} PYTHONPATH={desk.reports.parent / 'site'}\n")
     text = SCRIPT.read_text().replace(
         "set -euo pipefail\n", "set -euo pipefail\nSHARDPREP_SETUP=setup.sh\n", 1
     )

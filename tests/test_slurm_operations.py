@@ -34,14 +34,15 @@ PreemptMode=REQUEUE
 PartitionName=urgent Nodes=ALL PriorityTier=10 MaxTime=INFINITE"""
 HAS_CGROUPS = os.access("/sys/fs/cgroup/memory", os.W_OK)
 
-# Put before the worker's Python. A fault happens while its marker is there; memory is taken always.
+# Put before the worker's Python. A fault happens while its marker is there; memory is taken always, and held
+# for some of the seconds after which Slurm looks at it.
 FAULTY_PYTHON = """#!/bin/bash
 real={real} place={place}
 shard=none
 for ((i = 1; i < $#; i++)); do [[ ${{!i}} != --shard_id ]] || {{ next=$((i + 1)); shard=${{!next}}; }}; done
 armed() {{ rm "$place/$1-$shard" 2>/dev/null; }}
 if [[ -e $place/memory-$shard ]]; then
-  "$real" -c 'import time; held = bytearray(250 << 20); time.sleep(1.5)' || exit
+  "$real" -c 'import time; held = bytearray(250 << 20); time.sleep(5)' || exit
 fi
 if armed sleep; then sleep 200; exit 9; fi
 if armed kill; then kill -9 $$; fi

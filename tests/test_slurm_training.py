@@ -158,6 +158,9 @@ def test_without_a_newer_checkpoint_or_past_the_most_requeues_it_stays_stopped(
 def test_torchrun_starts_its_ranks_on_two_nodes(
     site: Site, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In a folder with a preprocess.py and a loader.py, which torchrun's ``python -m`` looks into first."""
+    for name in ("preprocess", "loader"):
+        (site.folder / f"{name}.py").write_text("raise SystemExit('the old script')")
     monkeypatch.setitem(site.environ, "SHARDPREP_LAUNCHER", "torchrun")
     flags = (*FLAGS, "--num_threads", 1, "--num_steps", 2)
     job = site.run(

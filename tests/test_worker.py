@@ -307,6 +307,12 @@ def living_of_group(group: int) -> list[int]:
     return found
 
 
+def has_loaded(process: int, library: str) -> bool:
+    with contextlib.suppress(OSError):
+        return f"/{library}" in Path(f"/proc/{process}/maps").read_text()
+    return False
+
+
 @pytest.mark.parametrize("target", ["task alone", "whole group"])
 def test_a_signal_while_a_task_plans_ends_it_with_75_and_leaves_no_plan(
     prep: Prep, sample_dir: Path, tmp_path: Path, target: str
@@ -322,7 +328,10 @@ def test_a_signal_while_a_task_plans_ends_it_with_75_and_leaves_no_plan(
         line = task.stdout.readline()
         assert line, said
         said += line
-    time.sleep(0.3)
+    deadline = time.monotonic() + LIMIT_S
+    while not any(has_loaded(pid, "tokenizers") for pid in living_of_group(task.pid)):
+        assert time.monotonic() < deadline, "no library was loaded"
+        time.sleep(0.01)
     (os.kill if target == "task alone" else os.killpg)(task.pid, signal.SIGTERM)
     text, _ = task.communicate(timeout=LIMIT_S)
     assert task.returncode == 75, said + text

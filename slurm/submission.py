@@ -19,7 +19,14 @@ from typing import Any
 
 import orjson
 
-from preprocess.shard_format import BrokenShard, CannotWrite, ReadWriteError, ShardprepError, parse_json
+from preprocess.shard_format import (
+    FORMAT_VERSION,
+    BrokenShard,
+    CannotWrite,
+    ReadWriteError,
+    ShardprepError,
+    parse_json,
+)
 from preprocess.shard_format.published_file import PublishedFile, sync_folder
 from preprocess.shard_plan import Plan
 from slurm.cluster_limits import minutes_of
@@ -163,7 +170,7 @@ def _publish(folder: Path, submission: Submission) -> Submission:
         numbered = dataclasses.replace(submission, number=number)
         file = PublishedFile(jobs / f"{number:04d}.json")
         try:
-            head = {"format": _FORMAT, "version": 1}
+            head = {"format": _FORMAT, "version": FORMAT_VERSION}
             data = {**head, **dataclasses.asdict(numbered)}
             file.write(orjson.dumps(data, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
             file.sync()

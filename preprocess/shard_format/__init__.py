@@ -5,7 +5,7 @@ and numpy. All integers on disk are little-endian. A change of any byte that it 
 a new FORMAT_VERSION.
 """
 
-from preprocess.shard_format.checked_json import Fields, parse_json, read_checked, with_content_hash
+from preprocess.shard_format.checked_json import MOST, Fields, parse_json, read_checked, with_content_hash
 from preprocess.shard_format.dataset_spec import DatasetSpec, TokenizerSpec
 from preprocess.shard_format.errors import (
     BadInput,
@@ -54,6 +54,7 @@ from preprocess.shard_format.names import (
     FORMAT_VERSION,
     INDEX_NAME,
     MAX_MEMBER_BYTES,
+    MAX_SEQ_LEN,
     MAX_SHARDS,
     OSTS_NAME,
     PACKED_MEMBER_BYTES,
@@ -80,7 +81,16 @@ from preprocess.shard_format.names import (
     token_field,
 )
 from preprocess.shard_format.osts import osts_json, read_osts
-from preprocess.shard_format.regular_files import errors_named, names_in, read_regular, size_of_file
+from preprocess.shard_format.regular_files import (
+    NOT_THERE,
+    errors_named,
+    names_in,
+    open_regular,
+    read_beginning,
+    read_regular,
+    sha256_of_file,
+    size_of_file,
+)
 from preprocess.shard_format.tokenizer_fingerprint import tokenizer_fingerprint
 
 __all__ = [
@@ -93,7 +103,10 @@ __all__ = [
     "IDX_ROW",
     "INDEX_NAME",
     "MAX_MEMBER_BYTES",
+    "MAX_SEQ_LEN",
     "MAX_SHARDS",
+    "MOST",
+    "NOT_THERE",
     "OSTS_NAME",
     "PACKED_MEMBER_BYTES",
     "PLAN_NAME",
@@ -144,9 +157,11 @@ __all__ = [
     "names_in",
     "npy_header",
     "open_idx",
+    "open_regular",
     "osts_json",
     "parse_json",
     "quarantine_path",
+    "read_beginning",
     "read_checked",
     "read_idx",
     "read_index",
@@ -156,6 +171,7 @@ __all__ = [
     "remake_command",
     "rerun_command",
     "rows_key",
+    "sha256_of_file",
     "shard_files",
     "shard_name",
     "size_of_file",

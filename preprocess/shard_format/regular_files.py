@@ -50,6 +50,12 @@ def read_regular(path: Path, *, max_bytes: int) -> bytes:
         return b"".join(parts)
 
 
+def read_beginning(path: Path, num_bytes: int) -> bytes:
+    """The first bytes of a file. Raises as ``read_regular`` does."""
+    with errors_named(path), os.fdopen(open_regular(path), "rb", buffering=0) as file:
+        return file.read(num_bytes)
+
+
 def sha256_of_file(path: Path) -> tuple[int, str]:
     """Bytes and sha256, in hex, of a file, read in blocks of 4 MiB. Raises as ``read_regular`` does."""
     with errors_named(path):

@@ -39,15 +39,16 @@ def check_places(folder: Path, spec: DatasetSpec, shard_id: int, records: npt.ND
         wrong |= records["starts_offset"] > tar_bytes - 4 * records["num_starts"].astype(np.int64)
     if wrong.any():
         raise BrokenShard(
-            f"the idx of shard {shard_id:05d} places sample {int(wrong.argmax())} where it cannot be, in a tar "
-            f"of {tar_bytes} bytes; run: {remake_command(shard_id, folder)}"
+            f"the idx of shard {shard_id:05d} places sample {int(wrong.argmax())} where it cannot be in a "
+            f"tar of {tar_bytes} bytes; run: {remake_command(shard_id, folder)}"
         )
 
 
 def check_ids(folder: Path, spec: DatasetSpec, shard_id: int, records: npt.NDArray[np.void]) -> None:
     """That every id is one of the vocabulary, and each JSON list has its tokens; places were checked.
 
-    A million tokens take FILL ms of CPU as JSON, FILL ms packed (one core). Raises BrokenShard or ReadWriteError.
+    A million tokens take FILL_J ms of CPU as JSON, FILL_P ms packed (one core). Raises BrokenShard or
+    ReadWriteError.
     """
     path = tar_path(folder, shard_id)
     with errors_named(path):
@@ -61,7 +62,8 @@ def check_ids(folder: Path, spec: DatasetSpec, shard_id: int, records: npt.NDArr
                     )
         except (ValueError, OverflowError) as error:
             raise BrokenShard(
-                f"{path} holds token ids that cannot be read ({error}); run: {remake_command(shard_id, folder)}"
+                f"{path} holds token ids that cannot be read ({error}); "
+                f"run: {remake_command(shard_id, folder)}"
             ) from None
         finally:
             os.close(handle)
@@ -94,9 +96,8 @@ def _ids_in(
         size = spec.dtype.itemsize
         counts = group["num_bytes"].astype(np.int64) // size
         shifts = places // size - np.cumsum(counts) + counts
-        return np.frombuffer(raw, spec.dtype, len(raw) // size)[
-            np.repeat(shifts, counts) + np.arange(counts.sum())
-        ]
+        every = np.frombuffer(raw, spec.dtype, len(raw) // size)
+        return np.take(every, np.repeat(shifts, counts) + np.arange(counts.sum()))
     sizes = group["num_bytes"].tolist()
     texts = [raw[place : place + size] for place, size in zip(places.tolist(), sizes, strict=True)]
     lists = orjson.loads(b"[" + b",".join(texts) + b"]")

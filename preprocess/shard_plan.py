@@ -200,12 +200,12 @@ def _plan_of(fields: Fields) -> Plan:
         ],
     )
     fields.end()
+    _check_cuts(fields, plan)
     expected = plan_id(plan.options, plan.tokenizer, plan.probe_sha256, plan.inputs, plan.cuts)
     if plan.plan_id != expected:
         raise fields.wrong(
             "plan_id", plan.plan_id[:12], f"{expected[:12]}, which options, tokenizer, inputs and cuts give"
         )
-    _check_cuts(fields, plan)
     return plan
 
 

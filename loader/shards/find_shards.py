@@ -23,7 +23,6 @@ from loader.shards.staged_folder import with_copies
 from loader.shards.tar_samples import scan_tar
 from preprocess.shard_format import (
     INDEX_NAME,
-    NOT_THERE,
     PLAN_NAME,
     DatasetIndex,
     Manifest,
@@ -169,11 +168,8 @@ def _is_ours(folder: Path) -> bool:
 def _has_index(folder: Path) -> bool:
     """Whether there is an index.json, and it is ours: others write files of that name, too."""
     path = folder / INDEX_NAME
-    try:
-        begin = with_retries(f"{path} cannot be read", lambda: read_beginning(path, 200))
-    except NOT_THERE:
-        return False
-    return _INDEX_START.match(begin) is not None
+    beginning = with_retries(f"{path} cannot be read", lambda: read_beginning(path, 200))
+    return _INDEX_START.match(beginning) is not None
 
 
 def _is_there(path: Path) -> bool:

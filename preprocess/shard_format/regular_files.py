@@ -51,9 +51,12 @@ def read_regular(path: Path, *, max_bytes: int) -> bytes:
 
 
 def read_beginning(path: Path, num_bytes: int) -> bytes:
-    """The first bytes of a file. Raises as ``read_regular`` does."""
-    with errors_named(path), os.fdopen(open_regular(path), "rb", buffering=0) as file:
-        return file.read(num_bytes)
+    """The first bytes of a file; none where it is not there. Raises BrokenShard or ReadWriteError."""
+    try:
+        with errors_named(path), os.fdopen(open_regular(path), "rb", buffering=0) as file:
+            return file.read(num_bytes)
+    except NOT_THERE:
+        return b""
 
 
 def sha256_of_file(path: Path) -> tuple[int, str]:

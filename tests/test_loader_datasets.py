@@ -25,6 +25,7 @@ from loader.__main__ import main as show
 from loader.run import Run
 from preprocess.__main__ import main as preprocess
 from preprocess.shard_format import BrokenShard, MissingShard, NotFound, OtherTokenizer, UsageError
+from tests.conftest import seal
 
 NUM_SHARDS, NUM_LINES, SEQ_LEN = 4, 203, 16
 WORDS = ("하늘", "바다", "나무", "sun", "moon", "river", "stone", "길", "the", "of")

@@ -143,8 +143,8 @@ def check_tokenizer_files(output_dir: Path, planned: dict[str, FileStamp]) -> No
     folder = output_dir / TOKENIZER_DIR
     found = stamp_tokenizer(folder)
     again = (
-        "bring it back as it was, or run the plan command again with the same --model_id, inputs and options, "
-        "and the versions of its libraries that planned"
+        "bring it back as it was, or run the plan command again with the same --model_id, inputs and "
+        "options, and the versions of its libraries that planned"
     )
     if missing := sorted(planned.keys() - found.keys()):
         raise NotFound(f"{folder / missing[0]} is missing; {again}")

@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 from benchmark_text import ROOT
 
-from preprocess.shard_format import DatasetIndex, read_index, tar_path
+from preprocess.shard_format import DatasetIndex, idx_num_bytes, read_index, tar_path
 
 NUM_SHARDS = 99_999
-TAR_BYTES, IDX_BYTES = 2_000_000_000, 9_600_064
+TAR_BYTES = 2_000_000_000 // 512 * 512
 _READINGS, _APART_S = 10, 0.05  # workers read ahead meanwhile: the least reading counts
 
 
@@ -59,7 +59,7 @@ def make_index(model: Path, folder: Path) -> None:
     spec = dataclasses.replace(read_index(model).spec, num_shards=NUM_SHARDS)
     number = np.arange(NUM_SHARDS)
     columns = [240_000 + number % 1000, 240_000 + number % 1000, 480_000_000 + number]
-    columns += [np.full(NUM_SHARDS, TAR_BYTES), np.full(NUM_SHARDS, IDX_BYTES)]
+    columns += [np.full(NUM_SHARDS, TAR_BYTES), idx_num_bytes(spec.kind, columns[0])]
     hashes = tuple(f"{each * 2**40:016x}" for each in range(NUM_SHARDS))
     index = DatasetIndex(spec=spec, columns=np.stack(columns, axis=1), tar_sha256=hashes)
     folder.mkdir()

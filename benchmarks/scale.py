@@ -25,6 +25,7 @@ from preprocess.shard_format import (
     FileStamp,
     Manifest,
     ShardCounts,
+    idx_num_bytes,
     idx_path,
     manifest_path,
     tar_path,
@@ -34,7 +35,7 @@ from preprocess.shard_plan import Plan, need_plan
 BLOCK = ("A line of text, as there are many; its number is not written down anywhere. " * 4 + "\n").encode()
 SPACING_BYTES = 256 << 10
 TIMES = {"began": 1.7e9, "wall_s": 1234.567, "cpu_s": 4321.0, "max_rss_bytes": 400 << 20}
-TAR_BYTES, IDX_BYTES = 2_000_000_000, 9_600_064
+TAR_BYTES = 2_000_000_000 // 512 * 512
 
 
 def make_small_files(folder: Path, num_files: int) -> None:
@@ -67,15 +68,17 @@ def make_shards(folder: Path, plan: Plan) -> None:
                 num_documents=240_000 + shard_id % 1000,
                 num_tokens=480_000_000 + shard_id,
                 num_lines=240_000,
-                num_empty=0,
-                num_padding=0,
-                num_cut=0,
+                num_empty_lines=0,
+                num_pad_tokens=0,
+                num_documents_across_rows=0,
                 input_bytes=input_bytes,
                 quarantined={},
                 length_histogram=[0, 10, 20, 40, 80, 160, 320, 640, 320, 160, 80, 40, 20, 10],
             ),
             tar=FileStamp(num_bytes=TAR_BYTES, sha256=f"{shard_id:064x}"),
-            idx=FileStamp(num_bytes=IDX_BYTES, sha256=f"{shard_id:064x}"),
+            idx=FileStamp(
+                num_bytes=idx_num_bytes(plan.spec.kind, 240_000 + shard_id % 1000), sha256=f"{shard_id:064x}"
+            ),
             quarantine=None,
             run={"engine": "fastokens 0.3.5", "host": "node0123", "num_cpus": 4, **TIMES},
         )

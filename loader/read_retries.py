@@ -26,7 +26,7 @@ def with_retries(what: str, attempt: Callable[[], T]) -> T:
     for delay_s in (*RETRY_DELAYS_S, None):
         try:
             return attempt()
-        except (OSError, BrokenShard) as error:
+        except (OSError, BrokenShard, ReadWriteError) as error:
             wait_to_retry(what, error, delay_s)
     raise AssertionError("the last attempt returns or raises")
 

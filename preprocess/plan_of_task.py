@@ -20,6 +20,7 @@ from preprocess.shard_format import (
     ShardprepError,
     Stopped,
     id_ranges,
+    size_of_file,
 )
 from preprocess.shard_plan import Plan, is_one_file_a_shard, need_plan, read_plan
 from preprocess.stop_signals import raise_on_stop_signals
@@ -91,7 +92,8 @@ def _check_given(plan: Plan, given: dict[str, Any]) -> None:
     if model_id == plan.tokenizer.model_id:
         return
     folder = Path(model_id)
-    found = describe_tokenizer(folder, model_id).fingerprint if (folder / TOKENIZER_FILE).is_file() else None
+    is_local = size_of_file(folder / TOKENIZER_FILE) is not None
+    found = describe_tokenizer(folder, model_id).fingerprint if is_local else None
     if found != plan.tokenizer.fingerprint:
         raise OtherTokenizer(
             f"{given['output_dir']} was planned with the tokenizer of {plan.tokenizer.model_id} (fingerprint "

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +36,7 @@ from preprocess.token_batches import (
     probe_texts,
     tokenizers_engine,
 )
-from preprocess.tokenizer_files import TOKENIZER_FILE, publish_tokenizer, resolve_tokenizer
+from preprocess.tokenizer_files import TOKENIZER_FILE, publish_tokenizer, resolve_tokenizer, stamp_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +70,7 @@ def make_plan(
     say(f"{len(paths)} input file(s) in {config.input_dir}")
     inputs = stamp_inputs(config.input_dir, paths)
     cuts = _cuts(config, inputs, sharding)
-    with tempfile.TemporaryDirectory(prefix="shardprep-") as scratch:
-        files = Path(scratch)
+    with _scratch_folder() as files:
         tokenizer = resolve_tokenizer(config.model_id, files)
         if config.append_eos and tokenizer.eos_token_id is None:
             raise UsageError(
@@ -87,10 +87,23 @@ def make_plan(
                 )
             return plan, estimate
         frozen = _prepare_folder(config.output_dir, stripe, say)
-        if frozen is not None and frozen.plan_id != plan.plan_id:
-            return publish_plan(plan, config.output_dir), estimate  # refuses, and says why
-        publish_tokenizer(files, config.output_dir, tokenizer)
-    return publish_plan(plan, config.output_dir), estimate
+        if frozen is None:
+            stamps = publish_tokenizer(files, config.output_dir, tokenizer, None)
+            plan = dataclasses.replace(plan, tokenizer_files=stamps)
+        frozen = publish_plan(plan, config.output_dir)
+        # It holds what the plan names, whoever planned meanwhile, or damaged it since.
+        publish_tokenizer(files, config.output_dir, tokenizer, frozen.tokenizer_files)
+        return frozen, estimate
+
+
+@contextmanager
+def _scratch_folder() -> Iterator[Path]:
+    try:
+        scratch = tempfile.TemporaryDirectory(prefix="shardprep-")
+    except OSError as error:
+        raise CannotWrite(f"no temporary folder can be made ({error}); set TMPDIR to one with room") from None
+    with scratch as name:
+        yield Path(name)
 
 
 def _prepare_folder(folder: Path, stripe: str, say: Callable[[str], None]) -> Plan | None:
@@ -145,6 +158,7 @@ def _plan_of(
         options=options,
         max_bad_fraction=config.max_bad_fraction,
         tokenizer=tokenizer,
+        tokenizer_files=stamp_tokenizer(tokenizer_json.parent),
         probe=probe,
         probe_sha256=probe_sha256,
         fast_engine_is_equal=False,

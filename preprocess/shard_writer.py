@@ -22,9 +22,11 @@ from preprocess.row_members import START, RowGroup, RowMembers
 from preprocess.shard_format import (
     TAR_END,
     CannotWrite,
+    ChunkCrcs,
     DatasetSpec,
     Manifest,
     ShardCounts,
+    idx_dtype,
     idx_header,
     idx_path,
     manifest_path,
@@ -82,6 +84,7 @@ class ShardWriter:
             raise
         self._files = [self._tar, self._idx]
         self._idx.write(idx_header(spec, shard_id))
+        self._crcs = ChunkCrcs(idx_dtype(spec.kind))
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -175,7 +178,9 @@ class ShardWriter:
     def _write(self, member: tuple[bytes | memoryview, npt.NDArray[np.void]]) -> None:
         data, entries = member
         self._tar.write(data)
-        self._idx.write(entries.tobytes())
+        records = entries.tobytes()
+        self._idx.write(records)
+        self._crcs.add(records)
         self._num_samples += len(entries)
 
     def commit(self, run: dict[str, Any]) -> Manifest:
@@ -183,6 +188,7 @@ class ShardWriter:
         if self._packer:
             self._write_rows(self._packer.finish())
         self._tar.write(TAR_END)
+        self._idx.write(self._crcs.table())
         stamps = {"tar": self._tar.sync(), "idx": self._idx.sync()}
         quarantine = self.quarantine()
         manifest = Manifest(
@@ -232,9 +238,9 @@ class ShardWriter:
             num_documents=self._num_documents,
             num_tokens=self._num_tokens,
             num_lines=self._num_lines,
-            num_empty=self._num_empty,
-            num_padding=self._rows.num_padding,
-            num_cut=self._packer.num_cut if self._packer else 0,
+            num_empty_lines=self._num_empty,
+            num_pad_tokens=self._rows.num_padding,
+            num_documents_across_rows=self._packer.num_cut if self._packer else 0,
             input_bytes=self._input_bytes,
             quarantined={reason: sum(bad.reason == reason for bad in self._bad) for reason in reasons},
             length_histogram=self._histogram[: used[-1] + 1].tolist() if len(used) else [],

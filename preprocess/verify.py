@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from preprocess.ids_read_back import check_ids, check_places
 from preprocess.shard_format import (
     INDEX_NAME,
     TAR_END,
@@ -27,6 +28,7 @@ from preprocess.shard_format import (
 )
 from preprocess.shard_format.published_file import publish_bytes
 from preprocess.shard_plan import Plan
+from preprocess.tokenizer_files import check_tokenizer_files
 
 _NUM_THREADS = 4  # hashing releases the interpreter's lock
 
@@ -45,8 +47,11 @@ def verify_dataset(
     """Check every shard of a plan; where all are right, publish index.json and return it.
 
     The fast tier checks manifests, sizes and coverage; the full one also reads every byte back:
-    hashes, sample and token counts, the tar's end. ``progress`` is told each shard's tar bytes.
+    hashes, sample and token counts, places, every id, the tar's end. Both compare the tokenizer's files.
+    ``progress`` is told each shard's tar bytes. Raises NotFound or OtherTokenizer for a changed tokenizer,
+    and what publishing raises.
     """
+    check_tokenizer_files(folder, plan.tokenizer_files)
     problems: list[Problem] = []
     manifests: list[Manifest] = []
     sizes = plan.shard_bytes()
@@ -103,6 +108,8 @@ def _check_content(folder: Path, plan: Plan, manifest: Manifest) -> None:
             f"the idx of shard {shard_id:05d} has {found[0]} samples of {found[1]} tokens, its manifest says "
             f"{counts.num_samples} of {counts.num_tokens}; run: {remake_command(shard_id, folder)}"
         )
+    check_places(folder, plan.spec, shard_id, entries)
+    check_ids(folder, plan.spec, shard_id, entries)
     with tar_path(folder, shard_id).open("rb") as file:
         file.seek(-len(TAR_END), 2)
         if file.read() != TAR_END:

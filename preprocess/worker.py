@@ -34,7 +34,7 @@ from preprocess.shard_format.published_file import remove_temporaries
 from preprocess.shard_plan import Plan
 from preprocess.shard_writer import ShardWriter
 from preprocess.token_batches import Engine, TokenBatch, join_batches, load_engine
-from preprocess.tokenizer_files import TOKENIZER_FILE
+from preprocess.tokenizer_files import TOKENIZER_FILE, check_tokenizer_files
 from preprocess.worker_settings import WorkerSettings
 
 
@@ -130,7 +130,8 @@ _SLURM_FACTS = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SL
 def load_worker(
     plan: Plan, folder: Path, settings: WorkerSettings, *, num_cpus: int, warn: Callable[[str], None]
 ) -> Worker:
-    """Load the plan's tokenizer from its folder. Raises OtherTokenizer where its ids changed."""
+    """Load the plan's tokenizer from its folder. Raises OtherTokenizer where its files or its ids changed."""
+    check_tokenizer_files(folder, plan.tokenizer_files)
     engine = load_engine(
         folder / TOKENIZER_DIR / TOKENIZER_FILE,
         wanted=settings.engine,

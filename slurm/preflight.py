@@ -7,16 +7,9 @@ import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from preprocess.shard_format import (
-    TOKENIZER_DIR,
-    CannotWrite,
-    NotFound,
-    OtherTokenizer,
-    UsageError,
-    tokenizer_fingerprint,
-)
+from preprocess.shard_format import CannotWrite, UsageError
 from preprocess.shard_plan import Plan, need_plan
-from preprocess.tokenizer_files import TOKENIZER_FILE
+from preprocess.tokenizer_files import check_tokenizer_files
 from slurm.cluster_limits import PartitionLimits, find_partition_limits
 from slurm.job_request import JobRequest
 from slurm.slurm_commands import SlurmRefused, slurm_output
@@ -28,19 +21,7 @@ def check_folder(folder: Path, request: JobRequest, say: Callable[[str], None]) 
     Raises NotFound, CannotWrite, OtherTokenizer, UsageError, each with what to do. Writes nothing.
     """
     plan = need_plan(folder)
-    tokenizer = folder / TOKENIZER_DIR / TOKENIZER_FILE
-    try:
-        fingerprint = tokenizer_fingerprint(tokenizer.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise NotFound(
-            f"{tokenizer} cannot be read ({error.strerror}), and tasks run with the hub off; run the plan "
-            f"command again with --output_dir {folder}: it brings the files back"
-        ) from None
-    if fingerprint != plan.tokenizer.fingerprint:
-        raise OtherTokenizer(
-            f"{tokenizer} has fingerprint {fingerprint[:12]}, the plan says "
-            f"{plan.tokenizer.fingerprint[:12]}; bring the file back, or plan into a new folder"
-        )
+    check_tokenizer_files(folder, plan.tokenizer_files)
     jobs = folder / "jobs"
     for place in (folder, jobs, jobs / "logs"):
         if place.exists() and not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):

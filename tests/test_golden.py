@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,8 @@ def pinned(name: str) -> dict[str, bytes]:
 def plan_facts(path: Path) -> dict[str, Any]:
     """A plan without what may differ between equal plans."""
     data = json.loads(path.read_bytes())
-    data["input_dir"] = data["tokenizer"]["model_id"] = None
+    data["input_dir"] = data["tokenizer"]["model_id"] = data["content_sha256"] = None
+    data["tokenizer_files"] = None  # as this version of transformers writes them
     for item in data["inputs"]:
         item["mtime_ns"] = None
     return data
@@ -88,6 +90,8 @@ def test_nothing_is_missing_from_the_pinned_files() -> None:
 def make_golden() -> None:
     """Write the folder anew; paths and times of this machine are left out of it."""
     from preprocess.__main__ import main
+    from preprocess.shard_format.checked_json import content_sha256
+    from preprocess.tokenizer_files import stamp_tokenizer
     from preprocess.train_tokenizer import train_tokenizer
 
     def run(*args: object) -> None:
@@ -116,6 +120,9 @@ def make_golden() -> None:
         plan["input_dir"] = "/raw"
         for item in plan["inputs"]:
             item["mtime_ns"] = 0
+        stamps = stamp_tokenizer(Path("tokenizer"))
+        plan["tokenizer_files"] = {key: asdict(stamp) for key, stamp in stamps.items()}
+        plan["content_sha256"] = content_sha256(plan)
         Path(name, "plan.json").write_text(json.dumps(plan, ensure_ascii=False), encoding="utf-8")
         for path in Path(name).glob("shard-*.json"):
             manifest = json.loads(path.read_bytes())

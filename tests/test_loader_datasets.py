@@ -25,6 +25,7 @@ from loader.__main__ import main as show
 from loader.run import Run
 from preprocess.__main__ import main as preprocess
 from preprocess.shard_format import BrokenShard, MissingShard, NotFound, OtherTokenizer, UsageError
+from tests.conftest import seal
 
 NUM_SHARDS, NUM_LINES, SEQ_LEN = 4, 203, 16
 WORDS = ("하늘", "바다", "나무", "sun", "moon", "river", "stone", "길", "the", "of")
@@ -215,7 +216,7 @@ def test_a_damaged_idx_is_refused_instead_of_giving_wrong_ids(
     raw = bytearray(path.read_bytes())
     raw[64 + field] ^= 0x7F
     path.write_bytes(raw)
-    with pytest.raises(BrokenShard, match=r"shard-00002\.tar"):
+    with pytest.raises(BrokenShard, match=r"shard-00002\.idx is damaged: the crc32"):
         epoch(load(folder, 1))
 
 
@@ -229,6 +230,7 @@ def test_the_data_sets_own_tokenizer_wins_and_an_equal_model_id_passes(made: Any
 def test_the_name_that_the_data_set_was_made_with_is_never_resolved(copied: Path, made: Any) -> None:
     for path in copied.glob("shard-*.json"):
         path.write_text(path.read_text().replace(made.model, "meta-llama/not-downloaded"))
+        seal(path)
     assert len(load(copied, model_id="meta-llama/not-downloaded")) == 25
 
 

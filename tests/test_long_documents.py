@@ -63,7 +63,11 @@ def test_long_documents_give_the_bytes_of_held_ones(
         make_with(prep, folder, patch, long_bytes=1 << 30, block_bytes=1 << 20)
     held = prep.contents(folder)
     counts = json.loads((folder / "shard-00000.json").read_bytes())["counts"]
-    assert (counts["num_documents"], counts["num_empty"], counts["quarantined"]) == (5, 2, {"undecodable": 1})
+    assert (counts["num_documents"], counts["num_empty_lines"], counts["quarantined"]) == (
+        5,
+        2,
+        {"undecodable": 1},
+    )
     yielded = []
     original = LongDocument.text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import tarfile
 from collections.abc import Callable
@@ -42,6 +43,7 @@ from preprocess.shard_format import (
 from preprocess.shard_plan import Plan
 from preprocess.token_batches import TokenBatch
 from preprocess.ustar import document_headers, ustar_header
+from tests.conftest import seal
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -261,7 +263,7 @@ def test_packed_rows_less_their_padding_are_the_documents_joined_with_eos(prep: 
         assert packed.starts == np.cumsum([0, *(len(ids) for *_, ids in documents)])[:-1].tolist()
         assert set(packed.lengths[:-1]) == {SEQ_LEN}
         counts = read_manifest(data.folder, shard_id).counts
-        assert counts.num_padding == SEQ_LEN - packed.lengths[-1]
+        assert counts.num_pad_tokens == SEQ_LEN - packed.lengths[-1]
         assert counts.num_samples == len(packed.lengths)
 
 
@@ -315,7 +317,7 @@ def test_manifests_count_what_the_shards_hold(data: Data) -> None:
         assert counts.num_documents == len(documents)
         assert counts.num_tokens == sum(lengths)
         assert counts.input_bytes == data.plan.shard_bytes()[shard_id]
-        assert counts.num_lines - counts.num_empty == len(documents)
+        assert counts.num_lines - counts.num_empty_lines == len(documents)
         assert counts.quarantined == {}
         for bucket, found in enumerate(counts.length_histogram):
             assert found == sum(2 ** (bucket - 1) <= length < 2**bucket for length in lengths), bucket
@@ -324,7 +326,7 @@ def test_manifests_count_what_the_shards_hold(data: Data) -> None:
         raw = tar_path(data.folder, shard_id).read_bytes()
         assert raw.endswith(bytes(1024))
         assert idx_path(data.folder, shard_id).stat().st_size == manifest.idx.num_bytes
-    assert sum(read_manifest(data.folder, shard).counts.num_empty for shard in range(NUM_SHARDS)) > 100
+    assert sum(read_manifest(data.folder, shard).counts.num_empty_lines for shard in range(NUM_SHARDS)) > 100
 
 
 @of_kinds(*KINDS)
@@ -358,10 +360,10 @@ def edit(path: Path, change: Callable[[bytes], bytes]) -> None:
 VIOLATIONS: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "manifest of another version": (
         lambda folder: edit(
-            manifest_path(folder, 1), lambda raw: raw.replace(b'"version": 1', b'"version": 7', 1)
+            manifest_path(folder, 1), lambda raw: raw.replace(b'"version": 2', b'"version": 7', 1)
         ),
         UnknownVersion,
-        r"shard-00001\.json has format version 7, this shardprep knows 1; install the shardprep that",
+        r"shard-00001\.json has format version 7, this shardprep reads 2; install the shardprep that",
     ),
     "manifest cut short": (
         lambda folder: edit(manifest_path(folder, 1), lambda raw: raw[:100]),
@@ -371,7 +373,7 @@ VIOLATIONS: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "manifest without counts": (
         lambda folder: edit(manifest_path(folder, 1), lambda raw: raw.replace(b'"counts"', b'"count"')),
         BrokenShard,
-        r"shard-00001\.json is not a whole manifest: KeyError\('counts'\)",
+        r"shard-00001\.json is not whole: it has no counts; run: ",
     ),
     "another kind of JSON": (
         lambda folder: manifest_path(folder, 1).write_text("[1]"),
@@ -385,7 +387,8 @@ VIOLATIONS: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     ),
     "manifest of another plan": (
         lambda folder: edit(
-            manifest_path(folder, 1), lambda raw: raw.replace(b'"plan_id": "', b'"plan_id": "0123456789ab', 1)
+            manifest_path(folder, 1),
+            lambda raw: re.sub(rb'"plan_id": ".{12}', b'"plan_id": "0123456789ab', raw),
         ),
         OtherPlan,
         r"shard-00001\.json is shard 1 of plan 0123456789ab, expected shard 1 of .*use a new folder",
@@ -418,12 +421,17 @@ VIOLATIONS: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
 }
 
 
+FORGED = ("manifest without counts", "manifest of another plan")
+
+
 @pytest.mark.parametrize("violation", VIOLATIONS)
 @of_kinds("json")
 def test_each_violation_of_a_shard_has_its_error_that_says_what_to_do(broken: Data, violation: str) -> None:
     check_shard(broken.folder, 1, broken.plan.plan_id)
     damage, kind, message = VIOLATIONS[violation]
     damage(broken.folder)
+    if violation in FORGED:
+        seal(manifest_path(broken.folder, 1))
     with pytest.raises(kind, match=message) as caught:
         check_shard(broken.folder, 1, broken.plan.plan_id)
     assert type(caught.value) is kind
@@ -431,9 +439,9 @@ def test_each_violation_of_a_shard_has_its_error_that_says_what_to_do(broken: Da
 
 IDX_VIOLATIONS: dict[str, tuple[Callable[[bytes], bytes], type[Exception], str]] = {
     "version": (
-        lambda raw: raw[:8] + b"\2" + raw[9:],
+        lambda raw: raw[:8] + b"\3" + raw[9:],
         UnknownVersion,
-        r"shard-00001\.idx has format version 2, this shardprep knows 1",
+        r"shard-00001\.idx has format version 3, this shardprep reads 2",
     ),
     "foreign file": (
         lambda raw: b"PK" + raw[2:],
@@ -442,7 +450,7 @@ IDX_VIOLATIONS: dict[str, tuple[Callable[[bytes], bytes], type[Exception], str]]
     ),
     "half a header": (lambda raw: raw[:30], BrokenShard, "is not an idx"),
     "empty": (lambda raw: b"", BrokenShard, "is not an idx: it begins b'', expected"),
-    "half a record": (lambda raw: raw[:-1], BrokenShard, r"is cut short: \d+ bytes are no multiple of 28"),
+    "half a record": (lambda raw: raw[:-1], BrokenShard, r"is cut short: no number of records of 28 bytes"),
     "other plan": (lambda raw: raw[:30] + b"xx" + raw[32:], OtherPlan, "was written for .*, expected "),
     "other shard": (lambda raw: raw[:24] + b"\2" + raw[25:], OtherPlan, "was written for .*, expected "),
 }
@@ -484,13 +492,23 @@ def test_without_an_index_the_manifests_are_merged_and_a_missing_shard_is_named(
 def test_an_index_that_is_not_whole_is_refused_by_its_own_error(broken: Data, tmp_path: Path) -> None:
     good = read_index(broken.folder).to_json()
     for change, kind, message in (
-        (lambda raw: raw.replace(b'"version": 1', b'"version": 3', 1), UnknownVersion, "version 3"),
+        (lambda raw: raw.replace(b'"version": 2', b'"version": 3', 1), UnknownVersion, "version 3"),
         (lambda raw: raw[:-9], BrokenShard, "is not JSON"),
-        (lambda raw: raw.replace(b'"spec"', b'"spic"'), BrokenShard, r"not a whole index.*preprocess verify"),
-        (lambda raw: raw.replace(b"num_samples", b"num_widgets"), BrokenShard, r"4 of 4 shards in columns"),
-        (lambda raw: raw.replace(b'"num_shards": 4', b'"num_shards": 5'), BrokenShard, "4 of 5 shards"),
+        (lambda raw: raw.replace(b'"spec"', b'"spic"'), BrokenShard, r"has no spec; .*preprocess verify"),
+        (
+            lambda raw: raw.replace(b"num_samples", b"num_widgets"),
+            BrokenShard,
+            r"columns is .*expected num_samples",
+        ),
+        (
+            lambda raw: raw.replace(b'"num_shards": 4', b'"num_shards": 5'),
+            BrokenShard,
+            "shards is '4 rows', expected 5",
+        ),
     ):
         (broken.folder / "index.json").write_bytes(change(good))
+        if b"}" in change(good)[-3:]:
+            seal(broken.folder / "index.json")
         with pytest.raises(kind, match=message):
             read_index(broken.folder)
     (broken.folder / "index.json").write_bytes(good)
@@ -503,6 +521,7 @@ def test_an_index_that_is_not_whole_is_refused_by_its_own_error(broken: Data, tm
 def test_manifests_of_two_data_sets_are_not_merged(broken: Data) -> None:
     path = manifest_path(broken.folder, 3)
     edit(path, lambda raw: raw.replace(b'"append_eos": false', b'"append_eos": true'))
+    seal(path)
     with pytest.raises(OtherPlan, match="one folder holds one data set"):
         read_index(broken.folder)
 

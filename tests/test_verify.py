@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from preprocess.shard_format import read_index
+from preprocess.shard_format import IDX_DOCUMENT, IDX_HEADER, ChunkCrcs, read_index
+from tests.conftest import seal
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -57,6 +58,7 @@ def edit(path: Path, old: str, new: str) -> None:
     text = path.read_text(encoding="utf-8")
     assert re.search(old, text)
     path.write_text(re.sub(old, new, text, count=1), encoding="utf-8")
+    seal(path)
 
 
 def test_a_whole_data_set_gets_an_index_of_its_shards(prep: Prep, whole_dir: Path) -> None:
@@ -231,6 +233,11 @@ def test_an_idx_that_names_other_documents_than_its_shards_is_seen_though_hashes
         data[first] = (10**9).to_bytes(8, "little")
     else:
         data[first], data[second] = data[second], data[first]
+    crcs = ChunkCrcs(IDX_DOCUMENT)
+    num_crc_bytes = len(data[64:]) % IDX_DOCUMENT.itemsize
+    assert num_crc_bytes == 4
+    crcs.add(bytes(data[IDX_HEADER.itemsize : -num_crc_bytes]))
+    data[-num_crc_bytes:] = crcs.table()
     idx.write_bytes(data)
     with idx.open("rb") as file:
         sha256 = file_sha256(file)

@@ -13,7 +13,16 @@ import numpy.typing as npt
 
 from loader.shards.shard_set import DatasetShards, ForeignTar
 from loader.shards.tar_samples import JSON, RAW, TarSamples, scan_tar
-from preprocess.shard_format import BrokenShard, IdxFile, MissingShard, idx_path, open_idx, rerun_command
+from preprocess.shard_format import (
+    NOT_THERE,
+    BrokenShard,
+    IdxFile,
+    MissingShard,
+    idx_path,
+    open_idx,
+    open_regular,
+    rerun_command,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -125,8 +134,8 @@ def _check_num_samples(source: DatasetShards, row: int, path: Path, found: int) 
 
 def _open_file(path: Path, remedy: str) -> int:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+        return open_regular(path)
+    except NOT_THERE:
         raise MissingShard(f"{path} is missing; {remedy}") from None
 
 

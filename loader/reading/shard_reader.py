@@ -171,11 +171,17 @@ class ShardReader:
             held = shard.held
             return {name: held[name][rows] for name in _COLUMNS} if isinstance(held, dict) else held[rows]
         offset, num_bytes = shard.idx.place(rows)
-        records = np.empty(num_bytes, np.uint8)
-        self._fill(number, offset, records.data, of_idx=True)
+        chunks = np.empty(num_bytes, np.uint8)
+        self._fill(number, offset, chunks.data, of_idx=True)
         if self.opened(number).idx is None:  # it failed and was opened anew, without its idx
             return self._records(number, rows)
-        return records.view(shard.idx.dtype)
+        try:
+            return shard.idx.records(rows, chunks)
+        except BrokenShard as error:
+            if not self._opener.leave(self.opened(number), error):
+                raise
+        self._open.pop(number).close()
+        return self._records(number, rows)
 
     def _read_run(self, number: int, rows: slice, records: Any, table: npt.NDArray[np.int64]) -> None:
         """Read consecutive samples and fill their columns."""

@@ -25,21 +25,25 @@ from preprocess.shard_format import (
     INDEX_NAME,
     PLAN_NAME,
     DatasetIndex,
+    Manifest,
     NotFound,
     OtherTokenizer,
     TokenizerSpec,
     UsageError,
     id_ranges,
+    manifest_ids,
     manifest_path,
     merge_manifests,
+    names_in,
+    read_beginning,
     read_index,
     read_manifest,
     shard_name,
+    size_of_file,
 )
 
 _SHARD_TAR = re.compile(r"shard-(\d{5})\.tar")
 _COMPRESSED_TAR = re.compile(r"\.(tar\.\w+|tgz)$")
-_MANIFESTS = "shard-[0-9][0-9][0-9][0-9][0-9].json"
 _INDEX_START = re.compile(rb'\{\s*"format":\s*"shardprep-index"')
 
 
@@ -90,7 +94,7 @@ class _Finder:
             self._sources.append(self._whole(Path(folder)))
         elif name.endswith(".tar"):
             self._add_foreign(path)
-        elif Path(path).is_dir():
+        elif with_retries(f"{path} cannot be looked at", Path(path).is_dir):
             self._add_folder(Path(path))
         else:
             raise UsageError(
@@ -109,22 +113,22 @@ class _Finder:
             return None
         shard_id = int(match[1])
         if folder not in self._is_dataset:
-            self._is_dataset[folder] = _has_index(Path(folder)) or (Path(folder) / PLAN_NAME).exists()
+            self._is_dataset[folder] = _has_index(Path(folder)) or _is_there(Path(folder) / PLAN_NAME)
         if self._is_dataset[folder]:
             return shard_id
-        return shard_id if manifest_path(Path(folder), shard_id).exists() else None
+        return shard_id if _is_there(manifest_path(Path(folder), shard_id)) else None
 
     def _add_folder(self, folder: Path) -> None:
         if _is_ours(folder):
             self._sources.append(self._whole(folder))
             return
-        compressed = [path for path in sorted(folder.iterdir()) if _COMPRESSED_TAR.search(path.name)]
-        for path in compressed:
+        names = with_retries(f"{folder} cannot be listed", lambda: names_in(folder))
+        for path in (folder / name for name in names if _COMPRESSED_TAR.search(name)):
             if not self._excluded.has(str(path), None):
                 raise UsageError(
                     f"{path} is compressed; decompress it, or name it in exclude_shards to go without it"
                 )
-        tars = sorted(folder.glob("*.tar"))
+        tars = [folder / name for name in names if name.endswith(".tar")]
         if not tars:
             raise NotFound(f"{folder} holds no shards: no {INDEX_NAME}, no manifest and no .tar")
         for path in tars:
@@ -136,18 +140,17 @@ class _Finder:
         samples = with_retries(
             f"{path} cannot be read", lambda: scan_tar(Path(path), count_tokens=self._count_tokens)
         )
-        self._sources.append(
-            ForeignTar(path=Path(path), samples=samples, tar_bytes=Path(path).stat().st_size)
-        )
+        tar_bytes = with_retries(f"{path} cannot be looked at", lambda: Path(path).stat().st_size)
+        self._sources.append(ForeignTar(path=Path(path), samples=samples, tar_bytes=tar_bytes))
 
     def _whole(self, folder: Path) -> DatasetShards:
         if not self._excluded:
-            return _rows(folder, read_index(folder))
-        manifests = sorted(folder.glob(_MANIFESTS))
-        if _has_index(folder) or not manifests:
-            num_shards = read_index(folder).spec.num_shards
+            return _rows(folder, _index(folder))
+        done = _manifest_ids(folder)
+        if _has_index(folder) or not done:
+            num_shards = _index(folder).spec.num_shards
         else:
-            num_shards = read_manifest(folder, int(manifests[0].stem[-5:])).spec.num_shards
+            num_shards = _manifest(folder, done[0]).spec.num_shards
         kept = [
             shard_id
             for shard_id in range(num_shards)
@@ -159,24 +162,39 @@ class _Finder:
 
 
 def _is_ours(folder: Path) -> bool:
-    return _has_index(folder) or (folder / PLAN_NAME).exists() or any(folder.glob(_MANIFESTS))
+    return _has_index(folder) or _is_there(folder / PLAN_NAME) or bool(_manifest_ids(folder))
 
 
 def _has_index(folder: Path) -> bool:
     """Whether there is an index.json, and it is ours: others write files of that name, too."""
-    try:
-        with (folder / INDEX_NAME).open("rb") as file:
-            return _INDEX_START.match(file.read(200)) is not None
-    except FileNotFoundError:
-        return False
+    path = folder / INDEX_NAME
+    beginning = with_retries(f"{path} cannot be read", lambda: read_beginning(path, 200))
+    return _INDEX_START.match(beginning) is not None
+
+
+def _is_there(path: Path) -> bool:
+    return with_retries(f"{path} cannot be looked at", lambda: size_of_file(path)) is not None
+
+
+def _manifest_ids(folder: Path) -> list[int]:
+    return with_retries(f"{folder} cannot be listed", lambda: manifest_ids(folder))
+
+
+def _manifest(folder: Path, shard_id: int) -> Manifest:
+    path = manifest_path(folder, shard_id)
+    return with_retries(f"{path} cannot be read", lambda: read_manifest(folder, shard_id))
+
+
+def _index(folder: Path) -> DatasetIndex:
+    return with_retries(f"the index of {folder} cannot be read", lambda: read_index(folder))
 
 
 def _some_shards(folder: Path, shard_ids: list[int]) -> DatasetShards:
     """The shards of a data set that were named one by one; the others need not be there."""
     if not _has_index(folder):
-        index = merge_manifests(read_manifest(folder, shard_id) for shard_id in shard_ids)
+        index = merge_manifests(_manifest(folder, shard_id) for shard_id in shard_ids)
         return _rows(folder, index, np.array(shard_ids), rows=np.arange(len(shard_ids)))
-    index = read_index(folder)
+    index = _index(folder)
     beyond = [shard_id for shard_id in shard_ids if shard_id >= len(index.columns)]
     if beyond:
         raise NotFound(

@@ -20,7 +20,7 @@ def known_osts(folder: Path, num_shards: int) -> npt.NDArray[np.int64] | None:
     """
     try:
         return read_osts(folder, num_shards)
-    except (ShardprepError, OSError) as error:
+    except ShardprepError as error:
         logger.warning(
             "%s is left aside (%s); `python -m preprocess verify` writes it anew", folder / OSTS_NAME, error
         )

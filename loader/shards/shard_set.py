@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.shards.tar_samples import TarSamples
-from preprocess.shard_format import IDX_HEADER, DatasetSpec, idx_dtype, tar_path
+from preprocess.shard_format import DatasetSpec, idx_num_bytes, tar_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,8 @@ class DatasetShards:
 
     @property
     def idx_bytes(self) -> npt.NDArray[np.int64]:
-        """Of each idx: a header and a record a sample."""
-        return IDX_HEADER.itemsize + self.num_samples * idx_dtype(self.spec.kind).itemsize
+        """int64[shards]: of each idx."""
+        return idx_num_bytes(self.spec.kind, self.num_samples)
 
     @property
     def row_tokens(self) -> int:

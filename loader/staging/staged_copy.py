@@ -106,9 +106,8 @@ def _manifest(shard: ShardToStage) -> Manifest:
     """The manifest in the data set's folder, which must be of the plan and sizes that the index has."""
     try:
         manifest = read_manifest(shard.source, shard.shard_id)
-    except OSError as error:
-        path = manifest_path(shard.source, shard.shard_id)
-        raise CannotReadSource(f"{path} cannot be read: {error.strerror}") from None
+    except ReadWriteError as error:
+        raise CannotReadSource(str(error)) from None
     found = manifest.spec.plan_id, manifest.tar.num_bytes, manifest.idx.num_bytes
     expected = shard.plan_id, shard.tar_bytes, shard.idx_bytes
     if found != expected:

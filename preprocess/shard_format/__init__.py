@@ -5,6 +5,8 @@ and numpy. All integers on disk are little-endian. A change of any byte that it 
 a new FORMAT_VERSION.
 """
 
+from preprocess.shard_format.checked_json import MOST, Fields, parse_json, read_checked, with_content_hash
+from preprocess.shard_format.dataset_spec import DatasetSpec, TokenizerSpec
 from preprocess.shard_format.errors import (
     BadInput,
     BrokenShard,
@@ -22,26 +24,27 @@ from preprocess.shard_format.errors import (
     UsageError,
 )
 from preprocess.shard_format.idx import (
+    IDX_CHUNK,
     IDX_DOCUMENT,
     IDX_HEADER,
     IDX_ROW,
+    ChunkCrcs,
     IdxFile,
     idx_dtype,
     idx_header,
+    idx_num_bytes,
     open_idx,
     read_idx,
 )
 from preprocess.shard_format.index import DatasetIndex, id_ranges, merge_manifests, read_index
 from preprocess.shard_format.manifest import (
-    DatasetSpec,
     FileStamp,
     Manifest,
     ShardCounts,
-    TokenizerSpec,
     check_hashes,
     check_shard,
     file_sha256,
-    parse_json,
+    manifest_ids,
     read_manifest,
     shard_files,
 )
@@ -51,6 +54,7 @@ from preprocess.shard_format.names import (
     FORMAT_VERSION,
     INDEX_NAME,
     MAX_MEMBER_BYTES,
+    MAX_SEQ_LEN,
     MAX_SHARDS,
     OSTS_NAME,
     PACKED_MEMBER_BYTES,
@@ -77,18 +81,32 @@ from preprocess.shard_format.names import (
     token_field,
 )
 from preprocess.shard_format.osts import osts_json, read_osts
+from preprocess.shard_format.regular_files import (
+    NOT_THERE,
+    errors_named,
+    names_in,
+    open_regular,
+    read_beginning,
+    read_regular,
+    sha256_of_file,
+    size_of_file,
+)
 from preprocess.shard_format.tokenizer_fingerprint import tokenizer_fingerprint
 
 __all__ = [
     "BLOCK_BYTES",
     "DOC_STARTS_FIELD",
     "FORMAT_VERSION",
+    "IDX_CHUNK",
     "IDX_DOCUMENT",
     "IDX_HEADER",
     "IDX_ROW",
     "INDEX_NAME",
     "MAX_MEMBER_BYTES",
+    "MAX_SEQ_LEN",
     "MAX_SHARDS",
+    "MOST",
+    "NOT_THERE",
     "OSTS_NAME",
     "PACKED_MEMBER_BYTES",
     "PLAN_NAME",
@@ -101,8 +119,10 @@ __all__ = [
     "BadInput",
     "BrokenShard",
     "CannotWrite",
+    "ChunkCrcs",
     "DatasetIndex",
     "DatasetSpec",
+    "Fields",
     "FileStamp",
     "IdxFile",
     "Manifest",
@@ -124,29 +144,40 @@ __all__ = [
     "check_hashes",
     "check_shard",
     "document_key",
+    "errors_named",
     "file_sha256",
     "id_ranges",
     "idx_dtype",
     "idx_header",
+    "idx_num_bytes",
     "idx_path",
+    "manifest_ids",
     "manifest_path",
     "merge_manifests",
+    "names_in",
     "npy_header",
     "open_idx",
+    "open_regular",
     "osts_json",
     "parse_json",
     "quarantine_path",
+    "read_beginning",
+    "read_checked",
     "read_idx",
     "read_index",
     "read_manifest",
     "read_osts",
+    "read_regular",
     "remake_command",
     "rerun_command",
     "rows_key",
+    "sha256_of_file",
     "shard_files",
     "shard_name",
+    "size_of_file",
     "tar_path",
     "token_dtype",
     "token_field",
     "tokenizer_fingerprint",
+    "with_content_hash",
 ]

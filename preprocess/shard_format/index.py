@@ -5,19 +5,30 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import re
+import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from preprocess.shard_format.checked_json import Fields, is_digest, read_checked, with_content_hash
+from preprocess.shard_format.dataset_spec import DatasetSpec
 from preprocess.shard_format.errors import BrokenShard, MissingShard, NotFound, OtherPlan
-from preprocess.shard_format.manifest import DatasetSpec, Manifest, parse_json, read_manifest
-from preprocess.shard_format.names import FORMAT_VERSION, INDEX_NAME, rerun_command, shard_name
+from preprocess.shard_format.idx import MAX_SAMPLES, idx_num_bytes
+from preprocess.shard_format.manifest import Manifest, manifest_ids, read_manifest
+from preprocess.shard_format.names import BLOCK_BYTES, INDEX_NAME, rerun_command, shard_name
+from preprocess.shard_format.regular_files import NOT_THERE
 
+MAX_INDEX_BYTES = 64 << 20  # one of 99,999 shards has 8 MB
+_HASH_DIGITS = 16
+_HEX = re.compile("[0-9a-f]*")
 COLUMNS = ("num_samples", "num_documents", "num_tokens", "tar_bytes", "idx_bytes")
+_ROW_TYPES = [int] * len(COLUMNS) + [str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,18 +45,61 @@ class DatasetIndex:
 
     def to_json(self) -> bytes:
         """The bytes of index.json: about 70 a shard, and no ``run``, so equal data gives equal bytes."""
-        head = {
-            "format": "shardprep-index",
-            "version": FORMAT_VERSION,
+        rows = [[*row, sha] for row, sha in zip(self.columns.tolist(), self.tar_sha256, strict=True)]
+        content = {
             "spec": dataclasses.asdict(self.spec),
             "columns": [*COLUMNS, "tar_sha256"],
+            "shards": rows,
         }
-        rows = (
-            json.dumps([*row, sha], separators=(",", ":"))
-            for row, sha in zip(self.columns.tolist(), self.tar_sha256, strict=True)
-        )
-        text = json.dumps(head, ensure_ascii=False, indent=1)[:-2] + ',\n "shards": [\n'
-        return (text + ",\n".join(rows) + "\n]}\n").encode()
+        head = with_content_hash("shardprep-index", content)
+        del head["shards"]
+        lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
+        text = json.dumps(head, ensure_ascii=False, indent=1)[:-2]
+        return f'{text},\n "shards": [\n{lines}\n]}}\n'.encode()
+
+    @staticmethod
+    def from_json(fields: Fields) -> DatasetIndex:
+        """Raises BrokenShard, also where the numbers of a shard do not agree."""
+        spec = DatasetSpec.from_json(fields.fields("spec"))
+        names = fields.texts("columns")
+        if names != [*COLUMNS, "tar_sha256"]:
+            raise fields.wrong("columns", names, f"{', '.join(COLUMNS)}, tar_sha256")
+        rows = fields.list_of("shards", _is_row, f"a list of {len(COLUMNS)} whole numbers and a hash")
+        fields.end()
+        if len(rows) != spec.num_shards:
+            raise fields.wrong("shards", f"{len(rows)} rows", f"{spec.num_shards}, one a shard")
+        hashes = tuple(row[-1] for row in rows)
+        if {len(each) for each in hashes} != {_HASH_DIGITS} or not _HEX.fullmatch("".join(hashes)):
+            number = next(n for n, each in enumerate(hashes) if not is_digest(each, _HASH_DIGITS))
+            raise fields.wrong(f"shards[{number}]", rows[number], f"{_HASH_DIGITS} hex digits at its end")
+        try:
+            columns = np.array([row[:-1] for row in rows], np.int64)
+        except OverflowError:
+            raise fields.wrong("shards", "a list with a number beyond int64", "smaller ones") from None
+        index = DatasetIndex(spec=spec, columns=columns, tar_sha256=hashes)
+        index._check_agreement(fields)
+        return index
+
+    def _check_agreement(self, fields: Fields) -> None:
+        """That the numbers of each shard are possible beside one another. Raises BrokenShard."""
+        samples, documents, tokens, tar_bytes, idx_bytes = self.columns.T
+        is_packed = self.spec.record == "packed"
+        wrong = {
+            "numbers, none below 0": (self.columns < 0).any(axis=1) | (samples > MAX_SAMPLES),
+            "idx_bytes, by num_samples": idx_bytes != idx_num_bytes(self.spec.kind, samples),
+            "tar_bytes, in whole blocks": (tar_bytes % BLOCK_BYTES != 0) | (tar_bytes < 2 * BLOCK_BYTES),
+            "num_documents, by num_samples": (documents != samples) & (not is_packed),
+            "num_tokens, by num_samples": (tokens > samples * self.spec.seq_len) & is_packed,
+        }
+        for what, rows in wrong.items():
+            if rows.any():
+                number = int(rows.argmax())
+                raise fields.wrong(f"shards[{number}]", self.columns[number].tolist(), f"other {what}")
+
+
+def _is_row(value: Any) -> bool:
+    """Whether the values of a row of ``shards`` are of the right types; true and 1.0 are no numbers."""
+    return type(value) is list and [*map(type, value)] == _ROW_TYPES
 
 
 def merge_manifests(manifests: Iterable[Manifest]) -> DatasetIndex:
@@ -73,7 +127,7 @@ def merge_manifests(manifests: Iterable[Manifest]) -> DatasetIndex:
                 manifest.idx.num_bytes,
             )
         )
-        hashes.append(manifest.tar.sha256[:16])
+        hashes.append(manifest.tar.sha256[:_HASH_DIGITS])
     if spec is None:
         raise MissingShard("no manifest was given")
     return DatasetIndex(spec=spec, columns=np.array(rows, np.int64), tar_sha256=tuple(hashes))
@@ -83,32 +137,16 @@ def read_index(folder: Path) -> DatasetIndex:
     """The index of a data set: index.json, or without one its manifests, merged in memory.
 
     Raises NotFound where there is no data set, MissingShard naming what an incomplete one
-    lacks, BrokenShard, UnknownVersion or OtherPlan.
+    lacks, BrokenShard, UnknownVersion, OtherPlan or ReadWriteError.
     """
     path = folder / INDEX_NAME
     try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        return _merge_folder(folder)
-    try:
         with _without_garbage_collection():
-            data = parse_json(path, raw, "shardprep-index")
-            rows = data["shards"]
-            index = DatasetIndex(
-                spec=DatasetSpec.from_json(data["spec"]),
-                columns=np.array([row[:-1] for row in rows], np.int64).reshape(len(rows), len(COLUMNS)),
-                tar_sha256=tuple(row[-1] for row in rows),
-            )
-    except (KeyError, TypeError, ValueError) as error:
-        raise BrokenShard(
-            f"{path} is not a whole index ({error!r}); run: python -m preprocess verify {folder}"
-        ) from None
-    if data["columns"] != [*COLUMNS, "tar_sha256"] or len(rows) != index.spec.num_shards:
-        raise BrokenShard(
-            f"{path} has {len(rows)} of {index.spec.num_shards} shards in columns {data['columns']}; "
-            f"run: python -m preprocess verify {folder}"
-        )
-    return index
+            return DatasetIndex.from_json(read_checked(path, "shardprep-index", max_bytes=MAX_INDEX_BYTES))
+    except NOT_THERE:
+        return _merge_folder(folder)
+    except BrokenShard as error:
+        raise BrokenShard(f"{error}; run: python -m preprocess verify {shlex.quote(str(folder))}") from None
 
 
 @contextmanager
@@ -127,7 +165,7 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 def _merge_folder(folder: Path) -> DatasetIndex:
-    present = sorted(int(path.stem[6:]) for path in folder.glob("shard-[0-9][0-9][0-9][0-9][0-9].json"))
+    present = manifest_ids(folder)
     if not present:
         raise NotFound(f"{folder} holds no data set: neither {INDEX_NAME} nor a shard's manifest")
     first = read_manifest(folder, present[0])

@@ -5,63 +5,28 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-
-from preprocess.shard_format.errors import BrokenShard, MissingShard, OtherPlan, UnknownVersion
+from preprocess.shard_format.checked_json import Fields, read_checked, with_content_hash
+from preprocess.shard_format.dataset_spec import DatasetSpec
+from preprocess.shard_format.errors import BrokenShard, MissingShard, OtherPlan
+from preprocess.shard_format.idx import MAX_SAMPLES, idx_num_bytes
 from preprocess.shard_format.names import (
-    FORMAT_VERSION,
-    Record,
-    TokenFormat,
+    MAX_SHARDS,
     idx_path,
     manifest_path,
     quarantine_path,
     remake_command,
     rerun_command,
     tar_path,
-    token_dtype,
 )
+from preprocess.shard_format.regular_files import NOT_THERE, names_in, sha256_of_file, size_of_file
 
-
-@dataclass(frozen=True, kw_only=True)
-class TokenizerSpec:
-    """What shards remember of the tokenizer that made them."""
-
-    model_id: str
-    fingerprint: str  # see tokenizer_fingerprint.py
-    vocab_size: int  # added tokens included
-    bos_token_id: int | None
-    eos_token_id: int | None
-    pad_token_id: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class DatasetSpec:
-    """What all shards of a data set have in common; every manifest carries it whole."""
-
-    plan_id: str
-    num_shards: int
-    record: Record
-    token_format: TokenFormat
-    seq_len: int  # tokens a row; 0 unless packed
-    append_eos: bool
-    tokenizer: TokenizerSpec
-
-    @property
-    def kind(self) -> str:
-        """How a sample's ids are stored: one of IDX_KINDS."""
-        return "packed" if self.record == "packed" else self.token_format
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return token_dtype(self.tokenizer.vocab_size)
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> DatasetSpec:
-        return DatasetSpec(**{**data, "tokenizer": TokenizerSpec(**data["tokenizer"])})
+MAX_MANIFEST_BYTES = 1 << 20  # one has about 1.5 KB
+_MANIFEST_NAME = re.compile(r"shard-(\d{5})\.json", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +37,30 @@ class ShardCounts:
     num_documents: int
     num_tokens: int  # padding excluded
     num_lines: int  # lines of the input, the empty ones included
-    num_empty: int  # lines left out because nothing is left of them after str.strip
-    num_padding: int  # pad tokens in the rows that are not full
-    num_cut: int  # documents that do not lie whole in one row
+    num_empty_lines: int  # left out because nothing is left of them after str.strip
+    num_pad_tokens: int  # in the rows that are not full
+    num_documents_across_rows: int  # those that do not lie whole in one row
     input_bytes: int
     quarantined: dict[str, int]  # documents left out, by reason
     length_histogram: list[int]  # [b]: documents of 2**(b-1) <= tokens < 2**b
+
+    @staticmethod
+    def from_json(fields: Fields) -> ShardCounts:
+        """Raises BrokenShard."""
+        counts = ShardCounts(
+            num_samples=fields.whole("num_samples", 0, MAX_SAMPLES),
+            num_documents=fields.whole("num_documents"),
+            num_tokens=fields.whole("num_tokens"),
+            num_lines=fields.whole("num_lines"),
+            num_empty_lines=fields.whole("num_empty_lines"),
+            num_pad_tokens=fields.whole("num_pad_tokens"),
+            num_documents_across_rows=fields.whole("num_documents_across_rows"),
+            input_bytes=fields.whole("input_bytes"),
+            quarantined=fields.each("quarantined", Fields.whole),
+            length_histogram=fields.wholes("length_histogram"),
+        )
+        fields.end()
+        return counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +69,13 @@ class FileStamp:
 
     num_bytes: int
     sha256: str
+
+    @staticmethod
+    def from_json(fields: Fields) -> FileStamp:
+        """Raises BrokenShard."""
+        stamp = FileStamp(num_bytes=fields.whole("num_bytes"), sha256=fields.digest("sha256"))
+        fields.end()
+        return stamp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,70 +92,52 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """The bytes on disk; the part before ``run`` is equal for equal shards."""
-        data = {"format": "shardprep-manifest", "version": FORMAT_VERSION, **dataclasses.asdict(self)}
+        content = dataclasses.asdict(self)
+        data = with_content_hash("shardprep-manifest", content, run=content.pop("run"))
         return json.dumps(data, ensure_ascii=False, indent=1).encode() + b"\n"
 
     @staticmethod
-    def from_json(data: dict[str, Any]) -> Manifest:
-        quarantine = data["quarantine"]
-        return Manifest(
-            spec=DatasetSpec.from_json(data["spec"]),
-            shard_id=data["shard_id"],
-            counts=ShardCounts(**data["counts"]),
-            tar=FileStamp(**data["tar"]),
-            idx=FileStamp(**data["idx"]),
-            quarantine=FileStamp(**quarantine) if quarantine else None,
-            run=data["run"],
+    def from_json(fields: Fields) -> Manifest:
+        """Raises BrokenShard, also where counts and sizes do not agree."""
+        manifest = Manifest(
+            spec=DatasetSpec.from_json(fields.fields("spec")),
+            shard_id=fields.whole("shard_id", 0, MAX_SHARDS - 1),
+            counts=ShardCounts.from_json(fields.fields("counts")),
+            tar=FileStamp.from_json(fields.fields("tar")),
+            idx=FileStamp.from_json(fields.fields("idx")),
+            quarantine=fields.or_none("quarantine", lambda key: FileStamp.from_json(fields.fields(key))),
+            run=fields.mapping("run"),
         )
-
-
-def version_message(path: Path, found: object) -> str:
-    return (
-        f"{path} has format version {found}, this shardprep knows {FORMAT_VERSION}; "
-        "install the shardprep that wrote it, or make the data set again in a new folder"
-    )
-
-
-def parse_json(path: Path, raw: bytes, form: str) -> dict[str, Any]:
-    """Parse one of our JSON files and check its ``format`` and ``version``.
-
-    Raises BrokenShard where it is not such a file, UnknownVersion where it is a newer one.
-    """
-    try:
-        data = json.loads(raw)
-    except ValueError as error:
-        raise BrokenShard(f"{path} is not JSON ({error})") from None
-    if not isinstance(data, dict) or data.get("format") != form:
-        found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise BrokenShard(f"{path} is not a {form}: its format is {found!r}")
-    if data.get("version") != FORMAT_VERSION:
-        raise UnknownVersion(version_message(path, data.get("version")))
-    return data
+        fields.end()
+        expected = idx_num_bytes(manifest.spec.kind, manifest.counts.num_samples)
+        if manifest.idx.num_bytes != expected:
+            what = f"{expected} for {manifest.counts.num_samples} samples"
+            raise fields.wrong("idx.num_bytes", manifest.idx.num_bytes, what)
+        return manifest
 
 
 def read_manifest(folder: Path, shard_id: int) -> Manifest:
-    """Read shard-N.json. Raises MissingShard, BrokenShard or UnknownVersion."""
+    """Read shard-N.json. Raises MissingShard, BrokenShard, UnknownVersion or ReadWriteError."""
     path = manifest_path(folder, shard_id)
     try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
+        return Manifest.from_json(read_checked(path, "shardprep-manifest", max_bytes=MAX_MANIFEST_BYTES))
+    except NOT_THERE:
         raise MissingShard(
             f"shard {shard_id:05d} is not done: {path} is missing; run: {rerun_command(shard_id, folder)}"
         ) from None
-    try:
-        return Manifest.from_json(parse_json(path, raw, "shardprep-manifest"))
     except BrokenShard as error:
         raise BrokenShard(f"{error}; run: {rerun_command(shard_id, folder)}") from None
-    except (KeyError, TypeError) as error:
-        raise BrokenShard(
-            f"{path} is not a whole manifest: {error!r}; run: {rerun_command(shard_id, folder)}"
-        ) from None
+
+
+def manifest_ids(folder: Path) -> list[int]:
+    """The shards that have a manifest in a folder, ascending. Raises ReadWriteError."""
+    return [int(match[1]) for match in map(_MANIFEST_NAME.fullmatch, names_in(folder)) if match]
 
 
 def check_shard(folder: Path, shard_id: int, plan_id: str) -> Manifest:
     """Whether a shard is done: a manifest of this plan, and its files there with their sizes.
 
-    Raises MissingShard, BrokenShard, UnknownVersion or OtherPlan, each saying what to do.
+    Raises MissingShard, BrokenShard, UnknownVersion or OtherPlan, each saying what to do; ReadWriteError.
     """
     manifest = read_manifest(folder, shard_id)
     if manifest.spec.plan_id != plan_id or manifest.shard_id != shard_id:
@@ -176,7 +148,7 @@ def check_shard(folder: Path, shard_id: int, plan_id: str) -> Manifest:
             f"run: {remake_command(shard_id, folder)}"
         )
     for path, stamp in shard_files(folder, manifest):
-        found = path.stat().st_size if path.exists() else None
+        found = size_of_file(path)
         if found is None:
             raise MissingShard(f"{path} is missing; run: {rerun_command(shard_id, folder)}")
         if found != stamp.num_bytes:
@@ -196,10 +168,14 @@ def shard_files(folder: Path, manifest: Manifest) -> list[tuple[Path, FileStamp]
 
 
 def check_hashes(folder: Path, manifest: Manifest) -> None:
-    """Read a shard's files whole and compare sha256. Raises BrokenShard."""
+    """Read a shard's files whole and compare sha256. Raises BrokenShard, MissingShard or ReadWriteError."""
     for path, stamp in shard_files(folder, manifest):
-        with path.open("rb") as file:
-            found = file_sha256(file)
+        try:
+            _, found = sha256_of_file(path)
+        except NOT_THERE:
+            raise MissingShard(
+                f"{path} is missing; run: {rerun_command(manifest.shard_id, folder)}"
+            ) from None
         if found != stamp.sha256:
             raise BrokenShard(
                 f"{path} has sha256 {found[:12]}, its manifest says {stamp.sha256[:12]}; "

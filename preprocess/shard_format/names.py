@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_SHARDS = 99_999  # shard names carry five digits
+MAX_SEQ_LEN = 2**27
 BLOCK_BYTES = 512  # a tar is a sequence of such blocks
 TAR_END = bytes(2 * BLOCK_BYTES)  # the two zero blocks that close a tar
 MAX_MEMBER_BYTES = 2**32 - 1  # the idx keeps sizes as uint32; ustar itself ends at 8 GiB

@@ -13,31 +13,32 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.shard_format.errors import BrokenShard
-from preprocess.shard_format.manifest import parse_json
-from preprocess.shard_format.names import FORMAT_VERSION, OSTS_NAME
+from preprocess.shard_format.checked_json import read_checked, with_content_hash
+from preprocess.shard_format.names import OSTS_NAME
+from preprocess.shard_format.regular_files import NOT_THERE
+
+MAX_OSTS_BYTES = 4 << 20  # of 99,999 shards: 0.5 MB
 
 
 def osts_json(osts: Sequence[int]) -> bytes:
     """The bytes of osts.json; -1 stands for an OST that is not known."""
-    head = {"format": "shardprep-osts", "version": FORMAT_VERSION, "osts": list(osts)}
-    return (json.dumps(head, separators=(",", ":")) + "\n").encode()
+    data = with_content_hash("shardprep-osts", {"osts": list(osts)})
+    return (json.dumps(data, separators=(",", ":")) + "\n").encode()
 
 
 def read_osts(folder: Path, num_shards: int) -> npt.NDArray[np.int64] | None:
     """The OST of each shard: int64[num_shards]; None where there is no osts.json.
 
-    Raises BrokenShard, UnknownVersion; OSError where the file system fails.
+    Raises BrokenShard, UnknownVersion, ReadWriteError.
     """
-    path = folder / OSTS_NAME
     try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
+        fields = read_checked(folder / OSTS_NAME, "shardprep-osts", max_bytes=MAX_OSTS_BYTES)
+    except NOT_THERE:
         return None
-    found = parse_json(path, raw, "shardprep-osts").get("osts")
-    if not isinstance(found, list) or len(found) != num_shards or not all(map(_is_ost, found)):
-        what = f"{len(found)} entries" if isinstance(found, list) else type(found).__name__
-        raise BrokenShard(f"{path} holds {what}, expected the numbers of the OSTs of {num_shards} shards")
+    found = fields.list_of("osts", _is_ost, "the number of an OST, or -1")
+    fields.end()
+    if len(found) != num_shards:
+        raise fields.wrong("osts", f"{len(found)} entries", f"those of {num_shards} shards")
     return np.array(found, np.int64)
 
 

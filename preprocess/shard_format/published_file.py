@@ -81,10 +81,10 @@ class PublishedFile:
 
     def sync(self) -> FileStamp:
         """Write out and fsync; the name is not yet given."""
-        _leave_direct(self._fd)  # the last piece is not of a whole number of blocks
-        self._write_out(memoryview(self._piece)[: self._num_held])
-        self._num_held = 0
         try:
+            _leave_direct(self._fd)  # the last piece is not of a whole number of blocks
+            self._write_out(memoryview(self._piece)[: self._num_held])
+            self._num_held = 0
             os.fsync(self._fd)
             os.close(self._fd)
         except OSError as error:
@@ -154,15 +154,20 @@ def _leave_direct(fd: int) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """fsync a folder, so that its renames outlast a crash."""
+    """fsync a folder, so that its renames outlast a crash. Raises ReadWriteError."""
+    sync_path(folder)
+
+
+def sync_path(path: Path) -> None:
+    """fsync a file, or a folder, so that its renames outlast a crash. Raises ReadWriteError."""
     try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        fd = os.open(path, os.O_RDONLY)
         try:
             os.fsync(fd)
         finally:
             os.close(fd)
     except OSError as error:
-        raise ReadWriteError(f"{folder} could not be synced: {error.strerror}") from None
+        raise ReadWriteError(f"{path} could not be synced: {error.strerror}") from None
 
 
 def remove_temporaries(folder: Path, stem: str, *, older_than_s: float) -> None:

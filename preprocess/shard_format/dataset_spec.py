@@ -1,0 +1,82 @@
+"""What all shards of a data set have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import numpy as np
+
+from preprocess.shard_format.checked_json import Fields
+from preprocess.shard_format.names import MAX_SEQ_LEN, MAX_SHARDS, Record, TokenFormat, token_dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerSpec:
+    """What shards remember of the tokenizer that made them."""
+
+    model_id: str
+    fingerprint: str  # see tokenizer_fingerprint.py
+    vocab_size: int  # added tokens included
+    bos_token_id: int | None
+    eos_token_id: int | None
+    pad_token_id: int | None
+
+    @staticmethod
+    def from_json(fields: Fields) -> TokenizerSpec:
+        """Raises BrokenShard."""
+        vocab_size = fields.whole("vocab_size", 1, 2**32 - 1)
+
+        def token_id(key: str) -> int | None:
+            return fields.or_none(key, lambda key: fields.whole(key, 0, vocab_size - 1))
+
+        spec = TokenizerSpec(
+            model_id=fields.text("model_id"),
+            fingerprint=fields.digest("fingerprint"),
+            vocab_size=vocab_size,
+            bos_token_id=token_id("bos_token_id"),
+            eos_token_id=token_id("eos_token_id"),
+            pad_token_id=token_id("pad_token_id"),
+        )
+        fields.end()
+        return spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetSpec:
+    """Every manifest carries it whole."""
+
+    plan_id: str
+    num_shards: int
+    record: Record
+    token_format: TokenFormat
+    seq_len: int  # tokens a row; 0 unless packed
+    append_eos: bool
+    tokenizer: TokenizerSpec
+
+    @property
+    def kind(self) -> str:
+        """How a sample's ids are stored: one of IDX_KINDS."""
+        return "packed" if self.record == "packed" else self.token_format
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of binary ids."""
+        return token_dtype(self.tokenizer.vocab_size)
+
+    @staticmethod
+    def from_json(fields: Fields) -> DatasetSpec:
+        """Raises BrokenShard."""
+        record: Record = fields.choice("record", get_args(Record))
+        is_packed = record == "packed"
+        spec = DatasetSpec(
+            plan_id=fields.digest("plan_id"),
+            num_shards=fields.whole("num_shards", 1, MAX_SHARDS),
+            record=record,
+            token_format=fields.choice("token_format", ("npy",) if is_packed else get_args(TokenFormat)),
+            seq_len=fields.whole("seq_len", int(is_packed), MAX_SEQ_LEN if is_packed else 0),
+            append_eos=fields.flag("append_eos"),
+            tokenizer=TokenizerSpec.from_json(fields.fields("tokenizer")),
+        )
+        fields.end()
+        return spec

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from loader.shards.regular_file import close_read, open_regular
 from loader.shards.shard_set import DatasetShards, ForeignTar
 from loader.shards.tar_samples import JSON, RAW, TarSamples, scan_tar
 from preprocess.shard_format import BrokenShard, IdxFile, MissingShard, idx_path, open_idx, rerun_command
@@ -42,9 +43,9 @@ class OpenShard:
 
     def close(self) -> None:
         """Close tar and idx."""
-        os.close(self.handle)
+        close_read(self.handle)
         if self.idx is not None:
-            os.close(self.idx.handle)
+            close_read(self.idx.handle)
 
 
 def open_shard(source: DatasetShards | ForeignTar, row: int) -> OpenShard:
@@ -125,7 +126,7 @@ def _check_num_samples(source: DatasetShards, row: int, path: Path, found: int) 
 
 def _open_file(path: Path, remedy: str) -> int:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return open_regular(path)
     except FileNotFoundError:
         raise MissingShard(f"{path} is missing; {remedy}") from None
 

@@ -177,6 +177,8 @@ def _append_json(flat: array[int], raw: memoryview, row: int) -> None:
         flat.fromlist(orjson.loads(raw))
     except (ValueError, TypeError, OverflowError, KeyError) as error:
         raise CannotDecode(row, f"no JSON list of token ids ({error}): {bytes(raw[:60])!r}") from None
+    if b"e" in bytes(raw):  # of true and false, which an array takes for 1 and 0
+        raise CannotDecode(row, f"no JSON list of token ids (it has true or false): {bytes(raw[:60])!r}")
 
 
 def _npy_ids(raw: bytes, row: int) -> npt.NDArray[np.signedinteger[npt.NBitBase]]:
@@ -185,9 +187,8 @@ def _npy_ids(raw: bytes, row: int) -> npt.NDArray[np.signedinteger[npt.NBitBase]
     if header is None or len(header.shape) != 1:
         raise CannotDecode(row, f"no one-dimensional .npy of integers: {raw[:120]!r}")
     count = header.shape[0]
-    expected = header.data_start + count * header.dtype.itemsize
-    if len(raw) != expected:
-        raise CannotDecode(row, f"{len(raw)} bytes of .npy, its header says {expected}")
+    if len(raw) != header.num_bytes:
+        raise CannotDecode(row, f"{len(raw)} bytes of .npy, its header says {header.num_bytes}")
     ids = np.frombuffer(raw, header.dtype, count, header.data_start)
     if count and not -(2**31) <= int(ids.min()) <= int(ids.max()) < 2**31:
         raise CannotDecode(row, f"ids from {ids.min()} to {ids.max()}")

@@ -170,8 +170,8 @@ class SampleWindow:
             if length > (self.samples.max_length or length):
                 raise BrokenShard(
                     f"{self.samples.shards.describe(int(self.data.sample[row]))} holds {length:,} tokens, "
-                    f'more than max_length={self.samples.max_length}; long_documents="split" would keep them all, '
-                    '"truncate" the beginning'
+                    f"more than max_length={self.samples.max_length}; "
+                    'long_documents="split" would keep them all, "truncate" the beginning'
                 )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from loader.shards.regular_file import close_read, open_regular
 from loader.shards.staged_folder import is_staged
 from preprocess.shard_format import (
     BrokenShard,
@@ -93,7 +94,7 @@ def check_copy(shard: ShardToStage) -> str:
     for path_of, stamp in ((tar_path, manifest.tar), (idx_path, manifest.idx)):
         path = path_of(shard.folder, shard.shard_id)
         try:
-            with path.open("rb") as file:
+            with os.fdopen(open_regular(path), "rb", buffering=0) as file:
                 found = file_sha256(file)
         except OSError as error:
             return f"{path} cannot be read ({error.strerror})"
@@ -171,7 +172,7 @@ def _blocks(path: Path) -> Iterator[memoryview]:
     """A file in blocks of READ_BYTES; each is overwritten by the next. What was read is not kept cached."""
     buffer = memoryview(bytearray(READ_BYTES))
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        handle = open_regular(path)
     except FileNotFoundError:
         raise MissingShard(f"{path} is missing; run: python -m preprocess verify {path.parent}") from None
     except OSError as error:
@@ -186,4 +187,4 @@ def _blocks(path: Path) -> Iterator[memoryview]:
     finally:
         with contextlib.suppress(OSError):
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)  # a second read is of the disk then
-        os.close(handle)
+        close_read(handle)

@@ -346,6 +346,17 @@ def test_osts_follow_the_shards_that_are_named_and_do_not_enter_the_fingerprint(
     assert find_shards(made / "npy").osts is None
 
 
+def test_a_tar_of_ours_that_became_a_fifo_is_refused_and_not_waited_for(copied: Path) -> None:
+    """By a rank that does not look at sizes beforehand; a reader of a FIFO waits for a writer."""
+    (copied / "shard-00002.tar").unlink()
+    os.mkfifo(copied / "shard-00002.tar")
+    with (
+        load(copied, 4, rank=1, world_size=2) as loader,
+        pytest.raises(BrokenShard, match=r"shard-00002\.tar is a FIFO, expected a regular file"),
+    ):
+        list(loader)
+
+
 IDX_FAULTS: list[tuple[str, str, int]] = [
     ("json", "offset", 2**64 - 512),
     ("json", "offset", 2**62),

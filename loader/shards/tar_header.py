@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import zlib
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
+from zlib import adler32
 
 from preprocess.shard_format import BrokenShard
 
@@ -38,7 +38,7 @@ class TarHeader(NamedTuple):
 
 
 def parse_header(path: Path, header: bytes, position: int) -> TarHeader:
-    """The header at a byte of a tar: bytes[512]. 2 us.
+    """The header at a byte of a tar: bytes[512]. 5 us.
 
     A kind that is not known is refused, as its data could be a sample's; so is whatever Python's tarfile,
     and so webdataset, would read in another way. Raises BrokenShard.
@@ -80,7 +80,9 @@ def tar_text(raw: bytes) -> str:
 def _check_sum(path: Path, header: bytes, position: int) -> None:
     """The one thing that an altered header cannot keep."""
     said = _number(header[148:156])
-    counted = _sum(header[:148]) + 8 * ord(" ") + _sum(header[156:356]) + _sum(header[356:])
+    # Adler's lower half is 1 + the sum modulo 65,521, which no 256 bytes reach; 20 times as fast as sum.
+    parts = adler32(header[:148]), adler32(header[156:356]), adler32(header[356:])
+    counted = (parts[0] & 0xFFFF) + (parts[1] & 0xFFFF) + (parts[2] & 0xFFFF) - 3 + 8 * ord(" ")
     if said == counted:
         return
     num_high = sum(byte > 127 for byte in header[:148] + header[156:])
@@ -92,11 +94,6 @@ def _check_sum(path: Path, header: bytes, position: int) -> None:
         f"{path} is no tar, or is damaged: at byte {position} no member's header stands whose checksum is "
         "right; copy it again, or write it again"
     )
-
-
-def _sum(part: bytes) -> int:
-    """Of at most 256 bytes. Adler's lower half counts it up modulo 65,521, 20 times as fast as ``sum``."""
-    return (zlib.adler32(part) & 0xFFFF) - 1
 
 
 @lru_cache(maxsize=256)  # most members of a tar have the same

@@ -2,7 +2,7 @@
 
 Keys are formed as webdataset forms them: a member's name up to its first dot is the key, the rest
 the field, members of one sample stand together. Understands ustar, PAX and GNU names, as Python's
-tarfile writes them for webdataset's TarWriter. A scan costs about 10 us a member. It reads no data but
+tarfile writes them for webdataset's TarWriter. A scan costs about 10 us a header. It reads no data but
 16 samples for the fingerprint; where lengths are needed beforehand, it reads everything once, at about
 1 GB/s, and notes each sample's last id. Tars of our packed rows are known by their two-dimensional ids.
 """

@@ -86,7 +86,7 @@ def get_llama3_dataloader(
             It enters the order: give the number to resume with another batch_size.
         max_batch_tokens: a padded batch of more is refused, before it is too large for the GPU.
         exclude_shards: numbers or tars of shards to leave out, before the order, which is then another one.
-        cache_dir: where webdataset copies tars that are no local files.
+        cache_dir: where webdataset copies tars that are no local files; see docs/format.md.
         staged_dir: a folder on this node that ``python -m loader stage DATA --to`` may have filled. A shard
             is read from ``staged_dir/<plan id, 16 digits>/`` where its tar and idx are there with the right
             sizes, else from where it was found; likewise after a copy failed. Batches and state do not

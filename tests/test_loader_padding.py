@@ -11,6 +11,7 @@ import pytest
 import webdataset
 
 from loader import TokenLoader, get_llama3_dataloader
+from loader.samples import token_ids
 from preprocess.shard_format import BrokenShard, UsageError
 
 if TYPE_CHECKING:
@@ -68,6 +69,28 @@ def test_long_documents_are_split_without_losing_a_token(
             expected
         )
         assert loader.metrics.num_cut_tokens == 0
+
+
+def test_a_document_is_decoded_once_a_window_however_many_pieces_it_has(
+    prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = " ".join(f"word{number % 97}" for number in range(6000))
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "a.txt").write_text(f"short one\n{text}\nanother\n", encoding="utf-8")
+    prep.plan(tmp_path / "raw", tmp_path / "data", num_shards=1)
+    prep.make(tmp_path / "data")
+    decoded: list[int] = []
+    real = token_ids.parse_id_lists
+
+    def counting(texts: list[memoryview]) -> Any:
+        decoded.extend(len(each) for each in texts if len(each) > 1000)
+        return real(texts)
+
+    monkeypatch.setattr(token_ids, "parse_id_lists", counting)
+    with load(tmp_path / "data", 2, max_length=16, long_documents="split") as loader:
+        assert len(list(loader)) > 400
+        num_windows = len(list(loader.order.windows(0)))
+    assert 0 < len(decoded) <= num_windows < 100
 
 
 def test_long_documents_are_refused_where_asked_naming_the_first(data: Path) -> None:

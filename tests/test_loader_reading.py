@@ -346,6 +346,56 @@ def test_osts_follow_the_shards_that_are_named_and_do_not_enter_the_fingerprint(
     assert find_shards(made / "npy").osts is None
 
 
+def test_a_tar_of_ours_that_became_a_fifo_is_refused_and_not_waited_for(copied: Path) -> None:
+    """By a rank that does not look at sizes beforehand; a reader of a FIFO waits for a writer."""
+    (copied / "shard-00002.tar").unlink()
+    os.mkfifo(copied / "shard-00002.tar")
+    with (
+        load(copied, 4, rank=1, world_size=2) as loader,
+        pytest.raises(BrokenShard, match=r"shard-00002\.tar is a FIFO, expected a regular file"),
+    ):
+        list(loader)
+
+
+IDX_FAULTS: list[tuple[str, str, int]] = [
+    ("json", "offset", 2**64 - 512),
+    ("json", "offset", 2**62),
+    ("json", "offset", 2**40),
+    ("json", "num_bytes", 2**32 - 1),
+    ("json", "num_tokens", 2**32 - 1),
+    ("concat", "offset", 2**64 - 512),
+    ("concat", "offset", 2**40),
+    ("concat", "num_bytes", 2**31),
+    ("concat", "num_tokens", 33),
+    ("concat", "num_tokens", 2**32 - 1),
+    ("concat", "starts_offset", 2**64 - 4),
+    ("concat", "starts_offset", 2**62),
+    ("concat", "num_starts", 33),
+    ("concat", "num_starts", 2**32 - 1),
+]
+
+
+@pytest.mark.parametrize(("form", "column", "value"), IDX_FAULTS)
+def test_records_that_place_samples_where_they_cannot_be_are_refused_before_anything_is_read(
+    made: Path, monkeypatch: pytest.MonkeyPatch, form: str, column: str, value: int
+) -> None:
+    """Whatever vouches for the idx: a record of it is exchanged in memory, behind the checks at opening."""
+    opening = open_shard.open_shard
+
+    def exchanging(source: Any, row: int) -> Any:
+        shard = opening(source, row)
+        shard.held[column][2] = value
+        return shard
+
+    monkeypatch.setattr("loader.reading.staged_reading.open_shard", exchanging)
+    boundaries: dict[str, Any] = {"boundaries": ("position_ids",)} if form == "concat" else {}
+    with (
+        load(made / form, **boundaries) as loader,
+        pytest.raises(BrokenShard, match=r"shard-0000\d\.tar.*( its idx |where its idx says)"),
+    ):
+        list(loader)
+
+
 @pytest.mark.parametrize("form", ["json", "concat"])
 def test_few_handles_are_enough_for_many_shards(
     made: Path, form: str, monkeypatch: pytest.MonkeyPatch

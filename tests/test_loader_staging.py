@@ -810,3 +810,75 @@ def test_data_sets_staged_to_one_folder_keep_apart(made: Path, node: Path, stage
     assert len(list(node.iterdir())) == 2
     for form in FORMS:
         assert epoch(load(made / form, staged_dir=node)) == epoch(load(made / form))
+
+
+# Errors of the file systems, injected
+
+
+INJECTED = [
+    *("open", "stat", "fstat", "readv", "write", "close", "scandir", "statvfs"),
+    *("mkdir", "rename", "fsync", "unlink", "posix_fadvise"),
+]
+CODES = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.ESTALE, errno.EMFILE)
+
+
+class Injected:
+    """One of os's functions that fails at its n-th call under some folders, or at each; closing closes."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, name: str, folders: list[Path], *, code: int, at: int | None
+    ) -> None:
+        self.name, self.folders, self.code, self.at = name, list(map(str, folders)), code, at
+        self.num_calls = 0
+        self.real = getattr(os, name)
+        monkeypatch.setattr(os, name, self)
+
+    def __call__(self, path: Any, *args: Any, **named: Any) -> Any:
+        shown = str(Path(f"/proc/self/fd/{path}").readlink()) if isinstance(path, int) else str(path)
+        fails = shown.startswith(tuple(self.folders)) and self.at in (None, self.num_calls)
+        self.num_calls += shown.startswith(tuple(self.folders))
+        if not fails:
+            return self.real(path, *args, **named)
+        if self.name == "close":
+            self.real(path)
+        raise OSError(self.code, os.strerror(self.code), None if isinstance(path, int) else path)
+
+
+@pytest.mark.parametrize("name", INJECTED)
+@pytest.mark.parametrize("side", ["source", "node"])
+def test_whatever_call_fails_staging_ends_with_right_copies_or_an_error_that_names_a_file(
+    made: Path, node: Path, stage: Any, monkeypatch: pytest.MonkeyPatch, name: str, side: str
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    folder = made / "json" if side == "source" else node
+    shards = f"{made}/json/shard-0000[0-1].tar"
+
+    def staged(code: int, at: int | None) -> int:
+        shutil.rmtree(node, ignore_errors=True)
+        with monkeypatch.context() as patch:
+            injected = Injected(patch, name, [folder], code=code, at=at)
+            ended, text = stage(shards, "--to", node, "--recheck")
+        assert ended in (0, 65, 66, 73, 74, 78)
+        assert ended == 0 or ("error: " in text and str(made.parent.parent) in text), text
+        found = staged_ids(made / "json", node)
+        assert ended != 0 or found == [0, 1]
+        return injected.num_calls
+
+    num_calls = staged(errno.EIO, -1)
+    cases = sorted({0, 1, num_calls // 2, num_calls - 1} & set(range(num_calls)))
+    for at in [*cases, *([None] if num_calls else [])]:
+        for code in CODES:
+            staged(code, at)
+
+
+@pytest.mark.parametrize("name", ["open", "stat", "lstat", "fstat", "preadv", "close"])
+def test_whatever_call_fails_on_the_disk_of_copies_the_batches_are_the_same(
+    made: Path, node: Path, stage: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    whole = epoch(load(made / "json"))
+    assert stage(made / "json", "--to", node)[0] == 0
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waited"))
+    for code in CODES:
+        with monkeypatch.context() as patch:
+            Injected(patch, name, [node], code=code, at=None)
+            assert epoch(load(made / "json", staged_dir=node)) == whole, os.strerror(code)

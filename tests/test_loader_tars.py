@@ -345,6 +345,10 @@ def test_a_loss_mask_is_refused_since_leaving_it_out_would_change_the_training(t
         (b"[[1], [2]]", "no JSON list of token ids"),
         (b"[1000]", "the tokenizer has 0 to 999; is model_id the model that made them?"),
         (b"[-1]", "the tokenizer has 0 to 999"),
+        (b"[true]", "no JSON list of token ids"),
+        (b"[" * 3000 + b"]" * 3000, "no JSON list of token ids"),
+        (b"[" + b"9" * 5000 + b"]", "no JSON list of token ids"),
+        (b"7", "no JSON list of token ids"),
     ],
 )
 def test_ids_that_are_none_are_refused_with_sample_and_shard(
@@ -356,6 +360,95 @@ def test_ids_that_are_none_are_refused_with_sample_and_shard(
     with pytest.raises(BrokenShard, match=r"sample 1 of .*a\.tar") as error:
         batches(tmp_path / "a.tar", model)
     assert message in str(error.value)
+
+
+def test_a_huge_last_id_is_refused_where_lengths_are_counted_beforehand(tmp_path: Path, model: str) -> None:
+    for number, raw in enumerate((b"[1, " + b"9" * 5000 + b"]", b"[1, 99999999999999999999]")):
+        path = tmp_path / f"{number}.tar"
+        with webdataset.TarWriter(str(path), encoder=False) as writer:
+            writer.write({"__key__": "d", "token_ids.json": raw})
+        with pytest.raises(BrokenShard, match=r"sample 0 of .*\.tar holds no JSON list"):
+            batches(path, model, batch_size=1, seq_len=2)
+    with webdataset.TarWriter(str(path)) as writer:
+        writer.write({"__key__": "d", "token_ids.npy": np.array([1, 2**64 - 1], np.uint64)})
+    with pytest.raises(BrokenShard, match=r"sample 0 of .*\.tar holds ids from 1 to"):
+        batches(path, model, batch_size=1, seq_len=2)
+
+
+def npy_saying(array: np.ndarray, found: str, said: str) -> bytes:
+    """An array's .npy with something else in its header, of the same length."""
+    file = io.BytesIO()
+    np.save(file, array)
+    raw = file.getvalue()
+    assert found.encode() in raw[:128]
+    head = raw[:128].replace(found.encode(), said.encode()).rstrip(b" \n")
+    return head.ljust(127) + b"\n" + raw[128:]
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ("(3,)", "(3000000000000,)"),
+        ("(3,)", "(2,)"),
+        ("(3,)", "(3 1,)"),
+        ("(3,)", "(-3,)"),
+        ("<i8", "<f8"),
+        ("<i8", "<i4"),
+        ("<i8", "|O8"),
+        ("False", "True "),
+        ("'shape'", "'spahe'"),
+        ("NUMPY", "NUMPI"),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"seq_len": 2}])
+def test_an_npy_header_that_is_not_of_its_ids_is_refused(
+    tmp_path: Path, model: str, found: str, said: str, options: dict[str, Any]
+) -> None:
+    with webdataset.TarWriter(str(tmp_path / "a.tar"), encoder=False) as writer:
+        raw = npy_saying(np.array([1, 2, 3], np.int64), found, said)
+        for number in range(3):
+            whole = npy_saying(np.array([1, 2, 3], np.int64), "(3,)", "(3,)")
+            writer.write({"__key__": f"d{number}", "token_ids.npy": raw if number == 1 else whole})
+    with pytest.raises(BrokenShard, match=r"sample 1 of .*a\.tar holds"):
+        batches(tmp_path / "a.tar", model, batch_size=1, **options)
+
+
+def packed_tar(path: Path, **members: bytes) -> Path:
+    """Two rows of four ids, as ours are without their idx; some members exchanged."""
+    arrays = {
+        "doc_starts": np.array([0, 3, 5], np.uint32),
+        "row_tokens": np.array([4, 3], np.uint32),
+        "token_ids": np.arange(8, dtype=np.uint16).reshape(2, 4),
+    }
+    with webdataset.TarWriter(str(path), encoder=False) as writer:
+        whole = {f"{name}.npy": npy_saying(array, "NUMPY", "NUMPY") for name, array in arrays.items()}
+        writer.write({"__key__": "rows", **whole, **{f"{name}.npy": data for name, data in members.items()}})
+    return path
+
+
+PACKED_FAULTS = {
+    "ids of another width": {"token_ids": npy_saying(np.arange(8).reshape(2, 4), "<i8", "<i8")},
+    "signed ids": {"token_ids": npy_saying(np.zeros((2, 4), np.int16), "<i2", "<i2")},
+    "ids in the other byte order": {"token_ids": npy_saying(np.zeros((2, 4), ">u2"), ">u2", ">u2")},
+    "a million million rows of nothing": {
+        "token_ids": npy_saying(np.zeros((1, 0), np.uint16), "(1, 0)", "(1000000000000, 0)")
+    },
+    "no rows": {"token_ids": npy_saying(np.zeros((0, 4), np.uint16), "(0, 4)", "(0, 4)")},
+    "more rows than bytes": {"token_ids": npy_saying(np.zeros((2, 4), np.uint16), "(2, 4)", "(9999999, 4)")},
+    "a row longer than rows are": {"row_tokens": npy_saying(np.array([5, 4], np.uint32), "<u4", "<u4")},
+    "a row of none": {"row_tokens": npy_saying(np.array([4, 0], np.uint32), "<u4", "<u4")},
+    "fewer lengths than rows": {"row_tokens": npy_saying(np.array([4], np.uint32), "<u4", "<u4")},
+    "starts of another width": {"doc_starts": npy_saying(np.array([0, 3, 5]), "<i8", "<i8")},
+    "starts behind the rows": {"doc_starts": npy_saying(np.array([0, 8], np.uint32), "<u4", "<u4")},
+    "starts that do not ascend": {"doc_starts": npy_saying(np.array([3, 3], np.uint32), "<u4", "<u4")},
+}
+
+
+@pytest.mark.parametrize("fault", PACKED_FAULTS)
+def test_packed_members_that_are_not_as_ours_are_refused(tmp_path: Path, fault: str) -> None:
+    assert scan_tar(packed_tar(tmp_path / "whole.tar")).num_tokens.tolist() == [4, 3]
+    with pytest.raises(BrokenShard, match=r"a\.tar: .*'rows'"):
+        scan_tar(packed_tar(tmp_path / "a.tar", **PACKED_FAULTS[fault]))
 
 
 @pytest.mark.parametrize("array", [np.ones((2, 2), np.int64), np.ones(3), np.array([2**40])])

@@ -18,6 +18,7 @@ from preprocess.shard_format import (
     BrokenShard,
     IdxFile,
     MissingShard,
+    close_read,
     idx_path,
     open_idx,
     open_regular,
@@ -51,9 +52,9 @@ class OpenShard:
 
     def close(self) -> None:
         """Close tar and idx."""
-        os.close(self.handle)
+        close_read(self.handle)
         if self.idx is not None:
-            os.close(self.idx.handle)
+            close_read(self.idx.handle)
 
 
 def open_shard(source: DatasetShards | ForeignTar, row: int) -> OpenShard:
@@ -73,7 +74,7 @@ def open_shard(source: DatasetShards | ForeignTar, row: int) -> OpenShard:
         _check_size(path, handle, expected, remedy)
         found, idx, held = (samples, None, None) if isinstance(source, ForeignTar) else _records(source, row)
     except BaseException:
-        os.close(handle)
+        close_read(handle)
         raise
     is_json = isinstance(source, DatasetShards) and source.spec.kind == "json"
     return OpenShard(
@@ -121,7 +122,7 @@ def _records(source: DatasetShards, row: int) -> tuple[TarSamples | None, IdxFil
         return None, idx, None
     finally:
         if not keep:
-            os.close(idx.handle)
+            close_read(idx.handle)
 
 
 def _check_num_samples(source: DatasetShards, row: int, path: Path, found: int) -> None:

@@ -192,9 +192,7 @@ class ShardReader:
         table[3] = shard.encoding[rows] if len(shard.encoding) > 1 else shard.encoding
         table[4] = shard.token_bytes
         first, last = int(offset[0]), int((offset + table[1]).max())
-        ids = shard.row_tokens or table[2]
-        misfit = shard.token_bytes and (table[1] != ids * shard.token_bytes).any()
-        if last > shard.num_bytes or int(offset.min()) < first or misfit:
+        if not 0 <= first <= int(offset.min()) <= last <= shard.num_bytes or _misfit(shard, table):
             verify = f"run: python -m preprocess verify {shard.path.parent}"
             remedy = shard.remedy if shard.is_copy else verify
             raise BrokenShard(
@@ -209,9 +207,11 @@ class ShardReader:
         offset = records["starts_offset"].astype(np.int64)
         table[6] = records["num_starts"]
         ends = offset + 4 * table[6]
-        if len(ends) and not 0 <= offset.min() <= ends.max() <= shard.num_bytes:
+        is_inside = 0 <= offset.min() <= ends.max() <= shard.num_bytes
+        if not is_inside or int(table[6].max()) > shard.row_tokens:
             raise BrokenShard(
-                f"{shard.path}: its idx is damaged: document starts lie outside of it; {shard.remedy}"
+                f"{shard.path}: its idx is damaged: it places {int(table[6].max())} document starts of a row "
+                f"at bytes {int(offset.min())} to {int(ends.max())} of {shard.num_bytes}; {shard.remedy}"
             )
         cuts = (np.flatnonzero(offset[1:] != ends[:-1]) + 1).tolist()
         for first, end in zip([0, *cuts], [*cuts, len(offset)], strict=True):
@@ -249,6 +249,15 @@ class ShardReader:
                 return
             finally:
                 self._watch.end()
+
+
+def _misfit(shard: OpenShard, table: npt.NDArray[np.int64]) -> bool:
+    """Whether the bytes of some ids are not those of their number, or a row holds more than a row."""
+    if not shard.token_bytes:
+        return False
+    ids = shard.row_tokens or table[2]
+    too_long = shard.row_tokens > 0 and int(table[2].max()) > shard.row_tokens
+    return too_long or bool((table[1] != ids * shard.token_bytes).any())
 
 
 def _read_some(path: Path, handle: int, target: memoryview, offset: int) -> int:

@@ -46,8 +46,7 @@ class ShardOpener:
             return None
         shard_id = int(source.shard_ids[row])
         if not is_staged(folder, shard_id, int(source.tar_bytes[row]), int(source.idx_bytes[row])):
-            if tar_path(folder, shard_id).exists():
-                self._leave(folder, f"{tar_path(folder, shard_id)} or its idx is of a wrong size")
+            self._leave_unfit(folder, tar_path(folder, shard_id))
             return None
         copies = self._copies.setdefault(source.folder, replace(source, folder=folder, staged_folder=None))
         try:
@@ -59,6 +58,17 @@ class ShardOpener:
             f"python -m loader stage {shlex.quote(str(source.folder))} --to {shlex.quote(str(folder.parent))}"
         )
         return replace(shard, is_copy=True, remedy=f"run: {stage} --recheck")
+
+    def _leave_unfit(self, folder: Path, tar: Path) -> None:
+        """What is not there may come; the folder is left where a tar is there, or cannot be looked at."""
+        try:
+            tar.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            self._leave(folder, error)
+            return
+        self._leave(folder, f"{tar} or its idx is of a wrong size")
 
     def _leave(self, folder: Path, why: object) -> None:
         if folder not in self._left:

@@ -13,8 +13,7 @@ from loader.shards.shard_set import ShardSet
 class DocumentPieces:
     """Numbers the pieces through all shards, in order; an empty document is one empty piece.
 
-    Making it opens every shard for its idx: 0.1 ms a shard and 1 ns a document, files cached. A document
-    of n pieces is decoded n times an epoch.
+    Making it opens every shard for its idx: 0.1 ms a shard and 1 ns a document, files cached.
     """
 
     def __init__(self, shards: ShardSet, max_length: int, turn: Turn | None = None) -> None:

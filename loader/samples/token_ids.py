@@ -51,11 +51,10 @@ def decode_samples(
     data: SampleBytes,
     rows: npt.NDArray[np.int64],
     *,
-    first: npt.NDArray[np.int64] | None = None,
     max_length: int | None = None,
     end_ids: npt.NDArray[np.int64] | None = None,
 ) -> Decoded:
-    """The samples of some rows of ``data``, from token ``first`` of each on, at most ``max_length`` of them.
+    """The samples of some rows of ``data``, at most ``max_length`` tokens of each.
 
     ``end_ids``: for each, an id to put behind it, or -1 for none. Raises CannotDecode.
     """
@@ -66,17 +65,22 @@ def decode_samples(
         found, said = int(lengths[wrong[0]]), int(expected[wrong[0]])
         raise CannotDecode(int(rows[wrong[0]]), f"{found} ids where its idx says {said}")
     num_cut = 0
-    if first is not None or max_length is not None:
-        begin = np.zeros_like(lengths) if first is None else first
-        end = lengths if max_length is None else np.minimum(lengths, begin + max_length)
-        num_cut = int((lengths - end).sum())
-        if num_cut or begin.any():
+    if max_length is not None:
+        kept = np.minimum(lengths, max_length)
+        num_cut = int((lengths - kept).sum())
+        if num_cut:
             place = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-            ids = ids[(place >= np.repeat(begin, lengths)) & (place < np.repeat(end, lengths))]
-        lengths = end - begin
+            ids = ids[place < np.repeat(kept, lengths)]
+        lengths = kept
     if end_ids is not None:
         ids, lengths = _with_ends(ids, lengths, end_ids.astype(np.int32))
     return Decoded(lengths=lengths.astype(np.int32), ids=ids, num_cut=num_cut)
+
+
+def chunks(data: SampleBytes, rows: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+    """Rows in parts of about CHUNK_BYTES of ``data``, in their order."""
+    cuts = np.cumsum(data.num_bytes[rows]) // CHUNK_BYTES
+    return np.split(rows, np.flatnonzero(np.diff(cuts)) + 1)
 
 
 def _with_ends(
@@ -100,11 +104,9 @@ def _whole_samples(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
     """(lengths int64[len(rows)], the ids of all, int32), in parts of CHUNK_BYTES."""
     memory = data.buffer.data
-    cuts = np.cumsum(data.num_bytes[rows]) // CHUNK_BYTES
-    parts = np.split(rows, np.flatnonzero(np.diff(cuts)) + 1)
     lengths: list[npt.NDArray[np.int64]] = []
     ids: list[npt.NDArray[np.int32]] = []
-    for part in parts:
+    for part in chunks(data, rows):
         found = None
         if (data.encoding[part] == JSON).all():
             spans = zip(data.start[part].tolist(), data.num_bytes[part].tolist(), strict=True)
@@ -177,6 +179,8 @@ def _append_json(flat: array[int], raw: memoryview, row: int) -> None:
         flat.fromlist(orjson.loads(raw))
     except (ValueError, TypeError, OverflowError, KeyError) as error:
         raise CannotDecode(row, f"no JSON list of token ids ({error}): {bytes(raw[:60])!r}") from None
+    if b"e" in bytes(raw):  # of true and false, which an array takes for 1 and 0
+        raise CannotDecode(row, f"no JSON list of token ids (it has true or false): {bytes(raw[:60])!r}")
 
 
 def _npy_ids(raw: bytes, row: int) -> npt.NDArray[np.signedinteger[npt.NBitBase]]:
@@ -185,9 +189,8 @@ def _npy_ids(raw: bytes, row: int) -> npt.NDArray[np.signedinteger[npt.NBitBase]
     if header is None or len(header.shape) != 1:
         raise CannotDecode(row, f"no one-dimensional .npy of integers: {raw[:120]!r}")
     count = header.shape[0]
-    expected = header.data_start + count * header.dtype.itemsize
-    if len(raw) != expected:
-        raise CannotDecode(row, f"{len(raw)} bytes of .npy, its header says {expected}")
+    if len(raw) != header.num_bytes:
+        raise CannotDecode(row, f"{len(raw)} bytes of .npy, its header says {header.num_bytes}")
     ids = np.frombuffer(raw, header.dtype, count, header.data_start)
     if count and not -(2**31) <= int(ids.min()) <= int(ids.max()) < 2**31:
         raise CannotDecode(row, f"ids from {ids.min()} to {ids.max()}")

@@ -12,7 +12,15 @@ from loader.reading.opening_order import Turn
 from loader.reading.shard_reader import STALL_WARNING_S, SampleBytes, ShardReader
 from loader.run import Run
 from loader.samples.document_pieces import DocumentPieces
-from loader.samples.token_ids import CannotDecode, check_vocab, decode_samples, decode_starts, rows_in_place
+from loader.samples.token_ids import (
+    CannotDecode,
+    Decoded,
+    check_vocab,
+    chunks,
+    decode_samples,
+    decode_starts,
+    rows_in_place,
+)
 from loader.shards.shard_set import ShardSet
 from preprocess.shard_format import BrokenShard
 
@@ -69,19 +77,58 @@ class SampleReader:
         longest = self._samples.max_length
         return lengths if longest is None else lengths.clip(max=longest)
 
-    def read(self, samples: npt.NDArray[np.int64], offset: int) -> SampleWindow:  # noqa: ARG002
-        asked, first = samples.reshape(-1), None
+    def read(self, samples: npt.NDArray[np.int64], offset: int) -> SampleWindow | PieceWindow:  # noqa: ARG002
+        if self._samples.pieces is not None:
+            return self._read_pieces(samples, self._samples.pieces)
         rows = np.arange(samples.size).reshape(samples.shape)
-        if self._samples.pieces is not None:  # several may be of one document
-            documents, first = self._samples.pieces.locate(self._reader, asked)
-            asked, rows = np.unique(documents, return_inverse=True)
-            first, rows = first.reshape(samples.shape), rows.reshape(samples.shape)
         starts = self._samples.starts and self._samples.row_tokens > 0
-        data = self._reader.read(asked, starts=starts)
-        return SampleWindow(samples=self._samples, data=data, rows=rows, first=first, starts=starts)
+        data = self._reader.read(samples.reshape(-1), starts=starts)
+        return SampleWindow(samples=self._samples, data=data, rows=rows, starts=starts)
+
+    def _read_pieces(self, samples: npt.NDArray[np.int64], pieces: DocumentPieces) -> PieceWindow:
+        """Read and decode the documents of some pieces, each once, and keep the pieces alone.
+
+        So a window holds 4 bytes a token of its pieces, and while it is made the ids of some documents.
+        """
+        asked, rows = np.unique(samples, return_inverse=True)
+        documents, first = pieces.locate(self._reader, asked)
+        unique, document = np.unique(documents, return_inverse=True)  # ascending, as pieces are
+        data = self._reader.read(unique)
+        lengths = np.empty(len(asked), np.int64)
+        parts: list[npt.NDArray[np.int32]] = []
+        for chunk in chunks(data, np.arange(len(unique))):
+            found = _decoded(self._samples, data, chunk)
+            held = found.lengths.astype(np.int64)
+            here = slice(*np.searchsorted(document, [chunk[0], chunk[-1] + 1]).tolist())
+            local = document[here] - chunk[0]
+            lengths[here] = np.minimum(held[local] - first[here], pieces.max_length)
+            parts.append(found.ids[_places((np.cumsum(held) - held)[local] + first[here], lengths[here])])
+        return PieceWindow(
+            ids=np.concatenate(parts),
+            begin=np.cumsum(lengths) - lengths,
+            lengths=lengths,
+            rows=rows.reshape(samples.shape),
+        )
 
     def close(self) -> None:
         self._reader.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PieceWindow:
+    """A Window of pieces, decoded."""
+
+    ids: npt.NDArray[np.int32]
+    begin: npt.NDArray[np.int64]  # int64[pieces]: where each begins in ids
+    lengths: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.int64]  # int64[samples a step, steps] -> pieces
+
+    def run(self, first: int, end: int) -> Run:
+        rows = self.rows[:, first:end]
+        flat = rows.reshape(-1)
+        lengths = self.lengths[flat]
+        ids = self.ids[_places(self.begin[flat], lengths)]
+        return Run(lengths=lengths.reshape(rows.shape).astype(np.int32), ids=ids, num_cut=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,20 +138,17 @@ class SampleWindow:
     samples: WholeSamples
     data: SampleBytes
     rows: npt.NDArray[np.int64]  # int64[samples a step, steps] -> rows of data
-    first: npt.NDArray[np.int64] | None  # likewise: token of its document at which each begins
     starts: bool
 
     def run(self, first: int, end: int) -> Run:
         rows = self.rows[:, first:end]
         flat = rows.reshape(-1)
-        begins = None if self.first is None else self.first[:, first:end].reshape(-1)
-        try:
-            if self.samples.row_tokens:
-                return self._rows_run(rows, flat)
-            return self._documents_run(rows, flat, begins)
-        except CannotDecode as error:
-            where = self.samples.shards.describe(int(self.data.sample[error.row]))
-            raise BrokenShard(f"{where} holds {error}") from None
+        if self.samples.row_tokens:
+            return self._rows_run(rows, flat)
+        found = _decoded(self.samples, self.data, flat, max_length=self.samples.max_length)
+        if found.num_cut and self.samples.refuse_longer:
+            self._refuse(flat)
+        return Run(lengths=found.lengths.reshape(rows.shape), ids=found.ids, num_cut=found.num_cut)
 
     def _rows_run(self, rows: npt.NDArray[np.int64], flat: npt.NDArray[np.int64]) -> Run:
         row_tokens = self.samples.row_tokens
@@ -112,35 +156,58 @@ class SampleWindow:
         lengths = self.data.num_tokens[rows].astype(np.int32)
         if self.samples.vocab_size is not None:
             for step, of_step in enumerate(rows.T):
-                self._check(ids[:, step].reshape(-1), np.full(len(of_step), row_tokens, np.int32), of_step)
+                full = np.full(len(of_step), row_tokens, np.int32)
+                _check(self.samples, self.data, ids[:, step].reshape(-1), full, of_step)
         num_starts = starts = None
         if self.starts:
             num_starts = self.data.num_starts[rows].astype(np.int32)
             starts = np.concatenate(decode_starts(self.data, flat, row_tokens))
         return Run(lengths=lengths, ids=ids, num_starts=num_starts, starts=starts)
 
-    def _documents_run(
-        self, rows: npt.NDArray[np.int64], flat: npt.NDArray[np.int64], begins: npt.NDArray[np.int64] | None
-    ) -> Run:
-        found = decode_samples(self.data, flat, first=begins, max_length=self.samples.max_length)
-        if found.num_cut and self.samples.refuse_longer:
-            self._refuse(flat)
-        self._check(found.ids, found.lengths, flat)
-        num_cut = found.num_cut if self.samples.pieces is None else 0
-        return Run(lengths=found.lengths.reshape(rows.shape), ids=found.ids, num_cut=num_cut)
-
-    def _check(
-        self, ids: npt.NDArray[np.integer[Any]], lengths: npt.NDArray[np.int32], flat: npt.NDArray[np.int64]
-    ) -> None:
-        if self.samples.vocab_size is not None:
-            check_vocab(ids, lengths, flat, self.samples.vocab_size)
-
     def _refuse(self, flat: npt.NDArray[np.int64]) -> None:
         for row in flat.tolist():
             length = int(decode_samples(self.data, np.array([row])).lengths[0])
             if length > (self.samples.max_length or length):
-                raise CannotDecode(
-                    row,
-                    f"{length:,} tokens, more than max_length={self.samples.max_length}; "
-                    'long_documents="split" would keep them all, "truncate" the beginning',
+                raise BrokenShard(
+                    f"{self.samples.shards.describe(int(self.data.sample[row]))} holds {length:,} tokens, "
+                    f"more than max_length={self.samples.max_length}; "
+                    'long_documents="split" would keep them all, "truncate" the beginning'
                 )
+
+
+def _decoded(
+    samples: WholeSamples, data: SampleBytes, rows: npt.NDArray[np.int64], *, max_length: int | None = None
+) -> Decoded:
+    """Documents, cut at a length; their ids are checked where others made them. Raises BrokenShard."""
+    try:
+        found = decode_samples(data, rows, max_length=max_length)
+    except CannotDecode as error:
+        raise _broken(samples, data, error) from None
+    _check(samples, data, found.ids, found.lengths, rows)
+    return found
+
+
+def _check(
+    samples: WholeSamples,
+    data: SampleBytes,
+    ids: npt.NDArray[np.integer[Any]],
+    lengths: npt.NDArray[np.int32],
+    rows: npt.NDArray[np.int64],
+) -> None:
+    if samples.vocab_size is None:
+        return
+    try:
+        check_vocab(ids, lengths, rows, samples.vocab_size)
+    except CannotDecode as error:
+        raise _broken(samples, data, error) from None
+
+
+def _broken(samples: WholeSamples, data: SampleBytes, error: CannotDecode) -> BrokenShard:
+    return BrokenShard(f"{samples.shards.describe(int(data.sample[error.row]))} holds {error}")
+
+
+def _places(begin: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """``begin[0], begin[0] + 1 ...``: all places of some stretches, one after another."""
+    within = np.arange(int(lengths.sum()), dtype=np.int64)
+    within += np.repeat(begin - (np.cumsum(lengths) - lengths), lengths)
+    return within

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,10 +48,14 @@ def with_copies(
     if staged_dir is None or isinstance(source, ForeignTar):
         return source
     folder = staged_folder(staged_dir, source.spec)
-    if not folder.is_dir():
+    try:
+        why = "" if stat.S_ISDIR(folder.stat().st_mode) else f"{folder} is no folder"
+    except OSError as error:
+        why = str(error)
+    if why:
         logger.warning(
-            "staged_dir=%s holds no copies of %s on this node (there is no %s); what is not there when it is "
+            "staged_dir=%s holds no copies of %s on this node (%s); what is not there when it is "
             "opened is read from %s. To stage: python -m loader stage %s --to %s",
-            staged_dir, source.folder, folder, source.folder, source.folder, staged_dir,
+            staged_dir, source.folder, why, source.folder, source.folder, staged_dir,
         )  # fmt: skip
     return replace(source, staged_folder=folder)

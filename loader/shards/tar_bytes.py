@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 
 from preprocess.shard_format import BrokenShard
+from preprocess.shard_format.regular_files import close_read, open_regular
 
 _LEAST_BYTES, _MOST_BYTES = 4 << 10, 1 << 20
 
@@ -16,13 +17,18 @@ class TarBytes:
 
     It keeps the last block that it read, which grows to 1 MiB while slices follow each other closely and
     is 4 KiB where they are far apart, so that neither many small members nor a few large ones cost more
-    than they must: 0.3 us a slice. Raises OSError, and BrokenShard where the file became shorter.
+    than they must: 0.3 us a slice. Raises OSError, and BrokenShard where it is no regular file or became
+    shorter.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._num_bytes = os.fstat(self._handle).st_size
+        self._handle = open_regular(path)
+        try:
+            self._num_bytes = os.fstat(self._handle).st_size
+        except BaseException:
+            close_read(self._handle)
+            raise
         self._block = b""
         self._first = self._end = 0  # of the block
         self._ahead_bytes = _LEAST_BYTES
@@ -42,7 +48,7 @@ class TarBytes:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.close(self._handle)
+        close_read(self._handle)
 
     def _read(self, first: int, end: int) -> None:
         is_near = self._first <= first < self._end + self._ahead_bytes

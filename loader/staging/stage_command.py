@@ -33,14 +33,17 @@ def stage(argv: list[str], *, say: Callable[[str], None]) -> int:
     for number in _STOP_SIGNALS:
         signal.signal(number, _stop)
     node_ranks = _node_ranks(args, os.environ)
-    chosen = choose_shards(
-        tuple(args.input_shards),
-        args.to,
-        exclude_shards=tuple(int(name) if name.isdecimal() else name for name in args.exclude_shards),
-        node_ranks=node_ranks,
-        limit_bytes=None if args.limit_bytes is None else _parse_size(args.limit_bytes),
-        turn=turn_of(os.environ),
-    )
+    try:
+        chosen = choose_shards(
+            tuple(args.input_shards),
+            args.to,
+            exclude_shards=tuple(int(name) if name.isdecimal() else name for name in args.exclude_shards),
+            node_ranks=node_ranks,
+            limit_bytes=None if args.limit_bytes is None else _parse_size(args.limit_bytes),
+            turn=turn_of(os.environ),
+        )
+    except OSError as error:
+        raise ReadWriteError(f"{' '.join(args.input_shards)} cannot be looked at: {error}") from None
     for line in _choice_lines(chosen, node_ranks):
         say(line)
     sys.stdout.flush()

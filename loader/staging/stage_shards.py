@@ -78,7 +78,8 @@ def stage_shards(
             todo = left
     finally:  # a signal can come right after a file was made, before anything knows of it
         for folder in {shard.folder for shard in shards}:
-            _remove_dead(folder, and_own=True)
+            with contextlib.suppress(OSError):  # of more weight is what ended the staging
+                _remove_dead(folder, and_own=True)
     return staged
 
 
@@ -107,7 +108,7 @@ def _one_pass(
                 staged.failures.append(error)
                 say(f"error: {error}")
             except (CannotWrite, ReadWriteError) as error:
-                raise type(error)(f"{error}; {_room(todo, staged_dir)[2]}") from None
+                raise type(error)(f"{error}; {_room_text(todo, staged_dir)}") from None
     return left
 
 
@@ -123,7 +124,11 @@ def _recheck(shard: ShardToStage, staged: Staged, say: Say) -> None:
         return
     if wrong:
         say(f"warning: the copy is broken, not the source: {wrong}; it is copied anew")
-        tar_path(shard.folder, shard.shard_id).unlink(missing_ok=True)
+        path = tar_path(shard.folder, shard.shard_id)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise ReadWriteError(f"the broken copy {path} cannot be removed: {error.strerror}") from None
 
 
 def _check_room(shards: list[ShardToStage], staged_dir: Path) -> None:
@@ -154,6 +159,13 @@ def _room(shards: list[ShardToStage], staged_dir: Path) -> tuple[int, int, str]:
         f"{size_text(free_bytes)} free; what is staged stays valid"
     )
     return sum(missing), free_bytes, text
+
+
+def _room_text(shards: list[ShardToStage], staged_dir: Path) -> str:
+    try:
+        return _room(shards, staged_dir)[2]
+    except OSError as error:
+        return f"what room {staged_dir} has cannot be seen ({error.strerror}); what is staged stays valid"
 
 
 def size_text(num_bytes: int) -> str:

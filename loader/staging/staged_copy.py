@@ -25,6 +25,7 @@ from preprocess.shard_format import (
 )
 from preprocess.shard_format.manifest import file_sha256
 from preprocess.shard_format.published_file import PublishedFile, remove_temporaries, sync_folder
+from preprocess.shard_format.regular_files import close_read, open_regular
 
 READ_BYTES = 4 << 20
 NUM_ATTEMPTS = 2
@@ -93,7 +94,7 @@ def check_copy(shard: ShardToStage) -> str:
     for path_of, stamp in ((tar_path, manifest.tar), (idx_path, manifest.idx)):
         path = path_of(shard.folder, shard.shard_id)
         try:
-            with path.open("rb") as file:
+            with os.fdopen(open_regular(path), "rb", buffering=0) as file:
                 found = file_sha256(file)
         except OSError as error:
             return f"{path} cannot be read ({error.strerror})"
@@ -170,7 +171,7 @@ def _blocks(path: Path) -> Iterator[memoryview]:
     """A file in blocks of READ_BYTES; each is overwritten by the next. What was read is not kept cached."""
     buffer = memoryview(bytearray(READ_BYTES))
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        handle = open_regular(path)
     except FileNotFoundError:
         raise MissingShard(f"{path} is missing; run: python -m preprocess verify {path.parent}") from None
     except OSError as error:
@@ -185,4 +186,4 @@ def _blocks(path: Path) -> Iterator[memoryview]:
     finally:
         with contextlib.suppress(OSError):
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)  # a second read is of the disk then
-        os.close(handle)
+        close_read(handle)

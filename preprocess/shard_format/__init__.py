@@ -83,6 +83,7 @@ from preprocess.shard_format.names import (
 from preprocess.shard_format.osts import osts_json, read_osts
 from preprocess.shard_format.regular_files import (
     NOT_THERE,
+    close_read,
     errors_named,
     names_in,
     open_regular,
@@ -143,6 +144,7 @@ __all__ = [
     "UsageError",
     "check_hashes",
     "check_shard",
+    "close_read",
     "document_key",
     "errors_named",
     "file_sha256",

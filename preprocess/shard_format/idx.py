@@ -21,7 +21,7 @@ from preprocess.shard_format.errors import (
     UnknownVersion,
 )
 from preprocess.shard_format.names import FORMAT_VERSION, idx_path, remake_command, rerun_command
-from preprocess.shard_format.regular_files import NOT_THERE, open_regular
+from preprocess.shard_format.regular_files import NOT_THERE, close_read, open_regular
 
 IDX_MAGIC = b"shardidx"
 IDX_HEADER = np.dtype(
@@ -116,7 +116,7 @@ class ChunkCrcs:
 
 @dataclass(frozen=True, kw_only=True)
 class IdxFile:
-    """An idx, open for reading, its header and size checked; close ``handle`` with ``os.close``.
+    """An idx, open for reading, its header and size checked; close ``handle`` with ``close_read``.
 
     It is read, never mapped: where a file system fails, a read is an error that can be tried again, and a
     mapped page a SIGBUS that ends the process without a word.
@@ -198,7 +198,7 @@ def open_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> IdxFile:
         crcs_bytes = -(-num_samples // IDX_CHUNK) * IDX_CRC.itemsize
         crcs = _read(path, handle, num_bytes - crcs_bytes, crcs_bytes).view(IDX_CRC)
     except BaseException:
-        os.close(handle)
+        close_read(handle)
         raise
     return IdxFile(
         path=path,
@@ -222,7 +222,7 @@ def read_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> npt.NDArray[np.v
         try:
             return idx.read_all()
         finally:
-            os.close(idx.handle)
+            close_read(idx.handle)
     except OSError as error:
         raise ReadWriteError(f"{path} cannot be read: {error.strerror}") from error
 

@@ -5,31 +5,48 @@ A FIFO or a device of the right name would make a reader wait for ever, or read 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from preprocess.shard_format.errors import BrokenShard, ReadWriteError
 
 HASH_BLOCK_BYTES = 4 << 20
 NOT_THERE = (FileNotFoundError, NotADirectoryError)
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+}
 
 
 def open_regular(path: Path) -> int:
-    """A handle for reading; close it with ``os.close``.
+    """A handle for reading; links are followed. Close it with ``close_read``.
 
-    Raises BrokenShard for what is no regular file; OSError, FileNotFoundError among them, for all else.
+    Raises BrokenShard for what is no regular file, without waiting for it; OSError with the path,
+    FileNotFoundError among them, for all else.
     """
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would wait for a writer
     try:
-        _check_regular(path, os.fstat(handle).st_mode)
-    except BaseException:
-        os.close(handle)
-        raise
+        mode = os.fstat(handle).st_mode
+    except OSError as error:
+        close_read(handle)
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    if not stat.S_ISREG(mode):
+        close_read(handle)
+        kind = _KINDS.get(stat.S_IFMT(mode), "of another kind")
+        raise BrokenShard(f"{path} is {kind}, expected a regular file; put the file itself there")
     return handle
+
+
+def close_read(handle: int) -> None:
+    """Close a handle that was only read from: what fails then loses nothing."""
+    with contextlib.suppress(OSError):
+        os.close(handle)
 
 
 def read_regular(path: Path, *, max_bytes: int) -> bytes:
@@ -88,7 +105,7 @@ def names_in(folder: Path) -> list[str]:
         return []
 
 
-@contextmanager
+@contextlib.contextmanager
 def errors_named(path: Path) -> Iterator[None]:
     """Turns every OSError but "it is not there" into a ReadWriteError that names the path."""
     try:
@@ -97,16 +114,3 @@ def errors_named(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise ReadWriteError(f"{path} cannot be read: {error.strerror or error}") from error
-
-
-def _check_regular(path: Path, mode: int) -> None:
-    kinds = {
-        stat.S_IFDIR: "a folder",
-        stat.S_IFIFO: "a FIFO",
-        stat.S_IFSOCK: "a socket",
-        stat.S_IFCHR: "a device",
-        stat.S_IFBLK: "a device",
-    }
-    if not stat.S_ISREG(mode):
-        kind = kinds.get(stat.S_IFMT(mode), "of another kind")
-        raise BrokenShard(f"{path} is {kind}, expected a regular file")

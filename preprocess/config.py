@@ -118,7 +118,7 @@ def _known_encoding(name: str) -> str:
             "ascii"
         ):
             return known.name
-    except (LookupError, UnicodeError, TypeError):
+    except (LookupError, ValueError, TypeError):  # a NUL in the name is a ValueError, too
         raise UsageError(f"--encoding {name!r} is no text encoding of Python; try utf-8 or cp949") from None
     raise UsageError(
         f"--encoding {name} is neither a superset of ASCII nor UTF-16/32, so its line ends cannot be "

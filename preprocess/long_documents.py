@@ -10,11 +10,12 @@ from __future__ import annotations
 import codecs
 import io
 import re
+import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 
-from preprocess.shard_format import ReadWriteError
+from preprocess.open_input import OpenInput
+from preprocess.shard_format import Refused
 
 LONG_BYTES = 4 << 20  # a document of more is never held whole
 _READ_BYTES = 1 << 18
@@ -40,7 +41,7 @@ class BadDocument:
 class LongDocument:
     """A document of more than LONG_BYTES, as it lies in its file."""
 
-    path: Path
+    file: OpenInput
     source: int  # position of the file in the plan
     start: int  # byte
     end: int
@@ -48,6 +49,7 @@ class LongDocument:
     codec: str
     num_bytes: int  # of input that it accounts for, a byte order mark included
     num_lines: int = 1
+    _checksums: dict[str, int] = field(default_factory=dict)  # of the first pass over its bytes
 
     def undecodable(self, error: UnicodeDecodeError) -> BadDocument:
         """What the quarantine file says of a document for which ``text`` raised ``error``."""
@@ -63,7 +65,8 @@ class LongDocument:
     def text(self) -> Iterator[str]:
         """The text in pieces of about 256 KiB, stripped as a whole, line ends as in text mode.
 
-        Raises UnicodeDecodeError, whose ``start`` is a byte of the file, and ReadWriteError.
+        Raises UnicodeDecodeError, whose ``start`` is a byte of the file, ReadWriteError, and at its end
+        Refused where the file was written to, or gave other bytes than in an earlier pass.
         """
         held = ""  # white space that is left out if nothing follows it
         began = False
@@ -81,24 +84,28 @@ class LongDocument:
     def _decoded(self) -> Iterator[str]:
         decoder = codecs.getincrementaldecoder(self.codec)()
         lines = io.IncrementalNewlineDecoder(None, translate=True)
-        position = self.start
-        try:
-            with self.path.open("rb", buffering=0) as file:
-                file.seek(position)
-                while position < self.end:
-                    block = file.read(min(_READ_BYTES, self.end - position))
-                    if not block:
-                        raise ReadWriteError(f"input {self.path} ended at byte {position} while it was read")
-                    pending = len(decoder.getstate()[0])
-                    try:
-                        text = decoder.decode(block, final=position + len(block) == self.end)
-                    except UnicodeDecodeError as error:
-                        error.start += position - pending
-                        raise
-                    position += len(block)
-                    yield lines.decode(text, final=position == self.end)
-        except OSError as error:
-            raise ReadWriteError(f"input {self.path} cannot be read: {error.strerror}") from None
+        position, checksum = self.start, 0
+        while position < self.end:
+            block = self.file.read_all(position, min(position + _READ_BYTES, self.end))
+            checksum = zlib.crc32(block, checksum)
+            pending = len(decoder.getstate()[0])
+            try:
+                text = decoder.decode(block, final=position + len(block) == self.end)
+            except UnicodeDecodeError as error:
+                error.start += position - pending
+                raise
+            position += len(block)
+            yield lines.decode(text, final=position == self.end)
+        self._check_same(checksum)
+
+    def _check_same(self, checksum: int) -> None:
+        """That this pass read what the first one did: sizes are declared before the bytes are written."""
+        self.file.check_unchanged()
+        if self._checksums.setdefault("first", checksum) != checksum:
+            raise Refused(
+                f"input {self.file.path} changed while it was read: bytes {self.start} to {self.end} were "
+                "others the second time; nothing is published: once nobody writes to it, run this again"
+            )
 
 
 def recut(pieces: Iterator[str]) -> Iterator[str]:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 import preprocess
 from preprocess.documents import read_documents
-from preprocess.input_files import check_input
+from preprocess.input_files import open_planned
 from preprocess.long_documents import LongDocument
 from preprocess.overlap import WriteBehind, read_ahead
 from preprocess.shard_format import (
@@ -56,13 +56,15 @@ class Worker:
         """
         input_dir = self.settings.input_dir or self.plan.input_dir
         ranges = self.plan.ranges(shard_id, input_dir)
-        for source in sorted({part.source for part in ranges}):
-            check_input(input_dir, self.plan.inputs[source])
         began, cpu_began = time.time(), time.process_time()
         options = self.plan.options
         sources = [item.path for item in self.plan.inputs]
         documents = read_documents(
-            ranges, doc=options["doc"], encoding=options["encoding"], batch_bytes=self.settings.batch_bytes
+            ranges,
+            doc=options["doc"],
+            encoding=options["encoding"],
+            batch_bytes=self.settings.batch_bytes,
+            open_part=lambda part: open_planned(part.path, self.plan.inputs[part.source]),
         )
         with (
             ShardWriter(

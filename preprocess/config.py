@@ -52,6 +52,9 @@ class PrepConfig:
         default=0.01, metadata={"help": "share of undecodable documents above which a shard fails (65)"}
     )
     engine: EngineName = field(default="auto", metadata={"help": "what encodes; the ids never depend on it"})
+    hash_inputs: bool = field(
+        default=False, metadata={"help": "hash the whole input when planning; workers compare what they read"}
+    )
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():

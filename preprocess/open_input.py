@@ -43,10 +43,10 @@ class OpenInput:
             # Not to wait for a FIFO's writer.
             self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
-            what = (
-                "is a link to nothing" if path.is_symlink() and isinstance(error, FileNotFoundError) else ""
-            )
-            raise NotFound(f"input {path} {what or f'cannot be opened: {error.strerror}'}") from None
+            reason = error.strerror
+            if isinstance(error, FileNotFoundError) and os.path.islink(path):  # noqa: PTH114 - it never raises
+                reason = "it is a link to nothing"
+            raise NotFound(f"input {path} cannot be opened: {reason}") from None
         weakref.finalize(self, _close, self._fd)
         status = self._status()
         if not stat.S_ISREG(status.st_mode):

@@ -27,6 +27,7 @@ from preprocess.shard_format import (
     UsageError,
 )
 from preprocess.shard_format.published_file import STALE_AFTER_S, remove_temporaries
+from preprocess.shard_hashes import with_hashes
 from preprocess.shard_plan import Plan, plan_differences, plan_id, publish_plan, read_plan
 from preprocess.token_batches import (
     Engine,
@@ -78,6 +79,8 @@ def make_plan(
                 "add --no-append_eos, or set eos_token in its tokenizer_config.json"
             )
         plan, engine = _plan_of(config, inputs, cuts, tokenizer, files / TOKENIZER_FILE, say)
+        if config.hash_inputs:
+            plan = with_hashes(plan)
         estimate = measure(plan, engine)
         if dry_run:
             frozen = read_plan(config.output_dir)

@@ -43,6 +43,7 @@ class Plan:
     can_be_cut: bool  # a long document may be encoded in pieces, see long_documents.py
     inputs: list[InputFile]
     cuts: list[Cut]  # num_shards + 1
+    shard_sha256: list[str] | None = None  # of each shard's input bytes: --hash_inputs, see shard_hashes.py
 
     @property
     def num_shards(self) -> int:
@@ -97,6 +98,8 @@ def plan_id(
     probe_sha256: str,
     inputs: list[InputFile],
     cuts: list[Cut],
+    *,
+    shard_sha256: list[str] | None = None,
 ) -> str:
     """sha256 of what decides the shards' bytes: not where the input lies, nor when it was touched."""
     identity = {
@@ -107,6 +110,8 @@ def plan_id(
         "cuts": cuts,
         "version": FORMAT_VERSION,
     }
+    if shard_sha256 is not None:
+        identity["shard_sha256"] = shard_sha256
     return hashlib.sha256(orjson.dumps(identity, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
@@ -119,6 +124,8 @@ def publish_plan(plan: Plan, output_dir: Path) -> Plan:
     try:
         head = {"format": "shardprep-plan", "version": FORMAT_VERSION}
         data = {**head, **dataclasses.asdict(plan), "input_dir": str(plan.input_dir)}
+        if plan.shard_sha256 is None:
+            del data["shard_sha256"]
         file.write(orjson.dumps(data, option=orjson.OPT_APPEND_NEWLINE))
         file.sync()
         if file.publish_first():
@@ -199,4 +206,8 @@ def plan_differences(frozen: Plan, other: Plan) -> list[str]:
             found.append(f"{len(paths)} input(s) {what}, such as {min(paths)}")
     if frozen.num_shards != other.num_shards:
         found.append(f"{frozen.num_shards} shards, now {other.num_shards}")
+    if (frozen.shard_sha256 is None) != (other.shard_sha256 is None):
+        found.append(f"--hash_inputs was {frozen.shard_sha256 is not None}")
+    elif frozen.shard_sha256 != other.shard_sha256:
+        found.append("the whole inputs' hashes differ")
     return found or ["the cuts between shards, the tokenizer's special tokens or its library differ"]

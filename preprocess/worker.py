@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import resource
@@ -31,6 +32,7 @@ from preprocess.shard_format import (
     shard_name,
 )
 from preprocess.shard_format.published_file import remove_temporaries
+from preprocess.shard_hashes import check_hash
 from preprocess.shard_plan import Plan
 from preprocess.shard_writer import ShardWriter
 from preprocess.token_batches import Engine, TokenBatch, join_batches, load_engine
@@ -59,12 +61,14 @@ class Worker:
         began, cpu_began = time.time(), time.process_time()
         options = self.plan.options
         sources = [item.path for item in self.plan.inputs]
+        digest = None if self.plan.shard_sha256 is None else hashlib.sha256()
         documents = read_documents(
             ranges,
             doc=options["doc"],
             encoding=options["encoding"],
             batch_bytes=self.settings.batch_bytes,
             open_part=lambda part: open_planned(part.path, self.plan.inputs[part.source]),
+            digest=digest,
         )
         with (
             ShardWriter(
@@ -79,11 +83,14 @@ class Worker:
         ):
             for item in read_ahead(documents, num_ahead=1):
                 if isinstance(item, LongDocument):
-                    behind.put(writer.append_long, item, self._encode_pieces)
+                    can_be_cut = self.plan.can_be_cut
+                    behind.put(writer.append_long, item, self._encode_pieces, can_be_cut=can_be_cut)
                 else:
                     behind.put(writer.append, item, self._encode(item.texts))
                 progress(item.num_bytes)
             behind.drain()
+            if digest is not None:
+                check_hash(self.plan, shard_id, digest)
             self._check_bad_fraction(writer, shard_id)
             return writer.commit(self._run_facts(began, cpu_began))
 
@@ -104,10 +111,9 @@ class Worker:
         quarantine.sync()
         quarantine.publish()
         raise BadInput(
-            f"shard {shard_id:05d}: {writer.num_bad} documents ({writer.bad_fraction:.2%}) cannot be decoded "
-            f"as {self.plan.options['encoding']}, the limit is {limit:.2%}; they are named "
-            f"in {quarantine_path(self.folder, shard_id)}. Is it another --encoding? Otherwise mend the "
-            "input and plan anew, or accept them: --max_bad_fraction"
+            f"shard {shard_id:05d}: {writer.num_bad} documents ({writer.bad_fraction:.2%}) {writer.why_bad}, "
+            f"the limit is {limit:.2%}; they are named in {quarantine_path(self.folder, shard_id)}. Is it "
+            "another --encoding? Otherwise mend the input and plan anew, or accept them: --max_bad_fraction"
         )
 
     def _run_facts(self, began: float, cpu_began: float) -> dict[str, Any]:

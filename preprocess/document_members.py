@@ -112,7 +112,7 @@ class DocumentMembers:
         except OSError as error:
             raise ReadWriteError(
                 f"{tar.path} could not be written: the ids of a document of {document.num_bytes} bytes wait "
-                f"in a file beside it ({error.strerror}); nothing is lost: mend the cause (df, lfs df, quota) "
+                f"in a file beside it ({error.strerror}); nothing is lost: mend the cause (df, quota) "
                 "and run this again"
             ) from None
 

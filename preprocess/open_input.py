@@ -22,7 +22,11 @@ _KINDS = (
 
 
 class Stamp(NamedTuple):
-    """What the file system says of a file. A write moves one of them at least, but for its clock's ticks."""
+    """What the file system says of a file. A write moves one of them at least, but for its clock's ticks.
+
+    So do a touch, a chmod or a new link, which ask for another run for nothing: the price of the ctime, which
+    alone tells of a write whose mtime was put back.
+    """
 
     num_bytes: int
     mtime_ns: int
@@ -32,7 +36,7 @@ class Stamp(NamedTuple):
 class OpenInput:
     """A regular file, open for reading. It is closed when nobody holds it any more: threads share it.
 
-    All reads go to the one descriptor, so that a file put in its place meanwhile changes nothing, and
+    All reads go to the one descriptor, so that a file put in its place meanwhile is never mixed with it, and
     ``check_unchanged`` tells whether it was written to. Raises NotFound where it cannot be opened, or is
     no regular file: a FIFO would wait for ever, a device never end.
     """

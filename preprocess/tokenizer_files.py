@@ -37,8 +37,12 @@ def resolve_tokenizer(model_id: str, folder: Path) -> TokenizerSpec:
         )
     try:
         tokenizer.save_pretrained(str(folder))
-    except OSError as error:
-        raise CannotWrite(f"tokenizer files cannot be written to {folder}: {error.strerror}") from None
+    except Exception as error:  # tokenizers' own writer raises a bare one
+        reason = getattr(error, "strerror", None) or error
+        raise CannotWrite(
+            f"tokenizer files cannot be written to {folder}: {reason}; free some space there (df), or "
+            "let TMPDIR name another folder"
+        ) from None
     return describe_tokenizer(folder, model_id)
 
 
@@ -48,7 +52,7 @@ def _auto_tokenizer(model_id: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model_id)
+        return AutoTokenizer.from_pretrained(model_id, trust_remote_code=False)
     except Exception as error:
         where = (
             f"in the folder {model_id}"

@@ -1,4 +1,4 @@
-"""Input that is not what was planned, or is written to while it is read, is refused; no shard is made of it."""
+"""Input that is not what was planned, or is written to while it is read, is refused."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_any_change_of_the_input_is_refused_where_the_plan_hashed_it_whole(
 ) -> None:
     folder = tmp_path / "data"
     prep.plan(raw_dir, folder, num_shards=num_shards, hash_inputs=True, **options)
-    stamp = os.stat(raw_dir / "a.txt")
+    stamp = (raw_dir / "a.txt").stat()
     change_unseen(raw_dir / "a.txt")
     os.utime(raw_dir / "a.txt", ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     with pytest.raises(
@@ -153,10 +153,10 @@ def test_a_file_written_to_while_the_worker_reads_it_is_refused_and_made_again_l
     make_all(folder)
 
 
-def test_a_file_put_in_the_place_of_the_one_being_read_changes_nothing(
+def test_a_file_put_in_the_place_of_the_one_being_read_is_never_mixed_with_it(
     prep: Prep, raw_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prep.plan(raw_dir, tmp_path / "data")
+    prep.plan(raw_dir, tmp_path / "data", hash_inputs=True)
     shutil.copytree(tmp_path / "data", tmp_path / "other")
     make_all(tmp_path / "other")
     (raw_dir / "new").write_text("another text\n" * 40_000)

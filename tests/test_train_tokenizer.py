@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from preprocess import train_tokenizer as command
 from preprocess.llama3_pipeline import special_tokens
-from preprocess.shard_format import BadInput, CannotWrite, NotFound, ReadWriteError, Refused, UsageError
+from preprocess.shard_format import BadInput, CannotWrite, NotFound, Refused, UsageError
 from preprocess.train_tokenizer import train_tokenizer
 from preprocess.training_text import PIECE_CHARS, TrainingText, find_spans, read_lines, sample_spans
 

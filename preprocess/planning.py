@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from preprocess.config import PrepConfig
 from preprocess.cost_estimate import CostEstimate, measure, sample_texts
 from preprocess.cuttable_tokenizers import can_be_cut
 from preprocess.input_files import InputFile, list_inputs, stamp_inputs
+from preprocess.scratch_folder import scratch_folder
 from preprocess.shard_cuts import Cut, check_num_shards, even_cuts, file_cuts, files_can_be_cut
 from preprocess.shard_format import (
     INDEX_NAME,
@@ -37,6 +37,9 @@ from preprocess.token_batches import (
     tokenizers_engine,
 )
 from preprocess.tokenizer_files import TOKENIZER_FILE, publish_tokenizer, resolve_tokenizer
+
+_MANY_SHARDS = 1000  # more, each smaller than half of _SHARD_BYTES, and the plan command speaks of it
+_SHARD_BYTES = 256 << 20  # of input: minutes of one core
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +73,7 @@ def make_plan(
     say(f"{len(paths)} input file(s) in {config.input_dir}")
     inputs = stamp_inputs(config.input_dir, paths)
     cuts = _cuts(config, inputs, sharding)
-    with tempfile.TemporaryDirectory(prefix="shardprep-") as scratch:
-        files = Path(scratch)
+    with scratch_folder() as files:
         tokenizer = resolve_tokenizer(config.model_id, files)
         if config.append_eos and tokenizer.eos_token_id is None:
             raise UsageError(
@@ -94,6 +96,19 @@ def make_plan(
             return publish_plan(plan, config.output_dir), estimate  # refuses, and says why
         publish_tokenizer(files, config.output_dir, tokenizer)
     return publish_plan(plan, config.output_dir), estimate
+
+
+def small_shards_note(plan: Plan, sharding: Sharding) -> str | None:
+    """What to type where one file a shard, which nobody asked for, makes many small shards; else None."""
+    total = sum(plan.shard_bytes())
+    fewer = max(1, round(total / _SHARD_BYTES))
+    if sharding != Sharding() or plan.num_shards < _MANY_SHARDS or plan.num_shards < 2 * fewer:
+        return None
+    return (
+        f"each of {plan.num_shards} input files is a shard of its own, {total / plan.num_shards / 1e6:.3g} MB "
+        f"on average: that is {plan.num_shards} tasks and {3 * plan.num_shards} files; for even shards plan into "
+        f"a new folder with --num_shards {fewer}"
+    )
 
 
 def _prepare_folder(folder: Path, stripe: str, say: Callable[[str], None]) -> Plan | None:

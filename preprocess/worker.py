@@ -25,8 +25,10 @@ from preprocess.shard_format import (
     TOKENIZER_DIR,
     BadInput,
     BrokenShard,
+    CannotWrite,
     Manifest,
     MissingShard,
+    ReadWriteError,
     check_shard,
     quarantine_path,
     shard_name,
@@ -54,8 +56,17 @@ class Worker:
         """Make shard ``shard_id``; ``progress`` is told the input bytes of each batch.
 
         Raises BadInput where too many documents are undecodable, and what reading and writing raise.
-        A failure leaves nothing that counts; equal plans give equal bytes.
+        A failure leaves nothing that counts; equal plans give equal bytes. Where another attempt made the
+        shard meanwhile, and so removed this one's files, the shard is done, and its manifest is returned.
         """
+        try:
+            return self._make_shard(shard_id, progress)
+        except (ReadWriteError, CannotWrite):
+            if (manifest := done_manifest(self.plan, self.folder, shard_id)) is None:
+                raise
+            return manifest
+
+    def _make_shard(self, shard_id: int, progress: Callable[[int], None]) -> Manifest:
         input_dir = self.settings.input_dir or self.plan.input_dir
         ranges = self.plan.ranges(shard_id, input_dir)
         began, cpu_began = time.time(), time.process_time()

@@ -105,9 +105,9 @@ def small_shards_note(plan: Plan, sharding: Sharding) -> str | None:
     if sharding != Sharding() or plan.num_shards < _MANY_SHARDS or plan.num_shards < 2 * fewer:
         return None
     return (
-        f"each of {plan.num_shards} input files is a shard of its own, {total / plan.num_shards / 1e6:.3g} MB "
-        f"on average: that is {plan.num_shards} tasks and {3 * plan.num_shards} files; for even shards plan into "
-        f"a new folder with --num_shards {fewer}"
+        f"each of {plan.num_shards} input files is a shard of its own, {total / plan.num_shards / 1e6:.3g} "
+        f"MB on average: {plan.num_shards} tasks, {3 * plan.num_shards} files; for even shards plan into a "
+        f"new folder with --num_shards {fewer}"
     )
 
 

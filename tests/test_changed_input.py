@@ -87,6 +87,7 @@ def test_long_documents_are_hashed_whole_too(
     for module in (documents, line_blocks, long_documents):
         monkeypatch.setattr(module, "LONG_BYTES", 50_000)
     monkeypatch.setattr(line_blocks, "_SCAN_BYTES", 10_000)
+    monkeypatch.setattr(WorkerSettings, "batch_bytes", 10_000)
     make_all(tmp_path / "data")
     shutil.rmtree(tmp_path / "data")
     prep.plan(raw_dir, tmp_path / "data", hash_inputs=True, doc=doc)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import FrameType
@@ -32,13 +33,13 @@ WATCHED = {"__init__", "_open_new", "__enter__", "__exit__", "publish_bytes", "m
 
 
 def stop_at(number: int, call: Any) -> bool:
-    """Call with Stopped raised before the ``number``-th bytecode of WATCHED functions; whether it came so far."""
+    """Call with Stopped raised before the ``number``-th bytecode of WATCHED; whether it came so far."""
     left = [number]
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         if "preprocess" not in frame.f_code.co_filename and frame.f_code.co_name != "make":
             return None
-        if frame.f_code.co_name not in WATCHED:
+        if frame.f_code.co_name not in WATCHED or (frame.f_back and frame.f_back.f_code.co_name == "__del__"):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
@@ -162,7 +163,7 @@ def test_signals_wait_and_come_afterwards() -> None:
     before = signal.signal(signal.SIGUSR1, lambda number, _: came.append(number))
     try:
         with stop_signals_wait():
-            os.kill(os.getpid(), signal.SIGUSR1)
+            signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
             assert not came
         assert came == [signal.SIGUSR1]
     finally:

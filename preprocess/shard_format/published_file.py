@@ -43,6 +43,7 @@ class PublishedFile:
         attempt = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.temporary = path.with_name(f".{path.name}.{attempt}.tmp")
         self._owner = os.getpid()
+        self._is_there = True  # perhaps; False once the temporary name is given up
         try:
             self._fd = _open_new(self.temporary)
         except OSError as error:
@@ -52,7 +53,7 @@ class PublishedFile:
 
     def __del__(self) -> None:
         """A signal may come before anybody holds the new object; not in a fork, which holds a copy."""
-        if getattr(self, "_owner", None) == os.getpid():
+        if getattr(self, "_is_there", False) and self._owner == os.getpid():
             self.discard()
 
     def write(self, data: bytes | memoryview) -> None:
@@ -106,6 +107,7 @@ class PublishedFile:
             self.temporary.rename(self.path)
         except OSError as error:
             raise self._failed("renamed", error) from None
+        self._is_there = False
 
     def publish_first(self) -> bool:
         """Give the synced file its name unless that is taken; whether it was free."""
@@ -127,6 +129,7 @@ class PublishedFile:
             self._fd = -1
         with contextlib.suppress(OSError):
             self.temporary.unlink(missing_ok=True)
+            self._is_there = False
 
 
 def publish_bytes(path: Path, content: bytes) -> None:

@@ -201,6 +201,7 @@ def expected_of_ascii(data: bytes) -> Found:
 def test_batches_of_an_odd_number_of_bytes_split_no_code_unit(
     path: Path, encoding: str, batch_bytes: int
 ) -> None:
-    lines = [f"문서 {number} ਊ\u0d0a abc" for number in range(12_000)]
+    # Read from the wrong byte on, the letters U+0A0A and U+AC00 side by side are a line end.
+    lines = [f"문서 {number} \u0a0a\uac00\u0a0a abc" for number in range(12_000)]
     found = found_by_worker(path, "\n".join(lines).encode(encoding), encoding, batch_bytes)
     assert [text for _, _, text in found.documents] == lines

@@ -15,7 +15,8 @@ from preprocess.line_blocks import ByteRange, Digest, RangeReader, codec_at, lin
 from preprocess.long_documents import LONG_BYTES, BadDocument, LongDocument
 from preprocess.open_input import OpenInput
 
-SHORT_LINE_BYTES = 32  # a batch of shorter lines, on average, is cut by their number
+# A batch of shorter lines, on average, is cut by their number: a million lines of one letter took 0.35 GB.
+SHORT_LINE_BYTES = 32
 
 
 @dataclass(kw_only=True)

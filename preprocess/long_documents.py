@@ -21,7 +21,7 @@ LONG_BYTES = 4 << 20  # a document of more is never held whole
 _READ_BYTES = 1 << 18
 
 # Text in one piece that may be encoded, of a document of more than LONG_BYTES: 50 bytes of memory a character
-# (a line of 32 million letters took 1.9 GB, documents as JSON; 44 MB of Chinese as one document 0.35 GB). The same on all machines, so that all leave out
+# (a line of 32 million letters took 1.9 GB, documents as JSON; 44 MB of Chinese 0.35 GB). The same on all machines, so that all leave out
 # the same documents.
 MOST_UNCUT_CHARS = 32 << 20
 

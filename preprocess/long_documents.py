@@ -21,8 +21,8 @@ LONG_BYTES = 4 << 20  # a document of more is never held whole
 _READ_BYTES = 1 << 18
 
 # Text in one piece that may be encoded, of a document of more than LONG_BYTES: 50 bytes of memory a character
-# (a line of 32 million letters took 1.9 GB, documents as JSON; 44 MB of Chinese 0.35 GB). The same on all machines, so that all leave out
-# the same documents.
+# (a line of 32 million letters took 1.9 GB, documents as JSON; 44 MB of Chinese 0.35 GB). The same on all
+# machines, so that all leave out the same documents.
 MOST_UNCUT_CHARS = 32 << 20
 
 # Between a letter or digit and white space or punctuation the patterns of cuttable_tokenizers.py end a match,

@@ -83,7 +83,9 @@ def _load(name: str) -> Any:
     is_folder = Path(name).is_dir()
     try:
         known = _added_tokens(Path(name)) if is_folder else {}
-        return AutoTokenizer.from_pretrained(name, local_files_only=is_folder, **known)
+        return AutoTokenizer.from_pretrained(
+            name, local_files_only=is_folder, trust_remote_code=False, **known
+        )
     except Exception as error:  # transformers raises OSError, ValueError, and what the hub's client raises
         reason = " ".join(str(error).split())[:300]
         where = f"in the folder {name}" if is_folder else f"for {name!r} on the hub or in its cache"

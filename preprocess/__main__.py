@@ -26,8 +26,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code. Errors are a line on standard error, never a traceback."""
     outlast_readers()
     try:
-        args = parse(sys.argv[1:] if argv is None else argv)
         raise_on_stop_signals()
+        args = parse(sys.argv[1:] if argv is None else argv)
         code = _COMMANDS[args.command](args)
         sys.stdout.flush()
     except (ShardprepError, Stopped) as error:
@@ -43,6 +43,7 @@ def make_shard(args: argparse.Namespace) -> int:
     from preprocess.shard_format import quarantine_path
     from preprocess.task_cpus import bind_to_task_cpus
     from preprocess.worker import done_manifest, load_worker
+    from preprocess.worker_settings import memory_note
 
     given = given_options(args)
     given.setdefault("output_dir", PrepConfig().output_dir)
@@ -57,6 +58,8 @@ def make_shard(args: argparse.Namespace) -> int:
         return 0
     num_cpus = bind_to_task_cpus(offset=shard_id)
     settings = worker_settings(args)
+    if settings.memory_gb is not None and (note := memory_note(settings.memory_gb)):
+        say(f"note: {note}")
     worker = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=say)
     with Progress(f"shard {shard_id:05d}", plan.shard_bytes()[shard_id]) as progress:
         counts = worker.run_shard(shard_id, progress.add).counts
@@ -71,7 +74,7 @@ def make_shard(args: argparse.Namespace) -> int:
 def make_plan(args: argparse.Namespace) -> int:
     """``plan``: freeze which bytes are which shard, and say what it will cost."""
     from preprocess.cost_estimate import LONG_SHARD_S
-    from preprocess.planning import Sharding
+    from preprocess.planning import Sharding, small_shards_note
     from preprocess.planning import make_plan as make
 
     config = PrepConfig(**given_options(args))
@@ -90,6 +93,8 @@ def make_plan(args: argparse.Namespace) -> int:
         more = round(plan.num_shards * cost.longest_shard_s / LONG_SHARD_S) + 1
         minutes = cost.longest_shard_s / 60
         print(f"warning: a shard will take {minutes:.0f} minutes on one core; --num_shards {more}?")
+    if note := small_shards_note(plan, sharding):
+        print(f"warning: {note}")
     if empty := sizes.count(0):
         print(f"warning: {empty} shards are empty; fewer would do")
     print(f"next: sbatch --array=0-{last} slurm/prep_array.sh {config.output_dir}")
@@ -104,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
     from preprocess.shard_plan import need_plan
     from preprocess.task_cpus import allowed_cpus
     from preprocess.worker import done_manifest
+    from preprocess.worker_settings import memory_note
 
     folder = args.output_dir
     plan = need_plan(folder)
@@ -119,6 +125,8 @@ def run(args: argparse.Namespace) -> int:
     num_proc = num_processes(args, len(cpus), settings.memory_gb)
     num_proc = min(num_proc, len(todo))
     settings = dataclasses.replace(settings, memory_gb=settings.memory_gb / num_proc)
+    if note := memory_note(settings.memory_gb or 0, num_proc):
+        say(f"note: {note}")
     cpus_of = [cpus[number::num_proc] or cpus for number in range(num_proc)]
     sizes = plan.shard_bytes()
     with Progress(f"{len(todo)} shards", sum(sizes[shard_id] for shard_id in todo)) as progress:

@@ -52,6 +52,9 @@ class PrepConfig:
         default=0.01, metadata={"help": "share of undecodable documents above which a shard fails (65)"}
     )
     engine: EngineName = field(default="auto", metadata={"help": "what encodes; the ids never depend on it"})
+    hash_inputs: bool = field(
+        default=False, metadata={"help": "hash the whole input when planning; workers compare what they read"}
+    )
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
@@ -118,7 +121,7 @@ def _known_encoding(name: str) -> str:
             "ascii"
         ):
             return known.name
-    except (LookupError, UnicodeError, TypeError):
+    except (LookupError, ValueError, TypeError):  # a NUL in the name is a ValueError, too
         raise UsageError(f"--encoding {name!r} is no text encoding of Python; try utf-8 or cp949") from None
     raise UsageError(
         f"--encoding {name} is neither a superset of ASCII nor UTF-16/32, so its line ends cannot be "

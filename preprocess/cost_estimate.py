@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -15,6 +13,7 @@ from preprocess.documents import DocumentBatch, read_documents
 from preprocess.input_files import next_line_start
 from preprocess.line_blocks import ByteRange
 from preprocess.long_documents import LongDocument
+from preprocess.scratch_folder import scratch_folder
 from preprocess.shard_cuts import files_can_be_cut
 from preprocess.shard_format import idx_path, tar_path
 from preprocess.shard_plan import Plan
@@ -97,8 +96,8 @@ def measure(plan: Plan, engine: Engine) -> CostEstimate:
     """
     sources = [item.path for item in plan.inputs]
     with (
-        tempfile.TemporaryDirectory(prefix="shardprep-") as scratch,
-        ShardWriter(Path(scratch), plan.spec, 0, options=plan.options, sources=sources) as writer,
+        scratch_folder() as folder,
+        ShardWriter(folder, plan.spec, 0, options=plan.options, sources=sources) as writer,
     ):
         num_bytes = 0
         read_s = encode_s = write_s = 0.0  # of CPU
@@ -112,7 +111,6 @@ def measure(plan: Plan, engine: Engine) -> CostEstimate:
             at, write_s = _add_cpu(at, write_s)
             num_bytes += batch.num_bytes
         writer.commit({})
-        folder = Path(scratch)
         written = tar_path(folder, 0).stat().st_size + idx_path(folder, 0).stat().st_size
     shard_bytes = plan.shard_bytes()
     cpu_s = read_s + encode_s + write_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from preprocess.llama3_pipeline import LLAMA3_REGEX
+from preprocess.long_documents import CUT
 
 _REGEXES = (
     LLAMA3_REGEX,
@@ -13,10 +14,11 @@ _REGEXES = (
 
 
 def can_be_cut(tokenizer: dict[str, Any]) -> bool:
-    """Whether a tokenizer.json gives the same ids for text cut between a letter and a space.
+    """Whether a tokenizer.json gives the same ids for text cut where long_documents.CUT says.
 
     So it is for byte-level BPE behind a known pattern, without a normalizer and without added tokens
-    that reach for the white space around them. For all others a long document is held whole.
+    that reach for the white space around them or could be cut themselves. For all others a long document
+    is held whole.
     """
     model = tokenizer.get("model") or {}
     parts = tokenizer.get("pre_tokenizer") or {}
@@ -35,7 +37,10 @@ def can_be_cut(tokenizer: dict[str, Any]) -> bool:
         model.get(name) for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
     )
     reaching = any(
-        token.get("lstrip") or token.get("rstrip") or any(map(str.isspace, token["content"]))
+        token.get("lstrip")
+        or token.get("rstrip")
+        or any(map(str.isspace, token["content"]))
+        or CUT.search(token["content"])
         for token in tokenizer.get("added_tokens") or ()
     )
     return known and plain_bpe and not tokenizer.get("normalizer") and not reaching

@@ -20,6 +20,7 @@ from preprocess.shard_format import (
     TEXT_FIELD,
     BadInput,
     DatasetSpec,
+    ReadWriteError,
     npy_header,
     token_field,
 )
@@ -106,6 +107,22 @@ class DocumentMembers:
             for text in document.text():
                 tar.write(text.encode())
             tar.write(bytes(-num_text_bytes % BLOCK_BYTES))
+        try:
+            return self._write_ids(document, num_text_bytes, pieces, tar)
+        except OSError as error:
+            raise ReadWriteError(
+                f"{tar.path} could not be written: the ids of a document of {document.num_bytes} bytes wait "
+                f"in a file beside it ({error.strerror}); nothing is lost: mend the cause (df, quota) "
+                "and run this again"
+            ) from None
+
+    def _write_ids(
+        self,
+        document: LongDocument,
+        num_text_bytes: int,
+        pieces: Iterable[npt.NDArray[np.uint32]],
+        tar: PublishedFile,
+    ) -> npt.NDArray[np.void]:
         with tempfile.TemporaryFile(dir=tar.path.parent) as waiting:
             num_tokens = num_bytes = 0
             for ids in pieces:
@@ -116,6 +133,7 @@ class DocumentMembers:
             if num_bytes > MAX_MEMBER_BYTES or num_text_bytes > MAX_MEMBER_BYTES:
                 raise _too_large(max(num_bytes, num_text_bytes), document.source)
             field = token_field("documents", self._spec.token_format)
+            line = np.array([document.line])
             tar.write(_header(self._shard_id, line, field, num_bytes))
             entry = (tar.num_bytes + self._npy_header_bytes, num_bytes - self._npy_header_bytes, num_tokens)
             waiting.seek(0)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from preprocess.config import Doc
-from preprocess.line_blocks import ByteRange, codec_at, line_blocks, line_starts, read_bytes
+from preprocess.line_blocks import ByteRange, Digest, RangeReader, codec_at, line_blocks, line_starts
 from preprocess.long_documents import LONG_BYTES, BadDocument, LongDocument
-from preprocess.shard_format import NotFound, ReadWriteError
+from preprocess.open_input import OpenInput
+
+# A batch of shorter lines, on average, is cut by their number: a million lines of one letter took 0.35 GB.
+SHORT_LINE_BYTES = 32
 
 
 @dataclass(kw_only=True)
@@ -45,39 +48,43 @@ class DocumentBatch:
 
 
 def read_documents(
-    ranges: list[ByteRange], *, doc: Doc, encoding: str, batch_bytes: int
+    ranges: list[ByteRange],
+    *,
+    doc: Doc,
+    encoding: str,
+    batch_bytes: int,
+    open_part: Callable[[ByteRange], OpenInput] = lambda part: OpenInput(part.path),
+    digest: Digest | None = None,
 ) -> Iterator[DocumentBatch | LongDocument]:
-    """Yield the documents of byte ranges in order, in batches of about ``batch_bytes``.
+    """Yield the documents of byte ranges in order, in batches of about ``batch_bytes``, and not too many.
 
-    A document of more than LONG_BYTES comes alone, unread, as a LongDocument.
+    A document of more than LONG_BYTES comes alone, unread, as a LongDocument. ``digest`` is told all bytes
+    of the ranges, in their order.
 
     A line ends as in Python's text mode: at ``\\n``, ``\\r\\n`` or ``\\r``. Ranges begin and end
-    at line ends. Raises NotFound where a file cannot be opened, ReadWriteError where reading fails.
+    at line ends. Raises NotFound where a file cannot be opened, ReadWriteError where reading fails, Refused
+    where a file was written to while it was read and nobody hashes it.
     """
     line = 0
     for part in ranges:
-        try:
-            file = part.path.open("rb", buffering=0)
-        except OSError as error:
-            raise NotFound(f"input {part.path} cannot be opened: {error.strerror}") from None
-        with file:
-            try:
-                for item in _read_range(file, part, doc, encoding, line, batch_bytes):
-                    line += item.num_lines
-                    yield item
-            except OSError as error:
-                raise ReadWriteError(f"input {part.path} cannot be read: {error.strerror}") from None
+        reader = RangeReader(open_part(part), part, digest)
+        for item in _read_range(reader, doc, encoding, line, batch_bytes):
+            line += item.num_lines
+            yield item
+        if digest is None:  # else the hash tells, and a touch does no harm
+            reader.file.check_unchanged()
 
 
 def _read_range(
-    file: BinaryIO, part: ByteRange, doc: Doc, encoding: str, line: int, batch_bytes: int
+    reader: RangeReader, doc: Doc, encoding: str, line: int, batch_bytes: int
 ) -> Iterator[DocumentBatch | LongDocument]:
-    codec, start = codec_at(file, part, encoding)
+    part = reader.part
+    codec, start = codec_at(reader, encoding)
 
     def place(begin: int, end: int) -> LongDocument:
         num_mark_bytes = start - part.start if begin == start else 0
         return LongDocument(
-            path=part.path,
+            file=reader.file,
             source=part.source,
             start=begin,
             end=end,
@@ -89,17 +96,39 @@ def _read_range(
     if doc == "file":
         whole = place(start, part.end)
         if part.end - start > LONG_BYTES:
+            reader.hash_rest()
             yield whole
         else:
-            yield _decode(read_bytes(file, start, part.end, part), np.zeros(1, np.int64), whole, doc)
+            yield _decode(reader.read(start, part.end), np.zeros(1, np.int64), whole, doc)
         return
-    for offset, end, block in line_blocks(file, start, part, codec, batch_bytes):
-        item = place(offset, end)
-        found = item if block is None else _decode(block, line_starts(block, codec), item, doc)
-        line += found.num_lines
-        yield found
+    for offset, end, block in line_blocks(reader, start, codec, batch_bytes):
+        if block is None:
+            yield place(offset, end)
+            line += 1
+            continue
+        for begin, starts, lines in _few_lines(block, line_starts(block, codec), batch_bytes):
+            batch = _decode(lines, starts, place(offset + begin, offset + begin + len(lines)), doc)
+            line += batch.num_lines
+            yield batch
     if start == part.end > part.start:  # a file that is a byte order mark alone
         yield _decode(b"", np.empty(0, np.int64), place(start, start), doc)
+
+
+def _few_lines(
+    block: bytes, starts: npt.NDArray[np.int64], batch_bytes: int
+) -> Iterator[tuple[int, npt.NDArray[np.int64], bytes]]:
+    """Parts of a block of lines: (byte where it begins, where its lines start in it, its bytes).
+
+    Each line may become two headers and two blocks of a tar, 2 KiB however short it is: so there are at
+    most as many in a part as a batch's share of memory allows for (see worker_settings.py).
+    """
+    most = max(1, batch_bytes // SHORT_LINE_BYTES)
+    if len(starts) <= most:
+        yield 0, starts, block
+        return
+    firsts = [*starts[::most].tolist(), len(block)]
+    for number, (begin, end) in enumerate(itertools.pairwise(firsts)):
+        yield begin, starts[number * most : (number + 1) * most] - begin, block[begin:end]
 
 
 def _decode(block: bytes, starts: npt.NDArray[np.int64], place: LongDocument, doc: Doc) -> DocumentBatch:

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from preprocess.shard_format import NotFound, ReadWriteError, Refused, UsageError
+from preprocess.open_input import OpenInput
+from preprocess.shard_format import NotFound, Refused, UsageError
 
 _SAMPLE_BYTES = 64 << 10
 _FIRST_SCAN_BYTES, _MOST_SCAN_BYTES = 4 << 10, 256 << 10
@@ -30,14 +31,16 @@ class InputFile:
 def list_inputs(input_dir: Path, *, recursive: bool) -> list[Path]:
     """The ``.txt`` files of a folder, sorted by relative path. Raises NotFound or UsageError.
 
-    A subfolder that cannot be listed is an error: Path.glob would leave out what it holds.
+    A subfolder that cannot be listed is an error: Path.glob would leave out what it holds. So is, once it is
+    opened, whatever else is named ``.txt``: a link to nothing, a FIFO, a device.
     """
     try:
         if not input_dir.is_dir():
             raise NotFound(f"--input_dir {input_dir} is no folder; expected one that holds .txt files")
-        paths = sorted(path for path in _txt_paths(input_dir, recursive) if path.is_file())
+        paths = sorted(_txt_paths(input_dir, recursive))
     except OSError as error:
-        raise NotFound(f"--input_dir {error.filename} cannot be listed: {error.strerror}") from None
+        where = error.filename or input_dir
+        raise NotFound(f"--input_dir {where} cannot be listed: {error.strerror}") from None
     if not paths:
         hint = "" if recursive else "; for subfolders add --recursive"
         raise NotFound(f"--input_dir {input_dir} holds no .txt file{hint}")
@@ -62,49 +65,52 @@ def _txt_paths(input_dir: Path, recursive: bool) -> Iterator[Path]:
 
 
 def stamp_inputs(input_dir: Path, paths: list[Path]) -> list[InputFile]:
-    """Size, mtime and sampled hash of each file. Raises NotFound for one that cannot be read."""
+    """Size, mtime and sampled hash of each file.
+
+    Raises NotFound for one that cannot be opened or is no regular file, ReadWriteError where reading fails.
+    """
     with ThreadPoolExecutor(_NUM_STAT_THREADS) as pool:
         return list(pool.map(lambda path: _stamp(input_dir, path), paths))
 
 
 def _stamp(input_dir: Path, path: Path) -> InputFile:
-    try:
-        with path.open("rb", buffering=0) as file:
-            status = os.fstat(file.fileno())
-            size = status.st_size
-            digest = hashlib.sha256()
-            if size <= 3 * _SAMPLE_BYTES:
-                digest.update(file.read())
-            else:
-                for start in (0, (size - _SAMPLE_BYTES) // 2, size - _SAMPLE_BYTES):
-                    digest.update(os.pread(file.fileno(), _SAMPLE_BYTES, start))
-    except OSError as error:
-        raise NotFound(f"input {path} cannot be read: {error.strerror}") from None
-    relative = path.relative_to(input_dir).as_posix()
-    return InputFile(path=relative, num_bytes=size, mtime_ns=status.st_mtime_ns, sha256=digest.hexdigest())
+    file = OpenInput(path)
+    return InputFile(
+        path=path.relative_to(input_dir).as_posix(),
+        num_bytes=file.stamp.num_bytes,
+        mtime_ns=file.stamp.mtime_ns,
+        sha256=_sample_sha256(file),
+    )
 
 
-def check_input(input_dir: Path, planned: InputFile) -> None:
-    """That a file still is what was planned; its sample is read again only where its mtime differs.
+def _sample_sha256(file: OpenInput) -> str:
+    size = file.stamp.num_bytes
+    if size <= 3 * _SAMPLE_BYTES:
+        return hashlib.sha256(file.read(0, size)).hexdigest()
+    starts = (0, (size - _SAMPLE_BYTES) // 2, size - _SAMPLE_BYTES)
+    return hashlib.sha256(b"".join(file.read(start, start + _SAMPLE_BYTES) for start in starts)).hexdigest()
 
-    Raises NotFound where it is gone, Refused where it changed.
+
+def open_planned(path: Path, planned: InputFile) -> OpenInput:
+    """Open a file that still is what was planned; its sample is read again only where its mtime differs.
+
+    Raises NotFound where it is gone, Refused where it changed. A change outside of the sample, of the same
+    size, is seen by the hashes of ``plan --hash_inputs`` alone.
     """
-    path = input_dir / planned.path
     try:
-        status = path.stat()
-    except OSError as error:
-        raise NotFound(
-            f"input {path} cannot be read: {error.strerror}; if the raw folder moved, pass --input_dir"
-        ) from None
-    if status.st_size == planned.num_bytes and status.st_mtime_ns == planned.mtime_ns:
-        return
-    found = _stamp(input_dir, path)
-    if (found.num_bytes, found.sha256) != (planned.num_bytes, planned.sha256):
+        file = OpenInput(path)
+    except NotFound as error:
+        raise NotFound(f"{error}; if the raw folder moved, pass --input_dir") from None
+    if (file.stamp.num_bytes, file.stamp.mtime_ns) == (planned.num_bytes, planned.mtime_ns):
+        return file
+    found = _sample_sha256(file)
+    if (file.stamp.num_bytes, found) != (planned.num_bytes, planned.sha256):
         raise Refused(
-            f"input {path} changed since it was planned: {found.num_bytes} bytes with sample "
-            f"{found.sha256[:12]}, the plan says {planned.num_bytes} with {planned.sha256[:12]}; "
+            f"input {path} changed since it was planned: {file.stamp.num_bytes} bytes with sample "
+            f"{found[:12]}, the plan says {planned.num_bytes} with {planned.sha256[:12]}; "
             "bring the file back, or plan anew into a new folder"
         )
+    return file
 
 
 def next_line_start(path: Path, offset: int) -> int:
@@ -122,22 +128,19 @@ def first_line_starts(path: Path, stretches: Iterable[tuple[int, int]]) -> list[
 
     Reads 4 KiB at first, for most lines end soon, and four times as much each time up to 256 KiB.
     """
-    try:
-        with path.open("rb", buffering=0) as file:
-            return [_first_line_start(file.fileno(), offset, end) for offset, end in stretches]
-    except OSError as error:
-        raise ReadWriteError(f"input {path} cannot be read: {error.strerror}") from None
+    file = OpenInput(path)
+    return [_first_line_start(file, offset, end) for offset, end in stretches]
 
 
-def _first_line_start(descriptor: int, offset: int, end: int) -> int | None:
+def _first_line_start(file: OpenInput, offset: int, end: int) -> int | None:
     if offset >= end:
         return None
     if offset <= 0:
         return 0
-    size = os.fstat(descriptor).st_size
+    size = file.stamp.num_bytes
     position, num_bytes = offset - 1, _FIRST_SCAN_BYTES
     while position < end:
-        block = os.pread(descriptor, num_bytes, position)
+        block = file.read(position, position + num_bytes)
         if not block:
             break
         line_end = _first_line_end(block, is_last=position + len(block) == size)

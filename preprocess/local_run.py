@@ -14,7 +14,8 @@ from pathlib import Path
 from preprocess.progress import Progress
 from preprocess.shard_format import ReadWriteError, ShardprepError, Stopped
 from preprocess.shard_plan import need_plan
-from preprocess.stop_signals import raise_on_stop_signals
+from preprocess.stop_signals import die_with_parent, raise_on_stop_signals, stop_signals_wait
+from preprocess.task_cpus import bind_to
 from preprocess.worker import Worker, load_worker
 from preprocess.worker_settings import WorkerSettings
 
@@ -45,8 +46,11 @@ class _Process:
         self.shard_id: int | None = None
         self.is_dead = False
         self.pipe, theirs = _SPAWN.Pipe()
-        self._process = _SPAWN.Process(target=_serve, args=(folder, settings, cpus, theirs), daemon=True)
-        self._process.start()
+        self._process = _SPAWN.Process(
+            target=_serve, args=(folder, settings, cpus, theirs, os.getpid()), daemon=True
+        )
+        with stop_signals_wait():
+            self._process.start()
         theirs.close()
 
     def give(self, shard_id: int) -> None:
@@ -127,11 +131,12 @@ def _receive(process: _Process) -> int | Done | Failure:
     return event
 
 
-def _serve(folder: Path, settings: WorkerSettings, cpus: list[int], pipe: Connection) -> None:
+def _serve(folder: Path, settings: WorkerSettings, cpus: list[int], pipe: Connection, parent: int) -> None:
     """Body of a worker process: shards come in, progress and outcomes go out."""
-    os.sched_setaffinity(0, cpus)
-    raise_on_stop_signals()
     try:
+        raise_on_stop_signals()
+        die_with_parent(parent)
+        bind_to(cpus)
         try:
             plan = need_plan(folder)
             worker = load_worker(plan, folder, settings, num_cpus=len(cpus), warn=lambda _: None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from preprocess.shard_format import (
     size_of_file,
 )
 from preprocess.shard_plan import Plan, is_one_file_a_shard, need_plan, read_plan
-from preprocess.stop_signals import raise_on_stop_signals
+from preprocess.stop_signals import die_with_parent, raise_on_stop_signals, stop_signals_wait
 from preprocess.tokenizer_files import TOKENIZER_FILE, describe_tokenizer
 
 
@@ -48,8 +49,9 @@ def plan_of_task(given: dict[str, Any]) -> Plan:
         config = PrepConfig(**given)
         say(f"no plan in {output_dir}: planning one shard a file of {config.input_dir}")
         context = multiprocessing.get_context("spawn")
-        process = context.Process(target=_plan_in_child, args=(config,))
-        process.start()
+        process = context.Process(target=_plan_in_child, args=(config, os.getpid()))
+        with stop_signals_wait():
+            process.start()
         try:
             process.join()
         finally:
@@ -63,9 +65,10 @@ def plan_of_task(given: dict[str, Any]) -> Plan:
     return plan
 
 
-def _plan_in_child(config: PrepConfig) -> None:
-    raise_on_stop_signals()
+def _plan_in_child(config: PrepConfig, parent: int) -> None:
     try:
+        raise_on_stop_signals()
+        die_with_parent(parent)
         make_plan(config, Sharding(), say=say)
     except (ShardprepError, Stopped) as error:
         say(f"error: {error}")

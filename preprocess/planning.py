@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from preprocess.config import PrepConfig
 from preprocess.cost_estimate import CostEstimate, measure, sample_texts
 from preprocess.cuttable_tokenizers import can_be_cut
 from preprocess.input_files import InputFile, list_inputs, stamp_inputs
+from preprocess.scratch_folder import scratch_folder
 from preprocess.shard_cuts import Cut, check_num_shards, even_cuts, file_cuts, files_can_be_cut
 from preprocess.shard_format import (
     INDEX_NAME,
@@ -28,6 +27,7 @@ from preprocess.shard_format import (
     UsageError,
 )
 from preprocess.shard_format.published_file import STALE_AFTER_S, remove_temporaries
+from preprocess.shard_hashes import with_hashes
 from preprocess.shard_plan import Plan, plan_differences, plan_id, publish_plan, read_plan
 from preprocess.token_batches import (
     Engine,
@@ -37,6 +37,9 @@ from preprocess.token_batches import (
     tokenizers_engine,
 )
 from preprocess.tokenizer_files import TOKENIZER_FILE, publish_tokenizer, resolve_tokenizer, stamp_tokenizer
+
+_MANY_SHARDS = 1000  # more, each smaller than half of _SHARD_BYTES, and the plan command speaks of it
+_SHARD_BYTES = 256 << 20  # of input: minutes of one core
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +73,7 @@ def make_plan(
     say(f"{len(paths)} input file(s) in {config.input_dir}")
     inputs = stamp_inputs(config.input_dir, paths)
     cuts = _cuts(config, inputs, sharding)
-    with _scratch_folder() as files:
+    with scratch_folder() as files:
         tokenizer = resolve_tokenizer(config.model_id, files)
         if config.append_eos and tokenizer.eos_token_id is None:
             raise UsageError(
@@ -78,6 +81,8 @@ def make_plan(
                 "add --no-append_eos, or set eos_token in its tokenizer_config.json"
             )
         plan, engine = _plan_of(config, inputs, cuts, tokenizer, files / TOKENIZER_FILE, say)
+        if config.hash_inputs:
+            plan = with_hashes(plan)
         estimate = measure(plan, engine)
         if dry_run:
             frozen = read_plan(config.output_dir)
@@ -96,14 +101,17 @@ def make_plan(
         return frozen, estimate
 
 
-@contextmanager
-def _scratch_folder() -> Iterator[Path]:
-    try:
-        scratch = tempfile.TemporaryDirectory(prefix="shardprep-")
-    except OSError as error:
-        raise CannotWrite(f"no temporary folder can be made ({error}); set TMPDIR to one with room") from None
-    with scratch as name:
-        yield Path(name)
+def small_shards_note(plan: Plan, sharding: Sharding) -> str | None:
+    """What to type where one file a shard, which nobody asked for, makes many small shards; else None."""
+    total = sum(plan.shard_bytes())
+    fewer = max(1, round(total / _SHARD_BYTES))
+    if sharding != Sharding() or plan.num_shards < _MANY_SHARDS or plan.num_shards < 2 * fewer:
+        return None
+    return (
+        f"each of {plan.num_shards} input files is a shard of its own, {total / plan.num_shards / 1e6:.3g} "
+        f"MB on average: {plan.num_shards} tasks, {3 * plan.num_shards} files; for even shards plan into a "
+        f"new folder with --num_shards {fewer}"
+    )
 
 
 def _prepare_folder(folder: Path, stripe: str, say: Callable[[str], None]) -> Plan | None:

@@ -54,6 +54,7 @@ class Plan:
     can_be_cut: bool  # a long document may be encoded in pieces, see long_documents.py
     inputs: list[InputFile]
     cuts: list[Cut]  # num_shards + 1
+    shard_sha256: list[str] | None = None  # of each shard's input bytes: --hash_inputs, see shard_hashes.py
 
     @property
     def num_shards(self) -> int:
@@ -108,6 +109,8 @@ def plan_id(
     probe_sha256: str,
     inputs: list[InputFile],
     cuts: list[Cut],
+    *,
+    shard_sha256: list[str] | None = None,
 ) -> str:
     """sha256 of what decides the shards' bytes: not where the input lies, nor when it was touched."""
     identity = {
@@ -118,6 +121,8 @@ def plan_id(
         "cuts": cuts,
         "version": FORMAT_VERSION,
     }
+    if shard_sha256 is not None:
+        identity["shard_sha256"] = shard_sha256
     return hashlib.sha256(orjson.dumps(identity, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
@@ -198,10 +203,18 @@ def _plan_of(fields: Fields) -> Plan:
         cuts=[
             (source, byte) for source, byte in fields.list_of("cuts", _is_cut, "an input and a byte of it")
         ],
+        shard_sha256=fields.or_none("shard_sha256", fields.digests),
     )
     fields.end()
     _check_cuts(fields, plan)
-    expected = plan_id(plan.options, plan.tokenizer, plan.probe_sha256, plan.inputs, plan.cuts)
+    expected = plan_id(
+        plan.options,
+        plan.tokenizer,
+        plan.probe_sha256,
+        plan.inputs,
+        plan.cuts,
+        shard_sha256=plan.shard_sha256,
+    )
     if plan.plan_id != expected:
         raise fields.wrong(
             "plan_id", plan.plan_id[:12], f"{expected[:12]}, which options, tokenizer, inputs and cuts give"
@@ -252,6 +265,10 @@ def _check_cuts(fields: Fields, plan: Plan) -> None:
         raise fields.wrong(
             "cuts", f"{cuts[0]} to {cuts[-1]}", f"places in {len(plan.inputs)} inputs, ascending"
         )
+    if plan.shard_sha256 is not None and len(plan.shard_sha256) != plan.num_shards:
+        raise fields.wrong(
+            "shard_sha256", f"{len(plan.shard_sha256)} hashes", f"one for each of {plan.num_shards}"
+        )
 
 
 def need_plan(output_dir: Path) -> Plan:
@@ -287,4 +304,8 @@ def plan_differences(frozen: Plan, other: Plan) -> list[str]:
             found.append(f"{len(paths)} input(s) {what}, such as {min(paths)}")
     if frozen.num_shards != other.num_shards:
         found.append(f"{frozen.num_shards} shards, now {other.num_shards}")
+    if (frozen.shard_sha256 is None) != (other.shard_sha256 is None):
+        found.append(f"--hash_inputs was {frozen.shard_sha256 is not None}")
+    elif frozen.shard_sha256 != other.shard_sha256:
+        found.append("the whole inputs' hashes differ")
     return found or ["the cuts between shards, the tokenizer's special tokens or its library differ"]

@@ -16,7 +16,7 @@ import orjson
 from preprocess.best_fit_rows import BestFitRows
 from preprocess.document_members import DocumentMembers
 from preprocess.documents import DocumentBatch
-from preprocess.long_documents import BadDocument, LongDocument
+from preprocess.long_documents import BadDocument, LongDocument, UncuttableText, encodable_pieces
 from preprocess.packed_rows import ConcatRows, Packer, append_token
 from preprocess.row_members import START, RowGroup, RowMembers
 from preprocess.shard_format import (
@@ -61,6 +61,7 @@ class ShardWriter:
         self._folder = folder
         self._spec = spec
         self._shard_id = shard_id
+        self._encoding = options["encoding"]
         self._sources = sources  # paths of the plan's inputs, for the quarantine file
         self._documents: DocumentMembers | None = None
         self._packer: Packer | None = None
@@ -108,6 +109,17 @@ class ShardWriter:
         """Share of the documents so far that were left out."""
         return len(self._bad) / max(1, len(self._bad) + self._num_documents)
 
+    @property
+    def why_bad(self) -> str:
+        """What is wrong with the documents that were left out."""
+        reasons = {bad.reason for bad in self._bad}
+        words = []
+        if "undecodable" in reasons:
+            words.append(f"cannot be decoded as {self._encoding}")
+        if "uncuttable" in reasons:
+            words.append("are too long for this tokenizer to be encoded in pieces")
+        return " or ".join(words)
+
     def append(self, documents: DocumentBatch, tokens: TokenBatch) -> None:
         """Add a batch of documents with their ids, in the order of the input."""
         if self._spec.append_eos:
@@ -126,27 +138,31 @@ class ShardWriter:
         starts["source_offset"] = documents.source_offsets
         self._write_rows(self._packer.append(tokens, starts))
 
-    def append_long(self, document: LongDocument, encode: EncodePieces) -> None:
-        """Add a document in pieces. One that cannot be decoded is left out, as in a batch."""
+    def append_long(self, document: LongDocument, encode: EncodePieces, *, can_be_cut: bool) -> None:
+        """Add a document in pieces. One that cannot be decoded, or encoded in pieces, is left out."""
         try:
-            num_text_bytes = sum(len(piece.encode()) for piece in document.text())
-        except UnicodeDecodeError as error:
+            pieces = encodable_pieces(document.text(), can_be_cut=can_be_cut)
+            num_text_bytes = sum(len(piece.encode()) for piece in pieces)
+        except (UnicodeDecodeError, UncuttableText) as error:
             self._count_input(1, 0, document.num_bytes)
-            self._bad.append(document.undecodable(error))
+            if isinstance(error, UnicodeDecodeError):
+                self._bad.append(document.undecodable(error))
+            else:
+                self._bad.append(document.uncuttable())
             return
         self._count_input(1, int(num_text_bytes == 0), document.num_bytes)
         if not num_text_bytes:
             return
-        pieces = encode(document.text())
+        ids = encode(document.text())
         if self._spec.append_eos:
             eos = np.array([self._spec.tokenizer.eos_token_id], np.uint32)
-            pieces = itertools.chain(pieces, [eos])
+            ids = itertools.chain(ids, [eos])
         if self._documents:
-            entries = self._documents.write_long(document, num_text_bytes, pieces, self._tar)
+            entries = self._documents.write_long(document, num_text_bytes, ids, self._tar)
             self._write((b"", entries))
             num_tokens = int(entries["num_tokens"][0])
         else:
-            num_tokens = self._pack_pieces(document, pieces)
+            num_tokens = self._pack_pieces(document, ids)
         self._count_documents(np.array([num_tokens]))
 
     def _pack_pieces(self, document: LongDocument, pieces: Iterable[npt.NDArray[np.uint32]]) -> int:

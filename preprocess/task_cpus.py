@@ -23,11 +23,19 @@ def allowed_cpus(environ: Mapping[str, str], affinity: set[int], *, offset: int)
 
 
 def bind_to_task_cpus(offset: int) -> int:
-    """Bind this process, and the threads it will start, to its task's CPUs; returns their number.
-
-    fastokens and tokenizers size their thread pools by the affinity mask (seen; they do not heed
-    RAYON_NUM_THREADS), so this comes before they are loaded.
-    """
+    """Bind this process, and the threads it will start, to its task's CPUs; returns their number."""
     cpus = allowed_cpus(os.environ, os.sched_getaffinity(0), offset=offset)
-    os.sched_setaffinity(0, cpus)
+    bind_to(cpus)
     return len(cpus)
+
+
+def bind_to(cpus: list[int]) -> None:
+    """Bind this process, and the threads it will start, to some CPUs.
+
+    fastokens sizes its thread pool by the affinity mask alone. tokenizers does so, too, unless
+    RAYON_NUM_THREADS, RAYON_RS_NUM_CPUS or TOKENIZERS_PARALLELISM say otherwise (all seen), which stand in
+    many a shell for the sake of training; so they are set. This comes before either is loaded.
+    """
+    os.sched_setaffinity(0, cpus)
+    os.environ["RAYON_NUM_THREADS"] = str(len(cpus))  # it goes before RAYON_RS_NUM_CPUS
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.config import EngineName
-from preprocess.long_documents import recut
+from preprocess.long_documents import encodable_pieces
 from preprocess.shard_format import NotFound, OtherTokenizer, ReadWriteError, UsageError
 
 
@@ -69,16 +69,18 @@ class Engine:
         """Encode one document given in pieces: uint32[tokens] of it, in order.
 
         Where the tokenizer's ids depend on more than a piece, the document is joined and held whole.
+        Raises UncuttableText where that is too much.
         """
         if not can_be_cut:
-            yield self.encode(["".join(pieces)]).ids
+            for whole in encodable_pieces(pieces, can_be_cut=False):
+                yield self.encode([whole]).ids
             return
         around, bare = self.encode(["a"]).ids, self.encode_bare(["a"]).ids
         places = range(len(around) - len(bare) + 1)
         num_before = next(n for n in places if np.array_equal(around[n : n + len(bare)], bare))
         if num_before:
             yield around[:num_before]
-        for piece in recut(pieces):
+        for piece in encodable_pieces(pieces, can_be_cut=True):
             yield self.encode_bare([piece]).ids
         if num_before + len(bare) < len(around):
             yield around[num_before + len(bare) :]

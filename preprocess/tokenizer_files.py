@@ -49,8 +49,12 @@ def resolve_tokenizer(model_id: str, folder: Path) -> TokenizerSpec:
         )
     try:
         tokenizer.save_pretrained(str(folder))
-    except Exception as error:  # tokenizers raises a bare one where a disk is full
-        raise CannotWrite(f"tokenizer files cannot be written to {folder}: {error}") from None
+    except Exception as error:  # tokenizers' own writer raises a bare one
+        reason = getattr(error, "strerror", None) or error
+        raise CannotWrite(
+            f"tokenizer files cannot be written to {folder}: {reason}; free some space there (df), or "
+            "let TMPDIR name another folder"
+        ) from None
     return describe_tokenizer(folder, model_id)
 
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from preprocess.input_files import list_inputs
-from preprocess.shard_format import ReadWriteError, UsageError
+from preprocess.open_input import OpenInput
+from preprocess.shard_format import UsageError
 
 SPAN_BYTES = 1 << 20
 MIN_NUM_SPANS = 64
@@ -46,13 +47,10 @@ def find_spans(input_dir: Path, max_bytes: int, recursive: bool, encoding: str) 
     """
     try:
         b"\0\0\0\0".decode(encoding, "replace")
-    except LookupError as error:
-        raise UsageError(f"--encoding {encoding}: Python knows no such text encoding") from error
+    except (LookupError, ValueError) as error:
+        raise UsageError(f"--encoding {encoding!r}: Python knows no such text encoding") from error
     paths = list_inputs(input_dir, recursive=recursive)
-    try:
-        sizes = [path.stat().st_size for path in paths]
-    except OSError as error:
-        raise ReadWriteError(f"cannot read {error.filename}: {error.strerror}") from error
+    sizes = [OpenInput(path).stamp.num_bytes for path in paths]
     return sample_spans(list(zip(paths, sizes, strict=True)), max_bytes)
 
 
@@ -102,12 +100,9 @@ class TrainingText:
         self.is_read = True
 
     def _batches(self, span: Span) -> Iterator[list[str]]:
-        try:
-            for num_bytes, lines in read_lines(span, self.encoding):
-                self._progress(num_bytes)
-                yield self._documents(lines, span.path)
-        except OSError as error:
-            raise ReadWriteError(f"cannot read {span.path}: {error.strerror or error}") from error
+        for num_bytes, lines in read_lines(span, self.encoding):
+            self._progress(num_bytes)
+            yield self._documents(lines, span.path)
 
     def _documents(self, lines: list[str], path: Path) -> list[str]:
         readable = [line for line in lines if UNDECODABLE not in line]
@@ -138,29 +133,28 @@ def read_lines(span: Span, encoding: str) -> Iterator[tuple[int, list[str]]]:
     Lines end as in Python's text mode. UNDECODABLE stands for bad bytes. A line that the span's
     edge cuts is left out, unless it fills the span.
     """
-    with span.path.open("rb") as file:
-        decoder = _decoder(encoding)
-        if span.start and codecs.lookup(encoding).name in {"utf-16", "utf-32"}:
-            decoder.decode(file.read(WIDEST_CHAR_BYTES))  # tells it the byte order
-        file.seek(span.start)
-        left_bytes = span.stop - span.start
-        tail, cut_at_start, is_one_line = "", span.start > 0, True
-        while left_bytes and (block := file.read(min(READ_BYTES, left_bytes))):
-            is_first = left_bytes == span.stop - span.start
-            left_bytes -= len(block)
-            text = decoder.decode(block, final=not left_bytes and span.stop == span.size_bytes)
-            if is_first and span.start:
-                text = text.lstrip(UNDECODABLE)  # a character that the span's edge cut
-            ended, newline, tail = (tail + text).rpartition("\n")
-            lines = [piece for line in ended.split("\n") for piece in _pieces(line)] if newline else []
-            if cut_at_start and newline:
-                lines, cut_at_start = lines[1:], False
-            is_one_line = is_one_line and not newline
-            *pieces, tail = _pieces(tail)
-            cut_at_start = cut_at_start and not pieces
-            yield len(block), lines + pieces
-        if span.stop == span.size_bytes or is_one_line:
-            yield 0, [tail]
+    file = OpenInput(span.path)
+    decoder = _decoder(encoding)
+    if span.start and codecs.lookup(encoding).name in {"utf-16", "utf-32"}:
+        decoder.decode(file.read(0, WIDEST_CHAR_BYTES))  # tells it the byte order
+    position = span.start
+    tail, cut_at_start, is_one_line = "", span.start > 0, True
+    while position < span.stop and (block := file.read(position, min(position + READ_BYTES, span.stop))):
+        is_first = position == span.start
+        position += len(block)
+        text = decoder.decode(block, final=position == span.stop == span.size_bytes)
+        if is_first and span.start:
+            text = text.lstrip(UNDECODABLE)  # a character that the span's edge cut
+        ended, newline, tail = (tail + text).rpartition("\n")
+        lines = [piece for line in ended.split("\n") for piece in _pieces(line)] if newline else []
+        if cut_at_start and newline:
+            lines, cut_at_start = lines[1:], False
+        is_one_line = is_one_line and not newline
+        *pieces, tail = _pieces(tail)
+        cut_at_start = cut_at_start and not pieces
+        yield len(block), lines + pieces
+    if span.stop == span.size_bytes or is_one_line:
+        yield 0, [tail]
 
 
 def _pieces(line: str) -> Iterator[str]:

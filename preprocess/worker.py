@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import resource
@@ -17,20 +18,23 @@ import numpy.typing as npt
 
 import preprocess
 from preprocess.documents import read_documents
-from preprocess.input_files import check_input
+from preprocess.input_files import open_planned
 from preprocess.long_documents import LongDocument
 from preprocess.overlap import WriteBehind, read_ahead
 from preprocess.shard_format import (
     TOKENIZER_DIR,
     BadInput,
     BrokenShard,
+    CannotWrite,
     Manifest,
     MissingShard,
+    ReadWriteError,
     check_shard,
     quarantine_path,
     shard_name,
 )
 from preprocess.shard_format.published_file import remove_temporaries
+from preprocess.shard_hashes import check_hash
 from preprocess.shard_plan import Plan
 from preprocess.shard_writer import ShardWriter
 from preprocess.token_batches import Engine, TokenBatch, join_batches, load_engine
@@ -52,17 +56,30 @@ class Worker:
         """Make shard ``shard_id``; ``progress`` is told the input bytes of each batch.
 
         Raises BadInput where too many documents are undecodable, and what reading and writing raise.
-        A failure leaves nothing that counts; equal plans give equal bytes.
+        A failure leaves nothing that counts; equal plans give equal bytes. Where another attempt made the
+        shard meanwhile, and so removed this one's files, the shard is done, and its manifest is returned.
         """
+        try:
+            return self._make_shard(shard_id, progress)
+        except (ReadWriteError, CannotWrite):
+            if (manifest := done_manifest(self.plan, self.folder, shard_id)) is None:
+                raise
+            return manifest
+
+    def _make_shard(self, shard_id: int, progress: Callable[[int], None]) -> Manifest:
         input_dir = self.settings.input_dir or self.plan.input_dir
         ranges = self.plan.ranges(shard_id, input_dir)
-        for source in sorted({part.source for part in ranges}):
-            check_input(input_dir, self.plan.inputs[source])
         began, cpu_began = time.time(), time.process_time()
         options = self.plan.options
         sources = [item.path for item in self.plan.inputs]
+        digest = None if self.plan.shard_sha256 is None else hashlib.sha256()
         documents = read_documents(
-            ranges, doc=options["doc"], encoding=options["encoding"], batch_bytes=self.settings.batch_bytes
+            ranges,
+            doc=options["doc"],
+            encoding=options["encoding"],
+            batch_bytes=self.settings.batch_bytes,
+            open_part=lambda part: open_planned(part.path, self.plan.inputs[part.source]),
+            digest=digest,
         )
         with (
             ShardWriter(
@@ -77,11 +94,14 @@ class Worker:
         ):
             for item in read_ahead(documents, num_ahead=1):
                 if isinstance(item, LongDocument):
-                    behind.put(writer.append_long, item, self._encode_pieces)
+                    can_be_cut = self.plan.can_be_cut
+                    behind.put(writer.append_long, item, self._encode_pieces, can_be_cut=can_be_cut)
                 else:
                     behind.put(writer.append, item, self._encode(item.texts))
                 progress(item.num_bytes)
             behind.drain()
+            if digest is not None:
+                check_hash(self.plan, shard_id, digest)
             self._check_bad_fraction(writer, shard_id)
             return writer.commit(self._run_facts(began, cpu_began))
 
@@ -102,10 +122,9 @@ class Worker:
         quarantine.sync()
         quarantine.publish()
         raise BadInput(
-            f"shard {shard_id:05d}: {writer.num_bad} documents ({writer.bad_fraction:.2%}) cannot be decoded "
-            f"as {self.plan.options['encoding']}, the limit is {limit:.2%}; they are named "
-            f"in {quarantine_path(self.folder, shard_id)}. Is it another --encoding? Otherwise mend the "
-            "input and plan anew, or accept them: --max_bad_fraction"
+            f"shard {shard_id:05d}: {writer.num_bad} documents ({writer.bad_fraction:.2%}) {writer.why_bad}, "
+            f"the limit is {limit:.2%}; they are named in {quarantine_path(self.folder, shard_id)}. Is it "
+            "another --encoding? Otherwise mend the input and plan anew, or accept them: --max_bad_fraction"
         )
 
     def _run_facts(self, began: float, cpu_began: float) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -45,16 +46,29 @@ class WorkerSettings:
     def __post_init__(self) -> None:
         for name in ("batch_size", "writer_batch_size", "memory_gb"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise UsageError(f"--{name} is {value}, expected more than 0")
+            if value is not None and not 0 < value < math.inf:
+                raise UsageError(f"--{name} is {value}, expected more than 0, and a number")
 
     @property
     def batch_bytes(self) -> int:
         """Raw text taken at once: BATCH_BYTES, less where memory is short."""
         if self.memory_gb is None:
             return BATCH_BYTES
-        spare = int(self.memory_gb * 2**30) - PROCESS_BYTES
+        spare = int(min(self.memory_gb, 2**20) * 2**30) - PROCESS_BYTES
         return min(BATCH_BYTES, max(_SMALLEST_BATCH_BYTES, spare // _BYTES_A_BATCH_BYTE))
+
+
+def memory_note(memory_gb: float, num_processes: int = 1) -> str | None:
+    """What to say where a worker will need more memory than it may have, else None."""
+    least = (PROCESS_BYTES + _SMALLEST_BATCH_BYTES * _BYTES_A_BATCH_BYTE) / 2**30
+    if memory_gb >= least:
+        return None
+    each = "" if num_processes == 1 else f" for each of {num_processes} processes"
+    return (
+        f"a worker needs about {least:.2f} GB with a vocabulary as large as Llama 3's, and there are "
+        f"{memory_gb:.2f} GB{each}; it may be killed: give it more (--memory_gb, sbatch --mem), or "
+        "take fewer processes (--num_proc)"
+    )
 
 
 def environment_number(environ: Mapping[str, str], name: str) -> int | None:

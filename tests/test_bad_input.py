@@ -96,7 +96,7 @@ def test_an_input_that_cannot_be_read_is_66_when_planning_and_when_working(
     path = raw_dir / "en_1.txt"
     path.chmod(0)
     planning = prep.cli(*plan_args(prep, raw_dir, tmp_path / "other"), preexec_fn=heed_permissions)
-    ends(planning, 66, r"input .*en_1\.txt cannot be read: Permission denied")
+    ends(planning, 66, r"input .*en_1\.txt cannot be opened: Permission denied")
     working = prep.cli("--shard_id", 1, "--output_dir", tmp_path / "data", preexec_fn=heed_permissions)
     ends(working, 66, r"input .*en_1\.txt cannot be opened: Permission denied")
     assert prep.names(tmp_path / "data") == ["plan.json", "tokenizer"]

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 from preprocess import documents, line_blocks, long_documents, worker_settings
 from preprocess.cuttable_tokenizers import can_be_cut
-from preprocess.long_documents import LongDocument, recut
+from preprocess.documents import DocumentBatch, read_documents
+from preprocess.line_blocks import ByteRange
+from preprocess.long_documents import CUT, MOST_UNCUT_CHARS, LongDocument, UncuttableText, encodable_pieces
 from preprocess.shard_plan import need_plan
-from preprocess.token_batches import fastokens_engine, tokenizers_engine
+from preprocess.token_batches import Engine, fastokens_engine, tokenizers_engine
 
 OPTIONS: list[dict[str, Any]] = [
     {"token_format": "json"},
@@ -112,18 +114,107 @@ def test_pieces_encode_to_the_ids_of_the_whole(prep_model: Path, pieces: list[st
         assert found == engine.encode([whole]).ids.tolist()
 
 
+ADVERSARIAL = st.text(
+    alphabet="ab S'sSſTtlL 0123가힣ㅋ漢字。、，！？）（「…かカกहअя"
+    '\u0301\n\r\t .,;:!?"()+/=-|_<>#\u3000\u00a0é½Ⅷ🙂',
+    max_size=14,
+)
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.lists(ADVERSARIAL, max_size=10))
+def test_pieces_encode_to_the_ids_of_the_whole_by_llama_3s_tokenizer(
+    llama3_engines: list[Engine], pieces: list[str]
+) -> None:
+    whole = "".join(pieces)
+    for engine in llama3_engines:
+        found = [int(i) for ids in engine.encode_pieces(iter(pieces), can_be_cut=True) for i in ids]
+        assert found == engine.encode([whole]).ids.tolist()
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.lists(ADVERSARIAL, max_size=10))
+def test_a_text_may_be_cut_at_every_place_that_is_taken_for_one(
+    llama3_engines: list[Engine], pieces: list[str]
+) -> None:
+    whole = "".join(pieces)
+    cuts = [0, *(match.end() - 1 for match in CUT.finditer(whole)), len(whole)]
+    parts = [whole[begin:end] for begin, end in itertools.pairwise(cuts)]
+    for engine in llama3_engines:
+        assert engine.encode_bare(parts).ids.tolist() == engine.encode_bare([whole]).ids.tolist()
+
+
+@pytest.fixture(scope="module")
+def llama3_engines(shared_dir: Path) -> list[Engine]:
+    path = shared_dir / "tokenizers" / "llama3" / "tokenizer.json"
+    assert can_be_cut(json.loads(path.read_bytes()))
+    return [make(path, allow_special_tokens=False) for make in (fastokens_engine, tokenizers_engine)]
+
+
+def test_chinese_without_a_blank_is_encoded_in_small_pieces() -> None:
+    text = "第一章，天地玄黄。宇宙洪荒！日月盈昃：辰宿列张\n" * 4000
+    blocks = (text[start : start + 1000] for start in range(0, len(text), 1000))
+    pieces = list(encodable_pieces(blocks, can_be_cut=True))
+    assert "".join(pieces) == text
+    assert max(map(len, pieces)) < 1100
+
+
+@pytest.mark.parametrize("can_be_cut", [True, False])
+def test_text_that_cannot_be_cut_is_refused_above_a_fixed_size_and_never_held(can_be_cut: bool) -> None:
+    block, taken = "a" * (1 << 20), 0
+
+    def blocks() -> Iterator[str]:
+        nonlocal taken
+        for _ in range(1000):
+            taken += 1
+            yield block
+
+    with pytest.raises(UncuttableText):
+        list(encodable_pieces(blocks(), can_be_cut=can_be_cut))
+    assert taken == MOST_UNCUT_CHARS // len(block) + 1
+
+
+@pytest.mark.parametrize("record", ["documents", "packed"])
+def test_a_document_that_cannot_be_cut_is_left_out_with_its_reason(
+    prep: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: str
+) -> None:
+    raw, folder = tmp_path / "raw", tmp_path / "data"
+    raw.mkdir()
+    (raw / "a.txt").write_bytes(b"first\n" + b"x" * 30_000 + b"\n" + b"fits, " * 6_000 + b"\n")
+    prep.plan(raw, folder, record=record, max_bad_fraction=0.5)
+    monkeypatch.setattr(long_documents, "MOST_UNCUT_CHARS", 20_000)
+    with monkeypatch.context() as patch:
+        make_with(prep, folder, patch, long_bytes=20_000, block_bytes=3_000)
+    counts = json.loads((folder / "shard-00000.json").read_bytes())["counts"]
+    assert (counts["num_documents"], counts["quarantined"]) == (2, {"uncuttable": 1})
+    (bad,) = map(json.loads, (folder / "quarantine" / "shard-00000.jsonl").read_text().splitlines())
+    assert (bad["source_offset"], bad["num_bytes"], bad["reason"]) == (6, 30_001, "uncuttable")
+    assert "more than 20000 characters without a place where the tokenizer may be cut" in bad["detail"]
+
+
+def test_short_lines_come_in_batches_bounded_by_their_number(tmp_path: Path) -> None:
+    """Each of them is two headers and two blocks of a tar, however short it is."""
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"a\n" * 300_000)
+    part = ByteRange(source=0, path=path, start=0, end=600_000)
+    batches = list(read_documents([part], doc="line", encoding="utf-8", batch_bytes=512 << 10))
+    texts = [item.texts for item in batches if isinstance(item, DocumentBatch)]
+    assert [text for batch in texts for text in batch] == ["a"] * 300_000
+    assert max(map(len, texts)) <= 16_384
+    starts = [int(byte) for item in batches for byte in item.source_offsets]  # type: ignore[union-attr]
+    assert starts == list(range(0, 600_000, 2))
+    assert sum(item.num_bytes for item in batches) == 600_000
+
+
 @pytest.fixture(scope="module")
 def prep_model(prep: Any) -> Path:
     return Path(prep.model_dir)
 
 
-def test_pieces_are_cut_between_a_letter_and_a_space_only() -> None:
-    pieces = list(recut(iter(["one tw", "o 3 four", "five.  si", "x 7 8"])))
-    assert "".join(pieces) == "one two 3 fourfive.  six 7 8"
-    assert len(pieces) == 4
-    for before, after in itertools.pairwise(pieces):
-        assert before[-1].isalpha()
-        assert after[0] == " "
+def test_pieces_are_cut_only_behind_a_letter_or_digit_and_before_space_or_punctuation() -> None:
+    texts = ["one tw", "o 3 four", "five-.  si", "x 7% 8%", "漢字", "。文\n", "字"]
+    pieces = list(encodable_pieces(iter(texts), can_be_cut=True))
+    assert pieces == ["one", " two 3", " fourfive-.  six", " 7% 8%漢字。文", "\n字"]
 
 
 def test_only_tokenizers_whose_ids_do_not_depend_on_more_are_cut(prep_model: Path) -> None:
@@ -145,6 +236,7 @@ def test_only_tokenizers_whose_ids_do_not_depend_on_more_are_cut(prep_model: Pat
         {"model": {"type": "Unigram"}},
         {"added_tokens": [{"content": "a b"}]},
         {"added_tokens": [{"content": "<x>", "lstrip": True}]},
+        {"added_tokens": [{"content": "[a.b]"}]},
     ]
     assert not [other for other in others if can_be_cut({**known, **other})]
 

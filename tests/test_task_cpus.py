@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
 
 import pytest
 
 from preprocess.task_cpus import allowed_cpus, bind_to_task_cpus
+from tests.conftest import ROOT
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
 
 
 @pytest.mark.parametrize(
@@ -42,8 +49,40 @@ def test_binding_narrows_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     if len(before) < 2:
         pytest.skip("there is one CPU here, nothing to narrow")
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "1")
+    monkeypatch.setenv("RAYON_NUM_THREADS", "1")  # both are set, and put back
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     try:
         assert bind_to_task_cpus(offset=1) == 1
         assert os.sched_getaffinity(0) == {sorted(before)[1]}
     finally:
         os.sched_setaffinity(0, before)
+
+
+THREADS = """
+import os, sys
+from pathlib import Path
+from preprocess import token_batches
+from preprocess.task_cpus import bind_to
+bind_to(sorted(os.sched_getaffinity(0)))
+make = getattr(token_batches, sys.argv[1] + "_engine")
+engine = make(Path(sys.argv[2]), allow_special_tokens=False)
+engine.encode(["a text"] * 20_000)
+print(len(os.listdir("/proc/self/task")), end="")
+"""
+
+
+@pytest.mark.parametrize("engine", ["tokenizers", "fastokens"])
+def test_a_shells_settings_for_other_programs_change_no_engines_threads(prep: Prep, engine: str) -> None:
+    """Rayon's variables, and tokenizers' own, act on the tokenizers engine if nobody sets them."""
+    counts = set()
+    for given in (
+        {},
+        {"RAYON_NUM_THREADS": "7"},
+        {"RAYON_RS_NUM_CPUS": "7"},
+        {"TOKENIZERS_PARALLELISM": "false"},
+    ):
+        names = ("RAYON_NUM_THREADS", "RAYON_RS_NUM_CPUS", "TOKENIZERS_PARALLELISM")
+        environ = {name: value for name, value in prep.environ().items() if name not in names} | given
+        command = [sys.executable, "-c", THREADS, engine, str(prep.model_dir / "tokenizer.json")]
+        counts.add(subprocess.run(command, env=environ, capture_output=True, check=True, cwd=ROOT).stdout)
+    assert len(counts) == 1, counts

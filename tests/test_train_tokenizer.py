@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from preprocess import train_tokenizer as command
 from preprocess.llama3_pipeline import special_tokens
-from preprocess.shard_format import BadInput, CannotWrite, NotFound, ReadWriteError, Refused, UsageError
+from preprocess.shard_format import BadInput, CannotWrite, NotFound, Refused, UsageError
 from preprocess.train_tokenizer import train_tokenizer
 from preprocess.training_text import PIECE_CHARS, TrainingText, find_spans, read_lines, sample_spans
 
@@ -329,11 +329,11 @@ def test_an_output_folder_that_cannot_be_made_is_told_before_training(text_dir: 
             train_tokenizer(input_dir=text_dir, vocab_size=300, output_dir=folder)
 
 
-def test_an_input_that_vanishes_while_it_is_read_is_a_read_error(tmp_path: Path) -> None:
+def test_an_input_that_vanishes_before_it_is_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text\n")
     text = TrainingText(find_spans(tmp_path, 10**9, False, "utf-8"), "utf-8")
     (tmp_path / "a.txt").unlink()
-    with pytest.raises(ReadWriteError, match=r"a\.txt"):
+    with pytest.raises(NotFound, match=r"a\.txt cannot be opened: No such file"):
         list(text)
 
 

@@ -346,7 +346,7 @@ def test_a_signal_while_a_task_plans_ends_it_with_75_and_leaves_no_plan(
 def test_a_stop_inside_a_library_is_not_taken_for_that_librarys_failure(
     prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stopped(*_: object) -> None:
+    def stopped(*_: object, **__: object) -> None:
         raise Stopped("stopped by SIGTERM")
 
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", stopped)

@@ -190,6 +190,10 @@ class Fields:
             raise self.wrong(key, value, f"{num_digits} hex digits")
         return str(value)
 
+    def digests(self, key: str) -> list[str]:
+        """A list of hashes of 64 hex digits."""
+        return self.list_of(key, lambda value: is_digest(value, 64), "64 hex digits")
+
     def mapping(self, key: str) -> dict[str, Any]:
         """An object of any values."""
         value = self.take(key)

@@ -38,15 +38,23 @@ class PublishedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.num_bytes = 0
+        self._fd = -1
         self._digest = hashlib.sha256()
         attempt = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.temporary = path.with_name(f".{path.name}.{attempt}.tmp")
+        self._owner = os.getpid()
+        self._is_there = True  # perhaps; False once the temporary name is given up
         try:
             self._fd = _open_new(self.temporary)
         except OSError as error:
             raise CannotWrite(f"{path.parent} cannot be written to: {error.strerror} ({path.name})") from None
         self._piece = mmap.mmap(-1, WRITE_BYTES)  # aligned to a page, as O_DIRECT wants
         self._num_held = 0
+
+    def __del__(self) -> None:
+        """A signal may come before anybody holds the new object; not in a fork, which holds a copy."""
+        if getattr(self, "_is_there", False) and self._owner == os.getpid():
+            self.discard()
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes; they reach the file in pieces of WRITE_BYTES."""
@@ -99,6 +107,7 @@ class PublishedFile:
             self.temporary.rename(self.path)
         except OSError as error:
             raise self._failed("renamed", error) from None
+        self._is_there = False
 
     def publish_first(self) -> bool:
         """Give the synced file its name unless that is taken; whether it was free."""
@@ -120,6 +129,7 @@ class PublishedFile:
             self._fd = -1
         with contextlib.suppress(OSError):
             self.temporary.unlink(missing_ok=True)
+            self._is_there = False
 
 
 def publish_bytes(path: Path, content: bytes) -> None:
@@ -174,7 +184,11 @@ def remove_temporaries(folder: Path, stem: str, *, older_than_s: float) -> None:
     """Remove what earlier attempts at ``stem`` left. Whether one of them still lives cannot be known."""
     now = time.time()
     pattern = f".{stem}.*.tmp"
-    for path in (*folder.glob(pattern), *(folder / QUARANTINE_DIR).glob(pattern)):
+    found: list[Path] = []
+    with contextlib.suppress(OSError):  # what cannot be listed is left for a later attempt
+        found += folder.glob(pattern)
+        found += (folder / QUARANTINE_DIR).glob(pattern)
+    for path in found:
         with contextlib.suppress(OSError):
             if now - path.stat().st_mtime < older_than_s:
                 continue

@@ -74,9 +74,11 @@ def get_llama3_dataloader(
         global_batch_size: L, samples of an optimizer's step, all ranks and accumulation together. It alone
             fixes the order, so keep it when the number of ranks changes. Default: batch_size x world_size.
         seq_len: pack documents into full rows of so many tokens, EOS between documents; see joined_rows.py.
-        boundaries: ``"position_ids"``, ``"segment_ids"``, ``"cu_seqlens"``: where documents begin in packed
-            rows, see boundaries.py. The first label of each document is then -100, as it follows from
-            another document.
+        boundaries: where documents begin in packed rows, so that attention stays inside of them. For
+            ``model(**batch)`` of a transformers model ``"transformers"``: the names that it knows, no
+            ``attention_mask``, and ``use_cache`` False. For other models ``"position_ids"``,
+            ``"segment_ids"``, ``"cu_seqlens"``; see boundaries.py, also for masks. The first label of each
+            document is then -100, as it follows from another document.
         max_length: tokens of a document; what happens to longer ones is ``long_documents``.
         long_documents: ``"truncate"`` leaves the rest out and counts it in ``metrics``, ``"split"`` makes
             it samples of its own, ``"error"`` refuses.
@@ -100,7 +102,8 @@ def get_llama3_dataloader(
 
     Returns:
         A TokenLoader; see there for epochs and for the state. Batches hold int64[batch_size, seq]
-        ``input_ids``, ``attention_mask`` and ``labels``, -100 where there is padding.
+        ``input_ids``, ``labels``, -100 where there is padding, and ``attention_mask`` (not with
+        ``boundaries="transformers"``).
 
     Raises:
         NotFound, MissingShard, BrokenShard, UnknownVersion, OtherTokenizer, UsageError: all are

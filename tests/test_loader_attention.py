@@ -82,7 +82,7 @@ def reference_flash(
 
 @pytest.fixture
 def flash_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """transformers' own FlashAttention 2 path with kernels that run anywhere; names those that were called."""
+    """transformers' own FlashAttention 2 path with kernels that run anywhere; gives the calls."""
     called: list[str] = []
     own = modeling_flash_attention_utils
 

@@ -132,12 +132,12 @@ class TokenLoader(DataLoader[Any]):
         )
 
     def __reduce__(self) -> tuple[Callable[..., TokenLoader], tuple[Any, ...]]:
-        return _made_again, (
-            type(self),
-            self._fresh_runs(self._runs.dataset),
-            self._made_with,
-            self._progress,
-        )
+        return _made_again, (type(self), self._runs_options, self._made_with, self._progress)
+
+    @property
+    def _runs_options(self) -> dict[str, Any]:
+        runs: Any = self._runs.dataset
+        return {"samples": runs.samples, "order": runs.order, "lanes": runs.lanes, "endless": runs.endless}
 
     def __getitem__(self, _: Any) -> Any:
         """Refuse what takes a loader for a data set."""
@@ -195,17 +195,12 @@ class TokenLoader(DataLoader[Any]):
 
         Reads its windows in this process, besides those that workers read: up to a second on a slow disk.
         """
-        start, runs = self._progress.next, self._fresh_runs(self._runs.dataset)
+        start, runs = self._progress.next, RunDataset(**self._runs_options)
         runs.position[0], runs.position[1] = start.epoch, start.step
         try:
             return next(self._batches.cut([next(iter(runs))], 0, start.num_micro, LoaderMetrics()))  # type: ignore[list-item]
         finally:
             runs.close()
-
-    @staticmethod
-    def _fresh_runs(runs: Any) -> RunDataset:
-        """The same runs, with a position and files of their own."""
-        return RunDataset(samples=runs.samples, order=runs.order, lanes=runs.lanes, endless=runs.endless)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         check_process_rank(self.process_rank)
@@ -308,10 +303,10 @@ class _RefusedDataset(IterableDataset[Any]):
 
 
 def _made_again(
-    kind: type[TokenLoader], runs: RunDataset, made_with: dict[str, Any], progress: RunProgress
+    kind: type[TokenLoader], runs: dict[str, Any], made_with: dict[str, Any], progress: RunProgress
 ) -> TokenLoader:
     """A copy of a loader; sizes were looked at when the original was made."""
-    loader = kind(runs, **made_with)
+    loader = kind(RunDataset(**runs), **made_with)
     loader._progress = replace(progress)  # noqa: SLF001  it is its own class's
     return loader
 

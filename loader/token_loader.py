@@ -63,10 +63,12 @@ class TokenLoader(DataLoader[Any]):
         tokenizer: Any,
         process_rank: ProcessRank,
         fingerprint: Mapping[str, Any],
-        pin_memory: bool,
+        pin_memory: bool = False,
         size_check: SizeCheck | None = None,
         **workers: Any,
     ) -> None:
+        if "sampler" in workers:
+            raise UsageError(_NO_SAMPLER)
         # What torch shows of a loader; batches come from self._runs, in which workers send runs.
         super().__init__(
             _RefusedDataset(),
@@ -90,12 +92,13 @@ class TokenLoader(DataLoader[Any]):
         self.metrics = LoaderMetrics()
         self.fingerprint = dict(fingerprint)
         self._size_check = size_check
-        self._batches = step_batches
+        self.step_batches = step_batches
         self._row_tokens = runs.samples.row_tokens
         self._micro_batches = len(runs.lanes) * runs.order.group // step_batches.batch_size
         if self.num_workers:
             check_worker_sockets()
             runs.position.share_memory_()  # type: ignore[no-untyped-call]
+        self.runs = runs
         self._runs = DataLoader(
             runs,
             batch_size=None,
@@ -126,7 +129,7 @@ class TokenLoader(DataLoader[Any]):
     def __repr__(self) -> str:
         who, at = self.process_rank, self._progress.delivered
         return (
-            f"TokenLoader(rank {who.rank} of {who.world_size}, batch_size {self._batches.batch_size}, "
+            f"TokenLoader(rank {who.rank} of {who.world_size}, batch_size {self.step_batches.batch_size}, "
             f"global_batch_size {self.order.global_batch_size}, epoch {at.epoch}, step {at.step} of "
             f"{self.order.steps_per_epoch}, {self.num_workers} workers)"
         )
@@ -136,7 +139,7 @@ class TokenLoader(DataLoader[Any]):
 
     @property
     def _runs_options(self) -> dict[str, Any]:
-        runs: Any = self._runs.dataset
+        runs = self.runs
         return {"samples": runs.samples, "order": runs.order, "lanes": runs.lanes, "endless": runs.endless}
 
     def __getitem__(self, _: Any) -> Any:
@@ -148,7 +151,7 @@ class TokenLoader(DataLoader[Any]):
 
     @property
     def _layout(self) -> dict[str, int]:
-        return {"world_size": self.process_rank.world_size, "batch_size": self._batches.batch_size}
+        return {"world_size": self.process_rank.world_size, "batch_size": self.step_batches.batch_size}
 
     def state_dict(self) -> dict[str, Any]:
         """What the loop got so far: a few integers and the fingerprint of data and order.
@@ -198,7 +201,7 @@ class TokenLoader(DataLoader[Any]):
         start, runs = self._progress.next, RunDataset(**self._runs_options)
         runs.position[0], runs.position[1] = start.epoch, start.step
         try:
-            return next(self._batches.cut([next(iter(runs))], 0, start.num_micro, LoaderMetrics()))  # type: ignore[list-item]
+            return next(self.step_batches.cut([next(iter(runs))], 0, start.num_micro, LoaderMetrics()))  # type: ignore[list-item]
         finally:
             runs.close()
 
@@ -224,7 +227,7 @@ class TokenLoader(DataLoader[Any]):
         self._runs._iterator = None  # noqa: SLF001  torch has no public way to end persistent workers
         if hasattr(stream, "_shutdown_workers"):
             stream._shutdown_workers()  # noqa: SLF001
-        self._runs.dataset.close()  # type: ignore[attr-defined]
+        self.runs.close()
 
     def _end_unless_persistent(self) -> None:
         if self.num_workers and not self.persistent_workers:
@@ -232,7 +235,7 @@ class TokenLoader(DataLoader[Any]):
 
     def _seek(self, position: Position) -> None:
         """Make the stream deliver from a position on; persistent workers are sent there."""
-        shared = self._runs.dataset.position  # type: ignore[attr-defined]
+        shared = self.runs.position
         shared[0], shared[1] = position.epoch, position.step
         self._stream = iter(self._runs)
 
@@ -248,7 +251,7 @@ class TokenLoader(DataLoader[Any]):
             while position.epoch == start.epoch:
                 runs = self._next_runs()
                 for number in range(runs[0].num_steps):
-                    for batch in self._batches.cut(runs, number, position.num_micro, self.metrics):
+                    for batch in self.step_batches.cut(runs, number, position.num_micro, self.metrics):
                         position = position.after(self._micro_batches, self.order.steps_per_epoch)
                         self._progress.delivered = position
                         yield pinned(batch) if self._pins else batch  # type: ignore[no-untyped-call]
@@ -284,6 +287,11 @@ class TokenLoader(DataLoader[Any]):
         return runs
 
 
+_NO_SAMPLER = (
+    "a TokenLoader has an order of its own and takes no sampler, as Lightning gives it for "
+    "overfit_batches and predict; to overfit pass train_dataloaders=list(itertools.islice(loader, 2)), to "
+    "predict dataloaders=(batch for batch in loader)"
+)
 _OVERRIDE = (
     "in a subclass of Trainer write: def get_train_dataloader(self): return loader, and to resume pass "
     "ignore_data_skip=True and call loader.load_state_dict(state) before train()"

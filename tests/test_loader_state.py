@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.distributed import checkpoint
 
 from loader import TokenLoader, get_llama3_dataloader
 from loader.loader_state import OtherRun, Position
@@ -319,6 +320,21 @@ def test_the_state_of_a_fresh_loader_has_all_keys_that_one_from_inside_of_a_step
         assert inside["num_micro"] == 1
         assert fresh.keys() == inside.keys()
         assert fresh["layout"].keys() == inside["layout"].keys()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchs_distributed_checkpoint_resumes_inside_of_a_step(forms: Any, tmp_path: Path) -> None:
+    whole = run(forms["documents"], epochs=1, batch_size=2)
+    with load(forms["documents"], batch_size=2) as loader:
+        batches = iter(loader)
+        for _ in range(4 * 5 + 3):
+            next(batches)
+        checkpoint.save({"loader": loader.state_dict()}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    with load(forms["documents"], batch_size=2) as loader:
+        state = {"loader": loader.state_dict()}
+        checkpoint.load(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+        loader.load_state_dict(state["loader"])
+        assert [shown(batch) for batch in loader] == whole[23:]
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])

@@ -443,6 +443,19 @@ def test_a_loader_given_as_a_data_set_says_what_to_write(tmp_path: Path, model: 
             next(batches)
 
 
+def test_a_loader_remade_with_a_sampler_as_lightning_does_it_says_what_to_write(
+    tmp_path: Path, model: str
+) -> None:
+    """For overfit_batches and predict, from the loader's public attributes."""
+    write_tars(tmp_path, 64, 3)
+    with load(tmp_path, 4, model) as loader:
+        names = ("runs", "step_batches", "tokenizer", "process_rank", "fingerprint", "pin_memory")
+        shown = {name: vars(loader)[name] for name in names}
+        assert type(loader)(**shown).order == loader.order
+        with pytest.raises(UsageError, match=r"takes no sampler, .* predict dataloaders=\(batch for batch"):
+            type(loader)(**shown, sampler=None)
+
+
 def resident_bytes(processes: list[int]) -> int:
     """Memory of some processes together, the least of half a second's readings.
 

@@ -1,8 +1,16 @@
-"""Where documents begin in a batch of packed rows, as attention kernels want to know it."""
+"""Where documents begin in a batch of packed rows, as attention kernels want to know it.
+
+``boundaries="transformers"`` is all that ``model(**batch)`` of a transformers model needs, whatever its
+attention (eager, sdpa, flex, FlashAttention) and batch size. The other names are for models and masks of
+one's own: a transformers model that is given ``position_ids`` beside an ``attention_mask`` of two
+dimensions, or that fills a cache, does not look for documents, and each one then sees those before it.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -10,14 +18,24 @@ import torch
 
 from preprocess.shard_format import UsageError
 
-Boundary = Literal["position_ids", "segment_ids", "cu_seqlens"]
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+logger = logging.getLogger(__name__)
+
+Boundary = Literal["transformers", "position_ids", "segment_ids", "cu_seqlens"]
 
 
 def check_boundaries(names: tuple[str, ...]) -> None:
-    """Raises UsageError for a name that is none."""
+    """Raises UsageError for a name that is none; warns of the one that is seldom enough."""
     unknown = sorted(set(names) - set(get_args(Boundary)))
     if unknown:
         raise UsageError(f"boundaries has {unknown}, expected some of {', '.join(get_args(Boundary))}")
+    if set(names) == {"position_ids"}:
+        logger.warning(
+            "boundaries='position_ids' alone keeps no document apart where a transformers model gets the "
+            "attention_mask, too, or fills a cache; for model(**batch) pass boundaries='transformers'"
+        )
 
 
 def document_edges(
@@ -39,14 +57,17 @@ def boundary_fields(
     """What ``boundaries=`` asks for. 60 us for an (8, 2048) batch.
 
     ``position_ids`` int64[batch, seq]: count from 0 in each document (padding: likewise).
-    ``segment_ids`` int64[batch, seq]: 1, 2, .. in each row, 0 in padding; a mask for SDPA is where they
-    are equal. ``cu_seqlens`` int32[documents + 1] over the flattened batch, padding a document of its
-    own, and ``max_seqlen`` int: for ``flash_attn_varlen_func``.
+    ``segment_ids`` int64[batch, seq]: 1, 2, .. in each row, 0 in padding; see ``sdpa_mask`` and
+    ``block_mask``. ``cu_seqlens`` int32[documents + 1] over the flattened batch, padding a document of its
+    own, and ``max_seqlen`` int: for ``flash_attn_varlen_func``. ``transformers``: ``position_ids``, the
+    same edges as ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k``, and
+    ``use_cache`` False.
     """
     begins = np.flatnonzero(edges)
-    sizes = np.diff(np.append(begins, edges.size))
+    ends = np.append(begins, edges.size)
+    sizes = np.diff(ends)
     fields: dict[str, torch.Tensor | int] = {}
-    if "position_ids" in names:
+    if "position_ids" in names or "transformers" in names:
         positions = np.arange(edges.size, dtype=np.int64) - np.repeat(begins, sizes)
         fields["position_ids"] = torch.from_numpy(positions.reshape(edges.shape))
     if "segment_ids" in names:
@@ -55,6 +76,48 @@ def boundary_fields(
             segments[np.arange(edges.shape[1]) >= lengths[:, None]] = 0
         fields["segment_ids"] = torch.from_numpy(segments)
     if "cu_seqlens" in names:
-        fields["cu_seqlens"] = torch.from_numpy(np.append(begins, edges.size).astype(np.int32))
+        fields["cu_seqlens"] = torch.from_numpy(ends.astype(np.int32))
         fields["max_seqlen"] = int(sizes.max())
+    if "transformers" in names:
+        edge_tensor, longest = torch.from_numpy(ends.astype(np.int32)), int(sizes.max())
+        fields |= {"cu_seq_lens_q": edge_tensor, "cu_seq_lens_k": edge_tensor}
+        fields |= {"max_length_q": longest, "max_length_k": longest, "use_cache": False}
     return fields
+
+
+def sdpa_mask(batch: Mapping[str, Any]) -> torch.Tensor:
+    """bool[batch, 1, seq, seq]: which places see which, causal and inside of a document.
+
+    Of a batch with ``boundaries="segment_ids"``, on its device; for ``scaled_dot_product_attention``, or
+    as the ``attention_mask`` of a transformers model with ``attn_implementation="sdpa"`` (pass
+    ``position_ids``, too). Takes batch x seq x seq bytes. Raises UsageError without segment_ids.
+    """
+    segments = _segments(batch)
+    alike = segments[:, None, :, None] == segments[:, None, None, :]
+    return alike & torch.ones(alike.shape[-2:], dtype=torch.bool, device=segments.device).tril()
+
+
+def block_mask(batch: Mapping[str, Any]) -> BlockMask:
+    """The same as a BlockMask, for ``flex_attention`` or ``attn_implementation="flex_attention"``.
+
+    Takes a few bytes for each 128 x 128 places. Raises UsageError without segment_ids.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    segments = _segments(batch)
+    num_rows, seq_len = segments.shape
+
+    def sees(row: torch.Tensor, _: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (query >= key) & (segments[row, query] == segments[row, key])
+
+    return create_block_mask(sees, num_rows, None, seq_len, seq_len, device=str(segments.device))
+
+
+def _segments(batch: Mapping[str, Any]) -> torch.Tensor:
+    segments = batch.get("segment_ids")
+    if not isinstance(segments, torch.Tensor):
+        raise UsageError(
+            f"the batch has {sorted(batch)}, expected segment_ids; make the loader with "
+            'boundaries="segment_ids"'
+        )
+    return segments

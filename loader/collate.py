@@ -21,6 +21,11 @@ IGNORED = -100  # what cross_entropy leaves out
 PAD_TOKEN = "<|finetune_right_pad_id|>"  # Llama 3.1 and later keep it for this
 _RESERVED = re.compile(r"<\|reserved_special_token_\d+\|>")
 
+_PAD_IS_EOS = (
+    ". It is EOS: labels of a real EOS are kept here, but a loss or another collator that leaves padding out "
+    "by its id would never teach the model to end; give the tokenizer a pad token of its own"
+)
+
 Ids = npt.NDArray[np.signedinteger[Any]]
 
 
@@ -79,7 +84,15 @@ class CausalLMCollator(DataCollatorForLanguageModeling):
         if self.mlm:
             raise UsageError("mlm=True is not for a causal model; pass your own collate_fn for it")
         self.pad = choose_pad_token(self.tokenizer)
-        logger.info("padding with %s (id %d): %s", self.pad.token, self.pad.token_id, self.pad.reason)
+        is_eos = self.pad.token_id == self.tokenizer.eos_token_id
+        logger.log(
+            logging.WARNING if is_eos else logging.INFO,
+            "padding with %s (id %d): %s%s",
+            self.pad.token,
+            self.pad.token_id,
+            self.pad.reason,
+            _PAD_IS_EOS if is_eos else "",
+        )
 
     def torch_call(self, examples: list[Any]) -> BatchEncoding:  # type: ignore[override]
         """Collate samples as transformers gives them: ids, or dicts with ``input_ids``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from loader.order import LAW_VERSION, Order
 from loader.process_rank import find_process_rank
 from loader.reading.opening_order import Turn
 from loader.reading.shard_reader import STALL_WARNING_S
-from loader.run_order import check_batch, group_size, make_order, rank_lanes
+from loader.run_order import check_batch, group_size, make_order, rank_lanes, whole_number
 from loader.sample_options import Padding, SampleOptions, make_samples
 from loader.samples.whole_samples import LongDocuments
 from loader.shards.input_paths import InputShards
@@ -25,6 +26,8 @@ from loader.step_batches import Collate, StepBatches
 from loader.token_loader import TokenLoader
 from loader.tokenizer_choice import choose_tokenizer, fingerprint_of
 from preprocess.shard_format import UsageError
+
+logger = logging.getLogger(__name__)
 
 
 def get_llama3_dataloader(
@@ -40,6 +43,8 @@ def get_llama3_dataloader(
     persistent_workers: bool = True,
     rank: int | None = None,
     world_size: int | None = None,
+    device_mesh: Any = None,
+    process_group: Any = None,
     global_batch_size: int | None = None,
     seq_len: int | None = None,
     boundaries: Boundary | Sequence[Boundary] = (),
@@ -66,17 +71,23 @@ def get_llama3_dataloader(
             bring their own tokenizer; given for them, it must be the same.
         seed: of the shuffle. Equal seeds give equal global batches on any number of ranks and workers.
         shuffle: else global batch k is samples ``[k L, (k+1) L)``.
-        num_workers: processes that read; at most the lanes of a rank, more would idle.
+        num_workers: processes that read; at most the lanes of a rank, of which it has
+            ``global_batch_size / (world_size x group_by_length)``: more would idle, and a warning says so.
         prefetch_factor: runs (up to 1 MiB of batches) that each worker reads ahead; 2 if there are workers.
         pin_memory: batches in pinned memory; where there is CUDA, if not given.
         persistent_workers: keep workers between epochs; they read on into the next one.
-        rank, world_size: of data parallelism; found by ``find_process_rank`` if not given.
+        rank, world_size: of data parallelism; found by ``find_process_rank`` if not given. ``iter()`` refuses
+            a rank that was found and is another one by then.
+        device_mesh, process_group: instead of them, the data-parallel dimension of a DeviceMesh, as
+            ``mesh["dp"]``, or its group: with tensor or pipeline parallelism, where ranks share data.
         global_batch_size: L, samples of an optimizer's step, all ranks and accumulation together. It alone
             fixes the order, so keep it when the number of ranks changes. Default: batch_size x world_size.
         seq_len: pack documents into full rows of so many tokens, EOS between documents; see joined_rows.py.
-        boundaries: ``"position_ids"``, ``"segment_ids"``, ``"cu_seqlens"``: where documents begin in packed
-            rows, see boundaries.py. The first label of each document is then -100, as it follows from
-            another document.
+        boundaries: where documents begin in packed rows, so that attention stays inside of them. For
+            ``model(**batch)`` of a transformers model ``"transformers"``: the names that it knows, no
+            ``attention_mask``, and ``use_cache`` False. For other models ``"position_ids"``,
+            ``"segment_ids"``, ``"cu_seqlens"``; see boundaries.py, also for masks. The first label of each
+            document is then -100, as it follows from another document.
         max_length: tokens of a document; what happens to longer ones is ``long_documents``.
         long_documents: ``"truncate"`` leaves the rest out and counts it in ``metrics``, ``"split"`` makes
             it samples of its own, ``"error"`` refuses.
@@ -100,13 +111,14 @@ def get_llama3_dataloader(
 
     Returns:
         A TokenLoader; see there for epochs and for the state. Batches hold int64[batch_size, seq]
-        ``input_ids``, ``attention_mask`` and ``labels``, -100 where there is padding.
+        ``input_ids``, ``labels``, -100 where there is padding, and ``attention_mask`` (not with
+        ``boundaries="transformers"``).
 
     Raises:
         NotFound, MissingShard, BrokenShard, UnknownVersion, OtherTokenizer, UsageError: all are
         ShardprepErrors that say what was found and what to do.
     """
-    who = find_process_rank(rank, world_size)
+    who = find_process_rank(rank, world_size, device_mesh=device_mesh, process_group=process_group)
     global_batch_size = check_batch(batch_size, global_batch_size, who.world_size)
     options = SampleOptions(
         input_shards=input_shards,
@@ -129,18 +141,31 @@ def get_llama3_dataloader(
     samples = make_samples(options, shards, tokenizer)
     order = make_order(samples, shards, global_batch_size, options.group, seed=seed, shuffle=shuffle)
     lanes = rank_lanes(order, who.rank, who.world_size)
-    num_workers = min(num_workers, len(lanes))
-    endless = persistent_workers or num_workers == 0
+    workers = _worker_options(
+        num_workers,
+        len(lanes),
+        prefetch_factor=prefetch_factor,
+        persistent_workers=persistent_workers,
+        multiprocessing_context=multiprocessing_context,
+    )
     collate_fn = collate_fn or CausalLMCollator(
         tokenizer,
         pad_to_multiple_of=pad_to_multiple_of,
         pad_to_length=max_length if padding == "max_length" else None,
         max_batch_tokens=max_batch_tokens,
     )
+    fingerprint = _fingerprint(options, shards, order, fingerprint_of(shards, tokenizer))
+    if isinstance(collate_fn, CausalLMCollator):
+        tokenizer.pad_token = collate_fn.pad.token
     if size_check is not None:
         size_check.wait()
     return TokenLoader(
-        RunDataset(samples=samples, order=order, lanes=lanes, endless=endless),
+        RunDataset(
+            samples=samples,
+            order=order,
+            lanes=lanes,
+            endless=persistent_workers or not workers["num_workers"],
+        ),
         step_batches=StepBatches(
             batch_size=batch_size,
             row_tokens=samples.row_tokens,
@@ -149,13 +174,10 @@ def get_llama3_dataloader(
         ),
         tokenizer=tokenizer,
         process_rank=who,
-        fingerprint=_fingerprint(options, shards, order, fingerprint_of(shards, tokenizer)),
+        fingerprint=fingerprint,
         pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
-        num_workers=num_workers,
-        prefetch_factor=(prefetch_factor or 2) if num_workers else None,
-        persistent_workers=persistent_workers and num_workers > 0,
-        multiprocessing_context=multiprocessing_context if num_workers else None,
         size_check=size_check,
+        **workers,
     )
 
 
@@ -184,3 +206,37 @@ def _check_batch_tokens(batch_size: int, max_length: int | None, max_batch_token
             f"batch_size {batch_size} x max_length {max_length} can make {batch_size * (max_length or 1):,} "
             f"tokens, max_batch_tokens is {max_batch_tokens:,}; lower one of them"
         )
+
+
+def _worker_options(
+    num_workers: int,
+    num_lanes: int,
+    *,
+    prefetch_factor: int | None,
+    persistent_workers: bool,
+    multiprocessing_context: Any,
+) -> dict[str, Any]:
+    """What torch's DataLoader wants to know of workers, of which each has a lane at least."""
+    asked = whole_number("num_workers", num_workers, least=0)
+    if prefetch_factor is not None:
+        whole_number("prefetch_factor", prefetch_factor, least=1)
+        if not asked:
+            raise UsageError(
+                f"prefetch_factor={prefetch_factor} says what workers read ahead, and num_workers is 0; "
+                "leave it out, or pass num_workers"
+            )
+    if asked > num_lanes:
+        logger.warning(
+            "num_workers is %d, but a rank's part of a global batch is %d, which no more workers can share: "
+            "%d read; a larger batch_size or global_batch_size gives more of them work",
+            asked,
+            num_lanes,
+            num_lanes,
+        )
+    count = min(asked, num_lanes)
+    return {
+        "num_workers": count,
+        "prefetch_factor": (prefetch_factor or 2) if count else None,
+        "persistent_workers": persistent_workers and count > 0,
+        "multiprocessing_context": multiprocessing_context if count else None,
+    }

@@ -46,15 +46,18 @@ class Position(NamedTuple):
 
 
 def state_of(position: Position, fingerprint: Mapping[str, Any], layout: Mapping[str, int]) -> dict[str, Any]:
-    """The state as plain numbers and strings, which JSON and torch.save keep."""
-    state: dict[str, Any] = {
+    """The state as plain numbers and strings, which JSON and torch.save keep.
+
+    Always the same keys: torch.distributed.checkpoint reads those alone that a fresh loader's state has.
+    """
+    return {
         "format": STATE_FORMAT,
         "epoch": position.epoch,
         "step": position.step,
         "num_micro": position.num_micro,
+        "layout": dict(layout),
         "fingerprint": dict(fingerprint),
     }
-    return state if position.num_micro == 0 else {**state, "layout": dict(layout)}
 
 
 def position_of(

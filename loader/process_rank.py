@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from preprocess.shard_format import UsageError
 
@@ -23,6 +24,7 @@ class ProcessRank:
     rank: int
     world_size: int
     source: str
+    is_passed: bool = False  # not found, but said by who knows better
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -36,18 +38,101 @@ def find_process_rank(
     rank: int | None = None,
     world_size: int | None = None,
     environ: Mapping[str, str] | None = None,
+    *,
+    device_mesh: Any = None,
+    process_group: Any = None,
 ) -> ProcessRank:
-    """Explicit arguments, else torch.distributed, else RANK/WORLD_SIZE, else an srun step, else alone.
+    """What was passed, else torch.distributed, else what a launcher set, else alone.
+
+    Launchers, in this order: RANK/WORLD_SIZE (torchrun), Open MPI's OMPI_COMM_WORLD_*, PMI_* (MPICH, Intel
+    MPI), an srun step. mpirun within a Slurm job starts one srun task a node, so Slurm's come after them.
+    ``device_mesh`` is a DeviceMesh of one dimension, the data-parallel one; ``process_group`` its group.
 
     Call it in the process that trains: a spawned worker knows nothing of the process group.
-    Raises UsageError where only one of a pair is given, or a value is no number.
+    Raises UsageError where only one of a pair is given, a value is no number, or a launcher sets a rank
+    and no size, as PMIx does.
     """
     environ = os.environ if environ is None else environ
-    if rank is not None or world_size is not None:
-        if rank is None or world_size is None:
-            raise UsageError(f"rank={rank} and world_size={world_size}; pass both or neither")
-        return ProcessRank(rank=rank, world_size=world_size, source="arguments")
-    return _from_torch() or _from_pair(environ) or _from_srun(environ) or _alone()
+    return _passed(rank, world_size, device_mesh, process_group) or _found(environ) or _alone()
+
+
+def check_process_rank(who: ProcessRank, environ: Mapping[str, str] | None = None) -> None:
+    """Raises UsageError where this process is by now known to be another rank than ``who``.
+
+    As it is where a loader was made before the process group, or in the parent of the ranks' processes:
+    all of them would get the same batches. A rank that was passed is believed.
+    """
+    if who.is_passed:
+        return
+    now = _found(os.environ if environ is None else environ)
+    if now is not None and (now.rank, now.world_size) != (who.rank, who.world_size):
+        raise UsageError(
+            f"this loader was made as rank {who.rank} of {who.world_size} (from {who.source}), but this "
+            f"process is rank {now.rank} of {now.world_size} (from {now.source}), and all ranks would "
+            "get the same batches; make the loader in the function that each rank runs, after "
+            "init_process_group, or pass rank= and world_size="
+        )
+
+
+def _found(environ: Mapping[str, str]) -> ProcessRank | None:
+    """What torch.distributed or a launcher says; None where neither says anything."""
+    found = (
+        _from_torch()
+        or _from_pair(environ, "RANK", "WORLD_SIZE", setter="torchrun does")
+        or _from_pair(
+            environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", setter="Open MPI's mpirun does"
+        )
+        or _from_pair(environ, "PMI_RANK", "PMI_SIZE", setter="mpiexec does")
+        or _from_srun(environ)
+    )
+    if found is None:
+        _refuse_pmix(environ)
+    return found
+
+
+def _passed(
+    rank: int | None, world_size: int | None, device_mesh: Any, process_group: Any
+) -> ProcessRank | None:
+    given = {
+        "rank and world_size": rank is not None or world_size is not None,
+        "device_mesh": device_mesh is not None,
+        "process_group": process_group is not None,
+    }
+    if sum(given.values()) > 1:
+        names = [name for name, is_given in given.items() if is_given]
+        raise UsageError(f"{' and '.join(names)} were passed; pass one of them")
+    if device_mesh is not None:
+        return _of_mesh(device_mesh)
+    if process_group is not None:
+        return _of_group(process_group)
+    if rank is None and world_size is None:
+        return None
+    if rank is None or world_size is None:
+        raise UsageError(f"rank={rank} and world_size={world_size}; pass both or neither")
+    return ProcessRank(rank=rank, world_size=world_size, source="arguments", is_passed=True)
+
+
+def _of_mesh(mesh: Any) -> ProcessRank:
+    if mesh.ndim != 1:
+        raise UsageError(
+            f"device_mesh has {mesh.ndim} dimensions, named {mesh.mesh_dim_names}; pass the one of data "
+            'parallelism, as mesh["dp"], or several of them flattened'
+        )
+    return ProcessRank(
+        rank=mesh.get_local_rank(), world_size=mesh.size(), source="device_mesh", is_passed=True
+    )
+
+
+def _of_group(group: Any) -> ProcessRank:
+    import torch.distributed as dist
+
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise UsageError(
+            f"rank {dist.get_rank()} of all is no member of the process_group passed; pass the data-parallel "
+            "group that this process is in"
+        )
+    return ProcessRank(rank=rank, world_size=world_size, source="process_group", is_passed=True)
 
 
 def _alone() -> ProcessRank:
@@ -63,24 +148,37 @@ def _from_torch() -> ProcessRank | None:
     )
 
 
-def _from_pair(environ: Mapping[str, str]) -> ProcessRank | None:
-    rank, world_size = environ.get("RANK"), environ.get("WORLD_SIZE")
+def _from_pair(
+    environ: Mapping[str, str], rank_name: str, size_name: str, *, setter: str
+) -> ProcessRank | None:
+    rank, world_size = environ.get(rank_name), environ.get(size_name)
     if rank is None and world_size is None:
         return None
     if rank is None or world_size is None:
         raise UsageError(
-            f"RANK is {rank!r} and WORLD_SIZE is {world_size!r}; set both (torchrun does) or neither, "
+            f"{rank_name} is {rank!r} and {size_name} is {world_size!r}; set both ({setter}) or neither, "
             "or pass rank= and world_size="
         )
     return ProcessRank(
-        rank=_number("RANK", rank), world_size=_number("WORLD_SIZE", world_size), source="RANK/WORLD_SIZE"
+        rank=_number(rank_name, rank),
+        world_size=_number(size_name, world_size),
+        source=f"{rank_name}/{size_name}",
     )
 
 
+def _refuse_pmix(environ: Mapping[str, str]) -> None:
+    """PMIx tells a process its rank by a variable, and the number of processes by a call alone."""
+    rank = environ.get("PMIX_RANK")
+    if rank is not None and _slurm_tasks(environ) is None:  # srun --mpi=pmix sets Slurm's, too
+        raise UsageError(
+            f"PMIX_RANK is {rank}, and nothing says of how many processes; pass rank= and world_size=, or "
+            "set RANK and WORLD_SIZE for each process"
+        )
+
+
 def _from_srun(environ: Mapping[str, str]) -> ProcessRank | None:
-    procid = environ.get("SLURM_PROCID")
-    num_tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS"))
-    if num_tasks is None or _number("SLURM_NTASKS", num_tasks) == 1 or not _in_srun(environ):
+    procid, num_tasks = environ.get("SLURM_PROCID"), _slurm_tasks(environ)
+    if num_tasks is None or num_tasks == 1 or not _in_srun(environ):
         return None
     if procid is None:
         raise UsageError(
@@ -89,9 +187,14 @@ def _from_srun(environ: Mapping[str, str]) -> ProcessRank | None:
         )
     return ProcessRank(
         rank=_number("SLURM_PROCID", procid),
-        world_size=_number("SLURM_NTASKS", num_tasks),
+        world_size=num_tasks,
         source="SLURM_PROCID/SLURM_NTASKS",
     )
+
+
+def _slurm_tasks(environ: Mapping[str, str]) -> int | None:
+    num_tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS"))
+    return None if num_tasks is None else _number("SLURM_NTASKS", num_tasks)
 
 
 def _in_srun(environ: Mapping[str, str]) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import index
+
 from loader.dataset import Samples
 from loader.order import Order, choose_windows, share
 from loader.shards.shard_set import ShardSet
@@ -48,11 +50,11 @@ def group_size(group_by_length: bool | int, batch_size: int) -> int:
 
 def check_batch(batch_size: int, global_batch_size: int | None, world_size: int) -> int:
     """The global batch size, by default batch_size x world_size. Raises UsageError for no multiple of it."""
-    if batch_size < 1:
-        raise UsageError(f"batch_size is {batch_size}, expected at least 1")
+    batch_size = whole_number("batch_size", batch_size, least=1)
     step = batch_size * world_size
     if global_batch_size is None:
         return step
+    global_batch_size = whole_number("global_batch_size", global_batch_size, least=1)
     if global_batch_size < step or global_batch_size % step:
         fitting = [n for n in range(1, global_batch_size + 1) if global_batch_size % (n * world_size) == 0]
         worlds = [n for n in range(1, global_batch_size + 1) if global_batch_size % (n * batch_size) == 0]
@@ -62,3 +64,14 @@ def check_batch(batch_size: int, global_batch_size: int | None, world_size: int)
             f"batch_size the ranks can be {worlds or 'nothing'}"
         )
     return global_batch_size
+
+
+def whole_number(name: str, value: object, *, least: int) -> int:
+    """The value as an int. Raises UsageError for what is none, or less than ``least``."""
+    try:
+        number = index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(f"{name} is {value!r}, expected a whole number of at least {least}") from None
+    if number < least:
+        raise UsageError(f"{name} is {number}, expected at least {least}")
+    return number

@@ -21,7 +21,11 @@ Collate = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class StepBatches:
-    """Cuts a rank's part of a global batch into batches and collates them."""
+    """Cuts a rank's part of a global batch into batches and collates them.
+
+    CausalLMCollator itself gets arrays. Any other ``collate_fn``, also one that inherits from it, is
+    called: ids as lists.
+    """
 
     batch_size: int
     row_tokens: int  # of every sample where all are rows, else 0
@@ -29,7 +33,7 @@ class StepBatches:
     boundaries: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.boundaries and not isinstance(self.collate_fn, CausalLMCollator):
+        if self.boundaries and type(self.collate_fn) is not CausalLMCollator:
             raise UsageError(
                 "boundaries are made by CausalLMCollator's batches; leave out collate_fn or them"
             )
@@ -55,7 +59,7 @@ class StepBatches:
     def _collated(
         self, rows: Any, lengths: npt.NDArray[Any] | None, starts: list[npt.NDArray[np.int32]]
     ) -> Any:
-        if not isinstance(self.collate_fn, CausalLMCollator):
+        if type(self.collate_fn) is not CausalLMCollator:
             if lengths is not None:
                 rows = [row[:length] for row, length in zip(rows, lengths.tolist(), strict=True)]
             return self.collate_fn([{"input_ids": row.tolist()} for row in rows])
@@ -67,6 +71,8 @@ class StepBatches:
             edges = document_edges(starts, lengths, batch["input_ids"].shape[1])
             batch["labels"].numpy()[edges] = IGNORED
             batch.update(boundary_fields(self.boundaries, edges, lengths))
+            if "transformers" in self.boundaries:
+                del batch["attention_mask"]  # where there is one, transformers looks for no documents
         return batch
 
 

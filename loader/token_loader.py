@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
+from loader.accumulation import warn_of_accumulation
 from loader.dataset import RunDataset
 from loader.loader_metrics import LoaderMetrics
 from loader.loader_state import Position, position_of, state_of
-from loader.process_rank import ProcessRank
+from loader.process_rank import ProcessRank, check_process_rank
 from loader.run import Run
+from loader.run_order import whole_number
+from loader.run_progress import RunProgress
 from loader.shards.size_check import SizeCheck
 from loader.step_batches import StepBatches
 from loader.worker_sockets import check_worker_sockets
@@ -26,15 +31,29 @@ class TokenLoader(DataLoader[Any]):
 
     Every rank gets ``len(loader)`` batches, and no sample comes twice in an epoch; the samples left
     out are fewer than a global batch, others each epoch. ``set_epoch(n)`` makes the next ``iter()``
-    epoch n. After a ``break``, too, the next ``iter()`` is the next epoch, from its beginning; only the
-    newest iterator may be used. ``close()``, or leaving ``with``, ends the workers. ``metrics`` counts.
+    epoch n. After a ``break`` or Ctrl-C, too, the next ``iter()`` is the next epoch, from its beginning;
+    only the newest iterator may be used. ``peek()`` looks at a batch and takes none. ``close()``, or leaving
+    ``with``, ends the workers. ``metrics`` counts.
 
     ``state_dict()`` says what was delivered, whatever was read ahead; ``load_state_dict()`` makes the
     next ``iter()`` the rest of that epoch, on any number of ranks and workers.
 
-    Do not hand it to accelerate's ``prepare``: it shares the samples out among the ranks itself. Its
-    ``dataset`` refuses to be iterated, as what takes it out would read the runs of workers for samples.
+    ``tokenizer`` is the data set's; its pad token is the one that the batches use.
+
+    accelerate's ``prepare`` leaves it as it is, and ``save_state`` and ``load_state`` hold its state; batches
+    stay on the CPU until the loop moves them. With accumulation pass ``global_batch_size``; where a resumed
+    run accumulates another number of batches, set ``accelerator.step = 0`` after ``load_state``, since it
+    counts batches, not steps (Lightning's ``batch_idx`` does, too: resume at the end of an epoch there).
+    HF's Trainer takes it from ``get_train_dataloader``; resume with ``ignore_data_skip=True`` and
+    ``load_state_dict``. Its ``dataset`` refuses to be iterated, as what takes it out would read the runs of
+    workers for samples.
+
+    A copy (``copy.deepcopy``, pickle) stands where the original stood, with workers and files of its own.
     """
+
+    # accelerate looks for these. It then neither shares samples out itself nor skips batches by reading them.
+    _is_accelerate_prepared = True
+    use_stateful_dataloader = True
 
     def __init__(
         self,
@@ -44,10 +63,12 @@ class TokenLoader(DataLoader[Any]):
         tokenizer: Any,
         process_rank: ProcessRank,
         fingerprint: Mapping[str, Any],
-        pin_memory: bool,
+        pin_memory: bool = False,
         size_check: SizeCheck | None = None,
         **workers: Any,
     ) -> None:
+        if "sampler" in workers:
+            raise UsageError(_NO_SAMPLER)
         # What torch shows of a loader; batches come from self._runs, in which workers send runs.
         super().__init__(
             _RefusedDataset(),
@@ -57,48 +78,97 @@ class TokenLoader(DataLoader[Any]):
             pin_memory=pin_memory,
             **workers,
         )
+        self._made_with = {
+            "step_batches": step_batches,
+            "tokenizer": tokenizer,
+            "process_rank": process_rank,
+            "fingerprint": dict(fingerprint),
+            "pin_memory": pin_memory,
+            **workers,
+        }
         self.tokenizer = tokenizer
         self.process_rank = process_rank
         self.order = runs.order
         self.metrics = LoaderMetrics()
         self.fingerprint = dict(fingerprint)
         self._size_check = size_check
-        self._batches = step_batches
+        self.step_batches = step_batches
         self._row_tokens = runs.samples.row_tokens
         self._micro_batches = len(runs.lanes) * runs.order.group // step_batches.batch_size
         if self.num_workers:
             check_worker_sockets()
             runs.position.share_memory_()  # type: ignore[no-untyped-call]
-        self._runs = DataLoader(runs, batch_size=None, collate_fn=_as_it_is, pin_memory=False, **workers)
+        self.runs = runs
+        self._runs = DataLoader(
+            runs,
+            batch_size=None,
+            collate_fn=_as_it_is,
+            pin_memory=False,
+            worker_init_fn=_leave_interrupts_to_the_parent,
+            **workers,
+        )
         self._stream: Any = None  # iterator over self._runs
         self._stream_at: Position | None = None  # where it stands, if that is the beginning of an epoch
         self._newest = 0
         self._pins = pin_memory and torch.cuda.is_available()
-        self._delivered = Position()
-        self._next = Position()  # where the next iter() begins
+        self._progress = RunProgress()
 
     def __len__(self) -> int:
-        """Batches an epoch, on every rank; a resumed epoch gives the rest of them."""
+        """Batches an epoch, on every rank; a resumed epoch gives the rest of them, from ``first_batch``."""
         return self.order.steps_per_epoch * self._micro_batches
 
     @property
+    def first_batch(self) -> int:
+        """Batches of its epoch that the next ``iter()`` leaves out: 0, but for a resumed epoch.
+
+        A bar of the whole epoch is ``tqdm(loader, initial=loader.first_batch)``.
+        """
+        start = self._progress.next
+        return start.step * self._micro_batches + start.num_micro
+
+    def __repr__(self) -> str:
+        who, at = self.process_rank, self._progress.delivered
+        return (
+            f"TokenLoader(rank {who.rank} of {who.world_size}, batch_size {self.step_batches.batch_size}, "
+            f"global_batch_size {self.order.global_batch_size}, epoch {at.epoch}, step {at.step} of "
+            f"{self.order.steps_per_epoch}, {self.num_workers} workers)"
+        )
+
+    def __reduce__(self) -> tuple[Callable[..., TokenLoader], tuple[Any, ...]]:
+        return _made_again, (type(self), self._runs_options, self._made_with, self._progress)
+
+    @property
+    def _runs_options(self) -> dict[str, Any]:
+        runs = self.runs
+        return {"samples": runs.samples, "order": runs.order, "lanes": runs.lanes, "endless": runs.endless}
+
+    def __getitem__(self, _: Any) -> Any:
+        """Refuse what takes a loader for a data set."""
+        raise UsageError(
+            "a TokenLoader is no data set of samples, but was indexed like one, as "
+            f"Trainer(train_dataset=loader) does; {_OVERRIDE}"
+        )
+
+    @property
     def _layout(self) -> dict[str, int]:
-        return {"world_size": self.process_rank.world_size, "batch_size": self._batches.batch_size}
+        return {"world_size": self.process_rank.world_size, "batch_size": self.step_batches.batch_size}
 
     def state_dict(self) -> dict[str, Any]:
         """What the loop got so far: a few integers and the fingerprint of data and order.
 
         Save it with the optimizer's step: the batch that the loop holds counts as delivered.
         """
-        return state_of(self._delivered, self.fingerprint, self._layout)
+        return state_of(self._progress.delivered, self.fingerprint, self._layout)
 
     def state_at(self, step: int) -> dict[str, Any]:
         """The state after ``step`` global batches, counted through all epochs from 0. Changes nothing.
 
-        For loops that something fetches ahead for: their own step says what was trained.
+        For loops that something fetches ahead for: their own step says what was trained. Raises UsageError
+        where it does not: after the run left an epoch before its end, as one ``next(iter(loader))`` does.
         """
         if step < 0:
             raise UsageError(f"step is {step}, expected the number of global batches trained, 0 or more")
+        self._progress.check_unbroken()
         epoch, in_epoch = divmod(step, self.order.steps_per_epoch)
         return state_of(Position(epoch=epoch, step=in_epoch), self.fingerprint, self._layout)
 
@@ -112,22 +182,34 @@ class TokenLoader(DataLoader[Any]):
             raise UsageError(f"the state has {position.num_micro} batches of a step of {self._micro_batches}")
         self._newest += 1
         self._end_unless_persistent()
-        self._delivered = self._next = position
+        self._progress.load(position)
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next ``iter()`` this epoch; all ranks must.
 
         Of the epoch that a state was just loaded for it gives the rest, so that a loop which calls
-        ``set_epoch`` before each epoch resumes rightly.
+        ``set_epoch`` before each epoch resumes rightly. Raises UsageError for another epoch then, which would
+        throw the state away, and for what is no number from 0 on.
         """
-        if epoch != self._next.epoch:
-            self._delivered = self._next = Position(epoch=epoch)
+        self._progress.set_epoch(whole_number("epoch", epoch, least=0))
+
+    def peek(self) -> Any:
+        """The batch that the next ``iter()`` begins with, collated; changes nothing, nor is it counted.
+
+        Reads its windows in this process, besides those that workers read: up to a second on a slow disk.
+        """
+        start, runs = self._progress.next, RunDataset(**self._runs_options)
+        runs.position[0], runs.position[1] = start.epoch, start.step
+        try:
+            return next(self.step_batches.cut([next(iter(runs))], 0, start.num_micro, LoaderMetrics()))  # type: ignore[list-item]
+        finally:
+            runs.close()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        start, self._next = self._next, Position(epoch=self._next.epoch + 1)
+        check_process_rank(self.process_rank)
+        warn_of_accumulation(self._micro_batches)
         self._newest += 1
-        self._delivered = start
-        return self._epoch_batches(start, self._newest)
+        return self._epoch_batches(self._progress.begin_epoch(), self._newest)
 
     def __enter__(self) -> TokenLoader:
         return self
@@ -145,7 +227,7 @@ class TokenLoader(DataLoader[Any]):
         self._runs._iterator = None  # noqa: SLF001  torch has no public way to end persistent workers
         if hasattr(stream, "_shutdown_workers"):
             stream._shutdown_workers()  # noqa: SLF001
-        self._runs.dataset.close()  # type: ignore[attr-defined]
+        self.runs.close()
 
     def _end_unless_persistent(self) -> None:
         if self.num_workers and not self.persistent_workers:
@@ -153,12 +235,14 @@ class TokenLoader(DataLoader[Any]):
 
     def _seek(self, position: Position) -> None:
         """Make the stream deliver from a position on; persistent workers are sent there."""
-        shared = self._runs.dataset.position  # type: ignore[attr-defined]
+        shared = self.runs.position
         shared[0], shared[1] = position.epoch, position.step
         self._stream = iter(self._runs)
 
     def _epoch_batches(self, start: Position, turn: int) -> Iterator[Any]:
         self._check_newest(turn)
+        if any(not worker.is_alive() for worker in getattr(self._stream, "_workers", ())):
+            self._end_stream()
         if self._stream_at != start or start.num_micro:
             self._seek(start)
         self._stream_at = None
@@ -167,14 +251,16 @@ class TokenLoader(DataLoader[Any]):
             while position.epoch == start.epoch:
                 runs = self._next_runs()
                 for number in range(runs[0].num_steps):
-                    for batch in self._batches.cut(runs, number, position.num_micro, self.metrics):
+                    for batch in self.step_batches.cut(runs, number, position.num_micro, self.metrics):
                         position = position.after(self._micro_batches, self.order.steps_per_epoch)
-                        self._delivered = position
+                        self._progress.delivered = position
                         yield pinned(batch) if self._pins else batch  # type: ignore[no-untyped-call]
                         self._check_newest(turn)
                 del runs  # they may hold their window; the next one is read now
             self._stream_at = position
-        except Exception:
+        except GeneratorExit:
+            raise
+        except BaseException:  # Ctrl-C, too: half a message may be read, so the workers are not kept
             if turn == self._newest:
                 self._end_stream()
             raise
@@ -201,15 +287,41 @@ class TokenLoader(DataLoader[Any]):
         return runs
 
 
+_NO_SAMPLER = (
+    "a TokenLoader has an order of its own and takes no sampler, as Lightning gives it for "
+    "overfit_batches and predict; to overfit pass train_dataloaders=list(itertools.islice(loader, 2)), to "
+    "predict dataloaders=(batch for batch in loader)"
+)
+_OVERRIDE = (
+    "in a subclass of Trainer write: def get_train_dataloader(self): return loader, and to resume pass "
+    "ignore_data_skip=True and call loader.load_state_dict(state) before train()"
+)
+
+
 class _RefusedDataset(IterableDataset[Any]):
     """What a TokenLoader shows as its ``dataset`` to those who would make a DataLoader of their own of it."""
 
     def __iter__(self) -> Iterator[Any]:
         raise UsageError(
-            "the dataset of a TokenLoader was iterated by another loader, as those that accelerate's prepare "
-            "and skip_first_batches make; iterate the TokenLoader itself, which shares samples out among the "
-            "ranks, and resume with load_state_dict"
+            "the dataset of a TokenLoader was iterated by another loader, as those that accelerate's "
+            "skip_first_batches and Trainer(train_dataset=loader.dataset) make; iterate the "
+            "TokenLoader itself, which shares samples out among the ranks, and resume with load_state_dict; "
+            f"under HF's Trainer, {_OVERRIDE}"
         )
+
+
+def _made_again(
+    kind: type[TokenLoader], runs: dict[str, Any], made_with: dict[str, Any], progress: RunProgress
+) -> TokenLoader:
+    """A copy of a loader; sizes were looked at when the original was made."""
+    loader = kind(RunDataset(**runs), **made_with)
+    loader._progress = replace(progress)  # noqa: SLF001  it is its own class's
+    return loader
+
+
+def _leave_interrupts_to_the_parent(_: int) -> None:
+    """Ctrl-C reaches all processes of a terminal, but only the loop's may decide what it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _as_it_is(run: Any) -> Any:

@@ -151,7 +151,7 @@ def test_what_is_no_regular_file_is_refused_and_never_waited_for(whole_dir: Path
         READERS[name](whole_dir)
     path.rmdir()
     path.symlink_to("/dev/zero")
-    with pytest.raises(BrokenShard, match=f"{name} is a device, expected a regular file"):
+    with pytest.raises(BrokenShard, match=f"{name} is a character device, expected a regular file"):
         READERS[name](whole_dir)
 
 

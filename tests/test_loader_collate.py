@@ -127,6 +127,18 @@ def test_the_pad_token_is_one_the_tokenizer_has_and_the_log_says_which_and_why(
     assert why in record.getMessage()
 
 
+@pytest.mark.parametrize(("pad", "level"), [("w98", logging.INFO), ("w99", logging.WARNING)])
+def test_a_pad_token_that_is_eos_is_warned_of_once(
+    pad: str, level: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "loader.collate"):
+        collator = CausalLMCollator(tokenizer(pad=pad))
+        collator([[1, 2], [3]])
+    (record,) = caplog.records
+    assert record.levelno == level
+    assert ("never teach the model to end" in record.getMessage()) == (level == logging.WARNING)
+
+
 def test_a_tokenizer_without_pad_and_eos_is_refused() -> None:
     with pytest.raises(UsageError, match="neither a pad nor an EOS token"):
         CausalLMCollator(tokenizer(pad=None, eos=None))

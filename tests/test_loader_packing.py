@@ -241,7 +241,11 @@ def test_edges_and_fields_of_a_small_batch_by_hand() -> None:
         ("json", {"seq_len": 0}, "seq_len is 0, expected at least 1"),
         ("json", {"seq_len": 8, "max_length": 8}, "leave one side out"),
         ("json", {"seq_len": 8, "group_by_length": True}, "leave one side out"),
-        ("json", {"boundaries": "rows"}, r"boundaries has \['rows'\], expected some of position_ids"),
+        (
+            "json",
+            {"boundaries": "rows"},
+            r"boundaries has \['rows'\], expected some of transformers, position_ids",
+        ),
         ("json", {"boundaries": "position_ids", "collate_fn": list}, "leave out collate_fn or them"),
         ("concat", {"seq_len": 49}, "seq_len=49, but these are packed rows of 48 tokens"),
         ("concat", {"max_length": 8}, "packed rows of 48 tokens: prepare them with another --seq_len"),

@@ -108,18 +108,25 @@ def run_of(name: str, world: int, workers: int = 0, method: str | None = None, *
     return {"name": name, "world": world, "workers": workers, "method": method, **run}
 
 
+def lone_environ() -> dict[str, str]:
+    """The environment, without what launchers set."""
+    launchers = ("SLURM_", "OMPI_", "PMI_", "PMIX_")
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in {"RANK", "WORLD_SIZE"} and not name.startswith(launchers)
+    }
+    return environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
+
+
 def run_worlds(data: Path, folder: Path, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """What each run gave: sha256 of every global batch, its samples, and each rank's last state."""
     script = folder / "ranks.py"
     script.write_text(SCRIPT)
-    environ = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in {"RANK", "WORLD_SIZE"} and not name.startswith("SLURM_")
-    }
-    environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, str(script), str(data), str(folder), json.dumps(runs)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=250)
+    done = subprocess.run(
+        command, env=lone_environ(), capture_output=True, text=True, check=False, timeout=250
+    )
     assert done.returncode == 0, done.stderr
     return {run["name"]: json.loads((folder / f"{run['name']}.json").read_text()) for run in runs}
 
@@ -148,9 +155,68 @@ def test_worlds_of_1_2_4_and_8_get_equal_batches_each_sample_once_and_the_same_g
         assert found[run["name"]]["digests"] == unbroken[run["first"] : run["last"]], run["name"]
         states = found[run["name"]]["states"]
         assert all(state == states[0] for state in states), "every rank may save its state, or one for all"
-    assert found["resumed on two"]["states"][0] == found["one"]["states"][0]
+    ends = [{**found[name]["states"][0], "layout": None} for name in ("resumed on two", "one")]
+    assert ends[0] == ends[1]
     steps = found["eight"]["steps"]
     for first in (0, STEPS):
         seen = [sample[0] for step in steps[first : first + STEPS] for sample in step]
         assert len(seen) == len(set(seen)) == NUM_SAMPLES - 3
         assert set(seen) < set(range(NUM_SAMPLES))
+
+
+# A loader made where there is one process yet, and handed to ranks, as notebook launchers and mp.spawn do.
+EARLY = """
+import json, os, sys
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from loader import get_llama3_dataloader
+from preprocess.shard_format import UsageError
+
+DATA, OUT = sys.argv[1:3]
+
+def rank_of_a_world(rank, method, loader):
+    dist.init_process_group("gloo", init_method=f"file://{OUT}/store-{method}", rank=rank, world_size=2)
+    try:
+        said = len(list(loader))
+    except UsageError as error:
+        said = str(error)
+    late = get_llama3_dataloader(DATA, 4, DATA, num_workers=0)
+    numbers = [int(ids[0]) for batch in late for ids in batch["input_ids"]]
+    with open(f"{OUT}/{method}-{rank}.json", "w") as file:
+        json.dump([said, numbers], file)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    loader = get_llama3_dataloader(DATA, 4, DATA, num_workers=0)
+    for method in ("spawn", "fork"):
+        mp.start_processes(rank_of_a_world, (method, loader), nprocs=2, start_method=method)
+    assert len(list(loader)) == len(loader)  # where it was made, it is right
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "2"}
+    try:
+        iter(loader)
+    except UsageError as error:
+        print(error)
+"""
+
+
+def test_a_loader_made_before_the_process_group_refuses_instead_of_giving_all_ranks_the_same(
+    data: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "early.py"
+    script.write_text(EARLY)
+    command = [sys.executable, str(script), str(data), str(tmp_path)]
+    done = subprocess.run(
+        command, env=lone_environ(), capture_output=True, text=True, check=False, timeout=250
+    )
+    assert done.returncode == 0, done.stderr
+    assert "this process is rank 0 of 2 (from RANK/WORLD_SIZE)" in done.stdout
+    for method in ("spawn", "fork"):
+        ranks = [json.loads((tmp_path / f"{method}-{rank}.json").read_text()) for rank in range(2)]
+        for rank, (said, _) in enumerate(ranks):
+            assert (
+                f"made as rank 0 of 1 (from nothing set: one process), but this process is rank {rank}"
+                in said
+            )
+            assert "(from torch.distributed)" in said
+            assert "after init_process_group, or pass rank= and world_size=" in said
+        assert not set(ranks[0][1]) & set(ranks[1][1])

@@ -26,7 +26,7 @@ from tokenizers import Tokenizer, models
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
-from loader import TokenLoader, get_llama3_dataloader
+from loader import CausalLMCollator, TokenLoader, get_llama3_dataloader
 from preprocess.shard_format import BrokenShard, UsageError
 
 if TYPE_CHECKING:
@@ -352,6 +352,110 @@ def test_after_an_error_in_a_worker_none_is_left_and_the_loader_can_be_iterated_
         Path(paths[1]).write_bytes(whole)
         assert sorted(numbers(loader)) == list(range(64))
     assert not alive() - before
+
+
+INTERRUPTED = """
+import os, signal, sys, time
+from loader import get_llama3_dataloader
+from loader.token_loader import TokenLoader
+
+def interrupt():  # as a terminal does
+    os.killpg(0, signal.SIGINT)
+    time.sleep(60)
+
+fetch = TokenLoader._next_runs
+loader = get_llama3_dataloader(sys.argv[1], 8, model_id=sys.argv[2], num_workers=2)
+for where in ("loop", "loader", "idle"):
+    if where == "loader":
+        TokenLoader._next_runs = lambda self: (fetch(self), interrupt())
+    try:
+        for number, batch in enumerate(loader):
+            if where == "loop" and number == 2:
+                interrupt()
+    except KeyboardInterrupt:
+        print("interrupted", where, flush=True)
+    if where == "idle":
+        for worker in loader._stream._workers:
+            worker.kill()
+            worker.join()
+    TokenLoader._next_runs = fetch
+    time.sleep(1)  # workers that end of it have ended
+    found = sorted(int(ids[0]) for batch in loader for ids in batch["input_ids"])
+    assert found == list(range(640)), len(found)
+print("all came again", flush=True)
+"""
+
+
+def test_after_ctrl_c_or_the_death_of_idle_workers_the_next_loop_has_workers_anew(
+    tmp_path: Path, model: str
+) -> None:
+    write_tars(tmp_path, 640, 3)
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, tmp_path, model],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        start_new_session=True,
+    )
+    assert done.stdout.splitlines() == ["interrupted loop", "interrupted loader", "all came again"], (
+        done.stderr
+    )
+
+
+class MarkedBatches(CausalLMCollator):
+    def torch_call(self, examples: list[Any]) -> Any:
+        return {**super().torch_call(examples), "marked": len(examples)}
+
+
+def test_a_collator_that_inherits_from_ours_is_called(tmp_path: Path, model: str) -> None:
+    write_tars(tmp_path, 64, 3)
+    with load(tmp_path, 4, model) as plain:
+        expected = list(plain)
+        collator = MarkedBatches(plain.tokenizer)
+    with load(tmp_path, 4, model, collate_fn=collator) as loader:
+        found = list(loader)
+    assert [batch["marked"] for batch in found] == [4] * 16
+    assert numbers(found) == numbers(expected)
+
+
+def test_the_loaders_tokenizer_names_the_pad_token_that_batches_have(tmp_path: Path) -> None:
+    vocab = {**{f"w{number}": number for number in range(99)}, "<|finetune_right_pad_id|>": 99}
+    own = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocab, "w0")), eos_token="w98")
+    own.add_special_tokens({"additional_special_tokens": ["<|finetune_right_pad_id|>"]})
+    own.save_pretrained(tmp_path / "model")
+    with webdataset.TarWriter(str(tmp_path / "a.tar")) as writer:
+        for number in range(2):
+            writer.write({"__key__": f"s{number}", "token_ids.json": [1] * (1 + number)})
+    with load(tmp_path / "a.tar", 2, str(tmp_path / "model"), shuffle=False) as loader:
+        assert loader.tokenizer.pad_token == "<|finetune_right_pad_id|>"
+        assert loader.tokenizer.pad_token_id == 99
+        assert next(iter(loader))["input_ids"].tolist() == [[1, 99], [1, 1]]
+        assert len(loader.tokenizer) == len(own)
+
+
+def test_a_loader_given_as_a_data_set_says_what_to_write(tmp_path: Path, model: str) -> None:
+    write_tars(tmp_path, 64, 3)
+    with load(tmp_path, 4, model) as loader:
+        batches = iter(DataLoader(loader, batch_size=4, sampler=range(8)))
+        with pytest.raises(
+            UsageError, match=r"no data set .*def get_train_dataloader\(self\): return loader"
+        ):
+            next(batches)
+
+
+def test_a_loader_remade_with_a_sampler_as_lightning_does_it_says_what_to_write(
+    tmp_path: Path, model: str
+) -> None:
+    """For overfit_batches and predict, from the loader's public attributes."""
+    write_tars(tmp_path, 64, 3)
+    with load(tmp_path, 4, model) as loader:
+        names = ("runs", "step_batches", "tokenizer", "process_rank", "fingerprint", "pin_memory")
+        shown = {name: vars(loader)[name] for name in names}
+        assert type(loader)(**shown).order == loader.order
+        with pytest.raises(UsageError, match=r"takes no sampler, .* predict dataloaders=\(batch for batch"):
+            type(loader)(**shown, sampler=None)
 
 
 def test_ten_epochs_keep_no_more_objects_than_two(tmp_path: Path, model: str) -> None:

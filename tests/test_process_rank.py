@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loader.process_rank import ProcessRank, find_process_rank
+from loader.process_rank import ProcessRank, check_process_rank, find_process_rank
 from preprocess.shard_format import UsageError
 
 SRUN = {
@@ -62,7 +62,7 @@ def test_rank_and_world_size_win_over_slurm() -> None:
 
 def test_arguments_win_over_everything() -> None:
     who = find_process_rank(5, 8, {**SRUN, "RANK": "1", "WORLD_SIZE": "2"})
-    assert who == ProcessRank(rank=5, world_size=8, source="arguments")
+    assert who == ProcessRank(rank=5, world_size=8, source="arguments", is_passed=True)
 
 
 def test_nothing_set_means_one_process() -> None:
@@ -90,3 +90,55 @@ def test_an_impossible_rank_is_refused(rank: int, world_size: int) -> None:
 def test_a_rank_that_is_no_number_is_refused_by_name() -> None:
     with pytest.raises(UsageError, match="RANK is 'one', expected a whole number"):
         find_process_rank(environ={"RANK": "one", "WORLD_SIZE": "2"})
+
+
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "PMIX_RANK": "5"}
+MPICH = {"PMI_RANK": "2", "PMI_SIZE": "3"}
+
+
+@pytest.mark.parametrize(("environ", "expected"), [(OPEN_MPI, (5, 8)), (MPICH, (2, 3))])
+def test_a_process_of_mpirun_knows_its_rank_from_mpi_alone(
+    environ: dict[str, str], expected: tuple[int, int]
+) -> None:
+    assert found(environ) == expected
+
+
+@pytest.mark.parametrize(("environ", "expected"), [(OPEN_MPI, (5, 8)), (MPICH, (2, 3))])
+def test_within_a_slurm_job_mpirun_starts_a_task_a_node_and_knows_better(
+    environ: dict[str, str], expected: tuple[int, int]
+) -> None:
+    assert found({**SRUN, **environ}) == expected
+    assert found({**environ, "RANK": "0", "WORLD_SIZE": "2"}) == (0, 2)
+
+
+def test_pmix_alone_which_tells_no_number_of_processes_is_refused_and_srun_with_it_is_not() -> None:
+    with pytest.raises(
+        UsageError, match=r"PMIX_RANK is 0, and nothing says of how many processes; pass rank="
+    ):
+        find_process_rank(environ={"PMIX_RANK": "0"})
+    assert found({**SRUN, "PMIX_RANK": "3"}) == (3, 4)
+    assert found({**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "PMIX_RANK": "0"}) == (0, 1)
+
+
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE"])
+def test_half_of_what_mpirun_sets_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match="set both"):
+        find_process_rank(environ={name: "1"})
+
+
+def test_a_rank_that_was_found_and_is_another_one_by_now_is_refused() -> None:
+    alone, told = find_process_rank(environ={}), find_process_rank(0, 1)
+    check_process_rank(alone, {})
+    check_process_rank(alone, {"RANK": "0", "WORLD_SIZE": "1"})
+    for environ in ({"RANK": "0", "WORLD_SIZE": "2"}, SRUN, OPEN_MPI, MPICH):
+        with pytest.raises(
+            UsageError, match=r"made as rank 0 of 1 .* this process is rank \d of \d .*make the loader"
+        ):
+            check_process_rank(alone, environ)
+        check_process_rank(told, environ)  # who passes a rank knows what it is for
+    check_process_rank(find_process_rank(environ=SRUN), {})  # nothing says otherwise
+
+
+def test_only_one_way_to_say_the_rank_may_be_passed() -> None:
+    with pytest.raises(UsageError, match="rank and world_size and device_mesh were passed; pass one"):
+        find_process_rank(0, 1, {}, device_mesh=object())

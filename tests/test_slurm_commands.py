@@ -412,7 +412,7 @@ WRONG: dict[str, Any] = {
     "another form": b'{"format": "x", "version": 1}',
 }
 CHANGES: dict[str, Any] = {
-    "version": 2, "number": "0", "plan_id": None, "user": ["root"], "submitted": 1e300, "arrays": {},
+    "version": 99, "number": "0", "plan_id": None, "user": ["root"], "submitted": 1e300, "arrays": {},
     "verify_job_id": "7; rm", "verify_name": 1,
 }  # fmt: skip
 ARRAY_CHANGES: dict[str, Any] = {

@@ -32,9 +32,9 @@ _ENCODE = """
 import sys, time
 from pathlib import Path
 from preprocess.documents import read_documents
-from preprocess.shard_plan import need_plan
+from preprocess.plan import need_plan
 from preprocess.worker import load_worker
-from preprocess.worker_settings import WorkerSettings
+from preprocess.options import WorkerSettings
 folder = Path(sys.argv[1])
 plan, settings = need_plan(folder), WorkerSettings()
 engine = load_worker(plan, folder, settings, num_cpus=1, warn=print).engine

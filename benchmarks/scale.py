@@ -20,7 +20,8 @@ from pathlib import Path
 from benchmark_text import ROOT, lay_out
 from measured_run import machine_line, run_pinned
 
-from preprocess.shard_format import (
+from preprocess.plan import Plan, need_plan
+from shardprep.format import (
     INDEX_NAME,
     FileStamp,
     Manifest,
@@ -30,7 +31,6 @@ from preprocess.shard_format import (
     manifest_path,
     tar_path,
 )
-from preprocess.shard_plan import Plan, need_plan
 
 BLOCK = ("A line of text, as there are many; its number is not written down anywhere. " * 4 + "\n").encode()
 SPACING_BYTES = 256 << 10

@@ -10,16 +10,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from loader.own_packages import need_preprocess
-
 if TYPE_CHECKING:
-    from loader.collate import CausalLMCollator
+    from loader.batches import CausalLMCollator
     from loader.dataloader import get_llama3_dataloader
     from loader.token_loader import TokenLoader
 
 __all__ = ["CausalLMCollator", "TokenLoader", "get_llama3_dataloader"]
-
-need_preprocess()
 
 
 def __getattr__(name: str) -> Any:
@@ -33,7 +29,7 @@ def __getattr__(name: str) -> Any:
 
         return TokenLoader
     if name == "CausalLMCollator":
-        from loader.collate import CausalLMCollator
+        from loader.batches import CausalLMCollator
 
         return CausalLMCollator
     raise AttributeError(f"module 'loader' has no attribute {name!r}; it has {', '.join(__all__)}")

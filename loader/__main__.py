@@ -8,7 +8,7 @@ import re
 import sys
 
 from loader.staging.stage_command import stage
-from preprocess.shard_format import ReadWriteError, ShardprepError, Stopped
+from shardprep.errors import ReadWriteError, ShardprepError, Stopped
 
 SHOWN_IDS = 12
 SHOWN_CHARS = 200

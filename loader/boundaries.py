@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from preprocess.shard_format import UsageError
+from shardprep.errors import UsageError
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -1,24 +1,150 @@
-"""What a worker does: reads its lanes window by window and sends runs of steps.
+"""Some steps of some lanes, decoded; a worker sends them as one tensor.
+
+What a worker does: reads its lanes window by window and sends runs of steps.
 
 A run is a few steps of a worker's lanes as one compact tensor, so that a worker sends 1 MiB at a
 time, not a batch. Workers share the rank's lanes out; every worker taking each n-th step instead
 would read everything n times. The memory of a rank is the windows of its lanes, see order.py.
+
+The order of a run: from samples and batch sizes to the Order, and the lanes that a rank has in it.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
+from operator import index
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from torch.utils.data import IterableDataset, get_worker_info
 
-from loader.order import Order, share
-from loader.run import Run
+from loader.order import Order, choose_windows, share
+from loader.shards.shard_set import ShardSet
+from shardprep.errors import UsageError
+
+_HEAD = 4  # samples a step, steps, tokens cut, document starts (-1: none were asked for)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScatteredRows:
+    """Rows of one length anywhere in a flat array, gathered when their step is asked for.
+
+    A process that reads for itself never lays a whole run out: the 64 KiB of a step stay in its cache,
+    the 1 MiB of a run would not.
+    """
+
+    flat: npt.NDArray[np.integer[Any]]
+    at: npt.NDArray[np.int64]  # int64[samples a step, steps]: where in flat each row begins
+    row_tokens: int
+
+    @cached_property
+    def _view(self) -> npt.NDArray[np.integer[Any]]:
+        return sliding_window_view(self.flat, self.row_tokens)
+
+    def __getitem__(self, places: Any) -> npt.NDArray[np.integer[Any]]:
+        """As of an array ``[samples a step, steps, row_tokens]``; always a copy."""
+        rows: npt.NDArray[np.integer[Any]] = self._view[self.at[places]]
+        return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Some consecutive steps of some lanes."""
+
+    lengths: npt.NDArray[np.int32]  # int32[samples a step, steps], tokens of each sample
+    # int32[samples a step, steps, row_tokens], or flat, sample by sample
+    ids: npt.NDArray[np.int32] | ScatteredRows
+    num_cut: int = 0  # tokens left out behind max_length
+    num_starts: npt.NDArray[np.int32] | None = None  # int32[samples a step, steps]
+    starts: npt.NDArray[np.int32] | None = None  # flat: places in each row where a document begins
+
+    @property
+    def num_steps(self) -> int:
+        return int(self.lengths.shape[1])
+
+    def is_full(self, step: int, row_tokens: int) -> bool:
+        """Whether no row of a step holds padding."""
+        return self._shortest[step] == row_tokens
+
+    @cached_property
+    def _shortest(self) -> list[int]:
+        shortest: list[int] = self.lengths.min(axis=0).tolist()
+        return shortest
+
+    def rows(self, step: int) -> list[npt.NDArray[np.int32]]:
+        """The ids of one step's samples where ``ids`` is flat."""
+        assert isinstance(self.ids, np.ndarray)
+        return _cut(self.ids, self._bounds, step)
+
+    def starts_of(self, step: int) -> list[npt.NDArray[np.int32]]:
+        """The document starts of one step's samples; nothing where there are none."""
+        if self.starts is None:
+            return [np.empty(0, np.int32)] * len(self.lengths)
+        return _cut(self.starts, self._start_bounds, step)
+
+    @cached_property
+    def _bounds(self) -> tuple[list[list[int]], list[list[int]]]:
+        return _bounds(self.lengths)
+
+    @cached_property
+    def _start_bounds(self) -> tuple[list[list[int]], list[list[int]]]:
+        assert self.num_starts is not None
+        return _bounds(self.num_starts)
+
+    def pack(self) -> torch.Tensor:
+        """All of it as one int32 tensor: every tensor that is sent costs a file handle."""
+        num_starts = -1 if self.starts is None else len(self.starts)
+        head = np.array([*self.lengths.shape, self.num_cut, num_starts], np.int32)
+        parts = [head, self.lengths.reshape(-1)]
+        if self.starts is not None and self.num_starts is not None:
+            parts += [self.num_starts.reshape(-1), self.starts]
+        ids = self.ids[:].reshape(-1).astype(np.int32, copy=False)
+        return torch.from_numpy(np.concatenate([*parts, ids]))
+
+    @staticmethod
+    def unpack(packed: torch.Tensor, row_tokens: int) -> Run:
+        """What ``pack`` packed; ``row_tokens`` is 0 where samples have lengths of their own."""
+        flat = packed.numpy()
+        lanes, steps, num_cut, num_starts = flat[:_HEAD].tolist()
+        size = lanes * steps
+        lengths, rest = flat[_HEAD : _HEAD + size].reshape(lanes, steps), flat[_HEAD + size :]
+        counts = starts = None
+        if num_starts >= 0:
+            counts, starts = rest[:size].reshape(lanes, steps), rest[size : size + num_starts]
+            rest = rest[size + num_starts :]
+        return Run(
+            lengths=lengths,
+            ids=rest.reshape(lanes, steps, row_tokens) if row_tokens else rest,
+            num_cut=num_cut,
+            num_starts=counts,
+            starts=starts,
+        )
+
+
+def _bounds(sizes: npt.NDArray[np.int32]) -> tuple[list[list[int]], list[list[int]]]:
+    """Where each sample's part of a flat array begins, and where it ends: of each step a list.
+
+    Two lists a step, not one a sample: thousands would bring on full garbage collections, of 0.1 s each.
+    """
+    ends = np.cumsum(sizes.reshape(-1), dtype=np.int64).reshape(sizes.shape)
+    first, end = np.stack([ends - sizes, ends]).swapaxes(1, 2).tolist()
+    return first, end
+
+
+def _cut(
+    flat: npt.NDArray[np.int32], bounds: tuple[list[list[int]], list[list[int]]], step: int
+) -> list[npt.NDArray[np.int32]]:
+    """The parts of one step's samples."""
+    first, end = bounds[0][step], bounds[1][step]
+    return [flat[start:stop] for start, stop in zip(first, end, strict=True)]
+
 
 RUN_BYTES = 1 << 20  # of a run; a worker's message costs about 150 us whatever its size
 MAX_RUN_STEPS = 256
@@ -123,3 +249,70 @@ class RunDataset(IterableDataset[Any]):
         lanes = -(-len(self.lanes) // (worker.num_workers if worker else 1))
         step_bytes = 4 * lanes * self.order.group * (self.samples.row_tokens or self.samples.mean_tokens)
         return max(1, min(MAX_RUN_STEPS, int(RUN_BYTES // step_bytes)))
+
+
+def make_order(
+    samples: Samples, shards: ShardSet, global_batch_size: int, group: int, *, seed: int, shuffle: bool
+) -> Order:
+    """The law for these samples. Raises UsageError where there are too few, or a group does not fit."""
+    block_samples, window_samples = choose_windows(
+        num_samples=samples.num_samples,
+        num_bytes=shards.tar_bytes,
+        global_batch_size=global_batch_size,
+        group=group,
+    )
+    return Order(
+        num_samples=samples.num_samples,
+        global_batch_size=global_batch_size,
+        block_samples=block_samples,
+        window_samples=window_samples,
+        group=group,
+        seed=seed,
+        shuffle=shuffle,
+    )
+
+
+def rank_lanes(order: Order, rank: int, world_size: int) -> range:
+    """The lanes of one rank. Raises UsageError where the ranks cannot share them evenly."""
+    if order.num_lanes % world_size:
+        fitting = [n for n in range(1, order.num_lanes + 1) if order.num_lanes % n == 0]
+        raise UsageError(
+            f"a global batch of {order.global_batch_size} in groups of {order.group} makes {order.num_lanes} "
+            f"lanes, which {world_size} ranks cannot share; the ranks can be {fitting}, "
+            "or group_by_length less"
+        )
+    return share(range(order.num_lanes), rank, world_size)
+
+
+def group_size(group_by_length: bool | int, batch_size: int) -> int:
+    """Samples of a group: ``True`` stands for batch_size, ``False`` for groups of one."""
+    return batch_size if group_by_length is True else int(group_by_length) or 1
+
+
+def check_batch(batch_size: int, global_batch_size: int | None, world_size: int) -> int:
+    """The global batch size, by default batch_size x world_size. Raises UsageError for no multiple of it."""
+    batch_size = whole_number("batch_size", batch_size, least=1)
+    step = batch_size * world_size
+    if global_batch_size is None:
+        return step
+    global_batch_size = whole_number("global_batch_size", global_batch_size, least=1)
+    if global_batch_size < step or global_batch_size % step:
+        fitting = [n for n in range(1, global_batch_size + 1) if global_batch_size % (n * world_size) == 0]
+        worlds = [n for n in range(1, global_batch_size + 1) if global_batch_size % (n * batch_size) == 0]
+        raise UsageError(
+            f"global_batch_size {global_batch_size} is no multiple of batch_size {batch_size} x "
+            f"{world_size} ranks; with these ranks batch_size can be {fitting or 'nothing'}, with this "
+            f"batch_size the ranks can be {worlds or 'nothing'}"
+        )
+    return global_batch_size
+
+
+def whole_number(name: str, value: object, *, least: int) -> int:
+    """The value as an int. Raises UsageError for what is none, or less than ``least``."""
+    try:
+        number = index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(f"{name} is {value!r}, expected a whole number of at least {least}") from None
+    if number < least:
+        raise UsageError(f"{name} is {number}, expected at least {least}")
+    return number

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from preprocess.shard_format import UsageError
+from shardprep.errors import UsageError
 
 # Slurm numbers the steps that are no srun of the user (batch script, interactive shell) from here.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0

@@ -1,8 +1,17 @@
-"""A torch DataLoader whose workers send runs and whose consumer cuts batches and epochs from them."""
+"""Whether workers can hand their tensors over: torch does it through a socket below TMPDIR.
+
+Whether accelerate accumulates as many batches as a global batch has.
+
+A torch DataLoader whose workers send runs and whose consumer cuts batches and epochs from them.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
 import signal
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -12,18 +21,55 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
-from loader.accumulation import warn_of_accumulation
-from loader.dataset import RunDataset
-from loader.loader_metrics import LoaderMetrics
-from loader.loader_state import Position, position_of, state_of
+from loader.batches import LoaderMetrics, StepBatches
+from loader.dataset import Run, RunDataset, whole_number
 from loader.process_rank import ProcessRank, check_process_rank
-from loader.run import Run
-from loader.run_order import whole_number
-from loader.run_progress import RunProgress
 from loader.shards.size_check import SizeCheck
-from loader.step_batches import StepBatches
-from loader.worker_sockets import check_worker_sockets
-from preprocess.shard_format import UsageError
+from loader.state import Position, RunProgress, position_of, state_of
+from shardprep.errors import UsageError
+
+_MOST_PATH_BYTES = 107  # of a Unix socket
+_SOCKET_BYTES = len("/pymp-12345678/listener-12345678")
+
+
+def check_worker_sockets() -> None:
+    """Raise UsageError where TMPDIR is too long for a socket below it.
+
+    A worker would say so on standard error, lose its batches, and the loop would wait for them for ever.
+    """
+    if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":  # type: ignore[no-untyped-call]
+        return
+    folder, most = tempfile.gettempdir(), _MOST_PATH_BYTES - _SOCKET_BYTES
+    if len(os.fsencode(folder)) > most:
+        raise UsageError(
+            f"the folder for temporary files, {folder}, has a path of {len(os.fsencode(folder))} bytes, and "
+            f"workers can hand over their batches below one of {most} at most; set TMPDIR to a shorter one "
+            "(export TMPDIR=/tmp), or num_workers to 0"
+        )
+
+
+logger = logging.getLogger(__name__)
+
+
+def warn_of_accumulation(micro_batches: int) -> None:
+    """Log a warning where accelerate is in use with another number of batches an optimizer's step.
+
+    ``micro_batches`` is that of a global batch on each rank. HF's Trainer counts for itself, and hides its
+    number from accelerate.
+    """
+    accelerate = sys.modules.get("accelerate.state")  # never imported here: not in use then
+    if accelerate is None or not accelerate.GradientState._shared_state:  # noqa: SLF001  asking would start it
+        return
+    num_steps = accelerate.GradientState().num_steps
+    if num_steps not in (1, micro_batches):
+        logger.warning(
+            "accelerate accumulates %d batches, but a global batch is %d of each rank; pass "
+            "global_batch_size=batch_size x ranks x %d, so that a step is the same samples on any number of "
+            "ranks, and set accelerator.step = 0 after a load_state that changes the number",
+            num_steps,
+            micro_batches,
+            num_steps,
+        )
 
 
 class TokenLoader(DataLoader[Any]):

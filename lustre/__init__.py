@@ -5,11 +5,10 @@ The one rule: ``lfs setstripe`` is run on existing, empty directories only. From
 everything here does nothing and says why. ``python -m lustre show PATH`` is the way in.
 """
 
-from lustre.directory_layout import LayoutChange, set_directory_layout
-from lustre.directory_stripe import apply_stripe, check_stripe
-from lustre.errors import LustreError, LustreUsageError
+from lustre.directory_layout import LayoutChange, apply_stripe, check_stripe, set_directory_layout
 from lustre.layout import Component, Layout
-from lustre.osts_of_files import first_osts
+from lustre.osts import first_osts
+from shardprep.errors import LustreError, LustreUsageError
 
 __all__ = [
     "Component",

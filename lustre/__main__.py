@@ -9,16 +9,13 @@ import shlex
 import sys
 from pathlib import Path
 
-from lustre.byte_sizes import parse_size
-from lustre.directory_layout import set_directory_layout, why_not
-from lustre.directory_stripe import change_text, why_leave
-from lustre.errors import LustreError
-from lustre.layout import Layout, read_layout
+from lustre.directory_layout import change_text, set_directory_layout, why_leave, why_not
+from lustre.layout import Layout, parse_layout_options, parse_size, read_layout, setstripe_options
 from lustre.layout_choice import choose_layout
-from lustre.mounts import file_system_of
+from lustre.lfs import file_system_of
 from lustre.osts import count_osts
 from lustre.path_report import DataSize, choice_lines, report
-from lustre.wanted_layout import parse_layout_options, setstripe_options
+from shardprep.errors import LustreError
 
 
 def show(args: argparse.Namespace) -> list[str]:

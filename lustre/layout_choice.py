@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lustre.byte_sizes import size_text
-from lustre.layout import ALL_OSTS, Layout
-from lustre.wanted_layout import parse_layout_options
+from lustre.layout import ALL_OSTS, Layout, parse_layout_options, size_text
 
 MANY = 4  # shards an OST from which a stripe each spreads the load by itself: an inference, not a source
 _GIB = 1 << 30

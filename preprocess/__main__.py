@@ -7,7 +7,6 @@ import dataclasses
 import os
 import sys
 
-from preprocess.byte_sizes import parse_size
 from preprocess.command_line import (
     given_options,
     num_processes,
@@ -15,11 +14,11 @@ from preprocess.command_line import (
     parse_ids,
     worker_settings,
 )
-from preprocess.config import PrepConfig
-from preprocess.progress import Progress, say
-from preprocess.shard_format import ShardprepError, Stopped, id_ranges
-from preprocess.standard_streams import outlast_readers
-from preprocess.stop_signals import raise_on_stop_signals
+from preprocess.options import PrepConfig
+from shardprep.command_line import parse_size
+from shardprep.console import Progress, outlast_readers, raise_on_stop_signals, say
+from shardprep.errors import ShardprepError, Stopped
+from shardprep.format import id_ranges
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,11 +38,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_shard(args: argparse.Namespace) -> int:
     """``--shard_id N``: the command of a job array's task."""
-    from preprocess.plan_of_task import array_note, check_task_shard, plan_of_task
-    from preprocess.shard_format import quarantine_path
-    from preprocess.task_cpus import bind_to_task_cpus
+    from preprocess.options import memory_note
+    from preprocess.resources import bind_to_task_cpus
+    from preprocess.task_plan import array_note, check_task_shard, plan_of_task
     from preprocess.worker import done_manifest, load_worker
-    from preprocess.worker_settings import memory_note
+    from shardprep.format import quarantine_path
 
     given = given_options(args)
     given.setdefault("output_dir", PrepConfig().output_dir)
@@ -73,8 +72,7 @@ def make_shard(args: argparse.Namespace) -> int:
 
 def make_plan(args: argparse.Namespace) -> int:
     """``plan``: freeze which bytes are which shard, and say what it will cost."""
-    from preprocess.cost_estimate import LONG_SHARD_S
-    from preprocess.planning import Sharding, small_shards_note
+    from preprocess.planning import LONG_SHARD_S, Sharding, small_shards_note
     from preprocess.planning import make_plan as make
 
     config = PrepConfig(**given_options(args))
@@ -106,10 +104,10 @@ def make_plan(args: argparse.Namespace) -> int:
 def run(args: argparse.Namespace) -> int:
     """``run O``: the missing shards on this machine."""
     from preprocess.local_run import run_shards
-    from preprocess.shard_plan import need_plan
-    from preprocess.task_cpus import allowed_cpus
+    from preprocess.options import memory_note
+    from preprocess.plan import need_plan
+    from preprocess.resources import allowed_cpus
     from preprocess.worker import done_manifest
-    from preprocess.worker_settings import memory_note
 
     folder = args.output_dir
     plan = need_plan(folder)
@@ -141,10 +139,9 @@ def run(args: argparse.Namespace) -> int:
 
 def verify(args: argparse.Namespace) -> int:
     """``verify O``: prove the shards whole and write index.json."""
-    from preprocess.shard_format import INDEX_NAME
-    from preprocess.shard_osts import publish_osts
-    from preprocess.shard_plan import need_plan
-    from preprocess.verify import verify_dataset
+    from preprocess.plan import need_plan
+    from preprocess.verify import publish_osts, verify_dataset
+    from shardprep.format import INDEX_NAME
 
     folder = args.output_dir
     plan = need_plan(folder)

@@ -9,15 +9,16 @@ import re
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from preprocess.config import CHOICES, PrepConfig
-from preprocess.flags import check_command, parse_command, underscored
-from preprocess.shard_format import UsageError
-from preprocess.worker_settings import (
+from preprocess.options import (
+    CHOICES,
     PROCESS_BYTES,
+    PrepConfig,
     WorkerSettings,
     environment_number,
     memory_limit_gb,
 )
+from shardprep.command_line import check_command, parse_command, underscored
+from shardprep.errors import UsageError
 
 _TYPES: dict[Any, type] = {
     Path: Path,

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from preprocess.progress import Progress
-from preprocess.shard_format import ReadWriteError, ShardprepError, Stopped
-from preprocess.shard_plan import need_plan
-from preprocess.stop_signals import die_with_parent, raise_on_stop_signals, stop_signals_wait
-from preprocess.task_cpus import bind_to
+from preprocess.options import WorkerSettings
+from preprocess.plan import need_plan
+from preprocess.resources import bind_to
 from preprocess.worker import Worker, load_worker
-from preprocess.worker_settings import WorkerSettings
+from shardprep.console import Progress, die_with_parent, raise_on_stop_signals, stop_signals_wait
+from shardprep.errors import ReadWriteError, ShardprepError, Stopped
 
 _SPAWN = multiprocessing.get_context("spawn")  # a fork would copy the tokenizer's threads half-alive
 

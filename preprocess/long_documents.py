@@ -14,8 +14,8 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from preprocess.open_input import OpenInput
-from preprocess.shard_format import Refused
+from preprocess.inputs import OpenInput
+from shardprep.errors import Refused
 
 LONG_BYTES = 4 << 20  # a document of more is never held whole
 _READ_BYTES = 1 << 18

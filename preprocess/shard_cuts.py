@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from preprocess.input_files import InputFile, first_line_starts
-from preprocess.shard_format import MAX_SHARDS, UsageError
+from preprocess.inputs import InputFile, first_line_starts
+from shardprep.errors import UsageError
+from shardprep.format import MAX_SHARDS
 
 Cut = tuple[int, int]  # (input, byte): where a shard begins in the sorted inputs read as one
 _Stretch = tuple[int, int, int]  # (input, first byte, end): where a cut is looked for

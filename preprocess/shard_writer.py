@@ -13,15 +13,15 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from preprocess.best_fit_rows import BestFitRows
-from preprocess.document_members import DocumentMembers
 from preprocess.documents import DocumentBatch
+from preprocess.engines import TokenBatch
 from preprocess.long_documents import BadDocument, LongDocument, UncuttableText, encodable_pieces
-from preprocess.packed_rows import ConcatRows, Packer, append_token
-from preprocess.row_members import START, RowGroup, RowMembers
-from preprocess.shard_format import (
+from preprocess.members import DocumentMembers
+from preprocess.packing import START, BestFitRows, ConcatRows, Packer, RowGroup, RowMembers, append_token
+from shardprep.atomic_files import STALE_AFTER_S, PublishedFile, remove_temporaries, sync_folder
+from shardprep.errors import CannotWrite
+from shardprep.format import (
     TAR_END,
-    CannotWrite,
     ChunkCrcs,
     DatasetSpec,
     Manifest,
@@ -34,13 +34,6 @@ from preprocess.shard_format import (
     shard_name,
     tar_path,
 )
-from preprocess.shard_format.published_file import (
-    STALE_AFTER_S,
-    PublishedFile,
-    remove_temporaries,
-    sync_folder,
-)
-from preprocess.token_batches import TokenBatch
 
 EncodePieces = Callable[[Iterator[str]], Iterator[npt.NDArray[np.uint32]]]
 

@@ -12,22 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from preprocess.shard_format import (
-    NOT_THERE,
-    TOKENIZER_DIR,
-    BrokenShard,
-    CannotWrite,
-    FileStamp,
-    NotFound,
-    OtherTokenizer,
-    TokenizerSpec,
-    UsageError,
-    names_in,
-    read_regular,
-    sha256_of_file,
-    tokenizer_fingerprint,
-)
-from preprocess.shard_format.published_file import sync_path
+from shardprep.atomic_files import sync_path
+from shardprep.errors import BrokenShard, CannotWrite, NotFound, OtherTokenizer, UsageError
+from shardprep.format import TOKENIZER_DIR, FileStamp, TokenizerSpec, tokenizer_fingerprint
+from shardprep.regular_files import NOT_THERE, names_in, read_regular, sha256_of_file
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"

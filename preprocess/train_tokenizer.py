@@ -21,7 +21,6 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, pre_tokenizers, trainers
 
-from preprocess.byte_sizes import parse_size
 from preprocess.llama3_pipeline import (
     BOS,
     EOS,
@@ -30,10 +29,11 @@ from preprocess.llama3_pipeline import (
     special_tokens,
     untrained_tokenizer,
 )
-from preprocess.progress import LOG_EVERY_S, Progress, say
-from preprocess.shard_format import BadInput, CannotWrite, Refused, UsageError
-from preprocess.shard_format.published_file import sync_folder
 from preprocess.training_text import TrainingText, find_spans
+from shardprep.atomic_files import sync_folder
+from shardprep.command_line import parse_size
+from shardprep.console import LOG_EVERY_S, Progress, say
+from shardprep.errors import BadInput, CannotWrite, Refused, UsageError
 
 DEFAULT_MAX_BYTES = 256 << 20
 MIN_MAX_BYTES = 1_000_000  # below it the sampled stretches would be shorter than lines

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from preprocess.input_files import list_inputs
-from preprocess.open_input import OpenInput
-from preprocess.shard_format import UsageError
+from preprocess.inputs import OpenInput, list_inputs
+from shardprep.errors import UsageError
 
 SPAN_BYTES = 1 << 20
 MIN_NUM_SPANS = 64

@@ -1,4 +1,7 @@
-"""Makes one shard: the whole story on one screen."""
+"""Two stages of one stream at once: the next items are made while this one is used.
+
+Makes one shard: the whole story on one screen.
+"""
 
 from __future__ import annotations
 
@@ -8,38 +11,87 @@ import platform
 import resource
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 import preprocess
 from preprocess.documents import read_documents
-from preprocess.input_files import open_planned
+from preprocess.engines import Engine, TokenBatch, join_batches, load_engine
+from preprocess.inputs import open_planned
 from preprocess.long_documents import LongDocument
-from preprocess.overlap import WriteBehind, read_ahead
-from preprocess.shard_format import (
-    TOKENIZER_DIR,
-    BadInput,
-    BrokenShard,
-    CannotWrite,
-    Manifest,
-    MissingShard,
-    ReadWriteError,
-    check_shard,
-    quarantine_path,
-    shard_name,
-)
-from preprocess.shard_format.published_file import remove_temporaries
-from preprocess.shard_hashes import check_hash
-from preprocess.shard_plan import Plan
+from preprocess.options import WorkerSettings
+from preprocess.plan import Plan, check_hash
 from preprocess.shard_writer import ShardWriter
-from preprocess.token_batches import Engine, TokenBatch, join_batches, load_engine
 from preprocess.tokenizer_files import TOKENIZER_FILE, check_tokenizer_files
-from preprocess.worker_settings import WorkerSettings
+from shardprep.atomic_files import remove_temporaries
+from shardprep.errors import BadInput, BrokenShard, CannotWrite, MissingShard, ReadWriteError
+from shardprep.format import TOKENIZER_DIR, Manifest, check_shard, quarantine_path, shard_name
+
+Item = TypeVar("Item")
+Arguments = ParamSpec("Arguments")
+
+
+def read_ahead(items: Iterator[Item], num_ahead: int) -> Iterator[Item]:
+    """Yield the same items, with up to ``num_ahead`` of them made before they are asked for.
+
+    A thread makes them, so the gain is what it does without the interpreter's lock: reading,
+    decoding, waiting for a file system. Its errors are raised here, in their place in the stream.
+    """
+    end = object()
+    with ThreadPoolExecutor(1) as pool:
+        held: deque[Future[object]] = deque()
+        try:
+            while True:
+                while len(held) <= num_ahead:
+                    held.append(pool.submit(next, items, end))
+                item = held.popleft().result()
+                if item is end:
+                    return
+                yield item  # type: ignore[misc]
+        finally:
+            for future in held:
+                future.cancel()
+
+
+class WriteBehind:
+    """Makes calls in a thread of its own, in order, with a few of them waiting at most.
+
+    Within ``with``. An error of a call is raised by a later ``put``, or by ``drain``.
+    """
+
+    def __init__(self, num_behind: int) -> None:
+        self._num_behind = num_behind
+        self._pool = ThreadPoolExecutor(1)
+        self._held: deque[Future[None]] = deque()
+
+    def __enter__(self) -> WriteBehind:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for future in self._held:
+            future.cancel()
+        self._pool.shutdown()
+
+    def put(self, call: Callable[Arguments, None], *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        """Queue a call; waits while ``num_behind`` of them wait already."""
+        while len(self._held) >= self._num_behind:
+            self._held.popleft().result()
+        self._held.append(self._pool.submit(call, *args, **kwargs))
+
+    def drain(self) -> None:
+        """Wait until every call has ended."""
+        while self._held:
+            self._held.popleft().result()
 
 
 @dataclass(frozen=True, kw_only=True)

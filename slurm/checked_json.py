@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from preprocess.shard_format import BrokenShard
+from shardprep.errors import BrokenShard
 
 MAX_NUMBER = 2**53  # what a JSON number holds exactly
 _MOST_BYTES = 64 << 20  # a submission of 99,999 shards takes 2 MB

@@ -12,7 +12,7 @@ def need_preprocess() -> None:
 
     ``python -m`` of this package ends with a line on standard error and exit code 2 instead.
     """
-    found = _hiding("preprocess", "shard_format")
+    found = _hiding("preprocess", "plan.py")
     if found is None:
         return
     message = (
@@ -33,6 +33,6 @@ def _hiding(name: str, part: str) -> str | None:
         origin, places = spec.origin, list(spec.submodule_search_locations or ())
     else:
         return None  # not there at all: Python says so itself
-    if any((Path(place) / part).is_dir() for place in places):
+    if any((Path(place) / part).is_file() for place in places):
         return None
     return origin or (places[0] if places else name)

@@ -97,7 +97,11 @@ command -v "$python" >/dev/null || {
     "set SHARDPREP_PYTHON, or SHARDPREP_SETUP to a file that activates its environment" >&2; exit 2; }
 exec "$python" -c "$check" "$@"'
 check='import sys
-sys.path.sort(key=lambda place: place == "")
+from importlib.util import find_spec
+# The current folder comes last, behind installed packages: it may have a preprocess.py of its own.
+sys.path[:] = [place for place in sys.path if place]
+if not find_spec("preprocess"):
+    sys.path.append("")
 import os, platform
 def refuse(why):
     node = os.environ.get("SLURMD_NODENAME") or platform.node()
@@ -108,18 +112,17 @@ remedy = ("; install shardprep for this python (pip install), or set SHARDPREP_P
     "to a file that activates its environment")
 if sys.version_info < (3, 10):
     refuse("is too old, 3.10 is needed" + remedy)
-from importlib.util import find_spec
 found = find_spec("preprocess")
 if found is None:
     refuse("cannot import the package preprocess" + remedy)
-if not found.submodule_search_locations or not find_spec("preprocess.shard_format"):
+if not found.submodule_search_locations or not find_spec("preprocess.plan"):
     where = found.origin or list(found.submodule_search_locations)[0]
     refuse("finds %s in place of the package preprocess; rename it" % where + remedy)
 missing = [name for name in ("numpy", "orjson", "tokenizers", "tqdm") if not find_spec(name)]
 if missing:
     refuse("cannot import " + ", ".join(missing) + remedy)
-run = """import sys; sys.path.sort(key=lambda place: place == ""); import runpy
-runpy.run_module("preprocess", run_name="__main__", alter_sys=True)"""
+run = """import sys; sys.path[:] = [place for place in sys.path if place] + %r; import runpy
+runpy.run_module("preprocess", run_name="__main__", alter_sys=True)""" % [place for place in sys.path if not place]
 os.execv(sys.executable, [sys.executable, "-c", run] + sys.argv[1:])'
 
 # srun does not inherit --cpus-per-task. --export=ALL: also after `sbatch --export=NONE`.

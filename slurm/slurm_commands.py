@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Callable
 from typing import TypeVar
 
-from preprocess.shard_format import NotFound, ReadWriteError, UsageError
+from shardprep.errors import NotFound, ReadWriteError, UsageError
 
 T = TypeVar("T")
 

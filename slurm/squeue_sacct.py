@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from preprocess.shard_format import ShardprepError
+from shardprep.errors import ShardprepError
 from slurm.slurm_commands import slurm_answer
 from slurm.submission import JobIdentity, ids_of_ranges
 

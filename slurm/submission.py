@@ -18,21 +18,13 @@ from pathlib import Path
 
 import orjson
 
-from preprocess.shard_format import (
-    FORMAT_VERSION,
-    MAX_SHARDS,
-    BrokenShard,
-    CannotWrite,
-    ReadWriteError,
-    ShardprepError,
-    UsageError,
-)
-from preprocess.shard_format.published_file import PublishedFile, sync_folder
-from preprocess.shard_plan import Plan
+from preprocess.plan import Plan
+from shardprep.atomic_files import PublishedFile, sync_folder
+from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, ShardprepError, UsageError
+from shardprep.format import FORMAT_VERSION, MAX_SHARDS
 from slurm.checked_json import Fields, read_json
 from slurm.cluster_limits import minutes_of
-from slurm.job_request import JobRequest
-from slurm.sbatch_script import LOG_FOLDER
+from slurm.job_script import LOG_FOLDER, JobRequest
 from slurm.slurm_commands import slurm_answer, slurm_output
 
 JOBS_FOLDER = "jobs"

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from preprocess.shard_format import id_ranges
-from preprocess.shard_plan import need_plan
+from preprocess.plan import need_plan
+from shardprep.format import id_ranges
 from slurm.dataset_state import done_shards
 
 
@@ -26,9 +26,11 @@ def submit_with_submitit(output_dir: str | Path, executor: Any, *, shards_per_ta
     return jobs
 
 
-# ``python -m preprocess``, but with the current folder last: it may have a preprocess.py of its own.
+# ``python -m preprocess``, but with the current folder behind installed packages: it may have a preprocess.py
+# of its own.
 _WORKER = (
-    "import sys; sys.path.sort(key=lambda place: place == ''); import runpy; "
+    "import sys, runpy; from importlib.util import find_spec; "
+    "sys.path[:] = [place for place in sys.path if place]; find_spec('preprocess') or sys.path.append(''); "
     "runpy.run_module('preprocess', run_name='__main__', alter_sys=True)"
 )
 

@@ -10,13 +10,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from preprocess.shard_format import NotFound, UsageError, id_ranges
-from slurm.cluster_limits import ClusterLimits, find_limits, find_partition_limits, tasks_of_shards
-from slurm.dataset_state import DatasetState, ShardState, find_state
-from slurm.failure_causes import BAD_INPUT, NODE_FAIL, OUT_OF_MEMORY, TIMEOUT
-from slurm.job_request import JobRequest
-from slurm.preflight import check_folder, check_request
-from slurm.sbatch_script import array_script, prep_script, settings_of, verify_script
+from shardprep.errors import NotFound, UsageError
+from shardprep.format import id_ranges
+from slurm.cluster_limits import (
+    ClusterLimits,
+    check_folder,
+    check_request,
+    find_limits,
+    find_partition_limits,
+    tasks_of_shards,
+)
+from slurm.dataset_state import (
+    BAD_INPUT,
+    NODE_FAIL,
+    OUT_OF_MEMORY,
+    TIMEOUT,
+    DatasetState,
+    ShardState,
+    find_state,
+)
+from slurm.job_script import JobRequest, array_script, prep_script, settings_of, verify_script
 from slurm.slurm_commands import SlurmAway
 from slurm.submission import ArrayToSend, Submission, submit_arrays
 

@@ -21,14 +21,13 @@ from typing import Any
 import pytest
 
 from preprocess.__main__ import main
-from preprocess.config import PrepConfig
+from preprocess.options import PrepConfig, WorkerSettings
+from preprocess.plan import Plan, need_plan
 from preprocess.planning import Sharding, make_plan
-from preprocess.shard_format.checked_json import content_sha256
-from preprocess.shard_plan import Plan, need_plan
-from preprocess.stop_signals import STOP_SIGNALS
 from preprocess.train_tokenizer import train_tokenizer
 from preprocess.worker import load_worker
-from preprocess.worker_settings import WorkerSettings
+from shardprep.console import STOP_SIGNALS
+from shardprep.format.checked_json import content_sha256
 
 ROOT = Path(__file__).parents[1]
 

@@ -18,13 +18,12 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from loader.dataset import Run, ScatteredRows
 from loader.reading.open_shard import OpenShard
-from loader.reading.opening_order import Turn
-from loader.reading.shard_reader import STALL_WARNING_S, ShardReader
-from loader.run import Run, ScatteredRows
+from loader.reading.shard_reader import STALL_WARNING_S, ShardReader, Turn
 from loader.samples.token_ids import CannotDecode, check_vocab, decode_samples
 from loader.shards.shard_set import DatasetShards, ForeignTar, ShardSet
-from preprocess.shard_format import BrokenShard, UsageError
+from shardprep.errors import BrokenShard, UsageError
 
 _NONE = -1  # no EOS is put
 

@@ -1,4 +1,6 @@
-"""What a user names -> the shards of a run. A folder is a whole data set; shards can be excluded by name.
+"""The storage targets (OSTs) of a data set's shards, where ``verify`` found them on Lustre.
+
+What a user names -> the shards of a run. A folder is a whole data set; shards can be excluded by name.
 
 Shards of our data sets are known by manifest or index.json and opened when needed; tars of others
 are scanned here, once.
@@ -6,6 +8,7 @@ are scanned here, once.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterable
@@ -14,33 +17,46 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from loader.read_retries import with_retries
-from loader.shards.excluded_shards import ExcludedShards
-from loader.shards.input_paths import InputShards, find_inputs
-from loader.shards.known_osts import known_osts
+from loader.shards.input_paths import ExcludedShards, InputShards, find_inputs
 from loader.shards.shard_set import DatasetShards, ForeignTar, ShardSet
 from loader.shards.staged_folder import with_copies
 from loader.shards.tar_samples import scan_tar
-from preprocess.shard_format import (
+from shardprep.errors import NotFound, OtherTokenizer, ShardprepError, UsageError
+from shardprep.format import (
     INDEX_NAME,
+    OSTS_NAME,
     PLAN_NAME,
     DatasetIndex,
     Manifest,
-    NotFound,
-    OtherTokenizer,
     TokenizerSpec,
-    UsageError,
     id_ranges,
     manifest_ids,
     manifest_path,
     merge_manifests,
-    names_in,
-    read_beginning,
     read_index,
     read_manifest,
+    read_osts,
     shard_name,
-    size_of_file,
 )
+from shardprep.regular_files import names_in, read_beginning, size_of_file
+from shardprep.retries import with_retries
+
+logger = logging.getLogger(__name__)
+
+
+def known_osts(folder: Path, num_shards: int) -> npt.NDArray[np.int64] | None:
+    """The OST of each shard: int64[num_shards]; None without an osts.json, or with a broken one.
+
+    Only the order of opening follows from it, so what is wrong with it is logged and no error.
+    """
+    try:
+        return read_osts(folder, num_shards)
+    except ShardprepError as error:
+        logger.warning(
+            "%s is left aside (%s); `python -m preprocess verify` writes it anew", folder / OSTS_NAME, error
+        )
+        return None
+
 
 _SHARD_TAR = re.compile(r"shard-(\d{5})\.tar")
 _COMPRESSED_TAR = re.compile(r"\.(tar\.\w+|tgz)$")

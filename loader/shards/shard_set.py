@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.shards.tar_samples import TarSamples
-from preprocess.shard_format import DatasetSpec, idx_num_bytes, tar_path
+from shardprep.format import DatasetSpec, idx_num_bytes, tar_path
 
 
 @dataclass(frozen=True, kw_only=True)

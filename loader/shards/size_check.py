@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loader.shards.shard_set import DatasetShards, ShardSet
-from preprocess.shard_format import BrokenShard, MissingShard, ShardprepError, id_ranges, shard_name
+from shardprep.errors import BrokenShard, MissingShard, ShardprepError
+from shardprep.format import id_ranges, shard_name
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from loader.shards.shard_set import DatasetShards, ForeignTar
-from preprocess.shard_format import DatasetSpec, idx_path, tar_path
+from shardprep.format import DatasetSpec, idx_path, tar_path
 
 logger = logging.getLogger(__name__)
 

@@ -19,19 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from loader.shards.tar_samples import scan_tar
-from preprocess.shard_format import (
-    BrokenShard,
-    CannotWrite,
-    FileStamp,
-    NotFound,
-    ReadWriteError,
-    UnknownMember,
-    UsageError,
-    idx_path,
-    manifest_path,
-    read_manifest,
-    tar_path,
-)
+from shardprep.errors import BrokenShard, CannotWrite, NotFound, ReadWriteError, UnknownMember, UsageError
+from shardprep.format import FileStamp, idx_path, manifest_path, read_manifest, tar_path
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,251 @@
+"""What a loader has delivered, and what it cost its consumer.
+
+Token ids of a batch's samples -> the tensors that a causal language model trains on.
+
+Runs of the workers -> the batches of one step.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import BatchEncoding, DataCollatorForLanguageModeling
+
+from loader.boundaries import boundary_fields, document_edges
+from loader.dataset import Run
+from shardprep.errors import UsageError
+
+
+@dataclass(kw_only=True)
+class LoaderMetrics:
+    """Counts since the loader was made, or since ``reset``; of this rank alone. 2 us a batch."""
+
+    num_batches: int = 0
+    num_tokens: int = 0  # without padding
+    num_padding: int = 0
+    num_cut_tokens: int = 0  # left out behind max_length; counted when their run arrives
+    wait_s: float = 0.0  # the consumer waited for workers; without workers: read and decoded itself
+
+    @property
+    def padding_share(self) -> float:
+        """Padding of all that was delivered, 0 to 1."""
+        return self.num_padding / max(self.num_tokens + self.num_padding, 1)
+
+    def reset(self) -> None:
+        """Count from 0 again, as for each logging interval."""
+        self.__init__()  # type: ignore[misc]
+
+
+logger = logging.getLogger(__name__)
+
+IGNORED = -100  # what cross_entropy leaves out
+PAD_TOKEN = "<|finetune_right_pad_id|>"  # Llama 3.1 and later keep it for this
+_RESERVED = re.compile(r"<\|reserved_special_token_\d+\|>")
+
+_PAD_IS_EOS = (
+    ". It is EOS: labels of a real EOS are kept here, but a loss or another collator that leaves padding out "
+    "by its id would never teach the model to end; give the tokenizer a pad token of its own"
+)
+
+Ids = npt.NDArray[np.signedinteger[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PadToken:
+    """The id that fills a batch to the right, and why it is this one."""
+
+    token: str
+    token_id: int
+    reason: str
+
+
+def choose_pad_token(tokenizer: Any) -> PadToken:
+    """A token that the tokenizer has already; none is ever added.
+
+    Its own pad token, else Llama's, else the first reserved one, else EOS: labels are masked by the
+    attention mask, never by id, so a real EOS keeps its label. Raises UsageError where there is none.
+    """
+    if tokenizer.pad_token_id is not None:
+        return PadToken(
+            token=tokenizer.pad_token, token_id=tokenizer.pad_token_id, reason="the tokenizer's own pad token"
+        )
+    by_id = sorted((number, token) for token, number in tokenizer.get_added_vocab().items())
+    for number, token in by_id:
+        if token == PAD_TOKEN:
+            return PadToken(token=token, token_id=number, reason="the tokenizer names none, and has this one")
+    for number, token in by_id:
+        if _RESERVED.fullmatch(token):
+            return PadToken(token=token, token_id=number, reason="the first reserved token; no text has it")
+    if tokenizer.eos_token_id is None:
+        raise UsageError("the tokenizer has neither a pad nor an EOS token; set tokenizer.pad_token")
+    return PadToken(
+        token=tokenizer.eos_token,
+        token_id=tokenizer.eos_token_id,
+        reason="EOS, for want of another; the attention mask tells it from a real one",
+    )
+
+
+@dataclass
+class CausalLMCollator(DataCollatorForLanguageModeling):
+    """transformers' collator with ``mlm=False``, padding to the right, and labels of real EOS kept.
+
+    Batches equal the original's bit for bit where the pad token is no other token; where it is EOS,
+    the original loses the label of every EOS. An (8, 2048) batch costs 0.02 ms, the original's 4.7.
+    Gives int64[batch, seq] ``input_ids``, ``attention_mask`` and ``labels``; labels are -100 where the
+    attention mask is 0.
+    """
+
+    mlm: bool = False
+    pad_to_length: int | None = None  # one width for all batches, instead of the longest sample's
+    max_batch_tokens: int | None = None  # of a padded batch; a larger one is refused, not left to CUDA
+    pad: PadToken = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[no-untyped-call]
+        if self.mlm:
+            raise UsageError("mlm=True is not for a causal model; pass your own collate_fn for it")
+        self.pad = choose_pad_token(self.tokenizer)
+        is_eos = self.pad.token_id == self.tokenizer.eos_token_id
+        logger.log(
+            logging.WARNING if is_eos else logging.INFO,
+            "padding with %s (id %d): %s%s",
+            self.pad.token,
+            self.pad.token_id,
+            self.pad.reason,
+            _PAD_IS_EOS if is_eos else "",
+        )
+
+    def torch_call(self, examples: list[Any]) -> BatchEncoding:  # type: ignore[override]
+        """Collate samples as transformers gives them: ids, or dicts with ``input_ids``."""
+        rows, masks = [], []
+        for example in examples:
+            fields = example if isinstance(example, Mapping) else {"input_ids": example}
+            unknown = fields.keys() - {"input_ids", "attention_mask", "special_tokens_mask"}
+            if unknown:
+                raise UsageError(
+                    f"samples have {sorted(unknown)}, expected input_ids; pass your own collate_fn"
+                )
+            rows.append(np.asarray(fields["input_ids"], np.int64))
+            masks.append(np.asarray(fields.get("attention_mask", np.ones(len(rows[-1]))), np.int64))
+        batch = self.pad_rows(rows)
+        for row, mask in enumerate(masks):
+            batch["attention_mask"][row, : len(mask)] = torch.from_numpy(mask)
+        batch["labels"].masked_fill_(batch["attention_mask"] == 0, IGNORED)
+        return batch
+
+    def numpy_call(self, examples: list[Any]) -> BatchEncoding:  # type: ignore[override]
+        """As ``torch_call``, in numpy arrays."""
+        return BatchEncoding({name: tensor.numpy() for name, tensor in self.torch_call(examples).items()})
+
+    def pad_rows(self, rows: Sequence[Ids]) -> BatchEncoding:
+        """Collate samples of any length, padded to ``pad_to_length`` or the longest, and the multiple."""
+        lengths = np.array([len(row) for row in rows])
+        multiple = self.pad_to_multiple_of or 1
+        width = -(-max(int(lengths.max()), self.pad_to_length or 0) // multiple) * multiple
+        if self.max_batch_tokens is not None and len(rows) * width > self.max_batch_tokens:
+            raise UsageError(
+                f"a batch of {len(rows)} documents padded to {width:,} tokens has {len(rows) * width:,}, "
+                f"max_batch_tokens is {self.max_batch_tokens:,}; lower batch_size, or pass "
+                f"max_length={self.max_batch_tokens // len(rows)} or less"
+            )
+        ids = np.full((len(rows), width), self.pad.token_id, rows[0].dtype)
+        for target, row in zip(ids, rows, strict=True):
+            target[: len(row)] = row
+        return self.mask_rows(ids, lengths)
+
+    def mask_rows(self, rows: Ids, lengths: npt.NDArray[Any] | None) -> BatchEncoding:
+        """Collate [batch, seq] rows, of which the first ``lengths`` ids are real (None: all).
+
+        Ids and labels are both widened from ``rows``: a copy of one to the other takes up to three times
+        as long, where malloc puts their addresses a few bytes more than whole pages apart.
+        """
+        ids, labels = rows.astype(np.int64), rows.astype(np.int64)
+        if lengths is None:
+            attention_mask = np.ones_like(ids)
+        else:
+            padding = np.arange(ids.shape[1]) >= lengths[:, None]
+            ids[padding] = self.pad.token_id
+            labels[padding] = IGNORED
+            attention_mask = (~padding).astype(np.int64)
+        arrays = {"input_ids": ids, "attention_mask": attention_mask, "labels": labels}
+        return BatchEncoding({name: torch.from_numpy(array) for name, array in arrays.items()})
+
+
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBatches:
+    """Cuts a rank's part of a global batch into batches and collates them.
+
+    CausalLMCollator itself gets arrays. Any other ``collate_fn``, also one that inherits from it, is
+    called: ids as lists.
+    """
+
+    batch_size: int
+    row_tokens: int  # of every sample where all are rows, else 0
+    collate_fn: Collate
+    boundaries: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.boundaries and type(self.collate_fn) is not CausalLMCollator:
+            raise UsageError(
+                "boundaries are made by CausalLMCollator's batches; leave out collate_fn or them"
+            )
+
+    def cut(self, runs: list[Run], step: int, first_batch: int, metrics: LoaderMetrics) -> Iterator[Any]:
+        """The batches of one step of some runs, from one of them on; counted as they are taken."""
+        rows: Any
+        lengths: npt.NDArray[Any] | None = None
+        if not self.row_tokens:
+            rows = [row for run in runs for row in run.rows(step)]
+        else:
+            parts: list[Any] = [run.ids[:, step] for run in runs]
+            rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            if not all(run.is_full(step, self.row_tokens) for run in runs):
+                lengths = np.concatenate([run.lengths[:, step] for run in runs])
+        starts = [found for run in runs for found in run.starts_of(step)] if self.boundaries else []
+        for first in range(first_batch * self.batch_size, len(rows), self.batch_size):
+            part = slice(first, first + self.batch_size)
+            batch = self._collated(rows[part], None if lengths is None else lengths[part], starts[part])
+            _count(metrics, rows[part], None if lengths is None else lengths[part], batch)
+            yield batch
+
+    def _collated(
+        self, rows: Any, lengths: npt.NDArray[Any] | None, starts: list[npt.NDArray[np.int32]]
+    ) -> Any:
+        if type(self.collate_fn) is not CausalLMCollator:
+            if lengths is not None:
+                rows = [row[:length] for row, length in zip(rows, lengths.tolist(), strict=True)]
+            return self.collate_fn([{"input_ids": row.tolist()} for row in rows])
+        pad = self.collate_fn
+        batch = pad.mask_rows(rows, lengths) if self.row_tokens else pad.pad_rows(rows)
+        if self.boundaries:
+            if not self.row_tokens:
+                lengths = np.array([len(row) for row in rows])
+            edges = document_edges(starts, lengths, batch["input_ids"].shape[1])
+            batch["labels"].numpy()[edges] = IGNORED
+            batch.update(boundary_fields(self.boundaries, edges, lengths))
+            if "transformers" in self.boundaries:
+                del batch["attention_mask"]  # where there is one, transformers looks for no documents
+        return batch
+
+
+def _count(metrics: LoaderMetrics, rows: Any, lengths: npt.NDArray[Any] | None, batch: Any) -> None:
+    metrics.num_batches += 1
+    if isinstance(rows, np.ndarray) and lengths is None:  # full rows
+        metrics.num_tokens += rows.size
+        return
+    num_tokens = sum(map(len, rows)) if lengths is None else int(lengths.sum())
+    metrics.num_tokens += num_tokens
+    ids = batch.get("input_ids") if hasattr(batch, "get") else None
+    # A user's own batch may be anything.
+    places = ids.numel() if isinstance(ids, torch.Tensor) else num_tokens
+    metrics.num_padding += max(places - num_tokens, 0)

@@ -1,0 +1,172 @@
+"""Where a run of batches stands: a few integers, and what they mean.
+
+A position is global batches: whatever number of ranks and workers read them. Only inside a step, with
+accumulation, it is also how many of a rank's batches of that step were delivered, and that means
+something for the same world and batch size alone.
+
+How far a run is: what was delivered, where the next epoch begins, and whether no step was left out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from shardprep.errors import BrokenShard, OtherTokenizer, Refused, UsageError
+
+STATE_FORMAT = "shardprep-loader-state"
+_WHY = {
+    "data": "these are other shards, or others of them are excluded",
+    "tokenizer": "another tokenizer",
+    "seed": "the order is another one",
+    "global_batch_size": "it fixes the order; keep it, and change batch_size",
+    "law_version": "the law of the order changed; go on with the shardprep that saved it",
+}
+
+
+class OtherRun(Refused):
+    """A loader's state is of other data, or of another order."""
+
+
+class Position(NamedTuple):
+    """What was delivered: whole global batches of an epoch, and batches of the step after them.
+
+    A new one for every batch, hence no frozen dataclass: 0.4 us instead of 1.2.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    num_micro: int = 0
+
+    def after(self, micro_batches: int, steps_per_epoch: int) -> Position:
+        """One batch later, of ``micro_batches`` a step."""
+        if self.num_micro + 1 < micro_batches:
+            return Position(epoch=self.epoch, step=self.step, num_micro=self.num_micro + 1)
+        if self.step + 1 < steps_per_epoch:
+            return Position(epoch=self.epoch, step=self.step + 1)
+        return Position(epoch=self.epoch + 1)
+
+
+def state_of(position: Position, fingerprint: Mapping[str, Any], layout: Mapping[str, int]) -> dict[str, Any]:
+    """The state as plain numbers and strings, which JSON and torch.save keep.
+
+    Always the same keys: torch.distributed.checkpoint reads those alone that a fresh loader's state has.
+    """
+    return {
+        "format": STATE_FORMAT,
+        "epoch": position.epoch,
+        "step": position.step,
+        "num_micro": position.num_micro,
+        "layout": dict(layout),
+        "fingerprint": dict(fingerprint),
+    }
+
+
+def position_of(
+    state: Mapping[str, Any], fingerprint: Mapping[str, Any], layout: Mapping[str, int], steps_per_epoch: int
+) -> Position:
+    """The position that a state holds, for a loader of the same fingerprint.
+
+    Raises OtherRun or OtherTokenizer naming everything that differs, BrokenShard for no state at all,
+    UsageError for a state from inside of a step of another layout.
+    """
+    if state.get("format") != STATE_FORMAT or not isinstance(state.get("fingerprint"), Mapping):
+        raise BrokenShard(
+            f"this is no state of a loader: its format is {state.get('format')!r}, expected {STATE_FORMAT!r}"
+        )
+    _check_fingerprint(dict(state["fingerprint"]), dict(fingerprint))
+    position = Position(epoch=int(state["epoch"]), step=int(state["step"]), num_micro=int(state["num_micro"]))
+    if position.num_micro and state.get("layout") != dict(layout):
+        raise UsageError(
+            f"the state was saved inside of a step, after {position.num_micro} batches of "
+            f"{state.get('layout')}, this loader has {dict(layout)}; save it after the optimizer's step "
+            "to change them, or resume with the same"
+        )
+    if position.epoch < 0 or not 0 <= position.step < steps_per_epoch or position.num_micro < 0:
+        raise BrokenShard(f"the state stands at {position}, expected a step below {steps_per_epoch}")
+    return position
+
+
+def _check_fingerprint(saved: dict[str, Any], mine: dict[str, Any]) -> None:
+    differing = [name for name in {**mine, **saved} if saved.get(name) != mine.get(name)]
+    if not differing:
+        return
+    parts = [
+        f"{name} {_short(saved.get(name))} in the state, {_short(mine.get(name))} here"
+        + (f" ({_WHY[name]})" if name in _WHY else "")
+        for name in differing
+    ]
+    error = OtherTokenizer if differing == ["tokenizer"] else OtherRun
+    raise error(
+        f"the state is of another run: {'; '.join(parts)}; make the loader as it was when the state was "
+        "saved, or start without the state"
+    )
+
+
+def _short(value: Any) -> str:
+    return repr(value[:12] if isinstance(value, str) else value)
+
+
+logger = logging.getLogger(__name__)
+
+_BEGINNING = Position()
+
+
+@dataclass(kw_only=True)
+class RunProgress:
+    """Changed by the loop of a TokenLoader, and by nothing that only looks."""
+
+    delivered: Position = _BEGINNING
+    next: Position = _BEGINNING  # where the next iter() begins
+    began: Position = _BEGINNING  # where the run began: a new loader's beginning, or a loaded state
+    left: Position | None = None  # where the run left an epoch, or jumped, if it did
+    is_loaded: bool = False  # a state was loaded, and not iterated since
+
+    def begin_epoch(self) -> Position:
+        """Take the epoch that is next; the one after it is next then."""
+        start, self.next = self.next, Position(epoch=self.next.epoch + 1)
+        if start != self.delivered:
+            self.left = self.delivered
+        self.delivered = start
+        self.is_loaded = False
+        return start
+
+    def load(self, position: Position) -> None:
+        """Go on behind what a state says was delivered: a run begins there."""
+        self.delivered = self.next = self.began = position
+        self.left, self.is_loaded = None, True
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make an epoch the next one. Raises UsageError where a loaded state would be thrown away."""
+        if epoch == self.next.epoch:
+            return
+        if self.is_loaded:
+            raise UsageError(
+                f"set_epoch({epoch}) would throw away the state that was loaded, which goes on in epoch "
+                f"{self.next.epoch} after {self.next.step} steps; let the loop begin there, as "
+                f'range(loader.state_dict()["epoch"], num_epochs) does, or make a loader without the state'
+            )
+        if self.delivered != self.began:
+            self.left = self.delivered
+        else:
+            self.began = Position(epoch=epoch)
+            if epoch:
+                logger.warning(
+                    "set_epoch(%d) on a loader that delivered nothing: epoch %d comes from its first step. A "
+                    "run that goes on inside of it needs load_state_dict before, also under Trainer's "
+                    "ignore_data_skip=True",
+                    epoch,
+                    epoch,
+                )
+        self.delivered = self.next = Position(epoch=epoch)
+
+    def check_unbroken(self) -> None:
+        """Raises UsageError where steps of the loop are no longer steps of the order."""
+        if self.left is not None:
+            raise UsageError(
+                f"the run left epoch {self.left.epoch} after {self.left.step} of its steps and began another "
+                "epoch, so the number of trained steps does not say which samples came; save state_dict() "
+                "after the optimizer's step instead, and look at a first batch with loader.peek()"
+            )

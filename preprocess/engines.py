@@ -1,0 +1,270 @@
+"""Documents -> flat token ids, by the fastest engine that gives the reference's ids.
+
+The reference is ``tokenizers``. ``fastokens`` reads the same tokenizer.json and is about 9
+times faster on Korean and 50 times on English (one core, Llama 3; benchmarks/). It is used
+only where its ids were seen to be equal: by the plan on a probe and a sample of the corpus,
+and by each worker on the probe.
+
+Which tokenizers give the same ids for a text in pieces; decided once, at planning.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from preprocess.llama3_pipeline import LLAMA3_REGEX
+from preprocess.long_documents import CUT, encodable_pieces
+from preprocess.options import EngineName
+from shardprep.errors import NotFound, OtherTokenizer, ReadWriteError, UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBatch:
+    """Ids of consecutive documents: document i is ``ids[offsets[i]:offsets[i + 1]]``."""
+
+    ids: npt.NDArray[np.uint32]  # uint32[tokens]
+    offsets: npt.NDArray[np.int64]  # int64[documents + 1]
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """int64[documents]: tokens of each document."""
+        return np.diff(self.offsets)
+
+
+def part_of(batch: TokenBatch, begin: int, end: int) -> TokenBatch:
+    """Documents ``begin`` to ``end`` of a batch."""
+    offsets = batch.offsets[begin : end + 1]
+    return TokenBatch(ids=batch.ids[offsets[0] : offsets[-1]], offsets=offsets - offsets[0])
+
+
+def join_batches(batches: Sequence[TokenBatch]) -> TokenBatch:
+    """The documents of several batches as one."""
+    if len(batches) == 1:
+        return batches[0]
+    offsets = np.zeros(sum(len(batch.lengths) for batch in batches) + 1, np.int64)
+    np.cumsum(np.concatenate([np.empty(0, np.int64), *(batch.lengths for batch in batches)]), out=offsets[1:])
+    ids = np.concatenate([np.empty(0, np.uint32), *(batch.ids for batch in batches)])
+    return TokenBatch(ids=ids, offsets=offsets)
+
+
+Encode = Callable[[Sequence[str]], TokenBatch]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """Something that encodes as ``tokenizer.encode(text, add_special_tokens=True)`` does."""
+
+    name: str  # fastokens or tokenizers
+    version: str
+    encode: Encode
+    encode_bare: Encode  # the same without BOS and whatever else the tokenizer adds around a text
+
+    def encode_pieces(self, pieces: Iterator[str], *, can_be_cut: bool) -> Iterator[npt.NDArray[np.uint32]]:
+        """Encode one document given in pieces: uint32[tokens] of it, in order.
+
+        Where the tokenizer's ids depend on more than a piece, the document is joined and held whole.
+        Raises UncuttableText where that is too much.
+        """
+        if not can_be_cut:
+            for whole in encodable_pieces(pieces, can_be_cut=False):
+                yield self.encode([whole]).ids
+            return
+        around, bare = self.encode(["a"]).ids, self.encode_bare(["a"]).ids
+        places = range(len(around) - len(bare) + 1)
+        num_before = next(n for n in places if np.array_equal(around[n : n + len(bare)], bare))
+        if num_before:
+            yield around[:num_before]
+        for piece in encodable_pieces(pieces, can_be_cut=True):
+            yield self.encode_bare([piece]).ids
+        if num_before + len(bare) < len(around):
+            yield around[num_before + len(bare) :]
+
+
+def tokenizers_engine(tokenizer_json: Path, *, allow_special_tokens: bool) -> Engine:
+    """The reference. Strings of control tokens stay text unless they are allowed."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(tokenizer_json))
+    tokenizer.encode_special_tokens = not allow_special_tokens
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+
+    def encode(texts: Sequence[str], add_special_tokens: bool = True) -> TokenBatch:
+        encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        ids = [np.array(encoding.ids, np.uint32) for encoding in encodings]
+        offsets = np.zeros(len(ids) + 1, np.int64)
+        np.cumsum([len(item) for item in ids], out=offsets[1:])
+        return TokenBatch(ids=np.concatenate(ids) if ids else np.empty(0, np.uint32), offsets=offsets)
+
+    return _engine("tokenizers", encode)
+
+
+def fastokens_engine(tokenizer_json: Path, *, allow_special_tokens: bool) -> Engine:
+    """The fast one. Raises whatever fastokens raises for a tokenizer that it does not know."""
+    import fastokens
+
+    tokenizer = fastokens.Tokenizer.from_file(str(tokenizer_json))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+
+    def encode(texts: Sequence[str], add_special_tokens: bool = True) -> TokenBatch:
+        ids, offsets = tokenizer.encode_batch_flat(
+            texts if isinstance(texts, list) else list(texts),
+            add_special_tokens=add_special_tokens,
+            split_special_tokens=not allow_special_tokens,
+        )
+        return TokenBatch(ids=np.frombuffer(ids, "<u4"), offsets=np.frombuffer(offsets, "<i8"))
+
+    return _engine("fastokens", encode)
+
+
+def _engine(name: str, encode: Callable[..., TokenBatch]) -> Engine:
+    bare = functools.partial(encode, add_special_tokens=False)
+    return Engine(name=name, version=version(name), encode=encode, encode_bare=bare)
+
+
+def equal_fast_engine(
+    tokenizer_json: Path, *, allow_special_tokens: bool, texts: Sequence[str], expected_sha256: str
+) -> Engine | str:
+    """fastokens, if it gives the expected ids for some texts; else why it cannot be used."""
+    try:
+        engine = fastokens_engine(tokenizer_json, allow_special_tokens=allow_special_tokens)
+        if ids_sha256([engine.encode(texts)]) == expected_sha256:
+            return engine
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # Rust's, which is no Exception
+            raise
+        return f"it panicked: {error}"
+    return "its ids differ from those of tokenizers"
+
+
+# Text that tells engines apart: spacing, digits, contractions, case folding, scripts, combining
+# marks, jamo, joiners, unassigned and private code points, line ends, long runs.
+PROBE = (
+    "",
+    " ",
+    "  leading and trailing  ",
+    "It's WE'LL they'RE 'S ſ K don't",
+    "1 12 123 1234 12345 1,234.56 ½ ٣٤٥ 一二三 Ⅷ",
+    "전체관람가는 아닌것 같아요ㅋㅋㅋ ㅠㅠ  안녕하세요.\u3000한글\u1112\u1161\u11ab",
+    "e\u0301 é ﬁ Å \u212b \u1e9b\u0323 ẞ ß İ ı",
+    "👩\u200d👩\u200d👧 🇰🇷 ☕\ufe0f 𝒳 \U0001f9ff \U0002a6df",
+    "line\nline\r\nline\rline\n\n\n  \n\tend \t ",
+    "tab\tnbsp\u00a0zwsp\u200bbom\ufeff ls\u2028ps\u2029nel\u0085vt\x0bff\x0c",
+    "\x00\x01\x1c\x7f \ue000 \uffff \u0378 \U0010ffff \U000e0001",
+    "def f(x: int) -> str:\n    return f'{x!r:>10}'  # …\n",
+    "https://example.org/?q=%EA%B0%80&b=1#x_y-z ...... ------ ====\u2026\u2014",
+    "العربية עברית हिन्दी ไทย 日本語テキスト 中文，测试。 ",
+    "a" * 300 + " " * 300 + "가" * 300 + "!" * 300 + "9" * 300,
+    "\ud7b0\ua960 ᄀᆞ ㆍ \u115f\u1160 ﾡ",
+)
+
+
+def probe_texts(tokenizer_json: Path) -> list[str]:
+    """PROBE, and the first and last added tokens of the tokenizer standing in text."""
+    data = json.loads(tokenizer_json.read_bytes())
+    contents = [token["content"] for token in data.get("added_tokens") or []]
+    chosen = list(dict.fromkeys(contents[:8] + contents[-8:]))
+    return [*PROBE, *(f"a {text} b{text}{text}\n{text}" for text in chosen)]
+
+
+def ids_sha256(batches: Iterable[TokenBatch]) -> str:
+    """sha256, in hex, of ids and document lengths."""
+    digest = hashlib.sha256()
+    for batch in batches:
+        digest.update(batch.ids.astype("<u4").tobytes())
+        digest.update(batch.lengths.astype("<i8").tobytes())
+    return digest.hexdigest()
+
+
+def load_engine(
+    tokenizer_json: Path,
+    *,
+    wanted: EngineName,
+    allow_special_tokens: bool,
+    probe: list[str],
+    probe_sha256: str,
+    fast_is_equal: bool,
+    warn: Callable[[str], None],
+) -> Engine:
+    """The engine of a worker, once it has given the reference's ids for the plan's probe.
+
+    Raises OtherTokenizer where even the reference gives other ids, UsageError where an engine
+    that was asked for by name cannot be had.
+    """
+    if not tokenizer_json.is_file():
+        raise NotFound(f"{tokenizer_json} is missing; run the plan command again, it writes it anew")
+    if wanted != "tokenizers" and (fast_is_equal or wanted == "fastokens"):
+        fast = equal_fast_engine(
+            tokenizer_json,
+            allow_special_tokens=allow_special_tokens,
+            texts=probe,
+            expected_sha256=probe_sha256,
+        )
+        if isinstance(fast, Engine):
+            return fast
+        if wanted == "fastokens":
+            raise UsageError(f"--engine fastokens fails for {tokenizer_json}: {fast}; use --engine auto")
+        warn(f"fastokens cannot be used for this tokenizer ({fast}); going on with tokenizers, slower")
+    try:
+        engine = tokenizers_engine(tokenizer_json, allow_special_tokens=allow_special_tokens)
+    except Exception as error:
+        raise ReadWriteError(f"{tokenizer_json} cannot be loaded: {error}") from error
+    found = ids_sha256([engine.encode(probe)])
+    if found != probe_sha256:
+        raise OtherTokenizer(
+            f"tokenizers {engine.version} encodes the plan's probe to other ids than at planning "
+            f"({found[:12]}, expected {probe_sha256[:12]}); install the version that planned, or plan anew"
+        )
+    return engine
+
+
+_REGEXES = (
+    LLAMA3_REGEX,
+    LLAMA3_REGEX.replace(r"\p{N}{1,3}", r"\p{N}"),  # Qwen 2: a digit a token
+)
+
+
+def can_be_cut(tokenizer: dict[str, Any]) -> bool:
+    """Whether a tokenizer.json gives the same ids for text cut where long_documents.CUT says.
+
+    So it is for byte-level BPE behind a known pattern, without a normalizer and without added tokens
+    that reach for the white space around them or could be cut themselves. For all others a long document
+    is held whole.
+    """
+    model = tokenizer.get("model") or {}
+    parts = tokenizer.get("pre_tokenizer") or {}
+    parts = parts.get("pretokenizers", [parts])
+    byte_level = parts[-1] if parts else {}
+    if byte_level.get("type") != "ByteLevel" or byte_level.get("add_prefix_space"):
+        return False
+    if len(parts) == 1:
+        known = bool(byte_level.get("use_regex"))
+    else:
+        split = parts[0]
+        pattern = (split.get("pattern") or {}).get("Regex")
+        known = len(parts) == 2 and pattern in _REGEXES and not byte_level.get("use_regex")
+        known = known and split.get("behavior") == "Isolated" and not split.get("invert")
+    plain_bpe = model.get("type") == "BPE" and not any(
+        model.get(name) for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+    )
+    reaching = any(
+        token.get("lstrip")
+        or token.get("rstrip")
+        or any(map(str.isspace, token["content"]))
+        or CUT.search(token["content"])
+        for token in tokenizer.get("added_tokens") or ()
+    )
+    return known and plain_bpe and not tokenizer.get("normalizer") and not reaching

@@ -1,0 +1,275 @@
+"""An input file, opened once and read by position; whether it was written to meanwhile.
+
+What raw input there is: sorted files, their sizes and sampled hashes, and line ends to cut at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import stat
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from shardprep.errors import NotFound, ReadWriteError, Refused, UsageError
+
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+class Stamp(NamedTuple):
+    """What the file system says of a file. A write moves one of them at least, but for its clock's ticks.
+
+    So do a touch, a chmod or a new link, which ask for another run for nothing: the price of the ctime, which
+    alone tells of a write whose mtime was put back.
+    """
+
+    num_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+class OpenInput:
+    """A regular file, open for reading. It is closed when nobody holds it any more: threads share it.
+
+    All reads go to the one descriptor, so that a file put in its place meanwhile is never mixed with it, and
+    ``check_unchanged`` tells whether it was written to. Raises NotFound where it cannot be opened, or is
+    no regular file: a FIFO would wait for ever, a device never end.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            # Not to wait for a FIFO's writer.
+            self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            reason = error.strerror
+            if isinstance(error, FileNotFoundError) and os.path.islink(path):  # noqa: PTH114 - it never raises
+                reason = "it is a link to nothing"
+            raise NotFound(f"input {path} cannot be opened: {reason}") from None
+        weakref.finalize(self, _close, self._fd)
+        status = self._status()
+        if not stat.S_ISREG(status.st_mode):
+            kind = next((name for test, name in _KINDS if test(status.st_mode)), "no regular file")
+            raise NotFound(
+                f"input {path} is {kind}, expected a regular file; move it away, or bring the file back"
+            )
+        self.stamp = _stamp(status)
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, 0)
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def read(self, start: int, end: int) -> bytes:
+        """The bytes [start, end), fewer where the file ends before. Raises ReadWriteError."""
+        pieces: list[bytes] = []
+        try:
+            while start < end and (piece := os.pread(self._fd, end - start, start)):
+                if start + len(piece) == end and not pieces:
+                    return piece
+                pieces.append(piece)
+                start += len(piece)
+        except OSError as error:
+            raise self._failed(error) from None
+        return b"".join(pieces)
+
+    def read_all(self, start: int, end: int) -> bytes:
+        """The bytes [start, end). Raises ReadWriteError, also where the file ends before."""
+        data = self.read(start, end)
+        if len(data) < end - start:
+            raise ReadWriteError(
+                f"input {self.path} ended at byte {start + len(data)}, the plan says {end}; bring the whole "
+                "file back, or plan anew into a new folder"
+            )
+        return data
+
+    def check_unchanged(self) -> None:
+        """That nobody wrote to the file since it was opened. Raises Refused, or ReadWriteError."""
+        found = _stamp(self._status())
+        if found != self.stamp:
+            raise Refused(
+                f"input {self.path} changed while it was read (size, mtime or ctime: "
+                f"{found.num_bytes} bytes at {found.mtime_ns}, expected {self.stamp.num_bytes} bytes at "
+                f"{self.stamp.mtime_ns}); nothing is published: once nobody writes to it, run this again, "
+                "or plan anew into a new folder if its text is another"
+            )
+
+    def _status(self) -> os.stat_result:
+        try:
+            return os.fstat(self._fd)
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def _failed(self, error: OSError) -> ReadWriteError:
+        return ReadWriteError(f"input {self.path} cannot be read: {error.strerror}")
+
+
+def _stamp(status: os.stat_result) -> Stamp:
+    return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+def _close(descriptor: int) -> None:
+    with contextlib.suppress(OSError):  # nothing was written to it
+        os.close(descriptor)
+
+
+_SAMPLE_BYTES = 64 << 10
+_FIRST_SCAN_BYTES, _MOST_SCAN_BYTES = 4 << 10, 256 << 10
+_NUM_STAT_THREADS = 16  # opening a file is a round trip on a network file system
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputFile:
+    """One file of the plan. ``mtime_ns`` is outside the plan id: a copy or a touch changes nothing."""
+
+    path: str  # relative to the input folder, with /
+    num_bytes: int
+    mtime_ns: int
+    sha256: str  # of the first, middle and last 64 KiB
+
+
+def list_inputs(input_dir: Path, *, recursive: bool) -> list[Path]:
+    """The ``.txt`` files of a folder, sorted by relative path. Raises NotFound or UsageError.
+
+    A subfolder that cannot be listed is an error: Path.glob would leave out what it holds. So is, once it is
+    opened, whatever else is named ``.txt``: a link to nothing, a FIFO, a device.
+    """
+    try:
+        if not input_dir.is_dir():
+            raise NotFound(f"--input_dir {input_dir} is no folder; expected one that holds .txt files")
+        paths = sorted(_txt_paths(input_dir, recursive))
+    except OSError as error:
+        where = error.filename or input_dir
+        raise NotFound(f"--input_dir {where} cannot be listed: {error.strerror}") from None
+    if not paths:
+        hint = "" if recursive else "; for subfolders add --recursive"
+        raise NotFound(f"--input_dir {input_dir} holds no .txt file{hint}")
+    for path in paths:
+        try:
+            str(path).encode()
+        except UnicodeEncodeError:
+            raise UsageError(
+                f"the name of input {os.fsencode(path)!r} is not UTF-8; rename the file"
+            ) from None
+    return paths
+
+
+def _txt_paths(input_dir: Path, recursive: bool) -> Iterator[Path]:
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for folder, _, names in os.walk(input_dir, onerror=refuse):
+        yield from (Path(folder, name) for name in names if name.endswith(".txt"))
+        if not recursive:
+            return
+
+
+def stamp_inputs(input_dir: Path, paths: list[Path]) -> list[InputFile]:
+    """Size, mtime and sampled hash of each file.
+
+    Raises NotFound for one that cannot be opened or is no regular file, ReadWriteError where reading fails.
+    """
+    with ThreadPoolExecutor(_NUM_STAT_THREADS) as pool:
+        return list(pool.map(lambda path: _stamp_file(input_dir, path), paths))
+
+
+def _stamp_file(input_dir: Path, path: Path) -> InputFile:
+    file = OpenInput(path)
+    return InputFile(
+        path=path.relative_to(input_dir).as_posix(),
+        num_bytes=file.stamp.num_bytes,
+        mtime_ns=file.stamp.mtime_ns,
+        sha256=_sample_sha256(file),
+    )
+
+
+def _sample_sha256(file: OpenInput) -> str:
+    size = file.stamp.num_bytes
+    if size <= 3 * _SAMPLE_BYTES:
+        return hashlib.sha256(file.read(0, size)).hexdigest()
+    starts = (0, (size - _SAMPLE_BYTES) // 2, size - _SAMPLE_BYTES)
+    return hashlib.sha256(b"".join(file.read(start, start + _SAMPLE_BYTES) for start in starts)).hexdigest()
+
+
+def open_planned(path: Path, planned: InputFile) -> OpenInput:
+    """Open a file that still is what was planned; its sample is read again only where its mtime differs.
+
+    Raises NotFound where it is gone, Refused where it changed. A change outside of the sample, of the same
+    size, is seen by the hashes of ``plan --hash_inputs`` alone.
+    """
+    try:
+        file = OpenInput(path)
+    except NotFound as error:
+        raise NotFound(f"{error}; if the raw folder moved, pass --input_dir") from None
+    if (file.stamp.num_bytes, file.stamp.mtime_ns) == (planned.num_bytes, planned.mtime_ns):
+        return file
+    found = _sample_sha256(file)
+    if (file.stamp.num_bytes, found) != (planned.num_bytes, planned.sha256):
+        raise Refused(
+            f"input {path} changed since it was planned: {file.stamp.num_bytes} bytes with sample "
+            f"{found[:12]}, the plan says {planned.num_bytes} with {planned.sha256[:12]}; "
+            "bring the file back, or plan anew into a new folder"
+        )
+    return file
+
+
+def next_line_start(path: Path, offset: int) -> int:
+    """First byte at or after ``offset`` where a line begins; the file's size if there is none."""
+    (start,) = first_line_starts(path, [(offset, sys.maxsize)])
+    assert start is not None
+    return start
+
+
+def first_line_starts(path: Path, stretches: Iterable[tuple[int, int]]) -> list[int | None]:
+    """For each (offset, end) the first byte at or after ``offset`` where a line begins.
+
+    None where none begins before ``end``; one behind it may be found all the same, and is right. The file's
+    size where the rest of the file has none.
+
+    Reads 4 KiB at first, for most lines end soon, and four times as much each time up to 256 KiB.
+    """
+    file = OpenInput(path)
+    return [_first_line_start(file, offset, end) for offset, end in stretches]
+
+
+def _first_line_start(file: OpenInput, offset: int, end: int) -> int | None:
+    if offset >= end:
+        return None
+    if offset <= 0:
+        return 0
+    size = file.stamp.num_bytes
+    position, num_bytes = offset - 1, _FIRST_SCAN_BYTES
+    while position < end:
+        block = file.read(position, position + num_bytes)
+        if not block:
+            break
+        line_end = _first_line_end(block, is_last=position + len(block) == size)
+        if line_end is not None:
+            return position + line_end
+        # A last \r may be half of a line end: it is read again with what follows.
+        position += len(block) - block.endswith(b"\r")
+        num_bytes = min(4 * num_bytes, _MOST_SCAN_BYTES)
+    return None if position < size else size
+
+
+def _first_line_end(block: bytes, *, is_last: bool) -> int | None:
+    """Bytes up to and with the first line end; None where there is none, or it may go on behind the block."""
+    newline = block.find(b"\n")
+    carriage_return = block.find(b"\r", 0, newline if newline >= 0 else len(block))
+    if carriage_return < 0 or carriage_return + 1 == newline:
+        return newline + 1 if newline >= 0 else None
+    if carriage_return + 1 < len(block) or is_last:
+        return carriage_return + 1
+    return None

@@ -1,0 +1,193 @@
+"""Progress of long work: a bar on a terminal, a line now and then in a log.
+
+Standard output and error that outlast their reader: ``| head`` may go away, a log's pipe may close.
+
+What nobody can read any more is dropped, the work goes on, and the exit code is the work's own. Without
+it a worker would lose its shard to a line of its log, and ``verify | head`` would end in a traceback.
+
+TERM, USR1 and INT as an exception, so that a stopped task cleans up after itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, TextIO
+
+from tqdm import tqdm
+
+from shardprep.errors import ReadWriteError, Stopped
+
+LOG_EVERY_S = 30.0
+
+
+class Progress:
+    """Counts up to a known total, on standard error: input bytes, or what ``unit`` names (in the plural)."""
+
+    def __init__(self, label: str, total: int, *, unit: str = "bytes") -> None:
+        self._label = label
+        self._total = total
+        self._unit = unit
+        self._done = 0
+        self._began = self._spoke = time.monotonic()
+        sign = "B" if unit == "bytes" else f" {unit}"
+        self._bar = (
+            tqdm(total=total, desc=label, unit=sign, unit_scale=True, file=sys.stderr)
+            if sys.stderr.isatty()
+            else None
+        )
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def add(self, num_done: int) -> None:
+        """Count more as done."""
+        self._done += num_done
+        if self._bar is not None:
+            self._bar.update(num_done)
+            return
+        now = time.monotonic()
+        if now - self._spoke >= LOG_EVERY_S:
+            self._spoke = now
+            self.say(progress_line(self._label, self._done, self._total, self._unit, now - self._began))
+
+    def say(self, line: str) -> None:
+        """Print a line without breaking the bar."""
+        if self._bar is not None:
+            self._bar.write(line, file=sys.stderr)
+        else:
+            say(line)
+
+
+def progress_line(label: str, num_done: int, total: int, unit: str, elapsed_s: float) -> str:
+    """How far it is, how fast, and how long it will still take at that speed."""
+    rate = num_done / elapsed_s
+    left_s = (total - num_done) / max(rate, 1e-9)
+    of, speed = f"{total} {unit}", f"{rate:.1f} {unit}/s"
+    if unit == "bytes":
+        of, speed = f"{total / 1e6:.0f} MB", f"{rate / 1e6:.1f} MB/s"
+    return f"{label}: {num_done / max(1, total):.0%} of {of}, {speed}, {left_s:.0f} s left"
+
+
+def say(line: str) -> None:
+    """Print a line to standard error, where logs and progress go."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+
+def outlast_readers() -> None:
+    """From now on this process's streams drop what cannot be read; what was put in their place is left alone.
+
+    Of standard error every failure is dropped, a closed terminal or a full disk, too: a log is not worth
+    the work. Of standard output only a closed pipe is: what was asked for must not be missing unseen, so
+    another failure raises ReadWriteError, once. A command flushes it before its exit code is settled.
+    """
+    if sys.stdout is sys.__stdout__:
+        sys.stdout = _outlasting(sys.stdout, BrokenPipeError)
+    if sys.stderr is sys.__stderr__:
+        sys.stderr = _outlasting(sys.stderr, OSError)
+
+
+def output_is_read() -> bool:
+    """Whether standard output has a reader; for a command that would go on printing."""
+    poll = select.poll()
+    poll.register(1, 0)  # errors are told unasked
+    return not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+class _Outlasting(io.FileIO):
+    def __init__(self, descriptor: int, dropped: type[OSError]) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._dropped = dropped
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            return super().write(data)
+        except self._dropped:
+            return memoryview(data).nbytes
+        except OSError as error:
+            self._dropped = OSError  # once is enough: what is left in a buffer is written again at the end
+            raise ReadWriteError(f"standard output cannot be written: {error.strerror}") from None
+
+
+def _outlasting(stream: TextIO | None, dropped: type[OSError]) -> TextIO:
+    """``stream`` anew over its descriptor; the null device for one that was closed before the start."""
+    if stream is None:
+        return open(os.devnull, "w")  # noqa: PTH123 - a TextIO, which lives as long as the process
+    raw = _Outlasting(stream.fileno(), dropped)
+    is_unbuffered = isinstance(stream.buffer, io.RawIOBase)  # python -u
+    return io.TextIOWrapper(
+        raw if is_unbuffered else io.BufferedWriter(raw),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=bool(stream.line_buffering),
+        write_through=is_unbuffered,
+    )
+
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_PR_SET_PDEATHSIG = 1
+
+
+def raise_on_stop_signals() -> None:
+    """Make the first of STOP_SIGNALS raise Stopped in the main thread; later ones are ignored.
+
+    Slurm sends TERM at a time limit, a preemption and scancel, and KILL some seconds later; an
+    unhandled TERM would end Python without any ``finally``.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, _stop)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # of a process started within stop_signals_wait
+
+
+@contextmanager
+def stop_signals_wait() -> Iterator[None]:
+    """Within, STOP_SIGNALS wait; a process that is started here begins with them waiting.
+
+    Else one that comes while the child still imports would end it by Python's own handlers, with a
+    traceback, or as if it had been killed. The child ends the waiting by raise_on_stop_signals.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel send this process TERM when its parent dies, however that dies (Linux).
+
+    ``parent`` is the parent's process id: where it died before this call, the signal is sent at once.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a handler's signature
+    for each in STOP_SIGNALS:
+        # Not SIG_IGN: a second signal that is on its way already would end in Python's own OSError.
+        signal.signal(each, lambda *_: None)
+    raise Stopped(
+        f"stopped by {signal.Signals(number).name}; nothing unfinished is left, run this again to go on"
+    )

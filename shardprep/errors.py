@@ -1,0 +1,94 @@
+"""One error class a violation, each with the exit code it ends a command with.
+
+What can go wrong, with the exit code it ends a command with.
+"""
+
+from __future__ import annotations
+
+
+class ShardprepError(Exception):
+    """Base of every error a user can cause or must act on."""
+
+    exit_code = 74
+
+
+class UsageError(ShardprepError):
+    """A flag, or a combination of flags, that cannot work."""
+
+    exit_code = 2
+
+
+class BadInput(ShardprepError):
+    """Input data that cannot be used: more bad documents than allowed, an impossible size."""
+
+    exit_code = 65
+
+
+class NotFound(ShardprepError):
+    """No such input, model, data set or shard."""
+
+    exit_code = 66
+
+
+class CannotWrite(ShardprepError):
+    """The output folder or file cannot be created."""
+
+    exit_code = 73
+
+
+class ReadWriteError(ShardprepError):
+    """A read or a write failed on the way."""
+
+    exit_code = 74
+
+
+class Stopped(BaseException):
+    """A signal ended the work before it was done; running it again goes on.
+
+    No ShardprepError, nor even an Exception: it can be raised anywhere, and an ``except Exception``
+    around a library's call must not take it for that library's failure and go on.
+    """
+
+    exit_code = 75
+
+
+class Refused(ShardprepError):
+    """Plan, options, tokenizer or version differ from what is on disk."""
+
+    exit_code = 78
+
+
+class UnknownVersion(Refused):
+    """Written by a version of the format that this one does not know."""
+
+
+class OtherPlan(Refused):
+    """Belongs to another plan than the one at hand."""
+
+
+class OtherTokenizer(Refused):
+    """Made with another tokenizer than the one at hand."""
+
+
+class MissingShard(NotFound):
+    """A shard has no manifest, no tar or no idx."""
+
+
+class BrokenShard(BadInput):
+    """A shard's file is cut short, altered, or not what its manifest says."""
+
+
+class UnknownMember(BrokenShard):
+    """A tar member that this version does not know; skipping it could change the training."""
+
+
+class LustreError(Exception):
+    """``lfs`` refused, failed, did not answer, or did something else than asked."""
+
+    exit_code = 73
+
+
+class LustreUsageError(LustreError):
+    """A value that no Lustre could accept; nothing was run."""
+
+    exit_code = 2

@@ -1,0 +1,258 @@
+"""Reads the JSON files of the contract: whatever one holds, the error names file, key, found and expected.
+
+Every such file has a ``format``, a ``version`` and a ``content_sha256``, the hash of its other values: a bit
+that flips on a disk is refused, and so is a hand that edits what is frozen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from shardprep.errors import BrokenShard, UnknownVersion
+from shardprep.format.names import FORMAT_VERSION
+from shardprep.regular_files import read_regular
+
+T = TypeVar("T")
+
+CONTENT_HASH = "content_sha256"
+RUN = "run"  # what varies between equal files; outside of the hash
+MOST = 2**63 - 1  # the largest number that the columns of an index can hold
+_NUM_SHOWN = 60  # characters of a value that an error repeats
+
+
+def with_content_hash(
+    form: str, content: Mapping[str, Any], run: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The whole object of a file: format, version, ``content``, its hash, and ``run`` where there is one."""
+    data = {"format": form, "version": FORMAT_VERSION, **content}
+    data[CONTENT_HASH] = content_sha256(data)
+    return data if run is None else {**data, RUN: run}
+
+
+def content_sha256(data: Mapping[str, Any]) -> str:
+    """sha256, in hex, of an object's values, however they are spelled; without its hash and ``run``."""
+    kept = {name: value for name, value in data.items() if name not in {CONTENT_HASH, RUN}}
+    canonical = json.dumps(kept, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+
+
+def read_checked(path: Path, form: str, *, max_bytes: int) -> Fields:
+    """The fields of one of our files, once its format, version and hash are right.
+
+    Raises FileNotFoundError or NotADirectoryError where it is not there, BrokenShard, UnknownVersion, or
+    ReadWriteError where the file system fails.
+    """
+    data = parse_json(path, read_regular(path, max_bytes=max_bytes), form)
+    try:
+        found, expected = data.pop(CONTENT_HASH, None), content_sha256(data)
+    except RecursionError:
+        raise BrokenShard(f"{path} is nested too deep") from None
+    if found != expected:
+        raise BrokenShard(
+            f"{path} was altered since it was written: its {CONTENT_HASH} is {_shown(found)}, "
+            f"its content gives {expected[:12]}..."
+        )
+    del data["format"], data["version"]
+    return Fields(path, data)
+
+
+def parse_json(path: Path, raw: bytes, form: str) -> dict[str, Any]:
+    """Parse one of our JSON files and check its ``format`` and ``version``.
+
+    Raises BrokenShard where it is not such a file, UnknownVersion where it is of another version.
+    """
+    try:
+        data = json.loads(raw.decode("utf-8"), object_pairs_hook=_object, parse_constant=_no_constant)
+    except RecursionError:
+        raise BrokenShard(f"{path} is nested too deep") from None
+    except ValueError as error:
+        raise BrokenShard(f"{path} is not JSON ({error})") from None
+    if not isinstance(data, dict) or data.get("format") != form:
+        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise BrokenShard(f"{path} is not a {form}: its format is {_shown(found)}")
+    version = data.get("version")
+    if type(version) is not int or version != FORMAT_VERSION:
+        raise UnknownVersion(version_message(path, version))
+    return data
+
+
+def version_message(path: Path, found: object) -> str:
+    """What is to be done about a file of another version."""
+    if type(found) is int and 0 < found < FORMAT_VERSION:
+        return (
+            f"{path} has format version {found}, this shardprep reads {FORMAT_VERSION} alone; make the data "
+            "set anew in a new folder: python -m preprocess plan --input_dir RAW --output_dir NEW "
+            "--model_id MODEL --num_shards N, then: python -m preprocess run NEW (or install the shardprep "
+            "that wrote it)"
+        )
+    return (
+        f"{path} has format version {_shown(found)}, this shardprep reads {FORMAT_VERSION}; "
+        "install the shardprep that wrote it, or make the data set anew in a new folder"
+    )
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {_shown(twice)} stands twice in one object")
+    return data
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _shown(value: object) -> str:
+    """A value as an error repeats it: short, and printable whatever it is."""
+    try:
+        text = ascii(value) if isinstance(value, str) else repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits, say
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= _NUM_SHOWN else f"{text[:_NUM_SHOWN]}..."
+
+
+class Fields:
+    """The keys of one JSON object. Each is taken by its type, and ``end`` refuses those that nobody took.
+
+    Every error is a BrokenShard that names the file, the key with what it stands in, what was found and what
+    was expected.
+    """
+
+    def __init__(self, path: Path, data: Mapping[str, Any], place: str = "") -> None:
+        self.path = path
+        self._data = dict(data)
+        self._place = place
+
+    def wrong(self, key: str, found: object, expected: str) -> BrokenShard:
+        """The error of a value that is not what was expected."""
+        return BrokenShard(f"{self.path}: {self._place}{key} is {_shown(found)}, expected {expected}")
+
+    def take(self, key: str) -> Any:
+        """A value of any type."""
+        try:
+            return self._data.pop(key)
+        except KeyError:
+            raise BrokenShard(f"{self.path} is not whole: it has no {self._place}{key}") from None
+
+    def end(self) -> None:
+        """Every key was taken."""
+        if self._data:
+            raise BrokenShard(f"{self.path}: {self._place}{_shown(min(self._data))} is no key that is known")
+
+    def whole(self, key: str, least: int = 0, most: int = MOST) -> int:
+        """A whole number; true and 1.0 are none."""
+        value = self.take(key)
+        if type(value) is not int or not least <= value <= most:
+            raise self.wrong(key, value, f"a whole number, {least} to {most}")
+        return value
+
+    def share(self, key: str) -> float:
+        """A number from 0 to 1."""
+        value = self.take(key)
+        if type(value) not in {int, float} or not math.isfinite(value) or not 0 <= value <= 1:
+            raise self.wrong(key, value, "a number from 0 to 1")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        """true or false; 0 and "false" are neither."""
+        value = self.take(key)
+        if type(value) is not bool:
+            raise self.wrong(key, value, "true or false")
+        return value
+
+    def text(self, key: str) -> str:
+        """Characters that a path and a message can hold: no NUL, no half of a surrogate pair."""
+        value = self.take(key)
+        if not _is_text(value) or "\0" in value:
+            raise self.wrong(key, value, "a text")
+        return str(value)
+
+    def choice(self, key: str, choices: Sequence[T]) -> T:
+        """One of some texts."""
+        value = self.take(key)
+        for choice in choices:
+            if type(value) is type(choice) and value == choice:
+                return choice
+        raise self.wrong(key, value, f"one of {', '.join(map(str, choices))}")
+
+    def digest(self, key: str, num_digits: int = 64) -> str:
+        """A hash in lower-case hex digits."""
+        value = self.take(key)
+        if not is_digest(value, num_digits):
+            raise self.wrong(key, value, f"{num_digits} hex digits")
+        return str(value)
+
+    def digests(self, key: str) -> list[str]:
+        """A list of hashes of 64 hex digits."""
+        return self.list_of(key, lambda value: is_digest(value, 64), "64 hex digits")
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        """An object of any values."""
+        value = self.take(key)
+        if not isinstance(value, dict):
+            raise self.wrong(key, value, "an object")
+        return value
+
+    def fields(self, key: str) -> Fields:
+        """An object whose values are to be taken one by one."""
+        return Fields(self.path, self.mapping(key), f"{self._place}{key}.")
+
+    def or_none(self, key: str, read: Callable[[str], T]) -> T | None:
+        """null, or what ``read`` takes."""
+        if key in self._data and self._data[key] is None:
+            return self.take(key)  # type: ignore[no-any-return]  # None
+        return read(key)
+
+    def list_of(self, key: str, is_right: Callable[[Any], bool], expected: str) -> list[Any]:
+        """A list whose entries are all right."""
+        value = self.take(key)
+        if not isinstance(value, list):
+            raise self.wrong(key, value, f"a list, each {expected}")
+        for number, entry in enumerate(value):
+            if not is_right(entry):
+                raise self.wrong(f"{key}[{number}]", entry, expected)
+        return value
+
+    def texts(self, key: str) -> list[str]:
+        """A list of texts, which may hold NULs."""
+        return self.list_of(key, _is_text, "a text")
+
+    def wholes(self, key: str, most: int = MOST) -> list[int]:
+        """A list of whole numbers from 0."""
+        return self.list_of(
+            key, lambda value: type(value) is int and 0 <= value <= most, f"a whole number, 0 to {most}"
+        )
+
+    def objects(self, key: str) -> Iterator[Fields]:
+        """A list of objects."""
+        for number, entry in enumerate(self.list_of(key, lambda value: isinstance(value, dict), "an object")):
+            yield Fields(self.path, entry, f"{self._place}{key}[{number}].")
+
+    def each(self, key: str, read: Callable[[Fields, str], T]) -> dict[str, T]:
+        """An object whose values are all of one kind."""
+        names = self.mapping(key)
+        inner = Fields(self.path, names, f"{self._place}{key}.")
+        return {name: read(inner, name) for name in names}
+
+
+def is_digest(value: object, num_digits: int) -> bool:
+    """Whether a value is a text of so many lower-case hex digits."""
+    return isinstance(value, str) and re.fullmatch(f"[0-9a-f]{{{num_digits}}}", value) is not None
+
+
+def _is_text(value: object) -> bool:
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

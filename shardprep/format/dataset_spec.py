@@ -1,0 +1,104 @@
+"""A fingerprint of what decides a tokenizer's ids.
+
+What all shards of a data set have in common.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import numpy as np
+
+from shardprep.format.checked_json import Fields
+from shardprep.format.names import MAX_SEQ_LEN, MAX_SHARDS, Record, TokenFormat, token_dtype
+
+# The decoder, truncation and padding change no id of an encoded document.
+_DECISIVE = ("added_tokens", "normalizer", "pre_tokenizer", "model", "post_processor")
+
+
+def tokenizer_fingerprint(tokenizer_json: str) -> str:
+    """sha256, in hex, of what decides ids in a ``tokenizer.json``.
+
+    Equal for the files of one tokenizer whether their merges are written ``"a b"`` or
+    ``["a", "b"]``, and in whatever order their keys stand.
+    """
+    data = json.loads(tokenizer_json)
+    kept = {name: data.get(name) for name in _DECISIVE}
+    merges = (kept["model"] or {}).get("merges")
+    if merges:
+        kept["model"]["merges"] = [m.split(" ") if isinstance(m, str) else m for m in merges]
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerSpec:
+    """What shards remember of the tokenizer that made them."""
+
+    model_id: str
+    fingerprint: str  # see tokenizer_fingerprint.py
+    vocab_size: int  # added tokens included
+    bos_token_id: int | None
+    eos_token_id: int | None
+    pad_token_id: int | None
+
+    @staticmethod
+    def from_json(fields: Fields) -> TokenizerSpec:
+        """Raises BrokenShard."""
+        vocab_size = fields.whole("vocab_size", 1, 2**32 - 1)
+
+        def token_id(key: str) -> int | None:
+            return fields.or_none(key, lambda key: fields.whole(key, 0, vocab_size - 1))
+
+        spec = TokenizerSpec(
+            model_id=fields.text("model_id"),
+            fingerprint=fields.digest("fingerprint"),
+            vocab_size=vocab_size,
+            bos_token_id=token_id("bos_token_id"),
+            eos_token_id=token_id("eos_token_id"),
+            pad_token_id=token_id("pad_token_id"),
+        )
+        fields.end()
+        return spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetSpec:
+    """Every manifest carries it whole."""
+
+    plan_id: str
+    num_shards: int
+    record: Record
+    token_format: TokenFormat
+    seq_len: int  # tokens a row; 0 unless packed
+    append_eos: bool
+    tokenizer: TokenizerSpec
+
+    @property
+    def kind(self) -> str:
+        """How a sample's ids are stored: one of IDX_KINDS."""
+        return "packed" if self.record == "packed" else self.token_format
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of binary ids."""
+        return token_dtype(self.tokenizer.vocab_size)
+
+    @staticmethod
+    def from_json(fields: Fields) -> DatasetSpec:
+        """Raises BrokenShard."""
+        record: Record = fields.choice("record", get_args(Record))
+        is_packed = record == "packed"
+        spec = DatasetSpec(
+            plan_id=fields.digest("plan_id"),
+            num_shards=fields.whole("num_shards", 1, MAX_SHARDS),
+            record=record,
+            token_format=fields.choice("token_format", ("npy",) if is_packed else get_args(TokenFormat)),
+            seq_len=fields.whole("seq_len", int(is_packed), MAX_SEQ_LEN if is_packed else 0),
+            append_eos=fields.flag("append_eos"),
+            tokenizer=TokenizerSpec.from_json(fields.fields("tokenizer")),
+        )
+        fields.end()
+        return spec

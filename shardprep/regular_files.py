@@ -1,0 +1,116 @@
+"""Opens what is a regular file, and says of every error which path it is about.
+
+A FIFO or a device of the right name would make a reader wait for ever, or read for ever; it is an error here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardprep.errors import BrokenShard, ReadWriteError
+
+HASH_BLOCK_BYTES = 4 << 20
+NOT_THERE = (FileNotFoundError, NotADirectoryError)
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+}
+
+
+def open_regular(path: Path) -> int:
+    """A handle for reading; links are followed. Close it with ``close_read``.
+
+    Raises BrokenShard for what is no regular file, without waiting for it; OSError with the path,
+    FileNotFoundError among them, for all else.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would wait for a writer
+    try:
+        mode = os.fstat(handle).st_mode
+    except OSError as error:
+        close_read(handle)
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    if not stat.S_ISREG(mode):
+        close_read(handle)
+        kind = _KINDS.get(stat.S_IFMT(mode), "of another kind")
+        raise BrokenShard(f"{path} is {kind}, expected a regular file; put the file itself there")
+    return handle
+
+
+def close_read(handle: int) -> None:
+    """Close a handle that was only read from: what fails then loses nothing."""
+    with contextlib.suppress(OSError):
+        os.close(handle)
+
+
+def read_regular(path: Path, *, max_bytes: int) -> bytes:
+    """All bytes of a file; its size is looked at before anything is read.
+
+    Raises FileNotFoundError or NotADirectoryError where it is not there, BrokenShard where it is no regular
+    file or larger than ``max_bytes``, ReadWriteError where the file system fails.
+    """
+    with errors_named(path):
+        handle = open_regular(path)
+        with os.fdopen(handle, "rb", buffering=0) as file:
+            num_bytes = os.fstat(handle).st_size
+            if num_bytes > max_bytes:
+                raise BrokenShard(f"{path} has {num_bytes} bytes, expected at most {max_bytes}")
+            parts: list[bytes] = []
+            while part := file.read(num_bytes + 1 - sum(map(len, parts))):  # reads may be short
+                parts.append(part)
+        return b"".join(parts)
+
+
+def read_beginning(path: Path, num_bytes: int) -> bytes:
+    """The first bytes of a file; none where it is not there. Raises BrokenShard or ReadWriteError."""
+    try:
+        with errors_named(path), os.fdopen(open_regular(path), "rb", buffering=0) as file:
+            return file.read(num_bytes)
+    except NOT_THERE:
+        return b""
+
+
+def sha256_of_file(path: Path) -> tuple[int, str]:
+    """Bytes and sha256, in hex, of a file, read in blocks of 4 MiB. Raises as ``read_regular`` does."""
+    with errors_named(path):
+        digest, num_bytes = hashlib.sha256(), 0
+        with os.fdopen(open_regular(path), "rb", buffering=0) as file:
+            while block := file.read(HASH_BLOCK_BYTES):
+                digest.update(block)
+                num_bytes += len(block)
+        return num_bytes, digest.hexdigest()
+
+
+def size_of_file(path: Path) -> int | None:
+    """Bytes of a file, None where it is not there. Raises ReadWriteError where that cannot be known."""
+    try:
+        with errors_named(path):
+            return path.stat().st_size
+    except NOT_THERE:
+        return None
+
+
+def names_in(folder: Path) -> list[str]:
+    """Names of what is in a folder, sorted; none where there is no such folder. Raises ReadWriteError."""
+    try:
+        with errors_named(folder):
+            return sorted(os.listdir(folder))  # noqa: PTH208  names alone: 10^5 Paths would take a second
+    except NOT_THERE:
+        return []
+
+
+@contextlib.contextmanager
+def errors_named(path: Path) -> Iterator[None]:
+    """Turns every OSError but "it is not there" into a ReadWriteError that names the path."""
+    try:
+        yield
+    except NOT_THERE:
+        raise
+    except OSError as error:
+        raise ReadWriteError(f"{path} cannot be read: {error.strerror or error}") from error

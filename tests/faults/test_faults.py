@@ -1,0 +1,137 @@
+"""Short forms of the fault campaigns; ``python -m tests.faults`` runs them at length."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc compiles what injects the faults")
+
+
+def campaign(name: str, folder: Path) -> list[dict[str, Any]]:
+    """The outcomes of the short form of a campaign, in a process of its own: it forks for each of them."""
+    path = folder / "outcomes.json"
+    command = [sys.executable, "-m", "tests.faults", "--quick", "--only", name, "--json", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert path.exists(), done.stderr
+    return list(json.loads(path.read_bytes()))
+
+
+def shown(outcomes: list[dict[str, Any]]) -> str:
+    return "\n".join(str(outcome) for outcome in outcomes[:20])
+
+
+def failed(outcomes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [outcome for outcome in outcomes if outcome["kind"] not in ("refused", "equal")]
+
+
+def test_a_flipped_bit_is_refused_or_without_effect(tmp_path: Path) -> None:
+    outcomes = campaign("bit_flips", tmp_path)
+    assert len(outcomes) > 150
+    assert {outcome["kind"] for outcome in outcomes} >= {"refused", "equal"}
+    assert not failed(outcomes), shown(failed(outcomes))
+
+
+def test_bad_json_is_refused_in_words_or_without_effect(tmp_path: Path) -> None:
+    outcomes = campaign("bad_json", tmp_path)
+    assert len(outcomes) > 150
+    assert {outcome["kind"] for outcome in outcomes} >= {"refused", "equal"}
+    assert not failed(outcomes), shown(failed(outcomes))
+
+
+def test_an_error_of_any_call_is_named_and_the_command_run_again_gives_equal_bytes(tmp_path: Path) -> None:
+    outcomes = campaign("injected_errors", tmp_path)
+    assert len(outcomes) > 150
+    assert {outcome["kind"] for outcome in outcomes} >= {"refused", "equal"}
+    assert not failed(outcomes), shown(failed(outcomes))
+
+
+def test_a_kill_at_any_call_leaves_what_is_done_or_nothing_that_counts(tmp_path: Path) -> None:
+    outcomes = campaign("kills", tmp_path)
+    assert len(outcomes) > 70
+    assert not failed(outcomes), shown(failed(outcomes))
+
+
+@pytest.mark.parametrize(
+    ("work", "how"),
+    [
+        ("0, None", "ended"),
+        ("exec('raise ShardprepError()')", "ended"),
+        ("sys.exit(78)", "ended"),
+        ("1 // 0", "traceback"),
+        ("0, threading.Thread(target=lambda: 1 // 0).start()", "traceback"),
+        ("os.abort()", "traceback"),
+        ("0, bytearray(8 << 30)", "memory"),
+        ("exec('while True: pass')", "hang"),
+        ("os.kill(os.getpid(), 9)", "killed"),
+    ],
+)
+def test_a_run_in_a_fork_is_told_how_it_ended(work: str, how: str) -> None:
+    script = (
+        "import os, sys, threading\n"
+        "from tests.faults.forked_case import run_forked\n"
+        "class ShardprepError(Exception): exit_code = 74\n"
+        f"print(run_forked(lambda: ({work}), cpu_limit_s=1).how)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == [how], done.stderr
+
+
+def test_calls_of_python_and_of_libraries_fail_where_it_was_ordered_and_nowhere_else(tmp_path: Path) -> None:
+    root, other = tmp_path / "root", tmp_path / "other"
+    root.mkdir()
+    other.mkdir()
+    (tmp_path / "script.py").write_text(
+        f"""
+import errno, json
+from pathlib import Path
+from tests.faults.os_calls import OsCalls
+root, other = Path({str(root)!r}), Path({str(other)!r})
+calls = OsCalls(root)
+def ended(at, error):
+    with calls.ordered("count" if at is None else "once", at=at or 0, error=error):
+        calls.arm()
+        try:
+            (other / "file").write_bytes(b"never counted")
+            (root / "file").write_bytes(b"counted")
+            (root / "file").rename(root / "renamed")
+        except OSError as failure:
+            return failure.errno
+made = ended(None, 0)
+names = [call.op for call in calls.calls()]
+errors = [ended(at, errno.EDQUOT) for at, op in enumerate(names)]
+print(json.dumps([made, names, errors]))
+""",
+        encoding="utf-8",
+    )
+    starter = f"""
+import sys
+from pathlib import Path
+from tests.faults.os_calls import start_preloaded
+sys.exit(start_preloaded(Path({str(tmp_path)!r}), [{str(tmp_path / "script.py")!r}]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", starter],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    made, names, errors = json.loads(done.stdout or done.stderr)
+    assert made is None
+    assert names[0] == "create"
+    assert {"write", "close", "rename"} <= set(names)
+    # Python's own open() asks for the size of a file and goes on where there is no answer.
+    assert errors == [None if name == "stat" else errno.EDQUOT for name in names]

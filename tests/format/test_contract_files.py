@@ -1,0 +1,427 @@
+"""Whatever stands in a JSON file of the contract, or in its place, has an error that names it."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from loader.shards.find_shards import find_shards
+from preprocess.plan import need_plan, read_plan
+from shardprep.errors import BrokenShard, MissingShard, ReadWriteError, ShardprepError, UnknownVersion
+from shardprep.format import IDX_CHUNK, IDX_DOCUMENT, ChunkCrcs, read_index, read_manifest, with_content_hash
+from shardprep.format.checked_json import content_sha256
+from tests.conftest import seal
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    "plan.json": need_plan,
+    "index.json": read_index,
+    "shard-00000.json": lambda folder: read_manifest(folder, 0),
+}
+NONSENSE: dict[str, Any] = {
+    "null": None,
+    "true": True,
+    "false in quotes": "false",
+    "a float": 1.0,
+    "infinity": 1e999,
+    "negative": -1,
+    "2**70": 2**70,
+    "half a surrogate": "\ud800",
+    "a NUL": "a\0b",
+    "a list": [1],
+    "an object": {"a": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def made_dir(prep: Prep, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    raw, folder = tmp_path_factory.mktemp("raw"), tmp_path_factory.mktemp("made")
+    (raw / "a.txt").write_text("one line\nand two\n" * 20)
+    prep.plan(raw, folder, num_shards=2)
+    prep.make(folder)
+    assert prep.command("verify", folder).code == 0
+    return folder
+
+
+@pytest.fixture
+def whole_dir(made_dir: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(made_dir, tmp_path / "data"))
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The way to every value of a JSON document; of lists the first three entries."""
+    inner = (
+        value.items() if isinstance(value, dict) else enumerate(value[:3]) if isinstance(value, list) else ()
+    )
+    return (
+        [path, *(place for key, each in inner for place in places(each, (*path, key)))]
+        if path != ()
+        else [place for key, each in inner for place in places(each, (key,))]
+    )
+
+
+def replaced(data: Any, place: tuple[Any, ...], value: Any) -> Any:
+    data = copy.deepcopy(data)
+    inner = data
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    return data
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_every_value_of_a_wrong_type_or_range_is_refused_though_the_hash_is_right(
+    whole_dir: Path, name: str
+) -> None:
+    path = whole_dir / name
+    data = json.loads(path.read_bytes())
+    every = [place for place in places(data) if place[0] not in {"run", "content_sha256"}]
+    assert len(every) > 15
+    before = READERS[name](whole_dir)
+    texts: dict[Any, str] = {}
+    for place in every:
+        for what, value in NONSENSE.items():
+            forged = replaced(data, place, value)
+            forged["content_sha256"] = content_sha256(forged)
+            path.write_text(json.dumps(forged))
+            try:
+                READERS[name](whole_dir)
+            except ShardprepError as error:
+                texts[place, what] = str(error)
+    assert {key: text for key, text in texts.items() if name not in text} == {}
+    assert "".join(texts.values()).encode(), "they can be printed"
+    assert len(texts) > 0.8 * len(every) * len(NONSENSE)
+    path.write_text(json.dumps(data))
+    assert type(READERS[name](whole_dir)) is type(before)
+
+
+CONTENTS: dict[str, bytes] = {
+    "empty": b"",
+    "not UTF-8": b"\xff\xfe{}",
+    "nested deep": b"[" * 200_000,
+    "nested deep and closed": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+    "NaN": b'{"format": NaN}',
+    "a number of a million digits": b'{"format": ' + b"9" * 1_000_000 + b"}",
+    "a key twice": b'{"format": 1, "format": 2}',
+    "version of another type": b'{"format": "shardprep-manifest", "version": [2]}',
+    "no object": b"3",
+}
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("name", READERS)
+def test_what_is_no_json_of_ours_is_refused(whole_dir: Path, name: str, content: str) -> None:
+    (whole_dir / name).write_bytes(CONTENTS[content])
+    with pytest.raises((BrokenShard, UnknownVersion), match=name):
+        READERS[name](whole_dir)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_what_is_no_regular_file_is_refused_and_never_waited_for(whole_dir: Path, name: str) -> None:
+    path = whole_dir / name
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(BrokenShard, match=f"{name} is a FIFO, expected a regular file"):
+        READERS[name](whole_dir)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(BrokenShard, match=f"{name} is a folder, expected a regular file"):
+        READERS[name](whole_dir)
+    path.rmdir()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(BrokenShard, match=f"{name} is a character device, expected a regular file"):
+        READERS[name](whole_dir)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_file_too_large_is_refused_before_it_is_read(whole_dir: Path, name: str) -> None:
+    os.truncate(whole_dir / name, 1 << 40)
+    with pytest.raises(BrokenShard, match=rf"{name} has 1099511627776 bytes, expected at most \d+"):
+        READERS[name](whole_dir)
+
+
+class FailingFile:
+    """A file whose ``call`` fails."""
+
+    def __init__(self, file: Any, call: str) -> None:
+        self.file, self.call = file, call
+
+    def __enter__(self) -> FailingFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+        self.fail("close")
+
+    def read(self, size: int = -1) -> bytes:
+        self.fail("read")
+        return bytes(self.file.read(size))
+
+    def fail(self, call: str) -> None:
+        if call == self.call:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize("call", ["open", "fstat", "read", "close"])
+@pytest.mark.parametrize("name", READERS)
+def test_an_error_of_the_file_system_is_a_read_error_that_names_the_file(
+    whole_dir: Path, monkeypatch: pytest.MonkeyPatch, name: str, call: str
+) -> None:
+    path, ours = str(whole_dir / name), set[int]()
+    real_open, real_fstat, real_fdopen = os.open, os.fstat, os.fdopen
+
+    def open_(file: Any, *args: Any, **options: Any) -> int:
+        if str(file) != path:
+            return real_open(file, *args, **options)
+        FailingFile(None, call).fail("open")
+        ours.add(handle := real_open(file, *args, **options))
+        return handle
+
+    def fstat(handle: int) -> Any:
+        if handle in ours:
+            FailingFile(None, call).fail("fstat")
+        return real_fstat(handle)
+
+    def fdopen(handle: int, *args: Any, **options: Any) -> Any:
+        file = real_fdopen(handle, *args, **options)
+        return FailingFile(file, call) if handle in ours else file
+
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(os, "fstat", fstat)
+    monkeypatch.setattr(os, "fdopen", fdopen)
+    with pytest.raises(ReadWriteError, match=rf"{name} cannot be read: Input/output error"):
+        READERS[name](whole_dir)
+
+
+def test_the_loader_reads_an_index_again_after_an_error_that_goes_away(
+    whole_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from shardprep import retries as read_retries
+
+    monkeypatch.setattr(read_retries, "RETRY_DELAYS_S", (0.0, 0.0))
+    real_open, failures = os.open, [errno.EIO, errno.ESTALE]
+
+    def open_(file: Any, *args: Any, **options: Any) -> int:
+        if str(file).endswith("index.json") and failures:
+            raise OSError(failures.pop(), "for a while")
+        return real_open(file, *args, **options)
+
+    monkeypatch.setattr(os, "open", open_)
+    assert find_shards(whole_dir).num_shards == 2
+    assert not failures
+    assert "trying again" in caplog.text
+
+
+EDITS: dict[str, tuple[str, str]] = {
+    "encoding": ('"encoding":"utf-8"', '"encoding":"cp949"'),
+    "doc": ('"doc":"line"', '"doc":"file"'),
+    "keep_text": ('"keep_text":true', '"keep_text":false'),
+    "tokenizer": ('"fingerprint":"', '"fingerprint":"00000000'),
+    "an input's size": ('"num_bytes":', '"num_bytes":1'),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_plan_is_refused_whose_id_is_not_what_its_content_gives(whole_dir: Path, edit: str) -> None:
+    """Though its hash was made anew, as a script that edits plans might."""
+    path = whole_dir / "plan.json"
+    old, new = EDITS[edit]
+    text = path.read_text()
+    if edit == "an input's size":  # behind the stamps of the tokenizer's files
+        head, inputs = text.split('"inputs":')
+        text = head + '"inputs":' + inputs.replace(old, new, 1)
+    else:
+        start = text.index(old)
+        text = text[:start] + new + text[start + (len(new) if edit == "tokenizer" else len(old)) :]
+    path.write_text(text)
+    seal(path)
+    with pytest.raises(BrokenShard, match=r"plan_id is '\w{12}', expected \w{12}, which options, tokenizer"):
+        read_plan(whole_dir)
+
+
+def test_a_number_of_shards_beyond_the_limit_takes_no_memory(whole_dir: Path) -> None:
+    path = whole_dir / "shard-00000.json"
+    path.write_text(path.read_text().replace('"num_shards": 2', '"num_shards": 3000000000', 1))
+    seal(path)
+    (whole_dir / "index.json").unlink()
+    with pytest.raises(BrokenShard, match="num_shards is 3000000000, expected a whole number, 1 to 99999"):
+        read_index(whole_dir)
+
+
+def test_data_of_version_1_is_refused_with_the_command_that_makes_it_anew(
+    prep: Prep, whole_dir: Path
+) -> None:
+    for name in ("plan.json", "index.json"):
+        path = whole_dir / name
+        path.write_text(
+            path.read_text().replace('"version":2', '"version":1').replace('"version": 2', '"version": 1')
+        )
+    with pytest.raises(
+        UnknownVersion, match=r"version 1, .*make the data set anew in a new folder: python -m "
+    ):
+        read_index(whole_dir)
+    ended = prep.command("verify", whole_dir)
+    assert ended.code == 78
+    assert "python -m preprocess plan --input_dir RAW" in ended.text
+
+
+@pytest.mark.parametrize("column", [0, 1, 3, 4])
+def test_numbers_of_an_index_that_do_not_agree_are_refused(whole_dir: Path, column: int) -> None:
+    path = whole_dir / "index.json"
+    data = json.loads(path.read_bytes())
+    data["shards"][1][column] = 0 if data["shards"][1][column] != 0 else 7
+    data["content_sha256"] = content_sha256(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(
+        BrokenShard, match=r"shards\[1\] is .*, expected other .*; run: python -m preprocess verify"
+    ):
+        read_index(whole_dir)
+
+
+def test_a_manifest_without_permission_ends_a_command_with_74(
+    prep: Prep, whole_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_open = os.open
+
+    def open_(file: Any, *args: Any, **options: Any) -> int:
+        if str(file).endswith("shard-00000.json"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(file))
+        return real_open(file, *args, **options)
+
+    monkeypatch.setattr(os, "open", open_)
+    for command in (["verify", whole_dir], ["--shard_id", 0, "--output_dir", whole_dir], ["run", whole_dir]):
+        ended = prep.command(*command)
+        assert ended.code == 74, ended.text
+        assert "shard-00000.json cannot be read: Permission denied" in ended.text
+
+
+def test_the_tokenizer_is_synced_before_the_plan_is_published(
+    prep: Prep, sample_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[tuple[str, str]] = []
+    real_fsync, real_rename, real_link = os.fsync, Path.rename, os.link
+
+    def fsync(handle: int) -> None:
+        events.append(("fsync", Path(f"/proc/self/fd/{handle}").readlink().name))
+        real_fsync(handle)
+
+    def rename(path: Path, target: Path) -> Any:
+        events.append(("rename", Path(target).name))
+        return real_rename(path, target)
+
+    def link(source: Any, target: Any) -> None:
+        events.append(("link", Path(target).name))
+        real_link(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", rename)
+    monkeypatch.setattr(os, "link", link)
+    prep.plan(sample_dir, tmp_path / "data", num_shards=2)
+    named, planned = events.index(("rename", "tokenizer")), events.index(("link", "plan.json"))
+    assert named < planned
+    assert ("fsync", "tokenizer.json") in events[:named]
+    assert events[named - 1][0] == "fsync", "the folder that gets the name"
+    assert events[named - 1][1].startswith(".tokenizer.")
+    assert ("fsync", "data") in events[named:planned]
+
+
+def test_a_tokenizer_without_a_plan_does_not_hold_a_folder(
+    prep: Prep, sample_dir: Path, tmp_path: Path
+) -> None:
+    from preprocess.train_tokenizer import train_tokenizer
+
+    train_tokenizer(input_dir=sample_dir, vocab_size=300, output_dir=tmp_path / "other")
+    prep.plan(sample_dir, tmp_path / "data", num_shards=2, model_id=str(tmp_path / "other"))
+    (tmp_path / "data" / "plan.json").unlink()  # as a kill between the two leaves it
+    plan = prep.plan(sample_dir, tmp_path / "data", num_shards=2)
+    assert prep.names(tmp_path / "data") == ["plan.json", "tokenizer"]
+    prep.make(tmp_path / "data")
+    assert prep.command("verify", tmp_path / "data").code == 0
+    assert plan.tokenizer.vocab_size > 600
+
+
+def test_planning_again_puts_a_damaged_tokenizer_back(prep: Prep, sample_dir: Path, tmp_path: Path) -> None:
+    prep.plan(sample_dir, tmp_path / "data", num_shards=2)
+    path = tmp_path / "data" / "tokenizer" / "tokenizer_config.json"
+    good = path.read_bytes()
+    path.write_bytes(good.replace(b"<|end_of_text|>", b"<|end_of_tent|>"))
+    assert path.read_bytes() != good
+    prep.plan(sample_dir, tmp_path / "data", num_shards=2)
+    assert path.read_bytes() == good
+    assert prep.temporaries(tmp_path / "data") == []
+
+
+def test_crcs_are_the_same_however_the_records_come() -> None:
+    record = bytes(range(IDX_DOCUMENT.itemsize))
+    tables = []
+    for step in (1, 7, IDX_CHUNK, 3 * IDX_CHUNK):
+        crcs = ChunkCrcs(IDX_DOCUMENT)
+        records = record * (2 * IDX_CHUNK + 5)
+        for start in range(0, len(records), step * len(record)):
+            crcs.add(records[start : start + step * len(record)])
+        tables.append(crcs.table())
+    assert len(tables[0]) == 3 * 4
+    assert set(tables) == {tables[0]}
+
+
+def test_an_id_beyond_the_vocabulary_is_found_by_verify_though_hashes_are_right(
+    prep: Prep, sample_dir: Path, tmp_path: Path
+) -> None:
+    from preprocess import verify as ids_read_back
+
+    for name, options in {
+        "json": {},
+        "npy": {"token_format": "npy"},
+        "packed": {"record": "packed", "seq_len": 64},
+    }.items():
+        folder = tmp_path / name
+        prep.plan(sample_dir, folder, num_shards=2, **options)
+        plan = prep.make(folder)
+        from shardprep.format import read_idx, tar_path
+
+        records = read_idx(folder, plan.spec, 0)
+        for read_bytes in (4 << 20, 64):  # and as if documents were long
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(ids_read_back, "READ_BYTES", read_bytes)
+                ids_read_back.check_places(folder, plan.spec, 0, records)
+                ids_read_back.check_ids(folder, plan.spec, 0, records)
+                path = tar_path(folder, 0)
+                good = path.read_bytes()
+                place = int(records["offset"][40])
+                damaged = bytearray(good)
+                damaged[place : place + 3] = b"[[1" if name == "json" else b"\xff\xff\xff"
+                path.write_bytes(damaged)
+                with pytest.raises(BrokenShard, match=r"shard-00000\.tar holds "):
+                    ids_read_back.check_ids(folder, plan.spec, 0, records)
+                path.write_bytes(good)
+        wrong = records.copy()
+        wrong["offset"][3] = path.stat().st_size
+        with pytest.raises(BrokenShard, match="places sample 3 where it cannot be"):
+            ids_read_back.check_places(folder, plan.spec, 0, wrong)
+
+
+def test_a_missing_manifest_is_missing_also_behind_a_file_in_the_place_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("")
+    with pytest.raises(MissingShard):
+        read_manifest(tmp_path / "data", 0)
+
+
+def test_the_hash_is_of_values_and_not_of_their_spelling() -> None:
+    data = with_content_hash("form", {"a": [1, 2.5], "b": "한"}, run={"host": "x"})
+    assert list(data)[-2:] == ["content_sha256", "run"]
+    spelled = json.loads(json.dumps(dict(reversed(data.items())), indent=3))
+    assert content_sha256(spelled) == data["content_sha256"]
+    assert content_sha256({**data, "run": None}) == data["content_sha256"]
+    assert content_sha256({**data, "a": [1, 2]}) != data["content_sha256"]
+    assert content_sha256({**data, "a": [True, 2.5]}) != data["content_sha256"]

@@ -1,0 +1,197 @@
+"""A bit that flips in a file of the contract is refused by an error of ours, or changes nothing that is read.
+
+One bit in every byte of each small file; what a reader makes of it is compared with what it made before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from loader.shards.find_shards import known_osts
+from preprocess.plan import need_plan, plan_json
+from preprocess.tokenizer_files import check_tokenizer_files
+from shardprep.errors import ShardprepError
+from shardprep.format import check_shard, osts_json, read_idx, read_index, read_manifest, read_osts
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+KINDS: dict[str, dict[str, Any]] = {
+    "json": {},
+    "npy": {"token_format": "npy", "keep_text": False},
+    "packed": {"record": "packed", "seq_len": 64},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(
+    prep: Prep, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, Path]:
+    """A verified data set of two small shards for each kind of record."""
+    raw = tmp_path_factory.mktemp("raw")
+    (raw / "a.txt").write_text("".join(f"line {number} of a small file\n" for number in range(30)))
+    (raw / "b.txt").write_bytes(b"\xff\nthe second file\n" * 3)
+    found = {}
+    for kind, options in KINDS.items():
+        found[kind] = tmp_path_factory.mktemp(kind)
+        prep.plan(raw, found[kind], num_shards=2, max_bad_fraction=0.9, **options)
+        prep.make(found[kind])
+        assert prep.command("verify", found[kind]).code == 0
+    return found
+
+
+def flipped(path: Path, *, step: int = 1) -> Iterator[int]:
+    """Flip a bit of each byte, another one each time, and put it back; gives the byte's place."""
+    good = path.read_bytes()
+    assert good
+    try:
+        for place in range(0, len(good), step):
+            damaged = bytearray(good)
+            damaged[place] ^= 1 << (place * 5 + place // 8) % 8
+            path.write_bytes(damaged)
+            yield place
+    finally:
+        path.write_bytes(good)
+
+
+def refused_or_equal(path: Path, read: Callable[[], Any], *, step: int = 1) -> int:
+    """How many flips were refused; of all others the reader must give what it gave before."""
+    before, num_refused, num_flips = read(), 0, 0
+    unnamed: list[ShardprepError] = []
+    for place in flipped(path, step=step):
+        num_flips += 1
+        try:
+            found = read()
+        except ShardprepError as error:
+            unnamed += [error] * (str(path.parent) not in str(error))
+            num_refused += 1
+        else:
+            assert found == before, place
+    assert not unnamed
+    assert num_refused > 0.6 * num_flips
+    assert read() == before
+    return num_refused
+
+
+def test_a_bit_of_plan_json(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Of its probe two texts, as there are 10 KB of them."""
+    folder = tmp_path
+    plan = need_plan(folders["packed"])
+    (folder / "plan.json").write_bytes(plan_json(dataclasses.replace(plan, probe=plan.probe[2:4])))
+    refused_or_equal(folder / "plan.json", lambda: need_plan(folder))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bit_of_index_json(folders: dict[str, Path], kind: str) -> None:
+    folder = folders[kind]
+    refused_or_equal(folder / "index.json", lambda: read_index(folder).to_json())
+
+
+def test_a_bit_of_a_manifest(folders: dict[str, Path]) -> None:
+    folder = folders["json"]
+    path = folder / "shard-00001.json"
+    assert read_manifest(folder, 1).quarantine is not None
+    refused_or_equal(path, lambda: dataclasses.replace(read_manifest(folder, 1), run={}))
+
+
+def test_a_bit_of_osts_json_is_a_warning_alone(folders: dict[str, Path], caplog: Any) -> None:
+    folder = folders["json"]
+    path = folder / "osts.json"
+    path.write_bytes(osts_json([3, 17]))
+    refused_or_equal(path, lambda: np.array(read_osts(folder, 2)).tolist())
+    path.write_text('{"format": "shardprep-osts", "version": 2, "osts": [1e999, {}]}')
+    assert known_osts(folder, 2) is None
+    assert "is left aside" in caplog.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bit_of_an_idx(folders: dict[str, Path], kind: str) -> None:
+    folder = folders[kind]
+    spec = need_plan(folder).spec
+    path = folder / "shard-00000.idx"
+    num_refused = refused_or_equal(path, lambda: read_idx(folder, spec, 0).tolist())
+    assert num_refused == path.stat().st_size, "no bit of an idx is without effect"
+
+
+def test_a_bit_of_the_tokenizers_files(folders: dict[str, Path]) -> None:
+    folder = folders["json"]
+    stamps = need_plan(folder).tokenizer_files
+    assert {"tokenizer.json", "tokenizer_config.json"} <= set(stamps)
+    for name in stamps:
+        path = folder / "tokenizer" / name
+        step = max(1, path.stat().st_size // 500)
+        num_refused = refused_or_equal(path, lambda: check_tokenizer_files(folder, stamps), step=step)
+        assert num_refused == len(range(0, path.stat().st_size, step))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_worker_run_and_both_tiers_of_verify_name_a_changed_file_of_the_tokenizer(
+    prep: Prep, folders: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    folder = Path(shutil.copytree(folders["json"], tmp_path / "data"))
+    path = folder / "tokenizer" / name
+    path.write_bytes(path.read_bytes() + b" ")  # as good a JSON, of equal ids
+    for tier in ([], ["--fast"]):
+        ended = prep.command("verify", folder, *tier)
+        assert ended.code == 78, ended.text
+        assert f"{path} has " in ended.text
+    (folder / "shard-00000.json").unlink()
+    for command in (["--shard_id", 0, "--output_dir", folder], ["run", folder, "--num_proc", 1]):
+        ended = prep.command(*command)
+        assert ended.code == 78, ended.text
+        assert f"{path} has " in ended.text
+    path.write_bytes(path.read_bytes()[:-1])
+    (folder / "tokenizer" / "added_tokens.json").write_text("{}")
+    ended = prep.command("verify", folder)
+    assert ended.code == 78
+    assert "added_tokens.json is no file of the plan's tokenizer" in ended.text
+    (folder / "tokenizer" / "added_tokens.json").unlink()
+    assert prep.command("run", folder, "--num_proc", 1).code == 0
+    path.unlink()
+    assert prep.command("verify", folder).code == 66
+
+
+def test_the_loader_refuses_an_idx_that_it_reads_in_parts(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from loader.reading import open_shard
+    from loader.reading.shard_reader import ShardReader
+    from loader.shards.find_shards import find_shards
+    from shardprep.errors import BrokenShard
+    from shardprep.format import IDX_HEADER
+
+    monkeypatch.setattr(open_shard, "HELD_IDX_BYTES", 0)
+    for kind in KINDS:
+        folder = Path(shutil.copytree(folders[kind], tmp_path / kind))
+        shards = find_shards(folder)
+        whole = ShardReader(shards)
+        num_tokens = whole.read(np.arange(shards.num_samples)).num_tokens
+        assert num_tokens.sum() == shards.datasets[0].num_tokens.sum()
+        whole.close()
+        for place in flipped(folder / "shard-00000.idx", step=7):
+            if place < IDX_HEADER.itemsize:
+                continue
+            reader = ShardReader(shards)
+            with pytest.raises(BrokenShard, match=r"shard-00000\.idx is damaged: the crc32 of its records"):
+                reader.read(np.array([0]))
+            reader.close()
+
+
+def test_a_shard_with_a_flipped_bit_in_its_manifest_is_not_done(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(folders["npy"], tmp_path / "data"))
+    plan = need_plan(folder)
+    good = check_shard(folder, 0, plan.plan_id)
+    path = folder / "shard-00000.json"
+    path.write_bytes(path.read_bytes().replace(b'"num_lines": ', b'"num_lines": 1', 1))
+    with pytest.raises(ShardprepError, match="was altered since it was written"):
+        check_shard(folder, 0, plan.plan_id)
+    assert good.counts.num_lines > 0

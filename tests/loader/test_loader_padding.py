@@ -1,0 +1,209 @@
+"""Padded documents: widths, long documents, grouping by length, and what the metrics count."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import webdataset
+
+from loader import TokenLoader, get_llama3_dataloader
+from loader.samples import token_ids
+from shardprep.errors import BrokenShard, UsageError
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+
+@pytest.fixture(scope="module")
+def data(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    prep.plan(sample_dir, folder, num_shards=3)
+    prep.make(folder)
+    return folder
+
+
+def load(shards: Any, batch_size: int = 8, **options: Any) -> TokenLoader:
+    return get_llama3_dataloader(shards, batch_size, **{"num_workers": 0, **options})
+
+
+def shown(batch: Any) -> list[tuple[int, ...]]:
+    return [
+        tuple(ids[: int(mask.sum())].tolist())
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def documents(data: Path) -> list[tuple[int, ...]]:
+    with load(data, 1, shuffle=False) as loader:
+        return [ids for batch in loader for ids in shown(batch)]
+
+
+def test_long_documents_are_truncated_and_what_is_cut_is_counted(
+    data: Path, documents: list[tuple[int, ...]]
+) -> None:
+    for workers in (0, 2):
+        with load(data, 1, max_length=20, num_workers=workers) as loader:
+            found = [ids for batch in loader for ids in shown(batch)]
+            assert Counter(found) == Counter(ids[:20] for ids in documents)
+            assert loader.metrics.num_cut_tokens >= sum(len(ids[20:]) for ids in documents) > 0
+            assert loader.metrics.num_tokens == sum(map(len, found))
+
+
+@pytest.mark.parametrize("max_length", [3, 20, 10**6])
+def test_long_documents_are_split_without_losing_a_token(
+    data: Path, documents: list[tuple[int, ...]], max_length: int
+) -> None:
+    expected = [ids[at : at + max_length] for ids in documents for at in range(0, len(ids), max_length)]
+    with load(data, 1, max_length=max_length, long_documents="split", shuffle=False) as loader:
+        assert len(loader) == len(expected)
+        found = [ids for batch, _ in zip(loader, range(300), strict=False) for ids in shown(batch)]
+        assert found == expected[:300]
+    with load(data, 7, max_length=max_length, long_documents="split") as loader:
+        steps = min(len(loader), 50)
+        assert {ids for batch, _ in zip(loader, range(steps), strict=False) for ids in shown(batch)} <= set(
+            expected
+        )
+        assert loader.metrics.num_cut_tokens == 0
+
+
+def test_a_document_is_decoded_once_a_window_however_many_pieces_it_has(
+    prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = " ".join(f"word{number % 97}" for number in range(6000))
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "a.txt").write_text(f"short one\n{text}\nanother\n", encoding="utf-8")
+    prep.plan(tmp_path / "raw", tmp_path / "data", num_shards=1)
+    prep.make(tmp_path / "data")
+    decoded: list[int] = []
+    real = token_ids.parse_id_lists
+
+    def counting(texts: list[memoryview]) -> Any:
+        decoded.extend(len(each) for each in texts if len(each) > 1000)
+        return real(texts)
+
+    monkeypatch.setattr(token_ids, "parse_id_lists", counting)
+    with load(tmp_path / "data", 2, max_length=16, long_documents="split") as loader:
+        assert len(list(loader)) > 400
+        num_windows = len(list(loader.order.windows(0)))
+    assert 0 < len(decoded) <= num_windows < 100
+
+
+def test_long_documents_are_refused_where_asked_naming_the_first(data: Path) -> None:
+    with load(data, max_length=20, long_documents="error") as loader:
+        message = r'sample \d+ of .*shard-0000\d\.tar holds \d+ tokens, more than max_length=20; .*"split"'
+        with pytest.raises(BrokenShard, match=message):
+            list(loader)
+    with load(data, max_length=10**6, long_documents="error") as loader:
+        assert len(list(loader)) == len(loader)
+
+
+def test_widths_are_the_longest_the_maximum_or_the_multiple_asked_for(data: Path) -> None:
+    def widths(**options: Any) -> set[int]:
+        with load(data, **options) as loader:
+            return {batch["input_ids"].shape[1] for batch in loader}
+
+    assert len(widths()) > 5
+    assert widths(max_length=40, padding="max_length") == {40}
+    assert widths(max_length=40, padding="max_length", pad_to_multiple_of=16) == {48}
+    assert {width % 16 for width in widths(pad_to_multiple_of=16)} == {0}
+
+
+def test_a_batch_too_large_for_the_limit_is_refused_and_what_can_never_fit_at_once(data: Path) -> None:
+    message = r"padded to \d+ tokens has .* pass max_length=60 or less"
+    with load(data, max_batch_tokens=8 * 60) as loader, pytest.raises(UsageError, match=message):
+        list(loader)
+    with load(data, max_batch_tokens=8 * 60, max_length=60) as loader:
+        assert len(list(loader)) == len(loader)
+    with pytest.raises(UsageError, match="batch_size 8 x max_length 61 can make 488 tokens"):
+        load(data, max_batch_tokens=8 * 60, max_length=61)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"padding": "max_length"}, "needs max_length"),
+        ({"long_documents": "split"}, "needs max_length"),
+        ({"padding": "left"}, "padding is 'left', expected longest or max_length"),
+        ({"max_length": 4, "long_documents": "drop"}, "expected split or truncate or error"),
+        ({"group_by_length": 3}, "groups of 3 samples of like length do not divide the global batch of 8"),
+        ({"group_by_length": 4, "shuffle": False}, "shuffle=False forbids it"),
+        (
+            {"batch_size": 2, "group_by_length": 8, "global_batch_size": 8, "rank": 0, "world_size": 4},
+            r"ranks can be \[1\]",
+        ),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(data: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        load(data, **options)
+
+
+def test_grouping_gives_each_sample_once_and_less_padding_in_batches_that_still_differ(
+    data: Path, documents: list[tuple[int, ...]]
+) -> None:
+    shares, orders = [], []
+    for group in (False, True):
+        with load(data, 7, group_by_length=group) as loader:  # 840 = 7 * 120: none is left out
+            batches = [shown(batch) for batch in loader]
+            assert Counter(ids for batch in batches for ids in batch) == Counter(documents)
+            shares.append(loader.metrics.padding_share)
+            orders.append([max(map(len, batch)) for batch in batches])
+            assert [shown(batch) for batch in loader] != batches
+    assert shares[1] < shares[0] / 3
+    ascents = sum(one < other for one, other in zip(orders[1], orders[1][1:], strict=False))
+    assert 35 < ascents < 85, "batches of all lengths are mixed, not sorted"
+
+
+def test_grouped_global_batches_are_the_same_for_every_world_and_number_of_workers(data: Path) -> None:
+    options = {"group_by_length": 2, "global_batch_size": 16, "max_length": 50}
+    with load(data, 16, **options) as loader:
+        whole = [shown(batch) for batch in loader]
+        num_tokens = loader._runs.dataset.samples.open().num_tokens
+        law = [loader.order.step_samples(0, step, num_tokens) for step in (0, 3)]
+    with load(data, 1, shuffle=False, max_length=50) as loader:
+        everything = [ids for batch in loader for ids in shown(batch)]
+    assert [[everything[sample] for sample in samples] for samples in law] == [whole[0], whole[3]]
+    for world, batch_size, workers in ((2, 8, 0), (8, 2, 0), (4, 2, 2), (1, 16, 3)):
+        parts = []
+        for rank in range(world):
+            with load(
+                data, batch_size, rank=rank, world_size=world, num_workers=workers, **options
+            ) as loader:
+                found = [shown(batch) for batch in loader]
+            micro = 16 // world // batch_size
+            parts.append([list(chain(*found[at : at + micro])) for at in range(0, len(found), micro)])
+        assert [list(chain(*step)) for step in zip(*parts, strict=True)] == whole
+
+
+def test_tars_of_others_are_grouped_by_lengths_counted_at_the_start(prep: Prep, tmp_path: Path) -> None:
+    with webdataset.TarWriter(str(tmp_path / "a.tar")) as writer:
+        for number in range(64):
+            writer.write({"__key__": f"d{number}", "token_ids.json": [number] * (number * 29 % 64)})
+    with load(tmp_path / "a.tar", 8, group_by_length=True, model_id=prep.model_dir) as loader:
+        lengths = [sorted(map(len, shown(batch))) for batch in loader]
+    assert sorted(lengths) == [list(range(first, first + 8)) for first in range(0, 64, 8)]
+
+
+def test_metrics_count_tokens_padding_and_waiting_and_can_be_reset(data: Path) -> None:
+    for options in ({}, {"num_workers": 2}, {"collate_fn": lambda examples: examples}):
+        with load(data, **options) as loader:
+            batches = list(loader)
+            assert loader.metrics.num_batches == len(batches)
+            assert loader.metrics.wait_s > 0
+            if "collate_fn" not in options:
+                assert loader.metrics.num_tokens == sum(int(each["attention_mask"].sum()) for each in batches)
+                padding = sum(int((each["attention_mask"] == 0).sum()) for each in batches)
+                assert loader.metrics.num_padding == padding
+                total = loader.metrics.num_tokens + padding
+                assert loader.metrics.padding_share == pytest.approx(padding / total)
+            loader.metrics.reset()
+            assert (loader.metrics.num_tokens, loader.metrics.wait_s, loader.metrics.padding_share) == (
+                0,
+                0,
+                0,
+            )

@@ -1,0 +1,883 @@
+"""Staging: processes killed at any time end in verified copies, and the loader's batches do not change."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loader import TokenLoader, get_llama3_dataloader
+from loader.__main__ import main
+from loader.order import Order
+from loader.reading.shard_reader import Turn
+from loader.samples.joined_rows import JoinedRows
+from loader.staging import shards_to_stage
+from loader.staging.shards_to_stage import NodeRanks, choose_shards, parts_read
+from loader.staging.stage_command import turn_of
+from shardprep.format import read_manifest
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+ROOT = Path(__file__).parents[2]
+NUM_SHARDS = 6
+FORMS: dict[str, dict[str, Any]] = {"json": {}, "packed": {"record": "packed", "seq_len": 32}}
+
+# Reads of the source take a while, so that a signal comes in the middle of a copy.
+SLOW_MAIN = """
+import os, sys, time
+real = os.readv
+os.readv = lambda *args: (time.sleep(%s), real(*args))[1]
+from loader.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def made(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("made")
+    for name, options in FORMS.items():
+        prep.plan(sample_dir, root / name, num_shards=NUM_SHARDS, **options)
+        prep.make(root / name)
+    return root
+
+
+@pytest.fixture(scope="module")
+def finely(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in 60 shards, of which a rank reads some."""
+    root = tmp_path_factory.mktemp("finely")
+    for name, options in FORMS.items():
+        prep.plan(sample_dir, root / name, num_shards=60, **options)
+        prep.make(root / name)
+    return root
+
+
+@pytest.fixture
+def copied(made: Path, tmp_path: Path) -> Path:
+    """A data set to break."""
+    return Path(shutil.copytree(made / "json", tmp_path / "copy"))
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Path:
+    """A node's own disk, empty."""
+    return tmp_path / "node"
+
+
+@pytest.fixture
+def stage(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str]]]:
+    """``python -m loader stage`` in this process: its exit code and what it said."""
+    handlers = {
+        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    }
+
+    def run(*args: object) -> tuple[int, str]:
+        try:
+            code: Any = main(["stage", *map(str, args)])
+        except SystemExit as ending:
+            code = ending.code
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def start(*args: object, slow: bool = True, delay_s: float = 0.05) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [
+            sys.executable,
+            *(["-c", SLOW_MAIN % delay_s] if slow else ["-m", "loader"]),
+            "stage",
+            *map(str, args),
+        ],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    text, _ = process.communicate(timeout=120)
+    return process.returncode, text
+
+
+def folder_of(node: Path) -> Path:
+    (folder,) = node.iterdir()
+    return folder
+
+
+def temporaries(node: Path) -> list[str]:
+    return sorted(path.name for path in node.rglob(".*"))
+
+
+def wait_for(seen: Callable[[], object]) -> None:
+    until = time.monotonic() + 60
+    while not seen():
+        assert time.monotonic() < until, "nothing came of it"
+        time.sleep(0.002)
+
+
+def staged_ids(data: Path, node: Path) -> list[int]:
+    """The shards whose copies are whole, by sha256; fails where a file under a shard's name is wrong."""
+    found = []
+    for folder in node.iterdir() if node.exists() else []:
+        for shard_id in range(NUM_SHARDS):
+            manifest = read_manifest(data, shard_id)
+            right = []
+            for suffix, stamp in (("tar", manifest.tar), ("idx", manifest.idx)):
+                path = folder / f"shard-{shard_id:05d}.{suffix}"
+                if path.exists():
+                    assert hashlib.sha256(path.read_bytes()).hexdigest() == stamp.sha256, path
+                    right.append(suffix)
+            if right == ["tar", "idx"]:
+                found.append(shard_id)
+    return found
+
+
+def load(shards: Any, batch_size: int = 8, **options: Any) -> TokenLoader:
+    return get_llama3_dataloader(shards, batch_size, **{"num_workers": 0, **options})
+
+
+def epoch(loader: TokenLoader) -> list[Any]:
+    with loader:
+        return [{name: value.tolist() for name, value in batch.items()} for batch in loader]
+
+
+class OpenedTars:
+    """The tars that this process opens, while it lives."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.paths: list[Path] = []
+        real = os.open
+
+        def opening(path: Any, *args: Any, **named: Any) -> int:
+            if str(path).endswith(".tar"):
+                self.paths.append(Path(path))
+            return real(path, *args, **named)
+
+        monkeypatch.setattr(os, "open", opening)
+
+    @property
+    def folders(self) -> set[Path]:
+        return {path.parent for path in self.paths}
+
+
+# Staging by processes
+
+
+def test_four_processes_on_two_nodes_killed_at_random_end_in_verified_copies(
+    made: Path, tmp_path: Path
+) -> None:
+    nodes = [tmp_path / "node0", tmp_path / "node1"]
+    chance = random.Random(7)
+    num_left_behind = num_partial = 0
+    for attempt in range(6):
+        seen = ".*.tmp" if attempt == 0 else "*.tar"  # first before a shard is staged, then after
+        processes = [start(made / "json", "--to", node) for node in nodes for _ in range(2)]
+        wait_for(lambda seen=seen: all(list(node.rglob(seen)) for node in nodes))
+        for process in chance.sample(processes, len(processes)):
+            time.sleep(chance.uniform(0, 0.03))
+            process.kill()
+        for process in processes:
+            assert ended(process)[0] in (-9, 0)
+        num_left_behind += sum(len(temporaries(node)) for node in nodes)
+        num_partial += any(0 < len(staged_ids(made / "json", node)) < NUM_SHARDS for node in nodes)
+    assert num_left_behind, "no copy was killed in the middle"
+    assert num_partial, "no run was killed between two shards"
+    last = [start(made / "json", "--to", node) for node in nodes for _ in range(2)]
+    assert [ended(process)[0] for process in last] == [0] * 4
+    for node in nodes:
+        assert staged_ids(made / "json", node) == list(range(NUM_SHARDS))
+        assert sorted(path.suffix for path in folder_of(node).iterdir()) == [".idx"] * 6 + [".tar"] * 6
+        assert not temporaries(node)
+
+
+def test_processes_of_a_node_share_the_copying_out(made: Path, node: Path) -> None:
+    """Each process says how many shards it copied; what both copied is counted twice."""
+    folder = made / "json"
+    processes = [start(folder, "--to", node) for _ in range(3)]
+    copied = []
+    for process in processes:
+        code, text = ended(process)
+        assert code == 0, text
+        copied.append(int(text.split(" shards: ")[1].split(" copied")[0]))
+    assert NUM_SHARDS <= sum(copied) <= NUM_SHARDS + 2, copied
+    assert staged_ids(folder, node) == list(range(NUM_SHARDS))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_ends_staging_with_75_and_leaves_no_temporary(made: Path, node: Path, number: int) -> None:
+    process = start(made / "json", "--to", node, delay_s=0.2)
+    wait_for(lambda: temporaries(node) and staged_ids(made / "json", node))
+    process.send_signal(number)
+    code, text = ended(process)
+    assert code == 75, text
+    assert f"error: stopped by {signal.Signals(number).name}" in text
+    assert not temporaries(node)
+    assert 0 < len(staged_ids(made / "json", node)) < NUM_SHARDS
+    assert ended(start(made / "json", "--to", node, slow=False))[0] == 0
+    assert staged_ids(made / "json", node) == list(range(NUM_SHARDS))
+
+
+def test_what_is_staged_is_not_copied_again(made: Path, node: Path, stage: Any) -> None:
+    assert stage(made / "json", "--to", node)[0] == 0
+    stamps = {path: path.stat().st_mtime_ns for path in folder_of(node).iterdir()}
+    code, text = stage(made / "json", "--to", node)
+    assert code == 0
+    assert f"0 copied, {NUM_SHARDS} there before" in text
+    assert {path: path.stat().st_mtime_ns for path in folder_of(node).iterdir()} == stamps
+
+
+@pytest.mark.parametrize("suffix", ["tar", "idx"])
+def test_a_copy_of_a_wrong_size_is_copied_anew(made: Path, node: Path, stage: Any, suffix: str) -> None:
+    assert stage(made / "json", "--to", node)[0] == 0
+    path = folder_of(node) / f"shard-00003.{suffix}"
+    path.write_bytes(path.read_bytes()[:-512])
+    code, text = stage(made / "json", "--to", node)
+    assert code == 0
+    assert "1 copied, 5 there before" in text
+    assert staged_ids(made / "json", node) == list(range(NUM_SHARDS))
+
+
+def test_a_copy_that_another_process_is_making_is_waited_for_while_it_grows(
+    made: Path, node: Path, stage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert stage(made / "json", "--to", node)[0] == 0
+    tar = folder_of(node) / "shard-00003.tar"
+    others = folder_of(node) / f".shard-00003.tar.elsewhere-1-{'0' * 8}.tmp"
+    tar.rename(others)
+    os.utime(others)
+    slept = []
+
+    def sleeping(seconds: float) -> None:
+        slept.append(seconds)
+        assert len(slept) < 10, "it waits for ever"
+        if len(slept) == 3:
+            others.rename(tar)
+
+    monkeypatch.setattr(time, "sleep", sleeping)
+    code, text = stage(made / "json", "--to", node)
+    assert code == 0
+    assert len(slept) == 3
+    assert "0 copied" in text
+    tar.rename(others)
+    os.utime(others, (0, time.time() - 60))
+    code, text = stage(made / "json", "--to", node)
+    assert code == 0
+    assert len(slept) == 3, "what does not grow is not waited for"
+    assert "1 copied" in text
+    assert not temporaries(node)
+
+
+def test_what_a_dead_process_of_this_node_left_goes_at_once_and_others_after_a_day(
+    made: Path, node: Path, stage: Any
+) -> None:
+    assert stage(made / "json/shard-00000.tar", "--to", node)[0] == 0
+    host, gone = os.uname().nodename, subprocess.Popen(["true"])
+    gone.wait()
+    names = {
+        "dead": f".shard-00004.tar.{host}-{gone.pid}-{'a' * 8}.tmp",
+        "living": f".shard-00004.tar.{host}-{os.getppid()}-{'b' * 8}.tmp",
+        "elsewhere": f".shard-00004.tar.other-host-{gone.pid}-{'c' * 8}.tmp",
+        "old": f".shard-00005.tar.other-host-{gone.pid}-{'d' * 8}.tmp",
+    }
+    for name in names.values():
+        (folder_of(node) / name).write_bytes(b"begun")
+    os.utime(folder_of(node) / names["old"], (0, time.time() - 25 * 3600))
+    assert stage(made / "json/shard-00001.tar", "--to", node)[0] == 0
+    assert temporaries(node) == sorted([names["living"], names["elsewhere"]])
+
+
+# What is wrong
+
+
+@pytest.mark.parametrize("suffix", ["tar", "idx"])
+@pytest.mark.parametrize("how", ["altered", "cut short"])
+def test_a_broken_source_is_refused_by_name_and_the_other_shards_are_staged(
+    copied: Path, node: Path, stage: Any, suffix: str, how: str
+) -> None:
+    broken = copied / f"shard-00002.{suffix}"
+    data = bytearray(broken.read_bytes())
+    data[len(data) // 2] ^= 1
+    broken.write_bytes(data if how == "altered" else data[:-512])
+    code, text = stage(copied, "--to", node)
+    assert code == 65
+    assert f"error: the source is broken, not the copy: {broken} is {broken.stat().st_size} bytes" in text
+    assert "--shard_id 2 --output_dir" in text
+    assert f"staged 5 of {NUM_SHARDS} shards: 5 copied, 0 there before or copied by others, 1 failed" in text
+    assert staged_ids(copied, node) == [0, 1, 3, 4, 5]
+    assert not list(folder_of(node).glob("*00002*"))
+    assert not temporaries(node)
+
+
+def test_a_missing_source_file_is_66_and_another_plans_manifest_78(
+    prep: Prep, made: Path, copied: Path, node: Path, stage: Any
+) -> None:
+    assert prep.command("verify", copied, "--fast").code == 0
+    idx = copied / "shard-00001.idx"
+    idx.unlink()
+    code, text = stage(copied, "--to", node)
+    assert code == 66
+    assert f"{idx} is missing; run: python -m preprocess verify" in text
+    shutil.copy(made / "packed" / "shard-00001.json", copied)
+    code, text = stage(copied, "--to", node)
+    assert code == 78
+    assert "shard-00001.json is of plan" in text
+    assert staged_ids(made / "json", node) == [0, 2, 3, 4, 5]
+    assert not temporaries(node)
+
+
+def test_a_wrong_read_is_done_once_more_and_two_different_ones_are_not_blamed_on_the_file(
+    made: Path, node: Path, stage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, flips = os.readv, [1]
+
+    def flipping(handle: int, buffers: Any) -> int:
+        count = real(handle, buffers)
+        if flips and count:
+            buffers[0][5] ^= flips.pop()
+        return count
+
+    monkeypatch.setattr(os, "readv", flipping)
+    code, text = stage(made / "json", "--to", node)
+    assert code == 0, text
+    assert text.count("warning: ") == 1
+    assert "was read as" in text
+    assert staged_ids(made / "json", node) == list(range(NUM_SHARDS))
+    shutil.rmtree(node)
+    flips[:] = [1, 2]
+    code, text = stage(made / "json", "--to", node)
+    assert code == 65
+    assert "is read differently each time" in text
+    assert "the source is broken" not in text
+
+
+def test_a_failing_read_is_tried_once_more_then_74_and_the_others_are_staged(
+    made: Path, node: Path, stage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, codes = os.readv, [errno.EIO]
+
+    def failing(handle: int, buffers: Any) -> int:
+        if codes:
+            raise OSError(codes[0], os.strerror(codes.pop()))
+        return real(handle, buffers)
+
+    monkeypatch.setattr(os, "readv", failing)
+    code, text = stage(made / "json", "--to", node)
+    assert code == 0
+    assert "Input/output error; trying once more" in text
+    shutil.rmtree(node)
+    codes[:] = [errno.EIO, errno.EIO]
+    code, text = stage(made / "json", "--to", node)
+    assert code == 74
+    assert "cannot be read at byte 0: Input/output error" in text
+    assert len(staged_ids(made / "json", node)) == NUM_SHARDS - 1
+    assert not temporaries(node)
+
+
+def test_recheck_copies_anew_what_differs_and_blames_the_copy(made: Path, node: Path, stage: Any) -> None:
+    assert stage(made / "json", "--to", node)[0] == 0
+    for name in ("shard-00001.tar", "shard-00004.idx"):
+        path = folder_of(node) / name
+        data = bytearray(path.read_bytes())
+        data[100] ^= 1
+        path.write_bytes(data)
+    code, text = stage(made / "json", "--to", node)
+    assert code == 0
+    assert "0 copied" in text, "sizes are right"
+    code, text = stage(made / "json", "--to", node, "--recheck")
+    assert code == 0
+    assert text.count("the copy is broken, not the source") == 2
+    assert "2 copied" in text
+    assert staged_ids(made / "json", node) == list(range(NUM_SHARDS))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of 2 MiB; the data set has 2.9 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m,mode=0755", "none", str(folder)]
+    if not shutil.which("mount"):
+        pytest.skip("there is no mount command here, so no small disk to be filled")
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no small disk can be mounted here to be filled: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_too_small_a_disk_is_73_before_anything_is_copied_and_a_limit_stages_what_fits(
+    made: Path, small_disk: Path, stage: Any
+) -> None:
+    code, text = stage(made / "json", "--to", small_disk)
+    assert code == 73
+    assert "error: 6 shards of 2.8" in text
+    assert f"are still to be staged, {small_disk} has 2.10 MB free" in text
+    assert "nothing was copied: make room, or pass --limit_bytes" in text
+    assert staged_ids(made / "json", small_disk) == []
+    code, text = stage(made / "json", "--to", small_disk, "--limit_bytes", "1900K")
+    assert code == 0, text
+    num_staged = len(staged_ids(made / "json", small_disk))
+    assert 2 <= num_staged <= 4
+    assert f"{NUM_SHARDS - num_staged} shards of " in text
+    assert "are over --limit_bytes and will be read where they are" in text
+
+
+def test_a_disk_that_fills_up_meanwhile_is_74_and_what_is_staged_stays_valid(
+    made: Path, small_disk: Path
+) -> None:
+    process = start(made / "json", "--to", small_disk, "--limit_bytes", "1900K")
+    wait_for(lambda: staged_ids(made / "json", small_disk))
+    found = os.statvfs(small_disk)
+    (small_disk / "filler").write_bytes(bytes(found.f_bavail * found.f_frsize))
+    code, text = ended(process)
+    (small_disk / "filler").unlink()
+    assert code == 74, text
+    assert "No space left on device" in text
+    assert "are still to be staged" in text
+    assert "what is staged stays valid" in text
+    assert not temporaries(small_disk)
+    assert staged_ids(made / "json", small_disk)
+    assert ended(start(made / "json", "--to", small_disk, "--limit_bytes", "1900K", slow=False))[0] == 0
+
+
+def test_a_folder_that_cannot_be_made_is_73(made: Path, tmp_path: Path, stage: Any) -> None:
+    (tmp_path / "file").write_text("")
+    code, text = stage(made / "json", "--to", tmp_path / "file" / "node")
+    assert code == 73
+    assert "Not a directory; choose another --to" in text
+
+
+def test_tars_of_others_are_refused_as_nothing_vouches_for_their_copies(
+    made: Path, tmp_path: Path, stage: Any
+) -> None:
+    shutil.copy(made / "json" / "shard-00000.tar", tmp_path / "a.tar")
+    code, text = stage(tmp_path / "a.tar", "--to", tmp_path / "node")
+    assert code == 2
+    assert "a.tar is a tar that shardprep did not write" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--batch_size", 8], "--batch_size choose shards for ranks; add --world_size"),
+        (["--world_size", 8, "--ranks", "0"], "--world_size needs --batch_size"),
+        (["--world_size", 8, "--batch_size", 1], "needs either --ranks or --ranks_per_node"),
+        (
+            ["--world_size", 8, "--batch_size", 1, "--ranks", "7-8"],
+            "the ranks are (7, 8), expected some of 0 to 7",
+        ),
+        (["--world_size", 8, "--batch_size", 1, "--ranks", "a"], "--ranks is 'a', expected numbers such as"),
+        (["--world_size", 8, "--batch_size", 1, "--ranks_per_node", 4], "needs SLURM_NODEID"),
+        (["--limit_bytes", "much"], "--limit_bytes is 'much', expected a number of bytes"),
+    ],
+    ids=str,
+)
+def test_flags_that_cannot_work_are_2_and_say_what_would(
+    made: Path, node: Path, stage: Any, monkeypatch: pytest.MonkeyPatch, flags: list[Any], message: str
+) -> None:
+    monkeypatch.delenv("SLURM_NODEID", raising=False)
+    code, text = stage(made / "json", "--to", node, *flags)
+    assert code == 2
+    assert message in text
+    assert not node.exists()
+
+
+# Which shards
+
+
+def opened_by_ranks(
+    data: Path,
+    ranks: tuple[int, ...],
+    steps: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+    **options: Any,
+) -> set[int]:
+    """The shards whose tars the ranks' loaders open for batches of global steps [first, end)."""
+    found: set[int] = set()
+    for rank in ranks:
+        loader = load(data, rank=rank, **options)
+        loader.load_state_dict(loader.state_at(steps[0]))
+        per_step = len(loader) // loader.order.steps_per_epoch
+        num_left = (steps[1] - steps[0]) * per_step
+        with pytest.MonkeyPatch.context() as patch, loader:
+            opened = OpenedTars(patch)
+            while num_left:
+                for _ in loader:
+                    num_left -= 1
+                    if not num_left:
+                        break
+            found |= {int(path.stem[-5:]) for path in opened.paths}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [
+        ("json", {}),
+        ("json", {"shuffle": False}),
+        ("json", {"global_batch_size": 48, "seed": 3}),
+        ("json", {"seq_len": 20}),
+        ("json", {"group_by_length": 2}),
+        ("json", {"max_length": 9, "long_documents": "split"}),
+        ("packed", {"seed": 5}),
+        ("packed", {"shuffle": False, "batch_size": 1}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("steps", [(0, 1), (3, 5), (17, 40)], ids=str)
+def test_the_shards_chosen_are_exactly_those_that_the_ranks_readers_open(
+    finely: Path, node: Path, monkeypatch: pytest.MonkeyPatch, form: str, options: Any, steps: tuple[int, int]
+) -> None:
+    options = {"batch_size": 2, "world_size": 8, **options}
+    for ranks in ((0,), (4, 5), (1, 6)):
+        expected = opened_by_ranks(finely / form, ranks, steps, monkeypatch, **options)
+        choice = choose_shards(
+            (str(finely / form),),
+            node,
+            node_ranks=NodeRanks(ranks=ranks, first_step=steps[0], num_steps=steps[1] - steps[0], **options),
+            turn=Turn(),
+        )
+        assert {shard.shard_id for shard in choice.chosen} == expected
+        if ranks == (0,) and options.get("shuffle", True):
+            assert 0 < len(expected) < 60, "nothing is left out, so nothing is shown"
+
+
+class Rows(JoinedRows):
+    """Rows over shards of given sizes in tokens; with ``seq_len`` 1 a sample is a token."""
+
+    def __init__(self, sizes: list[int], seq_len: int) -> None:
+        object.__setattr__(self, "seq_len", seq_len)
+        vars(self)["first_token"] = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_the_parts_read_are_those_that_the_law_of_the_order_delivers_window_by_window(
+    data: st.DataObject,
+) -> None:
+    def draw(low: int, high: int) -> int:
+        return data.draw(st.integers(low, high))
+
+    sizes = [draw(40, 400), *data.draw(st.lists(st.integers(0, 400), max_size=8))]
+    rows, group = Rows(sizes, data.draw(st.sampled_from([1, 1, 3, 7]))), draw(1, 4)
+    if rows.num_samples < (global_batch_size := group * draw(1, 6)):
+        return
+    order = Order(
+        num_samples=rows.num_samples,
+        global_batch_size=global_batch_size,
+        block_samples=draw(1, max(1, rows.num_samples // (2 * global_batch_size))),
+        window_samples=draw(1, rows.num_samples),
+        group=group,
+        seed=draw(0, 99),
+        shuffle=group > 1 or data.draw(st.booleans()),
+    )
+    first_lane, steps = draw(0, order.num_lanes - 1), order.steps_per_epoch
+    lanes = range(first_lane, draw(first_lane + 1, order.num_lanes))
+    begin = draw(0, 2 * steps)
+    end = draw(begin + 1, 2 * steps + 2)
+    expected = np.zeros(len(sizes), np.int64)
+    for epoch in range(begin // steps, -(-end // steps)):
+        first = max(begin - epoch * steps, 0)
+        for start, stop in order.windows(first):
+            if start >= end - epoch * steps:
+                break
+            samples = order.samples_of(epoch, lanes, start, stop, lambda found: found % 7)
+            begins = order.offset(epoch, rows.offsets) + samples.reshape(-1, 1) * rows.seq_len
+            tokens = begins + np.arange(rows.seq_len)
+            edges = rows.first_token
+            np.add.at(expected, np.searchsorted(edges, tokens.reshape(-1) % rows.offsets, "right") - 1, 1)
+    found = parts_read(order, rows, lanes, begin, end)
+    assert (found * sizes).round().astype(int).tolist() == expected.tolist()
+
+
+def test_the_command_takes_the_ranks_of_its_node_from_slurm(
+    finely: Path, node: Path, stage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_NODEID", "3")
+    flags = ["--world_size", 8, "--ranks_per_node", 2, "--batch_size", 2, "--seed", 9, "--num_steps", 1]
+    assert stage(finely / "json", "--to", node, *flags)[0] == 0
+    expected, others = (
+        choose_shards(
+            (str(finely / "json"),),
+            node,
+            node_ranks=NodeRanks(world_size=8, ranks=ranks, batch_size=2, seed=9, num_steps=1),
+            turn=Turn(),
+        ).chosen
+        for ranks in ((6, 7), (0, 1))
+    )
+    staged = {path.name for path in folder_of(node).glob("*.tar")}
+    assert staged == {f"shard-{shard.shard_id:05d}.tar" for shard in expected}
+    assert staged != {f"shard-{shard.shard_id:05d}.tar" for shard in others}
+
+
+def test_the_command_says_how_many_shards_the_ranks_read(made: Path, node: Path, stage: Any) -> None:
+    order = ["--world_size", 8, "--batch_size", 2, "--no-shuffle", "--num_epochs", 1]
+    code, text = stage(made / "json", "--to", node, *order, "--ranks", "4-7")
+    assert code == 0
+    assert "6 of 6 shards, 2.8" in text
+    assert "are read by 4 of 8 ranks from step 0, 1 epoch(s)" in text
+    code, text = stage(made / "packed", "--to", node, *order[:4], "--ranks", "0-7")
+    assert code == 0
+    assert "all of them, as shuffled ranks read blocks of every shard" in text
+
+
+def test_a_limit_keeps_the_shards_that_the_ranks_read_most_of(finely: Path, node: Path) -> None:
+    ranks = NodeRanks(world_size=8, ranks=(0,), batch_size=2, num_steps=1)
+    data = (str(finely / "json"),)
+    _, parts = shards_to_stage._parts_of_ranks(data, (), ranks)
+    every = choose_shards(data, node, node_ranks=ranks, turn=Turn())
+    limit_bytes = every.read_bytes // 2
+    some = choose_shards(data, node, node_ranks=ranks, limit_bytes=limit_bytes, turn=Turn())
+    kept = {shard.shard_id for shard in some.chosen}
+    left = {shard.shard_id for shard in every.chosen} - kept
+    assert len(kept) > 5
+    assert len(left) > 5
+    assert min(parts[list(kept)]) >= max(parts[list(left)]) > 0
+    assert max(parts[list(kept)]) > max(parts[list(left)])
+    assert limit_bytes * 0.9 < sum(shard.num_bytes for shard in some.chosen) <= limit_bytes
+    assert choose_shards(data, node, limit_bytes=10, turn=Turn()).chosen == []
+
+
+def test_processes_begin_at_different_places_of_the_list(made: Path, node: Path) -> None:
+    def first(turn: Turn) -> int:
+        return choose_shards((str(made / "json"),), node, turn=turn).chosen[0].shard_id
+
+    assert [first(Turn(number=n, count=3)) for n in range(3)] == [0, 2, 4]
+    tasks = [
+        {
+            "SLURM_LOCALID": str(local),
+            "SLURM_NODEID": str(node_id),
+            "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_NTASKS": "6",
+        }
+        for local in range(3)
+        for node_id in range(2)
+    ]
+    assert [turn_of(task) for task in tasks] == [Turn(number=n, count=6) for n in range(6)]
+    assert turn_of({}) == turn_of({})
+    assert turn_of({}).count > 1000
+
+
+# The loader
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [("json", {}), ("json", {"seq_len": 20}), ("json", {"group_by_length": True}), ("packed", {"seed": 3})],
+    ids=str,
+)
+@pytest.mark.parametrize("part", ["all", "some"])
+def test_batches_and_state_are_the_same_from_either_place(
+    made: Path, node: Path, stage: Any, form: str, options: Any, num_workers: int, part: str
+) -> None:
+    shards = made / form if part == "all" else f"{made / form}/shard-0000[0-2].tar"
+    assert stage(shards, "--to", node)[0] == 0
+    plain = load(made / form, num_workers=num_workers, **options)
+    staged = load(made / form, num_workers=num_workers, staged_dir=node, **options)
+    assert staged.state_at(7) == plain.state_at(7)
+    assert epoch(staged) == epoch(plain)
+    assert staged.state_dict() == plain.state_dict()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_staged_shards_are_read_from_the_copies_and_only_the_others_from_the_data_set(
+    copied: Path, node: Path, stage: Any, num_workers: int
+) -> None:
+    """What is staged no longer has a tar elsewhere, so only its copy can be what is read."""
+    whole = epoch(load(copied))
+    assert stage(f"{copied}/shard-0000[0-3].tar", "--to", node)[0] == 0
+    for shard_id in range(4):
+        path = copied / f"shard-{shard_id:05d}.tar"
+        path.write_bytes(bytes(path.stat().st_size))
+    assert epoch(load(copied, staged_dir=node, num_workers=num_workers)) == whole
+
+
+def test_a_staged_folder_that_is_filled_while_training_is_used_from_then_on(
+    made: Path, node: Path, stage: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = epoch(load(made / "json"))
+    with load(made / "json", staged_dir=node) as loader:
+        assert "holds no copies of" in caplog.text
+        assert "To stage: python -m loader stage" in caplog.text
+        assert caplog.text.count("WARNING") == 1
+        assert stage(made / "json", "--to", node)[0] == 0
+        opened = OpenedTars(monkeypatch)
+        assert [{name: value.tolist() for name, value in batch.items()} for batch in loader] == whole
+    assert opened.folders == {folder_of(node)}
+
+
+@pytest.mark.parametrize(
+    ("how", "suffix"),
+    # a tar of the right size is told by its hash alone; see --recheck
+    [("short", "tar"), ("short", "idx"), ("gone", "tar"), ("gone", "idx"), ("of another plan", "idx")],
+)
+def test_a_copy_that_is_not_whole_is_not_used_and_said_once(
+    made: Path,
+    node: Path,
+    stage: Any,
+    suffix: str,
+    how: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = epoch(load(made / "json"))
+    assert stage(made / "json", "--to", node)[0] == 0
+    for shard_id in (2, 3):
+        path = folder_of(node) / f"shard-{shard_id:05d}.{suffix}"
+        if how == "short":
+            path.write_bytes(path.read_bytes()[:-512])
+        elif how == "gone":
+            path.unlink()
+        else:
+            path.write_bytes(b"\0" * path.stat().st_size)
+    opened = OpenedTars(monkeypatch)
+    assert epoch(load(made / "json", staged_dir=node)) == whole
+    assert {path.name for path in opened.paths if path.parent == made / "json"} >= {
+        "shard-00002.tar",
+        "shard-00003.tar",
+    }
+    assert caplog.text.count("a staged copy fails") == (0 if how == "gone" and suffix == "tar" else 1)
+
+
+@pytest.mark.parametrize("suffix", ["tar", "idx"])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, "short"])
+def test_copies_whose_disk_fails_are_left_with_one_warning_and_without_waiting(
+    made: Path,
+    node: Path,
+    stage: Any,
+    code: int | str,
+    suffix: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = epoch(load(made / "json"))
+    assert stage(made / "json", "--to", node)[0] == 0
+    real, num_failed = os.preadv, []
+    folder = str(folder_of(node))
+
+    def failing(handle: int, buffers: Any, offset: int) -> int:
+        path = str(Path(f"/proc/self/fd/{handle}").readlink())
+        if path.startswith(folder) and path.endswith(suffix):
+            num_failed.append(handle)
+            if isinstance(code, int):
+                raise OSError(code, os.strerror(code))
+            return 0
+        return real(handle, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waited"))
+    assert epoch(load(made / "json", staged_dir=node)) == whole
+    assert 0 < len(num_failed) <= NUM_SHARDS
+    assert caplog.text.count("a staged copy fails") == 1
+    assert f"no copy in {folder} is opened any more" in caplog.text
+
+
+def test_copies_removed_while_they_are_read_change_nothing(made: Path, node: Path, stage: Any) -> None:
+    whole = epoch(load(made / "json"))
+    assert stage(made / "json", "--to", node)[0] == 0
+    with load(made / "json", staged_dir=node) as loader:
+        batches = iter(loader)
+        found = [next(batches)]
+        shutil.rmtree(node)
+        found += batches
+    assert [{name: value.tolist() for name, value in batch.items()} for batch in found] == whole
+
+
+def test_data_sets_staged_to_one_folder_keep_apart(made: Path, node: Path, stage: Any) -> None:
+    for form in FORMS:
+        assert stage(made / form, "--to", node)[0] == 0
+    assert len(list(node.iterdir())) == 2
+    for form in FORMS:
+        assert epoch(load(made / form, staged_dir=node)) == epoch(load(made / form))
+
+
+# Errors of the file systems, injected
+
+
+INJECTED = [
+    *("open", "stat", "fstat", "readv", "write", "close", "scandir", "statvfs"),
+    *("mkdir", "rename", "fsync", "unlink", "posix_fadvise"),
+]
+CODES = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.ESTALE, errno.EMFILE)
+
+
+class Injected:
+    """One of os's functions that fails at its n-th call under some folders, or at each; closing closes."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, name: str, folders: list[Path], *, code: int, at: int | None
+    ) -> None:
+        self.name, self.folders, self.code, self.at = name, list(map(str, folders)), code, at
+        self.num_calls = 0
+        self.real = getattr(os, name)
+        monkeypatch.setattr(os, name, self)
+
+    def __call__(self, path: Any, *args: Any, **named: Any) -> Any:
+        shown = str(Path(f"/proc/self/fd/{path}").readlink()) if isinstance(path, int) else str(path)
+        fails = shown.startswith(tuple(self.folders)) and self.at in (None, self.num_calls)
+        self.num_calls += shown.startswith(tuple(self.folders))
+        if not fails:
+            return self.real(path, *args, **named)
+        if self.name == "close":
+            self.real(path)
+        raise OSError(self.code, os.strerror(self.code), None if isinstance(path, int) else path)
+
+
+@pytest.mark.parametrize("name", INJECTED)
+@pytest.mark.parametrize("side", ["source", "node"])
+def test_whatever_call_fails_staging_ends_with_right_copies_or_an_error_that_names_a_file(
+    made: Path, node: Path, stage: Any, monkeypatch: pytest.MonkeyPatch, name: str, side: str
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    folder = made / "json" if side == "source" else node
+    shards = f"{made}/json/shard-0000[0-1].tar"
+
+    def staged(code: int, at: int | None) -> int:
+        shutil.rmtree(node, ignore_errors=True)
+        with monkeypatch.context() as patch:
+            injected = Injected(patch, name, [folder], code=code, at=at)
+            ended, text = stage(shards, "--to", node, "--recheck")
+        assert ended in (0, 65, 66, 73, 74, 78)
+        assert ended == 0 or ("error: " in text and str(made.parent.parent) in text), text
+        found = staged_ids(made / "json", node)
+        assert ended != 0 or found == [0, 1]
+        return injected.num_calls
+
+    num_calls = staged(errno.EIO, -1)
+    cases = sorted({0, 1, num_calls // 2, num_calls - 1} & set(range(num_calls)))
+    for at in [*cases, *([None] if num_calls else [])]:
+        for code in CODES:
+            staged(code, at)
+
+
+@pytest.mark.parametrize("name", ["open", "stat", "lstat", "fstat", "preadv", "close"])
+def test_whatever_call_fails_on_the_disk_of_copies_the_batches_are_the_same(
+    made: Path, node: Path, stage: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    whole = epoch(load(made / "json"))
+    assert stage(made / "json", "--to", node)[0] == 0
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waited"))
+    for code in CODES:
+        with monkeypatch.context() as patch:
+            Injected(patch, name, [node], code=code, at=None)
+            assert epoch(load(made / "json", staged_dir=node)) == whole, os.strerror(code)

@@ -1,0 +1,598 @@
+"""What other loaders were seen to do wrong, done by them and by this one."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gc
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import tracemalloc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+import webdataset
+from tokenizers import Tokenizer, models
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
+
+from loader import CausalLMCollator, TokenLoader, get_llama3_dataloader
+from shardprep.errors import BrokenShard, UsageError
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+ROOT = Path(__file__).parents[2]
+VOCAB_SIZE = 1000
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    vocab = {f"w{number}": number for number in range(VOCAB_SIZE)}
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(vocab, "w0")), pad_token="w998", eos_token="w999"
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+def write_tars(folder: Path, num_samples: int, num_shards: int) -> list[str]:
+    """Tars by webdataset, sample n the ids [n]."""
+    paths = []
+    for shard, numbers in enumerate(np.array_split(np.arange(num_samples), num_shards)):
+        paths.append(str(folder / f"part-{shard:03d}.tar"))
+        with webdataset.TarWriter(paths[-1]) as writer:
+            for number in numbers.tolist():
+                writer.write({"__key__": f"s{number}", "token_ids.json": [number]})
+    return paths
+
+
+def write_long_documents(path: Path, num_documents: int, num_tokens: int) -> int:
+    """Documents of random ids as .npy; the bytes of all ids."""
+    rng = np.random.default_rng(0)
+    with webdataset.TarWriter(str(path)) as writer:
+        for number in range(num_documents):
+            ids = rng.integers(0, 900, num_tokens, np.int32)
+            writer.write({"__key__": f"d{number}", "token_ids.npy": ids})
+    return 4 * num_documents * num_tokens
+
+
+def load(shards: Any, batch_size: int, model: str, **options: Any) -> TokenLoader:
+    return get_llama3_dataloader(shards, batch_size, model, **{"num_workers": 0, **options})
+
+
+def numbers(batches: Any) -> list[int]:
+    """The samples of some batches of ``write_tars``, in order."""
+    return [int(ids[0]) for batch in batches for ids in batch["input_ids"]]
+
+
+def theirs(samples: Any) -> list[int]:
+    """The samples of ``write_tars`` that a webdataset pipeline gives."""
+    return [int(sample["__key__"][1:]) for sample in samples]
+
+
+def set_rank(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+
+
+class NumberedSamples(IterableDataset[Any]):
+    """Samples 0 to n - 1 shared out among workers, as most data sets do it."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        return iter(range(worker.id, self.num_samples, worker.num_workers))
+
+
+def test_50_samples_in_batches_of_8_by_8_workers_are_the_6_batches_that_len_says(
+    tmp_path: Path, model: str
+) -> None:
+    naive = DataLoader(NumberedSamples(50), batch_size=8, drop_last=True, num_workers=8)
+    assert (len(naive), len(list(naive))) == (6, 0)
+    write_tars(tmp_path, 50, 2)
+    with load(tmp_path, 8, model, num_workers=8) as loader:
+        assert loader.num_workers == 8
+        found = list(loader)
+        assert len(found) == len(loader) == 6
+        assert len(set(numbers(found))) == 48
+
+
+def test_one_shard_is_enough_for_4_ranks_of_4_workers(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = write_tars(tmp_path, 66, 1)
+    set_rank(monkeypatch, 1, 4)
+    with pytest.raises(ValueError, match="explicit nodesplitter"):
+        list(webdataset.WebDataset(paths, shardshuffle=False))
+    split = {"shardshuffle": False, "nodesplitter": webdataset.split_by_node, "empty_check": False}
+    assert theirs(webdataset.WebDataset(paths, **split)) == []
+    found = []
+    for rank in range(4):
+        set_rank(monkeypatch, rank, 4)
+        with load(tmp_path, 4, model, num_workers=4) as loader:
+            assert loader.num_workers == 4
+            batches = list(loader)
+            assert len(batches) == len(loader) == 4
+            found += numbers(batches)
+    assert len(found) == len(set(found)) == 64
+
+
+def test_ranks_get_equally_many_batches_where_samples_and_shards_do_not_divide(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = write_tars(tmp_path, 107, 5)
+    naive, ours = set(), set()
+    for rank in range(4):
+        set_rank(monkeypatch, rank, 4)
+        split = webdataset.WebDataset(paths, shardshuffle=False, nodesplitter=webdataset.split_by_node)
+        naive.add(len(list(split.batched(2))))
+        with load(tmp_path, 2, model) as loader:
+            ours.add(len(list(loader)))
+    assert ours == {107 // 8}
+    assert len(naive) > 1
+
+
+def test_within_20_epochs_a_rank_sees_every_shard(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """webdataset splits shards among ranks before it shuffles them, so a rank has always the same ones."""
+    paths = write_tars(tmp_path, 160, 40)
+    set_rank(monkeypatch, 0, 4)
+    split = webdataset.WebDataset(paths, shardshuffle=40, nodesplitter=webdataset.split_by_node)
+    assert len({number // 4 for _ in range(20) for number in theirs(split)}) == 10
+    with load(tmp_path, 4, model) as loader:
+        epochs = [numbers(loader) for _ in range(20)]
+    assert {number // 4 for epoch in epochs for number in epoch} == set(range(40))
+    assert len({tuple(epoch) for epoch in epochs}) == 20
+
+
+def test_an_epoch_gives_each_sample_once_where_resampling_repeats_some_and_loses_others(
+    tmp_path: Path, model: str
+) -> None:
+    paths = write_tars(tmp_path, 80, 40)
+    resampled = webdataset.WebDataset(paths, resampled=True, shardshuffle=False).with_epoch(80)
+    assert len(set(theirs(resampled))) < len(theirs(resampled)) == 80
+    with load(tmp_path, 8, model) as loader:
+        for _ in range(2):
+            assert sorted(numbers(loader)) == list(range(80))
+
+
+class ShuffledSamples(IterableDataset[Any]):
+    """Counts its epochs, as most data sets do it."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        order = np.random.default_rng(self.epoch).permutation(64)
+        self.epoch += 1
+        return iter(order.tolist())
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_workers_know_the_epoch_that_they_count_and_the_one_that_is_set(
+    tmp_path: Path, model: str, persistent: bool
+) -> None:
+    dataset = ShuffledSamples()
+    naive = DataLoader(dataset, batch_size=None, num_workers=1, persistent_workers=persistent)
+    if persistent:  # what the parent sets stays in the parent
+        again = []
+        for _ in range(2):
+            dataset.epoch = 0
+            again.append(list(naive))
+        assert again[0] != again[1]
+    else:  # what a worker counts is lost with it
+        assert list(naive) == list(naive)
+    del naive
+    write_tars(tmp_path, 64, 3)
+    with load(tmp_path, 8, model, num_workers=2, persistent_workers=persistent) as loader:
+        counted = [numbers(loader) for _ in range(3)]
+        assert len({tuple(epoch) for epoch in counted}) == 3
+        for number in (0, 2, 0):
+            loader.set_epoch(number)
+            assert numbers(loader) == counted[number]
+
+
+def test_ranks_that_pass_one_data_parallel_rank_get_equal_batches(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of one tensor-parallel group must: here pairs, of 4 processes."""
+    write_tars(tmp_path, 64, 3)
+    naive, found = [], []
+    for rank in range(4):
+        set_rank(monkeypatch, rank, 4)
+        with load(tmp_path, 4, model) as loader:
+            naive.append(numbers(loader))
+        with load(tmp_path, 4, model, rank=rank // 2, world_size=2) as loader:
+            found.append(numbers(loader))
+    assert naive[0] != naive[1]
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    assert sorted(found[0] + found[2]) == list(range(64))
+
+
+def test_what_makes_a_loader_of_its_own_from_the_dataset_is_refused(tmp_path: Path, model: str) -> None:
+    """As accelerate's prepare and skip_first_batches do, which would take runs of batches for samples."""
+    write_tars(tmp_path, 64, 3)
+    with load(tmp_path, 4, model) as loader:
+        another = DataLoader(
+            loader.dataset,
+            batch_size=loader.batch_size,
+            drop_last=loader.drop_last,
+            collate_fn=loader.collate_fn,
+            num_workers=1,
+        )
+        batches = iter(another)
+        with pytest.raises(UsageError, match="iterate the TokenLoader itself"):
+            next(batches)
+        batches._shutdown_workers()
+        assert len(numbers(loader)) == 64
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_tuple_that_collate_fn_returns_stays_a_tuple(tmp_path: Path, model: str, workers: int) -> None:
+    naive = DataLoader([(1, 2)], batch_size=None)
+    assert next(iter(naive)) == [1, 2]
+    write_tars(tmp_path, 64, 3)
+    options: dict[str, Any] = {"collate_fn": lambda rows: tuple(row["input_ids"] for row in rows)}
+    with load(tmp_path, 4, model, num_workers=workers, **options) as loader:
+        assert {(type(batch), len(batch)) for batch in loader} == {(tuple, 4)}
+
+
+def test_a_rank_with_workers_reads_little_more_than_it_delivers(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where each worker takes every n-th batch instead of lanes of its own, all read everything."""
+    num_bytes = write_long_documents(tmp_path / "a.tar", 256, 8192)
+    real, read_bytes = os.preadv, multiprocessing.Value("q", 0)
+
+    def counting(*args: Any) -> int:
+        count = real(*args)
+        with read_bytes.get_lock():
+            read_bytes.value += count
+        return count
+
+    monkeypatch.setattr(os, "preadv", counting)
+    for rank in range(4):
+        read_bytes.value = 0
+        options = {"rank": rank, "world_size": 4, "num_workers": 2, "persistent_workers": False}
+        with load(tmp_path, 4, model, **options) as loader:
+            delivered = sum(4 * batch["input_ids"].numel() for batch in loader)
+        assert delivered == num_bytes // 4
+        assert delivered <= read_bytes.value <= 1.1 * delivered
+
+
+def test_no_file_is_locked_while_shards_are_made_and_read(
+    prep: Prep, sample_dir: Path, tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """flock hangs, fails or holds on one node only, as a parallel file system is mounted."""
+
+    def refuse(*args: Any) -> None:
+        raise OSError(errno.ENOLCK, "no locks here")
+
+    def without_locks(fd: int, command: int, *args: Any) -> Any:
+        return refuse() if command in {fcntl.F_SETLK, fcntl.F_SETLKW} else real(fd, command, *args)
+
+    real = fcntl.fcntl
+    monkeypatch.setattr(fcntl, "fcntl", without_locks)
+    for module, name in ((fcntl, "flock"), (fcntl, "lockf"), (os, "lockf")):
+        monkeypatch.setattr(module, name, refuse)
+    with pytest.raises(OSError, match="no locks"):
+        fcntl.flock(0, fcntl.LOCK_EX)
+    prep.plan(sample_dir, tmp_path / "data", num_shards=2)
+    prep.make(tmp_path / "data")
+    with get_llama3_dataloader(tmp_path / "data", 8, num_workers=2) as loader:
+        assert len(list(loader)) == len(loader)
+
+
+def alive() -> set[Any]:
+    return set(multiprocessing.active_children())
+
+
+def test_an_iterator_in_a_reference_cycle_keeps_no_worker_alive_once_the_loader_is_closed(
+    tmp_path: Path, model: str
+) -> None:
+    write_tars(tmp_path, 64, 3)
+    gc.collect()
+    before = alive()
+    gc.disable()
+    try:
+        naive: list[Any] = [iter(DataLoader(NumberedSamples(50), num_workers=2))]
+        naive.append(naive)
+        kept = weakref.ref(naive[0])
+        del naive
+        assert len(alive() - before) == 2  # until the collector comes by
+        kept()._shutdown_workers()
+        assert not alive() - before
+        loader = load(tmp_path, 8, model, num_workers=2)
+        cycle: list[Any] = [iter(loader), loader]
+        cycle.append(cycle)
+        next(cycle[0])
+        assert len(alive() - before) == 2
+        loader.close()
+        assert not alive() - before
+        del cycle, loader
+        dropped = load(tmp_path, 8, model, num_workers=2)
+        next(iter(dropped))
+        assert len(alive() - before) == 2
+        del dropped  # without a cycle it needs neither close() nor the collector
+        assert not alive() - before
+    finally:
+        gc.enable()
+        gc.collect()
+
+
+def test_after_an_error_in_a_worker_none_is_left_and_the_loader_can_be_iterated_again(
+    tmp_path: Path, model: str
+) -> None:
+    paths = write_tars(tmp_path, 64, 3)
+    before = alive()
+    with load(tmp_path, 8, model, num_workers=2) as loader:
+        whole = Path(paths[1]).read_bytes()
+        Path(paths[1]).write_bytes(whole[:-512])
+        with pytest.raises(BrokenShard, match=r"part-001\.tar has \d+ of \d+ bytes"):
+            list(loader)
+        assert not alive() - before
+        Path(paths[1]).write_bytes(whole)
+        assert sorted(numbers(loader)) == list(range(64))
+    assert not alive() - before
+
+
+INTERRUPTED = """
+import os, signal, sys, time
+from loader import get_llama3_dataloader
+from loader.token_loader import TokenLoader
+
+def interrupt():  # as a terminal does
+    os.killpg(0, signal.SIGINT)
+    time.sleep(60)
+
+fetch = TokenLoader._next_runs
+loader = get_llama3_dataloader(sys.argv[1], 8, model_id=sys.argv[2], num_workers=2)
+for where in ("loop", "loader", "idle"):
+    if where == "loader":
+        TokenLoader._next_runs = lambda self: (fetch(self), interrupt())
+    try:
+        for number, batch in enumerate(loader):
+            if where == "loop" and number == 2:
+                interrupt()
+    except KeyboardInterrupt:
+        print("interrupted", where, flush=True)
+    if where == "idle":
+        for worker in loader._stream._workers:
+            worker.kill()
+            worker.join()
+    TokenLoader._next_runs = fetch
+    time.sleep(1)  # workers that end of it have ended
+    found = sorted(int(ids[0]) for batch in loader for ids in batch["input_ids"])
+    assert found == list(range(640)), len(found)
+print("all came again", flush=True)
+"""
+
+
+def test_after_ctrl_c_or_the_death_of_idle_workers_the_next_loop_has_workers_anew(
+    tmp_path: Path, model: str
+) -> None:
+    write_tars(tmp_path, 640, 3)
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, tmp_path, model],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        start_new_session=True,
+    )
+    assert done.stdout.splitlines() == ["interrupted loop", "interrupted loader", "all came again"], (
+        done.stderr
+    )
+
+
+class MarkedBatches(CausalLMCollator):
+    def torch_call(self, examples: list[Any]) -> Any:
+        return {**super().torch_call(examples), "marked": len(examples)}
+
+
+def test_a_collator_that_inherits_from_ours_is_called(tmp_path: Path, model: str) -> None:
+    write_tars(tmp_path, 64, 3)
+    with load(tmp_path, 4, model) as plain:
+        expected = list(plain)
+        collator = MarkedBatches(plain.tokenizer)
+    with load(tmp_path, 4, model, collate_fn=collator) as loader:
+        found = list(loader)
+    assert [batch["marked"] for batch in found] == [4] * 16
+    assert numbers(found) == numbers(expected)
+
+
+def test_the_loaders_tokenizer_names_the_pad_token_that_batches_have(tmp_path: Path) -> None:
+    vocab = {**{f"w{number}": number for number in range(99)}, "<|finetune_right_pad_id|>": 99}
+    own = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocab, "w0")), eos_token="w98")
+    own.add_special_tokens({"additional_special_tokens": ["<|finetune_right_pad_id|>"]})
+    own.save_pretrained(tmp_path / "model")
+    with webdataset.TarWriter(str(tmp_path / "a.tar")) as writer:
+        for number in range(2):
+            writer.write({"__key__": f"s{number}", "token_ids.json": [1] * (1 + number)})
+    with load(tmp_path / "a.tar", 2, str(tmp_path / "model"), shuffle=False) as loader:
+        assert loader.tokenizer.pad_token == "<|finetune_right_pad_id|>"
+        assert loader.tokenizer.pad_token_id == 99
+        assert next(iter(loader))["input_ids"].tolist() == [[1, 99], [1, 1]]
+        assert len(loader.tokenizer) == len(own)
+
+
+def test_a_loader_given_as_a_data_set_says_what_to_write(tmp_path: Path, model: str) -> None:
+    write_tars(tmp_path, 64, 3)
+    with load(tmp_path, 4, model) as loader:
+        batches = iter(DataLoader(loader, batch_size=4, sampler=range(8)))
+        with pytest.raises(
+            UsageError, match=r"no data set .*def get_train_dataloader\(self\): return loader"
+        ):
+            next(batches)
+
+
+def test_a_loader_remade_with_a_sampler_as_lightning_does_it_says_what_to_write(
+    tmp_path: Path, model: str
+) -> None:
+    """For overfit_batches and predict, from the loader's public attributes."""
+    write_tars(tmp_path, 64, 3)
+    with load(tmp_path, 4, model) as loader:
+        names = ("runs", "step_batches", "tokenizer", "process_rank", "fingerprint", "pin_memory")
+        shown = {name: vars(loader)[name] for name in names}
+        assert type(loader)(**shown).order == loader.order
+        with pytest.raises(UsageError, match=r"takes no sampler, .* predict dataloaders=\(batch for batch"):
+            type(loader)(**shown, sampler=None)
+
+
+def test_ten_epochs_keep_no_more_objects_than_two(tmp_path: Path, model: str) -> None:
+    """Tensors, and what Python and numpy allocated. benchmarks/loader_footprint.py measures processes."""
+    write_long_documents(tmp_path / "a.tar", 64, 32768)
+    used = {}
+    tracemalloc.start()
+    try:
+        with load(tmp_path, 8, model) as loader:
+            for epoch in range(1, 11):
+                for batch in loader:
+                    assert sum(tensor.nbytes for tensor in batch.values()) == 6 << 20
+                if epoch in {2, 10}:
+                    gc.collect()
+                    num_tensors = sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
+                    used[epoch] = (num_tensors, tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert used[10][0] <= used[2][0]
+    assert used[10][1] - used[2][1] < 64 << 10, "less than one document of each epoch"
+
+
+def children_of(process: int) -> list[int]:
+    stats = [path.read_text() for path in Path("/proc").glob("[0-9]*/stat") if path.exists()]
+    return [int(stat.split()[0]) for stat in stats if int(stat.rpartition(")")[2].split()[1]) == process]
+
+
+TRAIN = """
+import sys, time
+from loader import get_llama3_dataloader
+batches = iter(get_llama3_dataloader(sys.argv[1], 8, model_id=sys.argv[2], num_workers=2))
+next(batches)
+print("started", flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder for temporary files with a path short enough for sockets in it; pytest's may be too long."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_a_killed_run_leaves_no_worker_no_shared_memory_and_no_file_and_the_next_one_starts(
+    tmp_path: Path, short_folder: Path, model: str
+) -> None:
+    write_long_documents(tmp_path / "a.tar", 64, 32768)
+    run = subprocess.Popen(
+        [sys.executable, "-c", TRAIN, tmp_path, model],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(short_folder)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert run.stdout is not None
+    assert run.stdout.readline() == "started\n"
+    workers = children_of(run.pid)
+    assert len(workers) == 2
+    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in (run.pid, *workers))
+    shared = set(re.findall(r"/dev/shm/\S+", maps))
+    assert any(name.startswith("/dev/shm/torch_") for name in shared)
+    run.kill()
+    run.communicate()
+    limit = time.monotonic() + 30  # torch's workers look every 5 s whether their parent lives
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < limit
+        time.sleep(0.1)
+    assert not {name for name in shared if Path(name).exists()}
+    assert not list(short_folder.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["a.tar"]
+    with load(tmp_path, 8, model, num_workers=2) as loader:
+        assert len(list(loader)) == 8
+
+
+@pytest.mark.parametrize("length", [75, 76])
+def test_a_temporary_folder_too_long_for_a_workers_socket_is_refused_where_torch_would_hang(
+    tmp_path: Path, short_folder: Path, model: str, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    write_tars(tmp_path, 64, 2)
+    folder = short_folder / ("x" * (length - 1 - len(str(short_folder))))
+    folder.mkdir()
+    listen = "from multiprocessing.connection import Listener; Listener(family='AF_UNIX')"
+    environ = {**os.environ, "TMPDIR": str(folder)}
+    done = subprocess.run(
+        [sys.executable, "-c", listen], env=environ, capture_output=True, text=True, check=False
+    )
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    if length == 75:
+        assert done.returncode == 0
+        assert sorted(numbers(load(tmp_path, 8, model, num_workers=2))) == list(range(64))
+    else:
+        assert "AF_UNIX path too long" in done.stderr
+        with pytest.raises(UsageError, match=r"path of 76 bytes, .* one of 75 at most; set TMPDIR"):
+            load(tmp_path, 8, model, num_workers=2)
+        assert sorted(numbers(load(tmp_path, 8, model))) == list(range(64))
+
+
+def test_webdataset_reads_our_shards_as_the_documentation_says(
+    prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though names of inputs have dots, of which webdataset takes the first for the end of a key."""
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    lines = {name: [f"{name} {number}" for number in range(20)] for name in ("part-0.8_1", "part-0.8_2")}
+    for name, texts in lines.items():
+        (raw / f"{name}.txt").write_text("\n".join(texts) + "\n", encoding="utf-8")
+    prep.plan(raw, tmp_path / "DATA", num_shards=2)
+    prep.make(tmp_path / "DATA")
+    page = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
+    code = next(
+        block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "webdataset" in block
+    )
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, Any] = {}
+    exec(code.replace("00099", "00001"), scope)
+    found = list(scope["samples"])
+    assert [sample["text.txt"] for sample in found] == [text for texts in lines.values() for text in texts]
+    with load(tmp_path / "DATA", 1, str(prep.model_dir), shuffle=False) as loader:
+        assert [sample["token_ids.json"] for sample in found] == [
+            batch["input_ids"][0].tolist() for batch in loader
+        ]
+
+
+def test_what_scripts_for_webdataset_were_seen_to_say_does_not_work(tmp_path: Path, model: str) -> None:
+    """Why the first script's pipeline is not the one in the documentation."""
+    paths = write_tars(tmp_path, 8, 1)
+    with pytest.raises(TypeError, match="shardselection"):
+        webdataset.WebDataset(paths, shardselection="all")
+    with pytest.raises(ValueError, match="imagespec"):
+        list(webdataset.WebDataset(paths, shardshuffle=False).decode("json"))
+    mapped = webdataset.WebDataset(paths, shardshuffle=False).decode()
+    samples = list(mapped.map(lambda sample: {"input_ids": sample["token_ids.json"]}))
+    assert "__key__" in samples[0]
+    with load(tmp_path, 8, model) as loader:
+        original = DataCollatorForLanguageModeling(loader.tokenizer, mlm=False)
+        with pytest.raises(ValueError, match="Unable to create tensor"):
+            original(samples)
+        with load(tmp_path, 8, model, collate_fn=original) as other:
+            assert numbers(other) == numbers(loader)

@@ -1,0 +1,266 @@
+"""The law of the order, by its promises."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loader.order import Order, choose_windows, hash_array, hash_ints, permute, share
+from shardprep.errors import UsageError
+
+HASH_OF_0 = 7960286522194355700
+HASH_OF_1_2_3 = 9561316468229751942
+HASHES_UNDER_5 = [7134611160154358618, 7958955049054603978]
+PERMUTED_6 = [1, 5, 3, 2, 4, 0]
+BATCHES = [[15, 29, 34, 44], [9, 39, 46, 35]]
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> Order:
+    global_batch = draw(st.integers(1, 48))
+    num_samples = draw(st.integers(global_batch, 4000))
+    return Order(
+        num_samples=num_samples,
+        global_batch_size=global_batch,
+        block_samples=draw(st.integers(1, max(1, num_samples // (2 * global_batch)))),
+        window_samples=draw(st.integers(1, 2 * num_samples)),
+        seed=draw(st.integers(-(2**63), 2**63)),
+        shuffle=draw(st.booleans()),
+    )
+
+
+def delivered(order: Order, epoch: int, lanes: range, first_step: int = 0) -> np.ndarray:
+    """What lanes deliver from a step to the end of an epoch: int64[lanes, steps]."""
+    parts = []
+    for start, end in order.windows(first_step):
+        parts.append(order.samples_of(epoch, lanes, start, end)[:, max(first_step - start, 0) :])
+    return np.concatenate(parts, axis=1) if parts else np.empty((len(lanes), 0), np.int64)
+
+
+@settings(max_examples=150, deadline=None)
+@given(orders(), st.integers(0, 2**40))
+def test_an_epoch_gives_each_sample_once_but_the_counted_remainder(order: Order, epoch: int) -> None:
+    samples = delivered(order, epoch, range(order.global_batch_size))
+    assert samples.shape == (order.global_batch_size, order.steps_per_epoch)
+    assert len(np.unique(samples)) == samples.size == order.num_samples - order.num_left_out
+    assert 0 <= samples.min() <= samples.max() < order.num_samples
+    assert 0 <= order.num_left_out < order.global_batch_size
+
+
+@settings(max_examples=150, deadline=None)
+@given(orders(), st.integers(0, 99), st.data())
+def test_ranks_and_workers_only_share_the_lanes_of_a_global_batch_out(
+    order: Order, epoch: int, data: st.DataObject
+) -> None:
+    size = order.global_batch_size
+    world = data.draw(st.sampled_from([w for w in range(1, size + 1) if size % w == 0]))
+    workers = data.draw(st.integers(1, size // world))
+    whole = delivered(order, epoch, range(size))
+    parts = []
+    for rank in range(world):
+        lanes = share(range(size), rank, world)
+        assert len(lanes) == size // world
+        parts += [delivered(order, epoch, share(lanes, number, workers)) for number in range(workers)]
+    assert np.array_equal(np.concatenate(parts), whole)
+
+
+@settings(max_examples=100, deadline=None)
+@given(orders(), st.integers(0, 99), st.data())
+def test_starting_at_any_step_gives_the_rest_of_the_unbroken_epoch(
+    order: Order, epoch: int, data: st.DataObject
+) -> None:
+    step = data.draw(st.integers(0, order.steps_per_epoch - 1))
+    lanes = range(order.global_batch_size)
+    whole = delivered(order, epoch, lanes)
+    assert np.array_equal(delivered(order, epoch, lanes, step), whole[:, step:])
+    assert np.array_equal(order.step_samples(epoch, step), whole[:, step])
+
+
+def test_without_shuffle_global_batch_k_is_the_kth_slice_of_the_data_set() -> None:
+    order = Order(
+        num_samples=23, global_batch_size=4, block_samples=2, window_samples=16 * 2, seed=1, shuffle=False
+    )
+    assert [order.step_samples(3, k).tolist() for k in range(5)] == [
+        list(range(4 * k, 4 * k + 4)) for k in range(5)
+    ]
+
+
+def test_epochs_and_seeds_each_have_an_order_of_their_own() -> None:
+    def first_batches(seed: int, epoch: int) -> tuple[int, ...]:
+        order = Order(
+            num_samples=1000, global_batch_size=8, block_samples=4, window_samples=16 * 4, seed=seed
+        )
+        return tuple(order.step_samples(epoch, 0).tolist())
+
+    seen = {first_batches(seed, epoch) for seed in range(5) for epoch in range(5)}
+    assert len(seen) == 25
+
+
+def test_each_epoch_leaves_out_other_samples_and_none_more_often_than_chance() -> None:
+    order = Order(num_samples=103, global_batch_size=10, block_samples=3, window_samples=16 * 3, seed=7)
+    num_epochs = 2000
+    drops: Counter[int] = Counter()
+    for epoch in range(num_epochs):
+        left = set(range(103)) - set(delivered(order, epoch, range(10)).ravel().tolist())
+        assert len(left) == 3
+        drops.update(left)
+    chance = 3 / 103
+    sigma = math.sqrt(num_epochs * chance * (1 - chance))
+    assert max(abs(drops[sample] - num_epochs * chance) for sample in range(103)) < 4.5 * sigma
+
+
+def test_over_50_epochs_each_samples_drop_rate_is_within_4_sigma_of_its_chance() -> None:
+    order = Order(num_samples=127, global_batch_size=32, block_samples=2, window_samples=32, seed=11)
+    num_epochs, left_out = 50, 127 % 32
+    drops = np.zeros(127, np.int64)
+    for epoch in range(num_epochs):
+        drops += 1
+        drops[delivered(order, epoch, range(32)).ravel()] -= 1
+    chance = left_out / 127
+    sigma = math.sqrt(num_epochs * chance * (1 - chance))
+    assert drops.sum() == num_epochs * left_out
+    assert np.abs(drops - num_epochs * chance).max() < 4 * sigma
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(0, 99))
+def test_groups_are_of_like_length_and_still_give_each_sample_once(data: st.DataObject, epoch: int) -> None:
+    group, lanes = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 5))
+    num_samples = data.draw(st.integers(group * lanes, 1500))
+    order = Order(
+        num_samples=num_samples,
+        global_batch_size=group * lanes,
+        block_samples=data.draw(st.integers(1, 20)),
+        window_samples=data.draw(st.integers(1, 300)),
+        group=group,
+        seed=data.draw(st.integers(0, 99)),
+    )
+    lengths = hash_array(1, np.arange(num_samples)).astype(np.int64) % 1000
+
+    def window(which: range, start: int, end: int) -> np.ndarray:
+        return order.samples_of(epoch, which, start, end, lengths.__getitem__)
+
+    seen = []
+    for start, end in order.windows(0):
+        whole = window(range(lanes), start, end)
+        seen += whole.reshape(-1).tolist()
+        part = data.draw(st.integers(0, lanes - 1))
+        assert np.array_equal(
+            window(range(part, part + 1), start, end), whole[part * group : (part + 1) * group]
+        )
+        lane = np.sort(lengths[whole[:group].T], axis=1)  # the slices of one lane do not overlap in length
+        lane = lane[np.argsort(lane[:, 0], kind="stable")]
+        assert (np.sort(lane[:-1, -1]) <= np.sort(lane[1:, 0])).all()
+    assert len(set(seen)) == len(seen) == order.steps_per_epoch * group * lanes
+
+
+def test_mixing_of_shards_sorted_by_source_stays_near_a_full_permutations() -> None:
+    """Variance of a source's share, against a full permutation's, over one step and over 64."""
+    num_samples, global_batch, num_sources = 20 * 25_600, 64, 20
+    block, window = choose_windows(
+        num_samples=num_samples, num_bytes=8192 * num_samples, global_batch_size=global_batch
+    )
+    order = Order(
+        num_samples=num_samples,
+        global_batch_size=global_batch,
+        block_samples=block,
+        window_samples=window,
+        seed=1,
+    )
+    lanes = delivered(order, 0, range(global_batch))
+    steps = lanes.T[: lanes.shape[1] // 64 * 64] // (num_samples // num_sources)
+    chance = 1 / num_sources
+    for span, limit in ((1, 1.2), (64, 6.0)):
+        counts = np.stack([(steps == source).sum(1) for source in range(num_sources)])
+        shares = counts.reshape(num_sources, -1, span).sum(2)
+        fair = span * global_batch * chance * (1 - chance)
+        assert float(((shares - span * global_batch * chance) ** 2).mean()) / fair <= limit
+
+
+def test_a_sample_meets_every_step_about_equally_often() -> None:
+    order = Order(num_samples=256, global_batch_size=4, block_samples=4, window_samples=16 * 4, seed=3)
+    steps = Counter()
+    for epoch in range(1000):
+        steps[int(np.argwhere(delivered(order, epoch, range(4)) == 17)[0][1]) // 8] += 1
+    assert min(steps[part] for part in range(8)) > 125 - 5 * math.sqrt(125)
+    assert max(steps[part] for part in range(8)) < 125 + 5 * math.sqrt(125)
+
+
+def test_three_samples_and_a_batch_of_one_make_three_shuffled_batches() -> None:
+    order = Order(num_samples=3, global_batch_size=1, block_samples=1, window_samples=16 * 1, seed=0)
+    epochs = {tuple(delivered(order, epoch, range(1))[0].tolist()) for epoch in range(60)}
+    assert epochs == {(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)}
+
+
+def test_too_few_samples_for_one_global_batch_are_refused_with_both_numbers() -> None:
+    with pytest.raises(UsageError, match=r"has 7 samples, but one batch for every rank takes 8; lower"):
+        Order(num_samples=7, global_batch_size=8, block_samples=1, window_samples=16 * 1, seed=0)
+
+
+def test_a_step_outside_the_epoch_is_refused() -> None:
+    order = Order(num_samples=10, global_batch_size=2, block_samples=1, window_samples=16 * 1, seed=0)
+    with pytest.raises(UsageError, match="step 5 is outside the epoch's 5 steps"):
+        order.step_samples(0, 5)
+
+
+def test_a_billion_samples_cost_no_more_memory_than_a_window() -> None:
+    order = Order(
+        num_samples=10**9 + 7, global_batch_size=64, block_samples=250, window_samples=16 * 250, seed=0
+    )
+    window = order.samples_of(0, range(8), 0, order.window_steps)
+    assert window.shape == (8, 16 * 250)
+    assert len(np.unique(window)) == window.size
+
+
+def test_blocks_are_as_large_as_memory_allows_unless_lanes_would_get_too_few_of_them() -> None:
+    kib = {"num_samples": 10**7, "num_bytes": 1024 * 10**7}
+    assert choose_windows(**kib, global_batch_size=8) == (512, 16 * 512)
+    assert choose_windows(**kib, global_batch_size=64) == (128, 16 * 128)
+    assert choose_windows(**kib, global_batch_size=512) == (128, 4 * 128)
+    assert choose_windows(num_samples=16 * 64 * 3, num_bytes=10**6, global_batch_size=64) == (3, 48)
+    assert choose_windows(num_samples=10, num_bytes=10**9, global_batch_size=10) == (1, 16)
+    assert choose_windows(**kib, global_batch_size=64, group=32) == (512, 8192)
+
+
+@pytest.mark.parametrize("global_batch", [1, 8, 32, 64, 100, 256, 1024])
+def test_windows_take_at_most_64_mib_of_a_rank_at_world_8(global_batch: int) -> None:
+    sample_bytes = 8192
+    _, window = choose_windows(
+        num_samples=10**7, num_bytes=sample_bytes * 10**7, global_batch_size=global_batch
+    )
+    assert -(-global_batch // 8) * window * sample_bytes <= 64 << 20
+
+
+@given(st.integers(1, 5000), st.integers(0, 2**64 - 1))
+@settings(max_examples=60, deadline=None)
+def test_the_block_permutation_is_one(count: int, key: int) -> None:
+    assert sorted(permute(np.arange(count), count, key).tolist()) == list(range(count))
+
+
+def test_hashes_never_change() -> None:
+    """Pinned: another value would break every resumed run."""
+    assert hash_ints(0) == HASH_OF_0
+    assert hash_ints(1, 2, 3) == HASH_OF_1_2_3
+    assert hash_array(5, np.arange(2)).tolist() == HASHES_UNDER_5
+    assert permute(np.arange(6), 6, 42).tolist() == PERMUTED_6
+    order = Order(num_samples=50, global_batch_size=4, block_samples=2, window_samples=16 * 2, seed=9)
+    assert [order.step_samples(1, step).tolist() for step in (0, 11)] == BATCHES
+
+
+def test_the_loader_draws_nothing_from_generators_whose_streams_may_change_with_a_version() -> None:
+    modules = sorted((Path(__file__).parents[2] / "loader").rglob("*.py"))
+    assert len(modules) > 20
+    drawing = re.compile(r"np\.random|numpy\.random|torch\.rand|^\s*(import|from) random", re.MULTILINE)
+    assert not [path.name for path in modules if drawing.search(path.read_text(encoding="utf-8"))]
+
+
+def test_scalar_and_array_hashes_are_splitmix64() -> None:
+    """The published first output of splitmix64 for the seed 0."""
+    assert hash_array(0, np.zeros(1, np.int64))[0] == 0xE220A8397B1DCDAF

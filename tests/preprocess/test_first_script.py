@@ -1,0 +1,120 @@
+"""The user's plain form gives the first script's members, byte by byte and in its order."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "first_script.py"
+CONTROL = ["<|end_of_text|>", "<|begin_of_text|>", "<|eot_id|>"]
+
+
+def run_first_script(raw: Path, out: Path, model: Path, shard_id: int) -> None:
+    """The script as it stands, in this process."""
+    argv = ["--shard_id", shard_id, "--input_dir", raw, "--output_dir", out, "--model_id", model]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(SCRIPT), *map(str, argv)])
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+def differing_keys(first: list[tuple[str, bytes]], ours: list[tuple[str, bytes]]) -> set[str]:
+    """Keys whose bytes differ, after checking that names and order do not."""
+    assert [name for name, _ in first] == [name for name, _ in ours]
+    assert len(first) > 0
+    return {name.split(".")[0] for (name, old), (_, new) in zip(first, ours, strict=True) if old != new}
+
+
+@pytest.fixture(scope="module")
+def raw_dir(sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two files of sample text: empty lines, every line end, blanks, a mark, control tokens' names."""
+    folder = tmp_path_factory.mktemp("raw")
+    lines = (sample_dir / "ko_0.txt").read_text(encoding="utf-8").splitlines()
+    lines[3:3] = ["", "  \t ", "\u3000둘러싸인 \x0b", "a\u2028b\x85c", "\ufeff표", "끝 \\ \" ' {}"]
+    ends = itertools.cycle(["\n", "\r\n", "\n", "\r"])
+    text = "\ufeff" + "".join(line + next(ends) for line in lines) + "no line end"
+    (folder / "b.txt").write_bytes(text.encode())
+    control = "".join(f"text {token} more{token}\n plain {number}\n" for number, token in enumerate(CONTROL))
+    (folder / "a.txt").write_text((sample_dir / "en_1.txt").read_text() + control)
+    (folder / "ignored.md").write_text("not a .txt file")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def first_dir(prep: Prep, raw_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the first script makes of both files."""
+    folder = tmp_path_factory.mktemp("first")
+    for shard_id in (0, 1):
+        run_first_script(raw_dir, folder, prep.model_dir, shard_id)
+    return folder
+
+
+def make_plainly(prep: Prep, raw: Path, out: Path, *more: str, flag: str = "--shard_id") -> None:
+    for shard_id in (0, 1):
+        ended = prep.cli(
+            flag, shard_id, "--input_dir", raw, "--output_dir", out, "--model_id", prep.model_dir, *more
+        )
+        assert ended.code == 0, ended.text
+
+
+def test_the_plain_form_gives_the_first_scripts_members_but_for_control_tokens(
+    prep: Prep, raw_dir: Path, first_dir: Path, tmp_path: Path
+) -> None:
+    make_plainly(prep, raw_dir, tmp_path / "data")
+    for shard_id in (0, 1):
+        name = f"shard-{shard_id:05d}.tar"
+        first, ours = prep.members(first_dir / name), prep.members(tmp_path / "data" / name)
+        texts = dict(first)
+        with_control = {
+            key.split(".")[0]
+            for key, text in texts.items()
+            if key.endswith(".text.txt") and any(token in text.decode() for token in CONTROL)
+        }
+        assert len(with_control) == (len(CONTROL) if shard_id == 0 else 0)
+        assert differing_keys(first, ours) == with_control
+
+
+def test_no_document_differs_where_control_tokens_are_allowed(
+    prep: Prep, raw_dir: Path, first_dir: Path, tmp_path: Path
+) -> None:
+    make_plainly(prep, raw_dir, tmp_path / "data", "--allow-special-tokens", flag="--shard-id")
+    for name in ("shard-00000.tar", "shard-00001.tar"):
+        assert not differing_keys(prep.members(first_dir / name), prep.members(tmp_path / "data" / name))
+
+
+def test_control_tokens_in_a_text_stay_text(prep: Prep, raw_dir: Path, tmp_path: Path) -> None:
+    prep.plan(raw_dir, tmp_path / "data")
+    plan = prep.make(tmp_path / "data", 0)
+    for name, payload in prep.members(tmp_path / "data" / "shard-00000.tar"):
+        if name.endswith("token_ids.json"):
+            ids = json.loads(payload)
+            assert ids[0] == plan.tokenizer.bos_token_id
+            assert max(ids[1:]) < 600, "the special tokens follow the 600 others"
+
+
+def test_llama_3_on_20000_korean_and_all_english_lines(
+    prep: Prep, shared_dir: Path, corpora_dir: Path, tmp_path: Path
+) -> None:
+    raw, model = tmp_path / "raw", shared_dir / "tokenizers" / "llama3"
+    raw.mkdir()
+    (raw / "en.txt").symlink_to(corpora_dir / "en_paragraphs.txt")
+    with (corpora_dir / "ko_reviews.txt").open("rb") as file:
+        (raw / "ko.txt").write_bytes(b"".join(itertools.islice(file, 20_000)))
+    flags = ["--input_dir", raw, "--output_dir", tmp_path / "ours", "--model_id", model]
+    tasks = [prep.start("--shard_id", shard_id, *flags) for shard_id in (0, 1)]
+    for shard_id, (task, num_documents) in enumerate(zip(tasks, (10_486, 20_000), strict=True)):
+        run_first_script(raw, tmp_path / "first", model, shard_id)
+        text, _ = task.communicate(timeout=120)
+        assert task.returncode == 0, text
+        name = f"shard-{shard_id:05d}.tar"
+        first, ours = prep.members(tmp_path / "first" / name), prep.members(tmp_path / "ours" / name)
+        assert len(first) == 2 * num_documents
+        assert not differing_keys(first, ours), "no document of the corpora names a control token"

@@ -1,0 +1,136 @@
+"""tests/data/golden pins the bytes on disk: a change of them is a change of the format's version.
+
+Run by hand, ``python tests/preprocess/test_golden.py`` makes that folder anew; its README says when that
+is right.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+GOLDEN = Path(__file__).parents[1] / "data" / "golden"
+DATA_SETS: dict[str, dict[str, Any]] = {
+    "documents_json": {},
+    "documents_npy": {"token_format": "npy", "keep_text": False, "append_eos": True},
+    "packed": {"record": "packed", "seq_len": 16},
+    "packed_best_fit": {"record": "packed", "seq_len": 16, "pack": "best_fit"},
+}
+NUM_SHARDS = 2
+RAW = {
+    "en.txt": b"The kettle sings; nobody's listening.\n"
+    b"\n"
+    b"  12345 steps, 6:05 in the morning  \r\n"
+    b"\t \r\n"
+    b"<|end_of_text|> is a name, not an end.\n"
+    b"bad byte: \xff\n"
+    b"old Mac\rline ends\r"
+    b"no line end",
+    "ko.txt": b"\xef\xbb\xbf"
+    + "표가 앞에 있는 첫 줄\r\n바닷가 마을의 겨울은 길다.\n\n도서관 2층 창가 자리 🙂\n".encode()
+    + b"\xea\xb0\n"
+    + "줄을 끝내지 않는\u2028분리자와 \u3000전각 공백\u3000\n끝.\n".encode(),
+}
+
+
+def pinned(name: str) -> dict[str, bytes]:
+    """All files of a golden data set that are equal whenever it is made."""
+    folder = GOLDEN / name
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
+
+
+def plan_facts(path: Path) -> dict[str, Any]:
+    """A plan without what may differ between equal plans."""
+    data = json.loads(path.read_bytes())
+    data["input_dir"] = data["tokenizer"]["model_id"] = data["content_sha256"] = None
+    data["tokenizer_files"] = None  # as this version of transformers writes them
+    for item in data["inputs"]:
+        item["mtime_ns"] = None
+    return data
+
+
+@pytest.mark.parametrize("name", DATA_SETS)
+def test_a_task_writes_the_pinned_bytes(prep: Prep, tmp_path: Path, name: str) -> None:
+    shutil.copytree(GOLDEN / "tokenizer", tmp_path / "tokenizer")
+    shutil.copy(GOLDEN / name / "plan.json", tmp_path)
+    for shard_id in range(NUM_SHARDS):
+        ended = prep.command("--shard_id", shard_id, "--output_dir", tmp_path, "--input_dir", GOLDEN / "raw")
+        assert ended.code == 0, ended.text
+    assert prep.contents(tmp_path) == prep.contents(GOLDEN / name)
+    assert prep.command("verify", tmp_path).code == 0
+    assert (tmp_path / "index.json").read_bytes() == (GOLDEN / name / "index.json").read_bytes()
+
+
+@pytest.mark.parametrize("name", DATA_SETS)
+def test_planning_gives_the_pinned_plan(prep: Prep, tmp_path: Path, name: str) -> None:
+    options = {**DATA_SETS[name], "model_id": str(GOLDEN / "tokenizer"), "max_bad_fraction": 0.5}
+    prep.plan(GOLDEN / "raw", tmp_path / "data", num_shards=NUM_SHARDS, **options)
+    assert plan_facts(tmp_path / "data" / "plan.json") == plan_facts(GOLDEN / name / "plan.json")
+
+
+def test_nothing_is_missing_from_the_pinned_files() -> None:
+    shards = [f"shard-{number:05d}" for number in range(NUM_SHARDS)]
+    names = {f"{shard}.{suffix}" for shard in shards for suffix in ("tar", "idx", "json")}
+    quarantines = {f"quarantine/{shard}.jsonl" for shard in shards}
+    for name in DATA_SETS:
+        assert set(pinned(name)) == {"plan.json", "index.json", *names, *quarantines}
+    assert {path.name: path.read_bytes() for path in (GOLDEN / "raw").iterdir()} == RAW
+
+
+def make_golden() -> None:
+    """Write the folder anew; paths and times of this machine are left out of it."""
+    from preprocess.__main__ import main
+    from preprocess.tokenizer_files import stamp_tokenizer
+    from preprocess.train_tokenizer import train_tokenizer
+    from shardprep.format.checked_json import content_sha256
+
+    def run(*args: object) -> None:
+        code = main([str(item) for item in args])
+        if code:
+            raise SystemExit(code)
+
+    for path in GOLDEN.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+    (GOLDEN / "raw").mkdir()
+    for name, data in RAW.items():
+        (GOLDEN / "raw" / name).write_bytes(data)
+    os.chdir(GOLDEN)
+    train_tokenizer(input_dir=Path("raw"), vocab_size=270, output_dir=Path("tokenizer"))
+    for name, options in DATA_SETS.items():
+        flags = [
+            f"--no-{key}" if value is False else f"--{key}" if value is True else f"--{key}={value}"
+            for key, value in options.items()
+        ]
+        run("plan", "--input_dir=raw", f"--output_dir={name}", "--model_id=tokenizer",
+            f"--num_shards={NUM_SHARDS}", "--max_bad_fraction=0.5", *flags)  # fmt: skip
+        run("run", name, "--num_proc=1")
+        run("verify", name)
+        plan = json.loads(Path(name, "plan.json").read_bytes())
+        plan["input_dir"] = "/raw"
+        for item in plan["inputs"]:
+            item["mtime_ns"] = 0
+        stamps = stamp_tokenizer(Path("tokenizer"))
+        plan["tokenizer_files"] = {key: asdict(stamp) for key, stamp in stamps.items()}
+        plan["content_sha256"] = content_sha256(plan)
+        Path(name, "plan.json").write_text(json.dumps(plan, ensure_ascii=False), encoding="utf-8")
+        for path in Path(name).glob("shard-*.json"):
+            manifest = json.loads(path.read_bytes())
+            manifest["run"] = {}
+            path.write_text(json.dumps(manifest, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        shutil.rmtree(f"{name}/tokenizer")
+
+
+if __name__ == "__main__":
+    make_golden()

@@ -1,0 +1,207 @@
+"""Documents of every encoding, line end, block size and long line are those of an independent reader."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from preprocess import documents, long_documents
+from preprocess import documents as line_blocks
+from preprocess.documents import ByteRange, DocumentBatch, read_documents
+from preprocess.options import PrepConfig
+from shardprep.errors import UsageError
+
+ENCODINGS = [
+    "utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be", "cp949",
+    "euc-kr", "johab", "shift_jis", "euc_jp", "gb18030", "gbk", "big5", "latin-1", "cp1252", "koi8-r",
+    "cp1251", "iso8859-15", "tis-620", "mac-roman", "ascii",
+]  # fmt: skip
+REFUSED = [
+    "iso2022_kr", "iso2022_jp", "hz", "utf-7", "cp037", "cp500", "punycode", "idna", "unicode_escape",
+    "raw_unicode_escape", "rot13", "hex", "base64", "zlib", "bz2", "uu", "quopri", "undefined",
+    "no-such-codec", "utf\0008", "utf-8\0", "", "\udcff",
+]  # fmt: skip
+ENDS = ["\n", "\r\n", "\r", "\n\r", "\r\r", "\r\r\n"]
+LETTERS = ["a", "bc", " ", "\t", "가", "똠방", "語", "é", "я", "ก", "\x85", "\u2028", "\x1c", "🙂", "x" * 9]
+BROKEN = [b"\xff", b"\x80", b"\xea\xb0", b"\x81", b"\xfe"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a reader made of a file."""
+
+    documents: list[tuple[int, int, str]]  # line, byte of its start, text
+    bad: list[tuple[int, int, int]]  # line, byte of its start, bytes
+    num_lines: int
+    num_empty: int
+
+
+def codec_of(data: bytes, encoding: str) -> tuple[str, int]:
+    """The codec behind a byte order mark, and the mark's bytes."""
+    marks = {
+        "utf-8-sig": [("utf-8", b"\xef\xbb\xbf")],
+        "utf-16": [("utf-16-le", b"\xff\xfe"), ("utf-16-be", b"\xfe\xff")],
+        "utf-32": [("utf-32-le", b"\xff\xfe\0\0"), ("utf-32-be", b"\0\0\xfe\xff")],
+    }.get(encoding, [])
+    for codec, mark in marks:
+        if data.startswith(mark):
+            return codec, len(mark)
+    return (marks[0][0] if marks else encoding), 0
+
+
+def expected_of(data: bytes, encoding: str) -> Found:
+    """The whole file as units of its codec, split at line ends, each line decoded for itself."""
+    codec, start = codec_of(data, encoding)
+    unit = len("a".encode(codec))
+    newline, carriage_return = "\n".encode(codec), "\r".encode(codec)
+    units = [data[place : place + unit] for place in range(start, len(data), unit)]
+    lines, line = [], b""
+    for number, item in enumerate(units):
+        line += item
+        is_half = item == carriage_return and units[number + 1 : number + 2] == [newline]
+        if item in (newline, carriage_return) and not is_half:
+            lines.append(line)
+            line = b""
+    lines += [line] if line else []
+    found = Found(documents=[], bad=[], num_lines=len(lines), num_empty=0)
+    num_empty = 0
+    for number, raw in enumerate(lines):
+        try:
+            text = raw.decode(codec).strip()
+        except UnicodeDecodeError:
+            found.bad.append((number, start, len(raw)))
+        else:
+            num_empty += not text
+            if text:
+                found.documents.append((number, start, text))
+        start += len(raw)
+    return Found(documents=found.documents, bad=found.bad, num_lines=len(lines), num_empty=num_empty)
+
+
+def found_by_worker(path: Path, data: bytes, encoding: str, block_bytes: int) -> Found:
+    """What the worker's reader and, for long lines, the shard writer's passes make of a file."""
+    path.write_bytes(data)
+    part = ByteRange(source=0, path=path, start=0, end=len(data))
+    found = Found(documents=[], bad=[], num_lines=0, num_empty=0)
+    num_lines = num_empty = 0
+    for item in read_documents([part], doc="line", encoding=encoding, batch_bytes=block_bytes):
+        assert item.num_bytes >= 0
+        num_lines += item.num_lines
+        if isinstance(item, DocumentBatch):
+            rows = zip(item.lines.tolist(), item.source_offsets.tolist(), item.texts, strict=True)
+            found.documents.extend(rows)
+            num_empty += item.num_empty
+            found.bad.extend((bad.line, bad.source_offset, bad.num_bytes) for bad in item.bad)
+            continue
+        try:
+            text = "".join(item.text())
+        except UnicodeDecodeError as error:
+            bad = item.undecodable(error)
+            found.bad.append((bad.line, bad.source_offset, bad.num_bytes))
+        else:
+            num_empty += not text
+            if text:
+                found.documents.append((item.line, item.start, text))
+    return Found(documents=found.documents, bad=found.bad, num_lines=num_lines, num_empty=num_empty)
+
+
+def encodable(encoding: str) -> list[str]:
+    """Of LETTERS, those that the encoding has."""
+    kept = []
+    for text in LETTERS:
+        try:
+            if text.encode(encoding).decode(encoding) == text:
+                kept.append(text)
+        except UnicodeError:
+            continue
+    return kept
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("line-ends") / "a.txt"
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_documents_offsets_empty_and_bad_lines_are_an_independent_readers(
+    path: Path, encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = PrepConfig(encoding=encoding).encoding
+    codec = codec_of(b"", known)[0]
+    letters = [text.encode(codec) for text in [*ENDS, *encodable(codec)]]
+    marks = [b"", "\ufeff".encode(codec)] if known in ("utf-8-sig", "utf-16", "utf-32") else [b""]
+    if known in ("utf-16", "utf-32"):
+        marks.append("\ufeff".encode(f"{known}-be"))
+
+    @settings(max_examples=120, deadline=None)
+    @given(
+        mark=st.sampled_from(marks),
+        pieces=st.lists(st.sampled_from([*letters, *letters, *BROKEN]), max_size=40),
+        block_bytes=st.integers(1, 40),
+        scan_bytes=st.integers(1, 20),
+        long_bytes=st.integers(1, 60),
+    )
+    @example(
+        mark=b"", pieces=["가a\r\n".encode(codec, "replace")] * 9, block_bytes=5, scan_bytes=3, long_bytes=99
+    )
+    @example(
+        mark=b"",
+        pieces=["a\r".encode(codec), "b".encode(codec) * 30, "\n".encode(codec), "c".encode(codec)],
+        block_bytes=len("a\r".encode(codec)),
+        scan_bytes=4,
+        long_bytes=len("aaaa".encode(codec)),
+    )
+    def check(mark: bytes, pieces: list[bytes], block_bytes: int, scan_bytes: int, long_bytes: int) -> None:
+        data = mark + b"".join(pieces)
+        with monkeypatch.context() as patch:
+            for module in (documents, line_blocks, long_documents):
+                patch.setattr(module, "LONG_BYTES", long_bytes)
+            patch.setattr(line_blocks, "_SCAN_BYTES", scan_bytes)
+            patch.setattr(long_documents, "_READ_BYTES", scan_bytes)
+            found = found_by_worker(path, data, known, block_bytes)
+        assert found == expected_of(data, known)
+
+    check()
+
+
+def test_more_than_twenty_encodings_are_read() -> None:
+    assert len({PrepConfig(encoding=name).encoding for name in ENCODINGS}) > 20
+
+
+@pytest.mark.parametrize("encoding", REFUSED, ids=ascii)
+def test_an_encoding_whose_line_ends_cannot_be_found_is_refused_by_name(encoding: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        PrepConfig(encoding=encoding)
+    assert re.search(r"--encoding .* is (no text encoding|neither a superset of ASCII)", str(refused.value))
+
+
+def test_a_lone_carriage_return_at_a_blocks_end_ends_its_line_before_a_long_one(path: Path) -> None:
+    data = b"ab cd " * 87381 + b"x\r" + b"word and " * 500_000 + b"\nlast line\n"
+    assert found_by_worker(path, data, "utf-8", 512 << 10) == expected_of_ascii(data)
+
+
+def expected_of_ascii(data: bytes) -> Found:
+    """As expected_of, for plain lines and fast."""
+    starts = [0, *(match.end() for match in re.finditer(rb"\r\n|\n|\r", data))]
+    lines = [
+        (n, start, text.decode().strip())
+        for n, (start, text) in enumerate(zip(starts, re.split(rb"\r\n|\n|\r", data), strict=True))
+    ]
+    lines = lines[:-1] if data.endswith((b"\n", b"\r")) else lines
+    return Found(documents=[line for line in lines if line[2]], bad=[], num_lines=len(lines), num_empty=0)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be", "utf-16", "utf-32"])
+@pytest.mark.parametrize("batch_bytes", [65_537, 65_538, 65_539])
+def test_batches_of_an_odd_number_of_bytes_split_no_code_unit(
+    path: Path, encoding: str, batch_bytes: int
+) -> None:
+    # Read from the wrong byte on, the letters U+0A0A and U+AC00 side by side are a line end.
+    lines = [f"문서 {number} \u0a0a\uac00\u0a0a abc" for number in range(12_000)]
+    found = found_by_worker(path, "\n".join(lines).encode(encoding), encoding, batch_bytes)
+    assert [text for _, _, text in found.documents] == lines

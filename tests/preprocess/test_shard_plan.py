@@ -1,0 +1,465 @@
+"""A plan puts every byte into exactly one shard, is frozen, and refuses to become another."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from preprocess import inputs as input_files
+from preprocess import shard_cuts
+from preprocess.inputs import InputFile, list_inputs, next_line_start, stamp_inputs
+from preprocess.plan import need_plan, read_plan
+from preprocess.shard_cuts import check_num_shards, even_cuts, file_cuts
+from preprocess.train_tokenizer import train_tokenizer
+from shardprep.errors import BrokenShard, NotFound, Refused, UnknownVersion, UsageError
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+LINES = [b"a\n", b"bc\r\n", b"\n", b"\r", b"d\r", "가나다라마\n".encode(), b"x" * 30 + b"\n", b"tail"]
+FILES = st.lists(st.lists(st.sampled_from(LINES), max_size=12).map(b"".join), min_size=1, max_size=6)
+
+
+def write_files(folder: Path, contents: list[bytes]) -> list[InputFile]:
+    """The contents as 00.txt, 01.txt, ..., and nothing else in the folder."""
+    for path in folder.glob("*.txt"):
+        path.unlink()
+    for number, data in enumerate(contents):
+        (folder / f"{number:02d}.txt").write_bytes(data)
+    return stamp_inputs(folder, list_inputs(folder, recursive=False))
+
+
+def line_starts(data: bytes) -> set[int]:
+    return {0, *(match.end() for match in re.finditer(rb"\r\n|\n|\r", data))} - {len(data)} | {0}
+
+
+def shard_sizes(inputs: list[InputFile], cuts: list[tuple[int, int]]) -> list[int]:
+    places = [sum(item.num_bytes for item in inputs[:source]) + byte for source, byte in cuts]
+    return [end - start for start, end in itertools.pairwise(places)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("inputs")
+
+
+@settings(max_examples=200, deadline=None)
+@given(contents=FILES, num_shards=st.integers(1, 12))
+def test_cuts_fall_on_line_starts_ascend_and_span_the_whole_input(
+    folder: Path, contents: list[bytes], num_shards: int
+) -> None:
+    inputs = write_files(folder, contents)
+    cuts = even_cuts(folder, inputs, num_shards, cut_files=True)
+    assert len(cuts) == num_shards + 1
+    assert (cuts[0], cuts[-1]) == ((0, 0), (len(contents), 0))
+    assert cuts == sorted(cuts)
+    for source, byte in cuts[:-1]:
+        assert byte in line_starts(contents[source] if source < len(contents) else b"")
+    longest = max((len(line) for data in contents for line in re.split(rb"(?<=[\r\n])", data)), default=0)
+    assert max(shard_sizes(inputs, cuts)) <= sum(map(len, contents)) / num_shards + longest + 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(contents=FILES, num_shards=st.integers(1, 30), first=st.integers(1, 5))
+def test_a_shard_begins_with_the_first_line_at_or_behind_its_even_share(
+    folder: Path, contents: list[bytes], num_shards: int, first: int
+) -> None:
+    """Whatever is read at once, and however many shares lie in one line."""
+    inputs = write_files(folder, contents)
+    ends = list(itertools.accumulate(map(len, contents)))
+    total = ends[-1]
+    starts = {total}
+    for end, data in zip(ends, contents, strict=True):
+        starts |= {end - len(data) + byte for byte in line_starts(data)} if data else set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(input_files, "_FIRST_SCAN_BYTES", first + 1)
+        patch.setattr(shard_cuts, "_NUM_STRETCHES", first)
+        cuts = even_cuts(folder, inputs, num_shards, cut_files=True)
+    places = [(ends[source - 1] if source else 0) + byte for source, byte in cuts]
+    shares = [total * number // num_shards for number in range(num_shards + 1)]
+    assert places == [min(start for start in starts if start >= share) for share in shares]
+
+
+@settings(max_examples=100, deadline=None)
+@given(contents=FILES, num_shards=st.integers(1, 12))
+def test_every_byte_is_in_exactly_one_shard(
+    folder: Path, planned_dir: Path, contents: list[bytes], num_shards: int
+) -> None:
+    inputs = write_files(folder, contents)
+    cuts = even_cuts(folder, inputs, num_shards, cut_files=True)
+    frozen = need_plan(planned_dir)
+    plan = dataclasses.replace(frozen, input_dir=folder, inputs=inputs, cuts=cuts)
+    found = [b""] * len(contents)
+    for shard_id in range(num_shards):
+        ranges = plan.ranges(shard_id)
+        for part in ranges:
+            assert part.start == len(found[part.source]), "the next byte, neither one again nor a later one"
+            found[part.source] += part.path.read_bytes()[part.start : part.end]
+        assert plan.shard_bytes()[shard_id] == sum(part.end - part.start for part in ranges)
+    assert found == contents
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+@pytest.mark.parametrize("num_files", [1, 700])
+def test_one_huge_file_and_many_small_ones_give_even_shards(
+    tmp_path: Path, num_files: int, end: bytes
+) -> None:
+    lines = [b"%d" % number + end for number in range(70_000)]
+    size = len(lines) // num_files
+    inputs = write_files(
+        tmp_path, [b"".join(lines[start : start + size]) for start in range(0, len(lines), size)]
+    )
+    sizes = shard_sizes(inputs, even_cuts(tmp_path, inputs, 7, cut_files=True))
+    assert max(sizes) - min(sizes) < 16
+
+
+def test_a_line_longer_than_a_shard_leaves_shards_empty_and_is_never_cut(tmp_path: Path) -> None:
+    inputs = write_files(tmp_path, [b"a\n" + b"x" * 1000 + b"\nb\nc\n"])
+    cuts = even_cuts(tmp_path, inputs, 5, cut_files=True)
+    assert cuts == [(0, 0), (0, 1003), (0, 1003), (0, 1003), (0, 1003), (1, 0)]
+
+
+@pytest.mark.parametrize("shift", [-2, -1, 0, 1])
+@pytest.mark.parametrize("num_kib", [4, 4 + 16, 4 + 16 + 64])
+def test_a_line_end_on_the_edge_of_a_read_is_not_cut_in_two(tmp_path: Path, num_kib: int, shift: int) -> None:
+    """next_line_start reads 4 KiB, then four times as much each time."""
+    num_bytes = (num_kib << 10) + shift
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"x" * num_bytes + b"\r\nb\n")
+    assert next_line_start(path, 1) == num_bytes + 2
+    path.write_bytes(b"x" * num_bytes + b"\rb\n")
+    assert next_line_start(path, 1) == num_bytes + 1
+    path.write_bytes(b"x" * num_bytes + b"\r")
+    assert next_line_start(path, 1) == num_bytes + 1
+
+
+@pytest.mark.parametrize(
+    "options", [{"encoding": "utf-16"}, {"encoding": "utf-32-be"}, {"doc": "file"}], ids=str
+)
+def test_utf_16_utf_32_and_whole_file_documents_are_never_cut(
+    tmp_path: Path, prep: Prep, options: dict[str, str]
+) -> None:
+    (tmp_path / "raw").mkdir()
+    text = "가나 다라\n" * 200
+    for number in range(7):
+        data = text.encode(options.get("encoding", "utf-8"))
+        (tmp_path / "raw" / f"{number}.txt").write_bytes(data)
+    plan = prep.plan(tmp_path / "raw", tmp_path / "data", num_shards=3, **options)
+    assert [byte for _, byte in plan.cuts] == [0, 0, 0, 0]
+    assert [source for source, _ in plan.cuts] == [0, 2, 5, 7]
+    prep.plan(tmp_path / "raw", tmp_path / "cut", num_shards=3, encoding="cp949")
+    assert any(byte for _, byte in need_plan(tmp_path / "cut").cuts), "and others are"
+
+
+def test_without_a_number_of_shards_one_file_is_one_shard(
+    prep: Prep, sample_dir: Path, tmp_path: Path
+) -> None:
+    plan = prep.plan(sample_dir, tmp_path / "data")
+    assert [part.path.name for shard in range(6) for part in plan.ranges(shard)] == prep.names(sample_dir)
+    assert plan.cuts == file_cuts(plan.inputs)
+
+
+def test_a_size_of_shards_decides_their_number(prep: Prep, sample_dir: Path, tmp_path: Path) -> None:
+    total = sum(path.stat().st_size for path in sample_dir.iterdir())
+    plan = prep.plan(sample_dir, tmp_path / "data", shard_bytes=total // 4 + 1)
+    assert plan.num_shards == 4
+    with pytest.raises(UsageError, match="--shard_bytes is 0, expected at least 1"):
+        prep.plan(sample_dir, tmp_path / "other", shard_bytes=0)
+
+
+def test_more_shards_than_names_are_refused_with_the_size_to_choose() -> None:
+    with pytest.raises(UsageError, match=r"100000 shards are too many, at most 99999 .*--shard_bytes 11M"):
+        check_num_shards(100_000, 10 * 2**20 * 99_999 + 1)
+    check_num_shards(99_999, 2**60)
+    with pytest.raises(UsageError, match="expected at least 1"):
+        check_num_shards(0, 1)
+
+
+def test_the_size_that_a_refusal_names_is_taken(prep: Prep, sample_dir: Path, tmp_path: Path) -> None:
+    refused = prep.command(
+        "plan", "--input_dir", sample_dir, "--output_dir", tmp_path / "data", "--model_id", prep.model_dir,
+        "--shard_bytes", "1",
+    )  # fmt: skip
+    assert refused.code == 2
+    assert not (tmp_path / "data").exists()
+    size = re.search(r"--shard_bytes (\w+)", refused.text)
+    assert size
+    taken = prep.command(
+        "plan", "--input_dir", sample_dir, "--output_dir", tmp_path / "data", "--model_id", prep.model_dir,
+        "--shard_bytes", size[1],
+    )  # fmt: skip
+    assert taken.code == 0
+
+
+def test_an_equal_second_plan_changes_no_byte(prep: Prep, sample_dir: Path, data_dir: Path) -> None:
+    before = (data_dir / "plan.json").read_bytes()
+    plan = prep.plan(sample_dir, data_dir, num_shards=5)
+    assert plan == need_plan(data_dir)
+    assert (data_dir / "plan.json").read_bytes() == before
+    assert prep.names(data_dir) == ["plan.json", "tokenizer"]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (["--num_shards", "6"], "5 shards, now 6"),
+        (["--num_shards", "5", "--encoding", "cp949"], "--encoding was utf-8, now cp949"),
+        (["--num_shards", "5", "--no-keep_text"], "--keep_text was True, now False"),
+        (["--num_shards", "5", "--record", "packed"], "--record was documents, now packed"),
+        (["--num_shards", "5", "--allow-special-tokens"], "--allow_special_tokens was False, now True"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_another_plan_is_refused_naming_what_differs_and_what_to_do(
+    prep: Prep, sample_dir: Path, data_dir: Path, change: list[str], named: str
+) -> None:
+    before = (data_dir / "plan.json").read_bytes()
+    ended = prep.command(
+        "plan", "--input_dir", sample_dir, "--output_dir", data_dir, "--model_id", prep.model_dir, *change
+    )
+    assert ended.code == 78
+    assert named in ended.text
+    assert "new folder, and give the loader a list of folders" in ended.text
+    assert (data_dir / "plan.json").read_bytes() == before
+    dry = prep.command(
+        "plan", "--input_dir", sample_dir, "--output_dir", data_dir, "--model_id", prep.model_dir, *change,
+        "--dry_run",
+    )  # fmt: skip
+    assert dry.code == 78
+    assert named in dry.text
+
+
+def test_other_inputs_are_refused_by_name(
+    prep: Prep, sample_dir: Path, data_dir: Path, tmp_path: Path
+) -> None:
+    raw = Path(shutil.copytree(sample_dir, tmp_path / "raw"))
+    for change, named in (
+        (lambda: (raw / "zz.txt").write_text("more\n"), r"1 input\(s\) added, such as zz\.txt"),
+        (
+            lambda: [(raw / name).unlink() for name in ("zz.txt", "en_1.txt")],
+            r"1 input\(s\) gone, such as en_1",
+        ),
+        (lambda: shutil.copyfile(raw / "en_0.txt", raw / "en_1.txt"), r"1 input\(s\) changed, such as en_1"),
+    ):
+        change()
+        with pytest.raises(Refused, match=named):
+            prep.plan(raw, data_dir, num_shards=5)
+
+
+def test_another_tokenizer_is_refused(prep: Prep, sample_dir: Path, data_dir: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    train_tokenizer(input_dir=sample_dir, vocab_size=300, output_dir=other)
+    with pytest.raises(Refused, match=f"the tokenizer was {prep.model_dir}, now {other}, with other ids"):
+        prep.plan(sample_dir, data_dir, num_shards=5, model_id=str(other))
+
+
+def test_a_dry_run_prints_the_costs_and_writes_nothing(prep: Prep, sample_dir: Path, tmp_path: Path) -> None:
+    ended = prep.command(
+        "plan", "--input_dir", sample_dir, "--output_dir", tmp_path / "data", "--model_id", prep.model_dir,
+        "--num_shards", "3", "--dry_run",
+    )  # fmt: skip
+    assert ended.code == 0
+    for said in ("3 shards of", "--array=0-2 ", "python -m slurm submit ", "core hours", "GB on disk"):
+        assert said in ended.text
+    assert not (tmp_path / "data").exists()
+
+
+def test_the_estimate_of_tokens_and_disk_is_near_what_comes(
+    prep: Prep, sample_dir: Path, data_dir: Path
+) -> None:
+    ended = prep.command(
+        "plan", "--input_dir", sample_dir, "--output_dir", data_dir, "--model_id", prep.model_dir,
+        "--num_shards", "5",
+    )  # fmt: skip
+    estimate = re.search(r"about (\S+) tokens, (\S+) GB", ended.text)
+    assert estimate
+    prep.make(data_dir)
+    manifests = [json.loads(path.read_bytes()) for path in data_dir.glob("shard-*.json")]
+    tokens = sum(item["counts"]["num_tokens"] for item in manifests)
+    num_bytes = sum(item["tar"]["num_bytes"] + item["idx"]["num_bytes"] for item in manifests)
+    assert float(estimate[1]) == pytest.approx(tokens, rel=0.1)
+    assert float(estimate[2]) * 1e9 == pytest.approx(num_bytes, rel=0.1)
+
+
+def test_only_the_files_of_the_tokenizer_are_kept(prep: Prep, planned_dir: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(prep.model_dir, tmp_path / "model"))
+    (model / "model.safetensors").write_bytes(b"weights")
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "a.txt").write_text("a\n")
+    prep.plan(tmp_path / "raw", tmp_path / "data", model_id=str(model))
+    for folder in (planned_dir, tmp_path / "data"):
+        names = set(prep.names(folder / "tokenizer"))
+        assert {"tokenizer.json", "tokenizer_config.json"} <= names
+        assert names <= {
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "special_tokens_map.json",
+            "chat_template.jinja",
+        }
+
+
+def test_tasks_need_neither_hub_nor_the_folder_of_the_model(
+    prep: Prep, sample_dir: Path, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(prep.model_dir, tmp_path / "model"))
+    prep.plan(sample_dir, tmp_path / "data", num_shards=5, model_id=str(model))
+    shutil.rmtree(model)
+    ended = prep.cli("--shard_id", 2, "--output_dir", tmp_path / "data", env={"HF_HUB_OFFLINE": "1"})
+    assert ended.code == 0, ended.text
+    assert (tmp_path / "data" / "shard-00002.json").exists()
+
+
+def test_a_touch_a_copy_and_a_moved_folder_change_nothing(
+    prep: Prep, sample_dir: Path, data_dir: Path, tmp_path: Path
+) -> None:
+    prep.make(data_dir, 0)
+    moved = tmp_path / "elsewhere" / "raw"
+    moved.mkdir(parents=True)
+    for path in sample_dir.iterdir():
+        shutil.copyfile(path, moved / path.name)
+        os.utime(moved / path.name, (1, 1))
+    plan = need_plan(data_dir)
+    again = prep.plan(moved, tmp_path / "again", num_shards=5)
+    assert again.plan_id == plan.plan_id
+    assert prep.plan(moved, data_dir, num_shards=5).plan_id == plan.plan_id
+    prep.make(tmp_path / "again", 0)
+    assert prep.contents(tmp_path / "again") == prep.contents(data_dir)
+    ended = prep.command("--shard_id", 3, "--output_dir", data_dir, "--input_dir", moved)
+    assert ended.code == 0, ended.text
+    assert json.loads((data_dir / "shard-00003.json").read_bytes())["spec"]["plan_id"] == plan.plan_id
+
+
+def test_input_that_changed_since_planning_is_refused_by_the_worker(
+    prep: Prep, sample_dir: Path, tmp_path: Path
+) -> None:
+    raw = Path(shutil.copytree(sample_dir, tmp_path / "raw"))
+    prep.plan(raw, tmp_path / "data")
+    path = raw / "en_0.txt"
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"e", b"E", 1))
+    ended = prep.command("--shard_id", 0, "--output_dir", tmp_path / "data")
+    assert ended.code == 78
+    assert f"{path} changed since it was planned" in ended.text
+    path.write_bytes(data)
+    assert prep.command("--shard_id", 0, "--output_dir", tmp_path / "data").code == 0
+    path.unlink()
+    (raw / "en_1.txt").write_bytes(b"short\n")
+    assert prep.command("--shard_id", 1, "--output_dir", tmp_path / "data").code == 78
+
+
+def test_a_change_in_each_of_the_three_sampled_parts_changes_the_stamp(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    size = 1 << 20
+    path.write_bytes(bytes(size))
+    [clean] = stamp_inputs(tmp_path, [path])
+    for place in (0, 65535, size // 2, size - 65536, size - 1):
+        with path.open("r+b") as file:
+            file.seek(place)
+            file.write(b"x")
+        [changed] = stamp_inputs(tmp_path, [path])
+        assert changed.sha256 != clean.sha256, place
+        path.write_bytes(bytes(size))
+    assert stamp_inputs(tmp_path, [path])[0].sha256 == clean.sha256
+    assert size > 3 * input_files._SAMPLE_BYTES, "else the whole file is the sample"
+
+
+def test_planners_that_race_end_with_one_plan(prep: Prep, sample_dir: Path, tmp_path: Path) -> None:
+    flags = ["--input_dir", sample_dir, "--output_dir", tmp_path / "data", "--model_id", prep.model_dir]
+    racers = [prep.start("plan", "--num_shards", 4, *flags) for _ in range(2)]
+    other = prep.start("plan", "--num_shards", 3, *flags)
+    texts = [racer.communicate(timeout=120)[0] for racer in (*racers, other)]
+    codes = [racer.returncode for racer in (*racers, other)]
+    plan = need_plan(tmp_path / "data")
+    assert codes == ([0, 0, 78] if plan.num_shards == 4 else [78, 78, 0]), texts
+    ids = {match for text in texts for match in re.findall(r"^plan (\w{12}):", text, re.MULTILINE)}
+    assert ids == {plan.plan_id[:12]}
+    assert prep.names(tmp_path / "data") == ["plan.json", "tokenizer"]
+
+
+def test_tasks_of_the_plain_form_that_race_share_one_plan(
+    prep: Prep, sample_dir: Path, tmp_path: Path
+) -> None:
+    flags = ["--input_dir", sample_dir, "--output_dir", tmp_path / "data", "--model_id", prep.model_dir]
+    tasks = [prep.start("--shard_id", shard_id, *flags) for shard_id in (0, 5)]
+    texts = [task.communicate(timeout=120)[0] for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], texts
+    found = {
+        json.loads(path.read_bytes())["spec"]["plan_id"] for path in (tmp_path / "data").glob("shard-*.json")
+    }
+    assert found == {need_plan(tmp_path / "data").plan_id}
+    assert len(list((tmp_path / "data").glob("shard-*.tar"))) == 2
+    assert prep.temporaries(tmp_path / "data") == []
+
+
+def test_subfolders_are_taken_only_when_asked_for(prep: Prep, tmp_path: Path) -> None:
+    (tmp_path / "raw" / "sub").mkdir(parents=True)
+    (tmp_path / "raw" / "b.txt").write_text("b\n")
+    (tmp_path / "raw" / "sub" / "a.txt").write_text("a\n")
+    (tmp_path / "raw" / "c.TXT.bak").write_text("c\n")
+    assert [item.path for item in prep.plan(tmp_path / "raw", tmp_path / "one").inputs] == ["b.txt"]
+    plan = prep.plan(tmp_path / "raw", tmp_path / "two", recursive=True)
+    assert [item.path for item in plan.inputs] == ["b.txt", "sub/a.txt"]
+
+
+def test_a_file_name_that_is_not_utf_8_is_refused(prep: Prep, tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    Path(os.fsdecode(os.fsencode(tmp_path / "raw") + b"/\xff.txt")).write_text("a\n")
+    with pytest.raises(UsageError, match="not UTF-8; rename the file"):
+        prep.plan(tmp_path / "raw", tmp_path / "data")
+
+
+def test_a_tokenizer_without_an_eos_cannot_end_documents_with_one(
+    prep: Prep, sample_dir: Path, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(prep.model_dir, tmp_path / "model"))
+    config = json.loads((model / "tokenizer_config.json").read_bytes())
+    del config["eos_token"]
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match=r"names no eos_token.*--no-append_eos"):
+        prep.plan(sample_dir, tmp_path / "data", model_id=str(model), record="packed")
+    plan = prep.plan(sample_dir, tmp_path / "data", model_id=str(model), record="packed", append_eos=False)
+    assert not plan.spec.append_eos
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind", "message"),
+    [
+        (
+            lambda data: data.replace(b'"version":2', b'"version":1', 1),
+            UnknownVersion,
+            "version 1, .* reads 2 alone; make the data set anew in a new folder: python -m preprocess plan",
+        ),
+        (lambda data: data[:-9], BrokenShard, "is not JSON"),
+        (
+            lambda data: data.replace(b'"cuts"', b'"cats"'),
+            BrokenShard,
+            "was altered since it was written.*a plan is frozen",
+        ),
+        (lambda data: data.replace(b"shardprep-plan", b"other"), BrokenShard, "its format is 'other'"),
+    ],
+    ids=["version", "cut short", "key", "format"],
+)
+def test_a_plan_that_cannot_be_read_is_refused_by_its_own_error(
+    data_dir: Path, damage, kind: type[Exception], message: str
+) -> None:
+    path = data_dir / "plan.json"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(kind, match=message):
+        read_plan(data_dir)
+
+
+def test_a_folder_without_a_plan_says_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match=r"has no plan\.json; run: python -m preprocess plan --input_dir RAW"):
+        need_plan(tmp_path)
+    assert read_plan(tmp_path / "nowhere") is None

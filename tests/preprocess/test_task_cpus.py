@@ -1,0 +1,88 @@
+"""A task uses the CPUs that Slurm gave it and the kernel lets it have, never those of others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from preprocess.resources import allowed_cpus, bind_to_task_cpus
+from tests.conftest import ROOT
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+
+@pytest.mark.parametrize(
+    ("environ", "affinity", "offset", "expected"),
+    [
+        ({}, {3, 1, 2}, 0, [1, 2, 3]),
+        ({"SLURM_CPUS_PER_TASK": "2"}, {4, 5}, 7, [4, 5]),
+        ({"SLURM_CPUS_PER_TASK": "8"}, {4, 5}, 0, [4, 5]),
+        ({"SLURM_CPUS_PER_TASK": "2"}, set(range(8)), 0, [0, 1]),
+        ({"SLURM_CPUS_PER_TASK": "2"}, set(range(8)), 3, [6, 7]),
+        ({"SLURM_CPUS_PER_TASK": "2"}, set(range(8)), 4, [0, 1]),
+        ({"SLURM_CPUS_PER_TASK": "3"}, set(range(8)), 2, [0, 6, 7]),
+        ({"SLURM_CPUS_PER_TASK": "1"}, {2, 9}, 1, [9]),
+        ({"SLURM_CPUS_PER_TASK": "0"}, {1, 2}, 0, [1, 2]),
+        ({"SLURM_CPUS_PER_TASK": "2(x3)"}, {1, 2}, 0, [1, 2]),
+    ],
+    ids=str,
+)
+def test_slurms_number_then_the_affinity_mask_decides(
+    environ: dict[str, str], affinity: set[int], offset: int, expected: list[int]
+) -> None:
+    assert allowed_cpus(environ, affinity, offset=offset) == expected
+
+
+def test_tasks_side_by_side_share_no_cpu_while_there_are_enough() -> None:
+    environ = {"SLURM_CPUS_PER_TASK": "3"}
+    taken = [allowed_cpus(environ, set(range(12)), offset=task) for task in range(4)]
+    assert sorted(cpu for cpus in taken for cpu in cpus) == list(range(12))
+
+
+def test_binding_narrows_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.sched_getaffinity(0)
+    if len(before) < 2:
+        pytest.skip("there is one CPU here, nothing to narrow")
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "1")
+    monkeypatch.setenv("RAYON_NUM_THREADS", "1")  # both are set, and put back
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    try:
+        assert bind_to_task_cpus(offset=1) == 1
+        assert os.sched_getaffinity(0) == {sorted(before)[1]}
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+THREADS = """
+import os, sys
+from pathlib import Path
+from preprocess import token_batches
+from preprocess.resources import bind_to
+bind_to(sorted(os.sched_getaffinity(0)))
+make = getattr(token_batches, sys.argv[1] + "_engine")
+engine = make(Path(sys.argv[2]), allow_special_tokens=False)
+engine.encode(["a text"] * 20_000)
+print(len(os.listdir("/proc/self/task")), end="")
+"""
+
+
+@pytest.mark.parametrize("engine", ["tokenizers", "fastokens"])
+def test_a_shells_settings_for_other_programs_change_no_engines_threads(prep: Prep, engine: str) -> None:
+    """Rayon's variables, and tokenizers' own, act on the tokenizers engine if nobody sets them."""
+    counts = set()
+    for given in (
+        {},
+        {"RAYON_NUM_THREADS": "7"},
+        {"RAYON_RS_NUM_CPUS": "7"},
+        {"TOKENIZERS_PARALLELISM": "false"},
+    ):
+        names = ("RAYON_NUM_THREADS", "RAYON_RS_NUM_CPUS", "TOKENIZERS_PARALLELISM")
+        environ = {name: value for name, value in prep.environ().items() if name not in names} | given
+        command = [sys.executable, "-c", THREADS, engine, str(prep.model_dir / "tokenizer.json")]
+        counts.add(subprocess.run(command, env=environ, capture_output=True, check=True, cwd=ROOT).stdout)
+    assert len(counts) == 1, counts

@@ -1,0 +1,348 @@
+"""A trained tokenizer is Llama 3's but for its vocabulary, and training it survives any input."""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from preprocess import train_tokenizer as command
+from preprocess.llama3_pipeline import special_tokens
+from preprocess.train_tokenizer import train_tokenizer
+from preprocess.training_text import PIECE_CHARS, TrainingText, find_spans, read_lines, sample_spans
+from shardprep.errors import BadInput, CannotWrite, NotFound, Refused, UsageError
+
+VOCAB_SIZE = 400
+SAMPLES = [
+    "The first bus leaves at 6:05, doesn't it?  I'd rather walk 12345 steps!",
+    "비가 오는 날에는 도서관 2층 창가 자리가 제일 좋다.",
+    "mixed 한글과 English, emoji 🙂🙂, tabs\tand\n\n  new lines  \r\n",
+    " leading and trailing ",
+    "",
+    "<|end_of_text|> inside a text",
+    "ﬁ ligature, é composed, é decomposed, ㄱㄴㄷ, 漢字かな, ١٢٣",
+]
+
+
+@pytest.fixture(scope="module")
+def text_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About 200 KB of Korean and English lines."""
+    folder = tmp_path_factory.mktemp("raw")
+    rng = random.Random(7)
+    english = "the old bridge carries nobody home before winter because its keeper doesn't trust snow"
+    korean = "오래된 다리는 겨울이 오기 전에 아무도 집으로 데려다주지 않는다 눈을 믿지 못하는 관리인"
+    for name, words in (("en.txt", english), ("ko.txt", korean)):
+        lines = (" ".join(rng.choices(words.split(), k=rng.randrange(1, 30))) + "." for _ in range(1500))
+        (folder / name).write_text("\n".join(lines), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained_dir(text_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "tokenizer"
+    train_tokenizer(input_dir=text_dir, vocab_size=VOCAB_SIZE, output_dir=folder)
+    return folder
+
+
+def all_lines(folder: Path, max_bytes: int, encoding: str = "utf-8") -> list[str]:
+    text = TrainingText(find_spans(folder, max_bytes, False, encoding), encoding)
+    return [line for batch in text for line in batch]
+
+
+def test_the_folder_holds_the_two_files_that_autotokenizer_needs_and_nothing_else(trained_dir: Path) -> None:
+    assert sorted(path.name for path in trained_dir.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+    assert [path.name for path in trained_dir.parent.iterdir()] == ["tokenizer"]
+
+
+def test_special_tokens_follow_the_base_vocabulary_without_holes(trained_dir: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(trained_dir / "tokenizer.json"))
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    assert sorted(vocab.values()) == list(range(VOCAB_SIZE + 256))
+    assert [vocab[name] for name in special_tokens()] == list(range(VOCAB_SIZE, VOCAB_SIZE + 256))
+
+
+def test_bos_is_prepended_and_no_eos_appended(trained_dir: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(trained_dir / "tokenizer.json"))
+    plain = tokenizer.encode(SAMPLES[0], add_special_tokens=False).ids
+    assert tokenizer.encode(SAMPLES[0]).ids == [VOCAB_SIZE, *plain]
+    assert max(plain) < VOCAB_SIZE
+
+
+def test_any_text_survives_encoding_and_decoding(trained_dir: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(trained_dir / "tokenizer.json"))
+    for text in SAMPLES:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+def test_the_text_it_was_trained_on_takes_fewer_tokens_than_bytes(trained_dir: Path, text_dir: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(trained_dir / "tokenizer.json"))
+    text = (text_dir / "ko.txt").read_text(encoding="utf-8")
+    assert len(tokenizer.encode(text).ids) * 4 < len(text.encode())
+
+
+def test_pipeline_and_special_tokens_are_those_of_llama_3(trained_dir: Path) -> None:
+    shared = Path(os.environ.get("SHARDPREP_TEST_SHARED", Path(__file__).parents[3] / "shared"))
+    path = shared / "tokenizers" / "llama3" / "tokenizer.json"
+    if not path.exists():
+        pytest.skip(f"Llama 3's tokenizer is not at {path}; SHARDPREP_TEST_SHARED may name its folder")
+    theirs = json.loads(path.read_text(encoding="utf-8"))
+    ours = json.loads((trained_dir / "tokenizer.json").read_text(encoding="utf-8"))
+    shift = 128_000 - VOCAB_SIZE
+    for token in ours["added_tokens"]:
+        token["id"] += shift
+    ours["post_processor"]["processors"][1]["special_tokens"]["<|begin_of_text|>"]["ids"][0] += shift
+    for part in (theirs, ours):
+        del part["model"]["vocab"], part["model"]["merges"]
+    assert ours == theirs
+
+
+def test_autotokenizer_loads_it_as_fast_with_bos_eos_and_a_pad_of_its_own(trained_dir: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    loaded = transformers.AutoTokenizer.from_pretrained(str(trained_dir))
+    assert loaded.is_fast
+    assert (loaded.bos_token, loaded.eos_token) == ("<|begin_of_text|>", "<|end_of_text|>")
+    assert loaded.pad_token == "<|finetune_right_pad_id|>"
+    assert loaded.pad_token_id == VOCAB_SIZE + 4
+    assert len({loaded.bos_token_id, loaded.eos_token_id, loaded.pad_token_id}) == 3
+    reference = Tokenizer.from_file(str(trained_dir / "tokenizer.json"))
+    for text in SAMPLES:
+        assert loaded.encode(text) == reference.encode(text).ids
+
+
+def test_fastokens_gives_the_ids_of_tokenizers(trained_dir: Path, text_dir: Path) -> None:
+    fastokens = pytest.importorskip("fastokens")
+    path = str(trained_dir / "tokenizer.json")
+    fast, reference = fastokens.Tokenizer.from_file(path), Tokenizer.from_file(path)
+    lines = [line for file in text_dir.iterdir() for line in file.read_text(encoding="utf-8").splitlines()]
+    assert len(lines) == 3000
+    for text in SAMPLES + lines:
+        assert list(fast.encode(text, add_special_tokens=True).ids) == reference.encode(text).ids
+
+
+def test_equal_inputs_give_equal_bytes_whatever_the_threads(
+    trained_dir: Path, text_dir: Path, tmp_path: Path
+) -> None:
+    script = (
+        "import sys; from pathlib import Path; from preprocess.train_tokenizer import train_tokenizer as t;"
+        f"t(input_dir=Path(sys.argv[1]), vocab_size={VOCAB_SIZE}, output_dir=Path(sys.argv[2]))"
+    )
+    copied = tmp_path / "elsewhere"
+    shutil.copytree(text_dir, copied)
+    environment = {**os.environ, "RAYON_NUM_THREADS": "1", "PYTHONHASHSEED": "5"}
+    subprocess.run(
+        [sys.executable, "-c", script, str(copied), str(tmp_path / "again")], check=True, env=environment
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (trained_dir / name).read_bytes()
+
+
+def test_a_small_corpus_gives_a_smaller_vocabulary_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("ab ab ab\n")
+    train_tokenizer(input_dir=tmp_path, vocab_size=128_000, output_dir=tmp_path / "out")
+    vocab = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json")).get_vocab()
+    assert vocab["ab"] == 256
+    assert vocab["<|begin_of_text|>"] == 258
+    assert sorted(vocab.values()) == list(range(258 + 256))
+    assert "yields 258 base tokens, not the 128,000 asked for" in capsys.readouterr().err
+
+
+def test_an_existing_tokenizer_is_refused_and_left_as_it_is(trained_dir: Path, text_dir: Path) -> None:
+    before = (trained_dir / "tokenizer.json").read_bytes()
+    with pytest.raises(Refused, match="already holds a tokenizer"):
+        train_tokenizer(input_dir=text_dir, vocab_size=300, output_dir=trained_dir)
+    assert (trained_dir / "tokenizer.json").read_bytes() == before
+    assert Refused.exit_code == 78
+
+
+def test_a_tokenizer_that_appears_during_training_is_refused_and_left_as_it_is(
+    text_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train_and_lose_the_race(*args: object) -> None:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "tokenizer.json").write_text("theirs")
+
+    monkeypatch.setattr(command, "_train", train_and_lose_the_race)
+    with pytest.raises(Refused, match="already holds a tokenizer"):
+        train_tokenizer(input_dir=text_dir, vocab_size=300, output_dir=tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "theirs"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_empty_output_folder_is_filled(text_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    train_tokenizer(input_dir=text_dir, vocab_size=300, output_dir=tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def test_an_output_folder_with_other_files_is_refused(text_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.md").write_text("mine")
+    with pytest.raises(Refused, match=r"1 files \(notes\.md"):
+        train_tokenizer(input_dir=text_dir, vocab_size=300, output_dir=tmp_path)
+
+
+@pytest.mark.parametrize("stop_signal", [signal.SIGINT, signal.SIGKILL])
+def test_a_killed_run_leaves_nothing_that_counts(tmp_path: Path, stop_signal: signal.Signals) -> None:
+    (tmp_path / "raw").mkdir()
+    rng = random.Random(3)
+    with (tmp_path / "raw" / "a.txt").open("w") as file:
+        for _ in range(60_000):
+            file.write(" ".join("".join(rng.choices("abcdefgh", k=8)) for _ in range(8)) + "\n")
+    script = (
+        "import sys; from pathlib import Path; from preprocess.train_tokenizer import train_tokenizer as t;"
+        "print('go', flush=True); t(input_dir=Path(sys.argv[1]), output_dir=Path(sys.argv[2]))"
+    )
+    arguments = [sys.executable, "-c", script, str(tmp_path / "raw"), str(tmp_path / "out")]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"go\n"
+        limit = time.monotonic() + 60
+        while not list(tmp_path.glob(".out.*.tmp")) and time.monotonic() < limit:
+            time.sleep(0.02)
+        assert process.poll() is None, "it ended before it could be stopped: the test shows nothing"
+        process.send_signal(stop_signal)
+        process.wait(timeout=60)
+    assert not (tmp_path / "out").exists()
+    if stop_signal == signal.SIGINT:
+        assert [path.name for path in tmp_path.iterdir()] == ["raw"]
+
+
+def test_undecodable_lines_are_left_out_counted_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_bytes(b"good good\nbad \xff\xfe bad\n" + "\ufffd is no error\n".encode())
+    assert all_lines(tmp_path, 10**9) == ["good good", "\ufffd is no error"]
+    train_tokenizer(input_dir=tmp_path, vocab_size=300, output_dir=tmp_path / "out")
+    error = capsys.readouterr().err
+    assert "left out 1 lines that are not utf-8" in error
+    assert "a.txt" in error
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "cp949", "utf-16", "utf-16-be", "utf-32"])
+def test_lines_are_those_of_python_text_mode_in_any_encoding(tmp_path: Path, encoding: str) -> None:
+    lines = [f"{i}번째 문서, line {i} " + "가나다" * (i % 50) for i in range(20_000)]
+    (tmp_path / "a.txt").write_bytes("\r\n".join(lines).encode(encoding))
+    assert all_lines(tmp_path, 10**9, encoding) == [line.strip() for line in lines]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-32-le"])
+def test_a_sample_holds_whole_lines_spread_evenly_over_the_files(tmp_path: Path, encoding: str) -> None:
+    num_lines = 150_000
+    lines = [f"문서 {i:06d} " + "x" * (i % 40) for i in range(num_lines)]
+    for part in range(3):
+        chunk = lines[part * 50_000 : (part + 1) * 50_000]
+        (tmp_path / f"{part}.txt").write_bytes("\n".join(chunk).encode(encoding))
+    total_bytes = sum(path.stat().st_size for path in tmp_path.iterdir())
+    max_bytes = total_bytes // 4
+    spans = find_spans(tmp_path, max_bytes, False, encoding)
+    assert sum(span.stop - span.start for span in spans) <= max_bytes
+    sampled = all_lines(tmp_path, max_bytes, encoding)
+    assert set(sampled) <= {line.strip() for line in lines}
+    assert len(set(sampled)) == len(sampled)
+    assert len(sampled) > 0.95 * num_lines / 4
+    tenths = [0] * 10
+    for line in sampled:
+        tenths[int(line.split()[1]) * 10 // num_lines] += 1
+    assert max(tenths) < 1.3 * min(tenths)
+
+
+def test_spans_of_a_sample_never_overlap_and_never_exceed_their_files() -> None:
+    rng = random.Random(11)
+    for _ in range(200):
+        files = [(Path(str(i)), rng.choice([0, 3, 1000, 10**6, 10**8])) for i in range(rng.randrange(1, 60))]
+        max_bytes = rng.choice([10**6, 10**7, 10**9])
+        ends: dict[Path, int] = {}
+        total_bytes = 0
+        for span in sample_spans(files, max_bytes):
+            assert ends.get(span.path, 0) <= span.start < span.stop <= span.size_bytes
+            ends[span.path] = span.stop
+            total_bytes += span.stop - span.start
+        whole = sum(size for _, size in files)
+        assert total_bytes <= max_bytes
+        assert total_bytes == whole or total_bytes > 0.99 * max_bytes
+
+
+def test_a_line_too_long_for_memory_is_cut_into_pieces_between_words(tmp_path: Path) -> None:
+    text = "단어 word " * 200_000
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    (span,) = find_spans(tmp_path, 10**9, False, "utf-8")
+    pieces = [piece for _, lines in read_lines(span, "utf-8") for piece in lines]
+    assert "".join(pieces) == text
+    assert max(map(len, pieces)) <= PIECE_CHARS
+    assert (
+        set("".join(pieces).split())
+        == {word for piece in pieces for word in piece.split()}
+        == {"단어", "word"}
+    )
+
+
+def test_a_single_line_larger_than_the_sample_is_sampled_too(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("가나 다라마 " * 200_000, encoding="utf-8")
+    sampled = all_lines(tmp_path, 1_000_000)
+    assert 0.9 * 1_000_000 < sum(len(line.encode()) for line in sampled) <= 1_000_000
+
+
+def test_subfolders_are_taken_only_when_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "a.txt").write_text("here")
+    with pytest.raises(NotFound, match="--recursive"):
+        find_spans(tmp_path, 10**9, False, "utf-8")
+    assert [span.path.name for span in find_spans(tmp_path, 10**9, True, "utf-8")] == ["a.txt"]
+
+
+def test_bad_arguments_and_inputs_get_their_own_error(text_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(NotFound, match="no folder"):
+        train_tokenizer(input_dir=tmp_path / "nowhere", vocab_size=300, output_dir=out)
+    with pytest.raises(NotFound, match=r"no \.txt"):
+        train_tokenizer(input_dir=empty, vocab_size=300, output_dir=out)
+    (empty / "a.txt").write_text("\n \n")
+    with pytest.raises(BadInput, match="nothing to train on"):
+        train_tokenizer(input_dir=empty, vocab_size=300, output_dir=out)
+    with pytest.raises(UsageError, match="--vocab_size is 255"):
+        train_tokenizer(input_dir=text_dir, vocab_size=255, output_dir=out)
+    with pytest.raises(UsageError, match="--max_bytes is 10"):
+        train_tokenizer(input_dir=text_dir, vocab_size=300, output_dir=out, max_bytes=10)
+    with pytest.raises(UsageError, match="no such text encoding"):
+        train_tokenizer(input_dir=text_dir, vocab_size=300, output_dir=out, encoding="utf-88")
+    with pytest.raises(UsageError, match="no such text encoding"):
+        train_tokenizer(input_dir=text_dir, vocab_size=300, output_dir=out, encoding="hex")
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+
+
+def test_an_output_folder_that_cannot_be_made_is_told_before_training(text_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(CannotWrite):
+            train_tokenizer(input_dir=text_dir, vocab_size=300, output_dir=folder)
+
+
+def test_an_input_that_vanishes_before_it_is_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text\n")
+    text = TrainingText(find_spans(tmp_path, 10**9, False, "utf-8"), "utf-8")
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(NotFound, match=r"a\.txt cannot be opened: No such file"):
+        list(text)
+
+
+def test_the_command_takes_its_flags_and_stands_at_llama_3s_vocabulary(
+    text_dir: Path, tmp_path: Path
+) -> None:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    flags = ["--input_dir", str(text_dir), "--output_dir", str(tmp_path / "out")]
+    assert parser.parse_args(flags).vocab_size == 128_000
+    assert command.main(parser.parse_args([*flags, "--vocab_size", "300"])) == 0
+    assert Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json")).get_vocab_size() == 556

@@ -1,0 +1,401 @@
+"""Equal bytes whatever made them, and nothing unfinished left by whatever stopped it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from preprocess import options as worker_settings
+from preprocess.tokenizer_files import resolve_tokenizer
+from preprocess.worker import done_manifest
+from shardprep.atomic_files import STALE_AFTER_S, remove_temporaries
+from shardprep.errors import Stopped
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+ROOT = Path(__file__).parents[2]
+RECORDS: dict[str, dict[str, Any]] = {
+    "documents": {},
+    "npy": {"token_format": "npy", "append_eos": True},
+    "packed": {"record": "packed", "seq_len": 128},
+    "whole files": {"doc": "file", "keep_text": False},
+}
+LIMIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def raw_dir(sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sample text with a line in each language that is no UTF-8, so that there is a quarantine."""
+    folder = tmp_path_factory.mktemp("raw")
+    for path in sample_dir.iterdir():
+        bad = b"broken \xff line\r\n" if path.name.endswith("_1.txt") else b""
+        (folder / path.name).write_bytes(path.read_bytes() + bad)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(prep: Prep, raw_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a record, planned and made by the fast engine; made when first asked for."""
+    made: dict[str, Path] = {}
+
+    def folder_of(record: str) -> Path:
+        if record not in made:
+            made[record] = tmp_path_factory.mktemp("reference")
+            limit = {"max_bad_fraction": 0.5}  # of whole files two in six are bad
+            prep.plan(raw_dir, made[record], num_shards=3, **RECORDS[record], **limit)
+            prep.make(made[record], engine="fastokens")
+            assert any(name.startswith("quarantine/") for name in prep.contents(made[record]))
+        return made[record]
+
+    return folder_of
+
+
+def planned_copy(reference: Path, folder: Path) -> Path:
+    """A folder of its own with the same plan and nothing made."""
+    folder.mkdir()
+    shutil.copy(reference / "plan.json", folder)
+    shutil.copytree(reference / "tokenizer", folder / "tokenizer")
+    return folder
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_both_engines_and_all_sizes_of_blocks_give_equal_bytes(
+    prep: Prep, reference: Callable[[str], Path], tmp_path: Path, record: str
+) -> None:
+    expected = prep.contents(reference(record))
+    assert len(expected) >= 10
+    for number, (engine, block_bytes) in enumerate(
+        (("tokenizers", 1 << 17), ("fastokens", 700), ("fastokens", 5_000), ("fastokens", 1 << 22))
+    ):
+        folder = planned_copy(reference(record), tmp_path / str(number))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(worker_settings, "BATCH_BYTES", block_bytes)
+            prep.make(folder, engine=engine)
+        assert prep.contents(folder) == expected
+        run = json.loads((folder / "shard-00000.json").read_bytes())["run"]
+        assert run["engine"].startswith(engine)
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_one_and_two_cpus_give_equal_bytes(
+    prep: Prep, reference: Callable[[str], Path], tmp_path: Path, record: str
+) -> None:
+    cpus = sorted(os.sched_getaffinity(0))[:2]
+    if len(cpus) < 2:
+        pytest.skip("there is one CPU here")
+    for num_cpus in (1, 2):
+        folder = planned_copy(reference(record), tmp_path / str(num_cpus))
+        ended = prep.cli(
+            "--shard_id", 1, "--output_dir", folder,
+            preexec_fn=lambda count=num_cpus: os.sched_setaffinity(0, cpus[:count]),
+        )  # fmt: skip
+        assert ended.code == 0, ended.text
+        found = prep.contents(folder)
+        assert len(found) in (3, 4)
+        assert found.items() <= prep.contents(reference(record)).items()
+        assert json.loads((folder / "shard-00001.json").read_bytes())["run"]["num_cpus"] == num_cpus
+
+
+def test_equal_data_planned_twice_and_made_elsewhere_gives_equal_bytes(
+    prep: Prep, raw_dir: Path, reference: Callable[[str], Path], tmp_path: Path
+) -> None:
+    shutil.copytree(raw_dir, tmp_path / "raw")
+    prep.plan(tmp_path / "raw", tmp_path / "data", num_shards=3, max_bad_fraction=0.2)
+    prep.make(tmp_path / "data")
+    assert prep.contents(tmp_path / "data") == prep.contents(reference("documents"))
+
+
+def written(path: Path) -> tuple[int, int]:
+    """Which file it is and when it was written; reading it changes neither."""
+    return path.stat().st_ino, path.stat().st_mtime_ns
+
+
+def test_a_done_shard_is_left_alone(prep: Prep, data_dir: Path) -> None:
+    prep.make(data_dir, 2)
+    before = {path: written(path) for path in data_dir.glob("shard-00002.*")}
+    ended = prep.command("--shard_id", 2, "--output_dir", data_dir)
+    assert (ended.code, ended.text) == (0, "shard 00002 is done already\n")
+    assert {path: written(path) for path in data_dir.glob("shard-00002.*")} == before
+
+
+def test_what_a_task_says_ends_with_the_counts_of_its_manifest(prep: Prep, data_dir: Path) -> None:
+    ended = prep.command("--shard_id", 2, "--output_dir", data_dir)
+    counts = json.loads((data_dir / "shard-00002.json").read_bytes())["counts"]
+    line = f"shard 00002 is done: {counts['num_documents']} documents, {counts['num_tokens']} tokens\n"
+    assert ended.text.endswith(line)
+
+
+@pytest.fixture(scope="module")
+def big_dir(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan of one shard of 4 MB: a second or more of the slow engine, and several pieces of tar."""
+    raw, folder = tmp_path_factory.mktemp("raw"), tmp_path_factory.mktemp("big")
+    text = b"".join(path.read_bytes() for path in sorted(sample_dir.iterdir()))
+    (raw / "a.txt").write_bytes(text * (1 + 4_000_000 // len(text)))
+    prep.plan(raw, folder, engine="tokenizers")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def big_contents(prep: Prep, big_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = planned_copy(big_dir, tmp_path_factory.mktemp("whole") / "data")
+    prep.make(folder)
+    return prep.contents(folder)
+
+
+def temporary_tars(folder: Path) -> list[Path]:
+    return list(folder.glob(".shard-00000.tar.*.tmp"))
+
+
+@contextlib.contextmanager
+def in_the_middle(prep: Prep, folder: Path, num_writers: int = 1) -> Iterator[list[subprocess.Popen[str]]]:
+    """Real writers of shard 0, each with a part of its tar on disk and none of them done."""
+    writers = [
+        prep.start("--shard_id", 0, "--output_dir", folder, "--engine", "tokenizers")
+        for _ in range(num_writers)
+    ]
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while True:
+            assert time.monotonic() < deadline
+            assert all(writer.poll() is None for writer in writers), [w.communicate()[0] for w in writers]
+            with contextlib.suppress(FileNotFoundError):
+                grown = [path.name for path in temporary_tars(folder) if path.stat().st_size > 0]
+                if all(any(f"-{writer.pid}-" in name for name in grown) for writer in writers):
+                    break
+            time.sleep(0.002)
+        yield writers
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.communicate()
+
+
+def test_a_rerun_after_kill_9_in_the_middle_gives_equal_bytes_and_clears_up(
+    prep: Prep, big_dir: Path, big_contents: dict[str, bytes], tmp_path: Path
+) -> None:
+    folder = planned_copy(big_dir, tmp_path / "data")
+    for _ in range(2):
+        with in_the_middle(prep, folder) as [writer]:
+            writer.kill()
+            assert writer.wait() == -signal.SIGKILL
+        assert prep.contents(folder) == {}
+    assert len(temporary_tars(folder)) == 2, "a killed process cannot clear up"
+    ended = prep.command("--shard_id", 0, "--output_dir", folder)
+    assert ended.code == 0, ended.text
+    assert prep.contents(folder) == big_contents
+    assert prep.temporaries(folder) == []
+
+
+KILLED_AT_A_STEP = """
+import os, pathlib, signal, sys
+left = int(sys.argv[1])
+def counted(real):
+    def call(*args, **named):
+        global left
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **named)
+    return call
+os.fsync = counted(os.fsync)
+pathlib.Path.rename = counted(pathlib.Path.rename)
+from preprocess.__main__ import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def test_kill_9_at_each_step_of_the_commit_leaves_a_done_shard_or_nothing_that_counts(
+    prep: Prep, planned_dir: Path, tmp_path: Path
+) -> None:
+    """The process kills itself before its n-th fsync or rename, for every n."""
+    whole = Path(shutil.copytree(planned_dir, tmp_path / "whole"))
+    plan = prep.make(whole, 0)
+    expected = prep.contents(whole)
+    states = []
+    for step in range(30):
+        folder = Path(shutil.copytree(planned_dir, tmp_path / str(step)))
+        program = [
+            sys.executable,
+            "-c",
+            KILLED_AT_A_STEP,
+            str(step),
+            "--shard_id",
+            "0",
+            "--output_dir",
+            folder,
+        ]
+        killed = subprocess.run(program, env=prep.environ(), cwd=ROOT, capture_output=True, check=False)
+        if killed.returncode == 0:
+            break
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        states.append(sorted(prep.contents(folder)))
+        if done_manifest(plan, folder, 0):
+            assert prep.contents(folder) == expected
+        else:
+            assert "shard-00000.json" not in states[-1]
+        assert prep.command("--shard_id", 0, "--output_dir", folder).code == 0
+        assert prep.contents(folder) == expected
+        assert prep.temporaries(folder) == []
+    assert prep.contents(folder) == expected
+    tar, idx, manifest = "shard-00000.tar", "shard-00000.idx", "shard-00000.json"
+    in_order = [state for state, later in itertools.pairwise([*states, None]) if state != later]
+    assert in_order == [[], [tar], [idx, tar], [idx, manifest, tar]], "the manifest comes last"
+    assert states.count([]) >= 3, "tar and idx are synced before either has its name"
+    assert states.count([idx, tar]) >= 3, "the folder and the manifest are synced before its name counts"
+
+
+def test_what_a_killed_attempt_left_in_quarantine_goes_when_the_shard_is_done(
+    prep: Prep, data_dir: Path
+) -> None:
+    left = data_dir / "quarantine" / ".shard-00000.jsonl.host-1-0123abcd.tmp"
+    left.parent.mkdir()
+    left.write_text("{}\n")
+    prep.make(data_dir, 0)
+    assert not left.exists()
+
+
+def test_two_live_writers_of_one_shard_end_well(
+    prep: Prep, big_dir: Path, big_contents: dict[str, bytes], tmp_path: Path
+) -> None:
+    folder = planned_copy(big_dir, tmp_path / "data")
+    with in_the_middle(prep, folder, num_writers=2) as writers:
+        texts = [writer.communicate(timeout=LIMIT_S)[0] for writer in writers]
+        codes = sorted(writer.returncode for writer in writers)
+    assert codes in ([0, 0], [0, 74]), texts
+    assert prep.contents(folder) == big_contents
+    assert prep.temporaries(folder) == []
+    assert prep.command("verify", folder).code == 0
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda item: item.name
+)
+def test_a_signal_ends_a_task_with_75_and_leaves_nothing(
+    prep: Prep, big_dir: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    folder = planned_copy(big_dir, tmp_path / "data")
+    with in_the_middle(prep, folder) as [writer]:
+        writer.send_signal(number)
+        text, _ = writer.communicate(timeout=LIMIT_S)
+        assert writer.returncode == 75, text
+    assert f"error: stopped by {number.name}; nothing unfinished is left, run this again" in text
+    assert "Traceback" not in text
+    assert prep.names(folder) == ["plan.json", "tokenizer"]
+
+
+def living_of_group(group: int) -> list[int]:
+    """Processes of a group that are no zombies."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, its_group = path.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state != "Z":
+                found.append(int(path.parent.name))
+    return found
+
+
+def has_loaded(process: int, library: str) -> bool:
+    with contextlib.suppress(OSError):
+        return f"/{library}" in Path(f"/proc/{process}/maps").read_text()
+    return False
+
+
+@pytest.mark.parametrize("target", ["task alone", "whole group"])
+def test_a_signal_while_a_task_plans_ends_it_with_75_and_leaves_no_plan(
+    prep: Prep, sample_dir: Path, tmp_path: Path, target: str
+) -> None:
+    """When the signal comes a library is at work, which must not take it for an error of its own."""
+    task = prep.start(
+        "--shard_id", 0, "--input_dir", sample_dir, "--output_dir", tmp_path / "data",
+        "--model_id", prep.model_dir, start_new_session=True,
+    )  # fmt: skip
+    assert task.stdout is not None
+    said = ""
+    while "input file(s)" not in said:  # the line before transformers is imported
+        line = task.stdout.readline()
+        assert line, said
+        said += line
+    deadline = time.monotonic() + LIMIT_S
+    while not any(has_loaded(pid, "tokenizers") for pid in living_of_group(task.pid)):
+        assert time.monotonic() < deadline, "no library was loaded"
+        time.sleep(0.01)
+    (os.kill if target == "task alone" else os.killpg)(task.pid, signal.SIGTERM)
+    text, _ = task.communicate(timeout=LIMIT_S)
+    assert task.returncode == 75, said + text
+    assert "Traceback" not in text
+    deadline = time.monotonic() + LIMIT_S
+    while living_of_group(task.pid):
+        assert time.monotonic() < deadline, "the planning process is still there"
+        time.sleep(0.02)
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_stop_inside_a_library_is_not_taken_for_that_librarys_failure(
+    prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object, **__: object) -> None:
+        raise Stopped("stopped by SIGTERM")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", stopped)
+    with pytest.raises(Stopped):
+        resolve_tokenizer(str(prep.model_dir), tmp_path)
+
+
+def test_temporaries_of_other_attempts_go_after_a_day_and_not_before(tmp_path: Path) -> None:
+    now = time.time()
+    ages = {"young": 60, "old": STALE_AFTER_S + 60}
+    for age, seconds in ages.items():
+        for shard in ("shard-00001", "shard-00010"):
+            path = tmp_path / f".{shard}.tar.{age}.tmp"
+            path.touch()
+            os.utime(path, (now - seconds, now - seconds))
+    (tmp_path / "shard-00001.tar").touch()
+    os.utime(tmp_path / "shard-00001.tar", (0, 0))
+    remove_temporaries(tmp_path, "shard-00001", older_than_s=STALE_AFTER_S)
+    kept = [".shard-00001.tar.young.tmp", ".shard-00010.tar.old.tmp", ".shard-00010.tar.young.tmp"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*kept, "shard-00001.tar"]
+    remove_temporaries(tmp_path, "shard-00001", older_than_s=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*kept[1:], "shard-00001.tar"]
+
+
+def test_colleagues_can_read_what_a_task_wrote(prep: Prep, raw_dir: Path, tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        prep.plan(raw_dir, tmp_path / "data", num_shards=3, max_bad_fraction=0.2)
+        prep.make(tmp_path / "data")
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "data").rglob("*") if path.is_file()]
+    assert len(files) > 12
+    own = {path for path in files if path.parent.name != "tokenizer"}
+    assert {path.stat().st_mode & 0o777 for path in own} == {0o640}
+    assert (tmp_path / "data" / "tokenizer").stat().st_mode & 0o777 == 0o750
+
+
+@pytest.mark.parametrize("record", RECORDS)
+@pytest.mark.parametrize("size", [1, 7, 1024])
+def test_all_batch_sizes_and_little_memory_give_equal_bytes(
+    prep: Prep, reference: Callable[[str], Path], tmp_path: Path, record: str, size: int
+) -> None:
+    folder = planned_copy(reference(record), tmp_path / "data")
+    ended = prep.command(
+        "--shard_id", 1, "--output_dir", folder,
+        "--batch_size", size, "--writer_batch_size", size, "--memory_gb", 0.3,
+    )  # fmt: skip
+    assert ended.code == 0, ended.text
+    found = prep.contents(folder)
+    assert len(found) >= 3
+    assert found.items() <= prep.contents(reference(record)).items()

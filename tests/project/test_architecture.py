@@ -1,0 +1,172 @@
+"""The arrows between the packages, and that a worker loads none of the heavy libraries."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("shardprep", "preprocess", "loader", "slurm", "lustre")
+HEAVY = {"torch", "transformers", "webdataset"}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Every module that a file imports, inside functions too; relative ones resolved."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = path.relative_to(ROOT).parent.parts
+                base = ".".join([*parts[: len(parts) - node.level + 1], *([base] if base else [])])
+            found |= {base} | {f"{base}.{name.name}" for name in node.names}
+    return found
+
+
+def modules(package: str) -> dict[str, set[str]]:
+    """File of a package -> the modules of this project that it imports."""
+    paths = (ROOT / package).rglob("*.py")
+    return {
+        path.relative_to(ROOT).as_posix(): {
+            name for name in imports_of(path) if name.split(".")[0] in PACKAGES
+        }
+        for path in paths
+    }
+
+
+def others(package: str) -> dict[str, set[str]]:
+    """File of a package -> what it imports of the other four."""
+    return {
+        path: {name for name in names if name.split(".")[0] != package}
+        for path, names in modules(package).items()
+    }
+
+
+def test_the_packages_are_there_and_their_imports_are_seen() -> None:
+    for package in PACKAGES:
+        assert modules(package), package
+    assert "preprocess.worker" in modules("preprocess")["preprocess/local_run.py"]
+    assert any(names for names in others("loader").values()), "it stands on the format"
+
+
+def test_shardprep_imports_nothing_of_ours_but_its_own() -> None:
+    for path, names in others("shardprep").items():
+        assert not names, path
+
+
+def test_the_loader_imports_shardprep_alone() -> None:
+    for path, names in others("loader").items():
+        assert {name.split(".")[0] for name in names} <= {"shardprep"}, path
+
+
+def test_inside_of_the_loader_imports_go_one_way() -> None:
+    allowed = {
+        "loader/shards/": ("loader.shards",),
+        "loader/reading/": ("loader.shards", "loader.reading"),
+        "loader/samples/": ("loader.shards", "loader.reading", "loader.samples", "loader.dataset"),
+        "loader/order.py": (),
+        "loader/dataset.py": ("loader.order", "loader.shards"),
+    }
+    files = modules("loader")
+    for folder, packages in allowed.items():
+        found = {path: names for path, names in files.items() if path.startswith(folder)}
+        assert found, folder
+        for path, names in found.items():
+            inside = {name for name in names if name.startswith("loader.")}
+            assert all(name.startswith(packages) for name in inside), (path, inside)
+
+
+def test_lustre_imports_shardprep_alone() -> None:
+    for path, names in others("lustre").items():
+        assert {name.split(".")[0] for name in names} <= {"shardprep"}, path
+
+
+def test_nobody_imports_slurm() -> None:
+    for package in PACKAGES:
+        for path, names in others(package).items():
+            assert not any(name.split(".")[0] == "slurm" for name in names), path
+
+
+def test_slurm_imports_all_but_the_loader() -> None:
+    for path, names in others("slurm").items():
+        assert {name.split(".")[0] for name in names} <= {"shardprep", "preprocess", "lustre"}, path
+
+
+def test_of_preprocess_two_modules_import_lustre_and_nothing_imports_the_loader() -> None:
+    users = {
+        path
+        for path, names in others("preprocess").items()
+        if {n.split(".")[0] for n in names} - {"shardprep"}
+    }
+    assert users == {"preprocess/planning.py", "preprocess/verify.py"}
+    for names in others("preprocess").values():
+        assert {name.split(".")[0] for name in names} <= {"shardprep", "lustre"}
+
+
+def test_the_format_needs_nothing_but_the_standard_library_and_numpy() -> None:
+    allowed = {*sys.stdlib_module_names, "numpy", "shardprep"}
+    paths = list((ROOT / "shardprep" / "format").glob("*.py"))
+    assert paths
+    for path in paths:
+        for name in imports_of(path):
+            assert name.split(".")[0] in allowed, (path.name, name)
+
+
+LIST_MODULES = """
+import json, runpy, sys, threading
+import preprocess.worker as worker
+seen = worker.Worker.run_shard
+def run_shard(self, shard_id, progress):
+    manifest = seen(self, shard_id, progress)
+    with open({report!r}, "a") as file:
+        file.write(json.dumps(sorted(sys.modules)) + "\\n")
+    return manifest
+worker.Worker.run_shard = run_shard
+"""
+
+
+@pytest.mark.parametrize("form", ["shard of a plan", "plain form", "run"])
+def test_a_process_that_makes_a_shard_has_no_heavy_library(
+    prep: Prep, planned_dir: Path, data_dir: Path, sample_dir: Path, tmp_path: Path, form: str
+) -> None:
+    """A small program around main lists sys.modules right after each shard, in workers of ``run``, too."""
+    report = tmp_path / "modules.jsonl"
+    argv = {
+        "shard of a plan": ["--shard_id", "0", "--output_dir", str(data_dir)],
+        "plain form": [
+            "--shard_id", "0", "--output_dir", str(tmp_path / "fresh"), "--input_dir", str(sample_dir),
+            "--model_id", str(prep.model_dir),
+        ],
+        "run": ["run", str(data_dir), "--num_proc", "2", "--shards", "0-1"],
+    }[form]  # fmt: skip
+    program = tmp_path / "program.py"
+    program.write_text(
+        LIST_MODULES.format(report=str(report))
+        + f"from preprocess.__main__ import main\nif __name__ == '__main__':\n    sys.exit(main({argv!r}))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, program],
+        cwd=ROOT,
+        env={**prep.environ(), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lists = [json.loads(line) for line in report.read_text().splitlines()]
+    assert len(lists) == (2 if form == "run" else 1)
+    for names in lists:
+        assert {"fastokens", "numpy", "preprocess.shard_writer"} <= set(names), "this is a worker"
+        assert not HEAVY & {name.split(".")[0] for name in names}

@@ -1,0 +1,256 @@
+"""Flags are PrepConfig's fields, and a mistyped one is a usage error that says what was expected."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import loader.__main__
+import lustre.__main__
+from preprocess.command_line import given_options, num_processes, parse, parse_ids
+from preprocess.options import PrepConfig
+from preprocess.task_plan import array_note
+from shardprep.command_line import parse_size
+from shardprep.errors import UsageError
+from slurm.__main__ import parse as slurm_parse
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+
+def test_dashes_and_underscores_in_a_flag_are_the_same() -> None:
+    for argv in (
+        ["--shard_id", "3", "--output_dir=/a-b_c", "--no-keep_text", "--seq-len", "8", "--input-dir=x"],
+        ["--shard-id", "3", "--output-dir=/a-b_c", "--no_keep_text", "--seq_len=8", "--input_dir", "x"],
+    ):
+        args = parse(argv)
+        assert (args.command, args.shard_id) == ("shard", 3)
+        assert given_options(args) == {
+            "output_dir": Path("/a-b_c"), "keep_text": False, "seq_len": 8, "input_dir": Path("x")
+        }  # fmt: skip
+
+
+# Flags of several words of every command of every package, each once with its value.
+FLAGS = [
+    "preprocess verify O --fast", "preprocess plan --num_shards=2 --max_bad_fraction=1",
+    "preprocess run O --num_proc=2 --memory_gb=1 --writer_batch_size=2",
+    "preprocess train_tokenizer --input_dir=x --vocab_size=600 --output_dir=T",
+    "preprocess --shard_id=0 --no-keep_text",
+    "slurm submit O --dry_run --cpus_per_task=2 --mem_gb=1 --time_min=3",
+    "slurm retry O --max_attempts=2 --shards_per_task=2 --max_parallel=3", "slurm status O --json",
+    "lustre show O --shard_bytes=2G --num_shards=3 --num_readers=4", "lustre apply O --dry_run",
+    "loader O --batch_size=2 --num_workers=0 --model_id=m --max_length=3",
+    "loader stage O --to=D --limit_bytes=1G --world_size=2 --batch_size=3 --no-shuffle",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", FLAGS)
+def test_every_command_takes_dashes_for_underscores(line: str) -> None:
+    package, *words = line.split()
+    read = {"preprocess": parse, "slurm": slurm_parse, "lustre": lustre_words, "loader": loader_words}[
+        package
+    ]
+    dashed = [re.sub(r"^--[a-z_]+", lambda flag: flag[0].replace("_", "-"), word) for word in words]
+    assert dashed != words or not any("_" in word for word in words)
+    assert read(dashed) == read(words)
+
+
+def lustre_words(argv: list[str]) -> Any:
+    """What ``lustre`` makes of its words, without asking lfs."""
+    with pytest.MonkeyPatch.context() as patch:
+        seen: list[argparse.Namespace] = []
+        for name in ("show", "apply"):
+            patch.setattr(lustre.__main__, name, lambda args: seen.append(args) or [])
+        assert lustre.__main__.main(argv) == 0
+    return {name: value for name, value in vars(seen[0]).items() if name != "run"}
+
+
+def loader_words(argv: list[str]) -> Any:
+    """What ``loader`` hands to the command that it runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        seen: list[Any] = []
+        patch.setattr(loader.__main__, "_print_batch", lambda **options: seen.append(options))
+        patch.setattr(loader.__main__, "stage", lambda words, say: seen.append(words) or 0)
+        assert loader.__main__.main(argv) == 0
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (parse, ["verify", "O", "--quick"]),
+        (parse, ["run", "O", "--num_shards", "3"]),
+        (slurm_parse, ["status", "O", "--partition", "cpu"]),
+        (slurm_parse, ["cancel", "O", "--all"]),
+        (lustre.__main__.main, ["show", "O", "--dry_run"]),
+    ],
+)
+def test_an_unknown_flag_prints_the_usage_of_its_own_command(
+    command: Callable[[list[str]], object], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ending:
+        command(words)
+    assert ending.value.code == 2
+    said = capsys.readouterr().err
+    assert re.match(rf"usage: python -m \w+ {words[0]} \[-h\]", said)
+    assert f"unrecognized arguments: {words[2]}" in said
+
+
+def test_an_unknown_command_of_slurm_is_told_what_was_meant() -> None:
+    with pytest.raises(
+        UsageError, match=r"no command 'statsu'; did you mean status\? commands: submit, retry"
+    ):
+        slurm_parse(["statsu", "O"])
+
+
+def test_a_flag_stands_once_in_the_help_of_submit(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        slurm_parse(["submit", "--help"])
+    text = capsys.readouterr().out
+    assert text.count("--cpus_per_task CPUS_PER_TASK") == 2, "in the usage and in the list"
+    assert "--cpus-per-task" not in text
+
+
+def test_what_the_user_did_not_give_is_not_among_the_given() -> None:
+    assert given_options(parse(["--shard_id", "0"])) == {}
+    assert given_options(parse(["plan"])) == {}
+
+
+def test_every_option_is_a_flag_with_a_help_text(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ending:
+        parse(["plan", "--help"])
+    assert ending.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for item in dataclasses.fields(PrepConfig):
+        assert f"--{item.name} " in text or f"--{item.name}," in text, item.name
+        assert " ".join(item.metadata["help"].split()[:3]) in text, item.name
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("1", 1), ("512M", 512 << 20), ("2G", 2 << 30), ("3k", 3 << 10), ("1TiB", 1 << 40), (" 5MB ", 5 << 20)],
+)
+def test_sizes_are_binary(text: str, num_bytes: int) -> None:
+    assert parse_size(text, "--shard_bytes") == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "M", "1.5G", "-1", "1P", "1 0"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="expected a number of bytes such as 512M"):
+        parse_size(text, "--shard_bytes")
+
+
+def test_ids_come_in_order_and_once() -> None:
+    assert parse_ids("0-2,5", 9) == [0, 1, 2, 5]
+    assert parse_ids("8, 5-6,6-7", 9) == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("text", ["", "9", "0-9", "a", "1-", "-1", "1,,2"])
+def test_ids_past_the_plan_and_what_is_no_id_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="expected ids of 0 to 8, such as 0-9,12"):
+        parse_ids(text, 9)
+
+
+def test_the_environment_gives_the_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DATASET_NUM_PROC", raising=False)
+    assert num_processes(argparse.Namespace(num_proc=None), 6, 64.0) == 6
+    assert num_processes(argparse.Namespace(num_proc=None), 6, 1.0) == 2, "memory for two"
+    monkeypatch.setenv("DATASET_NUM_PROC", "3")
+    assert num_processes(argparse.Namespace(num_proc=None), 6, 64.0) == 3
+    assert num_processes(argparse.Namespace(num_proc=5), 6, 64.0) == 5, "what is given wins"
+    for wrong in ("0", "-1", "many", "1.5"):
+        monkeypatch.setenv("DATASET_NUM_PROC", wrong)
+        with pytest.raises(UsageError, match=f"DATASET_NUM_PROC is '{wrong}' in the environment, expected"):
+            num_processes(argparse.Namespace(num_proc=None), 6, 64.0)
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        ([], "--shard_id"),
+        (["--shard_id", "x"], "invalid int value"),
+        (["plan", "--num_shards", "2", "--shard_bytes", "1M"], "not allowed with"),
+        (["plan", "--record", "rows"], "invalid choice"),
+        (["plan", "--encodeing", "utf-8"], "unrecognized arguments: --encodeing"),
+        (["veriy", "DATA"], "there is no command 'veriy'; did you mean verify? commands: plan, run, verify,"),
+        (["frobnicate"], "there is no command 'frobnicate'; commands: plan, run, verify, train_tokenizer"),
+    ],
+    ids=str,
+)
+def test_a_mistyped_command_ends_with_2_and_names_the_mistake(
+    prep: Prep, argv: list[str], named: str
+) -> None:
+    ended = prep.command(*argv)
+    assert ended.code == 2
+    assert any(part in ended.text for part in named.split("|"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seq_len": 8}, "--seq_len is for packed rows; add --record packed"),
+        ({"record": "packed", "keep_text": True}, "--keep_text is for documents"),
+        ({"record": "packed", "seq_len": 0}, "--seq_len is 0, expected 1 to "),
+        ({"max_bad_fraction": 1.5}, r"--max_bad_fraction is 1\.5, expected 0 to 1"),
+        ({"record": "rows"}, "--record is 'rows', expected one of documents, packed"),
+        ({"encoding": "utf-7"}, "--encoding utf-7 is neither a superset of ASCII.*iconv"),
+        ({"encoding": "cp037"}, "--encoding cp037 is neither a superset of ASCII"),
+        ({"encoding": "iso2022_kr"}, "--encoding iso2022_kr is neither"),
+        ({"encoding": "unicode_escape"}, "--encoding unicode_escape is neither"),
+        ({"encoding": "nothing"}, "--encoding 'nothing' is no text encoding of Python"),
+        ({"encoding": "rot13"}, "--encoding 'rot13' is no text encoding of Python"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        PrepConfig(**options)  # type: ignore[arg-type]
+
+
+def test_names_of_one_encoding_are_one_option() -> None:
+    assert {PrepConfig(encoding=name).encoding for name in ("UTF8", "utf-8", "u8", "utf_8")} == {"utf-8"}
+    assert PrepConfig(encoding="EUC-KR").encoding == "euc_kr"
+
+
+def test_what_depends_on_the_record_has_its_default() -> None:
+    documents, packed = PrepConfig(), PrepConfig(record="packed")
+    assert (documents.keep_text, documents.append_eos, documents.seq_len) == (True, False, 0)
+    assert (packed.keep_text, packed.append_eos, packed.seq_len) == (False, True, 8192)
+    assert packed.token_format == "npy"
+
+
+def array(first: int, last: int, step: int = 1, count: int | None = None) -> dict[str, str]:
+    size = len(range(first, last + 1, step)) if count is None else count
+    numbers = {"MIN": first, "MAX": last, "STEP": step, "COUNT": size}
+    return {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in numbers.items()}
+
+
+@pytest.mark.parametrize(
+    ("environ", "left"),
+    [
+        (array(0, 9), "10-11"),
+        (array(2, 11), "0-1"),
+        (array(0, 11, 5), "1-4,6-9,11"),
+        (array(0, 11), None),
+        (array(0, 99), None),
+        (array(1, 7, 1, count=3), None),
+        ({}, None),
+        ({"SLURM_ARRAY_TASK_MIN": "0"}, None),
+    ],
+    ids=str,
+)
+def test_an_array_smaller_than_the_plan_says_what_it_leaves_out(
+    environ: dict[str, str], left: str | None
+) -> None:
+    note = array_note(environ, 12, Path("DATA"))
+    if left is None:
+        assert note is None
+        return
+    assert note is not None
+    assert f"leaves out {left}: sbatch --array={left} slurm/prep_array.sh DATA" in note

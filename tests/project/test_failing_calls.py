@@ -1,0 +1,177 @@
+"""An error of the system at any call ends with the right code, a line, and nothing that counts."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from preprocess import documents, long_documents, tokenizer_files
+from preprocess import documents as line_blocks
+from preprocess.options import WorkerSettings
+from preprocess.plan import need_plan
+from preprocess.worker import Worker, done_manifest, load_worker
+from shardprep.errors import ShardprepError
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+CALLS = ["open", "pread", "fstat", "close", "write", "fsync", "rename", "stat", "scandir", "unlink", "mkdir"]
+
+
+@pytest.fixture
+def folder(prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A plan of short lines, a long one, and one that cannot be decoded."""
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    (raw / "a.txt").write_bytes(b"short\n" * 20 + b"word and " * 9_000 + b"\nbad \xff\nlast\n")
+    for module in (documents, line_blocks, long_documents):
+        monkeypatch.setattr(module, "LONG_BYTES", 20_000)
+    monkeypatch.setattr(WorkerSettings, "batch_bytes", 5_000)
+    prep.plan(raw, tmp_path / "data", max_bad_fraction=0.5)
+    return tmp_path / "data"
+
+
+def worker_of(folder: Path) -> Worker:
+    return load_worker(need_plan(folder), folder, WorkerSettings(), num_cpus=1, warn=pytest.fail)
+
+
+def failing(call: Callable[..., Any], number: int, left: list[int]) -> Callable[..., Any]:
+    """The same call, but for its ``number``-th time."""
+    left[0] = number
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return call(*args, **kwargs)
+
+    return wrapped
+
+
+def exit_code_of(attempt: Worker) -> int:
+    """0, or the code of an error of ours; any other error is none."""
+    try:
+        attempt.run_shard(0, lambda _: None)
+    except ShardprepError as error:
+        return error.exit_code
+    return 0
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_error_at_any_call_of_a_shard_is_one_of_ours_and_leaves_nothing_that_counts(
+    prep: Prep, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    plan = need_plan(folder)
+    worker = worker_of(folder)
+    worker.run_shard(0, lambda _: None)
+    expected = prep.contents(folder)
+    number, left = 0, [0]
+    while left[0] <= 0:
+        number += 1
+        data = Path(shutil.copytree(folder, tmp_path / f"data-{number}"))
+        for path in (*data.glob("shard-*"), *data.glob("quarantine/*")):
+            path.unlink()
+        attempt = Worker(plan=plan, folder=data, settings=worker.settings, engine=worker.engine, num_cpus=1)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, failing(getattr(os, name), number, left))
+            code = exit_code_of(attempt)
+        assert code in (0, 66, 73, 74)
+        assert code or done_manifest(plan, data, 0)
+        if done_manifest(plan, data, 0):
+            assert prep.contents(data) == expected
+        attempt.run_shard(0, lambda _: None)
+        assert prep.contents(data) == expected
+        shutil.rmtree(data)
+    assert number > 1 or name in ("stat", "scandir", "mkdir", "unlink", "rename")
+
+
+def test_a_full_disk_while_a_long_document_waits_is_74(
+    prep: Prep, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full:
+        def __enter__(self) -> Full:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def write(self, _: Any) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: Full())
+    ended = prep.command("--shard_id", 0, "--output_dir", folder)
+    assert ended.code == 74, ended.text
+    assert "No space left on device" in ended.text
+    assert not list(folder.glob("shard-*"))
+
+
+def plan_args(prep: Prep, folder: Path, out: Path) -> list[object]:
+    return ["--input_dir", folder, "--output_dir", out, "--model_id", prep.model_dir]
+
+
+def test_a_scratch_folder_that_cannot_be_made_is_73_and_names_tmpdir(
+    prep: Prep, sample_dir: Path, tmp_path: Path
+) -> None:
+    gone = {"TMPDIR": str(tmp_path / "gone")}
+    code = (
+        "import sys, tempfile; tempfile._candidate_tempdir_list = lambda: ['/proc/nowhere']; "
+        "from preprocess.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
+    argv = [sys.executable, "-c", code, "plan", *map(str, plan_args(prep, sample_dir, tmp_path / "data"))]
+    ended = subprocess.run(argv, env={**prep.environ(), **gone}, capture_output=True, text=True, check=False)
+    assert ended.returncode == 73, ended.stderr
+    assert "no scratch folder can be made" in ended.stderr
+    assert "TMPDIR" in ended.stderr
+
+
+def test_a_full_scratch_folder_is_73_though_tokenizers_raises_a_bare_exception(
+    prep: Prep, sample_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Model:
+        is_fast = True
+
+        def save_pretrained(self, _: str) -> None:
+            raise Exception("No space left on device (os error 28)")  # noqa: TRY002 - as tokenizers does
+
+    monkeypatch.setattr(tokenizer_files, "_auto_tokenizer", lambda _: Model())
+    ended = prep.command("plan", *plan_args(prep, sample_dir, tmp_path / "data"))
+    assert ended.code == 73, ended.text
+    assert "No space left on device" in ended.text
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "0"])
+def test_memory_that_is_no_amount_is_2(prep: Prep, data_dir: Path, value: str) -> None:
+    ended = prep.command("--shard_id", 0, "--output_dir", data_dir, f"--memory_gb={value}")
+    assert ended.code == 2, ended.text
+    assert f"--memory_gb is {float(value)}, expected more than 0" in ended.text
+
+
+def test_memory_below_a_workers_need_is_said_with_what_it_needs(prep: Prep, data_dir: Path) -> None:
+    ended = prep.command("--shard_id", 0, "--output_dir", data_dir, "--memory_gb", "0.2")
+    assert ended.code == 0, ended.text
+    assert "note: a worker needs about 0.31 GB" in ended.text
+    assert "0.20 GB" in ended.text
+    assert "note" not in prep.command("--shard_id", 1, "--output_dir", data_dir, "--memory_gb", "0.4").text
+    ended = prep.command("run", data_dir, "--memory_gb", "0.5", "--num_proc", "2")
+    assert "0.25 GB for each of 2 processes" in ended.text
+
+
+def test_a_shard_a_file_of_very_many_small_files_is_warned_of(prep: Prep, tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    for number in range(1_000):
+        (raw / f"{number}.txt").write_text("a text\n")
+    ended = prep.command("plan", *plan_args(prep, raw, tmp_path / "data"))
+    assert ended.code == 0, ended.text
+    assert "warning: each of 1000 input files is a shard of its own" in ended.text
+    assert "--num_shards 1" in ended.text
+    chosen = prep.command("plan", *plan_args(prep, raw, tmp_path / "even"), "--num_shards", 4)
+    assert "shard of its own" not in chosen.text

@@ -1,0 +1,164 @@
+"""What the README and the pages of docs/ tell people to type exists, and both languages tell the same."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("README*.md"), *(ROOT / "docs").glob("*.md")])
+PACKAGES = ("preprocess", "loader", "slurm", "lustre")
+COMMAND = re.compile(rf"(?:python -m ({'|'.join(PACKAGES)})|(?<![\w./-])shardprep)(?=[ `]|$)(.*)")
+FLAG = re.compile(r"(?<![\w=-])(--?[a-zA-Z][\w-]*)")
+# flags of other programs that the pages name on their own: sbatch's
+FOREIGN_FLAGS = {  # of sbatch
+    "--array",
+    "--cpus-per-task",
+    "--dependency",
+    "--export",
+    "--mem",
+    "--requeue",
+    "--reservation",
+    "--signal",
+    "--time",
+}
+
+
+def page_id(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def code_blocks(text: str) -> list[list[str]]:
+    """The lines of every fenced block, without comments, blank lines and drawings."""
+    fenced = re.findall(r"^```\w*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    blocks = [block.splitlines() for block in fenced]
+    bare = [[re.sub(r"(^|\s+)#.*$", "", line).rstrip() for line in block] for block in blocks]
+    return [[line for line in block if line] for block in bare if not any("▶" in line for line in block)]
+
+
+def code_lines(text: str) -> list[str]:
+    """The same, as one list."""
+    return [line for block in code_blocks(text) for line in block]
+
+
+def code_spans(text: str) -> list[str]:
+    """What stands between single backticks, line breaks as blanks."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
+
+
+def commands(text: str) -> list[tuple[str, str]]:
+    """(package, arguments) of every ``python -m <package>`` of ours, in blocks and in spans."""
+    lines = code_lines(text) + code_spans(text)
+    found = [match for line in lines for match in [COMMAND.search(line)] if match]
+    return [(match[1] or "preprocess", match[2]) for match in found]
+
+
+@cache
+def help_of(package: str, *words: str) -> str:
+    """What ``python -m package words --help`` prints; fails where that is no command."""
+    main = importlib.import_module(f"{package}.__main__").main
+    out = io.StringIO()
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(out),
+        pytest.raises(SystemExit) as ending,
+    ):
+        main([*words, "--help"])
+    assert ending.value.code == 0, f"python -m {package} {' '.join(words)} --help: {out.getvalue()}"
+    return out.getvalue()
+
+
+def subcommands(package: str) -> list[str]:
+    """The names in the braces of the usage; none for a package with a single command."""
+    braces = re.search(r"\{([\w,]+)\}\s*\.\.\.", help_of(package))
+    return braces[1].split(",") if braces else []
+
+
+def words_of(package: str, arguments: str) -> tuple[str, ...]:
+    """The subcommand that the arguments begin with; ``shard`` for preprocess's form without one."""
+    known = subcommands(package)
+    first = next(iter(arguments.split()), "")
+    if first in known:
+        return (first,)
+    assert not known or not re.fullmatch(r"[a-z_]+", first), f"python -m {package} has no command {first!r}"
+    return ("shard",) if package == "preprocess" and "--shard_id" in arguments else ()
+
+
+def flags_of(arguments: str) -> set[str]:
+    """The flags among the arguments, up to a pipe, redirection or the next command."""
+    return set(FLAG.findall(re.split(r"\s[|;&>]", arguments)[0]))
+
+
+def test_the_readers_of_the_pages_see_what_is_there() -> None:
+    """The tests below would pass on nothing otherwise."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "python -m preprocess verify DATA" in code_lines(text)
+    assert ("lustre", " show DATA") in commands(text)
+    assert ("preprocess", " plan --help") in commands(text)
+    assert flags_of(" plan --num_shards 100 --out='a b' -x | grep --no") == {"--num_shards", "--out", "-x"}
+    assert {"plan", "run", "verify"} <= set(subcommands("preprocess"))
+    assert {"show", "apply"} <= set(subcommands("lustre"))
+    assert code_blocks("```\na ──▶ b\n```\n```sh\n# c\nd  # e\n```\n") == [["d"]]
+
+
+def test_both_languages_have_the_same_commands_in_the_same_order() -> None:
+    english, korean = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.ko.md"))
+    assert code_lines(korean) == code_lines(english), "change README.ko.md as README.md was changed"
+    assert len(code_lines(english)) > 10
+    assert commands(english)
+    assert set(commands(english)) <= set(commands(korean)), "a command in the text of README.md alone"
+
+
+def test_both_languages_have_the_same_sections_and_exit_codes() -> None:
+    english, korean = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.ko.md"))
+    assert len(re.findall(r"^## ", english, re.MULTILINE)) == len(re.findall(r"^## ", korean, re.MULTILINE))
+    codes = [re.findall(r"^\| (\d+) \|", text, re.MULTILINE) for text in (english, korean)]
+    assert codes[0] == codes[1]
+    assert codes[0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = [*re.findall(r"\]\(([^)\s]+)\)", text), *re.findall(r"^\[[^\]]+\]:\s*(\S+)", text, re.MULTILINE)]
+    for link in links:
+        if not re.match(r"[a-z]+:", link):
+            name, _, anchor = link.partition("#")
+            target = page.parent / name if name else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives to a page's headings."""
+    heads = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_command_named_exists_with_its_flags(page: Path) -> None:
+    for package, arguments in commands(page.read_text(encoding="utf-8")):
+        words = words_of(package, arguments)
+        text = help_of(package, *words)
+        for flag in flags_of(arguments):
+            assert flag in FLAG.findall(text), f"python -m {package} {' '.join(words)} has no {flag}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_flag_named_on_its_own_is_one_of_some_command(page: Path) -> None:
+    packages = [name for name in PACKAGES if (ROOT / name / "__main__.py").exists()]
+    forms = [(name, *words) for name in packages for words in [(), *((sub,) for sub in subcommands(name))]]
+    helps = [help_of(*form) for form in [*forms, ("preprocess", "shard")]]
+    helps += [path.read_text(encoding="utf-8") for path in (ROOT / "examples").glob("*.py")]
+    known = {flag for text in helps for flag in FLAG.findall(text)} | FOREIGN_FLAGS
+    for span in code_spans(page.read_text(encoding="utf-8")):
+        if span.startswith("--"):
+            missing = set(FLAG.findall(span)) - known
+            assert not missing, f"`{span}`: no command has {missing}"

@@ -1,0 +1,207 @@
+"""Wherever a signal or a death comes, nothing is left behind: no temporary, no process, no traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from preprocess.local_run import _Process
+from preprocess.options import WorkerSettings
+from preprocess.plan import need_plan
+from preprocess.shard_writer import ShardWriter
+from shardprep.atomic_files import publish_bytes
+from shardprep.console import STOP_SIGNALS, stop_signals_wait
+from shardprep.errors import Stopped
+from tests.conftest import ROOT
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+LIMIT_S = 60.0
+WATCHED = {"__init__", "_open_new", "__enter__", "__exit__", "publish_bytes", "make", "discard"}
+
+
+def stop_at(number: int, call: Any) -> bool:
+    """Call with Stopped raised before the ``number``-th bytecode of WATCHED; whether it came so far."""
+    left = [number]
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if "preprocess" not in frame.f_code.co_filename and frame.f_code.co_name != "make":
+            return None
+        if frame.f_code.co_name not in WATCHED or (frame.f_back and frame.f_back.f_code.co_name == "__del__"):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left[0] -= 1
+            if left[0] == 0:
+                sys.settrace(None)
+                raise Stopped("here")
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with contextlib.suppress(Stopped):
+            call()
+    finally:
+        sys.settrace(before)
+    return left[0] <= 0
+
+
+def test_a_signal_just_behind_the_making_of_a_shards_files_leaves_no_temporary(
+    prep: Prep, data_dir: Path
+) -> None:
+    plan = need_plan(data_dir)
+    sources = [item.path for item in plan.inputs]
+
+    def make() -> None:
+        with ShardWriter(data_dir, plan.spec, 0, options=plan.options, sources=sources):
+            pass
+
+    number = 1
+    while stop_at(number, make):
+        assert prep.temporaries(data_dir) == [], number
+        number += 1
+    assert number > 200, "all places were tried"
+
+
+def test_a_signal_anywhere_in_publishing_a_small_file_leaves_no_temporary(prep: Prep, tmp_path: Path) -> None:
+    def make() -> None:
+        publish_bytes(tmp_path / "small", b"content")
+
+    number = 1
+    while stop_at(number, make):
+        assert prep.temporaries(tmp_path) == [], number
+        number += 1
+    assert number > 50
+
+
+def is_living(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+PARENT = """
+import sys, time
+from pathlib import Path
+from preprocess.local_run import _Process
+from preprocess.options import WorkerSettings
+
+if __name__ == "__main__":
+    import os
+    process = _Process(Path(sys.argv[1]), WorkerSettings(), sorted(os.sched_getaffinity(0)))
+    held = os.dup(process.pipe.fileno())
+    os.set_inheritable(held, True)
+    import subprocess
+    subprocess.Popen(["sleep", "300"], close_fds=False)  # its pipe does not end with its parent
+    process.pipe.send(99999)
+    process.pipe.recv()  # it stands ready
+    print(process._process.pid, flush=True)
+    time.sleep(300)
+"""
+
+
+def test_a_worker_process_does_not_outlive_its_killed_parent(data_dir: Path, tmp_path: Path) -> None:
+    """Even where the end of its pipe does not tell it: somebody else holds that, or it is in a long read."""
+    (tmp_path / "parent.py").write_text(PARENT)
+    command = [sys.executable, tmp_path / "parent.py", data_dir]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    parent = subprocess.Popen(
+        command, cwd=ROOT, env=environ, text=True, stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert parent.stdout
+    try:
+        pid = int(parent.stdout.readline())
+        assert is_living(pid)
+        parent.kill()
+        parent.wait()
+        deadline = time.monotonic() + LIMIT_S
+        while is_living(pid) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not is_living(pid)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(parent.pid, signal.SIGKILL)
+        parent.stdout.close()
+
+
+def test_a_worker_process_begins_with_the_stop_signals_waiting(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masks = []
+    process_class = type(_Process(data_dir, WorkerSettings(), [0])._process)
+    original = process_class.start
+
+    def start(process: Any) -> None:
+        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+        original(process)
+
+    monkeypatch.setattr(process_class, "start", start)
+    process = _Process(data_dir, WorkerSettings(), sorted(os.sched_getaffinity(0)))
+    os.kill(process._process.pid or 0, signal.SIGINT)  # long before its imports have ended
+    process._process.join(LIMIT_S)
+    assert masks[0] >= set(STOP_SIGNALS)
+    assert process._process.exitcode == Stopped.exit_code
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(STOP_SIGNALS)
+
+
+def test_signals_wait_and_come_afterwards() -> None:
+    came: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: came.append(number))
+    try:
+        with stop_signals_wait():
+            signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+            assert not came
+        assert came == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_the_loser_of_two_writers_ends_well_where_the_other_made_the_shard(
+    prep: Prep, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is done first removes the other's temporaries."""
+    other = Path(shutil.copytree(data_dir, tmp_path / "other"))
+    prep.make(other, 0)
+    original = ShardWriter.commit
+
+    def commit(writer: ShardWriter, run: dict[str, Any]) -> Any:
+        for path in data_dir.glob(".shard-00000.*"):
+            path.unlink()
+        for path in sorted(other.glob("shard-00000.*"), key=lambda path: path.suffix == ".json"):
+            shutil.copy(path, data_dir)
+        return original(writer, run)
+
+    monkeypatch.setattr(ShardWriter, "commit", commit)
+    ended = prep.command("--shard_id", 0, "--output_dir", data_dir)
+    assert ended.code == 0, ended.text
+    assert "shard 00000 is done" in ended.text
+    assert prep.contents(data_dir) == prep.contents(other)
+    assert prep.temporaries(data_dir) == []
+
+
+def test_a_writer_whose_temporaries_vanish_is_74_where_nobody_made_the_shard(
+    prep: Prep, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = ShardWriter.commit
+
+    def commit(writer: ShardWriter, run: dict[str, Any]) -> Any:
+        for path in data_dir.glob(".shard-00000.*"):
+            path.unlink()
+        return original(writer, run)
+
+    monkeypatch.setattr(ShardWriter, "commit", commit)
+    assert prep.command("--shard_id", 0, "--output_dir", data_dir).code == 74

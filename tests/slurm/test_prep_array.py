@@ -1,0 +1,444 @@
+"""slurm/prep_array.sh on a real Slurm cluster of three nodes, started by tests/slurm_cluster.sh.
+
+A stand-in for the package ``preprocess`` shows what reaches the worker; the last test runs the real one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "slurm" / "prep_array.sh"
+STARTER = ROOT / "tests" / "slurm_cluster.sh"
+CANNOT_INSTALL = 69
+LIMIT_S = 60.0
+
+STAND_IN = """
+import json, os, signal, sys, time
+from pathlib import Path
+
+index, place = int(sys.argv[sys.argv.index("--shard_id") + 1]), Path(os.environ["STAND_IN_DIR"])
+temporary = place / f"{index}.tmp"
+got = []
+
+def stop(number, frame):
+    got.append(signal.Signals(number).name)
+
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, stop)
+names = ("SLURM_CPUS_PER_TASK", "SLURM_STEP_ID", "SLURMD_NODENAME", "MARK", "SLURM_NTASKS")
+(place / f"{index}.json").write_text(json.dumps(
+    {"argv": sys.argv[1:], "env": {name: os.environ.get(name) for name in names}}))
+print("the worker speaks", flush=True)
+doing = os.environ.get("STAND_IN_DOES", "")
+if doing == "exit with its index":
+    sys.exit(index)
+if doing == "die":
+    os.kill(os.getpid(), signal.SIGKILL)
+if doing == "wait":
+    temporary.touch()
+    deadline = time.monotonic() + 50
+    while not got and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.3)  # cleaning up takes a while, and nothing may cut it short
+    temporary.unlink()
+    print("the worker heard", *got, flush=True)
+    sys.exit(75)
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """How Slurm says that one array task ended."""
+
+    state: str
+    exit_code: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Desk:
+    """A folder to submit from, an environment to submit with, and a place where the stand-in reports."""
+
+    folder: Path
+    reports: Path
+    environ: dict[str, str]
+
+    def run(self, *command: str, check: bool = True) -> str:
+        done = subprocess.run(
+            command,
+            cwd=self.folder,
+            env=self.environ,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def sbatch(self, *options: str, args: tuple[str, ...] = (), script: Path = SCRIPT) -> str:
+        return self.run("sbatch", "--parsable", *options, str(script), *args).strip()
+
+    def tasks(self, job: str) -> dict[str, Task]:
+        """Array index, or a range of those not started, -> its state now."""
+        found = {}
+        for line in self.run("scontrol", "--oneliner", "show", "job", job).splitlines():
+            values = dict(re.findall(r"(ArrayTaskId|JobState|ExitCode)=(\S+)", line))
+            found[values["ArrayTaskId"]] = Task(state=values["JobState"], exit_code=values["ExitCode"])
+        return found
+
+    def ended(self, job: str) -> dict[int, Task]:
+        """The tasks of a job once none is waiting or running any more."""
+        wait_until(lambda: not {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING"} & self.states(job))
+        return {int(index): task for index, task in self.tasks(job).items()}
+
+    def states(self, job: str) -> set[str]:
+        return {task.state for task in self.tasks(job).values()}
+
+    def exit_codes(self, job: str) -> dict[int, str]:
+        return {index: task.exit_code for index, task in self.ended(job).items()}
+
+    def log(self, job: str, index: int) -> str:
+        return (self.folder / "logs" / f"shardprep-{job}_{index}.log").read_text()
+
+    def report(self, index: int) -> dict[str, dict[str, str]]:
+        return json.loads((self.reports / f"{index}.json").read_text())
+
+
+def wait_until(is_true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not is_true():
+        assert time.monotonic() < deadline, f"not so within {LIMIT_S} s"
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="session")
+def slurm_conf() -> Iterator[str]:
+    """Start the cluster; skips, with the starter's own words, only where Slurm cannot be installed."""
+    folder = tempfile.mkdtemp(prefix="shardprep-slurm-")  # short: sockets lie in it
+    environ = {**os.environ, "CLUSTER_DIR": folder, "NUM_NODES": "3", "NODE_CPUS": "8"}
+    up = subprocess.run(
+        [STARTER, "up"], env=environ, capture_output=True, text=True, check=False, timeout=280
+    )
+    try:
+        if up.returncode == CANNOT_INSTALL:
+            pytest.skip(f"NO SLURM CLUSTER, slurm/ is untested here: {up.stderr.strip()}")
+        assert up.returncode == 0, up.stderr
+        yield up.stdout.strip().removeprefix("export SLURM_CONF=")
+    finally:
+        subprocess.run([STARTER, "down"], env=environ, check=False, timeout=100)
+
+
+@pytest.fixture
+def desk(slurm_conf: str, tmp_path: Path) -> Desk:
+    """An empty folder of submission, and the stand-in worker in front of the real one."""
+    package = tmp_path / "site" / "preprocess"
+    for name in (package, tmp_path / "desk", tmp_path / "reports"):
+        name.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "plan.py").touch()
+    (package / "__main__.py").write_text(STAND_IN)
+    kept = {name: value for name, value in os.environ.items() if not re.match("SLURM|SBATCH|SHARDPREP", name)}
+    environ = {
+        **kept,
+        "SLURM_CONF": slurm_conf,
+        "PYTHONPATH": str(tmp_path / "site"),
+        "SHARDPREP_PYTHON": sys.executable,
+        "STAND_IN_DIR": str(tmp_path / "reports"),
+    }
+    return Desk(folder=tmp_path / "desk", reports=tmp_path / "reports", environ=environ)
+
+
+pytestmark = pytest.mark.slurm
+
+
+def test_the_plain_form_makes_shards_0_to_9_and_leaves_only_logs(desk: Desk) -> None:
+    job = desk.sbatch()
+    assert desk.exit_codes(job) == dict.fromkeys(range(10), "0:0")
+    for index in range(10):
+        report = desk.report(index)
+        assert report["argv"] == ["--shard_id", str(index), "--output_dir", "/data/processed"]
+        assert report["env"]["SLURM_CPUS_PER_TASK"] == "8"
+        assert report["env"]["SLURM_STEP_ID"] == "0"
+        assert desk.log(job, index) == "the worker speaks\n"
+    assert [path.name for path in desk.folder.iterdir()] == ["logs"]
+    assert len(list((desk.folder / "logs").iterdir())) == 10
+
+
+def test_folder_and_flags_reach_the_worker_as_they_were_typed(desk: Desk) -> None:
+    args = ("my data' $(touch INJECTED)", "--input_dir", "한글 $HOME `touch INJECTED`; touch INJECTED", "")
+    job = desk.sbatch("--array=3,5", "-c1", args=args)
+    assert desk.exit_codes(job) == {3: "0:0", 5: "0:0"}
+    assert desk.report(5)["argv"] == ["--shard_id", "5", "--output_dir", *args]
+    assert [path.name for path in desk.folder.iterdir()] == ["logs"]
+
+
+def test_flags_without_a_folder_keep_the_default_folder(desk: Desk) -> None:
+    job = desk.sbatch("--array=0", "-c1", args=("--no-keep_text",))
+    assert desk.exit_codes(job) == {0: "0:0"}
+    assert desk.report(0)["argv"][2:] == ["--output_dir", "/data/processed", "--no-keep_text"]
+
+
+def test_the_workers_exit_codes_reach_slurm_unchanged(desk: Desk) -> None:
+    desk.environ["STAND_IN_DOES"] = "exit with its index"
+    job = desk.sbatch("--array=0,2,65,66,73,74,75,78", "-c1")
+    assert desk.exit_codes(job) == {code: f"{code}:0" for code in (0, 2, 65, 66, 73, 74, 75, 78)}
+
+
+def test_a_worker_that_was_killed_ends_with_75_and_says_so(desk: Desk) -> None:
+    desk.environ["STAND_IN_DOES"] = "die"
+    job = desk.sbatch("--array=4", "-c1")
+    assert desk.exit_codes(job) == {4: "75:0"}
+    assert "shard 4 was killed by signal 9" in desk.log(job, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "stop", "heard"),
+    [
+        ((), ("scancel",), "SIGTERM"),
+        ((), ("scancel", "--batch", "--signal=TERM"), "SIGUSR1"),
+        ((), ("scancel", "--batch", "--signal=USR1"), "SIGUSR1"),
+        ((), ("scancel", "--signal=USR1"), "SIGUSR1"),
+        (("--time=1", "--signal=B:USR1@55"), (), "SIGUSR1"),
+    ],
+)
+def test_a_stopped_worker_removes_its_temporary_and_the_task_ends_with_75(
+    desk: Desk, options: tuple[str, ...], stop: tuple[str, ...], heard: str
+) -> None:
+    desk.environ["STAND_IN_DOES"] = "wait"
+    job = desk.sbatch("--array=1", "-c1", *options)
+    wait_until((desk.reports / "1.json").exists)
+    if stop:
+        wait_until((desk.reports / "1.tmp").exists)
+        desk.run(*stop, f"{job}_1")
+    assert desk.exit_codes(job) == {1: "75:0"}
+    assert not (desk.reports / "1.tmp").exists()
+    log = desk.log(job, 1)
+    assert f"the worker heard {heard}" in log
+    # what Slurm itself writes to the log follows it to logs/
+    assert stop != ("scancel",) or "CANCELLED AT" in log
+    assert list(desk.folder.glob("*.log")) == []
+
+
+def test_a_task_started_again_by_slurm_keeps_the_log_of_its_first_run(desk: Desk) -> None:
+    desk.environ["STAND_IN_DOES"] = "exit with its index"
+    job = desk.sbatch("--array=7", "-c1")
+    assert desk.exit_codes(job) == {7: "7:0"}
+    (desk.reports / "7.json").unlink()
+    desk.run("scontrol", "requeue", f"{job}_7")
+    wait_until((desk.reports / "7.json").exists)
+    assert desk.exit_codes(job) == {7: "7:0"}
+    logs = sorted((desk.folder / "logs").iterdir())
+    assert [path.name for path in logs] == [
+        f"shardprep-{job}_7.before-restart-1.log",
+        f"shardprep-{job}_7.log",
+    ]
+    assert ["the worker speaks" in path.read_text() for path in logs] == [True, True]
+
+
+@pytest.mark.parametrize("options", [("--ntasks=2",), ("--nodes=2", "--ntasks=2")])
+def test_more_than_one_task_is_refused(desk: Desk, options: tuple[str, ...]) -> None:
+    job = desk.sbatch("--array=0", "-c1", *options)
+    assert desk.exit_codes(job) == {0: "2:0"}
+    assert not (desk.reports / "0.json").exists()
+    message = (desk.folder / f"shardprep-{job}_0.log").read_text()
+    assert "each would make the same shard 0" in message
+
+
+@pytest.mark.parametrize("way", ["bash", "sbatch --array=none"])
+def test_outside_a_job_array_it_tells_what_to_type(desk: Desk, way: str) -> None:
+    environ = {name: value for name, value in desk.environ.items() if name != "SLURM_ARRAY_TASK_ID"}
+    if way == "bash":
+        done = subprocess.run(
+            [SCRIPT], cwd=desk.folder, env=environ, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 2
+        message = done.stderr
+    else:
+        text = SCRIPT.read_text().replace("#SBATCH --array=0-9\n", "")
+        (desk.folder / "no_array.sh").write_text(text)
+        job = desk.sbatch("-c1", "--output=out", "--wait-all-nodes=0", script=desk.folder / "no_array.sh")
+        wait_until(lambda: "JobState=FAILED" in desk.run("scontrol", "show", "job", job))
+        assert "ExitCode=2:0" in desk.run("scontrol", "show", "job", job)
+        message = (desk.folder / "out").read_text()
+    assert "type: sbatch --array=0-9 slurm/prep_array.sh O" in message
+
+
+def _bare_python(desk: Desk) -> str:
+    """An interpreter without any package; the stand-in is hidden from it too."""
+    del desk.environ["PYTHONPATH"]
+    venv = desk.reports / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    desk.environ["SHARDPREP_PYTHON"] = str(venv / "bin" / "python")
+    return desk.environ["SHARDPREP_PYTHON"]
+
+
+def test_a_package_that_cannot_be_imported_names_node_python_and_remedy(desk: Desk) -> None:
+    python = _bare_python(desk)
+    job = desk.sbatch("--array=0", "-c1")
+    assert desk.exit_codes(job) == {0: "2:0"}
+    assert re.search(
+        rf"node n[123]: python {re.escape(python)} \(3\.\d+\.\d+\) cannot import the package preprocess; "
+        "install shardprep for this python.*SHARDPREP_SETUP",
+        desk.log(job, 0),
+    )
+
+
+def test_a_missing_dependency_is_named_before_the_worker_starts(desk: Desk) -> None:
+    site = desk.environ["PYTHONPATH"]
+    _bare_python(desk)
+    desk.environ["PYTHONPATH"] = site
+    job = desk.sbatch("--array=0", "-c1")
+    assert desk.exit_codes(job) == {0: "2:0"}
+    assert "cannot import numpy, orjson, tokenizers, tqdm" in desk.log(job, 0)
+
+
+def test_an_old_preprocess_py_in_the_folder_of_submission_is_left_alone(desk: Desk) -> None:
+    for name in ("preprocess", "loader", "platform", "json"):
+        (desk.folder / f"{name}.py").write_text("print('the old script')")
+    job = desk.sbatch("--array=0", "-c1")
+    assert desk.exit_codes(job) == {0: "0:0"}
+    assert desk.log(job, 0) == "the worker speaks\n"
+
+
+def test_an_old_preprocess_py_where_the_package_is_not_installed_is_named(desk: Desk) -> None:
+    _bare_python(desk)
+    (desk.folder / "preprocess.py").write_text("print('the old script')")
+    job = desk.sbatch("--array=0", "-c1")
+    assert desk.exit_codes(job) == {0: "2:0"}
+    assert f"finds {desk.folder}/preprocess.py in place of the package" in desk.log(job, 0)
+    assert "install shardprep for this python" in desk.log(job, 0)
+    assert "the old script" not in desk.log(job, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("SHARDPREP_PYTHON", "/no/such/python", "no /no/such/python here; set SHARDPREP_PYTHON"),
+        ("SHARDPREP_SETUP", "/no/such/setup", "SHARDPREP_SETUP=/no/such/setup is no readable file"),
+    ],
+)
+def test_a_wrong_setting_is_named(desk: Desk, name: str, value: str, words: str) -> None:
+    desk.environ[name] = value
+    job = desk.sbatch("--array=0", "-c1")
+    assert desk.exit_codes(job) == {0: "2:0"}
+    assert re.search(rf"shardprep: node n[123]: {words}", desk.log(job, 0))
+
+
+def test_setup_srun_arguments_and_container_are_used(desk: Desk) -> None:
+    # a setup file as they are: unset variables, a failing line, its own look at the arguments
+    setup = (
+        f'echo "$# arguments $NOT_SET"\nfalse\nexport PATH="{Path(sys.executable).parent}:$PATH" MARK=setup\n'
+    )
+    (desk.folder / "setup.sh").write_text(setup)
+    del desk.environ["SHARDPREP_PYTHON"]
+    desk.environ.update(
+        SHARDPREP_SETUP="setup.sh",
+        SHARDPREP_SRUN_ARGS="--label --job-name=other",
+        SHARDPREP_EXEC="env MARK=container",
+    )
+    job = desk.sbatch("--array=0", "-c1", args=("O",))
+    assert desk.exit_codes(job) == {0: "0:0"}
+    assert desk.log(job, 0) == "0 arguments \n0: the worker speaks\n"
+    assert desk.report(0)["env"]["MARK"] == "container"
+
+
+def test_an_output_that_the_user_chose_stays_there(desk: Desk) -> None:
+    job = desk.sbatch("--array=0", "-c1", "--output=mine-%a.txt")
+    assert desk.exit_codes(job) == {0: "0:0"}
+    assert [path.name for path in desk.folder.iterdir()] == ["mine-0.txt"]
+
+
+def test_where_logs_cannot_be_made_the_log_stays_and_the_work_is_done(desk: Desk) -> None:
+    (desk.folder / "logs").write_text("a file in the way")
+    job = desk.sbatch("--array=0", "-c1")
+    assert desk.exit_codes(job) == {0: "0:0"}
+    log = (desk.folder / f"shardprep-{job}_0.log").read_text()
+    assert "the log stays in" in log
+    assert "the worker speaks" in log
+
+
+def test_the_step_starts_without_the_users_environment_too(desk: Desk) -> None:
+    settings = f"SHARDPREP_PYTHON={sys.executable} STAND_IN_DIR={desk.reports}"
+    (desk.folder / "setup.sh").write_text(f"export {settings} PYTHONPATH={desk.reports.parent / 'site'}\n")
+    text = SCRIPT.read_text().replace(
+        "set -euo pipefail\n", "set -euo pipefail\nSHARDPREP_SETUP=setup.sh\n", 1
+    )
+    (desk.folder / "job.sh").write_text(text)
+    job = desk.sbatch("--array=0", "-c1", "--export=NONE", script=desk.folder / "job.sh")
+    assert desk.exit_codes(job) == {0: "0:0"}, desk.log(job, 0)
+
+
+def test_real_text_becomes_a_verified_data_set(desk: Desk, tmp_path: Path) -> None:
+    """Six shards, two at a time, by the real worker in a virtual environment; a seventh index gives 66."""
+    del desk.environ["PYTHONPATH"], desk.environ["SHARDPREP_PYTHON"]
+    python, data = sys.executable, tmp_path / "O"
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    for number in range(3):
+        lines = (
+            f"{number}번째 파일의 {line}번째 줄입니다. Line {line} of file {number}." for line in range(400)
+        )
+        (raw / f"{number}.txt").write_text("\n".join(lines), encoding="utf-8")
+    train = (
+        "train_tokenizer",
+        "--input_dir",
+        str(raw),
+        "--vocab_size",
+        "600",
+        "--output_dir",
+        str(tmp_path / "T"),
+    )
+    desk.run(python, "-m", "preprocess", *train)
+    plan = ("--input_dir", str(raw), "--output_dir", str(data), "--model_id", str(tmp_path / "T"))
+    desk.run(python, "-m", "preprocess", "plan", *plan, "--num_shards", "6")
+
+    site = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    subprocess.run([python, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    (inner,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (inner / "outer.pth").write_text(f"import site; site.addsitedir({site!r})\n")
+    desk.environ["SHARDPREP_SETUP"] = str(tmp_path / "venv" / "bin" / "activate")
+
+    job = desk.sbatch("--array=0-6%2", args=(str(data),))
+    expected = dict.fromkeys(range(6), "0:0") | {6: "66:0"}
+    assert desk.exit_codes(job) == expected, desk.log(job, 0)
+    assert not list(data.glob("*00006*"))
+    desk.run(python, "-m", "preprocess", "verify", str(data))
+    assert (data / "index.json").exists()
+    assert (
+        sum(json.loads(path.read_text())["counts"]["num_documents"] for path in data.glob("shard-*.json"))
+        == 1200
+    )
+    again = desk.sbatch("--array=2", args=(str(data),))
+    assert desk.exit_codes(again) == {2: "0:0"}
+    assert "done already" in desk.log(again, 2)
+
+
+def test_the_script_names_no_partition_and_never_requeues() -> None:
+    code = [line for line in SCRIPT.read_text().splitlines() if not re.match(r"#(?!SBATCH)", line)]
+    assert not re.search("partition|requeue|scontrol", "\n".join(code).replace("before-restart", ""))
+
+
+def test_both_scripts_are_clean_to_shellcheck() -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("NO SHELLCHECK here: the scripts are not linted")
+    done = subprocess.run(["shellcheck", SCRIPT, STARTER], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, textwrap.indent(done.stdout, "  ")

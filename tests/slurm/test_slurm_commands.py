@@ -1,0 +1,510 @@
+"""python -m slurm against stand-ins for Slurm's commands that record what they are given.
+
+What squeue and scontrol print was recorded on real clusters of two versions, Debian 12's and Debian 13's:
+tests/slurm_cluster.sh started them (the newer one in a debootstrap chroot), an array of six was
+submitted whose task 0 ends with 65, task 1 kills itself, 2 and 3 run and 4 waits; task 5 was cancelled.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from preprocess.plan import need_plan
+from shardprep.errors import BrokenShard, ReadWriteError, ShardprepError, UsageError
+from shardprep.format import shard_name
+from slurm.dataset_state import done_shards, find_state
+from slurm.job_script import JobRequest, array_script, prep_script, verify_script
+from slurm.slurm_commands import slurm_answer
+from slurm.squeue_sacct import parse_accounts, parse_queue
+from slurm.submission import JobArray, Submission, parse_job, read_submissions
+from slurm.submission import _publish as publish
+from slurm.submitting import prepare
+
+ROOT = Path(__file__).parents[2]
+NAME = "shardprep-0123456789ab"
+QUEUES = {
+    "22.05.8": f"""\
+1|0|FAILED|NonZeroExitCode|16640|n1|0:00|4|root|{NAME}|
+1|1|FAILED|JobLaunchFailure|9|n2|0:00|5|root|{NAME}|
+1|4|PENDING|JobArrayTaskLimit|0||0:00|1|root|{NAME}|
+3|N/A|PENDING|JobHeldUser|0||0:00|3|root|wrap|
+2|N/A|PENDING|JobHeldUser|0||0:00|2|root|{NAME}-verify|
+1|2|RUNNING|None|0|n1|0:02|6|root|{NAME}|
+1|3|RUNNING|None|0|n2|0:02|7|root|{NAME}|
+""",
+    "24.11.5": f"""\
+1|0|FAILED|NonZeroExitCode|65:0|n1|0:01|4|root|{NAME}|
+1|1|FAILED|RaisedSignal:9(Killed)|0:9|n2|0:01|5|root|{NAME}|
+1|4|PENDING|JobArrayTaskLimit|0:0||0:00|1|root|{NAME}|
+3|N/A|PENDING|JobHeldUser|0:0||0:00|3|root|wrap|
+2|N/A|PENDING|JobHeldUser|0:0||0:00|2|root|{NAME}-verify|
+1|2|RUNNING|None|0:0|n1|0:02|6|root|{NAME}|
+1|3|RUNNING|None|0:0|n2|0:02|7|root|{NAME}|
+""",
+}
+JOB = (
+    "JobId=2 JobName={name} UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=0 Nice=0 Account=(null) "
+    "JobState=PENDING Reason=JobHeldUser Requeue=1 Restarts=0 TimeLimit=UNLIMITED NumCPUs=1 NumTasks=1 "
+    "MinMemoryNode=100M MinTmpDiskNode=0 WorkDir=/tmp"
+)
+FAKE = r"""#!/bin/bash
+# Says what a file named for this command says, and records what it was given.
+name=${0##*/} place=@PLACE@
+printf '%s\n' "$*" >>"$place/$name.calls"
+if [[ -e $place/away ]]; then
+  echo "$name: error: Unable to contact slurm controller (connect failure)" >&2
+  exit 1
+fi
+case "$name $*" in
+  sbatch*--test-only*) cat >/dev/null ;;
+  sbatch*)
+    number=$(find "$place" -name 'sent-*' | wc -l)
+    cat >"$place/sent-$number"
+    sed -n 's/^#SBATCH --job-name=//p' "$place/sent-$number" >"$place/name-$((number + 1))"
+    echo $((number + 1)) ;;
+  scontrol*config*) cat "$place/config" ;;
+  scontrol*"show job"*) sed "s/{name}/$(cat "$place/name-${!#}")/" "$place/job" ;;
+  *) [[ ! -e $place/$name ]] || cat "$place/$name" ;;
+esac
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeSlurm:
+    """A folder that is first on PATH; files in it are answers and records."""
+
+    place: Path
+
+    def run(self, *args: object, code: int = 0, **settings: Any) -> str:
+        """``python -m slurm`` in a process of its own; returns both streams."""
+        settings = {"cwd": ROOT, **settings}
+        done = subprocess.run(
+            [sys.executable, "-m", "slurm", *map(str, args)],
+            env=dict(os.environ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            check=False,
+            timeout=100,
+            **settings,
+        )
+        said = done.stdout.decode("utf-8", "replace")
+        assert done.returncode == code, said
+        assert "Traceback" not in said
+        return said
+
+    def answers(self, name: str, text: str | bytes) -> None:
+        (self.place / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+
+    def calls(self, name: str) -> list[str]:
+        path = self.place / f"{name}.calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def sent(self) -> list[str]:
+        return [path.read_text() for path in sorted(self.place.glob("sent-*"))]
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    place = tmp_path / "slurm's commands"
+    place.mkdir()
+    for name in ("sbatch", "scontrol", "sinfo", "squeue", "sacct", "scancel", "sacctmgr"):
+        (place / name).with_suffix(".sh").write_text(FAKE.replace("@PLACE@", shlex.quote(str(place))))
+        (place / name).with_suffix(".sh").chmod(0o755)
+        (place / "bin").mkdir(exist_ok=True)
+        (place / "bin" / name).symlink_to(place / f"{name}.sh")
+    (place / "config").write_text("ClusterName = test\nMaxArraySize            = 1001\n")
+    (place / "job").write_text(JOB)
+    monkeypatch.setenv("PATH", f"{place / 'bin'}:{os.environ['PATH']}")
+    for name in [each for each in os.environ if each.startswith(("SLURM", "SBATCH", "SHARDPREP"))]:
+        monkeypatch.delenv(name)
+    return FakeSlurm(place=place)
+
+
+def submission(**changes: Any) -> Submission:
+    """Job 1, an array of five tasks, and its verify job 2."""
+    array: dict[str, Any] = {"job_id": "1", "name": NAME, "tasks": ["0", "1", "2", "3", "4"]}
+    array |= {"request": JobRequest(), "mem_mb": 100, "time_min": None}
+    fields: dict[str, Any] = {"number": 0, "plan_id": "0123456789abcdef", "cluster": "c", "user": "root"}
+    fields |= {"submitted": 1.5, "verify_job_id": "2", "verify_name": f"{NAME}-verify"}
+    return Submission(**{**fields, "arrays": [JobArray(**array)], **changes})
+
+
+def submitted(data: Path, **changes: Any) -> None:
+    (data / "jobs").mkdir()
+    publish(data, submission(**changes))
+
+
+def test_two_groups_of_a_retry_are_sent_byte_for_byte_as_they_are_shown(
+    fake: FakeSlurm, data_dir: Path, tmp_path: Path
+) -> None:
+    setups = [tmp_path / "first.sh", tmp_path / "second.sh"]
+    for path in setups:
+        path.touch()
+    state = find_state(data_dir, need_plan(data_dir))
+    groups = [(JobRequest(setup=str(path)), [number]) for number, path in enumerate(setups)]
+    sending = prepare(state, groups, None, lambda _: None)
+    sending.send()
+    assert fake.sent() == sending.scripts
+    assert [f"export SHARDPREP_SETUP={setups[i]}\n" in fake.sent()[i] for i in (0, 1)] == [True, True]
+
+
+def test_submit_sends_what_its_dry_run_printed(fake: FakeSlurm, data_dir: Path) -> None:
+    shown = fake.run("submit", data_dir, "--dry_run")
+    assert not fake.sent()
+    fake.run("submit", data_dir)
+    assert "\n".join(fake.sent()) + "\n" == shown
+
+
+@pytest.mark.parametrize("version", QUEUES)
+def test_the_queue_of_an_old_and_of_a_new_slurm_says_the_same(version: str) -> None:
+    runs = {run.key: run for run in parse_queue(QUEUES[version])}
+    assert {key: (run.state, run.exit_code) for key, run in runs.items()} == {
+        ("1", 0): ("FAILED", 65),
+        ("1", 1): ("FAILED", 137),
+        ("1", 2): ("RUNNING", 0),
+        ("1", 3): ("RUNNING", 0),
+        ("1", 4): ("PENDING", 0),
+        ("2", 0): ("PENDING", 0),
+        ("3", 0): ("PENDING", 0),
+    }
+
+
+@pytest.mark.parametrize("version", QUEUES)
+def test_status_retry_and_cancel_work_on_an_old_and_on_a_new_slurm(
+    fake: FakeSlurm, data_dir: Path, version: str
+) -> None:
+    submitted(data_dir)
+    fake.answers("squeue", QUEUES[version])
+    state = json.loads(fake.run("status", data_dir, "--json"))
+    assert (state["running"], state["pending"]) == ("2-3", "4")
+    assert state["causes"] == {"bad input (65)": "0", "killed by signal 9": "1"}
+    assert "left: shard 00000: bad input (65)" in fake.run("retry", data_dir, "--dry_run")
+    fake.run("cancel", data_dir)
+    assert fake.calls("scancel") == ["1 2"], "job 3 is another's"
+
+
+@pytest.mark.parametrize("change", ["another plan's name", "another user"])
+def test_cancel_leaves_jobs_alone_that_only_have_the_same_numbers(
+    fake: FakeSlurm, data_dir: Path, change: str
+) -> None:
+    """As after a controller lost its state and began again to count at 1."""
+    submitted(data_dir)
+    queue = QUEUES["24.11.5"]
+    changed = (
+        queue.replace("0123456789ab", "ba9876543210") if "plan" in change else queue.replace("root", "kim")
+    )
+    fake.answers("squeue", changed)
+    assert "nothing is queued" in fake.run("cancel", data_dir)
+    assert fake.calls("scancel") == []
+    assert json.loads(fake.run("status", data_dir, "--json"))["running"] == ""
+
+
+def test_a_site_that_renames_jobs_is_followed(fake: FakeSlurm, data_dir: Path) -> None:
+    fake.answers("job", JOB.replace("{name}", "the sites name"))
+    fake.run("submit", data_dir)
+    jobs = read_submissions(data_dir)[0].jobs
+    assert {(job.name, job.user) for job in jobs} == {("the sites name", "root")}
+    fake.answers("squeue", "1|0-4|PENDING|None|0:0||0:00|1|root|the sites name|\n")
+    assert json.loads(fake.run("status", data_dir, "--json"))["pending"] == "0-4"
+
+
+def test_wait_where_all_is_queued_already_waits_and_does_not_end_with_0_unverified(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    """The same line again after Ctrl-C. The queue is empty when it looks again."""
+    submitted(data_dir)
+    queue = fake.place / "squeue"
+    queue.write_text("1|0-4|PENDING|None|0:0||0:00|1|root|" + NAME + "|\n")
+    (fake.place / "bin" / "squeue").unlink()
+    gone = fake.place / "bin" / "squeue"
+    gone.write_text(f"#!/bin/sh\ncat {shlex.quote(str(queue))}\n: >{shlex.quote(str(queue))}\n")
+    gone.chmod(0o755)
+    said = fake.run("submit", data_dir, "--wait", code=74)
+    assert "5 shards wait or run already" in said
+    assert "failed, unknown: no log, and Slurm has forgotten it: 0-4" in said
+
+
+def test_wait_where_all_is_done_but_nothing_verified_is_no_success(fake: FakeSlurm, data_dir: Path) -> None:
+    for shard_id in range(5):
+        for suffix in ("json", "tar", "idx"):
+            (data_dir / f"{shard_name(shard_id)}.{suffix}").touch()
+    said = fake.run("submit", data_dir, "--wait", code=74)
+    assert "nothing to submit: 5 of 5 shards are done" in said
+    assert "python -m preprocess verify" in said
+
+
+def test_a_dry_run_of_submit_needs_no_controller(fake: FakeSlurm, data_dir: Path) -> None:
+    submitted(data_dir)
+    (fake.place / "away").touch()
+    said = fake.run("submit", data_dir, "--dry_run")
+    assert "shards_of=(0 1 2 3 4)" in said
+    assert "Unable to contact slurm controller" in said
+    assert "left out of this dry run" in said
+    fake.run("submit", data_dir, code=74)
+    assert not fake.sent()
+
+
+def test_a_dry_run_of_submit_needs_no_slurm_at_all(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-m", "slurm", "submit", data_dir, "--dry_run"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "#SBATCH --array=0-4%5" in done.stdout
+    assert "scontrol cannot be run here" in done.stderr
+
+
+# What a folder, a flag's value or an environment variable may hold, and a shell must not run or split.
+NASTY = [
+    "a b", " a ", "it's", 'say "a"', "$(touch INJECTED)", "`touch INJECTED`", "; touch INJECTED #", "a;b&c|d",
+    "-n", "--wrap=x", "데이터 1", "50% of $HOME", "*?[a]", "~", "#x", "!!", "a\u0085b", "a\u2028b",
+]  # fmt: skip
+REFUSED = ["data\ntouch INJECTED #", "a\rb", "a\tb", "a\x1b[0mb", "no\udcffutf8"]
+PLACES = ["folder", "flag", "worker_args", "sbatch_args"]
+
+
+def run_head(script: str, folder: Path) -> list[str]:
+    """What bash makes of a rendered script: the words that the worker would get."""
+    head = script.partition("\nset -euo pipefail\n")[0]
+    (folder / "job.sh").write_text(head + '\nprintf "%s\\0" "${shardprep_command[@]}" "$SHARDPREP_EXEC"\n')
+    done = subprocess.run(
+        ["bash", "job.sh"], cwd=folder, capture_output=True, env={"PATH": os.environ["PATH"]}, check=True
+    )
+    return done.stdout.decode("utf-8").split("\0")[:-1]
+
+
+@pytest.mark.parametrize("name", NASTY)
+def test_a_value_reaches_the_worker_as_it_is_and_no_shell_runs_it(tmp_path: Path, name: str) -> None:
+    folder = Path("/data") / name / "x"
+    request = JobRequest(worker_args=shlex.join(["--input_dir", name]), partition=name, account=name)
+    settings = {"SHARDPREP_EXEC": name}
+    script = array_script(folder, "0" * 64, ["3"], request, settings=settings, body=prep_script())
+    expected = ["--shard_id", "3", "--output_dir", str(folder), "--input_dir", name, name]
+    assert run_head(script, tmp_path) == expected
+    script = verify_script(folder, "0" * 64, request, settings=settings, body=prep_script())
+    assert run_head(script, tmp_path) == ["verify", str(folder), name]
+    assert [path.name for path in tmp_path.iterdir()] == ["job.sh"], "nothing was run"
+
+
+@pytest.mark.parametrize(("name", "where"), [*itertools.product(REFUSED, PLACES), ("back\\slash", "folder")])
+def test_what_cannot_stand_in_a_script_is_refused_by_name(name: str, where: str) -> None:
+    fields = {
+        "folder": {},
+        "flag": {"constraint": name},
+        "worker_args": {"worker_args": shlex.join(["--input_dir", name])},
+        "sbatch_args": {"sbatch_args": shlex.join([f"--comment={name}"])},
+    }[where]
+    folder = Path("/data", name if where == "folder" else "x")
+
+    def render() -> str:
+        request = JobRequest(**fields)  # type: ignore[arg-type]
+        return array_script(folder, "0" * 64, ["3"], request, settings={}, body=prep_script())
+
+    with pytest.raises(UsageError, match=r"cannot stand in|is not|backslash"):
+        render()
+
+
+@pytest.mark.parametrize("name", [b"data\ntouch INJECTED #", b"\xff\xfe"])
+def test_submit_of_a_folder_with_such_a_name_ends_with_2_and_sends_nothing(
+    fake: FakeSlurm, data_dir: Path, tmp_path: Path, name: bytes
+) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
+    data_dir.rename(folder)
+    said = fake.run("submit", folder, code=2)
+    assert "rename the folder" in said
+    assert not fake.sent()
+    assert not (folder / "jobs").exists()
+
+
+def test_a_training_whose_folder_of_checkpoints_was_forgotten_is_told_what_to_type(tmp_path: Path) -> None:
+    """Its third word is a flag, which find and mkdir would take for theirs."""
+    done = subprocess.run(
+        ["bash", ROOT / "slurm" / "train_ddp.sh", "train.py", "DATA", "--num_steps", "9"],
+        cwd=tmp_path, env={**os.environ, "SLURM_JOB_ID": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "type: sbatch --nodes=2 slurm/train_ddp.sh PROGRAM.py DATA CHECKPOINTS" in done.stderr
+
+
+def test_a_folder_whose_links_go_round_is_an_error(fake: FakeSlurm, tmp_path: Path) -> None:
+    (tmp_path / "round").symlink_to("round")
+    for command in ("status", "submit", "cancel", "retry"):
+        assert "round" in fake.run(command, tmp_path / "round", code=74)
+
+
+def test_a_data_set_that_cannot_be_listed_is_an_error(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = need_plan(data_dir)
+    with pytest.raises(ReadWriteError, match=r"plan\.json cannot be listed \(Not a directory\)"):
+        done_shards(data_dir / "plan.json", plan)
+
+
+GARBAGE = ["x", "1|0|RUN", "|||||||||\n", "\0\0", "1|0|FAILED|x|many|n1|0:00|4|root|n|\n", "\ufffd" * 99]
+
+
+@pytest.mark.parametrize("text", GARBAGE)
+def test_an_answer_that_is_cut_short_or_garbage_is_an_error_that_shows_it(
+    fake: FakeSlurm, data_dir: Path, text: str
+) -> None:
+    submitted(data_dir)
+    fake.answers("squeue", text)
+    for command in ("status", "cancel"):
+        assert "squeue --noheader --array answered what cannot be read" in fake.run(
+            command, data_dir, code=74
+        )
+    assert not fake.calls("scancel")
+
+
+def test_bytes_that_are_no_utf8_in_an_answer_are_an_error(fake: FakeSlurm, data_dir: Path) -> None:
+    submitted(data_dir)
+    fake.answers("squeue", b"\xff\xfe\n")
+    assert "answered what cannot be read" in fake.run("status", data_dir, code=74)
+    fake.answers("squeue", "")
+    fake.answers("config", b"\xff")
+    assert "no MaxArraySize" in fake.run("submit", data_dir, code=74)
+
+
+@pytest.mark.parametrize("parse", [parse_queue, parse_accounts, parse_job])
+def test_every_cut_of_an_answer_is_read_or_an_error(fake: FakeSlurm, parse: Any) -> None:
+    accounts = f"7_0|FAILED|1:0|n1|2|00:00.931|1||root|{NAME}\n7_0.0|OUT_OF_MEMORY|0:125|n1|2|0:1|1|9K||0\n"
+    text = {parse_queue: QUEUES["24.11.5"], parse_accounts: accounts, parse_job: JOB}[parse]
+    num_refused = 0
+    for size in range(len(text)):
+        fake.answers("sinfo", text[:size])
+        try:
+            parse(text[:size])
+        except (ValueError, LookupError, TypeError, ArithmeticError):
+            num_refused += 1
+    assert num_refused > 10
+    fake.answers("sinfo", "x")
+    with pytest.raises(ReadWriteError, match="sinfo answered what cannot be read"):
+        slurm_answer(parse, "sinfo")
+
+
+def test_an_sbatch_that_answers_no_job_id_leaves_nothing_recorded(fake: FakeSlurm, data_dir: Path) -> None:
+    (fake.place / "bin" / "sbatch").unlink()
+    (fake.place / "bin" / "sbatch").write_text("#!/bin/sh\ncat >/dev/null\necho Hello\n")
+    (fake.place / "bin" / "sbatch").chmod(0o755)
+    assert "sbatch answered 'Hello\\n', expected a job id" in fake.run("submit", data_dir, code=74)
+    assert read_submissions(data_dir) == []
+
+
+WRONG: dict[str, Any] = {
+    "nothing": b"",
+    "no object": b"[]",
+    "not utf-8": b"\xff\xfe",
+    "deep": b"[" * 100_000 + b"]" * 100_000,
+    "infinity": b'{"format": Infinity}',
+    "another form": b'{"format": "x", "version": 1}',
+}
+CHANGES: dict[str, Any] = {
+    "version": 99, "number": "0", "plan_id": None, "user": ["root"], "submitted": 1e300, "arrays": {},
+    "verify_job_id": "7; rm", "verify_name": 1,
+}  # fmt: skip
+ARRAY_CHANGES: dict[str, Any] = {
+    "job_id": 1, "name": None, "tasks": [1], "mem_mb": 2**70, "time_min": -1, "request": [],
+}  # fmt: skip
+
+
+def _refused(data: Path, words: str) -> None:
+    with pytest.raises(BrokenShard, match=words):
+        read_submissions(data)
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_file_in_jobs_that_is_no_submission_is_named(data_dir: Path, what: str) -> None:
+    (data_dir / "jobs").mkdir()
+    (data_dir / "jobs" / "0000.json").write_bytes(WRONG[what])
+    _refused(data_dir, r"jobs/0000\.json.*move it away")
+
+
+@pytest.mark.parametrize("name", [*CHANGES, *(f"arrays.{name}" for name in ARRAY_CHANGES)])
+@pytest.mark.parametrize("change", ["another value", "missing"])
+def test_a_submission_with_a_wrong_or_missing_field_is_named(data_dir: Path, name: str, change: str) -> None:
+    submitted(data_dir)
+    path = data_dir / "jobs" / "0000.json"
+    data = json.loads(path.read_text())
+    outer, _, inner = name.partition(".")
+    place, key, value = (
+        (data["arrays"][0], inner, ARRAY_CHANGES[inner]) if inner else (data, outer, CHANGES[outer])
+    )
+    if change == "missing":
+        del place[key]
+    else:
+        place[key] = value
+    path.write_text(json.dumps(data))
+    _refused(
+        data_dir, rf"jobs/0000\.json.*{key}|another plan" if key != "version" else r"0000\.json.*version"
+    )
+
+
+@pytest.mark.parametrize(
+    ("tasks", "words"),
+    [(["0-99999999999"], "no list of ids"), (["0-99998"] * 50, "expected at most 99999"), (["x"], "no list")],
+)
+def test_a_submission_of_impossibly_many_shards_is_refused_before_they_are_laid_out(
+    data_dir: Path, tasks: list[str], words: str
+) -> None:
+    submitted(data_dir)
+    path = data_dir / "jobs" / "0000.json"
+    data = json.loads(path.read_text())
+    data["arrays"][0]["tasks"] = tasks
+    path.write_text(json.dumps(data))
+    _refused(data_dir, words)
+
+
+def test_requests_in_a_file_are_checked_like_flags(data_dir: Path) -> None:
+    submitted(data_dir)
+    path = data_dir / "jobs" / "0000.json"
+    for name, value in {"partition": "a\ntouch X", "cpus_per_task": "8", "mem_gb": True, "other": 1}.items():
+        data = json.loads((data_dir / "jobs" / "0000.json").read_text())
+        data["arrays"][0]["request"] |= {name: value}
+        other = data_dir / "jobs" / "0001.json"
+        other.write_text(json.dumps(data))
+        _refused(data_dir, rf"0001\.json.*{name}")
+    assert path.exists()
+
+
+@pytest.mark.parametrize("what", ["folder", "fifo", "jobs is a file", "dangling link", "loop"])
+def test_what_cannot_be_read_in_jobs_is_named_and_holds_nobody(
+    data_dir: Path, fake: FakeSlurm, what: str
+) -> None:
+    jobs = data_dir / "jobs"
+    if what == "jobs is a file":
+        jobs.touch()
+    else:
+        jobs.mkdir()
+        path = jobs / "0000.json"
+        {
+            "folder": path.mkdir,
+            "fifo": lambda: os.mkfifo(path),
+            "dangling link": lambda: path.symlink_to("gone"),
+            "loop": lambda: path.symlink_to(path),
+        }[what]()
+    with pytest.raises(ShardprepError, match=r"jobs"):
+        read_submissions(data_dir)
+    assert "jobs" in fake.run("status", data_dir, code=65 if what == "fifo" else 74)
+
+
+def test_a_manifest_of_wrong_types_does_not_end_a_status(fake: FakeSlurm, data_dir: Path) -> None:
+    for shard_id in range(5):
+        for suffix in ("tar", "idx"):
+            (data_dir / f"{shard_name(shard_id)}.{suffix}").touch()
+    contents = [b"[" * 100_000, b'{"run": 1}', b'{"run": {"wall_s": "long"}}', b"\xff", b"{}"]
+    for shard_id, content in enumerate(contents):
+        (data_dir / f"{shard_name(shard_id)}.json").write_bytes(content)
+    assert "5 of 5 shards are done" in fake.run("status", data_dir)

@@ -1,0 +1,360 @@
+"""submit, status, retry and cancel on a real cluster: three nodes, accounts, cgroups, MaxArraySize=7."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+pytestmark = pytest.mark.slurm
+
+ROOT = Path(__file__).parents[2]
+STARTER = ROOT / "tests" / "slurm_cluster.sh"
+CANNOT_INSTALL = 69
+EXTRA_CONF = """MaxArraySize=7
+AccountingStorageEnforce=limits,qos
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=urgent Nodes=ALL PriorityTier=10 MaxTime=INFINITE"""
+HAS_CGROUPS = os.access("/sys/fs/cgroup/memory", os.W_OK)
+
+# Put before the worker's Python. A fault happens while its marker is there; memory is taken always, and held
+# for some of the seconds after which Slurm looks at it.
+FAULTY_PYTHON = """#!/bin/bash
+real={real} place={place}
+shard=none
+for ((i = 1; i < $#; i++)); do [[ ${{!i}} != --shard_id ]] || {{ next=$((i + 1)); shard=${{!next}}; }}; done
+armed() {{ rm "$place/$1-$shard" 2>/dev/null; }}
+if [[ -e $place/memory-$shard ]]; then
+  "$real" -c 'import time; held = bytearray(250 << 20); time.sleep(5)' || exit
+fi
+if armed sleep; then sleep 200; exit 9; fi
+if armed kill; then kill -9 $$; fi
+if armed survive; then
+  touch "$place/surviving"; until [[ -e $place/release ]]; do sleep 0.2; done
+fi
+exec "$real" "$@"
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A login node of the test cluster."""
+
+    environ: dict[str, str]
+    folder: Path  # the cluster's own
+
+    def slurm(self, *args: object, code: int = 0, path_first: Path | None = None) -> str:
+        """``python -m slurm``; returns what it said on both streams."""
+        environ = dict(self.environ)
+        if path_first:
+            environ["PATH"] = f"{path_first}:{environ['PATH']}"
+        done = subprocess.run(
+            [sys.executable, "-m", "slurm", *map(str, args)],
+            cwd=ROOT,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=200,
+        )
+        assert done.returncode == code, done.stdout
+        return done.stdout
+
+    def status(self, data: Path, **settings: Any) -> dict[str, Any]:
+        return json.loads(self.slurm("status", data, "--json", **settings).splitlines()[-1])
+
+    def run(self, *command: str) -> str:
+        return subprocess.run(
+            command, env=self.environ, capture_output=True, text=True, check=True, timeout=60
+        ).stdout
+
+    def submission(self, data: Path, number: int) -> dict[str, Any]:
+        return json.loads((data / "jobs" / f"{number:04d}.json").read_text())
+
+
+@dataclass(kw_only=True)
+class Faults:
+    """A data set of seven shards, one a file, and a worker's Python that fails as it is told."""
+
+    data: Path
+    place: Path
+
+    def arm(self, fault: str, shard_id: int) -> None:
+        (self.place / f"{fault}-{shard_id}").touch()
+
+
+def wait_until(is_true: Callable[[], object], limit_s: float = 100.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not is_true():
+        assert time.monotonic() < deadline, f"not so within {limit_s} s"
+        time.sleep(0.5)
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    folder = Path(tempfile.mkdtemp(prefix="shardprep-slurm-"))
+    kept = {n: v for n, v in os.environ.items() if not re.match("SLURM|SBATCH|SHARDPREP|DATASET_", n)}
+    options = {"NUM_NODES": "3", "NODE_CPUS": "4", "NODE_MEM_MB": "4000", "EXTRA_CONF": EXTRA_CONF}
+    options |= {"CLUSTER_DIR": str(folder), "ACCOUNTING": "1", "CGROUP": str(int(HAS_CGROUPS))}
+    environ = {**kept, **options, "SLURM_CONF": str(folder / "slurm.conf"), "HF_HUB_OFFLINE": "1"}
+    up = subprocess.run(
+        [STARTER, "up"], env=environ, capture_output=True, text=True, check=False, timeout=280
+    )
+    try:
+        if up.returncode == CANNOT_INSTALL:
+            pytest.skip(
+                f"NO SLURM CLUSTER WITH ACCOUNTS, python -m slurm is untested here: {up.stderr.strip()}"
+            )
+        assert up.returncode == 0, up.stderr
+        yield Site(environ=environ, folder=folder)
+    finally:
+        subprocess.run([STARTER, "down"], env=environ, check=False, timeout=100)
+
+
+@pytest.fixture
+def seven(prep: Prep, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Faults:
+    """Seven input files, the fifth of them half undecodable, planned one file a shard."""
+    raw, data, place = tmp_path / "raw", tmp_path / "O", tmp_path / "faults"
+    raw.mkdir()
+    place.mkdir()
+    for number in range(7):
+        lines = [f"{number}번째 파일의 {line}번째 줄. Line {line}.".encode() for line in range(300)]
+        bad = [b"\xff\xfe bad" if number == 4 and i % 2 else line for i, line in enumerate(lines)]
+        (raw / f"{number}.txt").write_bytes(b"\n".join(bad))
+    prep.plan(raw, data)
+    python = place / "python"
+    python.write_text(FAULTY_PYTHON.format(real=sys.executable, place=place))
+    python.chmod(0o755)
+    monkeypatch.setitem(site.environ, "SHARDPREP_PYTHON", str(python))
+    return Faults(data=data, place=place)
+
+
+def _without(folder: Path, *commands: str) -> Path:
+    """A folder for PATH in which some of Slurm's commands know nothing."""
+    folder.mkdir()
+    says = {"sacct": "echo 'Slurm accounting storage is disabled' >&2; exit 1", "squeue": "exit 0"}
+    for name in commands:
+        (folder / name).write_text(f"#!/bin/sh\n{says[name]}\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def _kill_node(site: Site, node: str) -> None:
+    """Kill a node's slurmd and its steps' daemons, and nothing else: its other processes live on."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        ours = f"slurmd -f {site.folder}/slurm.conf -N {node}" in command
+        steps = command.startswith("slurmstepd") and _is_on(path.parent, node, site)
+        if ours or steps:
+            os.kill(int(path.parent.name), signal.SIGKILL)
+
+
+def _is_on(process: Path, node: str, site: Site) -> bool:
+    try:
+        opened = [str(link.readlink()) for link in (process / "fd").iterdir()]
+        opened.append((process / "environ").read_bytes().decode("utf-8", "replace"))
+    except OSError:
+        return False
+    return any(
+        f"{site.folder}/spool-{node}" in item or f"{site.folder}/log/{node}" in item for item in opened
+    )
+
+
+def test_forty_shards_fit_seven_array_tasks_and_end_verified(
+    prep: Prep, site: Site, sample_dir: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "a folder's 50%"
+    prep.plan(sample_dir, data, num_shards=40)
+    said = site.slurm("submit", data, "--cpus_per_task", 1, "--mem_gb", 0.8, "--time_min", 5, "--wait")
+    assert "40 shards become 7 tasks of up to 6 shards each, because of MaxArraySize" in said
+    assert (data / "index.json").exists()
+    tasks = site.submission(data, 0)["arrays"][0]["tasks"]
+    assert len(tasks) == 7
+    state = site.status(data)
+    assert (state["done"], state["failed"], state["verified"]) == ("0-39", "", True)
+    assert state["efficiency"]["max_rss_mb"] > 20
+    assert "nothing to submit: 40 of 40 shards are done" in site.slurm("submit", data)
+
+    for shard_id in (3, 17):
+        (data / f"shard-{shard_id:05d}.json").unlink()
+    script = site.slurm("submit", data, "--cpus_per_task", 1, "--dry_run")
+    assert "shards_of=(3 17)" in script, "only what is missing"
+    assert "#SBATCH --array=0-1%2\n" in script
+    assert len(list((data / "jobs").glob("*.json"))) == 1, "a dry run writes nothing"
+    command = (sys.executable, "-m", "slurm", "submit", str(data), "--cpus_per_task", "1", "--dry_run")
+    said = site.run("bash", "-o", "pipefail", "-c", f"{{ {shlex.join(command)} | true; }} 2>&1")
+    assert "rror" not in said, "a reader that goes is none"
+
+
+@pytest.mark.timeout(280)
+def test_every_failure_is_named_and_one_retry_mends_all_but_the_bad_input(
+    prep: Prep, site: Site, seven: Faults, tmp_path: Path
+) -> None:
+    """OOM, time limit, scancel, a node killed under a Python that lives on, bad input, kill -9."""
+    data = seven.data
+    for fault, shard_id in {"memory": 0, "sleep": 1, "survive": 3, "kill": 5}.items():
+        seven.arm(fault, shard_id)
+    seven.arm("sleep", 2)
+    request = ("--cpus_per_task", 4, "--mem_gb", 0.2, "--time_min", 1, "--sbatch_args", "--no-requeue")
+    site.slurm("submit", data, *request)
+    job = site.submission(data, 0)["arrays"][0]["job_id"]
+    wait_until(lambda: not (seven.place / "sleep-2").exists())
+    site.run("scancel", f"{job}_2")
+    wait_until((seven.place / "surviving").exists)
+    (node,) = site.run("squeue", "-h", f"--jobs={job}_3", "--format=%N").split()
+    _kill_node(site, node)
+    wait_until(lambda: "COMPLETED" in site.status(data)["verify"] or "FAILED" in site.status(data)["verify"])
+
+    expected = {
+        "OUT_OF_MEMORY": "0",
+        "TIMEOUT": "1",
+        "CANCELLED": "2",
+        "NODE_FAIL": "3",
+        "bad input (65)": "4",
+        "killed by signal 9": "5",
+    }
+    if not HAS_CGROUPS:
+        expected["killed by signal 9"] = "0,5"
+        del expected["OUT_OF_MEMORY"]
+    state = site.status(data)
+    assert state["causes"] == expected, site.slurm("status", data) + site.run("sacct", "-D", f"--jobs={job}")
+    assert state["done"] == "6"
+    text = site.slurm("status", data)
+    assert "shard 00004, task" in text
+    assert "cannot be decoded" in text, "the last lines of the log"
+    assert f"shard 00003, task {job}_3 on {node}: NODE_FAIL" in text
+    no_accounts = site.status(data, path_first=_without(tmp_path / "no_sacct", "sacct"))
+    assert no_accounts["causes"] == expected
+    logs_alone = site.status(data, path_first=_without(tmp_path / "logs", "sacct", "squeue"))["causes"]
+    assert {cause: logs_alone.get(cause) for cause in expected if cause != "NODE_FAIL"} == {
+        cause: ids for cause, ids in expected.items() if cause != "NODE_FAIL"
+    }
+
+    (seven.place / "release").touch()  # two writers of shard 3
+    said = site.slurm("retry", data, "--wait", code=74)
+    assert "left: shard 00004: bad input (65); the same input fails in the same way" in said
+    arrays = site.submission(data, 1)["arrays"]
+    asked = {array["tasks"][0]: (array["mem_mb"], array["time_min"]) for array in arrays}
+    assert asked["1"] == (205, 2), "twice the time"
+    if HAS_CGROUPS:
+        assert asked["0"] == (410, 1), "twice the memory"
+    assert site.status(data)["done"] == "0-3,5-6"
+    undisturbed = tmp_path / "undisturbed"
+    prep.plan(data.parent / "raw", undisturbed)
+    prep.make(undisturbed, 0, 1, 2, 3, 5, 6)
+    theirs = {name: value for name, value in prep.contents(data).items() if "00004" not in name}
+    assert theirs == prep.contents(undisturbed)
+
+    subprocess.run([STARTER, "up"], env=site.environ, check=True, capture_output=True, timeout=60)
+    accepting = ("--worker_args", "--max_bad_fraction 0.6", "--wait")
+    assert "verified:" in site.slurm("retry", data, *accepting)
+    assert site.status(data)["done"] == "0-6"
+
+
+def test_a_finished_task_that_is_requeued_changes_nothing_and_cancel_ends_all(
+    prep: Prep, site: Site, seven: Faults
+) -> None:
+    for shard_id in range(1, 7):
+        seven.arm("sleep", shard_id)
+    site.slurm("submit", seven.data, "--cpus_per_task", 1, "--max_parallel", 3)
+    wait_until(lambda: site.status(seven.data)["done"] == "0")
+    state = site.status(seven.data)
+    assert state["running"]
+    assert state["pending"]
+    before = prep.contents(seven.data)
+    said = site.slurm("submit", seven.data)
+    assert "6 shards wait or run already" in said
+    assert "nothing to submit" in said
+    job = site.submission(seven.data, 0)["arrays"][0]["job_id"]
+    site.run("scontrol", "requeue", f"{job}_0")
+    assert "cancelled: " in site.slurm("cancel", seven.data)
+    wait_until(lambda: "nothing is queued" in site.slurm("cancel", seven.data))
+    state = site.status(seven.data)
+    assert set(state["causes"]) <= {"CANCELLED", "stopped by a signal (75)"}
+    assert (state["done"], state["running"], state["pending"]) == ("0", "", "")
+    assert prep.contents(seven.data) == before
+
+
+def test_what_cannot_work_is_refused_before_anything_is_written(
+    site: Site, seven: Faults, tmp_path: Path
+) -> None:
+    refusals = {
+        ("--cpus_per_task", 40): "--cpus_per_task is 40, partition cpu allows at most 4 CPUs",
+        ("--mem_gb", 99): "--mem_gb is 99, partition cpu allows at most 3.90625 GB",
+        ("--partition", "gone"): "invalid partition specified: gone",
+        ("--setup", "no/such/file"): "--setup no/such/file is no file",
+        ("--sbatch_args", "--array=0-3"): "--sbatch_args has --array=0-3, which submit sets itself",
+    }
+    for flags, words in refusals.items():
+        assert words in site.slurm("submit", seven.data, "--cpus_per_task", 1, *flags, code=2)
+    assert "has no plan.json" in site.slurm("submit", tmp_path, code=66)
+    shutil.move(seven.data / "tokenizer" / "tokenizer.json", tmp_path)
+    assert "run the plan command again" in site.slurm("submit", seven.data, code=66)
+    assert not (seven.data / "jobs").exists()
+    assert site.run("squeue", "-h", "--user=root", "--states=PENDING") == ""
+
+
+def test_preempted_tasks_start_again_and_are_counted(prep: Prep, site: Site, seven: Faults) -> None:
+    for shard_id in range(3):
+        seven.arm("sleep", shard_id)
+    flags = ("--cpus_per_task", 4, "--mem_gb", 1, "--worker_args", "--max_bad_fraction 0.6")
+    site.slurm("submit", seven.data, *flags)
+    wait_until(lambda: not list(seven.place.glob("sleep-*")))
+    site.run("sbatch", "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=true")
+    wait_until(lambda: site.status(seven.data)["verified"])
+    state = site.status(seven.data)
+    assert (state["done"], state["failed"]) == ("0-6", "")
+    assert sum(state["restarts"].values()) == 3, state["restarts"]
+    assert prep.temporaries(seven.data) == []
+
+
+def test_a_submit_limit_of_the_qos_makes_larger_tasks(site: Site, seven: Faults) -> None:
+    site.run("sacctmgr", "--immediate", "modify", "qos", "normal", "set", "MaxSubmitJobsPerUser=4")
+    try:
+        flags = ("--cpus_per_task", 1, "--mem_gb", 0.5)
+        dry = site.slurm("submit", seven.data, *flags, "--dry_run")
+        assert "because of submit limit of QOS normal (4, 0 in use)" in dry
+        said = site.slurm("submit", seven.data, *flags, "--wait", code=74)
+        assert "7 shards become 3 tasks of up to 3 shards each" in said, "one job is for verify"
+    finally:
+        site.run("sacctmgr", "--immediate", "modify", "qos", "normal", "set", "MaxSubmitJobsPerUser=-1")
+    state = site.status(seven.data)
+    assert (state["done"], state["causes"]) == ("0-3,5-6", {"bad input (65)": "4"})
+
+
+@pytest.mark.parametrize("cluster", ["local", "slurm"])
+def test_submitit_makes_the_shards_of_its_tasks(
+    site: Site, seven: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: str
+) -> None:
+    submitit = pytest.importorskip("submitit")
+    from slurm import submit_with_submitit
+
+    monkeypatch.setenv("SLURM_CONF", site.environ["SLURM_CONF"])
+    executor = submitit.AutoExecutor(folder=tmp_path / "log", cluster=cluster)
+    executor.update_parameters(timeout_min=3, cpus_per_task=1, mem_gb=1)
+    jobs = submit_with_submitit(seven.data, executor, shards_per_task=4)
+    assert [job.result() for job in jobs] == [0, 65]
+    assert site.status(seven.data)["done"] == "0-3,5-6"
+    again = submit_with_submitit(seven.data, executor)
+    assert [job.result() for job in again] == [65], "only what is missing"

@@ -1,0 +1,335 @@
+"""What python -m slurm computes from text alone: scripts, limits, Slurm's answers, causes, retries."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from shardprep.errors import UsageError
+from shardprep.format import manifest_path
+from slurm.cluster_limits import limits_of, minutes_of, partition_limits, tasks_of_shards
+from slurm.dataset_state import (
+    BAD_INPUT,
+    NO_MANIFEST,
+    OUT_OF_MEMORY,
+    TIMEOUT,
+    Attempt,
+    ShardState,
+    cause_of,
+    last_lines,
+)
+from slurm.job_script import JobRequest, array_script, prep_script, settings_of
+from slurm.slurm_commands import SlurmRefused
+from slurm.squeue_sacct import TaskRun, parse_accounts, parse_queue, runs_by_task
+from slurm.submission import JobArray, JobIdentity, Submission, ids_of_ranges, parse_job, read_submissions
+from slurm.submission import _publish as publish
+from slurm.submitting import reason_to_leave, retry_request
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+ACCOUNTS = """\
+7_0|FAILED|1:0|n1|2|00:00.931|1||root|shardprep
+7_0.batch|FAILED|1:0|n1|2|00:00.021|1|12096K||batch
+7_0.0|OUT_OF_MEMORY|0:125|n1|2|00:00.909|1|298188K||bash
+7_1|NODE_FAIL|0:0|n2|30|00:00:00|1||root|shardprep
+7_1|CANCELLED by 0|0:0|n1|5|00:00.005|1||root|shardprep
+7_[2-3%2]|PENDING|0:0|None assigned|0|00:00:00|1||root|shardprep
+8|COMPLETED|0:0|n1|2|00:00.9|4||root|a | b
+"""
+SHOWN = "JobId=7 JobName=shardprep-0123 UserId=root(0) GroupId=root(0) "
+
+
+def _array(**changes: Any) -> JobArray:
+    request = JobRequest(**changes.pop("request", {}))
+    fields: dict[str, Any] = {"job_id": "7", "name": "shardprep-0123", "tasks": ["0", "1-2"]}
+    fields |= {"mem_mb": 1000, "time_min": 10}
+    return JobArray(request=request, **{**fields, **changes})
+
+
+def _failed(*causes: str, **changes: Any) -> ShardState:
+    attempts = [
+        Attempt(array=_array(**changes), index=0, cause=cause, node="n1", log="", last_lines=[])
+        for cause in causes
+    ]
+    return ShardState(shard_id=0, state="failed", attempts=attempts)
+
+
+def test_the_script_is_prep_array_with_a_head_that_maps_index_to_shards() -> None:
+    request = JobRequest(mem_gb=1.5, time_min=9, sbatch_args="--comment='two words' --mem=1M", partition="p")
+    folder = Path("/data/it's 5% of all")
+    tasks = ["0-5", "7", "8,10"]
+    text = array_script(folder, "0123456789abcdef", tasks, request, settings={}, body=prep_script())
+    lines = text.splitlines()
+    options = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
+    assert options == [
+        "--open-mode=append",
+        "--job-name=shardprep-0123456789ab",
+        "--array=0-2%3",
+        '--output="/data/it\'s 5%% of all/jobs/logs/%A_%a.log"',
+        '--comment="two words"',
+        "--mem=1M",
+        "--nodes=1",
+        "--ntasks=1",
+        "--cpus-per-task=8",
+        "--mem=1536M",
+        "--time=9",
+        "--partition=p",
+    ]
+    head, _, body = text.partition("set -euo pipefail\n")
+    assert prep_script().endswith(body)
+    for index, expected in enumerate(
+        [
+            "shards 0-5|run|/data/it's 5% of all|--shards|0-5",
+            "shard 7|--shard_id|7|--output_dir|/data/it's 5% of all",
+            "shards 8,10|run|/data/it's 5% of all|--shards|8,10",
+        ]
+    ):
+        show = 'IFS="|"; echo "$shardprep_what|${shardprep_command[*]}"'
+        done = subprocess.run(
+            ["bash", "-uc", f"{head}\n{show}"],
+            env={"SLURM_ARRAY_TASK_ID": str(index), "PATH": os.environ["PATH"]},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.strip() == expected
+
+
+def test_tasks_use_this_python_unless_a_setup_or_a_container_brings_another() -> None:
+    request = JobRequest()
+    assert settings_of(request, {}, "/venv/python") == {"SHARDPREP_PYTHON": "/venv/python"}
+    assert settings_of(request, {"SHARDPREP_PYTHON": "p"}, "/venv/python") == {"SHARDPREP_PYTHON": "p"}
+    assert settings_of(request, {"SHARDPREP_EXEC": "apptainer exec i"}, "/p") == {
+        "SHARDPREP_EXEC": "apptainer exec i"
+    }
+    assert settings_of(JobRequest(setup="/s.sh"), {}, "/p") == {"SHARDPREP_SETUP": "/s.sh"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"mem_gb": 0}, "--mem_gb is 0, expected more than 0"),
+        ({"max_parallel": -1}, "--max_parallel is -1"),
+        ({"sbatch_args": "--array=0-3"}, "--sbatch_args has --array=0-3, which submit sets itself"),
+        ({"sbatch_args": "-Jmine"}, "--sbatch_args has -Jmine, which submit sets itself"),
+        ({"partition": "cpu\ntouch INJECTED"}, "cannot stand in a job script"),
+        ({"cpus_per_task": "8"}, "--cpus_per_task is '8', expected int"),
+        ({"time_min": 10**40}, "expected more than 0 and at most"),
+        ({"worker_args": "'"}, "cannot be split"),
+    ],
+)
+def test_a_request_that_cannot_be_is_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words.replace("(", r"\(")):
+        JobRequest(**fields)
+
+
+def test_shards_are_shared_evenly_among_as_many_tasks_as_fit() -> None:
+    assert tasks_of_shards([3, 5], 100, None) == ["3", "5"]
+    forty = tasks_of_shards(range(40), 7, None)
+    assert len(forty) == 7
+    assert [shard_id for word in forty for shard_id in ids_of_ranges(word)] == list(range(40))
+    assert {len(ids_of_ranges(word)) for word in forty} == {5, 6}
+    assert tasks_of_shards(range(6), 100, 3) == ["0-2", "3-5"]
+    assert tasks_of_shards([1, 3, 4], 1, None) == ["1,3-4"]
+
+
+def test_the_smallest_limit_counts_and_no_room_is_refused() -> None:
+    config = {"MaxArraySize": "1001", "MaxJobCount": "10000", "SchedulerParameters": "x,max_array_tasks=500"}
+    limits = limits_of(config, [(400, "QOS a")], has_accounting=True)
+    assert (limits.max_tasks, limits.why) == (399, "QOS a"), "one is left for verify"
+    assert limits_of(config, [], has_accounting=False).max_tasks == 500
+    with pytest.raises(SlurmRefused, match=r"QOS a \(5, 4 in use\) leaves no room"):
+        limits_of(config, [(1, "QOS a (5, 4 in use)")], has_accounting=True)
+
+
+def test_partition_limits_are_of_the_named_or_the_default_partition() -> None:
+    partitions = (
+        "PartitionName=a MaxTime=02:00:00 Default=NO\nPartitionName=b MaxTime=UNLIMITED Default=YES\n"
+    )
+    nodes = "a|4000|4\na|8000|2\nb|16000+|64\n"
+    first, default = partition_limits("a", partitions, nodes), partition_limits(None, partitions, nodes)
+    assert first
+    assert (first.max_time_min, first.max_mem_mb, first.max_cpus) == (120, 8000, 4)
+    assert default
+    assert (default.name, default.max_time_min, default.max_mem_mb) == ("b", None, 16000)
+    assert partition_limits("gone", partitions, nodes) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "minutes"), [("1-00:00:00", 1440), ("00:01:00", 1), ("05:30", 5), ("UNLIMITED", None)]
+)
+def test_slurms_times_are_minutes(text: str, minutes: int | None) -> None:
+    assert minutes_of(text) == minutes
+
+
+def test_what_slurm_granted_is_read_off_the_job() -> None:
+    job = parse_job(SHOWN + "NumCPUs=4 TimeLimit=00:01:00 MinMemoryNode=300M")
+    assert (job.name, job.user, job.mem_mb, job.time_min) == ("shardprep-0123", "root", 300, 1)
+    job = parse_job(SHOWN + "NumCPUs=4 TimeLimit=UNLIMITED MinMemoryCPU=1.50G")
+    assert (job.mem_mb, job.time_min) == (6144, None)
+    job = parse_job(SHOWN + "NumCPUs=1 TimeLimit=1-00:00:00 MinMemoryNode=0")
+    assert (job.mem_mb, job.time_min) == (None, 1440)
+
+
+def test_accounts_show_earlier_runs_memory_and_a_steps_oom() -> None:
+    runs = parse_accounts(ACCOUNTS)
+    assert [(run.job_id, run.index, run.state) for run in runs] == [
+        ("7", 0, "OUT_OF_MEMORY"),
+        ("7", 1, "NODE_FAIL"),
+        ("7", 1, "CANCELLED"),
+        ("7", 2, "PENDING"),
+        ("7", 3, "PENDING"),
+        ("8", 0, "COMPLETED"),
+    ]
+    assert runs[0].max_rss_bytes == 298188 * 1024
+
+
+def test_the_queue_is_the_newer_truth_of_a_tasks_last_run() -> None:
+    queue = parse_queue(
+        "7|1|RUNNING|None|0|n3|1:05|12|root|s|\n7|2-3%2|PENDING|Resources|0||0:00|7|root|s|\n"
+        "9|N/A|FAILED|x|16640|n1|0:02|9|root|s-verify|\n"
+    )
+    assert len(queue) == 4
+    runs = runs_by_task(parse_accounts(ACCOUNTS), queue)
+    assert [run.state for run in runs["7", 1]] == ["NODE_FAIL", "CANCELLED", "RUNNING"]
+    assert [run.state for run in runs["7", 3]] == ["PENDING"]
+    assert runs["9", 0][-1].exit_code == 65
+
+
+def _run(state: str, code: int = 0) -> TaskRun:
+    identity = JobIdentity(job_id="7", name="shardprep-0123", user="root")
+    return TaskRun(identity=identity, index=0, state=state, exit_code=code)
+
+
+@pytest.mark.parametrize(
+    ("run", "log", "cause"),
+    [
+        (_run("COMPLETED"), "shardprep: node n1: shards 0-5 ended with exit code 0", NO_MANIFEST),
+        (_run("FAILED", 65), "", BAD_INPUT),
+        (_run("FAILED", 75), "slurmstepd: error: Detected 1 oom-kill event(s)", OUT_OF_MEMORY),
+        (_run("TIMEOUT"), "oom-kill", TIMEOUT),
+        (_run("FAILED", 65), "shard 00000 failed (74): x\n", "read or write error (74)"),
+        (_run("FAILED", 75), "shardprep: node n1: shard 0 was killed by signal 9 (", "killed by signal 9"),
+        (None, "shardprep: node n1: shard 0 ended with exit code 73\n", "cannot write the output (73)"),
+        (None, "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026 DUE TO TIME LIMIT ***", TIMEOUT),
+        (None, "shardprep: node n1: shard 0 begins\n", "ended without a word (node failure?)"),
+        (None, "", "unknown: no log, and Slurm has forgotten it"),
+    ],
+)  # fmt: skip
+def test_a_cause_comes_from_slurms_state_then_the_log(run: TaskRun | None, log: str, cause: str) -> None:
+    assert cause_of(run, log, 0) == cause
+
+
+def test_last_lines_leave_out_frame_and_progress_bars() -> None:
+    frame = "shardprep: node n1: shard 3"
+    log = f"{frame} begins\n 10%\r 20%\nerror: no\n\n{frame} ended with exit code 65\n"
+    assert last_lines(log) == [" 20%", "error: no"]
+
+
+def test_a_retry_asks_for_what_the_cause_says() -> None:
+    base = JobRequest(partition="other")
+    assert retry_request(_failed(OUT_OF_MEMORY), base, 8000).mem_gb == round(2000 / 1024, 3)
+    assert retry_request(_failed(OUT_OF_MEMORY), base, 1500).mem_gb == round(1500 / 1024, 3), (
+        "the largest node's"
+    )
+    assert retry_request(_failed(TIMEOUT), base, 0).time_min == 20
+    assert retry_request(_failed("CANCELLED"), base, 0) == JobRequest(), "as the last try"
+    assert retry_request(_failed("CANCELLED", request={"exclude": "n1"}), base, 0, ["n2"]).exclude == "n1,n2"
+    assert retry_request(ShardState(shard_id=0, state="not submitted"), base, 0) == base
+
+
+def test_a_shard_is_left_after_failing_the_same_way_too_often() -> None:
+    assert reason_to_leave(_failed("CANCELLED", TIMEOUT, TIMEOUT), 3, {}) is None
+    assert reason_to_leave(_failed(TIMEOUT, TIMEOUT, TIMEOUT), 3, {}) == "failed the same way 3 times"
+    assert reason_to_leave(_failed(BAD_INPUT), 3, {}) == "the same input fails in the same way"
+    assert reason_to_leave(_failed(BAD_INPUT), 3, {"worker_args": "--max_bad_fraction 1"}) is None
+
+
+def _submission(arrays: list[JobArray]) -> Submission:
+    return Submission(
+        number=0, plan_id="p", cluster="c", user="root", submitted=1.5, arrays=arrays, verify_job_id="9",
+        verify_name="shardprep-0123-verify",
+    )  # fmt: skip
+
+
+def test_submissions_get_numbers_of_their_own_and_read_back_equal(tmp_path: Path) -> None:
+    (tmp_path / "jobs").mkdir()
+    sent = [publish(tmp_path, _submission([_array(request={"mem_gb": 1.5})])) for _ in range(2)]
+    assert [item.number for item in sent] == [0, 1]
+    assert read_submissions(tmp_path) == sent
+    assert sorted(path.name for path in (tmp_path / "jobs").iterdir()) == ["0000.json", "0001.json"]
+
+
+# ``python -m slurm`` that counts what it asks of the file system below a folder, and the commands it starts.
+COUNTED = """
+import collections, json, os, sys
+folder, report = sys.argv.pop(1), sys.argv.pop(1)
+seen = collections.Counter()
+def count(event, args):
+    if event in ("open", "os.listdir", "os.scandir") and str(args[0]).startswith(folder):
+        seen[f"open {os.path.splitext(args[0])[1]}" if event == "open" else "list"] += 1
+    if event == "subprocess.Popen":
+        seen[f"start {args[0]}"] += 1
+sys.addaudithook(count)
+real = os.stat
+def stat(path, *args, **settings):
+    seen["stat"] += str(path).startswith(folder)
+    return real(path, *args, **settings)
+os.stat = stat
+from slurm.__main__ import main
+code = main(sys.argv[1:])
+with open(report, "w") as file:
+    json.dump(seen, file)
+sys.exit(code)
+"""
+
+
+def test_a_status_reads_each_manifest_and_failed_log_once_lists_the_folder_once_and_stats_no_shard(
+    prep: Prep, sample_dir: Path, tmp_path: Path
+) -> None:
+    """990 manifests, 4,000 lines of accounts and 10 failures; benchmarks/scale.py times ten times as many."""
+    num_shards, num_failed, data, commands = 1000, 10, tmp_path / "O", tmp_path / "bin"
+    prep.plan(sample_dir, data, num_shards=num_shards)
+    prep.make(data, 0)
+    manifest = manifest_path(data, 0).read_text()
+    for shard_id in range(1, num_shards - num_failed):
+        for suffix in ("tar", "idx"):
+            (data / f"shard-{shard_id:05d}.{suffix}").touch()
+        manifest_path(data, shard_id).write_text(manifest)
+    (data / "jobs" / "logs").mkdir(parents=True)
+    publish(data, _submission([_array(tasks=[str(i) for i in range(num_shards)])]))
+    lines = ["7_{0}|COMPLETED|0:0|n1|9|00:09.1|8||root|shardprep-0123"]
+    lines += [f"7_{{0}}.{step}|COMPLETED|0:0|n1|9|00:09.0|8|9M||{step}" for step in ("batch", "extern", "0")]
+    (tmp_path / "sacct.txt").write_text(
+        "".join(f"{line.format(i)}\n" for i in range(num_shards) for line in lines)
+    )
+    commands.mkdir()
+    for name, body in {"sacct": f"cat {tmp_path}/sacct.txt", "squeue": "true"}.items():
+        (commands / name).write_text(f"#!/bin/sh\n{body}\n")
+        (commands / name).chmod(0o755)
+    for shard_id in range(num_shards - num_failed, num_shards):
+        (data / "jobs" / "logs" / f"7_{shard_id}.log").write_text("an error\n")
+    done = subprocess.run(
+        [sys.executable, "-c", COUNTED, data, tmp_path / "seen.json", "status", data],
+        env={**os.environ, "PATH": f"{commands}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "990 of 1000 shards are done" in done.stdout
+    assert f"failed, {NO_MANIFEST}: 990-999" in done.stdout
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert (seen["start squeue"], seen["start sacct"]) == (1, 1)
+    assert seen["open .log"] == num_failed
+    few = 5  # plan.json, its tokenizer, a submission
+    assert num_shards - num_failed <= seen["open .json"] <= num_shards - num_failed + few
+    assert seen["list"] <= 2, "the folder and its jobs"
+    assert 0 < seen["stat"] <= few + num_failed, "none a shard"

@@ -1,0 +1,197 @@
+"""slurm/train_ddp.sh with examples/train_llama.py: two nodes, a time limit, and on with one node."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+pytestmark = pytest.mark.slurm
+
+ROOT = Path(__file__).parents[2]
+STARTER = ROOT / "tests" / "slurm_cluster.sh"
+SCRIPT = ROOT / "slurm" / "train_ddp.sh"
+PROGRAM = ROOT / "examples" / "train_llama.py"
+CANNOT_INSTALL = 69
+FLAGS = ("--global_batch_size", "8", "--batch_size", "2", "--max_length", "64", "--num_workers", "0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    environ: dict[str, str]
+    folder: Path
+
+    def run(self, *command: object) -> str:
+        done = subprocess.run(
+            [str(item) for item in command],
+            cwd=self.folder,
+            env=self.environ,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.strip()
+
+    def job(self, job: str) -> dict[str, str]:
+        return dict(re.findall(r"(\w+)=(\S+)", self.run("scontrol", "show", "job", job)))
+
+    def ended(self, job: str) -> dict[str, str]:
+        wait_until(lambda: self.job(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"))
+        return self.job(job)
+
+    def log(self, job: str) -> str:
+        return (self.folder / f"train-{job}.log").read_text()
+
+
+def wait_until(is_true: Callable[[], object], limit_s: float = 150.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not is_true():
+        assert time.monotonic() < deadline, f"not so within {limit_s} s"
+        time.sleep(0.3)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    cluster = tempfile.mkdtemp(prefix="shardprep-slurm-")
+    kept = {n: v for n, v in os.environ.items() if not re.match("SLURM|SBATCH|SHARDPREP|MASTER", n)}
+    environ = {**kept, "CLUSTER_DIR": cluster, "NUM_NODES": "2", "NODE_CPUS": "4", "HF_HUB_OFFLINE": "1"}
+    environ |= {"SLURM_CONF": f"{cluster}/slurm.conf", "SHARDPREP_PYTHON": sys.executable}
+    environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    up = subprocess.run(
+        [STARTER, "up"], env=environ, capture_output=True, text=True, check=False, timeout=280
+    )
+    try:
+        if up.returncode == CANNOT_INSTALL:
+            pytest.skip(f"NO SLURM CLUSTER, train_ddp.sh is untested here: {up.stderr.strip()}")
+        assert up.returncode == 0, up.stderr
+        yield Site(environ=environ, folder=tmp_path_factory.mktemp("desk"))
+    finally:
+        subprocess.run([STARTER, "down"], env=environ, check=False, timeout=100)
+
+
+@pytest.fixture(scope="module")
+def data(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    prep.plan(sample_dir, folder, num_shards=4)
+    prep.make(folder)
+    assert prep.command("verify", folder).code == 0
+    return folder
+
+
+def steps_of(checkpoints: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (checkpoints / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.timeout(280)
+def test_a_run_cut_by_its_time_limit_goes_on_on_one_node_as_if_unbroken(site: Site, data: Path) -> None:
+    """USR1 before the limit, a checkpoint, a requeue, and the same batches and losses on half the nodes."""
+    checkpoints, num_steps = site.folder / "cut", 30
+    flags = (*FLAGS, "--num_threads", 1, "--log_batches", "--num_steps", num_steps, "--save_every", 1000)
+    job = site.run(
+        "sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", "--time=1",
+        "--signal=B:USR1@50", SCRIPT, PROGRAM, data, checkpoints, *flags, "--step_sleep_s", 1,
+    )  # fmt: skip
+    unbroken = site.folder / "unbroken"
+    site.run(sys.executable, PROGRAM, data, unbroken, *flags)
+    wait_until(lambda: "requeueing" in site.log(job) or "not requeued" in site.log(job))
+    wait_until(lambda: site.job(job)["JobState"] == "PENDING", 30)
+    site.run("scontrol", "update", f"jobid={job}", "numnodes=1", "numtasks=1", "timelimit=5")
+    last = site.ended(job)
+    log = site.log(job)
+    assert last["JobState"] == "COMPLETED", log
+    assert (last["Restarts"], last["NumNodes"]) == ("1", "1")
+    assert "rank 0 of 2 (RANK/WORLD_SIZE), from step 0" in log
+    resumed = re.search(r"rank 0 of 1 \(RANK/WORLD_SIZE\), from step (\d+)", log)
+    assert resumed
+    assert 0 < int(resumed[1]) < num_steps
+    ours, theirs = steps_of(checkpoints), steps_of(unbroken)
+    assert [line["step"] for line in ours] == list(range(1, num_steps + 1)), "no step twice or lost"
+    assert [line["batch"] for line in ours] == [line["batch"] for line in theirs]
+    assert len({line["batch"] for line in theirs}) == num_steps, "the hashes tell batches apart"
+    for line, other in zip(ours, theirs, strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-4)
+
+
+def test_without_a_newer_checkpoint_or_past_the_most_requeues_it_stays_stopped(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two programs that only stop: one saves nothing, one saves but was requeued often enough."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys, time\nfrom pathlib import Path\nprint('it trains', flush=True)\n"
+        "while not Path(os.environ['SHARDPREP_STOP_FILE']).exists(): time.sleep(0.1)\n"
+        "if '--save' in sys.argv: Path(sys.argv[2], 'step-1.pt').touch()\nsys.exit(75)\n"
+    )
+    words = {"--no": "no newer checkpoint", "--save": "(SHARDPREP_MAX_REQUEUES): not again"}
+    monkeypatch.setitem(site.environ, "SHARDPREP_MAX_REQUEUES", "0")
+    jobs = {
+        flag: site.run("sbatch", "--parsable", SCRIPT, program, "DATA", tmp_path / f"checkpoints{flag}", flag)
+        for flag in words
+    }
+    for flag, job in jobs.items():
+        wait_until(
+            lambda job=job: (site.folder / f"train-{job}.log").exists() and "it trains" in site.log(job)
+        )
+        site.run("scancel", "--batch", "--signal=USR1", job)
+        last = site.ended(job)
+        assert (last["JobState"], last["ExitCode"]) == ("FAILED", "75:0"), site.log(job)
+        assert words[flag] in site.log(job)
+        assert not list((tmp_path / f"checkpoints{flag}").glob(".stop*"))
+
+
+def test_torchrun_starts_its_ranks_on_two_nodes(
+    site: Site, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder with a preprocess.py and a loader.py, which torchrun's ``python -m`` looks into first."""
+    for name in ("preprocess", "loader"):
+        (site.folder / f"{name}.py").write_text("raise SystemExit('the old script')")
+    monkeypatch.setitem(site.environ, "SHARDPREP_LAUNCHER", "torchrun")
+    flags = (*FLAGS, "--num_threads", 1, "--num_steps", 2)
+    job = site.run(
+        "sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", SCRIPT, PROGRAM, data,
+        site.folder / "torchrun", *flags,
+    )  # fmt: skip
+    assert site.ended(job)["JobState"] == "COMPLETED", site.log(job)
+    assert "rank 0 of 2 (RANK/WORLD_SIZE), from step 0" in site.log(job)
+
+
+def test_on_a_cluster_without_accounts_the_whole_way_works(
+    prep: Prep, site: Site, sample_dir: Path, tmp_path: Path
+) -> None:
+    """Here, because this cluster has none. The first try finds no input, the retry is told where it is."""
+    raw, data = tmp_path / "raw", tmp_path / "O"
+    shutil.copytree(sample_dir, raw)
+    prep.plan(raw, data, num_shards=3)
+    moved = raw.rename(tmp_path / "moved")
+
+    def slurm(*args: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "slurm", *map(str, args)]
+        return subprocess.run(
+            command, cwd=ROOT, env=site.environ, capture_output=True, text=True, check=False, timeout=100
+        )
+
+    first = slurm("submit", data, "--cpus_per_task", 1, "--wait")
+    assert first.returncode == 74, first.stderr
+    assert f"warning: {raw} cannot be seen from here" in first.stderr
+    assert "failed, no such input or shard (66): 0-2" in first.stdout
+    second = slurm("retry", data, "--worker_args", f"--input_dir {moved}", "--wait")
+    assert second.returncode == 0, second.stdout + second.stderr
+    state = json.loads(slurm("status", data, "--json").stdout)
+    assert (state["done"], state["verified"]) == ("0-2", True)
+    assert state["efficiency"]["max_rss_mb"] > 20, "from the manifests"

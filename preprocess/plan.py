@@ -21,19 +21,10 @@ from preprocess.options import BYTES_OPTIONS, CHOICES, PrepConfig
 from preprocess.shard_cuts import Cut, file_cuts
 from shardprep.atomic_files import PublishedFile, sync_folder
 from shardprep.errors import BrokenShard, NotFound, Refused, UsageError
-from shardprep.format import (
-    FORMAT_VERSION,
-    MAX_SEQ_LEN,
-    MAX_SHARDS,
-    MOST,
-    PLAN_NAME,
-    DatasetSpec,
-    Fields,
-    FileStamp,
-    TokenizerSpec,
-    read_checked,
-    with_content_hash,
-)
+from shardprep.format.checked_json import MOST, Fields, read_checked, with_content_hash
+from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
+from shardprep.format.manifest import FileStamp
+from shardprep.format.names import FORMAT_VERSION, MAX_SEQ_LEN, MAX_SHARDS, PLAN_NAME
 
 MAX_PLAN_BYTES = 256 << 20  # some 10^6 inputs
 _FORMAT = "shardprep-plan"

@@ -20,7 +20,8 @@ from pathlib import Path
 
 from loader.shards.tar_samples import scan_tar
 from shardprep.errors import BrokenShard, CannotWrite, NotFound, ReadWriteError, UnknownMember, UsageError
-from shardprep.format import FileStamp, idx_path, manifest_path, read_manifest, tar_path
+from shardprep.format.manifest import FileStamp, read_manifest
+from shardprep.format.names import idx_path, manifest_path, tar_path
 
 logger = logging.getLogger(__name__)
 

@@ -30,17 +30,8 @@ from shardprep.errors import (
     Refused,
     ShardprepError,
 )
-from shardprep.format import (
-    FileStamp,
-    Manifest,
-    idx_path,
-    manifest_path,
-    read_manifest,
-    remake_command,
-    shard_name,
-    tar_path,
-)
-from shardprep.format.manifest import file_sha256
+from shardprep.format.manifest import FileStamp, Manifest, file_sha256, read_manifest
+from shardprep.format.names import idx_path, manifest_path, remake_command, shard_name, tar_path
 from shardprep.regular_files import close_read, open_regular
 
 READ_BYTES = 4 << 20

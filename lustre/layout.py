@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lustre.lfs import run_lfs
-from shardprep.errors import LustreError, LustreUsageError
+from shardprep import command_line
+from shardprep.errors import LustreError, LustreUsageError, UsageError
 
 _UNITS = (("T", 1 << 40), ("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10))
 
@@ -30,10 +31,10 @@ def parse_size(text: str, name: str) -> int:
     Two habits of lfs are refused rather than shared: there a bare number below 4096 means KiB, and
     ``128b`` means blocks of 512 bytes. Here a bare number is bytes, whatever its size.
     """
-    match = re.fullmatch(r"([0-9]{1,18})(?:([KMGT])(?:i?B)?)?", text, re.IGNORECASE)
-    if not match:
-        raise LustreUsageError(f"{name} is {text!r}, expected a number of bytes such as 4194304, 4M or 2G")
-    return int(match[1]) * dict(_UNITS).get((match[2] or "").upper(), 1)
+    try:
+        return command_line.parse_size(text, name, such_as="4194304, 4M or 2G")
+    except UsageError as error:
+        raise LustreUsageError(str(error)) from None
 
 
 def size_text(num_bytes: int) -> str:

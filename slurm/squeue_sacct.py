@@ -8,8 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shardprep.errors import ShardprepError
+from shardprep.format.names import MAX_SHARDS
+from shardprep.id_ranges import ids_of_ranges
 from slurm.slurm_commands import slurm_answer
-from slurm.submission import JobIdentity, ids_of_ranges
+from slurm.submission import JobIdentity
 
 WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"})
 RUNNING = frozenset({"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "STAGE_OUT", "RESIZING", "SIGNALING"})
@@ -214,7 +216,7 @@ def _indices(text: str) -> list[int]:
     whole = [
         part for part in parts if re.fullmatch(r"[0-9]{1,5}(-[0-9]{1,5})?", part)
     ]  # none of ours is longer
-    return ids_of_ranges(",".join(whole)) if whole else []
+    return ids_of_ranges(",".join(whole), end=MAX_SHARDS + 1) if whole else []
 
 
 def seconds_of(text: str) -> int:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from shardprep.errors import BrokenShard
-from shardprep.format.index import id_ranges
 from shardprep.format.names import manifest_path
+from shardprep.id_ranges import id_ranges
 from slurm.checked_json import Fields, read_json
 from slurm.dataset_state import NODE_FAIL, DatasetState, ShardState, is_live
 

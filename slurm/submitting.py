@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardprep.errors import NotFound, UsageError
-from shardprep.format.index import id_ranges
+from shardprep.id_ranges import id_ranges
 from slurm.cluster_limits import (
     ClusterLimits,
     check_folder,

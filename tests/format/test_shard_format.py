@@ -25,9 +25,10 @@ from preprocess.plan import Plan
 from shardprep.errors import BrokenShard, MissingShard, NotFound, OtherPlan, UnknownVersion
 from shardprep.format.dataset_spec import tokenizer_fingerprint
 from shardprep.format.idx import read_idx
-from shardprep.format.index import id_ranges, read_index
+from shardprep.format.index import read_index
 from shardprep.format.manifest import check_hashes, check_shard, read_manifest
 from shardprep.format.names import idx_path, manifest_path, npy_header, shard_name, tar_path, token_dtype
+from shardprep.id_ranges import id_ranges
 from tests.conftest import seal
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ import pytest
 
 from shardprep.errors import UsageError
 from shardprep.format.names import manifest_path
+from shardprep.id_ranges import ids_of_ranges
 from slurm.cluster_limits import limits_of, minutes_of, partition_limits, tasks_of_shards
 from slurm.dataset_state import (
     BAD_INPUT,
@@ -27,7 +28,7 @@ from slurm.dataset_state import (
 from slurm.job_script import JobRequest, array_script, prep_script, settings_of
 from slurm.slurm_commands import SlurmRefused
 from slurm.squeue_sacct import TaskRun, parse_accounts, parse_queue, runs_by_task
-from slurm.submission import JobArray, JobIdentity, Submission, ids_of_ranges, parse_job, read_submissions
+from slurm.submission import JobArray, JobIdentity, Submission, parse_job, read_submissions
 from slurm.submission import _publish as publish
 from slurm.submitting import reason_to_leave, retry_request
 
@@ -134,8 +135,8 @@ def test_shards_are_shared_evenly_among_as_many_tasks_as_fit() -> None:
     assert tasks_of_shards([3, 5], 100, None) == ["3", "5"]
     forty = tasks_of_shards(range(40), 7, None)
     assert len(forty) == 7
-    assert [shard_id for word in forty for shard_id in ids_of_ranges(word)] == list(range(40))
-    assert {len(ids_of_ranges(word)) for word in forty} == {5, 6}
+    assert [shard_id for word in forty for shard_id in ids_of_ranges(word, end=40)] == list(range(40))
+    assert {len(ids_of_ranges(word, end=40)) for word in forty} == {5, 6}
     assert tasks_of_shards(range(6), 100, 3) == ["0-2", "3-5"]
     assert tasks_of_shards([1, 3, 4], 1, None) == ["1,3-4"]
 

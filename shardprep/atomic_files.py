@@ -3,7 +3,7 @@
 A crash, a signal or a full disk anywhere leaves what stood under the name before, or the new file or folder
 whole. All that a data set consists of is written through these two:
 
-    PublishedFile     bytes -> a file, with its size and sha256 counted on the way; ``publish_bytes`` in one call
+    PublishedFile     bytes -> a file, its size and sha256 counted on the way; ``publish_bytes``: in one call
     PublishedFolder   a folder to be filled, each file in it synced; a tokenizer's, for example
 
 ``publish`` takes the place of what has the name, ``publish_first`` leaves that alone and says so.
@@ -37,8 +37,8 @@ STALE_AFTER_S = 24 * 3600
 class PublishedFile:
     """Collects bytes under a name unique to this attempt; ``publish`` gives them the real one.
 
-    The temporary file has mode ``0666 & ~umask``, so that colleagues can read what comes of it. Errors name the file and
-    its file system's own reason: CannotWrite at creation, ReadWriteError afterwards.
+    The temporary file has mode ``0666 & ~umask``, so that colleagues can read what comes of it. Errors name
+    the file and its file system's own reason: CannotWrite at creation, ReadWriteError afterwards.
 
     Whole pieces bypass the page cache where the file system allows it (O_DIRECT): a shard is read
     by others and later, so its pages would only crowd out the input's, and count against the job's
@@ -233,7 +233,7 @@ def sync_path(path: Path) -> None:
 def remove_temporaries(
     folder: Path, stem: str, *, older_than_s: float, subfolders: Sequence[str] = ()
 ) -> None:
-    """Remove what earlier attempts at files named ``stem`` and an ending left in a folder, and in some of its.
+    """Remove what earlier attempts at files named ``stem`` and an ending left in a folder and subfolders.
 
     Whether one of the attempts still lives cannot be known: losing its temporary file costs it the attempt.
     """

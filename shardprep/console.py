@@ -4,7 +4,8 @@
 
 After ``outlast_readers``, standard output and error outlast their reader: ``| head`` may go away, a log's
 pipe may close. What nobody can read any more is dropped, the work goes on, and the exit code is the work's
-own. Without it a worker would lose its shard to a line of its log, and ``verify | head`` would end in a traceback.
+own. Without it a worker would lose its shard to a line of its log, and ``verify | head`` would end in a
+traceback.
 
 After ``raise_on_stop_signals``, TERM, USR1 and INT are the exception ``Stopped``, so that a stopped task
 cleans up after itself.

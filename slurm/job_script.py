@@ -108,9 +108,6 @@ def _check_value(name: str, value: object, hint: Any) -> None:
         )
 
 
-HELP = {item.name: str(item.metadata["help"]) for item in dataclasses.fields(JobRequest)}
-
-
 JOB_NAME = "shardprep"
 LOG_FOLDER = "logs"  # in O/jobs
 _PASSED_ON = ("SHARDPREP_PYTHON", "SHARDPREP_SRUN_ARGS", "SHARDPREP_EXEC", "SHARDPREP_SETUP")

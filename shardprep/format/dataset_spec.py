@@ -1,6 +1,6 @@
-"""A fingerprint of what decides a tokenizer's ids.
+"""What all shards of a data set have in common: the plan, how samples are stored, and the tokenizer.
 
-What all shards of a data set have in common.
+A tokenizer is known by its fingerprint, a hash of what decides the ids that it gives.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TokenizerSpec:
     """What shards remember of the tokenizer that made them."""
 
     model_id: str
-    fingerprint: str  # see tokenizer_fingerprint.py
+    fingerprint: str  # see tokenizer_fingerprint
     vocab_size: int  # added tokens included
     bos_token_id: int | None
     eos_token_id: int | None
@@ -72,7 +72,7 @@ class DatasetSpec:
     num_shards: int
     record: Record
     token_format: TokenFormat
-    seq_len: int  # tokens a row; 0 unless packed
+    seq_len: int  # tokens per packed row; 0 unless packed
     append_eos: bool
     tokenizer: TokenizerSpec
 

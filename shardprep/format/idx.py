@@ -1,4 +1,4 @@
-"""shard-N.idx: 64 bytes of header, a fixed-size record a sample, and a crc32 for every IDX_CHUNK records."""
+"""shard-N.idx: 64 bytes of header, one fixed-size record per sample, a crc32 for every IDX_CHUNK records."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class DatasetIndex:
         return self.columns[:, COLUMNS.index(name)]
 
     def to_json(self) -> bytes:
-        """The bytes of index.json: about 70 a shard, and no ``run``, so equal data gives equal bytes."""
+        """The bytes of index.json: about 70 per shard, and no ``run``, so equal data gives equal bytes."""
         rows = [[*row, sha] for row, sha in zip(self.columns.tolist(), self.tar_sha256, strict=True)]
         content = {
             "spec": dataclasses.asdict(self.spec),
@@ -152,7 +152,7 @@ def read_index(folder: Path) -> DatasetIndex:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """A list a shard would start several full collections, which look at all that torch imported, too.
+    """One list per shard would start several full collections, which look at all that torch imported, too.
 
     Of 99,999 shards they take longer than all the rest.
     """

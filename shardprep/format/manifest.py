@@ -1,4 +1,4 @@
-"""shard-N.json: what a data set is, what one shard of it holds, and whether it is done."""
+"""shard-N.json: what one shard holds and of which data set it is. A shard with a right one is done."""
 
 from __future__ import annotations
 

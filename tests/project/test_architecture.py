@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,18 @@ def test_the_packages_are_there_and_their_imports_are_seen() -> None:
 def test_shardprep_imports_nothing_of_ours_but_its_own() -> None:
     for path, names in others("shardprep").items():
         assert not names, path
+
+
+def test_of_shardprep_the_format_stands_on_the_rest_and_not_the_other_way() -> None:
+    """Nor do strings that are imported by name: the command's table alone has the packages' names."""
+    for path, names in modules("shardprep").items():
+        assert path.startswith("shardprep/format/") or not any("format" in name for name in names), path
+    named = {
+        path.name
+        for path in (ROOT / "shardprep").rglob("*.py")
+        if re.search(r'"(preprocess|loader|slurm|lustre)[".:]', path.read_text(encoding="utf-8"))
+    }
+    assert named == {"__main__.py"}
 
 
 def test_the_loader_imports_shardprep_alone() -> None:

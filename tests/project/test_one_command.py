@@ -1,0 +1,110 @@
+"""``shardprep`` is every command of every package, under the name by which it was called."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardprep.__main__ import COMMANDS, main
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("numpy", "torch", "tokenizers", "transformers", "orjson", "tqdm", "webdataset")
+
+
+def test_help_has_a_line_for_each_command_and_says_what_the_package_says(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--help"]) == 0
+    lines = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines() if line[:2] == "  ")
+    assert list(lines) == list(COMMANDS)
+    for command, package in COMMANDS.items():
+        commands = importlib.import_module(f"{package}.__main__").PROGRAM.commands
+        assert package == command or lines[command] == commands[command].summary
+
+
+def test_every_command_of_the_packages_is_there_but_the_loaders_own_show() -> None:
+    for package in set(COMMANDS.values()):
+        found = importlib.import_module(f"{package}.__main__").PROGRAM.commands
+        if package not in COMMANDS:
+            assert set(found) - {"show"} == {name for name, of in COMMANDS.items() if of == package}
+
+
+def test_an_unknown_command_is_answered_with_the_nearest_and_all_of_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["veriy", "DATA"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: there is no command 'veriy'; did you mean verify? commands: plan, run, ")
+    assert all(command in said for command in COMMANDS)
+
+
+def test_without_a_command_the_list_is_shown_and_the_code_is_that_of_a_wrong_usage(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([]) == 2
+    assert "train_tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "usage"),
+    [
+        (["plan"], "shardprep plan"),
+        (["shard", "--shard_id", "0"], "shardprep shard"),
+        (["--shard_id", "0"], "shardprep"),
+        (["train-tokenizer", "--input-dir", "x", "--output-dir", "y"], "shardprep train_tokenizer"),
+        (["status", "DATA"], "shardprep status"),
+        (["stage", "DATA", "--to", "x"], "shardprep stage"),
+        (["lustre", "show", "DATA"], "shardprep lustre show"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_usage_shows_the_name_under_which_a_command_was_called(
+    capsys: pytest.CaptureFixture[str], words: list[str], usage: str
+) -> None:
+    with pytest.raises(SystemExit) as ending:
+        main([*words, "--frobnicate"])
+    assert ending.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"usage: {usage} [-h]")
+    assert "unrecognized arguments: --frobnicate" in said
+
+
+def test_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("shardprep 0.")
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["veriy"], ["run", "--help"], ["submit", "--help"]], ids=" ".join
+)
+def test_help_loads_nothing_large(words: list[str]) -> None:
+    program = (
+        "import sys\nfrom shardprep.__main__ import main\ntry:\n    main(sys.argv[1:])\nexcept SystemExit:\n"
+        f"    pass\nfound = [name for name in {HEAVY} if name in sys.modules]\nsys.exit(f'loaded: {{found}}' if found else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_in_a_folder_with_a_preprocess_py_python_m_shardprep_names_it(tmp_path: Path) -> None:
+    (tmp_path / "preprocess.py").write_text("raise SystemExit('the old script was run')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "shardprep", "verify", "DATA"],
+        cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        f"error: {tmp_path / 'preprocess.py'} hides shardprep's package of the same"
+    )
+    assert done.stderr.count("\n") == 1

@@ -60,7 +60,7 @@ def test_without_a_command_the_list_is_shown_and_the_code_is_that_of_a_wrong_usa
         (["stage", "DATA", "--to", "x"], "shardprep stage"),
         (["lustre", "show", "DATA"], "shardprep lustre show"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=lambda value: "" if isinstance(value, str) else " ".join(value),
 )
 def test_usage_shows_the_name_under_which_a_command_was_called(
     capsys: pytest.CaptureFixture[str], words: list[str], usage: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from tests.conftest import Prep
 
 LIMIT_S = 60.0
+OURS = re.compile("/(preprocess|shardprep)/")
 WATCHED = {"__init__", "_open_new", "__enter__", "__exit__", "publish_bytes", "make", "discard"}
 
 
@@ -37,7 +39,7 @@ def stop_at(number: int, call: Any) -> bool:
     left = [number]
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if "preprocess" not in frame.f_code.co_filename and frame.f_code.co_name != "make":
+        if not OURS.search(frame.f_code.co_filename) and frame.f_code.co_name != "make":
             return None
         if frame.f_code.co_name not in WATCHED or (frame.f_back and frame.f_back.f_code.co_name == "__del__"):
             return None

@@ -38,8 +38,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_shard(args: argparse.Namespace) -> int:
     """``--shard_id N``: the command of a job array's task."""
-    from preprocess.options import memory_note
-    from preprocess.resources import bind_to_task_cpus
+    from preprocess.resources import bind_to_task_cpus, memory_note
     from preprocess.task_plan import array_note, check_task_shard, plan_of_task
     from preprocess.worker import done_manifest, load_worker
     from shardprep.format import quarantine_path
@@ -104,9 +103,8 @@ def make_plan(args: argparse.Namespace) -> int:
 def run(args: argparse.Namespace) -> int:
     """``run O``: the missing shards on this machine."""
     from preprocess.local_run import run_shards
-    from preprocess.options import memory_note
     from preprocess.plan import need_plan
-    from preprocess.resources import allowed_cpus
+    from preprocess.resources import allowed_cpus, memory_note
     from preprocess.worker import done_manifest
 
     folder = args.output_dir

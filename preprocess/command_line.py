@@ -11,12 +11,11 @@ from typing import Any, get_type_hints
 
 from preprocess.options import (
     CHOICES,
-    PROCESS_BYTES,
     PrepConfig,
     WorkerSettings,
     environment_number,
-    memory_limit_gb,
 )
+from preprocess.resources import PROCESS_BYTES, memory_limit_gb
 from shardprep.command_line import check_command, parse_command, underscored
 from shardprep.errors import UsageError
 

@@ -1,8 +1,8 @@
-"""Documents too long to be held in memory: read twice, in pieces, never whole.
+"""Documents too long to be held in memory: they are read in pieces, never whole.
 
-A line of 200 MB is as good a document as any other, but its bytes, its text and its ids together
-are some gigabytes. The first pass proves that it can be decoded and finds where it begins and ends
-without white space; the second yields its text in pieces, cut where a tokenizer cuts anyway.
+The bytes, text and ids of a line of 200 MB take some gigabytes together. A first pass proves that it can be
+decoded and encoded in pieces, and counts its text. Later passes yield its text in pieces, which end where a
+tokenizer would split the text anyway. The price is a second read, and a third where the text is kept.
 """
 
 from __future__ import annotations

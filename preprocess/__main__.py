@@ -7,6 +7,8 @@ import dataclasses
 import os
 import sys
 
+from shardprep.id_ranges import id_ranges
+
 from preprocess.command_line import (
     given_options,
     num_processes,
@@ -18,7 +20,6 @@ from preprocess.options import PrepConfig
 from shardprep.command_line import parse_size
 from shardprep.console import Progress, outlast_readers, raise_on_stop_signals, say
 from shardprep.errors import ShardprepError, Stopped
-from shardprep.format import id_ranges
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,7 +42,7 @@ def make_shard(args: argparse.Namespace) -> int:
     from preprocess.resources import bind_to_task_cpus, memory_note
     from preprocess.task_plan import array_note, check_task_shard, plan_of_task
     from preprocess.worker import done_manifest, load_worker
-    from shardprep.format import quarantine_path
+    from shardprep.format.names import quarantine_path
 
     given = given_options(args)
     given.setdefault("output_dir", PrepConfig().output_dir)
@@ -139,7 +140,7 @@ def verify(args: argparse.Namespace) -> int:
     """``verify O``: prove the shards whole and write index.json."""
     from preprocess.plan import need_plan
     from preprocess.verify import publish_osts, verify_dataset
-    from shardprep.format import INDEX_NAME
+    from shardprep.format.names import INDEX_NAME
 
     folder = args.output_dir
     plan = need_plan(folder)

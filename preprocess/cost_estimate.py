@@ -25,7 +25,7 @@ from preprocess.plan import Plan
 from preprocess.resources import BATCH_BYTES
 from preprocess.shard_writer import ShardWriter
 from shardprep.errors import CannotWrite
-from shardprep.format import idx_path, tar_path
+from shardprep.format.names import idx_path, tar_path
 
 _NUM_PLACES = 8  # of the input that are sampled
 _SAMPLE_BYTES = 2 << 20  # in all

@@ -26,15 +26,14 @@ from preprocess.long_documents import LongDocument
 from preprocess.options import BytesOptions
 from preprocess.packing import START, BestFitRows, ConcatRows, Packer, RowGroup
 from shardprep.errors import BadInput, ReadWriteError
-from shardprep.format import (
+from shardprep.format.dataset_spec import DatasetSpec
+from shardprep.format.idx import IDX_DOCUMENT, IDX_ROW
+from shardprep.format.names import (
     BLOCK_BYTES,
     DOC_STARTS_FIELD,
-    IDX_DOCUMENT,
-    IDX_ROW,
     MAX_MEMBER_BYTES,
     ROW_TOKENS_FIELD,
     TEXT_FIELD,
-    DatasetSpec,
     document_key,
     npy_header,
     rows_key,

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 from preprocess.resources import batch_bytes_within
 from shardprep.errors import UsageError
-from shardprep.format import Record, TokenFormat
+from shardprep.format.names import Record, TokenFormat
 
 Doc = Literal["line", "file"]
 Pack = Literal["concat", "best_fit"]

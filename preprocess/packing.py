@@ -15,10 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.engines import TokenBatch
-from shardprep.format import (
-    PACKED_MEMBER_BYTES,
-    DatasetSpec,
-)
+from shardprep.format.dataset_spec import DatasetSpec
+from shardprep.format.names import PACKED_MEMBER_BYTES
 
 # A document: where it begins, in tokens, and the input that it came from.
 START = np.dtype([("position", "<i8"), ("source", "<u4"), ("source_offset", "<u8")])

@@ -41,14 +41,8 @@ from preprocess.plan import (
 from preprocess.tokenizer_files import TOKENIZER_FILE, publish_tokenizer, resolve_tokenizer, stamp_tokenizer
 from shardprep.atomic_files import STALE_AFTER_S, remove_temporaries
 from shardprep.errors import CannotWrite, Refused, UsageError
-from shardprep.format import (
-    INDEX_NAME,
-    MAX_SHARDS,
-    OSTS_NAME,
-    PLAN_NAME,
-    TOKENIZER_DIR,
-    TokenizerSpec,
-)
+from shardprep.format.dataset_spec import TokenizerSpec
+from shardprep.format.names import INDEX_NAME, MAX_SHARDS, OSTS_NAME, PLAN_NAME, TOKENIZER_DIR
 
 _Stretch = tuple[int, int, int]  # (input, first byte, end): where a boundary is looked for
 _NUM_THREADS = 16  # a read is a round trip on a network file system

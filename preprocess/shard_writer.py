@@ -23,20 +23,10 @@ from preprocess.long_documents import LongDocument
 from preprocess.members import Members, Piece
 from shardprep.atomic_files import STALE_AFTER_S, PublishedFile, remove_temporaries, sync_folder
 from shardprep.errors import CannotWrite
-from shardprep.format import (
-    TAR_END,
-    ChunkCrcs,
-    DatasetSpec,
-    Manifest,
-    ShardCounts,
-    idx_dtype,
-    idx_header,
-    idx_path,
-    manifest_path,
-    quarantine_path,
-    shard_name,
-    tar_path,
-)
+from shardprep.format.dataset_spec import DatasetSpec
+from shardprep.format.idx import ChunkCrcs, idx_dtype, idx_header
+from shardprep.format.manifest import Manifest, ShardCounts
+from shardprep.format.names import TAR_END, idx_path, manifest_path, quarantine_path, shard_name, tar_path
 
 
 class ShardWriter:

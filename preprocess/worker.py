@@ -33,7 +33,8 @@ from preprocess.shard_writer import ShardWriter
 from preprocess.tokenizer_files import TOKENIZER_FILE, check_tokenizer_files
 from shardprep.atomic_files import remove_temporaries
 from shardprep.errors import BadInput, BrokenShard, CannotWrite, MissingShard, ReadWriteError
-from shardprep.format import TOKENIZER_DIR, Manifest, check_shard, quarantine_path, shard_name
+from shardprep.format.manifest import Manifest, check_shard
+from shardprep.format.names import TOKENIZER_DIR, quarantine_path, shard_name
 
 Item = TypeVar("Item")
 Arguments = ParamSpec("Arguments")

@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 from shardprep.errors import CannotWrite, ReadWriteError
-from shardprep.format.manifest import FileStamp
 from shardprep.format.names import QUARANTINE_DIR
+from shardprep.regular_files import FileStamp
 
 WRITE_BYTES = 4 << 20  # a Lustre stripe; smaller writes cost a lock each
 STALE_AFTER_S = 24 * 3600

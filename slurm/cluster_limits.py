@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardprep.id_ranges import id_ranges
+
 from preprocess.plan import Plan, need_plan
 from preprocess.tokenizer_files import check_tokenizer_files
 from shardprep.errors import CannotWrite, ShardprepError, UsageError
-from shardprep.format import id_ranges
 from slurm.job_script import JobRequest
 from slurm.slurm_commands import SlurmRefused, slurm_answer, slurm_output
 

@@ -17,7 +17,7 @@ from typing import Literal
 
 from preprocess.plan import Plan
 from shardprep.errors import NotFound, ReadWriteError
-from shardprep.format import shard_name
+from shardprep.format.names import shard_name
 from slurm.job_script import LOG_FOLDER
 from slurm.slurm_commands import SlurmAway
 from slurm.squeue_sacct import RUNNING, WAITING, TaskRun, account_runs, queued_runs, runs_by_task

@@ -21,7 +21,7 @@ import orjson
 from preprocess.plan import Plan
 from shardprep.atomic_files import PublishedFile, sync_folder
 from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, ShardprepError, UsageError
-from shardprep.format import FORMAT_VERSION, MAX_SHARDS
+from shardprep.format.names import FORMAT_VERSION, MAX_SHARDS
 from slurm.checked_json import Fields, read_json
 from slurm.cluster_limits import minutes_of
 from slurm.job_script import LOG_FOLDER, JobRequest

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from shardprep.id_ranges import id_ranges
+
 from preprocess.plan import need_plan
-from shardprep.format import id_ranges
 from slurm.dataset_state import done_shards
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardprep.id_ranges import id_ranges
+
 from shardprep.errors import NotFound, UsageError
-from shardprep.format import id_ranges
 from slurm.cluster_limits import (
     ClusterLimits,
     check_folder,

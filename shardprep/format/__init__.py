@@ -38,14 +38,12 @@ from shardprep.format.idx import (
     open_idx,
     read_idx,
 )
-from shardprep.format.index import DatasetIndex, id_ranges, merge_manifests, read_index
+from shardprep.format.index import DatasetIndex, merge_manifests, read_index
 from shardprep.format.manifest import (
-    FileStamp,
     Manifest,
     ShardCounts,
     check_hashes,
     check_shard,
-    file_sha256,
     manifest_ids,
     read_manifest,
     shard_files,
@@ -83,10 +81,13 @@ from shardprep.format.names import (
     token_field,
 )
 from shardprep.format.osts import osts_json, read_osts
+from shardprep.id_ranges import id_ranges
 from shardprep.regular_files import (
     NOT_THERE,
+    FileStamp,
     close_read,
     errors_named,
+    file_sha256,
     names_in,
     open_regular,
     read_beginning,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from shardprep.errors import UsageError
-from shardprep.format import manifest_path
+from shardprep.format.names import manifest_path
 from slurm.cluster_limits import limits_of, minutes_of, partition_limits, tasks_of_shards
 from slurm.dataset_state import (
     BAD_INPUT,

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from preprocess.options import (
-    PROCESS_BYTES,
     PrepConfig,
     WorkerSettings,
     environment_number,
-    memory_limit_gb,
 )
+from preprocess.resources import PROCESS_BYTES, memory_limit_gb
 from shardprep.command_line import Command, Program, add_flags_of, given_of, parse_size
 from shardprep.console import Progress, say
 from shardprep.errors import UsageError
@@ -39,8 +38,7 @@ def command_words(argv: Sequence[str]) -> list[str]:
 
 def make_shard(args: argparse.Namespace) -> int:
     """``--shard_id N``: the command of a job array's task."""
-    from preprocess.options import memory_note
-    from preprocess.resources import bind_to_task_cpus
+    from preprocess.resources import bind_to_task_cpus, memory_note
     from preprocess.task_plan import array_note, check_task_shard, plan_of_task
     from preprocess.worker import done_manifest, load_worker
     from shardprep.format.names import quarantine_path
@@ -105,9 +103,8 @@ def make_plan(args: argparse.Namespace) -> int:
 def run(args: argparse.Namespace) -> int:
     """``run O``: the missing shards on this machine."""
     from preprocess.local_run import run_shards
-    from preprocess.options import memory_note
     from preprocess.plan import need_plan
-    from preprocess.resources import allowed_cpus
+    from preprocess.resources import allowed_cpus, memory_note
     from preprocess.worker import done_manifest
 
     folder = args.output_dir

@@ -1,35 +1,26 @@
-"""Part of a file -> blocks of whole lines, as bytes, in any encoding whose line ends can be seen.
+"""The byte ranges of a shard -> its documents, in batches, each with the input and byte that it came from.
 
-A shard's byte ranges -> documents, each with the file and byte it came from.
+A range is read in blocks of whole lines, as bytes; a block is decoded whole and split into lines. Only where
+it cannot be decoded are its lines decoded one by one, to find the bad ones. A document of more than 4 MiB is
+not read here: it comes as a LongDocument, which says where it lies.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.inputs import OpenInput
-from preprocess.long_documents import LONG_BYTES, BadDocument, LongDocument
+from preprocess.inputs import BadDocument, ByteRange, OpenInput, Place
+from preprocess.long_documents import LONG_BYTES, LongDocument
 from preprocess.options import Doc
 
 _SCAN_BYTES = 1 << 19
-
-
-@dataclass(frozen=True, kw_only=True)
-class ByteRange:
-    """Part of one input file."""
-
-    source: int  # position of the file in the plan
-    path: Path
-    start: int  # byte
-    end: int  # byte, not included
 
 
 class Digest(Protocol):
@@ -177,26 +168,11 @@ class DocumentBatch:
 
     texts: list[str]  # stripped
     lines: npt.NDArray[np.int64]  # int64[n]: line of each document in the shard, from 0
-    source: int
-    source_offsets: npt.NDArray[np.int64]  # int64[n]: byte of the line's start in the file
+    input_number: int  # position of the file in the plan
+    input_offsets: npt.NDArray[np.int64]  # int64[n]: byte of the line's start in the file
     num_lines: int
     num_bytes: int
     bad: list[BadDocument] = field(default_factory=list)
-
-    def part(self, begin: int, end: int) -> DocumentBatch:
-        """Documents ``begin`` to ``end`` of the batch; lines, bytes and bad documents stay uncounted."""
-        return DocumentBatch(
-            texts=self.texts[begin:end],
-            lines=self.lines[begin:end],
-            source=self.source,
-            source_offsets=self.source_offsets[begin:end],
-            num_lines=0,
-            num_bytes=0,
-        )
-
-    @property
-    def num_empty(self) -> int:
-        return self.num_lines - len(self.texts) - len(self.bad)
 
 
 def read_documents(
@@ -205,7 +181,6 @@ def read_documents(
     doc: Doc,
     encoding: str,
     batch_bytes: int,
-    open_part: Callable[[ByteRange], OpenInput] = lambda part: OpenInput(part.path),
     digest: Digest | None = None,
 ) -> Iterator[DocumentBatch | LongDocument]:
     """Yield the documents of byte ranges in order, in batches of about ``batch_bytes``, and not too many.
@@ -219,7 +194,7 @@ def read_documents(
     """
     line = 0
     for part in ranges:
-        reader = RangeReader(open_part(part), part, digest)
+        reader = RangeReader(part.open(), part, digest)
         for item in _read_range(reader, doc, encoding, line, batch_bytes):
             line += item.num_lines
             yield item
@@ -233,11 +208,11 @@ def _read_range(
     part = reader.part
     codec, start = codec_at(reader, encoding)
 
-    def place(begin: int, end: int) -> LongDocument:
+    def place(begin: int, end: int) -> Place:
         num_mark_bytes = start - part.start if begin == start else 0
-        return LongDocument(
+        return Place(
             file=reader.file,
-            source=part.source,
+            input_number=part.input_number,
             start=begin,
             end=end,
             line=line,
@@ -249,13 +224,13 @@ def _read_range(
         whole = place(start, part.end)
         if part.end - start > LONG_BYTES:
             reader.hash_rest()
-            yield whole
+            yield LongDocument(place=whole)
         else:
             yield _decode(reader.read(start, part.end), np.zeros(1, np.int64), whole, doc)
         return
     for offset, end, block in line_blocks(reader, start, codec, batch_bytes):
         if block is None:
-            yield place(offset, end)
+            yield LongDocument(place=place(offset, end))
             line += 1
             continue
         for begin, starts, lines in _few_lines(block, line_starts(block, codec), batch_bytes):
@@ -272,7 +247,7 @@ def _few_lines(
     """Parts of a block of lines: (byte where it begins, where its lines start in it, its bytes).
 
     Each line may become two headers and two blocks of a tar, 2 KiB however short it is: so there are at
-    most as many in a part as a batch's share of memory allows for (see worker_settings.py).
+    most as many in a part as a batch's share of memory allows for (see resources.py).
     """
     most = max(1, batch_bytes // SHORT_LINE_BYTES)
     if len(starts) <= most:
@@ -283,7 +258,7 @@ def _few_lines(
         yield begin, starts[number * most : (number + 1) * most] - begin, block[begin:end]
 
 
-def _decode(block: bytes, starts: npt.NDArray[np.int64], place: LongDocument, doc: Doc) -> DocumentBatch:
+def _decode(block: bytes, starts: npt.NDArray[np.int64], place: Place, doc: Doc) -> DocumentBatch:
     """Decode a block of documents that lies at ``place``; ``starts`` are their first bytes in it."""
     bad: list[BadDocument] = []
     try:
@@ -299,8 +274,8 @@ def _decode(block: bytes, starts: npt.NDArray[np.int64], place: LongDocument, do
     return DocumentBatch(
         texts=[text for text in texts if text],
         lines=np.flatnonzero(kept) + place.line,
-        source=place.source,
-        source_offsets=starts[kept] + place.start,
+        input_number=place.input_number,
+        input_offsets=starts[kept] + place.start,
         num_lines=len(starts),
         num_bytes=place.num_bytes,
         bad=bad,
@@ -308,7 +283,7 @@ def _decode(block: bytes, starts: npt.NDArray[np.int64], place: LongDocument, do
 
 
 def _decode_each(
-    block: bytes, starts: npt.NDArray[np.int64], place: LongDocument, bad: list[BadDocument]
+    block: bytes, starts: npt.NDArray[np.int64], place: Place, bad: list[BadDocument]
 ) -> Iterator[str]:
     """Decode documents one by one; one that cannot be decoded is empty, and told of in ``bad``."""
     ends = [*starts[1:].tolist(), len(block)]

@@ -1,11 +1,11 @@
-"""Documents -> flat token ids, by the fastest engine that gives the reference's ids.
+"""Documents -> flat token ids, by the fastest engine that gives the ids of the reference.
 
-The reference is ``tokenizers``. ``fastokens`` reads the same tokenizer.json and is about 9
-times faster on Korean and 50 times on English (one core, Llama 3; benchmarks/). It is used
-only where its ids were seen to be equal: by the plan on a probe and a sample of the corpus,
-and by each worker on the probe.
+The reference is ``tokenizers``. ``fastokens`` reads the same tokenizer.json and is about 9 times faster on
+Korean and 50 times on English (one core, Llama 3). It is used only where its ids were seen to be equal: at
+planning on a probe and a sample of the corpus, and by each worker on the probe.
 
-Which tokenizers give the same ids for a text in pieces; decided once, at planning.
+Planning also decides here which tokenizers give the same ids for a long document that is encoded in pieces.
+The EOS token, where one is asked for, is added right after encoding, so nothing behind knows of it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.llama3_pipeline import LLAMA3_REGEX
 from preprocess.long_documents import CUT, encodable_pieces
 from preprocess.options import EngineName
 from shardprep.errors import NotFound, OtherTokenizer, ReadWriteError, UsageError
@@ -34,27 +33,6 @@ class TokenBatch:
 
     ids: npt.NDArray[np.uint32]  # uint32[tokens]
     offsets: npt.NDArray[np.int64]  # int64[documents + 1]
-
-    @property
-    def lengths(self) -> npt.NDArray[np.int64]:
-        """int64[documents]: tokens of each document."""
-        return np.diff(self.offsets)
-
-
-def part_of(batch: TokenBatch, begin: int, end: int) -> TokenBatch:
-    """Documents ``begin`` to ``end`` of a batch."""
-    offsets = batch.offsets[begin : end + 1]
-    return TokenBatch(ids=batch.ids[offsets[0] : offsets[-1]], offsets=offsets - offsets[0])
-
-
-def join_batches(batches: Sequence[TokenBatch]) -> TokenBatch:
-    """The documents of several batches as one."""
-    if len(batches) == 1:
-        return batches[0]
-    offsets = np.zeros(sum(len(batch.lengths) for batch in batches) + 1, np.int64)
-    np.cumsum(np.concatenate([np.empty(0, np.int64), *(batch.lengths for batch in batches)]), out=offsets[1:])
-    ids = np.concatenate([np.empty(0, np.uint32), *(batch.ids for batch in batches)])
-    return TokenBatch(ids=ids, offsets=offsets)
 
 
 Encode = Callable[[Sequence[str]], TokenBatch]
@@ -68,6 +46,27 @@ class Engine:
     version: str
     encode: Encode
     encode_bare: Encode  # the same without BOS and whatever else the tokenizer adds around a text
+
+    def encode_documents(
+        self, texts: Sequence[str], *, batch_size: int | None = None, end_id: int | None = None
+    ) -> TokenBatch:
+        """Encode documents, at most ``batch_size`` of them per call (None: all), each ended by ``end_id``."""
+        size = batch_size or max(1, len(texts))
+        tokens = _joined([self.encode(texts[n : n + size]) for n in range(0, len(texts), size)])
+        if end_id is None:
+            return tokens
+        return TokenBatch(
+            ids=np.insert(tokens.ids, tokens.offsets[1:], end_id),
+            offsets=tokens.offsets + np.arange(len(tokens.offsets)),
+        )
+
+    def encode_long(
+        self, pieces: Iterator[str], *, can_be_cut: bool, end_id: int | None = None
+    ) -> Iterator[npt.NDArray[np.uint32]]:
+        """Encode one document given in pieces, ended by ``end_id``: uint32[tokens] arrays, in order."""
+        yield from self.encode_pieces(pieces, can_be_cut=can_be_cut)
+        if end_id is not None:
+            yield np.array([end_id], np.uint32)
 
     def encode_pieces(self, pieces: Iterator[str], *, can_be_cut: bool) -> Iterator[npt.NDArray[np.uint32]]:
         """Encode one document given in pieces: uint32[tokens] of it, in order.
@@ -88,6 +87,17 @@ class Engine:
             yield self.encode_bare([piece]).ids
         if num_before + len(bare) < len(around):
             yield around[num_before + len(bare) :]
+
+
+def _joined(batches: Sequence[TokenBatch]) -> TokenBatch:
+    """The documents of several batches as one batch."""
+    if len(batches) == 1:
+        return batches[0]
+    lengths = [np.diff(batch.offsets) for batch in batches]
+    return TokenBatch(
+        ids=np.concatenate([np.empty(0, np.uint32), *(batch.ids for batch in batches)]),
+        offsets=np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths])),
+    )
 
 
 def tokenizers_engine(tokenizer_json: Path, *, allow_special_tokens: bool) -> Engine:
@@ -185,7 +195,7 @@ def ids_sha256(batches: Iterable[TokenBatch]) -> str:
     digest = hashlib.sha256()
     for batch in batches:
         digest.update(batch.ids.astype("<u4").tobytes())
-        digest.update(batch.lengths.astype("<i8").tobytes())
+        digest.update(np.diff(batch.offsets).astype("<i8").tobytes())
     return digest.hexdigest()
 
 
@@ -231,6 +241,10 @@ def load_engine(
     return engine
 
 
+LLAMA3_REGEX = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _REGEXES = (
     LLAMA3_REGEX,
     LLAMA3_REGEX.replace(r"\p{N}{1,3}", r"\p{N}"),  # Qwen 2: a digit a token

@@ -1,6 +1,8 @@
-"""An input file, opened once and read by position; whether it was written to meanwhile.
+"""Raw input: which files there are, how one is read, and where in it documents lie.
 
-What raw input there is: sorted files, their sizes and sampled hashes, and line ends to cut at.
+The files are sorted by path and stamped with their size, mtime and a hash of 3 x 64 KiB, which costs one open
+and at most three reads per file. Each file is opened once and read by position, and is looked at again at the
+end: one that was written to meanwhile is refused.
 """
 
 from __future__ import annotations
@@ -27,6 +29,11 @@ _KINDS = (
     (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"),
 )
+
+
+_SAMPLE_BYTES = 64 << 10
+_FIRST_SCAN_BYTES, _MOST_SCAN_BYTES = 4 << 10, 256 << 10
+_NUM_STAT_THREADS = 16  # opening a file is a round trip on a network file system
 
 
 class Stamp(NamedTuple):
@@ -125,9 +132,44 @@ def _close(descriptor: int) -> None:
         os.close(descriptor)
 
 
-_SAMPLE_BYTES = 64 << 10
-_FIRST_SCAN_BYTES, _MOST_SCAN_BYTES = 4 << 10, 256 << 10
-_NUM_STAT_THREADS = 16  # opening a file is a round trip on a network file system
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where one document, or several that follow each other, lie in an input file."""
+
+    file: OpenInput
+    input_number: int  # position of the file in the plan
+    start: int  # byte
+    end: int  # byte, not included
+    line: int  # of the first document, in the shard, from 0
+    codec: str  # without a byte order mark
+    num_bytes: int  # of input that it accounts for, a byte order mark included
+
+    def left_out(self, reason: str, detail: str) -> BadDocument:
+        """What is said of a document here that is left out."""
+        return BadDocument(
+            source=self.input_number,
+            source_offset=self.start,
+            num_bytes=self.end - self.start,
+            line=self.line,
+            reason=reason,
+            detail=detail,
+        )
+
+    def undecodable(self, error: UnicodeDecodeError) -> BadDocument:
+        """The same for one that raised ``error``, whose ``start`` is a byte of the file."""
+        return self.left_out("undecodable", f"byte {error.start} is not {self.codec}: {error.reason}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadDocument:
+    """A document that is left out. The fields are those of a line of the shard's quarantine file."""
+
+    source: int  # position of the input file in the plan; the quarantine file names it
+    source_offset: int
+    num_bytes: int
+    line: int
+    reason: str
+    detail: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +180,21 @@ class InputFile:
     num_bytes: int
     mtime_ns: int
     sha256: str  # of the first, middle and last 64 KiB
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByteRange:
+    """Part of one input file."""
+
+    input_number: int  # position of the file in the plan
+    path: Path
+    start: int  # byte
+    end: int  # byte, not included
+    planned: InputFile | None = None  # what the file was at planning; None: it is taken as it is
+
+    def open(self) -> OpenInput:
+        """Open the file; where it was planned, as ``open_planned`` does."""
+        return OpenInput(self.path) if self.planned is None else open_planned(self.path, self.planned)
 
 
 def list_inputs(input_dir: Path, *, recursive: bool) -> list[Path]:

@@ -1,4 +1,8 @@
-"""The missing shards of a plan on this machine, several processes at once."""
+"""The missing shards of a plan on this machine, several processes at once.
+
+Each process loads the tokenizer once and is given one shard after the other. A failure is told in a line for
+people and, within a job of Slurm's, in a line for ``slurm status``; the other shards go on.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +21,9 @@ from preprocess.resources import bind_to
 from preprocess.worker import Worker, load_worker
 from shardprep.console import Progress, die_with_parent, raise_on_stop_signals, stop_signals_wait
 from shardprep.errors import ReadWriteError, ShardprepError, Stopped
+from shardprep.failure_line import Failure, failure_line
 
 _SPAWN = multiprocessing.get_context("spawn")  # a fork would copy the tokenizer's threads half-alive
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """A shard that could not be made."""
-
-    shard_id: int
-    exit_code: int
-    message: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +66,7 @@ class _Process:
         how = f"killed by signal {-code} (out of memory?)" if code < 0 else f"ended with exit code {code}"
         assert self.shard_id is not None
         message = f"its process was {how}"
-        return Failure(shard_id=self.shard_id, exit_code=ReadWriteError.exit_code, message=message)
+        return Failure(shard_id=self.shard_id, exit_code=ReadWriteError.exit_code, reason=message)
 
     def alive(self, folder: Path, settings: WorkerSettings) -> _Process:
         """This process, or one in its place if it died."""
@@ -108,7 +104,9 @@ def run_shards(
                     continue
                 if isinstance(event, Failure):
                     failures.append(event)
-                    progress.say(f"shard {event.shard_id:05d} failed ({event.exit_code}): {event.message}")
+                    progress.say(f"shard {event.shard_id:05d} failed ({event.exit_code}): {event.reason}")
+                    if "SLURM_JOB_ID" in os.environ:  # its log is read by ``slurm status``
+                        progress.say(failure_line(event.shard_id, event.exit_code, event.reason))
                 processes.remove(process)
                 if todo:
                     processes.append(process.alive(folder, settings))
@@ -141,7 +139,7 @@ def _serve(folder: Path, settings: WorkerSettings, cpus: list[int], pipe: Connec
             worker = load_worker(plan, folder, settings, num_cpus=len(cpus), warn=lambda _: None)
         except ShardprepError as error:
             while True:
-                pipe.send(Failure(shard_id=pipe.recv(), exit_code=error.exit_code, message=str(error)))
+                pipe.send(Failure(shard_id=pipe.recv(), exit_code=error.exit_code, reason=str(error)))
         while True:
             pipe.send(_outcome(worker, pipe.recv(), pipe))
     except (EOFError, BrokenPipeError):
@@ -154,5 +152,5 @@ def _outcome(worker: Worker, shard_id: int, pipe: Connection) -> Failure | Done:
     try:
         worker.run_shard(shard_id, pipe.send)
     except ShardprepError as error:
-        return Failure(shard_id=shard_id, exit_code=error.exit_code, message=str(error))
+        return Failure(shard_id=shard_id, exit_code=error.exit_code, reason=str(error))
     return Done(shard_id=shard_id)

@@ -1,8 +1,8 @@
-"""Documents too long to be held in memory: read twice, in pieces, never whole.
+"""Documents too long to be held in memory: they are read in pieces, never whole.
 
-A line of 200 MB is as good a document as any other, but its bytes, its text and its ids together
-are some gigabytes. The first pass proves that it can be decoded and finds where it begins and ends
-without white space; the second yields its text in pieces, cut where a tokenizer cuts anyway.
+The bytes, text and ids of a line of 200 MB take some gigabytes together. A first pass proves that it can be
+decoded and encoded in pieces, and counts its text. Later passes yield its text in pieces, which end where a
+tokenizer would split the text anyway. The price is a second read, and a third where the text is kept.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from preprocess.inputs import OpenInput
+from preprocess.inputs import BadDocument, Place
 from shardprep.errors import Refused
 
 LONG_BYTES = 4 << 20  # a document of more is never held whole
@@ -25,7 +25,7 @@ _READ_BYTES = 1 << 18
 # machines, so that all leave out the same documents.
 MOST_UNCUT_CHARS = 32 << 20
 
-# Between a letter or digit and white space or punctuation the patterns of cuttable_tokenizers.py end a match,
+# Between a letter or digit and white space or punctuation the patterns of engines.py end a match,
 # whatever stands around, and what follows is matched as if it stood alone: a run of letters or of digits
 # takes in nothing behind it. Only characters that no Unicode version disputes, and no punctuation that
 # stands in the names of control tokens.
@@ -37,52 +37,30 @@ CUT = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True)
-class BadDocument:
-    """A document left out, as a line of the shard's quarantine file says it."""
-
-    source: int
-    source_offset: int
-    num_bytes: int
-    line: int
-    reason: str
-    detail: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class LongDocument:
-    """A document of more than LONG_BYTES, as it lies in its file."""
+    """A document of more than LONG_BYTES: where it lies, not what it says."""
 
-    file: OpenInput
-    source: int  # position of the file in the plan
-    start: int  # byte
-    end: int
-    line: int  # in the shard, from 0
-    codec: str
-    num_bytes: int  # of input that it accounts for, a byte order mark included
+    place: Place
     num_lines: int = 1
     _checksums: dict[str, int] = field(default_factory=dict)  # of the first pass over its bytes
 
-    def undecodable(self, error: UnicodeDecodeError) -> BadDocument:
-        """What the quarantine file says of a document for which ``text`` raised ``error``."""
-        return BadDocument(
-            source=self.source,
-            source_offset=self.start,
-            num_bytes=self.end - self.start,
-            line=self.line,
-            reason="undecodable",
-            detail=f"byte {error.start} is not {self.codec}: {error.reason}",
-        )
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of input that it accounts for."""
+        return self.place.num_bytes
 
-    def uncuttable(self) -> BadDocument:
-        """What the quarantine file says of a document that is too long to be encoded whole."""
-        return BadDocument(
-            source=self.source,
-            source_offset=self.start,
-            num_bytes=self.end - self.start,
-            line=self.line,
-            reason="uncuttable",
-            detail=f"more than {MOST_UNCUT_CHARS} characters without a place where the tokenizer may be cut",
-        )
+    def text_bytes(self, *, can_be_cut: bool) -> int | BadDocument:
+        """The first pass: bytes of its text as UTF-8, or why it is left out. Raises as ``text`` does."""
+        try:
+            pieces = encodable_pieces(self.text(), can_be_cut=can_be_cut)
+            return sum(len(piece.encode()) for piece in pieces)
+        except UnicodeDecodeError as error:
+            return self.place.undecodable(error)
+        except UncuttableText:
+            return self.place.left_out(
+                "uncuttable",
+                f"more than {MOST_UNCUT_CHARS} characters without a place where the tokenizer may be cut",
+            )
 
     def text(self) -> Iterator[str]:
         """The text in pieces of about 256 KiB, stripped as a whole, line ends as in text mode.
@@ -104,28 +82,29 @@ class LongDocument:
                 held += piece
 
     def _decoded(self) -> Iterator[str]:
-        decoder = codecs.getincrementaldecoder(self.codec)()
+        decoder = codecs.getincrementaldecoder(self.place.codec)()
         lines = io.IncrementalNewlineDecoder(None, translate=True)
-        position, checksum = self.start, 0
-        while position < self.end:
-            block = self.file.read_all(position, min(position + _READ_BYTES, self.end))
+        position, end, checksum = self.place.start, self.place.end, 0
+        while position < end:
+            block = self.place.file.read_all(position, min(position + _READ_BYTES, end))
             checksum = zlib.crc32(block, checksum)
             pending = len(decoder.getstate()[0])
             try:
-                text = decoder.decode(block, final=position + len(block) == self.end)
+                text = decoder.decode(block, final=position + len(block) == end)
             except UnicodeDecodeError as error:
                 error.start += position - pending
                 raise
             position += len(block)
-            yield lines.decode(text, final=position == self.end)
+            yield lines.decode(text, final=position == end)
         self._check_same(checksum)
 
     def _check_same(self, checksum: int) -> None:
         """That this pass read what the first one did: sizes are declared before the bytes are written."""
-        self.file.check_unchanged()
+        self.place.file.check_unchanged()
         if self._checksums.setdefault("first", checksum) != checksum:
+            place = self.place
             raise Refused(
-                f"input {self.file.path} changed while it was read: bytes {self.start} to {self.end} were "
+                f"input {place.file.path} changed while it was read: bytes {place.start} to {place.end} were "
                 "others the second time; nothing is published: once nobody writes to it, run this again"
             )
 

@@ -1,8 +1,10 @@
-"""Tar members as bytes: ustar headers, alone or many at once, equal to Python's ``tarfile``'s.
+"""Documents and their ids -> bytes of tar members and idx records, a batch at a time.
 
-Flat token ids -> the text of one JSON list a document, without an object a token.
+The two forms of a data set are two implementations of Members: a sample per document, or packed rows. What
+is behind them knows neither. The tar equals the one of webdataset's TarWriter, to the byte.
 
-Documents and their ids -> the bytes of their tar members, a batch at a time.
+Nothing here loops over tokens, and over documents only to copy slices. Headers are made for a whole batch at
+once. Ids as JSON cost about 11 ns per token (one core), where orjson on short arrays takes 16.
 """
 
 from __future__ import annotations
@@ -12,24 +14,30 @@ import itertools
 import tarfile
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from typing import IO
+from pathlib import Path
+from typing import IO, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from preprocess.documents import DocumentBatch
-from preprocess.engines import TokenBatch, part_of
+from preprocess.engines import TokenBatch
 from preprocess.long_documents import LongDocument
-from shardprep.atomic_files import PublishedFile
+from preprocess.options import BytesOptions
+from preprocess.packing import START, BestFitRows, ConcatRows, Packer, RowGroup
 from shardprep.errors import BadInput, ReadWriteError
 from shardprep.format.dataset_spec import DatasetSpec
-from shardprep.format.idx import IDX_DOCUMENT
+from shardprep.format.idx import IDX_DOCUMENT, IDX_ROW
 from shardprep.format.names import (
     BLOCK_BYTES,
+    DOC_STARTS_FIELD,
     MAX_MEMBER_BYTES,
+    ROW_TOKENS_FIELD,
     TEXT_FIELD,
     document_key,
     npy_header,
+    rows_key,
+    tar_path,
     token_field,
 )
 
@@ -37,6 +45,317 @@ _SIZE = slice(124, 135)  # eleven octal digits
 _CHECKSUM = slice(148, 154)  # six octal digits
 _OCTAL_SIZE = 8 ** np.arange(10, -1, -1, dtype=np.int64)
 _OCTAL_CHECKSUM = 8 ** np.arange(5, -1, -1, dtype=np.int64)
+
+Piece = tuple[bytes | memoryview, npt.NDArray[np.void]]
+
+
+class Members(Protocol):
+    """Lays out the samples of one shard as the members of its tar, from the first byte of the tar on.
+
+    Its methods are called in the order of the input. They yield pieces of the tar, each with the idx records
+    of the samples that it completes: IDX_DOCUMENT[samples] or IDX_ROW[samples], often none.
+    """
+
+    @property
+    def num_padding(self) -> int:
+        """Tokens of padding so far, in rows that are not full."""
+
+    @property
+    def num_split(self) -> int:
+        """Documents so far that do not lie whole in one row."""
+
+    def batch(self, documents: DocumentBatch, tokens: TokenBatch) -> Iterator[Piece]:
+        """Take documents and their ids. Raises BadInput for a member larger than the idx can say."""
+
+    def long_document(
+        self, document: LongDocument, num_text_bytes: int, ids: Iterable[npt.NDArray[np.uint32]]
+    ) -> Iterator[Piece]:
+        """Take a document whose ids come in pieces and whose text has so many bytes; errors as above."""
+
+    def rest(self) -> Iterator[Piece]:
+        """Yield what is held, at the end of the shard."""
+
+
+def members_of(
+    folder: Path, spec: DatasetSpec, shard_id: int, options: BytesOptions, *, batch_size: int | None = None
+) -> Members:
+    """The layout that the options ask for: a sample per document, or packed rows.
+
+    ``batch_size``: most documents laid out at once, None for all of a batch.
+    """
+    if spec.record == "packed":
+        packer = BestFitRows(spec) if options.pack == "best_fit" else ConcatRows(spec)
+        return RowMembers(spec, shard_id, packer)
+    return DocumentMembers(folder, spec, shard_id, keep_text=options.keep_text, batch_size=batch_size)
+
+
+class RowMembers:
+    """Packed rows: many rows per member, with the places where documents begin in a member beside it."""
+
+    def __init__(self, spec: DatasetSpec, shard_id: int, packer: Packer) -> None:
+        self._spec = spec
+        self._shard_id = shard_id
+        self._packer = packer
+        self._num_rows = 0
+        self._tar_bytes = 0
+        self.num_padding = 0
+
+    @property
+    def num_split(self) -> int:
+        """Documents so far that do not lie whole in one row."""
+        return self._packer.num_split
+
+    def batch(self, documents: DocumentBatch, tokens: TokenBatch) -> Iterator[Piece]:
+        """See Members."""
+        starts = np.zeros(len(documents.texts), START)
+        starts["source"] = documents.input_number
+        starts["source_offset"] = documents.input_offsets
+        return map(self._member, self._packer.append(tokens, starts))
+
+    def long_document(
+        self,
+        document: LongDocument,
+        num_text_bytes: int,  # noqa: ARG002 - rows hold no text
+        ids: Iterable[npt.NDArray[np.uint32]],
+    ) -> Iterator[Piece]:
+        """See Members."""
+        place = document.place
+        start: npt.NDArray[np.void] | None = np.array([(0, place.input_number, place.start)], START)
+        for piece in ids:
+            yield from map(self._member, self._packer.append_piece(piece, start))
+            start = None
+        yield from map(self._member, self._packer.end_document())
+
+    def rest(self) -> Iterator[Piece]:
+        """See Members."""
+        return map(self._member, self._packer.finish())
+
+    def _member(self, group: RowGroup) -> Piece:
+        """One member: its bytes, and IDX_ROW[num_rows]."""
+        fields: dict[str, npt.NDArray[Any]] = {
+            DOC_STARTS_FIELD: group.starts["position"].astype(np.uint32),
+            token_field("packed", "npy"): group.rows,
+        }
+        num_padding = group.rows.size - int(group.row_tokens.sum(dtype=np.int64))
+        if num_padding:
+            fields[ROW_TOKENS_FIELD] = group.row_tokens
+        pieces: list[bytes] = []
+        payloads = {}  # byte in the tar where each field's numbers begin
+        key = rows_key(self._shard_id, self._num_rows)
+        for name, array in sorted(fields.items()):
+            header = npy_header(array.dtype, array.shape)
+            num_bytes = len(header) + array.nbytes
+            payloads[name] = self._tar_bytes + sum(map(len, pieces)) + BLOCK_BYTES + len(header)
+            pieces += [ustar_header(f"{key}.{name}", num_bytes), header, array.tobytes()]
+            pieces.append(bytes(-num_bytes % BLOCK_BYTES))
+        data = b"".join(pieces)
+        self._num_rows += len(group.rows)
+        self._tar_bytes += len(data)
+        self.num_padding += num_padding
+        return data, self._records(group, payloads)
+
+    def _records(self, group: RowGroup, payloads: dict[str, int]) -> npt.NDArray[np.void]:
+        row_bytes = self._spec.seq_len * self._spec.dtype.itemsize
+        numbers = np.arange(len(group.rows))
+        begins = np.searchsorted(group.starts["position"], numbers * self._spec.seq_len)
+        records = np.empty(len(group.rows), IDX_ROW)
+        records["offset"] = payloads[token_field("packed", "npy")] + numbers * row_bytes
+        records["num_bytes"] = row_bytes
+        records["num_tokens"] = group.row_tokens
+        records["source"] = group.firsts["source"]
+        records["source_offset"] = group.firsts["source_offset"]
+        records["starts_offset"] = payloads[DOC_STARTS_FIELD] + 4 * begins
+        records["num_starts"] = np.diff(begins, append=len(group.starts))
+        return records
+
+
+class DocumentMembers:
+    """A sample per document: its ``text.txt``, if that is kept, and its ``token_ids``."""
+
+    num_padding = num_split = 0
+
+    def __init__(
+        self, folder: Path, spec: DatasetSpec, shard_id: int, *, keep_text: bool, batch_size: int | None
+    ) -> None:
+        self._folder = folder
+        self._spec = spec
+        self._shard_id = shard_id
+        self._keep_text = keep_text
+        self._batch_size = batch_size
+        self._tar_bytes = 0
+        self._field = token_field("documents", spec.token_format)
+        self._json = json_ids(spec.tokenizer.vocab_size) if spec.token_format == "json" else None
+        self._npy_header_bytes = 0 if self._json else len(npy_header(spec.dtype, (1,)))
+
+    def batch(self, documents: DocumentBatch, tokens: TokenBatch) -> Iterator[Piece]:
+        """See Members; ``batch_size`` documents at a time."""
+        num_documents = len(documents.texts)
+        size = self._batch_size or max(1, num_documents)
+        for begin in range(0, num_documents, size):
+            yield self._lay_out(documents, tokens, slice(begin, min(begin + size, num_documents)))
+
+    def rest(self) -> Iterator[Piece]:
+        """See Members; nothing is held."""
+        return iter(())
+
+    def _lay_out(self, documents: DocumentBatch, tokens: TokenBatch, part: slice) -> Piece:
+        """The members of part of a batch: their bytes, and IDX_DOCUMENT[documents]."""
+        offsets = tokens.offsets[part.start : part.stop + 1]
+        tokens = TokenBatch(ids=tokens.ids[offsets[0] : offsets[-1]], offsets=offsets - offsets[0])
+        num_tokens, lines = np.diff(offsets), documents.lines[part]
+        if self._json:
+            id_bytes = self._json.lengths(tokens)
+        else:
+            id_bytes = num_tokens * self._spec.dtype.itemsize + self._npy_header_bytes
+        texts = [text.encode() for text in documents.texts[part]] if self._keep_text else []
+        text_bytes = np.fromiter(map(len, texts), np.int64, len(texts))
+        largest = max(id_bytes.max(initial=0), text_bytes.max(initial=0))
+        if largest > MAX_MEMBER_BYTES:
+            raise _too_large(int(largest), documents.input_number)
+        sample_bytes = padded(id_bytes) + BLOCK_BYTES
+        if self._keep_text:
+            sample_bytes += padded(text_bytes) + BLOCK_BYTES
+        ends = np.cumsum(sample_bytes)
+        buffer = np.zeros(int(ends[-1]) if len(ends) else 0, np.uint8)
+        id_starts = ends - padded(id_bytes) - BLOCK_BYTES
+        if self._keep_text:
+            text_starts = self._place_headers(buffer, ends - sample_bytes, lines, TEXT_FIELD, text_bytes)
+            _place(buffer, text_starts, texts)
+        id_starts = self._place_headers(buffer, id_starts, lines, self._field, id_bytes)
+        self._place_ids(buffer, id_starts, id_bytes, tokens)
+        records = np.empty(len(num_tokens), IDX_DOCUMENT)
+        records["offset"] = self._tar_bytes + id_starts + self._npy_header_bytes
+        records["num_bytes"] = id_bytes - self._npy_header_bytes
+        records["num_tokens"] = num_tokens
+        records["source"] = documents.input_number
+        records["source_offset"] = documents.input_offsets[part]
+        self._tar_bytes += len(buffer)
+        return buffer.data, records
+
+    def long_document(
+        self, document: LongDocument, num_text_bytes: int, ids: Iterable[npt.NDArray[np.uint32]]
+    ) -> Iterator[Piece]:
+        """See Members. The ids wait in a nameless file, for a header needs their size."""
+        try:
+            for data, records in self._long_pieces(document, num_text_bytes, ids):
+                self._tar_bytes += len(data)
+                yield data, records
+        except OSError as error:
+            raise ReadWriteError(
+                f"{tar_path(self._folder, self._shard_id)} could not be written: the ids of a document of "
+                f"{document.num_bytes} bytes wait in a file beside it ({error.strerror}); nothing is lost: "
+                "mend the cause (df, quota) and run this again"
+            ) from error
+
+    def _long_pieces(
+        self, document: LongDocument, num_text_bytes: int, pieces: Iterable[npt.NDArray[np.uint32]]
+    ) -> Iterator[Piece]:
+        place, none = document.place, np.empty(0, IDX_DOCUMENT)
+        if self._keep_text:
+            yield self._header(place.line, TEXT_FIELD, num_text_bytes), none
+            for text in document.text():
+                yield text.encode(), none
+            yield bytes(-num_text_bytes % BLOCK_BYTES), none
+        with tempfile.TemporaryFile(dir=self._folder) as waiting:
+            num_tokens = id_bytes = 0
+            for ids in pieces:
+                waiting.write(ids.astype("<u4").data)
+                num_tokens += len(ids)
+                id_bytes += self._num_id_bytes(ids)
+            num_bytes = id_bytes + self._npy_header_bytes
+            if max(num_bytes, num_text_bytes) > MAX_MEMBER_BYTES:
+                raise _too_large(max(num_bytes, num_text_bytes), place.input_number)
+            yield self._header(place.line, self._field, num_bytes), none
+            offset = self._tar_bytes + self._npy_header_bytes
+            record = (offset, id_bytes, num_tokens, place.input_number, place.start)
+            waiting.seek(0)
+            for data in self._waiting_ids(waiting, num_tokens):
+                yield data, none
+            yield bytes(-num_bytes % BLOCK_BYTES), np.array([record], IDX_DOCUMENT)
+
+    def _header(self, line: int, field: str, num_bytes: int) -> bytes:
+        return document_headers(self._shard_id, np.array([line]), field, np.array([num_bytes])).tobytes()
+
+    def _num_id_bytes(self, ids: npt.NDArray[np.uint32]) -> int:
+        if self._json:
+            return int(self._json.lengths(_one_document(ids))[0]) if len(ids) else 0
+        return len(ids) * self._spec.dtype.itemsize
+
+    def _waiting_ids(self, waiting: IO[bytes], num_tokens: int) -> Iterator[bytes]:
+        """Ids that wait in a file, as their member has them."""
+        if not self._json:
+            yield npy_header(self._spec.dtype, (num_tokens,))
+        opening = b"["
+        while block := waiting.read(1 << 18):
+            ids = np.frombuffer(block, "<u4")
+            if self._json:
+                yield opening + self._json.separated(_one_document(ids))[2 * len(opening) :]
+                opening = b""
+            else:
+                yield ids.astype(self._spec.dtype).tobytes()
+        if self._json:
+            yield b"]"
+
+    def _place_headers(
+        self,
+        buffer: npt.NDArray[np.uint8],
+        starts: npt.NDArray[np.int64],
+        lines: npt.NDArray[np.int64],
+        field: str,
+        num_bytes: npt.NDArray[np.int64],
+    ) -> npt.NDArray[np.int64]:
+        """Write one header per document at ``starts``; returns where the payloads begin."""
+        headers = document_headers(self._shard_id, lines, field, num_bytes)
+        buffer.reshape(-1, BLOCK_BYTES)[starts // BLOCK_BYTES] = headers
+        return starts + BLOCK_BYTES
+
+    def _place_ids(
+        self,
+        buffer: npt.NDArray[np.uint8],
+        starts: npt.NDArray[np.int64],
+        num_bytes: npt.NDArray[np.int64],
+        tokens: TokenBatch,
+    ) -> None:
+        lengths = np.diff(tokens.offsets)
+        if self._json:
+            written = memoryview(self._json.separated(tokens))
+            ends = np.cumsum(np.where(lengths > 0, num_bytes, 0))
+            begins = ends - np.where(lengths > 0, num_bytes, 0)
+            pieces = [
+                written[begin + 1 : end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)
+            ]
+            _place(buffer, starts, pieces)
+            buffer[starts] = ord("[")
+            buffer[starts + num_bytes - 1] = ord("]")
+            return
+        dtype = self._spec.dtype
+        ids = tokens.ids.astype(dtype).view(np.uint8).data
+        size = dtype.itemsize
+        bounds = (tokens.offsets * size).tolist()
+        pieces = [ids[begin:end] for begin, end in itertools.pairwise(bounds)]
+        headers = [npy_header(dtype, (length,)) for length in lengths.tolist()]
+        _place(buffer, starts, headers)
+        _place(buffer, starts + self._npy_header_bytes, pieces)
+
+
+def _place(
+    buffer: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], pieces: Sequence[bytes | memoryview]
+) -> None:
+    """Copy each piece to its place: a loop of slices, 0.15 us each, beats a scatter at 4 ns a byte."""
+    view = buffer.data
+    for start, piece in zip(starts.tolist(), pieces, strict=True):
+        view[start : start + len(piece)] = piece
+
+
+def _one_document(ids: npt.NDArray[np.uint32]) -> TokenBatch:
+    return TokenBatch(ids=ids, offsets=np.array([0, len(ids)]))
+
+
+def _too_large(num_bytes: int, input_number: int) -> BadInput:
+    return BadInput(
+        f"a document of input {input_number} makes a member of {num_bytes} bytes, at most {MAX_MEMBER_BYTES} "
+        "are possible; use --record packed, or split the document"
+    )
 
 
 def ustar_header(name: str, num_bytes: int) -> bytes:
@@ -121,200 +440,3 @@ class JsonIds:
         wide = bytearray(len(batch.ids) * self._table.itemsize)
         np.take(self._table, batch.ids, out=np.frombuffer(wide, self._table.dtype))
         return wide.translate(None, b"\0")
-
-
-class DocumentMembers:
-    """Lays out ``text.txt`` and ``token_ids`` members: a sample a document."""
-
-    def __init__(self, spec: DatasetSpec, shard_id: int, *, keep_text: bool, batch_size: int | None) -> None:
-        self._spec = spec
-        self._shard_id = shard_id
-        self._keep_text = keep_text
-        self._batch_size = batch_size
-        self._json = json_ids(spec.tokenizer.vocab_size) if spec.token_format == "json" else None
-        self._npy_header_bytes = 0 if self._json else len(npy_header(spec.dtype, (1,)))
-
-    def members(
-        self, documents: DocumentBatch, tokens: TokenBatch, tar_bytes: int
-    ) -> Iterator[tuple[memoryview, npt.NDArray[np.void]]]:
-        """The members of a batch, ``batch_size`` documents at a time; see _lay_out."""
-        num_documents = len(documents.texts)
-        size = self._batch_size or max(1, num_documents)
-        for begin in range(0, num_documents, size):
-            end = min(begin + size, num_documents)
-            data, entries = self._lay_out(documents.part(begin, end), part_of(tokens, begin, end), tar_bytes)
-            tar_bytes += len(data)
-            yield data, entries
-
-    def _lay_out(
-        self, documents: DocumentBatch, tokens: TokenBatch, tar_bytes: int
-    ) -> tuple[memoryview, npt.NDArray[np.void]]:
-        """Members of a batch that begins at byte ``tar_bytes`` of the tar, and their idx records.
-
-        Returns the tar's bytes and IDX_DOCUMENT[documents]. Raises BadInput for a document whose
-        member would be larger than the idx can say.
-        """
-        num_tokens = tokens.lengths
-        if self._json:
-            id_bytes = self._json.lengths(tokens)
-        else:
-            id_bytes = num_tokens * self._spec.dtype.itemsize + self._npy_header_bytes
-        texts = [text.encode() for text in documents.texts] if self._keep_text else []
-        text_bytes = np.fromiter(map(len, texts), np.int64, len(texts))
-        largest = max(id_bytes.max(initial=0), text_bytes.max(initial=0))
-        if largest > MAX_MEMBER_BYTES:
-            raise _too_large(int(largest), documents.source)
-        sample_bytes = padded(id_bytes) + BLOCK_BYTES
-        if self._keep_text:
-            sample_bytes += padded(text_bytes) + BLOCK_BYTES
-        ends = np.cumsum(sample_bytes)
-        buffer = np.zeros(int(ends[-1]) if len(ends) else 0, np.uint8)
-        id_starts = ends - padded(id_bytes) - BLOCK_BYTES
-        if self._keep_text:
-            text_starts = self._place_headers(buffer, ends - sample_bytes, documents, TEXT_FIELD, text_bytes)
-            _place(buffer, text_starts, texts)
-        field = token_field("documents", self._spec.token_format)
-        id_starts = self._place_headers(buffer, id_starts, documents, field, id_bytes)
-        self._place_ids(buffer, id_starts, id_bytes, tokens)
-        entries = np.empty(len(num_tokens), IDX_DOCUMENT)
-        entries["offset"] = tar_bytes + id_starts + self._npy_header_bytes
-        entries["num_bytes"] = id_bytes - self._npy_header_bytes
-        entries["num_tokens"] = num_tokens
-        entries["source"] = documents.source
-        entries["source_offset"] = documents.source_offsets
-        return buffer.data, entries
-
-    def write_long(
-        self,
-        document: LongDocument,
-        num_text_bytes: int,
-        pieces: Iterable[npt.NDArray[np.uint32]],
-        tar: PublishedFile,
-    ) -> npt.NDArray[np.void]:
-        """Write the members of a document in pieces straight to the tar; returns IDX_DOCUMENT[1].
-
-        A header needs the size of what follows, so the ids wait in a nameless file on the tar's disk.
-        """
-        line = np.array([document.line])
-        if self._keep_text:
-            tar.write(_header(self._shard_id, line, TEXT_FIELD, num_text_bytes))
-            for text in document.text():
-                tar.write(text.encode())
-            tar.write(bytes(-num_text_bytes % BLOCK_BYTES))
-        try:
-            return self._write_ids(document, num_text_bytes, pieces, tar)
-        except OSError as error:
-            raise ReadWriteError(
-                f"{tar.path} could not be written: the ids of a document of {document.num_bytes} bytes wait "
-                f"in a file beside it ({error.strerror}); nothing is lost: mend the cause (df, quota) "
-                "and run this again"
-            ) from None
-
-    def _write_ids(
-        self,
-        document: LongDocument,
-        num_text_bytes: int,
-        pieces: Iterable[npt.NDArray[np.uint32]],
-        tar: PublishedFile,
-    ) -> npt.NDArray[np.void]:
-        with tempfile.TemporaryFile(dir=tar.path.parent) as waiting:
-            num_tokens = num_bytes = 0
-            for ids in pieces:
-                waiting.write(ids.astype("<u4").data)
-                num_tokens += len(ids)
-                num_bytes += self._num_id_bytes(ids)
-            num_bytes += self._npy_header_bytes
-            if num_bytes > MAX_MEMBER_BYTES or num_text_bytes > MAX_MEMBER_BYTES:
-                raise _too_large(max(num_bytes, num_text_bytes), document.source)
-            field = token_field("documents", self._spec.token_format)
-            line = np.array([document.line])
-            tar.write(_header(self._shard_id, line, field, num_bytes))
-            entry = (tar.num_bytes + self._npy_header_bytes, num_bytes - self._npy_header_bytes, num_tokens)
-            waiting.seek(0)
-            self._write_waiting(waiting, num_tokens, tar)
-            tar.write(bytes(-num_bytes % BLOCK_BYTES))
-        return np.array([(*entry, document.source, document.start)], IDX_DOCUMENT)
-
-    def _num_id_bytes(self, ids: npt.NDArray[np.uint32]) -> int:
-        if self._json:
-            return int(self._json.lengths(_one_document(ids))[0]) if len(ids) else 0
-        return len(ids) * self._spec.dtype.itemsize
-
-    def _write_waiting(self, waiting: IO[bytes], num_tokens: int, tar: PublishedFile) -> None:
-        """Copy ids that wait in a file to the tar, as their member has them."""
-        if not self._json:
-            tar.write(npy_header(self._spec.dtype, (num_tokens,)))
-        opening = b"["
-        while block := waiting.read(1 << 18):
-            ids = np.frombuffer(block, "<u4")
-            if not self._json:
-                tar.write(ids.astype(self._spec.dtype).tobytes())
-                continue
-            tar.write(opening + self._json.separated(_one_document(ids))[2 * len(opening) :])
-            opening = b""
-        if self._json:
-            tar.write(b"]")
-
-    def _place_headers(
-        self,
-        buffer: npt.NDArray[np.uint8],
-        starts: npt.NDArray[np.int64],
-        documents: DocumentBatch,
-        field: str,
-        num_bytes: npt.NDArray[np.int64],
-    ) -> npt.NDArray[np.int64]:
-        """Write one header a document at ``starts``; returns where the payloads begin."""
-        headers = document_headers(self._shard_id, documents.lines, field, num_bytes)
-        buffer.reshape(-1, BLOCK_BYTES)[starts // BLOCK_BYTES] = headers
-        return starts + BLOCK_BYTES
-
-    def _place_ids(
-        self,
-        buffer: npt.NDArray[np.uint8],
-        starts: npt.NDArray[np.int64],
-        num_bytes: npt.NDArray[np.int64],
-        tokens: TokenBatch,
-    ) -> None:
-        if self._json:
-            written = memoryview(self._json.separated(tokens))
-            ends = np.cumsum(np.where(tokens.lengths > 0, num_bytes, 0))
-            begins = ends - np.where(tokens.lengths > 0, num_bytes, 0)
-            pieces = [
-                written[begin + 1 : end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)
-            ]
-            _place(buffer, starts, pieces)
-            buffer[starts] = ord("[")
-            buffer[starts + num_bytes - 1] = ord("]")
-            return
-        dtype = self._spec.dtype
-        ids = tokens.ids.astype(dtype).view(np.uint8).data
-        size = dtype.itemsize
-        bounds = (tokens.offsets * size).tolist()
-        pieces = [ids[begin:end] for begin, end in itertools.pairwise(bounds)]
-        headers = [npy_header(dtype, (length,)) for length in tokens.lengths.tolist()]
-        _place(buffer, starts, headers)
-        _place(buffer, starts + self._npy_header_bytes, pieces)
-
-
-def _place(
-    buffer: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], pieces: Sequence[bytes | memoryview]
-) -> None:
-    """Copy each piece to its place: a loop of slices, 0.15 us each, beats a scatter at 4 ns a byte."""
-    view = buffer.data
-    for start, piece in zip(starts.tolist(), pieces, strict=True):
-        view[start : start + len(piece)] = piece
-
-
-def _header(shard_id: int, line: npt.NDArray[np.int64], field: str, num_bytes: int) -> bytes:
-    return document_headers(shard_id, line, field, np.array([num_bytes])).tobytes()
-
-
-def _one_document(ids: npt.NDArray[np.uint32]) -> TokenBatch:
-    return TokenBatch(ids=ids, offsets=np.array([0, len(ids)]))
-
-
-def _too_large(num_bytes: int, source: int) -> BadInput:
-    return BadInput(
-        f"a document of input {source} makes a member of {num_bytes} bytes, at most {MAX_MEMBER_BYTES} are "
-        "possible; use --record packed, or split the document"
-    )

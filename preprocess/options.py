@@ -1,18 +1,20 @@
-"""What a user can choose: one frozen dataclass whose fields are the command's flags.
+"""What a user can choose: dataclasses whose fields are the flags of the commands.
 
-Options of one run of a worker, which change no byte of a shard, and the limits they stand under.
+PrepConfig describes a data set. The part of it that decides the bytes of the shards is BytesOptions, which
+plan.json keeps. WorkerSettings are for one process and change no byte of a shard.
 """
 
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from preprocess.resources import batch_bytes_within
 from shardprep.errors import UsageError
 from shardprep.format.names import Record, TokenFormat
 
@@ -22,8 +24,35 @@ EngineName = Literal["auto", "fastokens", "tokenizers"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class BytesOptions:
+    """The options that decide the bytes of the shards, without open defaults, as plan.json keeps them.
+
+    The order of the fields is their order in plan.json. See PrepConfig for their meaning.
+    """
+
+    recursive: bool
+    doc: Doc
+    encoding: str  # Python's own name of the codec
+    record: Record
+    seq_len: int  # tokens per packed row; 0 unless packed
+    pack: Pack
+    token_format: TokenFormat
+    keep_text: bool
+    append_eos: bool
+    allow_special_tokens: bool
+
+    @property
+    def files_can_be_split(self) -> bool:
+        """Whether a shard may begin at a line end inside a file.
+
+        Not where a document is a whole file, and not in UTF-16/32.
+        """
+        return self.doc == "line" and not self.encoding.startswith(("utf-16", "utf-32"))
+
+
+@dataclass(frozen=True, kw_only=True)
 class PrepConfig:
-    """Options of a data set. Each field is a flag; BYTES_OPTIONS decide the shards' bytes."""
+    """Options of a data set. Each field is a flag; those of BytesOptions decide the bytes of the shards."""
 
     input_dir: Path = field(default=Path("/data/raw"), metadata={"help": "folder of the raw .txt files"})
     output_dir: Path = field(default=Path("/data/processed"), metadata={"help": "folder of the data set"})
@@ -90,9 +119,17 @@ class PrepConfig:
         for name, value in resolved.items():
             object.__setattr__(self, name, value)
 
-    def bytes_options(self) -> dict[str, Any]:
-        """The options that decide the shards' bytes, as plan.json keeps them."""
-        return {name: getattr(self, name) for name in BYTES_OPTIONS}
+    def bytes_options(self) -> BytesOptions:
+        """The options that decide the bytes of the shards."""
+        return BytesOptions(
+            **{item.name: getattr(self, item.name) for item in dataclasses.fields(BytesOptions)}
+        )
+
+    @staticmethod
+    def of_bytes_options(options: BytesOptions, **other: Any) -> PrepConfig:
+        """These options and ``other`` ones. Raises UsageError where they do not go together."""
+        given = {**dataclasses.asdict(options), "seq_len": options.seq_len or None}
+        return PrepConfig(**{**given, **other})
 
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -102,18 +139,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "token_format": get_args(TokenFormat),
     "engine": get_args(EngineName),
 }
-BYTES_OPTIONS = (
-    "recursive",
-    "doc",
-    "encoding",
-    "record",
-    "seq_len",
-    "pack",
-    "token_format",
-    "keep_text",
-    "append_eos",
-    "allow_special_tokens",
-)
 
 
 def _known_encoding(name: str) -> str:
@@ -134,14 +159,6 @@ def _known_encoding(name: str) -> str:
         f"--encoding {name} is neither a superset of ASCII nor UTF-16/32, so its line ends cannot be "
         "found; convert the files first: iconv -f ... -t utf-8"
     )
-
-
-BATCH_BYTES = 512 << 10  # of raw text; 128 KiB to 2 MiB take the same time (benchmarks/preprocess.py)
-_SMALLEST_BATCH_BYTES = 64 << 10
-PROCESS_BYTES = 300 << 20  # a worker of Llama 3's vocabulary before its first document
-_BYTES_A_BATCH_BYTE = (
-    200  # what a byte of a batch takes on its way: text, ids, tar blocks, three batches at once
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,24 +193,8 @@ class WorkerSettings:
 
     @property
     def batch_bytes(self) -> int:
-        """Raw text taken at once: BATCH_BYTES, less where memory is short."""
-        if self.memory_gb is None:
-            return BATCH_BYTES
-        spare = int(min(self.memory_gb, 2**20) * 2**30) - PROCESS_BYTES
-        return min(BATCH_BYTES, max(_SMALLEST_BATCH_BYTES, spare // _BYTES_A_BATCH_BYTE))
-
-
-def memory_note(memory_gb: float, num_processes: int = 1) -> str | None:
-    """What to say where a worker will need more memory than it may have, else None."""
-    least = (PROCESS_BYTES + _SMALLEST_BATCH_BYTES * _BYTES_A_BATCH_BYTE) / 2**30
-    if memory_gb >= least:
-        return None
-    each = "" if num_processes == 1 else f" for each of {num_processes} processes"
-    return (
-        f"a worker needs about {least:.2f} GB with a vocabulary as large as Llama 3's, and there are "
-        f"{memory_gb:.2f} GB{each}; it may be killed: give it more (--memory_gb, sbatch --mem), or "
-        "take fewer processes (--num_proc)"
-    )
+        """Bytes of raw text in a batch: resources.BATCH_BYTES, fewer where memory is short."""
+        return batch_bytes_within(self.memory_gb)
 
 
 def environment_number(environ: Mapping[str, str], name: str) -> int | None:
@@ -204,38 +205,3 @@ def environment_number(environ: Mapping[str, str], name: str) -> int | None:
     if not text.isdigit() or int(text) < 1:
         raise UsageError(f"{name} is {text!r} in the environment, expected a whole number of 1 or more")
     return int(text)
-
-
-def memory_limit_gb(environ: Mapping[str, str], root: Path = Path("/")) -> float:
-    """The memory that this job may use: the least of Slurm's, the cgroups' and the machine's, in GiB."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    if (megabytes := environ.get("SLURM_MEM_PER_NODE", "")).isdigit() and int(megabytes):
-        limits.append(int(megabytes) << 20)
-    for path in _cgroup_limit_files(root):
-        try:
-            text = path.read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            limits.append(int(text))
-    return min(limits) / 2**30
-
-
-def _cgroup_limit_files(root: Path) -> list[Path]:
-    """Where the limits of this process's cgroup and of those above it are, in either version."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    files = []
-    for line in lines:
-        _, controllers, name = line.split(":", 2)
-        if controllers == "":
-            base, limit = root / "sys/fs/cgroup", "memory.max"
-        elif "memory" in controllers.split(","):
-            base, limit = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
-        else:
-            continue
-        folder = base / name.lstrip("/")
-        files += [parent / limit for parent in (folder, *folder.parents) if parent.is_relative_to(base)]
-    return files

@@ -1,8 +1,8 @@
-"""Rows of token ids -> the bytes of their tar members and their idx records, many rows a member.
+"""Ids of documents -> packed rows of seq_len tokens, in groups that become one tar member each.
 
-Documents' ids -> rows of seq_len tokens, joined and cut wherever a row ends.
-
-Documents' ids -> rows of seq_len tokens, each document whole in one row where it fits.
+Two ways: ConcatRows joins all documents and splits them wherever a row ends; BestFitRows keeps each document
+whole in one row where it fits. Both hold at most one group and the open rows, about 8 MiB. The groups depend
+on the documents alone, never on how these were batched.
 """
 
 from __future__ import annotations
@@ -15,18 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.engines import TokenBatch
-from preprocess.members import ustar_header
 from shardprep.format.dataset_spec import DatasetSpec
-from shardprep.format.idx import IDX_ROW
-from shardprep.format.names import (
-    BLOCK_BYTES,
-    DOC_STARTS_FIELD,
-    PACKED_MEMBER_BYTES,
-    ROW_TOKENS_FIELD,
-    npy_header,
-    rows_key,
-    token_field,
-)
+from shardprep.format.names import PACKED_MEMBER_BYTES
 
 # A document: where it begins, in tokens, and the input that it came from.
 START = np.dtype([("position", "<i8"), ("source", "<u4"), ("source_offset", "<u8")])
@@ -42,7 +32,7 @@ class RowGroup:
     firsts: npt.NDArray[np.void]  # START[num_rows] of the document of each row's first token
 
 
-def rows_a_member(spec: DatasetSpec) -> int:
+def rows_per_member(spec: DatasetSpec) -> int:
     """Rows of a full member: about PACKED_MEMBER_BYTES of ids, at least one."""
     return max(1, PACKED_MEMBER_BYTES // (spec.seq_len * spec.dtype.itemsize))
 
@@ -53,62 +43,16 @@ def pad_id(spec: DatasetSpec) -> int:
     return 0 if pad is None else pad
 
 
-class RowMembers:
-    """Lays out members one after the other."""
-
-    def __init__(self, spec: DatasetSpec, shard_id: int) -> None:
-        self._spec = spec
-        self._shard_id = shard_id
-        self._num_rows = 0
-        self.num_padding = 0
-
-    def member(self, group: RowGroup, tar_bytes: int) -> tuple[bytes, npt.NDArray[np.void]]:
-        """A member that begins at byte ``tar_bytes`` of the tar: its bytes, and IDX_ROW[num_rows]."""
-        fields: dict[str, npt.NDArray[Any]] = {
-            DOC_STARTS_FIELD: group.starts["position"].astype(np.uint32),
-            token_field("packed", "npy"): group.rows,
-        }
-        num_padding = group.rows.size - int(group.row_tokens.sum(dtype=np.int64))
-        if num_padding:
-            fields[ROW_TOKENS_FIELD] = group.row_tokens
-        pieces: list[bytes] = []
-        payloads = {}  # byte in the tar where each field's numbers begin
-        key = rows_key(self._shard_id, self._num_rows)
-        for name, array in sorted(fields.items()):
-            header = npy_header(array.dtype, array.shape)
-            num_bytes = len(header) + array.nbytes
-            payloads[name] = tar_bytes + sum(map(len, pieces)) + BLOCK_BYTES + len(header)
-            pieces += [ustar_header(f"{key}.{name}", num_bytes), header, array.tobytes()]
-            pieces.append(bytes(-num_bytes % BLOCK_BYTES))
-        self._num_rows += len(group.rows)
-        self.num_padding += num_padding
-        return b"".join(pieces), self._entries(group, payloads)
-
-    def _entries(self, group: RowGroup, payloads: dict[str, int]) -> npt.NDArray[np.void]:
-        row_bytes = self._spec.seq_len * self._spec.dtype.itemsize
-        numbers = np.arange(len(group.rows))
-        begins = np.searchsorted(group.starts["position"], numbers * self._spec.seq_len)
-        entries = np.empty(len(group.rows), IDX_ROW)
-        entries["offset"] = payloads[token_field("packed", "npy")] + numbers * row_bytes
-        entries["num_bytes"] = row_bytes
-        entries["num_tokens"] = group.row_tokens
-        entries["source"] = group.firsts["source"]
-        entries["source_offset"] = group.firsts["source_offset"]
-        entries["starts_offset"] = payloads[DOC_STARTS_FIELD] + 4 * begins
-        entries["num_starts"] = np.diff(begins, append=len(group.starts))
-        return entries
-
-
 Ids = npt.NDArray[np.uint32]
 
 
 class Packer(Protocol):
     """Takes documents in order and yields row groups as they fill; the groups do not depend on batches."""
 
-    num_cut: int  # documents that do not lie whole in one row
+    num_split: int  # documents that do not lie whole in one row
 
     def append(self, tokens: TokenBatch, starts: npt.NDArray[np.void]) -> Iterator[RowGroup]:
-        """Take documents, with START[documents] that name their sources."""
+        """Take documents, with START[documents] that names their provenance."""
 
     def append_piece(self, ids: Ids, start: npt.NDArray[np.void] | None) -> Iterator[RowGroup]:
         """Take a piece of a document too long to be held; START[1] with its first piece."""
@@ -128,21 +72,22 @@ class ConcatRows:
 
     def __init__(self, spec: DatasetSpec) -> None:
         self._spec = spec
-        self._group_tokens = rows_a_member(spec) * spec.seq_len
+        self._group_tokens = rows_per_member(spec) * spec.seq_len
         self._ids: list[Ids] = []  # not yet in a group
         self._starts: list[npt.NDArray[np.void]] = []  # START of the documents in them
         self._num_held = 0
         self._num_before = 0  # tokens in groups so far
         self._open = np.zeros(1, START)  # the document that the next group begins in
         self._piece_tokens = 0
-        self.num_cut = 0
+        self.num_split = 0
 
     def append(self, tokens: TokenBatch, starts: npt.NDArray[np.void]) -> Iterator[RowGroup]:
         """See Packer."""
-        filled = tokens.lengths > 0
+        lengths = np.diff(tokens.offsets)
+        filled = lengths > 0
         first = tokens.offsets[:-1][filled] + self._num_before + self._num_held
-        last = first + tokens.lengths[filled] - 1
-        self.num_cut += int((first // self._spec.seq_len != last // self._spec.seq_len).sum())
+        last = first + lengths[filled] - 1
+        self.num_split += int((first // self._spec.seq_len != last // self._spec.seq_len).sum())
         starts = starts[filled]
         starts["position"] = tokens.offsets[:-1][filled] + self._num_held
         self._starts.append(starts)
@@ -164,7 +109,7 @@ class ConcatRows:
         """See Packer."""
         end = self._num_before + self._num_held
         first = end - self._piece_tokens
-        self.num_cut += first // self._spec.seq_len != (end - 1) // self._spec.seq_len
+        self.num_split += first // self._spec.seq_len != (end - 1) // self._spec.seq_len
         self._piece_tokens = 0
         return iter(())
 
@@ -208,23 +153,14 @@ class ConcatRows:
         )
 
 
-def append_token(tokens: TokenBatch, token_id: int) -> TokenBatch:
-    """The same documents, each with one more token at its end."""
-    num_documents = len(tokens.lengths)
-    return TokenBatch(
-        ids=np.insert(tokens.ids, tokens.offsets[1:], token_id),
-        offsets=tokens.offsets + np.arange(num_documents + 1),
-    )
-
-
-Source = tuple[int, int]  # input, and byte in it
+Provenance = tuple[int, int]  # input number, and byte in it
 
 
 class _ClosedRow(NamedTuple):
     ids: Ids  # padded
     num_tokens: int
-    starts: list[tuple[int, Source]]  # where documents begin
-    first: Source  # of the first token
+    starts: list[tuple[int, Provenance]]  # where documents begin
+    first: Provenance  # of the first token
 
 
 class BestFitRows:
@@ -234,7 +170,7 @@ class BestFitRows:
     "Fewer Truncations Improve Language Modeling", but over a window of open rows rather than the
     whole shard, so that memory is bounded; the fullest row is closed when another must be opened. A
     document longer than a row fills rows of its own, and its rest opens one. The price: padding, and
-    about 1.5 us of Python a document.
+    about 1.5 us of Python per document.
     """
 
     _OPEN_BYTES = 8 << 20
@@ -246,14 +182,14 @@ class BestFitRows:
         self._free = list(range(num_open - 1, -1, -1))  # rows of the buffer that hold nothing
         self._spaces = 0  # bit s: some open row has s tokens of space
         self._open: dict[int, list[int]] = {}  # space -> the open rows that have it
-        self._starts_of: list[list[tuple[int, Source]]] = [[] for _ in range(num_open)]
-        self._first_of: list[Source] = [(0, 0)] * num_open
+        self._starts_of: list[list[tuple[int, Provenance]]] = [[] for _ in range(num_open)]
+        self._first_of: list[Provenance] = [(0, 0)] * num_open
         self._closed: list[_ClosedRow] = []
-        self._group_rows = rows_a_member(spec)
+        self._group_rows = rows_per_member(spec)
         self._rest: list[Ids] = []  # of a document given in pieces
-        self._rest_start: Source = (0, 0)
+        self._rest_start: Provenance = (0, 0)
         self._rest_is_start = False
-        self.num_cut = 0
+        self.num_split = 0
 
     def append(self, tokens: TokenBatch, starts: npt.NDArray[np.void]) -> Iterator[RowGroup]:
         """See Packer."""
@@ -267,7 +203,7 @@ class BestFitRows:
                     self._put(ids[begin:end], (source, offset), is_start=True)
             else:
                 self._put_long(ids[begin:end], (source, offset), is_start=True)
-                self.num_cut += 1
+                self.num_split += 1
             if len(self._closed) >= self._group_rows:
                 yield from self._groups()
 
@@ -281,7 +217,7 @@ class BestFitRows:
         whole = max(0, len(held) - 1) // self._spec.seq_len * self._spec.seq_len  # never the last token
         if whole:
             self._put_long(held[:whole], self._rest_start, is_start=self._rest_is_start)
-            self.num_cut += self._rest_is_start
+            self.num_split += self._rest_is_start
             self._rest_is_start = False
         self._rest = [held[whole:]]
         yield from self._groups()
@@ -301,11 +237,11 @@ class BestFitRows:
                 self._close(row, space)
         yield from self._groups(last=True)
 
-    def _put_long(self, ids: Ids, first: Source, *, is_start: bool) -> None:
+    def _put_long(self, ids: Ids, first: Provenance, *, is_start: bool) -> None:
         for begin in range(0, len(ids), self._spec.seq_len):
             self._put(ids[begin : begin + self._spec.seq_len], first, is_start=is_start and begin == 0)
 
-    def _put(self, ids: Ids, first: Source, *, is_start: bool) -> None:
+    def _put(self, ids: Ids, first: Provenance, *, is_start: bool) -> None:
         """Place at most a row's worth of ids. What goes on from another row always opens one."""
         length = len(ids)
         fitting = self._spaces >> length if is_start else 0

@@ -1,6 +1,7 @@
-"""plan.json: which bytes are shard N, of which input files, for which options and tokenizer.
+"""plan.json: which bytes of which input files are shard N, for which options and which tokenizer.
 
-The whole input's hashes in a plan: one a shard, compared while the shard's bytes are read.
+A plan is written once and never edited. Its id is a hash of what decides the bytes of the shards: two plans
+with one id make equal data sets. Reading one back checks the hash, the id and the boundaries.
 """
 
 from __future__ import annotations
@@ -15,10 +16,8 @@ from typing import Any, Protocol
 
 import orjson
 
-from preprocess.documents import ByteRange
-from preprocess.inputs import InputFile, open_planned
-from preprocess.options import BYTES_OPTIONS, CHOICES, PrepConfig
-from preprocess.shard_cuts import Cut, file_cuts
+from preprocess.inputs import ByteRange, InputFile
+from preprocess.options import CHOICES, BytesOptions, PrepConfig
 from shardprep.atomic_files import PublishedFile, sync_folder
 from shardprep.errors import BrokenShard, NotFound, Refused, UsageError
 from shardprep.format.checked_json import MOST, Fields, read_checked, with_content_hash
@@ -26,6 +25,7 @@ from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
 from shardprep.format.names import FORMAT_VERSION, MAX_SEQ_LEN, MAX_SHARDS, PLAN_NAME
 from shardprep.regular_files import FileStamp
 
+Boundary = tuple[int, int]  # (input, byte): where a shard begins in the sorted inputs read as one
 MAX_PLAN_BYTES = 256 << 20  # some 10^6 inputs
 _FORMAT = "shardprep-plan"
 
@@ -36,21 +36,21 @@ class Plan:
 
     plan_id: str
     input_dir: Path
-    options: dict[str, Any]  # PrepConfig.bytes_options
+    options: BytesOptions
     max_bad_fraction: float
     tokenizer: TokenizerSpec
     tokenizer_files: dict[str, FileStamp]  # name -> of each file in DATA/tokenizer
-    probe: list[str]  # texts that tell engines apart, see token_batches.py
+    probe: list[str]  # texts that tell engines apart, see engines.py
     probe_sha256: str  # of their ids by the reference engine
     fast_engine_is_equal: bool  # fastokens gave the reference's ids on probe and sample
     can_be_cut: bool  # a long document may be encoded in pieces, see long_documents.py
     inputs: list[InputFile]
-    cuts: list[Cut]  # num_shards + 1
-    shard_sha256: list[str] | None = None  # of each shard's input bytes: --hash_inputs, see shard_hashes.py
+    boundaries: list[Boundary]  # num_shards + 1, ascending; in plan.json the key is cuts
+    shard_sha256: list[str] | None = None  # of each shard's input bytes: --hash_inputs, see with_hashes
 
     @property
     def num_shards(self) -> int:
-        return len(self.cuts) - 1
+        return len(self.boundaries) - 1
 
     @property
     def spec(self) -> DatasetSpec:
@@ -59,12 +59,17 @@ class Plan:
         return DatasetSpec(
             plan_id=self.plan_id,
             num_shards=self.num_shards,
-            record=options["record"],
-            token_format=options["token_format"],
-            seq_len=options["seq_len"],
-            append_eos=options["append_eos"],
+            record=options.record,
+            token_format=options.token_format,
+            seq_len=options.seq_len,
+            append_eos=options.append_eos,
             tokenizer=self.tokenizer,
         )
+
+    @property
+    def end_id(self) -> int | None:
+        """The token that ends each document: EOS where it is appended."""
+        return self.tokenizer.eos_token_id if self.options.append_eos else None
 
     def ranges(self, shard_id: int, input_dir: Path | None = None) -> list[ByteRange]:
         """The byte ranges of a shard, in order. Raises NotFound for a shard past the plan's end."""
@@ -73,44 +78,50 @@ class Plan:
                 f"there is no shard {shard_id}: the plan has {self.num_shards}, 0 to {self.num_shards - 1}; "
                 f"as a job array that is --array=0-{self.num_shards - 1}"
             )
-        (first, start), (last, end) = self.cuts[shard_id], self.cuts[shard_id + 1]
+        (first, start), (last, end) = self.boundaries[shard_id], self.boundaries[shard_id + 1]
         root = input_dir or self.input_dir
         ranges = []
-        for source in range(first, last + (end > 0)):
-            item = self.inputs[source]
-            begin = start if source == first else 0
-            stop = end if source == last else item.num_bytes
-            ranges.append(ByteRange(source=source, path=root / item.path, start=begin, end=stop))
+        for number in range(first, last + (end > 0)):
+            item = self.inputs[number]
+            begin = start if number == first else 0
+            stop = end if number == last else item.num_bytes
+            path = root / item.path
+            ranges.append(ByteRange(input_number=number, path=path, start=begin, end=stop, planned=item))
         return ranges
 
     def shard_bytes(self) -> list[int]:
         """Input bytes of every shard."""
         prefix = [0, *itertools.accumulate(item.num_bytes for item in self.inputs)]
-        places = [prefix[source] + byte for source, byte in self.cuts]
+        places = [prefix[number] + byte for number, byte in self.boundaries]
         return [end - start for start, end in itertools.pairwise(places)]
+
+
+def file_boundaries(inputs: list[InputFile]) -> list[Boundary]:
+    """One input file is one shard: what the baseline did."""
+    return [(number, 0) for number in range(len(inputs) + 1)]
 
 
 def is_one_file_a_shard(plan: Plan) -> bool:
     """Whether shard N is the N-th input file."""
-    return plan.cuts == file_cuts(plan.inputs)
+    return plan.boundaries == file_boundaries(plan.inputs)
 
 
 def plan_id(
-    options: dict[str, Any],
+    options: BytesOptions,
     tokenizer: TokenizerSpec,
     probe_sha256: str,
     inputs: list[InputFile],
-    cuts: list[Cut],
+    boundaries: list[Boundary],
     *,
     shard_sha256: list[str] | None = None,
 ) -> str:
     """sha256 of what decides the shards' bytes: not where the input lies, nor when it was touched."""
     identity = {
-        "options": options,
+        "options": dataclasses.asdict(options),
         "tokenizer": {**dataclasses.asdict(tokenizer), "model_id": None},
         "probe": probe_sha256,
         "inputs": [(item.path, item.num_bytes, item.sha256) for item in inputs],
-        "cuts": cuts,
+        "cuts": boundaries,
         "version": FORMAT_VERSION,
     }
     if shard_sha256 is not None:
@@ -120,7 +131,10 @@ def plan_id(
 
 def plan_json(plan: Plan) -> bytes:
     """The bytes of plan.json. Raises UsageError where it would be too large to be read."""
-    content = {**dataclasses.asdict(plan), "input_dir": str(plan.input_dir)}
+    content = {
+        "cuts" if name == "boundaries" else name: value for name, value in dataclasses.asdict(plan).items()
+    }
+    content["input_dir"] = str(plan.input_dir)
     for item in content["inputs"]:
         item["sampled_sha256"] = item.pop("sha256")
     raw = orjson.dumps(with_content_hash(_FORMAT, content), option=orjson.OPT_APPEND_NEWLINE)
@@ -190,19 +204,20 @@ def _plan_of(fields: Fields) -> Plan:
         fast_engine_is_equal=fields.flag("fast_engine_is_equal"),
         can_be_cut=fields.flag("can_be_cut"),
         inputs=[_input_of(item) for item in fields.objects("inputs")],
-        cuts=[
-            (source, byte) for source, byte in fields.list_of("cuts", _is_cut, "an input and a byte of it")
+        boundaries=[
+            (source, byte)
+            for source, byte in fields.list_of("cuts", _is_boundary, "an input and a byte of it")
         ],
         shard_sha256=fields.or_none("shard_sha256", fields.digests),
     )
     fields.end()
-    _check_cuts(fields, plan)
+    _check_boundaries(fields, plan)
     expected = plan_id(
         plan.options,
         plan.tokenizer,
         plan.probe_sha256,
         plan.inputs,
-        plan.cuts,
+        plan.boundaries,
         shard_sha256=plan.shard_sha256,
     )
     if plan.plan_id != expected:
@@ -212,19 +227,21 @@ def _plan_of(fields: Fields) -> Plan:
     return plan
 
 
-def _options_of(fields: Fields) -> dict[str, Any]:
+def _options_of(fields: Fields) -> BytesOptions:
     """The options as PrepConfig gives them, so that a combination which it refuses is refused here."""
-    options: dict[str, Any] = {}
-    for name in BYTES_OPTIONS:
+    values: dict[str, Any] = {}
+    for item in dataclasses.fields(BytesOptions):
+        name = item.name
         if name in CHOICES:
-            options[name] = fields.choice(name, CHOICES[name])
+            values[name] = fields.choice(name, CHOICES[name])
         elif name == "seq_len":
-            options[name] = fields.whole(name, 0, MAX_SEQ_LEN)
+            values[name] = fields.whole(name, 0, MAX_SEQ_LEN)
         else:
-            options[name] = fields.text(name) if name == "encoding" else fields.flag(name)
+            values[name] = fields.text(name) if name == "encoding" else fields.flag(name)
     fields.end()
+    options = BytesOptions(**values)
     try:
-        PrepConfig(**{**options, "seq_len": options["seq_len"] or None})
+        PrepConfig.of_bytes_options(options)
     except UsageError as error:
         raise BrokenShard(f"{fields.path}: its options cannot be: {error}") from None
     return options
@@ -241,13 +258,13 @@ def _input_of(fields: Fields) -> InputFile:
     return item
 
 
-def _is_cut(value: Any) -> bool:
+def _is_boundary(value: Any) -> bool:
     return type(value) is list and len(value) == 2 and type(value[0]) is type(value[1]) is int
 
 
-def _check_cuts(fields: Fields, plan: Plan) -> None:
-    """That the cuts divide the inputs, in order and without a gap. Raises BrokenShard."""
-    cuts, ends = plan.cuts, [*(item.num_bytes for item in plan.inputs), 0]
+def _check_boundaries(fields: Fields, plan: Plan) -> None:
+    """That the boundaries divide the inputs, in order and without a gap. Raises BrokenShard."""
+    cuts, ends = plan.boundaries, [*(item.num_bytes for item in plan.inputs), 0]
     if not 1 <= plan.num_shards <= MAX_SHARDS:
         raise fields.wrong("cuts", f"{plan.num_shards} shards", f"1 to {MAX_SHARDS}")
     inside = all(0 <= source < len(ends) and 0 <= byte <= ends[source] for source, byte in cuts)
@@ -274,11 +291,8 @@ def need_plan(output_dir: Path) -> Plan:
 
 def plan_differences(frozen: Plan, other: Plan) -> list[str]:
     """What makes two plans differ, in words."""
-    found = [
-        f"--{name} was {frozen.options.get(name)}, now {value}"
-        for name, value in other.options.items()
-        if frozen.options.get(name) != value
-    ]
+    before, now = dataclasses.asdict(frozen.options), dataclasses.asdict(other.options)
+    found = [f"--{name} was {before[name]}, now {now[name]}" for name in now if before[name] != now[name]]
     if frozen.tokenizer.fingerprint != other.tokenizer.fingerprint:
         found.append(
             f"the tokenizer was {frozen.tokenizer.model_id}, now {other.tokenizer.model_id}, with other ids"
@@ -322,7 +336,7 @@ def with_hashes(plan: Plan) -> Plan:
         plan,
         shard_sha256=hashes,
         plan_id=plan_id(
-            plan.options, plan.tokenizer, plan.probe_sha256, plan.inputs, plan.cuts, shard_sha256=hashes
+            plan.options, plan.tokenizer, plan.probe_sha256, plan.inputs, plan.boundaries, shard_sha256=hashes
         ),
     )
 
@@ -330,7 +344,7 @@ def with_hashes(plan: Plan) -> Plan:
 def _hash_shard(plan: Plan, shard_id: int) -> str:
     digest = hashlib.sha256()
     for part in plan.ranges(shard_id):
-        file = open_planned(part.path, plan.inputs[part.source])
+        file = part.open()
         for start in range(part.start, part.end, _READ_BYTES):
             digest.update(file.read_all(start, min(start + _READ_BYTES, part.end)))
         file.check_unchanged()
@@ -343,7 +357,7 @@ def check_hash(plan: Plan, shard_id: int, digest: _Hash) -> None:
     found, expected = digest.hexdigest(), plan.shard_sha256[shard_id]
     if found == expected:
         return
-    paths = sorted({plan.inputs[part.source].path for part in plan.ranges(shard_id)})
+    paths = sorted({plan.inputs[part.input_number].path for part in plan.ranges(shard_id)})
     names = ", ".join(paths[:3]) + (" ..." if len(paths) > 3 else "")
     raise Refused(
         f"the input of shard {shard_id:05d} ({names}) changed since it was planned: sha256 "

@@ -1,26 +1,23 @@
-"""A folder for what planning tries out, gone afterwards.
+"""Makes a plan: lists the inputs, resolves the tokenizer, tests the engines, divides, measures, freezes.
 
-Makes a plan: lists inputs, resolves the tokenizer, tests the engines, cuts, measures, freezes.
-
-What a plan will cost, measured on a sample of its own input with its own pipeline.
+Dividing reads 4 KiB at each boundary between shards; the rest of the input is only sampled, so planning takes
+seconds for terabytes, unless ``--hash_inputs`` asks for a hash of every byte.
 """
 
 from __future__ import annotations
 
-import contextlib
+import bisect
 import dataclasses
-import shutil
-import tempfile
-import time
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import orjson
 
 import lustre
-from preprocess.documents import ByteRange, DocumentBatch, read_documents
+from preprocess.cost_estimate import CostEstimate, measure, sample_texts, scratch_folder
 from preprocess.engines import (
     Engine,
     can_be_cut,
@@ -29,34 +26,28 @@ from preprocess.engines import (
     probe_texts,
     tokenizers_engine,
 )
-from preprocess.inputs import InputFile, list_inputs, next_line_start, stamp_inputs
-from preprocess.long_documents import LongDocument
-from preprocess.options import BATCH_BYTES, PrepConfig
-from preprocess.plan import Plan, plan_differences, plan_id, publish_plan, read_plan, with_hashes
-from preprocess.shard_cuts import Cut, check_num_shards, even_cuts, file_cuts, files_can_be_cut
-from preprocess.shard_writer import ShardWriter
+from preprocess.inputs import InputFile, first_line_starts, list_inputs, stamp_inputs
+from preprocess.options import PrepConfig
+from preprocess.plan import (
+    Boundary,
+    Plan,
+    file_boundaries,
+    plan_differences,
+    plan_id,
+    publish_plan,
+    read_plan,
+    with_hashes,
+)
 from preprocess.tokenizer_files import TOKENIZER_FILE, publish_tokenizer, resolve_tokenizer, stamp_tokenizer
 from shardprep.atomic_files import STALE_AFTER_S, remove_temporaries
 from shardprep.errors import CannotWrite, Refused, UsageError
 from shardprep.format.dataset_spec import TokenizerSpec
-from shardprep.format.names import INDEX_NAME, OSTS_NAME, PLAN_NAME, TOKENIZER_DIR, idx_path, tar_path
+from shardprep.format.names import INDEX_NAME, MAX_SHARDS, OSTS_NAME, PLAN_NAME, TOKENIZER_DIR
 
-
-@contextlib.contextmanager
-def scratch_folder() -> Iterator[Path]:
-    """An empty folder under TMPDIR for the time of a ``with``. Raises CannotWrite where none can be made."""
-    try:
-        folder = Path(tempfile.mkdtemp(prefix="shardprep-"))
-    except OSError as error:
-        raise CannotWrite(
-            f"no scratch folder can be made: {error.strerror}; let TMPDIR name a folder with some space"
-        ) from None
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
+_Stretch = tuple[int, int, int]  # (input, first byte, end): where a boundary is looked for
+_NUM_THREADS = 16  # a read is a round trip on a network file system
+_NUM_STRETCHES = 64  # per turn of a thread
+LONG_SHARD_S = 600.0  # on one core; the plan command warns of longer shards
 _MANY_SHARDS = 1000  # more, each smaller than half of _SHARD_BYTES, and the plan command speaks of it
 _SHARD_BYTES = 256 << 20  # of input: minutes of one core
 
@@ -91,7 +82,7 @@ def make_plan(
     paths = list_inputs(config.input_dir, recursive=config.recursive)
     say(f"{len(paths)} input file(s) in {config.input_dir}")
     inputs = stamp_inputs(config.input_dir, paths)
-    cuts = _cuts(config, inputs, sharding)
+    boundaries = _boundaries(config, inputs, sharding)
     with scratch_folder() as files:
         tokenizer = resolve_tokenizer(config.model_id, files)
         if config.append_eos and tokenizer.eos_token_id is None:
@@ -99,7 +90,12 @@ def make_plan(
                 f"the tokenizer of {config.model_id} names no eos_token, so documents cannot end with one; "
                 "add --no-append_eos, or set eos_token in its tokenizer_config.json"
             )
-        plan, engine = _plan_of(config, inputs, cuts, tokenizer, files / TOKENIZER_FILE, say)
+        if tokenizer.pad_token_id is not None and tokenizer.pad_token_id == tokenizer.eos_token_id:
+            say(
+                f"warning: PAD is EOS ({tokenizer.eos_token_id}) in this tokenizer: loaders that mask labels "
+                "by PAD lose those of EOS; this project's loader masks by length and keeps them"
+            )
+        plan, engine = _plan_of(config, inputs, boundaries, tokenizer, files / TOKENIZER_FILE, say)
         if config.hash_inputs:
             plan = with_hashes(plan)
         estimate = measure(plan, engine)
@@ -149,11 +145,11 @@ def _prepare_folder(folder: Path, stripe: str, say: Callable[[str], None]) -> Pl
     return frozen
 
 
-def _cuts(config: PrepConfig, inputs: list[InputFile], sharding: Sharding) -> list[Cut]:
+def _boundaries(config: PrepConfig, inputs: list[InputFile], sharding: Sharding) -> list[Boundary]:
     num_bytes = sum(item.num_bytes for item in inputs)
     if sharding.num_shards is None and sharding.shard_bytes is None:
         check_num_shards(len(inputs), num_bytes)
-        return file_cuts(inputs)
+        return file_boundaries(inputs)
     num_shards = sharding.num_shards
     if num_shards is None:
         assert sharding.shard_bytes is not None
@@ -161,14 +157,14 @@ def _cuts(config: PrepConfig, inputs: list[InputFile], sharding: Sharding) -> li
             raise UsageError(f"--shard_bytes is {sharding.shard_bytes}, expected at least 1")
         num_shards = max(1, -(-num_bytes // sharding.shard_bytes))
     check_num_shards(num_shards, num_bytes)
-    cut_files = files_can_be_cut(config.bytes_options())
-    return even_cuts(config.input_dir, inputs, num_shards, cut_files=cut_files)
+    split_files = config.bytes_options().files_can_be_split
+    return even_boundaries(config.input_dir, inputs, num_shards, split_files=split_files)
 
 
 def _plan_of(
     config: PrepConfig,
     inputs: list[InputFile],
-    cuts: list[Cut],
+    boundaries: list[Boundary],
     tokenizer: TokenizerSpec,
     tokenizer_json: Path,
     say: Callable[[str], None],
@@ -180,7 +176,7 @@ def _plan_of(
     probe_sha256 = ids_sha256([reference.encode(probe)])
     options = config.bytes_options()
     plan = Plan(
-        plan_id=plan_id(options, tokenizer, probe_sha256, inputs, cuts),
+        plan_id=plan_id(options, tokenizer, probe_sha256, inputs, boundaries),
         input_dir=config.input_dir.resolve(),
         options=options,
         max_bad_fraction=config.max_bad_fraction,
@@ -191,7 +187,7 @@ def _plan_of(
         fast_engine_is_equal=False,
         can_be_cut=can_be_cut(orjson.loads(tokenizer_json.read_bytes())),
         inputs=inputs,
-        cuts=cuts,
+        boundaries=boundaries,
     )
     if config.engine == "tokenizers":
         return plan, reference
@@ -208,110 +204,72 @@ def _plan_of(
     return plan, reference
 
 
-_NUM_PLACES = 8  # of the input that are sampled
-_SAMPLE_BYTES = 2 << 20  # in all
-_STARTUP_S = 3.0  # a task's Python and tokenizer, generously
-LONG_SHARD_S = 600.0
+def even_boundaries(
+    input_dir: Path, inputs: list[InputFile], num_shards: int, *, split_files: bool
+) -> list[Boundary]:
+    """Divide the sorted inputs, read as one, into shards of even bytes at line ends.
 
-
-@dataclass(frozen=True, kw_only=True)
-class CostEstimate:
-    """Figures of the whole plan, scaled up from the sample."""
-
-    num_tokens: int
-    output_bytes: int
-    core_hours: float
-    longest_shard_s: float  # on one core
-    num_useful_cores: int  # of a task: more of them would wait for its slowest serial stage
-
-
-def sample_texts(plan: Plan, *, num_bytes: int) -> list[str]:
-    """Documents from evenly spread places of the input."""
-    return [text for batch in _sample(plan, num_bytes) for text in batch.texts]
-
-
-def _documents(plan: Plan, ranges: list[ByteRange]) -> Iterator[DocumentBatch | LongDocument]:
-    options = plan.options
-    return read_documents(ranges, doc=options["doc"], encoding=options["encoding"], batch_bytes=BATCH_BYTES)
-
-
-def _sample(plan: Plan, num_bytes: int) -> Iterator[DocumentBatch]:
-    """Documents of the sample; of a very long one, the beginning."""
-    ranges = list(_sample_ranges(plan, num_bytes // _NUM_PLACES))
-    for item in _documents(plan, ranges):
-        if isinstance(item, DocumentBatch):
-            yield item
-            continue
-        with contextlib.suppress(UnicodeDecodeError):
-            text = next(item.text(), "")
-            yield DocumentBatch(
-                texts=[text],
-                lines=np.array([item.line]),
-                source=item.source,
-                source_offsets=np.array([item.start]),
-                num_lines=1,
-                num_bytes=len(text.encode()),
-            )
-
-
-def _sample_ranges(plan: Plan, num_bytes: int) -> Iterator[ByteRange]:
-    """Whole lines from evenly spread places; whole files where files are never cut."""
-    cut_files = files_can_be_cut(plan.options)
-    total = sum(item.num_bytes for item in plan.inputs)
-    targets = iter([total * place // _NUM_PLACES for place in range(_NUM_PLACES)])
-    target, begin = next(targets), 0
-    for source, item in enumerate(plan.inputs):
-        end = begin + item.num_bytes
-        while target < end:
-            path = plan.input_dir / item.path
-            start = next_line_start(path, target - begin) if cut_files else 0
-            stop = item.num_bytes
-            if cut_files:
-                stop = next_line_start(path, min(start + num_bytes, item.num_bytes))
-            if start < stop:
-                yield ByteRange(source=source, path=path, start=start, end=stop)
-            target = next(targets, total)
-            if not cut_files:
-                target = max(target, end)
-        begin = end
-
-
-def measure(plan: Plan, engine: Engine) -> CostEstimate:
-    """Run a sample through the worker's own stages into a scratch folder and scale it up.
-
-    Times are CPU seconds of one core of this machine; a cluster's node will differ.
+    Without ``split_files`` (UTF-16/32, whole-file documents) boundaries fall between files only.
     """
-    sources = [item.path for item in plan.inputs]
-    with (
-        scratch_folder() as folder,
-        ShardWriter(folder, plan.spec, 0, options=plan.options, sources=sources) as writer,
-    ):
-        num_bytes = 0
-        read_s = encode_s = write_s = 0.0  # of CPU
-        batches = _sample(plan, _SAMPLE_BYTES)
-        at = time.process_time()
-        for batch in batches:
-            at, read_s = _add_cpu(at, read_s)
-            tokens = engine.encode(batch.texts)
-            at, encode_s = _add_cpu(at, encode_s)
-            writer.append(batch, tokens)
-            at, write_s = _add_cpu(at, write_s)
-            num_bytes += batch.num_bytes
-        writer.commit({})
-        written = tar_path(folder, 0).stat().st_size + idx_path(folder, 0).stat().st_size
-    shard_bytes = plan.shard_bytes()
-    cpu_s = read_s + encode_s + write_s
-    scale = sum(shard_bytes) / max(1, num_bytes)
-    return CostEstimate(
-        num_tokens=round(writer.num_tokens * scale),
-        output_bytes=round(written * scale),
-        core_hours=(cpu_s * scale + _STARTUP_S * plan.num_shards) / 3600,
-        longest_shard_s=cpu_s * max(shard_bytes) / max(1, num_bytes) + _STARTUP_S,
-        # Reading and writing take a thread each, encoding as many as there are.
-        num_useful_cores=max(1, round(cpu_s / max(read_s, write_s, 1e-9))) if num_bytes else 1,
-    )
+    prefix = [0, *itertools.accumulate(item.num_bytes for item in inputs)]
+    targets = [prefix[-1] * number // num_shards for number in range(1, num_shards)]
+    if not prefix[-1]:
+        boundaries = [(len(inputs), 0)] * len(targets)
+    elif split_files:
+        boundaries = _boundaries_at_lines(input_dir, inputs, prefix, targets)
+    else:
+        boundaries = [_boundary_at_file(prefix, target) for target in targets]
+    return [(0, 0), *boundaries, (len(inputs), 0)]
 
 
-def _add_cpu(since_s: float, total_s: float) -> tuple[float, float]:
-    now = time.process_time()
-    return now, total_s + now - since_s
+def _boundary_at_file(prefix: list[int], target: int) -> Boundary:
+    """The nearer end of the file that holds byte ``target``."""
+    number = bisect.bisect_right(prefix, target) - 1
+    nearer_end = target - prefix[number] > prefix[number + 1] - target
+    return (number + nearer_end, 0)
+
+
+def _boundaries_at_lines(
+    input_dir: Path, inputs: list[InputFile], prefix: list[int], targets: list[int]
+) -> list[Boundary]:
+    """For each target the first line that begins at or behind it.
+
+    It is looked for up to the next target alone; where none begins, the next target's is this one's.
+    So no byte is read twice, and all targets can be asked for at once.
+    """
+    stretches: list[_Stretch] = []
+    for target, following in itertools.pairwise([*targets, prefix[-1]]):
+        number = bisect.bisect_right(prefix, target) - 1
+        stretches.append((number, target - prefix[number], following - prefix[number]))
+    parts = [stretches[n : n + _NUM_STRETCHES] for n in range(0, len(stretches), _NUM_STRETCHES)]
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        found = pool.map(lambda part: _line_starts(input_dir, inputs, part), parts)
+        starts = list(itertools.chain.from_iterable(found))
+    boundaries: list[Boundary] = []
+    boundary = (len(inputs), 0)
+    for (number, _, _), start in zip(reversed(stretches), reversed(starts), strict=True):
+        if start is not None:
+            boundary = (number, start) if start < inputs[number].num_bytes else (number + 1, 0)
+        boundaries.append(boundary)
+    return boundaries[::-1]
+
+
+def _line_starts(input_dir: Path, inputs: list[InputFile], stretches: Sequence[_Stretch]) -> list[int | None]:
+    """What begins first in each stretch; a file is opened once for those that lie in it."""
+    found: list[int | None] = []
+    for number, group in itertools.groupby(stretches, key=lambda stretch: stretch[0]):
+        places = [(start, end) for _, start, end in group]
+        found += first_line_starts(input_dir / inputs[number].path, places)
+    return found
+
+
+def check_num_shards(num_shards: int, num_bytes: int) -> None:
+    """Raises UsageError below 1 shard and above 99,999, naming the size that would fit."""
+    if num_shards < 1:
+        raise UsageError(f"--num_shards is {num_shards}, expected at least 1")
+    if num_shards > MAX_SHARDS:
+        smallest = -(-num_bytes // MAX_SHARDS)
+        raise UsageError(
+            f"{num_shards} shards are too many, at most {MAX_SHARDS} can be named; make them larger: "
+            f"--num_shards {MAX_SHARDS}, or --shard_bytes {-(-smallest // 2**20)}M"
+        )

@@ -1,9 +1,19 @@
-"""How many CPUs a task may use: what Slurm gave it, then what the kernel lets it run on."""
+"""What a task may use: its CPUs, and its memory.
+
+Both come from Slurm's variables first, then from what the kernel allows: the affinity mask and the limits
+of the cgroups. The size of a machine says nothing about the share that a task was given.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
+
+BATCH_BYTES = 512 << 10  # of raw text; 128 KiB to 2 MiB take the same time
+_SMALLEST_BATCH_BYTES = 64 << 10
+PROCESS_BYTES = 300 << 20  # a worker of Llama 3's vocabulary before its first document
+_MEMORY_PER_BATCH_BYTE = 200  # text, ids and tar blocks of three batches at once
 
 
 def allowed_cpus(environ: Mapping[str, str], affinity: set[int], *, offset: int) -> list[int]:
@@ -39,3 +49,59 @@ def bind_to(cpus: list[int]) -> None:
     os.sched_setaffinity(0, cpus)
     os.environ["RAYON_NUM_THREADS"] = str(len(cpus))  # it goes before RAYON_RS_NUM_CPUS
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
+
+
+def batch_bytes_within(memory_gb: float | None) -> int:
+    """Bytes of raw text that a worker takes at once with this memory in GiB (None: enough memory)."""
+    if memory_gb is None:
+        return BATCH_BYTES
+    spare = int(min(memory_gb, 2**20) * 2**30) - PROCESS_BYTES
+    return min(BATCH_BYTES, max(_SMALLEST_BATCH_BYTES, spare // _MEMORY_PER_BATCH_BYTE))
+
+
+def memory_note(memory_gb: float, num_processes: int = 1) -> str | None:
+    """What to say where a worker will need more memory than it may have, else None."""
+    least = (PROCESS_BYTES + _SMALLEST_BATCH_BYTES * _MEMORY_PER_BATCH_BYTE) / 2**30
+    if memory_gb >= least:
+        return None
+    each = "" if num_processes == 1 else f" for each of {num_processes} processes"
+    return (
+        f"a worker needs about {least:.2f} GB with a vocabulary as large as Llama 3's, and there are "
+        f"{memory_gb:.2f} GB{each}; it may be killed: give it more (--memory_gb, sbatch --mem), or "
+        "take fewer processes (--num_proc)"
+    )
+
+
+def memory_limit_gb(environ: Mapping[str, str], root: Path = Path("/")) -> float:
+    """The memory that this job may use: the least of Slurm's, the cgroups' and the machine's, in GiB."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    if (megabytes := environ.get("SLURM_MEM_PER_NODE", "")).isdigit() and int(megabytes):
+        limits.append(int(megabytes) << 20)
+    for path in _cgroup_limit_files(root):
+        try:
+            text = path.read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            limits.append(int(text))
+    return min(limits) / 2**30
+
+
+def _cgroup_limit_files(root: Path) -> list[Path]:
+    """Where the limits of this process's cgroup and of those above it are, in either version."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    files = []
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers == "":
+            base, limit = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            base, limit = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        folder = base / name.lstrip("/")
+        files += [parent / limit for parent in (folder, *folder.parents) if parent.is_relative_to(base)]
+    return files

@@ -1,10 +1,13 @@
-"""Documents' ids -> one shard on disk: tar, idx, quarantine, and the manifest last."""
+"""One shard on disk: its tar and idx, its quarantine file, and its manifest last.
+
+It writes what Members lays out, counts, and commits. Files have temporary names until all of them are synced;
+a shard costs four syncs of files and three of folders at most, once, at its end.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,9 +18,9 @@ import orjson
 
 from preprocess.documents import DocumentBatch
 from preprocess.engines import TokenBatch
-from preprocess.long_documents import BadDocument, LongDocument, UncuttableText, encodable_pieces
-from preprocess.members import DocumentMembers
-from preprocess.packing import START, BestFitRows, ConcatRows, Packer, RowGroup, RowMembers, append_token
+from preprocess.inputs import BadDocument
+from preprocess.long_documents import LongDocument
+from preprocess.members import Members, Piece
 from shardprep.atomic_files import STALE_AFTER_S, PublishedFile, remove_temporaries, sync_folder
 from shardprep.errors import CannotWrite
 from shardprep.format.dataset_spec import DatasetSpec
@@ -33,36 +36,18 @@ from shardprep.format.names import (
     tar_path,
 )
 
-EncodePieces = Callable[[Iterator[str]], Iterator[npt.NDArray[np.uint32]]]
-
 
 class ShardWriter:
     """Writes one shard. Within ``with``; only ``commit`` makes it count, and a failure leaves nothing."""
 
     def __init__(
-        self,
-        folder: Path,
-        spec: DatasetSpec,
-        shard_id: int,
-        *,
-        options: dict[str, Any],
-        sources: list[str],
-        batch_size: int | None = None,
+        self, folder: Path, spec: DatasetSpec, shard_id: int, members: Members, *, input_paths: list[str]
     ) -> None:
         self._folder = folder
         self._spec = spec
         self._shard_id = shard_id
-        self._encoding = options["encoding"]
-        self._sources = sources  # paths of the plan's inputs, for the quarantine file
-        self._documents: DocumentMembers | None = None
-        self._packer: Packer | None = None
-        if spec.record == "documents":
-            self._documents = DocumentMembers(
-                spec, shard_id, keep_text=options["keep_text"], batch_size=batch_size
-            )
-        else:
-            self._packer = BestFitRows(spec) if options["pack"] == "best_fit" else ConcatRows(spec)
-        self._rows = RowMembers(spec, shard_id)
+        self._members = members
+        self._input_paths = input_paths  # of the plan, for the quarantine file
         self._num_samples = self._num_documents = self._num_tokens = 0
         self._num_lines = self._num_empty = self._input_bytes = 0
         self._histogram = np.zeros(64, np.int64)
@@ -103,71 +88,38 @@ class ShardWriter:
         return len(self._bad) / max(1, len(self._bad) + self._num_documents)
 
     @property
-    def why_bad(self) -> str:
-        """What is wrong with the documents that were left out."""
-        reasons = {bad.reason for bad in self._bad}
-        words = []
-        if "undecodable" in reasons:
-            words.append(f"cannot be decoded as {self._encoding}")
-        if "uncuttable" in reasons:
-            words.append("are too long for this tokenizer to be encoded in pieces")
-        return " or ".join(words)
+    def bad_reasons(self) -> set[str]:
+        """Why documents were left out."""
+        return {bad.reason for bad in self._bad}
 
     def append(self, documents: DocumentBatch, tokens: TokenBatch) -> None:
         """Add a batch of documents with their ids, in the order of the input."""
-        if self._spec.append_eos:
-            assert self._spec.tokenizer.eos_token_id is not None
-            tokens = append_token(tokens, self._spec.tokenizer.eos_token_id)
-        self._count_input(documents.num_lines, documents.num_empty, documents.num_bytes)
-        self._count_documents(tokens.lengths)
+        num_empty = documents.num_lines - len(documents.texts) - len(documents.bad)
+        self._count_input(documents.num_lines, num_empty, documents.num_bytes)
+        self._count_documents(np.diff(tokens.offsets))
         self._bad += documents.bad
-        if self._documents:
-            for member in self._documents.members(documents, tokens, self._tar.num_bytes):
-                self._write(member)
-            return
-        assert self._packer
-        starts = np.zeros(len(tokens.lengths), START)
-        starts["source"] = documents.source
-        starts["source_offset"] = documents.source_offsets
-        self._write_rows(self._packer.append(tokens, starts))
+        self._write(self._members.batch(documents, tokens))
 
-    def append_long(self, document: LongDocument, encode: EncodePieces, *, can_be_cut: bool) -> None:
-        """Add a document in pieces. One that cannot be decoded, or encoded in pieces, is left out."""
-        try:
-            pieces = encodable_pieces(document.text(), can_be_cut=can_be_cut)
-            num_text_bytes = sum(len(piece.encode()) for piece in pieces)
-        except (UnicodeDecodeError, UncuttableText) as error:
-            self._count_input(1, 0, document.num_bytes)
-            if isinstance(error, UnicodeDecodeError):
-                self._bad.append(document.undecodable(error))
-            else:
-                self._bad.append(document.uncuttable())
-            return
+    def append_long(
+        self, document: LongDocument, num_text_bytes: int, ids: Iterable[npt.NDArray[np.uint32]]
+    ) -> None:
+        """Add a document whose ids come in pieces; one without text counts as an empty line."""
         self._count_input(1, int(num_text_bytes == 0), document.num_bytes)
-        if not num_text_bytes:
-            return
-        ids = encode(document.text())
-        if self._spec.append_eos:
-            eos = np.array([self._spec.tokenizer.eos_token_id], np.uint32)
-            ids = itertools.chain(ids, [eos])
-        if self._documents:
-            entries = self._documents.write_long(document, num_text_bytes, ids, self._tar)
-            self._write((b"", entries))
-            num_tokens = int(entries["num_tokens"][0])
-        else:
-            num_tokens = self._pack_pieces(document, ids)
-        self._count_documents(np.array([num_tokens]))
+        if num_text_bytes:
+            lengths: list[int] = []
 
-    def _pack_pieces(self, document: LongDocument, pieces: Iterable[npt.NDArray[np.uint32]]) -> int:
-        assert self._packer
-        start: npt.NDArray[np.void] | None = np.array([(0, document.source, document.start)], START)
-        num_tokens = 0
-        for ids in pieces:
-            self._write_rows(self._packer.append_piece(ids, start))
-            start = None
-            num_tokens += len(ids)
-        self._write_rows(self._packer.end_document())
-        return num_tokens
+            def counted() -> Iterator[npt.NDArray[np.uint32]]:
+                for piece in ids:
+                    lengths.append(len(piece))
+                    yield piece
+
+            self._write(self._members.long_document(document, num_text_bytes, counted()))
+            self._count_documents(np.array([sum(lengths)]))
+
+    def leave_out(self, document: LongDocument, bad: BadDocument) -> None:
+        """Count a document that cannot be used; its line goes to the quarantine file."""
+        self._count_input(1, 0, document.num_bytes)
+        self._bad.append(bad)
 
     def _count_input(self, num_lines: int, num_empty: int, num_bytes: int) -> None:
         self._num_lines += num_lines
@@ -180,22 +132,18 @@ class ShardWriter:
         self._num_tokens += int(num_tokens.sum())
         self._histogram += np.bincount(np.frexp(num_tokens)[1], minlength=64)
 
-    def _write_rows(self, groups: Iterable[RowGroup]) -> None:
-        for group in groups:
-            self._write(self._rows.member(group, self._tar.num_bytes))
-
-    def _write(self, member: tuple[bytes | memoryview, npt.NDArray[np.void]]) -> None:
-        data, entries = member
-        self._tar.write(data)
-        records = entries.tobytes()
-        self._idx.write(records)
-        self._crcs.add(records)
-        self._num_samples += len(entries)
+    def _write(self, pieces: Iterable[Piece]) -> None:
+        for data, records in pieces:
+            self._tar.write(data)
+            if len(records):
+                raw = records.tobytes()
+                self._idx.write(raw)
+                self._crcs.add(raw)
+                self._num_samples += len(records)
 
     def commit(self, run: dict[str, Any]) -> Manifest:
         """Publish the shard; its manifest, with ``run`` in it, comes last."""
-        if self._packer:
-            self._write_rows(self._packer.finish())
+        self._write(self._members.rest())
         self._tar.write(TAR_END)
         self._idx.write(self._crcs.table())
         stamps = {"tar": self._tar.sync(), "idx": self._idx.sync()}
@@ -237,7 +185,7 @@ class ShardWriter:
         file = PublishedFile(path)
         self._files.append(file)
         for bad in self._bad:
-            entry = {**dataclasses.asdict(bad), "source": self._sources[bad.source]}
+            entry = {**dataclasses.asdict(bad), "source": self._input_paths[bad.source]}
             file.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
         return file
 
@@ -250,8 +198,8 @@ class ShardWriter:
             num_tokens=self._num_tokens,
             num_lines=self._num_lines,
             num_empty_lines=self._num_empty,
-            num_pad_tokens=self._rows.num_padding,
-            num_documents_across_rows=self._packer.num_cut if self._packer else 0,
+            num_pad_tokens=self._members.num_padding,
+            num_documents_across_rows=self._members.num_split,
             input_bytes=self._input_bytes,
             quarantined={reason: sum(bad.reason == reason for bad in self._bad) for reason in reasons},
             length_histogram=self._histogram[: used[-1] + 1].tolist() if len(used) else [],

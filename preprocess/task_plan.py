@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 from collections.abc import Mapping
@@ -69,14 +70,15 @@ def _plan_in_child(config: PrepConfig, parent: int) -> None:
 
 def _check_given(plan: Plan, given: dict[str, Any]) -> None:
     """Raises Refused or OtherTokenizer where given options are not the plan's."""
-    planned = {**plan.options, "seq_len": plan.options["seq_len"] or None}
-    if given.get("record", plan.options["record"]) != plan.options["record"]:
-        planned = {}  # seq_len and keep_text of the one record are no options of the other
-    wanted = PrepConfig(**{**planned, **given}).bytes_options()
+    base = dict(dataclasses.asdict(plan.options), seq_len=plan.options.seq_len or None)
+    if given.get("record", plan.options.record) != plan.options.record:
+        base = {}  # seq_len and keep_text of the one record are no options of the other
+    wanted = dataclasses.asdict(PrepConfig(**{**base, **given}).bytes_options())
+    planned = dataclasses.asdict(plan.options)
     differing = [
-        f"--{name} was {plan.options[name]}, now {wanted[name]}"
+        f"--{name} was {planned[name]}, now {wanted[name]}"
         for name in wanted
-        if name in given and wanted[name] != plan.options[name]
+        if name in given and wanted[name] != planned[name]
     ]
     if differing:
         raise Refused(
@@ -102,7 +104,7 @@ def _check_listing(plan: Plan, input_dir: Path) -> None:
     """Raises Refused where the N-th file is no longer the planned one."""
     found = [
         path.relative_to(input_dir).as_posix()
-        for path in list_inputs(input_dir, recursive=plan.options["recursive"])
+        for path in list_inputs(input_dir, recursive=plan.options.recursive)
     ]
     planned = [item.path for item in plan.inputs]
     if found != planned:

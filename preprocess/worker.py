@@ -1,6 +1,8 @@
-"""Two stages of one stream at once: the next items are made while this one is used.
+"""Makes one shard: read_documents -> encode -> members -> tar and idx -> manifest.
 
-Makes one shard: the whole story on one screen.
+Three threads, each with a stage of its own: one reads and decodes the next batch, this one encodes, one lays
+out and writes the batch before. Encoding takes most of the time, and the two others run in its shadow where a
+task has more than one core.
 """
 
 from __future__ import annotations
@@ -19,14 +21,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 import preprocess
 from preprocess.documents import read_documents
-from preprocess.engines import Engine, TokenBatch, join_batches, load_engine
-from preprocess.inputs import open_planned
+from preprocess.engines import Engine, TokenBatch, load_engine
+from preprocess.inputs import BadDocument
 from preprocess.long_documents import LongDocument
+from preprocess.members import members_of
 from preprocess.options import WorkerSettings
 from preprocess.plan import Plan, check_hash
 from preprocess.shard_writer import ShardWriter
@@ -38,6 +38,139 @@ from shardprep.format.names import QUARANTINE_DIR, TOKENIZER_DIR, quarantine_pat
 
 Item = TypeVar("Item")
 Arguments = ParamSpec("Arguments")
+_SLURM_FACTS = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """What a process needs to make shards of one plan: the plan, its folder, a loaded engine."""
+
+    plan: Plan
+    folder: Path
+    settings: WorkerSettings
+    engine: Engine
+    num_cpus: int
+
+    def run_shard(self, shard_id: int, progress: Callable[[int], None]) -> Manifest:
+        """Make shard ``shard_id``; ``progress`` is told the input bytes of each batch.
+
+        Raises BadInput where too many documents are undecodable, and what reading and writing raise.
+        A failure leaves nothing that counts; equal plans give equal bytes. Where another attempt made the
+        shard meanwhile, and so removed this one's files, the shard is done, and its manifest is returned.
+        """
+        try:
+            return self._make_shard(shard_id, progress)
+        except (ReadWriteError, CannotWrite):
+            if (manifest := done_manifest(self.plan, self.folder, shard_id)) is None:
+                raise
+            return manifest
+
+    def _make_shard(self, shard_id: int, progress: Callable[[int], None]) -> Manifest:
+        began, cpu_began = time.time(), time.process_time()
+        plan, options = self.plan, self.plan.options
+        digest = None if plan.shard_sha256 is None else hashlib.sha256()
+        documents = read_documents(
+            plan.ranges(shard_id, self.settings.input_dir),
+            doc=options.doc,
+            encoding=options.encoding,
+            batch_bytes=self.settings.batch_bytes,
+            digest=digest,
+        )
+        batch_size = self.settings.writer_batch_size
+        members = members_of(self.folder, plan.spec, shard_id, options, batch_size=batch_size)
+        input_paths = [item.path for item in plan.inputs]
+        with (
+            ShardWriter(self.folder, plan.spec, shard_id, members, input_paths=input_paths) as writer,
+            WriteBehind(num_behind=2) as behind,
+        ):
+            for item in read_ahead(documents, num_ahead=1):
+                if isinstance(item, LongDocument):
+                    behind.put(self._append_long, writer, item)
+                else:
+                    behind.put(writer.append, item, self._encode(item.texts))
+                progress(item.num_bytes)
+            behind.drain()
+            if digest is not None:
+                check_hash(plan, shard_id, digest)
+            self._check_bad_fraction(writer, shard_id)
+            return writer.commit(self._run_facts(began, cpu_began))
+
+    def _encode(self, texts: list[str]) -> TokenBatch:
+        return self.engine.encode_documents(
+            texts, batch_size=self.settings.batch_size, end_id=self.plan.end_id
+        )
+
+    def _append_long(self, writer: ShardWriter, document: LongDocument) -> None:
+        """Read a long document twice or thrice: to check it, and in pieces for its ids and its text."""
+        can_be_cut = self.plan.can_be_cut
+        found = document.text_bytes(can_be_cut=can_be_cut)
+        if isinstance(found, BadDocument):
+            writer.leave_out(document, found)
+            return
+        ids = self.engine.encode_long(document.text(), can_be_cut=can_be_cut, end_id=self.plan.end_id)
+        writer.append_long(document, found, ids)
+
+    def _check_bad_fraction(self, writer: ShardWriter, shard_id: int) -> None:
+        given = self.settings.max_bad_fraction
+        limit = self.plan.max_bad_fraction if given is None else given
+        if writer.bad_fraction <= limit:
+            return
+        quarantine = writer.quarantine()
+        assert quarantine is not None
+        quarantine.sync()
+        quarantine.publish()
+        words = {
+            "undecodable": f"cannot be decoded as {self.plan.options.encoding}",
+            "uncuttable": "are too long for this tokenizer to be encoded in pieces",
+        }
+        why = " or ".join(words[reason] for reason in words if reason in writer.bad_reasons)
+        raise BadInput(
+            f"shard {shard_id:05d}: {writer.num_bad} documents ({writer.bad_fraction:.2%}) {why}, "
+            f"the limit is {limit:.2%}; they are named in {quarantine_path(self.folder, shard_id)}. Is it "
+            "another --encoding? Otherwise mend the input and plan anew, or accept them: --max_bad_fraction"
+        )
+
+    def _run_facts(self, began: float, cpu_began: float) -> dict[str, Any]:
+        """What may differ between equal shards; for reports, never for decisions."""
+        return {
+            "engine": f"{self.engine.name} {self.engine.version}",
+            "shardprep": preprocess.__version__,
+            "python": platform.python_version(),
+            "host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+            "slurm": {name: os.environ[name] for name in _SLURM_FACTS if name in os.environ},
+            "num_cpus": self.num_cpus,
+            "began": round(began, 3),
+            "wall_s": round(time.time() - began, 3),
+            "cpu_s": round(time.process_time() - cpu_began, 3),
+            "max_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+
+
+def load_worker(
+    plan: Plan, folder: Path, settings: WorkerSettings, *, num_cpus: int, warn: Callable[[str], None]
+) -> Worker:
+    """Load the plan's tokenizer from its folder. Raises OtherTokenizer where its files or its ids changed."""
+    check_tokenizer_files(folder, plan.tokenizer_files)
+    engine = load_engine(
+        folder / TOKENIZER_DIR / TOKENIZER_FILE,
+        wanted=settings.engine,
+        allow_special_tokens=plan.options.allow_special_tokens,
+        probe=plan.probe,
+        probe_sha256=plan.probe_sha256,
+        fast_is_equal=plan.fast_engine_is_equal,
+        warn=warn,
+    )
+    return Worker(plan=plan, folder=folder, settings=settings, engine=engine, num_cpus=num_cpus)
+
+
+def done_manifest(plan: Plan, folder: Path, shard_id: int) -> Manifest | None:
+    """The manifest of a shard that is done, else None. Raises where another plan's shard is in the way."""
+    try:
+        manifest = check_shard(folder, shard_id, plan.plan_id)
+    except (MissingShard, BrokenShard):
+        return None
+    remove_temporaries(folder, shard_name(shard_id), older_than_s=0, subfolders=[QUARANTINE_DIR])
+    return manifest
 
 
 def read_ahead(items: Iterator[Item], num_ahead: int) -> Iterator[Item]:
@@ -93,134 +226,3 @@ class WriteBehind:
         """Wait until every call has ended."""
         while self._held:
             self._held.popleft().result()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Worker:
-    """What a process needs to make shards of one plan: the plan, its folder, a loaded engine."""
-
-    plan: Plan
-    folder: Path
-    settings: WorkerSettings
-    engine: Engine
-    num_cpus: int
-
-    def run_shard(self, shard_id: int, progress: Callable[[int], None]) -> Manifest:
-        """Make shard ``shard_id``; ``progress`` is told the input bytes of each batch.
-
-        Raises BadInput where too many documents are undecodable, and what reading and writing raise.
-        A failure leaves nothing that counts; equal plans give equal bytes. Where another attempt made the
-        shard meanwhile, and so removed this one's files, the shard is done, and its manifest is returned.
-        """
-        try:
-            return self._make_shard(shard_id, progress)
-        except (ReadWriteError, CannotWrite):
-            if (manifest := done_manifest(self.plan, self.folder, shard_id)) is None:
-                raise
-            return manifest
-
-    def _make_shard(self, shard_id: int, progress: Callable[[int], None]) -> Manifest:
-        input_dir = self.settings.input_dir or self.plan.input_dir
-        ranges = self.plan.ranges(shard_id, input_dir)
-        began, cpu_began = time.time(), time.process_time()
-        options = self.plan.options
-        sources = [item.path for item in self.plan.inputs]
-        digest = None if self.plan.shard_sha256 is None else hashlib.sha256()
-        documents = read_documents(
-            ranges,
-            doc=options["doc"],
-            encoding=options["encoding"],
-            batch_bytes=self.settings.batch_bytes,
-            open_part=lambda part: open_planned(part.path, self.plan.inputs[part.source]),
-            digest=digest,
-        )
-        with (
-            ShardWriter(
-                self.folder,
-                self.plan.spec,
-                shard_id,
-                options=options,
-                sources=sources,
-                batch_size=self.settings.writer_batch_size,
-            ) as writer,
-            WriteBehind(num_behind=2) as behind,
-        ):
-            for item in read_ahead(documents, num_ahead=1):
-                if isinstance(item, LongDocument):
-                    can_be_cut = self.plan.can_be_cut
-                    behind.put(writer.append_long, item, self._encode_pieces, can_be_cut=can_be_cut)
-                else:
-                    behind.put(writer.append, item, self._encode(item.texts))
-                progress(item.num_bytes)
-            behind.drain()
-            if digest is not None:
-                check_hash(self.plan, shard_id, digest)
-            self._check_bad_fraction(writer, shard_id)
-            return writer.commit(self._run_facts(began, cpu_began))
-
-    def _encode(self, texts: list[str]) -> TokenBatch:
-        size = self.settings.batch_size or max(1, len(texts))
-        return join_batches([self.engine.encode(texts[n : n + size]) for n in range(0, len(texts), size)])
-
-    def _encode_pieces(self, pieces: Iterator[str]) -> Iterator[npt.NDArray[np.uint32]]:
-        return self.engine.encode_pieces(pieces, can_be_cut=self.plan.can_be_cut)
-
-    def _check_bad_fraction(self, writer: ShardWriter, shard_id: int) -> None:
-        given = self.settings.max_bad_fraction
-        limit = self.plan.max_bad_fraction if given is None else given
-        if writer.bad_fraction <= limit:
-            return
-        quarantine = writer.quarantine()
-        assert quarantine is not None
-        quarantine.sync()
-        quarantine.publish()
-        raise BadInput(
-            f"shard {shard_id:05d}: {writer.num_bad} documents ({writer.bad_fraction:.2%}) {writer.why_bad}, "
-            f"the limit is {limit:.2%}; they are named in {quarantine_path(self.folder, shard_id)}. Is it "
-            "another --encoding? Otherwise mend the input and plan anew, or accept them: --max_bad_fraction"
-        )
-
-    def _run_facts(self, began: float, cpu_began: float) -> dict[str, Any]:
-        """What may differ between equal shards; for reports, never for decisions."""
-        return {
-            "engine": f"{self.engine.name} {self.engine.version}",
-            "shardprep": preprocess.__version__,
-            "python": platform.python_version(),
-            "host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
-            "slurm": {name: os.environ[name] for name in _SLURM_FACTS if name in os.environ},
-            "num_cpus": self.num_cpus,
-            "began": round(began, 3),
-            "wall_s": round(time.time() - began, 3),
-            "cpu_s": round(time.process_time() - cpu_began, 3),
-            "max_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        }
-
-
-_SLURM_FACTS = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT")
-
-
-def load_worker(
-    plan: Plan, folder: Path, settings: WorkerSettings, *, num_cpus: int, warn: Callable[[str], None]
-) -> Worker:
-    """Load the plan's tokenizer from its folder. Raises OtherTokenizer where its files or its ids changed."""
-    check_tokenizer_files(folder, plan.tokenizer_files)
-    engine = load_engine(
-        folder / TOKENIZER_DIR / TOKENIZER_FILE,
-        wanted=settings.engine,
-        allow_special_tokens=plan.options["allow_special_tokens"],
-        probe=plan.probe,
-        probe_sha256=plan.probe_sha256,
-        fast_is_equal=plan.fast_engine_is_equal,
-        warn=warn,
-    )
-    return Worker(plan=plan, folder=folder, settings=settings, engine=engine, num_cpus=num_cpus)
-
-
-def done_manifest(plan: Plan, folder: Path, shard_id: int) -> Manifest | None:
-    """The manifest of a shard that is done, else None. Raises where another plan's shard is in the way."""
-    try:
-        manifest = check_shard(folder, shard_id, plan.plan_id)
-    except (MissingShard, BrokenShard):
-        return None
-    remove_temporaries(folder, shard_name(shard_id), older_than_s=0, subfolders=[QUARANTINE_DIR])
-    return manifest

@@ -67,9 +67,9 @@ def expected_documents(plan: Plan, tokenizer: Tokenizer) -> list[list[tuple[int,
             for raw in part.path.read_bytes()[part.start : part.end].splitlines(keepends=True):
                 if text := raw.decode().strip():
                     ids = tokenizer.encode(text).ids
-                    if plan.options["append_eos"]:
+                    if plan.options.append_eos:
                         ids.append(plan.tokenizer.eos_token_id)
-                    rows.append((line, part.source, start, ids))
+                    rows.append((line, part.input_number, start, ids))
                 start += len(raw)
                 line += 1
         shards.append(rows)
@@ -165,7 +165,7 @@ def test_ids_take_two_bytes_up_to_65536_tokens_and_four_beyond() -> None:
 
 @of_kinds("json", "npy")
 def test_the_members_hold_the_documents_in_the_order_of_the_input(prep: Prep, data: Data) -> None:
-    kept = data.plan.options["keep_text"]
+    kept = data.plan.options.keep_text
     for shard_id, documents in enumerate(data.documents):
         members = prep.members(tar_path(data.folder, shard_id))
         field = f"token_ids.{data.plan.spec.kind}"
@@ -329,7 +329,7 @@ def test_webdataset_reads_the_shards(data: Data) -> None:
         assert all("doc_starts.npy" in sample for sample in samples)
         return
     assert [list(sample[field]) for sample in samples] == [ids for rows in data.documents for *_, ids in rows]
-    assert ("text.txt" in samples[0]) == data.plan.options["keep_text"]
+    assert ("text.txt" in samples[0]) == data.plan.options.keep_text
 
 
 @pytest.fixture

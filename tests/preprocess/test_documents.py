@@ -12,8 +12,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from preprocess.documents import ByteRange, DocumentBatch, read_documents
-from preprocess.long_documents import BadDocument
+from preprocess.documents import DocumentBatch, read_documents
+from preprocess.inputs import BadDocument, ByteRange
 from shardprep.errors import NotFound, ReadWriteError
 
 # encoding -> (codec of the bytes after the mark, the marks it may begin with)
@@ -67,12 +67,12 @@ def read(ranges: list[ByteRange], encoding: str, *, block_bytes: int = 1 << 17, 
     assert len(batches) == len(items)
     found = []
     for batch in batches:
-        rows = zip(batch.lines.tolist(), batch.source_offsets.tolist(), batch.texts, strict=True)
+        rows = zip(batch.lines.tolist(), batch.input_offsets.tolist(), batch.texts, strict=True)
         found += rows
     return Read(
         documents=found,
         num_lines=sum(batch.num_lines for batch in batches),
-        num_empty=sum(batch.num_empty for batch in batches),
+        num_empty=sum(batch.num_lines - len(batch.texts) - len(batch.bad) for batch in batches),
         num_bytes=sum(batch.num_bytes for batch in batches),
         bad=[item for batch in batches for item in batch.bad],
     )
@@ -80,7 +80,7 @@ def read(ranges: list[ByteRange], encoding: str, *, block_bytes: int = 1 << 17, 
 
 def whole(path: Path, data: bytes, source: int = 0) -> ByteRange:
     path.write_bytes(data)
-    return ByteRange(source=source, path=path, start=0, end=len(data))
+    return ByteRange(input_number=source, path=path, start=0, end=len(data))
 
 
 def text_mode(data: bytes, encoding: str) -> list[tuple[int, str]]:
@@ -149,7 +149,7 @@ def test_a_leading_mark_stays_in_the_text_unless_the_encoding_says_sig(path: Pat
 def test_a_range_that_begins_inside_a_file_drops_no_mark(path: Path) -> None:
     data = b"one\n\xef\xbb\xbftwo\n"
     path.write_bytes(data)
-    part = ByteRange(source=0, path=path, start=4, end=len(data))
+    part = ByteRange(input_number=0, path=path, start=4, end=len(data))
     assert read([part], "utf-8-sig").documents == [(0, 4, "\ufefftwo")]
 
 
@@ -188,7 +188,7 @@ def test_half_a_utf_16_unit_at_the_end_costs_its_own_line_and_no_other(path: Pat
 
 def test_lines_are_counted_on_over_the_ranges_of_a_shard(tmp_path: Path) -> None:
     first = whole(tmp_path / "a.txt", b"skipped\na\n\nb", source=3)
-    first = ByteRange(source=3, path=first.path, start=8, end=first.end)
+    first = ByteRange(input_number=3, path=first.path, start=8, end=first.end)
     second = whole(tmp_path / "b.txt", b"\xff\nc\n", source=4)
     found = read([first, second], "utf-8")
     assert found.documents == [(0, 8, "a"), (2, 11, "b"), (4, 2, "c")]
@@ -227,10 +227,10 @@ def test_the_bytes_of_a_mark_that_nothing_follows_count_as_read(path: Path, enco
 
 def test_an_input_that_is_gone_is_named(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"gone\.txt cannot be opened: No such file"):
-        read([ByteRange(source=0, path=tmp_path / "gone.txt", start=0, end=1)], "utf-8")
+        read([ByteRange(input_number=0, path=tmp_path / "gone.txt", start=0, end=1)], "utf-8")
 
 
 def test_an_input_cut_short_since_it_was_planned_is_named_with_both_sizes(path: Path) -> None:
     path.write_bytes(b"abc\n")
     with pytest.raises(ReadWriteError, match="ended at byte 4, the plan says 9"):
-        read([ByteRange(source=0, path=path, start=0, end=9)], "utf-8")
+        read([ByteRange(input_number=0, path=path, start=0, end=9)], "utf-8")

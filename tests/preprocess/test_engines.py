@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from preprocess import engines as token_batches
+from preprocess import engines
 from preprocess.engines import (
     Engine,
     TokenBatch,
@@ -150,7 +150,7 @@ def test_a_fast_engine_that_is_wrong_or_fails_gives_way_to_the_reference(
     warnings: list[str] = []
     assert load(plan, json_path, "auto", warnings).name == "fastokens"
     assert not warnings
-    monkeypatch.setattr(token_batches, "fastokens_engine", make)
+    monkeypatch.setattr(engines, "fastokens_engine", make)
     assert load(plan, json_path, "auto", warnings).name == "tokenizers"
     assert len(warnings) == 1
     assert why in warnings[0]
@@ -180,7 +180,7 @@ def test_missing_tokenizer_files_are_named(data_dir: Path, json_path: Path) -> N
 def test_a_tokenizer_that_fastokens_gets_wrong_falls_back_at_planning(
     prep: Any, sample_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_batches, "fastokens_engine", wrong_engine)
+    monkeypatch.setattr(engines, "fastokens_engine", wrong_engine)
     assert not prep.plan(sample_dir, tmp_path / "data").fast_engine_is_equal
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from preprocess import documents, long_documents
 from preprocess import documents as line_blocks
-from preprocess.documents import ByteRange, DocumentBatch, read_documents
+from preprocess.documents import DocumentBatch, read_documents
+from preprocess.inputs import ByteRange
 from preprocess.options import PrepConfig
 from shardprep.errors import UsageError
 
@@ -86,27 +87,27 @@ def expected_of(data: bytes, encoding: str) -> Found:
 def found_by_worker(path: Path, data: bytes, encoding: str, block_bytes: int) -> Found:
     """What the worker's reader and, for long lines, the shard writer's passes make of a file."""
     path.write_bytes(data)
-    part = ByteRange(source=0, path=path, start=0, end=len(data))
+    part = ByteRange(input_number=0, path=path, start=0, end=len(data))
     found = Found(documents=[], bad=[], num_lines=0, num_empty=0)
     num_lines = num_empty = 0
     for item in read_documents([part], doc="line", encoding=encoding, batch_bytes=block_bytes):
         assert item.num_bytes >= 0
         num_lines += item.num_lines
         if isinstance(item, DocumentBatch):
-            rows = zip(item.lines.tolist(), item.source_offsets.tolist(), item.texts, strict=True)
+            rows = zip(item.lines.tolist(), item.input_offsets.tolist(), item.texts, strict=True)
             found.documents.extend(rows)
-            num_empty += item.num_empty
+            num_empty += item.num_lines - len(item.texts) - len(item.bad)
             found.bad.extend((bad.line, bad.source_offset, bad.num_bytes) for bad in item.bad)
             continue
         try:
             text = "".join(item.text())
         except UnicodeDecodeError as error:
-            bad = item.undecodable(error)
+            bad = item.place.undecodable(error)
             found.bad.append((bad.line, bad.source_offset, bad.num_bytes))
         else:
             num_empty += not text
             if text:
-                found.documents.append((item.line, item.start, text))
+                found.documents.append((item.place.line, item.place.start, text))
     return Found(documents=found.documents, bad=found.bad, num_lines=num_lines, num_empty=num_empty)
 
 

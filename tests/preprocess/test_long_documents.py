@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess import documents, long_documents
+from preprocess import documents, long_documents, resources
 from preprocess import documents as line_blocks
-from preprocess import options as worker_settings
-from preprocess.documents import ByteRange, DocumentBatch, read_documents
+from preprocess.documents import DocumentBatch, read_documents
 from preprocess.engines import Engine, can_be_cut, fastokens_engine, tokenizers_engine
+from preprocess.inputs import ByteRange
 from preprocess.long_documents import CUT, MOST_UNCUT_CHARS, LongDocument, UncuttableText, encodable_pieces
 from preprocess.plan import need_plan
 
@@ -49,7 +49,7 @@ def make_with(prep: Any, folder: Path, patch: pytest.MonkeyPatch, long_bytes: in
         patch.setattr(module, "LONG_BYTES", long_bytes)
     patch.setattr(line_blocks, "_SCAN_BYTES", block_bytes)
     patch.setattr(long_documents, "_READ_BYTES", block_bytes)
-    patch.setattr(worker_settings, "BATCH_BYTES", block_bytes)
+    patch.setattr(resources, "BATCH_BYTES", block_bytes)
     prep.make(folder)
 
 
@@ -74,7 +74,7 @@ def test_long_documents_give_the_bytes_of_held_ones(
     original = LongDocument.text
 
     def counted(document: LongDocument) -> Iterator[str]:
-        yielded.append(document.line)
+        yielded.append(document.place.line)
         return original(document)
 
     for block_bytes in (1_000, 5_001, 20_000):
@@ -196,12 +196,12 @@ def test_short_lines_come_in_batches_bounded_by_their_number(tmp_path: Path) -> 
     """Each of them is two headers and two blocks of a tar, however short it is."""
     path = tmp_path / "a.txt"
     path.write_bytes(b"a\n" * 300_000)
-    part = ByteRange(source=0, path=path, start=0, end=600_000)
+    part = ByteRange(input_number=0, path=path, start=0, end=600_000)
     batches = list(read_documents([part], doc="line", encoding="utf-8", batch_bytes=512 << 10))
     texts = [item.texts for item in batches if isinstance(item, DocumentBatch)]
     assert [text for batch in texts for text in batch] == ["a"] * 300_000
     assert max(map(len, texts)) <= 16_384
-    starts = [int(byte) for item in batches for byte in item.source_offsets]  # type: ignore[union-attr]
+    starts = [int(byte) for item in batches for byte in item.input_offsets]  # type: ignore[union-attr]
     assert starts == list(range(0, 600_000, 2))
     assert sum(item.num_bytes for item in batches) == 600_000
 

@@ -80,7 +80,7 @@ def test_concat_rows_joined_are_the_documents_joined(lengths: list[int], seq_len
         for token in a
         if token // 1000 == b[0] // 1000
     }
-    assert packer.num_cut == len(crossing)
+    assert packer.num_split == len(crossing)
 
 
 @settings(deadline=None)
@@ -97,7 +97,7 @@ def test_best_fit_keeps_every_token_once_and_cuts_only_what_is_longer_than_a_row
         for token in ids:
             rows_with.setdefault(token // 1000 - 1, set()).add(number)
     assert all(len(rows_with[d]) == 1 for d, n in enumerate(lengths) if 0 < n <= seq_len)
-    assert packer.num_cut == sum(n > seq_len for n in lengths)
+    assert packer.num_split == sum(n > seq_len for n in lengths)
 
 
 @pytest.mark.parametrize("packing", [ConcatRows, BestFitRows])

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preprocess import inputs as input_files
-from preprocess import shard_cuts
+from preprocess import planning
 from preprocess.inputs import InputFile, list_inputs, next_line_start, stamp_inputs
-from preprocess.plan import need_plan, read_plan
-from preprocess.shard_cuts import check_num_shards, even_cuts, file_cuts
+from preprocess.plan import file_boundaries, need_plan, read_plan
+from preprocess.planning import check_num_shards, even_boundaries
 from preprocess.train_tokenizer import train_tokenizer
 from shardprep.errors import BrokenShard, NotFound, Refused, UnknownVersion, UsageError
 
@@ -59,7 +59,7 @@ def test_cuts_fall_on_line_starts_ascend_and_span_the_whole_input(
     folder: Path, contents: list[bytes], num_shards: int
 ) -> None:
     inputs = write_files(folder, contents)
-    cuts = even_cuts(folder, inputs, num_shards, cut_files=True)
+    cuts = even_boundaries(folder, inputs, num_shards, split_files=True)
     assert len(cuts) == num_shards + 1
     assert (cuts[0], cuts[-1]) == ((0, 0), (len(contents), 0))
     assert cuts == sorted(cuts)
@@ -83,8 +83,8 @@ def test_a_shard_begins_with_the_first_line_at_or_behind_its_even_share(
         starts |= {end - len(data) + byte for byte in line_starts(data)} if data else set()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(input_files, "_FIRST_SCAN_BYTES", first + 1)
-        patch.setattr(shard_cuts, "_NUM_STRETCHES", first)
-        cuts = even_cuts(folder, inputs, num_shards, cut_files=True)
+        patch.setattr(planning, "_NUM_STRETCHES", first)
+        cuts = even_boundaries(folder, inputs, num_shards, split_files=True)
     places = [(ends[source - 1] if source else 0) + byte for source, byte in cuts]
     shares = [total * number // num_shards for number in range(num_shards + 1)]
     assert places == [min(start for start in starts if start >= share) for share in shares]
@@ -96,15 +96,17 @@ def test_every_byte_is_in_exactly_one_shard(
     folder: Path, planned_dir: Path, contents: list[bytes], num_shards: int
 ) -> None:
     inputs = write_files(folder, contents)
-    cuts = even_cuts(folder, inputs, num_shards, cut_files=True)
+    cuts = even_boundaries(folder, inputs, num_shards, split_files=True)
     frozen = need_plan(planned_dir)
-    plan = dataclasses.replace(frozen, input_dir=folder, inputs=inputs, cuts=cuts)
+    plan = dataclasses.replace(frozen, input_dir=folder, inputs=inputs, boundaries=cuts)
     found = [b""] * len(contents)
     for shard_id in range(num_shards):
         ranges = plan.ranges(shard_id)
         for part in ranges:
-            assert part.start == len(found[part.source]), "the next byte, neither one again nor a later one"
-            found[part.source] += part.path.read_bytes()[part.start : part.end]
+            assert part.start == len(found[part.input_number]), (
+                "the next byte, neither one again nor a later one"
+            )
+            found[part.input_number] += part.path.read_bytes()[part.start : part.end]
         assert plan.shard_bytes()[shard_id] == sum(part.end - part.start for part in ranges)
     assert found == contents
 
@@ -119,13 +121,13 @@ def test_one_huge_file_and_many_small_ones_give_even_shards(
     inputs = write_files(
         tmp_path, [b"".join(lines[start : start + size]) for start in range(0, len(lines), size)]
     )
-    sizes = shard_sizes(inputs, even_cuts(tmp_path, inputs, 7, cut_files=True))
+    sizes = shard_sizes(inputs, even_boundaries(tmp_path, inputs, 7, split_files=True))
     assert max(sizes) - min(sizes) < 16
 
 
 def test_a_line_longer_than_a_shard_leaves_shards_empty_and_is_never_cut(tmp_path: Path) -> None:
     inputs = write_files(tmp_path, [b"a\n" + b"x" * 1000 + b"\nb\nc\n"])
-    cuts = even_cuts(tmp_path, inputs, 5, cut_files=True)
+    cuts = even_boundaries(tmp_path, inputs, 5, split_files=True)
     assert cuts == [(0, 0), (0, 1003), (0, 1003), (0, 1003), (0, 1003), (1, 0)]
 
 
@@ -155,10 +157,10 @@ def test_utf_16_utf_32_and_whole_file_documents_are_never_cut(
         data = text.encode(options.get("encoding", "utf-8"))
         (tmp_path / "raw" / f"{number}.txt").write_bytes(data)
     plan = prep.plan(tmp_path / "raw", tmp_path / "data", num_shards=3, **options)
-    assert [byte for _, byte in plan.cuts] == [0, 0, 0, 0]
-    assert [source for source, _ in plan.cuts] == [0, 2, 5, 7]
+    assert [byte for _, byte in plan.boundaries] == [0, 0, 0, 0]
+    assert [source for source, _ in plan.boundaries] == [0, 2, 5, 7]
     prep.plan(tmp_path / "raw", tmp_path / "cut", num_shards=3, encoding="cp949")
-    assert any(byte for _, byte in need_plan(tmp_path / "cut").cuts), "and others are"
+    assert any(byte for _, byte in need_plan(tmp_path / "cut").boundaries), "and others are"
 
 
 def test_without_a_number_of_shards_one_file_is_one_shard(
@@ -166,7 +168,7 @@ def test_without_a_number_of_shards_one_file_is_one_shard(
 ) -> None:
     plan = prep.plan(sample_dir, tmp_path / "data")
     assert [part.path.name for shard in range(6) for part in plan.ranges(shard)] == prep.names(sample_dir)
-    assert plan.cuts == file_cuts(plan.inputs)
+    assert plan.boundaries == file_boundaries(plan.inputs)
 
 
 def test_a_size_of_shards_decides_their_number(prep: Prep, sample_dir: Path, tmp_path: Path) -> None:

@@ -61,10 +61,10 @@ def test_binding_narrows_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 THREADS = """
 import os, sys
 from pathlib import Path
-from preprocess import token_batches
+from preprocess import engines
 from preprocess.resources import bind_to
 bind_to(sorted(os.sched_getaffinity(0)))
-make = getattr(token_batches, sys.argv[1] + "_engine")
+make = getattr(engines, sys.argv[1] + "_engine")
 engine = make(Path(sys.argv[2]), allow_special_tokens=False)
 engine.encode(["a text"] * 20_000)
 print(len(os.listdir("/proc/self/task")), end="")

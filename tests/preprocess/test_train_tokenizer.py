@@ -15,8 +15,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from preprocess import train_tokenizer as command
-from preprocess.llama3_pipeline import special_tokens
-from preprocess.train_tokenizer import train_tokenizer
+from preprocess.train_tokenizer import special_tokens, train_tokenizer
 from preprocess.training_text import PIECE_CHARS, TrainingText, find_spans, read_lines, sample_spans
 from shardprep.errors import BadInput, CannotWrite, NotFound, Refused, UsageError
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess import options as worker_settings
+from preprocess import resources
 from preprocess.tokenizer_files import resolve_tokenizer
 from preprocess.worker import done_manifest
 from shardprep.atomic_files import STALE_AFTER_S, remove_temporaries
@@ -82,7 +82,7 @@ def test_both_engines_and_all_sizes_of_blocks_give_equal_bytes(
     ):
         folder = planned_copy(reference(record), tmp_path / str(number))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(worker_settings, "BATCH_BYTES", block_bytes)
+            patch.setattr(resources, "BATCH_BYTES", block_bytes)
             prep.make(folder, engine=engine)
         assert prep.contents(folder) == expected
         run = json.loads((folder / "shard-00000.json").read_bytes())["run"]

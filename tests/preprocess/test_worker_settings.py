@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from preprocess.options import BATCH_BYTES, WorkerSettings, environment_number, memory_limit_gb
+from preprocess.options import WorkerSettings, environment_number
+from preprocess.resources import BATCH_BYTES, memory_limit_gb
 from shardprep.errors import UsageError
 
 

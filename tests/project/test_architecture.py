@@ -127,6 +127,19 @@ def test_of_preprocess_two_modules_import_lustre_and_nothing_imports_the_loader(
         assert {name.split(".")[0] for name in names} <= {"shardprep", "lustre"}
 
 
+def test_inside_of_preprocess_imports_follow_the_way_of_the_text() -> None:
+    """Each stage imports stages before it alone; a shard's writer knows neither rows nor options."""
+    way = ["resources", "options", "inputs", "long_documents", "documents", "engines", "packing", "members"]
+    files = modules("preprocess")
+    for number, stage in enumerate(way):
+        found = {name for name in files[f"preprocess/{stage}.py"] if name.startswith("preprocess.")}
+        before = tuple(f"preprocess.{name}" for name in way[:number])
+        assert all(name.startswith(before) for name in found), (stage, found)
+    writer = files["preprocess/shard_writer.py"]
+    assert "preprocess.members" in writer
+    assert not any(name.startswith(("preprocess.packing", "preprocess.options")) for name in writer)
+
+
 def test_the_format_needs_nothing_but_the_standard_library_and_numpy() -> None:
     allowed = {*sys.stdlib_module_names, "numpy", "shardprep"}
     paths = list((ROOT / "shardprep" / "format").glob("*.py"))

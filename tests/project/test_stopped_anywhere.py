@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from preprocess.local_run import _Process
+from preprocess.members import members_of
 from preprocess.options import WorkerSettings
 from preprocess.plan import need_plan
 from preprocess.shard_writer import ShardWriter
@@ -65,10 +66,10 @@ def test_a_signal_just_behind_the_making_of_a_shards_files_leaves_no_temporary(
     prep: Prep, data_dir: Path
 ) -> None:
     plan = need_plan(data_dir)
-    sources = [item.path for item in plan.inputs]
 
     def make() -> None:
-        with ShardWriter(data_dir, plan.spec, 0, options=plan.options, sources=sources):
+        members = members_of(data_dir, plan.spec, 0, plan.options)
+        with ShardWriter(data_dir, plan.spec, 0, members, input_paths=[]):
             pass
 
     number = 1

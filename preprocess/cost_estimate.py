@@ -1,0 +1,150 @@
+"""What a plan will cost, measured on a sample of its own input with the stages of a worker.
+
+The sample is 2 MiB from 8 evenly spread places, so planning takes a second or two longer for it, however
+large the input is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from preprocess.documents import DocumentBatch, read_documents
+from preprocess.engines import Engine
+from preprocess.inputs import ByteRange, next_line_start
+from preprocess.long_documents import LongDocument
+from preprocess.members import members_of
+from preprocess.plan import Plan
+from preprocess.resources import BATCH_BYTES
+from preprocess.shard_writer import ShardWriter
+from shardprep.errors import CannotWrite
+from shardprep.format.names import idx_path, tar_path
+
+_NUM_PLACES = 8  # of the input that are sampled
+_SAMPLE_BYTES = 2 << 20  # in all
+_STARTUP_S = 3.0  # a task's Python and tokenizer, generously
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostEstimate:
+    """Figures of the whole plan, scaled up from the sample."""
+
+    num_tokens: int
+    output_bytes: int
+    core_hours: float
+    longest_shard_s: float  # on one core
+    num_useful_cores: int  # of a task: more of them would wait for its slowest serial stage
+
+
+def sample_texts(plan: Plan, *, num_bytes: int) -> list[str]:
+    """Documents from evenly spread places of the input."""
+    return [text for batch in _sample(plan, num_bytes) for text in batch.texts]
+
+
+def _documents(plan: Plan, ranges: list[ByteRange]) -> Iterator[DocumentBatch | LongDocument]:
+    options = plan.options
+    return read_documents(ranges, doc=options.doc, encoding=options.encoding, batch_bytes=BATCH_BYTES)
+
+
+def _sample(plan: Plan, num_bytes: int) -> Iterator[DocumentBatch]:
+    """Documents of the sample; of a very long one, the beginning."""
+    ranges = list(_sample_ranges(plan, num_bytes // _NUM_PLACES))
+    for item in _documents(plan, ranges):
+        if isinstance(item, DocumentBatch):
+            yield item
+            continue
+        with contextlib.suppress(UnicodeDecodeError):
+            text = next(item.text(), "")
+            yield DocumentBatch(
+                texts=[text],
+                lines=np.array([item.place.line]),
+                input_number=item.place.input_number,
+                input_offsets=np.array([item.place.start]),
+                num_lines=1,
+                num_bytes=len(text.encode()),
+            )
+
+
+def _sample_ranges(plan: Plan, num_bytes: int) -> Iterator[ByteRange]:
+    """Whole lines from evenly spread places; whole files where files are never cut."""
+    split_files = plan.options.files_can_be_split
+    total = sum(item.num_bytes for item in plan.inputs)
+    targets = iter([total * place // _NUM_PLACES for place in range(_NUM_PLACES)])
+    target, begin = next(targets), 0
+    for number, item in enumerate(plan.inputs):
+        end = begin + item.num_bytes
+        while target < end:
+            path = plan.input_dir / item.path
+            start = next_line_start(path, target - begin) if split_files else 0
+            stop = item.num_bytes
+            if split_files:
+                stop = next_line_start(path, min(start + num_bytes, item.num_bytes))
+            if start < stop:
+                yield ByteRange(input_number=number, path=path, start=start, end=stop)
+            target = next(targets, total)
+            if not split_files:
+                target = max(target, end)
+        begin = end
+
+
+def measure(plan: Plan, engine: Engine) -> CostEstimate:
+    """Run a sample through the worker's own stages into a scratch folder and scale it up.
+
+    Times are CPU seconds of one core of this machine; a cluster's node will differ.
+    """
+    input_paths = [item.path for item in plan.inputs]
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(scratch_folder())
+        members = members_of(folder, plan.spec, 0, plan.options)
+        writer = stack.enter_context(ShardWriter(folder, plan.spec, 0, members, input_paths=input_paths))
+        num_bytes = 0
+        read_s = encode_s = write_s = 0.0  # of CPU
+        batches = _sample(plan, _SAMPLE_BYTES)
+        at = time.process_time()
+        for batch in batches:
+            at, read_s = _add_cpu(at, read_s)
+            tokens = engine.encode_documents(batch.texts, end_id=plan.end_id)
+            at, encode_s = _add_cpu(at, encode_s)
+            writer.append(batch, tokens)
+            at, write_s = _add_cpu(at, write_s)
+            num_bytes += batch.num_bytes
+        writer.commit({})
+        written = tar_path(folder, 0).stat().st_size + idx_path(folder, 0).stat().st_size
+    shard_bytes = plan.shard_bytes()
+    cpu_s = read_s + encode_s + write_s
+    scale = sum(shard_bytes) / max(1, num_bytes)
+    return CostEstimate(
+        num_tokens=round(writer.num_tokens * scale),
+        output_bytes=round(written * scale),
+        core_hours=(cpu_s * scale + _STARTUP_S * plan.num_shards) / 3600,
+        longest_shard_s=cpu_s * max(shard_bytes) / max(1, num_bytes) + _STARTUP_S,
+        # Reading and writing take a thread each, encoding as many as there are.
+        num_useful_cores=max(1, round(cpu_s / max(read_s, write_s, 1e-9))) if num_bytes else 1,
+    )
+
+
+def _add_cpu(since_s: float, total_s: float) -> tuple[float, float]:
+    now = time.process_time()
+    return now, total_s + now - since_s
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """An empty folder under TMPDIR for the time of a ``with``. Raises CannotWrite where none can be made."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="shardprep-"))
+    except OSError as error:
+        raise CannotWrite(
+            f"no scratch folder can be made: {error.strerror}; let TMPDIR name a folder with some space"
+        ) from None
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -18,11 +18,12 @@ from preprocess.plan import need_plan
 from shardprep.command_line import check_command, parse_command, underscored
 from shardprep.console import Progress, outlast_readers, output_is_read, raise_on_stop_signals, say
 from shardprep.errors import ReadWriteError, ShardprepError, Stopped
-from shardprep.format import INDEX_NAME, id_ranges
+from shardprep.format.index import id_ranges
+from shardprep.format.names import INDEX_NAME
 from slurm.dataset_state import DatasetState, find_state
 from slurm.job_script import HELP, JobRequest
 from slurm.slurm_commands import REQUEST_VARIABLES, slurm_output
-from slurm.status_report import read_shard_runs, report, report_text
+from slurm.status_report import read_makings, report, report_text
 from slurm.submitting import Sending, prepare_retry, prepare_submit, reason_to_leave
 
 
@@ -195,7 +196,7 @@ def status(args: argparse.Namespace) -> int:
 
 
 def _print_status(state: DatasetState, *, as_json: bool = False) -> None:
-    data = report(state, read_shard_runs(state.folder, state.ids("done")))
+    data = report(state, read_makings(state.folder, state.ids("done")))
     print(json.dumps(data) if as_json else report_text(data), flush=True)
 
 

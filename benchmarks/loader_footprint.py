@@ -23,7 +23,9 @@ from typing import Any
 import numpy as np
 from benchmark_text import ROOT
 
-from shardprep.format import DatasetIndex, idx_num_bytes, read_index, tar_path
+from shardprep.format.idx import idx_num_bytes
+from shardprep.format.index import DatasetIndex, read_index
+from shardprep.format.names import tar_path
 
 NUM_SHARDS = 99_999
 TAR_BYTES = 2_000_000_000 // 512 * 512

@@ -31,7 +31,7 @@ from loader_shares import source_variances, useful_share
 from measured_run import machine_line
 
 from loader import get_llama3_dataloader
-from shardprep.format import read_index
+from shardprep.format.index import read_index
 
 NUM_RESUMES, NUM_FRESH = 50, 9
 WORLD, WORKERS, BATCH = 8, 2, 8

@@ -3,56 +3,31 @@
 from __future__ import annotations
 
 import argparse
-import os
-import re
 import sys
+from collections.abc import Sequence
 
-from loader.staging.stage_command import stage
-from shardprep.errors import ReadWriteError, ShardprepError, Stopped
+from shardprep.command_line import Command, Program
 
 SHOWN_IDS = 12
 SHOWN_CHARS = 200
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Show what a training script would get, or stage. Returns an exit code, as preprocess does."""
-    argv = [_underscored(word) for word in (sys.argv[1:] if argv is None else argv)]
-    try:
-        return stage(argv[1:], say=_say) if argv[:1] == ["stage"] else _show(argv)
-    except (ShardprepError, Stopped) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    return PROGRAM.run(command_words(sys.argv[1:] if argv is None else argv))
 
 
-def _show(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m loader",
-        usage="%(prog)s [options] input_shards ...\n       %(prog)s {stage} ...",
-        description="Print a batch of a data set, decoded; or stage its shards on this node: stage --help. "
-        "A folder of that name is ./stage.",
-    )
-    parser.add_argument("input_shards", nargs="+", help="a folder, an index.json, tars or a pattern of tars")
-    parser.add_argument("--model_id", help="whose tokenizer made tars that shardprep did not write")
-    parser.add_argument("--batch_size", type=int, default=2, help="samples (default 2)")
-    parser.add_argument("--num_workers", type=int, default=0, help="processes that read (default 0)")
-    parser.add_argument("--max_length", type=int, help="tokens at which documents are cut")
-    parser.add_argument("--seed", type=int, default=0, help="of the shuffle (default 0)")
-    _print_batch(**vars(parser.parse_args(argv)))
-    return 0
+def command_words(argv: Sequence[str]) -> list[str]:
+    """The words with their command; whatever is not ``stage`` names shards to show."""
+    return list(argv) if argv[:1] and argv[0] == "stage" else ["show", *argv]
 
 
-def _underscored(word: str) -> str:
-    """``--batch-size`` -> ``--batch_size``: in a flag's name dashes and underscores are the same."""
-    name, equals, value = word.partition("=")
-    if not re.fullmatch(r"--[a-z][a-z_-]*", name):
-        return word
-    return re.sub("^--no_", "--no-", "--" + name[2:].replace("-", "_")) + equals + value
-
-
-def _print_batch(**options: object) -> None:
+def show(args: argparse.Namespace) -> int:
+    """Print the first batch of a data set, decoded."""
     from loader.dataloader import get_llama3_dataloader
 
-    with get_llama3_dataloader(**options) as loader:  # type: ignore[arg-type]
+    options = {name: value for name, value in vars(args).items() if name != "command"}
+    with get_llama3_dataloader(**options) as loader:
         batch = next(iter(loader))
         _say(f"{loader.order.num_samples:,} samples, {len(loader):,} batches an epoch")
         for name, tensor in batch.items():
@@ -63,16 +38,11 @@ def _print_batch(**options: object) -> None:
             _say(f"  input_ids {_shown(ids.tolist())}")
             _say(f"  labels    {_shown(labels.tolist())}")
             _say(f"  text      {loader.tokenizer.decode(real)[:SHOWN_CHARS]!r}")
+    return 0
 
 
 def _say(line: str) -> None:
-    """Print a line; where `| head` has seen enough, the rest is dropped and the work goes on."""
-    try:
-        print(line, flush=True)
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):
-            raise ReadWriteError(f"standard output cannot be written: {error.strerror}") from None
+    print(line, flush=True)
 
 
 def _shown(ids: list[int]) -> str:
@@ -80,6 +50,35 @@ def _shown(ids: list[int]) -> str:
         return str(ids)
     return f"{str(ids[:SHOWN_IDS])[:-1]}, ..., {str(ids[-SHOWN_IDS:])[1:]}"
 
+
+def _show_flags(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [options] input_shards ...\n       %(prog)s {stage} ..."
+    parser.description = (
+        "Print a batch of a data set, decoded; or stage its shards on this node: stage --help. "
+        "A folder of that name is ./stage."
+    )
+    parser.add_argument("input_shards", nargs="+", help="a folder, an index.json, tars or a pattern of tars")
+    parser.add_argument("--model_id", help="whose tokenizer made tars that shardprep did not write")
+    parser.add_argument("--batch_size", type=int, default=2, help="samples (default 2)")
+    parser.add_argument("--num_workers", type=int, default=0, help="processes that read (default 0)")
+    parser.add_argument("--max_length", type=int, help="tokens at which documents are cut")
+    parser.add_argument("--seed", type=int, default=0, help="of the shuffle (default 0)")
+
+
+PROGRAM = Program(
+    name="python -m loader",
+    description="Print a batch of a data set, decoded; or stage its shards on this node.",
+    commands={
+        "show": Command(
+            summary="print the first batch, decoded", add_flags=_show_flags, run=show, is_nameless=True
+        ),
+        "stage": Command(
+            summary="copy shards to a disk of this node, verified",
+            add_flags="loader.staging.stage_command:add_flags",
+            run="loader.staging.stage_command:stage",
+        ),
+    },
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
-import re
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from lustre.directory_layout import change_text, set_directory_layout, why_leave, why_not
@@ -15,20 +14,32 @@ from lustre.layout_choice import choose_layout
 from lustre.lfs import file_system_of
 from lustre.osts import count_osts
 from lustre.path_report import DataSize, choice_lines, report
-from shardprep.errors import LustreError
+from shardprep.command_line import Command, Program
 
 
-def show(args: argparse.Namespace) -> list[str]:
-    """The lines to print about a path, which need not exist yet. Raises LustreError from lfs."""
-    return report(args.path, _size(args))
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code: 0, 2 for a wrong usage, 73 where lfs fails."""
+    return PROGRAM.run(sys.argv[1:] if argv is None else argv)
 
 
-def apply(args: argparse.Namespace) -> list[str]:
+def show(args: argparse.Namespace) -> int:
+    """Print the lines about a path, which need not exist yet. Raises LustreError from lfs."""
+    print("\n".join(report(args.path, _size(args))))
+    return 0
+
+
+def apply(args: argparse.Namespace) -> int:
     """Give a fresh, empty folder the named layout, or the table's where nobody has chosen one yet.
 
-    Returns the lines to print. Raises LustreUsageError before anything is asked of lfs, and
+    Raises LustreUsageError before anything is asked of lfs, and
     LustreError where it was not done as asked.
     """
+    print("\n".join(_apply(args)))
+    return 0
+
+
+def _apply(args: argparse.Namespace) -> list[str]:
+    """Do it; returns the lines to print."""
     folder: Path = args.path
     wanted = parse_layout_options(
         count=args.count, size=args.size, pool=args.pool, pfl=args.pfl, dom=args.dom
@@ -65,62 +76,46 @@ def _size(args: argparse.Namespace) -> DataSize:
     return DataSize(shard_bytes=shard_bytes, num_shards=args.num_shards, num_readers=num_readers)
 
 
-def _parser() -> tuple[argparse.ArgumentParser, argparse._SubParsersAction[argparse.ArgumentParser]]:
-    parser = argparse.ArgumentParser(prog="python -m lustre", description=__doc__, allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True)
-    reader = commands.add_parser(
-        "show", help="file system, layout and OSTs of a path; changes nothing", allow_abbrev=False
+def _path_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", type=Path, metavar="PATH", help="a folder; need not be on Lustre")
+    parser.add_argument("--shard_bytes", help="size of a shard, such as 2G, to choose a layout for")
+    parser.add_argument("--num_shards", type=int, help="how many shards")
+
+
+def _show_flags(parser: argparse.ArgumentParser) -> None:
+    _path_flags(parser)
+    parser.add_argument("--num_readers", type=int, help="processes that read them at once")
+
+
+def _apply_flags(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "Without a layout it takes the one that `show` chooses, unless the site or somebody has "
+        "chosen already. A file, or a folder that holds anything, is never changed."
     )
-    writer = commands.add_parser(
-        "apply",
-        help="set the layout of new files in a fresh, empty folder, and read it back",
-        epilog="Without a layout it takes the one that `show` chooses, unless the site or somebody has "
-        "chosen already. A file, or a folder that holds anything, is never changed.",
-        allow_abbrev=False,
-    )
-    for command, run in ((reader, show), (writer, apply)):
-        command.set_defaults(run=run)
-        command.add_argument("path", type=Path, metavar="PATH", help="a folder; need not be on Lustre")
-        command.add_argument("--shard_bytes", help="size of a shard, such as 2G, to choose a layout for")
-        command.add_argument("--num_shards", type=int, help="how many shards")
-    reader.add_argument("--num_readers", type=int, help="processes that read them at once")
-    writer.add_argument("-c", "--count", help="stripes: 1 to 2000, or -1 for a stripe on every OST")
-    writer.add_argument("-S", "--size", help="of a stripe: a multiple of 64K below 4G, such as 4M")
-    writer.add_argument("-p", "--pool", help="pool of OSTs that stripes are taken from")
-    writer.add_argument("--pfl", help="END:COUNT[:SIZE] of each component, such as '1G:1,10G:4,-1:8'")
-    writer.add_argument("--dom", help="keep the first bytes, up to 1G, on the metadata server")
-    writer.add_argument("--dry_run", action="store_true", help="check everything, set nothing")
-    return parser, commands
+    _path_flags(parser)
+    parser.add_argument("-c", "--count", help="stripes: 1 to 2000, or -1 for a stripe on every OST")
+    parser.add_argument("-S", "--size", help="of a stripe: a multiple of 64K below 4G, such as 4M")
+    parser.add_argument("-p", "--pool", help="pool of OSTs that stripes are taken from")
+    parser.add_argument("--pfl", help="END:COUNT[:SIZE] of each component, such as '1G:1,10G:4,-1:8'")
+    parser.add_argument("--dom", help="keep the first bytes, up to 1G, on the metadata server")
+    parser.add_argument("--dry_run", action="store_true", help="check everything, set nothing")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns its exit code: 0, 2 for a wrong usage, 73 where lfs fails, 74 on a full disk.
-
-    Dashes and underscores in a flag's name are the same.
-    """
-    words = [
-        re.sub(r"^--[a-z][a-z_-]*", lambda flag: "--" + flag[0][2:].replace("-", "_"), word)
-        for word in (sys.argv[1:] if argv is None else argv)
-    ]
-    parser, commands = _parser()
-    args, unknown = parser.parse_known_args(words)
-    if unknown:  # the usage of the command that does not know it, not of all
-        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
-    try:
-        lines = args.run(args)
-    except LustreError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    try:
-        print("\n".join(lines), flush=True)
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains as it ends
-        if isinstance(error, BrokenPipeError):  # `| head` has seen enough
-            return 0
-        print(f"error: standard output cannot be written: {error.strerror}", file=sys.stderr)
-        return 74
-    return 0
-
+PROGRAM = Program(
+    name="python -m lustre",
+    description="Show what new files will get, and apply a layout to a fresh, empty folder.",
+    allow_abbrev=False,
+    commands={
+        "show": Command(
+            summary="file system, layout and OSTs of a path; changes nothing", add_flags=_show_flags, run=show
+        ),
+        "apply": Command(
+            summary="set the layout of new files in a fresh, empty folder, and read it back",
+            add_flags=_apply_flags,
+            run=apply,
+        ),
+    },
+)
 
 if __name__ == "__main__":
     sys.exit(main())

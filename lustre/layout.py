@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lustre.lfs import run_lfs
-from shardprep.errors import LustreError, LustreUsageError
+from shardprep import command_line
+from shardprep.errors import LustreError, LustreUsageError, UsageError
 
 ALL_OSTS = -1
 FILE_SYSTEM_DEFAULT = 0  # as a stripe count: whatever the file system gives
@@ -275,10 +276,10 @@ def parse_size(text: str, name: str) -> int:
     Two habits of lfs are refused rather than shared: there a bare number below 4096 means KiB, and
     ``128b`` means blocks of 512 bytes. Here a bare number is bytes, whatever its size.
     """
-    match = re.fullmatch(r"([0-9]{1,18})(?:([KMGT])(?:i?B)?)?", text, re.IGNORECASE)
-    if not match:
-        raise LustreUsageError(f"{name} is {text!r}, expected a number of bytes such as 4194304, 4M or 2G")
-    return int(match[1]) * dict(_UNITS).get((match[2] or "").upper(), 1)
+    try:
+        return command_line.parse_size(text, name, such_as="4194304, 4M or 2G")
+    except UsageError as error:
+        raise LustreUsageError(str(error)) from None
 
 
 def size_text(num_bytes: int) -> str:

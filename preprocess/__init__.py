@@ -1,3 +1,5 @@
 """Raw text to token shards. ``python -m preprocess --help`` is the way in."""
 
-__version__ = "0.1.0"
+from shardprep import __version__
+
+__all__ = ["__version__"]

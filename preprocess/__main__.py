@@ -1,4 +1,7 @@
-"""``python -m preprocess``: plan, run, verify, train_tokenizer, or one shard by ``--shard_id N``."""
+"""``python -m preprocess``: plan, run, verify, train_tokenizer, or one shard by ``--shard_id N``.
+
+A command imports what it needs when it runs: ``--help`` takes 0.1 s, and a worker never loads the planner.
+"""
 
 from __future__ import annotations
 
@@ -6,34 +9,32 @@ import argparse
 import dataclasses
 import os
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from preprocess.command_line import (
-    given_options,
-    num_processes,
-    parse,
-    parse_ids,
-    worker_settings,
+from preprocess.options import (
+    PROCESS_BYTES,
+    PrepConfig,
+    WorkerSettings,
+    environment_number,
+    memory_limit_gb,
 )
-from preprocess.options import PrepConfig
-from shardprep.command_line import parse_size
-from shardprep.console import Progress, outlast_readers, raise_on_stop_signals, say
-from shardprep.errors import ShardprepError, Stopped
-from shardprep.format import id_ranges
+from shardprep.command_line import Command, Program, add_flags_of, given_of, parse_size
+from shardprep.console import Progress, say
+from shardprep.errors import UsageError
+from shardprep.id_ranges import id_ranges, ids_of_ranges
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Errors are a line on standard error, never a traceback."""
-    outlast_readers()
-    try:
-        raise_on_stop_signals()
-        args = parse(sys.argv[1:] if argv is None else argv)
-        code = _COMMANDS[args.command](args)
-        sys.stdout.flush()
-    except (ShardprepError, Stopped) as error:
-        if str(error):
-            say(f"error: {error}")
-        return error.exit_code
-    return code
+    return PROGRAM.run(command_words(sys.argv[1:] if argv is None else argv))
+
+
+def command_words(argv: Sequence[str]) -> list[str]:
+    """The words with their command: ``--shard_id N`` alone makes a shard."""
+    is_nameless = not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help"))
+    return ["shard", *argv] if is_nameless else list(argv)
 
 
 def make_shard(args: argparse.Namespace) -> int:
@@ -42,9 +43,9 @@ def make_shard(args: argparse.Namespace) -> int:
     from preprocess.resources import bind_to_task_cpus
     from preprocess.task_plan import array_note, check_task_shard, plan_of_task
     from preprocess.worker import done_manifest, load_worker
-    from shardprep.format import quarantine_path
+    from shardprep.format.names import quarantine_path
 
-    given = given_options(args)
+    given = given_of(args, PrepConfig)
     given.setdefault("output_dir", PrepConfig().output_dir)
     folder = given["output_dir"]
     plan = plan_of_task(given)
@@ -75,7 +76,7 @@ def make_plan(args: argparse.Namespace) -> int:
     from preprocess.planning import LONG_SHARD_S, Sharding, small_shards_note
     from preprocess.planning import make_plan as make
 
-    config = PrepConfig(**given_options(args))
+    config = PrepConfig(**given_of(args, PrepConfig))
     shard_bytes = parse_size(args.shard_bytes, "--shard_bytes") if args.shard_bytes else None
     sharding = Sharding(num_shards=args.num_shards, shard_bytes=shard_bytes)
     plan, cost = make(config, sharding, stripe=args.stripe, dry_run=args.dry_run, say=say)
@@ -141,7 +142,7 @@ def verify(args: argparse.Namespace) -> int:
     """``verify O``: prove the shards whole and write index.json."""
     from preprocess.plan import need_plan
     from preprocess.verify import publish_osts, verify_dataset
-    from shardprep.format import INDEX_NAME
+    from shardprep.format.names import INDEX_NAME
 
     folder = args.output_dir
     plan = need_plan(folder)
@@ -162,20 +163,96 @@ def verify(args: argparse.Namespace) -> int:
     return 0
 
 
-def train_tokenizer(args: argparse.Namespace) -> int:
-    """``train_tokenizer``: a tokenizer of one's own."""
-    from preprocess import train_tokenizer as training
+def worker_settings(args: argparse.Namespace) -> WorkerSettings:
+    """The worker's options: given, or of DATASET_[WRITER_]BATCH_SIZE, or the defaults."""
+    settings: dict[str, Any] = {
+        "batch_size": environment_number(os.environ, "DATASET_BATCH_SIZE"),
+        "writer_batch_size": environment_number(os.environ, "DATASET_WRITER_BATCH_SIZE"),
+        "memory_gb": memory_limit_gb(os.environ),
+    }
+    return WorkerSettings(**settings | given_of(args, WorkerSettings))
 
-    return training.main(args)
+
+def parse_ids(text: str, num_shards: int) -> list[int]:
+    """``0-9,12`` -> shard ids in order, each once. Raises UsageError."""
+    try:
+        return sorted(set(ids_of_ranges(text, end=num_shards)))
+    except ValueError:
+        what = f"expected ids of 0 to {num_shards - 1}, such as 0-9,12"
+        raise UsageError(f"--shards is {text!r}, {what}") from None
 
 
-_COMMANDS = {
-    "shard": make_shard,
-    "plan": make_plan,
-    "run": run,
-    "verify": verify,
-    "train_tokenizer": train_tokenizer,
-}
+def num_processes(args: argparse.Namespace, num_cpus: int, memory_gb: float) -> int:
+    """--num_proc, else DATASET_NUM_PROC, else one a CPU as far as the memory goes. Raises UsageError."""
+    given = environment_number(os.environ, "DATASET_NUM_PROC") if args.num_proc is None else args.num_proc
+    if given is None:
+        fitting = int(memory_gb * 2**30) // (PROCESS_BYTES + (100 << 20))
+        return max(1, min(num_cpus, fitting))
+    if given < 1:
+        raise UsageError(f"--num_proc is {given}, expected 1 or more")
+    return int(given)
+
+
+def _shard_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Make one shard."
+    parser.add_argument("--shard_id", type=int, required=True, help="which shard, from 0")
+    add_flags_of(parser, PrepConfig)
+    add_flags_of(parser, WorkerSettings, but={item.name for item in dataclasses.fields(PrepConfig)})
+
+
+def _plan_flags(parser: argparse.ArgumentParser) -> None:
+    number = parser.add_mutually_exclusive_group()
+    number.add_argument("--num_shards", type=int, help="even shards (default: one input file, one shard)")
+    number.add_argument("--shard_bytes", help="even shards of about this much input, such as 512M")
+    parser.add_argument("--dry_run", action="store_true", help="print what would be planned, write nothing")
+    parser.add_argument(
+        "--stripe",
+        default="auto",
+        help="Lustre stripes of a fresh output folder: auto (leave it), none, or N",
+    )
+    add_flags_of(parser, PrepConfig)
+
+
+def _run_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("output_dir", type=Path, help="folder of the data set")
+    parser.add_argument("--shards", help="only these, such as 0-9,12")
+    parser.add_argument("--num_proc", type=int, help="processes (default: DATASET_NUM_PROC, or one a CPU)")
+    add_flags_of(parser, WorkerSettings)
+
+
+def _verify_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("output_dir", type=Path, help="folder of the data set")
+    parser.add_argument("--fast", action="store_true", help="manifests, sizes and coverage; read no shard")
+
+
+PROGRAM = Program(
+    name="python -m preprocess",
+    description="Raw text -> token shards. Without a command it makes one shard: --shard_id N.",
+    epilog="python -m preprocess --shard_id N [...] makes shard N: of the plan in --output_dir, or "
+    "without one of the N-th .txt file in --input_dir.",
+    commands={
+        "shard": Command(
+            summary="make one shard: --shard_id N",
+            add_flags=_shard_flags,
+            run=make_shard,
+            is_nameless=True,
+        ),
+        "plan": Command(
+            summary="decide which bytes are shard N, and freeze it as plan.json",
+            add_flags=_plan_flags,
+            run=make_plan,
+        ),
+        "run": Command(summary="make the missing shards on this machine", add_flags=_run_flags, run=run),
+        "verify": Command(
+            summary="prove the shards whole and write index.json", add_flags=_verify_flags, run=verify
+        ),
+        "train_tokenizer": Command(
+            summary="train a byte-level BPE like Llama 3's",
+            add_flags="preprocess.train_tokenizer:add_arguments",
+            run="preprocess.train_tokenizer:main",
+        ),
+    },
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -22,12 +22,12 @@ from preprocess.engines import TokenBatch, part_of
 from preprocess.long_documents import LongDocument
 from shardprep.atomic_files import PublishedFile
 from shardprep.errors import BadInput, ReadWriteError
-from shardprep.format import (
+from shardprep.format.dataset_spec import DatasetSpec
+from shardprep.format.idx import IDX_DOCUMENT
+from shardprep.format.names import (
     BLOCK_BYTES,
-    IDX_DOCUMENT,
     MAX_MEMBER_BYTES,
     TEXT_FIELD,
-    DatasetSpec,
     document_key,
     npy_header,
     token_field,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from shardprep.errors import UsageError
-from shardprep.format import Record, TokenFormat
+from shardprep.format.names import Record, TokenFormat
 
 Doc = Literal["line", "file"]
 Pack = Literal["concat", "best_fit"]

@@ -16,13 +16,13 @@ import numpy.typing as npt
 
 from preprocess.engines import TokenBatch
 from preprocess.members import ustar_header
-from shardprep.format import (
+from shardprep.format.dataset_spec import DatasetSpec
+from shardprep.format.idx import IDX_ROW
+from shardprep.format.names import (
     BLOCK_BYTES,
     DOC_STARTS_FIELD,
-    IDX_ROW,
     PACKED_MEMBER_BYTES,
     ROW_TOKENS_FIELD,
-    DatasetSpec,
     npy_header,
     rows_key,
     token_field,

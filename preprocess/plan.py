@@ -21,19 +21,10 @@ from preprocess.options import BYTES_OPTIONS, CHOICES, PrepConfig
 from preprocess.shard_cuts import Cut, file_cuts
 from shardprep.atomic_files import PublishedFile, sync_folder
 from shardprep.errors import BrokenShard, NotFound, Refused, UsageError
-from shardprep.format import (
-    FORMAT_VERSION,
-    MAX_SEQ_LEN,
-    MAX_SHARDS,
-    MOST,
-    PLAN_NAME,
-    DatasetSpec,
-    Fields,
-    FileStamp,
-    TokenizerSpec,
-    read_checked,
-    with_content_hash,
-)
+from shardprep.format.checked_json import MOST, Fields, read_checked, with_content_hash
+from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
+from shardprep.format.names import FORMAT_VERSION, MAX_SEQ_LEN, MAX_SHARDS, PLAN_NAME
+from shardprep.regular_files import FileStamp
 
 MAX_PLAN_BYTES = 256 << 20  # some 10^6 inputs
 _FORMAT = "shardprep-plan"
@@ -193,9 +184,7 @@ def _plan_of(fields: Fields) -> Plan:
         options=_options_of(fields.fields("options")),
         max_bad_fraction=fields.share("max_bad_fraction"),
         tokenizer=TokenizerSpec.from_json(fields.fields("tokenizer")),
-        tokenizer_files=fields.each(
-            "tokenizer_files", lambda files, name: FileStamp.from_json(files.fields(name))
-        ),
+        tokenizer_files=fields.each("tokenizer_files", Fields.stamp),
         probe=fields.texts("probe"),
         probe_sha256=fields.digest("probe_sha256"),
         fast_engine_is_equal=fields.flag("fast_engine_is_equal"),

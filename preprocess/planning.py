@@ -38,15 +38,8 @@ from preprocess.shard_writer import ShardWriter
 from preprocess.tokenizer_files import TOKENIZER_FILE, publish_tokenizer, resolve_tokenizer, stamp_tokenizer
 from shardprep.atomic_files import STALE_AFTER_S, remove_temporaries
 from shardprep.errors import CannotWrite, Refused, UsageError
-from shardprep.format import (
-    INDEX_NAME,
-    OSTS_NAME,
-    PLAN_NAME,
-    TOKENIZER_DIR,
-    TokenizerSpec,
-    idx_path,
-    tar_path,
-)
+from shardprep.format.dataset_spec import TokenizerSpec
+from shardprep.format.names import INDEX_NAME, OSTS_NAME, PLAN_NAME, TOKENIZER_DIR, idx_path, tar_path
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 
 from preprocess.inputs import InputFile, first_line_starts
 from shardprep.errors import UsageError
-from shardprep.format import MAX_SHARDS
+from shardprep.format.names import MAX_SHARDS
 
 Cut = tuple[int, int]  # (input, byte): where a shard begins in the sorted inputs read as one
 _Stretch = tuple[int, int, int]  # (input, first byte, end): where a cut is looked for

@@ -20,14 +20,12 @@ from preprocess.members import DocumentMembers
 from preprocess.packing import START, BestFitRows, ConcatRows, Packer, RowGroup, RowMembers, append_token
 from shardprep.atomic_files import STALE_AFTER_S, PublishedFile, remove_temporaries, sync_folder
 from shardprep.errors import CannotWrite
-from shardprep.format import (
+from shardprep.format.dataset_spec import DatasetSpec
+from shardprep.format.idx import ChunkCrcs, idx_dtype, idx_header
+from shardprep.format.manifest import Manifest, ShardCounts
+from shardprep.format.names import (
+    QUARANTINE_DIR,
     TAR_END,
-    ChunkCrcs,
-    DatasetSpec,
-    Manifest,
-    ShardCounts,
-    idx_dtype,
-    idx_header,
     idx_path,
     manifest_path,
     quarantine_path,
@@ -69,7 +67,9 @@ class ShardWriter:
         self._num_lines = self._num_empty = self._input_bytes = 0
         self._histogram = np.zeros(64, np.int64)
         self._bad: list[BadDocument] = []
-        remove_temporaries(folder, shard_name(shard_id), older_than_s=STALE_AFTER_S)
+        remove_temporaries(
+            folder, shard_name(shard_id), older_than_s=STALE_AFTER_S, subfolders=[QUARANTINE_DIR]
+        )
         self._tar = PublishedFile(tar_path(folder, shard_id))
         try:
             self._idx = PublishedFile(idx_path(folder, shard_id))
@@ -220,7 +220,9 @@ class ShardWriter:
         vouching.sync()
         vouching.publish()
         sync_folder(self._folder)
-        remove_temporaries(self._folder, shard_name(self._shard_id), older_than_s=0)
+        remove_temporaries(
+            self._folder, shard_name(self._shard_id), older_than_s=0, subfolders=[QUARANTINE_DIR]
+        )
         return manifest
 
     def quarantine(self) -> PublishedFile | None:

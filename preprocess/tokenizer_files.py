@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import shutil
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardprep.atomic_files import sync_path
+from shardprep.atomic_files import PublishedFolder
 from shardprep.errors import BrokenShard, CannotWrite, NotFound, OtherTokenizer, UsageError
-from shardprep.format import TOKENIZER_DIR, FileStamp, TokenizerSpec, tokenizer_fingerprint
-from shardprep.regular_files import NOT_THERE, names_in, read_regular, sha256_of_file
+from shardprep.format.dataset_spec import TokenizerSpec, tokenizer_fingerprint
+from shardprep.format.names import TOKENIZER_DIR
+from shardprep.regular_files import NOT_THERE, FileStamp, names_in, read_regular, stamp_file
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -122,8 +120,7 @@ def stamp_tokenizer(folder: Path) -> dict[str, FileStamp]:
     for name in names_in(folder):
         if not name.startswith("."):
             with contextlib.suppress(*NOT_THERE):  # a link to nothing
-                num_bytes, sha256 = sha256_of_file(folder / name)
-                stamps[name] = FileStamp(num_bytes=num_bytes, sha256=sha256)
+                stamps[name] = stamp_file(folder / name)
     return stamps
 
 
@@ -172,7 +169,11 @@ def publish_tokenizer(
             f"{target} is damaged, and the files of {spec.model_id} are not those of the plan, to the byte: "
             "plan with the versions of transformers and tokenizers that planned, or into a new folder"
         )
-    _put(resolved, target, is_there)
+    with PublishedFolder(target) as folder:
+        for path in sorted(resolved.iterdir()):
+            _copy(path, folder.temporary / path.name)
+        if not folder.publish_first() and not is_there():  # another planner may have been faster
+            folder.publish()
     return stamp_tokenizer(target)
 
 
@@ -190,43 +191,8 @@ def _holds(folder: Path, stamps: dict[str, FileStamp]) -> bool:
         return False
 
 
-def _put(resolved: Path, target: Path, is_there: Callable[[], bool]) -> None:
-    """Copy a tokenizer's files beside ``target``, sync them, and rename their folder to it."""
+def _copy(source: Path, target: Path) -> None:
     try:
-        staging = Path(tempfile.mkdtemp(prefix=f".{TOKENIZER_DIR}.", suffix=".tmp", dir=target.parent))
-    except OSError as error:
-        raise CannotWrite(f"--output_dir {target.parent} cannot be written to: {error.strerror}") from None
-    try:
-        for path in sorted(resolved.iterdir()):
-            shutil.copyfile(path, staging / path.name)
-            sync_path(staging / path.name)
-        umask = os.umask(0)
-        os.umask(umask)
-        staging.chmod(0o777 & ~umask)
-        sync_path(staging)
-        _rename(staging, target, is_there)
+        shutil.copyfile(source, target)
     except OSError as error:
         raise CannotWrite(f"{target} cannot be written: {error.strerror}") from None
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    sync_path(target.parent)
-
-
-def _rename(staging: Path, target: Path, is_there: Callable[[], bool]) -> None:
-    """Rename a folder to ``target``, in place of what has that name; unless another planner was faster."""
-    try:
-        staging.rename(target)
-    except OSError as error:
-        if error.errno not in {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}:
-            raise
-        if is_there():
-            return
-        aside = staging.with_name(f"{staging.name.removesuffix('.tmp')}.old.tmp")
-        target.rename(aside)
-        try:
-            staging.rename(target)
-        finally:
-            if aside.is_dir() and not aside.is_symlink():
-                shutil.rmtree(aside, ignore_errors=True)
-            else:
-                aside.unlink(missing_ok=True)

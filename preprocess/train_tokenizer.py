@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
 import threading
 import time
-import uuid
 from pathlib import Path
 
 from tokenizers import Tokenizer, pre_tokenizers, trainers
@@ -30,7 +27,7 @@ from preprocess.llama3_pipeline import (
     untrained_tokenizer,
 )
 from preprocess.training_text import TrainingText, find_spans
-from shardprep.atomic_files import sync_folder
+from shardprep.atomic_files import PublishedFolder
 from shardprep.command_line import parse_size
 from shardprep.console import LOG_EVERY_S, Progress, say
 from shardprep.errors import BadInput, CannotWrite, Refused, UsageError
@@ -69,18 +66,18 @@ def train_tokenizer(
     spans = find_spans(input_dir, max_bytes, recursive, encoding)
     folder = output_dir.resolve()
     _refuse_existing(folder)
-    unfinished = _make_unfinished(folder)
-    try:
+    _make_parent(folder)
+    with PublishedFolder(folder) as unfinished:
         tokenizer = untrained_tokenizer()
         with Progress("reading", sum(span.num_bytes for span in spans)) as progress:
             text = TrainingText(spans, encoding, progress.add)
             _train(tokenizer, text, vocab_size, progress)
         num_base = tokenizer.get_vocab_size()
         add_special_tokens(tokenizer)
-        _write(tokenizer, unfinished)
-        _publish(unfinished, folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        _write(tokenizer, unfinished.temporary)
+        if not unfinished.publish_first():
+            _refuse_existing(folder)
+            raise CannotWrite(f"{folder} is a file: give --output_dir a folder")
     _report(text, num_base, vocab_size, folder)
 
 
@@ -128,17 +125,13 @@ def _refuse_existing(folder: Path) -> None:
         raise Refused(f"{folder} already holds {what}: give --output_dir a new or empty folder")
 
 
-def _make_unfinished(folder: Path) -> Path:
-    """Make the folder to write into, beside its final place, so that one rename publishes it."""
-    path = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:12]}.tmp")
+def _make_parent(folder: Path) -> None:
     try:
         if folder.exists() and not folder.is_dir():
             raise CannotWrite(f"{folder} is a file: give --output_dir a folder")
         folder.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir()
     except OSError as error:
         raise CannotWrite(f"cannot write in {folder.parent}: {error.strerror or error}") from error
-    return path
 
 
 def _write(tokenizer: Tokenizer, unfinished: Path) -> None:
@@ -156,22 +149,9 @@ def _write(tokenizer: Tokenizer, unfinished: Path) -> None:
     }
     try:
         for name, content in contents.items():
-            with (unfinished / name).open("w", encoding="utf-8", newline="") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-        sync_folder(unfinished)
+            (unfinished / name).write_text(content, encoding="utf-8", newline="")
     except OSError as error:
         raise CannotWrite(f"cannot write the tokenizer in {unfinished}: {error.strerror or error}") from error
-
-
-def _publish(unfinished: Path, folder: Path) -> None:
-    try:
-        unfinished.rename(folder)  # over an empty folder too, never over a full one
-        sync_folder(folder.parent)
-    except OSError as error:
-        _refuse_existing(folder)
-        raise CannotWrite(f"cannot rename {unfinished} to {folder}: {error.strerror or error}") from error
 
 
 def _report(text: TrainingText, num_base: int, vocab_size: int, folder: Path) -> None:

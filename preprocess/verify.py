@@ -23,21 +23,12 @@ from preprocess.plan import Plan
 from preprocess.tokenizer_files import check_tokenizer_files
 from shardprep.atomic_files import publish_bytes
 from shardprep.errors import BrokenShard, ReadWriteError, Refused, ShardprepError
-from shardprep.format import (
-    INDEX_NAME,
-    OSTS_NAME,
-    TAR_END,
-    DatasetIndex,
-    DatasetSpec,
-    Manifest,
-    check_hashes,
-    check_shard,
-    merge_manifests,
-    osts_json,
-    read_idx,
-    remake_command,
-    tar_path,
-)
+from shardprep.format.dataset_spec import DatasetSpec
+from shardprep.format.idx import read_idx
+from shardprep.format.index import DatasetIndex, merge_manifests
+from shardprep.format.manifest import Manifest, check_hashes, check_shard
+from shardprep.format.names import INDEX_NAME, OSTS_NAME, TAR_END, remake_command, tar_path
+from shardprep.format.osts import osts_json
 from shardprep.regular_files import errors_named, open_regular
 
 

@@ -33,7 +33,8 @@ from preprocess.shard_writer import ShardWriter
 from preprocess.tokenizer_files import TOKENIZER_FILE, check_tokenizer_files
 from shardprep.atomic_files import remove_temporaries
 from shardprep.errors import BadInput, BrokenShard, CannotWrite, MissingShard, ReadWriteError
-from shardprep.format import TOKENIZER_DIR, Manifest, check_shard, quarantine_path, shard_name
+from shardprep.format.manifest import Manifest, check_shard
+from shardprep.format.names import QUARANTINE_DIR, TOKENIZER_DIR, quarantine_path, shard_name
 
 Item = TypeVar("Item")
 Arguments = ParamSpec("Arguments")
@@ -221,5 +222,5 @@ def done_manifest(plan: Plan, folder: Path, shard_id: int) -> Manifest | None:
         manifest = check_shard(folder, shard_id, plan.plan_id)
     except (MissingShard, BrokenShard):
         return None
-    remove_temporaries(folder, shard_name(shard_id), older_than_s=0)
+    remove_temporaries(folder, shard_name(shard_id), older_than_s=0, subfolders=[QUARANTINE_DIR])
     return manifest

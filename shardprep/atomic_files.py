@@ -1,4 +1,16 @@
-"""A file that appears whole or not at all: temporary name, fsync, rename."""
+"""Files and folders that appear whole or not at all: temporary name, fsync, rename.
+
+A crash, a signal or a full disk anywhere leaves what stood under the name before, or the new file or folder
+whole. All that a data set consists of is written through these two:
+
+    PublishedFile     bytes -> a file, with its size and sha256 counted on the way; ``publish_bytes`` in one call
+    PublishedFolder   a folder to be filled, each file in it synced; a tokenizer's, for example
+
+``publish`` takes the place of what has the name, ``publish_first`` leaves that alone and says so.
+
+The temporary name is unique to the attempt, ``.NAME.HOST-PID-HEX.tmp`` in the target's own folder: a rename
+never crosses file systems, and no lock is needed. ``remove_temporaries`` clears up after attempts that died.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +24,11 @@ import secrets
 import shutil
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from shardprep.errors import CannotWrite, ReadWriteError
-from shardprep.format.manifest import FileStamp
-from shardprep.format.names import QUARANTINE_DIR
+from shardprep.regular_files import FileStamp
 
 WRITE_BYTES = 4 << 20  # a Lustre stripe; smaller writes cost a lock each
 STALE_AFTER_S = 24 * 3600
@@ -25,14 +37,13 @@ STALE_AFTER_S = 24 * 3600
 class PublishedFile:
     """Collects bytes under a name unique to this attempt; ``publish`` gives them the real one.
 
-    The temporary file stands in the target's folder (a rename never crosses file systems) with
-    mode ``0666 & umask``, so that colleagues can read what comes of it. Errors name the file and
+    The temporary file has mode ``0666 & ~umask``, so that colleagues can read what comes of it. Errors name the file and
     its file system's own reason: CannotWrite at creation, ReadWriteError afterwards.
 
     Whole pieces bypass the page cache where the file system allows it (O_DIRECT): a shard is read
     by others and later, so its pages would only crowd out the input's, and count against the job's
-    memory. It costs 0.03 s of CPU for
-    200 MB, against 0.06, and up to 0.38 where the page cache's pages are fresh (benchmarks/writer.py).
+    memory. It costs 0.03 s of CPU for 200 MB, against 0.06, and up to 0.38 where the page cache's pages are
+    fresh (benchmarks/writer.py).
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,14 +51,13 @@ class PublishedFile:
         self.num_bytes = 0
         self._fd = -1
         self._digest = hashlib.sha256()
-        attempt = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-        self.temporary = path.with_name(f".{path.name}.{attempt}.tmp")
+        self.temporary = _temporary_name(path)
         self._owner = os.getpid()
         self._is_there = True  # perhaps; False once the temporary name is given up
         try:
             self._fd = _open_new(self.temporary)
         except OSError as error:
-            raise CannotWrite(f"{path.parent} cannot be written to: {error.strerror} ({path.name})") from None
+            raise _not_creatable(path, error) from None
         self._piece = mmap.mmap(-1, WRITE_BYTES)  # aligned to a page, as O_DIRECT wants
         self._num_held = 0
 
@@ -144,6 +154,117 @@ def publish_bytes(path: Path, content: bytes) -> None:
     sync_folder(path.parent)
 
 
+class PublishedFolder:
+    """Holds files under a name unique to this attempt; ``publish`` gives their folder the real one.
+
+    Use it in ``with`` and fill ``temporary``; what is not published is removed at the end. The folder has
+    mode ``0777 & ~umask``. Raises CannotWrite at creation and publishing, ReadWriteError where a sync fails.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.temporary = _temporary_name(path)
+
+    def __enter__(self) -> PublishedFolder:
+        try:
+            self.temporary.mkdir()
+        except OSError as error:
+            raise _not_creatable(self.path, error) from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+    def publish_first(self) -> bool:
+        """Sync, and give the folder its name unless a file or a full folder has it; whether it was free."""
+        self._sync()
+        try:
+            self.temporary.rename(self.path)  # over an empty folder, too
+        except OSError as error:
+            if error.errno not in {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}:
+                raise CannotWrite(f"{self.path} cannot be written: {error.strerror}") from None
+            return False
+        finally:
+            sync_folder(self.path.parent)
+        return True
+
+    def publish(self) -> None:
+        """Sync, and give the folder its name, in place of what has it.
+
+        A full folder is renamed away first and then removed: between the two renames nothing has the name.
+        """
+        if self.publish_first():
+            return
+        aside = self.temporary.with_suffix(".old.tmp")
+        try:
+            self.path.rename(aside)
+            try:
+                self.temporary.rename(self.path)
+            finally:
+                _remove_tree(aside)
+        except OSError as error:
+            raise CannotWrite(f"{self.path} cannot be written: {error.strerror}") from None
+        sync_folder(self.path.parent)
+
+    def _sync(self) -> None:
+        for folder, _, names in os.walk(self.temporary, topdown=False):
+            for name in names:
+                sync_path(Path(folder, name))
+            sync_folder(Path(folder))
+
+
+def sync_folder(folder: Path) -> None:
+    """fsync a folder, so that its renames outlast a crash. Raises ReadWriteError."""
+    sync_path(folder)
+
+
+def sync_path(path: Path) -> None:
+    """fsync a file or a folder. Raises ReadWriteError."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise ReadWriteError(f"{path} could not be synced: {error.strerror}") from None
+
+
+def remove_temporaries(
+    folder: Path, stem: str, *, older_than_s: float, subfolders: Sequence[str] = ()
+) -> None:
+    """Remove what earlier attempts at files named ``stem`` and an ending left in a folder, and in some of its.
+
+    Whether one of the attempts still lives cannot be known: losing its temporary file costs it the attempt.
+    """
+    now = time.time()
+    found: list[Path] = []
+    for each in (folder, *(folder / name for name in subfolders)):
+        with contextlib.suppress(OSError):  # what cannot be listed is left for a later attempt
+            found += each.glob(f".{stem}.*.tmp")
+    for path in found:
+        with contextlib.suppress(OSError):
+            if now - path.stat().st_mtime >= older_than_s:
+                _remove_tree(path)
+
+
+def _temporary_name(path: Path) -> Path:
+    attempt = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    return path.with_name(f".{path.name}.{attempt}.tmp")
+
+
+def _not_creatable(path: Path, error: OSError) -> CannotWrite:
+    return CannotWrite(f"{path.parent} cannot be written to: {error.strerror} ({path.name})")
+
+
+def _remove_tree(path: Path) -> None:
+    """Remove a file, a link, or a folder with all that is in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink()
+
+
 def _open_new(path: Path) -> int:
     """Create a file for writing, with O_DIRECT where its file system has that."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -161,38 +282,3 @@ def _leave_direct(fd: int) -> bool:
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
     return bool(flags & os.O_DIRECT)
-
-
-def sync_folder(folder: Path) -> None:
-    """fsync a folder, so that its renames outlast a crash. Raises ReadWriteError."""
-    sync_path(folder)
-
-
-def sync_path(path: Path) -> None:
-    """fsync a file, or a folder, so that its renames outlast a crash. Raises ReadWriteError."""
-    try:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        raise ReadWriteError(f"{path} could not be synced: {error.strerror}") from None
-
-
-def remove_temporaries(folder: Path, stem: str, *, older_than_s: float) -> None:
-    """Remove what earlier attempts at ``stem`` left. Whether one of them still lives cannot be known."""
-    now = time.time()
-    pattern = f".{stem}.*.tmp"
-    found: list[Path] = []
-    with contextlib.suppress(OSError):  # what cannot be listed is left for a later attempt
-        found += folder.glob(pattern)
-        found += (folder / QUARANTINE_DIR).glob(pattern)
-    for path in found:
-        with contextlib.suppress(OSError):
-            if now - path.stat().st_mtime < older_than_s:
-                continue
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink()

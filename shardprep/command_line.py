@@ -1,16 +1,128 @@
-"""How every command reads its words: dashes or underscores, commands by name, a usage of one's own.
+"""How every command reads its words and how it ends: one frame for the commands of all packages.
 
-Sizes as people type them.
+A package's ``__main__`` has a ``Program``: a table of ``Command``s, each a line of help, a function that adds
+its flags and a function that runs it. ``Program.run`` does the rest, the same everywhere:
+
+- dashes and underscores in a flag's name are the same (``--dry-run``, ``--dry_run``);
+- an unknown command is answered with the nearest one and a list of all;
+- an unknown flag is answered with the usage of the command it was given to, under the name by which that
+  was called (``python -m slurm status``, or ``shardprep status``);
+- an error is one line on standard error and an exit code, never a traceback; TERM, USR1 and INT end with 75;
+- a reader that goes away (``| head``) is no error.
+
+The flags of a configuration are the fields of its frozen dataclass (``add_flags_of``). Only the flags of the
+command that was called are made, so a command imports nothing that another one needs. ``add_flags`` and
+``run`` may be given as "module:function", which is imported when it is needed.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
+import importlib
 import re
-from collections.abc import Sequence
+import sys
+import types
+import typing
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from shardprep.errors import UsageError
+from shardprep.console import outlast_readers, raise_on_stop_signals, say
+from shardprep.errors import ShardprepError, Stopped, UsageError
+
+AddFlags = Callable[[argparse.ArgumentParser], None]
+Run = Callable[[argparse.Namespace], int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """One command: ``run`` gets the parsed flags and returns the exit code."""
+
+    summary: str  # one line of help
+    add_flags: AddFlags | str
+    run: Run | str
+    is_nameless: bool = False  # what ``python -m PACKAGE`` does without a command; not listed there
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """The commands of one package. ``name`` is how a user starts it, such as ``python -m slurm``."""
+
+    name: str
+    description: str
+    commands: Mapping[str, Command]
+    epilog: str | None = None
+    allow_abbrev: bool = True
+    # Flags whose value may begin with a dash, as in ``--sbatch_args --no-requeue``.
+    dashed_values: Container[str] = ()
+
+    def run(self, words: Sequence[str], *, name: str | None = None) -> int:
+        """Run the command that ``words`` name; returns its exit code. ``name``: how it was called."""
+        outlast_readers()
+        try:
+            raise_on_stop_signals()
+            args = self.parse(words, name=name)
+            code = _function(self.commands[args.command].run)(args)
+            sys.stdout.flush()
+        except (ShardprepError, Stopped) as error:
+            if str(error):
+                say(f"error: {error}")
+            return int(error.exit_code)
+        return int(code)
+
+    def parse(self, words: Sequence[str], *, name: str | None = None) -> argparse.Namespace:
+        """The parsed words; ``command`` is a key of ``commands``.
+
+        Raises UsageError for an unknown command, SystemExit with 2 for flags that cannot be parsed.
+        """
+        words = self._joined(words)
+        listed = [word for word, command in self.commands.items() if not command.is_nameless]
+        if words and not words[0].startswith("-") and words[0] not in self.commands:
+            raise UsageError(unknown_command(words[0], listed))
+        parser, called = self._parser(words[:1], listed, name or self.name)
+        args, unknown = parser.parse_known_args(words)
+        if unknown:
+            called[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+        return args
+
+    def _joined(self, words: Sequence[str]) -> list[str]:
+        """The words with underscores in the names of flags, and dashed values joined to their flags."""
+        joined: list[str] = []
+        for word in words:
+            if joined and joined[-1] in self.dashed_values:
+                joined[-1] += f"={word}"
+            else:
+                joined.append(underscored(word))
+        return joined
+
+    def _parser(
+        self, called: Sequence[str], listed: Sequence[str], name: str
+    ) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+        """The parser of all commands, with the flags of the one that is ``called``, and each one's own."""
+        parser = argparse.ArgumentParser(
+            prog=name, description=self.description, epilog=self.epilog, allow_abbrev=self.allow_abbrev
+        )
+        metavar = None if len(listed) == len(self.commands) else "{" + ",".join(listed) + "}"
+        parsers = parser.add_subparsers(dest="command", required=True, metavar=metavar)
+        own: dict[str, argparse.ArgumentParser] = {}
+        for word, command in self.commands.items():
+            shown: dict[str, Any] = {} if command.is_nameless else {"help": command.summary}
+            alone = command.is_nameless and name == self.name
+            prog = name if alone else f"{name} {word}"
+            own[word] = parsers.add_parser(word, prog=prog, allow_abbrev=self.allow_abbrev, **shown)
+            if word in called:
+                _function(command.add_flags)(own[word])
+        return parser, own
+
+
+def unknown_command(word: str, commands: Sequence[str]) -> str:
+    """What to say of a word that is no command: the one that was perhaps meant, and all that are."""
+    close = difflib.get_close_matches(word, commands, 1)
+    meant = f"did you mean {close[0]}? " if close else ""
+    return f"there is no command {word[:60]!r}; {meant}commands: {', '.join(commands)}"
 
 
 def underscored(word: str) -> str:
@@ -22,32 +134,66 @@ def underscored(word: str) -> str:
     return (f"--no-{name[3:]}" if name.startswith("no_") else f"--{name}") + equals + value
 
 
-def check_command(word: str, commands: Sequence[str]) -> None:
-    """Raises UsageError for a word that is no command, with all that are and the one that was meant."""
-    if word not in commands:
-        close = difflib.get_close_matches(word, commands, 1)
-        meant = f"did you mean {close[0]}? " if close else ""
-        raise UsageError(f"there is no command {word[:60]!r}; {meant}commands: {', '.join(commands)}")
+def add_flags_of(
+    parser: argparse._ActionsContainer,
+    options: type,
+    *,
+    but: Container[str] = (),
+    show_defaults: bool = True,
+) -> None:
+    """Add a flag for each field of a dataclass, but for some; a field's metadata has its ``help``.
+
+    The flag's type is the field's: bool (``--x``, ``--no-x``), one of a Literal's choices, int, float, Path
+    or str, each also with ``| None``; ``bool | int`` is a flag with or without a number. A flag that is not
+    given is absent from the namespace, so that what a user gave can be told from a default.
+    """
+    hints = typing.get_type_hints(options)
+    for item in dataclasses.fields(options):
+        if item.name in but:
+            continue
+        text, default = str(item.metadata["help"]), item.default
+        if show_defaults and default is not None and not isinstance(default, bool) and "(default" not in text:
+            text += f" (default {default})"
+        settings = _type_settings(hints[item.name])
+        parser.add_argument(f"--{item.name}", help=text, default=argparse.SUPPRESS, **settings)
 
 
-def parse_command(
-    parser: argparse.ArgumentParser,
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    words: Sequence[str],
-) -> argparse.Namespace:
-    """Parse; a flag that is unknown to a command ends with that command's usage, not with all commands'."""
-    args, unknown = parser.parse_known_args(words)
-    if unknown:
-        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
-    return args
+def given_of(args: argparse.Namespace, options: type) -> dict[str, Any]:
+    """The fields of a dataclass that the user gave as flags."""
+    names = {item.name for item in dataclasses.fields(options)}
+    return {name: value for name, value in vars(args).items() if name in names}
 
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def parse_size(text: str, flag: str) -> int:
-    """``512M`` -> bytes; K, M, G and T are binary. Raises UsageError, naming the flag."""
-    match = re.fullmatch(r"(\d+)([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+def parse_size(text: str, flag: str, *, such_as: str = "512M or 2G") -> int:
+    """``512M``, ``512MB`` or ``512MiB`` -> bytes: K, M, G and T are binary, a bare number is bytes.
+
+    Raises UsageError, which names the flag. ``128b`` is refused: to ``lfs`` it means blocks of 512 bytes.
+    """
+    match = re.fullmatch(r"([0-9]{1,18})(?:([KMGT])(?:i?B)?)?", text.strip(), re.IGNORECASE)
     if not match:
-        raise UsageError(f"{flag} is {text!r}, expected a number of bytes such as 512M or 2G")
-    return int(match[1]) * _UNITS[match[2].upper()]
+        raise UsageError(f"{flag} is {text!r}, expected a number of bytes such as {such_as}")
+    return int(match[1]) * _UNITS[(match[2] or "").upper()]
+
+
+def _function(given: Callable[..., Any] | str) -> Callable[..., Any]:
+    if not isinstance(given, str):
+        return given
+    module, _, name = given.partition(":")
+    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+
+
+def _type_settings(hint: Any) -> dict[str, Any]:
+    """What argparse is told of a field's type."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] if is_union else [hint]
+    if set(kinds) == {bool, int}:
+        return {"type": int, "nargs": "?", "const": True}
+    (kind,) = kinds
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if typing.get_origin(kind) is typing.Literal:
+        return {"choices": typing.get_args(kind)}
+    return {"type": kind if kind in (int, float, Path) else str}

@@ -1,17 +1,23 @@
-"""Progress of long work: a bar on a terminal, a line now and then in a log.
+"""What a command says, and what may interrupt it: progress, readers that go away, stop signals.
 
-Standard output and error that outlast their reader: ``| head`` may go away, a log's pipe may close.
+``say`` prints a line to standard error. ``Progress`` is a bar on a terminal and a line every 30 s in a log.
 
-What nobody can read any more is dropped, the work goes on, and the exit code is the work's own. Without
-it a worker would lose its shard to a line of its log, and ``verify | head`` would end in a traceback.
+After ``outlast_readers``, standard output and error outlast their reader: ``| head`` may go away, a log's
+pipe may close. What nobody can read any more is dropped, the work goes on, and the exit code is the work's
+own. Without it a worker would lose its shard to a line of its log, and ``verify | head`` would end in a traceback.
 
-TERM, USR1 and INT as an exception, so that a stopped task cleans up after itself.
+After ``raise_on_stop_signals``, TERM, USR1 and INT are the exception ``Stopped``, so that a stopped task
+cleans up after itself.
+
+A command speaks by ``say`` and not by ``logging``: these lines are its answers, wanted at every level and
+without a prefix, in order with the bar. The libraries below (retries, the loader) log, each by its module.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import io
 import os
 import select
@@ -21,11 +27,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, TextIO
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from shardprep.errors import ReadWriteError, Stopped
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+    from tqdm import tqdm
 
 LOG_EVERY_S = 30.0
 
@@ -40,11 +48,7 @@ class Progress:
         self._done = 0
         self._began = self._spoke = time.monotonic()
         sign = "B" if unit == "bytes" else f" {unit}"
-        self._bar = (
-            tqdm(total=total, desc=label, unit=sign, unit_scale=True, file=sys.stderr)
-            if sys.stderr.isatty()
-            else None
-        )
+        self._bar = _bar(total, label, sign) if sys.stderr.isatty() else None
 
     def __enter__(self) -> Progress:
         return self
@@ -56,7 +60,7 @@ class Progress:
             self._bar.close()
 
     def add(self, num_done: int) -> None:
-        """Count more as done."""
+        """Count more as done; less than none where something must be done again."""
         self._done += num_done
         if self._bar is not None:
             self._bar.update(num_done)
@@ -74,6 +78,12 @@ class Progress:
             say(line)
 
 
+def _bar(total: int, label: str, sign: str) -> tqdm[NoReturn]:
+    from tqdm import tqdm  # 0.03 s that a log's reader need not wait for
+
+    return tqdm(total=total, desc=label, unit=sign, unit_scale=True, file=sys.stderr)
+
+
 def progress_line(label: str, num_done: int, total: int, unit: str, elapsed_s: float) -> str:
     """How far it is, how fast, and how long it will still take at that speed."""
     rate = num_done / elapsed_s
@@ -88,10 +98,6 @@ def say(line: str) -> None:
     """Print a line to standard error, where logs and progress go."""
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
-
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
 
 
 def outlast_readers() -> None:
@@ -148,14 +154,16 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _PR_SET_PDEATHSIG = 1
 
 
-def raise_on_stop_signals() -> None:
+def raise_on_stop_signals(what_is_left: str = "nothing unfinished is left") -> None:
     """Make the first of STOP_SIGNALS raise Stopped in the main thread; later ones are ignored.
+
+    ``what_is_left`` is said to who stopped the command.
 
     Slurm sends TERM at a time limit, a preemption and scancel, and KILL some seconds later; an
     unhandled TERM would end Python without any ``finally``.
     """
     for number in STOP_SIGNALS:
-        signal.signal(number, _stop)
+        signal.signal(number, functools.partial(_stop, what_is_left))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # of a process started within stop_signals_wait
 
 
@@ -184,10 +192,8 @@ def die_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a handler's signature
+def _stop(what_is_left: str, number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a handler's signature
     for each in STOP_SIGNALS:
         # Not SIG_IGN: a second signal that is on its way already would end in Python's own OSError.
         signal.signal(each, lambda *_: None)
-    raise Stopped(
-        f"stopped by {signal.Signals(number).name}; nothing unfinished is left, run this again to go on"
-    )
+    raise Stopped(f"stopped by {signal.Signals(number).name}; {what_is_left}, run this again to go on")

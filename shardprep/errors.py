@@ -1,6 +1,9 @@
-"""One error class a violation, each with the exit code it ends a command with.
+"""What can go wrong: one class per kind of violation, each with the exit code that it ends a command with.
 
-What can go wrong, with the exit code it ends a command with.
+    0 done    2 usage    65 bad input data    66 no such input or shard    73 cannot write the output
+    74 read or write error    75 stopped, run again    78 refuses: plan, options or tokenizer differ
+
+Slurm mangles codes from 128 on. Catch ``ShardprepError`` for all of them; ``Stopped`` is no error.
 """
 
 from __future__ import annotations
@@ -82,13 +85,13 @@ class UnknownMember(BrokenShard):
     """A tar member that this version does not know; skipping it could change the training."""
 
 
-class LustreError(Exception):
+class LustreError(ShardprepError):
     """``lfs`` refused, failed, did not answer, or did something else than asked."""
 
     exit_code = 73
 
 
-class LustreUsageError(LustreError):
+class LustreUsageError(LustreError, UsageError):
     """A value that no Lustre could accept; nothing was run."""
 
     exit_code = 2

@@ -1,4 +1,4 @@
-"""Opens what is a regular file, and says of every error which path it is about.
+"""Reads what is a regular file, and says of every error which path it is about.
 
 A FIFO or a device of the right name would make a reader wait for ever, or read for ever; it is an error here.
 """
@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from shardprep.errors import BrokenShard, ReadWriteError
 
@@ -76,15 +79,27 @@ def read_beginning(path: Path, num_bytes: int) -> bytes:
         return b""
 
 
-def sha256_of_file(path: Path) -> tuple[int, str]:
-    """Bytes and sha256, in hex, of a file, read in blocks of 4 MiB. Raises as ``read_regular`` does."""
-    with errors_named(path):
-        digest, num_bytes = hashlib.sha256(), 0
-        with os.fdopen(open_regular(path), "rb", buffering=0) as file:
-            while block := file.read(HASH_BLOCK_BYTES):
-                digest.update(block)
-                num_bytes += len(block)
-        return num_bytes, digest.hexdigest()
+@dataclass(frozen=True, kw_only=True)
+class FileStamp:
+    """Size and content hash of one file."""
+
+    num_bytes: int
+    sha256: str  # in hex
+
+
+def stamp_file(path: Path) -> FileStamp:
+    """Size and sha256 of a file, read in blocks of 4 MiB. Raises as ``read_regular`` does."""
+    with errors_named(path), os.fdopen(open_regular(path), "rb", buffering=0) as file:
+        sha256 = file_sha256(file)
+        return FileStamp(num_bytes=file.tell(), sha256=sha256)
+
+
+def file_sha256(file: BinaryIO | io.FileIO) -> str:
+    """sha256, in hex, of an open file from where it stands, read in blocks of 4 MiB. Raises OSError."""
+    digest = hashlib.sha256()
+    while block := file.read(HASH_BLOCK_BYTES):
+        digest.update(block)
+    return digest.hexdigest()
 
 
 def size_of_file(path: Path) -> int | None:

@@ -3,10 +3,22 @@
 Nothing else of this project imports it.
 """
 
-from slurm.own_packages import need_preprocess
+from typing import TYPE_CHECKING, Any
 
-need_preprocess()
+from shardprep.own_packages import need_own
 
-from slurm.submitit_executor import submit_with_submitit  # noqa: E402 - it imports preprocess
+if TYPE_CHECKING:
+    from slurm.submitit_executor import submit_with_submitit
+
+need_own("preprocess")
 
 __all__ = ["submit_with_submitit"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the door to submitit, and with it numpy, when it is used: ``--help`` needs neither."""
+    if name == "submit_with_submitit":
+        from slurm.submitit_executor import submit_with_submitit
+
+        return submit_with_submitit
+    raise AttributeError(f"module 'slurm' has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -1,126 +1,49 @@
-"""Flags of ``python -m slurm``, made from JobRequest's fields.
-
-``python -m slurm``: submit, status, retry, cancel.
-"""
+"""``python -m slurm``: submit, status, retry, cancel."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
-from preprocess.plan import need_plan
-from shardprep.command_line import check_command, parse_command, underscored
-from shardprep.console import Progress, outlast_readers, output_is_read, raise_on_stop_signals, say
-from shardprep.errors import ReadWriteError, ShardprepError, Stopped
-from shardprep.format.index import id_ranges
+from shardprep.command_line import Command, Program, add_flags_of, given_of
+from shardprep.console import Progress, output_is_read, say
+from shardprep.errors import ReadWriteError
 from shardprep.format.names import INDEX_NAME
-from slurm.dataset_state import DatasetState, find_state
-from slurm.job_script import HELP, JobRequest
-from slurm.slurm_commands import REQUEST_VARIABLES, slurm_output
-from slurm.status_report import read_makings, report, report_text
-from slurm.submitting import Sending, prepare_retry, prepare_submit, reason_to_leave
+from shardprep.id_ranges import id_ranges
+from slurm.job_script import JobRequest
 
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The parsed command line. A request's flags are absent unless given.
-
-    Raises UsageError for an unknown command.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m slurm", description="Make a planned data set's shards with a Slurm job array."
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-
-    def add(name: str, help_text: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=help_text)
-        command.add_argument("output_dir", type=Path, help="folder of the data set")
-        return command
-
-    submit = add("submit", "submit the missing shards, and a verify job after them")
-    retry = add("retry", "submit again what failed, each as its failure asks")
-    for command in (submit, retry):
-        _add_request(command)
-        command.add_argument(
-            "--shards_per_task",
-            type=int,
-            help="shards of a task (default 1, more where the site's limits ask)",
-        )
-        command.add_argument("--dry_run", action="store_true", help="print the job scripts, submit nothing")
-        command.add_argument("--wait", action="store_true", help="show progress until all jobs have ended")
-    retry.add_argument(
-        "--max_attempts",
-        type=int,
-        default=3,
-        help="leave a shard that failed the same way so often (default 3)",
-    )
-    status = add("status", "say where every shard is, and why what failed did")
-    status.add_argument("--watch", action="store_true", help="repeat until nothing is queued")
-    status.add_argument("--json", action="store_true", help="for programs")
-    add("cancel", "cancel every job of this data set that waits or runs")
-    words = _words(argv)
-    if words and not words[0].startswith("-"):
-        check_command(words[0], list(commands.choices))
-    return parse_command(parser, commands, words)
-
-
-def _words(argv: list[str]) -> list[str]:
-    """Flags with underscores; ``--sbatch_args --no-requeue`` as one word, else argparse finds two flags."""
-    words: list[str] = []
-    for word in argv:
-        if words and words[-1] in ("--sbatch_args", "--worker_args"):
-            words[-1] += f"={word}"
-        else:
-            words.append(underscored(word))
-    return words
-
-
-def given_request(args: argparse.Namespace) -> dict[str, Any]:
-    """The request's fields that the user gave, by flag, or by sbatch's own variables (SBATCH_PARTITION)."""
-    given = {
-        name: os.environ[variable] for name, variable in REQUEST_VARIABLES.items() if variable in os.environ
-    }
-    names = {item.name for item in dataclasses.fields(JobRequest)}
-    return {**given, **{name: value for name, value in vars(args).items() if name in names}}
-
-
-def _add_request(parser: argparse.ArgumentParser) -> None:
-    kinds = {int: int, int | None: int, float | None: float}
-    hints = get_type_hints(JobRequest)
-    for item in dataclasses.fields(JobRequest):
-        parser.add_argument(
-            f"--{item.name}",
-            type=kinds.get(hints[item.name], str),
-            default=argparse.SUPPRESS,
-            help=HELP[item.name],
-        )
-
+if TYPE_CHECKING:
+    from slurm.dataset_state import DatasetState
+    from slurm.submitting import Sending
 
 _POLL_S = 5.0
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Errors are a line on standard error, never a traceback."""
-    outlast_readers()
-    try:
-        args = parse(sys.argv[1:] if argv is None else argv)
-        args.output_dir = Path(os.path.realpath(args.output_dir))  # resolve() raises where links go round
-        raise_on_stop_signals()
-        code = _COMMANDS[args.command](args)
-        sys.stdout.flush()
-    except (ShardprepError, Stopped) as error:
-        say(f"error: {error}")
-        return error.exit_code
-    return code
+    return PROGRAM.run(sys.argv[1:] if argv is None else argv)
+
+
+def given_request(args: argparse.Namespace) -> dict[str, Any]:
+    """The request's fields that the user gave, by flag, or by sbatch's own variables (SBATCH_PARTITION)."""
+    from slurm.slurm_commands import REQUEST_VARIABLES
+
+    given = {
+        name: os.environ[variable] for name, variable in REQUEST_VARIABLES.items() if variable in os.environ
+    }
+    return {**given, **given_of(args, JobRequest)}
 
 
 def submit(args: argparse.Namespace) -> int:
     """``submit O``: the missing shards as a job array, and a verify job after it."""
+    from slurm.submitting import prepare_submit
+
     request = JobRequest(**given_request(args))
     state, sending = prepare_submit(args.output_dir, request, args.shards_per_task, say, dry_run=args.dry_run)
     if sending is None:
@@ -131,6 +54,10 @@ def submit(args: argparse.Namespace) -> int:
 
 def retry(args: argparse.Namespace) -> int:
     """``retry O``: what failed, each as its failure asks."""
+    from preprocess.plan import need_plan
+    from slurm.dataset_state import find_state
+    from slurm.submitting import prepare_retry, reason_to_leave
+
     changes = given_request(args)
     state = find_state(args.output_dir, need_plan(args.output_dir))
     left, sending = prepare_retry(
@@ -166,6 +93,9 @@ def _send(args: argparse.Namespace, sending: Sending) -> int:
 
 def _wait(args: argparse.Namespace) -> int:
     """One bar over the whole data set until no job of it is queued; 0 only where it is verified then."""
+    from preprocess.plan import need_plan
+    from slurm.dataset_state import find_state
+
     plan = need_plan(args.output_dir)
     sizes, counted = plan.shard_bytes(), set[int]()
     with Progress(f"{plan.num_shards} shards", sum(sizes)) as progress:
@@ -184,6 +114,9 @@ def _wait(args: argparse.Namespace) -> int:
 
 def status(args: argparse.Namespace) -> int:
     """``status O``: where every shard is, and why what failed did."""
+    from preprocess.plan import need_plan
+    from slurm.dataset_state import find_state
+
     plan = need_plan(args.output_dir)
     while True:
         state = find_state(args.output_dir, plan)
@@ -196,12 +129,18 @@ def status(args: argparse.Namespace) -> int:
 
 
 def _print_status(state: DatasetState, *, as_json: bool = False) -> None:
+    from slurm.status_report import read_makings, report, report_text
+
     data = report(state, read_makings(state.folder, state.ids("done")))
     print(json.dumps(data) if as_json else report_text(data), flush=True)
 
 
 def cancel(args: argparse.Namespace) -> int:
     """``cancel O``: every job of this data set that waits or runs. Shards that are done stay done."""
+    from preprocess.plan import need_plan
+    from slurm.dataset_state import find_state
+    from slurm.slurm_commands import slurm_output
+
     state = find_state(args.output_dir, need_plan(args.output_dir))
     live = state.live_job_ids()
     if live:
@@ -214,7 +153,61 @@ def _summary(state: DatasetState) -> str:
     return f"{len(state.ids('done'))} of {state.plan.num_shards} shards are done"
 
 
-_COMMANDS = {"submit": submit, "status": status, "retry": retry, "cancel": cancel}
+def _folder_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("output_dir", type=_real_path, help="folder of the data set")
+
+
+def _real_path(text: str) -> Path:
+    return Path(os.path.realpath(text))  # Path.resolve raises where links go round
+
+
+def _submit_flags(parser: argparse.ArgumentParser) -> None:
+    _folder_flag(parser)
+    add_flags_of(parser, JobRequest, show_defaults=False)
+    parser.add_argument(
+        "--shards_per_task", type=int, help="shards of a task (default 1, more where the site's limits ask)"
+    )
+    parser.add_argument("--dry_run", action="store_true", help="print the job scripts, submit nothing")
+    parser.add_argument("--wait", action="store_true", help="show progress until all jobs have ended")
+
+
+def _retry_flags(parser: argparse.ArgumentParser) -> None:
+    _submit_flags(parser)
+    parser.add_argument(
+        "--max_attempts",
+        type=int,
+        default=3,
+        help="leave a shard that failed the same way so often (default 3)",
+    )
+
+
+def _status_flags(parser: argparse.ArgumentParser) -> None:
+    _folder_flag(parser)
+    parser.add_argument("--watch", action="store_true", help="repeat until nothing is queued")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+PROGRAM = Program(
+    name="python -m slurm",
+    description="Make a planned data set's shards with a Slurm job array.",
+    dashed_values=("--sbatch_args", "--worker_args"),
+    commands={
+        "submit": Command(
+            summary="submit the missing shards, and a verify job after them",
+            add_flags=_submit_flags,
+            run=submit,
+        ),
+        "retry": Command(
+            summary="submit again what failed, each as its failure asks", add_flags=_retry_flags, run=retry
+        ),
+        "status": Command(
+            summary="say where every shard is, and why what failed did", add_flags=_status_flags, run=status
+        ),
+        "cancel": Command(
+            summary="cancel every job of this data set that waits or runs", add_flags=_folder_flag, run=cancel
+        ),
+    },
+)
 
 if __name__ == "__main__":
     sys.exit(main())

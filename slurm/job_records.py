@@ -18,6 +18,7 @@ from shardprep.atomic_files import PublishedFile, sync_folder
 from shardprep.errors import BrokenShard, ReadWriteError, UnknownVersion, UsageError
 from shardprep.format.checked_json import Fields, read_checked, with_content_hash
 from shardprep.format.names import FORMAT_VERSION, MAX_SHARDS
+from shardprep.id_ranges import ids_of_ranges
 from shardprep.regular_files import NOT_THERE
 from slurm.job_script import JobRequest
 
@@ -53,7 +54,7 @@ class JobArray:
 
     def shards_of_tasks(self) -> list[list[int]]:
         """The shard ids of every task."""
-        return [ids_of_ranges(word) for word in self.tasks]
+        return [ids_of_ranges(word, end=MAX_SHARDS + 1) for word in self.tasks]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,17 +107,6 @@ def publish_submission(folder: Path, submission: Submission) -> Submission:
         finally:
             file.discard()
         number += 1
-
-
-def ids_of_ranges(text: str) -> list[int]:
-    """``0-2,5`` -> [0, 1, 2, 5], each below MAX_SHARDS. Raises ValueError for anything else."""
-    ids: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", part)
-        if not match or len(ids) > MAX_SHARDS:
-            raise ValueError(f"{text[:40]!r} is no list of ids such as 0-2,5")
-        ids.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return ids
 
 
 def _read_submission(path: Path) -> Submission:

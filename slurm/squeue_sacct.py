@@ -12,7 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shardprep.errors import ShardprepError
-from slurm.job_records import JobIdentity, ids_of_ranges
+from shardprep.format.names import MAX_SHARDS
+from shardprep.id_ranges import ids_of_ranges
+from slurm.job_records import JobIdentity
 from slurm.slurm_commands import slurm_answer
 
 WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"})
@@ -196,7 +198,7 @@ def _indices(text: str) -> list[int]:
     whole = [
         part for part in parts if re.fullmatch(r"[0-9]{1,5}(-[0-9]{1,5})?", part)
     ]  # none of ours is longer
-    return ids_of_ranges(",".join(whole)) if whole else []
+    return ids_of_ranges(",".join(whole), end=MAX_SHARDS + 1) if whole else []
 
 
 def _values(names: Sequence[str], line: str) -> dict[str, str]:

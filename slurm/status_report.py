@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from shardprep.errors import BrokenShard, ReadWriteError
-from shardprep.format.index import id_ranges
 from shardprep.format.manifest import ShardMaking, read_making
+from shardprep.id_ranges import id_ranges
 from shardprep.regular_files import NOT_THERE
 from slurm.dataset_state import NODE_FAIL, DatasetState, ShardState, is_live
 

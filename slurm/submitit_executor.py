@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from preprocess.plan import need_plan
-from shardprep.format.index import id_ranges
+from shardprep.id_ranges import id_ranges
 from slurm.dataset_state import done_shards
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shardprep.errors import CannotWrite, NotFound, ReadWriteError, ShardprepError, UsageError
-from shardprep.format.index import id_ranges
+from shardprep.id_ranges import id_ranges
 from slurm.cluster_limits import (
     ClusterLimits,
     check_folder,

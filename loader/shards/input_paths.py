@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeAlias
 
+from braceexpand import braceexpand
+
 from loader.shards.url_copies import copy_url
 from shardprep.errors import NotFound, UsageError
 
@@ -62,7 +64,6 @@ def _key(name: int | str | os.PathLike[str]) -> int | str:
 InputShards: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
-_NUMBERS = re.compile(r"(\d+)\.\.(\d+)(?:\.\.(\d+))?")
 _URL = re.compile(r"^(?:[a-zA-Z][a-zA-Z0-9+.-]*://|pipe:)")
 
 
@@ -125,20 +126,14 @@ def _exists(path: str, names_in: dict[str, frozenset[str] | None]) -> bool:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """``a{0..2}{x,y}`` as a shell expands it, the last brace fastest; zeros in front are kept."""
-    match = _BRACES.search(pattern)
-    if match is None:
+    """``a{0..2}{x,y}`` as a shell expands it, the last brace fastest; zeros in front are kept.
+
+    Each is named once. Raises UsageError for braces that hold neither a range nor a comma.
+    """
+    try:
+        names = list(dict.fromkeys(braceexpand(pattern, escape=False)))
+    except ValueError:  # unbalanced: a single brace is part of a name
         return [pattern]
-    numbers = _NUMBERS.fullmatch(match[1])
-    if numbers:
-        first, last = int(numbers[1]), int(numbers[2])
-        step = max(int(numbers[3] or 1), 1) * (1 if first <= last else -1)
-        padded = any(len(text) > 1 and text.startswith("0") for text in numbers.group(1, 2))
-        width = max(len(numbers[1]), len(numbers[2])) if padded else 0
-        choices = [f"{number:0{width}}" for number in range(first, last + (1 if step > 0 else -1), step)]
-    elif "," in match[1]:
-        choices = match[1].split(",")
-    else:
-        raise UsageError(f"{pattern!r} has the braces {match[0]!r}, expected {{00000..00009}} or {{a,b}}")
-    head, tail = pattern[: match.start()], pattern[match.end() :]
-    return list(dict.fromkeys(out for choice in choices for out in expand_braces(head + choice + tail)))
+    if left := _BRACES.search(names[0]):
+        raise UsageError(f"{pattern!r} has the braces {left[0]!r}, expected {{00000..00009}} or {{a,b}}")
+    return names

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from loader.shards.shard_set import DatasetShards, ShardSet
 from shardprep.errors import BrokenShard, MissingShard, ShardprepError
-from shardprep.format import id_ranges, shard_name
+from shardprep.format.names import shard_name
+from shardprep.id_ranges import id_ranges
 
 logger = logging.getLogger(__name__)
 

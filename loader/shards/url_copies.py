@@ -13,21 +13,22 @@ import hashlib
 import logging
 import os
 import re
-import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from loader.shards.tar_samples import scan_tar
+from shardprep.atomic_files import PublishedFile, sync_folder
 from shardprep.errors import BrokenShard, CannotWrite, NotFound, ReadWriteError, UnknownMember, UsageError
-from shardprep.format import FileStamp, idx_path, manifest_path, read_manifest, tar_path
+from shardprep.format.manifest import read_manifest
+from shardprep.format.names import idx_path, manifest_path, tar_path
+from shardprep.regular_files import FileStamp
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[\w.-]+\.tar")
 _OUR_SHARD = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*://[^?#]*)/shard-(\d{5})\.tar")
 _BLOCK_BYTES = 1 << 20
-_MODE = 0o666  # less the umask
 
 
 def copy_url(url: str, cache_dir: str | os.PathLike[str] | None) -> str:
@@ -52,9 +53,9 @@ def copy_url(url: str, cache_dir: str | os.PathLike[str] | None) -> str:
         names = _NAME.findall(url)
         path = folder / f"{_stem(url)}-{names[-1] if names else 'copy.tar'}"
         if not _is_there(path):
-            with _fetched(url, path.parent) as (temporary, _):
-                _check_tar(url, temporary)
-                temporary.rename(path)
+            with _fetched(url, path) as (copy, _):
+                _check_tar(url, copy.temporary)
+                copy.publish()
     except OSError as error:
         raise ReadWriteError(f"{url} cannot be copied to {wanted}: {error}") from error
     return str(path)
@@ -66,9 +67,10 @@ def _our_copy(root: str, shard_id: int, folder: Path) -> Path | None:
     if _is_there(path) and _is_there(manifest_path(folder, shard_id)):
         return path
     folder.mkdir(exist_ok=True)
+    target = manifest_path(folder, shard_id)
     try:
-        with _fetched(f"{root}/{manifest_path(folder, shard_id).name}", folder) as (temporary, _):
-            temporary.rename(manifest_path(folder, shard_id))
+        with _fetched(f"{root}/{target.name}", target) as (copy, _):
+            copy.publish()
     except NotFound as error:
         logger.warning("%s/%s is taken for a tar of others: %s", root, path.name, error)
         with contextlib.suppress(OSError):
@@ -76,14 +78,14 @@ def _our_copy(root: str, shard_id: int, folder: Path) -> Path | None:
         return None
     manifest = read_manifest(folder, shard_id)
     for target, stamp in ((idx_path(folder, shard_id), manifest.idx), (path, manifest.tar)):
-        with _fetched(f"{root}/{target.name}", folder) as (temporary, found):
+        with _fetched(f"{root}/{target.name}", target) as (copy, found):
             if found != stamp:
                 raise BrokenShard(
                     f"what webdataset read from {root}/{target.name} has {found.num_bytes} bytes of sha256 "
                     f"{found.sha256[:12]}, its manifest says {stamp.num_bytes} of {stamp.sha256[:12]}; put "
                     "the shard's three files there anew, and try again"
                 )
-            temporary.rename(target)
+            copy.publish()
     return path
 
 
@@ -127,23 +129,22 @@ def _stem(url: str) -> str:
 
 
 @contextlib.contextmanager
-def _fetched(url: str, folder: Path) -> Iterator[tuple[Path, FileStamp]]:
-    """What webdataset reads from a URL, in a new file of a random name, which is gone in the end."""
-    temporary = folder / f".{secrets.token_hex(8)}.tmp"
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
+def _fetched(url: str, target: Path) -> Iterator[tuple[PublishedFile, FileStamp]]:
+    """What webdataset reads from a URL, synced under a temporary name; gone in the end unless published.
+
+    Raises NotFound where it cannot be read, OSError where it cannot be written.
+    """
     try:
-        with open(handle, "wb", buffering=0) as file:  # noqa: PTH123
-            num_bytes, digest = 0, hashlib.sha256()
+        copy = PublishedFile(target)
+        try:
             for block in _blocks(url):
-                digest.update(block)
-                num_bytes += len(block)
-                while block:
-                    block = block[file.write(block) :]
-            os.fsync(handle)
-        yield temporary, FileStamp(num_bytes=num_bytes, sha256=digest.hexdigest())
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+                copy.write(block)
+            yield copy, copy.sync()
+        finally:
+            copy.discard()
+    except (CannotWrite, ReadWriteError) as error:
+        raise OSError(str(error)) from error
+    sync_folder(target.parent)
 
 
 def _blocks(url: str) -> Iterator[bytes]:

@@ -1,84 +1,31 @@
-"""How far copying is: a bar on a terminal, a line now and then in a log.
-
-``python -m loader stage DATA --to DIR``: copies of the shards on this node's own disk.
-"""
+"""``python -m loader stage DATA --to DIR``: copies of the shards on this node's own disk."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
-import signal
 import socket
-import sys
-import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
-
-from tqdm import tqdm
 
 from loader.reading.shard_reader import Turn
 from loader.staging.shards_to_stage import NodeRanks, ShardsToStage, choose_shards
 from loader.staging.stage_shards import Staged, size_text, stage_shards
-from shardprep.errors import ReadWriteError, Stopped, UsageError
+from shardprep.command_line import parse_size
+from shardprep.console import Progress, raise_on_stop_signals
+from shardprep.errors import ReadWriteError, UsageError
+from shardprep.id_ranges import ids_of_ranges
 
-LOG_EVERY_S = 30.0
-
-
-class CopyProgress:
-    """Counts bytes up to a known total, on standard error. Use it in ``with``."""
-
-    def __init__(self, label: str, total_bytes: int) -> None:
-        self._label = label
-        self._total_bytes = total_bytes
-        self._done_bytes = 0
-        self._began = self._spoke = time.monotonic()
-        self._bar = (
-            tqdm(total=total_bytes, desc=label, unit="B", unit_scale=True) if sys.stderr.isatty() else None
-        )
-
-    def __enter__(self) -> CopyProgress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def add(self, num_bytes: int) -> None:
-        """Count more as done; less than none where something must be copied again."""
-        self._done_bytes += num_bytes
-        now = time.monotonic()
-        if self._bar is not None:
-            self._bar.update(num_bytes)
-        elif now - self._spoke >= LOG_EVERY_S:
-            self._spoke = now
-            rate = self._done_bytes / (now - self._began)
-            left_s = (self._total_bytes - self._done_bytes) / max(rate, 1.0)
-            share = self._done_bytes / max(self._total_bytes, 1)
-            of, speed = f"{self._total_bytes / 1e9:.1f} GB", f"{rate / 1e6:.0f} MB/s"
-            self.say(f"{self._label}: {share:.0%} of {of}, {speed}, {left_s:.0f} s left")
-
-    def say(self, line: str) -> None:
-        """Print a line without breaking the bar."""
-        tqdm.write(line, file=sys.stderr)
-        sys.stderr.flush()
-
-
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _NUM_PLACES = 1 << 16  # in the list, for processes that Slurm did not number
 
 
-def stage(argv: list[str], *, say: Callable[[str], None]) -> int:
+def stage(args: argparse.Namespace) -> int:
     """Run the command; returns its exit code, 0 where every shard chosen is staged.
 
     Raises ShardprepErrors, and Stopped on TERM, USR1 and INT, which leaves no temporary file.
     """
-    args = _parser().parse_args(argv)
-    for number in _STOP_SIGNALS:
-        signal.signal(number, _stop)
+    raise_on_stop_signals("what is staged is whole")
     node_ranks = _node_ranks(args, os.environ)
     try:
         chosen = choose_shards(
@@ -86,22 +33,21 @@ def stage(argv: list[str], *, say: Callable[[str], None]) -> int:
             args.to,
             exclude_shards=tuple(int(name) if name.isdecimal() else name for name in args.exclude_shards),
             node_ranks=node_ranks,
-            limit_bytes=None if args.limit_bytes is None else _parse_size(args.limit_bytes),
+            limit_bytes=_limit_bytes(args),
             turn=turn_of(os.environ),
         )
     except OSError as error:
         raise ReadWriteError(f"{' '.join(args.input_shards)} cannot be looked at: {error}") from None
     for line in _choice_lines(chosen, node_ranks):
-        say(line)
-    sys.stdout.flush()
-    with CopyProgress("staging", sum(shard.num_bytes for shard in chosen.chosen)) as progress:
+        print(line, flush=True)
+    with Progress("staging", sum(shard.num_bytes for shard in chosen.chosen)) as progress:
         try:
             staged = stage_shards(
                 chosen.chosen, Path(args.to), recheck=args.recheck, progress=progress.add, say=progress.say
             )
         except OSError as error:  # of looking around in it; copying has its own
             raise ReadWriteError(f"{args.to} cannot be staged to: {error}") from None
-    say(_end_line(staged, len(chosen.chosen), args.to))
+    print(_end_line(staged, len(chosen.chosen), args.to), flush=True)
     return staged.failures[0].exit_code if staged.failures else 0
 
 
@@ -154,21 +100,16 @@ def _node_ranks(args: argparse.Namespace, environ: Mapping[str, str]) -> NodeRan
 
 def _parse_ranks(text: str) -> tuple[int, ...]:
     """``8-15,20`` -> numbers."""
-    ranks: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d{1,7})(?:-(\d{1,7}))?", part.strip())
-        if not match:
-            raise UsageError(f"--ranks is {text!r}, expected numbers such as 8-15 or 0,4")
-        ranks += range(int(match[1]), int(match[2] or match[1]) + 1)
-    return tuple(ranks)
+    try:
+        return tuple(ids_of_ranges(text))
+    except ValueError:
+        raise UsageError(f"--ranks is {text!r}, expected numbers such as 8-15 or 0,4") from None
 
 
-def _parse_size(text: str) -> int:
-    """``500G`` -> bytes, binary as preprocess has them."""
-    match = re.fullmatch(r"(\d{1,18})([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if not match:
-        raise UsageError(f"--limit_bytes is {text!r}, expected a number of bytes such as 800M or 500G")
-    return int(match[1]) * _UNITS[match[2].upper()]
+def _limit_bytes(args: argparse.Namespace) -> int | None:
+    if args.limit_bytes is None:
+        return None
+    return parse_size(args.limit_bytes, "--limit_bytes", such_as="800M or 500G")
 
 
 def _choice_lines(choice: ShardsToStage, node: NodeRanks | None) -> list[str]:
@@ -201,14 +142,6 @@ def _end_line(staged: Staged, num_chosen: int, to: str) -> str:
     )
 
 
-def _stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a handler's signature
-    for each in _STOP_SIGNALS:
-        signal.signal(each, lambda *_: None)  # one is enough; a second must not end the clearing up
-    raise Stopped(
-        f"stopped by {signal.Signals(number).name}; what is staged is whole, run this again to go on"
-    )
-
-
 _ORDER_FLAGS = {
     "batch_size": "samples a batch on each rank",
     "global_batch_size": "samples of an optimizer's step (default batch_size x world_size)",
@@ -224,11 +157,11 @@ _ORDER_FLAGS = {
 }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m loader stage",
-        description="Copy shards to a disk of this node, verified, for the loader's staged_dir. Any "
-        "number of processes may do so at once; each begins elsewhere and skips what is there.",
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of the command; ``stage`` takes what the parser makes of them."""
+    parser.description = (
+        "Copy shards to a disk of this node, verified, for the loader's staged_dir. Any "
+        "number of processes may do so at once; each begins elsewhere and skips what is there."
     )
     parser.add_argument(
         "input_shards", nargs="+", help="as the loader takes them; data sets of shardprep only"
@@ -258,4 +191,3 @@ def _parser() -> argparse.ArgumentParser:
         elif name == "group_by_length":
             settings = {"type": int, "nargs": "?", "const": True}
         world.add_argument(f"--{name}", help=text, default=argparse.SUPPRESS, **settings)  # type: ignore[arg-type]
-    return parser

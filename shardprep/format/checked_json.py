@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 
 from shardprep.errors import BrokenShard, UnknownVersion
 from shardprep.format.names import FORMAT_VERSION
-from shardprep.regular_files import read_regular
+from shardprep.regular_files import FileStamp, read_regular
 
 T = TypeVar("T")
 
@@ -200,6 +200,13 @@ class Fields:
     def digests(self, key: str) -> list[str]:
         """A list of hashes of 64 hex digits."""
         return self.list_of(key, lambda value: is_digest(value, 64), "64 hex digits")
+
+    def stamp(self, key: str) -> FileStamp:
+        """Size and sha256 of a file."""
+        inner = self.fields(key)
+        stamp = FileStamp(num_bytes=inner.whole("num_bytes"), sha256=inner.digest("sha256"))
+        inner.end()
+        return stamp
 
     def mapping(self, key: str) -> dict[str, Any]:
         """An object of any values."""

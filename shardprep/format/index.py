@@ -22,6 +22,7 @@ from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.idx import MAX_SAMPLES, idx_num_bytes
 from shardprep.format.manifest import Manifest, manifest_ids, read_manifest
 from shardprep.format.names import BLOCK_BYTES, INDEX_NAME, rerun_command, shard_name
+from shardprep.id_ranges import id_ranges
 from shardprep.regular_files import NOT_THERE
 
 MAX_INDEX_BYTES = 64 << 20  # one of 99,999 shards has 8 MB
@@ -176,14 +177,3 @@ def _merge_folder(folder: Path) -> DatasetIndex:
             f"run: python -m preprocess run {folder} (or one: {rerun_command(missing[0], folder)})"
         )
     return merge_manifests(read_manifest(folder, shard_id) for shard_id in present)
-
-
-def id_ranges(ids: Iterable[int]) -> str:
-    """``0-2,5,7-9``: sorted ids as sbatch's --array and --shards write them."""
-    parts: list[list[int]] = []
-    for number in sorted(ids):
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from shardprep.errors import BrokenShard, MissingShard, OtherPlan
 from shardprep.format.checked_json import Fields, read_checked, with_content_hash
@@ -23,7 +22,7 @@ from shardprep.format.names import (
     rerun_command,
     tar_path,
 )
-from shardprep.regular_files import NOT_THERE, names_in, read_regular, sha256_of_file, size_of_file
+from shardprep.regular_files import NOT_THERE, FileStamp, names_in, read_regular, size_of_file, stamp_file
 
 MAX_MANIFEST_BYTES = 1 << 20  # one has about 1.5 KB
 _MANIFEST_NAME = re.compile(r"shard-(\d{5})\.json", re.ASCII)
@@ -64,21 +63,6 @@ class ShardCounts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileStamp:
-    """Size and content hash of one published file."""
-
-    num_bytes: int
-    sha256: str
-
-    @staticmethod
-    def from_json(fields: Fields) -> FileStamp:
-        """Raises BrokenShard."""
-        stamp = FileStamp(num_bytes=fields.whole("num_bytes"), sha256=fields.digest("sha256"))
-        fields.end()
-        return stamp
-
-
-@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """shard-N.json: written last, so that its presence says the shard is done."""
 
@@ -103,9 +87,9 @@ class Manifest:
             spec=DatasetSpec.from_json(fields.fields("spec")),
             shard_id=fields.whole("shard_id", 0, MAX_SHARDS - 1),
             counts=ShardCounts.from_json(fields.fields("counts")),
-            tar=FileStamp.from_json(fields.fields("tar")),
-            idx=FileStamp.from_json(fields.fields("idx")),
-            quarantine=fields.or_none("quarantine", lambda key: FileStamp.from_json(fields.fields(key))),
+            tar=fields.stamp("tar"),
+            idx=fields.stamp("idx"),
+            quarantine=fields.or_none("quarantine", fields.stamp),
             run=fields.mapping("run"),
         )
         fields.end()
@@ -228,7 +212,7 @@ def check_hashes(folder: Path, manifest: Manifest) -> None:
     """Read a shard's files whole and compare sha256. Raises BrokenShard, MissingShard or ReadWriteError."""
     for path, stamp in shard_files(folder, manifest):
         try:
-            _, found = sha256_of_file(path)
+            found = stamp_file(path).sha256
         except NOT_THERE:
             raise MissingShard(
                 f"{path} is missing; run: {rerun_command(manifest.shard_id, folder)}"
@@ -238,11 +222,3 @@ def check_hashes(folder: Path, manifest: Manifest) -> None:
                 f"{path} has sha256 {found[:12]}, its manifest says {stamp.sha256[:12]}; "
                 f"run: {remake_command(manifest.shard_id, folder)}"
             )
-
-
-def file_sha256(file: BinaryIO) -> str:
-    """sha256 of an open binary file from where it stands, in blocks of 4 MiB."""
-    digest = hashlib.sha256()
-    while block := file.read(1 << 22):
-        digest.update(block)
-    return digest.hexdigest()

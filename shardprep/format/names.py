@@ -1,12 +1,13 @@
-"""Names, sizes and number formats that every part of the contract shares."""
+"""Names, limits and number formats that every part of the contract shares."""
 
 from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 FORMAT_VERSION = 2
 MAX_SHARDS = 99_999  # shard names carry five digits
@@ -78,6 +79,8 @@ def remake_command(shard_id: int, folder: Path) -> str:
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """dtype of binary token ids: uint16 where every id fits, else uint32."""
+    import numpy as np  # a command that shows its flags needs these names, and not numpy's 0.1 s
+
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 

@@ -18,7 +18,10 @@ from loader.shards.find_shards import known_osts
 from preprocess.plan import need_plan, plan_json
 from preprocess.tokenizer_files import check_tokenizer_files
 from shardprep.errors import ShardprepError
-from shardprep.format import check_shard, osts_json, read_idx, read_index, read_manifest, read_osts
+from shardprep.format.idx import read_idx
+from shardprep.format.index import read_index
+from shardprep.format.manifest import check_shard, read_manifest
+from shardprep.format.osts import osts_json, read_osts
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -165,7 +168,7 @@ def test_the_loader_refuses_an_idx_that_it_reads_in_parts(
     from loader.reading.shard_reader import ShardReader
     from loader.shards.find_shards import find_shards
     from shardprep.errors import BrokenShard
-    from shardprep.format import IDX_HEADER
+    from shardprep.format.idx import IDX_HEADER
 
     monkeypatch.setattr(open_shard, "HELD_IDX_BYTES", 0)
     for kind in KINDS:

@@ -17,7 +17,9 @@ from loader.shards.find_shards import find_shards
 from loader.shards.shard_set import ShardSet
 from loader.shards.tar_members import TarBytes, tar_members
 from shardprep.errors import ShardprepError
-from shardprep.format import read_idx, read_index, read_manifest
+from shardprep.format.idx import read_idx
+from shardprep.format.index import read_index
+from shardprep.format.manifest import read_manifest
 
 if TYPE_CHECKING:
     from tests.conftest import Prep

@@ -11,7 +11,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from preprocess.plan import need_plan
-from shardprep.format import read_idx, tar_path
+from shardprep.format.idx import read_idx
+from shardprep.format.names import tar_path
 
 if TYPE_CHECKING:
     from tests.conftest import Prep

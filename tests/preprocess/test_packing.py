@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from preprocess.engines import TokenBatch
 from preprocess.packing import START, BestFitRows, ConcatRows, Packer, RowGroup
-from shardprep.format import DatasetSpec, TokenizerSpec
+from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
 
 PAD = 7
 

@@ -364,10 +364,10 @@ def test_temporaries_of_other_attempts_go_after_a_day_and_not_before(tmp_path: P
             os.utime(path, (now - seconds, now - seconds))
     (tmp_path / "shard-00001.tar").touch()
     os.utime(tmp_path / "shard-00001.tar", (0, 0))
-    remove_temporaries(tmp_path, "shard-00001", older_than_s=STALE_AFTER_S)
+    remove_temporaries(tmp_path, "shard-00001", older_than_s=STALE_AFTER_S, subfolders=["quarantine"])
     kept = [".shard-00001.tar.young.tmp", ".shard-00010.tar.old.tmp", ".shard-00010.tar.young.tmp"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [*kept, "shard-00001.tar"]
-    remove_temporaries(tmp_path, "shard-00001", older_than_s=0)
+    remove_temporaries(tmp_path, "shard-00001", older_than_s=0, subfolders=["quarantine"])
     assert sorted(path.name for path in tmp_path.iterdir()) == [*kept[1:], "shard-00001.tar"]
 
 

@@ -31,7 +31,8 @@ OF_AN_ARRAY = {
 WATCH = """
 import sys
 from slurm import __main__ as slurm
-slurm.DatasetState.live_job_ids = lambda state: ["7"]
+from slurm.dataset_state import DatasetState
+DatasetState.live_job_ids = lambda state: ["7"]
 slurm._POLL_S = 0.1
 sys.exit(slurm.main(["status", sys.argv[1], "--watch"]))
 """

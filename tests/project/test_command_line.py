@@ -13,12 +13,13 @@ import pytest
 
 import loader.__main__
 import lustre.__main__
-from preprocess.command_line import given_options, num_processes, parse, parse_ids
+import preprocess.__main__
+import slurm.__main__
+from preprocess.__main__ import num_processes, parse_ids
 from preprocess.options import PrepConfig
 from preprocess.task_plan import array_note
-from shardprep.command_line import parse_size
+from shardprep.command_line import given_of, parse_size
 from shardprep.errors import UsageError
-from slurm.__main__ import parse as slurm_parse
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -35,6 +36,26 @@ def test_dashes_and_underscores_in_a_flag_are_the_same() -> None:
             "output_dir": Path("/a-b_c"), "keep_text": False, "seq_len": 8, "input_dir": Path("x")
         }  # fmt: skip
 
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    return preprocess.__main__.PROGRAM.parse(preprocess.__main__.command_words(argv))
+
+
+def loader_parse(argv: list[str]) -> argparse.Namespace:
+    return loader.__main__.PROGRAM.parse(loader.__main__.command_words(argv))
+
+
+def given_options(args: argparse.Namespace) -> dict[str, Any]:
+    return given_of(args, PrepConfig)
+
+
+slurm_parse = slurm.__main__.PROGRAM.parse
+PARSE = {
+    "preprocess": parse,
+    "slurm": slurm_parse,
+    "lustre": lustre.__main__.PROGRAM.parse,
+    "loader": loader_parse,
+}
 
 # Flags of several words of every command of every package, each once with its value.
 FLAGS = [
@@ -53,32 +74,10 @@ FLAGS = [
 @pytest.mark.parametrize("line", FLAGS)
 def test_every_command_takes_dashes_for_underscores(line: str) -> None:
     package, *words = line.split()
-    read = {"preprocess": parse, "slurm": slurm_parse, "lustre": lustre_words, "loader": loader_words}[
-        package
-    ]
+    read = PARSE[package]
     dashed = [re.sub(r"^--[a-z_]+", lambda flag: flag[0].replace("_", "-"), word) for word in words]
     assert dashed != words or not any("_" in word for word in words)
     assert read(dashed) == read(words)
-
-
-def lustre_words(argv: list[str]) -> Any:
-    """What ``lustre`` makes of its words, without asking lfs."""
-    with pytest.MonkeyPatch.context() as patch:
-        seen: list[argparse.Namespace] = []
-        for name in ("show", "apply"):
-            patch.setattr(lustre.__main__, name, lambda args: seen.append(args) or [])
-        assert lustre.__main__.main(argv) == 0
-    return {name: value for name, value in vars(seen[0]).items() if name != "run"}
-
-
-def loader_words(argv: list[str]) -> Any:
-    """What ``loader`` hands to the command that it runs."""
-    with pytest.MonkeyPatch.context() as patch:
-        seen: list[Any] = []
-        patch.setattr(loader.__main__, "_print_batch", lambda **options: seen.append(options))
-        patch.setattr(loader.__main__, "stage", lambda words, say: seen.append(words) or 0)
-        assert loader.__main__.main(argv) == 0
-    return seen
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def shardprep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The console command, as pip writes it."""
     script = tmp_path_factory.mktemp("bin") / "shardprep"
     script.write_text(
-        f"#!{sys.executable}\nimport sys\nfrom preprocess.__main__ import main\n"
+        f"#!{sys.executable}\nimport sys\nfrom shardprep.__main__ import main\n"
         "if __name__ == '__main__':\n    sys.exit(main())\n"
     )
     script.chmod(0o755)

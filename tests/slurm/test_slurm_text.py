@@ -14,6 +14,7 @@ import pytest
 from shardprep.errors import UsageError
 from shardprep.failure_line import failure_line
 from shardprep.format.names import manifest_path
+from shardprep.id_ranges import ids_of_ranges
 from slurm.cluster_limits import limits_of, minutes_of, partition_limits, tasks_of_shards
 from slurm.dataset_state import (
     BAD_INPUT,
@@ -25,7 +26,7 @@ from slurm.dataset_state import (
     cause_of,
     last_lines,
 )
-from slurm.job_records import JobArray, JobIdentity, Submission, ids_of_ranges, read_submissions
+from slurm.job_records import JobArray, JobIdentity, Submission, read_submissions
 from slurm.job_records import publish_submission as publish
 from slurm.job_script import JobRequest, array_script, prep_script, settings_of
 from slurm.slurm_commands import SlurmRefused
@@ -135,8 +136,8 @@ def test_shards_are_shared_evenly_among_as_many_tasks_as_fit() -> None:
     assert tasks_of_shards([3, 5], 100, None) == ["3", "5"]
     forty = tasks_of_shards(range(40), 7, None)
     assert len(forty) == 7
-    assert [shard_id for word in forty for shard_id in ids_of_ranges(word)] == list(range(40))
-    assert {len(ids_of_ranges(word)) for word in forty} == {5, 6}
+    assert [shard_id for word in forty for shard_id in ids_of_ranges(word, end=40)] == list(range(40))
+    assert {len(ids_of_ranges(word, end=40)) for word in forty} == {5, 6}
     assert tasks_of_shards(range(6), 100, 3) == ["0-2", "3-5"]
     assert tasks_of_shards([1, 3, 4], 1, None) == ["1,3-4"]
 

@@ -1,0 +1,95 @@
+"""``shardprep``, the one command: every command of every package under one name.
+
+The table below is the one place that knows the packages, and it knows them as strings: this package imports
+none of the others before one of their commands is called. Each ``__main__`` has a ``PROGRAM`` whose commands
+these are; ``python -m preprocess`` and the others run the same ones.
+
+``shardprep --help`` takes the lines from the packages themselves. It imports their ``__main__`` modules, and
+these import nothing large before a command runs (no numpy, no torch).
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from shardprep import __version__
+from shardprep.command_line import Program, unknown_command
+from shardprep.console import outlast_readers, say
+from shardprep.errors import UsageError
+from shardprep.own_packages import need_own
+
+# Command -> the package whose command it is, in the order in which a user meets them.
+COMMANDS = {
+    "plan": "preprocess",
+    "run": "preprocess",
+    "shard": "preprocess",
+    "verify": "preprocess",
+    "train_tokenizer": "preprocess",
+    "submit": "slurm",
+    "status": "slurm",
+    "retry": "slurm",
+    "cancel": "slurm",
+    "stage": "loader",
+    "lustre": "lustre",  # with commands of its own: show, apply
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code. Without a command, ``--shard_id N`` makes a shard."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    outlast_readers()
+    try:
+        if words[:1] in (["-h"], ["--help"]):
+            print(_help())
+            return 0
+        if words[:1] == ["--version"]:
+            print(f"shardprep {__version__}")
+            return 0
+        if not words:
+            say(_help())
+            return UsageError.exit_code
+        return _dispatch(words)
+    except ImportError as error:
+        if error.name not in COMMANDS.values():
+            raise
+        say(f"error: {error}")
+        return UsageError.exit_code
+
+
+def _dispatch(words: list[str]) -> int:
+    if words[0].startswith("-"):
+        return _program("preprocess").run(["shard", *words], name="shardprep")
+    command = words[0].replace("-", "_")
+    if command not in COMMANDS:
+        say(f"error: {unknown_command(words[0], list(COMMANDS))}")
+        return UsageError.exit_code
+    package = COMMANDS[command]
+    if package == command:
+        return _program(package).run(words[1:], name=f"shardprep {command}")
+    return _program(package).run([command, *words[1:]], name="shardprep")
+
+
+def _program(package: str) -> Program:
+    need_own(package)
+    program = importlib.import_module(f"{package}.__main__").PROGRAM
+    assert isinstance(program, Program)
+    return program
+
+
+def _help() -> str:
+    lines = ["usage: shardprep COMMAND [flags]", "", "Raw text -> token shards -> batches.", "", "commands:"]
+    for command, package in COMMANDS.items():
+        lines.append(f"  {command:<17}{_summary(_program(package), command)}")
+    return "\n".join([*lines, "", "shardprep COMMAND --help shows its flags; --version the version."])
+
+
+def _summary(program: Program, command: str) -> str:
+    if command in program.commands:
+        return program.commands[command].summary
+    return program.description[0].lower() + program.description[1:].rstrip(".")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

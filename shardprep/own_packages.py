@@ -1,0 +1,44 @@
+"""Whether a name such as ``preprocess`` leads to this project: a user's own preprocess.py can hide ours.
+
+A script of that name beside the script that is started, or in the folder of ``python -m``, is found first.
+Nothing of it is run to find out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+_HOME = Path(__file__).parents[1]  # our packages stand beside one another, installed or not
+
+
+def need_own(package: str) -> None:
+    """Raise ImportError where another module has the name of one of our packages.
+
+    In a ``python -m`` of our packages it is a line on standard error and exit code 2 instead.
+    """
+    found = _hiding(package)
+    if found is None:
+        return
+    message = (
+        f"{found} hides shardprep's package of the same name, which is needed here; rename it, or keep it "
+        "away from the script that you start and from the folder that you start it in"
+    )
+    if sys.argv[:1] == ["-m"]:  # so it is while Python looks for the package that it shall run
+        sys.stderr.write(f"error: {message}\n")
+        raise SystemExit(2)
+    raise ImportError(message, name=package, path=found)
+
+
+def _hiding(package: str) -> str | None:
+    """The file or folder that Python takes for the package, if it is not ours."""
+    if module := sys.modules.get(package):
+        origin, places = getattr(module, "__file__", None), list(getattr(module, "__path__", ()))
+    elif spec := importlib.util.find_spec(package):
+        origin, places = spec.origin, list(spec.submodule_search_locations or ())
+    else:
+        return None  # not there at all: Python says so itself
+    if any(Path(place).parent.samefile(_HOME) for place in places):
+        return None
+    return origin or (places[0] if places else package)

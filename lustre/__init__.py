@@ -1,4 +1,4 @@
-"""What new files on Lustre will get, and a directory default set without harming a file.
+"""Shows the layout that new files on Lustre will get, and sets it for a folder without harm to any file.
 
 The one rule: ``lfs setstripe`` is run on existing, empty directories only. From Lustre 2.16 on, where
 ``llite.*.enable_setstripe_gid`` is set (LU-17628), it can empty an existing file and exit 0. Off Lustre

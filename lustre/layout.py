@@ -1,15 +1,12 @@
-"""Sizes as people type and read them, and as plain bytes: K, M, G and T are binary, as lfs has them.
+"""Layouts as values: read from ``lfs getstripe``, named by a user's options, written for ``lfs setstripe``.
 
-What ``lfs getstripe`` prints, as values: plain and progressive (PFL) layouts, both dialects.
+Lustre 2.15 and 2.17 print a layout differently: YAML is indented in two ways, components are a list or a
+mapping, and keys have the prefix ``lmm_`` for files alone. The few keys that are needed stand one per line in
+all forms, or on a single line in the classic one, so they are read by key in order and no YAML is parsed.
 
-Lustre 2.15 and 2.17 indent YAML differently, call components a list or a mapping, and prefix keys
-with ``lmm_`` for files alone. The few keys needed are one a line in all of them, or on a single
-line in the classic form, so they are read by key in order, which depends on none of that.
-
-The layout that a user names, checked as lfs would, and the arguments that ask lfs for it.
-
-Everything is refused here rather than by lfs, because lfs takes some of it: a layout without a last
-component to the end of the file is set, and writes past its end fail; 128 is 128 KiB.
+What a user names is refused here where lfs would refuse it, and also where lfs takes it and does harm: a
+layout whose last component does not reach the end of the file is set, and later writes past its end fail;
+a size of 128 means 128 KiB there.
 """
 
 from __future__ import annotations
@@ -22,38 +19,17 @@ from lustre.lfs import run_lfs
 from shardprep import command_line
 from shardprep.errors import LustreError, LustreUsageError, UsageError
 
-_UNITS = (("T", 1 << 40), ("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10))
-
-
-def parse_size(text: str, name: str) -> int:
-    """``4M``, ``4MB``, ``4MiB`` or ``4194304`` -> 4194304 bytes. Raises LustreUsageError, naming ``name``.
-
-    Two habits of lfs are refused rather than shared: there a bare number below 4096 means KiB, and
-    ``128b`` means blocks of 512 bytes. Here a bare number is bytes, whatever its size.
-    """
-    try:
-        return command_line.parse_size(text, name, such_as="4194304, 4M or 2G")
-    except UsageError as error:
-        raise LustreUsageError(str(error)) from None
-
-
-def size_text(num_bytes: int) -> str:
-    """``4 MiB``: the largest binary unit that leaves a whole number."""
-    for unit, size in _UNITS:
-        if num_bytes and num_bytes % size == 0:
-            return f"{num_bytes // size} {unit}iB"
-    return f"{num_bytes} bytes"
-
-
-def size_flag(num_bytes: int) -> str:
-    """``4M``: the same, as ``parse_size`` reads it."""
-    return size_text(num_bytes).replace(" bytes", "").replace(" ", "").replace("iB", "")
-
-
 ALL_OSTS = -1
 FILE_SYSTEM_DEFAULT = 0  # as a stripe count: whatever the file system gives
 # A value never ends in a colon: where one is empty (`pattern:` of 2.17) the next word is the next key.
 _KEY_VALUE = re.compile(r"([\w.]+):[ \t]*([^\s:]*)(?=\s|$)")
+MAX_STRIPE_COUNT = 2000  # lfs's own limit
+STRIPE_UNIT_BYTES = 64 << 10  # sizes and ends are multiples of it
+MAX_STRIPE_BYTES = 4 << 30  # exclusive
+MAX_DOM_BYTES = 1 << 30
+MAX_POOL_CHARS = 15
+DEFAULT_STRIPE_BYTES = 4 << 20  # Lustre's own from 2.16 on, and what the shards are written in
+_UNITS = (("T", 1 << 40), ("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +79,13 @@ class Layout:
         return f"progressive (PFL): {', '.join(parts)}"
 
 
+def read_layout(path: Path) -> Layout:
+    """The layout of a file, or what a directory gives to new files. ``path`` stands on Lustre."""
+    is_folder = path.is_dir()
+    result = run_lfs(["getstripe", *(["-d"] if is_folder else []), "-y"], path)
+    return parse_layout(result.checked("look at the path, and at `lfs check servers`"))
+
+
 def parse_layout(output: str) -> Layout:
     """Read what ``lfs getstripe`` printed, with or without ``-d`` and ``-y``, of one path.
 
@@ -139,21 +122,6 @@ def _component(values: dict[str, str]) -> Component:
         pattern=values.get("pattern", ""),
         pool=values.get("pool", ""),
     )
-
-
-def read_layout(path: Path) -> Layout:
-    """The layout of a file, or what a directory gives to new files. ``path`` stands on Lustre."""
-    is_folder = path.is_dir()
-    result = run_lfs(["getstripe", *(["-d"] if is_folder else []), "-y"], path)
-    return parse_layout(result.checked("look at the path, and at `lfs check servers`"))
-
-
-MAX_STRIPE_COUNT = 2000  # lfs's own limit
-STRIPE_UNIT_BYTES = 64 << 10  # sizes and ends are multiples of it
-MAX_STRIPE_BYTES = 4 << 30  # exclusive
-MAX_DOM_BYTES = 1 << 30
-MAX_POOL_CHARS = 15
-DEFAULT_STRIPE_BYTES = 4 << 20  # Lustre's own from 2.16 on, and what the shards are written in
 
 
 def parse_layout_options(
@@ -300,3 +268,28 @@ def _pool(name: str) -> str:
             f"1 to {MAX_POOL_CHARS} letters, digits, _ and -"
         )
     return name
+
+
+def parse_size(text: str, name: str) -> int:
+    """``4M``, ``4MB``, ``4MiB`` or ``4194304`` -> 4194304 bytes. Raises LustreUsageError, naming ``name``.
+
+    Two habits of lfs are refused rather than shared: there a bare number below 4096 means KiB, and
+    ``128b`` means blocks of 512 bytes. Here a bare number is bytes, whatever its size.
+    """
+    try:
+        return command_line.parse_size(text, name, such_as="4194304, 4M or 2G")
+    except UsageError as error:
+        raise LustreUsageError(str(error)) from None
+
+
+def size_text(num_bytes: int) -> str:
+    """``4 MiB``: the largest binary unit that leaves a whole number."""
+    for unit, size in _UNITS:
+        if num_bytes and num_bytes % size == 0:
+            return f"{num_bytes // size} {unit}iB"
+    return f"{num_bytes} bytes"
+
+
+def size_flag(num_bytes: int) -> str:
+    """``4M``: the same, as ``parse_size`` reads it."""
+    return size_text(num_bytes).replace(" bytes", "").replace(" ", "").replace("iB", "")

@@ -1,8 +1,8 @@
 """Which layout for shards: published advice as a table of rows, and one pure function that reads it.
 
-Each shard is written by one process and streamed from start to end by many readers. The price of too
-many stripes is a lock and an object on every OST for each file, and a file lost with any of them; of
-too few, a hot OST. Nothing here was measured on a Lustre of ours: every row names who says so.
+Each shard is written by one process and read from start to end by many. Too many stripes cost a lock and an
+object on every OST per file, and a file is lost with any one of its OSTs. With too few stripes one OST gets
+most of the load. Nothing here was measured on a Lustre of ours: every row names its source.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 
 from lustre.layout import ALL_OSTS, Layout, parse_layout_options, size_text
 
-MANY = 4  # shards an OST from which a stripe each spreads the load by itself: an inference, not a source
+MANY = (
+    4  # shards per OST; from there on one stripe per shard spreads the load. An inference, no source says so
+)
 _GIB = 1 << 30
 NERSC = "docs.nersc.gov/performance/io/lustre (one file a process: keep one stripe)"
 WIKI = "wiki.lustre.org/Lustre_Striping_Best_Practices"

@@ -1,10 +1,9 @@
-"""What file system a path stands on, read off the kernel's table of mounts.
+"""What file system a path stands on, and calls of ``lfs`` in which nothing is guessed.
 
-The table is right inside containers too (a bind mount keeps its type) and names the mount point,
-which ``statfs`` does not. ``lfs`` itself must not be asked: ``lfs osts`` and ``lfs find`` exit 0
-off Lustre.
-
-Calls ``lfs`` so that nothing is guessed: an argument list, the C locale, a time limit, all output kept.
+The file system is read from the kernel's table of mounts. That table is right inside containers too (a bind
+mount keeps its type), and it names the mount point, which ``statfs`` does not. ``lfs`` itself must not be
+asked: ``lfs osts`` and ``lfs find`` exit 0 where there is no Lustre. A call of ``lfs`` gets an argument list,
+the C locale and a time limit, and all of its output is kept.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from shardprep.errors import LustreError
 
+TIMEOUT_S = 30.0  # a healthy server answers within milliseconds; one that is down may never
 _ESCAPED = re.compile(r"\\([0-7]{3})")  # the kernel writes blank, tab, newline and backslash in octal
 
 
@@ -72,9 +72,6 @@ def file_system_of(path: Path) -> Mount | None:
     return mount_of(os.path.realpath(path), read_mounts_table())
 
 
-TIMEOUT_S = 30.0  # a healthy server answers within milliseconds; one that is down may never
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LfsResult:
     """What one call answered. ``exit_code`` is an errno for plain layouts, 4 for a wrong usage
@@ -107,7 +104,7 @@ def run_lfs(arguments: Sequence[str], last: Path | str, *, timeout_s: float = TI
     """Run ``lfs`` with the arguments and ``last``: a path, which is made absolute, or a name as it is.
 
     Raises LustreError where there is no lfs, or no answer within ``timeout_s`` seconds. A call that
-    hangs in the kernel cannot be killed; it is left behind rather than waited for.
+    hangs in the kernel cannot be killed; it is left behind, and nobody waits for it.
     """
     program = find_lfs()
     if program is None:

@@ -1,6 +1,7 @@
-"""The storage targets (OSTs) of a file system, how full they are, and those of a pool.
+"""The storage targets (OSTs) of a file system: how many there are, how full they are, where each file begins.
 
-On which storage target (OST) each file of a folder begins.
+``lfs df`` says how full they are, ``lfs osts`` and ``lfs pool_list`` how many a file can be spread over, and
+``lfs getstripe`` on which one the first stripe of a file lies: one call for 256 files.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ from lustre.lfs import Mount, file_system_of, run_lfs
 from shardprep.errors import LustreError
 
 NEARLY_FULL = 0.9  # our own number: Lustre has none; a write to a full OST fails, whatever the others have
+NOT_KNOWN = -1
+FILES_A_CALL = 256  # the longest paths of so many fit into one argument list
+_LAYOUT_VALUE = re.compile(r"\s*lmm_(pattern|stripe_offset):\s*(\S+)\s*")
+_STATES = {"D": "degraded", "N": "closed to new files", "R": "read-only"}
 _ASK = "look at `lfs check servers`"
 # `fs-OST0002_UUID  1073741824  1073741824  0 100%  /mnt[OST:2] S`, KiB; the mount point may hold anything
 _DF_LINE = re.compile(r"^\S+\s+(\d+)\s+(\d+)\s+(\d+)\s+\S+\s+.*\[OST:(\d+)\]\s*([A-Za-z]*)\s*$", re.MULTILINE)
@@ -80,9 +85,6 @@ def fill_lines(osts: tuple[OstFill, ...]) -> list[str]:
     return lines
 
 
-_STATES = {"D": "degraded", "N": "closed to new files", "R": "read-only"}
-
-
 def inactive_lines(osts_output: str) -> list[str]:
     """A warning for every OST that ``lfs osts`` calls inactive: what lies there cannot be read now."""
     return [
@@ -116,16 +118,11 @@ def count_osts(path: Path, mount: Mount, pool: str = "") -> int:
     return len(re.findall(r"^\S+-OST\w+_UUID", members, flags=re.MULTILINE))
 
 
-NOT_KNOWN = -1
-FILES_A_CALL = 256  # the longest paths of so many fit into one argument list
-_VALUE = re.compile(r"\s*lmm_(pattern|stripe_offset):\s*(\S+)\s*")
-
-
 def first_osts(folder: Path, names: Sequence[str]) -> list[int] | None:
     """The OST of the first stripe of each file; None where the folder is not on Lustre.
 
     NOT_KNOWN for a file that has no stripe, as one that lies on the metadata server alone. One call of
-    lfs for 256 files, which asks the metadata server once a file. Raises LustreError where lfs is missing
+    lfs takes 256 files, and asks the metadata server once per file. Raises LustreError where lfs is missing
     or fails, as it does for a file that is not there, does not answer, or prints something else.
     """
     mount = file_system_of(folder)
@@ -163,7 +160,7 @@ def parse_first_osts(output: str) -> list[tuple[str, int]]:
     for line in output.split("\n"):
         if line.startswith("/"):
             found.append((line, NOT_KNOWN))
-        elif found and (match := _VALUE.fullmatch(line)):
+        elif found and (match := _LAYOUT_VALUE.fullmatch(line)):
             path, ost = found[-1]
             if match[1] == "pattern":
                 pattern = match[2]

@@ -129,9 +129,9 @@ def status(args: argparse.Namespace) -> int:
 
 
 def _print_status(state: DatasetState, *, as_json: bool = False) -> None:
-    from slurm.status_report import read_shard_runs, report, report_text
+    from slurm.status_report import read_makings, report, report_text
 
-    data = report(state, read_shard_runs(state.folder, state.ids("done")))
+    data = report(state, read_makings(state.folder, state.ids("done")))
     print(json.dumps(data) if as_json else report_text(data), flush=True)
 
 

@@ -1,6 +1,7 @@
-"""What a site allows, and how many shards a task must therefore take.
+"""What a site allows: what can be known to go wrong is refused before anything is written or submitted.
 
-What can be known to go wrong before anything is written or submitted.
+``check_folder`` looks at the data set, ``find_limits`` and ``tasks_of_shards`` fit the shards into one array,
+``check_request`` asks whether any node could ever run such a task.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from preprocess.plan import Plan, need_plan
 from preprocess.tokenizer_files import check_tokenizer_files
 from shardprep.errors import CannotWrite, ShardprepError, UsageError
 from shardprep.id_ranges import id_ranges
-from slurm.job_script import JobRequest
+from slurm.job_records import JOBS_FOLDER
+from slurm.job_script import LOG_FOLDER, JobRequest
 from slurm.slurm_commands import SlurmRefused, slurm_answer, slurm_output
 
 
@@ -41,6 +43,42 @@ class PartitionLimits:
     max_time_min: int | None
     max_mem_mb: int  # of its largest node
     max_cpus: int
+
+
+def check_folder(folder: Path, request: JobRequest, say: Callable[[str], None]) -> Plan:
+    """The plan, once folder, tokenizer, set-up file and input are as the tasks need them.
+
+    Raises NotFound, CannotWrite, OtherTokenizer, UsageError, each with what to do. Writes nothing.
+    """
+    plan = need_plan(folder)
+    check_tokenizer_files(folder, plan.tokenizer_files)
+    jobs = folder / JOBS_FOLDER
+    for place in (folder, jobs, jobs / LOG_FOLDER):
+        if _is_there(place) and not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+            raise CannotWrite(
+                f"{place} is no folder you can write to; for a group's data set: chmod -R g+rwX {folder}"
+            )
+    if request.setup and not os.path.isfile(request.setup):  # noqa: PTH113 - is_file() may raise OSError
+        raise UsageError(f"--setup {request.setup} is no file (seen from {Path.cwd()})")
+    if not os.path.isdir(plan.input_dir) and "--input_dir" not in request.worker_args:  # noqa: PTH112 - as above
+        say(
+            f"warning: {plan.input_dir} cannot be seen from here; if the nodes cannot see it either, "
+            "tasks end with 66. Has the input moved? --worker_args '--input_dir NEW'"
+        )
+    return plan
+
+
+def _is_there(place: Path) -> bool:
+    """Raises CannotWrite where that cannot be known."""
+    try:
+        place.stat()
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise CannotWrite(
+            f"{place} cannot be looked at ({error.strerror}); it must be a folder you can write to"
+        ) from None
+    return True
 
 
 def find_limits(request: JobRequest) -> ClusterLimits:
@@ -105,7 +143,7 @@ def _submit_limits(request: JobRequest) -> list[tuple[int, str]]:
 
 
 def _accounts(what: str, fields: str, *where: str) -> list[list[str]]:
-    """Rows of ``sacctmgr show``, a text a field."""
+    """Rows of ``sacctmgr show``, one text per field."""
 
     def parse(text: str) -> list[list[str]]:
         rows = [line.split("|") for line in text.splitlines()]
@@ -117,45 +155,6 @@ def _accounts(what: str, fields: str, *where: str) -> list[list[str]]:
     return slurm_answer(parse, *command, f"format={fields}")
 
 
-def partition_limits(name: str | None, partitions: str, nodes: str) -> PartitionLimits | None:
-    """Limits of a partition (None: the default one) from ``scontrol -o show partition`` and ``sinfo``."""
-    for line in partitions.splitlines():
-        values = dict(re.findall(r"(\w+)=(\S*)", line))
-        if values.get("PartitionName") == name or (name is None and values.get("Default") == "YES"):
-            rows = [
-                row.split("|") for row in nodes.splitlines() if row.startswith(values["PartitionName"] + "|")
-            ]
-            numbers = [[int(re.sub(r"\D.*", "", item) or 0) for item in row[1:]] for row in rows]
-            return PartitionLimits(
-                name=values["PartitionName"],
-                max_time_min=minutes_of(values.get("MaxTime", "")),
-                max_mem_mb=max((mem for mem, _ in numbers), default=0),
-                max_cpus=max((cpus for _, cpus in numbers), default=0),
-            )
-    return None
-
-
-def find_partition_limits(request: JobRequest) -> PartitionLimits | None:
-    """Ask for the limits of the partition that a request names."""
-    partitions = slurm_output("scontrol", "--oneliner", "show", "partition")
-
-    def parse(nodes: str) -> PartitionLimits | None:
-        return partition_limits(request.partition, partitions, nodes)
-
-    return slurm_answer(parse, "sinfo", "--noheader", "--exact", "--format=%R|%m|%c")
-
-
-def minutes_of(text: str) -> int | None:
-    """Slurm's ``1-02:03:04`` -> minutes; None for UNLIMITED and the like."""
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+)(?::(\d+))?", text)
-    if not match:
-        return None
-    days, first, second, third = (int(item or 0) for item in match.groups())
-    if match[4] is None and match[1] is None:
-        return first  # minutes:seconds
-    return (days * 24 + first) * 60 + second + (third > 0)
-
-
 def tasks_of_shards(shard_ids: Sequence[int], max_tasks: int, shards_per_task: int | None) -> list[str]:
     """Shards as the words of an array's table: task i makes ``result[i]``, such as ``17`` or ``0-5``.
 
@@ -165,29 +164,6 @@ def tasks_of_shards(shard_ids: Sequence[int], max_tasks: int, shards_per_task: i
     num_tasks = max(1, min(wanted, max_tasks))
     bounds = [len(shard_ids) * number // num_tasks for number in range(num_tasks + 1)]
     return [id_ranges(shard_ids[start:end]) for start, end in itertools.pairwise(bounds)]
-
-
-def check_folder(folder: Path, request: JobRequest, say: Callable[[str], None]) -> Plan:
-    """The plan, once folder, tokenizer, set-up file and input are as the tasks need them.
-
-    Raises NotFound, CannotWrite, OtherTokenizer, UsageError, each with what to do. Writes nothing.
-    """
-    plan = need_plan(folder)
-    check_tokenizer_files(folder, plan.tokenizer_files)
-    jobs = folder / "jobs"
-    for place in (folder, jobs, jobs / "logs"):
-        if place.exists() and not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
-            raise CannotWrite(
-                f"{place} is no folder you can write to; for a group's data set: chmod -R g+rwX {folder}"
-            )
-    if request.setup and not Path(request.setup).is_file():
-        raise UsageError(f"--setup {request.setup} is no file (seen from {Path.cwd()})")
-    if not plan.input_dir.is_dir() and "--input_dir" not in request.worker_args:
-        say(
-            f"warning: {plan.input_dir} cannot be seen from here; if the nodes cannot see it either, "
-            "tasks end with 66. Has the input moved? --worker_args '--input_dir NEW'"
-        )
-    return plan
 
 
 def check_request(request: JobRequest, script: str) -> None:
@@ -220,3 +196,42 @@ def check_partition(request: JobRequest, limits: PartitionLimits) -> None:
 
 def _has(limits: PartitionLimits) -> str:
     return f"{limits.max_cpus} CPUs and {limits.max_mem_mb} MB"
+
+
+def find_partition_limits(request: JobRequest) -> PartitionLimits | None:
+    """Ask for the limits of the partition that a request names."""
+    partitions = slurm_output("scontrol", "--oneliner", "show", "partition")
+
+    def parse(nodes: str) -> PartitionLimits | None:
+        return partition_limits(request.partition, partitions, nodes)
+
+    return slurm_answer(parse, "sinfo", "--noheader", "--exact", "--format=%R|%m|%c")
+
+
+def partition_limits(name: str | None, partitions: str, nodes: str) -> PartitionLimits | None:
+    """Limits of a partition (None: the default one) from ``scontrol -o show partition`` and ``sinfo``."""
+    for line in partitions.splitlines():
+        values = dict(re.findall(r"(\w+)=(\S*)", line))
+        if values.get("PartitionName") == name or (name is None and values.get("Default") == "YES"):
+            rows = [
+                row.split("|") for row in nodes.splitlines() if row.startswith(values["PartitionName"] + "|")
+            ]
+            numbers = [[int(re.sub(r"\D.*", "", item) or 0) for item in row[1:]] for row in rows]
+            return PartitionLimits(
+                name=values["PartitionName"],
+                max_time_min=minutes_of(values.get("MaxTime", "")),
+                max_mem_mb=max((mem for mem, _ in numbers), default=0),
+                max_cpus=max((cpus for _, cpus in numbers), default=0),
+            )
+    return None
+
+
+def minutes_of(text: str) -> int | None:
+    """Slurm's ``1-02:03:04`` -> minutes; None for UNLIMITED and the like."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+)(?::(\d+))?", text)
+    if not match:
+        return None
+    days, first, second, third = (int(item or 0) for item in match.groups())
+    if match[4] is None and match[1] is None:
+        return first  # minutes:seconds
+    return (days * 24 + first) * 60 + second + (third > 0)

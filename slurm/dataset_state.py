@@ -1,8 +1,8 @@
-"""Why a task's run ended without its shards: from Slurm's state, the exit code, and the task's log.
+"""Where every shard of a data set stands, and why the ones that are missing were not made.
 
-The state of every shard: manifests first, then what Slurm and the logs say of the missing ones.
-
-One listing of the folder, no stat a shard: 10,000 shards take a listing of some 20 ms on a local disk.
+A shard is done if its manifest, tar and idx are in the folder. For the others the submissions say which tasks
+were to make them, Slurm says what became of these tasks, and the logs of failed tasks say why. One listing
+of the folder and no stat per shard: 10,000 shards take about 20 ms on a local disk.
 """
 
 from __future__ import annotations
@@ -17,11 +17,19 @@ from typing import Literal
 
 from preprocess.plan import Plan
 from shardprep.errors import NotFound, ReadWriteError
+from shardprep.failure_line import parse_failure_line
 from shardprep.format.names import shard_name
+from slurm.job_records import JOBS_FOLDER, JobArray, Submission, read_submissions
 from slurm.job_script import LOG_FOLDER
 from slurm.slurm_commands import SlurmAway
-from slurm.squeue_sacct import RUNNING, WAITING, TaskRun, account_runs, queued_runs, runs_by_task
-from slurm.submission import JOBS_FOLDER, JobArray, Submission, read_submissions
+from slurm.squeue_sacct import (
+    RUNNING,
+    WAITING,
+    TaskAttempt,
+    accounted_attempts,
+    attempts_by_task,
+    queued_attempts,
+)
 
 OUT_OF_MEMORY = "OUT_OF_MEMORY"
 TIMEOUT = "TIMEOUT"
@@ -61,72 +69,18 @@ _LOG_CAUSES = (
 _KILLED = re.compile(r"was killed by signal (\d+)")
 _ENDED = re.compile(r"^shardprep: node (\S+): .* ended with exit code (\d+)$", re.MULTILINE)
 _BEGINS = re.compile(r"^(?=shardprep: node \S+: .* begins$)", re.MULTILINE)
-_SHARD_FAILED = re.compile(r"^shard (\d{5}) failed \((\d+)\): (.*)$", re.MULTILINE)
+# Of logs from before ``run`` wrote failure lines; a killed process is found by _KILLED.
+_FAILED_IN_PROSE = re.compile(r"^shard (\d{5}) failed \((\d+)\): (?!.*was killed by signal)", re.MULTILINE)
 _TAIL_BYTES = 16 << 10
 _NOISE = re.compile(r"^(shardprep: node \S+: .*(begins|ended with exit code \d+)|\s*)$")
 
-
-def log_path(folder: Path, job_id: str, index: int) -> Path:
-    return folder / JOBS_FOLDER / LOG_FOLDER / f"{job_id}_{index}.log"
-
-
-def log_tail(folder: Path, job_id: str, index: int) -> str:
-    """The last 16 KiB of what a task's last run wrote; empty where there is no log."""
-    try:
-        with log_path(folder, job_id, index).open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
-            return _BEGINS.split(file.read().decode("utf-8", "replace"))[-1]
-    except OSError:
-        return ""
-
-
-def cause_of(run: TaskRun | None, log: str, shard_id: int) -> str:
-    """Why ``shard_id`` was not made by a run that has ended.
-
-    Slurm's state comes first, then what the log says of this shard, of the job, and of the exit code.
-    COMPLETED proves nothing: only a manifest does.
-    """
-    state = run.state if run else ""
-    if state in _STATES:
-        return _STATES[state]
-    if found := next((cause for pattern, cause in _LOG_CAUSES if pattern.search(log)), None):
-        return found
-    for match in _SHARD_FAILED.finditer(log):
-        if int(match[1]) == shard_id and "was killed by signal" not in match[3]:
-            return _EXIT_CAUSES.get(int(match[2]), f"exit code {match[2]}")
-    if killed := _KILLED.search(log):
-        return f"killed by signal {killed[1]}"
-    ended = _ENDED.findall(log)
-    code = run.exit_code if run and state == "FAILED" else int(ended[-1][1]) if ended else None
-    if code:
-        return f"killed by signal {code - 128}" if code > 128 else _EXIT_CAUSES.get(code, f"exit code {code}")
-    if state == "COMPLETED" or ended:
-        return NO_MANIFEST
-    if state == "FAILED":
-        return "FAILED before the script began"
-    return VANISHED if log else UNKNOWN
-
-
-def node_of(run: TaskRun | None, log: str) -> str:
-    """Where a run was, as Slurm or its log says."""
-    if run and run.node and not run.node.startswith("None"):
-        return run.node
-    found = re.findall(r"^(?:shardprep: node (\S+):|slurmstepd-?(\S*?): error)", log, re.MULTILINE)
-    return next((name for pair in reversed(found) for name in pair if name), "")
-
-
-def last_lines(log: str, number: int = 3) -> list[str]:
-    """The last lines of a log that say something, progress bars left out."""
-    lines = [line.rpartition("\r")[2].rstrip() for line in log.split("\n")]
-    return [line for line in lines if not _NOISE.match(line)][-number:]
-
-
 StateName = Literal["done", "running", "pending", "failed", "not submitted"]
+TaskKey = tuple[str, int]  # job id, index in the array
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attempt:
-    """One submitted try at a shard that is not done, and why it ended; no cause while it goes on."""
+class ShardAttempt:
+    """The last attempt of one submitted task at a shard that is not done; no cause while it waits or runs."""
 
     array: JobArray
     index: int
@@ -137,20 +91,21 @@ class Attempt:
 
     @property
     def task(self) -> str:
+        """``JOB_INDEX``, as Slurm writes it."""
         return f"{self.array.job_id}_{self.index}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardState:
-    """Where a shard stands, and the tries at it, oldest first."""
+    """Where a shard stands, and the attempts at it, one per submitted task, oldest first."""
 
     shard_id: int
     state: StateName
-    attempts: list[Attempt] = field(default_factory=list)
+    attempts: list[ShardAttempt] = field(default_factory=list)
 
     @property
     def cause(self) -> str | None:
-        """Why the last try failed."""
+        """Why the last attempt failed."""
         return self.attempts[-1].cause if self.state == "failed" else None
 
 
@@ -162,21 +117,18 @@ class DatasetState:
     plan: Plan
     submissions: list[Submission]
     shards: list[ShardState]  # shard N at N
-    runs: dict[tuple[str, int], list[TaskRun]]
+    task_attempts: dict[TaskKey, list[TaskAttempt]]  # of every task, oldest first
     held: list[str]  # job ids that wait for `scontrol release`: a submission was cut short
     verify: str  # state of the last verify job, or ""
 
     def ids(self, *states: StateName) -> list[int]:
+        """The shards in one of these states, ascending."""
         return [shard.shard_id for shard in self.shards if shard.state in states]
 
     def live_job_ids(self) -> list[str]:
         """Jobs of ours that wait or run, verify jobs included."""
-        live = {job_id for (job_id, _), runs in self.runs.items() if is_live(runs[-1])}
+        live = {job_id for (job_id, _), attempts in self.task_attempts.items() if is_live(attempts[-1])}
         return sorted(live, key=int)
-
-
-def is_live(run: TaskRun) -> bool:
-    return run.state in WAITING or run.state in RUNNING
 
 
 def find_state(
@@ -190,7 +142,7 @@ def find_state(
     submissions = read_submissions(folder)
     jobs = [job for submission in submissions for job in submission.jobs]
     with ThreadPoolExecutor(2) as pool:  # two servers of Slurm's, asked at once
-        accounts, queue = pool.submit(account_runs, jobs), pool.submit(queued_runs, jobs)
+        accounts, queue = pool.submit(accounted_attempts, jobs), pool.submit(queued_attempts, jobs)
         done = done_shards(folder, plan)
         try:
             queued = queue.result()
@@ -199,16 +151,21 @@ def find_state(
                 raise
             if_away(error)
             queued = []
-        runs = runs_by_task(accounts.result(), queued)
+        found = attempts_by_task(accounts.result(), queued)
     return DatasetState(
         folder=folder,
         plan=plan,
         submissions=submissions,
-        shards=join_states(folder, plan.num_shards, done, submissions, runs),
-        runs=runs,
-        held=sorted({job_id for (job_id, _), each in runs.items() if "JobHeldUser" in each[-1].reason}),
-        verify=_verify_state(submissions, runs),
+        shards=_shard_states(folder, plan.num_shards, done, submissions, found),
+        task_attempts=found,
+        held=sorted({job_id for (job_id, _), each in found.items() if "JobHeldUser" in each[-1].reason}),
+        verify=_verify_state(submissions, found),
     )
+
+
+def is_live(attempt: TaskAttempt) -> bool:
+    """Whether it waits or runs."""
+    return attempt.state in WAITING or attempt.state in RUNNING
 
 
 def done_shards(folder: Path, plan: Plan) -> set[int]:
@@ -230,33 +187,33 @@ def done_shards(folder: Path, plan: Plan) -> set[int]:
     }
 
 
-def join_states(
+def _shard_states(
     folder: Path,
     num_shards: int,
     done: set[int],
     submissions: Sequence[Submission],
-    runs: dict[tuple[str, int], list[TaskRun]],
+    found: Mapping[TaskKey, Sequence[TaskAttempt]],
 ) -> list[ShardState]:
-    """Every shard's state; logs are read for failed tries alone, each once."""
-    tries: list[list[tuple[JobArray, int]]] = [[] for _ in range(num_shards)]
+    """Every shard's state. A log is read only if its task failed, and only once."""
+    tasks: list[list[tuple[JobArray, int]]] = [[] for _ in range(num_shards)]
     for array, index, shard_ids in _tasks(submissions):
         for shard_id in shard_ids:
             if shard_id not in done and shard_id < num_shards:
-                tries[shard_id].append((array, index))
-    logs: dict[tuple[str, int], str] = {}
+                tasks[shard_id].append((array, index))
+    logs: dict[TaskKey, str] = {}
 
-    def attempt(array: JobArray, index: int, shard_id: int) -> Attempt:
+    def attempt_at(shard_id: int, array: JobArray, index: int) -> ShardAttempt:
         key = (array.job_id, index)
-        run = runs[key][-1] if key in runs else None
-        live = run is not None and is_live(run)
+        last = found[key][-1] if key in found else None
+        live = last is not None and is_live(last)
         if not live and key not in logs:
             logs[key] = log_tail(folder, *key)
         log = logs.get(key, "")
-        return Attempt(
+        return ShardAttempt(
             array=array,
             index=index,
-            cause=None if live else cause_of(run, log, shard_id),
-            node=node_of(run, log),
+            cause=None if live else cause_of(last, log, shard_id),
+            node=node_of(last, log),
             log=str(log_path(folder, *key)),
             last_lines=[] if live else last_lines(log),
         )
@@ -264,18 +221,18 @@ def join_states(
     return [
         ShardState(shard_id=shard_id, state="done")
         if shard_id in done
-        else _state_of(shard_id, [attempt(*each, shard_id) for each in tries[shard_id]], runs)
+        else _state_of(shard_id, [attempt_at(shard_id, *task) for task in tasks[shard_id]], found)
         for shard_id in range(num_shards)
     ]
 
 
 def _state_of(
-    shard_id: int, attempts: list[Attempt], runs: dict[tuple[str, int], list[TaskRun]]
+    shard_id: int, attempts: list[ShardAttempt], found: Mapping[TaskKey, Sequence[TaskAttempt]]
 ) -> ShardState:
     live = [each for each in attempts if each.cause is None]
     state: StateName = "failed" if attempts else "not submitted"
     if live:
-        running = any(runs[each.array.job_id, each.index][-1].state in RUNNING for each in live)
+        running = any(found[each.array.job_id, each.index][-1].state in RUNNING for each in live)
         state = "running" if running else "pending"
     return ShardState(shard_id=shard_id, state=state, attempts=attempts)
 
@@ -287,8 +244,76 @@ def _tasks(submissions: Sequence[Submission]) -> Iterator[tuple[JobArray, int, l
                 yield array, index, shard_ids
 
 
-def _verify_state(submissions: Sequence[Submission], runs: dict[tuple[str, int], list[TaskRun]]) -> str:
+def _verify_state(submissions: Sequence[Submission], found: Mapping[TaskKey, Sequence[TaskAttempt]]) -> str:
     if not submissions:
         return ""
-    found = runs.get((submissions[-1].verify_job_id, 0))
-    return found[-1].state if found else "unknown"
+    attempts = found.get((submissions[-1].verify_job_id, 0))
+    return attempts[-1].state if attempts else "unknown"
+
+
+def cause_of(attempt: TaskAttempt | None, log: str, shard_id: int) -> str:
+    """Why an attempt that has ended did not make ``shard_id``.
+
+    Slurm's state comes first, then what the log says of this shard, of the job, and of the exit code.
+    COMPLETED proves nothing: only a manifest does.
+    """
+    state = attempt.state if attempt else ""
+    if state in _STATES:
+        return _STATES[state]
+    if found := next((cause for pattern, cause in _LOG_CAUSES if pattern.search(log)), None):
+        return found
+    if code := _shard_exit_code(log, shard_id):
+        return _exit_cause(code)
+    if killed := _KILLED.search(log):
+        return f"killed by signal {killed[1]}"
+    ended = _ENDED.findall(log)
+    task_code = attempt.exit_code if attempt and state == "FAILED" else int(ended[-1][1]) if ended else 0
+    if task_code:
+        return _exit_cause(task_code)
+    if state == "COMPLETED" or ended:
+        return NO_MANIFEST
+    if state == "FAILED":
+        return "FAILED before the script began"
+    return VANISHED if log else UNKNOWN
+
+
+def _shard_exit_code(log: str, shard_id: int) -> int | None:
+    """What one shard of a task ended with, where its log says so: tasks of several shards go on after one."""
+    for failure in map(parse_failure_line, log.split("\n")):
+        if failure and failure.shard_id == shard_id:
+            return failure.exit_code
+    codes = (int(match[2]) for match in _FAILED_IN_PROSE.finditer(log) if int(match[1]) == shard_id)
+    return next(codes, None)
+
+
+def _exit_cause(code: int) -> str:
+    return f"killed by signal {code - 128}" if code > 128 else _EXIT_CAUSES.get(code, f"exit code {code}")
+
+
+def node_of(attempt: TaskAttempt | None, log: str) -> str:
+    """Where an attempt was, as Slurm or its log says."""
+    if attempt and attempt.node and not attempt.node.startswith("None"):
+        return attempt.node
+    found = re.findall(r"^(?:shardprep: node (\S+):|slurmstepd-?(\S*?): error)", log, re.MULTILINE)
+    return next((name for pair in reversed(found) for name in pair if name), "")
+
+
+def log_path(folder: Path, job_id: str, index: int) -> Path:
+    """The log of one task; it has all attempts of that task, one after another."""
+    return folder / JOBS_FOLDER / LOG_FOLDER / f"{job_id}_{index}.log"
+
+
+def log_tail(folder: Path, job_id: str, index: int) -> str:
+    """The last 16 KiB of what a task's last attempt wrote; empty where there is no log."""
+    try:
+        with log_path(folder, job_id, index).open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
+            return _BEGINS.split(file.read().decode("utf-8", "replace"))[-1]
+    except OSError:
+        return ""
+
+
+def last_lines(log: str, number: int = 3) -> list[str]:
+    """The last lines of a log that say something to a person, progress bars left out."""
+    lines = [line.rpartition("\r")[2].rstrip() for line in log.split("\n")]
+    return [line for line in lines if not _NOISE.match(line) and not parse_failure_line(line)][-number:]

@@ -1,10 +1,9 @@
-"""What a job array asks Slurm for: one frozen dataclass whose fields are the commands' flags.
+"""What a task asks Slurm for (JobRequest, whose fields are the commands' flags), and the scripts of the jobs.
 
-The text of a job's script. Pure: ``submit --dry_run`` prints exactly what sbatch would get.
-
-The script is ``prep_array.sh`` with another head, so that set-up, signals and exit codes are written
-once. The head holds the table of the submission, array index -> shards. Slurm keeps a script from
-submission on, so that no later file can change what a waiting task will do.
+Pure: text in, text out; ``submit --dry_run`` prints exactly what sbatch would get. A script is
+``prep_array.sh`` with another head, so that set-up, signals and exit codes are written once. The head of an
+array's script holds the table of the submission, array index -> shards. Slurm keeps a script from submission
+on, so no later file can change what a waiting task will do.
 """
 
 from __future__ import annotations
@@ -20,22 +19,12 @@ from typing import Any, get_type_hints
 
 from shardprep.errors import UsageError
 
-_OURS = (
-    "--job-name",
-    "-J",
-    "--array",
-    "-a",
-    "--output",
-    "-o",
-    "--dependency",
-    "-d",
-    "--wrap",
-    "--parsable",
-    "--hold",
-    "-H",
-)
-
-
+JOB_NAME = "shardprep"
+LOG_FOLDER = "logs"  # in O/jobs
+_PASSED_ON = ("SHARDPREP_PYTHON", "SHARDPREP_SRUN_ARGS", "SHARDPREP_EXEC", "SHARDPREP_SETUP")
+# Options of sbatch that a submission sets itself.
+_OURS = {"--job-name", "-J", "--array", "-a", "--output", "-o", "--dependency", "-d"}
+_OURS |= {"--wrap", "--parsable", "--hold", "-H"}
 _MOST = 10**9  # of CPUs, GB, minutes, tasks
 
 
@@ -94,23 +83,6 @@ class JobRequest:
         """A copy with other values."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
-
-def _check_value(name: str, value: object, hint: Any) -> None:
-    """Raises UsageError for a value of another type (of a file, say), or a number that no job can have."""
-    kind = hint | int if hint == float | None else hint
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise UsageError(f"--{name} is {value!r:.60}, expected {getattr(hint, '__name__', hint)}")
-    if isinstance(value, int | float) and not 0 < value <= _MOST:
-        raise UsageError(f"--{name} is {value}, expected more than 0 and at most {_MOST}")
-    if isinstance(value, str) and (found := re.search(r"[\x00-\x1f\x7f]|[\ud800-\udfff]", value)):
-        raise UsageError(
-            f"--{name} is {value!r:.200}, and {found[0]!r} cannot stand in a job script; leave it out"
-        )
-
-
-JOB_NAME = "shardprep"
-LOG_FOLDER = "logs"  # in O/jobs
-_PASSED_ON = ("SHARDPREP_PYTHON", "SHARDPREP_SRUN_ARGS", "SHARDPREP_EXEC", "SHARDPREP_SETUP")
 
 
 def prep_script() -> str:
@@ -223,3 +195,16 @@ def _quoted(option: str) -> str:
     name, equals, value = option.partition("=")
     escaped = re.sub(r'(["\\])', r"\\\1", value if equals else name)
     return f'{name}="{escaped}"' if equals else f'"{escaped}"'
+
+
+def _check_value(name: str, value: object, hint: Any) -> None:
+    """Raises UsageError for a value of another type (of a file, say), or a number that no job can have."""
+    kind = hint | int if hint == float | None else hint
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise UsageError(f"--{name} is {value!r:.60}, expected {getattr(hint, '__name__', hint)}")
+    if isinstance(value, int | float) and not 0 < value <= _MOST:
+        raise UsageError(f"--{name} is {value}, expected more than 0 and at most {_MOST}")
+    if isinstance(value, str) and (found := re.search(r"[\x00-\x1f\x7f]|[\ud800-\udfff]", value)):
+        raise UsageError(
+            f"--{name} is {value!r:.200}, and {found[0]!r} cannot stand in a job script; leave it out"
+        )

@@ -12,6 +12,30 @@ from shardprep.errors import NotFound, ReadWriteError, UsageError
 
 T = TypeVar("T")
 
+# sbatch's variables beat the script's own #SBATCH lines; JobRequest has read those that users set.
+_DROPPED = (
+    "SQUEUE_",
+    "SBATCH_JOB_NAME",
+    "SACCT_",
+    "SBATCH_ARRAY",
+    "SBATCH_OUTPUT",
+    "SBATCH_WAIT",
+    "SBATCH_TIMELIMIT",
+    "SBATCH_MEM",
+)
+# Inside an allocation Slurm has set some 50 SLURM_* that describe it; sbatch and srun read several of them as
+# options (SLURM_MEM_PER_CPU excludes --mem, SLURM_CPU_BIND breaks a step). These say how Slurm is reached.
+_KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"})
+REQUEST_VARIABLES = {
+    name: f"SBATCH_{name.upper()}" for name in ("partition", "account", "qos", "constraint", "exclude")
+}
+# Slurm's own words for a controller that is down, too slow, or not configured here.
+_AWAY = re.compile(
+    r"contact slurm controller|timed out|configuration source|Zero Bytes|connection fail|"
+    r"Munge|authentication",
+    re.IGNORECASE,
+)
+
 
 class SlurmRefused(UsageError):
     """Slurm will not run this as it was asked for; its own words are in the message."""
@@ -25,14 +49,6 @@ class SlurmMissing(SlurmAway):
     """Slurm's commands are not installed here."""
 
     exit_code = NotFound.exit_code
-
-
-# Slurm's own words for a controller that is down, too slow, or not configured here.
-_AWAY = re.compile(
-    r"contact slurm controller|timed out|configuration source|Zero Bytes|connection fail|"
-    r"Munge|authentication",
-    re.IGNORECASE,
-)
 
 
 def slurm_answer(parse: Callable[[str], T], *command: str) -> T:
@@ -84,24 +100,14 @@ def slurm_output(*command: str, text: str | None = None) -> str:
     return done.stdout
 
 
-# sbatch's variables beat the script's own #SBATCH lines; JobRequest has read those that users set.
-_DROPPED = (
-    "SQUEUE_",
-    "SBATCH_JOB_NAME",
-    "SACCT_",
-    "SBATCH_ARRAY",
-    "SBATCH_OUTPUT",
-    "SBATCH_WAIT",
-    "SBATCH_TIMELIMIT",
-    "SBATCH_MEM",
-)
-REQUEST_VARIABLES = {
-    name: f"SBATCH_{name.upper()}" for name in ("partition", "account", "qos", "constraint", "exclude")
-}
-
-
 def _environ() -> dict[str, str]:
-    """Without formats of the user's own, with index lists of any length."""
-    dropped = (*_DROPPED, *REQUEST_VARIABLES.values())
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+    """What Slurm's commands, and by sbatch the jobs, get of this process's variables.
+
+    Left out are those that would change what is asked for or how it is printed, and those of the allocation
+    that this process may run in. Lists of indices come whole, times in one form.
+    """
+    dropped = (*_DROPPED, *REQUEST_VARIABLES.values(), "SLURM_")
+    kept = {
+        name: value for name, value in os.environ.items() if name in _KEPT or not name.startswith(dropped)
+    }
     return {**kept, "SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}

@@ -1,4 +1,8 @@
-"""What Slurm knows of job arrays: squeue for what waits and runs, ``sacct -D`` for what has ended."""
+"""What Slurm knows of our jobs: squeue says what waits and runs, ``sacct -D`` says what has ended.
+
+Both print lines; each line becomes one TaskAttempt per task. ``attempts_by_task`` joins the two. squeue must
+answer; the accounts may be missing, and then what ended some minutes ago is not known here.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,8 @@ from dataclasses import dataclass
 from shardprep.errors import ShardprepError
 from shardprep.format.names import MAX_SHARDS
 from shardprep.id_ranges import ids_of_ranges
+from slurm.job_records import JobIdentity
 from slurm.slurm_commands import slurm_answer
-from slurm.submission import JobIdentity
 
 WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"})
 RUNNING = frozenset({"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "STAGE_OUT", "RESIZING", "SIGNALING"})
@@ -42,8 +46,8 @@ _ACCOUNT_FIELDS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskRun:
-    """One run of one array task. A requeued task has several."""
+class TaskAttempt:
+    """One start of one array task by Slurm. A task that Slurm requeues has several."""
 
     identity: JobIdentity
     index: int  # 0 for a job that is no array
@@ -65,10 +69,11 @@ class TaskRun:
         return self.job_id, self.index
 
 
-def queued_runs(jobs: Iterable[JobIdentity]) -> list[TaskRun]:
+def queued_attempts(jobs: Iterable[JobIdentity]) -> list[TaskAttempt]:
     """What squeue still shows of these jobs: what waits and runs, and what ended some minutes ago.
 
-    Only under their own name and user: a controller that was set up anew gives old numbers to other jobs.
+    Only jobs with the recorded name and user count: a controller that was set up anew gives old ids to other
+    jobs.
     Raises what ``slurm_answer`` raises.
     """
     wanted = set(jobs)
@@ -80,24 +85,65 @@ def queued_runs(jobs: Iterable[JobIdentity]) -> list[TaskRun]:
         # Two ids at least: asked for a single one that it has forgotten, squeue ends with an error.
         ids = ",".join(job_ids if len(job_ids) > 1 else [*job_ids, "1"])
         options = ("--noheader", "--array", "--states=all", f"--jobs={ids}", "--Format", fields)
-        runs = slurm_answer(parse_queue, "squeue", *options)
+        attempts = slurm_answer(parse_queue, "squeue", *options)
     except ShardprepError as error:
         if "Invalid job id" in str(error):
             return []
         raise
-    return [run for run in runs if run.identity in wanted]
+    return [attempt for attempt in attempts if attempt.identity in wanted]
 
 
-def parse_queue(text: str) -> list[TaskRun]:
-    """squeue's lines -> runs; a line of tasks that wait together becomes one each.
+def accounted_attempts(jobs: Iterable[JobIdentity]) -> list[TaskAttempt]:
+    """What the accounts keep of these jobs, a requeued task's earlier attempts first. [] without accounts."""
+    wanted = set(jobs)
+    if not wanted:
+        return []
+    job_ids = ",".join(sorted({job.job_id for job in wanted}, key=int))
+    options = ("--duplicates", "--noheader", "--parsable2", f"--jobs={job_ids}")
+    try:
+        attempts = slurm_answer(parse_accounts, "sacct", *options, f"--format={','.join(_ACCOUNT_FIELDS)}")
+    except ShardprepError:  # 'Slurm accounting storage is disabled', or its server is away
+        return []
+    return [attempt for attempt in attempts if attempt.identity in wanted]
+
+
+def attempts_by_task(
+    accounts: Iterable[TaskAttempt], queue: Sequence[TaskAttempt]
+) -> dict[tuple[str, int], list[TaskAttempt]]:
+    """(job, index) -> its attempts, oldest first; what squeue says of the last one is the newer truth.
+
+    Only squeue can say that a task waits or runs: the accounts lag, and where they missed the end of a job
+    they show it as running for ever.
+    """
+    found: dict[tuple[str, int], list[TaskAttempt]] = {}
+    for attempt in accounts:
+        found.setdefault(attempt.key, []).append(attempt)
+    for attempt in queue:
+        attempts = found.setdefault(attempt.key, [])
+        if attempt.state in WAITING or attempt.state in RUNNING:
+            # The accounts have this attempt as well unless it waits again after a requeue.
+            if attempts and attempts[-1].state in (WAITING | RUNNING) - {"REQUEUED"}:
+                attempts.pop()
+            attempts.append(attempt)
+        elif not attempts or attempts[-1].state in WAITING | RUNNING:
+            attempts[-1:] = [attempt]
+    queued = {attempt.key for attempt in queue}
+    for key in found.keys() - queued:
+        if found[key][-1].state in WAITING | RUNNING:
+            del found[key][-1]
+    return {key: attempts for key, attempts in found.items() if attempts}
+
+
+def parse_queue(text: str) -> list[TaskAttempt]:
+    """squeue's lines -> attempts; a line of tasks that wait together becomes one each.
 
     Raises ValueError for a line that is cut short or no such line.
     """
-    runs = []
+    attempts = []
     for line in text.splitlines():
         values = _values(_QUEUE_FIELDS, line.removesuffix("|"))
         job_id = values["JobID"] if values["ArrayTaskID"] == "N/A" else values["ArrayJobID"]
-        run = TaskRun(
+        attempt = TaskAttempt(
             identity=JobIdentity(job_id=_job_id(job_id), name=values["Name"], user=values["UserName"]),
             index=0,
             state=values["State"],
@@ -106,8 +152,53 @@ def parse_queue(text: str) -> list[TaskRun]:
             node=values["NodeList"],
             elapsed_s=seconds_of(values["TimeUsed"]),
         )
-        runs += [dataclasses.replace(run, index=index) for index in _indices(values["ArrayTaskID"])]
-    return runs
+        attempts += [dataclasses.replace(attempt, index=index) for index in _indices(values["ArrayTaskID"])]
+    return attempts
+
+
+def parse_accounts(text: str) -> list[TaskAttempt]:
+    """sacct's lines -> attempts. Steps come after their job: they add memory, and the truth of an OOM.
+
+    A step that ran out of memory under a script that went on leaves the job FAILED, even COMPLETED.
+    Raises ValueError for a line that is cut short or no such line.
+    """
+    attempts: list[TaskAttempt] = []
+    for line in text.splitlines():
+        values = _values(_ACCOUNT_FIELDS, line)
+        job, _, step = values["JobID"].partition(".")
+        state = values["State"].split(" ")[0]
+        rss = bytes_of(values["MaxRSS"])
+        if step:
+            if attempts and rss > attempts[-1].max_rss_bytes:
+                attempts[-1] = dataclasses.replace(attempts[-1], max_rss_bytes=rss)
+            if attempts and state == "OUT_OF_MEMORY" and attempts[-1].state in ("FAILED", "COMPLETED"):
+                attempts[-1] = dataclasses.replace(attempts[-1], state=state)
+            continue
+        job_id, _, indices = job.partition("_")
+        attempt = TaskAttempt(
+            identity=JobIdentity(job_id=_job_id(job_id), name=values["JobName"], user=values["User"]),
+            index=0,
+            state=state,
+            exit_code=_exit_code(values["ExitCode"]),
+            node=values["NodeList"],
+            elapsed_s=int(values["ElapsedRaw"] or 0),
+            cpu_s=float(seconds_of(values["TotalCPU"])),
+            num_cpus=int(values["AllocCPUS"] or 0),
+            max_rss_bytes=rss,
+        )
+        attempts += [dataclasses.replace(attempt, index=index) for index in _indices(indices)]
+    return attempts
+
+
+def _indices(text: str) -> list[int]:
+    """``[3-5,9%2]`` -> [3, 4, 5, 9]; [0] for a job that is no array. What Slurm cut short ends early."""
+    if text in ("", "N/A"):
+        return [0]
+    parts = text.strip("[]").partition("%")[0].split(",")
+    whole = [
+        part for part in parts if re.fullmatch(r"[0-9]{1,5}(-[0-9]{1,5})?", part)
+    ]  # none of ours is longer
+    return ids_of_ranges(",".join(whole), end=MAX_SHARDS + 1) if whole else []
 
 
 def _values(names: Sequence[str], line: str) -> dict[str, str]:
@@ -132,91 +223,6 @@ def _exit_code(text: str) -> int:
     if match[2] is None:
         code, killed_by = code >> 8, code & 0x7F
     return code or (128 + killed_by if killed_by else 0)
-
-
-def account_runs(jobs: Iterable[JobIdentity]) -> list[TaskRun]:
-    """What the accounts keep of these jobs, earlier runs of requeued tasks first. [] without accounting."""
-    wanted = set(jobs)
-    if not wanted:
-        return []
-    job_ids = ",".join(sorted({job.job_id for job in wanted}, key=int))
-    options = ("--duplicates", "--noheader", "--parsable2", f"--jobs={job_ids}")
-    try:
-        runs = slurm_answer(parse_accounts, "sacct", *options, f"--format={','.join(_ACCOUNT_FIELDS)}")
-    except ShardprepError:  # 'Slurm accounting storage is disabled', or its server is away
-        return []
-    return [run for run in runs if run.identity in wanted]
-
-
-def parse_accounts(text: str) -> list[TaskRun]:
-    """sacct's lines -> runs. Steps come after their job: they add memory, and the truth of an OOM.
-
-    A step that ran out of memory under a script that went on leaves the job FAILED, even COMPLETED.
-    Raises ValueError for a line that is cut short or no such line.
-    """
-    runs: list[TaskRun] = []
-    for line in text.splitlines():
-        values = _values(_ACCOUNT_FIELDS, line)
-        job, _, step = values["JobID"].partition(".")
-        state = values["State"].split(" ")[0]
-        rss = bytes_of(values["MaxRSS"])
-        if step:
-            if runs and rss > runs[-1].max_rss_bytes:
-                runs[-1] = dataclasses.replace(runs[-1], max_rss_bytes=rss)
-            if runs and state == "OUT_OF_MEMORY" and runs[-1].state in ("FAILED", "COMPLETED"):
-                runs[-1] = dataclasses.replace(runs[-1], state=state)
-            continue
-        job_id, _, indices = job.partition("_")
-        run = TaskRun(
-            identity=JobIdentity(job_id=_job_id(job_id), name=values["JobName"], user=values["User"]),
-            index=0,
-            state=state,
-            exit_code=_exit_code(values["ExitCode"]),
-            node=values["NodeList"],
-            elapsed_s=int(values["ElapsedRaw"] or 0),
-            cpu_s=float(seconds_of(values["TotalCPU"])),
-            num_cpus=int(values["AllocCPUS"] or 0),
-            max_rss_bytes=rss,
-        )
-        runs += [dataclasses.replace(run, index=index) for index in _indices(indices)]
-    return runs
-
-
-def runs_by_task(
-    accounts: Iterable[TaskRun], queue: Sequence[TaskRun]
-) -> dict[tuple[str, int], list[TaskRun]]:
-    """(job, index) -> its runs, oldest first; what squeue says of the last one is the newer truth.
-
-    Only squeue can say that a task waits or runs: the accounts lag, and keep runaway jobs for ever.
-    """
-    found: dict[tuple[str, int], list[TaskRun]] = {}
-    for run in accounts:
-        found.setdefault(run.key, []).append(run)
-    for run in queue:
-        runs = found.setdefault(run.key, [])
-        if run.state in WAITING or run.state in RUNNING:
-            # The accounts have this run as well unless it waits again after a requeue.
-            if runs and runs[-1].state in (WAITING | RUNNING) - {"REQUEUED"}:
-                runs.pop()
-            runs.append(run)
-        elif not runs or runs[-1].state in WAITING | RUNNING:
-            runs[-1:] = [run]
-    queued = {run.key for run in queue}
-    for key in found.keys() - queued:
-        if found[key][-1].state in WAITING | RUNNING:
-            del found[key][-1]
-    return {key: runs for key, runs in found.items() if runs}
-
-
-def _indices(text: str) -> list[int]:
-    """``[3-5,9%2]`` -> [3, 4, 5, 9]; [0] for a job that is no array. What Slurm cut short ends early."""
-    if text in ("", "N/A"):
-        return [0]
-    parts = text.strip("[]").partition("%")[0].split(",")
-    whole = [
-        part for part in parts if re.fullmatch(r"[0-9]{1,5}(-[0-9]{1,5})?", part)
-    ]  # none of ours is longer
-    return ids_of_ranges(",".join(whole), end=MAX_SHARDS + 1) if whole else []
 
 
 def seconds_of(text: str) -> int:

@@ -1,16 +1,26 @@
-"""``submit`` and ``retry``: which shards go to Slurm, with which resources, and what is left out."""
+"""``submit`` and ``retry``: which shards go to Slurm, with which resources, and in which order of steps.
+
+First everything is checked and every script is rendered, once (``prepare_submit``, ``prepare_retry``): what
+``--dry_run`` prints is what ``Sending.send`` sends. A submission has two phases, so that no job runs
+unrecorded: its arrays are submitted held, their record is written to O/jobs, then they are released. If it
+is killed in between, there are held jobs that do nothing. The price is one more round trip to the
+controller, some 20 ms.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardprep.errors import NotFound, UsageError
+from shardprep.errors import CannotWrite, NotFound, ReadWriteError, ShardprepError, UsageError
 from shardprep.id_ranges import id_ranges
 from slurm.cluster_limits import (
     ClusterLimits,
@@ -18,6 +28,7 @@ from slurm.cluster_limits import (
     check_request,
     find_limits,
     find_partition_limits,
+    minutes_of,
     tasks_of_shards,
 )
 from slurm.dataset_state import (
@@ -29,16 +40,26 @@ from slurm.dataset_state import (
     ShardState,
     find_state,
 )
-from slurm.job_script import JobRequest, array_script, prep_script, settings_of, verify_script
-from slurm.slurm_commands import SlurmAway
-from slurm.submission import ArrayToSend, Submission, submit_arrays
+from slurm.job_records import JOBS_FOLDER, JobArray, Submission, publish_submission
+from slurm.job_script import LOG_FOLDER, JobRequest, array_script, prep_script, settings_of, verify_script
+from slurm.slurm_commands import SlurmAway, slurm_answer, slurm_output
 
 Group = tuple[JobRequest, list[int]]  # shards that are asked for in the same way
+_MEM_UNITS = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayToSend:
+    """A job array before it is submitted, its script as sbatch will get it."""
+
+    request: JobRequest
+    tasks: list[str]
+    script: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sending:
-    """What one command is about to send, rendered once: to look at, or to send as it is."""
+    """What one command is about to send: its scripts, rendered once, are shown or sent as they are."""
 
     state: DatasetState
     arrays: list[ArrayToSend]
@@ -50,15 +71,55 @@ class Sending:
         return [*(array.script for array in self.arrays), self.verify]
 
     def send(self) -> Submission:
-        """Submit it. Raises what ``submit_arrays`` raises."""
-        state = self.state
-        return submit_arrays(
-            state.folder,
-            state.plan,
-            self.arrays,
-            self.verify,
+        """Submit the arrays held, and a verify job after them and after all jobs that are queued already.
+
+        Then the record is written and all are released. If a step fails, what was submitted is cancelled
+        again. Raises CannotWrite, ReadWriteError, and what ``slurm_output`` raises.
+        """
+        folder = self.state.folder
+        try:
+            (folder / JOBS_FOLDER / LOG_FOLDER).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CannotWrite(f"{folder / JOBS_FOLDER} cannot be made: {error.strerror}") from None
+        job_ids: list[str] = []
+        try:
+            submission = publish_submission(folder, self._submit_all(job_ids))
+        except BaseException:
+            with contextlib.suppress(ShardprepError):
+                slurm_output("scancel", *job_ids)
+            raise
+        slurm_output("scontrol", "release", ",".join(job_ids))
+        return submission
+
+    def _submit_all(self, job_ids: list[str]) -> Submission:
+        """Submit everything held; each id is appended to ``job_ids`` as soon as it is known."""
+        arrays = []
+        for array in self.arrays:
+            job_ids.append(_submit_held(array.script))
+            shown = _show(job_ids[-1])
+            arrays.append(
+                JobArray(
+                    job_id=job_ids[-1],
+                    name=shown.name,
+                    request=array.request,
+                    tasks=array.tasks,
+                    mem_mb=shown.mem_mb,
+                    time_min=shown.time_min,
+                )
+            )
+        verify_ids = {submission.verify_job_id for submission in self.state.submissions}
+        queued = [job_id for job_id in self.state.live_job_ids() if job_id not in verify_ids]
+        job_ids.append(_submit_held(self.verify, f"--dependency=afterany:{':'.join([*job_ids, *queued])}"))
+        shown = _show(job_ids[-1])
+        return Submission(
+            number=0,
+            plan_id=self.state.plan.plan_id,
             cluster=self.cluster,
-            wait_for=[job_id for job_id in state.live_job_ids() if not _is_verify(state, job_id)],
+            user=shown.user,
+            submitted=round(time.time(), 3),
+            arrays=arrays,
+            verify_job_id=job_ids[-1],
+            verify_name=shown.name,
         )
 
 
@@ -205,8 +266,10 @@ def reason_to_leave(shard: ShardState, max_attempts: int, changes: dict[str, Any
 def retry_request(
     shard: ShardState, base: JobRequest, max_mem_mb: int, failing: Sequence[str] = ()
 ) -> JobRequest:
-    """The last try's request: with twice the memory after OOM, twice the time after TIMEOUT, and
-    without nodes that failed repeatedly. Memory stops at the largest node's.
+    """The last attempt's request, with what its failure asks for.
+
+    Memory is doubled after OUT_OF_MEMORY, up to ``max_mem_mb`` (of the largest node; 0 if not known), time
+    is doubled after TIMEOUT, and the nodes in ``failing`` are excluded.
     """
     request = base
     if shard.attempts:
@@ -227,10 +290,55 @@ def retry_request(
 def failing_nodes(state: DatasetState, at_least: int = 2) -> list[str]:
     """Nodes that took ``at_least`` tasks of this data set down with them."""
     counts = Counter(
-        run.node for runs in state.runs.values() for run in runs if run.state == NODE_FAIL and run.node
+        attempt.node
+        for attempts in state.task_attempts.values()
+        for attempt in attempts
+        if attempt.state == NODE_FAIL and attempt.node
     )
     return sorted(node for node, number in counts.items() if number >= at_least)
 
 
-def _is_verify(state: DatasetState, job_id: str) -> bool:
-    return any(submission.verify_job_id == job_id for submission in state.submissions)
+def _submit_held(script: str, *options: str) -> str:
+    """The id of a job that waits for its release."""
+    said = slurm_output("sbatch", "--parsable", "--hold", *options, text=script)
+    job_id = said.strip().split(";")[0]  # ID, or ID;CLUSTER
+    if not re.fullmatch(r"[0-9]{1,10}", job_id):
+        raise ReadWriteError(
+            f"sbatch answered {said[:80]!r}, expected a job id; the job waits, held, and does nothing: "
+            "find it by squeue --me, end it by scancel"
+        )
+    return job_id
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownJob:
+    """What Slurm made of a job: its name and user, and a task's memory and time with the site's defaults."""
+
+    name: str
+    user: str
+    mem_mb: int | None
+    time_min: int | None
+
+
+def _show(job_id: str) -> ShownJob:
+    return slurm_answer(parse_job, "scontrol", "--oneliner", "show", "job", job_id)
+
+
+def parse_job(text: str) -> ShownJob:
+    """``scontrol --oneliner show job`` -> the job. Raises ValueError where it is cut short or no job."""
+    named = re.search(r"\bJobName=(.*?) UserId=([^\s(]+)\(", text)
+    values = dict(re.findall(r"\b(MinMemoryNode|MinMemoryCPU|NumCPUs|TimeLimit)=(\S+)", text))
+    mem = re.fullmatch(
+        r"(\d+(?:\.\d+)?)([KMGT]?)", values.get("MinMemoryNode") or values.get("MinMemoryCPU") or "0"
+    )
+    if not named or not mem:
+        raise ValueError("no job's name, user and memory")
+    mem_mb = int(float(mem[1]) * _MEM_UNITS[mem[2]])
+    if "MinMemoryCPU" in values:
+        mem_mb *= int(values.get("NumCPUs", "1").split("-")[0])
+    return ShownJob(
+        name=named[1],
+        user=named[2],
+        mem_mb=mem_mb or None,
+        time_min=minutes_of(values.get("TimeLimit", "")),
+    )

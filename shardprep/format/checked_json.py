@@ -154,6 +154,13 @@ class Fields:
             raise self.wrong(key, value, f"a whole number, {least} to {most}")
         return value
 
+    def number(self, key: str, most: float = MOST) -> float:
+        """A number from 0, whole or not."""
+        value = self.take(key)
+        if type(value) not in {int, float} or not 0 <= value <= most:
+            raise self.wrong(key, value, f"a number, 0 to {most}")
+        return float(value)
+
     def share(self, key: str) -> float:
         """A number from 0 to 1."""
         value = self.take(key)

@@ -21,14 +21,16 @@ import pytest
 
 from preprocess.plan import need_plan
 from shardprep.errors import BrokenShard, ReadWriteError, ShardprepError, UsageError
+from shardprep.format.checked_json import content_sha256
 from shardprep.format.names import shard_name
+from slurm.cluster_limits import check_folder
 from slurm.dataset_state import done_shards, find_state
+from slurm.job_records import JobArray, Submission, read_submissions
+from slurm.job_records import publish_submission as publish
 from slurm.job_script import JobRequest, array_script, prep_script, verify_script
-from slurm.slurm_commands import slurm_answer
+from slurm.slurm_commands import slurm_answer, slurm_output
 from slurm.squeue_sacct import parse_accounts, parse_queue
-from slurm.submission import JobArray, Submission, parse_job, read_submissions
-from slurm.submission import _publish as publish
-from slurm.submitting import prepare
+from slurm.submitting import parse_job, prepare
 
 ROOT = Path(__file__).parents[2]
 NAME = "shardprep-0123456789ab"
@@ -420,6 +422,11 @@ ARRAY_CHANGES: dict[str, Any] = {
 }  # fmt: skip
 
 
+def write_record(path: Path, data: dict[str, Any]) -> None:
+    """A file of O/jobs whose hash is right, whatever it holds."""
+    path.write_text(json.dumps({**data, "content_sha256": content_sha256(data)}))
+
+
 def _refused(data: Path, words: str) -> None:
     with pytest.raises(BrokenShard, match=words):
         read_submissions(data)
@@ -446,10 +453,17 @@ def test_a_submission_with_a_wrong_or_missing_field_is_named(data_dir: Path, nam
         del place[key]
     else:
         place[key] = value
-    path.write_text(json.dumps(data))
+    write_record(path, data)
     _refused(
         data_dir, rf"jobs/0000\.json.*{key}|another plan" if key != "version" else r"0000\.json.*version"
     )
+
+
+def test_a_submission_that_was_altered_by_hand_is_refused(data_dir: Path) -> None:
+    submitted(data_dir)
+    path = data_dir / "jobs" / "0000.json"
+    path.write_text(path.read_text().replace('"job_id": "1"', '"job_id": "3"'))
+    _refused(data_dir, r"jobs/0000\.json was altered since it was written.*move it away")
 
 
 @pytest.mark.parametrize(
@@ -463,7 +477,7 @@ def test_a_submission_of_impossibly_many_shards_is_refused_before_they_are_laid_
     path = data_dir / "jobs" / "0000.json"
     data = json.loads(path.read_text())
     data["arrays"][0]["tasks"] = tasks
-    path.write_text(json.dumps(data))
+    write_record(path, data)
     _refused(data_dir, words)
 
 
@@ -474,7 +488,7 @@ def test_requests_in_a_file_are_checked_like_flags(data_dir: Path) -> None:
         data = json.loads((data_dir / "jobs" / "0000.json").read_text())
         data["arrays"][0]["request"] |= {name: value}
         other = data_dir / "jobs" / "0001.json"
-        other.write_text(json.dumps(data))
+        write_record(other, data)
         _refused(data_dir, rf"0001\.json.*{name}")
     assert path.exists()
 
@@ -508,3 +522,19 @@ def test_a_manifest_of_wrong_types_does_not_end_a_status(fake: FakeSlurm, data_d
     for shard_id, content in enumerate(contents):
         (data_dir / f"{shard_name(shard_id)}.json").write_bytes(content)
     assert "5 of 5 shards are done" in fake.run("status", data_dir)
+
+
+def test_slurm_gets_no_variables_of_the_allocation_that_submit_runs_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("SLURM_MEM_PER_CPU", "SLURM_CPU_BIND", "SLURM_JOB_ID", "SLURM_CONF", "SLURM_CLUSTERS"):
+        monkeypatch.setenv(name, "7")
+    names = {line.partition("=")[0] for line in slurm_output("env").splitlines()}
+    assert {name for name in names if name.startswith("SLURM_")} == {
+        "SLURM_CONF", "SLURM_CLUSTERS", "SLURM_BITSTR_LEN", "SLURM_TIME_FORMAT",
+    }  # fmt: skip
+
+
+def test_a_setup_file_of_an_impossible_name_is_no_file(data_dir: Path) -> None:
+    with pytest.raises(UsageError, match="is no file"):
+        check_folder(data_dir, JobRequest(setup="x" * 5000), lambda _: None)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from shardprep.errors import UsageError
+from shardprep.failure_line import failure_line
 from shardprep.format.names import manifest_path
 from shardprep.id_ranges import ids_of_ranges
 from slurm.cluster_limits import limits_of, minutes_of, partition_limits, tasks_of_shards
@@ -20,17 +21,17 @@ from slurm.dataset_state import (
     NO_MANIFEST,
     OUT_OF_MEMORY,
     TIMEOUT,
-    Attempt,
+    ShardAttempt,
     ShardState,
     cause_of,
     last_lines,
 )
+from slurm.job_records import JobArray, JobIdentity, Submission, read_submissions
+from slurm.job_records import publish_submission as publish
 from slurm.job_script import JobRequest, array_script, prep_script, settings_of
 from slurm.slurm_commands import SlurmRefused
-from slurm.squeue_sacct import TaskRun, parse_accounts, parse_queue, runs_by_task
-from slurm.submission import JobArray, JobIdentity, Submission, parse_job, read_submissions
-from slurm.submission import _publish as publish
-from slurm.submitting import reason_to_leave, retry_request
+from slurm.squeue_sacct import TaskAttempt, attempts_by_task, parse_accounts, parse_queue
+from slurm.submitting import parse_job, reason_to_leave, retry_request
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -56,7 +57,7 @@ def _array(**changes: Any) -> JobArray:
 
 def _failed(*causes: str, **changes: Any) -> ShardState:
     attempts = [
-        Attempt(array=_array(**changes), index=0, cause=cause, node="n1", log="", last_lines=[])
+        ShardAttempt(array=_array(**changes), index=0, cause=cause, node="n1", log="", last_lines=[])
         for cause in causes
     ]
     return ShardState(shard_id=0, state="failed", attempts=attempts)
@@ -192,46 +193,52 @@ def test_accounts_show_earlier_runs_memory_and_a_steps_oom() -> None:
     assert runs[0].max_rss_bytes == 298188 * 1024
 
 
-def test_the_queue_is_the_newer_truth_of_a_tasks_last_run() -> None:
+def test_the_queue_is_the_newer_truth_of_a_tasks_last_ended() -> None:
     queue = parse_queue(
         "7|1|RUNNING|None|0|n3|1:05|12|root|s|\n7|2-3%2|PENDING|Resources|0||0:00|7|root|s|\n"
         "9|N/A|FAILED|x|16640|n1|0:02|9|root|s-verify|\n"
     )
     assert len(queue) == 4
-    runs = runs_by_task(parse_accounts(ACCOUNTS), queue)
+    runs = attempts_by_task(parse_accounts(ACCOUNTS), queue)
     assert [run.state for run in runs["7", 1]] == ["NODE_FAIL", "CANCELLED", "RUNNING"]
     assert [run.state for run in runs["7", 3]] == ["PENDING"]
     assert runs["9", 0][-1].exit_code == 65
 
 
-def _run(state: str, code: int = 0) -> TaskRun:
+def _ended(state: str, code: int = 0) -> TaskAttempt:
     identity = JobIdentity(job_id="7", name="shardprep-0123", user="root")
-    return TaskRun(identity=identity, index=0, state=state, exit_code=code)
+    return TaskAttempt(identity=identity, index=0, state=state, exit_code=code)
 
 
 @pytest.mark.parametrize(
-    ("run", "log", "cause"),
+    ("attempt", "log", "cause"),
     [
-        (_run("COMPLETED"), "shardprep: node n1: shards 0-5 ended with exit code 0", NO_MANIFEST),
-        (_run("FAILED", 65), "", BAD_INPUT),
-        (_run("FAILED", 75), "slurmstepd: error: Detected 1 oom-kill event(s)", OUT_OF_MEMORY),
-        (_run("TIMEOUT"), "oom-kill", TIMEOUT),
-        (_run("FAILED", 65), "shard 00000 failed (74): x\n", "read or write error (74)"),
-        (_run("FAILED", 75), "shardprep: node n1: shard 0 was killed by signal 9 (", "killed by signal 9"),
+        (_ended("COMPLETED"), "shardprep: node n1: shards 0-5 ended with exit code 0", NO_MANIFEST),
+        (_ended("FAILED", 65), "", BAD_INPUT),
+        (_ended("FAILED", 75), "slurmstepd: error: Detected 1 oom-kill event(s)", OUT_OF_MEMORY),
+        (_ended("TIMEOUT"), "oom-kill", TIMEOUT),
+        (_ended("FAILED", 65), "shard 00000 failed (74): x\n", "read or write error (74)"),
+        (_ended("FAILED", 65), f"{failure_line(0, 74, 'x')}\n", "read or write error (74)"),
+        (_ended("FAILED", 65), f"{failure_line(1, 74, 'x')}\n", BAD_INPUT),
+        (_ended("FAILED", 65), f"{failure_line(0, 137, 'x')}\n", "killed by signal 9"),
+        (_ended("FAILED", 75), "shardprep: node n1: shard 0 was killed by signal 9 (", "killed by signal 9"),
         (None, "shardprep: node n1: shard 0 ended with exit code 73\n", "cannot write the output (73)"),
         (None, "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026 DUE TO TIME LIMIT ***", TIMEOUT),
         (None, "shardprep: node n1: shard 0 begins\n", "ended without a word (node failure?)"),
         (None, "", "unknown: no log, and Slurm has forgotten it"),
     ],
 )  # fmt: skip
-def test_a_cause_comes_from_slurms_state_then_the_log(run: TaskRun | None, log: str, cause: str) -> None:
-    assert cause_of(run, log, 0) == cause
+def test_a_cause_comes_from_slurms_state_then_the_log(
+    attempt: TaskAttempt | None, log: str, cause: str
+) -> None:
+    assert cause_of(attempt, log, 0) == cause
 
 
 def test_last_lines_leave_out_frame_and_progress_bars() -> None:
     frame = "shardprep: node n1: shard 3"
     log = f"{frame} begins\n 10%\r 20%\nerror: no\n\n{frame} ended with exit code 65\n"
     assert last_lines(log) == [" 20%", "error: no"]
+    assert last_lines(f"why\n{failure_line(3, 65, 'why')}\n") == ["why"], "this one is for programs"
 
 
 def test_a_retry_asks_for_what_the_cause_says() -> None:

@@ -1,0 +1,195 @@
+"""The files O/jobs/NNNN.json: one for each submission, with its job ids and the shards of every task.
+
+A file is written once and never changed. Its number is the next free one, taken by link, so that two
+who submit at the same time get two numbers. It is read by ``status``, ``retry`` and ``cancel``: a job
+that no file names is not known to them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardprep.atomic_files import PublishedFile, sync_folder
+from shardprep.errors import BrokenShard, ReadWriteError, UnknownVersion, UsageError
+from shardprep.format.checked_json import Fields, read_checked, with_content_hash
+from shardprep.format.names import FORMAT_VERSION, MAX_SHARDS
+from shardprep.id_ranges import ids_of_ranges
+from shardprep.regular_files import NOT_THERE
+from slurm.job_script import JobRequest
+
+JOBS_FOLDER = "jobs"
+_FORMAT = "shardprep-submission"
+_MAX_BYTES = 64 << 20  # the record of 99,999 shards has 2 MB
+_LATEST_S = 2**53  # of a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobIdentity:
+    """What makes a job this one: a controller that lost its state gives old ids to other jobs.
+
+    The name, which has the plan's id, and the user are those that Slurm showed when it took the job,
+    so that a site which renames jobs is followed.
+    """
+
+    job_id: str
+    name: str
+    user: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobArray:
+    """One job array of a submission: task i makes the shards ``tasks[i]``."""
+
+    job_id: str
+    name: str
+    request: JobRequest
+    tasks: list[str]
+    mem_mb: int | None  # what Slurm made of the request; None where it limits nothing
+    time_min: int | None
+
+    def shards_of_tasks(self) -> list[list[int]]:
+        """The shard ids of every task."""
+        return [ids_of_ranges(word, end=MAX_SHARDS + 1) for word in self.tasks]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission:
+    """What one ``submit`` or ``retry`` sent to Slurm."""
+
+    number: int
+    plan_id: str
+    cluster: str
+    user: str
+    submitted: float  # seconds since 1970
+    arrays: list[JobArray]
+    verify_job_id: str
+    verify_name: str
+
+    @property
+    def jobs(self) -> list[JobIdentity]:
+        """Its jobs, verify last."""
+        named = [(array.job_id, array.name) for array in self.arrays]
+        named.append((self.verify_job_id, self.verify_name))
+        return [JobIdentity(job_id=job_id, name=name, user=self.user) for job_id, name in named]
+
+
+def read_submissions(folder: Path) -> list[Submission]:
+    """All submissions of a data set, oldest first.
+
+    Raises BrokenShard for a file that is no submission of this version, ReadWriteError for what cannot
+    be read: were it left out, its shards would be made a second time.
+    """
+    return [_read_submission(path) for path in _submission_paths(folder / JOBS_FOLDER)]
+
+
+def publish_submission(folder: Path, submission: Submission) -> Submission:
+    """Write it under the next free number, and return it with that number.
+
+    Raises CannotWrite or ReadWriteError.
+    """
+    jobs = folder / JOBS_FOLDER
+    number = max((int(path.stem) for path in _submission_paths(jobs)), default=-1) + 1
+    while True:
+        numbered = dataclasses.replace(submission, number=number)
+        content = with_content_hash(_FORMAT, dataclasses.asdict(numbered))
+        file = PublishedFile(jobs / f"{number:04d}.json")
+        try:
+            file.write(json.dumps(content, indent=2).encode() + b"\n")
+            file.sync()
+            if file.publish_first():
+                sync_folder(jobs)
+                return numbered
+        finally:
+            file.discard()
+        number += 1
+
+
+def _read_submission(path: Path) -> Submission:
+    try:
+        return _submission_of(read_checked(path, _FORMAT, max_bytes=_MAX_BYTES))
+    except NOT_THERE as error:  # a link to nothing, or taken away since it was listed
+        raise ReadWriteError(f"{path} cannot be read: {error.strerror}") from None
+    except UnknownVersion:
+        raise BrokenShard(
+            f"{path} is a submission of another version, expected version {FORMAT_VERSION}; move it away: it "
+            "only records job ids"
+        ) from None
+    except BrokenShard as error:
+        raise BrokenShard(
+            f"{error}: it is not a whole submission; move it away: it only records job ids"
+        ) from None
+
+
+def _submission_of(fields: Fields) -> Submission:
+    """Raises BrokenShard for a field that is missing, unknown or of another type."""
+    submission = Submission(
+        number=fields.whole("number"),
+        plan_id=fields.text("plan_id"),
+        cluster=fields.text("cluster"),
+        user=fields.text("user"),
+        submitted=fields.number("submitted", _LATEST_S),
+        arrays=[_array_of(item) for item in fields.objects("arrays")],
+        verify_job_id=_job_id(fields, "verify_job_id"),
+        verify_name=fields.text("verify_name"),
+    )
+    fields.end()
+    if not submission.arrays:
+        raise fields.wrong("arrays", [], "one job array or more")
+    return submission
+
+
+def _array_of(fields: Fields) -> JobArray:
+    array = JobArray(
+        job_id=_job_id(fields, "job_id"),
+        name=fields.text("name"),
+        request=_request_of(fields),
+        tasks=fields.texts("tasks"),
+        mem_mb=fields.or_none("mem_mb", lambda key: fields.whole(key, 1)),
+        time_min=fields.or_none("time_min", lambda key: fields.whole(key, 1)),
+    )
+    fields.end()
+    if not array.tasks:
+        raise fields.wrong("tasks", [], "one task or more")
+    try:
+        num_shards = sum(map(len, array.shards_of_tasks()))
+    except ValueError as error:
+        raise BrokenShard(f"{fields.path}: tasks: {error}") from None
+    if num_shards > MAX_SHARDS:
+        raise BrokenShard(f"{fields.path}: tasks are {num_shards} shards, expected at most {MAX_SHARDS}")
+    return array
+
+
+def _job_id(fields: Fields, key: str) -> str:
+    job_id = fields.text(key)
+    if not re.fullmatch(r"[0-9]{1,10}", job_id):
+        raise fields.wrong(key, job_id, "a job's number")
+    return job_id
+
+
+def _request_of(fields: Fields) -> JobRequest:
+    """A request is checked as the flags are."""
+    request = fields.fields("request")
+    values = {item.name: request.take(item.name) for item in dataclasses.fields(JobRequest)}
+    request.end()
+    try:
+        return JobRequest(**values)
+    except UsageError as error:
+        raise BrokenShard(f"{fields.path}: request: {error}") from None
+
+
+def _submission_paths(jobs: Path) -> list[Path]:
+    try:
+        names = os.listdir(jobs)  # noqa: PTH208 - glob() would say nothing of a folder that it may not read
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ReadWriteError(
+            f"{jobs} cannot be listed ({error.strerror}), so what was submitted is not known; it must be a "
+            "folder that you can read"
+        ) from None
+    return [jobs / name for name in sorted(names) if re.fullmatch(r"[0-9]{4}\.json", name)]

@@ -84,7 +84,6 @@ class JobRequest:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
 
-
 def prep_script() -> str:
     """``prep_array.sh`` as it is installed."""
     return (Path(__file__).parent / "prep_array.sh").read_text(encoding="utf-8")

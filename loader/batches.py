@@ -19,7 +19,7 @@ import torch
 from transformers import BatchEncoding, DataCollatorForLanguageModeling
 
 from loader.boundaries import boundary_fields, document_edges
-from loader.dataset import Run
+from loader.dataset import Chunk
 from shardprep.errors import UsageError
 
 
@@ -30,7 +30,7 @@ class LoaderMetrics:
     num_batches: int = 0
     num_tokens: int = 0  # without padding
     num_padding: int = 0
-    num_cut_tokens: int = 0  # left out behind max_length; counted when their run arrives
+    num_cut_tokens: int = 0  # left out behind max_length; counted when their chunk arrives
     wait_s: float = 0.0  # the consumer waited for workers; without workers: read and decoded itself
 
     @property
@@ -200,18 +200,18 @@ class StepBatches:
                 "boundaries are made by CausalLMCollator's batches; leave out collate_fn or them"
             )
 
-    def cut(self, runs: list[Run], step: int, first_batch: int, metrics: LoaderMetrics) -> Iterator[Any]:
-        """The batches of one step of some runs, from one of them on; counted as they are taken."""
+    def cut(self, chunks: list[Chunk], step: int, first_batch: int, metrics: LoaderMetrics) -> Iterator[Any]:
+        """The batches of one step of some chunks, from one of them on; counted as they are taken."""
         rows: Any
         lengths: npt.NDArray[Any] | None = None
         if not self.row_tokens:
-            rows = [row for run in runs for row in run.rows(step)]
+            rows = [row for chunk in chunks for row in chunk.rows(step)]
         else:
-            parts: list[Any] = [run.ids[:, step] for run in runs]
+            parts: list[Any] = [chunk.ids[:, step] for chunk in chunks]
             rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
-            if not all(run.is_full(step, self.row_tokens) for run in runs):
-                lengths = np.concatenate([run.lengths[:, step] for run in runs])
-        starts = [found for run in runs for found in run.starts_of(step)] if self.boundaries else []
+            if not all(chunk.is_full(step, self.row_tokens) for chunk in chunks):
+                lengths = np.concatenate([chunk.lengths[:, step] for chunk in chunks])
+        starts = [found for chunk in chunks for found in chunk.starts_of(step)] if self.boundaries else []
         for first in range(first_batch * self.batch_size, len(rows), self.batch_size):
             part = slice(first, first + self.batch_size)
             batch = self._collated(rows[part], None if lengths is None else lengths[part], starts[part])

@@ -15,7 +15,15 @@ import torch
 
 from loader.batches import CausalLMCollator, Collate, StepBatches
 from loader.boundaries import Boundary, check_boundaries
-from loader.dataset import RunDataset, Samples, check_batch, group_size, make_order, rank_lanes, whole_number
+from loader.dataset import (
+    ChunkDataset,
+    Samples,
+    check_batch,
+    group_size,
+    make_order,
+    rank_lanes,
+    whole_number,
+)
 from loader.order import LAW_VERSION, Order
 from loader.process_rank import find_process_rank
 from loader.reading.shard_reader import STALL_WARNING_S, Turn
@@ -166,7 +174,7 @@ def get_llama3_dataloader(
         shuffle: else global batch k is samples ``[k L, (k+1) L)``.
         num_workers: processes that read; at most the lanes of a rank, of which it has
             ``global_batch_size / (world_size x group_by_length)``: more would idle, and a warning says so.
-        prefetch_factor: runs (up to 1 MiB of batches) that each worker reads ahead; 2 if there are workers.
+        prefetch_factor: chunks (up to 1 MiB of batches) that each worker reads ahead; 2 if there are workers.
         pin_memory: batches in pinned memory; where there is CUDA, if not given.
         persistent_workers: keep workers between epochs; they read on into the next one.
         rank, world_size: of data parallelism; found by ``find_process_rank`` if not given. ``iter()`` refuses
@@ -253,7 +261,7 @@ def get_llama3_dataloader(
     if size_check is not None:
         size_check.wait()
     return TokenLoader(
-        RunDataset(
+        ChunkDataset(
             samples=samples,
             order=order,
             lanes=lanes,

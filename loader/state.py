@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import index
 from typing import Any, NamedTuple
 
 from shardprep.errors import BrokenShard, OtherTokenizer, Refused, UsageError
@@ -77,7 +78,7 @@ def position_of(
             f"this is no state of a loader: its format is {state.get('format')!r}, expected {STATE_FORMAT!r}"
         )
     _check_fingerprint(dict(state["fingerprint"]), dict(fingerprint))
-    position = Position(epoch=int(state["epoch"]), step=int(state["step"]), num_micro=int(state["num_micro"]))
+    position = Position(*(_whole_number(state, name) for name in Position._fields))
     if position.num_micro and state.get("layout") != dict(layout):
         raise UsageError(
             f"the state was saved inside of a step, after {position.num_micro} batches of "
@@ -87,6 +88,14 @@ def position_of(
     if position.epoch < 0 or not 0 <= position.step < steps_per_epoch or position.num_micro < 0:
         raise BrokenShard(f"the state stands at {position}, expected a step below {steps_per_epoch}")
     return position
+
+
+def _whole_number(state: Mapping[str, Any], name: str) -> int:
+    try:
+        return index(state[name])
+    except (KeyError, TypeError):
+        found = repr(state[name]) if name in state else "missing"
+        raise BrokenShard(f"the state is damaged: its {name} is {found}, expected a whole number") from None
 
 
 def _check_fingerprint(saved: dict[str, Any], mine: dict[str, Any]) -> None:

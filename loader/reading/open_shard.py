@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loader.shards.shard_set import DatasetShards, ForeignTar
+from loader.shards.shard_set import DatasetShards, ExternalTar
 from loader.shards.staged_folder import is_staged
 from loader.shards.tar_samples import JSON, RAW, TarSamples, scan_tar
 from shardprep.errors import BrokenShard, MissingShard, ShardprepError
@@ -54,13 +54,13 @@ class OpenShard:
             close_read(self.idx.handle)
 
 
-def open_shard(source: DatasetShards | ForeignTar, row: int) -> OpenShard:
+def open_shard(source: DatasetShards | ExternalTar, row: int) -> OpenShard:
     """Open one shard of a source.
 
     Raises MissingShard, BrokenShard, UnknownVersion or OtherPlan with the command that mends it; OSError
     where the file system fails.
     """
-    if isinstance(source, ForeignTar):
+    if isinstance(source, ExternalTar):
         samples, path, expected = source.samples, source.path, source.tar_bytes
         remedy = "it changed since it was scanned: copy it again, and start anew"
     else:
@@ -69,7 +69,7 @@ def open_shard(source: DatasetShards | ForeignTar, row: int) -> OpenShard:
     handle = _open_file(path, remedy)
     try:
         _check_size(path, handle, expected, remedy)
-        found, idx, held = (samples, None, None) if isinstance(source, ForeignTar) else _records(source, row)
+        found, idx, held = (samples, None, None) if isinstance(source, ExternalTar) else _records(source, row)
     except BaseException:
         close_read(handle)
         raise
@@ -87,7 +87,7 @@ def open_shard(source: DatasetShards | ForeignTar, row: int) -> OpenShard:
     )
 
 
-def _token_bytes(source: DatasetShards | ForeignTar, found: TarSamples | None) -> int:
+def _token_bytes(source: DatasetShards | ExternalTar, found: TarSamples | None) -> int:
     if found is not None:
         return found.token_bytes
     assert isinstance(source, DatasetShards)
@@ -155,7 +155,7 @@ class ShardOpener:
         self._left: set[Path] = set()  # folders of copies
         self._copies: dict[Path, DatasetShards] = {}  # by the data set's folder: the same shards as copies
 
-    def open(self, source: DatasetShards | ForeignTar, row: int) -> OpenShard:
+    def open(self, source: DatasetShards | ExternalTar, row: int) -> OpenShard:
         """Open one shard of a source; raises what ``open_shard`` does, of the data set's own files."""
         if isinstance(source, DatasetShards) and source.staged_folder is not None:
             shard = self._open_copy(source, source.staged_folder, row)

@@ -3,7 +3,7 @@
 Row x is tokens ``[(offset + x S) mod T, + S)`` of the stream, found through the sums of the idx, so
 nothing is laid out beforehand and any row can be read. An epoch leaves out T mod S tokens, others each
 epoch; documents are cut at row edges. An EOS is put behind documents that lack it, and counts: in our
-shards all or none, as they were prepared; in tars of others each whose last id is not EOS.
+shards all or none, as they were prepared; in external tars each whose last id is not EOS.
 
 A worker decodes a whole window at once, each document once (twice at a block's edge), so its memory is
 the window's bytes and 4 bytes a token of it, and the first row of a window waits for all of it.
@@ -18,11 +18,11 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from loader.dataset import Run, ScatteredRows
+from loader.dataset import Chunk, ScatteredRows
 from loader.reading.open_shard import OpenShard
 from loader.reading.shard_reader import STALL_WARNING_S, ShardReader, Turn
 from loader.samples.token_ids import CannotDecode, check_vocab, decode_samples
-from loader.shards.shard_set import DatasetShards, ForeignTar, ShardSet
+from loader.shards.shard_set import DatasetShards, ExternalTar, ShardSet
 from shardprep.errors import BrokenShard, UsageError
 
 _NONE = -1  # no EOS is put
@@ -57,7 +57,7 @@ class JoinedRows:
         sizes = []
         for source in self.shards.sources:
             lacks = self.lacks_eos(source)
-            num_eos = lacks.sum() if isinstance(source, ForeignTar) else source.num_samples * lacks
+            num_eos = lacks.sum() if isinstance(source, ExternalTar) else source.num_samples * lacks
             sizes.append(source.num_tokens + num_eos)
         return np.concatenate([[0], np.cumsum(np.concatenate(sizes))]).astype(np.int64)
 
@@ -78,8 +78,8 @@ class JoinedRows:
         """T: tokens of the stream; an epoch's rows begin at any of them."""
         return int(self.first_token[-1])
 
-    def lacks_eos(self, source: DatasetShards | ForeignTar) -> npt.NDArray[np.bool_]:
-        """Whether documents end without EOS: bool[documents] of a tar of others, else bool[1] for all."""
+    def lacks_eos(self, source: DatasetShards | ExternalTar) -> npt.NDArray[np.bool_]:
+        """Whether documents end without EOS: bool[documents] of an external tar, else bool[1] for all."""
         if isinstance(source, DatasetShards):
             return np.array([not source.spec.append_eos])
         if self.eos_token_id is None:
@@ -202,13 +202,13 @@ class RowWindow:
     seq_len: int
     starts: npt.NDArray[np.int64] | None  # where documents begin in ids, ascending
 
-    def run(self, first: int, end: int) -> Run:
+    def chunk(self, first: int, end: int) -> Chunk:
         at = self.at[:, first:end]
         flat = at.reshape(-1)
         ids = ScatteredRows(flat=self.ids, at=at, row_tokens=self.seq_len)
         lengths = np.full(at.shape, self.seq_len, np.int32)
         if self.starts is None:
-            return Run(lengths=lengths, ids=ids)
+            return Chunk(lengths=lengths, ids=ids)
         low = np.searchsorted(self.starts, flat)
         high = np.searchsorted(self.starts, flat + self.seq_len)
         parts = [
@@ -216,4 +216,4 @@ class RowWindow:
             for a, b, begin in zip(low.tolist(), high.tolist(), flat.tolist(), strict=True)
         ]
         num_starts = (high - low).astype(np.int32).reshape(at.shape)
-        return Run(lengths=lengths, ids=ids, num_starts=num_starts, starts=np.concatenate(parts))
+        return Chunk(lengths=lengths, ids=ids, num_starts=num_starts, starts=np.concatenate(parts))

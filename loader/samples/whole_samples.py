@@ -11,13 +11,13 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from loader.dataset import Run
+from loader.dataset import Chunk
 from loader.reading.shard_reader import STALL_WARNING_S, SampleBytes, ShardReader, Turn
 from loader.samples.token_ids import (
     CannotDecode,
     Decoded,
     check_vocab,
-    chunks,
+    decode_parts,
     decode_samples,
     decode_starts,
     rows_in_place,
@@ -142,11 +142,11 @@ class SampleReader:
         data = self._reader.read(unique)
         lengths = np.empty(len(asked), np.int64)
         parts: list[npt.NDArray[np.int32]] = []
-        for chunk in chunks(data, np.arange(len(unique))):
-            found = _decoded(self._samples, data, chunk)
+        for part in decode_parts(data, np.arange(len(unique))):
+            found = _decoded(self._samples, data, part)
             held = found.lengths.astype(np.int64)
-            here = slice(*np.searchsorted(document, [chunk[0], chunk[-1] + 1]).tolist())
-            local = document[here] - chunk[0]
+            here = slice(*np.searchsorted(document, [part[0], part[-1] + 1]).tolist())
+            local = document[here] - part[0]
             lengths[here] = np.minimum(held[local] - first[here], pieces.max_length)
             parts.append(found.ids[_places((np.cumsum(held) - held)[local] + first[here], lengths[here])])
         return PieceWindow(
@@ -169,34 +169,34 @@ class PieceWindow:
     lengths: npt.NDArray[np.int64]
     rows: npt.NDArray[np.int64]  # int64[samples a step, steps] -> pieces
 
-    def run(self, first: int, end: int) -> Run:
+    def chunk(self, first: int, end: int) -> Chunk:
         rows = self.rows[:, first:end]
         flat = rows.reshape(-1)
         lengths = self.lengths[flat]
         ids = self.ids[_places(self.begin[flat], lengths)]
-        return Run(lengths=lengths.reshape(rows.shape).astype(np.int32), ids=ids, num_cut=0)
+        return Chunk(lengths=lengths.reshape(rows.shape).astype(np.int32), ids=ids, num_cut=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleWindow:
-    """A Window whose samples are decoded when their run is asked for."""
+    """A Window whose samples are decoded when their chunk is asked for."""
 
     samples: WholeSamples
     data: SampleBytes
     rows: npt.NDArray[np.int64]  # int64[samples a step, steps] -> rows of data
     starts: bool
 
-    def run(self, first: int, end: int) -> Run:
+    def chunk(self, first: int, end: int) -> Chunk:
         rows = self.rows[:, first:end]
         flat = rows.reshape(-1)
         if self.samples.row_tokens:
-            return self._rows_run(rows, flat)
+            return self._rows_chunk(rows, flat)
         found = _decoded(self.samples, self.data, flat, max_length=self.samples.max_length)
         if found.num_cut and self.samples.refuse_longer:
             self._refuse(flat)
-        return Run(lengths=found.lengths.reshape(rows.shape), ids=found.ids, num_cut=found.num_cut)
+        return Chunk(lengths=found.lengths.reshape(rows.shape), ids=found.ids, num_cut=found.num_cut)
 
-    def _rows_run(self, rows: npt.NDArray[np.int64], flat: npt.NDArray[np.int64]) -> Run:
+    def _rows_chunk(self, rows: npt.NDArray[np.int64], flat: npt.NDArray[np.int64]) -> Chunk:
         row_tokens = self.samples.row_tokens
         ids = rows_in_place(self.data, rows, row_tokens)
         lengths = self.data.num_tokens[rows].astype(np.int32)
@@ -208,7 +208,7 @@ class SampleWindow:
         if self.starts:
             num_starts = self.data.num_starts[rows].astype(np.int32)
             starts = np.concatenate(decode_starts(self.data, flat, row_tokens))
-        return Run(lengths=lengths, ids=ids, num_starts=num_starts, starts=starts)
+        return Chunk(lengths=lengths, ids=ids, num_starts=num_starts, starts=starts)
 
     def _refuse(self, flat: npt.NDArray[np.int64]) -> None:
         for row in flat.tolist():

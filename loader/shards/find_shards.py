@@ -2,7 +2,7 @@
 
 What a user names -> the shards of a run. A folder is a whole data set; shards can be excluded by name.
 
-Shards of our data sets are known by manifest or index.json and opened when needed; tars of others
+Shards of our data sets are known by manifest or index.json and opened when needed; external tars
 are scanned here, once.
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.shards.input_paths import ExcludedShards, InputShards, find_inputs
-from loader.shards.shard_set import DatasetShards, ForeignTar, ShardSet
+from loader.shards.shard_set import DatasetShards, ExternalTar, ShardSet
 from loader.shards.staged_folder import with_copies
 from loader.shards.tar_samples import scan_tar
 from shardprep.errors import NotFound, OtherTokenizer, ShardprepError, UsageError
@@ -95,7 +95,7 @@ class _Finder:
     def __init__(self, excluded: ExcludedShards, count_tokens: bool) -> None:
         self._excluded = excluded
         self._count_tokens = count_tokens
-        self._sources: list[DatasetShards | ForeignTar] = []
+        self._sources: list[DatasetShards | ExternalTar] = []
         self._of_folder: dict[str, list[int]] = {}  # shards named one by one, of our data sets
         self._is_dataset: dict[str, bool] = {}
 
@@ -109,7 +109,7 @@ class _Finder:
         elif name == INDEX_NAME:
             self._sources.append(self._whole(Path(folder)))
         elif name.endswith(".tar"):
-            self._add_foreign(path)
+            self._add_external(path)
         elif with_retries(f"{path} cannot be looked at", Path(path).is_dir):
             self._add_folder(Path(path))
         else:
@@ -118,7 +118,7 @@ class _Finder:
                 f"{Path(folder) / 'shard-*.tar'}, and decompress .tar.gz files first"
             )
 
-    def sources(self) -> list[DatasetShards | ForeignTar]:
+    def sources(self) -> list[DatasetShards | ExternalTar]:
         named = [(Path(folder), shard_ids) for folder, shard_ids in self._of_folder.items() if shard_ids]
         return [*self._sources, *(_some_shards(folder, shard_ids) for folder, shard_ids in named)]
 
@@ -148,16 +148,16 @@ class _Finder:
         if not tars:
             raise NotFound(f"{folder} holds no shards: no {INDEX_NAME}, no manifest and no .tar")
         for path in tars:
-            self._add_foreign(str(path))
+            self._add_external(str(path))
 
-    def _add_foreign(self, path: str) -> None:
+    def _add_external(self, path: str) -> None:
         if self._excluded.has(path, None):
             return
         samples = with_retries(
             f"{path} cannot be read", lambda: scan_tar(Path(path), count_tokens=self._count_tokens)
         )
         tar_bytes = with_retries(f"{path} cannot be looked at", lambda: Path(path).stat().st_size)
-        self._sources.append(ForeignTar(path=Path(path), samples=samples, tar_bytes=tar_bytes))
+        self._sources.append(ExternalTar(path=Path(path), samples=samples, tar_bytes=tar_bytes))
 
     def _whole(self, folder: Path) -> DatasetShards:
         if not self._excluded:

@@ -51,7 +51,7 @@ class DatasetShards:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForeignTar:
+class ExternalTar:
     """A tar without a manifest, as others write them, with its headers scanned."""
 
     path: Path
@@ -87,7 +87,7 @@ class ForeignTar:
 class ShardSet:
     """Shards in the order they were named; sample g is counted through all of them."""
 
-    def __init__(self, sources: Iterable[DatasetShards | ForeignTar]) -> None:
+    def __init__(self, sources: Iterable[DatasetShards | ExternalTar]) -> None:
         self.sources = tuple(sources)
         counts = [np.zeros(0, np.int64), *(source.num_samples for source in self.sources)]
         # Shard s is row s - source_first[i] of source i.
@@ -102,7 +102,7 @@ class ShardSet:
             return None
         parts = [
             np.full(len(source.num_samples), -1)
-            if isinstance(source, ForeignTar) or source.osts is None
+            if isinstance(source, ExternalTar) or source.osts is None
             else source.osts
             for source in self.sources
         ]
@@ -147,7 +147,7 @@ class ShardSet:
         """sha256 of all sources, in their order."""
         return hashlib.sha256("".join(source.fingerprint for source in self.sources).encode()).hexdigest()
 
-    def locate(self, shard: int) -> tuple[DatasetShards | ForeignTar, int]:
+    def locate(self, shard: int) -> tuple[DatasetShards | ExternalTar, int]:
         """The source of a shard, counted through all sources, and its row there."""
         number = int(np.searchsorted(self.source_first, shard, side="right")) - 1
         return self.sources[number], shard - int(self.source_first[number])

@@ -36,7 +36,7 @@ class SizeCheck:
     each on Lustre, which all ranks together would swamp. ``wait`` takes half a second at most, so that a
     loader is made quickly; what is found later is raised where the next run of batches is fetched. The
     other ranks learn nothing of it: they wait in their next collective, until the launcher, which sees rank
-    0 end, ends them (torchrun and ``srun --kill-on-bad-exit`` do). Tars of others were scanned already.
+    0 end, ends them (torchrun and ``srun --kill-on-bad-exit`` do). External tars were scanned already.
     """
 
     def __init__(self, shards: ShardSet) -> None:

@@ -14,7 +14,7 @@ import stat
 from dataclasses import replace
 from pathlib import Path
 
-from loader.shards.shard_set import DatasetShards, ForeignTar
+from loader.shards.shard_set import DatasetShards, ExternalTar
 from shardprep.format import DatasetSpec, idx_path, tar_path
 
 logger = logging.getLogger(__name__)
@@ -39,13 +39,13 @@ def is_staged(folder: Path, shard_id: int, tar_bytes: int, idx_bytes: int) -> bo
 
 
 def with_copies(
-    source: DatasetShards | ForeignTar, staged_dir: str | os.PathLike[str] | None
-) -> DatasetShards | ForeignTar:
-    """The same shards, which are to be looked for in ``staged_dir``, too; tars of others have no copies.
+    source: DatasetShards | ExternalTar, staged_dir: str | os.PathLike[str] | None
+) -> DatasetShards | ExternalTar:
+    """The same shards, which are to be looked for in ``staged_dir``, too; external tars have no copies.
 
     Nothing staged on this node is a warning: its ranks are slower, and nothing else is wrong.
     """
-    if staged_dir is None or isinstance(source, ForeignTar):
+    if staged_dir is None or isinstance(source, ExternalTar):
         return source
     folder = staged_folder(staged_dir, source.spec)
     try:

@@ -26,7 +26,7 @@ from loader.shards.staged_folder import staged_folder
 from loader.staging.stage_shards import ShardToStage
 from shardprep.errors import UsageError
 
-CHUNK = 1 << 18  # intervals at a time: some 30 MB
+NUM_AT_ONCE = 1 << 18  # intervals at a time: some 30 MB
 
 Intervals = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]  # firsts, ends
 
@@ -46,7 +46,7 @@ def parts_read(
     for epoch in range(first_step // steps, -(-end_step // steps)):
         offset = order.offset(epoch, samples.offsets)
         begin, end = max(first_step - epoch * steps, 0), min(end_step - epoch * steps, steps)
-        for firsts, ends in _in_chunks(_epoch_samples(order, epoch, lanes, begin, end)):
+        for firsts, ends in _joined(_epoch_samples(order, epoch, lanes, begin, end)):
             firsts, ends = _unwrapped(firsts, ends, order.num_samples)
             begins = (offset + firsts * unit) % num_units
             read += _overlaps(edges, *_unwrapped(begins, begins + (ends - firsts) * unit, num_units))
@@ -67,8 +67,8 @@ def _epoch_samples(order: Order, epoch: int, lanes: range, begin: int, end: int)
     size = order.window_steps
     start, end = begin // size * size, min(-(-end // size) * size, order.steps_per_epoch)
     if not order.shuffle:
-        for first in range(start, end, CHUNK):
-            steps = np.arange(first, min(first + CHUNK, end), dtype=np.int64) * order.global_batch_size
+        for first in range(start, end, NUM_AT_ONCE):
+            steps = np.arange(first, min(first + NUM_AT_ONCE, end), dtype=np.int64) * order.global_batch_size
             yield steps + lanes.start, steps + lanes.stop
         return
     per_lane = order.steps_per_epoch * order.group
@@ -84,8 +84,8 @@ def _epoch_samples(order: Order, epoch: int, lanes: range, begin: int, end: int)
 def _blocks(order: Order, epoch: int, begin: int, end: int) -> Iterator[Intervals]:
     """Intervals of samples at consecutive positions, one a block; the outer blocks may be cut."""
     size = order.block_samples
-    for first in range(begin // size, -(-end // size), CHUNK):
-        positions = np.arange(first, min(first + CHUNK, -(-end // size)), dtype=np.int64) * size
+    for first in range(begin // size, -(-end // size), NUM_AT_ONCE):
+        positions = np.arange(first, min(first + NUM_AT_ONCE, -(-end // size)), dtype=np.int64) * size
         starts = order.samples_at(epoch, positions)
         yield (
             starts + np.maximum(begin - positions, 0),
@@ -93,12 +93,12 @@ def _blocks(order: Order, epoch: int, begin: int, end: int) -> Iterator[Interval
         )
 
 
-def _in_chunks(parts: Iterator[Intervals]) -> Iterator[Intervals]:
-    """The same intervals, at least CHUNK at a time but the last: thousands of lanes give few each."""
+def _joined(parts: Iterator[Intervals]) -> Iterator[Intervals]:
+    """The same intervals, at least NUM_AT_ONCE at a time but the last: thousands of lanes give few each."""
     held: list[Intervals] = []
     for part in parts:
         held.append(part)
-        if sum(len(firsts) for firsts, _ in held) >= CHUNK:
+        if sum(len(firsts) for firsts, _ in held) >= NUM_AT_ONCE:
             yield np.concatenate([part[0] for part in held]), np.concatenate([part[1] for part in held])
             held = []
     if held:
@@ -186,7 +186,7 @@ def choose_shards(
         shards, parts = find_shards(input_shards, exclude_shards=exclude_shards), None
     else:
         shards, parts = _parts_of_ranks(input_shards, exclude_shards, node_ranks)
-    _refuse_foreign(shards)
+    _refuse_external(shards)
     every = [_to_stage(shards, number, staged_dir) for number in range(shards.num_shards)]
     read = np.arange(len(every)) if parts is None else np.flatnonzero(parts)
     kept = read
@@ -222,7 +222,7 @@ def _parts_of_ranks(
         group=group,
     )
     shards = options.find_shards()
-    _refuse_foreign(shards)
+    _refuse_external(shards)
     samples = make_samples(options, shards, shards.datasets[0].spec.tokenizer)  # its EOS is all that counts
     order = make_order(samples, shards, global_batch_size, group, seed=node.seed, shuffle=node.shuffle)
     steps = order.steps_per_epoch
@@ -238,11 +238,11 @@ def _parts_of_ranks(
     return shards, parts
 
 
-def _refuse_foreign(shards: ShardSet) -> None:
-    foreign = [source.path_of(0) for source in shards.sources if not isinstance(source, DatasetShards)]
-    if foreign:
+def _refuse_external(shards: ShardSet) -> None:
+    external = [source.path_of(0) for source in shards.sources if not isinstance(source, DatasetShards)]
+    if external:
         raise UsageError(
-            f"{foreign[0]} is a tar that shardprep did not write: no manifest says what its copy must be; "
+            f"{external[0]} is a tar that shardprep did not write: no manifest says what its copy must be; "
             "copy such tars yourself and give the loader the copies"
         )
 

@@ -1,8 +1,7 @@
-"""What a loader has delivered, and what it cost its consumer.
+"""Chunks of the workers -> batches: the tensors that a causal language model trains on.
 
-Token ids of a batch's samples -> the tensors that a causal language model trains on.
-
-Runs of the workers -> the batches of one step.
+``StepBatches`` cuts a rank's part of a global batch into batches, ``CausalLMCollator`` makes their tensors,
+and ``LoaderMetrics`` counts what was delivered.
 """
 
 from __future__ import annotations
@@ -176,6 +175,21 @@ class CausalLMCollator(DataCollatorForLanguageModeling):
             attention_mask = (~padding).astype(np.int64)
         arrays = {"input_ids": ids, "attention_mask": attention_mask, "labels": labels}
         return BatchEncoding({name: torch.from_numpy(array) for name, array in arrays.items()})
+
+
+def check_padding(
+    padding: str, batch_size: int, max_length: int | None, max_batch_tokens: int | None, long_documents: str
+) -> None:
+    """Raises UsageError where a width is needed and not given, or batches could be too large."""
+    if padding not in ("longest", "max_length"):
+        raise UsageError(f"padding is {padding!r}, expected longest or max_length")
+    if max_length is None and (padding == "max_length" or long_documents != "truncate"):
+        raise UsageError(f"padding={padding!r} with long_documents={long_documents!r} needs max_length")
+    if max_batch_tokens is not None and batch_size * (max_length or 1) > max_batch_tokens:
+        raise UsageError(
+            f"batch_size {batch_size} x max_length {max_length} can make {batch_size * (max_length or 1):,} "
+            f"tokens, max_batch_tokens is {max_batch_tokens:,}; lower one of them"
+        )
 
 
 Collate = Callable[[list[Any]], Any]

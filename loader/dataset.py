@@ -1,12 +1,11 @@
-"""Some steps of some lanes, decoded; a worker sends them as one tensor.
+"""What a worker does: it reads its lanes window by window and sends chunks of steps.
 
-What a worker does: reads its lanes window by window and sends chunks of steps.
-
-A run is a few steps of a worker's lanes as one compact tensor, so that a worker sends 1 MiB at a
-time, not a batch. Workers share the rank's lanes out; every worker taking each n-th step instead
+A chunk is a few steps of a worker's lanes as one compact tensor. So a worker sends 1 MiB at a time, not a
+batch. Workers share the lanes of the rank; if every worker took each n-th step instead, all of them together
 would read everything n times. The memory of a rank is the windows of its lanes, see order.py.
 
-The order of a run: from samples and batch sizes to the Order, and the lanes that a rank has in it.
+``make_order``, ``rank_lanes`` and ``check_batch`` turn samples and batch sizes into the sampling order and
+the lanes that a rank has in it. ``Samples``, ``WindowReader`` and ``Window`` are what samples/ offers.
 """
 
 from __future__ import annotations
@@ -254,7 +253,7 @@ class ChunkDataset(IterableDataset[Any]):
 def make_order(
     samples: Samples, shards: ShardSet, global_batch_size: int, group: int, *, seed: int, shuffle: bool
 ) -> Order:
-    """The law for these samples. Raises UsageError where there are too few, or a group does not fit."""
+    """Their sampling order. Raises UsageError where there are too few, or a group does not fit."""
     block_samples, window_samples = choose_windows(
         num_samples=samples.num_samples,
         num_bytes=shards.tar_bytes,

@@ -1,10 +1,9 @@
 """Where a run of batches stands: a few integers, and what they mean.
 
-A position is global batches: whatever number of ranks and workers read them. Only inside a step, with
-accumulation, it is also how many of a rank's batches of that step were delivered, and that means
-something for the same world and batch size alone.
-
-How far a run is: what was delivered, where the next epoch begins, and whether no step was left out.
+A position counts global batches, which are the same whatever number of ranks and workers read them. Only
+inside of a step, with accumulation, it also counts the batches of a rank, which have a meaning for the same
+world and batch size alone. ``RunProgress`` knows what was delivered, where the next epoch begins, and
+whether no step was left out.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _WHY = {
     "tokenizer": "another tokenizer",
     "seed": "the order is another one",
     "global_batch_size": "it fixes the order; keep it, and change batch_size",
-    "law_version": "the law of the order changed; go on with the shardprep that saved it",
+    "law_version": "the sampling order changed; go on with the shardprep that saved it",
 }
 
 

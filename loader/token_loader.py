@@ -1,9 +1,4 @@
-"""Whether workers can hand their tensors over: torch does it through a socket below TMPDIR.
-
-Whether accelerate accumulates as many batches as a global batch has.
-
-A torch DataLoader whose workers send chunks and whose consumer cuts batches and epochs from them.
-"""
+"""A torch DataLoader whose workers send chunks, and whose consumer cuts batches and epochs from them."""
 
 from __future__ import annotations
 
@@ -135,6 +130,7 @@ class TokenLoader(DataLoader[Any]):
         self.tokenizer = tokenizer
         self.process_rank = process_rank
         self.order = chunks.order
+        self._steps_per_epoch = chunks.order.steps_per_epoch
         self.metrics = LoaderMetrics()
         self.fingerprint = dict(fingerprint)
         self._size_check = size_check
@@ -298,7 +294,7 @@ class TokenLoader(DataLoader[Any]):
                 chunks = self._next_chunks()
                 for step in range(chunks[0].num_steps):
                     for batch in self.step_batches.cut(chunks, step, position.num_micro, self.metrics):
-                        position = position.after(self._micro_batches, self.order.steps_per_epoch)
+                        position = position.after(self._micro_batches, self._steps_per_epoch)
                         self._progress.delivered = position
                         yield pinned(batch) if self._pins else batch  # type: ignore[no-untyped-call]
                         self._check_newest(number)
@@ -322,8 +318,8 @@ class TokenLoader(DataLoader[Any]):
 
     def _next_chunks(self) -> list[Chunk]:
         """The next chunk of every worker, in the order of their lanes."""
-        if self._size_check is not None:
-            self._size_check.raise_found()
+        if self._size_check is not None and self._size_check.error is not None:
+            raise self._size_check.error
         began = time.perf_counter()
         chunks = [next(self._stream) for _ in range(max(self.num_workers, 1))]
         self.metrics.wait_s += time.perf_counter() - began

@@ -31,7 +31,7 @@ def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) 
     """
     datasets = shards.datasets
     model_id = None if model_id is None else os.fspath(model_id)
-    if len(datasets) < len(shards.sources) and model_id is None:
+    if shards.has_external and model_id is None:
         raise UsageError(
             "tars that shardprep did not write carry no tokenizer; pass model_id=, the model whose tokenizer "
             "made their token ids"

@@ -1,11 +1,9 @@
-"""Says which shard a read hangs in, while it hangs.
+"""Reads the bytes of any set of samples: neighbours in one read, each byte once.
 
-In which order a process opens or reads its shards, so that not all begin at the same one.
-
-Every rank and worker would otherwise begin with the lowest shard, and a job's start would be as fast as
-the storage target (OST) that holds it. Only the order of opening is chosen here; batches do not change.
-
-Reads the bytes of any set of samples: neighbours in one read, each byte once.
+``ShardReader`` is one object per process. It opens shards when they are needed, keeps the latest of them
+open, tries failed reads again, and logs which shard a read hangs in (``StallWatch``). ``opening_order``
+chooses with which shard a process begins. If every rank and worker began with the lowest shard, the start of
+a job would be as slow as the one storage target (OST) that holds it. Batches do not depend on this order.
 """
 
 from __future__ import annotations
@@ -25,55 +23,19 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import get_worker_info
 
-from loader.reading.open_shard import OpenShard, ShardOpener
-from loader.shards.shard_set import ShardSet
-from shardprep.errors import BrokenShard, UsageError
-from shardprep.retries import RETRY_DELAYS_S, wait_to_retry, with_retries
+from loader.reading.open_shard import OpenShard, open_copy, open_shard
+from loader.shards.shard_set import DatasetShards, ShardSet
+from loader.staging.staged_copies import StagedCopies
+from shardprep.errors import BrokenShard, ReadWriteError, UsageError
+from shardprep.retries import RETRY_DELAYS_S, wait_to_retry
 
 logger = logging.getLogger(__name__)
 
-
-class StallWatch:
-    """A thread that logs a warning for every ``limit_s`` that one read goes on. 0.3 us a read.
-
-    A server of a parallel file system that is gone blocks a read for minutes and without an error;
-    all other ranks then wait in a collective, and only this line tells where.
-    """
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._reading: tuple[float, Path, int] | None = None
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def begin(self, path: Path, offset: int) -> None:
-        """A read begins; the thread starts with the first one, in the process that reads."""
-        self._reading = (time.monotonic(), path, offset)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="stall watch", daemon=True)
-            self._thread.start()
-
-    def end(self) -> None:
-        """It is over."""
-        self._reading = None
-
-    def close(self) -> None:
-        """End the thread."""
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _watch(self) -> None:
-        said = 0.0
-        while not self._ended.wait(self._limit_s / 4):
-            reading, now = self._reading, time.monotonic()
-            if reading is None or now - max(reading[0], said) < self._limit_s:
-                continue
-            said = now
-            logger.warning(
-                "%s: reading at byte %d has taken %.0f s and goes on; is the file system of this shard up?",
-                reading[1], reading[2], now - reading[0],
-            )  # fmt: skip
+MAX_OPEN_SHARDS = 128
+STALL_WARNING_S = 60.0
+_ALIGN_BYTES = 64
+_IDX_ROWS = 1 << 16  # read at a time where a whole column of the idx is wanted
+_COLUMNS = ("offset", "num_bytes", "num_tokens", "starts_offset", "num_starts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,34 +54,13 @@ class Turn:
         return Turn(number=self.number * num_workers + worker, count=self.count * num_workers)
 
 
-def opening_order(
-    shards: npt.NDArray[np.int64], turn: Turn, osts: npt.NDArray[np.int64] | None = None
-) -> npt.NDArray[np.int64]:
-    """The same shards in the order to open them in: int64[n] -> int64[n], a permutation.
+@dataclass(frozen=True, kw_only=True)
+class ReaderContext:
+    """How the processes of a rank read; whatever opens shards is given it."""
 
-    ``shards``: different numbers, ascending. ``osts``: the OST of each, int64[n]; -1 stands for one that
-    is not known. Without them the list is rotated by the turn's part of its length. With them the OSTs
-    take turns, each by its share of the shards; T processes on O OSTs begin on min(T, O) of them, and
-    those that begin on one OST in different parts of its list. 10 us for 300 shards, 110 us
-    with OSTs.
-    """
-    if osts is None:
-        return np.roll(shards, -(len(shards) * turn.number // turn.count))
-    _, ost, size = np.unique(osts, return_inverse=True, return_counts=True)
-    num_osts = len(size)
-    first_ost, rest = divmod(turn.number * num_osts, turn.count)
-    by_ost = np.argsort(ost, kind="stable")
-    place = np.empty(len(shards), np.int64)  # in the list of its OST
-    place[by_ost] = np.arange(len(shards)) - np.repeat(np.cumsum(size) - size, size)
-    rotated = (place - (size * rest // turn.count)[ost]) % size[ost]
-    return shards[np.lexsort(((ost - first_ost) % num_osts, rotated / size[ost]))]
-
-
-MAX_OPEN_SHARDS = 128
-STALL_WARNING_S = 60.0
-_ALIGN_BYTES = 64
-_IDX_ROWS = 1 << 16  # read at a time where a whole column of the idx is wanted
-_COLUMNS = ("offset", "num_bytes", "num_tokens", "starts_offset", "num_starts")
+    turn: Turn = Turn()
+    stall_warning_s: float = STALL_WARNING_S  # a read that takes longer is logged
+    staged_dir: str | os.PathLike[str] | None = None  # where copies of shards may lie on this node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,21 +82,19 @@ class ShardReader:
     """Opens shards when they are needed and keeps the latest of them open. One a process.
 
     At most MAX_OPEN_SHARDS, and a quarter of the process's handles: an open shard holds two at most.
-    ``turn`` is the rank's: each process begins with another shard, see opening_order.py.
+    Each process begins with another shard, see ``opening_order``.
     """
 
-    def __init__(
-        self, shards: ShardSet, *, stall_warning_s: float = STALL_WARNING_S, turn: Turn | None = None
-    ) -> None:
+    def __init__(self, shards: ShardSet, context: ReaderContext = ReaderContext()) -> None:
         self._shards = shards
-        worker, turn = get_worker_info(), turn or Turn()
+        worker, turn = get_worker_info(), context.turn
         self._turn = turn if worker is None else turn.of_worker(worker.id, worker.num_workers)
-        self._opener = ShardOpener()
+        self._copies = None if context.staged_dir is None else StagedCopies(context.staged_dir)
         self._open: OrderedDict[int, OpenShard] = OrderedDict()
         self._max_open = min(MAX_OPEN_SHARDS, max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8, 1))
         self._buffer = np.empty(0, np.uint8)
         self._used = 0
-        self._watch = StallWatch(stall_warning_s)
+        self._watch = StallWatch(context.stall_warning_s)
 
     def read(self, samples: npt.NDArray[np.int64], *, starts: bool = False) -> SampleBytes:
         """The bytes of some samples: int64[n] -> n rows in the same order; of packed rows, the starts too.
@@ -170,9 +109,9 @@ class ShardReader:
             self._buffer = np.empty(
                 len(samples) * self._shards.tar_bytes // self._shards.num_samples, np.uint8
             )
-        for number, rows, part in self._runs(samples[order]):
+        for number, rows, part in self._stretches(samples[order]):
             records = self._records(number, rows)
-            self._read_run(number, rows, records, table[:, part])
+            self._read_samples(number, rows, records, table[:, part])
             if starts:
                 self._read_starts(number, records, table[:, part])
         self._check_sizes(samples[order], table)
@@ -194,7 +133,7 @@ class ShardReader:
         """Tokens of some samples, by the idx alone: int64[n] -> int64[n]."""
         order = np.argsort(samples, kind="stable")
         found = np.empty(len(samples), np.int64)
-        for number, rows, part in self._runs(samples[order]):
+        for number, rows, part in self._stretches(samples[order]):
             found[order[part]] = self.num_tokens_of(number)[rows]
         return found
 
@@ -225,15 +164,19 @@ class ShardReader:
             self._open.popitem(last=False)[1].close()
         source, row = self._shards.locate(number)
         path = source.path_of(row)
-
-        def attempt() -> OpenShard:
+        for delay_s in (*RETRY_DELAYS_S, None):
             self._watch.begin(path, 0)
             try:
-                return self._opener.open(source, row)
+                copy = None
+                if self._copies is not None and isinstance(source, DatasetShards):
+                    copy = open_copy(self._copies, source, row)
+                self._open[number] = copy or open_shard(source, row)
+                break
+            except (OSError, BrokenShard, ReadWriteError) as error:
+                self._watch.end()
+                wait_to_retry(f"{path} cannot be opened", error, delay_s)
             finally:
                 self._watch.end()
-
-        self._open[number] = with_retries(f"{path} cannot be opened", attempt)
         return self._open[number]
 
     def opening_order(self, shards: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -241,22 +184,22 @@ class ShardReader:
         osts = self._shards.osts
         return opening_order(shards, self._turn, None if osts is None else osts[shards])
 
-    def _runs(self, ascending: npt.NDArray[np.int64]) -> list[tuple[int, slice, slice]]:
-        """Runs of consecutive samples of one shard: (shard, its rows, their part of ``ascending``).
+    def _stretches(self, ascending: npt.NDArray[np.int64]) -> list[tuple[int, slice, slice]]:
+        """Stretches of consecutive samples of one shard: (shard, its rows, their part of ``ascending``).
 
-        Shards come in opening order, the runs of each in ascending order.
+        Shards come in opening order, the stretches of each in ascending order.
         """
         shard = self._shards.shard_of(ascending)
         cuts = (np.flatnonzero((np.diff(ascending) != 1) | (np.diff(shard) != 0)) + 1).tolist()
         local = (ascending - self._shards.first_sample[shard]).tolist()
         numbers = shard.tolist()
-        runs: dict[int, list[tuple[int, slice, slice]]] = {}
+        found: dict[int, list[tuple[int, slice, slice]]] = {}
         for first, end in zip([0, *cuts], [*cuts, len(ascending)], strict=True):
             if first < end:
                 rows = slice(local[first], local[first] + end - first)
-                runs.setdefault(numbers[first], []).append((numbers[first], rows, slice(first, end)))
-        order = self.opening_order(np.array(list(runs), np.int64)).tolist()
-        return [run for number in order for run in runs[number]]
+                found.setdefault(numbers[first], []).append((numbers[first], rows, slice(first, end)))
+        order = self.opening_order(np.array(list(found), np.int64)).tolist()
+        return [stretch for number in order for stretch in found[number]]
 
     def _records(self, number: int, rows: slice) -> Any:
         """Columns of the idx, for some rows of a shard."""
@@ -272,12 +215,18 @@ class ShardReader:
         try:
             return shard.idx.records(rows, chunks)
         except BrokenShard as error:
-            if not self._opener.leave(self.opened(number), error):
+            if not self._left_copy(self.opened(number), error):
                 raise
         self._open.pop(number).close()
         return self._records(number, rows)
 
-    def _read_run(self, number: int, rows: slice, records: Any, table: npt.NDArray[np.int64]) -> None:
+    def _left_copy(self, shard: OpenShard, error: Exception) -> bool:
+        """Whether a shard that cannot be read was a copy, which is left: opening it anew helps then."""
+        if shard.is_copy and self._copies is not None:
+            self._copies.leave(shard.path.parent, error)
+        return shard.is_copy
+
+    def _read_samples(self, number: int, rows: slice, records: Any, table: npt.NDArray[np.int64]) -> None:
         """Read consecutive samples and fill their columns."""
         shard = self.opened(number)
         offset = records["offset"].astype(np.int64)
@@ -347,13 +296,79 @@ class ShardReader:
                 while done < len(target):
                     done += _read_some(path, handle, target[done:], offset + done)
             except (OSError, BrokenShard) as error:
-                if not self._opener.leave(shard, error):
+                if not self._left_copy(shard, error):
                     wait_to_retry(f"{path} cannot be read at byte {offset + done}", error, delay_s)
                 self._open.pop(number).close()  # a stale handle stays stale
             else:
                 return
             finally:
                 self._watch.end()
+
+
+def opening_order(
+    shards: npt.NDArray[np.int64], turn: Turn, osts: npt.NDArray[np.int64] | None = None
+) -> npt.NDArray[np.int64]:
+    """The same shards in the order to open them in: int64[n] -> int64[n], a permutation.
+
+    ``shards``: different numbers, ascending. ``osts``: the OST of each, int64[n]; -1 stands for one that
+    is not known. Without them the list is rotated by the turn's part of its length. With them the OSTs
+    take turns, each by its share of the shards; T processes on O OSTs begin on min(T, O) of them, and
+    those that begin on one OST in different parts of its list. 10 us for 300 shards, 110 us
+    with OSTs.
+    """
+    if osts is None:
+        return np.roll(shards, -(len(shards) * turn.number // turn.count))
+    _, ost, size = np.unique(osts, return_inverse=True, return_counts=True)
+    num_osts = len(size)
+    first_ost, rest = divmod(turn.number * num_osts, turn.count)
+    by_ost = np.argsort(ost, kind="stable")
+    place = np.empty(len(shards), np.int64)  # in the list of its OST
+    place[by_ost] = np.arange(len(shards)) - np.repeat(np.cumsum(size) - size, size)
+    rotated = (place - (size * rest // turn.count)[ost]) % size[ost]
+    return shards[np.lexsort(((ost - first_ost) % num_osts, rotated / size[ost]))]
+
+
+class StallWatch:
+    """A thread that logs a warning for every ``limit_s`` that one read goes on. 0.3 us a read.
+
+    A server of a parallel file system that is gone blocks a read for minutes and without an error;
+    all other ranks then wait in a collective, and only this line tells where.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._reading: tuple[float, Path, int] | None = None
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, path: Path, offset: int) -> None:
+        """A read begins; the thread starts with the first one, in the process that reads."""
+        self._reading = (time.monotonic(), path, offset)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="stall watch", daemon=True)
+            self._thread.start()
+
+    def end(self) -> None:
+        """It is over."""
+        self._reading = None
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        said = 0.0
+        while not self._ended.wait(self._limit_s / 4):
+            reading, now = self._reading, time.monotonic()
+            if reading is None or now - max(reading[0], said) < self._limit_s:
+                continue
+            said = now
+            logger.warning(
+                "%s: reading at byte %d has taken %.0f s and goes on; is the file system of this shard up?",
+                reading[1], reading[2], now - reading[0],
+            )  # fmt: skip
 
 
 def _misplaced(shard: OpenShard, first: int, last: int) -> BrokenShard:

@@ -1,17 +1,17 @@
-"""Packing at load: all documents joined to one stream of tokens, and cut into full rows.
+"""Packing at load: all documents are joined to one stream of tokens, which is cut into full rows.
 
-Row x is tokens ``[(offset + x S) mod T, + S)`` of the stream, found through the sums of the idx, so
-nothing is laid out beforehand and any row can be read. An epoch leaves out T mod S tokens, others each
-epoch; documents are cut at row edges. An EOS is put behind documents that lack it, and counts: in our
-shards all or none, as they were prepared; in external tars each whose last id is not EOS.
+Row x is tokens ``[(offset + x S) mod T, + S)`` of the stream, found through the sums of the idx. Nothing is
+laid out beforehand, and any row can be read. An epoch leaves out T mod S tokens, others each epoch; documents
+are cut at the edges of rows. An EOS is put behind documents that lack it, and counts: in our shards all or
+none, as they were prepared; in external tars each document whose last id is not EOS.
 
-A worker decodes a whole window at once, each document once (twice at a block's edge), so its memory is
-the window's bytes and 4 bytes a token of it, and the first row of a window waits for all of it.
+A worker decodes a whole window at once, each document once (twice at the edge of a block). So its memory is
+the bytes of the window and 4 bytes per token of it, and the first row of a window waits for all of it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from loader.dataset import Chunk, ScatteredRows
 from loader.reading.open_shard import OpenShard
-from loader.reading.shard_reader import STALL_WARNING_S, ShardReader, Turn
+from loader.reading.shard_reader import ReaderContext, ShardReader
 from loader.samples.token_ids import CannotDecode, check_vocab, decode_samples
 from loader.shards.shard_set import DatasetShards, ExternalTar, ShardSet
 from shardprep.errors import BrokenShard, UsageError
@@ -37,8 +37,7 @@ class JoinedRows:
     eos_token_id: int | None
     starts: bool = False
     vocab_size: int | None = None
-    stall_warning_s: float = STALL_WARNING_S
-    turn: Turn = field(default_factory=Turn)  # of this rank, to open shards in
+    context: ReaderContext = ReaderContext()  # noqa: RUF009  frozen
 
     def __post_init__(self) -> None:
         if self.eos_token_id is None and any(self.lacks_eos(source).any() for source in self.shards.sources):
@@ -95,7 +94,7 @@ class RowReader:
 
     def __init__(self, rows: JoinedRows) -> None:
         self._rows = rows
-        self._reader = ShardReader(rows.shards, stall_warning_s=rows.stall_warning_s, turn=rows.turn)
+        self._reader = ShardReader(rows.shards, rows.context)
 
     def num_tokens(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         return np.full(samples.shape, self._rows.seq_len, np.int64)

@@ -1,9 +1,8 @@
-"""Many JSON lists of token ids -> their numbers, without making a Python object of any.
+"""The bytes of samples -> token ids.
 
-A few passes of numpy over the text: 24 ns a token and 0.6 us a document. orjson and array take 44, and
-1.5 us a document. What is not surely a list of small numbers is left to orjson, and to its errors.
-
-Bytes of samples -> token ids.
+JSON lists are parsed by a few passes of numpy over the text of many samples, without a Python object per
+number: 24 ns per token and 0.6 us per document, where orjson and array take 44 ns and 1.5 us. What is not
+surely a list of small numbers is left to orjson, and to its errors. Packed rows stay where they lie.
 """
 
 from __future__ import annotations

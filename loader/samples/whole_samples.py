@@ -1,18 +1,16 @@
-"""Documents cut into pieces of at most ``max_length`` tokens, each a sample.
-
-Samples as the shards hold them: documents, cut at a length or in pieces, and packed rows.
-"""
+"""Samples as the shards hold them: documents, cut at a length or split into pieces, and packed rows."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from loader.dataset import Chunk
-from loader.reading.shard_reader import STALL_WARNING_S, SampleBytes, ShardReader, Turn
+from loader.reading.shard_reader import ReaderContext, SampleBytes, ShardReader
 from loader.samples.token_ids import (
     CannotDecode,
     Decoded,
@@ -32,10 +30,10 @@ class DocumentPieces:
     Making it opens every shard for its idx: 0.1 ms a shard and 1 ns a document, files cached.
     """
 
-    def __init__(self, shards: ShardSet, max_length: int, turn: Turn | None = None) -> None:
+    def __init__(self, shards: ShardSet, max_length: int, context: ReaderContext) -> None:
         self.max_length = max_length
         self._shards = shards
-        reader = ShardReader(shards, turn=turn)
+        reader = ShardReader(shards, context)
         counts = np.zeros(shards.num_shards, np.int64)
         for number in reader.opening_order(np.arange(shards.num_shards)).tolist():
             counts[number] = self._ends(reader, number)[-1]
@@ -83,10 +81,9 @@ class WholeSamples:
     refuse_longer: bool = False
     starts: bool = False  # of documents in packed rows
     vocab_size: int | None = None  # checked where it is given: ids that others made
-    stall_warning_s: float = STALL_WARNING_S
-    turn: Turn = field(default_factory=Turn)  # of this rank, to open shards in
+    context: ReaderContext = ReaderContext()  # noqa: RUF009  frozen
 
-    @property
+    @cached_property
     def row_tokens(self) -> int:
         return self.shards.row_tokens
 
@@ -112,7 +109,7 @@ class SampleReader:
 
     def __init__(self, samples: WholeSamples) -> None:
         self._samples = samples
-        self._reader = ShardReader(samples.shards, stall_warning_s=samples.stall_warning_s, turn=samples.turn)
+        self._reader = ShardReader(samples.shards, samples.context)
 
     def num_tokens(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         if self._samples.pieces is not None:

@@ -1,9 +1,8 @@
-"""The storage targets (OSTs) of a data set's shards, where ``verify`` found them on Lustre.
+"""What a user names -> the shards of a run.
 
-What a user names -> the shards of a run. A folder is a whole data set; shards can be excluded by name.
-
-Shards of our data sets are known by manifest or index.json and opened when needed; external tars
-are scanned here, once.
+A folder is a whole data set; shards can be excluded by name. Shards of our data sets are known by manifest or
+index.json and are opened when they are needed. External tars are scanned here, once. Where ``verify`` wrote
+the storage targets (OSTs) of the shards, they are read, too.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import numpy.typing as npt
 
 from loader.shards.input_paths import ExcludedShards, InputShards, find_inputs
 from loader.shards.shard_set import DatasetShards, ExternalTar, ShardSet
-from loader.shards.staged_folder import with_copies
 from loader.shards.tar_samples import scan_tar
 from shardprep.errors import NotFound, OtherTokenizer, ShardprepError, UsageError
 from shardprep.format import (
@@ -43,21 +41,6 @@ from shardprep.retries import with_retries
 
 logger = logging.getLogger(__name__)
 
-
-def known_osts(folder: Path, num_shards: int) -> npt.NDArray[np.int64] | None:
-    """The OST of each shard: int64[num_shards]; None without an osts.json, or with a broken one.
-
-    Only the order of opening follows from it, so what is wrong with it is logged and no error.
-    """
-    try:
-        return read_osts(folder, num_shards)
-    except ShardprepError as error:
-        logger.warning(
-            "%s is left aside (%s); `python -m preprocess verify` writes it anew", folder / OSTS_NAME, error
-        )
-        return None
-
-
 _SHARD_TAR = re.compile(r"shard-(\d{5})\.tar")
 _COMPRESSED_TAR = re.compile(r"\.(tar\.\w+|tgz)$")
 _INDEX_START = re.compile(rb'\{\s*"format":\s*"shardprep-index"')
@@ -69,12 +52,10 @@ def find_shards(
     exclude_shards: Iterable[int | str | os.PathLike[str]] = (),
     cache_dir: str | os.PathLike[str] | None = None,
     count_tokens: bool = False,
-    staged_dir: str | os.PathLike[str] | None = None,
 ) -> ShardSet:
     """Find what a user named, without what is excluded; an incomplete folder is refused.
 
-    ``count_tokens``: tars without an idx are read once for the lengths of their samples. ``staged_dir``:
-    where copies of data sets of ours may lie; all shards must be found without them. Raises NotFound,
+    ``count_tokens``: tars without an idx are read once for the lengths of their samples. Raises NotFound,
     MissingShard, BrokenShard, UnknownVersion, UnknownMember, UsageError, or OtherTokenizer where data
     sets of different tokenizers are mixed.
     """
@@ -83,7 +64,7 @@ def find_shards(
     for path in find_inputs(input_shards, cache_dir):
         finder.add(path)
     excluded.check_all_found()
-    shards = ShardSet(with_copies(source, staged_dir) for source in finder.sources())
+    shards = ShardSet(finder.sources())
     _check_same_tokenizer(shards.datasets)
     _check_once(shards.datasets)
     if shards.num_samples == 0:
@@ -240,6 +221,20 @@ def _rows(
         tar_sha256=np.array(index.tar_sha256)[rows],
         osts=None if osts is None else osts[shard_ids],
     )
+
+
+def known_osts(folder: Path, num_shards: int) -> npt.NDArray[np.int64] | None:
+    """The OST of each shard: int64[num_shards]; None without an osts.json, or with a broken one.
+
+    Only the order of opening follows from it, so what is wrong with it is logged and no error.
+    """
+    try:
+        return read_osts(folder, num_shards)
+    except ShardprepError as error:
+        logger.warning(
+            "%s is left aside (%s); `python -m preprocess verify` writes it anew", folder / OSTS_NAME, error
+        )
+        return None
 
 
 def _check_same_tokenizer(datasets: list[DatasetShards]) -> None:

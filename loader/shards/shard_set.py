@@ -27,7 +27,6 @@ class DatasetShards:
     tar_bytes: npt.NDArray[np.int64]
     tar_sha256: npt.NDArray[np.str_]  # the first 16 hex digits
     osts: npt.NDArray[np.int64] | None = None  # each begins on, where it is known; outside the fingerprint
-    staged_folder: Path | None = None  # of copies, some or none; outside the fingerprint
 
     def path_of(self, row: int) -> Path:
         """The tar of a row."""
@@ -124,6 +123,11 @@ class ShardSet:
     def datasets(self) -> list[DatasetShards]:
         """Those sources that are data sets of ours."""
         return [source for source in self.sources if isinstance(source, DatasetShards)]
+
+    @property
+    def has_external(self) -> bool:
+        """Whether some shards are external tars."""
+        return len(self.datasets) < len(self.sources)
 
     @property
     def row_tokens(self) -> int:

@@ -41,19 +41,15 @@ class SizeCheck:
 
     def __init__(self, shards: ShardSet) -> None:
         self._datasets = shards.datasets
-        self._error: ShardprepError | None = None
+        self.error: ShardprepError | None = None  # set once a tar was found missing or of a wrong size
         self._thread = threading.Thread(target=self._look, name="size check", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Give it a moment to end, and raise what it found."""
+        """Give it a moment to end; raise MissingShard or BrokenShard where it found one by then."""
         self._thread.join(WAIT_S)
-        self.raise_found()
-
-    def raise_found(self) -> None:
-        """Raise MissingShard or BrokenShard where a tar was found missing or of a wrong size by now."""
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     def _look(self) -> None:
         for source in self._datasets:
@@ -63,7 +59,7 @@ class SizeCheck:
                 logger.warning("the sizes of the tars in %s cannot be looked at: %s", source.folder, error)
                 continue
             if misfits:
-                self._error = _refusal(source, misfits)
+                self.error = _refusal(source, misfits)
                 return
 
 

@@ -1,8 +1,7 @@
-"""Which shards some lanes read in a range of steps, and how much of each: pure, by the law of the order.
+"""Which shards to stage on a node: all of a data set, those its ranks read, or as many of them as fit.
 
-Nothing of the size of the data set is held. Windows are read whole, so the first and the last count whole.
-
-Which shards to stage on a node: all of a data set, those its ranks read, or as many of them as fit.
+What ranks read follows from the sampling order alone (``parts_read``), without reading a sample. Nothing of
+the size of the data set is held. Windows are read whole, so the first and the last window count whole.
 """
 
 from __future__ import annotations
@@ -15,15 +14,16 @@ from itertools import groupby
 import numpy as np
 import numpy.typing as npt
 
-from loader.dataset import Samples
+from loader.dataset import Samples, check_batch, group_size, make_order, rank_lanes
 from loader.order import Order
 from loader.reading.shard_reader import Turn, opening_order
 from loader.samples.joined_rows import JoinedRows
+from loader.samples.make_samples import SampleRules, make_samples
 from loader.samples.whole_samples import WholeSamples
 from loader.shards.find_shards import find_shards
 from loader.shards.shard_set import DatasetShards, ShardSet
-from loader.shards.staged_folder import staged_folder
 from loader.staging.stage_shards import ShardToStage
+from loader.staging.staged_copies import staged_folder
 from shardprep.errors import UsageError
 
 NUM_AT_ONCE = 1 << 18  # intervals at a time: some 30 MB
@@ -208,22 +208,19 @@ def _parts_of_ranks(
     input_shards: tuple[str, ...], exclude_shards: tuple[int | str, ...], node: NodeRanks
 ) -> tuple[ShardSet, npt.NDArray[np.float64]]:
     """The shards, and how much of each the ranks read: what their loaders' own Order says."""
-    from loader.dataloader import SampleOptions, make_samples
-    from loader.dataset import check_batch, group_size, make_order, rank_lanes
-
     global_batch_size = check_batch(node.batch_size, node.global_batch_size, node.world_size)
     group = group_size(node.group_by_length, node.batch_size)
-    options = SampleOptions(
-        input_shards=input_shards,
-        exclude_shards=exclude_shards,
+    rules = SampleRules(
         seq_len=node.seq_len,
         max_length=node.max_length,
         long_documents=node.long_documents,  # type: ignore[arg-type]  # checked there
         group=group,
     )
-    shards = options.find_shards()
+    if rules.long_documents != "truncate" and rules.max_length is None:
+        raise UsageError(f"long_documents={rules.long_documents!r} needs max_length")
+    shards = find_shards(input_shards, exclude_shards=exclude_shards, count_tokens=rules.needs_lengths)
     _refuse_external(shards)
-    samples = make_samples(options, shards, shards.datasets[0].spec.tokenizer)  # its EOS is all that counts
+    samples = make_samples(shards, rules, eos_token_id=shards.datasets[0].spec.tokenizer.eos_token_id)
     order = make_order(samples, shards, global_batch_size, group, seed=node.seed, shuffle=node.shuffle)
     steps = order.steps_per_epoch
     end_step = (node.first_step // steps + node.num_epochs) * steps

@@ -130,6 +130,14 @@ def replaced(name: str, old: str, new: str) -> Callable[[Path], None]:
     return change
 
 
+def with_two_ids_exchanged(folder: Path) -> None:
+    data = json.loads((folder / "tokenizer.json").read_text())
+    vocab = data["model"]["vocab"]
+    first, second, *_ = vocab
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+
+
 def removed(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).unlink()
 
@@ -137,7 +145,7 @@ def removed(name: str) -> Callable[[Path], None]:
 CHANGES = {
     "another EOS": replaced("tokenizer_config.json", '"<|end_of_text|>"', '"<|begin_of_text|>"'),
     "a key of another name": replaced("tokenizer_config.json", '"eos_token"', '"eor_token"'),
-    "another piece": replaced("tokenizer.json", '"th"', '"tq"'),
+    "another piece": with_two_ids_exchanged,
     "no configuration": removed("tokenizer_config.json"),
 }
 

@@ -217,7 +217,7 @@ class TokenLoader(DataLoader[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next ``iter()`` go on behind what ``state`` says was delivered. Reads nothing.
 
-        Raises OtherRun, OtherTokenizer, UsageError or BrokenShard; see loader_state.py.
+        Raises OtherRun, OtherTokenizer, UsageError or BrokenShard; see loader/state.py.
         """
         position = position_of(state, self.fingerprint, self._layout, self.order.steps_per_epoch)
         if position.num_micro >= self._micro_batches:

@@ -385,7 +385,7 @@ def test_records_that_place_samples_where_they_cannot_be_are_refused_before_anyt
         shard.held[column][2] = value
         return shard
 
-    monkeypatch.setattr("loader.reading.open_shard.open_shard", exchanging)
+    monkeypatch.setattr("loader.reading.shard_reader.open_shard", exchanging)
     boundaries: dict[str, Any] = {"boundaries": ("position_ids",)} if form == "concat" else {}
     with (
         load(made / form, **boundaries) as loader,

@@ -12,7 +12,8 @@ from typing import Any
 
 from loader.shards.shard_set import DatasetShards, ShardSet
 from shardprep.errors import NotFound, OtherTokenizer, UsageError
-from shardprep.format import TOKENIZER_DIR, TokenizerSpec, tokenizer_fingerprint
+from shardprep.format.dataset_spec import TokenizerSpec, tokenizer_fingerprint
+from shardprep.format.names import TOKENIZER_DIR
 from shardprep.regular_files import NOT_THERE, close_read, errors_named, open_regular
 
 # As tokenizers begins a tokenizer.json: truncation and padding hold no list.

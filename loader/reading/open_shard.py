@@ -19,7 +19,8 @@ from loader.shards.shard_set import DatasetShards, ExternalTar
 from loader.shards.tar_samples import JSON, RAW, TarSamples, scan_tar
 from loader.staging.staged_copies import StagedCopies, recheck_command
 from shardprep.errors import BrokenShard, MissingShard, ShardprepError
-from shardprep.format import IdxFile, idx_path, open_idx, rerun_command
+from shardprep.format.idx import IdxFile, open_idx
+from shardprep.format.names import idx_path, rerun_command
 from shardprep.regular_files import NOT_THERE, close_read, open_regular
 
 logger = logging.getLogger(__name__)

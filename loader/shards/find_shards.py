@@ -15,27 +15,17 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from shardprep.id_ranges import id_ranges
 
 from loader.shards.input_paths import ExcludedShards, InputShards, find_inputs
 from loader.shards.shard_set import DatasetShards, ExternalTar, ShardSet
 from loader.shards.tar_samples import scan_tar
 from shardprep.errors import NotFound, OtherTokenizer, ShardprepError, UsageError
-from shardprep.format import (
-    INDEX_NAME,
-    OSTS_NAME,
-    PLAN_NAME,
-    DatasetIndex,
-    Manifest,
-    TokenizerSpec,
-    id_ranges,
-    manifest_ids,
-    manifest_path,
-    merge_manifests,
-    read_index,
-    read_manifest,
-    read_osts,
-    shard_name,
-)
+from shardprep.format.dataset_spec import TokenizerSpec
+from shardprep.format.index import DatasetIndex, merge_manifests, read_index
+from shardprep.format.manifest import Manifest, manifest_ids, read_manifest
+from shardprep.format.names import INDEX_NAME, OSTS_NAME, PLAN_NAME, manifest_path, shard_name
+from shardprep.format.osts import read_osts
 from shardprep.regular_files import names_in, read_beginning, size_of_file
 from shardprep.retries import with_retries
 

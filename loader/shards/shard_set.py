@@ -12,7 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.shards.tar_samples import TarSamples
-from shardprep.format import DatasetSpec, idx_num_bytes, tar_path
+from shardprep.format.dataset_spec import DatasetSpec
+from shardprep.format.idx import idx_num_bytes
+from shardprep.format.names import tar_path
 
 
 @dataclass(frozen=True, kw_only=True)

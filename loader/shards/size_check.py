@@ -9,9 +9,11 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardprep.id_ranges import id_ranges
+
 from loader.shards.shard_set import DatasetShards, ShardSet
 from shardprep.errors import BrokenShard, MissingShard, ShardprepError
-from shardprep.format import id_ranges, shard_name
+from shardprep.format.names import shard_name
 
 logger = logging.getLogger(__name__)
 

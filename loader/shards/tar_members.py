@@ -16,7 +16,7 @@ from typing import NamedTuple
 from zlib import adler32
 
 from shardprep.errors import BrokenShard
-from shardprep.format import BLOCK_BYTES
+from shardprep.format.names import BLOCK_BYTES
 from shardprep.regular_files import close_read, open_regular
 
 _LEAST_BYTES, _MOST_BYTES = 4 << 10, 1 << 20

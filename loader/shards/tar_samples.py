@@ -22,7 +22,8 @@ import numpy.typing as npt
 
 from loader.shards.tar_members import TarBytes, tar_members
 from shardprep.errors import BrokenShard, UnknownMember
-from shardprep.format import DOC_STARTS_FIELD, IDX_ROW, RESERVED_FIELD, ROW_TOKENS_FIELD
+from shardprep.format.idx import IDX_ROW
+from shardprep.format.names import DOC_STARTS_FIELD, RESERVED_FIELD, ROW_TOKENS_FIELD
 
 _FIELDS = re.compile(
     rb"\{ *'descr': *'([<|>=][iu][1248])' *, *'fortran_order': *False *, "

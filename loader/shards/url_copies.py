@@ -20,7 +20,9 @@ from pathlib import Path
 
 from loader.shards.tar_samples import scan_tar
 from shardprep.errors import BrokenShard, CannotWrite, NotFound, ReadWriteError, UnknownMember, UsageError
-from shardprep.format import FileStamp, idx_path, manifest_path, read_manifest, tar_path
+from shardprep.format.manifest import read_manifest
+from shardprep.format.names import idx_path, manifest_path, tar_path
+from shardprep.regular_files import FileStamp
 
 logger = logging.getLogger(__name__)
 

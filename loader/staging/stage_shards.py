@@ -29,18 +29,9 @@ from shardprep.errors import (
     Refused,
     ShardprepError,
 )
-from shardprep.format import (
-    FileStamp,
-    Manifest,
-    idx_path,
-    manifest_path,
-    read_manifest,
-    remake_command,
-    shard_name,
-    tar_path,
-)
-from shardprep.format.manifest import file_sha256
-from shardprep.regular_files import close_read, open_regular
+from shardprep.format.manifest import Manifest, read_manifest
+from shardprep.format.names import idx_path, manifest_path, remake_command, shard_name, tar_path
+from shardprep.regular_files import FileStamp, close_read, file_sha256, open_regular
 
 READ_BYTES = 4 << 20
 NUM_ATTEMPTS = 2

@@ -16,7 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from loader.shards.shard_set import DatasetShards, ShardSet
-from shardprep.format import DatasetSpec, idx_path, tar_path
+from shardprep.format.dataset_spec import DatasetSpec
+from shardprep.format.names import idx_path, tar_path
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,8 @@ from loader.reading import open_shard, shard_reader
 from loader.reading.shard_reader import ShardReader
 from loader.shards.find_shards import find_shards
 from shardprep.errors import BrokenShard, MissingShard, NotFound, ReadWriteError, UnknownMember, UsageError
-from shardprep.format import IDX_CHUNK, osts_json
+from shardprep.format.idx import IDX_CHUNK
+from shardprep.format.osts import osts_json
 
 if TYPE_CHECKING:
     from tests.conftest import Prep

@@ -1,35 +1,79 @@
 """Shards -> batches: ``from loader import get_llama3_dataloader``.
 
-    shards/ which shards there are -> order.py which sample comes when -> reading/ their bytes ->
-    samples/ their token ids, as a run.py -> dataset.py, which workers run -> token_loader.py batches, state
+    shards/          which shards there are
+    reading/         the bytes of their samples
+    samples/         what a sample is, and its token ids
+    order.py         the sampling order: which sample comes when
+    dataset.py       what a worker does: chunks of steps
+    token_loader.py  batches, epochs and the state; batches.py makes the tensors
+    dataloader.py    get_llama3_dataloader, which puts these together
+    staging/         ``python -m loader stage``: copies of shards on the node's own disk
 
-``staging/`` is ``python -m loader stage``. What a line names does not import what comes after it.
+No line imports one below it, but reading/ looks for the copies of staging/.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from loader.batches import CausalLMCollator
+    from loader.batches import CausalLMCollator, LoaderMetrics
     from loader.dataloader import get_llama3_dataloader
+    from loader.process_rank import ProcessRank, find_process_rank
+    from loader.state import OtherRun, Position
     from loader.token_loader import TokenLoader
+    from shardprep.errors import (
+        BrokenShard,
+        MissingShard,
+        NotFound,
+        OtherTokenizer,
+        ReadWriteError,
+        ShardprepError,
+        UnknownVersion,
+        UsageError,
+    )
 
-__all__ = ["CausalLMCollator", "TokenLoader", "get_llama3_dataloader"]
+_MODULES = {
+    "get_llama3_dataloader": "loader.dataloader",
+    "TokenLoader": "loader.token_loader",
+    "CausalLMCollator": "loader.batches",
+    "LoaderMetrics": "loader.batches",
+    "ProcessRank": "loader.process_rank",
+    "find_process_rank": "loader.process_rank",
+    "OtherRun": "loader.state",
+    "Position": "loader.state",
+    "BrokenShard": "shardprep.errors",
+    "MissingShard": "shardprep.errors",
+    "NotFound": "shardprep.errors",
+    "OtherTokenizer": "shardprep.errors",
+    "ReadWriteError": "shardprep.errors",
+    "ShardprepError": "shardprep.errors",
+    "UnknownVersion": "shardprep.errors",
+    "UsageError": "shardprep.errors",
+}
+__all__ = [
+    "BrokenShard",
+    "CausalLMCollator",
+    "LoaderMetrics",
+    "MissingShard",
+    "NotFound",
+    "OtherRun",
+    "OtherTokenizer",
+    "Position",
+    "ProcessRank",
+    "ReadWriteError",
+    "ShardprepError",
+    "TokenLoader",
+    "UnknownVersion",
+    "UsageError",
+    "find_process_rank",
+    "get_llama3_dataloader",
+]
 
 
 def __getattr__(name: str) -> Any:
     """Import torch and transformers (seconds) when something is first used, not before."""
-    if name == "get_llama3_dataloader":
-        from loader.dataloader import get_llama3_dataloader
-
-        return get_llama3_dataloader
-    if name == "TokenLoader":
-        from loader.token_loader import TokenLoader
-
-        return TokenLoader
-    if name == "CausalLMCollator":
-        from loader.batches import CausalLMCollator
-
-        return CausalLMCollator
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'loader' has no attribute {name!r}; it has {', '.join(__all__)}")

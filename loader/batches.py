@@ -1,8 +1,7 @@
-"""What a loader has delivered, and what it cost its consumer.
+"""Chunks of the workers -> batches: the tensors that a causal language model trains on.
 
-Token ids of a batch's samples -> the tensors that a causal language model trains on.
-
-Runs of the workers -> the batches of one step.
+``StepBatches`` cuts a rank's part of a global batch into batches, ``CausalLMCollator`` makes their tensors,
+and ``LoaderMetrics`` counts what was delivered.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from transformers import BatchEncoding, DataCollatorForLanguageModeling
 
 from loader.boundaries import boundary_fields, document_edges
-from loader.dataset import Run
+from loader.dataset import Chunk
 from shardprep.errors import UsageError
 
 
@@ -30,7 +29,7 @@ class LoaderMetrics:
     num_batches: int = 0
     num_tokens: int = 0  # without padding
     num_padding: int = 0
-    num_cut_tokens: int = 0  # left out behind max_length; counted when their run arrives
+    num_cut_tokens: int = 0  # left out behind max_length; counted when their chunk arrives
     wait_s: float = 0.0  # the consumer waited for workers; without workers: read and decoded itself
 
     @property
@@ -178,6 +177,21 @@ class CausalLMCollator(DataCollatorForLanguageModeling):
         return BatchEncoding({name: torch.from_numpy(array) for name, array in arrays.items()})
 
 
+def check_padding(
+    padding: str, batch_size: int, max_length: int | None, max_batch_tokens: int | None, long_documents: str
+) -> None:
+    """Raises UsageError where a width is needed and not given, or batches could be too large."""
+    if padding not in ("longest", "max_length"):
+        raise UsageError(f"padding is {padding!r}, expected longest or max_length")
+    if max_length is None and (padding == "max_length" or long_documents != "truncate"):
+        raise UsageError(f"padding={padding!r} with long_documents={long_documents!r} needs max_length")
+    if max_batch_tokens is not None and batch_size * (max_length or 1) > max_batch_tokens:
+        raise UsageError(
+            f"batch_size {batch_size} x max_length {max_length} can make {batch_size * (max_length or 1):,} "
+            f"tokens, max_batch_tokens is {max_batch_tokens:,}; lower one of them"
+        )
+
+
 Collate = Callable[[list[Any]], Any]
 
 
@@ -200,18 +214,18 @@ class StepBatches:
                 "boundaries are made by CausalLMCollator's batches; leave out collate_fn or them"
             )
 
-    def cut(self, runs: list[Run], step: int, first_batch: int, metrics: LoaderMetrics) -> Iterator[Any]:
-        """The batches of one step of some runs, from one of them on; counted as they are taken."""
+    def cut(self, chunks: list[Chunk], step: int, first_batch: int, metrics: LoaderMetrics) -> Iterator[Any]:
+        """The batches of one step of some chunks, from one of them on; counted as they are taken."""
         rows: Any
         lengths: npt.NDArray[Any] | None = None
         if not self.row_tokens:
-            rows = [row for run in runs for row in run.rows(step)]
+            rows = [row for chunk in chunks for row in chunk.rows(step)]
         else:
-            parts: list[Any] = [run.ids[:, step] for run in runs]
+            parts: list[Any] = [chunk.ids[:, step] for chunk in chunks]
             rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
-            if not all(run.is_full(step, self.row_tokens) for run in runs):
-                lengths = np.concatenate([run.lengths[:, step] for run in runs])
-        starts = [found for run in runs for found in run.starts_of(step)] if self.boundaries else []
+            if not all(chunk.is_full(step, self.row_tokens) for chunk in chunks):
+                lengths = np.concatenate([chunk.lengths[:, step] for chunk in chunks])
+        starts = [found for chunk in chunks for found in chunk.starts_of(step)] if self.boundaries else []
         for first in range(first_batch * self.batch_size, len(rows), self.batch_size):
             part = slice(first, first + self.batch_size)
             batch = self._collated(rows[part], None if lengths is None else lengths[part], starts[part])

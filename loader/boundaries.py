@@ -9,7 +9,7 @@ dimensions, or that fills a cache, does not look for documents, and each one the
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
@@ -26,8 +26,9 @@ logger = logging.getLogger(__name__)
 Boundary = Literal["transformers", "position_ids", "segment_ids", "cu_seqlens"]
 
 
-def check_boundaries(names: tuple[str, ...]) -> None:
-    """Raises UsageError for a name that is none; warns of the one that is seldom enough."""
+def check_boundaries(boundaries: Boundary | Sequence[Boundary]) -> tuple[str, ...]:
+    """The names as a tuple. Raises UsageError for an unknown one; warns of one that seldom suffices."""
+    names = (boundaries,) if isinstance(boundaries, str) else tuple(boundaries)
     unknown = sorted(set(names) - set(get_args(Boundary)))
     if unknown:
         raise UsageError(f"boundaries has {unknown}, expected some of {', '.join(get_args(Boundary))}")
@@ -36,6 +37,7 @@ def check_boundaries(names: tuple[str, ...]) -> None:
             "boundaries='position_ids' alone keeps no document apart where a transformers model gets the "
             "attention_mask, too, or fills a cache; for model(**batch) pass boundaries='transformers'"
         )
+    return names
 
 
 def document_edges(

@@ -1,12 +1,11 @@
-"""Some steps of some lanes, decoded; a worker sends them as one tensor.
+"""What a worker does: it reads its lanes window by window and sends chunks of steps.
 
-What a worker does: reads its lanes window by window and sends runs of steps.
-
-A run is a few steps of a worker's lanes as one compact tensor, so that a worker sends 1 MiB at a
-time, not a batch. Workers share the rank's lanes out; every worker taking each n-th step instead
+A chunk is a few steps of a worker's lanes as one compact tensor. So a worker sends 1 MiB at a time, not a
+batch. Workers share the lanes of the rank; if every worker took each n-th step instead, all of them together
 would read everything n times. The memory of a rank is the windows of its lanes, see order.py.
 
-The order of a run: from samples and batch sizes to the Order, and the lanes that a rank has in it.
+``make_order``, ``rank_lanes`` and ``check_batch`` turn samples and batch sizes into the sampling order and
+the lanes that a rank has in it. ``Samples``, ``WindowReader`` and ``Window`` are what samples/ offers.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ _HEAD = 4  # samples a step, steps, tokens cut, document starts (-1: none were a
 class ScatteredRows:
     """Rows of one length anywhere in a flat array, gathered when their step is asked for.
 
-    A process that reads for itself never lays a whole run out: the 64 KiB of a step stay in its cache,
-    the 1 MiB of a run would not.
+    A process that reads for itself never lays a whole chunk out: the 64 KiB of a step stay in its cache,
+    the 1 MiB of a chunk would not.
     """
 
     flat: npt.NDArray[np.integer[Any]]
@@ -55,7 +54,7 @@ class ScatteredRows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Chunk:
     """Some consecutive steps of some lanes."""
 
     lengths: npt.NDArray[np.int32]  # int32[samples a step, steps], tokens of each sample
@@ -109,7 +108,7 @@ class Run:
         return torch.from_numpy(np.concatenate([*parts, ids]))
 
     @staticmethod
-    def unpack(packed: torch.Tensor, row_tokens: int) -> Run:
+    def unpack(packed: torch.Tensor, row_tokens: int) -> Chunk:
         """What ``pack`` packed; ``row_tokens`` is 0 where samples have lengths of their own."""
         flat = packed.numpy()
         lanes, steps, num_cut, num_starts = flat[:_HEAD].tolist()
@@ -119,7 +118,7 @@ class Run:
         if num_starts >= 0:
             counts, starts = rest[:size].reshape(lanes, steps), rest[size : size + num_starts]
             rest = rest[size + num_starts :]
-        return Run(
+        return Chunk(
             lengths=lengths,
             ids=rest.reshape(lanes, steps, row_tokens) if row_tokens else rest,
             num_cut=num_cut,
@@ -146,14 +145,14 @@ def _cut(
     return [flat[start:stop] for start, stop in zip(first, end, strict=True)]
 
 
-RUN_BYTES = 1 << 20  # of a run; a worker's message costs about 150 us whatever its size
-MAX_RUN_STEPS = 256
+CHUNK_BYTES = 1 << 20  # of a chunk; a worker's message costs about 150 us whatever its size
+MAX_CHUNK_STEPS = 256
 
 
 class Window(Protocol):
     """The samples of one window, read: int64[samples a step, steps] of them were asked for."""
 
-    def run(self, first: int, end: int) -> Run:
+    def chunk(self, first: int, end: int) -> Chunk:
         """Its steps from ``first`` up to ``end``, decoded."""
 
 
@@ -192,11 +191,11 @@ class Samples(Protocol):
         """A reader for this process."""
 
 
-class RunDataset(IterableDataset[Any]):
+class ChunkDataset(IterableDataset[Any]):
     """Runs of this rank's lanes from a position on: of one epoch, or without end.
 
     ``position`` is int64[2], epoch and step; shared with the workers, so that the parent can send
-    persistent ones elsewhere. Items are a run of each worker in turn, packed; unpacked without workers.
+    persistent ones elsewhere. Items are a chunk of each worker in turn, packed; unpacked without workers.
 
     Each process keeps its reader from one ``iter`` to the next, until ``close``: another one would open
     the shards anew, and a window's memory, touched for the first time, costs more than reading it.
@@ -211,7 +210,7 @@ class RunDataset(IterableDataset[Any]):
         self._reader: WindowReader | None = None
         self._close_reader: Callable[[], object] | None = None
 
-    def __iter__(self) -> Iterator[torch.Tensor | Run]:
+    def __iter__(self) -> Iterator[torch.Tensor | Chunk]:
         worker = get_worker_info()
         lanes = self.lanes if worker is None else share(self.lanes, worker.id, worker.num_workers)
         if self._reader is None:
@@ -219,8 +218,8 @@ class RunDataset(IterableDataset[Any]):
             self._close_reader = weakref.finalize(self, self._reader.close)
         epoch, step = self.position.tolist()
         for number in count(epoch) if self.endless else (epoch,):
-            runs = self._epoch_runs(self._reader, number, step if number == epoch else 0, lanes)
-            yield from runs if worker is None else map(Run.pack, runs)
+            chunks = self._epoch_chunks(self._reader, number, step if number == epoch else 0, lanes)
+            yield from chunks if worker is None else map(Chunk.pack, chunks)
 
     def close(self) -> None:
         """Close the files that this process has open; the next ``iter`` opens them again."""
@@ -228,33 +227,33 @@ class RunDataset(IterableDataset[Any]):
             self._close_reader()
         self._reader = self._close_reader = None
 
-    def _epoch_runs(self, reader: WindowReader, epoch: int, step: int, lanes: range) -> Iterator[Run]:
-        run_steps = self._run_steps()
+    def _epoch_chunks(self, reader: WindowReader, epoch: int, step: int, lanes: range) -> Iterator[Chunk]:
+        chunk_steps = self._chunk_steps()
         offset = self.order.offset(epoch, self.samples.offsets)
         for start, end in self.order.windows(step):
             samples = self.order.samples_of(epoch, lanes, start, end, reader.num_tokens)
             window = reader.read(samples, offset)  # whole: what is left of it would be many small reads
-            for first in range(max(step - start, 0), end - start, run_steps):
-                yield window.run(first, min(first + run_steps, end - start))
+            for first in range(max(step - start, 0), end - start, chunk_steps):
+                yield window.chunk(first, min(first + chunk_steps, end - start))
             del window  # before the next one is read: half the memory
 
-    def _run_steps(self) -> int:
-        """Steps a run, from what all workers know alike: their runs must agree.
+    def _chunk_steps(self) -> int:
+        """Steps per chunk, from what all workers know alike: their chunks must agree.
 
         Rows that are not sent take no memory until their step, see ScatteredRows.
         """
         worker = get_worker_info()
         if worker is None and self.samples.row_tokens:
-            return MAX_RUN_STEPS
+            return MAX_CHUNK_STEPS
         lanes = -(-len(self.lanes) // (worker.num_workers if worker else 1))
         step_bytes = 4 * lanes * self.order.group * (self.samples.row_tokens or self.samples.mean_tokens)
-        return max(1, min(MAX_RUN_STEPS, int(RUN_BYTES // step_bytes)))
+        return max(1, min(MAX_CHUNK_STEPS, int(CHUNK_BYTES // step_bytes)))
 
 
 def make_order(
     samples: Samples, shards: ShardSet, global_batch_size: int, group: int, *, seed: int, shuffle: bool
 ) -> Order:
-    """The law for these samples. Raises UsageError where there are too few, or a group does not fit."""
+    """Their sampling order. Raises UsageError where there are too few, or a group does not fit."""
     block_samples, window_samples = choose_windows(
         num_samples=samples.num_samples,
         num_bytes=shards.tar_bytes,

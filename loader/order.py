@@ -1,13 +1,11 @@
-"""Random numbers that never change: an integer hash of our own, and a permutation made of it.
+"""The sampling order: which sample comes when, and in which lane. Pure arithmetic.
 
-numpy's Generator streams may differ between its versions, and a resumed run must not.
-
-Which sample goes where: the law of the order, pure.
-
-A data set is N samples, numbered through all its shards. A **global batch** is L samples, g from
-each of V = L / g **lanes**, in the order of the lanes; g is 1 but for grouping by length. Lane ``l``
-is the positions ``[l R g, (l+1) R g)`` of a shuffled sequence, R = N // L, so an epoch has R global
-batches, and fewer than L samples are left out of it. The shuffled sequence of an epoch:
+A data set is N samples, numbered through all its shards. A **global batch** is L samples: what all ranks
+together train on in one optimizer's step. A **lane** is one of V = L / g equal parts of the shuffled sequence
+of an epoch. Every global batch takes the next g samples of each lane, in the order of the lanes; g is 1 but
+for grouping by length. Ranks and workers own lanes, so the number of lanes is the largest number of readers.
+Lane ``l`` is the positions ``[l R g, (l+1) R g)``, R = N // L. So an epoch has R global batches, and fewer
+than L samples are left out of it. The shuffled sequence of an epoch:
 
 1. the data set is rotated by hash(seed, epoch) mod N, so each epoch leaves out other samples;
 2. it is cut into blocks of K samples, the unit of reading, and the blocks are permuted (the short
@@ -19,6 +17,9 @@ batches, and fewer than L samples are left out of it. The shuffled sequence of a
 All of it follows from N, L, K, M, g and the seed. Ranks and workers only share the lanes out, so global
 batch k is the same ordered set whatever their number, and a position in the run is one integer,
 ``epoch * R + step``.
+
+Random numbers come from an integer hash of our own: streams of numpy's Generator may differ between its
+versions, and a resumed run must not.
 
 The price: the shuffle is no uniform permutation. Neighbours of a shard meet within a lane's window,
 so what is mixed at any time is the V M blocks of the windows. They are also its price in memory, all
@@ -103,7 +104,7 @@ NumTokens = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """The law for one data set, global batch and seed. Raises UsageError where N < L."""
+    """The sampling order for one data set, global batch and seed. Raises UsageError where N < L."""
 
     num_samples: int  # N
     global_batch_size: int  # L

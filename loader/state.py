@@ -1,10 +1,9 @@
 """Where a run of batches stands: a few integers, and what they mean.
 
-A position is global batches: whatever number of ranks and workers read them. Only inside a step, with
-accumulation, it is also how many of a rank's batches of that step were delivered, and that means
-something for the same world and batch size alone.
-
-How far a run is: what was delivered, where the next epoch begins, and whether no step was left out.
+A position counts global batches, which are the same whatever number of ranks and workers read them. Only
+inside of a step, with accumulation, it also counts the batches of a rank, which have a meaning for the same
+world and batch size alone. ``RunProgress`` knows what was delivered, where the next epoch begins, and
+whether no step was left out.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import index
 from typing import Any, NamedTuple
 
 from shardprep.errors import BrokenShard, OtherTokenizer, Refused, UsageError
@@ -22,7 +22,7 @@ _WHY = {
     "tokenizer": "another tokenizer",
     "seed": "the order is another one",
     "global_batch_size": "it fixes the order; keep it, and change batch_size",
-    "law_version": "the law of the order changed; go on with the shardprep that saved it",
+    "law_version": "the sampling order changed; go on with the shardprep that saved it",
 }
 
 
@@ -77,7 +77,7 @@ def position_of(
             f"this is no state of a loader: its format is {state.get('format')!r}, expected {STATE_FORMAT!r}"
         )
     _check_fingerprint(dict(state["fingerprint"]), dict(fingerprint))
-    position = Position(epoch=int(state["epoch"]), step=int(state["step"]), num_micro=int(state["num_micro"]))
+    position = Position(*(_whole_number(state, name) for name in Position._fields))
     if position.num_micro and state.get("layout") != dict(layout):
         raise UsageError(
             f"the state was saved inside of a step, after {position.num_micro} batches of "
@@ -87,6 +87,14 @@ def position_of(
     if position.epoch < 0 or not 0 <= position.step < steps_per_epoch or position.num_micro < 0:
         raise BrokenShard(f"the state stands at {position}, expected a step below {steps_per_epoch}")
     return position
+
+
+def _whole_number(state: Mapping[str, Any], name: str) -> int:
+    try:
+        return index(state[name])
+    except (KeyError, TypeError):
+        found = repr(state[name]) if name in state else "missing"
+        raise BrokenShard(f"the state is damaged: its {name} is {found}, expected a whole number") from None
 
 
 def _check_fingerprint(saved: dict[str, Any], mine: dict[str, Any]) -> None:

@@ -1,9 +1,4 @@
-"""Whether workers can hand their tensors over: torch does it through a socket below TMPDIR.
-
-Whether accelerate accumulates as many batches as a global batch has.
-
-A torch DataLoader whose workers send runs and whose consumer cuts batches and epochs from them.
-"""
+"""A torch DataLoader whose workers send chunks, and whose consumer cuts batches and epochs from them."""
 
 from __future__ import annotations
 
@@ -22,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
 from loader.batches import LoaderMetrics, StepBatches
-from loader.dataset import Run, RunDataset, whole_number
+from loader.dataset import Chunk, ChunkDataset, whole_number
 from loader.process_rank import ProcessRank, check_process_rank
 from loader.shards.size_check import SizeCheck
 from loader.state import Position, RunProgress, position_of, state_of
@@ -91,7 +86,7 @@ class TokenLoader(DataLoader[Any]):
     run accumulates another number of batches, set ``accelerator.step = 0`` after ``load_state``, since it
     counts batches, not steps (Lightning's ``batch_idx`` does, too: resume at the end of an epoch there).
     HF's Trainer takes it from ``get_train_dataloader``; resume with ``ignore_data_skip=True`` and
-    ``load_state_dict``. Its ``dataset`` refuses to be iterated, as what takes it out would read the runs of
+    ``load_state_dict``. Its ``dataset`` refuses to be iterated, as what takes it out would read the chunks of
     workers for samples.
 
     A copy (``copy.deepcopy``, pickle) stands where the original stood, with workers and files of its own.
@@ -103,7 +98,7 @@ class TokenLoader(DataLoader[Any]):
 
     def __init__(
         self,
-        runs: RunDataset,
+        chunks: ChunkDataset,
         *,
         step_batches: StepBatches,
         tokenizer: Any,
@@ -115,7 +110,7 @@ class TokenLoader(DataLoader[Any]):
     ) -> None:
         if "sampler" in workers:
             raise UsageError(_NO_SAMPLER)
-        # What torch shows of a loader; batches come from self._runs, in which workers send runs.
+        # What torch shows of a loader; batches come from self._chunk_loader, in which workers send chunks.
         super().__init__(
             _RefusedDataset(),
             batch_size=step_batches.batch_size,
@@ -134,26 +129,27 @@ class TokenLoader(DataLoader[Any]):
         }
         self.tokenizer = tokenizer
         self.process_rank = process_rank
-        self.order = runs.order
+        self.order = chunks.order
+        self._steps_per_epoch = chunks.order.steps_per_epoch
         self.metrics = LoaderMetrics()
         self.fingerprint = dict(fingerprint)
         self._size_check = size_check
         self.step_batches = step_batches
-        self._row_tokens = runs.samples.row_tokens
-        self._micro_batches = len(runs.lanes) * runs.order.group // step_batches.batch_size
+        self._row_tokens = chunks.samples.row_tokens
+        self._micro_batches = len(chunks.lanes) * chunks.order.group // step_batches.batch_size
         if self.num_workers:
             check_worker_sockets()
-            runs.position.share_memory_()  # type: ignore[no-untyped-call]
-        self.runs = runs
-        self._runs = DataLoader(
-            runs,
+            chunks.position.share_memory_()  # type: ignore[no-untyped-call]
+        self.chunks = chunks
+        self._chunk_loader = DataLoader(
+            chunks,
             batch_size=None,
             collate_fn=_as_it_is,
             pin_memory=False,
             worker_init_fn=_leave_interrupts_to_the_parent,
             **workers,
         )
-        self._stream: Any = None  # iterator over self._runs
+        self._stream: Any = None  # iterator over self._chunk_loader
         self._stream_at: Position | None = None  # where it stands, if that is the beginning of an epoch
         self._newest = 0
         self._pins = pin_memory and torch.cuda.is_available()
@@ -181,12 +177,12 @@ class TokenLoader(DataLoader[Any]):
         )
 
     def __reduce__(self) -> tuple[Callable[..., TokenLoader], tuple[Any, ...]]:
-        return _made_again, (type(self), self._runs_options, self._made_with, self._progress)
+        return _made_again, (type(self), self._chunks_options, self._made_with, self._progress)
 
     @property
-    def _runs_options(self) -> dict[str, Any]:
-        runs = self.runs
-        return {"samples": runs.samples, "order": runs.order, "lanes": runs.lanes, "endless": runs.endless}
+    def _chunks_options(self) -> dict[str, Any]:
+        made = self.chunks
+        return {"samples": made.samples, "order": made.order, "lanes": made.lanes, "endless": made.endless}
 
     def __getitem__(self, _: Any) -> Any:
         """Refuse what takes a loader for a data set."""
@@ -221,7 +217,7 @@ class TokenLoader(DataLoader[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next ``iter()`` go on behind what ``state`` says was delivered. Reads nothing.
 
-        Raises OtherRun, OtherTokenizer, UsageError or BrokenShard; see loader_state.py.
+        Raises OtherRun, OtherTokenizer, UsageError or BrokenShard; see loader/state.py.
         """
         position = position_of(state, self.fingerprint, self._layout, self.order.steps_per_epoch)
         if position.num_micro >= self._micro_batches:
@@ -244,12 +240,12 @@ class TokenLoader(DataLoader[Any]):
 
         Reads its windows in this process, besides those that workers read: up to a second on a slow disk.
         """
-        start, runs = self._progress.next, RunDataset(**self._runs_options)
-        runs.position[0], runs.position[1] = start.epoch, start.step
+        start, chunks = self._progress.next, ChunkDataset(**self._chunks_options)
+        chunks.position[0], chunks.position[1] = start.epoch, start.step
         try:
-            return next(self.step_batches.cut([next(iter(runs))], 0, start.num_micro, LoaderMetrics()))  # type: ignore[list-item]
+            return next(self.step_batches.cut([next(iter(chunks))], 0, start.num_micro, LoaderMetrics()))  # type: ignore[list-item]
         finally:
-            runs.close()
+            chunks.close()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         check_process_rank(self.process_rank)
@@ -270,10 +266,10 @@ class TokenLoader(DataLoader[Any]):
 
     def _end_stream(self) -> None:
         stream, self._stream, self._stream_at = self._stream, None, None
-        self._runs._iterator = None  # noqa: SLF001  torch has no public way to end persistent workers
+        self._chunk_loader._iterator = None  # noqa: SLF001  torch has no public way to end persistent workers
         if hasattr(stream, "_shutdown_workers"):
             stream._shutdown_workers()  # noqa: SLF001
-        self.runs.close()
+        self.chunks.close()
 
     def _end_unless_persistent(self) -> None:
         if self.num_workers and not self.persistent_workers:
@@ -281,12 +277,12 @@ class TokenLoader(DataLoader[Any]):
 
     def _seek(self, position: Position) -> None:
         """Make the stream deliver from a position on; persistent workers are sent there."""
-        shared = self.runs.position
+        shared = self.chunks.position
         shared[0], shared[1] = position.epoch, position.step
-        self._stream = iter(self._runs)
+        self._stream = iter(self._chunk_loader)
 
-    def _epoch_batches(self, start: Position, turn: int) -> Iterator[Any]:
-        self._check_newest(turn)
+    def _epoch_batches(self, start: Position, number: int) -> Iterator[Any]:
+        self._check_newest(number)
         if any(not worker.is_alive() for worker in getattr(self._stream, "_workers", ())):
             self._end_stream()
         if self._stream_at != start or start.num_micro:
@@ -295,42 +291,42 @@ class TokenLoader(DataLoader[Any]):
         position = start
         try:
             while position.epoch == start.epoch:
-                runs = self._next_runs()
-                for number in range(runs[0].num_steps):
-                    for batch in self.step_batches.cut(runs, number, position.num_micro, self.metrics):
-                        position = position.after(self._micro_batches, self.order.steps_per_epoch)
+                chunks = self._next_chunks()
+                for step in range(chunks[0].num_steps):
+                    for batch in self.step_batches.cut(chunks, step, position.num_micro, self.metrics):
+                        position = position.after(self._micro_batches, self._steps_per_epoch)
                         self._progress.delivered = position
                         yield pinned(batch) if self._pins else batch  # type: ignore[no-untyped-call]
-                        self._check_newest(turn)
-                del runs  # they may hold their window; the next one is read now
+                        self._check_newest(number)
+                del chunks  # they may hold their window; the next one is read now
             self._stream_at = position
         except GeneratorExit:
             raise
         except BaseException:  # Ctrl-C, too: half a message may be read, so the workers are not kept
-            if turn == self._newest:
+            if number == self._newest:
                 self._end_stream()
             raise
         finally:
-            if turn == self._newest:
+            if number == self._newest:
                 self._end_unless_persistent()
 
-    def _check_newest(self, turn: int) -> None:
-        if turn != self._newest:
+    def _check_newest(self, number: int) -> None:
+        if number != self._newest:
             raise UsageError(
                 "this iterator ended when the loader was closed or iterated anew; use the newest one"
             )
 
-    def _next_runs(self) -> list[Run]:
-        """The next run of every worker, in the order of their lanes."""
-        if self._size_check is not None:
-            self._size_check.raise_found()
+    def _next_chunks(self) -> list[Chunk]:
+        """The next chunk of every worker, in the order of their lanes."""
+        if self._size_check is not None and self._size_check.error is not None:
+            raise self._size_check.error
         began = time.perf_counter()
-        runs = [next(self._stream) for _ in range(max(self.num_workers, 1))]
+        chunks = [next(self._stream) for _ in range(max(self.num_workers, 1))]
         self.metrics.wait_s += time.perf_counter() - began
         if self.num_workers:
-            runs = [Run.unpack(run, self._row_tokens) for run in runs]
-        self.metrics.num_cut_tokens += sum(run.num_cut for run in runs)
-        return runs
+            chunks = [Chunk.unpack(chunk, self._row_tokens) for chunk in chunks]
+        self.metrics.num_cut_tokens += sum(chunk.num_cut for chunk in chunks)
+        return chunks
 
 
 _NO_SAMPLER = (
@@ -357,10 +353,10 @@ class _RefusedDataset(IterableDataset[Any]):
 
 
 def _made_again(
-    kind: type[TokenLoader], runs: dict[str, Any], made_with: dict[str, Any], progress: RunProgress
+    kind: type[TokenLoader], chunks: dict[str, Any], made_with: dict[str, Any], progress: RunProgress
 ) -> TokenLoader:
     """A copy of a loader; sizes were looked at when the original was made."""
-    loader = kind(RunDataset(**runs), **made_with)
+    loader = kind(ChunkDataset(**chunks), **made_with)
     loader._progress = replace(progress)  # noqa: SLF001  it is its own class's
     return loader
 
@@ -370,6 +366,6 @@ def _leave_interrupts_to_the_parent(_: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _as_it_is(run: Any) -> Any:
+def _as_it_is(chunk: Any) -> Any:
     """Without it, torch would turn what the workers send into something else."""
-    return run
+    return chunk

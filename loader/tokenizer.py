@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
 from loader.shards.shard_set import DatasetShards, ShardSet
 from shardprep.errors import NotFound, OtherTokenizer, UsageError
-from shardprep.format.dataset_spec import tokenizer_fingerprint
+from shardprep.format.dataset_spec import TokenizerSpec, tokenizer_fingerprint
 from shardprep.format.names import TOKENIZER_DIR
+from shardprep.regular_files import NOT_THERE, close_read, errors_named, open_regular
 
 # As tokenizers begins a tokenizer.json: truncation and padding hold no list.
 _ADDED_TOKENS = re.compile(r'\s*\{[^\[\]]*?"added_tokens":\s*(?=\[)')
 _ADDED_TOKENS_CHARS = 1 << 20  # in which they must end
+_SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_READ_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) -> Any:
@@ -27,19 +32,71 @@ def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) 
     """
     datasets = shards.datasets
     model_id = None if model_id is None else os.fspath(model_id)
-    if len(datasets) < len(shards.sources) and model_id is None:
+    if shards.has_external and model_id is None:
         raise UsageError(
             "tars that shardprep did not write carry no tokenizer; pass model_id=, the model whose tokenizer "
             "made their token ids"
         )
     if not datasets:
         return _load(str(model_id))
-    own = next((d.folder / TOKENIZER_DIR for d in datasets if (d.folder / TOKENIZER_DIR).is_dir()), None)
-    if model_id is None or model_id == datasets[0].spec.tokenizer.model_id:
-        return _load(str(own) if own else _known_model(datasets[0], model_id))
-    given = _load(model_id)
-    _check_same(datasets[0], own, model_id, given)
-    return _load(str(own)) if own else given
+    spec = datasets[0].spec.tokenizer
+    own = next((dataset for dataset in datasets if _has_tokenizer(dataset)), None)
+    tokenizer = None if own is None else _load_own(own)
+    if model_id is not None and model_id != spec.model_id:
+        given = _load(model_id)
+        _check_same(datasets[0], tokenizer, model_id, given)
+    elif tokenizer is None:
+        given = _load(_known_model(datasets[0], model_id))
+    return _with_special_ids(given, spec) if tokenizer is None else tokenizer
+
+
+def _has_tokenizer(dataset: DatasetShards) -> bool:
+    folder = dataset.folder / TOKENIZER_DIR
+    try:
+        with errors_named(folder):
+            return stat.S_ISDIR(folder.stat().st_mode)
+    except NOT_THERE:
+        return False
+
+
+def _load_own(dataset: DatasetShards) -> Any:
+    """The tokenizer in a data set's folder, found to be the one of its manifests.
+
+    Where a file of it is damaged, or cannot be looked at, transformers takes another tokenizer or other
+    special tokens, and says nothing. Raises OtherTokenizer, ReadWriteError, or NotFound.
+    """
+    folder = dataset.folder / TOKENIZER_DIR
+    for name in _READ_FILES:
+        with contextlib.suppress(*NOT_THERE), errors_named(folder / name):
+            close_read(open_regular(folder / name))
+    tokenizer, spec = _load(str(folder)), dataset.spec.tokenizer
+    expected = {name: getattr(spec, name) for name in _SPECIAL_IDS}
+    found = {name: getattr(tokenizer, name) for name in _SPECIAL_IDS}
+    expected["fingerprint"], found["fingerprint"] = spec.fingerprint, _fingerprint(tokenizer)
+    wrong = [
+        f"{name} {_short(found[name])}, expected {_short(expected[name])}"
+        for name in expected
+        if found[name] != expected[name]
+    ]
+    if wrong:
+        raise OtherTokenizer(
+            f"the files in {folder} are not the tokenizer that made the shards ({spec.model_id!r}): "
+            f"{'; '.join(wrong)}; copy the folder anew from where the shards were made"
+        )
+    return tokenizer
+
+
+def _short(value: object) -> object:
+    return value[:12] if isinstance(value, str) else value
+
+
+def _with_special_ids(tokenizer: Any, spec: TokenizerSpec) -> Any:
+    """The same tokenizer with the manifests' BOS, EOS and padding, which a fingerprint leaves out."""
+    for name in _SPECIAL_IDS:
+        token_id = getattr(spec, name)
+        if token_id is not None and getattr(tokenizer, name) != token_id:
+            setattr(tokenizer, name.removesuffix("_id"), tokenizer.convert_ids_to_tokens(token_id))
+    return tokenizer
 
 
 def _known_model(dataset: DatasetShards, model_id: str | None) -> str:
@@ -51,9 +108,9 @@ def _known_model(dataset: DatasetShards, model_id: str | None) -> str:
     return model_id
 
 
-def _check_same(dataset: DatasetShards, own: Path | None, model_id: str, given: Any) -> None:
+def _check_same(dataset: DatasetShards, own: Any, model_id: str, given: Any) -> None:
     found, expected = _fingerprint(given), dataset.spec.tokenizer.fingerprint
-    if found == expected or (own is not None and found == _fingerprint(_load(str(own)))):
+    if found == expected or (own is not None and found == _fingerprint(own)):
         return
     raise OtherTokenizer(
         f"model_id={model_id!r} has a tokenizer with fingerprint {found[:12]}, but {dataset.folder} was made "
@@ -76,7 +133,7 @@ def _fingerprint(tokenizer: Any) -> str:
 def _load(name: str) -> Any:
     from transformers import AutoTokenizer
 
-    is_folder = Path(name).is_dir()
+    is_folder = os.path.isdir(name)  # noqa: PTH112  False, not an error, where it cannot be looked at
     try:
         known = _added_tokens(Path(name)) if is_folder else {}
         return AutoTokenizer.from_pretrained(

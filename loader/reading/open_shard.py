@@ -1,13 +1,13 @@
-"""An open shard: its tar, and its idx, which says where each sample lies in it. Opening checks both.
+"""An open shard: its tar, and its idx, which says where each sample lies in it.
 
-Opens shards: a staged copy where there is one, else the data set's own file.
+Opening checks the size of the tar and the header and size of the idx. A small idx is read at once, of a large
+one only the parts that are asked for. Without an idx the headers of the tar are scanned instead.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import shlex
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loader.shards.shard_set import DatasetShards, ForeignTar
-from loader.shards.staged_folder import is_staged
+from loader.shards.shard_set import DatasetShards, ExternalTar
 from loader.shards.tar_samples import JSON, RAW, TarSamples, scan_tar
+from loader.staging.staged_copies import StagedCopies, recheck_command
 from shardprep.errors import BrokenShard, MissingShard, ShardprepError
 from shardprep.format.idx import IdxFile, open_idx
-from shardprep.format.names import idx_path, rerun_command, tar_path
+from shardprep.format.names import idx_path, rerun_command
 from shardprep.regular_files import NOT_THERE, close_read, open_regular
 
 logger = logging.getLogger(__name__)
@@ -55,13 +55,13 @@ class OpenShard:
             close_read(self.idx.handle)
 
 
-def open_shard(source: DatasetShards | ForeignTar, row: int) -> OpenShard:
+def open_shard(source: DatasetShards | ExternalTar, row: int) -> OpenShard:
     """Open one shard of a source.
 
     Raises MissingShard, BrokenShard, UnknownVersion or OtherPlan with the command that mends it; OSError
     where the file system fails.
     """
-    if isinstance(source, ForeignTar):
+    if isinstance(source, ExternalTar):
         samples, path, expected = source.samples, source.path, source.tar_bytes
         remedy = "it changed since it was scanned: copy it again, and start anew"
     else:
@@ -70,7 +70,7 @@ def open_shard(source: DatasetShards | ForeignTar, row: int) -> OpenShard:
     handle = _open_file(path, remedy)
     try:
         _check_size(path, handle, expected, remedy)
-        found, idx, held = (samples, None, None) if isinstance(source, ForeignTar) else _records(source, row)
+        found, idx, held = (samples, None, None) if isinstance(source, ExternalTar) else _records(source, row)
     except BaseException:
         close_read(handle)
         raise
@@ -88,7 +88,7 @@ def open_shard(source: DatasetShards | ForeignTar, row: int) -> OpenShard:
     )
 
 
-def _token_bytes(source: DatasetShards | ForeignTar, found: TarSamples | None) -> int:
+def _token_bytes(source: DatasetShards | ExternalTar, found: TarSamples | None) -> int:
     if found is not None:
         return found.token_bytes
     assert isinstance(source, DatasetShards)
@@ -144,66 +144,14 @@ def _check_size(path: Path, handle: int, expected: int, remedy: str) -> None:
         raise BrokenShard(f"{path} has {num_bytes} of {expected} bytes; {remedy}")
 
 
-class ShardOpener:
-    """One a process. Copies are no longer looked for once one of them failed.
-
-    A copy that cannot be read says that its disk fails, so the others of the folder are left, too: one
-    warning, and no time spent on waiting for a disk that has the same bytes elsewhere. A copy that is
-    missing or of a wrong size is no copy, and looking for it costs 6 us a shard that is opened.
-    """
-
-    def __init__(self) -> None:
-        self._left: set[Path] = set()  # folders of copies
-        self._copies: dict[Path, DatasetShards] = {}  # by the data set's folder: the same shards as copies
-
-    def open(self, source: DatasetShards | ForeignTar, row: int) -> OpenShard:
-        """Open one shard of a source; raises what ``open_shard`` does, of the data set's own files."""
-        if isinstance(source, DatasetShards) and source.staged_folder is not None:
-            shard = self._open_copy(source, source.staged_folder, row)
-            if shard is not None:
-                return shard
-        return open_shard(source, row)
-
-    def leave(self, shard: OpenShard, error: Exception) -> bool:
-        """Take it that a shard cannot be read; whether it was a copy, so that opening it anew helps."""
-        if shard.is_copy:
-            self._leave(shard.path.parent, error)
-        return shard.is_copy
-
-    def _open_copy(self, source: DatasetShards, folder: Path, row: int) -> OpenShard | None:
-        if folder in self._left:
-            return None
-        shard_id = int(source.shard_ids[row])
-        if not is_staged(folder, shard_id, int(source.tar_bytes[row]), int(source.idx_bytes[row])):
-            self._leave_unfit(folder, tar_path(folder, shard_id))
-            return None
-        copies = self._copies.setdefault(source.folder, replace(source, folder=folder, staged_folder=None))
-        try:
-            shard = open_shard(copies, row)
-        except (OSError, ShardprepError) as error:
-            self._leave(folder, error)
-            return None
-        stage = (
-            f"python -m loader stage {shlex.quote(str(source.folder))} --to {shlex.quote(str(folder.parent))}"
-        )
-        return replace(shard, is_copy=True, remedy=f"run: {stage} --recheck")
-
-    def _leave_unfit(self, folder: Path, tar: Path) -> None:
-        """What is not there may come; the folder is left where a tar is there, or cannot be looked at."""
-        try:
-            tar.lstat()
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        except OSError as error:
-            self._leave(folder, error)
-            return
-        self._leave(folder, f"{tar} or its idx is of a wrong size")
-
-    def _leave(self, folder: Path, why: object) -> None:
-        if folder not in self._left:
-            self._left.add(folder)
-            logger.warning(
-                "a staged copy fails (%s); no copy in %s is opened any more, its shards are read elsewhere",
-                why,
-                folder,
-            )
+def open_copy(copies: StagedCopies, source: DatasetShards, row: int) -> OpenShard | None:
+    """The staged copy of one shard, opened; None where there is none, or it cannot be opened."""
+    found = copies.find(source, row)
+    if found is None:
+        return None
+    try:
+        shard = open_shard(found, row)
+    except (OSError, ShardprepError) as error:
+        copies.leave(found.folder, error)
+        return None
+    return replace(shard, is_copy=True, remedy=f"run: {recheck_command(source, found.folder)}")

@@ -1,11 +1,9 @@
-"""Says which shard a read hangs in, while it hangs.
+"""Reads the bytes of any set of samples: neighbours in one read, each byte once.
 
-In which order a process opens or reads its shards, so that not all begin at the same one.
-
-Every rank and worker would otherwise begin with the lowest shard, and a job's start would be as fast as
-the storage target (OST) that holds it. Only the order of opening is chosen here; batches do not change.
-
-Reads the bytes of any set of samples: neighbours in one read, each byte once.
+``ShardReader`` is one object per process. It opens shards when they are needed, keeps the latest of them
+open, tries failed reads again, and logs which shard a read hangs in (``StallWatch``). ``opening_order``
+chooses with which shard a process begins. If every rank and worker began with the lowest shard, the start of
+a job would be as slow as the one storage target (OST) that holds it. Batches do not depend on this order.
 """
 
 from __future__ import annotations
@@ -25,12 +23,309 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import get_worker_info
 
-from loader.reading.open_shard import OpenShard, ShardOpener
-from loader.shards.shard_set import ShardSet
-from shardprep.errors import BrokenShard, UsageError
-from shardprep.retries import RETRY_DELAYS_S, wait_to_retry, with_retries
+from loader.reading.open_shard import OpenShard, open_copy, open_shard
+from loader.shards.shard_set import DatasetShards, ShardSet
+from loader.staging.staged_copies import StagedCopies
+from shardprep.errors import BrokenShard, ReadWriteError, UsageError
+from shardprep.retries import RETRY_DELAYS_S, wait_to_retry
 
 logger = logging.getLogger(__name__)
+
+MAX_OPEN_SHARDS = 128
+STALL_WARNING_S = 60.0
+_ALIGN_BYTES = 64
+_IDX_ROWS = 1 << 16  # read at a time where a whole column of the idx is wanted
+_COLUMNS = ("offset", "num_bytes", "num_tokens", "starts_offset", "num_starts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """Which of all processes that read one data set this one is: ``number`` of ``count``."""
+
+    number: int = 0
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.number < self.count:
+            raise UsageError(f"turn {self.number} of {self.count}: expected 0 <= number < count")
+
+    def of_worker(self, worker: int, num_workers: int) -> Turn:
+        """The turn of one of a rank's workers, where this is the rank's."""
+        return Turn(number=self.number * num_workers + worker, count=self.count * num_workers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReaderContext:
+    """How the processes of a rank read; whatever opens shards is given it."""
+
+    turn: Turn = Turn()
+    stall_warning_s: float = STALL_WARNING_S  # a read that takes longer is logged
+    staged_dir: str | os.PathLike[str] | None = None  # where copies of shards may lie on this node
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleBytes:
+    """Undecoded samples in one buffer; the arrays have a row a sample, in the order asked for."""
+
+    buffer: npt.NDArray[np.uint8]
+    start: npt.NDArray[np.int64]  # byte in the buffer
+    num_bytes: npt.NDArray[np.int64]
+    num_tokens: npt.NDArray[np.int64]  # -1 where only decoding tells
+    encoding: npt.NDArray[np.int8]  # JSON, NPY or RAW
+    token_bytes: npt.NDArray[np.int8]  # of a RAW id
+    starts_at: npt.NDArray[np.int64]  # byte in the buffer of a packed row's document starts, uint32 each
+    num_starts: npt.NDArray[np.int64]  # 0 unless asked for
+    sample: npt.NDArray[np.int64]
+
+
+class ShardReader:
+    """Opens shards when they are needed and keeps the latest of them open. One a process.
+
+    At most MAX_OPEN_SHARDS, and a quarter of the process's handles: an open shard holds two at most.
+    Each process begins with another shard, see ``opening_order``.
+    """
+
+    def __init__(self, shards: ShardSet, context: ReaderContext = ReaderContext()) -> None:
+        self._shards = shards
+        worker, turn = get_worker_info(), context.turn
+        self._turn = turn if worker is None else turn.of_worker(worker.id, worker.num_workers)
+        self._copies = None if context.staged_dir is None else StagedCopies(context.staged_dir)
+        self._open: OrderedDict[int, OpenShard] = OrderedDict()
+        self._max_open = min(MAX_OPEN_SHARDS, max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8, 1))
+        self._buffer = np.empty(0, np.uint8)
+        self._used = 0
+        self._watch = StallWatch(context.stall_warning_s)
+
+    def read(self, samples: npt.NDArray[np.int64], *, starts: bool = False) -> SampleBytes:
+        """The bytes of some samples: int64[n] -> n rows in the same order; of packed rows, the starts too.
+
+        The buffer is the reader's own: the next ``read`` overwrites it. Raises MissingShard,
+        BrokenShard or ReadWriteError, each naming the shard.
+        """
+        order = np.argsort(samples, kind="stable")
+        table = np.zeros((8, len(samples)), np.int64)  # SampleBytes' columns after buffer, and row_tokens
+        self._used = 0
+        if not len(self._buffer):  # all of it at once: what is not touched costs nothing, what is copied does
+            self._buffer = np.empty(
+                len(samples) * self._shards.tar_bytes // self._shards.num_samples, np.uint8
+            )
+        for number, rows, part in self._stretches(samples[order]):
+            records = self._records(number, rows)
+            self._read_samples(number, rows, records, table[:, part])
+            if starts:
+                self._read_starts(number, records, table[:, part])
+        self._check_sizes(samples[order], table)
+        asked = np.empty_like(table)
+        asked[:, order] = table
+        return SampleBytes(
+            buffer=self._buffer,
+            start=asked[0],
+            num_bytes=asked[1],
+            num_tokens=asked[2],
+            encoding=asked[3].astype(np.int8),
+            token_bytes=asked[4].astype(np.int8),
+            starts_at=asked[5],
+            num_starts=asked[6],
+            sample=samples,
+        )
+
+    def num_tokens(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Tokens of some samples, by the idx alone: int64[n] -> int64[n]."""
+        order = np.argsort(samples, kind="stable")
+        found = np.empty(len(samples), np.int64)
+        for number, rows, part in self._stretches(samples[order]):
+            found[order[part]] = self.num_tokens_of(number)[rows]
+        return found
+
+    def num_tokens_of(self, number: int) -> npt.NDArray[np.int64]:
+        """Tokens of each sample of a shard, -1 where they were not counted; kept while it is open."""
+        if "num_tokens" not in self.opened(number).sums:
+            edges = self._shards.first_sample[number : number + 2]
+            num_samples = int(edges[1] - edges[0])
+            cuts = [*range(0, num_samples, _IDX_ROWS), num_samples]
+            parts = [self._records(number, slice(*cut))["num_tokens"] for cut in pairwise(cuts)]
+            counts = np.concatenate([np.empty(0, np.int64), *parts])
+            self.opened(number).sums["num_tokens"] = counts
+        return self.opened(number).sums["num_tokens"]
+
+    def close(self) -> None:
+        """Close every file."""
+        while self._open:
+            self._open.popitem()[1].close()
+        self._watch.close()
+
+    def opened(self, number: int) -> OpenShard:
+        """A shard, opened if it is not; counted through all sources."""
+        shard = self._open.get(number)
+        if shard is not None:
+            self._open.move_to_end(number)
+            return shard
+        while len(self._open) >= self._max_open:
+            self._open.popitem(last=False)[1].close()
+        source, row = self._shards.locate(number)
+        path = source.path_of(row)
+        for delay_s in (*RETRY_DELAYS_S, None):
+            self._watch.begin(path, 0)
+            try:
+                copy = None
+                if self._copies is not None and isinstance(source, DatasetShards):
+                    copy = open_copy(self._copies, source, row)
+                self._open[number] = copy or open_shard(source, row)
+                break
+            except (OSError, BrokenShard, ReadWriteError) as error:
+                self._watch.end()
+                wait_to_retry(f"{path} cannot be opened", error, delay_s)
+            finally:
+                self._watch.end()
+        return self._open[number]
+
+    def opening_order(self, shards: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Shards, ascending, in the order in which this process opens them: int64[n] -> int64[n]."""
+        osts = self._shards.osts
+        return opening_order(shards, self._turn, None if osts is None else osts[shards])
+
+    def _stretches(self, ascending: npt.NDArray[np.int64]) -> list[tuple[int, slice, slice]]:
+        """Stretches of consecutive samples of one shard: (shard, its rows, their part of ``ascending``).
+
+        Shards come in opening order, the stretches of each in ascending order.
+        """
+        shard = self._shards.shard_of(ascending)
+        cuts = (np.flatnonzero((np.diff(ascending) != 1) | (np.diff(shard) != 0)) + 1).tolist()
+        local = (ascending - self._shards.first_sample[shard]).tolist()
+        numbers = shard.tolist()
+        found: dict[int, list[tuple[int, slice, slice]]] = {}
+        for first, end in zip([0, *cuts], [*cuts, len(ascending)], strict=True):
+            if first < end:
+                rows = slice(local[first], local[first] + end - first)
+                found.setdefault(numbers[first], []).append((numbers[first], rows, slice(first, end)))
+        order = self.opening_order(np.array(list(found), np.int64)).tolist()
+        return [stretch for number in order for stretch in found[number]]
+
+    def _records(self, number: int, rows: slice) -> Any:
+        """Columns of the idx, for some rows of a shard."""
+        shard = self.opened(number)
+        if shard.idx is None:
+            held = shard.held
+            return {name: held[name][rows] for name in _COLUMNS} if isinstance(held, dict) else held[rows]
+        offset, num_bytes = shard.idx.place(rows)
+        chunks = np.empty(num_bytes, np.uint8)
+        self._fill(number, offset, chunks.data, of_idx=True)
+        if self.opened(number).idx is None:  # it failed and was opened anew, without its idx
+            return self._records(number, rows)
+        try:
+            return shard.idx.records(rows, chunks)
+        except BrokenShard as error:
+            if not self._left_copy(self.opened(number), error):
+                raise
+        self._open.pop(number).close()
+        return self._records(number, rows)
+
+    def _left_copy(self, shard: OpenShard, error: Exception) -> bool:
+        """Whether a shard that cannot be read was a copy, which is left: opening it anew helps then."""
+        if shard.is_copy and self._copies is not None:
+            self._copies.leave(shard.path.parent, error)
+        return shard.is_copy
+
+    def _read_samples(self, number: int, rows: slice, records: Any, table: npt.NDArray[np.int64]) -> None:
+        """Read consecutive samples and fill their columns."""
+        shard = self.opened(number)
+        offset = records["offset"].astype(np.int64)
+        table[1] = records["num_bytes"]
+        table[2] = records["num_tokens"]
+        table[3] = shard.encoding[rows] if len(shard.encoding) > 1 else shard.encoding
+        table[4] = shard.token_bytes
+        table[7] = shard.row_tokens
+        first, last = int(offset[0]), int((offset + table[1]).max())
+        if not 0 <= first <= int(offset.min()) <= last <= shard.num_bytes:
+            raise _misplaced(shard, first, last)
+        table[0] = self._read_span(number, first, last - first) + (offset - first)
+
+    def _read_starts(self, number: int, records: Any, table: npt.NDArray[np.int64]) -> None:
+        """Read where documents begin in consecutive packed rows, one span a member of the tar."""
+        shard = self.opened(number)
+        offset = records["starts_offset"].astype(np.int64)
+        table[6] = records["num_starts"]
+        ends = offset + 4 * table[6]
+        if not 0 <= offset.min() <= ends.max() <= shard.num_bytes:
+            raise BrokenShard(
+                f"{shard.path}: its idx is damaged: it places {int(table[6].max())} document starts of a row "
+                f"at bytes {int(offset.min())} to {int(ends.max())} of {shard.num_bytes}; {shard.remedy}"
+            )
+        cuts = (np.flatnonzero(offset[1:] != ends[:-1]) + 1).tolist()
+        for first, end in zip([0, *cuts], [*cuts, len(offset)], strict=True):
+            span = int(offset[first]), int(ends[end - 1] - offset[first])
+            table[5, first:end] = self._read_span(number, *span) + (offset[first:end] - span[0])
+
+    def _check_sizes(self, samples: npt.NDArray[np.int64], table: npt.NDArray[np.int64]) -> None:
+        """Raise BrokenShard where ids have not the bytes of their number, or a row holds more than a row.
+
+        Once per ``read``, over all samples: once per span of bytes it would cost packed rows 6 %.
+        """
+        _, num_bytes, num_tokens, _, token_bytes, _, num_starts, row_tokens = table
+        ids = np.where(row_tokens > 0, row_tokens, num_tokens)
+        wrong = (token_bytes > 0) & (num_bytes != ids * token_bytes)
+        wrong |= (row_tokens > 0) & (np.maximum(num_tokens, num_starts) > row_tokens)
+        if wrong.any():
+            sample = samples[wrong.argmax()]
+            number = int(self._shards.shard_of(sample))
+            row = int(sample - self._shards.first_sample[number])
+            offset = int(self._records(number, slice(row, row + 1))["offset"][0])
+            raise _misplaced(self.opened(number), offset, offset + int(num_bytes[wrong.argmax()]))
+
+    def _read_span(self, number: int, offset: int, num_bytes: int) -> int:
+        """Read bytes of a shard into the buffer; where they begin in it."""
+        place = self._used
+        self._used += -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        if self._used > len(self._buffer):
+            grown = np.empty(max(self._used, 2 * len(self._buffer)), np.uint8)
+            grown[:place] = self._buffer[:place]
+            self._buffer = grown
+        self._fill(number, offset, self._buffer.data[place : place + num_bytes])
+        return place
+
+    def _fill(self, number: int, offset: int, target: memoryview, *, of_idx: bool = False) -> None:
+        """Read bytes of a shard's tar or idx, all; those of an idx that is held after all are left unread."""
+        done = 0
+        for delay_s in (*RETRY_DELAYS_S, None):
+            shard = self.opened(number)
+            if of_idx and shard.idx is None:
+                return
+            path, handle = shard.file(of_idx=of_idx)
+            self._watch.begin(path, offset + done)
+            try:
+                while done < len(target):
+                    done += _read_some(path, handle, target[done:], offset + done)
+            except (OSError, BrokenShard) as error:
+                if not self._left_copy(shard, error):
+                    wait_to_retry(f"{path} cannot be read at byte {offset + done}", error, delay_s)
+                self._open.pop(number).close()  # a stale handle stays stale
+            else:
+                return
+            finally:
+                self._watch.end()
+
+
+def opening_order(
+    shards: npt.NDArray[np.int64], turn: Turn, osts: npt.NDArray[np.int64] | None = None
+) -> npt.NDArray[np.int64]:
+    """The same shards in the order to open them in: int64[n] -> int64[n], a permutation.
+
+    ``shards``: different numbers, ascending. ``osts``: the OST of each, int64[n]; -1 stands for one that
+    is not known. Without them the list is rotated by the turn's part of its length. With them the OSTs
+    take turns, each by its share of the shards; T processes on O OSTs begin on min(T, O) of them, and
+    those that begin on one OST in different parts of its list. 10 us for 300 shards, 110 us
+    with OSTs.
+    """
+    if osts is None:
+        return np.roll(shards, -(len(shards) * turn.number // turn.count))
+    _, ost, size = np.unique(osts, return_inverse=True, return_counts=True)
+    num_osts = len(size)
+    first_ost, rest = divmod(turn.number * num_osts, turn.count)
+    by_ost = np.argsort(ost, kind="stable")
+    place = np.empty(len(shards), np.int64)  # in the list of its OST
+    place[by_ost] = np.arange(len(shards)) - np.repeat(np.cumsum(size) - size, size)
+    rotated = (place - (size * rest // turn.count)[ost]) % size[ost]
+    return shards[np.lexsort(((ost - first_ost) % num_osts, rotated / size[ost]))]
 
 
 class StallWatch:
@@ -76,281 +371,12 @@ class StallWatch:
             )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class Turn:
-    """Which of all processes that read one data set this one is: ``number`` of ``count``."""
-
-    number: int = 0
-    count: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.number < self.count:
-            raise UsageError(f"turn {self.number} of {self.count}: expected 0 <= number < count")
-
-    def of_worker(self, worker: int, num_workers: int) -> Turn:
-        """The turn of one of a rank's workers, where this is the rank's."""
-        return Turn(number=self.number * num_workers + worker, count=self.count * num_workers)
-
-
-def opening_order(
-    shards: npt.NDArray[np.int64], turn: Turn, osts: npt.NDArray[np.int64] | None = None
-) -> npt.NDArray[np.int64]:
-    """The same shards in the order to open them in: int64[n] -> int64[n], a permutation.
-
-    ``shards``: different numbers, ascending. ``osts``: the OST of each, int64[n]; -1 stands for one that
-    is not known. Without them the list is rotated by the turn's part of its length. With them the OSTs
-    take turns, each by its share of the shards; T processes on O OSTs begin on min(T, O) of them, and
-    those that begin on one OST in different parts of its list. 10 us for 300 shards, 110 us
-    with OSTs.
-    """
-    if osts is None:
-        return np.roll(shards, -(len(shards) * turn.number // turn.count))
-    _, ost, size = np.unique(osts, return_inverse=True, return_counts=True)
-    num_osts = len(size)
-    first_ost, rest = divmod(turn.number * num_osts, turn.count)
-    by_ost = np.argsort(ost, kind="stable")
-    place = np.empty(len(shards), np.int64)  # in the list of its OST
-    place[by_ost] = np.arange(len(shards)) - np.repeat(np.cumsum(size) - size, size)
-    rotated = (place - (size * rest // turn.count)[ost]) % size[ost]
-    return shards[np.lexsort(((ost - first_ost) % num_osts, rotated / size[ost]))]
-
-
-MAX_OPEN_SHARDS = 128
-STALL_WARNING_S = 60.0
-_ALIGN_BYTES = 64
-_IDX_ROWS = 1 << 16  # read at a time where a whole column of the idx is wanted
-_COLUMNS = ("offset", "num_bytes", "num_tokens", "starts_offset", "num_starts")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleBytes:
-    """Undecoded samples in one buffer; the arrays have a row a sample, in the order asked for."""
-
-    buffer: npt.NDArray[np.uint8]
-    start: npt.NDArray[np.int64]  # byte in the buffer
-    num_bytes: npt.NDArray[np.int64]
-    num_tokens: npt.NDArray[np.int64]  # -1 where only decoding tells
-    encoding: npt.NDArray[np.int8]  # JSON, NPY or RAW
-    token_bytes: npt.NDArray[np.int8]  # of a RAW id
-    starts_at: npt.NDArray[np.int64]  # byte in the buffer of a packed row's document starts, uint32 each
-    num_starts: npt.NDArray[np.int64]  # 0 unless asked for
-    sample: npt.NDArray[np.int64]
-
-
-class ShardReader:
-    """Opens shards when they are needed and keeps the latest of them open. One a process.
-
-    At most MAX_OPEN_SHARDS, and a quarter of the process's handles: an open shard holds two at most.
-    ``turn`` is the rank's: each process begins with another shard, see opening_order.py.
-    """
-
-    def __init__(
-        self, shards: ShardSet, *, stall_warning_s: float = STALL_WARNING_S, turn: Turn | None = None
-    ) -> None:
-        self._shards = shards
-        worker, turn = get_worker_info(), turn or Turn()
-        self._turn = turn if worker is None else turn.of_worker(worker.id, worker.num_workers)
-        self._opener = ShardOpener()
-        self._open: OrderedDict[int, OpenShard] = OrderedDict()
-        self._max_open = min(MAX_OPEN_SHARDS, max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8, 1))
-        self._buffer = np.empty(0, np.uint8)
-        self._used = 0
-        self._watch = StallWatch(stall_warning_s)
-
-    def read(self, samples: npt.NDArray[np.int64], *, starts: bool = False) -> SampleBytes:
-        """The bytes of some samples: int64[n] -> n rows in the same order; of packed rows, the starts too.
-
-        The buffer is the reader's own: the next ``read`` overwrites it. Raises MissingShard,
-        BrokenShard or ReadWriteError, each naming the shard.
-        """
-        order = np.argsort(samples, kind="stable")
-        table = np.zeros((7, len(samples)), np.int64)  # the columns of SampleBytes between buffer and sample
-        self._used = 0
-        if not len(self._buffer):  # all of it at once: what is not touched costs nothing, what is copied does
-            self._buffer = np.empty(
-                len(samples) * self._shards.tar_bytes // self._shards.num_samples, np.uint8
-            )
-        for number, rows, part in self._runs(samples[order]):
-            records = self._records(number, rows)
-            self._read_run(number, rows, records, table[:, part])
-            if starts:
-                self._read_starts(number, records, table[:, part])
-        asked = np.empty_like(table)
-        asked[:, order] = table
-        return SampleBytes(
-            buffer=self._buffer,
-            start=asked[0],
-            num_bytes=asked[1],
-            num_tokens=asked[2],
-            encoding=asked[3].astype(np.int8),
-            token_bytes=asked[4].astype(np.int8),
-            starts_at=asked[5],
-            num_starts=asked[6],
-            sample=samples,
-        )
-
-    def num_tokens(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Tokens of some samples, by the idx alone: int64[n] -> int64[n]."""
-        order = np.argsort(samples, kind="stable")
-        found = np.empty(len(samples), np.int64)
-        for number, rows, part in self._runs(samples[order]):
-            found[order[part]] = self.num_tokens_of(number)[rows]
-        return found
-
-    def num_tokens_of(self, number: int) -> npt.NDArray[np.int64]:
-        """Tokens of each sample of a shard, -1 where they were not counted; kept while it is open."""
-        if "num_tokens" not in self.opened(number).sums:
-            edges = self._shards.first_sample[number : number + 2]
-            num_samples = int(edges[1] - edges[0])
-            cuts = [*range(0, num_samples, _IDX_ROWS), num_samples]
-            parts = [self._records(number, slice(*cut))["num_tokens"] for cut in pairwise(cuts)]
-            counts = np.concatenate([np.empty(0, np.int64), *parts])
-            self.opened(number).sums["num_tokens"] = counts
-        return self.opened(number).sums["num_tokens"]
-
-    def close(self) -> None:
-        """Close every file."""
-        while self._open:
-            self._open.popitem()[1].close()
-        self._watch.close()
-
-    def opened(self, number: int) -> OpenShard:
-        """A shard, opened if it is not; counted through all sources."""
-        shard = self._open.get(number)
-        if shard is not None:
-            self._open.move_to_end(number)
-            return shard
-        while len(self._open) >= self._max_open:
-            self._open.popitem(last=False)[1].close()
-        source, row = self._shards.locate(number)
-        path = source.path_of(row)
-
-        def attempt() -> OpenShard:
-            self._watch.begin(path, 0)
-            try:
-                return self._opener.open(source, row)
-            finally:
-                self._watch.end()
-
-        self._open[number] = with_retries(f"{path} cannot be opened", attempt)
-        return self._open[number]
-
-    def opening_order(self, shards: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Shards, ascending, in the order in which this process opens them: int64[n] -> int64[n]."""
-        osts = self._shards.osts
-        return opening_order(shards, self._turn, None if osts is None else osts[shards])
-
-    def _runs(self, ascending: npt.NDArray[np.int64]) -> list[tuple[int, slice, slice]]:
-        """Runs of consecutive samples of one shard: (shard, its rows, their part of ``ascending``).
-
-        Shards come in opening order, the runs of each in ascending order.
-        """
-        shard = self._shards.shard_of(ascending)
-        cuts = (np.flatnonzero((np.diff(ascending) != 1) | (np.diff(shard) != 0)) + 1).tolist()
-        local = (ascending - self._shards.first_sample[shard]).tolist()
-        numbers = shard.tolist()
-        runs: dict[int, list[tuple[int, slice, slice]]] = {}
-        for first, end in zip([0, *cuts], [*cuts, len(ascending)], strict=True):
-            if first < end:
-                rows = slice(local[first], local[first] + end - first)
-                runs.setdefault(numbers[first], []).append((numbers[first], rows, slice(first, end)))
-        order = self.opening_order(np.array(list(runs), np.int64)).tolist()
-        return [run for number in order for run in runs[number]]
-
-    def _records(self, number: int, rows: slice) -> Any:
-        """Columns of the idx, for some rows of a shard."""
-        shard = self.opened(number)
-        if shard.idx is None:
-            held = shard.held
-            return {name: held[name][rows] for name in _COLUMNS} if isinstance(held, dict) else held[rows]
-        offset, num_bytes = shard.idx.place(rows)
-        chunks = np.empty(num_bytes, np.uint8)
-        self._fill(number, offset, chunks.data, of_idx=True)
-        if self.opened(number).idx is None:  # it failed and was opened anew, without its idx
-            return self._records(number, rows)
-        try:
-            return shard.idx.records(rows, chunks)
-        except BrokenShard as error:
-            if not self._opener.leave(self.opened(number), error):
-                raise
-        self._open.pop(number).close()
-        return self._records(number, rows)
-
-    def _read_run(self, number: int, rows: slice, records: Any, table: npt.NDArray[np.int64]) -> None:
-        """Read consecutive samples and fill their columns."""
-        shard = self.opened(number)
-        offset = records["offset"].astype(np.int64)
-        table[1] = records["num_bytes"]
-        table[2] = records["num_tokens"]
-        table[3] = shard.encoding[rows] if len(shard.encoding) > 1 else shard.encoding
-        table[4] = shard.token_bytes
-        first, last = int(offset[0]), int((offset + table[1]).max())
-        if not 0 <= first <= int(offset.min()) <= last <= shard.num_bytes or _misfit(shard, table):
-            verify = f"run: python -m preprocess verify {shard.path.parent}"
-            remedy = shard.remedy if shard.is_copy else verify
-            raise BrokenShard(
-                f"{shard.path}: its idx is damaged: it places samples at bytes {first} to {last} of "
-                f"{shard.num_bytes}, some of a wrong size or order; {remedy}"
-            )
-        table[0] = self._read_span(number, first, last - first) + (offset - first)
-
-    def _read_starts(self, number: int, records: Any, table: npt.NDArray[np.int64]) -> None:
-        """Read where documents begin in consecutive packed rows, one span a member of the tar."""
-        shard = self.opened(number)
-        offset = records["starts_offset"].astype(np.int64)
-        table[6] = records["num_starts"]
-        ends = offset + 4 * table[6]
-        is_inside = 0 <= offset.min() <= ends.max() <= shard.num_bytes
-        if not is_inside or int(table[6].max()) > shard.row_tokens:
-            raise BrokenShard(
-                f"{shard.path}: its idx is damaged: it places {int(table[6].max())} document starts of a row "
-                f"at bytes {int(offset.min())} to {int(ends.max())} of {shard.num_bytes}; {shard.remedy}"
-            )
-        cuts = (np.flatnonzero(offset[1:] != ends[:-1]) + 1).tolist()
-        for first, end in zip([0, *cuts], [*cuts, len(offset)], strict=True):
-            span = int(offset[first]), int(ends[end - 1] - offset[first])
-            table[5, first:end] = self._read_span(number, *span) + (offset[first:end] - span[0])
-
-    def _read_span(self, number: int, offset: int, num_bytes: int) -> int:
-        """Read bytes of a shard into the buffer; where they begin in it."""
-        place = self._used
-        self._used += -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-        if self._used > len(self._buffer):
-            grown = np.empty(max(self._used, 2 * len(self._buffer)), np.uint8)
-            grown[:place] = self._buffer[:place]
-            self._buffer = grown
-        self._fill(number, offset, self._buffer.data[place : place + num_bytes])
-        return place
-
-    def _fill(self, number: int, offset: int, target: memoryview, *, of_idx: bool = False) -> None:
-        """Read bytes of a shard's tar or idx, all; those of an idx that is held after all are left unread."""
-        done = 0
-        for delay_s in (*RETRY_DELAYS_S, None):
-            shard = self.opened(number)
-            if of_idx and shard.idx is None:
-                return
-            path, handle = shard.file(of_idx=of_idx)
-            self._watch.begin(path, offset + done)
-            try:
-                while done < len(target):
-                    done += _read_some(path, handle, target[done:], offset + done)
-            except (OSError, BrokenShard) as error:
-                if not self._opener.leave(shard, error):
-                    wait_to_retry(f"{path} cannot be read at byte {offset + done}", error, delay_s)
-                self._open.pop(number).close()  # a stale handle stays stale
-            else:
-                return
-            finally:
-                self._watch.end()
-
-
-def _misfit(shard: OpenShard, table: npt.NDArray[np.int64]) -> bool:
-    """Whether the bytes of some ids are not those of their number, or a row holds more than a row."""
-    if not shard.token_bytes:
-        return False
-    ids = shard.row_tokens or table[2]
-    too_long = shard.row_tokens > 0 and int(table[2].max()) > shard.row_tokens
-    return too_long or bool((table[1] != ids * shard.token_bytes).any())
+def _misplaced(shard: OpenShard, first: int, last: int) -> BrokenShard:
+    verify = f"run: python -m preprocess verify {shard.path.parent}"
+    return BrokenShard(
+        f"{shard.path}: its idx is damaged: it places samples at bytes {first} to {last} of "
+        f"{shard.num_bytes}, some of a wrong size or order; {shard.remedy if shard.is_copy else verify}"
+    )
 
 
 def _read_some(path: Path, handle: int, target: memoryview, offset: int) -> int:

@@ -1,28 +1,28 @@
-"""Packing at load: all documents joined to one stream of tokens, and cut into full rows.
+"""Packing at load: all documents are joined to one stream of tokens, which is cut into full rows.
 
-Row x is tokens ``[(offset + x S) mod T, + S)`` of the stream, found through the sums of the idx, so
-nothing is laid out beforehand and any row can be read. An epoch leaves out T mod S tokens, others each
-epoch; documents are cut at row edges. An EOS is put behind documents that lack it, and counts: in our
-shards all or none, as they were prepared; in tars of others each whose last id is not EOS.
+Row x is tokens ``[(offset + x S) mod T, + S)`` of the stream, found through the sums of the idx. Nothing is
+laid out beforehand, and any row can be read. An epoch leaves out T mod S tokens, others each epoch; documents
+are cut at the edges of rows. An EOS is put behind documents that lack it, and counts: in our shards all or
+none, as they were prepared; in external tars each document whose last id is not EOS.
 
-A worker decodes a whole window at once, each document once (twice at a block's edge), so its memory is
-the window's bytes and 4 bytes a token of it, and the first row of a window waits for all of it.
+A worker decodes a whole window at once, each document once (twice at the edge of a block). So its memory is
+the bytes of the window and 4 bytes per token of it, and the first row of a window waits for all of it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from loader.dataset import Run, ScatteredRows
+from loader.dataset import Chunk, ScatteredRows
 from loader.reading.open_shard import OpenShard
-from loader.reading.shard_reader import STALL_WARNING_S, ShardReader, Turn
+from loader.reading.shard_reader import ReaderContext, ShardReader
 from loader.samples.token_ids import CannotDecode, check_vocab, decode_samples
-from loader.shards.shard_set import DatasetShards, ForeignTar, ShardSet
+from loader.shards.shard_set import DatasetShards, ExternalTar, ShardSet
 from shardprep.errors import BrokenShard, UsageError
 
 _NONE = -1  # no EOS is put
@@ -37,8 +37,7 @@ class JoinedRows:
     eos_token_id: int | None
     starts: bool = False
     vocab_size: int | None = None
-    stall_warning_s: float = STALL_WARNING_S
-    turn: Turn = field(default_factory=Turn)  # of this rank, to open shards in
+    context: ReaderContext = ReaderContext()  # noqa: RUF009  frozen
 
     def __post_init__(self) -> None:
         if self.eos_token_id is None and any(self.lacks_eos(source).any() for source in self.shards.sources):
@@ -57,7 +56,7 @@ class JoinedRows:
         sizes = []
         for source in self.shards.sources:
             lacks = self.lacks_eos(source)
-            num_eos = lacks.sum() if isinstance(source, ForeignTar) else source.num_samples * lacks
+            num_eos = lacks.sum() if isinstance(source, ExternalTar) else source.num_samples * lacks
             sizes.append(source.num_tokens + num_eos)
         return np.concatenate([[0], np.cumsum(np.concatenate(sizes))]).astype(np.int64)
 
@@ -78,8 +77,8 @@ class JoinedRows:
         """T: tokens of the stream; an epoch's rows begin at any of them."""
         return int(self.first_token[-1])
 
-    def lacks_eos(self, source: DatasetShards | ForeignTar) -> npt.NDArray[np.bool_]:
-        """Whether documents end without EOS: bool[documents] of a tar of others, else bool[1] for all."""
+    def lacks_eos(self, source: DatasetShards | ExternalTar) -> npt.NDArray[np.bool_]:
+        """Whether documents end without EOS: bool[documents] of an external tar, else bool[1] for all."""
         if isinstance(source, DatasetShards):
             return np.array([not source.spec.append_eos])
         if self.eos_token_id is None:
@@ -95,7 +94,7 @@ class RowReader:
 
     def __init__(self, rows: JoinedRows) -> None:
         self._rows = rows
-        self._reader = ShardReader(rows.shards, stall_warning_s=rows.stall_warning_s, turn=rows.turn)
+        self._reader = ShardReader(rows.shards, rows.context)
 
     def num_tokens(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         return np.full(samples.shape, self._rows.seq_len, np.int64)
@@ -202,13 +201,13 @@ class RowWindow:
     seq_len: int
     starts: npt.NDArray[np.int64] | None  # where documents begin in ids, ascending
 
-    def run(self, first: int, end: int) -> Run:
+    def chunk(self, first: int, end: int) -> Chunk:
         at = self.at[:, first:end]
         flat = at.reshape(-1)
         ids = ScatteredRows(flat=self.ids, at=at, row_tokens=self.seq_len)
         lengths = np.full(at.shape, self.seq_len, np.int32)
         if self.starts is None:
-            return Run(lengths=lengths, ids=ids)
+            return Chunk(lengths=lengths, ids=ids)
         low = np.searchsorted(self.starts, flat)
         high = np.searchsorted(self.starts, flat + self.seq_len)
         parts = [
@@ -216,4 +215,4 @@ class RowWindow:
             for a, b, begin in zip(low.tolist(), high.tolist(), flat.tolist(), strict=True)
         ]
         num_starts = (high - low).astype(np.int32).reshape(at.shape)
-        return Run(lengths=lengths, ids=ids, num_starts=num_starts, starts=np.concatenate(parts))
+        return Chunk(lengths=lengths, ids=ids, num_starts=num_starts, starts=np.concatenate(parts))

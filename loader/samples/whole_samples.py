@@ -1,23 +1,21 @@
-"""Documents cut into pieces of at most ``max_length`` tokens, each a sample.
-
-Samples as the shards hold them: documents, cut at a length or in pieces, and packed rows.
-"""
+"""Samples as the shards hold them: documents, cut at a length or split into pieces, and packed rows."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from loader.dataset import Run
-from loader.reading.shard_reader import STALL_WARNING_S, SampleBytes, ShardReader, Turn
+from loader.dataset import Chunk
+from loader.reading.shard_reader import ReaderContext, SampleBytes, ShardReader
 from loader.samples.token_ids import (
     CannotDecode,
     Decoded,
     check_vocab,
-    chunks,
+    decode_parts,
     decode_samples,
     decode_starts,
     rows_in_place,
@@ -32,10 +30,10 @@ class DocumentPieces:
     Making it opens every shard for its idx: 0.1 ms a shard and 1 ns a document, files cached.
     """
 
-    def __init__(self, shards: ShardSet, max_length: int, turn: Turn | None = None) -> None:
+    def __init__(self, shards: ShardSet, max_length: int, context: ReaderContext) -> None:
         self.max_length = max_length
         self._shards = shards
-        reader = ShardReader(shards, turn=turn)
+        reader = ShardReader(shards, context)
         counts = np.zeros(shards.num_shards, np.int64)
         for number in reader.opening_order(np.arange(shards.num_shards)).tolist():
             counts[number] = self._ends(reader, number)[-1]
@@ -83,10 +81,9 @@ class WholeSamples:
     refuse_longer: bool = False
     starts: bool = False  # of documents in packed rows
     vocab_size: int | None = None  # checked where it is given: ids that others made
-    stall_warning_s: float = STALL_WARNING_S
-    turn: Turn = field(default_factory=Turn)  # of this rank, to open shards in
+    context: ReaderContext = ReaderContext()  # noqa: RUF009  frozen
 
-    @property
+    @cached_property
     def row_tokens(self) -> int:
         return self.shards.row_tokens
 
@@ -112,7 +109,7 @@ class SampleReader:
 
     def __init__(self, samples: WholeSamples) -> None:
         self._samples = samples
-        self._reader = ShardReader(samples.shards, stall_warning_s=samples.stall_warning_s, turn=samples.turn)
+        self._reader = ShardReader(samples.shards, samples.context)
 
     def num_tokens(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         if self._samples.pieces is not None:
@@ -142,11 +139,11 @@ class SampleReader:
         data = self._reader.read(unique)
         lengths = np.empty(len(asked), np.int64)
         parts: list[npt.NDArray[np.int32]] = []
-        for chunk in chunks(data, np.arange(len(unique))):
-            found = _decoded(self._samples, data, chunk)
+        for part in decode_parts(data, np.arange(len(unique))):
+            found = _decoded(self._samples, data, part)
             held = found.lengths.astype(np.int64)
-            here = slice(*np.searchsorted(document, [chunk[0], chunk[-1] + 1]).tolist())
-            local = document[here] - chunk[0]
+            here = slice(*np.searchsorted(document, [part[0], part[-1] + 1]).tolist())
+            local = document[here] - part[0]
             lengths[here] = np.minimum(held[local] - first[here], pieces.max_length)
             parts.append(found.ids[_places((np.cumsum(held) - held)[local] + first[here], lengths[here])])
         return PieceWindow(
@@ -169,34 +166,34 @@ class PieceWindow:
     lengths: npt.NDArray[np.int64]
     rows: npt.NDArray[np.int64]  # int64[samples a step, steps] -> pieces
 
-    def run(self, first: int, end: int) -> Run:
+    def chunk(self, first: int, end: int) -> Chunk:
         rows = self.rows[:, first:end]
         flat = rows.reshape(-1)
         lengths = self.lengths[flat]
         ids = self.ids[_places(self.begin[flat], lengths)]
-        return Run(lengths=lengths.reshape(rows.shape).astype(np.int32), ids=ids, num_cut=0)
+        return Chunk(lengths=lengths.reshape(rows.shape).astype(np.int32), ids=ids, num_cut=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleWindow:
-    """A Window whose samples are decoded when their run is asked for."""
+    """A Window whose samples are decoded when their chunk is asked for."""
 
     samples: WholeSamples
     data: SampleBytes
     rows: npt.NDArray[np.int64]  # int64[samples a step, steps] -> rows of data
     starts: bool
 
-    def run(self, first: int, end: int) -> Run:
+    def chunk(self, first: int, end: int) -> Chunk:
         rows = self.rows[:, first:end]
         flat = rows.reshape(-1)
         if self.samples.row_tokens:
-            return self._rows_run(rows, flat)
+            return self._rows_chunk(rows, flat)
         found = _decoded(self.samples, self.data, flat, max_length=self.samples.max_length)
         if found.num_cut and self.samples.refuse_longer:
             self._refuse(flat)
-        return Run(lengths=found.lengths.reshape(rows.shape), ids=found.ids, num_cut=found.num_cut)
+        return Chunk(lengths=found.lengths.reshape(rows.shape), ids=found.ids, num_cut=found.num_cut)
 
-    def _rows_run(self, rows: npt.NDArray[np.int64], flat: npt.NDArray[np.int64]) -> Run:
+    def _rows_chunk(self, rows: npt.NDArray[np.int64], flat: npt.NDArray[np.int64]) -> Chunk:
         row_tokens = self.samples.row_tokens
         ids = rows_in_place(self.data, rows, row_tokens)
         lengths = self.data.num_tokens[rows].astype(np.int32)
@@ -208,7 +205,7 @@ class SampleWindow:
         if self.starts:
             num_starts = self.data.num_starts[rows].astype(np.int32)
             starts = np.concatenate(decode_starts(self.data, flat, row_tokens))
-        return Run(lengths=lengths, ids=ids, num_starts=num_starts, starts=starts)
+        return Chunk(lengths=lengths, ids=ids, num_starts=num_starts, starts=starts)
 
     def _refuse(self, flat: npt.NDArray[np.int64]) -> None:
         for row in flat.tolist():

@@ -1,9 +1,8 @@
-"""The storage targets (OSTs) of a data set's shards, where ``verify`` found them on Lustre.
+"""What a user names -> the shards of a run.
 
-What a user names -> the shards of a run. A folder is a whole data set; shards can be excluded by name.
-
-Shards of our data sets are known by manifest or index.json and opened when needed; tars of others
-are scanned here, once.
+A folder is a whole data set; shards can be excluded by name. Shards of our data sets are known by manifest or
+index.json and are opened when they are needed. External tars are scanned here, once. Where ``verify`` wrote
+the storage targets (OSTs) of the shards, they are read, too.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.shards.input_paths import ExcludedShards, InputShards, find_inputs
-from loader.shards.shard_set import DatasetShards, ForeignTar, ShardSet
-from loader.shards.staged_folder import with_copies
+from loader.shards.shard_set import DatasetShards, ExternalTar, ShardSet
 from loader.shards.tar_samples import scan_tar
 from shardprep.errors import NotFound, OtherTokenizer, ShardprepError, UsageError
 from shardprep.format.dataset_spec import TokenizerSpec
@@ -33,21 +31,6 @@ from shardprep.retries import with_retries
 
 logger = logging.getLogger(__name__)
 
-
-def known_osts(folder: Path, num_shards: int) -> npt.NDArray[np.int64] | None:
-    """The OST of each shard: int64[num_shards]; None without an osts.json, or with a broken one.
-
-    Only the order of opening follows from it, so what is wrong with it is logged and no error.
-    """
-    try:
-        return read_osts(folder, num_shards)
-    except ShardprepError as error:
-        logger.warning(
-            "%s is left aside (%s); `python -m preprocess verify` writes it anew", folder / OSTS_NAME, error
-        )
-        return None
-
-
 _SHARD_TAR = re.compile(r"shard-(\d{5})\.tar")
 _COMPRESSED_TAR = re.compile(r"\.(tar\.\w+|tgz)$")
 _INDEX_START = re.compile(rb'\{\s*"format":\s*"shardprep-index"')
@@ -59,12 +42,10 @@ def find_shards(
     exclude_shards: Iterable[int | str | os.PathLike[str]] = (),
     cache_dir: str | os.PathLike[str] | None = None,
     count_tokens: bool = False,
-    staged_dir: str | os.PathLike[str] | None = None,
 ) -> ShardSet:
     """Find what a user named, without what is excluded; an incomplete folder is refused.
 
-    ``count_tokens``: tars without an idx are read once for the lengths of their samples. ``staged_dir``:
-    where copies of data sets of ours may lie; all shards must be found without them. Raises NotFound,
+    ``count_tokens``: tars without an idx are read once for the lengths of their samples. Raises NotFound,
     MissingShard, BrokenShard, UnknownVersion, UnknownMember, UsageError, or OtherTokenizer where data
     sets of different tokenizers are mixed.
     """
@@ -73,7 +54,7 @@ def find_shards(
     for path in find_inputs(input_shards, cache_dir):
         finder.add(path)
     excluded.check_all_found()
-    shards = ShardSet(with_copies(source, staged_dir) for source in finder.sources())
+    shards = ShardSet(finder.sources())
     _check_same_tokenizer(shards.datasets)
     _check_once(shards.datasets)
     if shards.num_samples == 0:
@@ -85,7 +66,7 @@ class _Finder:
     def __init__(self, excluded: ExcludedShards, count_tokens: bool) -> None:
         self._excluded = excluded
         self._count_tokens = count_tokens
-        self._sources: list[DatasetShards | ForeignTar] = []
+        self._sources: list[DatasetShards | ExternalTar] = []
         self._of_folder: dict[str, list[int]] = {}  # shards named one by one, of our data sets
         self._is_dataset: dict[str, bool] = {}
 
@@ -99,7 +80,7 @@ class _Finder:
         elif name == INDEX_NAME:
             self._sources.append(self._whole(Path(folder)))
         elif name.endswith(".tar"):
-            self._add_foreign(path)
+            self._add_external(path)
         elif with_retries(f"{path} cannot be looked at", Path(path).is_dir):
             self._add_folder(Path(path))
         else:
@@ -108,7 +89,7 @@ class _Finder:
                 f"{Path(folder) / 'shard-*.tar'}, and decompress .tar.gz files first"
             )
 
-    def sources(self) -> list[DatasetShards | ForeignTar]:
+    def sources(self) -> list[DatasetShards | ExternalTar]:
         named = [(Path(folder), shard_ids) for folder, shard_ids in self._of_folder.items() if shard_ids]
         return [*self._sources, *(_some_shards(folder, shard_ids) for folder, shard_ids in named)]
 
@@ -138,16 +119,16 @@ class _Finder:
         if not tars:
             raise NotFound(f"{folder} holds no shards: no {INDEX_NAME}, no manifest and no .tar")
         for path in tars:
-            self._add_foreign(str(path))
+            self._add_external(str(path))
 
-    def _add_foreign(self, path: str) -> None:
+    def _add_external(self, path: str) -> None:
         if self._excluded.has(path, None):
             return
         samples = with_retries(
             f"{path} cannot be read", lambda: scan_tar(Path(path), count_tokens=self._count_tokens)
         )
         tar_bytes = with_retries(f"{path} cannot be looked at", lambda: Path(path).stat().st_size)
-        self._sources.append(ForeignTar(path=Path(path), samples=samples, tar_bytes=tar_bytes))
+        self._sources.append(ExternalTar(path=Path(path), samples=samples, tar_bytes=tar_bytes))
 
     def _whole(self, folder: Path) -> DatasetShards:
         if not self._excluded:
@@ -230,6 +211,20 @@ def _rows(
         tar_sha256=np.array(index.tar_sha256)[rows],
         osts=None if osts is None else osts[shard_ids],
     )
+
+
+def known_osts(folder: Path, num_shards: int) -> npt.NDArray[np.int64] | None:
+    """The OST of each shard: int64[num_shards]; None without an osts.json, or with a broken one.
+
+    Only the order of opening follows from it, so what is wrong with it is logged and no error.
+    """
+    try:
+        return read_osts(folder, num_shards)
+    except ShardprepError as error:
+        logger.warning(
+            "%s is left aside (%s); `python -m preprocess verify` writes it anew", folder / OSTS_NAME, error
+        )
+        return None
 
 
 def _check_same_tokenizer(datasets: list[DatasetShards]) -> None:

@@ -1,6 +1,7 @@
-"""Shards that a user leaves out by name: before the order, and never silently.
+"""What a user names as ``input_shards`` -> paths of tars, data set folders and index.json files that exist.
 
-What a user names as ``input_shards`` -> tars, data set folders and index.json files that exist.
+``exclude_shards`` names shards to leave out. They are left out before the sampling order is made, and a name
+that fits no shard is an error.
 """
 
 from __future__ import annotations

@@ -29,7 +29,6 @@ class DatasetShards:
     tar_bytes: npt.NDArray[np.int64]
     tar_sha256: npt.NDArray[np.str_]  # the first 16 hex digits
     osts: npt.NDArray[np.int64] | None = None  # each begins on, where it is known; outside the fingerprint
-    staged_folder: Path | None = None  # of copies, some or none; outside the fingerprint
 
     def path_of(self, row: int) -> Path:
         """The tar of a row."""
@@ -53,7 +52,7 @@ class DatasetShards:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForeignTar:
+class ExternalTar:
     """A tar without a manifest, as others write them, with its headers scanned."""
 
     path: Path
@@ -89,7 +88,7 @@ class ForeignTar:
 class ShardSet:
     """Shards in the order they were named; sample g is counted through all of them."""
 
-    def __init__(self, sources: Iterable[DatasetShards | ForeignTar]) -> None:
+    def __init__(self, sources: Iterable[DatasetShards | ExternalTar]) -> None:
         self.sources = tuple(sources)
         counts = [np.zeros(0, np.int64), *(source.num_samples for source in self.sources)]
         # Shard s is row s - source_first[i] of source i.
@@ -104,7 +103,7 @@ class ShardSet:
             return None
         parts = [
             np.full(len(source.num_samples), -1)
-            if isinstance(source, ForeignTar) or source.osts is None
+            if isinstance(source, ExternalTar) or source.osts is None
             else source.osts
             for source in self.sources
         ]
@@ -128,6 +127,11 @@ class ShardSet:
         return [source for source in self.sources if isinstance(source, DatasetShards)]
 
     @property
+    def has_external(self) -> bool:
+        """Whether some shards are external tars."""
+        return len(self.datasets) < len(self.sources)
+
+    @property
     def row_tokens(self) -> int:
         """Tokens of every sample where all are packed rows of one length, else 0."""
         lengths = {source.row_tokens for source in self.sources}
@@ -149,7 +153,7 @@ class ShardSet:
         """sha256 of all sources, in their order."""
         return hashlib.sha256("".join(source.fingerprint for source in self.sources).encode()).hexdigest()
 
-    def locate(self, shard: int) -> tuple[DatasetShards | ForeignTar, int]:
+    def locate(self, shard: int) -> tuple[DatasetShards | ExternalTar, int]:
         """The source of a shard, counted through all sources, and its row there."""
         number = int(np.searchsorted(self.source_first, shard, side="right")) - 1
         return self.sources[number], shard - int(self.source_first[number])

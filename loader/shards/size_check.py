@@ -37,24 +37,20 @@ class SizeCheck:
     each on Lustre, which all ranks together would swamp. ``wait`` takes half a second at most, so that a
     loader is made quickly; what is found later is raised where the next run of batches is fetched. The
     other ranks learn nothing of it: they wait in their next collective, until the launcher, which sees rank
-    0 end, ends them (torchrun and ``srun --kill-on-bad-exit`` do). Tars of others were scanned already.
+    0 end, ends them (torchrun and ``srun --kill-on-bad-exit`` do). External tars were scanned already.
     """
 
     def __init__(self, shards: ShardSet) -> None:
         self._datasets = shards.datasets
-        self._error: ShardprepError | None = None
+        self.error: ShardprepError | None = None  # set once a tar was found missing or of a wrong size
         self._thread = threading.Thread(target=self._look, name="size check", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Give it a moment to end, and raise what it found."""
+        """Give it a moment to end; raise MissingShard or BrokenShard where it found one by then."""
         self._thread.join(WAIT_S)
-        self.raise_found()
-
-    def raise_found(self) -> None:
-        """Raise MissingShard or BrokenShard where a tar was found missing or of a wrong size by now."""
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     def _look(self) -> None:
         for source in self._datasets:
@@ -64,7 +60,7 @@ class SizeCheck:
                 logger.warning("the sizes of the tars in %s cannot be looked at: %s", source.folder, error)
                 continue
             if misfits:
-                self._error = _refusal(source, misfits)
+                self.error = _refusal(source, misfits)
                 return
 
 

@@ -1,14 +1,10 @@
-"""The header of a .npy file, parsed from its first bytes in 2 us; numpy's own parser takes 40.
+"""Where the samples of a tar without an idx lie: one scan of its headers.
 
-The rows of a packed tar of ours whose idx is not there, from its members; see docs/format.md.
-
-Where the samples of a tar without an idx lie: one scan of its headers.
-
-Keys are formed as webdataset forms them: a member's name up to its first dot is the key, the rest
-the field, members of one sample stand together. Understands ustar, PAX and GNU names, as Python's
-tarfile writes them for webdataset's TarWriter. A scan costs about 10 us a header. It reads no data but
-16 samples for the fingerprint; where lengths are needed beforehand, it reads everything once, at about
-1 GB/s, and notes each sample's last id. Tars of our packed rows are known by their two-dimensional ids.
+Keys are formed as webdataset forms them: a member's name up to its first dot is the key, the rest is the
+field, and members of one sample stand together. A scan costs about 10 us per header. Of the data it reads 16
+samples, for the fingerprint. Where lengths are needed beforehand it reads everything once, at about 1 GB/s,
+and notes the last id of each sample. Tars of our packed rows are known by their two-dimensional ids; their
+rows are found from the members, see docs/format.md. A .npy header is parsed in 2 us; numpy's parser takes 40.
 """
 
 from __future__ import annotations

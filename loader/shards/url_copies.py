@@ -1,6 +1,6 @@
 """Tars that are no local files: copied once, by webdataset, to where the loader can read at random.
 
-    DIR/<16 digits of the URL>-part-07.tar                      a tar of others
+    DIR/<16 digits of the URL>-part-07.tar                      an external tar
     DIR/<16 digits of the folder's URL>/shard-00000.tar ...     a shard of ours, with its manifest and idx
 
 So a shard of ours is one wherever it came from: it has the same fingerprint, and a run may go on with it.
@@ -72,7 +72,7 @@ def _our_copy(root: str, shard_id: int, folder: Path) -> Path | None:
         with _fetched(f"{root}/{target.name}", target) as (copy, _):
             copy.publish()
     except NotFound as error:
-        logger.warning("%s/%s is taken for a tar of others: %s", root, path.name, error)
+        logger.warning("%s/%s is taken for an external tar: %s", root, path.name, error)
         with contextlib.suppress(OSError):
             folder.rmdir()
         return None

@@ -1,8 +1,7 @@
-"""Which shards some lanes read in a range of steps, and how much of each: pure, by the law of the order.
+"""Which shards to stage on a node: all of a data set, those its ranks read, or as many of them as fit.
 
-Nothing of the size of the data set is held. Windows are read whole, so the first and the last count whole.
-
-Which shards to stage on a node: all of a data set, those its ranks read, or as many of them as fit.
+What ranks read follows from the sampling order alone (``parts_read``), without reading a sample. Nothing of
+the size of the data set is held. Windows are read whole, so the first and the last window count whole.
 """
 
 from __future__ import annotations
@@ -15,18 +14,19 @@ from itertools import groupby
 import numpy as np
 import numpy.typing as npt
 
-from loader.dataset import Samples
+from loader.dataset import Samples, check_batch, group_size, make_order, rank_lanes
 from loader.order import Order
 from loader.reading.shard_reader import Turn, opening_order
 from loader.samples.joined_rows import JoinedRows
+from loader.samples.make_samples import SampleRules, make_samples
 from loader.samples.whole_samples import WholeSamples
 from loader.shards.find_shards import find_shards
 from loader.shards.shard_set import DatasetShards, ShardSet
-from loader.shards.staged_folder import staged_folder
 from loader.staging.stage_shards import ShardToStage
+from loader.staging.staged_copies import staged_folder
 from shardprep.errors import UsageError
 
-CHUNK = 1 << 18  # intervals at a time: some 30 MB
+NUM_AT_ONCE = 1 << 18  # intervals at a time: some 30 MB
 
 Intervals = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]  # firsts, ends
 
@@ -46,7 +46,7 @@ def parts_read(
     for epoch in range(first_step // steps, -(-end_step // steps)):
         offset = order.offset(epoch, samples.offsets)
         begin, end = max(first_step - epoch * steps, 0), min(end_step - epoch * steps, steps)
-        for firsts, ends in _in_chunks(_epoch_samples(order, epoch, lanes, begin, end)):
+        for firsts, ends in _joined(_epoch_samples(order, epoch, lanes, begin, end)):
             firsts, ends = _unwrapped(firsts, ends, order.num_samples)
             begins = (offset + firsts * unit) % num_units
             read += _overlaps(edges, *_unwrapped(begins, begins + (ends - firsts) * unit, num_units))
@@ -67,8 +67,8 @@ def _epoch_samples(order: Order, epoch: int, lanes: range, begin: int, end: int)
     size = order.window_steps
     start, end = begin // size * size, min(-(-end // size) * size, order.steps_per_epoch)
     if not order.shuffle:
-        for first in range(start, end, CHUNK):
-            steps = np.arange(first, min(first + CHUNK, end), dtype=np.int64) * order.global_batch_size
+        for first in range(start, end, NUM_AT_ONCE):
+            steps = np.arange(first, min(first + NUM_AT_ONCE, end), dtype=np.int64) * order.global_batch_size
             yield steps + lanes.start, steps + lanes.stop
         return
     per_lane = order.steps_per_epoch * order.group
@@ -84,8 +84,8 @@ def _epoch_samples(order: Order, epoch: int, lanes: range, begin: int, end: int)
 def _blocks(order: Order, epoch: int, begin: int, end: int) -> Iterator[Intervals]:
     """Intervals of samples at consecutive positions, one a block; the outer blocks may be cut."""
     size = order.block_samples
-    for first in range(begin // size, -(-end // size), CHUNK):
-        positions = np.arange(first, min(first + CHUNK, -(-end // size)), dtype=np.int64) * size
+    for first in range(begin // size, -(-end // size), NUM_AT_ONCE):
+        positions = np.arange(first, min(first + NUM_AT_ONCE, -(-end // size)), dtype=np.int64) * size
         starts = order.samples_at(epoch, positions)
         yield (
             starts + np.maximum(begin - positions, 0),
@@ -93,12 +93,12 @@ def _blocks(order: Order, epoch: int, begin: int, end: int) -> Iterator[Interval
         )
 
 
-def _in_chunks(parts: Iterator[Intervals]) -> Iterator[Intervals]:
-    """The same intervals, at least CHUNK at a time but the last: thousands of lanes give few each."""
+def _joined(parts: Iterator[Intervals]) -> Iterator[Intervals]:
+    """The same intervals, at least NUM_AT_ONCE at a time but the last: thousands of lanes give few each."""
     held: list[Intervals] = []
     for part in parts:
         held.append(part)
-        if sum(len(firsts) for firsts, _ in held) >= CHUNK:
+        if sum(len(firsts) for firsts, _ in held) >= NUM_AT_ONCE:
             yield np.concatenate([part[0] for part in held]), np.concatenate([part[1] for part in held])
             held = []
     if held:
@@ -186,7 +186,7 @@ def choose_shards(
         shards, parts = find_shards(input_shards, exclude_shards=exclude_shards), None
     else:
         shards, parts = _parts_of_ranks(input_shards, exclude_shards, node_ranks)
-    _refuse_foreign(shards)
+    _refuse_external(shards)
     every = [_to_stage(shards, number, staged_dir) for number in range(shards.num_shards)]
     read = np.arange(len(every)) if parts is None else np.flatnonzero(parts)
     kept = read
@@ -208,22 +208,19 @@ def _parts_of_ranks(
     input_shards: tuple[str, ...], exclude_shards: tuple[int | str, ...], node: NodeRanks
 ) -> tuple[ShardSet, npt.NDArray[np.float64]]:
     """The shards, and how much of each the ranks read: what their loaders' own Order says."""
-    from loader.dataloader import SampleOptions, make_samples
-    from loader.dataset import check_batch, group_size, make_order, rank_lanes
-
     global_batch_size = check_batch(node.batch_size, node.global_batch_size, node.world_size)
     group = group_size(node.group_by_length, node.batch_size)
-    options = SampleOptions(
-        input_shards=input_shards,
-        exclude_shards=exclude_shards,
+    rules = SampleRules(
         seq_len=node.seq_len,
         max_length=node.max_length,
         long_documents=node.long_documents,  # type: ignore[arg-type]  # checked there
         group=group,
     )
-    shards = options.find_shards()
-    _refuse_foreign(shards)
-    samples = make_samples(options, shards, shards.datasets[0].spec.tokenizer)  # its EOS is all that counts
+    if rules.long_documents != "truncate" and rules.max_length is None:
+        raise UsageError(f"long_documents={rules.long_documents!r} needs max_length")
+    shards = find_shards(input_shards, exclude_shards=exclude_shards, count_tokens=rules.needs_lengths)
+    _refuse_external(shards)
+    samples = make_samples(shards, rules, eos_token_id=shards.datasets[0].spec.tokenizer.eos_token_id)
     order = make_order(samples, shards, global_batch_size, group, seed=node.seed, shuffle=node.shuffle)
     steps = order.steps_per_epoch
     end_step = (node.first_step // steps + node.num_epochs) * steps
@@ -238,11 +235,11 @@ def _parts_of_ranks(
     return shards, parts
 
 
-def _refuse_foreign(shards: ShardSet) -> None:
-    foreign = [source.path_of(0) for source in shards.sources if not isinstance(source, DatasetShards)]
-    if foreign:
+def _refuse_external(shards: ShardSet) -> None:
+    external = [source.path_of(0) for source in shards.sources if not isinstance(source, DatasetShards)]
+    if external:
         raise UsageError(
-            f"{foreign[0]} is a tar that shardprep did not write: no manifest says what its copy must be; "
+            f"{external[0]} is a tar that shardprep did not write: no manifest says what its copy must be; "
             "copy such tars yourself and give the loader the copies"
         )
 

@@ -1,10 +1,9 @@
-"""A verified copy of one shard: tar and idx, with the sha256 that the manifest vouches for.
+"""Stages shards: every one of a list ends up copied by this process, or by another that stages them, too.
 
-Stages shards: every one of a list ends up copied by this process, or by another that stages them, too.
-
-No locks. A process skips what is staged, leaves to others what they are copying while that grows, and
-copies the rest. Where two begin one shard at once, both copy it, and the first to finish removes what the
-others have begun: that costs a copy.
+A copy is verified: its tar and idx have the sha256 that the manifest says. There are no locks. A process
+skips what is staged, leaves to others what they are copying while that grows, and copies the rest. Where two
+processes begin one shard at once, both copy it, and the first to finish removes what the others have begun:
+that costs a copy.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from loader.shards.staged_folder import is_staged
+from loader.staging.staged_copies import is_staged
 from shardprep.atomic_files import STALE_AFTER_S, PublishedFile, remove_temporaries, sync_folder
 from shardprep.errors import (
     BrokenShard,

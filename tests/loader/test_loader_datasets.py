@@ -22,7 +22,7 @@ from webdataset.utils import pytorch_worker_info
 
 from loader import TokenLoader, get_llama3_dataloader
 from loader.__main__ import main as show
-from loader.dataset import Run
+from loader.dataset import Chunk
 from preprocess.__main__ import main as preprocess
 from shardprep.errors import BrokenShard, MissingShard, NotFound, OtherTokenizer, UsageError
 from tests.conftest import seal
@@ -460,8 +460,8 @@ def test_the_command_prints_a_batch_decoded(made: Any, capsys: pytest.CaptureFix
 def test_a_run_packs_and_unpacks_to_itself() -> None:
     ids = np.arange(2 * 3 * 4, dtype=np.int32).reshape(2, 3, 4)
     counts, starts = np.array([[1, 0, 2], [0, 0, 1]], np.int32), np.array([3, 0, 2, 1], np.int32)
-    full = Run(lengths=np.full((2, 3), 4, np.int32), ids=ids, num_starts=counts, starts=starts, num_cut=7)
-    again = Run.unpack(full.pack(), 4)
+    full = Chunk(lengths=np.full((2, 3), 4, np.int32), ids=ids, num_starts=counts, starts=starts, num_cut=7)
+    again = Chunk.unpack(full.pack(), 4)
     assert np.array_equal(again.ids, ids)
     assert again.num_cut == 7
     assert [[each.tolist() for each in again.starts_of(step)] for step in range(3)] == [
@@ -470,7 +470,7 @@ def test_a_run_packs_and_unpacks_to_itself() -> None:
         [[0, 2], [1]],
     ]
     lengths = np.array([[1, 2], [0, 3]], np.int32)
-    again = Run.unpack(Run(lengths=lengths, ids=np.arange(6, dtype=np.int32)).pack(), 0)
+    again = Chunk.unpack(Chunk(lengths=lengths, ids=np.arange(6, dtype=np.int32)).pack(), 0)
     assert [[row.tolist() for row in again.rows(step)] for step in (0, 1)] == [[[0], []], [[1, 2], [3, 4, 5]]]
 
 

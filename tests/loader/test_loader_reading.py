@@ -22,6 +22,7 @@ from loader.reading import open_shard, shard_reader
 from loader.reading.shard_reader import ShardReader
 from loader.shards.find_shards import find_shards
 from shardprep.errors import BrokenShard, MissingShard, NotFound, ReadWriteError, UnknownMember, UsageError
+from shardprep.format.idx import IDX_CHUNK
 from shardprep.format.osts import osts_json
 
 if TYPE_CHECKING:
@@ -170,17 +171,22 @@ def test_an_idx_read_in_parts_gives_the_same_batches_as_one_that_is_held(
     assert epoch(load(made / form, **options)) == whole
 
 
-def test_of_a_large_idx_only_the_records_asked_for_are_read(
+def test_of_a_large_idx_a_chunk_is_read_once_and_then_only_the_records_asked_for(
     made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shards = find_shards(made / "json")
-    for held, expected in ((0, 64 + 5 * 28), (1 << 20, 64 + int(shards.first_sample[1]) * 28)):
+    num_samples = int(shards.first_sample[1])
+    assert 8 < num_samples <= IDX_CHUNK, "all records of the shard are one chunk, of one crc32"
+    for held, again in ((0, 5 * 28), (1 << 20, 0)):
         monkeypatch.setattr(open_shard, "HELD_IDX_BYTES", held)
         reads = FailingReads(monkeypatch, [])
         reader = ShardReader(shards)
         reader.read(np.arange(3, 8))
+        first = 64 + 4 + num_samples * 28
+        assert reads.num_bytes[".idx"] == first
+        reader.read(np.arange(3, 8))
         reader.close()
-        assert reads.num_bytes[".idx"] == expected
+        assert reads.num_bytes[".idx"] == first + again
 
 
 def test_without_workers_each_shard_is_opened_once_wherever_the_loader_is_sent(
@@ -380,7 +386,7 @@ def test_records_that_place_samples_where_they_cannot_be_are_refused_before_anyt
         shard.held[column][2] = value
         return shard
 
-    monkeypatch.setattr("loader.reading.open_shard.open_shard", exchanging)
+    monkeypatch.setattr("loader.reading.shard_reader.open_shard", exchanging)
     boundaries: dict[str, Any] = {"boundaries": ("position_ids",)} if form == "concat" else {}
     with (
         load(made / form, **boundaries) as loader,

@@ -487,3 +487,16 @@ def test_a_tiny_llama_killed_and_resumed_learns_as_if_it_had_not_been(
     losses, elsewhere = train(tmp_path / "data", 13, 30, 4, torch.load(tmp_path / "checkpoint.pt"))
     assert losses == pytest.approx(resumed, rel=1e-4)
     assert {**elsewhere["loader"], "layout": None} == {**resumed_end["loader"], "layout": None}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("step", 1.5), ("epoch", None), ("num_micro", float("nan")), ("step", "1")]
+)
+def test_a_state_whose_place_is_no_whole_number_is_refused(forms: Any, name: str, value: Any) -> None:
+    with load(forms["documents"]) as loader:
+        state = loader.state_dict()
+        with pytest.raises(BrokenShard, match=f"its {name} is .*, expected a whole number"):
+            loader.load_state_dict({**state, name: value})
+        del state[name]
+        with pytest.raises(BrokenShard, match=f"its {name} is missing"):
+            loader.load_state_dict(state)

@@ -26,7 +26,7 @@ from loader import get_llama3_dataloader
 from loader.samples.token_ids import parse_id_lists
 from loader.shards.find_shards import find_shards
 from loader.shards.input_paths import expand_braces, find_inputs
-from loader.shards.shard_set import ForeignTar
+from loader.shards.shard_set import ExternalTar
 from loader.shards.tar_members import TarBytes
 from loader.shards.tar_samples import scan_tar
 from shardprep.errors import BrokenShard, NotFound, ReadWriteError, ShardprepError, UnknownMember, UsageError
@@ -549,19 +549,19 @@ class FailingPread:
 def test_a_scan_that_fails_is_tried_again_and_then_names_the_tar(
     tars: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    foreign = tars[0]
-    whole = vars(scan_tar(foreign))
+    external = tars[0]
+    whole = vars(scan_tar(external))
     FailingPread(monkeypatch, [errno.EIO, errno.ESTALE])
-    (source,) = find_shards(foreign).sources
-    assert isinstance(source, ForeignTar)
+    (source,) = find_shards(external).sources
+    assert isinstance(source, ExternalTar)
     for name, value in vars(source.samples).items():
         assert np.array_equal(value, whole[name])
     FailingPread(monkeypatch, [errno.EIO] * 100)
-    with pytest.raises(ReadWriteError, match=rf"{foreign} cannot be read in 7 attempts: .*output error"):
-        find_shards(foreign)
+    with pytest.raises(ReadWriteError, match=rf"{external} cannot be read in 7 attempts: .*output error"):
+        find_shards(external)
     FailingPread(monkeypatch, [errno.EACCES])
-    with pytest.raises(ReadWriteError, match=rf"{foreign} cannot be read: .*Permission denied"):
-        find_shards(foreign)
+    with pytest.raises(ReadWriteError, match=rf"{external} cannot be read: .*Permission denied"):
+        find_shards(external)
 
 
 def test_slices_of_a_tar_are_those_of_its_bytes_near_and_far(tmp_path: Path) -> None:

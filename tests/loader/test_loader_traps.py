@@ -228,7 +228,7 @@ def test_ranks_that_pass_one_data_parallel_rank_get_equal_batches(
 
 
 def test_what_makes_a_loader_of_its_own_from_the_dataset_is_refused(tmp_path: Path, model: str) -> None:
-    """As accelerate's prepare and skip_first_batches do, which would take runs of batches for samples."""
+    """As accelerate's prepare and skip_first_batches do, which would take chunks of batches for samples."""
     write_tars(tmp_path, 64, 3)
     with load(tmp_path, 4, model) as loader:
         another = DataLoader(
@@ -363,11 +363,11 @@ def interrupt():  # as a terminal does
     os.killpg(0, signal.SIGINT)
     time.sleep(60)
 
-fetch = TokenLoader._next_runs
+fetch = TokenLoader._next_chunks
 loader = get_llama3_dataloader(sys.argv[1], 8, model_id=sys.argv[2], num_workers=2)
 for where in ("loop", "loader", "idle"):
     if where == "loader":
-        TokenLoader._next_runs = lambda self: (fetch(self), interrupt())
+        TokenLoader._next_chunks = lambda self: (fetch(self), interrupt())
     try:
         for number, batch in enumerate(loader):
             if where == "loop" and number == 2:
@@ -378,7 +378,7 @@ for where in ("loop", "loader", "idle"):
         for worker in loader._stream._workers:
             worker.kill()
             worker.join()
-    TokenLoader._next_runs = fetch
+    TokenLoader._next_chunks = fetch
     time.sleep(1)  # workers that end of it have ended
     found = sorted(int(ids[0]) for batch in loader for ids in batch["input_ids"])
     assert found == list(range(640)), len(found)
@@ -451,7 +451,7 @@ def test_a_loader_remade_with_a_sampler_as_lightning_does_it_says_what_to_write(
     """For overfit_batches and predict, from the loader's public attributes."""
     write_tars(tmp_path, 64, 3)
     with load(tmp_path, 4, model) as loader:
-        names = ("runs", "step_batches", "tokenizer", "process_rank", "fingerprint", "pin_memory")
+        names = ("chunks", "step_batches", "tokenizer", "process_rank", "fingerprint", "pin_memory")
         shown = {name: vars(loader)[name] for name in names}
         assert type(loader)(**shown).order == loader.order
         with pytest.raises(UsageError, match=r"takes no sampler, .* predict dataloaders=\(batch for batch"):

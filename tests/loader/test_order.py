@@ -1,4 +1,4 @@
-"""The law of the order, by its promises."""
+"""The sampling order, by its promises."""
 
 from __future__ import annotations
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +15,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from loader import tokenizer as tokenizer_choice
+from loader.shards.find_shards import find_shards
 from loader.shards.shard_set import ShardSet
 from loader.tokenizer import choose_tokenizer
+from shardprep.errors import OtherTokenizer, ReadWriteError
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -102,3 +106,81 @@ def test_added_tokens_that_go_on_for_long_are_left_to_transformers(
 ) -> None:
     monkeypatch.setattr(tokenizer_choice, "_ADDED_TOKENS_CHARS", 200)
     assert_alike(chosen(model_dir), AutoTokenizer.from_pretrained(model_dir, local_files_only=True))
+
+
+@pytest.fixture(scope="module")
+def made_dir(prep: Prep, planned_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sample text as shards. Copy it; never write to it."""
+    folder = shutil.copytree(planned_dir, tmp_path_factory.mktemp("made") / "data")
+    prep.make(folder)
+    return folder
+
+
+@pytest.fixture
+def data_dir(made_dir: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(made_dir, tmp_path / "data")
+
+
+def replaced(name: str, old: str, new: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        text = (folder / name).read_text()
+        assert old in text
+        (folder / name).write_text(text.replace(old, new))
+
+    return change
+
+
+def with_two_ids_exchanged(folder: Path) -> None:
+    data = json.loads((folder / "tokenizer.json").read_text())
+    vocab = data["model"]["vocab"]
+    first, second, *_ = vocab
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+
+
+def removed(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+CHANGES = {
+    "another EOS": replaced("tokenizer_config.json", '"<|end_of_text|>"', '"<|begin_of_text|>"'),
+    "a key of another name": replaced("tokenizer_config.json", '"eos_token"', '"eor_token"'),
+    "another piece": with_two_ids_exchanged,
+    "no configuration": removed("tokenizer_config.json"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_data_sets_own_tokenizer_that_is_not_the_manifests_is_refused(
+    data_dir: Path, change: Callable[[Path], None]
+) -> None:
+    """Where a file is altered, or a look at it fails, transformers takes what it finds without a word."""
+    change(data_dir / "tokenizer")
+    with pytest.raises(OtherTokenizer, match=f"{data_dir / 'tokenizer'}"):
+        choose_tokenizer(find_shards(data_dir), None)
+
+
+def test_a_file_of_the_tokenizer_that_cannot_be_opened_is_named(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real_open = data_dir / "tokenizer" / "tokenizer_config.json", os.open
+
+    def failing(name: Any, *args: Any, **options: Any) -> int:
+        if Path(name) == path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(name))
+        return real_open(name, *args, **options)
+
+    monkeypatch.setattr(os, "open", failing)
+    with pytest.raises(ReadWriteError, match=str(path)):
+        choose_tokenizer(find_shards(data_dir), None)
+
+
+def test_a_model_of_another_eos_pads_and_ends_documents_as_the_manifests_say(
+    data_dir: Path, prep: Prep, tmp_path: Path
+) -> None:
+    shards = find_shards(data_dir)
+    shutil.rmtree(data_dir / "tokenizer")
+    folder = shutil.copytree(prep.model_dir, tmp_path / "model")
+    CHANGES["another EOS"](folder)
+    found = choose_tokenizer(shards, folder)
+    assert found.eos_token_id == shards.datasets[0].spec.tokenizer.eos_token_id

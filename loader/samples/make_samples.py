@@ -1,0 +1,90 @@
+"""What a sample of some shards is: the rules that a user gives, checked, and the Samples that follow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from loader.dataset import Samples
+from loader.reading.shard_reader import ReaderContext
+from loader.samples.joined_rows import JoinedRows
+from loader.samples.whole_samples import DocumentPieces, LongDocuments, WholeSamples
+from loader.shards.shard_set import ShardSet
+from shardprep.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRules:
+    """What one sample is; the names are arguments of ``get_llama3_dataloader``. Raises UsageError."""
+
+    seq_len: int | None = None
+    max_length: int | None = None
+    long_documents: LongDocuments = "truncate"
+    group: int = 1  # samples of like length side by side
+
+    def __post_init__(self) -> None:
+        for name in ("seq_len", "max_length"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name} is {value}, expected at least 1")
+        if self.long_documents not in get_args(LongDocuments):
+            raise UsageError(
+                f"long_documents is {self.long_documents!r}, expected {' or '.join(get_args(LongDocuments))}"
+            )
+        if self.seq_len is not None and (self.max_length is not None or self.group > 1):
+            raise UsageError(
+                f"seq_len={self.seq_len} packs documents into full rows; max_length and group_by_length are "
+                "for padded documents: leave one side out"
+            )
+
+    @property
+    def needs_lengths(self) -> bool:
+        """Whether the lengths of all documents must be known before the first batch."""
+        return self.seq_len is not None or self.group > 1 or self.long_documents == "split"
+
+
+def make_samples(
+    shards: ShardSet,
+    rules: SampleRules,
+    *,
+    eos_token_id: int | None,
+    vocab_size: int | None = None,
+    starts: bool = False,
+    context: ReaderContext = ReaderContext(),  # noqa: B008  frozen
+) -> Samples:
+    """The samples of some shards.
+
+    ``vocab_size``: ids are checked against it where it is given. ``starts``: whether to say where documents
+    begin in packed rows. Raises UsageError where the rules do not fit what the shards hold.
+    """
+    _check_rows(rules, shards, starts)
+    shared: dict[str, Any] = {
+        "shards": shards, "starts": starts, "vocab_size": vocab_size, "context": context
+    }  # fmt: skip
+    if rules.seq_len is not None and not shards.row_tokens:
+        return JoinedRows(seq_len=rules.seq_len, eos_token_id=eos_token_id, **shared)
+    splits = rules.long_documents == "split" and rules.max_length is not None
+    return WholeSamples(
+        max_length=rules.max_length,
+        pieces=DocumentPieces(shards, int(rules.max_length or 0), context) if splits else None,
+        refuse_longer=rules.long_documents == "error",
+        **shared,
+    )
+
+
+def _check_rows(rules: SampleRules, shards: ShardSet, starts: bool) -> None:
+    if not shards.has_rows:
+        return
+    rows = f"packed rows of {shards.row_tokens} tokens" if shards.row_tokens else "some packed rows"
+    if rules.max_length is not None or rules.group > 1:
+        raise UsageError(
+            f"max_length={rules.max_length} and group_by_length are for documents; these are {rows}: "
+            "prepare them with another --seq_len"
+        )
+    if rules.seq_len is not None and rules.seq_len != shards.row_tokens:
+        raise UsageError(
+            f"seq_len={rules.seq_len}, but these are {rows}; leave it out, or prepare them "
+            "with that --seq_len"
+        )
+    if starts and not shards.row_tokens:
+        raise UsageError("boundaries are for rows of one length; load documents and packed rows apart")

@@ -25,7 +25,9 @@ import numpy.typing as npt
 from preprocess.llama3_pipeline import LLAMA3_REGEX
 from preprocess.long_documents import CUT, encodable_pieces
 from preprocess.options import EngineName
+from preprocess.tokenizer_files import MAX_TOKENIZER_BYTES
 from shardprep.errors import NotFound, OtherTokenizer, ReadWriteError, UsageError
+from shardprep.regular_files import read_regular, size_of_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +176,7 @@ PROBE = (
 
 def probe_texts(tokenizer_json: Path) -> list[str]:
     """PROBE, and the first and last added tokens of the tokenizer standing in text."""
-    data = json.loads(tokenizer_json.read_bytes())
+    data = json.loads(read_regular(tokenizer_json, max_bytes=MAX_TOKENIZER_BYTES))
     contents = [token["content"] for token in data.get("added_tokens") or []]
     chosen = list(dict.fromkeys(contents[:8] + contents[-8:]))
     return [*PROBE, *(f"a {text} b{text}{text}\n{text}" for text in chosen)]
@@ -204,7 +206,7 @@ def load_engine(
     Raises OtherTokenizer where even the reference gives other ids, UsageError where an engine
     that was asked for by name cannot be had.
     """
-    if not tokenizer_json.is_file():
+    if size_of_file(tokenizer_json) is None:
         raise NotFound(f"{tokenizer_json} is missing; run the plan command again, it writes it anew")
     if wanted != "tokenizers" and (fast_is_equal or wanted == "fastokens"):
         fast = equal_fast_engine(

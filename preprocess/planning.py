@@ -35,7 +35,13 @@ from preprocess.options import BATCH_BYTES, PrepConfig
 from preprocess.plan import Plan, plan_differences, plan_id, publish_plan, read_plan, with_hashes
 from preprocess.shard_cuts import Cut, check_num_shards, even_cuts, file_cuts, files_can_be_cut
 from preprocess.shard_writer import ShardWriter
-from preprocess.tokenizer_files import TOKENIZER_FILE, publish_tokenizer, resolve_tokenizer, stamp_tokenizer
+from preprocess.tokenizer_files import (
+    MAX_TOKENIZER_BYTES,
+    TOKENIZER_FILE,
+    publish_tokenizer,
+    resolve_tokenizer,
+    stamp_tokenizer,
+)
 from shardprep.atomic_files import STALE_AFTER_S, remove_temporaries
 from shardprep.errors import CannotWrite, Refused, UsageError
 from shardprep.format import (
@@ -47,6 +53,7 @@ from shardprep.format import (
     idx_path,
     tar_path,
 )
+from shardprep.regular_files import read_regular
 
 
 @contextlib.contextmanager
@@ -196,7 +203,7 @@ def _plan_of(
         probe=probe,
         probe_sha256=probe_sha256,
         fast_engine_is_equal=False,
-        can_be_cut=can_be_cut(orjson.loads(tokenizer_json.read_bytes())),
+        can_be_cut=can_be_cut(orjson.loads(read_regular(tokenizer_json, max_bytes=MAX_TOKENIZER_BYTES))),
         inputs=inputs,
         cuts=cuts,
     )

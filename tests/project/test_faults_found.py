@@ -1,0 +1,59 @@
+"""What the fault campaigns (tests/faults) found, each as its own small test."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from preprocess.engines import load_engine, probe_texts
+from shardprep.errors import ReadWriteError
+
+
+@pytest.fixture
+def stale(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``stale("stat", "a.json")``: from now on that call of ``os`` fails for paths of that name."""
+
+    def apply(call: str, name: str) -> None:
+        real = getattr(os, call)
+
+        def failing(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(path, str | os.PathLike) and Path(path).name == name:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), os.fspath(path))
+            return real(path, *args, **kwargs)
+
+        monkeypatch.setattr(os, call, failing)
+
+    return apply
+
+
+def test_a_worker_that_cannot_look_at_the_tokenizer_says_so(
+    tmp_path: Path, stale: Callable[..., None]
+) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text("{}")
+    stale("stat", path.name)
+    with pytest.raises(ReadWriteError, match="cannot be read: Stale file handle"):
+        load_engine(
+            path,
+            wanted="tokenizers",
+            allow_special_tokens=False,
+            probe=[],
+            probe_sha256="",
+            fast_is_equal=False,
+            warn=pytest.fail,
+        )
+
+
+def test_planning_names_the_tokenizer_file_that_it_cannot_read(
+    tmp_path: Path, stale: Callable[..., None]
+) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text("{}")
+    stale("open", path.name)
+    with pytest.raises(ReadWriteError, match="cannot be read: Stale file handle"):
+        probe_texts(path)

@@ -19,6 +19,7 @@ from shardprep.command_line import check_command, parse_command, underscored
 from shardprep.console import Progress, outlast_readers, output_is_read, raise_on_stop_signals, say
 from shardprep.errors import ReadWriteError, ShardprepError, Stopped
 from shardprep.format import INDEX_NAME, id_ranges
+from shardprep.regular_files import size_of_file
 from slurm.dataset_state import DatasetState, find_state
 from slurm.job_script import HELP, JobRequest
 from slurm.slurm_commands import REQUEST_VARIABLES, slurm_output
@@ -177,7 +178,9 @@ def _wait(args: argparse.Namespace) -> int:
                 break
             time.sleep(_POLL_S)
     _print_status(state)
-    whole = len(state.ids("done")) == plan.num_shards and (args.output_dir / INDEX_NAME).exists()
+    whole = (
+        len(state.ids("done")) == plan.num_shards and size_of_file(args.output_dir / INDEX_NAME) is not None
+    )
     return 0 if whole else ReadWriteError.exit_code
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from shardprep.errors import BrokenShard
-from shardprep.format import id_ranges, manifest_path
+from shardprep.format import INDEX_NAME, id_ranges, manifest_path
+from shardprep.regular_files import size_of_file
 from slurm.checked_json import Fields, read_json
 from slurm.dataset_state import NODE_FAIL, DatasetState, ShardState, is_live
 
@@ -126,7 +127,7 @@ def report(state: DatasetState, runs: Sequence[ShardRun]) -> dict[str, Any]:
         "restarts": _restarts(state),
         "other_plan": id_ranges(run.shard_id for run in runs if run.plan_id != state.plan.plan_id),
         "verify": state.verify,
-        "verified": (state.folder / "index.json").exists(),
+        "verified": size_of_file(state.folder / INDEX_NAME) is not None,
         "held_jobs": state.held,
         **_speed(state, runs),
         "slow_shards": [

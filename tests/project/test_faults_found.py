@@ -6,12 +6,19 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from preprocess.engines import load_engine, probe_texts
+from preprocess.plan import need_plan
 from shardprep.errors import ReadWriteError
+from shardprep.format import INDEX_NAME
+from slurm.dataset_state import find_state
+from slurm.status_report import report
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
 
 
 @pytest.fixture
@@ -57,3 +64,12 @@ def test_planning_names_the_tokenizer_file_that_it_cannot_read(
     stale("open", path.name)
     with pytest.raises(ReadWriteError, match="cannot be read: Stale file handle"):
         probe_texts(path)
+
+
+def test_status_that_cannot_look_at_the_index_says_so(
+    prep: Prep, planned_dir: Path, stale: Callable[..., None]
+) -> None:
+    state = find_state(planned_dir, need_plan(planned_dir))
+    stale("stat", INDEX_NAME)
+    with pytest.raises(ReadWriteError, match="cannot be read: Stale file handle"):
+        report(state, [])

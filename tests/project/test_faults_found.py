@@ -73,3 +73,10 @@ def test_status_that_cannot_look_at_the_index_says_so(
     stale("stat", INDEX_NAME)
     with pytest.raises(ReadWriteError, match="cannot be read: Stale file handle"):
         report(state, [])
+
+
+def test_planning_takes_the_sizes_of_its_sample_from_the_manifest(
+    prep: Prep, sample_dir: Path, tmp_path: Path, stale: Callable[..., None]
+) -> None:
+    stale("stat", "shard-00000.tar")
+    assert prep.plan(sample_dir, tmp_path / "data", num_shards=1).num_shards == 1

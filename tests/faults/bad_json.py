@@ -21,7 +21,7 @@ from tests.faults.outcomes import Outcome
 from tests.faults.small_data_sets import SmallDataSet
 
 FORMS = ("concat", "json")
-QUICK_FORMS = ("concat",)
+QUICK_FORMS = ("best_fit",)
 _USAGE = 2  # exit code
 
 _DEEP = "[" * 100_000 + "]" * 100_000

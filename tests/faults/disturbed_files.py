@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,7 +103,7 @@ def disturb(
 ) -> Iterator[Outcome]:
     """Every fault of a file, each put through every command that reads it."""
     data = data_set.place / "data"
-    path = data / file.name
+    path = Path(os.path.normpath(data / file.name))  # an input lies beside the data set
 
     def prepare() -> None:
         file.prepare(data)
@@ -113,7 +114,7 @@ def disturb(
         prepare()
         if not path.exists():
             continue
-        for words, apply in faults(path.read_bytes()):
+        for words, apply in faults(path.read_bytes() if path.is_file() else b""):
             data_set.reset(file.stage)
             prepare()
             apply(path)

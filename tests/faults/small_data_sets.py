@@ -56,8 +56,9 @@ class SmallDataSet:
 
     def reset(self, stage: Stage) -> None:
         """Make the workplace what it was at the end of ``stage``."""
-        shutil.rmtree(self.place, ignore_errors=True)
-        shutil.copytree(self.templates / stage, self.place, symlinks=True)
+        for path in self.place.iterdir():  # the folder itself stays: it may be a mount
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        shutil.copytree(self.templates / stage, self.place, symlinks=True, dirs_exist_ok=True)
 
     def run(self, name: str, before: Callable[[], None] = _nothing) -> Ended:
         """A command on the workplace as it is; ``before`` is called in its process just before it."""

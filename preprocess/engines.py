@@ -93,10 +93,13 @@ class Engine:
 
 
 def tokenizers_engine(tokenizer_json: Path, *, allow_special_tokens: bool) -> Engine:
-    """The reference. Strings of control tokens stay text unless they are allowed."""
+    """The reference. Strings of control tokens stay text unless they are allowed. Raises ReadWriteError."""
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(tokenizer_json))
+    try:
+        tokenizer = Tokenizer.from_file(str(tokenizer_json))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ReadWriteError(f"{tokenizer_json} cannot be loaded: {error}") from error
     tokenizer.encode_special_tokens = not allow_special_tokens
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -220,10 +223,7 @@ def load_engine(
         if wanted == "fastokens":
             raise UsageError(f"--engine fastokens fails for {tokenizer_json}: {fast}; use --engine auto")
         warn(f"fastokens cannot be used for this tokenizer ({fast}); going on with tokenizers, slower")
-    try:
-        engine = tokenizers_engine(tokenizer_json, allow_special_tokens=allow_special_tokens)
-    except Exception as error:
-        raise ReadWriteError(f"{tokenizer_json} cannot be loaded: {error}") from error
+    engine = tokenizers_engine(tokenizer_json, allow_special_tokens=allow_special_tokens)
     found = ids_sha256([engine.encode(probe)])
     if found != probe_sha256:
         raise OtherTokenizer(

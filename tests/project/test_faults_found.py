@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess.engines import load_engine, probe_texts
+from preprocess.engines import load_engine, probe_texts, tokenizers_engine
 from preprocess.plan import need_plan
 from shardprep.errors import ReadWriteError
 from shardprep.format import INDEX_NAME
@@ -80,3 +80,8 @@ def test_planning_takes_the_sizes_of_its_sample_from_the_manifest(
 ) -> None:
     stale("stat", "shard-00000.tar")
     assert prep.plan(sample_dir, tmp_path / "data", num_shards=1).num_shards == 1
+
+
+def test_planning_names_the_tokenizer_file_that_tokenizers_cannot_open(tmp_path: Path) -> None:
+    with pytest.raises(ReadWriteError, match="cannot be loaded"):
+        tokenizers_engine(tmp_path / "tokenizer.json", allow_special_tokens=False)

@@ -12,7 +12,8 @@ import pytest
 
 from preprocess.engines import load_engine, probe_texts, tokenizers_engine
 from preprocess.plan import need_plan
-from shardprep.errors import ReadWriteError
+from preprocess.tokenizer_files import resolve_tokenizer
+from shardprep.errors import NotFound, ReadWriteError
 from shardprep.format import INDEX_NAME
 from slurm.dataset_state import find_state
 from slurm.status_report import report
@@ -85,3 +86,10 @@ def test_planning_takes_the_sizes_of_its_sample_from_the_manifest(
 def test_planning_names_the_tokenizer_file_that_tokenizers_cannot_open(tmp_path: Path) -> None:
     with pytest.raises(ReadWriteError, match="cannot be loaded"):
         tokenizers_engine(tmp_path / "tokenizer.json", allow_special_tokens=False)
+
+
+def test_a_model_folder_that_cannot_be_looked_at_is_named(tmp_path: Path, stale: Callable[..., None]) -> None:
+    (tmp_path / "model").mkdir()
+    stale("stat", "model")
+    with pytest.raises(NotFound, match="no usable tokenizer was found"):
+        resolve_tokenizer(str(tmp_path / "model"), tmp_path)

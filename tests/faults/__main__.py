@@ -62,8 +62,9 @@ def _run(args: argparse.Namespace, folder: Path) -> int:
                 print(f"{name}: {len(outcomes)} tried, {len(failures(outcomes))} failed", file=sys.stderr)
                 if args.json:
                     args.json.write_text(json.dumps(as_json(outcomes)), encoding="utf-8")
-    if args.json:
-        args.json.write_text(json.dumps(as_json(outcomes)), encoding="utf-8")
+        if args.json:
+            args.json.write_text(json.dumps(as_json(outcomes)), encoding="utf-8")
+        print(f"{name}: ended", flush=True)
     print(table(outcomes))
     print()
     print(findings(outcomes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -11,6 +12,7 @@ from typing import Any
 from loader.shards.shard_set import DatasetShards, ShardSet
 from shardprep.errors import NotFound, OtherTokenizer, UsageError
 from shardprep.format import TOKENIZER_DIR, tokenizer_fingerprint
+from shardprep.regular_files import close_read, open_regular
 
 # As tokenizers begins a tokenizer.json: truncation and padding hold no list.
 _ADDED_TOKENS = re.compile(r'\s*\{[^\[\]]*?"added_tokens":\s*(?=\[)')
@@ -76,6 +78,8 @@ def _load(name: str) -> Any:
     from transformers import AutoTokenizer
 
     is_folder = Path(name).is_dir()
+    if is_folder:
+        _check_regular(Path(name))
     try:
         known = _added_tokens(Path(name)) if is_folder else {}
         return AutoTokenizer.from_pretrained(
@@ -88,6 +92,13 @@ def _load(name: str) -> Any:
             f"no usable tokenizer was found {where} ({type(error).__name__}: {reason}); expected a folder "
             "with a tokenizer.json, or a model's name and a way to the hub"
         ) from None
+
+
+def _check_regular(folder: Path) -> None:
+    """That no file of a tokenizer is a FIFO or a device, which transformers would read for ever."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+        with contextlib.suppress(OSError):  # what is not there, or cannot be read, transformers says
+            close_read(open_regular(folder / name))
 
 
 def _added_tokens(folder: Path) -> dict[str, Any]:

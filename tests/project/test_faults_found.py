@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from loader import tokenizer as loader_tokenizer
 from preprocess.engines import load_engine, probe_texts, tokenizers_engine
 from preprocess.plan import need_plan
 from preprocess.tokenizer_files import resolve_tokenizer
-from shardprep.errors import NotFound, ReadWriteError
+from shardprep.errors import BrokenShard, NotFound, ReadWriteError
 from shardprep.format import INDEX_NAME
 from slurm.dataset_state import find_state
 from slurm.status_report import report
@@ -93,3 +94,10 @@ def test_a_model_folder_that_cannot_be_looked_at_is_named(tmp_path: Path, stale:
     stale("stat", "model")
     with pytest.raises(NotFound, match="no usable tokenizer was found"):
         resolve_tokenizer(str(tmp_path / "model"), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_fifo_in_place_of_a_tokenizers_file_does_not_hold_the_loader(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(BrokenShard, match="is a FIFO, expected a regular file"):
+        loader_tokenizer._load(str(tmp_path))

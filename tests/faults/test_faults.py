@@ -17,7 +17,10 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc compiles what injects the faults")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc compiles what injects the faults"),
+    pytest.mark.timeout(1800),  # they take CPU time, which a busy machine gives slowly
+]
 
 
 Outcomes = Callable[[str], list[dict[str, Any]]]

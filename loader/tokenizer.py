@@ -11,7 +11,8 @@ from typing import Any
 
 from loader.shards.shard_set import DatasetShards, ShardSet
 from shardprep.errors import NotFound, OtherTokenizer, UsageError
-from shardprep.format import TOKENIZER_DIR, tokenizer_fingerprint
+from shardprep.format.dataset_spec import tokenizer_fingerprint
+from shardprep.format.names import TOKENIZER_DIR
 from shardprep.regular_files import close_read, open_regular
 
 # As tokenizers begins a tokenizer.json: truncation and padding hold no list.

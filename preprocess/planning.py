@@ -44,13 +44,8 @@ from preprocess.tokenizer_files import (
 )
 from shardprep.atomic_files import STALE_AFTER_S, remove_temporaries
 from shardprep.errors import CannotWrite, Refused, UsageError
-from shardprep.format import (
-    INDEX_NAME,
-    OSTS_NAME,
-    PLAN_NAME,
-    TOKENIZER_DIR,
-    TokenizerSpec,
-)
+from shardprep.format.dataset_spec import TokenizerSpec
+from shardprep.format.names import INDEX_NAME, OSTS_NAME, PLAN_NAME, TOKENIZER_DIR
 from shardprep.regular_files import read_regular
 
 

@@ -14,8 +14,9 @@ from typing import Any
 
 from shardprep.atomic_files import sync_path
 from shardprep.errors import BrokenShard, CannotWrite, NotFound, OtherTokenizer, UsageError
-from shardprep.format import TOKENIZER_DIR, FileStamp, TokenizerSpec, tokenizer_fingerprint
-from shardprep.regular_files import NOT_THERE, names_in, read_regular, sha256_of_file
+from shardprep.format.dataset_spec import TokenizerSpec, tokenizer_fingerprint
+from shardprep.format.names import TOKENIZER_DIR
+from shardprep.regular_files import NOT_THERE, FileStamp, names_in, read_regular, sha256_of_file
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"

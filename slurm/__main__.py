@@ -14,11 +14,13 @@ import time
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from shardprep.id_ranges import id_ranges
+
 from preprocess.plan import need_plan
 from shardprep.command_line import check_command, parse_command, underscored
 from shardprep.console import Progress, outlast_readers, output_is_read, raise_on_stop_signals, say
 from shardprep.errors import ReadWriteError, ShardprepError, Stopped
-from shardprep.format import INDEX_NAME, id_ranges
+from shardprep.format.names import INDEX_NAME
 from shardprep.regular_files import size_of_file
 from slurm.dataset_state import DatasetState, find_state
 from slurm.job_script import HELP, JobRequest

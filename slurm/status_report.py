@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardprep.id_ranges import id_ranges
+
 from shardprep.errors import BrokenShard
-from shardprep.format import INDEX_NAME, id_ranges, manifest_path
+from shardprep.format.names import INDEX_NAME, manifest_path
 from shardprep.regular_files import size_of_file
 from slurm.checked_json import Fields, read_json
 from slurm.dataset_state import NODE_FAIL, DatasetState, ShardState, is_live

@@ -15,7 +15,7 @@ from preprocess.engines import load_engine, probe_texts, tokenizers_engine
 from preprocess.plan import need_plan
 from preprocess.tokenizer_files import resolve_tokenizer
 from shardprep.errors import BrokenShard, NotFound, ReadWriteError
-from shardprep.format import INDEX_NAME
+from shardprep.format.names import INDEX_NAME
 from slurm.dataset_state import find_state
 from slurm.status_report import report
 

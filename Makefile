@@ -8,6 +8,8 @@ TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
 # Processes that test side by side; one of them mostly waits for Slurm. 0: none but pytest's own.
 TEST_PROCESSES ?= 3
+# More arguments for the fault campaigns: make torture TORTURE_ARGS='--quick --only bit_flips'
+TORTURE_ARGS ?=
 # More arguments for the benchmark: make bench_preprocess BENCH_ARGS=--quick
 BENCH_ARGS ?=
 
@@ -17,7 +19,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
 SCRIPTS := $(wildcard slurm/*.sh tests/*.sh examples/*.sh) .ci/run
 
-.PHONY: help install demo test lint bench_preprocess bench_loader bench_limits clean
+.PHONY: help install demo test torture lint bench_preprocess bench_loader bench_limits clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -39,6 +41,9 @@ demo: install ## text to a decoded batch on this machine, in ./demo_data
 
 test: install ## all tests; as root on Debian or Ubuntu they install and start a real Slurm
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
+
+torture: install ## each fault of disks, files and processes, one by one (2 hours; needs gcc)
+	$(BIN)/python -m tests.faults $(TORTURE_ARGS)
 
 lint: install ## ruff, mypy --strict, shellcheck
 	$(BIN)/ruff check .

@@ -66,9 +66,6 @@ def _load_own(dataset: DatasetShards) -> Any:
     special tokens, and says nothing. Raises OtherTokenizer, ReadWriteError, or NotFound.
     """
     folder = dataset.folder / TOKENIZER_DIR
-    for name in _READ_FILES:
-        with contextlib.suppress(*NOT_THERE), errors_named(folder / name):
-            close_read(open_regular(folder / name))
     tokenizer, spec = _load(str(folder)), dataset.spec.tokenizer
     expected = {name: getattr(spec, name) for name in _SPECIAL_IDS}
     found = {name: getattr(tokenizer, name) for name in _SPECIAL_IDS}
@@ -134,6 +131,8 @@ def _load(name: str) -> Any:
     from transformers import AutoTokenizer
 
     is_folder = os.path.isdir(name)  # noqa: PTH112  False, not an error, where it cannot be looked at
+    if is_folder:
+        _check_files(Path(name))
     try:
         known = _added_tokens(Path(name)) if is_folder else {}
         return AutoTokenizer.from_pretrained(
@@ -146,6 +145,16 @@ def _load(name: str) -> Any:
             f"no usable tokenizer was found {where} ({type(error).__name__}: {reason}); expected a folder "
             "with a tokenizer.json, or a model's name and a way to the hub"
         ) from None
+
+
+def _check_files(folder: Path) -> None:
+    """Open each file that transformers may read: it waits for a FIFO for ever, and goes on after an error.
+
+    Raises BrokenShard for what is no regular file, ReadWriteError where the file system fails.
+    """
+    for name in _READ_FILES:
+        with contextlib.suppress(*NOT_THERE), errors_named(folder / name):
+            close_read(open_regular(folder / name))
 
 
 def _added_tokens(folder: Path) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from preprocess.plan import Plan
 from preprocess.resources import BATCH_BYTES
 from preprocess.shard_writer import ShardWriter
 from shardprep.errors import CannotWrite
-from shardprep.format.names import idx_path, tar_path
 
 _NUM_PLACES = 8  # of the input that are sampled
 _SAMPLE_BYTES = 2 << 20  # in all
@@ -115,14 +114,13 @@ def measure(plan: Plan, engine: Engine) -> CostEstimate:
             writer.append(batch, tokens)
             at, write_s = _add_cpu(at, write_s)
             num_bytes += batch.num_bytes
-        writer.commit({})
-        written = tar_path(folder, 0).stat().st_size + idx_path(folder, 0).stat().st_size
+        manifest = writer.commit({})
     shard_bytes = plan.shard_bytes()
     cpu_s = read_s + encode_s + write_s
     scale = sum(shard_bytes) / max(1, num_bytes)
     return CostEstimate(
         num_tokens=round(writer.num_tokens * scale),
-        output_bytes=round(written * scale),
+        output_bytes=round((manifest.tar.num_bytes + manifest.idx.num_bytes) * scale),
         core_hours=(cpu_s * scale + _STARTUP_S * plan.num_shards) / 3600,
         longest_shard_s=cpu_s * max(shard_bytes) / max(1, num_bytes) + _STARTUP_S,
         # Reading and writing take a thread each, encoding as many as there are.

@@ -24,7 +24,9 @@ import numpy.typing as npt
 
 from preprocess.long_documents import CUT, encodable_pieces
 from preprocess.options import EngineName
+from preprocess.tokenizer_files import MAX_TOKENIZER_BYTES
 from shardprep.errors import NotFound, OtherTokenizer, ReadWriteError, UsageError
+from shardprep.regular_files import read_regular, size_of_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,10 +103,13 @@ def _joined(batches: Sequence[TokenBatch]) -> TokenBatch:
 
 
 def tokenizers_engine(tokenizer_json: Path, *, allow_special_tokens: bool) -> Engine:
-    """The reference. Strings of control tokens stay text unless they are allowed."""
+    """The reference. Strings of control tokens stay text unless they are allowed. Raises ReadWriteError."""
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(tokenizer_json))
+    try:
+        tokenizer = Tokenizer.from_file(str(tokenizer_json))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ReadWriteError(f"{tokenizer_json} cannot be loaded: {error}") from error
     tokenizer.encode_special_tokens = not allow_special_tokens
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -184,7 +189,7 @@ PROBE = (
 
 def probe_texts(tokenizer_json: Path) -> list[str]:
     """PROBE, and the first and last added tokens of the tokenizer standing in text."""
-    data = json.loads(tokenizer_json.read_bytes())
+    data = json.loads(read_regular(tokenizer_json, max_bytes=MAX_TOKENIZER_BYTES))
     contents = [token["content"] for token in data.get("added_tokens") or []]
     chosen = list(dict.fromkeys(contents[:8] + contents[-8:]))
     return [*PROBE, *(f"a {text} b{text}{text}\n{text}" for text in chosen)]
@@ -214,7 +219,7 @@ def load_engine(
     Raises OtherTokenizer where even the reference gives other ids, UsageError where an engine
     that was asked for by name cannot be had.
     """
-    if not tokenizer_json.is_file():
+    if size_of_file(tokenizer_json) is None:
         raise NotFound(f"{tokenizer_json} is missing; run the plan command again, it writes it anew")
     if wanted != "tokenizers" and (fast_is_equal or wanted == "fastokens"):
         fast = equal_fast_engine(
@@ -228,10 +233,7 @@ def load_engine(
         if wanted == "fastokens":
             raise UsageError(f"--engine fastokens fails for {tokenizer_json}: {fast}; use --engine auto")
         warn(f"fastokens cannot be used for this tokenizer ({fast}); going on with tokenizers, slower")
-    try:
-        engine = tokenizers_engine(tokenizer_json, allow_special_tokens=allow_special_tokens)
-    except Exception as error:
-        raise ReadWriteError(f"{tokenizer_json} cannot be loaded: {error}") from error
+    engine = tokenizers_engine(tokenizer_json, allow_special_tokens=allow_special_tokens)
     found = ids_sha256([engine.encode(probe)])
     if found != probe_sha256:
         raise OtherTokenizer(

@@ -38,11 +38,18 @@ from preprocess.plan import (
     read_plan,
     with_hashes,
 )
-from preprocess.tokenizer_files import TOKENIZER_FILE, publish_tokenizer, resolve_tokenizer, stamp_tokenizer
+from preprocess.tokenizer_files import (
+    MAX_TOKENIZER_BYTES,
+    TOKENIZER_FILE,
+    publish_tokenizer,
+    resolve_tokenizer,
+    stamp_tokenizer,
+)
 from shardprep.atomic_files import STALE_AFTER_S, remove_temporaries
 from shardprep.errors import CannotWrite, Refused, UsageError
 from shardprep.format.dataset_spec import TokenizerSpec
 from shardprep.format.names import INDEX_NAME, MAX_SHARDS, OSTS_NAME, PLAN_NAME, TOKENIZER_DIR
+from shardprep.regular_files import read_regular
 
 _Stretch = tuple[int, int, int]  # (input, first byte, end): where a boundary is looked for
 _NUM_THREADS = 16  # a read is a round trip on a network file system
@@ -185,7 +192,7 @@ def _plan_of(
         probe=probe,
         probe_sha256=probe_sha256,
         fast_engine_is_equal=False,
-        can_be_cut=can_be_cut(orjson.loads(tokenizer_json.read_bytes())),
+        can_be_cut=can_be_cut(orjson.loads(read_regular(tokenizer_json, max_bytes=MAX_TOKENIZER_BYTES))),
         inputs=inputs,
         boundaries=boundaries,
     )

@@ -54,7 +54,7 @@ def _auto_tokenizer(model_id: str) -> Any:
     except Exception as error:
         where = (
             f"in the folder {model_id}"
-            if Path(model_id).is_dir()
+            if os.path.isdir(model_id)  # noqa: PTH112 - Path.is_dir() would raise what the file system says
             else f"{model_id!r} on the hub or in its cache"
         )
         reason = " ".join(str(error).split())[:400]

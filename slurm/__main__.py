@@ -16,6 +16,7 @@ from shardprep.console import Progress, output_is_read, say
 from shardprep.errors import ReadWriteError
 from shardprep.format.names import INDEX_NAME
 from shardprep.id_ranges import id_ranges
+from shardprep.regular_files import size_of_file
 from slurm.job_script import JobRequest
 
 if TYPE_CHECKING:
@@ -108,7 +109,9 @@ def _wait(args: argparse.Namespace) -> int:
                 break
             time.sleep(_POLL_S)
     _print_status(state)
-    whole = len(state.ids("done")) == plan.num_shards and (args.output_dir / INDEX_NAME).exists()
+    whole = (
+        len(state.ids("done")) == plan.num_shards and size_of_file(args.output_dir / INDEX_NAME) is not None
+    )
     return 0 if whole else ReadWriteError.exit_code
 
 

@@ -16,8 +16,9 @@ from typing import Any
 
 from shardprep.errors import BrokenShard, ReadWriteError
 from shardprep.format.manifest import ShardMaking, read_making
+from shardprep.format.names import INDEX_NAME
 from shardprep.id_ranges import id_ranges
-from shardprep.regular_files import NOT_THERE
+from shardprep.regular_files import NOT_THERE, size_of_file
 from slurm.dataset_state import NODE_FAIL, DatasetState, ShardState, is_live
 
 _NUM_THREADS = 8  # opening a file on Lustre is a wait for its server
@@ -62,7 +63,7 @@ def report(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
         "restarts": _restarts(state),
         "other_plan": id_ranges(each.shard_id for each in made if each.plan_id != state.plan.plan_id),
         "verify": state.verify,
-        "verified": (state.folder / "index.json").exists(),
+        "verified": size_of_file(state.folder / INDEX_NAME) is not None,
         "held_jobs": state.held,
         **_speed(state, made),
         "slow_shards": [

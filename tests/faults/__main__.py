@@ -9,14 +9,30 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.faults import bad_json, bit_flips, injected_errors, kills
+from tests.faults import (
+    bad_json,
+    bit_flips,
+    full_disks,
+    injected_errors,
+    kills,
+    replaced_files,
+    short_transfers,
+)
 from tests.faults.os_calls import is_preloaded, start_preloaded
 from tests.faults.outcomes import as_json, failures, findings, table
 from tests.faults.small_data_sets import make_small_data_sets
 
-CAMPAIGNS = {"bit_flips": bit_flips, "bad_json": bad_json, "injected_errors": injected_errors, "kills": kills}
-# Of each file or hit and command. Full takes some 2 hours of one core, quick some 15 s a campaign.
-_FAULTS, _QUICK_FAULTS = 200, 8
+CAMPAIGNS = {
+    "bit_flips": bit_flips,
+    "bad_json": bad_json,
+    "replaced_files": replaced_files,
+    "injected_errors": injected_errors,
+    "short_transfers": short_transfers,
+    "full_disks": full_disks,
+    "kills": kills,
+}
+# Of each file or hit and command. Full takes some 2 hours of one core, quick some 10 s per campaign.
+_FAULTS, _QUICK_FAULTS = 200, 4
 _SPEAK_EVERY_S = 30
 
 
@@ -46,8 +62,9 @@ def _run(args: argparse.Namespace, folder: Path) -> int:
                 print(f"{name}: {len(outcomes)} tried, {len(failures(outcomes))} failed", file=sys.stderr)
                 if args.json:
                     args.json.write_text(json.dumps(as_json(outcomes)), encoding="utf-8")
-    if args.json:
-        args.json.write_text(json.dumps(as_json(outcomes)), encoding="utf-8")
+        if args.json:
+            args.json.write_text(json.dumps(as_json(outcomes)), encoding="utf-8")
+        print(f"{name}: ended", flush=True)
     print(table(outcomes))
     print()
     print(findings(outcomes))
@@ -57,7 +74,7 @@ def _run(args: argparse.Namespace, folder: Path) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="some faults of each kind")
-    parser.add_argument("--num_faults", type=int, help="of each file or command (default 200, quick 8)")
+    parser.add_argument("--num_faults", type=int, help="of each file or command (default 200, quick 4)")
     parser.add_argument("--only", action="append", choices=CAMPAIGNS, help="this campaign; may be repeated")
     parser.add_argument("--json", type=Path, help="write every outcome to this file")
     return parser

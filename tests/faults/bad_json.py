@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from shardprep.format.checked_json import content_sha256
 from tests.faults.commands import delivered, open_loader
 from tests.faults.disturbed_files import FILES, DisturbedFile, Fault, disturb, spread
 from tests.faults.forked_case import Ended, run_forked
@@ -19,7 +21,7 @@ from tests.faults.outcomes import Outcome
 from tests.faults.small_data_sets import SmallDataSet
 
 FORMS = ("concat", "json")
-QUICK_FORMS = ("concat",)
+QUICK_FORMS = ("best_fit",)
 _USAGE = 2  # exit code
 
 _DEEP = "[" * 100_000 + "]" * 100_000
@@ -57,7 +59,11 @@ def outcomes(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[
 
 
 def _faults(file: DisturbedFile, number: int, data: bytes) -> Iterator[Fault]:
-    """So many of the bad values, spread over the file, and what can stand in place of the whole file."""
+    """So many of the bad values, spread over the file, and what can stand in place of the whole file.
+
+    A file that names its own hash gets the new one, as who forges it would write it: the check of the value
+    itself is met. Every third keeps the old hash, as after a flipped bit.
+    """
     text = data.decode()
     places = [
         (place, value)
@@ -65,10 +71,19 @@ def _faults(file: DisturbedFile, number: int, data: bytes) -> Iterator[Fault]:
         for value in (*_VALUES, None)
         if not (place[0] == file.free_text and value and value.startswith('"'))
     ]
-    for chosen in spread(len(places), number):
+    for place_number, chosen in enumerate(spread(len(places), number)):
         (path, start, end), value = places[chosen]
         words = f"{path} is {'left out' if value is None else value[:24]}"
-        yield words, partial(_write, _replaced(text, start, end, value))
+        changed = _replaced(text, start, end, value)
+        forged = None if place_number % 3 == 2 else _with_its_hash(changed)
+        yield (
+            (f"{words}, and the hash is right", partial(_write, forged))
+            if forged
+            else (
+                words,
+                partial(_write, changed),
+            )
+        )
     for words, apply in _WHOLE_FILES:
         if number > 2 * len(_WHOLE_FILES) or words in _QUICK_WHOLE_FILES:
             yield words, partial(apply, data)
@@ -80,6 +95,17 @@ def _replaced(text: str, start: int, end: int, value: str | None) -> bytes:
         return (text[:start] + value + text[end:]).encode()
     key_end = text.rfind('"', 0, start)
     return (text[:key_end] + "_" + text[key_end:]).encode() if text[start - 1] in ": " else text.encode()
+
+
+def _with_its_hash(data: bytes) -> bytes | None:
+    """The file with the content_sha256 that its values give; None where it has none or none can be given."""
+    try:
+        values = json.loads(data)
+        digest = content_sha256(values)
+    except (ValueError, AttributeError, RecursionError):
+        return None
+    forged = re.sub(rb'("content_sha256": ?)"\w+"', rb'\1"' + digest.encode() + b'"', data)
+    return forged if forged != data else None
 
 
 def _write(data: bytes, path: Path) -> None:

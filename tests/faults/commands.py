@@ -110,5 +110,5 @@ def _without_run(path: Path) -> bytes:
         manifest = json.loads(data)
         manifest.pop("run")
         return json.dumps(manifest).encode()
-    except (ValueError, KeyError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return data

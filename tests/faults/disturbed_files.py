@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardprep.format.osts import osts_json
 from tests.faults.judging import undisturbed, verdict
 from tests.faults.outcomes import Outcome
 from tests.faults.small_data_sets import SmallDataSet, Stage, make_external_tar
@@ -30,8 +31,7 @@ class DisturbedFile:
 
 def write_osts(data: Path) -> None:
     """As verify writes it on Lustre."""
-    text = json.dumps({"format": "shardprep-osts", "version": 1, "osts": [3, 1]})
-    (data / "osts.json").write_text(text, encoding="ascii")
+    (data / "osts.json").write_bytes(osts_json([3, 1]))
 
 
 def keep_tars_only(data: Path) -> None:
@@ -66,7 +66,11 @@ FILES = (
     ),
     DisturbedFile(name="index.json", stage="verified", commands=("load", "stage", "verify"), is_json=True),
     DisturbedFile(
-        name="shard-00000.json", stage="made", commands=("load", "verify", "shard", "status"), is_json=True
+        name="shard-00000.json",
+        stage="made",
+        commands=("load", "verify", "shard", "status"),
+        is_json=True,
+        free_text="spec.tokenizer.model_id",
     ),
     DisturbedFile(name="shard-00000.idx", stage="verified", commands=("load", "stage", "verify")),
     DisturbedFile(name="shard-00000.tar", stage="verified", commands=("stage", "verify")),
@@ -99,7 +103,7 @@ def disturb(
 ) -> Iterator[Outcome]:
     """Every fault of a file, each put through every command that reads it."""
     data = data_set.place / "data"
-    path = data / file.name
+    path = Path(os.path.normpath(data / file.name))  # an input lies beside the data set
 
     def prepare() -> None:
         file.prepare(data)
@@ -110,7 +114,7 @@ def disturb(
         prepare()
         if not path.exists():
             continue
-        for words, apply in faults(path.read_bytes()):
+        for words, apply in faults(path.read_bytes() if path.is_file() else b""):
             data_set.reset(file.stage)
             prepare()
             apply(path)

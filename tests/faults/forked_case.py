@@ -85,6 +85,8 @@ def _child(work: Callable[[], tuple[int, Any]], said: Path, result: Path, cpu_li
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))  # a run may have lowered the soft one
         result.write_bytes(json.dumps(facts).encode())
         os._exit(0)
 

@@ -27,6 +27,7 @@ from tests.faults.small_data_sets import SmallDataSet, Stage
 
 FORMS = ("json", "best_fit")
 QUICK_FORMS = ("best_fit",)
+_SHORT: dict[Mode, str] = {"short": "half of the bytes", "all short": "half of the bytes, at each call"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ HITS = (
     Hit("plan", "raw", "plan"),
     Hit("shard", "planned", "shard", 5),
     Hit("shard", "verified", "shard, done"),
-    Hit("run", "planned", "run", 0.2),
+    Hit("run", "planned", "run", 1),
     Hit("verify", "made", "verify"),
     Hit("verify --fast", "made", "verify --fast", 1.5),
     Hit("load", "verified", "load", 4),
@@ -113,11 +114,10 @@ def struck(
         ended = data_set.run(hit.command, calls.arm)
     made = calls.calls()
     call = made[at] if at < len(made) else Call("none", "(fewer calls this time)")
-    kind, what = _killed(ended) if mode == "die" else _verdict(ended, expected)
-    if kind in ("equal", "refused"):
-        finished = ended.how == "ended" and not ended.code
-        kind, what = _afterwards(data_set, hit, expected, finished) or (kind, what)
-    name = "SIGKILL" if mode == "die" else f"{os.strerror(error)}, {mode}"
+    kind, what = judged(data_set, hit, expected, ended, is_killed=mode == "die")
+    if kind == "refused" and mode in _SHORT:
+        kind, what = "wrong", f"a short transfer is refused: {shape(what)}"
+    name = {"die": "SIGKILL", **_SHORT}.get(mode, f"{os.strerror(error)}, {mode}")
     return Outcome(
         campaign=campaign,
         form=data_set.form,
@@ -127,6 +127,17 @@ def struck(
         kind=kind,
         what=what,
     )
+
+
+def judged(
+    data_set: SmallDataSet, hit: Hit, expected: Undisturbed, ended: Ended, *, is_killed: bool = False
+) -> Verdict:
+    """How a run ended, what it left, and what comes of it when it is run again, undisturbed."""
+    kind, what = _killed(ended) if is_killed else _verdict(ended, expected)
+    if kind in ("equal", "refused"):
+        finished = ended.how == "ended" and not ended.code
+        kind, what = _afterwards(data_set, hit, expected, finished) or (kind, what)
+    return kind, what
 
 
 def _killed(ended: Ended) -> Verdict:

@@ -1,5 +1,5 @@
-/* Preloaded, it counts the calls to the operating system on paths below one folder, and fails or kills at
- * one of them. It sees what Python, Rust and C++ call; other folders and a process that is not armed are let
+/* Preloaded, it counts the calls to the operating system on paths below one folder, and fails, kills or moves
+ * half of the bytes at one of them. It sees what Python, Rust and C++ call; other folders and a process that is not armed are let
  * through. The orders stand in a file that all processes of a run map (struct orders; os_calls.py has the
  * same in Python), so that the count goes on in processes that the command starts. */
 #define _GNU_SOURCE
@@ -13,6 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/sendfile.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/types.h>
@@ -22,7 +23,8 @@
 #define MAX_CALLS 8192
 #define MAX_PATH 256
 
-enum mode { COUNT, ONCE, LASTING, DIE };
+enum mode { COUNT, ONCE, LASTING, DIE, SHORT, ALL_SHORT };
+#define HALF (-1) /* a verdict: read or write half of what was asked for */
 
 struct call {
     char op[16];
@@ -52,7 +54,7 @@ __attribute__((constructor)) static void map_orders(void) {
     syscall(SYS_close, fd);
 }
 
-/* 0, or the error that this call shall end with. */
+/* 0, the error that this call shall end with, or HALF. */
 static int verdict(const char *op, const char *path) {
     size_t size = strlen(orders->root);
     if (strncmp(path, orders->root, size) || (path[size] != '/' && path[size])) return 0;
@@ -63,6 +65,10 @@ static int verdict(const char *op, const char *path) {
         snprintf(call->path, sizeof call->path, "%s", path + size);
     }
     if (orders->mode == COUNT || number < orders->at) return 0;
+    if (orders->mode == SHORT || orders->mode == ALL_SHORT) {
+        int is_hit = number == orders->at || orders->mode == ALL_SHORT;
+        return is_hit && (!strcmp(op, "read") || !strcmp(op, "write")) ? HALF : 0;
+    }
     if (orders->mode == LASTING) {
         if (number == orders->at) snprintf(orders->op, sizeof orders->op, "%s", op);
         return strcmp(op, orders->op) ? 0 : orders->error;
@@ -111,23 +117,44 @@ static int on_path(const char *op, int folder, const char *path) {
 #define WRAP_PATH(type, name, parameters, arguments, op, folder) \
     WRAP(type, name, parameters, arguments, -1, on_path(op, folder, path))
 
-WRAP_FD(ssize_t, read, (int fd, void *to, size_t size), (fd, to, size), "read")
-WRAP_FD(ssize_t, pread, (int fd, void *to, size_t size, off_t at), (fd, to, size, at), "read")
-WRAP_FD(ssize_t, pread64, (int fd, void *to, size_t size, off64_t at), (fd, to, size, at), "read")
-WRAP_FD(ssize_t, readv, (int fd, const struct iovec *to, int size), (fd, to, size), "read")
-WRAP_FD(ssize_t, preadv, (int fd, const struct iovec *to, int size, off_t at), (fd, to, size, at), "read")
-WRAP_FD(ssize_t, preadv64, (int fd, const struct iovec *to, int size, off64_t at), (fd, to, size, at), "read")
-WRAP_FD(ssize_t, preadv2, (int fd, const struct iovec *to, int size, off_t at, int flags),
-        (fd, to, size, at, flags), "read")
-WRAP_FD(ssize_t, preadv64v2, (int fd, const struct iovec *to, int size, off64_t at, int flags),
-        (fd, to, size, at, flags), "read")
-WRAP_FD(ssize_t, write, (int fd, const void *from, size_t size), (fd, from, size), "write")
-WRAP_FD(ssize_t, pwrite, (int fd, const void *from, size_t size, off_t at), (fd, from, size, at), "write")
-WRAP_FD(ssize_t, pwrite64, (int fd, const void *from, size_t size, off64_t at), (fd, from, size, at), "write")
-WRAP_FD(ssize_t, writev, (int fd, const struct iovec *from, int size), (fd, from, size), "write")
-WRAP_FD(ssize_t, pwritev, (int fd, const struct iovec *from, int size, off_t at), (fd, from, size, at), "write")
-WRAP_FD(ssize_t, pwritev64, (int fd, const struct iovec *from, int size, off64_t at),
-        (fd, from, size, at), "write")
+#define HALF_OF(size) ((size) > 1 ? (size) / 2 : (size))
+#define MOVE(name, parameters, arguments, op, halve)            \
+    ssize_t name parameters {                                   \
+        static ssize_t(*real) parameters;                       \
+        if (!real) *(void **)&real = dlsym(RTLD_NEXT, #name);   \
+        int error = on_fd(op, fd);                              \
+        if (error > 0) {                                        \
+            errno = error;                                      \
+            return -1;                                          \
+        }                                                       \
+        if (error == HALF) { halve; }                           \
+        return real arguments;                                  \
+    }
+/* Of one buffer the half of its bytes, of several the first of them, halved. */
+#define MOVE_BYTES(name, parameters, arguments, op) MOVE(name, parameters, arguments, op, size = HALF_OF(size))
+#define MOVE_BUFFERS(name, parameters, arguments, op)                                               \
+    MOVE(name, parameters, arguments, op, struct iovec half = *buffers; half.iov_len = HALF_OF(half.iov_len); \
+         buffers = &half; size = 1; return real arguments)
+
+MOVE_BYTES(read, (int fd, void *to, size_t size), (fd, to, size), "read")
+MOVE_BYTES(pread, (int fd, void *to, size_t size, off_t at), (fd, to, size, at), "read")
+MOVE_BYTES(pread64, (int fd, void *to, size_t size, off64_t at), (fd, to, size, at), "read")
+MOVE_BYTES(write, (int fd, const void *from, size_t size), (fd, from, size), "write")
+MOVE_BYTES(pwrite, (int fd, const void *from, size_t size, off_t at), (fd, from, size, at), "write")
+MOVE_BYTES(pwrite64, (int fd, const void *from, size_t size, off64_t at), (fd, from, size, at), "write")
+MOVE_BYTES(sendfile, (int fd, int from, off_t *at, size_t size), (fd, from, at, size), "write")
+MOVE_BYTES(sendfile64, (int fd, int from, off64_t *at, size_t size), (fd, from, at, size), "write")
+MOVE_BUFFERS(readv, (int fd, const struct iovec *buffers, int size), (fd, buffers, size), "read")
+MOVE_BUFFERS(preadv, (int fd, const struct iovec *buffers, int size, off_t at), (fd, buffers, size, at), "read")
+MOVE_BUFFERS(preadv64, (int fd, const struct iovec *buffers, int size, off64_t at), (fd, buffers, size, at), "read")
+MOVE_BUFFERS(preadv2, (int fd, const struct iovec *buffers, int size, off_t at, int flags),
+             (fd, buffers, size, at, flags), "read")
+MOVE_BUFFERS(preadv64v2, (int fd, const struct iovec *buffers, int size, off64_t at, int flags),
+             (fd, buffers, size, at, flags), "read")
+MOVE_BUFFERS(writev, (int fd, const struct iovec *buffers, int size), (fd, buffers, size), "write")
+MOVE_BUFFERS(pwritev, (int fd, const struct iovec *buffers, int size, off_t at), (fd, buffers, size, at), "write")
+MOVE_BUFFERS(pwritev64, (int fd, const struct iovec *buffers, int size, off64_t at),
+             (fd, buffers, size, at), "write")
 WRAP_FD(int, fsync, (int fd), (fd), "fsync")
 WRAP_FD(int, fdatasync, (int fd), (fd), "fsync")
 WRAP_FD(int, ftruncate, (int fd, off_t size), (fd, size), "write")

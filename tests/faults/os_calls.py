@@ -19,8 +19,8 @@ _MAX_CALLS = 8192
 _MAX_PATH = 256
 _VARIABLE = "FAULTS_ORDERS"
 
-Mode = Literal["count", "once", "lasting", "die"]
-_MODES: tuple[Mode, ...] = ("count", "once", "lasting", "die")
+Mode = Literal["count", "once", "lasting", "die", "short", "all short"]
+_MODES: tuple[Mode, ...] = ("count", "once", "lasting", "die", "short", "all short")
 
 # What each operation really ends with on a local disk, on Lustre or NFS, over a quota or without rights.
 ERRORS: dict[str, tuple[int, ...]] = {

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import io
-import json
 import os
 import shutil
 import sys
@@ -36,7 +34,7 @@ _FAKE_SLURM = """#!/bin/sh
 case "$(basename "$0") $*" in
     sbatch*) cat >/dev/null; echo 100 ;;
     *"show config"*) echo 'MaxArraySize = 1001'; echo 'MaxJobCount = 10000'; echo 'ClusterName = small' ;;
-    *"show job"*) echo 'JobId=100 NumCPUs=1 MinMemoryNode=1G TimeLimit=01:00:00' ;;
+    *"show job"*) echo 'JobId=100 JobName=small UserId=me(0) NumCPUs=1 MinMemoryNode=1G TimeLimit=01:00:00' ;;
 esac
 """
 _COMMANDS_OF_SLURM = ("sbatch", "squeue", "sacct", "sacctmgr", "scontrol", "scancel", "sinfo")
@@ -58,8 +56,9 @@ class SmallDataSet:
 
     def reset(self, stage: Stage) -> None:
         """Make the workplace what it was at the end of ``stage``."""
-        shutil.rmtree(self.place, ignore_errors=True)
-        shutil.copytree(self.templates / stage, self.place, symlinks=True)
+        for path in self.place.iterdir():  # the folder itself stays: it may be a mount
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        shutil.copytree(self.templates / stage, self.place, symlinks=True, dirs_exist_ok=True)
 
     def run(self, name: str, before: Callable[[], None] = _nothing) -> Ended:
         """A command on the workplace as it is; ``before`` is called in its process just before it."""
@@ -178,11 +177,17 @@ def _fake_slurm(folder: Path) -> Path:
 
 
 def make_external_tar(path: Path, num_samples: int = 6) -> None:
-    """A tar as webdataset's TarWriter makes it: a JSON of ids and a text each, no idx, no manifest."""
-    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+    """A tar by webdataset's own TarWriter: ids and a text a sample, no idx, no manifest.
+
+    The ids are npy where those of the tar that stood there are, else JSON.
+    """
+    import numpy as np
+    from webdataset import TarWriter
+
+    with tarfile.open(path) as tar:
+        has_npy = any(name.endswith("token_ids.npy") for name in tar.getnames())
+    with TarWriter(str(path), mtime=0) as writer:
         for number in range(num_samples):
             ids = [300, *range(1, 6 + number), 301]
-            for suffix, data in (("text.txt", b"text"), ("token_ids.json", json.dumps(ids).encode())):
-                member = tarfile.TarInfo(f"sample_{number:05d}.{suffix}")
-                member.size = len(data)
-                tar.addfile(member, io.BytesIO(data))
+            member = {"token_ids.npy": np.array(ids, np.uint16)} if has_npy else {"token_ids.json": ids}
+            writer.write({"__key__": f"sample_{number:05d}", "text.txt": "text", **member})

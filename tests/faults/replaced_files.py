@@ -1,0 +1,65 @@
+"""Something else stands under the name of a file: a FIFO, a device, a folder, a link to nowhere, a half."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from tests.faults.disturbed_files import FILES, DisturbedFile, Fault, disturb
+from tests.faults.outcomes import Outcome
+from tests.faults.small_data_sets import SmallDataSet
+
+FORMS = ("npy", "best_fit")
+QUICK_FORMS = ("best_fit",)
+_QUICK_FAULTS = 8  # so few, and the kinds take turns
+
+INPUTS = (
+    DisturbedFile(name="../raw/a.txt", stage="raw", commands=("plan",)),
+    DisturbedFile(name="../raw/a.txt", stage="planned", commands=("shard", "run")),
+    DisturbedFile(name="../raw/b.txt", stage="planned", commands=("shard", "run")),
+    DisturbedFile(name="shard-00000.tar", stage="verified", commands=("load", "status", "verify --fast")),
+    DisturbedFile(name="shard-00000.idx", stage="verified", commands=("status", "verify --fast")),
+    DisturbedFile(name="jobs", stage="made", commands=("status",)),
+    DisturbedFile(name="quarantine", stage="made", commands=("verify",)),
+    DisturbedFile(name="tokenizer", stage="planned", commands=("shard",)),
+)
+
+
+def outcomes(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
+    """Each file of a data set and each input, of each kind, by each command that reads it."""
+    for data_set in data_sets:
+        for number, file in enumerate((*FILES, *INPUTS)):
+            yield from disturb("replaced_files", data_set, file, partial(_faults, file, number, num_faults))
+
+
+def _faults(file: DisturbedFile, number: int, num_faults: int, data: bytes) -> Iterator[Fault]:
+    kinds = list(KINDS.items())
+    if file.stage != "raw" and data:
+        kinds += [("empty", partial(_cut, 0)), ("a half", partial(_cut, len(data) // 2))]
+    if num_faults <= _QUICK_FAULTS:
+        kinds = [kinds[(number + step) % len(kinds)] for step in (0, 2)]
+    yield from kinds
+
+
+def _cut(size: int, path: Path) -> None:
+    os.truncate(path, size)
+
+
+def _instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def apply(path: Path) -> None:
+        path.rename(path.with_name(f".moved_{path.name}"))
+        make(path)
+
+    return apply
+
+
+KINDS: dict[str, Callable[[Path], None]] = {
+    "a FIFO": _instead(lambda path: os.mkfifo(path)),
+    "/dev/zero": _instead(lambda path: path.symlink_to("/dev/zero")),
+    "a folder": _instead(lambda path: path.mkdir()),
+    "a dangling link": _instead(lambda path: path.symlink_to("nowhere")),
+    "a link to itself": _instead(lambda path: path.symlink_to(path)),
+    "/dev/null": _instead(lambda path: path.symlink_to("/dev/null")),
+}

@@ -1,0 +1,103 @@
+"""What the fault campaigns (tests/faults) found, each as its own small test."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from loader import tokenizer as loader_tokenizer
+from preprocess.engines import load_engine, probe_texts, tokenizers_engine
+from preprocess.plan import need_plan
+from preprocess.tokenizer_files import resolve_tokenizer
+from shardprep.errors import BrokenShard, NotFound, ReadWriteError
+from shardprep.format.names import INDEX_NAME
+from slurm.dataset_state import find_state
+from slurm.status_report import report
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+
+@pytest.fixture
+def stale(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``stale("stat", "a.json")``: from now on that call of ``os`` fails for paths of that name."""
+
+    def apply(call: str, name: str) -> None:
+        real = getattr(os, call)
+
+        def failing(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(path, str | os.PathLike) and Path(path).name == name:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), os.fspath(path))
+            return real(path, *args, **kwargs)
+
+        monkeypatch.setattr(os, call, failing)
+
+    return apply
+
+
+def test_a_worker_that_cannot_look_at_the_tokenizer_says_so(
+    tmp_path: Path, stale: Callable[..., None]
+) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text("{}")
+    stale("stat", path.name)
+    with pytest.raises(ReadWriteError, match="cannot be read: Stale file handle"):
+        load_engine(
+            path,
+            wanted="tokenizers",
+            allow_special_tokens=False,
+            probe=[],
+            probe_sha256="",
+            fast_is_equal=False,
+            warn=pytest.fail,
+        )
+
+
+def test_planning_names_the_tokenizer_file_that_it_cannot_read(
+    tmp_path: Path, stale: Callable[..., None]
+) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text("{}")
+    stale("open", path.name)
+    with pytest.raises(ReadWriteError, match="cannot be read: Stale file handle"):
+        probe_texts(path)
+
+
+def test_status_that_cannot_look_at_the_index_says_so(
+    prep: Prep, planned_dir: Path, stale: Callable[..., None]
+) -> None:
+    state = find_state(planned_dir, need_plan(planned_dir))
+    stale("stat", INDEX_NAME)
+    with pytest.raises(ReadWriteError, match="cannot be read: Stale file handle"):
+        report(state, [])
+
+
+def test_planning_takes_the_sizes_of_its_sample_from_the_manifest(
+    prep: Prep, sample_dir: Path, tmp_path: Path, stale: Callable[..., None]
+) -> None:
+    stale("stat", "shard-00000.tar")
+    assert prep.plan(sample_dir, tmp_path / "data", num_shards=1).num_shards == 1
+
+
+def test_planning_names_the_tokenizer_file_that_tokenizers_cannot_open(tmp_path: Path) -> None:
+    with pytest.raises(ReadWriteError, match="cannot be loaded"):
+        tokenizers_engine(tmp_path / "tokenizer.json", allow_special_tokens=False)
+
+
+def test_a_model_folder_that_cannot_be_looked_at_is_named(tmp_path: Path, stale: Callable[..., None]) -> None:
+    (tmp_path / "model").mkdir()
+    stale("stat", "model")
+    with pytest.raises(NotFound, match="no usable tokenizer was found"):
+        resolve_tokenizer(str(tmp_path / "model"), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_fifo_in_place_of_a_tokenizers_file_does_not_hold_the_loader(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(BrokenShard, match="is a FIFO, expected a regular file"):
+        loader_tokenizer._load(str(tmp_path))

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.checkout import ROOT
+
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc compiles what injects the faults")
 
 

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from shardprep.format import IDX_DOCUMENT, IDX_HEADER, ChunkCrcs, read_index
+from tests.checkout import ROOT
 from tests.conftest import seal
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
-ROOT = Path(__file__).parents[2]
 NUM_SHARDS = 5
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.checkout import ROOT
+
 PAGES = sorted([*ROOT.glob("README*.md"), *(ROOT / "docs").glob("*.md")])
 PACKAGES = ("preprocess", "loader", "slurm", "lustre")
 COMMAND = re.compile(rf"(?:python -m ({'|'.join(PACKAGES)})|(?<![\w./-])shardprep)(?=[ `]|$)(.*)")

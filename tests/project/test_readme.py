@@ -137,6 +137,14 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
             assert not anchor or anchor in anchors(target), link
 
 
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_module_that_a_page_names_by_its_path_exists(page: Path) -> None:
+    folders = "|".join(["shardprep", *PACKAGES, "tests", "benchmarks", "examples"])
+    for span in code_spans(page.read_text(encoding="utf-8")):
+        if re.fullmatch(rf"(?:{folders})/[\w/.]+", span):
+            assert (ROOT / span).exists() or (ROOT / f"{span}.py").exists(), span
+
+
 def anchors(page: Path) -> set[str]:
     """The names that GitHub gives to a page's headings."""
     heads = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)

@@ -16,8 +16,10 @@ import pytest
 from loader.shards.find_shards import find_shards
 from preprocess.plan import need_plan, read_plan
 from shardprep.errors import BrokenShard, MissingShard, ReadWriteError, ShardprepError, UnknownVersion
-from shardprep.format import IDX_CHUNK, IDX_DOCUMENT, ChunkCrcs, read_index, read_manifest, with_content_hash
-from shardprep.format.checked_json import content_sha256
+from shardprep.format.checked_json import content_sha256, with_content_hash
+from shardprep.format.idx import IDX_CHUNK, IDX_DOCUMENT, ChunkCrcs
+from shardprep.format.index import read_index
+from shardprep.format.manifest import read_manifest
 from tests.conftest import seal
 
 if TYPE_CHECKING:
@@ -389,7 +391,8 @@ def test_an_id_beyond_the_vocabulary_is_found_by_verify_though_hashes_are_right(
         folder = tmp_path / name
         prep.plan(sample_dir, folder, num_shards=2, **options)
         plan = prep.make(folder)
-        from shardprep.format import read_idx, tar_path
+        from shardprep.format.idx import read_idx
+        from shardprep.format.names import tar_path
 
         records = read_idx(folder, plan.spec, 0)
         for read_bytes in (4 << 20, 64):  # and as if documents were long

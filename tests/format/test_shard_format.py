@@ -17,27 +17,18 @@ import pytest
 import webdataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shardprep.id_ranges import id_ranges
 from tokenizers import Tokenizer
 
 from preprocess.engines import TokenBatch
 from preprocess.members import document_headers, json_ids, ustar_header
 from preprocess.plan import Plan
 from shardprep.errors import BrokenShard, MissingShard, NotFound, OtherPlan, UnknownVersion
-from shardprep.format import (
-    check_hashes,
-    check_shard,
-    id_ranges,
-    idx_path,
-    manifest_path,
-    npy_header,
-    read_idx,
-    read_index,
-    read_manifest,
-    shard_name,
-    tar_path,
-    token_dtype,
-    tokenizer_fingerprint,
-)
+from shardprep.format.dataset_spec import tokenizer_fingerprint
+from shardprep.format.idx import read_idx
+from shardprep.format.index import read_index
+from shardprep.format.manifest import check_hashes, check_shard, read_manifest
+from shardprep.format.names import idx_path, manifest_path, npy_header, shard_name, tar_path, token_dtype
 from tests.conftest import seal
 
 if TYPE_CHECKING:

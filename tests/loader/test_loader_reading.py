@@ -22,7 +22,7 @@ from loader.reading import open_shard, shard_reader
 from loader.reading.shard_reader import ShardReader
 from loader.shards.find_shards import find_shards
 from shardprep.errors import BrokenShard, MissingShard, NotFound, ReadWriteError, UnknownMember, UsageError
-from shardprep.format import osts_json
+from shardprep.format.osts import osts_json
 
 if TYPE_CHECKING:
     from tests.conftest import Prep

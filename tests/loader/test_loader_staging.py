@@ -29,7 +29,7 @@ from loader.samples.joined_rows import JoinedRows
 from loader.staging import shards_to_stage
 from loader.staging.shards_to_stage import NodeRanks, choose_shards, parts_read
 from loader.staging.stage_command import turn_of
-from shardprep.format import read_manifest
+from shardprep.format.manifest import read_manifest
 from tests.checkout import ROOT
 from tests.waiting import wait_until
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from shardprep.format import IDX_DOCUMENT, IDX_HEADER, ChunkCrcs, read_index
+from shardprep.format.idx import IDX_DOCUMENT, IDX_HEADER, ChunkCrcs
+from shardprep.format.index import read_index
 from tests.checkout import ROOT
 from tests.conftest import seal
 
@@ -224,7 +225,7 @@ def test_the_fast_tier_sees_sizes_but_no_bits(prep: Prep, whole_dir: Path) -> No
 def test_an_idx_that_names_other_documents_than_its_shards_is_seen_though_hashes_are_right(
     prep: Prep, whole_dir: Path, damage: str
 ) -> None:
-    from shardprep.format import file_sha256
+    from shardprep.regular_files import file_sha256
 
     idx = whole_dir / "shard-00003.idx"
     data = bytearray(idx.read_bytes())

@@ -22,7 +22,7 @@ import pytest
 
 from preprocess.plan import need_plan
 from shardprep.errors import BrokenShard, ReadWriteError, ShardprepError, UsageError
-from shardprep.format import shard_name
+from shardprep.format.names import shard_name
 from slurm.dataset_state import done_shards, find_state
 from slurm.job_script import JobRequest, array_script, prep_script, verify_script
 from slurm.slurm_commands import slurm_answer

@@ -17,9 +17,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Keyed on what was asked for; another TORCH or a newer pyproject.toml installs again.
 STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
-SCRIPTS := $(wildcard slurm/*.sh tests/*.sh examples/*.sh) .ci/run
+SCRIPTS := $(wildcard slurm/*.sh tests/*.sh examples/*.sh) .ci/run .ci/test_versions
 
-.PHONY: help install demo test torture lint bench_preprocess bench_loader bench_limits clean
+.PHONY: help install demo test test_lowest test_newest torture lint bench_preprocess bench_loader bench_limits clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -44,6 +44,12 @@ test: install ## all tests; as root on Debian or Ubuntu they install and start a
 
 torture: install ## each fault of disks, files and processes, one by one (2 hours; needs gcc)
 	$(BIN)/python -m tests.faults $(TORTURE_ARGS)
+
+test_lowest: ## the tests with Python 3.10 and the lowest supported libraries, in .venv-lowest
+	.ci/test_versions lowest
+
+test_newest: ## the tests with the newest Python and libraries that are found, in .venv-newest
+	.ci/test_versions newest
 
 lint: install ## ruff, mypy --strict, shellcheck
 	$(BIN)/ruff check .
@@ -70,6 +76,6 @@ bench_limits: install ## what the loader promises in numbers, beside what it doe
 	$(BIN)/python benchmarks/loader_limits.py $(BENCH_ARGS)
 
 clean: ## remove .venv, caches and what the demo made
-	rm -rf $(VENV) .bench dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.*
+	rm -rf $(VENV) .venv-lowest .venv-newest .bench dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	if [ -e demo_data/.made_by_demo ]; then rm -rf demo_data; fi

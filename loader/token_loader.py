@@ -32,7 +32,7 @@ def check_worker_sockets() -> None:
 
     A worker would say so on standard error, lose its batches, and the loop would wait for them for ever.
     """
-    if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":  # type: ignore[no-untyped-call]
+    if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":
         return
     folder, most = tempfile.gettempdir(), _MOST_PATH_BYTES - _SOCKET_BYTES
     if len(os.fsencode(folder)) > most:
@@ -139,7 +139,7 @@ class TokenLoader(DataLoader[Any]):
         self._micro_batches = len(chunks.lanes) * chunks.order.group // step_batches.batch_size
         if self.num_workers:
             check_worker_sockets()
-            chunks.position.share_memory_()  # type: ignore[no-untyped-call]
+            chunks.position.share_memory_()
         self.chunks = chunks
         self._chunk_loader = DataLoader(
             chunks,
@@ -296,7 +296,7 @@ class TokenLoader(DataLoader[Any]):
                     for batch in self.step_batches.cut(chunks, step, position.num_micro, self.metrics):
                         position = position.after(self._micro_batches, self._steps_per_epoch)
                         self._progress.delivered = position
-                        yield pinned(batch) if self._pins else batch  # type: ignore[no-untyped-call]
+                        yield pinned(batch) if self._pins else batch
                         self._check_newest(number)
                 del chunks  # they may hold their window; the next one is read now
             self._stream_at = position

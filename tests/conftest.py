@@ -28,8 +28,7 @@ from preprocess.train_tokenizer import train_tokenizer
 from preprocess.worker import load_worker
 from shardprep.console import STOP_SIGNALS
 from shardprep.format.checked_json import content_sha256
-
-ROOT = Path(__file__).parents[1]
+from tests.checkout import ROOT, SHARED
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -206,15 +205,14 @@ def data_dir(planned_dir: Path, tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:
     """The folder with the Llama 3 tokenizer and the corpora, which are no part of the project."""
-    folder = Path(os.environ.get("SHARDPREP_TEST_SHARED") or ROOT.parent / "shared")
     for name in (
         "tokenizers/llama3/tokenizer.json",
         "corpora/ko_reviews.txt.xz",
         "corpora/en_paragraphs.txt.xz",
     ):
-        if not (folder / name).is_file():
-            pytest.skip(f"{folder / name} is missing; SHARDPREP_TEST_SHARED names the folder that has it")
-    return folder
+        if not (SHARED / name).is_file():
+            pytest.skip(f"{SHARED / name} is missing; SHARDPREP_TEST_SHARED names the folder that has it")
+    return SHARED
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.checkout import ROOT
+
 pytestmark = [
     pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc compiles what injects the faults"),
     pytest.mark.timeout(1800),  # they take CPU time, which a busy machine gives slowly

@@ -382,11 +382,12 @@ def test_an_id_beyond_the_vocabulary_is_found_by_verify_though_hashes_are_right(
 ) -> None:
     from preprocess import verify as ids_read_back
 
-    for name, options in {
+    forms: dict[str, dict[str, Any]] = {
         "json": {},
         "npy": {"token_format": "npy"},
         "packed": {"record": "packed", "seq_len": 64},
-    }.items():
+    }
+    for name, options in forms.items():
         folder = tmp_path / name
         prep.plan(sample_dir, folder, num_shards=2, **options)
         plan = prep.make(folder)

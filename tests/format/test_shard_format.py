@@ -68,6 +68,7 @@ def expected_documents(plan: Plan, tokenizer: Tokenizer) -> list[list[tuple[int,
                 if text := raw.decode().strip():
                     ids = tokenizer.encode(text).ids
                     if plan.options.append_eos:
+                        assert plan.tokenizer.eos_token_id is not None
                         ids.append(plan.tokenizer.eos_token_id)
                     rows.append((line, part.input_number, start, ids))
                 start += len(raw)
@@ -148,7 +149,8 @@ def test_json_ids_are_what_json_dumps_writes(vocab_size: int) -> None:
     edges = [0, 9, 10, 99, 100, 9_999, 99_999, 100_000, 999_999, 10**6, vocab_size - 1]
     known = [number for number in edges if number < vocab_size]
     documents = [[], known, [vocab_size - 1], [], [0], known[::-1], []]
-    for chosen in (documents, [[]], [], [[], []]):
+    batches: list[list[list[int]]] = [documents, [[]], [], [[], []]]
+    for chosen in batches:
         batch = TokenBatch(
             ids=np.array([number for ids in chosen for number in ids], np.uint32),
             offsets=np.cumsum([0, *map(len, chosen)]).astype(np.int64),
@@ -477,7 +479,7 @@ def test_without_an_index_the_manifests_are_merged_and_a_missing_shard_is_named(
 @of_kinds("json")
 def test_an_index_that_is_not_whole_is_refused_by_its_own_error(broken: Data, tmp_path: Path) -> None:
     good = read_index(broken.folder).to_json()
-    for change, kind, message in (
+    changes: list[tuple[Callable[[bytes], bytes], type[Exception], str]] = [
         (lambda raw: raw.replace(b'"version": 2', b'"version": 3', 1), UnknownVersion, "version 3"),
         (lambda raw: raw[:-9], BrokenShard, "is not JSON"),
         (lambda raw: raw.replace(b'"spec"', b'"spic"'), BrokenShard, r"has no spec; .*preprocess verify"),
@@ -491,7 +493,8 @@ def test_an_index_that_is_not_whole_is_refused_by_its_own_error(broken: Data, tm
             BrokenShard,
             "shards is '4 rows', expected 5",
         ),
-    ):
+    ]
+    for change, kind, message in changes:
         (broken.folder / "index.json").write_bytes(change(good))
         if b"}" in change(good)[-3:]:
             seal(broken.folder / "index.json")

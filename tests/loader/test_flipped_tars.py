@@ -50,9 +50,10 @@ def bits_of(shards: ShardSet, starts: bool) -> list[bytes]:
     """Lengths, ids and where documents begin, of every sample, through the reader and its window."""
     reader = WholeSamples(shards=shards, starts=starts, vocab_size=VOCAB_SIZE).open()
     try:
-        run = reader.read(np.arange(shards.num_samples)[:, None], 0).run(0, 1)
-        ids = run.ids if isinstance(run.ids, np.ndarray) else run.ids[:, 0]
-        return [run.lengths.tobytes(), ids.tobytes(), b"" if run.starts is None else run.starts.tobytes()]
+        chunk = reader.read(np.arange(shards.num_samples)[:, None], 0).chunk(0, 1)
+        ids = chunk.ids if isinstance(chunk.ids, np.ndarray) else chunk.ids[:, 0]
+        starts_read = b"" if chunk.starts is None else chunk.starts.tobytes()
+        return [chunk.lengths.tobytes(), ids.tobytes(), starts_read]
     finally:
         reader.close()
 

@@ -27,11 +27,12 @@ SEQ_LEN = 160  # more than a block of flex_attention, and than most documents
 def made(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sample text in packed rows of both kinds, and as documents."""
     root = tmp_path_factory.mktemp("made")
-    for name, options in {
+    forms: dict[str, dict[str, Any]] = {
         "json": {},
         "concat": {"record": "packed", "seq_len": SEQ_LEN},
         "best_fit": {"record": "packed", "seq_len": SEQ_LEN, "pack": "best_fit"},
-    }.items():
+    }
+    for name, options in forms.items():
         prep.plan(sample_dir, root / name, num_shards=3, **options)
         prep.make(root / name)
     return root
@@ -56,7 +57,12 @@ def reference_varlen(
     assert (int(sizes.max()), int(cu_seqlens_q[-1])) == (max_seqlen_q, len(q))
     assert max_seqlen_k == max_seqlen_q
     parts = [tensor.split(sizes.tolist()) for tensor in (q, k, v)]
-    return torch.cat([reference(*part, causal, softmax_scale) for part in zip(*parts, strict=True)])
+    return torch.cat(
+        [
+            reference(q, k, v, causal, softmax_scale)
+            for q, k, v in zip(parts[0], parts[1], parts[2], strict=True)
+        ]
+    )
 
 
 def reference(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import pickle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,9 +21,9 @@ from transformers import (
 
 from loader import CausalLMCollator
 from shardprep.errors import UsageError
+from tests.checkout import SHARED
 
 PAD, EOS = 98, 99
-SHARED = Path(os.environ.get("SHARDPREP_TEST_SHARED", Path(__file__).parents[3] / "shared"))
 LLAMA3 = SHARED / "tokenizers" / "llama3"
 
 

@@ -462,7 +462,7 @@ def test_a_run_packs_and_unpacks_to_itself() -> None:
     counts, starts = np.array([[1, 0, 2], [0, 0, 1]], np.int32), np.array([3, 0, 2, 1], np.int32)
     full = Chunk(lengths=np.full((2, 3), 4, np.int32), ids=ids, num_starts=counts, starts=starts, num_cut=7)
     again = Chunk.unpack(full.pack(), 4)
-    assert np.array_equal(again.ids, ids)
+    assert np.array_equal(np.asarray(again.ids), ids)
     assert again.num_cut == 7
     assert [[each.tolist() for each in again.starts_of(step)] for step in range(3)] == [
         [[3], []],

@@ -14,11 +14,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import webdataset
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+
+from tests.external_tars import write_numbered_tars
+from tests.word_tokenizers import save_word_tokenizer
 
 pytest.importorskip("accelerate")
 
@@ -169,14 +168,14 @@ if __name__ == "__main__":
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tars by webdataset, a sample's first id its number, with the tokenizer beside them."""
     folder = tmp_path_factory.mktemp("data")
-    vocab = {f"w{number}": number for number in range(200)}
-    PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(vocab, "w0")), pad_token="w198", eos_token="w199"
-    ).save_pretrained(folder)
-    for shard, numbers in enumerate(np.array_split(np.arange(NUM_SAMPLES), 3)):
-        with webdataset.TarWriter(str(folder / f"shard-{shard:05d}.tar")) as writer:
-            for number in numbers.tolist():
-                writer.write({"__key__": f"s{number}", "token_ids.json": [number, *range(number % 5)]})
+    save_word_tokenizer(folder, 200)
+    write_numbered_tars(
+        folder,
+        NUM_SAMPLES,
+        3,
+        name="shard-{:05d}.tar",
+        ids_of=lambda number: [number, *range(number % 5)],
+    )
     return folder
 
 

@@ -228,7 +228,7 @@ def test_edges_and_fields_of_a_small_batch_by_hand() -> None:
     starts = [np.array([0, 3], np.int32), np.array([2], np.int32), np.array([], np.int32)]
     lengths = np.array([5, 4, 0])
     edges = document_edges(starts, lengths, 5)
-    fields = boundary_fields(ALL, edges, lengths)
+    fields: dict[str, Any] = {**boundary_fields(ALL, edges, lengths)}
     assert fields["position_ids"].tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 1, 0], [0, 1, 2, 3, 4]]
     assert fields["segment_ids"].tolist() == [[1, 1, 1, 2, 2], [1, 1, 2, 2, 0], [0] * 5]
     assert fields["cu_seqlens"].tolist() == [0, 3, 5, 7, 9, 10, 15]

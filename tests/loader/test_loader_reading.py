@@ -67,7 +67,7 @@ def epoch(loader: TokenLoader) -> list[Any]:
 def test_a_shard_without_its_idx_loses_nothing(
     made: Path, tmp_path: Path, form: str, seq_len: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = {"seq_len": seq_len, "boundaries": "position_ids"}
+    options: dict[str, Any] = {"seq_len": seq_len, "boundaries": "position_ids"}
     whole = epoch(load(made / form, **options))
     folder = shutil.copytree(made / form, tmp_path / "copy")
     (folder / "shard-00001.idx").unlink()
@@ -165,7 +165,7 @@ def test_reads_that_give_fewer_bytes_than_asked_for_are_gone_on_with(
 def test_an_idx_read_in_parts_gives_the_same_batches_as_one_that_is_held(
     made: Path, form: str, seq_len: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {"seq_len": seq_len, "boundaries": "position_ids"}
+    options: dict[str, Any] = {"seq_len": seq_len, "boundaries": "position_ids"}
     whole = epoch(load(made / form, **options))
     monkeypatch.setattr(open_shard, "HELD_IDX_BYTES", 0)
     assert epoch(load(made / form, **options)) == whole
@@ -258,7 +258,8 @@ def opened_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_opening_is_tried_again_too(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = epoch(load(made / "json"))
-    real_open, codes, slept = os.open, [errno.EIO, errno.ETIMEDOUT], []
+    real_open, codes = os.open, [errno.EIO, errno.ETIMEDOUT]
+    slept: list[float] = []
 
     def failing(path: Any, *args: Any) -> int:
         if str(path).endswith("shard-00002.tar") and codes:
@@ -411,7 +412,7 @@ def test_few_handles_are_enough_for_many_shards(
 def test_the_limit_of_handles_bounds_the_shards_kept_open(
     made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shard_reader.resource, "getrlimit", lambda _: (24, 24))
+    monkeypatch.setattr("loader.reading.shard_reader.resource.getrlimit", lambda _: (24, 24))
     assert ShardReader(find_shards(made / "json"))._max_open == 3
 
 

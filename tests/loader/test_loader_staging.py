@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,11 +30,12 @@ from loader.staging import shards_to_stage
 from loader.staging.shards_to_stage import NodeRanks, choose_shards, parts_read
 from loader.staging.stage_command import turn_of
 from shardprep.format.manifest import read_manifest
+from tests.checkout import ROOT
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
-ROOT = Path(__file__).parents[2]
 NUM_SHARDS = 6
 FORMS: dict[str, dict[str, Any]] = {"json": {}, "packed": {"record": "packed", "seq_len": 32}}
 
@@ -127,13 +129,6 @@ def temporaries(node: Path) -> list[str]:
     return sorted(path.name for path in node.rglob(".*"))
 
 
-def wait_for(seen: Callable[[], object]) -> None:
-    until = time.monotonic() + 60
-    while not seen():
-        assert time.monotonic() < until, "nothing came of it"
-        time.sleep(0.002)
-
-
 def staged_ids(data: Path, node: Path) -> list[int]:
     """The shards whose copies are whole, by sha256; fails where a file under a shard's name is wrong."""
     found = []
@@ -191,7 +186,7 @@ def test_four_processes_on_two_nodes_killed_at_random_end_in_verified_copies(
     for attempt in range(6):
         seen = ".*.tmp" if attempt == 0 else "*.tar"  # first before a shard is staged, then after
         processes = [start(made / "json", "--to", node) for node in nodes for _ in range(2)]
-        wait_for(lambda seen=seen: all(list(node.rglob(seen)) for node in nodes))
+        wait_until(partial(lambda name: all(list(node.rglob(name)) for node in nodes), seen), every_s=0.002)
         for process in chance.sample(processes, len(processes)):
             time.sleep(chance.uniform(0, 0.03))
             process.kill()
@@ -225,7 +220,7 @@ def test_processes_of_a_node_share_the_copying_out(made: Path, node: Path) -> No
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_ends_staging_with_75_and_leaves_no_temporary(made: Path, node: Path, number: int) -> None:
     process = start(made / "json", "--to", node, delay_s=0.2)
-    wait_for(lambda: temporaries(node) and staged_ids(made / "json", node))
+    wait_until(lambda: temporaries(node) and staged_ids(made / "json", node), every_s=0.002)
     process.send_signal(number)
     code, text = ended(process)
     assert code == 75, text
@@ -445,7 +440,7 @@ def test_a_disk_that_fills_up_meanwhile_is_74_and_what_is_staged_stays_valid(
     made: Path, small_disk: Path
 ) -> None:
     process = start(made / "json", "--to", small_disk, "--limit_bytes", "1900K")
-    wait_for(lambda: staged_ids(made / "json", small_disk))
+    wait_until(lambda: staged_ids(made / "json", small_disk), every_s=0.002)
     found = os.statvfs(small_disk)
     (small_disk / "filler").write_bytes(bytes(found.f_bavail * found.f_frsize))
     code, text = ended(process)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch.distributed import checkpoint
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from loader import TokenLoader, get_llama3_dataloader
 from loader.state import OtherRun, Position
@@ -30,7 +30,8 @@ GLOBAL_BATCH = 8
 def forms(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The sample text as documents and as packed rows, and loader options that make samples of them."""
     root = tmp_path_factory.mktemp("forms")
-    for name, options in (("documents", {}), ("packed", {"record": "packed", "seq_len": 32})):
+    records: dict[str, dict[str, Any]] = {"documents": {}, "packed": {"record": "packed", "seq_len": 32}}
+    for name, options in records.items():
         prep.plan(sample_dir, root / name, num_shards=3, **options)
         prep.make(root / name)
     return {
@@ -346,10 +347,10 @@ def test_torchs_distributed_checkpoint_resumes_inside_of_a_step(forms: Any, tmp_
         batches = iter(loader)
         for _ in range(4 * 5 + 3):
             next(batches)
-        checkpoint.save({"loader": loader.state_dict()}, checkpoint_id=tmp_path / "saved", no_dist=True)
+        state_dict_saver.save({"loader": loader.state_dict()}, checkpoint_id=tmp_path / "saved", no_dist=True)
     with load(forms["documents"], batch_size=2) as loader:
         state = {"loader": loader.state_dict()}
-        checkpoint.load(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+        state_dict_loader.load(state, checkpoint_id=tmp_path / "saved", no_dist=True)
         loader.load_state_dict(state["loader"])
         assert [shown(batch) for batch in loader] == whole[23:]
 

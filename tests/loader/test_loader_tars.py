@@ -15,12 +15,11 @@ from random import Random
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import webdataset
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 
 from loader import get_llama3_dataloader
 from loader.samples.token_ids import parse_id_lists
@@ -30,6 +29,7 @@ from loader.shards.shard_set import ExternalTar
 from loader.shards.tar_members import TarBytes
 from loader.shards.tar_samples import scan_tar
 from shardprep.errors import BrokenShard, NotFound, ReadWriteError, ShardprepError, UnknownMember, UsageError
+from tests.word_tokenizers import save_word_tokenizer
 
 VOCAB_SIZE = 1000
 
@@ -38,12 +38,7 @@ VOCAB_SIZE = 1000
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with a tokenizer of 1,000 words and a pad token."""
     folder = tmp_path_factory.mktemp("model")
-    vocab = {f"w{number}": number for number in range(VOCAB_SIZE)}
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(vocab, "w0")), pad_token="w998", eos_token="w999"
-    )
-    fast.save_pretrained(folder)
-    return str(folder)
+    return save_word_tokenizer(folder, VOCAB_SIZE)
 
 
 def write_tar(path: Path, documents: list[list[int]], field: str = "token_ids.json", **extra: Any) -> Path:
@@ -323,7 +318,8 @@ def test_two_samples_of_one_key_side_by_side_are_refused(tmp_path: Path) -> None
 
 
 def test_a_loss_mask_is_refused_since_leaving_it_out_would_change_the_training(tmp_path: Path) -> None:
-    path = write_tar(tmp_path / "a.tar", [[1]], **{"loss_mask.npy": np.array([1])})
+    mask: dict[str, Any] = {"loss_mask.npy": np.array([1])}
+    path = write_tar(tmp_path / "a.tar", [[1]], **mask)
     with pytest.raises(UnknownMember, match="would change the training"):
         scan_tar(path)
 
@@ -408,7 +404,7 @@ def test_an_npy_header_that_is_not_of_its_ids_is_refused(
 
 def packed_tar(path: Path, **members: bytes) -> Path:
     """Two rows of four ids, as ours are without their idx; some members exchanged."""
-    arrays = {
+    arrays: dict[str, npt.NDArray[Any]] = {
         "doc_starts": np.array([0, 3, 5], np.uint32),
         "row_tokens": np.array([4, 3], np.uint32),
         "token_ids": np.arange(8, dtype=np.uint16).reshape(2, 4),

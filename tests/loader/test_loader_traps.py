@@ -28,33 +28,20 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFas
 
 from loader import CausalLMCollator, TokenLoader, get_llama3_dataloader
 from shardprep.errors import BrokenShard, UsageError
+from tests.checkout import ROOT
+from tests.external_tars import write_numbered_tars
+from tests.word_tokenizers import save_word_tokenizer
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
-ROOT = Path(__file__).parents[2]
 VOCAB_SIZE = 1000
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model")
-    vocab = {f"w{number}": number for number in range(VOCAB_SIZE)}
-    PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(vocab, "w0")), pad_token="w998", eos_token="w999"
-    ).save_pretrained(folder)
-    return str(folder)
-
-
-def write_tars(folder: Path, num_samples: int, num_shards: int) -> list[str]:
-    """Tars by webdataset, sample n the ids [n]."""
-    paths = []
-    for shard, numbers in enumerate(np.array_split(np.arange(num_samples), num_shards)):
-        paths.append(str(folder / f"part-{shard:03d}.tar"))
-        with webdataset.TarWriter(paths[-1]) as writer:
-            for number in numbers.tolist():
-                writer.write({"__key__": f"s{number}", "token_ids.json": [number]})
-    return paths
+    return save_word_tokenizer(folder, VOCAB_SIZE)
 
 
 def write_long_documents(path: Path, num_documents: int, num_tokens: int) -> int:
@@ -97,6 +84,7 @@ class NumberedSamples(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[int]:
         worker = get_worker_info()
+        assert worker
         return iter(range(worker.id, self.num_samples, worker.num_workers))
 
 
@@ -105,7 +93,7 @@ def test_50_samples_in_batches_of_8_by_8_workers_are_the_6_batches_that_len_says
 ) -> None:
     naive = DataLoader(NumberedSamples(50), batch_size=8, drop_last=True, num_workers=8)
     assert (len(naive), len(list(naive))) == (6, 0)
-    write_tars(tmp_path, 50, 2)
+    write_numbered_tars(tmp_path, 50, 2)
     with load(tmp_path, 8, model, num_workers=8) as loader:
         assert loader.num_workers == 8
         found = list(loader)
@@ -116,7 +104,7 @@ def test_50_samples_in_batches_of_8_by_8_workers_are_the_6_batches_that_len_says
 def test_one_shard_is_enough_for_4_ranks_of_4_workers(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths = write_tars(tmp_path, 66, 1)
+    paths = write_numbered_tars(tmp_path, 66, 1)
     set_rank(monkeypatch, 1, 4)
     with pytest.raises(ValueError, match="explicit nodesplitter"):
         list(webdataset.WebDataset(paths, shardshuffle=False))
@@ -136,7 +124,7 @@ def test_one_shard_is_enough_for_4_ranks_of_4_workers(
 def test_ranks_get_equally_many_batches_where_samples_and_shards_do_not_divide(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths = write_tars(tmp_path, 107, 5)
+    paths = write_numbered_tars(tmp_path, 107, 5)
     naive, ours = set(), set()
     for rank in range(4):
         set_rank(monkeypatch, rank, 4)
@@ -152,7 +140,7 @@ def test_within_20_epochs_a_rank_sees_every_shard(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """webdataset splits shards among ranks before it shuffles them, so a rank has always the same ones."""
-    paths = write_tars(tmp_path, 160, 40)
+    paths = write_numbered_tars(tmp_path, 160, 40)
     set_rank(monkeypatch, 0, 4)
     split = webdataset.WebDataset(paths, shardshuffle=40, nodesplitter=webdataset.split_by_node)
     assert len({number // 4 for _ in range(20) for number in theirs(split)}) == 10
@@ -165,7 +153,7 @@ def test_within_20_epochs_a_rank_sees_every_shard(
 def test_an_epoch_gives_each_sample_once_where_resampling_repeats_some_and_loses_others(
     tmp_path: Path, model: str
 ) -> None:
-    paths = write_tars(tmp_path, 80, 40)
+    paths = write_numbered_tars(tmp_path, 80, 40)
     resampled = webdataset.WebDataset(paths, resampled=True, shardshuffle=False).with_epoch(80)
     assert len(set(theirs(resampled))) < len(theirs(resampled)) == 80
     with load(tmp_path, 8, model) as loader:
@@ -200,7 +188,7 @@ def test_workers_know_the_epoch_that_they_count_and_the_one_that_is_set(
     else:  # what a worker counts is lost with it
         assert list(naive) == list(naive)
     del naive
-    write_tars(tmp_path, 64, 3)
+    write_numbered_tars(tmp_path, 64, 3)
     with load(tmp_path, 8, model, num_workers=2, persistent_workers=persistent) as loader:
         counted = [numbers(loader) for _ in range(3)]
         assert len({tuple(epoch) for epoch in counted}) == 3
@@ -213,7 +201,7 @@ def test_ranks_that_pass_one_data_parallel_rank_get_equal_batches(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As those of one tensor-parallel group must: here pairs, of 4 processes."""
-    write_tars(tmp_path, 64, 3)
+    write_numbered_tars(tmp_path, 64, 3)
     naive, found = [], []
     for rank in range(4):
         set_rank(monkeypatch, rank, 4)
@@ -229,7 +217,7 @@ def test_ranks_that_pass_one_data_parallel_rank_get_equal_batches(
 
 def test_what_makes_a_loader_of_its_own_from_the_dataset_is_refused(tmp_path: Path, model: str) -> None:
     """As accelerate's prepare and skip_first_batches do, which would take chunks of batches for samples."""
-    write_tars(tmp_path, 64, 3)
+    write_numbered_tars(tmp_path, 64, 3)
     with load(tmp_path, 4, model) as loader:
         another = DataLoader(
             loader.dataset,
@@ -238,7 +226,7 @@ def test_what_makes_a_loader_of_its_own_from_the_dataset_is_refused(tmp_path: Pa
             collate_fn=loader.collate_fn,
             num_workers=1,
         )
-        batches = iter(another)
+        batches: Any = iter(another)
         with pytest.raises(UsageError, match="iterate the TokenLoader itself"):
             next(batches)
         batches._shutdown_workers()
@@ -247,9 +235,10 @@ def test_what_makes_a_loader_of_its_own_from_the_dataset_is_refused(tmp_path: Pa
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_tuple_that_collate_fn_returns_stays_a_tuple(tmp_path: Path, model: str, workers: int) -> None:
-    naive = DataLoader([(1, 2)], batch_size=None)
+    pairs: Any = [(1, 2)]
+    naive: DataLoader[Any] = DataLoader(pairs, batch_size=None)
     assert next(iter(naive)) == [1, 2]
-    write_tars(tmp_path, 64, 3)
+    write_numbered_tars(tmp_path, 64, 3)
     options: dict[str, Any] = {"collate_fn": lambda rows: tuple(row["input_ids"] for row in rows)}
     with load(tmp_path, 4, model, num_workers=workers, **options) as loader:
         assert {(type(batch), len(batch)) for batch in loader} == {(tuple, 4)}
@@ -308,14 +297,14 @@ def alive() -> set[Any]:
 def test_an_iterator_in_a_reference_cycle_keeps_no_worker_alive_once_the_loader_is_closed(
     tmp_path: Path, model: str
 ) -> None:
-    write_tars(tmp_path, 64, 3)
+    write_numbered_tars(tmp_path, 64, 3)
     gc.collect()
     before = alive()
     gc.disable()
     try:
         naive: list[Any] = [iter(DataLoader(NumberedSamples(50), num_workers=2))]
         naive.append(naive)
-        kept = weakref.ref(naive[0])
+        kept: Any = weakref.ref(naive[0])
         del naive
         assert len(alive() - before) == 2  # until the collector comes by
         kept()._shutdown_workers()
@@ -341,7 +330,7 @@ def test_an_iterator_in_a_reference_cycle_keeps_no_worker_alive_once_the_loader_
 def test_after_an_error_in_a_worker_none_is_left_and_the_loader_can_be_iterated_again(
     tmp_path: Path, model: str
 ) -> None:
-    paths = write_tars(tmp_path, 64, 3)
+    paths = write_numbered_tars(tmp_path, 64, 3)
     before = alive()
     with load(tmp_path, 8, model, num_workers=2) as loader:
         whole = Path(paths[1]).read_bytes()
@@ -389,7 +378,7 @@ print("all came again", flush=True)
 def test_after_ctrl_c_or_the_death_of_idle_workers_the_next_loop_has_workers_anew(
     tmp_path: Path, model: str
 ) -> None:
-    write_tars(tmp_path, 640, 3)
+    write_numbered_tars(tmp_path, 640, 3)
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED, tmp_path, model],
         cwd=ROOT,
@@ -410,7 +399,7 @@ class MarkedBatches(CausalLMCollator):
 
 
 def test_a_collator_that_inherits_from_ours_is_called(tmp_path: Path, model: str) -> None:
-    write_tars(tmp_path, 64, 3)
+    write_numbered_tars(tmp_path, 64, 3)
     with load(tmp_path, 4, model) as plain:
         expected = list(plain)
         collator = MarkedBatches(plain.tokenizer)
@@ -436,9 +425,10 @@ def test_the_loaders_tokenizer_names_the_pad_token_that_batches_have(tmp_path: P
 
 
 def test_a_loader_given_as_a_data_set_says_what_to_write(tmp_path: Path, model: str) -> None:
-    write_tars(tmp_path, 64, 3)
+    write_numbered_tars(tmp_path, 64, 3)
     with load(tmp_path, 4, model) as loader:
-        batches = iter(DataLoader(loader, batch_size=4, sampler=range(8)))
+        data_set: Any = loader
+        batches = iter(DataLoader(data_set, batch_size=4, sampler=range(8)))
         with pytest.raises(
             UsageError, match=r"no data set .*def get_train_dataloader\(self\): return loader"
         ):
@@ -449,7 +439,7 @@ def test_a_loader_remade_with_a_sampler_as_lightning_does_it_says_what_to_write(
     tmp_path: Path, model: str
 ) -> None:
     """For overfit_batches and predict, from the loader's public attributes."""
-    write_tars(tmp_path, 64, 3)
+    write_numbered_tars(tmp_path, 64, 3)
     with load(tmp_path, 4, model) as loader:
         names = ("chunks", "step_batches", "tokenizer", "process_rank", "fingerprint", "pin_memory")
         shown = {name: vars(loader)[name] for name in names}
@@ -535,7 +525,7 @@ def test_a_killed_run_leaves_no_worker_no_shared_memory_and_no_file_and_the_next
 def test_a_temporary_folder_too_long_for_a_workers_socket_is_refused_where_torch_would_hang(
     tmp_path: Path, short_folder: Path, model: str, monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
-    write_tars(tmp_path, 64, 2)
+    write_numbered_tars(tmp_path, 64, 2)
     folder = short_folder / ("x" * (length - 1 - len(str(short_folder))))
     folder.mkdir()
     listen = "from multiprocessing.connection import Listener; Listener(family='AF_UNIX')"
@@ -582,7 +572,7 @@ def test_webdataset_reads_our_shards_as_the_documentation_says(
 
 def test_what_scripts_for_webdataset_were_seen_to_say_does_not_work(tmp_path: Path, model: str) -> None:
     """Why the first script's pipeline is not the one in the documentation."""
-    paths = write_tars(tmp_path, 8, 1)
+    paths = write_numbered_tars(tmp_path, 8, 1)
     with pytest.raises(TypeError, match="shardselection"):
         webdataset.WebDataset(paths, shardselection="all")
     with pytest.raises(ValueError, match="imagespec"):

@@ -186,7 +186,7 @@ def test_mixing_of_shards_sorted_by_source_stays_near_a_full_permutations() -> N
 
 def test_a_sample_meets_every_step_about_equally_often() -> None:
     order = Order(num_samples=256, global_batch_size=4, block_samples=4, window_samples=16 * 4, seed=3)
-    steps = Counter()
+    steps: Counter[int] = Counter()
     for epoch in range(1000):
         steps[int(np.argwhere(delivered(order, epoch, range(4)) == 17)[0][1]) // 8] += 1
     assert min(steps[part] for part in range(8)) > 125 - 5 * math.sqrt(125)

@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,17 +30,17 @@ from lustre import (
 )
 from lustre.__main__ import main
 from lustre.layout import read_layout
+from tests.checkout import ROOT
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
 MIB, GIB = 1 << 20, 1 << 30
-ROOT = Path(__file__).parents[2]
-PFL = [
+PFL: list[dict[str, object]] = [
     {"end": 256 * MIB, "count": 1, "size": 4 * MIB, "pattern": "raid0"},
     {"end": None, "count": -1, "size": 4 * MIB, "pattern": "raid0"},
 ]
-FSX = [
+FSX: list[dict[str, object]] = [
     {"end": end, "count": count, "size": MIB, "pattern": "raid0"}
     for end, count in ((100 * MIB, 1), (10 * GIB, 8), (100 * GIB, 16), (None, 32))
 ]
@@ -63,13 +63,14 @@ class FakeLustre:
 
     def calls(self) -> list[list[str]]:
         """Argument lists, each with its LC_ALL last."""
-        return self.state().get("calls", [])
+        calls: list[list[str]] = self.state().get("calls", [])
+        return calls
 
     def setstripe_calls(self) -> list[str]:
         """Options alone, without the path and LC_ALL."""
         return [" ".join(call[1:-2]) for call in self.calls() if call[0] == "setstripe"]
 
-    def give_layout(self, path: Path, layout: list[dict[str, object]]) -> None:
+    def give_layout(self, path: Path, layout: Sequence[Mapping[str, object]]) -> None:
         self.give(layouts={str(path): layout})
 
     def give(self, **values: object) -> None:
@@ -731,14 +732,16 @@ def shards_on_lustre(on_lustre: FakeLustre, prep: Prep, sample_dir: Path) -> Pat
 def test_verify_writes_on_which_ost_each_tar_begins_and_the_loader_reads_it(
     on_lustre: FakeLustre, shards_on_lustre: Path, prep: Prep, layout: str
 ) -> None:
-    dom = [{"end": MIB, "count": 0, "size": MIB, "pattern": "mdt"}, *PFL[1:]]
+    dom: list[dict[str, object]] = [{"end": MIB, "count": 0, "size": MIB, "pattern": "mdt"}, *PFL[1:]]
     if layout != "plain":
         on_lustre.give_layout(shards_on_lustre, PFL if layout == "pfl" else dom)
     ended = prep.command("verify", shards_on_lustre)
     assert (ended.code, "note" in ended.text) == (0, False)
     data = json.loads((shards_on_lustre / "osts.json").read_text())
     assert (data["format"], data["osts"]) == ("shardprep-osts", [3, 1, 3, 0, 7])
-    assert find_shards(shards_on_lustre).osts.tolist() == [3, 1, 3, 0, 7]
+    osts = find_shards(shards_on_lustre).osts
+    assert osts is not None
+    assert osts.tolist() == [3, 1, 3, 0, 7]
     assert prep.temporaries(shards_on_lustre) == []
 
 

@@ -166,10 +166,16 @@ def test_another_end_or_place_of_a_component_is_a_difference() -> None:
 
 def test_the_longest_and_last_mount_point_wins() -> None:
     table = "a / ext4 rw\nb /data lustre rw\nc /data/x nfs rw\nd /data/x lustre rw\ne /da tmpfs rw\nbroken\n"
-    sources = {
-        path: mount_of(path, table).source for path in ("/", "/data", "/data/x/y", "/database", "/data/xy")
+    paths = ("/", "/data", "/data/x/y", "/database", "/data/xy")
+    mounts = {path: mount_of(path, table) for path in paths}
+    sources = {path: mount and mount.source for path, mount in mounts.items()}
+    assert sources == {
+        "/": "a",
+        "/data": "b",
+        "/data/x/y": "d",
+        "/database": "a",
+        "/data/xy": "b",
     }
-    assert sources == {"/": "a", "/data": "b", "/data/x/y": "d", "/database": "a", "/data/xy": "b"}
     assert mount_of("/anything", "") is None
 
 

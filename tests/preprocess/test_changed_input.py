@@ -197,7 +197,7 @@ def test_a_long_line_that_changes_between_its_passes_is_refused_and_no_tar_is_pu
     original, passes = LongDocument.text, []
 
     def text(document: LongDocument) -> Any:
-        passes.append(document.line)
+        passes.append(document.place.line)
         if len(passes) == at_pass:
             path.write_text(("sword and" * 60_000) + "\n")
         return original(document)

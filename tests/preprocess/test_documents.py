@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -65,7 +66,7 @@ def read(ranges: list[ByteRange], encoding: str, *, block_bytes: int = 1 << 17, 
     items = list(read_documents(ranges, doc=doc, encoding=encoding, batch_bytes=block_bytes))  # type: ignore[arg-type]
     batches = [item for item in items if isinstance(item, DocumentBatch)]
     assert len(batches) == len(items)
-    found = []
+    found: list[Any] = []
     for batch in batches:
         rows = zip(batch.lines.tolist(), batch.input_offsets.tolist(), batch.texts, strict=True)
         found += rows

@@ -52,7 +52,7 @@ def pinned(name: str) -> dict[str, bytes]:
 
 def plan_facts(path: Path) -> dict[str, Any]:
     """A plan without what may differ between equal plans."""
-    data = json.loads(path.read_bytes())
+    data: dict[str, Any] = json.loads(path.read_bytes())
     data["input_dir"] = data["tokenizer"]["model_id"] = data["content_sha256"] = None
     data["tokenizer_files"] = None  # as this version of transformers writes them
     for item in data["inputs"]:

@@ -8,8 +8,9 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given, settings
@@ -149,7 +150,7 @@ def test_a_line_end_on_the_edge_of_a_read_is_not_cut_in_two(tmp_path: Path, num_
     "options", [{"encoding": "utf-16"}, {"encoding": "utf-32-be"}, {"doc": "file"}], ids=str
 )
 def test_utf_16_utf_32_and_whole_file_documents_are_never_cut(
-    tmp_path: Path, prep: Prep, options: dict[str, str]
+    tmp_path: Path, prep: Prep, options: dict[str, Any]
 ) -> None:
     (tmp_path / "raw").mkdir()
     text = "가나 다라\n" * 200
@@ -453,7 +454,7 @@ def test_a_tokenizer_without_an_eos_cannot_end_documents_with_one(
     ids=["version", "cut short", "key", "format"],
 )
 def test_a_plan_that_cannot_be_read_is_refused_by_its_own_error(
-    data_dir: Path, damage, kind: type[Exception], message: str
+    data_dir: Path, damage: Callable[[bytes], bytes], kind: type[Exception], message: str
 ) -> None:
     path = data_dir / "plan.json"
     path.write_bytes(damage(path.read_bytes()))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from preprocess.resources import allowed_cpus, bind_to_task_cpus
-from tests.conftest import ROOT
+from tests.checkout import ROOT
 
 if TYPE_CHECKING:
     from tests.conftest import Prep

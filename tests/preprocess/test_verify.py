@@ -16,12 +16,12 @@ import pytest
 
 from shardprep.format.idx import IDX_DOCUMENT, IDX_HEADER, ChunkCrcs
 from shardprep.format.index import read_index
+from tests.checkout import ROOT
 from tests.conftest import seal
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
-ROOT = Path(__file__).parents[2]
 NUM_SHARDS = 5
 
 

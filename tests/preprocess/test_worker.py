@@ -22,11 +22,11 @@ from preprocess.tokenizer_files import resolve_tokenizer
 from preprocess.worker import done_manifest
 from shardprep.atomic_files import STALE_AFTER_S, remove_temporaries
 from shardprep.errors import Stopped
+from tests.checkout import ROOT
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
-ROOT = Path(__file__).parents[2]
 RECORDS: dict[str, dict[str, Any]] = {
     "documents": {},
     "npy": {"token_format": "npy", "append_eos": True},
@@ -54,8 +54,11 @@ def reference(prep: Prep, raw_dir: Path, tmp_path_factory: pytest.TempPathFactor
     def folder_of(record: str) -> Path:
         if record not in made:
             made[record] = tmp_path_factory.mktemp("reference")
-            limit = {"max_bad_fraction": 0.5}  # of whole files two in six are bad
-            prep.plan(raw_dir, made[record], num_shards=3, **RECORDS[record], **limit)
+            options: dict[str, Any] = {
+                **RECORDS[record],
+                "max_bad_fraction": 0.5,
+            }  # of whole files two in six are bad
+            prep.plan(raw_dir, made[record], num_shards=3, **options)
             prep.make(made[record], engine="fastokens")
             assert any(name.startswith("quarantine/") for name in prep.contents(made[record]))
         return made[record]
@@ -227,7 +230,7 @@ def test_kill_9_at_each_step_of_the_commit_leaves_a_done_shard_or_nothing_that_c
     states = []
     for step in range(30):
         folder = Path(shutil.copytree(planned_dir, tmp_path / str(step)))
-        program = [
+        program: list[str | Path] = [
             sys.executable,
             "-c",
             KILLED_AT_A_STEP,

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.checkout import ROOT
+
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
-ROOT = Path(__file__).parents[2]
 PACKAGES = ("shardprep", "preprocess", "loader", "slurm", "lustre")
 HEAVY = {"torch", "transformers", "webdataset"}
 

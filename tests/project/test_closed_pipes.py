@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.checkout import ROOT
+
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
-ROOT = Path(__file__).parents[2]
 COMMANDS = {
     "verify": ["preprocess", "verify"],
     "plan": ["preprocess", "plan", "--dry_run", "--num_shards", "5", "--output_dir"],
@@ -87,7 +88,7 @@ def test_a_command_whose_reader_has_gone_ends_as_if_it_were_read(
 
 
 def test_a_status_that_is_watched_ends_with_its_reader(prep: Prep, data_dir: Path, closed_pipe: int) -> None:
-    command = [sys.executable, "-c", WATCH, data_dir]
+    command: list[str | Path] = [sys.executable, "-c", WATCH, data_dir]
     done = subprocess.run(
         command, cwd=ROOT, env=prep.environ(), stdout=closed_pipe, stderr=subprocess.PIPE, timeout=60
     )

@@ -50,7 +50,7 @@ def given_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 slurm_parse = slurm.__main__.PROGRAM.parse
-PARSE = {
+PARSE: dict[str, Callable[[list[str]], argparse.Namespace]] = {
     "preprocess": parse,
     "slurm": slurm_parse,
     "lustre": lustre.__main__.PROGRAM.parse,

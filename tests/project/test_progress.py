@@ -28,7 +28,7 @@ def test_a_log_gets_a_line_now_and_then_and_not_one_a_batch(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = iter([0.0, 10.0, 29.9, 30.0, 59.0, 60.5])
-    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr("shardprep.console.time.monotonic", lambda: next(clock))
     with Progress("x", 100, unit="shards") as progress:
         for _ in range(5):
             progress.add(10)

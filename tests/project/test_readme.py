@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("README*.md"), *(ROOT / "docs").glob("*.md")])
+from tests.checkout import ROOT
+
+PAGES = sorted([*ROOT.glob("README*.md"), ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 PACKAGES = ("preprocess", "loader", "slurm", "lustre")
 COMMAND = re.compile(rf"(?:python -m ({'|'.join(PACKAGES)})|(?<![\w./-])shardprep)(?=[ `]|$)(.*)")
 FLAG = re.compile(r"(?<![\w=-])(--?[a-zA-Z][\w-]*)")
@@ -134,6 +135,14 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
             target = page.parent / name if name else page
             assert target.exists(), link
             assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_module_that_a_page_names_by_its_path_exists(page: Path) -> None:
+    folders = "|".join(["shardprep", *PACKAGES, "tests", "benchmarks", "examples"])
+    for span in code_spans(page.read_text(encoding="utf-8")):
+        if re.fullmatch(rf"(?:{folders})/[\w/.]+", span):
+            assert (ROOT / span).exists() or (ROOT / f"{span}.py").exists(), span
 
 
 def anchors(page: Path) -> set[str]:

@@ -25,7 +25,7 @@ from preprocess.shard_writer import ShardWriter
 from shardprep.atomic_files import publish_bytes
 from shardprep.console import STOP_SIGNALS, stop_signals_wait
 from shardprep.errors import Stopped
-from tests.conftest import ROOT
+from tests.checkout import ROOT
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -120,7 +120,7 @@ if __name__ == "__main__":
 def test_a_worker_process_does_not_outlive_its_killed_parent(data_dir: Path, tmp_path: Path) -> None:
     """Even where the end of its pipe does not tell it: somebody else holds that, or it is in a long read."""
     (tmp_path / "parent.py").write_text(PARENT)
-    command = [sys.executable, tmp_path / "parent.py", data_dir]
+    command: list[str | Path] = [sys.executable, tmp_path / "parent.py", data_dir]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     parent = subprocess.Popen(
         command, cwd=ROOT, env=environ, text=True, stdout=subprocess.PIPE, start_new_session=True

@@ -13,16 +13,17 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.checkout import ROOT, SLURM_STARTER
+from tests.waiting import wait_until
+
 SCRIPT = ROOT / "slurm" / "prep_array.sh"
-STARTER = ROOT / "tests" / "slurm_cluster.sh"
 CANNOT_INSTALL = 69
 LIMIT_S = 60.0
 
@@ -114,15 +115,9 @@ class Desk:
     def log(self, job: str, index: int) -> str:
         return (self.folder / "logs" / f"shardprep-{job}_{index}.log").read_text()
 
-    def report(self, index: int) -> dict[str, dict[str, str]]:
-        return json.loads((self.reports / f"{index}.json").read_text())
-
-
-def wait_until(is_true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not is_true():
-        assert time.monotonic() < deadline, f"not so within {LIMIT_S} s"
-        time.sleep(0.2)
+    def report(self, index: int) -> dict[str, Any]:
+        report: dict[str, Any] = json.loads((self.reports / f"{index}.json").read_text())
+        return report
 
 
 @pytest.fixture(scope="session")
@@ -131,7 +126,7 @@ def slurm_conf() -> Iterator[str]:
     folder = tempfile.mkdtemp(prefix="shardprep-slurm-")  # short: sockets lie in it
     environ = {**os.environ, "CLUSTER_DIR": folder, "NUM_NODES": "3", "NODE_CPUS": "8"}
     up = subprocess.run(
-        [STARTER, "up"], env=environ, capture_output=True, text=True, check=False, timeout=280
+        [SLURM_STARTER, "up"], env=environ, capture_output=True, text=True, check=False, timeout=280
     )
     try:
         if up.returncode == CANNOT_INSTALL:
@@ -139,7 +134,7 @@ def slurm_conf() -> Iterator[str]:
         assert up.returncode == 0, up.stderr
         yield up.stdout.strip().removeprefix("export SLURM_CONF=")
     finally:
-        subprocess.run([STARTER, "down"], env=environ, check=False, timeout=100)
+        subprocess.run([SLURM_STARTER, "down"], env=environ, check=False, timeout=100)
 
 
 @pytest.fixture
@@ -440,5 +435,5 @@ def test_the_script_names_no_partition_and_never_requeues() -> None:
 def test_both_scripts_are_clean_to_shellcheck() -> None:
     if shutil.which("shellcheck") is None:
         pytest.skip("NO SHELLCHECK here: the scripts are not linted")
-    done = subprocess.run(["shellcheck", SCRIPT, STARTER], capture_output=True, text=True, check=False)
+    done = subprocess.run(["shellcheck", SCRIPT, SLURM_STARTER], capture_output=True, text=True, check=False)
     assert done.returncode == 0, textwrap.indent(done.stdout, "  ")

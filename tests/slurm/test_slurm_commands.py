@@ -13,6 +13,7 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ from slurm.job_script import JobRequest, array_script, prep_script, verify_scrip
 from slurm.slurm_commands import slurm_answer, slurm_output
 from slurm.squeue_sacct import parse_accounts, parse_queue
 from slurm.submitting import parse_job, prepare
+from tests.checkout import ROOT
 
-ROOT = Path(__file__).parents[2]
 NAME = "shardprep-0123456789ab"
 QUEUES = {
     "22.05.8": f"""\
@@ -99,7 +100,7 @@ class FakeSlurm:
             timeout=100,
             **settings,
         )
-        said = done.stdout.decode("utf-8", "replace")
+        said: str = done.stdout.decode("utf-8", "replace")
         assert done.returncode == code, said
         assert "Traceback" not in said
         return said
@@ -503,12 +504,13 @@ def test_what_cannot_be_read_in_jobs_is_named_and_holds_nobody(
     else:
         jobs.mkdir()
         path = jobs / "0000.json"
-        {
+        make: dict[str, Callable[[], None]] = {
             "folder": path.mkdir,
             "fifo": lambda: os.mkfifo(path),
             "dangling link": lambda: path.symlink_to("gone"),
             "loop": lambda: path.symlink_to(path),
-        }[what]()
+        }
+        make[what]()
     with pytest.raises(ShardprepError, match=r"jobs"):
         read_submissions(data_dir)
     assert "jobs" in fake.run("status", data_dir, code=65 if what == "fifo" else 74)

@@ -11,21 +11,21 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.checkout import ROOT, SLURM_STARTER
+from tests.waiting import wait_until
+
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
 pytestmark = pytest.mark.slurm
 
-ROOT = Path(__file__).parents[2]
-STARTER = ROOT / "tests" / "slurm_cluster.sh"
 CANNOT_INSTALL = 69
 EXTRA_CONF = """MaxArraySize=7
 AccountingStorageEnforce=limits,qos
@@ -79,7 +79,8 @@ class Site:
         return done.stdout
 
     def status(self, data: Path, **settings: Any) -> dict[str, Any]:
-        return json.loads(self.slurm("status", data, "--json", **settings).splitlines()[-1])
+        status: dict[str, Any] = json.loads(self.slurm("status", data, "--json", **settings).splitlines()[-1])
+        return status
 
     def run(self, *command: str) -> str:
         return subprocess.run(
@@ -87,7 +88,8 @@ class Site:
         ).stdout
 
     def submission(self, data: Path, number: int) -> dict[str, Any]:
-        return json.loads((data / "jobs" / f"{number:04d}.json").read_text())
+        submission: dict[str, Any] = json.loads((data / "jobs" / f"{number:04d}.json").read_text())
+        return submission
 
 
 @dataclass(kw_only=True)
@@ -101,13 +103,6 @@ class Faults:
         (self.place / f"{fault}-{shard_id}").touch()
 
 
-def wait_until(is_true: Callable[[], object], limit_s: float = 100.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not is_true():
-        assert time.monotonic() < deadline, f"not so within {limit_s} s"
-        time.sleep(0.5)
-
-
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
     folder = Path(tempfile.mkdtemp(prefix="shardprep-slurm-"))
@@ -116,7 +111,7 @@ def site() -> Iterator[Site]:
     options |= {"CLUSTER_DIR": str(folder), "ACCOUNTING": "1", "CGROUP": str(int(HAS_CGROUPS))}
     environ = {**kept, **options, "SLURM_CONF": str(folder / "slurm.conf"), "HF_HUB_OFFLINE": "1"}
     up = subprocess.run(
-        [STARTER, "up"], env=environ, capture_output=True, text=True, check=False, timeout=280
+        [SLURM_STARTER, "up"], env=environ, capture_output=True, text=True, check=False, timeout=280
     )
     try:
         if up.returncode == CANNOT_INSTALL:
@@ -126,7 +121,7 @@ def site() -> Iterator[Site]:
         assert up.returncode == 0, up.stderr
         yield Site(environ=environ, folder=folder)
     finally:
-        subprocess.run([STARTER, "down"], env=environ, check=False, timeout=100)
+        subprocess.run([SLURM_STARTER, "down"], env=environ, check=False, timeout=100)
 
 
 @pytest.fixture
@@ -266,7 +261,7 @@ def test_every_failure_is_named_and_one_retry_mends_all_but_the_bad_input(
     theirs = {name: value for name, value in prep.contents(data).items() if "00004" not in name}
     assert theirs == prep.contents(undisturbed)
 
-    subprocess.run([STARTER, "up"], env=site.environ, check=True, capture_output=True, timeout=60)
+    subprocess.run([SLURM_STARTER, "up"], env=site.environ, check=True, capture_output=True, timeout=60)
     accepting = ("--worker_args", "--max_bad_fraction 0.6", "--wait")
     assert "verified:" in site.slurm("retry", data, *accepting)
     assert site.status(data)["done"] == "0-6"

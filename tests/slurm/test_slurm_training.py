@@ -9,21 +9,22 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.checkout import ROOT, SLURM_STARTER
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
 pytestmark = pytest.mark.slurm
 
-ROOT = Path(__file__).parents[2]
-STARTER = ROOT / "tests" / "slurm_cluster.sh"
 SCRIPT = ROOT / "slurm" / "train_ddp.sh"
 PROGRAM = ROOT / "examples" / "train_llama.py"
 CANNOT_INSTALL = 69
@@ -58,12 +59,8 @@ class Site:
     def log(self, job: str) -> str:
         return (self.folder / f"train-{job}.log").read_text()
 
-
-def wait_until(is_true: Callable[[], object], limit_s: float = 150.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not is_true():
-        assert time.monotonic() < deadline, f"not so within {limit_s} s"
-        time.sleep(0.3)
+    def has_logged(self, job: str, text: str) -> bool:
+        return (self.folder / f"train-{job}.log").exists() and text in self.log(job)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +71,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     environ |= {"SLURM_CONF": f"{cluster}/slurm.conf", "SHARDPREP_PYTHON": sys.executable}
     environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
     up = subprocess.run(
-        [STARTER, "up"], env=environ, capture_output=True, text=True, check=False, timeout=280
+        [SLURM_STARTER, "up"], env=environ, capture_output=True, text=True, check=False, timeout=280
     )
     try:
         if up.returncode == CANNOT_INSTALL:
@@ -82,7 +79,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         assert up.returncode == 0, up.stderr
         yield Site(environ=environ, folder=tmp_path_factory.mktemp("desk"))
     finally:
-        subprocess.run([STARTER, "down"], env=environ, check=False, timeout=100)
+        subprocess.run([SLURM_STARTER, "down"], env=environ, check=False, timeout=100)
 
 
 @pytest.fixture(scope="module")
@@ -145,9 +142,7 @@ def test_without_a_newer_checkpoint_or_past_the_most_requeues_it_stays_stopped(
         for flag in words
     }
     for flag, job in jobs.items():
-        wait_until(
-            lambda job=job: (site.folder / f"train-{job}.log").exists() and "it trains" in site.log(job)
-        )
+        wait_until(partial(site.has_logged, job, "it trains"))
         site.run("scancel", "--batch", "--signal=USR1", job)
         last = site.ended(job)
         assert (last["JobState"], last["ExitCode"]) == ("FAILED", "75:0"), site.log(job)

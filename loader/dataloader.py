@@ -23,8 +23,7 @@ from loader.samples.make_samples import SampleRules, make_samples
 from loader.samples.whole_samples import LongDocuments
 from loader.shards.find_shards import find_shards
 from loader.shards.input_paths import InputShards
-from loader.shards.shard_set import ShardSet
-from loader.shards.size_check import SizeCheck
+from loader.shards.shard_set import ShardSet, SizeCheck
 from loader.staging.staged_copies import warn_of_missing_copies
 from loader.token_loader import TokenLoader
 from loader.tokenizer import choose_tokenizer, fingerprint_of

@@ -19,7 +19,7 @@ from torch.utils.data._utils.pin_memory import pin_memory as pinned
 from loader.batches import LoaderMetrics, StepBatches
 from loader.dataset import Chunk, ChunkDataset, whole_number
 from loader.process_rank import ProcessRank, check_process_rank
-from loader.shards.size_check import SizeCheck
+from loader.shards.shard_set import SizeCheck
 from loader.state import Position, RunProgress, position_of, state_of
 from shardprep.errors import UsageError
 

@@ -22,7 +22,7 @@ from preprocess.resources import PROCESS_BYTES, memory_limit_gb
 from shardprep.command_line import Command, Program, add_flags_of, given_of, parse_size
 from shardprep.console import Progress, say
 from shardprep.errors import UsageError
-from shardprep.id_ranges import id_ranges, ids_of_ranges
+from shardprep.format.names import id_ranges, ids_of_ranges
 
 
 def main(argv: Sequence[str] | None = None) -> int:

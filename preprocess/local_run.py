@@ -19,9 +19,15 @@ from preprocess.options import WorkerSettings
 from preprocess.plan import need_plan
 from preprocess.resources import bind_to
 from preprocess.worker import Worker, load_worker
-from shardprep.console import Progress, die_with_parent, raise_on_stop_signals, stop_signals_wait
+from shardprep.console import (
+    Failure,
+    Progress,
+    die_with_parent,
+    failure_line,
+    raise_on_stop_signals,
+    stop_signals_wait,
+)
 from shardprep.errors import ReadWriteError, ShardprepError, Stopped
-from shardprep.failure_line import Failure, failure_line
 
 _SPAWN = multiprocessing.get_context("spawn")  # a fork would copy the tokenizer's threads half-alive
 

@@ -16,8 +16,7 @@ from preprocess.planning import Sharding, make_plan
 from preprocess.tokenizer_files import TOKENIZER_FILE, describe_tokenizer
 from shardprep.console import die_with_parent, raise_on_stop_signals, say, stop_signals_wait
 from shardprep.errors import NotFound, OtherTokenizer, ReadWriteError, Refused, ShardprepError, Stopped
-from shardprep.format.names import TOKENIZER_DIR
-from shardprep.id_ranges import id_ranges
+from shardprep.format.names import TOKENIZER_DIR, id_ranges
 from shardprep.regular_files import size_of_file
 
 

@@ -12,6 +12,12 @@ cleans up after itself.
 
 A command speaks by ``say`` and not by ``logging``: these lines are its answers, wanted at every level and
 without a prefix, in order with the bar. The libraries below (retries, the loader) log, each by its module.
+
+``failure_line`` is a line of a task's log for ``slurm status`` to read. ``run`` makes several shards in one
+process, so the exit code of the process cannot say which of them failed, nor why. The line stands under the
+message for people:
+
+    shardprep-failure {"shard_id": 17, "exit_code": 65, "reason": "..."}
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ import contextlib
 import ctypes
 import functools
 import io
+import json
 import os
 import select
 import signal
@@ -27,6 +34,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
@@ -198,3 +206,34 @@ def _stop(what_is_left: str, number: int, frame: FrameType | None) -> None:  # n
         # Not SIG_IGN: a second signal that is on its way already would end in Python's own OSError.
         signal.signal(each, lambda *_: None)
     raise Stopped(f"stopped by {signal.Signals(number).name}; {what_is_left}, run this again to go on")
+
+
+_MARK = "shardprep-failure "
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A shard that was not made."""
+
+    shard_id: int
+    exit_code: int  # of shardprep.errors; 128 + N where signal N killed the process
+    reason: str
+
+
+def failure_line(shard_id: int, exit_code: int, message: str) -> str:
+    """The line, without a line end at its end. It is ASCII, and line ends in ``message`` are escaped."""
+    return _MARK + json.dumps(asdict(Failure(shard_id=shard_id, exit_code=exit_code, reason=message)))
+
+
+def parse_failure_line(line: str) -> Failure | None:
+    """What ``failure_line`` wrote; None for any other line, also for one that was cut short."""
+    if not line.startswith(_MARK):
+        return None
+    try:
+        data = json.loads(line[len(_MARK) :])
+    except ValueError:
+        return None
+    match data:
+        case {"shard_id": int(shard_id), "exit_code": int(exit_code), "reason": str(reason)}:
+            return Failure(shard_id=shard_id, exit_code=exit_code, reason=reason)
+    return None

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shardprep.command_line import Command, Program, add_flags_of, given_of
 from shardprep.console import Progress, output_is_read, say
 from shardprep.errors import ReadWriteError
-from shardprep.format.names import INDEX_NAME
-from shardprep.id_ranges import id_ranges
+from shardprep.format.names import INDEX_NAME, id_ranges
 from shardprep.regular_files import size_of_file
 from slurm.job_script import JobRequest
 
@@ -33,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def given_request(args: argparse.Namespace) -> dict[str, Any]:
     """The request's fields that the user gave, by flag, or by sbatch's own variables (SBATCH_PARTITION)."""
-    from slurm.slurm_commands import REQUEST_VARIABLES
+    from slurm.slurm_queries import REQUEST_VARIABLES
 
     given = {
         name: os.environ[variable] for name, variable in REQUEST_VARIABLES.items() if variable in os.environ
@@ -142,7 +141,7 @@ def cancel(args: argparse.Namespace) -> int:
     """``cancel O``: every job of this data set that waits or runs. Shards that are done stay done."""
     from preprocess.plan import need_plan
     from slurm.dataset_state import find_state
-    from slurm.slurm_commands import slurm_output
+    from slurm.slurm_queries import slurm_output
 
     state = find_state(args.output_dir, need_plan(args.output_dir))
     live = state.live_job_ids()

@@ -19,10 +19,10 @@ from pathlib import Path
 from preprocess.plan import Plan, need_plan
 from preprocess.tokenizer_files import check_tokenizer_files
 from shardprep.errors import CannotWrite, ShardprepError, UsageError
-from shardprep.id_ranges import id_ranges
+from shardprep.format.names import id_ranges
 from slurm.job_records import JOBS_FOLDER
 from slurm.job_script import LOG_FOLDER, JobRequest
-from slurm.slurm_commands import SlurmRefused, slurm_answer, slurm_output
+from slurm.slurm_queries import SlurmRefused, slurm_answer, slurm_output
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Literal
 
 from preprocess.plan import Plan
+from shardprep.console import parse_failure_line
 from shardprep.errors import NotFound, ReadWriteError
-from shardprep.failure_line import parse_failure_line
 from shardprep.format.names import shard_name
 from slurm.job_records import JOBS_FOLDER, JobArray, Submission, read_submissions
 from slurm.job_script import LOG_FOLDER
-from slurm.slurm_commands import SlurmAway
-from slurm.squeue_sacct import (
+from slurm.slurm_queries import (
     RUNNING,
     WAITING,
+    SlurmAway,
     TaskAttempt,
     accounted_attempts,
     attempts_by_task,

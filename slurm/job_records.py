@@ -17,8 +17,7 @@ from pathlib import Path
 from shardprep.atomic_files import PublishedFile, sync_folder
 from shardprep.errors import BrokenShard, ReadWriteError, UnknownVersion, UsageError
 from shardprep.format.checked_json import Fields, read_checked, with_content_hash
-from shardprep.format.names import FORMAT_VERSION, MAX_SHARDS
-from shardprep.id_ranges import ids_of_ranges
+from shardprep.format.names import FORMAT_VERSION, MAX_SHARDS, ids_of_ranges
 from shardprep.regular_files import NOT_THERE
 from slurm.job_script import JobRequest
 

@@ -16,8 +16,7 @@ from typing import Any
 
 from shardprep.errors import BrokenShard, ReadWriteError
 from shardprep.format.manifest import ShardMaking, read_making
-from shardprep.format.names import INDEX_NAME
-from shardprep.id_ranges import id_ranges
+from shardprep.format.names import INDEX_NAME, id_ranges
 from shardprep.regular_files import NOT_THERE, size_of_file
 from slurm.dataset_state import NODE_FAIL, DatasetState, ShardState, is_live
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from preprocess.plan import need_plan
-from shardprep.id_ranges import id_ranges
+from shardprep.format.names import id_ranges
 from slurm.dataset_state import done_shards
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shardprep.errors import CannotWrite, NotFound, ReadWriteError, ShardprepError, UsageError
-from shardprep.id_ranges import id_ranges
+from shardprep.format.names import id_ranges
 from slurm.cluster_limits import (
     ClusterLimits,
     check_folder,
@@ -42,7 +42,7 @@ from slurm.dataset_state import (
 )
 from slurm.job_records import JOBS_FOLDER, JobArray, Submission, publish_submission
 from slurm.job_script import LOG_FOLDER, JobRequest, array_script, prep_script, settings_of, verify_script
-from slurm.slurm_commands import SlurmAway, slurm_answer, slurm_output
+from slurm.slurm_queries import SlurmAway, slurm_answer, slurm_output
 
 Group = tuple[JobRequest, list[int]]  # shards that are asked for in the same way
 _MEM_UNITS = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}

@@ -27,7 +27,7 @@ from loader.reading.open_shard import OpenShard, open_copy, open_shard
 from loader.shards.shard_set import DatasetShards, ShardSet
 from loader.staging.staged_copies import StagedCopies
 from shardprep.errors import BrokenShard, ReadWriteError, UsageError
-from shardprep.retries import RETRY_DELAYS_S, wait_to_retry
+from shardprep.regular_files import RETRY_DELAYS_S, wait_to_retry
 
 logger = logging.getLogger(__name__)
 

@@ -23,11 +23,9 @@ from shardprep.errors import NotFound, OtherTokenizer, ShardprepError, UsageErro
 from shardprep.format.dataset_spec import TokenizerSpec
 from shardprep.format.index import DatasetIndex, merge_manifests, read_index
 from shardprep.format.manifest import Manifest, manifest_ids, read_manifest
-from shardprep.format.names import INDEX_NAME, OSTS_NAME, PLAN_NAME, manifest_path, shard_name
+from shardprep.format.names import INDEX_NAME, OSTS_NAME, PLAN_NAME, id_ranges, manifest_path, shard_name
 from shardprep.format.osts import read_osts
-from shardprep.id_ranges import id_ranges
-from shardprep.regular_files import names_in, read_beginning, size_of_file
-from shardprep.retries import with_retries
+from shardprep.regular_files import names_in, read_beginning, size_of_file, with_retries
 
 logger = logging.getLogger(__name__)
 

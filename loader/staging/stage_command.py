@@ -15,7 +15,7 @@ from loader.staging.stage_shards import Staged, size_text, stage_shards
 from shardprep.command_line import parse_size
 from shardprep.console import Progress, raise_on_stop_signals
 from shardprep.errors import ReadWriteError, UsageError
-from shardprep.id_ranges import ids_of_ranges
+from shardprep.format.names import ids_of_ranges
 
 _NUM_PLACES = 1 << 16  # in the list, for processes that Slurm did not number
 

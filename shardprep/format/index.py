@@ -21,8 +21,7 @@ from shardprep.format.checked_json import Fields, is_digest, read_checked, with_
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.idx import MAX_SAMPLES, idx_num_bytes
 from shardprep.format.manifest import Manifest, manifest_ids, read_manifest
-from shardprep.format.names import BLOCK_BYTES, INDEX_NAME, rerun_command, shard_name
-from shardprep.id_ranges import id_ranges
+from shardprep.format.names import BLOCK_BYTES, INDEX_NAME, id_ranges, rerun_command, shard_name
 from shardprep.regular_files import NOT_THERE
 
 MAX_INDEX_BYTES = 64 << 20  # one of 99,999 shards has 8 MB

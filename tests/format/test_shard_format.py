@@ -27,8 +27,15 @@ from shardprep.format.dataset_spec import tokenizer_fingerprint
 from shardprep.format.idx import read_idx
 from shardprep.format.index import read_index
 from shardprep.format.manifest import check_hashes, check_shard, read_manifest
-from shardprep.format.names import idx_path, manifest_path, npy_header, shard_name, tar_path, token_dtype
-from shardprep.id_ranges import id_ranges
+from shardprep.format.names import (
+    id_ranges,
+    idx_path,
+    manifest_path,
+    npy_header,
+    shard_name,
+    tar_path,
+    token_dtype,
+)
 from tests.conftest import seal
 
 if TYPE_CHECKING:

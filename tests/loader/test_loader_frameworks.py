@@ -34,7 +34,7 @@ from accelerate import Accelerator
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from loader import get_llama3_dataloader
-from shardprep.format import UsageError
+from shardprep.errors import UsageError
 
 torch.set_num_threads(1)
 DATA, OUT = sys.argv[1:3]

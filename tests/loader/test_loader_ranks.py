@@ -169,7 +169,7 @@ import json, os, sys
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from loader import get_llama3_dataloader
-from shardprep.format import UsageError
+from shardprep.errors import UsageError
 
 DATA, OUT = sys.argv[1:3]
 

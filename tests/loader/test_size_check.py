@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from loader import TokenLoader, get_llama3_dataloader
-from loader.shards import size_check
-from loader.shards.size_check import Misfit
+from loader.shards import shard_set as size_check
+from loader.shards.shard_set import Misfit
 from shardprep.errors import BrokenShard, MissingShard
 
 if TYPE_CHECKING:

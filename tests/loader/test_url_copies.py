@@ -17,7 +17,7 @@ import pytest
 
 from loader import TokenLoader, get_llama3_dataloader
 from loader.shards.find_shards import find_shards
-from loader.shards.url_copies import copy_url
+from loader.shards.input_paths import copy_url
 from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, UsageError
 
 if TYPE_CHECKING:

@@ -29,8 +29,7 @@ from slurm.dataset_state import done_shards, find_state
 from slurm.job_records import JobArray, Submission, read_submissions
 from slurm.job_records import publish_submission as publish
 from slurm.job_script import JobRequest, array_script, prep_script, verify_script
-from slurm.slurm_commands import slurm_answer, slurm_output
-from slurm.squeue_sacct import parse_accounts, parse_queue
+from slurm.slurm_queries import parse_accounts, parse_queue, slurm_answer, slurm_output
 from slurm.submitting import parse_job, prepare
 from tests.checkout import ROOT
 
@@ -513,7 +512,7 @@ def test_what_cannot_be_read_in_jobs_is_named_and_holds_nobody(
         make[what]()
     with pytest.raises(ShardprepError, match=r"jobs"):
         read_submissions(data_dir)
-    assert "jobs" in fake.run("status", data_dir, code=65 if what == "fifo" else 74)
+    assert "jobs" in fake.run("status", data_dir, code=65 if what in {"folder", "fifo"} else 74)
 
 
 def test_a_manifest_of_wrong_types_does_not_end_a_status(fake: FakeSlurm, data_dir: Path) -> None:

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from shardprep.console import failure_line
 from shardprep.errors import UsageError
-from shardprep.failure_line import failure_line
-from shardprep.format.names import manifest_path
-from shardprep.id_ranges import ids_of_ranges
+from shardprep.format.names import ids_of_ranges, manifest_path
 from slurm.cluster_limits import limits_of, minutes_of, partition_limits, tasks_of_shards
 from slurm.dataset_state import (
     BAD_INPUT,
@@ -29,8 +28,7 @@ from slurm.dataset_state import (
 from slurm.job_records import JobArray, JobIdentity, Submission, read_submissions
 from slurm.job_records import publish_submission as publish
 from slurm.job_script import JobRequest, array_script, prep_script, settings_of
-from slurm.slurm_commands import SlurmRefused
-from slurm.squeue_sacct import TaskAttempt, attempts_by_task, parse_accounts, parse_queue
+from slurm.slurm_queries import SlurmRefused, TaskAttempt, attempts_by_task, parse_accounts, parse_queue
 from slurm.submitting import parse_job, reason_to_leave, retry_request
 
 if TYPE_CHECKING:

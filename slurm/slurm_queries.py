@@ -1,21 +1,126 @@
-"""What Slurm knows of our jobs: squeue says what waits and runs, ``sacct -D`` says what has ended.
+"""Runs Slurm's own commands, and reads what Slurm knows of our jobs. No other module starts them.
 
-Both print lines; each line becomes one TaskAttempt per task. ``attempts_by_task`` joins the two. squeue must
-answer; the accounts may be missing, and then what ended some minutes ago is not known here.
+squeue says what waits and runs, ``sacct -D`` says what has ended. Both print lines; each line becomes one
+TaskAttempt per task. ``attempts_by_task`` joins the two. squeue must answer; the accounts may be missing,
+and then what ended some minutes ago is not known here.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
-from collections.abc import Iterable, Sequence
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from shardprep.errors import ShardprepError
-from shardprep.format.names import MAX_SHARDS
-from shardprep.id_ranges import ids_of_ranges
+from shardprep.errors import NotFound, ReadWriteError, ShardprepError, UsageError
+from shardprep.format.names import MAX_SHARDS, ids_of_ranges
 from slurm.job_records import JobIdentity
-from slurm.slurm_commands import slurm_answer
+
+T = TypeVar("T")
+
+# sbatch's variables beat the script's own #SBATCH lines; JobRequest has read those that users set.
+_DROPPED = (
+    "SQUEUE_",
+    "SBATCH_JOB_NAME",
+    "SACCT_",
+    "SBATCH_ARRAY",
+    "SBATCH_OUTPUT",
+    "SBATCH_WAIT",
+    "SBATCH_TIMELIMIT",
+    "SBATCH_MEM",
+)
+# Inside an allocation Slurm has set some 50 SLURM_* that describe it; sbatch and srun read several of them as
+# options (SLURM_MEM_PER_CPU excludes --mem, SLURM_CPU_BIND breaks a step). These say how Slurm is reached.
+_KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"})
+REQUEST_VARIABLES = {
+    name: f"SBATCH_{name.upper()}" for name in ("partition", "account", "qos", "constraint", "exclude")
+}
+# Slurm's own words for a controller that is down, too slow, or not configured here.
+_AWAY = re.compile(
+    r"contact slurm controller|timed out|configuration source|Zero Bytes|connection fail|"
+    r"Munge|authentication",
+    re.IGNORECASE,
+)
+
+
+class SlurmRefused(UsageError):
+    """Slurm will not run this as it was asked for; its own words are in the message."""
+
+
+class SlurmAway(ReadWriteError):
+    """Slurm gives no answer: its controller is down or slow, or cannot be reached from here."""
+
+
+class SlurmMissing(SlurmAway):
+    """Slurm's commands are not installed here."""
+
+    exit_code = NotFound.exit_code
+
+
+def slurm_answer(parse: Callable[[str], T], *command: str) -> T:
+    """What ``parse`` makes of a Slurm command's output.
+
+    Raises what ``slurm_output`` raises, and ReadWriteError where the output is cut short or unknown to it.
+    """
+    text = slurm_output(*command)
+    try:
+        return parse(text)
+    except (ValueError, LookupError, TypeError, ArithmeticError) as error:
+        raise ReadWriteError(
+            f"{' '.join(command[:3])} answered what cannot be read ({error}), beginning with "
+            f"{text[:80]!r}; try again, and see whether {command[0]} itself answers: {command[0]} --version"
+        ) from None
+
+
+def slurm_output(*command: str, text: str | None = None) -> str:
+    """Standard output of a Slurm command; ``text`` is its input.
+
+    Raises SlurmRefused with Slurm's words where it ends with an error, SlurmMissing where it is not
+    installed, SlurmAway where the controller cannot be reached or does not answer within two minutes.
+    """
+    try:
+        done = subprocess.run(
+            command,
+            input=text,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            check=False,
+            timeout=120,
+            env=_environ(),
+        )
+    except OSError as error:
+        raise SlurmMissing(
+            f"{command[0]} cannot be run here ({error.strerror}); run this on a login node of the cluster, "
+            "or without one: python -m preprocess run O"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise SlurmAway(
+            f"{command[0]} did not answer within 120 s; is the controller up? scontrol ping"
+        ) from None
+    if done.returncode:
+        words = " ".join((done.stderr or done.stdout).split())
+        if _AWAY.search(words):
+            raise SlurmAway(f"{command[0]} gets no answer: {words}; is the controller up? scontrol ping")
+        raise SlurmRefused(f"{command[0]} refuses: {words}")
+    return done.stdout
+
+
+def _environ() -> dict[str, str]:
+    """What Slurm's commands, and by sbatch the jobs, get of this process's variables.
+
+    Left out are those that would change what is asked for or how it is printed, and those of the allocation
+    that this process may run in. Lists of indices come whole, times in one form.
+    """
+    dropped = (*_DROPPED, *REQUEST_VARIABLES.values(), "SLURM_")
+    kept = {
+        name: value for name, value in os.environ.items() if name in _KEPT or not name.startswith(dropped)
+    }
+    return {**kept, "SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
+
 
 WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"})
 RUNNING = frozenset({"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "STAGE_OUT", "RESIZING", "SIGNALING"})

@@ -86,7 +86,8 @@ def describe_tokenizer(folder: Path, model_id: str) -> TokenizerSpec:
 
     def token_id(name: str) -> int | None:
         token = names[name]
-        return vocab.get(str(token["content"] if isinstance(token, dict) else token))
+        content = token["content"] if isinstance(token, dict) else token
+        return vocab.get(content) if isinstance(content, str) else None
 
     return TokenizerSpec(
         model_id=model_id,

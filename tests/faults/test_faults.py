@@ -62,21 +62,8 @@ def shown(outcomes: list[dict[str, Any]]) -> str:
     return "\n".join(str(outcome) for outcome in outcomes[:20])
 
 
-# Not yet refused: the loader takes a tokenizer and a state as they are. Take a line away once it does not.
-NOT_YET_REFUSED = {
-    ("load", "tokenizer/tokenizer.json"),
-    ("load", "tokenizer/tokenizer_config.json"),
-    ("load_state_dict", "state_dict"),
-}
-
-
 def failed(outcomes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        outcome
-        for outcome in outcomes
-        if outcome["kind"] not in ("refused", "equal")
-        and (outcome["command"], outcome["file"]) not in NOT_YET_REFUSED
-    ]
+    return [outcome for outcome in outcomes if outcome["kind"] not in ("refused", "equal")]
 
 
 def test_a_flipped_bit_is_refused_or_without_effect(of_campaign: Outcomes) -> None:

@@ -173,7 +173,8 @@ class PublishedFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self.temporary, ignore_errors=True)
+        with contextlib.suppress(OSError):  # rmtree lets some through that it was told to ignore
+            shutil.rmtree(self.temporary, ignore_errors=True)
 
     def publish_first(self) -> bool:
         """Sync, and give the folder its name unless a file or a full folder has it; whether it was free."""

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from preprocess.long_documents import CUT, encodable_pieces
 from preprocess.options import EngineName
 from preprocess.tokenizer_files import MAX_TOKENIZER_BYTES
-from shardprep.errors import NotFound, OtherTokenizer, ReadWriteError, UsageError
+from shardprep.errors import NotFound, OtherTokenizer, ReadWriteError, ShardprepError, UsageError
 from shardprep.regular_files import read_regular, size_of_file
 
 
@@ -125,10 +125,14 @@ def tokenizers_engine(tokenizer_json: Path, *, allow_special_tokens: bool) -> En
 
 
 def fastokens_engine(tokenizer_json: Path, *, allow_special_tokens: bool) -> Engine:
-    """The fast one. Raises whatever fastokens raises for a tokenizer that it does not know."""
+    """The fast one. Raises ReadWriteError, and what fastokens raises for a tokenizer that it does not know.
+
+    The file is read here: of fastokens's errors nobody could tell which are the file system's.
+    """
     import fastokens
 
-    tokenizer = fastokens.Tokenizer.from_file(str(tokenizer_json))
+    raw = read_regular(tokenizer_json, max_bytes=MAX_TOKENIZER_BYTES)
+    tokenizer = fastokens.Tokenizer.from_json_str(raw.decode())
     tokenizer.no_truncation()
     tokenizer.no_padding()
 
@@ -151,11 +155,16 @@ def _engine(name: str, encode: Callable[..., TokenBatch]) -> Engine:
 def equal_fast_engine(
     tokenizer_json: Path, *, allow_special_tokens: bool, texts: Sequence[str], expected_sha256: str
 ) -> Engine | str:
-    """fastokens, if it gives the expected ids for some texts; else why it cannot be used."""
+    """fastokens, if it gives the expected ids for some texts; else why it cannot be used.
+
+    Raises ReadWriteError where the file cannot be read, which says nothing of the engine.
+    """
     try:
         engine = fastokens_engine(tokenizer_json, allow_special_tokens=allow_special_tokens)
         if ids_sha256([engine.encode(texts)]) == expected_sha256:
             return engine
+    except ShardprepError:
+        raise
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     except BaseException as error:

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from shardprep.atomic_files import PublishedFolder
-from shardprep.errors import BrokenShard, CannotWrite, NotFound, OtherTokenizer, UsageError
+from shardprep.errors import (
+    BrokenShard,
+    CannotWrite,
+    NotFound,
+    OtherTokenizer,
+    ReadWriteError,
+    UsageError,
+)
 from shardprep.format.dataset_spec import TokenizerSpec, tokenizer_fingerprint
 from shardprep.format.names import TOKENIZER_DIR
 from shardprep.regular_files import NOT_THERE, FileStamp, names_in, read_regular, stamp_file
@@ -41,7 +48,26 @@ def resolve_tokenizer(model_id: str, folder: Path) -> TokenizerSpec:
             f"tokenizer files cannot be written to {folder}: {reason}; free some space there (df), or "
             "let TMPDIR name another folder"
         ) from None
+    if os.path.isdir(model_id):  # noqa: PTH112 - as below
+        _check_special_tokens(Path(model_id), folder)
     return describe_tokenizer(folder, model_id)
+
+
+def _check_special_tokens(model: Path, resolved: Path) -> None:
+    """That no token of the configuration got lost: what transformers cannot read, it goes without, unsaid."""
+    named, found = _special_tokens(model), _special_tokens(resolved)
+    if lost := [name for name in named if named[name] and not found[name]]:
+        raise ReadWriteError(
+            f"transformers found no {', '.join(lost)} of {model / TOKENIZER_CONFIG}, which names it; a read "
+            "may have failed: run this again"
+        )
+
+
+def _special_tokens(folder: Path) -> dict[str, str | None]:
+    """BOS, EOS and pad as tokenizer_config.json names them. Raises ValueError, ReadWriteError, BrokenShard."""
+    config = json.loads(_text_of(folder / TOKENIZER_CONFIG) or "{}")
+    tokens = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token")}
+    return {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
 
 
 def _auto_tokenizer(model_id: str) -> Any:
@@ -77,8 +103,7 @@ def describe_tokenizer(folder: Path, model_id: str) -> TokenizerSpec:
     try:
         vocab = Tokenizer.from_str(text).get_vocab(with_added_tokens=True)
         fingerprint = tokenizer_fingerprint(text)
-        config = json.loads(_text_of(folder / TOKENIZER_CONFIG) or "{}")
-        names = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token")}
+        names = _special_tokens(folder)
     except Exception as error:  # tokenizers raises nothing narrower
         raise BrokenShard(
             f"the files in {folder} are no tokenizer's: {' '.join(str(error).split())[:300]}"
@@ -86,8 +111,7 @@ def describe_tokenizer(folder: Path, model_id: str) -> TokenizerSpec:
 
     def token_id(name: str) -> int | None:
         token = names[name]
-        content = token["content"] if isinstance(token, dict) else token
-        return vocab.get(content) if isinstance(content, str) else None
+        return vocab.get(token) if isinstance(token, str) else None
 
     return TokenizerSpec(
         model_id=model_id,
@@ -171,8 +195,8 @@ def publish_tokenizer(
             "plan with the versions of transformers and tokenizers that planned, or into a new folder"
         )
     with PublishedFolder(target) as folder:
-        for path in sorted(resolved.iterdir()):
-            _copy(path, folder.temporary / path.name)
+        for name in names_in(resolved):
+            _copy(resolved / name, folder.temporary / name)
         if not folder.publish_first() and not is_there():  # another planner may have been faster
             folder.publish()
     return stamp_tokenizer(target)

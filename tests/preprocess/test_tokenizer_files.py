@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
+import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from preprocess.tokenizer_files import describe_tokenizer
+from preprocess import engines, tokenizer_files
+from preprocess.tokenizer_files import describe_tokenizer, publish_tokenizer, resolve_tokenizer
+from shardprep.errors import ReadWriteError
+from tests.word_tokenizers import save_word_tokenizer
 
 
 def test_a_token_that_the_configuration_does_not_name_is_not_the_word_none(tmp_path: Path) -> None:
@@ -16,3 +23,49 @@ def test_a_token_that_the_configuration_does_not_name_is_not_the_word_none(tmp_p
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>").save_pretrained(tmp_path)
     spec = describe_tokenizer(tmp_path, "model")
     assert (spec.bos_token_id, spec.eos_token_id, spec.pad_token_id) == (None, 2, None)
+
+
+def test_a_special_token_that_transformers_did_not_read_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a look at tokenizer_config.json fails, transformers goes on without it and says nothing."""
+    model = tmp_path / "model"
+    save_word_tokenizer(model, 9)
+    bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"w0": 0}, "w0")))
+    monkeypatch.setattr(tokenizer_files, "_auto_tokenizer", lambda _: bare)
+    (tmp_path / "resolved").mkdir()
+    with pytest.raises(ReadWriteError, match=r"found no eos_token, pad_token of .*tokenizer_config\.json"):
+        resolve_tokenizer(str(model), tmp_path / "resolved")
+
+
+def test_a_failed_read_is_no_verdict_on_the_fast_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_word_tokenizer(tmp_path, 9)
+
+    def failing(path: Path, **_: Any) -> bytes:
+        raise ReadWriteError(f"{path} cannot be read: Stale file handle")
+
+    monkeypatch.setattr(engines, "read_regular", failing)
+    with pytest.raises(ReadWriteError, match="Stale file handle"):
+        engines.equal_fast_engine(
+            tmp_path / "tokenizer.json", allow_special_tokens=False, texts=["w1"], expected_sha256=""
+        )
+
+
+def test_a_folder_of_resolved_files_that_cannot_be_listed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved = tmp_path / "resolved"
+    save_word_tokenizer(resolved, 9)
+    spec = describe_tokenizer(resolved, "model")
+    listed = os.listdir
+
+    def failing(path: Any) -> list[str]:
+        if Path(path) == resolved:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "listdir", failing)
+    with pytest.raises(ReadWriteError, match="resolved cannot be read: Input/output error"):
+        publish_tokenizer(resolved, tmp_path, spec, None)

@@ -64,7 +64,7 @@ def _check_special_tokens(model: Path, resolved: Path) -> None:
 
 
 def _special_tokens(folder: Path) -> dict[str, str | None]:
-    """BOS, EOS and pad as tokenizer_config.json names them. Raises ValueError, ReadWriteError, BrokenShard."""
+    """BOS, EOS and pad as tokenizer_config.json names them. Raises ValueError, ReadWriteError."""
     config = json.loads(_text_of(folder / TOKENIZER_CONFIG) or "{}")
     tokens = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token")}
     return {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}

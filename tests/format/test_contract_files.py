@@ -209,9 +209,9 @@ def test_an_error_of_the_file_system_is_a_read_error_that_names_the_file(
 def test_the_loader_reads_an_index_again_after_an_error_that_goes_away(
     whole_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from shardprep import regular_files as read_retries
+    from shardprep import regular_files
 
-    monkeypatch.setattr(read_retries, "RETRY_DELAYS_S", (0.0, 0.0))
+    monkeypatch.setattr(regular_files, "RETRY_DELAYS_S", (0.0, 0.0))
     real_open, failures = os.open, [errno.EIO, errno.ESTALE]
 
     def open_(file: Any, *args: Any, **options: Any) -> int:

@@ -8,7 +8,8 @@ own. Without it a worker would lose its shard to a line of its log, and ``verify
 traceback.
 
 After ``raise_on_stop_signals``, TERM, USR1 and INT are the exception ``Stopped``, so that a stopped task
-cleans up after itself.
+cleans up after itself. Python drops an exception inside of a finalizer or a weak reference's callback, and
+a signal may come there; Stopped is then raised again, a moment later.
 
 A command speaks by ``say`` and not by ``logging``: these lines are its answers, wanted at every level and
 without a prefix, in order with the bar. The libraries below (retries, the loader) log, each by its module.
@@ -32,11 +33,11 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from shardprep.errors import ReadWriteError, Stopped
 
@@ -160,6 +161,7 @@ def _outlasting(stream: TextIO | None, dropped: type[OSError]) -> TextIO:
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_STOP_AGAIN_S = 0.01  # longer than most finalizers; in a longer one it comes again
 _PR_SET_PDEATHSIG = 1
 
 
@@ -171,6 +173,8 @@ def raise_on_stop_signals(what_is_left: str = "nothing unfinished is left") -> N
     Slurm sends TERM at a time limit, a preemption and scancel, and KILL some seconds later; an
     unhandled TERM would end Python without any ``finally``.
     """
+    if not isinstance(sys.unraisablehook, _StopAgain):
+        sys.unraisablehook = _StopAgain(sys.unraisablehook)
     for number in STOP_SIGNALS:
         signal.signal(number, functools.partial(_stop, what_is_left))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # of a process started within stop_signals_wait
@@ -206,6 +210,28 @@ def _stop(what_is_left: str, number: int, frame: FrameType | None) -> None:  # n
         # Not SIG_IGN: a second signal that is on its way already would end in Python's own OSError.
         signal.signal(each, lambda *_: None)
     raise Stopped(f"stopped by {signal.Signals(number).name}; {what_is_left}, run this again to go on")
+
+
+class _StopAgain:
+    """A sys.unraisablehook for a Stopped that Python could raise to nobody, such as one within ``__del__``.
+
+    It cannot raise anything either, so an alarm does, when whatever was at work is over.
+    """
+
+    def __init__(self, hook: Callable[[sys.UnraisableHookArgs], Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, unraisable: sys.UnraisableHookArgs, /) -> None:
+        stopped = unraisable.exc_value
+        if not isinstance(stopped, Stopped):
+            self._hook(unraisable)
+            return
+
+        def raise_again(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001 - a handler's signature
+            raise Stopped(*stopped.args)
+
+        signal.signal(signal.SIGALRM, raise_again)
+        signal.setitimer(signal.ITIMER_REAL, _STOP_AGAIN_S)
 
 
 _MARK = "shardprep-failure "

@@ -15,6 +15,7 @@ from tests.faults import (
     full_disks,
     injected_errors,
     kills,
+    races,
     replaced_files,
     short_transfers,
 )
@@ -30,6 +31,7 @@ CAMPAIGNS = {
     "short_transfers": short_transfers,
     "full_disks": full_disks,
     "kills": kills,
+    "races": races,
 }
 # Of each file or hit and command. Full takes some 2 hours of one core, quick some 10 s per campaign.
 _FAULTS, _QUICK_FAULTS = 200, 4

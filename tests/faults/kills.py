@@ -19,13 +19,13 @@ from tests.faults.small_data_sets import SmallDataSet
 FORMS = ("json", "best_fit")
 QUICK_FORMS = ("best_fit",)
 HITS = (
-    Hit("plan", "raw", "plan", 2),
-    Hit("shard", "planned", "shard", 5),
-    Hit("shard", "verified", "shard, done", 1),
-    Hit("run", "planned", "run", 1),
-    Hit("verify", "made", "verify", 2),
-    Hit("stage", "verified", "stage", 2),
-    Hit("submit", "planned", "submit", 1),
+    Hit("plan", "raw", "plan", 1),
+    Hit("shard", "planned", "shard", 2),
+    Hit("shard", "verified", "shard, done", 0.5),
+    Hit("run", "planned", "run", 0.5),
+    Hit("verify", "made", "verify", 1),
+    Hit("stage", "verified", "stage", 1),
+    Hit("submit", "planned", "submit", 0.5),
 )
 
 

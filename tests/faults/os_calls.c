@@ -1,5 +1,5 @@
 /* Preloaded, it counts the calls to the operating system on paths below one folder, and at one of them it fails,
- * sends a signal to its own process, or moves half of the bytes. It sees what Python, Rust and C++ call; other folders and a process that is not armed are let
+ * sends a signal to its own process group, or moves half of the bytes. It sees what Python, Rust and C++ call; other folders and a process that is not armed are let
  * through. The orders stand in a file that all processes of a run map (struct orders; os_calls.py has the
  * same in Python), so that the count goes on in processes that the command starts. */
 #define _GNU_SOURCE
@@ -75,7 +75,7 @@ static int verdict(const char *op, const char *path) {
     }
     if (number > orders->at) return 0;
     if (orders->mode != SIGNAL) return orders->error;
-    syscall(SYS_kill, syscall(SYS_getpid), orders->error);
+    syscall(SYS_kill, 0, orders->error);
     return 0;
 }
 

@@ -79,7 +79,7 @@ class OsCalls:
     def ordered(self, mode: Mode, *, at: int = 0, error: int = 0) -> Iterator[None]:
         """Orders for the processes that call ``arm``, and those that they start.
 
-        ``error``: the errno, or the signal that the calling process gets just before the call.
+        ``error``: the errno, or the signal that all processes of the command get just before the call.
         """
         orders = self._orders
         orders.mode, orders.at, orders.error, orders.count, orders.op = _MODES.index(mode), at, error, 0, b""

@@ -1,6 +1,6 @@
 """Fault campaigns: what the commands do where disks fail, files lie and processes die.
 
-    python -m tests.faults [--quick] [--num_faults N] [--only NAME] [--json FILE]
+    python -m tests.faults [--quick] [--num_faults N] [--only NAME] [--form FORM] [--json FILE]
 
 A campaign disturbs one thing in a small data set, runs one command, and asks how that ended: it *refused*
 in words, or what it made is *equal* to what it makes undisturbed. Everything else is a failure: *wrong*

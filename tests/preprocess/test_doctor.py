@@ -225,7 +225,7 @@ def test_torch_tells_gpus_nccl_bf16_and_the_back_ends_of_attention() -> None:
 
 
 def test_a_driver_whose_gpus_torch_does_not_see_is_a_warning() -> None:
-    without = {"torch": "2.13.0", "cuda": None, "threads": 8, "gpus": []}
+    without: dict[str, Any] = {"torch": "2.13.0", "cuda": None, "threads": 8, "gpus": []}
     assert [f.level for f in torch_findings(without, has_driver=True)] == ["warning"]
     assert [f.level for f in torch_findings(without, has_driver=False)] == ["good"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -52,6 +53,28 @@ def test_a_full_folder_is_kept_by_publish_first_and_replaced_by_publish(tmp_path
         assert names_in(target) == ["old"]
         folder.publish()
     assert names_in(target) == ["a", "inner"]
+    assert names_in(tmp_path) == ["x"]
+
+
+def test_a_folder_that_cannot_be_replaced_stands_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, rename = tmp_path / "x", Path.rename
+    target.mkdir()
+    (target / "old").write_text("old")
+
+    def failing(path: Path, other: Path) -> Path:
+        if other == target and "old" not in path.name:
+            raise OSError(
+                errno.EIO if names_in(tmp_path)[-1] != "x" else errno.ENOTEMPTY, "failed", str(path)
+            )
+        return rename(path, other)
+
+    with PublishedFolder(target) as folder, pytest.raises(CannotWrite):
+        fill(folder, "new")
+        monkeypatch.setattr(Path, "rename", failing)
+        folder.publish()
+    assert names_in(target) == ["old"]
     assert names_in(tmp_path) == ["x"]
 
 

@@ -224,8 +224,8 @@ def _our_copy(root: str, shard_id: int, folder: Path) -> Path | None:
             if found != stamp:
                 raise BrokenShard(
                     f"what webdataset read from {shown_url(root)}/{target.name} has {found.num_bytes} bytes "
-                    f"of sha256 {found.sha256[:12]}, its manifest says {stamp.num_bytes} of {stamp.sha256[:12]}"
-                    "; put the shard's three files there anew, and try again"
+                    f"of sha256 {found.sha256[:12]}, its manifest says {stamp.num_bytes} of "
+                    f"{stamp.sha256[:12]}; put the shard's three files there anew, and try again"
                 )
             copy.publish()
     return path

@@ -7,6 +7,7 @@
     dataset.py       what a worker does: chunks of steps
     token_loader.py  batches, epochs and the state; batches.py makes the tensors, collate_workers.py
                      calls a collate_fn of the user's
+    trainer.py       the loader inside transformers' Trainer
     dataloader.py    get_llama3_dataloader, which puts these together
     staging/         ``python -m loader stage``: copies of shards on the node's own disk
 

@@ -90,9 +90,8 @@ class TokenLoader(DataLoader[Any]):
     stay on the CPU until the loop moves them. With accumulation pass ``global_batch_size``; where a resumed
     run accumulates another number of batches, set ``accelerator.step = 0`` after ``load_state``, since it
     counts batches, not steps (Lightning's ``batch_idx`` does, too: resume at the end of an epoch there).
-    HF's Trainer takes it from ``get_train_dataloader``; resume with ``ignore_data_skip=True`` and
-    ``load_state_dict``. Its ``dataset`` refuses to be iterated, as what takes it out would read the chunks of
-    workers for samples.
+    HF's Trainer takes it through ``loader.trainer.LoaderMixin``. Its ``dataset`` refuses to be iterated, as
+    what takes it out would read the chunks of workers for samples.
 
     A copy (``copy.deepcopy``, pickle) stands where the original stood, with workers and files of its own.
     """
@@ -175,6 +174,17 @@ class TokenLoader(DataLoader[Any]):
         """
         start = self._progress.next
         return start.step * self._micro_batches + start.num_micro
+
+    @property
+    def num_steps_delivered(self) -> int:
+        """Global batches that the loop got, counted through all epochs from 0; the one it holds is one."""
+        at = self._progress.delivered
+        return at.epoch * self._steps_per_epoch + at.step
+
+    @property
+    def has_loaded_state(self) -> bool:
+        """Whether a state was loaded, and not iterated since."""
+        return self._progress.is_loaded
 
     def __repr__(self) -> str:
         who, at = self.process_rank, self._progress.delivered
@@ -379,8 +389,8 @@ _NO_SAMPLER = (
     "predict dataloaders=(batch for batch in loader)"
 )
 _OVERRIDE = (
-    "in a subclass of Trainer write: def get_train_dataloader(self): return loader, and to resume pass "
-    "ignore_data_skip=True and call loader.load_state_dict(state) before train()"
+    "write class LlamaTrainer(LoaderMixin, Trainer) with LoaderMixin of loader.trainer, and pass "
+    "train_loader=loader"
 )
 
 

@@ -252,6 +252,11 @@ PROGRAM = Program(
         "verify": Command(
             summary="prove the shards whole and write index.json", add_flags=_verify_flags, run=verify
         ),
+        "doctor": Command(
+            summary="is this machine, tokenizer, folder fit for it? good, warning or bad, and what to do",
+            add_flags="preprocess.doctor.command:add_flags",
+            run="preprocess.doctor.command:doctor",
+        ),
         "train_tokenizer": Command(
             summary="train a byte-level BPE like Llama 3's",
             add_flags="preprocess.train_tokenizer:add_arguments",

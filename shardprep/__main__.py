@@ -22,6 +22,7 @@ from shardprep.own_packages import need_own
 
 # Command -> the package whose command it is, in the order in which a user meets them.
 COMMANDS = {
+    "doctor": "preprocess",
     "plan": "preprocess",
     "run": "preprocess",
     "shard": "preprocess",

@@ -124,11 +124,13 @@ class Program:
 
 
 UNFORESEEN = "which nobody expected"
+_OURS = {"preprocess", "loader", "slurm", "lustre", "shardprep"}
 
 
 def _unforeseen(error: OSError) -> str:
     """The words of an error of the system that no stage has words for; it shows where to look for it."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((each for each in reversed(frames) if Path(each.filename).parent.name in _OURS), frames[-1])
     path = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
     return (
         f"{path}{error.strerror or error}, {UNFORESEEN} at {Path(frame.filename).name}:{frame.lineno}; "

@@ -124,13 +124,13 @@ class Program:
 
 
 UNFORESEEN = "which nobody expected"
-_OURS = {"preprocess", "loader", "slurm", "lustre", "shardprep"}
 
 
 def _unforeseen(error: OSError) -> str:
     """The words of an error of the system that no stage has words for; it shows where to look for it."""
     frames = traceback.extract_tb(error.__traceback__)
-    frame = next((each for each in reversed(frames) if Path(each.filename).parent.name in _OURS), frames[-1])
+    standard = (os.path.dirname(os.__file__), "<frozen")  # noqa: PTH120
+    frame = [each for each in frames if not each.filename.startswith(standard)][-1]
     path = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
     return (
         f"{path}{error.strerror or error}, {UNFORESEEN} at {Path(frame.filename).name}:{frame.lineno}; "

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from transformers import BatchEncoding, DataCollatorForLanguageModeling
 
-from loader.boundaries import boundary_fields, document_edges
+from loader.boundaries import Edges, RowEdges, boundary_fields, joined_edges
 from loader.dataset import Chunk
 from shardprep.errors import UsageError
 
@@ -223,33 +223,55 @@ class StepBatches:
         else:
             parts: list[Any] = [chunk.ids[:, step] for chunk in chunks]
             rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
-            if not all(chunk.is_full(step, self.row_tokens) for chunk in chunks):
+            if not all(chunk.is_full(step) for chunk in chunks):
                 lengths = np.concatenate([chunk.lengths[:, step] for chunk in chunks])
-        starts = [found for chunk in chunks for found in chunk.starts_of(step)] if self.boundaries else []
         for first in range(first_batch * self.batch_size, len(rows), self.batch_size):
             part = slice(first, first + self.batch_size)
-            batch = self._collated(rows[part], None if lengths is None else lengths[part], starts[part])
+            batch = self._collated(rows[part], None if lengths is None else lengths[part])
+            if self.boundaries:
+                self._add_boundaries(batch, chunks, step, part)
             _count(metrics, rows[part], None if lengths is None else lengths[part], batch)
             yield batch
 
-    def _collated(
-        self, rows: Any, lengths: npt.NDArray[Any] | None, starts: list[npt.NDArray[np.int32]]
-    ) -> Any:
+    def _collated(self, rows: Any, lengths: npt.NDArray[Any] | None) -> Any:
         if type(self.collate_fn) is not CausalLMCollator:
             if lengths is not None:
                 rows = [row[:length] for row, length in zip(rows, lengths.tolist(), strict=True)]
             return self.collate_fn([{"input_ids": row.tolist()} for row in rows])
         pad = self.collate_fn
-        batch = pad.mask_rows(rows, lengths) if self.row_tokens else pad.pad_rows(rows)
-        if self.boundaries:
-            if not self.row_tokens:
-                lengths = np.array([len(row) for row in rows])
-            edges = document_edges(starts, lengths, batch["input_ids"].shape[1])
-            batch["labels"].numpy()[edges] = IGNORED
-            batch.update(boundary_fields(self.boundaries, edges, lengths))
-            if "transformers" in self.boundaries:
-                del batch["attention_mask"]  # where there is one, transformers looks for no documents
-        return batch
+        return pad.mask_rows(rows, lengths) if self.row_tokens else pad.pad_rows(rows)
+
+    def _add_boundaries(self, batch: BatchEncoding, chunks: list[Chunk], step: int, part: slice) -> None:
+        """Add the fields of ``boundaries`` to a batch, part of a step; a document's first id is no label."""
+
+        def lengths() -> npt.NDArray[Any]:
+            return np.concatenate([chunk.lengths[:, step] for chunk in chunks])[part]
+
+        fields: dict[str, Any] = batch.data  # its own update takes as long as all the rest
+        if self.row_tokens:
+            edges = _edges(chunks, step, part)
+        else:
+            nothing, of_rows = np.empty(0, np.int64), lengths()
+            width = fields["input_ids"].shape[1]
+            edges = RowEdges.of_rows(nothing.astype(np.int32), nothing, of_rows, width).part(0, len(of_rows))
+        fields["labels"].numpy().reshape(-1)[edges.begins] = IGNORED
+        fields.update(boundary_fields(self.boundaries, edges, lengths))
+        if "transformers" in self.boundaries:
+            del fields["attention_mask"]  # where there is one, transformers looks for no documents
+
+
+def _edges(chunks: list[Chunk], step: int, part: slice) -> Edges:
+    """Of some of a step's rows, which lie in one chunk under another."""
+    if len(chunks) == 1:
+        return chunks[0].edges(step, part.start, min(part.stop, len(chunks[0].lengths)))
+    parts, row = [], 0
+    for chunk in chunks:
+        num_rows = len(chunk.lengths)
+        first, end = max(part.start - row, 0), min(part.stop - row, num_rows)
+        if first < end:
+            parts.append(chunk.edges(step, first, end))
+        row += num_rows
+    return joined_edges(parts)
 
 
 def _count(metrics: LoaderMetrics, rows: Any, lengths: npt.NDArray[Any] | None, batch: Any) -> None:

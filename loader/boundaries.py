@@ -9,7 +9,9 @@ dimensions, or that fills a cache, does not look for documents, and each one the
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
@@ -40,23 +42,85 @@ def check_boundaries(boundaries: Boundary | Sequence[Boundary]) -> tuple[str, ..
     return names
 
 
-def document_edges(
-    starts: list[npt.NDArray[np.int32]], lengths: npt.NDArray[Any] | None, width: int
-) -> npt.NDArray[np.bool_]:
-    """bool[rows, width]: where a document, or a row's padding, begins. A row's first place always does."""
-    edges = np.zeros((len(starts), width), np.bool_)
-    edges[np.repeat(np.arange(len(starts)), list(map(len, starts))), np.concatenate(starts)] = True
-    if lengths is not None:
+@dataclass(frozen=True, kw_only=True)
+class Edges:
+    """Where documents, and the padding of rows, begin in the flattened batch; each row begins one."""
+
+    begins: npt.NDArray[np.int64]  # int64[edges], ascending
+    sizes: npt.NDArray[np.int64]  # int64[edges]: places up to the next one
+    longest: int  # of the sizes
+    shape: tuple[int, int]  # rows and width of the batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowEdges:
+    """The edges of many rows of one width, found at once: 15 ns each, where a batch alone costs 30 us."""
+
+    width: int
+    _begins: npt.NDArray[np.int64]
+    _sizes: npt.NDArray[np.int64]
+    _bounds: list[int]  # of each row's edges, and the end
+    _longest: list[int]  # size in each row
+
+    @staticmethod
+    def of_rows(
+        starts: npt.NDArray[np.int32],
+        rows: npt.NDArray[np.int64],
+        lengths: npt.NDArray[Any],
+        width: int,
+    ) -> RowEdges:
+        """Documents begin at the places ``starts[i]`` of ``rows[i]``; ``lengths``: tokens of each row."""
+        row_begins = np.arange(len(lengths), dtype=np.int64) * width
         short = np.flatnonzero(lengths < width)
-        edges[short, lengths[short]] = True
-    edges[:, 0] = True
-    return edges
+        begins = np.concatenate([row_begins, rows * width + starts, row_begins[short] + lengths[short]])
+        begins.sort()
+        begins = begins[np.diff(begins, prepend=-1) > 0]
+        sizes = np.diff(begins, append=len(lengths) * width)
+        first = np.searchsorted(begins, row_begins)
+        return RowEdges(
+            width=width,
+            _begins=begins,
+            _sizes=sizes,
+            _bounds=[*first.tolist(), len(begins)],
+            _longest=np.maximum.reduceat(sizes, first).tolist(),
+        )
+
+    def part(self, first: int, end: int) -> Edges:
+        """Those of some consecutive rows, as a batch of their own."""
+        edges = slice(self._bounds[first], self._bounds[end])
+        return Edges(
+            begins=self._begins[edges] - first * self.width,
+            sizes=self._sizes[edges],
+            longest=max(self._longest[first:end]),
+            shape=(end - first, self.width),
+        )
+
+
+def joined_edges(parts: Sequence[Edges]) -> Edges:
+    """Those of the batch that has the parts' rows one under another; all have one width."""
+    if len(parts) == 1:
+        return parts[0]
+    width = parts[0].shape[1]
+    num_rows = np.cumsum([0, *(part.shape[0] for part in parts)]).tolist()
+    begins = [part.begins + row * width for part, row in zip(parts, num_rows, strict=False)]
+    return Edges(
+        begins=np.concatenate(begins),
+        sizes=np.concatenate([part.sizes for part in parts]),
+        longest=max(part.longest for part in parts),
+        shape=(num_rows[-1], width),
+    )
+
+
+@lru_cache(maxsize=4)
+def _places(number: int) -> npt.NDArray[np.int64]:
+    """0, 1 .. ``number`` - 1; never written to."""
+    return np.arange(number)
 
 
 def boundary_fields(
-    names: tuple[str, ...], edges: npt.NDArray[np.bool_], lengths: npt.NDArray[Any] | None
+    names: tuple[str, ...], edges: Edges, lengths: Callable[[], npt.NDArray[Any]]
 ) -> dict[str, torch.Tensor | int]:
-    """What ``boundaries=`` asks for. 60 us for an (8, 2048) batch.
+    """What ``boundaries=`` asks for, ``lengths`` being the tokens of each row. 20 us for an (8, 2048) batch.
 
     ``position_ids`` int64[batch, seq]: count from 0 in each document (padding: likewise).
     ``segment_ids`` int64[batch, seq]: 1, 2, .. in each row, 0 in padding; see ``sdpa_mask`` and
@@ -65,26 +129,34 @@ def boundary_fields(
     same edges as ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k``, and
     ``use_cache`` False.
     """
-    begins = np.flatnonzero(edges)
-    ends = np.append(begins, edges.size)
-    sizes = np.diff(ends)
+    num_places = edges.shape[0] * edges.shape[1]
     fields: dict[str, torch.Tensor | int] = {}
     if "position_ids" in names or "transformers" in names:
-        positions = np.arange(edges.size, dtype=np.int64) - np.repeat(begins, sizes)
+        positions = np.repeat(edges.begins, edges.sizes)
+        np.subtract(_places(num_places), positions, out=positions)
         fields["position_ids"] = torch.from_numpy(positions.reshape(edges.shape))
     if "segment_ids" in names:
-        segments = np.cumsum(edges, axis=1, dtype=np.int64)
-        if lengths is not None:
-            segments[np.arange(edges.shape[1]) >= lengths[:, None]] = 0
-        fields["segment_ids"] = torch.from_numpy(segments)
-    if "cu_seqlens" in names:
-        fields["cu_seqlens"] = torch.from_numpy(ends.astype(np.int32))
-        fields["max_seqlen"] = int(sizes.max())
-    if "transformers" in names:
-        edge_tensor, longest = torch.from_numpy(ends.astype(np.int32)), int(sizes.max())
-        fields |= {"cu_seq_lens_q": edge_tensor, "cu_seq_lens_k": edge_tensor}
-        fields |= {"max_length_q": longest, "max_length_k": longest, "use_cache": False}
+        segments = np.repeat(_segment_numbers(edges, lengths()), edges.sizes)
+        fields["segment_ids"] = torch.from_numpy(segments.reshape(edges.shape))
+    if "cu_seqlens" in names or "transformers" in names:
+        ends = np.empty(len(edges.begins) + 1, np.int32)
+        ends[:-1], ends[-1] = edges.begins, num_places
+        edge_tensor = torch.from_numpy(ends)
+        if "cu_seqlens" in names:
+            fields["cu_seqlens"], fields["max_seqlen"] = edge_tensor, edges.longest
+        if "transformers" in names:
+            fields |= {"cu_seq_lens_q": edge_tensor, "cu_seq_lens_k": edge_tensor}
+            fields |= {"max_length_q": edges.longest, "max_length_k": edges.longest, "use_cache": False}
     return fields
+
+
+def _segment_numbers(edges: Edges, lengths: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """int64[edges]: the number of each document in its row, from 1; 0 for padding."""
+    rows, within = np.divmod(edges.begins, edges.shape[1])
+    numbers = np.arange(len(rows))
+    numbers -= np.maximum.accumulate(np.where(within == 0, numbers, 0)) - 1
+    numbers[within >= lengths[rows]] = 0
+    return numbers
 
 
 def sdpa_mask(batch: Mapping[str, Any]) -> torch.Tensor:

@@ -24,6 +24,7 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from torch.utils.data import IterableDataset, get_worker_info
 
+from loader.boundaries import Edges, RowEdges
 from loader.order import Order, choose_windows, share
 from loader.shards.shard_set import ShardSet
 from shardprep.errors import UsageError
@@ -60,6 +61,7 @@ class Chunk:
     lengths: npt.NDArray[np.int32]  # int32[samples a step, steps], tokens of each sample
     # int32[samples a step, steps, row_tokens], or flat, sample by sample
     ids: npt.NDArray[np.int32] | ScatteredRows
+    row_tokens: int = 0  # of every sample where all are rows
     num_cut: int = 0  # tokens left out behind max_length
     num_starts: npt.NDArray[np.int32] | None = None  # int32[samples a step, steps]
     starts: npt.NDArray[np.int32] | None = None  # flat: places in each row where a document begins
@@ -68,9 +70,9 @@ class Chunk:
     def num_steps(self) -> int:
         return int(self.lengths.shape[1])
 
-    def is_full(self, step: int, row_tokens: int) -> bool:
+    def is_full(self, step: int) -> bool:
         """Whether no row of a step holds padding."""
-        return self._shortest[step] == row_tokens
+        return self._shortest[step] == self.row_tokens
 
     @cached_property
     def _shortest(self) -> list[int]:
@@ -82,20 +84,23 @@ class Chunk:
         assert isinstance(self.ids, np.ndarray)
         return _cut(self.ids, self._bounds, step)
 
-    def starts_of(self, step: int) -> list[npt.NDArray[np.int32]]:
-        """The document starts of one step's samples; nothing where there are none."""
-        if self.starts is None:
-            return [np.empty(0, np.int32)] * len(self.lengths)
-        return _cut(self.starts, self._start_bounds, step)
+    def edges(self, step: int, first: int, end: int) -> Edges:
+        """Where documents begin in some rows of one step, of a chunk of rows."""
+        begin = step * len(self.lengths)
+        return self._row_edges.part(begin + first, begin + end)
 
     @cached_property
     def _bounds(self) -> tuple[list[list[int]], list[list[int]]]:
         return _bounds(self.lengths)
 
     @cached_property
-    def _start_bounds(self) -> tuple[list[list[int]], list[list[int]]]:
+    def _row_edges(self) -> RowEdges:
+        """Of all rows, step after step."""
+        assert self.starts is not None
         assert self.num_starts is not None
-        return _bounds(self.num_starts)
+        row_of = np.arange(self.lengths.size).reshape(self.lengths.shape[::-1]).T
+        rows = np.repeat(row_of.reshape(-1), self.num_starts.reshape(-1))
+        return RowEdges.of_rows(self.starts, rows, self.lengths.T.reshape(-1), self.row_tokens)
 
     def pack(self) -> torch.Tensor:
         """All of it as one int32 tensor: every tensor that is sent costs a file handle."""
@@ -121,6 +126,7 @@ class Chunk:
         return Chunk(
             lengths=lengths,
             ids=rest.reshape(lanes, steps, row_tokens) if row_tokens else rest,
+            row_tokens=row_tokens,
             num_cut=num_cut,
             num_starts=counts,
             starts=starts,

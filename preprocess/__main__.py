@@ -46,6 +46,7 @@ def make_shard(args: argparse.Namespace) -> int:
     given = given_of(args, PrepConfig)
     given.setdefault("output_dir", PrepConfig().output_dir)
     folder = given["output_dir"]
+    num_cpus = bind_to_task_cpus(offset=args.shard_id)  # planning, too, may load what starts threads
     plan = plan_of_task(given)
     if note := array_note(os.environ, plan.num_shards, folder):
         say(f"note: {note}")
@@ -54,11 +55,10 @@ def make_shard(args: argparse.Namespace) -> int:
     if done_manifest(plan, folder, shard_id):
         say(f"shard {shard_id:05d} is done already")
         return 0
-    num_cpus = bind_to_task_cpus(offset=shard_id)
     settings = worker_settings(args)
     if settings.memory_gb is not None and (note := memory_note(settings.memory_gb)):
         say(f"note: {note}")
-    worker = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=say)
+    worker = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=say, shard_id=shard_id)
     with Progress(f"shard {shard_id:05d}", plan.shard_bytes()[shard_id]) as progress:
         counts = worker.run_shard(shard_id, progress.add).counts
     say(f"shard {shard_id:05d} is done: {counts.num_documents} documents, {counts.num_tokens} tokens")

@@ -147,9 +147,19 @@ class Worker:
 
 
 def load_worker(
-    plan: Plan, folder: Path, settings: WorkerSettings, *, num_cpus: int, warn: Callable[[str], None]
+    plan: Plan,
+    folder: Path,
+    settings: WorkerSettings,
+    *,
+    num_cpus: int,
+    warn: Callable[[str], None],
+    shard_id: int | None = None,
 ) -> Worker:
-    """Load the plan's tokenizer from its folder. Raises OtherTokenizer where its files or its ids changed."""
+    """Load the plan's tokenizer from its folder, for one shard, or for any of them.
+
+    Raises OtherTokenizer where its files or its ids changed.
+    """
+    num_bytes = sum(plan.shard_bytes()) if shard_id is None else plan.shard_bytes()[shard_id]
     check_tokenizer_files(folder, plan.tokenizer_files)
     engine = load_engine(
         folder / TOKENIZER_DIR / TOKENIZER_FILE,
@@ -158,6 +168,7 @@ def load_worker(
         probe=plan.probe,
         probe_sha256=plan.probe_sha256,
         fast_is_equal=plan.fast_engine_is_equal,
+        num_bytes=num_bytes,
         warn=warn,
     )
     return Worker(plan=plan, folder=folder, settings=settings, engine=engine, num_cpus=num_cpus)

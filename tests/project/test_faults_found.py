@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from loader import tokenizer as loader_tokenizer
-from preprocess.engines import load_engine, probe_texts, tokenizers_engine
+from preprocess.engines import load_engine, tokenizers_engine
 from preprocess.plan import need_plan
-from preprocess.tokenizer_files import resolve_tokenizer
+from preprocess.resolved_tokenizer import read_files, resolve_tokenizer
 from shardprep.errors import BrokenShard, NotFound, ReadWriteError
 from shardprep.format.names import INDEX_NAME
 from slurm.dataset_state import find_state
@@ -65,7 +65,7 @@ def test_planning_names_the_tokenizer_file_that_it_cannot_read(
     path.write_text("{}")
     stale("open", path.name)
     with pytest.raises(ReadWriteError, match="cannot be read: Stale file handle"):
-        probe_texts(path)
+        read_files(tmp_path)
 
 
 def test_status_that_cannot_look_at_the_index_says_so(
@@ -93,7 +93,7 @@ def test_a_model_folder_that_cannot_be_looked_at_is_named(tmp_path: Path, stale:
     (tmp_path / "model").mkdir()
     stale("stat", "model")
     with pytest.raises(NotFound, match="no usable tokenizer was found"):
-        resolve_tokenizer(str(tmp_path / "model"), tmp_path)
+        resolve_tokenizer(str(tmp_path / "model"), tmp_path, allow_special_tokens=False)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])

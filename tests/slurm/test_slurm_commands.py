@@ -32,6 +32,7 @@ from slurm.job_script import JobRequest, array_script, prep_script, verify_scrip
 from slurm.slurm_queries import parse_accounts, parse_queue, slurm_answer, slurm_output
 from slurm.submitting import parse_job, prepare
 from tests.checkout import ROOT
+from tests.waiting import HANG_S
 
 NAME = "shardprep-0123456789ab"
 QUEUES = {
@@ -96,7 +97,7 @@ class FakeSlurm:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             check=False,
-            timeout=100,
+            timeout=HANG_S,
             **settings,
         )
         said: str = done.stdout.decode("utf-8", "replace")

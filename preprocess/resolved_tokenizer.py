@@ -30,7 +30,8 @@ from preprocess.tokenizer_files import (
 from preprocess.transformers_tokenizer import save_in_own_process
 from shardprep.errors import BrokenShard, CannotWrite, NotFound, ReadWriteError
 from shardprep.format.dataset_spec import TokenizerSpec
-from shardprep.regular_files import NOT_THERE, names_in, read_regular, size_of_file
+from shardprep.format.names import CHAT_TEMPLATES_DIR
+from shardprep.regular_files import NOT_THERE, names_in, read_regular, refuse_fifos, size_of_file
 
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -68,9 +69,11 @@ class ResolvedTokenizer:
 def resolve_tokenizer(model_id: str, folder: Path, *, allow_special_tokens: bool) -> ResolvedTokenizer:
     """Write the files of a model's tokenizer, and nothing else of the model, into the empty ``folder``.
 
-    Raises NotFound (no such model, or no network), UsageError (a slow tokenizer), CannotWrite,
-    ReadWriteError, also where transformers missed a token: a failed read of its is none that it tells of.
+    Raises NotFound (no such model, or no network), UsageError (a slow tokenizer), CannotWrite, BrokenShard
+    (a FIFO there), ReadWriteError, also where transformers missed a token: it does not tell of a failed read.
     """
+    for each in (Path(model_id), Path(model_id, CHAT_TEMPLATES_DIR)):
+        refuse_fifos(each)
     source = source_folder(model_id)
     files = read_files(source) if source is not None else None
     key = None if files is None else cache_key(files, allow_special_tokens=allow_special_tokens)
@@ -117,12 +120,12 @@ def source_folder(model_id: str) -> Path | None:
 
 
 def read_files(folder: Path) -> Files | None:
-    """What decides a tokenizer's ids in a model's folder; None where there is no tokenizer.json.
+    """What decides a tokenizer's ids in a model's folder; None where more than files does.
 
     Raises ReadWriteError, BrokenShard for what is no regular file.
     """
     names = names_in(folder)
-    if TOKENIZER_FILE not in names:
+    if TOKENIZER_FILE not in names or CHAT_TEMPLATES_DIR in names:
         return None
     files = {}
     for name in names:

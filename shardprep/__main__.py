@@ -22,10 +22,12 @@ from shardprep.own_packages import need_own
 
 # Command -> the package whose command it is, in the order in which a user meets them.
 COMMANDS = {
+    "doctor": "preprocess",
     "plan": "preprocess",
     "run": "preprocess",
     "shard": "preprocess",
     "verify": "preprocess",
+    "peek": "preprocess",
     "train_tokenizer": "preprocess",
     "submit": "slurm",
     "status": "slurm",

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,10 @@ def as_it_is(_: Path) -> None:
     pass
 
 
+def broken(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{")
+
+
 def word_level(folder: Path) -> None:
     shutil.rmtree(folder)
     save_word_tokenizer(folder, 50)
@@ -85,7 +90,7 @@ def unigram(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=pieces).save_pretrained(folder)
 
 
-PLAIN = {
+PLAIN: dict[str, Change] = {
     "trained here": as_it_is,
     "as on the hub": with_decoder,
     "older merges": old_merges,
@@ -96,7 +101,7 @@ PLAIN = {
     "a chat template": config(chat_template="{{ messages }}"),
     "the class of transformers 5": config(tokenizer_class="TokenizersBackend", backend="tokenizers"),
 }
-NOT_PLAIN = {
+NOT_PLAIN: dict[str, Change] = {
     "a token in the configuration alone": config(mask_token="<|mask|>"),
     "a listed token in the configuration alone": config(additional_special_tokens=["<|mask|>"]),
     "a BOS switched on": config(add_bos_token=True),
@@ -112,7 +117,7 @@ NOT_PLAIN = {
     "truncation": tokenizer_json(
         truncation={"direction": "Right", "max_length": 9, "strategy": "LongestFirst", "stride": 0}
     ),
-    "no JSON": lambda folder: (folder / "tokenizer.json").write_text("{") and None,
+    "no JSON": broken,
     "a token of other flags": lambda folder: edit(
         folder / "tokenizer_config.json",
         added_tokens_decoder={
@@ -241,9 +246,8 @@ def test_a_proof_is_of_one_content_and_of_one_version(
     elif change == "configuration":
         config(model_max_length=9)(model_dir)
     elif change == "tokenizers":
-        installed = proof_cache.version
         monkeypatch.setattr(
-            proof_cache, "version", lambda name: "0.0.1" if name == "tokenizers" else installed(name)
+            proof_cache, "version", lambda name: "0.0.1" if name == "tokenizers" else version(name)
         )
     elif change == "shardprep":
         monkeypatch.setattr("preprocess.__version__", "0.0.0")

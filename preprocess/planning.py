@@ -189,7 +189,8 @@ def _plan_of(
         boundaries=boundaries,
     )
     reference = resolved.reference(allow_special_tokens=allow)
-    if config.engine == "tokenizers" or sum(plan.shard_bytes()) < FEW_BYTES:
+    is_little = config.engine == "auto" and sum(plan.shard_bytes()) < FEW_BYTES
+    if config.engine == "tokenizers" or is_little:
         return plan, reference
     texts = [*proof.probe, *sample_texts(plan, num_bytes=1 << 18)]
     fast = equal_fast_engine(

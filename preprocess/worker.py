@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import preprocess
 from preprocess.documents import read_documents
-from preprocess.engines import Engine, TokenBatch, load_engine
+from preprocess.engines import FEW_BYTES, Engine, TokenBatch, load_engine
 from preprocess.inputs import BadDocument
 from preprocess.long_documents import LongDocument
 from preprocess.members import members_of
@@ -63,6 +63,7 @@ class Worker:
     settings: WorkerSettings
     engine: Engine
     num_cpus: int
+    is_little: bool = False  # what it was loaded for is less than FEW_BYTES of text
 
     def run_shard(self, shard_id: int, progress: Callable[[Work], None]) -> Manifest:
         """Make shard ``shard_id``; ``progress`` is told the work of each batch.
@@ -186,7 +187,14 @@ def load_worker(
         num_bytes=num_bytes,
         warn=warn,
     )
-    return Worker(plan=plan, folder=folder, settings=settings, engine=engine, num_cpus=num_cpus)
+    return Worker(
+        plan=plan,
+        folder=folder,
+        settings=settings,
+        engine=engine,
+        num_cpus=num_cpus,
+        is_little=num_bytes < FEW_BYTES,
+    )
 
 
 def done_manifest(plan: Plan, folder: Path, shard_id: int) -> Manifest | None:

@@ -38,6 +38,7 @@ def command_words(argv: Sequence[str]) -> list[str]:
 
 def make_shard(args: argparse.Namespace) -> int:
     """``--shard_id N``: the command of a job array's task."""
+    from lustre import layout_line
     from preprocess.resources import bind_to_task_cpus, memory_note
     from preprocess.task_plan import array_note, check_task_shard, plan_of_task
     from preprocess.worker import done_manifest, load_worker
@@ -59,6 +60,8 @@ def make_shard(args: argparse.Namespace) -> int:
     if settings.memory_gb is not None and (note := memory_note(settings.memory_gb)):
         say(f"note: {note}")
     worker = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=say)
+    if line := layout_line(folder):
+        say(line)
     with Progress(f"shard {shard_id:05d}", plan.shard_bytes()[shard_id]) as progress:
         counts = worker.run_shard(shard_id, progress.add).counts
     say(f"shard {shard_id:05d} is done: {counts.num_documents} documents, {counts.num_tokens} tokens")
@@ -71,13 +74,15 @@ def make_shard(args: argparse.Namespace) -> int:
 
 def make_plan(args: argparse.Namespace) -> int:
     """``plan``: freeze which bytes are which shard, and say what it will cost."""
+    from lustre import Need, StripeWish, space_lines
     from preprocess.planning import LONG_SHARD_S, Sharding, small_shards_note
     from preprocess.planning import make_plan as make
 
     config = PrepConfig(**given_of(args, PrepConfig))
     shard_bytes = parse_size(args.shard_bytes, "--shard_bytes") if args.shard_bytes else None
     sharding = Sharding(num_shards=args.num_shards, shard_bytes=shard_bytes)
-    plan, cost = make(config, sharding, stripe=args.stripe, dry_run=args.dry_run, say=say)
+    stripe = StripeWish(stripe=args.stripe, size=args.stripe_size, pool=args.stripe_pool)
+    plan, cost = make(config, sharding, stripe=stripe, dry_run=args.dry_run, say=say)
     last = plan.num_shards - 1
     sizes = plan.shard_bytes()
     print(f"plan {plan.plan_id[:12]}: {plan.num_shards} shards of {min(sizes)} to {max(sizes)} input bytes")
@@ -86,6 +91,9 @@ def make_plan(args: argparse.Namespace) -> int:
         f"{cost.core_hours:.2g} core hours, the longest shard {cost.longest_shard_s:.0f} s on one core"
     )
     print(f"a task uses up to {cost.num_useful_cores} cores well: --cpus-per-task={cost.num_useful_cores}")
+    need = Need(num_bytes=cost.output_bytes, num_files=3 * plan.num_shards)
+    for line in space_lines(config.output_dir, need):
+        print(line)
     if cost.longest_shard_s > LONG_SHARD_S:
         more = round(plan.num_shards * cost.longest_shard_s / LONG_SHARD_S) + 1
         minutes = cost.longest_shard_s / 60
@@ -155,8 +163,8 @@ def verify(args: argparse.Namespace) -> int:
     print(
         f"{plan.num_shards} shards are whole: {samples} samples, {tokens} tokens; wrote {folder / INDEX_NAME}"
     )
-    if note := publish_osts(folder, plan.num_shards):
-        say(note)
+    for line in publish_osts(folder, [int(size) for size in index.column("tar_bytes")]):
+        say(line)
     return 0
 
 
@@ -205,8 +213,10 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stripe",
         default="auto",
-        help="Lustre stripes of a fresh output folder: auto (leave it), none, or N",
+        help="Lustre stripes of a fresh output folder: auto (leave it), none, N, or a layout: 1G:1,-1:8",
     )
+    parser.add_argument("--stripe_size", help="of each stripe, such as 4M; only with N or a layout")
+    parser.add_argument("--stripe_pool", help="pool of OSTs; only with N or a layout")
     add_flags_of(parser, PrepConfig)
 
 

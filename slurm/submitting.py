@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lustre
+from preprocess.cost_estimate import estimate_of
 from shardprep.errors import CannotWrite, NotFound, ReadWriteError, ShardprepError, UsageError
 from shardprep.format.names import id_ranges
 from slurm.cluster_limits import (
@@ -142,7 +144,23 @@ def prepare_submit(
     missing = state.ids("failed", "not submitted")
     if not missing:
         return state, None
+    for line in room_lines(state, missing):
+        say(line)
     return state, prepare(state, [(request, missing)], shards_per_task, say, dry_run=dry_run)
+
+
+def room_lines(state: DatasetState, shard_ids: Sequence[int]) -> list[str]:
+    """Whether these shards will fit where their data set stands; empty off Lustre. Never raises."""
+    if not lustre.is_usable(state.folder):
+        return []
+    try:
+        whole = estimate_of(state.plan, state.folder).output_bytes
+    except (ShardprepError, OSError) as error:
+        return [f"note: whether the shards will fit cannot be told: {error}"]
+    sizes = state.plan.shard_bytes()
+    part = sum(sizes[shard_id] for shard_id in shard_ids) / max(1, sum(sizes))
+    need = lustre.Need(num_bytes=round(whole * part), num_files=3 * len(shard_ids))
+    return lustre.space_lines(state.folder, need)
 
 
 def prepare(

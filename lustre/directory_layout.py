@@ -74,6 +74,9 @@ def set_directory_layout(
             f"{folder}: `lfs {' '.join(result.arguments)}` exited 0, but new files get {after.text()}, "
             f"expected {wanted.text()} ({'; '.join(found)}); {_why_other(wanted, after)}"
         )
+    for want, have in zip(wanted.components, after.components, strict=True):
+        if 0 < have.stripe_count < want.stripe_count and not num_osts[want.pool]:
+            notes.append("fewer stripes than asked for; how many OSTs there are lfs does not tell")
     return LayoutChange(before=before, after=after, notes=tuple(notes))
 
 
@@ -223,8 +226,7 @@ def _component_differences(want: Component, have: Component, num_osts: dict[str,
         return lines
     if have.extension_bytes:
         lines.append("it grows piece by piece (SEL), expected a fixed component")
-    counts = {want.stripe_count, min(want.stripe_count, num_osts.get(want.pool) or want.stripe_count)}
-    if want.stripe_count != FILE_SYSTEM_DEFAULT and have.stripe_count not in counts:
+    if want.stripe_count != FILE_SYSTEM_DEFAULT and not _is_count(want, have, num_osts.get(want.pool)):
         lines.append(f"{have.stripe_count} stripes, expected {want.stripe_count}")
     if have.is_overstriped and want.stripe_count != FILE_SYSTEM_DEFAULT and have.stripe_count >= ALL_OSTS:
         lines.append("stripes that may share an OST (overstriped), expected one per OST")
@@ -238,6 +240,13 @@ def _component_differences(want: Component, have: Component, num_osts: dict[str,
     if have.pool != pool and want.pool:
         lines.append(f"pool {have.pool or 'none'}, expected {pool or 'none'}")
     return lines
+
+
+def _is_count(want: Component, have: Component, num_osts: int | None) -> bool:
+    """As asked, or all OSTs where there are fewer; where nobody tells how many those are, fewer but not 1."""
+    if have.stripe_count == want.stripe_count or not num_osts:
+        return have.stripe_count == want.stripe_count or 1 < have.stripe_count < want.stripe_count
+    return have.stripe_count == min(want.stripe_count, num_osts)
 
 
 def change_text(folder: Path, change: LayoutChange) -> str:

@@ -234,6 +234,7 @@ def _verify_flags(parser: argparse.ArgumentParser) -> None:
 
 PROGRAM = Program(
     name="python -m preprocess",
+    dashed_values=("--stripe",),
     description="Raw text -> token shards. Without a command it makes one shard: --shard_id N.",
     epilog="python -m preprocess --shard_id N [...] makes shard N: of the plan in --output_dir, or "
     "without one of the N-th .txt file in --input_dir.",

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -27,16 +23,23 @@ from lustre import (
     LustreUsageError,
     StripeWish,
     set_directory_layout,
-    stripe_line,
 )
 from lustre.__main__ import main
 from lustre.layout import read_layout
 from tests.checkout import ROOT
+from tests.lustre.fake_lustre import (
+    GIB,
+    MIB,
+    FakeLustre,
+    apply_stripe,
+    both_dialects,
+    first_osts,
+    install_fake_lfs,
+)
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
-MIB, GIB = 1 << 20, 1 << 30
 PFL: list[dict[str, object]] = [
     {"end": 256 * MIB, "count": 1, "size": 4 * MIB, "pattern": "raid0"},
     {"end": None, "count": -1, "size": 4 * MIB, "pattern": "raid0"},
@@ -46,104 +49,6 @@ FSX: list[dict[str, object]] = [
     for end, count in ((100 * MIB, 1), (10 * GIB, 8), (100 * GIB, 16), (None, 32))
 ]
 EIGHT = Layout(components=(Component(stripe_count=8, stripe_size_bytes=0),), is_composite=False)
-both_dialects = pytest.mark.parametrize("on_lustre", ["2.15", "2.17"], indirect=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FakeLustre:
-    """A folder that looks as if it stood on Lustre, and what the fake lfs was asked."""
-
-    folder: Path
-    dialect: str
-    state_file: Path
-    monkeypatch: pytest.MonkeyPatch
-    capsys: pytest.CaptureFixture[str]
-
-    def state(self) -> dict[str, Any]:
-        return json.loads(self.state_file.read_text()) if self.state_file.exists() else {}
-
-    def calls(self) -> list[list[str]]:
-        """Argument lists, each with its LC_ALL last."""
-        calls: list[list[str]] = self.state().get("calls", [])
-        return calls
-
-    def setstripe_calls(self) -> list[str]:
-        """Options alone, without the path and LC_ALL."""
-        return [" ".join(call[1:-2]) for call in self.calls() if call[0] == "setstripe"]
-
-    def give_layout(self, path: Path, layout: Sequence[Mapping[str, object]]) -> None:
-        self.give(layouts={str(path): layout})
-
-    def give(self, **values: object) -> None:
-        self.state_file.write_text(json.dumps({**self.state(), **values}))
-
-    def fault(self, name: str) -> None:
-        """A command that hangs gets a short time limit, and no other one: a busy machine may be slow."""
-        self.monkeypatch.setenv("FAKE_LFS_FAULT", name)
-        if name.startswith("hang"):
-            _, _, hanging = name.partition("-")
-            limit_s = lustre.lfs.TIMEOUT_S
-            self.monkeypatch.setattr(
-                lustre.lfs, "time_limit_s", lambda command: 0.1 if hanging in {"", command} else limit_s
-            )
-
-    def command(self, *args: object) -> tuple[int, str]:
-        """``python -m lustre`` here: exit code, and what it printed on both."""
-        try:
-            code = main([str(item) for item in args])
-        except SystemExit as ending:  # argparse
-            code = int(ending.code or 0)
-        captured = self.capsys.readouterr()
-        return code, captured.out + captured.err
-
-
-def apply_stripe(folder: Path, stripe: str) -> str:
-    """``plan --stripe`` for a folder."""
-    return stripe_line(folder, StripeWish(stripe=stripe))
-
-
-def first_osts(folder: Path, names: Sequence[str]) -> list[int] | None:
-    layouts = lustre.read_file_layouts(folder, names)
-    return None if layouts is None else [lustre.first_ost(layout) for layout in layouts]
-
-
-def install_fake_lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the fake lfs first on PATH, run by this very Python: a shim that looks for one costs 0.1 s."""
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    _, _, program = (Path(__file__).parents[1] / "fake_lfs").read_text(encoding="utf-8").partition("\n")
-    (tools / "lfs").write_text(f"#!{sys.executable} -IS\n{program}", encoding="utf-8")
-    (tools / "lfs").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("FAKE_LFS_STATE", str(tmp_path / "lfs.json"))
-
-
-@pytest.fixture
-def on_lustre(
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> Iterator[FakeLustre]:
-    """An empty folder on a Lustre of 8 OSTs. The trap: the test fails where setstripe was run on more."""
-    install_fake_lfs(tmp_path, monkeypatch)
-    root = tmp_path / "scratch file"
-    (root / "O").mkdir(parents=True)
-    dialect = getattr(request, "param", "2.17")
-    monkeypatch.setenv("FAKE_LFS_DIALECT", dialect)
-    monkeypatch.delenv("FAKE_LFS_FAULT", raising=False)
-    escaped = str(root).replace(" ", "\\040")
-    table = f"/dev/vda / ext4 rw 0 0\n10.0.0.1@tcp:/fakefs {escaped} lustre rw,flock 0 0\n"
-    monkeypatch.setattr(lustre.lfs, "read_mounts_table", lambda: table)
-    fake = FakeLustre(
-        folder=root / "O",
-        dialect=dialect,
-        state_file=tmp_path / "lfs.json",
-        monkeypatch=monkeypatch,
-        capsys=capsys,
-    )
-    yield fake
-    assert fake.state().get("violations", []) == [], "setstripe ran on a file or a folder with files"
 
 
 @both_dialects
@@ -206,7 +111,7 @@ def test_none_does_not_even_ask(on_lustre: FakeLustre) -> None:
 
 @pytest.mark.parametrize("stripe", ["0", "-2", "2001", "8x", "", "1e3", " 8", "٨", "Auto"])
 def test_an_impossible_count_is_refused_before_lfs_runs(on_lustre: FakeLustre, stripe: str) -> None:
-    with pytest.raises(LustreUsageError, match="expected auto, none, a layout such as 1G:1,-1:8, a number") as caught:
+    with pytest.raises(LustreUsageError, match="auto, none, a layout such as 1G:1,-1:8, a number") as caught:
         apply_stripe(on_lustre.folder, stripe)
     assert caught.value.exit_code == 2
     assert on_lustre.calls() == []

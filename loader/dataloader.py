@@ -21,6 +21,7 @@ from loader.process_rank import find_process_rank
 from loader.reading.shard_reader import STALL_WARNING_S, ReaderContext, Turn
 from loader.samples.make_samples import SampleRules, make_samples
 from loader.samples.whole_samples import LongDocuments
+from loader.settings_block import settings_block
 from loader.shards.find_shards import find_shards
 from loader.shards.input_paths import InputShards
 from loader.shards.shard_set import ShardSet, SizeCheck
@@ -107,9 +108,8 @@ def get_llama3_dataloader(
             sizes, else from where it was found; likewise after a copy failed. Batches and state do not
             change. A folder without copies is a warning.
         stall_warning_s: a read that takes longer is named in the log, with its shard.
-        collate_fn: instead of ``CausalLMCollator``; called in this process with a list of
-            ``{"input_ids": list[int]}``. Workers do not call it, since a batch has samples of all workers:
-            for batches of 8 x 2048 the lists alone cost 1.06 ms per batch, and its own time comes on top.
+        collate_fn: instead of ``CausalLMCollator``; called with a list of ``{"input_ids": list[int]}``, in
+            ``num_workers`` more processes beside those that read; see collate_workers.py.
         multiprocessing_context: ``"fork"``, ``"spawn"`` or ``"forkserver"`` (Python 3.14's default), as
             DataLoader takes it. The last two run the training script's top again in each worker: keep what
             trains behind ``if __name__ == "__main__":``.
@@ -174,7 +174,7 @@ def get_llama3_dataloader(
     )
     if size_check is not None:
         size_check.wait()
-    return TokenLoader(
+    loader = TokenLoader(
         ChunkDataset(
             samples=samples,
             order=order,
@@ -189,6 +189,9 @@ def get_llama3_dataloader(
         size_check=size_check,
         **workers,
     )
+    if who.rank == 0:
+        logger.info(settings_block(loader, shards))
+    return loader
 
 
 def _fingerprint(rules: SampleRules, shards: ShardSet, order: Order, tokenizer: str) -> dict[str, Any]:

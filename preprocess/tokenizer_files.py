@@ -19,8 +19,8 @@ from shardprep.errors import (
     UsageError,
 )
 from shardprep.format.dataset_spec import TokenizerSpec, tokenizer_fingerprint
-from shardprep.format.names import TOKENIZER_DIR
-from shardprep.regular_files import NOT_THERE, FileStamp, names_in, read_regular, stamp_file
+from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR
+from shardprep.regular_files import NOT_THERE, FileStamp, names_in, read_regular, refuse_fifos, stamp_file
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -32,8 +32,10 @@ def resolve_tokenizer(model_id: str, folder: Path) -> TokenizerSpec:
 
     transformers resolves it, because training will: what it changes about a tokenizer.json (a BOS
     switched on in the configuration, say) is in the files written. Takes 2-3 s for the import.
-    Raises NotFound (no such model, or no network), UsageError (a slow tokenizer).
+    Raises NotFound (no such model, or no network), UsageError (a slow tokenizer), BrokenShard (a FIFO there).
     """
+    refuse_fifos(Path(model_id))
+    refuse_fifos(Path(model_id, CHAT_TEMPLATES_DIR))
     tokenizer = _auto_tokenizer(model_id)
     if not getattr(tokenizer, "is_fast", False):
         raise UsageError(

@@ -22,6 +22,7 @@ from shardprep.own_packages import need_own
 
 # Command -> the package whose command it is, in the order in which a user meets them.
 COMMANDS = {
+    "doctor": "preprocess",
     "plan": "preprocess",
     "run": "preprocess",
     "shard": "preprocess",
@@ -32,7 +33,7 @@ COMMANDS = {
     "retry": "slurm",
     "cancel": "slurm",
     "stage": "loader",
-    "lustre": "lustre",  # with commands of its own: show, apply
+    "lustre": "lustre",  # with commands of its own: show, apply, restore
 }
 
 

@@ -33,7 +33,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import FrameType, TracebackType
@@ -56,6 +56,7 @@ class Progress:
         self._total = total
         self._unit = unit
         self._done = 0
+        self._counts: dict[str, int] = {}
         self._began = self._spoke = time.monotonic()
         sign = "B" if unit == "bytes" else f" {unit}"
         self._bar = _bar(total, label, sign) if sys.stderr.isatty() else None
@@ -69,16 +70,28 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
-    def add(self, num_done: int) -> None:
-        """Count more as done; less than none where something must be done again."""
+    def add(self, num_done: int, counts: Mapping[str, int] | None = None) -> None:
+        """Count more as done; less than none where something must be done again.
+
+        ``counts``: other things that were done with it, by their plural, whose speeds are told, too.
+        """
         self._done += num_done
-        if self._bar is not None:
-            self._bar.update(num_done)
-            return
+        for name, number in (counts or {}).items():
+            self._counts[name] = self._counts.get(name, 0) + number
         now = time.monotonic()
-        if now - self._spoke >= LOG_EVERY_S:
+        if self._bar is not None:
+            if counts:
+                self._bar.set_postfix_str(_speeds(self._counts, now - self._began), refresh=False)
+            self._bar.update(num_done)
+        elif now - self._spoke >= LOG_EVERY_S:
             self._spoke = now
-            self.say(progress_line(self._label, self._done, self._total, self._unit, now - self._began))
+            elapsed_s = now - self._began
+            self.say(progress_line(self._label, self._done, self._total, self._unit, elapsed_s, self._counts))
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the work began."""
+        return time.monotonic() - self._began
 
     def say(self, line: str) -> None:
         """Print a line without breaking the bar."""
@@ -94,14 +107,51 @@ def _bar(total: int, label: str, sign: str) -> tqdm[NoReturn]:
     return tqdm(total=total, desc=label, unit=sign, unit_scale=True, file=sys.stderr)
 
 
-def progress_line(label: str, num_done: int, total: int, unit: str, elapsed_s: float) -> str:
-    """How far it is, how fast, and how long it will still take at that speed."""
+def progress_line(
+    label: str,
+    num_done: int,
+    total: int,
+    unit: str,
+    elapsed_s: float,
+    counts: Mapping[str, int] | None = None,
+) -> str:
+    """How far it is, how fast, also in what else is counted, and how long it will still take."""
     rate = num_done / elapsed_s
     left_s = (total - num_done) / max(rate, 1e-9)
     of, speed = f"{total} {unit}", f"{rate:.1f} {unit}/s"
     if unit == "bytes":
         of, speed = f"{total / 1e6:.0f} MB", f"{rate / 1e6:.1f} MB/s"
+    if counts:
+        speed += f", {_speeds(counts, elapsed_s)}"
     return f"{label}: {num_done / max(1, total):.0%} of {of}, {speed}, {left_s:.0f} s left"
+
+
+def _speeds(counts: Mapping[str, int], elapsed_s: float) -> str:
+    rates = {name: number / max(elapsed_s, 1e-9) for name, number in counts.items()}
+    return ", ".join(f"{short_number(rate)} {name}/s" for name, rate in rates.items())
+
+
+_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def short_number(value: float) -> str:
+    """``12345678`` -> ``12.3 M``: three digits and a decimal prefix; ``512`` stays as it is."""
+    digits, prefix = _scaled(value)
+    return f"{digits} {prefix}" if prefix else digits
+
+
+def short_bytes(value: float) -> str:
+    """``12345678`` -> ``12.3 MB``, ``512`` -> ``512 B``."""
+    digits, prefix = _scaled(value)
+    return f"{digits} {prefix}B"
+
+
+def _scaled(value: float) -> tuple[str, str]:
+    for size, prefix in _PREFIXES:
+        if value >= 0.9995 * size:
+            scaled = value / size
+            return f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f}", prefix
+    return f"{value:.0f}" if value == int(value) else f"{value:.3g}", ""
 
 
 def say(line: str) -> None:

@@ -29,6 +29,7 @@ PLAN_NAME = "plan.json"
 INDEX_NAME = "index.json"
 OSTS_NAME = "osts.json"
 TOKENIZER_DIR = "tokenizer"
+CHAT_TEMPLATES_DIR = "additional_chat_templates"  # in a tokenizer's folder, as transformers names it
 QUARANTINE_DIR = "quarantine"
 RESERVED_FIELD = "loss_mask.npy"  # kept free for a mask member; refused until it has a meaning
 DOC_STARTS_FIELD = "doc_starts.npy"

@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 
-Outcomes = Callable[[str], list[dict[str, Any]]]
+Outcomes = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +45,13 @@ def of_campaign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcomes]:
         assert process.stdout is not None
         ended: set[str] = set()
 
-        def outcomes(name: str) -> list[dict[str, Any]]:
+        def outcomes(name: str, kind: str = "") -> list[dict[str, Any]]:
+            """Those of a module, or where it makes two kinds the ones named ``kind``."""
             while name not in ended:
                 line = process.stdout.readline() if process.stdout else ""
                 assert line, errors.read_text(encoding="utf-8")
                 ended.add(line.removesuffix(": ended\n"))
-            return [each for each in json.loads(path.read_bytes()) if each["campaign"] == name]
+            return [each for each in json.loads(path.read_bytes()) if each["campaign"] == (kind or name)]
 
         yield outcomes
         process.stdout.close()
@@ -111,7 +112,29 @@ def test_a_full_disk_is_named_and_a_second_run_gives_equal_bytes(of_campaign: Ou
 
 def test_a_kill_at_any_call_leaves_what_is_done_or_nothing_that_counts(of_campaign: Outcomes) -> None:
     outcomes = of_campaign("kills")
-    assert len(outcomes) > 30
+    assert len(outcomes) > 20
+    assert not failed(outcomes), shown(failed(outcomes))
+
+
+def test_a_stop_signal_at_any_call_ends_with_75_and_leaves_no_temporary(of_campaign: Outcomes) -> None:
+    outcomes = of_campaign("kills", "stop_signals")
+    assert len(outcomes) > 20
+    assert "refused" in {outcome["kind"] for outcome in outcomes}
+    assert not failed(outcomes), shown(failed(outcomes))
+
+
+def test_another_writer_at_any_call_changes_nothing(of_campaign: Outcomes) -> None:
+    outcomes = of_campaign("races")
+    assert len(outcomes) > 8
+    assert {outcome["kind"] for outcome in outcomes} == {"equal"}, shown(failed(outcomes))
+
+
+def test_an_input_or_a_shard_that_changes_at_any_call_is_refused_or_without_effect(
+    of_campaign: Outcomes,
+) -> None:
+    outcomes = of_campaign("races", "changes")
+    assert len(outcomes) > 8
+    assert {outcome["kind"] for outcome in outcomes} >= {"refused", "equal"}
     assert not failed(outcomes), shown(failed(outcomes))
 
 

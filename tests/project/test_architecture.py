@@ -118,13 +118,14 @@ def test_slurm_imports_all_but_the_loader() -> None:
         assert {name.split(".")[0] for name in names} <= {"shardprep", "preprocess", "lustre"}, path
 
 
-def test_of_preprocess_planning_verify_and_commands_import_lustre_and_nothing_the_loader() -> None:
+def test_of_preprocess_few_modules_import_lustre_and_none_imports_the_loader() -> None:
     users = {
         path
         for path, names in others("preprocess").items()
         if {n.split(".")[0] for n in names} - {"shardprep"}
     }
-    assert users == {"preprocess/__main__.py", "preprocess/planning.py", "preprocess/verify.py"}
+    commands = {"preprocess/__main__.py", "preprocess/planning.py", "preprocess/verify.py"}
+    assert users == {*commands, "preprocess/doctor/folders.py"}
     for names in others("preprocess").values():
         assert {name.split(".")[0] for name in names} <= {"shardprep", "lustre"}
 

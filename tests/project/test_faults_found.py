@@ -96,8 +96,29 @@ def test_a_model_folder_that_cannot_be_looked_at_is_named(tmp_path: Path, stale:
         resolve_tokenizer(str(tmp_path / "model"), tmp_path)
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_fifo_in_place_of_a_tokenizers_file_does_not_hold_the_loader(tmp_path: Path, name: str) -> None:
-    os.mkfifo(tmp_path / name)
+@pytest.fixture(params=["tokenizer.json", "added_tokens.json", "additional_chat_templates/rag.jinja"])
+def held_model(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model's folder with a FIFO where transformers would read; it is not called, as it would wait."""
+    import transformers
+
+    path = tmp_path / request.param
+    path.parent.mkdir(exist_ok=True)
+    os.mkfifo(path)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", pytest.fail)
+    return tmp_path
+
+
+def test_a_fifo_in_a_models_folder_does_not_hold_the_loader(held_model: Path) -> None:
     with pytest.raises(BrokenShard, match="is a FIFO, expected a regular file"):
-        loader_tokenizer._load(str(tmp_path))
+        loader_tokenizer._load(str(held_model))
+
+
+def test_a_fifo_in_a_models_folder_does_not_hold_planning(held_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(BrokenShard, match="is a FIFO, expected a regular file"):
+        resolve_tokenizer(str(held_model), tmp_path)
+
+
+def test_a_device_in_a_models_folder_is_named_and_not_read(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").symlink_to("/dev/zero")
+    with pytest.raises(BrokenShard, match=r"chat_template\.jinja is a character device"):
+        resolve_tokenizer(str(tmp_path), tmp_path)

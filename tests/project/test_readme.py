@@ -13,7 +13,9 @@ import pytest
 
 from tests.checkout import ROOT
 
-PAGES = sorted([*ROOT.glob("README*.md"), ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted(
+    [*ROOT.glob("README*.md"), ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *(ROOT / "docs").glob("*.md")]
+)
 PACKAGES = ("preprocess", "loader", "slurm", "lustre")
 COMMAND = re.compile(rf"(?:python -m ({'|'.join(PACKAGES)})|(?<![\w./-])shardprep)(?=[ `]|$)(.*)")
 FLAG = re.compile(r"(?<![\w=-])(--?[a-zA-Z][\w-]*)")

@@ -268,6 +268,11 @@ PROGRAM = Program(
             add_flags="preprocess.doctor.command:add_flags",
             run="preprocess.doctor.command:doctor",
         ),
+        "peek": Command(
+            summary="print samples decoded, with their boundaries and where they came from",
+            add_flags="preprocess.peek:add_flags",
+            run="preprocess.peek:peek",
+        ),
         "train_tokenizer": Command(
             summary="train a byte-level BPE like Llama 3's",
             add_flags="preprocess.train_tokenizer:add_arguments",

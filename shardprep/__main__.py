@@ -27,6 +27,7 @@ COMMANDS = {
     "run": "preprocess",
     "shard": "preprocess",
     "verify": "preprocess",
+    "peek": "preprocess",
     "train_tokenizer": "preprocess",
     "submit": "slurm",
     "status": "slurm",

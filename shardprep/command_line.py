@@ -21,8 +21,10 @@ import argparse
 import dataclasses
 import difflib
 import importlib
+import os
 import re
 import sys
+import traceback
 import types
 import typing
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -31,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from shardprep.console import outlast_readers, raise_on_stop_signals, say
-from shardprep.errors import ShardprepError, Stopped, UsageError
+from shardprep.errors import ReadWriteError, ShardprepError, Stopped, UsageError
 
 AddFlags = Callable[[argparse.ArgumentParser], None]
 Run = Callable[[argparse.Namespace], int]
@@ -71,6 +73,9 @@ class Program:
             if str(error):
                 say(f"error: {error}")
             return int(error.exit_code)
+        except OSError as error:
+            say(f"error: {_unforeseen(error)}")
+            return ReadWriteError.exit_code
         return int(code)
 
     def parse(self, words: Sequence[str], *, name: str | None = None) -> argparse.Namespace:
@@ -116,6 +121,21 @@ class Program:
             if word in called:
                 _function(command.add_flags)(own[word])
         return parser, own
+
+
+UNFORESEEN = "which nobody expected"
+
+
+def _unforeseen(error: OSError) -> str:
+    """The words of an error of the system that no stage has words for; it shows where to look for it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    standard = (os.path.dirname(os.__file__), "<frozen")  # noqa: PTH120
+    frame = [each for each in frames if not each.filename.startswith(standard)][-1]
+    path = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+    return (
+        f"{path}{error.strerror or error}, {UNFORESEEN} at {Path(frame.filename).name}:{frame.lineno}; "
+        "nothing that is done was lost: mend the cause, and run this again"
+    )
 
 
 def unknown_command(word: str, commands: Sequence[str]) -> str:

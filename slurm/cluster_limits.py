@@ -12,6 +12,7 @@ import itertools
 import os
 import re
 import shlex
+import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,8 @@ def check_folder(folder: Path, request: JobRequest, say: Callable[[str], None]) 
     check_tokenizer_files(folder, plan.tokenizer_files)
     jobs = folder / JOBS_FOLDER
     for place in (folder, jobs, jobs / LOG_FOLDER):
-        if _is_there(place) and not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+        found = _found(place)
+        if found and not (stat.S_ISDIR(found.st_mode) and os.access(place, os.W_OK | os.X_OK)):
             raise CannotWrite(
                 f"{place} is no folder you can write to; for a group's data set: chmod -R g+rwX {folder}"
             )
@@ -68,17 +70,16 @@ def check_folder(folder: Path, request: JobRequest, say: Callable[[str], None]) 
     return plan
 
 
-def _is_there(place: Path) -> bool:
-    """Raises CannotWrite where that cannot be known."""
+def _found(place: Path) -> os.stat_result | None:
+    """None where it is not there. Raises CannotWrite where that cannot be known."""
     try:
-        place.stat()
+        return place.stat()
     except FileNotFoundError:
-        return False
+        return None
     except OSError as error:
         raise CannotWrite(
             f"{place} cannot be looked at ({error.strerror}); it must be a folder you can write to"
         ) from None
-    return True
 
 
 def find_limits(request: JobRequest) -> ClusterLimits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Callable
@@ -14,9 +15,11 @@ from loader import tokenizer as loader_tokenizer
 from preprocess.engines import load_engine, probe_texts, tokenizers_engine
 from preprocess.plan import need_plan
 from preprocess.tokenizer_files import resolve_tokenizer
-from shardprep.errors import BrokenShard, NotFound, ReadWriteError
+from shardprep.errors import BrokenShard, CannotWrite, NotFound, ReadWriteError
 from shardprep.format.names import INDEX_NAME
+from slurm.cluster_limits import check_folder
 from slurm.dataset_state import find_state
+from slurm.job_script import JobRequest
 from slurm.status_report import report
 
 if TYPE_CHECKING:
@@ -75,6 +78,27 @@ def test_status_that_cannot_look_at_the_index_says_so(
     stale("stat", INDEX_NAME)
     with pytest.raises(ReadWriteError, match="cannot be read: Stale file handle"):
         report(state, [])
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+def test_submit_that_cannot_look_at_its_folders_says_so(
+    planned_dir: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Whichever look it is that fails."""
+    real, left = os.stat, [number]
+
+    def failing(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if path == planned_dir or str(path).startswith(f"{planned_dir}/jobs"):
+            left[0] -= 1
+            if left[0] == 0:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", failing)
+    ended = []
+    with contextlib.suppress(CannotWrite):
+        ended.append(check_folder(planned_dir, JobRequest(), lambda _: None))
+    assert ended or left[0] <= 0
 
 
 def test_planning_takes_the_sizes_of_its_sample_from_the_manifest(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.checkout import ROOT
+from tests.waiting import HANG_S
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -192,7 +193,7 @@ def test_a_process_that_makes_a_shard_has_no_heavy_library(
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lists = [json.loads(line) for line in report.read_text().splitlines()]

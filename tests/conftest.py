@@ -29,6 +29,7 @@ from preprocess.worker import load_worker
 from shardprep.console import STOP_SIGNALS
 from shardprep.format.checked_json import content_sha256
 from tests.checkout import ROOT, SHARED
+from tests.waiting import HANG_S
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -127,7 +128,7 @@ class Prep:
     def cli(self, *args: object, **settings: Any) -> Ended:
         """``python -m preprocess`` in a process of its own, without a network and outside of Slurm."""
         process = self.start(*args, **settings)
-        text, _ = process.communicate(timeout=120)
+        text, _ = process.communicate(timeout=HANG_S)
         return Ended(code=process.returncode, text=text)
 
     def start(self, *args: object, **settings: Any) -> subprocess.Popen[str]:

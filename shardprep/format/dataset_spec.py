@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import Any, get_args
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, get_args
 
 from shardprep.format.checked_json import Fields
 from shardprep.format.names import MAX_SEQ_LEN, MAX_SHARDS, Record, TokenFormat, token_dtype
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # The decoder, truncation and padding change no id of an encoded document.
 _DECISIVE = ("added_tokens", "normalizer", "pre_tokenizer", "model", "post_processor")

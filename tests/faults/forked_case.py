@@ -21,7 +21,7 @@ Ending = Literal["ended", "traceback", "hang", "memory", "killed"]
 
 # A run takes some 0.03 s. The limits are far above, as other work may keep the processors busy.
 CPU_LIMIT_S = 20
-WALL_LIMIT_S = 120
+WALL_LIMIT_S = 300
 _MORE_MEMORY_BYTES = 3 << 30  # than the fork begins with
 _NOT_OURS = ("/site-packages/", "/lib/python", "<frozen")
 # What Python and Rust print of an error that nobody caught, or that a thread or a destructor raised.

@@ -50,6 +50,7 @@ _NUM_STRETCHES = 64  # per turn of a thread
 LONG_SHARD_S = 600.0  # on one core; the plan command warns of longer shards
 _MANY_SHARDS = 1000  # more, each smaller than half of _SHARD_BYTES, and the plan command speaks of it
 _SHARD_BYTES = 256 << 20  # of input: minutes of one core
+_NO_STRIPES = lustre.StripeWish(stripe="none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,19 +65,19 @@ def make_plan(
     config: PrepConfig,
     sharding: Sharding,
     *,
-    stripe: str = "none",
+    stripe: lustre.StripeWish = _NO_STRIPES,
     dry_run: bool = False,
     say: Callable[[str], None],
 ) -> tuple[Plan, CostEstimate]:
     """Plan a data set and, unless ``dry_run``, freeze plan and tokenizer in its folder.
 
-    ``stripe`` (auto, none or a number) is the Lustre layout of a folder without a plan yet.
+    ``stripe`` is the Lustre layout of a folder without a plan yet.
 
     Where the folder has a plan already, the new one is compared with it and never written.
     Raises every ShardprepError that the inputs, the tokenizer or the folder give reason for.
     """
     try:
-        lustre.check_stripe(stripe)
+        stripe.layout()
     except lustre.LustreError as error:
         raise UsageError(str(error)) from None
     paths = list_inputs(config.input_dir, recursive=config.recursive)
@@ -107,8 +108,10 @@ def make_plan(
                 raise Refused(
                     f"{config.output_dir} has another plan: {'; '.join(plan_differences(frozen, plan))}"
                 )
+            _lay_out(config.output_dir, stripe, plan, estimate, say, is_planned=bool(frozen), dry_run=True)
             return plan, estimate
-        frozen = _prepare_folder(config.output_dir, stripe, say)
+        frozen = _prepare_folder(config.output_dir)
+        _lay_out(config.output_dir, stripe, plan, estimate, say, is_planned=bool(frozen))
         if frozen is None:
             stamps = publish_tokenizer(files, config.output_dir, tokenizer, None)
             plan = dataclasses.replace(plan, tokenizer_files=stamps)
@@ -131,20 +134,37 @@ def small_shards_note(plan: Plan, sharding: Sharding) -> str | None:
     )
 
 
-def _prepare_folder(folder: Path, stripe: str, say: Callable[[str], None]) -> Plan | None:
-    """Make the output folder and lay it out; returns the plan that it has already."""
+def _prepare_folder(folder: Path) -> Plan | None:
+    """Make the output folder; returns the plan that it has already."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CannotWrite(f"--output_dir {folder} cannot be made: {error.strerror}") from None
     for stem in (PLAN_NAME, INDEX_NAME, OSTS_NAME, TOKENIZER_DIR):
         remove_temporaries(folder, stem, older_than_s=STALE_AFTER_S)
-    if (frozen := read_plan(folder)) is None and stripe != "none":
-        try:
-            say(lustre.apply_stripe(folder, stripe))
-        except lustre.LustreError as error:
-            raise CannotWrite(str(error)) from None
-    return frozen
+    return read_plan(folder)
+
+
+def _lay_out(
+    folder: Path,
+    stripe: lustre.StripeWish,
+    plan: Plan,
+    estimate: CostEstimate,
+    say: Callable[[str], None],
+    *,
+    is_planned: bool,
+    dry_run: bool = False,
+) -> None:
+    """Do what ``stripe`` asks for, and say it; where nothing was asked of a planned folder, say nothing."""
+    if stripe.stripe == "none" or (is_planned and stripe.layout() is None):
+        return
+    shards = lustre.PlannedShards(
+        num_shards=plan.num_shards, tar_bytes=estimate.output_bytes // plan.num_shards
+    )
+    try:
+        say(lustre.stripe_line(folder, stripe, shards=shards, is_planned=is_planned, dry_run=dry_run))
+    except lustre.LustreError as error:
+        raise CannotWrite(str(error)) from None
 
 
 def _boundaries(config: PrepConfig, inputs: list[InputFile], sharding: Sharding) -> list[Boundary]:

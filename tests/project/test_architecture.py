@@ -125,7 +125,8 @@ def test_of_preprocess_few_modules_import_lustre_and_none_imports_the_loader() -
         for path, names in others("preprocess").items()
         if {n.split(".")[0] for n in names} - {"shardprep"}
     }
-    assert users == {"preprocess/planning.py", "preprocess/verify.py", "preprocess/doctor/folders.py"}
+    commands = {"preprocess/__main__.py", "preprocess/planning.py", "preprocess/verify.py"}
+    assert users == {*commands, "preprocess/doctor/folders.py"}
     for names in others("preprocess").values():
         assert {name.split(".")[0] for name in names} <= {"shardprep", "lustre"}
 

@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 from transformers import BatchEncoding, DataCollatorForLanguageModeling
 
-from loader.boundaries import Edges, RowEdges, boundary_fields, joined_edges
-from loader.dataset import Chunk
+from loader.boundaries import boundary_fields
+from loader.dataset import Chunk, Edges, RowEdges, joined_edges
 from shardprep.errors import UsageError
 
 

@@ -9,6 +9,7 @@ on, so no later file can change what a waiting task will do.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import re
 import shlex
@@ -84,14 +85,34 @@ class JobRequest:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
 
+def quoted(folder: Path) -> str:
+    """A path as a command that is shown to a user must have it."""
+    return shlex.quote(str(folder))
+
+
 def prep_script() -> str:
     """``prep_array.sh`` as it is installed."""
     return (Path(__file__).parent / "prep_array.sh").read_text(encoding="utf-8")
 
 
+def job_name(folder: Path, plan_id: str, number: int) -> str:
+    """What the jobs of a data set's submission of this number are called, and nothing else is.
+
+    It has the plan's id, the folder (a copy of the data set has the same plan) and the number.
+    """
+    place = hashlib.sha256(os.fsencode(folder)).hexdigest()[:6]
+    return f"{JOB_NAME}-{plan_id[:12]}-{place}-{number}"
+
+
+def job_names(folder: Path, plan_id: str, number: int) -> tuple[str, str]:
+    """Of a submission's arrays, and of its verify job."""
+    name = job_name(folder, plan_id, number)
+    return name, f"{name}-verify"
+
+
 def array_script(
     folder: Path,
-    plan_id: str,
+    name: str,
     tasks: Sequence[str],
     request: JobRequest,
     *,
@@ -100,11 +121,11 @@ def array_script(
 ) -> str:
     """The script of an array whose task i makes the shards ``tasks[i]``, such as ``17`` or ``0-5``.
 
-    A task of one shard is the plain worker; several are ``run O --shards``. The job's name has the plan's
-    id. Raises UsageError for values that cannot stand in a script.
+    A task of one shard is the plain worker; several are ``run O --shards``. ``name``: of the job.
+    Raises UsageError for values that cannot stand in a script.
     """
     options = [
-        f"--job-name={_job_name(plan_id)}",
+        f"--job-name={name}",
         f"--array=0-{len(tasks) - 1}%{min(request.max_parallel, len(tasks))}",
         f"--output={_log_pattern(folder, '%A_%a')}",
     ]
@@ -123,11 +144,11 @@ def array_script(
 
 
 def verify_script(
-    folder: Path, plan_id: str, request: JobRequest, *, settings: Mapping[str, str], body: str
+    folder: Path, name: str, request: JobRequest, *, settings: Mapping[str, str], body: str
 ) -> str:
     """The script of the job that runs ``verify O`` when the arrays have ended, however they did."""
     small = request.changed(cpus_per_task=min(4, request.cpus_per_task), max_parallel=1)
-    options = [f"--job-name={_job_name(plan_id)}-verify", f"--output={_log_pattern(folder, 'verify-%j')}"]
+    options = [f"--job-name={name}", f"--output={_log_pattern(folder, 'verify-%j')}"]
     head = ["shardprep_what=verify", f"shardprep_command=(verify {shlex.quote(str(folder))})"]
     return _script([*options, *small.sbatch_options()], settings, head, body)
 
@@ -145,10 +166,6 @@ def settings_of(request: JobRequest, environ: Mapping[str, str], python: str) ->
     elif not {"SHARDPREP_EXEC", "SHARDPREP_SRUN_ARGS"} & settings.keys():
         settings.setdefault("SHARDPREP_PYTHON", python)
     return settings
-
-
-def _job_name(plan_id: str) -> str:
-    return f"{JOB_NAME}-{plan_id[:12]}"
 
 
 def _log_pattern(folder: Path, name: str) -> str:

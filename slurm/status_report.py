@@ -7,6 +7,7 @@ shards that are done. One read per manifest, eight at a time: 10,000 manifests t
 from __future__ import annotations
 
 import math
+import shlex
 import statistics
 import time
 from collections.abc import Sequence
@@ -15,11 +16,37 @@ from pathlib import Path
 from typing import Any
 
 from shardprep.errors import BrokenShard, ReadWriteError
-from shardprep.format.manifest import ShardMaking, read_making
 from shardprep.format.names import INDEX_NAME, id_ranges
+from shardprep.format.shard_making import ShardMaking, read_making
 from shardprep.regular_files import NOT_THERE, size_of_file
-from slurm.dataset_state import NODE_FAIL, DatasetState, ShardState, is_live
+from slurm.dataset_state import DatasetState, ShardState, is_live
+from slurm.failure_causes import NODE_FAIL
 
+# The beginning of Slurm's reason -> what it means for who waits.
+_REASONS = {
+    "Resources": "the next free nodes are for it",
+    "Priority": "other jobs go before it",
+    "JobArrayTaskLimit": "as many run at once as --max_parallel allows",
+    "JobHeldUser": "held; scontrol release lets it go on",
+    "JobHeldAdmin": "held by an administrator; ask them",
+    "launch failed requeued held": "held, because it could not be started; scontrol release tries again",
+    "BeginTime": "it was started again and waits a little",
+    "Dependency": "it waits for another job",
+    "ReqNodeNotAvail": "the nodes that it needs are down, drained or reserved; sinfo -R",
+    "Nodes required for job": "the nodes that it needs are down, drained or reserved; sinfo -R",
+    "PartitionDown": "the partition is down; ask an administrator",
+    "PartitionInactive": "the partition is inactive; ask an administrator",
+    "PartitionNodeLimit": "no job of this size may ever run in the partition: cancel, and ask for less",
+    "PartitionTimeLimit": "the partition allows no job so long: cancel, and ask for less --time_min",
+    "PartitionConfig": "no node of the partition is so large: cancel, and ask for less",
+    "BadConstraints": "no node has what is asked for: cancel, and change --constraint",
+    "Reservation": "its reservation has not begun",
+    "InvalidAccount": "the account may not be used: cancel, and change --account",
+    "InvalidQOS": "the QOS may not be used: cancel, and change --qos",
+    "Assoc": "a limit of the account is reached",
+    "QOS": "a limit of the QOS is reached",
+    "MaxMem": "a limit of memory is reached",
+}
 _NUM_THREADS = 8  # opening a file on Lustre is a wait for its server
 _MOST_FAILURES = 8  # shown with their last lines, in the text
 
@@ -54,7 +81,7 @@ def report(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
         "num_shards": state.plan.num_shards,
         **{
             name.replace(" ", "_"): id_ranges(state.ids(name))
-            for name in ("done", "running", "pending", "failed", "not submitted")
+            for name in ("done", "running", "pending", "failed", "not submitted", "not visible")
         },
         "num_done": len(state.ids("done")),
         "causes": {cause: id_ranges(ids) for cause, ids in causes(failed).items()},
@@ -64,6 +91,11 @@ def report(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
         "verify": state.verify,
         "verified": size_of_file(state.folder / INDEX_NAME) is not None,
         "held_jobs": state.held,
+        "stray_jobs": state.shown.strays,
+        "slurm_away": state.shown.away,
+        "why_not_visible": state.why_not_visible(),
+        "waits_for": waits_for(state.shards),
+        "wrong": id_ranges(state.wrong),
         **_speed(state, made),
         "slow_shards": [
             {"shard": each.shard_id, "node": each.node, "wall_s": each.wall_s} for each in slow_shards(made)
@@ -153,6 +185,27 @@ def slow_nodes(made: Sequence[ShardMaking], number: int = 3) -> list[tuple[str, 
     return sorted(found, key=lambda pair: pair[1])[:number]
 
 
+def waits_for(shards: Sequence[ShardState]) -> list[dict[str, Any]]:
+    """Why shards are pending, in Slurm's word and in ours, and when the first is expected to start."""
+    found: dict[str, dict[str, Any]] = {}
+    for shard in shards:
+        if shard.state != "pending":
+            continue
+        attempt = next(each for each in shard.attempts if each.state == "pending")
+        item = found.setdefault(attempt.reason, {"ids": [], "starts": ""})
+        item["ids"].append(shard.shard_id)
+        item["starts"] = min(filter(None, (item["starts"], attempt.start_time)), default="")
+    return [
+        {
+            "reason": reason,
+            "means": next((words for word, words in _REASONS.items() if reason.startswith(word)), ""),
+            "shards": id_ranges(item["ids"]),
+            "starts": item["starts"],
+        }
+        for reason, item in found.items()
+    ]
+
+
 def causes(failed: Sequence[ShardState]) -> dict[str, list[int]]:
     """Cause -> the shards whose last attempt ended so, the most frequent first."""
     found: dict[str, list[int]] = {}
@@ -193,6 +246,16 @@ def report_text(data: dict[str, Any]) -> str:
     lines.append(f"  {data['num_tokens']:,} tokens{speed}{left}")
     queued = ("running", "pending", "not_submitted")
     lines += [f"  {name.replace('_', ' ')}: {data[name]}" for name in queued if data[name]]
+    lines += _waiting_lines(data)
+    if data["not_visible"]:
+        lines.append(f"  not visible: {data['not_visible']} ({data['why_not_visible']})")
+    if data["slurm_away"]:
+        lines.append(f"  what waits and runs is not known: {data['slurm_away']}")
+    if data["wrong"]:
+        lines.append(f"  found wrong by the verify job: {data['wrong']}; retry makes them anew")
+    if data["stray_jobs"]:
+        ids = ", ".join(data["stray_jobs"])
+        lines.append(f"  held jobs that no record names: {ids}: a submission goes on, or was cut short")
     lines += [f"  failed, {cause}: {ids}" for cause, ids in data["causes"].items()]
     lines += [f"  started again by Slurm after {how}: {n} task(s)" for how, n in data["restarts"].items()]
     if data["other_plan"]:
@@ -210,6 +273,15 @@ def report_text(data: dict[str, Any]) -> str:
     if (more := len(data["failures"]) - _MOST_FAILURES) > 0:
         lines.append(f"  and {more} more failures: --json has them all")
     return "\n".join([*lines, _next_line(data)])
+
+
+def _waiting_lines(data: dict[str, Any]) -> list[str]:
+    lines = []
+    for item in data["waits_for"]:
+        means = f": {item['means']}" if item["means"] else ""
+        starts = f"; expected to start at {item['starts'].replace('T', ' ')}" if item["starts"] else ""
+        lines.append(f"    {item['shards']} wait for {item['reason']}{means}{starts}")
+    return lines
 
 
 def _slow_lines(data: dict[str, Any]) -> list[str]:
@@ -233,19 +305,25 @@ def _efficiency_lines(used: dict[str, Any]) -> list[str]:
 
 
 def _next_line(data: dict[str, Any]) -> str:
-    folder = data["folder"]
+    folder = shlex.quote(data["folder"])
+    if data["slurm_away"]:
+        return f"next: the same again, when Slurm answers: python -m slurm status {folder}"
     if data["held_jobs"]:
         ids = ",".join(data["held_jobs"])
         return f"next: scontrol release {ids} (they are held), or: python -m slurm cancel {folder}"
     if data["running"] or data["pending"]:
         return f"next: python -m slurm status {folder} --watch"
-    if data["failed"]:
+    if data["stray_jobs"]:
+        return f"next: python -m slurm cancel {folder}, if nobody submits just now"
+    if data["failed"] or data["wrong"]:
         return f"next: python -m slurm retry {folder}"
+    if data["not_visible"]:
+        return f"next: look where they can be seen; if they do not run: submit {folder} --shards IDS"
     if data["not_submitted"]:
         return f"next: python -m slurm submit {folder}"
     if not data["verified"]:
         return f"next: the verify job is {data['verify'] or 'missing'}; python -m preprocess verify {folder}"
-    return f"verified: {folder}/index.json is there"
+    return f"verified: {data['folder']}/index.json is there"
 
 
 def _duration(seconds: float) -> str:

@@ -25,6 +25,7 @@ from slurm.cluster_limits import (
 from slurm.dataset_state import DatasetState, done_shards, find_state
 from slurm.job_script import JobRequest, array_script, job_names, prep_script, settings_of, verify_script
 from slurm.resource_use import advice_of_makings, advice_of_plan
+from slurm.room_for_shards import room_lines
 from slurm.sending import ArrayToSend, Sending
 from slurm.slurm_commands import SlurmAway
 from slurm.status_report import read_makings
@@ -64,6 +65,8 @@ def prepare_submit(
         missing = [shard_id for shard_id in missing if shard_id in shard_ids]
     if not missing:
         return state, None
+    for line in room_lines(state, missing):
+        say(line)
     groups = [(request, missing)]
     return state, prepare(state, groups, shards_per_task, say, sources=sources, dry_run=dry_run)
 

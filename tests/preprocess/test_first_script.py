@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.waiting import HANG_S
+
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
@@ -112,7 +114,7 @@ def test_llama_3_on_20000_korean_and_all_english_lines(
     tasks = [prep.start("--shard_id", shard_id, *flags) for shard_id in (0, 1)]
     for shard_id, (task, num_documents) in enumerate(zip(tasks, (10_486, 20_000), strict=True)):
         run_first_script(raw, tmp_path / "first", model, shard_id)
-        text, _ = task.communicate(timeout=120)
+        text, _ = task.communicate(timeout=HANG_S)
         assert task.returncode == 0, text
         name = f"shard-{shard_id:05d}.tar"
         first, ours = prep.members(tmp_path / "first" / name), prep.members(tmp_path / "ours" / name)

@@ -18,6 +18,7 @@ from slurm.job_records import JobArray, Submission
 from slurm.job_records import publish_submission as publish
 from slurm.job_script import JobRequest
 from tests.checkout import ROOT
+from tests.waiting import HANG_S
 
 NAME = "shardprep-0123456789ab-3f2a91-0"
 WHEN = "2026-11-22T01:52:04"
@@ -83,7 +84,7 @@ class FakeSlurm:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             check=False,
-            timeout=100,
+            timeout=HANG_S,
             **settings,
         )
         said: str = done.stdout.decode("utf-8", "replace")

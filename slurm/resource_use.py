@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from preprocess.plan import Plan
 from shardprep.format.shard_making import ShardMaking
+from slurm.cluster_limits import PartitionLimits
 from slurm.dataset_state import DatasetState, is_live
 
 _PROCESS_GB = 1.0  # a worker has 0.4 GB with Llama 3's vocabulary; the rest is for what nobody foresaw
@@ -111,23 +113,32 @@ def advice_of_makings(made: Sequence[ShardMaking], shards_per_task: int) -> dict
     }
 
 
-def advice_of_plan(plan: Plan, folder: Any, shards_per_task: int) -> dict[str, Any]:
+def advice_of_plan(plan: Plan, folder: Path, shards_per_task: int) -> dict[str, Any]:
     """CPUs, memory and time of a task, by a sample of the input, as ``plan`` measures it: a second or two.
 
     Raises what loading the tokenizer and reading the input raise.
     """
-    from preprocess.cost_estimate import measure
-    from preprocess.options import WorkerSettings
-    from preprocess.worker import load_worker
+    from preprocess.cost_estimate import estimate_of  # numpy, which status does not need
 
-    worker = load_worker(plan, folder, WorkerSettings(), num_cpus=1, warn=lambda _: None)
-    cost = measure(plan, worker.engine)
+    cost = estimate_of(plan, folder)
     num_cpus = max(1, min(cost.num_useful_cores, 64))
     return {
         "cpus_per_task": num_cpus,
         "mem_gb": _PROCESS_GB * min(num_cpus, shards_per_task),
         "time_min": _minutes(cost.longest_shard_s * shards_per_task / num_cpus),
     }
+
+
+def within(advice: dict[str, Any], partition: PartitionLimits | None) -> dict[str, Any]:
+    """The advice, as far as some node of the partition has so much."""
+    if partition is None:
+        return advice
+    most = {
+        "cpus_per_task": partition.max_cpus,
+        "mem_gb": partition.max_mem_mb / 1024,
+        "time_min": partition.max_time_min,
+    }
+    return {name: min(value, most[name] or value) for name, value in advice.items()}
 
 
 def _fewer(num_cpus: int, share: float) -> int:

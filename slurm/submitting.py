@@ -24,7 +24,7 @@ from slurm.cluster_limits import (
 )
 from slurm.dataset_state import DatasetState, done_shards, find_state
 from slurm.job_script import JobRequest, array_script, job_names, prep_script, settings_of, verify_script
-from slurm.resource_use import advice_of_makings, advice_of_plan
+from slurm.resource_use import advice_of_makings, advice_of_plan, within
 from slurm.room_for_shards import room_lines
 from slurm.sending import ArrayToSend, Sending
 from slurm.slurm_commands import SlurmAway
@@ -123,10 +123,12 @@ def advised(
     num_left = plan.num_shards - len(done)
     most = limits.max_tasks if limits else num_left
     per_task = max(shards_per_task or 1, -(-num_left // max(1, most)), 1)
+    partition = find_partition_limits(request) if limits else None
     if made := read_makings(folder, sorted(done)):
-        return advice_of_makings(made, per_task), f"auto: {len(made)} shards that are made"
+        source = f"auto: {len(made)} shards that are made"
+        return within(advice_of_makings(made, per_task), partition), source
     try:
-        return advice_of_plan(plan, folder, per_task), "auto: a sample of the input"
+        return within(advice_of_plan(plan, folder, per_task), partition), "auto: a sample of the input"
     except (ShardprepError, OSError) as error:
         say(f"warning: --auto cannot measure the input from here ({error}); the defaults are taken")
         return {}, ""

@@ -12,10 +12,11 @@ import pytest
 
 from preprocess.plan import need_plan
 from shardprep.errors import UsageError
+from slurm.cluster_limits import PartitionLimits
 from slurm.dataset_state import find_state
 from slurm.job_records import read_submissions
 from slurm.job_script import JobRequest, array_script, prep_script, verify_script
-from slurm.resource_use import core_hours
+from slurm.resource_use import core_hours, within
 from slurm.retrying import retry_request
 from slurm.site_defaults import find_defaults, save_profile
 from tests.slurm.fake_slurm import NAME, WHEN, FakeSlurm, submitted
@@ -126,6 +127,13 @@ def test_auto_takes_the_plans_sample_first_then_the_shards_that_are_made_and_fla
     shown = slurm("submit", data_dir, "--auto", "--shards_per_task", 2, "--dry_run")
     assert "time_min is 6 (auto: 1 shards that are made)" in shown
     assert "#SBATCH --time=6" in shown
+
+
+def test_auto_asks_for_no_more_than_a_node_of_the_partition_has() -> None:
+    limits = PartitionLimits(name="p", max_time_min=None, max_mem_mb=512, max_cpus=2)
+    advice = {"cpus_per_task": 5, "mem_gb": 2.0, "time_min": 9}
+    assert within(advice, limits) == {"cpus_per_task": 2, "mem_gb": 0.5, "time_min": 9}
+    assert within(advice, None) == advice
 
 
 def test_a_task_of_a_whole_node_asks_for_no_number_and_uses_what_it_gets(

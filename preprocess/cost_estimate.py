@@ -17,14 +17,16 @@ from pathlib import Path
 import numpy as np
 
 from preprocess.documents import DocumentBatch, read_documents
-from preprocess.engines import Engine
+from preprocess.engines import Engine, tokenizers_engine
 from preprocess.inputs import ByteRange, next_line_start
 from preprocess.long_documents import LongDocument
 from preprocess.members import members_of
 from preprocess.plan import Plan
 from preprocess.resources import BATCH_BYTES
 from preprocess.shard_writer import ShardWriter
+from preprocess.tokenizer_files import TOKENIZER_FILE
 from shardprep.errors import CannotWrite
+from shardprep.format.names import TOKENIZER_DIR
 
 _NUM_PLACES = 8  # of the input that are sampled
 _SAMPLE_BYTES = 2 << 20  # in all
@@ -126,6 +128,15 @@ def measure(plan: Plan, engine: Engine) -> CostEstimate:
         # Reading and writing take a thread each, encoding as many as there are.
         num_useful_cores=max(1, round(cpu_s / max(read_s, write_s, 1e-9))) if num_bytes else 1,
     )
+
+
+def estimate_of(plan: Plan, folder: Path) -> CostEstimate:
+    """The same for a data set that is planned in ``folder``, with its own tokenizer: a second or two of CPU.
+
+    Raises what reading the input and the tokenizer raises.
+    """
+    path = folder / TOKENIZER_DIR / TOKENIZER_FILE
+    return measure(plan, tokenizers_engine(path, allow_special_tokens=plan.options.allow_special_tokens))
 
 
 def _add_cpu(since_s: float, total_s: float) -> tuple[float, float]:

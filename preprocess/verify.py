@@ -8,7 +8,7 @@ readers take an order of opening from it that spreads them over the servers.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,16 +175,18 @@ def check_ids(folder: Path, spec: DatasetSpec, shard_id: int, records: npt.NDArr
             os.close(handle)
 
 
-def publish_osts(folder: Path, num_shards: int) -> str | None:
-    """Ask lfs where each tar begins and publish osts.json; off Lustre nothing is done.
+def publish_osts(folder: Path, tar_bytes: Sequence[int]) -> list[str]:
+    """Ask lfs where the tars lie and publish osts.json; off Lustre nothing is done.
 
-    Never fails, as nothing depends on the file; the line that it returns says why there is none, or an old
-    one is left.
+    Returns lines to print: the layouts that the tars (of these sizes) really have, and how evenly they lie on
+    the OSTs. Never fails, as nothing depends on the file; a line says why there is none, or an old one stays.
     """
+    names = [tar_path(folder, number).name for number in range(len(tar_bytes))]
     try:
-        osts = lustre.first_osts(folder, [tar_path(folder, number).name for number in range(num_shards)])
-        if osts is not None:
-            publish_bytes(folder / OSTS_NAME, osts_json(osts))
-    except (lustre.LustreError, ShardprepError) as error:
-        return f"note: {OSTS_NAME} is not written, shards are opened in an order without OSTs: {error}"
-    return None
+        layouts = lustre.read_file_layouts(folder, names)
+        if layouts is None:
+            return []
+        publish_bytes(folder / OSTS_NAME, osts_json([lustre.first_ost(layout) for layout in layouts]))
+        return lustre.balance_of(folder, layouts, tar_bytes).lines()
+    except (lustre.LustreError, ShardprepError, OSError) as error:
+        return [f"note: {OSTS_NAME} is not written, shards are opened in an order without OSTs: {error}"]

@@ -34,7 +34,7 @@ COMMANDS = {
     "retry": "slurm",
     "cancel": "slurm",
     "stage": "loader",
-    "lustre": "lustre",  # with commands of its own: show, apply
+    "lustre": "lustre",  # with commands of its own: show, apply, restore
 }
 
 

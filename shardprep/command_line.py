@@ -130,7 +130,10 @@ def _unforeseen(error: OSError) -> str:
     """The words of an error of the system that no stage has words for; it shows where to look for it."""
     frames = traceback.extract_tb(error.__traceback__)
     standard = (os.path.dirname(os.__file__), "<frozen")  # noqa: PTH120
-    frame = [each for each in frames if not each.filename.startswith(standard)][-1]
+    others = [
+        each for each in frames if "-packages" in each.filename or not each.filename.startswith(standard)
+    ]
+    frame = (others or frames)[-1]
     path = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
     return (
         f"{path}{error.strerror or error}, {UNFORESEEN} at {Path(frame.filename).name}:{frame.lineno}; "

@@ -15,6 +15,7 @@ from shardprep.format.names import id_ranges
 from slurm.cluster_limits import ClusterLimits, check_folder, check_request, find_limits, tasks_of_shards
 from slurm.dataset_state import DatasetState, find_state
 from slurm.job_script import JobRequest, array_script, job_names, prep_script, settings_of, verify_script
+from slurm.room_for_shards import room_lines
 from slurm.sending import ArrayToSend, Sending
 from slurm.slurm_commands import SlurmAway
 
@@ -52,6 +53,8 @@ def prepare_submit(
         missing = [shard_id for shard_id in missing if shard_id in shard_ids]
     if not missing:
         return state, None
+    for line in room_lines(state, missing):
+        say(line)
     return state, prepare(state, [(request, missing)], shards_per_task, say, dry_run=dry_run)
 
 

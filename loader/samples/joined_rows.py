@@ -21,7 +21,7 @@ import numpy.typing as npt
 from loader.dataset import Chunk, ScatteredRows
 from loader.reading.open_shard import OpenShard
 from loader.reading.shard_reader import ReaderContext, ShardReader
-from loader.samples.token_ids import CannotDecode, check_vocab, decode_samples
+from loader.samples.token_ids import CannotDecode, check_vocab, decode_samples, places_of
 from loader.shards.shard_set import DatasetShards, ExternalTar, ShardSet
 from shardprep.errors import BrokenShard, UsageError
 
@@ -207,12 +207,15 @@ class RowWindow:
         ids = ScatteredRows(flat=self.ids, at=at, row_tokens=self.seq_len)
         lengths = np.full(at.shape, self.seq_len, np.int32)
         if self.starts is None:
-            return Chunk(lengths=lengths, ids=ids)
+            return Chunk(lengths=lengths, ids=ids, row_tokens=self.seq_len)
         low = np.searchsorted(self.starts, flat)
         high = np.searchsorted(self.starts, flat + self.seq_len)
-        parts = [
-            (self.starts[a:b] - begin).astype(np.int32)
-            for a, b, begin in zip(low.tolist(), high.tolist(), flat.tolist(), strict=True)
-        ]
-        num_starts = (high - low).astype(np.int32).reshape(at.shape)
-        return Chunk(lengths=lengths, ids=ids, num_starts=num_starts, starts=np.concatenate(parts))
+        num_starts = high - low
+        starts = self.starts[places_of(low, num_starts)] - np.repeat(flat, num_starts)
+        return Chunk(
+            lengths=lengths,
+            ids=ids,
+            row_tokens=self.seq_len,
+            num_starts=num_starts.astype(np.int32).reshape(at.shape),
+            starts=starts.astype(np.int32),
+        )

@@ -25,6 +25,7 @@ FOREIGN_FLAGS = {  # of sbatch
     "--cpus-per-task",
     "--dependency",
     "--export",
+    "--mail-type",
     "--mem",
     "--requeue",
     "--reservation",

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from preprocess import deep_verify, worker
-from preprocess.engines import TokenBatch
+from preprocess.engines import TokenBatch, tokenizers_engine
 from preprocess.plan import need_plan
+from preprocess.shard_samples import ShardSamples
+from shardprep.errors import BrokenShard
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -77,7 +79,7 @@ def test_a_shard_of_another_text_whose_hashes_agree_is_found(
 def test_an_engine_whose_ids_are_not_the_references_is_found(
     prep: Prep, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = deep_verify.tokenizers_engine
+    original = tokenizers_engine
 
     def other(*args: Any, **options: Any) -> Any:
         engine = original(*args, **options)
@@ -88,7 +90,7 @@ def test_an_engine_whose_ids_are_not_the_references_is_found(
 
         return dataclasses.replace(engine, encode=shifted)
 
-    monkeypatch.setattr(deep_verify, "tokenizers_engine", other)
+    monkeypatch.setattr("preprocess.deep_verify.tokenizers_engine", other)
     ended = prep.command("verify", folders["json"], "--deep", 1)
     assert ended.code == 65
     assert "gives other ids than the reference for " in ended.text
@@ -99,9 +101,9 @@ def test_a_tar_of_which_webdataset_reads_other_ids_is_found(
 ) -> None:
     plan = need_plan(folders["npy"])
     deep_verify._read_by_webdataset(folders["npy"], plan, 0)
-    original = deep_verify.ShardSamples.ids
-    monkeypatch.setattr(deep_verify.ShardSamples, "ids", lambda self, number: original(self, number)[::-1])
-    with pytest.raises(deep_verify.BrokenShard, match="webdataset reads another sample 0 from "):
+    original = ShardSamples.ids
+    monkeypatch.setattr(ShardSamples, "ids", lambda self, number: original(self, number)[::-1])
+    with pytest.raises(BrokenShard, match="webdataset reads another sample 0 from "):
         deep_verify._read_by_webdataset(folders["npy"], plan, 0)
 
 

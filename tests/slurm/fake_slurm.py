@@ -114,7 +114,7 @@ def submission(**changes: Any) -> Submission:
     array |= {"request": JobRequest(), "mem_mb": 100, "time_min": None}
     fields: dict[str, Any] = {"number": 0, "plan_id": "0123456789abcdef", "cluster": "test", "user": "root"}
     fields |= {"submitted": 1.5, "verify_job_id": "2", "verify_name": f"{NAME}-verify"}
-    fields["verify_submit_time"] = WHEN
+    fields |= {"verify_submit_time": WHEN, "sources": {}}
     return Submission(**{**fields, "arrays": [JobArray(**array)], **changes})
 
 

@@ -314,6 +314,11 @@ PROGRAM = Program(
             add_flags="preprocess.peek:add_flags",
             run="preprocess.peek:peek",
         ),
+        "export": Command(
+            summary="the token ids in the layout of megatron, nanogpt, hf or mosaicml",
+            add_flags="preprocess.export.command:add_flags",
+            run="preprocess.export.command:export",
+        ),
         "train_tokenizer": Command(
             summary="train a byte-level BPE like Llama 3's",
             add_flags="preprocess.train_tokenizer:add_arguments",

@@ -60,6 +60,16 @@ class DocumentPieces:
             first[here] = (local - ends[document]) * self.max_length
         return documents, first
 
+    def of_documents(self, reader: ShardReader, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The pieces of some documents, counted through all shards: int64[n] -> int64[pieces]."""
+        parts = [np.empty(0, np.int64)]
+        for document in documents.tolist():
+            number = int(self._shards.shard_of(np.array(document)))
+            local = document - int(self._shards.first_sample[number])
+            ends = self._ends(reader, number)
+            parts.append(np.arange(ends[local], ends[local + 1]) + self.first_piece[number])
+        return np.concatenate(parts)
+
     def _ends(self, reader: ShardReader, number: int) -> npt.NDArray[np.int64]:
         """Sums of a shard's pieces, from 0: int64[documents + 1]."""
         shard = reader.opened(number)

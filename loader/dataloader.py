@@ -21,6 +21,7 @@ from loader.process_rank import find_process_rank
 from loader.reading.shard_reader import STALL_WARNING_S, ReaderContext, Turn
 from loader.samples.make_samples import SampleRules, make_samples
 from loader.samples.whole_samples import LongDocuments
+from loader.settings_block import settings_block
 from loader.shards.find_shards import find_shards
 from loader.shards.input_paths import InputShards
 from loader.shards.shard_set import ShardSet, SizeCheck
@@ -174,7 +175,7 @@ def get_llama3_dataloader(
     )
     if size_check is not None:
         size_check.wait()
-    return TokenLoader(
+    loader = TokenLoader(
         ChunkDataset(
             samples=samples,
             order=order,
@@ -189,6 +190,9 @@ def get_llama3_dataloader(
         size_check=size_check,
         **workers,
     )
+    if who.rank == 0:
+        logger.info(settings_block(loader, shards))
+    return loader
 
 
 def _fingerprint(rules: SampleRules, shards: ShardSet, order: Order, tokenizer: str) -> dict[str, Any]:

@@ -39,6 +39,7 @@ def command_words(argv: Sequence[str]) -> list[str]:
 def make_shard(args: argparse.Namespace) -> int:
     """``--shard_id N``: the command of a job array's task."""
     from preprocess.resources import bind_to_task_cpus, memory_note
+    from preprocess.task_log import engine_line, means_line, part_line, speed_line
     from preprocess.task_plan import array_note, check_task_shard, plan_of_task
     from preprocess.worker import done_manifest, load_worker
     from shardprep.format.names import quarantine_path
@@ -58,9 +59,14 @@ def make_shard(args: argparse.Namespace) -> int:
     settings = worker_settings(args)
     if settings.memory_gb is not None and (note := memory_note(settings.memory_gb)):
         say(f"note: {note}")
+    say(part_line(plan, shard_id, settings.input_dir))
+    say(means_line(settings, num_cpus))
     worker = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=say)
+    say(engine_line(worker))
     with Progress(f"shard {shard_id:05d}", plan.shard_bytes()[shard_id]) as progress:
-        counts = worker.run_shard(shard_id, progress.add).counts
+        manifest = worker.run_shard(shard_id, lambda work: progress.add(work.num_bytes, work.counts))
+    counts = manifest.counts
+    say(speed_line(manifest))
     say(f"shard {shard_id:05d} is done: {counts.num_documents} documents, {counts.num_tokens} tokens")
     if counts.quarantined:
         say(
@@ -105,6 +111,7 @@ def run(args: argparse.Namespace) -> int:
     from preprocess.local_run import run_shards
     from preprocess.plan import need_plan
     from preprocess.resources import allowed_cpus, memory_note
+    from preprocess.task_log import means_line, total_line
     from preprocess.worker import done_manifest
 
     folder = args.output_dir
@@ -124,10 +131,12 @@ def run(args: argparse.Namespace) -> int:
     if note := memory_note(settings.memory_gb or 0, num_proc):
         say(f"note: {note}")
     cpus_of = [cpus[number::num_proc] or cpus for number in range(num_proc)]
+    say(means_line(settings, max(map(len, cpus_of)), num_processes=num_proc))
     sizes = plan.shard_bytes()
     with Progress(f"{len(todo)} shards", sum(sizes[shard_id] for shard_id in todo)) as progress:
-        failures = run_shards(folder, settings, todo, cpus_of, progress)
-    say(f"{len(todo) - len(failures)} of {len(todo)} shards made by {num_proc} process(es)")
+        made, failures = run_shards(folder, settings, todo, cpus_of, progress)
+    total = total_line(made, progress.elapsed_s)
+    say(f"{len(todo) - len(failures)} of {len(todo)} shards made by {num_proc} process(es): {total}")
     if failures:
         ids = id_ranges(failure.shard_id for failure in failures)
         say(f"error: failed: {ids}; run again: python -m preprocess run {folder} --shards {ids}")

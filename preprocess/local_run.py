@@ -18,7 +18,8 @@ from pathlib import Path
 from preprocess.options import WorkerSettings
 from preprocess.plan import need_plan
 from preprocess.resources import bind_to
-from preprocess.worker import Worker, load_worker
+from preprocess.task_log import engine_line, part_line, speed_line
+from preprocess.worker import Work, Worker, load_worker
 from shardprep.console import (
     Failure,
     Progress,
@@ -37,6 +38,15 @@ class Done:
     """A shard that was made."""
 
     shard_id: int
+    work: Work  # all of it
+    line: str  # for people: which part of the input, and how fast
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """What a process says of itself; each different line is told once."""
+
+    line: str
 
 
 class _Process:
@@ -89,14 +99,16 @@ def run_shards(
     shard_ids: Iterable[int],
     cpus_of: list[list[int]],
     progress: Progress,
-) -> list[Failure]:
-    """Make shards in one process for each of ``cpus_of``, its CPUs; returns what failed, by shard.
+) -> tuple[list[Work], list[Failure]]:
+    """Make shards in one process for each of ``cpus_of``, its CPUs; returns the work done, and what failed.
 
     A failure does not stop the others. A process that dies takes its shard with it, and a new one
     goes on with the rest. On Stopped the processes are stopped, too, and clean up.
     """
     todo = deque(shard_ids)
     failures: list[Failure] = []
+    made: list[Work] = []
+    notes: set[str] = set()
     processes = [_Process(folder, settings, cpus) for cpus in cpus_of[: len(todo)]]
     try:
         for process in processes:
@@ -105,14 +117,20 @@ def run_shards(
             for pipe in wait([process.pipe for process in processes]):
                 process = next(item for item in processes if item.pipe is pipe)
                 event = _receive(process)
-                if isinstance(event, int):
-                    progress.add(event)
+                if isinstance(event, Work):
+                    progress.add(event.num_bytes, event.counts)
+                    continue
+                if isinstance(event, Note):
+                    if event.line not in notes:
+                        progress.say(event.line)
+                    notes.add(event.line)
                     continue
                 if isinstance(event, Failure):
                     failures.append(event)
-                    progress.say(f"shard {event.shard_id:05d} failed ({event.exit_code}): {event.reason}")
-                    if "SLURM_JOB_ID" in os.environ:  # its log is read by ``slurm status``
-                        progress.say(failure_line(event.shard_id, event.exit_code, event.reason))
+                    _tell_failure(event, progress)
+                else:
+                    made.append(event.work)
+                    progress.say(event.line)
                 processes.remove(process)
                 if todo:
                     processes.append(process.alive(folder, settings))
@@ -122,13 +140,19 @@ def run_shards(
     finally:
         for process in processes:
             process.stop()
-    return sorted(failures, key=lambda failure: failure.shard_id)
+    return made, sorted(failures, key=lambda failure: failure.shard_id)
 
 
-def _receive(process: _Process) -> int | Done | Failure:
-    """Input bytes worked off, or what became of the shard."""
+def _tell_failure(failure: Failure, progress: Progress) -> None:
+    progress.say(f"shard {failure.shard_id:05d} failed ({failure.exit_code}): {failure.reason}")
+    if "SLURM_JOB_ID" in os.environ:  # its log is read by ``slurm status``
+        progress.say(failure_line(failure.shard_id, failure.exit_code, failure.reason))
+
+
+def _receive(process: _Process) -> Work | Note | Done | Failure:
+    """Work that was done, a note, or what became of the shard."""
     try:
-        event: int | Done | Failure = process.pipe.recv()
+        event: Work | Note | Done | Failure = process.pipe.recv()
     except (EOFError, ConnectionError):
         return process.death()
     return event
@@ -142,7 +166,10 @@ def _serve(folder: Path, settings: WorkerSettings, cpus: list[int], pipe: Connec
         bind_to(cpus)
         try:
             plan = need_plan(folder)
-            worker = load_worker(plan, folder, settings, num_cpus=len(cpus), warn=lambda _: None)
+            worker = load_worker(
+                plan, folder, settings, num_cpus=len(cpus), warn=lambda line: pipe.send(Note(line=line))
+            )
+            pipe.send(Note(line=engine_line(worker)))
         except ShardprepError as error:
             while True:
                 pipe.send(Failure(shard_id=pipe.recv(), exit_code=error.exit_code, reason=str(error)))
@@ -156,7 +183,12 @@ def _serve(folder: Path, settings: WorkerSettings, cpus: list[int], pipe: Connec
 
 def _outcome(worker: Worker, shard_id: int, pipe: Connection) -> Failure | Done:
     try:
-        worker.run_shard(shard_id, pipe.send)
+        manifest = worker.run_shard(shard_id, pipe.send)
     except ShardprepError as error:
         return Failure(shard_id=shard_id, exit_code=error.exit_code, reason=str(error))
-    return Done(shard_id=shard_id)
+    counts = manifest.counts
+    return Done(
+        shard_id=shard_id,
+        work=Work(counts.input_bytes, counts.num_documents, counts.num_tokens),
+        line=f"{part_line(worker.plan, shard_id, worker.settings.input_dir)}; {speed_line(manifest)}",
+    )

@@ -79,6 +79,10 @@ class ShardWriter:
         return len(self._bad)
 
     @property
+    def num_documents(self) -> int:
+        return self._num_documents
+
+    @property
     def num_tokens(self) -> int:
         return self._num_tokens
 

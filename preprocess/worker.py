@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import preprocess
 from preprocess.documents import read_documents
@@ -41,6 +41,19 @@ Arguments = ParamSpec("Arguments")
 _SLURM_FACTS = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT")
 
 
+class Work(NamedTuple):
+    """What was done since the last time it was told."""
+
+    num_bytes: int  # of input
+    num_documents: int  # a batch late, as they are counted where they are written
+    num_tokens: int
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What Progress counts beside the bytes."""
+        return {"documents": self.num_documents, "tokens": self.num_tokens}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Worker:
     """What a process needs to make shards of one plan: the plan, its folder, a loaded engine."""
@@ -51,8 +64,8 @@ class Worker:
     engine: Engine
     num_cpus: int
 
-    def run_shard(self, shard_id: int, progress: Callable[[int], None]) -> Manifest:
-        """Make shard ``shard_id``; ``progress`` is told the input bytes of each batch.
+    def run_shard(self, shard_id: int, progress: Callable[[Work], None]) -> Manifest:
+        """Make shard ``shard_id``; ``progress`` is told the work of each batch.
 
         Raises BadInput where too many documents are undecodable, and what reading and writing raise.
         A failure leaves nothing that counts; equal plans give equal bytes. Where another attempt made the
@@ -65,7 +78,7 @@ class Worker:
                 raise
             return manifest
 
-    def _make_shard(self, shard_id: int, progress: Callable[[int], None]) -> Manifest:
+    def _make_shard(self, shard_id: int, progress: Callable[[Work], None]) -> Manifest:
         began, cpu_began = time.time(), time.process_time()
         plan, options = self.plan, self.plan.options
         digest = None if plan.shard_sha256 is None else hashlib.sha256()
@@ -83,12 +96,14 @@ class Worker:
             ShardWriter(self.folder, plan.spec, shard_id, members, input_paths=input_paths) as writer,
             WriteBehind(num_behind=2) as behind,
         ):
+            counted = (0, 0)
             for item in read_ahead(documents, num_ahead=1):
                 if isinstance(item, LongDocument):
                     behind.put(self._append_long, writer, item)
                 else:
                     behind.put(writer.append, item, self._encode(item.texts))
-                progress(item.num_bytes)
+                before, counted = counted, (writer.num_documents, writer.num_tokens)
+                progress(Work(item.num_bytes, counted[0] - before[0], counted[1] - before[1]))
             behind.drain()
             if digest is not None:
                 check_hash(plan, shard_id, digest)

@@ -8,7 +8,8 @@ own. Without it a worker would lose its shard to a line of its log, and ``verify
 traceback.
 
 After ``raise_on_stop_signals``, TERM, USR1 and INT are the exception ``Stopped``, so that a stopped task
-cleans up after itself.
+cleans up after itself. Python drops an exception inside of a finalizer or a weak reference's callback, and
+a signal may come there; Stopped is then raised again, a moment later.
 
 A command speaks by ``say`` and not by ``logging``: these lines are its answers, wanted at every level and
 without a prefix, in order with the bar. The libraries below (retries, the loader) log, each by its module.
@@ -32,11 +33,11 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from shardprep.errors import ReadWriteError, Stopped
 
@@ -55,6 +56,7 @@ class Progress:
         self._total = total
         self._unit = unit
         self._done = 0
+        self._counts: dict[str, int] = {}
         self._began = self._spoke = time.monotonic()
         sign = "B" if unit == "bytes" else f" {unit}"
         self._bar = _bar(total, label, sign) if sys.stderr.isatty() else None
@@ -68,16 +70,28 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
-    def add(self, num_done: int) -> None:
-        """Count more as done; less than none where something must be done again."""
+    def add(self, num_done: int, counts: Mapping[str, int] | None = None) -> None:
+        """Count more as done; less than none where something must be done again.
+
+        ``counts``: other things that were done with it, by their plural, whose speeds are told, too.
+        """
         self._done += num_done
-        if self._bar is not None:
-            self._bar.update(num_done)
-            return
+        for name, number in (counts or {}).items():
+            self._counts[name] = self._counts.get(name, 0) + number
         now = time.monotonic()
-        if now - self._spoke >= LOG_EVERY_S:
+        if self._bar is not None:
+            if counts:
+                self._bar.set_postfix_str(_speeds(self._counts, now - self._began), refresh=False)
+            self._bar.update(num_done)
+        elif now - self._spoke >= LOG_EVERY_S:
             self._spoke = now
-            self.say(progress_line(self._label, self._done, self._total, self._unit, now - self._began))
+            elapsed_s = now - self._began
+            self.say(progress_line(self._label, self._done, self._total, self._unit, elapsed_s, self._counts))
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the work began."""
+        return time.monotonic() - self._began
 
     def say(self, line: str) -> None:
         """Print a line without breaking the bar."""
@@ -93,14 +107,51 @@ def _bar(total: int, label: str, sign: str) -> tqdm[NoReturn]:
     return tqdm(total=total, desc=label, unit=sign, unit_scale=True, file=sys.stderr)
 
 
-def progress_line(label: str, num_done: int, total: int, unit: str, elapsed_s: float) -> str:
-    """How far it is, how fast, and how long it will still take at that speed."""
+def progress_line(
+    label: str,
+    num_done: int,
+    total: int,
+    unit: str,
+    elapsed_s: float,
+    counts: Mapping[str, int] | None = None,
+) -> str:
+    """How far it is, how fast, also in what else is counted, and how long it will still take."""
     rate = num_done / elapsed_s
     left_s = (total - num_done) / max(rate, 1e-9)
     of, speed = f"{total} {unit}", f"{rate:.1f} {unit}/s"
     if unit == "bytes":
         of, speed = f"{total / 1e6:.0f} MB", f"{rate / 1e6:.1f} MB/s"
+    if counts:
+        speed += f", {_speeds(counts, elapsed_s)}"
     return f"{label}: {num_done / max(1, total):.0%} of {of}, {speed}, {left_s:.0f} s left"
+
+
+def _speeds(counts: Mapping[str, int], elapsed_s: float) -> str:
+    rates = {name: number / max(elapsed_s, 1e-9) for name, number in counts.items()}
+    return ", ".join(f"{short_number(rate)} {name}/s" for name, rate in rates.items())
+
+
+_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def short_number(value: float) -> str:
+    """``12345678`` -> ``12.3 M``: three digits and a decimal prefix; ``512`` stays as it is."""
+    digits, prefix = _scaled(value)
+    return f"{digits} {prefix}" if prefix else digits
+
+
+def short_bytes(value: float) -> str:
+    """``12345678`` -> ``12.3 MB``, ``512`` -> ``512 B``."""
+    digits, prefix = _scaled(value)
+    return f"{digits} {prefix}B"
+
+
+def _scaled(value: float) -> tuple[str, str]:
+    for size, prefix in _PREFIXES:
+        if value >= 0.9995 * size:
+            scaled = value / size
+            return f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f}", prefix
+    return f"{value:.0f}" if value == int(value) else f"{value:.3g}", ""
 
 
 def say(line: str) -> None:
@@ -160,6 +211,7 @@ def _outlasting(stream: TextIO | None, dropped: type[OSError]) -> TextIO:
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_STOP_AGAIN_S = 0.01  # longer than most finalizers; in a longer one it comes again
 _PR_SET_PDEATHSIG = 1
 
 
@@ -171,6 +223,8 @@ def raise_on_stop_signals(what_is_left: str = "nothing unfinished is left") -> N
     Slurm sends TERM at a time limit, a preemption and scancel, and KILL some seconds later; an
     unhandled TERM would end Python without any ``finally``.
     """
+    if not isinstance(sys.unraisablehook, _StopAgain):
+        sys.unraisablehook = _StopAgain(sys.unraisablehook)
     for number in STOP_SIGNALS:
         signal.signal(number, functools.partial(_stop, what_is_left))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # of a process started within stop_signals_wait
@@ -206,6 +260,28 @@ def _stop(what_is_left: str, number: int, frame: FrameType | None) -> None:  # n
         # Not SIG_IGN: a second signal that is on its way already would end in Python's own OSError.
         signal.signal(each, lambda *_: None)
     raise Stopped(f"stopped by {signal.Signals(number).name}; {what_is_left}, run this again to go on")
+
+
+class _StopAgain:
+    """A sys.unraisablehook for a Stopped that Python could raise to nobody, such as one within ``__del__``.
+
+    It cannot raise anything either, so an alarm does, when whatever was at work is over.
+    """
+
+    def __init__(self, hook: Callable[[sys.UnraisableHookArgs], Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, unraisable: sys.UnraisableHookArgs, /) -> None:
+        stopped = unraisable.exc_value
+        if not isinstance(stopped, Stopped):
+            self._hook(unraisable)
+            return
+
+        def raise_again(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001 - a handler's signature
+            raise Stopped(*stopped.args)
+
+        signal.signal(signal.SIGALRM, raise_again)
+        signal.setitimer(signal.ITIMER_REAL, _STOP_AGAIN_S)
 
 
 _MARK = "shardprep-failure "

@@ -16,7 +16,7 @@ from preprocess import inputs as open_input
 from preprocess.long_documents import LongDocument
 from preprocess.options import WorkerSettings
 from preprocess.plan import Plan, need_plan
-from preprocess.worker import Worker, load_worker
+from preprocess.worker import Work, Worker, load_worker
 from shardprep.errors import NotFound, Refused
 
 if TYPE_CHECKING:
@@ -133,13 +133,13 @@ def test_a_touch_changes_nothing(prep: Prep, raw_dir: Path, tmp_path: Path) -> N
     make_all(tmp_path / "data")
 
 
-def writes_in_the_middle(path: Path) -> Callable[[int], None]:
-    calls: list[int] = []
+def writes_in_the_middle(path: Path) -> Callable[[Work], None]:
+    calls: list[Work] = []
 
-    def progress(num_bytes: int) -> None:
+    def progress(work: Work) -> None:
         if not calls:
             change_unseen(path)
-        calls.append(num_bytes)
+        calls.append(work)
 
     return progress
 
@@ -165,7 +165,7 @@ def test_a_file_put_in_the_place_of_the_one_being_read_is_never_mixed_with_it(
     (raw_dir / "new").write_text("another text\n" * 40_000)
     monkeypatch.setattr(WorkerSettings, "batch_bytes", 10_000)
 
-    def progress(_: int) -> None:
+    def progress(_: Work) -> None:
         if (raw_dir / "new").exists():
             (raw_dir / "new").replace(raw_dir / "a.txt")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tokenizers import Tokenizer, models
@@ -15,6 +15,9 @@ from preprocess import engines, tokenizer_files
 from preprocess.tokenizer_files import describe_tokenizer, publish_tokenizer, resolve_tokenizer
 from shardprep.errors import ReadWriteError
 from tests.word_tokenizers import save_word_tokenizer
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
 
 
 def test_a_token_that_the_configuration_does_not_name_is_not_the_word_none(tmp_path: Path) -> None:
@@ -69,3 +72,18 @@ def test_a_folder_of_resolved_files_that_cannot_be_listed_is_named(
     monkeypatch.setattr(os, "listdir", failing)
     with pytest.raises(ReadWriteError, match="resolved cannot be read: Input/output error"):
         publish_tokenizer(resolved, tmp_path, spec, None)
+
+
+@pytest.mark.parametrize(("pad", "warns"), [("</s>", True), ("<pad>", False), (None, False)])
+def test_planning_warns_where_the_pad_token_is_eos(
+    prep: Prep, tmp_path: Path, pad: str | None, warns: bool
+) -> None:
+    words = Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "<pad>": 2}, "a"))
+    model, raw = tmp_path / "model", tmp_path / "raw"
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", pad_token=pad).save_pretrained(model)
+    raw.mkdir()
+    (raw / "a.txt").write_text("a\n")
+    flags = ("--input_dir", raw, "--output_dir", tmp_path / "data", "--model_id", model)
+    ended = prep.command("plan", *flags)
+    assert ended.code == 0, ended.text
+    assert ended.text.count("warning: PAD is EOS (1) in this tokenizer: ") == int(warns)

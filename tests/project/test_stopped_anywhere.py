@@ -90,6 +90,55 @@ def test_a_signal_anywhere_in_publishing_a_small_file_leaves_no_temporary(prep: 
     assert number > 50
 
 
+FINALIZER = """
+import os, signal, sys, time, weakref
+from shardprep.console import raise_on_stop_signals
+from shardprep.errors import Stopped
+
+class Thing:
+    def __del__(self):
+        at_work()
+
+def at_work(*_):
+    if sys.argv[1] == "another error":
+        raise ValueError("of a finalizer")
+    os.kill(os.getpid(), signal.SIGTERM)
+    for _ in range(1000):
+        pass
+
+raise_on_stop_signals()
+thing = Thing()
+if sys.argv[1] == "weak reference":
+    Thing.__del__ = lambda self: None
+    held = weakref.ref(thing, at_work)
+try:
+    del thing
+    while sys.argv[1] != "another error":
+        time.sleep(0.01)
+except Stopped as error:
+    print(f"caught {error}")
+"""
+
+
+def stopped_in(place: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", FINALIZER, place]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+
+
+@pytest.mark.parametrize("place", ["finalizer", "weak reference"])
+def test_a_signal_where_python_drops_exceptions_stops_the_command_all_the_same(place: str) -> None:
+    done = stopped_in(place)
+    assert done.stdout.startswith("caught stopped by SIGTERM")
+    assert done.stderr == ""
+    assert done.returncode == 0
+
+
+def test_another_error_in_a_finalizer_is_printed_as_python_does() -> None:
+    done = stopped_in("another error")
+    assert "ValueError: of a finalizer" in done.stderr
+    assert done.returncode == 0
+
+
 def is_living(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -1,0 +1,108 @@
+"""What the log of a task says: its part of the input, its engine and means, its speed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from preprocess.options import WorkerSettings
+from preprocess.plan import need_plan
+from preprocess.task_log import engine_line, means_line, part_line
+from preprocess.worker import Work, load_worker
+from shardprep import console
+from shardprep.console import progress_line, short_bytes, short_number
+
+if TYPE_CHECKING:
+    import pytest
+
+    from tests.conftest import Prep
+
+
+def test_a_task_names_its_part_of_the_input_its_engine_and_its_means_before_it_works(
+    prep: Prep, data_dir: Path, sample_dir: Path
+) -> None:
+    ended = prep.command("--shard_id", 1, "--output_dir", data_dir, "--memory_gb", "2", "--batch_size", "50")
+    plan = need_plan(data_dir)
+    (first, start), (last, end) = plan.boundaries[1:3]
+    assert first < last, "the shard is of two files"
+    part, means, engine, speed, done = ended.text.splitlines()
+    assert part.startswith(f"shard 00001 of 5: {short_bytes(plan.shard_bytes()[1])} of {sample_dir}: ")
+    assert f"{plan.inputs[first].path} bytes {start} to {plan.inputs[first].num_bytes}, " in part
+    assert part.endswith(f"{plan.inputs[last].path} bytes 0 to {end}")
+    assert re.search(r"\d CPUs?, batches of 512 KiB of text, at most 50 documents encoded at once, ", means)
+    assert means.endswith("memory limit 2.00 GiB")
+    assert re.fullmatch(r"engine: fastokens [\d.]+: its ids equal those of tokenizers, .*", engine)
+    assert re.match(r"made in [\d.]+ s: .*B/s, .* documents/s, .* tokens/s; [\d.]+ s of CPU, ", speed)
+    assert done.startswith("shard 00001 is done: ")
+
+
+def test_a_part_of_many_files_is_named_by_its_first_ones_and_its_last(prep: Prep, tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    for number in range(7):
+        (raw / f"{number}.txt").write_text("a text\n")
+    plan = prep.plan(raw, tmp_path / "data", num_shards=1)
+    assert part_line(plan, 0).endswith(f"49 B of {raw}: 0.txt, 1.txt, ..., 6.txt (7 files)")
+    assert f" of {tmp_path}: " in part_line(plan, 0, tmp_path), "where the raw folder moved"
+
+
+def test_the_engine_line_says_why_it_is_the_slow_one(prep: Prep, planned_dir: Path) -> None:
+    plan = need_plan(planned_dir)
+    settings = WorkerSettings(engine="tokenizers")
+    worker = load_worker(plan, planned_dir, settings, num_cpus=1, warn=lambda _: None)
+    assert "as --engine asks" in engine_line(worker)
+
+
+def test_run_says_for_each_shard_its_part_and_its_speed_and_the_engine_once(
+    prep: Prep, data_dir: Path
+) -> None:
+    ended = prep.command("run", data_dir, "--num_proc", "2")
+    assert ended.code == 0, ended.text
+    lines = ended.text.splitlines()
+    assert len([line for line in lines if line.startswith("engine: fastokens ")]) == 1
+    made = sorted(line for line in lines if "; made in " in line)
+    assert [line[:11] for line in made] == [f"shard {number:05d}" for number in range(5)]
+    assert re.search(r"^5 of 5 shards made by 2 .*: \d+ documents, \d+ tokens in .* tokens/s$", lines[-1])
+
+
+def test_progress_counts_documents_and_tokens_beside_the_bytes(prep: Prep, data_dir: Path) -> None:
+    plan = need_plan(data_dir)
+    worker = load_worker(plan, data_dir, WorkerSettings(memory_gb=0.01), num_cpus=1, warn=lambda _: None)
+    told: list[Work] = []
+    manifest = worker.run_shard(0, told.append)
+    assert len(told) > 1
+    assert sum(work.num_bytes for work in told) == manifest.counts.input_bytes
+    assert 0 < sum(work.num_documents for work in told) <= manifest.counts.num_documents
+    assert 0 < sum(work.num_tokens for work in told) <= manifest.counts.num_tokens
+
+
+def test_a_log_line_has_the_speeds_of_what_else_is_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = progress_line("x", 5_000_000, 10_000_000, "bytes", 2.0, {"documents": 100, "tokens": 3_000_000})
+    assert line == "x: 50% of 10 MB, 2.5 MB/s, 50 documents/s, 1.50 M tokens/s, 2 s left"
+    monkeypatch.setattr(console, "LOG_EVERY_S", 0.0)
+    with console.Progress("x", 10) as progress:
+        progress.add(5, {"tokens": 7})
+        progress.add(5, {"tokens": 7})
+    assert all(" tokens/s, " in line for line in capsys.readouterr().err.splitlines())
+
+
+def test_a_worker_that_may_have_less_memory_than_it_needs_is_told(prep: Prep, data_dir: Path) -> None:
+    ended = prep.command("--shard_id", 0, "--output_dir", data_dir, "--memory_gb", "0.2")
+    assert "note: a worker needs about 0.31 GB" in ended.text
+    enough = prep.command("--shard_id", 1, "--output_dir", data_dir, "--memory_gb", "0.4")
+    assert "note: " not in enough.text
+
+
+def test_means_of_several_processes_are_those_of_each() -> None:
+    line = means_line(WorkerSettings(writer_batch_size=7), 2, num_processes=3)
+    assert line.startswith("3 processes, each with 2 CPUs, ")
+    assert line.endswith(", at most 7 documents laid out at once, no memory limit")
+
+
+def test_numbers_are_short_and_keep_three_digits() -> None:
+    cases = {0: "0", 7: "7", 999: "999", 1000: "1.00 k", 12_345: "12.3 k", 999_949: "1.00 M", 2.5e9: "2.50 G"}
+    assert {value: short_number(value) for value in cases} == cases
+    assert (short_bytes(512), short_bytes(123_456)) == ("512 B", "123 kB")

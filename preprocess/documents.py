@@ -7,7 +7,7 @@ alike, and here the documents of a trial are counted off.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from preprocess.formats.format import Digest, DocumentBatch, RangeReader, Readin
 from preprocess.formats.named import format_of
 from preprocess.inputs import ByteRange, Place
 from preprocess.long_documents import MOST_HELD_BYTES, LongDocument
-from preprocess.options import Doc
+from preprocess.options import BytesOptions, Doc
 from preprocess.text_changes import TextChanges
 from preprocess.text_fields import TextFields, UnusableText
 
@@ -47,6 +47,27 @@ def read_documents(
     if not changes.is_nothing:
         items = (_changed(item, changes) for item in items)
     yield from items if most_documents is None else _first_ones(ranges, items, most_documents)
+
+
+def planned_documents(
+    ranges: list[ByteRange],
+    options: BytesOptions,
+    *,
+    batch_bytes: int,
+    digest: Digest | None = None,
+    most_documents: int | None = None,
+) -> Generator[DocumentBatch | LongDocument, None, None]:
+    """The same, as a plan's options say."""
+    yield from read_documents(
+        ranges,
+        doc=options.doc,
+        encoding=options.encoding,
+        batch_bytes=batch_bytes,
+        digest=digest,
+        fields=options.text_fields(),
+        changes=options.text_changes(),
+        most_documents=most_documents,
+    )
 
 
 def _items(
@@ -83,9 +104,7 @@ def _changed_batch(batch: DocumentBatch, changes: TextChanges) -> DocumentBatch:
             texts.append(text)
             kept.append(number)
     bad.sort(key=lambda one: one.line)
-    return dataclasses.replace(
-        batch.only(np.array(kept, np.int64)), texts=texts, bad=bad, filtered=filtered
-    )
+    return dataclasses.replace(batch.only(np.array(kept, np.int64)), texts=texts, bad=bad, filtered=filtered)
 
 
 def _changed_long(document: LongDocument, changes: TextChanges) -> DocumentBatch | LongDocument:

@@ -142,12 +142,12 @@ class Place:
     codec: str = "utf-8"  # without a byte order mark
     num_bytes: int  # of input that it accounts for, a byte order mark included
 
-    def left_out(self, reason: str, detail: str, *, num_bytes: int | None = None) -> BadDocument:
-        """What is said of a document here that is left out. ``num_bytes``: its size where the place is a row."""
+    def left_out(self, reason: str, detail: str) -> BadDocument:
+        """What is said of a document here that is left out."""
         return BadDocument(
             source=self.input_number,
             source_offset=self.start,
-            num_bytes=self.end - self.start if num_bytes is None else num_bytes,
+            num_bytes=self.end - self.start,
             line=self.line,
             reason=reason,
             detail=detail,
@@ -197,7 +197,7 @@ class ByteRange:
 
 
 def sample_sha256(file: OpenInput) -> str:
-    """sha256, in hex, of the first, middle and last 64 KiB; of all where there is no more. Raises ReadWriteError."""
+    """sha256, in hex, of the first, middle and last 64 KiB, or of all. Raises ReadWriteError."""
     size = file.stamp.num_bytes
     if size <= 3 * _SAMPLE_BYTES:
         return hashlib.sha256(file.read(0, size)).hexdigest()

@@ -18,8 +18,8 @@ from preprocess.inputs import BadDocument, Place
 from shardprep.errors import Refused
 
 LONG_BYTES = 4 << 20  # a document of more is never held whole, where its file can be read in pieces again
-# What cannot be read again in pieces (a line of JSON, a cell, a compressed line) is held, up to so many bytes:
-# a line of 60 MB takes 0.5 GB. The same on all machines, so that all leave out the same documents.
+# What cannot be read again in pieces (JSON, a cell, a compressed line) is held, up to so many bytes.
+# The same on all machines, so that all leave out the same documents.
 MOST_HELD_BYTES = 64 << 20
 _READ_BYTES = 1 << 18
 
@@ -41,7 +41,7 @@ CUT = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class LongDocument:
-    """A document of more than LONG_BYTES: where it lies, and what it says only where it cannot be read again."""
+    """A document of more than LONG_BYTES: where it lies; what it says only if it cannot be read again."""
 
     place: Place
     num_lines: int = 1
@@ -69,7 +69,7 @@ class LongDocument:
             )
 
     def text(self) -> Iterator[str]:
-        """The text in pieces of about 256 KiB. One that is read: stripped as a whole, line ends as in text mode.
+        """The text in pieces of about 256 KiB. What is read is stripped, with line ends as in text mode.
 
         Raises UnicodeDecodeError, whose ``start`` is a byte of the file, ReadWriteError, and at its end
         Refused where the file was written to, or gave other bytes than in an earlier pass.

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 from preprocess.resources import batch_bytes_within
 from preprocess.text_changes import Normalize, TextChanges, text_versions
 from preprocess.text_fields import TextFields
-from shardprep.errors import UsageError
+from shardprep.errors import Refused, UsageError
 from shardprep.format.names import Record, TokenFormat
 
 Doc = Literal["line", "file"]
@@ -52,6 +52,15 @@ class BytesOptions:
     max_chars: int = 0  # 0: no limit
     limit: int = 0  # 0: no limit
     text_versions: str = ""  # of the libraries that change text, see text_changes.py
+
+    def identity(self) -> dict[str, Any]:
+        """What of them a plan's id is a hash of: an option that came later counts only where it is used."""
+        values = dataclasses.asdict(self)
+        return {
+            item.name: values[item.name]
+            for item in dataclasses.fields(self)
+            if item.default is dataclasses.MISSING or values[item.name] != item.default
+        }
 
     def text_fields(self) -> TextFields:
         """What of a record is the text. Raises UsageError where the names or the template are none."""
@@ -90,7 +99,8 @@ class PrepConfig:
         default="utf-8", metadata={"help": "of .txt; utf-8-sig drops a leading byte order mark"}
     )
     text_field: str | None = field(
-        default=None, metadata={"help": "field of the text in JSON lines and rows, a.b for nesting (default text)"}
+        default=None,
+        metadata={"help": "field of the text in JSON lines and rows, a.b for nesting (default text)"},
     )
     text_template: str | None = field(
         default=None, metadata={"help": r"text of several fields, in place of one: '{input}\n\n{output}'"}
@@ -174,7 +184,9 @@ class PrepConfig:
 
     def _resolved_text_field(self) -> str:
         if self.text_template and self.text_field:
-            raise UsageError("--text_field and --text_template are two ways to say the same; give one of them")
+            raise UsageError(
+                "--text_field and --text_template are two ways to say the same; give one of them"
+            )
         return "" if self.text_template else "text" if self.text_field is None else self.text_field
 
     def _check_limits(self) -> None:
@@ -184,11 +196,13 @@ class PrepConfig:
         if self.max_chars and (self.max_chars or 0) < (self.min_chars or 0):
             raise UsageError(f"--max_chars {self.max_chars} is below --min_chars {self.min_chars}")
         if self.limit and self.hash_inputs:
-            raise UsageError("--limit reads a part of the input, --hash_inputs all of it; leave out one of them")
+            raise UsageError(
+                "--limit reads a part of the input, --hash_inputs all of it; leave out one of them"
+            )
 
     @property
     def text_versions(self) -> str:
-        """The versions of what changes text, on this machine. Raises UsageError where a library is missing."""
+        """The versions of what changes text, here. Raises UsageError where a library is missing."""
         return text_versions(fix_text=self.fix_text, normalize=self.normalize or "")
 
     def bytes_options(self) -> BytesOptions:
@@ -200,10 +214,24 @@ class PrepConfig:
     @staticmethod
     def of_bytes_options(options: BytesOptions, **other: Any) -> PrepConfig:
         """These options and ``other`` ones. Raises UsageError where they do not go together."""
-        given = {**dataclasses.asdict(options), "seq_len": options.seq_len or None}
-        given["text_field"] = options.text_field or None
-        del given["text_versions"]
-        return PrepConfig(**{**given, **other})
+        return PrepConfig(**{**flags_of(options), **other})
+
+
+def check_text_versions(options: BytesOptions) -> None:
+    """That what changes text is here in the plan's versions. Raises Refused, or UsageError."""
+    found = text_versions(fix_text=options.fix_text, normalize=options.normalize)
+    if found != options.text_versions:
+        raise Refused(
+            f"the plan changes text with {options.text_versions or 'nothing'}, here {found}: another "
+            "version may give another text; use the Python and the libraries that planned, or plan anew"
+        )
+
+
+def flags_of(options: BytesOptions) -> dict[str, Any]:
+    """The options as the flags that give them."""
+    given = dataclasses.asdict(options)
+    del given["text_versions"]
+    return {**given, "seq_len": options.seq_len or None, "text_field": options.text_field or None}
 
 
 CHOICES: dict[str, tuple[str, ...]] = {

@@ -1,9 +1,9 @@
 """Divides the inputs into shards of about equal text.
 
-The inputs are read as one, in the order of the plan, and a shard is a stretch of that. Files that cannot be cut
-(compressed ones, mostly) come last, put together so that the shards are even; so the order of the plan is not
-always that of the paths. Dividing reads some KiB at each boundary between shards, or the table of places that
-a file has.
+The inputs are read as one, in the order of the plan, and a shard is a stretch of that. Files that cannot be
+cut (compressed ones, mostly) come last, put together so that the shards are even; so the order of the plan is
+not always that of the paths. Dividing reads some KiB at each boundary between shards, or the table of places
+that a file has.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class Division:
 
     inputs: list[InputFile]
     boundaries: list[Boundary]  # num_shards + 1
-    text_starts: list[int] | None  # of each boundary: its byte of the text, where it lies in a compressed file
+    text_starts: (
+        list[int] | None
+    )  # of each boundary: its byte of the text, where it lies in a compressed file
 
 
 def divide(
@@ -65,7 +67,9 @@ def divide(
     return Division(
         inputs=[inputs[number] for number in (*cut, *itertools.chain.from_iterable(bins))],
         boundaries=[(number, start.byte) for number, start in places],
-        text_starts=[start.text_byte for _, start in places] if any(start[1] for _, start in places) else None,
+        text_starts=[start.text_byte for _, start in places]
+        if any(start[1] for _, start in places)
+        else None,
     )
 
 
@@ -86,7 +90,7 @@ def _num_bins(inspected: list[Inspected], whole: set[int], num_shards: int) -> i
 def _bins(
     inputs: list[InputFile], inspected: list[Inspected], whole: list[int], num_bins: int
 ) -> list[list[int]]:
-    """Whole files in groups of about equal text: the largest first, each to the group that has least so far."""
+    """Whole files in groups of about equal text: the largest first, each to the group with the least."""
     groups: list[list[int]] = [[] for _ in range(num_bins)]
     sizes = [(0, number) for number in range(num_bins)]
     for number in sorted(whole, key=lambda number: (-inspected[number].text_bytes, inputs[number].path)):

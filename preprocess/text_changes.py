@@ -1,4 +1,4 @@
-"""What may be done to a text before it is encoded: mojibake undone, Unicode normalized, short and long ones left out.
+"""What may be done to a text before it is encoded: mojibake undone, Unicode normalized, lengths limited.
 
 Nothing of it happens unless it is asked for. The libraries that change text have versions, which lie in the
 plan: another version may give another text.
@@ -76,9 +76,7 @@ def text_versions(*, fix_text: bool, normalize: str) -> str:
         try:
             versions.append(f"ftfy {metadata.version('ftfy')}")
         except metadata.PackageNotFoundError:
-            raise UsageError(
-                "--fix_text needs ftfy, which is not installed; run: pip install ftfy"
-            ) from None
+            raise UsageError("--fix_text needs ftfy, which is not installed; run: pip install ftfy") from None
     if fix_text or normalize:
         versions.append(f"Unicode {unicodedata.unidata_version}")
     return ", ".join(versions)

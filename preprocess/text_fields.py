@@ -53,7 +53,9 @@ class TextFields:
     @property
     def paths(self) -> list[FieldPath]:
         """All fields that have to be read, each once."""
-        return list(dict.fromkeys(path for path in (*self.text_paths, self.id_path, self.source_path) if path))
+        return list(
+            dict.fromkeys(path for path in (*self.text_paths, self.id_path, self.source_path) if path)
+        )
 
     def text(self, record: Any) -> str | UnusableText:
         """The text of one record, a dict with nested dicts."""
@@ -67,7 +69,7 @@ class TextFields:
             if type(value) is not str:
                 return unusable(path, value)
         if not self._literals:
-            return values[0]  # type: ignore[no-any-return]  # a str, as was seen
+            return values[0]
         parts = [self._literals[0]]
         for value, literal in zip(values, self._literals[1:], strict=True):
             parts += (value, literal)
@@ -96,11 +98,13 @@ class TextFields:
                 literal = ""
         except ValueError as error:
             raise UsageError(
-                f"--text_template {template!r} cannot be read ({error}); such as '{{input}}\\n\\n{{output}}', "
-                "with {{ and }} for braces"
+                f"--text_template {template!r} cannot be read ({error}); such as "
+                "'{input}\\n\\n{output}'; braces are {{ and }}"
             ) from None
         if not self.text_paths:
-            raise UsageError(f"--text_template {template!r} names no field; such as '{{input}}\\n\\n{{output}}'")
+            raise UsageError(
+                f"--text_template {template!r} names no field; such as '{{input}}\\n\\n{{output}}'"
+            )
         self._literals.append(literal)
 
 

@@ -1,1 +1,1 @@
-"""The formats of raw input: one module per format, found by a file's name (``named``), one interface (``format``)."""
+"""The formats of raw input: a module per format, found by name (``named``), one interface (``format``)."""

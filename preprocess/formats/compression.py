@@ -1,9 +1,8 @@
 """Compressed input: its text in pieces, in bounded memory, and the places where it may be entered.
 
-``.gz``, ``.bz2`` and ``.xz`` are read whole, ``.zst`` too, unless the file itself says where frames begin: bgzip's
-blocks do, and zstd's seekable format with a table at the file's end. A frame knows nothing of lines, so a part
-that begins at one leaves out what stands before its first line end, and reads on behind its end up to the first
-line end there.
+A compressed file is read whole, unless the file itself says where frames begin: bgzip's blocks do, and zstd's
+seekable format with a table at the file's end. A frame knows nothing of lines, so a part that begins at one
+leaves out what stands before its first line end, and reads on behind its end up to the first line end there.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from shardprep.errors import BadInput, UsageError
 _READ_BYTES = 128 << 10
 _ZSTD_BYTES = 16 << 10  # given to zstd at once: what it gives back has no other limit
 _TAIL_BYTES = 16 << 10
+_MAGIC_BYTES = 6  # the longest of them
 _HEAD_BYTES, _HEAD_TEXT_BYTES = 64 << 10, 1 << 20  # of which planning judges how much text there is
 _MOST_TABLE_BYTES = 64 << 20
 
@@ -121,7 +121,7 @@ def _gzip_member() -> Decompressor:
         from isal import igzip_lib
     except ImportError:
         return _ZlibMember()
-    return igzip_lib.IgzipDecompressor(flag=igzip_lib.DECOMP_GZIP)  # type: ignore[no-any-return]
+    return igzip_lib.IgzipDecompressor(flag=igzip_lib.DECOMP_GZIP)
 
 
 def _errors() -> tuple[type[Exception], ...]:
@@ -139,11 +139,35 @@ _SKIPPABLE = tuple(struct.pack("<I", 0x184D2A50 + number) for number in range(16
 COMPRESSIONS = {
     ".gz": Compression(name="gzip", magics=(b"\x1f\x8b",), open=_gzip_member, may_end_in_zeros=True),
     ".zst": Compression(name="zstd", magics=(b"\x28\xb5\x2f\xfd", *_SKIPPABLE), open=_ZstdFrame),
-    ".xz": Compression(
-        name="xz", magics=(b"\xfd7zXZ\0",), open=lzma.LZMADecompressor, may_end_in_zeros=True
-    ),
+    ".xz": Compression(name="xz", magics=(b"\xfd7zXZ\0",), open=lzma.LZMADecompressor, may_end_in_zeros=True),
     ".bz2": Compression(name="bzip2", magics=(b"BZh",), open=bz2.BZ2Decompressor),
 }
+
+
+class _Feed:
+    """The compressed bytes of a span of a file, one block after the other."""
+
+    def __init__(self, read: Callable[[int, int], bytes], span: tuple[int, int]) -> None:
+        self._read = read
+        self.position, self._end = span
+        self.data = b""  # read, and not yet taken
+
+    def fill(self, num_bytes: int, *, but_zeros: bool) -> bool:
+        """Read until there are ``num_bytes``, or no more; whether there is anything at all."""
+        while len(self.data) < num_bytes and self.position < self._end:
+            self.data += self._next()
+            if but_zeros:
+                self.data = self.data.lstrip(b"\0")
+        return bool(self.data)
+
+    def take(self) -> bytes:
+        """What was read, or the next block; nothing at the end."""
+        data, self.data = self.data or self._next(), b""
+        return data
+
+    def _next(self) -> bytes:
+        start, self.position = self.position, min(self.position + _READ_BYTES, self._end)
+        return self._read(start, self.position)
 
 
 def decompressed(
@@ -153,49 +177,47 @@ def decompressed(
     span: tuple[int, int],
     piece_bytes: int,
 ) -> Iterator[TextPiece]:
-    """The text of the file's bytes [span), which are whole members or frames, in pieces of ``piece_bytes`` or more.
+    """The text of the file's bytes [span), whole members or frames, in pieces of ``piece_bytes`` or more.
 
     Raises BadInput, naming file and byte, for what is no such member, is damaged or cut short.
     """
-    (position, end), errors = span, _errors()
-    told = position
-    stream: Decompressor | None = None
-    data, held, num_held = b"", [], 0
-    while True:
-        if not data and (stream is None or stream.needs_input):
-            if position == end:
-                break
-            data = read(position, min(position + _READ_BYTES, end))
-            position += len(data)
-        if stream is None:
-            data = data.lstrip(b"\0") if compression.may_end_in_zeros and told else data
-            if not data:
-                continue
-            if len(data) < 6 and position < end:
-                data += read(position, min(position + _READ_BYTES, end))
-                position = min(position + _READ_BYTES, end)
-            _check_magic(file, compression, data, position - len(data))
-            stream = compression.open()
-        try:
-            held.append(stream.decompress(data, piece_bytes))
-        except errors as error:
-            raise BadInput(
-                f"input {file.path} cannot be decompressed as {compression.name} before byte {position} "
-                f"({error}); bring a whole file, or move it away and plan anew"
-            ) from None
-        data = b""
-        if stream.eof:
-            data, stream = stream.unused_data, None
-        num_held += len(held[-1])
+    feed = _Feed(read, span)
+    told, held, num_held = span[0], [], 0
+    for text in _texts(file, compression, feed, piece_bytes):
+        held.append(text)
+        num_held += len(text)
         if num_held >= piece_bytes:
-            yield TextPiece(b"".join(held), position - told)
-            told, held, num_held = position, [], 0
-    if stream is not None:
-        raise BadInput(
-            f"input {file.path} is cut short: its {compression.name} data goes on behind byte {end}, where it "
-            "ends; bring the whole file, or move it away and plan anew"
-        )
-    yield TextPiece(b"".join(held), position - told)
+            yield TextPiece(b"".join(held), feed.position - told)
+            told, held, num_held = feed.position, [], 0
+    yield TextPiece(b"".join(held), feed.position - told)
+
+
+def _texts(file: OpenInput, compression: Compression, feed: _Feed, most_bytes: int) -> Iterator[bytes]:
+    """What each call of a decompressor gives, member after member."""
+    errors, is_first = _errors(), True
+    while True:
+        but_zeros = compression.may_end_in_zeros and not is_first
+        feed.data = feed.data.lstrip(b"\0") if but_zeros else feed.data
+        if not feed.fill(_MAGIC_BYTES, but_zeros=but_zeros):
+            return
+        _check_magic(file, compression, feed.data, feed.position - len(feed.data))
+        stream, is_first = compression.open(), False
+        while not stream.eof:
+            data = feed.take() if stream.needs_input else b""
+            if stream.needs_input and not data:
+                raise BadInput(
+                    f"input {file.path} is cut short: its {compression.name} data does not end with it, at "
+                    f"byte {feed.position}; bring the whole file, or move it away and plan anew"
+                )
+            try:
+                text = stream.decompress(data, most_bytes)
+            except errors as error:
+                raise BadInput(
+                    f"input {file.path} cannot be decompressed as {compression.name} before byte "
+                    f"{feed.position} ({error}); bring a whole file, or move it away and plan anew"
+                ) from None
+            yield text
+        feed.data = stream.unused_data
 
 
 def _check_magic(file: OpenInput, compression: Compression, data: bytes, at: int) -> None:
@@ -215,7 +237,7 @@ FirstLineEnd = Callable[[bytes, bool], "int | None"]
 def text_of_part(
     reader: RangeReader, compression: Compression, piece_bytes: int, first_line_end: FirstLineEnd
 ) -> Iterator[tuple[int, Iterator[TextPiece]]]:
-    """Yield once: (byte of the text where the part's first line begins, its pieces); or nothing, for no line."""
+    """Yield once: (byte of the text where the first line begins, its pieces); or nothing, for no line."""
     file, part = reader.file, reader.part
     size = file.stamp.num_bytes
     pieces = decompressed(file, compression, reader.read, (part.start, part.end), piece_bytes)
@@ -280,7 +302,7 @@ def _with_tail(
 
 
 def text_bytes_about(file: OpenInput, compression: Compression) -> tuple[int, bytes]:
-    """About how much text a file has, and the beginning of it. Raises BadInput where it is of another kind."""
+    """About how much text a file has, and its beginning. Raises BadInput where it is of another kind."""
     size = file.stamp.num_bytes
     data = file.read(0, min(size, _HEAD_BYTES))
     if not data:
@@ -309,7 +331,7 @@ def has_frames(file: OpenInput, compression: Compression) -> bool:
 def frame_starts(
     file: OpenInput, compression: Compression, stretches: Sequence[tuple[int, int]]
 ) -> list[Start | None]:
-    """See ``Format.starts``. Of bgzip's blocks every header is read, 22 bytes of 64 KiB, up to the last stretch."""
+    """See ``Format.starts``. Of bgzip's blocks every header is read, 22 bytes of 64 KiB."""
     size = file.stamp.num_bytes
     frames = _bgzf_blocks(file) if compression.name == "gzip" else iter(_seek_table(file))
     found: list[Start | None] = []
@@ -321,7 +343,9 @@ def frame_starts(
     return found
 
 
-_BGZF_HEADER = struct.Struct("<4sIBBH2sHH")  # magic, mtime, flags, system, 6, "BC", 2, bytes of the block less 1
+_BGZF_HEADER = struct.Struct(
+    "<4sIBBH2sHH"
+)  # magic, mtime, flags, system, 6, "BC", 2, bytes of the block less 1
 _GZIP_WITH_EXTRA = b"\x1f\x8b\x08\x04"
 
 
@@ -347,7 +371,7 @@ def _bgzf_blocks(file: OpenInput) -> Iterator[Start]:
 
 
 def _seek_table(file: OpenInput) -> list[Start]:
-    """The frames of zstd's seekable format and the end of the last one; nothing where there is no right table."""
+    """The frames of zstd's seekable format and the last one's end; nothing where there is no right table."""
     size = file.stamp.num_bytes
     footer = file.read(size - 9, size) if size > 17 else b""
     if footer[5:] != struct.pack("<I", 0x8F92EAB1):

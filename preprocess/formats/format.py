@@ -1,7 +1,7 @@
 """What a format of raw input is: three questions about a file, and the documents of a part of it.
 
 A part is a range of the file's own bytes, whatever the format: so each byte of the input is in exactly one
-shard. Where a part may begin is the format's to say: at a line, a row group, a frame; or nowhere but at byte 0.
+shard. Where a part may begin is the format's to say: at a line, a row group, a frame; or at byte 0 alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from preprocess.inputs import BadDocument, ByteRange, OpenInput, Place
 from preprocess.long_documents import LONG_BYTES, MOST_HELD_BYTES, LongDocument
-from preprocess.options import Doc
+from preprocess.options import BytesOptions, Doc
 from preprocess.text_fields import TextFields, UnusableText
 
 HASH_BYTES = 1 << 19  # read at once where bytes are only hashed, or only a line's end is looked for
@@ -120,6 +120,16 @@ class Reading:
     fields: TextFields  # what of a record is the text
 
 
+def reading_of(options: BytesOptions, batch_bytes: int) -> Reading:
+    """How a plan's options say that documents are read."""
+    return Reading(
+        doc=options.doc,
+        encoding=options.encoding,
+        batch_bytes=batch_bytes,
+        fields=options.text_fields(),
+    )
+
+
 class Inspected(NamedTuple):
     """What planning wants to know of a file."""
 
@@ -139,7 +149,7 @@ class Format(Protocol):
 
     @property
     def is_in_bytes(self) -> bool:
-        """Whether a document's offset is a byte of the file itself: neither a row nor a byte of decompressed text."""
+        """Whether a document's offset is a byte of the file: no row, and no byte of decompressed text."""
 
     def inspect(self, file: OpenInput, reading: Reading) -> Inspected:
         """Weigh a file for planning, with few reads. Raises BadInput where it cannot be of this format."""
@@ -153,7 +163,9 @@ class Format(Protocol):
         Raises BadInput.
         """
 
-    def read(self, reader: RangeReader, reading: Reading, line: int) -> Iterator[DocumentBatch | LongDocument]:
+    def read(
+        self, reader: RangeReader, reading: Reading, line: int
+    ) -> Iterator[DocumentBatch | LongDocument]:
         """The documents of a part in order; ``line`` is the number of the first one's line in the shard.
 
         ``num_lines`` of what it yields count lines or rows, and ``num_bytes`` sum up to the part's bytes.
@@ -179,9 +191,7 @@ def batches_of(block: RecordBlock, place: Place) -> Iterator[DocumentBatch | Lon
     A text of white space alone counts as an empty line; all others stay as they are.
     """
     long = [
-        number
-        for number, text in enumerate(block.texts)
-        if isinstance(text, str) and len(text) > LONG_BYTES
+        number for number, text in enumerate(block.texts) if isinstance(text, str) and len(text) > LONG_BYTES
     ]
     begins = sorted({0, *long, *(number + 1 for number in long), len(block.texts)})
     parts = list(itertools.pairwise(begins))

@@ -1,7 +1,7 @@
-"""JSON lines: each line is an object, of which a field, or a template of fields, is the text. Compressed, too.
+"""JSON lines, plain or compressed: a line is an object, and a field, or a template of fields, is the text.
 
-A block of whole lines is parsed by orjson. Only where a line of it fails is each looked at by itself, and a bad
-one left out with a reason. Lines end at ``\\n`` alone, and JSON is UTF-8.
+A block of whole lines is parsed by orjson. Only where a line of it fails is each looked at by itself, and a
+bad one left out with a reason. Lines end at ``\\n`` alone, and JSON is UTF-8.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from preprocess.formats.compression import (
     text_of_part,
 )
 from preprocess.formats.format import (
+    SHORT_LINE_BYTES,
     DocumentBatch,
     Inspected,
     RangeReader,
     Reading,
-    SHORT_LINE_BYTES,
     RecordBlock,
     Start,
     batches_of,
@@ -91,7 +91,9 @@ class JsonLines:
             return frame_starts(file, self.compression, stretches)
         return whole_file_starts(file, stretches)
 
-    def read(self, reader: RangeReader, reading: Reading, line: int) -> Iterator[DocumentBatch | LongDocument]:
+    def read(
+        self, reader: RangeReader, reading: Reading, line: int
+    ) -> Iterator[DocumentBatch | LongDocument]:
         """See Format."""
         part = reader.part
         place = Place(

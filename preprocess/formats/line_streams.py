@@ -32,7 +32,7 @@ def last_newline(data: bytes) -> int:
     return data.rfind(b"\n") + 1
 
 
-def first_newline(data: bytes, is_last: bool) -> int | None:  # noqa: ARG001, FBT001
+def first_newline(data: bytes, is_last: bool) -> int | None:  # noqa: ARG001
     """Bytes up to and with the first ``\\n``; a FirstLineEnd."""
     return data.find(b"\n") + 1 or None
 
@@ -81,7 +81,7 @@ def _without_half_line_ends(pieces: Iterator[TextPiece]) -> Iterator[TextPiece]:
 
 
 def _first_cut(data: bytes, last_line_end: Callable[[bytes], int]) -> int:
-    """Bytes up to and with the first line end of data that has one; halving finds it in any kind of line end."""
+    """Bytes up to and with the first line end of data that has one, of any kind, by halving."""
     low, high = 0, len(data)
     while high - low > 1:
         middle = (low + high) // 2

@@ -16,7 +16,7 @@ SUFFIXES = (
 
 
 def format_of(name: str) -> Format | None:
-    """The format that a file's name says, None where it is no input. The modules of rows are imported when needed."""
+    """The format that a file's name says, None for no input. The modules of rows are imported when needed."""
     stem, compression = name, None
     for suffix, found in COMPRESSIONS.items():
         if name.endswith(suffix):

@@ -1,9 +1,9 @@
 """Plain text: a document is a line, or a whole file. Compressed text, too.
 
-A part of plain text is read in blocks of whole lines, as bytes; a block is decoded whole and split into lines.
-Only where it cannot be decoded are its lines decoded one by one, to find the bad ones. A document of more than
-4 MiB is not read here: it comes as a LongDocument, which says where it lies. Compressed text cannot be read
-twice, so there it is held.
+A part is read in blocks of whole lines, as bytes; a block is decoded whole and split into lines. Only where
+it cannot be decoded are its lines decoded one by one, to find the bad ones. A document of more than 4 MiB is
+not read here: it comes as a LongDocument, which says where it lies. Compressed text cannot be read twice, so
+there it is held.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ class TextLines:
         found = (first_line_start(file, byte, end) for byte, end in stretches)
         return [None if byte is None else Start(byte) for byte in found]
 
-    def read(self, reader: RangeReader, reading: Reading, line: int) -> Iterator[DocumentBatch | LongDocument]:
+    def read(
+        self, reader: RangeReader, reading: Reading, line: int
+    ) -> Iterator[DocumentBatch | LongDocument]:
         """See Format. A line ends as in Python's text mode: at ``\\n``, ``\\r\\n`` or ``\\r``."""
         part, doc = reader.part, reading.doc
         head = reader.read(part.start, min(part.start + 4, part.end))
@@ -129,7 +131,9 @@ class CompressedText:
             return whole_file_starts(file, stretches)
         return frame_starts(file, self.compression, stretches)
 
-    def read(self, reader: RangeReader, reading: Reading, line: int) -> Iterator[DocumentBatch | LongDocument]:
+    def read(
+        self, reader: RangeReader, reading: Reading, line: int
+    ) -> Iterator[DocumentBatch | LongDocument]:
         """See Format."""
         part = reader.part
         none = Place(
@@ -180,7 +184,8 @@ def _without_mark(pieces: Iterator[TextPiece], num_mark_bytes: int) -> Iterator[
 
 def _whole_text(pieces: Iterator[TextPiece], place: Place) -> Iterator[DocumentBatch | LongDocument]:
     """All of a compressed file as one document."""
-    held, size, num_bytes = [], 0, 0
+    held: list[bytes] = []
+    size = num_bytes = 0
     for piece in pieces:
         size, num_bytes = size + len(piece.data), num_bytes + piece.num_bytes
         held = [*held, piece.data] if size <= MOST_HELD_BYTES else []
@@ -264,7 +269,7 @@ def _whole_units(pieces: Iterator[TextPiece], codec: str) -> Iterator[TextPiece]
 
 
 def codec_of(head: bytes, encoding: str) -> tuple[str, int]:
-    """The codec of a file without any byte order mark, and the bytes of its mark. ``head``: its first 4 bytes."""
+    """The codec of a file without any byte order mark, and the mark's bytes. ``head``: its first 4."""
     if encoding == "utf-8-sig":
         return "utf-8", 3 * head.startswith(b"\xef\xbb\xbf")
     if encoding not in ("utf-16", "utf-32"):
@@ -427,10 +432,10 @@ def _decode_each(
 
 
 def first_line_start(file: OpenInput, offset: int, end: int) -> int | None:
-    """The first byte at or after ``offset`` where a line begins; the file's size where the rest of it has none.
+    """The first byte at or after ``offset`` where a line begins; the file's size where its rest has none.
 
-    None where none begins before ``end``; one behind it may be found all the same, and is right. Reads 4 KiB at
-    first, for most lines end soon, and four times as much each time up to 256 KiB.
+    None where none begins before ``end``; one behind it may be found all the same, and is right. Reads 4 KiB
+    at first, for most lines end soon, and four times as much each time up to 256 KiB.
     """
     if offset >= end:
         return None
@@ -451,7 +456,7 @@ def first_line_start(file: OpenInput, offset: int, end: int) -> int | None:
     return None if position < size else size
 
 
-def first_line_end(block: bytes, is_last: bool) -> int | None:  # noqa: FBT001
+def first_line_end(block: bytes, is_last: bool) -> int | None:
     """Bytes up to and with the first line end; None where there is none, or it may go on behind the block."""
     newline = block.find(b"\n")
     carriage_return = block.find(b"\r", 0, newline if newline >= 0 else len(block))

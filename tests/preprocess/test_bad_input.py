@@ -49,7 +49,7 @@ def plan_args(prep: Prep, raw: Path, out: Path) -> list[object]:
 
 def test_no_input_folder_is_66(prep: Prep, tmp_path: Path) -> None:
     ended = prep.command(*plan_args(prep, tmp_path / "none", tmp_path / "data"))
-    ends(ended, 66, r"--input_dir .*/none is no folder; expected one that holds \.txt files")
+    ends(ended, 66, r"--input_dir .*/none is no folder; expected one that holds input files")
     plain = ["--shard_id", 0, "--input_dir", tmp_path / "none", "--output_dir", tmp_path / "data"]
     ends(prep.cli(*plain, "--model_id", prep.model_dir), 66, "is no folder")
     assert not (tmp_path / "data").exists()

@@ -44,6 +44,8 @@ class Arrow:
             return Inspected(text_bytes=0, is_whole=True)
         schema = next(_messages(file))
         self._columns(file, _Spans(file, [schema]), reading)
+        if schema.start:
+            _check_footer(file)
         return Inspected(text_bytes=file.stamp.num_bytes, is_whole=False)
 
     def starts(
@@ -119,12 +121,14 @@ class Arrow:
 
 def _read_batches(table: Any, messages: list[_Message], start: int, end: int) -> Iterator[tuple[Any, int]]:
     """Each record batch, with the bytes of the part up to the next one."""
-    begins = [start, *(message.start for message in messages[1:]), end]
-    for message, (begin, following) in zip(messages, itertools.pairwise(begins), strict=True):
+    begin = start
+    for message, later in itertools.zip_longest(messages, messages[1:]):
+        following = end if later is None else later.start
         batch = table.read_next_batch()
         if batch.num_rows != message.num_rows:
             raise ValueError(f"a record batch has {batch.num_rows} rows, its header says {message.num_rows}")
         yield batch, following - begin
+        begin = following
 
 
 class _Spans(InputStream):
@@ -193,6 +197,15 @@ def _messages(file: OpenInput) -> Iterator[_Message]:
             raise _broken(file, f"the message at byte {position} goes on behind the end: it is cut short")
         yield _Message(kind, position, end, num_rows)
         position = end
+
+
+def _check_footer(file: OpenInput) -> None:
+    """That the footer of the file format is whole, though it is not needed. Raises BadInput."""
+    stream = InputStream(file)
+    try:
+        __import__("pyarrow.ipc", fromlist=["open_file"]).open_file(stream)
+    except (ValueError, OSError, RuntimeError) as error:
+        raise unreadable(file, "Arrow", stream, error) from None
 
 
 def _broken(file: OpenInput, why: str) -> BadInput:

@@ -170,6 +170,7 @@ def _values(rows: Any, path: FieldPath) -> list[Any]:
         except (ValueError, KeyError, TypeError):
             return [unusable(path, _NOTHING)] * int(rows.num_rows)
     arrow = arrow_of("a table")
+    _check_offsets(arrow, column)
     if arrow.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     try:
@@ -179,6 +180,15 @@ def _values(rows: Any, path: FieldPath) -> list[Any]:
     if any(isinstance(value, bytes) for value in values):
         return [_decoded(value) if isinstance(value, bytes) else value for value in values]
     return values
+
+
+def _check_offsets(arrow: Any, column: Any) -> None:
+    """That a column of a damaged file points at nothing outside of it. Raises ValueError.
+
+    Strings are looked at as bytes, so that one that cannot be decoded is a bad row and no bad file.
+    """
+    kinds = {arrow.string(): arrow.binary(), arrow.large_string(): arrow.large_binary()}
+    (column.view(kinds[column.type]) if column.type in kinds else column).validate(full=True)
 
 
 _NOTHING = object()

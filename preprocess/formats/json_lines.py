@@ -61,6 +61,7 @@ class JsonLines:
     """``.jsonl``, ``.ndjson``, and ``.json`` that holds lines; plain or compressed."""
 
     compression: Compression | None
+    may_be_a_list: bool = False  # .json has often one list in it
 
     @property
     def is_in_bytes(self) -> bool:
@@ -73,7 +74,7 @@ class JsonLines:
             num_bytes, head = file.stamp.num_bytes, file.read(0, min(file.stamp.num_bytes, _FIRST_SCAN_BYTES))
         else:
             num_bytes, head = text_bytes_about(file, self.compression)
-        if head.removeprefix(_MARK).lstrip(_BLANK).startswith(b"["):
+        if self.may_be_a_list and head.removeprefix(_MARK).lstrip(_BLANK).startswith(b"["):
             raise BadInput(_ONE_LIST.format(path=file.path, stem=_stem(file)))
         is_whole = self.compression is not None and not has_frames(file, self.compression)
         return Inspected(text_bytes=num_bytes, is_whole=is_whole)
@@ -172,10 +173,11 @@ def _block_documents(
     if place.start == 0:
         lines[0] = lines[0].removeprefix(_MARK)
     most = max(1, reading.batch_bytes // SHORT_LINE_BYTES)
-    is_unsure = _may_name_twice(block.data, len(lines), reading.fields)
     num_left, line = place.num_bytes, place.line
     for first in range(0, len(lines), most):
         part = slice(first, first + most)
+        data = block.data if len(lines) <= most else b"\n".join(lines[part])
+        is_unsure = _may_name_twice(data, len(lines[part]), reading.fields)
         texts, ids, sources = _records(lines[part], reading.fields, one_by_one=is_unsure)
         records = RecordBlock(
             texts=texts,

@@ -24,7 +24,7 @@ def format_of(name: str) -> Format | None:
     if stem.endswith(".txt"):
         return TextLines() if compression is None else CompressedText(compression=compression)
     if stem.endswith(_JSON_SUFFIXES) and name.rpartition("/")[2] not in _COMPANIONS:
-        return JsonLines(compression=compression)
+        return JsonLines(compression=compression, may_be_a_list=stem.endswith(".json"))
     if name.endswith(".parquet"):
         from preprocess.formats.parquet import Parquet
 

@@ -5,9 +5,12 @@
     samples/         what a sample is, and its token ids
     order.py         the sampling order: which sample comes when
     dataset.py       what a worker does: chunks of steps
-    token_loader.py  batches, epochs and the state; batches.py makes the tensors
+    token_loader.py  batches, epochs and the state; batches.py makes the tensors, collate_workers.py
+                     calls a collate_fn of the user's
+    trainer.py       the loader inside transformers' Trainer
     dataloader.py    get_llama3_dataloader, which puts these together
     staging/         ``python -m loader stage``: copies of shards on the node's own disk
+    prepared_data.py ``ensure_prepared``: a job that makes its data set first
 
 No line imports one below it, but reading/ looks for the copies of staging/.
 """
@@ -20,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from loader.batches import CausalLMCollator, LoaderMetrics
     from loader.dataloader import get_llama3_dataloader
+    from loader.prepared_data import ensure_prepared
     from loader.process_rank import ProcessRank, find_process_rank
     from loader.state import OtherRun, Position
     from loader.token_loader import TokenLoader
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "get_llama3_dataloader": "loader.dataloader",
+    "ensure_prepared": "loader.prepared_data",
     "TokenLoader": "loader.token_loader",
     "CausalLMCollator": "loader.batches",
     "LoaderMetrics": "loader.batches",
@@ -67,6 +72,7 @@ __all__ = [
     "TokenLoader",
     "UnknownVersion",
     "UsageError",
+    "ensure_prepared",
     "find_process_rank",
     "get_llama3_dataloader",
 ]

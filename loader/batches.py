@@ -10,15 +10,15 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import BatchEncoding, DataCollatorForLanguageModeling
 
-from loader.boundaries import boundary_fields, document_edges
-from loader.dataset import Chunk
+from loader.boundaries import boundary_fields
+from loader.dataset import Chunk, Edges, RowEdges, joined_edges
 from shardprep.errors import UsageError
 
 
@@ -40,6 +40,14 @@ class LoaderMetrics:
     def reset(self) -> None:
         """Count from 0 again, as for each logging interval."""
         self.__init__()  # type: ignore[misc]
+
+    def count(self, num_tokens: int, batch: Any) -> None:
+        """Count a batch that is delivered, of samples with so many tokens."""
+        self.num_batches += 1
+        self.num_tokens += num_tokens
+        ids = batch.get("input_ids") if hasattr(batch, "get") else None
+        if isinstance(ids, torch.Tensor):  # a user's own batch may be anything
+            self.num_padding += max(ids.numel() - num_tokens, 0)
 
 
 logger = logging.getLogger(__name__)
@@ -195,6 +203,27 @@ def check_padding(
 Collate = Callable[[list[Any]], Any]
 
 
+class Uncollated(NamedTuple):
+    """The samples of one batch, as they came from the workers."""
+
+    rows: Any  # int32[batch, row_tokens], or a list of int32[n]
+    lengths: npt.NDArray[Any] | None  # of rows that are not all full
+    edges: Edges | None = None  # where documents begin in rows, if boundaries were asked for
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens without padding."""
+        if self.lengths is not None:
+            return int(self.lengths.sum())
+        return self.rows.size if isinstance(self.rows, np.ndarray) else sum(map(len, self.rows))
+
+    def samples(self) -> list[Ids]:
+        """The ids of each sample, without padding."""
+        if self.lengths is None:
+            return list(self.rows)
+        return [row[:length] for row, length in zip(self.rows, self.lengths.tolist(), strict=True)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepBatches:
     """Cuts a rank's part of a global batch into batches and collates them.
@@ -209,13 +238,18 @@ class StepBatches:
     boundaries: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.boundaries and type(self.collate_fn) is not CausalLMCollator:
+        if self.boundaries and not self.is_own:
             raise UsageError(
                 "boundaries are made by CausalLMCollator's batches; leave out collate_fn or them"
             )
 
-    def cut(self, chunks: list[Chunk], step: int, first_batch: int, metrics: LoaderMetrics) -> Iterator[Any]:
-        """The batches of one step of some chunks, from one of them on; counted as they are taken."""
+    @property
+    def is_own(self) -> bool:
+        """Whether batches are made here, from arrays, and no collate_fn is called."""
+        return type(self.collate_fn) is CausalLMCollator
+
+    def cut(self, chunks: list[Chunk], step: int, first_batch: int) -> Iterator[Uncollated]:
+        """The batches of one step of some chunks, from one of them on."""
         rows: Any
         lengths: npt.NDArray[Any] | None = None
         if not self.row_tokens:
@@ -223,43 +257,51 @@ class StepBatches:
         else:
             parts: list[Any] = [chunk.ids[:, step] for chunk in chunks]
             rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
-            if not all(chunk.is_full(step, self.row_tokens) for chunk in chunks):
+            if not all(chunk.is_full(step) for chunk in chunks):
                 lengths = np.concatenate([chunk.lengths[:, step] for chunk in chunks])
-        starts = [found for chunk in chunks for found in chunk.starts_of(step)] if self.boundaries else []
         for first in range(first_batch * self.batch_size, len(rows), self.batch_size):
             part = slice(first, first + self.batch_size)
-            batch = self._collated(rows[part], None if lengths is None else lengths[part], starts[part])
-            _count(metrics, rows[part], None if lengths is None else lengths[part], batch)
-            yield batch
+            edges = _edges(chunks, step, part) if self.boundaries and self.row_tokens else None
+            yield Uncollated(rows[part], None if lengths is None else lengths[part], edges)
 
-    def _collated(
-        self, rows: Any, lengths: npt.NDArray[Any] | None, starts: list[npt.NDArray[np.int32]]
-    ) -> Any:
+    def collate(self, part: Uncollated) -> Any:
+        """The batch of some samples; what ``collate_fn`` makes may be anything."""
         if type(self.collate_fn) is not CausalLMCollator:
-            if lengths is not None:
-                rows = [row[:length] for row, length in zip(rows, lengths.tolist(), strict=True)]
-            return self.collate_fn([{"input_ids": row.tolist()} for row in rows])
+            return collate_lists(self.collate_fn, part.samples())
         pad = self.collate_fn
-        batch = pad.mask_rows(rows, lengths) if self.row_tokens else pad.pad_rows(rows)
+        batch = pad.mask_rows(part.rows, part.lengths) if self.row_tokens else pad.pad_rows(part.rows)
         if self.boundaries:
-            if not self.row_tokens:
-                lengths = np.array([len(row) for row in rows])
-            edges = document_edges(starts, lengths, batch["input_ids"].shape[1])
-            batch["labels"].numpy()[edges] = IGNORED
-            batch.update(boundary_fields(self.boundaries, edges, lengths))
-            if "transformers" in self.boundaries:
-                del batch["attention_mask"]  # where there is one, transformers looks for no documents
+            self._add_boundaries(batch, part)
         return batch
 
+    def _add_boundaries(self, batch: BatchEncoding, part: Uncollated) -> None:
+        """Add the fields of ``boundaries``; the first id of a document is no label."""
+        fields: dict[str, Any] = batch.data  # the batch's own update would take as long as all of this
+        lengths, edges = part.lengths, part.edges
+        if edges is None:
+            nothing, lengths = np.empty(0, np.int64), np.array([len(row) for row in part.rows])
+            width = fields["input_ids"].shape[1]
+            edges = RowEdges.of_rows(nothing.astype(np.int32), nothing, lengths, width).part(0, len(lengths))
+        fields["labels"].numpy().reshape(-1)[edges.begins] = IGNORED
+        fields.update(boundary_fields(self.boundaries, edges, lengths))
+        if "transformers" in self.boundaries:
+            del fields["attention_mask"]  # where there is one, transformers looks for no documents
 
-def _count(metrics: LoaderMetrics, rows: Any, lengths: npt.NDArray[Any] | None, batch: Any) -> None:
-    metrics.num_batches += 1
-    if isinstance(rows, np.ndarray) and lengths is None:  # full rows
-        metrics.num_tokens += rows.size
-        return
-    num_tokens = sum(map(len, rows)) if lengths is None else int(lengths.sum())
-    metrics.num_tokens += num_tokens
-    ids = batch.get("input_ids") if hasattr(batch, "get") else None
-    # A user's own batch may be anything.
-    places = ids.numel() if isinstance(ids, torch.Tensor) else num_tokens
-    metrics.num_padding += max(places - num_tokens, 0)
+
+def _edges(chunks: list[Chunk], step: int, part: slice) -> Edges:
+    """Of some of a step's rows, which lie in one chunk under another."""
+    if len(chunks) == 1:
+        return chunks[0].edges(step, part.start, min(part.stop, len(chunks[0].lengths)))
+    parts, row = [], 0
+    for chunk in chunks:
+        num_rows = len(chunk.lengths)
+        first, end = max(part.start - row, 0), min(part.stop - row, num_rows)
+        if first < end:
+            parts.append(chunk.edges(step, first, end))
+        row += num_rows
+    return joined_edges(parts)
+
+
+def collate_lists(collate_fn: Collate, samples: list[Ids]) -> Any:
+    """What a ``collate_fn`` of the user's makes of some samples."""
+    return collate_fn([{"input_ids": ids.tolist()} for ids in samples])

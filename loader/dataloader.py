@@ -108,9 +108,8 @@ def get_llama3_dataloader(
             sizes, else from where it was found; likewise after a copy failed. Batches and state do not
             change. A folder without copies is a warning.
         stall_warning_s: a read that takes longer is named in the log, with its shard.
-        collate_fn: instead of ``CausalLMCollator``; called in this process with a list of
-            ``{"input_ids": list[int]}``. Workers do not call it, since a batch has samples of all workers:
-            for batches of 8 x 2048 the lists alone cost 1.06 ms per batch, and its own time comes on top.
+        collate_fn: instead of ``CausalLMCollator``; called with a list of ``{"input_ids": list[int]}``, in
+            ``num_workers`` more processes beside those that read; see collate_workers.py.
         multiprocessing_context: ``"fork"``, ``"spawn"`` or ``"forkserver"`` (Python 3.14's default), as
             DataLoader takes it. The last two run the training script's top again in each worker: keep what
             trains behind ``if __name__ == "__main__":``.

@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,10 +17,12 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
-from loader.batches import LoaderMetrics, StepBatches
+from loader.batches import Collate, Ids, LoaderMetrics, StepBatches, Uncollated
+from loader.collate_workers import CollateWorkers, can_be_sent
 from loader.dataset import Chunk, ChunkDataset, whole_number
 from loader.process_rank import ProcessRank, check_process_rank
 from loader.shards.shard_set import SizeCheck
+from loader.skipped_steps import SkippedSteps
 from loader.state import Position, RunProgress, position_of, state_of
 from shardprep.errors import UsageError
 
@@ -67,6 +70,9 @@ def warn_of_accumulation(micro_batches: int) -> None:
         )
 
 
+_END = object()
+
+
 class TokenLoader(DataLoader[Any]):
     """One ``iter()`` is one epoch; the next ``iter()`` is the next epoch, in another order.
 
@@ -85,9 +91,8 @@ class TokenLoader(DataLoader[Any]):
     stay on the CPU until the loop moves them. With accumulation pass ``global_batch_size``; where a resumed
     run accumulates another number of batches, set ``accelerator.step = 0`` after ``load_state``, since it
     counts batches, not steps (Lightning's ``batch_idx`` does, too: resume at the end of an epoch there).
-    HF's Trainer takes it from ``get_train_dataloader``; resume with ``ignore_data_skip=True`` and
-    ``load_state_dict``. Its ``dataset`` refuses to be iterated, as what takes it out would read the chunks of
-    workers for samples.
+    HF's Trainer takes it through ``loader.trainer.LoaderMixin``. Its ``dataset`` refuses to be iterated, as
+    what takes it out would read the chunks of workers for samples.
 
     A copy (``copy.deepcopy``, pickle) stands where the original stood, with workers and files of its own.
     """
@@ -149,6 +154,9 @@ class TokenLoader(DataLoader[Any]):
             worker_init_fn=_leave_interrupts_to_the_parent,
             **workers,
         )
+        self._collate_workers: CollateWorkers | None = None
+        if self.num_workers and not step_batches.is_own:
+            self._collate_workers = _collate_workers(step_batches.collate_fn, workers)
         self._stream: Any = None  # iterator over self._chunk_loader
         self._stream_at: Position | None = None  # where it stands, if that is the beginning of an epoch
         self._newest = 0
@@ -167,6 +175,17 @@ class TokenLoader(DataLoader[Any]):
         """
         start = self._progress.next
         return start.step * self._micro_batches + start.num_micro
+
+    @property
+    def num_steps_delivered(self) -> int:
+        """Global batches that the loop got, counted through all epochs from 0; the one it holds is one."""
+        at = self._progress.delivered
+        return at.epoch * self._steps_per_epoch + at.step
+
+    @property
+    def has_loaded_state(self) -> bool:
+        """Whether a state was loaded, and not iterated since."""
+        return self._progress.is_loaded
 
     def __repr__(self) -> str:
         who, at = self.process_rank, self._progress.delivered
@@ -200,7 +219,7 @@ class TokenLoader(DataLoader[Any]):
 
         Save it with the optimizer's step: the batch that the loop holds counts as delivered.
         """
-        return state_of(self._progress.delivered, self.fingerprint, self._layout)
+        return state_of(self._progress.delivered, self.fingerprint, self._layout, self._progress.skipped)
 
     def state_at(self, step: int) -> dict[str, Any]:
         """The state after ``step`` global batches, counted through all epochs from 0. Changes nothing.
@@ -211,8 +230,10 @@ class TokenLoader(DataLoader[Any]):
         if step < 0:
             raise UsageError(f"step is {step}, expected the number of global batches trained, 0 or more")
         self._progress.check_unbroken()
-        epoch, in_epoch = divmod(step, self.order.steps_per_epoch)
-        return state_of(Position(epoch=epoch, step=in_epoch), self.fingerprint, self._layout)
+        at = self._progress.skipped.order_step(step)
+        epoch, in_epoch = divmod(at, self.order.steps_per_epoch)
+        skipped = self._progress.skipped.up_to(at)
+        return state_of(Position(epoch=epoch, step=in_epoch), self.fingerprint, self._layout, skipped)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next ``iter()`` go on behind what ``state`` says was delivered. Reads nothing.
@@ -224,7 +245,19 @@ class TokenLoader(DataLoader[Any]):
             raise UsageError(f"the state has {position.num_micro} batches of a step of {self._micro_batches}")
         self._newest += 1
         self._end_unless_persistent()
-        self._progress.load(position)
+        self._progress.load(position, SkippedSteps.of_text(state.get("skipped", "")))
+
+    def skip(self, steps: int) -> None:
+        """Leave out the next global batches, as after a spike of the loss; the next ``iter()`` begins behind.
+
+        They are counted from what was delivered, a loaded state included, and go on in the next epoch where
+        one ends. The state has them: ``state_at`` goes on counting the steps that are trained, and a job
+        resumes on any number of ranks. All ranks must skip alike. Raises UsageError inside of a step.
+        """
+        whole_number("steps", steps, least=1)
+        self._progress.skip(steps, self._steps_per_epoch)
+        self._newest += 1
+        self._end_unless_persistent()
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next ``iter()`` this epoch; all ranks must.
@@ -243,7 +276,8 @@ class TokenLoader(DataLoader[Any]):
         start, chunks = self._progress.next, ChunkDataset(**self._chunks_options)
         chunks.position[0], chunks.position[1] = start.epoch, start.step
         try:
-            return next(self.step_batches.cut([next(iter(chunks))], 0, start.num_micro, LoaderMetrics()))  # type: ignore[list-item]
+            parts = self.step_batches.cut([next(iter(chunks))], 0, start.num_micro)  # type: ignore[list-item]
+            return self.step_batches.collate(next(parts))
         finally:
             chunks.close()
 
@@ -269,6 +303,8 @@ class TokenLoader(DataLoader[Any]):
         self._chunk_loader._iterator = None  # noqa: SLF001  torch has no public way to end persistent workers
         if hasattr(stream, "_shutdown_workers"):
             stream._shutdown_workers()  # noqa: SLF001
+        if self._collate_workers is not None:
+            self._collate_workers.close()
         self.chunks.close()
 
     def _end_unless_persistent(self) -> None:
@@ -283,22 +319,19 @@ class TokenLoader(DataLoader[Any]):
 
     def _epoch_batches(self, start: Position, number: int) -> Iterator[Any]:
         self._check_newest(number)
-        if any(not worker.is_alive() for worker in getattr(self._stream, "_workers", ())):
+        if self._has_dead_workers():
             self._end_stream()
         if self._stream_at != start or start.num_micro:
             self._seek(start)
         self._stream_at = None
         position = start
         try:
-            while position.epoch == start.epoch:
-                chunks = self._next_chunks()
-                for step in range(chunks[0].num_steps):
-                    for batch in self.step_batches.cut(chunks, step, position.num_micro, self.metrics):
-                        position = position.after(self._micro_batches, self._steps_per_epoch)
-                        self._progress.delivered = position
-                        yield pinned(batch) if self._pins else batch
-                        self._check_newest(number)
-                del chunks  # they may hold their window; the next one is read now
+            for num_tokens, batch in self._batches(start):
+                position = position.after(self._micro_batches, self._steps_per_epoch)
+                self._progress.delivered = position
+                self.metrics.count(num_tokens, batch)
+                yield pinned(batch) if self._pins else batch
+                self._check_newest(number)
             self._stream_at = position
         except GeneratorExit:
             raise
@@ -309,6 +342,42 @@ class TokenLoader(DataLoader[Any]):
         finally:
             if number == self._newest:
                 self._end_unless_persistent()
+
+    def _has_dead_workers(self) -> bool:
+        if self._collate_workers is not None and self._collate_workers.is_broken:
+            return True
+        return any(not worker.is_alive() for worker in getattr(self._stream, "_workers", ()))
+
+    def _batches(self, start: Position) -> Iterator[tuple[int, Any]]:
+        """The rest of an epoch: the tokens of each batch, without padding, and the batch."""
+        if self._collate_workers is None:
+            for part in self._uncollated(start):
+                yield part.num_tokens, self.step_batches.collate(part)
+            return
+        sent: deque[int] = deque()  # tokens of batches that are being collated
+
+        def samples() -> Iterator[list[Ids]]:
+            for part in self._uncollated(start):
+                sent.append(part.num_tokens)
+                yield part.samples()
+
+        batches = self._collate_workers.batches(samples())
+        while True:
+            began, waited = time.perf_counter(), self.metrics.wait_s  # also for chunks, while it waits
+            batch = next(batches, _END)
+            if batch is _END:
+                return
+            self.metrics.wait_s = waited + time.perf_counter() - began
+            yield sent.popleft(), batch
+
+    def _uncollated(self, start: Position) -> Iterator[Uncollated]:
+        position = start
+        while position.epoch == start.epoch:
+            chunks = self._next_chunks()
+            for step in range(chunks[0].num_steps):
+                yield from self.step_batches.cut(chunks, step, position.num_micro)
+                position = position.after_step(self._steps_per_epoch)
+            del chunks  # they may hold their window; the next one is read now
 
     def _check_newest(self, number: int) -> None:
         if number != self._newest:
@@ -335,8 +404,8 @@ _NO_SAMPLER = (
     "predict dataloaders=(batch for batch in loader)"
 )
 _OVERRIDE = (
-    "in a subclass of Trainer write: def get_train_dataloader(self): return loader, and to resume pass "
-    "ignore_data_skip=True and call loader.load_state_dict(state) before train()"
+    "write class LlamaTrainer(LoaderMixin, Trainer) with LoaderMixin of loader.trainer, and pass "
+    "train_loader=loader"
 )
 
 
@@ -359,6 +428,12 @@ def _made_again(
     loader = kind(ChunkDataset(**chunks), **made_with)
     loader._progress = replace(progress)  # noqa: SLF001  it is its own class's
     return loader
+
+
+def _collate_workers(collate_fn: Collate, workers: Mapping[str, Any]) -> CollateWorkers | None:
+    if not can_be_sent(collate_fn, workers.get("multiprocessing_context")):
+        return None
+    return CollateWorkers(collate_fn, worker_init_fn=_leave_interrupts_to_the_parent, **workers)
 
 
 def _leave_interrupts_to_the_parent(_: int) -> None:

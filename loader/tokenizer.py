@@ -13,8 +13,8 @@ from typing import Any
 from loader.shards.shard_set import DatasetShards, ShardSet
 from shardprep.errors import NotFound, OtherTokenizer, UsageError
 from shardprep.format.dataset_spec import TokenizerSpec, tokenizer_fingerprint
-from shardprep.format.names import TOKENIZER_DIR
-from shardprep.regular_files import NOT_THERE, close_read, errors_named, open_regular
+from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR
+from shardprep.regular_files import NOT_THERE, close_read, errors_named, open_regular, refuse_fifos
 
 # As tokenizers begins a tokenizer.json: truncation and padding hold no list.
 _ADDED_TOKENS = re.compile(r'\s*\{[^\[\]]*?"added_tokens":\s*(?=\[)')
@@ -152,6 +152,8 @@ def _check_files(folder: Path) -> None:
 
     Raises BrokenShard for what is no regular file, ReadWriteError where the file system fails.
     """
+    refuse_fifos(folder)
+    refuse_fifos(folder / CHAT_TEMPLATES_DIR)
     for name in _READ_FILES:
         with contextlib.suppress(*NOT_THERE), errors_named(folder / name):
             close_read(open_regular(folder / name))

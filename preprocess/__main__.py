@@ -38,6 +38,7 @@ def command_words(argv: Sequence[str]) -> list[str]:
 
 def make_shard(args: argparse.Namespace) -> int:
     """``--shard_id N``: the command of a job array's task."""
+    from lustre import layout_line
     from preprocess.resources import bind_to_task_cpus, memory_note
     from preprocess.task_log import engine_line, means_line, part_line, speed_line
     from preprocess.task_plan import array_note, check_task_shard, plan_of_task
@@ -47,6 +48,7 @@ def make_shard(args: argparse.Namespace) -> int:
     given = given_of(args, PrepConfig)
     given.setdefault("output_dir", PrepConfig().output_dir)
     folder = given["output_dir"]
+    num_cpus = bind_to_task_cpus(offset=args.shard_id)  # planning, too, may load what starts threads
     plan = plan_of_task(given)
     if note := array_note(os.environ, plan.num_shards, folder):
         say(f"note: {note}")
@@ -55,14 +57,15 @@ def make_shard(args: argparse.Namespace) -> int:
     if done_manifest(plan, folder, shard_id):
         say(f"shard {shard_id:05d} is done already")
         return 0
-    num_cpus = bind_to_task_cpus(offset=shard_id)
     settings = worker_settings(args)
     if settings.memory_gb is not None and (note := memory_note(settings.memory_gb)):
         say(f"note: {note}")
     say(part_line(plan, shard_id, settings.input_dir))
     say(means_line(settings, num_cpus))
-    worker = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=say)
+    worker = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=say, shard_id=shard_id)
     say(engine_line(worker))
+    if line := layout_line(folder):
+        say(line)
     with Progress(f"shard {shard_id:05d}", plan.shard_bytes()[shard_id]) as progress:
         manifest = worker.run_shard(shard_id, lambda work: progress.add(work.num_bytes, work.counts))
     counts = manifest.counts
@@ -77,13 +80,15 @@ def make_shard(args: argparse.Namespace) -> int:
 
 def make_plan(args: argparse.Namespace) -> int:
     """``plan``: freeze which bytes are which shard, and say what it will cost."""
+    from lustre import Need, StripeWish, space_lines
     from preprocess.planning import LONG_SHARD_S, Sharding, small_shards_note
     from preprocess.planning import make_plan as make
 
     config = PrepConfig(**given_of(args, PrepConfig))
     shard_bytes = parse_size(args.shard_bytes, "--shard_bytes") if args.shard_bytes else None
     sharding = Sharding(num_shards=args.num_shards, shard_bytes=shard_bytes)
-    plan, cost = make(config, sharding, stripe=args.stripe, dry_run=args.dry_run, say=say)
+    stripe = StripeWish(stripe=args.stripe, size=args.stripe_size, pool=args.stripe_pool)
+    plan, cost = make(config, sharding, stripe=stripe, dry_run=args.dry_run, say=say)
     last = plan.num_shards - 1
     sizes = plan.shard_bytes()
     print(f"plan {plan.plan_id[:12]}: {plan.num_shards} shards of {min(sizes)} to {max(sizes)} input bytes")
@@ -92,6 +97,9 @@ def make_plan(args: argparse.Namespace) -> int:
         f"{cost.core_hours:.2g} core hours, the longest shard {cost.longest_shard_s:.0f} s on one core"
     )
     print(f"a task uses up to {cost.num_useful_cores} cores well: --cpus-per-task={cost.num_useful_cores}")
+    need = Need(num_bytes=cost.output_bytes, num_files=3 * plan.num_shards)
+    for line in space_lines(config.output_dir, need):
+        print(line)
     if cost.longest_shard_s > LONG_SHARD_S:
         more = round(plan.num_shards * cost.longest_shard_s / LONG_SHARD_S) + 1
         minutes = cost.longest_shard_s / 60
@@ -164,8 +172,8 @@ def verify(args: argparse.Namespace) -> int:
     print(
         f"{plan.num_shards} shards are whole: {samples} samples, {tokens} tokens; wrote {folder / INDEX_NAME}"
     )
-    if note := publish_osts(folder, plan.num_shards):
-        say(note)
+    for line in publish_osts(folder, [int(size) for size in index.column("tar_bytes")]):
+        say(line)
     return 0
 
 
@@ -214,8 +222,10 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stripe",
         default="auto",
-        help="Lustre stripes of a fresh output folder: auto (leave it), none, or N",
+        help="Lustre stripes of a fresh output folder: auto (leave it), none, N, or a layout: 1G:1,-1:8",
     )
+    parser.add_argument("--stripe_size", help="of each stripe, such as 4M; only with N or a layout")
+    parser.add_argument("--stripe_pool", help="pool of OSTs; only with N or a layout")
     add_flags_of(parser, PrepConfig)
 
 
@@ -233,6 +243,7 @@ def _verify_flags(parser: argparse.ArgumentParser) -> None:
 
 PROGRAM = Program(
     name="python -m preprocess",
+    dashed_values=("--stripe",),
     description="Raw text -> token shards. Without a command it makes one shard: --shard_id N.",
     epilog="python -m preprocess --shard_id N [...] makes shard N: of the plan in --output_dir, or "
     "without one of the N-th .txt file in --input_dir.",
@@ -251,6 +262,16 @@ PROGRAM = Program(
         "run": Command(summary="make the missing shards on this machine", add_flags=_run_flags, run=run),
         "verify": Command(
             summary="prove the shards whole and write index.json", add_flags=_verify_flags, run=verify
+        ),
+        "doctor": Command(
+            summary="is this machine, tokenizer, folder fit for it? good, warning or bad, and what to do",
+            add_flags="preprocess.doctor.command:add_flags",
+            run="preprocess.doctor.command:doctor",
+        ),
+        "peek": Command(
+            summary="print samples decoded, with their boundaries and where they came from",
+            add_flags="preprocess.peek:add_flags",
+            run="preprocess.peek:peek",
         ),
         "train_tokenizer": Command(
             summary="train a byte-level BPE like Llama 3's",

@@ -7,6 +7,7 @@ of the cgroups. The size of a machine says nothing about the share that a task w
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -59,6 +60,14 @@ def batch_bytes_within(memory_gb: float | None) -> int:
     return min(BATCH_BYTES, max(_SMALLEST_BATCH_BYTES, spare // _MEMORY_PER_BATCH_BYTE))
 
 
+def most_batches_within(memory_gb: float | None) -> int:
+    """Batches that a worker may lay out at once with this memory in GiB; at least one, three with 0.6 GB."""
+    if memory_gb is None:
+        return sys.maxsize
+    spare = int(min(memory_gb, 2**20) * 2**30) - PROCESS_BYTES - BATCH_BYTES * _MEMORY_PER_BATCH_BYTE
+    return 1 + max(0, spare) // (BATCH_BYTES * _MEMORY_PER_BATCH_BYTE)
+
+
 def memory_note(memory_gb: float, num_processes: int = 1) -> str | None:
     """What to say where a worker will need more memory than it may have, else None."""
     least = (PROCESS_BYTES + _SMALLEST_BATCH_BYTES * _MEMORY_PER_BATCH_BYTE) / 2**30
@@ -74,21 +83,27 @@ def memory_note(memory_gb: float, num_processes: int = 1) -> str | None:
 
 def memory_limit_gb(environ: Mapping[str, str], root: Path = Path("/")) -> float:
     """The memory that this job may use: the least of Slurm's, the cgroups' and the machine's, in GiB."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    return min(memory_limits(environ, root).values()) / 2**30
+
+
+def memory_limits(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, int]:
+    """Bytes of memory that this job may use, by whose limit it is; of the cgroups the least."""
+    limits = {"the machine": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
     if (megabytes := environ.get("SLURM_MEM_PER_NODE", "")).isdigit() and int(megabytes):
-        limits.append(int(megabytes) << 20)
-    for path in _cgroup_limit_files(root):
+        limits["Slurm"] = int(megabytes) << 20
+    found = []
+    for path in cgroup_files(root, "memory", "memory.max", "memory.limit_in_bytes"):
         try:
             text = path.read_text(encoding="ascii").strip()
         except OSError:
             continue
         if text.isdigit():
-            limits.append(int(text))
-    return min(limits) / 2**30
+            found.append(int(text))
+    return limits | ({"the cgroup": min(found)} if found else {})
 
 
-def _cgroup_limit_files(root: Path) -> list[Path]:
-    """Where the limits of this process's cgroup and of those above it are, in either version."""
+def cgroup_files(root: Path, controller: str, limit: str, old_limit: str) -> list[Path]:
+    """Where a limit of this process's cgroup and of those above it stands: ``old_limit`` in version 1."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -97,11 +112,11 @@ def _cgroup_limit_files(root: Path) -> list[Path]:
     for line in lines:
         _, controllers, name = line.split(":", 2)
         if controllers == "":
-            base, limit = root / "sys/fs/cgroup", "memory.max"
-        elif "memory" in controllers.split(","):
-            base, limit = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+            base, file = root / "sys/fs/cgroup", limit
+        elif controller in controllers.split(","):
+            base, file = root / "sys/fs/cgroup" / controller, old_limit
         else:
             continue
         folder = base / name.lstrip("/")
-        files += [parent / limit for parent in (folder, *folder.parents) if parent.is_relative_to(base)]
+        files += [parent / file for parent in (folder, *folder.parents) if parent.is_relative_to(base)]
     return files

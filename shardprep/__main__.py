@@ -22,17 +22,20 @@ from shardprep.own_packages import need_own
 
 # Command -> the package whose command it is, in the order in which a user meets them.
 COMMANDS = {
+    "doctor": "preprocess",
     "plan": "preprocess",
     "run": "preprocess",
     "shard": "preprocess",
     "verify": "preprocess",
+    "peek": "preprocess",
     "train_tokenizer": "preprocess",
     "submit": "slurm",
     "status": "slurm",
     "retry": "slurm",
     "cancel": "slurm",
     "stage": "loader",
-    "lustre": "lustre",  # with commands of its own: show, apply
+    "where": "loader",
+    "lustre": "lustre",  # with commands of its own: show, apply, restore
 }
 
 

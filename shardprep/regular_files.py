@@ -28,6 +28,7 @@ _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFCHR: "a character device",
     stat.S_IFBLK: "a block device",
+    stat.S_IFSOCK: "a socket",
 }
 
 
@@ -45,9 +46,27 @@ def open_regular(path: Path) -> int:
         raise OSError(error.errno, error.strerror, str(path)) from None
     if not stat.S_ISREG(mode):
         close_read(handle)
-        kind = _KINDS.get(stat.S_IFMT(mode), "of another kind")
-        raise BrokenShard(f"{path} is {kind}, expected a regular file; put the file itself there")
+        raise _no_regular_file(path, mode)
     return handle
+
+
+def _no_regular_file(path: Path, mode: int) -> BrokenShard:
+    kind = _KINDS.get(stat.S_IFMT(mode), "of another kind")
+    return BrokenShard(f"{path} is {kind}, expected a regular file; put the file itself there")
+
+
+def refuse_fifos(folder: Path) -> None:
+    """That a folder holds no FIFO, device or socket, which a library that reads there would wait for.
+
+    Looks at each name once and opens nothing; links are followed. What cannot be looked at is left to those
+    who open it. Raises BrokenShard naming the file.
+    """
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                mode = entry.stat().st_mode
+                if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                    raise _no_regular_file(Path(entry.path), mode)
 
 
 def close_read(handle: int) -> None:

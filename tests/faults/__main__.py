@@ -13,14 +13,16 @@ from tests.faults import (
     bad_json,
     bit_flips,
     full_disks,
+    fuzzed_inputs,
     injected_errors,
     kills,
+    races,
     replaced_files,
     short_transfers,
 )
 from tests.faults.os_calls import is_preloaded, start_preloaded
 from tests.faults.outcomes import as_json, failures, findings, table
-from tests.faults.small_data_sets import make_small_data_sets
+from tests.faults.small_data_sets import FORMS, make_small_data_sets
 
 CAMPAIGNS = {
     "bit_flips": bit_flips,
@@ -30,6 +32,8 @@ CAMPAIGNS = {
     "short_transfers": short_transfers,
     "full_disks": full_disks,
     "kills": kills,
+    "races": races,
+    "fuzzed_inputs": fuzzed_inputs,
 }
 # Of each file or hit and command. Full takes some 2 hours of one core, quick some 10 s per campaign.
 _FAULTS, _QUICK_FAULTS = 200, 4
@@ -49,7 +53,8 @@ def main() -> int:
 def _run(args: argparse.Namespace, folder: Path) -> int:
     num_faults = args.num_faults or (_QUICK_FAULTS if args.quick else _FAULTS)
     chosen = args.only or list(CAMPAIGNS)
-    wanted = {name: getattr(CAMPAIGNS[name], "QUICK_FORMS" if args.quick else "FORMS") for name in chosen}
+    usual = "QUICK_FORMS" if args.quick else "FORMS"
+    wanted = {name: args.form or getattr(CAMPAIGNS[name], usual) for name in chosen}
     forms = sorted({form for forms in wanted.values() for form in forms})
     data_sets = make_small_data_sets(folder, forms)
     outcomes, spoke = [], time.monotonic()
@@ -76,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="some faults of each kind")
     parser.add_argument("--num_faults", type=int, help="of each file or command (default 200, quick 4)")
     parser.add_argument("--only", action="append", choices=CAMPAIGNS, help="this campaign; may be repeated")
+    parser.add_argument("--form", action="append", choices=FORMS, help="of data set; may be repeated")
     parser.add_argument("--json", type=Path, help="write every outcome to this file")
     return parser
 

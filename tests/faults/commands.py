@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-COMMANDS = ("plan", "shard", "run", "verify", "verify --fast", "load", "stage", "status")
+COMMANDS = ("plan", "shard", "run", "verify", "verify --fast", "load", "stage", "status", "submit")
 REFUSING = frozenset({65, 66, 73, 74, 75, 78})  # the exit codes that a fault may end a command with
 
 
@@ -40,7 +40,8 @@ def command(name: str, place: Path, options: list[str]) -> Callable[[], tuple[in
         "verify": lambda: _preprocess("verify", data),
         "verify --fast": lambda: _preprocess("verify", data, "--fast"),
         "stage": lambda: _stage(data, place / "staged"),
-        "status": lambda: _status(data),
+        "status": lambda: _slurm("status", data),
+        "submit": lambda: _slurm("submit", data, "--mem_gb", 1),
     }
     return lambda: (codes[name](), None)
 
@@ -57,10 +58,10 @@ def _stage(data: Path, staged: Path) -> int:
     return main(["stage", str(data), "--to", str(staged)])
 
 
-def _status(data: Path) -> int:
+def _slurm(*args: object) -> int:
     from slurm.__main__ import main
 
-    return main(["status", str(data)])
+    return main([str(item) for item in args])
 
 
 def open_loader(shards: object, **options: object) -> Any:

@@ -6,9 +6,11 @@ from __future__ import annotations
 import errno
 import os
 import re
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from shardprep.errors import Stopped
 from tests.faults.disturbed_files import spread
 from tests.faults.forked_case import Ended
 from tests.faults.judging import (
@@ -43,6 +45,26 @@ class Hit:
         return max(1, round(self.share * num_faults))
 
 
+@dataclass(frozen=True, kw_only=True)
+class OsFault:
+    """What happens at which call to the operating system."""
+
+    at: int
+    mode: Mode
+    error: int = 0  # or the signal
+
+    @property
+    def stop(self) -> int:
+        """The signal, if it is one."""
+        return self.error if self.mode == "signal" else 0
+
+    @property
+    def words(self) -> str:
+        if self.stop:
+            return signal.Signals(self.stop).name
+        return _SHORT.get(self.mode, f"{os.strerror(self.error)}, {self.mode}")
+
+
 HITS = (
     Hit("plan", "raw", "plan"),
     Hit("shard", "planned", "shard", 5),
@@ -54,6 +76,7 @@ HITS = (
     Hit("load", "made", "load, no index", 1.5),
     Hit("stage", "verified", "stage"),
     Hit("status", "made", "status", 1.5),
+    Hit("submit", "planned", "submit", 1.5),
 )
 
 
@@ -67,22 +90,14 @@ def outcomes(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[
             for number, at in enumerate(spread(len(made), hit.number(num_faults))):
                 errors = ERRORS[made[at].op]
                 mode = modes[number % len(modes)]
-                yield struck(
-                    "injected_errors",
-                    data_set,
-                    calls,
-                    hit,
-                    expected,
-                    at=at,
-                    mode=mode,
-                    error=_error(errors, number, mode),
-                )
+                fault = OsFault(at=at, mode=mode, error=_error(errors, number, mode))
+                yield struck("injected_errors", data_set, calls, hit, expected, fault)
 
 
 def _error(errors: Sequence[int], number: int, mode: Mode) -> int:
-    """They take turns; an interrupted call cannot last."""
+    """They take turns; an interrupted call cannot last, nor can O_DIRECT be refused to who left it."""
     error = errors[number % len(errors)]
-    return errors[0] if mode == "lasting" and error == errno.EINTR else error
+    return errors[0] if mode == "lasting" and error in (errno.EINTR, errno.EINVAL) else error
 
 
 def counted(data_set: SmallDataSet, calls: OsCalls, hit: Hit) -> tuple[Undisturbed, list[Call]]:
@@ -103,37 +118,51 @@ def struck(
     calls: OsCalls,
     hit: Hit,
     expected: Undisturbed,
-    *,
-    at: int,
-    mode: Mode,
-    error: int = 0,
+    fault: OsFault,
 ) -> Outcome:
-    """Run the command with a fault at call ``at``, look at what it left, and run it again without."""
+    """Run the command with a fault at one call, look at what it left, and run it again without."""
     data_set.reset(hit.stage)
-    with calls.ordered(mode, at=at, error=error):
+    with calls.ordered(fault.mode, at=fault.at, error=fault.error):
         ended = data_set.run(hit.command, calls.arm)
-    made = calls.calls()
-    call = made[at] if at < len(made) else Call("none", "(fewer calls this time)")
-    kind, what = judged(data_set, hit, expected, ended, is_killed=mode == "die")
-    if kind == "refused" and mode in _SHORT:
+    kind, what = judged(data_set, hit, expected, ended, stop=fault.stop)
+    if kind == "refused" and fault.mode in _SHORT:
         kind, what = "wrong", f"a short transfer is refused: {shape(what)}"
-    name = {"die": "SIGKILL", **_SHORT}.get(mode, f"{os.strerror(error)}, {mode}")
+    return outcome_at(campaign, data_set, calls, hit, fault, (kind, what))
+
+
+def outcome_at(
+    campaign: str,
+    data_set: SmallDataSet,
+    calls: OsCalls,
+    hit: Hit,
+    fault: OsFault,
+    verdict: Verdict,
+    words: str = "",
+) -> Outcome:
+    """The outcome of a fault at one call; ``words``: the fault, where it is no error and no signal."""
+    made = calls.calls()
+    call = made[fault.at] if fault.at < len(made) else Call("none", "(fewer calls this time)")
     return Outcome(
         campaign=campaign,
         form=data_set.form,
         file=f"{call.op} {_named(call.path)}",
         command=hit.name,
-        fault=f"{name}, at call {at}: {call.op} {call.path}",
-        kind=kind,
-        what=what,
+        fault=f"{words or fault.words}, at call {fault.at}: {call.op} {call.path}",
+        kind=verdict[0],
+        what=verdict[1],
     )
 
 
 def judged(
-    data_set: SmallDataSet, hit: Hit, expected: Undisturbed, ended: Ended, *, is_killed: bool = False
+    data_set: SmallDataSet, hit: Hit, expected: Undisturbed, ended: Ended, *, stop: int = 0
 ) -> Verdict:
-    """How a run ended, what it left, and what comes of it when it is run again, undisturbed."""
-    kind, what = _killed(ended) if is_killed else _verdict(ended, expected)
+    """How a run ended, what it left, and what comes of it when it is run again, undisturbed.
+
+    ``stop``: the signal that should have ended it, if any.
+    """
+    kind, what = _killed(ended) if stop == signal.SIGKILL else _verdict(ended, expected)
+    if stop and stop != signal.SIGKILL:
+        kind, what = _stopped(data_set, ended) or (kind, what)
     if kind in ("equal", "refused"):
         finished = ended.how == "ended" and not ended.code
         kind, what = _afterwards(data_set, hit, expected, finished) or (kind, what)
@@ -145,6 +174,16 @@ def _killed(ended: Ended) -> Verdict:
     return (
         ("equal", "") if ended.how == "killed" else ("wrong", f"it was not killed: {ended.how} {ended.code}")
     )
+
+
+def _stopped(data_set: SmallDataSet, ended: Ended) -> Verdict | None:
+    """What is wrong with how a stop signal ended a command: it cleans up and ends with 75, or with 0."""
+    if ended.how != "ended":
+        return None
+    if ended.code not in (0, Stopped.exit_code):
+        return "wrong", f"a stop signal ends with {ended.code}: {shape(ended.text)}"
+    left = [path.name for path in data_set.place.rglob(".*.tmp")]
+    return ("wrong", f"a stop signal leaves {', '.join(map(_named, left))}") if left else None
 
 
 def _verdict(ended: Ended, expected: Undisturbed) -> Verdict:

@@ -1,5 +1,5 @@
-/* Preloaded, it counts the calls to the operating system on paths below one folder, and fails, kills or moves
- * half of the bytes at one of them. It sees what Python, Rust and C++ call; other folders and a process that is not armed are let
+/* Preloaded, it counts the calls to the operating system on paths below one folder, and at one of them it fails,
+ * sends a signal to its own process group, or moves half of the bytes. It sees what Python, Rust and C++ call; other folders and a process that is not armed are let
  * through. The orders stand in a file that all processes of a run map (struct orders; os_calls.py has the
  * same in Python), so that the count goes on in processes that the command starts. */
 #define _GNU_SOURCE
@@ -23,7 +23,7 @@
 #define MAX_CALLS 8192
 #define MAX_PATH 256
 
-enum mode { COUNT, ONCE, LASTING, DIE, SHORT, ALL_SHORT };
+enum mode { COUNT, ONCE, LASTING, SIGNAL, SHORT, ALL_SHORT };
 #define HALF (-1) /* a verdict: read or write half of what was asked for */
 
 struct call {
@@ -34,7 +34,7 @@ struct call {
 struct orders {
     int armed;
     int mode;
-    int error;
+    int error; /* or the signal of SIGNAL */
     int at;    /* fail at this call, from 0 */
     int count; /* calls so far */
     char op[16]; /* of the call that failed, for LASTING */
@@ -74,8 +74,9 @@ static int verdict(const char *op, const char *path) {
         return strcmp(op, orders->op) ? 0 : orders->error;
     }
     if (number > orders->at) return 0;
-    if (orders->mode == DIE) syscall(SYS_kill, syscall(SYS_getpid), SIGKILL);
-    return orders->error;
+    if (orders->mode != SIGNAL) return orders->error;
+    syscall(SYS_kill, 0, orders->error);
+    return 0;
 }
 
 static int on_fd(const char *op, int fd) {

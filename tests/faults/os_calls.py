@@ -1,4 +1,4 @@
-"""The orders to os_calls.c: count the calls to the operating system below a folder, fail or die at one."""
+"""The orders to os_calls.c: count the calls to the operating system below a folder, fail or signal at one."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _MAX_CALLS = 8192
 _MAX_PATH = 256
 _VARIABLE = "FAULTS_ORDERS"
 
-Mode = Literal["count", "once", "lasting", "die", "short", "all short"]
-_MODES: tuple[Mode, ...] = ("count", "once", "lasting", "die", "short", "all short")
+Mode = Literal["count", "once", "lasting", "signal", "short", "all short"]
+_MODES: tuple[Mode, ...] = ("count", "once", "lasting", "signal", "short", "all short")
 
 # What each operation really ends with on a local disk, on Lustre or NFS, over a quota or without rights.
 ERRORS: dict[str, tuple[int, ...]] = {
-    "open": (errno.EIO, errno.EACCES, errno.ESTALE, errno.EMFILE),
+    "open": (errno.EIO, errno.EACCES, errno.ESTALE, errno.EMFILE, errno.EINTR),
     "create": (errno.ENOSPC, errno.EACCES, errno.EDQUOT, errno.EIO, errno.EMFILE),
-    "read": (errno.EIO, errno.ESTALE, errno.EINTR),
-    "write": (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EINTR),
+    "read": (errno.EIO, errno.ESTALE, errno.EINTR, errno.ETIMEDOUT),
+    "write": (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EINTR, errno.EINVAL),  # O_DIRECT refused late
     "close": (errno.EIO,),
     "close written": (errno.EIO, errno.ENOSPC, errno.EDQUOT),
     "fsync": (errno.EIO, errno.ENOSPC, errno.EDQUOT),
@@ -77,7 +77,10 @@ class OsCalls:
 
     @contextlib.contextmanager
     def ordered(self, mode: Mode, *, at: int = 0, error: int = 0) -> Iterator[None]:
-        """Orders for the processes that call ``arm``, and those that they start."""
+        """Orders for the processes that call ``arm``, and those that they start.
+
+        ``error``: the errno, or the signal that all processes of the command get just before the call.
+        """
         orders = self._orders
         orders.mode, orders.at, orders.error, orders.count, orders.op = _MODES.index(mode), at, error, 0, b""
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from tests.faults.disturbed_files import spread
-from tests.faults.injected_errors import Hit, counted, struck
+from tests.faults.injected_errors import Hit, OsFault, counted, struck
 from tests.faults.os_calls import OsCalls
 from tests.faults.outcomes import Outcome
 from tests.faults.small_data_sets import SmallDataSet
@@ -31,6 +31,9 @@ def outcomes(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[
             expected, made = counted(data_set, calls, hit)
             moving = [at for at, call in enumerate(made) if call.op in ("read", "write")]
             name = "short_transfers"
-            yield struck(name, data_set, calls, hit, expected, at=moving[0], mode="all short")
-            for place in spread(len(moving), hit.number(num_faults)):
-                yield struck(name, data_set, calls, hit, expected, at=moving[place], mode="short")
+            chosen = [moving[place] for place in spread(len(moving), hit.number(num_faults))]
+            for fault in (
+                OsFault(at=moving[0], mode="all short"),
+                *(OsFault(at=at, mode="short") for at in chosen),
+            ):
+                yield struck(name, data_set, calls, hit, expected, fault)

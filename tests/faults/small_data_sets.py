@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tests.faults.commands import command, files_of
-from tests.faults.forked_case import Ended, run_forked
+from tests.faults.forked_case import Ended, ForkedRun, run_forked
 
 Stage = Literal["raw", "planned", "made", "verified"]
 
@@ -60,8 +60,24 @@ class SmallDataSet:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         shutil.copytree(self.templates / stage, self.place, symlinks=True, dirs_exist_ok=True)
 
-    def run(self, name: str, before: Callable[[], None] = _nothing) -> Ended:
-        """A command on the workplace as it is; ``before`` is called in its process just before it."""
+    def run(
+        self,
+        name: str,
+        before: Callable[[], None] = _nothing,
+        *,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Ended:
+        """A command on the workplace as it is; ``before`` is called in its process just before it.
+
+        ``meanwhile`` is called in this process each time that the command stops.
+        """
+        return run_forked(self._work(name, before), meanwhile=meanwhile)
+
+    def start(self, name: str) -> ForkedRun:
+        """A command that runs beside others."""
+        return ForkedRun(self._work(name, _nothing))
+
+    def _work(self, name: str, before: Callable[[], None]) -> Callable[[], tuple[int, Any]]:
         work = command(name, self.place, self.options)
 
         def run() -> tuple[int, Any]:
@@ -69,7 +85,7 @@ class SmallDataSet:
             before()
             return work()
 
-        return run_forked(run)
+        return run
 
     def published(self) -> dict[str, str]:
         """Name -> digest of all that counts in the workplace: of the data set, and of staged copies."""

@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import strategies as st
 
 from tests.checkout import ROOT
+from tests.faults import fuzzed_inputs
+from tests.faults.fuzz_targets import WrongError
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc compiles what injects the faults"),
@@ -24,7 +27,7 @@ pytestmark = [
 ]
 
 
-Outcomes = Callable[[str], list[dict[str, Any]]]
+Outcomes = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +48,13 @@ def of_campaign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcomes]:
         assert process.stdout is not None
         ended: set[str] = set()
 
-        def outcomes(name: str) -> list[dict[str, Any]]:
+        def outcomes(name: str, kind: str = "") -> list[dict[str, Any]]:
+            """Those of a module, or where it makes two kinds the ones named ``kind``."""
             while name not in ended:
                 line = process.stdout.readline() if process.stdout else ""
                 assert line, errors.read_text(encoding="utf-8")
                 ended.add(line.removesuffix(": ended\n"))
-            return [each for each in json.loads(path.read_bytes()) if each["campaign"] == name]
+            return [each for each in json.loads(path.read_bytes()) if each["campaign"] == (kind or name)]
 
         yield outcomes
         process.stdout.close()
@@ -111,8 +115,56 @@ def test_a_full_disk_is_named_and_a_second_run_gives_equal_bytes(of_campaign: Ou
 
 def test_a_kill_at_any_call_leaves_what_is_done_or_nothing_that_counts(of_campaign: Outcomes) -> None:
     outcomes = of_campaign("kills")
-    assert len(outcomes) > 30
+    assert len(outcomes) > 20
     assert not failed(outcomes), shown(failed(outcomes))
+
+
+def test_a_stop_signal_at_any_call_ends_with_75_and_leaves_no_temporary(of_campaign: Outcomes) -> None:
+    outcomes = of_campaign("kills", "stop_signals")
+    assert len(outcomes) > 20
+    assert "refused" in {outcome["kind"] for outcome in outcomes}
+    assert not failed(outcomes), shown(failed(outcomes))
+
+
+def test_another_writer_at_any_call_changes_nothing(of_campaign: Outcomes) -> None:
+    outcomes = of_campaign("races")
+    assert len(outcomes) > 8
+    assert {outcome["kind"] for outcome in outcomes} == {"equal"}, shown(failed(outcomes))
+
+
+def test_an_input_or_a_shard_that_changes_at_any_call_is_refused_or_without_effect(
+    of_campaign: Outcomes,
+) -> None:
+    outcomes = of_campaign("races", "changes")
+    assert len(outcomes) > 8
+    assert {outcome["kind"] for outcome in outcomes} >= {"refused", "equal"}
+    assert not failed(outcomes), shown(failed(outcomes))
+
+
+def test_fuzzed_inputs_are_refused_or_read_as_an_independent_reader_reads_them(of_campaign: Outcomes) -> None:
+    outcomes = of_campaign("fuzzed_inputs")
+    assert len(outcomes) > 300
+    assert {outcome["kind"] for outcome in outcomes} >= {"refused", "equal"}
+    assert not failed(outcomes), shown(failed(outcomes))
+
+
+@pytest.mark.parametrize("error", [WrongError("found another"), IndexError("out of range")])
+def test_a_check_that_fails_is_an_outcome_with_its_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(fuzzed_inputs, "CORPUS", tmp_path)
+
+    def check(value: int) -> bool:
+        if value > 9:
+            raise error
+        return True
+
+    work = fuzzed_inputs.tried("a target", st.integers(0, 10**6), check, 50)
+    _, found = work()
+    kind, what = found["failure"]
+    assert kind == ("wrong" if isinstance(error, WrongError) else "traceback")
+    assert "value=10" in what, "the smallest that fails"
+    assert list(tmp_path.rglob("*")), "it is kept"
 
 
 @pytest.mark.parametrize(

@@ -8,18 +8,30 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.checkout import ROOT
 from tests.external_tars import write_numbered_tars
+from tests.waiting import HANG_S
 from tests.word_tokenizers import save_word_tokenizer
 
 pytest.importorskip("accelerate")
+
+PAGES = {  # heading of docs/training.md -> what it needs, and whether batches are of 4 and accumulated
+    "transformers' Trainer": ("transformers", True),
+    "Accelerate": ("accelerate", True),
+    "Lightning": ("lightning", False),
+    "FSDP2": ("torch.distributed.fsdp", False),
+    "DeepSpeed": ("deepspeed", False),
+}
 
 NUM_SAMPLES, GLOBAL_BATCH = 107, 8
 STEPS = NUM_SAMPLES // GLOBAL_BATCH  # an epoch
@@ -27,22 +39,18 @@ STOP, END = 7, STEPS + 9  # inside of the first epoch, and of the second
 
 # The libraries are imported once, then the ranks of each world are forked with the variables of a launcher.
 SCRIPT = """
-import json, logging, multiprocessing, os, sys
+import functools, json, logging, multiprocessing, os, pathlib, sys
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+import loader as loader_package
 from loader import get_llama3_dataloader
+from loader.trainer import LoaderMixin
 from shardprep.errors import UsageError
 
 torch.set_num_threads(1)
 DATA, OUT = sys.argv[1:3]
-
-def make_loader(run):
-    batch_size = 8 // (run["world"] * run["accumulated"])
-    options = {"global_batch_size": 8, "num_workers": run["workers"], "seed": 5}
-    return get_llama3_dataloader(DATA, batch_size, DATA, **options)
 
 def make_model(seen):
     torch.manual_seed(0)
@@ -56,60 +64,78 @@ def make_model(seen):
     model.register_forward_pre_hook(look, with_kwargs=True)
     return model
 
-def train_with_accelerate(run, seen):
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=run["accumulated"])
-    loader = make_loader(run)
-    model = make_model(seen)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    prepared, model, optimizer = accelerator.prepare(loader, model, optimizer)
-    assert prepared is loader
-    if run["after"]:
-        accelerator.load_state(f"{OUT}/{run['after']}")
-        accelerator.step = 0
-    step = run["first"]
-    while step < run["last"]:
-        for batch in loader:
-            with accelerator.accumulate(model):
-                accelerator.backward(model(**batch).loss)
-                optimizer.step()
-                optimizer.zero_grad()
-            step += accelerator.sync_gradients
-            if step == run["last"]:
-                break
-    accelerator.save_state(f"{OUT}/{run['name']}")
-    loader.close()
-
-def train_with_trainer(run, seen):
-    loader = make_loader(run)
-
-    class OwnLoader(Trainer):
-        def get_train_dataloader(self):
-            return loader
-
-    class SaveLoader(TrainerCallback):
-        def on_save(self, args, state, control, **kwargs):
-            if state.is_world_process_zero:
-                with open(f"{args.output_dir}/checkpoint-{state.global_step}/loader.json", "w") as file:
-                    json.dump(loader.state_dict(), file)
-
-        def on_step_end(self, args, state, control, **kwargs):
-            control.should_training_stop = control.should_save = state.global_step == run["last"]
-
-    checkpoint = f"{OUT}/{run['after']}/checkpoint-{run['first']}" if run["after"] else None
-    if checkpoint:
-        with open(f"{checkpoint}/loader.json") as file:
-            loader.load_state_dict(json.load(file))
-    arguments = TrainingArguments(
-        output_dir=f"{OUT}/{run['name']}", use_cpu=True, ddp_backend="gloo", num_train_epochs=2,
-        gradient_accumulation_steps=run["accumulated"], per_device_train_batch_size=loader.batch_size,
-        ignore_data_skip=True, save_strategy="no", report_to=[], disable_tqdm=True, logging_strategy="no",
+def train_by_page(run, seen):
+    # What docs/training.md says, with all that it leaves to its reader.
+    torch.set_num_threads(1)
+    loader_package.get_llama3_dataloader = functools.wraps(get_llama3_dataloader)(
+        lambda *args, **options: get_llama3_dataloader(
+            *args, model_id=DATA, **{**options, "num_workers": run["workers"]}
+        )
     )
-    trainer = OwnLoader(model=make_model(seen), args=arguments, callbacks=[SaveLoader()])
-    trainer.train(resume_from_checkpoint=checkpoint)
-    loader.close()
+    if run["page"] in ("FSDP2", "DeepSpeed"):
+        dist.init_process_group("gloo")
+    model = make_model(seen)
+    more = {
+        "Accelerate": {"cpu": True},
+        "transformers' Trainer": {
+            "use_cpu": True, "ddp_backend": "gloo", "report_to": [], "disable_tqdm": True,
+            "logging_strategy": "no", "save_strategy": "steps", "save_steps": run["last"],
+        },
+        "Lightning": {
+            "accelerator": "cpu", "devices": run["world"], "logger": False, "enable_progress_bar": False,
+            "default_root_dir": f"{OUT}/lightning", "enable_model_summary": False,
+            "strategy": "ddp" if run["world"] > 1 else "auto",
+        },
+    }
+    names = {
+        "DATA": DATA, "CHECKPOINT": f"{OUT}/{run['checkpoint']}", "num_steps": run["last"], "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "torch": torch, "Path": pathlib.Path,
+        "device": "cpu", "num_ranks": run["world"], "more_arguments": more.get(run["page"]),
+        "config": {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
+    }
+    exec(compile(run["code"], "docs/training.md", "exec"), names)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+def refuse_numbers_in_trainer(run, seen):
+    class OwnTrainer(LoaderMixin, Trainer):
+        pass
+
+    loader = get_llama3_dataloader(DATA, 2, DATA, num_workers=0)
+    for batch_size, accumulated, train_loader in ((4, 1, loader), (2, 4, loader), (2, 1, [])):
+        arguments = TrainingArguments(
+            output_dir=f"{OUT}/x", use_cpu=True, report_to=[], max_steps=2, disable_tqdm=True,
+            per_device_train_batch_size=batch_size, gradient_accumulation_steps=accumulated,
+        )
+        try:
+            OwnTrainer(model=make_model([]), args=arguments, train_loader=train_loader)
+        except UsageError as error:
+            seen.append(str(error))
+
+def resume_in_trainer_without_a_state(run, seen):
+    class OwnTrainer(LoaderMixin, Trainer):
+        pass
+
+    def trainer(max_steps):
+        loader = get_llama3_dataloader(DATA, 8, DATA, num_workers=0)
+        arguments = TrainingArguments(
+            output_dir=f"{OUT}/t", use_cpu=True, report_to=[], max_steps=max_steps, disable_tqdm=True,
+            per_device_train_batch_size=8, save_strategy="steps", save_steps=2,
+        )
+        return OwnTrainer(model=make_model(seen), args=arguments, train_loader=loader)
+
+    trainer(2).train()
+    path = pathlib.Path(f"{OUT}/t/checkpoint-2/trainer_state.json")
+    state = json.loads(path.read_text())
+    del state["stateful_callbacks"]["LoaderStateCallback"]
+    path.write_text(json.dumps(state))
+    try:
+        trainer(4).train(resume_from_checkpoint=True)
+    except UsageError as error:
+        seen[:] = [str(error)]
 
 def refuse_in_trainer(run, seen):
-    loader = make_loader(run)
+    loader = get_llama3_dataloader(DATA, 8, DATA, num_workers=0)
     said = []
     for data_set in (loader, loader.dataset):
         arguments = TrainingArguments(output_dir=f"{OUT}/x", use_cpu=True, report_to=[], max_steps=2)
@@ -120,6 +146,8 @@ def refuse_in_trainer(run, seen):
     seen.append(said)
 
 def warn_of_accumulation(run, seen):
+    from accelerate import Accelerator
+
     logging.basicConfig(filename=f"{OUT}/warnings")
     Accelerator(cpu=True, gradient_accumulation_steps=4)
     for global_batch_size in (8, None):
@@ -157,7 +185,9 @@ def main():
             process.start()
         for process in ranks:
             process.join()
-        assert [process.exitcode for process in ranks] == [0] * run["world"], run
+        failed = [process.exitcode for process in ranks if process.exitcode]
+        if failed:
+            print("FAILED", run["name"], failed, file=sys.stderr, flush=True)
 
 if __name__ == "__main__":
     main()
@@ -179,30 +209,52 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+OTHERS = [
+    "refuse_in_trainer",
+    "refuse_numbers_in_trainer",
+    "resume_in_trainer_without_a_state",
+    "warn_of_accumulation",
+    "share_by_mesh",
+]
+
+
 def run_of(name: str, how: str, world: int, **more: Any) -> dict[str, Any]:
-    run = {"workers": 0, "accumulated": 1, "first": 0, "last": END, "after": "", **more}
+    run = {"workers": 0, "first": 0, "last": END, **more}
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     return {"name": name, "how": how, "world": world, "port": port, **run}
 
 
-def run_worlds(data: Path, folder: Path, runs: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """What each rank of each run saw."""
+@pytest.fixture(scope="module")
+def seen(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What each rank of each run saw; of all tests, since the libraries take seconds to import."""
+    folder = tmp_path_factory.mktemp("runs")
     script = folder / "ranks.py"
     script.write_text(SCRIPT)
     launchers = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "ACCELERATE_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
     environ = {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
     environ |= {"HF_HUB_OFFLINE": "1"}
+    pages = [run for page, (needs, _) in PAGES.items() if find_spec(needs) for run in page_runs(page)]
+    runs = [*pages, *(run_of(how, how, 4 if how == "share_by_mesh" else 1) for how in OTHERS)]
     command = [sys.executable, str(script), str(data), str(folder), json.dumps(runs)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=280)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-5000:]
+    print(done.stderr[-20000:])  # shown where a test fails: what a run that failed said
     return {
-        run["name"]: [
-            json.loads((folder / f"{run['name']}-{rank}.json").read_text()) for rank in range(run["world"])
-        ]
+        run["name"]: [json.loads(path.read_text()) for path in sorted(folder.glob(f"{run['name']}-*.json"))]
         for run in runs
     }
+
+
+def page_runs(page: str) -> list[dict[str, Any]]:
+    shared = {"how": "train_by_page", "page": page, "code": code_of(page), "checkpoint": f"{page} kept"}
+    return [
+        run_of(f"{page} whole", world=1, **{**shared, "checkpoint": f"{page} whole"}),
+        run_of(f"{page} stopped", world=2, workers=1, last=STOP, **shared),
+        run_of(f"{page} resumed", world=1, first=STOP, last=STEPS + 2, **shared),
+        run_of(f"{page} again", world=2, first=STEPS + 2, workers=1, **shared),
+    ]
 
 
 def digests(ranks: list[list[Any]], accumulated: int) -> list[str]:
@@ -215,46 +267,69 @@ def digests(ranks: list[list[Any]], accumulated: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("how", ["train_with_accelerate", "train_with_trainer"])
-def test_a_framework_stopped_and_resumed_on_another_world_sees_every_global_batch_as_if_it_had_not_been(
-    data: Path, tmp_path: Path, how: str
+def code_of(heading: str) -> str:
+    """The Python of a section of docs/training.md."""
+    text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    section = re.search(rf"^## {re.escape(heading)}$(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert section is not None, heading
+    blocks = re.findall(r"^```python\n(.*?)^```$", section[1], re.MULTILINE | re.DOTALL)
+    assert blocks, heading
+    return "\n".join(blocks)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_training_page_stopped_and_resumed_on_another_world_sees_every_global_batch_as_if_it_had_not_been(
+    seen: dict[str, list[Any]], page: str
 ) -> None:
-    runs = [
-        run_of("whole", how, 1),
-        run_of("stopped", how, 2, workers=1, last=STOP),
-        run_of("resumed", how, 1, accumulated=2, first=STOP, last=STEPS + 2, after="stopped"),
-        run_of("again", how, 2, accumulated=2, first=STEPS + 2, after="resumed", workers=2),
-    ]
-    found = run_worlds(data, tmp_path, runs)
-    whole = digests(found["whole"], 1)
+    needs, accumulates = PAGES[page]
+    pytest.importorskip(needs)
+    runs = page_runs(page)
+    accumulated = [GLOBAL_BATCH // (4 * run["world"]) if accumulates else 1 for run in runs]
+    assert len(seen[f"{page} whole"]) == 1
+    whole = digests(seen[f"{page} whole"], accumulated[0])
     assert len(set(whole)) == len(whole) == END
-    for run in runs:
-        expected = whole[run["first"] : run["last"]]
-        assert digests(found[run["name"]], run["accumulated"]) == expected, run["name"]
+    for run, count in zip(runs, accumulated, strict=True):
+        assert len(seen[run["name"]]) == run["world"], f"{run['name']} failed"
+        assert digests(seen[run["name"]], count) == whole[run["first"] : run["last"]], run["name"]
 
 
 def test_a_trainer_that_is_given_the_loader_for_a_data_set_says_what_to_write(
-    data: Path, tmp_path: Path
+    seen: dict[str, list[Any]],
 ) -> None:
-    found = run_worlds(data, tmp_path, [run_of("refused", "refuse_in_trainer", 1)])
-    (said,) = found["refused"][0]
+    ((said,),) = seen["refuse_in_trainer"]
     assert len(said) == 2
-    assert all("def get_train_dataloader(self): return loader" in text for text in said)
+    assert all("class LlamaTrainer(LoaderMixin, Trainer)" in text for text in said)
+
+
+def test_a_trainer_whose_steps_would_be_no_global_batches_is_refused(seen: dict[str, list[Any]]) -> None:
+    (said,) = seen["refuse_numbers_in_trainer"]
+    assert len(said) == 3
+    assert "makes batches of 4 samples, those of the loader have 2" in said[0]
+    assert "2 samples x 4 accumulated x 1 ranks = 8, the loader's global batch is 2" in said[1]
+    assert "pass global_batch_size=8 to get_llama3_dataloader" in said[1]
+    assert "train_loader is a list" in said[2]
+
+
+def test_a_trainer_does_not_resume_from_a_checkpoint_without_the_loaders_state(
+    seen: dict[str, list[Any]],
+) -> None:
+    ((said,),) = seen["resume_in_trainer_without_a_state"]
+    assert "the checkpoint of step 2 has no state of the loader" in said
 
 
 def test_an_accumulation_that_the_global_batch_does_not_know_of_is_warned_of(
-    data: Path, tmp_path: Path
+    seen: dict[str, list[Any]],
 ) -> None:
-    (seen,) = run_worlds(data, tmp_path, [run_of("warned", "warn_of_accumulation", 1)])["warned"]
-    assert [len(lines) for lines in seen] == [0, 1]
-    assert "accelerate accumulates 4 batches, but a global batch is 1 of each rank" in seen[1][0]
-    assert "accelerator.step = 0" in seen[1][0]
+    (lines,) = seen["warn_of_accumulation"]
+    assert [len(each) for each in lines] == [0, 1]
+    assert "accelerate accumulates 4 batches, but a global batch is 1 of each rank" in lines[1][0]
+    assert "accelerator.step = 0" in lines[1][0]
 
 
 def test_tensor_parallel_ranks_of_a_mesh_get_the_batches_of_their_data_parallel_rank(
-    data: Path, tmp_path: Path
+    seen: dict[str, list[Any]],
 ) -> None:
-    found = run_worlds(data, tmp_path, [run_of("mesh", "share_by_mesh", 4)])["mesh"]
+    found = seen["share_by_mesh"]
     for (by_mesh, by_group, refusal), rank in zip(found, (0, 0, 1, 1), strict=True):
         assert by_mesh[:3] == [rank, 2, "device_mesh"]
         assert by_group[:3] == [rank, 2, "process_group"]

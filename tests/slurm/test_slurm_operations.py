@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.checkout import ROOT, SLURM_STARTER
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -73,7 +73,7 @@ class Site:
             stderr=subprocess.STDOUT,
             text=True,
             check=False,
-            timeout=200,
+            timeout=HANG_S,
         )
         assert done.returncode == code, done.stdout
         return done.stdout
@@ -84,7 +84,7 @@ class Site:
 
     def run(self, *command: str) -> str:
         return subprocess.run(
-            command, env=self.environ, capture_output=True, text=True, check=True, timeout=60
+            command, env=self.environ, capture_output=True, text=True, check=True, timeout=HANG_S
         ).stdout
 
     def submission(self, data: Path, number: int) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def site() -> Iterator[Site]:
     options |= {"CLUSTER_DIR": str(folder), "ACCOUNTING": "1", "CGROUP": str(int(HAS_CGROUPS))}
     environ = {**kept, **options, "SLURM_CONF": str(folder / "slurm.conf"), "HF_HUB_OFFLINE": "1"}
     up = subprocess.run(
-        [SLURM_STARTER, "up"], env=environ, capture_output=True, text=True, check=False, timeout=280
+        [SLURM_STARTER, "up"], env=environ, capture_output=True, text=True, check=False, timeout=HANG_S
     )
     try:
         if up.returncode == CANNOT_INSTALL:
@@ -121,7 +121,7 @@ def site() -> Iterator[Site]:
         assert up.returncode == 0, up.stderr
         yield Site(environ=environ, folder=folder)
     finally:
-        subprocess.run([SLURM_STARTER, "down"], env=environ, check=False, timeout=100)
+        subprocess.run([SLURM_STARTER, "down"], env=environ, check=False, timeout=HANG_S)
 
 
 @pytest.fixture
@@ -261,7 +261,7 @@ def test_every_failure_is_named_and_one_retry_mends_all_but_the_bad_input(
     theirs = {name: value for name, value in prep.contents(data).items() if "00004" not in name}
     assert theirs == prep.contents(undisturbed)
 
-    subprocess.run([SLURM_STARTER, "up"], env=site.environ, check=True, capture_output=True, timeout=60)
+    subprocess.run([SLURM_STARTER, "up"], env=site.environ, check=True, capture_output=True, timeout=HANG_S)
     accepting = ("--worker_args", "--max_bad_fraction 0.6", "--wait")
     assert "verified:" in site.slurm("retry", data, *accepting)
     assert site.status(data)["done"] == "0-6"

@@ -1,0 +1,96 @@
+"""A TokenLoader inside of transformers' Trainer.
+
+    class LlamaTrainer(LoaderMixin, Trainer): ...
+    trainer = LlamaTrainer(model=model, args=args, train_loader=loader)
+    trainer.train(resume_from_checkpoint=True)
+
+The loader's state stands in trainer_state.json of each checkpoint, so it is of the same step as the rest, and
+``train(resume_from_checkpoint=...)`` goes on behind it, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from loader.token_loader import TokenLoader
+from shardprep.errors import UsageError
+
+
+class LoaderMixin:
+    """Write it before Trainer, or a subclass, among the bases; pass ``train_loader=``.
+
+    Make the TrainingArguments before the loader: they start the process group, which tells the loader its
+    rank. Raises UsageError where Trainer's own numbers would not make a step of one global batch.
+    """
+
+    def __init__(self, *args: Any, train_loader: TokenLoader, **kwargs: Any) -> None:
+        if not isinstance(train_loader, TokenLoader):
+            raise UsageError(
+                f"train_loader is a {type(train_loader).__name__}, expected a TokenLoader, as "
+                "get_llama3_dataloader makes it"
+            )
+        super().__init__(*args, **kwargs)
+        self.train_loader = train_loader
+        check_trainer_arguments(self.args, train_loader)  # type: ignore[attr-defined]
+        # The loader finds its place itself.
+        self.args.ignore_data_skip = True  # type: ignore[attr-defined]
+        self.add_callback(LoaderStateCallback())  # type: ignore[attr-defined]
+
+    def get_train_dataloader(self) -> TokenLoader:
+        """What Trainer asks for, instead of a ``train_dataset``."""
+        return self.train_loader
+
+
+def check_trainer_arguments(args: Any, loader: TokenLoader) -> None:
+    """Raises UsageError unless batch x accumulation x ranks of TrainingArguments is a global batch."""
+    batch_size, accumulated = args.train_batch_size, args.gradient_accumulation_steps
+    world_size, global_batch_size = loader.process_rank.world_size, loader.order.global_batch_size
+    if batch_size != loader.step_batches.batch_size:
+        raise UsageError(
+            f"per_device_train_batch_size of TrainingArguments makes batches of {batch_size} samples, those "
+            f"of the loader have {loader.step_batches.batch_size}; pass the same number to both"
+        )
+    found = batch_size * accumulated * world_size
+    if found != global_batch_size:
+        raise UsageError(
+            f"an optimizer's step of Trainer is {batch_size} samples x {accumulated} accumulated x "
+            f"{world_size} ranks = {found}, the loader's global batch is {global_batch_size}; pass "
+            f"global_batch_size={found} to get_llama3_dataloader, or, to keep the global batch, other "
+            "numbers to TrainingArguments"
+        )
+
+
+class LoaderStateCallback(TrainerCallback, ExportableState):
+    """Puts the loader's state into trainer_state.json, and takes it from there before the first step.
+
+    LoaderMixin adds it. Trainer itself tells it which loader there is.
+    """
+
+    def __init__(self) -> None:
+        self._loader: TokenLoader | None = None
+
+    def state(self) -> dict[str, Any]:
+        """What Trainer writes with each checkpoint, under the name of this class."""
+        state = None if self._loader is None else self._loader.state_dict()
+        return {"args": {}, "attributes": {"saved": state}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:  # noqa: ARG002
+        """Give the loader the state of the checkpoint that Trainer resumes from."""
+        train_dataloader: TokenLoader = objects["train_dataloader"]
+        self._loader = train_dataloader
+        if not state.global_step:  # nothing is resumed
+            return
+        saved = state.stateful_callbacks.get(type(self).__name__, {})
+        saved = (saved[-1] if isinstance(saved, list) else saved).get("attributes", {}).get("saved")
+        if saved is not None:
+            train_dataloader.load_state_dict(saved)
+        elif not train_dataloader.has_loaded_state:
+            raise UsageError(
+                f"the checkpoint of step {state.global_step} has no state of the loader, so the run would "
+                "see its first samples again; call train_loader.load_state_dict(...) before train(), with "
+                f"the state that was saved, or train_loader.state_at({state.global_step}) where every "
+                "step of it was a global batch of this loader"
+            )

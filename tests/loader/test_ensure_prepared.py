@@ -1,0 +1,246 @@
+"""A training job prepares its own data set: once, on one rank, and the others end when that one does."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from loader import ensure_prepared
+from loader.prepared_data import _Claims, _place
+from shardprep.errors import NotFound, ReadWriteError, Refused, UsageError
+from shardprep.format.index import read_index
+from tests.checkout import ROOT
+from tests.waiting import HANG_S, wait_until
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+NO_LAUNCHER = {"SLURM_JOB_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"}
+
+RANK = """
+import sys
+from loader import ensure_prepared
+from shardprep.errors import ShardprepError
+raw, data, model, rank, heartbeat_s = sys.argv[1:]
+try:
+    print("ready", ensure_prepared(data, input_dir=raw, model_id=model, num_shards=5, num_proc=1,
+                                   heartbeat_s=float(heartbeat_s), rank=int(rank), world_size=8))
+except ShardprepError as error:
+    print(type(error).__name__, error)
+"""
+
+
+class Job:
+    """The ranks of one start of a training job."""
+
+    def __init__(self, raw: Path, data: Path, model: str, *, launch: str = "1") -> None:
+        self._words = [str(raw), str(data), model]
+        environ = {name: value for name, value in os.environ.items() if name not in NO_LAUNCHER}
+        self._environ = {**environ, "SLURM_JOB_ID": launch, "PYTHONPATH": str(ROOT)}
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def start(self, *ranks: int, heartbeat_s: float = 60) -> Job:
+        for rank in ranks:
+            command = [sys.executable, "-c", RANK, *self._words, str(rank), str(heartbeat_s)]
+            self.processes.append(
+                subprocess.Popen(
+                    command, env=self._environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+                )
+            )
+        return self
+
+    def ends(self) -> list[str]:
+        """What each rank printed, in the order of their starts."""
+        return [process.communicate(timeout=HANG_S)[0].strip() for process in self.processes]
+
+
+@pytest.fixture
+def start(prep: Prep, sample_dir: Path, tmp_path: Path) -> Iterator[Any]:
+    """Starts a job; whatever it leaves is killed."""
+    jobs: list[Job] = []
+
+    def started(*, input_dir: Path = sample_dir, launch: str = "1") -> Job:
+        jobs.append(Job(input_dir, tmp_path / "data", str(prep.model_dir), launch=launch))
+        return jobs[-1]
+
+    yield started
+    for process in (process for job in jobs for process in job.processes):
+        process.kill()
+        process.communicate()
+
+
+def claims(tmp_path: Path) -> list[dict[str, Any]]:
+    folder = tmp_path / ".data.preparing"
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def leave_claim(tmp_path: Path, number: int = 1, **given: Any) -> None:
+    folder = tmp_path / ".data.preparing"
+    folder.mkdir(exist_ok=True)
+    content = {"launch": "", "place": "", "num_beats": 0, "exit_code": None, "error": None, **given}
+    (folder / "new").write_text(json.dumps(content))
+    (folder / "new").rename(folder / f"{number:05d}.json")
+
+
+def num_shards(folder: Path) -> int:
+    return len(read_index(folder).columns)
+
+
+def test_one_rank_prepares_and_all_go_on_when_it_is_verified(start: Any, tmp_path: Path) -> None:
+    job = start().start(1, 2, 0)
+    assert job.ends() == [f"ready {tmp_path / 'data'}"] * 3
+    assert num_shards(tmp_path / "data") == 5
+    assert not (tmp_path / ".data.preparing").exists()
+
+
+def test_two_jobs_at_once_prepare_once(start: Any, data_dir: Path) -> None:
+    jobs = [start(launch="1").start(0), start(launch="2").start(0)]
+    num_made = 0
+    for process in (job.processes[0] for job in jobs):
+        out, err = process.communicate(timeout=HANG_S)
+        assert out.strip() == f"ready {data_dir}"
+        num_made += err.count("shards made by")
+    assert num_made == 1, "its line stands in one log"
+
+
+def test_the_others_end_with_the_error_of_rank_0(start: Any, tmp_path: Path) -> None:
+    job = start(input_dir=tmp_path / "nothing").start(0, 1)
+    ends = job.ends()
+    assert ends[0].startswith("NotFound shardprep plan ended with exit code 66")
+    assert str(tmp_path / "nothing") in ends[0]
+    assert ends[1].startswith(f"NotFound rank 0 could not prepare {tmp_path / 'data'}: shardprep plan ended")
+
+
+def test_when_rank_0_is_killed_the_others_end_and_the_next_start_goes_on(start: Any, data_dir: Path) -> None:
+    job = start().start(0, 1, heartbeat_s=2)
+    wait_until(lambda: claims(data_dir.parent), every_s=0.01)
+    job.processes[0].kill()
+    [_, end] = job.ends()
+    assert end.startswith("ReadWriteError the process that prepared")
+    assert not (data_dir / "index.json").exists()
+    assert start().start(0).ends() == [f"ready {data_dir}"]
+    assert num_shards(data_dir) == 5
+
+
+def test_a_frozen_rank_0_ends_the_others(start: Any, data_dir: Path) -> None:
+    job = start().start(0, 1, heartbeat_s=2)
+    wait_until(lambda: claims(data_dir.parent), every_s=0.01)
+    job.processes[0].send_signal(signal.SIGSTOP)
+    end = job.processes[1].communicate(timeout=HANG_S)[0]
+    assert end.startswith("ReadWriteError the process that prepared")
+
+
+Call = Callable[..., str]
+
+
+@pytest.fixture
+def prepared(prep: Prep, sample_dir: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
+    """Calls it in this process, which is of job 7; the plan is there."""
+    for name in NO_LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+
+    def call(rank: int, **given: Any) -> str:
+        options = {"num_shards": 5, "num_proc": 1, "heartbeat_s": 0.2, **given}
+        return ensure_prepared(
+            data_dir, input_dir=sample_dir, model_id=str(prep.model_dir), rank=rank, world_size=2, **options
+        )
+
+    return call
+
+
+def test_a_failure_of_an_earlier_job_is_not_ours(prepared: Call, data_dir: Path) -> None:
+    leave_claim(data_dir.parent, launch="SLURM_JOB_ID=6", exit_code=65, error="long ago")
+    with pytest.raises(ReadWriteError, match=r"not prepared after 1 s \(limit_s\)"):
+        prepared(1, limit_s=1)
+
+
+def test_a_failure_without_a_launcher_counts_when_nobody_takes_over(
+    prepared: Call, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID")
+    leave_claim(data_dir.parent, exit_code=66, error="no such model")
+    with pytest.raises(NotFound, match="no such model"):
+        prepared(1)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"launch": 1}', '{"num_beats": "x"}', "[" * 10**5])
+def test_a_claim_that_nobody_can_read_is_one_that_never_changes(content: str, tmp_path: Path) -> None:
+    (tmp_path / "00004.json").write_text(content)
+    (tmp_path / "else.json").write_text("{}")
+    assert _Claims(tmp_path, "").newest() == (4, None)
+
+
+def test_the_claim_of_a_dead_process_of_this_machine_is_taken_over_without_waiting(
+    prepared: Call, data_dir: Path
+) -> None:
+    ended = subprocess.Popen(["sleep", "300"])
+    place = _place(ended.pid)
+    assert place
+    ended.kill()
+    ended.wait()
+    leave_claim(data_dir.parent, launch="SLURM_JOB_ID=6", place=place)
+    assert prepared(0, heartbeat_s=10_000) == str(data_dir)
+
+
+def test_a_living_claim_is_waited_for(prepared: Call, data_dir: Path) -> None:
+    """By its changes alone: its owner is on another machine."""
+    is_over = threading.Event()
+
+    def beat() -> None:
+        num_beats = 0
+        while not is_over.wait(0.02):
+            num_beats += 1
+            leave_claim(data_dir.parent, launch="SLURM_JOB_ID=6", num_beats=num_beats)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with pytest.raises(ReadWriteError, match=r"not prepared after 3 s \(limit_s\)"):
+            prepared(0, limit_s=3, heartbeat_s=60)
+    finally:
+        is_over.set()
+        thread.join()
+    assert not (data_dir / "index.json").exists()
+
+
+def test_other_options_are_refused_and_a_preprocess_py_of_the_users_own_is_not_run(
+    prepared: Call, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(data_dir.parent)
+    (data_dir.parent / "preprocess.py").write_text("raise SystemExit('of the user')")
+    assert prepared(0) == prepared(1)
+    with pytest.raises(Refused, match="--append_eos was False, now True"):
+        prepared(0, append_eos=True)
+
+
+def test_impossible_settings_and_flags_are_named(prepared: Call, data_dir: Path) -> None:
+    with pytest.raises(UsageError, match="heartbeat_s is 0"):
+        prepared(0, heartbeat_s=0)
+    with pytest.raises(UsageError, match="unrecognized arguments: --colour=red"):
+        prepared(0, colour="red")
+
+
+def test_no_process_is_left_when_rank_0_is_killed(start: Any, data_dir: Path) -> None:
+    job = start().start(0)
+    pid = job.processes[0].pid
+    children: list[int] = []
+
+    def has_child() -> bool:
+        with contextlib.suppress(OSError):
+            children[:] = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        return bool(children)
+
+    wait_until(has_child, every_s=0.01)
+    job.processes[0].kill()
+    wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in children))

@@ -30,6 +30,7 @@ from preprocess.plan import Plan
 from preprocess.resources import BATCH_BYTES
 from preprocess.shard_writer import ShardWriter
 from preprocess.tokenizer_files import TOKENIZER_FILE
+from preprocess.worker import bad_words
 from shardprep.errors import CannotWrite
 from shardprep.format.names import TOKENIZER_DIR
 
@@ -50,6 +51,7 @@ class CostEstimate:
     core_hours: float
     longest_shard_s: float  # on one core
     num_useful_cores: int  # of a task: more of them would wait for its slowest serial stage
+    bad_note: str | None = None  # what is to be said of many documents of the sample that are left out
 
 
 def sample_texts(plan: Plan, *, num_bytes: int) -> list[str]:
@@ -154,6 +156,7 @@ def measure(plan: Plan, engine: Engine) -> CostEstimate:
     locked_s = read_s + _LOCKED_LAYOUT * layout_s
     scale = sum(shard_bytes) / max(1, num_bytes)
     return CostEstimate(
+        bad_note=_bad_note(plan, writer),
         num_tokens=round(writer.num_tokens * scale),
         output_bytes=round((manifest.tar.num_bytes + manifest.idx.num_bytes) * scale),
         core_hours=(cpu_s * scale + _STARTUP_S * plan.num_shards) / 3600,
@@ -175,6 +178,16 @@ def estimate_of(plan: Plan, folder: Path) -> CostEstimate:
 
 def _itself(prepared: Prepared) -> Prepared:
     return prepared
+
+
+def _bad_note(plan: Plan, writer: ShardWriter) -> str | None:
+    if writer.bad_fraction <= plan.max_bad_fraction:
+        return None
+    words = [text for reason, text in bad_words(plan.options).items() if reason in writer.bad_reasons]
+    return (
+        f"{writer.bad_fraction:.0%} of the documents in a sample {' or '.join(words)}; a shard with more "
+        f"than {plan.max_bad_fraction:.0%} fails"
+    )
 
 
 def _add_cpu(since_s: float, total_s: float) -> tuple[float, float]:

@@ -42,7 +42,13 @@ def read_documents(
     ReadWriteError where reading fails, BadInput where a file is not of its format, Refused where a file was
     written to while it was read and nobody hashes it.
     """
-    reading = Reading(doc=doc, encoding=encoding, batch_bytes=batch_bytes, fields=fields or TextFields())
+    reading = Reading(
+        doc=doc,
+        encoding=encoding,
+        batch_bytes=batch_bytes,
+        fields=fields or TextFields(),
+        keeps_space=changes.fix_text,
+    )
     items = _items(ranges, reading, digest)
     if not changes.is_nothing:
         items = (_changed(item, changes) for item in items)
@@ -100,8 +106,8 @@ def _changed_batch(batch: DocumentBatch, changes: TextChanges) -> DocumentBatch:
             bad.append(batch.left_out(number, text))
         elif text is None:
             filtered.append(int(batch.lines[number]))
-        else:
-            texts.append(text)
+        elif stripped := text.strip() if batch.keeps_space else text:
+            texts.append(stripped)
             kept.append(number)
     bad.sort(key=lambda one: one.line)
     return dataclasses.replace(batch.only(np.array(kept, np.int64)), texts=texts, bad=bad, filtered=filtered)

@@ -141,6 +141,7 @@ class Place:
     line: int  # of the first document, in the shard, from 0
     codec: str = "utf-8"  # without a byte order mark
     num_bytes: int  # of input that it accounts for, a byte order mark included
+    keeps_space: bool = False  # of lines, ASCII white space alone is stripped here
 
     def left_out(self, reason: str, detail: str) -> BadDocument:
         """What is said of a document here that is left out."""

@@ -69,6 +69,7 @@ class DocumentBatch:
     bad: list[BadDocument] = field(default_factory=list)
     ids: list[str] | None = None  # of --id_field, one per document
     sources: list[str] | None = None  # of --source_field, one per document; None: the file's
+    keeps_space: bool = False  # white space beyond ASCII is not yet stripped
     filtered: list[int] = field(default_factory=list)  # lines that the user's own limits leave out
 
     @property
@@ -118,6 +119,9 @@ class Reading:
     encoding: str  # of .txt
     batch_bytes: int  # of raw text in a batch, about
     fields: TextFields  # what of a record is the text
+    keeps_space: bool = (
+        False  # lines of .txt are not stripped here: a no-break space may be half of a character
+    )
 
 
 def reading_of(options: BytesOptions, batch_bytes: int) -> Reading:
@@ -127,6 +131,7 @@ def reading_of(options: BytesOptions, batch_bytes: int) -> Reading:
         encoding=options.encoding,
         batch_bytes=batch_bytes,
         fields=options.text_fields(),
+        keeps_space=options.fix_text,
     )
 
 

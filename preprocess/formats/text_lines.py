@@ -86,6 +86,7 @@ class TextLines:
                 line=line,
                 codec=codec,
                 num_bytes=end - begin + (num_mark_bytes if begin == start else 0),
+                keeps_space=reading.keeps_space,
             )
 
         if doc == "file":
@@ -143,6 +144,7 @@ class CompressedText:
             end=part.text_start,
             line=line,
             num_bytes=part.end - part.start,
+            keeps_space=reading.keeps_space,
         )
         for start, pieces in text_of_part(reader, self.compression, reading.batch_bytes, first_line_end):
             head, pieces = _with_head(pieces)
@@ -398,7 +400,9 @@ def _decode(block: bytes, starts: npt.NDArray[np.int64], place: Place, doc: Doc)
     else:
         if "\r" in text:
             text = text.replace("\r\n", "\n").replace("\r", "\n")
-        texts = [text.strip()] if doc == "file" else [item.strip() for item in text.split("\n")]
+        lines = [text] if doc == "file" else text.split("\n")
+        blanks = _blanks(place)
+        texts = [item.strip(blanks) for item in lines]
         del texts[len(starts) :]  # behind the last line end there is no line
     kept = np.fromiter(map(bool, texts), np.bool_, len(texts))
     return DocumentBatch(
@@ -410,7 +414,13 @@ def _decode(block: bytes, starts: npt.NDArray[np.int64], place: Place, doc: Doc)
         num_lines=len(starts),
         num_bytes=place.num_bytes,
         bad=bad,
+        keeps_space=place.keeps_space,
     )
+
+
+def _blanks(place: Place) -> str | None:
+    """What is stripped from documents that lie here; None: all white space."""
+    return " \t\n\r\v\f" if place.keeps_space else None
 
 
 def _decode_each(
@@ -421,7 +431,7 @@ def _decode_each(
     for number, (start, end) in enumerate(zip(starts.tolist(), ends, strict=True)):
         raw = block[start:end]
         try:
-            yield raw.decode(place.codec).replace("\r\n", "\n").replace("\r", "\n").strip()
+            yield raw.decode(place.codec).replace("\r\n", "\n").replace("\r", "\n").strip(_blanks(place))
         except UnicodeDecodeError as error:
             error.start += place.start + start
             one = dataclasses.replace(

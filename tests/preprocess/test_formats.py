@@ -373,7 +373,9 @@ def test_ids_are_kept_with_their_place_and_sources_are_counted(prep: Prep, tmp_p
     assert [row[2] for row in web] == [f"d{number}" for number in range(20)]
     raw_bytes = (raw / "web" / "a.jsonl").read_bytes()
     assert all(raw_bytes[offset:].startswith(f'{{"id": "{name}"'.encode()) for _, offset, name in web)
-    assert prep.command("verify", tmp_path / "data").code == 0
+    verified = prep.command("verify", tmp_path / "data")
+    assert verified.code == 0
+    assert "  web: 20 documents, " in verified.text
     sources = read_index(tmp_path / "data").sources
     assert {name: counts.num_documents for name, counts in sources.items()} == {"web": 20, "code": 20, ".": 1}
     assert {name: counts.num_quarantined for name, counts in sources.items()} == {"web": 1, "code": 1, ".": 0}
@@ -524,3 +526,30 @@ def test_a_worker_says_which_field_too_many_documents_lack(prep: Prep, tmp_path:
     )
     with pytest.raises(BadInput, match=r"have no field for 'text', .* Is it another --text_field\?"):
         worker.run_shard(0, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--packing", "--record packed --seq_len 8192"),
+        ("--dataset=nvidia/OpenCodeGeneticInstruct", "hf download NAME --repo-type dataset --local-dir RAW"),
+        ("--max_length", "the loader cuts"),
+    ],
+)
+def test_flags_of_other_tools_are_told_where_their_meaning_is_here(
+    prep: Prep, tmp_path: Path, flag: str, said: str
+) -> None:
+    ended = prep.command("plan", "--input_dir", tmp_path, flag)
+    assert ended.code == 2
+    assert said in ended.text
+
+
+def test_planning_warns_of_a_sample_without_the_field(prep: Prep, tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    (raw / "a.jsonl").write_text('{"body": "a"}\n' * 5)
+    ended = prep.command(
+        "plan", "--input_dir", raw, "--output_dir", tmp_path / "data", "--model_id", prep.model_dir
+    )
+    assert ended.code == 0, ended.text
+    assert "warning: 100% of the documents in a sample have no field for 'text'" in ended.text

@@ -16,8 +16,6 @@ from tests.faults.small_data_sets import SmallDataSet, Stage
 Verdict = tuple[Kind, str]
 # Commands that leave no files, or none a second time.
 READERS = frozenset({"load", "load tars", "load staged", "status", "peek", "doctor", "train_tokenizer"})
-    {"load", "load tars", "load staged", "status", "peek", "doctor"}
-)  # commands that leave no files
 
 
 @dataclass(frozen=True)

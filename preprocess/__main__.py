@@ -48,6 +48,7 @@ def make_shard(args: argparse.Namespace) -> int:
     given = given_of(args, PrepConfig)
     given.setdefault("output_dir", PrepConfig().output_dir)
     folder = given["output_dir"]
+    num_cpus = bind_to_task_cpus(offset=args.shard_id)  # planning, too, may load what starts threads
     plan = plan_of_task(given)
     if note := array_note(os.environ, plan.num_shards, folder):
         say(f"note: {note}")
@@ -56,13 +57,12 @@ def make_shard(args: argparse.Namespace) -> int:
     if done_manifest(plan, folder, shard_id):
         say(f"shard {shard_id:05d} is done already")
         return 0
-    num_cpus = bind_to_task_cpus(offset=shard_id)
     settings = worker_settings(args)
     if settings.memory_gb is not None and (note := memory_note(settings.memory_gb)):
         say(f"note: {note}")
     say(part_line(plan, shard_id, settings.input_dir))
     say(means_line(settings, num_cpus))
-    worker = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=say)
+    worker = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=say, shard_id=shard_id)
     say(engine_line(worker))
     if line := layout_line(folder):
         say(line)

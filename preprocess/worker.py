@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import preprocess
 from preprocess.documents import read_documents
-from preprocess.engines import Engine, TokenBatch, load_engine
+from preprocess.engines import FEW_BYTES, Engine, TokenBatch, load_engine
 from preprocess.inputs import BadDocument
 from preprocess.long_documents import LongDocument
 from preprocess.members import members_of
@@ -63,6 +63,7 @@ class Worker:
     settings: WorkerSettings
     engine: Engine
     num_cpus: int
+    is_little: bool = False  # what it was loaded for is less than FEW_BYTES of text
 
     def run_shard(self, shard_id: int, progress: Callable[[Work], None]) -> Manifest:
         """Make shard ``shard_id``; ``progress`` is told the work of each batch.
@@ -162,9 +163,19 @@ class Worker:
 
 
 def load_worker(
-    plan: Plan, folder: Path, settings: WorkerSettings, *, num_cpus: int, warn: Callable[[str], None]
+    plan: Plan,
+    folder: Path,
+    settings: WorkerSettings,
+    *,
+    num_cpus: int,
+    warn: Callable[[str], None],
+    shard_id: int | None = None,
 ) -> Worker:
-    """Load the plan's tokenizer from its folder. Raises OtherTokenizer where its files or its ids changed."""
+    """Load the plan's tokenizer from its folder, for one shard, or for any of them.
+
+    Raises OtherTokenizer where its files or its ids changed.
+    """
+    num_bytes = sum(plan.shard_bytes()) if shard_id is None else plan.shard_bytes()[shard_id]
     check_tokenizer_files(folder, plan.tokenizer_files)
     engine = load_engine(
         folder / TOKENIZER_DIR / TOKENIZER_FILE,
@@ -173,9 +184,17 @@ def load_worker(
         probe=plan.probe,
         probe_sha256=plan.probe_sha256,
         fast_is_equal=plan.fast_engine_is_equal,
+        num_bytes=num_bytes,
         warn=warn,
     )
-    return Worker(plan=plan, folder=folder, settings=settings, engine=engine, num_cpus=num_cpus)
+    return Worker(
+        plan=plan,
+        folder=folder,
+        settings=settings,
+        engine=engine,
+        num_cpus=num_cpus,
+        is_little=num_bytes < FEW_BYTES,
+    )
 
 
 def done_manifest(plan: Plan, folder: Path, shard_id: int) -> Manifest | None:

@@ -130,7 +130,10 @@ def _unforeseen(error: OSError) -> str:
     """The words of an error of the system that no stage has words for; it shows where to look for it."""
     frames = traceback.extract_tb(error.__traceback__)
     standard = (os.path.dirname(os.__file__), "<frozen")  # noqa: PTH120
-    frame = [each for each in frames if not each.filename.startswith(standard)][-1]
+    others = [
+        each for each in frames if "-packages" in each.filename or not each.filename.startswith(standard)
+    ]
+    frame = (others or frames)[-1]
     path = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
     return (
         f"{path}{error.strerror or error}, {UNFORESEEN} at {Path(frame.filename).name}:{frame.lineno}; "
@@ -164,8 +167,9 @@ def add_flags_of(
     """Add a flag for each field of a dataclass, but for some; a field's metadata has its ``help``.
 
     The flag's type is the field's: bool (``--x``, ``--no-x``), one of a Literal's choices, int, float, Path
-    or str, each also with ``| None``; ``bool | int`` is a flag with or without a number. A flag that is not
-    given is absent from the namespace, so that what a user gave can be told from a default.
+    or str, each also with ``| None``; ``bool | int`` is a flag with or without a number, ``int | str`` a
+    number or a word. A flag that is not given is absent from the namespace, so that what a user gave can be
+    told from a default.
     """
     hints = typing.get_type_hints(options)
     for item in dataclasses.fields(options):
@@ -205,12 +209,21 @@ def _function(given: Callable[..., Any] | str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
 
 
+def _int_or_word(text: str) -> int | str:
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
 def _type_settings(hint: Any) -> dict[str, Any]:
     """What argparse is told of a field's type."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] if is_union else [hint]
     if set(kinds) == {bool, int}:
         return {"type": int, "nargs": "?", "const": True}
+    if set(kinds) == {int, str}:
+        return {"type": _int_or_word}
     (kind,) = kinds
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}

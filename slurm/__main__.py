@@ -43,11 +43,37 @@ def given_request(args: argparse.Namespace) -> dict[str, Any]:
     return {**given, **given_of(args, JobRequest)}
 
 
+def chosen_request(args: argparse.Namespace) -> tuple[JobRequest, dict[str, str]]:
+    """The whole request of a submit, and where each value came from that is no default."""
+    from slurm.site_defaults import find_defaults, save_profile
+    from slurm.slurm_commands import REQUEST_VARIABLES
+
+    given, flags = given_request(args), given_of(args, JobRequest)
+    defaults = find_defaults(args.output_dir, args.profile, os.environ)
+    values, sources = {**defaults.values, **given}, dict(defaults.sources)
+    sources |= {name: "flag" if name in flags else REQUEST_VARIABLES[name] for name in given}
+    if args.auto:
+        from slurm.submitting import advised
+
+        advice, source = advised(args.output_dir, JobRequest(**values), args.shards_per_task, say)
+        is_given = {"mem_gb"} if "mem_per_cpu_gb" in values else set[str]()
+        advice = {name: value for name, value in advice.items() if name not in given.keys() | is_given}
+        values, sources = {**values, **advice}, {**sources, **dict.fromkeys(advice, source)}
+    request = JobRequest(**values)
+    if args.save_profile and not args.dry_run:
+        path = save_profile(args.save_profile, values, os.environ)
+        say(f"saved as profile {args.save_profile} in {path}")
+    return request, sources
+
+
 def submit(args: argparse.Namespace) -> int:
     """``submit O``: the missing shards as a job array, and a verify job after it."""
     from slurm.submitting import prepare_submit
 
-    request = JobRequest(**given_request(args))
+    request, sources = chosen_request(args)
+    if args.dry_run:
+        for name, source in sources.items():
+            say(f"{name} is {getattr(request, name)!r} ({source})")
 
     def prepared() -> tuple[DatasetState, Sending | None]:
         return prepare_submit(
@@ -56,6 +82,7 @@ def submit(args: argparse.Namespace) -> int:
             args.shards_per_task,
             say,
             shard_ids=_wanted(args),
+            sources=sources,
             dry_run=args.dry_run,
         )
 
@@ -234,6 +261,19 @@ def _real_path(text: str) -> Path:
 
 
 def _submit_flags(parser: argparse.ArgumentParser) -> None:
+    _sending_flags(parser)
+    parser.add_argument("--profile", help="a profile of shardprep.toml: in O, in ~/.config, or in /etc")
+    parser.add_argument(
+        "--save_profile", help="keep what is asked for in ~/.config/shardprep.toml, by this name"
+    )
+    parser.add_argument(
+        "--auto",
+        action="store_true",
+        help="choose CPUs, memory and time: by the shards that are made, or a sample of the input",
+    )
+
+
+def _sending_flags(parser: argparse.ArgumentParser) -> None:
     _folder_flag(parser)
     add_flags_of(parser, JobRequest, show_defaults=False)
     parser.add_argument(
@@ -245,7 +285,7 @@ def _submit_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _retry_flags(parser: argparse.ArgumentParser) -> None:
-    _submit_flags(parser)
+    _sending_flags(parser)
     parser.add_argument(
         "--max_attempts",
         type=int,
@@ -263,7 +303,7 @@ def _status_flags(parser: argparse.ArgumentParser) -> None:
 PROGRAM = Program(
     name="python -m slurm",
     description="Make a planned data set's shards with a Slurm job array.",
-    dashed_values=("--sbatch_args", "--worker_args"),
+    dashed_values=("--sbatch_args", "--worker_args", "--srun_args"),
     commands={
         "submit": Command(
             summary="submit the missing shards, and a verify job after them",

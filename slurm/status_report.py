@@ -6,7 +6,6 @@ shards that are done. One read per manifest, eight at a time: 10,000 manifests t
 
 from __future__ import annotations
 
-import math
 import shlex
 import statistics
 import time
@@ -21,6 +20,7 @@ from shardprep.format.shard_making import ShardMaking, read_making
 from shardprep.regular_files import NOT_THERE, size_of_file
 from slurm.dataset_state import DatasetState, ShardState, is_live
 from slurm.failure_causes import NODE_FAIL
+from slurm.resource_use import asked_for, core_hours, resource_use
 
 # The beginning of Slurm's reason -> what it means for who waits.
 _REASONS = {
@@ -47,6 +47,7 @@ _REASONS = {
     "QOS": "a limit of the QOS is reached",
     "MaxMem": "a limit of memory is reached",
 }
+STATUS_VERSION = 1  # of --json: it grows where a field goes or changes its meaning, not where one is added
 _NUM_THREADS = 8  # opening a file on Lustre is a wait for its server
 _MOST_FAILURES = 8  # shown with their last lines, in the text
 
@@ -77,6 +78,8 @@ def report(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
     """Everything that ``status`` says, as plain data."""
     failed = [shard for shard in state.shards if shard.state == "failed"]
     return {
+        "format": "shardprep-status",
+        "version": STATUS_VERSION,
         "folder": str(state.folder),
         "num_shards": state.plan.num_shards,
         **{
@@ -101,7 +104,9 @@ def report(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
             {"shard": each.shard_id, "node": each.node, "wall_s": each.wall_s} for each in slow_shards(made)
         ],
         "slow_nodes": [{"node": node, "speed": round(share, 2)} for node, share in slow_nodes(made)],
-        "efficiency": efficiency(state, made),
+        "efficiency": resource_use(state, made),
+        "core_hours": core_hours(state, made),
+        "asked_for": asked_for(state),
     }
 
 
@@ -122,39 +127,6 @@ def _speed(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
         **numbers,
         "tokens_per_s": round(sum(each.num_tokens for each in recent) / took_s),
         "left_s": round(queued_bytes / bytes_per_s) if queued_bytes and bytes_per_s else None,
-    }
-
-
-def efficiency(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
-    """What the newest submission used of what it asked for, and what to ask for next time.
-
-    Memory is the largest that the accounts saw of a task; without them, or where their samples (30 s
-    apart by default) missed it, the largest process's by its manifest, times the processes of a task.
-    """
-    if not state.submissions or not made:
-        return {}
-    array = state.submissions[-1].arrays[0]
-    timed = [each for each in made if each.wall_s > 0]
-    cpu = sum(each.cpu_s for each in timed) / max(sum(each.wall_s * each.num_cpus for each in timed), 1e-3)
-    seen = [attempt.max_rss_bytes for attempts in state.task_attempts.values() for attempt in attempts]
-    num_processes = min(array.request.cpus_per_task, max(len(ids) for ids in array.shards_of_tasks()))
-    own = max(each.max_rss_bytes for each in made)
-    rss = max(seen, default=0)
-    rss = rss if rss >= own else own * num_processes
-    longest_s = max(each.wall_s for each in made)
-    cpus = array.request.cpus_per_task
-    next_cpus = max(1, math.ceil(cpus * cpu * 1.2)) if cpu < 0.5 else cpus
-    return {
-        "cpu": round(cpu, 2),
-        "max_rss_mb": math.ceil(rss / 2**20),
-        "mem_mb": array.mem_mb,
-        "longest_shard_s": round(longest_s, 1),
-        "time_min": array.time_min,
-        "next_time": {
-            "cpus_per_task": next_cpus,
-            "mem_gb": math.ceil(rss * 1.25 / 2**28) / 4,
-            "time_min": math.ceil(longest_s * 2 / 60) + 5,
-        },
     }
 
 
@@ -261,7 +233,8 @@ def report_text(data: dict[str, Any]) -> str:
     if data["other_plan"]:
         lines.append(f"  of another plan: {data['other_plan']}; python -m preprocess verify says what to do")
     lines += _slow_lines(data)
-    lines += _efficiency_lines(data["efficiency"])
+    lines += _efficiency_lines(data)
+    lines += _asked_lines(data["asked_for"])
     for failure in data["failures"][:_MOST_FAILURES]:
         node = f" on {failure['node']}" if failure["node"] else ""
         tries = f", try {failure['num_attempts']}" if failure["num_attempts"] > 1 else ""
@@ -293,15 +266,26 @@ def _slow_lines(data: dict[str, Any]) -> list[str]:
     return lines + ([f"  slow nodes: {', '.join(nodes)}"] if nodes else [])
 
 
-def _efficiency_lines(used: dict[str, Any]) -> list[str]:
+def _asked_lines(asked: dict[str, dict[str, Any]]) -> list[str]:
+    words = [f"{name} {item['value']} ({item['source']})" for name, item in asked.items()]
+    return [f"  asked for: {', '.join(words)}"] if words else []
+
+
+def _efficiency_lines(data: dict[str, Any]) -> list[str]:
+    used, hours = data["efficiency"], data["core_hours"]
     if not used:
         return []
     of = f" of {used['mem_mb']}" if used["mem_mb"] else ""
     limit = f" of {used['time_min']} min" if used["time_min"] else ""
     asked = " ".join(f"--{name} {value:g}" for name, value in used["next_time"].items())
     shares = f"{used['cpu']:.0%} of the CPUs, {used['max_rss_mb']}{of} MB of memory"
-    longest = f"{used['longest_shard_s']:.0f} s{limit} for the longest shard"
-    return [f"  used: {shares}, {longest}", f"  next time ask for: {asked}"]
+    longest = f"{used['longest_task_s']:.0f} s{limit} for the longest task"
+    wasted = "" if hours["failed"] is None else f", {hours['failed']:.3g} of them by attempts that failed"
+    return [
+        f"  used: {shares}, {longest}",
+        f"  core-hours: {hours['used']:.3g}{wasted}",
+        f"  next time ask for: {asked} (submit --auto does)",
+    ]
 
 
 def _next_line(data: dict[str, Any]) -> str:

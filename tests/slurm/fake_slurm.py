@@ -118,6 +118,7 @@ def install_fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeS
     (place / "config").write_text("ClusterName = test\nMaxArraySize            = 1001\n")
     (place / "job").write_text(JOB)
     monkeypatch.setenv("PATH", f"{place / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
     for name in [each for each in os.environ if each.startswith(("SLURM", "SBATCH", "SHARDPREP"))]:
         monkeypatch.delenv(name)
     return FakeSlurm(place=place)
@@ -134,7 +135,7 @@ def submission(**changes: Any) -> Submission:
     array |= {"request": JobRequest(), "mem_mb": 100, "time_min": None}
     fields: dict[str, Any] = {"number": 0, "plan_id": "0123456789abcdef", "cluster": "test", "user": "root"}
     fields |= {"submitted": 1.5, "verify_job_id": "2", "verify_name": f"{NAME}-verify"}
-    fields["verify_submit_time"] = WHEN
+    fields |= {"verify_submit_time": WHEN, "sources": {}}
     return Submission(**{**fields, "arrays": [JobArray(**array)], **changes})
 
 

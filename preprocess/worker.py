@@ -1,8 +1,8 @@
 """Makes one shard: read_documents -> encode -> members -> tar and idx -> manifest.
 
-Three threads, each with a stage of its own: one reads and decodes the next batch, this one encodes, one lays
-out and writes the batch before. Encoding takes most of the time, and the two others run in its shadow where a
-task has more than one core.
+Each stage has threads of its own: one reads and decodes the next batch, this one encodes, with as many of the
+engine's as there are cores, some lay out the batches before, and one writes them in their order. All but the
+encoding is Python and numpy, which share the interpreter's lock for a part of the time: see docs/speed.md.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ from preprocess.long_documents import LongDocument
 from preprocess.members import members_of
 from preprocess.options import WorkerSettings
 from preprocess.plan import Plan, check_hash
+from preprocess.resources import most_batches_within
 from preprocess.shard_writer import ShardWriter
 from preprocess.tokenizer_files import TOKENIZER_FILE, check_tokenizer_files
 from shardprep.atomic_files import remove_temporaries
 from shardprep.errors import BadInput, BrokenShard, CannotWrite, MissingShard, ReadWriteError
 from shardprep.format.manifest import Manifest, check_shard
 from shardprep.format.names import QUARANTINE_DIR, TOKENIZER_DIR, quarantine_path, shard_name
+
+_MOST_LAYOUTS = 4  # threads; more would wait for the interpreter's lock
 
 Item = TypeVar("Item")
 Arguments = ParamSpec("Arguments")
@@ -93,16 +96,20 @@ class Worker:
         batch_size = self.settings.writer_batch_size
         members = members_of(self.folder, plan.spec, shard_id, options, batch_size=batch_size)
         input_paths = [item.path for item in plan.inputs]
+        num_layouts = self._num_layouts()
         with (
+            ThreadPoolExecutor(max(1, num_layouts)) as layouts,
             ShardWriter(self.folder, plan.spec, shard_id, members, input_paths=input_paths) as writer,
-            WriteBehind(num_behind=2) as behind,
+            WriteBehind(num_behind=1 + max(1, num_layouts)) as behind,
         ):
             counted = (0, 0)
             for item in read_ahead(documents, num_ahead=1):
                 if isinstance(item, LongDocument):
                     behind.put(self._append_long, writer, item)
                 else:
-                    behind.put(writer.append, item, self._encode(item.texts))
+                    tokens = self._encode(item.texts)
+                    laid_out = layouts.submit(members.prepare, item, tokens).result if num_layouts else None
+                    behind.put(writer.append, item, tokens, laid_out)
                 before, counted = counted, (writer.num_documents, writer.num_tokens)
                 progress(Work(item.num_bytes, counted[0] - before[0], counted[1] - before[1]))
             behind.drain()
@@ -110,6 +117,12 @@ class Worker:
                 check_hash(plan, shard_id, digest)
             self._check_bad_fraction(writer, shard_id)
             return writer.commit(self._run_facts(began, cpu_began))
+
+    def _num_layouts(self) -> int:
+        """Threads that lay batches out before the one that writes; on one core they would only take turns."""
+        if self.num_cpus < 2:
+            return 0
+        return min(_MOST_LAYOUTS, self.num_cpus // 2, most_batches_within(self.settings.memory_gb))
 
     def _encode(self, texts: list[str]) -> TokenBatch:
         return self.engine.encode_documents(

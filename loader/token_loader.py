@@ -22,6 +22,7 @@ from loader.collate_workers import CollateWorkers, can_be_sent
 from loader.dataset import Chunk, ChunkDataset, whole_number
 from loader.process_rank import ProcessRank, check_process_rank
 from loader.shards.shard_set import SizeCheck
+from loader.skipped_steps import SkippedSteps
 from loader.state import Position, RunProgress, position_of, state_of
 from shardprep.errors import UsageError
 
@@ -218,7 +219,7 @@ class TokenLoader(DataLoader[Any]):
 
         Save it with the optimizer's step: the batch that the loop holds counts as delivered.
         """
-        return state_of(self._progress.delivered, self.fingerprint, self._layout)
+        return state_of(self._progress.delivered, self.fingerprint, self._layout, self._progress.skipped)
 
     def state_at(self, step: int) -> dict[str, Any]:
         """The state after ``step`` global batches, counted through all epochs from 0. Changes nothing.
@@ -229,8 +230,10 @@ class TokenLoader(DataLoader[Any]):
         if step < 0:
             raise UsageError(f"step is {step}, expected the number of global batches trained, 0 or more")
         self._progress.check_unbroken()
-        epoch, in_epoch = divmod(step, self.order.steps_per_epoch)
-        return state_of(Position(epoch=epoch, step=in_epoch), self.fingerprint, self._layout)
+        at = self._progress.skipped.order_step(step)
+        epoch, in_epoch = divmod(at, self.order.steps_per_epoch)
+        skipped = self._progress.skipped.up_to(at)
+        return state_of(Position(epoch=epoch, step=in_epoch), self.fingerprint, self._layout, skipped)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next ``iter()`` go on behind what ``state`` says was delivered. Reads nothing.
@@ -242,7 +245,19 @@ class TokenLoader(DataLoader[Any]):
             raise UsageError(f"the state has {position.num_micro} batches of a step of {self._micro_batches}")
         self._newest += 1
         self._end_unless_persistent()
-        self._progress.load(position)
+        self._progress.load(position, SkippedSteps.of_text(state.get("skipped", "")))
+
+    def skip(self, steps: int) -> None:
+        """Leave out the next global batches, as after a spike of the loss; the next ``iter()`` begins behind.
+
+        They are counted from what was delivered, a loaded state included, and go on in the next epoch where
+        one ends. The state has them: ``state_at`` goes on counting the steps that are trained, and a job
+        resumes on any number of ranks. All ranks must skip alike. Raises UsageError inside of a step.
+        """
+        whole_number("steps", steps, least=1)
+        self._progress.skip(steps, self._steps_per_epoch)
+        self._newest += 1
+        self._end_unless_persistent()
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next ``iter()`` this epoch; all ranks must.

@@ -14,17 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import orjson
-
 import lustre
 from preprocess.cost_estimate import CostEstimate, measure, sample_texts, scratch_folder
 from preprocess.engines import (
+    FEW_BYTES,
     Engine,
-    can_be_cut,
     equal_fast_engine,
     ids_sha256,
-    probe_texts,
-    tokenizers_engine,
 )
 from preprocess.inputs import InputFile, first_line_starts, list_inputs, stamp_inputs
 from preprocess.options import PrepConfig
@@ -38,18 +34,15 @@ from preprocess.plan import (
     read_plan,
     with_hashes,
 )
+from preprocess.resolved_tokenizer import ResolvedTokenizer, resolve_tokenizer
 from preprocess.tokenizer_files import (
-    MAX_TOKENIZER_BYTES,
     TOKENIZER_FILE,
     publish_tokenizer,
-    resolve_tokenizer,
     stamp_tokenizer,
 )
 from shardprep.atomic_files import STALE_AFTER_S, remove_temporaries
 from shardprep.errors import CannotWrite, Refused, UsageError
-from shardprep.format.dataset_spec import TokenizerSpec
 from shardprep.format.names import INDEX_NAME, MAX_SHARDS, OSTS_NAME, PLAN_NAME, TOKENIZER_DIR
-from shardprep.regular_files import read_regular
 
 _Stretch = tuple[int, int, int]  # (input, first byte, end): where a boundary is looked for
 _NUM_THREADS = 16  # a read is a round trip on a network file system
@@ -92,7 +85,9 @@ def make_plan(
     inputs = stamp_inputs(config.input_dir, paths)
     boundaries = _boundaries(config, inputs, sharding)
     with scratch_folder() as files:
-        tokenizer = resolve_tokenizer(config.model_id, files)
+        say(f"resolving the tokenizer of {config.model_id}")
+        resolved = resolve_tokenizer(config.model_id, files, allow_special_tokens=config.allow_special_tokens)
+        tokenizer = resolved.spec
         if config.append_eos and tokenizer.eos_token_id is None:
             raise UsageError(
                 f"the tokenizer of {config.model_id} names no eos_token, so documents cannot end with one; "
@@ -103,7 +98,7 @@ def make_plan(
                 f"warning: PAD is EOS ({tokenizer.eos_token_id}) in this tokenizer: loaders that mask labels "
                 "by PAD lose those of EOS; this project's loader masks by length and keeps them"
             )
-        plan, engine = _plan_of(config, inputs, boundaries, tokenizer, files / TOKENIZER_FILE, say)
+        plan, engine = _plan_of(config, inputs, boundaries, resolved, say)
         if config.hash_inputs:
             plan = with_hashes(plan)
         estimate = measure(plan, engine)
@@ -192,35 +187,34 @@ def _plan_of(
     config: PrepConfig,
     inputs: list[InputFile],
     boundaries: list[Boundary],
-    tokenizer: TokenizerSpec,
-    tokenizer_json: Path,
+    resolved: ResolvedTokenizer,
     say: Callable[[str], None],
 ) -> tuple[Plan, Engine]:
     """The plan, with the engines' self-check, and the engine that workers will use."""
     allow = config.allow_special_tokens
-    reference = tokenizers_engine(tokenizer_json, allow_special_tokens=allow)
-    probe = probe_texts(tokenizer_json)
-    probe_sha256 = ids_sha256([reference.encode(probe)])
+    tokenizer, proof = resolved.spec, resolved.proof
     options = config.bytes_options()
     plan = Plan(
-        plan_id=plan_id(options, tokenizer, probe_sha256, inputs, boundaries),
+        plan_id=plan_id(options, tokenizer, proof.probe_sha256, inputs, boundaries),
         input_dir=config.input_dir.resolve(),
         options=options,
         max_bad_fraction=config.max_bad_fraction,
         tokenizer=tokenizer,
-        tokenizer_files=stamp_tokenizer(tokenizer_json.parent),
-        probe=probe,
-        probe_sha256=probe_sha256,
+        tokenizer_files=stamp_tokenizer(resolved.folder),
+        probe=proof.probe,
+        probe_sha256=proof.probe_sha256,
         fast_engine_is_equal=False,
-        can_be_cut=can_be_cut(orjson.loads(read_regular(tokenizer_json, max_bytes=MAX_TOKENIZER_BYTES))),
+        can_be_cut=proof.can_be_cut,
         inputs=inputs,
         boundaries=boundaries,
     )
-    if config.engine == "tokenizers":
+    reference = resolved.reference(allow_special_tokens=allow)
+    is_little = config.engine == "auto" and sum(plan.shard_bytes()) < FEW_BYTES
+    if config.engine == "tokenizers" or is_little:
         return plan, reference
-    texts = [*probe, *sample_texts(plan, num_bytes=1 << 18)]
+    texts = [*proof.probe, *sample_texts(plan, num_bytes=1 << 18)]
     fast = equal_fast_engine(
-        tokenizer_json,
+        resolved.folder / TOKENIZER_FILE,
         allow_special_tokens=allow,
         texts=texts,
         expected_sha256=ids_sha256([reference.encode(texts)]),

@@ -34,6 +34,7 @@ COMMANDS = {
     "retry": "slurm",
     "cancel": "slurm",
     "stage": "loader",
+    "where": "loader",
     "lustre": "lustre",  # with commands of its own: show, apply, restore
 }
 

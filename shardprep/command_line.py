@@ -167,8 +167,9 @@ def add_flags_of(
     """Add a flag for each field of a dataclass, but for some; a field's metadata has its ``help``.
 
     The flag's type is the field's: bool (``--x``, ``--no-x``), one of a Literal's choices, int, float, Path
-    or str, each also with ``| None``; ``bool | int`` is a flag with or without a number. A flag that is not
-    given is absent from the namespace, so that what a user gave can be told from a default.
+    or str, each also with ``| None``; ``bool | int`` is a flag with or without a number, ``int | str`` a
+    number or a word. A flag that is not given is absent from the namespace, so that what a user gave can be
+    told from a default.
     """
     hints = typing.get_type_hints(options)
     for item in dataclasses.fields(options):
@@ -208,12 +209,21 @@ def _function(given: Callable[..., Any] | str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
 
 
+def _int_or_word(text: str) -> int | str:
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
 def _type_settings(hint: Any) -> dict[str, Any]:
     """What argparse is told of a field's type."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] if is_union else [hint]
     if set(kinds) == {bool, int}:
         return {"type": int, "nargs": "?", "const": True}
+    if set(kinds) == {int, str}:
+        return {"type": _int_or_word}
     (kind,) = kinds
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -43,11 +44,37 @@ def given_request(args: argparse.Namespace) -> dict[str, Any]:
     return {**given, **given_of(args, JobRequest)}
 
 
+def chosen_request(args: argparse.Namespace) -> tuple[JobRequest, dict[str, str]]:
+    """The whole request of a submit, and where each value came from that is no default."""
+    from slurm.site_defaults import find_defaults, save_profile
+    from slurm.slurm_commands import REQUEST_VARIABLES
+
+    given, flags = given_request(args), given_of(args, JobRequest)
+    defaults = find_defaults(args.output_dir, args.profile, os.environ)
+    values, sources = {**defaults.values, **given}, dict(defaults.sources)
+    sources |= {name: "flag" if name in flags else REQUEST_VARIABLES[name] for name in given}
+    if args.auto:
+        from slurm.submitting import advised
+
+        advice, source = advised(args.output_dir, JobRequest(**values), args.shards_per_task, say)
+        is_given = {"mem_gb"} if "mem_per_cpu_gb" in values else set[str]()
+        advice = {name: value for name, value in advice.items() if name not in given.keys() | is_given}
+        values, sources = {**values, **advice}, {**sources, **dict.fromkeys(advice, source)}
+    request = JobRequest(**values)
+    if args.save_profile and not args.dry_run:
+        path = save_profile(args.save_profile, values, os.environ)
+        say(f"saved as profile {args.save_profile} in {path}")
+    return request, sources
+
+
 def submit(args: argparse.Namespace) -> int:
     """``submit O``: the missing shards as a job array, and a verify job after it."""
     from slurm.submitting import prepare_submit
 
-    request = JobRequest(**given_request(args))
+    request, sources = chosen_request(args)
+    if args.dry_run:
+        for name, source in sources.items():
+            say(f"{name} is {getattr(request, name)!r} ({source})")
 
     def prepared() -> tuple[DatasetState, Sending | None]:
         return prepare_submit(
@@ -56,6 +83,7 @@ def submit(args: argparse.Namespace) -> int:
             args.shards_per_task,
             say,
             shard_ids=_wanted(args),
+            sources=sources,
             dry_run=args.dry_run,
         )
 
@@ -169,7 +197,7 @@ def _wait(args: argparse.Namespace) -> int:
             if not state.live_job_ids():
                 break
             time.sleep(_POLL_S)
-    _print_status(state)
+    _print_report(_report(state))
     whole = (
         len(state.ids("done")) == plan.num_shards
         and not state.wrong
@@ -182,23 +210,47 @@ def status(args: argparse.Namespace) -> int:
     """``status O``: where every shard is, and why what failed did."""
     from preprocess.plan import need_plan
     from slurm.dataset_state import find_state
+    from slurm.prometheus import write_metrics
 
     plan = need_plan(args.output_dir)
+    shown: list[str] = []
     while True:
         state = find_state(args.output_dir, plan, if_away=lambda _: None)
+        data = _report(state)
+        if args.metrics:
+            write_metrics(args.metrics, data)
         if args.watch and not args.json and sys.stdout.isatty():
-            sys.stdout.write("\033[H\033[2J")
-        _print_status(state, as_json=args.json)
+            shown = _redraw(data, shown)
+        else:
+            _print_report(data, as_json=args.json)
         goes_on = state.live_job_ids() or (state.shown.away and state.ids("not visible"))
         if not args.watch or not goes_on or not output_is_read():
             return 0
         time.sleep(_POLL_S)
 
 
-def _print_status(state: DatasetState, *, as_json: bool = False) -> None:
-    from slurm.status_report import read_makings, report, report_text
+def _redraw(data: dict[str, Any], shown: list[str]) -> list[str]:
+    """Show the screen; returns its lines. A window of another size is drawn anew."""
+    from slurm.watch_screen import changes, screen_lines
 
-    data = report(state, read_makings(state.folder, state.ids("done")))
+    width, height = shutil.get_terminal_size()
+    can_draw = "utf" in (sys.stdout.encoding or "").lower()
+    lines = screen_lines(data, width=max(width, 20), ascii_only=not can_draw)[: max(height - 1, 1)]
+    same_size = shown and len(shown[1]) == len(lines[1])
+    sys.stdout.write(changes(shown if same_size else [], lines))
+    sys.stdout.flush()
+    return lines
+
+
+def _report(state: DatasetState) -> dict[str, Any]:
+    from slurm.status_report import read_makings, report
+
+    return report(state, read_makings(state.folder, state.ids("done")))
+
+
+def _print_report(data: dict[str, Any], *, as_json: bool = False) -> None:
+    from slurm.status_text import report_text
+
     print(json.dumps(data) if as_json else report_text(data), flush=True)
 
 
@@ -234,6 +286,19 @@ def _real_path(text: str) -> Path:
 
 
 def _submit_flags(parser: argparse.ArgumentParser) -> None:
+    _sending_flags(parser)
+    parser.add_argument("--profile", help="a profile of shardprep.toml: in O, in ~/.config, or in /etc")
+    parser.add_argument(
+        "--save_profile", help="keep what is asked for in ~/.config/shardprep.toml, by this name"
+    )
+    parser.add_argument(
+        "--auto",
+        action="store_true",
+        help="choose CPUs, memory and time: by the shards that are made, or a sample of the input",
+    )
+
+
+def _sending_flags(parser: argparse.ArgumentParser) -> None:
     _folder_flag(parser)
     add_flags_of(parser, JobRequest, show_defaults=False)
     parser.add_argument(
@@ -245,7 +310,7 @@ def _submit_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _retry_flags(parser: argparse.ArgumentParser) -> None:
-    _submit_flags(parser)
+    _sending_flags(parser)
     parser.add_argument(
         "--max_attempts",
         type=int,
@@ -257,13 +322,14 @@ def _retry_flags(parser: argparse.ArgumentParser) -> None:
 def _status_flags(parser: argparse.ArgumentParser) -> None:
     _folder_flag(parser)
     parser.add_argument("--watch", action="store_true", help="repeat until nothing is queued")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="for programs: docs/status_json.md")
+    parser.add_argument("--metrics", type=Path, help="also write this file, in Prometheus' text format")
 
 
 PROGRAM = Program(
     name="python -m slurm",
     description="Make a planned data set's shards with a Slurm job array.",
-    dashed_values=("--sbatch_args", "--worker_args"),
+    dashed_values=("--sbatch_args", "--worker_args", "--srun_args"),
     commands={
         "submit": Command(
             summary="submit the missing shards, and a verify job after them",

@@ -240,8 +240,8 @@ def _fits_nodes_away(request: JobRequest, limits: PartitionLimits | None) -> boo
         states = []
         for line in text.splitlines():
             partition, state, mem, cpus = line.split("|")
-            is_large = int(mem.rstrip("+")) >= (request.mem_gb or 0) * 1024
-            if partition == limits.name and is_large and int(cpus.rstrip("+")) >= request.cpus_per_task:
+            is_large = int(mem.rstrip("+")) >= request.least_mem_gb * 1024
+            if partition == limits.name and is_large and int(cpus.rstrip("+")) >= (request.num_cpus or 1):
                 states.append(state)
         return states
 
@@ -251,9 +251,15 @@ def _fits_nodes_away(request: JobRequest, limits: PartitionLimits | None) -> boo
 
 def check_partition(request: JobRequest, limits: PartitionLimits) -> None:
     """Raises SlurmRefused where no node of the partition could ever run a task."""
+    mem_flag = "--mem_gb" if request.mem_per_cpu_gb is None else "--mem_per_cpu_gb of all CPUs"
     asked: Sequence[tuple[str, float | None, float | None, str]] = (
-        ("--cpus_per_task", request.cpus_per_task, limits.max_cpus or None, "CPUs"),
-        ("--mem_gb", request.mem_gb, limits.max_mem_mb / 1024 if limits.max_mem_mb else None, "GB"),
+        ("--cpus_per_task", request.num_cpus, limits.max_cpus or None, "CPUs"),
+        (
+            mem_flag,
+            request.least_mem_gb or None,
+            limits.max_mem_mb / 1024 if limits.max_mem_mb else None,
+            "GB",
+        ),
         ("--time_min", request.time_min, limits.max_time_min, "minutes"),
     )
     for flag, wanted, most, unit in asked:

@@ -78,6 +78,7 @@ class Submission:
     verify_job_id: str
     verify_name: str
     verify_submit_time: str
+    sources: dict[str, str]  # field of the request -> where its value came from; not the defaults
 
     @property
     def jobs(self) -> list[JobIdentity]:
@@ -148,6 +149,7 @@ def _submission_of(fields: Fields) -> Submission:
         verify_job_id=_job_id(fields, "verify_job_id"),
         verify_name=fields.text("verify_name"),
         verify_submit_time=fields.text("verify_submit_time"),
+        sources=fields.each("sources", Fields.text),
     )
     fields.end()
     if not submission.arrays:

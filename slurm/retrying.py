@@ -54,8 +54,9 @@ def prepare_retry(
         return left, None
     for request in groups:
         check_folder(state.folder, request, say)
+    sources = {**state.submissions[-1].sources, **dict.fromkeys(changes, "given to retry")}
     broken = [shard_id for ids in groups.values() for shard_id in ids if shard_id in state.wrong]
-    return left, prepare(state, list(groups.items()), shards_per_task, say, broken=broken)
+    return left, prepare(state, list(groups.items()), shards_per_task, say, sources=sources, broken=broken)
 
 
 def reason_to_leave(shard: ShardState, max_attempts: int, changes: dict[str, Any]) -> str | None:
@@ -86,8 +87,11 @@ def retry_request(
         last = shard.attempts[-1]
         request = last.array.request
         if last.cause == OUT_OF_MEMORY and last.array.mem_mb:
-            mem_mb = min(2 * last.array.mem_mb, max_mem_mb or 2 * last.array.mem_mb)
-            request = request.changed(mem_gb=round(mem_mb / 1024, 3))
+            mem_gb = min(2 * last.array.mem_mb, max_mem_mb or 2 * last.array.mem_mb) / 1024
+            if request.mem_per_cpu_gb is None:
+                request = request.changed(mem_gb=round(mem_gb, 3))
+            else:
+                request = request.changed(mem_per_cpu_gb=round(mem_gb / (request.num_cpus or 1), 3))
         if last.cause == TIMEOUT and last.array.time_min:
             request = request.changed(time_min=2 * last.array.time_min)
     if failing:

@@ -45,6 +45,7 @@ class Sending:
     arrays: list[ArrayToSend]
     verify: str  # script of the verify job
     cluster: str
+    sources: dict[str, str] = field(default_factory=dict)  # of the request's values
     broken: list[int] = field(default_factory=list)  # shards that count as done but are wrong: made anew
 
     @property
@@ -110,6 +111,7 @@ class Sending:
             verify_job_id=job_ids[-1],
             verify_name=shown.name,
             verify_submit_time=shown.submit_time,
+            sources=self.sources,
         )
 
 

@@ -8,16 +8,27 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from shardprep.errors import ShardprepError
 from shardprep.format.names import id_ranges
-from slurm.cluster_limits import ClusterLimits, check_folder, check_request, find_limits, tasks_of_shards
-from slurm.dataset_state import DatasetState, find_state
+from slurm.cluster_limits import (
+    ClusterLimits,
+    check_folder,
+    check_request,
+    find_limits,
+    find_partition_limits,
+    tasks_of_shards,
+)
+from slurm.dataset_state import DatasetState, done_shards, find_state
 from slurm.job_script import JobRequest, array_script, job_names, prep_script, settings_of, verify_script
+from slurm.resource_use import advice_of_makings, advice_of_plan, within
 from slurm.room_for_shards import room_lines
 from slurm.sending import ArrayToSend, Sending
 from slurm.slurm_commands import SlurmAway
+from slurm.status_report import read_makings
 
 Group = tuple[JobRequest, list[int]]  # shards that are asked for in the same way
 
@@ -29,6 +40,7 @@ def prepare_submit(
     say: Callable[[str], None],
     *,
     shard_ids: Container[int] | None = None,
+    sources: Mapping[str, str] | None = None,
     dry_run: bool = False,
 ) -> tuple[DatasetState, Sending | None]:
     """Check everything and choose the missing shards that are not queued; None where there are none.
@@ -55,7 +67,8 @@ def prepare_submit(
         return state, None
     for line in room_lines(state, missing):
         say(line)
-    return state, prepare(state, [(request, missing)], shards_per_task, say, dry_run=dry_run)
+    groups = [(request, missing)]
+    return state, prepare(state, groups, shards_per_task, say, sources=sources, dry_run=dry_run)
 
 
 def prepare(
@@ -64,6 +77,7 @@ def prepare(
     shards_per_task: int | None,
     say: Callable[[str], None],
     *,
+    sources: Mapping[str, str] | None = None,
     dry_run: bool = False,
     broken: Sequence[int] = (),
 ) -> Sending:
@@ -75,7 +89,11 @@ def prepare(
     cluster = ""
     for request, shard_ids in groups:
         limits = _limits(request, if_away)
-        tasks = _tasks(shard_ids, limits, len(groups), shards_per_task, say)
+        per_task = shards_per_task
+        if request.num_cpus is None and limits and per_task is None:  # a process on each of the node's CPUs
+            partition = find_partition_limits(request)
+            per_task = partition.max_cpus if partition else None
+        tasks = _tasks(shard_ids, limits, len(groups), per_task, say)
         settings = settings_of(request, os.environ, sys.executable)
         script = array_script(folder, name, tasks, request, settings=settings, body=body)
         if limits:
@@ -84,8 +102,36 @@ def prepare(
         arrays.append(ArrayToSend(request=request, tasks=tasks, script=script))
     first = groups[0][0]
     settings = settings_of(first, os.environ, sys.executable)
-    verify = verify_script(folder, verify_name, first, settings=settings, body=body)
-    return Sending(state=state, arrays=arrays, verify=verify, cluster=cluster, broken=list(broken))
+    verify = verify_script(folder, verify_name, state.plan.num_shards, first, settings=settings, body=body)
+    return Sending(
+        state=state,
+        arrays=arrays,
+        verify=verify,
+        cluster=cluster,
+        sources=dict(sources or {}),
+        broken=list(broken),
+    )
+
+
+def advised(
+    folder: Path, request: JobRequest, shards_per_task: int | None, say: Callable[[str], None]
+) -> tuple[dict[str, Any], str]:
+    """What ``--auto`` asks for: CPUs, memory and time of a task, and what that was taken from."""
+    plan = check_folder(folder, request, say)
+    done = done_shards(folder, plan)
+    limits = _limits(request, _warn(say))
+    num_left = plan.num_shards - len(done)
+    most = limits.max_tasks if limits else num_left
+    per_task = max(shards_per_task or 1, -(-num_left // max(1, most)), 1)
+    partition = find_partition_limits(request) if limits else None
+    if made := read_makings(folder, sorted(done)):
+        source = f"auto: {len(made)} shards that are made"
+        return within(advice_of_makings(made, per_task), partition), source
+    try:
+        return within(advice_of_plan(plan, folder, per_task), partition), "auto: a sample of the input"
+    except (ShardprepError, OSError) as error:
+        say(f"warning: --auto cannot measure the input from here ({error}); the defaults are taken")
+        return {}, ""
 
 
 def _limits(request: JobRequest, if_away: Callable[[SlurmAway], None] | None) -> ClusterLimits | None:

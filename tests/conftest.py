@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,14 @@ class Prep:
         """Names and bytes in the order of the tar."""
         with tarfile.open(tar) as file:
             return [(item.name, file.extractfile(item).read()) for item in file]  # type: ignore[union-attr]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Planning's cache is of this run alone, neither what an earlier one left nor the user's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from preprocess import resources
-from preprocess.tokenizer_files import resolve_tokenizer
+from preprocess.transformers_tokenizer import save_tokenizer
 from preprocess.worker import done_manifest
 from shardprep.atomic_files import STALE_AFTER_S, remove_temporaries
 from shardprep.errors import Stopped
@@ -321,18 +321,21 @@ def test_a_signal_while_a_task_plans_ends_it_with_75_and_leaves_no_plan(
     prep: Prep, sample_dir: Path, tmp_path: Path, target: str
 ) -> None:
     """When the signal comes a library is at work, which must not take it for an error of its own."""
+    model = Path(shutil.copytree(prep.model_dir, tmp_path / "model"))
+    config = json.loads((model / "tokenizer_config.json").read_bytes())
+    (model / "tokenizer_config.json").write_text(json.dumps({**config, "mask_token": "<|mask|>"}))
     task = prep.start(
         "--shard_id", 0, "--input_dir", sample_dir, "--output_dir", tmp_path / "data",
-        "--model_id", prep.model_dir, start_new_session=True,
+        "--model_id", model, start_new_session=True,
     )  # fmt: skip
     assert task.stdout is not None
     said = ""
-    while "input file(s)" not in said:  # the line before transformers is imported
+    while "resolving the tokenizer" not in said:  # the line before transformers is imported
         line = task.stdout.readline()
         assert line, said
         said += line
     deadline = time.monotonic() + HANG_S
-    while not any(has_loaded(pid, "tokenizers") for pid in living_of_group(task.pid)):
+    while not any(has_loaded(pid, "tokenizers") for pid in living_of_group(task.pid) if pid != task.pid):
         assert time.monotonic() < deadline, "no library was loaded"
         time.sleep(0.01)
     (os.kill if target == "task alone" else os.killpg)(task.pid, signal.SIGTERM)
@@ -354,7 +357,7 @@ def test_a_stop_inside_a_library_is_not_taken_for_that_librarys_failure(
 
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", stopped)
     with pytest.raises(Stopped):
-        resolve_tokenizer(str(prep.model_dir), tmp_path)
+        save_tokenizer(str(prep.model_dir), tmp_path)
 
 
 def test_temporaries_of_other_attempts_go_after_a_day_and_not_before(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from loader import tokenizer as loader_tokenizer
-from preprocess.engines import load_engine, probe_texts, tokenizers_engine
+from preprocess.engines import load_engine, tokenizers_engine
 from preprocess.plan import need_plan
-from preprocess.tokenizer_files import resolve_tokenizer
+from preprocess.resolved_tokenizer import read_files, resolve_tokenizer
 from shardprep.errors import BrokenShard, CannotWrite, NotFound, ReadWriteError
 from shardprep.format.names import INDEX_NAME
 from slurm.cluster_limits import check_folder
@@ -57,6 +57,7 @@ def test_a_worker_that_cannot_look_at_the_tokenizer_says_so(
             probe=[],
             probe_sha256="",
             fast_is_equal=False,
+            num_bytes=0,
             warn=pytest.fail,
         )
 
@@ -68,7 +69,7 @@ def test_planning_names_the_tokenizer_file_that_it_cannot_read(
     path.write_text("{}")
     stale("open", path.name)
     with pytest.raises(ReadWriteError, match="cannot be read: Stale file handle"):
-        probe_texts(path)
+        read_files(tmp_path)
 
 
 def test_status_that_cannot_look_at_the_index_says_so(
@@ -117,7 +118,7 @@ def test_a_model_folder_that_cannot_be_looked_at_is_named(tmp_path: Path, stale:
     (tmp_path / "model").mkdir()
     stale("stat", "model")
     with pytest.raises(NotFound, match="no usable tokenizer was found"):
-        resolve_tokenizer(str(tmp_path / "model"), tmp_path)
+        resolve_tokenizer(str(tmp_path / "model"), tmp_path, allow_special_tokens=False)
 
 
 @pytest.fixture(params=["tokenizer.json", "added_tokens.json", "additional_chat_templates/rag.jinja"])
@@ -139,10 +140,10 @@ def test_a_fifo_in_a_models_folder_does_not_hold_the_loader(held_model: Path) ->
 
 def test_a_fifo_in_a_models_folder_does_not_hold_planning(held_model: Path, tmp_path: Path) -> None:
     with pytest.raises(BrokenShard, match="is a FIFO, expected a regular file"):
-        resolve_tokenizer(str(held_model), tmp_path)
+        resolve_tokenizer(str(held_model), tmp_path, allow_special_tokens=False)
 
 
 def test_a_device_in_a_models_folder_is_named_and_not_read(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").symlink_to("/dev/zero")
     with pytest.raises(BrokenShard, match=r"chat_template\.jinja is a character device"):
-        resolve_tokenizer(str(tmp_path), tmp_path)
+        resolve_tokenizer(str(tmp_path), tmp_path, allow_special_tokens=False)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from shardprep.__main__ import COMMANDS
 from tests.checkout import ROOT
 
 PAGES = sorted(
@@ -25,6 +26,7 @@ FOREIGN_FLAGS = {  # of sbatch
     "--cpus-per-task",
     "--dependency",
     "--export",
+    "--mail-type",
     "--mem",
     "--requeue",
     "--reservation",
@@ -60,7 +62,12 @@ def commands(text: str) -> list[tuple[str, str]]:
     """(package, arguments) of every ``python -m <package>`` of ours, in blocks and in spans."""
     lines = code_lines(text) + code_spans(text)
     found = [match for line in lines for match in [COMMAND.search(line)] if match]
-    return [(match[1] or "preprocess", match[2]) for match in found]
+    return [(match[1] or package_of(match[2]), match[2]) for match in found]
+
+
+def package_of(arguments: str) -> str:
+    """Whose command ``shardprep`` with these arguments runs."""
+    return COMMANDS.get(next(iter(arguments.split()), ""), "preprocess")
 
 
 @cache

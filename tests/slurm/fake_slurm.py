@@ -8,11 +8,14 @@ submitted whose task 0 ends with 65, task 1 kills itself, 2 and 3 run and 4 wait
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from slurm.job_records import JobArray, Submission
 from slurm.job_records import publish_submission as publish
@@ -103,6 +106,24 @@ class FakeSlurm:
         return [path.read_text() for path in sorted(self.place.glob("sent-*"))]
 
 
+def install_fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """Put the stand-ins first on PATH, and take what Slurm sets out of the environment."""
+    place = tmp_path / "slurm's commands"
+    place.mkdir()
+    for name in ("sbatch", "scontrol", "sinfo", "squeue", "sacct", "scancel", "sacctmgr"):
+        (place / name).with_suffix(".sh").write_text(FAKE.replace("@PLACE@", shlex.quote(str(place))))
+        (place / name).with_suffix(".sh").chmod(0o755)
+        (place / "bin").mkdir(exist_ok=True)
+        (place / "bin" / name).symlink_to(place / f"{name}.sh")
+    (place / "config").write_text("ClusterName = test\nMaxArraySize            = 1001\n")
+    (place / "job").write_text(JOB)
+    monkeypatch.setenv("PATH", f"{place / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
+    for name in [each for each in os.environ if each.startswith(("SLURM", "SBATCH", "SHARDPREP"))]:
+        monkeypatch.delenv(name)
+    return FakeSlurm(place=place)
+
+
 def submission(**changes: Any) -> Submission:
     """Job 1, an array of five tasks, and its verify job 2."""
     array: dict[str, Any] = {
@@ -114,7 +135,7 @@ def submission(**changes: Any) -> Submission:
     array |= {"request": JobRequest(), "mem_mb": 100, "time_min": None}
     fields: dict[str, Any] = {"number": 0, "plan_id": "0123456789abcdef", "cluster": "test", "user": "root"}
     fields |= {"submitted": 1.5, "verify_job_id": "2", "verify_name": f"{NAME}-verify"}
-    fields["verify_submit_time"] = WHEN
+    fields |= {"verify_submit_time": WHEN, "sources": {}}
     return Submission(**{**fields, "arrays": [JobArray(**array)], **changes})
 
 

@@ -180,7 +180,7 @@ def test_a_value_reaches_the_worker_as_it_is_and_no_shell_runs_it(tmp_path: Path
     script = array_script(folder, "shardprep-0", ["3"], request, settings=settings, body=prep_script())
     expected = ["--shard_id", "3", "--output_dir", str(folder), "--input_dir", name, name]
     assert run_head(script, tmp_path) == expected
-    script = verify_script(folder, "shardprep-0", request, settings=settings, body=prep_script())
+    script = verify_script(folder, "shardprep-0", 5, request, settings=settings, body=prep_script())
     assert run_head(script, tmp_path) == ["verify", str(folder), name]
     assert [path.name for path in tmp_path.iterdir()] == ["job.sh"], "nothing was run"
 

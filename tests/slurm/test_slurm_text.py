@@ -137,7 +137,7 @@ def test_tasks_use_this_python_unless_a_setup_or_a_container_brings_another() ->
         ({"sbatch_args": "--array=0-3"}, "--sbatch_args has --array=0-3, which submit sets itself"),
         ({"sbatch_args": "-Jmine"}, "--sbatch_args has -Jmine, which submit sets itself"),
         ({"partition": "cpu\ntouch INJECTED"}, "cannot stand in a job script"),
-        ({"cpus_per_task": "8"}, "--cpus_per_task is '8', expected int"),
+        ({"cpus_per_task": "8"}, "--cpus_per_task is '8', expected a number, or: node"),
         ({"time_min": 10**40}, "expected more than 0 and at most"),
         ({"worker_args": "'"}, "cannot be split"),
     ],
@@ -280,7 +280,7 @@ def test_a_shard_is_left_after_failing_the_same_way_too_often() -> None:
 def _submission(arrays: list[JobArray]) -> Submission:
     return Submission(
         number=0, plan_id="p", cluster="c", user="root", submitted=1.5, arrays=arrays, verify_job_id="9",
-        verify_name="shardprep-0123-verify", verify_submit_time=WHEN,
+        verify_name="shardprep-0123-verify", verify_submit_time=WHEN, sources={},
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from preprocess.options import (
     PrepConfig,
@@ -23,6 +23,9 @@ from shardprep.command_line import Command, Program, add_flags_of, given_of, par
 from shardprep.console import Progress, say
 from shardprep.errors import UsageError
 from shardprep.format.names import id_ranges, ids_of_ranges
+
+if TYPE_CHECKING:
+    from preprocess.plan import Plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -182,6 +185,35 @@ def verify(args: argparse.Namespace) -> int:
             )
     for line in publish_osts(folder, [int(size) for size in index.column("tar_bytes")]):
         say(line)
+    return _verify_deep(args, plan) if args.deep is not None else 0
+
+
+def _verify_deep(args: argparse.Namespace, plan: Plan) -> int:
+    """``--deep``: some shards made anew from the input, and compared."""
+    from preprocess.deep_verify import choose_shards, has_webdataset, verify_deep
+    from preprocess.resources import bind_to_task_cpus
+
+    if args.deep < 1:
+        raise UsageError(f"--deep is {args.deep}, expected a number of shards from 1")
+    chosen = choose_shards(plan, args.deep)
+    with Progress("making anew", len(chosen), unit="shards") as progress:
+        problems, num_compared = verify_deep(
+            args.output_dir,
+            plan,
+            chosen,
+            input_dir=args.input_dir,
+            num_cpus=bind_to_task_cpus(offset=0),
+            progress=progress.add,
+        )
+    for problem in problems:
+        say(f"error: shard {problem.shard_id:05d}: {problem.error}")
+    if problems:
+        return problems[0].error.exit_code
+    tars = "webdataset reads the same from their tars" if has_webdataset() else "webdataset is not installed"
+    print(
+        f"{len(chosen)} shards ({id_ranges(chosen)}) made anew from the input are equal, byte for byte; the "
+        f"reference engine gave the ids of {num_compared} documents of them; {tars}"
+    )
     return 0
 
 
@@ -246,7 +278,16 @@ def _run_flags(parser: argparse.ArgumentParser) -> None:
 
 def _verify_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output_dir", type=Path, help="folder of the data set")
-    parser.add_argument("--fast", action="store_true", help="manifests, sizes and coverage; read no shard")
+    tier = parser.add_mutually_exclusive_group()
+    tier.add_argument("--fast", action="store_true", help="manifests, sizes and coverage; read no shard")
+    tier.add_argument(
+        "--deep",
+        nargs="?",
+        type=int,
+        const=3,
+        help="also make this many shards anew from the input, and compare (default 3)",
+    )
+    parser.add_argument("--input_dir", type=Path, help="of --deep, where the input is no longer the plan's")
 
 
 _PACKED = "documents are packed into rows by --record packed --seq_len 8192"

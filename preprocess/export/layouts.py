@@ -182,7 +182,7 @@ class HuggingFace(Exporter):
             import pyarrow as pa
         except ImportError:
             raise UsageError(
-                "--to hf writes Arrow files, and pyarrow is not installed: pip install pyarrow"
+                "--to hf writes Arrow files, and pyarrow is not installed: pip install 'shardprep[columns]'"
             ) from None
         schema = pa.schema([("input_ids", pa.list_(pa.int32()))])
         lengths = shard.lengths(of_rows=True)

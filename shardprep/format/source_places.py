@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from shardprep.format.checked_json import Fields, read_checked
-from shardprep.format.names import PLAN_NAME
+from shardprep.format.names import PLAN_NAME, offset_unit
 
 MAX_PLAN_BYTES = 256 << 20  # some 10^6 inputs
 
 
 def place_text(path: str, offset: int) -> str:
-    """``ko_1.txt byte 4512``."""
-    return f"{path} byte {offset}"
+    """``ko_1.txt byte 4512``, ``a.parquet row 17``."""
+    return f"{path} {offset_unit(path)} {offset}"
 
 
 def read_input_names(folder: Path) -> list[str]:

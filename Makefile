@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[loader,slurm]' --group dev
+	$(BIN)/python -m pip install --quiet --editable '.[loader,slurm,columns,fix_text]' --group dev
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
@@ -44,6 +44,7 @@ test: install ## all tests; as root on Debian or Ubuntu they install and start a
 
 torture: install ## each fault of disks, files and processes, one by one (2 hours; needs gcc)
 	$(BIN)/python -m tests.faults $(TORTURE_ARGS)
+	LFS_BREAKS=all $(BIN)/python -m pytest -n0 tests/lustre/test_lfs_breaks.py
 
 test_lowest: ## the tests with Python 3.10 and the lowest supported libraries, in .venv-lowest
 	.ci/test_versions lowest

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from preprocess.options import (
     PrepConfig,
@@ -23,6 +23,9 @@ from shardprep.command_line import Command, Program, add_flags_of, given_of, par
 from shardprep.console import Progress, say
 from shardprep.errors import UsageError
 from shardprep.format.names import id_ranges, ids_of_ranges
+
+if TYPE_CHECKING:
+    from preprocess.plan import Plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,6 +103,8 @@ def make_plan(args: argparse.Namespace) -> int:
     need = Need(num_bytes=cost.output_bytes, num_files=3 * plan.num_shards)
     for line in space_lines(config.output_dir, need):
         print(line)
+    if cost.bad_note:
+        print(f"warning: {cost.bad_note}")
     if cost.longest_shard_s > LONG_SHARD_S:
         more = round(plan.num_shards * cost.longest_shard_s / LONG_SHARD_S) + 1
         minutes = cost.longest_shard_s / 60
@@ -172,8 +177,43 @@ def verify(args: argparse.Namespace) -> int:
     print(
         f"{plan.num_shards} shards are whole: {samples} samples, {tokens} tokens; wrote {folder / INDEX_NAME}"
     )
+    if len(index.sources) > 1:
+        for name, of in index.sources.items():
+            print(
+                f"  {name}: {of.num_documents} documents, {of.num_tokens} tokens, "
+                f"{of.num_quarantined} left out"
+            )
     for line in publish_osts(folder, [int(size) for size in index.column("tar_bytes")]):
         say(line)
+    return _verify_deep(args, plan) if args.deep is not None else 0
+
+
+def _verify_deep(args: argparse.Namespace, plan: Plan) -> int:
+    """``--deep``: some shards made anew from the input, and compared."""
+    from preprocess.deep_verify import choose_shards, has_webdataset, verify_deep
+    from preprocess.resources import bind_to_task_cpus
+
+    if args.deep < 1:
+        raise UsageError(f"--deep is {args.deep}, expected a number of shards from 1")
+    chosen = choose_shards(plan, args.deep)
+    with Progress("making anew", len(chosen), unit="shards") as progress:
+        problems, num_compared = verify_deep(
+            args.output_dir,
+            plan,
+            chosen,
+            input_dir=args.input_dir,
+            num_cpus=bind_to_task_cpus(offset=0),
+            progress=progress.add,
+        )
+    for problem in problems:
+        say(f"error: shard {problem.shard_id:05d}: {problem.error}")
+    if problems:
+        return problems[0].error.exit_code
+    tars = "webdataset reads the same from their tars" if has_webdataset() else "webdataset is not installed"
+    print(
+        f"{len(chosen)} shards ({id_ranges(chosen)}) made anew from the input are equal, byte for byte; the "
+        f"reference engine gave the ids of {num_compared} documents of them; {tars}"
+    )
     return 0
 
 
@@ -238,15 +278,38 @@ def _run_flags(parser: argparse.ArgumentParser) -> None:
 
 def _verify_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output_dir", type=Path, help="folder of the data set")
-    parser.add_argument("--fast", action="store_true", help="manifests, sizes and coverage; read no shard")
+    tier = parser.add_mutually_exclusive_group()
+    tier.add_argument("--fast", action="store_true", help="manifests, sizes and coverage; read no shard")
+    tier.add_argument(
+        "--deep",
+        nargs="?",
+        type=int,
+        const=3,
+        help="also make this many shards anew from the input, and compare (default 3)",
+    )
+    parser.add_argument("--input_dir", type=Path, help="of --deep, where the input is no longer the plan's")
 
 
+_PACKED = "documents are packed into rows by --record packed --seq_len 8192"
+_HUB = (
+    "a data set of the hub is brought to disk first: hf download NAME --repo-type dataset --local-dir RAW; "
+    "then plan --input_dir RAW --recursive"
+)
+_LOADER_CUTS = "documents are kept whole here; the loader cuts: get_llama3_dataloader(..., max_length=2048)"
 PROGRAM = Program(
     name="python -m preprocess",
     dashed_values=("--stripe",),
     description="Raw text -> token shards. Without a command it makes one shard: --shard_id N.",
     epilog="python -m preprocess --shard_id N [...] makes shard N: of the plan in --output_dir, or "
     "without one of the N-th .txt file in --input_dir.",
+    hints={
+        "--packing": _PACKED,
+        "--pack_sequences": _PACKED,
+        "--dataset": _HUB,
+        "--dataset_name": _HUB,
+        "--max_length": _LOADER_CUTS,
+        "--max_seq_length": _LOADER_CUTS,
+    },
     commands={
         "shard": Command(
             summary="make one shard: --shard_id N",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -196,7 +197,7 @@ def _wait(args: argparse.Namespace) -> int:
             if not state.live_job_ids():
                 break
             time.sleep(_POLL_S)
-    _print_status(state)
+    _print_report(_report(state))
     whole = (
         len(state.ids("done")) == plan.num_shards
         and not state.wrong
@@ -209,23 +210,47 @@ def status(args: argparse.Namespace) -> int:
     """``status O``: where every shard is, and why what failed did."""
     from preprocess.plan import need_plan
     from slurm.dataset_state import find_state
+    from slurm.prometheus import write_metrics
 
     plan = need_plan(args.output_dir)
+    shown: list[str] = []
     while True:
         state = find_state(args.output_dir, plan, if_away=lambda _: None)
+        data = _report(state)
+        if args.metrics:
+            write_metrics(args.metrics, data)
         if args.watch and not args.json and sys.stdout.isatty():
-            sys.stdout.write("\033[H\033[2J")
-        _print_status(state, as_json=args.json)
+            shown = _redraw(data, shown)
+        else:
+            _print_report(data, as_json=args.json)
         goes_on = state.live_job_ids() or (state.shown.away and state.ids("not visible"))
         if not args.watch or not goes_on or not output_is_read():
             return 0
         time.sleep(_POLL_S)
 
 
-def _print_status(state: DatasetState, *, as_json: bool = False) -> None:
-    from slurm.status_report import read_makings, report, report_text
+def _redraw(data: dict[str, Any], shown: list[str]) -> list[str]:
+    """Show the screen; returns its lines. A window of another size is drawn anew."""
+    from slurm.watch_screen import changes, screen_lines
 
-    data = report(state, read_makings(state.folder, state.ids("done")))
+    width, height = shutil.get_terminal_size()
+    can_draw = "utf" in (sys.stdout.encoding or "").lower()
+    lines = screen_lines(data, width=max(width, 20), ascii_only=not can_draw)[: max(height - 1, 1)]
+    same_size = shown and len(shown[1]) == len(lines[1])
+    sys.stdout.write(changes(shown if same_size else [], lines))
+    sys.stdout.flush()
+    return lines
+
+
+def _report(state: DatasetState) -> dict[str, Any]:
+    from slurm.status_report import read_makings, report
+
+    return report(state, read_makings(state.folder, state.ids("done")))
+
+
+def _print_report(data: dict[str, Any], *, as_json: bool = False) -> None:
+    from slurm.status_text import report_text
+
     print(json.dumps(data) if as_json else report_text(data), flush=True)
 
 
@@ -297,7 +322,8 @@ def _retry_flags(parser: argparse.ArgumentParser) -> None:
 def _status_flags(parser: argparse.ArgumentParser) -> None:
     _folder_flag(parser)
     parser.add_argument("--watch", action="store_true", help="repeat until nothing is queued")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="for programs: docs/status_json.md")
+    parser.add_argument("--metrics", type=Path, help="also write this file, in Prometheus' text format")
 
 
 PROGRAM = Program(

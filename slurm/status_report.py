@@ -1,4 +1,4 @@
-"""The report of ``status``: numbers as plain data for programs (``--json``), and the same as text.
+"""The report of ``status``: numbers as plain data, for programs (``--json``) and for the texts made of it.
 
 States and causes come from ``dataset_state``; tokens, times, memory and nodes from the manifests of the
 shards that are done. One read per manifest, eight at a time: 10,000 manifests take about 1 s of CPU.
@@ -6,7 +6,6 @@ shards that are done. One read per manifest, eight at a time: 10,000 manifests t
 
 from __future__ import annotations
 
-import shlex
 import statistics
 import time
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from shardprep.errors import BrokenShard, ReadWriteError
 from shardprep.format.names import INDEX_NAME, id_ranges
 from shardprep.format.shard_making import ShardMaking, read_making
 from shardprep.regular_files import NOT_THERE, size_of_file
-from slurm.dataset_state import DatasetState, ShardState, is_live
+from slurm.dataset_state import DatasetState, ShardState, StateName, is_live
 from slurm.failure_causes import NODE_FAIL
 from slurm.resource_use import asked_for, core_hours, resource_use
 
@@ -47,9 +46,9 @@ _REASONS = {
     "QOS": "a limit of the QOS is reached",
     "MaxMem": "a limit of memory is reached",
 }
+_COUNTED: tuple[StateName, ...] = ("done", "running", "pending", "failed")
 STATUS_VERSION = 1  # of --json: it grows where a field goes or changes its meaning, not where one is added
 _NUM_THREADS = 8  # opening a file on Lustre is a wait for its server
-_MOST_FAILURES = 8  # shown with their last lines, in the text
 
 
 def read_makings(folder: Path, shard_ids: Sequence[int]) -> list[ShardMaking]:
@@ -86,7 +85,7 @@ def report(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
             name.replace(" ", "_"): id_ranges(state.ids(name))
             for name in ("done", "running", "pending", "failed", "not submitted", "not visible")
         },
-        "num_done": len(state.ids("done")),
+        **{f"num_{name}": len(state.ids(name)) for name in _COUNTED},
         "causes": {cause: id_ranges(ids) for cause, ids in causes(failed).items()},
         "failures": [_failure(shard) for shard in failed],
         "restarts": _restarts(state),
@@ -207,109 +206,3 @@ def _restarts(state: DatasetState) -> dict[str, int]:
             words = f"{attempt.state} on {attempt.node}" if attempt.state == NODE_FAIL else attempt.state
             found[words] = found.get(words, 0) + 1
     return found
-
-
-def report_text(data: dict[str, Any]) -> str:
-    """The report for people."""
-    total, done = data["num_shards"], data["num_done"]
-    lines = [f"{data['folder']}: {done} of {total} shards are done ({done / total:.1%})"]
-    speed = "" if not data["tokens_per_s"] else f", {data['tokens_per_s']:,} tokens/s"
-    left = "" if data["left_s"] is None else f", about {_duration(data['left_s'])} left"
-    lines.append(f"  {data['num_tokens']:,} tokens{speed}{left}")
-    queued = ("running", "pending", "not_submitted")
-    lines += [f"  {name.replace('_', ' ')}: {data[name]}" for name in queued if data[name]]
-    lines += _waiting_lines(data)
-    if data["not_visible"]:
-        lines.append(f"  not visible: {data['not_visible']} ({data['why_not_visible']})")
-    if data["slurm_away"]:
-        lines.append(f"  what waits and runs is not known: {data['slurm_away']}")
-    if data["wrong"]:
-        lines.append(f"  found wrong by the verify job: {data['wrong']}; retry makes them anew")
-    if data["stray_jobs"]:
-        ids = ", ".join(data["stray_jobs"])
-        lines.append(f"  held jobs that no record names: {ids}: a submission goes on, or was cut short")
-    lines += [f"  failed, {cause}: {ids}" for cause, ids in data["causes"].items()]
-    lines += [f"  started again by Slurm after {how}: {n} task(s)" for how, n in data["restarts"].items()]
-    if data["other_plan"]:
-        lines.append(f"  of another plan: {data['other_plan']}; python -m preprocess verify says what to do")
-    lines += _slow_lines(data)
-    lines += _efficiency_lines(data)
-    lines += _asked_lines(data["asked_for"])
-    for failure in data["failures"][:_MOST_FAILURES]:
-        node = f" on {failure['node']}" if failure["node"] else ""
-        tries = f", try {failure['num_attempts']}" if failure["num_attempts"] > 1 else ""
-        lines.append(
-            f"  shard {failure['shard']:05d}, task {failure['task']}{node}{tries}: {failure['cause']}"
-        )
-        lines += [f"    | {line[:300]}" for line in failure["last_lines"]]
-        lines.append(f"    {failure['log']}")
-    if (more := len(data["failures"]) - _MOST_FAILURES) > 0:
-        lines.append(f"  and {more} more failures: --json has them all")
-    return "\n".join([*lines, _next_line(data)])
-
-
-def _waiting_lines(data: dict[str, Any]) -> list[str]:
-    lines = []
-    for item in data["waits_for"]:
-        means = f": {item['means']}" if item["means"] else ""
-        starts = f"; expected to start at {item['starts'].replace('T', ' ')}" if item["starts"] else ""
-        lines.append(f"    {item['shards']} wait for {item['reason']}{means}{starts}")
-    return lines
-
-
-def _slow_lines(data: dict[str, Any]) -> list[str]:
-    shards = [
-        f"{item['shard']:05d} ({item['wall_s']:.0f} s on {item['node']})" for item in data["slow_shards"]
-    ]
-    nodes = [f"{item['node']} ({item['speed']:.0%} of the others' speed)" for item in data["slow_nodes"]]
-    lines = [f"  slowest shards: {', '.join(shards)}"] if shards else []
-    return lines + ([f"  slow nodes: {', '.join(nodes)}"] if nodes else [])
-
-
-def _asked_lines(asked: dict[str, dict[str, Any]]) -> list[str]:
-    words = [f"{name} {item['value']} ({item['source']})" for name, item in asked.items()]
-    return [f"  asked for: {', '.join(words)}"] if words else []
-
-
-def _efficiency_lines(data: dict[str, Any]) -> list[str]:
-    used, hours = data["efficiency"], data["core_hours"]
-    if not used:
-        return []
-    of = f" of {used['mem_mb']}" if used["mem_mb"] else ""
-    limit = f" of {used['time_min']} min" if used["time_min"] else ""
-    asked = " ".join(f"--{name} {value:g}" for name, value in used["next_time"].items())
-    shares = f"{used['cpu']:.0%} of the CPUs, {used['max_rss_mb']}{of} MB of memory"
-    longest = f"{used['longest_task_s']:.0f} s{limit} for the longest task"
-    wasted = "" if hours["failed"] is None else f", {hours['failed']:.3g} of them by attempts that failed"
-    return [
-        f"  used: {shares}, {longest}",
-        f"  core-hours: {hours['used']:.3g}{wasted}",
-        f"  next time ask for: {asked} (submit --auto does)",
-    ]
-
-
-def _next_line(data: dict[str, Any]) -> str:
-    folder = shlex.quote(data["folder"])
-    if data["slurm_away"]:
-        return f"next: the same again, when Slurm answers: python -m slurm status {folder}"
-    if data["held_jobs"]:
-        ids = ",".join(data["held_jobs"])
-        return f"next: scontrol release {ids} (they are held), or: python -m slurm cancel {folder}"
-    if data["running"] or data["pending"]:
-        return f"next: python -m slurm status {folder} --watch"
-    if data["stray_jobs"]:
-        return f"next: python -m slurm cancel {folder}, if nobody submits just now"
-    if data["failed"] or data["wrong"]:
-        return f"next: python -m slurm retry {folder}"
-    if data["not_visible"]:
-        return f"next: look where they can be seen; if they do not run: submit {folder} --shards IDS"
-    if data["not_submitted"]:
-        return f"next: python -m slurm submit {folder}"
-    if not data["verified"]:
-        return f"next: the verify job is {data['verify'] or 'missing'}; python -m preprocess verify {folder}"
-    return f"verified: {data['folder']}/index.json is there"
-
-
-def _duration(seconds: float) -> str:
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"

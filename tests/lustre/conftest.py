@@ -9,6 +9,7 @@ import pytest
 
 import lustre.lfs
 from tests.lustre.fake_lustre import FakeLustre, install_fake_lfs
+from tests.slurm.fake_slurm import FakeSlurm, install_fake_slurm
 
 
 @pytest.fixture
@@ -37,3 +38,9 @@ def on_lustre(
     )
     yield fake
     assert fake.state().get("violations", []) == [], "setstripe ran on a file or a folder with files"
+
+
+@pytest.fixture
+def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """Stand-ins for Slurm's commands beside those of Lustre."""
+    return install_fake_slurm(tmp_path, monkeypatch)

@@ -8,11 +8,14 @@ submitted whose task 0 ends with 65, task 1 kills itself, 2 and 3 run and 4 wait
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from slurm.job_records import JobArray, Submission
 from slurm.job_records import publish_submission as publish
@@ -101,6 +104,24 @@ class FakeSlurm:
 
     def sent(self) -> list[str]:
         return [path.read_text() for path in sorted(self.place.glob("sent-*"))]
+
+
+def install_fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """Put the stand-ins first on PATH, and take what Slurm sets out of the environment."""
+    place = tmp_path / "slurm's commands"
+    place.mkdir()
+    for name in ("sbatch", "scontrol", "sinfo", "squeue", "sacct", "scancel", "sacctmgr"):
+        (place / name).with_suffix(".sh").write_text(FAKE.replace("@PLACE@", shlex.quote(str(place))))
+        (place / name).with_suffix(".sh").chmod(0o755)
+        (place / "bin").mkdir(exist_ok=True)
+        (place / "bin" / name).symlink_to(place / f"{name}.sh")
+    (place / "config").write_text("ClusterName = test\nMaxArraySize            = 1001\n")
+    (place / "job").write_text(JOB)
+    monkeypatch.setenv("PATH", f"{place / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
+    for name in [each for each in os.environ if each.startswith(("SLURM", "SBATCH", "SHARDPREP"))]:
+        monkeypatch.delenv(name)
+    return FakeSlurm(place=place)
 
 
 def submission(**changes: Any) -> Submission:

@@ -338,18 +338,26 @@ def test_a_submit_limit_of_the_qos_makes_larger_tasks(site: Site, seven: Faults)
     assert (state["done"], state["causes"]) == ("0-3,5-6", {"bad input (65)": "4"})
 
 
-@pytest.mark.parametrize("cluster", ["local", "slurm"])
-def test_submitit_makes_the_shards_of_its_tasks(
-    site: Site, seven: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: str
+def test_forty_shards_by_submitit_on_a_real_slurm_fit_its_array_and_a_preempted_job_comes_back(
+    prep: Prep, site: Site, seven: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """USR2 is what submitit asks Slurm for before a time limit or a preemption."""
     submitit = pytest.importorskip("submitit")
     from slurm import submit_with_submitit
 
     monkeypatch.setenv("SLURM_CONF", site.environ["SLURM_CONF"])
-    executor = submitit.AutoExecutor(folder=tmp_path / "log", cluster=cluster)
-    executor.update_parameters(timeout_min=3, cpus_per_task=1, mem_gb=1)
-    jobs = submit_with_submitit(seven.data, executor, shards_per_task=4)
-    assert [job.result() for job in jobs] == [0, 65]
-    assert site.status(seven.data)["done"] == "0-3,5-6"
-    again = submit_with_submitit(seven.data, executor)
-    assert [job.result() for job in again] == [65], "only what is missing"
+    raw, data = tmp_path / "raw", tmp_path / "forty"
+    shutil.rmtree(raw / "4.txt", ignore_errors=True)
+    (raw / "4.txt").write_text("a\nb\n")
+    prep.plan(raw, data, num_shards=40)
+    executor = submitit.AutoExecutor(folder=tmp_path / "log", cluster="slurm")
+    executor.update_parameters(timeout_min=60, cpus_per_task=1, mem_gb=1)
+    jobs = submit_with_submitit(data, executor)
+    assert len(jobs) == 7, "MaxArraySize"
+    wait_until(lambda: any(job.state == "RUNNING" for job in jobs))
+    running = next(job for job in jobs if job.state == "RUNNING")
+    site.run("scancel", "--signal=USR2", running.job_id)
+    found = [manifest for job in jobs for manifest in job.result()]
+    assert [manifest.shard_id for manifest in found] == list(range(40))
+    assert prep.temporaries(data) == []
+    assert submit_with_submitit(data, executor) == []

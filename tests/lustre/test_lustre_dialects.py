@@ -490,6 +490,10 @@ def test_verify_and_show_warn_where_one_ost_holds_all_shards(
     text = on_lustre.command("show", on_lustre.folder)[1]
     assert "warning: OST 3 has far more than its share" in text
     assert "-name 'shard-*.tar' -print0 | xargs -0 -n 1 lfs migrate -c 1 -S 4194304" in text
+    shards = json.loads(on_lustre.command("show", on_lustre.folder, "--json")[1])["shards"]
+    num_bytes = sum(Path(path).stat().st_size for path in paths)
+    assert shards["osts"] == [{"ost": 3, "num_shards": 4, "num_bytes": num_bytes}]
+    assert (shards["num_osts"], shards["most_loaded_times_the_mean"], shards["is_lopsided"]) == (8, 8.0, True)
     on_lustre.give(first_ost=dict(zip(paths, [3, 1, 3, 0], strict=True)))
     ended = prep.command("verify", "--fast", on_lustre.folder)
     assert "they lie on 3 of 8 OSTs; OST 3 has the most: 2 shards" in ended.text
@@ -521,6 +525,15 @@ def test_far_more_than_its_share_is_beyond_the_chance_of_a_few_files(
     )
     assert balance.is_lopsided == is_lopsided
     assert any("warning" in line for line in balance.lines()) == is_lopsided
+
+
+def test_show_as_json_says_why_there_is_nothing_to_tell(on_lustre: FakeLustre, tmp_path: Path) -> None:
+    for path, why in ((tmp_path, "not on Lustre"), (on_lustre.folder / "absent", "is no folder")):
+        code, text = on_lustre.command("show", path, "--json")
+        data = json.loads(text)
+        assert (code, data["layout"], data["shards"]) == (0, None, None)
+        assert why in data["why_not"]
+    assert json.loads(on_lustre.command("show", on_lustre.folder, "--json")[1])["shards"] is None
 
 
 def test_show_advises_to_move_big_inputs_that_lie_on_one_ost(on_lustre: FakeLustre) -> None:

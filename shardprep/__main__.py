@@ -29,6 +29,7 @@ COMMANDS = {
     "verify": "preprocess",
     "peek": "preprocess",
     "export": "preprocess",
+    "clean": "preprocess",
     "train_tokenizer": "preprocess",
     "submit": "slurm",
     "status": "slurm",

@@ -21,7 +21,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
 SCRIPTS := $(wildcard slurm/*.sh tests/*.sh examples/*.sh) .ci/run .ci/test_versions
 
-.PHONY: help install demo test test_lowest test_newest torture lint bench_preprocess bench_loader bench_limits clean
+.PHONY: help install demo test test_lowest test_newest torture lint bench_preprocess bench_loader bench_limits bench_planning bench_round_trips clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -75,6 +75,12 @@ bench_preprocess: install ## CPU time of the first script, the peers and this pr
 bench_loader: install ## tokens a CPU second of the peers' loaders and this one (10 minutes; the peers go to ./.bench)
 	$(BIN)/python benchmarks/peer_environments.py litdata mosaicml megatron loader_hf_datasets grain energon
 	$(BIN)/python benchmarks/loader_speed.py $(BENCH_ARGS)
+
+bench_planning: install ## what a person waits for before the first document (5 minutes)
+	$(BIN)/python benchmarks/planning_speed.py $(BENCH_ARGS)
+
+bench_round_trips: install ## calls that a parallel file system answers, by command (2 minutes; needs gcc)
+	$(BIN)/python benchmarks/round_trips.py $(BENCH_ARGS)
 
 bench_limits: install ## what the loader promises in numbers, beside what it does (5 minutes)
 	$(BIN)/python benchmarks/loader_limits.py $(BENCH_ARGS)

@@ -132,7 +132,8 @@ def test_a_stopped_export_goes_on_with_the_shards_that_are_missing(
     prep: Prep, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
     whole = export(prep, folders["json"], to, tmp_path / "whole")
-    kind, original, written = layouts.EXPORTERS[to], layouts.EXPORTERS[to].write, []
+    written: list[int] = []
+    kind, original = layouts.EXPORTERS[to], layouts.EXPORTERS[to].write
 
     def write(self: Any, shard: Any) -> None:
         if len(written) == 1:

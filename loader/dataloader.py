@@ -22,6 +22,7 @@ from loader.reading.shard_reader import STALL_WARNING_S, ReaderContext, Turn
 from loader.samples.make_samples import SampleRules, make_samples
 from loader.samples.whole_samples import LongDocuments
 from loader.settings_block import settings_block
+from loader.shards.document_split import SplitName, document_split
 from loader.shards.find_shards import find_shards
 from loader.shards.input_paths import InputShards
 from loader.shards.shard_set import ShardSet, SizeCheck
@@ -51,6 +52,8 @@ def get_llama3_dataloader(
     device_mesh: Any = None,
     process_group: Any = None,
     global_batch_size: int | None = None,
+    split: SplitName | None = None,
+    validation_fraction: float | None = None,
     seq_len: int | None = None,
     boundaries: Boundary | Sequence[Boundary] = (),
     max_length: int | None = None,
@@ -87,6 +90,11 @@ def get_llama3_dataloader(
             ``mesh["dp"]``, or its group: with tensor or pipeline parallelism, where ranks share data.
         global_batch_size: L, samples of an optimizer's step, all ranks and accumulation together. It alone
             fixes the order, so keep it when the number of ranks changes. Default: batch_size x world_size.
+        split, validation_fraction: ``"train"`` leaves out about that part of the documents (one of each
+            1/fraction, chosen by a hash), ``"validation"`` is these alone, or all of the shards without a
+            fraction. A validation loader has one fixed order, the same each epoch, and gives each document
+            once; its last global batch is filled up with samples whose labels are all -100, so all ranks
+            get equally many batches. See document_split.py.
         seq_len: pack documents into full rows of so many tokens, EOS between documents; see joined_rows.py.
         boundaries: where documents begin in packed rows, so that attention stays inside of them. For
             ``model(**batch)`` of a transformers model ``"transformers"``: the names that it knows, no
@@ -132,9 +140,15 @@ def get_llama3_dataloader(
         long_documents=long_documents,
         group=group_size(group_by_length, batch_size),
     )
+    side = document_split(split, validation_fraction)
+    is_validation = split == "validation"
     check_padding(padding, batch_size, max_length, max_batch_tokens, long_documents)
     shards = find_shards(
-        input_shards, exclude_shards=exclude_shards, cache_dir=cache_dir, count_tokens=rules.needs_lengths
+        input_shards,
+        exclude_shards=exclude_shards,
+        cache_dir=cache_dir,
+        count_tokens=rules.needs_lengths,
+        split=side,
     )
     warn_of_missing_copies(shards, staged_dir)
     size_check = SizeCheck(shards) if who.rank == 0 else None
@@ -145,13 +159,22 @@ def get_llama3_dataloader(
         eos_token_id=tokenizer.eos_token_id,
         vocab_size=max(tokenizer.get_vocab().values()) + 1 if shards.has_external else None,
         starts=bool(fields),
+        keeps_tail=is_validation,
         context=ReaderContext(
             turn=Turn(number=who.rank, count=who.world_size),
             stall_warning_s=stall_warning_s,
             staged_dir=staged_dir,
         ),
     )
-    order = make_order(samples, shards, global_batch_size, rules.group, seed=seed, shuffle=shuffle)
+    order = make_order(
+        samples,
+        shards,
+        global_batch_size,
+        rules.group,
+        seed=seed,
+        shuffle=shuffle and not is_validation,
+        keeps_tail=is_validation,
+    )
     lanes = rank_lanes(order, who.rank, who.world_size)
     workers = _worker_options(
         num_workers,
@@ -196,6 +219,7 @@ def get_llama3_dataloader(
 
 def _fingerprint(rules: SampleRules, shards: ShardSet, order: Order, tokenizer: str) -> dict[str, Any]:
     """All that fixes which sample is where. What only shapes a batch, as padding, is not in it."""
+    split = {} if shards.split is None else {"split": shards.split.name, "split_group": shards.split.group}
     return {
         "law_version": LAW_VERSION,
         "data": shards.fingerprint,
@@ -210,6 +234,8 @@ def _fingerprint(rules: SampleRules, shards: ShardSet, order: Order, tokenizer: 
         "num_samples": order.num_samples,
         "block_samples": order.block_samples,
         "window_samples": order.window_samples,
+        **split,
+        **({"keeps_tail": True} if order.keeps_tail else {}),
     }
 
 

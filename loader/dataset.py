@@ -251,7 +251,14 @@ class ChunkDataset(IterableDataset[Any]):
 
 
 def make_order(
-    samples: Samples, shards: ShardSet, global_batch_size: int, group: int, *, seed: int, shuffle: bool
+    samples: Samples,
+    shards: ShardSet,
+    global_batch_size: int,
+    group: int,
+    *,
+    seed: int,
+    shuffle: bool,
+    keeps_tail: bool = False,
 ) -> Order:
     """Their sampling order. Raises UsageError where there are too few, or a group does not fit."""
     block_samples, window_samples = choose_windows(
@@ -268,6 +275,7 @@ def make_order(
         group=group,
         seed=seed,
         shuffle=shuffle,
+        keeps_tail=keeps_tail,
     )
 
 

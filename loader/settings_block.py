@@ -56,6 +56,10 @@ def _padding(loader: TokenLoader) -> str:
 
 def _order(loader: TokenLoader) -> str:
     order = loader.order
+    if order.keeps_tail:
+        return (
+            f"as the shards stand, the last batch filled up with {order.num_fillers} samples without labels"
+        )
     if not order.shuffle:
         return "as the shards stand, not shuffled"
     grouped = f", samples of like length in groups of {order.group}" if order.group > 1 else ""

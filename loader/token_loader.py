@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
-from loader.batches import Collate, Ids, LoaderMetrics, StepBatches, Uncollated
+from loader.batches import Collate, Ids, LoaderMetrics, StepBatches, Uncollated, blank_labels
 from loader.collate_workers import CollateWorkers, can_be_sent
 from loader.dataset import Chunk, ChunkDataset, whole_number
 from loader.process_rank import ProcessRank, check_process_rank
@@ -261,7 +261,8 @@ class TokenLoader(DataLoader[Any]):
         start, chunks = self._progress.next, ChunkDataset(**self._chunks_options)
         chunks.position[0], chunks.position[1] = start.epoch, start.step
         try:
-            parts = self.step_batches.cut([next(iter(chunks))], 0, start.num_micro)  # type: ignore[list-item]
+            fillers = self._num_fillers(start) if self.order.keeps_tail else 0
+            parts = self.step_batches.cut([next(iter(chunks))], 0, start.num_micro, fillers)  # type: ignore[list-item]
             return self.step_batches.collate(next(parts))
         finally:
             chunks.close()
@@ -339,11 +340,11 @@ class TokenLoader(DataLoader[Any]):
             for part in self._uncollated(start):
                 yield part.num_tokens, self.step_batches.collate(part)
             return
-        sent: deque[int] = deque()  # tokens of batches that are being collated
+        sent: deque[Uncollated] = deque()  # what is being collated
 
         def samples() -> Iterator[list[Ids]]:
             for part in self._uncollated(start):
-                sent.append(part.num_tokens)
+                sent.append(part)
                 yield part.samples()
 
         batches = self._collate_workers.batches(samples())
@@ -353,16 +354,28 @@ class TokenLoader(DataLoader[Any]):
             if batch is _END:
                 return
             self.metrics.wait_s = waited + time.perf_counter() - began
-            yield sent.popleft(), batch
+            part = sent.popleft()
+            if part.num_fillers:
+                blank_labels(batch, part.num_fillers)
+            yield part.num_tokens, batch
 
     def _uncollated(self, start: Position) -> Iterator[Uncollated]:
         position = start
         while position.epoch == start.epoch:
             chunks = self._next_chunks()
             for step in range(chunks[0].num_steps):
-                yield from self.step_batches.cut(chunks, step, position.num_micro)
+                fillers = self._num_fillers(position) if self.order.keeps_tail else 0
+                yield from self.step_batches.cut(chunks, step, position.num_micro, fillers)
                 position = position.after_step(self._steps_per_epoch)
             del chunks  # they may hold their window; the next one is read now
+
+    def _num_fillers(self, position: Position) -> int:
+        """Samples at the end of this rank's part of a global batch that fill it up."""
+        if position.step + 1 < self._steps_per_epoch:
+            return 0
+        lanes = self.chunks.lanes
+        first = self.order.global_batch_size - self.order.num_fillers
+        return min(max(lanes.stop - first, 0), len(lanes))
 
     def _check_newest(self, number: int) -> None:
         if number != self._newest:

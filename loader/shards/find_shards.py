@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from loader.shards.document_split import DocumentSplit
 from loader.shards.input_paths import ExcludedShards, InputShards, find_inputs
 from loader.shards.shard_set import DatasetShards, ExternalTar, ShardSet
 from loader.shards.tar_samples import scan_tar
@@ -40,6 +41,7 @@ def find_shards(
     exclude_shards: Iterable[int | str | os.PathLike[str]] = (),
     cache_dir: str | os.PathLike[str] | None = None,
     count_tokens: bool = False,
+    split: DocumentSplit | None = None,
 ) -> ShardSet:
     """Find what a user named, without what is excluded; an incomplete folder is refused.
 
@@ -52,11 +54,12 @@ def find_shards(
     for path in find_inputs(input_shards, cache_dir):
         finder.add(path)
     excluded.check_all_found()
-    shards = ShardSet(finder.sources())
+    shards = ShardSet(finder.sources(), split)
     _check_same_tokenizer(shards.datasets)
     _check_once(shards.datasets)
     if shards.num_samples == 0:
-        raise UsageError(f"{input_shards} holds no sample that is not excluded")
+        side = "" if split is None else f", for {split.name} with one of {split.group} for validation"
+        raise UsageError(f"{input_shards} holds no sample that is not excluded{side}")
     return shards
 
 

@@ -24,6 +24,7 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from torch.utils.data import IterableDataset, get_worker_info
 
+from loader.mixture import Mixture
 from loader.order import Order, choose_windows, share
 from loader.shards.shard_set import ShardSet
 from shardprep.errors import UsageError
@@ -279,7 +280,7 @@ def make_order(
     )
 
 
-def rank_lanes(order: Order, rank: int, world_size: int) -> range:
+def rank_lanes(order: Order | Mixture, rank: int, world_size: int) -> range:
     """The lanes of one rank. Raises UsageError where the ranks cannot share them evenly."""
     if order.num_lanes % world_size:
         fitting = [n for n in range(1, order.num_lanes + 1) if order.num_lanes % n == 0]

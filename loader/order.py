@@ -158,6 +158,11 @@ class Order:
         """Steps after which every lane goes on to its next window."""
         return max(self.window_samples // self.group, 1)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What follows from data and version, and must be the same where a run is resumed."""
+        return {"block_samples": self.block_samples, "window_samples": self.window_samples}
+
     def offset(self, epoch: int, count: int) -> int:
         """The token below ``count`` at which an epoch's rows begin, where rows are cut from a stream."""
         return hash_ints(self.seed, epoch, _OFFSET) % count if self.shuffle else 0

@@ -20,6 +20,7 @@ from torch.utils.data._utils.pin_memory import pin_memory as pinned
 from loader.batches import Collate, Ids, LoaderMetrics, StepBatches, Uncollated, blank_labels
 from loader.collate_workers import CollateWorkers, can_be_sent
 from loader.dataset import Chunk, ChunkDataset, whole_number
+from loader.mixture import Mixture
 from loader.process_rank import ProcessRank, check_process_rank
 from loader.shards.shard_set import SizeCheck
 from loader.state import Position, RunProgress, position_of, state_of
@@ -182,6 +183,18 @@ class TokenLoader(DataLoader[Any]):
         return at.epoch * self._steps_per_epoch + at.step
 
     @property
+    def source_samples(self) -> dict[str, int]:
+        """Samples of each named source that all ranks together got so far; none where one set is read."""
+        order = self.order
+        return order.num_delivered(self.num_steps_delivered) if isinstance(order, Mixture) else {}
+
+    @property
+    def source_epochs(self) -> dict[str, float]:
+        """The same in epochs of each source: 1.5 is the middle of its second."""
+        order = self.order
+        return order.epochs(self.num_steps_delivered) if isinstance(order, Mixture) else {}
+
+    @property
     def has_loaded_state(self) -> bool:
         """Whether a state was loaded, and not iterated since."""
         return self._progress.is_loaded
@@ -195,7 +208,8 @@ class TokenLoader(DataLoader[Any]):
         )
 
     def __reduce__(self) -> tuple[Callable[..., TokenLoader], tuple[Any, ...]]:
-        return _made_again, (type(self), self._chunks_options, self._made_with, self._progress)
+        chunks = (type(self.chunks), self._chunks_options)
+        return _made_again, (type(self), chunks, self._made_with, self._progress)
 
     @property
     def _chunks_options(self) -> dict[str, Any]:
@@ -258,7 +272,7 @@ class TokenLoader(DataLoader[Any]):
 
         Reads its windows in this process, besides those that workers read: up to a second on a slow disk.
         """
-        start, chunks = self._progress.next, ChunkDataset(**self._chunks_options)
+        start, chunks = self._progress.next, type(self.chunks)(**self._chunks_options)
         chunks.position[0], chunks.position[1] = start.epoch, start.step
         try:
             fillers = self._num_fillers(start) if self.order.keeps_tail else 0
@@ -420,10 +434,13 @@ class _RefusedDataset(IterableDataset[Any]):
 
 
 def _made_again(
-    kind: type[TokenLoader], chunks: dict[str, Any], made_with: dict[str, Any], progress: RunProgress
+    kind: type[TokenLoader],
+    chunks: tuple[type[ChunkDataset], dict[str, Any]],
+    made_with: dict[str, Any],
+    progress: RunProgress,
 ) -> TokenLoader:
     """A copy of a loader; sizes were looked at when the original was made."""
-    loader = kind(ChunkDataset(**chunks), **made_with)
+    loader = kind(chunks[0](**chunks[1]), **made_with)
     loader._progress = replace(progress)  # noqa: SLF001  it is its own class's
     return loader
 

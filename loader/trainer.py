@@ -35,6 +35,8 @@ class LoaderMixin:
                 f"train_loader is a {type(train_loader).__name__}, expected a TokenLoader, as "
                 "get_llama3_dataloader makes it"
             )
+        if eval_loader is not None:
+            kwargs["eval_dataset"] = eval_loader.dataset  # Trainer asks for one; it is never iterated
         super().__init__(*args, **kwargs)
         self.train_loader, self.eval_loader = train_loader, eval_loader
         check_trainer_arguments(self.args, train_loader)  # type: ignore[attr-defined]
@@ -48,9 +50,9 @@ class LoaderMixin:
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """The same for ``evaluate()``; what else is evaluated is Trainer's."""
-        if self.eval_loader is None or eval_dataset is not None:
-            return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
-        return self.eval_loader
+        if self.eval_loader is not None and eval_dataset in (None, self.eval_loader.dataset):
+            return self.eval_loader
+        return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
 
 
 def check_trainer_arguments(args: Any, loader: TokenLoader) -> None:

@@ -105,7 +105,7 @@ def evaluate_in_trainer(run, seen):
     eval_loader = get_llama3_dataloader(DATA, 8, DATA, split="validation", **options)
     arguments = TrainingArguments(
         output_dir=f"{OUT}/e", use_cpu=True, report_to=[], max_steps=4, disable_tqdm=True,
-        eval_strategy="steps", per_device_train_batch_size=8, per_device_eval_batch_size=8, eval_steps=2, save_strategy="no",
+        eval_strategy="steps", per_device_train_batch_size=8, eval_steps=2, save_strategy="no",
     )
     model = make_model([])
     model.register_forward_pre_hook(

@@ -2,11 +2,11 @@
 
 Every source has a sampling order of its own (order.py), with the global batch size and the lanes of the whole
 run. A **round** is ROUND_STEPS global batches. In each round every lane takes equally many samples of a
-source, in an order of its own, by a hash of seed, round and lane. So all lanes of a source stand at the
-same step between rounds, each source counts its own epochs, and a source is read by the windows of its order.
+source, in an order of its own, by a hash of seed, round and lane. So between rounds all lanes of a source
+stand at the same step, each source counts its own epochs, and a source is read by the windows of its order.
 
-The weights of a stage are whole numbers of CYCLE_STEPS, spread evenly over a cycle. How many steps of a source
-are behind step n follows from n alone, so a position in the run stays one integer, and the batches are the
+The weights of a stage are whole numbers of CYCLE_STEPS, spread evenly over a cycle. How many steps of one
+are behind step n follows from n alone. So a position in the run stays one integer, and the batches are the
 same for every number of ranks and workers. A new stage begins with a new round, at its exact step.
 
 The price: each source has windows of its own in memory. A source whose weight is below 1 / ROUND_STEPS comes
@@ -124,7 +124,7 @@ class Mixture:
 
     @property
     def sizes(self) -> dict[str, str]:
-        """What must be the same where a run is resumed, as text: sources with their orders, and the stages."""
+        """What must be the same where a run is resumed: the sources with their orders, and the stages."""
         orders = zip(self.names, self.orders, strict=True)
         return {
             "sources": "; ".join(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from loader.batches import CausalLMCollator
+from loader.mixture import Mixture
 
 if TYPE_CHECKING:
     from loader.shards.shard_set import ShardSet
@@ -63,7 +64,8 @@ def _order(loader: TokenLoader) -> str:
     if not order.shuffle:
         return "as the shards stand, not shuffled"
     grouped = f", samples of like length in groups of {order.group}" if order.group > 1 else ""
-    return f"shuffled anew each epoch, seed {order.seed}{grouped}"
+    mixed = f", sources mixed by {order.sizes['schedule']}" if isinstance(order, Mixture) else ""
+    return f"shuffled anew each epoch, seed {order.seed}{grouped}{mixed}"
 
 
 def _workers(loader: TokenLoader) -> str:

@@ -92,28 +92,27 @@ FORMS: dict[str, dict[str, Any]] = {
 def test_mixed_global_batches_are_the_same_on_every_world_and_after_every_resume(
     data: dict[str, Path], form: str
 ) -> None:
-    options = FORMS[form]
+    options, rng = FORMS[form], random.Random(form)
     with load(data, **options) as loader:
-        end = loader.order.steps_per_epoch + 40
+        end = max(loader.order.steps_per_epoch, 120) + 40
         whole = steps(loader, end)
-    rng = random.Random(form)
-    worlds = [1, 2, 4] if form == "grouped" else [1, 2, 4, 8]
-    places = [0, 69, 70, 71, 150, loader.order.steps_per_epoch - 1, loader.order.steps_per_epoch]
-    places += [rng.randrange(end - 1) for _ in range(8)]
-    for number, place in enumerate(places):
-        world, workers = worlds[number % len(worlds)], 2 if number in (2, 5) else 0
-        count, parts = min(end - place, 12), []
-        for rank in range(world):
-            with load(data, world, rank, num_workers=workers, **options) as loader:
-                loader.load_state_dict(json.loads(json.dumps(loader.state_at(place))))
-                parts.append(steps(loader, count))
-        joined = [[*chain(*step)] for step in zip(*parts, strict=True)]
-        assert joined == whole[place : place + count], (place, world, workers)
+        places = [0, 69, 70, 71, 150, loader.order.steps_per_epoch - 1, loader.order.steps_per_epoch]
+        for place in [*places, *(rng.randrange(end - 1) for _ in range(6))]:
+            loader.load_state_dict(json.loads(json.dumps(loader.state_at(place))))
+            assert steps(loader, 1) == whole[place : place + 1], place
+    worlds = {"padded": (8, 1), "grouped": (4, 2), "packed at load": (2, 2), "split": (4, 0)}
+    world, workers = worlds[form]
+    place, parts = rng.randrange(end - 4), []
+    for rank in range(world):
+        with load(data, world, rank, num_workers=workers if rank == 0 else 0, **options) as loader:
+            loader.load_state_dict(loader.state_at(place))
+            parts.append(steps(loader, 4))
+    assert [[*chain(*step)] for step in zip(*parts, strict=True)] == whole[place : place + 4]
 
 
 def test_a_schedule_changes_the_shares_at_its_exact_step(data: dict[str, Path]) -> None:
     with load(data) as loader:
-        found = [Counter(map(source_of, step)) for step in steps(loader, 400)]
+        found = [Counter(map(source_of, step)) for step in steps(loader, 170)]
     assert all(counts["books"] == 0 for counts in found[:70])
     assert all(counts == {"web": 8} for counts in found[150:])
     for first, end, weights in ((0, 70, SCHEDULE[0][1]), (70, 150, SCHEDULE[1][1])):
@@ -145,12 +144,11 @@ def test_weights_in_tokens_are_kept_within_one_percent(data: dict[str, Path]) ->
     pair = {name: data[name] for name in ("web", "books")}
     with load(pair, schedule=None, weights=weights, weights_in="tokens") as loader:
         tokens: Counter[str] = Counter()
-        for step in steps(loader, 2000):
+        for step in steps(loader, 600):
             for ids in step:
                 tokens[source_of(ids)] += len(ids)
     share = tokens["books"] / tokens.total()
     assert share == pytest.approx(0.4, abs=0.01)
-    assert len({len(ids) for step in steps(loader, 4) for ids in step}) > 1
 
 
 def mixture(weights: list[float], num_lanes: int = 64) -> Mixture:

@@ -50,7 +50,7 @@ def first_ids(loader: TokenLoader) -> list[int]:
 def test_each_document_is_on_one_side_and_of_each_group_one_is_for_validation(group: int) -> None:
     keys = np.array([3, 2**63 + 5, 77, 78], np.uint64)
     counts = np.array([0, 1, group * 7, group * 5 + group // 2])
-    train, validation = (DocumentSplit(name=name, group=group) for name in ("train", "validation"))  # type: ignore[arg-type]
+    train, validation = (DocumentSplit(name=name, group=group) for name in ("train", "validation"))
     sizes = train.num_documents(keys, counts), validation.num_documents(keys, counts)
     for key, count, num_train, num_validation in zip(keys, counts, *sizes, strict=True):
         kept, held = train.rows(key, np.arange(num_train)), validation.rows(key, np.arange(num_validation))
@@ -138,7 +138,7 @@ def test_without_a_fraction_validation_is_all_of_a_folder(data: Path) -> None:
 def test_data_sets_of_ours_are_split_too_and_may_move(
     prep: Prep, sample_dir: Path, tmp_path: Path, kind: str
 ) -> None:
-    packed = {"record": "packed", "seq_len": 64} if kind == "packed" else {}
+    packed: dict[str, Any] = {"record": "packed", "seq_len": 64} if kind == "packed" else {}
     prep.plan(sample_dir, tmp_path / "data", num_shards=3, append_eos=True, **packed)
     prep.make(tmp_path / "data")
 
@@ -164,7 +164,7 @@ def test_a_state_is_of_its_side_and_fraction(data: Path) -> None:
 
 
 def test_a_collate_fn_of_ones_own_must_make_labels_where_a_last_batch_is_filled_up(data: Path) -> None:
-    options = {"split": "validation", "collate_fn": list, "num_workers": 1}
+    options: dict[str, Any] = {"split": "validation", "collate_fn": list, "num_workers": 1}
     with (
         load(data, data, 8, **options) as loader,
         pytest.raises(UsageError, match='makes no tensor "labels"'),

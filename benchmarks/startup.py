@@ -38,7 +38,7 @@ def main() -> int:
         text = lay_out(scratch, 100_000)
         output, log = scratch / "output", scratch / "log"
         plan(text.ten_documents, output, text.tokenizer, [])
-        task = ["--shard_id", "0", "--output_dir", output]
+        task = ["--shard_id", "0", "--output_dir", output, "--engine", "fastokens"]
         run_pinned([sys.executable, "-c", _LIST_MODULES, *task], cwd=scratch, log=log)
         modules = log.read_text().splitlines()[-1].split()
         bare, ours = [], []

@@ -20,6 +20,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ _stop_asked = False
 
 def main() -> int:
     args = parse_args()
-    signal.signal(signal.SIGUSR1, ask_to_stop)
+    for number in (signal.SIGUSR1, signal.SIGTERM):  # TERM is what a preemption sends
+        signal.signal(number, ask_to_stop)
     who = find_process_rank()  # from torchrun's or srun's variables
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.num_threads)
@@ -137,12 +139,19 @@ class Run:
             old.unlink()
 
     def load_newest(self) -> None:
-        """Go on from the newest checkpoint, if there is one."""
+        """Go on from the newest checkpoint that can be read, if there is one."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        found = sorted(self.folder.glob("step-*.pt"))
-        if not found:
+        found = sorted(self.folder.glob("step-*.pt"), reverse=True)
+        for path in found:
+            try:
+                state = torch.load(path, map_location=self.device, weights_only=True)
+                break
+            except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
+                print(f"warning: {path} cannot be read ({error}): trying the one before it", flush=True)
+        else:
+            if found:
+                raise SystemExit(f"error: no checkpoint in {self.folder} can be read; move them away")
             return
-        state = torch.load(found[-1], map_location=self.device, weights_only=True)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.loader.load_state_dict(state["loader"])

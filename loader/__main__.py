@@ -1,4 +1,4 @@
-"""``python -m loader DATA`` prints the first batch, decoded; ``python -m loader stage`` copies shards."""
+"""``python -m loader DATA`` prints the first batch; ``stage`` copies shards, ``where`` names documents."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from shardprep.command_line import Command, Program
 
 SHOWN_IDS = 12
 SHOWN_CHARS = 200
+_NAMED = ("stage", "where")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,8 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def command_words(argv: Sequence[str]) -> list[str]:
-    """The words with their command; whatever is not ``stage`` names shards to show."""
-    return list(argv) if argv[:1] and argv[0] == "stage" else ["show", *argv]
+    """The words with their command; whatever is neither ``stage`` nor ``where`` names shards to show."""
+    return list(argv) if argv[:1] and argv[0] in _NAMED else ["show", *argv]
 
 
 def show(args: argparse.Namespace) -> int:
@@ -52,7 +53,7 @@ def _shown(ids: list[int]) -> str:
 
 
 def _show_flags(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "%(prog)s [options] input_shards ...\n       %(prog)s {stage} ..."
+    parser.usage = "%(prog)s [options] input_shards ...\n       %(prog)s {stage,where} ..."
     parser.description = (
         "Print a batch of a data set, decoded; or stage its shards on this node: stage --help. "
         "A folder of that name is ./stage."
@@ -76,6 +77,11 @@ PROGRAM = Program(
             summary="copy shards to a disk of this node, verified",
             add_flags="loader.staging.stage_command:add_flags",
             run="loader.staging.stage_command:stage",
+        ),
+        "where": Command(
+            summary="which documents a training step saw; --find: which steps see a document",
+            add_flags="loader.where_command:add_flags",
+            run="loader.where_command:where",
         ),
     },
 )

@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 from transformers import BatchEncoding, DataCollatorForLanguageModeling
 
-from loader.boundaries import boundary_fields, document_edges
-from loader.dataset import Chunk
+from loader.boundaries import boundary_fields
+from loader.dataset import Chunk, Edges, RowEdges, joined_edges
 from shardprep.errors import UsageError
 
 
@@ -208,7 +208,7 @@ class Uncollated(NamedTuple):
 
     rows: Any  # int32[batch, row_tokens], or a list of int32[n]
     lengths: npt.NDArray[Any] | None  # of rows that are not all full
-    starts: list[npt.NDArray[np.int32]]  # where documents begin in each row, if boundaries were asked for
+    edges: Edges | None = None  # where documents begin in rows, if boundaries were asked for
     num_fillers: int = 0  # samples at the end that fill a last batch up: they have no labels
 
     @property
@@ -260,13 +260,13 @@ class StepBatches:
         else:
             parts: list[Any] = [chunk.ids[:, step] for chunk in chunks]
             rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
-            if not all(chunk.is_full(step, self.row_tokens) for chunk in chunks):
+            if not all(chunk.is_full(step) for chunk in chunks):
                 lengths = np.concatenate([chunk.lengths[:, step] for chunk in chunks])
-        starts = [found for chunk in chunks for found in chunk.starts_of(step)] if self.boundaries else []
         for first in range(first_batch * self.batch_size, len(rows), self.batch_size):
             part = slice(first, first + self.batch_size)
             of_part = min(max(first + self.batch_size - (len(rows) - num_fillers), 0), self.batch_size)
-            yield Uncollated(rows[part], None if lengths is None else lengths[part], starts[part], of_part)
+            edges = _edges(chunks, step, part) if self.boundaries and self.row_tokens else None
+            yield Uncollated(rows[part], None if lengths is None else lengths[part], edges, of_part)
 
     def collate(self, part: Uncollated) -> Any:
         """The batch of some samples; what ``collate_fn`` makes may be anything."""
@@ -278,17 +278,38 @@ class StepBatches:
     def _collated(self, part: Uncollated) -> Any:
         if type(self.collate_fn) is not CausalLMCollator:
             return collate_lists(self.collate_fn, part.samples())
-        rows, lengths, pad = part.rows, part.lengths, self.collate_fn
-        batch = pad.mask_rows(rows, lengths) if self.row_tokens else pad.pad_rows(rows)
+        pad = self.collate_fn
+        batch = pad.mask_rows(part.rows, part.lengths) if self.row_tokens else pad.pad_rows(part.rows)
         if self.boundaries:
-            if not self.row_tokens:
-                lengths = np.array([len(row) for row in rows])
-            edges = document_edges(part.starts, lengths, batch["input_ids"].shape[1])
-            batch["labels"].numpy()[edges] = IGNORED
-            batch.update(boundary_fields(self.boundaries, edges, lengths))
-            if "transformers" in self.boundaries:
-                del batch["attention_mask"]  # where there is one, transformers looks for no documents
+            self._add_boundaries(batch, part)
         return batch
+
+    def _add_boundaries(self, batch: BatchEncoding, part: Uncollated) -> None:
+        """Add the fields of ``boundaries``; the first id of a document is no label."""
+        fields: dict[str, Any] = batch.data  # the batch's own update would take as long as all of this
+        lengths, edges = part.lengths, part.edges
+        if edges is None:
+            nothing, lengths = np.empty(0, np.int64), np.array([len(row) for row in part.rows])
+            width = fields["input_ids"].shape[1]
+            edges = RowEdges.of_rows(nothing.astype(np.int32), nothing, lengths, width).part(0, len(lengths))
+        fields["labels"].numpy().reshape(-1)[edges.begins] = IGNORED
+        fields.update(boundary_fields(self.boundaries, edges, lengths))
+        if "transformers" in self.boundaries:
+            del fields["attention_mask"]  # where there is one, transformers looks for no documents
+
+
+def _edges(chunks: list[Chunk], step: int, part: slice) -> Edges:
+    """Of some of a step's rows, which lie in one chunk under another."""
+    if len(chunks) == 1:
+        return chunks[0].edges(step, part.start, min(part.stop, len(chunks[0].lengths)))
+    parts, row = [], 0
+    for chunk in chunks:
+        num_rows = len(chunk.lengths)
+        first, end = max(part.start - row, 0), min(part.stop - row, num_rows)
+        if first < end:
+            parts.append(chunk.edges(step, first, end))
+        row += num_rows
+    return joined_edges(parts)
 
 
 def blank_labels(batch: Any, num_rows: int) -> None:

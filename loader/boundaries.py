@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from loader.dataset import Edges
 from shardprep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -40,23 +42,16 @@ def check_boundaries(boundaries: Boundary | Sequence[Boundary]) -> tuple[str, ..
     return names
 
 
-def document_edges(
-    starts: list[npt.NDArray[np.int32]], lengths: npt.NDArray[Any] | None, width: int
-) -> npt.NDArray[np.bool_]:
-    """bool[rows, width]: where a document, or a row's padding, begins. A row's first place always does."""
-    edges = np.zeros((len(starts), width), np.bool_)
-    edges[np.repeat(np.arange(len(starts)), list(map(len, starts))), np.concatenate(starts)] = True
-    if lengths is not None:
-        short = np.flatnonzero(lengths < width)
-        edges[short, lengths[short]] = True
-    edges[:, 0] = True
-    return edges
+@lru_cache(maxsize=4)
+def _places(number: int) -> npt.NDArray[np.int64]:
+    """0, 1 .. ``number`` - 1; never written to."""
+    return np.arange(number)
 
 
 def boundary_fields(
-    names: tuple[str, ...], edges: npt.NDArray[np.bool_], lengths: npt.NDArray[Any] | None
+    names: tuple[str, ...], edges: Edges, lengths: npt.NDArray[Any] | None
 ) -> dict[str, torch.Tensor | int]:
-    """What ``boundaries=`` asks for. 60 us for an (8, 2048) batch.
+    """What ``boundaries=`` asks for, ``lengths``: tokens of rows not all full. 20 us for an (8, 2048) batch.
 
     ``position_ids`` int64[batch, seq]: count from 0 in each document (padding: likewise).
     ``segment_ids`` int64[batch, seq]: 1, 2, .. in each row, 0 in padding; see ``sdpa_mask`` and
@@ -65,26 +60,35 @@ def boundary_fields(
     same edges as ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k``, and
     ``use_cache`` False.
     """
-    begins = np.flatnonzero(edges)
-    ends = np.append(begins, edges.size)
-    sizes = np.diff(ends)
+    num_places = edges.shape[0] * edges.shape[1]
     fields: dict[str, torch.Tensor | int] = {}
     if "position_ids" in names or "transformers" in names:
-        positions = np.arange(edges.size, dtype=np.int64) - np.repeat(begins, sizes)
+        positions = np.repeat(edges.begins, edges.sizes)
+        np.subtract(_places(num_places), positions, out=positions)
         fields["position_ids"] = torch.from_numpy(positions.reshape(edges.shape))
     if "segment_ids" in names:
-        segments = np.cumsum(edges, axis=1, dtype=np.int64)
-        if lengths is not None:
-            segments[np.arange(edges.shape[1]) >= lengths[:, None]] = 0
-        fields["segment_ids"] = torch.from_numpy(segments)
-    if "cu_seqlens" in names:
-        fields["cu_seqlens"] = torch.from_numpy(ends.astype(np.int32))
-        fields["max_seqlen"] = int(sizes.max())
-    if "transformers" in names:
-        edge_tensor, longest = torch.from_numpy(ends.astype(np.int32)), int(sizes.max())
-        fields |= {"cu_seq_lens_q": edge_tensor, "cu_seq_lens_k": edge_tensor}
-        fields |= {"max_length_q": longest, "max_length_k": longest, "use_cache": False}
+        segments = np.repeat(_segment_numbers(edges, lengths), edges.sizes)
+        fields["segment_ids"] = torch.from_numpy(segments.reshape(edges.shape))
+    if "cu_seqlens" in names or "transformers" in names:
+        ends = np.empty(len(edges.begins) + 1, np.int32)
+        ends[:-1], ends[-1] = edges.begins, num_places
+        edge_tensor = torch.from_numpy(ends)
+        if "cu_seqlens" in names:
+            fields["cu_seqlens"], fields["max_seqlen"] = edge_tensor, edges.longest
+        if "transformers" in names:
+            fields |= {"cu_seq_lens_q": edge_tensor, "cu_seq_lens_k": edge_tensor}
+            fields |= {"max_length_q": edges.longest, "max_length_k": edges.longest, "use_cache": False}
     return fields
+
+
+def _segment_numbers(edges: Edges, lengths: npt.NDArray[Any] | None) -> npt.NDArray[np.int64]:
+    """int64[edges]: the number of each document in its row, from 1; 0 for padding."""
+    rows, within = np.divmod(edges.begins, edges.shape[1])
+    numbers = np.arange(len(rows))
+    numbers -= np.maximum.accumulate(np.where(within == 0, numbers, 0)) - 1
+    if lengths is not None:
+        numbers[within >= lengths[rows]] = 0
+    return numbers
 
 
 def sdpa_mask(batch: Mapping[str, Any]) -> torch.Tensor:

@@ -11,7 +11,7 @@ the lanes that a rank has in it. ``Samples``, ``WindowReader`` and ``Window`` ar
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -55,12 +55,82 @@ class ScatteredRows:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Edges:
+    """Where documents, and the padding of rows, begin in the flattened batch; each row begins one."""
+
+    begins: npt.NDArray[np.int64]  # int64[edges], ascending
+    sizes: npt.NDArray[np.int64]  # int64[edges]: places up to the next one
+    longest: int  # of the sizes
+    shape: tuple[int, int]  # rows and width of the batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowEdges:
+    """The edges of many rows of one width, found at once: 15 ns each, where a batch alone costs 30 us."""
+
+    width: int
+    _begins: npt.NDArray[np.int64]
+    _sizes: npt.NDArray[np.int64]
+    _bounds: list[int]  # of each row's edges, and the end
+    _longest: list[int]  # size in each row
+
+    @staticmethod
+    def of_rows(
+        starts: npt.NDArray[np.int32],
+        rows: npt.NDArray[np.int64],
+        lengths: npt.NDArray[Any],
+        width: int,
+    ) -> RowEdges:
+        """Documents begin at the places ``starts[i]`` of ``rows[i]``; ``lengths``: tokens of each row."""
+        row_begins = np.arange(len(lengths), dtype=np.int64) * width
+        short = np.flatnonzero(lengths < width)
+        begins = np.concatenate([row_begins, rows * width + starts, row_begins[short] + lengths[short]])
+        begins.sort()
+        begins = begins[np.diff(begins, prepend=-1) > 0]
+        sizes = np.diff(begins, append=len(lengths) * width)
+        first = np.searchsorted(begins, row_begins)
+        return RowEdges(
+            width=width,
+            _begins=begins,
+            _sizes=sizes,
+            _bounds=[*first.tolist(), len(begins)],
+            _longest=np.maximum.reduceat(sizes, first).tolist(),
+        )
+
+    def part(self, first: int, end: int) -> Edges:
+        """Those of some consecutive rows, as a batch of their own."""
+        edges = slice(self._bounds[first], self._bounds[end])
+        return Edges(
+            begins=self._begins[edges] - first * self.width,
+            sizes=self._sizes[edges],
+            longest=max(self._longest[first:end]),
+            shape=(end - first, self.width),
+        )
+
+
+def joined_edges(parts: Sequence[Edges]) -> Edges:
+    """Those of the batch that has the parts' rows one under another; all have one width."""
+    if len(parts) == 1:
+        return parts[0]
+    width = parts[0].shape[1]
+    num_rows = np.cumsum([0, *(part.shape[0] for part in parts)]).tolist()
+    begins = [part.begins + row * width for part, row in zip(parts, num_rows, strict=False)]
+    return Edges(
+        begins=np.concatenate(begins),
+        sizes=np.concatenate([part.sizes for part in parts]),
+        longest=max(part.longest for part in parts),
+        shape=(num_rows[-1], width),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Chunk:
     """Some consecutive steps of some lanes."""
 
     lengths: npt.NDArray[np.int32]  # int32[samples a step, steps], tokens of each sample
     # int32[samples a step, steps, row_tokens], or flat, sample by sample
     ids: npt.NDArray[np.int32] | ScatteredRows
+    row_tokens: int = 0  # of every sample where all are rows
     num_cut: int = 0  # tokens left out behind max_length
     num_starts: npt.NDArray[np.int32] | None = None  # int32[samples a step, steps]
     starts: npt.NDArray[np.int32] | None = None  # flat: places in each row where a document begins
@@ -69,9 +139,9 @@ class Chunk:
     def num_steps(self) -> int:
         return int(self.lengths.shape[1])
 
-    def is_full(self, step: int, row_tokens: int) -> bool:
+    def is_full(self, step: int) -> bool:
         """Whether no row of a step holds padding."""
-        return self._shortest[step] == row_tokens
+        return self._shortest[step] == self.row_tokens
 
     @cached_property
     def _shortest(self) -> list[int]:
@@ -84,19 +154,32 @@ class Chunk:
         return _cut(self.ids, self._bounds, step)
 
     def starts_of(self, step: int) -> list[npt.NDArray[np.int32]]:
-        """The document starts of one step's samples; nothing where there are none."""
-        if self.starts is None:
-            return [np.empty(0, np.int32)] * len(self.lengths)
+        """Where documents begin in each row of one step, of a chunk that says it."""
+        assert self.starts is not None
         return _cut(self.starts, self._start_bounds, step)
+
+    @cached_property
+    def _start_bounds(self) -> tuple[list[list[int]], list[list[int]]]:
+        assert self.num_starts is not None
+        return _bounds(self.num_starts)
+
+    def edges(self, step: int, first: int, end: int) -> Edges:
+        """Where documents begin in some rows of one step, of a chunk of rows."""
+        begin = step * len(self.lengths)
+        return self._row_edges.part(begin + first, begin + end)
 
     @cached_property
     def _bounds(self) -> tuple[list[list[int]], list[list[int]]]:
         return _bounds(self.lengths)
 
     @cached_property
-    def _start_bounds(self) -> tuple[list[list[int]], list[list[int]]]:
+    def _row_edges(self) -> RowEdges:
+        """Of all rows, step after step."""
+        assert self.starts is not None
         assert self.num_starts is not None
-        return _bounds(self.num_starts)
+        row_of = np.arange(self.lengths.size).reshape(self.lengths.shape[::-1]).T
+        rows = np.repeat(row_of.reshape(-1), self.num_starts.reshape(-1))
+        return RowEdges.of_rows(self.starts, rows, self.lengths.T.reshape(-1), self.row_tokens)
 
     def pack(self) -> torch.Tensor:
         """All of it as one int32 tensor: every tensor that is sent costs a file handle."""
@@ -122,6 +205,7 @@ class Chunk:
         return Chunk(
             lengths=lengths,
             ids=rest.reshape(lanes, steps, row_tokens) if row_tokens else rest,
+            row_tokens=row_tokens,
             num_cut=num_cut,
             num_starts=counts,
             starts=starts,

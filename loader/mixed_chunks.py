@@ -153,10 +153,17 @@ class MixedRound:
         num_cut, self.num_cut = self.num_cut, 0
         ids = self.rows[:, first:end] if self.row_tokens else _joined(self.ids[:, first:end])
         if self.starts is None:
-            return Chunk(lengths=lengths, ids=ids, num_cut=num_cut)
+            return Chunk(lengths=lengths, ids=ids, row_tokens=self.row_tokens, num_cut=num_cut)
         starts = self.starts[:, first:end]
         num_starts = np.array([len(each) for each in starts.flat], np.int32).reshape(starts.shape)
-        return Chunk(lengths=lengths, ids=ids, num_cut=num_cut, num_starts=num_starts, starts=_joined(starts))
+        return Chunk(
+            lengths=lengths,
+            ids=ids,
+            row_tokens=self.row_tokens,
+            num_cut=num_cut,
+            num_starts=num_starts,
+            starts=_joined(starts),
+        )
 
 
 def _put_all(target: npt.NDArray[np.object_], column: npt.NDArray[np.int64], items: list[Any]) -> None:

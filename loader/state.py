@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any, NamedTuple
 
+from loader.skipped_steps import SkippedSteps
 from shardprep.errors import BrokenShard, OtherTokenizer, Refused, UsageError
 
 _HASH_DIGITS = 64
@@ -54,7 +55,12 @@ class Position(NamedTuple):
         return Position(epoch=self.epoch + 1)
 
 
-def state_of(position: Position, fingerprint: Mapping[str, Any], layout: Mapping[str, int]) -> dict[str, Any]:
+def state_of(
+    position: Position,
+    fingerprint: Mapping[str, Any],
+    layout: Mapping[str, int],
+    skipped: SkippedSteps = SkippedSteps(),  # noqa: B008  frozen
+) -> dict[str, Any]:
     """The state as plain numbers and strings, which JSON and torch.save keep.
 
     Always the same keys: torch.distributed.checkpoint reads those alone that a fresh loader's state has.
@@ -64,6 +70,7 @@ def state_of(position: Position, fingerprint: Mapping[str, Any], layout: Mapping
         "epoch": position.epoch,
         "step": position.step,
         "num_micro": position.num_micro,
+        "skipped": skipped.text(),
         "layout": dict(layout),
         "fingerprint": dict(fingerprint),
     }
@@ -137,6 +144,7 @@ class RunProgress:
     began: Position = _BEGINNING  # where the run began: a new loader's beginning, or a loaded state
     left: Position | None = None  # where the run left an epoch, or jumped, if it did
     is_loaded: bool = False  # a state was loaded, and not iterated since
+    skipped: SkippedSteps = SkippedSteps()  # noqa: RUF009  frozen; steps of the order that were left out
 
     def begin_epoch(self) -> Position:
         """Take the epoch that is next; the one after it is next then."""
@@ -147,10 +155,23 @@ class RunProgress:
         self.is_loaded = False
         return start
 
-    def load(self, position: Position) -> None:
+    def load(self, position: Position, skipped: SkippedSteps) -> None:
         """Go on behind what a state says was delivered: a run begins there."""
         self.delivered = self.next = self.began = position
-        self.left, self.is_loaded = None, True
+        self.left, self.is_loaded, self.skipped = None, True, skipped
+
+    def skip(self, num_steps: int, steps_per_epoch: int) -> None:
+        """Leave out the steps behind what was delivered. Raises UsageError inside of a step."""
+        if self.delivered.num_micro:
+            raise UsageError(
+                f"skip leaves out whole steps, and {self.delivered.num_micro} batches of a step are "
+                "delivered; call it between two optimizer's steps"
+            )
+        first = self.delivered.epoch * steps_per_epoch + self.delivered.step
+        self.skipped = self.skipped.and_from(first, num_steps)
+        epoch, step = divmod(first + num_steps, steps_per_epoch)
+        self.delivered = self.next = Position(epoch=epoch, step=step)
+        self.is_loaded = True
 
     def set_epoch(self, epoch: int) -> None:
         """Make an epoch the next one. Raises UsageError where a loaded state would be thrown away."""

@@ -23,6 +23,7 @@ from loader.dataset import Chunk, ChunkDataset, whole_number
 from loader.mixture import Mixture
 from loader.process_rank import ProcessRank, check_process_rank
 from loader.shards.shard_set import SizeCheck
+from loader.skipped_steps import SkippedSteps
 from loader.state import Position, RunProgress, position_of, state_of
 from shardprep.errors import UsageError
 
@@ -178,21 +179,26 @@ class TokenLoader(DataLoader[Any]):
 
     @property
     def num_steps_delivered(self) -> int:
-        """Global batches that the loop got, counted through all epochs from 0; the one it holds is one."""
+        """Global batches that the loop got, counted through all epochs from 0, without those it skipped."""
+        skipped = self._progress.skipped.up_to(self._order_step)
+        return self._order_step - sum(end - first for first, end in skipped.ranges)
+
+    @property
+    def _order_step(self) -> int:
         at = self._progress.delivered
         return at.epoch * self._steps_per_epoch + at.step
 
     @property
     def source_samples(self) -> dict[str, int]:
-        """Samples of each named source that all ranks together got so far; none where one set is read."""
+        """Samples of each named source in the steps so far, all ranks together; none where one set is read."""
         order = self.order
-        return order.num_delivered(self.num_steps_delivered) if isinstance(order, Mixture) else {}
+        return order.num_delivered(self._order_step) if isinstance(order, Mixture) else {}
 
     @property
     def source_epochs(self) -> dict[str, float]:
         """The same in epochs of each source: 1.5 is the middle of its second."""
         order = self.order
-        return order.epochs(self.num_steps_delivered) if isinstance(order, Mixture) else {}
+        return order.epochs(self._order_step) if isinstance(order, Mixture) else {}
 
     @property
     def has_loaded_state(self) -> bool:
@@ -232,7 +238,7 @@ class TokenLoader(DataLoader[Any]):
 
         Save it with the optimizer's step: the batch that the loop holds counts as delivered.
         """
-        return state_of(self._progress.delivered, self.fingerprint, self._layout)
+        return state_of(self._progress.delivered, self.fingerprint, self._layout, self._progress.skipped)
 
     def state_at(self, step: int) -> dict[str, Any]:
         """The state after ``step`` global batches, counted through all epochs from 0. Changes nothing.
@@ -243,8 +249,10 @@ class TokenLoader(DataLoader[Any]):
         if step < 0:
             raise UsageError(f"step is {step}, expected the number of global batches trained, 0 or more")
         self._progress.check_unbroken()
-        epoch, in_epoch = divmod(step, self.order.steps_per_epoch)
-        return state_of(Position(epoch=epoch, step=in_epoch), self.fingerprint, self._layout)
+        at = self._progress.skipped.order_step(step)
+        epoch, in_epoch = divmod(at, self.order.steps_per_epoch)
+        skipped = self._progress.skipped.up_to(at)
+        return state_of(Position(epoch=epoch, step=in_epoch), self.fingerprint, self._layout, skipped)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next ``iter()`` go on behind what ``state`` says was delivered. Reads nothing.
@@ -256,7 +264,19 @@ class TokenLoader(DataLoader[Any]):
             raise UsageError(f"the state has {position.num_micro} batches of a step of {self._micro_batches}")
         self._newest += 1
         self._end_unless_persistent()
-        self._progress.load(position)
+        self._progress.load(position, SkippedSteps.of_text(state.get("skipped", "")))
+
+    def skip(self, steps: int) -> None:
+        """Leave out the next global batches, as after a spike of the loss; the next ``iter()`` begins behind.
+
+        They are counted from what was delivered, a loaded state included, and go on in the next epoch where
+        one ends. The state has them: ``state_at`` goes on counting the steps that are trained, and a job
+        resumes on any number of ranks. All ranks must skip alike. Raises UsageError inside of a step.
+        """
+        whole_number("steps", steps, least=1)
+        self._progress.skip(steps, self._steps_per_epoch)
+        self._newest += 1
+        self._end_unless_persistent()
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next ``iter()`` this epoch; all ranks must.

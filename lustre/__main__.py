@@ -1,20 +1,30 @@
-"""``python -m lustre``: show what new files will get, and apply a layout to a fresh, empty folder."""
+"""``python -m lustre``: show what new files will get, apply a layout to a folder, restore released files."""
 
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lustre.directory_layout import change_text, set_directory_layout, why_leave, why_not
-from lustre.layout import Layout, parse_layout_options, parse_size, read_layout, setstripe_options
+from lustre.directory_layout import (
+    change_text,
+    dry_run_text,
+    layout_of_file_system,
+    set_directory_layout,
+    why_leave,
+    why_not,
+)
+from lustre.layout import Layout, read_layout
 from lustre.layout_choice import choose_layout
-from lustre.lfs import file_system_of
-from lustre.osts import count_osts
+from lustre.layout_options import parse_layout_options, parse_size
+from lustre.lfs import file_system_of, kind_of
+from lustre.osts import count_osts_if_told
 from lustre.path_report import DataSize, choice_lines, report
+from lustre.released_files import restore as restore_files
 from shardprep.command_line import Command, Program
+from shardprep.console import say
+from shardprep.errors import NotFound
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,67 +62,105 @@ def _apply(args: argparse.Namespace) -> list[str]:
         wanted, lines = _chosen(folder, size)
     if wanted is None:
         return lines
-    change = set_directory_layout(folder, wanted, dry_run=args.dry_run)
-    if args.dry_run and not change.is_done_already:
-        command = shlex.join(["lfs", "setstripe", *setstripe_options(wanted), str(folder.absolute())])
-        return [*lines, f"new files get {change.before.text()}; would run: {command}", *change.notes]
-    return [*lines, change_text(folder, change)]
+    change = set_directory_layout(
+        folder, wanted, dry_run=args.dry_run, existing_files_keep_theirs=args.existing_files_keep_theirs
+    )
+    text = dry_run_text if args.dry_run and not change.is_done_already else change_text
+    return [*lines, text(folder, change)]
 
 
 def _chosen(folder: Path, size: DataSize) -> tuple[Layout | None, list[str]]:
     """The table's layout and the lines that say why; None where what is there is left alone."""
-    if folder.is_dir() and (reason := why_leave(layout := read_layout(folder))):
-        line = f"left as it is, {reason}: new files get {layout.text()}"
-        return None, [line, "to set another: --count, --size, --pool or --pfl"]
-    mount = file_system_of(folder)
-    num_osts = count_osts(folder, mount) if mount and folder.is_dir() else 0
-    choice = choose_layout(shard_bytes=size.shard_bytes, num_shards=size.num_shards, num_osts=num_osts)
+    num_osts = 0
+    if kind_of(folder) == "folder":
+        layout = read_layout(folder)
+        if reason := why_leave(layout, layout_of_file_system(folder)):
+            line = f"left as it is, {reason}: new files get {layout.text()}"
+            return None, [line, "to set another: --count, --size, --pool or --pfl"]
+        mount = file_system_of(folder)
+        num_osts = count_osts_if_told(folder, mount) if mount else 0
+    choice = choose_layout(
+        shard_bytes=size.shard_bytes,
+        num_shards=size.num_shards,
+        num_readers=size.num_readers,
+        num_osts=num_osts,
+    )
     return choice.layout, choice_lines(choice, size)
+
+
+def restore(args: argparse.Namespace) -> int:
+    """Bring released files back from the archive, and with ``--wait`` end when all are there.
+
+    Raises NotFound where there is no such path, and LustreError from lfs.
+    """
+    if not kind_of(args.path):
+        raise NotFound(f"{args.path} is not there, expected a file or a folder with released files")
+    if reason := why_not(args.path):
+        print(f"nothing to restore: {reason}")
+        return 0
+    print(restore_files(args.path, wait=args.wait, say=say))
+    return 0
 
 
 def _size(args: argparse.Namespace) -> DataSize:
     shard_bytes = None if args.shard_bytes is None else parse_size(args.shard_bytes, "--shard_bytes")
-    num_readers = getattr(args, "num_readers", None)  # show's alone: the choice does not depend on it
-    return DataSize(shard_bytes=shard_bytes, num_shards=args.num_shards, num_readers=num_readers)
+    return DataSize(shard_bytes=shard_bytes, num_shards=args.num_shards, num_readers=args.num_readers)
 
 
 def _path_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, metavar="PATH", help="a folder; need not be on Lustre")
     parser.add_argument("--shard_bytes", help="size of a shard, such as 2G, to choose a layout for")
     parser.add_argument("--num_shards", type=int, help="how many shards")
-
-
-def _show_flags(parser: argparse.ArgumentParser) -> None:
-    _path_flags(parser)
     parser.add_argument("--num_readers", type=int, help="processes that read them at once")
 
 
 def _apply_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Without a layout it takes the one that `show` chooses, unless the site or somebody has "
-        "chosen already. A file, or a folder that holds anything, is never changed."
+        "chosen already. A file is never changed, and a folder that holds anything but jobs/ and logs/ only "
+        "with --existing_files_keep_theirs."
     )
     _path_flags(parser)
     parser.add_argument("-c", "--count", help="stripes: 1 to 2000, or -1 for a stripe on every OST")
     parser.add_argument("-S", "--size", help="of a stripe: a multiple of 64K below 4G, such as 4M")
-    parser.add_argument("-p", "--pool", help="pool of OSTs that stripes are taken from")
+    parser.add_argument(
+        "-p", "--pool", help="pool of OSTs for the stripes (default: the folder's own; none: no pool)"
+    )
     parser.add_argument("--pfl", help="END:COUNT[:SIZE] of each component, such as '1G:1,10G:4,-1:8'")
-    parser.add_argument("--dom", help="keep the first bytes, up to 1G, on the metadata server")
+    parser.add_argument(
+        "--dom", help="keep the first bytes, such as 64K, on the metadata server, which may keep fewer"
+    )
     parser.add_argument("--dry_run", action="store_true", help="check everything, set nothing")
+    parser.add_argument(
+        "--existing_files_keep_theirs",
+        action="store_true",
+        help="set it although the folder holds files: they keep their layouts, new files get this one",
+    )
+
+
+def _restore_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", type=Path, metavar="PATH", help="a file, or a folder with all below it")
+    parser.add_argument("--wait", action="store_true", help="end when nothing is released any more")
 
 
 PROGRAM = Program(
     name="python -m lustre",
-    description="Show what new files will get, and apply a layout to a fresh, empty folder.",
+    description="Layouts of folders on Lustre, and files that lie in an archive alone.",
     allow_abbrev=False,
+    dashed_values=("--pfl",),
     commands={
         "show": Command(
-            summary="file system, layout and OSTs of a path; changes nothing", add_flags=_show_flags, run=show
+            summary="file system, layout and OSTs of a path; changes nothing", add_flags=_path_flags, run=show
         ),
         "apply": Command(
             summary="set the layout of new files in a fresh, empty folder, and read it back",
             add_flags=_apply_flags,
             run=apply,
+        ),
+        "restore": Command(
+            summary="bring files back from the archive behind the file system (HSM, S3 of an FSx)",
+            add_flags=_restore_flags,
+            run=restore,
         ),
     },
 )

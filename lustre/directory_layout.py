@@ -1,9 +1,9 @@
 """Sets the layout that a fresh, empty folder gives to new files, and reads it back. Nothing else changes any.
 
-``apply_stripe`` is ``plan --stripe auto|none|N``; both it and ``python -m lustre apply`` call
-``set_directory_layout``. A folder that holds anything is refused, and so is a file: from Lustre 2.16 on
-``lfs setstripe`` can empty a file. lfs may exit 0 although it did something else, so the layout is read back
-and compared (``differences``).
+Both ``plan --stripe`` and ``python -m lustre apply`` call ``set_directory_layout``. A file is refused: from
+Lustre 2.16 on ``lfs setstripe`` can empty it. A folder that holds anything is refused, too, unless the user
+says that its files keep their layouts. lfs may exit 0 although it did something else, so the layout is read
+back and compared (``differences``).
 """
 
 from __future__ import annotations
@@ -11,29 +11,23 @@ from __future__ import annotations
 import errno
 import os
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lustre.layout import (
-    FILE_SYSTEM_DEFAULT,
-    Layout,
-    parse_layout_options,
-    read_layout,
-    setstripe_options,
-    size_text,
-    stripe_count,
-)
-from lustre.lfs import LfsResult, Mount, file_system_of, find_lfs, run_lfs
-from lustre.osts import count_osts, fill_lines, read_fill
+from lustre.layout import ALL_OSTS, FILE_SYSTEM_DEFAULT, Component, Layout, read_layout, size_text
+from lustre.layout_options import DOM_LIMIT_BYTES, NO_POOL, setstripe_options
+from lustre.lfs import LfsResult, Mount, file_system_of, find_lfs, kind_of, run_lfs
+from lustre.osts import count_osts, count_osts_if_told, fill_lines, read_fill
 from shardprep.errors import LustreError
 
 # Of file systems made since 2023-08-25: -E 100M -c 1 -E 10G -c 8 -E 100G -c 16 -E -1 -c 32
 _FSX = [(100 << 20, 1), (10 << 30, 8), (100 << 30, 16), (None, 32)]
+OWN_FOLDERS = frozenset({"jobs", "logs"})  # hold no shard: a folder with these alone counts as empty
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutChange:
-    """What new files got before and get now; ``notes`` are lines about stripes that were not to be had."""
+    """What new files got before and get now; ``notes`` are lines about what else follows."""
 
     before: Layout
     after: Layout
@@ -41,77 +35,56 @@ class LayoutChange:
     notes: tuple[str, ...] = ()
 
 
-def check_stripe(stripe: str) -> int | None:
-    """The stripe count that ``auto``, ``none`` or a number asks for; None: leave the layout as it is.
-
-    Raises LustreUsageError for anything that lfs would refuse. 0 too is refused: lfs takes it for
-    'the default', which is what ``none`` says plainly.
-    """
-    if stripe in {"auto", "none"}:
-        return None
-    return stripe_count(stripe, "--stripe", also="auto, none, ")
-
-
-def apply_stripe(folder: Path, stripe: str) -> str:
-    """Do what ``--stripe auto|none|N`` asks for the existing directory ``folder``; one line to print.
-
-    ``auto`` and ``none`` change nothing and never fail; ``auto`` tells what new files will get. Off
-    Lustre, or without lfs, nothing is done and the line says why. N sets the default of an empty
-    folder; a folder that has it already is left alone. Raises LustreError (exit_code 73) where it
-    was not done as asked, LustreUsageError (2) for an impossible N.
-    """
-    count = check_stripe(stripe)
-    if stripe == "none":
-        return "stripe none: the layout is left as it is"
-    if reason := why_not(folder):
-        return f"stripe {stripe}: nothing to do, {reason}"
-    if count is None:
-        try:
-            layout = read_layout(folder)
-        except LustreError as error:
-            return f"stripe auto: left as it is; what new files get cannot be told: {error}"
-        owner = f"; {reason}" if (reason := why_leave(layout)) else ""
-        return f"stripe auto: left as it is; new files get {layout.text()}{owner}"
-    wanted = parse_layout_options(count=str(count))
-    assert wanted is not None
-    return f"stripe {stripe}: {change_text(folder, set_directory_layout(folder, wanted))}"
-
-
-def set_directory_layout(folder: Path, wanted: Layout, *, dry_run: bool = False) -> LayoutChange:
+def set_directory_layout(
+    folder: Path, wanted: Layout, *, dry_run: bool = False, existing_files_keep_theirs: bool = False
+) -> LayoutChange:
     """Make new files in ``folder``, which is on Lustre, get ``wanted``; ``dry_run`` checks and sets nothing.
 
-    ``folder`` is an existing, empty directory; anything else is refused before lfs is asked to change
-    it, unless it has the layout already. lfs silently takes fewer stripes where there are fewer OSTs;
-    the notes tell. Raises LustreError (exit_code 73) where lfs failed, or the layout is another one.
+    ``folder`` is an existing directory, and empty unless ``existing_files_keep_theirs``; anything else is
+    refused before lfs is asked to change it, unless it has the layout already. A pool that it has stays
+    where ``wanted`` names none: lfs alone would drop it. lfs silently takes fewer stripes where there are
+    fewer OSTs; the notes tell. Raises LustreError (exit_code 73) where lfs failed, or the layout is
+    another one.
     """
     _refuse_all_but_directory(folder)
-    num_osts = {part.pool: 0 for part in wanted.components if part.pattern != "mdt"}
     mount = file_system_of(folder)
     assert mount is not None
-    num_osts = {pool: count_osts(folder, mount, pool) for pool in num_osts}
-    notes = tuple(_clamp_notes(wanted, num_osts))
+    named = {part.pool for part in wanted.components if part.pool not in {"", NO_POOL}}
+    num_osts = {pool: count_osts(folder, mount, pool) for pool in named}
     before = read_layout(folder)
-    if before.is_own and not differences(wanted, before, num_osts):
-        return LayoutChange(before=before, after=before, is_done_already=True, notes=notes)
-    _refuse_all_but_empty(folder)
+    wanted, notes = _with_pool(wanted, before)
+    num_osts |= {
+        pool: count_osts_if_told(folder, mount, "" if pool == NO_POOL else pool)
+        for pool in {part.pool for part in wanted.components if not part.is_on_mdt} - named
+    }
+    notes += [*_clamp_notes(wanted, num_osts), *_dom_notes(wanted)]
+    if not before.is_inherited and not differences(wanted, before, num_osts):
+        return LayoutChange(before=before, after=before, is_done_already=True, notes=tuple(notes))
+    held = _refuse_all_but_empty(folder, existing_files_keep_theirs=existing_files_keep_theirs)
+    notes += _kept_notes(folder, held)
     if dry_run:
-        return LayoutChange(before=before, after=wanted, notes=notes)
+        return LayoutChange(before=before, after=wanted, notes=tuple(notes))
     result = run_lfs(["setstripe", *setstripe_options(wanted)], folder)
-    result.checked(_what_to_do(result, folder, mount))
+    if result.exit_code:
+        _tell_if_gone(folder, result)
+        result.checked(_what_to_do(result, folder, mount))
     after = read_layout(folder)
     if found := differences(wanted, after, num_osts):
         raise LustreError(
             f"{folder}: `lfs {' '.join(result.arguments)}` exited 0, but new files get {after.text()}, "
-            f"expected {wanted.text()} ({'; '.join(found)}); {find_lfs()} may be a site's wrapper with its "
-            "own rules, or the site restricts layouts: ask the site, or keep what it gives"
+            f"expected {wanted.text()} ({'; '.join(found)}); {_why_other(wanted, after)}"
         )
-    return LayoutChange(before=before, after=after, notes=notes)
+    for want, have in zip(wanted.components, after.components, strict=True):
+        if 0 < have.stripe_count < want.stripe_count and not num_osts[want.pool]:
+            notes.append("fewer stripes than asked for; how many OSTs there are lfs does not tell")
+    return LayoutChange(before=before, after=after, notes=tuple(notes))
 
 
 def _refuse_all_but_directory(folder: Path) -> None:
-    if folder.is_dir():
+    kind = kind_of(folder)
+    if kind == "folder":
         return
-    if not folder.exists():
+    if not kind:
         raise LustreError(
             f"{folder} is not there, expected an existing, empty directory; "
             f"create it: mkdir -p {shlex.quote(str(folder))}"
@@ -122,29 +95,90 @@ def _refuse_all_but_directory(folder: Path) -> None:
     )
 
 
-def _refuse_all_but_empty(folder: Path) -> None:
+def _refuse_all_but_empty(folder: Path, *, existing_files_keep_theirs: bool) -> list[str]:
+    """Names in the folder; more than those of its jobs and logs are refused unless files keep theirs."""
     try:
         with os.scandir(folder) as entries:
-            entry = next(entries, None)
+            held = [entry.name for entry in entries if not (entry.name in OWN_FOLDERS and entry.is_dir())]
     except OSError as error:
         raise LustreError(
             f"{folder} cannot be listed ({error.strerror}), expected an empty directory that you can read"
         ) from None
-    if entry is not None:
+    if held and not existing_files_keep_theirs:
         raise LustreError(
-            f"{folder} holds {entry.name} and perhaps more, expected an empty directory: files that are "
-            "there would keep their old layout. Choose a fresh folder, or keep what the site gives"
+            f"{folder} holds {min(held)} and perhaps more, expected an empty directory: files that are "
+            "there would keep their old layout. Choose a fresh folder, or keep what the site gives; "
+            "for new files alone: python -m lustre apply ... --existing_files_keep_theirs"
         )
+    return held
+
+
+def _kept_notes(folder: Path, held: list[str]) -> list[str]:
+    if not held:
+        return []
+    num_folders = sum(kind_of(folder / name) == "folder" for name in held)
+    line = (
+        f"this holds for new files alone: {len(held) - num_folders} file(s) here keep their layouts, and "
+        f"{num_folders} folder(s) their defaults; lfs migrate moves a file to another layout"
+    )
+    return [line]
+
+
+def _with_pool(wanted: Layout, before: Layout) -> tuple[Layout, list[str]]:
+    """``wanted`` with the folder's pool where it names none, and a line about it."""
+    pools = {part.pool for part in wanted.components if not part.is_on_mdt}
+    if not before.pool or pools - {"", NO_POOL}:
+        return wanted, []
+    if NO_POOL in pools:
+        return wanted, [f"pool {before.pool}, which it had, is given up"]
+    parts = [part if part.is_on_mdt else replace(part, pool=before.pool) for part in wanted.components]
+    kept = replace(wanted, components=tuple(parts))
+    return kept, [f"pool {before.pool} stays (--pool {NO_POOL} would give it up)"]
 
 
 def _clamp_notes(wanted: Layout, num_osts: dict[str, int]) -> list[str]:
     notes = []
     for part in wanted.components:
         number = num_osts.get(part.pool, 0)
-        if 0 < number < part.stripe_count and part.pattern != "mdt":
-            where = f"in pool {part.pool}" if part.pool else "here"
+        if 0 < number < part.stripe_count and not part.is_on_mdt:
+            where = f"in pool {part.pool}" if part.pool not in {"", NO_POOL} else "here"
             notes.append(f"asked for {part.stripe_count}, which is more than the {number} OSTs {where}")
     return notes
+
+
+def _dom_notes(wanted: Layout) -> list[str]:
+    end = wanted.components[0].end_bytes
+    if not wanted.components[0].is_on_mdt or end is None or end <= DOM_LIMIT_BYTES:
+        return []
+    line = (
+        f"the server may keep less than {size_text(end)} of a file on the metadata server, and does not say "
+        f"so: its limit (lod.*.dom_stripesize) is {size_text(DOM_LIMIT_BYTES)} where nobody raised it"
+    )
+    return [line]
+
+
+def _why_other(wanted: Layout, after: Layout) -> str:
+    """What made another layout of the one that was asked for, as far as it shows."""
+    want, have = wanted.components[0], after.components[0]
+    if want.is_on_mdt and have.is_on_mdt and (have.end_bytes or 0) < (want.end_bytes or 0):
+        return (
+            f"the server cuts what lies on the metadata server at its limit (lod.*.dom_stripesize): name "
+            f"--dom {(have.end_bytes or 0) >> 10}K or less, or ask the site"
+        )
+    return (
+        f"{find_lfs()} may be a site's wrapper with its own rules, or the site restricts layouts: "
+        "ask the site, or keep what it gives"
+    )
+
+
+def _tell_if_gone(folder: Path, result: LfsResult) -> None:
+    """From 2.16 on lfs removes an empty directory where the server answered EACCES to setstripe."""
+    if not kind_of(folder):
+        raise LustreError(
+            f"{folder} is gone: `lfs {result.shown}` {result.failure}, and then removed the empty folder, "
+            f"expected to leave it; create it again (mkdir {shlex.quote(str(folder))}), and keep what the "
+            "site gives, or let its owner set the layout"
+        )
 
 
 def _what_to_do(result: LfsResult, folder: Path, mount: Mount) -> str:
@@ -166,31 +200,53 @@ def differences(wanted: Layout, found: Layout, num_osts: dict[str, int]) -> list
     """In what ``found`` is not as ``wanted``, component by component; empty where it is.
 
     What ``wanted`` leaves open (the file system's default count or size, no pool) is not compared. A
-    count above the OSTs there are (``num_osts``, by pool) may be found as asked, or as all of them.
+    count above the OSTs there are (``num_osts``, by pool) may be found as asked, or as all of them. A place
+    to start is never asked for: one that is found fills one OST with every file.
     """
+    if len(wanted.mirrors) != len(found.mirrors):
+        return [f"{len(found.mirrors)} mirrors, expected {len(wanted.mirrors)}"]
     if (wanted.is_composite, len(wanted.components)) != (found.is_composite, len(found.components)):
         return [f"{len(found.components)} component(s), expected {len(wanted.components)}"]
     lines = []
     for number, (want, have) in enumerate(zip(wanted.components, found.components, strict=True), start=1):
         name = f"component {number}: " if wanted.is_composite else ""
-        if (want.start_bytes, want.end_bytes) != (have.start_bytes, have.end_bytes):
-            lines.append(
-                f"{name}bytes {have.start_bytes} to {have.end_bytes}, "
-                f"expected {want.start_bytes} to {want.end_bytes}"
-            )
-        if (want.pattern == "mdt") != (have.pattern == "mdt"):
-            lines.append(f"{name}pattern {have.pattern or 'none'}, expected {want.pattern}")
-        if want.pattern == "mdt":
-            continue
-        counts = {want.stripe_count, min(want.stripe_count, num_osts.get(want.pool) or want.stripe_count)}
-        if want.stripe_count != FILE_SYSTEM_DEFAULT and have.stripe_count not in counts:
-            lines.append(f"{name}{have.stripe_count} stripes, expected {want.stripe_count}")
-        if want.stripe_size_bytes not in {0, have.stripe_size_bytes}:
-            sizes = f"{size_text(have.stripe_size_bytes)}, expected {size_text(want.stripe_size_bytes)}"
-            lines.append(f"{name}stripes of {sizes}")
-        if want.pool not in {"", have.pool}:
-            lines.append(f"{name}pool {have.pool or 'none'}, expected {want.pool}")
+        lines += [f"{name}{words}" for words in _component_differences(want, have, num_osts)]
     return lines
+
+
+def _component_differences(want: Component, have: Component, num_osts: dict[str, int]) -> list[str]:
+    lines = []
+    if (want.start_bytes, want.end_bytes) != (have.start_bytes, have.end_bytes):
+        lines.append(
+            f"bytes {have.start_bytes} to {have.end_bytes}, expected {want.start_bytes} to {want.end_bytes}"
+        )
+    if want.is_on_mdt != have.is_on_mdt:
+        lines.append(f"pattern {have.pattern or 'none'}, expected {want.pattern}")
+    if want.is_on_mdt:
+        return lines
+    if have.extension_bytes:
+        lines.append("it grows piece by piece (SEL), expected a fixed component")
+    if want.stripe_count != FILE_SYSTEM_DEFAULT and not _is_count(want, have, num_osts.get(want.pool)):
+        lines.append(f"{have.stripe_count} stripes, expected {want.stripe_count}")
+    if have.is_overstriped and want.stripe_count != FILE_SYSTEM_DEFAULT and have.stripe_count >= ALL_OSTS:
+        lines.append("stripes that may share an OST (overstriped), expected one per OST")
+    if want.stripe_size_bytes not in {0, have.stripe_size_bytes}:
+        lines.append(
+            f"stripes of {size_text(have.stripe_size_bytes)}, expected {size_text(want.stripe_size_bytes)}"
+        )
+    if have.place:
+        lines.append(f"every file {have.place}, expected a place that the server chooses")
+    pool = "" if want.pool == NO_POOL else want.pool
+    if have.pool != pool and want.pool:
+        lines.append(f"pool {have.pool or 'none'}, expected {pool or 'none'}")
+    return lines
+
+
+def _is_count(want: Component, have: Component, num_osts: int | None) -> bool:
+    """As asked, or all OSTs where there are fewer; where nobody tells how many those are, fewer but not 1."""
+    if have.stripe_count == want.stripe_count or not num_osts:
+        return have.stripe_count == want.stripe_count or 1 < have.stripe_count < want.stripe_count
+    return have.stripe_count == min(want.stripe_count, num_osts)
 
 
 def change_text(folder: Path, change: LayoutChange) -> str:
@@ -200,6 +256,12 @@ def change_text(folder: Path, change: LayoutChange) -> str:
     else:
         text = f"{folder} now gives new files {change.after.text()}, before {change.before.text()}"
     return "; ".join([text, *change.notes])
+
+
+def dry_run_text(folder: Path, change: LayoutChange) -> str:
+    """For a person, on one line: what would be changed, and by which command."""
+    command = shlex.join(["lfs", "setstripe", *setstripe_options(change.after), str(folder.absolute())])
+    return "; ".join([f"new files get {change.before.text()}; would run: {command}", *change.notes])
 
 
 def why_not(folder: Path) -> str | None:
@@ -212,17 +274,30 @@ def why_not(folder: Path) -> str | None:
     return None
 
 
-def why_leave(layout: Layout) -> str | None:
+def why_leave(layout: Layout, of_file_system: Layout | None = None) -> str | None:
     """Why what new files get is left alone unless a user names another layout; None for Lustre's plain one.
 
-    A composite layout, a pool, several stripes or a default of the folder's own is somebody's choice.
+    A composite layout, a pool, several stripes, a start or a default of the folder's own is somebody's
+    choice; whose, shows where the file system's root has the same (``of_file_system``).
     """
     if [(part.end_bytes, part.stripe_count) for part in layout.components] == _FSX:
         return "this is the default of FSx for Lustre, which is right for shards"
+    who = "the site" if layout == of_file_system else "somebody"
     if layout.is_composite:
-        return "the site chose this progressive layout"
-    if layout.is_own:
+        kind = "mirrored layout" if len(layout.mirrors) > 1 else "progressive layout"
+        return f"{who} chose this {kind}"
+    if not layout.is_inherited and layout != of_file_system:
         return "this folder has a default of its own"
-    if layout.components[0].pool or layout.components[0].stripe_count != 1:
+    part = layout.components[0]
+    if part.pool or part.stripe_count != 1 or part.place:
         return "the site chose this default"
     return None
+
+
+def layout_of_file_system(folder: Path) -> Layout | None:
+    """What the root of the file system gives to new files; None where that cannot be read."""
+    mount = file_system_of(folder)
+    try:
+        return read_layout(Path(mount.mount_point)) if mount else None
+    except LustreError:
+        return None

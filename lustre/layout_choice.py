@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lustre.layout import ALL_OSTS, Layout, parse_layout_options, size_text
+from lustre.layout import Layout, size_text
+from lustre.layout_options import parse_layout_options
 
-MANY = (
-    4  # shards per OST; from there on one stripe per shard spreads the load. An inference, no source says so
-)
+# Shards per OST that readers can keep busy; from there on one stripe per shard spreads the load. An
+# inference, no source says so.
+MANY = 4
 _GIB = 1 << 30
 NERSC = "docs.nersc.gov/performance/io/lustre (one file a process: keep one stripe)"
 WIKI = "wiki.lustre.org/Lustre_Striping_Best_Practices"
@@ -91,12 +92,17 @@ MIXED = Row(
 )
 
 
-def choose_layout(*, shard_bytes: int | None, num_shards: int | None, num_osts: int) -> Choice:
+def choose_layout(
+    *, shard_bytes: int | None, num_shards: int | None, num_readers: int | None = None, num_osts: int
+) -> Choice:
     """The table's layout for ``num_shards`` shards of ``shard_bytes`` on ``num_osts`` OSTs. Pure.
 
-    An unknown number of shards counts as few. No count is above the OSTs there are; 0 OSTs are unknown.
+    An unknown number of shards counts as few. Readers that are fewer than the OSTs cannot keep all busy: the
+    shards are many where they are many for the OSTs that can be busy. No count is above the OSTs there are;
+    0 OSTs are unknown.
     """
-    is_few = num_shards is None or num_shards < MANY * num_osts
+    num_busy = num_osts if num_readers is None else min(num_osts or num_readers, num_readers)
+    is_few = num_shards is None or num_shards < MANY * num_busy
     fitting = (
         row
         for row in ROWS
@@ -118,17 +124,26 @@ def _at_most(layout: Layout, num_osts: int) -> Layout:
 
 def load_text(layout: Layout, *, shard_bytes: int, num_shards: int, num_readers: int, num_osts: int) -> str:
     """How many shards ``num_readers`` have open at once, and on how many OSTs: arithmetic, no measurement."""
-    counts = [part.stripe_count for part in layout.components if part.start_bytes < max(1, shard_bytes)]
-    count = num_osts if ALL_OSTS in counts else max(1, *counts)
     num_open = min(num_shards, num_readers)
-    busy = min(num_osts, num_open * count)
+    each = _most_stripes(layout, shard_bytes, num_osts)
+    busy = min(num_osts, max(1, each) * (1 if layout.fixed_place else num_open))
     text = (
         f"{num_readers} readers have {num_open} of {num_shards} shards open at once: {busy} of {num_osts} "
         f"OSTs at work, about {num_readers / max(1, busy):.3g} readers on each"
     )
     if num_readers > num_shards:
         text += f"; {num_readers / num_shards:.3g} readers share a shard, more shards would spread them"
+    if layout.fixed_place:
+        text += f", because every new file lies {layout.fixed_place}"
     return text
+
+
+def _most_stripes(layout: Layout, shard_bytes: int, num_osts: int) -> int:
+    """Of the component with the most: the bytes behind it lie there."""
+    parts = layout.of_file(shard_bytes)
+    return max(
+        replace(layout, components=(part,)).num_objects(part.start_bytes + 1, num_osts) for part in parts
+    )
 
 
 def shards_text(shard_bytes: int | None, num_shards: int | None) -> str:

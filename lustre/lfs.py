@@ -12,6 +12,7 @@ import contextlib
 import os
 import re
 import shutil
+import stat
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,12 @@ from pathlib import Path
 from shardprep.errors import LustreError
 
 TIMEOUT_S = 30.0  # a healthy server answers within milliseconds; one that is down may never
+_LONGER_S = {"hsm_restore": 600.0}  # the coordinator takes up a thousand requests in one call
 _ESCAPED = re.compile(r"\\([0-7]{3})")  # the kernel writes blank, tab, newline and backslash in octal
+
+
+class LfsSilentError(LustreError):
+    """``lfs`` gave no answer within its time limit: to ask more would only take as long again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +78,25 @@ def file_system_of(path: Path) -> Mount | None:
     return mount_of(os.path.realpath(path), read_mounts_table())
 
 
+def kind_of(path: Path) -> str:
+    """``folder``, ``file`` or, where nothing is there, an empty text.
+
+    Raises LustreError where that cannot be known: a folder of another's that is closed to you, a server
+    that is away (EIO, ENOTCONN, ESHUTDOWN, ESTALE, ETIMEDOUT), a name that is too long.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise LustreError(
+            f"{path} cannot be looked at ({why}), expected a path that you may see on a file system that "
+            "answers; look at `ls -ld` of the folders above it, and at `lfs check servers`"
+        ) from None
+    return "folder" if stat.S_ISDIR(mode) else "file"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LfsResult:
     """What one call answered. ``exit_code`` is an errno for plain layouts, 4 for a wrong usage
@@ -87,12 +112,24 @@ class LfsResult:
         """Standard output, or LustreError with lfs's own words where it failed."""
         if self.exit_code == 0:
             return self.stdout
+        raise LustreError(f"`lfs {self.shown}` {self.failure}; {what_to_do}")
+
+    @property
+    def shown(self) -> str:
+        """The arguments for a person; of very many paths, the first ones."""
+        text = " ".join(self.arguments)
+        return text if len(text) < 1000 else f"{text[:300]} ..."
+
+    @property
+    def failure(self) -> str:
+        """How it failed, in lfs's own words."""
         # 2.17 writes its usage to standard output, 2.15 to standard error
         words = (self.stderr.strip() or self.stdout.strip() or "no message").splitlines()
-        raise LustreError(
-            f"`lfs {' '.join(self.arguments)}` failed with exit code {self.exit_code}: "
-            f"{' / '.join(words[:2])}; {what_to_do}"
-        )
+        how = f"failed with exit code {self.exit_code}"
+        if self.exit_code < 0:
+            how = f"was killed by signal {-self.exit_code}"
+        text = " / ".join(words[:2])
+        return f"{how}: {text.encode(errors='backslashreplace').decode()}"
 
 
 def find_lfs() -> str | None:
@@ -100,32 +137,41 @@ def find_lfs() -> str | None:
     return shutil.which("lfs")
 
 
-def time_limit_s(command: str) -> float:  # noqa: ARG001 - tests give single commands another limit
+def time_limit_s(command: str) -> float:
     """Seconds that a call of ``lfs command`` may take."""
-    return TIMEOUT_S
+    return _LONGER_S.get(command, TIMEOUT_S)
 
 
 def run_lfs(arguments: Sequence[str], last: Path | str) -> LfsResult:
     """Run ``lfs`` with the arguments and ``last``: a path, which is made absolute, or a name as it is.
 
-    Raises LustreError where there is no lfs, or no answer within ``time_limit_s``. A call that
-    hangs in the kernel cannot be killed; it is left behind, and nobody waits for it.
+    Symbolic links in a path are followed: lfs asks the link itself, and says that it has no layout.
+
+    Raises LustreError where there is no lfs, where it cannot be started (another machine's binary), or
+    where it gives no answer within ``time_limit_s``. A call that hangs in the kernel cannot be killed; it is
+    left behind, and nobody waits for it.
     """
     program = find_lfs()
     if program is None:
         raise LustreError(
             "there is no lfs on PATH; load the Lustre client's module, or use a node that has it"
         )
-    line = (*arguments, str(last.absolute()) if isinstance(last, Path) else last)
-    process = subprocess.Popen(
-        [program, *line],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "LC_ALL": "C"},
-        encoding="utf-8",
-        errors="replace",
-    )
+    line = (*arguments, os.path.realpath(last) if isinstance(last, Path) else last)
+    try:
+        process = subprocess.Popen(
+            [program, *line],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "LC_ALL": "C"},
+            encoding="utf-8",
+            errors="surrogateescape",
+        )
+    except (OSError, ValueError) as error:  # ValueError: a null byte in a path
+        raise LustreError(
+            f"{program} cannot be started ({error}), expected Lustre's lfs for this machine; "
+            f"try `{program} --version`, and ask the site for one that runs here"
+        ) from None
     timeout_s = time_limit_s(arguments[0])
     try:
         stdout, stderr = process.communicate(timeout=timeout_s)
@@ -133,8 +179,8 @@ def run_lfs(arguments: Sequence[str], last: Path | str) -> LfsResult:
         process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=0.2)
-        raise LustreError(
-            f"`lfs {' '.join(line)}` gave no answer in {timeout_s:g} s, expected milliseconds: a server "
-            "of this file system may be down; look at `lfs check servers`, and try again"
+        raise LfsSilentError(
+            f"`lfs {' '.join(line)[:1000]}` gave no answer in {timeout_s:g} s, expected milliseconds: a "
+            "server of this file system may be down; look at `lfs check servers`, and try again"
         ) from None
     return LfsResult(arguments=line, exit_code=process.returncode, stdout=stdout, stderr=stderr)

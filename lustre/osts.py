@@ -1,7 +1,7 @@
-"""The storage targets (OSTs) of a file system: how many there are, how full they are, where each file begins.
+"""The storage targets (OSTs) of a file system: how many there are, how full they are, which are in trouble.
 
-``lfs df`` says how full they are, ``lfs osts`` and ``lfs pool_list`` how many a file can be spread over, and
-``lfs getstripe`` on which one the first stripe of a file lies: one call for 256 files.
+``lfs df`` says how full they are, ``lfs osts`` and ``lfs pool_list`` how many a file can be spread over. An
+OST that is down makes ``lfs df`` exit with its error although it names all others: these are read anyway.
 """
 
 from __future__ import annotations
@@ -11,102 +11,174 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lustre.lfs import Mount, file_system_of, run_lfs
+from lustre.lfs import LfsSilentError, Mount, run_lfs
 from shardprep.errors import LustreError
 
 NEARLY_FULL = 0.9  # our own number: Lustre has none; a write to a full OST fails, whatever the others have
-NOT_KNOWN = -1
-FILES_A_CALL = 256  # the longest paths of so many fit into one argument list
-_LAYOUT_VALUE = re.compile(r"\s*lmm_(pattern|stripe_offset):\s*(\S+)\s*")
+UNKNOWN = 0  # as a number of OSTs: lfs does not tell
 _STATES = {"D": "degraded", "N": "closed to new files", "R": "read-only"}
 _ASK = "look at `lfs check servers`"
 # `fs-OST0002_UUID  1073741824  1073741824  0 100%  /mnt[OST:2] S`, KiB; the mount point may hold anything
-_DF_LINE = re.compile(r"^\S+\s+(\d+)\s+(\d+)\s+(\d+)\s+\S+\s+.*\[OST:(\d+)\]\s*([A-Za-z]*)\s*$", re.MULTILINE)
+_DF_LINE = re.compile(
+    r"^\S+\s+(\d+)\s+(\d+)\s+(\d+)\s+\S+\s+.*\[(OST|MDT):(\d+)\]\s*([A-Za-z]*)\s*$", re.MULTILINE
+)
+# `fs-OST0002_UUID : Cannot send after transport endpoint shutdown`, or `OST0002             : ...`
+_DF_TROUBLE = re.compile(r"^\S*?((?:OST|MDT)[0-9a-f]{4})(?:_UUID)?\s*: (\S.*)$", re.MULTILINE)
 _OST_LINE = re.compile(r"^(\d+): \S+_UUID\s*(\w*)", re.MULTILINE)
+_MEMBER = re.compile(r"^\S+-OST([0-9a-f]{4})_UUID", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OstFill:
-    """One OST as ``lfs df`` has it."""
+class Target:
+    """One OST or MDT as ``lfs df`` has it; bytes, or with ``lfs df -i`` objects."""
 
     index: int
-    total_bytes: int
-    used_bytes: int
-    available_bytes: int
-    flags: str = ""  # D degraded, N creates no objects, R read-only, S out of space
+    total: int
+    used: int
+    available: int
+    flags: str = ""  # D degraded, N creates no objects, R read-only, S out of space, I out of inodes
 
     @property
     def fill(self) -> float:
         """The used part, 0 to 1, of what is used or available to users."""
-        return self.used_bytes / max(1, self.used_bytes + self.available_bytes)
+        return self.used / max(1, self.used + self.available)
 
     @property
     def is_out_of_space(self) -> bool:
-        """Whether a new stripe here would fail."""
-        return "S" in self.flags or self.available_bytes == 0
+        """Whether a new stripe here would fail for want of room."""
+        return "S" in self.flags or self.available == 0
+
+    @property
+    def takes_files(self) -> bool:
+        """Whether the server puts new stripes here."""
+        return not self.is_out_of_space and not set("NRI") & set(self.flags)
 
 
-def parse_df(output: str) -> tuple[OstFill, ...]:
-    """The OSTs that ``lfs df`` (blocks of 1 KiB) printed; inactive ones are not among them."""
-    return tuple(
-        OstFill(
-            index=int(index),
-            total_bytes=int(total) << 10,
-            used_bytes=int(used) << 10,
-            available_bytes=int(available) << 10,
-            flags=flags,
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fill:
+    """What ``lfs df`` told: the targets that answered, and of the others what it said instead."""
+
+    osts: tuple[Target, ...]
+    mdts: tuple[Target, ...] = ()
+    silent: tuple[tuple[str, str], ...] = ()  # ("OST0002", "Cannot send after transport endpoint shutdown")
+    error: str = ""  # how lfs df ended, where it failed although it named targets
+
+
+def parse_df(output: str, *, unit_bytes: int = 1024) -> Fill:
+    """The targets that ``lfs df`` printed; ``unit_bytes`` is 1 for ``-i``. Inactive ones are left out."""
+    targets: dict[str, list[Target]] = {"OST": [], "MDT": []}
+    for total, used, available, kind, index, flags in _DF_LINE.findall(output):
+        targets[kind].append(
+            Target(
+                index=int(index),
+                total=int(total) * unit_bytes,
+                used=int(used) * unit_bytes,
+                available=int(available) * unit_bytes,
+                flags=flags,
+            )
         )
-        for total, used, available, index, flags in _DF_LINE.findall(output)
-    )
+    silent = tuple((name, words.strip()) for name, words in _DF_TROUBLE.findall(output))
+    return Fill(osts=tuple(targets["OST"]), mdts=tuple(targets["MDT"]), silent=silent)
 
 
-def read_fill(mount: Mount) -> tuple[OstFill, ...]:
-    """The OSTs of a mounted Lustre and how full they are. Raises LustreError."""
-    return parse_df(run_lfs(["df"], Path(mount.mount_point)).checked(_ASK))
+def read_fill(mount: Mount, *, inodes: bool = False) -> Fill:
+    """The targets of a mounted Lustre, and how full they are of bytes, or of objects and inodes.
+
+    Where ``lfs df`` gives no answer it is asked once more without the targets that are away (``-l``).
+    Raises LustreError where it names no target at all.
+    """
+    options = ["df", *(["-i"] if inodes else [])]
+    lines = ""
+    try:
+        result = run_lfs(options, Path(mount.mount_point))
+    except LfsSilentError as error:
+        lines = str(error)
+        result = run_lfs([*options, "-l"], Path(mount.mount_point))
+    fill = parse_df(result.stdout, unit_bytes=1 if inodes else 1024)
+    if not fill.osts and not fill.silent:
+        result.checked(_ASK)
+    if result.exit_code:
+        lines = f"`lfs {result.shown}` {result.failure}"
+    return Fill(osts=fill.osts, mdts=fill.mdts, silent=fill.silent, error=lines)
 
 
-def fill_lines(osts: tuple[OstFill, ...]) -> list[str]:
-    """For a person: one line, and a warning for every OST that is nearly full or takes no more."""
-    if not osts:
-        return ["lfs df names no OST; how full they are cannot be told"]
-    whole = sum(ost.used_bytes for ost in osts) / max(
-        1, sum(ost.used_bytes + ost.available_bytes for ost in osts)
-    )
-    least, most = (pick(osts, key=lambda ost: ost.fill) for pick in (min, max))
-    spread = f"from {least.fill:.0%} (OST {least.index}) to {most.fill:.0%} (OST {most.index})"
-    lines = [f"{len(osts)} OSTs, {whole:.0%} full: {spread if least.fill < most.fill else 'all alike'}"]
-    for ost in osts:
-        if ost.is_out_of_space:
-            lines.append(f"warning: OST {ost.index} is out of space: a file that gets a stripe there fails")
-        elif ost.fill >= NEARLY_FULL:
-            lines.append(f"warning: OST {ost.index} is {ost.fill:.0%} full")
-        if state := _STATES.get(ost.flags.replace("S", "")[:1]):
-            lines.append(f"warning: OST {ost.index} is {state} (lfs df says {ost.flags})")
+def fill_lines(fill: Fill) -> list[str]:
+    """For a person: one line, and a warning for every target that is nearly full or takes no more."""
+    lines = [_summary(fill.osts)]
+    for ost in fill.osts:
+        lines += _target_lines(ost)
+    for name, words in fill.silent:
+        number = f"{name[:3]} {int(name[3:], 16)}"
+        if words == "inactive device":
+            lines.append(f"warning: {number} is inactive: files with a stripe there cannot be read now")
+        else:
+            lines.append(f"warning: {number} does not answer: {words} (of lfs df)")
+    if fill.error and not fill.silent:
+        lines.append(f"warning: not every OST may be named here: {fill.error}")
     return lines
 
 
-def inactive_lines(osts_output: str) -> list[str]:
-    """A warning for every OST that ``lfs osts`` calls inactive: what lies there cannot be read now."""
-    return [
+def _summary(osts: Sequence[Target]) -> str:
+    if not osts:
+        return "lfs df names no OST; how full they are cannot be told"
+    whole = sum(ost.used for ost in osts) / max(1, sum(ost.used + ost.available for ost in osts))
+    least, most = (pick(osts, key=lambda ost: ost.fill) for pick in (min, max))
+    spread = f"from {least.fill:.0%} (OST {least.index}) to {most.fill:.0%} (OST {most.index})"
+    return f"{len(osts)} OSTs, {whole:.0%} full: {spread if least.fill < most.fill else 'all alike'}"
+
+
+def _target_lines(ost: Target) -> list[str]:
+    lines = []
+    if ost.is_out_of_space:
+        lines.append(f"warning: OST {ost.index} is out of space: a file that gets a stripe there fails")
+    elif ost.fill >= NEARLY_FULL:
+        lines.append(f"warning: OST {ost.index} is {ost.fill:.0%} full")
+    if "I" in ost.flags:
+        lines.append(
+            f"warning: OST {ost.index} is out of inodes: it takes no new file (lfs df says {ost.flags})"
+        )
+    if states := [words for flag, words in _STATES.items() if flag in ost.flags]:
+        lines.append(f"warning: OST {ost.index} is {' and '.join(states)} (lfs df says {ost.flags})")
+    return lines
+
+
+def ost_states(path: Path) -> dict[int, str]:
+    """``ACTIVE`` or ``INACTIVE`` by OST, as ``lfs osts`` says of a path known to be Lustre.
+
+    Elsewhere it prints nothing and exits 0. Raises LustreError where it fails: it needs more of the client
+    (/sys, debugfs or netlink) than ``lfs setstripe`` does.
+    """
+    output = run_lfs(["osts"], path).checked(_ASK)
+    return {int(index): state for index, state in _OST_LINE.findall(output)}
+
+
+def state_lines(states: dict[int, str], fill: Fill | None) -> list[str]:
+    """A warning for every OST that is inactive, and for active ones of which ``lfs df`` said nothing."""
+    told = {int(name[3:], 16) for name, _ in fill.silent if name.startswith("OST")} if fill else set()
+    lines = [
         f"warning: OST {index} is inactive: files with a stripe there cannot be read now"
-        for index, state in _OST_LINE.findall(osts_output)
-        if state == "INACTIVE"
+        for index, state in states.items()
+        if state == "INACTIVE" and index not in told
     ]
-
-
-def read_osts(path: Path) -> str:
-    """What ``lfs osts`` prints of a path known to be Lustre; elsewhere it prints nothing and exits 0."""
-    return run_lfs(["osts"], path).checked(_ASK)
+    if fill:
+        told |= {ost.index for ost in fill.osts}
+        lines += [
+            f"warning: OST {index} is left out by lfs df: it does not answer now"
+            for index, state in states.items()
+            if state != "INACTIVE" and index not in told
+        ]
+    return lines
 
 
 def count_osts(path: Path, mount: Mount, pool: str = "") -> int:
-    """OSTs that a file here can be spread over: all, or those of ``pool``.
+    """OSTs that a file here can be spread over: all that are not inactive, or those of ``pool``.
 
-    Raises LustreError where there is no such pool. It must be asked first: 2.15 takes a missing pool
-    and exits 0, 2.17 fails with ``Success (0)``.
+    Raises LustreError where lfs does not tell, and where there is no such pool or it has no OST. A pool must
+    be asked for first: 2.15 takes a missing one and exits 0, 2.17 fails with ``Success (0)``, and both take
+    one without OSTs, in which the first write fails.
     """
     if not pool:
-        return len(_OST_LINE.findall(read_osts(path)))
+        return sum(state != "INACTIVE" for state in ost_states(path).values())
     full_name = f"{mount.fs_name}.{pool}"
     pools = run_lfs(["pool_list"], mount.fs_name).checked(_ASK).split()
     if full_name not in pools:
@@ -114,56 +186,22 @@ def count_osts(path: Path, mount: Mount, pool: str = "") -> int:
         raise LustreError(
             f"{mount.mount_point} ({mount.fs_name}) has no pool {pool!r}, expected one of: {names or 'none'}"
         )
-    members = run_lfs(["pool_list"], full_name).checked(_ASK)
-    return len(re.findall(r"^\S+-OST\w+_UUID", members, flags=re.MULTILINE))
+    members = {int(index, 16) for index in _MEMBER.findall(run_lfs(["pool_list"], full_name).checked(_ASK))}
+    if not members:
+        raise LustreError(
+            f"pool {pool} of {mount.mount_point} has no OST, expected at least one: the first write of a "
+            f"file there would fail; ask the site, or leave --pool out"
+        )
+    try:
+        states = ost_states(path)
+    except LustreError:
+        return len(members)
+    return sum(states.get(index) != "INACTIVE" for index in members)
 
 
-def first_osts(folder: Path, names: Sequence[str]) -> list[int] | None:
-    """The OST of the first stripe of each file; None where the folder is not on Lustre.
-
-    NOT_KNOWN for a file that has no stripe, as one that lies on the metadata server alone. One call of
-    lfs takes 256 files, and asks the metadata server once per file. Raises LustreError where lfs is missing
-    or fails, as it does for a file that is not there, does not answer, or prints something else.
-    """
-    mount = file_system_of(folder)
-    if mount is None or not mount.is_lustre:
-        return None
-    paths = [str((folder / name).absolute()) for name in names]
-    found: list[int] = []
-    for first in range(0, len(paths), FILES_A_CALL):
-        asked = paths[first : first + FILES_A_CALL]
-        result = run_lfs(["getstripe", *asked[:-1]], asked[-1])
-        if result.exit_code:
-            words = (result.stderr.strip() or result.stdout.strip() or "no message").splitlines()
-            raise LustreError(
-                f"`lfs getstripe` of {len(asked)} files of {folder} failed with exit code "
-                f"{result.exit_code}: {words[0]}; look at the files, and at `lfs check servers`"
-            )
-        osts = parse_first_osts(result.stdout)
-        if [path for path, _ in osts] != asked:
-            raise LustreError(
-                f"`lfs getstripe` of {len(asked)} files of {folder} printed {result.stdout.strip()[:200]!r}, "
-                f"expected the layouts of {asked[0]} and on; is this `lfs` a site's wrapper?"
-            )
-        found += [ost for _, ost in osts]
-    return found
-
-
-def parse_first_osts(output: str) -> list[tuple[str, int]]:
-    """Path and first OST of each file that ``lfs getstripe``, without options, printed.
-
-    A file's part begins with its absolute path. Of a progressive layout the first component that lies on
-    an OST counts: one on the metadata server (``mdt``) has none, and one not yet written to says -1.
-    """
-    found: list[tuple[str, int]] = []
-    pattern = ""
-    for line in output.split("\n"):
-        if line.startswith("/"):
-            found.append((line, NOT_KNOWN))
-        elif found and (match := _LAYOUT_VALUE.fullmatch(line)):
-            path, ost = found[-1]
-            if match[1] == "pattern":
-                pattern = match[2]
-            elif ost == NOT_KNOWN and pattern != "mdt" and match[2].isdigit():
-                found[-1] = (path, int(match[2]))
-    return found
+def count_osts_if_told(path: Path, mount: Mount, pool: str = "") -> int:
+    """``count_osts``, or UNKNOWN where lfs does not tell: nothing but a note depends on it."""
+    try:
+        return count_osts(path, mount, pool)
+    except LustreError:
+        return UNKNOWN

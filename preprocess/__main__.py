@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from preprocess.options import (
     PrepConfig,
@@ -23,6 +23,9 @@ from shardprep.command_line import Command, Program, add_flags_of, given_of, par
 from shardprep.console import Progress, say
 from shardprep.errors import UsageError
 from shardprep.format.names import id_ranges, ids_of_ranges
+
+if TYPE_CHECKING:
+    from preprocess.plan import Plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,6 +41,7 @@ def command_words(argv: Sequence[str]) -> list[str]:
 
 def make_shard(args: argparse.Namespace) -> int:
     """``--shard_id N``: the command of a job array's task."""
+    from lustre import layout_line
     from preprocess.resources import bind_to_task_cpus, memory_note
     from preprocess.task_log import engine_line, means_line, part_line, speed_line
     from preprocess.task_plan import array_note, check_task_shard, plan_of_task
@@ -47,6 +51,7 @@ def make_shard(args: argparse.Namespace) -> int:
     given = given_of(args, PrepConfig)
     given.setdefault("output_dir", PrepConfig().output_dir)
     folder = given["output_dir"]
+    num_cpus = bind_to_task_cpus(offset=args.shard_id)  # planning, too, may load what starts threads
     plan = plan_of_task(given)
     if note := array_note(os.environ, plan.num_shards, folder):
         say(f"note: {note}")
@@ -55,14 +60,15 @@ def make_shard(args: argparse.Namespace) -> int:
     if done_manifest(plan, folder, shard_id):
         say(f"shard {shard_id:05d} is done already")
         return 0
-    num_cpus = bind_to_task_cpus(offset=shard_id)
     settings = worker_settings(args)
     if settings.memory_gb is not None and (note := memory_note(settings.memory_gb)):
         say(f"note: {note}")
     say(part_line(plan, shard_id, settings.input_dir))
     say(means_line(settings, num_cpus))
-    worker = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=say)
+    worker = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=say, shard_id=shard_id)
     say(engine_line(worker))
+    if line := layout_line(folder):
+        say(line)
     with Progress(f"shard {shard_id:05d}", plan.shard_bytes()[shard_id]) as progress:
         manifest = worker.run_shard(shard_id, lambda work: progress.add(work.num_bytes, work.counts))
     counts = manifest.counts
@@ -77,13 +83,15 @@ def make_shard(args: argparse.Namespace) -> int:
 
 def make_plan(args: argparse.Namespace) -> int:
     """``plan``: freeze which bytes are which shard, and say what it will cost."""
+    from lustre import Need, StripeWish, space_lines
     from preprocess.planning import LONG_SHARD_S, Sharding, small_shards_note
     from preprocess.planning import make_plan as make
 
     config = PrepConfig(**given_of(args, PrepConfig))
     shard_bytes = parse_size(args.shard_bytes, "--shard_bytes") if args.shard_bytes else None
     sharding = Sharding(num_shards=args.num_shards, shard_bytes=shard_bytes)
-    plan, cost = make(config, sharding, stripe=args.stripe, dry_run=args.dry_run, say=say)
+    stripe = StripeWish(stripe=args.stripe, size=args.stripe_size, pool=args.stripe_pool)
+    plan, cost = make(config, sharding, stripe=stripe, dry_run=args.dry_run, say=say)
     last = plan.num_shards - 1
     sizes = plan.shard_bytes()
     print(f"plan {plan.plan_id[:12]}: {plan.num_shards} shards of {min(sizes)} to {max(sizes)} input bytes")
@@ -92,6 +100,9 @@ def make_plan(args: argparse.Namespace) -> int:
         f"{cost.core_hours:.2g} core hours, the longest shard {cost.longest_shard_s:.0f} s on one core"
     )
     print(f"a task uses up to {cost.num_useful_cores} cores well: --cpus-per-task={cost.num_useful_cores}")
+    need = Need(num_bytes=cost.output_bytes, num_files=3 * plan.num_shards)
+    for line in space_lines(config.output_dir, need):
+        print(line)
     if cost.longest_shard_s > LONG_SHARD_S:
         more = round(plan.num_shards * cost.longest_shard_s / LONG_SHARD_S) + 1
         minutes = cost.longest_shard_s / 60
@@ -164,8 +175,37 @@ def verify(args: argparse.Namespace) -> int:
     print(
         f"{plan.num_shards} shards are whole: {samples} samples, {tokens} tokens; wrote {folder / INDEX_NAME}"
     )
-    if note := publish_osts(folder, plan.num_shards):
-        say(note)
+    for line in publish_osts(folder, [int(size) for size in index.column("tar_bytes")]):
+        say(line)
+    return _verify_deep(args, plan) if args.deep is not None else 0
+
+
+def _verify_deep(args: argparse.Namespace, plan: Plan) -> int:
+    """``--deep``: some shards made anew from the input, and compared."""
+    from preprocess.deep_verify import choose_shards, has_webdataset, verify_deep
+    from preprocess.resources import bind_to_task_cpus
+
+    if args.deep < 1:
+        raise UsageError(f"--deep is {args.deep}, expected a number of shards from 1")
+    chosen = choose_shards(plan, args.deep)
+    with Progress("making anew", len(chosen), unit="shards") as progress:
+        problems, num_compared = verify_deep(
+            args.output_dir,
+            plan,
+            chosen,
+            input_dir=args.input_dir,
+            num_cpus=bind_to_task_cpus(offset=0),
+            progress=progress.add,
+        )
+    for problem in problems:
+        say(f"error: shard {problem.shard_id:05d}: {problem.error}")
+    if problems:
+        return problems[0].error.exit_code
+    tars = "webdataset reads the same from their tars" if has_webdataset() else "webdataset is not installed"
+    print(
+        f"{len(chosen)} shards ({id_ranges(chosen)}) made anew from the input are equal, byte for byte; the "
+        f"reference engine gave the ids of {num_compared} documents of them; {tars}"
+    )
     return 0
 
 
@@ -214,8 +254,10 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stripe",
         default="auto",
-        help="Lustre stripes of a fresh output folder: auto (leave it), none, or N",
+        help="Lustre stripes of a fresh output folder: auto (leave it), none, N, or a layout: 1G:1,-1:8",
     )
+    parser.add_argument("--stripe_size", help="of each stripe, such as 4M; only with N or a layout")
+    parser.add_argument("--stripe_pool", help="pool of OSTs; only with N or a layout")
     add_flags_of(parser, PrepConfig)
 
 
@@ -228,11 +270,21 @@ def _run_flags(parser: argparse.ArgumentParser) -> None:
 
 def _verify_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output_dir", type=Path, help="folder of the data set")
-    parser.add_argument("--fast", action="store_true", help="manifests, sizes and coverage; read no shard")
+    tier = parser.add_mutually_exclusive_group()
+    tier.add_argument("--fast", action="store_true", help="manifests, sizes and coverage; read no shard")
+    tier.add_argument(
+        "--deep",
+        nargs="?",
+        type=int,
+        const=3,
+        help="also make this many shards anew from the input, and compare (default 3)",
+    )
+    parser.add_argument("--input_dir", type=Path, help="of --deep, where the input is no longer the plan's")
 
 
 PROGRAM = Program(
     name="python -m preprocess",
+    dashed_values=("--stripe",),
     description="Raw text -> token shards. Without a command it makes one shard: --shard_id N.",
     epilog="python -m preprocess --shard_id N [...] makes shard N: of the plan in --output_dir, or "
     "without one of the N-th .txt file in --input_dir.",
@@ -256,6 +308,11 @@ PROGRAM = Program(
             summary="is this machine, tokenizer, folder fit for it? good, warning or bad, and what to do",
             add_flags="preprocess.doctor.command:add_flags",
             run="preprocess.doctor.command:doctor",
+        ),
+        "peek": Command(
+            summary="print samples decoded, with their boundaries and where they came from",
+            add_flags="preprocess.peek:add_flags",
+            run="preprocess.peek:peek",
         ),
         "train_tokenizer": Command(
             summary="train a byte-level BPE like Llama 3's",

@@ -13,7 +13,7 @@ import functools
 import itertools
 import tarfile
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -47,13 +47,15 @@ _OCTAL_SIZE = 8 ** np.arange(10, -1, -1, dtype=np.int64)
 _OCTAL_CHECKSUM = 8 ** np.arange(5, -1, -1, dtype=np.int64)
 
 Piece = tuple[bytes | memoryview, npt.NDArray[np.void]]
+Prepared = Callable[[], Iterator[Piece]]  # to be called in the order of the input
 
 
 class Members(Protocol):
     """Lays out the samples of one shard as the members of its tar, from the first byte of the tar on.
 
-    Its methods are called in the order of the input. They yield pieces of the tar, each with the idx records
-    of the samples that it completes: IDX_DOCUMENT[samples] or IDX_ROW[samples], often none.
+    Its methods, all but ``prepare``, are called in the order of the input. They yield pieces of the tar, each
+    with the idx records of the samples that it completes: IDX_DOCUMENT[samples] or IDX_ROW[samples], often
+    none.
     """
 
     @property
@@ -64,8 +66,12 @@ class Members(Protocol):
     def num_split(self) -> int:
         """Documents so far that do not lie whole in one row."""
 
-    def batch(self, documents: DocumentBatch, tokens: TokenBatch) -> Iterator[Piece]:
-        """Take documents and their ids. Raises BadInput for a member larger than the idx can say."""
+    def prepare(self, documents: DocumentBatch, tokens: TokenBatch) -> Prepared:
+        """Lay out documents and their ids as far as no other batch matters; in any thread and order.
+
+        The result, once called, yields their pieces. Both raise BadInput for a member larger than the idx can
+        say.
+        """
 
     def long_document(
         self, document: LongDocument, num_text_bytes: int, ids: Iterable[npt.NDArray[np.uint32]]
@@ -105,12 +111,12 @@ class RowMembers:
         """Documents so far that do not lie whole in one row."""
         return self._packer.num_split
 
-    def batch(self, documents: DocumentBatch, tokens: TokenBatch) -> Iterator[Piece]:
+    def prepare(self, documents: DocumentBatch, tokens: TokenBatch) -> Prepared:
         """See Members."""
         starts = np.zeros(len(documents.texts), START)
         starts["source"] = documents.input_number
         starts["source_offset"] = documents.input_offsets
-        return map(self._member, self._packer.append(tokens, starts))
+        return lambda: map(self._member, self._packer.append(tokens, starts))
 
     def long_document(
         self,
@@ -187,19 +193,27 @@ class DocumentMembers:
         self._json = json_ids(spec.tokenizer.vocab_size) if spec.token_format == "json" else None
         self._npy_header_bytes = 0 if self._json else len(npy_header(spec.dtype, (1,)))
 
-    def batch(self, documents: DocumentBatch, tokens: TokenBatch) -> Iterator[Piece]:
-        """See Members; ``batch_size`` documents at a time."""
+    def prepare(self, documents: DocumentBatch, tokens: TokenBatch) -> Prepared:
+        """See Members. With ``batch_size`` nothing is laid out before its turn: memory matters more."""
         num_documents = len(documents.texts)
         size = self._batch_size or max(1, num_documents)
-        for begin in range(0, num_documents, size):
-            yield self._lay_out(documents, tokens, slice(begin, min(begin + size, num_documents)))
+        parts = [slice(begin, min(begin + size, num_documents)) for begin in range(0, num_documents, size)]
+        laid_out = (self._lay_out(documents, tokens, part) for part in parts)
+        return functools.partial(self._placed, laid_out if self._batch_size else list(laid_out))
+
+    def _placed(self, laid_out: Iterable[Piece]) -> Iterator[Piece]:
+        """Pieces that begin at byte 0, as they follow what is in the tar already."""
+        for data, records in laid_out:
+            records["offset"] += self._tar_bytes
+            self._tar_bytes += len(data)
+            yield data, records
 
     def rest(self) -> Iterator[Piece]:
         """See Members; nothing is held."""
         return iter(())
 
     def _lay_out(self, documents: DocumentBatch, tokens: TokenBatch, part: slice) -> Piece:
-        """The members of part of a batch: their bytes, and IDX_DOCUMENT[documents]."""
+        """The members of part of a batch: their bytes, and IDX_DOCUMENT[documents] as at byte 0."""
         offsets = tokens.offsets[part.start : part.stop + 1]
         tokens = TokenBatch(ids=tokens.ids[offsets[0] : offsets[-1]], offsets=offsets - offsets[0])
         num_tokens, lines = np.diff(offsets), documents.lines[part]
@@ -224,12 +238,11 @@ class DocumentMembers:
         id_starts = self._place_headers(buffer, id_starts, lines, self._field, id_bytes)
         self._place_ids(buffer, id_starts, id_bytes, tokens)
         records = np.empty(len(num_tokens), IDX_DOCUMENT)
-        records["offset"] = self._tar_bytes + id_starts + self._npy_header_bytes
+        records["offset"] = id_starts + self._npy_header_bytes
         records["num_bytes"] = id_bytes - self._npy_header_bytes
         records["num_tokens"] = num_tokens
         records["source"] = documents.input_number
         records["source_offset"] = documents.input_offsets[part]
-        self._tar_bytes += len(buffer)
         return buffer.data, records
 
     def long_document(

@@ -14,17 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import orjson
-
 import lustre
 from preprocess.cost_estimate import CostEstimate, measure, sample_texts, scratch_folder
 from preprocess.engines import (
+    FEW_BYTES,
     Engine,
-    can_be_cut,
     equal_fast_engine,
     ids_sha256,
-    probe_texts,
-    tokenizers_engine,
 )
 from preprocess.inputs import InputFile, first_line_starts, list_inputs, stamp_inputs
 from preprocess.options import PrepConfig
@@ -38,18 +34,15 @@ from preprocess.plan import (
     read_plan,
     with_hashes,
 )
+from preprocess.resolved_tokenizer import ResolvedTokenizer, resolve_tokenizer
 from preprocess.tokenizer_files import (
-    MAX_TOKENIZER_BYTES,
     TOKENIZER_FILE,
     publish_tokenizer,
-    resolve_tokenizer,
     stamp_tokenizer,
 )
 from shardprep.atomic_files import STALE_AFTER_S, remove_temporaries
 from shardprep.errors import CannotWrite, Refused, UsageError
-from shardprep.format.dataset_spec import TokenizerSpec
 from shardprep.format.names import INDEX_NAME, MAX_SHARDS, OSTS_NAME, PLAN_NAME, TOKENIZER_DIR
-from shardprep.regular_files import read_regular
 
 _Stretch = tuple[int, int, int]  # (input, first byte, end): where a boundary is looked for
 _NUM_THREADS = 16  # a read is a round trip on a network file system
@@ -57,6 +50,7 @@ _NUM_STRETCHES = 64  # per turn of a thread
 LONG_SHARD_S = 600.0  # on one core; the plan command warns of longer shards
 _MANY_SHARDS = 1000  # more, each smaller than half of _SHARD_BYTES, and the plan command speaks of it
 _SHARD_BYTES = 256 << 20  # of input: minutes of one core
+_NO_STRIPES = lustre.StripeWish(stripe="none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,19 +65,19 @@ def make_plan(
     config: PrepConfig,
     sharding: Sharding,
     *,
-    stripe: str = "none",
+    stripe: lustre.StripeWish = _NO_STRIPES,
     dry_run: bool = False,
     say: Callable[[str], None],
 ) -> tuple[Plan, CostEstimate]:
     """Plan a data set and, unless ``dry_run``, freeze plan and tokenizer in its folder.
 
-    ``stripe`` (auto, none or a number) is the Lustre layout of a folder without a plan yet.
+    ``stripe`` is the Lustre layout of a folder without a plan yet.
 
     Where the folder has a plan already, the new one is compared with it and never written.
     Raises every ShardprepError that the inputs, the tokenizer or the folder give reason for.
     """
     try:
-        lustre.check_stripe(stripe)
+        stripe.layout()
     except lustre.LustreError as error:
         raise UsageError(str(error)) from None
     paths = list_inputs(config.input_dir, recursive=config.recursive)
@@ -91,7 +85,9 @@ def make_plan(
     inputs = stamp_inputs(config.input_dir, paths)
     boundaries = _boundaries(config, inputs, sharding)
     with scratch_folder() as files:
-        tokenizer = resolve_tokenizer(config.model_id, files)
+        say(f"resolving the tokenizer of {config.model_id}")
+        resolved = resolve_tokenizer(config.model_id, files, allow_special_tokens=config.allow_special_tokens)
+        tokenizer = resolved.spec
         if config.append_eos and tokenizer.eos_token_id is None:
             raise UsageError(
                 f"the tokenizer of {config.model_id} names no eos_token, so documents cannot end with one; "
@@ -102,7 +98,7 @@ def make_plan(
                 f"warning: PAD is EOS ({tokenizer.eos_token_id}) in this tokenizer: loaders that mask labels "
                 "by PAD lose those of EOS; this project's loader masks by length and keeps them"
             )
-        plan, engine = _plan_of(config, inputs, boundaries, tokenizer, files / TOKENIZER_FILE, say)
+        plan, engine = _plan_of(config, inputs, boundaries, resolved, say)
         if config.hash_inputs:
             plan = with_hashes(plan)
         estimate = measure(plan, engine)
@@ -112,8 +108,10 @@ def make_plan(
                 raise Refused(
                     f"{config.output_dir} has another plan: {'; '.join(plan_differences(frozen, plan))}"
                 )
+            _lay_out(config.output_dir, stripe, plan, estimate, say, is_planned=bool(frozen), dry_run=True)
             return plan, estimate
-        frozen = _prepare_folder(config.output_dir, stripe, say)
+        frozen = _prepare_folder(config.output_dir)
+        _lay_out(config.output_dir, stripe, plan, estimate, say, is_planned=bool(frozen))
         if frozen is None:
             stamps = publish_tokenizer(files, config.output_dir, tokenizer, None)
             plan = dataclasses.replace(plan, tokenizer_files=stamps)
@@ -136,20 +134,37 @@ def small_shards_note(plan: Plan, sharding: Sharding) -> str | None:
     )
 
 
-def _prepare_folder(folder: Path, stripe: str, say: Callable[[str], None]) -> Plan | None:
-    """Make the output folder and lay it out; returns the plan that it has already."""
+def _prepare_folder(folder: Path) -> Plan | None:
+    """Make the output folder; returns the plan that it has already."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CannotWrite(f"--output_dir {folder} cannot be made: {error.strerror}") from None
     for stem in (PLAN_NAME, INDEX_NAME, OSTS_NAME, TOKENIZER_DIR):
         remove_temporaries(folder, stem, older_than_s=STALE_AFTER_S)
-    if (frozen := read_plan(folder)) is None and stripe != "none":
-        try:
-            say(lustre.apply_stripe(folder, stripe))
-        except lustre.LustreError as error:
-            raise CannotWrite(str(error)) from None
-    return frozen
+    return read_plan(folder)
+
+
+def _lay_out(
+    folder: Path,
+    stripe: lustre.StripeWish,
+    plan: Plan,
+    estimate: CostEstimate,
+    say: Callable[[str], None],
+    *,
+    is_planned: bool,
+    dry_run: bool = False,
+) -> None:
+    """Do what ``stripe`` asks for, and say it; where nothing was asked of a planned folder, say nothing."""
+    if stripe.stripe == "none" or (is_planned and stripe.layout() is None):
+        return
+    shards = lustre.PlannedShards(
+        num_shards=plan.num_shards, tar_bytes=estimate.output_bytes // plan.num_shards
+    )
+    try:
+        say(lustre.stripe_line(folder, stripe, shards=shards, is_planned=is_planned, dry_run=dry_run))
+    except lustre.LustreError as error:
+        raise CannotWrite(str(error)) from None
 
 
 def _boundaries(config: PrepConfig, inputs: list[InputFile], sharding: Sharding) -> list[Boundary]:
@@ -172,35 +187,34 @@ def _plan_of(
     config: PrepConfig,
     inputs: list[InputFile],
     boundaries: list[Boundary],
-    tokenizer: TokenizerSpec,
-    tokenizer_json: Path,
+    resolved: ResolvedTokenizer,
     say: Callable[[str], None],
 ) -> tuple[Plan, Engine]:
     """The plan, with the engines' self-check, and the engine that workers will use."""
     allow = config.allow_special_tokens
-    reference = tokenizers_engine(tokenizer_json, allow_special_tokens=allow)
-    probe = probe_texts(tokenizer_json)
-    probe_sha256 = ids_sha256([reference.encode(probe)])
+    tokenizer, proof = resolved.spec, resolved.proof
     options = config.bytes_options()
     plan = Plan(
-        plan_id=plan_id(options, tokenizer, probe_sha256, inputs, boundaries),
+        plan_id=plan_id(options, tokenizer, proof.probe_sha256, inputs, boundaries),
         input_dir=config.input_dir.resolve(),
         options=options,
         max_bad_fraction=config.max_bad_fraction,
         tokenizer=tokenizer,
-        tokenizer_files=stamp_tokenizer(tokenizer_json.parent),
-        probe=probe,
-        probe_sha256=probe_sha256,
+        tokenizer_files=stamp_tokenizer(resolved.folder),
+        probe=proof.probe,
+        probe_sha256=proof.probe_sha256,
         fast_engine_is_equal=False,
-        can_be_cut=can_be_cut(orjson.loads(read_regular(tokenizer_json, max_bytes=MAX_TOKENIZER_BYTES))),
+        can_be_cut=proof.can_be_cut,
         inputs=inputs,
         boundaries=boundaries,
     )
-    if config.engine == "tokenizers":
+    reference = resolved.reference(allow_special_tokens=allow)
+    is_little = config.engine == "auto" and sum(plan.shard_bytes()) < FEW_BYTES
+    if config.engine == "tokenizers" or is_little:
         return plan, reference
-    texts = [*probe, *sample_texts(plan, num_bytes=1 << 18)]
+    texts = [*proof.probe, *sample_texts(plan, num_bytes=1 << 18)]
     fast = equal_fast_engine(
-        tokenizer_json,
+        resolved.folder / TOKENIZER_FILE,
         allow_special_tokens=allow,
         texts=texts,
         expected_sha256=ids_sha256([reference.encode(texts)]),

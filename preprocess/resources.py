@@ -7,6 +7,7 @@ of the cgroups. The size of a machine says nothing about the share that a task w
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -57,6 +58,14 @@ def batch_bytes_within(memory_gb: float | None) -> int:
         return BATCH_BYTES
     spare = int(min(memory_gb, 2**20) * 2**30) - PROCESS_BYTES
     return min(BATCH_BYTES, max(_SMALLEST_BATCH_BYTES, spare // _MEMORY_PER_BATCH_BYTE))
+
+
+def most_batches_within(memory_gb: float | None) -> int:
+    """Batches that a worker may lay out at once with this memory in GiB; at least one, three with 0.6 GB."""
+    if memory_gb is None:
+        return sys.maxsize
+    spare = int(min(memory_gb, 2**20) * 2**30) - PROCESS_BYTES - BATCH_BYTES * _MEMORY_PER_BATCH_BYTE
+    return 1 + max(0, spare) // (BATCH_BYTES * _MEMORY_PER_BATCH_BYTE)
 
 
 def memory_note(memory_gb: float, num_processes: int = 1) -> str | None:

@@ -7,7 +7,7 @@ a shard costs four syncs of files and three of folders at most, once, at its end
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,7 +20,7 @@ from preprocess.documents import DocumentBatch
 from preprocess.engines import TokenBatch
 from preprocess.inputs import BadDocument
 from preprocess.long_documents import LongDocument
-from preprocess.members import Members, Piece
+from preprocess.members import Members, Piece, Prepared
 from shardprep.atomic_files import STALE_AFTER_S, PublishedFile, remove_temporaries, sync_folder
 from shardprep.errors import CannotWrite
 from shardprep.format.dataset_spec import DatasetSpec
@@ -96,13 +96,22 @@ class ShardWriter:
         """Why documents were left out."""
         return {bad.reason for bad in self._bad}
 
-    def append(self, documents: DocumentBatch, tokens: TokenBatch) -> None:
-        """Add a batch of documents with their ids, in the order of the input."""
+    def append(
+        self,
+        documents: DocumentBatch,
+        tokens: TokenBatch,
+        prepared: Callable[[], Prepared] | None = None,
+    ) -> None:
+        """Add a batch of documents with their ids, in the order of the input.
+
+        ``prepared`` gives what ``Members.prepare`` made of it; without it, that is done here.
+        """
         num_empty = documents.num_lines - len(documents.texts) - len(documents.bad)
         self._count_input(documents.num_lines, num_empty, documents.num_bytes)
         self._count_documents(np.diff(tokens.offsets))
         self._bad += documents.bad
-        self._write(self._members.batch(documents, tokens))
+        pieces = prepared() if prepared else self._members.prepare(documents, tokens)
+        self._write(pieces())
 
     def append_long(
         self, document: LongDocument, num_text_bytes: int, ids: Iterable[npt.NDArray[np.uint32]]

@@ -40,6 +40,8 @@ def engine_line(worker: Worker) -> str:
         why = "its ids equal those of tokenizers, seen on the plan's probe just now"
     elif wanted == "tokenizers":
         why = "as --engine asks; fastokens would be many times faster"
+    elif worker.is_little:
+        why = "for so little text it is done before fastokens would be loaded"
     elif not worker.plan.fast_engine_is_equal:
         why = "when this was planned, fastokens gave other ids, or could not read the tokenizer"
     else:

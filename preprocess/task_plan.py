@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import multiprocessing
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from preprocess.inputs import list_inputs
 from preprocess.options import PrepConfig
-from preprocess.plan import Plan, is_one_file_a_shard, need_plan, read_plan
-from preprocess.planning import Sharding, make_plan
+from preprocess.plan import Plan, is_one_file_a_shard, read_plan
 from preprocess.tokenizer_files import TOKENIZER_FILE, describe_tokenizer
-from shardprep.console import die_with_parent, raise_on_stop_signals, say, stop_signals_wait
-from shardprep.errors import NotFound, OtherTokenizer, ReadWriteError, Refused, ShardprepError, Stopped
-from shardprep.format.names import TOKENIZER_DIR, id_ranges
+from shardprep.console import say
+from shardprep.errors import NotFound, OtherTokenizer, Refused
+from shardprep.format.names import PLAN_NAME, TOKENIZER_DIR, id_ranges
 from shardprep.regular_files import size_of_file
 
-
-class PlanningFailed(ShardprepError):
-    """The planning process ended with an error that it has printed."""
-
-    def __init__(self, exit_code: int) -> None:
-        super().__init__("")
-        self.exit_code = exit_code
+# A task waits for another's plan for about as long as its own would take: 3 s and more for many files.
+_LEAST_WAIT_S = 3.0
+_STAMPED_PER_S = 2000
+_LOOK_EVERY_S = 0.2
+_CLAIM_NAME = f".{PLAN_NAME}.claimed.tmp"
 
 
 def plan_of_task(given: dict[str, Any]) -> Plan:
     """The plan in ``output_dir``, checked against what the user gave; without one, 'one file, one shard'.
 
-    Several tasks may plan at once: the first to publish wins, the others compare. Planning runs in
-    a process of its own, because resolving a tokenizer imports transformers and the worker never does.
+    Of several tasks that find none, one plans and the others wait a little. Whoever does not see the plan
+    in time plans, too: the first to publish wins, the others compare.
     """
     config = PrepConfig(**given) if "output_dir" not in given else None
     output_dir: Path = config.output_dir if config else given["output_dir"]
@@ -40,31 +38,59 @@ def plan_of_task(given: dict[str, Any]) -> Plan:
     if plan is None:
         config = PrepConfig(**given)
         say(f"no plan in {output_dir}: planning one shard a file of {config.input_dir}")
-        context = multiprocessing.get_context("spawn")
-        process = context.Process(target=_plan_in_child, args=(config, os.getpid()))
-        with stop_signals_wait():
-            process.start()
-        try:
-            process.join()
-        finally:
-            process.terminate()
-        if process.exitcode:
-            raise PlanningFailed(process.exitcode if process.exitcode > 0 else ReadWriteError.exit_code)
-        return need_plan(output_dir)
+        plan = _plan_once(config)
     _check_given(plan, given)
     if "input_dir" in given and is_one_file_a_shard(plan):
         _check_listing(plan, given["input_dir"])
     return plan
 
 
-def _plan_in_child(config: PrepConfig, parent: int) -> None:
+def _plan_once(config: PrepConfig) -> Plan:
+    """The plan that another task is making, if it comes soon, else one's own."""
+    folder = config.output_dir
+    with _claimed(folder) as is_ours:
+        if not is_ours and (plan := _awaited_plan(config)):
+            return plan
+        if (plan := read_plan(folder)) is not None:  # it came between the first look and the claim
+            return plan
+        from preprocess.planning import Sharding, make_plan  # a task with a plan needs none of it
+
+        return make_plan(config, Sharding(), say=say)[0]
+
+
+@contextlib.contextmanager
+def _claimed(folder: Path) -> Iterator[bool]:
+    """Whether this task is the one to plan, told by a file. It is no lock: nothing is wrong without it."""
+    claim = folder / _CLAIM_NAME
+    is_ours = is_new_folder = False
+    with contextlib.suppress(OSError):  # planning will say what is wrong with the folder
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            is_new_folder = True
+        os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+        is_ours = True
     try:
-        raise_on_stop_signals()
-        die_with_parent(parent)
-        make_plan(config, Sharding(), say=say)
-    except (ShardprepError, Stopped) as error:
-        say(f"error: {error}")
-        raise SystemExit(error.exit_code) from None
+        yield is_ours
+    finally:
+        with contextlib.suppress(OSError):
+            if is_ours:
+                claim.unlink()
+            if is_new_folder:
+                folder.rmdir()  # which does nothing to a folder that holds something
+
+
+def _awaited_plan(config: PrepConfig) -> Plan | None:
+    """The plan that appears while another task's claim is there; None where it takes too long, or fails."""
+    claim = config.output_dir / _CLAIM_NAME
+    num_files = len(list_inputs(config.input_dir, recursive=config.recursive))
+    until = time.monotonic() + _LEAST_WAIT_S + num_files / _STAMPED_PER_S
+    if size_of_file(claim) is not None:
+        say("another task is planning: waiting for its plan")
+    while size_of_file(claim) is not None and time.monotonic() < until:
+        time.sleep(_LOOK_EVERY_S)
+        if size_of_file(config.output_dir / PLAN_NAME) is not None:
+            break
+    return read_plan(config.output_dir)
 
 
 def _check_given(plan: Plan, given: dict[str, Any]) -> None:

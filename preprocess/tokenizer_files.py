@@ -1,13 +1,12 @@
-"""A model's tokenizer, resolved once at planning into files that tasks read with the hub off."""
+"""The folder of a tokenizer's files that a data set carries: what is in it, and that it stays as it was."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardprep.atomic_files import PublishedFolder
 from shardprep.errors import (
@@ -15,82 +14,18 @@ from shardprep.errors import (
     CannotWrite,
     NotFound,
     OtherTokenizer,
-    ReadWriteError,
-    UsageError,
+    ShardprepError,
 )
-from shardprep.format.dataset_spec import TokenizerSpec, tokenizer_fingerprint
-from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR
-from shardprep.regular_files import NOT_THERE, FileStamp, names_in, read_regular, refuse_fifos, stamp_file
+from shardprep.format.dataset_spec import TokenizerSpec, fingerprint_of
+from shardprep.format.names import TOKENIZER_DIR
+from shardprep.regular_files import NOT_THERE, FileStamp, names_in, read_regular, stamp_file
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 MAX_TOKENIZER_BYTES = 1 << 30  # the largest known have 40 MB
-
-
-def resolve_tokenizer(model_id: str, folder: Path) -> TokenizerSpec:
-    """Write the files of a model's tokenizer, and nothing else of the model, into ``folder``.
-
-    transformers resolves it, because training will: what it changes about a tokenizer.json (a BOS
-    switched on in the configuration, say) is in the files written. Takes 2-3 s for the import.
-    Raises NotFound (no such model, or no network), UsageError (a slow tokenizer), BrokenShard (a FIFO there).
-    """
-    refuse_fifos(Path(model_id))
-    refuse_fifos(Path(model_id, CHAT_TEMPLATES_DIR))
-    tokenizer = _auto_tokenizer(model_id)
-    if not getattr(tokenizer, "is_fast", False):
-        raise UsageError(
-            f"the tokenizer of {model_id} is a slow one ({type(tokenizer).__name__}); a fast one is needed: "
-            "look for a copy of the model with a tokenizer.json, or convert it with transformers"
-        )
-    try:
-        tokenizer.save_pretrained(str(folder))
-    except Exception as error:  # tokenizers' own writer raises a bare one
-        reason = getattr(error, "strerror", None) or error
-        raise CannotWrite(
-            f"tokenizer files cannot be written to {folder}: {reason}; free some space there (df), or "
-            "let TMPDIR name another folder"
-        ) from None
-    if os.path.isdir(model_id):  # noqa: PTH112 - as below
-        _check_special_tokens(Path(model_id), folder)
-    return describe_tokenizer(folder, model_id)
-
-
-def _check_special_tokens(model: Path, resolved: Path) -> None:
-    """That no token of the configuration got lost: what transformers cannot read, it goes without, unsaid."""
-    named, found = _special_tokens(model), _special_tokens(resolved)
-    if lost := [name for name in named if named[name] and not found[name]]:
-        raise ReadWriteError(
-            f"transformers found no {', '.join(lost)} of {model / TOKENIZER_CONFIG}, which names it; a read "
-            "may have failed: run this again"
-        )
-
-
-def _special_tokens(folder: Path) -> dict[str, str | None]:
-    """BOS, EOS and pad as tokenizer_config.json names them. Raises ValueError, ReadWriteError."""
-    config = json.loads(_text_of(folder / TOKENIZER_CONFIG) or "{}")
-    tokens = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token")}
-    return {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
-
-
-def _auto_tokenizer(model_id: str) -> Any:
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(model_id, trust_remote_code=False)
-    except Exception as error:
-        where = (
-            f"in the folder {model_id}"
-            if os.path.isdir(model_id)  # noqa: PTH112 - Path.is_dir() would raise what the file system says
-            else f"{model_id!r} on the hub or in its cache"
-        )
-        reason = " ".join(str(error).split())[:400]
-        raise NotFound(
-            f"no usable tokenizer was found {where} ({type(error).__name__}: {reason}); expected a folder "
-            "with a tokenizer.json, or a model's name and a way to the hub (a gated model needs `hf auth "
-            "login`, a node without network a cache filled elsewhere); pass it as --model_id"
-        ) from None
 
 
 def describe_tokenizer(folder: Path, model_id: str) -> TokenizerSpec:
@@ -100,16 +35,24 @@ def describe_tokenizer(folder: Path, model_id: str) -> TokenizerSpec:
     """
     from tokenizers import Tokenizer
 
-    path = folder / TOKENIZER_FILE
-    text = _text_of(path)
+    text = _text_of(folder / TOKENIZER_FILE)
     try:
-        vocab = Tokenizer.from_str(text).get_vocab(with_added_tokens=True)
-        fingerprint = tokenizer_fingerprint(text)
-        names = _special_tokens(folder)
+        config = json.loads(_text_of(folder / TOKENIZER_CONFIG) or "{}")
+        return spec_of_tokenizer(Tokenizer.from_str(text), json.loads(text), config, model_id)
+    except ShardprepError:
+        raise
     except Exception as error:  # tokenizers raises nothing narrower
         raise BrokenShard(
             f"the files in {folder} are no tokenizer's: {' '.join(str(error).split())[:300]}"
         ) from None
+
+
+def spec_of_tokenizer(
+    tokenizer: Tokenizer, data: dict[str, Any], config: dict[str, Any], model_id: str
+) -> TokenizerSpec:
+    """The same of a tokenizer that is loaded, given its two files parsed."""
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    names = special_tokens_of(config)
 
     def token_id(name: str) -> int | None:
         token = names[name]
@@ -117,12 +60,18 @@ def describe_tokenizer(folder: Path, model_id: str) -> TokenizerSpec:
 
     return TokenizerSpec(
         model_id=model_id,
-        fingerprint=fingerprint,
+        fingerprint=fingerprint_of(data),
         vocab_size=max(vocab.values()) + 1,
         bos_token_id=token_id("bos_token"),
         eos_token_id=token_id("eos_token"),
         pad_token_id=token_id("pad_token"),
     )
+
+
+def special_tokens_of(config: dict[str, Any]) -> dict[str, str | None]:
+    """BOS, EOS and pad as a tokenizer_config.json names them, None for each that it does not."""
+    tokens = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token")}
+    return {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
 
 
 def _text_of(path: Path) -> str:

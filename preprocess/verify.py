@@ -8,18 +8,17 @@ readers take an order of opening from it that spreads them over the servers.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 
 import lustre
 from preprocess.plan import Plan
+from preprocess.shard_samples import ids_of
 from preprocess.tokenizer_files import check_tokenizer_files
 from shardprep.atomic_files import publish_bytes
 from shardprep.errors import BrokenShard, ReadWriteError, Refused, ShardprepError
@@ -31,7 +30,6 @@ from shardprep.format.names import INDEX_NAME, OSTS_NAME, TAR_END, remake_comman
 from shardprep.format.osts import osts_json
 from shardprep.regular_files import errors_named, open_regular
 
-READ_BYTES = 4 << 20  # at once; a document of gigabytes is read in such pieces
 _NUM_THREADS = 4  # hashing releases the interpreter's lock
 
 
@@ -162,7 +160,7 @@ def check_ids(folder: Path, spec: DatasetSpec, shard_id: int, records: npt.NDArr
     with errors_named(path):
         handle = open_regular(path)
         try:
-            for ids in _ids_of(handle, spec, records):
+            for ids in ids_of(handle, spec, records):
                 if len(ids) and int(ids.max()) >= spec.tokenizer.vocab_size:
                     raise BrokenShard(
                         f"{path} holds the token id {int(ids.max())}, the vocabulary has "
@@ -177,85 +175,18 @@ def check_ids(folder: Path, spec: DatasetSpec, shard_id: int, records: npt.NDArr
             os.close(handle)
 
 
-def _ids_of(
-    handle: int, spec: DatasetSpec, records: npt.NDArray[np.void]
-) -> Iterator[npt.NDArray[np.integer]]:
-    """All ids, some at a time. Raises ValueError where they are none."""
-    first = 0
-    ends = records["offset"] + records["num_bytes"]
-    while first < len(records):
-        begin = int(records["offset"][first])
-        last = int(np.searchsorted(ends, begin + READ_BYTES, side="right"))
-        group = records[first : max(last, first + 1)]
-        if last <= first:
-            yield from _long_document(handle, spec, begin, int(ends[first]), int(group["num_tokens"][0]))
-        else:
-            raw = _read(handle, begin, int(ends[last - 1]) - begin)
-            yield _ids_in(raw, spec, group, begin)
-        first += len(group)
+def publish_osts(folder: Path, tar_bytes: Sequence[int]) -> list[str]:
+    """Ask lfs where the tars lie and publish osts.json; off Lustre nothing is done.
 
-
-def _ids_in(
-    raw: bytes, spec: DatasetSpec, group: npt.NDArray[np.void], begin: int
-) -> npt.NDArray[np.integer]:
-    """The ids of consecutive samples, given the bytes of the tar from the first of them on."""
-    places = group["offset"].astype(np.int64) - begin
-    if spec.kind != "json":
-        size = spec.dtype.itemsize
-        counts = group["num_bytes"].astype(np.int64) // size
-        shifts = places // size - np.cumsum(counts) + counts
-        every = np.frombuffer(raw, spec.dtype, len(raw) // size)
-        return np.take(every, np.repeat(shifts, counts) + np.arange(counts.sum()))
-    sizes = group["num_bytes"].tolist()
-    texts = [raw[place : place + size] for place, size in zip(places.tolist(), sizes, strict=True)]
-    lists = orjson.loads(b"[" + b",".join(texts) + b"]")
-    if [*map(len, lists)] != group["num_tokens"].tolist():
-        raise ValueError("a list has another number of tokens than the idx says")
-    ids = list(chain.from_iterable(lists))
-    if not {int}.issuperset(map(type, ids)) or (ids and min(ids) < 0):
-        raise ValueError("a list holds what is no token id")
-    return np.array(ids, np.int64)
-
-
-def _long_document(
-    handle: int, spec: DatasetSpec, begin: int, end: int, num_tokens: int
-) -> Iterator[npt.NDArray[np.integer]]:
-    """The ids of a document in pieces of READ_BYTES; a JSON list is cut at its commas."""
-    if spec.kind != "json":
-        for place in range(begin, end, READ_BYTES):
-            yield np.frombuffer(_read(handle, place, min(READ_BYTES, end - place)), spec.dtype)
-        return
-    rest, num_found = b"", 0
-    for place in range(begin, end, READ_BYTES):
-        text = rest + _read(handle, place, min(READ_BYTES, end - place))
-        head, _, rest = (text, b"", b"") if place + READ_BYTES >= end else text.rpartition(b", ")
-        ids = orjson.loads(b"[" + head.removeprefix(b"[").removesuffix(b"]") + b"]")
-        num_found += len(ids)
-        yield np.array(ids, np.int64)
-    if num_found != num_tokens:
-        raise ValueError("a list has another number of tokens than the idx says")
-
-
-def _read(handle: int, offset: int, num_bytes: int) -> bytes:
-    parts: list[bytes] = []
-    while num_bytes and (part := os.pread(handle, num_bytes, offset)):  # reads may be short
-        parts.append(part)
-        offset, num_bytes = offset + len(part), num_bytes - len(part)
-    if num_bytes:
-        raise ValueError(f"it ends at byte {offset}")
-    return b"".join(parts)
-
-
-def publish_osts(folder: Path, num_shards: int) -> str | None:
-    """Ask lfs where each tar begins and publish osts.json; off Lustre nothing is done.
-
-    Never fails, as nothing depends on the file; the line that it returns says why there is none, or an old
-    one is left.
+    Returns lines to print: the layouts that the tars (of these sizes) really have, and how evenly they lie on
+    the OSTs. Never fails, as nothing depends on the file; a line says why there is none, or an old one stays.
     """
+    names = [tar_path(folder, number).name for number in range(len(tar_bytes))]
     try:
-        osts = lustre.first_osts(folder, [tar_path(folder, number).name for number in range(num_shards)])
-        if osts is not None:
-            publish_bytes(folder / OSTS_NAME, osts_json(osts))
-    except (lustre.LustreError, ShardprepError) as error:
-        return f"note: {OSTS_NAME} is not written, shards are opened in an order without OSTs: {error}"
-    return None
+        layouts = lustre.read_file_layouts(folder, names)
+        if layouts is None:
+            return []
+        publish_bytes(folder / OSTS_NAME, osts_json([lustre.first_ost(layout) for layout in layouts]))
+        return lustre.balance_of(folder, layouts, tar_bytes).lines()
+    except (lustre.LustreError, ShardprepError, OSError) as error:
+        return [f"note: {OSTS_NAME} is not written, shards are opened in an order without OSTs: {error}"]

@@ -1,8 +1,8 @@
 """Makes one shard: read_documents -> encode -> members -> tar and idx -> manifest.
 
-Three threads, each with a stage of its own: one reads and decodes the next batch, this one encodes, one lays
-out and writes the batch before. Encoding takes most of the time, and the two others run in its shadow where a
-task has more than one core.
+Each stage has threads of its own: one reads and decodes the next batch, this one encodes, with as many of the
+engine's as there are cores, some lay out the batches before, and one writes them in their order. All but the
+encoding is Python and numpy, which share the interpreter's lock for a part of the time: see docs/speed.md.
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import preprocess
 from preprocess.documents import read_documents
-from preprocess.engines import Engine, TokenBatch, load_engine
+from preprocess.engines import FEW_BYTES, Engine, TokenBatch, load_engine
 from preprocess.inputs import BadDocument
 from preprocess.long_documents import LongDocument
 from preprocess.members import members_of
 from preprocess.options import WorkerSettings
 from preprocess.plan import Plan, check_hash
+from preprocess.resources import most_batches_within
 from preprocess.shard_writer import ShardWriter
 from preprocess.tokenizer_files import TOKENIZER_FILE, check_tokenizer_files
 from shardprep.atomic_files import remove_temporaries
 from shardprep.errors import BadInput, BrokenShard, CannotWrite, MissingShard, ReadWriteError
 from shardprep.format.manifest import Manifest, check_shard
 from shardprep.format.names import QUARANTINE_DIR, TOKENIZER_DIR, quarantine_path, shard_name
+
+_MOST_LAYOUTS = 4  # threads; more would wait for the interpreter's lock
 
 Item = TypeVar("Item")
 Arguments = ParamSpec("Arguments")
@@ -63,6 +66,7 @@ class Worker:
     settings: WorkerSettings
     engine: Engine
     num_cpus: int
+    is_little: bool = False  # what it was loaded for is less than FEW_BYTES of text
 
     def run_shard(self, shard_id: int, progress: Callable[[Work], None]) -> Manifest:
         """Make shard ``shard_id``; ``progress`` is told the work of each batch.
@@ -92,16 +96,20 @@ class Worker:
         batch_size = self.settings.writer_batch_size
         members = members_of(self.folder, plan.spec, shard_id, options, batch_size=batch_size)
         input_paths = [item.path for item in plan.inputs]
+        num_layouts = self._num_layouts()
         with (
+            ThreadPoolExecutor(max(1, num_layouts)) as layouts,
             ShardWriter(self.folder, plan.spec, shard_id, members, input_paths=input_paths) as writer,
-            WriteBehind(num_behind=2) as behind,
+            WriteBehind(num_behind=1 + max(1, num_layouts)) as behind,
         ):
             counted = (0, 0)
             for item in read_ahead(documents, num_ahead=1):
                 if isinstance(item, LongDocument):
                     behind.put(self._append_long, writer, item)
                 else:
-                    behind.put(writer.append, item, self._encode(item.texts))
+                    tokens = self._encode(item.texts)
+                    laid_out = layouts.submit(members.prepare, item, tokens).result if num_layouts else None
+                    behind.put(writer.append, item, tokens, laid_out)
                 before, counted = counted, (writer.num_documents, writer.num_tokens)
                 progress(Work(item.num_bytes, counted[0] - before[0], counted[1] - before[1]))
             behind.drain()
@@ -109,6 +117,12 @@ class Worker:
                 check_hash(plan, shard_id, digest)
             self._check_bad_fraction(writer, shard_id)
             return writer.commit(self._run_facts(began, cpu_began))
+
+    def _num_layouts(self) -> int:
+        """Threads that lay batches out before the one that writes; on one core they would only take turns."""
+        if self.num_cpus < 2:
+            return 0
+        return min(_MOST_LAYOUTS, self.num_cpus // 2, most_batches_within(self.settings.memory_gb))
 
     def _encode(self, texts: list[str]) -> TokenBatch:
         return self.engine.encode_documents(
@@ -162,9 +176,19 @@ class Worker:
 
 
 def load_worker(
-    plan: Plan, folder: Path, settings: WorkerSettings, *, num_cpus: int, warn: Callable[[str], None]
+    plan: Plan,
+    folder: Path,
+    settings: WorkerSettings,
+    *,
+    num_cpus: int,
+    warn: Callable[[str], None],
+    shard_id: int | None = None,
 ) -> Worker:
-    """Load the plan's tokenizer from its folder. Raises OtherTokenizer where its files or its ids changed."""
+    """Load the plan's tokenizer from its folder, for one shard, or for any of them.
+
+    Raises OtherTokenizer where its files or its ids changed.
+    """
+    num_bytes = sum(plan.shard_bytes()) if shard_id is None else plan.shard_bytes()[shard_id]
     check_tokenizer_files(folder, plan.tokenizer_files)
     engine = load_engine(
         folder / TOKENIZER_DIR / TOKENIZER_FILE,
@@ -173,9 +197,17 @@ def load_worker(
         probe=plan.probe,
         probe_sha256=plan.probe_sha256,
         fast_is_equal=plan.fast_engine_is_equal,
+        num_bytes=num_bytes,
         warn=warn,
     )
-    return Worker(plan=plan, folder=folder, settings=settings, engine=engine, num_cpus=num_cpus)
+    return Worker(
+        plan=plan,
+        folder=folder,
+        settings=settings,
+        engine=engine,
+        num_cpus=num_cpus,
+        is_little=num_bytes < FEW_BYTES,
+    )
 
 
 def done_manifest(plan: Plan, folder: Path, shard_id: int) -> Manifest | None:

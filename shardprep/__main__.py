@@ -27,13 +27,15 @@ COMMANDS = {
     "run": "preprocess",
     "shard": "preprocess",
     "verify": "preprocess",
+    "peek": "preprocess",
     "train_tokenizer": "preprocess",
     "submit": "slurm",
     "status": "slurm",
     "retry": "slurm",
     "cancel": "slurm",
     "stage": "loader",
-    "lustre": "lustre",  # with commands of its own: show, apply
+    "where": "loader",
+    "lustre": "lustre",  # with commands of its own: show, apply, restore
 }
 
 

@@ -192,19 +192,20 @@ class PublishedFolder:
     def publish(self) -> None:
         """Sync, and give the folder its name, in place of what has it.
 
-        A full folder is renamed away first and then removed: between the two renames nothing has the name.
+        A full folder is renamed away first and then removed: between the two renames nothing has the name. It
+        is renamed back where the second one fails.
         """
         if self.publish_first():
             return
         aside = self.temporary.with_suffix(".old.tmp")
         try:
             self.path.rename(aside)
-            try:
-                self.temporary.rename(self.path)
-            finally:
-                _remove_tree(aside)
+            self.temporary.rename(self.path)
         except OSError as error:
             raise CannotWrite(f"{self.path} cannot be written: {error.strerror}") from None
+        finally:
+            with contextlib.suppress(OSError):
+                _remove_tree(aside) if os.path.lexists(self.path) else aside.rename(self.path)
         sync_folder(self.path.parent)
 
     def _sync(self) -> None:

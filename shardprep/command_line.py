@@ -21,8 +21,10 @@ import argparse
 import dataclasses
 import difflib
 import importlib
+import os
 import re
 import sys
+import traceback
 import types
 import typing
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -31,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from shardprep.console import outlast_readers, raise_on_stop_signals, say
-from shardprep.errors import ShardprepError, Stopped, UsageError
+from shardprep.errors import ReadWriteError, ShardprepError, Stopped, UsageError
 
 AddFlags = Callable[[argparse.ArgumentParser], None]
 Run = Callable[[argparse.Namespace], int]
@@ -71,6 +73,9 @@ class Program:
             if str(error):
                 say(f"error: {error}")
             return int(error.exit_code)
+        except OSError as error:
+            say(f"error: {_unforeseen(error)}")
+            return ReadWriteError.exit_code
         return int(code)
 
     def parse(self, words: Sequence[str], *, name: str | None = None) -> argparse.Namespace:
@@ -118,6 +123,24 @@ class Program:
         return parser, own
 
 
+UNFORESEEN = "which nobody expected"
+
+
+def _unforeseen(error: OSError) -> str:
+    """The words of an error of the system that no stage has words for; it shows where to look for it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    standard = (os.path.dirname(os.__file__), "<frozen")  # noqa: PTH120
+    others = [
+        each for each in frames if "-packages" in each.filename or not each.filename.startswith(standard)
+    ]
+    frame = (others or frames)[-1]
+    path = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+    return (
+        f"{path}{error.strerror or error}, {UNFORESEEN} at {Path(frame.filename).name}:{frame.lineno}; "
+        "nothing that is done was lost: mend the cause, and run this again"
+    )
+
+
 def unknown_command(word: str, commands: Sequence[str]) -> str:
     """What to say of a word that is no command: the one that was perhaps meant, and all that are."""
     close = difflib.get_close_matches(word, commands, 1)
@@ -144,8 +167,9 @@ def add_flags_of(
     """Add a flag for each field of a dataclass, but for some; a field's metadata has its ``help``.
 
     The flag's type is the field's: bool (``--x``, ``--no-x``), one of a Literal's choices, int, float, Path
-    or str, each also with ``| None``; ``bool | int`` is a flag with or without a number. A flag that is not
-    given is absent from the namespace, so that what a user gave can be told from a default.
+    or str, each also with ``| None``; ``bool | int`` is a flag with or without a number, ``int | str`` a
+    number or a word. A flag that is not given is absent from the namespace, so that what a user gave can be
+    told from a default.
     """
     hints = typing.get_type_hints(options)
     for item in dataclasses.fields(options):
@@ -185,12 +209,21 @@ def _function(given: Callable[..., Any] | str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
 
 
+def _int_or_word(text: str) -> int | str:
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
 def _type_settings(hint: Any) -> dict[str, Any]:
     """What argparse is told of a field's type."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] if is_union else [hint]
     if set(kinds) == {bool, int}:
         return {"type": int, "nargs": "?", "const": True}
+    if set(kinds) == {int, str}:
+        return {"type": _int_or_word}
     (kind,) = kinds
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}

@@ -5,24 +5,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardprep.command_line import Command, Program, add_flags_of, given_of
 from shardprep.console import Progress, output_is_read, say
-from shardprep.errors import ReadWriteError
-from shardprep.format.names import INDEX_NAME, id_ranges
+from shardprep.errors import ReadWriteError, UsageError
+from shardprep.format.names import INDEX_NAME, id_ranges, ids_of_ranges
 from shardprep.regular_files import size_of_file
-from slurm.job_script import JobRequest
+from slurm.job_records import Submission, SubmittedMeanwhile
+from slurm.job_script import JobRequest, quoted
+from slurm.patience import Patience
 
 if TYPE_CHECKING:
     from slurm.dataset_state import DatasetState
-    from slurm.submitting import Sending
+    from slurm.sending import Sending
 
 _POLL_S = 5.0
+_MOST_SUBMITTERS = 5  # of one data set at the same time, before this one gives up
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def given_request(args: argparse.Namespace) -> dict[str, Any]:
     """The request's fields that the user gave, by flag, or by sbatch's own variables (SBATCH_PARTITION)."""
-    from slurm.slurm_queries import REQUEST_VARIABLES
+    from slurm.slurm_commands import REQUEST_VARIABLES
 
     given = {
         name: os.environ[variable] for name, variable in REQUEST_VARIABLES.items() if variable in os.environ
@@ -40,55 +44,140 @@ def given_request(args: argparse.Namespace) -> dict[str, Any]:
     return {**given, **given_of(args, JobRequest)}
 
 
+def chosen_request(args: argparse.Namespace) -> tuple[JobRequest, dict[str, str]]:
+    """The whole request of a submit, and where each value came from that is no default."""
+    from slurm.site_defaults import find_defaults, save_profile
+    from slurm.slurm_commands import REQUEST_VARIABLES
+
+    given, flags = given_request(args), given_of(args, JobRequest)
+    defaults = find_defaults(args.output_dir, args.profile, os.environ)
+    values, sources = {**defaults.values, **given}, dict(defaults.sources)
+    sources |= {name: "flag" if name in flags else REQUEST_VARIABLES[name] for name in given}
+    if args.auto:
+        from slurm.submitting import advised
+
+        advice, source = advised(args.output_dir, JobRequest(**values), args.shards_per_task, say)
+        is_given = {"mem_gb"} if "mem_per_cpu_gb" in values else set[str]()
+        advice = {name: value for name, value in advice.items() if name not in given.keys() | is_given}
+        values, sources = {**values, **advice}, {**sources, **dict.fromkeys(advice, source)}
+    request = JobRequest(**values)
+    if args.save_profile and not args.dry_run:
+        path = save_profile(args.save_profile, values, os.environ)
+        say(f"saved as profile {args.save_profile} in {path}")
+    return request, sources
+
+
 def submit(args: argparse.Namespace) -> int:
     """``submit O``: the missing shards as a job array, and a verify job after it."""
     from slurm.submitting import prepare_submit
 
-    request = JobRequest(**given_request(args))
-    state, sending = prepare_submit(args.output_dir, request, args.shards_per_task, say, dry_run=args.dry_run)
+    request, sources = chosen_request(args)
+    if args.dry_run:
+        for name, source in sources.items():
+            say(f"{name} is {getattr(request, name)!r} ({source})")
+
+    def prepared() -> tuple[DatasetState, Sending | None]:
+        return prepare_submit(
+            args.output_dir,
+            request,
+            args.shards_per_task,
+            say,
+            shard_ids=_wanted(args),
+            sources=sources,
+            dry_run=args.dry_run,
+        )
+
+    state, sending = prepared()
     if sending is None:
         print(f"nothing to submit: {_summary(state)}")
         return _wait(args) if args.wait and not args.dry_run else 0
-    return _send(args, sending)
+    return _send(args, sending, prepared)
 
 
 def retry(args: argparse.Namespace) -> int:
     """``retry O``: what failed, each as its failure asks."""
     from preprocess.plan import need_plan
     from slurm.dataset_state import find_state
-    from slurm.submitting import prepare_retry, reason_to_leave
+    from slurm.retrying import prepare_retry, reason_to_leave
 
     changes = given_request(args)
-    state = find_state(args.output_dir, need_plan(args.output_dir))
-    left, sending = prepare_retry(
-        state, changes, max_attempts=args.max_attempts, shards_per_task=args.shards_per_task, say=say
-    )
-    for shard in left:
-        why = reason_to_leave(shard, args.max_attempts, changes)
-        say(f"left: shard {shard.shard_id:05d}: {shard.cause}; {why}; {shard.attempts[-1].log}")
+
+    def prepared() -> tuple[DatasetState, Sending | None]:
+        state = find_state(args.output_dir, need_plan(args.output_dir))
+        left, sending = prepare_retry(
+            state,
+            changes,
+            max_attempts=args.max_attempts,
+            shards_per_task=args.shards_per_task,
+            say=say,
+            shard_ids=_wanted(args),
+        )
+        for shard in left:
+            why = reason_to_leave(shard, args.max_attempts, changes)
+            say(f"left: shard {shard.shard_id:05d}: {shard.cause}; {why}; {shard.attempts[-1].log}")
+        return state, sending
+
+    state, sending = prepared()
     if sending is None:
-        print(f"nothing to retry: {len(left)} shards are left as they are, {_summary(state)}")
+        num_left = len(state.ids("failed"))
+        print(f"nothing to retry: {num_left} shards are left as they are, {_summary(state)}")
         if args.wait and not args.dry_run:
             return _wait(args)
-        return ReadWriteError.exit_code if left else 0
-    return _send(args, sending)
+        return ReadWriteError.exit_code if num_left else 0
+    return _send(args, sending, prepared)
 
 
-def _send(args: argparse.Namespace, sending: Sending) -> int:
+def _wanted(args: argparse.Namespace) -> set[int] | None:
+    """The shards of --shards; None for all."""
+    from preprocess.plan import need_plan
+
+    if args.shards is None:
+        return None
+    num_shards = need_plan(args.output_dir).num_shards
+    try:
+        return set(ids_of_ranges(args.shards, end=num_shards))
+    except ValueError:
+        raise UsageError(
+            f"--shards is {args.shards!r}, expected ids of 0 to {num_shards - 1}, such as 0-9,12"
+        ) from None
+
+
+def _send(
+    args: argparse.Namespace,
+    sending: Sending | None,
+    prepared: Callable[[], tuple[DatasetState, Sending | None]],
+) -> int:
+    """Send it; where somebody else submitted meanwhile, look again what is left to send."""
     if args.dry_run:
+        assert sending is not None
         print("\n".join(sending.scripts))
         return 0
-    submission = sending.send()
+    for _ in range(_MOST_SUBMITTERS):
+        if sending is None:
+            print("nothing more to submit")
+            return _wait(args) if args.wait else 0
+        try:
+            _print_sent(sending.send())
+            break
+        except SubmittedMeanwhile as error:
+            say(f"note: {error}")
+            last = error
+            _, sending = prepared()
+    else:
+        raise last
+    if args.wait:
+        return _wait(args)
+    print(f"next: python -m slurm status {quoted(args.output_dir)} --watch")
+    return 0
+
+
+def _print_sent(submission: Submission) -> None:
     for array in submission.arrays:
         mem = "no memory limit" if array.mem_mb is None else f"{array.mem_mb} MB"
         limit = "no time limit" if array.time_min is None else f"{array.time_min} min"
         shards = id_ranges(shard_id for ids in array.shards_of_tasks() for shard_id in ids)
         print(f"job {array.job_id}: {len(array.tasks)} task(s) of {mem}, {limit}, for shards {shards}")
     print(f"job {submission.verify_job_id}: verify, when they have ended")
-    if args.wait:
-        return _wait(args)
-    print(f"next: python -m slurm status {args.output_dir} --watch")
-    return 0
 
 
 def _wait(args: argparse.Namespace) -> int:
@@ -98,18 +187,21 @@ def _wait(args: argparse.Namespace) -> int:
 
     plan = need_plan(args.output_dir)
     sizes, counted = plan.shard_bytes(), set[int]()
+    patience = Patience(say)
     with Progress(f"{plan.num_shards} shards", sum(sizes)) as progress:
         while True:
-            state = find_state(args.output_dir, plan)
+            state = patience.ask(lambda: find_state(args.output_dir, plan))
             fresh = set(state.ids("done")) - counted
             counted |= fresh
             progress.add(sum(sizes[shard_id] for shard_id in fresh))
             if not state.live_job_ids():
                 break
             time.sleep(_POLL_S)
-    _print_status(state)
+    _print_report(_report(state))
     whole = (
-        len(state.ids("done")) == plan.num_shards and size_of_file(args.output_dir / INDEX_NAME) is not None
+        len(state.ids("done")) == plan.num_shards
+        and not state.wrong
+        and size_of_file(args.output_dir / INDEX_NAME) is not None
     )
     return 0 if whole else ReadWriteError.exit_code
 
@@ -118,22 +210,47 @@ def status(args: argparse.Namespace) -> int:
     """``status O``: where every shard is, and why what failed did."""
     from preprocess.plan import need_plan
     from slurm.dataset_state import find_state
+    from slurm.prometheus import write_metrics
 
     plan = need_plan(args.output_dir)
+    shown: list[str] = []
     while True:
-        state = find_state(args.output_dir, plan)
+        state = find_state(args.output_dir, plan, if_away=lambda _: None)
+        data = _report(state)
+        if args.metrics:
+            write_metrics(args.metrics, data)
         if args.watch and not args.json and sys.stdout.isatty():
-            sys.stdout.write("\033[H\033[2J")
-        _print_status(state, as_json=args.json)
-        if not args.watch or not state.live_job_ids() or not output_is_read():
+            shown = _redraw(data, shown)
+        else:
+            _print_report(data, as_json=args.json)
+        goes_on = state.live_job_ids() or (state.shown.away and state.ids("not visible"))
+        if not args.watch or not goes_on or not output_is_read():
             return 0
         time.sleep(_POLL_S)
 
 
-def _print_status(state: DatasetState, *, as_json: bool = False) -> None:
-    from slurm.status_report import read_makings, report, report_text
+def _redraw(data: dict[str, Any], shown: list[str]) -> list[str]:
+    """Show the screen; returns its lines. A window of another size is drawn anew."""
+    from slurm.watch_screen import changes, screen_lines
 
-    data = report(state, read_makings(state.folder, state.ids("done")))
+    width, height = shutil.get_terminal_size()
+    can_draw = "utf" in (sys.stdout.encoding or "").lower()
+    lines = screen_lines(data, width=max(width, 20), ascii_only=not can_draw)[: max(height - 1, 1)]
+    same_size = shown and len(shown[1]) == len(lines[1])
+    sys.stdout.write(changes(shown if same_size else [], lines))
+    sys.stdout.flush()
+    return lines
+
+
+def _report(state: DatasetState) -> dict[str, Any]:
+    from slurm.status_report import read_makings, report
+
+    return report(state, read_makings(state.folder, state.ids("done")))
+
+
+def _print_report(data: dict[str, Any], *, as_json: bool = False) -> None:
+    from slurm.status_text import report_text
+
     print(json.dumps(data) if as_json else report_text(data), flush=True)
 
 
@@ -141,13 +258,18 @@ def cancel(args: argparse.Namespace) -> int:
     """``cancel O``: every job of this data set that waits or runs. Shards that are done stay done."""
     from preprocess.plan import need_plan
     from slurm.dataset_state import find_state
-    from slurm.slurm_queries import slurm_output
+    from slurm.slurm_commands import slurm_output
 
     state = find_state(args.output_dir, need_plan(args.output_dir))
-    live = state.live_job_ids()
-    if live:
-        slurm_output("scancel", *live)
-    print(f"cancelled: {', '.join(live)}" if live else f"nothing is queued; {_summary(state)}")
+    live = state.live_jobs()
+    for cluster, job_ids in live.items():
+        slurm_output("scancel", *job_ids, cluster=None if cluster == state.shown.cluster else cluster)
+    if state.shown.strays:
+        slurm_output("scancel", *state.shown.strays)
+    cancelled = [*state.live_job_ids(), *state.shown.strays]
+    print(f"cancelled: {', '.join(cancelled)}" if cancelled else f"nothing is queued; {_summary(state)}")
+    if unseen := state.ids("not visible"):
+        say(f"warning: {state.why_not_visible()}; shards {id_ranges(unseen)} may wait or run all the same")
     return 0
 
 
@@ -164,17 +286,31 @@ def _real_path(text: str) -> Path:
 
 
 def _submit_flags(parser: argparse.ArgumentParser) -> None:
+    _sending_flags(parser)
+    parser.add_argument("--profile", help="a profile of shardprep.toml: in O, in ~/.config, or in /etc")
+    parser.add_argument(
+        "--save_profile", help="keep what is asked for in ~/.config/shardprep.toml, by this name"
+    )
+    parser.add_argument(
+        "--auto",
+        action="store_true",
+        help="choose CPUs, memory and time: by the shards that are made, or a sample of the input",
+    )
+
+
+def _sending_flags(parser: argparse.ArgumentParser) -> None:
     _folder_flag(parser)
     add_flags_of(parser, JobRequest, show_defaults=False)
     parser.add_argument(
         "--shards_per_task", type=int, help="shards of a task (default 1, more where the site's limits ask)"
     )
+    parser.add_argument("--shards", help="only these, such as 0-9,12")
     parser.add_argument("--dry_run", action="store_true", help="print the job scripts, submit nothing")
     parser.add_argument("--wait", action="store_true", help="show progress until all jobs have ended")
 
 
 def _retry_flags(parser: argparse.ArgumentParser) -> None:
-    _submit_flags(parser)
+    _sending_flags(parser)
     parser.add_argument(
         "--max_attempts",
         type=int,
@@ -186,13 +322,14 @@ def _retry_flags(parser: argparse.ArgumentParser) -> None:
 def _status_flags(parser: argparse.ArgumentParser) -> None:
     _folder_flag(parser)
     parser.add_argument("--watch", action="store_true", help="repeat until nothing is queued")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="for programs: docs/status_json.md")
+    parser.add_argument("--metrics", type=Path, help="also write this file, in Prometheus' text format")
 
 
 PROGRAM = Program(
     name="python -m slurm",
     description="Make a planned data set's shards with a Slurm job array.",
-    dashed_values=("--sbatch_args", "--worker_args"),
+    dashed_values=("--sbatch_args", "--worker_args", "--srun_args"),
     commands={
         "submit": Command(
             summary="submit the missing shards, and a verify job after them",

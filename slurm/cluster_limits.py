@@ -12,6 +12,7 @@ import itertools
 import os
 import re
 import shlex
+import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,9 @@ from shardprep.errors import CannotWrite, ShardprepError, UsageError
 from shardprep.format.names import id_ranges
 from slurm.job_records import JOBS_FOLDER
 from slurm.job_script import LOG_FOLDER, JobRequest
-from slurm.slurm_queries import SlurmRefused, slurm_answer, slurm_output
+from slurm.slurm_commands import SlurmRefused, read_config, slurm_answer, slurm_output
+
+_NODES_AWAY = re.compile("drain|down|maint|fail|reboot|unk|power|reserved", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +57,8 @@ def check_folder(folder: Path, request: JobRequest, say: Callable[[str], None]) 
     check_tokenizer_files(folder, plan.tokenizer_files)
     jobs = folder / JOBS_FOLDER
     for place in (folder, jobs, jobs / LOG_FOLDER):
-        if _is_there(place) and not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+        found = _found(place)
+        if found and not (stat.S_ISDIR(found.st_mode) and os.access(place, os.W_OK | os.X_OK)):
             raise CannotWrite(
                 f"{place} is no folder you can write to; for a group's data set: chmod -R g+rwX {folder}"
             )
@@ -68,40 +72,43 @@ def check_folder(folder: Path, request: JobRequest, say: Callable[[str], None]) 
     return plan
 
 
-def _is_there(place: Path) -> bool:
-    """Raises CannotWrite where that cannot be known."""
+def _found(place: Path) -> os.stat_result | None:
+    """None where it is not there. Raises CannotWrite where that cannot be known."""
     try:
-        place.stat()
+        return place.stat()
     except FileNotFoundError:
-        return False
+        return None
     except OSError as error:
         raise CannotWrite(
             f"{place} cannot be looked at ({error.strerror}); it must be a folder you can write to"
         ) from None
-    return True
 
 
 def find_limits(request: JobRequest) -> ClusterLimits:
     """Ask the controller, and the accounts where there are any. Raises what ``slurm_answer`` raises."""
-    config = slurm_answer(_parse_config, "scontrol", "show", "config")
+    config = read_config()
     has_accounting = "slurmdbd" in config.get("AccountingStorageType", "")
     submit_limits: list[tuple[int, str]] = []
     if has_accounting and re.search("limits|qos|safe|all", config.get("AccountingStorageEnforce", "")):
         with contextlib.suppress(ShardprepError):  # the accounts may be down; sbatch itself still decides
             submit_limits = _submit_limits(request)
-    return limits_of(config, submit_limits, has_accounting=has_accounting)
+    return limits_of(config, submit_limits, has_accounting=has_accounting, num_queued=_num_queued())
 
 
-def _parse_config(text: str) -> dict[str, str]:
-    """Raises ValueError where it is cut short before what is needed of it."""
-    config = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", text, re.MULTILINE))
-    if not re.fullmatch(r"[0-9]{1,10}", config.get("MaxArraySize", "")):
-        raise ValueError("no MaxArraySize")
-    return config
+def _num_queued() -> int:
+    """Jobs of all users that wait or run, which count against MaxJobCount; 0 where that is not known."""
+    with contextlib.suppress(ShardprepError):
+        found = re.findall(r"^Jobs (?:pending|running):\s+([0-9]{1,9})$", slurm_output("sdiag"), re.MULTILINE)
+        return sum(map(int, found))
+    return 0
 
 
 def limits_of(
-    config: dict[str, str], submit_limits: Sequence[tuple[int, str]], *, has_accounting: bool
+    config: dict[str, str],
+    submit_limits: Sequence[tuple[int, str]],
+    *,
+    has_accounting: bool,
+    num_queued: int = 0,
 ) -> ClusterLimits:
     """The smallest of MaxArraySize, max_array_tasks, MaxJobCount and the accounts' submit limits.
 
@@ -112,7 +119,8 @@ def limits_of(
     if match := re.search(r"max_array_tasks=(\d+)", config.get("SchedulerParameters", "")):
         found.append((int(match[1]), "max_array_tasks"))
     if config.get("MaxJobCount", "").isdigit():
-        found.append((int(config["MaxJobCount"]) - 1, "MaxJobCount"))
+        in_use = f" ({config['MaxJobCount']}, {num_queued} in use)" if num_queued else ""
+        found.append((int(config["MaxJobCount"]) - num_queued - 1, f"MaxJobCount{in_use}"))
     found += [(limit - 1, why) for limit, why in submit_limits]
     max_tasks, why = min(found)
     if max_tasks < 1:
@@ -126,20 +134,56 @@ def limits_of(
 
 
 def _submit_limits(request: JobRequest) -> list[tuple[int, str]]:
-    """How many jobs this user may still submit, by every limit that the accounts name."""
+    """How many jobs this user may still submit, by every limit that the accounts name.
+
+    A user's row in the accounts counts the jobs of this user under this account, the rows of the account and
+    of those above it count everybody's, a QOS counts the user's or the account's jobs in it.
+    """
     user = getpass.getuser()
-    now = slurm_output("squeue", "--noheader", "--array", f"--user={user}", "--format=%i").count("\n")
-    rows = _accounts("assoc", "account,defaultqos,qos,maxsubmitjobs,grpsubmitjobs", "where", f"user={user}")
+    columns = "account,defaultqos,qos,maxsubmitjobs,grpsubmitjobs"
+    rows = _accounts("assoc", columns, "where", f"user={user}")
     rows = [row for row in rows if request.account in (None, row[0])] or rows
-    limits = [(row[3], f"MaxSubmitJobs of account {row[0]}") for row in rows[:1]]
-    limits += [(row[4], f"GrpSubmitJobs of account {row[0]}") for row in rows[:1]]
-    names = [request.qos] if request.qos else [rows[0][1] or rows[0][2]] if rows else []
-    for name, *numbers in _accounts("qos", "name,maxsubmitjobspu,maxsubmitjobspa,grpsubmitjobs"):
-        if name in names:
-            limits += [(number, f"submit limit of QOS {name}") for number in numbers]
-    return [
-        (int(number) - now, f"{why} ({number}, {now} in use)") for number, why in limits if number.isdecimal()
+    if not rows:
+        return []
+    account, default_qos, qos, most, most_of_group = rows[0]
+    num_own = _num_jobs(f"--user={user}", f"--account={account}")
+    limits = [
+        (most, num_own, f"MaxSubmitJobs of account {account}"),
+        (most_of_group, num_own, f"GrpSubmitJobs of account {account}"),
     ]
+    above = account
+    while above:  # up to root, whose own parent is nothing
+        parent, most_of_group = _account_row(above)
+        if most_of_group.isdecimal():
+            limits.append(
+                (most_of_group, _num_jobs(f"--account={above}"), f"GrpSubmitJobs of account {above}")
+            )
+        above = parent
+    name = request.qos or default_qos or qos.partition(",")[0]
+    for row in _accounts(
+        "qos", "name,maxsubmitjobspu,maxsubmitjobspa,grpsubmitjobs", "where", f"name={name}"
+    ):
+        whose: tuple[list[str], ...] = ([f"--user={user}"], [f"--account={account}"], [])
+        for number, options in zip(row[1:], whose, strict=True):
+            if number.isdecimal():
+                limits.append((number, _num_jobs(f"--qos={name}", *options), f"submit limit of QOS {name}"))
+    return [
+        (int(number) - in_use, f"{why} ({number}, {in_use} in use)")
+        for number, in_use, why in limits
+        if number.isdecimal()
+    ]
+
+
+def _num_jobs(*options: str) -> int:
+    return slurm_output("squeue", "--noheader", "--array", *options, "--format=%i").count("\n")
+
+
+def _account_row(account: str) -> tuple[str, str]:
+    """The account above an account ("" above root), and the account's own GrpSubmitJobs."""
+    for row in _accounts("assoc", "user,parentname,grpsubmitjobs", "where", f"account={account}"):
+        if not row[0]:
+            return row[1], row[2]
+    return "", ""
 
 
 def _accounts(what: str, fields: str, *where: str) -> list[list[str]]:
@@ -166,24 +210,56 @@ def tasks_of_shards(shard_ids: Sequence[int], max_tasks: int, shards_per_task: i
     return [id_ranges(shard_ids[start:end]) for start, end in itertools.pairwise(bounds)]
 
 
-def check_request(request: JobRequest, script: str) -> None:
-    """Have Slurm test the script, and refuse what it would leave pending for ever. Raises SlurmRefused."""
+def check_request(request: JobRequest, script: str, say: Callable[[str], None]) -> None:
+    """Have Slurm test the script, and refuse what it would leave pending for ever. Raises SlurmRefused.
+
+    Nodes that are drained or down come back: of these it is only said that jobs wait for them.
+    """
     limits = find_partition_limits(request)
     if limits is not None:
         check_partition(request, limits)
     try:
         slurm_output("sbatch", "--test-only", text=script)
     except SlurmRefused as error:
+        if _fits_nodes_away(request, limits):
+            say(
+                f"warning: {error}; the jobs wait until such nodes are back (sinfo -R says why they are away)"
+            )
+            return
         asked = shlex.join(request.sbatch_options())
         has = "" if limits is None else f"; a node of {limits.name} has up to {_has(limits)}"
         raise SlurmRefused(f"{error}. Asked for: {asked}{has}. Nothing was written or submitted") from None
 
 
+def _fits_nodes_away(request: JobRequest, limits: PartitionLimits | None) -> bool:
+    """Whether all nodes that are large enough are drained or down, and there are such nodes."""
+    if limits is None:
+        return False
+
+    def parse(text: str) -> list[str]:
+        states = []
+        for line in text.splitlines():
+            partition, state, mem, cpus = line.split("|")
+            is_large = int(mem.rstrip("+")) >= request.least_mem_gb * 1024
+            if partition == limits.name and is_large and int(cpus.rstrip("+")) >= (request.num_cpus or 1):
+                states.append(state)
+        return states
+
+    states = slurm_answer(parse, "sinfo", "--noheader", "--exact", "--Node", "--format=%R|%T|%m|%c")
+    return bool(states) and all(_NODES_AWAY.search(state) for state in states)
+
+
 def check_partition(request: JobRequest, limits: PartitionLimits) -> None:
     """Raises SlurmRefused where no node of the partition could ever run a task."""
+    mem_flag = "--mem_gb" if request.mem_per_cpu_gb is None else "--mem_per_cpu_gb of all CPUs"
     asked: Sequence[tuple[str, float | None, float | None, str]] = (
-        ("--cpus_per_task", request.cpus_per_task, limits.max_cpus or None, "CPUs"),
-        ("--mem_gb", request.mem_gb, limits.max_mem_mb / 1024 if limits.max_mem_mb else None, "GB"),
+        ("--cpus_per_task", request.num_cpus, limits.max_cpus or None, "CPUs"),
+        (
+            mem_flag,
+            request.least_mem_gb or None,
+            limits.max_mem_mb / 1024 if limits.max_mem_mb else None,
+            "GB",
+        ),
         ("--time_min", request.time_min, limits.max_time_min, "minutes"),
     )
     for flag, wanted, most, unit in asked:
@@ -217,10 +293,13 @@ def partition_limits(name: str | None, partitions: str, nodes: str) -> Partition
                 row.split("|") for row in nodes.splitlines() if row.startswith(values["PartitionName"] + "|")
             ]
             numbers = [[int(re.sub(r"\D.*", "", item) or 0) for item in row[1:]] for row in rows]
+            most_mem = [mem for mem, _ in numbers]
+            if values.get("MaxMemPerNode", "").isdecimal():
+                most_mem = [min(mem, int(values["MaxMemPerNode"])) for mem in most_mem]
             return PartitionLimits(
                 name=values["PartitionName"],
                 max_time_min=minutes_of(values.get("MaxTime", "")),
-                max_mem_mb=max((mem for mem, _ in numbers), default=0),
+                max_mem_mb=max(most_mem, default=0),
                 max_cpus=max((cpus for _, cpus in numbers), default=0),
             )
     return None

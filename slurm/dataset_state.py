@@ -8,7 +8,6 @@ of the folder and no stat per shard: 10,000 shards take about 20 ms on a local d
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,75 +15,31 @@ from pathlib import Path
 from typing import Literal
 
 from preprocess.plan import Plan
-from shardprep.console import parse_failure_line
 from shardprep.errors import NotFound, ReadWriteError
 from shardprep.format.names import shard_name
-from slurm.job_records import JOBS_FOLDER, JobArray, Submission, read_submissions
-from slurm.job_script import LOG_FOLDER
-from slurm.slurm_queries import (
-    RUNNING,
-    WAITING,
-    SlurmAway,
-    TaskAttempt,
-    accounted_attempts,
-    attempts_by_task,
-    queued_attempts,
-)
+from slurm.failure_causes import HAS_NO_END, cause_of, found_wrong, last_lines, log_path, log_tail, node_of
+from slurm.job_records import JobArray, Submission, read_submissions
+from slurm.job_script import job_names
+from slurm.shown_jobs import ShownJobs, TaskKey, find_shown_jobs, nothing_shown
+from slurm.slurm_commands import SlurmAway
+from slurm.slurm_queries import RUNNING, WAITING, TaskAttempt
 
-OUT_OF_MEMORY = "OUT_OF_MEMORY"
-TIMEOUT = "TIMEOUT"
-NODE_FAIL = "NODE_FAIL"
-BAD_INPUT = "bad input (65)"
-NO_MANIFEST = "finished without a manifest"
-VANISHED = "ended without a word (node failure?)"
-UNKNOWN = "unknown: no log, and Slurm has forgotten it"
-
-_EXIT_CAUSES: Mapping[int, str] = {
-    2: "set-up or usage (2)",
-    65: BAD_INPUT,
-    66: "no such input or shard (66)",
-    73: "cannot write the output (73)",
-    74: "read or write error (74)",
-    75: "stopped by a signal (75)",
-    78: "refused: plan, options or tokenizer differ (78)",
-}
-_STATES = {
-    "OUT_OF_MEMORY": OUT_OF_MEMORY,
-    "TIMEOUT": TIMEOUT,
-    "NODE_FAIL": NODE_FAIL,
-    "PREEMPTED": "PREEMPTED",
-    "CANCELLED": "CANCELLED",
-    "BOOT_FAIL": NODE_FAIL,
-    "DEADLINE": "DEADLINE",
-    "REQUEUED": "REQUEUED",
-}
-# What Slurm itself writes into a log, and how prep_array.sh ends one.
-_LOG_CAUSES = (
-    (re.compile(r"oom.kill|Out Of Memory|exceeded (job )?memory limit", re.IGNORECASE), OUT_OF_MEMORY),
-    (re.compile(r"DUE TO TIME LIMIT"), TIMEOUT),
-    (re.compile(r"DUE TO NODE FAILURE"), NODE_FAIL),
-    (re.compile(r"DUE TO PREEMPTION"), "PREEMPTED"),
-    (re.compile(r"CANCELLED AT"), "CANCELLED"),
-)
-_KILLED = re.compile(r"was killed by signal (\d+)")
-_ENDED = re.compile(r"^shardprep: node (\S+): .* ended with exit code (\d+)$", re.MULTILINE)
-_BEGINS = re.compile(r"^(?=shardprep: node \S+: .* begins$)", re.MULTILINE)
-# Of logs from before ``run`` wrote failure lines; a killed process is found by _KILLED.
-_FAILED_IN_PROSE = re.compile(r"^shard (\d{5}) failed \((\d+)\): (?!.*was killed by signal)", re.MULTILINE)
-_TAIL_BYTES = 16 << 10
-_NOISE = re.compile(r"^(shardprep: node \S+: .*(begins|ended with exit code \d+)|\s*)$")
-
-StateName = Literal["done", "running", "pending", "failed", "not submitted"]
-TaskKey = tuple[str, int]  # job id, index in the array
+StateName = Literal["done", "running", "pending", "failed", "not submitted", "not visible"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardAttempt:
-    """The last attempt of one submitted task at a shard that is not done; no cause while it waits or runs."""
+    """The last attempt of one submitted task at a shard that is not done.
+
+    It has no cause while it waits or runs, nor where neither Slurm nor its log says that it has ended.
+    """
 
     array: JobArray
     index: int
     cause: str | None
+    state: StateName
+    reason: str  # why it waits, in Slurm's word
+    start_time: str  # when Slurm expects it to start, "" where it does not say
     node: str
     log: str  # path
     last_lines: list[str]
@@ -117,18 +72,45 @@ class DatasetState:
     plan: Plan
     submissions: list[Submission]
     shards: list[ShardState]  # shard N at N
-    task_attempts: dict[TaskKey, list[TaskAttempt]]  # of every task, oldest first
+    shown: ShownJobs
     held: list[str]  # job ids that wait for `scontrol release`: a submission was cut short
     verify: str  # state of the last verify job, or ""
+    wrong: list[int]  # shards that count as done, and that the last verify job found wrong
+
+    @property
+    def next_number(self) -> int:
+        """Of the next submission."""
+        return max((submission.number for submission in self.submissions), default=-1) + 1
+
+    @property
+    def task_attempts(self) -> Mapping[TaskKey, Sequence[TaskAttempt]]:
+        """Of every task, oldest first."""
+        return self.shown.attempts
 
     def ids(self, *states: StateName) -> list[int]:
         """The shards in one of these states, ascending."""
         return [shard.shard_id for shard in self.shards if shard.state in states]
 
+    def why_not_visible(self) -> str:
+        """Why it cannot be seen what some jobs do."""
+        return "; ".join(sorted(set(self.shown.hidden.values())))
+
     def live_job_ids(self) -> list[str]:
         """Jobs of ours that wait or run, verify jobs included."""
-        live = {job_id for (job_id, _), attempts in self.task_attempts.items() if is_live(attempts[-1])}
-        return sorted(live, key=int)
+        return sorted({job_id for job_ids in self.live_jobs().values() for job_id in job_ids}, key=int)
+
+    def live_jobs(self) -> dict[str, list[str]]:
+        """Cluster -> its jobs of ours that wait or run, verify jobs included."""
+        clusters = {submission.number: submission.cluster for submission in self.submissions}
+        live = {
+            (clusters[number], job_id)
+            for (number, job_id, _), attempts in self.task_attempts.items()
+            if is_live(attempts[-1])
+        }
+        found: dict[str, list[str]] = {}
+        for cluster, job_id in sorted(live, key=lambda item: (item[0], int(item[1]))):
+            found.setdefault(cluster, []).append(job_id)
+        return found
 
 
 def find_state(
@@ -136,30 +118,32 @@ def find_state(
 ) -> DatasetState:
     """Join listing, submissions, squeue, accounts and logs. Raises what reading them gives reason for.
 
-    With ``if_away`` nothing is raised where Slurm gives no answer: it is told, and the queue is taken
-    for empty.
+    With ``if_away`` nothing is raised where Slurm gives no answer: it is told, and what no manifest or log
+    proves is ``not visible``.
     """
     submissions = read_submissions(folder)
-    jobs = [job for submission in submissions for job in submission.jobs]
-    with ThreadPoolExecutor(2) as pool:  # two servers of Slurm's, asked at once
-        accounts, queue = pool.submit(accounted_attempts, jobs), pool.submit(queued_attempts, jobs)
+    number = max((each.number for each in submissions), default=-1) + 1
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(find_shown_jobs, submissions, job_names(folder, plan.plan_id, number))
         done = done_shards(folder, plan)
         try:
-            queued = queue.result()
+            shown = asked.result()
         except SlurmAway as error:
             if if_away is None:
                 raise
             if_away(error)
-            queued = []
-        found = attempts_by_task(accounts.result(), queued)
+            shown = nothing_shown(submissions, error)
     return DatasetState(
         folder=folder,
         plan=plan,
         submissions=submissions,
-        shards=_shard_states(folder, plan.num_shards, done, submissions, found),
-        task_attempts=found,
-        held=sorted({job_id for (job_id, _), each in found.items() if "JobHeldUser" in each[-1].reason}),
-        verify=_verify_state(submissions, found),
+        shards=_shard_states(folder, plan.num_shards, done, submissions, shown),
+        shown=shown,
+        held=sorted(
+            {job for (_, job, _), each in shown.attempts.items() if "JobHeldUser" in each[-1].reason}
+        ),
+        verify=_verify_state(submissions, shown),
+        wrong=sorted(done & found_wrong(folder, submissions[-1].verify_job_id)) if submissions else [],
     )
 
 
@@ -188,132 +172,69 @@ def done_shards(folder: Path, plan: Plan) -> set[int]:
 
 
 def _shard_states(
-    folder: Path,
-    num_shards: int,
-    done: set[int],
-    submissions: Sequence[Submission],
-    found: Mapping[TaskKey, Sequence[TaskAttempt]],
+    folder: Path, num_shards: int, done: set[int], submissions: Sequence[Submission], shown: ShownJobs
 ) -> list[ShardState]:
     """Every shard's state. A log is read only if its task failed, and only once."""
-    tasks: list[list[tuple[JobArray, int]]] = [[] for _ in range(num_shards)]
-    for array, index, shard_ids in _tasks(submissions):
+    tasks: list[list[tuple[Submission, JobArray, int]]] = [[] for _ in range(num_shards)]
+    for submission, array, index, shard_ids in _tasks(submissions):
         for shard_id in shard_ids:
             if shard_id not in done and shard_id < num_shards:
-                tasks[shard_id].append((array, index))
+                tasks[shard_id].append((submission, array, index))
     logs: dict[TaskKey, str] = {}
 
-    def attempt_at(shard_id: int, array: JobArray, index: int) -> ShardAttempt:
-        key = (array.job_id, index)
-        last = found[key][-1] if key in found else None
-        live = last is not None and is_live(last)
-        if not live and key not in logs:
-            logs[key] = log_tail(folder, *key)
+    def attempt_at(shard_id: int, submission: Submission, array: JobArray, index: int) -> ShardAttempt:
+        key = (submission.number, array.job_id, index)
+        last = shown.attempts[key][-1] if key in shown.attempts else None
+        state = _live_state(last)
+        if state is None and key not in logs:
+            logs[key] = log_tail(folder, array.job_id, index)
         log = logs.get(key, "")
+        cause = None if state else cause_of(last, log, shard_id, array.request.sbatch_args)
+        if last is None and submission.number in shown.hidden and cause in HAS_NO_END:
+            state, cause = "not visible", None
         return ShardAttempt(
             array=array,
             index=index,
-            cause=None if live else cause_of(last, log, shard_id),
+            cause=cause,
+            state=state or "failed",
+            reason=last.reason if last and state == "pending" else "",
+            start_time=last.start_time if last and state == "pending" else "",
             node=node_of(last, log),
-            log=str(log_path(folder, *key)),
-            last_lines=[] if live else last_lines(log),
+            log=str(log_path(folder, array.job_id, index)),
+            last_lines=last_lines(log),
         )
 
     return [
         ShardState(shard_id=shard_id, state="done")
         if shard_id in done
-        else _state_of(shard_id, [attempt_at(shard_id, *task) for task in tasks[shard_id]], found)
+        else _state_of(shard_id, [attempt_at(shard_id, *task) for task in tasks[shard_id]])
         for shard_id in range(num_shards)
     ]
 
 
-def _state_of(
-    shard_id: int, attempts: list[ShardAttempt], found: Mapping[TaskKey, Sequence[TaskAttempt]]
-) -> ShardState:
-    live = [each for each in attempts if each.cause is None]
-    state: StateName = "failed" if attempts else "not submitted"
-    if live:
-        running = any(found[each.array.job_id, each.index][-1].state in RUNNING for each in live)
-        state = "running" if running else "pending"
+def _live_state(last: TaskAttempt | None) -> StateName | None:
+    if last is None or not is_live(last):
+        return None
+    return "running" if last.state in RUNNING else "pending"
+
+
+def _state_of(shard_id: int, attempts: list[ShardAttempt]) -> ShardState:
+    states = {attempt.state for attempt in attempts}
+    order: tuple[StateName, ...] = ("running", "pending", "not visible", "failed")
+    state: StateName = next((state for state in order if state in states), "not submitted")
     return ShardState(shard_id=shard_id, state=state, attempts=attempts)
 
 
-def _tasks(submissions: Sequence[Submission]) -> Iterator[tuple[JobArray, int, list[int]]]:
+def _tasks(submissions: Sequence[Submission]) -> Iterator[tuple[Submission, JobArray, int, list[int]]]:
     for submission in submissions:
         for array in submission.arrays:
             for index, shard_ids in enumerate(array.shards_of_tasks()):
-                yield array, index, shard_ids
+                yield submission, array, index, shard_ids
 
 
-def _verify_state(submissions: Sequence[Submission], found: Mapping[TaskKey, Sequence[TaskAttempt]]) -> str:
+def _verify_state(submissions: Sequence[Submission], shown: ShownJobs) -> str:
     if not submissions:
         return ""
-    attempts = found.get((submissions[-1].verify_job_id, 0))
-    return attempts[-1].state if attempts else "unknown"
-
-
-def cause_of(attempt: TaskAttempt | None, log: str, shard_id: int) -> str:
-    """Why an attempt that has ended did not make ``shard_id``.
-
-    Slurm's state comes first, then what the log says of this shard, of the job, and of the exit code.
-    COMPLETED proves nothing: only a manifest does.
-    """
-    state = attempt.state if attempt else ""
-    if state in _STATES:
-        return _STATES[state]
-    if found := next((cause for pattern, cause in _LOG_CAUSES if pattern.search(log)), None):
-        return found
-    if code := _shard_exit_code(log, shard_id):
-        return _exit_cause(code)
-    if killed := _KILLED.search(log):
-        return f"killed by signal {killed[1]}"
-    ended = _ENDED.findall(log)
-    task_code = attempt.exit_code if attempt and state == "FAILED" else int(ended[-1][1]) if ended else 0
-    if task_code:
-        return _exit_cause(task_code)
-    if state == "COMPLETED" or ended:
-        return NO_MANIFEST
-    if state == "FAILED":
-        return "FAILED before the script began"
-    return VANISHED if log else UNKNOWN
-
-
-def _shard_exit_code(log: str, shard_id: int) -> int | None:
-    """What one shard of a task ended with, where its log says so: tasks of several shards go on after one."""
-    for failure in map(parse_failure_line, log.split("\n")):
-        if failure and failure.shard_id == shard_id:
-            return failure.exit_code
-    codes = (int(match[2]) for match in _FAILED_IN_PROSE.finditer(log) if int(match[1]) == shard_id)
-    return next(codes, None)
-
-
-def _exit_cause(code: int) -> str:
-    return f"killed by signal {code - 128}" if code > 128 else _EXIT_CAUSES.get(code, f"exit code {code}")
-
-
-def node_of(attempt: TaskAttempt | None, log: str) -> str:
-    """Where an attempt was, as Slurm or its log says."""
-    if attempt and attempt.node and not attempt.node.startswith("None"):
-        return attempt.node
-    found = re.findall(r"^(?:shardprep: node (\S+):|slurmstepd-?(\S*?): error)", log, re.MULTILINE)
-    return next((name for pair in reversed(found) for name in pair if name), "")
-
-
-def log_path(folder: Path, job_id: str, index: int) -> Path:
-    """The log of one task; it has all attempts of that task, one after another."""
-    return folder / JOBS_FOLDER / LOG_FOLDER / f"{job_id}_{index}.log"
-
-
-def log_tail(folder: Path, job_id: str, index: int) -> str:
-    """The last 16 KiB of what a task's last attempt wrote; empty where there is no log."""
-    try:
-        with log_path(folder, job_id, index).open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
-            return _BEGINS.split(file.read().decode("utf-8", "replace"))[-1]
-    except OSError:
-        return ""
-
-
-def last_lines(log: str, number: int = 3) -> list[str]:
-    """The last lines of a log that say something to a person, progress bars left out."""
-    lines = [line.rpartition("\r")[2].rstrip() for line in log.split("\n")]
-    return [line for line in lines if not _NOISE.match(line) and not parse_failure_line(line)][-number:]
+    last = submissions[-1]
+    attempts = shown.attempts.get((last.number, last.verify_job_id, 0))
+    return attempts[-1].state if attempts else "not visible" if last.number in shown.hidden else "unknown"

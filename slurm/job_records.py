@@ -1,8 +1,8 @@
 """The files O/jobs/NNNN.json: one for each submission, with its job ids and the shards of every task.
 
-A file is written once and never changed. Its number is the next free one, taken by link, so that two
-who submit at the same time get two numbers. It is read by ``status``, ``retry`` and ``cancel``: a job
-that no file names is not known to them.
+A file is written once and never changed. Its number is the next one after those that its writer had read,
+taken by link: of two who submit at the same time only one gets it, and the other one withdraws. It is read by
+``status``, ``retry`` and ``cancel``: a job that no file names is not known to them.
 """
 
 from __future__ import annotations
@@ -27,17 +27,25 @@ _MAX_BYTES = 64 << 20  # the record of 99,999 shards has 2 MB
 _LATEST_S = 2**53  # of a time
 
 
+class SubmittedMeanwhile(ReadWriteError):
+    """Another submission of the same data set was recorded first."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobIdentity:
     """What makes a job this one: a controller that lost its state gives old ids to other jobs.
 
-    The name, which has the plan's id, and the user are those that Slurm showed when it took the job,
-    so that a site which renames jobs is followed.
+    Name, user and time of submission are those that Slurm showed when it took the job, so that a site which
+    renames jobs is followed.
     """
 
     job_id: str
     name: str
     user: str
+    submit_time: str  # of the controller's clock, 2026-11-22T01:52:04
+
+    def is_named_as(self, name: str, user: str) -> bool:
+        return (self.name, self.user) == (name, user)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +54,7 @@ class JobArray:
 
     job_id: str
     name: str
+    submit_time: str
     request: JobRequest
     tasks: list[str]
     mem_mb: int | None  # what Slurm made of the request; None where it limits nothing
@@ -68,13 +77,18 @@ class Submission:
     arrays: list[JobArray]
     verify_job_id: str
     verify_name: str
+    verify_submit_time: str
+    sources: dict[str, str]  # field of the request -> where its value came from; not the defaults
 
     @property
     def jobs(self) -> list[JobIdentity]:
         """Its jobs, verify last."""
-        named = [(array.job_id, array.name) for array in self.arrays]
-        named.append((self.verify_job_id, self.verify_name))
-        return [JobIdentity(job_id=job_id, name=name, user=self.user) for job_id, name in named]
+        named = [(array.job_id, array.name, array.submit_time) for array in self.arrays]
+        named.append((self.verify_job_id, self.verify_name, self.verify_submit_time))
+        return [
+            JobIdentity(job_id=job_id, name=name, user=self.user, submit_time=submit_time)
+            for job_id, name, submit_time in named
+        ]
 
 
 def read_submissions(folder: Path) -> list[Submission]:
@@ -86,26 +100,25 @@ def read_submissions(folder: Path) -> list[Submission]:
     return [_read_submission(path) for path in _submission_paths(folder / JOBS_FOLDER)]
 
 
-def publish_submission(folder: Path, submission: Submission) -> Submission:
-    """Write it under the next free number, and return it with that number.
+def publish_submission(folder: Path, submission: Submission) -> None:
+    """Write it under its number.
 
-    Raises CannotWrite or ReadWriteError.
+    Raises SubmittedMeanwhile where that is taken, CannotWrite or ReadWriteError.
     """
     jobs = folder / JOBS_FOLDER
-    number = max((int(path.stem) for path in _submission_paths(jobs)), default=-1) + 1
-    while True:
-        numbered = dataclasses.replace(submission, number=number)
-        content = with_content_hash(_FORMAT, dataclasses.asdict(numbered))
-        file = PublishedFile(jobs / f"{number:04d}.json")
-        try:
-            file.write(json.dumps(content, indent=2).encode() + b"\n")
-            file.sync()
-            if file.publish_first():
-                sync_folder(jobs)
-                return numbered
-        finally:
-            file.discard()
-        number += 1
+    content = with_content_hash(_FORMAT, dataclasses.asdict(submission))
+    file = PublishedFile(jobs / f"{submission.number:04d}.json")
+    try:
+        file.write(json.dumps(content, indent=2).encode() + b"\n")
+        file.sync()
+        if not file.publish_first():
+            raise SubmittedMeanwhile(
+                f"{file.path} was written meanwhile: somebody else submitted at the same time; what this one "
+                "sent was cancelled before it began. Look at the status, then run this again if it is needed"
+            )
+    finally:
+        file.discard()
+    sync_folder(jobs)
 
 
 def _read_submission(path: Path) -> Submission:
@@ -135,6 +148,8 @@ def _submission_of(fields: Fields) -> Submission:
         arrays=[_array_of(item) for item in fields.objects("arrays")],
         verify_job_id=_job_id(fields, "verify_job_id"),
         verify_name=fields.text("verify_name"),
+        verify_submit_time=fields.text("verify_submit_time"),
+        sources=fields.each("sources", Fields.text),
     )
     fields.end()
     if not submission.arrays:
@@ -146,6 +161,7 @@ def _array_of(fields: Fields) -> JobArray:
     array = JobArray(
         job_id=_job_id(fields, "job_id"),
         name=fields.text("name"),
+        submit_time=fields.text("submit_time"),
         request=_request_of(fields),
         tasks=fields.texts("tasks"),
         mem_mb=fields.or_none("mem_mb", lambda key: fields.whole(key, 1)),

@@ -9,6 +9,7 @@ on, so no later file can change what a waiting task will do.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import re
 import shlex
@@ -24,7 +25,8 @@ LOG_FOLDER = "logs"  # in O/jobs
 _PASSED_ON = ("SHARDPREP_PYTHON", "SHARDPREP_SRUN_ARGS", "SHARDPREP_EXEC", "SHARDPREP_SETUP")
 # Options of sbatch that a submission sets itself.
 _OURS = {"--job-name", "-J", "--array", "-a", "--output", "-o", "--dependency", "-d"}
-_OURS |= {"--wrap", "--parsable", "--hold", "-H"}
+_OURS |= {"--wrap", "--parsable", "--hold", "-H", "--clusters", "-M"}
+WHOLE_NODE = "node"  # as --cpus_per_task
 _MOST = 10**9  # of CPUs, GB, minutes, tasks
 
 
@@ -33,8 +35,14 @@ class JobRequest:
     """Resources of one task, and how many run at once. None leaves it to the site."""
 
     partition: str | None = field(default=None, metadata={"help": "partition (default: the site's)"})
-    cpus_per_task: int = field(default=8, metadata={"help": "CPUs of a task (default 8)"})
+    cpus_per_task: int | str = field(
+        default=8,
+        metadata={"help": "CPUs of a task (default 8); node: all of a node that no other job is on"},
+    )
     mem_gb: float | None = field(default=None, metadata={"help": "memory of a task (default: the site's)"})
+    mem_per_cpu_gb: float | None = field(
+        default=None, metadata={"help": "memory of each CPU of a task, where a site wants it so"}
+    )
     time_min: int | None = field(
         default=None, metadata={"help": "time limit of a task (default: the partition's)"}
     )
@@ -47,6 +55,18 @@ class JobRequest:
         default=None,
         metadata={"help": "a file that tasks source first: modules, conda, a virtual environment"},
     )
+    container: str | None = field(
+        default=None, metadata={"help": "put before Python, such as 'apptainer exec image.sif'"}
+    )
+    srun_args: str | None = field(
+        default=None, metadata={"help": "more options of srun, such as --container-image=... (pyxis)"}
+    )
+    notify: str | None = field(
+        default=None,
+        metadata={
+            "help": "a command that the verify job runs at its end; SHARDPREP_RESULT says how it ended"
+        },
+    )
     sbatch_args: str = field(default="", metadata={"help": "more options of sbatch, quoted as one word"})
     worker_args: str = field(
         default="", metadata={"help": "more flags of the worker, such as '--max_bad_fraction 0.05'"}
@@ -55,13 +75,19 @@ class JobRequest:
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(JobRequest).items():
             _check_value(name, getattr(self, name), hint)
+        if isinstance(self.cpus_per_task, str) and self.cpus_per_task != WHOLE_NODE:
+            raise UsageError(
+                f"--cpus_per_task is {self.cpus_per_task!r}, expected a number, or: {WHOLE_NODE}"
+            )
+        if self.mem_gb is not None and self.mem_per_cpu_gb is not None:
+            raise UsageError("--mem_gb and --mem_per_cpu_gb exclude each other; give one of them")
         for name in ("sbatch_args", "worker_args"):
             try:
                 shlex.split(getattr(self, name))
             except ValueError as error:
                 raise UsageError(f"--{name} {getattr(self, name)!r} cannot be split: {error}") from None
         for word in shlex.split(self.sbatch_args):
-            if word.partition("=")[0] in _OURS or re.match(r"-[JaodH]", word):
+            if word.partition("=")[0] in _OURS or re.match(r"-[JaodHM]", word):
                 raise UsageError(f"--sbatch_args has {word}, which submit sets itself; leave it out")
 
     def sbatch_options(self) -> list[str]:
@@ -70,18 +96,37 @@ class JobRequest:
             *shlex.split(self.sbatch_args),
             "--nodes=1",
             "--ntasks=1",
-            f"--cpus-per-task={self.cpus_per_task}",
+            "--exclusive" if self.num_cpus is None else f"--cpus-per-task={self.num_cpus}",
         ]
         if self.mem_gb is not None:
             options.append(f"--mem={round(self.mem_gb * 1024)}M")
+        elif self.mem_per_cpu_gb is not None:
+            options.append(f"--mem-per-cpu={round(self.mem_per_cpu_gb * 1024)}M")
+        elif self.num_cpus is None:
+            options.append("--mem=0")  # all of the node's
         if self.time_min is not None:
             options.append(f"--time={self.time_min}")
         names = ("partition", "account", "qos", "constraint", "exclude")
         return [*options, *(f"--{name}={getattr(self, name)}" for name in names if getattr(self, name))]
 
+    @property
+    def num_cpus(self) -> int | None:
+        """Of a task; None for those of a whole node, however many it has."""
+        return self.cpus_per_task if isinstance(self.cpus_per_task, int) else None
+
+    @property
+    def least_mem_gb(self) -> float:
+        """What a node must have for one task, as far as the request says it."""
+        return self.mem_gb or (self.mem_per_cpu_gb or 0) * (self.num_cpus or 1)
+
     def changed(self, **changes: object) -> JobRequest:
         """A copy with other values."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+def quoted(folder: Path) -> str:
+    """A path as a command that is shown to a user must have it."""
+    return shlex.quote(str(folder))
 
 
 def prep_script() -> str:
@@ -89,9 +134,24 @@ def prep_script() -> str:
     return (Path(__file__).parent / "prep_array.sh").read_text(encoding="utf-8")
 
 
+def job_name(folder: Path, plan_id: str, number: int) -> str:
+    """What the jobs of a data set's submission of this number are called, and nothing else is.
+
+    It has the plan's id, the folder (a copy of the data set has the same plan) and the number.
+    """
+    place = hashlib.sha256(os.fsencode(folder)).hexdigest()[:6]
+    return f"{JOB_NAME}-{plan_id[:12]}-{place}-{number}"
+
+
+def job_names(folder: Path, plan_id: str, number: int) -> tuple[str, str]:
+    """Of a submission's arrays, and of its verify job."""
+    name = job_name(folder, plan_id, number)
+    return name, f"{name}-verify"
+
+
 def array_script(
     folder: Path,
-    plan_id: str,
+    name: str,
     tasks: Sequence[str],
     request: JobRequest,
     *,
@@ -100,11 +160,11 @@ def array_script(
 ) -> str:
     """The script of an array whose task i makes the shards ``tasks[i]``, such as ``17`` or ``0-5``.
 
-    A task of one shard is the plain worker; several are ``run O --shards``. The job's name has the plan's
-    id. Raises UsageError for values that cannot stand in a script.
+    A task of one shard is the plain worker; several are ``run O --shards``. ``name``: of the job.
+    Raises UsageError for values that cannot stand in a script.
     """
     options = [
-        f"--job-name={_job_name(plan_id)}",
+        f"--job-name={name}",
         f"--array=0-{len(tasks) - 1}%{min(request.max_parallel, len(tasks))}",
         f"--output={_log_pattern(folder, '%A_%a')}",
     ]
@@ -119,16 +179,30 @@ def array_script(
         "# The array's indices are not the shards' numbers, so the worker must not compare them.",
         "unset SLURM_ARRAY_TASK_COUNT",
     ]
+    if request.num_cpus is None:
+        head.append("export SLURM_CPUS_PER_TASK=$SLURM_CPUS_ON_NODE")
     return _script([*options, *request.sbatch_options()], settings, head, body)
 
 
 def verify_script(
-    folder: Path, plan_id: str, request: JobRequest, *, settings: Mapping[str, str], body: str
+    folder: Path,
+    name: str,
+    num_shards: int,
+    request: JobRequest,
+    *,
+    settings: Mapping[str, str],
+    body: str,
 ) -> str:
-    """The script of the job that runs ``verify O`` when the arrays have ended, however they did."""
-    small = request.changed(cpus_per_task=min(4, request.cpus_per_task), max_parallel=1)
-    options = [f"--job-name={_job_name(plan_id)}-verify", f"--output={_log_pattern(folder, 'verify-%j')}"]
+    """The script of the job that runs ``verify O`` when the arrays have ended, however they did.
+
+    In its log stands "shardprep: verified 1000 shards of O" then, or "shardprep: not verified: 1000 ...".
+    """
+    small = request.changed(cpus_per_task=min(4, request.num_cpus or 4), max_parallel=1)
+    options = [f"--job-name={name}", f"--output={_log_pattern(folder, 'verify-%j')}"]
     head = ["shardprep_what=verify", f"shardprep_command=(verify {shlex.quote(str(folder))})"]
+    head.append(f"shardprep_verified={shlex.quote(f'{num_shards} shards of {folder}')}")
+    if request.notify:
+        head.append(f"shardprep_notify={shlex.quote(request.notify)}")
     return _script([*options, *small.sbatch_options()], settings, head, body)
 
 
@@ -138,6 +212,8 @@ def settings_of(request: JobRequest, environ: Mapping[str, str], python: str) ->
     A container or a set-up file brings its own Python, so then none is named.
     """
     settings = {name: environ[name] for name in _PASSED_ON if environ.get(name)}
+    given = {"SHARDPREP_EXEC": request.container, "SHARDPREP_SRUN_ARGS": request.srun_args}
+    settings |= {name: value for name, value in given.items() if value}
     if request.setup:
         settings["SHARDPREP_SETUP"] = request.setup
     if "SHARDPREP_SETUP" in settings:
@@ -145,10 +221,6 @@ def settings_of(request: JobRequest, environ: Mapping[str, str], python: str) ->
     elif not {"SHARDPREP_EXEC", "SHARDPREP_SRUN_ARGS"} & settings.keys():
         settings.setdefault("SHARDPREP_PYTHON", python)
     return settings
-
-
-def _job_name(plan_id: str) -> str:
-    return f"{JOB_NAME}-{plan_id[:12]}"
 
 
 def _log_pattern(folder: Path, name: str) -> str:

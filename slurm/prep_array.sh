@@ -125,6 +125,11 @@ run = """import sys; sys.path[:] = [place for place in sys.path if place] + %r; 
 runpy.run_module("preprocess", run_name="__main__", alter_sys=True)""" % [place for place in sys.path if not place]
 os.execv(sys.executable, [sys.executable, "-c", run] + sys.argv[1:])'
 
+# What srun would take for options of its own, left by an allocation in which sbatch was typed. Memory of both
+# kinds excludes itself, and only one is this job's: without any, the step gets what the job has.
+unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}" "${!SLURM_STEP@}" SLURM_DISTRIBUTION SLURM_EXACT SLURM_OVERLAP
+[[ -z ${SLURM_MEM_PER_CPU:-} || -z ${SLURM_MEM_PER_NODE:-} ]] || unset SLURM_MEM_PER_CPU SLURM_MEM_PER_NODE
+
 # srun does not inherit --cpus-per-task. --export=ALL: also after `sbatch --export=NONE`.
 srun --ntasks=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL ${srun_args[@]+"${srun_args[@]}"} \
   ${container[@]+"${container[@]}"} sh -c "$launch" sh "${SHARDPREP_PYTHON:-}" "$check" \
@@ -133,6 +138,10 @@ srun_pid=$!
 
 # A trapped signal ends `wait` before its time; only a wait that none ended has the worker's exit code.
 until seen=$num_signals rc=0; wait "$srun_pid" || rc=$?; ((num_signals == seen)); do :; done
+if ((rc == 255)); then # the worker has no such code
+  echo "shardprep: node $node: $what did not start: srun failed, its words are above" >&2
+  rc=75
+fi
 # Above 128 a signal killed it, and Slurm mangles such codes. Whatever it had not finished does not count.
 ((rc < 128)) || {
   why="by signal $((rc - 128)) (9 is often memory: try a larger --mem)"
@@ -141,5 +150,13 @@ until seen=$num_signals rc=0; wait "$srun_pid" || rc=$?; ((num_signals == seen))
   rc=75
 }
 # For `python -m slurm status`, where Slurm keeps no accounts.
+if [[ -n ${shardprep_verified:-} ]]; then # of a verify job: one line to grep, and whom to tell
+  SHARDPREP_RESULT=verified
+  ((rc == 0)) || SHARDPREP_RESULT="not verified:"
+  echo "shardprep: $SHARDPREP_RESULT $shardprep_verified" >&2
+  export SHARDPREP_RESULT=${SHARDPREP_RESULT%:} SHARDPREP_EXIT_CODE=$rc
+  [[ -z ${shardprep_notify:-} ]] || bash -c "$shardprep_notify" ||
+    echo "shardprep: node $node: --notify ended with exit code $?" >&2
+fi
 ((rc == 0)) && [[ -z ${shardprep_what:-} ]] || echo "shardprep: node $node: $what ended with exit code $rc" >&2
 exit "$rc"

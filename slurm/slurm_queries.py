@@ -1,4 +1,4 @@
-"""Runs Slurm's own commands, and reads what Slurm knows of our jobs. No other module starts them.
+"""Reads what Slurm knows of our jobs.
 
 squeue says what waits and runs, ``sacct -D`` says what has ended. Both print lines; each line becomes one
 TaskAttempt per task. ``attempts_by_task`` joins the two. squeue must answer; the accounts may be missing,
@@ -8,122 +8,17 @@ and then what ended some minutes ago is not known here.
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
-from shardprep.errors import NotFound, ReadWriteError, ShardprepError, UsageError
+from shardprep.errors import ShardprepError
 from shardprep.format.names import MAX_SHARDS, ids_of_ranges
-from slurm.job_records import JobIdentity
-
-T = TypeVar("T")
-
-# sbatch's variables beat the script's own #SBATCH lines; JobRequest has read those that users set.
-_DROPPED = (
-    "SQUEUE_",
-    "SBATCH_JOB_NAME",
-    "SACCT_",
-    "SBATCH_ARRAY",
-    "SBATCH_OUTPUT",
-    "SBATCH_WAIT",
-    "SBATCH_TIMELIMIT",
-    "SBATCH_MEM",
-)
-# Inside an allocation Slurm has set some 50 SLURM_* that describe it; sbatch and srun read several of them as
-# options (SLURM_MEM_PER_CPU excludes --mem, SLURM_CPU_BIND breaks a step). These say how Slurm is reached.
-_KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"})
-REQUEST_VARIABLES = {
-    name: f"SBATCH_{name.upper()}" for name in ("partition", "account", "qos", "constraint", "exclude")
-}
-# Slurm's own words for a controller that is down, too slow, or not configured here.
-_AWAY = re.compile(
-    r"contact slurm controller|timed out|configuration source|Zero Bytes|connection fail|"
-    r"Munge|authentication",
-    re.IGNORECASE,
-)
-
-
-class SlurmRefused(UsageError):
-    """Slurm will not run this as it was asked for; its own words are in the message."""
-
-
-class SlurmAway(ReadWriteError):
-    """Slurm gives no answer: its controller is down or slow, or cannot be reached from here."""
-
-
-class SlurmMissing(SlurmAway):
-    """Slurm's commands are not installed here."""
-
-    exit_code = NotFound.exit_code
-
-
-def slurm_answer(parse: Callable[[str], T], *command: str) -> T:
-    """What ``parse`` makes of a Slurm command's output.
-
-    Raises what ``slurm_output`` raises, and ReadWriteError where the output is cut short or unknown to it.
-    """
-    text = slurm_output(*command)
-    try:
-        return parse(text)
-    except (ValueError, LookupError, TypeError, ArithmeticError) as error:
-        raise ReadWriteError(
-            f"{' '.join(command[:3])} answered what cannot be read ({error}), beginning with "
-            f"{text[:80]!r}; try again, and see whether {command[0]} itself answers: {command[0]} --version"
-        ) from None
-
-
-def slurm_output(*command: str, text: str | None = None) -> str:
-    """Standard output of a Slurm command; ``text`` is its input.
-
-    Raises SlurmRefused with Slurm's words where it ends with an error, SlurmMissing where it is not
-    installed, SlurmAway where the controller cannot be reached or does not answer within two minutes.
-    """
-    try:
-        done = subprocess.run(
-            command,
-            input=text,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            check=False,
-            timeout=120,
-            env=_environ(),
-        )
-    except OSError as error:
-        raise SlurmMissing(
-            f"{command[0]} cannot be run here ({error.strerror}); run this on a login node of the cluster, "
-            "or without one: python -m preprocess run O"
-        ) from None
-    except subprocess.TimeoutExpired:
-        raise SlurmAway(
-            f"{command[0]} did not answer within 120 s; is the controller up? scontrol ping"
-        ) from None
-    if done.returncode:
-        words = " ".join((done.stderr or done.stdout).split())
-        if _AWAY.search(words):
-            raise SlurmAway(f"{command[0]} gets no answer: {words}; is the controller up? scontrol ping")
-        raise SlurmRefused(f"{command[0]} refuses: {words}")
-    return done.stdout
-
-
-def _environ() -> dict[str, str]:
-    """What Slurm's commands, and by sbatch the jobs, get of this process's variables.
-
-    Left out are those that would change what is asked for or how it is printed, and those of the allocation
-    that this process may run in. Lists of indices come whole, times in one form.
-    """
-    dropped = (*_DROPPED, *REQUEST_VARIABLES.values(), "SLURM_")
-    kept = {
-        name: value for name, value in os.environ.items() if name in _KEPT or not name.startswith(dropped)
-    }
-    return {**kept, "SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
-
+from slurm.slurm_commands import SlurmAway, SlurmRefused, slurm_answer
 
 WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"})
 RUNNING = frozenset({"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "STAGE_OUT", "RESIZING", "SIGNALING"})
+LOG_NOT_OPENED = 128 + 53  # Slurm's own number for a task whose log could not be opened; no such signal
 _QUEUE_FIELDS = (
     "ArrayJobID",
     "ArrayTaskID",
@@ -134,8 +29,13 @@ _QUEUE_FIELDS = (
     "TimeUsed",
     "JobID",
     "UserName",
+    "SubmitTime",
+    "StartTime",  # of what waits: the scheduler's estimate
+    "EndTime",
+    "RestartCnt",
     "Name",  # last: it alone may hold a "|"
 )
+_QUEUE_FORMAT = ",".join(f"{name}:|" for name in _QUEUE_FIELDS)
 _ACCOUNT_FIELDS = (
     "JobID",
     "State",
@@ -146,6 +46,8 @@ _ACCOUNT_FIELDS = (
     "AllocCPUS",
     "MaxRSS",
     "User",
+    "Submit",
+    "End",
     "JobName",  # last: it alone may hold a "|"
 )
 
@@ -154,10 +56,16 @@ _ACCOUNT_FIELDS = (
 class TaskAttempt:
     """One start of one array task by Slurm. A task that Slurm requeues has several."""
 
-    identity: JobIdentity
+    job_id: str
+    name: str  # of the job
+    user: str
+    submit_time: str  # of the controller's clock, 2026-11-22T01:52:04; a requeue makes it later
     index: int  # 0 for a job that is no array
     state: str  # Slurm's: RUNNING, FAILED, OUT_OF_MEMORY, ...
+    num_restarts: int = 0
     reason: str = ""
+    start_time: str = ""  # where it waits: when the scheduler expects it to start, if it says so
+    end_time: str = ""
     exit_code: int = 0
     node: str = ""
     elapsed_s: int = 0
@@ -166,50 +74,50 @@ class TaskAttempt:
     max_rss_bytes: int = 0
 
     @property
-    def job_id(self) -> str:
-        return self.identity.job_id
-
-    @property
     def key(self) -> tuple[str, int]:
         return self.job_id, self.index
 
 
-def queued_attempts(jobs: Iterable[JobIdentity]) -> list[TaskAttempt]:
+def queued_attempts(job_ids: Iterable[str], cluster: str | None = None) -> list[TaskAttempt]:
     """What squeue still shows of these jobs: what waits and runs, and what ended some minutes ago.
 
-    Only jobs with the recorded name and user count: a controller that was set up anew gives old ids to other
-    jobs.
-    Raises what ``slurm_answer`` raises.
+    Raises SlurmAway: a question has no wrong form, so whatever squeue refuses may be answered later.
     """
-    wanted = set(jobs)
-    if not wanted:
+    ids = sorted(set(job_ids), key=int)
+    if not ids:
         return []
-    job_ids = sorted({job.job_id for job in wanted}, key=int)
-    fields = ",".join(f"{name}:|" for name in _QUEUE_FIELDS)
+    # Two ids at least: asked for a single one that it has forgotten, squeue ends with an error.
+    listed = ",".join(ids if len(ids) > 1 else [*ids, "1"])
+    options = ("--noheader", "--array", "--states=all", f"--jobs={listed}", "--Format", _QUEUE_FORMAT)
     try:
-        # Two ids at least: asked for a single one that it has forgotten, squeue ends with an error.
-        ids = ",".join(job_ids if len(job_ids) > 1 else [*job_ids, "1"])
-        options = ("--noheader", "--array", "--states=all", f"--jobs={ids}", "--Format", fields)
-        attempts = slurm_answer(parse_queue, "squeue", *options)
-    except ShardprepError as error:
+        return slurm_answer(parse_queue, "squeue", *options, cluster=cluster)
+    except SlurmRefused as error:
         if "Invalid job id" in str(error):
             return []
-        raise
-    return [attempt for attempt in attempts if attempt.identity in wanted]
+        raise SlurmAway(str(error)) from None
 
 
-def accounted_attempts(jobs: Iterable[JobIdentity]) -> list[TaskAttempt]:
-    """What the accounts keep of these jobs, a requeued task's earlier attempts first. [] without accounts."""
-    wanted = set(jobs)
-    if not wanted:
-        return []
-    job_ids = ",".join(sorted({job.job_id for job in wanted}, key=int))
-    options = ("--duplicates", "--noheader", "--parsable2", f"--jobs={job_ids}")
+def held_attempts(user: str, names: Sequence[str]) -> list[TaskAttempt]:
+    """A user's jobs of these names that wait for their release. Raises SlurmAway."""
+    options = ("--noheader", "--array", f"--user={user}", f"--name={','.join(names)}", "--states=PENDING")
     try:
-        attempts = slurm_answer(parse_accounts, "sacct", *options, f"--format={','.join(_ACCOUNT_FIELDS)}")
+        found = slurm_answer(parse_queue, "squeue", *options, "--Format", _QUEUE_FORMAT)
+    except SlurmRefused as error:
+        raise SlurmAway(str(error)) from None
+    return [each for each in found if each.name in names and "JobHeldUser" in each.reason]
+
+
+def accounted_attempts(job_ids: Iterable[str], cluster: str | None = None) -> list[TaskAttempt]:
+    """What the accounts keep of these jobs, a requeued task's earlier attempts first. [] without accounts."""
+    ids = sorted(set(job_ids), key=int)
+    if not ids:
+        return []
+    options = ("--duplicates", "--noheader", "--parsable2", f"--jobs={','.join(ids)}")
+    fields = f"--format={','.join(_ACCOUNT_FIELDS)}"
+    try:
+        return slurm_answer(parse_accounts, "sacct", *options, fields, cluster=cluster)
     except ShardprepError:  # 'Slurm accounting storage is disabled', or its server is away
         return []
-    return [attempt for attempt in attempts if attempt.identity in wanted]
 
 
 def attempts_by_task(
@@ -249,10 +157,16 @@ def parse_queue(text: str) -> list[TaskAttempt]:
         values = _values(_QUEUE_FIELDS, line.removesuffix("|"))
         job_id = values["JobID"] if values["ArrayTaskID"] == "N/A" else values["ArrayJobID"]
         attempt = TaskAttempt(
-            identity=JobIdentity(job_id=_job_id(job_id), name=values["Name"], user=values["UserName"]),
+            job_id=_job_id(job_id),
+            name=values["Name"],
+            user=values["UserName"],
+            submit_time=values["SubmitTime"],
             index=0,
             state=values["State"],
+            num_restarts=int(values["RestartCnt"]),
             reason=values["Reason"],
+            start_time="" if values["StartTime"] == "N/A" else values["StartTime"],
+            end_time=values["EndTime"],
             exit_code=_exit_code(values["exit_code"]),
             node=values["NodeList"],
             elapsed_s=seconds_of(values["TimeUsed"]),
@@ -281,9 +195,13 @@ def parse_accounts(text: str) -> list[TaskAttempt]:
             continue
         job_id, _, indices = job.partition("_")
         attempt = TaskAttempt(
-            identity=JobIdentity(job_id=_job_id(job_id), name=values["JobName"], user=values["User"]),
+            job_id=_job_id(job_id),
+            name=values["JobName"],
+            user=values["User"],
+            submit_time=values["Submit"],
             index=0,
             state=state,
+            end_time=values["End"],
             exit_code=_exit_code(values["ExitCode"]),
             node=values["NodeList"],
             elapsed_s=int(values["ElapsedRaw"] or 0),
@@ -327,6 +245,8 @@ def _exit_code(text: str) -> int:
     code, killed_by = int(match[1] or 0), int(match[2] or 0)
     if match[2] is None:
         code, killed_by = code >> 8, code & 0x7F
+    if killed_by == LOG_NOT_OPENED - 128:
+        return LOG_NOT_OPENED
     return code or (128 + killed_by if killed_by else 0)
 
 

@@ -1,4 +1,4 @@
-"""The report of ``status``: numbers as plain data for programs (``--json``), and the same as text.
+"""The report of ``status``: numbers as plain data, for programs (``--json``) and for the texts made of it.
 
 States and causes come from ``dataset_state``; tokens, times, memory and nodes from the manifests of the
 shards that are done. One read per manifest, eight at a time: 10,000 manifests take about 1 s of CPU.
@@ -6,7 +6,6 @@ shards that are done. One read per manifest, eight at a time: 10,000 manifests t
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -15,13 +14,41 @@ from pathlib import Path
 from typing import Any
 
 from shardprep.errors import BrokenShard, ReadWriteError
-from shardprep.format.manifest import ShardMaking, read_making
 from shardprep.format.names import INDEX_NAME, id_ranges
+from shardprep.format.shard_making import ShardMaking, read_making
 from shardprep.regular_files import NOT_THERE, size_of_file
-from slurm.dataset_state import NODE_FAIL, DatasetState, ShardState, is_live
+from slurm.dataset_state import DatasetState, ShardState, StateName, is_live
+from slurm.failure_causes import NODE_FAIL
+from slurm.resource_use import asked_for, core_hours, resource_use
 
+# The beginning of Slurm's reason -> what it means for who waits.
+_REASONS = {
+    "Resources": "the next free nodes are for it",
+    "Priority": "other jobs go before it",
+    "JobArrayTaskLimit": "as many run at once as --max_parallel allows",
+    "JobHeldUser": "held; scontrol release lets it go on",
+    "JobHeldAdmin": "held by an administrator; ask them",
+    "launch failed requeued held": "held, because it could not be started; scontrol release tries again",
+    "BeginTime": "it was started again and waits a little",
+    "Dependency": "it waits for another job",
+    "ReqNodeNotAvail": "the nodes that it needs are down, drained or reserved; sinfo -R",
+    "Nodes required for job": "the nodes that it needs are down, drained or reserved; sinfo -R",
+    "PartitionDown": "the partition is down; ask an administrator",
+    "PartitionInactive": "the partition is inactive; ask an administrator",
+    "PartitionNodeLimit": "no job of this size may ever run in the partition: cancel, and ask for less",
+    "PartitionTimeLimit": "the partition allows no job so long: cancel, and ask for less --time_min",
+    "PartitionConfig": "no node of the partition is so large: cancel, and ask for less",
+    "BadConstraints": "no node has what is asked for: cancel, and change --constraint",
+    "Reservation": "its reservation has not begun",
+    "InvalidAccount": "the account may not be used: cancel, and change --account",
+    "InvalidQOS": "the QOS may not be used: cancel, and change --qos",
+    "Assoc": "a limit of the account is reached",
+    "QOS": "a limit of the QOS is reached",
+    "MaxMem": "a limit of memory is reached",
+}
+_COUNTED: tuple[StateName, ...] = ("done", "running", "pending", "failed")
+STATUS_VERSION = 1  # of --json: it grows where a field goes or changes its meaning, not where one is added
 _NUM_THREADS = 8  # opening a file on Lustre is a wait for its server
-_MOST_FAILURES = 8  # shown with their last lines, in the text
 
 
 def read_makings(folder: Path, shard_ids: Sequence[int]) -> list[ShardMaking]:
@@ -50,13 +77,15 @@ def report(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
     """Everything that ``status`` says, as plain data."""
     failed = [shard for shard in state.shards if shard.state == "failed"]
     return {
+        "format": "shardprep-status",
+        "version": STATUS_VERSION,
         "folder": str(state.folder),
         "num_shards": state.plan.num_shards,
         **{
             name.replace(" ", "_"): id_ranges(state.ids(name))
-            for name in ("done", "running", "pending", "failed", "not submitted")
+            for name in ("done", "running", "pending", "failed", "not submitted", "not visible")
         },
-        "num_done": len(state.ids("done")),
+        **{f"num_{name}": len(state.ids(name)) for name in _COUNTED},
         "causes": {cause: id_ranges(ids) for cause, ids in causes(failed).items()},
         "failures": [_failure(shard) for shard in failed],
         "restarts": _restarts(state),
@@ -64,12 +93,19 @@ def report(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
         "verify": state.verify,
         "verified": size_of_file(state.folder / INDEX_NAME) is not None,
         "held_jobs": state.held,
+        "stray_jobs": state.shown.strays,
+        "slurm_away": state.shown.away,
+        "why_not_visible": state.why_not_visible(),
+        "waits_for": waits_for(state.shards),
+        "wrong": id_ranges(state.wrong),
         **_speed(state, made),
         "slow_shards": [
             {"shard": each.shard_id, "node": each.node, "wall_s": each.wall_s} for each in slow_shards(made)
         ],
         "slow_nodes": [{"node": node, "speed": round(share, 2)} for node, share in slow_nodes(made)],
-        "efficiency": efficiency(state, made),
+        "efficiency": resource_use(state, made),
+        "core_hours": core_hours(state, made),
+        "asked_for": asked_for(state),
     }
 
 
@@ -90,39 +126,6 @@ def _speed(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
         **numbers,
         "tokens_per_s": round(sum(each.num_tokens for each in recent) / took_s),
         "left_s": round(queued_bytes / bytes_per_s) if queued_bytes and bytes_per_s else None,
-    }
-
-
-def efficiency(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
-    """What the newest submission used of what it asked for, and what to ask for next time.
-
-    Memory is the largest that the accounts saw of a task; without them, or where their samples (30 s
-    apart by default) missed it, the largest process's by its manifest, times the processes of a task.
-    """
-    if not state.submissions or not made:
-        return {}
-    array = state.submissions[-1].arrays[0]
-    timed = [each for each in made if each.wall_s > 0]
-    cpu = sum(each.cpu_s for each in timed) / max(sum(each.wall_s * each.num_cpus for each in timed), 1e-3)
-    seen = [attempt.max_rss_bytes for attempts in state.task_attempts.values() for attempt in attempts]
-    num_processes = min(array.request.cpus_per_task, max(len(ids) for ids in array.shards_of_tasks()))
-    own = max(each.max_rss_bytes for each in made)
-    rss = max(seen, default=0)
-    rss = rss if rss >= own else own * num_processes
-    longest_s = max(each.wall_s for each in made)
-    cpus = array.request.cpus_per_task
-    next_cpus = max(1, math.ceil(cpus * cpu * 1.2)) if cpu < 0.5 else cpus
-    return {
-        "cpu": round(cpu, 2),
-        "max_rss_mb": math.ceil(rss / 2**20),
-        "mem_mb": array.mem_mb,
-        "longest_shard_s": round(longest_s, 1),
-        "time_min": array.time_min,
-        "next_time": {
-            "cpus_per_task": next_cpus,
-            "mem_gb": math.ceil(rss * 1.25 / 2**28) / 4,
-            "time_min": math.ceil(longest_s * 2 / 60) + 5,
-        },
     }
 
 
@@ -151,6 +154,27 @@ def slow_nodes(made: Sequence[ShardMaking], number: int = 3) -> list[tuple[str, 
         if share < 0.7 and len(own) > 1:
             found.append((node, share))
     return sorted(found, key=lambda pair: pair[1])[:number]
+
+
+def waits_for(shards: Sequence[ShardState]) -> list[dict[str, Any]]:
+    """Why shards are pending, in Slurm's word and in ours, and when the first is expected to start."""
+    found: dict[str, dict[str, Any]] = {}
+    for shard in shards:
+        if shard.state != "pending":
+            continue
+        attempt = next(each for each in shard.attempts if each.state == "pending")
+        item = found.setdefault(attempt.reason, {"ids": [], "starts": ""})
+        item["ids"].append(shard.shard_id)
+        item["starts"] = min(filter(None, (item["starts"], attempt.start_time)), default="")
+    return [
+        {
+            "reason": reason,
+            "means": next((words for word, words in _REASONS.items() if reason.startswith(word)), ""),
+            "shards": id_ranges(item["ids"]),
+            "starts": item["starts"],
+        }
+        for reason, item in found.items()
+    ]
 
 
 def causes(failed: Sequence[ShardState]) -> dict[str, list[int]]:
@@ -182,72 +206,3 @@ def _restarts(state: DatasetState) -> dict[str, int]:
             words = f"{attempt.state} on {attempt.node}" if attempt.state == NODE_FAIL else attempt.state
             found[words] = found.get(words, 0) + 1
     return found
-
-
-def report_text(data: dict[str, Any]) -> str:
-    """The report for people."""
-    total, done = data["num_shards"], data["num_done"]
-    lines = [f"{data['folder']}: {done} of {total} shards are done ({done / total:.1%})"]
-    speed = "" if not data["tokens_per_s"] else f", {data['tokens_per_s']:,} tokens/s"
-    left = "" if data["left_s"] is None else f", about {_duration(data['left_s'])} left"
-    lines.append(f"  {data['num_tokens']:,} tokens{speed}{left}")
-    queued = ("running", "pending", "not_submitted")
-    lines += [f"  {name.replace('_', ' ')}: {data[name]}" for name in queued if data[name]]
-    lines += [f"  failed, {cause}: {ids}" for cause, ids in data["causes"].items()]
-    lines += [f"  started again by Slurm after {how}: {n} task(s)" for how, n in data["restarts"].items()]
-    if data["other_plan"]:
-        lines.append(f"  of another plan: {data['other_plan']}; python -m preprocess verify says what to do")
-    lines += _slow_lines(data)
-    lines += _efficiency_lines(data["efficiency"])
-    for failure in data["failures"][:_MOST_FAILURES]:
-        node = f" on {failure['node']}" if failure["node"] else ""
-        tries = f", try {failure['num_attempts']}" if failure["num_attempts"] > 1 else ""
-        lines.append(
-            f"  shard {failure['shard']:05d}, task {failure['task']}{node}{tries}: {failure['cause']}"
-        )
-        lines += [f"    | {line[:300]}" for line in failure["last_lines"]]
-        lines.append(f"    {failure['log']}")
-    if (more := len(data["failures"]) - _MOST_FAILURES) > 0:
-        lines.append(f"  and {more} more failures: --json has them all")
-    return "\n".join([*lines, _next_line(data)])
-
-
-def _slow_lines(data: dict[str, Any]) -> list[str]:
-    shards = [
-        f"{item['shard']:05d} ({item['wall_s']:.0f} s on {item['node']})" for item in data["slow_shards"]
-    ]
-    nodes = [f"{item['node']} ({item['speed']:.0%} of the others' speed)" for item in data["slow_nodes"]]
-    lines = [f"  slowest shards: {', '.join(shards)}"] if shards else []
-    return lines + ([f"  slow nodes: {', '.join(nodes)}"] if nodes else [])
-
-
-def _efficiency_lines(used: dict[str, Any]) -> list[str]:
-    if not used:
-        return []
-    of = f" of {used['mem_mb']}" if used["mem_mb"] else ""
-    limit = f" of {used['time_min']} min" if used["time_min"] else ""
-    asked = " ".join(f"--{name} {value:g}" for name, value in used["next_time"].items())
-    shares = f"{used['cpu']:.0%} of the CPUs, {used['max_rss_mb']}{of} MB of memory"
-    longest = f"{used['longest_shard_s']:.0f} s{limit} for the longest shard"
-    return [f"  used: {shares}, {longest}", f"  next time ask for: {asked}"]
-
-
-def _next_line(data: dict[str, Any]) -> str:
-    folder = data["folder"]
-    if data["held_jobs"]:
-        ids = ",".join(data["held_jobs"])
-        return f"next: scontrol release {ids} (they are held), or: python -m slurm cancel {folder}"
-    if data["running"] or data["pending"]:
-        return f"next: python -m slurm status {folder} --watch"
-    if data["failed"]:
-        return f"next: python -m slurm retry {folder}"
-    if data["not_submitted"]:
-        return f"next: python -m slurm submit {folder}"
-    if not data["verified"]:
-        return f"next: the verify job is {data['verify'] or 'missing'}; python -m preprocess verify {folder}"
-    return f"verified: {folder}/index.json is there"
-
-
-def _duration(seconds: float) -> str:
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"

@@ -1,31 +1,31 @@
-"""A door to submitit, for those who already live in it."""
+"""A door to submitit, for those who already live in it: any executor of its makes the shards of a data set.
+
+A job's ``result()`` is the manifests of its shards, and raises where a shard was not made. Before a time
+limit or a preemption submitit asks a job for its ``checkpoint()``: the worker is stopped, cleans up, and the
+same shards are sent again; those that are done are skipped.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from preprocess.plan import need_plan
-from shardprep.format.names import id_ranges
+from shardprep.errors import ReadWriteError, UsageError
+from shardprep.format.manifest import Manifest, read_manifest
+from shardprep.format.names import MAX_SHARDS, ids_of_ranges
+from slurm.cluster_limits import tasks_of_shards
 from slurm.dataset_state import done_shards
+from slurm.slurm_commands import SlurmAway, read_config
 
-
-def submit_with_submitit(output_dir: str | Path, executor: Any, *, shards_per_task: int = 1) -> list[Any]:
-    """Submit the missing shards to a submitit executor; a job's result is the worker's exit code.
-
-    submitit never splits an array at the site's limit, and says neither OOM nor TIMEOUT: where that
-    matters take ``python -m slurm submit``. ``verify`` is left to the caller.
-    """
-    folder = Path(output_dir).resolve()
-    plan = need_plan(folder)
-    missing = sorted(set(range(plan.num_shards)) - done_shards(folder, plan))
-    parts = [missing[first : first + shards_per_task] for first in range(0, len(missing), shards_per_task)]
-    jobs: list[Any] = executor.map_array(make_shards, [str(folder)] * len(parts), map(id_ranges, parts))
-    return jobs
-
-
+_STOP_S = 60.0  # for a worker to remove what it has not finished; submitit kills 90 s after its signal
 # ``python -m preprocess``, but with the current folder behind installed packages: it may have a preprocess.py
 # of its own.
 _WORKER = (
@@ -35,7 +35,90 @@ _WORKER = (
 )
 
 
-def make_shards(folder: str, shards: str) -> int:
-    """Body of a job: a process of its own, so that nothing of submitit's is in the worker."""
-    command = [sys.executable, "-c", _WORKER, "run", folder, "--shards", shards]
-    return subprocess.run(command, check=False).returncode
+class ShardsFailed(ReadWriteError):
+    """A job's worker ended with an error; the job's own log has its words."""
+
+
+def submit_with_submitit(
+    output_dir: str | Path, executor: Any, *, shards_per_task: int | None = None
+) -> list[Any]:
+    """Submit the missing shards to a submitit executor, as one ``map_array``; returns its jobs.
+
+    ``shards_per_task`` (default 1) is raised where Slurm's MaxArraySize asks for it: submitit never splits an
+    array. The result of a job is the list of its shards' manifests, by shard; ShardsFailed is raised there
+    where one is missing. ``verify`` is left to the caller. Raises NotFound, UsageError or ReadWriteError.
+    """
+    if shards_per_task is not None and shards_per_task < 1:
+        raise UsageError(f"shards_per_task is {shards_per_task}, expected 1 or more")
+    folder = Path(output_dir).resolve()
+    plan = need_plan(folder)
+    missing = sorted(set(range(plan.num_shards)) - done_shards(folder, plan))
+    if not missing:
+        return []
+    parts = tasks_of_shards(missing, _most_tasks(executor, len(missing)), shards_per_task)
+    jobs: list[Any] = executor.map_array(MakeShards(), [str(folder)] * len(parts), parts)
+    return jobs
+
+
+def _most_tasks(executor: Any, num_shards: int) -> int:
+    """Of one array: MaxArraySize where the executor sends to Slurm, else no limit."""
+    if "slurm" not in getattr(executor, "cluster", type(executor).__name__).lower():
+        return num_shards
+    try:
+        return int(read_config()["MaxArraySize"])
+    except SlurmAway:  # submitit's own test executors; sbatch itself still decides
+        return num_shards
+
+
+@dataclass
+class MakeShards:
+    """Body of a job. The worker is a process of its own, so that nothing of submitit's is in it."""
+
+    _worker: subprocess.Popen[bytes] | None = None
+
+    def __call__(self, folder: str, shards: str) -> list[Manifest]:
+        """The manifests of these shards. Raises ShardsFailed."""
+        # Slurm sends submitit's USR2 to all processes of a step, and it would kill the worker.
+        self._worker = subprocess.Popen(
+            [sys.executable, "-c", _WORKER, "run", folder, "--shards", shards],
+            preexec_fn=lambda: signal.signal(signal.SIGUSR2, signal.SIG_IGN),
+        )
+        try:
+            code = self._worker.wait()
+        except BaseException:
+            self._stop()
+            raise
+        finally:
+            self._worker = None
+        if code:
+            raise ShardsFailed(
+                f"shards {shards} of {folder} were not all made: the worker ended with exit code {code}, and "
+                "its words are in this job's log; submit again what is missing"
+            )
+        return [read_manifest(Path(folder), shard_id) for shard_id in ids_of_ranges(shards, end=MAX_SHARDS)]
+
+    def checkpoint(self, folder: str, shards: str) -> Any:
+        """Stop the worker, and have submitit send the same shards again."""
+        from submitit.helpers import DelayedSubmission
+
+        self._stop()
+        return DelayedSubmission(MakeShards(), folder, shards)
+
+    def _stop(self) -> None:
+        """End the worker as a signal of Slurm's would, and wait until it has cleaned up.
+
+        It runs in a signal's handler, while ``__call__`` waits for the same process with a lock of Popen's.
+        """
+        if self._worker is None:
+            return
+        deadline = time.monotonic() + _STOP_S
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(self._worker.pid, signal.SIGTERM)
+            while not os.waitid(os.P_PID, self._worker.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                if time.monotonic() > deadline:
+                    os.kill(self._worker.pid, signal.SIGKILL)
+                    return
+                time.sleep(0.05)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_worker": None}  # a process cannot be pickled

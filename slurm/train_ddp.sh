@@ -5,10 +5,11 @@
 #       slurm/train_ddp.sh examples/train_llama.py DATA CHECKPOINTS [its flags]
 #
 # The first argument is a Python program, its third word a folder in which new checkpoints appear as
-# files (by rename, so that a file is a whole checkpoint). Two minutes before the time limit, and on
-# `scancel --batch --signal=USR1 JOB`, the program is asked to stop: SHARDPREP_STOP_FILE appears. It
-# saves and exits 75; then this job is requeued, at most SHARDPREP_MAX_REQUEUES times, and never
-# without a newer checkpoint. To go on with another number of nodes while it waits:
+# files (by rename, so that a file is a whole checkpoint). Two minutes before the time limit, on
+# `scancel --batch --signal=USR1 JOB`, and on the TERM of a preemption with GraceTime, the program is asked to
+# stop: SHARDPREP_STOP_FILE appears. It saves and exits 75; then this job is requeued, at most
+# SHARDPREP_MAX_REQUEUES times, never without a newer checkpoint, and never after `scancel`. The ranks get the
+# TERM, too: a program must take it as it takes USR1 (examples/train_llama.py does). To go on with another number of nodes while it waits:
 #   scontrol update jobid=JOB numnodes=1 numtasks=8
 #
 # Environment, all optional:
@@ -21,7 +22,8 @@
 #   SHARDPREP_EXEC          put before the interpreter: apptainer exec --nv image.sif
 #   MASTER_ADDR, MASTER_PORT   where the ranks meet (the first node, a port made of the job's id)
 #
-# Ends with the program's exit code: 0 trained.
+# Ends with the exit code of the first rank that failed: 0 trained. A rank that a signal killed counts as 75,
+# because Slurm mangles codes from 128 on; the log names the signal.
 #
 #SBATCH --job-name=train
 #SBATCH --requeue
@@ -52,13 +54,19 @@ python=${SHARDPREP_PYTHON:-python}
 
 # A file, not a signal: it reaches the ranks through srun, torchrun and containers alike.
 SHARDPREP_STOP_FILE=$(realpath -- "$checkpoints")/.stop-$SLURM_JOB_ID
-rm -f "$SHARDPREP_STOP_FILE"
+# The first rank that fails leaves its code here: srun itself gives the highest, that of a rank that it killed.
+SHARDPREP_CODE_FILE=$(realpath -- "$checkpoints")/.code-$SLURM_JOB_ID
+rm -f "$SHARDPREP_STOP_FILE" "$SHARDPREP_CODE_FILE"
 num_signals=0
-trap 'num_signals=$((num_signals + 1)); say "asked to stop: saving first"; touch "$SHARDPREP_STOP_FILE"' USR1
-trap 'rm -f "$SHARDPREP_STOP_FILE"' EXIT
+trap 'num_signals=$((num_signals + 1)); say "asked to stop: saving first"; touch "$SHARDPREP_STOP_FILE"' USR1 TERM
+trap 'rm -f "$SHARDPREP_STOP_FILE" "$SHARDPREP_CODE_FILE"' EXIT
+if ((${SLURM_RESTART_COUNT:-0} > ${SHARDPREP_MAX_REQUEUES:-20})); then
+  say "started again $SLURM_RESTART_COUNT times already (SHARDPREP_MAX_REQUEUES): not again"
+  exit 75
+fi
 
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
-export SHARDPREP_STOP_FILE MASTER_ADDR="${MASTER_ADDR:-${hosts%%$'\n'*}}"
+export SHARDPREP_STOP_FILE SHARDPREP_CODE_FILE MASTER_ADDR="${MASTER_ADDR:-${hosts%%$'\n'*}}"
 export MASTER_PORT="${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 10000))}"
 newest() {
   find "$checkpoints" -maxdepth 1 -type f ! -name '.*' ! -name '*.tmp' ! -name '*.jsonl' -printf '%T@ %f\n' |
@@ -66,6 +74,10 @@ newest() {
 }
 before=$(newest)
 
+# shellcheck disable=SC2016  # srun's shell expands it. A signal is the program's business, not this shell's.
+keep_code='trap : TERM USR1; rc=0; "$@" || rc=$?
+  ((rc == 0)) || (set -C; echo "$rc ${SLURM_PROCID:-0} ${SLURMD_NODENAME:-}" >"$SHARDPREP_CODE_FILE") 2>/dev/null
+  exit "$rc"'
 common=(--cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL --kill-on-bad-exit=1)
 case ${SHARDPREP_LAUNCHER:-srun} in
   srun)
@@ -75,7 +87,7 @@ case ${SHARDPREP_LAUNCHER:-srun} in
     common+=(--ntasks="$ntasks")
     say "srun of $ntasks task(s) on $SLURM_JOB_NUM_NODES node(s), $MASTER_ADDR:$MASTER_PORT"
     # shellcheck disable=SC2016  # srun's shell expands them
-    launch='export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID; exec "$@"'
+    launch='export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID; '$keep_code
     command=("$python" -u)
     ;;
   torchrun)
@@ -83,7 +95,7 @@ case ${SHARDPREP_LAUNCHER:-srun} in
     procs=${SHARDPREP_PROCS:-${SLURM_GPUS_ON_NODE:-1}}
     say "torchrun on $SLURM_JOB_NUM_NODES node(s) x $procs, $MASTER_ADDR:$MASTER_PORT"
     # shellcheck disable=SC2016
-    launch='export PET_NODE_RANK=$SLURM_NODEID; exec "$@"' # torchrun's own variable for --node_rank
+    launch='export PET_NODE_RANK=$SLURM_NODEID; '$keep_code # torchrun's own variable for --node_rank
     command=("$python" -u -m torch.distributed.run "--nnodes=$SLURM_JOB_NUM_NODES" "--nproc_per_node=$procs"
       "--master_addr=$MASTER_ADDR" "--master_port=$MASTER_PORT")
     ;;
@@ -96,7 +108,15 @@ srun_pid=$!
 until seen=$num_signals rc=0; wait "$srun_pid" || rc=$?; ((num_signals == seen)); do :; done
 
 if ((rc == 0)); then exit 0; fi
-if [[ ! -e $SHARDPREP_STOP_FILE ]]; then
+if [[ -s $SHARDPREP_CODE_FILE ]]; then
+  read -r rc first_rank first_node <"$SHARDPREP_CODE_FILE"
+  ((rc < 128)) || say "rank $first_rank on $first_node was killed by signal $((rc - 128))"
+  say "the first to fail was rank $first_rank on $first_node, with exit code $rc"
+fi
+state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null) || state=unknown
+if [[ $state != RUNNING && $state != unknown ]]; then
+  say "the job is $state: Slurm decides whether it begins again"
+elif [[ ! -e $SHARDPREP_STOP_FILE ]] && ((rc != 75)); then # a preemption tells the ranks alone
   say "the program ended with exit code $rc without being asked to stop: not requeued"
 elif [[ $(newest) = "$before" ]]; then
   say "stopped with exit code $rc, but no newer checkpoint than '${before#* }' in $checkpoints: not requeued"
@@ -105,7 +125,8 @@ elif ((${SLURM_RESTART_COUNT:-0} >= ${SHARDPREP_MAX_REQUEUES:-20})); then
 else
   say "saved $(newest | cut -d ' ' -f 2); requeueing"
   rm -f "$SHARDPREP_STOP_FILE"
-  if scontrol requeue "$SLURM_JOB_ID"; then sleep 60; fi # Slurm ends this script
+  trap - TERM # by which Slurm ends this script
+  if scontrol requeue "$SLURM_JOB_ID"; then sleep 60; fi
   say "scontrol requeue failed; submit the same line again"
 fi
 ((rc < 128)) || rc=75

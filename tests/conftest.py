@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from preprocess.worker import load_worker
 from shardprep.console import STOP_SIGNALS
 from shardprep.format.checked_json import content_sha256
 from tests.checkout import ROOT, SHARED
+from tests.waiting import HANG_S
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -127,7 +129,7 @@ class Prep:
     def cli(self, *args: object, **settings: Any) -> Ended:
         """``python -m preprocess`` in a process of its own, without a network and outside of Slurm."""
         process = self.start(*args, **settings)
-        text, _ = process.communicate(timeout=120)
+        text, _ = process.communicate(timeout=HANG_S)
         return Ended(code=process.returncode, text=text)
 
     def start(self, *args: object, **settings: Any) -> subprocess.Popen[str]:
@@ -171,6 +173,14 @@ class Prep:
         """Names and bytes in the order of the tar."""
         with tarfile.open(tar) as file:
             return [(item.name, file.extractfile(item).read()) for item in file]  # type: ignore[union-attr]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Planning's cache is of this run alone, neither what an earlier one left nor the user's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")

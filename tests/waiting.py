@@ -5,8 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+# After so many seconds a process or a condition is given up. Nothing less decides: the machine may be busy.
+HANG_S = 600.0
 
-def wait_until(is_true: Callable[[], object], limit_s: float = 150.0, every_s: float = 0.2) -> None:
+
+def wait_until(is_true: Callable[[], object], limit_s: float = HANG_S, every_s: float = 0.2) -> None:
     """Ask ``is_true`` every ``every_s`` seconds until it holds; fail after ``limit_s`` seconds."""
     deadline = time.monotonic() + limit_s
     while not is_true():

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from loader.dataset import Chunk, ScatteredRows
 from loader.reading.open_shard import OpenShard
 from loader.reading.shard_reader import ReaderContext, ShardReader
-from loader.samples.token_ids import CannotDecode, check_vocab, decode_samples
+from loader.samples.token_ids import CannotDecode, check_vocab, decode_samples, places_of
 from loader.shards.shard_set import DatasetShards, ExternalTar, ShardSet
 from shardprep.errors import BrokenShard, UsageError
 
@@ -112,6 +112,39 @@ class JoinedRows:
 
     def open(self) -> RowReader:
         return RowReader(self)
+
+    def stream_place(self, reader: ShardReader, document: int) -> tuple[int, int]:
+        """The tokens of the stream that a document is, without an EOS that is put behind it: [begin, end)."""
+        number = int(self.shards.shard_of(np.array(document)))
+        local = document - int(self.shards.first_sample[number])
+        begin = int(self.first_token[number]) + int(self._ends_of(reader, number)[local])
+        return begin, begin + int(reader.num_tokens_of(number)[local])
+
+    def documents_of(self, reader: ShardReader, row: int, offset: int) -> list[tuple[int, int, int]]:
+        """The documents of a row, for an epoch's offset: (document, first token of it, number of tokens)."""
+        begin, left = (offset + row * self.seq_len) % self.offsets, self.seq_len
+        found: list[tuple[int, int, int]] = []
+        while left > 0:
+            number = int(np.searchsorted(self.first_token, begin, side="right")) - 1
+            ends = self._ends_of(reader, number)
+            local = begin - int(self.first_token[number])
+            document = int(np.searchsorted(ends, local, side="right")) - 1
+            taken = min(left, int(ends[document + 1]) - local)
+            held = int(reader.num_tokens_of(number)[document])
+            first = local - int(ends[document])
+            if first < held:
+                sample = int(self.shards.first_sample[number]) + document
+                found.append((sample, first, min(taken, held - first)))
+            begin, left = (begin + taken) % self.offsets, left - taken
+        return found
+
+    def _ends_of(self, reader: ShardReader, number: int) -> npt.NDArray[np.int64]:
+        """Sums of a shard's tokens from 0, EOS included: int64[documents + 1]."""
+        sums = reader.opened(number).sums
+        if "stream" not in sums:
+            counts = reader.num_tokens_of(number)
+            sums["stream"] = np.concatenate([[0], np.cumsum(counts + self.puts_eos(number))])
+        return sums["stream"]
 
 
 class RowReader:
@@ -240,12 +273,15 @@ class RowWindow:
         ids = ScatteredRows(flat=self.ids, at=at, row_tokens=self.seq_len)
         lengths = self.lengths[:, first:end]
         if self.starts is None:
-            return Chunk(lengths=lengths, ids=ids)
+            return Chunk(lengths=lengths, ids=ids, row_tokens=self.seq_len)
         low = np.searchsorted(self.starts, flat)
         high = np.searchsorted(self.starts, flat + self.seq_len)
-        parts = [
-            (self.starts[a:b] - begin).astype(np.int32)
-            for a, b, begin in zip(low.tolist(), high.tolist(), flat.tolist(), strict=True)
-        ]
-        num_starts = (high - low).astype(np.int32).reshape(at.shape)
-        return Chunk(lengths=lengths, ids=ids, num_starts=num_starts, starts=np.concatenate(parts))
+        num_starts = high - low
+        starts = self.starts[places_of(low, num_starts)] - np.repeat(flat, num_starts)
+        return Chunk(
+            lengths=lengths,
+            ids=ids,
+            row_tokens=self.seq_len,
+            num_starts=num_starts.astype(np.int32).reshape(at.shape),
+            starts=starts.astype(np.int32),
+        )

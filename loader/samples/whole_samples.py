@@ -18,6 +18,7 @@ from loader.samples.token_ids import (
     decode_parts,
     decode_samples,
     decode_starts,
+    places_of,
     rows_in_place,
 )
 from loader.shards.shard_set import ShardSet
@@ -58,6 +59,16 @@ class DocumentPieces:
             documents[here] = document + self._shards.first_sample[number]
             first[here] = (local - ends[document]) * self.max_length
         return documents, first
+
+    def of_documents(self, reader: ShardReader, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The pieces of some documents, counted through all shards: int64[n] -> int64[pieces]."""
+        parts = [np.empty(0, np.int64)]
+        for document in documents.tolist():
+            number = int(self._shards.shard_of(np.array(document)))
+            local = document - int(self._shards.first_sample[number])
+            ends = self._ends(reader, number)
+            parts.append(np.arange(ends[local], ends[local + 1]) + self.first_piece[number])
+        return np.concatenate(parts)
 
     def _ends(self, reader: ShardReader, number: int) -> npt.NDArray[np.int64]:
         """Sums of a shard's pieces, from 0: int64[documents + 1]."""
@@ -145,7 +156,7 @@ class SampleReader:
             here = slice(*np.searchsorted(document, [part[0], part[-1] + 1]).tolist())
             local = document[here] - part[0]
             lengths[here] = np.minimum(held[local] - first[here], pieces.max_length)
-            parts.append(found.ids[_places((np.cumsum(held) - held)[local] + first[here], lengths[here])])
+            parts.append(found.ids[places_of((np.cumsum(held) - held)[local] + first[here], lengths[here])])
         return PieceWindow(
             ids=np.concatenate(parts),
             begin=np.cumsum(lengths) - lengths,
@@ -170,7 +181,7 @@ class PieceWindow:
         rows = self.rows[:, first:end]
         flat = rows.reshape(-1)
         lengths = self.lengths[flat]
-        ids = self.ids[_places(self.begin[flat], lengths)]
+        ids = self.ids[places_of(self.begin[flat], lengths)]
         return Chunk(lengths=lengths.reshape(rows.shape).astype(np.int32), ids=ids, num_cut=0)
 
 
@@ -204,8 +215,8 @@ class SampleWindow:
         num_starts = starts = None
         if self.starts:
             num_starts = self.data.num_starts[rows].astype(np.int32)
-            starts = np.concatenate(decode_starts(self.data, flat, row_tokens))
-        return Chunk(lengths=lengths, ids=ids, num_starts=num_starts, starts=starts)
+            starts = decode_starts(self.data, flat, row_tokens)
+        return Chunk(lengths=lengths, ids=ids, row_tokens=row_tokens, num_starts=num_starts, starts=starts)
 
     def _refuse(self, flat: npt.NDArray[np.int64]) -> None:
         for row in flat.tolist():
@@ -247,10 +258,3 @@ def _check(
 
 def _broken(samples: WholeSamples, data: SampleBytes, error: CannotDecode) -> BrokenShard:
     return BrokenShard(f"{samples.shards.describe(int(data.sample[error.row]))} holds {error}")
-
-
-def _places(begin: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """``begin[0], begin[0] + 1 ...``: all places of some stretches, one after another."""
-    within = np.arange(int(lengths.sum()), dtype=np.int64)
-    within += np.repeat(begin - (np.cumsum(lengths) - lengths), lengths)
-    return within

@@ -159,7 +159,17 @@ logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[\w.-]+\.tar")
 _OUR_SHARD = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*://[^?#]*)/shard-(\d{5})\.tar")
+_USER = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]*://)[^/@]*@")
+_EXIT_STATUS = re.compile(r": exit -?\d+")
 _BLOCK_BYTES = 1 << 20
+
+
+def shown_url(url: str) -> str:
+    """A URL as messages have it: without password, query and the words of a command, which may be secrets."""
+    if url.startswith("pipe:"):
+        return f"{url.split(maxsplit=1)[0]} ..."
+    place, mark, _ = url.partition("?")
+    return _USER.sub(r"\1", place.partition("#")[0]) + ("?..." if mark else "")
 
 
 def copy_url(url: str, cache_dir: str | os.PathLike[str] | None) -> str:
@@ -172,8 +182,8 @@ def copy_url(url: str, cache_dir: str | os.PathLike[str] | None) -> str:
     """
     if cache_dir is None:
         raise UsageError(
-            f"{url} is no local file; pass cache_dir=, a folder with room for the copies, as the order "
-            "and the resume need tars that can be read at random"
+            f"{shown_url(url)} is no local file; pass cache_dir=, a folder with room for the copies, as the "
+            "order and the resume need tars that can be read at random"
         )
     wanted = Path(os.path.abspath(cache_dir))  # noqa: PTH100
     try:
@@ -188,7 +198,7 @@ def copy_url(url: str, cache_dir: str | os.PathLike[str] | None) -> str:
                 _check_tar(url, copy.temporary)
                 copy.publish()
     except OSError as error:
-        raise ReadWriteError(f"{url} cannot be copied to {wanted}: {error}") from error
+        raise ReadWriteError(f"{shown_url(url)} cannot be copied to {wanted}: {error}") from error
     return str(path)
 
 
@@ -203,7 +213,8 @@ def _our_copy(root: str, shard_id: int, folder: Path) -> Path | None:
         with _fetched(f"{root}/{target.name}", target) as (copy, _):
             copy.publish()
     except NotFound as error:
-        logger.warning("%s/%s is taken for an external tar: %s", root, path.name, error)
+        shown = shown_url(f"{root}/{path.name}")
+        logger.warning("%s is taken for an external tar: %s", shown, error)
         with contextlib.suppress(OSError):
             folder.rmdir()
         return None
@@ -212,9 +223,9 @@ def _our_copy(root: str, shard_id: int, folder: Path) -> Path | None:
         with _fetched(f"{root}/{target.name}", target) as (copy, found):
             if found != stamp:
                 raise BrokenShard(
-                    f"what webdataset read from {root}/{target.name} has {found.num_bytes} bytes of sha256 "
-                    f"{found.sha256[:12]}, its manifest says {stamp.num_bytes} of {stamp.sha256[:12]}; put "
-                    "the shard's three files there anew, and try again"
+                    f"what webdataset read from {shown_url(root)}/{target.name} has {found.num_bytes} bytes "
+                    f"of sha256 {found.sha256[:12]}, its manifest says {stamp.num_bytes} of "
+                    f"{stamp.sha256[:12]}; put the shard's three files there anew, and try again"
                 )
             copy.publish()
     return path
@@ -287,13 +298,18 @@ def _blocks(url: str) -> Iterator[bytes]:
             while block := stream.read(_BLOCK_BYTES):
                 yield block
     except Exception as error:  # each of gopen's openers raises errors of its own
-        raise NotFound(f"{url} cannot be read by webdataset ({type(error).__name__}: {error})") from error
+        shown = shown_url(url)
+        if shown == url:
+            raise NotFound(f"{url} cannot be read by webdataset ({type(error).__name__}: {error})") from error
+        status = _EXIT_STATUS.search(str(error))  # the rest repeats the URL
+        reason = f"{type(error).__name__}{status[0] if status else ''}"
+        raise NotFound(f"{shown} cannot be read by webdataset ({reason})") from None
 
 
 def _check_tar(url: str, path: Path) -> None:
     try:
         scan_tar(path)
     except UnknownMember as error:
-        raise UnknownMember(f"what webdataset read from {url} cannot be loaded: {error}") from None
+        raise UnknownMember(f"what webdataset read from {shown_url(url)} cannot be loaded: {error}") from None
     except BrokenShard as error:
-        raise BrokenShard(f"what webdataset read from {url} is no whole tar: {error}") from None
+        raise BrokenShard(f"what webdataset read from {shown_url(url)} is no whole tar: {error}") from None

@@ -43,12 +43,20 @@ def is_staged(folder: Path, shard_id: int, tar_bytes: int, idx_bytes: int) -> bo
 def warn_of_missing_copies(shards: ShardSet, staged_dir: str | os.PathLike[str] | None) -> None:
     """Log a warning for each data set of which nothing is staged on this node.
 
-    Its ranks are slower, and nothing else is wrong. External tars have no copies.
+    Its ranks are slower, and nothing else is wrong. External tars have no copies. Copies that lie in a folder
+    of another user are warned of, too: who owns it decides what is read.
     """
     for source in () if staged_dir is None else shards.datasets:
         folder = staged_folder(str(staged_dir), source.spec)
         try:
-            why = "" if stat.S_ISDIR(folder.stat().st_mode) else f"{folder} is no folder"
+            found = folder.stat()
+            why = "" if stat.S_ISDIR(found.st_mode) else f"{folder} is no folder"
+            if found.st_uid not in (os.getuid(), 0):
+                logger.warning(
+                    "the staged copies in %s belong to user %s, this process to user %s; what they hold is "
+                    "not compared with the data set when it is read",
+                    folder, found.st_uid, os.getuid(),
+                )  # fmt: skip
         except OSError as error:
             why = str(error)
         if why:

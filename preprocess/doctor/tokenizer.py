@@ -7,7 +7,7 @@ from pathlib import Path
 
 from preprocess.cost_estimate import CostEstimate, measure, scratch_folder
 from preprocess.doctor.findings import Finding, good, of_error, warning
-from preprocess.engines import PROBE
+from preprocess.engines import FEW_BYTES, PROBE
 from preprocess.options import PrepConfig, WorkerSettings
 from preprocess.plan import Plan, read_plan
 from preprocess.planning import Sharding, make_plan
@@ -33,7 +33,9 @@ def check_model(config: PrepConfig) -> list[Finding]:
         (raw / "a.txt").write_text(
             "\n".join(text.replace("\n", " ").replace("\r", " ") for text in PROBE), encoding="utf-8"
         )
-        plain = PrepConfig(input_dir=raw, output_dir=folder / "data", model_id=config.model_id)
+        plain = PrepConfig(
+            input_dir=raw, output_dir=folder / "data", model_id=config.model_id, engine="fastokens"
+        )
         return check_plan(plain, Sharding(), of_probe=True).findings
 
 
@@ -92,6 +94,10 @@ def _tokenizer(plan: Plan) -> Finding:
 def _engine(plan: Plan, said: list[str], what: str, name: str | None = None) -> Finding:
     if (name or ("fastokens" if plan.fast_engine_is_equal else "tokenizers")) == "fastokens":
         return good("engine", f"fastokens gives the ids of tokenizers, the reference, on {what}")
-    reason = next((line for line in said if "fastokens" in line), "fastokens is not used")
+    reason = next((line for line in said if "fastokens" in line), None)
+    if reason is None and (num_bytes := sum(plan.shard_bytes())) < FEW_BYTES:
+        return good("engine", f"tokenizers, which for {short_bytes(num_bytes)} is sooner done than fastokens")
     todo = "nothing is wrong with the ids; plan more or longer tasks, or take a tokenizer of a known kind"
-    return warning("engine", f"tokenizers encodes, several times slower: {reason}", todo)
+    return warning(
+        "engine", f"tokenizers encodes, several times slower: {reason or 'fastokens is not used'}", todo
+    )

@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import Any, get_args
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, get_args
 
 from shardprep.format.checked_json import Fields
 from shardprep.format.names import MAX_SEQ_LEN, MAX_SHARDS, Record, TokenFormat, token_dtype
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # The decoder, truncation and padding change no id of an encoded document.
 _DECISIVE = ("added_tokens", "normalizer", "pre_tokenizer", "model", "post_processor")
@@ -25,11 +26,16 @@ def tokenizer_fingerprint(tokenizer_json: str) -> str:
     Equal for the files of one tokenizer whether their merges are written ``"a b"`` or
     ``["a", "b"]``, and in whatever order their keys stand.
     """
-    data = json.loads(tokenizer_json)
+    return fingerprint_of(json.loads(tokenizer_json))
+
+
+def fingerprint_of(data: dict[str, Any]) -> str:
+    """The same of a ``tokenizer.json`` that is parsed already, as which it is left."""
     kept = {name: data.get(name) for name in _DECISIVE}
     merges = (kept["model"] or {}).get("merges")
     if merges:
-        kept["model"]["merges"] = [m.split(" ") if isinstance(m, str) else m for m in merges]
+        pairs = [m.split(" ") if isinstance(m, str) else m for m in merges]
+        kept["model"] = {**data["model"], "merges": pairs}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 

@@ -13,6 +13,7 @@ from tests.faults import (
     bad_json,
     bit_flips,
     full_disks,
+    fuzzed_inputs,
     injected_errors,
     kills,
     races,
@@ -32,6 +33,7 @@ CAMPAIGNS = {
     "full_disks": full_disks,
     "kills": kills,
     "races": races,
+    "fuzzed_inputs": fuzzed_inputs,
 }
 # Of each file or hit and command. Full takes some 2 hours of one core, quick some 10 s per campaign.
 _FAULTS, _QUICK_FAULTS = 200, 4

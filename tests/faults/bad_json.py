@@ -75,7 +75,7 @@ def _faults(file: DisturbedFile, number: int, data: bytes) -> Iterator[Fault]:
         (path, start, end), value = places[chosen]
         words = f"{path} is {'left out' if value is None else value[:24]}"
         changed = _replaced(text, start, end, value)
-        forged = None if place_number % 3 == 2 else _with_its_hash(changed)
+        forged = None if place_number % 3 == 2 else with_its_hash(changed)
         yield (
             (f"{words}, and the hash is right", partial(_write, forged))
             if forged
@@ -97,7 +97,7 @@ def _replaced(text: str, start: int, end: int, value: str | None) -> bytes:
     return (text[:key_end] + "_" + text[key_end:]).encode() if text[start - 1] in ": " else text.encode()
 
 
-def _with_its_hash(data: bytes) -> bytes | None:
+def with_its_hash(data: bytes) -> bytes | None:
     """The file with the content_sha256 that its values give; None where it has none or none can be given."""
     try:
         values = json.loads(data)

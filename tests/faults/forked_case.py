@@ -21,7 +21,7 @@ Ending = Literal["ended", "traceback", "hang", "memory", "killed"]
 
 # A run takes some 0.03 s. The limits are far above, as other work may keep the processors busy.
 CPU_LIMIT_S = 20
-_WALL_LIMIT_S = 120
+WALL_LIMIT_S = 300
 _MORE_MEMORY_BYTES = 3 << 30  # than the fork begins with
 _NOT_OURS = ("/site-packages/", "/lib/python", "<frozen")
 # What Python and Rust print of an error that nobody caught, or that a thread or a destructor raised.
@@ -42,6 +42,7 @@ def run_forked(
     work: Callable[[], tuple[int, Any]],
     *,
     cpu_limit_s: int = CPU_LIMIT_S,
+    wall_limit_s: int = WALL_LIMIT_S,
     meanwhile: Callable[[], None] | None = None,
 ) -> Ended:
     """``work()`` in a fork; it returns an exit code and a value, or raises.
@@ -50,7 +51,7 @@ def run_forked(
     ShardprepError counts as its exit code, any other exception as a traceback. ``meanwhile`` is called here
     each time that the run stops (SIGSTOP); then it goes on.
     """
-    run = ForkedRun(work, cpu_limit_s=cpu_limit_s)
+    run = ForkedRun(work, cpu_limit_s=cpu_limit_s, wall_limit_s=wall_limit_s)
     while meanwhile and run.is_stopped():
         meanwhile()
         run.go_on()
@@ -60,7 +61,13 @@ def run_forked(
 class ForkedRun:
     """A run that has begun; ``end`` waits for it. See ``run_forked``."""
 
-    def __init__(self, work: Callable[[], tuple[int, Any]], *, cpu_limit_s: int = CPU_LIMIT_S) -> None:
+    def __init__(
+        self,
+        work: Callable[[], tuple[int, Any]],
+        *,
+        cpu_limit_s: int = CPU_LIMIT_S,
+        wall_limit_s: int = WALL_LIMIT_S,
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="faults-run-")
         self._said, self._result = (Path(self._folder.name, name) for name in ("said", "result"))
         self._status: int | None = None
@@ -68,7 +75,7 @@ class ForkedRun:
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            _child(work, self._said, self._result, cpu_limit_s)
+            _child(work, self._said, self._result, cpu_limit_s, wall_limit_s)
 
     def is_stopped(self) -> bool:
         """Wait until it stops or ends; whether it stopped."""
@@ -108,12 +115,14 @@ def _ended(code: int, facts: dict[str, Any] | None, text: str) -> Ended:
     return Ended(how="traceback", text=f"the process ended with {code}: {_last_words(text)}")
 
 
-def _child(work: Callable[[], tuple[int, Any]], said: Path, result: Path, cpu_limit_s: int) -> NoReturn:
+def _child(
+    work: Callable[[], tuple[int, Any]], said: Path, result: Path, cpu_limit_s: int, wall_limit_s: int
+) -> NoReturn:
     facts: dict[str, Any] = {"how": "traceback", "text": "the harness failed"}
     try:
         os.setsid()
         _redirect(said)
-        _limit(cpu_limit_s)
+        _limit(cpu_limit_s, wall_limit_s)
         time.sleep = lambda _seconds: None
         facts = _facts(work)
         threading._shutdown()  # type: ignore[attr-defined]  # as Python's end does: waits for threads
@@ -170,9 +179,9 @@ def _redirect(said: Path) -> None:
     os.close(nothing)
 
 
-def _limit(cpu_limit_s: int) -> None:
+def _limit(cpu_limit_s: int, wall_limit_s: int) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, _WALL_LIMIT_S)
+    signal.setitimer(signal.ITIMER_REAL, wall_limit_s)
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_limit_s, cpu_limit_s + 5))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shardprep.command_line import UNFORESEEN
 from tests.faults.commands import REFUSING
 from tests.faults.forked_case import Ended
 from tests.faults.outcomes import Kind
@@ -61,6 +62,9 @@ def not_ended(ended: Ended) -> Verdict | None:
 
 
 def refusal(ended: Ended) -> Verdict:
+    """An error that no stage has words for counts as the traceback that it was."""
+    if UNFORESEEN in ended.text:
+        return "traceback", shape(ended.text)
     if ended.code in REFUSING:
         return "refused", ended.text
     return "wrong", f"exit code {ended.code}: {shape(ended.text)}"

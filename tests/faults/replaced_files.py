@@ -36,7 +36,9 @@ def outcomes(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[
 
 def _faults(file: DisturbedFile, number: int, num_faults: int, data: bytes) -> Iterator[Fault]:
     kinds = list(KINDS.items())
-    if file.stage != "raw" and data:
+    if file.stage == "raw":
+        kinds = [each for each in kinds if each[0] != "a folder"]  # which is no input, whatever its name
+    elif data:
         kinds += [("empty", partial(_cut, 0)), ("a half", partial(_cut, len(data) // 2))]
     if num_faults <= _QUICK_FAULTS:
         kinds = [kinds[(number + step) % len(kinds)] for step in (0, 2)]

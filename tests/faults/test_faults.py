@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import strategies as st
 
 from tests.checkout import ROOT
+from tests.faults import fuzzed_inputs
+from tests.faults.fuzz_targets import WrongError
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc compiles what injects the faults"),
@@ -136,6 +139,32 @@ def test_an_input_or_a_shard_that_changes_at_any_call_is_refused_or_without_effe
     assert len(outcomes) > 8
     assert {outcome["kind"] for outcome in outcomes} >= {"refused", "equal"}
     assert not failed(outcomes), shown(failed(outcomes))
+
+
+def test_fuzzed_inputs_are_refused_or_read_as_an_independent_reader_reads_them(of_campaign: Outcomes) -> None:
+    outcomes = of_campaign("fuzzed_inputs")
+    assert len(outcomes) > 300
+    assert {outcome["kind"] for outcome in outcomes} >= {"refused", "equal"}
+    assert not failed(outcomes), shown(failed(outcomes))
+
+
+@pytest.mark.parametrize("error", [WrongError("found another"), IndexError("out of range")])
+def test_a_check_that_fails_is_an_outcome_with_its_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(fuzzed_inputs, "CORPUS", tmp_path)
+
+    def check(value: int) -> bool:
+        if value > 9:
+            raise error
+        return True
+
+    work = fuzzed_inputs.tried("a target", st.integers(0, 10**6), check, 50)
+    _, found = work()
+    kind, what = found["failure"]
+    assert kind == ("wrong" if isinstance(error, WrongError) else "traceback")
+    assert "value=10" in what, "the smallest that fails"
+    assert list(tmp_path.rglob("*")), "it is kept"
 
 
 @pytest.mark.parametrize(

@@ -380,6 +380,7 @@ def test_crcs_are_the_same_however_the_records_come() -> None:
 def test_an_id_beyond_the_vocabulary_is_found_by_verify_though_hashes_are_right(
     prep: Prep, sample_dir: Path, tmp_path: Path
 ) -> None:
+    from preprocess import shard_samples
     from preprocess import verify as ids_read_back
 
     forms: dict[str, dict[str, Any]] = {
@@ -397,7 +398,7 @@ def test_an_id_beyond_the_vocabulary_is_found_by_verify_though_hashes_are_right(
         records = read_idx(folder, plan.spec, 0)
         for read_bytes in (4 << 20, 64):  # and as if documents were long
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(ids_read_back, "READ_BYTES", read_bytes)
+                patch.setattr(shard_samples, "READ_BYTES", read_bytes)
                 ids_read_back.check_places(folder, plan.spec, 0, records)
                 ids_read_back.check_ids(folder, plan.spec, 0, records)
                 path = tar_path(folder, 0)

@@ -20,7 +20,7 @@ from loader.prepared_data import _Claims, _place
 from shardprep.errors import NotFound, ReadWriteError, Refused, UsageError
 from shardprep.format.index import read_index
 from tests.checkout import ROOT
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -61,7 +61,7 @@ class Job:
 
     def ends(self) -> list[str]:
         """What each rank printed, in the order of their starts."""
-        return [process.communicate(timeout=150)[0].strip() for process in self.processes]
+        return [process.communicate(timeout=HANG_S)[0].strip() for process in self.processes]
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_two_jobs_at_once_prepare_once(start: Any, data_dir: Path) -> None:
     jobs = [start(launch="1").start(0), start(launch="2").start(0)]
     num_made = 0
     for process in (job.processes[0] for job in jobs):
-        out, err = process.communicate(timeout=150)
+        out, err = process.communicate(timeout=HANG_S)
         assert out.strip() == f"ready {data_dir}"
         num_made += err.count("shards made by")
     assert num_made == 1, "its line stands in one log"
@@ -136,7 +136,7 @@ def test_a_frozen_rank_0_ends_the_others(start: Any, data_dir: Path) -> None:
     job = start().start(0, 1, heartbeat_s=2)
     wait_until(lambda: claims(data_dir.parent), every_s=0.01)
     job.processes[0].send_signal(signal.SIGSTOP)
-    end = job.processes[1].communicate(timeout=150)[0]
+    end = job.processes[1].communicate(timeout=HANG_S)[0]
     assert end.startswith("ReadWriteError the process that prepared")
 
 

@@ -460,15 +460,13 @@ def test_the_command_prints_a_batch_decoded(made: Any, capsys: pytest.CaptureFix
 def test_a_run_packs_and_unpacks_to_itself() -> None:
     ids = np.arange(2 * 3 * 4, dtype=np.int32).reshape(2, 3, 4)
     counts, starts = np.array([[1, 0, 2], [0, 0, 1]], np.int32), np.array([3, 0, 2, 1], np.int32)
-    full = Chunk(lengths=np.full((2, 3), 4, np.int32), ids=ids, num_starts=counts, starts=starts, num_cut=7)
+    lengths = np.full((2, 3), 4, np.int32)
+    full = Chunk(lengths=lengths, ids=ids, row_tokens=4, num_starts=counts, starts=starts, num_cut=7)
     again = Chunk.unpack(full.pack(), 4)
     assert np.array_equal(np.asarray(again.ids), ids)
     assert again.num_cut == 7
-    assert [[each.tolist() for each in again.starts_of(step)] for step in range(3)] == [
-        [[3], []],
-        [[], []],
-        [[0, 2], [1]],
-    ]
+    assert [again.edges(step, 0, 2).begins.tolist() for step in range(3)] == [[0, 3, 4], [0, 4], [0, 2, 4, 5]]
+    assert again.edges(2, 1, 2).begins.tolist() == [0, 1]
     lengths = np.array([[1, 2], [0, 3]], np.int32)
     again = Chunk.unpack(Chunk(lengths=lengths, ids=np.arange(6, dtype=np.int32)).pack(), 0)
     assert [[row.tolist() for row in again.rows(step)] for step in (0, 1)] == [[[0], []], [[1, 2], [3, 4, 5]]]

@@ -20,6 +20,7 @@ import pytest
 
 from tests.checkout import ROOT
 from tests.external_tars import write_numbered_tars
+from tests.waiting import HANG_S
 from tests.word_tokenizers import save_word_tokenizer
 
 pytest.importorskip("accelerate")
@@ -259,7 +260,7 @@ def seen(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list
     pages = [run for page, (needs, _) in PAGES.items() if find_spec(needs) for run in page_runs(page)]
     runs = [*pages, *(run_of(how, how, 4 if how == "share_by_mesh" else 1) for how in OTHERS)]
     command = [sys.executable, str(script), str(data), str(folder), json.dumps(runs)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=280)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=HANG_S)
     assert done.returncode == 0, done.stderr[-5000:]
     print(done.stderr[-20000:])  # shown where a test fails: what a run that failed said
     return {

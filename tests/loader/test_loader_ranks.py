@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.external_tars import write_numbered_tars
+from tests.waiting import HANG_S
 from tests.word_tokenizers import save_word_tokenizer
 
 NUM_SAMPLES, GLOBAL_BATCH = 107, 8
@@ -124,7 +125,7 @@ def run_worlds(data: Path, folder: Path, runs: list[dict[str, Any]]) -> dict[str
     script.write_text(SCRIPT)
     command = [sys.executable, str(script), str(data), str(folder), json.dumps(runs)]
     done = subprocess.run(
-        command, env=lone_environ(), capture_output=True, text=True, check=False, timeout=250
+        command, env=lone_environ(), capture_output=True, text=True, check=False, timeout=HANG_S
     )
     assert done.returncode == 0, done.stderr
     return {run["name"]: json.loads((folder / f"{run['name']}.json").read_text()) for run in runs}
@@ -205,7 +206,7 @@ def test_a_loader_made_before_the_process_group_refuses_instead_of_giving_all_ra
     script.write_text(EARLY)
     command = [sys.executable, str(script), str(data), str(tmp_path)]
     done = subprocess.run(
-        command, env=lone_environ(), capture_output=True, text=True, check=False, timeout=250
+        command, env=lone_environ(), capture_output=True, text=True, check=False, timeout=HANG_S
     )
     assert done.returncode == 0, done.stderr
     assert "this process is rank 0 of 2 (from RANK/WORLD_SIZE)" in done.stdout

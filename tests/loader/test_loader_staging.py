@@ -31,7 +31,7 @@ from loader.staging.shards_to_stage import NodeRanks, choose_shards, parts_read
 from loader.staging.stage_command import turn_of
 from shardprep.format.manifest import read_manifest
 from tests.checkout import ROOT
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -116,7 +116,7 @@ def start(*args: object, slow: bool = True, delay_s: float = 0.05) -> subprocess
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    text, _ = process.communicate(timeout=120)
+    text, _ = process.communicate(timeout=HANG_S)
     return process.returncode, text
 
 

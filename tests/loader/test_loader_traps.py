@@ -30,6 +30,7 @@ from loader import CausalLMCollator, TokenLoader, get_llama3_dataloader
 from shardprep.errors import BrokenShard, UsageError
 from tests.checkout import ROOT
 from tests.external_tars import write_numbered_tars
+from tests.waiting import HANG_S
 from tests.word_tokenizers import save_word_tokenizer
 
 if TYPE_CHECKING:
@@ -385,7 +386,7 @@ def test_after_ctrl_c_or_the_death_of_idle_workers_the_next_loop_has_workers_ane
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=HANG_S,
         start_new_session=True,
     )
     assert done.stdout.splitlines() == ["interrupted loop", "interrupted loader", "all came again"], (

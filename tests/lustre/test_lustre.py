@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
+import lustre.file_layouts
 import lustre.lfs
 import lustre.osts
 from loader.__main__ import main as loader_main
@@ -24,18 +21,25 @@ from lustre import (
     Layout,
     LustreError,
     LustreUsageError,
-    apply_stripe,
-    check_stripe,
+    StripeWish,
     set_directory_layout,
 )
 from lustre.__main__ import main
 from lustre.layout import read_layout
 from tests.checkout import ROOT
+from tests.lustre.fake_lustre import (
+    GIB,
+    MIB,
+    FakeLustre,
+    apply_stripe,
+    both_dialects,
+    first_osts,
+    install_fake_lfs,
+)
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
-MIB, GIB = 1 << 20, 1 << 30
 PFL: list[dict[str, object]] = [
     {"end": 256 * MIB, "count": 1, "size": 4 * MIB, "pattern": "raid0"},
     {"end": None, "count": -1, "size": 4 * MIB, "pattern": "raid0"},
@@ -45,102 +49,14 @@ FSX: list[dict[str, object]] = [
     for end, count in ((100 * MIB, 1), (10 * GIB, 8), (100 * GIB, 16), (None, 32))
 ]
 EIGHT = Layout(components=(Component(stripe_count=8, stripe_size_bytes=0),), is_composite=False)
-both_dialects = pytest.mark.parametrize("on_lustre", ["2.15", "2.17"], indirect=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FakeLustre:
-    """A folder that looks as if it stood on Lustre, and what the fake lfs was asked."""
-
-    folder: Path
-    dialect: str
-    state_file: Path
-    monkeypatch: pytest.MonkeyPatch
-    capsys: pytest.CaptureFixture[str]
-
-    def state(self) -> dict[str, Any]:
-        return json.loads(self.state_file.read_text()) if self.state_file.exists() else {}
-
-    def calls(self) -> list[list[str]]:
-        """Argument lists, each with its LC_ALL last."""
-        calls: list[list[str]] = self.state().get("calls", [])
-        return calls
-
-    def setstripe_calls(self) -> list[str]:
-        """Options alone, without the path and LC_ALL."""
-        return [" ".join(call[1:-2]) for call in self.calls() if call[0] == "setstripe"]
-
-    def give_layout(self, path: Path, layout: Sequence[Mapping[str, object]]) -> None:
-        self.give(layouts={str(path): layout})
-
-    def give(self, **values: object) -> None:
-        self.state_file.write_text(json.dumps({**self.state(), **values}))
-
-    def fault(self, name: str) -> None:
-        """A command that hangs gets a short time limit, and no other one: a busy machine may be slow."""
-        self.monkeypatch.setenv("FAKE_LFS_FAULT", name)
-        if name.startswith("hang"):
-            _, _, hanging = name.partition("-")
-            limit_s = lustre.lfs.TIMEOUT_S
-            self.monkeypatch.setattr(
-                lustre.lfs, "time_limit_s", lambda command: 0.1 if hanging in {"", command} else limit_s
-            )
-
-    def command(self, *args: object) -> tuple[int, str]:
-        """``python -m lustre`` here: exit code, and what it printed on both."""
-        try:
-            code = main([str(item) for item in args])
-        except SystemExit as ending:  # argparse
-            code = int(ending.code or 0)
-        captured = self.capsys.readouterr()
-        return code, captured.out + captured.err
-
-
-def install_fake_lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the fake lfs first on PATH, run by this very Python: a shim that looks for one costs 0.1 s."""
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    _, _, program = (Path(__file__).parents[1] / "fake_lfs").read_text(encoding="utf-8").partition("\n")
-    (tools / "lfs").write_text(f"#!{sys.executable} -IS\n{program}", encoding="utf-8")
-    (tools / "lfs").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("FAKE_LFS_STATE", str(tmp_path / "lfs.json"))
-
-
-@pytest.fixture
-def on_lustre(
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> Iterator[FakeLustre]:
-    """An empty folder on a Lustre of 8 OSTs. The trap: the test fails where setstripe was run on more."""
-    install_fake_lfs(tmp_path, monkeypatch)
-    root = tmp_path / "scratch file"
-    (root / "O").mkdir(parents=True)
-    dialect = getattr(request, "param", "2.17")
-    monkeypatch.setenv("FAKE_LFS_DIALECT", dialect)
-    monkeypatch.delenv("FAKE_LFS_FAULT", raising=False)
-    escaped = str(root).replace(" ", "\\040")
-    table = f"/dev/vda / ext4 rw 0 0\n10.0.0.1@tcp:/fakefs {escaped} lustre rw,flock 0 0\n"
-    monkeypatch.setattr(lustre.lfs, "read_mounts_table", lambda: table)
-    fake = FakeLustre(
-        folder=root / "O",
-        dialect=dialect,
-        state_file=tmp_path / "lfs.json",
-        monkeypatch=monkeypatch,
-        capsys=capsys,
-    )
-    yield fake
-    assert fake.state().get("violations", []) == [], "setstripe ran on a file or a folder with files"
 
 
 @both_dialects
 def test_a_number_sets_the_default_of_a_fresh_folder_and_reads_it_back(on_lustre: FakeLustre) -> None:
     line = apply_stripe(on_lustre.folder, "8")
-    assert "now gives new files plain: 8 stripes" in line
-    assert read_layout(on_lustre.folder).components[0].stripe_count == 8
-    assert read_layout(on_lustre.folder).is_own
+    assert "now gives new files progressive (PFL): 1 stripe of 4 MiB up to 64 MiB, 8 stripes" in line
+    assert [part.stripe_count for part in read_layout(on_lustre.folder).components] == [1, 8]
+    assert not read_layout(on_lustre.folder).is_inherited
 
 
 def test_lfs_is_called_with_an_absolute_path_in_the_c_locale(
@@ -148,8 +64,8 @@ def test_lfs_is_called_with_an_absolute_path_in_the_c_locale(
 ) -> None:
     monkeypatch.chdir(on_lustre.folder.parent)
     monkeypatch.setenv("LC_ALL", "ko_KR.UTF-8")
-    apply_stripe(Path("O"), "4")
-    assert ["setstripe", "-c", "4", str(on_lustre.folder), "LC_ALL=C"] in on_lustre.calls()
+    apply_stripe(Path("O"), "1")
+    assert ["setstripe", "-c", "1", str(on_lustre.folder), "LC_ALL=C"] in on_lustre.calls()
     assert {call[-1] for call in on_lustre.calls()} == {"LC_ALL=C"}
 
 
@@ -195,20 +111,15 @@ def test_none_does_not_even_ask(on_lustre: FakeLustre) -> None:
 
 @pytest.mark.parametrize("stripe", ["0", "-2", "2001", "8x", "", "1e3", " 8", "٨", "Auto"])
 def test_an_impossible_count_is_refused_before_lfs_runs(on_lustre: FakeLustre, stripe: str) -> None:
-    with pytest.raises(LustreUsageError, match="expected auto, none, a number") as caught:
+    with pytest.raises(LustreUsageError, match="auto, none, a layout such as 1G:1,-1:8, a number") as caught:
         apply_stripe(on_lustre.folder, stripe)
     assert caught.value.exit_code == 2
     assert on_lustre.calls() == []
 
 
 def test_the_largest_and_smallest_counts_are_taken() -> None:
-    assert [check_stripe(stripe) for stripe in ("-1", "1", "2000", "auto", "none")] == [
-        -1,
-        1,
-        2000,
-        None,
-        None,
-    ]
+    layouts = [StripeWish(stripe=stripe).layout() for stripe in ("-1", "1", "2000", "auto", "none")]
+    assert [layout and layout.components[-1].stripe_count for layout in layouts] == [-1, 1, 2000, None, None]
 
 
 @both_dialects
@@ -240,7 +151,7 @@ def test_a_folder_with_files_is_refused(on_lustre: FakeLustre) -> None:
 def test_a_wrapper_that_rewrites_the_count_is_noticed(on_lustre: FakeLustre) -> None:
     on_lustre.fault("wrapper-count-1")
     with pytest.raises(
-        LustreError, match=r"exited 0, but new files get plain: 1 stripe.*expected plain: 8 stripes"
+        LustreError, match=r"exited 0, but new files get progressive.*component 2: 1 stripes, expected 8"
     ):
         apply_stripe(on_lustre.folder, "8")
 
@@ -258,7 +169,7 @@ def test_a_wrapper_that_rewrites_the_count_is_noticed(on_lustre: FakeLustre) -> 
 def test_what_lfs_refuses_is_told_in_its_own_words(on_lustre: FakeLustre, fault: str, words: str) -> None:
     on_lustre.fault(fault)
     with pytest.raises(LustreError, match=words):
-        apply_stripe(on_lustre.folder, "8")
+        apply_stripe(on_lustre.folder, "1")
 
 
 def test_a_server_that_does_not_answer_ends_with_the_time_limit(on_lustre: FakeLustre) -> None:
@@ -689,7 +600,7 @@ def test_show_warns_of_released_files_and_how_to_bring_them_back(on_lustre: Fake
     on_lustre.give(released=[str(on_lustre.folder / name) for name in ("a.txt", "c.txt")])
     text = on_lustre.command("show", on_lustre.folder)[1]
     assert "warning: 2 of 3 files looked at are released" in text
-    assert "| xargs -0 -n 1000 lfs hsm_restore" in text
+    assert f"python -m lustre restore '{on_lustre.folder}' --wait" in text
     assert "1 of 1 files" in on_lustre.command("show", on_lustre.folder / "a.txt")[1]
 
 
@@ -753,8 +664,8 @@ def test_lfs_is_asked_for_many_files_in_one_call_in_the_order_of_the_shards(
     on_lustre: FakeLustre, shards_on_lustre: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = [f"shard-{number:05d}.tar" for number in range(5)]
-    monkeypatch.setattr(lustre.osts, "FILES_A_CALL", 2)
-    assert lustre.first_osts(shards_on_lustre, names[::-1]) == [7, 0, 3, 1, 3]
+    monkeypatch.setattr(lustre.file_layouts, "FILES_A_CALL", 2)
+    assert first_osts(shards_on_lustre, names[::-1]) == [7, 0, 3, 1, 3]
     calls = [call for call in on_lustre.calls() if call[0] == "getstripe"]
     assert [len(call) - 2 for call in calls] == [2, 2, 1]
     assert calls[0] == ["getstripe", *(str(shards_on_lustre / name) for name in names[:2:-1]), "LC_ALL=C"]
@@ -787,12 +698,12 @@ def test_one_file_that_is_gone_fails_the_whole_question(on_lustre: FakeLustre) -
     (on_lustre.folder / "a").touch()
     (on_lustre.folder / "c").touch()
     with pytest.raises(LustreError, match=r"3 files of .* exit code 2: .*/b: No such file"):
-        lustre.first_osts(on_lustre.folder, ["a", "b", "c"])
+        first_osts(on_lustre.folder, ["a", "b", "c"])
 
 
 def test_off_lustre_no_osts_are_looked_for(on_lustre: FakeLustre, tmp_path: Path) -> None:
     (tmp_path / "a").touch()
-    assert lustre.first_osts(tmp_path, ["a"]) is None
+    assert first_osts(tmp_path, ["a"]) is None
     assert on_lustre.calls() == []
 
 
@@ -845,7 +756,7 @@ def test_from_plan_to_batch_setstripe_runs_once_on_the_fresh_folder(
     assert prep.command("--shard_id", "1", "--output_dir", out).code == 0
     assert prep.command("verify", out).code == 0
     assert loader_main([str(out)]) == 0
-    assert on_lustre.setstripe_calls() == ["-c 4"]
+    assert on_lustre.setstripe_calls() == ["-E 67108864 -c 1 -S 4194304 -E -1 -c 4 -S 4194304"]
     assert (full / "precious").read_bytes() == b"precious"
 
 

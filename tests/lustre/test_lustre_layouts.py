@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from lustre import LustreUsageError
+from lustre import LustreError, LustreUsageError
 from lustre.directory_layout import differences
-from lustre.layout import (
-    Layout,
-    apply_flags,
-    parse_layout,
-    parse_layout_options,
-    parse_size,
-    setstripe_options,
-    size_flag,
-    size_text,
-)
+from lustre.file_layouts import first_ost, split_by_file
+from lustre.layout import Layout, parse_layout, size_flag, size_text
 from lustre.layout_choice import MANY, ROWS, choose_layout, load_text
+from lustre.layout_options import apply_flags, parse_layout_options, parse_size, setstripe_options
 from lustre.lfs import Mount, mount_of
-from lustre.osts import fill_lines, parse_df, parse_first_osts
-from lustre.path_report import count_released_states
+from lustre.osts import Fill, fill_lines, parse_df
+from lustre.released_files import hsm_flags
 
 MIB, GIB = 1 << 20, 1 << 30
 DF = """UUID                   1K-blocks        Used   Available Use% Mounted on
@@ -40,15 +33,15 @@ def wanted(**options: str) -> Layout:
 
 
 def test_lfs_df_is_read_by_ost_with_its_flags_whatever_the_mount_point() -> None:
-    osts = parse_df(DF)
+    osts = parse_df(DF).osts
     assert [(ost.index, ost.flags, ost.is_out_of_space) for ost in osts] == [
         (1, "", False),
         (2, "", True),
         (3, "DRS", True),
     ]
-    assert osts[0].total_bytes == 1 << 40
+    assert osts[0].total == 1 << 40
     assert [round(ost.fill, 2) for ost in osts] == [0.25, 1.0, 0.25]
-    assert fill_lines(()) == ["lfs df names no OST; how full they are cannot be told"]
+    assert fill_lines(Fill(osts=())) == ["lfs df names no OST; how full they are cannot be told"]
 
 
 def test_released_is_read_off_the_flags_and_not_off_a_name() -> None:
@@ -58,8 +51,10 @@ def test_released_is_read_off_the_flags_and_not_off_a_name() -> None:
         "/mnt/released: (0x00000000)\n"
         "/mnt/c: (0x0000000d) x: (0x00000001) exists, archive_id:1\n"
     )
-    assert count_released_states(output) == 1
-    assert count_released_states("") == 0
+    paths = ["/mnt/a", "/mnt/b", "/mnt/released", "/mnt/c: (0x0000000d) x"]
+    assert [flags & 4 for flags in hsm_flags(output, paths).values()] == [4, 0, 0, 0]
+    with pytest.raises(LustreError, match="expected a line of each"):
+        hsm_flags(output, [*paths, "/mnt/d"])
 
 
 def test_the_file_systems_name_is_read_off_the_mounts_source() -> None:
@@ -183,9 +178,9 @@ def test_the_classic_line_of_a_directory_is_read_with_an_empty_pattern_too() -> 
     line = "stripe_count:  2 stripe_size:   4194304 pattern:       raid0 stripe_offset: -1"
     layout = parse_layout(line)
     assert (layout.components[0].stripe_count, layout.components[0].stripe_size_bytes) == (2, 4 * MIB)
-    assert layout.is_own
-    assert not parse_layout(line.replace("raid0", "")).is_own
-    assert not parse_layout(line.replace("raid0", "0")).is_own
+    assert not layout.is_inherited
+    assert parse_layout(line.replace("raid0", "")).is_inherited
+    assert parse_layout(line.replace("raid0", "0")).is_inherited
 
 
 def test_pools_and_data_on_the_metadata_server_are_read() -> None:
@@ -213,7 +208,7 @@ def test_pools_and_data_on_the_metadata_server_are_read() -> None:
 """
     assert parse_layout(output).text() == (
         "progressive (PFL): on the metadata server up to 64 KiB, "
-        "2 stripes of 1 MiB in pool flash from there on"
+        "2 stripes of 1 MiB in pool flash, on OST 5 from there on"
     )
 
 
@@ -253,19 +248,23 @@ lmm_stripe_offset: 3
 
 /mnt/dom of 2.15
     lcme_id:             1
+      lmm_stripe_count:  0
       lmm_pattern:       mdt
       lmm_stripe_offset: 0
 
     lcme_id:             2
+      lmm_stripe_count:  1
       lmm_pattern:       raid0
       lmm_stripe_offset: 7
 
 /mnt/dom of 2.17, nothing behind it
     lcme_id:             1
+      lmm_stripe_count:  0
       lmm_pattern:       mdt
       lmm_mdt_index:     0
 
     lcme_id:             2
+      lmm_stripe_count:  1
       lmm_pattern:       raid0,overstriped
       lmm_stripe_offset: -1
 
@@ -273,11 +272,11 @@ lmm_stripe_offset: 3
 
 
 def test_the_first_ost_is_read_of_plain_and_progressive_files_and_past_the_metadata_server() -> None:
-    assert parse_first_osts(GETSTRIPE) == [
-        ("/mnt/a b/shard-00000.tar", 3),
-        ("/mnt/pfl", 6),
-        ("/mnt/dom of 2.15", 7),
-        ("/mnt/dom of 2.17, nothing behind it", -1),
-    ]
-    assert parse_first_osts("") == []
-    assert parse_first_osts("lmm_stripe_offset: 3\n") == []
+    names = ["a b/shard-00000.tar", "pfl", "dom of 2.15", "dom of 2.17, nothing behind it"]
+    paths = [f"/mnt/{name}" for name in names]
+    layouts = [parse_layout(part) for part in split_by_file(GETSTRIPE, paths)]
+    assert [first_ost(layout) for layout in layouts] == [3, 6, 7, -1]
+    assert [layout.components[0].osts for layout in layouts] == [(3, 5), (6,), (), ()]
+    for output in ("", "lmm_stripe_offset: 3\n"):
+        with pytest.raises(LustreError, match="expected the layouts of /mnt/a b"):
+            split_by_file(output, paths)

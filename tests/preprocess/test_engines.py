@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from preprocess import engines
 from preprocess.engines import (
+    FEW_BYTES,
     Engine,
     TokenBatch,
     fastokens_engine,
@@ -68,7 +69,12 @@ def test_engines_agree_on_code_points_special_tokens_and_long_runs(
     ]
     contents = ["<|end_of_text|>", "<|begin_of_text|>", "<|eot_id|>"]
     runs = [character * 20_000 for character in "a 가!9\n\t"]
-    texts = [*code_point_texts(SOME), *special_token_texts(contents), *runs, *probe_texts(path)]
+    texts = [
+        *code_point_texts(SOME),
+        *special_token_texts(contents),
+        *runs,
+        *probe_texts(json.loads(path.read_bytes())),
+    ]
     assert len(texts) > 80_000
     assert_equal_ids(engines[0], engines[1], texts)
 
@@ -104,6 +110,7 @@ def load(plan: Plan, path: Path, wanted: EngineName, warnings: list[str], **chan
         probe=plan.probe,
         probe_sha256=plan.probe_sha256,
         fast_is_equal=plan.fast_engine_is_equal,
+        num_bytes=sum(plan.shard_bytes()),
         warn=warnings.append,
     )
 
@@ -156,6 +163,16 @@ def test_a_fast_engine_that_is_wrong_or_fails_gives_way_to_the_reference(
     assert why in warnings[0]
     with pytest.raises(UsageError, match=why):
         load(plan, json_path, "fastokens", warnings)
+
+
+def test_a_little_text_is_encoded_by_the_reference_which_loads_sooner(
+    data_dir: Path, json_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = need_plan(data_dir)
+    for num_bytes, name in ((FEW_BYTES - 1, "tokenizers"), (FEW_BYTES, "fastokens")):
+        monkeypatch.setattr(Plan, "shard_bytes", lambda _, size=num_bytes: [size])
+        assert load(plan, json_path, "auto", []).name == name
+        assert load(plan, json_path, "fastokens", []).name == "fastokens"
 
 
 def test_a_plan_that_saw_the_fast_engine_differ_never_uses_it(data_dir: Path, json_path: Path) -> None:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.waiting import HANG_S
+
 if TYPE_CHECKING:
     from tests.conftest import Prep
-
-LIMIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def running(prep: Prep, folder: Path) -> Iterator[tuple[subprocess.Popen[str], d
     """``run`` with two processes, each in the middle of a shard: also {shard: process id}."""
     run = prep.start("run", folder, "--num_proc", 2, "--engine", "tokenizers")
     try:
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + HANG_S
         workers: dict[int, int] = {}
         while len(workers) < 2:
             assert time.monotonic() < deadline
@@ -165,7 +165,7 @@ def after_kill(
     with running(prep, folder) as (run, workers):
         killed = max(workers)
         os.kill(workers[killed], signal.SIGKILL)
-        text, _ = run.communicate(timeout=LIMIT_S)
+        text, _ = run.communicate(timeout=HANG_S)
     return folder, killed, run.returncode, text
 
 
@@ -196,7 +196,7 @@ def test_a_signal_stops_the_processes_too_and_leaves_nothing_unfinished(
     folder = Path(shutil.copytree(slow_dir, tmp_path / "data"))
     with running(prep, folder) as (run, workers):
         run.send_signal(number)
-        text, _ = run.communicate(timeout=LIMIT_S)
+        text, _ = run.communicate(timeout=HANG_S)
     assert run.returncode == 75, text
     assert f"stopped by {number.name}" in text
     assert "Traceback" not in text

@@ -15,6 +15,7 @@ import pytest
 from loader.shards.shard_set import ShardSet
 from loader.tokenizer import choose_tokenizer
 from shardprep.errors import NotFound
+from tests.waiting import HANG_S
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -54,7 +55,7 @@ def test_planning_runs_no_code_of_a_tokenizers_folder(
 ) -> None:
     flags = ["--input_dir", sample_dir, "--output_dir", tmp_path / "data", "--model_id", strange_dir]
     process = prep.start("plan", *flags, stdin=subprocess.PIPE)
-    text, _ = process.communicate("y\n" * 9, timeout=120)
+    text, _ = process.communicate("y\n" * 9, timeout=HANG_S)
     assert not marker.exists(), "its code ran"
     assert process.returncode == 66, text
     assert f"no usable tokenizer was found in the folder {strange_dir}" in text

@@ -23,6 +23,7 @@ from preprocess.plan import file_boundaries, need_plan, read_plan
 from preprocess.planning import check_num_shards, even_boundaries
 from preprocess.train_tokenizer import train_tokenizer
 from shardprep.errors import BrokenShard, NotFound, Refused, UnknownVersion, UsageError
+from tests.waiting import HANG_S
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -381,7 +382,7 @@ def test_planners_that_race_end_with_one_plan(prep: Prep, sample_dir: Path, tmp_
     flags = ["--input_dir", sample_dir, "--output_dir", tmp_path / "data", "--model_id", prep.model_dir]
     racers = [prep.start("plan", "--num_shards", 4, *flags) for _ in range(2)]
     other = prep.start("plan", "--num_shards", 3, *flags)
-    texts = [racer.communicate(timeout=120)[0] for racer in (*racers, other)]
+    texts = [racer.communicate(timeout=HANG_S)[0] for racer in (*racers, other)]
     codes = [racer.returncode for racer in (*racers, other)]
     plan = need_plan(tmp_path / "data")
     assert codes == ([0, 0, 78] if plan.num_shards == 4 else [78, 78, 0]), texts
@@ -395,7 +396,7 @@ def test_tasks_of_the_plain_form_that_race_share_one_plan(
 ) -> None:
     flags = ["--input_dir", sample_dir, "--output_dir", tmp_path / "data", "--model_id", prep.model_dir]
     tasks = [prep.start("--shard_id", shard_id, *flags) for shard_id in (0, 5)]
-    texts = [task.communicate(timeout=120)[0] for task in tasks]
+    texts = [task.communicate(timeout=HANG_S)[0] for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], texts
     found = {
         json.loads(path.read_bytes())["spec"]["plan_id"] for path in (tmp_path / "data").glob("shard-*.json")

@@ -32,7 +32,7 @@ def test_a_task_names_its_part_of_the_input_its_engine_and_its_means_before_it_w
     assert part.endswith(f"{plan.inputs[last].path} bytes 0 to {end}")
     assert re.search(r"\d CPUs?, batches of 512 KiB of text, at most 50 documents encoded at once, ", means)
     assert means.endswith("memory limit 2.00 GiB")
-    assert re.fullmatch(r"engine: fastokens [\d.]+: its ids equal those of tokenizers, .*", engine)
+    assert re.fullmatch(r"engine: tokenizers [\d.]+: for so little text it is done before .*", engine)
     assert re.match(r"made in [\d.]+ s: .*B/s, .* documents/s, .* tokens/s; [\d.]+ s of CPU, ", speed)
     assert done.startswith("shard 00001 is done: ")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,9 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from preprocess import engines, tokenizer_files
-from preprocess.tokenizer_files import describe_tokenizer, publish_tokenizer, resolve_tokenizer
+from preprocess import engines, resolved_tokenizer
+from preprocess.resolved_tokenizer import resolve_tokenizer
+from preprocess.tokenizer_files import describe_tokenizer, publish_tokenizer
 from shardprep.errors import ReadWriteError
 from tests.word_tokenizers import save_word_tokenizer
 
@@ -35,10 +37,14 @@ def test_a_special_token_that_transformers_did_not_read_is_an_error(
     model = tmp_path / "model"
     save_word_tokenizer(model, 9)
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"w0": 0}, "w0")))
-    monkeypatch.setattr(tokenizer_files, "_auto_tokenizer", lambda _: bare)
+    edit = json.loads((model / "tokenizer_config.json").read_bytes())
+    (model / "tokenizer_config.json").write_text(json.dumps({**edit, "add_bos_token": False}))
+    monkeypatch.setattr(
+        resolved_tokenizer, "save_in_own_process", lambda _, folder: bare.save_pretrained(folder)
+    )
     (tmp_path / "resolved").mkdir()
     with pytest.raises(ReadWriteError, match=r"found no eos_token, pad_token of .*tokenizer_config\.json"):
-        resolve_tokenizer(str(model), tmp_path / "resolved")
+        resolve_tokenizer(str(model), tmp_path / "resolved", allow_special_tokens=False)
 
 
 def test_a_failed_read_is_no_verdict_on_the_fast_engine(

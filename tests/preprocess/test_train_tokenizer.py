@@ -18,6 +18,7 @@ from preprocess import train_tokenizer as command
 from preprocess.train_tokenizer import special_tokens, train_tokenizer
 from preprocess.training_text import PIECE_CHARS, TrainingText, find_spans, read_lines, sample_spans
 from shardprep.errors import BadInput, CannotWrite, NotFound, Refused, UsageError
+from tests.waiting import HANG_S
 
 VOCAB_SIZE = 400
 SAMPLES = [
@@ -210,7 +211,7 @@ def test_a_killed_run_leaves_nothing_that_counts(tmp_path: Path, stop_signal: si
             time.sleep(0.02)
         assert process.poll() is None, "it ended before it could be stopped: the test shows nothing"
         process.send_signal(stop_signal)
-        process.wait(timeout=60)
+        process.wait(timeout=HANG_S)
     assert not (tmp_path / "out").exists()
     if stop_signal == signal.SIGINT:
         assert [path.name for path in tmp_path.iterdir()] == ["raw"]

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from preprocess import resources
-from preprocess.tokenizer_files import resolve_tokenizer
+from preprocess.transformers_tokenizer import save_tokenizer
 from preprocess.worker import done_manifest
 from shardprep.atomic_files import STALE_AFTER_S, remove_temporaries
 from shardprep.errors import Stopped
 from tests.checkout import ROOT
+from tests.waiting import HANG_S
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -33,7 +34,6 @@ RECORDS: dict[str, dict[str, Any]] = {
     "packed": {"record": "packed", "seq_len": 128},
     "whole files": {"doc": "file", "keep_text": False},
 }
-LIMIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +170,7 @@ def in_the_middle(prep: Prep, folder: Path, num_writers: int = 1) -> Iterator[li
         for _ in range(num_writers)
     ]
     try:
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + HANG_S
         while True:
             assert time.monotonic() < deadline
             assert all(writer.poll() is None for writer in writers), [w.communicate()[0] for w in writers]
@@ -275,7 +275,7 @@ def test_two_live_writers_of_one_shard_end_well(
 ) -> None:
     folder = planned_copy(big_dir, tmp_path / "data")
     with in_the_middle(prep, folder, num_writers=2) as writers:
-        texts = [writer.communicate(timeout=LIMIT_S)[0] for writer in writers]
+        texts = [writer.communicate(timeout=HANG_S)[0] for writer in writers]
         codes = sorted(writer.returncode for writer in writers)
     assert codes in ([0, 0], [0, 74]), texts
     assert prep.contents(folder) == big_contents
@@ -292,7 +292,7 @@ def test_a_signal_ends_a_task_with_75_and_leaves_nothing(
     folder = planned_copy(big_dir, tmp_path / "data")
     with in_the_middle(prep, folder) as [writer]:
         writer.send_signal(number)
-        text, _ = writer.communicate(timeout=LIMIT_S)
+        text, _ = writer.communicate(timeout=HANG_S)
         assert writer.returncode == 75, text
     assert f"error: stopped by {number.name}; nothing unfinished is left, run this again" in text
     assert "Traceback" not in text
@@ -321,25 +321,28 @@ def test_a_signal_while_a_task_plans_ends_it_with_75_and_leaves_no_plan(
     prep: Prep, sample_dir: Path, tmp_path: Path, target: str
 ) -> None:
     """When the signal comes a library is at work, which must not take it for an error of its own."""
+    model = Path(shutil.copytree(prep.model_dir, tmp_path / "model"))
+    config = json.loads((model / "tokenizer_config.json").read_bytes())
+    (model / "tokenizer_config.json").write_text(json.dumps({**config, "mask_token": "<|mask|>"}))
     task = prep.start(
         "--shard_id", 0, "--input_dir", sample_dir, "--output_dir", tmp_path / "data",
-        "--model_id", prep.model_dir, start_new_session=True,
+        "--model_id", model, start_new_session=True,
     )  # fmt: skip
     assert task.stdout is not None
     said = ""
-    while "input file(s)" not in said:  # the line before transformers is imported
+    while "resolving the tokenizer" not in said:  # the line before transformers is imported
         line = task.stdout.readline()
         assert line, said
         said += line
-    deadline = time.monotonic() + LIMIT_S
-    while not any(has_loaded(pid, "tokenizers") for pid in living_of_group(task.pid)):
+    deadline = time.monotonic() + HANG_S
+    while not any(has_loaded(pid, "tokenizers") for pid in living_of_group(task.pid) if pid != task.pid):
         assert time.monotonic() < deadline, "no library was loaded"
         time.sleep(0.01)
     (os.kill if target == "task alone" else os.killpg)(task.pid, signal.SIGTERM)
-    text, _ = task.communicate(timeout=LIMIT_S)
+    text, _ = task.communicate(timeout=HANG_S)
     assert task.returncode == 75, said + text
     assert "Traceback" not in text
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + HANG_S
     while living_of_group(task.pid):
         assert time.monotonic() < deadline, "the planning process is still there"
         time.sleep(0.02)
@@ -354,7 +357,7 @@ def test_a_stop_inside_a_library_is_not_taken_for_that_librarys_failure(
 
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", stopped)
     with pytest.raises(Stopped):
-        resolve_tokenizer(str(prep.model_dir), tmp_path)
+        save_tokenizer(str(prep.model_dir), tmp_path)
 
 
 def test_temporaries_of_other_attempts_go_after_a_day_and_not_before(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.checkout import ROOT
+from tests.waiting import HANG_S
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -67,7 +68,7 @@ def run_into(
         stderr=subprocess.PIPE,
         text=True,
         check=False,
-        timeout=100,
+        timeout=HANG_S,
     )
 
 
@@ -90,7 +91,7 @@ def test_a_command_whose_reader_has_gone_ends_as_if_it_were_read(
 def test_a_status_that_is_watched_ends_with_its_reader(prep: Prep, data_dir: Path, closed_pipe: int) -> None:
     command: list[str | Path] = [sys.executable, "-c", WATCH, data_dir]
     done = subprocess.run(
-        command, cwd=ROOT, env=prep.environ(), stdout=closed_pipe, stderr=subprocess.PIPE, timeout=60
+        command, cwd=ROOT, env=prep.environ(), stdout=closed_pipe, stderr=subprocess.PIPE, timeout=HANG_S
     )
     assert (done.returncode, done.stderr) == (0, b"")
 
@@ -111,7 +112,7 @@ def test_a_worker_whose_log_cannot_be_written_finishes_its_shard(
         env={**prep.environ(), **OF_AN_ARRAY},
         stderr=stderr,
         check=False,
-        timeout=100,
+        timeout=HANG_S,
     )
     assert done.returncode == 0
     assert (data_dir / "shard-00000.json").exists()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +20,8 @@ import slurm.__main__
 from preprocess.__main__ import num_processes, parse_ids
 from preprocess.options import PrepConfig
 from preprocess.task_plan import array_note
-from shardprep.command_line import given_of, parse_size
+from shardprep import command_line
+from shardprep.command_line import Command, Program, given_of, parse_size
 from shardprep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -253,3 +256,20 @@ def test_an_array_smaller_than_the_plan_says_what_it_leaves_out(
         return
     assert note is not None
     assert f"leaves out {left}: sbatch --array={left} slurm/prep_array.sh DATA" in note
+
+
+@pytest.mark.parametrize("path", [None, "/data/x"])
+def test_an_error_of_the_system_that_no_stage_expects_is_a_line_and_74(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, path: str | None
+) -> None:
+    def fail(_: argparse.Namespace) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), *([path] if path else []))
+
+    command = Command(summary="", add_flags=lambda _: None, run=fail)
+    monkeypatch.setattr(command_line, "raise_on_stop_signals", lambda: None)
+    assert Program(name="x", description="", commands={"fail": command}).run(["fail"]) == 74
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {path}: Input/output error" if path else "error: Input/output error")
+    assert "at test_command_line.py:" in said
+    assert "run this again" in said
+    assert said.count("\n") == 1

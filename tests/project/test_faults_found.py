@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Callable
@@ -11,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from loader import tokenizer as loader_tokenizer
-from preprocess.engines import load_engine, probe_texts, tokenizers_engine
+from preprocess.engines import load_engine, tokenizers_engine
 from preprocess.plan import need_plan
-from preprocess.tokenizer_files import resolve_tokenizer
-from shardprep.errors import BrokenShard, NotFound, ReadWriteError
+from preprocess.resolved_tokenizer import read_files, resolve_tokenizer
+from shardprep.errors import BrokenShard, CannotWrite, NotFound, ReadWriteError
 from shardprep.format.names import INDEX_NAME
+from slurm.cluster_limits import check_folder
 from slurm.dataset_state import find_state
+from slurm.job_script import JobRequest
 from slurm.status_report import report
 
 if TYPE_CHECKING:
@@ -54,6 +57,7 @@ def test_a_worker_that_cannot_look_at_the_tokenizer_says_so(
             probe=[],
             probe_sha256="",
             fast_is_equal=False,
+            num_bytes=0,
             warn=pytest.fail,
         )
 
@@ -65,7 +69,7 @@ def test_planning_names_the_tokenizer_file_that_it_cannot_read(
     path.write_text("{}")
     stale("open", path.name)
     with pytest.raises(ReadWriteError, match="cannot be read: Stale file handle"):
-        probe_texts(path)
+        read_files(tmp_path)
 
 
 def test_status_that_cannot_look_at_the_index_says_so(
@@ -75,6 +79,27 @@ def test_status_that_cannot_look_at_the_index_says_so(
     stale("stat", INDEX_NAME)
     with pytest.raises(ReadWriteError, match="cannot be read: Stale file handle"):
         report(state, [])
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+def test_submit_that_cannot_look_at_its_folders_says_so(
+    planned_dir: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Whichever look it is that fails."""
+    real, left = os.stat, [number]
+
+    def failing(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if path == planned_dir or str(path).startswith(f"{planned_dir}/jobs"):
+            left[0] -= 1
+            if left[0] == 0:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", failing)
+    ended = []
+    with contextlib.suppress(CannotWrite):
+        ended.append(check_folder(planned_dir, JobRequest(), lambda _: None))
+    assert ended or left[0] <= 0
 
 
 def test_planning_takes_the_sizes_of_its_sample_from_the_manifest(
@@ -93,7 +118,7 @@ def test_a_model_folder_that_cannot_be_looked_at_is_named(tmp_path: Path, stale:
     (tmp_path / "model").mkdir()
     stale("stat", "model")
     with pytest.raises(NotFound, match="no usable tokenizer was found"):
-        resolve_tokenizer(str(tmp_path / "model"), tmp_path)
+        resolve_tokenizer(str(tmp_path / "model"), tmp_path, allow_special_tokens=False)
 
 
 @pytest.fixture(params=["tokenizer.json", "added_tokens.json", "additional_chat_templates/rag.jinja"])
@@ -115,10 +140,10 @@ def test_a_fifo_in_a_models_folder_does_not_hold_the_loader(held_model: Path) ->
 
 def test_a_fifo_in_a_models_folder_does_not_hold_planning(held_model: Path, tmp_path: Path) -> None:
     with pytest.raises(BrokenShard, match="is a FIFO, expected a regular file"):
-        resolve_tokenizer(str(held_model), tmp_path)
+        resolve_tokenizer(str(held_model), tmp_path, allow_special_tokens=False)
 
 
 def test_a_device_in_a_models_folder_is_named_and_not_read(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").symlink_to("/dev/zero")
     with pytest.raises(BrokenShard, match=r"chat_template\.jinja is a character device"):
-        resolve_tokenizer(str(tmp_path), tmp_path)
+        resolve_tokenizer(str(tmp_path), tmp_path, allow_special_tokens=False)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.waiting import HANG_S
+
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
@@ -41,7 +43,7 @@ def desk(tmp_path: Path) -> Path:
 def run(prep: Prep, folder: Path, *command: object) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         [str(word) for word in command],
-        cwd=folder, env=prep.environ(), capture_output=True, text=True, check=False, timeout=120,
+        cwd=folder, env=prep.environ(), capture_output=True, text=True, check=False, timeout=HANG_S,
     )  # fmt: skip
     assert "the old script was run" not in done.stdout + done.stderr
     return done

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardprep.__main__ import COMMANDS, main
+from tests.waiting import HANG_S
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("numpy", "torch", "tokenizers", "transformers", "orjson", "tqdm", "webdataset")
@@ -94,7 +95,7 @@ sys.exit(f"loaded: {{found}}" if found else 0)
 def test_help_loads_nothing_large(words: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", LIST_LOADED, *words.split()],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=60,
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=HANG_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 
@@ -103,7 +104,8 @@ def test_in_a_folder_with_a_preprocess_py_python_m_shardprep_names_it(tmp_path: 
     (tmp_path / "preprocess.py").write_text("raise SystemExit('the old script was run')\n")
     done = subprocess.run(
         [sys.executable, "-m", "shardprep", "verify", "DATA"],
-        cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False, timeout=60,
+        cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, check=False,
+        capture_output=True, text=True, timeout=HANG_S,
     )  # fmt: skip
     assert done.returncode == 2
     assert done.stderr.startswith(

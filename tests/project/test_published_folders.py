@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -52,6 +53,27 @@ def test_a_full_folder_is_kept_by_publish_first_and_replaced_by_publish(tmp_path
         assert names_in(target) == ["old"]
         folder.publish()
     assert names_in(target) == ["a", "inner"]
+    assert names_in(tmp_path) == ["x"]
+
+
+def test_a_folder_that_cannot_be_replaced_stands_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, rename = tmp_path / "x", Path.rename
+    target.mkdir()
+    (target / "old").write_text("old")
+
+    def failing(path: Path, other: Path) -> Path:
+        if other == target and not target.exists() and not path.name.endswith(".old.tmp"):
+            raise OSError(errno.EIO, "failed", str(path))
+        return rename(path, other)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with PublishedFolder(target) as folder:
+        fill(folder, "new")
+        with pytest.raises(CannotWrite):
+            folder.publish()
+    assert names_in(target) == ["old"]
     assert names_in(tmp_path) == ["x"]
 
 

@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from shardprep.__main__ import COMMANDS
 from tests.checkout import ROOT
 
-PAGES = sorted([*ROOT.glob("README*.md"), ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted(
+    [*ROOT.glob("README*.md"), ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *(ROOT / "docs").glob("*.md")]
+)
 PACKAGES = ("preprocess", "loader", "slurm", "lustre")
 COMMAND = re.compile(rf"(?:python -m ({'|'.join(PACKAGES)})|(?<![\w./-])shardprep)(?=[ `]|$)(.*)")
 FLAG = re.compile(r"(?<![\w=-])(--?[a-zA-Z][\w-]*)")
@@ -23,6 +26,7 @@ FOREIGN_FLAGS = {  # of sbatch
     "--cpus-per-task",
     "--dependency",
     "--export",
+    "--mail-type",
     "--mem",
     "--requeue",
     "--reservation",
@@ -58,7 +62,12 @@ def commands(text: str) -> list[tuple[str, str]]:
     """(package, arguments) of every ``python -m <package>`` of ours, in blocks and in spans."""
     lines = code_lines(text) + code_spans(text)
     found = [match for line in lines for match in [COMMAND.search(line)] if match]
-    return [(match[1] or "preprocess", match[2]) for match in found]
+    return [(match[1] or package_of(match[2]), match[2]) for match in found]
+
+
+def package_of(arguments: str) -> str:
+    """Whose command ``shardprep`` with these arguments runs."""
+    return COMMANDS.get(next(iter(arguments.split()), ""), "preprocess")
 
 
 @cache

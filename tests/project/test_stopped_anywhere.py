@@ -26,11 +26,11 @@ from shardprep.atomic_files import publish_bytes
 from shardprep.console import STOP_SIGNALS, stop_signals_wait
 from shardprep.errors import Stopped
 from tests.checkout import ROOT
+from tests.waiting import HANG_S
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
-LIMIT_S = 60.0
 OURS = re.compile("/(preprocess|shardprep)/")
 WATCHED = {"__init__", "_open_new", "__enter__", "__exit__", "publish_bytes", "make", "discard"}
 
@@ -122,7 +122,7 @@ except Stopped as error:
 
 def stopped_in(place: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", FINALIZER, place]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
 
 
 @pytest.mark.parametrize("place", ["finalizer", "weak reference"])
@@ -180,7 +180,7 @@ def test_a_worker_process_does_not_outlive_its_killed_parent(data_dir: Path, tmp
         assert is_living(pid)
         parent.kill()
         parent.wait()
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + HANG_S
         while is_living(pid) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not is_living(pid)
@@ -204,7 +204,7 @@ def test_a_worker_process_begins_with_the_stop_signals_waiting(
     monkeypatch.setattr(process_class, "start", start)
     process = _Process(data_dir, WorkerSettings(), sorted(os.sched_getaffinity(0)))
     os.kill(process._process.pid or 0, signal.SIGINT)  # long before its imports have ended
-    process._process.join(LIMIT_S)
+    process._process.join(HANG_S)
     assert masks[0] >= set(STOP_SIGNALS)
     assert process._process.exitcode == Stopped.exit_code
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(STOP_SIGNALS)

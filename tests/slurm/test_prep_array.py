@@ -21,11 +21,10 @@ from typing import Any
 import pytest
 
 from tests.checkout import ROOT, SLURM_STARTER
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 SCRIPT = ROOT / "slurm" / "prep_array.sh"
 CANNOT_INSTALL = 69
-LIMIT_S = 60.0
 
 STAND_IN = """
 import json, os, signal, sys, time
@@ -85,7 +84,7 @@ class Desk:
             capture_output=True,
             text=True,
             check=False,
-            timeout=60,
+            timeout=HANG_S,
         )
         assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
@@ -126,7 +125,7 @@ def slurm_conf() -> Iterator[str]:
     folder = tempfile.mkdtemp(prefix="shardprep-slurm-")  # short: sockets lie in it
     environ = {**os.environ, "CLUSTER_DIR": folder, "NUM_NODES": "3", "NODE_CPUS": "8"}
     up = subprocess.run(
-        [SLURM_STARTER, "up"], env=environ, capture_output=True, text=True, check=False, timeout=280
+        [SLURM_STARTER, "up"], env=environ, capture_output=True, text=True, check=False, timeout=HANG_S
     )
     try:
         if up.returncode == CANNOT_INSTALL:
@@ -134,7 +133,7 @@ def slurm_conf() -> Iterator[str]:
         assert up.returncode == 0, up.stderr
         yield up.stdout.strip().removeprefix("export SLURM_CONF=")
     finally:
-        subprocess.run([SLURM_STARTER, "down"], env=environ, check=False, timeout=100)
+        subprocess.run([SLURM_STARTER, "down"], env=environ, check=False, timeout=HANG_S)
 
 
 @pytest.fixture

@@ -1,9 +1,4 @@
-"""python -m slurm against stand-ins for Slurm's commands that record what they are given.
-
-What squeue and scontrol print was recorded on real clusters of two versions, Debian 12's and Debian 13's:
-tests/slurm_cluster.sh started them (the newer one in a debootstrap chroot), an array of six was
-submitted whose task 0 ends with 65, task 1 kills itself, 2 and 3 run and 4 waits; task 5 was cancelled.
-"""
+"""python -m slurm against stand-ins for Slurm's commands that record what they are given."""
 
 from __future__ import annotations
 
@@ -14,7 +9,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,124 +20,14 @@ from shardprep.format.checked_json import content_sha256
 from shardprep.format.names import shard_name
 from slurm.cluster_limits import check_folder
 from slurm.dataset_state import done_shards, find_state
-from slurm.job_records import JobArray, Submission, read_submissions
-from slurm.job_records import publish_submission as publish
+from slurm.job_records import read_submissions
 from slurm.job_script import JobRequest, array_script, prep_script, verify_script
-from slurm.slurm_queries import parse_accounts, parse_queue, slurm_answer, slurm_output
-from slurm.submitting import parse_job, prepare
+from slurm.sending import parse_job
+from slurm.slurm_commands import slurm_answer, slurm_output
+from slurm.slurm_queries import parse_accounts, parse_queue
+from slurm.submitting import prepare
 from tests.checkout import ROOT
-
-NAME = "shardprep-0123456789ab"
-QUEUES = {
-    "22.05.8": f"""\
-1|0|FAILED|NonZeroExitCode|16640|n1|0:00|4|root|{NAME}|
-1|1|FAILED|JobLaunchFailure|9|n2|0:00|5|root|{NAME}|
-1|4|PENDING|JobArrayTaskLimit|0||0:00|1|root|{NAME}|
-3|N/A|PENDING|JobHeldUser|0||0:00|3|root|wrap|
-2|N/A|PENDING|JobHeldUser|0||0:00|2|root|{NAME}-verify|
-1|2|RUNNING|None|0|n1|0:02|6|root|{NAME}|
-1|3|RUNNING|None|0|n2|0:02|7|root|{NAME}|
-""",
-    "24.11.5": f"""\
-1|0|FAILED|NonZeroExitCode|65:0|n1|0:01|4|root|{NAME}|
-1|1|FAILED|RaisedSignal:9(Killed)|0:9|n2|0:01|5|root|{NAME}|
-1|4|PENDING|JobArrayTaskLimit|0:0||0:00|1|root|{NAME}|
-3|N/A|PENDING|JobHeldUser|0:0||0:00|3|root|wrap|
-2|N/A|PENDING|JobHeldUser|0:0||0:00|2|root|{NAME}-verify|
-1|2|RUNNING|None|0:0|n1|0:02|6|root|{NAME}|
-1|3|RUNNING|None|0:0|n2|0:02|7|root|{NAME}|
-""",
-}
-JOB = (
-    "JobId=2 JobName={name} UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=0 Nice=0 Account=(null) "
-    "JobState=PENDING Reason=JobHeldUser Requeue=1 Restarts=0 TimeLimit=UNLIMITED NumCPUs=1 NumTasks=1 "
-    "MinMemoryNode=100M MinTmpDiskNode=0 WorkDir=/tmp"
-)
-FAKE = r"""#!/bin/bash
-# Says what a file named for this command says, and records what it was given.
-name=${0##*/} place=@PLACE@
-printf '%s\n' "$*" >>"$place/$name.calls"
-if [[ -e $place/away ]]; then
-  echo "$name: error: Unable to contact slurm controller (connect failure)" >&2
-  exit 1
-fi
-case "$name $*" in
-  sbatch*--test-only*) cat >/dev/null ;;
-  sbatch*)
-    number=$(find "$place" -name 'sent-*' | wc -l)
-    cat >"$place/sent-$number"
-    sed -n 's/^#SBATCH --job-name=//p' "$place/sent-$number" >"$place/name-$((number + 1))"
-    echo $((number + 1)) ;;
-  scontrol*config*) cat "$place/config" ;;
-  scontrol*"show job"*) sed "s/{name}/$(cat "$place/name-${!#}")/" "$place/job" ;;
-  *) [[ ! -e $place/$name ]] || cat "$place/$name" ;;
-esac
-"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FakeSlurm:
-    """A folder that is first on PATH; files in it are answers and records."""
-
-    place: Path
-
-    def run(self, *args: object, code: int = 0, **settings: Any) -> str:
-        """``python -m slurm`` in a process of its own; returns both streams."""
-        settings = {"cwd": ROOT, **settings}
-        done = subprocess.run(
-            [sys.executable, "-m", "slurm", *map(str, args)],
-            env=dict(os.environ),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            check=False,
-            timeout=100,
-            **settings,
-        )
-        said: str = done.stdout.decode("utf-8", "replace")
-        assert done.returncode == code, said
-        assert "Traceback" not in said
-        return said
-
-    def answers(self, name: str, text: str | bytes) -> None:
-        (self.place / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-
-    def calls(self, name: str) -> list[str]:
-        path = self.place / f"{name}.calls"
-        return path.read_text().splitlines() if path.exists() else []
-
-    def sent(self) -> list[str]:
-        return [path.read_text() for path in sorted(self.place.glob("sent-*"))]
-
-
-@pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    place = tmp_path / "slurm's commands"
-    place.mkdir()
-    for name in ("sbatch", "scontrol", "sinfo", "squeue", "sacct", "scancel", "sacctmgr"):
-        (place / name).with_suffix(".sh").write_text(FAKE.replace("@PLACE@", shlex.quote(str(place))))
-        (place / name).with_suffix(".sh").chmod(0o755)
-        (place / "bin").mkdir(exist_ok=True)
-        (place / "bin" / name).symlink_to(place / f"{name}.sh")
-    (place / "config").write_text("ClusterName = test\nMaxArraySize            = 1001\n")
-    (place / "job").write_text(JOB)
-    monkeypatch.setenv("PATH", f"{place / 'bin'}:{os.environ['PATH']}")
-    for name in [each for each in os.environ if each.startswith(("SLURM", "SBATCH", "SHARDPREP"))]:
-        monkeypatch.delenv(name)
-    return FakeSlurm(place=place)
-
-
-def submission(**changes: Any) -> Submission:
-    """Job 1, an array of five tasks, and its verify job 2."""
-    array: dict[str, Any] = {"job_id": "1", "name": NAME, "tasks": ["0", "1", "2", "3", "4"]}
-    array |= {"request": JobRequest(), "mem_mb": 100, "time_min": None}
-    fields: dict[str, Any] = {"number": 0, "plan_id": "0123456789abcdef", "cluster": "c", "user": "root"}
-    fields |= {"submitted": 1.5, "verify_job_id": "2", "verify_name": f"{NAME}-verify"}
-    return Submission(**{**fields, "arrays": [JobArray(**array)], **changes})
-
-
-def submitted(data: Path, **changes: Any) -> None:
-    (data / "jobs").mkdir()
-    publish(data, submission(**changes))
+from tests.slurm.fake_slurm import JOB, NAME, QUEUES, WHEN, FakeSlurm, submitted
 
 
 def test_two_groups_of_a_retry_are_sent_byte_for_byte_as_they_are_shown(
@@ -216,7 +100,7 @@ def test_a_site_that_renames_jobs_is_followed(fake: FakeSlurm, data_dir: Path) -
     fake.run("submit", data_dir)
     jobs = read_submissions(data_dir)[0].jobs
     assert {(job.name, job.user) for job in jobs} == {("the sites name", "root")}
-    fake.answers("squeue", "1|0-4|PENDING|None|0:0||0:00|1|root|the sites name|\n")
+    fake.answers("squeue", f"1|0-4|PENDING|None|0:0||0:00|1|root|{WHEN}|N/A|N/A|0|the sites name|\n")
     assert json.loads(fake.run("status", data_dir, "--json"))["pending"] == "0-4"
 
 
@@ -226,7 +110,7 @@ def test_wait_where_all_is_queued_already_waits_and_does_not_end_with_0_unverifi
     """The same line again after Ctrl-C. The queue is empty when it looks again."""
     submitted(data_dir)
     queue = fake.place / "squeue"
-    queue.write_text("1|0-4|PENDING|None|0:0||0:00|1|root|" + NAME + "|\n")
+    queue.write_text(f"1|0-4|PENDING|None|0:0||0:00|1|root|{WHEN}|N/A|N/A|0|{NAME}|\n")
     (fake.place / "bin" / "squeue").unlink()
     gone = fake.place / "bin" / "squeue"
     gone.write_text(f"#!/bin/sh\ncat {shlex.quote(str(queue))}\n: >{shlex.quote(str(queue))}\n")
@@ -293,10 +177,10 @@ def test_a_value_reaches_the_worker_as_it_is_and_no_shell_runs_it(tmp_path: Path
     folder = Path("/data") / name / "x"
     request = JobRequest(worker_args=shlex.join(["--input_dir", name]), partition=name, account=name)
     settings = {"SHARDPREP_EXEC": name}
-    script = array_script(folder, "0" * 64, ["3"], request, settings=settings, body=prep_script())
+    script = array_script(folder, "shardprep-0", ["3"], request, settings=settings, body=prep_script())
     expected = ["--shard_id", "3", "--output_dir", str(folder), "--input_dir", name, name]
     assert run_head(script, tmp_path) == expected
-    script = verify_script(folder, "0" * 64, request, settings=settings, body=prep_script())
+    script = verify_script(folder, "shardprep-0", 5, request, settings=settings, body=prep_script())
     assert run_head(script, tmp_path) == ["verify", str(folder), name]
     assert [path.name for path in tmp_path.iterdir()] == ["job.sh"], "nothing was run"
 
@@ -313,7 +197,7 @@ def test_what_cannot_stand_in_a_script_is_refused_by_name(name: str, where: str)
 
     def render() -> str:
         request = JobRequest(**fields)  # type: ignore[arg-type]
-        return array_script(folder, "0" * 64, ["3"], request, settings={}, body=prep_script())
+        return array_script(folder, "shardprep-0", ["3"], request, settings={}, body=prep_script())
 
     with pytest.raises(UsageError, match=r"cannot stand in|is not|backslash"):
         render()
@@ -364,17 +248,18 @@ def test_an_answer_that_is_cut_short_or_garbage_is_an_error_that_shows_it(
 ) -> None:
     submitted(data_dir)
     fake.answers("squeue", text)
-    for command in ("status", "cancel"):
-        assert "squeue --noheader --array answered what cannot be read" in fake.run(
-            command, data_dir, code=74
-        )
+    words = "squeue --noheader --array answered what cannot be read"
+    assert words in fake.run("cancel", data_dir, code=74)
     assert not fake.calls("scancel")
+    state = json.loads(fake.run("status", data_dir, "--json"))
+    assert words in state["slurm_away"]
+    assert (state["not_visible"], state["failed"]) == ("0-4", ""), "it may run, and is not called failed"
 
 
 def test_bytes_that_are_no_utf8_in_an_answer_are_an_error(fake: FakeSlurm, data_dir: Path) -> None:
     submitted(data_dir)
     fake.answers("squeue", b"\xff\xfe\n")
-    assert "answered what cannot be read" in fake.run("status", data_dir, code=74)
+    assert "answered what cannot be read" in fake.run("status", data_dir)
     fake.answers("squeue", "")
     fake.answers("config", b"\xff")
     assert "no MaxArraySize" in fake.run("submit", data_dir, code=74)
@@ -382,7 +267,10 @@ def test_bytes_that_are_no_utf8_in_an_answer_are_an_error(fake: FakeSlurm, data_
 
 @pytest.mark.parametrize("parse", [parse_queue, parse_accounts, parse_job])
 def test_every_cut_of_an_answer_is_read_or_an_error(fake: FakeSlurm, parse: Any) -> None:
-    accounts = f"7_0|FAILED|1:0|n1|2|00:00.931|1||root|{NAME}\n7_0.0|OUT_OF_MEMORY|0:125|n1|2|0:1|1|9K||0\n"
+    accounts = (
+        f"7_0|FAILED|1:0|n1|2|00:00.931|1||root|{WHEN}|{WHEN}|{NAME}\n"
+        f"7_0.0|OUT_OF_MEMORY|0:125|n1|2|0:1|1|9K||{WHEN}|{WHEN}|0\n"
+    )
     text = {parse_queue: QUEUES["24.11.5"], parse_accounts: accounts, parse_job: JOB}[parse]
     num_refused = 0
     for size in range(len(text)):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.checkout import ROOT, SLURM_STARTER
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -73,7 +73,7 @@ class Site:
             stderr=subprocess.STDOUT,
             text=True,
             check=False,
-            timeout=200,
+            timeout=HANG_S,
         )
         assert done.returncode == code, done.stdout
         return done.stdout
@@ -84,7 +84,7 @@ class Site:
 
     def run(self, *command: str) -> str:
         return subprocess.run(
-            command, env=self.environ, capture_output=True, text=True, check=True, timeout=60
+            command, env=self.environ, capture_output=True, text=True, check=True, timeout=HANG_S
         ).stdout
 
     def submission(self, data: Path, number: int) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def site() -> Iterator[Site]:
     options |= {"CLUSTER_DIR": str(folder), "ACCOUNTING": "1", "CGROUP": str(int(HAS_CGROUPS))}
     environ = {**kept, **options, "SLURM_CONF": str(folder / "slurm.conf"), "HF_HUB_OFFLINE": "1"}
     up = subprocess.run(
-        [SLURM_STARTER, "up"], env=environ, capture_output=True, text=True, check=False, timeout=280
+        [SLURM_STARTER, "up"], env=environ, capture_output=True, text=True, check=False, timeout=HANG_S
     )
     try:
         if up.returncode == CANNOT_INSTALL:
@@ -121,7 +121,7 @@ def site() -> Iterator[Site]:
         assert up.returncode == 0, up.stderr
         yield Site(environ=environ, folder=folder)
     finally:
-        subprocess.run([SLURM_STARTER, "down"], env=environ, check=False, timeout=100)
+        subprocess.run([SLURM_STARTER, "down"], env=environ, check=False, timeout=HANG_S)
 
 
 @pytest.fixture
@@ -261,7 +261,7 @@ def test_every_failure_is_named_and_one_retry_mends_all_but_the_bad_input(
     theirs = {name: value for name, value in prep.contents(data).items() if "00004" not in name}
     assert theirs == prep.contents(undisturbed)
 
-    subprocess.run([SLURM_STARTER, "up"], env=site.environ, check=True, capture_output=True, timeout=60)
+    subprocess.run([SLURM_STARTER, "up"], env=site.environ, check=True, capture_output=True, timeout=HANG_S)
     accepting = ("--worker_args", "--max_bad_fraction 0.6", "--wait")
     assert "verified:" in site.slurm("retry", data, *accepting)
     assert site.status(data)["done"] == "0-6"
@@ -338,18 +338,26 @@ def test_a_submit_limit_of_the_qos_makes_larger_tasks(site: Site, seven: Faults)
     assert (state["done"], state["causes"]) == ("0-3,5-6", {"bad input (65)": "4"})
 
 
-@pytest.mark.parametrize("cluster", ["local", "slurm"])
-def test_submitit_makes_the_shards_of_its_tasks(
-    site: Site, seven: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: str
+def test_forty_shards_by_submitit_on_a_real_slurm_fit_its_array_and_a_preempted_job_comes_back(
+    prep: Prep, site: Site, seven: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """USR2 is what submitit asks Slurm for before a time limit or a preemption."""
     submitit = pytest.importorskip("submitit")
     from slurm import submit_with_submitit
 
     monkeypatch.setenv("SLURM_CONF", site.environ["SLURM_CONF"])
-    executor = submitit.AutoExecutor(folder=tmp_path / "log", cluster=cluster)
-    executor.update_parameters(timeout_min=3, cpus_per_task=1, mem_gb=1)
-    jobs = submit_with_submitit(seven.data, executor, shards_per_task=4)
-    assert [job.result() for job in jobs] == [0, 65]
-    assert site.status(seven.data)["done"] == "0-3,5-6"
-    again = submit_with_submitit(seven.data, executor)
-    assert [job.result() for job in again] == [65], "only what is missing"
+    raw, data = tmp_path / "raw", tmp_path / "forty"
+    shutil.rmtree(raw / "4.txt", ignore_errors=True)
+    (raw / "4.txt").write_text("a\nb\n")
+    prep.plan(raw, data, num_shards=40)
+    executor = submitit.AutoExecutor(folder=tmp_path / "log", cluster="slurm")
+    executor.update_parameters(timeout_min=60, cpus_per_task=1, mem_gb=1)
+    jobs = submit_with_submitit(data, executor)
+    assert len(jobs) == 7, "MaxArraySize"
+    wait_until(lambda: any(job.state == "RUNNING" for job in jobs))
+    running = next(job for job in jobs if job.state == "RUNNING")
+    site.run("scancel", "--signal=USR2", running.job_id)
+    found = [manifest for job in jobs for manifest in job.result()]
+    assert [manifest.shard_id for manifest in found] == list(range(40))
+    assert prep.temporaries(data) == []
+    assert submit_with_submitit(data, executor) == []

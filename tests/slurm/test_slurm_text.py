@@ -15,47 +15,64 @@ from shardprep.console import failure_line
 from shardprep.errors import UsageError
 from shardprep.format.names import ids_of_ranges, manifest_path
 from slurm.cluster_limits import limits_of, minutes_of, partition_limits, tasks_of_shards
-from slurm.dataset_state import (
+from slurm.dataset_state import ShardAttempt, ShardState
+from slurm.failure_causes import (
     BAD_INPUT,
     NO_MANIFEST,
     OUT_OF_MEMORY,
     TIMEOUT,
-    ShardAttempt,
-    ShardState,
     cause_of,
     last_lines,
 )
-from slurm.job_records import JobArray, JobIdentity, Submission, read_submissions
+from slurm.job_records import JobArray, Submission, SubmittedMeanwhile, read_submissions
 from slurm.job_records import publish_submission as publish
 from slurm.job_script import JobRequest, array_script, prep_script, settings_of
-from slurm.slurm_queries import SlurmRefused, TaskAttempt, attempts_by_task, parse_accounts, parse_queue
-from slurm.submitting import parse_job, reason_to_leave, retry_request
+from slurm.retrying import reason_to_leave, retry_request
+from slurm.sending import parse_job
+from slurm.slurm_commands import SlurmRefused
+from slurm.slurm_queries import TaskAttempt, attempts_by_task, parse_accounts, parse_queue
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
 ACCOUNTS = """\
-7_0|FAILED|1:0|n1|2|00:00.931|1||root|shardprep
-7_0.batch|FAILED|1:0|n1|2|00:00.021|1|12096K||batch
-7_0.0|OUT_OF_MEMORY|0:125|n1|2|00:00.909|1|298188K||bash
-7_1|NODE_FAIL|0:0|n2|30|00:00:00|1||root|shardprep
-7_1|CANCELLED by 0|0:0|n1|5|00:00.005|1||root|shardprep
-7_[2-3%2]|PENDING|0:0|None assigned|0|00:00:00|1||root|shardprep
-8|COMPLETED|0:0|n1|2|00:00.9|4||root|a | b
+7_0|FAILED|1:0|n1|2|00:00.931|1||root|2026-11-22T01:52:04|2026-11-22T01:52:09|shardprep
+7_0.batch|FAILED|1:0|n1|2|00:00.021|1|12096K||2026-11-22T01:52:04|2026-11-22T01:52:09|batch
+7_0.0|OUT_OF_MEMORY|0:125|n1|2|00:00.909|1|298188K||2026-11-22T01:52:04|2026-11-22T01:52:09|bash
+7_1|NODE_FAIL|0:0|n2|30|00:00:00|1||root|2026-11-22T01:52:04|2026-11-22T01:52:09|shardprep
+7_1|CANCELLED by 0|0:0|n1|5|00:00.005|1||root|2026-11-22T01:52:04|2026-11-22T01:52:09|shardprep
+7_[2-3%2]|PENDING|0:0|None assigned|0|00:00:00|1||root|2026-11-22T01:52:04|2026-11-22T01:52:09|shardprep
+8|COMPLETED|0:0|n1|2|00:00.9|4||root|2026-11-22T01:52:04|2026-11-22T01:52:09|a | b
 """
-SHOWN = "JobId=7 JobName=shardprep-0123 UserId=root(0) GroupId=root(0) "
+WHEN = "2026-11-22T01:52:04"
+SHOWN = f"JobId=7 JobName=shardprep-0123 UserId=root(0) GroupId=root(0) SubmitTime={WHEN} "
 
 
 def _array(**changes: Any) -> JobArray:
     request = JobRequest(**changes.pop("request", {}))
-    fields: dict[str, Any] = {"job_id": "7", "name": "shardprep-0123", "tasks": ["0", "1-2"]}
-    fields |= {"mem_mb": 1000, "time_min": 10}
+    fields: dict[str, Any] = {
+        "job_id": "7",
+        "name": "shardprep-0123",
+        "submit_time": WHEN,
+        "tasks": ["0", "1-2"],
+    }
+    fields |= {"submit_time": WHEN, "mem_mb": 1000, "time_min": 10}
     return JobArray(request=request, **{**fields, **changes})
 
 
 def _failed(*causes: str, **changes: Any) -> ShardState:
     attempts = [
-        ShardAttempt(array=_array(**changes), index=0, cause=cause, node="n1", log="", last_lines=[])
+        ShardAttempt(
+            array=_array(**changes),
+            index=0,
+            cause=cause,
+            state="failed",
+            reason="",
+            start_time="",
+            node="n1",
+            log="",
+            last_lines=[],
+        )
         for cause in causes
     ]
     return ShardState(shard_id=0, state="failed", attempts=attempts)
@@ -65,12 +82,12 @@ def test_the_script_is_prep_array_with_a_head_that_maps_index_to_shards() -> Non
     request = JobRequest(mem_gb=1.5, time_min=9, sbatch_args="--comment='two words' --mem=1M", partition="p")
     folder = Path("/data/it's 5% of all")
     tasks = ["0-5", "7", "8,10"]
-    text = array_script(folder, "0123456789abcdef", tasks, request, settings={}, body=prep_script())
+    text = array_script(folder, "shardprep-0123456789ab-0", tasks, request, settings={}, body=prep_script())
     lines = text.splitlines()
     options = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
     assert options == [
         "--open-mode=append",
-        "--job-name=shardprep-0123456789ab",
+        "--job-name=shardprep-0123456789ab-0",
         "--array=0-2%3",
         '--output="/data/it\'s 5%% of all/jobs/logs/%A_%a.log"',
         '--comment="two words"',
@@ -120,7 +137,7 @@ def test_tasks_use_this_python_unless_a_setup_or_a_container_brings_another() ->
         ({"sbatch_args": "--array=0-3"}, "--sbatch_args has --array=0-3, which submit sets itself"),
         ({"sbatch_args": "-Jmine"}, "--sbatch_args has -Jmine, which submit sets itself"),
         ({"partition": "cpu\ntouch INJECTED"}, "cannot stand in a job script"),
-        ({"cpus_per_task": "8"}, "--cpus_per_task is '8', expected int"),
+        ({"cpus_per_task": "8"}, "--cpus_per_task is '8', expected a number, or: node"),
         ({"time_min": 10**40}, "expected more than 0 and at most"),
         ({"worker_args": "'"}, "cannot be split"),
     ],
@@ -193,8 +210,9 @@ def test_accounts_show_earlier_runs_memory_and_a_steps_oom() -> None:
 
 def test_the_queue_is_the_newer_truth_of_a_tasks_last_ended() -> None:
     queue = parse_queue(
-        "7|1|RUNNING|None|0|n3|1:05|12|root|s|\n7|2-3%2|PENDING|Resources|0||0:00|7|root|s|\n"
-        "9|N/A|FAILED|x|16640|n1|0:02|9|root|s-verify|\n"
+        f"7|1|RUNNING|None|0|n3|1:05|12|root|{WHEN}|N/A|N/A|0|s|\n"
+        f"7|2-3%2|PENDING|Resources|0||0:00|7|root|{WHEN}|N/A|N/A|0|s|\n"
+        f"9|N/A|FAILED|x|16640|n1|0:02|9|root|{WHEN}|N/A|N/A|0|s-verify|\n"
     )
     assert len(queue) == 4
     runs = attempts_by_task(parse_accounts(ACCOUNTS), queue)
@@ -204,8 +222,9 @@ def test_the_queue_is_the_newer_truth_of_a_tasks_last_ended() -> None:
 
 
 def _ended(state: str, code: int = 0) -> TaskAttempt:
-    identity = JobIdentity(job_id="7", name="shardprep-0123", user="root")
-    return TaskAttempt(identity=identity, index=0, state=state, exit_code=code)
+    return TaskAttempt(
+        job_id="7", name="shardprep-0123", user="root", submit_time=WHEN, index=0, state=state, exit_code=code
+    )
 
 
 @pytest.mark.parametrize(
@@ -261,16 +280,18 @@ def test_a_shard_is_left_after_failing_the_same_way_too_often() -> None:
 def _submission(arrays: list[JobArray]) -> Submission:
     return Submission(
         number=0, plan_id="p", cluster="c", user="root", submitted=1.5, arrays=arrays, verify_job_id="9",
-        verify_name="shardprep-0123-verify",
+        verify_name="shardprep-0123-verify", verify_submit_time=WHEN, sources={},
     )  # fmt: skip
 
 
-def test_submissions_get_numbers_of_their_own_and_read_back_equal(tmp_path: Path) -> None:
+def test_of_two_submissions_with_one_number_the_second_is_told_so_and_the_first_stays(tmp_path: Path) -> None:
     (tmp_path / "jobs").mkdir()
-    sent = [publish(tmp_path, _submission([_array(request={"mem_gb": 1.5})])) for _ in range(2)]
-    assert [item.number for item in sent] == [0, 1]
-    assert read_submissions(tmp_path) == sent
-    assert sorted(path.name for path in (tmp_path / "jobs").iterdir()) == ["0000.json", "0001.json"]
+    first = _submission([_array(request={"mem_gb": 1.5})])
+    publish(tmp_path, first)
+    with pytest.raises(SubmittedMeanwhile, match="cancelled before it began"):
+        publish(tmp_path, _submission([_array(job_id="8")]))
+    assert read_submissions(tmp_path) == [first]
+    assert [path.name for path in (tmp_path / "jobs").iterdir()] == ["0000.json"]
 
 
 # ``python -m slurm`` that counts what it asks of the file system below a folder, and the commands it starts.
@@ -291,6 +312,7 @@ def stat(path, *args, **settings):
 os.stat = stat
 from slurm.__main__ import main
 code = main(sys.argv[1:])
+seen["numpy"] = "numpy" in sys.modules
 with open(report, "w") as file:
     json.dump(seen, file)
 sys.exit(code)
@@ -300,7 +322,7 @@ sys.exit(code)
 def test_a_status_reads_each_manifest_and_failed_log_once_lists_the_folder_once_and_stats_no_shard(
     prep: Prep, sample_dir: Path, tmp_path: Path
 ) -> None:
-    """990 manifests, 4,000 lines of accounts and 10 failures; benchmarks/scale.py times ten times as many."""
+    """990 manifests, 3,000 lines of accounts and 10 failures; benchmarks/scale.py times ten times as many."""
     num_shards, num_failed, data, commands = 1000, 10, tmp_path / "O", tmp_path / "bin"
     prep.plan(sample_dir, data, num_shards=num_shards)
     prep.make(data, 0)
@@ -311,13 +333,18 @@ def test_a_status_reads_each_manifest_and_failed_log_once_lists_the_folder_once_
         manifest_path(data, shard_id).write_text(manifest)
     (data / "jobs" / "logs").mkdir(parents=True)
     publish(data, _submission([_array(tasks=[str(i) for i in range(num_shards)])]))
-    lines = ["7_{0}|COMPLETED|0:0|n1|9|00:09.1|8||root|shardprep-0123"]
-    lines += [f"7_{{0}}.{step}|COMPLETED|0:0|n1|9|00:09.0|8|9M||{step}" for step in ("batch", "extern", "0")]
+    lines = [f"7_{{0}}|COMPLETED|0:0|n1|9|00:09.1|8||root|{WHEN}|{WHEN}|shardprep-0123"]
+    lines += [
+        f"7_{{0}}.{step}|COMPLETED|0:0|n1|9|00:09.0|8|9M||{WHEN}|{WHEN}|{step}"
+        for step in ("batch", "extern", "0")
+    ]
     (tmp_path / "sacct.txt").write_text(
         "".join(f"{line.format(i)}\n" for i in range(num_shards) for line in lines)
     )
     commands.mkdir()
-    for name, body in {"sacct": f"cat {tmp_path}/sacct.txt", "squeue": "true"}.items():
+    config = "printf 'ClusterName = c\\nMaxArraySize = 1001\\n'"
+    bodies = {"sacct": f"cat {tmp_path}/sacct.txt", "squeue": "true", "scontrol": config}
+    for name, body in bodies.items():
         (commands / name).write_text(f"#!/bin/sh\n{body}\n")
         (commands / name).chmod(0o755)
     for shard_id in range(num_shards - num_failed, num_shards):
@@ -333,8 +360,9 @@ def test_a_status_reads_each_manifest_and_failed_log_once_lists_the_folder_once_
     assert "990 of 1000 shards are done" in done.stdout
     assert f"failed, {NO_MANIFEST}: 990-999" in done.stdout
     seen = json.loads((tmp_path / "seen.json").read_text())
-    assert (seen["start squeue"], seen["start sacct"]) == (1, 1)
-    assert seen["open .log"] == num_failed
+    assert {name: seen[f"start {name}"] for name in bodies} == {"squeue": 2, "sacct": 1, "scontrol": 1}
+    assert not seen["numpy"], "its 0.1 s"
+    assert seen["open .log"] == num_failed + 1, "the verify job's, too"
     few = 5  # plan.json, its tokenizer, a submission
     assert num_shards - num_failed <= seen["open .json"] <= num_shards - num_failed + few
     assert seen["list"] <= 2, "the folder and its jobs"

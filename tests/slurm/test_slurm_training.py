@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.checkout import ROOT, SLURM_STARTER
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -44,7 +44,7 @@ class Site:
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
+            timeout=HANG_S,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout.strip()
@@ -71,7 +71,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     environ |= {"SLURM_CONF": f"{cluster}/slurm.conf", "SHARDPREP_PYTHON": sys.executable}
     environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
     up = subprocess.run(
-        [SLURM_STARTER, "up"], env=environ, capture_output=True, text=True, check=False, timeout=280
+        [SLURM_STARTER, "up"], env=environ, capture_output=True, text=True, check=False, timeout=HANG_S
     )
     try:
         if up.returncode == CANNOT_INSTALL:
@@ -79,7 +79,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         assert up.returncode == 0, up.stderr
         yield Site(environ=environ, folder=tmp_path_factory.mktemp("desk"))
     finally:
-        subprocess.run([SLURM_STARTER, "down"], env=environ, check=False, timeout=100)
+        subprocess.run([SLURM_STARTER, "down"], env=environ, check=False, timeout=HANG_S)
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,7 @@ def test_on_a_cluster_without_accounts_the_whole_way_works(
     def slurm(*args: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "slurm", *map(str, args)]
         return subprocess.run(
-            command, cwd=ROOT, env=site.environ, capture_output=True, text=True, check=False, timeout=100
+            command, cwd=ROOT, env=site.environ, capture_output=True, text=True, check=False, timeout=HANG_S
         )
 
     first = slurm("submit", data, "--cpus_per_task", 1, "--wait")

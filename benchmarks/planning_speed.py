@@ -1,0 +1,96 @@
+"""What a person waits for before the first document: planning, and the plain form without a plan.
+
+    python benchmarks/planning_speed.py [--repeats 5] [--mb 6]
+
+One core, in turn: the first script, the plain form (``--shard_id 0`` without a plan), and ``plan``, each
+with an empty cache of tokenizers and with one that knows this one; on a file of two lines, and on ``--mb`` of
+English. CPU seconds and peak memory of the whole process: median (least-most), and how many times faster
+than the first script in the same turn. The bare load of each engine, which cannot be saved, stands beside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from benchmark_text import ROOT, lay_out
+from measured_run import Usage, machine_line, run_pinned
+
+FIRST = "first script"
+_BARE = {
+    "bare load of tokenizers": "import tokenizers, sys; tokenizers.Tokenizer.from_file(sys.argv[1])",
+    "bare load of fastokens": "import fastokens, sys; fastokens.Tokenizer.from_file(sys.argv[1])",
+}
+
+
+def runs(tokenizer: Path, raw: Path, scratch: Path) -> Iterator[tuple[str, Callable[[], Usage]]]:
+    """Name and call of each thing measured; each call begins with its output folder gone."""
+    output, log, cache = scratch / "output", scratch / "log", scratch / "cache"
+    flags = ["--input_dir", raw, "--output_dir", output, "--model_id", tokenizer]
+    plain = ["-m", "preprocess", "--shard_id", "0", *flags]
+
+    def call(*words: str | Path, is_known: bool = True) -> Callable[[], Usage]:
+        def run() -> Usage:
+            shutil.rmtree(output, ignore_errors=True)
+            if not is_known:
+                shutil.rmtree(cache, ignore_errors=True)
+            return run_pinned([sys.executable, *words], cwd=scratch, log=log)
+
+        return run
+
+    for name, code in _BARE.items():
+        yield name, call("-c", code, tokenizer / "tokenizer.json")
+    yield FIRST, call(ROOT / "benchmarks/first_script.py", "--shard_id", "0", *flags)
+    yield "plain form, tokenizer not seen before", call(*plain, is_known=False)
+    yield "plain form, tokenizer known", call(*plain)
+    yield "plan, tokenizer not seen before", call("-m", "preprocess", "plan", *flags, is_known=False)
+    yield "plan, tokenizer known", call("-m", "preprocess", "plan", *flags)
+
+
+def table(title: str, found: dict[str, list[Usage]]) -> str:
+    """A row a run."""
+    lines = [f"| {title} | CPU s | times the first script | peak MB |", "|---|---|---|---|"]
+    first = [usage.cpu_s for usage in found[FIRST]]
+    for name, usages in found.items():
+        cpu = [usage.cpu_s for usage in usages]
+        ratios = [theirs / ours for theirs, ours in zip(first, cpu, strict=True)]
+        peak = max(usage.max_rss_bytes for usage in usages) / 1e6
+        lines.append(f"| {name} | {_spread(cpu)} | {_spread(ratios)} | {peak:.0f} |")
+    return "\n".join(lines)
+
+
+def _spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--mb", type=float, default=6.0)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="shardprep-bench-") as folder:
+        scratch = Path(folder)
+        os.environ["XDG_CACHE_HOME"] = str(scratch / "cache")
+        text = lay_out(scratch, int(args.mb * 1e6))
+        tiny = scratch / "tiny"
+        tiny.mkdir()
+        (tiny / "documents.txt").write_text("Two lines.\nOf text.\n")
+        english = next(corpus.folder for corpus in text.corpora if corpus.label.startswith("English"))
+        for title, raw in (("a file of two lines", tiny), (f"{args.mb:g} MB of English", english)):
+            found: dict[str, list[Usage]] = {}
+            for _ in range(args.repeats):
+                for name, run in runs(text.tokenizer, raw, scratch):
+                    found.setdefault(name, []).append(run())
+            print(table(title, found), "", sep="\n", flush=True)
+        print(f"{text.caption}; {args.repeats} turns; {machine_line()}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""A tokenizer as transformers loads and saves it, for those that nothing smaller can be trusted with.
+
+transformers imports torch where that is installed, 1-2 s and 200 MB for nothing, and neither of them belongs
+in a process that makes shards. So a process of its own loads and saves, without torch, and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from shardprep.console import die_with_parent, raise_on_stop_signals, stop_signals_wait
+from shardprep.errors import CannotWrite, NotFound, ReadWriteError, ShardprepError, Stopped, UsageError
+
+_SPAWN = multiprocessing.get_context(
+    "spawn"
+)  # a fork would copy the threads of numpy and tokenizers half-alive
+
+
+def save_in_own_process(model_id: str, folder: Path) -> None:
+    """``save_tokenizer`` in a process that ends with it; raises what that raises, or ReadWriteError."""
+    ours, theirs = _SPAWN.Pipe(duplex=False)
+    process = _SPAWN.Process(target=_save, args=(model_id, folder, theirs, os.getpid()), daemon=True)
+    with stop_signals_wait():
+        process.start()
+    theirs.close()
+    try:
+        outcome: ShardprepError | None = ours.recv()
+    except EOFError:
+        process.join()
+        raise ReadWriteError(
+            f"the process that loads the tokenizer of {model_id} ended with {process.exitcode} and without a "
+            "word; is there too little memory? Run this again"
+        ) from None
+    finally:
+        ours.close()
+        process.terminate()
+        process.join()
+    if outcome is not None:
+        raise outcome
+
+
+def _save(model_id: str, folder: Path, pipe: Connection, parent: int) -> None:
+    """Body of the process."""
+    try:
+        raise_on_stop_signals()
+        die_with_parent(parent)
+        sys.modules["torch"] = None  # type: ignore[assignment]  # as if it were not installed
+        outcome = None
+        try:
+            save_tokenizer(model_id, folder)
+        except ShardprepError as error:
+            outcome = error
+        with contextlib.suppress(BrokenPipeError):
+            pipe.send(outcome)
+    except Stopped as error:
+        raise SystemExit(error.exit_code) from None
+
+
+def save_tokenizer(model_id: str, folder: Path) -> None:
+    """Write the files of a model's tokenizer, and nothing else of the model, into ``folder``.
+
+    Raises NotFound (no such model, or no network), UsageError (a slow tokenizer), CannotWrite.
+    """
+    tokenizer = _auto_tokenizer(model_id)
+    if not getattr(tokenizer, "is_fast", False):
+        raise UsageError(
+            f"the tokenizer of {model_id} is a slow one ({type(tokenizer).__name__}); a fast one is needed: "
+            "look for a copy of the model with a tokenizer.json, or convert it with transformers"
+        )
+    try:
+        tokenizer.save_pretrained(str(folder))
+    except Exception as error:  # tokenizers' own writer raises a bare one
+        reason = getattr(error, "strerror", None) or error
+        raise CannotWrite(
+            f"tokenizer files cannot be written to {folder}: {reason}; free some space there (df), or "
+            "let TMPDIR name another folder"
+        ) from None
+
+
+def _auto_tokenizer(model_id: str) -> Any:
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model_id, trust_remote_code=False)
+    except Exception as error:
+        where = (
+            f"in the folder {model_id}"
+            if os.path.isdir(model_id)  # noqa: PTH112 - Path.is_dir() would raise what the file system says
+            else f"{model_id!r} on the hub or in its cache"
+        )
+        reason = " ".join(str(error).split())[:400]
+        raise NotFound(
+            f"no usable tokenizer was found {where} ({type(error).__name__}: {reason}); expected a folder "
+            "with a tokenizer.json, or a model's name and a way to the hub (a gated model needs `hf auth "
+            "login`, a node without network a cache filled elsewhere); pass it as --model_id"
+        ) from None

@@ -1,0 +1,153 @@
+"""What tasks used of what they asked for, and what to ask for: for ``status`` and for ``submit --auto``."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from preprocess.plan import Plan
+from shardprep.format.shard_making import ShardMaking
+from slurm.cluster_limits import PartitionLimits
+from slurm.dataset_state import DatasetState, is_live
+
+_PROCESS_GB = 1.0  # a worker has 0.4 GB with Llama 3's vocabulary; the rest is for what nobody foresaw
+_SPARE = 1.25  # of memory
+_SLOWEST = 2.0  # how much longer than the longest a task may take
+_START_MIN = 5
+
+
+def resource_use(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
+    """What the newest submission used of what it asked for, and what to ask for next time.
+
+    Memory is the largest that the accounts saw of a task; without them, or where their samples (30 s
+    apart by default) missed it, the largest process's by its manifest, times the processes of a task.
+    """
+    if not state.submissions or not made:
+        return {}
+    array = state.submissions[-1].arrays[0]
+    cpu = _cpu_share(made)
+    seen = [attempt.max_rss_bytes for attempts in state.task_attempts.values() for attempt in attempts]
+    num_cpus = array.request.num_cpus or max(each.num_cpus for each in made)
+    shards_per_task = max(len(ids) for ids in array.shards_of_tasks())
+    own = max(each.max_rss_bytes for each in made)
+    rss = max(seen, default=0)
+    rss = rss if rss >= own else own * min(num_cpus, shards_per_task)
+    longest_s = max(each.wall_s for each in made)
+    longest_task_s = max(longest_s, _longest_task_s(state, made))
+    return {
+        "cpu": round(cpu, 2),
+        "max_rss_mb": math.ceil(rss / 2**20),
+        "mem_mb": array.mem_mb,
+        "longest_shard_s": round(longest_s, 1),
+        "longest_task_s": round(longest_task_s, 1),
+        "time_min": array.time_min,
+        "next_time": {
+            "cpus_per_task": _fewer(num_cpus, cpu),
+            "mem_gb": _quarters(rss / 2**30 * _SPARE),
+            "time_min": _minutes(longest_task_s),
+        },
+    }
+
+
+def _cpu_share(made: Sequence[ShardMaking]) -> float:
+    """Of the CPU time that the shards' processes could have used."""
+    timed = [each for each in made if each.wall_s > 0]
+    return sum(each.cpu_s for each in timed) / max(sum(each.wall_s * each.num_cpus for each in timed), 1e-3)
+
+
+def _longest_task_s(state: DatasetState, made: Sequence[ShardMaking]) -> float:
+    """The longest time from the first to the last shard of one task of the newest submission."""
+    submission = state.submissions[-1]
+    of_shard = {each.shard_id: each for each in made if each.began >= submission.submitted}
+    spans = []
+    for array in submission.arrays:
+        for shard_ids in array.shards_of_tasks():
+            own = [of_shard[shard_id] for shard_id in shard_ids if shard_id in of_shard]
+            if own:
+                share = len(shard_ids) / len(own)  # of a task that has not made all of them yet
+                spans.append(share * (max(each.ended for each in own) - min(each.began for each in own)))
+    return max(spans, default=0.0)
+
+
+def core_hours(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, float | None]:
+    """What all attempts had, and those of them that failed; without accounts what made the shards."""
+    ended = [
+        (each.elapsed_s * each.num_cpus / 3600, each.state == "COMPLETED")
+        for attempts in state.task_attempts.values()
+        for each in attempts
+        if each.num_cpus and not is_live(each)
+    ]
+    if not ended:
+        used = sum(each.wall_s * each.num_cpus for each in made) / 3600
+        return {"used": round(used, 4), "failed": None}
+    failed = sum(hours for hours, is_completed in ended if not is_completed)
+    return {"used": round(sum(hours for hours, _ in ended), 4), "failed": round(failed, 4)}
+
+
+def asked_for(state: DatasetState) -> dict[str, dict[str, Any]]:
+    """Of the newest submission: its values that are no defaults, and where each came from."""
+    if not state.submissions:
+        return {}
+    submission = state.submissions[-1]
+    request = dataclasses.asdict(submission.arrays[0].request)
+    return {
+        name: {"value": request[name], "source": source}
+        for name, source in submission.sources.items()
+        if name in request
+    }
+
+
+def advice_of_makings(made: Sequence[ShardMaking], shards_per_task: int) -> dict[str, Any]:
+    """CPUs, memory and time of a task, by the shards that were made already."""
+    num_cpus = _fewer(max(each.num_cpus for each in made), _cpu_share(made))
+    num_processes = min(num_cpus, shards_per_task)
+    rss_gb = max(each.max_rss_bytes for each in made) / 2**30
+    longest_s = max(each.wall_s * each.num_cpus for each in made) / num_cpus
+    return {
+        "cpus_per_task": num_cpus,
+        "mem_gb": _quarters(rss_gb * num_processes * _SPARE),
+        "time_min": _minutes(longest_s * shards_per_task),
+    }
+
+
+def advice_of_plan(plan: Plan, folder: Path, shards_per_task: int) -> dict[str, Any]:
+    """CPUs, memory and time of a task, by a sample of the input, as ``plan`` measures it: a second or two.
+
+    Raises what loading the tokenizer and reading the input raise.
+    """
+    from preprocess.cost_estimate import estimate_of  # numpy, which status does not need
+
+    cost = estimate_of(plan, folder)
+    num_cpus = max(1, min(cost.num_useful_cores, 64))
+    return {
+        "cpus_per_task": num_cpus,
+        "mem_gb": _PROCESS_GB * min(num_cpus, shards_per_task),
+        "time_min": _minutes(cost.longest_shard_s * shards_per_task / num_cpus),
+    }
+
+
+def within(advice: dict[str, Any], partition: PartitionLimits | None) -> dict[str, Any]:
+    """The advice, as far as some node of the partition has so much."""
+    if partition is None:
+        return advice
+    most = {
+        "cpus_per_task": partition.max_cpus,
+        "mem_gb": partition.max_mem_mb / 1024,
+        "time_min": partition.max_time_min,
+    }
+    return {name: min(value, most[name] or value) for name, value in advice.items()}
+
+
+def _fewer(num_cpus: int, share: float) -> int:
+    return max(1, math.ceil(num_cpus * share * 1.2)) if share < 0.5 else num_cpus
+
+
+def _quarters(gigabytes: float) -> float:
+    return max(1, math.ceil(gigabytes * 4)) / 4
+
+
+def _minutes(seconds: float) -> int:
+    return math.ceil(seconds * _SLOWEST / 60) + _START_MIN

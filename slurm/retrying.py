@@ -1,0 +1,101 @@
+"""``retry``: which of the missing shards are sent again, and what each one's failure asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+from shardprep.errors import NotFound, UsageError
+from slurm.cluster_limits import check_folder, find_partition_limits
+from slurm.dataset_state import DatasetState, ShardState
+from slurm.failing_nodes import failing_nodes
+from slurm.failure_causes import BAD_INPUT, OUT_OF_MEMORY, TIMEOUT
+from slurm.job_script import JobRequest, quoted
+from slurm.sending import Sending
+from slurm.submitting import prepare
+
+
+def prepare_retry(
+    state: DatasetState,
+    changes: dict[str, Any],
+    *,
+    max_attempts: int,
+    shards_per_task: int | None,
+    say: Callable[[str], None],
+    shard_ids: Container[int] | None = None,
+) -> tuple[list[ShardState], Sending | None]:
+    """What is missing and not queued, each as its failure asks; returns the shards left, too.
+
+    What the last verify job found wrong is made anew. ``shard_ids``: no others.
+    ``changes`` are the request's fields that the user gave; they win over what a cause would change.
+    """
+    if not state.submissions:
+        raise NotFound(
+            f"nothing was submitted for {state.folder} yet; run: "
+            f"python -m slurm submit {quoted(state.folder)}"
+        )
+    if max_attempts < 1:
+        raise UsageError(f"--max_attempts is {max_attempts}, expected 1 or more")
+    base = state.submissions[-1].arrays[0].request
+    limits = find_partition_limits(base.changed(**changes))
+    nodes = failing_nodes(attempt for each in state.task_attempts.values() for attempt in each)
+    groups: dict[JobRequest, list[int]] = {}
+    left = []
+    for shard in state.shards:
+        is_wanted = shard_ids is None or shard.shard_id in shard_ids
+        if not is_wanted or not (shard.state in ("failed", "not submitted") or shard.shard_id in state.wrong):
+            continue
+        if reason_to_leave(shard, max_attempts, changes):
+            left.append(shard)
+            continue
+        request = retry_request(shard, base, limits.max_mem_mb if limits else 0, nodes).changed(**changes)
+        groups.setdefault(request, []).append(shard.shard_id)
+    if not groups:
+        return left, None
+    for request in groups:
+        check_folder(state.folder, request, say)
+    sources = {**state.submissions[-1].sources, **dict.fromkeys(changes, "given to retry")}
+    broken = [shard_id for ids in groups.values() for shard_id in ids if shard_id in state.wrong]
+    return left, prepare(state, list(groups.items()), shards_per_task, say, sources=sources, broken=broken)
+
+
+def reason_to_leave(shard: ShardState, max_attempts: int, changes: dict[str, Any]) -> str | None:
+    """Why a shard is not tried again: it failed the same way too often, or must fail the same way."""
+    if not shard.attempts:
+        return None
+    cause, last = shard.cause, shard.attempts[-1].array.request
+    same = 0
+    for attempt in reversed(shard.attempts):
+        if attempt.cause != cause:
+            break
+        same += 1
+    if cause == BAD_INPUT and changes.get("worker_args", last.worker_args) == last.worker_args:
+        return "the same input fails in the same way"
+    return f"failed the same way {same} times" if same >= max_attempts else None
+
+
+def retry_request(
+    shard: ShardState, base: JobRequest, max_mem_mb: int, failing: Sequence[str] = ()
+) -> JobRequest:
+    """The last attempt's request, with what its failure asks for.
+
+    Memory is doubled after OUT_OF_MEMORY, up to ``max_mem_mb`` (of the largest node; 0 if not known), time
+    is doubled after TIMEOUT, and the nodes in ``failing`` are excluded.
+    """
+    request = base
+    if shard.attempts:
+        last = shard.attempts[-1]
+        request = last.array.request
+        if last.cause == OUT_OF_MEMORY and last.array.mem_mb:
+            mem_gb = min(2 * last.array.mem_mb, max_mem_mb or 2 * last.array.mem_mb) / 1024
+            if request.mem_per_cpu_gb is None:
+                request = request.changed(mem_gb=round(mem_gb, 3))
+            else:
+                request = request.changed(mem_per_cpu_gb=round(mem_gb / (request.num_cpus or 1), 3))
+        if last.cause == TIMEOUT and last.array.time_min:
+            request = request.changed(time_min=2 * last.array.time_min)
+    if failing:
+        kept = (request.exclude or "").split(",") if "[" not in (request.exclude or "") else [request.exclude]
+        names = dict.fromkeys(str(name) for name in [*kept, *failing] if name)
+        request = request.changed(exclude=",".join(names))
+    return request

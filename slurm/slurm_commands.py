@@ -1,0 +1,131 @@
+"""Runs Slurm's own commands. No other module starts them, and none else knows how they fail."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from typing import TypeVar
+
+from shardprep.errors import NotFound, ReadWriteError, UsageError
+
+T = TypeVar("T")
+
+# sbatch's variables beat the script's own #SBATCH lines; JobRequest has read those that users set.
+_DROPPED = (
+    "SQUEUE_",
+    "SBATCH_JOB_NAME",
+    "SACCT_",
+    "SBATCH_ARRAY",
+    "SBATCH_OUTPUT",
+    "SBATCH_WAIT",
+    "SBATCH_TIMELIMIT",
+    "SBATCH_MEM",
+)
+# Inside an allocation Slurm has set some 50 SLURM_* that describe it; sbatch and srun read several of them as
+# options (SLURM_MEM_PER_CPU excludes --mem, SLURM_CPU_BIND breaks a step). These say how Slurm is reached.
+_KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"})
+REQUEST_VARIABLES = {
+    name: f"SBATCH_{name.upper()}" for name in ("partition", "account", "qos", "constraint", "exclude")
+}
+# Slurm's own words for a controller that is down, too slow, or not configured here.
+_AWAY = re.compile(
+    r"contact slurm controller|timed out|configuration source|Zero Bytes|connection fail|"
+    r"Munge|authentication",
+    re.IGNORECASE,
+)
+
+
+class SlurmRefused(UsageError):
+    """Slurm will not run this as it was asked for; its own words are in the message."""
+
+
+class SlurmAway(ReadWriteError):
+    """Slurm gives no answer: its controller is down or slow, or cannot be reached from here."""
+
+
+class SlurmGarbled(SlurmAway):
+    """An answer that is cut short, or of a form that is not known here."""
+
+
+class SlurmMissing(SlurmAway):
+    """Slurm's commands are not installed here."""
+
+    exit_code = NotFound.exit_code
+
+
+def slurm_answer(parse: Callable[[str], T], *command: str, cluster: str | None = None) -> T:
+    """What ``parse`` makes of the output of a command that only asks.
+
+    Raises what ``slurm_output`` raises, and SlurmGarbled where the output is cut short or unknown to it.
+    """
+    text = slurm_output(*command, cluster=cluster)
+    try:
+        return parse(text)
+    except (ValueError, LookupError, TypeError, ArithmeticError) as error:
+        raise SlurmGarbled(
+            f"{' '.join(command[:3])} answered what cannot be read ({error}), beginning with "
+            f"{text[:80]!r}; try again, and see whether {command[0]} itself answers: {command[0]} --version"
+        ) from None
+
+
+def slurm_output(*command: str, text: str | None = None, cluster: str | None = None) -> str:
+    """Standard output of a Slurm command; ``text`` is its input, ``cluster`` another one than this host's.
+
+    Raises SlurmRefused with Slurm's words where it ends with an error, SlurmMissing where it is not
+    installed, SlurmAway where the controller cannot be reached or does not answer within two minutes.
+    """
+    try:
+        done = subprocess.run(
+            command,
+            input=text,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            check=False,
+            timeout=120,
+            env=_environ(cluster),
+        )
+    except OSError as error:
+        raise SlurmMissing(
+            f"{command[0]} cannot be run here ({error.strerror}); run this on a login node of the cluster, "
+            "or without one: python -m preprocess run O"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise SlurmAway(
+            f"{command[0]} did not answer within 120 s; is the controller up? scontrol ping"
+        ) from None
+    if done.returncode:
+        words = " ".join((done.stderr or done.stdout).split())
+        if _AWAY.search(words):
+            raise SlurmAway(f"{command[0]} gets no answer: {words}; is the controller up? scontrol ping")
+        raise SlurmRefused(f"{command[0]} refuses: {words}")
+    return done.stdout
+
+
+def _environ(cluster: str | None) -> dict[str, str]:
+    """What Slurm's commands, and by sbatch the jobs, get of this process's variables.
+
+    Left out are those that would change what is asked for or how it is printed, and those of the allocation
+    that this process may run in. Lists of indices come whole, times in one form.
+    """
+    dropped = (*_DROPPED, *REQUEST_VARIABLES.values(), "SLURM_")
+    kept = {
+        name: value for name, value in os.environ.items() if name in _KEPT or not name.startswith(dropped)
+    }
+    asked = {"SLURM_CLUSTERS": cluster} if cluster else {}
+    return {**kept, **asked, "SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
+
+
+def read_config() -> dict[str, str]:
+    """``scontrol show config`` as name -> value. Raises what ``slurm_answer`` raises."""
+    return slurm_answer(_parse_config, "scontrol", "show", "config")
+
+
+def _parse_config(text: str) -> dict[str, str]:
+    """Raises ValueError where it is cut short before what is needed of it."""
+    config = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", text, re.MULTILINE))
+    if not re.fullmatch(r"[0-9]{1,10}", config.get("MaxArraySize", "")):
+        raise ValueError("no MaxArraySize")
+    return config

@@ -1,0 +1,116 @@
+"""The report of ``status`` as text for people."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+_MOST_FAILURES = 8  # shown with their last lines
+
+
+def report_text(data: dict[str, Any]) -> str:
+    """The report for people."""
+    total, done = data["num_shards"], data["num_done"]
+    lines = [f"{data['folder']}: {done} of {total} shards are done ({done / total:.1%})"]
+    speed = "" if not data["tokens_per_s"] else f", {data['tokens_per_s']:,} tokens/s"
+    left = "" if data["left_s"] is None else f", about {duration(data['left_s'])} left"
+    lines.append(f"  {data['num_tokens']:,} tokens{speed}{left}")
+    queued = ("running", "pending", "not_submitted")
+    lines += [f"  {name.replace('_', ' ')}: {data[name]}" for name in queued if data[name]]
+    lines += _waiting_lines(data)
+    if data["not_visible"]:
+        lines.append(f"  not visible: {data['not_visible']} ({data['why_not_visible']})")
+    if data["slurm_away"]:
+        lines.append(f"  what waits and runs is not known: {data['slurm_away']}")
+    if data["wrong"]:
+        lines.append(f"  found wrong by the verify job: {data['wrong']}; retry makes them anew")
+    if data["stray_jobs"]:
+        ids = ", ".join(data["stray_jobs"])
+        lines.append(f"  held jobs that no record names: {ids}: a submission goes on, or was cut short")
+    lines += [f"  failed, {cause}: {ids}" for cause, ids in data["causes"].items()]
+    lines += [f"  started again by Slurm after {how}: {n} task(s)" for how, n in data["restarts"].items()]
+    if data["other_plan"]:
+        lines.append(f"  of another plan: {data['other_plan']}; python -m preprocess verify says what to do")
+    lines += _slow_lines(data)
+    lines += _efficiency_lines(data)
+    lines += _asked_lines(data["asked_for"])
+    for failure in data["failures"][:_MOST_FAILURES]:
+        node = f" on {failure['node']}" if failure["node"] else ""
+        tries = f", try {failure['num_attempts']}" if failure["num_attempts"] > 1 else ""
+        lines.append(
+            f"  shard {failure['shard']:05d}, task {failure['task']}{node}{tries}: {failure['cause']}"
+        )
+        lines += [f"    | {line[:300]}" for line in failure["last_lines"]]
+        lines.append(f"    {failure['log']}")
+    if (more := len(data["failures"]) - _MOST_FAILURES) > 0:
+        lines.append(f"  and {more} more failures: --json has them all")
+    return "\n".join([*lines, next_line(data)])
+
+
+def _waiting_lines(data: dict[str, Any]) -> list[str]:
+    lines = []
+    for item in data["waits_for"]:
+        means = f": {item['means']}" if item["means"] else ""
+        starts = f"; expected to start at {item['starts'].replace('T', ' ')}" if item["starts"] else ""
+        lines.append(f"    {item['shards']} wait for {item['reason']}{means}{starts}")
+    return lines
+
+
+def _slow_lines(data: dict[str, Any]) -> list[str]:
+    shards = [
+        f"{item['shard']:05d} ({item['wall_s']:.0f} s on {item['node']})" for item in data["slow_shards"]
+    ]
+    nodes = [f"{item['node']} ({item['speed']:.0%} of the others' speed)" for item in data["slow_nodes"]]
+    lines = [f"  slowest shards: {', '.join(shards)}"] if shards else []
+    return lines + ([f"  slow nodes: {', '.join(nodes)}"] if nodes else [])
+
+
+def _asked_lines(asked: dict[str, dict[str, Any]]) -> list[str]:
+    words = [f"{name} {item['value']} ({item['source']})" for name, item in asked.items()]
+    return [f"  asked for: {', '.join(words)}"] if words else []
+
+
+def _efficiency_lines(data: dict[str, Any]) -> list[str]:
+    used, hours = data["efficiency"], data["core_hours"]
+    if not used:
+        return []
+    of = f" of {used['mem_mb']}" if used["mem_mb"] else ""
+    limit = f" of {used['time_min']} min" if used["time_min"] else ""
+    asked = " ".join(f"--{name} {value:g}" for name, value in used["next_time"].items())
+    shares = f"{used['cpu']:.0%} of the CPUs, {used['max_rss_mb']}{of} MB of memory"
+    longest = f"{used['longest_task_s']:.0f} s{limit} for the longest task"
+    wasted = "" if hours["failed"] is None else f", {hours['failed']:.3g} of them by attempts that failed"
+    return [
+        f"  used: {shares}, {longest}",
+        f"  core-hours: {hours['used']:.3g}{wasted}",
+        f"  next time ask for: {asked} (submit --auto does)",
+    ]
+
+
+def next_line(data: dict[str, Any]) -> str:
+    """What to type next."""
+    folder = shlex.quote(data["folder"])
+    if data["slurm_away"]:
+        return f"next: the same again, when Slurm answers: python -m slurm status {folder}"
+    if data["held_jobs"]:
+        ids = ",".join(data["held_jobs"])
+        return f"next: scontrol release {ids} (they are held), or: python -m slurm cancel {folder}"
+    if data["running"] or data["pending"]:
+        return f"next: python -m slurm status {folder} --watch"
+    if data["stray_jobs"]:
+        return f"next: python -m slurm cancel {folder}, if nobody submits just now"
+    if data["failed"] or data["wrong"]:
+        return f"next: python -m slurm retry {folder}"
+    if data["not_visible"]:
+        return f"next: look where they can be seen; if they do not run: submit {folder} --shards IDS"
+    if data["not_submitted"]:
+        return f"next: python -m slurm submit {folder}"
+    if not data["verified"]:
+        return f"next: the verify job is {data['verify'] or 'missing'}; python -m preprocess verify {folder}"
+    return f"verified: {data['folder']}/index.json is there"
+
+
+def duration(seconds: float) -> str:
+    """``2 h 05 min``, ``5 min`` or ``5 s``."""
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"

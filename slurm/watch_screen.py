@@ -1,0 +1,147 @@
+"""``status --watch``: what a person reads at a glance, on 80 columns, in tmux, over a slow link.
+
+A screen is lines of text, made of the report of ``status_report``. ``changes`` are the bytes that turn one
+screen into the next: only the lines that differ, so nothing flickers, and a look at which little happened is
+some 100 bytes.
+"""
+
+from __future__ import annotations
+
+import time
+import unicodedata
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardprep.format.names import ids_of_ranges
+from slurm.status_text import duration, next_line
+
+_BAR = ("█", "▓", "░", "×", "·")  # done, running, pending, failed, everything else
+_ASCII_BAR = ("#", "=", "-", "x", ".")
+_COLUMN = 13  # where what is said of a kind begins
+_MOST_ROWS = 4  # of one kind: causes, reasons, nodes
+_COUNTS = ("done", "running", "pending", "failed", "other")
+
+
+def screen_lines(
+    data: dict[str, Any], *, width: int = 80, now: float | None = None, ascii_only: bool = False
+) -> list[str]:
+    """The report as a screen of at most 24 lines, none of them longer than ``width``."""
+    counts = _counts(data)
+    clock = time.strftime("%H:%M:%S", time.localtime(now))
+    lines = [_both_ends(f"shardprep {data['folder']}", clock, width)]
+    lines.append(bar(counts, data["num_shards"], width, ascii_only=ascii_only))
+    signs = _ASCII_BAR if ascii_only else _BAR
+    named = zip(signs, _COUNTS, strict=True)
+    words = [f"{sign} {counts[name]:,} {name}" for sign, name in named if counts[name]]
+    lines += [_both_ends("  ".join(words), f"{data['num_done'] / data['num_shards']:.1%}", width), ""]
+    lines += _speed_lines(data)
+    lines += _rows("waits for", [_waits(item) for item in data["waits_for"]])
+    lines += _rows("failed", [f"{_number(ids)} {cause}: {ids}" for cause, ids in data["causes"].items()])
+    lines += _rows("restarted", [f"{number} task(s) after {how}" for how, number in data["restarts"].items()])
+    slow = [f"{item['node']} at {item['speed']:.0%} of the others' speed" for item in data["slow_nodes"]]
+    lines += _rows("slow nodes", slow)
+    if data["not_visible"]:
+        lines += _rows("not visible", [f"{data['not_visible']} ({data['why_not_visible']})"])
+    if data["slurm_away"]:
+        lines += _rows("Slurm", [data["slurm_away"]])
+    lines += _last_failure_lines(data, width)
+    goes_on = data["running"] or data["pending"]
+    lines += ["", "Ctrl-C ends this look, the jobs go on" if goes_on else next_line(data)]
+    return [cut(line, width) for line in lines]
+
+
+def bar(counts: Mapping[str, int], total: int, width: int, *, ascii_only: bool = False) -> str:
+    """One line of ``width`` cells; each kind has its share, and at least a cell where it has a shard."""
+    signs = _ASCII_BAR if ascii_only else _BAR
+    cells = {name: max(width * counts[name] // total, min(1, counts[name])) for name in _COUNTS}
+    largest = max(cells, key=lambda name: cells[name])
+    cells[largest] += width - sum(cells.values())
+    return "".join(sign * cells[name] for sign, name in zip(signs, _COUNTS, strict=True))
+
+
+def changes(before: Sequence[str], after: Sequence[str]) -> str:
+    """What a terminal gets to show ``after`` where it shows ``before``; all of it where that is nothing."""
+    out = [] if before else ["\033[H\033[2J"]
+    for row in range(max(len(before), len(after))):
+        line = after[row] if row < len(after) else ""
+        if row >= len(before) or before[row] != line:
+            out.append(f"\033[{row + 1};1H{line}\033[K")
+    return "".join([*out, f"\033[{len(after) + 1};1H"])
+
+
+def cut(line: str, width: int) -> str:
+    """A line that fits into ``width`` cells (a Korean letter takes two), without codes of terminals."""
+    clean = "".join(char if char.isprintable() else " " for char in line)
+    if _num_cells(clean) <= width:
+        return clean
+    while _num_cells(clean) > max(width - 3, 0):
+        clean = clean[:-1]
+    return (clean + "...")[:width]
+
+
+def _num_cells(text: str) -> int:
+    marks = sum(unicodedata.combining(char) > 0 for char in text)
+    return len(text) - marks + sum(unicodedata.east_asian_width(char) in "WF" for char in text)
+
+
+def _counts(data: dict[str, Any]) -> dict[str, int]:
+    counts = {name: data[f"num_{name}"] for name in ("done", "running", "pending", "failed")}
+    return {**counts, "other": data["num_shards"] - sum(counts.values())}
+
+
+def _both_ends(left: str, right: str, width: int) -> str:
+    left = cut(left, width - len(right) - 1)
+    return left + " " * (width - _num_cells(left) - len(right)) + right
+
+
+def _speed_lines(data: dict[str, Any]) -> list[str]:
+    speed = f"{_short(data['tokens_per_s'])} tokens/s" if data["tokens_per_s"] else "no speed yet"
+    left = f"about {duration(data['left_s'])} left" if data["left_s"] is not None else ""
+    return ["   ".join(filter(None, (f"{_short(data['num_tokens'])} tokens", speed, left)))]
+
+
+def _short(number: float) -> str:
+    """``48.1 M``: three digits say enough at a glance."""
+    for sign in ("", " k", " M", " G"):
+        if number < 1000:
+            return f"{number:.3g}{sign}"
+        number /= 1000
+    return f"{number:,.3g} T"
+
+
+def _number(ids: str) -> int:
+    return len(ids_of_ranges(ids))
+
+
+def _waits(item: dict[str, Any]) -> str:
+    starts = f", expected at {item['starts'][11:16]}" if item["starts"] else ""
+    return f"{item['shards']}: {item['means'] or item['reason']}{starts}"
+
+
+def _rows(name: str, texts: Sequence[str]) -> list[str]:
+    shown = list(texts[:_MOST_ROWS])
+    if len(texts) > _MOST_ROWS:
+        shown[-1] = f"and {len(texts) - _MOST_ROWS + 1} more kinds"
+    return [f"{name if row == 0 else '':<{_COLUMN}}{text}" for row, text in enumerate(shown)]
+
+
+def _last_failure_lines(data: dict[str, Any], width: int) -> list[str]:
+    """The failure of the task that was submitted last, with the last line of its log."""
+    if not data["failures"]:
+        return []
+    last = max(data["failures"], key=lambda item: (int(item["task"].partition("_")[0]), item["shard"]))
+    where = f" on {last['node']}" if last["node"] else ""
+    lines = _rows("last failed", [f"shard {last['shard']:05d}{where}: {last['cause']}"])
+    for line in last["last_lines"][-1:]:
+        lines.append(" " * _COLUMN + _both_parts(line, width - _COLUMN))
+    return lines
+
+
+def _both_parts(line: str, width: int) -> str:
+    """A long line's beginning, which says who, and its end, which says why."""
+    if _num_cells(line) <= width:
+        return line
+    head = cut(line, width // 3)
+    while _num_cells(line) > width - _num_cells(head) - 1:
+        line = line[1:]
+    return f"{head} {line}"

@@ -1,0 +1,100 @@
+"""A folder that looks as if it stood on Lustre, with the fake lfs on PATH."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lustre
+import lustre.lfs
+from lustre import StripeWish, stripe_line
+from lustre.__main__ import main
+
+MIB, GIB = 1 << 20, 1 << 30
+both_dialects = pytest.mark.parametrize("on_lustre", ["2.15", "2.17"], indirect=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeLustre:
+    """A folder that looks as if it stood on Lustre, and what the fake lfs was asked."""
+
+    folder: Path
+    dialect: str
+    state_file: Path
+    monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str]
+
+    def state(self) -> dict[str, Any]:
+        return json.loads(self.state_file.read_text()) if self.state_file.exists() else {}
+
+    def calls(self) -> list[list[str]]:
+        """Argument lists, each with its LC_ALL last."""
+        calls: list[list[str]] = self.state().get("calls", [])
+        return calls
+
+    def setstripe_calls(self) -> list[str]:
+        """Options alone, without the path and LC_ALL."""
+        return [" ".join(call[1:-2]) for call in self.calls() if call[0] == "setstripe"]
+
+    def give_layout(self, path: Path, layout: Sequence[Mapping[str, object]]) -> None:
+        self.give(layouts={str(path): layout})
+
+    def give(self, **values: object) -> None:
+        self.state_file.write_text(json.dumps({**self.state(), **values}))
+
+    def fault(self, name: str) -> None:
+        """A command that hangs gets a short time limit, and no other one: a busy machine may be slow."""
+        self.monkeypatch.setenv("FAKE_LFS_FAULT", name)
+        if name.startswith("hang"):
+            _, _, hanging = name.partition("-")
+            limit_s = lustre.lfs.TIMEOUT_S
+            self.monkeypatch.setattr(
+                lustre.lfs, "time_limit_s", lambda command: 0.1 if hanging in {"", command} else limit_s
+            )
+
+    def first_call_of(self, command: str, *, time_limit_s: float) -> None:
+        """Only the first call of this command gets so little time."""
+        whole, seen = lustre.lfs.time_limit_s, list[str]()
+
+        def limit(called: str) -> float:
+            seen.append(called)
+            return time_limit_s if seen.count(command) == 1 and called == command else whole(called)
+
+        self.monkeypatch.setattr(lustre.lfs, "time_limit_s", limit)
+
+    def command(self, *args: object) -> tuple[int, str]:
+        """``python -m lustre`` here: exit code, and what it printed on both."""
+        try:
+            code = main([str(item) for item in args])
+        except SystemExit as ending:  # argparse
+            code = int(ending.code or 0)
+        captured = self.capsys.readouterr()
+        return code, captured.out + captured.err
+
+
+def apply_stripe(folder: Path, stripe: str) -> str:
+    """``plan --stripe`` for a folder."""
+    return stripe_line(folder, StripeWish(stripe=stripe))
+
+
+def first_osts(folder: Path, names: Sequence[str]) -> list[int] | None:
+    layouts = lustre.read_file_layouts(folder, names)
+    return None if layouts is None else [lustre.first_ost(layout) for layout in layouts]
+
+
+def install_fake_lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the fake lfs first on PATH, run by this very Python: a shim that looks for one costs 0.1 s."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    _, _, program = (Path(__file__).parents[1] / "fake_lfs").read_text(encoding="utf-8").partition("\n")
+    (tools / "lfs").write_text(f"#!{sys.executable} -IS\n{program}", encoding="utf-8")
+    (tools / "lfs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_LFS_STATE", str(tmp_path / "lfs.json"))

@@ -1,0 +1,90 @@
+"""Batches of one shard are laid out by several threads at once, and stand in the tar in their order."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from preprocess import members
+from preprocess.members import DocumentMembers
+from preprocess.options import WorkerSettings
+from preprocess.plan import need_plan
+from preprocess.resources import most_batches_within
+from preprocess.worker import Worker, load_worker
+from shardprep.errors import BadInput
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+NUM_CPUS = 8
+
+
+def worker_of(folder: Path, *, num_cpus: int = NUM_CPUS, **settings: Any) -> Worker:
+    worker = load_worker(
+        need_plan(folder), folder, WorkerSettings(), num_cpus=num_cpus, warn=lambda line: pytest.fail(line)
+    )
+    small = dataclasses.replace(worker.settings, **settings)
+    return dataclasses.replace(worker, settings=small)
+
+
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WorkerSettings, "batch_bytes", property(lambda _: 4_000))
+
+
+@pytest.mark.usefixtures("small_batches")
+@pytest.mark.parametrize("options", [{}, {"record": "packed", "seq_len": 64}, {"token_format": "npy"}])
+def test_a_shard_has_the_same_bytes_whatever_the_number_of_cpus(
+    prep: Prep, sample_dir: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    found = []
+    for num_cpus in (1, 2, NUM_CPUS):
+        folder = tmp_path / str(num_cpus)
+        prep.plan(sample_dir, folder, num_shards=2, **options)
+        worker_of(folder, num_cpus=num_cpus).run_shard(1, lambda _: None)
+        found.append(prep.contents(folder))
+    assert found[0] == found[1] == found[2]
+    assert len(found[0]) == 3
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_batches_that_are_laid_out_early_wait_for_those_before_them(
+    prep: Prep, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first batch is ready only when three later ones are: so four were laid out at once."""
+    expected = data_dir.parent / "expected"
+    prep.plan(need_plan(data_dir).input_dir, expected, num_shards=5)
+    worker_of(expected, num_cpus=1).run_shard(0, lambda _: None)
+    lay_out, three_later = DocumentMembers._lay_out, threading.Barrier(4)
+    calls: list[int] = []
+
+    def slow_first(self: DocumentMembers, *args: Any) -> Any:
+        calls.append(len(calls))
+        if len(calls) <= 4:
+            three_later.wait(60)
+        return lay_out(self, *args)
+
+    monkeypatch.setattr(DocumentMembers, "_lay_out", slow_first)
+    worker_of(data_dir).run_shard(0, lambda _: None)
+    assert len(calls) > 8
+    assert prep.contents(data_dir) == prep.contents(expected)
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_a_document_that_no_member_can_hold_ends_the_shard_from_any_thread(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "MAX_MEMBER_BYTES", 50)
+    with pytest.raises(BadInput, match="makes a member of"):
+        worker_of(data_dir).run_shard(0, lambda _: None)
+    assert [path.name for path in data_dir.glob("*shard-*")] == []
+    assert [path.name for path in data_dir.glob(".shard-*")] == []
+
+
+def test_with_little_memory_one_batch_is_laid_out_at_a_time() -> None:
+    assert [most_batches_within(memory_gb) for memory_gb in (0.1, 0.4, 0.6, 1.0)] == [1, 1, 3, 7]
+    assert most_batches_within(None) > 1_000

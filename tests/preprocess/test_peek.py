@@ -1,0 +1,180 @@
+"""``shardprep peek``: samples decoded, with boundaries and places; and a made shard read back."""
+
+from __future__ import annotations
+
+import re
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from preprocess import shard_samples
+from preprocess.plan import need_plan
+from preprocess.shard_samples import ShardSamples
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+HEAD = re.compile(
+    r"^shard-(\d{5}) (document|row) (\d+): (\d+) tokens, (?:begins in the document at|from) (.*) byte (\d+)$"
+)
+
+
+@pytest.fixture(scope="module")
+def data(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    prep.plan(sample_dir, folder, num_shards=3)
+    prep.make(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def packed(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packed")
+    prep.plan(sample_dir, folder, num_shards=3, record="packed", seq_len=64)
+    prep.make(folder)
+    return folder
+
+
+def heads(text: str) -> list[tuple[int, int, int, str, int]]:
+    """(shard, number, tokens, file, byte) of each sample that was printed."""
+    found = [match for match in map(HEAD.match, text.splitlines()) if match]
+    return [(int(m[1]), int(m[3]), int(m[4]), m[5], int(m[6])) for m in found]
+
+
+def test_a_document_is_printed_as_its_line_of_the_input_stands_at_its_place(
+    prep: Prep, data: Path, sample_dir: Path
+) -> None:
+    ended = prep.command("peek", data, "--num", 3, "--chars", 0, "--random", "--seed", 4)
+    assert ended.code == 0
+    blocks = ended.text.strip().split("\n\n")
+    assert len(blocks) == 3
+    for block in blocks:
+        head, text = block.split("\n", 1)
+        ((_, _, _, path, offset),) = heads(head)
+        line = (sample_dir / path).read_bytes()[offset:].split(b"\n")[0].decode().strip()
+        assert text == f"  ⟦<|begin_of_text|>⟧{line}"
+
+
+def test_a_row_shows_where_documents_begin_in_it_and_the_rest_of_one_that_began_before(
+    prep: Prep, packed: Path
+) -> None:
+    ended = prep.command("peek", packed, "--num", 400, "--chars", 0, "--shard", "1")
+    blocks = ended.text.strip().split("\n\n")
+    plan = need_plan(packed)
+    with ShardSamples(packed, plan.spec, 1) as samples:
+        assert len(blocks) == min(400, len(samples.records))
+        assert blocks[0].split("\n")[1] == "  --- a document begins"
+        for number, block in enumerate(blocks):
+            assert block.count("  --- a document begins") == samples.records["num_starts"][number]
+            begins_inside = 0 not in samples.starts(number)
+            assert ("--- the rest of a document" in block) == begins_inside
+            assert ("begins in the document at" in block) == begins_inside
+    assert "⟦<|end_of_text|>⟧" in ended.text
+
+
+def test_the_longest_come_first_of_all_shards_or_of_one(prep: Prep, data: Path) -> None:
+    plan = need_plan(data)
+    tokens = []
+    for shard_id in range(3):
+        with ShardSamples(data, plan.spec, shard_id) as samples:
+            tokens.append(samples.records["num_tokens"].tolist())
+    of_all = heads(prep.command("peek", data, "--longest", "--num", 4).text)
+    assert [head[2] for head in of_all] == sorted(chain(*tokens), reverse=True)[:4]
+    of_one = heads(prep.command("peek", data, "--longest", "--num", 2, "--shard", 2).text)
+    assert [(head[0], head[2]) for head in of_one] == [(2, n) for n in sorted(tokens[2], reverse=True)[:2]]
+
+
+def test_grep_and_source_choose_and_are_told_where_nothing_is_found(prep: Prep, data: Path) -> None:
+    plan = need_plan(data)
+    name = plan.inputs[-1].path
+    of_source = heads(prep.command("peek", data, "--source", name, "--num", 10**6).text)
+    assert of_source
+    assert {head[3] for head in of_source} == {name}
+    everything = heads(prep.command("peek", data, "--num", 10**6).text)
+    assert len(of_source) < len(everything)
+    found = prep.command("peek", data, "--grep", r"\b7[0-9] lamps", "--num", 2, "--chars", 0)
+    assert len(heads(found.text)) == 2
+    assert len(re.findall(r"\b7[0-9] lamps", found.text)) >= 2
+    nothing = prep.command("peek", data, "--grep", "no such words at all")
+    assert nothing.code == 66
+    assert "has no sample that was asked for" in nothing.text
+
+
+def test_random_samples_are_of_all_shards_and_equal_for_equal_seeds(prep: Prep, data: Path) -> None:
+    first, again, other = (
+        heads(prep.command("peek", data, "--random", "--num", 6, "--seed", seed).text) for seed in (1, 1, 2)
+    )
+    assert first == again != other
+    assert {head[0] for head in first} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "what"),
+    [
+        (["--shard", "7"], 2, "expected ids of 0 to 2"),
+        (["--source", "none.txt"], 66, "is no input of the plan"),
+        (["--grep", "("], 2, "is no regular expression"),
+        (["--num", "0"], 2, "--num is 0"),
+    ],
+)
+def test_flags_that_cannot_be_are_refused(
+    prep: Prep, data: Path, flags: list[str], code: int, what: str
+) -> None:
+    ended = prep.command("peek", data, *flags)
+    assert ended.code == code
+    assert what in ended.text
+
+
+def test_a_shard_that_is_not_made_is_66_with_the_command_that_makes_it(prep: Prep, data_dir: Path) -> None:
+    none = prep.command("peek", data_dir)
+    assert (none.code, "has no finished shard; shardprep run" in none.text) == (66, True)
+    prep.make(data_dir, 0)
+    one = prep.command("peek", data_dir, "--shard", "1")
+    assert (one.code, "shard 00001 is not made" in one.text) == (66, True)
+
+
+@pytest.mark.parametrize("read_bytes", [4 << 20, 128])
+@pytest.mark.parametrize("pack", ["concat", "best_fit"])
+def test_a_packed_shard_is_read_back_as_the_stream_of_its_documents(
+    prep: Prep, sample_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: str, read_bytes: int
+) -> None:
+    prep.plan(sample_dir, tmp_path / "data", num_shards=2, record="packed", seq_len=64, pack=pack)
+    plan = prep.make(tmp_path / "data")
+    monkeypatch.setattr(shard_samples, "READ_BYTES", read_bytes)
+    with ShardSamples(tmp_path / "data", plan.spec, 1) as samples:
+        rows = [samples.ids(number) for number in range(len(samples.records))]
+        stream = np.concatenate(list(samples.pieces()))
+        lengths = samples.document_lengths(rows_hold_wholes=pack == "best_fit")
+    assert stream.tolist() == np.concatenate(rows).tolist()
+    assert lengths.sum() == len(stream)
+    begins = np.cumsum(lengths) - lengths
+    bos, eos = plan.tokenizer.bos_token_id, plan.tokenizer.eos_token_id
+    counts = (stream == bos).sum()
+    if pack == "concat":
+        assert len(lengths) == counts
+        assert (stream[begins] == bos).all()
+        assert (stream[begins + lengths - 1] == eos).all()
+    else:
+        assert len(lengths) >= counts
+        assert set(np.flatnonzero(stream == bos).tolist()) <= set(begins.tolist())
+
+
+@pytest.mark.parametrize("token_format", ["json", "npy"])
+def test_documents_are_read_back_one_by_one_and_as_a_stream(
+    prep: Prep, sample_dir: Path, tmp_path: Path, token_format: str
+) -> None:
+    prep.plan(sample_dir, tmp_path / "data", num_shards=3, token_format=token_format)
+    plan = prep.make(tmp_path / "data", 0)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "data" / "tokenizer" / "tokenizer.json"))
+    with ShardSamples(tmp_path / "data", plan.spec, 0) as samples:
+        rows = [samples.ids(number).tolist() for number in range(len(samples.records))]
+        assert np.concatenate(list(samples.pieces())).tolist() == list(chain(*rows))
+        lengths = samples.document_lengths(rows_hold_wholes=False)
+    assert lengths.tolist() == [len(row) for row in rows]
+    lines = (sample_dir / plan.inputs[0].path).read_text().splitlines()
+    texts = [line.strip() for line in lines if line.strip()]
+    assert rows[: len(texts)] == [tokenizer.encode(text).ids for text in texts][: len(rows)]

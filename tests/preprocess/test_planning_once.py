@@ -1,0 +1,106 @@
+"""Tasks of an array that find no plan: one of them plans, and none waits for long."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from preprocess import planning, task_plan
+from preprocess.task_plan import plan_of_task
+from shardprep.errors import NotFound
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+NUM_TASKS = 10
+CLAIM = ".plan.json.claimed.tmp"
+
+
+@pytest.fixture
+def given(prep: Prep, sample_dir: Path, tmp_path: Path) -> dict[str, Any]:
+    return {"input_dir": sample_dir, "output_dir": tmp_path / "data", "model_id": str(prep.model_dir)}
+
+
+@pytest.fixture
+def num_planned(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Each plan that is made."""
+    made: list[Path] = []
+    make = planning.make_plan
+
+    def counted(config: Any, *args: Any, **settings: Any) -> Any:
+        made.append(config.output_dir)
+        return make(config, *args, **settings)
+
+    monkeypatch.setattr(planning, "make_plan", counted)
+    return made
+
+
+class Clock:
+    """Time that passes only where somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def test_ten_tasks_without_a_plan_that_start_together_make_one(
+    given: dict[str, Any], num_planned: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_plan, "_LEAST_WAIT_S", 600.0)  # however slow this machine is
+    begin = threading.Barrier(NUM_TASKS)
+
+    def task(_: int) -> str:
+        begin.wait()
+        return plan_of_task(given).plan_id
+
+    with ThreadPoolExecutor(NUM_TASKS) as pool:
+        plans = set(pool.map(task, range(NUM_TASKS)))
+    assert len(plans) == 1
+    assert len(num_planned) == 1
+    assert not (given["output_dir"] / CLAIM).exists()
+
+
+def test_a_task_waits_for_a_plan_that_never_comes_no_longer_than_its_own_would_take(
+    given: dict[str, Any], num_planned: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given["output_dir"].mkdir()
+    (given["output_dir"] / CLAIM).write_text("")  # of a task that was killed
+    clock = Clock()
+    monkeypatch.setattr(task_plan, "time", clock)
+    plan_of_task(given)
+    assert len(num_planned) == 1
+    assert 3.0 <= clock.now_s < 3.5
+
+
+def test_a_task_plans_at_once_when_the_one_that_planned_has_failed(
+    given: dict[str, Any], num_planned: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given["output_dir"].mkdir()
+    claim = given["output_dir"] / CLAIM
+    claim.write_text("")
+    clock = Clock()
+    monkeypatch.setattr(task_plan, "time", clock)
+    monkeypatch.setattr(clock, "sleep", lambda seconds: Clock.sleep(clock, seconds) or claim.unlink())
+    plan_of_task(given)
+    assert len(num_planned) == 1
+    assert clock.now_s < 1
+
+
+def test_a_task_that_cannot_plan_leaves_no_folder_and_no_claim(given: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NotFound, match=r"holds no \.txt file"):
+        plan_of_task({**given, "input_dir": tmp_path / "empty"})
+    assert not given["output_dir"].exists()
+    given["output_dir"].mkdir()
+    with pytest.raises(NotFound, match=r"holds no \.txt file"):
+        plan_of_task({**given, "input_dir": tmp_path / "empty"})
+    assert list(given["output_dir"].iterdir()) == []

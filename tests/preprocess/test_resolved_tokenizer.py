@@ -1,0 +1,325 @@
+"""A tokenizer that planning reads without transformers has the files and ids that transformers gives."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from preprocess import proof_cache, resolved_tokenizer
+from preprocess.resolved_tokenizer import plain_files, read_files, resolve_tokenizer
+from preprocess.tokenizer_files import describe_tokenizer
+from preprocess.transformers_tokenizer import save_tokenizer
+from shardprep.errors import NotFound
+from tests.checkout import ROOT
+from tests.word_tokenizers import save_word_tokenizer
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+Change = Callable[[Path], None]
+
+
+def edit(path: Path, **changes: Any) -> None:
+    data = json.loads(path.read_bytes()) if path.exists() else {}
+    path.write_text(json.dumps({**data, **changes}), encoding="utf-8")
+
+
+def config(**changes: Any) -> Change:
+    return lambda folder: edit(folder / "tokenizer_config.json", **changes)
+
+
+def tokenizer_json(**changes: Any) -> Change:
+    return lambda folder: edit(folder / "tokenizer.json", **changes)
+
+
+def with_decoder(folder: Path) -> None:
+    """As Llama 3 on the hub: all added tokens in the configuration, too, and a model's config beside it."""
+    added = json.loads((folder / "tokenizer.json").read_bytes())["added_tokens"]
+    decoder = {str(token.pop("id")): token for token in added}
+    edit(folder / "tokenizer_config.json", added_tokens_decoder=decoder, model_max_length=131072)
+    edit(folder / "config.json", model_type="llama", transformers_version="4.40.0")
+    edit(folder / "special_tokens_map.json", bos_token="<|begin_of_text|>", eos_token="<|end_of_text|>")
+
+
+def old_merges(folder: Path) -> None:
+    """Merges as texts and no ignore_merges, as older versions of tokenizers wrote them."""
+    path = folder / "tokenizer.json"
+    data = json.loads(path.read_bytes())
+    data["model"]["merges"] = [" ".join(pair) for pair in data["model"]["merges"]]
+    del data["model"]["ignore_merges"]
+    path.write_text(json.dumps(data), encoding="utf-8")
+
+
+def as_it_is(_: Path) -> None:
+    pass
+
+
+def broken(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{")
+
+
+def word_level(folder: Path) -> None:
+    shutil.rmtree(folder)
+    save_word_tokenizer(folder, 50)
+
+
+def word_piece(folder: Path) -> None:
+    vocab = {"[UNK]": 0, "a": 1, "##b": 2, "[CLS]": 3, "[SEP]": 4}
+    words = Tokenizer(models.WordPiece(vocab=vocab, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    words.add_special_tokens([AddedToken("[UNK]"), AddedToken("[CLS]"), AddedToken("[SEP]")])
+    words.post_processor = processors.BertProcessing(("[SEP]", 4), ("[CLS]", 3))
+    words.decoder = decoders.WordPiece()
+    fast = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", cls_token="[CLS]")
+    fast.save_pretrained(folder)
+
+
+def unigram(folder: Path) -> None:
+    pieces = Tokenizer(models.Unigram([("<unk>", 0.0), ("\u2581a", -1.5), ("b", -2.25)], 0, False))
+    pieces.pre_tokenizer = pre_tokenizers.Metaspace()
+    PreTrainedTokenizerFast(tokenizer_object=pieces).save_pretrained(folder)
+
+
+PLAIN: dict[str, Change] = {
+    "trained here": as_it_is,
+    "as on the hub": with_decoder,
+    "older merges": old_merges,
+    "without a post-processor": tokenizer_json(post_processor=None),
+    "words": word_level,
+    "word pieces": word_piece,
+    "unigram": unigram,
+    "a chat template": config(chat_template="{{ messages }}"),
+    "the class of transformers 5": config(tokenizer_class="TokenizersBackend", backend="tokenizers"),
+}
+NOT_PLAIN: dict[str, Change] = {
+    "a token in the configuration alone": config(mask_token="<|mask|>"),
+    "a listed token in the configuration alone": config(additional_special_tokens=["<|mask|>"]),
+    "a BOS switched on": config(add_bos_token=True),
+    "an unknown key": config(split_special_tokens=True),
+    "another class": config(tokenizer_class="GPT2Tokenizer"),
+    "no class": config(tokenizer_class=None),
+    "another model": lambda folder: edit(folder / "config.json", model_type="qwen2"),
+    "a class in the model's configuration": lambda folder: edit(folder / "config.json", tokenizer_class="X"),
+    "tokens of another file": lambda folder: edit(folder / "added_tokens.json", more=600),
+    "a pad token of another file": lambda folder: edit(
+        folder / "special_tokens_map.json", pad_token="<|end_of_text|>"
+    ),
+    "truncation": tokenizer_json(
+        truncation={"direction": "Right", "max_length": 9, "strategy": "LongestFirst", "stride": 0}
+    ),
+    "no JSON": broken,
+    "a token of other flags": lambda folder: edit(
+        folder / "tokenizer_config.json",
+        added_tokens_decoder={
+            "512": {"content": "<|begin_of_text|>", "lstrip": True, "normalized": False, "rstrip": False,
+                    "single_word": False, "special": True}
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def model_dir(prep: Prep, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(prep.model_dir, tmp_path / "model"))
+
+
+@pytest.fixture(autouse=True)
+def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "shardprep" / "tokenizers"
+
+
+def check_equal_to_transformers(model: Path, tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours.mkdir()
+    resolved = resolve_tokenizer(str(model), ours, allow_special_tokens=False)
+    save_tokenizer(str(model), theirs)
+    assert (ours / "tokenizer.json").read_bytes() == (theirs / "tokenizer.json").read_bytes()
+    assert resolved.spec == describe_tokenizer(ours, str(model)) == describe_tokenizer(theirs, str(model))
+    again = tmp_path / "again"
+    save_tokenizer(str(ours), again)  # as training loads it from the data set
+    assert (again / "tokenizer.json").read_bytes() == (theirs / "tokenizer.json").read_bytes()
+
+
+@pytest.fixture
+def no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        resolved_tokenizer, "save_in_own_process", lambda model, _: pytest.fail(f"transformers for {model}")
+    )
+
+
+@pytest.mark.usefixtures("no_transformers")
+@pytest.mark.parametrize("kind", PLAIN)
+def test_a_plain_tokenizer_is_read_without_transformers_and_equals_its(
+    model_dir: Path, tmp_path: Path, kind: str
+) -> None:
+    PLAIN[kind](model_dir)
+    check_equal_to_transformers(model_dir, tmp_path)
+
+
+@pytest.mark.usefixtures("no_transformers")
+def test_llama_3_is_read_without_transformers_and_equals_its(shared_dir: Path, tmp_path: Path) -> None:
+    """Not all of the above: its 17 MB would be parsed seven times."""
+    model, ours, theirs = str(shared_dir / "tokenizers" / "llama3"), tmp_path / "ours", tmp_path / "theirs"
+    ours.mkdir()
+    spec = resolve_tokenizer(model, ours, allow_special_tokens=False).spec
+    assert (spec.bos_token_id, spec.eos_token_id, spec.pad_token_id) == (128_000, 128_001, None)
+    save_tokenizer(model, theirs)
+    assert (ours / "tokenizer.json").read_bytes() == (theirs / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("kind", NOT_PLAIN)
+def test_what_transformers_may_change_is_left_to_transformers(model_dir: Path, kind: str) -> None:
+    files = read_files(model_dir)
+    assert files is not None
+    assert plain_files(files) is not None, "it was plain"
+    NOT_PLAIN[kind](model_dir)
+    files = read_files(model_dir)
+    assert files is not None
+    assert plain_files(files) is None
+
+
+def test_another_major_version_of_transformers_is_asked_again(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = read_files(model_dir)
+    assert files is not None
+    monkeypatch.setattr(resolved_tokenizer, "version", lambda _: "6.0.1")
+    assert plain_files(files) is None
+
+
+@pytest.fixture
+def num_saved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Each load by transformers, which is done in this process."""
+    calls: list[str] = []
+
+    def save(model_id: str, folder: Path) -> None:
+        calls.append(model_id)
+        save_tokenizer(model_id, folder)
+
+    monkeypatch.setattr(resolved_tokenizer, "save_in_own_process", save)
+    return calls
+
+
+def resolve(model: Path, folder: Path, *, allow: bool = False) -> tuple[proof_cache.Proof, dict[str, bytes]]:
+    folder.mkdir()
+    resolved = resolve_tokenizer(str(model), folder, allow_special_tokens=allow)
+    engine = resolved.reference(allow_special_tokens=allow)
+    assert engine.encode(["a <|end_of_text|> b"]).ids.size > 0
+    return resolved.proof, {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_what_was_proved_of_a_tokenizer_is_not_proved_again(
+    model_dir: Path, tmp_path: Path, num_saved: list[str]
+) -> None:
+    config(mask_token="<|mask|>")(model_dir)
+    first = resolve(model_dir, tmp_path / "first")
+    assert "<|mask|>" in first[1]["tokenizer.json"].decode(), "transformers changed it"
+    assert resolve(model_dir, tmp_path / "second") == first
+    moved = model_dir.rename(tmp_path / "moved")
+    proof, files = resolve(moved, tmp_path / "third")
+    assert files == first[1]
+    assert proof.spec.model_id == str(moved)
+    assert len(num_saved) == 1
+
+
+@pytest.mark.parametrize(
+    "change", ["tokenizer", "configuration", "tokenizers", "special tokens", "shardprep"]
+)
+def test_a_proof_is_of_one_content_and_of_one_version(
+    model_dir: Path, tmp_path: Path, num_saved: list[str], monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    config(mask_token="<|mask|>")(model_dir)
+    resolve(model_dir, tmp_path / "first")
+    if change == "tokenizer":
+        old_merges(model_dir)
+    elif change == "configuration":
+        config(model_max_length=9)(model_dir)
+    elif change == "tokenizers":
+        monkeypatch.setattr(
+            proof_cache, "version", lambda name: "0.0.1" if name == "tokenizers" else version(name)
+        )
+    elif change == "shardprep":
+        monkeypatch.setattr("preprocess.__version__", "0.0.0")
+    resolve(model_dir, tmp_path / "second", allow=change == "special tokens")
+    assert len(num_saved) == 2
+
+
+@pytest.mark.parametrize("damage", ["proof", "hash", "tokenizer", "gone", "a file in its place"])
+def test_a_damaged_entry_of_the_cache_is_none(
+    model_dir: Path, tmp_path: Path, cache_dir: Path, num_saved: list[str], damage: str
+) -> None:
+    config(mask_token="<|mask|>")(model_dir)
+    first = resolve(model_dir, tmp_path / "first")
+    (entry,) = cache_dir.iterdir()
+    if damage == "proof":
+        (entry / "proof.json").write_bytes((entry / "proof.json").read_bytes()[:99])
+    elif damage == "hash":
+        text = (entry / "proof.json").read_text()
+        (entry / "proof.json").write_text(text.replace('"can_be_cut": true', '"can_be_cut": false'))
+        assert text != (entry / "proof.json").read_text()
+    elif damage == "tokenizer":
+        with (entry / "tokenizer.json").open("ab") as file:
+            file.write(b" ")
+    else:
+        shutil.rmtree(entry)
+        if damage == "a file in its place":
+            entry.write_text("")
+    assert resolve(model_dir, tmp_path / "second") == first
+    assert len(num_saved) == 2
+    resolve(model_dir, tmp_path / "third")
+    assert len(num_saved) == 2, "it was mended"
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "cache"))
+    assert resolve(model_dir, tmp_path / "first") == resolve(model_dir, tmp_path / "second")
+
+
+def test_what_transformers_says_of_a_model_comes_out_of_its_own_process(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NotFound, match="no usable tokenizer was found in the folder"):
+        resolve_tokenizer(str(tmp_path / "empty"), tmp_path, allow_special_tokens=False)
+
+
+def test_planning_never_imports_torch_and_its_process_no_transformers(
+    prep: Prep, model_dir: Path, sample_dir: Path, tmp_path: Path
+) -> None:
+    """Also where transformers is needed, which imports torch if it finds one."""
+    config(mask_token="<|mask|>")(model_dir)
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(
+        f"open({str(tmp_path / 'imported')!r}, 'w').close()\nraise ImportError('torch was imported')\n"
+    )
+    program = (
+        "import sys; from preprocess.__main__ import main; code = main(sys.argv[1:]);"
+        "print('loaded', *({'torch', 'transformers'} & set(sys.modules))); sys.exit(code)"
+    )
+    flags = ["--input_dir", sample_dir, "--output_dir", tmp_path / "data", "--model_id", model_dir]
+    ended = subprocess.run(
+        [sys.executable, "-c", program, "plan", *map(str, flags)],
+        cwd=ROOT,
+        env={**prep.environ(), "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1].split() == ["loaded"]
+    assert not (tmp_path / "imported").exists()
+    tokens = json.loads((tmp_path / "data" / "tokenizer" / "tokenizer.json").read_bytes())["added_tokens"]
+    assert "<|mask|>" in {token["content"] for token in tokens}, "transformers was asked"

@@ -1,0 +1,144 @@
+"""Stand-ins for Slurm's commands, and what real ones printed.
+
+What squeue and scontrol print was recorded on real clusters of two versions, Debian 12's and Debian 13's:
+tests/slurm_cluster.sh started them (the newer one in a debootstrap chroot), an array of six was
+submitted whose task 0 ends with 65, task 1 kills itself, 2 and 3 run and 4 waits; task 5 was cancelled.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm.job_records import JobArray, Submission
+from slurm.job_records import publish_submission as publish
+from slurm.job_script import JobRequest
+from tests.checkout import ROOT
+from tests.waiting import HANG_S
+
+NAME = "shardprep-0123456789ab-3f2a91-0"
+WHEN = "2026-11-22T01:52:04"
+QUEUES = {
+    "22.05.8": f"""\
+1|0|FAILED|NonZeroExitCode|16640|n1|0:00|4|root|{WHEN}|2026-11-22T01:52:05|2026-11-22T01:52:05|0|{NAME}|
+1|1|FAILED|JobLaunchFailure|9|n2|0:00|5|root|{WHEN}|2026-11-22T01:52:05|2026-11-22T01:52:05|0|{NAME}|
+1|4|PENDING|JobArrayTaskLimit|0||0:00|1|root|{WHEN}|N/A|N/A|0|{NAME}|
+3|N/A|PENDING|JobHeldUser|0||0:00|3|root|{WHEN}|N/A|N/A|0|wrap|
+2|N/A|PENDING|JobHeldUser|0||0:00|2|root|{WHEN}|N/A|N/A|0|{NAME}-verify|
+1|2|RUNNING|None|0|n1|0:02|6|root|{WHEN}|2026-11-22T01:52:05|N/A|0|{NAME}|
+1|3|RUNNING|None|0|n2|0:02|7|root|{WHEN}|2026-11-22T01:52:05|N/A|0|{NAME}|
+""",
+    "24.11.5": f"""\
+1|0|FAILED|NonZeroExitCode|65:0|n1|0:01|4|root|{WHEN}|2026-11-22T01:52:05|2026-11-22T01:52:05|0|{NAME}|
+1|1|FAILED|RaisedSignal:9(Killed)|0:9|n2|0:01|5|root|{WHEN}|2026-11-22T01:52:05|2026-11-22T01:52:05|0|{NAME}|
+1|4|PENDING|JobArrayTaskLimit|0:0||0:00|1|root|{WHEN}|N/A|N/A|0|{NAME}|
+3|N/A|PENDING|JobHeldUser|0:0||0:00|3|root|{WHEN}|N/A|N/A|0|wrap|
+2|N/A|PENDING|JobHeldUser|0:0||0:00|2|root|{WHEN}|N/A|N/A|0|{NAME}-verify|
+1|2|RUNNING|None|0:0|n1|0:02|6|root|{WHEN}|2026-11-22T01:52:05|N/A|0|{NAME}|
+1|3|RUNNING|None|0:0|n2|0:02|7|root|{WHEN}|2026-11-22T01:52:05|N/A|0|{NAME}|
+""",
+}
+JOB = (
+    "JobId=2 JobName={name} UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=0 Nice=0 Account=(null) "
+    "JobState=PENDING Reason=JobHeldUser Requeue=1 Restarts=0 TimeLimit=UNLIMITED NumCPUs=1 NumTasks=1 "
+    "SubmitTime=2026-11-22T01:52:04 MinMemoryNode=100M MinTmpDiskNode=0 WorkDir=/tmp"
+)
+FAKE = r"""#!/bin/bash
+# Says what a file named for this command says, and records what it was given.
+name=${0##*/} place=@PLACE@
+printf '%s\n' "$*" >>"$place/$name.calls"
+if [[ -e $place/away ]]; then
+  echo "$name: error: Unable to contact slurm controller (connect failure)" >&2
+  exit 1
+fi
+case "$name $*" in
+  sbatch*--test-only*) cat >/dev/null ;;
+  sbatch*)
+    number=$(find "$place" -name 'sent-*' | wc -l)
+    cat >"$place/sent-$number"
+    sed -n 's/^#SBATCH --job-name=//p' "$place/sent-$number" >"$place/name-$((number + 1))"
+    echo $((number + 1)) ;;
+  scontrol*config*) cat "$place/config" ;;
+  scontrol*"show job"*) sed "s/{name}/$(cat "$place/name-${!#}")/" "$place/job" ;;
+  *) [[ ! -e $place/$name ]] || cat "$place/$name" ;;
+esac
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeSlurm:
+    """A folder that is first on PATH; files in it are answers and records."""
+
+    place: Path
+
+    def run(self, *args: object, code: int = 0, **settings: Any) -> str:
+        """``python -m slurm`` in a process of its own; returns both streams."""
+        settings = {"cwd": ROOT, **settings}
+        done = subprocess.run(
+            [sys.executable, "-m", "slurm", *map(str, args)],
+            env=dict(os.environ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            check=False,
+            timeout=HANG_S,
+            **settings,
+        )
+        said: str = done.stdout.decode("utf-8", "replace")
+        assert done.returncode == code, said
+        assert "Traceback" not in said
+        return said
+
+    def answers(self, name: str, text: str | bytes) -> None:
+        (self.place / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+
+    def calls(self, name: str) -> list[str]:
+        path = self.place / f"{name}.calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def sent(self) -> list[str]:
+        return [path.read_text() for path in sorted(self.place.glob("sent-*"))]
+
+
+def install_fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """Put the stand-ins first on PATH, and take what Slurm sets out of the environment."""
+    place = tmp_path / "slurm's commands"
+    place.mkdir()
+    for name in ("sbatch", "scontrol", "sinfo", "squeue", "sacct", "scancel", "sacctmgr"):
+        (place / name).with_suffix(".sh").write_text(FAKE.replace("@PLACE@", shlex.quote(str(place))))
+        (place / name).with_suffix(".sh").chmod(0o755)
+        (place / "bin").mkdir(exist_ok=True)
+        (place / "bin" / name).symlink_to(place / f"{name}.sh")
+    (place / "config").write_text("ClusterName = test\nMaxArraySize            = 1001\n")
+    (place / "job").write_text(JOB)
+    monkeypatch.setenv("PATH", f"{place / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
+    for name in [each for each in os.environ if each.startswith(("SLURM", "SBATCH", "SHARDPREP"))]:
+        monkeypatch.delenv(name)
+    return FakeSlurm(place=place)
+
+
+def submission(**changes: Any) -> Submission:
+    """Job 1, an array of five tasks, and its verify job 2."""
+    array: dict[str, Any] = {
+        "job_id": "1",
+        "name": NAME,
+        "submit_time": WHEN,
+        "tasks": ["0", "1", "2", "3", "4"],
+    }
+    array |= {"request": JobRequest(), "mem_mb": 100, "time_min": None}
+    fields: dict[str, Any] = {"number": 0, "plan_id": "0123456789abcdef", "cluster": "test", "user": "root"}
+    fields |= {"submitted": 1.5, "verify_job_id": "2", "verify_name": f"{NAME}-verify"}
+    fields |= {"verify_submit_time": WHEN, "sources": {}}
+    return Submission(**{**fields, "arrays": [JobArray(**array)], **changes})
+
+
+def submitted(data: Path, **changes: Any) -> None:
+    (data / "jobs").mkdir()
+    publish(data, submission(**changes))

@@ -1,0 +1,370 @@
+"""What status, submit, retry and cancel conclude where Slurm shows little, or the wrong jobs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from preprocess.plan import need_plan
+from shardprep.console import STOP_SIGNALS
+from shardprep.format.names import id_ranges, shard_name
+from slurm import __main__ as program
+from slurm import patience
+from slurm.dataset_state import find_state
+from slurm.failing_nodes import failing_nodes
+from slurm.failure_causes import NO_LOG, SRUN_FAILED, TIMEOUT, cause_of, log_tail
+from slurm.job_records import SubmittedMeanwhile, read_submissions
+from slurm.job_script import JobRequest
+from slurm.patience import Patience
+from slurm.retrying import prepare_retry
+from slurm.slurm_commands import SlurmAway
+from slurm.slurm_queries import TaskAttempt, parse_queue
+from slurm.submitting import prepare_submit
+from tests.slurm.fake_slurm import NAME, QUEUES, WHEN, FakeSlurm, submitted
+
+
+def slurm(*args: object, code: int = 0) -> str:
+    """``python -m slurm`` in this process; returns both streams."""
+    out, handlers = io.StringIO(), {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            found = program.main([str(each) for each in args])
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert found == code, out.getvalue()
+    return out.getvalue()
+
+
+def status(data: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads(slurm("status", data, "--json"))
+    return state
+
+
+def squeue_line(index: str, state: str, reason: str = "None", **changes: str) -> str:
+    fields = {"job": "1", "submit": WHEN, "start": "N/A", "restarts": "0", "name": NAME} | changes
+    return (
+        f"{fields['job']}|{index}|{state}|{reason}|0:0|n1|0:02|{fields['job']}|root|{fields['submit']}|"
+        f"{fields['start']}|N/A|{fields['restarts']}|{fields['name']}|\n"
+    )
+
+
+def write_log(data: Path, name: str, text: str) -> Path:
+    path = data / "jobs" / "logs" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_a_job_of_the_same_number_name_and_user_is_ours_only_at_its_time_of_submission_or_restarted(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    submitted(data_dir)
+    later = "2026-11-22T09:00:00"
+    fake.answers("squeue", squeue_line("0-4", "RUNNING", submit=later))
+    slurm("cancel", data_dir)
+    assert not fake.calls("scancel"), "a controller that lost its state began to count anew"
+    fake.answers("squeue", squeue_line("0-4", "RUNNING", submit=later, restarts="1"))
+    slurm("cancel", data_dir)
+    assert fake.calls("scancel") == ["1"], "Slurm started it again, and dated it anew"
+
+
+def test_jobs_of_another_cluster_are_asked_for_there_or_called_not_visible_and_never_sent_twice(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    submitted(data_dir, cluster="other")
+    fake.answers("squeue", squeue_line("0-4", "RUNNING"))
+    state = status(data_dir)
+    assert state["running"] == "0-4", "squeue --clusters=other knows them"
+    (fake.place / "bin" / "squeue").unlink()
+    script = "#!/bin/sh\n[ -z $SLURM_CLUSTERS ] || { echo No cluster $SLURM_CLUSTERS known >&2; exit 1; }\n"
+    (fake.place / "bin" / "squeue").write_text(script)
+    (fake.place / "bin" / "squeue").chmod(0o755)
+    state = status(data_dir)
+    assert (state["not_visible"], state["failed"]) == ("0-4", "")
+    assert "cluster other cannot be seen from test" in state["why_not_visible"]
+    said = slurm("submit", data_dir)
+    assert "left out: 5 shards may wait or run where it cannot be seen from here" in said
+    assert not fake.sent()
+    slurm("submit", data_dir, "--shards", "1,3")
+    assert "shards_of=(1 3)" in fake.sent()[0]
+
+
+def test_a_colleagues_jobs_on_a_private_site_are_not_visible_but_for_those_whose_log_has_an_end(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    submitted(data_dir, user="kim")
+    write_log(data_dir, "1_0.log", "shardprep: node n1: shard 0 begins\n")
+    write_log(data_dir, "1_1.log", "shardprep: node n1: shard 1 ended with exit code 74\n")
+    fake.answers("config", "ClusterName = test\nMaxArraySize = 1001\nPrivateData = jobs,usage\n")
+    state = status(data_dir)
+    assert (state["not_visible"], state["causes"]) == ("0,2-4", {"read or write error (74)": "1"})
+    fake.answers("config", "ClusterName = test\nMaxArraySize = 1001\nPrivateData = none\n")
+    assert status(data_dir)["not_visible"] == "", "where all is shown, what is not shown has ended"
+
+
+@pytest.mark.parametrize("how", ["away", "not installed"])
+def test_status_answers_from_manifests_and_logs_where_slurm_is_away(
+    fake: FakeSlurm, data_dir: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted(data_dir)
+    for suffix in ("json", "tar", "idx"):
+        (data_dir / f"{shard_name(0)}.{suffix}").touch()
+    write_log(data_dir, "1_1.log", "shardprep: node n1: shard 1 ended with exit code 74\n")
+    if how == "away":
+        (fake.place / "away").touch()
+    else:
+        monkeypatch.setenv("PATH", str(data_dir))
+    state = status(data_dir)
+    assert (state["done"], state["failed"], state["not_visible"]) == ("0", "1", "2-4")
+    text = slurm("status", data_dir)
+    assert "what waits and runs is not known" in text
+    assert "next: the same again, when Slurm answers" in text
+
+
+def test_wait_outlasts_a_controller_that_restarts(
+    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted(data_dir)
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            (fake.place / "away").unlink()
+
+    fake.answers("squeue", squeue_line("0-4", "RUNNING"))
+    monkeypatch.setattr(patience, "sleep", sleep)
+    (fake.place / "away").touch()
+    state = Patience(lambda _: None).ask(lambda: find_state(data_dir, need_plan(data_dir)))
+    assert waits == [5, 10, 20]
+    assert state.ids("running") == [0, 1, 2, 3, 4]
+
+
+def test_patience_ends_after_an_hour_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(patience, "sleep", waits.append)
+
+    def away() -> None:
+        raise SlurmAway("down")
+
+    with pytest.raises(SlurmAway):
+        Patience(lambda _: None).ask(away)
+    assert 3000 < sum(waits) < 4000
+
+
+def test_of_two_submits_at_once_the_second_cancels_its_jobs_and_leaves_nothing(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    request = JobRequest()
+    sendings = [prepare_submit(data_dir, request, None, lambda _: None)[1] for _ in range(2)]
+    assert sendings[0]
+    assert sendings[1]
+    first = sendings[0].send()
+    with pytest.raises(SubmittedMeanwhile):
+        sendings[1].send()
+    assert fake.calls("scancel") == ["3 4"]
+    assert read_submissions(data_dir) == [first]
+    assert [call for call in fake.calls("scontrol") if "release" in call] == ["release 1,2"]
+
+
+def test_a_submit_that_came_second_looks_again_and_finds_nothing_left_to_send(
+    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one's record appears between this one's look and its own record."""
+    looks: list[int] = []
+
+    def look(*args: Any, **settings: Any) -> Any:
+        found = prepare_submit(*args, **settings)
+        if not looks:
+            submitted(data_dir)
+            fake.answers("squeue", squeue_line("0-4", "PENDING", "Priority"))
+        looks.append(1)
+        return found
+
+    monkeypatch.setattr("slurm.submitting.prepare_submit", look)
+    said = slurm("submit", data_dir)
+    assert len(looks) == 2
+    assert "written meanwhile: somebody else submitted at the same time" in said
+    assert "5 shards wait or run already: 0-4" in said
+    assert fake.calls("scancel") == ["1 2"]
+
+
+def test_a_held_job_that_no_record_names_is_named_by_status_and_ended_by_cancel(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    """As where sbatch gave no answer in time, and the controller took the job all the same."""
+    slurm("submit", data_dir, "--dry_run")
+    name = next(
+        line.partition("=")[2]
+        for line in slurm("submit", data_dir, "--dry_run").splitlines()
+        if "--job-name" in line
+    )
+    fake.answers("squeue", squeue_line("0-4", "PENDING", "JobHeldUser", job="9", name=name))
+    assert "held jobs that no record names: 9" in slurm("status", data_dir)
+    assert "cancelled: 9" in slurm("cancel", data_dir)
+    assert fake.calls("scancel") == ["9"]
+
+
+def test_status_says_why_shards_wait_and_when_they_are_expected_to_start(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    submitted(data_dir)
+    lines = [
+        squeue_line("0-1", "PENDING", "PartitionConfig"),
+        squeue_line("2-3", "PENDING", "Resources", start="2026-11-23T08:00:00"),
+        squeue_line("4", "SUSPENDED"),
+    ]
+    fake.answers("squeue", "".join(lines))
+    text = slurm("status", data_dir)
+    assert "0-1 wait for PartitionConfig: no node of the partition is so large" in text
+    assert "2-3 wait for Resources" in text
+    assert "expected to start at 2026-11-23 08:00:00" in text
+
+
+def attempt(node: str, end: str, state: str = "NODE_FAIL") -> TaskAttempt:
+    return TaskAttempt(
+        job_id="1", name="n", user="root", submit_time=WHEN, index=0, state=state, node=node, end_time=end
+    )
+
+
+def test_a_retry_excludes_nodes_that_failed_twice_alone_and_none_after_a_power_cut() -> None:
+    power_cut = [attempt(f"n{number}", f"2026-11-22T03:0{number}:00") for number in range(5) for _ in "ab"]
+    again = [attempt(f"n{number}", f"2026-11-23T03:0{number}:00") for number in range(5)]
+    assert failing_nodes(power_cut + again) == [], "all nodes were left out, and nothing could run"
+    alone = [attempt("n3", f"2026-11-2{day}T12:00:00") for day in (4, 5) for _ in range(9)]
+    assert failing_nodes(alone[:9]) == [], "nine tasks, one incident"
+    assert failing_nodes(power_cut + again + alone) == ["n3"]
+
+
+ENDED = {"name": "n", "user": "root", "submit_time": WHEN, "job_id": "1", "index": 0}
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "log", "sbatch_args", "cause"),
+    [
+        ("FAILED", 181, "", "", NO_LOG),
+        ("CANCELLED", 0, "*** JOB 7 ON n1 CANCELLED AT x DUE TO PREEMPTION ***", "", "PREEMPTED"),
+        ("CANCELLED", 0, "*** JOB 7 ON n1 CANCELLED AT x ***", "", "CANCELLED"),
+        ("FAILED", 75, "shardprep: node n1: USR1, telling shard 3 to stop\n", "--signal=B:USR1@60", TIMEOUT),
+        ("FAILED", 75, "shardprep: node n1: USR1, telling shard 3 to stop\n", "", "stopped by a signal (75)"),
+        ("FAILED", 75, "shardprep: node n1: shard 3 did not start: srun failed\n", "", SRUN_FAILED),
+        ("FAILED", 1, "srun: error: Unable to create step for job 7: Invalid\n", "", SRUN_FAILED),
+        ("FAILED", 1, "srun: error: n1: task 0: Exited with exit code 1\n", "", "exit code 1"),
+    ],
+)  # fmt: skip
+def test_causes_that_slurm_itself_calls_otherwise(
+    state: str, code: int, log: str, sbatch_args: str, cause: str
+) -> None:
+    found = TaskAttempt(**ENDED, state=state, exit_code=code)  # type: ignore[arg-type]
+    assert cause_of(found, log, 3, sbatch_args) == cause
+
+
+def test_a_log_that_could_not_be_opened_has_slurms_own_number_in_every_form() -> None:
+    """22.05 prints 4021 for it, sacct 0:53."""
+    line = QUEUES["22.05.8"].splitlines()[0].replace("|16640|", "|4021|")
+    newer = line.replace("|4021|", "|15:53|")
+    codes = [run.exit_code for text in (line, newer) for run in parse_queue(text)]
+    assert codes == [181, 181]
+    assert cause_of(TaskAttempt(**ENDED, state="FAILED", exit_code=181), "", 0) == NO_LOG  # type: ignore[arg-type]
+
+
+def test_retry_makes_anew_what_the_verify_job_found_wrong(fake: FakeSlurm, data_dir: Path) -> None:
+    submitted(data_dir)
+    manifests = [data_dir / f"{shard_name(shard_id)}.json" for shard_id in range(5)]
+    for shard_id in range(5):
+        for suffix in ("json", "tar", "idx"):
+            (data_dir / f"{shard_name(shard_id)}.{suffix}").touch()
+    for path in manifests:
+        os.utime(path, (1, 1))
+    write_log(data_dir, "verify-2.log", "error: shard 00001: x\nerror: shard 00003: y\n")
+    os.utime(manifests[3])  # made anew since
+    os.utime(data_dir / "jobs" / "logs" / "verify-2.log", (1000, 1000))
+    assert "found wrong by the verify job: 1; retry makes them anew" in slurm("status", data_dir)
+    slurm("retry", data_dir)
+    assert "shards_of=(1)" in fake.sent()[0]
+    assert [path.exists() for path in manifests] == [True, False, True, True, True]
+
+
+def test_the_limits_count_the_jobs_that_each_limit_counts(fake: FakeSlurm, data_dir: Path) -> None:
+    """Another account's jobs are not this one's; the account's own row has GrpSubmitJobs."""
+    script = """#!/bin/sh
+case "$*" in
+  *"assoc where user"*) echo "mine|normal|normal||" ;;
+  *"assoc where account=mine"*) printf '|root|6\\nroot|mine|\\n' ;;
+  *"assoc where account=root"*) echo "||" ;;
+  *name=normal*) echo "normal|9||" ;;
+esac
+"""
+    (fake.place / "bin" / "sacctmgr").unlink()
+    (fake.place / "bin" / "sacctmgr").write_text(script)
+    (fake.place / "bin" / "sacctmgr").chmod(0o755)
+    (fake.place / "bin" / "squeue").unlink()
+    queue = """#!/bin/sh
+case "$*" in
+  *account=mine*%i*) echo 5; echo 6; echo 7 ;;
+  *%i*) echo 5; echo 6 ;;
+esac
+"""
+    (fake.place / "bin" / "squeue").write_text(queue)
+    (fake.place / "bin" / "squeue").chmod(0o755)
+    config = "ClusterName = test\nMaxArraySize = 1001\nAccountingStorageType = accounting_storage/slurmdbd\n"
+    fake.answers("config", config + "AccountingStorageEnforce = limits\n")
+    said = slurm("submit", data_dir, "--dry_run")
+    assert "because of GrpSubmitJobs of account mine (6, 3 in use)" in said, said
+
+
+@pytest.mark.parametrize(("state", "code"), [("drained", 0), ("idle", 2)])
+def test_drained_nodes_are_a_warning_and_nodes_that_never_fit_a_refusal(
+    fake: FakeSlurm, data_dir: Path, state: str, code: int
+) -> None:
+    """Slurm has the same words for both."""
+    for name, case, words in (
+        ("sbatch", "test-only", "echo allocation failure: Requested node configuration is not available >&2"),
+        ("scontrol", "show partition", "echo PartitionName=cpu Default=YES MaxTime=UNLIMITED; exit"),
+        ("sinfo", "%T", f"echo 'cpu|{state}|4000|64'; exit"),
+        ("sinfo", "%R|%m", "echo 'cpu|4000|64'; exit"),
+    ):
+        path = fake.place / "bin" / name
+        body = path.read_text().partition("\n")[2]
+        path.unlink()
+        path.write_text(f'#!/bin/bash\ncase "$*" in *"{case}"*) {words}; exit 1;; esac\n{body}')
+        path.chmod(0o755)
+    said = slurm("submit", data_dir, "--dry_run", code=code)
+    assert ("the jobs wait until such nodes are back" in said) == (state == "drained"), said
+
+
+def test_printed_commands_quote_a_folder_with_blanks(fake: FakeSlurm, data_dir: Path) -> None:
+    folder = data_dir.rename(data_dir.with_name("my data"))
+    for said in (slurm("submit", folder), slurm("status", folder)):
+        assert f"'{folder}'" in said.splitlines()[-1]
+
+
+def test_a_log_that_is_a_fifo_holds_nobody(data_dir: Path) -> None:
+    (data_dir / "jobs" / "logs").mkdir(parents=True)
+    os.mkfifo(data_dir / "jobs" / "logs" / "1_0.log")
+    assert log_tail(data_dir, "1", 0) == ""
+
+
+def test_the_scripts_that_were_sent_are_kept_beside_their_record(fake: FakeSlurm, data_dir: Path) -> None:
+    slurm("submit", data_dir)
+    kept = sorted((data_dir / "jobs").glob("*.sh"))
+    assert [path.name for path in kept] == ["0000-1.sh", "0000-2.sh"]
+    assert [path.read_text() for path in kept] == fake.sent()
+
+
+def test_retry_takes_a_list_of_shards(fake: FakeSlurm, data_dir: Path) -> None:
+    submitted(data_dir)
+    state = find_state(data_dir, need_plan(data_dir))
+    settings: dict[str, Any] = {"max_attempts": 3, "shards_per_task": None, "say": lambda _: None}
+    _, sending = prepare_retry(state, {}, **settings, shard_ids={1, 3})
+    assert sending
+    assert [id_ranges(map(int, array.tasks)) for array in sending.arrays] == ["1,3"]
+    slurm("retry", data_dir, "--shards", "7", code=2)

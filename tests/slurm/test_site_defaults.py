@@ -1,0 +1,237 @@
+"""shardprep.toml, --auto, whole nodes, and what the verify job says at its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from preprocess.plan import need_plan
+from shardprep.errors import UsageError
+from slurm.cluster_limits import PartitionLimits
+from slurm.dataset_state import find_state
+from slurm.job_records import read_submissions
+from slurm.job_script import JobRequest, array_script, prep_script, verify_script
+from slurm.resource_use import core_hours, within
+from slurm.retrying import retry_request
+from slurm.site_defaults import find_defaults, save_profile
+from tests.slurm.fake_slurm import NAME, WHEN, FakeSlurm, submitted
+from tests.slurm.test_shown_jobs import slurm
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+
+@pytest.fixture
+def places(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """The folders of the three files: of the site, the user and the data set."""
+    for name in ("site", "user"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
+    monkeypatch.setattr("slurm.site_defaults._SITE", tmp_path / "site")
+    return {"site": tmp_path / "site", "user": tmp_path / "user", "data": data_dir}
+
+
+def write(places: dict[str, Path], name: str, text: str) -> Path:
+    path = places[name] / "shardprep.toml"
+    path.write_text(text)
+    return path
+
+
+def defaults(places: dict[str, Path], profile: str | None = None) -> Any:
+    environ = {"XDG_CONFIG_HOME": str(places["user"])}
+    return find_defaults(places["data"], profile, environ, places["site"])
+
+
+def test_the_nearer_file_wins_key_by_key_and_a_profile_over_all_files(places: dict[str, Path]) -> None:
+    write(places, "site", "[slurm]\npartition = 'cpu'\naccount = 'site'\nmem_gb = 1\n")
+    user = write(places, "user", "[slurm]\naccount = 'me'\n[slurm.profiles.big]\nmem_gb = 8.5\n")
+    write(places, "data", "[slurm]\ntime_min = 9\nsetup = 'setup.sh'\n[tool.other]\nx = 1\n")
+    found = defaults(places)
+    setup = str(places["data"] / "setup.sh")
+    assert found.values == {"partition": "cpu", "account": "me", "mem_gb": 1, "time_min": 9, "setup": setup}
+    assert found.sources["account"] == str(user)
+    assert defaults(places, "big").values["mem_gb"] == 8.5
+    assert defaults(places, "big").sources["mem_gb"] == f"profile big of {user}"
+    write(places, "data", "[slurm]\nprofile = 'big'\n")
+    assert defaults(places).values["mem_gb"] == 8.5, "a file may choose the profile"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[slurm", r"shardprep\.toml is no TOML"),
+        ("slurm = 3", "expected a table"),
+        ("[slurm]\npartitoin = 'x'", r"\[slurm\] has 'partitoin', expected: partition, cpus_per_task"),
+        ("[slurm]\nmem_gb = 'much'", r"\[slurm\]: --mem_gb is 'much', expected"),
+        ('[slurm]\npartition = "a\\nb"', "cannot stand in a job script"),
+        ("[slurm.profiles.x]\nmem_gb = -1", r"\[slurm\.profiles\.x\]: --mem_gb is -1"),
+        ("[slurm]\nprofiles = 3", "profiles must be tables"),
+        ("[slurm]\nprofile = 'gone'", "there is no profile 'gone'; known: none"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named_with_what_is_wrong(
+    places: dict[str, Path], text: str, words: str
+) -> None:
+    write(places, "user", text)
+    with pytest.raises(UsageError, match=words):
+        defaults(places)
+
+
+def test_a_saved_profile_is_read_back_equal_and_leaves_the_rest_of_the_file(places: dict[str, Path]) -> None:
+    write(
+        places,
+        "user",
+        "# mine\n[slurm]\naccount = 'me'\n\n[slurm.profiles.a]\nmem_gb = 1\n\n[other]\nx = 1\n",
+    )
+    environ = {"XDG_CONFIG_HOME": str(places["user"])}
+    values = {"partition": 'p "q" 한', "mem_gb": 1.5, "cpus_per_task": "node"}
+    for _ in range(2):
+        path = save_profile("a", values, environ)
+    assert defaults(places, "a").values == {"account": "me", **values}
+    text = path.read_text()
+    assert (text.count("[slurm.profiles.a]"), "# mine" in text, "[other]" in text) == (1, True, True)
+    with pytest.raises(UsageError, match="expected letters"):
+        save_profile("a]\n[b", values, environ)
+
+
+def test_flags_win_and_dry_run_and_status_say_where_each_value_came_from(
+    fake: FakeSlurm, places: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = places["data"]
+    path = write(places, "site", "[slurm]\npartition = 'cpu'\naccount = 'site'\nmem_gb = 1\n")
+    monkeypatch.setenv("SBATCH_ACCOUNT", "env")
+    shown = slurm("submit", data, "--mem_gb", 2, "--dry_run")
+    for line in (f"partition is 'cpu' ({path})", "account is 'env' (SBATCH_ACCOUNT)", "mem_gb is 2.0 (flag)"):
+        assert line in shown
+    slurm("submit", data, "--mem_gb", 2, "--save_profile", "mine")
+    assert {"#SBATCH --partition=cpu", "#SBATCH --account=env", "#SBATCH --mem=2048M"} <= set(
+        fake.sent()[0].splitlines()
+    )
+    assert f"partition cpu ({path})" in slurm("status", data)
+    assert defaults(places, "mine").values["account"] == "env"
+
+
+def test_auto_takes_the_plans_sample_first_then_the_shards_that_are_made_and_flags_win(
+    fake: FakeSlurm, prep: Prep, data_dir: Path
+) -> None:
+    shown = slurm("submit", data_dir, "--auto", "--time_min", 77, "--dry_run")
+    assert "mem_gb is 1.0 (auto: a sample of the input)" in shown
+    assert "#SBATCH --mem=1024M" in shown
+    assert "#SBATCH --time=77" in shown
+    prep.make(data_dir, 0)
+    shown = slurm("submit", data_dir, "--auto", "--shards_per_task", 2, "--dry_run")
+    assert "time_min is 6 (auto: 1 shards that are made)" in shown
+    assert "#SBATCH --time=6" in shown
+
+
+def test_auto_asks_for_no_more_than_a_node_of_the_partition_has() -> None:
+    limits = PartitionLimits(name="p", max_time_min=None, max_mem_mb=512, max_cpus=2)
+    advice = {"cpus_per_task": 5, "mem_gb": 2.0, "time_min": 9}
+    assert within(advice, limits) == {"cpus_per_task": 2, "mem_gb": 0.5, "time_min": 9}
+    assert within(advice, None) == advice
+
+
+def test_a_task_of_a_whole_node_asks_for_no_number_and_uses_what_it_gets(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    fake.answers("sinfo", "cpu|4000|3\n")
+    path = fake.place / "bin" / "scontrol"
+    body = path.read_text().partition("\n")[2]
+    path.unlink()
+    words = "echo PartitionName=cpu Default=YES MaxTime=UNLIMITED; exit"
+    path.write_text(f'#!/bin/bash\ncase "$*" in *"show partition"*) {words};; esac\n{body}')
+    path.chmod(0o755)
+    script = slurm("submit", data_dir, "--cpus_per_task", "node", "--dry_run")
+    lines = script.splitlines()
+    assert {"#SBATCH --exclusive", "#SBATCH --mem=0"} <= set(lines)
+    assert not any("--cpus-per-task=" in line for line in lines[: lines.index("set -euo pipefail")])
+    assert "export SLURM_CPUS_PER_TASK=$SLURM_CPUS_ON_NODE" in lines
+    assert "shards_of=(0-1 2-4)" in lines, "as many shards as the node has CPUs: a process each"
+    assert "expected a number, or: node" in slurm("submit", data_dir, "--cpus_per_task", "all", code=2)
+
+
+def run_script(script: str, place: Path, code: int) -> str:
+    """The job's script in bash, with an srun that ends with ``code`` and shows its variables."""
+    (place / "srun").write_text(f"#!/bin/sh\nenv | grep ^SLURM | sort\nexit {code}\n")
+    (place / "srun").chmod(0o755)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    inherited = {
+        "SLURM_MEM_PER_CPU": "1",
+        "SLURM_MEM_PER_NODE": "2",
+        "SLURM_CPU_BIND": "x",
+        "SLURM_STEP_ID": "3",
+    }
+    inherited |= {"SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "64", "PATH": f"{place}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=place, capture_output=True, text=True, check=False,
+        env={**kept, **inherited},
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("code", "result"), [(0, "verified"), (65, "not verified")])
+def test_the_verify_job_ends_with_a_line_to_grep_and_tells_whom_it_should(
+    tmp_path: Path, code: int, result: str
+) -> None:
+    notify = f'echo "told: $SHARDPREP_RESULT, $SHARDPREP_EXIT_CODE" >{tmp_path}/told; exit 3'
+    request = JobRequest(notify=notify, sbatch_args="--mail-type=END")
+    script = verify_script(Path("/my data"), "shardprep-0", 1000, request, settings={}, body=prep_script())
+    said = run_script(script, tmp_path, code)
+    colon = ":" if code else ""
+    assert f"shardprep: {result}{colon} 1000 shards of /my data" in said.splitlines()
+    assert (tmp_path / "told").read_text() == f"told: {result}, {code}\n"
+    assert "--notify ended with exit code 3" in said
+    assert "#SBATCH --mail-type=END" in script
+
+
+def test_a_step_gets_no_variables_of_the_allocation_that_sbatch_was_typed_in(tmp_path: Path) -> None:
+    request = JobRequest(cpus_per_task="node")
+    script = array_script(Path("/d"), "shardprep-0", ["0-3"], request, settings={}, body=prep_script())
+    said = run_script(script, tmp_path, 0)
+    assert "SLURM_CPUS_PER_TASK=64" in said
+    assert "SLURM_JOB_ID=7" in said
+    for name in ("SLURM_MEM_PER", "SLURM_CPU_BIND", "SLURM_STEP_ID"):
+        assert name not in said
+
+
+def test_memory_per_cpu_is_asked_for_so_and_doubled_so(fake: FakeSlurm, data_dir: Path) -> None:
+    request = JobRequest(mem_per_cpu_gb=0.5, cpus_per_task=4)
+    assert "--mem-per-cpu=512M" in request.sbatch_options()
+    assert not any(option.startswith("--mem=") for option in request.sbatch_options())
+    from tests.slurm.test_slurm_text import _failed
+
+    failed = _failed("OUT_OF_MEMORY", request={"mem_per_cpu_gb": 0.5, "cpus_per_task": 4}, mem_mb=2048)
+    assert retry_request(failed, request, 0).mem_per_cpu_gb == 1
+    with pytest.raises(UsageError, match="exclude each other"):
+        JobRequest(mem_per_cpu_gb=1, mem_gb=1)
+
+
+def test_core_hours_count_failed_attempts_apart(fake: FakeSlurm, data_dir: Path) -> None:
+    submitted(data_dir)
+    line = "1_{}|{}|0:0|n1|{}|00:09.1|4||root|" + f"{WHEN}|{WHEN}|{NAME}\n"
+    rows = [
+        line.format(0, "NODE_FAIL", 1800),
+        line.format(0, "COMPLETED", 3600),
+        line.format(1, "FAILED", 900),
+    ]
+    fake.answers("sacct", "".join(rows))
+    assert core_hours(find_state(data_dir, need_plan(data_dir)), []) == {"used": 7.0, "failed": 3.0}
+    data = json.loads(slurm("status", data_dir, "--json"))
+    assert (data["format"], data["version"]) == ("shardprep-status", 1)
+
+
+def test_a_retry_keeps_what_the_submission_asked_for_whatever_the_files_say_now(
+    fake: FakeSlurm, places: dict[str, Path]
+) -> None:
+    write(places, "site", "[slurm]\naccount = 'one'\n")
+    slurm("submit", places["data"])
+    write(places, "site", "[slurm]\naccount = 'two'\n")
+    slurm("retry", places["data"], "--mem_gb", 3)
+    assert "#SBATCH --account=one" in fake.sent()[2]
+    assert read_submissions(places["data"])[1].sources["mem_gb"] == "given to retry"

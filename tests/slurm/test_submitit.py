@@ -1,0 +1,104 @@
+"""slurm.submit_with_submitit by real submitit executors that need no cluster."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from shardprep.errors import UsageError
+from slurm import submit_with_submitit, submitit_executor
+from slurm.submitit_executor import MakeShards, ShardsFailed
+from tests.slurm.fake_slurm import FakeSlurm
+from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+submitit = pytest.importorskip("submitit")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What ``map_array`` was given; nothing is submitted."""
+    found: list[Any] = []
+
+    def map_array(self: Any, function: Any, *arguments: Any) -> list[Any]:
+        found.append([list(each) for each in arguments])
+        return []
+
+    monkeypatch.setattr(submitit.SlurmExecutor, "map_array", map_array)
+    monkeypatch.setattr(submitit.AutoExecutor, "map_array", map_array)
+    return found
+
+
+def test_a_local_executors_job_gives_the_manifests_and_raises_where_a_shard_fails(
+    prep: Prep, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdb.post_mortem", lambda: None)  # what a DebugExecutor starts at a failure
+    executor = submitit.AutoExecutor(folder=tmp_path / "log", cluster="local")
+    executor.update_parameters(timeout_min=3)
+    (job,) = submit_with_submitit(data_dir, executor, shards_per_task=5)
+    assert [manifest.shard_id for manifest in job.result()] == [0, 1, 2, 3, 4]
+    assert submit_with_submitit(data_dir, executor) == [], "nothing is missing"
+    (data_dir / "shard-00003.json").unlink()
+    (data_dir / "tokenizer" / "tokenizer.json").write_text("{}")
+    debug = submitit.AutoExecutor(folder=tmp_path / "log", cluster="debug")
+    (job,) = submit_with_submitit(data_dir, debug)
+    with pytest.raises(ShardsFailed, match=r"shards 3 of .* exit code 78"):
+        job.result()
+
+
+def test_an_array_is_never_longer_than_slurms_limit(
+    fake: FakeSlurm, data_dir: Path, tmp_path: Path, calls: list[Any]
+) -> None:
+    fake.answers("config", "ClusterName = test\nMaxArraySize = 2\n")
+    (fake.place / "bin" / "srun").symlink_to(fake.place / "sbatch.sh")
+    submit_with_submitit(data_dir, submitit.SlurmExecutor(folder=tmp_path / "log"))
+    assert calls == [[[str(data_dir)] * 2, ["0-1", "2-4"]]]
+    with pytest.raises(UsageError, match="expected 1 or more"):
+        submit_with_submitit(data_dir, None, shards_per_task=0)
+
+
+# Starts a process that waits, as a worker that has a temporary file to remove would.
+WAITING_WORKER = """
+import signal, sys, time
+from pathlib import Path
+place = Path(sys.argv[2])
+signal.signal(signal.SIGTERM, lambda *_: (place / "temporary").unlink() or sys.exit(75))
+(place / "temporary").touch()
+time.sleep(60)
+"""
+
+
+def test_usr2_leaves_the_worker_alone_and_checkpoint_stops_it_and_asks_for_the_same_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submitit_executor, "_WORKER", WAITING_WORKER)
+    body = MakeShards()
+    asked: list[Any] = []
+
+    def checkpoint(*_: object) -> None:
+        asked.append(body.checkpoint(str(tmp_path), "0-3"))
+
+    def disturb() -> None:
+        wait_until((tmp_path / "temporary").exists)
+        os.kill(body._worker.pid, signal.SIGUSR2)  # type: ignore[union-attr]
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+    before = signal.signal(signal.SIGUSR2, checkpoint)
+    thread = threading.Thread(target=disturb)
+    try:
+        thread.start()
+        with pytest.raises(ShardsFailed, match="exit code 75"):
+            body(str(tmp_path), "0-3")
+    finally:
+        thread.join()
+        signal.signal(signal.SIGUSR2, before)
+    assert not (tmp_path / "temporary").exists(), "it cleaned up"
+    (again,) = asked
+    assert (type(again.function), again.args) == (MakeShards, (str(tmp_path), "0-3"))

@@ -1,0 +1,120 @@
+"""The screen of status --watch, the metrics file, and the documented fields of --json."""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm.prometheus import metrics_text
+from slurm.watch_screen import bar, changes, cut, screen_lines
+from tests.checkout import ROOT
+from tests.slurm.fake_slurm import QUEUES, FakeSlurm, submitted
+from tests.slurm.test_shown_jobs import slurm, squeue_line, write_log
+
+COUNTS = {"done": 0, "running": 0, "pending": 0, "failed": 0, "other": 0}
+
+
+@pytest.fixture
+def data(fake: FakeSlurm, data_dir: Path) -> dict[str, Any]:
+    """Shards that run, wait and failed, one with a long line of Korean and a terminal's codes in its log."""
+    folder = data_dir.rename(data_dir.with_name("한국어 코퍼스 " + "폴더" * 20))
+    submitted(folder)
+    fake.answers("squeue", QUEUES["24.11.5"])
+    write_log(folder, "1_1.log", "시작 \033[31m" + "긴 줄 " * 60 + "끝에 있는 이유\n")
+    found: dict[str, Any] = json.loads(slurm("status", folder, "--json"))
+    return found
+
+
+def cells(line: str) -> int:
+    return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in line)
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 200])
+def test_every_line_of_the_screen_fits_and_has_no_codes_whatever_a_log_holds(
+    data: dict[str, Any], width: int
+) -> None:
+    lines = screen_lines(data, width=width)
+    assert max(map(cells, lines)) <= width
+    assert len(lines) <= 23
+    assert not re.search(r"[\x00-\x1f\x7f]", "".join(lines))
+    if width == 80:
+        text = "\n".join(lines)
+        for words in ("2 running", "1 pending", "2 failed", "1 bad input (65): 0", "끝에 있는 이유"):
+            assert words in text
+        assert "4: as many run at once as --max_parallel allows" in text
+
+
+def test_the_screen_is_drawn_in_ascii_where_the_terminal_has_no_utf8(data: dict[str, Any]) -> None:
+    assert screen_lines({**data, "folder": "/data", "failures": []}, ascii_only=True)[1].isascii()
+
+
+def test_the_bar_shows_every_kind_and_fills_the_width() -> None:
+    counts = {**COUNTS, "done": 99_990, "failed": 1, "running": 9}
+    drawn = bar(counts, 100_000, 80, ascii_only=True)
+    assert (len(drawn), drawn.count("="), drawn.count("x")) == (80, 1, 1)
+    assert bar({**COUNTS, "done": 7}, 7, 10, ascii_only=True) == "#" * 10
+
+
+def shown(screen: list[str], codes: str) -> list[str]:
+    """What a terminal shows after these codes."""
+    rows = [] if codes.startswith("\033[H\033[2J") else list(screen)
+    for row, text in re.findall(r"\033\[(\d+);1H([^\033]*)(?=\033\[K)", codes):
+        rows += [""] * (int(row) - len(rows))
+        rows[int(row) - 1] = text
+    return rows
+
+
+def test_a_look_sends_only_the_lines_that_changed_and_shows_the_same_as_all_of_them() -> None:
+    before = [f"line {number}" for number in range(20)]
+    after = [*before[:5], "new", *before[6:18]]
+    codes = changes(before, after)
+    assert shown(before, codes) == [*after, "", ""]
+    assert len(codes) < 60
+    assert shown([], changes([], after)) == after
+    assert changes(after, after) == "\033[19;1H"
+
+
+def test_a_line_is_cut_by_the_cells_it_takes() -> None:
+    assert cut("한국어", 6) == "한국어"
+    assert cut("한국어 코퍼스", 9) == "한국어..."
+    assert cut("a\tb\033c", 80) == "a b c"
+
+
+def test_metrics_are_prometheus_text_whole_and_without_what_is_not_known(
+    fake: FakeSlurm, data_dir: Path, tmp_path: Path
+) -> None:
+    submitted(data_dir)
+    fake.answers("squeue", QUEUES["24.11.5"])
+    path = tmp_path / "shardprep.prom"
+    slurm("status", data_dir, "--metrics", path)
+    lines = path.read_text().splitlines()
+    assert f'shardprep_shards{{folder="{data_dir}",state="running"}} 2.0' in lines
+    assert f'shardprep_shards_failed{{folder="{data_dir}",cause="bad input (65)"}} 1.0' in lines
+    assert not any("tokens_per_second" in line for line in lines), "nothing is made yet"
+    sample = re.compile(r'shardprep_\w+\{folder="[^"]*"(,\w+="[^"]*")*\} -?\d+(\.\d+)?')
+    named = [line for line in lines if not line.startswith("#")]
+    assert named
+    assert all(sample.fullmatch(line) for line in named)
+    assert len({line.split("{")[0] for line in named}) == sum(line.startswith("# TYPE") for line in lines)
+    assert [each.name for each in tmp_path.glob(".*")] == []
+
+
+def test_labels_are_escaped_as_prometheus_wants(data: dict[str, Any]) -> None:
+    text = metrics_text({**data, "folder": 'a"b\\c\nd'})
+    assert 'folder="a\\"b\\\\c\\nd"' in text
+
+
+def test_every_field_of_json_is_documented_and_every_documented_field_is_there(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    submitted(data_dir)
+    fake.answers("squeue", squeue_line("0", "PENDING", "Resources") + QUEUES["24.11.5"])
+    found = json.loads(slurm("status", data_dir, "--json"))
+    page = (ROOT / "docs" / "status_json.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    assert documented == set(found)

@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[loader,slurm]' --group dev
+	$(BIN)/python -m pip install --quiet --editable '.[loader,slurm,columns,fix_text]' --group dev
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 

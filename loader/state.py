@@ -32,6 +32,9 @@ class OtherRun(Refused):
     """A loader's state is of other data, or of another order."""
 
 
+MAX_EPOCH = 2**31 - 1  # workers are told the epoch in an int64
+
+
 class Position(NamedTuple):
     """What was delivered: whole global batches of an epoch, and batches of the step after them.
 
@@ -96,8 +99,12 @@ def position_of(
             f"{state.get('layout')}, this loader has {dict(layout)}; save it after the optimizer's step "
             "to change them, or resume with the same"
         )
-    if position.epoch < 0 or not 0 <= position.step < steps_per_epoch or position.num_micro < 0:
-        raise BrokenShard(f"the state stands at {position}, expected a step below {steps_per_epoch}")
+    most = max(position.epoch, position.num_micro)
+    if min(position) < 0 or position.step >= steps_per_epoch or most > MAX_EPOCH:
+        raise BrokenShard(
+            f"the state stands at {position}, expected a step below {steps_per_epoch} of an epoch up to "
+            f"{MAX_EPOCH}"
+        )
     return position
 
 
@@ -177,6 +184,8 @@ class RunProgress:
         """Make an epoch the next one. Raises UsageError where a loaded state would be thrown away."""
         if epoch == self.next.epoch:
             return
+        if epoch > MAX_EPOCH:
+            raise UsageError(f"epoch is {epoch}, expected at most {MAX_EPOCH}")
         if self.is_loaded:
             raise UsageError(
                 f"set_epoch({epoch}) would throw away the state that was loaded, which goes on in epoch "

@@ -103,6 +103,8 @@ def make_plan(args: argparse.Namespace) -> int:
     need = Need(num_bytes=cost.output_bytes, num_files=3 * plan.num_shards)
     for line in space_lines(config.output_dir, need):
         print(line)
+    if cost.bad_note:
+        print(f"warning: {cost.bad_note}")
     if cost.longest_shard_s > LONG_SHARD_S:
         more = round(plan.num_shards * cost.longest_shard_s / LONG_SHARD_S) + 1
         minutes = cost.longest_shard_s / 60
@@ -175,6 +177,12 @@ def verify(args: argparse.Namespace) -> int:
     print(
         f"{plan.num_shards} shards are whole: {samples} samples, {tokens} tokens; wrote {folder / INDEX_NAME}"
     )
+    if len(index.sources) > 1:
+        for name, of in index.sources.items():
+            print(
+                f"  {name}: {of.num_documents} documents, {of.num_tokens} tokens, "
+                f"{of.num_quarantined} left out"
+            )
     for line in publish_osts(folder, [int(size) for size in index.column("tar_bytes")]):
         say(line)
     return _verify_deep(args, plan) if args.deep is not None else 0
@@ -282,12 +290,26 @@ def _verify_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input_dir", type=Path, help="of --deep, where the input is no longer the plan's")
 
 
+_PACKED = "documents are packed into rows by --record packed --seq_len 8192"
+_HUB = (
+    "a data set of the hub is brought to disk first: hf download NAME --repo-type dataset --local-dir RAW; "
+    "then plan --input_dir RAW --recursive"
+)
+_LOADER_CUTS = "documents are kept whole here; the loader cuts: get_llama3_dataloader(..., max_length=2048)"
 PROGRAM = Program(
     name="python -m preprocess",
     dashed_values=("--stripe",),
     description="Raw text -> token shards. Without a command it makes one shard: --shard_id N.",
     epilog="python -m preprocess --shard_id N [...] makes shard N: of the plan in --output_dir, or "
     "without one of the N-th .txt file in --input_dir.",
+    hints={
+        "--packing": _PACKED,
+        "--pack_sequences": _PACKED,
+        "--dataset": _HUB,
+        "--dataset_name": _HUB,
+        "--max_length": _LOADER_CUTS,
+        "--max_seq_length": _LOADER_CUTS,
+    },
     commands={
         "shard": Command(
             summary="make one shard: --shard_id N",

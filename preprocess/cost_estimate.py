@@ -7,8 +7,10 @@ large the input is.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,15 +19,18 @@ from pathlib import Path
 
 import numpy as np
 
-from preprocess.documents import DocumentBatch, read_documents
+from preprocess.documents import planned_documents
 from preprocess.engines import Engine, tokenizers_engine
-from preprocess.inputs import ByteRange, next_line_start
+from preprocess.formats.format import SHORT_LINE_BYTES, DocumentBatch, Start, no_documents, reading_of
+from preprocess.formats.named import format_of
+from preprocess.inputs import ByteRange, OpenInput
 from preprocess.long_documents import LongDocument
 from preprocess.members import Prepared, members_of
 from preprocess.plan import Plan
 from preprocess.resources import BATCH_BYTES
 from preprocess.shard_writer import ShardWriter
 from preprocess.tokenizer_files import TOKENIZER_FILE
+from preprocess.worker import bad_words
 from shardprep.errors import CannotWrite
 from shardprep.format.names import TOKENIZER_DIR
 
@@ -46,6 +51,7 @@ class CostEstimate:
     core_hours: float
     longest_shard_s: float  # on one core
     num_useful_cores: int  # of a task: more of them would wait for its slowest serial stage
+    bad_note: str | None = None  # what is to be said of many documents of the sample that are left out
 
 
 def sample_texts(plan: Plan, *, num_bytes: int) -> list[str]:
@@ -53,50 +59,72 @@ def sample_texts(plan: Plan, *, num_bytes: int) -> list[str]:
     return [text for batch in _sample(plan, num_bytes) for text in batch.texts]
 
 
-def _documents(plan: Plan, ranges: list[ByteRange]) -> Iterator[DocumentBatch | LongDocument]:
-    options = plan.options
-    return read_documents(ranges, doc=options.doc, encoding=options.encoding, batch_bytes=BATCH_BYTES)
-
-
 def _sample(plan: Plan, num_bytes: int) -> Iterator[DocumentBatch]:
     """Documents of the sample; of a very long one, the beginning."""
-    ranges = list(_sample_ranges(plan, num_bytes // _NUM_PLACES))
-    for item in _documents(plan, ranges):
-        if isinstance(item, DocumentBatch):
-            yield item
-            continue
-        with contextlib.suppress(UnicodeDecodeError):
-            text = next(item.text(), "")
-            yield DocumentBatch(
-                texts=[text],
-                lines=np.array([item.place.line]),
-                input_number=item.place.input_number,
-                input_offsets=np.array([item.place.start]),
-                num_lines=1,
-                num_bytes=len(text.encode()),
-            )
+    for part in _sample_ranges(plan, num_bytes // _NUM_PLACES):
+        num_left = num_bytes // _NUM_PLACES
+        documents = planned_documents([part], plan.options, batch_bytes=min(BATCH_BYTES, num_left))
+        with contextlib.closing(documents):
+            for item in documents:
+                batch = item if isinstance(item, DocumentBatch) else _beginning(item)
+                yield batch
+                num_left -= sum(map(len, batch.texts)) + len(batch.bad) * SHORT_LINE_BYTES
+                if num_left <= 0:
+                    break
+
+
+def _beginning(document: LongDocument) -> DocumentBatch:
+    place = document.place
+    text = ""
+    with contextlib.suppress(UnicodeDecodeError):
+        text = next(iter(document.text()), "")
+    none = no_documents(dataclasses.replace(place, num_bytes=len(text.encode())))
+    return dataclasses.replace(
+        none,
+        texts=[text],
+        lines=np.array([place.line]),
+        input_offsets=np.array([place.start]),
+        ids=[document.id],
+        sources=[document.source],
+        num_lines=1,
+    )
 
 
 def _sample_ranges(plan: Plan, num_bytes: int) -> Iterator[ByteRange]:
-    """Whole lines from evenly spread places; whole files where files are never cut."""
-    split_files = plan.options.files_can_be_split
+    """Parts from evenly spread places, as long as their format allows them to be cut; else whole files."""
     total = sum(item.num_bytes for item in plan.inputs)
     targets = iter([total * place // _NUM_PLACES for place in range(_NUM_PLACES)])
     target, begin = next(targets), 0
     for number, item in enumerate(plan.inputs):
         end = begin + item.num_bytes
         while target < end:
-            path = plan.input_dir / item.path
-            start = next_line_start(path, target - begin) if split_files else 0
-            stop = item.num_bytes
-            if split_files:
-                stop = next_line_start(path, min(start + num_bytes, item.num_bytes))
-            if start < stop:
-                yield ByteRange(input_number=number, path=path, start=start, end=stop)
+            part = _part_at(plan, number, target - begin, num_bytes)
+            if part.start < part.end:
+                yield part
             target = next(targets, total)
-            if not split_files:
+            if part.end == item.num_bytes:
                 target = max(target, end)
         begin = end
+
+
+def _part_at(plan: Plan, number: int, target: int, num_bytes: int) -> ByteRange:
+    """From the first place at or behind a byte of an input on, to the first one ``num_bytes`` later."""
+    item, reading = plan.inputs[number], reading_of(plan.options, BATCH_BYTES)
+    path = plan.input_dir / item.path
+    form = format_of(path.name)
+    assert form is not None, path  # it was planned by its name
+    file = OpenInput(path)
+    (start,) = form.starts(file, [(target, sys.maxsize)], reading)
+    is_at_end = start is None or start.byte == item.num_bytes
+    begin = Start(0) if start is None or (is_at_end and not form.is_in_bytes) else start
+    (stop,) = form.starts(file, [(min(begin.byte + num_bytes, item.num_bytes), sys.maxsize)], reading)
+    return ByteRange(
+        input_number=number,
+        path=path,
+        start=begin.byte,
+        end=item.num_bytes if stop is None else stop.byte,
+        text_start=begin.text_byte,
+    )
 
 
 def measure(plan: Plan, engine: Engine) -> CostEstimate:
@@ -128,6 +156,7 @@ def measure(plan: Plan, engine: Engine) -> CostEstimate:
     locked_s = read_s + _LOCKED_LAYOUT * layout_s
     scale = sum(shard_bytes) / max(1, num_bytes)
     return CostEstimate(
+        bad_note=_bad_note(plan, writer),
         num_tokens=round(writer.num_tokens * scale),
         output_bytes=round((manifest.tar.num_bytes + manifest.idx.num_bytes) * scale),
         core_hours=(cpu_s * scale + _STARTUP_S * plan.num_shards) / 3600,
@@ -149,6 +178,16 @@ def estimate_of(plan: Plan, folder: Path) -> CostEstimate:
 
 def _itself(prepared: Prepared) -> Prepared:
     return prepared
+
+
+def _bad_note(plan: Plan, writer: ShardWriter) -> str | None:
+    if writer.bad_fraction <= plan.max_bad_fraction:
+        return None
+    words = [text for reason, text in bad_words(plan.options).items() if reason in writer.bad_reasons]
+    return (
+        f"{writer.bad_fraction:.0%} of the documents in a sample {' or '.join(words)}; a shard with more "
+        f"than {plan.max_bad_fraction:.0%} fails"
+    )
 
 
 def _add_cpu(since_s: float, total_s: float) -> tuple[float, float]:

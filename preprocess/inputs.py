@@ -1,8 +1,7 @@
-"""Raw input: which files there are, how one is read, and where in it documents lie.
+"""An input file: how it is opened and read, and where in it a document lies.
 
-The files are sorted by path and stamped with their size, mtime and a hash of 3 x 64 KiB, which costs one open
-and at most three reads per file. Each file is opened once and read by position, and is looked at again at the
-end: one that was written to meanwhile is refused.
+Each file is opened once and read by position, and is looked at again at the end: one that was written to
+meanwhile is refused. Its stamp at planning is its size, its mtime and a hash of 3 x 64 KiB.
 """
 
 from __future__ import annotations
@@ -12,15 +11,12 @@ import fcntl
 import hashlib
 import os
 import stat
-import sys
 import weakref
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from shardprep.errors import NotFound, ReadWriteError, Refused, UsageError
+from shardprep.errors import NotFound, ReadWriteError, Refused
 
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -32,8 +28,6 @@ _KINDS = (
 
 
 _SAMPLE_BYTES = 64 << 10
-_FIRST_SCAN_BYTES, _MOST_SCAN_BYTES = 4 << 10, 256 << 10
-_NUM_STAT_THREADS = 16  # opening a file is a round trip on a network file system
 
 
 class Stamp(NamedTuple):
@@ -134,15 +128,20 @@ def _close(descriptor: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where one document, or several that follow each other, lie in an input file."""
+    """Where one document, or several that follow each other, lie in an input file.
+
+    ``start`` and ``end`` (not included) are bytes of the file; bytes of its text where it is compressed; rows
+    where it has rows.
+    """
 
     file: OpenInput
     input_number: int  # position of the file in the plan
-    start: int  # byte
-    end: int  # byte, not included
+    start: int
+    end: int
     line: int  # of the first document, in the shard, from 0
-    codec: str  # without a byte order mark
+    codec: str = "utf-8"  # without a byte order mark
     num_bytes: int  # of input that it accounts for, a byte order mark included
+    keeps_space: bool = False  # of lines, ASCII white space alone is stripped here
 
     def left_out(self, reason: str, detail: str) -> BadDocument:
         """What is said of a document here that is left out."""
@@ -190,6 +189,7 @@ class ByteRange:
     path: Path
     start: int  # byte
     end: int  # byte, not included
+    text_start: int = 0  # where the file is compressed: byte of its text at ``start``
     planned: InputFile | None = None  # what the file was at planning; None: it is taken as it is
 
     def open(self) -> OpenInput:
@@ -197,62 +197,8 @@ class ByteRange:
         return OpenInput(self.path) if self.planned is None else open_planned(self.path, self.planned)
 
 
-def list_inputs(input_dir: Path, *, recursive: bool) -> list[Path]:
-    """The ``.txt`` files of a folder, sorted by relative path. Raises NotFound or UsageError.
-
-    A subfolder that cannot be listed is an error: Path.glob would leave out what it holds. So is, once it is
-    opened, whatever else is named ``.txt``: a link to nothing, a FIFO, a device.
-    """
-    try:
-        if not input_dir.is_dir():
-            raise NotFound(f"--input_dir {input_dir} is no folder; expected one that holds .txt files")
-        paths = sorted(_txt_paths(input_dir, recursive))
-    except OSError as error:
-        where = error.filename or input_dir
-        raise NotFound(f"--input_dir {where} cannot be listed: {error.strerror}") from None
-    if not paths:
-        hint = "" if recursive else "; for subfolders add --recursive"
-        raise NotFound(f"--input_dir {input_dir} holds no .txt file{hint}")
-    for path in paths:
-        try:
-            str(path).encode()
-        except UnicodeEncodeError:
-            raise UsageError(
-                f"the name of input {os.fsencode(path)!r} is not UTF-8; rename the file"
-            ) from None
-    return paths
-
-
-def _txt_paths(input_dir: Path, recursive: bool) -> Iterator[Path]:
-    def refuse(error: OSError) -> None:
-        raise error
-
-    for folder, _, names in os.walk(input_dir, onerror=refuse):
-        yield from (Path(folder, name) for name in names if name.endswith(".txt"))
-        if not recursive:
-            return
-
-
-def stamp_inputs(input_dir: Path, paths: list[Path]) -> list[InputFile]:
-    """Size, mtime and sampled hash of each file.
-
-    Raises NotFound for one that cannot be opened or is no regular file, ReadWriteError where reading fails.
-    """
-    with ThreadPoolExecutor(_NUM_STAT_THREADS) as pool:
-        return list(pool.map(lambda path: _stamp_file(input_dir, path), paths))
-
-
-def _stamp_file(input_dir: Path, path: Path) -> InputFile:
-    file = OpenInput(path)
-    return InputFile(
-        path=path.relative_to(input_dir).as_posix(),
-        num_bytes=file.stamp.num_bytes,
-        mtime_ns=file.stamp.mtime_ns,
-        sha256=_sample_sha256(file),
-    )
-
-
-def _sample_sha256(file: OpenInput) -> str:
+def sample_sha256(file: OpenInput) -> str:
+    """sha256, in hex, of the first, middle and last 64 KiB, or of all. Raises ReadWriteError."""
     size = file.stamp.num_bytes
     if size <= 3 * _SAMPLE_BYTES:
         return hashlib.sha256(file.read(0, size)).hexdigest()
@@ -272,7 +218,7 @@ def open_planned(path: Path, planned: InputFile) -> OpenInput:
         raise NotFound(f"{error}; if the raw folder moved, pass --input_dir") from None
     if (file.stamp.num_bytes, file.stamp.mtime_ns) == (planned.num_bytes, planned.mtime_ns):
         return file
-    found = _sample_sha256(file)
+    found = sample_sha256(file)
     if (file.stamp.num_bytes, found) != (planned.num_bytes, planned.sha256):
         raise Refused(
             f"input {path} changed since it was planned: {file.stamp.num_bytes} bytes with sample "
@@ -280,53 +226,3 @@ def open_planned(path: Path, planned: InputFile) -> OpenInput:
             "bring the file back, or plan anew into a new folder"
         )
     return file
-
-
-def next_line_start(path: Path, offset: int) -> int:
-    """First byte at or after ``offset`` where a line begins; the file's size if there is none."""
-    (start,) = first_line_starts(path, [(offset, sys.maxsize)])
-    assert start is not None
-    return start
-
-
-def first_line_starts(path: Path, stretches: Iterable[tuple[int, int]]) -> list[int | None]:
-    """For each (offset, end) the first byte at or after ``offset`` where a line begins.
-
-    None where none begins before ``end``; one behind it may be found all the same, and is right. The file's
-    size where the rest of the file has none.
-
-    Reads 4 KiB at first, for most lines end soon, and four times as much each time up to 256 KiB.
-    """
-    file = OpenInput(path)
-    return [_first_line_start(file, offset, end) for offset, end in stretches]
-
-
-def _first_line_start(file: OpenInput, offset: int, end: int) -> int | None:
-    if offset >= end:
-        return None
-    if offset <= 0:
-        return 0
-    size = file.stamp.num_bytes
-    position, num_bytes = offset - 1, _FIRST_SCAN_BYTES
-    while position < end:
-        block = file.read(position, position + num_bytes)
-        if not block:
-            break
-        line_end = _first_line_end(block, is_last=position + len(block) == size)
-        if line_end is not None:
-            return position + line_end
-        # A last \r may be half of a line end: it is read again with what follows.
-        position += len(block) - block.endswith(b"\r")
-        num_bytes = min(4 * num_bytes, _MOST_SCAN_BYTES)
-    return None if position < size else size
-
-
-def _first_line_end(block: bytes, *, is_last: bool) -> int | None:
-    """Bytes up to and with the first line end; None where there is none, or it may go on behind the block."""
-    newline = block.find(b"\n")
-    carriage_return = block.find(b"\r", 0, newline if newline >= 0 else len(block))
-    if carriage_return < 0 or carriage_return + 1 == newline:
-        return newline + 1 if newline >= 0 else None
-    if carriage_return + 1 < len(block) or is_last:
-        return carriage_return + 1
-    return None

@@ -17,7 +17,10 @@ from dataclasses import dataclass, field
 from preprocess.inputs import BadDocument, Place
 from shardprep.errors import Refused
 
-LONG_BYTES = 4 << 20  # a document of more is never held whole
+LONG_BYTES = 4 << 20  # a document of more is never held whole, where its file can be read in pieces again
+# What cannot be read again in pieces (JSON, a cell, a compressed line) is held, up to so many bytes.
+# The same on all machines, so that all leave out the same documents.
+MOST_HELD_BYTES = 64 << 20
 _READ_BYTES = 1 << 18
 
 # Text in one piece that may be encoded, of a document of more than LONG_BYTES: 50 bytes of memory a character
@@ -38,10 +41,13 @@ CUT = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class LongDocument:
-    """A document of more than LONG_BYTES: where it lies, not what it says."""
+    """A document of more than LONG_BYTES: where it lies; what it says only if it cannot be read again."""
 
     place: Place
     num_lines: int = 1
+    held: str | None = None  # its text, as it is to be encoded
+    id: str = ""  # of --id_field
+    source: str = ""  # of --source_field; "": the file's
     _checksums: dict[str, int] = field(default_factory=dict)  # of the first pass over its bytes
 
     @property
@@ -63,11 +69,17 @@ class LongDocument:
             )
 
     def text(self) -> Iterator[str]:
-        """The text in pieces of about 256 KiB, stripped as a whole, line ends as in text mode.
+        """The text in pieces of about 256 KiB. What is read is stripped, with line ends as in text mode.
 
         Raises UnicodeDecodeError, whose ``start`` is a byte of the file, ReadWriteError, and at its end
         Refused where the file was written to, or gave other bytes than in an earlier pass.
         """
+        if self.held is not None:
+            text = self.held
+            return (text[begin : begin + _READ_BYTES] for begin in range(0, len(text), _READ_BYTES))
+        return self._stripped()
+
+    def _stripped(self) -> Iterator[str]:
         held = ""  # white space that is left out if nothing follows it
         began = False
         for piece in self._decoded():

@@ -20,8 +20,8 @@ from typing import IO, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.documents import DocumentBatch
 from preprocess.engines import TokenBatch
+from preprocess.formats.format import DocumentBatch
 from preprocess.long_documents import LongDocument
 from preprocess.options import BytesOptions
 from preprocess.packing import START, BestFitRows, ConcatRows, Packer, RowGroup

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from preprocess.resources import batch_bytes_within
-from shardprep.errors import UsageError
+from preprocess.text_changes import Normalize, TextChanges, text_versions
+from preprocess.text_fields import TextFields
+from shardprep.errors import Refused, UsageError
 from shardprep.format.names import Record, TokenFormat
 
 Doc = Literal["line", "file"]
@@ -40,10 +42,42 @@ class BytesOptions:
     keep_text: bool
     append_eos: bool
     allow_special_tokens: bool
+    text_field: str = "text"  # "" with a template
+    text_template: str = ""
+    id_field: str = ""
+    source_field: str = ""
+    fix_text: bool = False
+    normalize: Normalize = ""
+    min_chars: int = 0
+    max_chars: int = 0  # 0: no limit
+    limit: int = 0  # 0: no limit
+    text_versions: str = ""  # of the libraries that change text, see text_changes.py
+
+    def identity(self) -> dict[str, Any]:
+        """What of them a plan's id is a hash of: an option that came later counts only where it is used."""
+        values = dataclasses.asdict(self)
+        return {
+            item.name: values[item.name]
+            for item in dataclasses.fields(self)
+            if item.default is dataclasses.MISSING or values[item.name] != item.default
+        }
+
+    def text_fields(self) -> TextFields:
+        """What of a record is the text. Raises UsageError where the names or the template are none."""
+        return TextFields(self.text_field, self.text_template, self.id_field, self.source_field)
+
+    def text_changes(self) -> TextChanges:
+        """What is done to the texts."""
+        return TextChanges(
+            fix_text=self.fix_text,
+            normalize=self.normalize,
+            min_chars=self.min_chars,
+            max_chars=self.max_chars,
+        )
 
     @property
     def files_can_be_split(self) -> bool:
-        """Whether a shard may begin at a line end inside a file.
+        """Whether a shard may begin at a line end inside a .txt file.
 
         Not where a document is a whole file, and not in UTF-16/32.
         """
@@ -54,15 +88,39 @@ class BytesOptions:
 class PrepConfig:
     """Options of a data set. Each field is a flag; those of BytesOptions decide the bytes of the shards."""
 
-    input_dir: Path = field(default=Path("/data/raw"), metadata={"help": "folder of the raw .txt files"})
+    input_dir: Path = field(default=Path("/data/raw"), metadata={"help": "folder of the raw input files"})
     output_dir: Path = field(default=Path("/data/processed"), metadata={"help": "folder of the data set"})
     model_id: str = field(
         default="meta-llama/Meta-Llama-3-8B", metadata={"help": "tokenizer: a folder or a name on the hub"}
     )
-    recursive: bool = field(default=False, metadata={"help": "take the .txt files of subfolders, too"})
-    doc: Doc = field(default="line", metadata={"help": "what a document is: a line, or a whole file"})
+    recursive: bool = field(default=False, metadata={"help": "take the input files of subfolders, too"})
+    doc: Doc = field(default="line", metadata={"help": "what a document of .txt is: a line, or a whole file"})
     encoding: str = field(
-        default="utf-8", metadata={"help": "of the input; utf-8-sig drops a leading byte order mark"}
+        default="utf-8", metadata={"help": "of .txt; utf-8-sig drops a leading byte order mark"}
+    )
+    text_field: str | None = field(
+        default=None,
+        metadata={"help": "field of the text in JSON lines and rows, a.b for nesting (default text)"},
+    )
+    text_template: str | None = field(
+        default=None, metadata={"help": r"text of several fields, in place of one: '{input}\n\n{output}'"}
+    )
+    id_field: str | None = field(
+        default=None, metadata={"help": "field of a document's id, which is kept in DATA/ids"}
+    )
+    source_field: str | None = field(
+        default=None,
+        metadata={"help": "field of a document's source, to count by (default: the first subfolder)"},
+    )
+    fix_text: bool = field(
+        default=False,
+        metadata={"help": "mend text that was read in a wrong encoding (ftfy), if wholly; else leave it out"},
+    )
+    normalize: Normalize | None = field(default=None, metadata={"help": "Unicode normalization of the text"})
+    min_chars: int | None = field(default=None, metadata={"help": "leave out shorter documents"})
+    max_chars: int | None = field(default=None, metadata={"help": "leave out longer documents"})
+    limit: int | None = field(
+        default=None, metadata={"help": "a trial: so many documents at most, of all shards evenly"}
     )
     record: Record = field(
         default="documents", metadata={"help": "a sample a document, or documents packed into rows"}
@@ -85,7 +143,7 @@ class PrepConfig:
         default=False, metadata={"help": "let '<|end_of_text|>' and the like in a text become control tokens"}
     )
     max_bad_fraction: float = field(
-        default=0.01, metadata={"help": "share of undecodable documents above which a shard fails (65)"}
+        default=0.01, metadata={"help": "share of documents left out as bad above which a shard fails (65)"}
     )
     engine: EngineName = field(default="auto", metadata={"help": "what encodes; the ids never depend on it"})
     hash_inputs: bool = field(
@@ -95,7 +153,7 @@ class PrepConfig:
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
             value = getattr(self, name)
-            if value not in choices:
+            if value is not None and value not in choices:
                 raise UsageError(f"--{name} is {value!r}, expected one of {', '.join(choices)}")
         if not 0 <= self.max_bad_fraction <= 1:
             raise UsageError(f"--max_bad_fraction is {self.max_bad_fraction}, expected 0 to 1")
@@ -115,9 +173,37 @@ class PrepConfig:
             "keep_text": not packed if self.keep_text is None else self.keep_text,
             "append_eos": packed if self.append_eos is None else self.append_eos,
             "encoding": _known_encoding(self.encoding),
+            "text_field": self._resolved_text_field(),
+            **{name: getattr(self, name) or "" for name in _TEXTS_OR_NONE},
+            **{name: getattr(self, name) or 0 for name in _LIMITS},
         }
         for name, value in resolved.items():
             object.__setattr__(self, name, value)
+        self._check_limits()
+        self.bytes_options().text_fields()  # which says what is wrong with a name or a template
+
+    def _resolved_text_field(self) -> str:
+        if self.text_template and self.text_field:
+            raise UsageError(
+                "--text_field and --text_template are two ways to say the same; give one of them"
+            )
+        return "" if self.text_template else "text" if self.text_field is None else self.text_field
+
+    def _check_limits(self) -> None:
+        for name in _LIMITS:
+            if getattr(self, name) < 0:
+                raise UsageError(f"--{name} is {getattr(self, name)}, expected 1 or more")
+        if self.max_chars and (self.max_chars or 0) < (self.min_chars or 0):
+            raise UsageError(f"--max_chars {self.max_chars} is below --min_chars {self.min_chars}")
+        if self.limit and self.hash_inputs:
+            raise UsageError(
+                "--limit reads a part of the input, --hash_inputs all of it; leave out one of them"
+            )
+
+    @property
+    def text_versions(self) -> str:
+        """The versions of what changes text, here. Raises UsageError where a library is missing."""
+        return text_versions(fix_text=self.fix_text, normalize=self.normalize or "")
 
     def bytes_options(self) -> BytesOptions:
         """The options that decide the bytes of the shards."""
@@ -128,8 +214,24 @@ class PrepConfig:
     @staticmethod
     def of_bytes_options(options: BytesOptions, **other: Any) -> PrepConfig:
         """These options and ``other`` ones. Raises UsageError where they do not go together."""
-        given = {**dataclasses.asdict(options), "seq_len": options.seq_len or None}
-        return PrepConfig(**{**given, **other})
+        return PrepConfig(**{**flags_of(options), **other})
+
+
+def check_text_versions(options: BytesOptions) -> None:
+    """That what changes text is here in the plan's versions. Raises Refused, or UsageError."""
+    found = text_versions(fix_text=options.fix_text, normalize=options.normalize)
+    if found != options.text_versions:
+        raise Refused(
+            f"the plan changes text with {options.text_versions or 'nothing'}, here {found}: another "
+            "version may give another text; use the Python and the libraries that planned, or plan anew"
+        )
+
+
+def flags_of(options: BytesOptions) -> dict[str, Any]:
+    """The options as the flags that give them."""
+    given = dataclasses.asdict(options)
+    del given["text_versions"]
+    return {**given, "seq_len": options.seq_len or None, "text_field": options.text_field or None}
 
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -138,7 +240,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "pack": get_args(Pack),
     "token_format": get_args(TokenFormat),
     "engine": get_args(EngineName),
+    "normalize": get_args(Normalize),
 }
+_TEXTS_OR_NONE = ("text_template", "id_field", "source_field", "normalize")
+_LIMITS = ("min_chars", "max_chars", "limit")
 
 
 def _known_encoding(name: str) -> str:
@@ -166,13 +271,13 @@ class WorkerSettings:
     """Each field is a flag of ``--shard_id N`` and of ``run``."""
 
     input_dir: Path | None = field(
-        default=None, metadata={"help": "folder of the raw .txt files, where it is no longer the plan's"}
+        default=None, metadata={"help": "folder of the raw input files, where it is no longer the plan's"}
     )
     engine: EngineName = field(
         default="auto", metadata={"help": "what encodes; the ids never depend on it (default auto)"}
     )
     max_bad_fraction: float | None = field(
-        default=None, metadata={"help": "share of undecodable documents above which a shard fails (65)"}
+        default=None, metadata={"help": "share of documents left out as bad above which a shard fails (65)"}
     )
     batch_size: int | None = field(
         default=None, metadata={"help": "most documents encoded at once (default DATASET_BATCH_SIZE, or any)"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from shardprep.atomic_files import PublishedFile, sync_folder
 from shardprep.errors import BrokenShard, NotFound, Refused, UsageError
 from shardprep.format.checked_json import MOST, Fields, read_checked, with_content_hash
 from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
-from shardprep.format.names import FORMAT_VERSION, MAX_SEQ_LEN, MAX_SHARDS, PLAN_NAME
+from shardprep.format.names import FORMAT_VERSION, MAX_SEQ_LEN, MAX_SHARDS, PLAN_NAME, source_of_path
 from shardprep.regular_files import FileStamp
 
 Boundary = tuple[int, int]  # (input, byte): where a shard begins in the sorted inputs read as one
@@ -47,6 +48,7 @@ class Plan:
     inputs: list[InputFile]
     boundaries: list[Boundary]  # num_shards + 1, ascending; in plan.json the key is cuts
     shard_sha256: list[str] | None = None  # of each shard's input bytes: --hash_inputs, see with_hashes
+    text_starts: list[int] | None = None  # of each boundary: its byte of the text of a compressed file
 
     @property
     def num_shards(self) -> int:
@@ -85,9 +87,30 @@ class Plan:
             item = self.inputs[number]
             begin = start if number == first else 0
             stop = end if number == last else item.num_bytes
-            path = root / item.path
-            ranges.append(ByteRange(input_number=number, path=path, start=begin, end=stop, planned=item))
+            ranges.append(
+                ByteRange(
+                    input_number=number,
+                    path=root / item.path,
+                    start=begin,
+                    end=stop,
+                    text_start=self._text_start(shard_id, begin),
+                    planned=item,
+                )
+            )
         return ranges
+
+    def _text_start(self, shard_id: int, begin: int) -> int:
+        return self.text_starts[shard_id] if self.text_starts is not None and begin else 0
+
+    def most_documents(self, shard_id: int) -> int | None:
+        """How many documents of a trial a shard has at most: its share of ``--limit``; None for no trial."""
+        if not self.options.limit:
+            return None
+        return self.options.limit // self.num_shards + (shard_id < self.options.limit % self.num_shards)
+
+    def source_of(self, input_number: int) -> str:
+        """The source of an input file: its first subfolder, or "." for one in the input folder itself."""
+        return source_of_path(self.inputs[input_number].path)
 
     def shard_bytes(self) -> list[int]:
         """Input bytes of every shard."""
@@ -117,7 +140,7 @@ def plan_id(
 ) -> str:
     """sha256 of what decides the shards' bytes: not where the input lies, nor when it was touched."""
     identity = {
-        "options": dataclasses.asdict(options),
+        "options": options.identity(),
         "tokenizer": {**dataclasses.asdict(tokenizer), "model_id": None},
         "probe": probe_sha256,
         "inputs": [(item.path, item.num_bytes, item.sha256) for item in inputs],
@@ -209,6 +232,7 @@ def _plan_of(fields: Fields) -> Plan:
             for source, byte in fields.list_of("cuts", _is_boundary, "an input and a byte of it")
         ],
         shard_sha256=fields.or_none("shard_sha256", fields.digests),
+        text_starts=fields.or_none("text_starts", fields.wholes),
     )
     fields.end()
     _check_boundaries(fields, plan)
@@ -237,7 +261,7 @@ def _options_of(fields: Fields) -> BytesOptions:
         elif name == "seq_len":
             values[name] = fields.whole(name, 0, MAX_SEQ_LEN)
         else:
-            values[name] = fields.text(name) if name == "encoding" else fields.flag(name)
+            values[name] = _READERS[item.type](fields, name)
     fields.end()
     options = BytesOptions(**values)
     try:
@@ -245,6 +269,13 @@ def _options_of(fields: Fields) -> BytesOptions:
     except UsageError as error:
         raise BrokenShard(f"{fields.path}: its options cannot be: {error}") from None
     return options
+
+
+_READERS: dict[Any, Callable[[Fields, str], Any]] = {
+    "bool": Fields.flag,
+    "int": Fields.whole,
+    "str": Fields.text,
+}
 
 
 def _input_of(fields: Fields) -> InputFile:
@@ -271,6 +302,10 @@ def _check_boundaries(fields: Fields, plan: Plan) -> None:
     if not inside or cuts[0] != (0, 0) or cuts[-1] != (len(plan.inputs), 0) or cuts != sorted(cuts):
         raise fields.wrong(
             "cuts", f"{cuts[0]} to {cuts[-1]}", f"places in {len(plan.inputs)} inputs, ascending"
+        )
+    if plan.text_starts is not None and len(plan.text_starts) != len(cuts):
+        raise fields.wrong(
+            "text_starts", f"{len(plan.text_starts)} numbers", f"one for each of {len(cuts)} cuts"
         )
     if plan.shard_sha256 is not None and len(plan.shard_sha256) != plan.num_shards:
         raise fields.wrong(

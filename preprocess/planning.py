@@ -1,16 +1,13 @@
 """Makes a plan: lists the inputs, resolves the tokenizer, tests the engines, divides, measures, freezes.
 
-Dividing reads 4 KiB at each boundary between shards; the rest of the input is only sampled, so planning takes
-seconds for terabytes, unless ``--hash_inputs`` asks for a hash of every byte.
+The input is only sampled, but for the places between shards, so planning takes seconds for terabytes, unless
+``--hash_inputs`` asks for a hash of every byte.
 """
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-import itertools
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,10 +19,11 @@ from preprocess.engines import (
     equal_fast_engine,
     ids_sha256,
 )
-from preprocess.inputs import InputFile, first_line_starts, list_inputs, stamp_inputs
+from preprocess.formats.format import Inspected, reading_of
+from preprocess.input_files import list_inputs, stamp_inputs
+from preprocess.inputs import InputFile
 from preprocess.options import PrepConfig
 from preprocess.plan import (
-    Boundary,
     Plan,
     file_boundaries,
     plan_differences,
@@ -35,18 +33,18 @@ from preprocess.plan import (
     with_hashes,
 )
 from preprocess.resolved_tokenizer import ResolvedTokenizer, resolve_tokenizer
+from preprocess.resources import BATCH_BYTES
+from preprocess.shard_boundaries import Division, check_num_shards, divide
 from preprocess.tokenizer_files import (
     TOKENIZER_FILE,
     publish_tokenizer,
     stamp_tokenizer,
 )
 from shardprep.atomic_files import STALE_AFTER_S, remove_temporaries
+from shardprep.console import Progress
 from shardprep.errors import CannotWrite, Refused, UsageError
-from shardprep.format.names import INDEX_NAME, MAX_SHARDS, OSTS_NAME, PLAN_NAME, TOKENIZER_DIR
+from shardprep.format.names import INDEX_NAME, OSTS_NAME, PLAN_NAME, TOKENIZER_DIR
 
-_Stretch = tuple[int, int, int]  # (input, first byte, end): where a boundary is looked for
-_NUM_THREADS = 16  # a read is a round trip on a network file system
-_NUM_STRETCHES = 64  # per turn of a thread
 LONG_SHARD_S = 600.0  # on one core; the plan command warns of longer shards
 _MANY_SHARDS = 1000  # more, each smaller than half of _SHARD_BYTES, and the plan command speaks of it
 _SHARD_BYTES = 256 << 20  # of input: minutes of one core
@@ -82,8 +80,7 @@ def make_plan(
         raise UsageError(str(error)) from None
     paths = list_inputs(config.input_dir, recursive=config.recursive)
     say(f"{len(paths)} input file(s) in {config.input_dir}")
-    inputs = stamp_inputs(config.input_dir, paths)
-    boundaries = _boundaries(config, inputs, sharding)
+    division = _divided(config, paths, sharding)
     with scratch_folder() as files:
         say(f"resolving the tokenizer of {config.model_id}")
         resolved = resolve_tokenizer(config.model_id, files, allow_special_tokens=config.allow_special_tokens)
@@ -98,7 +95,7 @@ def make_plan(
                 f"warning: PAD is EOS ({tokenizer.eos_token_id}) in this tokenizer: loaders that mask labels "
                 "by PAD lose those of EOS; this project's loader masks by length and keeps them"
             )
-        plan, engine = _plan_of(config, inputs, boundaries, resolved, say)
+        plan, engine = _plan_of(config, division, resolved, say)
         if config.hash_inputs:
             plan = with_hashes(plan)
         estimate = measure(plan, engine)
@@ -167,26 +164,36 @@ def _lay_out(
         raise CannotWrite(str(error)) from None
 
 
-def _boundaries(config: PrepConfig, inputs: list[InputFile], sharding: Sharding) -> list[Boundary]:
+def _divided(config: PrepConfig, paths: list[Path], sharding: Sharding) -> Division:
+    """Stamp the inputs, and divide them into shards: even ones, or one per file."""
+    reading = reading_of(config.bytes_options(), BATCH_BYTES)
+    with Progress("looking at the inputs", len(paths), unit="files") as progress:
+        inputs, inspected = stamp_inputs(config.input_dir, paths, reading, progress.add)
+    num_shards = _num_shards(inputs, inspected, sharding)
+    if num_shards is None:
+        return Division(inputs=inputs, boundaries=file_boundaries(inputs), text_starts=None)
+    return divide(config.input_dir, inputs, inspected, num_shards, reading)
+
+
+def _num_shards(inputs: list[InputFile], inspected: list[Inspected], sharding: Sharding) -> int | None:
+    """How many even shards were asked for; None for one per file. Raises UsageError for too many."""
     num_bytes = sum(item.num_bytes for item in inputs)
     if sharding.num_shards is None and sharding.shard_bytes is None:
         check_num_shards(len(inputs), num_bytes)
-        return file_boundaries(inputs)
+        return None
     num_shards = sharding.num_shards
     if num_shards is None:
         assert sharding.shard_bytes is not None
         if sharding.shard_bytes < 1:
             raise UsageError(f"--shard_bytes is {sharding.shard_bytes}, expected at least 1")
-        num_shards = max(1, -(-num_bytes // sharding.shard_bytes))
+        num_shards = max(1, -(-sum(item.text_bytes for item in inspected) // sharding.shard_bytes))
     check_num_shards(num_shards, num_bytes)
-    split_files = config.bytes_options().files_can_be_split
-    return even_boundaries(config.input_dir, inputs, num_shards, split_files=split_files)
+    return num_shards
 
 
 def _plan_of(
     config: PrepConfig,
-    inputs: list[InputFile],
-    boundaries: list[Boundary],
+    division: Division,
     resolved: ResolvedTokenizer,
     say: Callable[[str], None],
 ) -> tuple[Plan, Engine]:
@@ -195,7 +202,7 @@ def _plan_of(
     tokenizer, proof = resolved.spec, resolved.proof
     options = config.bytes_options()
     plan = Plan(
-        plan_id=plan_id(options, tokenizer, proof.probe_sha256, inputs, boundaries),
+        plan_id=plan_id(options, tokenizer, proof.probe_sha256, division.inputs, division.boundaries),
         input_dir=config.input_dir.resolve(),
         options=options,
         max_bad_fraction=config.max_bad_fraction,
@@ -205,8 +212,9 @@ def _plan_of(
         probe_sha256=proof.probe_sha256,
         fast_engine_is_equal=False,
         can_be_cut=proof.can_be_cut,
-        inputs=inputs,
-        boundaries=boundaries,
+        inputs=division.inputs,
+        boundaries=division.boundaries,
+        text_starts=division.text_starts,
     )
     reference = resolved.reference(allow_special_tokens=allow)
     is_little = config.engine == "auto" and sum(plan.shard_bytes()) < FEW_BYTES
@@ -223,74 +231,3 @@ def _plan_of(
         return dataclasses.replace(plan, fast_engine_is_equal=True), fast
     say(f"fastokens is not used for this tokenizer ({fast}); tokenizers encodes, several times slower")
     return plan, reference
-
-
-def even_boundaries(
-    input_dir: Path, inputs: list[InputFile], num_shards: int, *, split_files: bool
-) -> list[Boundary]:
-    """Divide the sorted inputs, read as one, into shards of even bytes at line ends.
-
-    Without ``split_files`` (UTF-16/32, whole-file documents) boundaries fall between files only.
-    """
-    prefix = [0, *itertools.accumulate(item.num_bytes for item in inputs)]
-    targets = [prefix[-1] * number // num_shards for number in range(1, num_shards)]
-    if not prefix[-1]:
-        boundaries = [(len(inputs), 0)] * len(targets)
-    elif split_files:
-        boundaries = _boundaries_at_lines(input_dir, inputs, prefix, targets)
-    else:
-        boundaries = [_boundary_at_file(prefix, target) for target in targets]
-    return [(0, 0), *boundaries, (len(inputs), 0)]
-
-
-def _boundary_at_file(prefix: list[int], target: int) -> Boundary:
-    """The nearer end of the file that holds byte ``target``."""
-    number = bisect.bisect_right(prefix, target) - 1
-    nearer_end = target - prefix[number] > prefix[number + 1] - target
-    return (number + nearer_end, 0)
-
-
-def _boundaries_at_lines(
-    input_dir: Path, inputs: list[InputFile], prefix: list[int], targets: list[int]
-) -> list[Boundary]:
-    """For each target the first line that begins at or behind it.
-
-    It is looked for up to the next target alone; where none begins, the next target's is this one's.
-    So no byte is read twice, and all targets can be asked for at once.
-    """
-    stretches: list[_Stretch] = []
-    for target, following in itertools.pairwise([*targets, prefix[-1]]):
-        number = bisect.bisect_right(prefix, target) - 1
-        stretches.append((number, target - prefix[number], following - prefix[number]))
-    parts = [stretches[n : n + _NUM_STRETCHES] for n in range(0, len(stretches), _NUM_STRETCHES)]
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        found = pool.map(lambda part: _line_starts(input_dir, inputs, part), parts)
-        starts = list(itertools.chain.from_iterable(found))
-    boundaries: list[Boundary] = []
-    boundary = (len(inputs), 0)
-    for (number, _, _), start in zip(reversed(stretches), reversed(starts), strict=True):
-        if start is not None:
-            boundary = (number, start) if start < inputs[number].num_bytes else (number + 1, 0)
-        boundaries.append(boundary)
-    return boundaries[::-1]
-
-
-def _line_starts(input_dir: Path, inputs: list[InputFile], stretches: Sequence[_Stretch]) -> list[int | None]:
-    """What begins first in each stretch; a file is opened once for those that lie in it."""
-    found: list[int | None] = []
-    for number, group in itertools.groupby(stretches, key=lambda stretch: stretch[0]):
-        places = [(start, end) for _, start, end in group]
-        found += first_line_starts(input_dir / inputs[number].path, places)
-    return found
-
-
-def check_num_shards(num_shards: int, num_bytes: int) -> None:
-    """Raises UsageError below 1 shard and above 99,999, naming the size that would fit."""
-    if num_shards < 1:
-        raise UsageError(f"--num_shards is {num_shards}, expected at least 1")
-    if num_shards > MAX_SHARDS:
-        smallest = -(-num_bytes // MAX_SHARDS)
-        raise UsageError(
-            f"{num_shards} shards are too many, at most {MAX_SHARDS} can be named; make them larger: "
-            f"--num_shards {MAX_SHARDS}, or --shard_bytes {-(-smallest // 2**20)}M"
-        )

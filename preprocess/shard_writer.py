@@ -16,32 +16,44 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from preprocess.documents import DocumentBatch
 from preprocess.engines import TokenBatch
+from preprocess.formats.format import DocumentBatch
 from preprocess.inputs import BadDocument
 from preprocess.long_documents import LongDocument
 from preprocess.members import Members, Piece, Prepared
 from shardprep.atomic_files import STALE_AFTER_S, PublishedFile, remove_temporaries, sync_folder
-from shardprep.errors import CannotWrite
+from shardprep.errors import BadInput, CannotWrite
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.idx import ChunkCrcs, idx_dtype, idx_header
-from shardprep.format.manifest import Manifest, ShardCounts
+from shardprep.format.manifest import Manifest, ShardCounts, SourceCounts
 from shardprep.format.names import (
+    IDS_DIR,
     QUARANTINE_DIR,
     TAR_END,
+    ids_path,
     idx_path,
     manifest_path,
     quarantine_path,
     shard_name,
+    source_of_path,
     tar_path,
 )
+
+_MOST_SOURCES = 1000  # of one shard: its manifest names each
 
 
 class ShardWriter:
     """Writes one shard. Within ``with``; only ``commit`` makes it count, and a failure leaves nothing."""
 
     def __init__(
-        self, folder: Path, spec: DatasetSpec, shard_id: int, members: Members, *, input_paths: list[str]
+        self,
+        folder: Path,
+        spec: DatasetSpec,
+        shard_id: int,
+        members: Members,
+        *,
+        input_paths: list[str],
+        keeps_ids: bool = False,
     ) -> None:
         self._folder = folder
         self._spec = spec
@@ -49,19 +61,22 @@ class ShardWriter:
         self._members = members
         self._input_paths = input_paths  # of the plan, for the quarantine file
         self._num_samples = self._num_documents = self._num_tokens = 0
-        self._num_lines = self._num_empty = self._input_bytes = 0
+        self._num_lines = self._num_empty = self._num_filtered = self._input_bytes = 0
         self._histogram = np.zeros(64, np.int64)
         self._bad: list[BadDocument] = []
+        self._sources: dict[str, SourceCounts] = {}
         remove_temporaries(
-            folder, shard_name(shard_id), older_than_s=STALE_AFTER_S, subfolders=[QUARANTINE_DIR]
+            folder, shard_name(shard_id), older_than_s=STALE_AFTER_S, subfolders=[QUARANTINE_DIR, IDS_DIR]
         )
         self._tar = PublishedFile(tar_path(folder, shard_id))
+        self._files = [self._tar]
         try:
             self._idx = PublishedFile(idx_path(folder, shard_id))
+            self._files.append(self._idx)
+            self._ids = self._subfolder_file(ids_path(folder, shard_id)) if keeps_ids else None
         except CannotWrite:
-            self._tar.discard()
+            self.__exit__(None, None, None)
             raise
-        self._files = [self._tar, self._idx]
         self._idx.write(idx_header(spec, shard_id))
         self._crcs = ChunkCrcs(idx_dtype(spec.kind))
 
@@ -106,10 +121,14 @@ class ShardWriter:
 
         ``prepared`` gives what ``Members.prepare`` made of it; without it, that is done here.
         """
-        num_empty = documents.num_lines - len(documents.texts) - len(documents.bad)
-        self._count_input(documents.num_lines, num_empty, documents.num_bytes)
-        self._count_documents(np.diff(tokens.offsets))
+        self._count_input(documents.num_lines, documents.num_empty, documents.num_bytes)
+        self._num_filtered += len(documents.filtered)
+        num_tokens = np.diff(tokens.offsets)
+        self._count_documents(num_tokens)
         self._bad += documents.bad
+        self._count_sources(documents, num_tokens)
+        if documents.ids is not None:
+            self._keep_ids(documents.input_number, documents.input_offsets.tolist(), documents.ids)
         pieces = prepared() if prepared else self._members.prepare(documents, tokens)
         self._write(pieces())
 
@@ -118,8 +137,8 @@ class ShardWriter:
     ) -> None:
         """Add a document whose ids come in pieces; one without text counts as an empty line."""
         self._count_input(1, int(num_text_bytes == 0), document.num_bytes)
+        lengths: list[int] = []
         if num_text_bytes:
-            lengths: list[int] = []
 
             def counted() -> Iterator[npt.NDArray[np.uint32]]:
                 for piece in ids:
@@ -128,16 +147,72 @@ class ShardWriter:
 
             self._write(self._members.long_document(document, num_text_bytes, counted()))
             self._count_documents(np.array([sum(lengths)]))
+            self._keep_ids(document.place.input_number, [document.place.start], [document.id])
+        num_bytes = num_text_bytes if document.source else document.num_bytes
+        self._count_source(
+            document.place.input_number,
+            document.source,
+            SourceCounts(
+                num_documents=int(num_text_bytes > 0),
+                num_tokens=sum(lengths),
+                num_bytes=num_bytes,
+                num_quarantined=0,
+            ),
+        )
 
     def leave_out(self, document: LongDocument, bad: BadDocument) -> None:
         """Count a document that cannot be used; its line goes to the quarantine file."""
         self._count_input(1, 0, document.num_bytes)
         self._bad.append(bad)
+        counts = SourceCounts(num_documents=0, num_tokens=0, num_bytes=document.num_bytes, num_quarantined=1)
+        self._count_source(document.place.input_number, document.source, counts)
 
     def _count_input(self, num_lines: int, num_empty: int, num_bytes: int) -> None:
         self._num_lines += num_lines
         self._num_empty += num_empty
         self._input_bytes += num_bytes
+
+    def _count_sources(self, documents: DocumentBatch, num_tokens: npt.NDArray[np.int64]) -> None:
+        """Count a batch by source; one whose records name theirs, per record."""
+        number = documents.input_number
+        names = documents.sources or []
+        by_name: dict[str, list[int]] = {}
+        for position, name in enumerate(names):
+            by_name.setdefault(name, []).append(position)
+        for name, positions in by_name.items():
+            counts = SourceCounts(
+                num_documents=len(positions),
+                num_tokens=int(num_tokens[positions].sum()),
+                num_bytes=sum(len(documents.texts[position].encode()) for position in positions),
+                num_quarantined=0,
+            )
+            self._count_source(number, name, counts)
+        is_named = documents.sources is not None
+        if is_named and not documents.bad:
+            return
+        rest = SourceCounts(
+            num_documents=0 if is_named else len(documents.texts),
+            num_tokens=0 if is_named else int(num_tokens.sum()),
+            num_bytes=0 if is_named else documents.num_bytes,
+            num_quarantined=len(documents.bad),
+        )
+        self._count_source(number, "", rest)
+
+    def _count_source(self, input_number: int, name: str, counts: SourceCounts) -> None:
+        """Count what a source gave; without a name it is the file's. Raises BadInput for too many sources."""
+        name = name or source_of_path(self._input_paths[input_number])
+        before = self._sources.get(name)
+        self._sources[name] = counts if before is None else before + counts
+        if len(self._sources) > _MOST_SOURCES:
+            raise BadInput(
+                f"shard {self._shard_id:05d} has documents of more than {_MOST_SOURCES} sources, such as "
+                f"{name[:60]!r}; choose a --source_field with fewer values, or leave it out"
+            )
+
+    def _keep_ids(self, input_number: int, offsets: list[int], ids: list[str]) -> None:
+        if self._ids is not None:
+            rows = [orjson.dumps([input_number, *row]) for row in zip(offsets, ids, strict=True)]
+            self._ids.write(b"\n".join([*rows, b""]))
 
     def _count_documents(self, num_tokens: npt.NDArray[np.int64]) -> None:
         """Count documents, given the tokens of each."""
@@ -166,14 +241,16 @@ class ShardWriter:
             shard_id=self._shard_id,
             counts=self._counts(),
             quarantine=None if quarantine is None else quarantine.sync(),
+            ids=None if self._ids is None else self._ids.sync(),
             run=run,
             **stamps,
         )
         self._tar.publish()
         self._idx.publish()
-        if quarantine is not None:
-            quarantine.publish()
-            sync_folder(quarantine.path.parent)
+        for file in (quarantine, self._ids):
+            if file is not None:
+                file.publish()
+                sync_folder(file.path.parent)
         sync_folder(self._folder)
         vouching = PublishedFile(manifest_path(self._folder, self._shard_id))
         self._files.append(vouching)
@@ -182,7 +259,7 @@ class ShardWriter:
         vouching.publish()
         sync_folder(self._folder)
         remove_temporaries(
-            self._folder, shard_name(self._shard_id), older_than_s=0, subfolders=[QUARANTINE_DIR]
+            self._folder, shard_name(self._shard_id), older_than_s=0, subfolders=[QUARANTINE_DIR, IDS_DIR]
         )
         return manifest
 
@@ -190,16 +267,19 @@ class ShardWriter:
         """The unpublished quarantine file, where documents were left out."""
         if not self._bad:
             return None
-        path = quarantine_path(self._folder, self._shard_id)
+        file = self._subfolder_file(quarantine_path(self._folder, self._shard_id))
+        for bad in self._bad:
+            entry = {**dataclasses.asdict(bad), "source": self._input_paths[bad.source]}
+            file.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
+        return file
+
+    def _subfolder_file(self, path: Path) -> PublishedFile:
         try:
             path.parent.mkdir(exist_ok=True)
         except OSError as error:
             raise CannotWrite(f"{path.parent} cannot be made: {error.strerror}") from None
         file = PublishedFile(path)
         self._files.append(file)
-        for bad in self._bad:
-            entry = {**dataclasses.asdict(bad), "source": self._input_paths[bad.source]}
-            file.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
         return file
 
     def _counts(self) -> ShardCounts:
@@ -211,9 +291,11 @@ class ShardWriter:
             num_tokens=self._num_tokens,
             num_lines=self._num_lines,
             num_empty_lines=self._num_empty,
+            num_filtered=self._num_filtered,
             num_pad_tokens=self._members.num_padding,
             num_documents_across_rows=self._members.num_split,
             input_bytes=self._input_bytes,
             quarantined={reason: sum(bad.reason == reason for bad in self._bad) for reason in reasons},
             length_histogram=self._histogram[: used[-1] + 1].tolist() if len(used) else [],
+            sources=dict(sorted(self._sources.items())),
         )

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from preprocess.inputs import list_inputs
-from preprocess.options import PrepConfig
+from preprocess.input_files import list_inputs
+from preprocess.options import PrepConfig, flags_of
 from preprocess.plan import Plan, is_one_file_a_shard, read_plan
 from preprocess.tokenizer_files import TOKENIZER_FILE, describe_tokenizer
 from shardprep.console import say
@@ -95,9 +95,11 @@ def _awaited_plan(config: PrepConfig) -> Plan | None:
 
 def _check_given(plan: Plan, given: dict[str, Any]) -> None:
     """Raises Refused or OtherTokenizer where given options are not the plan's."""
-    base = dict(dataclasses.asdict(plan.options), seq_len=plan.options.seq_len or None)
+    base = flags_of(plan.options)
     if given.get("record", plan.options.record) != plan.options.record:
         base = {}  # seq_len and keep_text of the one record are no options of the other
+    if "text_field" in given or "text_template" in given:
+        base = {name: value for name, value in base.items() if name not in ("text_field", "text_template")}
     wanted = dataclasses.asdict(PrepConfig(**{**base, **given}).bytes_options())
     planned = dataclasses.asdict(plan.options)
     differing = [
@@ -132,10 +134,10 @@ def _check_listing(plan: Plan, input_dir: Path) -> None:
         for path in list_inputs(input_dir, recursive=plan.options.recursive)
     ]
     planned = [item.path for item in plan.inputs]
-    if found != planned:
+    if found != sorted(planned):
         other = sorted(set(found) ^ set(planned))
         raise Refused(
-            f"{input_dir} holds {len(found)} .txt files, the plan has {len(planned)}; differing: "
+            f"{input_dir} holds {len(found)} input files, the plan has {len(planned)}; differing: "
             f"{', '.join(other[:3])}. A plan is never changed: put new files into a folder of their own, "
             "with an --output_dir of its own, and give the loader a list of folders"
         )

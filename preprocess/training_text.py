@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from preprocess.inputs import OpenInput, list_inputs
-from shardprep.errors import UsageError
+from preprocess.input_files import list_inputs
+from preprocess.inputs import OpenInput
+from shardprep.errors import NotFound, UsageError
 
 SPAN_BYTES = 1 << 20
 MIN_NUM_SPANS = 64
@@ -48,7 +49,12 @@ def find_spans(input_dir: Path, max_bytes: int, recursive: bool, encoding: str) 
         b"\0\0\0\0".decode(encoding, "replace")
     except (LookupError, ValueError) as error:
         raise UsageError(f"--encoding {encoding!r}: Python knows no such text encoding") from error
-    paths = list_inputs(input_dir, recursive=recursive)
+    paths = [path for path in list_inputs(input_dir, recursive=recursive) if path.name.endswith(".txt")]
+    if not paths:
+        raise NotFound(
+            f"--input_dir {input_dir} holds no .txt file; a tokenizer is trained on plain text: "
+            "jq -r .text FILE.jsonl > FILE.txt"
+        )
     sizes = [OpenInput(path).stamp.num_bytes for path in paths]
     return sample_spans(list(zip(paths, sizes, strict=True)), max_bytes)
 

@@ -22,12 +22,12 @@ from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import preprocess
-from preprocess.documents import read_documents
+from preprocess.documents import planned_documents
 from preprocess.engines import FEW_BYTES, Engine, TokenBatch, load_engine
 from preprocess.inputs import BadDocument
-from preprocess.long_documents import LongDocument
+from preprocess.long_documents import MOST_HELD_BYTES, LongDocument
 from preprocess.members import members_of
-from preprocess.options import WorkerSettings
+from preprocess.options import BytesOptions, WorkerSettings, check_text_versions
 from preprocess.plan import Plan, check_hash
 from preprocess.resources import most_batches_within
 from preprocess.shard_writer import ShardWriter
@@ -35,7 +35,7 @@ from preprocess.tokenizer_files import TOKENIZER_FILE, check_tokenizer_files
 from shardprep.atomic_files import remove_temporaries
 from shardprep.errors import BadInput, BrokenShard, CannotWrite, MissingShard, ReadWriteError
 from shardprep.format.manifest import Manifest, check_shard
-from shardprep.format.names import QUARANTINE_DIR, TOKENIZER_DIR, quarantine_path, shard_name
+from shardprep.format.names import IDS_DIR, QUARANTINE_DIR, TOKENIZER_DIR, quarantine_path, shard_name
 
 _MOST_LAYOUTS = 4  # threads; more would wait for the interpreter's lock
 
@@ -86,12 +86,12 @@ class Worker:
         began, cpu_began = time.time(), time.process_time()
         plan, options = self.plan, self.plan.options
         digest = None if plan.shard_sha256 is None else hashlib.sha256()
-        documents = read_documents(
+        documents = planned_documents(
             plan.ranges(shard_id, self.settings.input_dir),
-            doc=options.doc,
-            encoding=options.encoding,
+            options,
             batch_bytes=self.settings.batch_bytes,
             digest=digest,
+            most_documents=plan.most_documents(shard_id),
         )
         batch_size = self.settings.writer_batch_size
         members = members_of(self.folder, plan.spec, shard_id, options, batch_size=batch_size)
@@ -99,7 +99,14 @@ class Worker:
         num_layouts = self._num_layouts()
         with (
             ThreadPoolExecutor(max(1, num_layouts)) as layouts,
-            ShardWriter(self.folder, plan.spec, shard_id, members, input_paths=input_paths) as writer,
+            ShardWriter(
+                self.folder,
+                plan.spec,
+                shard_id,
+                members,
+                input_paths=input_paths,
+                keeps_ids=bool(options.id_field),
+            ) as writer,
             WriteBehind(num_behind=1 + max(1, num_layouts)) as behind,
         ):
             counted = (0, 0)
@@ -148,15 +155,17 @@ class Worker:
         assert quarantine is not None
         quarantine.sync()
         quarantine.publish()
-        words = {
-            "undecodable": f"cannot be decoded as {self.plan.options.encoding}",
-            "uncuttable": "are too long for this tokenizer to be encoded in pieces",
-        }
-        why = " or ".join(words[reason] for reason in words if reason in writer.bad_reasons)
+        options, reasons = self.plan.options, writer.bad_reasons
+        why = " or ".join(words for reason, words in bad_words(options).items() if reason in reasons)
+        hint = ""
+        if "undecodable" in reasons:
+            hint = "Is it another --encoding? "
+        elif reasons & {"no_field", "null_field", "wrong_type"}:
+            hint = "Is it another --text_field? "
         raise BadInput(
             f"shard {shard_id:05d}: {writer.num_bad} documents ({writer.bad_fraction:.2%}) {why}, "
-            f"the limit is {limit:.2%}; they are named in {quarantine_path(self.folder, shard_id)}. Is it "
-            "another --encoding? Otherwise mend the input and plan anew, or accept them: --max_bad_fraction"
+            f"the limit is {limit:.2%}; they are named in {quarantine_path(self.folder, shard_id)}. {hint}"
+            "Otherwise mend the input and plan anew, or accept them: --max_bad_fraction"
         )
 
     def _run_facts(self, began: float, cpu_began: float) -> dict[str, Any]:
@@ -175,6 +184,22 @@ class Worker:
         }
 
 
+def bad_words(options: BytesOptions) -> dict[str, str]:
+    """Why a document is left out, by reason, as the end of a sentence."""
+    what = options.text_template or options.text_field
+    return {
+        "undecodable": f"cannot be decoded as {options.encoding}",
+        "uncuttable": "are too long for this tokenizer to be encoded in pieces",
+        "too_long": f"have more than {MOST_HELD_BYTES >> 20} MiB",
+        "bad_json": "are not JSON",
+        "surrogate": "hold half of a surrogate pair",
+        "no_field": f"have no field for {what!r}",
+        "null_field": f"have a null for {what!r}",
+        "wrong_type": f"have what is no string for {what!r}",
+        "mojibake": "were read in a wrong encoding and cannot be restored",
+    }
+
+
 def load_worker(
     plan: Plan,
     folder: Path,
@@ -190,6 +215,7 @@ def load_worker(
     """
     num_bytes = sum(plan.shard_bytes()) if shard_id is None else plan.shard_bytes()[shard_id]
     check_tokenizer_files(folder, plan.tokenizer_files)
+    check_text_versions(plan.options)
     engine = load_engine(
         folder / TOKENIZER_DIR / TOKENIZER_FILE,
         wanted=settings.engine,
@@ -216,7 +242,7 @@ def done_manifest(plan: Plan, folder: Path, shard_id: int) -> Manifest | None:
         manifest = check_shard(folder, shard_id, plan.plan_id)
     except (MissingShard, BrokenShard):
         return None
-    remove_temporaries(folder, shard_name(shard_id), older_than_s=0, subfolders=[QUARANTINE_DIR])
+    remove_temporaries(folder, shard_name(shard_id), older_than_s=0, subfolders=[QUARANTINE_DIR, IDS_DIR])
     return manifest
 
 

@@ -28,7 +28,7 @@ import traceback
 import types
 import typing
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,8 @@ class Program:
     allow_abbrev: bool = True
     # Flags whose value may begin with a dash, as in ``--sbatch_args --no-requeue``.
     dashed_values: Container[str] = ()
+    # What to say of flags that people look for here, by the names that other tools give them.
+    hints: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, words: Sequence[str], *, name: str | None = None) -> int:
         """Run the command that ``words`` name; returns its exit code. ``name``: how it was called."""
@@ -90,7 +92,8 @@ class Program:
         parser, called = self._parser(words[:1], listed, name or self.name)
         args, unknown = parser.parse_known_args(words)
         if unknown:
-            called[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+            hints = [self.hints[flag] for word in unknown if (flag := word.partition("=")[0]) in self.hints]
+            called[args.command].error("; ".join([f"unrecognized arguments: {' '.join(unknown)}", *hints]))
         return args
 
     def _joined(self, words: Sequence[str]) -> list[str]:

@@ -26,6 +26,7 @@ UNKNOWN = "unknown: no log, and Slurm has forgotten it"
 HAS_NO_END = (VANISHED, UNKNOWN)  # nothing says that the task has ended at all
 NO_LOG = "its log could not be opened"
 SRUN_FAILED = "srun failed"
+STEP_STOPPED = "stopped by Slurm: preempted with GraceTime, or its step cancelled"
 
 _EXIT_CAUSES: Mapping[int, str] = {
     2: "set-up or usage (2)",
@@ -52,7 +53,9 @@ _LOG_CAUSES = (
     (re.compile(r"DUE TO TIME LIMIT"), TIMEOUT),
     (re.compile(r"DUE TO NODE FAILURE|^srun: error: Node failure", re.MULTILINE), NODE_FAIL),
     (re.compile(r"DUE TO PREEMPTION"), "PREEMPTED"),
-    (re.compile(r"CANCELLED AT"), "CANCELLED"),
+    (re.compile(r"\bJOB \S+ ON .*CANCELLED AT"), "CANCELLED"),
+    # The step alone: so begins a preemption with GraceTime, and the job ends of it, FAILED.
+    (re.compile(r"\bSTEP \S+ ON .*CANCELLED AT"), STEP_STOPPED),
     (re.compile(r"^shardprep: node \S+: .* did not start: srun failed", re.MULTILINE), SRUN_FAILED),
 )
 _ASKED_BY_USR1 = re.compile(r"^shardprep: node \S+: USR1, telling", re.MULTILINE)
@@ -82,10 +85,11 @@ def cause_of(attempt: TaskAttempt | None, log: str, shard_id: int, sbatch_args: 
         return _STATES[state]
     if attempt and attempt.exit_code == LOG_NOT_OPENED:
         return NO_LOG
-    if found := next((cause for pattern, cause in _LOG_CAUSES if pattern.search(log)), None):
-        return found
+    found = next((cause for pattern, cause in _LOG_CAUSES if pattern.search(log)), "")
     if state == "CANCELLED":
-        return state
+        return found if found not in ("", STEP_STOPPED) else state
+    if found:
+        return found
     cause = _cause_of_exit(attempt, log, shard_id)
     if cause == _EXIT_CAUSES[75] and "--signal" in sbatch_args and _ASKED_BY_USR1.search(log):
         return TIMEOUT

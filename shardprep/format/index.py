@@ -7,9 +7,9 @@ import gc
 import json
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from shardprep.errors import BrokenShard, MissingShard, NotFound, OtherPlan
 from shardprep.format.checked_json import Fields, is_digest, read_checked, with_content_hash
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.idx import MAX_SAMPLES, idx_num_bytes
-from shardprep.format.manifest import Manifest, manifest_ids, read_manifest
+from shardprep.format.manifest import Manifest, SourceCounts, manifest_ids, read_manifest, sources_of
 from shardprep.format.names import BLOCK_BYTES, INDEX_NAME, id_ranges, rerun_command, shard_name
 from shardprep.regular_files import NOT_THERE
 
@@ -38,6 +38,7 @@ class DatasetIndex:
     spec: DatasetSpec
     columns: npt.NDArray[np.int64]  # int64[num_shards, len(COLUMNS)]
     tar_sha256: tuple[str, ...]  # the first 16 hex digits
+    sources: Mapping[str, SourceCounts] = field(default_factory=dict)  # of the whole data set, by name
 
     def column(self, name: str) -> npt.NDArray[np.int64]:
         """One of COLUMNS: int64[num_shards]."""
@@ -48,6 +49,7 @@ class DatasetIndex:
         rows = [[*row, sha] for row, sha in zip(self.columns.tolist(), self.tar_sha256, strict=True)]
         content = {
             "spec": dataclasses.asdict(self.spec),
+            "sources": {name: dataclasses.asdict(counts) for name, counts in self.sources.items()},
             "columns": [*COLUMNS, "tar_sha256"],
             "shards": rows,
         }
@@ -61,6 +63,7 @@ class DatasetIndex:
     def from_json(fields: Fields) -> DatasetIndex:
         """Raises BrokenShard, also where the numbers of a shard do not agree."""
         spec = DatasetSpec.from_json(fields.fields("spec"))
+        sources = sources_of(fields)
         names = fields.texts("columns")
         if names != [*COLUMNS, "tar_sha256"]:
             raise fields.wrong("columns", names, f"{', '.join(COLUMNS)}, tar_sha256")
@@ -76,7 +79,7 @@ class DatasetIndex:
             columns = np.array([row[:-1] for row in rows], np.int64)
         except OverflowError:
             raise fields.wrong("shards", "a list with a number beyond int64", "smaller ones") from None
-        index = DatasetIndex(spec=spec, columns=columns, tar_sha256=hashes)
+        index = DatasetIndex(spec=spec, columns=columns, tar_sha256=hashes, sources=sources)
         index._check_agreement(fields)
         return index
 
@@ -110,6 +113,7 @@ def merge_manifests(manifests: Iterable[Manifest]) -> DatasetIndex:
     spec: DatasetSpec | None = None
     rows: list[tuple[int, ...]] = []
     hashes: list[str] = []
+    sources: dict[str, SourceCounts] = {}
     for manifest in manifests:
         spec = spec or manifest.spec
         if manifest.spec != spec:
@@ -128,9 +132,16 @@ def merge_manifests(manifests: Iterable[Manifest]) -> DatasetIndex:
             )
         )
         hashes.append(manifest.tar.sha256[:_HASH_DIGITS])
+        for name, found in counts.sources.items():
+            sources[name] = sources[name] + found if name in sources else found
     if spec is None:
         raise MissingShard("no manifest was given")
-    return DatasetIndex(spec=spec, columns=np.array(rows, np.int64), tar_sha256=tuple(hashes))
+    return DatasetIndex(
+        spec=spec,
+        columns=np.array(rows, np.int64),
+        tar_sha256=tuple(hashes),
+        sources=dict(sorted(sources.items())),
+    )
 
 
 def read_index(folder: Path) -> DatasetIndex:

@@ -16,6 +16,7 @@ from shardprep.format.idx import MAX_SAMPLES, idx_num_bytes
 from shardprep.format.names import (
     MAX_MANIFEST_BYTES,
     MAX_SHARDS,
+    ids_path,
     idx_path,
     manifest_path,
     quarantine_path,
@@ -29,19 +30,53 @@ _MANIFEST_NAME = re.compile(r"shard-(\d{5})\.json", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
+class SourceCounts:
+    """What one source gave: the first subfolder of the input, or what --source_field names."""
+
+    num_documents: int
+    num_tokens: int  # padding excluded
+    num_bytes: int  # of the input files; with --source_field, of the documents' text
+    num_quarantined: int
+
+    @staticmethod
+    def from_json(fields: Fields) -> SourceCounts:
+        """Raises BrokenShard."""
+        counts = SourceCounts(
+            num_documents=fields.whole("num_documents"),
+            num_tokens=fields.whole("num_tokens"),
+            num_bytes=fields.whole("num_bytes"),
+            num_quarantined=fields.whole("num_quarantined"),
+        )
+        fields.end()
+        return counts
+
+    def __add__(self, other: SourceCounts) -> SourceCounts:
+        return SourceCounts(
+            **{name: value + getattr(other, name) for name, value in dataclasses.asdict(self).items()}
+        )
+
+
+def sources_of(fields: Fields) -> dict[str, SourceCounts]:
+    """The counts of each source, by name. Raises BrokenShard."""
+    return fields.each("sources", lambda inner, name: SourceCounts.from_json(inner.fields(name)))
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShardCounts:
     """What a shard holds. Equal for equal inputs and options, whatever made it."""
 
     num_samples: int  # documents, or packed rows
     num_documents: int
     num_tokens: int  # padding excluded
-    num_lines: int  # lines of the input, the empty ones included
+    num_lines: int  # lines or rows of the input, the empty ones included
     num_empty_lines: int  # left out because nothing is left of them after str.strip
+    num_filtered: int  # documents left out by --min_chars and --max_chars
     num_pad_tokens: int  # in the rows that are not full
     num_documents_across_rows: int  # those that do not lie whole in one row
     input_bytes: int
     quarantined: dict[str, int]  # documents left out, by reason
     length_histogram: list[int]  # [b]: documents of 2**(b-1) <= tokens < 2**b
+    sources: dict[str, SourceCounts]  # in the order of their names
 
     @staticmethod
     def from_json(fields: Fields) -> ShardCounts:
@@ -52,11 +87,13 @@ class ShardCounts:
             num_tokens=fields.whole("num_tokens"),
             num_lines=fields.whole("num_lines"),
             num_empty_lines=fields.whole("num_empty_lines"),
+            num_filtered=fields.whole("num_filtered"),
             num_pad_tokens=fields.whole("num_pad_tokens"),
             num_documents_across_rows=fields.whole("num_documents_across_rows"),
             input_bytes=fields.whole("input_bytes"),
             quarantined=fields.each("quarantined", Fields.whole),
             length_histogram=fields.wholes("length_histogram"),
+            sources=sources_of(fields),
         )
         fields.end()
         return counts
@@ -72,6 +109,7 @@ class Manifest:
     tar: FileStamp
     idx: FileStamp
     quarantine: FileStamp | None
+    ids: FileStamp | None  # of --id_field
     run: dict[str, Any]  # what may vary between equal shards: engine, versions, host, times
 
     def to_json(self) -> bytes:
@@ -90,6 +128,7 @@ class Manifest:
             tar=fields.stamp("tar"),
             idx=fields.stamp("idx"),
             quarantine=fields.or_none("quarantine", fields.stamp),
+            ids=fields.or_none("ids", fields.stamp),
             run=fields.mapping("run"),
         )
         fields.end()
@@ -148,6 +187,8 @@ def shard_files(folder: Path, manifest: Manifest) -> list[tuple[Path, FileStamp]
     files = [(tar_path(folder, shard_id), manifest.tar), (idx_path(folder, shard_id), manifest.idx)]
     if manifest.quarantine is not None:
         files.append((quarantine_path(folder, shard_id), manifest.quarantine))
+    if manifest.ids is not None:
+        files.append((ids_path(folder, shard_id), manifest.ids))
     return files
 
 

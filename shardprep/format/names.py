@@ -32,6 +32,7 @@ OSTS_NAME = "osts.json"
 TOKENIZER_DIR = "tokenizer"
 CHAT_TEMPLATES_DIR = "additional_chat_templates"  # in a tokenizer's folder, as transformers names it
 QUARANTINE_DIR = "quarantine"
+IDS_DIR = "ids"
 RESERVED_FIELD = "loss_mask.npy"  # kept free for a mask member; refused until it has a meaning
 DOC_STARTS_FIELD = "doc_starts.npy"
 ROW_TOKENS_FIELD = "row_tokens.npy"
@@ -57,6 +58,23 @@ def manifest_path(folder: Path, shard_id: int) -> Path:
 
 def quarantine_path(folder: Path, shard_id: int) -> Path:
     return folder / QUARANTINE_DIR / f"{shard_name(shard_id)}.jsonl"
+
+
+def ids_path(folder: Path, shard_id: int) -> Path:
+    return folder / IDS_DIR / f"{shard_name(shard_id)}.jsonl"
+
+
+def source_of_path(path: str) -> str:
+    """The source of an input file by its path in the input folder: its first subfolder, "." without one."""
+    folder, slash, _ = path.partition("/")
+    return folder if slash else "."
+
+
+def offset_unit(path: str) -> str:
+    """What the offset of a document counts, by its input's name: bytes of the file, of its text, or rows."""
+    if path.endswith((".parquet", ".arrow")):
+        return "row"
+    return "byte of the text" if path.endswith((".gz", ".zst", ".xz", ".bz2")) else "byte"
 
 
 def document_key(shard_id: int, line: int) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from tests.faults import (
     bad_json,
     bit_flips,
+    clocks,
     full_disks,
     fuzzed_inputs,
     injected_errors,
@@ -33,6 +34,7 @@ CAMPAIGNS = {
     "full_disks": full_disks,
     "kills": kills,
     "races": races,
+    "clocks": clocks,
     "fuzzed_inputs": fuzzed_inputs,
 }
 # Of each file or hit and command. Full takes some 2 hours of one core, quick some 10 s per campaign.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-COMMANDS = ("plan", "shard", "run", "verify", "verify --fast", "load", "stage", "status", "submit")
+_WARNED = 1  # the exit code of doctor where all is usable
 REFUSING = frozenset({65, 66, 73, 74, 75, 78})  # the exit codes that a fault may end a command with
 
 
@@ -22,7 +22,7 @@ def plan(place: Path, options: list[str]) -> int:
 
 
 def command(name: str, place: Path, options: list[str]) -> Callable[[], tuple[int, Any]]:
-    """A command of COMMANDS as ``run_forked`` takes it; its value is what it delivers besides files."""
+    """A command as ``run_forked`` takes it; its value is what it delivers besides files."""
     data = place / "data"
     if name == "load":
         return lambda: (0, loaded(data))
@@ -41,6 +41,12 @@ def command(name: str, place: Path, options: list[str]) -> Callable[[], tuple[in
         "verify --fast": lambda: _preprocess("verify", data, "--fast"),
         "stage": lambda: _stage(data, place / "staged"),
         "status": lambda: _slurm("status", data),
+        "peek": lambda: _preprocess("peek", data, "--num", 3),
+        "doctor": lambda: _doctor(place),
+        "train_tokenizer": lambda: _preprocess(
+            *("train_tokenizer", "--input_dir", place / "raw", "--output_dir", place / "trained"),
+            *("--vocab_size", 300),
+        ),
         "submit": lambda: _slurm("submit", data, "--mem_gb", 1),
     }
     return lambda: (codes[name](), None)
@@ -50,6 +56,12 @@ def _preprocess(*args: object) -> int:
     from preprocess.__main__ import main
 
     return main([str(item) for item in args])
+
+
+def _doctor(place: Path) -> int:
+    folders = ("--input_dir", place / "raw", "--output_dir", place / "data", "--model_id", place / "model")
+    code = _preprocess("doctor", "--no-torch", *folders)
+    return 0 if code == _WARNED else code
 
 
 def _stage(data: Path, staged: Path) -> int:

@@ -25,6 +25,8 @@ from preprocess import documents, long_documents
 from preprocess.options import PrepConfig
 from preprocess.packing import BestFitRows, ConcatRows
 from preprocess.plan import need_plan
+from shardprep.errors import BrokenShard
+from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.idx import read_idx
 from shardprep.format.index import read_index
 from shardprep.format.manifest import read_manifest
@@ -53,7 +55,7 @@ def targets(place: Path) -> Iterator[tuple[str, st.SearchStrategy[Any], Check]]:
         "plan.json": lambda: need_plan(data),
         "index.json": lambda: read_index(data),
         "shard-00000.json": lambda: replace(read_manifest(data, 0), run={}),
-        "shard-00000.idx": lambda: read_idx(data, plan.spec, 0).tolist(),
+        "shard-00000.idx": lambda: _read_idx(data, plan.spec),
         "osts.json": lambda: read_osts(data, plan.num_shards),
         "jobs/0000.json": lambda: read_submissions(data),
     }
@@ -131,6 +133,14 @@ _AFTER: dict[str, Callable[[bytes, int, bytes], bytes]] = {
     "double": lambda rest, _, piece: rest[: 64 * len(piece)] + rest,
     "end": lambda *_: b"",
 }
+
+
+def _read_idx(data: Path, spec: DatasetSpec) -> list[Any]:
+    """All records, as many as the manifest says: no reader takes others."""
+    records: list[Any] = read_idx(data, spec, 0).tolist()
+    if len(records) != read_manifest(data, 0).counts.num_samples:
+        raise BrokenShard("its manifest has another number of samples")
+    return records
 
 
 def _file_check(path: Path, read: Callable[[], Any]) -> Check:

@@ -77,6 +77,9 @@ HITS = (
     Hit("stage", "verified", "stage"),
     Hit("status", "made", "status", 1.5),
     Hit("submit", "planned", "submit", 1.5),
+    Hit("peek", "verified", "peek", 0.5),
+    Hit("doctor", "planned", "doctor", 0.5),
+    Hit("train_tokenizer", "raw", "train_tokenizer", 0.5),
 )
 
 

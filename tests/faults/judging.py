@@ -14,7 +14,8 @@ from tests.faults.outcomes import Kind
 from tests.faults.small_data_sets import SmallDataSet, Stage
 
 Verdict = tuple[Kind, str]
-READERS = frozenset({"load", "load tars", "load staged", "status"})  # commands that leave no files
+# Commands that leave no files, or none a second time.
+READERS = frozenset({"load", "load tars", "load staged", "status", "peek", "doctor", "train_tokenizer"})
 
 
 @dataclass(frozen=True)

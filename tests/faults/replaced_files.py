@@ -1,18 +1,21 @@
-"""Something else stands under the name of a file: a FIFO, a device, a folder, a link to nowhere, a half."""
+"""Something else stands under the name of a file: a FIFO, a device, a folder, a link to nowhere, the file of
+another shard or data set, or a part of it."""
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from tests.faults.disturbed_files import FILES, DisturbedFile, Fault, disturb
+from tests.faults.disturbed_files import FILES, DisturbedFile, Fault, disturb, spread
 from tests.faults.outcomes import Outcome
 from tests.faults.small_data_sets import SmallDataSet
 
 FORMS = ("npy", "best_fit")
 QUICK_FORMS = ("best_fit",)
+_BLOCK_BYTES = 512  # of a tar
 _QUICK_FAULTS = 8  # so few, and the kinds take turns
 
 INPUTS = (
@@ -31,18 +34,41 @@ def outcomes(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[
     """Each file of a data set and each input, of each kind, by each command that reads it."""
     for data_set in data_sets:
         for number, file in enumerate((*FILES, *INPUTS)):
-            yield from disturb("replaced_files", data_set, file, partial(_faults, file, number, num_faults))
+            others = [each for each in data_sets if each is not data_set]
+            faults = partial(_faults, file, number, num_faults, others)
+            yield from disturb("replaced_files", data_set, file, faults)
 
 
-def _faults(file: DisturbedFile, number: int, num_faults: int, data: bytes) -> Iterator[Fault]:
+def _faults(
+    file: DisturbedFile, number: int, num_faults: int, others: list[SmallDataSet], data: bytes
+) -> Iterator[Fault]:
     kinds = list(KINDS.items())
     if file.stage == "raw":
         kinds = [each for each in kinds if each[0] != "a folder"]  # which is no input, whatever its name
     elif data:
         kinds += [("empty", partial(_cut, 0)), ("a half", partial(_cut, len(data) // 2))]
+        kinds += _other_files(file, others)
+        if file.name.endswith(".tar"):
+            cuts = spread(len(data) // _BLOCK_BYTES, num_faults)
+            kinds += [(f"cut to {cut} blocks", partial(_cut, cut * _BLOCK_BYTES)) for cut in cuts]
     if num_faults <= _QUICK_FAULTS:
         kinds = [kinds[(number + step) % len(kinds)] for step in (0, 2)]
     yield from kinds
+
+
+def _other_files(file: DisturbedFile, others: list[SmallDataSet]) -> Iterator[Fault]:
+    """The file of that name of another data set, and of the other shard."""
+    for other in others:
+        source = other.templates / file.stage / "data" / file.name
+        if source.is_file() and not file.name.startswith(("../", "tokenizer/")):  # those are equal
+            yield f"the one of {other.form}", partial(shutil.copyfile, source)
+    if file.name.startswith("shard-"):
+        number = "00001" if "00000" in file.name else "00000"
+        yield "the other shard's", lambda path: _copy_sibling(path, f"shard-{number}{path.suffix}")
+
+
+def _copy_sibling(path: Path, name: str) -> None:
+    shutil.copyfile(path.with_name(name), path)
 
 
 def _cut(size: int, path: Path) -> None:

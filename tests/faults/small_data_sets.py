@@ -34,7 +34,9 @@ _FAKE_SLURM = """#!/bin/sh
 case "$(basename "$0") $*" in
     sbatch*) cat >/dev/null; echo 100 ;;
     *"show config"*) echo 'MaxArraySize = 1001'; echo 'MaxJobCount = 10000'; echo 'ClusterName = small' ;;
-    *"show job"*) echo 'JobId=100 JobName=small UserId=me(0) NumCPUs=1 MinMemoryNode=1G TimeLimit=01:00:00' ;;
+    *"show job"*)
+        echo 'JobId=100 JobName=small UserId=me(0) NumCPUs=1 MinMemoryNode=1G TimeLimit=01:00:00' \\
+            'SubmitTime=2026-01-01T00:00:00' ;;
 esac
 """
 _COMMANDS_OF_SLURM = ("sbatch", "squeue", "sacct", "sacctmgr", "scontrol", "scancel", "sinfo")

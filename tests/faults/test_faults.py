@@ -141,6 +141,12 @@ def test_an_input_or_a_shard_that_changes_at_any_call_is_refused_or_without_effe
     assert not failed(outcomes), shown(failed(outcomes))
 
 
+def test_a_clock_that_is_wrong_or_jumps_changes_nothing(of_campaign: Outcomes) -> None:
+    outcomes = of_campaign("clocks")
+    assert len(outcomes) >= 8
+    assert {outcome["kind"] for outcome in outcomes} == {"equal"}, shown(failed(outcomes))
+
+
 def test_fuzzed_inputs_are_refused_or_read_as_an_independent_reader_reads_them(of_campaign: Outcomes) -> None:
     outcomes = of_campaign("fuzzed_inputs")
     assert len(outcomes) > 300

@@ -312,7 +312,8 @@ def test_a_loop_from_epoch_0_on_does_not_throw_a_loaded_state_away(forms: Any) -
 
 
 @pytest.mark.parametrize(
-    ("epoch", "message"), [(-1, "epoch is -1"), ("1", "epoch is '1'"), (1.5, "epoch is")]
+    ("epoch", "message"),
+    [(-1, "epoch is -1"), ("1", "epoch is '1'"), (1.5, "epoch is"), (2**70, "expected at most")],
 )
 def test_an_epoch_that_is_no_number_from_0_on_is_refused(forms: Any, epoch: Any, message: str) -> None:
     with load(forms["documents"]) as loader, pytest.raises(UsageError, match=message):
@@ -501,3 +502,12 @@ def test_a_state_whose_place_is_no_whole_number_is_refused(forms: Any, name: str
         del state[name]
         with pytest.raises(BrokenShard, match=f"its {name} is missing"):
             loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", ["epoch", "step", "num_micro"])
+def test_a_state_whose_place_is_beyond_all_runs_is_refused(forms: Any, name: str) -> None:
+    with load(forms["documents"]) as loader:
+        state = loader.state_dict()
+        with pytest.raises(BrokenShard, match="the state stands at"):
+            loader.load_state_dict({**state, name: 2**70})
+        assert loader.state_dict() == state

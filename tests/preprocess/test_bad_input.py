@@ -49,7 +49,7 @@ def plan_args(prep: Prep, raw: Path, out: Path) -> list[object]:
 
 def test_no_input_folder_is_66(prep: Prep, tmp_path: Path) -> None:
     ended = prep.command(*plan_args(prep, tmp_path / "none", tmp_path / "data"))
-    ends(ended, 66, r"--input_dir .*/none is no folder; expected one that holds \.txt files")
+    ends(ended, 66, r"--input_dir .*/none is no folder; expected one that holds input files")
     plain = ["--shard_id", 0, "--input_dir", tmp_path / "none", "--output_dir", tmp_path / "data"]
     ends(prep.cli(*plain, "--model_id", prep.model_dir), 66, "is no folder")
     assert not (tmp_path / "data").exists()
@@ -59,7 +59,7 @@ def test_no_txt_file_is_66(prep: Prep, tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "a.txt").write_text("a\n")
     ended = prep.command(*plan_args(prep, tmp_path, tmp_path / "data"))
-    ends(ended, 66, r"holds no \.txt file; for subfolders add --recursive")
+    ends(ended, 66, r"holds no \.txt file, nor any other input .*; for subfolders add --recursive")
     assert not (tmp_path / "data").exists()
 
 
@@ -354,7 +354,7 @@ def test_a_listing_that_changed_since_the_plain_forms_plan_is_78(
     ends(prep.command("--shard_id", 0, *plain), 0)
     (raw_dir / "aa_new.txt").write_text("new\n")
     ended = prep.command("--shard_id", 1, *plain)
-    ends(ended, 78, r"holds 7 \.txt files, the plan has 6; differing: aa_new\.txt", "a list of folders")
+    ends(ended, 78, r"holds 7 input files, the plan has 6; differing: aa_new\.txt", "a list of folders")
     assert not (data / "shard-00001.json").exists()
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess import documents, long_documents
-from preprocess import documents as line_blocks
 from preprocess import inputs as open_input
+from preprocess import long_documents
+from preprocess.formats import text_lines
 from preprocess.long_documents import LongDocument
 from preprocess.options import WorkerSettings
 from preprocess.plan import Plan, need_plan
@@ -86,9 +86,9 @@ def test_long_documents_are_hashed_whole_too(
     text = (raw_dir / "a.txt").read_text().replace("\n", " ")
     (raw_dir / "a.txt").write_text("short\n" + text + "\nshort\n")
     prep.plan(raw_dir, tmp_path / "data", hash_inputs=True, doc=doc)
-    for module in (documents, line_blocks, long_documents):
+    for module in (text_lines, long_documents):
         monkeypatch.setattr(module, "LONG_BYTES", 50_000)
-    monkeypatch.setattr(line_blocks, "_SCAN_BYTES", 10_000)
+    monkeypatch.setattr(text_lines, "HASH_BYTES", 10_000)
     monkeypatch.setattr(WorkerSettings, "batch_bytes", 10_000)
     make_all(tmp_path / "data")
     shutil.rmtree(tmp_path / "data")
@@ -180,7 +180,7 @@ def long_folder(prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     raw = tmp_path / "long"
     raw.mkdir()
     (raw / "a.txt").write_text("word and " * 60_000 + "\n")
-    for module in (documents, line_blocks, long_documents):
+    for module in (text_lines, long_documents):
         monkeypatch.setattr(module, "LONG_BYTES", 50_000)
     monkeypatch.setattr(WorkerSettings, "batch_bytes", 60_000)
     prep.plan(raw, tmp_path / "data")

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from preprocess.documents import DocumentBatch, read_documents
+from preprocess.documents import read_documents
+from preprocess.formats.format import DocumentBatch
 from preprocess.inputs import BadDocument, ByteRange
 from shardprep.errors import NotFound, ReadWriteError
 

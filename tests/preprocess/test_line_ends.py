@@ -10,9 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from preprocess import documents, long_documents
-from preprocess import documents as line_blocks
-from preprocess.documents import DocumentBatch, read_documents
+from preprocess import long_documents
+from preprocess.documents import read_documents
+from preprocess.formats import text_lines
+from preprocess.formats.format import DocumentBatch
 from preprocess.inputs import ByteRange
 from preprocess.options import PrepConfig
 from shardprep.errors import UsageError
@@ -160,9 +161,9 @@ def test_documents_offsets_empty_and_bad_lines_are_an_independent_readers(
     def check(mark: bytes, pieces: list[bytes], block_bytes: int, scan_bytes: int, long_bytes: int) -> None:
         data = mark + b"".join(pieces)
         with monkeypatch.context() as patch:
-            for module in (documents, line_blocks, long_documents):
+            for module in (text_lines, long_documents):
                 patch.setattr(module, "LONG_BYTES", long_bytes)
-            patch.setattr(line_blocks, "_SCAN_BYTES", scan_bytes)
+            patch.setattr(text_lines, "HASH_BYTES", scan_bytes)
             patch.setattr(long_documents, "_READ_BYTES", scan_bytes)
             found = found_by_worker(path, data, known, block_bytes)
         assert found == expected_of(data, known)

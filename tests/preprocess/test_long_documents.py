@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess import documents, long_documents, resources
-from preprocess import documents as line_blocks
-from preprocess.documents import DocumentBatch, read_documents
+from preprocess import long_documents, resources
+from preprocess.documents import read_documents
 from preprocess.engines import Engine, can_be_cut, fastokens_engine, tokenizers_engine
+from preprocess.formats import text_lines
+from preprocess.formats.format import DocumentBatch
 from preprocess.inputs import ByteRange
 from preprocess.long_documents import CUT, MOST_UNCUT_CHARS, LongDocument, UncuttableText, encodable_pieces
 from preprocess.plan import need_plan
@@ -45,9 +46,9 @@ def write_long_lines(path: Path) -> None:
 
 
 def make_with(prep: Any, folder: Path, patch: pytest.MonkeyPatch, long_bytes: int, block_bytes: int) -> None:
-    for module in (documents, line_blocks, long_documents):
+    for module in (text_lines, long_documents):
         patch.setattr(module, "LONG_BYTES", long_bytes)
-    patch.setattr(line_blocks, "_SCAN_BYTES", block_bytes)
+    patch.setattr(text_lines, "HASH_BYTES", block_bytes)
     patch.setattr(long_documents, "_READ_BYTES", block_bytes)
     patch.setattr(resources, "BATCH_BYTES", block_bytes)
     prep.make(folder)

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +18,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preprocess import inputs as input_files
-from preprocess import planning
-from preprocess.inputs import InputFile, list_inputs, next_line_start, stamp_inputs
+from preprocess import shard_boundaries
+from preprocess.formats import text_lines
+from preprocess.formats.format import Inspected, Reading
+from preprocess.formats.text_lines import first_line_start
+from preprocess.input_files import list_inputs, stamp_inputs
+from preprocess.inputs import InputFile, OpenInput
 from preprocess.plan import file_boundaries, need_plan, read_plan
-from preprocess.planning import check_num_shards, even_boundaries
+from preprocess.shard_boundaries import check_num_shards, divide
+from preprocess.text_fields import TextFields
 from preprocess.train_tokenizer import train_tokenizer
 from shardprep.errors import BrokenShard, NotFound, Refused, UnknownVersion, UsageError
 from tests.waiting import HANG_S
@@ -32,13 +38,21 @@ LINES = [b"a\n", b"bc\r\n", b"\n", b"\r", b"d\r", "가나다라마\n".encode(), 
 FILES = st.lists(st.lists(st.sampled_from(LINES), max_size=12).map(b"".join), min_size=1, max_size=6)
 
 
+READING = Reading(doc="line", encoding="utf-8", batch_bytes=1 << 19, fields=TextFields())
+
+
 def write_files(folder: Path, contents: list[bytes]) -> list[InputFile]:
     """The contents as 00.txt, 01.txt, ..., and nothing else in the folder."""
     for path in folder.glob("*.txt"):
         path.unlink()
     for number, data in enumerate(contents):
         (folder / f"{number:02d}.txt").write_bytes(data)
-    return stamp_inputs(folder, list_inputs(folder, recursive=False))
+    return stamp_inputs(folder, list_inputs(folder, recursive=False), READING)[0]
+
+
+def even_boundaries(folder: Path, inputs: list[InputFile], num_shards: int) -> list[tuple[int, int]]:
+    inspected = [Inspected(text_bytes=item.num_bytes, is_whole=False) for item in inputs]
+    return divide(folder, inputs, inspected, num_shards, READING).boundaries
 
 
 def line_starts(data: bytes) -> set[int]:
@@ -61,7 +75,7 @@ def test_cuts_fall_on_line_starts_ascend_and_span_the_whole_input(
     folder: Path, contents: list[bytes], num_shards: int
 ) -> None:
     inputs = write_files(folder, contents)
-    cuts = even_boundaries(folder, inputs, num_shards, split_files=True)
+    cuts = even_boundaries(folder, inputs, num_shards)
     assert len(cuts) == num_shards + 1
     assert (cuts[0], cuts[-1]) == ((0, 0), (len(contents), 0))
     assert cuts == sorted(cuts)
@@ -84,9 +98,9 @@ def test_a_shard_begins_with_the_first_line_at_or_behind_its_even_share(
     for end, data in zip(ends, contents, strict=True):
         starts |= {end - len(data) + byte for byte in line_starts(data)} if data else set()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(input_files, "_FIRST_SCAN_BYTES", first + 1)
-        patch.setattr(planning, "_NUM_STRETCHES", first)
-        cuts = even_boundaries(folder, inputs, num_shards, split_files=True)
+        patch.setattr(text_lines, "_FIRST_SCAN_BYTES", first + 1)
+        patch.setattr(shard_boundaries, "_NUM_STRETCHES", first)
+        cuts = even_boundaries(folder, inputs, num_shards)
     places = [(ends[source - 1] if source else 0) + byte for source, byte in cuts]
     shares = [total * number // num_shards for number in range(num_shards + 1)]
     assert places == [min(start for start in starts if start >= share) for share in shares]
@@ -98,7 +112,7 @@ def test_every_byte_is_in_exactly_one_shard(
     folder: Path, planned_dir: Path, contents: list[bytes], num_shards: int
 ) -> None:
     inputs = write_files(folder, contents)
-    cuts = even_boundaries(folder, inputs, num_shards, split_files=True)
+    cuts = even_boundaries(folder, inputs, num_shards)
     frozen = need_plan(planned_dir)
     plan = dataclasses.replace(frozen, input_dir=folder, inputs=inputs, boundaries=cuts)
     found = [b""] * len(contents)
@@ -123,28 +137,28 @@ def test_one_huge_file_and_many_small_ones_give_even_shards(
     inputs = write_files(
         tmp_path, [b"".join(lines[start : start + size]) for start in range(0, len(lines), size)]
     )
-    sizes = shard_sizes(inputs, even_boundaries(tmp_path, inputs, 7, split_files=True))
+    sizes = shard_sizes(inputs, even_boundaries(tmp_path, inputs, 7))
     assert max(sizes) - min(sizes) < 16
 
 
 def test_a_line_longer_than_a_shard_leaves_shards_empty_and_is_never_cut(tmp_path: Path) -> None:
     inputs = write_files(tmp_path, [b"a\n" + b"x" * 1000 + b"\nb\nc\n"])
-    cuts = even_boundaries(tmp_path, inputs, 5, split_files=True)
+    cuts = even_boundaries(tmp_path, inputs, 5)
     assert cuts == [(0, 0), (0, 1003), (0, 1003), (0, 1003), (0, 1003), (1, 0)]
 
 
 @pytest.mark.parametrize("shift", [-2, -1, 0, 1])
 @pytest.mark.parametrize("num_kib", [4, 4 + 16, 4 + 16 + 64])
 def test_a_line_end_on_the_edge_of_a_read_is_not_cut_in_two(tmp_path: Path, num_kib: int, shift: int) -> None:
-    """next_line_start reads 4 KiB, then four times as much each time."""
+    """first_line_start reads 4 KiB, then four times as much each time."""
     num_bytes = (num_kib << 10) + shift
     path = tmp_path / "a.txt"
     path.write_bytes(b"x" * num_bytes + b"\r\nb\n")
-    assert next_line_start(path, 1) == num_bytes + 2
+    assert first_line_start(OpenInput(path), 1, sys.maxsize) == num_bytes + 2
     path.write_bytes(b"x" * num_bytes + b"\rb\n")
-    assert next_line_start(path, 1) == num_bytes + 1
+    assert first_line_start(OpenInput(path), 1, sys.maxsize) == num_bytes + 1
     path.write_bytes(b"x" * num_bytes + b"\r")
-    assert next_line_start(path, 1) == num_bytes + 1
+    assert first_line_start(OpenInput(path), 1, sys.maxsize) == num_bytes + 1
 
 
 @pytest.mark.parametrize(
@@ -366,15 +380,15 @@ def test_a_change_in_each_of_the_three_sampled_parts_changes_the_stamp(tmp_path:
     path = tmp_path / "a.txt"
     size = 1 << 20
     path.write_bytes(bytes(size))
-    [clean] = stamp_inputs(tmp_path, [path])
+    [clean], _ = stamp_inputs(tmp_path, [path], READING)
     for place in (0, 65535, size // 2, size - 65536, size - 1):
         with path.open("r+b") as file:
             file.seek(place)
             file.write(b"x")
-        [changed] = stamp_inputs(tmp_path, [path])
+        [changed], _ = stamp_inputs(tmp_path, [path], READING)
         assert changed.sha256 != clean.sha256, place
         path.write_bytes(bytes(size))
-    assert stamp_inputs(tmp_path, [path])[0].sha256 == clean.sha256
+    assert stamp_inputs(tmp_path, [path], READING)[0][0].sha256 == clean.sha256
     assert size > 3 * input_files._SAMPLE_BYTES, "else the whole file is the sample"
 
 

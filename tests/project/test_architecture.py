@@ -134,11 +134,26 @@ def test_of_preprocess_few_modules_import_lustre_and_none_imports_the_loader() -
 
 def test_inside_of_preprocess_imports_follow_the_way_of_the_text() -> None:
     """Each stage imports stages before it alone; a shard's writer knows neither rows nor options."""
-    way = ["resources", "options", "inputs", "long_documents", "documents", "tokenizer_files", "engines"]
-    way += ["packing", "members"]
+    forms = [
+        "format",
+        "compression",
+        "line_streams",
+        "text_lines",
+        "json_lines",
+        "columns",
+        "parquet",
+        "arrow",
+    ]
+    way = ["resources", "text_fields", "text_changes", "options", "inputs", "long_documents"]
+    way += [f"formats.{name}" for name in (*forms, "arrow", "named")]
+    way += ["documents", "tokenizer_files", "engines", "packing", "members"]
     files = modules("preprocess")
     for number, stage in enumerate(way):
-        found = {name for name in files[f"preprocess/{stage}.py"] if name.startswith("preprocess.")}
+        found = {
+            name
+            for name in files[f"preprocess/{stage.replace('.', '/')}.py"]
+            if name.startswith("preprocess.")
+        }
         before = tuple(f"preprocess.{name}" for name in way[:number])
         assert all(name.startswith(before) for name in found), (stage, found)
     writer = files["preprocess/shard_writer.py"]

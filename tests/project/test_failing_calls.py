@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess import documents, long_documents, transformers_tokenizer
-from preprocess import documents as line_blocks
+from preprocess import long_documents, transformers_tokenizer
+from preprocess.formats import text_lines
 from preprocess.options import WorkerSettings
 from preprocess.plan import need_plan
 from preprocess.transformers_tokenizer import save_tokenizer
@@ -34,7 +34,7 @@ def folder(prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     raw = tmp_path / "raw"
     raw.mkdir()
     (raw / "a.txt").write_bytes(b"short\n" * 20 + b"word and " * 9_000 + b"\nbad \xff\nlast\n")
-    for module in (documents, line_blocks, long_documents):
+    for module in (text_lines, long_documents):
         monkeypatch.setattr(module, "LONG_BYTES", 20_000)
     monkeypatch.setattr(WorkerSettings, "batch_bytes", 5_000)
     prep.plan(raw, tmp_path / "data", max_bad_fraction=0.5)

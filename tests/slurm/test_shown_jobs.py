@@ -19,7 +19,7 @@ from slurm import __main__ as program
 from slurm import patience
 from slurm.dataset_state import find_state
 from slurm.failing_nodes import failing_nodes
-from slurm.failure_causes import NO_LOG, SRUN_FAILED, TIMEOUT, cause_of, log_tail
+from slurm.failure_causes import NO_LOG, SRUN_FAILED, STEP_STOPPED, TIMEOUT, cause_of, log_tail
 from slurm.job_records import SubmittedMeanwhile, read_submissions
 from slurm.job_script import JobRequest
 from slurm.patience import Patience
@@ -244,6 +244,7 @@ def test_a_retry_excludes_nodes_that_failed_twice_alone_and_none_after_a_power_c
     assert failing_nodes(power_cut + again + alone) == ["n3"]
 
 
+STEP = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT x"
 ENDED = {"name": "n", "user": "root", "submit_time": WHEN, "job_id": "1", "index": 0}
 
 
@@ -253,6 +254,10 @@ ENDED = {"name": "n", "user": "root", "submit_time": WHEN, "job_id": "1", "index
         ("FAILED", 181, "", "", NO_LOG),
         ("CANCELLED", 0, "*** JOB 7 ON n1 CANCELLED AT x DUE TO PREEMPTION ***", "", "PREEMPTED"),
         ("CANCELLED", 0, "*** JOB 7 ON n1 CANCELLED AT x ***", "", "CANCELLED"),
+        ("FAILED", 75, f"{STEP} ***\n", "", STEP_STOPPED),
+        ("CANCELLED", 0, f"{STEP} ***\n", "", "CANCELLED"),
+        ("", 0, f"{STEP} ***\n*** JOB 7 ON n1 CANCELLED AT x ***", "", "CANCELLED"),
+        ("", 0, f"{STEP} DUE TO TIME LIMIT ***\n", "", TIMEOUT),
         ("FAILED", 75, "shardprep: node n1: USR1, telling shard 3 to stop\n", "--signal=B:USR1@60", TIMEOUT),
         ("FAILED", 75, "shardprep: node n1: USR1, telling shard 3 to stop\n", "", "stopped by a signal (75)"),
         ("FAILED", 75, "shardprep: node n1: shard 3 did not start: srun failed\n", "", SRUN_FAILED),

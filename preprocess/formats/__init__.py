@@ -1,0 +1,1 @@
+"""The formats of raw input: a module per format, found by name (``named``), one interface (``format``)."""

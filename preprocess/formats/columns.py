@@ -1,0 +1,201 @@
+"""Rows of tables -> documents: what Parquet and Arrow have in common. Needs pyarrow."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from preprocess.formats.format import DocumentBatch, Reading, RecordBlock, batches_of
+from preprocess.inputs import OpenInput, Place
+from preprocess.long_documents import LongDocument
+from preprocess.text_fields import FieldPath, TextFields, UnusableText, name_of, unusable
+from shardprep.errors import BadInput, ReadWriteError, UsageError
+
+_MOST_ROWS = 8192
+
+
+def arrow_of(what: str) -> Any:
+    """pyarrow. Raises UsageError, with what to install, where it is missing."""
+    try:
+        import pyarrow
+    except ImportError:
+        raise UsageError(
+            f"{what} needs pyarrow, which is not installed; run: pip install pyarrow (or shardprep's extra "
+            "[columns])"
+        ) from None
+    return pyarrow
+
+
+class InputStream(io.RawIOBase):
+    """An open input as a Python file, for libraries."""
+
+    def __init__(self, file: OpenInput) -> None:
+        super().__init__()
+        self._file = file
+        self._size = file.stamp.num_bytes
+        self._position = 0
+        self.error: ReadWriteError | None = None  # libraries hide it behind their own
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + (0, self._position, self._size)[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        end = self._size if size is None or size < 0 else min(self._position + size, self._size)
+        try:
+            data = self._file.read_all(min(self._position, end), end)
+        except ReadWriteError as error:
+            self.error = error
+            raise OSError(str(error)) from None
+        self._position += len(data)
+        return data
+
+
+def unreadable(file: OpenInput, form: str, stream: InputStream | None, error: Exception) -> Exception:
+    """What to say where pyarrow raises: the failed read behind it, or that the file is broken."""
+    if stream is not None and stream.error is not None:
+        return stream.error
+    words = str(error).split("\n")[0][:200]
+    return BadInput(
+        f"input {file.path} cannot be read as {form} ({words}); bring a whole file, or move it "
+        "away and plan anew"
+    )
+
+
+def check_columns(file: OpenInput, schema: Any, fields: TextFields) -> None:
+    """That a table has the columns of the text, and strings in them. Raises BadInput."""
+    for path in fields.text_paths:
+        kind, names = schema, [item.name for item in schema]
+        for position, name in enumerate(path):
+            names = [item.name for item in kind]
+            if name not in names:
+                raise BadInput(
+                    f"input {file.path} has no column {'.'.join(path[: position + 1])}, but "
+                    f"{', '.join(names)}; choose with --text_field or --text_template, and plan anew"
+                )
+            kind = kind.field(name).type
+            if position + 1 < len(path) and not hasattr(kind, "num_fields"):
+                break
+        if not _may_be_text(kind):
+            raise BadInput(
+                f"the column {'.'.join(path)} of input {file.path} is {kind}, expected strings; choose "
+                "another with --text_field, or move the file away, and plan anew"
+            )
+
+
+def _may_be_text(kind: Any) -> bool:
+    types = arrow_of("a table").types
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    known = ("is_string", "is_large_string", "is_string_view", "is_binary", "is_large_binary", "is_null")
+    return any(getattr(types, name, lambda _: False)(kind) for name in known)
+
+
+def column_names(fields: TextFields) -> list[str]:
+    """The columns to read: nothing but what is used."""
+    return [".".join(path) for path in fields.paths]
+
+
+def rows_at_once(num_rows: int, num_bytes: int, batch_bytes: int) -> int:
+    """How many rows have about ``batch_bytes``, given rows and bytes of some of them."""
+    return max(1, min(_MOST_ROWS, batch_bytes * num_rows // max(1, num_bytes)))
+
+
+def row_documents(
+    batches: Iterator[tuple[Any, int]], place: Place, reading: Reading
+) -> Iterator[DocumentBatch | LongDocument]:
+    """The documents of record batches, each with the bytes of the file that it accounts for.
+
+    ``place``: the first row's.
+    """
+    for batch, num_bytes in batches:
+        most = rows_at_once(batch.num_rows, batch.nbytes, 2 * reading.batch_bytes)
+        for first in range(0, max(1, batch.num_rows), most):
+            rows = batch.slice(first, most)
+            where = dataclasses.replace(place, num_bytes=0)
+            block = _block(rows, place, reading.fields, num_bytes)
+            num_bytes = 0
+            yield from batches_of(block, where)
+            place = dataclasses.replace(
+                place, start=place.start + rows.num_rows, line=place.line + rows.num_rows
+            )
+
+
+def _block(rows: Any, place: Place, fields: TextFields, num_bytes: int) -> RecordBlock:
+    columns = [_values(rows, path) for path in fields.text_paths]
+    texts: Sequence[str | UnusableText]
+    if fields.plain_name is not None and {str}.issuperset(map(type, columns[0])):
+        texts = columns[0]
+    else:
+        texts = [fields.text_of_values(values) for values in zip(*columns, strict=True)]
+    return RecordBlock(
+        texts=texts,
+        starts=np.arange(rows.num_rows, dtype=np.int64) + place.start,
+        sizes=np.ones(rows.num_rows, np.int64),
+        num_bytes=num_bytes,
+        ids=_names(rows, fields.id_path),
+        sources=_names(rows, fields.source_path),
+    )
+
+
+def _names(rows: Any, path: FieldPath) -> list[str] | None:
+    """Ids or sources, "" where there is none; None where no such field was asked for."""
+    if not path:
+        return None
+    if path[0] not in rows.schema.names:
+        return [""] * int(rows.num_rows)
+    return ["" if isinstance(value, UnusableText) else name_of(value) for value in _values(rows, path)]
+
+
+def _values(rows: Any, path: FieldPath) -> list[Any]:
+    """The values of a field, one per row; what cannot be decoded is an UnusableText."""
+    column = rows.column(path[0])
+    for name in path[1:]:
+        compute = __import__("pyarrow.compute", fromlist=["struct_field"])
+        try:
+            column = compute.struct_field(column, name)
+        except (ValueError, KeyError, TypeError):
+            return [unusable(path, _NOTHING)] * int(rows.num_rows)
+    arrow = arrow_of("a table")
+    _check_offsets(arrow, column)
+    if arrow.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    try:
+        values: list[Any] = column.to_pylist()
+    except UnicodeDecodeError:
+        values = column.cast(arrow.large_binary()).to_pylist()
+    if any(isinstance(value, bytes) for value in values):
+        return [_decoded(value) if isinstance(value, bytes) else value for value in values]
+    return values
+
+
+def _check_offsets(arrow: Any, column: Any) -> None:
+    """That a column of a damaged file points at nothing outside of it. Raises ValueError.
+
+    Strings are looked at as bytes, so that one that cannot be decoded is a bad row and no bad file.
+    """
+    kinds = {arrow.string(): arrow.binary(), arrow.large_string(): arrow.large_binary()}
+    (column.view(kinds[column.type]) if column.type in kinds else column).validate(full=True)
+
+
+_NOTHING = object()
+
+
+def _decoded(value: bytes) -> str | UnusableText:
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        return UnusableText("undecodable", f"byte {error.start} of the text is not utf-8")

@@ -1,0 +1,390 @@
+"""Compressed input: its text in pieces, in bounded memory, and the places where it may be entered.
+
+A compressed file is read whole, unless the file itself says where frames begin: bgzip's blocks do, and zstd's
+seekable format with a table at the file's end. A frame knows nothing of lines, so a part that begins at one
+leaves out what stands before its first line end, and reads on behind its end up to the first line end there.
+"""
+
+from __future__ import annotations
+
+import bz2
+import lzma
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from preprocess.formats.format import RangeReader, Start
+from preprocess.inputs import OpenInput
+from shardprep.errors import BadInput, UsageError
+
+_READ_BYTES = 128 << 10
+_ZSTD_BYTES = 16 << 10  # given to zstd at once: what it gives back has no other limit
+_TAIL_BYTES = 16 << 10
+_MAGIC_BYTES = 6  # the longest of them
+_HEAD_BYTES, _HEAD_TEXT_BYTES = 64 << 10, 1 << 20  # of which planning judges how much text there is
+_MOST_TABLE_BYTES = 64 << 20
+
+
+class Decompressor(Protocol):
+    """The part of ``bz2.BZ2Decompressor`` that is used; one reads one member, stream or frame."""
+
+    @property
+    def eof(self) -> bool: ...
+    @property
+    def needs_input(self) -> bool: ...
+    @property
+    def unused_data(self) -> bytes: ...
+    def decompress(self, data: bytes, max_length: int = -1, /) -> bytes: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compression:
+    """One way to compress a file."""
+
+    name: str
+    magics: tuple[bytes, ...]
+    open: Callable[[], Decompressor]
+    may_end_in_zeros: bool = False
+
+
+class TextPiece(NamedTuple):
+    """Some of the text, and how many bytes of the file it took."""
+
+    data: bytes
+    num_bytes: int
+
+
+class _ZlibMember:
+    """zlib's decompressor in the shape of bz2's."""
+
+    def __init__(self) -> None:
+        self._member = zlib.decompressobj(31)
+        self.needs_input = True
+
+    @property
+    def eof(self) -> bool:
+        return self._member.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._member.unused_data
+
+    def decompress(self, data: bytes, max_length: int = -1, /) -> bytes:
+        out = self._member.decompress(self._member.unconsumed_tail + data, max(0, max_length))
+        self.needs_input = not self._member.unconsumed_tail and len(out) != max_length
+        return out
+
+
+class _ZstdFrame:
+    """zstandard's decompressor in the shape of bz2's; ``max_length`` is not kept to the byte."""
+
+    def __init__(self) -> None:
+        self._frame = _zstandard().ZstdDecompressor().decompressobj()
+        self._waiting = b""
+        self.unused_data = b""
+
+    @property
+    def eof(self) -> bool:
+        return bool(self._frame.eof)
+
+    @property
+    def needs_input(self) -> bool:
+        return not self._waiting
+
+    def decompress(self, data: bytes, max_length: int = -1, /) -> bytes:  # noqa: ARG002
+        data = self._waiting + data
+        out: bytes = self._frame.decompress(data[:_ZSTD_BYTES])
+        self._waiting = data[_ZSTD_BYTES:]
+        if self.eof:
+            self.unused_data, self._waiting = self._frame.unused_data + self._waiting, b""
+        return out
+
+
+def _zstandard() -> Any:
+    try:
+        import zstandard
+    except ImportError:
+        raise UsageError(
+            ".zst needs zstandard, which is not installed; run: pip install zstandard (or shardprep's "
+            "extra [columns])"
+        ) from None
+    return zstandard
+
+
+def _gzip_member() -> Decompressor:
+    """isal's where it is installed: 2 to 3 times as fast as zlib."""
+    try:
+        from isal import igzip_lib
+    except ImportError:
+        return _ZlibMember()
+    return igzip_lib.IgzipDecompressor(flag=igzip_lib.DECOMP_GZIP)
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    """What decompressors raise for data that is not theirs."""
+    found: list[type[Exception]] = [OSError, EOFError, ValueError, zlib.error, lzma.LZMAError]
+    for module, name in (("isal.igzip_lib", "error"), ("zstandard", "ZstdError")):
+        try:
+            found.append(getattr(__import__(module, fromlist=[name]), name))
+        except (ImportError, AttributeError):
+            continue
+    return tuple(found)
+
+
+_SKIPPABLE = tuple(struct.pack("<I", 0x184D2A50 + number) for number in range(16))
+COMPRESSIONS = {
+    ".gz": Compression(name="gzip", magics=(b"\x1f\x8b",), open=_gzip_member, may_end_in_zeros=True),
+    ".zst": Compression(name="zstd", magics=(b"\x28\xb5\x2f\xfd", *_SKIPPABLE), open=_ZstdFrame),
+    ".xz": Compression(name="xz", magics=(b"\xfd7zXZ\0",), open=lzma.LZMADecompressor, may_end_in_zeros=True),
+    ".bz2": Compression(name="bzip2", magics=(b"BZh",), open=bz2.BZ2Decompressor),
+}
+
+
+class _Feed:
+    """The compressed bytes of a span of a file, one block after the other."""
+
+    def __init__(self, read: Callable[[int, int], bytes], span: tuple[int, int]) -> None:
+        self._read = read
+        self.position, self._end = span
+        self.data = b""  # read, and not yet taken
+
+    def fill(self, num_bytes: int, *, but_zeros: bool) -> bool:
+        """Read until there are ``num_bytes``, or no more; whether there is anything at all."""
+        while len(self.data) < num_bytes and self.position < self._end:
+            self.data += self._next()
+            if but_zeros:
+                self.data = self.data.lstrip(b"\0")
+        return bool(self.data)
+
+    def take(self) -> bytes:
+        """What was read, or the next block; nothing at the end."""
+        data, self.data = self.data or self._next(), b""
+        return data
+
+    def _next(self) -> bytes:
+        start, self.position = self.position, min(self.position + _READ_BYTES, self._end)
+        return self._read(start, self.position)
+
+
+def decompressed(
+    file: OpenInput,
+    compression: Compression,
+    read: Callable[[int, int], bytes],
+    span: tuple[int, int],
+    piece_bytes: int,
+) -> Iterator[TextPiece]:
+    """The text of the file's bytes [span), whole members or frames, in pieces of ``piece_bytes`` or more.
+
+    Raises BadInput, naming file and byte, for what is no such member, is damaged or cut short.
+    """
+    feed = _Feed(read, span)
+    told, held, num_held = span[0], [], 0
+    for text in _texts(file, compression, feed, piece_bytes):
+        held.append(text)
+        num_held += len(text)
+        if num_held >= piece_bytes:
+            yield TextPiece(b"".join(held), feed.position - told)
+            told, held, num_held = feed.position, [], 0
+    yield TextPiece(b"".join(held), feed.position - told)
+
+
+def _texts(file: OpenInput, compression: Compression, feed: _Feed, most_bytes: int) -> Iterator[bytes]:
+    """What each call of a decompressor gives, member after member."""
+    errors, is_first = _errors(), True
+    while True:
+        but_zeros = compression.may_end_in_zeros and not is_first
+        feed.data = feed.data.lstrip(b"\0") if but_zeros else feed.data
+        if not feed.fill(_MAGIC_BYTES, but_zeros=but_zeros):
+            return
+        _check_magic(file, compression, feed.data, feed.position - len(feed.data))
+        stream, is_first = compression.open(), False
+        while not stream.eof:
+            data = feed.take() if stream.needs_input else b""
+            if stream.needs_input and not data:
+                raise BadInput(
+                    f"input {file.path} is cut short: its {compression.name} data does not end with it, at "
+                    f"byte {feed.position}; bring the whole file, or move it away and plan anew"
+                )
+            try:
+                text = stream.decompress(data, most_bytes)
+            except errors as error:
+                raise BadInput(
+                    f"input {file.path} cannot be decompressed as {compression.name} before byte "
+                    f"{feed.position} ({error}); bring a whole file, or move it away and plan anew"
+                ) from None
+            yield text
+        feed.data = stream.unused_data
+
+
+def _check_magic(file: OpenInput, compression: Compression, data: bytes, at: int) -> None:
+    if data.startswith(compression.magics):
+        return
+    what = "is no" if at == 0 else "goes on with what is no"
+    raise BadInput(
+        f"input {file.path} {what} {compression.name}: at byte {at} it has {data[:8]!r}, expected "
+        f"{compression.magics[0]!r}; give it the name that it should have, or move it away, and plan anew"
+    )
+
+
+FirstLineEnd = Callable[[bytes, bool], "int | None"]
+"""(bytes, whether nothing follows) -> bytes up to and with the first line end; None where it is not sure."""
+
+
+def text_of_part(
+    reader: RangeReader, compression: Compression, piece_bytes: int, first_line_end: FirstLineEnd
+) -> Iterator[tuple[int, Iterator[TextPiece]]]:
+    """Yield once: (byte of the text where the first line begins, its pieces); or nothing, for no line."""
+    file, part = reader.file, reader.part
+    size = file.stamp.num_bytes
+    pieces = decompressed(file, compression, reader.read, (part.start, part.end), piece_bytes)
+    at = part.text_start
+    if part.start:
+        skipped = _skip_line(pieces, _tail(file, compression, part.end, size), first_line_end, at)
+        if skipped is None:
+            return
+        at, pieces = skipped
+    if part.end < size:
+        pieces = _with_tail(pieces, _tail(file, compression, part.end, size), first_line_end)
+    yield at, pieces
+
+
+def _tail(file: OpenInput, compression: Compression, start: int, end: int) -> Iterator[bytes]:
+    """The text behind a part. It is hashed with the part that it lies in."""
+    for piece in decompressed(file, compression, file.read_all, (start, end), _TAIL_BYTES):
+        yield piece.data
+
+
+def _skip_line(
+    pieces: Iterator[TextPiece], tail: Iterator[bytes], first_line_end: FirstLineEnd, at: int
+) -> tuple[int, Iterator[TextPiece]] | None:
+    """(where the first line behind a line end begins, the pieces from there on).
+
+    None where no line begins in the part, or just behind it: then all of it is of the line before.
+    """
+    held, num_bytes = b"", 0
+    for piece in pieces:
+        held, num_bytes = held + piece.data, num_bytes + piece.num_bytes
+        cut = first_line_end(held, False)
+        if cut is not None:
+            return at + cut, _chained(TextPiece(held[cut:], num_bytes), pieces)
+        at, held = at + max(0, len(held) - 1), held[-1:]  # a last \r may be half of a line end
+    rest = held + next((data for data in tail if data), b"")
+    cut = first_line_end(rest, len(rest) == len(held))
+    if cut is None or cut > len(held):
+        return None
+    return at + cut, iter([TextPiece(b"", num_bytes)])
+
+
+def _chained(first: TextPiece, pieces: Iterator[TextPiece]) -> Iterator[TextPiece]:
+    yield first
+    yield from pieces
+
+
+def _with_tail(
+    pieces: Iterator[TextPiece], tail: Iterator[bytes], first_line_end: FirstLineEnd
+) -> Iterator[TextPiece]:
+    yield from pieces
+    held = b""
+    for data in tail:
+        held += data
+        cut = first_line_end(held, False)
+        if cut is not None:
+            yield TextPiece(held[:cut], 0)
+            return
+        if held:
+            yield TextPiece(held[:-1], 0)
+            held = held[-1:]
+    yield TextPiece(held, 0)
+
+
+def text_bytes_about(file: OpenInput, compression: Compression) -> tuple[int, bytes]:
+    """About how much text a file has, and its beginning. Raises BadInput where it is of another kind."""
+    size = file.stamp.num_bytes
+    data = file.read(0, min(size, _HEAD_BYTES))
+    if not data:
+        return 0, b""
+    _check_magic(file, compression, data, 0)
+    if data.startswith(_SKIPPABLE):
+        return 4 * size, b""
+    stream = compression.open()
+    try:
+        head = stream.decompress(data, _HEAD_TEXT_BYTES)
+        while len(head) < _HEAD_TEXT_BYTES and not stream.needs_input and not stream.eof:
+            head += stream.decompress(b"", _HEAD_TEXT_BYTES)
+    except _errors():
+        return 4 * size, b""  # the worker will say what is wrong with it
+    num_read = len(data) - len(stream.unused_data) if stream.eof else len(data)
+    return max(len(head), len(head) * size // max(1, num_read)), head
+
+
+def has_frames(file: OpenInput, compression: Compression) -> bool:
+    """Whether the file says where it may be entered."""
+    if compression.name == "gzip":
+        return _bgzf_block(file.read(0, _BGZF_HEADER.size)) is not None
+    return compression.name == "zstd" and len(_seek_table(file)) > 2
+
+
+def frame_starts(
+    file: OpenInput, compression: Compression, stretches: Sequence[tuple[int, int]]
+) -> list[Start | None]:
+    """See ``Format.starts``. Of bgzip's blocks every header is read, 22 bytes of 64 KiB."""
+    size = file.stamp.num_bytes
+    frames = _bgzf_blocks(file) if compression.name == "gzip" else iter(_seek_table(file))
+    found: list[Start | None] = []
+    frame = Start(0)
+    for byte, end in stretches:
+        while frame.byte < byte:
+            frame = next(frames, Start(size))
+        found.append(frame if frame.byte < end or frame.byte == size else None)
+    return found
+
+
+_BGZF_HEADER = struct.Struct(
+    "<4sIBBH2sHH"
+)  # magic, mtime, flags, system, 6, "BC", 2, bytes of the block less 1
+_GZIP_WITH_EXTRA = b"\x1f\x8b\x08\x04"
+
+
+def _bgzf_block(header: bytes) -> int | None:
+    """Bytes of the block that begins with this header; None where it is not one of bgzip's."""
+    if len(header) < _BGZF_HEADER.size:
+        return None
+    magic, _, _, _, extra_bytes, field, field_bytes, last = _BGZF_HEADER.unpack(header[: _BGZF_HEADER.size])
+    if (magic, extra_bytes, field, field_bytes) != (_GZIP_WITH_EXTRA, 6, b"BC", 2):
+        return None
+    return int(last) + 1
+
+
+def _bgzf_blocks(file: OpenInput) -> Iterator[Start]:
+    position = text = 0
+    header = file.read(0, _BGZF_HEADER.size)
+    while (num_bytes := _bgzf_block(header)) is not None:
+        yield Start(position, text)
+        position += num_bytes
+        data = file.read(position - 4, position + _BGZF_HEADER.size)
+        text += int.from_bytes(data[:4], "little")
+        header = data[4:]
+
+
+def _seek_table(file: OpenInput) -> list[Start]:
+    """The frames of zstd's seekable format and the last one's end; nothing where there is no right table."""
+    size = file.stamp.num_bytes
+    footer = file.read(size - 9, size) if size > 17 else b""
+    if footer[5:] != struct.pack("<I", 0x8F92EAB1):
+        return []
+    num_frames, entry_bytes = int.from_bytes(footer[:4], "little"), 12 if footer[4] & 0x80 else 8
+    table_bytes = 8 + num_frames * entry_bytes + 9
+    if table_bytes > min(size, _MOST_TABLE_BYTES):
+        return []
+    table = file.read(size - table_bytes, size)
+    if table[:8] != struct.pack("<II", 0x184D2A5E, table_bytes - 8):
+        return []
+    entries = np.frombuffer(table[8:-9], "<u4").reshape(num_frames, entry_bytes // 4).astype(np.int64)
+    ends = np.cumsum(entries[:, :2], axis=0)
+    if not num_frames or int(ends[-1, 0]) != size - table_bytes:
+        return []
+    return [Start(0), *(Start(byte, text) for byte, text in ends.tolist())]

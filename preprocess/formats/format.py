@@ -1,0 +1,279 @@
+"""What a format of raw input is: three questions about a file, and the documents of a part of it.
+
+A part is a range of the file's own bytes, whatever the format: so each byte of the input is in exactly one
+shard. Where a part may begin is the format's to say: at a line, a row group, a frame; or at byte 0 alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from preprocess.inputs import BadDocument, ByteRange, OpenInput, Place
+from preprocess.long_documents import LONG_BYTES, MOST_HELD_BYTES, LongDocument
+from preprocess.options import BytesOptions, Doc
+from preprocess.text_fields import TextFields, UnusableText
+
+HASH_BYTES = 1 << 19  # read at once where bytes are only hashed, or only a line's end is looked for
+# A batch of shorter lines, on average, is cut by their number: a million lines of one letter took 0.35 GB.
+SHORT_LINE_BYTES = 32
+
+
+class Digest(Protocol):
+    """A hash of hashlib."""
+
+    def update(self, data: memoryview, /) -> None:
+        """Take more bytes."""
+
+
+class RangeReader:
+    """Reads a range from its open file, for one thread; hashes, in order, each byte that it meets first."""
+
+    def __init__(self, file: OpenInput, part: ByteRange, digest: Digest | None) -> None:
+        self.file = file
+        self.part = part
+        self._digest = digest
+        self._num_hashed = part.start  # byte up to which the range is hashed
+
+    def read(self, start: int, end: int) -> bytes:
+        """The bytes [start, end). Raises ReadWriteError."""
+        data = self.file.read_all(start, end)
+        if self._digest is not None and end > self._num_hashed:
+            self._digest.update(memoryview(data)[self._num_hashed - start :])
+            self._num_hashed = end
+        return data
+
+    def hash_rest(self) -> None:
+        """Hash what was not read, if the range is hashed at all."""
+        while self._digest is not None and self._num_hashed < self.part.end:
+            self.read(self._num_hashed, min(self._num_hashed + HASH_BYTES, self.part.end))
+
+
+@dataclass(kw_only=True)
+class DocumentBatch:
+    """Consecutive documents of one file; empty ones are left out but counted."""
+
+    texts: list[str]
+    lines: npt.NDArray[np.int64]  # int64[n]: line, or row, of each document in the shard, from 0
+    input_number: int  # position of the file in the plan
+    input_offsets: npt.NDArray[np.int64]  # int64[n]: where each begins in the file, see docs/format.md
+    first_line: int  # in the shard
+    num_lines: int
+    num_bytes: int  # of the file
+    bad: list[BadDocument] = field(default_factory=list)
+    ids: list[str] | None = None  # of --id_field, one per document
+    sources: list[str] | None = None  # of --source_field, one per document; None: the file's
+    keeps_space: bool = False  # white space beyond ASCII is not yet stripped
+    filtered: list[int] = field(default_factory=list)  # lines that the user's own limits leave out
+
+    @property
+    def num_empty(self) -> int:
+        """Lines that hold no document."""
+        return self.num_lines - len(self.texts) - len(self.bad) - len(self.filtered)
+
+    def only(self, numbers: npt.NDArray[np.int64]) -> DocumentBatch:
+        """The same with some of its documents alone; the counts stay."""
+        picked = numbers.tolist()
+        return dataclasses.replace(
+            self,
+            texts=[self.texts[number] for number in picked],
+            lines=self.lines[numbers],
+            input_offsets=self.input_offsets[numbers],
+            ids=None if self.ids is None else [self.ids[number] for number in picked],
+            sources=None if self.sources is None else [self.sources[number] for number in picked],
+        )
+
+    def first_ones(self, num_documents: int) -> DocumentBatch:
+        """The first documents and the lines up to the last of them; the bytes stay those of the batch."""
+        end = int(self.lines[num_documents - 1]) + 1
+        return dataclasses.replace(
+            self.only(np.arange(num_documents)),
+            num_lines=end - self.first_line,
+            bad=[one for one in self.bad if one.line < end],
+            filtered=[line for line in self.filtered if line < end],
+        )
+
+    def left_out(self, number: int, why: UnusableText) -> BadDocument:
+        """What is said of a document of the batch that is left out. Its size is that of its text."""
+        return BadDocument(
+            source=self.input_number,
+            source_offset=int(self.input_offsets[number]),
+            num_bytes=len(self.texts[number].encode()),
+            line=int(self.lines[number]),
+            reason=why.reason,
+            detail=why.detail,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How the documents of a part are read."""
+
+    doc: Doc  # of .txt: what a document is
+    encoding: str  # of .txt
+    batch_bytes: int  # of raw text in a batch, about
+    fields: TextFields  # what of a record is the text
+    keeps_space: bool = (
+        False  # lines of .txt are not stripped here: a no-break space may be half of a character
+    )
+
+
+def reading_of(options: BytesOptions, batch_bytes: int) -> Reading:
+    """How a plan's options say that documents are read."""
+    return Reading(
+        doc=options.doc,
+        encoding=options.encoding,
+        batch_bytes=batch_bytes,
+        fields=options.text_fields(),
+        keeps_space=options.fix_text,
+    )
+
+
+class Inspected(NamedTuple):
+    """What planning wants to know of a file."""
+
+    text_bytes: int  # about; shards are made even by it
+    is_whole: bool  # no part of it begins inside it
+
+
+class Start(NamedTuple):
+    """Where a part may begin."""
+
+    byte: int  # of the file
+    text_byte: int = 0  # of the text, where that is compressed; else 0
+
+
+class Format(Protocol):
+    """One format of input files. It keeps nothing of a file; every method may run in several threads."""
+
+    @property
+    def is_in_bytes(self) -> bool:
+        """Whether a document's offset is a byte of the file: no row, and no byte of decompressed text."""
+
+    def inspect(self, file: OpenInput, reading: Reading) -> Inspected:
+        """Weigh a file for planning, with few reads. Raises BadInput where it cannot be of this format."""
+
+    def starts(
+        self, file: OpenInput, stretches: Sequence[tuple[int, int]], reading: Reading
+    ) -> list[Start | None]:
+        """For each (byte, end), ascending, the first place at or behind ``byte`` where a part may begin.
+
+        None where there is none before ``end``; the file's size where none follows in the file.
+        Raises BadInput.
+        """
+
+    def read(
+        self, reader: RangeReader, reading: Reading, line: int
+    ) -> Iterator[DocumentBatch | LongDocument]:
+        """The documents of a part in order; ``line`` is the number of the first one's line in the shard.
+
+        ``num_lines`` of what it yields count lines or rows, and ``num_bytes`` sum up to the part's bytes.
+        Raises BadInput where the file cannot be read further, ReadWriteError.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordBlock:
+    """Consecutive records of a file, lines or rows: what each says, and where it lies."""
+
+    texts: Sequence[str | UnusableText]
+    starts: npt.NDArray[np.int64]  # int64[n]: byte or row of each in the file
+    sizes: npt.NDArray[np.int64]  # int64[n]: bytes of each
+    num_bytes: int  # of the file, that the block accounts for
+    ids: Sequence[str] | None = None  # of --id_field, one per record
+    sources: Sequence[str] | None = None  # of --source_field
+
+
+def batches_of(block: RecordBlock, place: Place) -> Iterator[DocumentBatch | LongDocument]:
+    """A block of records as batches, each long document alone. ``place``: of the first record.
+
+    A text of white space alone counts as an empty line; all others stay as they are.
+    """
+    long = [
+        number for number, text in enumerate(block.texts) if isinstance(text, str) and len(text) > LONG_BYTES
+    ]
+    begins = sorted({0, *long, *(number + 1 for number in long), len(block.texts)})
+    parts = list(itertools.pairwise(begins))
+    for begin, end in parts:
+        num_bytes = block.num_bytes if (begin, end) == parts[-1] else 0
+        if begin in long:
+            yield _long_document(block, begin, _place(block, begin, place, num_bytes))
+        else:
+            yield _batch(block, slice(begin, end), place, num_bytes)
+    if not parts:
+        yield no_documents(dataclasses.replace(place, num_bytes=block.num_bytes))
+
+
+def _place(block: RecordBlock, number: int, place: Place, num_bytes: int = 0) -> Place:
+    """Where a record of the block lies."""
+    start = int(block.starts[number])
+    end = start + int(block.sizes[number])
+    return dataclasses.replace(place, start=start, end=end, line=place.line + number, num_bytes=num_bytes)
+
+
+def _long_document(block: RecordBlock, number: int, place: Place) -> DocumentBatch | LongDocument:
+    text = block.texts[number]
+    assert isinstance(text, str)
+    # Four bytes a character at most: only texts above a quarter of the limit have to be measured.
+    if len(text) > MOST_HELD_BYTES // 4 and len(text.encode()) > MOST_HELD_BYTES:
+        return one_left_out(place, *too_long("its text"))
+    return LongDocument(
+        place=place,
+        held=text,
+        id=block.ids[number] if block.ids is not None else "",
+        source=block.sources[number] if block.sources is not None else "",
+    )
+
+
+def _batch(block: RecordBlock, part: slice, place: Place, num_bytes: int) -> DocumentBatch:
+    texts = block.texts[part]
+    kept: list[int] = []
+    bad: list[BadDocument] = []
+    for number, text in enumerate(texts, part.start):
+        if isinstance(text, UnusableText):
+            bad.append(_place(block, number, place).left_out(text.reason, text.detail))
+        elif text and not text.isspace():
+            kept.append(number)
+    numbers = np.array(kept, np.int64)
+    return DocumentBatch(
+        texts=[block.texts[number] for number in kept],  # type: ignore[misc]  # the others are no str
+        lines=numbers + place.line,
+        input_number=place.input_number,
+        input_offsets=block.starts[numbers],
+        first_line=place.line + part.start,
+        num_lines=len(texts),
+        num_bytes=num_bytes,
+        bad=bad,
+        ids=None if block.ids is None else [block.ids[number] for number in kept],
+        sources=None if block.sources is None else [block.sources[number] for number in kept],
+    )
+
+
+def too_long(what: str) -> tuple[str, str]:
+    """Reason and detail of a document that is too long to be held."""
+    return "too_long", f"{what} has more than {MOST_HELD_BYTES} bytes"
+
+
+def one_left_out(place: Place, reason: str, detail: str) -> DocumentBatch:
+    """A batch of nothing but one line that is left out."""
+    return dataclasses.replace(no_documents(place), num_lines=1, bad=[place.left_out(reason, detail)])
+
+
+def no_documents(place: Place) -> DocumentBatch:
+    """A batch of nothing, which accounts for the bytes of ``place``."""
+    none = np.empty(0, np.int64)
+    return DocumentBatch(
+        texts=[],
+        lines=none,
+        input_number=place.input_number,
+        input_offsets=none,
+        first_line=place.line,
+        num_lines=0,
+        num_bytes=place.num_bytes,
+    )

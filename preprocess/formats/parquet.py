@@ -1,0 +1,157 @@
+"""Parquet, through pyarrow: cut between row groups, read some pages at a time, only the columns in use."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from preprocess.formats.columns import (
+    InputStream,
+    arrow_of,
+    check_columns,
+    column_names,
+    row_documents,
+    rows_at_once,
+    unreadable,
+)
+from preprocess.formats.format import DocumentBatch, Inspected, RangeReader, Reading, Start, no_documents
+from preprocess.inputs import OpenInput, Place
+from preprocess.long_documents import LongDocument
+from preprocess.text_fields import TextFields
+from shardprep.errors import BadInput
+
+_BUFFER_BYTES = 1 << 20  # read at once of a column, so that no row group is held whole
+
+
+class Parquet:
+    """``.parquet``."""
+
+    is_in_bytes = False
+
+    def inspect(self, file: OpenInput, reading: Reading) -> Inspected:
+        """See Format. Raises BadInput where the footer is broken, or a column of the text is missing."""
+        if not file.stamp.num_bytes:
+            return Inspected(text_bytes=0, is_whole=True)
+        table, _ = _open(file, reading.fields)
+        text_bytes = sum(_text_bytes(table.metadata, group, reading.fields) for group in _groups(table))
+        return Inspected(text_bytes=text_bytes, is_whole=False)
+
+    def starts(
+        self, file: OpenInput, stretches: Sequence[tuple[int, int]], reading: Reading
+    ) -> list[Start | None]:
+        """See Format."""
+        size = file.stamp.num_bytes
+        places = [0, size] if not size else [0, *_group_starts(_open(file, reading.fields)[0])[1:], size]
+        found: list[Start | None] = []
+        for byte, end in stretches:
+            place = next((place for place in places if place >= byte), size)
+            found.append(Start(place) if place < end or place == size else None)
+        return found
+
+    def read(
+        self, reader: RangeReader, reading: Reading, line: int
+    ) -> Iterator[DocumentBatch | LongDocument]:
+        """See Format: the row groups that begin in the part."""
+        file, part = reader.file, reader.part
+        place = Place(
+            file=file,
+            input_number=part.input_number,
+            start=0,
+            end=0,
+            line=line,
+            num_bytes=part.end - part.start,
+        )
+        reader.hash_rest()
+        if not file.stamp.num_bytes:
+            return
+        table, stream = _open(file, reading.fields)
+        starts = [0, *_group_starts(table)[1:]]
+        groups = [number for number, start in enumerate(starts) if part.start <= start < part.end]
+        if not groups:
+            yield no_documents(place)
+            return
+        first_row = sum(table.metadata.row_group(number).num_rows for number in range(groups[0]))
+        ends = [start for start in starts if part.start < start < part.end]
+        spans = [end - begin for begin, end in zip([part.start, *ends], [*ends, part.end], strict=True)]
+        where = dataclasses.replace(place, start=first_row, end=first_row)
+        num_left = part.end - part.start
+        try:
+            for item in row_documents(_batches(table, groups, spans, reading), where, reading):
+                num_left -= item.num_bytes
+                line += item.num_lines
+                yield item
+        except (ValueError, OSError, RuntimeError, KeyError, NotImplementedError) as error:
+            raise unreadable(file, "Parquet", stream, error) from None
+        if num_left:  # of row groups without rows
+            yield no_documents(dataclasses.replace(place, line=line, num_bytes=num_left))
+
+
+def _open(file: OpenInput, fields: TextFields) -> tuple[Any, InputStream]:
+    """A pyarrow ParquetFile, its columns checked, and what it reads from. Raises BadInput, ReadWriteError."""
+    arrow_of(".parquet")
+    parquet = __import__("pyarrow.parquet", fromlist=["ParquetFile"])
+    stream = InputStream(file)
+    try:
+        table = parquet.ParquetFile(stream, buffer_size=_BUFFER_BYTES, pre_buffer=False, memory_map=False)
+        schema = table.schema_arrow
+    except (ValueError, OSError, RuntimeError, KeyError, NotImplementedError) as error:
+        raise unreadable(file, "Parquet", stream, error) from None
+    check_columns(file, schema, fields)
+    return table, stream
+
+
+def _groups(table: Any) -> range:
+    return range(table.metadata.num_row_groups)
+
+
+def _group_starts(table: Any) -> list[int]:
+    """The byte where each row group's first column begins; one group for all where these do not ascend."""
+    starts = []
+    for number in _groups(table):
+        column = table.metadata.row_group(number).column(0)
+        dictionary = column.dictionary_page_offset
+        data = column.data_page_offset
+        starts.append(dictionary if dictionary and 0 < dictionary < data else data)
+    ascending = all(before < after for before, after in itertools.pairwise(starts))
+    return starts if ascending else starts[:1]
+
+
+def _text_bytes(metadata: Any, group: int, fields: TextFields) -> int:
+    """About how much text a row group has: its columns in use, decompressed."""
+    names = set(column_names(fields))
+    row_group = metadata.row_group(group)
+    columns = [row_group.column(number) for number in range(row_group.num_columns)]
+    return sum(
+        column.total_uncompressed_size
+        for column in columns
+        if column.path_in_schema in names or not names.isdisjoint(_parents(column.path_in_schema))
+    )
+
+
+def _parents(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def _batches(table: Any, groups: list[int], spans: list[int], reading: Reading) -> Iterator[tuple[Any, int]]:
+    """The record batches of row groups; each group's last one accounts for all bytes of it."""
+    is_one = len(_group_starts(table)) == 1  # then the first stands for all
+    for number, span in zip(groups, spans, strict=True):
+        members = list(_groups(table)) if is_one else [number]
+        expected = sum(table.metadata.row_group(member).num_rows for member in members)
+        num_bytes = sum(_text_bytes(table.metadata, member, reading.fields) for member in members)
+        num_rows, num_told = 0, 0
+        for batch in table.iter_batches(
+            batch_size=rows_at_once(expected, num_bytes, reading.batch_bytes),
+            row_groups=members,
+            columns=column_names(reading.fields),
+            use_threads=False,
+        ):
+            num_rows += batch.num_rows
+            share = span * num_rows // max(1, expected)
+            yield batch, share - num_told
+            num_told = share
+        if num_rows != expected:
+            raise BadInput(f"row group {number} has {num_rows} rows, its footer says {expected}")

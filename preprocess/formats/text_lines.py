@@ -1,0 +1,477 @@
+"""Plain text: a document is a line, or a whole file. Compressed text, too.
+
+A part is read in blocks of whole lines, as bytes; a block is decoded whole and split into lines. Only where
+it cannot be decoded are its lines decoded one by one, to find the bad ones. A document of more than 4 MiB is
+not read here: it comes as a LongDocument, which says where it lies. Compressed text cannot be read twice, so
+there it is held.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from preprocess.formats.compression import (
+    Compression,
+    TextPiece,
+    frame_starts,
+    has_frames,
+    text_bytes_about,
+    text_of_part,
+)
+from preprocess.formats.format import (
+    HASH_BYTES,
+    SHORT_LINE_BYTES,
+    DocumentBatch,
+    Inspected,
+    RangeReader,
+    Reading,
+    Start,
+    no_documents,
+    one_left_out,
+    too_long,
+)
+from preprocess.formats.line_streams import LineBlock, line_blocks_of
+from preprocess.inputs import BadDocument, OpenInput, Place
+from preprocess.long_documents import LONG_BYTES, MOST_HELD_BYTES, LongDocument
+from preprocess.options import Doc
+
+_FIRST_SCAN_BYTES, _MOST_SCAN_BYTES = 4 << 10, 256 << 10
+
+
+def can_be_split(reading: Reading) -> bool:
+    """Whether a part may begin at a line end: not where a document is a whole file, and not in UTF-16/32."""
+    return reading.doc == "line" and not reading.encoding.startswith(("utf-16", "utf-32"))
+
+
+class TextLines:
+    """``.txt``."""
+
+    is_in_bytes = True
+
+    def inspect(self, file: OpenInput, reading: Reading) -> Inspected:
+        """See Format."""
+        return Inspected(text_bytes=file.stamp.num_bytes, is_whole=not can_be_split(reading))
+
+    def starts(
+        self, file: OpenInput, stretches: Sequence[tuple[int, int]], reading: Reading
+    ) -> list[Start | None]:
+        """See Format."""
+        if not can_be_split(reading):
+            return whole_file_starts(file, stretches)
+        found = (first_line_start(file, byte, end) for byte, end in stretches)
+        return [None if byte is None else Start(byte) for byte in found]
+
+    def read(
+        self, reader: RangeReader, reading: Reading, line: int
+    ) -> Iterator[DocumentBatch | LongDocument]:
+        """See Format. A line ends as in Python's text mode: at ``\\n``, ``\\r\\n`` or ``\\r``."""
+        part, doc = reader.part, reading.doc
+        head = reader.read(part.start, min(part.start + 4, part.end))
+        codec, num_mark_bytes = codec_of(head if part.start == 0 else b"", reading.encoding)
+        start = part.start + num_mark_bytes
+
+        def place(begin: int, end: int) -> Place:
+            return Place(
+                file=reader.file,
+                input_number=part.input_number,
+                start=begin,
+                end=end,
+                line=line,
+                codec=codec,
+                num_bytes=end - begin + (num_mark_bytes if begin == start else 0),
+                keeps_space=reading.keeps_space,
+            )
+
+        if doc == "file":
+            whole = place(start, part.end)
+            if part.end - start > LONG_BYTES:
+                reader.hash_rest()
+                yield LongDocument(place=whole)
+            else:
+                yield _decode(reader.read(start, part.end), np.zeros(1, np.int64), whole, doc)
+            return
+        for offset, end, block in line_blocks(reader, start, codec, reading.batch_bytes):
+            if block is None:
+                yield LongDocument(place=place(offset, end))
+                line += 1
+                continue
+            for begin, starts, lines in few_lines(block, line_starts(block, codec), reading.batch_bytes):
+                batch = _decode(lines, starts, place(offset + begin, offset + begin + len(lines)), doc)
+                line += batch.num_lines
+                yield batch
+        if start == part.end > part.start:  # a file that is a byte order mark alone
+            yield _decode(b"", np.empty(0, np.int64), place(start, start), doc)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedText:
+    """``.txt.gz`` and the like."""
+
+    compression: Compression
+    is_in_bytes = False
+
+    def inspect(self, file: OpenInput, reading: Reading) -> Inspected:
+        """See Format."""
+        num_bytes, _ = text_bytes_about(file, self.compression)
+        return Inspected(
+            text_bytes=num_bytes, is_whole=not (can_be_split(reading) and has_frames(file, self.compression))
+        )
+
+    def starts(
+        self, file: OpenInput, stretches: Sequence[tuple[int, int]], reading: Reading
+    ) -> list[Start | None]:
+        """See Format."""
+        if not (can_be_split(reading) and has_frames(file, self.compression)):
+            return whole_file_starts(file, stretches)
+        return frame_starts(file, self.compression, stretches)
+
+    def read(
+        self, reader: RangeReader, reading: Reading, line: int
+    ) -> Iterator[DocumentBatch | LongDocument]:
+        """See Format."""
+        part = reader.part
+        none = Place(
+            file=reader.file,
+            input_number=part.input_number,
+            start=part.text_start,
+            end=part.text_start,
+            line=line,
+            num_bytes=part.end - part.start,
+            keeps_space=reading.keeps_space,
+        )
+        for start, pieces in text_of_part(reader, self.compression, reading.batch_bytes, first_line_end):
+            head, pieces = _with_head(pieces)
+            codec, num_mark_bytes = codec_of(head if part.start == 0 else b"", reading.encoding)
+            place = dataclasses.replace(none, start=start + num_mark_bytes, codec=codec, num_bytes=0)
+            pieces = _without_mark(pieces, num_mark_bytes)
+            if reading.doc == "file":
+                yield from _whole_text(pieces, place)
+            else:
+                yield from _lines_of(pieces, place, reading)
+            return
+        yield no_documents(none)
+
+
+def whole_file_starts(file: OpenInput, stretches: Sequence[tuple[int, int]]) -> list[Start | None]:
+    """``Format.starts`` of a file that has no place but its beginning."""
+    size = file.stamp.num_bytes
+    return [Start(0) if byte <= 0 else Start(size) for byte, _ in stretches]
+
+
+def _with_head(pieces: Iterator[TextPiece]) -> tuple[bytes, Iterator[TextPiece]]:
+    """The first four bytes of the text, and all pieces."""
+    held: list[TextPiece] = []
+    head = b""
+    for piece in pieces:
+        held.append(piece)
+        head += piece.data
+        if len(head) >= 4:
+            break
+    return head[:4], itertools.chain(held, pieces)
+
+
+def _without_mark(pieces: Iterator[TextPiece], num_mark_bytes: int) -> Iterator[TextPiece]:
+    for data, num_bytes in pieces:
+        cut = min(num_mark_bytes, len(data))
+        num_mark_bytes -= cut
+        yield TextPiece(data[cut:], num_bytes)
+
+
+def _whole_text(pieces: Iterator[TextPiece], place: Place) -> Iterator[DocumentBatch | LongDocument]:
+    """All of a compressed file as one document."""
+    held: list[bytes] = []
+    size = num_bytes = 0
+    for piece in pieces:
+        size, num_bytes = size + len(piece.data), num_bytes + piece.num_bytes
+        held = [*held, piece.data] if size <= MOST_HELD_BYTES else []
+    where = dataclasses.replace(place, end=place.start + size, num_bytes=num_bytes)
+    if size > MOST_HELD_BYTES:
+        yield one_left_out(where, *too_long("its text"))
+    else:
+        yield from _held(b"".join(held), where, "file")
+
+
+def _held(data: bytes, place: Place, doc: Doc) -> Iterator[DocumentBatch | LongDocument]:
+    """One document whose bytes are held, however long."""
+    batch = _decode(data, np.zeros(1, np.int64), place, doc)
+    if len(data) > LONG_BYTES and batch.texts:
+        yield LongDocument(place=place, held=batch.texts[0])
+    else:
+        yield batch
+
+
+def _lines_of(
+    pieces: Iterator[TextPiece], place: Place, reading: Reading
+) -> Iterator[DocumentBatch | LongDocument]:
+    """The lines of a compressed text that begins at ``place``."""
+    codec, line = place.codec, place.line
+
+    def last_line_end(data: bytes) -> int:
+        return _last_line_end(data, codec)
+
+    for block in line_blocks_of(_whole_units(pieces, codec), place.start, last_line_end):
+        where = dataclasses.replace(
+            place, start=block.start, end=block.start + block.size, line=line, num_bytes=block.num_bytes
+        )
+        for batch in _block_documents(block, where, reading):
+            line += batch.num_lines
+            yield batch
+
+
+def _block_documents(
+    block: LineBlock, place: Place, reading: Reading
+) -> Iterator[DocumentBatch | LongDocument]:
+    if block.data is None:
+        yield one_left_out(place, *too_long("the line"))
+        return
+    starts = line_starts(block.data, place.codec) if block.data else np.empty(0, np.int64)
+    ends = [*starts[1:].tolist(), len(block.data)]
+    long = [number for number, end in enumerate(ends[: len(starts)]) if end - starts[number] > LONG_BYTES]
+    firsts = sorted({0, *long, *(number + 1 for number in long), len(starts)})
+    num_left, line = place.num_bytes, place.line
+    for first, last in itertools.pairwise(firsts):
+        begin, end = int(starts[first]), ends[last - 1]
+        for offset, part_starts, lines in few_lines(
+            block.data[begin:end], starts[first:last] - begin, reading.batch_bytes
+        ):
+            where = dataclasses.replace(
+                place,
+                start=place.start + begin + offset,
+                end=place.start + begin + offset + len(lines),
+                line=line,
+                num_bytes=num_left,
+            )
+            num_left = 0
+            line += len(part_starts)
+            if first in long:
+                yield from _held(lines, where, "line")
+            else:
+                yield _decode(lines, part_starts, where, "line")
+    if num_left:
+        yield no_documents(dataclasses.replace(place, num_bytes=num_left))
+
+
+def _whole_units(pieces: Iterator[TextPiece], codec: str) -> Iterator[TextPiece]:
+    """The same stream in pieces of whole code units, but for a last half of one."""
+    unit, kept = unit_bytes(codec), b""
+    for data, num_bytes in pieces:
+        joined = kept + data
+        cut = len(joined) // unit * unit
+        kept = joined[cut:]
+        yield TextPiece(joined[:cut], num_bytes)
+    if kept:
+        yield TextPiece(kept, 0)
+
+
+def codec_of(head: bytes, encoding: str) -> tuple[str, int]:
+    """The codec of a file without any byte order mark, and the mark's bytes. ``head``: its first 4."""
+    if encoding == "utf-8-sig":
+        return "utf-8", 3 * head.startswith(b"\xef\xbb\xbf")
+    if encoding not in ("utf-16", "utf-32"):
+        return encoding, 0
+    unit = 2 if encoding == "utf-16" else 4
+    for codec in (f"{encoding}-le", f"{encoding}-be"):
+        if head[:unit] == "\ufeff".encode(codec):
+            return codec, unit
+    return f"{encoding}-le", 0
+
+
+def unit_bytes(codec: str) -> int:
+    return 2 if codec.startswith("utf-16") else 4 if codec.startswith("utf-32") else 1
+
+
+def _units(block: bytes, codec: str) -> npt.NDArray[np.unsignedinteger[Any]]:
+    """A block as the code units of its codec; a last half of one is left out."""
+    num_bytes = unit_bytes(codec)
+    order = ">" if codec.endswith("-be") else "<"
+    return np.frombuffer(block, f"{order}u{num_bytes}", len(block) // num_bytes)
+
+
+def line_blocks(
+    reader: RangeReader, start: int, codec: str, batch_bytes: int
+) -> Iterator[tuple[int, int, bytes | None]]:
+    """Cut a range into blocks of whole lines: (byte where it begins, where it ends, its bytes).
+
+    Reads ``batch_bytes`` at once, or the whole code units in them. A line of more than LONG_BYTES is a
+    block of its own, without its bytes.
+    """
+    unit = unit_bytes(codec)
+    batch_bytes = max(unit, batch_bytes // unit * unit)
+    carriage_return = "\r".encode(codec)
+    held: list[bytes] = []  # the beginning of a line that ends in a later block
+    offset = position = start
+    end = reader.part.end
+    while position < end:
+        block = reader.read(position, min(position + batch_bytes, end))
+        cut = len(block) if position + len(block) == end else _last_line_end(block, codec)
+        if not cut and held and held[-1].endswith(carriage_return):  # no line end goes on in this block
+            yield offset, position, b"".join(held)
+            offset, held = position, []
+        position += len(block)
+        if not cut and position - offset > LONG_BYTES:
+            position = _next_line(reader, position - len(block), codec)
+            yield offset, position, None
+            offset, held = position, []
+            continue
+        if cut:
+            held.append(block[:cut])
+            line_end = position - len(block) + cut
+            yield offset, line_end, b"".join(held)
+            offset, held = line_end, []
+        if cut < len(block):
+            held.append(block[cut:])
+
+
+def _next_line(reader: RangeReader, position: int, codec: str) -> int:
+    """The byte after the next line end at or behind ``position``, or the range's end."""
+    unit, range_end = unit_bytes(codec), reader.part.end
+    scan_bytes = max(2, HASH_BYTES // unit) * unit
+    while position < range_end:
+        block = reader.read(position, min(position + scan_bytes, range_end))
+        units = _units(block, codec)
+        ends = np.flatnonzero((units == 10) | (units == 13))
+        if len(ends):
+            first = int(ends[0])
+            if units[first] == 13 and first + 1 == len(units) and position + len(block) < range_end:
+                position += first * unit  # it may be half of a line end: read on from it
+                continue
+            first += bool(units[first] == 13 and first + 1 < len(units) and units[first + 1] == 10)
+            return position + (first + 1) * unit
+        position += len(block)
+    return range_end
+
+
+def _last_line_end(block: bytes, codec: str) -> int:
+    """Bytes of a block up to and with its last line end; a ``\\r`` at its very end may be half of one."""
+    units = _units(block, codec)
+    if units.itemsize == 1:
+        return max(block.rfind(b"\n"), block.rfind(b"\r", 0, -1)) + 1
+    ends = np.flatnonzero((units == 10) | (units == 13))
+    if len(ends) and ends[-1] == len(units) - 1 and units[-1] == 13:
+        ends = ends[:-1]
+    return (int(ends[-1]) + 1) * units.itemsize if len(ends) else 0
+
+
+def line_starts(block: bytes, codec: str) -> npt.NDArray[np.int64]:
+    """Byte of each line's start in a block of whole lines."""
+    units = _units(block, codec)
+    is_end = units == 10
+    carriage_return = units == 13
+    if carriage_return.any():
+        carriage_return[:-1] &= ~is_end[1:]
+        is_end |= carriage_return
+    starts = np.flatnonzero(is_end) + 1
+    if len(starts) and starts[-1] * units.itemsize == len(block):
+        starts = starts[:-1]
+    return np.concatenate(([0], starts)) * units.itemsize
+
+
+def few_lines(
+    block: bytes, starts: npt.NDArray[np.int64], batch_bytes: int
+) -> Iterator[tuple[int, npt.NDArray[np.int64], bytes]]:
+    """Parts of a block of lines: (byte where it begins, where its lines start in it, its bytes).
+
+    Each line may become two headers and two blocks of a tar, 2 KiB however short it is: so there are at
+    most as many in a part as a batch's share of memory allows for (see resources.py).
+    """
+    most = max(1, batch_bytes // SHORT_LINE_BYTES)
+    if len(starts) <= most:
+        yield 0, starts, block
+        return
+    firsts = [*starts[::most].tolist(), len(block)]
+    for number, (begin, end) in enumerate(itertools.pairwise(firsts)):
+        yield begin, starts[number * most : (number + 1) * most] - begin, block[begin:end]
+
+
+def _decode(block: bytes, starts: npt.NDArray[np.int64], place: Place, doc: Doc) -> DocumentBatch:
+    """Decode a block of documents that lies at ``place``; ``starts`` are their first bytes in it."""
+    bad: list[BadDocument] = []
+    try:
+        text = block.decode(place.codec)
+    except UnicodeDecodeError:
+        texts = list(_decode_each(block, starts, place, bad))
+    else:
+        if "\r" in text:
+            text = text.replace("\r\n", "\n").replace("\r", "\n")
+        lines = [text] if doc == "file" else text.split("\n")
+        blanks = _blanks(place)
+        texts = [item.strip(blanks) for item in lines]
+        del texts[len(starts) :]  # behind the last line end there is no line
+    kept = np.fromiter(map(bool, texts), np.bool_, len(texts))
+    return DocumentBatch(
+        texts=[text for text in texts if text],
+        lines=np.flatnonzero(kept) + place.line,
+        input_number=place.input_number,
+        input_offsets=starts[kept] + place.start,
+        first_line=place.line,
+        num_lines=len(starts),
+        num_bytes=place.num_bytes,
+        bad=bad,
+        keeps_space=place.keeps_space,
+    )
+
+
+def _blanks(place: Place) -> str | None:
+    """What is stripped from documents that lie here; None: all white space."""
+    return " \t\n\r\v\f" if place.keeps_space else None
+
+
+def _decode_each(
+    block: bytes, starts: npt.NDArray[np.int64], place: Place, bad: list[BadDocument]
+) -> Iterator[str]:
+    """Decode documents one by one; one that cannot be decoded is empty, and told of in ``bad``."""
+    ends = [*starts[1:].tolist(), len(block)]
+    for number, (start, end) in enumerate(zip(starts.tolist(), ends, strict=True)):
+        raw = block[start:end]
+        try:
+            yield raw.decode(place.codec).replace("\r\n", "\n").replace("\r", "\n").strip(_blanks(place))
+        except UnicodeDecodeError as error:
+            error.start += place.start + start
+            one = dataclasses.replace(
+                place, start=place.start + start, end=place.start + end, line=place.line + number
+            )
+            bad.append(one.undecodable(error))
+            yield ""
+
+
+def first_line_start(file: OpenInput, offset: int, end: int) -> int | None:
+    """The first byte at or after ``offset`` where a line begins; the file's size where its rest has none.
+
+    None where none begins before ``end``; one behind it may be found all the same, and is right. Reads 4 KiB
+    at first, for most lines end soon, and four times as much each time up to 256 KiB.
+    """
+    if offset >= end:
+        return None
+    if offset <= 0:
+        return 0
+    size = file.stamp.num_bytes
+    position, num_bytes = offset - 1, _FIRST_SCAN_BYTES
+    while position < end:
+        block = file.read(position, position + num_bytes)
+        if not block:
+            break
+        line_end = first_line_end(block, position + len(block) == size)
+        if line_end is not None:
+            return position + line_end
+        # A last \r may be half of a line end: it is read again with what follows.
+        position += len(block) - block.endswith(b"\r")
+        num_bytes = min(4 * num_bytes, _MOST_SCAN_BYTES)
+    return None if position < size else size
+
+
+def first_line_end(block: bytes, is_last: bool) -> int | None:
+    """Bytes up to and with the first line end; None where there is none, or it may go on behind the block."""
+    newline = block.find(b"\n")
+    carriage_return = block.find(b"\r", 0, newline if newline >= 0 else len(block))
+    if carriage_return < 0 or carriage_return + 1 == newline:
+        return newline + 1 if newline >= 0 else None
+    if carriage_return + 1 < len(block) or is_last:
+        return carriage_return + 1
+    return None

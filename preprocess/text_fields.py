@@ -1,0 +1,155 @@
+"""What of a record (a line of JSON, a row of a table) is the text: one field, or several by a template."""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardprep.errors import UsageError
+
+FieldPath = tuple[str, ...]
+_ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}
+
+
+@dataclass(frozen=True)
+class UnusableText:
+    """Why a record gives no text: a reason to count by, and a detail for people."""
+
+    reason: str  # no_field, null_field, wrong_type, bad_json, surrogate, undecodable
+    detail: str
+
+
+_MISSING = object()
+
+
+class TextFields:
+    """Takes the text, the id and the source out of records. Field names have dots for nesting.
+
+    ``text_template`` stands in place of ``text_field`` where it is given: ``{input}\\n\\n{output}``. Raises
+    UsageError where it is none.
+    """
+
+    def __init__(
+        self, text_field: str = "text", text_template: str = "", id_field: str = "", source_field: str = ""
+    ) -> None:
+        self.id_path = _path(id_field, "--id_field")
+        self.source_path = _path(source_field, "--source_field")
+        self._literals: list[str] = []  # one before each field, and one behind the last
+        self.text_paths: list[FieldPath] = []
+        if text_template:
+            self._read_template(text_template)
+        else:
+            self.text_paths = [_path(text_field, "--text_field")]
+        if not all(self.text_paths):
+            raise UsageError("--text_field is empty, expected the name of a field, such as text")
+        # The one field of the text, where a look-up of it is all there is to do.
+        is_plain = not text_template and len(self.text_paths[0]) == 1
+        self.plain_name = self.text_paths[0][0] if is_plain else None
+
+    @property
+    def paths(self) -> list[FieldPath]:
+        """All fields that have to be read, each once."""
+        return list(
+            dict.fromkeys(path for path in (*self.text_paths, self.id_path, self.source_path) if path)
+        )
+
+    def text(self, record: Any) -> str | UnusableText:
+        """The text of one record, a dict with nested dicts."""
+        if not isinstance(record, dict):
+            return UnusableText("bad_json", f"it is {_kind(record)}, expected an object")
+        return self.text_of_values([value_at(record, path) for path in self.text_paths])
+
+    def text_of_values(self, values: Sequence[Any]) -> str | UnusableText:
+        """The text, given the value of each of ``text_paths``."""
+        for path, value in zip(self.text_paths, values, strict=True):
+            if type(value) is not str:
+                return unusable(path, value)
+        if not self._literals:
+            return values[0]
+        parts = [self._literals[0]]
+        for value, literal in zip(values, self._literals[1:], strict=True):
+            parts += (value, literal)
+        return "".join(parts)
+
+    def id(self, record: Mapping[str, Any]) -> str:
+        """The id of a record as text; "" where it has none."""
+        return name_of(value_at(record, self.id_path))
+
+    def source(self, record: Mapping[str, Any]) -> str:
+        """The source that a record names; "" where it names none."""
+        return name_of(value_at(record, self.source_path))
+
+    def _read_template(self, template: str) -> None:
+        text = re.sub(r"\\[ntr\\]", lambda match: _ESCAPES[match[0]], template)
+        literal = ""
+        try:
+            for before, name, spec, conversion in string.Formatter().parse(text):
+                literal += before
+                if name is None:
+                    continue
+                if spec or conversion or not name:
+                    raise ValueError("a field is written {name}, without : or !")  # noqa: TRY301
+                self._literals.append(literal)
+                self.text_paths.append(_path(name, "--text_template"))
+                literal = ""
+        except ValueError as error:
+            raise UsageError(
+                f"--text_template {template!r} cannot be read ({error}); such as "
+                "'{input}\\n\\n{output}'; braces are {{ and }}"
+            ) from None
+        if not self.text_paths:
+            raise UsageError(
+                f"--text_template {template!r} names no field; such as '{{input}}\\n\\n{{output}}'"
+            )
+        self._literals.append(literal)
+
+
+def _path(name: str, flag: str) -> FieldPath:
+    path = tuple(name.split(".")) if name else ()
+    if not all(path):
+        raise UsageError(f"{flag} {name!r} has an empty part between its dots; such as metadata.title")
+    return path
+
+
+def value_at(record: Any, path: FieldPath) -> Any:
+    """The value of a field, however deep; what ``unusable`` knows as missing where there is none."""
+    for name in path:
+        if not isinstance(record, dict) or name not in record:
+            return _MISSING
+        record = record[name]
+    return record
+
+
+def unusable(path: FieldPath, value: Any) -> UnusableText:
+    """Why a value that is no str gives no text."""
+    if isinstance(value, UnusableText):
+        return value
+    name = ".".join(path)
+    if value is _MISSING:
+        return UnusableText("no_field", f"there is no field {name}")
+    if value is None:
+        return UnusableText("null_field", f"the field {name} is null")
+    return UnusableText("wrong_type", f"the field {name} is {_kind(value)}, expected a string")
+
+
+def name_of(value: Any) -> str:
+    """An id or a source as text: strings as they are, other values as JSON; "" for none."""
+    if value is _MISSING or value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(value)
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", bool: "true or false", str: "a string"}
+    if value is None:
+        return "null"
+    return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)

@@ -1,0 +1,61 @@
+"""Data sets as older versions of the format wrote them: refused with what to type, and left as they are."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from loader import get_llama3_dataloader
+from loader.__main__ import main as loader_main
+from shardprep.errors import UnknownVersion
+from slurm.__main__ import main as slurm_main
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+OLD = Path(__file__).parents[1] / "data" / "version_1"
+REMEDY = (
+    "has format version 1, this shardprep reads 2 alone; make the data set anew in a new folder: "
+    "python -m preprocess plan --input_dir RAW --output_dir NEW"
+)
+
+
+@pytest.fixture(params=["documents_json", "packed_best_fit"])
+def old_dir(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    folder = Path(shutil.copytree(OLD / request.param, tmp_path / "data"))
+    shutil.copytree(OLD / "tokenizer", folder / "tokenizer")
+    return folder
+
+
+def test_every_command_refuses_a_data_set_of_version_1_with_what_to_type(
+    prep: Prep, sample_dir: Path, old_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = prep.contents(old_dir)
+    plan = ["plan", "--input_dir", sample_dir, "--output_dir", old_dir, "--model_id", prep.model_dir]
+    for words in (["verify", old_dir], ["run", old_dir], ["--shard_id", 0, "--output_dir", old_dir], plan):
+        ended = prep.command(*words)
+        assert ended.code == 78, ended.text
+        assert REMEDY in ended.text
+    for main, words in (
+        (slurm_main, ["status", old_dir]),
+        (slurm_main, ["submit", old_dir]),
+        (loader_main, ["stage", old_dir, "--to", tmp_path / "staged"]),
+    ):
+        assert main([*map(str, words)]) == 78
+        assert REMEDY in capsys.readouterr().err
+    assert prep.contents(old_dir) == before
+    assert before
+
+
+@pytest.mark.parametrize("missing", [[], ["index.json"], ["index.json", "plan.json"]])
+def test_the_loader_refuses_a_data_set_of_version_1_with_what_to_type(
+    old_dir: Path, missing: list[str]
+) -> None:
+    for name in missing:
+        (old_dir / name).unlink()
+    with pytest.raises(UnknownVersion, match="has format version 1, this shardprep reads 2 alone") as refused:
+        get_llama3_dataloader(old_dir, 2, num_workers=0)
+    assert REMEDY in str(refused.value)

@@ -1,0 +1,555 @@
+"""Input of every format: an independent reader's documents, bad records with their place, equal bytes."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import lzma
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from preprocess import long_documents
+from preprocess.formats import format as input_format
+from preprocess.formats import line_streams, text_lines
+from preprocess.input_files import list_inputs
+from preprocess.inputs import OpenInput
+from preprocess.options import WorkerSettings
+from preprocess.plan import need_plan
+from preprocess.worker import load_worker
+from shardprep.errors import BadInput, NotFound
+from shardprep.format.idx import read_idx
+from shardprep.format.index import read_index
+from shardprep.format.manifest import read_manifest
+from tests.input_writers import bgzip, seekable_zstd
+from tests.random_inputs import FORMATS, compare
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+TEXTS = [f"문서 {number}: the kettle sings\n\ttwice. " * (number % 7 + 1) for number in range(60)]
+
+
+def json_lines(texts: list[str]) -> bytes:
+    rows = [{"id": f"d{number}", "text": text, "lang": "ko"} for number, text in enumerate(texts)]
+    return b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
+
+
+def write_table(path: Path, columns: dict[str, Any], rows_per_group: int = 9) -> None:
+    table = pyarrow.table(columns)
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(table, path, row_group_size=rows_per_group, compression="zstd")
+        return
+    opened = pyarrow.ipc.new_file if "file" in path.name else pyarrow.ipc.new_stream
+    with opened(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=rows_per_group)
+
+
+def write_every_format(raw: Path) -> list[str]:
+    """The same documents in each format, under names that sort; the names."""
+    raw.mkdir()
+    lines = json_lines(TEXTS)
+    compressed: dict[str, bytes] = {
+        "a.jsonl": lines,
+        "b.jsonl.gz": gzip.compress(lines),
+        "c.json.zst": zstandard.ZstdCompressor().compress(lines),
+        "d.ndjson.xz": lzma.compress(lines),
+        "e.jsonl.zst": seekable_zstd(lines, [900]),
+        "f.jsonl.gz": bgzip(lines, [700]),
+        "g.txt.gz": gzip.compress("".join(" ".join(text.split()) + "\n" for text in TEXTS).encode()),
+    }
+    for name, data in compressed.items():
+        (raw / name).write_bytes(data)
+    columns = {"id": range(len(TEXTS)), "text": TEXTS}
+    for name in ("h.parquet", "i.stream.arrow", "j.file.arrow"):
+        write_table(raw / name, columns)
+    return sorted(path.name for path in raw.iterdir())
+
+
+def documents(prep: Prep, folder: Path) -> list[tuple[str, str, list[int]]]:
+    """(input, text, ids) of every sample of a data set with text, in the order of the tars."""
+    plan = need_plan(folder)
+    found = []
+    for shard_id in range(plan.num_shards):
+        members = prep.members(folder / f"shard-{shard_id:05d}.tar")
+        sources = read_idx(folder, plan.spec, shard_id)["source"].tolist()
+        for source, text, ids in zip(sources, members[0::2], members[1::2], strict=True):
+            found.append((plan.inputs[source].path, text[1].decode(), json.loads(ids[1])))
+    return found
+
+
+@pytest.fixture(scope="module")
+def every_format(prep: Prep, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """DATA of all formats in one folder, 7 shards, made."""
+    folder = tmp_path_factory.mktemp("every")
+    write_every_format(folder / "raw")
+    prep.plan(folder / "raw", folder / "data", num_shards=7)
+    prep.make(folder / "data")
+    return folder
+
+
+def test_all_formats_in_one_folder_give_each_document_once_with_the_reference_ids(
+    prep: Prep, every_format: Path
+) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(prep.model_dir / "tokenizer.json"))
+    tokenizer.encode_special_tokens = True
+    found = documents(prep, every_format / "data")
+    assert prep.command("verify", every_format / "data").code == 0
+    names = {name for name, _, _ in found}
+    assert names == {path.name for path in (every_format / "raw").iterdir()}
+    for name in names:
+        texts = [text for path, text, _ in found if path == name]
+        expected = [" ".join(text.split()) for text in TEXTS] if ".txt" in name else TEXTS
+        assert texts == expected, name
+    for _, text, ids in found:
+        assert ids == tokenizer.encode(text).ids
+
+
+def test_shards_of_all_formats_have_equal_bytes_for_other_batches_and_engines(
+    prep: Prep, every_format: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = prep.contents(every_format / "data")
+    for engine, batch_bytes in (("tokenizers", 3_000), ("auto", 64)):
+        monkeypatch.setattr(WorkerSettings, "batch_bytes", batch_bytes)
+        folder = tmp_path / str(batch_bytes)
+        folder.mkdir()
+        shutil.copy(every_format / "data" / "plan.json", folder)
+        shutil.copytree(every_format / "data" / "tokenizer", folder / "tokenizer")
+        prep.make(folder, engine=engine)
+        assert prep.contents(folder) == expected
+
+
+def test_files_that_say_where_they_may_be_entered_are_cut_and_others_are_packed_evenly(
+    prep: Prep, tmp_path: Path
+) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    lines = json_lines(TEXTS)
+    (raw / "a.jsonl.zst").write_bytes(seekable_zstd(lines, [300]))
+    (raw / "b.jsonl.gz").write_bytes(bgzip(lines, [300]))
+    for number, share in enumerate([40, 5, 30, 10, 20, 15]):
+        (raw / f"c{number}.jsonl.gz").write_bytes(gzip.compress(json_lines(TEXTS[:share]), 1))
+    plan = prep.plan(raw, tmp_path / "data", num_shards=8)
+    inside = {plan.inputs[number].path for number, byte in plan.boundaries if byte}
+    assert inside == {"a.jsonl.zst", "b.jsonl.gz"}
+    whole = [
+        sorted(part.path.name for part in plan.ranges(shard_id))
+        for shard_id in range(plan.num_shards)
+        if plan.ranges(shard_id)[0].path.name.startswith("c")
+    ]
+    assert sorted(itertools.chain.from_iterable(whole)) == [f"c{number}.jsonl.gz" for number in range(6)]
+    assert ["c0.jsonl.gz"] in whole or len(whole) < 4, "the largest with few others"
+    prep.make(tmp_path / "data")
+    found = documents(prep, tmp_path / "data")
+    for name in ("a.jsonl.zst", "b.jsonl.gz"):
+        assert [text for path, text, _ in found if path == name] == TEXTS
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_random_files_are_read_as_an_independent_reader_reads_them(form: str, tmp_path: Path) -> None:
+    """Some are damaged: then they are refused. ``python -m tests.random_inputs`` tries 20,000 of each."""
+    results = [compare(form, seed, tmp_path) for seed in range(40)]
+    assert {result for result in results if result.startswith("WRONG")} == set()
+    assert results.count("equal") >= 20
+
+
+BAD_LINES: dict[str, tuple[bytes, str, str]] = {
+    "cut in the middle": (b'{"text": "abc', "bad_json", "is not JSON from byte 9 on"),
+    "ends": (b'{"text":', "bad_json", "ends in the middle"),
+    "half of a pair": (rb'{"text": "a\ud800b"}', "surrogate", r"\ud800"),
+    "NaN": (b'{"text": "a", "score": NaN}', "bad_json", "NaN is no number of JSON"),
+    "NUL": (b'{"text": "a\0b"}', "bad_json", "is not JSON from byte 11 on"),
+    "not UTF-8": (b'{"text": "a\xffb"}', "undecodable", "byte 11 of the line is not utf-8"),
+    "twice": (b'{"text": "a", "text": "b"}', "bad_json", "the key text stands twice"),
+    "missing": (b'{"body": "a"}', "no_field", "there is no field text"),
+    "null": (b'{"text": null}', "null_field", "the field text is null"),
+    "number": (b'{"text": 7}', "wrong_type", "the field text is a number, expected a string"),
+    "list": (b'["text"]', "bad_json", "it is a list, expected an object"),
+    "deep": (b"[" * 100_000, "bad_json", "nested too deep"),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gz"])
+def test_a_bad_line_is_quarantined_with_reason_file_and_byte_and_the_others_stay(
+    prep: Prep, tmp_path: Path, packed: bool
+) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    lines, places = [], []
+    for bad, _, _ in BAD_LINES.values():
+        lines += [b'{"text": "good"}\r\n', b"\n", bad + b"\n"]
+        places.append(sum(map(len, lines)) - len(lines[-1]))
+    data = b"".join(lines)
+    name = "a.jsonl.gz" if packed else "a.jsonl"
+    (raw / name).write_bytes(gzip.compress(data) if packed else data)
+    prep.plan(raw, tmp_path / "data", max_bad_fraction=0.6)
+    prep.make(tmp_path / "data")
+    entries = [
+        json.loads(line) for line in (tmp_path / "data/quarantine/shard-00000.jsonl").read_text().splitlines()
+    ]
+    assert [entry["source_offset"] for entry in entries] == places
+    for entry, (bad, reason, detail) in zip(entries, BAD_LINES.values(), strict=True):
+        assert (entry["source"], entry["reason"]) == (name, reason)
+        assert detail in entry["detail"]
+        assert entry["num_bytes"] == len(bad) + 1
+    counts = read_manifest(tmp_path / "data", 0).counts
+    assert (counts.num_documents, counts.num_lines, counts.num_empty_lines) == (12, 36, 12)
+    assert [text for _, text, _ in documents(prep, tmp_path / "data")] == ["good"] * 12
+
+
+def broken(kind: str, raw: Path) -> str:
+    """Write a broken file; its name."""
+    lines = json_lines(TEXTS)
+    packed = gzip.compress(lines)
+    names: dict[str, tuple[str, bytes]] = {
+        "cut gzip": ("a.jsonl.gz", packed[:-30]),
+        "gzip cut unseen by the plan": ("a.jsonl.gz", gzip.compress(lines * 200)[:-30]),
+        "gzip with garbage behind": ("a.jsonl.gz", packed + b"garbage behind it"),
+        "gzip with a flipped bit": ("a.jsonl.gz", packed[:200] + bytes([packed[200] ^ 4]) + packed[201:]),
+        "plain text named gz": ("a.jsonl.gz", lines),
+        "cut zstd": ("a.txt.zst", zstandard.ZstdCompressor().compress(lines)[:-9]),
+        "cut xz": ("a.txt.xz", lzma.compress(lines)[:-9]),
+        "cut seekable zstd": ("a.jsonl.zst", seekable_zstd(lines, [500])[:-400]),
+        "text named parquet": ("a.parquet", lines),
+        "text named arrow": ("a.arrow", lines),
+    }
+    if kind in names:
+        name, data = names[kind]
+        (raw / name).write_bytes(data)
+        return name
+    if kind == "column of another type":
+        write_table(raw / "b.parquet", {"text": [1, 2]})
+        return "b.parquet"
+    if kind == "no such column":
+        write_table(raw / "b.parquet", {"body": ["a"], "title": ["b"]})
+        return "b.parquet"
+    name = "b.stream.arrow" if "arrow" in kind else "b.parquet"
+    write_table(raw / name, {"text": TEXTS})
+    data = (raw / name).read_bytes()
+    (raw / name).write_bytes(data[:-12] if "footer" in kind else data[:-300])
+    return name
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "cut gzip", "gzip cut unseen by the plan",
+        "gzip with garbage behind", "gzip with a flipped bit", "plain text named gz", "cut zstd",
+        "cut xz", "cut seekable zstd", "text named parquet", "text named arrow", "parquet without footer",
+        "cut arrow", "column of another type", "no such column",
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_read_further_ends_in_65_by_its_name_and_counts_nothing(
+    prep: Prep, tmp_path: Path, kind: str
+) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    name = broken(kind, raw)
+    flags = ["--input_dir", raw, "--output_dir", tmp_path / "data", "--model_id", prep.model_dir]
+    ended = prep.command("plan", *flags)
+    if "unseen" in kind:
+        assert ended.code == 0, ended.text
+        ended = prep.command("--shard_id", 0, "--output_dir", tmp_path / "data")
+    assert ended.code == 65, ended.text
+    assert str(raw / name) in ended.text
+    assert "Traceback" not in ended.text
+    assert not list(tmp_path.glob("data/**/shard-*"))
+    if kind == "no such column":
+        assert "has no column text, but body, title; choose with --text_field" in ended.text
+
+
+def test_a_column_that_is_all_null_is_quarantined_row_by_row(prep: Prep, tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    write_table(raw / "a.parquet", {"text": ["one", None, "three"], "id": [1, 2, 3]})
+    prep.plan(raw, tmp_path / "data", max_bad_fraction=0.5)
+    prep.make(tmp_path / "data")
+    [entry] = (tmp_path / "data/quarantine/shard-00000.jsonl").read_text().splitlines()
+    assert json.loads(entry)["reason"] == "null_field"
+    assert json.loads(entry)["source_offset"] == 1, "a row"
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt.gz", "a.parquet", "a.stream.arrow"])
+def test_a_huge_text_comes_whole_between_its_neighbours_and_one_above_the_limit_is_left_out(
+    prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for module in (input_format, long_documents, text_lines):
+        monkeypatch.setattr(module, "LONG_BYTES", 20_000)
+    for module in (input_format, long_documents, text_lines, line_streams):
+        monkeypatch.setattr(module, "MOST_HELD_BYTES", 100_000)
+    monkeypatch.setattr(WorkerSettings, "batch_bytes", 5_000)
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    texts = ["before", "word and " * 4_000 + "end", "between", "x y " * 40_000, "after"]
+    data = "\n".join(texts).encode() if ".txt" in name else json_lines(texts)
+    if name.endswith((".parquet", ".arrow")):
+        write_table(raw / name, {"text": texts, "id": range(5)})
+    else:
+        (raw / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    prep.plan(raw, tmp_path / "data", max_bad_fraction=0.5)
+    prep.make(tmp_path / "data")
+    found = [text for _, text, _ in documents(prep, tmp_path / "data")]
+    assert found == [text for number, text in enumerate(texts) if number != 3]
+    counts = read_manifest(tmp_path / "data", 0).counts
+    assert counts.quarantined == {"too_long": 1}
+    assert counts.num_lines == 5
+
+
+def test_a_template_and_nested_fields_give_the_text(prep: Prep, tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    rows = [{"input": f"q{n}", "meta": {"output": f"a{n}", "n": n}} for n in range(4)]
+    (raw / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_table(raw / "b.parquet", {"input": ["q4"], "meta": [{"output": "a4", "n": 4}]})
+    prep.plan(raw, tmp_path / "data", text_template=r"{input}\n\n{{{meta.output}}}")
+    prep.make(tmp_path / "data")
+    assert [text for _, text, _ in documents(prep, tmp_path / "data")] == [
+        f"q{n}\n\n{{a{n}}}" for n in range(5)
+    ]
+    prep.plan(raw, tmp_path / "nested", text_field="meta.output")
+    prep.make(tmp_path / "nested")
+    assert [text for _, text, _ in documents(prep, tmp_path / "nested")] == [f"a{n}" for n in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--text_template", "{input"], "cannot be read"),
+        (["--text_template", "no field"], "names no field"),
+        (["--text_template", "{a}", "--text_field", "b"], "two ways to say the same"),
+        (["--text_field", "a..b"], "an empty part between its dots"),
+        (["--min_chars", "9", "--max_chars", "3"], "--max_chars 3 is below --min_chars 9"),
+        (["--limit", "-1"], "--limit is -1"),
+        (["--limit", "5", "--hash_inputs"], "--limit reads a part of the input"),
+    ],
+)
+def test_fields_and_limits_that_cannot_be_are_refused(
+    prep: Prep, sample_dir: Path, tmp_path: Path, flags: list[str], said: str
+) -> None:
+    ended = prep.command(
+        "plan",
+        "--input_dir",
+        sample_dir,
+        "--output_dir",
+        tmp_path / "data",
+        "--model_id",
+        prep.model_dir,
+        *flags,
+    )
+    assert ended.code == 2, ended.text
+    assert said in ended.text
+
+
+def test_ids_are_kept_with_their_place_and_sources_are_counted(prep: Prep, tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    for folder, name in (("web", "a.jsonl"), ("code", "b.jsonl.gz")):
+        (raw / folder).mkdir(parents=True)
+        data = json_lines([*TEXTS[:20], ""]) + b'{"id": "bad"}\n'
+        (raw / folder / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    (raw / "top.txt").write_text("one line\n")
+    options: dict[str, Any] = {
+        "recursive": True,
+        "id_field": "id",
+        "max_bad_fraction": 0.1,
+        "record": "packed",
+    }
+    plan = prep.plan(raw, tmp_path / "data", num_shards=2, seq_len=64, **options)
+    prep.make(tmp_path / "data")
+    rows = [
+        json.loads(line)
+        for path in sorted((tmp_path / "data" / "ids").iterdir())
+        for line in path.read_text().splitlines()
+    ]
+    web = [row for row in rows if plan.inputs[row[0]].path == "web/a.jsonl"]
+    assert [row[2] for row in web] == [f"d{number}" for number in range(20)]
+    raw_bytes = (raw / "web" / "a.jsonl").read_bytes()
+    assert all(raw_bytes[offset:].startswith(f'{{"id": "{name}"'.encode()) for _, offset, name in web)
+    verified = prep.command("verify", tmp_path / "data")
+    assert verified.code == 0
+    assert "  web: 20 documents, " in verified.text
+    sources = read_index(tmp_path / "data").sources
+    assert {name: counts.num_documents for name, counts in sources.items()} == {"web": 20, "code": 20, ".": 1}
+    assert {name: counts.num_quarantined for name, counts in sources.items()} == {"web": 1, "code": 1, ".": 0}
+    assert sources["web"].num_bytes == len(raw_bytes)
+    manifests = [read_manifest(tmp_path / "data", shard_id).counts for shard_id in range(2)]
+    assert sum(counts.num_tokens for counts in sources.values()) == sum(each.num_tokens for each in manifests)
+    (tmp_path / "data" / "ids" / "shard-00000.jsonl").write_text("")
+    assert prep.command("verify", "--fast", tmp_path / "data").code != 0
+
+
+def test_a_field_may_name_the_source(prep: Prep, tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    rows = [
+        {"text": "가 b", "from": "web"},
+        {"text": "c", "from": "code"},
+        {"text": "d"},
+        {"text": "e", "from": "web"},
+    ]
+    (raw / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prep.plan(raw, tmp_path / "data", source_field="from")
+    prep.make(tmp_path / "data")
+    sources = read_manifest(tmp_path / "data", 0).counts.sources
+    assert {name: (each.num_documents, each.num_bytes) for name, each in sources.items()} == {
+        ".": (1, 1),
+        "code": (1, 1),
+        "web": (2, 6),
+    }
+
+
+def test_more_sources_than_a_manifest_can_name_are_refused(prep: Prep, tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    (raw / "a.jsonl").write_text("".join(f'{{"text": "a", "from": {number}}}\n' for number in range(1001)))
+    with pytest.raises(BadInput, match=r"more than 1000 sources.*choose a --source_field with fewer values"):
+        prep.plan(raw, tmp_path / "data", source_field="from")
+
+
+def test_lengths_and_trials_leave_out_and_count(
+    prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    texts = ["x" * (number % 10 + 1) for number in range(50)]
+    (raw / "a.txt").write_text("\n\n".join(texts) + "\n")
+    (raw / "b.jsonl").write_bytes(json_lines(texts))
+    prep.plan(raw, tmp_path / "data", min_chars=3, max_chars=8)
+    prep.make(tmp_path / "data")
+    kept = [text for text in texts if 3 <= len(text) <= 8]
+    assert [text for _, text, _ in documents(prep, tmp_path / "data")] == kept * 2
+    counts = read_manifest(tmp_path / "data", 0).counts
+    assert (counts.num_filtered, counts.num_empty_lines, counts.quarantined) == (20, 49, {})
+    made = []
+    for batch_bytes in (1 << 19, 20):
+        monkeypatch.setattr(WorkerSettings, "batch_bytes", batch_bytes)
+        trial = tmp_path / f"trial-{batch_bytes}"
+        prep.plan(raw, trial, min_chars=3, limit=15)
+        prep.make(trial)
+        assert prep.command("verify", trial).code == 0
+        made.append(prep.contents(trial))
+    assert made[0] == made[1], "whatever is read at once"
+    kept = [text for text in texts if len(text) >= 3]
+    assert [text for _, text, _ in documents(prep, trial)] == kept[:8] + kept[:7]
+
+
+def test_normalization_is_done_and_its_version_lies_in_the_plan(prep: Prep, tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    (raw / "a.txt").write_text("e\u0301 가\n")
+    plan = prep.plan(raw, tmp_path / "data", normalize="NFC")
+    prep.make(tmp_path / "data")
+    assert [text for _, text, _ in documents(prep, tmp_path / "data")] == ["\u00e9 가"]
+    assert plan.options.text_versions.startswith("Unicode ")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("unicodedata.unidata_version", "1.0.0")
+        (tmp_path / "data" / "shard-00000.json").unlink()
+        ended = prep.command("--shard_id", 0, "--output_dir", tmp_path / "data")
+    assert ended.code == 78
+    assert "the plan changes text with Unicode" in ended.text
+
+
+def test_text_read_in_a_wrong_encoding_comes_back_wholly_or_is_left_out(prep: Prep, tmp_path: Path) -> None:
+    """UTF-8 read as cp1252, where the five bytes that it does not know became question marks."""
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    right = [f"{number}. 가 café {chr(0xAC00 + 97 * number)}" for number in range(80)]
+    wrong = [line.encode().decode("cp1252", "replace") for line in right]
+    wrong = [line.replace("\ufffd", "?") for line in wrong]
+    is_whole = [all(byte not in line.encode() for byte in b"\x81\x8d\x8f\x90\x9d") for line in right]
+    plain = ["plain text, “quoted”, naïve", "정상적인 한국어 문장"]
+    (raw / "a.txt").write_text("\n".join([*wrong, *plain]) + "\n")
+    prep.plan(raw, tmp_path / "data", fix_text=True, max_bad_fraction=1.0)
+    prep.make(tmp_path / "data")
+    found = [text for _, text, _ in documents(prep, tmp_path / "data")]
+    assert found == [line for line, whole in zip(right, is_whole, strict=True) if whole] + plain
+    counts = read_manifest(tmp_path / "data", 0).counts
+    assert 0 < is_whole.count(True) < 80
+    assert counts.quarantined == {"mojibake": is_whole.count(False)}
+
+
+def test_a_json_file_of_one_list_is_told_its_conversion(prep: Prep, tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    (raw / "a.json").write_text(' [\n {"text": "a"}]')
+    ended = prep.command(
+        "plan", "--input_dir", raw, "--output_dir", tmp_path / "data", "--model_id", prep.model_dir
+    )
+    assert ended.code == 65
+    assert f"jq -c '.[]' {raw}/a.json > {raw}/a.jsonl" in ended.text
+
+
+def test_the_notes_that_datasets_puts_beside_its_files_are_no_input(tmp_path: Path) -> None:
+    for name in ("dataset_info.json", "state.json", "dataset_dict.json", "README.md"):
+        (tmp_path / name).write_text("{}")
+    write_table(tmp_path / "data-00000-of-00001.arrow", {"text": ["a"]})
+    assert [path.name for path in list_inputs(tmp_path, recursive=False)] == ["data-00000-of-00001.arrow"]
+    (tmp_path / "data-00000-of-00001.arrow").unlink()
+    with pytest.raises(NotFound, match=r"nor any other input \(\.txt, \.jsonl"):
+        list_inputs(tmp_path, recursive=False)
+
+
+def test_planning_opens_each_file_once(prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    for number in range(300):
+        (raw / f"{number:03d}.jsonl").write_bytes(json_lines(TEXTS[number % 50 :][:3]))
+    opened: list[str] = []
+    opens: Callable[..., None] = OpenInput.__init__
+
+    def counted(self: OpenInput, path: Path) -> None:
+        opened.append(path.name)
+        opens(self, path)
+
+    monkeypatch.setattr(OpenInput, "__init__", counted)
+    prep.plan(raw, tmp_path / "data", num_shards=4)
+    times = {name: opened.count(name) for name in opened}
+    assert len(times) == 300
+    assert sum(count > 1 for count in times.values()) <= 3 + 16, "but where shards begin, and for two samples"
+
+
+def test_a_worker_says_which_field_too_many_documents_lack(prep: Prep, tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    (raw / "a.jsonl").write_text('{"body": "a"}\n' * 5)
+    prep.plan(raw, tmp_path / "data")
+    worker = load_worker(
+        need_plan(tmp_path / "data"), tmp_path / "data", WorkerSettings(), num_cpus=1, warn=pytest.fail
+    )
+    with pytest.raises(BadInput, match=r"have no field for 'text', .* Is it another --text_field\?"):
+        worker.run_shard(0, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--packing", "--record packed --seq_len 8192"),
+        ("--dataset=nvidia/OpenCodeGeneticInstruct", "hf download NAME --repo-type dataset --local-dir RAW"),
+        ("--max_length", "the loader cuts"),
+    ],
+)
+def test_flags_of_other_tools_are_told_where_their_meaning_is_here(
+    prep: Prep, tmp_path: Path, flag: str, said: str
+) -> None:
+    ended = prep.command("plan", "--input_dir", tmp_path, flag)
+    assert ended.code == 2
+    assert said in ended.text
+
+
+def test_planning_warns_of_a_sample_without_the_field(prep: Prep, tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    (raw / "a.jsonl").write_text('{"body": "a"}\n' * 5)
+    ended = prep.command(
+        "plan", "--input_dir", raw, "--output_dir", tmp_path / "data", "--model_id", prep.model_dir
+    )
+    assert ended.code == 0, ended.text
+    assert "warning: 100% of the documents in a sample have no field for 'text'" in ended.text

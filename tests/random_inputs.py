@@ -1,0 +1,272 @@
+"""Random inputs of every format, and what an independent reader takes out of each.
+
+For long runs by hand: ``python -m tests.random_inputs --files 20000``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bz2
+import gzip
+import io
+import itertools
+import json
+import lzma
+import random
+import re
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas
+import pyarrow
+import pyarrow.parquet
+import zstandard
+
+from preprocess.documents import read_documents
+from preprocess.formats.format import DocumentBatch, Reading
+from preprocess.input_files import list_inputs, stamp_inputs
+from preprocess.inputs import ByteRange
+from preprocess.shard_boundaries import divide
+from preprocess.text_fields import TextFields
+from shardprep.errors import BadInput
+from tests.input_writers import bgzip, seekable_zstd
+
+FRAMES = (7, 100, 1, 1000)
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    "": lambda data: data,
+    ".gz": gzip.compress,
+    ".zst": zstandard.ZstdCompressor().compress,
+    ".xz": lzma.compress,
+    ".bz2": bz2.compress,
+    ".frames.zst": lambda data: seekable_zstd(data, FRAMES),
+    ".blocks.gz": lambda data: bgzip(data, FRAMES),
+}
+UNPACKERS: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.decompress,
+    ".zst": lambda data: (
+        zstandard.ZstdDecompressor().stream_reader(io.BytesIO(data), read_across_frames=True).read()
+    ),
+    ".xz": lzma.decompress,
+    ".bz2": bz2.decompress,
+}
+FORMATS = [
+    *(f"{stem}{packed}" for stem in ("txt", "jsonl") for packed in PACKERS),
+    "parquet",
+    "stream.arrow",
+    "file.arrow",
+]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What of an input was taken, and what was left out; None for a file that was refused."""
+
+    texts: list[str] | None
+    num_bad: int = 0
+
+
+def random_texts(rng: random.Random) -> list[str]:
+    letters = rng.choice(["ab ", 'abc 한글\n"\\', "a\u00e9\u2028\t😀\r\n\0"])
+    lengths = [0, 1, 5, 40, rng.choice([400, 5000])]
+    return ["".join(rng.choices(letters, k=rng.choice(lengths))) for _ in range(rng.randrange(40))]
+
+
+def file_name(form: str) -> str:
+    """``jsonl.frames.zst`` -> ``a.frames.jsonl.zst``."""
+    stem, *rest = form.split(".")
+    if form.endswith(("arrow", "parquet")):
+        return f"a.{form}"
+    middle = f"{rest[0]}." if len(rest) > 1 else ""
+    return ".".join([f"a.{middle}{stem}", *rest[-1:]])
+
+
+def random_file(form: str, rng: random.Random) -> bytes:
+    """A file of a format; about one of three is damaged, or has records that give no text."""
+    texts = random_texts(rng)
+    if form.endswith("parquet"):
+        table = pyarrow.table({"id": range(len(texts)), "text": pyarrow.array(texts, pyarrow.string())})
+        sink = io.BytesIO()
+        pyarrow.parquet.write_table(table, sink, row_group_size=rng.choice([3, 100]))
+        return _damaged(sink.getvalue(), rng)
+    if form.endswith("arrow"):
+        table = pyarrow.table({"id": range(len(texts)), "text": pyarrow.array(texts, pyarrow.string())})
+        sink = io.BytesIO()
+        opened = pyarrow.ipc.new_stream if form.startswith("stream") else pyarrow.ipc.new_file
+        with opened(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=rng.choice([3, 100]))
+        return _damaged(sink.getvalue(), rng)
+    stem, _, packed = form.partition(".")
+    lines = [_line(stem, text, rng) for text in texts]
+    data = b"".join(lines)
+    if rng.random() < 0.3:
+        data = data.removesuffix(b"\n")
+    return _damaged(PACKERS[f".{packed}" if packed else ""](data), rng)
+
+
+def _line(stem: str, text: str, rng: random.Random) -> bytes:
+    if stem == "txt":
+        end = rng.choice([b"\n", b"\n", b"\r\n", b"\r"])
+        bad = b"\xff" if rng.random() < 0.02 else b""
+        return re.sub(r"[\r\n]", " ", text).encode() + bad + end
+    line = json.dumps({"id": 7, "text": text}, ensure_ascii=rng.random() < 0.5).encode()
+    odd = [
+        b"",
+        b"{",
+        b"[1]",
+        b'{"text": null}',
+        b'{"text": "\\ud800"}',
+        b'{"a": 1}',
+        line[:-3],
+        b'{"text": NaN}',
+    ]
+    odd += [b'{"text": "a\xff"}', b'{"text": 3}', b'{"text": "a", "text": "b"}', line + b" ", b"\t" + line]
+    return (rng.choice(odd) if rng.random() < 0.1 else line) + b"\n"
+
+
+def _damaged(data: bytes, rng: random.Random) -> bytes:
+    if rng.random() < 0.8 or not data:
+        return data
+    at = rng.randrange(len(data))
+    if rng.random() < 0.5:
+        return data[:at]
+    return data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
+
+
+def independent(form: str, path: Path) -> Found:
+    """What the standard library, pandas and pyarrow's own readers take out of a file."""
+    try:
+        if form.endswith("parquet"):
+            frame = (
+                pandas.read_parquet(path, engine="pyarrow", columns=["text"]) if path.stat().st_size else {}
+            )
+            return Found([text for text in frame.get("text", []) if text.strip()])
+        if form.endswith("arrow"):
+            if not path.stat().st_size:
+                return Found([])
+            raw = path.read_bytes()
+            opened = pyarrow.ipc.open_file if raw.startswith(b"ARROW1") else pyarrow.ipc.open_stream
+            return _cells(opened(raw).read_all()["text"].cast(pyarrow.large_binary()).to_pylist())
+        raw = path.read_bytes()
+        suffix = next((suffix for suffix in UNPACKERS if path.name.endswith(suffix)), None)
+        data = UNPACKERS[suffix](raw) if suffix and raw else raw
+    except Exception:
+        return Found(None)
+    return _lines_of_text(data) if form.startswith("txt") else _lines_of_json(data)
+
+
+def _cells(cells: list[bytes]) -> Found:
+    texts, num_bad = [], 0
+    for cell in cells:
+        try:
+            texts.append(cell.decode())
+        except UnicodeDecodeError:
+            num_bad += 1
+    return Found([text for text in texts if text.strip()], num_bad)
+
+
+def _lines_of_text(data: bytes) -> Found:
+    texts, num_bad = [], 0
+    for line in re.split(rb"\r\n|\n|\r", data):
+        try:
+            texts.append(line.decode().strip())
+        except UnicodeDecodeError:
+            num_bad += 1
+    return Found([text for text in texts if text], num_bad)
+
+
+def _lines_of_json(data: bytes) -> Found:
+    def refuse(name: str) -> None:
+        raise ValueError(name)
+
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        if sum(name == "text" for name, _ in pairs) > 1:
+            raise ValueError("twice")
+        return dict(pairs)
+
+    texts, num_bad = [], 0
+    for line in data.split(b"\n"):
+        if not line.strip(b" \t\r\n"):
+            continue
+        try:
+            text = json.loads(line.decode(), parse_constant=refuse, object_pairs_hook=once)["text"]
+            text.encode()
+        except (ValueError, KeyError, TypeError, AttributeError):
+            num_bad += 1
+        else:
+            texts.append(text)
+    return Found([text for text in texts if text.strip()], num_bad)
+
+
+def ours(folder: Path, num_shards: int, batch_bytes: int) -> Found:
+    """What this project takes out of a folder that is divided into shards; every byte is accounted for."""
+    fields = TextFields()
+    reading = Reading(doc="line", encoding="utf-8", batch_bytes=batch_bytes, fields=fields)
+    texts: list[tuple[int, str]] = []
+    num_bad = 0
+    try:
+        inputs, inspected = stamp_inputs(folder, list_inputs(folder, recursive=True), reading)
+        division = divide(folder, inputs, inspected, num_shards, reading)
+        for shard_id, ends in enumerate(itertools.pairwise(division.boundaries)):
+            (first, start), (last, end) = ends
+            text_start = division.text_starts[shard_id] if division.text_starts else 0
+            ranges = [
+                ByteRange(
+                    input_number=number,
+                    path=folder / inputs[number].path,
+                    start=start if number == first else 0,
+                    end=end if number == last else inputs[number].num_bytes,
+                    text_start=text_start if number == first else 0,
+                )
+                for number in range(first, last + (end > 0))
+            ]
+            num_bytes = 0
+            items = read_documents(
+                ranges, doc="line", encoding="utf-8", batch_bytes=batch_bytes, fields=fields
+            )
+            for item in items:
+                assert isinstance(item, DocumentBatch)
+                num_bytes += item.num_bytes
+                num_bad += len(item.bad)
+                texts += zip(item.input_offsets.tolist(), item.texts, strict=True)
+            assert num_bytes == sum(part.end - part.start for part in ranges), "every byte is accounted for"
+    except BadInput:
+        return Found(None)
+    assert texts == sorted(texts, key=lambda item: item[0]), "places ascend"
+    assert len({place for place, _ in texts}) == len(texts), "no place twice"
+    return Found([text for _, text in texts], num_bad)
+
+
+def compare(form: str, seed: int, folder: Path) -> str:
+    """``equal``, ``refused`` (by us; the other reader may take a damaged file), or ``WRONG`` and why."""
+    rng = random.Random(f"{form} {seed}")
+    path = folder / file_name(form)
+    path.write_bytes(random_file(form, rng))
+    found = ours(folder, rng.choice([1, 2, 5, 30]), rng.choice([64, 1000, 1 << 19]))
+    expected = independent(form, path)
+    path.unlink()
+    if found.texts is None:
+        return "refused"
+    return "equal" if found == expected else f"WRONG: {form} with seed {seed}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--files", type=int, default=20_000, help="of each format")
+    parser.add_argument("--only", choices=FORMATS)
+    args = parser.parse_args()
+    num_wrong = 0
+    for form in [args.only] if args.only else FORMATS:
+        with tempfile.TemporaryDirectory() as folder:
+            results = [compare(form, seed, Path(folder)) for seed in range(args.files)]
+        wrong = [result for result in results if result.startswith("WRONG")]
+        num_wrong += len(wrong)
+        equal, refused = results.count("equal"), results.count("refused")
+        print(f"| {form} | {len(results)} | {equal} | {refused} | {len(wrong)} |", *wrong[:3], flush=True)
+    return int(num_wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -190,7 +190,7 @@ class TokenLoader(DataLoader[Any]):
 
     @property
     def source_samples(self) -> dict[str, int]:
-        """Samples of each named source in the steps so far, all ranks together; none where one set is read."""
+        """Samples of each named source so far, all ranks together; none where one set is read."""
         order = self.order
         return order.num_delivered(self._order_step) if isinstance(order, Mixture) else {}
 

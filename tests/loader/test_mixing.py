@@ -16,6 +16,7 @@ import pytest
 from loader import OtherRun, TokenLoader, get_llama3_dataloader
 from loader.mixture import CYCLE_STEPS, ROUND_STEPS, Mixture, Stage, make_stages
 from loader.order import Order
+from loader.seen_documents import SeenDocuments
 from shardprep.errors import UsageError
 from tests.external_tars import write_numbered_tars
 from tests.word_tokenizers import save_word_tokenizer
@@ -235,3 +236,24 @@ def test_what_makes_no_mixture_is_refused(data: dict[str, Path], options: dict[s
 def test_weights_without_named_sources_are_refused(data: dict[str, Path]) -> None:
     with pytest.raises(UsageError, match="weights and schedule are for named sources"):
         get_llama3_dataloader(data["web"], 8, data["web"].parent, weights={"web": 1})
+
+
+def test_what_a_mixed_or_split_loader_saw_is_not_told_wrongly(data: dict[str, Path]) -> None:
+    with load(data) as mixed, pytest.raises(UsageError, match="of one whole data set alone"):
+        SeenDocuments(mixed)
+    model = data["web"].parent
+    options: dict[str, Any] = {"split": "train", "validation_fraction": 0.1, "num_workers": 0}
+    with (
+        get_llama3_dataloader(data["web"], 8, model, **options) as split,
+        pytest.raises(UsageError, match="of one whole data set alone"),
+    ):
+        SeenDocuments(split)
+
+
+def test_skipped_steps_are_no_delivered_ones(data: dict[str, Path]) -> None:
+    with load(data) as loader:
+        whole = steps(loader, 8)
+        loader.load_state_dict(loader.state_at(2))
+        loader.skip(3)
+        assert steps(loader, 2) == whole[5:7]
+        assert loader.num_steps_delivered == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from lustre.layout_choice import choose_layout
 from lustre.layout_options import parse_layout_options, parse_size
 from lustre.lfs import file_system_of, kind_of
 from lustre.osts import count_osts_if_told
-from lustre.path_report import DataSize, choice_lines, report
+from lustre.path_report import DataSize, choice_lines, report, report_json
 from lustre.released_files import restore as restore_files
 from shardprep.command_line import Command, Program
 from shardprep.console import say
@@ -34,7 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show(args: argparse.Namespace) -> int:
     """Print the lines about a path, which need not exist yet. Raises LustreError from lfs."""
-    print("\n".join(report(args.path, _size(args))))
+    if args.json:
+        print(json.dumps(report_json(args.path)))
+    else:
+        print("\n".join(report(args.path, _size(args))))
     return 0
 
 
@@ -114,6 +118,11 @@ def _path_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num_readers", type=int, help="processes that read them at once")
 
 
+def _show_flags(parser: argparse.ArgumentParser) -> None:
+    _path_flags(parser)
+    parser.add_argument("--json", action="store_true", help="layout and finished shards, for programs")
+
+
 def _apply_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Without a layout it takes the one that `show` chooses, unless the site or somebody has "
@@ -150,7 +159,7 @@ PROGRAM = Program(
     dashed_values=("--pfl",),
     commands={
         "show": Command(
-            summary="file system, layout and OSTs of a path; changes nothing", add_flags=_path_flags, run=show
+            summary="file system, layout and OSTs of a path; changes nothing", add_flags=_show_flags, run=show
         ),
         "apply": Command(
             summary="set the layout of new files in a fresh, empty folder, and read it back",

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from lustre.layout import Layout, parse_layout
 from lustre.lfs import file_system_of, run_lfs
@@ -114,6 +115,21 @@ class Balance:
             return most > _CHANCE
         share = math.ceil(sum(self.files_by_ost.values()) / max(1, self.num_osts, len(self.files_by_ost)))
         return most > _FAR_MORE * share + 1
+
+    def as_json(self) -> dict[str, Any]:
+        """The same for programs; counts by OST in the order of their numbers."""
+        return {
+            "num_shards": self.num_files,
+            "without_layout": self.without_layout,
+            "layouts": [{"layout": text, "num_shards": number} for text, number in self.layouts],
+            "num_osts": self.num_osts or None,
+            "osts": [
+                {"ost": ost, "num_shards": self.files_by_ost[ost], "num_bytes": self.bytes_by_ost[ost]}
+                for ost in sorted(self.bytes_by_ost)
+            ],
+            "most_loaded_times_the_mean": round(self.times_the_mean, 3) if self.bytes_by_ost else None,
+            "is_lopsided": self.is_lopsided,
+        }
 
     def lines(self) -> list[str]:
         """For a person: the layouts, the balance, and a warning where one OST has far more than its share."""

@@ -10,6 +10,7 @@ import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lustre.directory_layout import differences, layout_of_file_system, why_leave, why_not
 from lustre.file_layouts import Balance, read_balance
@@ -69,6 +70,28 @@ def report(path: Path, size: DataSize) -> list[str]:
         if size.is_given:
             lines += _choice_lines(path, layout, of_file_system, size, count_osts_if_told(there, mount))
     return lines
+
+
+def report_json(path: Path) -> dict[str, Any]:
+    """The layout of new files and the balance of finished shards, for programs. Raises LustreError from lfs.
+
+    ``layout`` and ``shards`` are None where there is nothing to tell, and ``why_not`` says why.
+    """
+    reason = why_not(path) or (None if kind_of(path) == "folder" else f"{path} is no folder that is there")
+    if reason:
+        return {"path": str(path), "why_not": reason, "layout": None, "shards": None}
+    layout = read_layout(path)
+    try:
+        sizes = {name: size for name, size in _sizes(path).items() if _SHARD.fullmatch(name)}
+    except OSError as error:
+        raise LustreError(f"{path} cannot be listed ({error.strerror}), expected a folder to read") from None
+    balance = read_balance(path, list(sizes), list(sizes.values())) if sizes else None
+    return {
+        "path": str(path),
+        "why_not": None,
+        "layout": layout.text(),
+        "shards": balance.as_json() if balance else None,
+    }
 
 
 def _layout_line(layout: Layout, of_file_system: Layout | None, *, is_folder: bool) -> str:

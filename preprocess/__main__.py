@@ -217,6 +217,17 @@ def _verify_deep(args: argparse.Namespace, plan: Plan) -> int:
     return 0
 
 
+def clean(args: argparse.Namespace) -> int:
+    """``clean O``: what attempts that died left behind."""
+    from preprocess.cleaning import clean as remove
+    from preprocess.cleaning import cleaning_lines
+    from preprocess.plan import read_plan
+
+    cleaning = remove(args.output_dir, read_plan(args.output_dir), dry_run=args.dry_run, say=say)
+    print("\n".join(cleaning_lines(cleaning, dry_run=args.dry_run)))
+    return 0
+
+
 def worker_settings(args: argparse.Namespace) -> WorkerSettings:
     """The worker's options: given, or of DATASET_[WRITER_]BATCH_SIZE, or the defaults."""
     settings: dict[str, Any] = {
@@ -274,6 +285,11 @@ def _run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shards", help="only these, such as 0-9,12")
     parser.add_argument("--num_proc", type=int, help="processes (default: DATASET_NUM_PROC, or one a CPU)")
     add_flags_of(parser, WorkerSettings)
+
+
+def _clean_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("output_dir", type=Path, help="folder of the data set")
+    parser.add_argument("--dry_run", action="store_true", help="say what would go, remove nothing")
 
 
 def _verify_flags(parser: argparse.ArgumentParser) -> None:
@@ -335,6 +351,11 @@ PROGRAM = Program(
             summary="print samples decoded, with their boundaries and where they came from",
             add_flags="preprocess.peek:add_flags",
             run="preprocess.peek:peek",
+        ),
+        "clean": Command(
+            summary="remove temporaries of done shards, and those older than 24 hours",
+            add_flags=_clean_flags,
+            run=clean,
         ),
         "train_tokenizer": Command(
             summary="train a byte-level BPE like Llama 3's",

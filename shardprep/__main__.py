@@ -28,6 +28,7 @@ COMMANDS = {
     "shard": "preprocess",
     "verify": "preprocess",
     "peek": "preprocess",
+    "clean": "preprocess",
     "train_tokenizer": "preprocess",
     "submit": "slurm",
     "status": "slurm",

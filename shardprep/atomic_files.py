@@ -20,6 +20,7 @@ import fcntl
 import hashlib
 import mmap
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -32,6 +33,7 @@ from shardprep.regular_files import FileStamp
 
 WRITE_BYTES = 4 << 20  # a Lustre stripe; smaller writes cost a lock each
 STALE_AFTER_S = 24 * 3600
+TEMPORARY_NAME = re.compile(r"\..+-\d+-[0-9a-f]{8}\.tmp")  # as _temporary_name gives it
 
 
 class PublishedFile:
@@ -205,7 +207,7 @@ class PublishedFolder:
             raise CannotWrite(f"{self.path} cannot be written: {error.strerror}") from None
         finally:
             with contextlib.suppress(OSError):
-                _remove_tree(aside) if os.path.lexists(self.path) else aside.rename(self.path)
+                remove_tree(aside) if os.path.lexists(self.path) else aside.rename(self.path)
         sync_folder(self.path.parent)
 
     def _sync(self) -> None:
@@ -247,7 +249,7 @@ def remove_temporaries(
     for path in found:
         with contextlib.suppress(OSError):
             if now - path.stat().st_mtime >= older_than_s:
-                _remove_tree(path)
+                remove_tree(path)
 
 
 def _temporary_name(path: Path) -> Path:
@@ -259,7 +261,7 @@ def _not_creatable(path: Path, error: OSError) -> CannotWrite:
     return CannotWrite(f"{path.parent} cannot be written to: {error.strerror} ({path.name})")
 
 
-def _remove_tree(path: Path) -> None:
+def remove_tree(path: Path) -> None:
     """Remove a file, a link, or a folder with all that is in it."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)

@@ -49,7 +49,6 @@ def test_a_start_is_told_and_no_load_is_promised_that_it_makes_impossible(
     assert f"warning: every new file lies {told}" in apply_stripe(on_lustre.folder, "auto")
 
 
-@both_dialects
 @pytest.mark.parametrize("how", ["apply", "plan"])
 def test_a_layout_without_a_start_is_not_the_same_as_one_with_it(on_lustre: FakeLustre, how: str) -> None:
     genuine("setstripe -c 1 -i 3", on_lustre.folder)
@@ -62,7 +61,6 @@ def test_a_layout_without_a_start_is_not_the_same_as_one_with_it(on_lustre: Fake
     assert read_layout(on_lustre.folder).fixed_place == ""
 
 
-@both_dialects
 @pytest.mark.parametrize("options", [["-c", "2"], ["--pfl", "1G:1,-1:8"]])
 def test_a_wrapper_that_adds_a_start_is_noticed(on_lustre: FakeLustre, options: list[str]) -> None:
     on_lustre.fault("wrapper-start")
@@ -251,7 +249,6 @@ def test_a_folder_behind_a_link_is_asked_for_by_its_own_name(on_lustre: FakeLust
 # --- pools
 
 
-@both_dialects
 @pytest.mark.parametrize("options", [["--count", "4"], ["--pfl", "1G:1,-1:4"], ["--size", "8M"]])
 def test_a_pool_that_the_folder_has_stays_unless_it_is_given_up(
     on_lustre: FakeLustre, options: list[str]
@@ -290,7 +287,6 @@ def test_a_pool_without_osts_is_refused(on_lustre: FakeLustre) -> None:
 # --- words
 
 
-@both_dialects
 def test_a_default_that_is_the_roots_is_not_called_the_folders_own(on_lustre: FakeLustre) -> None:
     for options, who in (("-c 4", "this default"), ("-E 1G -c 1 -E -1 -c 4", "this progressive layout")):
         genuine("setstripe -d", on_lustre.folder)
@@ -361,7 +357,6 @@ def test_mirrors_and_self_extending_layouts_are_told_in_words() -> None:
     )
 
 
-@both_dialects
 def test_data_on_the_metadata_server_that_the_server_cuts_is_explained(on_lustre: FakeLustre) -> None:
     code, text = on_lustre.command("apply", on_lustre.folder, "--dom", "4M", "-c", "2")
     assert code == 73
@@ -382,7 +377,6 @@ def test_a_progressive_layout_may_begin_with_the_last_component(on_lustre: FakeL
 # --- plan
 
 
-@both_dialects
 def test_plan_stripes_large_files_alone_and_counts_the_objects(
     on_lustre: FakeLustre, prep: Prep, sample_dir: Path
 ) -> None:
@@ -445,7 +439,6 @@ def test_readers_that_cannot_keep_all_osts_busy_need_no_more_stripes() -> None:
 # --- existing files
 
 
-@both_dialects
 def test_the_default_of_a_folder_with_files_is_set_on_request_and_the_files_keep_theirs(
     on_lustre: FakeLustre,
 ) -> None:
@@ -480,7 +473,6 @@ def test_the_folders_of_jobs_and_logs_do_not_make_a_folder_full(on_lustre: FakeL
 # --- finished shards
 
 
-@both_dialects
 def test_verify_and_show_warn_where_one_ost_holds_all_shards(
     on_lustre: FakeLustre, prep: Prep, sample_dir: Path
 ) -> None:
@@ -498,6 +490,10 @@ def test_verify_and_show_warn_where_one_ost_holds_all_shards(
     text = on_lustre.command("show", on_lustre.folder)[1]
     assert "warning: OST 3 has far more than its share" in text
     assert "-name 'shard-*.tar' -print0 | xargs -0 -n 1 lfs migrate -c 1 -S 4194304" in text
+    shards = json.loads(on_lustre.command("show", on_lustre.folder, "--json")[1])["shards"]
+    num_bytes = sum(Path(path).stat().st_size for path in paths)
+    assert shards["osts"] == [{"ost": 3, "num_shards": 4, "num_bytes": num_bytes}]
+    assert (shards["num_osts"], shards["most_loaded_times_the_mean"], shards["is_lopsided"]) == (8, 8.0, True)
     on_lustre.give(first_ost=dict(zip(paths, [3, 1, 3, 0], strict=True)))
     ended = prep.command("verify", "--fast", on_lustre.folder)
     assert "they lie on 3 of 8 OSTs; OST 3 has the most: 2 shards" in ended.text
@@ -531,7 +527,15 @@ def test_far_more_than_its_share_is_beyond_the_chance_of_a_few_files(
     assert any("warning" in line for line in balance.lines()) == is_lopsided
 
 
-@both_dialects
+def test_show_as_json_says_why_there_is_nothing_to_tell(on_lustre: FakeLustre, tmp_path: Path) -> None:
+    for path, why in ((tmp_path, "not on Lustre"), (on_lustre.folder / "absent", "is no folder")):
+        code, text = on_lustre.command("show", path, "--json")
+        data = json.loads(text)
+        assert (code, data["layout"], data["shards"]) == (0, None, None)
+        assert why in data["why_not"]
+    assert json.loads(on_lustre.command("show", on_lustre.folder, "--json")[1])["shards"] is None
+
+
 def test_show_advises_to_move_big_inputs_that_lie_on_one_ost(on_lustre: FakeLustre) -> None:
     for name in ("a.jsonl", "b.jsonl"):
         with (on_lustre.folder / name).open("wb") as file:
@@ -544,7 +548,6 @@ def test_show_advises_to_move_big_inputs_that_lie_on_one_ost(on_lustre: FakeLust
 # --- the job's log
 
 
-@both_dialects
 def test_a_task_says_before_its_first_write_which_layout_its_files_get(
     on_lustre: FakeLustre, prep: Prep, sample_dir: Path
 ) -> None:

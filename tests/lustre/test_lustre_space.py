@@ -48,7 +48,6 @@ def test_what_fits_is_one_line_without_a_warning(on_lustre: FakeLustre) -> None:
     assert asked == [["-u", "1000"], ["-g", "2000"], ["-p", "12"]]
 
 
-@both_dialects
 @pytest.mark.usefixtures("as_user")
 @pytest.mark.parametrize(
     ("state", "warning"),
@@ -150,7 +149,6 @@ def released(on_lustre: FakeLustre) -> list[Path]:
     return files
 
 
-@both_dialects
 def test_restore_queues_what_is_released_in_batches_and_ends_when_all_is_back(
     on_lustre: FakeLustre, released: list[Path]
 ) -> None:

@@ -181,7 +181,7 @@ def test_the_environment_gives_the_number_of_processes(monkeypatch: pytest.Monke
         (["plan", "--record", "rows"], "invalid choice"),
         (["plan", "--encodeing", "utf-8"], "unrecognized arguments: --encodeing"),
         (["veriy", "DATA"], "there is no command 'veriy'; did you mean verify? commands: plan, run, verify,"),
-        (["frobnicate"], "there is no command 'frobnicate'; commands: plan, run, verify, train_tokenizer"),
+        (["frobnicate"], "there is no command 'frobnicate'; commands: plan, run, verify, "),
     ],
     ids=str,
 )

@@ -39,7 +39,9 @@ def test_an_unknown_command_is_answered_with_the_nearest_and_all_of_them(
 ) -> None:
     assert main(["veriy", "DATA"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("error: there is no command 'veriy'; did you mean verify? commands: plan, run, ")
+    assert said.startswith(
+        "error: there is no command 'veriy'; did you mean verify? commands: doctor, plan, "
+    )
     assert all(command in said for command in COMMANDS)
 
 

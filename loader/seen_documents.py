@@ -68,8 +68,8 @@ class SeenDocuments:
         samples = loader.chunks.samples
         if not isinstance(samples, (JoinedRows, WholeSamples)) or samples.shards.split is not None:
             raise UsageError(
-                "this loader mixes sources or leaves out documents for validation, and what its steps saw can "
-                "be told of one whole data set alone"
+                "this loader mixes sources or leaves out documents for validation, and what its steps saw "
+                "can be told of one whole data set alone"
             )
         self._samples = samples
         self._order = loader.order

@@ -10,6 +10,8 @@ PYTEST_ARGS ?=
 TEST_PROCESSES ?= 3
 # More arguments for the fault campaigns: make torture TORTURE_ARGS='--quick --only bit_flips'
 TORTURE_ARGS ?=
+# More arguments for the random input files: make torture RANDOM_ARGS='--files 500'
+RANDOM_ARGS ?=
 # More arguments for the benchmark: make bench_preprocess BENCH_ARGS=--quick
 BENCH_ARGS ?=
 
@@ -19,7 +21,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
 SCRIPTS := $(wildcard slurm/*.sh tests/*.sh examples/*.sh) .ci/run .ci/test_versions
 
-.PHONY: help install demo test test_lowest test_newest torture lint bench_preprocess bench_loader bench_limits clean
+.PHONY: help install demo test test_lowest test_newest torture lint bench_preprocess bench_loader bench_limits bench_planning bench_round_trips clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -44,6 +46,7 @@ test: install ## all tests; as root on Debian or Ubuntu they install and start a
 
 torture: install ## each fault of disks, files and processes, one by one (2 hours; needs gcc)
 	$(BIN)/python -m tests.faults $(TORTURE_ARGS)
+	$(BIN)/python -m tests.random_inputs $(RANDOM_ARGS)
 	LFS_BREAKS=all $(BIN)/python -m pytest -n0 tests/lustre/test_lfs_breaks.py
 
 test_lowest: ## the tests with Python 3.10 and the lowest supported libraries, in .venv-lowest
@@ -72,6 +75,12 @@ bench_preprocess: install ## CPU time of the first script, the peers and this pr
 bench_loader: install ## tokens a CPU second of the peers' loaders and this one (10 minutes; the peers go to ./.bench)
 	$(BIN)/python benchmarks/peer_environments.py litdata mosaicml megatron loader_hf_datasets grain energon
 	$(BIN)/python benchmarks/loader_speed.py $(BENCH_ARGS)
+
+bench_planning: install ## what a person waits for before the first document (5 minutes)
+	$(BIN)/python benchmarks/planning_speed.py $(BENCH_ARGS)
+
+bench_round_trips: install ## calls that a parallel file system answers, by command (2 minutes; needs gcc)
+	$(BIN)/python benchmarks/round_trips.py $(BENCH_ARGS)
 
 bench_limits: install ## what the loader promises in numbers, beside what it does (5 minutes)
 	$(BIN)/python benchmarks/loader_limits.py $(BENCH_ARGS)

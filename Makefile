@@ -10,6 +10,8 @@ PYTEST_ARGS ?=
 TEST_PROCESSES ?= 3
 # More arguments for the fault campaigns: make torture TORTURE_ARGS='--quick --only bit_flips'
 TORTURE_ARGS ?=
+# More arguments for the random input files: make torture RANDOM_ARGS='--files 500'
+RANDOM_ARGS ?=
 # More arguments for the benchmark: make bench_preprocess BENCH_ARGS=--quick
 BENCH_ARGS ?=
 
@@ -44,6 +46,7 @@ test: install ## all tests; as root on Debian or Ubuntu they install and start a
 
 torture: install ## each fault of disks, files and processes, one by one (2 hours; needs gcc)
 	$(BIN)/python -m tests.faults $(TORTURE_ARGS)
+	$(BIN)/python -m tests.random_inputs $(RANDOM_ARGS)
 	LFS_BREAKS=all $(BIN)/python -m pytest -n0 tests/lustre/test_lfs_breaks.py
 
 test_lowest: ## the tests with Python 3.10 and the lowest supported libraries, in .venv-lowest

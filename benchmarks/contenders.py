@@ -60,7 +60,13 @@ class Contender:
 
 
 def plan(documents: Path, output: Path, tokenizer: Path, options: list[str]) -> None:
-    """``python -m preprocess plan`` of one folder: one file, one shard."""
+    """``python -m preprocess plan`` of one folder: one file, one shard; of a corpus its .txt alone."""
+    if (documents / "documents.jsonl").exists() and (documents / "documents.txt").exists():
+        alone = documents.with_name(f"{documents.name}_text")
+        alone.mkdir(exist_ok=True)
+        if not (alone / "documents.txt").exists():
+            (alone / "documents.txt").hardlink_to(documents / "documents.txt")
+        documents = alone
     command = [sys.executable, "-m", "preprocess", "plan", "--input_dir", documents, "--output_dir", output]
     done = subprocess.run(
         [*command, "--model_id", tokenizer, *options], cwd=ROOT, capture_output=True, text=True, check=False

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -28,6 +29,7 @@ from shardprep.errors import BadInput, NotFound
 from shardprep.format.idx import read_idx
 from shardprep.format.index import read_index
 from shardprep.format.manifest import read_manifest
+from tests.checkout import ROOT
 from tests.input_writers import bgzip, seekable_zstd
 from tests.random_inputs import FORMATS, compare
 
@@ -553,3 +555,46 @@ def test_planning_warns_of_a_sample_without_the_field(prep: Prep, tmp_path: Path
     )
     assert ended.code == 0, ended.text
     assert "warning: 100% of the documents in a sample have no field for 'text'" in ended.text
+
+
+WRITTEN = ROOT / "tests" / "data" / "written_by_others"
+OTHERS_TEXTS = ["The kettle sings.\nTwice.", "바닷가 마을의 겨울은 길다.", "tab\there"]
+
+
+def test_what_datatrove_and_dolma_wrote_goes_in_as_it_is(prep: Prep, tmp_path: Path) -> None:
+    """Small files that their own writers wrote: datatrove 0.10.1, dolma 1.2.1's mixer."""
+    names = sorted(path.name for path in WRITTEN.iterdir())
+    assert len(names) >= 3
+    prep.plan(WRITTEN, tmp_path / "data", id_field="id")
+    prep.make(tmp_path / "data")
+    found = documents(prep, tmp_path / "data")
+    for name in names:
+        assert [text for path, text, _ in found if path == name] == OTHERS_TEXTS, name
+    ids = [path.read_text() for path in sorted((tmp_path / "data" / "ids").iterdir())]
+    assert all(lines.endswith(',"d2"]\n') for lines in ids)
+
+
+def test_what_pandas_writes_as_curators_writers_ask_it_to_goes_in(prep: Prep, tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    frame = pandas.DataFrame({"id": ["d0", "d1", "d2"], "text": OTHERS_TEXTS, "score": [0.5, 1.0, 2.0]})
+    frame.to_json(raw / "a.jsonl", lines=True, orient="records", force_ascii=False)
+    frame.to_parquet(raw / "b.parquet")
+    prep.plan(raw, tmp_path / "data")
+    prep.make(tmp_path / "data")
+    assert [text for _, text, _ in documents(prep, tmp_path / "data")] == OTHERS_TEXTS * 2
+
+
+def test_seven_columns_by_a_template_give_every_row(prep: Prep, tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    num_rows = 3_000
+    names = ("input", "output", "domain", "generation_algorithm", "llm_judgement", "unit_tests")
+    columns = {name: [f"{name} {number}" for number in range(num_rows)] for name in names}
+    write_table(raw / "train.parquet", {"id": range(num_rows), **columns}, rows_per_group=500)
+    plan = prep.plan(raw, tmp_path / "data", num_shards=3, text_template=r"{input}\n\n{output}")
+    assert len({byte for _, byte in plan.boundaries}) == 3, "cut between row groups"
+    prep.make(tmp_path / "data")
+    assert prep.command("verify", tmp_path / "data").code == 0
+    texts = [text for _, text, _ in documents(prep, tmp_path / "data")]
+    assert texts == [f"input {number}\n\noutput {number}" for number in range(num_rows)]

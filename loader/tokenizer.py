@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from loader.shards.shard_set import DatasetShards, ShardSet
 from shardprep.errors import NotFound, OtherTokenizer, UsageError
 from shardprep.format.dataset_spec import TokenizerSpec, tokenizer_fingerprint
 from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR
-from shardprep.regular_files import NOT_THERE, close_read, errors_named, open_regular, refuse_fifos
+from shardprep.regular_files import NOT_THERE, close_read, errors_named, is_folder, open_regular, refuse_fifos
 
 # As tokenizers begins a tokenizer.json: truncation and padding hold no list.
 _ADDED_TOKENS = re.compile(r'\s*\{[^\[\]]*?"added_tokens":\s*(?=\[)')
@@ -51,12 +50,7 @@ def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) 
 
 
 def _has_tokenizer(dataset: DatasetShards) -> bool:
-    folder = dataset.folder / TOKENIZER_DIR
-    try:
-        with errors_named(folder):
-            return stat.S_ISDIR(folder.stat().st_mode)
-    except NOT_THERE:
-        return False
+    return is_folder(dataset.folder / TOKENIZER_DIR)
 
 
 def _load_own(dataset: DatasetShards) -> Any:

@@ -34,6 +34,7 @@ from shardprep.atomic_files import PublishedFolder
 from shardprep.command_line import parse_size
 from shardprep.console import LOG_EVERY_S, Progress, say
 from shardprep.errors import BadInput, CannotWrite, Refused, UsageError
+from shardprep.regular_files import names_in
 
 DEFAULT_MAX_BYTES = 256 << 20
 MIN_MAX_BYTES = 1_000_000  # below it the sampled stretches would be shorter than lines
@@ -171,10 +172,7 @@ def add_special_tokens(tokenizer: Tokenizer) -> None:
 
 def _refuse_existing(folder: Path) -> None:
     """Refuse a folder that holds anything: a tokenizer is never overwritten, data sets hold its ids."""
-    if not folder.is_dir():
-        return
-    names = sorted(path.name for path in folder.iterdir())
-    if names:
+    if names := names_in(folder):
         what = "a tokenizer" if "tokenizer.json" in names else f"{len(names)} files ({names[0]}, ...)"
         raise Refused(f"{folder} already holds {what}: give --output_dir a new or empty folder")
 

@@ -134,6 +134,15 @@ def size_of_file(path: Path) -> int | None:
         return None
 
 
+def is_folder(path: Path) -> bool:
+    """Whether a folder is there. Raises ReadWriteError where that cannot be known."""
+    try:
+        with errors_named(path):
+            return stat.S_ISDIR(path.stat().st_mode)
+    except NOT_THERE:
+        return False
+
+
 def names_in(folder: Path) -> list[str]:
     """Names of what is in a folder, sorted; none where there is no such folder. Raises ReadWriteError."""
     try:

@@ -46,7 +46,7 @@ _REASONS = {
     "QOS": "a limit of the QOS is reached",
     "MaxMem": "a limit of memory is reached",
 }
-_COUNTED: tuple[StateName, ...] = ("done", "running", "pending", "failed")
+_STATES: tuple[StateName, ...] = ("done", "running", "pending", "failed", "not submitted", "not visible")
 STATUS_VERSION = 1  # of --json: it grows where a field goes or changes its meaning, not where one is added
 _NUM_THREADS = 8  # opening a file on Lustre is a wait for its server
 
@@ -81,11 +81,8 @@ def report(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
         "version": STATUS_VERSION,
         "folder": str(state.folder),
         "num_shards": state.plan.num_shards,
-        **{
-            name.replace(" ", "_"): id_ranges(state.ids(name))
-            for name in ("done", "running", "pending", "failed", "not submitted", "not visible")
-        },
-        **{f"num_{name}": len(state.ids(name)) for name in _COUNTED},
+        **{name.replace(" ", "_"): id_ranges(state.ids(name)) for name in _STATES},
+        **{f"num_{name.replace(' ', '_')}": len(state.ids(name)) for name in _STATES},
         "causes": {cause: id_ranges(ids) for cause, ids in causes(failed).items()},
         "failures": [_failure(shard) for shard in failed],
         "restarts": _restarts(state),

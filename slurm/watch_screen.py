@@ -15,11 +15,11 @@ from typing import Any
 from shardprep.format.names import ids_of_ranges
 from slurm.status_text import duration, next_line
 
-_BAR = ("█", "▓", "░", "×", "·")  # done, running, pending, failed, everything else
-_ASCII_BAR = ("#", "=", "-", "x", ".")
+_BAR = ("█", "▓", "░", "×", "?", "·")
+_ASCII_BAR = ("#", "=", "-", "x", "?", ".")
 _COLUMN = 13  # where what is said of a kind begins
 _MOST_ROWS = 4  # of one kind: causes, reasons, nodes
-_COUNTS = ("done", "running", "pending", "failed", "other")
+_COUNTS = ("done", "running", "pending", "failed", "not visible", "not submitted")
 
 
 def screen_lines(
@@ -85,8 +85,7 @@ def _num_cells(text: str) -> int:
 
 
 def _counts(data: dict[str, Any]) -> dict[str, int]:
-    counts = {name: data[f"num_{name}"] for name in ("done", "running", "pending", "failed")}
-    return {**counts, "other": data["num_shards"] - sum(counts.values())}
+    return {name: data[f"num_{name.replace(' ', '_')}"] for name in _COUNTS}
 
 
 def _both_ends(left: str, right: str, width: int) -> str:

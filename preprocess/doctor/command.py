@@ -20,6 +20,7 @@ from preprocess.doctor.training import training_findings
 from preprocess.options import PrepConfig
 from preprocess.resources import allowed_cpus
 from shardprep.command_line import add_flags_of, given_of
+from shardprep.regular_files import is_folder
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +68,7 @@ def _data_findings(args: argparse.Namespace, num_cpus: int) -> list[Finding]:
     given = given_of(args, PrepConfig)
     output_dir, input_dir = given.get("output_dir"), given.get("input_dir")
     planned = Planned(findings=[])
-    if output_dir is not None and output_dir.is_dir():
+    if output_dir is not None and is_folder(output_dir):
         planned = check_folder(output_dir, num_cpus)
     findings = [] if input_dir is None else [input_finding(input_dir)]
     if not planned.findings and "model_id" in given:

@@ -14,6 +14,7 @@ from preprocess.cost_estimate import CostEstimate
 from preprocess.doctor.findings import Finding, bad, good, warning
 from shardprep.console import short_bytes, short_number
 from shardprep.errors import CannotWrite, NotFound
+from shardprep.regular_files import is_folder, size_of_file
 
 _BLOCK_BYTES = 1 << 20
 _FILES_PER_SHARD = 4  # tar, idx, manifest, and perhaps quarantine
@@ -43,8 +44,9 @@ def file_system_finding(topic: str, path: Path, *, is_written: bool) -> Finding:
 
 def output_findings(folder: Path, cost: CostEstimate | None, num_shards: int) -> list[Finding]:
     """Whether a data set can be written there, past the page cache or not, and whether it will fit."""
-    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
-    if not there.is_dir():
+    places = (folder.absolute(), *folder.absolute().parents)
+    there = next(place for place in places if size_of_file(place) is not None)
+    if not is_folder(there):
         text = f"{there} is no folder"
         return [bad("output", text, "choose another --output_dir, or move it away", CannotWrite)]
     findings = [file_system_finding("output", folder, is_written=True), _written(there, folder)]
@@ -126,6 +128,6 @@ def _room(there: Path, cost: CostEstimate | None, num_shards: int) -> list[Findi
 
 def input_finding(folder: Path) -> Finding:
     """On what the input lies; that it can be listed is the plan's to say."""
-    if not folder.is_dir():
+    if not is_folder(folder):
         return bad("input", f"{folder} is no folder", "name the folder of the raw files", NotFound)
     return file_system_finding("input", folder, is_written=False)

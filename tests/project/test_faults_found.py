@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from loader import tokenizer as loader_tokenizer
+from preprocess.doctor.folders import input_finding, output_findings
 from preprocess.engines import load_engine, tokenizers_engine
 from preprocess.plan import need_plan
 from preprocess.resolved_tokenizer import read_files, resolve_tokenizer
+from preprocess.train_tokenizer import _refuse_existing
 from shardprep.errors import BrokenShard, CannotWrite, NotFound, ReadWriteError
 from shardprep.format.names import INDEX_NAME
 from slurm.cluster_limits import check_folder
@@ -100,6 +102,25 @@ def test_submit_that_cannot_look_at_its_folders_says_so(
     with contextlib.suppress(CannotWrite):
         ended.append(check_folder(planned_dir, JobRequest(), lambda _: None))
     assert ended or left[0] <= 0
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda folder: output_findings(folder, None, 0),
+        lambda folder: input_finding(folder),
+        lambda folder: _refuse_existing(folder),
+    ],
+    ids=["doctor, output", "doctor, input", "train_tokenizer"],
+)
+def test_doctor_and_train_tokenizer_name_the_folder_that_they_cannot_look_at(
+    tmp_path: Path, stale: Callable[..., None], look: Callable[[Path], object]
+) -> None:
+    (tmp_path / "folder").mkdir()
+    for call in ("stat", "listdir"):
+        stale(call, "folder")
+    with pytest.raises(ReadWriteError, match="folder cannot be read: Stale file handle"):
+        look(tmp_path / "folder")
 
 
 def test_planning_takes_the_sizes_of_its_sample_from_the_manifest(

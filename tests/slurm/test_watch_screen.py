@@ -16,7 +16,7 @@ from tests.checkout import ROOT
 from tests.slurm.fake_slurm import QUEUES, FakeSlurm, submitted
 from tests.slurm.test_shown_jobs import slurm, squeue_line, write_log
 
-COUNTS = {"done": 0, "running": 0, "pending": 0, "failed": 0, "other": 0}
+COUNTS = {"done": 0, "running": 0, "pending": 0, "failed": 0, "not visible": 0, "not submitted": 0}
 
 
 @pytest.fixture

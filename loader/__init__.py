@@ -3,8 +3,8 @@
     shards/          which shards there are
     reading/         the bytes of their samples
     samples/         what a sample is, and its token ids
-    order.py         the sampling order: which sample comes when
-    dataset.py       what a worker does: chunks of steps
+    order.py         the sampling order: which sample comes when; mixture.py: of several sources
+    dataset.py       what a worker does: chunks of steps; mixed_chunks.py: of several sources
     token_loader.py  batches, epochs and the state; batches.py makes the tensors, collate_workers.py
                      calls a collate_fn of the user's
     trainer.py       the loader inside transformers' Trainer

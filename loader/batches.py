@@ -209,6 +209,7 @@ class Uncollated(NamedTuple):
     rows: Any  # int32[batch, row_tokens], or a list of int32[n]
     lengths: npt.NDArray[Any] | None  # of rows that are not all full
     edges: Edges | None = None  # where documents begin in rows, if boundaries were asked for
+    num_fillers: int = 0  # samples at the end that fill a last batch up: they have no labels
 
     @property
     def num_tokens(self) -> int:
@@ -248,8 +249,10 @@ class StepBatches:
         """Whether batches are made here, from arrays, and no collate_fn is called."""
         return type(self.collate_fn) is CausalLMCollator
 
-    def cut(self, chunks: list[Chunk], step: int, first_batch: int) -> Iterator[Uncollated]:
-        """The batches of one step of some chunks, from one of them on."""
+    def cut(
+        self, chunks: list[Chunk], step: int, first_batch: int, num_fillers: int = 0
+    ) -> Iterator[Uncollated]:
+        """The batches of one step of some chunks, from one of them on; its last samples may be fillers."""
         rows: Any
         lengths: npt.NDArray[Any] | None = None
         if not self.row_tokens:
@@ -261,11 +264,18 @@ class StepBatches:
                 lengths = np.concatenate([chunk.lengths[:, step] for chunk in chunks])
         for first in range(first_batch * self.batch_size, len(rows), self.batch_size):
             part = slice(first, first + self.batch_size)
+            of_part = min(max(first + self.batch_size - (len(rows) - num_fillers), 0), self.batch_size)
             edges = _edges(chunks, step, part) if self.boundaries and self.row_tokens else None
-            yield Uncollated(rows[part], None if lengths is None else lengths[part], edges)
+            yield Uncollated(rows[part], None if lengths is None else lengths[part], edges, of_part)
 
     def collate(self, part: Uncollated) -> Any:
         """The batch of some samples; what ``collate_fn`` makes may be anything."""
+        batch = self._collated(part)
+        if part.num_fillers:
+            blank_labels(batch, part.num_fillers)
+        return batch
+
+    def _collated(self, part: Uncollated) -> Any:
         if type(self.collate_fn) is not CausalLMCollator:
             return collate_lists(self.collate_fn, part.samples())
         pad = self.collate_fn
@@ -300,6 +310,20 @@ def _edges(chunks: list[Chunk], step: int, part: slice) -> Edges:
             parts.append(chunk.edges(step, first, end))
         row += num_rows
     return joined_edges(parts)
+
+
+def blank_labels(batch: Any, num_rows: int) -> None:
+    """Take the labels of the last rows of a batch away: they fill a last batch up, and count for no loss.
+
+    Raises UsageError where a batch has no labels: a loss would count samples twice.
+    """
+    labels = batch.get("labels") if hasattr(batch, "get") else None
+    if not isinstance(labels, torch.Tensor):
+        raise UsageError(
+            "the last batch of a validation set is filled up with samples that have labels of -100, and this "
+            'collate_fn makes no tensor "labels"; pass a global_batch_size that divides the number of samples'
+        )
+    labels[-num_rows:] = IGNORED
 
 
 def collate_lists(collate_fn: Collate, samples: list[Ids]) -> Any:

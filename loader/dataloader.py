@@ -8,21 +8,33 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
 from loader.batches import CausalLMCollator, Collate, StepBatches, check_padding
 from loader.boundaries import Boundary, check_boundaries
-from loader.dataset import ChunkDataset, check_batch, group_size, make_order, rank_lanes, whole_number
+from loader.dataset import (
+    ChunkDataset,
+    Samples,
+    check_batch,
+    group_size,
+    make_order,
+    rank_lanes,
+    whole_number,
+)
+from loader.mixed_chunks import MixedChunkDataset, MixedSamples
+from loader.mixed_sources import WeightsIn, check_mixing, mix
+from loader.mixture import Mixture, Schedule
 from loader.order import LAW_VERSION, Order
 from loader.process_rank import find_process_rank
 from loader.reading.shard_reader import STALL_WARNING_S, ReaderContext, Turn
 from loader.samples.make_samples import SampleRules, make_samples
 from loader.samples.whole_samples import LongDocuments
 from loader.settings_block import settings_block
-from loader.shards.find_shards import find_shards
+from loader.shards.document_split import SplitName, document_split
+from loader.shards.find_shards import find_sources
 from loader.shards.input_paths import InputShards
 from loader.shards.shard_set import ShardSet, SizeCheck
 from loader.staging.staged_copies import warn_of_missing_copies
@@ -36,7 +48,7 @@ Padding = Literal["longest", "max_length"]
 
 
 def get_llama3_dataloader(
-    input_shards: InputShards,
+    input_shards: InputShards | Mapping[str, InputShards],
     batch_size: int,
     model_id: str | os.PathLike[str] | None = None,
     *,
@@ -51,6 +63,11 @@ def get_llama3_dataloader(
     device_mesh: Any = None,
     process_group: Any = None,
     global_batch_size: int | None = None,
+    weights: Mapping[str, float] | None = None,
+    schedule: Schedule | None = None,
+    weights_in: WeightsIn = "tokens",
+    split: SplitName | None = None,
+    validation_fraction: float | None = None,
     seq_len: int | None = None,
     boundaries: Boundary | Sequence[Boundary] = (),
     max_length: int | None = None,
@@ -70,7 +87,8 @@ def get_llama3_dataloader(
 
     Args:
         input_shards: a folder, an index.json, a tar, a pattern (``shard-{00000..00009}.tar``, ``*``), or a
-            list of these. A folder is the whole data set; an incomplete one is refused.
+            list of these. A folder is the whole data set; an incomplete one is refused. Or several sources
+            to mix, by names: ``{"web": ..., "code": ...}``.
         batch_size: samples per batch on each rank.
         model_id: for tars that shardprep did not write, the model whose tokenizer made them. Our data sets
             bring their own tokenizer; given for them, it must be the same.
@@ -87,6 +105,16 @@ def get_llama3_dataloader(
             ``mesh["dp"]``, or its group: with tensor or pipeline parallelism, where ranks share data.
         global_batch_size: L, samples of an optimizer's step, all ranks and accumulation together. It alone
             fixes the order, so keep it when the number of ranks changes. Default: batch_size x world_size.
+        weights: of each source, ``{"web": 0.7, "code": 0.3}``. Each source has epochs of its own, see
+            ``source_epochs``; an epoch of the loader is as many steps as one epoch of each source together.
+        schedule: instead of ``weights``: from which global step on which weights hold,
+            ``[(0, {...}), (80_000, {...})]``. It is part of the state: keep it when you resume.
+        weights_in: ``"tokens"`` or ``"samples"``. Tokens are counted by the mean of each source.
+        split, validation_fraction: ``"train"`` leaves out about that part of the documents (one of each
+            1/fraction, chosen by a hash), ``"validation"`` is these alone, or all of the shards without a
+            fraction. A validation loader has one fixed order, the same each epoch, and gives each document
+            once; its last global batch is filled up with samples whose labels are all -100, so all ranks
+            get equally many batches. See document_split.py.
         seq_len: pack documents into full rows of so many tokens, EOS between documents; see joined_rows.py.
         boundaries: where documents begin in packed rows, so that attention stays inside of them. For
             ``model(**batch)`` of a transformers model ``"transformers"``: the names that it knows, no
@@ -132,26 +160,62 @@ def get_llama3_dataloader(
         long_documents=long_documents,
         group=group_size(group_by_length, batch_size),
     )
-    check_padding(padding, batch_size, max_length, max_batch_tokens, long_documents)
-    shards = find_shards(
-        input_shards, exclude_shards=exclude_shards, cache_dir=cache_dir, count_tokens=rules.needs_lengths
+    side = document_split(split, validation_fraction)
+    is_validation = split == "validation"
+    mixes = check_mixing(
+        input_shards,
+        weights,
+        schedule,
+        weights_in,
+        is_validation=is_validation,
+        excludes=bool(exclude_shards),
     )
+    check_padding(padding, batch_size, max_length, max_batch_tokens, long_documents)
+    sources = find_sources(
+        input_shards if isinstance(input_shards, Mapping) else {"all": input_shards},
+        exclude_shards=exclude_shards,
+        cache_dir=cache_dir,
+        count_tokens=rules.needs_lengths or (mixes and weights_in == "tokens"),
+        split=side,
+    )
+    shards = ShardSet([source for part in sources.values() for source in part.sources], side)
     warn_of_missing_copies(shards, staged_dir)
     size_check = SizeCheck(shards) if who.rank == 0 else None
     tokenizer = choose_tokenizer(shards, model_id)
-    samples = make_samples(
-        shards,
-        rules,
-        eos_token_id=tokenizer.eos_token_id,
-        vocab_size=max(tokenizer.get_vocab().values()) + 1 if shards.has_external else None,
-        starts=bool(fields),
-        context=ReaderContext(
-            turn=Turn(number=who.rank, count=who.world_size),
-            stall_warning_s=stall_warning_s,
-            staged_dir=staged_dir,
-        ),
-    )
-    order = make_order(samples, shards, global_batch_size, rules.group, seed=seed, shuffle=shuffle)
+    every = [
+        make_samples(
+            part,
+            rules,
+            eos_token_id=tokenizer.eos_token_id,
+            vocab_size=max(tokenizer.get_vocab().values()) + 1 if part.has_external else None,
+            starts=bool(fields),
+            keeps_tail=is_validation,
+            context=ReaderContext(
+                turn=Turn(number=who.rank, count=who.world_size),
+                stall_warning_s=stall_warning_s,
+                staged_dir=staged_dir,
+            ),
+        )
+        for part in sources.values()
+    ]
+    orders = [
+        make_order(
+            of_part,
+            part,
+            global_batch_size,
+            rules.group,
+            seed=seed,
+            shuffle=shuffle and not is_validation,
+            keeps_tail=is_validation,
+        )
+        for part, of_part in zip(sources.values(), every, strict=True)
+    ]
+    samples: Samples | MixedSamples = every[0]
+    order: Order | Mixture = orders[0]
+    if mixes:
+        order, samples = mix(
+            sources, every, orders, weights=weights, schedule=schedule, weights_in=weights_in
+        )
     lanes = rank_lanes(order, who.rank, who.world_size)
     workers = _worker_options(
         num_workers,
@@ -174,8 +238,9 @@ def get_llama3_dataloader(
     )
     if size_check is not None:
         size_check.wait()
+    kind_of_chunks: Any = MixedChunkDataset if mixes else ChunkDataset
     loader = TokenLoader(
-        ChunkDataset(
+        kind_of_chunks(
             samples=samples,
             order=order,
             lanes=lanes,
@@ -194,8 +259,11 @@ def get_llama3_dataloader(
     return loader
 
 
-def _fingerprint(rules: SampleRules, shards: ShardSet, order: Order, tokenizer: str) -> dict[str, Any]:
+def _fingerprint(
+    rules: SampleRules, shards: ShardSet, order: Order | Mixture, tokenizer: str
+) -> dict[str, Any]:
     """All that fixes which sample is where. What only shapes a batch, as padding, is not in it."""
+    split = {} if shards.split is None else {"split": shards.split.name, "split_group": shards.split.group}
     return {
         "law_version": LAW_VERSION,
         "data": shards.fingerprint,
@@ -208,8 +276,9 @@ def _fingerprint(rules: SampleRules, shards: ShardSet, order: Order, tokenizer: 
         "max_length": rules.max_length or 0,
         "long_documents": rules.long_documents,
         "num_samples": order.num_samples,
-        "block_samples": order.block_samples,
-        "window_samples": order.window_samples,
+        **order.sizes,
+        **split,
+        **({"keeps_tail": True} if order.keeps_tail else {}),
     }
 
 

@@ -24,6 +24,7 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from torch.utils.data import IterableDataset, get_worker_info
 
+from loader.mixture import Mixture
 from loader.order import Order, choose_windows, share
 from loader.shards.shard_set import ShardSet
 from shardprep.errors import UsageError
@@ -151,6 +152,16 @@ class Chunk:
         """The ids of one step's samples where ``ids`` is flat."""
         assert isinstance(self.ids, np.ndarray)
         return _cut(self.ids, self._bounds, step)
+
+    def starts_of(self, step: int) -> list[npt.NDArray[np.int32]]:
+        """Where documents begin in each row of one step, of a chunk that says it."""
+        assert self.starts is not None
+        return _cut(self.starts, self._start_bounds, step)
+
+    @cached_property
+    def _start_bounds(self) -> tuple[list[list[int]], list[list[int]]]:
+        assert self.num_starts is not None
+        return _bounds(self.num_starts)
 
     def edges(self, step: int, first: int, end: int) -> Edges:
         """Where documents begin in some rows of one step, of a chunk of rows."""
@@ -325,7 +336,14 @@ class ChunkDataset(IterableDataset[Any]):
 
 
 def make_order(
-    samples: Samples, shards: ShardSet, global_batch_size: int, group: int, *, seed: int, shuffle: bool
+    samples: Samples,
+    shards: ShardSet,
+    global_batch_size: int,
+    group: int,
+    *,
+    seed: int,
+    shuffle: bool,
+    keeps_tail: bool = False,
 ) -> Order:
     """Their sampling order. Raises UsageError where there are too few, or a group does not fit."""
     block_samples, window_samples = choose_windows(
@@ -342,10 +360,11 @@ def make_order(
         group=group,
         seed=seed,
         shuffle=shuffle,
+        keeps_tail=keeps_tail,
     )
 
 
-def rank_lanes(order: Order, rank: int, world_size: int) -> range:
+def rank_lanes(order: Order | Mixture, rank: int, world_size: int) -> range:
     """The lanes of one rank. Raises UsageError where the ranks cannot share them evenly."""
     if order.num_lanes % world_size:
         fitting = [n for n in range(1, order.num_lanes + 1) if order.num_lanes % n == 0]

@@ -113,11 +113,14 @@ class Order:
     seed: int
     shuffle: bool = True
     group: int = 1  # g: samples of like length side by side; 1 for any length
+    keeps_tail: bool = False  # the last global batch is filled up with samples from the first on
 
     def __post_init__(self) -> None:
         if self.global_batch_size < 1:
             raise UsageError(f"the global batch is {self.global_batch_size} samples, expected at least 1")
-        if self.num_samples < self.global_batch_size:
+        if self.keeps_tail and self.shuffle:
+            raise UsageError("the tail is kept in a fixed order alone; pass shuffle=False")
+        if self.num_samples < self.global_batch_size and not self.keeps_tail:
             raise UsageError(
                 f"the data set has {self.num_samples:,} samples, but one batch for every rank takes "
                 f"{self.global_batch_size:,}; lower batch_size, use fewer ranks, or add data"
@@ -138,17 +141,27 @@ class Order:
     @property
     def steps_per_epoch(self) -> int:
         """R: global batches an epoch, and samples a lane delivers in it."""
-        return self.num_samples // self.global_batch_size
+        return (self.num_samples + self.num_fillers) // self.global_batch_size
 
     @property
     def num_left_out(self) -> int:
         """Samples an epoch leaves out; fewer than a global batch."""
-        return self.num_samples % self.global_batch_size
+        return 0 if self.keeps_tail else self.num_samples % self.global_batch_size
+
+    @property
+    def num_fillers(self) -> int:
+        """Places at the end of the last global batch that hold a sample again, where the tail is kept."""
+        return -self.num_samples % self.global_batch_size if self.keeps_tail else 0
 
     @property
     def window_steps(self) -> int:
         """Steps after which every lane goes on to its next window."""
         return max(self.window_samples // self.group, 1)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What follows from data and version, and must be the same where a run is resumed."""
+        return {"block_samples": self.block_samples, "window_samples": self.window_samples}
 
     def offset(self, epoch: int, count: int) -> int:
         """The token below ``count`` at which an epoch's rows begin, where rows are cut from a stream."""
@@ -170,7 +183,7 @@ class Order:
         """
         lane = np.arange(lanes.start, lanes.stop, dtype=np.int64)[:, None]
         if not self.shuffle:
-            return np.arange(start, end, dtype=np.int64) * self.global_batch_size + lane
+            return (np.arange(start, end, dtype=np.int64) * self.global_batch_size + lane) % self.num_samples
         size = (end - start) * self.group
         step = np.arange(size, dtype=np.int64)
         keys = [[hash_ints(self.seed, epoch, _WINDOWS, number, start)] for number in lanes]

@@ -59,11 +59,18 @@ class Sighting:
 
 
 class SeenDocuments:
-    """What the run of a loader sees; within ``with``, which closes its files."""
+    """What the run of a loader sees; within ``with``, which closes its files.
+
+    Raises UsageError for several sources in one run, and for one side of a validation split.
+    """
 
     def __init__(self, loader: TokenLoader) -> None:
         samples = loader.chunks.samples
-        assert isinstance(samples, (JoinedRows, WholeSamples))
+        if not isinstance(samples, (JoinedRows, WholeSamples)) or samples.shards.split is not None:
+            raise UsageError(
+                "this loader mixes sources or leaves out documents for validation, and what its steps saw "
+                "can be told of one whole data set alone"
+            )
         self._samples = samples
         self._order = loader.order
         self._shards = samples.shards

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from loader.batches import CausalLMCollator
+from loader.mixture import Mixture
 
 if TYPE_CHECKING:
     from loader.shards.shard_set import ShardSet
@@ -56,10 +57,15 @@ def _padding(loader: TokenLoader) -> str:
 
 def _order(loader: TokenLoader) -> str:
     order = loader.order
+    if order.keeps_tail:
+        return (
+            f"as the shards stand, the last batch filled up with {order.num_fillers} samples without labels"
+        )
     if not order.shuffle:
         return "as the shards stand, not shuffled"
     grouped = f", samples of like length in groups of {order.group}" if order.group > 1 else ""
-    return f"shuffled anew each epoch, seed {order.seed}{grouped}"
+    mixed = f", sources mixed by {order.sizes['schedule']}" if isinstance(order, Mixture) else ""
+    return f"shuffled anew each epoch, seed {order.seed}{grouped}{mixed}"
 
 
 def _workers(loader: TokenLoader) -> str:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from loader.skipped_steps import SkippedSteps
 from shardprep.errors import BrokenShard, OtherTokenizer, Refused, UsageError
 
+_HASH_DIGITS = 64
 STATE_FORMAT = "shardprep-loader-state"
 _WHY = {
     "data": "these are other shards, or others of them are excluded",
@@ -132,7 +133,8 @@ def _check_fingerprint(saved: dict[str, Any], mine: dict[str, Any]) -> None:
 
 
 def _short(value: Any) -> str:
-    return repr(value[:12] if isinstance(value, str) else value)
+    is_hash = isinstance(value, str) and len(value) == _HASH_DIGITS
+    return repr(value[:12] if is_hash else value)
 
 
 logger = logging.getLogger(__name__)

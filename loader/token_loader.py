@@ -17,9 +17,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
-from loader.batches import Collate, Ids, LoaderMetrics, StepBatches, Uncollated
+from loader.batches import Collate, Ids, LoaderMetrics, StepBatches, Uncollated, blank_labels
 from loader.collate_workers import CollateWorkers, can_be_sent
 from loader.dataset import Chunk, ChunkDataset, whole_number
+from loader.mixture import Mixture
 from loader.process_rank import ProcessRank, check_process_rank
 from loader.shards.shard_set import SizeCheck
 from loader.skipped_steps import SkippedSteps
@@ -178,9 +179,26 @@ class TokenLoader(DataLoader[Any]):
 
     @property
     def num_steps_delivered(self) -> int:
-        """Global batches that the loop got, counted through all epochs from 0; the one it holds is one."""
+        """Global batches that the loop got, counted through all epochs from 0, without those it skipped."""
+        skipped = self._progress.skipped.up_to(self._order_step)
+        return self._order_step - sum(end - first for first, end in skipped.ranges)
+
+    @property
+    def _order_step(self) -> int:
         at = self._progress.delivered
         return at.epoch * self._steps_per_epoch + at.step
+
+    @property
+    def source_samples(self) -> dict[str, int]:
+        """Samples of each named source so far, all ranks together; none where one set is read."""
+        order = self.order
+        return order.num_delivered(self._order_step) if isinstance(order, Mixture) else {}
+
+    @property
+    def source_epochs(self) -> dict[str, float]:
+        """The same in epochs of each source: 1.5 is the middle of its second."""
+        order = self.order
+        return order.epochs(self._order_step) if isinstance(order, Mixture) else {}
 
     @property
     def has_loaded_state(self) -> bool:
@@ -196,7 +214,8 @@ class TokenLoader(DataLoader[Any]):
         )
 
     def __reduce__(self) -> tuple[Callable[..., TokenLoader], tuple[Any, ...]]:
-        return _made_again, (type(self), self._chunks_options, self._made_with, self._progress)
+        chunks = (type(self.chunks), self._chunks_options)
+        return _made_again, (type(self), chunks, self._made_with, self._progress)
 
     @property
     def _chunks_options(self) -> dict[str, Any]:
@@ -273,10 +292,11 @@ class TokenLoader(DataLoader[Any]):
 
         Reads its windows in this process, besides those that workers read: up to a second on a slow disk.
         """
-        start, chunks = self._progress.next, ChunkDataset(**self._chunks_options)
+        start, chunks = self._progress.next, type(self.chunks)(**self._chunks_options)
         chunks.position[0], chunks.position[1] = start.epoch, start.step
         try:
-            parts = self.step_batches.cut([next(iter(chunks))], 0, start.num_micro)  # type: ignore[list-item]
+            fillers = self._num_fillers(start) if self.order.keeps_tail else 0
+            parts = self.step_batches.cut([next(iter(chunks))], 0, start.num_micro, fillers)  # type: ignore[list-item]
             return self.step_batches.collate(next(parts))
         finally:
             chunks.close()
@@ -354,11 +374,11 @@ class TokenLoader(DataLoader[Any]):
             for part in self._uncollated(start):
                 yield part.num_tokens, self.step_batches.collate(part)
             return
-        sent: deque[int] = deque()  # tokens of batches that are being collated
+        sent: deque[Uncollated] = deque()  # what is being collated
 
         def samples() -> Iterator[list[Ids]]:
             for part in self._uncollated(start):
-                sent.append(part.num_tokens)
+                sent.append(part)
                 yield part.samples()
 
         batches = self._collate_workers.batches(samples())
@@ -368,16 +388,28 @@ class TokenLoader(DataLoader[Any]):
             if batch is _END:
                 return
             self.metrics.wait_s = waited + time.perf_counter() - began
-            yield sent.popleft(), batch
+            part = sent.popleft()
+            if part.num_fillers:
+                blank_labels(batch, part.num_fillers)
+            yield part.num_tokens, batch
 
     def _uncollated(self, start: Position) -> Iterator[Uncollated]:
         position = start
         while position.epoch == start.epoch:
             chunks = self._next_chunks()
             for step in range(chunks[0].num_steps):
-                yield from self.step_batches.cut(chunks, step, position.num_micro)
+                fillers = self._num_fillers(position) if self.order.keeps_tail else 0
+                yield from self.step_batches.cut(chunks, step, position.num_micro, fillers)
                 position = position.after_step(self._steps_per_epoch)
             del chunks  # they may hold their window; the next one is read now
+
+    def _num_fillers(self, position: Position) -> int:
+        """Samples at the end of this rank's part of a global batch that fill it up."""
+        if position.step + 1 < self._steps_per_epoch:
+            return 0
+        lanes = self.chunks.lanes
+        first = self.order.global_batch_size - self.order.num_fillers
+        return min(max(lanes.stop - first, 0), len(lanes))
 
     def _check_newest(self, number: int) -> None:
         if number != self._newest:
@@ -422,10 +454,13 @@ class _RefusedDataset(IterableDataset[Any]):
 
 
 def _made_again(
-    kind: type[TokenLoader], chunks: dict[str, Any], made_with: dict[str, Any], progress: RunProgress
+    kind: type[TokenLoader],
+    chunks: tuple[type[ChunkDataset], dict[str, Any]],
+    made_with: dict[str, Any],
+    progress: RunProgress,
 ) -> TokenLoader:
     """A copy of a loader; sizes were looked at when the original was made."""
-    loader = kind(ChunkDataset(**chunks), **made_with)
+    loader = kind(chunks[0](**chunks[1]), **made_with)
     loader._progress = replace(progress)  # noqa: SLF001  it is its own class's
     return loader
 

@@ -20,20 +20,25 @@ from shardprep.errors import UsageError
 
 
 class LoaderMixin:
-    """Write it before Trainer, or a subclass, among the bases; pass ``train_loader=``.
+    """Write it before Trainer, or a subclass, among the bases; pass ``train_loader=``, and ``eval_loader=``
+    where Trainer evaluates: a loader with ``split="validation"``.
 
     Make the TrainingArguments before the loader: they start the process group, which tells the loader its
     rank. Raises UsageError where Trainer's own numbers would not make a step of one global batch.
     """
 
-    def __init__(self, *args: Any, train_loader: TokenLoader, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, train_loader: TokenLoader, eval_loader: TokenLoader | None = None, **kwargs: Any
+    ) -> None:
         if not isinstance(train_loader, TokenLoader):
             raise UsageError(
                 f"train_loader is a {type(train_loader).__name__}, expected a TokenLoader, as "
                 "get_llama3_dataloader makes it"
             )
+        if eval_loader is not None:
+            kwargs["eval_dataset"] = eval_loader.dataset  # Trainer asks for one; it is never iterated
         super().__init__(*args, **kwargs)
-        self.train_loader = train_loader
+        self.train_loader, self.eval_loader = train_loader, eval_loader
         check_trainer_arguments(self.args, train_loader)  # type: ignore[attr-defined]
         # The loader finds its place itself.
         self.args.ignore_data_skip = True  # type: ignore[attr-defined]
@@ -42,6 +47,12 @@ class LoaderMixin:
     def get_train_dataloader(self) -> TokenLoader:
         """What Trainer asks for, instead of a ``train_dataset``."""
         return self.train_loader
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """The same for ``evaluate()``; what else is evaluated is Trainer's."""
+        if self.eval_loader is not None and eval_dataset in (None, self.eval_loader.dataset):
+            return self.eval_loader
+        return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
 
 
 def check_trainer_arguments(args: Any, loader: TokenLoader) -> None:

@@ -160,7 +160,7 @@ def state_lines(states: dict[int, str], fill: Fill | None) -> list[str]:
         for index, state in states.items()
         if state == "INACTIVE" and index not in told
     ]
-    if fill:
+    if fill and fill.osts:
         told |= {ost.index for ost in fill.osts}
         lines += [
             f"warning: OST {index} is left out by lfs df: it does not answer now"

@@ -7,6 +7,7 @@ of them N objects on N OSTs.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +42,13 @@ class StripeWish:
 
         0 too is refused: lfs takes it for 'the default', which is what ``none`` says plainly.
         """
+        try:
+            return self._layout()
+        except LustreUsageError as error:
+            text = re.sub("--(size|pool)\\b", r"--stripe_\1", str(error).replace("--pfl", "--stripe"))
+            raise LustreUsageError(text) from None
+
+    def _layout(self) -> Layout | None:
         if self.stripe in {"auto", "none"}:
             if self.size is not None or self.pool is not None:
                 raise LustreUsageError(

@@ -131,20 +131,23 @@ class ShardReader:
 
     def num_tokens(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Tokens of some samples, by the idx alone: int64[n] -> int64[n]."""
-        order = np.argsort(samples, kind="stable")
+        shard = self._shards.shard_of(samples)
         found = np.empty(len(samples), np.int64)
-        for number, rows, part in self._stretches(samples[order]):
-            found[order[part]] = self.num_tokens_of(number)[rows]
+        for number in self.opening_order(np.unique(shard)).tolist():
+            here = shard == number
+            found[here] = self.num_tokens_of(number)[samples[here] - self._shards.first_sample[number]]
         return found
 
     def num_tokens_of(self, number: int) -> npt.NDArray[np.int64]:
         """Tokens of each sample of a shard, -1 where they were not counted; kept while it is open."""
         if "num_tokens" not in self.opened(number).sums:
-            edges = self._shards.first_sample[number : number + 2]
-            num_samples = int(edges[1] - edges[0])
-            cuts = [*range(0, num_samples, _IDX_ROWS), num_samples]
+            num_records = int(self._shards.num_records[number])
+            cuts = [*range(0, num_records, _IDX_ROWS), num_records]
             parts = [self._records(number, slice(*cut))["num_tokens"] for cut in pairwise(cuts)]
             counts = np.concatenate([np.empty(0, np.int64), *parts])
+            if self._shards.split is not None:
+                first, end = self._shards.first_sample[number : number + 2].tolist()
+                counts = counts[self._shards.rows_of(number, np.arange(first, end))]
             self.opened(number).sums["num_tokens"] = counts
         return self.opened(number).sums["num_tokens"]
 
@@ -190,9 +193,9 @@ class ShardReader:
         Shards come in opening order, the stretches of each in ascending order.
         """
         shard = self._shards.shard_of(ascending)
-        cuts = (np.flatnonzero((np.diff(ascending) != 1) | (np.diff(shard) != 0)) + 1).tolist()
-        local = (ascending - self._shards.first_sample[shard]).tolist()
-        numbers = shard.tolist()
+        places = self._places(ascending, shard)
+        cuts = (np.flatnonzero((np.diff(places) != 1) | (np.diff(shard) != 0)) + 1).tolist()
+        local, numbers = places.tolist(), shard.tolist()
         found: dict[int, list[tuple[int, slice, slice]]] = {}
         for first, end in zip([0, *cuts], [*cuts, len(ascending)], strict=True):
             if first < end:
@@ -200,6 +203,16 @@ class ShardReader:
                 found.setdefault(numbers[first], []).append((numbers[first], rows, slice(first, end)))
         order = self.opening_order(np.array(list(found), np.int64)).tolist()
         return [stretch for number in order for stretch in found[number]]
+
+    def _places(self, samples: npt.NDArray[np.int64], shard: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Where samples stand in their shards: int64[n]."""
+        if self._shards.split is None:
+            return samples - self._shards.first_sample[shard]
+        places = np.empty_like(samples)
+        for number in np.unique(shard).tolist():
+            here = shard == number
+            places[here] = self._shards.rows_of(number, samples[here])
+        return places
 
     def _records(self, number: int, rows: slice) -> Any:
         """Columns of the idx, for some rows of a shard."""
@@ -268,7 +281,7 @@ class ShardReader:
         if wrong.any():
             sample = samples[wrong.argmax()]
             number = int(self._shards.shard_of(sample))
-            row = int(sample - self._shards.first_sample[number])
+            row = int(self._shards.rows_of(number, sample))
             offset = int(self._records(number, slice(row, row + 1))["offset"][0])
             raise _misplaced(self.opened(number), offset, offset + int(num_bytes[wrong.argmax()]))
 

@@ -50,19 +50,21 @@ def make_samples(
     eos_token_id: int | None,
     vocab_size: int | None = None,
     starts: bool = False,
+    keeps_tail: bool = False,
     context: ReaderContext = ReaderContext(),  # noqa: B008  frozen
 ) -> Samples:
     """The samples of some shards.
 
     ``vocab_size``: ids are checked against it where it is given. ``starts``: whether to say where documents
-    begin in packed rows. Raises UsageError where the rules do not fit what the shards hold.
+    begin in packed rows. ``keeps_tail``: rows packed at load end with one that is not full. Raises UsageError
+    where the rules do not fit what the shards hold.
     """
     _check_rows(rules, shards, starts)
     shared: dict[str, Any] = {
         "shards": shards, "starts": starts, "vocab_size": vocab_size, "context": context
     }  # fmt: skip
     if rules.seq_len is not None and not shards.row_tokens:
-        return JoinedRows(seq_len=rules.seq_len, eos_token_id=eos_token_id, **shared)
+        return JoinedRows(seq_len=rules.seq_len, eos_token_id=eos_token_id, keeps_tail=keeps_tail, **shared)
     splits = rules.long_documents == "split" and rules.max_length is not None
     return WholeSamples(
         max_length=rules.max_length,

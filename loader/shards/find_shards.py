@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from loader.shards.document_split import DocumentSplit
 from loader.shards.input_paths import ExcludedShards, InputShards, find_inputs
 from loader.shards.shard_set import DatasetShards, ExternalTar, ShardSet
 from loader.shards.tar_samples import scan_tar
@@ -40,6 +42,7 @@ def find_shards(
     exclude_shards: Iterable[int | str | os.PathLike[str]] = (),
     cache_dir: str | os.PathLike[str] | None = None,
     count_tokens: bool = False,
+    split: DocumentSplit | None = None,
 ) -> ShardSet:
     """Find what a user named, without what is excluded; an incomplete folder is refused.
 
@@ -52,12 +55,26 @@ def find_shards(
     for path in find_inputs(input_shards, cache_dir):
         finder.add(path)
     excluded.check_all_found()
-    shards = ShardSet(finder.sources())
+    shards = ShardSet(finder.sources(), split)
     _check_same_tokenizer(shards.datasets)
     _check_once(shards.datasets)
     if shards.num_samples == 0:
-        raise UsageError(f"{input_shards} holds no sample that is not excluded")
+        side = "" if split is None else f", for {split.name} with one of {split.group} for validation"
+        raise UsageError(f"{input_shards} holds no sample that is not excluded{side}")
     return shards
+
+
+def find_sources(sources: Mapping[str, InputShards], **options: Any) -> dict[str, ShardSet]:
+    """The shards of each named source, with the options of ``find_shards``; no shard in two of them."""
+    if not sources or not all(isinstance(name, str) and name for name in sources):
+        raise UsageError(
+            f"input_shards names the sources {list(sources)}, expected names with shards for each"
+        )
+    found = {name: find_shards(shards, **options) for name, shards in sources.items()}
+    datasets = [dataset for shards in found.values() for dataset in shards.datasets]
+    _check_same_tokenizer(datasets)
+    _check_once(datasets)
+    return found
 
 
 class _Finder:
@@ -242,5 +259,8 @@ def _check_once(datasets: list[DatasetShards]) -> None:
     seen: set[Path] = set()
     for dataset in datasets:
         if dataset.folder in seen:
-            raise UsageError(f"{dataset.folder} is named as a folder and by its shards; name it once")
+            raise UsageError(
+                f"{dataset.folder} is named twice, as in two sources, or as a folder and by its shards; name "
+                "it once"
+            )
         seen.add(dataset.folder)

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from loader.shards.document_split import DocumentSplit
 from loader.shards.tar_samples import TarSamples
 from shardprep.errors import BrokenShard, MissingShard, ShardprepError
 from shardprep.format.dataset_spec import DatasetSpec
@@ -97,12 +98,33 @@ class ExternalTar:
 class ShardSet:
     """Shards in the order they were named; sample g is counted through all of them."""
 
-    def __init__(self, sources: Iterable[DatasetShards | ExternalTar]) -> None:
+    def __init__(
+        self, sources: Iterable[DatasetShards | ExternalTar], split: DocumentSplit | None = None
+    ) -> None:
         self.sources = tuple(sources)
-        counts = [np.zeros(0, np.int64), *(source.num_samples for source in self.sources)]
+        self.split = split
+        parts = [np.zeros(0, np.int64), *(source.num_samples for source in self.sources)]
         # Shard s is row s - source_first[i] of source i.
-        self.source_first = np.cumsum(list(map(len, counts)))
-        self.first_sample = np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64)
+        self.source_first = np.cumsum(list(map(len, parts)))
+        self.num_records = np.concatenate(parts).astype(np.int64)  # of each shard, on both sides of a split
+        counts = self.num_records
+        if split is not None:
+            counts = split.num_documents(self._split_keys, counts)
+        self.first_sample = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+
+    @cached_property
+    def _split_keys(self) -> npt.NDArray[np.uint64]:
+        """uint64[shards]: of each shard's content."""
+        keys = [
+            [source.fingerprint] if isinstance(source, ExternalTar) else source.tar_sha256.tolist()
+            for source in self.sources
+        ]
+        return np.array([int(key[:16], 16) for of_source in keys for key in of_source], np.uint64)
+
+    def rows_of(self, shard: int, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Where samples of one shard stand in it: int64[n] -> int64[n]."""
+        local = samples - self.first_sample[shard]
+        return local if self.split is None else self.split.rows(self._split_keys[shard], local)
 
     @cached_property
     def osts(self) -> npt.NDArray[np.int64] | None:
@@ -128,7 +150,11 @@ class ShardSet:
 
     @property
     def tar_bytes(self) -> int:
-        return sum(int(np.sum(source.tar_bytes)) for source in self.sources)
+        """Bytes of all tars; of a split its part, as by the number of samples."""
+        num_bytes = sum(int(np.sum(source.tar_bytes)) for source in self.sources)
+        return (
+            num_bytes if self.split is None else num_bytes * self.num_samples // int(self.num_records.sum())
+        )
 
     @property
     def datasets(self) -> list[DatasetShards]:
@@ -155,7 +181,7 @@ class ShardSet:
     def mean_tokens(self) -> float:
         """Tokens a sample, roughly."""
         num_tokens = sum(int(source.num_tokens.sum()) for source in self.sources)
-        return max(num_tokens / max(self.num_samples, 1), 1.0)
+        return max(num_tokens / max(int(self.num_records.sum()), 1), 1.0)
 
     @property
     def fingerprint(self) -> str:
@@ -175,7 +201,8 @@ class ShardSet:
         """``sample 17 of DATA/shard-00003.tar``, for messages."""
         shard = int(self.shard_of(np.array(sample)))
         source, row = self.locate(shard)
-        return f"sample {sample - int(self.first_sample[shard])} of {source.path_of(row)}"
+        record = int(self.rows_of(shard, np.array(sample)))
+        return f"sample {record} of {source.path_of(row)}"
 
 
 logger = logging.getLogger(__name__)

@@ -73,8 +73,9 @@ class TextLines:
     ) -> Iterator[DocumentBatch | LongDocument]:
         """See Format. A line ends as in Python's text mode: at ``\\n``, ``\\r\\n`` or ``\\r``."""
         part, doc = reader.part, reading.doc
-        head = reader.read(part.start, min(part.start + 4, part.end))
-        codec, num_mark_bytes = codec_of(head if part.start == 0 else b"", reading.encoding)
+        may_be_marked = part.start == 0 and reading.encoding in MARKED_ENCODINGS
+        head = reader.read(0, min(4, part.end)) if may_be_marked else b""  # a round trip per small file
+        codec, num_mark_bytes = codec_of(head, reading.encoding)
         start = part.start + num_mark_bytes
 
         def place(begin: int, end: int) -> Place:
@@ -268,6 +269,9 @@ def _whole_units(pieces: Iterator[TextPiece], codec: str) -> Iterator[TextPiece]
         yield TextPiece(joined[:cut], num_bytes)
     if kept:
         yield TextPiece(kept, 0)
+
+
+MARKED_ENCODINGS = ("utf-8-sig", "utf-16", "utf-32")  # a byte order mark may stand before the text
 
 
 def codec_of(head: bytes, encoding: str) -> tuple[str, int]:

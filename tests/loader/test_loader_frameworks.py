@@ -97,6 +97,27 @@ def train_by_page(run, seen):
     if dist.is_initialized():
         dist.destroy_process_group()
 
+def evaluate_in_trainer(run, seen):
+    class OwnTrainer(LoaderMixin, Trainer):
+        pass
+
+    options = {"num_workers": 0, "validation_fraction": 0.1}
+    train_loader = get_llama3_dataloader(DATA, 8, DATA, split="train", **options)
+    eval_loader = get_llama3_dataloader(DATA, 8, DATA, split="validation", **options)
+    arguments = TrainingArguments(
+        output_dir=f"{OUT}/e", use_cpu=True, report_to=[], max_steps=4, disable_tqdm=True,
+        eval_strategy="steps", per_device_train_batch_size=8, eval_steps=2, save_strategy="no",
+    )
+    model = make_model([])
+    model.register_forward_pre_hook(
+        lambda module, args, fields: None if module.training else seen.append(fields["input_ids"].tolist()),
+        with_kwargs=True,
+    )
+    trainer = OwnTrainer(model=model, args=arguments, train_loader=train_loader, eval_loader=eval_loader)
+    trainer.train()
+    losses = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
+    seen[:] = [list(seen), len(eval_loader), losses]
+
 def refuse_numbers_in_trainer(run, seen):
     class OwnTrainer(LoaderMixin, Trainer):
         pass
@@ -211,6 +232,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 OTHERS = [
     "refuse_in_trainer",
+    "evaluate_in_trainer",
     "refuse_numbers_in_trainer",
     "resume_in_trainer_without_a_state",
     "warn_of_accumulation",
@@ -308,6 +330,14 @@ def test_a_trainer_whose_steps_would_be_no_global_batches_is_refused(seen: dict[
     assert "2 samples x 4 accumulated x 1 ranks = 8, the loader's global batch is 2" in said[1]
     assert "pass global_batch_size=8 to get_llama3_dataloader" in said[1]
     assert "train_loader is a list" in said[2]
+
+
+def test_a_trainer_evaluates_the_same_validation_batches_each_time(seen: dict[str, list[Any]]) -> None:
+    ((batches, num_batches, losses),) = seen["evaluate_in_trainer"]
+    assert len(batches) == 2 * num_batches > 2
+    assert batches[:num_batches] == batches[num_batches:]
+    assert len(losses) == 2
+    assert all(0 < loss < 10 for loss in losses)
 
 
 def test_a_trainer_does_not_resume_from_a_checkpoint_without_the_loaders_state(

@@ -408,6 +408,14 @@ def test_plan_takes_a_layout_and_refuses_a_size_without_one(
     ended = prep.command(*plan, "--stripe_size", "8M")
     assert ended.code == 2
     assert "--stripe_size and --stripe_pool need a layout that they belong to" in ended.text
+    for words, named in (
+        (["1G:0,-1:8"], "component '1G:0' of --stripe asks for"),
+        (["8", "--stripe_size", "5K"], "--stripe_size is 5 KiB, expected a multiple of 64 KiB"),
+        (["8", "--stripe_pool", "a.b"], "--stripe_pool is 'a.b', expected a pool's own name"),
+    ):
+        ended = prep.command(*plan, "--stripe", *words)
+        assert ended.code == 2
+        assert named in ended.text
     assert prep.command(*plan, "--stripe", "-1:8").code == 0
     assert on_lustre.setstripe_calls() == ["-E -1 -c 8 -S 4194304"]
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from preprocess.documents import read_documents
 from preprocess.formats.format import DocumentBatch
-from preprocess.inputs import BadDocument, ByteRange
+from preprocess.inputs import BadDocument, ByteRange, OpenInput
 from shardprep.errors import NotFound, ReadWriteError
 
 # encoding -> (codec of the bytes after the mark, the marks it may begin with)
@@ -236,3 +236,19 @@ def test_an_input_cut_short_since_it_was_planned_is_named_with_both_sizes(path: 
     path.write_bytes(b"abc\n")
     with pytest.raises(ReadWriteError, match="ended at byte 4, the plan says 9"):
         read([ByteRange(input_number=0, path=path, start=0, end=9)], "utf-8")
+
+
+@pytest.mark.parametrize("doc", ["line", "file"])
+def test_a_small_file_is_read_by_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, doc: str) -> None:
+    """Each call is a round trip on a file system far away; there may be a hundred thousand such files."""
+    calls: list[tuple[int, int]] = []
+    read_all = OpenInput.read_all
+
+    def counted(self: OpenInput, start: int, end: int) -> bytes:
+        calls.append((start, end))
+        return read_all(self, start, end)
+
+    monkeypatch.setattr(OpenInput, "read_all", counted)
+    found = read([whole(tmp_path / "a.txt", b"one\ntwo\n")], "utf-8", doc=doc)
+    assert found.num_lines == (2 if doc == "line" else 1)
+    assert calls == [(0, 8)]

@@ -1,0 +1,176 @@
+"""What a worker does for a run of several sources: it reads each by its own order, and mixes rounds.
+
+A round of this worker's lanes is laid out at once, 64 steps of them; see mixture.py for the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loader.dataset import Chunk, ChunkDataset, Samples, WindowReader
+from loader.mixture import Mixture, Round
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedSamples:
+    """The samples of all sources, as a loader asks for them."""
+
+    sources: tuple[Samples, ...]
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of every sample where all are rows of one length, else 0."""
+        lengths = {source.row_tokens for source in self.sources}
+        return lengths.pop() if len(lengths) == 1 else 0
+
+    @property
+    def num_samples(self) -> int:
+        return sum(source.num_samples for source in self.sources)
+
+    @property
+    def mean_tokens(self) -> float:
+        """Of the source with the longest: chunks must be small enough for all."""
+        return max(source.mean_tokens for source in self.sources)
+
+    @property
+    def offsets(self) -> int:
+        return 1  # each source has its own
+
+    def open(self) -> MixedReader:
+        """A reader of each source for this process."""
+        return MixedReader([source.open() for source in self.sources])
+
+
+class MixedReader:
+    """The readers of all sources."""
+
+    def __init__(self, readers: list[WindowReader]) -> None:
+        self.readers = readers
+
+    def close(self) -> None:
+        """Close every file."""
+        for reader in self.readers:
+            reader.close()
+
+
+class MixedChunkDataset(ChunkDataset):
+    """A ChunkDataset of several sources; ``order`` is a Mixture, ``samples`` are MixedSamples."""
+
+    samples: Any
+    order: Any
+
+    def _epoch_chunks(self, reader: Any, epoch: int, step: int, lanes: range) -> Iterator[Chunk]:
+        mixture: Mixture = self.order
+        first_of_epoch = epoch * mixture.steps_per_epoch
+        at, end = first_of_epoch + step, first_of_epoch + mixture.steps_per_epoch
+        chunk_steps = self._chunk_steps()
+        streams: list[Iterator[tuple[Chunk, int]]] = []
+        while at < end:
+            part = mixture.round_at(at)
+            if not streams:
+                taken = part.taken.tolist()
+                streams = [self._source_steps(reader, n, first, lanes) for n, first in enumerate(taken)]
+            mixed = self._mixed_round(part, streams, lanes)
+            last = min(part.end_step, end)
+            while at < last:
+                stop = min(at + chunk_steps, last)
+                yield mixed.chunk(at - part.first_step, stop - part.first_step)
+                at = stop
+            del mixed
+
+    def _source_steps(
+        self, reader: MixedReader, number: int, first_step: int, lanes: range
+    ) -> Iterator[tuple[Chunk, int]]:
+        """The steps of one source from one of them on, without end: a chunk, and which step of it."""
+        order = self.order.orders[number]
+        source = ChunkDataset(
+            samples=self.samples.sources[number], order=order, lanes=self.lanes, endless=True
+        )
+        epoch, step = divmod(first_step, order.steps_per_epoch)
+        for later in count(epoch):
+            first = step if later == epoch else 0
+            for chunk in source._epoch_chunks(reader.readers[number], later, first, lanes):  # noqa: SLF001  its own class's
+                for place in range(chunk.num_steps):
+                    yield chunk, place
+
+    def _mixed_round(
+        self, part: Round, streams: list[Iterator[tuple[Chunk, int]]], lanes: range
+    ) -> MixedRound:
+        pattern = np.repeat(self.order.pattern(part, lanes), self.order.group, axis=0)
+        mixed = MixedRound(pattern.shape, self.samples.row_tokens)
+        every_row = np.arange(len(pattern))
+        for number in np.unique(part.sources).tolist():
+            columns = np.nonzero(pattern == number)[1].reshape(len(pattern), -1)  # of each row, ascending
+            for column in columns.T:
+                mixed.put(every_row, column, *next(streams[number]))
+        return mixed
+
+
+@dataclass
+class MixedRound:
+    """The samples of a round, copied from the windows of their sources, which may end meanwhile."""
+
+    shape: tuple[int, ...]  # samples a step, steps
+    row_tokens: int
+    num_cut: int = 0
+    lengths: npt.NDArray[np.int32] = field(init=False)
+    rows: npt.NDArray[np.int32] = field(init=False)  # where all samples are rows
+    ids: npt.NDArray[np.object_] = field(init=False)  # else, of each sample
+    starts: npt.NDArray[np.object_] | None = None
+
+    def __post_init__(self) -> None:
+        self.lengths = np.empty(self.shape, np.int32)
+        if self.row_tokens:
+            self.rows = np.empty((*self.shape, self.row_tokens), np.int32)
+        else:
+            self.ids = np.empty(self.shape, np.object_)
+
+    def put(
+        self, rows: npt.NDArray[np.int64], column: npt.NDArray[np.int64], chunk: Chunk, step: int
+    ) -> None:
+        """Lay one step of a source to the places of these columns, one in each row."""
+        self.lengths[rows, column] = chunk.lengths[:, step]
+        if step == 0:
+            self.num_cut += chunk.num_cut
+        if self.row_tokens:
+            self.rows[rows, column] = chunk.ids[:, step]
+        else:
+            _put_all(self.ids, column, chunk.rows(step))
+        if chunk.starts is not None:
+            if self.starts is None:
+                self.starts = np.empty(self.shape, np.object_)
+            _put_all(self.starts, column, chunk.starts_of(step))
+
+    def chunk(self, first: int, end: int) -> Chunk:
+        """Its steps from ``first`` up to ``end``."""
+        lengths = self.lengths[:, first:end]
+        num_cut, self.num_cut = self.num_cut, 0
+        ids = self.rows[:, first:end] if self.row_tokens else _joined(self.ids[:, first:end])
+        if self.starts is None:
+            return Chunk(lengths=lengths, ids=ids, row_tokens=self.row_tokens, num_cut=num_cut)
+        starts = self.starts[:, first:end]
+        num_starts = np.array([len(each) for each in starts.flat], np.int32).reshape(starts.shape)
+        return Chunk(
+            lengths=lengths,
+            ids=ids,
+            row_tokens=self.row_tokens,
+            num_cut=num_cut,
+            num_starts=num_starts,
+            starts=_joined(starts),
+        )
+
+
+def _put_all(target: npt.NDArray[np.object_], column: npt.NDArray[np.int64], items: list[Any]) -> None:
+    for row, (place, item) in enumerate(zip(column.tolist(), items, strict=True)):
+        target[row, place] = item
+
+
+def _joined(parts: npt.NDArray[np.object_]) -> npt.NDArray[np.int32]:
+    joined: npt.NDArray[np.int32] = np.concatenate(list(parts.flat)).astype(np.int32, copy=False)
+    return joined

@@ -1,0 +1,227 @@
+"""Weighted mixing: which source each place of a global batch takes its next sample from. Pure arithmetic.
+
+Every source has a sampling order of its own (order.py), with the global batch size and the lanes of the whole
+run. A **round** is ROUND_STEPS global batches. In each round every lane takes equally many samples of a
+source, in an order of its own, by a hash of seed, round and lane. So between rounds all lanes of a source
+stand at the same step, each source counts its own epochs, and a source is read by the windows of its order.
+
+The weights of a stage are whole numbers of CYCLE_STEPS, spread evenly over a cycle. How many steps of one
+are behind step n follows from n alone. So a position in the run stays one integer, and the batches are the
+same for every number of ranks and workers. A new stage begins with a new round, at its exact step.
+
+The price: each source has windows of its own in memory. A source whose weight is below 1 / ROUND_STEPS comes
+in some rounds only, there in all lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from loader.order import Order, hash_array, hash_ints
+from shardprep.errors import UsageError
+
+ROUND_STEPS = 64
+CYCLE_STEPS = 1 << 16
+_PATTERN = 6  # what a hash is for, beside those of order.py
+
+Schedule = Sequence[tuple[int, Mapping[str, float]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """Steps with the same weights, from ``first_step`` on."""
+
+    first_step: int
+    weights: tuple[float, ...]  # of each source; their sum is 1
+
+    @cached_property
+    def cycle(self) -> npt.NDArray[np.int64]:
+        """The source of each step of a cycle, evenly spread: int64[CYCLE_STEPS]."""
+        ends = np.rint(np.cumsum([0.0, *self.weights]) * CYCLE_STEPS).astype(np.int64)
+        counts = np.diff(ends)
+        source = np.repeat(np.arange(len(counts)), counts)
+        number = np.arange(CYCLE_STEPS) - np.repeat(ends[:-1], counts)
+        return source[np.lexsort((source, (2 * number + 1) / counts[source]))]
+
+    @cached_property
+    def counts_before(self) -> npt.NDArray[np.int64]:
+        """Steps of each source before each step of a cycle: int64[CYCLE_STEPS + 1, sources]."""
+        taken = self.cycle[:, None] == np.arange(len(self.weights))
+        return np.concatenate([np.zeros((1, len(self.weights)), np.int64), np.cumsum(taken, axis=0)])
+
+    def counts(self, num_steps: int) -> npt.NDArray[np.int64]:
+        """Steps of each source among the first ``num_steps`` of the stage: int64[sources]."""
+        cycles, rest = divmod(num_steps, CYCLE_STEPS)
+        return cycles * self.counts_before[-1] + self.counts_before[rest]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """Consecutive steps in which every lane takes equally many samples of a source."""
+
+    first_step: int
+    end_step: int
+    sources: npt.NDArray[np.int64]  # of its steps, in no order yet: int64[end_step - first_step]
+    taken: npt.NDArray[np.int64]  # steps of each source before the round: int64[sources]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """The sources of a run and their weights by step. Raises UsageError where they make no schedule.
+
+    ``steps_per_epoch`` only says where ``for batch in loader`` ends; the steps go on through it.
+    """
+
+    names: tuple[str, ...]
+    orders: tuple[Order, ...]
+    stages: tuple[Stage, ...]
+    seed: int
+
+    # What a loader asks of its order, as of one data set.
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.orders[0].global_batch_size
+
+    @property
+    def group(self) -> int:
+        return self.orders[0].group
+
+    @property
+    def shuffle(self) -> bool:
+        return self.orders[0].shuffle
+
+    @property
+    def keeps_tail(self) -> bool:
+        return False
+
+    @property
+    def num_fillers(self) -> int:
+        return 0
+
+    @property
+    def num_lanes(self) -> int:
+        return self.orders[0].num_lanes
+
+    @property
+    def num_samples(self) -> int:
+        return sum(order.num_samples for order in self.orders)
+
+    @property
+    def num_left_out(self) -> int:
+        return sum(order.num_left_out for order in self.orders)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """As many steps as one epoch of each source has, together."""
+        return sum(order.steps_per_epoch for order in self.orders)
+
+    @property
+    def sizes(self) -> dict[str, str]:
+        """What must be the same where a run is resumed: the sources with their orders, and the stages."""
+        orders = zip(self.names, self.orders, strict=True)
+        return {
+            "sources": "; ".join(
+                f"{name} {order.num_samples} {[*order.sizes.values()]}" for name, order in orders
+            ),
+            "schedule": "; ".join(f"{stage.first_step}: {list(stage.weights)}" for stage in self.stages),
+        }
+
+    def round_at(self, step: int) -> Round:
+        """The round of a global step, counted from 0 through the whole run."""
+        number = sum(stage.first_step <= step for stage in self.stages) - 1
+        stage = self.stages[number]
+        before = np.zeros(len(self.names), np.int64)
+        for earlier, later in pairwise(self.stages[: number + 1]):
+            before += earlier.counts(later.first_step - earlier.first_step)
+        first = (step - stage.first_step) // ROUND_STEPS * ROUND_STEPS
+        end = first + ROUND_STEPS
+        if number + 1 < len(self.stages):
+            end = min(end, self.stages[number + 1].first_step - stage.first_step)
+        at = first % CYCLE_STEPS
+        return Round(
+            first_step=stage.first_step + first,
+            end_step=stage.first_step + end,
+            sources=stage.cycle[at : at + end - first],
+            taken=before + stage.counts(first),
+        )
+
+    def pattern(self, part: Round, lanes: range) -> npt.NDArray[np.int64]:
+        """The source of each lane at each step of a round: int64[len(lanes), steps]."""
+        keys = [[hash_ints(self.seed, _PATTERN, part.first_step, lane)] for lane in lanes]
+        hashes = hash_array(np.array(keys, np.uint64), np.arange(len(part.sources)))
+        return part.sources[np.argsort(hashes, axis=1, kind="stable")]
+
+    def num_delivered(self, step: int) -> dict[str, int]:
+        """Samples of each source in the first ``step`` global batches, all ranks together."""
+        part = self.round_at(step)
+        pattern = self.pattern(part, range(self.num_lanes))[:, : step - part.first_step]
+        within = np.bincount(pattern.reshape(-1), minlength=len(self.names)) * self.group
+        return dict(zip(self.names, (part.taken * self.global_batch_size + within).tolist(), strict=True))
+
+    def epochs(self, step: int) -> dict[str, float]:
+        """The same in epochs of each source: 1.5 is the middle of the second."""
+        sizes = [order.steps_per_epoch * order.global_batch_size for order in self.orders]
+        return {
+            name: count / size
+            for (name, count), size in zip(self.num_delivered(step).items(), sizes, strict=True)
+        }
+
+
+def make_stages(
+    names: Sequence[str],
+    weights: Mapping[str, float] | None,
+    schedule: Schedule | None,
+    mean_tokens: Sequence[float] | None,
+) -> tuple[Stage, ...]:
+    """The stages that ``weights`` or ``schedule`` describe, as shares of samples.
+
+    ``mean_tokens`` of each source's samples where weights are shares of tokens. Raises UsageError.
+    """
+    if (weights is None) == (schedule is None):
+        raise UsageError("input_shards names sources: pass either weights= or schedule=, for each a weight")
+    given = [(0, weights)] if schedule is None else list(schedule)
+    firsts = [first for first, _ in given]
+    is_ascending = all(first < later for first, later in pairwise(firsts))
+    if (
+        not firsts
+        or firsts[0] != 0
+        or not is_ascending
+        or not all(isinstance(first, int) for first in firsts)
+    ):
+        raise UsageError(
+            f"schedule has stages from the steps {firsts}, expected whole numbers from 0 on, ascending"
+        )
+    return tuple(
+        Stage(first_step=first, weights=_shares(names, of_stage or {}, mean_tokens))
+        for first, of_stage in given
+    )
+
+
+def _shares(
+    names: Sequence[str], weights: Mapping[str, float], mean_tokens: Sequence[float] | None
+) -> tuple[float, ...]:
+    """Shares of samples, of each source. A source without a weight in this stage has 0."""
+    unknown = sorted(set(weights) - set(names))
+    values = [weights.get(name, 0.0) for name in names]
+    is_number = all(isinstance(value, (int, float)) and 0 <= value < float("inf") for value in values)
+    if unknown or not is_number or not sum(values) > 0:
+        raise UsageError(
+            f"weights are {dict(weights)}, expected for {', '.join(names)} numbers from 0 on, not all 0"
+        )
+    by_sample = [
+        value / tokens for value, tokens in zip(values, mean_tokens or [1.0] * len(names), strict=True)
+    ]
+    shares = tuple(value / sum(by_sample) for value in by_sample)
+    too_small = [name for name, share in zip(names, shares, strict=True) if 0 < share < 1 / CYCLE_STEPS]
+    if too_small:
+        raise UsageError(
+            f"{too_small[0]} would be less than one of {CYCLE_STEPS} samples; give it more, or 0"
+        )
+    return shares

@@ -146,6 +146,7 @@ class SeenDocuments:
         source, row = self._shards.locate(shard)
         number = stored - int(self._shards.first_sample[shard])
         left = int(self._reader.num_tokens_of(shard)[number]) - first_token
+        number = int(self._shards.rows_of(shard, np.array([stored]))[0])
         records = self._records(shard, source, row)
         place, num_documents = source.path_of(row).name, 1
         if records is not None and isinstance(source, DatasetShards):

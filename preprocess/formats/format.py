@@ -195,9 +195,14 @@ def batches_of(block: RecordBlock, place: Place) -> Iterator[DocumentBatch | Lon
 
     A text of white space alone counts as an empty line; all others stay as they are.
     """
-    long = [
-        number for number, text in enumerate(block.texts) if isinstance(text, str) and len(text) > LONG_BYTES
-    ]
+    is_good = {str}.issuperset(map(type, block.texts))
+    long = []
+    if not is_good or max(map(len, block.texts), default=0) > LONG_BYTES:  # type: ignore[arg-type]
+        long = [
+            number
+            for number, text in enumerate(block.texts)
+            if isinstance(text, str) and len(text) > LONG_BYTES
+        ]
     begins = sorted({0, *long, *(number + 1 for number in long), len(block.texts)})
     parts = list(itertools.pairwise(begins))
     for begin, end in parts:
@@ -205,7 +210,7 @@ def batches_of(block: RecordBlock, place: Place) -> Iterator[DocumentBatch | Lon
         if begin in long:
             yield _long_document(block, begin, _place(block, begin, place, num_bytes))
         else:
-            yield _batch(block, slice(begin, end), place, num_bytes)
+            yield _batch(block, slice(begin, end), place, num_bytes, is_good=is_good)
     if not parts:
         yield no_documents(dataclasses.replace(place, num_bytes=block.num_bytes))
 
@@ -231,8 +236,21 @@ def _long_document(block: RecordBlock, number: int, place: Place) -> DocumentBat
     )
 
 
-def _batch(block: RecordBlock, part: slice, place: Place, num_bytes: int) -> DocumentBatch:
+def _batch(block: RecordBlock, part: slice, place: Place, num_bytes: int, *, is_good: bool) -> DocumentBatch:
+    """Documents that follow each other. ``is_good``: none of the block's is an UnusableText."""
     texts = block.texts[part]
+    if is_good and all(texts) and not any(map(str.isspace, texts)):  # type: ignore[arg-type]
+        return DocumentBatch(
+            texts=list(texts),  # type: ignore[arg-type]
+            lines=np.arange(part.start, part.stop, dtype=np.int64) + place.line,
+            input_number=place.input_number,
+            input_offsets=block.starts[part],
+            first_line=place.line + part.start,
+            num_lines=len(texts),
+            num_bytes=num_bytes,
+            ids=None if block.ids is None else list(block.ids[part]),
+            sources=None if block.sources is None else list(block.sources[part]),
+        )
     kept: list[int] = []
     bad: list[BadDocument] = []
     for number, text in enumerate(texts, part.start):

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from loader.samples.token_ids import parse_id_lists
 from loader.state import STATE_FORMAT, position_of
-from preprocess import documents, long_documents
+from preprocess import long_documents
+from preprocess.formats import text_lines
 from preprocess.options import PrepConfig
 from preprocess.packing import BestFitRows, ConcatRows
 from preprocess.plan import need_plan
@@ -292,9 +293,9 @@ def _text_check(path: Path) -> Check:
         encoding = PrepConfig(encoding=name).encoding
         data = b"".join(pieces[name][number % len(pieces[name])] for number in chosen)
         with ExitStack() as held:
-            for module in (documents, long_documents):
+            for module in (text_lines, long_documents):
                 held.enter_context(mock.patch.object(module, "LONG_BYTES", long_bytes))
-            held.enter_context(mock.patch.object(documents, "_SCAN_BYTES", scan_bytes))
+            held.enter_context(mock.patch.object(text_lines, "HASH_BYTES", scan_bytes))
             held.enter_context(mock.patch.object(long_documents, "_READ_BYTES", scan_bytes))
             found = found_lines(path, data, encoding, block_bytes)
         if found != expected_of(data, encoding):

@@ -20,8 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import pandas
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 import zstandard
 
@@ -136,19 +136,14 @@ def _damaged(data: bytes, rng: random.Random) -> bytes:
 
 
 def independent(form: str, path: Path) -> Found:
-    """What the standard library, pandas and pyarrow's own readers take out of a file."""
+    """What the standard library, zstandard and pyarrow's own readers take out of a file."""
     try:
+        if path.stat().st_size == 0:
+            return Found([])
         if form.endswith("parquet"):
-            frame = (
-                pandas.read_parquet(path, engine="pyarrow", columns=["text"]) if path.stat().st_size else {}
-            )
-            return Found([text for text in frame.get("text", []) if text.strip()])
+            return _cells(pyarrow.parquet.read_table(path, columns=["text"])["text"])
         if form.endswith("arrow"):
-            if not path.stat().st_size:
-                return Found([])
-            raw = path.read_bytes()
-            opened = pyarrow.ipc.open_file if raw.startswith(b"ARROW1") else pyarrow.ipc.open_stream
-            return _cells(opened(raw).read_all()["text"].cast(pyarrow.large_binary()).to_pylist())
+            return _cells(_arrow_table(path.read_bytes())["text"])
         raw = path.read_bytes()
         suffix = next((suffix for suffix in UNPACKERS if path.name.endswith(suffix)), None)
         data = UNPACKERS[suffix](raw) if suffix and raw else raw
@@ -157,9 +152,18 @@ def independent(form: str, path: Path) -> Found:
     return _lines_of_text(data) if form.startswith("txt") else _lines_of_json(data)
 
 
-def _cells(cells: list[bytes]) -> Found:
+def _arrow_table(data: bytes) -> pyarrow.Table:
+    """The file format is the stream between two marks and a footer that repeats where the batches are."""
+    if not data.startswith(b"ARROW1"):
+        return pyarrow.ipc.open_stream(data).read_all()
+    pyarrow.ipc.open_file(data)
+    return pyarrow.ipc.open_stream(data[8:]).read_all()
+
+
+def _cells(column: pyarrow.ChunkedArray) -> Found:
+    """As bytes: one bad cell does not hide the others."""
     texts, num_bad = [], 0
-    for cell in cells:
+    for cell in column.cast(pyarrow.large_binary()).to_pylist():
         try:
             texts.append(cell.decode())
         except UnicodeDecodeError:

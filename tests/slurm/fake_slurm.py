@@ -3,6 +3,8 @@
 What squeue and scontrol print was recorded on real clusters of two versions, Debian 12's and Debian 13's:
 tests/slurm_cluster.sh started them (the newer one in a debootstrap chroot), an array of six was
 submitted whose task 0 ends with 65, task 1 kills itself, 2 and 3 run and 4 waits; task 5 was cancelled.
+The times and the number of restarts were added to the newer version's lines by hand, as it was then seen to
+print them like the older one.
 """
 
 from __future__ import annotations

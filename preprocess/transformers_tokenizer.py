@@ -74,7 +74,8 @@ def save_tokenizer(model_id: str, folder: Path) -> None:
             "look for a copy of the model with a tokenizer.json, or convert it with transformers"
         )
     try:
-        tokenizer.save_pretrained(str(folder))
+        # Several chat templates would stand in a folder of their own; in tokenizer_config.json all do.
+        tokenizer.save_pretrained(str(folder), save_jinja_files=not isinstance(tokenizer.chat_template, dict))
     except Exception as error:  # tokenizers' own writer raises a bare one
         reason = getattr(error, "strerror", None) or error
         raise CannotWrite(

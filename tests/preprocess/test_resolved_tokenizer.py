@@ -323,3 +323,19 @@ def test_planning_never_imports_torch_and_its_process_no_transformers(
     assert not (tmp_path / "imported").exists()
     tokens = json.loads((tmp_path / "data" / "tokenizer" / "tokenizer.json").read_bytes())["added_tokens"]
     assert "<|mask|>" in {token["content"] for token in tokens}, "transformers was asked"
+
+
+def test_a_model_with_several_chat_templates_is_planned_and_keeps_them(
+    prep: Prep, model_dir: Path, sample_dir: Path, tmp_path: Path
+) -> None:
+    """transformers saves them as files of a folder of their own; a planned tokenizer has no folders."""
+    templates = {"default": "{{ messages[0].content }}", "tools": "tools: {{ messages[0].content }}"}
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_dir)
+    tokenizer.chat_template = templates
+    tokenizer.save_pretrained(model_dir)
+    assert (model_dir / "additional_chat_templates").is_dir()
+    data = tmp_path / "data"
+    ended = prep.command("plan", "--input_dir", sample_dir, "--output_dir", data, "--model_id", model_dir)
+    assert ended.code == 0, ended.text
+    kept = PreTrainedTokenizerFast.from_pretrained(data / "tokenizer")
+    assert kept.chat_template == templates

@@ -203,6 +203,7 @@ def test_a_living_claim_is_waited_for(prepared: Call, data_dir: Path) -> None:
             num_beats += 1
             leave_claim(data_dir.parent, launch="SLURM_JOB_ID=6", num_beats=num_beats)
 
+    leave_claim(data_dir.parent, launch="SLURM_JOB_ID=6")
     thread = threading.Thread(target=beat)
     thread.start()
     try:

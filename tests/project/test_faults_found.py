@@ -77,7 +77,7 @@ def test_planning_names_the_tokenizer_file_that_it_cannot_read(
 def test_status_that_cannot_look_at_the_index_says_so(
     prep: Prep, planned_dir: Path, stale: Callable[..., None]
 ) -> None:
-    state = find_state(planned_dir, need_plan(planned_dir))
+    state = find_state(planned_dir, need_plan(planned_dir), if_away=lambda _: None)
     stale("stat", INDEX_NAME)
     with pytest.raises(ReadWriteError, match="cannot be read: Stale file handle"):
         report(state, [])

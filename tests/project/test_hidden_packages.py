@@ -14,8 +14,8 @@ from tests.waiting import HANG_S
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
-MAKE = "from slurm.submitit_executor import make_shards; import os, sys; os.chdir(sys.argv[2]); "
-MAKE += "sys.exit(make_shards(sys.argv[1], '0'))"
+MAKE = "from slurm.submitit_executor import MakeShards; import os, sys; os.chdir(sys.argv[2]); "
+MAKE += "MakeShards()(sys.argv[1], '0')"
 
 
 @pytest.fixture(scope="module")

@@ -41,10 +41,13 @@ class LoaderMetrics:
         """Count from 0 again, as for each logging interval."""
         self.__init__()  # type: ignore[misc]
 
-    def count(self, num_tokens: int, batch: Any) -> None:
-        """Count a batch that is delivered, of samples with so many tokens."""
+    def count(self, part: Uncollated, batch: Any) -> None:
+        """Count a batch that is delivered, and the samples that it was made of."""
+        num_tokens = part.num_tokens
         self.num_batches += 1
         self.num_tokens += num_tokens
+        if part.is_full:
+            return
         ids = batch.get("input_ids") if hasattr(batch, "get") else None
         if isinstance(ids, torch.Tensor):  # a user's own batch may be anything
             self.num_padding += max(ids.numel() - num_tokens, 0)
@@ -217,6 +220,11 @@ class Uncollated(NamedTuple):
         if self.lengths is not None:
             return int(self.lengths.sum())
         return self.rows.size if isinstance(self.rows, np.ndarray) else sum(map(len, self.rows))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all samples are rows without padding."""
+        return self.lengths is None and isinstance(self.rows, np.ndarray)
 
     def samples(self) -> list[Ids]:
         """The ids of each sample, without padding."""

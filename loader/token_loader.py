@@ -346,10 +346,10 @@ class TokenLoader(DataLoader[Any]):
         self._stream_at = None
         position = start
         try:
-            for num_tokens, batch in self._batches(start):
+            for part, batch in self._batches(start):
                 position = position.after(self._micro_batches, self._steps_per_epoch)
                 self._progress.delivered = position
-                self.metrics.count(num_tokens, batch)
+                self.metrics.count(part, batch)
                 yield pinned(batch) if self._pins else batch
                 self._check_newest(number)
             self._stream_at = position
@@ -368,11 +368,11 @@ class TokenLoader(DataLoader[Any]):
             return True
         return any(not worker.is_alive() for worker in getattr(self._stream, "_workers", ()))
 
-    def _batches(self, start: Position) -> Iterator[tuple[int, Any]]:
-        """The rest of an epoch: the tokens of each batch, without padding, and the batch."""
+    def _batches(self, start: Position) -> Iterator[tuple[Uncollated, Any]]:
+        """The rest of an epoch: the samples of each batch, and the batch."""
         if self._collate_workers is None:
             for part in self._uncollated(start):
-                yield part.num_tokens, self.step_batches.collate(part)
+                yield part, self.step_batches.collate(part)
             return
         sent: deque[Uncollated] = deque()  # what is being collated
 
@@ -391,7 +391,7 @@ class TokenLoader(DataLoader[Any]):
             part = sent.popleft()
             if part.num_fillers:
                 blank_labels(batch, part.num_fillers)
-            yield part.num_tokens, batch
+            yield part, batch
 
     def _uncollated(self, start: Position) -> Iterator[Uncollated]:
         position = start

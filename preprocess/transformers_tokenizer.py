@@ -75,7 +75,8 @@ def save_tokenizer(model_id: str, folder: Path) -> None:
         )
     try:
         # Several chat templates would stand in a folder of their own; in tokenizer_config.json all do.
-        tokenizer.save_pretrained(str(folder), save_jinja_files=not isinstance(tokenizer.chat_template, dict))
+        several = isinstance(getattr(tokenizer, "chat_template", None), dict)
+        tokenizer.save_pretrained(str(folder), **({"save_jinja_files": False} if several else {}))
     except Exception as error:  # tokenizers' own writer raises a bare one
         reason = getattr(error, "strerror", None) or error
         raise CannotWrite(

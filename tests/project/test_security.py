@@ -15,6 +15,7 @@ import pytest
 
 from loader import get_llama3_dataloader
 from loader.shards.input_paths import copy_url
+from loader.staging import staged_copies
 from loader.staging.staged_copies import staged_folder
 from preprocess.plan import need_plan
 from shardprep.errors import NotFound, ShardprepError
@@ -154,8 +155,10 @@ def test_secrets_of_a_url_stand_in_no_error(tmp_path: Path, url: str, shown: str
 
 
 def test_copies_that_somebody_else_staged_are_warned_of(
-    made_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    made_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(staged_copies.logger, "warning", lambda text, *args: warnings.append(text % args))
     folder = staged_folder(tmp_path, need_plan(made_dir).spec)
     folder.mkdir()
     if os.getuid() == 0:
@@ -163,7 +166,7 @@ def test_copies_that_somebody_else_staged_are_warned_of(
     monkeypatch.setattr(os, "getuid", lambda: 4322)
     with get_llama3_dataloader(made_dir, 1, num_workers=0, staged_dir=tmp_path):
         pass
-    assert f"belong to user {folder.stat().st_uid}, this process to user 4322" in caplog.text
+    assert f"belong to user {folder.stat().st_uid}, this process to user 4322" in "".join(warnings)
 
 
 def test_every_test_that_the_page_on_security_names_is_there() -> None:

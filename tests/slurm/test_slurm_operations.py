@@ -354,9 +354,15 @@ def test_forty_shards_by_submitit_on_a_real_slurm_fit_its_array_and_a_preempted_
     executor.update_parameters(timeout_min=60, cpus_per_task=1, mem_gb=1)
     jobs = submit_with_submitit(data, executor)
     assert len(jobs) == 7, "MaxArraySize"
-    wait_until(lambda: any(job.state == "RUNNING" for job in jobs))
-    running = next(job for job in jobs if job.state == "RUNNING")
-    site.run("scancel", "--signal=USR2", running.job_id)
+    running: list[Any] = []
+
+    def has_begun() -> bool:
+        """A worker has spoken, so submitit listens to the signal by now."""
+        running[:] = [job for job in jobs if job.state == "RUNNING" and job.stderr()]
+        return bool(running)
+
+    wait_until(has_begun)
+    site.run("scancel", "--signal=USR2", running[0].job_id)
     found = [manifest for job in jobs for manifest in job.result()]
     assert [manifest.shard_id for manifest in found] == list(range(40))
     assert prep.temporaries(data) == []

@@ -20,7 +20,7 @@ from slurm.report.blocks import (
     Section,
     Table,
 )
-from slurm.report.shown_values import edge_labels, heights, percent, ratio, short_ids, time_text, took
+from slurm.report.shown_values import edge_labels, heights, percent, ratio, short_ids, time_text
 from slurm.report.words import Words
 from slurm.report.work_content import attempts_sections, osts_sections, use_section, work_sections
 
@@ -221,7 +221,7 @@ def _shards(data: Data, words: Words) -> Section:
     spreads = [
         (words("tar_size"), sizes["tar_bytes"], short_bytes),
         (words("tokens"), sizes["num_tokens"], short_number),
-        (words("time_per_shard"), data["work"]["shard_s"], took),
+        (words("time_per_shard"), data["work"]["shard_s"], words.time),
     ]
     columns = ["", *(words(name) for name in ("least", "median", "most"))]
     rows = [[name, *(show(each[key]) for key in ("least", "median", "most"))] for name, each, show in spreads]

@@ -30,7 +30,7 @@ from slurm.report.blocks import (
 
 STYLE_FILE = Path(__file__).with_name("page.css")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-_NUMBER = re.compile(r"[~-]?[0-9].*|-?")
+_NUMBER = re.compile(r"[~<-]?[0-9].*|-?")
 
 
 def html_page(report: Report, heading: str) -> str:

@@ -6,9 +6,7 @@ import datetime
 from collections.abc import Sequence
 from typing import Literal
 
-from slurm.status_text import duration
-
-_MOST_IDS = 200  # characters of a list of shards
+_MOST_IDS = 150  # characters of a list of shards
 
 TimeForm = Literal["date", "minutes", "seconds", "seconds and zone"]
 _FORMS: dict[TimeForm, str] = {
@@ -33,12 +31,10 @@ def edge_labels(edges: Sequence[str], most: int = 7) -> list[tuple[float, str]]:
 
 
 def short_ids(ids: str) -> str:
-    """A list of ids such as 0-2,5, cut where it is long."""
+    """A list of ids such as ``0-2, 5``, cut where it is long."""
     if len(ids) <= _MOST_IDS:
-        return ids
-    return (
-        f"{ids[: ids.rindex(',', 0, _MOST_IDS)]}, ..." if "," in ids[:_MOST_IDS] else f"{ids[:_MOST_IDS]}..."
-    )
+        return ids.replace(",", ", ")
+    return ids[: ids.rindex(",", 0, _MOST_IDS)].replace(",", ", ") + ", ..."
 
 
 def percent(share: float) -> str:
@@ -56,11 +52,6 @@ def ratio(value: float | None) -> str:
 def time_text(seconds: float, form: TimeForm) -> str:
     """A time, given in seconds since 1970, in the time zone of who writes the report."""
     return datetime.datetime.fromtimestamp(seconds).astimezone().strftime(_FORMS[form])
-
-
-def took(seconds: float) -> str:
-    """``2 h 05 min``, ``5 min``, ``12.3 s``."""
-    return duration(seconds) if seconds >= 59.5 else f"{seconds:.3g} s"
 
 
 def core_hours_text(hours: float) -> str:

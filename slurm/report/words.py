@@ -118,7 +118,7 @@ WORDS: dict[str, tuple[str, str]] = {
         "시작 시각별 샤드당 시간: 최소~최대와 중앙값",
     ),
     "gaps": ("pauses, not drawn to scale (dashed lines)", "쉰 시간 (점선, 축에서 뺌)"),
-    "gaps_together": ("{number}, {time} together", "{number}번, 합계 {time}"),
+    "gaps_together": ("{number} ({time})", "{number}번 ({time})"),
     "node": ("node", "노드"),
     "slow_shards": ("slow shards", "느린 샤드"),
     "on_node": ("{shard} ({time} on {node})", "{shard} ({node}에서 {time})"),
@@ -203,6 +203,9 @@ WORDS: dict[str, tuple[str, str]] = {
     "version_engine": ("engine", "엔진"),
     "version_python": ("Python", "Python"),
     "version_of": ("{version} ({number} shards)", "{version} (샤드 {number}개)"),
+    "hours": ("{hours:,} h {minutes:02d} min", "{hours:,}시간 {minutes:02d}분"),
+    "minutes": ("{minutes} min", "{minutes}분"),
+    "seconds": ("{seconds:.3g} s", "{seconds:.3g}초"),
     "and_more": ("and {number} more", "외 {number}개"),
 }
 
@@ -218,6 +221,13 @@ class Words:
         """The words of a name, with values in their places. What is before a "|" is for a ``number`` of 1."""
         one, bar, several = WORDS[name][self._column].partition("|")
         return (several if bar and str(values["number"]) != "1" else one).format(**values)
+
+    def time(self, seconds: float) -> str:
+        """``2 h 05 min``, ``5 min`` or ``12.3 s``."""
+        hours, minutes = divmod(round(seconds / 60), 60)
+        if hours:
+            return self("hours", hours=hours, minutes=minutes)
+        return self("minutes", minutes=minutes) if seconds >= 59.5 else self("seconds", seconds=seconds)
 
     def reason(self, reason: str) -> str:
         """Why documents were left out; a reason that nobody translated stays as it is."""

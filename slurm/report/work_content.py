@@ -7,10 +7,11 @@ from typing import Any
 
 from shardprep.console import short_bytes, short_number
 from slurm.report.blocks import Block, BusyRows, Facts, Note, Section, Table, TimeLine
-from slurm.report.shown_values import TimeForm, core_hours_text, heights, short_ids, time_text, took
+from slurm.report.shown_values import TimeForm, core_hours_text, heights, short_ids, time_text
 from slurm.report.words import Words
 
 _MOST_ROWS = 20  # of a table
+_MOST_OSTS = 8
 
 Data = Mapping[str, Any]
 
@@ -26,7 +27,12 @@ def use_section(data: Data, words: Words) -> Section:
     facts = [
         (
             words("cpu"),
-            words("cpu_of", used=took(use["cpu_s"]), had=took(use["had_cpu_s"]), share=f"{share:.0%}"),
+            words(
+                "cpu_of",
+                used=words.time(use["cpu_s"]),
+                had=words.time(use["had_cpu_s"]),
+                share=f"{share:.0%}",
+            ),
         ),
         (words("memory"), words("largest_process", size=short_bytes(use["max_rss_bytes"]))),
         (
@@ -48,7 +54,7 @@ def use_section(data: Data, words: Words) -> Section:
 def _asked_facts(newest: Data, words: Words) -> list[tuple[str, str]]:
     """Of the newest submission: what its tasks used at most, against what was asked for."""
     used_mb, mem_mb = f"{newest['max_rss_mb']:,}", newest["mem_mb"]
-    longest = took(newest["longest_task_s"])
+    longest = words.time(newest["longest_task_s"])
     limit = newest["time_min"]
     asked = " ".join(f"--{name} {value:g}" for name, value in newest["next_time"].items())
     return [
@@ -76,14 +82,16 @@ def work_sections(data: Data, words: Words) -> list[Section]:
     facts = [
         (words("began"), time_text(work["began"], "seconds and zone")),
         (words("ended"), time_text(work["ended"], "seconds and zone")),
-        (words("worked"), took(work["worked_s"])),
+        (words("worked"), words.time(work["worked_s"])),
         (words("speed"), f"{per_s}, {short_bytes(work['bytes_per_s'])}/s"),
     ]
     if gaps_s:
-        facts.append((words("gaps"), words("gaps_together", number=len(gaps_s), time=took(sum(gaps_s)))))
+        facts.append(
+            (words("gaps"), words("gaps_together", number=len(gaps_s), time=words.time(sum(gaps_s))))
+        )
     if work["slow_shards"]:
         named = [
-            words("on_node", shard=f"{each['shard']:05d}", time=took(each["wall_s"]), node=each["node"])
+            words("on_node", shard=f"{each['shard']:05d}", time=words.time(each["wall_s"]), node=each["node"])
             for each in work["slow_shards"]
         ]
         facts.append((words("slow_shards"), ", ".join(named)))
@@ -116,7 +124,7 @@ def _time_lines(work: Data, words: Words, labels: Sequence[tuple[float, str]]) -
     charts = [
         ("tokens_per_s_title", per_s, heights(speeds), ()),
         ("num_running_title", f"{max(running):.3g}", heights(running), ()),
-        ("shard_s_title", took(slowest), (), ranges),
+        ("shard_s_title", words.time(slowest), (), ranges),
     ]
     return [
         TimeLine(
@@ -153,7 +161,7 @@ def osts_sections(data: Data, words: Words) -> list[Section]:
     osts = data["osts"]
     if not osts:
         return []
-    fullest = sorted(osts, key=lambda each: -each["num_bytes"])[:_MOST_ROWS]
+    fullest = sorted(osts, key=lambda each: -each["num_bytes"])[:_MOST_OSTS]
     rows = [
         [
             words("unknown") if each["ost"] is None else f"{each['ost']}",

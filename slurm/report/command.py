@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from preprocess.plan import Plan, need_plan
@@ -65,13 +66,14 @@ def report(args: argparse.Namespace) -> int:
     data = report_data(found)
     words = Words(args.lang)
     if args.json:
-        text = json.dumps(data, ensure_ascii=False) + "\n"
+        text = json.dumps(data) + "\n"
     elif args.text or args.output is None:
         text = text_page(report_content(data, words), words("report")) + "\n"
     else:
         text = html_page(report_content(data, words), words("report"))
     if args.output is None:
-        print(text, end="")
+        encoding = sys.stdout.encoding or "utf-8"
+        print(text.encode(encoding, "replace").decode(encoding), end="")
         return 0
     publish_bytes(args.output, text.encode("utf-8", "replace"))
     say(f"wrote {args.output}")

@@ -219,15 +219,14 @@ def plan_flags(plan: Plan) -> list[str]:
     flags = ["--input_dir", str(plan.input_dir), "--output_dir", "NEW", "--model_id", plan.tokenizer.model_id]
     if not is_one_file_a_shard(plan):
         flags += ["--num_shards", str(plan.num_shards)]
-    usual = PrepConfig(record=options.record)
+    usual = {**vars(PrepConfig(record=options.record)), "record": PrepConfig().record, "seq_len": None}
     for name, value in {**flags_of(options), "max_bad_fraction": plan.max_bad_fraction}.items():
-        if value is None or (value == getattr(usual, name) and name != "seq_len"):
+        if value is None or value == usual[name]:
             continue
-        flags += (
-            [f"--{name}" if value else f"--no-{name}"]
-            if isinstance(value, bool)
-            else [f"--{name}", str(value)]
-        )
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            flags += [f"--{name}", str(value)]
     return [*flags, "--hash_inputs"] if plan.shard_sha256 is not None else flags
 
 

@@ -16,7 +16,6 @@ WORDS: dict[str, tuple[str, str]] = {
     "input": ("input", "입력"),
     "on_disk": ("on disk", "디스크 사용량"),
     "tokens_per_byte": ("tokens per byte", "바이트당 토큰"),
-    "of": ("{number} of {total}", "{total}개 중 {number}개"),
     # notes at the top
     "unfinished": (
         "Not finished: {done} of {total} shards are done, and all numbers are theirs. Missing: {missing}",
@@ -44,7 +43,6 @@ WORDS: dict[str, tuple[str, str]] = {
     "left_out": ("left out", "제외"),
     "bytes": ("bytes", "바이트"),
     "others": ("{number} other|{number} others", "그 밖의 {number}개"),
-    "all": ("all", "전체"),
     "top_folder": ("(no subfolder)", "(하위 폴더 없음)"),
     # lengths
     "lengths": ("Length of documents", "문서 길이"),

@@ -77,7 +77,7 @@ def work_times(made: Sequence[ShardMaking]) -> dict[str, Any]:
         "shard_s": spread(wall_s.tolist()),
         "gaps": axis.gaps,
         "ticks": [{"at": at, "time": round(axis.time_at(at))} for at in (0, 0.25, 0.5, 0.75, 1)],
-        "step_s": round(step_s, 3),
+        "step_s": round(step_s, 6),
         "steps": _steps(starts, ends, tokens_per_s, wall_s, first_steps, step_s),
         "num_nodes": len({each.node for each in made}),
         "nodes": _nodes(made, starts, ends, step_s),

@@ -136,6 +136,7 @@ def test_inside_of_preprocess_imports_follow_the_way_of_the_text() -> None:
     """Each stage imports stages before it alone; a shard's writer knows neither rows nor options."""
     forms = [
         "format",
+        "line_ends",
         "compression",
         "line_streams",
         "text_lines",

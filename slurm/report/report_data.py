@@ -22,6 +22,7 @@ from preprocess.plan import Plan, is_one_file_a_shard
 from shardprep.errors import ShardprepError
 from shardprep.format.names import INDEX_NAME, id_ranges
 from shardprep.format.osts import read_osts
+from shardprep.format.source_counts import sum_of_sources
 from shardprep.regular_files import size_of_file
 from slurm.dataset_state import DatasetState
 from slurm.report.left_out import left_out
@@ -117,7 +118,8 @@ def _ratio(number: float, of: float) -> float | None:
 
 def _sources(sums: ShardSums) -> list[dict[str, Any]]:
     """Those with the most tokens first."""
-    ordered = sorted(sums.sources.items(), key=lambda item: (-item[1].num_tokens, item[0]))
+    found = sum_of_sources(each.sources for each in sums.made)
+    ordered = sorted(found.items(), key=lambda item: (-item[1].num_tokens, item[0]))
     return [
         {
             "name": name,

@@ -12,7 +12,7 @@ from typing import Any
 
 from shardprep.errors import BrokenShard, ReadWriteError
 from shardprep.format.checked_json import Fields
-from shardprep.format.manifest import ShardCounts, SourceCounts
+from shardprep.format.manifest import ShardCounts
 from shardprep.format.shard_making import ShardMaking, making_of, read_unchecked
 from shardprep.regular_files import NOT_THERE
 
@@ -45,7 +45,6 @@ class ShardSums:
     numbers: Counter[str] = field(default_factory=Counter)  # the whole numbers of ShardCounts
     quarantined: Counter[str] = field(default_factory=Counter)  # reason -> documents
     histogram: list[int] = field(default_factory=list)  # [b]: documents of 2**(b-1) <= tokens < 2**b
-    sources: dict[str, SourceCounts] = field(default_factory=dict)
     versions: dict[str, Counter[str]] = field(default_factory=lambda: {name: Counter() for name in VERSIONS})
     num_restarted: int = 0  # shards whose task Slurm had started again
     other_plan: list[int] = field(default_factory=list)
@@ -66,8 +65,6 @@ class ShardSums:
         self.histogram += [0] * longer
         for number, documents in enumerate(counts.length_histogram):
             self.histogram[number] += documents
-        for name, found in counts.sources.items():
-            self.sources[name] = self.sources[name] + found if name in self.sources else found
         for name, version in zip(VERSIONS, shard.versions, strict=True):
             self.versions[name][version] += 1
         self.num_restarted += shard.num_restarts > 0

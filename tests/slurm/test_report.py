@@ -17,10 +17,11 @@ import pytest
 
 from preprocess.plan import need_plan
 from shardprep.__main__ import main
-from shardprep.format.manifest import ShardCounts, SourceCounts, read_manifest
+from shardprep.format.manifest import ShardCounts, read_manifest
 from shardprep.format.names import manifest_path, quarantine_path
 from shardprep.format.osts import osts_json
 from shardprep.format.shard_making import ShardMaking
+from shardprep.format.source_counts import SourceCounts
 from slurm.job_records import publish_submission
 from slurm.job_script import JobRequest
 from slurm.report import left_out
@@ -287,16 +288,17 @@ def made_up(num_shards: int) -> ShardSums:
     sums = ShardSums()
     for number in range(num_shards):
         late = 9 * 3600 if number >= num_shards * 0.98 else 0
+        source = SourceCounts(num_documents=7, num_tokens=480_000_000, num_bytes=2 * 10**9, num_quarantined=0)
+        sources = {f"출처 {number % 300}": source}
         making = ShardMaking(
             shard_id=number, plan_id="0" * 64, num_tokens=480_000_000, input_bytes=2 * 10**9,
-            node=f"n{number % 200:03d}", began=1.7e9 + late + number // 200 * 600, wall_s=550 + number % 40,
+            sources=sources, node=f"n{number % 200:03d}", began=1.7e9 + late + number // 200 * 600, wall_s=550 + number % 40,
             cpu_s=4000, num_cpus=8, max_rss_bytes=400 << 20,
         )  # fmt: skip
-        source = SourceCounts(num_documents=7, num_tokens=480_000_000, num_bytes=2 * 10**9, num_quarantined=0)
         counts = ShardCounts(
             num_samples=7, num_documents=7, num_tokens=480_000_000, num_lines=7, num_empty_lines=0,
             num_filtered=0, num_pad_tokens=0, num_documents_across_rows=0, input_bytes=2 * 10**9,
-            quarantined={}, length_histogram=[1] * 40, sources={f"출처 {number % 300}": source},
+            quarantined={}, length_histogram=[1] * 40, sources=sources,
         )  # fmt: skip
         sums.add(
             ReadShard(

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
-from loader.batches import Collate, Ids, LoaderMetrics, StepBatches, Uncollated, blank_labels
+from loader.batches import Ids, LoaderMetrics, StepBatches, Uncollated, blank_labels
 from loader.collate_workers import CollateWorkers, can_be_sent
 from loader.dataset import Chunk, ChunkDataset, whole_number
 from loader.mixture import Mixture
@@ -157,7 +157,7 @@ class TokenLoader(DataLoader[Any]):
         )
         self._collate_workers: CollateWorkers | None = None
         if self.num_workers and not step_batches.is_own:
-            self._collate_workers = _collate_workers(step_batches.collate_fn, workers)
+            self._collate_workers = _collate_workers(step_batches, workers)
         self._stream: Any = None  # iterator over self._chunk_loader
         self._stream_at: Position | None = None  # where it stands, if that is the beginning of an epoch
         self._newest = 0
@@ -465,10 +465,15 @@ def _made_again(
     return loader
 
 
-def _collate_workers(collate_fn: Collate, workers: Mapping[str, Any]) -> CollateWorkers | None:
-    if not can_be_sent(collate_fn, workers.get("multiprocessing_context")):
+def _collate_workers(step_batches: StepBatches, workers: Mapping[str, Any]) -> CollateWorkers | None:
+    if not can_be_sent(step_batches.collate_fn, workers.get("multiprocessing_context")):
         return None
-    return CollateWorkers(collate_fn, worker_init_fn=_leave_interrupts_to_the_parent, **workers)
+    return CollateWorkers(
+        step_batches.collate_fn,
+        has_masks=step_batches.has_masks,
+        worker_init_fn=_leave_interrupts_to_the_parent,
+        **workers,
+    )
 
 
 def _leave_interrupts_to_the_parent(_: int) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import orjson
 
 from preprocess.inputs import ByteRange, InputFile
-from preprocess.options import CHOICES, BytesOptions, PrepConfig
+from preprocess.options import CHAT_OPTIONS, CHOICES, BytesOptions, PrepConfig
 from shardprep.atomic_files import PublishedFile, sync_folder
 from shardprep.errors import BrokenShard, NotFound, Refused, UsageError
 from shardprep.format.checked_json import MOST, Fields, read_checked, with_content_hash
@@ -158,6 +158,9 @@ def plan_json(plan: Plan) -> bytes:
         "cuts" if name == "boundaries" else name: value for name, value in dataclasses.asdict(plan).items()
     }
     content["input_dir"] = str(plan.input_dir)
+    if not plan.options.is_chat:
+        for name in CHAT_OPTIONS:
+            del content["options"][name]
     for item in content["inputs"]:
         item["sampled_sha256"] = item.pop("sha256")
     raw = orjson.dumps(with_content_hash(_FORMAT, content), option=orjson.OPT_APPEND_NEWLINE)
@@ -256,6 +259,8 @@ def _options_of(fields: Fields) -> BytesOptions:
     values: dict[str, Any] = {}
     for item in dataclasses.fields(BytesOptions):
         name = item.name
+        if name in CHAT_OPTIONS and values["record"] != "chat":
+            continue
         if name in CHOICES:
             values[name] = fields.choice(name, CHOICES[name])
         elif name == "seq_len":

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from loader.dataset import Chunk
+from loader.dataset import ID_BITS, Chunk
 from loader.reading.shard_reader import ReaderContext, SampleBytes, ShardReader
 from loader.samples.token_ids import (
     CannotDecode,
@@ -211,7 +211,7 @@ class SampleWindow:
         if self.samples.vocab_size is not None:
             for step, of_step in enumerate(rows.T):
                 full = np.full(len(of_step), row_tokens, np.int32)
-                _check(self.samples, self.data, ids[:, step].reshape(-1), full, of_step)
+                _check(self.samples, self.data, ids[:, step].reshape(-1) & ID_BITS, full, of_step)
         num_starts = starts = None
         if self.starts:
             num_starts = self.data.num_starts[rows].astype(np.int32)

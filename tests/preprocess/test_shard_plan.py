@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from preprocess import inputs as input_files
 from preprocess import shard_boundaries
-from preprocess.formats import text_lines
+from preprocess.formats import line_ends
 from preprocess.formats.format import Inspected, Reading
-from preprocess.formats.text_lines import first_line_start
+from preprocess.formats.line_ends import first_line_end, first_line_start, first_newline
 from preprocess.input_files import list_inputs, stamp_inputs
 from preprocess.inputs import InputFile, OpenInput
 from preprocess.plan import file_boundaries, need_plan, read_plan
@@ -98,7 +98,7 @@ def test_a_shard_begins_with_the_first_line_at_or_behind_its_even_share(
     for end, data in zip(ends, contents, strict=True):
         starts |= {end - len(data) + byte for byte in line_starts(data)} if data else set()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_lines, "_FIRST_SCAN_BYTES", first + 1)
+        patch.setattr(line_ends, "_FIRST_SCAN_BYTES", first + 1)
         patch.setattr(shard_boundaries, "_NUM_STRETCHES", first)
         cuts = even_boundaries(folder, inputs, num_shards)
     places = [(ends[source - 1] if source else 0) + byte for source, byte in cuts]
@@ -154,11 +154,12 @@ def test_a_line_end_on_the_edge_of_a_read_is_not_cut_in_two(tmp_path: Path, num_
     num_bytes = (num_kib << 10) + shift
     path = tmp_path / "a.txt"
     path.write_bytes(b"x" * num_bytes + b"\r\nb\n")
-    assert first_line_start(OpenInput(path), 1, sys.maxsize) == num_bytes + 2
+    assert first_line_start(OpenInput(path), 1, sys.maxsize, first_line_end) == num_bytes + 2
     path.write_bytes(b"x" * num_bytes + b"\rb\n")
-    assert first_line_start(OpenInput(path), 1, sys.maxsize) == num_bytes + 1
+    assert first_line_start(OpenInput(path), 1, sys.maxsize, first_line_end) == num_bytes + 1
     path.write_bytes(b"x" * num_bytes + b"\r")
-    assert first_line_start(OpenInput(path), 1, sys.maxsize) == num_bytes + 1
+    assert first_line_start(OpenInput(path), 1, sys.maxsize, first_line_end) == num_bytes + 1
+    assert first_line_start(OpenInput(path), 1, sys.maxsize, first_newline) == num_bytes + 1, "its end"
 
 
 @pytest.mark.parametrize(

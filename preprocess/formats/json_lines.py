@@ -84,6 +84,7 @@ class JsonLines:
     ) -> list[Start | None]:
         """See Format."""
         if self.compression is None:
+            file.expect_scattered_reads()
             found = (first_line_start(file, byte, end, first_newline) for byte, end in stretches)
             return [None if byte is None else Start(byte) for byte in found]
         if has_frames(file, self.compression):

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from preprocess.inputs import OpenInput
 
-_FIRST_SCAN_BYTES, _MOST_SCAN_BYTES = 4 << 10, 256 << 10
+_FIRST_SCAN_BYTES, _NEXT_SCAN_BYTES, _MOST_SCAN_BYTES = 16 << 10, 64 << 10, 1 << 20
 
 FirstLineEnd = Callable[[bytes, bool], "int | None"]
 """(bytes, whether nothing follows) -> bytes up to and with the first line end; None where it is not sure."""
@@ -74,8 +74,10 @@ def line_starts(block: bytes, codec: str) -> npt.NDArray[np.int64]:
 def first_line_start(file: OpenInput, offset: int, end: int, line_end_of: FirstLineEnd) -> int | None:
     """The first byte at or after ``offset`` where a line begins; the file's size where its rest has none.
 
-    None where none begins before ``end``; one behind it may be found all the same, and is right. Reads 4 KiB
-    at first, for most lines end soon, and four times as much each time up to 256 KiB.
+    None where none begins before ``end``; one behind it may be found all the same, and is right. Reads 16 KiB
+    at first, for most lines end soon, then 64 KiB each time, and a quarter of what was read so far where that
+    is more, up to 1 MiB. Lines of 250 KB take 3.2 reads and 160 KB; 4 KiB, then four times as much each time
+    up to 256 KiB, would take 3.6 reads and 250 KB.
     """
     if offset >= end:
         return None
@@ -93,7 +95,7 @@ def first_line_start(file: OpenInput, offset: int, end: int, line_end_of: FirstL
             return position + line_end
         # A last \r may be half of a line end: it is read again with what follows.
         position += len(block) - (block.endswith(b"\r") and not is_last)
-        num_bytes = min(4 * num_bytes, _MOST_SCAN_BYTES)
+        num_bytes = min(max(_NEXT_SCAN_BYTES, (position - offset) // 4), _MOST_SCAN_BYTES)
     return None if position < size else size
 
 

@@ -72,6 +72,7 @@ class TextLines:
         """See Format."""
         if not can_be_split(reading):
             return whole_file_starts(file, stretches)
+        file.expect_scattered_reads()
         found = (first_line_start(file, byte, end, first_line_end) for byte, end in stretches)
         return [None if byte is None else Start(byte) for byte in found]
 

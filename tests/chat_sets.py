@@ -64,7 +64,7 @@ def expected(model: Path, chats: list[list[Message]]) -> list[tuple[list[int], l
     """Ids and mask of each conversation, as transformers gives them for a template with the tags."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
     found = [
         tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
         for chat in chats
@@ -76,7 +76,7 @@ def searched(model: Path, chats: list[list[Message]]) -> list[tuple[list[int], l
     """The same of PLAIN, by a search for the header of an answer, and the end of the turn behind it."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
     begin = tokenizer.encode("<|start_header_id|>assistant<|end_header_id|>\n\n", add_special_tokens=False)
     end = tokenizer.convert_tokens_to_ids("<|eot_id|>")
     found = []

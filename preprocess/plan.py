@@ -155,11 +155,24 @@ def plan_id(
 def plan_json(plan: Plan) -> bytes:
     """The bytes of plan.json. Raises UsageError where it would be too large to be read."""
     content = {
-        "cuts" if name == "boundaries" else name: value for name, value in dataclasses.asdict(plan).items()
+        "cuts" if field.name == "boundaries" else field.name: getattr(plan, field.name)
+        for field in dataclasses.fields(plan)  # not asdict, which copies each of 99,999 cuts: 0.7 s
     }
-    content["input_dir"] = str(plan.input_dir)
-    for item in content["inputs"]:
-        item["sampled_sha256"] = item.pop("sha256")
+    content |= {
+        "input_dir": str(plan.input_dir),
+        "options": dataclasses.asdict(plan.options),
+        "tokenizer": dataclasses.asdict(plan.tokenizer),
+        "tokenizer_files": {name: dataclasses.asdict(stamp) for name, stamp in plan.tokenizer_files.items()},
+        "inputs": [
+            {
+                "path": item.path,
+                "num_bytes": item.num_bytes,
+                "mtime_ns": item.mtime_ns,
+                "sampled_sha256": item.sha256,
+            }
+            for item in plan.inputs
+        ],
+    }
     raw = orjson.dumps(with_content_hash(_FORMAT, content), option=orjson.OPT_APPEND_NEWLINE)
     if len(raw) > MAX_PLAN_BYTES:
         raise UsageError(

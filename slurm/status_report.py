@@ -10,12 +10,14 @@ import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from shardprep.errors import BrokenShard, ReadWriteError
 from shardprep.format.names import INDEX_NAME, id_ranges
 from shardprep.format.shard_making import ShardMaking, read_making
+from shardprep.format.source_counts import sum_of_sources
 from shardprep.regular_files import NOT_THERE, size_of_file
 from slurm.dataset_state import DatasetState, ShardState, StateName
 from slurm.failure_causes import NODE_FAIL
@@ -98,6 +100,7 @@ def report(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
         "waits_for": waits_for(state.shards),
         "wrong": id_ranges(state.wrong),
         **_speed(state, made),
+        "sources": {name: asdict(of) for name, of in sum_of_sources(each.sources for each in made).items()},
         "slow_shards": [
             {"shard": each.shard_id, "node": each.node, "wall_s": each.wall_s} for each in slow_shards(made)
         ],

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from shardprep.format.source_counts import source_lines
+
 _MOST_FAILURES = 8  # shown with their last lines
 _CLOCKS_DIFFER_S = 30  # less is told by --json alone
 
@@ -16,6 +18,7 @@ def report_text(data: dict[str, Any]) -> str:
     speed = "" if not data["tokens_per_s"] else f", {data['tokens_per_s']:,} tokens/s"
     left = "" if data["left_s"] is None else f", about {duration(data['left_s'])} left"
     lines.append(f"  {data['num_tokens']:,} tokens{speed}{left}")
+    lines += source_lines(data["sources"], all_in="--json")
     queued = ("running", "pending", "not_submitted")
     lines += [f"  {name.replace('_', ' ')}: {data[name]}" for name in queued if data[name]]
     lines += _waiting_lines(data)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardprep.errors import BrokenShard
 from shardprep.format.checked_json import Fields
 from shardprep.format.names import MAX_MANIFEST_BYTES, manifest_path
+from shardprep.format.source_counts import SourceCounts, sources_of
 from shardprep.regular_files import read_regular
 
 
@@ -20,6 +22,7 @@ class ShardMaking:
     plan_id: str
     num_tokens: int
     input_bytes: int
+    sources: Mapping[str, SourceCounts]
     node: str
     job_id: str  # Slurm's, of the array where it was one; empty where no job made it
     began: float  # seconds since 1970
@@ -61,6 +64,7 @@ def read_making(folder: Path, shard_id: int) -> ShardMaking:
         plan_id=fields.fields("spec").text("plan_id"),
         num_tokens=counts.whole("num_tokens"),
         input_bytes=counts.whole("input_bytes"),
+        sources=sources_of(counts),
         node=run.text("host"),
         job_id=_job_id(run),
         began=run.number("began"),

@@ -136,6 +136,7 @@ def test_inside_of_preprocess_imports_follow_the_way_of_the_text() -> None:
     """Each stage imports stages before it alone; a shard's writer knows neither rows nor options."""
     forms = [
         "format",
+        "line_ends",
         "compression",
         "line_streams",
         "text_lines",
@@ -146,7 +147,7 @@ def test_inside_of_preprocess_imports_follow_the_way_of_the_text() -> None:
     ]
     way = ["resources", "text_fields", "text_changes", "options", "inputs", "long_documents"]
     way += [f"formats.{name}" for name in (*forms, "arrow", "named")]
-    way += ["documents", "tokenizer_files", "engines", "packing", "members"]
+    way += ["documents", "tokenizer_files", "engines", "packing", "member_bytes", "members"]
     files = modules("preprocess")
     for number, stage in enumerate(way):
         found = {

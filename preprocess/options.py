@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from preprocess.resources import batch_bytes_within
+from preprocess.resources import batch_bytes_within, most_batches_within
 from preprocess.text_changes import Normalize, TextChanges, text_versions
 from preprocess.text_fields import MessageFields, TextFields
 from shardprep.errors import Refused, UsageError
@@ -351,6 +351,11 @@ class WorkerSettings:
     def batch_bytes(self) -> int:
         """Bytes of raw text in a batch: resources.BATCH_BYTES, fewer where memory is short."""
         return batch_bytes_within(self.memory_gb)
+
+    @property
+    def most_batches(self) -> int:
+        """Batches that may be laid out at once, fewer where memory is short."""
+        return most_batches_within(self.memory_gb)
 
 
 def environment_number(environ: Mapping[str, str], name: str) -> int | None:

@@ -31,7 +31,6 @@ from preprocess.long_documents import MOST_HELD_BYTES, LongDocument
 from preprocess.members import members_of
 from preprocess.options import BytesOptions, WorkerSettings, check_text_versions
 from preprocess.plan import Plan, check_hash
-from preprocess.resources import most_batches_within
 from preprocess.shard_writer import ShardWriter
 from preprocess.tokenizer_files import TOKENIZER_FILE, check_tokenizer_files
 from shardprep.atomic_files import remove_temporaries
@@ -131,7 +130,7 @@ class Worker:
         """Threads that lay batches out before the one that writes; on one core they would only take turns."""
         if self.num_cpus < 2:
             return 0
-        return min(_MOST_LAYOUTS, self.num_cpus // 2, most_batches_within(self.settings.memory_gb))
+        return min(_MOST_LAYOUTS, self.num_cpus // 2, self.settings.most_batches)
 
     def _encode(self, documents: DocumentBatch) -> TokenBatch:
         return self.engine.encode_documents(

@@ -293,7 +293,8 @@ def made_up(num_shards: int) -> ShardSums:
         making = ShardMaking(
             shard_id=number, plan_id="0" * 64, num_tokens=480_000_000, input_bytes=2 * 10**9,
             sources=sources, node=f"n{number % 200:03d}", wall_s=550 + number % 40,
-            began=1.7e9 + late + number // 200 * 600, cpu_s=4000, num_cpus=8, max_rss_bytes=400 << 20,
+            began=1.7e9 + late + number // 200 * 600, cpu_s=4000, num_cpus=8,
+            max_rss_bytes=400 << 20, job_id="7",
         )  # fmt: skip
         counts = ShardCounts(
             num_samples=7, num_documents=7, num_tokens=480_000_000, num_lines=7, num_empty_lines=0,

@@ -194,7 +194,7 @@ def _wait(args: argparse.Namespace) -> int:
             fresh = set(state.ids("done")) - counted
             counted |= fresh
             progress.add(sum(sizes[shard_id] for shard_id in fresh))
-            if not state.live_job_ids() and not state.shown.unrecorded:
+            if not state.jobs_to_wait_for():
                 break
             time.sleep(_POLL_S)
     _print_report(_report(state))

@@ -110,6 +110,14 @@ class DatasetState:
         """Jobs of ours that wait or run, verify jobs included."""
         return sorted({job_id for job_ids in self.live_jobs().values() for job_id in job_ids}, key=int)
 
+    def jobs_to_wait_for(self) -> list[str]:
+        """Jobs after which nothing changes any more: not the verify jobs of earlier submissions.
+
+        One of these may wait for nodes that are gone.
+        """
+        obsolete = {each.verify_job_id for each in self.submissions[:-1]}
+        return [each for each in (*self.live_job_ids(), *self.shown.unrecorded) if each not in obsolete]
+
     def live_jobs(self) -> dict[str, list[str]]:
         """Cluster -> its jobs of ours that wait or run, verify jobs included."""
         clusters = {submission.number: submission.cluster for submission in self.submissions}

@@ -7,6 +7,7 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -291,3 +292,24 @@ def test_a_shard_that_is_done_while_status_looks_is_not_called_failed(
     monkeypatch.setattr(dataset_state, place, lambda *given: (real(*given), finish(), real(*given))[2])
     state = status(data_dir)
     assert (state["done"], state["failed"]) == ("0", "")
+
+
+def test_wait_does_not_wait_for_a_verify_job_that_a_later_one_made_needless(
+    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was to run where the nodes are down by now."""
+    submitted(data_dir)
+    publish_submission(data_dir, submission(number=1, arrays=[replace(submission().arrays[0], job_id="5")],
+                                            verify_job_id="6"))  # fmt: skip
+    for shard_id in range(5):
+        for suffix in ("json", "tar", "idx"):
+            (data_dir / f"{shard_name(shard_id)}.{suffix}").touch()
+    (data_dir / "index.json").touch()
+    verify = squeue_line("N/A", "PENDING", "Nodes required for job are DOWN", job="2", name=f"{NAME}-verify")
+    fake.answers("squeue", verify)
+    clock = SimpleNamespace(sleep=lambda _: pytest.fail("it waits"))
+    monkeypatch.setattr("slurm.__main__.time", clock)
+    slurm("submit", data_dir, "--wait")
+    fake.answers("squeue", verify.replace("2|N/A|", "6|N/A|").replace("|2|root", "|6|root"))
+    with pytest.raises(pytest.fail.Exception, match="it waits"):
+        slurm("submit", data_dir, "--wait")

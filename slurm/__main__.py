@@ -194,7 +194,7 @@ def _wait(args: argparse.Namespace) -> int:
             fresh = set(state.ids("done")) - counted
             counted |= fresh
             progress.add(sum(sizes[shard_id] for shard_id in fresh))
-            if not state.live_job_ids():
+            if not state.jobs_to_wait_for():
                 break
             time.sleep(_POLL_S)
     _print_report(_report(state))
@@ -262,8 +262,9 @@ def cancel(args: argparse.Namespace) -> int:
 
     state = find_state(args.output_dir, need_plan(args.output_dir))
     live = state.live_jobs()
-    if state.shown.strays:
-        live.setdefault(state.shown.cluster, []).extend(state.shown.strays)
+    unrecorded = [*state.shown.strays, *state.shown.unrecorded]
+    if unrecorded:
+        live.setdefault(state.shown.cluster, []).extend(unrecorded)
     failed: list[ShardprepError] = []
     for cluster, job_ids in live.items():
         try:
@@ -272,7 +273,7 @@ def cancel(args: argparse.Namespace) -> int:
             failed.append(error)
     if failed:
         raise failed[0]
-    cancelled = [*state.live_job_ids(), *state.shown.strays]
+    cancelled = [*state.live_job_ids(), *unrecorded]
     print(f"cancelled: {', '.join(cancelled)}" if cancelled else f"nothing is queued; {_summary(state)}")
     if unseen := state.ids("not visible"):
         say(f"warning: {state.why_not_visible()}; shards {id_ranges(unseen)} may wait or run all the same")

@@ -1,4 +1,4 @@
-"""``python -m slurm``: submit, status, retry, cancel."""
+"""``python -m slurm``: submit, status, retry, report, cancel."""
 
 from __future__ import annotations
 
@@ -348,6 +348,11 @@ PROGRAM = Program(
         ),
         "status": Command(
             summary="say where every shard is, and why what failed did", add_flags=_status_flags, run=status
+        ),
+        "report": Command(
+            summary="one page of the data set: what it holds, how it was made, how to make it again",
+            add_flags="slurm.report.command:add_flags",
+            run="slurm.report.command:report",
         ),
         "cancel": Command(
             summary="cancel every job of this data set that waits or runs", add_flags=_folder_flag, run=cancel

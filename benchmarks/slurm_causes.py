@@ -10,6 +10,7 @@ shards are compared with those of an undisturbed run. Exit code 1 where somethin
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -20,7 +21,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,23 +102,23 @@ def main() -> int:
         disturb(site, data)
         done_before = stamps(data)
         look(site, data)
-        site.slurm(
-            "retry", data, "--mem_gb", 1, "--time_min", 5, "--partition", "main", "--exclude", "n3", "--wait"
-        )
+        flags = ("--mem_gb", 1, "--time_min", 5, "--partition", "main", "--exclude", "n3")
+        site.slurm("retry", data, *flags, "--wait")
         state = site.status(data)
         site.row("one retry", f"done {state['done']}, verified: {state['verified']}", state["verified"])
         site.prep("run", undisturbed)
         is_equal = contents(data) == contents(undisturbed)
-        site.row("tars and idx against an undisturbed run", "", is_equal)
-        is_kept = done_before.items() <= stamps(data).items()
-        site.row(f"the {len(done_before)} tars that were done were not made again", "", is_kept)
+        site.row("tars and idx against an undisturbed run", "equal" if is_equal else "not equal", is_equal)
+        num_kept = len(done_before.items() & stamps(data).items())
+        done_again = f"{num_kept} of {len(done_before)} are the same files"
+        site.row("the tars that were done before the retry", done_again, num_kept == len(done_before))
         purged_records(site)
         full_log_folder(site)
-        accounts_stopped(site, data)
+        accounts_stopped(site, site.folder / "full")
         return 0 if all(is_right for _, _, is_right in site.rows) else 1
 
 
-@contextmanager
+@contextlib.contextmanager
 def cluster() -> Iterator[Site]:
     folder = Path(tempfile.mkdtemp(prefix="slurm-causes-"))
     kept = {name: value for name, value in os.environ.items() if not re.match("SLURM|SBATCH|SHARDPREP", name)}
@@ -213,7 +213,7 @@ def look(site: Site, data: Path) -> None:
 
 def purged_records(site: Site) -> None:
     data = site.folder / "purged"
-    (site.folder / "faults" / "go").unlink()
+    (site.folder / "faults" / "go").unlink(missing_ok=True)
     site.arm("wait", 0)
     job = site.submit(data, "0", "main", "--mem_gb", 0.5)
     wait_until(lambda: site.happened("waits-0"))
@@ -237,13 +237,9 @@ def full_log_folder(site: Site) -> None:
     logs = data / "jobs" / "logs"
     logs.mkdir(parents=True)
     site.run("mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", logs)
-    with (logs / "filler").open("wb") as file:
-        try:
-            while True:
-                file.write(b"x" * 4096)
-                file.flush()
-        except OSError:
-            pass
+    with (logs / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"x" * 4096)
     site.submit(data, "0-1", "main", "--mem_gb", 0.5)
     wait_until(lambda: not {"running", "pending"} & {n for n, ids in site.status(data).items() if ids})
     state = site.status(data)

@@ -164,7 +164,7 @@ def find_state(
             {job for (_, job, _), each in shown.attempts.items() if "JobHeldUser" in each[-1].reason}
         ),
         verify=_verify_state(submissions, shown),
-        wrong=sorted(done & found_wrong(folder, submissions[-1].verify_job_id)) if submissions else [],
+        wrong=sorted(done & _wrong(folder, submissions)),
     )
 
 
@@ -241,6 +241,13 @@ def _shard_states(
         else _state_of(shard_id, [attempt_at(shard_id, *task) for task in tasks[shard_id]])
         for shard_id in range(num_shards)
     ]
+
+
+def _wrong(folder: Path, submissions: Sequence[Submission]) -> set[int]:
+    if not submissions:
+        return set()
+    job_ids = {array.job_id for submission in submissions for array in submission.arrays}
+    return found_wrong(folder, submissions[-1].verify_job_id, job_ids)
 
 
 def _live_state(last: TaskAttempt | None) -> StateName | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import time
@@ -313,3 +314,17 @@ def test_wait_does_not_wait_for_a_verify_job_that_a_later_one_made_needless(
     fake.answers("squeue", verify.replace("2|N/A|", "6|N/A|").replace("|2|root", "|6|root"))
     with pytest.raises(pytest.fail.Exception, match="it waits"):
         slurm("submit", data_dir, "--wait")
+
+
+@pytest.mark.parametrize(("job_id", "wrong"), [("1", "1"), ("", "")])
+def test_what_verify_found_wrong_stays_so_where_the_nodes_clock_was_ahead(
+    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch, job_id: str, wrong: str
+) -> None:
+    """Its manifest seems newer than the log of the verify job that came after; made without a job it is."""
+    submitted(data_dir)
+    for suffix in ("json", "tar", "idx"):
+        (data_dir / f"{shard_name(1)}.{suffix}").touch()
+    log = write_log(data_dir, "verify-2.log", "error: shard 00001: x\n")
+    os.utime(log, (1000, 1000))
+    monkeypatch.setattr("slurm.failure_causes.read_making", lambda *_: making(0, job_id=job_id))
+    assert status(data_dir)["wrong"] == wrong

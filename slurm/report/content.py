@@ -189,7 +189,7 @@ def _quote(reason: Data, example: Data, words: Words) -> tuple[str, str, str]:
 
 
 def _rows(own: Data, words: Words) -> Section:
-    if own["record"] != "packed":
+    if not own["seq_len"]:
         return Section(title=words("rows"), blocks=[Note(text=words("no_rows"))])
     stored = own["num_tokens"] + own["num_pad_tokens"]
     across = own["num_documents_across_rows"]

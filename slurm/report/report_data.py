@@ -100,7 +100,7 @@ def _data(found: Found) -> dict[str, Any]:
         "record": plan.options.record,
         "token_format": plan.options.token_format,
         "seq_len": plan.options.seq_len,
-        "pack": plan.options.pack if plan.options.record == "packed" else None,
+        "pack": plan.options.pack if plan.spec.has_rows else None,
         "tokenizer": dataclasses.asdict(plan.tokenizer),
         "num_inputs": len(plan.inputs),
         "planned_bytes": sum(item.num_bytes for item in plan.inputs),

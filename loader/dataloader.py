@@ -234,7 +234,11 @@ def get_llama3_dataloader(
     if isinstance(collate_fn, CausalLMCollator):
         tokenizer.pad_token = collate_fn.pad.token
     step_batches = StepBatches(
-        batch_size=batch_size, row_tokens=samples.row_tokens, boundaries=fields, collate_fn=collate_fn
+        batch_size=batch_size,
+        row_tokens=samples.row_tokens,
+        boundaries=fields,
+        collate_fn=collate_fn,
+        has_masks=any(part.has_masks for part in sources.values()),
     )
     if size_check is not None:
         size_check.wait()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardprep.command_line import Command, Program, add_flags_of, given_of
 from shardprep.console import Progress, output_is_read, say
-from shardprep.errors import ReadWriteError, UsageError
+from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 from shardprep.format.names import INDEX_NAME, id_ranges, ids_of_ranges
 from shardprep.regular_files import size_of_file
 from slurm.job_records import Submission, SubmittedMeanwhile
@@ -262,10 +262,16 @@ def cancel(args: argparse.Namespace) -> int:
 
     state = find_state(args.output_dir, need_plan(args.output_dir))
     live = state.live_jobs()
-    for cluster, job_ids in live.items():
-        slurm_output("scancel", *job_ids, cluster=None if cluster == state.shown.cluster else cluster)
     if state.shown.strays:
-        slurm_output("scancel", *state.shown.strays)
+        live.setdefault(state.shown.cluster, []).extend(state.shown.strays)
+    failed: list[ShardprepError] = []
+    for cluster, job_ids in live.items():
+        try:
+            slurm_output("scancel", *job_ids, cluster=None if cluster == state.shown.cluster else cluster)
+        except ShardprepError as error:  # the other cluster's end all the same
+            failed.append(error)
+    if failed:
+        raise failed[0]
     cancelled = [*state.live_job_ids(), *state.shown.strays]
     print(f"cancelled: {', '.join(cancelled)}" if cancelled else f"nothing is queued; {_summary(state)}")
     if unseen := state.ids("not visible"):

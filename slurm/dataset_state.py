@@ -22,7 +22,7 @@ from slurm.job_records import JobArray, Submission, read_submissions
 from slurm.job_script import job_names
 from slurm.shown_jobs import ShownJobs, TaskKey, find_shown_jobs, nothing_shown
 from slurm.slurm_commands import SlurmAway
-from slurm.slurm_queries import RUNNING, WAITING, TaskAttempt
+from slurm.slurm_queries import TaskAttempt
 
 StateName = Literal["done", "running", "pending", "failed", "not submitted", "not visible"]
 
@@ -43,6 +43,8 @@ class ShardAttempt:
     node: str
     log: str  # path
     last_lines: list[str]
+    is_suspended: bool = False
+    elapsed_s: int = 0  # as far as Slurm knows it
 
     @property
     def task(self) -> str:
@@ -105,7 +107,7 @@ class DatasetState:
         live = {
             (clusters[number], job_id)
             for (number, job_id, _), attempts in self.task_attempts.items()
-            if is_live(attempts[-1])
+            if attempts[-1].is_live
         }
         found: dict[str, list[str]] = {}
         for cluster, job_id in sorted(live, key=lambda item: (item[0], int(item[1]))):
@@ -123,8 +125,9 @@ def find_state(
     """
     submissions = read_submissions(folder)
     number = max((each.number for each in submissions), default=-1) + 1
+    names = [name for each in range(number + 1) for name in job_names(folder, plan.plan_id, each)]
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(find_shown_jobs, submissions, job_names(folder, plan.plan_id, number))
+        asked = pool.submit(find_shown_jobs, submissions, names)
         done = done_shards(folder, plan)
         try:
             shown = asked.result()
@@ -145,11 +148,6 @@ def find_state(
         verify=_verify_state(submissions, shown),
         wrong=sorted(done & found_wrong(folder, submissions[-1].verify_job_id)) if submissions else [],
     )
-
-
-def is_live(attempt: TaskAttempt) -> bool:
-    """Whether it waits or runs."""
-    return attempt.state in WAITING or attempt.state in RUNNING
 
 
 def done_shards(folder: Path, plan: Plan) -> set[int]:
@@ -199,6 +197,8 @@ def _shard_states(
             state=state or "failed",
             reason=last.reason if last and state == "pending" else "",
             start_time=last.start_time if last and state == "pending" else "",
+            is_suspended=bool(last and last.is_suspended),
+            elapsed_s=last.elapsed_s if last else 0,
             node=node_of(last, log),
             log=str(log_path(folder, array.job_id, index)),
             last_lines=last_lines(log),
@@ -213,9 +213,9 @@ def _shard_states(
 
 
 def _live_state(last: TaskAttempt | None) -> StateName | None:
-    if last is None or not is_live(last):
+    if last is None or not last.is_live:
         return None
-    return "running" if last.state in RUNNING else "pending"
+    return "running" if last.is_running else "pending"
 
 
 def _state_of(shard_id: int, attempts: list[ShardAttempt]) -> ShardState:

@@ -93,7 +93,8 @@ def retry_request(
             else:
                 request = request.changed(mem_per_cpu_gb=round(mem_gb / (request.num_cpus or 1), 3))
         if last.cause == TIMEOUT and last.array.time_min:
-            request = request.changed(time_min=2 * last.array.time_min)
+            # somebody may have given it more meanwhile: scontrol update timelimit=
+            request = request.changed(time_min=2 * max(last.array.time_min, round(last.elapsed_s / 60)))
     if failing:
         kept = (request.exclude or "").split(",") if "[" not in (request.exclude or "") else [request.exclude]
         names = dict.fromkeys(str(name) for name in [*kept, *failing] if name)

@@ -24,6 +24,7 @@ class ShardMaking:
     input_bytes: int
     sources: Mapping[str, SourceCounts]
     node: str
+    job_id: str  # Slurm's, of the array where it was one; empty where no job made it
     began: float  # seconds since 1970
     wall_s: float
     cpu_s: float
@@ -65,9 +66,15 @@ def read_making(folder: Path, shard_id: int) -> ShardMaking:
         input_bytes=counts.whole("input_bytes"),
         sources=sources_of(counts),
         node=run.text("host"),
+        job_id=_job_id(run),
         began=run.number("began"),
         wall_s=run.number("wall_s"),
         cpu_s=run.number("cpu_s"),
         num_cpus=run.whole("num_cpus", 1),
         max_rss_bytes=run.whole("max_rss_bytes"),
     )
+
+
+def _job_id(run: Fields) -> str:
+    found = run.each("slurm", Fields.text)
+    return found.get("SLURM_ARRAY_JOB_ID") or found.get("SLURM_JOB_ID", "")

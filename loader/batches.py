@@ -18,7 +18,7 @@ import torch
 from transformers import BatchEncoding, DataCollatorForLanguageModeling
 
 from loader.boundaries import boundary_fields
-from loader.dataset import ID_BITS, Chunk, Edges, RowEdges, joined_edges
+from loader.chunks import ID_BITS, Chunk, Edges, RowEdges, joined_edges
 from shardprep.errors import UsageError
 
 

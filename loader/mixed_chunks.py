@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loader.dataset import Chunk, ChunkDataset, Samples, WindowReader
+from loader.chunks import Chunk
+from loader.dataset import ChunkDataset, Samples, WindowReader
 from loader.mixture import Mixture, Round
 
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import resource
-import threading
-import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,6 +22,7 @@ import numpy.typing as npt
 from torch.utils.data import get_worker_info
 
 from loader.reading.open_shard import OpenShard, open_copy, open_shard
+from loader.reading.stall_watch import StallWatch
 from loader.shards.shard_set import DatasetShards, ShardSet
 from loader.staging.staged_copies import StagedCopies
 from shardprep.errors import BrokenShard, ReadWriteError, UsageError
@@ -359,49 +358,6 @@ def opening_order(
     place[by_ost] = np.arange(len(shards)) - np.repeat(np.cumsum(size) - size, size)
     rotated = (place - (size * rest // turn.count)[ost]) % size[ost]
     return shards[np.lexsort(((ost - first_ost) % num_osts, rotated / size[ost]))]
-
-
-class StallWatch:
-    """A thread that logs a warning for every ``limit_s`` that one read goes on. 0.3 us a read.
-
-    A server of a parallel file system that is gone blocks a read for minutes and without an error;
-    all other ranks then wait in a collective, and only this line tells where.
-    """
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._reading: tuple[float, Path, int] | None = None
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def begin(self, path: Path, offset: int) -> None:
-        """A read begins; the thread starts with the first one, in the process that reads."""
-        self._reading = (time.monotonic(), path, offset)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="stall watch", daemon=True)
-            self._thread.start()
-
-    def end(self) -> None:
-        """It is over."""
-        self._reading = None
-
-    def close(self) -> None:
-        """End the thread."""
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _watch(self) -> None:
-        said = 0.0
-        while not self._ended.wait(self._limit_s / 4):
-            reading, now = self._reading, time.monotonic()
-            if reading is None or now - max(reading[0], said) < self._limit_s:
-                continue
-            said = now
-            logger.warning(
-                "%s: reading at byte %d has taken %.0f s and goes on; is the file system of this shard up?",
-                reading[1], reading[2], now - reading[0],
-            )  # fmt: skip
 
 
 def _misplaced(shard: OpenShard, first: int, last: int) -> BrokenShard:

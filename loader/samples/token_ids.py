@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from loader.dataset import ScatteredRows
+from loader.chunks import ScatteredRows
 from loader.reading.shard_reader import SampleBytes
 from loader.shards.tar_samples import JSON, RAW, parse_npy_header
 

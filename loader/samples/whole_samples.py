@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from loader.dataset import Chunk
+from loader.chunks import Chunk
 from loader.reading.shard_reader import ReaderContext, SampleBytes, ShardReader
 from loader.samples.token_ids import (
     CannotDecode,

@@ -22,7 +22,7 @@ from webdataset.utils import pytorch_worker_info
 
 from loader import TokenLoader, get_llama3_dataloader
 from loader.__main__ import main as show
-from loader.dataset import Chunk
+from loader.chunks import Chunk
 from preprocess.__main__ import main as preprocess
 from shardprep.errors import BrokenShard, MissingShard, NotFound, OtherTokenizer, UsageError
 from tests.conftest import seal

@@ -278,7 +278,7 @@ def test_a_read_that_hangs_is_named_in_the_log_while_it_hangs(
     before = set(threading.enumerate())
     said = threading.Event()
     lines: list[Any] = []
-    logger = logging.getLogger("loader.reading.shard_reader")
+    logger = logging.getLogger("loader.reading.stall_watch")
     monkeypatch.setattr(logger, "warning", lambda *args: (lines.append(args), said.set()))
     real = os.preadv
 

@@ -19,6 +19,7 @@ from transformers import BatchEncoding, DataCollatorForLanguageModeling
 
 from loader.boundaries import boundary_fields
 from loader.chunks import ID_BITS, Chunk, Edges, RowEdges, joined_edges
+from loader.shifted_targets import shift, without_last_place
 from shardprep.errors import UsageError
 
 
@@ -115,6 +116,7 @@ class CausalLMCollator(DataCollatorForLanguageModeling):
     mlm: bool = False
     pad_to_length: int | None = None  # one width for all batches, instead of the longest sample's
     max_batch_tokens: int | None = None  # of a padded batch; a larger one is refused, not left to CUDA
+    num_beyond: int = 0  # places that a batch loses again, and that the multiple leaves out
     pad: PadToken = field(init=False)
 
     def __post_init__(self) -> None:
@@ -160,7 +162,8 @@ class CausalLMCollator(DataCollatorForLanguageModeling):
         """Collate samples of any length, padded to ``pad_to_length`` or the longest, and the multiple."""
         lengths = np.array([len(row) for row in rows])
         multiple = self.pad_to_multiple_of or 1
-        width = -(-max(int(lengths.max()), self.pad_to_length or 0) // multiple) * multiple
+        widest = max(int(lengths.max()), self.pad_to_length or 0) - self.num_beyond
+        width = max(-(-widest // multiple) * multiple, 1) + self.num_beyond
         if self.max_batch_tokens is not None and len(rows) * width > self.max_batch_tokens:
             raise UsageError(
                 f"a batch of {len(rows)} documents padded to {width:,} tokens has {len(rows) * width:,}, "
@@ -255,6 +258,7 @@ class StepBatches:
     collate_fn: Collate
     boundaries: tuple[str, ...] = ()
     has_masks: bool = False  # ids may carry NO_LABEL
+    shifts_targets: bool = False  # labels stand where the token before them stands
 
     def __post_init__(self) -> None:
         if self.boundaries and not self.is_own:
@@ -303,6 +307,8 @@ class StepBatches:
             batch = pad.pad_rows(part.rows)
         if self.boundaries:
             self._add_boundaries(batch, part)
+        elif self.shifts_targets:
+            shift(batch.data)
         return batch
 
     def _add_boundaries(self, batch: BatchEncoding, part: Uncollated) -> None:
@@ -314,6 +320,10 @@ class StepBatches:
             width = fields["input_ids"].shape[1]
             edges = RowEdges.of_rows(nothing.astype(np.int32), nothing, lengths, width).part(0, len(lengths))
         fields["labels"].numpy().reshape(-1)[edges.begins] = IGNORED
+        if self.shifts_targets:
+            shift(fields)
+            edges = without_last_place(edges)
+            lengths = None if lengths is None else np.minimum(lengths, edges.shape[1])
         fields.update(boundary_fields(self.boundaries, edges, lengths))
         if "transformers" in self.boundaries:
             del fields["attention_mask"]  # where there is one, transformers looks for no documents

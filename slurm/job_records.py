@@ -102,6 +102,11 @@ def read_submissions(folder: Path) -> list[Submission]:
     return [_read_submission(path) for path in _submission_paths(folder / JOBS_FOLDER)]
 
 
+def has_submissions(folder: Path) -> bool:
+    """Whether anything was ever submitted. Raises ReadWriteError where that cannot be known."""
+    return bool(_submission_paths(folder / JOBS_FOLDER))
+
+
 def publish_submission(folder: Path, submission: Submission) -> None:
     """Write it under its number.
 

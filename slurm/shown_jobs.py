@@ -22,7 +22,7 @@ from slurm.slurm_queries import (
     TaskAttempt,
     accounted_attempts,
     attempts_by_task,
-    held_attempts,
+    named_attempts,
     queued_attempts,
 )
 
@@ -36,6 +36,7 @@ class ShownJobs:
     attempts: dict[TaskKey, list[TaskAttempt]] = field(default_factory=dict)  # of a task, oldest first
     hidden: dict[int, str] = field(default_factory=dict)  # number of a submission -> why it is not shown
     strays: list[str] = field(default_factory=list)  # held jobs of ours that no record names
+    unrecorded: list[str] = field(default_factory=list)  # others, which wait or run
     away: str = ""  # why Slurm gave no answer
     accounts_away: str = ""  # why its accounts gave none, where there are any
     cluster: str = ""  # which one answered
@@ -45,6 +46,7 @@ def find_shown_jobs(submissions: Sequence[Submission], names: Sequence[str]) -> 
     """Ask Slurm about all submissions; ``names``: what this data set's jobs are called.
 
     A held job of such a name that no record names is of a command that sends it just now, or was cut short.
+    Others' records are gone.
     Raises SlurmAway.
     """
     user = getpass.getuser()
@@ -52,14 +54,21 @@ def find_shown_jobs(submissions: Sequence[Submission], names: Sequence[str]) -> 
     with ThreadPoolExecutor(4) as pool:  # two servers of Slurm's, asked at once
         accounts = pool.submit(_accounted, own_ids, None)
         queue = pool.submit(queued_attempts, own_ids)
-        held = pool.submit(held_attempts, user, names)
+        named = pool.submit(named_attempts, user, names)
         config = pool.submit(read_config).result() if submissions else {}
         ended, accounts_away = accounts.result()
         shown = _shown(submissions, ended, queue.result(), config.get("ClusterName", ""))
         hidden = {**shown.hidden, **_private(submissions, shown, config.get("PrivateData", ""), user)}
         recorded = {job.job_id for submission in submissions for job in submission.jobs}
-        strays = sorted({attempt.job_id for attempt in held.result()} - recorded, key=int)
-    return replace(shown, hidden=hidden, strays=strays, accounts_away=shown.accounts_away or accounts_away)
+        unnamed = [attempt for attempt in named.result() if attempt.job_id not in recorded]
+    strays = {attempt.job_id for attempt in unnamed if "JobHeldUser" in attempt.reason}
+    return replace(
+        shown,
+        hidden=hidden,
+        strays=sorted(strays, key=int),
+        unrecorded=sorted({attempt.job_id for attempt in unnamed} - strays, key=int),
+        accounts_away=shown.accounts_away or accounts_away,
+    )
 
 
 def _accounted(job_ids: Sequence[str], cluster: str | None) -> tuple[list[TaskAttempt], str]:

@@ -120,14 +120,14 @@ def queued_attempts(job_ids: Iterable[str], cluster: str | None = None) -> list[
         raise SlurmAway(str(error)) from None
 
 
-def held_attempts(user: str, names: Sequence[str]) -> list[TaskAttempt]:
-    """A user's jobs of these names that wait for their release. Raises SlurmAway."""
-    options = ("--noheader", "--array", f"--user={user}", f"--name={','.join(names)}", "--states=PENDING")
+def named_attempts(user: str, names: Sequence[str]) -> list[TaskAttempt]:
+    """A user's jobs of these names that wait or run. Raises SlurmAway."""
+    options = ("--noheader", "--array", f"--user={user}", f"--name={','.join(names)}")
     try:
         found = slurm_answer(parse_queue, "squeue", *options, "--Format", _QUEUE_FORMAT)
     except SlurmRefused as error:
         raise SlurmAway(str(error)) from None
-    return [each for each in found if each.name in names and "JobHeldUser" in each.reason]
+    return [each for each in found if each.name in names and each.is_live]
 
 
 def accounted_attempts(job_ids: Iterable[str], cluster: str | None = None) -> list[TaskAttempt]:

@@ -93,6 +93,7 @@ def report(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
         "verified": size_of_file(state.folder / INDEX_NAME) is not None,
         "held_jobs": state.held,
         "stray_jobs": state.shown.strays,
+        "unrecorded_jobs": state.shown.unrecorded,
         "slurm_away": state.shown.away,
         "why_not_visible": state.why_not_visible(),
         "accounts_away": state.shown.accounts_away,

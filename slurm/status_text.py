@@ -74,6 +74,11 @@ def _note_lines(data: dict[str, Any]) -> list[str]:
     if data["stray_jobs"]:
         ids = ", ".join(data["stray_jobs"])
         lines.append(f"  held jobs that no record names: {ids}: a submission goes on, or was cut short")
+    if data["unrecorded_jobs"]:
+        ids = ", ".join(data["unrecorded_jobs"])
+        lines.append(
+            f"  wait or run, and no record says for which shards: {ids}: its jobs folder was emptied"
+        )
     return lines
 
 
@@ -118,6 +123,8 @@ def next_line(data: dict[str, Any]) -> str:
         return f"next: scontrol release {ids} (they are held), or: python -m slurm cancel {folder}"
     if data["running"] or data["pending"]:
         return f"next: python -m slurm status {folder} --watch"
+    if data["unrecorded_jobs"]:
+        return f"next: wait for their end, or: python -m slurm cancel {folder}"
     if data["stray_jobs"]:
         return f"next: python -m slurm cancel {folder}, if nobody submits just now"
     if data["failed"] or data["wrong"]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from shardprep.format.names import shard_name
 from shardprep.format.shard_making import ShardMaking
+from slurm import dataset_state
 from slurm.job_records import JobArray, publish_submission
 from slurm.job_script import JobRequest
 from slurm.sending import _release
@@ -200,6 +204,7 @@ def making(began: float, wall_s: float = 60, **changes: object) -> ShardMaking:
         "input_bytes": 600,
         "node": "n1",
         "job_id": "1",
+        "sources": {},
     }
     fields |= {"began": began, "wall_s": wall_s, "cpu_s": 1.0, "num_cpus": 1, "max_rss_bytes": 1}
     return ShardMaking(**{**fields, **changes})  # type: ignore[arg-type]
@@ -248,3 +253,78 @@ def test_jobs_on_two_clusters_are_seen_each_on_its_own_and_cancel_ends_those_whe
     answer_by(fake, "scancel", f"{away}; echo $* >>{shlex.quote(str(fake.place / 'cancelled'))}")
     assert "Socket timed out" in slurm("cancel", data_dir, code=74)
     assert (fake.place / "cancelled").read_text() == "5\n"
+
+
+def test_where_the_records_are_gone_nothing_is_sent_while_the_jobs_go_on(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    """rm -r O/jobs, or a purge."""
+    slurm("submit", data_dir)
+    (name,) = {line.partition("=")[2] for line in fake.sent()[0].splitlines()
+               if line.startswith("#SBATCH --job-name=")}  # fmt: skip
+    shutil.rmtree(data_dir / "jobs")
+    line = squeue_line("0-4", "RUNNING", name=name).strip()
+    answer_by(fake, "squeue", f'case "$*" in *--name=*{name},*) echo "{line}" ;; esac')
+    assert "wait or run, and no record says for which shards: 1" in slurm("status", data_dir)
+    for command in ("submit", "retry"):
+        assert "jobs 1 of this data set wait or run, and no file in" in slurm(command, data_dir, code=2)
+    assert len(fake.sent()) == 2, "the first submission's"
+    assert "cancelled: 1" in slurm("cancel", data_dir)
+    assert fake.calls("scancel") == ["1"]
+    answer_by(fake, "squeue", "")
+    slurm("submit", data_dir)
+
+
+@pytest.mark.parametrize("when", ["while Slurm is asked", "before its log is read"])
+def test_a_shard_that_is_done_while_status_looks_is_not_called_failed(
+    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """A controller that restarts takes its time for an answer."""
+    submitted(data_dir)
+    fake.answers("squeue", squeue_line("1-4", "RUNNING"))
+
+    def finish() -> None:
+        write_log(data_dir, "1_0.log", "shardprep: node n1: shard 0 ended with exit code 0\n")
+        for suffix in ("json", "tar", "idx"):
+            (data_dir / f"{shard_name(0)}.{suffix}").touch()
+
+    place = "find_shown_jobs" if when == "while Slurm is asked" else "log_tail"
+    real = getattr(dataset_state, place)
+    monkeypatch.setattr(dataset_state, place, lambda *given: (real(*given), finish(), real(*given))[2])
+    state = status(data_dir)
+    assert (state["done"], state["failed"]) == ("0", "")
+
+
+def test_wait_does_not_wait_for_a_verify_job_that_a_later_one_made_needless(
+    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was to run where the nodes are down by now."""
+    submitted(data_dir)
+    publish_submission(data_dir, submission(number=1, arrays=[replace(submission().arrays[0], job_id="5")],
+                                            verify_job_id="6"))  # fmt: skip
+    for shard_id in range(5):
+        for suffix in ("json", "tar", "idx"):
+            (data_dir / f"{shard_name(shard_id)}.{suffix}").touch()
+    (data_dir / "index.json").touch()
+    verify = squeue_line("N/A", "PENDING", "Nodes required for job are DOWN", job="2", name=f"{NAME}-verify")
+    fake.answers("squeue", verify)
+    clock = SimpleNamespace(sleep=lambda _: pytest.fail("it waits"))
+    monkeypatch.setattr("slurm.__main__.time", clock)
+    slurm("submit", data_dir, "--wait")
+    fake.answers("squeue", verify.replace("2|N/A|", "6|N/A|").replace("|2|root", "|6|root"))
+    with pytest.raises(pytest.fail.Exception, match="it waits"):
+        slurm("submit", data_dir, "--wait")
+
+
+@pytest.mark.parametrize(("job_id", "wrong"), [("1", "1"), ("", "")])
+def test_what_verify_found_wrong_stays_so_where_the_nodes_clock_was_ahead(
+    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch, job_id: str, wrong: str
+) -> None:
+    """Its manifest seems newer than the log of the verify job that came after; made without a job it is."""
+    submitted(data_dir)
+    for suffix in ("json", "tar", "idx"):
+        (data_dir / f"{shard_name(1)}.{suffix}").touch()
+    log = write_log(data_dir, "verify-2.log", "error: shard 00001: x\n")
+    os.utime(log, (1000, 1000))
+    monkeypatch.setattr("slurm.failure_causes.read_making", lambda *_: making(0, job_id=job_id))
+    assert status(data_dir)["wrong"] == wrong

@@ -382,8 +382,8 @@ def test_records_that_place_samples_where_they_cannot_be_are_refused_before_anyt
     """Whatever vouches for the idx: a record of it is exchanged in memory, behind the checks at opening."""
     opening = open_shard.open_shard
 
-    def exchanging(source: Any, row: int) -> Any:
-        shard = opening(source, row)
+    def exchanging(source: Any, row: int, **named: Any) -> Any:
+        shard = opening(source, row, **named)
         shard.held[column][2] = value
         return shard
 

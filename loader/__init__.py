@@ -5,8 +5,9 @@
     samples/         what a sample is, and its token ids
     order.py         the sampling order: which sample comes when; mixture.py: of several sources
     dataset.py       what a worker does: chunks of steps; mixed_chunks.py: of several sources
-    token_loader.py  batches, epochs and the state; batches.py makes the tensors, collate_workers.py
-                     calls a collate_fn of the user's
+    batch_stream.py  chunks into batches; batches.py makes the tensors, collate_workers.py calls a
+                     collate_fn of the user's
+    token_loader.py  what a training loop sees: epochs and the state
     trainer.py       the loader inside transformers' Trainer
     dataloader.py    get_llama3_dataloader, which puts these together
     staging/         ``python -m loader stage``: copies of shards on the node's own disk

@@ -3,38 +3,28 @@
 Rank 0 plans, makes the shards and verifies them, in processes of its own; the other ranks wait. They need
 nothing but the file system: no process group, no port, no clock that agrees with another node's.
 
-Whoever prepares holds a claim, a small file in ``.NAME.preparing`` beside the data set's folder:
-
-    00001.json    {"launch": ..., "place": ..., "num_beats": 17, "exit_code": null, "error": null}
-
-A claim is taken by a link under the next number, so that of two jobs one is first. Its owner rewrites it
-four times per ``heartbeat_s``. Who waits compares what the file holds with what it held before, by its own
-clock: a claim that stays the same for too long is dead. index.json, which ``verify`` writes last, ends the
-waiting.
-
-Two owners at once would do no harm, only cost time: shards are equal bytes, and done ones are skipped.
+Whoever prepares holds a claim, a small file beside the data set's folder, and rewrites it four times per
+``heartbeat_s``: see preparing_claims.py. A claim that stays the same for too long is dead. index.json, which
+``verify`` writes last, ends the waiting.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from loader.preparing_claims import Claims, WatchedClaim, is_gone, launch_of
 from loader.process_rank import find_process_rank
-from shardprep.atomic_files import PublishedFile, publish_bytes
 from shardprep.console import say
 from shardprep.errors import (
     BadInput,
@@ -47,23 +37,18 @@ from shardprep.errors import (
     UsageError,
 )
 from shardprep.format.names import INDEX_NAME, PLAN_NAME
-from shardprep.regular_files import names_in, read_regular, size_of_file
+from shardprep.regular_files import size_of_file
 
 _BEGIN_S = 600.0  # how long the others wait for a first sign of rank 0, which may still import
 _BEATS_PER_HEARTBEAT = 4
 # An owner whose claim stays the same for so many heartbeat_s is dead. Rank 0 takes over before others fail.
 _DEAD_FOR_OWNERS, _DEAD_FOR_WAITERS = 1.0, 1.75
-_MAX_CLAIM_BYTES = 1 << 20
 
 _ERRORS: dict[int, type[ShardprepError]] = {
     kind.exit_code: kind for kind in (UsageError, BadInput, NotFound, CannotWrite, ReadWriteError, Refused)
 }
 # What is told to ``plan`` alone: it decides no byte of a document, so the other commands do not know it.
 _FOR_PLAN = ("num_shards", "shard_bytes", "stripe", "hash_inputs")
-_LAUNCH = (
-    "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
-)  # fmt: skip
 
 
 def ensure_prepared(
@@ -97,7 +82,7 @@ def ensure_prepared(
         raise UsageError(f"heartbeat_s is {heartbeat_s}, limit_s is {limit_s}; expected more than 0")
     folder = Path(output_dir).absolute()
     who = find_process_rank(rank, world_size)
-    claims = _Claims(folder.with_name(f".{folder.name}.preparing"), _launch(os.environ))
+    claims = Claims(folder.with_name(f".{folder.name}.preparing"), launch_of(os.environ))
     commands = _Commands(folder, Path(input_dir).absolute(), model_id, num_proc, options)
     wait = _Wait(claims, heartbeat_s, limit_s)
     if who.rank != 0:
@@ -118,105 +103,10 @@ def _is_verified(folder: Path) -> bool:
     return size_of_file(folder / INDEX_NAME) is not None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Claim:
-    """What the file of a claim holds."""
-
-    launch: str  # which start of which job; "" where no launcher says so
-    place: str  # the owner's process, for others on its machine
-    num_beats: int = 0
-    exit_code: int | None = None  # None while the owner is at work
-    error: str | None = None
-
-
-class _Claims:
-    """The claims in one folder."""
-
-    def __init__(self, folder: Path, launch: str) -> None:
-        self._folder = folder
-        self.launch = launch
-
-    def newest(self) -> tuple[int, _Claim | None]:
-        """Its number and content; 0 and None where there is none; None where it cannot be read."""
-        number = max(self._numbers(), default=0)
-        if not number:
-            return 0, None
-        try:
-            data = json.loads(read_regular(self._path(number), max_bytes=_MAX_CLAIM_BYTES))
-            return number, _Claim(**{field.name: data[field.name] for field in dataclasses.fields(_Claim)})
-        except (ShardprepError, OSError, ValueError, TypeError, KeyError, RecursionError):
-            return number, None  # being removed, or no claim of ours: it will not change
-
-    def _numbers(self) -> list[int]:
-        names = names_in(self._folder)
-        return [int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdigit()]
-
-    def take(self, number: int) -> bool:
-        """Whether the claim of this number is now ours."""
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CannotWrite(f"{self._folder} cannot be made: {error.strerror}") from None
-        file = PublishedFile(self._path(number))
-        file.write(self._content(self.claim()))
-        file.sync()
-        return file.publish_first()
-
-    def claim(self) -> _Claim:
-        return _Claim(launch=self.launch, place=_place(os.getpid()))
-
-    def write(self, number: int, claim: _Claim) -> None:
-        publish_bytes(self._path(number), self._content(claim))
-
-    def remove(self) -> None:
-        """When index.json is there, nobody looks at claims any more."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _path(self, number: int) -> Path:
-        return self._folder / f"{number:05d}.json"
-
-    @staticmethod
-    def _content(claim: _Claim) -> bytes:
-        return json.dumps(dataclasses.asdict(claim)).encode()
-
-
-class _Watched:
-    """The newest claim, and since when it has not changed, by this process's clock."""
-
-    def __init__(self, claims: _Claims) -> None:
-        self._claims = claims
-        self.number, self.claim = claims.newest()
-        self.is_changed = False  # since the first look
-        self._since = time.monotonic()
-
-    def look(self) -> None:
-        now = self._claims.newest()
-        if now != (self.number, self.claim):
-            self.number, self.claim = now
-            self.is_changed, self._since = True, time.monotonic()
-
-    @property
-    def unchanged_s(self) -> float:
-        return time.monotonic() - self._since
-
-    @property
-    def is_of_this_launch(self) -> bool:
-        """Whether it is surely ours; without a launcher nobody can say."""
-        return self.claim is not None and self.claim.launch == self._claims.launch != ""
-
-    @property
-    def is_of_the_past(self) -> bool:
-        """Whether an earlier launch left it, and nobody has changed it since the first look."""
-        launch = self._claims.launch
-        if self.claim is None or self.is_changed or not launch:
-            return False
-        return self.claim.launch not in {"", launch}
-
-
 class _Wait:
     """What a rank does that must not prepare, or not yet."""
 
-    def __init__(self, claims: _Claims, heartbeat_s: float, limit_s: float) -> None:
+    def __init__(self, claims: Claims, heartbeat_s: float, limit_s: float) -> None:
         self._claims = claims
         self._heartbeat_s = heartbeat_s
         self._limit_s = limit_s
@@ -224,7 +114,7 @@ class _Wait:
 
     def for_index(self, folder: Path) -> None:
         """Return when the data set is verified; raise what the owner of the claim failed with."""
-        watched = _Watched(self._claims)
+        watched = WatchedClaim(self._claims)
         while not _is_verified(folder):
             self._check_limit(folder)
             watched.look()
@@ -241,7 +131,7 @@ class _Wait:
                 )
             self._sleep()
 
-    def _check_begun(self, folder: Path, watched: _Watched) -> None:
+    def _check_begun(self, folder: Path, watched: WatchedClaim) -> None:
         if not watched.is_changed and time.monotonic() - self._began > _BEGIN_S:
             raise ReadWriteError(
                 f"{folder} is not prepared, and rank 0 has not begun to for {_BEGIN_S:.0f} s; every rank "
@@ -251,7 +141,7 @@ class _Wait:
     @contextmanager
     def for_own_claim(self, folder: Path) -> Iterator[bool]:
         """True while the claim is ours; False where another job has made the data set meanwhile."""
-        watched, is_said = _Watched(self._claims), False
+        watched, is_said = WatchedClaim(self._claims), False
         while not _is_verified(folder):
             self._check_limit(folder)
             watched.look()
@@ -267,13 +157,13 @@ class _Wait:
             self._sleep()
         yield False
 
-    def _is_free(self, watched: _Watched) -> bool:
+    def _is_free(self, watched: WatchedClaim) -> bool:
         claim = watched.claim
-        if claim is None or claim.exit_code is not None or _is_gone(claim.place):
+        if claim is None or claim.exit_code is not None or is_gone(claim.place):
             return claim is not None or watched.number == 0 or watched.unchanged_s > self._heartbeat_s
         return watched.unchanged_s > self._heartbeat_s * _DEAD_FOR_OWNERS
 
-    def _is_over(self, watched: _Watched) -> bool:
+    def _is_over(self, watched: WatchedClaim) -> bool:
         return watched.unchanged_s > self._heartbeat_s * _DEAD_FOR_WAITERS
 
     def _check_limit(self, folder: Path) -> None:
@@ -391,31 +281,3 @@ def _run(*words: str) -> None:
 
 def _raise(exit_code: int, message: str) -> NoReturn:
     raise _ERRORS.get(exit_code, ReadWriteError)(message)
-
-
-def _launch(environ: Mapping[str, str]) -> str:
-    """The same text in all processes of one start of a job; another in the next one; "" if unknown."""
-    return " ".join(f"{name}={environ[name]}" for name in _LAUNCH if environ.get(name))
-
-
-def _place(pid: int) -> str:
-    """A process, so that who reads it on the same machine can see if it lives; "" where that is unknown."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        namespace = str(Path("/proc/self/ns/pid").readlink())
-        fields = (
-            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        )
-    except OSError:
-        return ""
-    state, started = fields[0], fields[19]
-    return "" if state in "ZX" else f"{boot} {namespace} {pid} {started}"
-
-
-def _is_gone(place: str) -> bool:
-    """Whether the process ran here and is surely dead."""
-    here = _place(os.getpid()).split(" ")
-    words = place.split(" ")
-    if len(words) != len(here) or words[:2] != here[:2] or not words[2].isdigit():
-        return False
-    return _place(int(words[2])) != place

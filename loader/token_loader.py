@@ -1,14 +1,12 @@
-"""A torch DataLoader whose workers send chunks, and whose consumer cuts batches and epochs from them."""
+"""The torch DataLoader that a training loop sees: epochs, and the state of what the loop got.
+
+``batch_stream.py`` makes the batches.
+"""
 
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import sys
-import tempfile
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,35 +15,15 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
-from loader.batches import Collate, Ids, LoaderMetrics, StepBatches, Uncollated, blank_labels
-from loader.collate_workers import CollateWorkers, can_be_sent
-from loader.dataset import Chunk, ChunkDataset, whole_number
+from loader.batch_stream import BatchStream
+from loader.batches import LoaderMetrics, StepBatches
+from loader.dataset import ChunkDataset, whole_number
 from loader.mixture import Mixture
 from loader.process_rank import ProcessRank, check_process_rank
 from loader.shards.shard_set import SizeCheck
 from loader.skipped_steps import SkippedSteps
 from loader.state import Position, RunProgress, position_of, state_of
 from shardprep.errors import UsageError
-
-_MOST_PATH_BYTES = 107  # of a Unix socket
-_SOCKET_BYTES = len("/pymp-12345678/listener-12345678")
-
-
-def check_worker_sockets() -> None:
-    """Raise UsageError where TMPDIR is too long for a socket below it.
-
-    A worker would say so on standard error, lose its batches, and the loop would wait for them for ever.
-    """
-    if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":
-        return
-    folder, most = tempfile.gettempdir(), _MOST_PATH_BYTES - _SOCKET_BYTES
-    if len(os.fsencode(folder)) > most:
-        raise UsageError(
-            f"the folder for temporary files, {folder}, has a path of {len(os.fsencode(folder))} bytes, and "
-            f"workers can hand over their batches below one of {most} at most; set TMPDIR to a shorter one "
-            "(export TMPDIR=/tmp), or num_workers to 0"
-        )
-
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +47,6 @@ def warn_of_accumulation(micro_batches: int) -> None:
             micro_batches,
             num_steps,
         )
-
-
-_END = object()
 
 
 class TokenLoader(DataLoader[Any]):
@@ -116,7 +91,7 @@ class TokenLoader(DataLoader[Any]):
     ) -> None:
         if "sampler" in workers:
             raise UsageError(_NO_SAMPLER)
-        # What torch shows of a loader; batches come from self._chunk_loader, in which workers send chunks.
+        # What torch shows of a loader; batches come from self._stream, in which workers send chunks.
         super().__init__(
             _RefusedDataset(),
             batch_size=step_batches.batch_size,
@@ -139,27 +114,10 @@ class TokenLoader(DataLoader[Any]):
         self._steps_per_epoch = chunks.order.steps_per_epoch
         self.metrics = LoaderMetrics()
         self.fingerprint = dict(fingerprint)
-        self._size_check = size_check
         self.step_batches = step_batches
-        self._row_tokens = chunks.samples.row_tokens
         self._micro_batches = len(chunks.lanes) * chunks.order.group // step_batches.batch_size
-        if self.num_workers:
-            check_worker_sockets()
-            chunks.position.share_memory_()
         self.chunks = chunks
-        self._chunk_loader = DataLoader(
-            chunks,
-            batch_size=None,
-            collate_fn=_as_it_is,
-            pin_memory=False,
-            worker_init_fn=_leave_interrupts_to_the_parent,
-            **workers,
-        )
-        self._collate_workers: CollateWorkers | None = None
-        if self.num_workers and not step_batches.is_own:
-            self._collate_workers = _collate_workers(step_batches.collate_fn, workers)
-        self._stream: Any = None  # iterator over self._chunk_loader
-        self._stream_at: Position | None = None  # where it stands, if that is the beginning of an epoch
+        self._stream = BatchStream(chunks, step_batches, self.metrics, size_check, workers)
         self._newest = 0
         self._pins = pin_memory and torch.cuda.is_available()
         self._progress = RunProgress()
@@ -293,11 +251,8 @@ class TokenLoader(DataLoader[Any]):
         Reads its windows in this process, besides those that workers read: up to a second on a slow disk.
         """
         start, chunks = self._progress.next, type(self.chunks)(**self._chunks_options)
-        chunks.position[0], chunks.position[1] = start.epoch, start.step
         try:
-            fillers = self._num_fillers(start) if self.order.keeps_tail else 0
-            parts = self.step_batches.cut([next(iter(chunks))], 0, start.num_micro, fillers)  # type: ignore[list-item]
-            return self.step_batches.collate(next(parts))
+            return self._stream.first_batch(chunks, start)
         finally:
             chunks.close()
 
@@ -316,118 +271,37 @@ class TokenLoader(DataLoader[Any]):
     def close(self) -> None:
         """End the workers and close the files. The next ``iter()`` would start them again."""
         self._newest += 1
-        self._end_stream()
-
-    def _end_stream(self) -> None:
-        stream, self._stream, self._stream_at = self._stream, None, None
-        self._chunk_loader._iterator = None  # noqa: SLF001  torch has no public way to end persistent workers
-        if hasattr(stream, "_shutdown_workers"):
-            stream._shutdown_workers()  # noqa: SLF001
-        if self._collate_workers is not None:
-            self._collate_workers.close()
-        self.chunks.close()
+        self._stream.end()
 
     def _end_unless_persistent(self) -> None:
         if self.num_workers and not self.persistent_workers:
-            self._end_stream()
-
-    def _seek(self, position: Position) -> None:
-        """Make the stream deliver from a position on; persistent workers are sent there."""
-        shared = self.chunks.position
-        shared[0], shared[1] = position.epoch, position.step
-        self._stream = iter(self._chunk_loader)
+            self._stream.end()
 
     def _epoch_batches(self, start: Position, number: int) -> Iterator[Any]:
         self._check_newest(number)
-        if self._has_dead_workers():
-            self._end_stream()
-        if self._stream_at != start or start.num_micro:
-            self._seek(start)
-        self._stream_at = None
         position = start
         try:
-            for part, batch in self._batches(start):
+            for part, batch in self._stream.rest_of_epoch(start):
                 position = position.after(self._micro_batches, self._steps_per_epoch)
                 self._progress.delivered = position
                 self.metrics.count(part, batch)
                 yield pinned(batch) if self._pins else batch
                 self._check_newest(number)
-            self._stream_at = position
         except GeneratorExit:
             raise
         except BaseException:  # Ctrl-C, too: half a message may be read, so the workers are not kept
             if number == self._newest:
-                self._end_stream()
+                self._stream.end()
             raise
         finally:
             if number == self._newest:
                 self._end_unless_persistent()
-
-    def _has_dead_workers(self) -> bool:
-        if self._collate_workers is not None and self._collate_workers.is_broken:
-            return True
-        return any(not worker.is_alive() for worker in getattr(self._stream, "_workers", ()))
-
-    def _batches(self, start: Position) -> Iterator[tuple[Uncollated, Any]]:
-        """The rest of an epoch: the samples of each batch, and the batch."""
-        if self._collate_workers is None:
-            for part in self._uncollated(start):
-                yield part, self.step_batches.collate(part)
-            return
-        sent: deque[Uncollated] = deque()  # what is being collated
-
-        def samples() -> Iterator[list[Ids]]:
-            for part in self._uncollated(start):
-                sent.append(part)
-                yield part.samples()
-
-        batches = self._collate_workers.batches(samples())
-        while True:
-            began, waited = time.perf_counter(), self.metrics.wait_s  # also for chunks, while it waits
-            batch = next(batches, _END)
-            if batch is _END:
-                return
-            self.metrics.wait_s = waited + time.perf_counter() - began
-            part = sent.popleft()
-            if part.num_fillers:
-                blank_labels(batch, part.num_fillers)
-            yield part, batch
-
-    def _uncollated(self, start: Position) -> Iterator[Uncollated]:
-        position = start
-        while position.epoch == start.epoch:
-            chunks = self._next_chunks()
-            for step in range(chunks[0].num_steps):
-                fillers = self._num_fillers(position) if self.order.keeps_tail else 0
-                yield from self.step_batches.cut(chunks, step, position.num_micro, fillers)
-                position = position.after_step(self._steps_per_epoch)
-            del chunks  # they may hold their window; the next one is read now
-
-    def _num_fillers(self, position: Position) -> int:
-        """Samples at the end of this rank's part of a global batch that fill it up."""
-        if position.step + 1 < self._steps_per_epoch:
-            return 0
-        lanes = self.chunks.lanes
-        first = self.order.global_batch_size - self.order.num_fillers
-        return min(max(lanes.stop - first, 0), len(lanes))
 
     def _check_newest(self, number: int) -> None:
         if number != self._newest:
             raise UsageError(
                 "this iterator ended when the loader was closed or iterated anew; use the newest one"
             )
-
-    def _next_chunks(self) -> list[Chunk]:
-        """The next chunk of every worker, in the order of their lanes."""
-        if self._size_check is not None and self._size_check.error is not None:
-            raise self._size_check.error
-        began = time.perf_counter()
-        chunks = [next(self._stream) for _ in range(max(self.num_workers, 1))]
-        self.metrics.wait_s += time.perf_counter() - began
-        if self.num_workers:
-            chunks = [Chunk.unpack(chunk, self._row_tokens) for chunk in chunks]
-        self.metrics.num_cut_tokens += sum(chunk.num_cut for chunk in chunks)
-        return chunks
 
 
 _NO_SAMPLER = (
@@ -463,19 +337,3 @@ def _made_again(
     loader = kind(chunks[0](**chunks[1]), **made_with)
     loader._progress = replace(progress)  # noqa: SLF001  it is its own class's
     return loader
-
-
-def _collate_workers(collate_fn: Collate, workers: Mapping[str, Any]) -> CollateWorkers | None:
-    if not can_be_sent(collate_fn, workers.get("multiprocessing_context")):
-        return None
-    return CollateWorkers(collate_fn, worker_init_fn=_leave_interrupts_to_the_parent, **workers)
-
-
-def _leave_interrupts_to_the_parent(_: int) -> None:
-    """Ctrl-C reaches all processes of a terminal, but only the loop's may decide what it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _as_it_is(chunk: Any) -> Any:
-    """Without it, torch would turn what the workers send into something else."""
-    return chunk

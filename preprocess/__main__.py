@@ -162,6 +162,7 @@ def verify(args: argparse.Namespace) -> int:
     from preprocess.plan import need_plan
     from preprocess.verify import publish_osts, verify_dataset
     from shardprep.format.names import INDEX_NAME
+    from shardprep.format.source_counts import source_lines
 
     if args.fast and args.crcs:
         raise UsageError("--crcs reads every shard, and --fast none; leave one out")
@@ -181,12 +182,9 @@ def verify(args: argparse.Namespace) -> int:
     print(
         f"{plan.num_shards} shards are whole: {samples} samples, {tokens} tokens; wrote {folder / INDEX_NAME}"
     )
-    if len(index.sources) > 1:
-        for name, of in index.sources.items():
-            print(
-                f"  {name}: {of.num_documents} documents, {of.num_tokens} tokens, "
-                f"{of.num_quarantined} left out"
-            )
+    counts = {name: dataclasses.asdict(of) for name, of in index.sources.items()}
+    for line in source_lines(counts, all_in=INDEX_NAME):
+        print(line)
     for line in publish_osts(folder, [int(size) for size in index.column("tar_bytes")]):
         say(line)
     return _verify_deep(args, plan) if args.deep is not None else 0

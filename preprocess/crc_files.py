@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +23,8 @@ from shardprep.format.record_chunks import ChunkCrcs
 from shardprep.format.sample_crcs import crcs_dtype, crcs_header
 from shardprep.regular_files import NOT_THERE, close_read, errors_named, open_regular, read_regular
 
-_IDS_BYTES = 4 << 20  # read at once
-_STARTS_BYTES = 16 << 10  # those of one member stand together, before half a megabyte of ids
+# Read at once: ids follow each other; what a member has besides stands before half a megabyte of ids.
+_PIECE_BYTES = {"ids": 4 << 20, "starts": 16 << 10, "mask": 256 << 10}
 Span = tuple[int, int]  # byte of the tar, and number of bytes
 
 
@@ -33,8 +34,9 @@ def publish_crcs(folder: Path, manifest: Manifest, records: npt.NDArray[np.void]
     Raises CannotWrite, ReadWriteError or BrokenShard.
     """
     shard_id = manifest.shard_id
-    crcs = _crcs_of_samples(tar_path(folder, shard_id), manifest.spec.kind, records).tobytes()
-    chunks = ChunkCrcs(crcs_dtype(manifest.spec.kind))
+    dtype = crcs_dtype(manifest.spec.kind)
+    crcs = _crcs_of_samples(tar_path(folder, shard_id), manifest.spec.seq_len, dtype, records).tobytes()
+    chunks = ChunkCrcs(dtype)
     chunks.add(crcs)
     content = crcs_header(manifest.spec, shard_id, manifest.tar.sha256) + crcs + chunks.table()
     path = crcs_path(folder, shard_id)
@@ -56,25 +58,31 @@ def _content_of(path: Path, num_bytes: int) -> bytes:
         return b""
 
 
-def _crcs_of_samples(path: Path, kind: str, records: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-    """CRCS_DOCUMENT[samples] or CRCS_ROW[samples]."""
-    crcs = np.empty(len(records), crcs_dtype(kind))
+def _crcs_of_samples(
+    path: Path, seq_len: int, dtype: np.dtype[Any], records: npt.NDArray[np.void]
+) -> npt.NDArray[np.void]:
+    """Of each record of an idx: an array of ``dtype``, see ``crcs_dtype``."""
+    crcs = np.empty(len(records), dtype)
     with errors_named(path):
         handle = open_regular(path)
         try:
-            ids = _Pieces(path, handle, _IDS_BYTES)
-            crcs["ids"] = [ids.crc(*span) for span in _spans(records["offset"], records["num_bytes"])]
-            if kind == "packed":
-                starts = _Pieces(path, handle, _STARTS_BYTES)
-                num_bytes = 4 * records["num_starts"].astype(np.int64)
-                crcs["starts"] = [starts.crc(*span) for span in _spans(records["starts_offset"], num_bytes)]
+            for column in dtype.names or ():
+                tar = _Pieces(path, handle, _PIECE_BYTES[column])
+                crcs[column] = [tar.crc(*span) for span in _spans(column, seq_len, records)]
         finally:
             close_read(handle)
     return crcs
 
 
-def _spans(offsets: npt.NDArray[np.integer], num_bytes: npt.NDArray[np.integer]) -> list[Span]:
-    return list(zip(offsets.tolist(), num_bytes.tolist(), strict=True))
+def _spans(column: str, seq_len: int, records: npt.NDArray[np.void]) -> list[Span]:
+    """The bytes that a column has the crc32s of."""
+    if column == "ids":
+        offsets, sizes = records["offset"], records["num_bytes"]
+    elif column == "starts":
+        offsets, sizes = records["starts_offset"], 4 * records["num_starts"].astype(np.int64)
+    else:
+        offsets, sizes = records["mask_offset"], np.full(len(records), seq_len)  # a byte per token
+    return list(zip(offsets.tolist(), sizes.tolist(), strict=True))
 
 
 class _Pieces:

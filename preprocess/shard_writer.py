@@ -25,7 +25,7 @@ from shardprep.atomic_files import STALE_AFTER_S, PublishedFile, remove_temporar
 from shardprep.errors import BadInput, CannotWrite
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.idx import idx_dtype, idx_header
-from shardprep.format.manifest import Manifest, ShardCounts, SourceCounts
+from shardprep.format.manifest import Manifest, ShardCounts
 from shardprep.format.names import (
     IDS_DIR,
     QUARANTINE_DIR,
@@ -39,6 +39,7 @@ from shardprep.format.names import (
     tar_path,
 )
 from shardprep.format.record_chunks import ChunkCrcs
+from shardprep.format.source_counts import SourceCounts
 
 _MOST_SOURCES = 1000  # of one shard: its manifest names each
 

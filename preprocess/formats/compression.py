@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from preprocess.formats.format import RangeReader, Start
+from preprocess.formats.line_ends import FirstLineEnd
 from preprocess.inputs import OpenInput
 from shardprep.errors import BadInput, UsageError
 
@@ -228,10 +229,6 @@ def _check_magic(file: OpenInput, compression: Compression, data: bytes, at: int
         f"input {file.path} {what} {compression.name}: at byte {at} it has {data[:8]!r}, expected "
         f"{compression.magics[0]!r}; give it the name that it should have, or move it away, and plan anew"
     )
-
-
-FirstLineEnd = Callable[[bytes, bool], "int | None"]
-"""(bytes, whether nothing follows) -> bytes up to and with the first line end; None where it is not sure."""
 
 
 def text_of_part(

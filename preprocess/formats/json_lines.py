@@ -38,20 +38,15 @@ from preprocess.formats.format import (
     one_left_out,
     too_long,
 )
-from preprocess.formats.line_streams import (
-    LineBlock,
-    first_newline,
-    last_newline,
-    line_blocks_of,
-    plain_pieces,
-)
+from preprocess.formats.line_ends import first_line_start, first_newline, last_newline
+from preprocess.formats.line_streams import LineBlock, line_blocks_of, plain_pieces
 from preprocess.formats.text_lines import whole_file_starts
 from preprocess.inputs import OpenInput, Place
 from preprocess.long_documents import LongDocument
 from preprocess.text_fields import TextFields, UnusableText
 from shardprep.errors import BadInput
 
-_FIRST_SCAN_BYTES, _MOST_SCAN_BYTES = 4 << 10, 256 << 10
+_HEAD_BYTES = 4 << 10
 _MARK = b"\xef\xbb\xbf"
 _BLANK = b" \t\r\n"
 
@@ -73,7 +68,7 @@ class JsonLines:
         if self.compression is None and not self.may_be_a_list:
             return Inspected(text_bytes=file.stamp.num_bytes, is_whole=False)
         if self.compression is None:
-            num_bytes, head = file.stamp.num_bytes, file.read(0, min(file.stamp.num_bytes, _FIRST_SCAN_BYTES))
+            num_bytes, head = file.stamp.num_bytes, file.read(0, min(file.stamp.num_bytes, _HEAD_BYTES))
         else:
             num_bytes, head = text_bytes_about(file, self.compression)
         if self.may_be_a_list and head.removeprefix(_MARK).lstrip(_BLANK).startswith(b"["):
@@ -89,7 +84,9 @@ class JsonLines:
     ) -> list[Start | None]:
         """See Format."""
         if self.compression is None:
-            return [_line_start(file, byte, end) for byte, end in stretches]
+            file.expect_scattered_reads()
+            found = (first_line_start(file, byte, end, first_newline) for byte, end in stretches)
+            return [None if byte is None else Start(byte) for byte in found]
         if has_frames(file, self.compression):
             return frame_starts(file, self.compression, stretches)
         return whole_file_starts(file, stretches)
@@ -133,26 +130,6 @@ _ONE_LIST = (
 
 def _stem(file: OpenInput) -> str:
     return str(file.path).rpartition(".json")[0]
-
-
-def _line_start(file: OpenInput, offset: int, end: int) -> Start | None:
-    """See ``text_lines.first_line_start``; lines end at ``\\n`` alone."""
-    if offset >= end:
-        return None
-    if offset <= 0:
-        return Start(0)
-    size = file.stamp.num_bytes
-    position, num_bytes = offset - 1, _FIRST_SCAN_BYTES
-    while position < end:
-        block = file.read(position, position + num_bytes)
-        if not block:
-            break
-        newline = block.find(b"\n")
-        if newline >= 0:
-            return Start(position + newline + 1)
-        position += len(block)
-        num_bytes = min(4 * num_bytes, _MOST_SCAN_BYTES)
-    return None if position < size else Start(size)
 
 
 def _block_documents(

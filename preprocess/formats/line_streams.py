@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from preprocess.formats.compression import TextPiece
 from preprocess.formats.format import RangeReader
+from preprocess.formats.line_ends import unit_bytes
 from preprocess.long_documents import MOST_HELD_BYTES
 
 
@@ -27,14 +28,16 @@ def plain_pieces(reader: RangeReader, piece_bytes: int) -> Iterator[TextPiece]:
         yield TextPiece(data, len(data))
 
 
-def last_newline(data: bytes) -> int:
-    """Bytes up to and with the last ``\\n``."""
-    return data.rfind(b"\n") + 1
-
-
-def first_newline(data: bytes, is_last: bool) -> int | None:  # noqa: ARG001
-    """Bytes up to and with the first ``\\n``; a FirstLineEnd."""
-    return data.find(b"\n") + 1 or None
+def whole_units(pieces: Iterator[TextPiece], codec: str) -> Iterator[TextPiece]:
+    """The same stream in pieces of whole code units, but for a last half of one."""
+    unit, kept = unit_bytes(codec), b""
+    for data, num_bytes in pieces:
+        joined = kept + data
+        cut = len(joined) // unit * unit
+        kept = joined[cut:]
+        yield TextPiece(joined[:cut], num_bytes)
+    if kept:
+        yield TextPiece(kept, 0)
 
 
 def line_blocks_of(

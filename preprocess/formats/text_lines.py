@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,12 +36,20 @@ from preprocess.formats.format import (
     one_left_out,
     too_long,
 )
-from preprocess.formats.line_streams import LineBlock, line_blocks_of
+from preprocess.formats.line_ends import (
+    MARKED_ENCODINGS,
+    code_units,
+    codec_of,
+    first_line_end,
+    first_line_start,
+    last_line_end,
+    line_starts,
+    unit_bytes,
+)
+from preprocess.formats.line_streams import LineBlock, line_blocks_of, whole_units
 from preprocess.inputs import BadDocument, OpenInput, Place
 from preprocess.long_documents import LONG_BYTES, MOST_HELD_BYTES, LongDocument
 from preprocess.options import Doc
-
-_FIRST_SCAN_BYTES, _MOST_SCAN_BYTES = 4 << 10, 256 << 10
 
 
 def can_be_split(reading: Reading) -> bool:
@@ -65,7 +72,8 @@ class TextLines:
         """See Format."""
         if not can_be_split(reading):
             return whole_file_starts(file, stretches)
-        found = (first_line_start(file, byte, end) for byte, end in stretches)
+        file.expect_scattered_reads()
+        found = (first_line_start(file, byte, end, first_line_end) for byte, end in stretches)
         return [None if byte is None else Start(byte) for byte in found]
 
     def read(
@@ -214,10 +222,10 @@ def _lines_of(
     """The lines of a compressed text that begins at ``place``."""
     codec, line = place.codec, place.line
 
-    def last_line_end(data: bytes) -> int:
-        return _last_line_end(data, codec)
+    def last_end(data: bytes) -> int:
+        return last_line_end(data, codec)
 
-    for block in line_blocks_of(_whole_units(pieces, codec), place.start, last_line_end):
+    for block in line_blocks_of(whole_units(pieces, codec), place.start, last_end):
         where = dataclasses.replace(
             place, start=block.start, end=block.start + block.size, line=line, num_bytes=block.num_bytes
         )
@@ -259,45 +267,6 @@ def _block_documents(
         yield no_documents(dataclasses.replace(place, num_bytes=num_left))
 
 
-def _whole_units(pieces: Iterator[TextPiece], codec: str) -> Iterator[TextPiece]:
-    """The same stream in pieces of whole code units, but for a last half of one."""
-    unit, kept = unit_bytes(codec), b""
-    for data, num_bytes in pieces:
-        joined = kept + data
-        cut = len(joined) // unit * unit
-        kept = joined[cut:]
-        yield TextPiece(joined[:cut], num_bytes)
-    if kept:
-        yield TextPiece(kept, 0)
-
-
-MARKED_ENCODINGS = ("utf-8-sig", "utf-16", "utf-32")  # a byte order mark may stand before the text
-
-
-def codec_of(head: bytes, encoding: str) -> tuple[str, int]:
-    """The codec of a file without any byte order mark, and the mark's bytes. ``head``: its first 4."""
-    if encoding == "utf-8-sig":
-        return "utf-8", 3 * head.startswith(b"\xef\xbb\xbf")
-    if encoding not in ("utf-16", "utf-32"):
-        return encoding, 0
-    unit = 2 if encoding == "utf-16" else 4
-    for codec in (f"{encoding}-le", f"{encoding}-be"):
-        if head[:unit] == "\ufeff".encode(codec):
-            return codec, unit
-    return f"{encoding}-le", 0
-
-
-def unit_bytes(codec: str) -> int:
-    return 2 if codec.startswith("utf-16") else 4 if codec.startswith("utf-32") else 1
-
-
-def _units(block: bytes, codec: str) -> npt.NDArray[np.unsignedinteger[Any]]:
-    """A block as the code units of its codec; a last half of one is left out."""
-    num_bytes = unit_bytes(codec)
-    order = ">" if codec.endswith("-be") else "<"
-    return np.frombuffer(block, f"{order}u{num_bytes}", len(block) // num_bytes)
-
-
 def line_blocks(
     reader: RangeReader, start: int, codec: str, batch_bytes: int
 ) -> Iterator[tuple[int, int, bytes | None]]:
@@ -314,7 +283,7 @@ def line_blocks(
     end = reader.part.end
     while position < end:
         block = reader.read(position, min(position + batch_bytes, end))
-        cut = len(block) if position + len(block) == end else _last_line_end(block, codec)
+        cut = len(block) if position + len(block) == end else last_line_end(block, codec)
         if not cut and held and held[-1].endswith(carriage_return):  # no line end goes on in this block
             yield offset, position, b"".join(held)
             offset, held = position, []
@@ -339,7 +308,7 @@ def _next_line(reader: RangeReader, position: int, codec: str) -> int:
     scan_bytes = max(2, HASH_BYTES // unit) * unit
     while position < range_end:
         block = reader.read(position, min(position + scan_bytes, range_end))
-        units = _units(block, codec)
+        units = code_units(block, codec)
         ends = np.flatnonzero((units == 10) | (units == 13))
         if len(ends):
             first = int(ends[0])
@@ -350,31 +319,6 @@ def _next_line(reader: RangeReader, position: int, codec: str) -> int:
             return position + (first + 1) * unit
         position += len(block)
     return range_end
-
-
-def _last_line_end(block: bytes, codec: str) -> int:
-    """Bytes of a block up to and with its last line end; a ``\\r`` at its very end may be half of one."""
-    units = _units(block, codec)
-    if units.itemsize == 1:
-        return max(block.rfind(b"\n"), block.rfind(b"\r", 0, -1)) + 1
-    ends = np.flatnonzero((units == 10) | (units == 13))
-    if len(ends) and ends[-1] == len(units) - 1 and units[-1] == 13:
-        ends = ends[:-1]
-    return (int(ends[-1]) + 1) * units.itemsize if len(ends) else 0
-
-
-def line_starts(block: bytes, codec: str) -> npt.NDArray[np.int64]:
-    """Byte of each line's start in a block of whole lines."""
-    units = _units(block, codec)
-    is_end = units == 10
-    carriage_return = units == 13
-    if carriage_return.any():
-        carriage_return[:-1] &= ~is_end[1:]
-        is_end |= carriage_return
-    starts = np.flatnonzero(is_end) + 1
-    if len(starts) and starts[-1] * units.itemsize == len(block):
-        starts = starts[:-1]
-    return np.concatenate(([0], starts)) * units.itemsize
 
 
 def few_lines(
@@ -443,39 +387,3 @@ def _decode_each(
             )
             bad.append(one.undecodable(error))
             yield ""
-
-
-def first_line_start(file: OpenInput, offset: int, end: int) -> int | None:
-    """The first byte at or after ``offset`` where a line begins; the file's size where its rest has none.
-
-    None where none begins before ``end``; one behind it may be found all the same, and is right. Reads 4 KiB
-    at first, for most lines end soon, and four times as much each time up to 256 KiB.
-    """
-    if offset >= end:
-        return None
-    if offset <= 0:
-        return 0
-    size = file.stamp.num_bytes
-    position, num_bytes = offset - 1, _FIRST_SCAN_BYTES
-    while position < end:
-        block = file.read(position, position + num_bytes)
-        if not block:
-            break
-        line_end = first_line_end(block, position + len(block) == size)
-        if line_end is not None:
-            return position + line_end
-        # A last \r may be half of a line end: it is read again with what follows.
-        position += len(block) - block.endswith(b"\r")
-        num_bytes = min(4 * num_bytes, _MOST_SCAN_BYTES)
-    return None if position < size else size
-
-
-def first_line_end(block: bytes, is_last: bool) -> int | None:
-    """Bytes up to and with the first line end; None where there is none, or it may go on behind the block."""
-    newline = block.find(b"\n")
-    carriage_return = block.find(b"\r", 0, newline if newline >= 0 else len(block))
-    if carriage_return < 0 or carriage_return + 1 == newline:
-        return newline + 1 if newline >= 0 else None
-    if carriage_return + 1 < len(block) or is_last:
-        return carriage_return + 1
-    return None

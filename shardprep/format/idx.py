@@ -29,7 +29,7 @@ IDX_HEADER = np.dtype(
         ("zero", "<u4"),
     ]
 )
-IDX_KINDS = ("json", "npy", "packed")
+IDX_KINDS = ("json", "npy", "packed", "chat")
 IDX_DOCUMENT = np.dtype(
     [
         ("offset", "<u8"),  # byte in the tar where the sample's ids begin (past any npy header)
@@ -46,6 +46,13 @@ IDX_ROW = np.dtype(
         ("num_starts", "<u4"),  # documents that begin in the row
     ]
 )
+IDX_CHAT_ROW = np.dtype(
+    [
+        *((name, IDX_ROW[name]) for name in IDX_ROW.names or ()),
+        ("mask_offset", "<u8"),  # byte in the tar of the row's part of loss_mask, a byte per token
+    ]
+)
+_DTYPES = {"packed": IDX_ROW, "chat": IDX_CHAT_ROW}
 MAX_SAMPLES = 2**40
 MAX_OFFSET = 2**62  # sums with it stay in an int64; who reads at it compares it with the tar's size
 
@@ -54,8 +61,8 @@ _Number = TypeVar("_Number", int, npt.NDArray[np.int64])
 
 
 def idx_dtype(kind: str) -> np.dtype[Any]:
-    """Of a record: IDX_ROW or IDX_DOCUMENT."""
-    return IDX_ROW if kind == "packed" else IDX_DOCUMENT
+    """Of a record: IDX_DOCUMENT, IDX_ROW or IDX_CHAT_ROW."""
+    return _DTYPES.get(kind, IDX_DOCUMENT)
 
 
 def idx_num_bytes(kind: str, num_samples: _Number) -> _Number:
@@ -93,7 +100,7 @@ def open_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> IdxFile:
 
 
 def read_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> npt.NDArray[np.void]:
-    """A shard's whole idx in memory: a structured array of IDX_DOCUMENT or IDX_ROW, one a sample.
+    """A shard's whole idx in memory: a structured array of ``idx_dtype``, one a sample.
 
     Raises MissingShard, UnknownVersion, OtherPlan, BrokenShard, or ReadWriteError.
     """

@@ -20,8 +20,9 @@ from shardprep.errors import BrokenShard, MissingShard, NotFound, OtherPlan
 from shardprep.format.checked_json import Fields, is_digest, read_checked, with_content_hash
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.idx import MAX_SAMPLES, idx_num_bytes
-from shardprep.format.manifest import Manifest, SourceCounts, manifest_ids, read_manifest, sources_of
+from shardprep.format.manifest import Manifest, manifest_ids, read_manifest
 from shardprep.format.names import BLOCK_BYTES, INDEX_NAME, id_ranges, rerun_command, shard_name
+from shardprep.format.source_counts import SourceCounts, sources_of, sum_of_sources
 from shardprep.regular_files import NOT_THERE
 
 MAX_INDEX_BYTES = 64 << 20  # one of 99,999 shards has 8 MB
@@ -86,13 +87,13 @@ class DatasetIndex:
     def _check_agreement(self, fields: Fields) -> None:
         """That the numbers of each shard are possible beside one another. Raises BrokenShard."""
         samples, documents, tokens, tar_bytes, idx_bytes = self.columns.T
-        is_packed = self.spec.record == "packed"
+        has_rows = self.spec.has_rows
         wrong = {
             "numbers, none below 0": (self.columns < 0).any(axis=1) | (samples > MAX_SAMPLES),
             "idx_bytes, by num_samples": idx_bytes != idx_num_bytes(self.spec.kind, samples),
             "tar_bytes, in whole blocks": (tar_bytes % BLOCK_BYTES != 0) | (tar_bytes < 2 * BLOCK_BYTES),
-            "num_documents, by num_samples": (documents != samples) & (not is_packed),
-            "num_tokens, by num_samples": (tokens > samples * self.spec.seq_len) & is_packed,
+            "num_documents, by num_samples": (documents != samples) & (not has_rows),
+            "num_tokens, by num_samples": (tokens > samples * self.spec.seq_len) & has_rows,
         }
         for what, rows in wrong.items():
             if rows.any():
@@ -113,7 +114,7 @@ def merge_manifests(manifests: Iterable[Manifest]) -> DatasetIndex:
     spec: DatasetSpec | None = None
     rows: list[tuple[int, ...]] = []
     hashes: list[str] = []
-    sources: dict[str, SourceCounts] = {}
+    sources: list[Mapping[str, SourceCounts]] = []
     for manifest in manifests:
         spec = spec or manifest.spec
         if manifest.spec != spec:
@@ -132,15 +133,14 @@ def merge_manifests(manifests: Iterable[Manifest]) -> DatasetIndex:
             )
         )
         hashes.append(manifest.tar.sha256[:_HASH_DIGITS])
-        for name, found in counts.sources.items():
-            sources[name] = sources[name] + found if name in sources else found
+        sources.append(counts.sources)
     if spec is None:
         raise MissingShard("no manifest was given")
     return DatasetIndex(
         spec=spec,
         columns=np.array(rows, np.int64),
         tar_sha256=tuple(hashes),
-        sources=dict(sorted(sources.items())),
+        sources=sum_of_sources(sources),
     )
 
 

@@ -24,41 +24,10 @@ from shardprep.format.names import (
     rerun_command,
     tar_path,
 )
+from shardprep.format.source_counts import SourceCounts, sources_of
 from shardprep.regular_files import NOT_THERE, FileStamp, names_in, size_of_file, stamp_file
 
 _MANIFEST_NAME = re.compile(r"shard-(\d{5})\.json", re.ASCII)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceCounts:
-    """What one source gave: the first subfolder of the input, or what --source_field names."""
-
-    num_documents: int
-    num_tokens: int  # padding excluded
-    num_bytes: int  # of the input files; with --source_field, of the documents' text
-    num_quarantined: int
-
-    @staticmethod
-    def from_json(fields: Fields) -> SourceCounts:
-        """Raises BrokenShard."""
-        counts = SourceCounts(
-            num_documents=fields.whole("num_documents"),
-            num_tokens=fields.whole("num_tokens"),
-            num_bytes=fields.whole("num_bytes"),
-            num_quarantined=fields.whole("num_quarantined"),
-        )
-        fields.end()
-        return counts
-
-    def __add__(self, other: SourceCounts) -> SourceCounts:
-        return SourceCounts(
-            **{name: value + getattr(other, name) for name, value in dataclasses.asdict(self).items()}
-        )
-
-
-def sources_of(fields: Fields) -> dict[str, SourceCounts]:
-    """The counts of each source, by name. Raises BrokenShard."""
-    return fields.each("sources", lambda inner, name: SourceCounts.from_json(inner.fields(name)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,12 +32,14 @@ CRCS_HEADER = np.dtype(
 )
 CRCS_DOCUMENT = np.dtype([("ids", "<u4")])  # of the num_bytes at the offset that the idx has
 CRCS_ROW = np.dtype([("ids", "<u4"), ("starts", "<u4")])  # of its part of doc_starts, too
+CRCS_CHAT_ROW = np.dtype([("ids", "<u4"), ("starts", "<u4"), ("mask", "<u4")])  # and of loss_mask
+_DTYPES = {"packed": CRCS_ROW, "chat": CRCS_CHAT_ROW}
 TAR_DIGITS = 16
 
 
 def crcs_dtype(kind: str) -> np.dtype[Any]:
-    """Of a record: CRCS_ROW or CRCS_DOCUMENT."""
-    return CRCS_ROW if kind == "packed" else CRCS_DOCUMENT
+    """Of a record: CRCS_DOCUMENT, CRCS_ROW or CRCS_CHAT_ROW."""
+    return _DTYPES.get(kind, CRCS_DOCUMENT)
 
 
 def crcs_header(spec: DatasetSpec, shard_id: int, tar_sha256: str) -> bytes:

@@ -107,7 +107,7 @@ def test_a_collate_fn_that_cannot_be_sent_is_called_here_and_the_log_says_so(
             collate_fn=lambda samples: with_process(samples),
         ) as loader,
     ):
-        assert loader._collate_workers is None
+        assert loader._stream._collate_workers is None
     (record,) = caplog.records
     assert "so this process calls it" in record.getMessage()
 
@@ -115,8 +115,8 @@ def test_a_collate_fn_that_cannot_be_sent_is_called_here_and_the_log_says_so(
 def test_a_loader_that_is_left_behind_ends_its_collating_processes(data: Path) -> None:
     loader = load(data)
     next(iter(loader))
-    assert loader._collate_workers is not None
-    workers = loader._collate_workers._stream._workers
+    assert loader._stream._collate_workers is not None
+    workers = loader._stream._collate_workers._stream._workers
     dead = weakref.ref(loader)
     del loader
     gc.collect()

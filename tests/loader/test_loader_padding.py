@@ -163,7 +163,7 @@ def test_grouped_global_batches_are_the_same_for_every_world_and_number_of_worke
     options = {"group_by_length": 2, "global_batch_size": 16, "max_length": 50}
     with load(data, 16, **options) as loader:
         whole = [shown(batch) for batch in loader]
-        dataset: Any = loader._chunk_loader.dataset
+        dataset: Any = loader._stream._chunk_loader.dataset
         num_tokens = dataset.samples.open().num_tokens
         law = [loader.order.step_samples(0, step, num_tokens) for step in (0, 3)]
     with load(data, 1, shuffle=False, max_length=50) as loader:

@@ -347,17 +347,19 @@ def test_after_an_error_in_a_worker_none_is_left_and_the_loader_can_be_iterated_
 INTERRUPTED = """
 import os, signal, sys, time
 from loader import get_llama3_dataloader
-from loader.token_loader import TokenLoader
+from loader.batch_stream import BatchStream
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 
 def interrupt():  # as a terminal does
     os.killpg(0, signal.SIGINT)
     time.sleep(60)
 
-fetch = TokenLoader._next_chunks
+fetch = BatchStream._next_chunks
 loader = get_llama3_dataloader(sys.argv[1], 8, model_id=sys.argv[2], num_workers=2)
 for where in ("loop", "loader", "idle"):
     if where == "loader":
-        TokenLoader._next_chunks = lambda self: (fetch(self), interrupt())
+        BatchStream._next_chunks = lambda self: (fetch(self), interrupt())
     try:
         for number, batch in enumerate(loader):
             if where == "loop" and number == 2:
@@ -365,10 +367,10 @@ for where in ("loop", "loader", "idle"):
     except KeyboardInterrupt:
         print("interrupted", where, flush=True)
     if where == "idle":
-        for worker in loader._stream._workers:
+        for worker in loader._stream._arriving._workers:
             worker.kill()
             worker.join()
-    TokenLoader._next_chunks = fetch
+    BatchStream._next_chunks = fetch
     time.sleep(1)  # workers that end of it have ended
     found = sorted(int(ids[0]) for batch in loader for ids in batch["input_ids"])
     assert found == list(range(640)), len(found)

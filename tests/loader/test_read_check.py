@@ -20,6 +20,7 @@ from loader.shards.shard_set import ShardSet
 from shardprep.errors import BrokenShard, MissingShard, ShardprepError, UsageError
 from shardprep.format.idx import read_idx
 from shardprep.format.manifest import read_manifest
+from tests.chat_sets import TAGGED, chat_model, conversations, write_chats
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -28,6 +29,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "json": {},
     "npy": {"token_format": "npy"},
     "packed": {"record": "packed", "seq_len": 16, "pack": "best_fit"},
+    "chat": {"record": "chat", "seq_len": 64},
 }
 NUM_SHARDS = 2
 
@@ -38,8 +40,11 @@ def made(prep: Prep, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "raw").mkdir()
     lines = [f"document {number} of some 문서 {'word ' * (number % 7)}\n" for number in range(24)]
     (root / "raw" / "a.txt").write_text("".join(lines), encoding="utf-8")
+    chats = write_chats(root / "chats", conversations(12))
+    model = chat_model(prep.model_dir, root / "model", TAGGED)
     for name, options in FORMS.items():
-        prep.plan(root / "raw", root / name, num_shards=NUM_SHARDS, **options)
+        raw, model_id = (chats, model) if name == "chat" else (root / "raw", prep.model_dir)
+        prep.plan(raw, root / name, num_shards=NUM_SHARDS, model_id=str(model_id), **options)
         prep.make(root / name)
         assert prep.command("verify", root / name, "--crcs").code == 0
     return root
@@ -83,9 +88,12 @@ def places(folder: Path) -> list[tuple[int, int, int]]:
     found = []
     for number, row in enumerate(read_idx(folder, spec, 0)):
         found.append((number, int(row["offset"]), int(row["offset"] + row["num_bytes"])))
-        if spec.kind == "packed":
+        if spec.kind in ("packed", "chat"):
             begin = int(row["starts_offset"])
             found.append((number, begin, begin + 4 * int(row["num_starts"])))
+        if spec.kind == "chat":
+            begin = int(row["mask_offset"])
+            found.append((number, begin, begin + spec.seq_len))
     return found
 
 
@@ -124,12 +132,14 @@ def test_without_the_check_a_flipped_bit_of_an_id_is_another_batch(copied: Path)
     "options",
     [
         {},
-        {"boundaries": "position_ids", "seq_len": 16},
+        {"boundaries": "position_ids"},
         {"split": "train", "validation_fraction": 0.3},
     ],
     ids=["whole", "rows", "split"],
 )
 def test_the_check_changes_no_batch(made: Path, form: str, options: dict[str, Any]) -> None:
+    if "boundaries" in options:
+        options = {**options, "seq_len": FORMS[form].get("seq_len", 16)}
     assert epoch(load(made / form, read_check="crc", **options)) == epoch(load(made / form, **options))
 
 

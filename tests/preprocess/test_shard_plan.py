@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 
 from preprocess import inputs as input_files
 from preprocess import shard_boundaries
-from preprocess.formats import text_lines
+from preprocess.formats import line_ends
 from preprocess.formats.format import Inspected, Reading
-from preprocess.formats.text_lines import first_line_start
+from preprocess.formats.line_ends import first_line_end, first_line_start, first_newline
 from preprocess.input_files import list_inputs, stamp_inputs
 from preprocess.inputs import InputFile, OpenInput
 from preprocess.plan import file_boundaries, need_plan, read_plan
-from preprocess.shard_boundaries import check_num_shards, divide
+from preprocess.shard_boundaries import check_num_shards, divide, even_places
 from preprocess.text_fields import TextFields
 from preprocess.train_tokenizer import train_tokenizer
 from shardprep.errors import BrokenShard, NotFound, Refused, UnknownVersion, UsageError
@@ -98,7 +98,7 @@ def test_a_shard_begins_with_the_first_line_at_or_behind_its_even_share(
     for end, data in zip(ends, contents, strict=True):
         starts |= {end - len(data) + byte for byte in line_starts(data)} if data else set()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_lines, "_FIRST_SCAN_BYTES", first + 1)
+        patch.setattr(line_ends, "_FIRST_SCAN_BYTES", first + 1)
         patch.setattr(shard_boundaries, "_NUM_STRETCHES", first)
         cuts = even_boundaries(folder, inputs, num_shards)
     places = [(ends[source - 1] if source else 0) + byte for source, byte in cuts]
@@ -148,17 +148,44 @@ def test_a_line_longer_than_a_shard_leaves_shards_empty_and_is_never_cut(tmp_pat
 
 
 @pytest.mark.parametrize("shift", [-2, -1, 0, 1])
-@pytest.mark.parametrize("num_kib", [4, 4 + 16, 4 + 16 + 64])
+@pytest.mark.parametrize("num_kib", [16, 16 + 64, 16 + 2 * 64])
 def test_a_line_end_on_the_edge_of_a_read_is_not_cut_in_two(tmp_path: Path, num_kib: int, shift: int) -> None:
-    """first_line_start reads 4 KiB, then four times as much each time."""
+    """first_line_start reads 16 KiB, then 64 KiB each time."""
     num_bytes = (num_kib << 10) + shift
     path = tmp_path / "a.txt"
     path.write_bytes(b"x" * num_bytes + b"\r\nb\n")
-    assert first_line_start(OpenInput(path), 1, sys.maxsize) == num_bytes + 2
+    assert first_line_start(OpenInput(path), 1, sys.maxsize, first_line_end) == num_bytes + 2
     path.write_bytes(b"x" * num_bytes + b"\rb\n")
-    assert first_line_start(OpenInput(path), 1, sys.maxsize) == num_bytes + 1
+    assert first_line_start(OpenInput(path), 1, sys.maxsize, first_line_end) == num_bytes + 1
     path.write_bytes(b"x" * num_bytes + b"\r")
-    assert first_line_start(OpenInput(path), 1, sys.maxsize) == num_bytes + 1
+    assert first_line_start(OpenInput(path), 1, sys.maxsize, first_line_end) == num_bytes + 1
+    assert first_line_start(OpenInput(path), 1, sys.maxsize, first_newline) == num_bytes + 1, "its end"
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_cutting_long_lines_reads_little_more_than_the_way_to_the_next_line_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    line_bytes, num_shards = 250_000, 17
+    path = tmp_path / name
+    path.write_bytes((b"x" * (line_bytes - 1) + b"\n") * 32)
+    size = path.stat().st_size
+    reads: list[int] = []
+    hints: list[int] = []
+    read = OpenInput.read
+    monkeypatch.setattr(
+        OpenInput, "read", lambda file, start, end: reads.append(end - start) or read(file, start, end)
+    )
+    monkeypatch.setattr(os, "posix_fadvise", lambda *words: hints.append(words[3]))
+    inputs = [InputFile(path=name, num_bytes=size, mtime_ns=0, sha256="")]
+    inspected = [Inspected(text_bytes=size, is_whole=False)]
+    places = even_places(tmp_path, inputs, inspected, num_shards, READING)
+    targets = [size * number // num_shards for number in range(1, num_shards)]
+    ways = [start.byte - target for target, (_, start) in zip(targets, places[1:-1], strict=True)]
+    assert all(0 <= way < line_bytes for way in ways)
+    assert sum(reads) <= sum(ways) + (num_shards - 1) * (64 << 10)
+    assert len(reads) <= sum(2 + way // (64 << 10) for way in ways)
+    assert hints == [os.POSIX_FADV_RANDOM], "and the system reads nothing ahead"
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from shardprep.format.manifest import read_manifest
+from shardprep.format.source_counts import source_lines
 from slurm.prometheus import metrics_text
 from slurm.watch_screen import bar, changes, cut, screen_lines
 from tests.checkout import ROOT
+from tests.conftest import Prep
 from tests.slurm.fake_slurm import QUEUES, FakeSlurm, submitted
 from tests.slurm.test_shown_jobs import slurm, squeue_line, write_log
 
@@ -118,3 +121,40 @@ def test_every_field_of_json_is_documented_and_every_documented_field_is_there(
     page = (ROOT / "docs" / "status_json.md").read_text(encoding="utf-8")
     documented = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
     assert documented == set(found)
+
+
+def test_status_counts_documents_tokens_bytes_and_quarantined_per_source(
+    fake: FakeSlurm, prep: Prep, tmp_path: Path
+) -> None:
+    raw, folder = tmp_path / "raw", tmp_path / "data"
+    sizes = {"ko": [3, 5], "en": [2], "bad\033[2J": [1]}
+    for name, files in sizes.items():
+        (raw / name).mkdir(parents=True)
+        for number, num_lines in enumerate(files):
+            lines = ['{"text": "' + "a b c " * (number + 1) + '"}\n'] * num_lines
+            (raw / name / f"{number}.jsonl").write_text("".join([*lines, '{"text": null}\n']))
+    prep.plan(raw, folder, num_shards=4, recursive=True, max_bad_fraction=0.9)
+    prep.make(folder)
+    found = json.loads(slurm("status", folder, "--json"))["sources"]
+    num_tokens = sum(read_manifest(folder, shard).counts.num_tokens for shard in range(4))
+    for name, files in sizes.items():
+        inputs = list((raw / name).iterdir())
+        assert found[name]["num_documents"] == sum(files)
+        assert found[name]["num_quarantined"] == len(files)
+        assert found[name]["num_bytes"] == sum(path.stat().st_size for path in inputs)
+    assert sum(each["num_tokens"] for each in found.values()) == num_tokens
+    shown = slurm("status", folder)
+    tokens, size = found["ko"]["num_tokens"], found["ko"]["num_bytes"]
+    assert f"  ko: 8 documents, {tokens} tokens, {size} B, 2 left out\n" in shown
+    assert "  'bad\\x1b[2J': 1 documents" in shown
+    assert "\033" not in shown
+    assert next(line for line in shown.splitlines() if "left out" in line).startswith("  ko: ")
+
+
+def test_of_many_sources_the_largest_are_shown_and_one_alone_has_no_line() -> None:
+    counts = {"num_documents": 1, "num_bytes": 1, "num_quarantined": 0}
+    many = {f"s{number:02d}": {**counts, "num_tokens": number} for number in range(20)}
+    lines = source_lines(many, all_in="index.json")
+    assert [line.split(":")[0].strip() for line in lines[:-1]] == [f"s{19 - n:02d}" for n in range(12)]
+    assert lines[-1] == "  and 8 more sources: index.json has them all"
+    assert source_lines({".": many["s01"]}, all_in="index.json") == []

@@ -38,6 +38,7 @@ def command(name: str, place: Path, options: list[str]) -> Callable[[], tuple[in
     codes: dict[str, Callable[[], int]] = {
         "plan": lambda: plan(place, options),
         "shard": lambda: _preprocess("--shard_id", 0, "--output_dir", data),
+        "shard 1": lambda: _preprocess("--shard_id", 1, "--output_dir", data),
         "run": lambda: _preprocess("run", data, "--num_proc", 1),
         "verify": lambda: _preprocess("verify", data),
         "verify --fast": lambda: _preprocess("verify", data, "--fast"),

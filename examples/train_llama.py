@@ -3,9 +3,13 @@
     python examples/train_llama.py DATA CHECKPOINTS --num_steps 1000                  one process
     sbatch --nodes=2 slurm/train_ddp.sh examples/train_llama.py DATA CHECKPOINTS ...  two nodes
 
-The loop shows the four things that a resumable run needs: the loader's state is saved with the
-optimizer's step; a checkpoint appears by rename; a wish to stop is agreed on by all ranks; the global
-batch, not the batch of a rank, is fixed. On another number of ranks it goes on with the same batches.
+The loop shows the five things that a resumable run needs: the loader's state is saved with the
+optimizer's step; a checkpoint appears by rename; all ranks begin with the same one; a wish to stop is
+agreed on by all ranks; the global batch, not the batch of a rank, is fixed. On another number of ranks it
+goes on with the same batches.
+
+Each --log_every steps it says how it is: loss, tokens/s of all ranks, the share of the time that they waited
+for the loader, and where in the data it is. CHECKPOINTS/log.jsonl has the loss of every step.
 
 Exit codes: 0 trained; 75 stopped after a checkpoint, run it again. Change the model in ``make_model``.
 """
@@ -58,7 +62,7 @@ def main() -> int:
         world_size=who.world_size,
     )
     run = Run(args, loader, make_model(loader.tokenizer, args).to(device), device)
-    run.load_newest()
+    run.load_newest(who.rank)
     if who.rank == 0:
         print(f"rank 0 of {who.world_size} ({who.source}), from step {run.step}", flush=True)
     with loader:
@@ -73,10 +77,15 @@ def train(run: Run, args: argparse.Namespace) -> bool:
     rank, world_size = run.loader.process_rank.rank, run.loader.process_rank.world_size
     num_micro = args.global_batch_size // (args.batch_size * world_size)
     batches = endless(run.loader)
+    health = Health(run, world_size)
     while run.step < args.num_steps:
         micro_batches = [next(batches) for _ in range(num_micro)]
         loss = run.optimizer_step(micro_batches, world_size)
         log_step(args, run.step, loss, micro_batches, rank)
+        if run.step % args.log_every == 0:
+            line = health.line(loss)
+            if rank == 0:
+                print(line, flush=True)
         time.sleep(args.step_sleep_s)
         stop = total(float(stop_wanted(rank)), run.device) > 0  # all ranks leave the loop at the same step
         if stop or run.step == args.num_steps or run.step % args.save_every == 0:
@@ -122,8 +131,9 @@ class Run:
 
     def save(self) -> None:
         """A checkpoint appears whole or not at all; the two newest are kept."""
-        path = self.folder / f"step-{self.step:08d}.pt"
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        path = self.path_of(self.step)
+        # also unlike that of a process that lives on where a node was lost
+        temporary = path.with_suffix(f".{os.uname().nodename}-{os.getpid()}.tmp")
         state = {
             "step": self.step,
             "model": self.model.state_dict(),
@@ -138,24 +148,66 @@ class Run:
         for old in sorted(self.folder.glob("step-*.pt"))[:-2]:
             old.unlink()
 
-    def load_newest(self) -> None:
-        """Go on from the newest checkpoint that can be read, if there is one."""
+    def load_newest(self, rank: int) -> None:
+        """Go on from the newest checkpoint that rank 0 can read, if there is one.
+
+        Rank 0 chooses for all: where one rank cannot read a file that another one can, the ranks would go on
+        from different steps.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
-        found = sorted(self.folder.glob("step-*.pt"), reverse=True)
-        for path in found:
-            try:
-                state = torch.load(path, map_location=self.device, weights_only=True)
-                break
-            except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
-                print(f"warning: {path} cannot be read ({error}): trying the one before it", flush=True)
-        else:
-            if found:
-                raise SystemExit(f"error: no checkpoint in {self.folder} can be read; move them away")
+        state = self.newest_state() if rank == 0 else None
+        step = [state["step"] if state else None]
+        if dist.is_initialized():
+            dist.broadcast_object_list(step)
+        if step[0] is None:
             return
+        if state is None:
+            state = self.read(self.path_of(step[0]))
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.loader.load_state_dict(state["loader"])
-        self.step = int(state["step"])
+        self.step = step[0]
+
+    def newest_state(self) -> dict[str, Any] | None:
+        """The newest checkpoint that can be read: a disk that failed may have cut the last one."""
+        found = sorted(self.folder.glob("step-*.pt"), reverse=True)
+        for path in found:
+            try:
+                return self.read(path)
+            except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
+                print(f"warning: {path} cannot be read ({error}): trying the one before it", flush=True)
+        if found:
+            raise SystemExit(f"error: no checkpoint in {self.folder} can be read; move them away")
+        return None
+
+    def read(self, path: Path) -> dict[str, Any]:
+        state: dict[str, Any] = torch.load(path, map_location=self.device, weights_only=True)
+        return state
+
+    def path_of(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}.pt"
+
+
+class Health:
+    """How the run is, since the last time it was asked."""
+
+    def __init__(self, run: Run, world_size: int) -> None:
+        self.run, self.world_size = run, world_size
+        self.began_s = time.perf_counter()
+
+    def line(self, loss: float) -> str:
+        """All ranks must ask for it: they add up what they did."""
+        now_s, metrics = time.perf_counter(), self.run.loader.metrics
+        took_s, self.began_s = now_s - self.began_s, now_s
+        num_tokens = total(float(metrics.num_tokens), self.run.device)
+        wait_share = total(metrics.wait_s, self.run.device) / (took_s * self.world_size)
+        metrics.reset()
+        step, loader = self.run.step, self.run.loader
+        at = loader.state_at(step)
+        return (
+            f"step {step}: loss {loss:.4f}, {num_tokens / took_s:,.0f} tokens/s, waited {wait_share:.1%} for "
+            f"data, at step {at['step']} of {loader.order.steps_per_epoch} of epoch {at['epoch']}"
+        )
 
 
 def make_model(tokenizer: Any, args: argparse.Namespace) -> LlamaForCausalLM:
@@ -212,7 +264,7 @@ def choose_device() -> torch.device:
 def log_step(
     args: argparse.Namespace, step: int, loss: float, micro_batches: list[dict[str, torch.Tensor]], rank: int
 ) -> None:
-    """A line a step: the loss and, with --log_batches, a hash of the global batch's samples in order."""
+    """A line per step: the loss and, with --log_batches, a hash of the global batch's samples in order."""
     digest = None
     if args.log_batches:
         rows = [
@@ -229,7 +281,6 @@ def log_step(
         line = json.dumps({"step": step, "loss": loss, "batch": digest})
         with (args.checkpoint_dir / "log.jsonl").open("a") as file:
             file.write(line + "\n")
-        print(line, flush=True)
 
 
 def parse_args() -> argparse.Namespace:
@@ -244,6 +295,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--num_layers", type=int, default=2)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--save_every", type=int, default=50)
+    parser.add_argument("--log_every", type=int, default=10, help="steps from one line to the next")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num_workers", type=int, default=2)
     parser.add_argument("--num_threads", type=int, default=max(1, len(os.sched_getaffinity(0)) // 2))

@@ -177,7 +177,12 @@ def check_worker_sockets() -> None:
 def _collate_workers(step_batches: StepBatches, workers: Mapping[str, Any]) -> CollateWorkers | None:
     if not can_be_sent(step_batches.collate_fn, workers.get("multiprocessing_context")):
         return None
-    return CollateWorkers(step_batches.collate_fn, worker_init_fn=_leave_interrupts_to_the_parent, **workers)
+    return CollateWorkers(
+        step_batches.collate_fn,
+        has_masks=step_batches.has_masks,
+        worker_init_fn=_leave_interrupts_to_the_parent,
+        **workers,
+    )
 
 
 def _leave_interrupts_to_the_parent(_: int) -> None:

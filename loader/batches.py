@@ -18,7 +18,8 @@ import torch
 from transformers import BatchEncoding, DataCollatorForLanguageModeling
 
 from loader.boundaries import boundary_fields
-from loader.dataset import Chunk, Edges, RowEdges, joined_edges, split_ids
+from loader.dataset import ID_BITS, Chunk, Edges, RowEdges, joined_edges, split_ids
+from loader.shifted_targets import shift, without_last_place
 from shardprep.errors import UsageError
 
 
@@ -115,6 +116,7 @@ class CausalLMCollator(DataCollatorForLanguageModeling):
     mlm: bool = False
     pad_to_length: int | None = None  # one width for all batches, instead of the longest sample's
     max_batch_tokens: int | None = None  # of a padded batch; a larger one is refused, not left to CUDA
+    num_beyond: int = 0  # places that a batch loses again, and that the multiple leaves out
     pad: PadToken = field(init=False)
 
     def __post_init__(self) -> None:
@@ -133,20 +135,22 @@ class CausalLMCollator(DataCollatorForLanguageModeling):
         )
 
     def torch_call(self, examples: list[Any]) -> BatchEncoding:  # type: ignore[override]
-        """Collate samples as transformers gives them: ids, or dicts with ``input_ids``."""
-        rows, masks = [], []
+        """Collate samples as transformers gives them: ids, or dicts with ``input_ids`` (and ``labels``)."""
+        rows, masks, labels = [], [], []
         for example in examples:
             fields = example if isinstance(example, Mapping) else {"input_ids": example}
-            unknown = fields.keys() - {"input_ids", "attention_mask", "special_tokens_mask"}
+            unknown = fields.keys() - {"input_ids", "attention_mask", "special_tokens_mask", "labels"}
             if unknown:
                 raise UsageError(
                     f"samples have {sorted(unknown)}, expected input_ids; pass your own collate_fn"
                 )
             rows.append(np.asarray(fields["input_ids"], np.int64))
             masks.append(np.asarray(fields.get("attention_mask", np.ones(len(rows[-1]))), np.int64))
+            labels.append(np.asarray(fields.get("labels", rows[-1]), np.int64))
         batch = self.pad_rows(rows)
-        for row, mask in enumerate(masks):
+        for row, (mask, of_row) in enumerate(zip(masks, labels, strict=True)):
             batch["attention_mask"][row, : len(mask)] = torch.from_numpy(mask)
+            batch["labels"][row, : len(of_row)] = torch.from_numpy(of_row)
         batch["labels"].masked_fill_(batch["attention_mask"] == 0, IGNORED)
         return batch
 
@@ -161,7 +165,8 @@ class CausalLMCollator(DataCollatorForLanguageModeling):
     def pad_joined(self, joined: Ids, lengths: npt.NDArray[Any]) -> BatchEncoding:
         """The same of samples whose ids stand one after another; ``lengths``: of each sample."""
         multiple = self.pad_to_multiple_of or 1
-        width = -(-max(int(lengths.max()), self.pad_to_length or 0) // multiple) * multiple
+        widest = max(int(lengths.max()), self.pad_to_length or 0) - self.num_beyond
+        width = max(-(-widest // multiple) * multiple, 1) + self.num_beyond
         num_rows = len(lengths)
         if self.max_batch_tokens is not None and num_rows * width > self.max_batch_tokens:
             raise UsageError(
@@ -174,13 +179,20 @@ class CausalLMCollator(DataCollatorForLanguageModeling):
         ids[is_real] = joined
         return _batch_of(ids, is_real.astype(np.int64), np.where(is_real, ids, IGNORED))
 
-    def mask_rows(self, rows: Ids, lengths: npt.NDArray[Any] | None) -> BatchEncoding:
+    def mask_rows(
+        self, rows: Ids, lengths: npt.NDArray[Any] | None, *, has_masks: bool = False
+    ) -> BatchEncoding:
         """Collate [batch, seq] rows, of which the first ``lengths`` ids are real (None: all).
+
+        ``has_masks``: ids may carry NO_LABEL, and have no label then.
 
         Ids and labels are both widened from ``rows``: a copy of one to the other takes up to three times
         as long, where malloc puts their addresses a few bytes more than whole pages apart.
         """
         ids, labels = rows.astype(np.int64), rows.astype(np.int64)
+        if has_masks:
+            ids &= ID_BITS
+            labels[labels < 0] = IGNORED
         if lengths is None:
             attention_mask = np.ones_like(ids)
         else:
@@ -253,6 +265,8 @@ class StepBatches:
     row_tokens: int  # of every sample where all are rows, else 0
     collate_fn: Collate
     boundaries: tuple[str, ...] = ()
+    has_masks: bool = False  # ids may carry NO_LABEL
+    shifts_targets: bool = False  # labels stand where the token before them stands
 
     def __post_init__(self) -> None:
         if self.boundaries and not self.is_own:
@@ -309,14 +323,16 @@ class StepBatches:
 
     def _collated(self, part: Uncollated) -> Any:
         if type(self.collate_fn) is not CausalLMCollator:
-            return collate_lists(self.collate_fn, part.samples())
+            return collate_lists(self.collate_fn, part.samples(), has_masks=self.has_masks)
         pad = self.collate_fn
         if self.row_tokens or part.lengths is None:
-            batch = pad.mask_rows(part.ids, part.lengths)
+            batch = pad.mask_rows(part.ids, part.lengths, has_masks=self.has_masks)
         else:
             batch = pad.pad_joined(part.ids, part.lengths)
         if self.boundaries:
             self._add_boundaries(batch, part)
+        elif self.shifts_targets:
+            shift(batch.data)
         return batch
 
     def _add_boundaries(self, batch: BatchEncoding, part: Uncollated) -> None:
@@ -329,6 +345,10 @@ class StepBatches:
             width = fields["input_ids"].shape[1]
             edges = RowEdges.of_rows(nothing.astype(np.int32), nothing, lengths, width).part(0, len(lengths))
         fields["labels"].numpy().reshape(-1)[edges.begins] = IGNORED
+        if self.shifts_targets:
+            shift(fields)
+            edges = without_last_place(edges)
+            lengths = None if lengths is None else np.minimum(lengths, edges.shape[1])
         fields.update(boundary_fields(self.boundaries, edges, lengths))
         if "transformers" in self.boundaries:
             del fields["attention_mask"]  # where there is one, transformers looks for no documents
@@ -362,6 +382,13 @@ def blank_labels(batch: Any, num_rows: int) -> None:
     labels[-num_rows:] = IGNORED
 
 
-def collate_lists(collate_fn: Collate, samples: list[Ids]) -> Any:
-    """What a ``collate_fn`` of the user's makes of some samples."""
+def collate_lists(collate_fn: Collate, samples: list[Ids], *, has_masks: bool = False) -> Any:
+    """What a ``collate_fn`` of the user's makes of some samples; with masks, they have labels, too."""
+    if has_masks:
+        return collate_fn([_with_labels(ids) for ids in samples])
     return collate_fn([{"input_ids": ids.tolist()} for ids in samples])
+
+
+def _with_labels(ids: Ids) -> dict[str, list[int]]:
+    labels = np.where(ids < 0, IGNORED, ids)
+    return {"input_ids": (ids & ID_BITS).tolist(), "labels": labels.tolist()}

@@ -40,12 +40,14 @@ class _BatchPickler(pickle.Pickler):
 class _Collated(Dataset[Any]):
     """A torch Dataset whose index is the samples of a batch, and whose item is the batch."""
 
-    def __init__(self, collate_fn: Collate) -> None:
+    def __init__(self, collate_fn: Collate, *, has_masks: bool) -> None:
         self._collate_fn = collate_fn
+        self._has_masks = has_masks
 
     def __getitem__(self, samples: list[Ids]) -> bytes:
         target = io.BytesIO()
-        _BatchPickler(target, pickle.HIGHEST_PROTOCOL).dump(collate_lists(self._collate_fn, samples))
+        batch = collate_lists(self._collate_fn, samples, has_masks=self._has_masks)
+        _BatchPickler(target, pickle.HIGHEST_PROTOCOL).dump(batch)
         return target.getvalue()
 
 
@@ -69,10 +71,10 @@ class CollateWorkers:
     raises is raised where its batch is taken, with the worker's traceback.
     """
 
-    def __init__(self, collate_fn: Collate, **workers: Any) -> None:
+    def __init__(self, collate_fn: Collate, *, has_masks: bool = False, **workers: Any) -> None:
         self._source = _Source()
         self._loader: DataLoader[Any] = DataLoader(
-            _Collated(collate_fn),
+            _Collated(collate_fn, has_masks=has_masks),
             sampler=self._source,
             batch_size=None,
             collate_fn=_as_it_is,

@@ -37,6 +37,7 @@ from loader.shards.document_split import SplitName, document_split
 from loader.shards.find_shards import find_sources
 from loader.shards.input_paths import InputShards
 from loader.shards.shard_set import ShardSet, SizeCheck
+from loader.shifted_targets import Targets, check_targets
 from loader.staging.staged_copies import warn_of_missing_copies
 from loader.token_loader import TokenLoader
 from loader.tokenizer import choose_tokenizer, fingerprint_of
@@ -70,6 +71,7 @@ def get_llama3_dataloader(
     validation_fraction: float | None = None,
     seq_len: int | None = None,
     boundaries: Boundary | Sequence[Boundary] = (),
+    targets: Targets = "same",
     max_length: int | None = None,
     long_documents: LongDocuments = "truncate",
     padding: Padding = "longest",
@@ -121,6 +123,11 @@ def get_llama3_dataloader(
             ``attention_mask``, and ``use_cache`` False. For other models ``"position_ids"``,
             ``"segment_ids"``, ``"cu_seqlens"``; see boundaries.py, also for masks. The first label of each
             document is then -100, as it follows from another document.
+        targets: ``"same"``: labels are the ids, and the model shifts them, as transformers' do.
+            ``"shifted"``: ``labels[:, t]`` is what comes behind ``input_ids[:, t]``, for loops like those of
+            Megatron, nanoGPT and torchtitan. Samples hold one token more then: ``seq_len`` and
+            ``max_length`` stay the width of batches; of rows on disk, prepare them with ``--seq_len`` one
+            larger. See shifted_targets.py, also for context parallelism.
         max_length: tokens of a document; what happens to longer ones is ``long_documents``.
         long_documents: ``"truncate"`` leaves the rest out and counts it in ``metrics``, ``"split"`` makes
             it samples of its own, ``"error"`` refuses.
@@ -154,9 +161,10 @@ def get_llama3_dataloader(
     who = find_process_rank(rank, world_size, device_mesh=device_mesh, process_group=process_group)
     global_batch_size = check_batch(batch_size, global_batch_size, who.world_size)
     fields = check_boundaries(boundaries)
+    shifts = check_targets(targets, fields, has_collate_fn=collate_fn is not None)
     rules = SampleRules(
-        seq_len=seq_len,
-        max_length=max_length,
+        seq_len=None if seq_len is None else seq_len + shifts,
+        max_length=None if max_length is None else max_length + shifts,
         long_documents=long_documents,
         group=group_size(group_by_length, batch_size),
     )
@@ -228,13 +236,19 @@ def get_llama3_dataloader(
         collate_fn = CausalLMCollator(
             tokenizer,
             pad_to_multiple_of=pad_to_multiple_of,
-            pad_to_length=max_length if padding == "max_length" else None,
+            pad_to_length=rules.max_length if padding == "max_length" else None,
+            num_beyond=int(shifts),
             max_batch_tokens=max_batch_tokens,
         )
     if isinstance(collate_fn, CausalLMCollator):
         tokenizer.pad_token = collate_fn.pad.token
     step_batches = StepBatches(
-        batch_size=batch_size, row_tokens=samples.row_tokens, boundaries=fields, collate_fn=collate_fn
+        batch_size=batch_size,
+        row_tokens=samples.row_tokens,
+        boundaries=fields,
+        collate_fn=collate_fn,
+        shifts_targets=shifts,
+        has_masks=any(part.has_masks for part in sources.values()),
     )
     if size_check is not None:
         size_check.wait()

@@ -29,6 +29,9 @@ from loader.order import Order, choose_windows, share
 from loader.shards.shard_set import ShardSet
 from shardprep.errors import UsageError
 
+NO_LABEL = np.int32(-(2**31))  # set in an id that is seen and not learnt: no id is below 0 else
+ID_BITS = 2**31 - 1  # the id without it
+
 _HEAD = 4  # samples a step, steps, tokens cut, document starts (-1: none were asked for)
 
 
@@ -43,15 +46,25 @@ class ScatteredRows:
     flat: npt.NDArray[np.integer[Any]]
     at: npt.NDArray[np.int64]  # int64[samples a step, steps]: where in flat each row begins
     row_tokens: int
+    mask: npt.NDArray[np.uint8] | None = None  # 1 where a token has a label; None: all have
+    mask_at: npt.NDArray[np.int64] | None = None  # likewise: where in mask each row begins; -1: all have
 
     @cached_property
     def _view(self) -> npt.NDArray[np.integer[Any]]:
         return sliding_window_view(self.flat, self.row_tokens)
 
     def __getitem__(self, places: Any) -> npt.NDArray[np.integer[Any]]:
-        """As of an array ``[samples a step, steps, row_tokens]``; always a copy."""
+        """As of an array ``[samples a step, steps, row_tokens]``; always a copy.
+
+        With a mask int32, NO_LABEL in the tokens that have none.
+        """
         rows: npt.NDArray[np.integer[Any]] = self._view[self.at[places]]
-        return rows
+        if self.mask is None or self.mask_at is None:
+            return rows
+        at = self.mask_at[places]
+        without = sliding_window_view(self.mask, self.row_tokens)[at] == 0
+        without[at < 0] = False
+        return np.where(without, rows.astype(np.int32) | NO_LABEL, rows.astype(np.int32))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,8 @@ def _sample(loader: TokenLoader) -> str:
         apart = (
             f"; boundaries {', '.join(fields)}" if fields else "; attention crosses documents (no boundaries)"
         )
-        return f"a row of {run['seq_len']} tokens{apart}"
+        shifted = "; labels one place ahead" if loader.step_batches.shifts_targets else ""
+        return f"a row of {run['seq_len']} tokens{apart}{shifted}"
     if not run["max_length"]:
         return "a whole document"
     return f"a document of up to {run['max_length']} tokens, longer ones: {run['long_documents']}"

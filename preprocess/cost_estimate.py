@@ -143,7 +143,7 @@ def measure(plan: Plan, engine: Engine) -> CostEstimate:
         at = time.process_time()
         for batch in batches:
             at, read_s = _add_cpu(at, read_s)
-            tokens = engine.encode_documents(batch.texts, end_id=plan.end_id)
+            tokens = engine.encode_documents(batch.texts, end_id=plan.end_id, spans=batch.spans)
             at, encode_s = _add_cpu(at, encode_s)
             prepared = members.prepare(batch, tokens)
             at, layout_s = _add_cpu(at, layout_s)
@@ -173,7 +173,7 @@ def estimate_of(plan: Plan, folder: Path) -> CostEstimate:
     Raises what reading the input and the tokenizer raises.
     """
     path = folder / TOKENIZER_DIR / TOKENIZER_FILE
-    return measure(plan, tokenizers_engine(path, allow_special_tokens=plan.options.allow_special_tokens))
+    return measure(plan, tokenizers_engine(path, allow_special_tokens=plan.options.encodes_control_tokens))
 
 
 def _itself(prepared: Prepared) -> Prepared:

@@ -79,7 +79,7 @@ def verify_deep(
     settings = WorkerSettings(input_dir=input_dir)
     worker = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=lambda _: None)
     reference = tokenizers_engine(
-        folder / TOKENIZER_DIR / TOKENIZER_FILE, allow_special_tokens=plan.options.allow_special_tokens
+        folder / TOKENIZER_DIR / TOKENIZER_FILE, allow_special_tokens=plan.options.encodes_control_tokens
     )
     problems, num_compared = [], 0
     for shard_id in shard_ids:

@@ -11,10 +11,11 @@ from collections.abc import Generator, Iterator
 
 import numpy as np
 
+from preprocess.chat_rendering import ChatTemplate, Rendered, render_conversations
 from preprocess.formats.format import Digest, DocumentBatch, RangeReader, Reading, no_documents, one_left_out
 from preprocess.formats.named import format_of
 from preprocess.inputs import ByteRange, Place
-from preprocess.long_documents import MOST_HELD_BYTES, LongDocument
+from preprocess.long_documents import LONG_BYTES, MOST_HELD_BYTES, LongDocument
 from preprocess.options import BytesOptions, Doc
 from preprocess.text_changes import TextChanges
 from preprocess.text_fields import TextFields, UnusableText
@@ -32,11 +33,13 @@ def read_documents(
     fields: TextFields | None = None,
     changes: TextChanges = _NO_CHANGES,
     most_documents: int | None = None,
+    chat: ChatTemplate | None = None,
 ) -> Iterator[DocumentBatch | LongDocument]:
     """Yield the documents of byte ranges in order, in batches of about ``batch_bytes``, and not too many.
 
     A document of more than LONG_BYTES comes alone, as a LongDocument. ``digest`` is told all bytes of the
-    ranges, in their order. Reading ends behind ``most_documents`` of them.
+    ranges, in their order. Reading ends behind ``most_documents`` of them. ``chat`` renders the texts, which
+    are conversations.
 
     Ranges begin and end where their format allows it. Raises NotFound where a file cannot be opened,
     ReadWriteError where reading fails, BadInput where a file is not of its format, Refused where a file was
@@ -52,6 +55,9 @@ def read_documents(
     items = _items(ranges, reading, digest)
     if not changes.is_nothing:
         items = (_changed(item, changes) for item in items)
+    if chat is not None:
+        template = chat
+        items = (_conversations(item, template) for item in items)
     yield from items if most_documents is None else _first_ones(ranges, items, most_documents)
 
 
@@ -73,7 +79,33 @@ def planned_documents(
         fields=options.text_fields(),
         changes=options.text_changes(),
         most_documents=most_documents,
+        chat=chat_template(options),
     )
+
+
+def chat_template(options: BytesOptions) -> ChatTemplate | None:
+    """What renders the conversations of a plan; None where documents are texts."""
+    if not options.is_chat:
+        return None
+    return ChatTemplate(options.chat_template, options.chat_tokens, options.allow_special_tokens)
+
+
+def _conversations(item: DocumentBatch | LongDocument, template: ChatTemplate) -> DocumentBatch:
+    """The conversations of a batch, rendered; what cannot be is left out, with its reason."""
+    if isinstance(item, LongDocument):
+        return one_left_out(item.place, "too_long", f"its messages have more than {LONG_BYTES} bytes")
+    if not item.texts:
+        return item
+    rendered = render_conversations(template, item.texts)
+    kept = [number for number, one in enumerate(rendered) if isinstance(one, Rendered)]
+    bad = [*item.bad]
+    bad += [
+        item.left_out(number, one) for number, one in enumerate(rendered) if isinstance(one, UnusableText)
+    ]
+    texts = [one.text for one in rendered if isinstance(one, Rendered)]
+    spans = [one.spans for one in rendered if isinstance(one, Rendered)]
+    batch = item.only(np.array(kept, np.int64))
+    return dataclasses.replace(batch, texts=texts, spans=spans, bad=sorted(bad, key=lambda one: one.line))
 
 
 def _items(

@@ -18,7 +18,7 @@ from typing import IO, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.engines import TokenBatch
+from preprocess.engines import NO_LOSS, TokenBatch
 from preprocess.formats.format import DocumentBatch
 from preprocess.long_documents import LongDocument
 from preprocess.member_bytes import document_headers, json_ids, padded, ustar_header
@@ -26,10 +26,11 @@ from preprocess.options import BytesOptions
 from preprocess.packing import START, BestFitRows, ConcatRows, Packer, RowGroup
 from shardprep.errors import BadInput, ReadWriteError
 from shardprep.format.dataset_spec import DatasetSpec
-from shardprep.format.idx import IDX_DOCUMENT, IDX_ROW
+from shardprep.format.idx import IDX_DOCUMENT, idx_dtype
 from shardprep.format.names import (
     BLOCK_BYTES,
     DOC_STARTS_FIELD,
+    LOSS_MASK_FIELD,
     MAX_MEMBER_BYTES,
     ROW_TOKENS_FIELD,
     TEXT_FIELD,
@@ -47,8 +48,7 @@ class Members(Protocol):
     """Lays out the samples of one shard as the members of its tar, from the first byte of the tar on.
 
     Its methods, all but ``prepare``, are called in the order of the input. They yield pieces of the tar, each
-    with the idx records of the samples that it completes: IDX_DOCUMENT[samples] or IDX_ROW[samples], often
-    none.
+    with the idx records of the samples that it completes: ``idx_dtype``[samples], often none.
     """
 
     @property
@@ -82,7 +82,7 @@ def members_of(
 
     ``batch_size``: most documents laid out at once, None for all of a batch.
     """
-    if spec.record == "packed":
+    if spec.has_rows:
         packer = BestFitRows(spec) if options.pack == "best_fit" else ConcatRows(spec)
         return RowMembers(spec, shard_id, packer)
     return DocumentMembers(folder, spec, shard_id, keep_text=options.keep_text, batch_size=batch_size)
@@ -130,11 +130,14 @@ class RowMembers:
         return map(self._member, self._packer.finish())
 
     def _member(self, group: RowGroup) -> Piece:
-        """One member: its bytes, and IDX_ROW[num_rows]."""
+        """One member: its bytes, and the idx records of its rows."""
         fields: dict[str, npt.NDArray[Any]] = {
             DOC_STARTS_FIELD: group.starts["position"].astype(np.uint32),
             token_field("packed", "npy"): group.rows,
         }
+        if self._spec.record == "chat":
+            fields[LOSS_MASK_FIELD] = (group.rows < NO_LOSS).astype(np.uint8)
+            fields[token_field("chat", "npy")] = (group.rows & ~NO_LOSS).astype(self._spec.dtype)
         num_padding = group.rows.size - int(group.row_tokens.sum(dtype=np.int64))
         if num_padding:
             fields[ROW_TOKENS_FIELD] = group.row_tokens
@@ -157,7 +160,7 @@ class RowMembers:
         row_bytes = self._spec.seq_len * self._spec.dtype.itemsize
         numbers = np.arange(len(group.rows))
         begins = np.searchsorted(group.starts["position"], numbers * self._spec.seq_len)
-        records = np.empty(len(group.rows), IDX_ROW)
+        records = np.empty(len(group.rows), idx_dtype(self._spec.kind))
         records["offset"] = payloads[token_field("packed", "npy")] + numbers * row_bytes
         records["num_bytes"] = row_bytes
         records["num_tokens"] = group.row_tokens
@@ -165,6 +168,8 @@ class RowMembers:
         records["source_offset"] = group.firsts["source_offset"]
         records["starts_offset"] = payloads[DOC_STARTS_FIELD] + 4 * begins
         records["num_starts"] = np.diff(begins, append=len(group.starts))
+        if LOSS_MASK_FIELD in payloads:
+            records["mask_offset"] = payloads[LOSS_MASK_FIELD] + numbers * self._spec.seq_len
         return records
 
 

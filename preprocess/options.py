@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from preprocess.resources import batch_bytes_within
+from preprocess.resources import batch_bytes_within, most_batches_within
 from preprocess.text_changes import Normalize, TextChanges, text_versions
-from preprocess.text_fields import TextFields
+from preprocess.text_fields import MessageFields, TextFields
 from shardprep.errors import Refused, UsageError
 from shardprep.format.names import Record, TokenFormat
 
@@ -52,6 +52,20 @@ class BytesOptions:
     max_chars: int = 0  # 0: no limit
     limit: int = 0  # 0: no limit
     text_versions: str = ""  # of the libraries that change text, see text_changes.py
+    messages_field: str = ""  # of conversations, "" for other records
+    chat_template: str = ""  # its Jinja text
+    chat_tokens: str = ""  # the special tokens that a template may name, as JSON
+    chat_versions: str = ""  # of the libraries that render it, see chat_rendering.py
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether a document is a conversation, rendered by a chat template."""
+        return self.record == "chat"
+
+    @property
+    def encodes_control_tokens(self) -> bool:
+        """Whether control tokens written out in a text become control tokens: a chat template's have to."""
+        return self.allow_special_tokens or self.is_chat
 
     def identity(self) -> dict[str, Any]:
         """What of them a plan's id is a hash of: an option that came later counts only where it is used."""
@@ -64,6 +78,8 @@ class BytesOptions:
 
     def text_fields(self) -> TextFields:
         """What of a record is the text. Raises UsageError where the names or the template are none."""
+        if self.messages_field:
+            return MessageFields(self.messages_field, self.id_field, self.source_field)
         return TextFields(self.text_field, self.text_template, self.id_field, self.source_field)
 
     def text_changes(self) -> TextChanges:
@@ -123,7 +139,8 @@ class PrepConfig:
         default=None, metadata={"help": "a trial: so many documents at most, of all shards evenly"}
     )
     record: Record = field(
-        default="documents", metadata={"help": "a sample a document, or documents packed into rows"}
+        default="documents",
+        metadata={"help": "a sample a document; documents in rows; conversations in rows"},
     )
     seq_len: int | None = field(default=None, metadata={"help": "tokens a packed row (default 8192)"})
     token_format: TokenFormat = field(
@@ -142,6 +159,12 @@ class PrepConfig:
     allow_special_tokens: bool = field(
         default=False, metadata={"help": "let '<|end_of_text|>' and the like in a text become control tokens"}
     )
+    messages_field: str | None = field(
+        default=None, metadata={"help": "of chat: the field with the list of messages (default messages)"}
+    )
+    chat_template_file: Path | None = field(
+        default=None, metadata={"help": "of chat: a file with a Jinja template, in place of the tokenizer's"}
+    )
     max_bad_fraction: float = field(
         default=0.01, metadata={"help": "share of documents left out as bad above which a shard fails (65)"}
     )
@@ -157,23 +180,26 @@ class PrepConfig:
                 raise UsageError(f"--{name} is {value!r}, expected one of {', '.join(choices)}")
         if not 0 <= self.max_bad_fraction <= 1:
             raise UsageError(f"--max_bad_fraction is {self.max_bad_fraction}, expected 0 to 1")
-        packed = self.record == "packed"
-        if not packed and self.seq_len is not None:
+        has_rows = self.record != "documents"
+        if not has_rows and self.seq_len is not None:
             raise UsageError("--seq_len is for packed rows; add --record packed, or leave it out")
-        if not packed and self.pack != "concat":
+        if not has_rows and self.pack != "concat":
             raise UsageError(f"--pack {self.pack} is for packed rows; add --record packed, or leave it out")
-        if packed and self.keep_text:
+        if has_rows and self.keep_text:
             raise UsageError("--keep_text is for documents; packed rows hold no text")
-        seq_len = 0 if not packed else 8192 if self.seq_len is None else self.seq_len
-        if packed and not 1 <= seq_len <= 2**27:
+        seq_len = 0 if not has_rows else 8192 if self.seq_len is None else self.seq_len
+        if has_rows and not 1 <= seq_len <= 2**27:
             raise UsageError(f"--seq_len is {seq_len}, expected 1 to {2**27}")
+        is_chat = self.record == "chat"
+        self._check_chat(is_chat)
         resolved = {
             "seq_len": seq_len,
-            "token_format": "npy" if packed else self.token_format,
-            "keep_text": not packed if self.keep_text is None else self.keep_text,
-            "append_eos": packed if self.append_eos is None else self.append_eos,
+            "token_format": "npy" if has_rows else self.token_format,
+            "keep_text": not has_rows if self.keep_text is None else self.keep_text,
+            "append_eos": has_rows and not is_chat if self.append_eos is None else self.append_eos,
             "encoding": _known_encoding(self.encoding),
-            "text_field": self._resolved_text_field(),
+            "text_field": "" if is_chat else self._resolved_text_field(),
+            "messages_field": self.messages_field or ("messages" if is_chat else ""),
             **{name: getattr(self, name) or "" for name in _TEXTS_OR_NONE},
             **{name: getattr(self, name) or 0 for name in _LIMITS},
         }
@@ -188,6 +214,24 @@ class PrepConfig:
                 "--text_field and --text_template are two ways to say the same; give one of them"
             )
         return "" if self.text_template else "text" if self.text_field is None else self.text_field
+
+    def _check_chat(self, is_chat: bool) -> None:
+        """That only chat has options of chat, and chat none that change a text or end a document."""
+        others = ("messages_field", "chat_template_file")
+        if not is_chat:
+            if given := [name for name in others if getattr(self, name)]:
+                raise UsageError(f"--{given[0]} is for conversations; add --record chat, or leave it out")
+            return
+        if self.engine == "fastokens":
+            raise UsageError("--engine fastokens tells no places of tokens, which a loss mask needs")
+        if self.messages_field == "":
+            raise UsageError("--messages_field is empty, expected the name of a field, such as messages")
+        given = [name for name in _NOT_OF_CHAT if getattr(self, name)]
+        if given:
+            raise UsageError(
+                f"--{given[0]} is for texts; the template alone decides how a conversation reads and ends: "
+                "leave it out with --record chat"
+            )
 
     def _check_limits(self) -> None:
         for name in _LIMITS:
@@ -206,10 +250,9 @@ class PrepConfig:
         return text_versions(fix_text=self.fix_text, normalize=self.normalize or "")
 
     def bytes_options(self) -> BytesOptions:
-        """The options that decide the bytes of the shards."""
-        return BytesOptions(
-            **{item.name: getattr(self, item.name) for item in dataclasses.fields(BytesOptions)}
-        )
+        """The options that decide the bytes of the shards; planning adds CHAT_FACTS."""
+        names = [item.name for item in dataclasses.fields(BytesOptions) if item.name not in CHAT_FACTS]
+        return BytesOptions(**{name: getattr(self, name) for name in names})
 
     @staticmethod
     def of_bytes_options(options: BytesOptions, **other: Any) -> PrepConfig:
@@ -230,9 +273,14 @@ def check_text_versions(options: BytesOptions) -> None:
 def flags_of(options: BytesOptions) -> dict[str, Any]:
     """The options as the flags that give them."""
     given = dataclasses.asdict(options)
-    del given["text_versions"]
-    return {**given, "seq_len": options.seq_len or None, "text_field": options.text_field or None}
+    for name in ("text_versions", *CHAT_FACTS):
+        del given[name]
+    or_none = {name: given[name] or None for name in ("seq_len", "text_field", "messages_field")}
+    return {**given, **or_none}
 
+
+CHAT_FACTS = ("chat_template", "chat_tokens", "chat_versions")
+CHAT_OPTIONS = ("messages_field", *CHAT_FACTS)  # plan.json has them for conversations alone
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "record": get_args(Record),
@@ -244,6 +292,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 _TEXTS_OR_NONE = ("text_template", "id_field", "source_field", "normalize")
 _LIMITS = ("min_chars", "max_chars", "limit")
+_NOT_OF_CHAT = (
+    "text_field", "text_template", "fix_text", "normalize", "min_chars", "max_chars", "append_eos"
+)  # fmt: skip
 
 
 def _known_encoding(name: str) -> str:
@@ -300,6 +351,11 @@ class WorkerSettings:
     def batch_bytes(self) -> int:
         """Bytes of raw text in a batch: resources.BATCH_BYTES, fewer where memory is short."""
         return batch_bytes_within(self.memory_gb)
+
+    @property
+    def most_batches(self) -> int:
+        """Batches that may be laid out at once, fewer where memory is short."""
+        return most_batches_within(self.memory_gb)
 
 
 def environment_number(environ: Mapping[str, str], name: str) -> int | None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.engines import TokenBatch
+from preprocess.engines import NO_LOSS, TokenBatch
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.names import PACKED_MEMBER_BYTES
 
@@ -26,7 +26,7 @@ START = np.dtype([("position", "<i8"), ("source", "<u4"), ("source_offset", "<u8
 class RowGroup:
     """The rows of one member."""
 
-    rows: npt.NDArray[Any]  # token ids [num_rows, seq_len], in the spec's dtype, padded
+    rows: npt.NDArray[Any]  # token ids [num_rows, seq_len], of row_dtype, padded
     row_tokens: npt.NDArray[np.uint32]  # uint32[num_rows]: tokens that are no padding
     starts: npt.NDArray[np.void]  # START of the documents that begin here, by position in rows.ravel()
     firsts: npt.NDArray[np.void]  # START[num_rows] of the document of each row's first token
@@ -39,8 +39,13 @@ def rows_per_member(spec: DatasetSpec) -> int:
 
 def pad_id(spec: DatasetSpec) -> int:
     """What fills rows that are not full."""
-    pad = spec.tokenizer.pad_token_id
-    return 0 if pad is None else pad
+    pad = spec.tokenizer.pad_token_id or 0
+    return pad | int(NO_LOSS) if spec.record == "chat" else pad
+
+
+def row_dtype(spec: DatasetSpec) -> np.dtype[Any]:
+    """Of ids while they are packed: those of conversations carry NO_LOSS."""
+    return np.dtype(np.uint32) if spec.record == "chat" else spec.dtype
 
 
 Ids = npt.NDArray[np.uint32]
@@ -141,7 +146,7 @@ class ConcatRows:
         num_padding = num_rows * seq_len - len(ids)
         row_tokens = np.full(num_rows, seq_len, np.uint32)
         row_tokens[-1] -= num_padding
-        rows = np.pad(ids.astype(self._spec.dtype), (0, num_padding), constant_values=pad_id(self._spec))
+        rows = np.pad(ids.astype(row_dtype(self._spec)), (0, num_padding), constant_values=pad_id(self._spec))
         open_before = np.concatenate((self._open, starts))
         self._open = open_before[-1:]
         row_begins = np.arange(num_rows) * seq_len
@@ -178,7 +183,8 @@ class BestFitRows:
     def __init__(self, spec: DatasetSpec) -> None:
         self._spec = spec
         num_open = min(1024, max(16, self._OPEN_BYTES // (spec.seq_len * spec.dtype.itemsize)))
-        self._buffer = np.full((num_open, spec.seq_len), pad_id(spec), spec.dtype)
+        self._dtype = row_dtype(spec)
+        self._buffer = np.full((num_open, spec.seq_len), pad_id(spec), self._dtype)
         self._free = list(range(num_open - 1, -1, -1))  # rows of the buffer that hold nothing
         self._spaces = 0  # bit s: some open row has s tokens of space
         self._open: dict[int, list[int]] = {}  # space -> the open rows that have it
@@ -195,7 +201,7 @@ class BestFitRows:
         """See Packer."""
         bounds = tokens.offsets.tolist()
         sources, offsets = starts["source"].tolist(), starts["source_offset"].tolist()
-        ids = tokens.ids.astype(self._spec.dtype)
+        ids = tokens.ids.astype(self._dtype)
         for number, (source, offset) in enumerate(zip(sources, offsets, strict=True)):
             begin, end = bounds[number], bounds[number + 1]
             if end - begin <= self._spec.seq_len:
@@ -212,7 +218,7 @@ class BestFitRows:
         if start is not None:
             self._rest_start = (int(start["source"][0]), int(start["source_offset"][0]))
             self._rest_is_start = True
-        self._rest.append(ids.astype(self._spec.dtype))
+        self._rest.append(ids.astype(self._dtype))
         held = np.concatenate(self._rest)
         whole = max(0, len(held) - 1) // self._spec.seq_len * self._spec.seq_len  # never the last token
         if whole:

@@ -53,6 +53,14 @@ class Decoder:
             done = place + 1
         return "".join([*parts, self._plain(ids[done:])])
 
+    def masked_text(self, ids: npt.NDArray[np.uint32], mask: npt.NDArray[np.bool_]) -> str:
+        """The same; what has labels between ⟪ and ⟫ where not all of it has."""
+        if mask.all():
+            return self.text(ids)
+        cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
+        parts = [(self.text(ids[begin:end]), bool(mask[begin])) for begin, end in itertools.pairwise(cuts)]
+        return "".join(f"⟪{text}⟫" if has_labels else text for text, has_labels in parts)
+
     def _plain(self, ids: npt.NDArray[np.uint32]) -> str:
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)) if len(ids) else ""
 
@@ -78,6 +86,7 @@ class Shown:
     place: str  # file and byte where it, or its row's first document, begins
     num_tokens: int
     is_row: bool
+    num_trained: int  # tokens with a label: of conversations, the assistant's
     documents: list[str]  # of a row: the end of one that began before it, if any, then those that begin in it
     begins_inside: bool  # the row begins inside of a document
 
@@ -162,15 +171,17 @@ def _shown(plan: Plan, decoder: Decoder, samples: ShardSamples, number: int) -> 
     record, ids = samples.records[number], samples.ids(number)
     starts = samples.starts(number).tolist()
     cuts = sorted({0, *starts, len(ids)})
-    pieces = [ids[begin:end] for begin, end in itertools.pairwise(cuts)]
+    mask = samples.loss_mask(number)
+    pieces = [slice(begin, end) for begin, end in itertools.pairwise(cuts)]
     path = plan.inputs[int(record["source"])].path
     return Shown(
         shard_id=samples.shard_id,
         number=number,
         place=place_text(path, int(record["source_offset"])),
         num_tokens=len(ids),
-        is_row=plan.spec.kind == "packed",
-        documents=[decoder.text(piece) for piece in pieces],
+        is_row=plan.spec.has_rows,
+        documents=[decoder.masked_text(ids[piece], mask[piece]) for piece in pieces],
+        num_trained=int(mask.sum()),
         begins_inside=bool(len(ids)) and 0 not in starts,
     )
 
@@ -180,7 +191,8 @@ def lines_of(shown: Shown, *, chars: int) -> Iterator[str]:
     what = "row" if shown.is_row else "document"
     came = "begins in the document at" if shown.begins_inside else "from"
     name = f"{shard_name(shown.shard_id)} {what} {shown.number}"
-    yield f"{name}: {shown.num_tokens} tokens, {came} {shown.place}"
+    trained = "" if shown.num_trained == shown.num_tokens else f" ({shown.num_trained} with labels)"
+    yield f"{name}: {shown.num_tokens} tokens{trained}, {came} {shown.place}"
     for number, text in enumerate(shown.documents):
         cut = text if not chars or len(text) <= chars else f"{text[:chars]} ... ({len(text)} characters)"
         if shown.is_row:

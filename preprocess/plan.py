@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import orjson
 
 from preprocess.inputs import ByteRange, InputFile
-from preprocess.options import CHOICES, BytesOptions, PrepConfig
+from preprocess.options import CHAT_OPTIONS, CHOICES, BytesOptions, PrepConfig
 from shardprep.atomic_files import PublishedFile, sync_folder
 from shardprep.errors import BrokenShard, NotFound, Refused, UsageError
 from shardprep.format.checked_json import MOST, Fields, read_checked, with_content_hash
@@ -160,7 +160,7 @@ def plan_json(plan: Plan) -> bytes:
     }
     content |= {
         "input_dir": str(plan.input_dir),
-        "options": dataclasses.asdict(plan.options),
+        "options": _options_json(plan.options),
         "tokenizer": dataclasses.asdict(plan.tokenizer),
         "tokenizer_files": {name: dataclasses.asdict(stamp) for name, stamp in plan.tokenizer_files.items()},
         "inputs": [
@@ -180,6 +180,11 @@ def plan_json(plan: Plan) -> bytes:
             f"{MAX_PLAN_BYTES}; join small files, or make several data sets for a loader of several folders"
         )
     return raw
+
+
+def _options_json(options: BytesOptions) -> dict[str, Any]:
+    values = dataclasses.asdict(options)
+    return {name: value for name, value in values.items() if options.is_chat or name not in CHAT_OPTIONS}
 
 
 def publish_plan(plan: Plan, output_dir: Path) -> Plan:
@@ -269,6 +274,8 @@ def _options_of(fields: Fields) -> BytesOptions:
     values: dict[str, Any] = {}
     for item in dataclasses.fields(BytesOptions):
         name = item.name
+        if name in CHAT_OPTIONS and values["record"] != "chat":
+            continue
         if name in CHOICES:
             values[name] = fields.choice(name, CHOICES[name])
         elif name == "seq_len":

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import lustre
+from preprocess.chat_rendering import chat_template_of, chat_versions
 from preprocess.cost_estimate import CostEstimate, measure, sample_texts, scratch_folder
 from preprocess.engines import (
     FEW_BYTES,
@@ -20,9 +21,11 @@ from preprocess.engines import (
     ids_sha256,
 )
 from preprocess.formats.format import Inspected, reading_of
+from preprocess.formats.named import format_of
+from preprocess.formats.text_lines import CompressedText, TextLines
 from preprocess.input_files import list_inputs, stamp_inputs
 from preprocess.inputs import InputFile
-from preprocess.options import PrepConfig
+from preprocess.options import BytesOptions, PrepConfig
 from preprocess.plan import (
     Plan,
     file_boundaries,
@@ -79,11 +82,14 @@ def make_plan(
     except lustre.LustreError as error:
         raise UsageError(str(error)) from None
     paths = list_inputs(config.input_dir, recursive=config.recursive)
+    if config.record == "chat":
+        _check_has_fields(paths)
     say(f"{len(paths)} input file(s) in {config.input_dir}")
     division = _divided(config, paths, sharding)
     with scratch_folder() as files:
         say(f"resolving the tokenizer of {config.model_id}")
-        resolved = resolve_tokenizer(config.model_id, files, allow_special_tokens=config.allow_special_tokens)
+        allow = config.bytes_options().encodes_control_tokens
+        resolved = resolve_tokenizer(config.model_id, files, allow_special_tokens=allow)
         tokenizer = resolved.spec
         if config.append_eos and tokenizer.eos_token_id is None:
             raise UsageError(
@@ -116,6 +122,14 @@ def make_plan(
         # It holds what the plan names, whoever planned meanwhile, or damaged it since.
         publish_tokenizer(files, config.output_dir, tokenizer, frozen.tokenizer_files)
         return frozen, estimate
+
+
+def _check_has_fields(paths: list[Path]) -> None:
+    """That no input is plain text, which has no messages. Raises UsageError."""
+    if plain := [path for path in paths if isinstance(format_of(path.name), (TextLines, CompressedText))]:
+        raise UsageError(
+            f"--record chat reads messages out of JSON lines and tables, and {plain[0]} is text; move it away"
+        )
 
 
 def small_shards_note(plan: Plan, sharding: Sharding) -> str | None:
@@ -191,6 +205,19 @@ def _num_shards(inputs: list[InputFile], inspected: list[Inspected], sharding: S
     return num_shards
 
 
+def _with_template(config: PrepConfig, tokenizer_folder: Path) -> BytesOptions:
+    """The options; those of conversations with the template of their tokenizer. Raises UsageError."""
+    options = config.bytes_options()
+    if not options.is_chat:
+        return options
+    template = chat_template_of(
+        tokenizer_folder, config.chat_template_file, allows_control_tokens=options.allow_special_tokens
+    )
+    return dataclasses.replace(
+        options, chat_template=template.text, chat_tokens=template.tokens, chat_versions=chat_versions()
+    )
+
+
 def _plan_of(
     config: PrepConfig,
     division: Division,
@@ -198,9 +225,9 @@ def _plan_of(
     say: Callable[[str], None],
 ) -> tuple[Plan, Engine]:
     """The plan, with the engines' self-check, and the engine that workers will use."""
-    allow = config.allow_special_tokens
     tokenizer, proof = resolved.spec, resolved.proof
-    options = config.bytes_options()
+    options = _with_template(config, resolved.folder)
+    allow = options.encodes_control_tokens
     plan = Plan(
         plan_id=plan_id(options, tokenizer, proof.probe_sha256, division.inputs, division.boundaries),
         input_dir=config.input_dir.resolve(),
@@ -218,7 +245,7 @@ def _plan_of(
     )
     reference = resolved.reference(allow_special_tokens=allow)
     is_little = config.engine == "auto" and sum(plan.shard_bytes()) < FEW_BYTES
-    if config.engine == "tokenizers" or is_little:
+    if config.engine == "tokenizers" or options.is_chat or is_little:
         return plan, reference
     texts = [*proof.probe, *sample_texts(plan, num_bytes=1 << 18)]
     fast = equal_fast_engine(

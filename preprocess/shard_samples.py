@@ -34,7 +34,7 @@ class ShardSamples:
     def __init__(self, folder: Path, spec: DatasetSpec, shard_id: int) -> None:
         self.spec = spec
         self.shard_id = shard_id
-        self.records = read_idx(folder, spec, shard_id)  # IDX_DOCUMENT or IDX_ROW, one per sample
+        self.records = read_idx(folder, spec, shard_id)  # see idx_dtype, one per sample
         self.path = tar_path(folder, shard_id)
         self._remedy = remake_command(shard_id, folder)
         try:
@@ -58,12 +58,21 @@ class ShardSamples:
 
     def starts(self, number: int) -> npt.NDArray[np.int64]:
         """The places in a sample where documents begin, ascending: int64[documents]; 0 for a document."""
-        if self.spec.kind != "packed":
+        if not self.spec.has_rows:
             return np.zeros(1, np.int64)
         record = self.records[number]
         with errors_named(self.path):
             raw = _read(self._handle, int(record["starts_offset"]), 4 * int(record["num_starts"]))
         return np.frombuffer(raw, "<u4").astype(np.int64) % self.spec.seq_len
+
+    def loss_mask(self, number: int) -> npt.NDArray[np.bool_]:
+        """Which ids of a sample the assistant wrote, bool[tokens]; of what is no conversation, all."""
+        record = self.records[number]
+        if self.spec.record != "chat":
+            return np.ones(int(record["num_tokens"]), np.bool_)
+        with errors_named(self.path):
+            raw = _read(self._handle, int(record["mask_offset"]), int(record["num_tokens"]))
+        return np.frombuffer(raw, np.uint8) != 0
 
     def pieces(self) -> Iterator[npt.NDArray[np.uint32]]:
         """The ids of all samples in order, without padding, some at a time: uint32[tokens] arrays."""
@@ -82,7 +91,7 @@ class ShardSamples:
         (``--pack best_fit``): the next row may hold others, so each piece of a longer one counts for itself.
         """
         lengths = self.records["num_tokens"].astype(np.int64)
-        if self.spec.kind != "packed" or not len(lengths):
+        if not self.spec.has_rows or not len(lengths):
             return lengths
         row_begins = np.cumsum(lengths) - lengths
         begins = [row_begins if rows_hold_wholes else row_begins[:1]]

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from preprocess.inputs import ByteRange
 from preprocess.options import WorkerSettings
 from preprocess.plan import Plan
 from preprocess.worker import Work, Worker
 from shardprep.console import short_bytes, short_number
 from shardprep.format.manifest import Manifest
+from shardprep.format.names import offset_unit
 
 _NUM_NAMED = 3  # inputs of a shard that are named, each with its bytes
 
@@ -25,12 +27,26 @@ def part_line(plan: Plan, shard_id: int, input_dir: Path | None = None) -> str:
     for part in ranges:
         path, num_bytes = plan.inputs[part.input_number].path, plan.inputs[part.input_number].num_bytes
         whole = (part.start, part.end) == (0, num_bytes)
-        parts.append(path if whole else f"{path} bytes {part.start} to {part.end}")
+        parts.append(path if whole else f"{path} {_stretch(path, part)}")
     if len(parts) > _NUM_NAMED:
         named = f"{', '.join(parts[: _NUM_NAMED - 1])}, ..., {parts[-1]} ({len(parts)} files)"
     else:
         named = ", ".join(parts)
     return f"shard {shard_id:05d} of {plan.num_shards}: {size} of {root}: {named}"
+
+
+def _stretch(path: str, part: ByteRange) -> str:
+    """From where to where a part of a file goes, so that nobody takes it for the places of documents.
+
+    These are rows or bytes of the decompressed text in some formats (``names.offset_unit``).
+    """
+    where = f"{part.start} to {part.end}"
+    unit = offset_unit(path)
+    if unit == "row":
+        return f"{'row groups' if path.endswith('.parquet') else 'record batches'} in bytes {where}"
+    if unit == "byte":
+        return f"bytes {where}"
+    return f"compressed bytes {where} (from about byte {part.text_start} of the text)"
 
 
 def engine_line(worker: Worker) -> str:

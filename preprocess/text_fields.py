@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from shardprep.errors import UsageError
 
 FieldPath = tuple[str, ...]
@@ -106,6 +108,28 @@ class TextFields:
                 f"--text_template {template!r} names no field; such as '{{input}}\\n\\n{{output}}'"
             )
         self._literals.append(literal)
+
+
+class MessageFields(TextFields):
+    """The same of conversations: the text is their list of messages as JSON, to be rendered later."""
+
+    def __init__(self, messages_field: str, id_field: str = "", source_field: str = "") -> None:
+        super().__init__("text", "", id_field, source_field)
+        self.text_paths = [_path(messages_field, "--messages_field")]
+        self.plain_name = None
+
+    def text_of_values(self, values: Sequence[Any]) -> str | UnusableText:
+        """The messages as JSON, given the value of the field."""
+        (value,), (path,) = values, self.text_paths
+        if value is _MISSING or value is None or isinstance(value, UnusableText):
+            return unusable(path, value)
+        name = ".".join(path)
+        if not isinstance(value, list):
+            return UnusableText("wrong_type", f"the field {name} is {_kind(value)}, expected a list")
+        try:
+            return orjson.dumps(value).decode()
+        except (TypeError, ValueError) as error:  # a date or a decimal of a table
+            return UnusableText("wrong_type", f"the field {name} cannot be JSON ({error})")
 
 
 def _path(name: str, flag: str) -> FieldPath:

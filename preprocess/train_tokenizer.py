@@ -29,7 +29,8 @@ from tokenizers import (
 )
 
 from preprocess.engines import LLAMA3_REGEX
-from preprocess.training_text import TrainingText, find_spans
+from preprocess.text_fields import TextFields
+from preprocess.training_text import TrainingText, find_spans, training_reading
 from shardprep.atomic_files import PublishedFolder
 from shardprep.command_line import parse_size
 from shardprep.console import LOG_EVERY_S, Progress, say
@@ -65,14 +66,18 @@ def train_tokenizer(
     recursive: bool = False,
     encoding: str = "utf-8",
     max_bytes: int = DEFAULT_MAX_BYTES,
+    fields: TextFields | None = None,
 ) -> None:
-    """Train a tokenizer on the ``*.txt`` of a folder; write tokenizer.json and tokenizer_config.json.
+    """Train a tokenizer on the inputs of a folder; write tokenizer.json and tokenizer_config.json.
+
+    It takes the formats that planning takes; ``fields`` say what of a record is the text (default: ``text``).
 
     ``vocab_size`` counts the base tokens, bytes included; 256 special tokens come on top. Larger
-    inputs are sampled: ``max_bytes`` of them, in stretches spread evenly over all files. Equal
-    inputs and arguments give equal bytes. Progress and the result are told on stderr.
+    inputs are sampled: ``max_bytes`` of them, in stretches spread evenly over all files, but at the
+    beginning of those that can be read only whole. Equal inputs and arguments give equal bytes. Progress
+    and the result are told on stderr.
 
-    Errors: UsageError, NotFound (no folder, no text files), BadInput (no text in them),
+    Errors: UsageError, NotFound (no folder, no input in it), BadInput (no text in them, a broken file),
     ReadWriteError, CannotWrite, Refused (``output_dir`` is there and not empty).
     """
     if vocab_size < NUM_BYTE_TOKENS:
@@ -82,14 +87,15 @@ def train_tokenizer(
         )
     if max_bytes < MIN_MAX_BYTES:
         raise UsageError(f"--max_bytes is {max_bytes:,}; give {MIN_MAX_BYTES:,} or more")
-    spans = find_spans(input_dir, max_bytes, recursive, encoding)
+    reading = training_reading(encoding, fields)
+    spans = find_spans(input_dir, max_bytes, recursive, reading)
     folder = output_dir.resolve()
     _refuse_existing(folder)
     _make_parent(folder)
     with PublishedFolder(folder) as unfinished:
         tokenizer = untrained_tokenizer()
         with Progress("reading", sum(span.num_bytes for span in spans)) as progress:
-            text = TrainingText(spans, encoding, progress.add)
+            text = TrainingText(spans, reading, progress.add, max_bytes=max_bytes)
             _train(tokenizer, text, vocab_size, progress)
         num_base = tokenizer.get_vocab_size()
         add_special_tokens(tokenizer)
@@ -130,8 +136,11 @@ def _train(tokenizer: Tokenizer, text: TrainingText, vocab_size: int, progress: 
             progress.say(f"all text is read, its pairs are merged; {time.monotonic() - began:.0f} s in all")
     if failures:
         raise failures[0]
-    if not text.num_lines:
-        raise BadInput(f"{text.describe()}: nothing to train on; is --encoding {text.encoding} right?")
+    if not text.num_texts:
+        raise BadInput(
+            f"{text.describe()}: nothing to train on; are --encoding, and --text_field or --text_template, "
+            "right?"
+        )
 
 
 def special_tokens() -> list[str]:
@@ -219,13 +228,20 @@ def _report(text: TrainingText, num_base: int, vocab_size: int, folder: Path) ->
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags; ``main`` takes what the parser makes of them."""
-    parser.add_argument("--input_dir", type=Path, required=True, help="folder of *.txt, one document a line")
+    parser.add_argument("--input_dir", type=Path, required=True, help="folder of inputs, as plan takes them")
     parser.add_argument("--output_dir", type=Path, required=True, help="the tokenizer's folder; new or empty")
     parser.add_argument(
         "--vocab_size", type=int, default=128_000, help="base tokens; 256 special ones follow (%(default)s)"
     )
-    parser.add_argument("--recursive", action="store_true", help="take *.txt of the folders below too")
-    parser.add_argument("--encoding", default="utf-8", help="of the input; lines it cannot read are left out")
+    parser.add_argument("--recursive", action="store_true", help="take the folders below too")
+    parser.add_argument("--encoding", default="utf-8", help="of .txt; lines it cannot read are left out")
+    fields = parser.add_mutually_exclusive_group()
+    fields.add_argument(
+        "--text_field",
+        default="text",
+        help="field of a record that is the text (%(default)s)",
+    )
+    fields.add_argument("--text_template", default="", help="several fields: '{input}\\n\\n{output}'")
     parser.add_argument(
         "--max_bytes",
         default="256M",
@@ -242,5 +258,6 @@ def main(args: argparse.Namespace) -> int:
         recursive=args.recursive,
         encoding=args.encoding,
         max_bytes=parse_size(args.max_bytes, "--max_bytes"),
+        fields=TextFields(args.text_field, args.text_template),
     )
     return 0

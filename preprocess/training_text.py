@@ -1,6 +1,7 @@
-"""The text a tokenizer is trained on: a folder's lines, in bounded memory and bounded number.
+"""The text a tokenizer is trained on: a folder's documents, in bounded memory and bounded number.
 
-Files are read in blocks and never whole. Inputs beyond ``max_bytes`` are sampled in stretches of
+Plain text is read here, by lines; all else by its format (``training_records``). Files are read in blocks and
+never whole. Inputs beyond ``max_bytes`` are sampled in stretches of
 about 1 MiB whose beginnings are spread evenly over all files, so that a 15 TB input costs no more
 reads than ``max_bytes``; the price is about one line a stretch, cut by its edges and left out.
 """
@@ -9,13 +10,19 @@ from __future__ import annotations
 
 import codecs
 import io
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from preprocess.formats.format import Reading
 from preprocess.input_files import list_inputs
-from preprocess.inputs import OpenInput
-from shardprep.errors import NotFound, UsageError
+from preprocess.inputs import BadDocument, OpenInput
+from preprocess.text_fields import TextFields
+from preprocess.training_records import read_texts, sampled_parts, text_bytes_of
+from shardprep.errors import UsageError
+from shardprep.format.source_places import place_text
 
 SPAN_BYTES = 1 << 20
 MIN_NUM_SPANS = 64
@@ -28,34 +35,36 @@ UNDECODABLE = "\udcff"
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Bytes [start, stop) of a file of ``size_bytes``."""
+    """Bytes [start, stop) of the text of a file that has ``size_bytes`` of it, about."""
 
     path: Path
     start: int
     stop: int
-    size_bytes: int
+    size_bytes: int  # of plain text the file's size
 
     @property
     def num_bytes(self) -> int:
         return self.stop - self.start
 
 
-def find_spans(input_dir: Path, max_bytes: int, recursive: bool, encoding: str) -> list[Span]:
-    """What to read of the folder's ``*.txt``, in the order of their relative paths.
-
-    Errors: NotFound (no folder, no ``*.txt`` in it), UsageError (no such encoding), ReadWriteError.
-    """
+def training_reading(encoding: str, fields: TextFields | None = None) -> Reading:
+    """How inputs are read for training: ``fields`` are the text of records. Raises UsageError."""
     try:
         b"\0\0\0\0".decode(encoding, "replace")
     except (LookupError, ValueError) as error:
         raise UsageError(f"--encoding {encoding!r}: Python knows no such text encoding") from error
-    paths = [path for path in list_inputs(input_dir, recursive=recursive) if path.name.endswith(".txt")]
-    if not paths:
-        raise NotFound(
-            f"--input_dir {input_dir} holds no .txt file; a tokenizer is trained on plain text: "
-            "jq -r .text FILE.jsonl > FILE.txt"
-        )
-    sizes = [OpenInput(path).stamp.num_bytes for path in paths]
+    known = codecs.lookup(encoding).name
+    return Reading(doc="line", encoding=known, batch_bytes=READ_BYTES, fields=fields or TextFields())
+
+
+def find_spans(input_dir: Path, max_bytes: int, recursive: bool, reading: Reading) -> list[Span]:
+    """What to read of the folder's inputs, in the order of their relative paths.
+
+    Errors: NotFound (no folder, no input in it), BadInput (a file is not of its format, or lacks the columns
+    of the text), UsageError (a format needs a library that is missing), ReadWriteError.
+    """
+    paths = list_inputs(input_dir, recursive=recursive)
+    sizes = [text_bytes_of(OpenInput(path), reading) for path in paths]
     return sample_spans(list(zip(paths, sizes, strict=True)), max_bytes)
 
 
@@ -83,53 +92,102 @@ def sample_spans(files: list[tuple[Path, int]], max_bytes: int) -> list[Span]:
 
 
 class TrainingText:
-    """Iterates over batches of stripped lines, none empty, and counts what it met on the way.
+    """Iterates over batches of stripped texts, none empty, and counts what it met on the way.
 
-    ``progress`` is told the bytes of each block that was read.
+    A text is a document, or a piece of a long one. ``progress`` is told the bytes of text, about, of each
+    block that was read. At most ``max_bytes`` are taken of records, whatever a file's size promised.
     """
 
     def __init__(
-        self, spans: list[Span], encoding: str, progress: Callable[[int], None] = lambda _: None
+        self,
+        spans: list[Span],
+        reading: Reading,
+        progress: Callable[[int], None] = lambda _: None,
+        *,
+        max_bytes: int | None = None,
     ) -> None:
-        self.encoding = encoding
         self.is_read = False
-        self.num_lines = 0
-        self.num_undecodable = 0
+        self.num_texts = 0
+        self.num_bytes = 0  # of text
         self._spans = spans
-        self._first_undecodable: Path | None = None
+        self._reading = reading
         self._progress = progress
+        self._max_bytes = max_bytes
+        self._bad: Counter[str] = Counter()  # documents left out, by reason
+        self._first_bad = ""
 
     def __iter__(self) -> Iterator[list[str]]:
-        for span in self._spans:
-            yield from self._batches(span)
+        for path, spans in itertools.groupby(self._spans, lambda span: span.path):
+            if path.name.endswith(".txt"):
+                for span in spans:
+                    yield from self._lines(span)
+            else:
+                yield from self._records(path, list(spans))
         self.is_read = True
 
-    def _batches(self, span: Span) -> Iterator[list[str]]:
-        for num_bytes, lines in read_lines(span, self.encoding):
+    def _lines(self, span: Span) -> Iterator[list[str]]:
+        for num_bytes, lines in read_lines(span, self._reading.encoding):
             self._progress(num_bytes)
-            yield self._documents(lines, span.path)
+            self.num_bytes += num_bytes
+            readable = [line for line in lines if UNDECODABLE not in line]
+            if len(readable) < len(lines):
+                self._leave_out(["undecodable"] * (len(lines) - len(readable)), str(span.path))
+            yield self._stripped(readable)
 
-    def _documents(self, lines: list[str], path: Path) -> list[str]:
-        readable = [line for line in lines if UNDECODABLE not in line]
-        if len(readable) < len(lines):
-            self.num_undecodable += len(lines) - len(readable)
-            self._first_undecodable = self._first_undecodable or path
-        documents = [stripped for line in readable if (stripped := line.strip())]
-        self.num_lines += len(documents)
-        return documents
+    def _records(self, path: Path, spans: list[Span]) -> Iterator[list[str]]:
+        file, size = OpenInput(path), spans[0].size_bytes
+        num_left = sum(span.num_bytes for span in spans)  # for progress
+        for part in sampled_parts(file, [(span.start, span.stop) for span in spans], size, self._reading):
+            ends_at = self.num_bytes + part.most_bytes if part.most_bytes is not None else None
+            for texts, bad, num_bytes in read_texts(file, part, self._reading):
+                self._leave_out_records(bad, path)
+                pieces, is_full = self._first_pieces(texts, ends_at)
+                told = min(num_left, num_bytes * size // max(1, file.stamp.num_bytes))
+                num_left -= told
+                self._progress(told)
+                yield self._stripped(pieces)
+                if is_full:
+                    break
+        self._progress(num_left)
+
+    def _first_pieces(self, texts: list[str], ends_at: int | None) -> tuple[list[str], bool]:
+        """The texts in pieces, up to where enough was taken; whether it was."""
+        limits = [limit for limit in (ends_at, self._max_bytes) if limit is not None]
+        pieces: list[str] = []
+        for piece in itertools.chain.from_iterable(map(_pieces, texts)):
+            num_bytes = len(piece.encode())
+            if limits and self.num_bytes + num_bytes > min(limits):
+                return pieces, True
+            self.num_bytes += num_bytes
+            pieces.append(piece)
+        return pieces, False
+
+    def _stripped(self, texts: list[str]) -> list[str]:
+        found = [stripped for text in texts if (stripped := text.strip())]
+        self.num_texts += len(found)
+        return found
+
+    def _leave_out_records(self, bad: list[BadDocument], path: Path) -> None:
+        if bad:
+            self._leave_out([one.reason for one in bad], place_text(str(path), bad[0].source_offset))
+
+    def _leave_out(self, reasons: list[str], where: str) -> None:
+        self._bad.update(reasons)
+        self._first_bad = self._first_bad or where
 
     def describe(self) -> str:
         """What was read and what was left out."""
         num_files = len({span.path for span in self._spans})
-        left_out = ""
-        if self.num_undecodable:
-            left_out = (
-                f"; left out {self.num_undecodable:,} lines that are not {self.encoding}"
-                f" (the first in {self._first_undecodable})"
-            )
-        lines = f"{self.num_lines:,} lines, long ones in pieces"
-        num_bytes = sum(span.num_bytes for span in self._spans)
-        return f"read {num_bytes:,} bytes of {num_files:,} files, {lines}{left_out}"
+        found = (
+            f"read {self.num_bytes:,} bytes of text in {num_files:,} files, {self.num_texts:,} documents, "
+            "long ones in pieces"
+        )
+        if not self._bad:
+            return found
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in self._bad.most_common())
+        return (
+            f"{found}; left out {self._bad.total():,} documents ({reasons}; the first in {self._first_bad})"
+        )
 
 
 def read_lines(span: Span, encoding: str) -> Iterator[tuple[int, list[str]]]:

@@ -157,6 +157,8 @@ def check_places(folder: Path, spec: DatasetSpec, shard_id: int, records: npt.ND
     else:
         wrong |= (size != spec.seq_len * spec.dtype.itemsize) | (tokens < 1) | (tokens > spec.seq_len)
         wrong |= records["starts_offset"] > tar_bytes - 4 * records["num_starts"].astype(np.int64)
+        if spec.kind == "chat":
+            wrong |= records["mask_offset"] > tar_bytes - spec.seq_len
     if wrong.any():
         raise BrokenShard(
             f"the idx of shard {shard_id:05d} places sample {int(wrong.argmax())} where it cannot be in a "

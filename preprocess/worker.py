@@ -22,14 +22,15 @@ from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import preprocess
+from preprocess.chat_rendering import ROLES, check_chat_versions
 from preprocess.documents import planned_documents
 from preprocess.engines import FEW_BYTES, Engine, TokenBatch, load_engine
+from preprocess.formats.format import DocumentBatch
 from preprocess.inputs import BadDocument
 from preprocess.long_documents import MOST_HELD_BYTES, LongDocument
 from preprocess.members import members_of
 from preprocess.options import BytesOptions, WorkerSettings, check_text_versions
 from preprocess.plan import Plan, check_hash
-from preprocess.resources import most_batches_within
 from preprocess.shard_writer import ShardWriter
 from preprocess.tokenizer_files import TOKENIZER_FILE, check_tokenizer_files
 from shardprep.atomic_files import remove_temporaries
@@ -114,7 +115,7 @@ class Worker:
                 if isinstance(item, LongDocument):
                     behind.put(self._append_long, writer, item)
                 else:
-                    tokens = self._encode(item.texts)
+                    tokens = self._encode(item)
                     laid_out = layouts.submit(members.prepare, item, tokens).result if num_layouts else None
                     behind.put(writer.append, item, tokens, laid_out)
                 before, counted = counted, (writer.num_documents, writer.num_tokens)
@@ -129,11 +130,14 @@ class Worker:
         """Threads that lay batches out before the one that writes; on one core they would only take turns."""
         if self.num_cpus < 2:
             return 0
-        return min(_MOST_LAYOUTS, self.num_cpus // 2, most_batches_within(self.settings.memory_gb))
+        return min(_MOST_LAYOUTS, self.num_cpus // 2, self.settings.most_batches)
 
-    def _encode(self, texts: list[str]) -> TokenBatch:
+    def _encode(self, documents: DocumentBatch) -> TokenBatch:
         return self.engine.encode_documents(
-            texts, batch_size=self.settings.batch_size, end_id=self.plan.end_id
+            documents.texts,
+            batch_size=self.settings.batch_size,
+            end_id=self.plan.end_id,
+            spans=documents.spans,
         )
 
     def _append_long(self, writer: ShardWriter, document: LongDocument) -> None:
@@ -161,7 +165,7 @@ class Worker:
         if "undecodable" in reasons:
             hint = "Is it another --encoding? "
         elif reasons & {"no_field", "null_field", "wrong_type"}:
-            hint = "Is it another --text_field? "
+            hint = f"Is it another --{'messages' if self.plan.options.is_chat else 'text'}_field? "
         raise BadInput(
             f"shard {shard_id:05d}: {writer.num_bad} documents ({writer.bad_fraction:.2%}) {why}, "
             f"the limit is {limit:.2%}; they are named in {quarantine_path(self.folder, shard_id)}. {hint}"
@@ -186,7 +190,7 @@ class Worker:
 
 def bad_words(options: BytesOptions) -> dict[str, str]:
     """Why a document is left out, by reason, as the end of a sentence."""
-    what = options.text_template or options.text_field
+    what = options.text_template or options.text_field or options.messages_field
     return {
         "undecodable": f"cannot be decoded as {options.encoding}",
         "uncuttable": "are too long for this tokenizer to be encoded in pieces",
@@ -195,7 +199,13 @@ def bad_words(options: BytesOptions) -> dict[str, str]:
         "surrogate": "hold half of a surrogate pair",
         "no_field": f"have no field for {what!r}",
         "null_field": f"have a null for {what!r}",
-        "wrong_type": f"have what is no string for {what!r}",
+        "wrong_type": f"have what is no {'list of messages' if options.is_chat else 'string'} for {what!r}",
+        "no_messages": "have no messages",
+        "wrong_role": f"have a message whose role is none of {', '.join(ROLES)}",
+        "no_assistant": "have nothing that the assistant wrote",
+        "control_token": "hold a control token in a message (--allow_special_tokens lets it be one)",
+        "template_error": "make the chat template fail",
+        "no_beginning": "read otherwise as parts than as a whole, and the template has no {% generation %}",
         "mojibake": "were read in a wrong encoding and cannot be restored",
     }
 
@@ -216,10 +226,12 @@ def load_worker(
     num_bytes = sum(plan.shard_bytes()) if shard_id is None else plan.shard_bytes()[shard_id]
     check_tokenizer_files(folder, plan.tokenizer_files)
     check_text_versions(plan.options)
+    if plan.options.is_chat:
+        check_chat_versions(plan.options.chat_versions)
     engine = load_engine(
         folder / TOKENIZER_DIR / TOKENIZER_FILE,
-        wanted=settings.engine,
-        allow_special_tokens=plan.options.allow_special_tokens,
+        wanted="tokenizers" if plan.options.is_chat else settings.engine,
+        allow_special_tokens=plan.options.encodes_control_tokens,
         probe=plan.probe,
         probe_sha256=plan.probe_sha256,
         fast_is_equal=plan.fast_engine_is_equal,

@@ -34,6 +34,7 @@ COMMANDS = {
     "submit": "slurm",
     "status": "slurm",
     "retry": "slurm",
+    "report": "slurm",
     "cancel": "slurm",
     "stage": "loader",
     "where": "loader",

@@ -1,4 +1,4 @@
-"""``python -m slurm``: submit, status, retry, cancel."""
+"""``python -m slurm``: submit, status, retry, report, cancel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardprep.command_line import Command, Program, add_flags_of, given_of
 from shardprep.console import Progress, output_is_read, say
-from shardprep.errors import ReadWriteError, UsageError
+from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 from shardprep.format.names import INDEX_NAME, id_ranges, ids_of_ranges
 from shardprep.regular_files import size_of_file
 from slurm.job_records import Submission, SubmittedMeanwhile
@@ -194,7 +194,7 @@ def _wait(args: argparse.Namespace) -> int:
             fresh = set(state.ids("done")) - counted
             counted |= fresh
             progress.add(sum(sizes[shard_id] for shard_id in fresh))
-            if not state.live_job_ids():
+            if not state.jobs_to_wait_for():
                 break
             time.sleep(_POLL_S)
     _print_report(_report(state))
@@ -262,11 +262,18 @@ def cancel(args: argparse.Namespace) -> int:
 
     state = find_state(args.output_dir, need_plan(args.output_dir))
     live = state.live_jobs()
+    unrecorded = [*state.shown.strays, *state.shown.unrecorded]
+    if unrecorded:
+        live.setdefault(state.shown.cluster, []).extend(unrecorded)
+    failed: list[ShardprepError] = []
     for cluster, job_ids in live.items():
-        slurm_output("scancel", *job_ids, cluster=None if cluster == state.shown.cluster else cluster)
-    if state.shown.strays:
-        slurm_output("scancel", *state.shown.strays)
-    cancelled = [*state.live_job_ids(), *state.shown.strays]
+        try:
+            slurm_output("scancel", *job_ids, cluster=None if cluster == state.shown.cluster else cluster)
+        except ShardprepError as error:  # the other cluster's end all the same
+            failed.append(error)
+    if failed:
+        raise failed[0]
+    cancelled = [*state.live_job_ids(), *unrecorded]
     print(f"cancelled: {', '.join(cancelled)}" if cancelled else f"nothing is queued; {_summary(state)}")
     if unseen := state.ids("not visible"):
         say(f"warning: {state.why_not_visible()}; shards {id_ranges(unseen)} may wait or run all the same")
@@ -341,6 +348,11 @@ PROGRAM = Program(
         ),
         "status": Command(
             summary="say where every shard is, and why what failed did", add_flags=_status_flags, run=status
+        ),
+        "report": Command(
+            summary="one page of the data set: what it holds, how it was made, how to make it again",
+            add_flags="slurm.report.command:add_flags",
+            run="slurm.report.command:report",
         ),
         "cancel": Command(
             summary="cancel every job of this data set that waits or runs", add_flags=_folder_flag, run=cancel

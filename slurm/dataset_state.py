@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -17,13 +16,23 @@ from typing import Literal
 from preprocess.plan import Plan
 from shardprep.errors import NotFound, ReadWriteError
 from shardprep.format.names import shard_name
-from slurm.failure_causes import HAS_NO_END, cause_of, found_wrong, last_lines, log_path, log_tail, node_of
+from slurm.failure_causes import (
+    HAS_NO_END,
+    NO_MANIFEST,
+    cause_of,
+    found_wrong,
+    last_lines,
+    log_path,
+    log_tail,
+    node_of,
+)
 from slurm.job_records import JobArray, Submission, read_submissions
 from slurm.job_script import job_names
 from slurm.shown_jobs import ShownJobs, TaskKey, find_shown_jobs, nothing_shown
 from slurm.slurm_commands import SlurmAway
-from slurm.slurm_queries import RUNNING, WAITING, TaskAttempt
+from slurm.slurm_queries import TaskAttempt
 
+_NUMBERS_PURGED = 10  # jobs are looked for by name of so many submissions more: O/jobs may have been emptied
 StateName = Literal["done", "running", "pending", "failed", "not submitted", "not visible"]
 
 
@@ -43,6 +52,8 @@ class ShardAttempt:
     node: str
     log: str  # path
     last_lines: list[str]
+    is_suspended: bool = False
+    elapsed_s: int = 0  # as far as Slurm knows it
 
     @property
     def task(self) -> str:
@@ -99,13 +110,21 @@ class DatasetState:
         """Jobs of ours that wait or run, verify jobs included."""
         return sorted({job_id for job_ids in self.live_jobs().values() for job_id in job_ids}, key=int)
 
+    def jobs_to_wait_for(self) -> list[str]:
+        """Jobs after which nothing changes any more: not the verify jobs of earlier submissions.
+
+        One of these may wait for nodes that are gone.
+        """
+        obsolete = {each.verify_job_id for each in self.submissions[:-1]}
+        return [each for each in (*self.live_job_ids(), *self.shown.unrecorded) if each not in obsolete]
+
     def live_jobs(self) -> dict[str, list[str]]:
         """Cluster -> its jobs of ours that wait or run, verify jobs included."""
         clusters = {submission.number: submission.cluster for submission in self.submissions}
         live = {
             (clusters[number], job_id)
             for (number, job_id, _), attempts in self.task_attempts.items()
-            if is_live(attempts[-1])
+            if attempts[-1].is_live
         }
         found: dict[str, list[str]] = {}
         for cluster, job_id in sorted(live, key=lambda item: (item[0], int(item[1]))):
@@ -121,35 +140,45 @@ def find_state(
     With ``if_away`` nothing is raised where Slurm gives no answer: it is told, and what no manifest or log
     proves is ``not visible``.
     """
-    submissions = read_submissions(folder)
-    number = max((each.number for each in submissions), default=-1) + 1
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(find_shown_jobs, submissions, job_names(folder, plan.plan_id, number))
+    try:
+        submissions, shown = _submissions_shown(folder, plan)
+    except SlurmAway as error:
+        if if_away is None:
+            raise
+        if_away(error)
+        submissions = read_submissions(folder)
+        shown = nothing_shown(submissions, error)
+    # Listed last: what Slurm says has ended has its files by then.
+    done = done_shards(folder, plan)
+    shards = _shard_states(folder, plan.num_shards, done, submissions, shown)
+    if any(shard.cause == NO_MANIFEST for shard in shards):  # or it ended between the listing and its log
         done = done_shards(folder, plan)
-        try:
-            shown = asked.result()
-        except SlurmAway as error:
-            if if_away is None:
-                raise
-            if_away(error)
-            shown = nothing_shown(submissions, error)
+        shards = _shard_states(folder, plan.num_shards, done, submissions, shown)
     return DatasetState(
         folder=folder,
         plan=plan,
         submissions=submissions,
-        shards=_shard_states(folder, plan.num_shards, done, submissions, shown),
+        shards=shards,
         shown=shown,
         held=sorted(
             {job for (_, job, _), each in shown.attempts.items() if "JobHeldUser" in each[-1].reason}
         ),
         verify=_verify_state(submissions, shown),
-        wrong=sorted(done & found_wrong(folder, submissions[-1].verify_job_id)) if submissions else [],
+        wrong=sorted(done & _wrong(folder, submissions)),
     )
 
 
-def is_live(attempt: TaskAttempt) -> bool:
-    """Whether it waits or runs."""
-    return attempt.state in WAITING or attempt.state in RUNNING
+def _submissions_shown(folder: Path, plan: Plan) -> tuple[list[Submission], ShownJobs]:
+    """The submissions, and what Slurm shows of them. Raises SlurmAway."""
+    for _ in range(2):  # a job that no record names may have got one since the records were read
+        submissions = read_submissions(folder)
+        number = max((each.number for each in submissions), default=-1) + 1
+        numbers = range(number + _NUMBERS_PURGED)
+        names = [name for each in numbers for name in job_names(folder, plan.plan_id, each)]
+        shown = find_shown_jobs(submissions, names)
+        if not shown.unrecorded:
+            break
+    return submissions, shown
 
 
 def done_shards(folder: Path, plan: Plan) -> set[int]:
@@ -199,6 +228,8 @@ def _shard_states(
             state=state or "failed",
             reason=last.reason if last and state == "pending" else "",
             start_time=last.start_time if last and state == "pending" else "",
+            is_suspended=bool(last and last.is_suspended),
+            elapsed_s=last.elapsed_s if last else 0,
             node=node_of(last, log),
             log=str(log_path(folder, array.job_id, index)),
             last_lines=last_lines(log),
@@ -212,10 +243,17 @@ def _shard_states(
     ]
 
 
+def _wrong(folder: Path, submissions: Sequence[Submission]) -> set[int]:
+    if not submissions:
+        return set()
+    job_ids = {array.job_id for submission in submissions for array in submission.arrays}
+    return found_wrong(folder, submissions[-1].verify_job_id, job_ids)
+
+
 def _live_state(last: TaskAttempt | None) -> StateName | None:
-    if last is None or not is_live(last):
+    if last is None or not last.is_live:
         return None
-    return "running" if last.state in RUNNING else "pending"
+    return "running" if last.is_running else "pending"
 
 
 def _state_of(shard_id: int, attempts: list[ShardAttempt]) -> ShardState:

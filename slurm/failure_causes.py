@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 
 from shardprep.console import parse_failure_line
 from shardprep.errors import ShardprepError
 from shardprep.format.names import manifest_path
+from shardprep.format.shard_making import read_making
 from shardprep.regular_files import open_regular
 from slurm.job_records import JOBS_FOLDER
 from slurm.job_script import LOG_FOLDER
@@ -151,8 +152,12 @@ def log_tail(folder: Path, job_id: str, index: int) -> str:
         return ""
 
 
-def found_wrong(folder: Path, verify_job_id: str) -> set[int]:
-    """The shards that a verify job named, but for those whose manifest is newer than its log."""
+def found_wrong(folder: Path, verify_job_id: str, job_ids: Container[str]) -> set[int]:
+    """The shards that a verify job named, but for those that were made anew since.
+
+    ``job_ids``: of the jobs that ended before it began. What another job made, or none, is compared by the
+    times of manifest and log.
+    """
     log = folder / JOBS_FOLDER / LOG_FOLDER / f"verify-{verify_job_id}.log"
     try:
         with os.fdopen(open_regular(log), "rb") as file:
@@ -160,12 +165,17 @@ def found_wrong(folder: Path, verify_job_id: str) -> set[int]:
             written_s = os.fstat(file.fileno()).st_mtime
     except (OSError, ShardprepError):
         return set()
-    wrong = set()
-    for match in _FOUND_WRONG.finditer(text):
-        with contextlib.suppress(OSError):
-            if manifest_path(folder, int(match[1])).stat().st_mtime < written_s:
-                wrong.add(int(match[1]))
-    return wrong
+    named = {int(match[1]) for match in _FOUND_WRONG.finditer(text)}
+    return {shard_id for shard_id in named if _is_as_found(folder, shard_id, written_s, job_ids)}
+
+
+def _is_as_found(folder: Path, shard_id: int, written_s: float, job_ids: Container[str]) -> bool:
+    with contextlib.suppress(OSError, ShardprepError):
+        if read_making(folder, shard_id).job_id in job_ids:
+            return True  # whatever the clock of its node said
+    with contextlib.suppress(OSError):
+        return manifest_path(folder, shard_id).stat().st_mtime < written_s
+    return False
 
 
 def last_lines(log: str, number: int = 3) -> list[str]:

@@ -18,6 +18,7 @@ from shardprep.atomic_files import PublishedFile, sync_folder
 from shardprep.errors import BrokenShard, ReadWriteError, UnknownVersion, UsageError
 from shardprep.format.checked_json import Fields, read_checked, with_content_hash
 from shardprep.format.names import FORMAT_VERSION, MAX_SHARDS, ids_of_ranges
+from shardprep.format.shard_making import ShardMaking
 from shardprep.regular_files import NOT_THERE
 from slurm.job_script import JobRequest
 
@@ -42,10 +43,7 @@ class JobIdentity:
     job_id: str
     name: str
     user: str
-    submit_time: str  # of the controller's clock, 2026-11-22T01:52:04
-
-    def is_named_as(self, name: str, user: str) -> bool:
-        return (self.name, self.user) == (name, user)
+    submit_time: str  # of the controller's clock, UTC, 2026-11-22T01:52:04
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +88,10 @@ class Submission:
             for job_id, name, submit_time in named
         ]
 
+    def made(self, shard: ShardMaking) -> bool:
+        """Whether one of its jobs made it, by the job's number: the nodes' clocks may be wrong."""
+        return any(array.job_id == shard.job_id for array in self.arrays)
+
 
 def read_submissions(folder: Path) -> list[Submission]:
     """All submissions of a data set, oldest first.
@@ -98,6 +100,11 @@ def read_submissions(folder: Path) -> list[Submission]:
     be read: were it left out, its shards would be made a second time.
     """
     return [_read_submission(path) for path in _submission_paths(folder / JOBS_FOLDER)]
+
+
+def has_submissions(folder: Path) -> bool:
+    """Whether anything was ever submitted. Raises ReadWriteError where that cannot be known."""
+    return bool(_submission_paths(folder / JOBS_FOLDER))
 
 
 def publish_submission(folder: Path, submission: Submission) -> None:

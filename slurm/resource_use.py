@@ -11,7 +11,7 @@ from typing import Any
 from preprocess.plan import Plan
 from shardprep.format.shard_making import ShardMaking
 from slurm.cluster_limits import PartitionLimits
-from slurm.dataset_state import DatasetState, is_live
+from slurm.dataset_state import DatasetState
 
 _PROCESS_GB = 1.0  # a worker has 0.4 GB with Llama 3's vocabulary; the rest is for what nobody foresaw
 _SPARE = 1.25  # of memory
@@ -61,7 +61,7 @@ def _cpu_share(made: Sequence[ShardMaking]) -> float:
 def _longest_task_s(state: DatasetState, made: Sequence[ShardMaking]) -> float:
     """The longest time from the first to the last shard of one task of the newest submission."""
     submission = state.submissions[-1]
-    of_shard = {each.shard_id: each for each in made if each.began >= submission.submitted}
+    of_shard = {each.shard_id: each for each in made if submission.made(each)}
     spans = []
     for array in submission.arrays:
         for shard_ids in array.shards_of_tasks():
@@ -78,7 +78,7 @@ def core_hours(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, fl
         (each.elapsed_s * each.num_cpus / 3600, each.state == "COMPLETED")
         for attempts in state.task_attempts.values()
         for each in attempts
-        if each.num_cpus and not is_live(each)
+        if each.num_cpus and not each.is_live
     ]
     if not ended:
         used = sum(each.wall_s * each.num_cpus for each in made) / 3600

@@ -12,7 +12,7 @@ from slurm.failing_nodes import failing_nodes
 from slurm.failure_causes import BAD_INPUT, OUT_OF_MEMORY, TIMEOUT
 from slurm.job_script import JobRequest, quoted
 from slurm.sending import Sending
-from slurm.submitting import prepare
+from slurm.submitting import check_recorded, prepare
 
 
 def prepare_retry(
@@ -29,6 +29,7 @@ def prepare_retry(
     What the last verify job found wrong is made anew. ``shard_ids``: no others.
     ``changes`` are the request's fields that the user gave; they win over what a cause would change.
     """
+    check_recorded(state)
     if not state.submissions:
         raise NotFound(
             f"nothing was submitted for {state.folder} yet; run: "
@@ -93,7 +94,8 @@ def retry_request(
             else:
                 request = request.changed(mem_per_cpu_gb=round(mem_gb / (request.num_cpus or 1), 3))
         if last.cause == TIMEOUT and last.array.time_min:
-            request = request.changed(time_min=2 * last.array.time_min)
+            # somebody may have given it more meanwhile: scontrol update timelimit=
+            request = request.changed(time_min=2 * max(last.array.time_min, round(last.elapsed_s / 60)))
     if failing:
         kept = (request.exclude or "").split(",") if "[" not in (request.exclude or "") else [request.exclude]
         names = dict.fromkeys(str(name) for name in [*kept, *failing] if name)

@@ -131,6 +131,11 @@ def _release(job_ids: Sequence[str]) -> None:
         try:
             slurm_output("scontrol", "release", ids)
         except (SlurmAway, SlurmRefused) as error:
+            if re.search("already finished|Invalid job id", str(error)):
+                raise SlurmRefused(
+                    f"{error}. Somebody cancelled the jobs before they began; look at the status, then "
+                    "submit again"
+                ) from None
             if delay_s is None or isinstance(error, SlurmRefused):
                 raise type(error)(
                     f"{error}. The jobs are recorded and wait, held; when the cause is mended: "

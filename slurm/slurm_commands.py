@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from shardprep.errors import NotFound, ReadWriteError, UsageError
@@ -58,9 +58,13 @@ class SlurmMissing(SlurmAway):
 def slurm_answer(parse: Callable[[str], T], *command: str, cluster: str | None = None) -> T:
     """What ``parse`` makes of the output of a command that only asks.
 
-    Raises what ``slurm_output`` raises, and SlurmGarbled where the output is cut short or unknown to it.
+    Raises what ``slurm_output`` raises, and SlurmGarbled where the output is cut short or unknown to it, or
+    where a server gave no answer and the command printed what others said.
     """
-    text = slurm_output(*command, cluster=cluster)
+    done = _run(command, None, cluster)
+    if _AWAY.search(done.stderr):
+        raise SlurmGarbled(f"{' '.join(command[:3])} answered in part: {' '.join(done.stderr.split())}")
+    text = done.stdout
     try:
         return parse(text)
     except (ValueError, LookupError, TypeError, ArithmeticError) as error:
@@ -76,6 +80,10 @@ def slurm_output(*command: str, text: str | None = None, cluster: str | None = N
     Raises SlurmRefused with Slurm's words where it ends with an error, SlurmMissing where it is not
     installed, SlurmAway where the controller cannot be reached or does not answer within two minutes.
     """
+    return _run(command, text, cluster).stdout
+
+
+def _run(command: Sequence[str], text: str | None, cluster: str | None) -> subprocess.CompletedProcess[str]:
     try:
         done = subprocess.run(
             command,
@@ -85,7 +93,7 @@ def slurm_output(*command: str, text: str | None = None, cluster: str | None = N
             errors="replace",
             check=False,
             timeout=120,
-            env=_environ(cluster),
+            env=_environ(command[0], cluster),
         )
     except OSError as error:
         raise SlurmMissing(
@@ -101,21 +109,23 @@ def slurm_output(*command: str, text: str | None = None, cluster: str | None = N
         if _AWAY.search(words):
             raise SlurmAway(f"{command[0]} gets no answer: {words}; is the controller up? scontrol ping")
         raise SlurmRefused(f"{command[0]} refuses: {words}")
-    return done.stdout
+    return done
 
 
-def _environ(cluster: str | None) -> dict[str, str]:
+def _environ(command: str, cluster: str | None) -> dict[str, str]:
     """What Slurm's commands, and by sbatch the jobs, get of this process's variables.
 
     Left out are those that would change what is asked for or how it is printed, and those of the allocation
-    that this process may run in. Lists of indices come whole, times in one form.
+    that this process may run in. Lists of indices come whole, times in one form and, as two who look at a
+    data set may be in two time zones, in UTC; jobs keep the zone of who submits.
     """
     dropped = (*_DROPPED, *REQUEST_VARIABLES.values(), "SLURM_")
     kept = {
         name: value for name, value in os.environ.items() if name in _KEPT or not name.startswith(dropped)
     }
     asked = {"SLURM_CLUSTERS": cluster} if cluster else {}
-    return {**kept, **asked, "SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
+    zone = {} if command == "sbatch" else {"TZ": "UTC0"}
+    return {**kept, **asked, **zone, "SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
 
 
 def read_config() -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 squeue says what waits and runs, ``sacct -D`` says what has ended. Both print lines; each line becomes one
 TaskAttempt per task. ``attempts_by_task`` joins the two. squeue must answer; the accounts may be missing,
-and then what ended some minutes ago is not known here.
+and then what ended some minutes ago is not known here. Times are UTC: a colleague's shell may have another
+zone.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ import dataclasses
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 
-from shardprep.errors import ShardprepError
 from shardprep.format.names import MAX_SHARDS, ids_of_ranges
-from slurm.slurm_commands import SlurmAway, SlurmRefused, slurm_answer
+from slurm.slurm_commands import SlurmAway, SlurmMissing, SlurmRefused, slurm_answer
 
-WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"})
-RUNNING = frozenset({"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "STAGE_OUT", "RESIZING", "SIGNALING"})
+_WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"})
+_WAITING |= {"RESV_DEL_HOLD"}
+# All others run: what a later Slurm calls by a new word must not be taken for an end, and sent twice.
+_ENDED = frozenset({"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL"})
+_ENDED |= {"DEADLINE", "OUT_OF_MEMORY", "LAUNCH_FAILED"}
+_SUSPENDED = frozenset({"SUSPENDED", "STOPPED"})
 LOG_NOT_OPENED = 128 + 53  # Slurm's own number for a task whose log could not be opened; no such signal
 _QUEUE_FIELDS = (
     "ArrayJobID",
@@ -59,12 +64,12 @@ class TaskAttempt:
     job_id: str
     name: str  # of the job
     user: str
-    submit_time: str  # of the controller's clock, 2026-11-22T01:52:04; a requeue makes it later
+    submit_time: str  # of the controller's clock, UTC, 2026-11-22T01:52:04; a requeue makes it later
     index: int  # 0 for a job that is no array
     state: str  # Slurm's: RUNNING, FAILED, OUT_OF_MEMORY, ...
     num_restarts: int = 0
     reason: str = ""
-    start_time: str = ""  # where it waits: when the scheduler expects it to start, if it says so
+    start_time: str = ""  # local; where it waits: when the scheduler expects it to start, if it says so
     end_time: str = ""
     exit_code: int = 0
     node: str = ""
@@ -76,6 +81,24 @@ class TaskAttempt:
     @property
     def key(self) -> tuple[str, int]:
         return self.job_id, self.index
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.state in _WAITING
+
+    @property
+    def is_running(self) -> bool:
+        """It has begun and not ended; suspended, too."""
+        return self.state not in _WAITING | _ENDED
+
+    @property
+    def is_suspended(self) -> bool:
+        return self.state in _SUSPENDED
+
+    @property
+    def is_live(self) -> bool:
+        """It waits or runs."""
+        return self.state not in _ENDED
 
 
 def queued_attempts(job_ids: Iterable[str], cluster: str | None = None) -> list[TaskAttempt]:
@@ -97,18 +120,21 @@ def queued_attempts(job_ids: Iterable[str], cluster: str | None = None) -> list[
         raise SlurmAway(str(error)) from None
 
 
-def held_attempts(user: str, names: Sequence[str]) -> list[TaskAttempt]:
-    """A user's jobs of these names that wait for their release. Raises SlurmAway."""
-    options = ("--noheader", "--array", f"--user={user}", f"--name={','.join(names)}", "--states=PENDING")
+def named_attempts(user: str, names: Sequence[str]) -> list[TaskAttempt]:
+    """A user's jobs of these names that wait or run. Raises SlurmAway."""
+    options = ("--noheader", "--array", f"--user={user}", f"--name={','.join(names)}")
     try:
         found = slurm_answer(parse_queue, "squeue", *options, "--Format", _QUEUE_FORMAT)
     except SlurmRefused as error:
         raise SlurmAway(str(error)) from None
-    return [each for each in found if each.name in names and "JobHeldUser" in each.reason]
+    return [each for each in found if each.name in names and each.is_live]
 
 
 def accounted_attempts(job_ids: Iterable[str], cluster: str | None = None) -> list[TaskAttempt]:
-    """What the accounts keep of these jobs, a requeued task's earlier attempts first. [] without accounts."""
+    """What the accounts keep of these jobs, a requeued task's earlier attempts first; [] without accounts.
+
+    Raises SlurmAway where there are accounts and their server gives no answer.
+    """
     ids = sorted(set(job_ids), key=int)
     if not ids:
         return []
@@ -116,8 +142,12 @@ def accounted_attempts(job_ids: Iterable[str], cluster: str | None = None) -> li
     fields = f"--format={','.join(_ACCOUNT_FIELDS)}"
     try:
         return slurm_answer(parse_accounts, "sacct", *options, fields, cluster=cluster)
-    except ShardprepError:  # 'Slurm accounting storage is disabled', or its server is away
+    except SlurmMissing:
         return []
+    except SlurmRefused as error:
+        if "is disabled" in str(error):  # 'Slurm accounting storage is disabled'
+            return []
+        raise SlurmAway(str(error)) from None
 
 
 def attempts_by_task(
@@ -133,16 +163,16 @@ def attempts_by_task(
         found.setdefault(attempt.key, []).append(attempt)
     for attempt in queue:
         attempts = found.setdefault(attempt.key, [])
-        if attempt.state in WAITING or attempt.state in RUNNING:
+        if attempt.is_live:
             # The accounts have this attempt as well unless it waits again after a requeue.
-            if attempts and attempts[-1].state in (WAITING | RUNNING) - {"REQUEUED"}:
+            if attempts and attempts[-1].is_live and attempts[-1].state != "REQUEUED":
                 attempts.pop()
             attempts.append(attempt)
-        elif not attempts or attempts[-1].state in WAITING | RUNNING:
+        elif not attempts or attempts[-1].is_live:
             attempts[-1:] = [attempt]
     queued = {attempt.key for attempt in queue}
     for key in found.keys() - queued:
-        if found[key][-1].state in WAITING | RUNNING:
+        if found[key][-1].is_live:
             del found[key][-1]
     return {key: attempts for key, attempts in found.items() if attempts}
 
@@ -165,7 +195,7 @@ def parse_queue(text: str) -> list[TaskAttempt]:
             state=values["State"],
             num_restarts=int(values["RestartCnt"]),
             reason=values["Reason"],
-            start_time="" if values["StartTime"] == "N/A" else values["StartTime"],
+            start_time=_local_time(values["StartTime"]),
             end_time=values["EndTime"],
             exit_code=_exit_code(values["exit_code"]),
             node=values["NodeList"],
@@ -248,6 +278,15 @@ def _exit_code(text: str) -> int:
     if killed_by == LOG_NOT_OPENED - 128:
         return LOG_NOT_OPENED
     return code or (128 + killed_by if killed_by else 0)
+
+
+def _local_time(text: str) -> str:
+    """Slurm's ``2026-11-22T01:52:04`` in UTC, as this machine's people write it; "" where it is no time."""
+    try:
+        moment = datetime.strptime(text, "%Y-%m-%dT%H:%M:%S").replace(tzinfo=timezone.utc)
+    except ValueError:
+        return ""
+    return moment.astimezone().strftime("%Y-%m-%dT%H:%M:%S")
 
 
 def seconds_of(text: str) -> int:

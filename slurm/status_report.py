@@ -19,7 +19,7 @@ from shardprep.format.names import INDEX_NAME, id_ranges
 from shardprep.format.shard_making import ShardMaking, read_making
 from shardprep.format.source_counts import sum_of_sources
 from shardprep.regular_files import NOT_THERE, size_of_file
-from slurm.dataset_state import DatasetState, ShardState, StateName, is_live
+from slurm.dataset_state import DatasetState, ShardState, StateName
 from slurm.failure_causes import NODE_FAIL
 from slurm.resource_use import asked_for, core_hours, resource_use
 
@@ -93,8 +93,11 @@ def report(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
         "verified": size_of_file(state.folder / INDEX_NAME) is not None,
         "held_jobs": state.held,
         "stray_jobs": state.shown.strays,
+        "unrecorded_jobs": state.shown.unrecorded,
         "slurm_away": state.shown.away,
         "why_not_visible": state.why_not_visible(),
+        "accounts_away": state.shown.accounts_away,
+        "suspended": id_ranges(_suspended(state.shards)),
         "waits_for": waits_for(state.shards),
         "wrong": id_ranges(state.wrong),
         **_speed(state, made),
@@ -112,12 +115,15 @@ def report(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
 def _speed(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
     """Tokens, and the speed since the newest submission; time left from input bytes."""
     numbers: dict[str, Any] = {"num_tokens": sum(each.num_tokens for each in made)}
-    since = state.submissions[-1].submitted if state.submissions else 0.0
-    recent = [each for each in made if each.began >= since]
+    newest = state.submissions[-1] if state.submissions else None
+    since = newest.submitted if newest else 0.0
+    recent = [each for each in made if newest is None or newest.made(each) or each.began >= since]
+    clock_s = clock_difference_s(recent, since, time.time())
+    numbers["clock_difference_s"] = round(clock_s)
     if not recent:
         return {**numbers, "tokens_per_s": None, "left_s": None}
-    going = any(is_live(attempts[-1]) for attempts in state.task_attempts.values())
-    until = time.time() if going else max(each.ended for each in recent)
+    going = any(attempts[-1].is_live for attempts in state.task_attempts.values())
+    until = time.time() + clock_s if going else max(each.ended for each in recent)
     took_s = max(until - min(each.began for each in recent), 1e-3)
     sizes = state.plan.shard_bytes()
     queued_bytes = sum(sizes[shard_id] for shard_id in state.ids("running", "pending"))
@@ -127,6 +133,16 @@ def _speed(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
         "tokens_per_s": round(sum(each.num_tokens for each in recent) / took_s),
         "left_s": round(queued_bytes / bytes_per_s) if queued_bytes and bytes_per_s else None,
     }
+
+
+def clock_difference_s(made: Sequence[ShardMaking], submitted: float, now: float) -> float:
+    """How far the nodes' clocks are ahead of this one (below 0: behind), at least; 0 where nothing says so.
+
+    No shard can have been begun before it was submitted, nor be finished in the future.
+    """
+    ahead_s = max((each.ended - now for each in made), default=0.0)
+    behind_s = max((submitted - each.began for each in made), default=0.0)
+    return ahead_s if ahead_s > 0 else min(0.0, -behind_s)
 
 
 def slow_shards(made: Sequence[ShardMaking], number: int = 3) -> list[ShardMaking]:
@@ -174,6 +190,14 @@ def waits_for(shards: Sequence[ShardState]) -> list[dict[str, Any]]:
             "starts": item["starts"],
         }
         for reason, item in found.items()
+    ]
+
+
+def _suspended(shards: Sequence[ShardState]) -> list[int]:
+    return [
+        shard.shard_id
+        for shard in shards
+        if shard.state == "running" and any(attempt.is_suspended for attempt in shard.attempts)
     ]
 
 

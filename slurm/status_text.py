@@ -8,6 +8,7 @@ from typing import Any
 from shardprep.format.source_counts import source_lines
 
 _MOST_FAILURES = 8  # shown with their last lines
+_CLOCKS_DIFFER_S = 30  # less is told by --json alone
 
 
 def report_text(data: dict[str, Any]) -> str:
@@ -21,15 +22,7 @@ def report_text(data: dict[str, Any]) -> str:
     queued = ("running", "pending", "not_submitted")
     lines += [f"  {name.replace('_', ' ')}: {data[name]}" for name in queued if data[name]]
     lines += _waiting_lines(data)
-    if data["not_visible"]:
-        lines.append(f"  not visible: {data['not_visible']} ({data['why_not_visible']})")
-    if data["slurm_away"]:
-        lines.append(f"  what waits and runs is not known: {data['slurm_away']}")
-    if data["wrong"]:
-        lines.append(f"  found wrong by the verify job: {data['wrong']}; retry makes them anew")
-    if data["stray_jobs"]:
-        ids = ", ".join(data["stray_jobs"])
-        lines.append(f"  held jobs that no record names: {ids}: a submission goes on, or was cut short")
+    lines += _note_lines(data)
     lines += [f"  failed, {cause}: {ids}" for cause, ids in data["causes"].items()]
     lines += [f"  started again by Slurm after {how}: {n} task(s)" for how, n in data["restarts"].items()]
     if data["other_plan"]:
@@ -56,6 +49,36 @@ def _waiting_lines(data: dict[str, Any]) -> list[str]:
         means = f": {item['means']}" if item["means"] else ""
         starts = f"; expected to start at {item['starts'].replace('T', ' ')}" if item["starts"] else ""
         lines.append(f"    {item['shards']} wait for {item['reason']}{means}{starts}")
+    return lines
+
+
+def _note_lines(data: dict[str, Any]) -> list[str]:
+    """What is not known, and what somebody should look at."""
+    lines = []
+    if data["suspended"]:
+        lines.append(f"  suspended: {data['suspended']}; scontrol resume JOB lets them go on")
+    if data["not_visible"]:
+        lines.append(f"  not visible: {data['not_visible']} ({data['why_not_visible']})")
+    if data["slurm_away"]:
+        lines.append(f"  what waits and runs is not known: {data['slurm_away']}")
+    if data["accounts_away"]:
+        lines.append(f"  Slurm's accounts give no answer, causes are from logs: {data['accounts_away']}")
+    if abs(data["clock_difference_s"]) > _CLOCKS_DIFFER_S:
+        way = "ahead of" if data["clock_difference_s"] > 0 else "behind"
+        by = duration(abs(data["clock_difference_s"]))
+        lines.append(
+            f"  the nodes' clocks are {by} or more {way} this one: munge refuses to talk from 5 min on"
+        )
+    if data["wrong"]:
+        lines.append(f"  found wrong by the verify job: {data['wrong']}; retry makes them anew")
+    if data["stray_jobs"]:
+        ids = ", ".join(data["stray_jobs"])
+        lines.append(f"  held jobs that no record names: {ids}: a submission goes on, or was cut short")
+    if data["unrecorded_jobs"]:
+        ids = ", ".join(data["unrecorded_jobs"])
+        lines.append(
+            f"  wait or run, and no record says for which shards: {ids}: its jobs folder was emptied"
+        )
     return lines
 
 
@@ -100,6 +123,8 @@ def next_line(data: dict[str, Any]) -> str:
         return f"next: scontrol release {ids} (they are held), or: python -m slurm cancel {folder}"
     if data["running"] or data["pending"]:
         return f"next: python -m slurm status {folder} --watch"
+    if data["unrecorded_jobs"]:
+        return f"next: wait for their end, or: python -m slurm cancel {folder}"
     if data["stray_jobs"]:
         return f"next: python -m slurm cancel {folder}, if nobody submits just now"
     if data["failed"] or data["wrong"]:

@@ -23,11 +23,20 @@ from slurm.cluster_limits import (
     tasks_of_shards,
 )
 from slurm.dataset_state import DatasetState, done_shards, find_state
-from slurm.job_script import JobRequest, array_script, job_names, prep_script, settings_of, verify_script
+from slurm.job_records import JOBS_FOLDER
+from slurm.job_script import (
+    JobRequest,
+    array_script,
+    job_names,
+    prep_script,
+    quoted,
+    settings_of,
+    verify_script,
+)
 from slurm.resource_use import advice_of_makings, advice_of_plan, within
 from slurm.room_for_shards import room_lines
 from slurm.sending import ArrayToSend, Sending
-from slurm.slurm_commands import SlurmAway
+from slurm.slurm_commands import SlurmAway, SlurmRefused
 from slurm.status_report import read_makings
 
 Group = tuple[JobRequest, list[int]]  # shards that are asked for in the same way
@@ -50,6 +59,7 @@ def prepare_submit(
     """
     plan = check_folder(folder, request, say)
     state = find_state(folder, plan, if_away=_warn(say) if dry_run else None)
+    check_recorded(state)
     if queued := state.ids("running", "pending"):
         say(f"{len(queued)} shards wait or run already: {id_ranges(queued)}")
     missing = state.ids("failed", "not submitted")
@@ -69,6 +79,16 @@ def prepare_submit(
         say(line)
     groups = [(request, missing)]
     return state, prepare(state, groups, shards_per_task, say, sources=sources, dry_run=dry_run)
+
+
+def check_recorded(state: DatasetState) -> None:
+    """Raises SlurmRefused where jobs run of which nobody can say what they make: it would be made twice."""
+    if state.shown.unrecorded:
+        raise SlurmRefused(
+            f"jobs {', '.join(state.shown.unrecorded)} of this data set wait or run, and no file in "
+            f"{state.folder / JOBS_FOLDER} says which shards they make (was it emptied?); wait until they "
+            f"have ended, or end them: python -m slurm cancel {quoted(state.folder)}"
+        )
 
 
 def prepare(

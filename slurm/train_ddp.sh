@@ -9,12 +9,15 @@
 # `scancel --batch --signal=USR1 JOB`, and on the TERM of a preemption with GraceTime, the program is asked to
 # stop: SHARDPREP_STOP_FILE appears. It saves and exits 75; then this job is requeued, at most
 # SHARDPREP_MAX_REQUEUES times, never without a newer checkpoint, and never after `scancel`. The ranks get the
-# TERM, too: a program must take it as it takes USR1 (examples/train_llama.py does). To go on with another number of nodes while it waits:
+# TERM, too: a program should take it as it takes USR1 (examples/train_llama.py does). To go on with another
+# number of nodes while it waits:
 #   scontrol update jobid=JOB numnodes=1 numtasks=8
+# Where a node dies Slurm itself starts the job again. Processes that live on there are asked to stop, and end.
 #
 # Environment, all optional:
 #   SHARDPREP_LAUNCHER      srun (default): one task a process, from --ntasks-per-node.
 #                           torchrun: one task a node, SHARDPREP_PROCS processes in it (default: its GPUs, or 1)
+#   PET_MAX_RESTARTS        of torchrun: how often it starts its ranks again by itself when one fails (0)
 #   SHARDPREP_MAX_REQUEUES  (20)
 #   SHARDPREP_SETUP         a file to source first: modules, conda, a virtual environment
 #   SHARDPREP_PYTHON        the interpreter (python)
@@ -22,8 +25,8 @@
 #   SHARDPREP_EXEC          put before the interpreter: apptainer exec --nv image.sif
 #   MASTER_ADDR, MASTER_PORT   where the ranks meet (the first node, a port made of the job's id)
 #
-# Ends with the exit code of the first rank that failed: 0 trained. A rank that a signal killed counts as 75,
-# because Slurm mangles codes from 128 on; the log names the signal.
+# Ends with the exit code of the first rank that failed, under torchrun of its last start: 0 trained. A rank
+# that a signal killed counts as 75, because Slurm mangles codes from 128 on; the log names the signal.
 #
 #SBATCH --job-name=train
 #SBATCH --requeue
@@ -52,16 +55,30 @@ read -ra srun_args <<<"${SHARDPREP_SRUN_ARGS:-}"
 read -ra container <<<"${SHARDPREP_EXEC:-}"
 python=${SHARDPREP_PYTHON:-python}
 
-# A file, not a signal: it reaches the ranks through srun, torchrun and containers alike.
-SHARDPREP_STOP_FILE=$(realpath -- "$checkpoints")/.stop-$SLURM_JOB_ID
-# The first rank that fails leaves its code here: srun itself gives the highest, that of a rank that it killed.
-SHARDPREP_CODE_FILE=$(realpath -- "$checkpoints")/.code-$SLURM_JOB_ID
-rm -f "$SHARDPREP_STOP_FILE" "$SHARDPREP_CODE_FILE"
+# A file, not a signal: it reaches the ranks through srun, torchrun and containers alike. One of each run: where
+# a node was lost, processes of the run before may live on.
+run=${SLURM_RESTART_COUNT:-0} place=$(realpath -- "$checkpoints")
+stop_file() { echo "$place/.stop-$SLURM_JOB_ID-$1"; }
+SHARDPREP_STOP_FILE=$(stop_file "$run")
+# The first rank that fails leaves its code here: srun itself gives the highest, that of a rank that it killed,
+# and torchrun always 1.
+SHARDPREP_CODE_FILE=$place/.code-$SLURM_JOB_ID-$run
+clean_up() {
+  for ((n = 0; n <= run; n++)); do rm -f "$(stop_file "$n")" "$place/.code-$SLURM_JOB_ID-$n"-*; done
+}
+clean_up
+((run == 0)) || touch "$(stop_file $((run - 1)))"
 num_signals=0
-trap 'num_signals=$((num_signals + 1)); say "asked to stop: saving first"; touch "$SHARDPREP_STOP_FILE"' USR1 TERM
-trap 'rm -f "$SHARDPREP_STOP_FILE" "$SHARDPREP_CODE_FILE"' EXIT
-if ((${SLURM_RESTART_COUNT:-0} > ${SHARDPREP_MAX_REQUEUES:-20})); then
-  say "started again $SLURM_RESTART_COUNT times already (SHARDPREP_MAX_REQUEUES): not again"
+# shellcheck disable=SC2317  # the trap calls it
+ask_to_stop() {
+  num_signals=$((num_signals + 1))
+  say "asked to stop: saving first"
+  touch "$SHARDPREP_STOP_FILE"
+}
+trap ask_to_stop USR1 TERM
+trap clean_up EXIT
+if ((run > ${SHARDPREP_MAX_REQUEUES:-20})); then
+  say "started again $run times already (SHARDPREP_MAX_REQUEUES): not again"
   exit 75
 fi
 
@@ -74,9 +91,13 @@ newest() {
 }
 before=$(newest)
 
-# shellcheck disable=SC2016  # srun's shell expands it. A signal is the program's business, not this shell's.
+# A signal is the program's business, not this shell's. A rank that stopped because it was asked to has not
+# failed: torchrun would start it again.
+# shellcheck disable=SC2016  # the rank's own shell expands it
 keep_code='trap : TERM USR1; rc=0; "$@" || rc=$?
-  ((rc == 0)) || (set -C; echo "$rc ${SLURM_PROCID:-0} ${SLURMD_NODENAME:-}" >"$SHARDPREP_CODE_FILE") 2>/dev/null
+  ((rc == 0)) || (set -C; echo "$rc ${RANK:-0} ${SLURMD_NODENAME:-}" \
+    >"$SHARDPREP_CODE_FILE-${TORCHELASTIC_RESTART_COUNT:-0}") 2>/dev/null
+  [[ -z ${TORCHELASTIC_RUN_ID:-} || $rc != 75 || ! -e $SHARDPREP_STOP_FILE ]] || rc=0
   exit "$rc"'
 common=(--cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL --kill-on-bad-exit=1)
 case ${SHARDPREP_LAUNCHER:-srun} in
@@ -95,9 +116,10 @@ case ${SHARDPREP_LAUNCHER:-srun} in
     procs=${SHARDPREP_PROCS:-${SLURM_GPUS_ON_NODE:-1}}
     say "torchrun on $SLURM_JOB_NUM_NODES node(s) x $procs, $MASTER_ADDR:$MASTER_PORT"
     # shellcheck disable=SC2016
-    launch='export PET_NODE_RANK=$SLURM_NODEID; '$keep_code # torchrun's own variable for --node_rank
+    launch='export PET_NODE_RANK=$SLURM_NODEID; exec "$@"' # torchrun's own variable for --node_rank
     command=("$python" -u -m torch.distributed.run "--nnodes=$SLURM_JOB_NUM_NODES" "--nproc_per_node=$procs"
-      "--master_addr=$MASTER_ADDR" "--master_port=$MASTER_PORT")
+      "--master_addr=$MASTER_ADDR" "--master_port=$MASTER_PORT"
+      --no_python bash -c "$keep_code" bash "$python" -u)
     ;;
   *) say "SHARDPREP_LAUNCHER is $SHARDPREP_LAUNCHER, expected srun or torchrun"; exit 2 ;;
 esac
@@ -107,24 +129,34 @@ srun_pid=$!
 # A trapped signal ends `wait` before its time; only a wait that none ended has the program's exit code.
 until seen=$num_signals rc=0; wait "$srun_pid" || rc=$?; ((num_signals == seen)); do :; done
 
-if ((rc == 0)); then exit 0; fi
-if [[ -s $SHARDPREP_CODE_FILE ]]; then
-  read -r rc first_rank first_node <"$SHARDPREP_CODE_FILE"
-  ((rc < 128)) || say "rank $first_rank on $first_node was killed by signal $((rc - 128))"
-  say "the first to fail was rank $first_rank on $first_node, with exit code $rc"
+code_file=$(find "$place" -maxdepth 1 -name "${SHARDPREP_CODE_FILE##*/}-*" | sort -V | tail -n 1)
+if [[ -s $code_file ]]; then
+  read -r first_rc first_rank first_node <"$code_file"
+  # 0 all the same: torchrun's next start went well, unless there was none because the ranks stopped
+  if ((rc != 0)) || [[ $first_rc = 75 && -e $SHARDPREP_STOP_FILE ]]; then
+    rc=$first_rc
+    ((rc < 128)) || say "rank $first_rank on $first_node was killed by signal $((rc - 128))"
+    say "the first to fail was rank $first_rank on $first_node, with exit code $rc"
+  fi
 fi
-state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null) || state=unknown
-if [[ $state != RUNNING && $state != unknown ]]; then
+if ((rc == 0)); then exit 0; fi
+state=unknown runs=$run
+if answer=$(squeue --noheader --jobs="$SLURM_JOB_ID" --Format=State:30,RestartCnt:10 2>/dev/null); then
+  read -r state runs <<<"$answer" || true
+fi
+if [[ ${runs:-$run} != "$run" ]]; then
+  say "Slurm has given up this run and begun another one: this one ends"
+elif [[ $state != RUNNING && $state != unknown ]]; then
   say "the job is $state: Slurm decides whether it begins again"
-elif [[ ! -e $SHARDPREP_STOP_FILE ]] && ((rc != 75)); then # a preemption tells the ranks alone
+elif [[ ! -e $SHARDPREP_STOP_FILE ]] && ((rc != 75 && rc != 128 + 15)); then # a preemption may tell ranks alone
   say "the program ended with exit code $rc without being asked to stop: not requeued"
 elif [[ $(newest) = "$before" ]]; then
   say "stopped with exit code $rc, but no newer checkpoint than '${before#* }' in $checkpoints: not requeued"
-elif ((${SLURM_RESTART_COUNT:-0} >= ${SHARDPREP_MAX_REQUEUES:-20})); then
-  say "requeued ${SLURM_RESTART_COUNT:-0} times already (SHARDPREP_MAX_REQUEUES): not again"
+elif ((run >= ${SHARDPREP_MAX_REQUEUES:-20})); then
+  say "requeued $run times already (SHARDPREP_MAX_REQUEUES): not again"
 else
   say "saved $(newest | cut -d ' ' -f 2); requeueing"
-  rm -f "$SHARDPREP_STOP_FILE"
+  clean_up
   trap - TERM # by which Slurm ends this script
   if scontrol requeue "$SLURM_JOB_ID"; then sleep 60; fi
   say "scontrol requeue failed; submit the same line again"

@@ -40,6 +40,7 @@ class OpenShard:
     encoding: npt.NDArray[np.int8]  # JSON, NPY or RAW; one, or one a sample
     token_bytes: int  # of a RAW id
     row_tokens: int  # of a packed row, else 0
+    has_mask: bool  # a byte per token of each row says which have a label
     remedy: str
     is_copy: bool = False  # staged, so the data set has the same bytes
     sums: dict[str, npt.NDArray[np.int64]] = field(default_factory=dict)  # what its readers keep with it
@@ -84,6 +85,7 @@ def open_shard(source: DatasetShards | ExternalTar, row: int) -> OpenShard:
         encoding=np.array([JSON if is_json else RAW], np.int8) if found is None else found.encoding,
         token_bytes=_token_bytes(source, found),
         row_tokens=source.row_tokens,
+        has_mask=source.has_mask,
         remedy=remedy,
     )
 

@@ -35,7 +35,7 @@ MAX_OPEN_SHARDS = 128
 STALL_WARNING_S = 60.0
 _ALIGN_BYTES = 64
 _IDX_ROWS = 1 << 16  # read at a time where a whole column of the idx is wanted
-_COLUMNS = ("offset", "num_bytes", "num_tokens", "starts_offset", "num_starts")
+_COLUMNS = ("offset", "num_bytes", "num_tokens", "starts_offset", "num_starts", "mask_offset")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +75,9 @@ class SampleBytes:
     token_bytes: npt.NDArray[np.int8]  # of a RAW id
     starts_at: npt.NDArray[np.int64]  # byte in the buffer of a packed row's document starts, uint32 each
     num_starts: npt.NDArray[np.int64]  # 0 unless asked for
+    mask_at: npt.NDArray[
+        np.int64
+    ]  # byte in the buffer of a row's loss mask, a byte per token; -1 without one
     sample: npt.NDArray[np.int64]
 
 
@@ -103,7 +106,9 @@ class ShardReader:
         BrokenShard or ReadWriteError, each naming the shard.
         """
         order = np.argsort(samples, kind="stable")
-        table = np.zeros((8, len(samples)), np.int64)  # SampleBytes' columns after buffer, and row_tokens
+        table = np.zeros(
+            (9, len(samples)), np.int64
+        )  # SampleBytes' columns after buffer, row_tokens, mask_at
         self._used = 0
         if not len(self._buffer):  # all of it at once: what is not touched costs nothing, what is copied does
             self._buffer = np.empty(
@@ -114,6 +119,7 @@ class ShardReader:
             self._read_samples(number, rows, records, table[:, part])
             if starts:
                 self._read_starts(number, records, table[:, part])
+            table[8, part] = self._read_masks(number, records) if self.opened(number).has_mask else -1
         self._check_sizes(samples[order], table)
         asked = np.empty_like(table)
         asked[:, order] = table
@@ -126,6 +132,7 @@ class ShardReader:
             token_bytes=asked[4].astype(np.int8),
             starts_at=asked[5],
             num_starts=asked[6],
+            mask_at=asked[8],
             sample=samples,
         )
 
@@ -269,12 +276,25 @@ class ShardReader:
             span = int(offset[first]), int(ends[end - 1] - offset[first])
             table[5, first:end] = self._read_span(number, *span) + (offset[first:end] - span[0])
 
+    def _read_masks(self, number: int, records: Any) -> npt.NDArray[np.int64]:
+        """Read the loss masks of consecutive rows, one span a member; where each lies in the buffer."""
+        shard = self.opened(number)
+        offset, size = records["mask_offset"].astype(np.int64), shard.row_tokens
+        if not 0 <= offset.min() <= offset.max() <= shard.num_bytes - size:
+            raise _misplaced(shard, int(offset.min()), int(offset.max()) + size)
+        places = np.empty_like(offset)
+        cuts = (np.flatnonzero(np.diff(offset) != size) + 1).tolist()
+        for first, end in pairwise([0, *cuts, len(offset)]):
+            at = self._read_span(number, int(offset[first]), (end - first) * size)
+            places[first:end] = at + (offset[first:end] - offset[first])
+        return places
+
     def _check_sizes(self, samples: npt.NDArray[np.int64], table: npt.NDArray[np.int64]) -> None:
         """Raise BrokenShard where ids have not the bytes of their number, or a row holds more than a row.
 
         Once per ``read``, over all samples: once per span of bytes it would cost packed rows 6 %.
         """
-        _, num_bytes, num_tokens, _, token_bytes, _, num_starts, row_tokens = table
+        _, num_bytes, num_tokens, _, token_bytes, _, num_starts, row_tokens, _ = table
         ids = np.where(row_tokens > 0, row_tokens, num_tokens)
         wrong = (token_bytes > 0) & (num_bytes != ids * token_bytes)
         wrong |= (row_tokens > 0) & (np.maximum(num_tokens, num_starts) > row_tokens)

@@ -100,16 +100,22 @@ class CannotDecode(ValueError):
 
 
 def rows_in_place(data: SampleBytes, rows: npt.NDArray[np.int64], row_tokens: int) -> ScatteredRows:
-    """Packed rows of one length where they lie in the buffer, the padding included."""
+    """Packed rows of one length where they lie in the buffer, the padding included.
+
+    Those with a loss mask have NO_LABEL in the ids that it leaves out.
+    """
+    masks: dict[str, Any] = {}
+    if (data.mask_at[rows] >= 0).any():
+        masks = {"mask": data.buffer, "mask_at": data.mask_at[rows]}
     dtype = np.dtype("<i4" if data.token_bytes[0] == 4 else "<u2")
     start, beside = np.divmod(data.start[rows], dtype.itemsize)
     if beside.any():  # ids at odd bytes: no writer of ours makes them, but an idx could say so
         places = data.start[rows].reshape(-1).tolist()
         flat = [np.frombuffer(data.buffer, dtype, row_tokens, at) for at in places]
         start = np.arange(rows.size).reshape(rows.shape) * row_tokens
-        return ScatteredRows(flat=np.concatenate(flat), at=start, row_tokens=row_tokens)
+        return ScatteredRows(flat=np.concatenate(flat), at=start, row_tokens=row_tokens, **masks)
     ids = data.buffer[: len(data.buffer) // dtype.itemsize * dtype.itemsize].view(dtype)
-    return ScatteredRows(flat=ids, at=start, row_tokens=row_tokens)
+    return ScatteredRows(flat=ids, at=start, row_tokens=row_tokens, **masks)
 
 
 @dataclass(frozen=True, kw_only=True)

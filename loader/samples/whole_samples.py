@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -210,9 +210,10 @@ class SampleWindow:
         ids = rows_in_place(self.data, rows, row_tokens)
         lengths = self.data.num_tokens[rows].astype(np.int32)
         if self.samples.vocab_size is not None:
+            stored = replace(ids, mask=None)
             for step, of_step in enumerate(rows.T):
                 full = np.full(len(of_step), row_tokens, np.int32)
-                _check(self.samples, self.data, ids[:, step].reshape(-1), full, of_step)
+                _check(self.samples, self.data, stored[:, step].reshape(-1), full, of_step)
         num_starts = starts = None
         if self.starts:
             num_starts = self.data.num_starts[rows].astype(np.int32)

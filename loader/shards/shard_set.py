@@ -55,6 +55,11 @@ class DatasetShards:
         return self.spec.seq_len
 
     @property
+    def has_mask(self) -> bool:
+        """Whether rows say which of their tokens have a label."""
+        return self.spec.record == "chat"
+
+    @property
     def fingerprint(self) -> str:
         """Of plan, shards and content; the folder is outside it, so that a data set may move."""
         parts = [self.shard_ids.astype("<i8").tobytes(), ",".join(self.tar_sha256.tolist()).encode()]
@@ -88,6 +93,11 @@ class ExternalTar:
     def row_tokens(self) -> int:
         """Tokens of every sample where they are packed rows, else 0."""
         return self.samples.row_tokens
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether rows say which of their tokens have a label."""
+        return bool(self.samples.mask_offset.any())
 
     @property
     def fingerprint(self) -> str:
@@ -176,6 +186,11 @@ class ShardSet:
     def has_rows(self) -> bool:
         """Whether some samples are packed rows."""
         return any(source.row_tokens for source in self.sources)
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether some rows say which of their tokens have a label."""
+        return any(source.has_mask for source in self.sources)
 
     @property
     def mean_tokens(self) -> float:

@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from loader.shards.tar_members import TarBytes, tar_members
 from shardprep.errors import BrokenShard, UnknownMember
-from shardprep.format.idx import IDX_ROW
-from shardprep.format.names import DOC_STARTS_FIELD, RESERVED_FIELD, ROW_TOKENS_FIELD
+from shardprep.format.idx import IDX_CHAT_ROW
+from shardprep.format.names import DOC_STARTS_FIELD, LOSS_MASK_FIELD, ROW_TOKENS_FIELD
 
 _FIELDS = re.compile(
     rb"\{ *'descr': *'([<|>=][iu][1248])' *, *'fortran_order': *False *, "
@@ -62,10 +62,10 @@ def parse_npy_header(raw: bytes) -> NpyHeader | None:
 
 
 IDS_FIELD = "token_ids.npy"
-_KNOWN = {IDS_FIELD, DOC_STARTS_FIELD, ROW_TOKENS_FIELD}
+_KNOWN = {IDS_FIELD, DOC_STARTS_FIELD, ROW_TOKENS_FIELD, LOSS_MASK_FIELD}
 _HEADER_BYTES = 4096
-_COLUMNS = ("offset", "num_bytes", "num_tokens", "starts_offset", "num_starts")
-_ROW = np.dtype([(name, IDX_ROW[name]) for name in _COLUMNS])
+_COLUMNS = ("offset", "num_bytes", "num_tokens", "starts_offset", "num_starts", "mask_offset")
+_ROW = np.dtype([(name, IDX_CHAT_ROW[name]) for name in _COLUMNS])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +100,8 @@ def packed_rows(
         if not is_rows or len(forms) > 1:
             raise BrokenShard(f"{path}: {member.key!r} has ids {ids.shape}, expected rows as those before it")
         parts.append(_rows(path, tar, member, ids))
+    if len({LOSS_MASK_FIELD in member.fields for member in members}) > 1:
+        raise BrokenShard(f"{path}: some of its rows have a {LOSS_MASK_FIELD} and others have none")
     row_tokens, token_bytes = forms.pop()
     return np.concatenate(parts), row_tokens, token_bytes
 
@@ -126,6 +128,12 @@ def _rows(path: Path, tar: TarBytes, member: PackedMember, ids: NpyHeader) -> np
         )
     edges = np.searchsorted(starts, np.arange(num_rows + 1) * seq_len)
     rows["num_starts"] = np.diff(edges)
+    if LOSS_MASK_FIELD in member.fields:
+        mask = _array(path, tar, member, LOSS_MASK_FIELD, ("|u1",))
+        if mask.shape != ids.shape:
+            raise BrokenShard(f"{path}: {LOSS_MASK_FIELD} of {member.key!r} is {mask.shape}, not {ids.shape}")
+        first = member.fields[LOSS_MASK_FIELD][0] + mask.data_start
+        rows["mask_offset"] = first + np.arange(num_rows) * seq_len
     starts_end = sum(member.fields[DOC_STARTS_FIELD])
     rows["starts_offset"] = starts_end - starts.nbytes + edges[:-1] * starts.itemsize
     return rows
@@ -133,7 +141,7 @@ def _rows(path: Path, tar: TarBytes, member: PackedMember, ids: NpyHeader) -> np
 
 def _check_fields(path: Path, member: PackedMember) -> None:
     unknown = member.fields.keys() - _KNOWN
-    if RESERVED_FIELD in unknown or unknown or IDS_FIELD not in member.fields:
+    if unknown or IDS_FIELD not in member.fields:
         raise UnknownMember(
             f"{path}: {member.key!r} has the fields {', '.join(sorted(member.fields))}, expected of "
             f"{', '.join(sorted(_KNOWN))}; leaving one out could change the training"
@@ -194,6 +202,7 @@ class TarSamples:
     encoding: npt.NDArray[np.int8]  # JSON, NPY or RAW
     starts_offset: npt.NDArray[np.int64]  # of packed rows, as in the idx; else 0
     num_starts: npt.NDArray[np.int64]
+    mask_offset: npt.NDArray[np.int64]  # of rows with a loss mask, as in the idx; else 0
     token_bytes: int  # of a RAW id
     row_tokens: int  # of packed rows, else 0
     fingerprint: str  # of sizes, places and some samples' bytes
@@ -228,6 +237,7 @@ def _documents_of(path: Path, tar: TarBytes, found: list[tuple[str, Fields]], co
         encoding=encoding.astype(np.int8),
         starts_offset=nothing,
         num_starts=nothing,
+        mask_offset=nothing,
         token_bytes=0,
         row_tokens=0,
         fingerprint=_fingerprint(tar, offset, num_bytes),
@@ -292,9 +302,9 @@ def _group_members(path: Path, members: Iterator[tuple[str, int, int]]) -> list[
 
 
 def _token_member(path: Path, key: str, fields: Fields) -> tuple[int, int, int]:
-    if RESERVED_FIELD in fields:
+    if LOSS_MASK_FIELD in fields:
         raise UnknownMember(
-            f"{path}: sample {key!r} has a {RESERVED_FIELD}; this version cannot apply it, and leaving it "
+            f"{path}: sample {key!r} has a {LOSS_MASK_FIELD}, which only packed rows may have; leaving it "
             "out would change the training"
         )
     for field, encoding in TOKEN_FIELDS.items():

@@ -40,6 +40,11 @@ def export(args: argparse.Namespace) -> int:
     """``export O``: write what is missing. Raises Refused where the folder has another export."""
     folder: Path = args.output_dir
     plan = need_plan(args.data_dir)
+    if plan.options.is_chat:
+        raise UsageError(
+            f"{args.data_dir} holds conversations, and no other tool's layout keeps their loss mask: their "
+            "users' words would be trained on; read them with the loader"
+        )
     put_eos = _eos_to_put(plan, args)
     counts = [
         check_shard(args.data_dir, shard_id, plan.plan_id).counts for shard_id in range(plan.num_shards)
@@ -69,7 +74,7 @@ def _eos_to_put(plan: Plan, args: argparse.Namespace) -> int | None:
     wanted = args.to in STREAMS if args.put_eos is None else args.put_eos
     if not wanted or plan.options.append_eos:
         return None
-    if plan.spec.kind == "packed":
+    if plan.spec.has_rows:
         if args.put_eos:
             raise UsageError("--put_eos is for documents; these rows were packed with --no-append_eos")
         return None

@@ -12,7 +12,7 @@ import numpy as np
 from preprocess.formats.format import DocumentBatch, Reading, RecordBlock, batches_of
 from preprocess.inputs import OpenInput, Place
 from preprocess.long_documents import LongDocument
-from preprocess.text_fields import FieldPath, TextFields, UnusableText, name_of, unusable
+from preprocess.text_fields import FieldPath, MessageFields, TextFields, UnusableText, name_of, unusable
 from shardprep.errors import BadInput, ReadWriteError, UsageError
 
 _MOST_ROWS = 8192
@@ -76,7 +76,9 @@ def unreadable(file: OpenInput, form: str, stream: InputStream | None, error: Ex
 
 
 def check_columns(file: OpenInput, schema: Any, fields: TextFields) -> None:
-    """That a table has the columns of the text, and strings in them. Raises BadInput."""
+    """That a table has the columns of the text, and strings or messages in them. Raises BadInput."""
+    is_chat = isinstance(fields, MessageFields)
+    flags = "--messages_field" if is_chat else "--text_field or --text_template"
     for path in fields.text_paths:
         kind, names = schema, [item.name for item in schema]
         for position, name in enumerate(path):
@@ -84,24 +86,28 @@ def check_columns(file: OpenInput, schema: Any, fields: TextFields) -> None:
             if name not in names:
                 raise BadInput(
                     f"input {file.path} has no column {'.'.join(path[: position + 1])}, but "
-                    f"{', '.join(names)}; choose with --text_field or --text_template, and plan anew"
+                    f"{', '.join(names)}; choose with {flags}, and plan anew"
                 )
             kind = kind.field(name).type
             if position + 1 < len(path) and not hasattr(kind, "num_fields"):
                 break
-        if not _may_be_text(kind):
+        if not _is_one_of(kind, _LISTS if is_chat else _TEXTS):
+            expected = "lists of messages" if is_chat else "strings"
             raise BadInput(
-                f"the column {'.'.join(path)} of input {file.path} is {kind}, expected strings; choose "
-                "another with --text_field, or move the file away, and plan anew"
+                f"the column {'.'.join(path)} of input {file.path} is {kind}, expected {expected}; choose "
+                f"another with {flags}, or move the file away, and plan anew"
             )
 
 
-def _may_be_text(kind: Any) -> bool:
+_TEXTS = ("is_string", "is_large_string", "is_string_view", "is_binary", "is_large_binary", "is_null")
+_LISTS = ("is_list", "is_large_list", "is_fixed_size_list", "is_list_view", "is_large_list_view", "is_null")
+
+
+def _is_one_of(kind: Any, names: tuple[str, ...]) -> bool:
     types = arrow_of("a table").types
     if types.is_dictionary(kind):
         kind = kind.value_type
-    known = ("is_string", "is_large_string", "is_string_view", "is_binary", "is_large_binary", "is_null")
-    return any(getattr(types, name, lambda _: False)(kind) for name in known)
+    return any(getattr(types, name, lambda _: False)(kind) for name in names)
 
 
 def column_names(fields: TextFields) -> list[str]:

@@ -69,6 +69,7 @@ class DocumentBatch:
     bad: list[BadDocument] = field(default_factory=list)
     ids: list[str] | None = None  # of --id_field, one per document
     sources: list[str] | None = None  # of --source_field, one per document; None: the file's
+    spans: list[list[tuple[int, int]]] | None = None  # of conversations: the characters by the assistant
     keeps_space: bool = False  # white space beyond ASCII is not yet stripped
     filtered: list[int] = field(default_factory=list)  # lines that the user's own limits leave out
 
@@ -87,6 +88,7 @@ class DocumentBatch:
             input_offsets=self.input_offsets[numbers],
             ids=None if self.ids is None else [self.ids[number] for number in picked],
             sources=None if self.sources is None else [self.sources[number] for number in picked],
+            spans=None if self.spans is None else [self.spans[number] for number in picked],
         )
 
     def first_ones(self, num_documents: int) -> DocumentBatch:

@@ -85,7 +85,12 @@ class DatasetSpec:
     @property
     def kind(self) -> str:
         """How a sample's ids are stored: one of IDX_KINDS."""
-        return "packed" if self.record == "packed" else self.token_format
+        return self.token_format if self.record == "documents" else self.record
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether a sample is a row of ``seq_len`` tokens, and no document."""
+        return self.record != "documents"
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -96,13 +101,13 @@ class DatasetSpec:
     def from_json(fields: Fields) -> DatasetSpec:
         """Raises BrokenShard."""
         record: Record = fields.choice("record", get_args(Record))
-        is_packed = record == "packed"
+        has_rows = record != "documents"
         spec = DatasetSpec(
             plan_id=fields.digest("plan_id"),
             num_shards=fields.whole("num_shards", 1, MAX_SHARDS),
             record=record,
-            token_format=fields.choice("token_format", ("npy",) if is_packed else get_args(TokenFormat)),
-            seq_len=fields.whole("seq_len", int(is_packed), MAX_SEQ_LEN if is_packed else 0),
+            token_format=fields.choice("token_format", ("npy",) if has_rows else get_args(TokenFormat)),
+            seq_len=fields.whole("seq_len", int(has_rows), MAX_SEQ_LEN if has_rows else 0),
             append_eos=fields.flag("append_eos"),
             tokenizer=TokenizerSpec.from_json(fields.fields("tokenizer")),
         )

@@ -30,7 +30,7 @@ IDX_HEADER = np.dtype(
         ("zero", "<u4"),
     ]
 )
-IDX_KINDS = ("json", "npy", "packed")
+IDX_KINDS = ("json", "npy", "packed", "chat")
 IDX_DOCUMENT = np.dtype(
     [
         ("offset", "<u8"),  # byte in the tar where the sample's ids begin (past any npy header)
@@ -47,6 +47,13 @@ IDX_ROW = np.dtype(
         ("num_starts", "<u4"),  # documents that begin in the row
     ]
 )
+IDX_CHAT_ROW = np.dtype(
+    [
+        *((name, IDX_ROW[name]) for name in IDX_ROW.names or ()),
+        ("mask_offset", "<u8"),  # byte in the tar of the row's part of loss_mask, a byte per token
+    ]
+)
+_DTYPES = {"packed": IDX_ROW, "chat": IDX_CHAT_ROW}
 IDX_CHUNK = 512  # records that share a crc32, and are read together: 14 KB of documents, 20 KB of rows
 IDX_CRC = np.dtype("<u4")
 MAX_SAMPLES = 2**40
@@ -57,8 +64,8 @@ _Number = TypeVar("_Number", int, npt.NDArray[np.int64])
 
 
 def idx_dtype(kind: str) -> np.dtype[Any]:
-    """Of a record: IDX_ROW or IDX_DOCUMENT."""
-    return IDX_ROW if kind == "packed" else IDX_DOCUMENT
+    """Of a record: IDX_DOCUMENT, IDX_ROW or IDX_CHAT_ROW."""
+    return _DTYPES.get(kind, IDX_DOCUMENT)
 
 
 def idx_num_bytes(kind: str, num_samples: _Number) -> _Number:
@@ -118,7 +125,7 @@ class IdxFile:
 
     path: Path
     handle: int
-    dtype: np.dtype[Any]  # IDX_DOCUMENT or IDX_ROW
+    dtype: np.dtype[Any]  # of a record, see idx_dtype
     num_samples: int
     crcs: npt.NDArray[np.uint32]  # one a chunk
     checked: bytearray  # of each chunk, whether its crc32 was compared
@@ -206,7 +213,7 @@ def open_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> IdxFile:
 
 
 def read_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> npt.NDArray[np.void]:
-    """A shard's whole idx in memory: a structured array of IDX_DOCUMENT or IDX_ROW, one a sample.
+    """A shard's whole idx in memory: a structured array of ``idx_dtype``, one a sample.
 
     Raises MissingShard, UnknownVersion, OtherPlan, BrokenShard, or ReadWriteError.
     """

@@ -87,13 +87,13 @@ class DatasetIndex:
     def _check_agreement(self, fields: Fields) -> None:
         """That the numbers of each shard are possible beside one another. Raises BrokenShard."""
         samples, documents, tokens, tar_bytes, idx_bytes = self.columns.T
-        is_packed = self.spec.record == "packed"
+        has_rows = self.spec.has_rows
         wrong = {
             "numbers, none below 0": (self.columns < 0).any(axis=1) | (samples > MAX_SAMPLES),
             "idx_bytes, by num_samples": idx_bytes != idx_num_bytes(self.spec.kind, samples),
             "tar_bytes, in whole blocks": (tar_bytes % BLOCK_BYTES != 0) | (tar_bytes < 2 * BLOCK_BYTES),
-            "num_documents, by num_samples": (documents != samples) & (not is_packed),
-            "num_tokens, by num_samples": (tokens > samples * self.spec.seq_len) & is_packed,
+            "num_documents, by num_samples": (documents != samples) & (not has_rows),
+            "num_tokens, by num_samples": (tokens > samples * self.spec.seq_len) & has_rows,
         }
         for what, rows in wrong.items():
             if rows.any():

@@ -23,7 +23,7 @@ MAX_MANIFEST_BYTES = 1 << 20  # one has about 1.5 KB
 MAX_MEMBER_BYTES = 2**32 - 1  # the idx keeps sizes as uint32; ustar itself ends at 8 GiB
 PACKED_MEMBER_BYTES = 512 * 1024  # rows are grouped into members of about this size
 
-Record = Literal["documents", "packed"]
+Record = Literal["documents", "packed", "chat"]
 TokenFormat = Literal["json", "npy"]
 
 PLAN_NAME = "plan.json"
@@ -33,8 +33,8 @@ TOKENIZER_DIR = "tokenizer"
 CHAT_TEMPLATES_DIR = "additional_chat_templates"  # in a tokenizer's folder, as transformers names it
 QUARANTINE_DIR = "quarantine"
 IDS_DIR = "ids"
-RESERVED_FIELD = "loss_mask.npy"  # kept free for a mask member; refused until it has a meaning
 DOC_STARTS_FIELD = "doc_starts.npy"
+LOSS_MASK_FIELD = "loss_mask.npy"  # of chat rows: 1 where the assistant wrote the token
 ROW_TOKENS_FIELD = "row_tokens.npy"
 TEXT_FIELD = "text.txt"
 
@@ -88,8 +88,8 @@ def rows_key(shard_id: int, first_row: int) -> str:
 
 
 def token_field(record: Record, token_format: TokenFormat) -> str:
-    """Name of the member that holds token ids: packed rows are always ``.npy``."""
-    return "token_ids.npy" if record == "packed" else f"token_ids.{token_format}"
+    """Name of the member that holds token ids: rows are always ``.npy``."""
+    return f"token_ids.{token_format}" if record == "documents" else "token_ids.npy"
 
 
 def rerun_command(shard_id: int, folder: Path) -> str:

@@ -24,6 +24,7 @@ class ShardMaking:
     input_bytes: int
     sources: Mapping[str, SourceCounts]
     node: str
+    job_id: str  # Slurm's, of the array where it was one; empty where no job made it
     began: float  # seconds since 1970
     wall_s: float
     cpu_s: float
@@ -49,6 +50,11 @@ def read_making(folder: Path, shard_id: int) -> ShardMaking:
     Raises FileNotFoundError or NotADirectoryError where it is not there, BrokenShard where it does not hold
     these values, or ReadWriteError.
     """
+    return making_of(shard_id, read_unchecked(folder, shard_id))
+
+
+def read_unchecked(folder: Path, shard_id: int) -> Fields:
+    """The values of shard-N.json, whose format, version and hash nobody looked at. Raises as read_making."""
     path = manifest_path(folder, shard_id)
     try:
         data = json.loads(read_regular(path, max_bytes=MAX_MANIFEST_BYTES))
@@ -56,18 +62,28 @@ def read_making(folder: Path, shard_id: int) -> ShardMaking:
         raise BrokenShard(f"{path} is not JSON ({error})") from None
     if not isinstance(data, dict):
         raise BrokenShard(f"{path} holds {type(data).__name__}, expected an object")
-    fields = Fields(path, data)
-    run, counts = fields.fields("run"), fields.fields("counts")
+    return Fields(path, data)
+
+
+def making_of(shard_id: int, manifest: Fields) -> ShardMaking:
+    """What a manifest's values say of its making; they are taken. Raises BrokenShard."""
+    run, counts = manifest.fields("run"), manifest.fields("counts")
     return ShardMaking(
         shard_id=shard_id,
-        plan_id=fields.fields("spec").text("plan_id"),
+        plan_id=manifest.fields("spec").text("plan_id"),
         num_tokens=counts.whole("num_tokens"),
         input_bytes=counts.whole("input_bytes"),
         sources=sources_of(counts),
         node=run.text("host"),
+        job_id=_job_id(run),
         began=run.number("began"),
         wall_s=run.number("wall_s"),
         cpu_s=run.number("cpu_s"),
         num_cpus=run.whole("num_cpus", 1),
         max_rss_bytes=run.whole("max_rss_bytes"),
     )
+
+
+def _job_id(run: Fields) -> str:
+    found = run.each("slurm", Fields.text)
+    return found.get("SLURM_ARRAY_JOB_ID") or found.get("SLURM_JOB_ID", "")

@@ -1,4 +1,7 @@
-"""A bit flipped in each byte of small tars: refused, without effect, or other ids where the ids lie."""
+"""A bit flipped in bytes of small tars: refused, without effect, or other ids where the ids lie.
+
+Of zeros in a row each sixth byte is taken: most of a tar is that.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +95,7 @@ def spans_of_members(path: Path) -> list[tuple[int, int]]:
 
 
 class Flips:
-    """Flips a bit of each byte of a file, one after the other, and puts it back."""
+    """Flips a bit of a byte of a file, one byte after the other, and puts it back."""
 
     def __init__(self, path: Path, spans: list[tuple[int, int]]) -> None:
         self.path, self.raw, self.spans = path, path.read_bytes(), spans
@@ -103,6 +106,8 @@ class Flips:
         chance = Random(len(self.raw))
         handle = os.open(self.path, os.O_WRONLY)
         for at, byte in enumerate(self.raw):
+            if at % 6 and not any(self.raw[max(0, at - 1) : at + 2]):
+                continue
             os.pwrite(handle, bytes([byte ^ 1 << chance.randrange(8)]), at)
             self._note(at, read, expected)
             os.pwrite(handle, bytes([byte]), at)
@@ -134,7 +139,7 @@ def test_a_bit_of_a_tar_of_ours_changes_nothing_outside_of_the_ids(
     flips = Flips(folder / "shard-00000.tar", spans_of_ids(folder))
     flips.try_each(lambda: bits_of(shards, form == "packed"), whole)
     assert flips.num_other
-    assert flips.num_equal > 1024
+    assert flips.num_equal > 256
 
 
 @pytest.mark.parametrize("form", [*FORMS, "TarWriter"])
@@ -152,6 +157,6 @@ def test_a_bit_of_a_tar_of_others_is_refused_or_changes_nothing_outside_of_the_i
     Memory(monkeypatch)
     flips = Flips(path, spans_of_members(path))
     flips.try_each(lambda: bits_of(find_shards(path, count_tokens=True), form == "packed"), whole)
-    assert flips.num_refused > 512, "headers have checksums"
+    assert flips.num_refused > 256, "headers have checksums"
     assert flips.num_equal
     assert flips.num_other

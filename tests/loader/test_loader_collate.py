@@ -145,8 +145,8 @@ def test_a_tokenizer_without_pad_and_eos_is_refused() -> None:
 def test_masked_language_modeling_and_unknown_fields_are_refused() -> None:
     with pytest.raises((UsageError, ValueError), match="mlm"):
         CausalLMCollator(tokenizer(), mlm=True)
-    with pytest.raises(UsageError, match=r"samples have \['labels'\]"):
-        CausalLMCollator(tokenizer())([{"input_ids": [1], "labels": [1]}])
+    with pytest.raises(UsageError, match=r"samples have \['token_type_ids'\]"):
+        CausalLMCollator(tokenizer())([{"input_ids": [1], "token_type_ids": [1]}])
 
 
 def test_it_is_transformers_collator_and_can_be_pickled() -> None:

@@ -89,8 +89,8 @@ def test_an_unknown_member_beside_packed_rows_is_refused(made: Path, prep: Prep,
     with webdataset.TarWriter(str(tmp_path / "a.tar")) as writer:
         for sample in webdataset.WebDataset(str(made / "concat" / "shard-00000.tar"), shardshuffle=False):
             fields = {name: value for name, value in sample.items() if name.endswith("npy")}
-            writer.write({"__key__": sample["__key__"], **fields, "loss_mask.npy": fields["token_ids.npy"]})
-    with pytest.raises(BrokenShard, match=r"has the fields doc_starts\.npy, loss_mask\.npy, .*could change"):
+            writer.write({"__key__": sample["__key__"], **fields, "weights.npy": fields["token_ids.npy"]})
+    with pytest.raises(BrokenShard, match=r"has the fields doc_starts\.npy, .*weights\.npy.*could change"):
         load(tmp_path / "a.tar", model_id=prep.model_dir)
 
 

@@ -349,6 +349,8 @@ import os, signal, sys, time
 from loader import get_llama3_dataloader
 from loader.batch_stream import BatchStream
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+
 def interrupt():  # as a terminal does
     os.killpg(0, signal.SIGINT)
     time.sleep(60)

@@ -32,7 +32,7 @@ def on_lustre(
     fake = FakeLustre(
         folder=root / "O",
         dialect=dialect,
-        state_file=tmp_path / "lfs.json",
+        state_file=tmp_path / "lfs.state",
         monkeypatch=monkeypatch,
         capsys=capsys,
     )

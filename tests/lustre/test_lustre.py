@@ -422,7 +422,7 @@ def test_off_lustre_every_command_says_so_and_touches_nothing(
     assert "not on Lustre" in capsys.readouterr().out
     assert (folder / "file").read_bytes() == b"precious"
     assert not (folder / "absent").exists()
-    assert not (tmp_path / "lfs.json").exists(), "lfs was asked"
+    assert not (tmp_path / "lfs.state").exists(), "lfs was asked"
 
 
 @pytest.mark.parametrize("words", [["show"], ["apply", "-c", "8"]])

@@ -12,6 +12,7 @@ import pytest
 
 from preprocess import deep_verify, worker
 from preprocess.engines import TokenBatch, tokenizers_engine
+from preprocess.formats.format import DocumentBatch
 from preprocess.plan import need_plan
 from preprocess.shard_samples import ShardSamples
 from shardprep.errors import BrokenShard
@@ -61,8 +62,9 @@ def test_a_shard_of_another_text_whose_hashes_agree_is_found(
     (data / "shard-00001.json").unlink()
     original = worker.Worker._encode
 
-    def another(self: worker.Worker, texts: list[str]) -> TokenBatch:
-        return original(self, [texts[0][::-1], *texts[1:]])
+    def another(self: worker.Worker, documents: DocumentBatch) -> TokenBatch:
+        texts = [documents.texts[0][::-1], *documents.texts[1:]]
+        return original(self, dataclasses.replace(documents, texts=texts))
 
     with monkeypatch.context() as patch:
         patch.setattr(worker.Worker, "_encode", another)

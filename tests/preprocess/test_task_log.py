@@ -6,12 +6,16 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pyarrow
+import pyarrow.parquet as pq
+
 from preprocess.options import WorkerSettings
 from preprocess.plan import need_plan
 from preprocess.task_log import engine_line, means_line, part_line
 from preprocess.worker import Work, load_worker
 from shardprep import console
 from shardprep.console import progress_line, short_bytes, short_number
+from tests.input_writers import bgzip
 
 if TYPE_CHECKING:
     import pytest
@@ -45,6 +49,22 @@ def test_a_part_of_many_files_is_named_by_its_first_ones_and_its_last(prep: Prep
     plan = prep.plan(raw, tmp_path / "data", num_shards=1)
     assert part_line(plan, 0).endswith(f"49 B of {raw}: 0.txt, 1.txt, ..., 6.txt (7 files)")
     assert f" of {tmp_path}: " in part_line(plan, 0, tmp_path), "where the raw folder moved"
+
+
+def test_a_part_that_is_no_bytes_of_text_says_what_its_bytes_are(prep: Prep, tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    texts = [f"text {number} " + "word " * 50 for number in range(400)]
+    pq.write_table(pyarrow.table({"text": texts}), raw / "a.parquet", row_group_size=50)
+    with pyarrow.ipc.new_stream(str(raw / "b.arrow"), pyarrow.schema([("text", pyarrow.string())])) as writer:
+        writer.write_table(pyarrow.table({"text": texts}), max_chunksize=50)
+    (raw / "c.txt.gz").write_bytes(bgzip("".join(text + "\n" for text in texts).encode(), [5000]))
+    plan = prep.plan(raw, tmp_path / "data", num_shards=7)
+    lines = " ".join(part_line(plan, number) for number in range(7))
+    assert re.search(r"a\.parquet row groups in bytes \d+ to \d+", lines)
+    assert re.search(r"b\.arrow record batches in bytes \d+ to \d+", lines)
+    assert re.search(r"c\.txt\.gz compressed bytes \d+ to \d+ \(from about byte [1-9]\d* of the text", lines)
+    assert not re.search(r"(parquet|arrow|gz) bytes", lines)
 
 
 def test_the_engine_line_says_why_it_is_the_slow_one(prep: Prep, planned_dir: Path) -> None:

@@ -1,6 +1,7 @@
 """A trained tokenizer is Llama 3's but for its vocabulary, and training it survives any input."""
 
 import argparse
+import gzip
 import json
 import os
 import random
@@ -11,16 +12,29 @@ import sys
 import time
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
+import zstandard
 from tokenizers import Tokenizer
 
 from preprocess import train_tokenizer as command
+from preprocess.text_fields import TextFields
 from preprocess.train_tokenizer import special_tokens, train_tokenizer
-from preprocess.training_text import PIECE_CHARS, TrainingText, find_spans, read_lines, sample_spans
+from preprocess.training_text import (
+    PIECE_CHARS,
+    TrainingText,
+    find_spans,
+    read_lines,
+    sample_spans,
+    training_reading,
+)
 from shardprep.errors import BadInput, CannotWrite, NotFound, Refused, UsageError
+from tests.input_writers import bgzip
 from tests.waiting import HANG_S
 
 VOCAB_SIZE = 400
+UTF8 = training_reading("utf-8")
 SAMPLES = [
     "The first bus leaves at 6:05, doesn't it?  I'd rather walk 12345 steps!",
     "비가 오는 날에는 도서관 2층 창가 자리가 제일 좋다.",
@@ -53,7 +67,8 @@ def trained_dir(text_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def all_lines(folder: Path, max_bytes: int, encoding: str = "utf-8") -> list[str]:
-    text = TrainingText(find_spans(folder, max_bytes, False, encoding), encoding)
+    reading = training_reading(encoding)
+    text = TrainingText(find_spans(folder, max_bytes, False, reading), reading, max_bytes=max_bytes)
     return [line for batch in text for line in batch]
 
 
@@ -224,7 +239,7 @@ def test_undecodable_lines_are_left_out_counted_and_named(
     assert all_lines(tmp_path, 10**9) == ["good good", "\ufffd is no error"]
     train_tokenizer(input_dir=tmp_path, vocab_size=300, output_dir=tmp_path / "out")
     error = capsys.readouterr().err
-    assert "left out 1 lines that are not utf-8" in error
+    assert "left out 1 documents (1 undecodable; the first in " in error
     assert "a.txt" in error
 
 
@@ -244,7 +259,7 @@ def test_a_sample_holds_whole_lines_spread_evenly_over_the_files(tmp_path: Path,
         (tmp_path / f"{part}.txt").write_bytes("\n".join(chunk).encode(encoding))
     total_bytes = sum(path.stat().st_size for path in tmp_path.iterdir())
     max_bytes = total_bytes // 4
-    spans = find_spans(tmp_path, max_bytes, False, encoding)
+    spans = find_spans(tmp_path, max_bytes, False, training_reading(encoding))
     assert sum(span.stop - span.start for span in spans) <= max_bytes
     sampled = all_lines(tmp_path, max_bytes, encoding)
     assert set(sampled) <= {line.strip() for line in lines}
@@ -275,7 +290,7 @@ def test_spans_of_a_sample_never_overlap_and_never_exceed_their_files() -> None:
 def test_a_line_too_long_for_memory_is_cut_into_pieces_between_words(tmp_path: Path) -> None:
     text = "단어 word " * 200_000
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
-    (span,) = find_spans(tmp_path, 10**9, False, "utf-8")
+    (span,) = find_spans(tmp_path, 10**9, False, UTF8)
     pieces = [piece for _, lines in read_lines(span, "utf-8") for piece in lines]
     assert "".join(pieces) == text
     assert max(map(len, pieces)) <= PIECE_CHARS
@@ -296,8 +311,8 @@ def test_subfolders_are_taken_only_when_asked_for(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "a.txt").write_text("here")
     with pytest.raises(NotFound, match="--recursive"):
-        find_spans(tmp_path, 10**9, False, "utf-8")
-    assert [span.path.name for span in find_spans(tmp_path, 10**9, True, "utf-8")] == ["a.txt"]
+        find_spans(tmp_path, 10**9, False, UTF8)
+    assert [span.path.name for span in find_spans(tmp_path, 10**9, True, UTF8)] == ["a.txt"]
 
 
 def test_bad_arguments_and_inputs_get_their_own_error(text_dir: Path, tmp_path: Path) -> None:
@@ -331,7 +346,7 @@ def test_an_output_folder_that_cannot_be_made_is_told_before_training(text_dir: 
 
 def test_an_input_that_vanishes_before_it_is_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text\n")
-    text = TrainingText(find_spans(tmp_path, 10**9, False, "utf-8"), "utf-8")
+    text = TrainingText(find_spans(tmp_path, 10**9, False, UTF8), UTF8)
     (tmp_path / "a.txt").unlink()
     with pytest.raises(NotFound, match=r"a\.txt cannot be opened: No such file"):
         list(text)
@@ -346,3 +361,107 @@ def test_the_command_takes_its_flags_and_stands_at_llama_3s_vocabulary(
     assert parser.parse_args(flags).vocab_size == 128_000
     assert command.main(parser.parse_args([*flags, "--vocab_size", "300"])) == 0
     assert Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json")).get_vocab_size() == 556
+
+
+ROWS = [{"a": {"b": f"문서 {number} 입니다"}, "c": f"line {number}\nof text "} for number in range(3000)]
+TEMPLATE = TextFields("", "{a.b} / {c}")
+
+
+def record_files(folder: Path) -> dict[str, Path]:
+    """The same rows in every format, in a folder each."""
+    lines = [json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in ROWS]
+    data = b"".join(lines)
+    table = pyarrow.Table.from_pylist(ROWS)
+    found = {}
+    for name in ("r.jsonl", "r.json.gz", "r.ndjson.zst", "r.blocks.jsonl.gz", "r.parquet", "r.arrow"):
+        found[name] = folder / name.replace(".", "_") / name
+        found[name].parent.mkdir(parents=True)
+    found["r.jsonl"].write_bytes(data)
+    found["r.json.gz"].write_bytes(gzip.compress(data))
+    found["r.ndjson.zst"].write_bytes(zstandard.ZstdCompressor().compress(data))
+    found["r.blocks.jsonl.gz"].write_bytes(bgzip(data, [8000]))
+    pyarrow.parquet.write_table(table, found["r.parquet"], row_group_size=100)
+    with pyarrow.ipc.new_stream(str(found["r.arrow"]), table.schema) as writer:
+        writer.write_table(table, max_chunksize=100)
+    return found
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return record_files(tmp_path_factory.mktemp("records"))
+
+
+def record_texts(folder: Path, max_bytes: int = 10**9) -> list[str]:
+    reading = training_reading("utf-8", TEMPLATE)
+    text = TrainingText(find_spans(folder, max_bytes, False, reading), reading, max_bytes=max_bytes)
+    found = [line for batch in text for line in batch]
+    assert text.num_bytes <= max_bytes
+    return found
+
+
+EXPECTED = [f"{row['a']['b']} / {row['c'].strip()}" for row in ROWS]  # type: ignore[index,attr-defined]
+
+
+@pytest.mark.parametrize(
+    "name", ["r.jsonl", "r.json.gz", "r.ndjson.zst", "r.blocks.jsonl.gz", "r.parquet", "r.arrow"]
+)
+def test_every_format_gives_its_documents_and_a_sample_gives_some_of_them_once(
+    records: dict[str, Path], name: str
+) -> None:
+    folder = records[name].parent
+    assert record_texts(folder) == EXPECTED
+    limit = sum(map(len, map(str.encode, EXPECTED))) // 3
+    sampled = record_texts(folder, limit)
+    assert set(sampled) <= set(EXPECTED)
+    assert len(set(sampled)) == len(sampled)
+    assert len(sampled) > 0.5 * len(EXPECTED) / 3
+    if name not in ("r.json.gz", "r.ndjson.zst"):
+        last_tenth = set(EXPECTED[-300:])
+        assert last_tenth & set(sampled), "a sample is of the whole file where it can be entered"
+
+
+def test_the_command_trains_on_records_by_field_or_template_and_as_on_the_same_plain_text(
+    records: dict[str, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "a.txt").write_text("".join(row["a"]["b"] + "\n" for row in ROWS))  # type: ignore[index]
+    flags = ["--vocab_size", "300", "--input_dir"]
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    for name, given in (("r.parquet", ["--text_field", "a.b"]), ("r.json.gz", ["--text_template", "{a.b}"])):
+        given = [*flags, str(records[name].parent), *given, "--output_dir", str(tmp_path / name)]
+        assert command.main(parser.parse_args(given)) == 0
+    assert (
+        command.main(
+            parser.parse_args([*flags, str(tmp_path / "plain"), "--output_dir", str(tmp_path / "t")])
+        )
+        == 0
+    )
+    expected = (tmp_path / "t" / "tokenizer.json").read_bytes()
+    assert (tmp_path / "r.parquet" / "tokenizer.json").read_bytes() == expected
+    assert (tmp_path / "r.json.gz" / "tokenizer.json").read_bytes() == expected
+
+
+def test_records_without_text_are_counted_by_reason_and_the_first_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "ab ab"}\n{"other": 1}\n{"text": nul\n{"text": null}\n')
+    train_tokenizer(input_dir=tmp_path, vocab_size=300, output_dir=tmp_path / "out")
+    said = capsys.readouterr().err
+    assert "left out 3 documents (1 no_field, 1 bad_json, 1 null_field; the first in " in said
+    assert "a.jsonl byte 18)" in said
+
+
+def test_a_record_file_that_cannot_be_read_or_lacks_the_column_is_named(
+    records: dict[str, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(BadInput, match=r"r\.parquet has no column text, but a, c"):
+        train_tokenizer(input_dir=records["r.parquet"].parent, vocab_size=300, output_dir=tmp_path / "out")
+    (tmp_path / "cut.jsonl.gz").write_bytes(records["r.json.gz"].read_bytes()[:-20])
+    with pytest.raises(BadInput, match=r"cut\.jsonl\.gz is cut short"):
+        train_tokenizer(
+            input_dir=tmp_path, vocab_size=300, output_dir=tmp_path / "out", fields=TextFields("c")
+        )
+    with pytest.raises(BadInput, match=r"left out 3,000 documents \(3,000 no_field.*--text_field"):
+        train_tokenizer(input_dir=records["r.jsonl"].parent, vocab_size=300, output_dir=tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -121,6 +121,7 @@ def test_a_run_cut_by_its_time_limit_goes_on_on_one_node_as_if_unbroken(site: Si
     ours, theirs = steps_of(checkpoints), steps_of(unbroken)
     assert [line["step"] for line in ours] == list(range(1, num_steps + 1)), "no step twice or lost"
     assert [line["batch"] for line in ours] == [line["batch"] for line in theirs]
+    assert re.search(r"step 10: loss .* tokens/s, waited .*% for data, at step 10 of", log)
     assert len({line["batch"] for line in theirs}) == num_steps, "the hashes tell batches apart"
     for line, other in zip(ours, theirs, strict=True):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-4)

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import os
+import runpy
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from loader.batches import LoaderMetrics
 from tests.checkout import ROOT
 from tests.waiting import wait_until
 
 SCRIPT = ROOT / "slurm" / "train_ddp.sh"
-# Two ranks; where one ends badly the other is killed, and the higher code is srun's own, as of the real one.
+# As many tasks as asked for; where one ends badly the others are killed, and the highest code is srun's own,
+# as of the real one.
 SRUN = r"""#!/bin/bash
-while [[ $1 = --* ]]; do shift; done
-for rank in 0 1; do
-  SLURM_PROCID=$rank SLURM_NTASKS=2 SLURM_LOCALID=$rank SLURMD_NODENAME=n$rank setsid "$@" & pids[rank]=$!
+while [[ $1 = --* ]]; do [[ $1 != --ntasks=* ]] || num=${1#*=}; shift; done
+for ((rank = 0; rank < num; rank++)); do
+  export SLURM_PROCID=$rank SLURM_NODEID=$rank SLURM_NTASKS=$num SLURM_LOCALID=$rank SLURMD_NODENAME=n$rank
+  setsid "$@" & pids[rank]=$!
 done
 highest=0
-for _ in 0 1; do
+for _ in "${pids[@]}"; do
   rc=0; wait -n "${pids[@]}" || rc=$?
   ((rc <= highest)) || highest=$rc
   ((rc == 0)) || for pid in "${pids[@]}"; do kill -KILL -- "-$pid" 2>/dev/null && highest=137; done
@@ -34,13 +40,25 @@ PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
 rank, how, folder = int(os.environ["RANK"]), sys.argv[3], Path(sys.argv[2])
-signal.signal(signal.SIGTERM, lambda *_: None)
-(folder.parent / f"began-{rank}").touch()
-if how == "stop":
-    while not Path(os.environ["SHARDPREP_STOP_FILE"]).exists():
+start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+asked = []
+if how != "unheeding":
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+(folder.parent / f"pid-{rank}-{start}").write_text(str(os.getpid()))
+(folder.parent / f"pid-{rank}-{start}").rename(folder.parent / f"began-{rank}-{start}")
+if how == "unheeding":
+    (folder / "step-1.pt").touch()
+if how == "twice" and rank == 1 and start == "1":
+    sys.exit(7)
+if how in ("stop", "unheeding") or (how == "once" and start == "1"):
+    while not asked and not Path(os.environ["SHARDPREP_STOP_FILE"]).exists():
         time.sleep(0.02)
     (folder / "step-1.pt").touch()
     sys.exit(75)
+if how in ("once", "twice"):
+    while rank == 0 and not asked:
+        time.sleep(0.02)
+    sys.exit(3)
 if rank == 1:
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -49,7 +67,7 @@ time.sleep(60)
 """
 
 
-def start(place: Path, how: str, *, state: str = "RUNNING", **environ: str) -> subprocess.Popen[str]:
+def start(place: Path, how: str, *, state: str = "RUNNING 0", **environ: str) -> subprocess.Popen[str]:
     commands = place / "bin"
     commands.mkdir()
     scontrol = f'case $1 in show) echo n0;; requeue) touch "{place}/requeued"; kill "$PPID";; esac'
@@ -88,20 +106,28 @@ def test_the_job_ends_with_the_code_of_the_rank_that_failed_first(
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
+def wait_until_begun(place: Path, start: int = 0) -> list[int]:
+    """The ranks' process ids, once both of this start of torchrun heed their signals."""
+    found = [place / f"began-{rank}-{start}" for rank in (0, 1)]
+    wait_until(lambda: all(path.exists() for path in found))
+    return [int(path.read_text()) for path in found]
+
+
 @pytest.mark.parametrize(
     ("number", "state", "is_requeued"),
     [
-        (signal.SIGUSR1, "RUNNING", True),
-        (signal.SIGTERM, "RUNNING", True),
-        (signal.SIGTERM, "COMPLETING", False),
+        (signal.SIGUSR1, "RUNNING 0", True),
+        (signal.SIGTERM, "RUNNING 0", True),
+        (signal.SIGTERM, "COMPLETING 0", False),
+        (signal.SIGUSR1, "RUNNING 1", False),
     ],
 )
-def test_a_signal_saves_and_requeues_unless_the_job_is_being_cancelled(
+def test_a_signal_saves_and_requeues_unless_the_job_is_being_cancelled_or_runs_elsewhere_by_now(
     tmp_path: Path, number: int, state: str, is_requeued: bool
 ) -> None:
     """TERM is what comes first of a preemption with GraceTime, and of scancel."""
     process = start(tmp_path, "stop", state=state)
-    wait_until(lambda: all((tmp_path / f"began-{rank}").exists() for rank in (0, 1)))
+    wait_until_begun(tmp_path)
     process.send_signal(number)
     _, log = process.communicate(timeout=60)
     assert (tmp_path / "checkpoints" / "step-1.pt").exists(), log
@@ -114,29 +140,114 @@ def test_a_job_that_slurm_started_again_too_often_ends(tmp_path: Path) -> None:
     process = start(tmp_path, "3", SLURM_RESTART_COUNT="3", SHARDPREP_MAX_REQUEUES="2")
     _, log = process.communicate(timeout=60)
     assert (process.returncode, "not again" in log) == (75, True), log
-    assert not (tmp_path / "began-0").exists()
+    assert not (tmp_path / "began-0-0").exists()
+
+
+@pytest.mark.parametrize("how", ["stop", "unheeding"])
+def test_ranks_that_a_preemption_tells_alone_are_requeued_where_there_is_a_newer_checkpoint(
+    tmp_path: Path, how: str
+) -> None:
+    """With GraceTime the script itself hears nothing. A program that does not heed TERM dies of it."""
+    process = start(tmp_path, how)
+    for pid in wait_until_begun(tmp_path):
+        os.kill(pid, signal.SIGTERM)
+    _, log = process.communicate(timeout=60)
+    assert (tmp_path / "requeued").exists(), log
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+def test_where_a_node_was_lost_the_run_before_is_asked_to_stop(tmp_path: Path) -> None:
+    """Its processes may live on there, with the stop file of their own run."""
+    process = start(tmp_path, "stop", SLURM_RESTART_COUNT="2", state="RUNNING 2")
+    wait_until_begun(tmp_path)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [".stop-7-1"]
+    process.send_signal(signal.SIGUSR1)
+    _, log = process.communicate(timeout=60)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1.pt"], log
+
+
+TORCHRUN = {"SHARDPREP_LAUNCHER": "torchrun", "SHARDPREP_PROCS": "2", "SLURM_JOB_NUM_NODES": "1"}
+TORCHRUN |= {"PET_MAX_RESTARTS": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
+def test_torchruns_own_restart_is_used_up_before_the_last_failures_code_is_the_jobs(tmp_path: Path) -> None:
+    process = start(tmp_path, "twice", **TORCHRUN, MASTER_PORT=str(free_port()))
+    _, log = process.communicate(timeout=120)
+    assert (process.returncode, "the first to fail was rank 1" in log) == (7, True), log
+    assert len(list(tmp_path.glob("began-*"))) == 4, "two ranks, started twice"
+
+
+def test_ranks_that_stop_when_asked_are_no_failure_that_torchrun_starts_again(tmp_path: Path) -> None:
+    """After one restart that it did make."""
+    process = start(tmp_path, "once", **{**TORCHRUN, "PET_MAX_RESTARTS": "3"}, MASTER_PORT=str(free_port()))
+    wait_until_begun(tmp_path, start=1)
+    process.send_signal(signal.SIGUSR1)
+    _, log = process.communicate(timeout=120)
+    assert (tmp_path / "requeued").exists(), log
+    assert len(list(tmp_path.glob("began-*"))) == 4, "it was not started a third time"
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+class Part:
+    """A model, an optimizer, or a loader's state."""
+
+    def __init__(self, loaded: list[object]) -> None:
+        self.loaded = loaded
+
+    def load_state_dict(self, state: object) -> None:
+        self.loaded.append(state)
+
+
+def resumable_run(folder: Path, *steps: int) -> tuple[Any, list[object]]:
+    """The example's run with checkpoints of these steps, and what it loads of them."""
+    run_class: Any = runpy.run_path(str(ROOT / "examples" / "train_llama.py"))["Run"]
+    run, loaded = object.__new__(run_class), list[object]()
+    run.folder, run.device, run.step = folder, torch.device("cpu"), 0
+    run.model = run.optimizer = run.loader = Part(loaded)
+    for step in steps:
+        state = {"step": step, "model": step, "optimizer": step, "loader": step}
+        torch.save(state, folder / f"step-{step:08d}.pt")
+    return run, loaded
 
 
 def test_a_newest_checkpoint_that_was_cut_is_passed_over(tmp_path: Path) -> None:
-    import runpy
-
-    run_class: Any = runpy.run_path(str(ROOT / "examples" / "train_llama.py"))["Run"]
-    run = object.__new__(run_class)
-    run.folder, run.device, run.step = tmp_path, torch.device("cpu"), 0
-    loaded: list[object] = []
-
-    class Part:
-        def load_state_dict(self, state: object) -> None:
-            loaded.append(state)
-
-    run.model = run.optimizer = run.loader = Part()
-    for step in (1, 2):
-        state = {"step": step, "model": step, "optimizer": step, "loader": step}
-        torch.save(state, tmp_path / f"step-{step:08d}.pt")
+    run, loaded = resumable_run(tmp_path, 1, 2)
     newest = tmp_path / "step-00000002.pt"
     newest.write_bytes(newest.read_bytes()[:-200])
-    run.load_newest()
+    run.load_newest(0)
     assert (run.step, loaded) == (1, [1, 1, 1])
     (tmp_path / "step-00000001.pt").write_bytes(b"")
     with pytest.raises(SystemExit, match="no checkpoint"):
-        run.load_newest()
+        run.load_newest(0)
+
+
+def test_all_ranks_go_on_from_the_checkpoint_that_rank_0_could_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, loaded = resumable_run(tmp_path, 1, 2)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(
+        torch.distributed, "broadcast_object_list", lambda steps: steps.__setitem__(0, 1)
+    )  # of rank 0
+    run.load_newest(1)
+    assert (run.step, loaded) == (1, [1, 1, 1])
+
+
+def test_the_health_line_has_speed_the_wait_for_data_and_the_place_in_it() -> None:
+    health_class: Any = runpy.run_path(str(ROOT / "examples" / "train_llama.py"))["Health"]
+    clock = iter([100.0, 110.0, 120.0])
+    health_class.__init__.__globals__["time"] = SimpleNamespace(perf_counter=clock.__next__)
+    metrics = LoaderMetrics()
+    loader = SimpleNamespace(metrics=metrics, order=SimpleNamespace(steps_per_epoch=30))
+    loader.state_at = lambda step: {"epoch": step // 30, "step": step % 30}
+    health = health_class(SimpleNamespace(loader=loader, step=70, device=torch.device("cpu")), 1)
+    metrics.num_tokens, metrics.wait_s = 50_000, 0.5
+    line = health.line(2.5)
+    assert line == ("step 70: loss 2.5000, 5,000 tokens/s, waited 5.0% for data, at step 10 of 30 of epoch 2")
+    metrics.num_tokens = 10_000
+    assert "1,000 tokens/s, waited 0.0%" in health.line(2.5), "since the line before"

@@ -1,0 +1,292 @@
+"""What is done to tasks on a real Slurm, and what ``python -m slurm status`` calls it.
+
+    python benchmarks/slurm_causes.py            as root, some four minutes; it starts a cluster of its own
+
+Tasks run out of memory and time, are killed, cancelled, preempted, held and suspended; a node is killed under
+its Python, O/jobs is emptied, the folder of the logs is full, the accounts are stopped. Printed is a table of
+what was done, what status said, and whether that is right. Then one ``retry`` mends what is missing, and the
+shards are compared with those of an undisturbed run. Exit code 1 where something is not right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+STARTER = ROOT / "tests" / "slurm_cluster.sh"
+CONF = """PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=main Nodes=n[1-2] MaxTime=INFINITE
+PartitionName=lost Nodes=n3 MaxTime=INFINITE
+PartitionName=low Nodes=n4 MaxTime=INFINITE
+PartitionName=grace Nodes=n5 PreemptMode=CANCEL GraceTime=20 MaxTime=INFINITE
+PartitionName=urgent Nodes=n[4-5] PriorityTier=10 MaxTime=INFINITE"""
+PYTHON = """#!/bin/bash
+for ((i = 1; i < $#; i++)); do [[ ${{!i}} != --shard_id ]] || {{ next=$((i + 1)); shard=${{!next}}; }}; done
+fault=none; [[ -z ${{shard:-}} ]] || fault=$(cat {place}/$shard 2>/dev/null); rm -f {place}/${{shard:-none}}
+case $fault in
+  memory) {real} -c 'import time; held = bytearray(400 << 20); time.sleep(5)'; exit 9 ;;
+  kill) kill -9 $$ ;;
+  survive) touch {place}/survives; until [[ -e {place}/go ]]; do sleep 0.2; done ;;
+  sleep) touch {place}/sleeps-$shard; {real} -c 'import time; time.sleep(300)'; exit 9 ;;
+  wait) touch {place}/waits-$shard; until [[ -e {place}/go ]]; do sleep 0.2; done ;;
+esac
+exec {real} "$@"
+"""
+HANG_S = 400
+
+
+@dataclass(kw_only=True)
+class Site:
+    """The cluster, a folder for everything, and the rows of the table."""
+
+    folder: Path
+    environ: dict[str, str]
+    rows: list[tuple[str, str, bool]] = field(default_factory=list)
+
+    def run(self, *command: object, check: bool = True) -> str:
+        done = subprocess.run(
+            [str(each) for each in command],
+            env=self.environ, cwd=ROOT, capture_output=True, text=True, check=False, timeout=HANG_S,
+        )  # fmt: skip
+        if check and done.returncode:
+            raise SystemExit(f"{command} ended with {done.returncode}: {done.stdout}{done.stderr}")
+        return done.stdout + done.stderr
+
+    def prep(self, *words: object) -> str:
+        return self.run(sys.executable, "-m", "preprocess", *words)
+
+    def slurm(self, *words: object, check: bool = True) -> str:
+        return self.run(sys.executable, "-m", "slurm", *words, check=check)
+
+    def status(self, data: Path) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.slurm("status", data, "--json").splitlines()[0])
+        return found
+
+    def submit(self, data: Path, shards: str, partition: str, *flags: object) -> str:
+        """The id of the array."""
+        words = ("--shards", shards, "--partition", partition, "--cpus_per_task", 1, *flags)
+        said = self.slurm("submit", data, *words)
+        return str(re.findall(r"^job (\d+):", said, re.MULTILINE)[0])
+
+    def arm(self, fault: str, *shard_ids: int) -> None:
+        for shard_id in shard_ids:
+            (self.folder / "faults" / str(shard_id)).write_text(fault)
+
+    def happened(self, name: str) -> bool:
+        return (self.folder / "faults" / name).exists()
+
+    def row(self, what: str, said: str, is_right: bool) -> None:
+        self.rows.append((what, said, is_right))
+        print(f"| {what} | {said} | {'yes' if is_right else 'NO'} |", flush=True)
+
+
+def main() -> int:
+    with cluster() as site:
+        data, undisturbed = site.folder / "O", site.folder / "undisturbed"
+        make_inputs(site, data, undisturbed)
+        print("| done to it | `status` said | right? |\n|---|---|---|")
+        disturb(site, data)
+        done_before = stamps(data)
+        look(site, data)
+        flags = ("--mem_gb", 1, "--time_min", 5, "--partition", "main", "--exclude", "n3")
+        site.slurm("retry", data, *flags, "--wait")
+        state = site.status(data)
+        site.row("one retry", f"done {state['done']}, verified: {state['verified']}", state["verified"])
+        site.prep("run", undisturbed)
+        is_equal = contents(data) == contents(undisturbed)
+        site.row("tars and idx against an undisturbed run", "equal" if is_equal else "not equal", is_equal)
+        num_kept = len(done_before.items() & stamps(data).items())
+        done_again = f"{num_kept} of {len(done_before)} are the same files"
+        site.row("the tars that were done before the retry", done_again, num_kept == len(done_before))
+        purged_records(site)
+        full_log_folder(site)
+        accounts_stopped(site, site.folder / "full")
+        return 0 if all(is_right for _, _, is_right in site.rows) else 1
+
+
+@contextlib.contextmanager
+def cluster() -> Iterator[Site]:
+    folder = Path(tempfile.mkdtemp(prefix="slurm-causes-"))
+    kept = {name: value for name, value in os.environ.items() if not re.match("SLURM|SBATCH|SHARDPREP", name)}
+    options = {"NUM_NODES": "5", "NODE_CPUS": "4", "NODE_MEM_MB": "4000", "ACCOUNTING": "1", "CGROUP": "1"}
+    options |= {"CLUSTER_DIR": str(folder / "c"), "SLURM_CONF": str(folder / "c" / "slurm.conf")}
+    options |= {"EXTRA_CONF": CONF, "SHARDPREP_PYTHON": str(folder / "python")}
+    (folder / "faults").mkdir()
+    (folder / "python").write_text(PYTHON.format(place=folder / "faults", real=sys.executable))
+    (folder / "python").chmod(0o755)
+    site = Site(folder=folder, environ={**kept, **options})
+    try:
+        site.run(STARTER, "up")
+        yield site
+    finally:
+        (folder / "faults" / "go").touch()
+        site.run(STARTER, "down", check=False)
+        subprocess.run(["umount", str(folder / "full" / "jobs" / "logs")], check=False, capture_output=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def make_inputs(site: Site, *folders: Path) -> None:
+    raw, model = site.folder / "raw", site.folder / "model"
+    raw.mkdir()
+    for number in range(10):
+        text = "".join(f"{number}번째 파일의 {line}번째 줄. Line {line}.\n" for line in range(300))
+        (raw / f"{number}.txt").write_text(text)
+    site.prep("train_tokenizer", "--input_dir", raw, "--vocab_size", 600, "--output_dir", model)
+    for folder in (*folders, site.folder / "purged", site.folder / "full"):
+        site.prep("plan", "--input_dir", raw, "--output_dir", folder, "--model_id", model)
+
+
+def disturb(site: Site, data: Path) -> None:
+    """Shards 0-9 of one data set, a fault each; 9 has none."""
+    site.arm("memory", 0)
+    site.arm("sleep", 1, 2, 5, 6)
+    site.arm("kill", 3)
+    site.arm("survive", 4)
+    site.arm("wait", 8)
+    few = ("--mem_gb", 0.2, "--time_min", 1)
+    small = ("--mem_gb", 0.5)
+    job = site.submit(data, "0-3,9", "main", *few)
+    site.submit(data, "4", "lost", *small, "--sbatch_args", "--no-requeue")
+    site.submit(data, "5", "low", *small)
+    site.submit(data, "6", "grace", *small)
+    held = site.submit(data, "7", "main", *small, "--sbatch_args", "--begin=now+60")
+    suspended = site.submit(data, "8", "main", *small)
+    site.run("scontrol", "hold", held)
+    wait_until(lambda: site.happened("sleeps-2"))
+    site.run("scancel", f"{job}_2")
+    wait_until(lambda: site.happened("survives"))
+    kill_node(site, "n3")
+    wait_until(lambda: site.happened("sleeps-5") and site.happened("sleeps-6"))
+    site.run(
+        "sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
+    )
+    wait_until(lambda: site.happened("waits-8"))
+    site.run("scontrol", "suspend", f"{suspended}_0")
+    state = site.status(data)
+    reasons = {item["shards"]: f"{item['reason']}: {item['means']}" for item in state["waits_for"]}
+    found = next((words for ids, words in reasons.items() if "7" in ids), "")
+    site.row("`scontrol hold`", f"wait for {found}", "JobHeld" in found)
+    site.row("`scontrol suspend`", f"suspended: {state['suspended']}", state["suspended"] == "8")
+    wait_until(lambda: 4 in causes(site, data))
+    said = causes(site, data)[4]
+    site.row("its node killed, its Python left alive", said, said == "NODE_FAIL")
+    site.run("scontrol", "resume", f"{suspended}_0")
+    site.run("scontrol", "update", f"jobid={held}", "starttime=now")
+    site.run("scontrol", "release", held)
+    (site.folder / "faults" / "go").touch()
+    wait_until(lambda: not {"running", "pending"} & {n for n, ids in site.status(data).items() if ids})
+
+
+def causes(site: Site, data: Path) -> dict[int, str]:
+    """Shard -> why its last task did not make it."""
+    return {item["shard"]: item["cause"] for item in site.status(data)["failures"]}
+
+
+def look(site: Site, data: Path) -> None:
+    cause_of = causes(site, data)
+    for shard_id, what, expected in (
+        (0, "more memory than its limit", "OUT_OF_MEMORY"),
+        (1, "the time limit", "TIMEOUT"),
+        (2, "`scancel`", "CANCELLED"),
+        (3, "`kill -9` of the worker", "killed by signal 9"),
+        (6, "preempted, partition with GraceTime", "stopped by Slurm: preempted with GraceTime"),
+    ):
+        said = cause_of.get(shard_id, "done" if shard_id not in cause_of else "")
+        site.row(what, said, said.startswith(expected))
+    restarts = ", ".join(f"{how}: {number}" for how, number in site.status(data)["restarts"].items())
+    site.row("preempted with requeue", f"made by the second run; after {restarts}", 5 not in cause_of)
+
+
+def purged_records(site: Site) -> None:
+    data = site.folder / "purged"
+    (site.folder / "faults" / "go").unlink(missing_ok=True)
+    site.arm("wait", 0)
+    job = site.submit(data, "0", "main", "--mem_gb", 0.5)
+    wait_until(lambda: site.happened("waits-0"))
+    shutil.rmtree(data / "jobs")
+    state = site.status(data)
+    site.row(
+        "O/jobs removed while a task runs",
+        f"unrecorded: {state['unrecorded_jobs']}",
+        job in state["unrecorded_jobs"],
+    )
+    said = site.slurm("submit", data, check=False)
+    site.row("and `submit` then", said.splitlines()[-1][:60], "no file in" in said)
+    (site.folder / "faults" / "go").touch()
+    wait_until(lambda: not site.status(data)["unrecorded_jobs"])
+    state = site.status(data)
+    site.row("and when the task has ended", f"done {state['done']}", state["done"] == "0")
+
+
+def full_log_folder(site: Site) -> None:
+    data = site.folder / "full"
+    logs = data / "jobs" / "logs"
+    logs.mkdir(parents=True)
+    site.run("mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", logs)
+    with (logs / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"x" * 4096)
+    site.submit(data, "0-1", "main", "--mem_gb", 0.5)
+    wait_until(lambda: not {"running", "pending"} & {n for n, ids in site.status(data).items() if ids})
+    state = site.status(data)
+    said = f"done {state['done']}" if state["done"] else ", ".join(state["causes"])
+    site.row("the folder of the logs is full", said, state["done"] == "0-1")
+
+
+def accounts_stopped(site: Site, data: Path) -> None:
+    os.kill(int((site.folder / "c" / "pid" / "slurmdbd").read_text()), signal.SIGKILL)
+    began_s = time.perf_counter()
+    state = site.status(data)
+    took_s = time.perf_counter() - began_s
+    site.row("slurmdbd killed", f"accounts give no answer ({took_s:.0f} s)", bool(state["accounts_away"]))
+
+
+def kill_node(site: Site, node: str) -> None:
+    """Kill a node's slurmd and its steps' daemons, and nothing else."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes().replace(b"\0", b" ").decode()
+            opened = [str(link.readlink()) for link in (path.parent / "fd").iterdir()]
+        except OSError:
+            continue
+        place = site.folder / "c"
+        is_step = any(f"{place}/spool-{node}" in item or f"{place}/log/{node}" in item for item in opened)
+        if f"slurmd -f {place}/slurm.conf -N {node}" in command or (
+            command.startswith("slurmstepd") and is_step
+        ):
+            os.kill(int(path.parent.name), signal.SIGKILL)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + HANG_S
+    while not is_so():
+        if time.monotonic() > deadline:
+            raise SystemExit(f"not so within {HANG_S} s")
+        time.sleep(1.5)
+
+
+def contents(data: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in data.glob("shard-*") if path.suffix in (".tar", ".idx")}
+
+
+def stamps(data: Path) -> dict[str, tuple[int, int]]:
+    """A file that is made again is another one."""
+    return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in data.glob("shard-*.tar")}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

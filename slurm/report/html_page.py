@@ -1,0 +1,170 @@
+"""The report as one HTML page: no scripts, no network, light and dark, on a telephone and on paper.
+
+Whatever comes from data (names, text of documents, causes) passes ``html.escape``; and a policy in the page
+lets it load nothing, should something slip through.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from slurm.report import svg_shapes as svg
+from slurm.report.blocks import (
+    Block,
+    BusyRows,
+    Columns,
+    Commands,
+    Facts,
+    Note,
+    Quotes,
+    Report,
+    Section,
+    Table,
+    TimeLine,
+)
+
+STYLE_FILE = Path(__file__).with_name("page.css")
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_NUMBER = re.compile(r"[~<-]?[0-9].*|-?")
+
+
+def html_page(report: Report, heading: str) -> str:
+    """The whole page. ``heading`` stands over the title. Raises OSError where the style is not installed."""
+    style = STYLE_FILE.read_text(encoding="utf-8")
+    tiles = "".join(
+        f'<div class="tile"><span class="value">{escape(value)}</span>'
+        f'<span class="name">{escape(name)}</span></div>'
+        for name, value in report.tiles
+    )
+    return (
+        f'<!doctype html>\n<html lang="{report.language}">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{escape(report.title)}: {escape(heading)}</title>\n"
+        f"<style>\n{style}</style>\n</head>\n<body>\n"
+        f'<header><p class="kind">{escape(heading)}</p><h1>{escape(report.title)}</h1>'
+        f'<p class="subtitle">{escape(report.subtitle)}</p></header>\n<main>\n'
+        f"{''.join(map(_note, report.notes))}"
+        f'<div class="tiles">{tiles}</div>\n'
+        f"{_cards(report.sections)}</main>\n</body>\n</html>\n"
+    )
+
+
+def _cards(sections: Sequence[Section]) -> str:
+    """Sections side by side where there is room, and the wide ones between them."""
+    groups = []
+    for is_wide, group in itertools.groupby(sections, key=lambda section: section.is_wide):
+        kind = "wide" if is_wide else "beside"
+        groups.append(f'<div class="{kind}">\n{"".join(map(_section, group))}</div>\n')
+    return "".join(groups)
+
+
+def _section(section: Section) -> str:
+    blocks = "\n".join(_RENDERERS[type(block)](block) for block in section.blocks)
+    return f'<section class="card"><h2>{escape(section.title)}</h2>\n{blocks}\n</section>\n'
+
+
+def _facts(facts: Facts) -> str:
+    rows = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items
+    )
+    return f"<dl>{rows}</dl>"
+
+
+def _note(note: Note) -> str:
+    return f'<p class="{"warning" if note.is_warning else "note"}">{escape(note.text)}</p>\n'
+
+
+def _table(table: Table) -> str:
+    columns = list(zip(*table.rows, strict=True))
+    classes = [
+        ' class="number"' if number and all(map(_NUMBER.fullmatch, cells)) else ""
+        for number, cells in enumerate(columns)
+    ] or [""] * len(table.columns)
+    head = "".join(
+        f"<th{kind}>{escape(name)}</th>" for kind, name in zip(classes, table.columns, strict=True)
+    )
+    rows = []
+    for number, row in enumerate(table.rows):
+        cells = [f"<td{kind}>{escape(cell)}</td>" for kind, cell in zip(classes, row, strict=True)]
+        share = table.shares[number] if table.shares else None
+        if share is not None:
+            name = escape(row[0])
+            cells[0] = f'<td>{name}<div class="bar">{svg.drawing(svg.bar(share), f"{share:.1%}")}</div></td>'
+        rows.append(f"<tr>{''.join(cells)}</tr>")
+    body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
+    return f'<div class="scroll"><table>{body}</table></div>'
+
+
+def _figure(title: str, drawing: str, labels: Sequence[tuple[float, str]], *, most: str = "") -> str:
+    top = f'<span class="most">{escape(most)}</span>' if most else ""
+    return (
+        f"<figure><figcaption><span>{escape(title)}</span>{top}</figcaption>"
+        f'<div class="plot">{drawing}</div>{_labels(labels)}</figure>'
+    )
+
+
+def _labels(labels: Sequence[tuple[float, str]]) -> str:
+    spans = "".join(
+        f'<span class="{"first" if place <= 0 else "last" if place >= 1 else "inner"}" '
+        f'style="left:{100 * place:.2f}%">{escape(text)}</span>'
+        for place, text in labels
+    )
+    return f'<div class="labels">{spans}</div>'
+
+
+def _columns(chart: Columns) -> str:
+    most = max(zip(chart.heights, chart.values, strict=True), default=(0, ""))[1]
+    drawing = svg.drawing(svg.columns(chart.heights, chart.names, chart.values), chart.title)
+    return _figure(chart.title, drawing, chart.labels, most=most)
+
+
+def _time_line(chart: TimeLine) -> str:
+    shapes = svg.ranges(chart.ranges) if chart.ranges else svg.area(chart.heights)
+    shapes += svg.gap_lines(chart.gaps)
+    return _figure(chart.title, svg.drawing(shapes, chart.title), chart.labels, most=chart.most)
+
+
+def _busy_rows(chart: BusyRows) -> str:
+    gaps = svg.gap_lines(chart.gaps)
+    rows = "".join(
+        f'<div class="busyrow"><span class="node">{escape(name)}</span>'
+        f'<span class="plot">{svg.drawing(svg.busy_row(steps) + gaps, name)}</span>'
+        f'<span class="words">{escape(words)}</span></div>'
+        for name, words, steps in chart.rows
+    )
+    axis = (
+        f'<div class="busyrow axis"><span class="node"></span>{_labels(chart.labels)}'
+        '<span class="words"></span></div>'
+    )
+    return f'<figure class="busy"><figcaption>{escape(chart.title)}</figcaption>{rows}{axis}</figure>'
+
+
+def _quotes(quotes: Quotes) -> str:
+    items = []
+    for place, what, text in quotes.items:
+        quoted = f"<blockquote>{escape(text)}</blockquote>" if text else ""
+        items.append(f"<li><code>{escape(place)}</code><br>{escape(what)}{quoted}</li>")
+    return f'<ul class="quotes">{"".join(items)}</ul>'
+
+
+def _commands(commands: Commands) -> str:
+    return f"<pre>{escape(chr(10).join(commands.lines))}</pre>"
+
+
+_RENDERERS: dict[type[Block], Callable[[Any], str]] = {
+    Facts: _facts,
+    Note: _note,
+    Table: _table,
+    Columns: _columns,
+    TimeLine: _time_line,
+    BusyRows: _busy_rows,
+    Quotes: _quotes,
+    Commands: _commands,
+}

@@ -1,0 +1,102 @@
+"""Conversations, chat templates with and without ``{% generation %}``, and what they should give."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+Message = dict[str, Any]
+
+_TURN = "<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
+_PROMPT = "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+PLAIN = (
+    "{{ bos_token }}{% for m in messages %}" + _TURN + "{{ m['content'] }}<|eot_id|>{% endfor %}" + _PROMPT
+)
+TAGGED = (
+    "{{ bos_token }}{% for m in messages %}" + _TURN + "{% if m['role'] == 'assistant' %}{% generation %}"
+    "{{ m['content'] }}<|eot_id|>{% endgeneration %}{% else %}{{ m['content'] }}<|eot_id|>{% endif %}"
+    "{% endfor %}" + _PROMPT
+)
+_WORDS = [
+    "가나다", "물은", "100도", "kettle", "sings,", "nobody's", "listening",
+    "🙂", "é", "☕️", "12345", "도서관", "\n", "끝.",
+]  # fmt: skip
+
+
+def conversation(chooser: random.Random) -> list[Message]:
+    """A few turns of Korean, English and emoji, each answer after its question."""
+
+    def text() -> str:
+        return " ".join(chooser.choices(_WORDS, k=chooser.randint(1, 12)))
+
+    turns: list[Message] = [{"role": "system", "content": text()}] * chooser.randint(0, 1)
+    for _ in range(chooser.randint(1, 3)):
+        turns += [{"role": "user", "content": text()}, {"role": "assistant", "content": text()}]
+    return turns
+
+
+def conversations(num: int, seed: int = 0) -> list[list[Message]]:
+    """So many of them, the same ones each time."""
+    chooser = random.Random(seed)
+    return [conversation(chooser) for _ in range(num)]
+
+
+def chat_model(model_dir: Path, folder: Path, template: str) -> Path:
+    """A copy of a tokenizer's folder with a chat template."""
+    shutil.copytree(model_dir, folder)
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return folder
+
+
+def write_chats(folder: Path, chats: list[list[Message]], field: str = "messages") -> Path:
+    """``folder/chats.jsonl``, a conversation per line; returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"id": number, field: chat}, ensure_ascii=False) for number, chat in enumerate(chats)]
+    (folder / "chats.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+def expected(model: Path, chats: list[list[Message]]) -> list[tuple[list[int], list[int]]]:
+    """Ids and mask of each conversation, as transformers gives them for a template with the tags."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    found = [
+        tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+        for chat in chats
+    ]
+    return [(item["input_ids"], item["assistant_masks"]) for item in found]
+
+
+def searched(model: Path, chats: list[list[Message]]) -> list[tuple[list[int], list[int]]]:
+    """The same of PLAIN, by a search for the header of an answer, and the end of the turn behind it."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    begin = tokenizer.encode("<|start_header_id|>assistant<|end_header_id|>\n\n", add_special_tokens=False)
+    end = tokenizer.convert_tokens_to_ids("<|eot_id|>")
+    found = []
+    for chat in chats:
+        ids = tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]
+        mask, inside, place = [0] * len(ids), False, 0
+        while place < len(ids):
+            if not inside and ids[place : place + len(begin)] == begin:
+                inside, place = True, place + len(begin)
+                continue
+            mask[place] = int(inside)
+            inside = inside and ids[place] != end
+            place += 1
+        found.append((ids, mask))
+    return found
+
+
+def cut(pairs: list[tuple[list[int], list[int]]], starts: list[int]) -> list[tuple[list[int], list[int]]]:
+    """Joined ids and masks, cut where documents begin."""
+    ids = [number for part, _ in pairs for number in part]
+    mask = [number for _, part in pairs for number in part]
+    edges = itertools.pairwise([*starts, len(ids)])
+    return [(ids[begin:stop], mask[begin:stop]) for begin, stop in edges]

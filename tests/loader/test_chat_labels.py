@@ -1,0 +1,161 @@
+"""Labels of conversations: the assistant's tokens alone, however the rows are packed, read and mixed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from loader import CausalLMCollator, get_llama3_dataloader
+from preprocess.plan import need_plan
+from preprocess.shard_samples import ShardSamples
+from shardprep.errors import BrokenShard
+from tests.chat_sets import TAGGED, chat_model, conversations, write_chats
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+SEQ_LEN = 64
+PACKINGS = ("concat", "best_fit")
+
+
+@pytest.fixture(scope="module")
+def sets(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Conversations packed in both ways, and plain text in rows of the same length, verified."""
+    folder = tmp_path_factory.mktemp("sets")
+    model = str(chat_model(prep.model_dir, folder / "model", TAGGED))
+    raw = write_chats(folder / "raw", conversations(80))
+    made = {name: folder / name for name in (*PACKINGS, "text")}
+    for name in PACKINGS:
+        options: dict[str, Any] = {"record": "chat", "pack": name, "seq_len": SEQ_LEN, "model_id": model}
+        prep.plan(raw, made[name], num_shards=2, **options)
+    prep.plan(sample_dir, made["text"], num_shards=1, record="packed", seq_len=SEQ_LEN, model_id=model)
+    for out in made.values():
+        prep.make(out)
+        ended = prep.command("verify", out)
+        assert ended.code == 0, ended.text
+    return made
+
+
+def rows_of(folder: Path, *, boundaries: bool = False) -> list[tuple[list[int], list[int]]]:
+    """Ids and labels of every row, by what lies on disk: padding and others' words have no label."""
+    plan, found = need_plan(folder), []
+    for shard_id in range(plan.num_shards):
+        with ShardSamples(folder, plan.spec, shard_id) as samples:
+            for number in range(len(samples.records)):
+                ids, mask = samples.ids(number).astype(int), samples.loss_mask(number)
+                labels = np.where(mask, ids, -100)
+                if boundaries:
+                    labels[[0, *samples.starts(number)]] = -100
+                num_padding = SEQ_LEN - len(ids)
+                padding = [plan.tokenizer.pad_token_id] * num_padding
+                found.append((ids.tolist() + padding, labels.tolist() + [-100] * num_padding))
+    return found
+
+
+def rows_in(batch: Any) -> list[tuple[list[int], list[int]]]:
+    return list(zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True))
+
+
+def loaded(folder: Any, batch_size: int = 2, **options: Any) -> list[tuple[list[int], list[int]]]:
+    """Ids and labels of every row of an epoch."""
+    options = {"shuffle": False, "num_workers": 0, **options}
+    with get_llama3_dataloader(folder, batch_size, **options) as loader:
+        return [row for batch in loader for row in rows_in(batch)]
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("boundaries", [(), "transformers"])
+def test_labels_are_those_of_the_loss_mask(sets: dict[str, Path], packing: str, boundaries: Any) -> None:
+    expected = rows_of(sets[packing], boundaries=bool(boundaries))
+    assert loaded(sets[packing], boundaries=boundaries) == expected[: len(expected) // 2 * 2]
+    num_labels = sum(label != -100 for _, labels in expected for label in labels)
+    assert 0 < num_labels < len(expected) * SEQ_LEN
+
+
+def test_workers_and_shuffled_epochs_keep_each_row_with_its_labels(sets: dict[str, Path]) -> None:
+    expected = rows_of(sets["concat"], boundaries=True)
+    options: dict[str, Any] = {"shuffle": True, "boundaries": "position_ids", "batch_size": 3}
+    found = loaded(sets["concat"], **options, num_workers=2)
+    assert found == loaded(sets["concat"], **options)
+    assert all(row in expected for row in found)
+    assert len(found) == len(expected) // 3 * 3
+
+
+def test_a_collate_fn_gets_labels_beside_ids(sets: dict[str, Path]) -> None:
+    def collate(samples: list[dict[str, list[int]]]) -> list[tuple[list[int], list[int]]]:
+        return [(sample["input_ids"], sample["labels"]) for sample in samples]
+
+    with get_llama3_dataloader(sets["concat"], 2, shuffle=False, num_workers=2, collate_fn=collate) as loader:
+        found = [row for batch in loader for row in batch]
+    expected = rows_of(sets["concat"])[: len(found)]
+    assert len(found) > 10
+    assert found == [
+        (ids[: len(own)], labels[: len(own)]) for (ids, labels), (own, _) in zip(expected, found, strict=True)
+    ]
+
+
+class OwnCollator(CausalLMCollator):
+    """As one that inherits, and is called with lists."""
+
+
+def test_a_collator_that_inherits_makes_the_same_batches(sets: dict[str, Path]) -> None:
+    from transformers import AutoTokenizer
+
+    collator = OwnCollator(AutoTokenizer.from_pretrained(sets["concat"] / "tokenizer"))
+    own = loaded(sets["concat"], collate_fn=collator)
+    assert own == loaded(sets["concat"])
+
+
+def test_without_idx_or_manifests_the_tars_alone_give_the_same_labels(
+    sets: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = loaded(sets["best_fit"])
+    without_idx = Path(shutil.copytree(sets["best_fit"], tmp_path / "without_idx"))
+    for path in without_idx.glob("*.idx"):
+        path.unlink()
+    assert loaded(without_idx) == expected
+    tars = tmp_path / "tars"
+    tars.mkdir()
+    for path in sets["best_fit"].glob("*.tar"):
+        shutil.copy(path, tars)
+    assert loaded(str(tars / "*.tar"), model_id=str(sets["best_fit"] / "tokenizer")) == expected
+
+
+def test_conversations_mixed_with_text_have_labels_of_their_own_kind(sets: dict[str, Path]) -> None:
+    sources = {"chat": sets["concat"], "text": sets["text"]}
+    with get_llama3_dataloader(sources, 4, num_workers=0, weights={"chat": 0.5, "text": 0.5}) as loader:
+        found = [row for batch in loader for row in rows_in(batch)]
+    chat, text = rows_of(sets["concat"]), rows_of(sets["text"])
+    assert all((row in chat) != (row in text) for row in found)
+    assert any(row in chat for row in found)
+    assert any(row in text for row in found)
+
+
+def test_both_kinds_in_one_list_of_folders_keep_their_labels(sets: dict[str, Path]) -> None:
+    found = loaded([sets["text"], sets["concat"]], 1)
+    assert found == [*rows_of(sets["text"]), *rows_of(sets["concat"])]
+
+
+def test_a_mask_of_another_shape_is_refused(sets: dict[str, Path], tmp_path: Path) -> None:
+    tar = tmp_path / "shard-00000.tar"
+    raw = (sets["concat"] / "shard-00000.tar").read_bytes()
+    shape = b"'descr': '|u1', 'fortran_order': False, 'shape': ("
+    at = raw.index(shape) + len(shape)
+    tar.write_bytes(raw[:at] + b"9" + raw[at + 1 :])
+    with pytest.raises(BrokenShard, match=r"loss_mask\.npy"):
+        loaded(str(tar), model_id=str(sets["concat"] / "tokenizer"))
+
+
+def test_a_loss_of_these_labels_leaves_questions_out(sets: dict[str, Path]) -> None:
+    with get_llama3_dataloader(sets["concat"], 2, shuffle=False, num_workers=0) as loader:
+        batch = next(iter(loader))
+    logits = torch.zeros(*batch["labels"].shape, len(loader.tokenizer), requires_grad=True)
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()
+    assert logits.grad is not None
+    has_gradient = logits.grad.abs().sum(-1) > 0
+    assert torch.equal(has_gradient, batch["labels"] != -100)

@@ -1,0 +1,326 @@
+"""``--record chat``: ids and loss mask are transformers' own, and what is no conversation is named."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from preprocess import chat_rendering
+from preprocess.plan import need_plan
+from preprocess.shard_samples import ShardSamples
+from shardprep.errors import BadInput, BrokenShard, OtherTokenizer, ReadWriteError, Refused, UsageError
+from tests import chat_sets
+from tests.chat_sets import PLAIN, TAGGED, chat_model, conversations, write_chats
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+CHATS = conversations(60)
+OPTIONS: dict[str, Any] = {"record": "chat", "seq_len": 64, "num_shards": 2}
+Pairs = list[tuple[list[int], list[int]]]
+
+
+@pytest.fixture(scope="module")
+def models(prep: Prep, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        name: chat_model(prep.model_dir, folder / name, text)
+        for name, text in {"tagged": TAGGED, "plain": PLAIN}.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chats(tmp_path_factory.mktemp("chats"), CHATS)
+
+
+def make(prep: Prep, raw: Path, out: Path, model: Path, **options: Any) -> Path:
+    prep.plan(raw, out, **{**OPTIONS, "model_id": str(model), **options})
+    prep.make(out)
+    return out
+
+
+def rows_of(folder: Path) -> list[tuple[list[int], list[int], list[int]]]:
+    """Ids, mask and starts of every row, without padding."""
+    plan, rows = need_plan(folder), []
+    for shard_id in range(plan.num_shards):
+        with ShardSamples(folder, plan.spec, shard_id) as samples:
+            for number in range(len(samples.records)):
+                mask = samples.loss_mask(number).astype(int).tolist()
+                rows.append((samples.ids(number).tolist(), mask, samples.starts(number).tolist()))
+    return rows
+
+
+def joined(folder: Path) -> Pairs:
+    """The conversations of rows packed by concat."""
+    rows, starts, at = rows_of(folder), [], 0
+    for ids, _, of_row in rows:
+        starts += [at + start for start in of_row]
+        at += len(ids)
+    return chat_sets.cut([(ids, mask) for ids, mask, _ in rows], starts)
+
+
+def test_ids_and_mask_are_those_of_apply_chat_template_where_the_template_has_the_tags(
+    prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    found = joined(make(prep, raw, tmp_path / "out", models["tagged"]))
+    assert found == chat_sets.expected(models["tagged"], CHATS)
+    assert 0 < sum(map(sum, (mask for _, mask in found))) < sum(len(mask) for _, mask in found)
+
+
+def test_without_the_tags_the_mask_is_what_a_search_for_answers_finds(
+    prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    found = joined(make(prep, raw, tmp_path / "out", models["plain"]))
+    assert found == chat_sets.searched(models["plain"], CHATS)
+
+
+def test_best_fit_keeps_each_conversation_whole_with_its_mask(
+    prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    folder = make(prep, raw, tmp_path / "out", models["tagged"], pack="best_fit", seq_len=512)
+    found = [
+        (ids[begin:end], mask[begin:end])
+        for ids, mask, starts in rows_of(folder)
+        for begin, end in itertools.pairwise([*starts, len(ids)])
+    ]
+    expected = chat_sets.expected(models["tagged"], CHATS)
+    assert max(len(ids) for ids, _ in expected) <= 512, "each fits into a row"
+    assert sorted(found) == sorted(expected)
+
+
+def test_parquet_gives_what_json_lines_give(
+    prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "raw").mkdir()
+    table = arrow.table({"chat": CHATS, "n": list(range(len(CHATS)))})
+    parquet.write_table(table, tmp_path / "raw" / "chats.parquet", row_group_size=20)
+    columns = make(prep, tmp_path / "raw", tmp_path / "a", models["tagged"], messages_field="chat")
+    assert joined(columns) == joined(make(prep, raw, tmp_path / "b", models["tagged"]))
+
+
+def test_masks_are_members_of_their_own_and_numpy_reads_them(
+    prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    folder = make(prep, raw, tmp_path / "out", models["tagged"], num_shards=1)
+    members = dict(prep.members(folder / "shard-00000.tar"))
+    assert {name.partition(".")[2] for name in members} == {
+        "doc_starts.npy", "loss_mask.npy", "row_tokens.npy", "token_ids.npy"
+    }  # fmt: skip
+    (name,) = [name for name in members if name.endswith("loss_mask.npy")]
+    (tmp_path / "mask.npy").write_bytes(members[name])
+    mask = np.load(tmp_path / "mask.npy")
+    rows = rows_of(folder)
+    assert (mask.dtype, mask.shape) == (np.uint8, (len(rows), 64))
+    assert [row[: len(of_row)].tolist() for row, (_, of_row, _) in zip(mask, rows, strict=True)] == [
+        of_row for _, of_row, _ in rows
+    ]
+    assert not mask[-1, len(rows[-1][0]) :].any(), "padding has no label"
+
+
+def test_a_shard_made_twice_has_equal_bytes_and_verify_finds_nothing(
+    prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    one = make(prep, raw, tmp_path / "one", models["tagged"])
+    other = make(prep, raw, tmp_path / "other", models["tagged"])
+    assert prep.contents(one) == prep.contents(other)
+    ended = prep.command("verify", one, "--deep", 2)
+    assert ended.code == 0, ended.text
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "no messages": ([], "no_messages"),
+    "a missing field": (None, "null_field"),
+    "messages as a text": ("user: hi", "wrong_type"),
+    "a message that is no object": (["hi"], "wrong_role"),
+    "a role of no template": ([{"role": "poet", "content": "hi"}], "wrong_role"),
+    "a question without an answer": ([{"role": "user", "content": "hi"}], "no_assistant"),
+    "a message without a content": (
+        [{"role": "user", "content": "hi"}, {"role": "assistant", "content": {"a": 1}["a"] and None}],
+        "template_error",
+    ),
+    "a control token": (
+        [{"role": "user", "content": "a<|eot_id|>b"}, {"role": "assistant", "content": "no"}],
+        "control_token",
+    ),
+}
+STRICT = TAGGED.replace(
+    "{{ bos_token }}{% for m in messages %}",
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m['content'] is not defined %}{{ raise_exception('no content') }}{% endif %}",
+)
+
+
+def test_what_is_no_conversation_is_left_out_with_its_reason(prep: Prep, tmp_path: Path) -> None:
+    model = chat_model(prep.model_dir, tmp_path / "model", STRICT)
+    chats = [CHATS[0], *(chat for chat, _ in BAD.values()), CHATS[1]]
+    raw = write_chats(tmp_path / "raw", chats)
+    out = make(prep, raw, tmp_path / "out", model, num_shards=1, max_bad_fraction=1.0)
+    lines = [json.loads(line) for line in (out / "quarantine" / "shard-00000.jsonl").open(encoding="utf-8")]
+    assert [line["reason"] for line in lines] == [reason for _, reason in BAD.values()]
+    assert [line["line"] for line in lines] == list(range(1, len(chats) - 1))
+    assert "no content" in next(line["detail"] for line in lines if line["reason"] == "template_error")
+    assert len(joined(out)) == 2
+
+
+def test_too_many_bad_conversations_fail_the_shard_and_the_line_says_why(
+    prep: Prep, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    raw = write_chats(tmp_path / "raw", [CHATS[0], [{"role": "user", "content": "hi"}]])
+    with pytest.raises(BadInput, match="have nothing that the assistant wrote"):
+        make(prep, raw, tmp_path / "out", models["tagged"], num_shards=1)
+
+
+def test_control_tokens_that_are_allowed_are_those_of_apply_chat_template(
+    prep: Prep, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    chats = [[{"role": "user", "content": "a<|eot_id|>b"}, {"role": "assistant", "content": "no"}]]
+    raw = write_chats(tmp_path / "raw", chats)
+    out = make(prep, raw, tmp_path / "out", models["tagged"], num_shards=1, allow_special_tokens=True)
+    assert joined(out) == chat_sets.expected(models["tagged"], chats)
+
+
+FORGETS = PLAIN.replace(
+    "{{ m['content'] }}", "{% if loop.last or m['role'] != 'assistant' %}{{ m['content'] }}{% endif %}"
+)
+NEVER = "{{ messages|length }} turns: " + PLAIN
+
+
+def test_a_template_whose_parts_are_no_beginnings_is_refused_when_planning(
+    prep: Prep, raw: Path, tmp_path: Path
+) -> None:
+    model = chat_model(prep.model_dir, tmp_path / "model", NEVER)
+    with pytest.raises(UsageError, match=r"{% generation %}.*--chat_template_file"):
+        prep.plan(raw, tmp_path / "out", **OPTIONS, model_id=str(model))
+
+
+def test_a_conversation_whose_parts_are_no_beginnings_is_left_out(prep: Prep, tmp_path: Path) -> None:
+    model = chat_model(prep.model_dir, tmp_path / "model", FORGETS)
+    one = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "there"}]
+    raw = write_chats(tmp_path / "raw", [one, one + one])
+    out = make(prep, raw, tmp_path / "out", model, num_shards=1, max_bad_fraction=0.5)
+    assert need_plan(out).num_shards == 1
+    (line,) = [json.loads(line) for line in (out / "quarantine" / "shard-00000.jsonl").open(encoding="utf-8")]
+    assert (line["line"], line["reason"]) == (1, "no_beginning")
+    assert joined(out) == chat_sets.searched(model, [one])
+
+
+def test_a_template_of_todays_date_gives_equal_bytes_on_any_day(
+    prep: Prep, raw: Path, tmp_path: Path
+) -> None:
+    model = chat_model(prep.model_dir, tmp_path / "model", "{{ strftime_now('%d %b %Y') }}\n" + TAGGED)
+    out = make(prep, raw, tmp_path / "out", model, num_shards=1)
+    shown = prep.command("peek", out, "--num", 1)
+    assert "26 Jul 2024" in shown.text, shown.text
+
+
+def test_a_file_stands_in_place_of_the_tokenizers_own_template(
+    prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    with pytest.raises(UsageError, match="has no chat template"):
+        prep.plan(raw, tmp_path / "out", **OPTIONS)
+    file = tmp_path / "tagged.jinja"
+    file.write_text(TAGGED, encoding="utf-8")
+    out = make(prep, raw, tmp_path / "out", prep.model_dir, chat_template_file=file)
+    assert joined(out) == chat_sets.expected(models["tagged"], CHATS)
+
+
+def test_an_altered_template_is_refused(prep: Prep, raw: Path, tmp_path: Path) -> None:
+    model = chat_model(prep.model_dir, tmp_path / "model", TAGGED)
+    out = make(prep, raw, tmp_path / "out", model)
+    (model / "chat_template.jinja").write_text(TAGGED + " ", encoding="utf-8")
+    with pytest.raises(Refused, match="chat_template was"):
+        prep.plan(raw, out, **OPTIONS, model_id=str(model))
+    (out / "tokenizer" / "chat_template.jinja").write_text(TAGGED + " ", encoding="utf-8")
+    with pytest.raises(OtherTokenizer, match=r"chat_template\.jinja"):
+        prep.make(out)
+
+
+def test_another_version_of_what_renders_is_refused(
+    prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = make(prep, raw, tmp_path / "out", models["tagged"])
+    monkeypatch.setattr(chat_rendering, "chat_versions", lambda: "transformers 6.0, jinja2 4.0")
+    with pytest.raises(Refused, match=r"here transformers 6\.0"):
+        prep.make(out)
+
+
+def test_a_renderer_that_died_is_an_error_and_the_next_attempt_starts_another(
+    prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    out = tmp_path / "out"
+    prep.plan(raw, out, **OPTIONS, model_id=str(models["tagged"]))
+    child = chat_rendering._process()._child
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    with pytest.raises(ReadWriteError, match="ended with -9"):
+        prep.make(out)
+    assert prep.names(out) == ["plan.json", "tokenizer"], "nothing is left of the attempt"
+    prep.make(out)
+    assert joined(out) == chat_sets.expected(models["tagged"], CHATS)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"text_field": "t"}, "--text_field is for texts"),
+        ({"append_eos": True}, "--append_eos is for texts"),
+        ({"fix_text": True}, "--fix_text is for texts"),
+        ({"engine": "fastokens"}, "--engine fastokens"),
+        ({"record": "packed", "messages_field": "m"}, "--messages_field is for conversations"),
+    ],
+)
+def test_options_that_do_not_go_with_chat_are_refused(
+    prep: Prep, raw: Path, tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        prep.plan(raw, tmp_path / "out", **{**OPTIONS, **options})
+
+
+def test_plain_text_holds_no_messages(
+    prep: Prep, sample_dir: Path, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    with pytest.raises(UsageError, match=r"\.txt is text"):
+        prep.plan(sample_dir, tmp_path / "out", **OPTIONS, model_id=str(models["tagged"]))
+
+
+def test_an_export_that_would_lose_the_mask_is_refused(
+    prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    out = make(prep, raw, tmp_path / "out", models["tagged"])
+    ended = prep.command("export", out, "--to", "nanogpt", "--output_dir", tmp_path / "export")
+    assert ended.code == 2
+    assert "loss mask" in ended.text
+
+
+def test_peek_shows_what_has_labels(prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]) -> None:
+    out = make(prep, raw, tmp_path / "out", models["plain"], seq_len=512, pack="best_fit")
+    shown = prep.command("peek", out, "--num", 99, "--chars", 0)
+    answers = [turn["content"] for chat in CHATS for turn in chat if turn["role"] == "assistant"]
+    questions = [turn["content"] for chat in CHATS for turn in chat if turn["role"] == "user"]
+    text = shown.text.replace("\n  ", "\n")
+    assert all(f"⟪{answer}⟦<|eot_id|>⟧⟫" in text for answer in answers)
+    assert any(f"⟪{question}" not in text for question in questions)
+
+
+def test_a_mask_that_cannot_lie_in_the_tar_is_found(
+    prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    from preprocess.verify import check_places
+
+    out = make(prep, raw, tmp_path / "out", models["tagged"], num_shards=1)
+    plan = need_plan(out)
+    with ShardSamples(out, plan.spec, 0) as samples:
+        records = samples.records.copy()
+    check_places(out, plan.spec, 0, records)
+    records["mask_offset"][1] = 10**9
+    with pytest.raises(BrokenShard, match="sample 1"):
+        check_places(out, plan.spec, 0, records)

@@ -1,0 +1,330 @@
+"""Servers that answer in part or not at all, clocks that differ, people who change jobs between two looks."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from shardprep.format.names import shard_name
+from shardprep.format.shard_making import ShardMaking
+from slurm import dataset_state
+from slurm.job_records import JobArray, publish_submission
+from slurm.job_script import JobRequest
+from slurm.sending import _release
+from slurm.slurm_commands import SlurmRefused
+from slurm.slurm_queries import parse_queue
+from slurm.status_report import clock_difference_s
+from tests.slurm.fake_slurm import NAME, WHEN, FakeSlurm, submission, submitted
+from tests.slurm.test_shown_jobs import slurm, squeue_line, status, write_log
+
+
+def answer_by(fake: FakeSlurm, name: str, script: str) -> None:
+    """Another stand-in for this command."""
+    path = fake.place / "bin" / name
+    path.unlink()
+    path.write_text(f"#!/bin/bash\n{script}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "slurm_load_jobs error: Unable to contact slurm controller (connect failure)",
+        "slurm_load_jobs error: Socket timed out on send/recv operation",
+        "error: Munge decode failed: Expired credential",
+        "error: Munge decode failed: Rewound credential",
+        "slurm_load_jobs error: Protocol authentication error",
+    ],
+)
+def test_whatever_keeps_squeue_from_answering_a_running_shard_is_never_called_failed_nor_sent_again(
+    fake: FakeSlurm, data_dir: Path, words: str
+) -> None:
+    """A credential expires, or is from the future, where clocks differ by more than munge allows."""
+    submitted(data_dir)
+    write_log(data_dir, "1_0.log", "shardprep: node n1: shard 0 begins\n")
+    answer_by(fake, "squeue", f"echo '{words}' >&2; exit 1")
+    state = status(data_dir)
+    assert (state["failed"], state["not_visible"]) == ("", "0-4")
+    for command in ("submit", "retry", "cancel"):
+        assert words[-12:] in slurm(command, data_dir, code=74)
+    assert not fake.sent()
+    assert not fake.calls("scancel")
+
+
+@pytest.mark.parametrize("how", ["cut in a line", "another server silent"])
+def test_an_answer_in_part_is_no_answer(fake: FakeSlurm, data_dir: Path, how: str) -> None:
+    submitted(data_dir)
+    lines = squeue_line("0-2", "RUNNING") + squeue_line("3-4", "PENDING", "Priority")
+    if how == "cut in a line":
+        fake.answers("squeue", lines[:-60])
+    else:
+        fake.answers("queue", lines.splitlines()[0])
+        said = "echo 'squeue: error: cluster two: Unable to contact slurm controller' >&2"
+        answer_by(fake, "squeue", f"cat {shlex.quote(str(fake.place / 'queue'))}; {said}")
+    state = status(data_dir)
+    assert (state["failed"], state["not_visible"]) == ("", "0-4")
+    assert state["slurm_away"]
+    slurm("submit", data_dir, code=74)
+    assert not fake.sent()
+
+
+def test_where_the_accounts_are_down_status_says_so_and_goes_on_with_squeue_and_logs(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    submitted(data_dir)
+    fake.answers("squeue", squeue_line("1-4", "RUNNING"))
+    write_log(data_dir, "1_0.log", "shardprep: node n1: shard 0 ended with exit code 74\n")
+    refused = (
+        "sacct: error: slurm_persist_conn_open_without_init: failed to open persistent connection to host"
+    )
+    answer_by(fake, "sacct", f"echo '{refused}:n0: Connection refused' >&2; exit 1")
+    state = status(data_dir)
+    assert (state["running"], state["causes"]) == ("1-4", {"read or write error (74)": "0"})
+    assert "Connection refused" in state["accounts_away"]
+    assert "Slurm's accounts give no answer, causes are from logs: " in slurm("status", data_dir)
+    answer_by(fake, "sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
+    assert status(data_dir)["accounts_away"] == "", "there are none"
+
+
+def test_a_state_of_a_later_slurm_is_no_end(fake: FakeSlurm, data_dir: Path) -> None:
+    submitted(data_dir)
+    fake.answers("squeue", squeue_line("0-1", "EXPEDITING") + squeue_line("2-4", "RESV_DEL_HOLD"))
+    state = status(data_dir)
+    assert (state["running"], state["pending"], state["failed"]) == ("0-1", "2-4", "")
+    assert "nothing to submit" in slurm("submit", data_dir)
+
+
+def test_a_job_that_a_person_renamed_is_still_ours(fake: FakeSlurm, data_dir: Path) -> None:
+    """scontrol update jobid=1 name=mine."""
+    submitted(data_dir)
+    fake.answers("squeue", squeue_line("0-4", "RUNNING", name="mine"))
+    assert status(data_dir)["running"] == "0-4"
+    assert "nothing to submit" in slurm("submit", data_dir)
+    assert "cancelled: 1" in slurm("cancel", data_dir)
+
+
+def test_what_is_held_suspended_or_requeued_by_a_person_is_live_and_named(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    submitted(data_dir)
+    later = "2026-11-22T09:00:00"
+    lines = [
+        squeue_line("0", "SUSPENDED"),
+        squeue_line("1", "PENDING", "JobHeldUser"),
+        squeue_line("2", "PENDING", "BeginTime", submit=later, restarts="1"),
+        squeue_line("3", "REQUEUE_HOLD", "job requeued in held state", submit=later, restarts="1"),
+        squeue_line("4", "RUNNING"),
+    ]
+    fake.answers("squeue", "".join(lines))
+    state = status(data_dir)
+    assert (state["running"], state["pending"], state["suspended"]) == ("0,4", "1-3", "0")
+    text = slurm("status", data_dir)
+    assert "suspended: 0; scontrol resume JOB lets them go on" in text
+    assert "1 wait for JobHeldUser: held; scontrol release lets it go on" in text
+    assert "2 wait for BeginTime: it was started again and waits a little" in text
+    assert "nothing to submit" in slurm("submit", data_dir)
+    assert "nothing to retry" in slurm("retry", data_dir)
+
+
+def test_retry_doubles_the_time_that_a_task_really_had(fake: FakeSlurm, data_dir: Path) -> None:
+    """scontrol update jobid=1 timelimit=240, after --time_min 60."""
+    submitted(data_dir)
+    record = data_dir / "jobs" / "0000.json"
+    record.unlink()
+    (data_dir / "jobs").rmdir()
+    array = JobArray(
+        job_id="1", name=NAME, submit_time=WHEN, request=JobRequest(time_min=60), tasks=["0-4"], mem_mb=100,
+        time_min=60,
+    )  # fmt: skip
+    submitted(data_dir, arrays=[array])
+    fake.answers("squeue", squeue_line("0", "TIMEOUT").replace("|0:02|", "|4:00:20|"))
+    slurm("retry", data_dir)
+    assert "#SBATCH --time=480\n" in fake.sent()[0]
+
+
+def test_two_who_look_from_two_time_zones_see_the_same_job(
+    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm prints its times in the zone of who asks."""
+    submitted(data_dir)
+    lines = {zone: squeue_line("0-4", "RUNNING", submit=when) for zone, when in
+             (("UTC0", WHEN), ("KST-9", "2026-11-22T10:52:04"))}  # fmt: skip
+    cases = "".join(f"{zone}) echo '{line.strip()}' ;; " for zone, line in lines.items())
+    answer_by(fake, "squeue", f'case "$TZ" in {cases} esac')
+    monkeypatch.setenv("TZ", "KST-9")
+    assert status(data_dir)["running"] == "0-4"
+
+
+def test_expected_starts_are_in_the_readers_own_time_zone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "KST-9")
+    time.tzset()
+    try:
+        (waiting,) = parse_queue(squeue_line("0", "PENDING", start="2026-11-23T08:00:00"))
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert waiting.start_time == "2026-11-23T17:00:00"
+
+
+def test_a_held_job_of_an_earlier_try_is_named_also_after_a_later_submit(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    """sbatch timed out, but Slurm had taken the job; then the same line was typed again, and it went well."""
+    submitted(data_dir)
+    (name,) = {line.partition("=")[2] for line in slurm("submit", data_dir, "--dry_run").splitlines()
+               if line.startswith("#SBATCH --job-name=") and not line.endswith("-verify")}  # fmt: skip
+    earlier = f"{name.rpartition('-')[0]}-0"
+    stray = squeue_line("0-4", "PENDING", "JobHeldUser", job="9", name=earlier)
+    asks = f'case "$*" in *--name=*{earlier},*) echo "{stray.strip()}" ;; esac'
+    answer_by(fake, "squeue", asks)
+    assert status(data_dir)["stray_jobs"] == ["9"]
+    assert "cancelled: 9" in slurm("cancel", data_dir)
+
+
+def test_a_submit_whose_jobs_somebody_cancels_before_they_begin_says_so(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    answer_by(fake, "scontrol", "echo 'Job has already finished for job 1' >&2; exit 1")
+    with pytest.raises(SlurmRefused, match="Somebody cancelled the jobs before they began"):
+        _release(["1", "2"])
+
+
+def making(began: float, wall_s: float = 60, **changes: object) -> ShardMaking:
+    fields = {
+        "shard_id": 0,
+        "plan_id": "p",
+        "num_tokens": 6000,
+        "input_bytes": 600,
+        "node": "n1",
+        "job_id": "1",
+        "sources": {},
+    }
+    fields |= {"began": began, "wall_s": wall_s, "cpu_s": 1.0, "num_cpus": 1, "max_rss_bytes": 1}
+    return ShardMaking(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ahead_s", [-200, 0, 200])
+def test_clocks_that_differ_neither_hide_what_was_made_nor_change_the_speed(
+    fake: FakeSlurm, data_dir: Path, ahead_s: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node's clock, 200 s behind or ahead of this machine's; the shard took the last 60 s."""
+    now = time.time()
+    submitted(data_dir, submitted=now - 60)
+    fake.answers("squeue", squeue_line("1-4", "RUNNING"))
+    for suffix in ("json", "tar", "idx"):
+        (data_dir / f"{shard_name(0)}.{suffix}").touch()
+    monkeypatch.setattr("slurm.status_report.read_makings", lambda *_: [making(now - 60 + ahead_s)])
+    monkeypatch.setattr("slurm.status_report.time.time", lambda: now)
+    state = status(data_dir)
+    assert state["clock_difference_s"] == ahead_s
+    assert state["tokens_per_s"] == 100
+    text = slurm("status", data_dir)
+    way = {
+        -200: "3 min or more behind this one",
+        200: "3 min or more ahead of this one",
+        0: "the nodes' clocks",
+    }
+    assert (way[ahead_s] in text) == bool(ahead_s)
+
+
+def test_no_shard_says_nothing_of_clocks() -> None:
+    assert clock_difference_s([], 100, 200) == 0
+    assert clock_difference_s([making(110, 10)], 100, 200) == 0
+
+
+def test_jobs_on_two_clusters_are_seen_each_on_its_own_and_cancel_ends_those_where_it_gets_an_answer(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    submitted(data_dir, cluster="other")
+    here = [replace(array, job_id="5", tasks=["3-4"]) for array in submission().arrays]
+    publish_submission(data_dir, submission(number=1, arrays=here, verify_job_id="6"))
+    other, own = squeue_line("0", "RUNNING").strip(), squeue_line("0", "RUNNING", job="5").strip()
+    answer_by(fake, "squeue", f"[[ ${{SLURM_CLUSTERS:-}} = other ]] && echo '{other}' || echo '{own}'")
+    state = status(data_dir)
+    assert (state["running"], state["failed"]) == ("0,3-4", "1-2")
+    away = "if [[ ${SLURM_CLUSTERS:-} = other ]]; then echo 'Socket timed out' >&2; exit 1; fi"
+    answer_by(fake, "scancel", f"{away}; echo $* >>{shlex.quote(str(fake.place / 'cancelled'))}")
+    assert "Socket timed out" in slurm("cancel", data_dir, code=74)
+    assert (fake.place / "cancelled").read_text() == "5\n"
+
+
+def test_where_the_records_are_gone_nothing_is_sent_while_the_jobs_go_on(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    """rm -r O/jobs, or a purge."""
+    slurm("submit", data_dir)
+    (name,) = {line.partition("=")[2] for line in fake.sent()[0].splitlines()
+               if line.startswith("#SBATCH --job-name=")}  # fmt: skip
+    shutil.rmtree(data_dir / "jobs")
+    line = squeue_line("0-4", "RUNNING", name=name).strip()
+    answer_by(fake, "squeue", f'case "$*" in *--name=*{name},*) echo "{line}" ;; esac')
+    assert "wait or run, and no record says for which shards: 1" in slurm("status", data_dir)
+    for command in ("submit", "retry"):
+        assert "jobs 1 of this data set wait or run, and no file in" in slurm(command, data_dir, code=2)
+    assert len(fake.sent()) == 2, "the first submission's"
+    assert "cancelled: 1" in slurm("cancel", data_dir)
+    assert fake.calls("scancel") == ["1"]
+    answer_by(fake, "squeue", "")
+    slurm("submit", data_dir)
+
+
+@pytest.mark.parametrize("when", ["while Slurm is asked", "before its log is read"])
+def test_a_shard_that_is_done_while_status_looks_is_not_called_failed(
+    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """A controller that restarts takes its time for an answer."""
+    submitted(data_dir)
+    fake.answers("squeue", squeue_line("1-4", "RUNNING"))
+
+    def finish() -> None:
+        write_log(data_dir, "1_0.log", "shardprep: node n1: shard 0 ended with exit code 0\n")
+        for suffix in ("json", "tar", "idx"):
+            (data_dir / f"{shard_name(0)}.{suffix}").touch()
+
+    place = "find_shown_jobs" if when == "while Slurm is asked" else "log_tail"
+    real = getattr(dataset_state, place)
+    monkeypatch.setattr(dataset_state, place, lambda *given: (real(*given), finish(), real(*given))[2])
+    state = status(data_dir)
+    assert (state["done"], state["failed"]) == ("0", "")
+
+
+def test_wait_does_not_wait_for_a_verify_job_that_a_later_one_made_needless(
+    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was to run where the nodes are down by now."""
+    submitted(data_dir)
+    publish_submission(data_dir, submission(number=1, arrays=[replace(submission().arrays[0], job_id="5")],
+                                            verify_job_id="6"))  # fmt: skip
+    for shard_id in range(5):
+        for suffix in ("json", "tar", "idx"):
+            (data_dir / f"{shard_name(shard_id)}.{suffix}").touch()
+    (data_dir / "index.json").touch()
+    verify = squeue_line("N/A", "PENDING", "Nodes required for job are DOWN", job="2", name=f"{NAME}-verify")
+    fake.answers("squeue", verify)
+    clock = SimpleNamespace(sleep=lambda _: pytest.fail("it waits"))
+    monkeypatch.setattr("slurm.__main__.time", clock)
+    slurm("submit", data_dir, "--wait")
+    fake.answers("squeue", verify.replace("2|N/A|", "6|N/A|").replace("|2|root", "|6|root"))
+    with pytest.raises(pytest.fail.Exception, match="it waits"):
+        slurm("submit", data_dir, "--wait")
+
+
+@pytest.mark.parametrize(("job_id", "wrong"), [("1", "1"), ("", "")])
+def test_what_verify_found_wrong_stays_so_where_the_nodes_clock_was_ahead(
+    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch, job_id: str, wrong: str
+) -> None:
+    """Its manifest seems newer than the log of the verify job that came after; made without a job it is."""
+    submitted(data_dir)
+    for suffix in ("json", "tar", "idx"):
+        (data_dir / f"{shard_name(1)}.{suffix}").touch()
+    log = write_log(data_dir, "verify-2.log", "error: shard 00001: x\n")
+    os.utime(log, (1000, 1000))
+    monkeypatch.setattr("slurm.failure_causes.read_making", lambda *_: making(0, job_id=job_id))
+    assert status(data_dir)["wrong"] == wrong

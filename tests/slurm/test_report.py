@@ -1,0 +1,465 @@
+"""``shardprep report``: what it says of a data set as a page, as text and as JSON, and what it never says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shlex
+import string
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from preprocess.plan import need_plan
+from shardprep.__main__ import main
+from shardprep.format.manifest import ShardCounts, read_manifest
+from shardprep.format.names import manifest_path, quarantine_path
+from shardprep.format.osts import osts_json
+from shardprep.format.shard_making import ShardMaking
+from shardprep.format.source_counts import SourceCounts
+from slurm.job_records import publish_submission
+from slurm.job_script import JobRequest
+from slurm.report import left_out
+from slurm.report.content import report_content
+from slurm.report.html_page import html_page
+from slurm.report.report_data import Found, report_data
+from slurm.report.shard_sums import ReadShard, ShardSums
+from slurm.report.text_page import _columns_of
+from slurm.report.words import LANGUAGES, WORDS, Words
+from slurm.report.work_times import MOST_NODES, work_times
+from tests.checkout import ROOT
+from tests.slurm.fake_slurm import FakeSlurm, submission
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+NAMES = ("뉴스 <b>굵게", "code", "웹문서")
+BAD = "<script>alert('깨짐')</script> https://user:hunter2@host/?api_token=abc \x1b[31m"
+
+
+@pytest.fixture(scope="module")
+def folder(prep: Prep, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four packed shards of three sources, with documents left out, one of them with markup. Read only."""
+    raw = tmp_path_factory.mktemp("raw")
+    for number, name in enumerate(NAMES):
+        (raw / name).mkdir()
+        lines = [f"문서 {line} of {name} " * (1 + line % 7) for line in range(150 * (number + 1))]
+        (raw / name / "글 1.txt").write_text("\n".join(lines) + "\n\n", encoding="utf-8")
+    with (raw / NAMES[0] / "글 1.txt").open("ab") as file:
+        file.write(BAD.encode() + b"\xff\n" + b"caf\xe9 again\n")
+    out = tmp_path_factory.mktemp("data") / "자료 <i>"
+    out.mkdir()
+    prep.plan(
+        raw,
+        out,
+        num_shards=4,
+        recursive=True,
+        record="packed",
+        seq_len=64,
+        pack="best_fit",
+        max_bad_fraction=0.5,
+    )
+    prep.make(out)
+    return out
+
+
+@pytest.fixture
+def own_folder(folder: Path, tmp_path: Path) -> Path:
+    """A copy that may be changed; its files are links, so put new ones in their place."""
+    for path in folder.rglob("*"):
+        target = tmp_path / "own" / path.relative_to(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_file():
+            target.symlink_to(path)
+    return tmp_path / "own"
+
+
+def report(capsys: pytest.CaptureFixture[str], *args: object, code: int = 0) -> str:
+    capsys.readouterr()
+    assert main(["report", *map(str, args)]) == code
+    said = capsys.readouterr()
+    return said.out if code == 0 else said.err
+
+
+def data_of(capsys: pytest.CaptureFixture[str], *args: object) -> dict[str, Any]:
+    found = json.loads(report(capsys, *args, "--json"))
+    assert isinstance(found, dict)
+    return found
+
+
+def page_of(capsys: pytest.CaptureFixture[str], tmp_path: Path, *args: object) -> str:
+    report(capsys, *args, "--output", tmp_path / "page.html")
+    return (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+class Page(HTMLParser):
+    """What a browser makes of a page: its elements, attributes and text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.elements: Counter[str] = Counter()
+        self.attributes: dict[str, set[str]] = {}
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements[tag] += 1
+        for name, value in attrs:
+            self.attributes.setdefault(name, set()).add(value or "")
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_numbers_are_the_sums_of_the_manifests(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = data_of(capsys, folder)
+    manifests = [read_manifest(folder, shard_id) for shard_id in range(4)]
+    own = found["data"]
+    for name in ("num_samples", "num_documents", "num_tokens", "num_pad_tokens", "input_bytes"):
+        assert own[name] == sum(getattr(each.counts, name) for each in manifests) > 0, name
+    assert own["num_left_out"] == sum(each["num_documents"] for each in found["left_out"]) == 2
+    assert sum(each["num_documents"] for each in found["lengths"]) == own["num_documents"]
+    assert {each["name"] for each in found["sources"]} == set(NAMES)
+    assert sum(each["num_tokens"] for each in found["sources"]) == own["num_tokens"]
+    assert own["tar_bytes"] == sum(each.tar.num_bytes for each in manifests)
+
+
+def test_left_out_documents_have_bytes_place_and_text(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (reason,) = data_of(capsys, folder)["left_out"]
+    first, second = reason["examples"]
+    plan = need_plan(folder)
+    raw = (plan.input_dir / first["input"]).read_bytes()
+    assert reason["reason"] == "undecodable"
+    assert not reason["num_bytes_is_estimate"]
+    assert reason["num_bytes"] == first["num_bytes"] + second["num_bytes"]
+    assert raw[second["offset"] :].startswith(b"caf\xe9")
+    assert second["text"] == "caf\N{REPLACEMENT CHARACTER} again"
+    assert data_of(capsys, folder, "--num_examples", 0)["left_out"][0]["examples"] == []
+
+
+def test_bytes_left_out_are_estimated_where_not_all_files_are_read(
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shards = [n for n in range(4) if read_manifest(own_folder, n).counts.quarantined]
+    whole = data_of(capsys, own_folder)["left_out"][0]
+    path = quarantine_path(own_folder, shards[0])
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.unlink()
+    path.write_bytes(lines[0] + b"{broken\n")
+    (found,) = data_of(capsys, own_folder)["left_out"]
+    assert found["num_documents"] == whole["num_documents"], "which the manifests say"
+    assert found["num_bytes_is_estimate"]
+    assert found["num_bytes"] == 2 * found["examples"][0]["num_bytes"]
+    path.unlink()
+    (found,) = data_of(capsys, own_folder)["left_out"]
+    assert found["num_bytes"] is None
+    assert "not known" in report(capsys, own_folder)
+
+
+def test_no_more_quarantine_files_are_read_than_the_limit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    monkeypatch.setattr(left_out, "_entries", lambda folder, shard_id: read.append(shard_id) or [])
+    left_out.left_out(folder, need_plan(folder), {"undecodable": 5000}, range(1000), 3)
+    assert len(read) <= left_out.MOST_FILES
+    assert read[0] < 100
+    assert read[-1] > 900, "evenly over the shards"
+
+
+def test_markup_in_names_and_documents_stays_text(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = page_of(capsys, tmp_path, folder)
+    seen = Page(page)
+    assert not seen.elements.keys() & {"script", "b", "i", "img", "iframe", "link", "object"}
+    assert "<script>alert('깨짐')</script>" in seen.text, "it is shown as it is"
+    assert NAMES[0] in seen.text
+    assert "default-src 'none'" in page
+
+
+def test_the_page_loads_nothing(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = page_of(capsys, tmp_path, folder)
+    assert not Page(page).attributes.keys() & {"src", "href", "srcset", "xlink:href", "action"}
+    style = page.partition("<style>")[2].partition("</style>")[0]
+    assert "prefers-color-scheme: dark" in style
+    assert not re.search(r"url\(|@import", style)
+
+
+def test_neither_secrets_nor_control_characters_come_through(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forms = [report(capsys, folder), report(capsys, folder, "--json"), page_of(capsys, tmp_path, folder)]
+    for form in forms:
+        assert "***@host" in form, "the document is shown"
+        assert "hunter2" not in form
+        assert "api_token=abc" not in form
+        assert "\x1b" not in form
+
+
+@pytest.mark.parametrize("lang", LANGUAGES)
+def test_an_unfinished_data_set_says_so_and_counts_what_is_done(
+    own_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], lang: str
+) -> None:
+    manifest_path(own_folder, 2).unlink()
+    found = data_of(capsys, own_folder)["data"]
+    assert (found["num_done"], found["missing"]) == (3, "2")
+    assert found["num_tokens"] == sum(read_manifest(own_folder, n).counts.num_tokens for n in (0, 1, 3))
+    words = Words(lang)("unfinished", done=3, total=4, missing="2")  # type: ignore[arg-type]
+    assert words in report(capsys, own_folder, "--lang", lang)
+    assert words in Page(page_of(capsys, tmp_path, own_folder, "--lang", lang)).text
+
+
+def test_a_data_set_without_a_shard_has_a_report_in_every_form(
+    planned_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert data_of(capsys, planned_dir)["data"]["missing"] == "0-4"
+    assert "0 / 5" in report(capsys, planned_dir)
+    assert "0 / 5" in Page(page_of(capsys, tmp_path, planned_dir, "--lang", "ko")).text
+
+
+def test_broken_manifests_and_those_of_another_plan_are_named_and_not_counted(
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest_path(own_folder, 0).unlink()
+    manifest_path(own_folder, 0).write_text('{"run": 1}')
+    text = manifest_path(own_folder, 1).read_text(encoding="utf-8")
+    manifest_path(own_folder, 1).unlink()
+    plan_id = need_plan(own_folder).plan_id
+    manifest_path(own_folder, 1).write_text(text.replace(plan_id, "0" * 64), encoding="utf-8")
+    text = manifest_path(own_folder, 3).read_text(encoding="utf-8")
+    manifest_path(own_folder, 3).unlink()
+    text = re.sub(r'"began": [\d.]+', '"began": 1e17', text)
+    manifest_path(own_folder, 3).write_text(text, encoding="utf-8")
+    found = data_of(capsys, own_folder)["data"]
+    assert (found["done"], found["not_read"], found["other_plan"]) == ("2", "0,3", "1")
+    assert "could not be read" in report(capsys, own_folder)
+
+
+def test_each_manifest_is_read_once_and_no_shard(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    really = os.open
+
+    def noted(path: Any, *args: Any, **kwargs: Any) -> int:
+        opened.append(Path(path).name if isinstance(path, str | Path) else "")
+        return really(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", noted)
+    page_of(capsys, tmp_path, folder)
+    assert [opened.count(f"shard-0000{n}.json") for n in range(4)] == [1, 1, 1, 1]
+    assert not [name for name in opened if name.endswith((".tar", ".idx"))]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_shards": 2, "keep_text": False, "append_eos": True, "encoding": "cp949"},
+        {"num_shards": 3, "record": "packed", "seq_len": 8192, "append_eos": False, "hash_inputs": True},
+        {"num_shards": 2, "text_template": "{text} {title}", "min_chars": 3, "normalize": "NFC"},
+    ],
+)
+def test_the_command_that_is_told_makes_the_same_plan_again(
+    prep: Prep,
+    sample_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: dict[str, Any],
+) -> None:
+    first = prep.plan(sample_dir, tmp_path / "first one", **options)
+    words = shlex.split(data_of(capsys, tmp_path / "first one")["again"]["commands"][0])
+    assert words[:4] == ["python", "-m", "preprocess", "plan"]
+    ended = prep.command(*words[3:], "--output_dir", tmp_path / "second")
+    assert ended.code == 0, ended.text
+    assert need_plan(tmp_path / "second").plan_id == first.plan_id
+
+
+def made_up(num_shards: int) -> ShardSums:
+    """Manifests of a large data set, already read: 300 sources, 200 nodes, a retry nine hours later."""
+    sums = ShardSums()
+    for number in range(num_shards):
+        late = 9 * 3600 if number >= num_shards * 0.98 else 0
+        source = SourceCounts(num_documents=7, num_tokens=480_000_000, num_bytes=2 * 10**9, num_quarantined=0)
+        sources = {f"출처 {number % 300}": source}
+        making = ShardMaking(
+            shard_id=number, plan_id="0" * 64, num_tokens=480_000_000, input_bytes=2 * 10**9,
+            sources=sources, node=f"n{number % 200:03d}", wall_s=550 + number % 40,
+            began=1.7e9 + late + number // 200 * 600, cpu_s=4000, num_cpus=8,
+            max_rss_bytes=400 << 20, job_id="7",
+        )  # fmt: skip
+        counts = ShardCounts(
+            num_samples=7, num_documents=7, num_tokens=480_000_000, num_lines=7, num_empty_lines=0,
+            num_filtered=0, num_pad_tokens=0, num_documents_across_rows=0, input_bytes=2 * 10**9,
+            quarantined={}, length_histogram=[1] * 40, sources=sources,
+        )  # fmt: skip
+        sums.add(
+            ReadShard(
+                making=making,
+                counts=counts,
+                tar_bytes=2 * 10**9 + number,
+                idx_bytes=100,
+                versions=("0.1.0", "fastokens 1", "3.11"),
+                num_restarts=0,
+            )
+        )
+    return sums
+
+
+def test_ten_thousand_shards_give_a_page_of_few_elements_and_as_many_again_no_larger_one(
+    folder: Path,
+) -> None:
+    plan = need_plan(folder)
+    sizes = []
+    for num_shards in (10_000, 20_000):
+        found = Found(folder=folder, plan=plan, sums=made_up(num_shards), state=None, num_examples=3)
+        page = html_page(report_content(report_data(found), Words("ko")), "보고서")
+        assert sum(Page(page).elements.values()) < 1500
+        sizes.append(len(page))
+    assert sizes[0] < 150_000
+    assert sizes[1] < 1.1 * sizes[0]
+
+
+def test_time_in_which_nothing_was_made_is_left_out_of_the_axis_and_named() -> None:
+    made = made_up(10_000).made
+    work = work_times(made)
+    (gap,) = work["gaps"]
+    assert 8 * 3600 < gap["left_out_s"] < 9.5 * 3600
+    assert work["worked_s"] == pytest.approx(work["ended"] - work["began"] - gap["left_out_s"], rel=1e-6)
+    assert work["num_nodes"] == 200
+    assert len(work["nodes"]) == MOST_NODES
+    speeds = [node["bytes_per_s"] for node in work["nodes"]]
+    assert speeds == sorted(speeds), "of many nodes the slowest are shown"
+    tokens = sum(step["tokens_per_s"] for step in work["steps"]) * work["step_s"]
+    assert tokens == pytest.approx(10_000 * 480_000_000, rel=1e-3)
+    busy_s = sum(step["num_shards"] for step in work["steps"]) * work["step_s"]
+    assert busy_s == pytest.approx(sum(each.wall_s for each in made), rel=0.01)
+
+
+def test_a_short_pause_stays_on_the_axis() -> None:
+    first = made_up(1).made[0]
+    later = dataclasses.replace(first, shard_id=1, began=first.ended + 20)
+    work = work_times([first, later])
+    assert work["gaps"] == []
+    assert work["worked_s"] == pytest.approx(later.ended - first.began)
+
+
+def test_what_was_sent_again_is_told_with_its_cause_and_none_of_the_free_text(
+    fake: FakeSlurm, own_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (fake.place / "away").touch()
+    logs = own_folder / "jobs" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "1_1.log").write_text("slurmstepd: error: Detected 1 oom_kill event\n")
+    (logs / "1_3.log").write_text("slurmstepd: error: *** JOB 1 CANCELLED AT 2026 DUE TO TIME LIMIT ***\n")
+    request = JobRequest(notify="curl https://hook/T0/SECRET", sbatch_args="--export=ALL,HF_TOKEN=hf_secret")
+    plan_id = need_plan(own_folder).plan_id
+    first = submission(plan_id=plan_id)
+    (array,) = first.arrays
+    array = dataclasses.replace(array, request=request, tasks=["0", "1", "2", "3"])
+    publish_submission(own_folder, dataclasses.replace(first, arrays=[array]))
+    again = dataclasses.replace(array, job_id="3", tasks=["1", "3"], mem_mb=2048)
+    publish_submission(
+        own_folder, dataclasses.replace(first, number=1, arrays=[again], verify_job_id="4", submitted=99.0)
+    )
+    found = data_of(capsys, own_folder)["attempts"]
+    assert {each["cause"]: each["shards"] for each in found["retried"]} == {
+        "OUT_OF_MEMORY": "1",
+        "TIMEOUT": "3",
+    }
+    assert [each["num_shards"] for each in found["submissions"]] == [4, 2]
+    assert found["slurm_away"]
+    for form in (report(capsys, own_folder), page_of(capsys, tmp_path, own_folder)):
+        assert "OUT_OF_MEMORY" in form
+        assert "SECRET" not in form
+        assert "hf_secret" not in form
+
+
+def test_slurm_is_not_asked_where_nothing_was_submitted(
+    fake: FakeSlurm, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert data_of(capsys, folder)["attempts"]["submissions"] == []
+    assert [fake.calls(name) for name in ("squeue", "sacct", "scontrol")] == [[], [], []]
+
+
+def test_bytes_of_osts_are_those_of_their_tars_and_a_broken_file_of_them_is_left_out(
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (own_folder / "osts.json").write_bytes(osts_json([5, -1, 5, 2]))
+    tars = [read_manifest(own_folder, n).tar.num_bytes for n in range(4)]
+    found = {each["ost"]: each["num_bytes"] for each in data_of(capsys, own_folder)["osts"]}
+    assert found == {5: tars[0] + tars[2], None: tars[1], 2: tars[3]}
+    assert "OST" in report(capsys, own_folder)
+    (own_folder / "osts.json").write_text("{}")
+    assert data_of(capsys, own_folder)["osts"] is None
+
+
+def test_the_words_of_both_languages_take_the_same_values() -> None:
+    def fields(text: str) -> set[str | None]:
+        return {name for _, name, _, _ in string.Formatter().parse(text) if name is not None}
+
+    for name, (english, korean) in WORDS.items():
+        assert fields(english) == fields(korean), name
+        assert english, name
+        assert korean, name
+
+
+def test_every_word_is_used() -> None:
+    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "slurm" / "report").glob("*.py"))
+    code = code.replace(
+        (ROOT / "slurm" / "report" / "words.py").read_text(encoding="utf-8").split("class")[0], ""
+    )
+    unused = [name for name in WORDS if f'"{name}"' not in code]
+    assert [name for name in unused if not name.startswith(("reason_", "unit_", "version_"))] == []
+
+
+def test_a_page_of_one_language_has_no_titles_of_the_other(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    korean = page_of(capsys, tmp_path, folder, "--lang", "ko")
+    assert '<html lang="ko">' in korean
+    titles = re.findall(r"<h2>(.*?)</h2>|<dt>(.*?)</dt>|<th(?: class=.number.)?>(.*?)</th>", korean)
+    latin = {name for found in titles for name in found if name.isascii() and name}
+    assert latin <= {"tar", "OST", "shardprep", "Python"}
+
+
+def test_every_field_of_json_is_documented_and_every_documented_field_is_there(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = data_of(capsys, folder)
+    page = (ROOT / "docs" / "report_json.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(found)
+    counts = {item.name for item in dataclasses.fields(ShardCounts)}
+    inner = {name for part in ("data", "work", "attempts") for name in found[part]} - counts
+    assert [name for name in sorted(inner) if f"`{name}`" not in page] == []
+
+
+def test_wrong_places_and_numbers_are_errors_with_their_codes(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "plan.json" in report(capsys, tmp_path, code=66)
+    assert "cannot be written" in report(capsys, folder, "--output", tmp_path / "none" / "x.html", code=73)
+    assert "--num_examples" in report(capsys, folder, "--num_examples", -1, code=2)
+
+
+def test_a_report_writes_nothing_into_the_data_set(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(folder.rglob("*"))
+    report(capsys, folder)
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_columns_of_the_text_stand_below_one_another_with_korean_names(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = report(capsys, folder).splitlines()
+    start = lines.index("Sources") + 2
+    widths = {_columns_of(line) for line in lines[start : start + 4]}
+    assert len(widths) == 1, lines[start : start + 4]

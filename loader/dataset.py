@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
+from itertools import count, pairwise
 from operator import index
 from typing import Any, Protocol
 
@@ -141,7 +141,7 @@ class Chunk:
     """Some consecutive steps of some lanes."""
 
     lengths: npt.NDArray[np.int32]  # int32[samples a step, steps], tokens of each sample
-    # int32[samples a step, steps, row_tokens], or flat, sample by sample
+    # int32[samples a step, steps, row_tokens]; or of samples of any length flat, one step after another
     ids: npt.NDArray[np.int32] | ScatteredRows
     row_tokens: int = 0  # of every sample where all are rows
     num_cut: int = 0  # tokens left out behind max_length
@@ -161,29 +161,38 @@ class Chunk:
         shortest: list[int] = self.lengths.min(axis=0).tolist()
         return shortest
 
-    def rows(self, step: int) -> list[npt.NDArray[np.int32]]:
-        """The ids of one step's samples where ``ids`` is flat."""
+    def ids_of(self, step: int) -> npt.NDArray[np.int32]:
+        """The ids of one step's samples, one after another, where ``ids`` is flat."""
         assert isinstance(self.ids, np.ndarray)
-        return _cut(self.ids, self._bounds, step)
+        first, end = self._step_bounds[step : step + 2]
+        return self.ids[first:end]
+
+    @cached_property
+    def _step_bounds(self) -> list[int]:
+        bounds: list[int] = np.cumsum([0, *self.lengths.sum(axis=0, dtype=np.int64).tolist()]).tolist()
+        return bounds
 
     def starts_of(self, step: int) -> list[npt.NDArray[np.int32]]:
         """Where documents begin in each row of one step, of a chunk that says it."""
         assert self.starts is not None
-        return _cut(self.starts, self._start_bounds, step)
+        first, end = self._start_bounds[0][step], self._start_bounds[1][step]
+        return [self.starts[start:stop] for start, stop in zip(first, end, strict=True)]
 
     @cached_property
     def _start_bounds(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Where each row's part of ``starts`` begins, and where it ends: of each step a list.
+
+        Two lists a step, not one a row: thousands would bring on full garbage collections, of 0.1 s each.
+        """
         assert self.num_starts is not None
-        return _bounds(self.num_starts)
+        ends = np.cumsum(self.num_starts.reshape(-1), dtype=np.int64).reshape(self.num_starts.shape)
+        first, end = np.stack([ends - self.num_starts, ends]).swapaxes(1, 2).tolist()
+        return first, end
 
     def edges(self, step: int, first: int, end: int) -> Edges:
         """Where documents begin in some rows of one step, of a chunk of rows."""
         begin = step * len(self.lengths)
         return self._row_edges.part(begin + first, begin + end)
-
-    @cached_property
-    def _bounds(self) -> tuple[list[list[int]], list[list[int]]]:
-        return _bounds(self.lengths)
 
     @cached_property
     def _row_edges(self) -> RowEdges:
@@ -225,22 +234,10 @@ class Chunk:
         )
 
 
-def _bounds(sizes: npt.NDArray[np.int32]) -> tuple[list[list[int]], list[list[int]]]:
-    """Where each sample's part of a flat array begins, and where it ends: of each step a list.
-
-    Two lists a step, not one a sample: thousands would bring on full garbage collections, of 0.1 s each.
-    """
-    ends = np.cumsum(sizes.reshape(-1), dtype=np.int64).reshape(sizes.shape)
-    first, end = np.stack([ends - sizes, ends]).swapaxes(1, 2).tolist()
-    return first, end
-
-
-def _cut(
-    flat: npt.NDArray[np.int32], bounds: tuple[list[list[int]], list[list[int]]], step: int
-) -> list[npt.NDArray[np.int32]]:
-    """The parts of one step's samples."""
-    first, end = bounds[0][step], bounds[1][step]
-    return [flat[start:stop] for start, stop in zip(first, end, strict=True)]
+def split_ids(joined: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+    """The ids of each sample, where they stand one after another."""
+    bounds = [0, *np.cumsum(lengths).tolist()]
+    return [joined[first:end] for first, end in pairwise(bounds)]
 
 
 CHUNK_BYTES = 1 << 20  # of a chunk; a worker's message costs about 150 us whatever its size

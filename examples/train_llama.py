@@ -23,6 +23,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -33,8 +34,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from loader import get_llama3_dataloader
+from loader import get_llama3_dataloader, set_up_training
 from loader.process_rank import find_process_rank
+from loader.training_setup import TrainingSetup
 
 STOPPED = 75
 _stop_asked = False
@@ -46,7 +48,6 @@ def main() -> int:
         signal.signal(number, ask_to_stop)
     who = find_process_rank()  # from torchrun's or srun's variables
     torch.manual_seed(args.seed)
-    torch.set_num_threads(args.num_threads)
     device = choose_device()
     if who.world_size > 1:
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -61,7 +62,9 @@ def main() -> int:
         rank=who.rank,
         world_size=who.world_size,
     )
-    run = Run(args, loader, make_model(loader.tokenizer, args).to(device), device)
+    setup = set_up_training(loader, bf16=args.bf16, num_threads=args.num_threads)
+    model = make_model(loader.tokenizer, args, setup.model_options)
+    run = Run(args, loader, model.to(device), device, setup)
     run.load_newest(who.rank)
     if who.rank == 0:
         print(f"rank 0 of {who.world_size} ({who.source}), from step {run.step}", flush=True)
@@ -102,10 +105,15 @@ class Run:
     """What goes on in a later job: the model, its optimizer, the step, and the loader's place."""
 
     def __init__(
-        self, args: argparse.Namespace, loader: Any, model: LlamaForCausalLM, device: torch.device
+        self,
+        args: argparse.Namespace,
+        loader: Any,
+        model: LlamaForCausalLM,
+        device: torch.device,
+        setup: TrainingSetup,
     ) -> None:
         self.folder: Path = args.checkpoint_dir
-        self.loader, self.model, self.device = loader, model, device
+        self.loader, self.model, self.device, self.setup = loader, model, device, setup
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
         self.trained = DistributedDataParallel(model) if dist.is_initialized() else model
         self.step = 0
@@ -119,7 +127,8 @@ class Run:
         num_tokens, loss_sum = total(float(num_targets), self.device), 0.0
         for batch in micro_batches:
             batch = {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
-            logits = self.trained(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+            with self.setup.autocast():
+                logits = self.trained(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
             targets = batch["labels"][:, 1:].flatten()
             loss = cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, reduction="sum")
             (loss * world_size / num_tokens).backward()  # DDP averages over the ranks
@@ -210,7 +219,7 @@ class Health:
         )
 
 
-def make_model(tokenizer: Any, args: argparse.Namespace) -> LlamaForCausalLM:
+def make_model(tokenizer: Any, args: argparse.Namespace, options: Mapping[str, Any]) -> LlamaForCausalLM:
     """A Llama of the tokenizer's vocabulary, with random weights."""
     vocab_size = max(tokenizer.get_vocab().values()) + 1
     config = LlamaConfig(
@@ -223,6 +232,8 @@ def make_model(tokenizer: Any, args: argparse.Namespace) -> LlamaForCausalLM:
         max_position_embeddings=8192,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **options,
     )
     return LlamaForCausalLM(config)
 
@@ -298,7 +309,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--log_every", type=int, default=10, help="steps from one line to the next")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num_workers", type=int, default=2)
-    parser.add_argument("--num_threads", type=int, default=max(1, len(os.sched_getaffinity(0)) // 2))
+    parser.add_argument("--num_threads", type=int, default=None, help="of a rank (default: its CPUs')")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16; weights stay float32")
     parser.add_argument("--step_sleep_s", type=float, default=0.0, help="to watch it")
     parser.add_argument("--log_batches", action="store_true", help="log a hash of every global batch")
     return parser.parse_args()

@@ -4,10 +4,11 @@
     reading/         the bytes of their samples
     samples/         what a sample is, and its token ids
     order.py         the sampling order: which sample comes when; mixture.py: of several sources
-    dataset.py       what a worker does: chunks of steps; mixed_chunks.py: of several sources
+    dataset.py       what a worker does: chunks of steps (chunks.py); mixed_chunks.py: of several sources
     batch_stream.py  chunks into batches; batches.py makes the tensors, collate_workers.py calls a
                      collate_fn of the user's
     token_loader.py  what a training loop sees: epochs and the state
+    training_setup.py  precision, attention, threads and padding of a training script, in one call
     trainer.py       the loader inside transformers' Trainer
     dataloader.py    get_llama3_dataloader, which puts these together
     staging/         ``python -m loader stage``: copies of shards on the node's own disk
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from loader.process_rank import ProcessRank, find_process_rank
     from loader.state import OtherRun, Position
     from loader.token_loader import TokenLoader
+    from loader.training_setup import set_up_training
     from shardprep.errors import (
         BrokenShard,
         MissingShard,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "get_llama3_dataloader": "loader.dataloader",
     "ensure_prepared": "loader.prepared_data",
+    "set_up_training": "loader.training_setup",
     "TokenLoader": "loader.token_loader",
     "CausalLMCollator": "loader.batches",
     "LoaderMetrics": "loader.batches",
@@ -76,6 +79,7 @@ __all__ = [
     "ensure_prepared",
     "find_process_rank",
     "get_llama3_dataloader",
+    "set_up_training",
 ]
 
 

@@ -26,11 +26,13 @@ from preprocess.chat_rendering import ROLES, check_chat_versions
 from preprocess.documents import planned_documents
 from preprocess.engines import FEW_BYTES, Engine, TokenBatch, load_engine
 from preprocess.formats.format import DocumentBatch
+from preprocess.formats.named import load_libraries
+from preprocess.input_hashes import check_hash
 from preprocess.inputs import BadDocument
 from preprocess.long_documents import MOST_HELD_BYTES, LongDocument
 from preprocess.members import members_of
 from preprocess.options import BytesOptions, WorkerSettings, check_text_versions
-from preprocess.plan import Plan, check_hash
+from preprocess.plan import Plan
 from preprocess.shard_writer import ShardWriter
 from preprocess.tokenizer_files import TOKENIZER_FILE, check_tokenizer_files
 from shardprep.atomic_files import remove_temporaries
@@ -224,6 +226,10 @@ def load_worker(
     Raises OtherTokenizer where its files or its ids changed.
     """
     num_bytes = sum(plan.shard_bytes()) if shard_id is None else plan.shard_bytes()[shard_id]
+    if shard_id is None:
+        load_libraries(item.path for item in plan.inputs)
+    else:
+        load_libraries(part.path.name for part in plan.ranges(shard_id))
     check_tokenizer_files(folder, plan.tokenizer_files)
     check_text_versions(plan.options)
     if plan.options.is_chat:

@@ -71,7 +71,10 @@ class Found:
 def random_texts(rng: random.Random) -> list[str]:
     letters = rng.choice(["ab ", 'abc 한글\n"\\', "a\u00e9\u2028\t😀\r\n\0"])
     lengths = [0, 1, 5, 40, rng.choice([400, 5000])]
-    return ["".join(rng.choices(letters, k=rng.choice(lengths))) for _ in range(rng.randrange(40))]
+    # Random bytes that each stand for a letter: choosing 5,000 letters one by one took half of the time.
+    table = (letters * 256)[:256]
+    sizes = [rng.choice(lengths) for _ in range(rng.randrange(40))]
+    return [rng.randbytes(size).decode("latin-1").translate(table) for size in sizes]
 
 
 def file_name(form: str) -> str:

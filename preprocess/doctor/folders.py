@@ -55,6 +55,13 @@ def output_findings(folder: Path, cost: CostEstimate | None, num_shards: int) ->
     return [*findings, *_room(there, cost, num_shards)]
 
 
+_MENDED_BY = {
+    errno.ENOSPC: "free some space, or choose another --output_dir",
+    errno.EDQUOT: "free some space, or choose another --output_dir",
+    errno.EROFS: "mount it for writing, or choose another --output_dir",
+}
+
+
 def _written(there: Path, folder: Path) -> Finding:
     """Write a block into an unnamed file of the folder, past the page cache where that is possible."""
     made = "" if there == folder.absolute() else f" (it will be made in {there})"
@@ -62,8 +69,7 @@ def _written(there: Path, folder: Path) -> Finding:
         is_direct = _write_block(there)
     except OSError as error:
         text = f"{folder}{made} cannot be written: {error.strerror}"
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        todo = "free some space, or choose another --output_dir" if full else "chmod, or another --output_dir"
+        todo = _MENDED_BY.get(error.errno or 0, "chmod, or another --output_dir")
         return bad("output", text, todo, CannotWrite)
     how = (
         "past the page cache (O_DIRECT)"

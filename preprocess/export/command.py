@@ -58,6 +58,7 @@ def export(args: argparse.Namespace) -> int:
         num_shards=plan.num_shards,
         first_token=[0, *ends],
     )
+    exporter.check_folder()
     _claim(folder, {"to": args.to, "plan_id": plan.plan_id, "put_eos": put_eos})
     todo = [shard_id for shard_id in range(plan.num_shards) if not exporter.is_done(shard_id)]
     with Progress("exporting", len(todo), unit="shards") as progress:

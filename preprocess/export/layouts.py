@@ -39,6 +39,9 @@ class Exporter(ABC):
     num_shards: int
     first_token: list[int]  # where each shard begins in the whole stream, EOS included; num_shards + 1
 
+    def check_folder(self) -> None:  # noqa: B027 - most tools can open any folder
+        """That the tool can open what lies in ``folder``. Raises UsageError."""
+
     @abstractmethod
     def is_done(self, shard_id: int) -> bool:
         """Whether the files of a shard are there."""
@@ -76,6 +79,14 @@ class Megatron(Exporter):
     u64; lengths i32[sequences], byte offsets i64[sequences], the first sequence of each document and their
     number i64[documents + 1]. Ids are uint16 below a vocabulary of 65,500, as Megatron has it, else int32.
     """
+
+    def check_folder(self) -> None:
+        """See Exporter."""
+        if any(char.isspace() for char in str(self.folder.absolute())):
+            raise UsageError(
+                f"--output_dir {str(self.folder.absolute())!r} has white space in it, at which Megatron cuts "
+                "the lists of its data sets; choose a folder without it"
+            )
 
     def _paths(self, shard_id: int) -> tuple[Path, Path]:
         stem = f"{shard_name(shard_id)}_document"

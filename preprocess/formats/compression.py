@@ -84,8 +84,8 @@ class _ZstdFrame:
     """zstandard's decompressor in the shape of bz2's; ``max_length`` is not kept to the byte."""
 
     def __init__(self) -> None:
-        self._frame = _zstandard().ZstdDecompressor().decompressobj()
-        self._waiting = b""
+        self._frame = load_zstandard().ZstdDecompressor().decompressobj()
+        self._waiting = memoryview(b"")
         self.unused_data = b""
 
     @property
@@ -97,15 +97,17 @@ class _ZstdFrame:
         return not self._waiting
 
     def decompress(self, data: bytes, max_length: int = -1, /) -> bytes:  # noqa: ARG002
-        data = self._waiting + data
-        out: bytes = self._frame.decompress(data[:_ZSTD_BYTES])
-        self._waiting = data[_ZSTD_BYTES:]
+        given = memoryview(data) if data else self._waiting  # there is data only where nothing waits
+        out: bytes = self._frame.decompress(given[:_ZSTD_BYTES])
+        self._waiting = given[_ZSTD_BYTES:]
         if self.eof:
-            self.unused_data, self._waiting = self._frame.unused_data + self._waiting, b""
+            self.unused_data = self._frame.unused_data + bytes(self._waiting)
+            self._waiting = memoryview(b"")
         return out
 
 
-def _zstandard() -> Any:
+def load_zstandard() -> Any:
+    """The library. Raises UsageError, with what to install, where it is missing."""
     try:
         import zstandard
     except ImportError:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from preprocess.formats.compression import COMPRESSIONS
+from collections.abc import Iterable
+
+from preprocess.formats.compression import COMPRESSIONS, load_zstandard
 from preprocess.formats.format import Format
 from preprocess.formats.json_lines import JsonLines
 from preprocess.formats.text_lines import CompressedText, TextLines
@@ -34,3 +36,17 @@ def format_of(name: str) -> Format | None:
 
         return Arrow()
     return None
+
+
+def load_libraries(names: Iterable[str]) -> None:
+    """Import what reading files of these names takes, before any work. Raises UsageError where it is missing.
+
+    pyarrow takes 0.1 s of CPU, which else would count as work of the first shard.
+    """
+    suffixes = {name.rpartition(".")[2] for name in names}
+    if suffixes & {"parquet", "arrow"}:
+        from preprocess.formats.columns import load_arrow
+
+        load_arrow()
+    if "zst" in suffixes:
+        load_zstandard()

@@ -26,6 +26,8 @@ def command(name: str, place: Path, options: list[str]) -> Callable[[], tuple[in
     data = place / "data"
     if name == "load":
         return lambda: (0, loaded(data))
+    if name == "load checked":
+        return lambda: (0, loaded(data, read_check="crc"))
     if name == "load staged":
         return lambda: (0, loaded(data, staged_dir=place / "staged"))
     if name == "load tars":
@@ -36,9 +38,11 @@ def command(name: str, place: Path, options: list[str]) -> Callable[[], tuple[in
     codes: dict[str, Callable[[], int]] = {
         "plan": lambda: plan(place, options),
         "shard": lambda: _preprocess("--shard_id", 0, "--output_dir", data),
+        "shard 1": lambda: _preprocess("--shard_id", 1, "--output_dir", data),
         "run": lambda: _preprocess("run", data, "--num_proc", 1),
         "verify": lambda: _preprocess("verify", data),
         "verify --fast": lambda: _preprocess("verify", data, "--fast"),
+        "verify --crcs": lambda: _preprocess("verify", data, "--crcs"),
         "stage": lambda: _stage(data, place / "staged"),
         "status": lambda: _slurm("status", data),
         "peek": lambda: _preprocess("peek", data, "--num", 3),

@@ -27,7 +27,7 @@ from tests.faults.os_calls import ERRORS, Call, Mode, OsCalls
 from tests.faults.outcomes import Outcome
 from tests.faults.small_data_sets import SmallDataSet, Stage
 
-FORMS = ("json", "best_fit")
+FORMS = ("json", "best_fit", "formats")
 QUICK_FORMS = ("best_fit",)
 _SHORT: dict[Mode, str] = {"short": "half of the bytes", "all short": "half of the bytes, at each call"}
 
@@ -72,7 +72,9 @@ HITS = (
     Hit("run", "planned", "run", 1),
     Hit("verify", "made", "verify"),
     Hit("verify --fast", "made", "verify --fast", 1.5),
+    Hit("verify --crcs", "made", "verify --crcs", 0.5),
     Hit("load", "verified", "load", 4),
+    Hit("load checked", "verified", "load checked", 1),
     Hit("load", "made", "load, no index", 1.5),
     Hit("stage", "verified", "stage"),
     Hit("status", "made", "status", 1.5),
@@ -82,12 +84,23 @@ HITS = (
     Hit("train_tokenizer", "raw", "train_tokenizer", 0.5),
 )
 
+# Of all formats: what differs there is how a worker reads.
+_HITS_OF_FORMATS = (
+    Hit("shard", "planned", "formats that are cut", 0.5),
+    Hit("shard 1", "planned", "formats read whole", 0.5),
+)
+
+
+def hits_of(data_set: SmallDataSet, hits: Sequence[Hit]) -> Sequence[Hit]:
+    """The commands to hit on a data set."""
+    return _HITS_OF_FORMATS if data_set.form == "formats" else hits
+
 
 def outcomes(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
     """Each call of each command once; in turn its errors, every third one lasting from there on."""
     for data_set in data_sets:
         calls = OsCalls(data_set.place)
-        for hit in HITS:
+        for hit in hits_of(data_set, HITS):
             expected, made = counted(data_set, calls, hit)
             modes: tuple[Mode, ...] = ("once", "once", "lasting")
             for number, at in enumerate(spread(len(made), hit.number(num_faults))):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tests.faults.commands import command, files_of
+from tests.faults.every_format import write_every_format
 from tests.faults.forked_case import Ended, ForkedRun, run_forked
 
 Stage = Literal["raw", "planned", "made", "verified"]
@@ -24,9 +25,13 @@ FORMS: dict[str, list[str]] = {
     "npy": ["--token_format", "npy", "--no-keep_text"],
     "concat": ["--record", "packed", "--seq_len", "64"],
     "best_fit": ["--record", "packed", "--seq_len", "64", "--pack", "best_fit"],
+    "formats": [],  # its raw text lies in one file of each format, too
 }
 _IMPORTED_AHEAD = frozenset(
-    {"preprocess", "loader", "slurm", "lustre", "shardprep", "transformers", "tokenizers"}
+    {
+        *("preprocess", "loader", "slurm", "lustre", "shardprep", "transformers", "tokenizers"),
+        *("pyarrow", "zstandard", "isal"),
+    }
 )
 _BAD_LINE = b"not UTF-8: \xff\xfe\n"
 # Slurm's commands, as far as `submit` and `status` ask them: a cluster that accepts and forgets all.
@@ -107,13 +112,17 @@ def make_small_data_sets(folder: Path, forms: Sequence[str]) -> list[SmallDataSe
     place = folder / "place"
     _write_raw(place / "raw")
     (place / "tmp").mkdir()
+    import zstandard  # noqa: F401 - imported once, before all forks, as are these
+
     import preprocess.planning
-    import preprocess.worker  # noqa: F401 - imported once, before all forks
+    import preprocess.worker  # noqa: F401
 
     modules: set[str] = set()
     _must(run_forked(lambda: _train(place)))
     sets = []
-    for form in forms:
+    for form in sorted(forms, key=lambda form: form == "formats"):  # it comes last, for it adds to raw/
+        if form == "formats":
+            write_every_format(place / "raw")
         options = [*FORMS[form], "--max_bad_fraction", "0.5"]
         templates = folder / form
         shutil.rmtree(place / "data", ignore_errors=True)
@@ -122,7 +131,7 @@ def make_small_data_sets(folder: Path, forms: Sequence[str]) -> list[SmallDataSe
         _keep(place, templates / "planned")
         _must(run_forked(lambda: _make(place)))
         _keep(place, templates / "made")
-        _must(run_forked(command("verify", place, options)))
+        _must(run_forked(command("verify --crcs", place, options)))
         _keep(place, templates / "verified")
         batches = _must(run_forked(command("load", place, options)))
         modules |= set(_must(run_forked(lambda: (0, _used_modules(place)))))
@@ -165,7 +174,7 @@ def _make(place: Path) -> tuple[int, None]:
 
 def _used_modules(place: Path) -> list[str]:
     """What the commands import, so that a fork need not."""
-    for name in ("verify", "load", "stage", "status"):
+    for name in ("verify --crcs", "load checked", "stage", "status"):
         command(name, place, [])()
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer

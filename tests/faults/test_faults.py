@@ -115,7 +115,8 @@ def test_a_full_disk_is_named_and_a_second_run_gives_equal_bytes(of_campaign: Ou
 
 def test_a_kill_at_any_call_leaves_what_is_done_or_nothing_that_counts(of_campaign: Outcomes) -> None:
     outcomes = of_campaign("kills")
-    assert len(outcomes) > 20
+    assert len(outcomes) > 24
+    assert sum(outcome["form"] == "formats" for outcome in outcomes) == 4, "a worker of every format"
     assert not failed(outcomes), shown(failed(outcomes))
 
 

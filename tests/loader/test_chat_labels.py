@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -159,3 +160,32 @@ def test_a_loss_of_these_labels_leaves_questions_out(sets: dict[str, Path]) -> N
     assert logits.grad is not None
     has_gradient = logits.grad.abs().sum(-1) > 0
     assert torch.equal(has_gradient, batch["labels"] != -100)
+
+
+@pytest.mark.parametrize("boundaries", [(), "segment_ids"])
+def test_rows_on_disk_are_mixed_alike_on_every_world_and_after_every_resume(
+    sets: dict[str, Path], boundaries: Any
+) -> None:
+    sources = {"chat": sets["best_fit"], "text": sets["text"]}
+    options: dict[str, Any] = {
+        "global_batch_size": 4,
+        "schedule": [(0, {"chat": 0.7, "text": 0.3}), (9, {"chat": 0.2, "text": 0.8})],
+        "boundaries": boundaries,
+    }
+
+    def batches(world: int, rank: int, first: int, num_steps: int, workers: int = 0) -> list[Any]:
+        with get_llama3_dataloader(
+            sources, 4 // world, rank=rank, world_size=world, num_workers=workers, **options
+        ) as loader:
+            loader.load_state_dict(loader.state_at(first))
+            return [rows_in(batch) for batch in itertools.islice(loader, num_steps)]
+
+    whole = batches(1, 0, 0, 24)
+    text = rows_of(sets["text"])
+    if not boundaries:  # else labels at the edges of documents differ
+        num_text = [sum(row in text for row in batch) for batch in whole]
+        assert 0 < sum(num_text[:9]) < sum(num_text[9:18])
+    for world, first, workers in ((2, 0, 2), (4, 7, 0), (1, 11, 2)):
+        parts = [batches(world, rank, first, 24 - first, workers) for rank in range(world)]
+        joined = [list(itertools.chain(*of_step)) for of_step in zip(*parts, strict=True)]
+        assert joined == whole[first:], (world, first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import os
 import pickle
@@ -511,3 +512,14 @@ def test_a_state_whose_place_is_beyond_all_runs_is_refused(forms: Any, name: str
         with pytest.raises(BrokenShard, match="the state stands at"):
             loader.load_state_dict({**state, name: 2**70})
         assert loader.state_dict() == state
+
+
+def test_a_bar_of_a_resumed_epoch_ends_at_its_total(forms: Any) -> None:
+    tqdm = pytest.importorskip("tqdm").tqdm
+    with load(forms["documents"]) as loader:
+        loader.load_state_dict(loader.state_at(loader.order.steps_per_epoch // 3))
+        with tqdm(loader, initial=loader.first_batch, file=io.StringIO()) as bar:
+            assert 0 < bar.n < bar.total == len(loader)
+            num_batches = sum(1 for _ in bar)
+        assert bar.n == bar.total
+        assert 0 < num_batches < len(loader)

@@ -166,7 +166,9 @@ def test_too_little_space_is_bad_and_hardly_enough_a_warning(tmp_path: Path) -> 
     assert not found(output_findings(tmp_path, cost(1), 3), "bad")
 
 
-@pytest.mark.parametrize(("error", "todo"), [(28, "free some space"), (30, "chmod, or another --output_dir")])
+@pytest.mark.parametrize(
+    ("error", "todo"), [(28, "free some space"), (30, "mount it for writing"), (13, "chmod")]
+)
 def test_a_folder_that_cannot_be_written_is_bad(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, todo: str
 ) -> None:

@@ -7,6 +7,7 @@ import itertools
 import json
 import lzma
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +25,8 @@ from preprocess.input_files import list_inputs
 from preprocess.inputs import OpenInput
 from preprocess.options import WorkerSettings
 from preprocess.plan import need_plan
-from preprocess.worker import load_worker
-from shardprep.errors import BadInput, NotFound
+from preprocess.worker import Worker, load_worker
+from shardprep.errors import BadInput, NotFound, UsageError
 from shardprep.format.idx import read_idx
 from shardprep.format.index import read_index
 from shardprep.format.manifest import read_manifest
@@ -116,18 +117,55 @@ def test_all_formats_in_one_folder_give_each_document_once_with_the_reference_id
         assert ids == tokenizer.encode(text).ids
 
 
-def test_shards_of_all_formats_have_equal_bytes_for_other_batches_and_engines(
-    prep: Prep, every_format: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("engine", "batch_bytes", "num_cpus", "memory_gb"),
+    [("tokenizers", 3_000, 4, None), ("fastokens", 64, 2, None), ("auto", None, 8, 0.25)],
+)
+def test_shards_of_all_formats_have_equal_bytes_for_other_engines_batches_cpus_and_memory(
+    prep: Prep,
+    every_format: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    engine: Any,
+    batch_bytes: int | None,
+    num_cpus: int,
+    memory_gb: float | None,
 ) -> None:
-    expected = prep.contents(every_format / "data")
-    for engine, batch_bytes in (("tokenizers", 3_000), ("auto", 64)):
+    if batch_bytes is not None:
         monkeypatch.setattr(WorkerSettings, "batch_bytes", batch_bytes)
-        folder = tmp_path / str(batch_bytes)
-        folder.mkdir()
-        shutil.copy(every_format / "data" / "plan.json", folder)
-        shutil.copytree(every_format / "data" / "tokenizer", folder / "tokenizer")
-        prep.make(folder, engine=engine)
-        assert prep.contents(folder) == expected
+    shutil.copy(every_format / "data" / "plan.json", tmp_path)
+    shutil.copytree(every_format / "data" / "tokenizer", tmp_path / "tokenizer")
+    settings = WorkerSettings(engine=engine, memory_gb=memory_gb)
+    plan = need_plan(tmp_path)
+    worker = load_worker(plan, tmp_path, settings, num_cpus=num_cpus, warn=pytest.fail)
+    for shard_id in range(plan.num_shards):
+        worker.run_shard(shard_id, lambda _: None)
+    assert prep.contents(tmp_path) == prep.contents(every_format / "data")
+
+
+def test_a_worker_without_the_library_of_its_inputs_ends_before_any_work_and_others_go_on(
+    prep: Prep, every_format: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = every_format / "data"
+    plan = need_plan(folder)
+
+    def load(shard_id: int) -> Worker:
+        settings = WorkerSettings()
+        return load_worker(plan, folder, settings, num_cpus=1, warn=pytest.fail, shard_id=shard_id)
+
+    needing = [
+        shard_id
+        for shard_id in range(plan.num_shards)
+        if any(part.path.name.endswith(("parquet", "arrow")) for part in plan.ranges(shard_id))
+    ]
+    assert 0 < len(needing) < plan.num_shards
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    for shard_id in range(plan.num_shards):
+        if shard_id in needing:
+            with pytest.raises(UsageError, match=r"needs pyarrow, which is not installed; run: pip install"):
+                load(shard_id)
+        else:
+            load(shard_id)
 
 
 def test_files_that_say_where_they_may_be_entered_are_cut_and_others_are_packed_evenly(

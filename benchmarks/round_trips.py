@@ -29,6 +29,12 @@ _EPOCH = (
     "    for number, _ in enumerate(loader):\n"
     "        if number == int(sys.argv[2]): break\n"
 )
+_WORLD = (
+    "import sys; from loader import get_llama3_dataloader\n"
+    "for rank in range(8):\n"
+    "    loader = get_llama3_dataloader(sys.argv[1], 4, num_workers=4, rank=rank, world_size=8)\n"
+    "    with loader: next(iter(loader))\n"
+)
 
 
 class FarAway:
@@ -105,6 +111,8 @@ def main() -> int:
             ("run, all done", "shard", args.num_shards, ["-m", "preprocess", "run", data]),
             ("verify", "shard", args.num_shards, ["-m", "preprocess", "verify", data]),
             ("verify --fast", "shard", args.num_shards, ["-m", "preprocess", "verify", data, "--fast"]),
+            ("status", "shard", args.num_shards, ["-m", "slurm", "status", data]),
+            ("loader, first batch of 8 ranks x 4 workers", "rank", 8, ["-c", _WORLD, data]),
             ("loader, first batch", "shard", args.num_shards, ["-c", _EPOCH, data, 0]),
             ("loader, an epoch", "shard", args.num_shards, ["-c", _EPOCH, data, -1]),
             ("stage", "shard", args.num_shards, ["-m", "loader", "stage", data, "--to", staged]),

@@ -4,7 +4,7 @@
     reading/         the bytes of their samples
     samples/         what a sample is, and its token ids
     order.py         the sampling order: which sample comes when; mixture.py: of several sources
-    dataset.py       what a worker does: chunks of steps; mixed_chunks.py: of several sources
+    dataset.py       what a worker does: chunks of steps (chunks.py); mixed_chunks.py: of several sources
     batch_stream.py  chunks into batches; batches.py makes the tensors, collate_workers.py calls a
                      collate_fn of the user's
     token_loader.py  what a training loop sees: epochs and the state

@@ -17,8 +17,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from loader.batches import Ids, LoaderMetrics, StepBatches, Uncollated, blank_labels
+from loader.chunks import Chunk
 from loader.collate_workers import CollateWorkers, can_be_sent
-from loader.dataset import Chunk, ChunkDataset
+from loader.dataset import ChunkDataset
 from loader.shards.shard_set import SizeCheck
 from loader.state import Position
 from shardprep.errors import UsageError

@@ -18,7 +18,7 @@ import torch
 from transformers import BatchEncoding, DataCollatorForLanguageModeling
 
 from loader.boundaries import boundary_fields
-from loader.dataset import ID_BITS, Chunk, Edges, RowEdges, joined_edges
+from loader.chunks import ID_BITS, Chunk, Edges, RowEdges, joined_edges, split_ids
 from loader.shifted_targets import shift, without_last_place
 from shardprep.errors import UsageError
 
@@ -160,20 +160,24 @@ class CausalLMCollator(DataCollatorForLanguageModeling):
 
     def pad_rows(self, rows: Sequence[Ids]) -> BatchEncoding:
         """Collate samples of any length, padded to ``pad_to_length`` or the longest, and the multiple."""
-        lengths = np.array([len(row) for row in rows])
+        return self.pad_joined(np.concatenate(rows), np.array([len(row) for row in rows]))
+
+    def pad_joined(self, joined: Ids, lengths: npt.NDArray[Any]) -> BatchEncoding:
+        """The same of samples whose ids stand one after another; ``lengths``: of each sample."""
         multiple = self.pad_to_multiple_of or 1
         widest = max(int(lengths.max()), self.pad_to_length or 0) - self.num_beyond
         width = max(-(-widest // multiple) * multiple, 1) + self.num_beyond
-        if self.max_batch_tokens is not None and len(rows) * width > self.max_batch_tokens:
+        num_rows = len(lengths)
+        if self.max_batch_tokens is not None and num_rows * width > self.max_batch_tokens:
             raise UsageError(
-                f"a batch of {len(rows)} documents padded to {width:,} tokens has {len(rows) * width:,}, "
+                f"a batch of {num_rows} documents padded to {width:,} tokens has {num_rows * width:,}, "
                 f"max_batch_tokens is {self.max_batch_tokens:,}; lower batch_size, or pass "
-                f"max_length={self.max_batch_tokens // len(rows)} or less"
+                f"max_length={self.max_batch_tokens // num_rows} or less"
             )
-        ids = np.full((len(rows), width), self.pad.token_id, rows[0].dtype)
-        for target, row in zip(ids, rows, strict=True):
-            target[: len(row)] = row
-        return self.mask_rows(ids, lengths)
+        is_real = np.arange(width) < lengths[:, None]
+        ids = np.full(is_real.shape, self.pad.token_id, np.int64)
+        ids[is_real] = joined
+        return _batch_of(ids, is_real.astype(np.int64), np.where(is_real, ids, IGNORED))
 
     def mask_rows(
         self, rows: Ids, lengths: npt.NDArray[Any] | None, *, has_masks: bool = False
@@ -196,8 +200,12 @@ class CausalLMCollator(DataCollatorForLanguageModeling):
             ids[padding] = self.pad.token_id
             labels[padding] = IGNORED
             attention_mask = (~padding).astype(np.int64)
-        arrays = {"input_ids": ids, "attention_mask": attention_mask, "labels": labels}
-        return BatchEncoding({name: torch.from_numpy(array) for name, array in arrays.items()})
+        return _batch_of(ids, attention_mask, labels)
+
+
+def _batch_of(ids: Ids, attention_mask: Ids, labels: Ids) -> BatchEncoding:
+    arrays = {"input_ids": ids, "attention_mask": attention_mask, "labels": labels}
+    return BatchEncoding({name: torch.from_numpy(array) for name, array in arrays.items()})
 
 
 def check_padding(
@@ -221,28 +229,28 @@ Collate = Callable[[list[Any]], Any]
 class Uncollated(NamedTuple):
     """The samples of one batch, as they came from the workers."""
 
-    rows: Any  # int32[batch, row_tokens], or a list of int32[n]
-    lengths: npt.NDArray[Any] | None  # of rows that are not all full
+    ids: Ids  # int32[batch, row_tokens]; of samples of any length int32[tokens], one after another
+    lengths: npt.NDArray[Any] | None  # of each sample, unless all are full rows
     edges: Edges | None = None  # where documents begin in rows, if boundaries were asked for
     num_fillers: int = 0  # samples at the end that fill a last batch up: they have no labels
 
     @property
     def num_tokens(self) -> int:
         """Tokens without padding."""
-        if self.lengths is not None:
-            return int(self.lengths.sum())
-        return self.rows.size if isinstance(self.rows, np.ndarray) else sum(map(len, self.rows))
+        return self.ids.size if self.lengths is None else int(self.lengths.sum())
 
     @property
     def is_full(self) -> bool:
         """Whether all samples are rows without padding."""
-        return self.lengths is None and isinstance(self.rows, np.ndarray)
+        return self.lengths is None
 
     def samples(self) -> list[Ids]:
         """The ids of each sample, without padding."""
         if self.lengths is None:
-            return list(self.rows)
-        return [row[:length] for row, length in zip(self.rows, self.lengths.tolist(), strict=True)]
+            return list(self.ids)
+        if self.ids.ndim == 1:
+            return split_ids(self.ids, self.lengths)
+        return [row[:length] for row, length in zip(self.ids, self.lengths.tolist(), strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,20 +283,36 @@ class StepBatches:
         self, chunks: list[Chunk], step: int, first_batch: int, num_fillers: int = 0
     ) -> Iterator[Uncollated]:
         """The batches of one step of some chunks, from one of them on; its last samples may be fillers."""
-        rows: Any
-        lengths: npt.NDArray[Any] | None = None
         if not self.row_tokens:
-            rows = [row for chunk in chunks for row in chunk.rows(step)]
-        else:
-            parts: list[Any] = [chunk.ids[:, step] for chunk in chunks]
-            rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
-            if not all(chunk.is_full(step) for chunk in chunks):
-                lengths = np.concatenate([chunk.lengths[:, step] for chunk in chunks])
-        for first in range(first_batch * self.batch_size, len(rows), self.batch_size):
-            part = slice(first, first + self.batch_size)
-            of_part = min(max(first + self.batch_size - (len(rows) - num_fillers), 0), self.batch_size)
-            edges = _edges(chunks, step, part) if self.boundaries and self.row_tokens else None
+            yield from self._cut_documents(chunks, step, first_batch, num_fillers)
+            return
+        lengths: npt.NDArray[Any] | None = None
+        parts: list[Any] = [chunk.ids[:, step] for chunk in chunks]
+        rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if not all(chunk.is_full(step) for chunk in chunks):
+            lengths = np.concatenate([chunk.lengths[:, step] for chunk in chunks])
+        for part, of_part in self._parts(len(rows), first_batch, num_fillers):
+            edges = _edges(chunks, step, part) if self.boundaries else None
             yield Uncollated(rows[part], None if lengths is None else lengths[part], edges, of_part)
+
+    def _cut_documents(
+        self, chunks: list[Chunk], step: int, first_batch: int, num_fillers: int
+    ) -> Iterator[Uncollated]:
+        """The same of samples of any length."""
+        lengths = np.concatenate([chunk.lengths[:, step] for chunk in chunks])
+        parts = [chunk.ids_of(step) for chunk in chunks]
+        ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        bounds = np.cumsum([0, *lengths.tolist()])
+        for part, of_part in self._parts(len(lengths), first_batch, num_fillers):
+            of_samples = lengths[part]
+            first, end = bounds[part.start], bounds[part.start + len(of_samples)]
+            yield Uncollated(ids[first:end], of_samples, None, of_part)
+
+    def _parts(self, num_samples: int, first_batch: int, num_fillers: int) -> Iterator[tuple[slice, int]]:
+        """Which samples each batch has, and how many of them are fillers."""
+        for first in range(first_batch * self.batch_size, num_samples, self.batch_size):
+            num_behind = max(first + self.batch_size - (num_samples - num_fillers), 0)
+            yield slice(first, first + self.batch_size), min(num_behind, self.batch_size)
 
     def collate(self, part: Uncollated) -> Any:
         """The batch of some samples; what ``collate_fn`` makes may be anything."""
@@ -301,10 +325,10 @@ class StepBatches:
         if type(self.collate_fn) is not CausalLMCollator:
             return collate_lists(self.collate_fn, part.samples(), has_masks=self.has_masks)
         pad = self.collate_fn
-        if self.row_tokens:
-            batch = pad.mask_rows(part.rows, part.lengths, has_masks=self.has_masks)
+        if self.row_tokens or part.lengths is None:
+            batch = pad.mask_rows(part.ids, part.lengths, has_masks=self.has_masks)
         else:
-            batch = pad.pad_rows(part.rows)
+            batch = pad.pad_joined(part.ids, part.lengths)
         if self.boundaries:
             self._add_boundaries(batch, part)
         elif self.shifts_targets:
@@ -316,7 +340,8 @@ class StepBatches:
         fields: dict[str, Any] = batch.data  # the batch's own update would take as long as all of this
         lengths, edges = part.lengths, part.edges
         if edges is None:
-            nothing, lengths = np.empty(0, np.int64), np.array([len(row) for row in part.rows])
+            assert lengths is not None  # documents have them
+            nothing = np.empty(0, np.int64)
             width = fields["input_ids"].shape[1]
             edges = RowEdges.of_rows(nothing.astype(np.int32), nothing, lengths, width).part(0, len(lengths))
         fields["labels"].numpy().reshape(-1)[edges.begins] = IGNORED

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loader.dataset import Edges
+from loader.chunks import Edges
 from shardprep.errors import UsageError
 
 if TYPE_CHECKING:

@@ -36,6 +36,7 @@ from loader.settings_block import settings_block
 from loader.shards.document_split import SplitName, document_split
 from loader.shards.find_shards import find_sources
 from loader.shards.input_paths import InputShards
+from loader.shards.read_check import ReadCheck, check_read_check
 from loader.shards.shard_set import ShardSet, SizeCheck
 from loader.shifted_targets import Targets, check_targets
 from loader.staging.staged_copies import warn_of_missing_copies
@@ -81,6 +82,7 @@ def get_llama3_dataloader(
     exclude_shards: Iterable[int | str | os.PathLike[str]] = (),
     cache_dir: str | os.PathLike[str] | None = None,
     staged_dir: str | os.PathLike[str] | None = None,
+    read_check: ReadCheck = "none",
     stall_warning_s: float = STALL_WARNING_S,
     collate_fn: Collate | None = None,
     multiprocessing_context: Any = None,
@@ -142,6 +144,10 @@ def get_llama3_dataloader(
             is read from ``staged_dir/<plan id, 16 digits>/`` where its tar and idx are there with the right
             sizes, else from where it was found; likewise after a copy failed. Batches and state do not
             change. A folder without copies is a warning.
+        read_check: ``"crc"`` compares what is read of each sample with the crc32s that
+            ``python -m preprocess verify DATA --crcs`` wrote, and refuses a flipped bit by tar, sample and
+            bytes; a staged copy that has one is left. ``"none"`` takes ids as they are, see docs/format.md.
+            Batches and state do not depend on it.
         stall_warning_s: a read that takes longer is named in the log, with its shard.
         collate_fn: instead of ``CausalLMCollator``; called with a list of ``{"input_ids": list[int]}``, in
             ``num_workers`` more processes beside those that read; see collate_workers.py.
@@ -188,6 +194,7 @@ def get_llama3_dataloader(
     )
     shards = ShardSet([source for part in sources.values() for source in part.sources], side)
     warn_of_missing_copies(shards, staged_dir)
+    compares_crcs = check_read_check(read_check, shards, looks=who.rank == 0)
     size_check = SizeCheck(shards) if who.rank == 0 else None
     tokenizer = choose_tokenizer(shards, model_id)
     every = [
@@ -202,6 +209,7 @@ def get_llama3_dataloader(
                 turn=Turn(number=who.rank, count=who.world_size),
                 stall_warning_s=stall_warning_s,
                 staged_dir=staged_dir,
+                compares_crcs=compares_crcs,
             ),
         )
         for part in sources.values()

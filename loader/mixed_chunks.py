@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loader.dataset import Chunk, ChunkDataset, Samples, WindowReader
+from loader.chunks import Chunk, split_ids
+from loader.dataset import ChunkDataset, Samples, WindowReader
 from loader.mixture import Mixture, Round
 
 
@@ -141,7 +142,7 @@ class MixedRound:
         if self.row_tokens:
             self.rows[rows, column] = chunk.ids[:, step]
         else:
-            _put_all(self.ids, column, chunk.rows(step))
+            _put_all(self.ids, column, split_ids(chunk.ids_of(step), chunk.lengths[:, step]))
         if chunk.starts is not None:
             if self.starts is None:
                 self.starts = np.empty(self.shape, np.object_)
@@ -151,7 +152,7 @@ class MixedRound:
         """Its steps from ``first`` up to ``end``."""
         lengths = self.lengths[:, first:end]
         num_cut, self.num_cut = self.num_cut, 0
-        ids = self.rows[:, first:end] if self.row_tokens else _joined(self.ids[:, first:end])
+        ids = self.rows[:, first:end] if self.row_tokens else _joined(self.ids[:, first:end].T)
         if self.starts is None:
             return Chunk(lengths=lengths, ids=ids, row_tokens=self.row_tokens, num_cut=num_cut)
         starts = self.starts[:, first:end]

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
-from loader.dataset import Edges
+from loader.chunks import Edges
 from shardprep.errors import UsageError
 
 Targets = Literal["same", "shifted"]

@@ -164,10 +164,14 @@ def verify(args: argparse.Namespace) -> int:
     from shardprep.format.names import INDEX_NAME
     from shardprep.format.source_counts import source_lines
 
+    if args.fast and args.crcs:
+        raise UsageError("--crcs reads every shard, and --fast none; leave one out")
     folder = args.output_dir
     plan = need_plan(folder)
     with Progress("verifying", plan.num_shards, unit="shards") as progress:
-        problems, index = verify_dataset(folder, plan, fast=args.fast, progress=lambda _: progress.add(1))
+        problems, index = verify_dataset(
+            folder, plan, fast=args.fast, crcs=args.crcs, progress=lambda _: progress.add(1)
+        )
     for problem in problems:
         say(f"error: shard {problem.shard_id:05d}: {problem.error}")
     if index is None:
@@ -300,6 +304,9 @@ def _verify_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         const=3,
         help="also make this many shards anew from the input, and compare (default 3)",
+    )
+    parser.add_argument(
+        "--crcs", action="store_true", help='also write crcs/, which the loader\'s read_check="crc" compares'
     )
     parser.add_argument("--input_dir", type=Path, help="of --deep, where the input is no longer the plan's")
 

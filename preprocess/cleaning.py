@@ -21,9 +21,9 @@ from preprocess.plan import Plan
 from shardprep.atomic_files import STALE_AFTER_S, TEMPORARY_NAME, remove_tree
 from shardprep.errors import CannotWrite, NotFound, ShardprepError
 from shardprep.format.manifest import check_shard
-from shardprep.format.names import QUARANTINE_DIR
+from shardprep.format.names import CRCS_DIR, IDS_DIR, QUARANTINE_DIR
 
-_SUBFOLDERS = (QUARANTINE_DIR, "jobs")
+_SUBFOLDERS = (QUARANTINE_DIR, IDS_DIR, CRCS_DIR, "jobs")
 _OF_SHARD = re.compile(r"\.shard-(\d{5})\.")
 
 
@@ -46,7 +46,10 @@ class Cleaning:
 
 
 def find_temporaries(folder: Path) -> list[Temporary]:
-    """All of a data set's folder, its quarantine/ and jobs/. Raises NotFound where there is no folder."""
+    """All of a data set's folder, its quarantine/, ids/, crcs/ and jobs/.
+
+    Raises NotFound where there is no folder.
+    """
     if not folder.is_dir():
         raise NotFound(f"{folder} is no folder, expected that of a data set")
     found: list[Temporary] = []

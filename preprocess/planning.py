@@ -24,6 +24,7 @@ from preprocess.formats.format import Inspected, reading_of
 from preprocess.formats.named import format_of
 from preprocess.formats.text_lines import CompressedText, TextLines
 from preprocess.input_files import list_inputs, stamp_inputs
+from preprocess.input_hashes import with_hashes
 from preprocess.inputs import InputFile
 from preprocess.options import BytesOptions, PrepConfig
 from preprocess.plan import (
@@ -33,7 +34,6 @@ from preprocess.plan import (
     plan_id,
     publish_plan,
     read_plan,
-    with_hashes,
 )
 from preprocess.resolved_tokenizer import ResolvedTokenizer, resolve_tokenizer
 from preprocess.resources import BATCH_BYTES

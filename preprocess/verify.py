@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 import lustre
+from preprocess.crc_files import publish_crcs
 from preprocess.plan import Plan
 from preprocess.shard_samples import ids_of
 from preprocess.tokenizer_files import check_tokenizer_files
@@ -49,12 +50,13 @@ class Problem:
 
 
 def verify_dataset(
-    folder: Path, plan: Plan, *, fast: bool, progress: Callable[[int], None]
+    folder: Path, plan: Plan, *, fast: bool, progress: Callable[[int], None], crcs: bool = False
 ) -> tuple[list[Problem], DatasetIndex | None]:
     """Check every shard of a plan; where all are right, publish index.json and return it.
 
     The fast tier checks manifests, sizes and coverage; the full one also reads every byte back:
     hashes, sample and token counts, places, every id, the tar's end. Both compare the tokenizer's files.
+    ``crcs``: the full one also writes the crc32s that the loader's ``read_check`` compares.
     ``progress`` is told each shard's tar bytes. Raises NotFound or OtherTokenizer for a changed tokenizer,
     and what publishing raises.
     """
@@ -69,7 +71,9 @@ def verify_dataset(
             _check_coverage(folder, plan, manifest, sizes[shard_id])
             if not fast:
                 check_hashes(folder, manifest)
-                _check_content(folder, plan, manifest)
+                records = _check_content(folder, plan, manifest)
+                if crcs:
+                    publish_crcs(folder, manifest, records)
         except ShardprepError as error:
             return Problem(shard_id=shard_id, error=error)
         except OSError as error:
@@ -105,8 +109,8 @@ def _check_coverage(folder: Path, plan: Plan, manifest: Manifest, planned_bytes:
         )
 
 
-def _check_content(folder: Path, plan: Plan, manifest: Manifest) -> None:
-    """That idx and tar agree with the manifest's counts and the plan's ranges."""
+def _check_content(folder: Path, plan: Plan, manifest: Manifest) -> npt.NDArray[np.void]:
+    """That idx and tar agree with the manifest's counts and the plan's ranges; the idx's records."""
     shard_id, counts = manifest.shard_id, manifest.counts
     entries = read_idx(folder, plan.spec, shard_id)
     found = (len(entries), int(entries["num_tokens"].sum(dtype=np.int64)))
@@ -136,6 +140,7 @@ def _check_content(folder: Path, plan: Plan, manifest: Manifest) -> None:
                 f"the idx of shard {shard_id:05d} names sources outside of its part of the plan; "
                 f"run: {remake_command(shard_id, folder)}"
             )
+    return entries
 
 
 def _is_in_bytes(plan: Plan, input_number: int) -> bool:

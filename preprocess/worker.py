@@ -27,11 +27,12 @@ from preprocess.documents import planned_documents
 from preprocess.engines import FEW_BYTES, Engine, TokenBatch, load_engine
 from preprocess.formats.format import DocumentBatch
 from preprocess.formats.named import load_libraries
+from preprocess.input_hashes import check_hash
 from preprocess.inputs import BadDocument
 from preprocess.long_documents import MOST_HELD_BYTES, LongDocument
 from preprocess.members import members_of
 from preprocess.options import BytesOptions, WorkerSettings, check_text_versions
-from preprocess.plan import Plan, check_hash
+from preprocess.plan import Plan
 from preprocess.shard_writer import ShardWriter
 from preprocess.tokenizer_files import TOKENIZER_FILE, check_tokenizer_files
 from shardprep.atomic_files import remove_temporaries

@@ -11,8 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import resource
-import threading
-import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,11 +21,17 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import get_worker_info
 
-from loader.reading.open_shard import OpenShard, open_copy, open_shard
-from loader.shards.shard_set import DatasetShards, ShardSet
+from loader.reading.open_shard import OpenShard, Part, open_copy, open_shard
+from loader.reading.stall_watch import StallWatch
+from loader.shards.shard_set import DatasetShards, ExternalTar, ShardSet
 from loader.staging.staged_copies import StagedCopies
 from shardprep.errors import BrokenShard, ReadWriteError, UsageError
 from shardprep.regular_files import RETRY_DELAYS_S, wait_to_retry
+
+try:  # the same numbers: 1.2 us for 32 KiB, where zlib's takes 9 to 19
+    from isal.isal_zlib import crc32
+except ImportError:
+    from zlib import crc32
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +65,7 @@ class ReaderContext:
     turn: Turn = Turn()
     stall_warning_s: float = STALL_WARNING_S  # a read that takes longer is logged
     staged_dir: str | os.PathLike[str] | None = None  # where copies of shards may lie on this node
+    compares_crcs: bool = False  # of what is read of each sample of a data set
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +89,7 @@ class SampleBytes:
 class ShardReader:
     """Opens shards when they are needed and keeps the latest of them open. One a process.
 
-    At most MAX_OPEN_SHARDS, and a quarter of the process's handles: an open shard holds two at most.
+    At most MAX_OPEN_SHARDS, and an eighth of the process's handles: an open shard holds three at most.
     Each process begins with another shard, see ``opening_order``.
     """
 
@@ -94,6 +99,7 @@ class ShardReader:
         self._turn = turn if worker is None else turn.of_worker(worker.id, worker.num_workers)
         self._copies = None if context.staged_dir is None else StagedCopies(context.staged_dir)
         self._open: OrderedDict[int, OpenShard] = OrderedDict()
+        self._compares_crcs = context.compares_crcs
         self._max_open = min(MAX_OPEN_SHARDS, max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8, 1))
         self._buffer = np.empty(0, np.uint8)
         self._used = 0
@@ -118,8 +124,8 @@ class ShardReader:
             records = self._records(number, rows)
             self._read_samples(number, rows, records, table[:, part])
             if starts:
-                self._read_starts(number, records, table[:, part])
-            table[8, part] = self._read_masks(number, records) if self.opened(number).has_mask else -1
+                self._read_starts(number, rows, records, table[:, part])
+            table[8, part] = self._read_masks(number, rows, records) if self.opened(number).has_mask else -1
         self._check_sizes(samples[order], table)
         asked = np.empty_like(table)
         asked[:, order] = table
@@ -177,10 +183,9 @@ class ShardReader:
         for delay_s in (*RETRY_DELAYS_S, None):
             self._watch.begin(path, 0)
             try:
-                copy = None
-                if self._copies is not None and isinstance(source, DatasetShards):
-                    copy = open_copy(self._copies, source, row)
-                self._open[number] = copy or open_shard(source, row)
+                self._open[number] = self._copy(source, row) or open_shard(
+                    source, row, crcs_from=self._crcs_from(source)
+                )
                 break
             except (OSError, BrokenShard, ReadWriteError) as error:
                 self._watch.end()
@@ -188,6 +193,15 @@ class ShardReader:
             finally:
                 self._watch.end()
         return self._open[number]
+
+    def _copy(self, source: DatasetShards | ExternalTar, row: int) -> OpenShard | None:
+        if self._copies is None or isinstance(source, ExternalTar):
+            return None
+        return open_copy(self._copies, source, row, crcs_from=self._crcs_from(source))
+
+    def _crcs_from(self, source: DatasetShards | ExternalTar) -> Path | None:
+        """The data set whose crc32s are compared; copies have none of their own."""
+        return source.folder if self._compares_crcs and isinstance(source, DatasetShards) else None
 
     def opening_order(self, shards: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Shards, ascending, in the order in which this process opens them: int64[n] -> int64[n]."""
@@ -227,18 +241,26 @@ class ShardReader:
         if shard.idx is None:
             held = shard.held
             return {name: held[name][rows] for name in _COLUMNS} if isinstance(held, dict) else held[rows]
-        offset, num_bytes = shard.idx.place(rows)
+        found = self._file_records(number, "idx", rows)
+        return self._records(number, rows) if found is None else found
+
+    def _file_records(self, number: int, part: Part, rows: slice) -> npt.NDArray[np.void] | None:
+        """Some records of a shard's idx or crc32s; None where it was opened anew, without that file."""
+        file = self.opened(number).records_of(part)
+        if file is None:
+            return None
+        offset, num_bytes = file.place(rows)
         chunks = np.empty(num_bytes, np.uint8)
-        self._fill(number, offset, chunks.data, of_idx=True)
-        if self.opened(number).idx is None:  # it failed and was opened anew, without its idx
-            return self._records(number, rows)
+        self._fill(number, offset, chunks.data, part)
+        if self.opened(number).records_of(part) is None:
+            return None
         try:
-            return shard.idx.records(rows, chunks)
+            return file.records(rows, chunks)
         except BrokenShard as error:
-            if not self._left_copy(self.opened(number), error):
+            if part != "idx" or not self._left_copy(self.opened(number), error):
                 raise
         self._open.pop(number).close()
-        return self._records(number, rows)
+        return None
 
     def _left_copy(self, shard: OpenShard, error: Exception) -> bool:
         """Whether a shard that cannot be read was a copy, which is left: opening it anew helps then."""
@@ -258,9 +280,11 @@ class ShardReader:
         first, last = int(offset[0]), int((offset + table[1]).max())
         if not 0 <= first <= int(offset.min()) <= last <= shard.num_bytes:
             raise _misplaced(shard, first, last)
-        table[0] = self._read_span(number, first, last - first) + (offset - first)
+        place = self._read_span(number, first, last - first)
+        table[0] = place + (offset - first)
+        self._compare_crcs(number, rows, "ids", table[:2], first - place)
 
-    def _read_starts(self, number: int, records: Any, table: npt.NDArray[np.int64]) -> None:
+    def _read_starts(self, number: int, rows: slice, records: Any, table: npt.NDArray[np.int64]) -> None:
         """Read where documents begin in consecutive packed rows, one span a member of the tar."""
         shard = self.opened(number)
         offset = records["starts_offset"].astype(np.int64)
@@ -274,9 +298,39 @@ class ShardReader:
         cuts = (np.flatnonzero(offset[1:] != ends[:-1]) + 1).tolist()
         for first, end in zip([0, *cuts], [*cuts, len(offset)], strict=True):
             span = int(offset[first]), int(ends[end - 1] - offset[first])
-            table[5, first:end] = self._read_span(number, *span) + (offset[first:end] - span[0])
+            place = self._read_span(number, *span)
+            table[5, first:end] = place + (offset[first:end] - span[0])
+            places = np.stack([table[5, first:end], 4 * table[6, first:end]])
+            of_rows = slice(rows.start + first, rows.start + end)
+            self._compare_crcs(number, of_rows, "starts", places, span[0] - place)
 
-    def _read_masks(self, number: int, records: Any) -> npt.NDArray[np.int64]:
+    def _compare_crcs(
+        self, number: int, rows: slice, column: str, places: npt.NDArray[np.int64], to_tar: int
+    ) -> None:
+        """With ``compares_crcs``, the crc32 of what was read of each sample, as ``verify --crcs`` wrote it.
+
+        ``places``: int64[2, samples], byte in the buffer and number of bytes; ``to_tar``: what makes a byte
+        of the tar of the first. A copy that differs is left, and read elsewhere. Raises BrokenShard.
+        """
+        expected = self._file_records(number, "crcs", rows) if self._compares_crcs else None
+        while expected is not None:
+            wrong = _first_wrong(self._buffer.data, places, expected[column])
+            if wrong is None:
+                return
+            begin, size = places[:, wrong].tolist()
+            shard = self.opened(number)
+            error = BrokenShard(
+                f"{shard.path}: bytes {begin + to_tar} to {begin + to_tar + size}, of sample "
+                f"{rows.start + wrong}, have not the crc32 that verify --crcs found; the file changed, or a "
+                f"disk or memory fails: python -m preprocess verify {shard.path.parent} tells"
+            )
+            if not self._left_copy(shard, error):
+                raise error
+            self._open.pop(number).close()
+            first, end = int(places[0].min()), int(places.sum(axis=0).max())
+            self._fill(number, first + to_tar, self._buffer.data[first:end])
+
+    def _read_masks(self, number: int, rows: slice, records: Any) -> npt.NDArray[np.int64]:
         """Read the loss masks of consecutive rows, one span a member; where each lies in the buffer."""
         shard = self.opened(number)
         offset, size = records["mask_offset"].astype(np.int64), shard.row_tokens
@@ -287,6 +341,9 @@ class ShardReader:
         for first, end in pairwise([0, *cuts, len(offset)]):
             at = self._read_span(number, int(offset[first]), (end - first) * size)
             places[first:end] = at + (offset[first:end] - offset[first])
+            read = np.stack([places[first:end], np.full(end - first, size)])
+            of_rows = slice(rows.start + first, rows.start + end)
+            self._compare_crcs(number, of_rows, "mask", read, int(offset[first]) - at)
         return places
 
     def _check_sizes(self, samples: npt.NDArray[np.int64], table: npt.NDArray[np.int64]) -> None:
@@ -316,20 +373,20 @@ class ShardReader:
         self._fill(number, offset, self._buffer.data[place : place + num_bytes])
         return place
 
-    def _fill(self, number: int, offset: int, target: memoryview, *, of_idx: bool = False) -> None:
-        """Read bytes of a shard's tar or idx, all; those of an idx that is held after all are left unread."""
+    def _fill(self, number: int, offset: int, target: memoryview, part: Part = "tar") -> None:
+        """Read bytes of a shard's file, all; those of one that is not open after all are left unread."""
         done = 0
         for delay_s in (*RETRY_DELAYS_S, None):
             shard = self.opened(number)
-            if of_idx and shard.idx is None:
+            if part != "tar" and shard.records_of(part) is None:
                 return
-            path, handle = shard.file(of_idx=of_idx)
+            path, handle = shard.file(part)
             self._watch.begin(path, offset + done)
             try:
                 while done < len(target):
                     done += _read_some(path, handle, target[done:], offset + done)
             except (OSError, BrokenShard) as error:
-                if not self._left_copy(shard, error):
+                if part == "crcs" or not self._left_copy(shard, error):
                     wait_to_retry(f"{path} cannot be read at byte {offset + done}", error, delay_s)
                 self._open.pop(number).close()  # a stale handle stays stale
             else:
@@ -361,47 +418,14 @@ def opening_order(
     return shards[np.lexsort(((ost - first_ost) % num_osts, rotated / size[ost]))]
 
 
-class StallWatch:
-    """A thread that logs a warning for every ``limit_s`` that one read goes on. 0.3 us a read.
-
-    A server of a parallel file system that is gone blocks a read for minutes and without an error;
-    all other ranks then wait in a collective, and only this line tells where.
-    """
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._reading: tuple[float, Path, int] | None = None
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def begin(self, path: Path, offset: int) -> None:
-        """A read begins; the thread starts with the first one, in the process that reads."""
-        self._reading = (time.monotonic(), path, offset)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="stall watch", daemon=True)
-            self._thread.start()
-
-    def end(self) -> None:
-        """It is over."""
-        self._reading = None
-
-    def close(self) -> None:
-        """End the thread."""
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _watch(self) -> None:
-        said = 0.0
-        while not self._ended.wait(self._limit_s / 4):
-            reading, now = self._reading, time.monotonic()
-            if reading is None or now - max(reading[0], said) < self._limit_s:
-                continue
-            said = now
-            logger.warning(
-                "%s: reading at byte %d has taken %.0f s and goes on; is the file system of this shard up?",
-                reading[1], reading[2], now - reading[0],
-            )  # fmt: skip
+def _first_wrong(
+    buffer: memoryview, places: npt.NDArray[np.int64], expected: npt.NDArray[np.uint32]
+) -> int | None:
+    """The first of some stretches of a buffer whose crc32 is not the expected one; None for none."""
+    begins, sizes = places.tolist()
+    found = [crc32(buffer[begin : begin + size]) for begin, size in zip(begins, sizes, strict=True)]
+    wrong = np.array(found, np.uint32) != expected
+    return int(wrong.argmax()) if wrong.any() else None
 
 
 def _misplaced(shard: OpenShard, first: int, last: int) -> BrokenShard:

@@ -18,7 +18,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from loader.dataset import Chunk, ScatteredRows
+from loader.chunks import Chunk, ScatteredRows
 from loader.reading.open_shard import OpenShard
 from loader.reading.shard_reader import ReaderContext, ShardReader
 from loader.samples.token_ids import CannotDecode, check_vocab, decode_samples, places_of

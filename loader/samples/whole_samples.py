@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from loader.dataset import Chunk
+from loader.chunks import Chunk
 from loader.reading.shard_reader import ReaderContext, SampleBytes, ShardReader
 from loader.samples.token_ids import (
     CannotDecode,
@@ -178,11 +178,11 @@ class PieceWindow:
     rows: npt.NDArray[np.int64]  # int64[samples a step, steps] -> pieces
 
     def chunk(self, first: int, end: int) -> Chunk:
-        rows = self.rows[:, first:end]
-        flat = rows.reshape(-1)
+        steps = self.rows[:, first:end].T
+        flat = steps.reshape(-1)
         lengths = self.lengths[flat]
         ids = self.ids[places_of(self.begin[flat], lengths)]
-        return Chunk(lengths=lengths.reshape(rows.shape).astype(np.int32), ids=ids, num_cut=0)
+        return Chunk(lengths=lengths.reshape(steps.shape).T.astype(np.int32), ids=ids, num_cut=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,13 +196,14 @@ class SampleWindow:
 
     def chunk(self, first: int, end: int) -> Chunk:
         rows = self.rows[:, first:end]
-        flat = rows.reshape(-1)
         if self.samples.row_tokens:
-            return self._rows_chunk(rows, flat)
+            return self._rows_chunk(rows, rows.reshape(-1))
+        flat = rows.T.reshape(-1)
         found = _decoded(self.samples, self.data, flat, max_length=self.samples.max_length)
         if found.num_cut and self.samples.refuse_longer:
             self._refuse(flat)
-        return Chunk(lengths=found.lengths.reshape(rows.shape), ids=found.ids, num_cut=found.num_cut)
+        lengths = found.lengths.reshape(rows.T.shape).T
+        return Chunk(lengths=lengths, ids=found.ids, num_cut=found.num_cut)
 
     def _rows_chunk(self, rows: npt.NDArray[np.int64], flat: npt.NDArray[np.int64]) -> Chunk:
         row_tokens = self.samples.row_tokens

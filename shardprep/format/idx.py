@@ -1,9 +1,7 @@
-"""shard-N.idx: 64 bytes of header, one fixed-size record per sample, a crc32 for every IDX_CHUNK records."""
+"""shard-N.idx: where each sample lies in the tar, and where it came from; a file of records."""
 
 from __future__ import annotations
 
-import os
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +13,8 @@ from shardprep.errors import BrokenShard, MissingShard, OtherPlan, ReadWriteErro
 from shardprep.format.checked_json import version_message
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.names import FORMAT_VERSION, idx_path, remake_command, rerun_command
-from shardprep.regular_files import NOT_THERE, close_read, open_regular
+from shardprep.format.record_chunks import RecordFile, open_records, record_file_bytes
+from shardprep.regular_files import NOT_THERE, close_read
 
 IDX_MAGIC = b"shardidx"
 IDX_HEADER = np.dtype(
@@ -54,8 +53,6 @@ IDX_CHAT_ROW = np.dtype(
     ]
 )
 _DTYPES = {"packed": IDX_ROW, "chat": IDX_CHAT_ROW}
-IDX_CHUNK = 512  # records that share a crc32, and are read together: 14 KB of documents, 20 KB of rows
-IDX_CRC = np.dtype("<u4")
 MAX_SAMPLES = 2**40
 MAX_OFFSET = 2**62  # sums with it stay in an int64; who reads at it compares it with the tar's size
 
@@ -70,115 +67,17 @@ def idx_dtype(kind: str) -> np.dtype[Any]:
 
 def idx_num_bytes(kind: str, num_samples: _Number) -> _Number:
     """Bytes of an idx: header, records and their crc32s; of an array of numbers, an array."""
-    num_chunks = -(-num_samples // IDX_CHUNK)
-    return IDX_HEADER.itemsize + num_samples * idx_dtype(kind).itemsize + num_chunks * IDX_CRC.itemsize
-
-
-def _num_samples(path: Path, num_bytes: int, kind: str) -> int:
-    """How many records make an idx of that size; one number at most does. Raises BrokenShard."""
-    record_bytes = idx_dtype(kind).itemsize
-    body_bytes = num_bytes - IDX_HEADER.itemsize
-    num_chunks, rest_bytes = divmod(body_bytes, IDX_CHUNK * record_bytes + IDX_CRC.itemsize)
-    num_records = max(0, rest_bytes - IDX_CRC.itemsize) // record_bytes
-    num_samples = num_chunks * IDX_CHUNK + num_records
-    if num_bytes != idx_num_bytes(kind, num_samples):
-        raise BrokenShard(
-            f"{path} is cut short: no number of records of {record_bytes} bytes, with their crc32s, takes "
-            f"{body_bytes} bytes"
-        )
-    return num_samples
-
-
-class ChunkCrcs:
-    """The crc32 of each IDX_CHUNK records, taken while they are written one after another."""
-
-    def __init__(self, dtype: np.dtype[Any]) -> None:
-        self._chunk_bytes = IDX_CHUNK * dtype.itemsize
-        self._crcs: list[int] = []
-        self._num_bytes = 0  # of all records so far
-
-    def add(self, records: bytes) -> None:
-        """Take the next records, any number of them."""
-        view = memoryview(records)
-        while view:
-            in_chunk = self._num_bytes % self._chunk_bytes
-            part = view[: self._chunk_bytes - in_chunk]
-            if in_chunk:
-                self._crcs[-1] = zlib.crc32(part, self._crcs[-1])
-            else:
-                self._crcs.append(zlib.crc32(part))
-            self._num_bytes += len(part)
-            view = view[len(part) :]
-
-    def table(self) -> bytes:
-        """What stands behind the records."""
-        return np.array(self._crcs, IDX_CRC).tobytes()
+    return record_file_bytes(idx_dtype(kind).itemsize, num_samples)
 
 
 @dataclass(frozen=True, kw_only=True)
-class IdxFile:
-    """An idx, open for reading, its header and size checked; close ``handle`` with ``close_read``.
+class IdxFile(RecordFile):
+    """An idx, open for reading; its records are IDX_DOCUMENT or IDX_ROW."""
 
-    It is read, never mapped: where a file system fails, a read is an error that can be tried again, and a
-    mapped page a SIGBUS that ends the process without a word.
-    """
-
-    path: Path
-    handle: int
-    dtype: np.dtype[Any]  # of a record, see idx_dtype
-    num_samples: int
-    crcs: npt.NDArray[np.uint32]  # one a chunk
-    checked: bytearray  # of each chunk, whether its crc32 was compared
-    remedy: str
-
-    def place(self, rows: slice) -> tuple[int, int]:
-        """Where to read for some rows: first byte and number of bytes.
-
-        The chunks that hold the rows, or the rows alone once these chunks were found to be right.
-        """
-        first, end = self._rows_to_read(rows)
-        size = self.dtype.itemsize
-        return IDX_HEADER.itemsize + first * size, (end - first) * size
-
-    def records(self, rows: slice, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.void]:
-        """The records of some rows, given the bytes that ``place`` told to read. Raises BrokenShard.
-
-        A chunk is checked once while the idx is open: crc32 takes 10 us for 20 KB of records, where reading
-        the ids of as many rows takes 0.7 ms (one core, in the page cache).
-        """
-        if self._is_checked(rows):
-            return data.view(self.dtype)
-        first, _ = self._rows_to_read(rows)
-        size = IDX_CHUNK * self.dtype.itemsize
-        for place in range(0, len(data), size):
-            self._check(first // IDX_CHUNK + place // size, data[place : place + size])
-        return data.view(self.dtype)[rows.start - first : rows.stop - first]
-
-    def _check(self, chunk: int, data: npt.NDArray[np.uint8]) -> None:
-        """Compare the crc32 of a chunk, and see that no offset is beyond all tars. Raises BrokenShard."""
-        if zlib.crc32(data.data) != self.crcs[chunk]:
-            raise BrokenShard(
-                f"{self.path} is damaged: the crc32 of its records from {chunk * IDX_CHUNK} on is not the "
-                f"one written; {self.remedy}"
-            )
-        if (last := int(data.view(self.dtype)["offset"].max())) > MAX_OFFSET:
+    def check_values(self, records: npt.NDArray[np.void]) -> None:
+        """That no offset is beyond all tars. Raises BrokenShard."""
+        if (last := int(records["offset"].max())) > MAX_OFFSET:
             raise BrokenShard(f"{self.path} places a sample at byte {last} of a tar; {self.remedy}")
-        self.checked[chunk] = True
-
-    def _is_checked(self, rows: slice) -> bool:
-        return 0 not in self.checked[rows.start // IDX_CHUNK : -(-rows.stop // IDX_CHUNK)]
-
-    def _rows_to_read(self, rows: slice) -> tuple[int, int]:
-        """The rows, widened to whole chunks where some of these were not checked: first and end."""
-        if self._is_checked(rows):
-            return rows.start, rows.stop
-        first = rows.start // IDX_CHUNK * IDX_CHUNK
-        return first, min(-(-rows.stop // IDX_CHUNK) * IDX_CHUNK, self.num_samples)
-
-    def read_all(self) -> npt.NDArray[np.void]:
-        """Every record, in memory. Raises BrokenShard; OSError."""
-        rows = slice(0, self.num_samples)
-        return self.records(rows, _read(self.path, self.handle, *self.place(rows)))
 
 
 def open_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> IdxFile:
@@ -187,29 +86,17 @@ def open_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> IdxFile:
     Raises MissingShard, UnknownVersion, OtherPlan or BrokenShard; OSError where the file system fails.
     """
     path = idx_path(folder, shard_id)
+    expected = idx_header(spec, shard_id)
     try:
-        handle = open_regular(path)
+        return open_records(
+            IdxFile,
+            path,
+            idx_dtype(spec.kind),
+            check_header=lambda header: _check_header(path, header, expected),
+            remedy=f"run: {remake_command(shard_id, folder)}",
+        )
     except NOT_THERE:
         raise MissingShard(f"{path} is missing; run: {rerun_command(shard_id, folder)}") from None
-    try:
-        header = _read(path, handle, 0, IDX_HEADER.itemsize, whole=False).tobytes()
-        _check_header(path, header, idx_header(spec, shard_id))
-        num_bytes = os.fstat(handle).st_size
-        num_samples = _num_samples(path, num_bytes, spec.kind)
-        crcs_bytes = -(-num_samples // IDX_CHUNK) * IDX_CRC.itemsize
-        crcs = _read(path, handle, num_bytes - crcs_bytes, crcs_bytes).view(IDX_CRC)
-    except BaseException:
-        close_read(handle)
-        raise
-    return IdxFile(
-        path=path,
-        handle=handle,
-        dtype=idx_dtype(spec.kind),
-        num_samples=num_samples,
-        crcs=crcs,
-        checked=bytearray(len(crcs)),
-        remedy=f"run: {remake_command(shard_id, folder)}",
-    )
 
 
 def read_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> npt.NDArray[np.void]:
@@ -226,21 +113,6 @@ def read_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> npt.NDArray[np.v
             close_read(idx.handle)
     except OSError as error:
         raise ReadWriteError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _read(
-    path: Path, handle: int, offset: int, num_bytes: int, *, whole: bool = True
-) -> npt.NDArray[np.uint8]:
-    """Bytes of a file. Raises BrokenShard where it ends before, if ``whole``; OSError with its path."""
-    data, done = np.empty(num_bytes, np.uint8), 0
-    try:
-        while done < num_bytes and (count := os.preadv(handle, [data.data[done:]], offset + done)):
-            done += count  # reads may be short
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
-    if whole and done < num_bytes:
-        raise BrokenShard(f"{path} ended at byte {offset + done} while it was read; was it replaced?")
-    return data[:done]
 
 
 def _check_header(path: Path, header: bytes, expected: bytes) -> None:

@@ -33,6 +33,7 @@ TOKENIZER_DIR = "tokenizer"
 CHAT_TEMPLATES_DIR = "additional_chat_templates"  # in a tokenizer's folder, as transformers names it
 QUARANTINE_DIR = "quarantine"
 IDS_DIR = "ids"
+CRCS_DIR = "crcs"
 DOC_STARTS_FIELD = "doc_starts.npy"
 LOSS_MASK_FIELD = "loss_mask.npy"  # of chat rows: 1 where the assistant wrote the token
 ROW_TOKENS_FIELD = "row_tokens.npy"
@@ -62,6 +63,10 @@ def quarantine_path(folder: Path, shard_id: int) -> Path:
 
 def ids_path(folder: Path, shard_id: int) -> Path:
     return folder / IDS_DIR / f"{shard_name(shard_id)}.jsonl"
+
+
+def crcs_path(folder: Path, shard_id: int) -> Path:
+    return folder / CRCS_DIR / f"{shard_name(shard_id)}.crc"
 
 
 def source_of_path(path: str) -> str:
@@ -95,6 +100,11 @@ def token_field(record: Record, token_format: TokenFormat) -> str:
 def rerun_command(shard_id: int, folder: Path) -> str:
     """What a user types to make one shard again."""
     return f"python -m preprocess --shard_id {shard_id} --output_dir {shlex.quote(str(folder))}"
+
+
+def crcs_command(folder: Path) -> str:
+    """What a user types to have the crc32s that the loader's read_check compares."""
+    return f"python -m preprocess verify {shlex.quote(str(folder))} --crcs"
 
 
 def remake_command(shard_id: int, folder: Path) -> str:

@@ -26,6 +26,7 @@ class DisturbedFile:
     is_hint: bool = False  # nothing depends on it: whatever it holds, the command must end well
     free_text: str = ""  # JSON path of a name outside of all hashes: another text there is another name
     headers_only: bool = False  # of a tar: the bytes of its members cannot be checked without a manifest
+    sizes_alone: bool = False  # is all that the commands look at: another shard's may have the same
     prepare: Callable[[Path], None] = lambda data: None
 
 
@@ -73,7 +74,8 @@ FILES = (
         free_text="spec.tokenizer.model_id",
     ),
     DisturbedFile(name="shard-00000.idx", stage="verified", commands=("load", "stage", "verify")),
-    DisturbedFile(name="shard-00000.tar", stage="verified", commands=("stage", "verify")),
+    DisturbedFile(name="shard-00000.tar", stage="verified", commands=("stage", "verify", "load checked")),
+    DisturbedFile(name="crcs/shard-00000.crc", stage="verified", commands=("load checked", "verify --crcs")),
     DisturbedFile(
         name="shard-00000.tar",
         stage="verified",
@@ -120,6 +122,7 @@ def disturb(
             apply(path)
             ended = data_set.run(name)
             rewritten = name.startswith("verify") and file.name == "index.json"
+            rewritten |= name == "verify --crcs" and file.name.startswith("crcs/")
             kind, what = verdict(data_set, name, ended, expected, None if rewritten else f"data/{file.name}")
             if file.is_hint and kind == "refused":
                 kind, what = "wrong", f"a hint is refused: {what[:100]}"

@@ -17,9 +17,10 @@ from loader.shards.find_shards import find_shards
 from preprocess.plan import need_plan, read_plan
 from shardprep.errors import BrokenShard, MissingShard, ReadWriteError, ShardprepError, UnknownVersion
 from shardprep.format.checked_json import content_sha256, with_content_hash
-from shardprep.format.idx import IDX_CHUNK, IDX_DOCUMENT, ChunkCrcs
+from shardprep.format.idx import IDX_DOCUMENT
 from shardprep.format.index import read_index
 from shardprep.format.manifest import read_manifest
+from shardprep.format.record_chunks import CHUNK_RECORDS, ChunkCrcs
 from tests.conftest import seal
 
 if TYPE_CHECKING:
@@ -367,9 +368,9 @@ def test_planning_again_puts_a_damaged_tokenizer_back(prep: Prep, sample_dir: Pa
 def test_crcs_are_the_same_however_the_records_come() -> None:
     record = bytes(range(IDX_DOCUMENT.itemsize))
     tables = []
-    for step in (1, 7, IDX_CHUNK, 3 * IDX_CHUNK):
+    for step in (1, 7, CHUNK_RECORDS, 3 * CHUNK_RECORDS):
         crcs = ChunkCrcs(IDX_DOCUMENT)
-        records = record * (2 * IDX_CHUNK + 5)
+        records = record * (2 * CHUNK_RECORDS + 5)
         for start in range(0, len(records), step * len(record)):
             crcs.add(records[start : start + step * len(record)])
         tables.append(crcs.table())

@@ -22,8 +22,8 @@ from loader.reading import open_shard, shard_reader
 from loader.reading.shard_reader import ShardReader
 from loader.shards.find_shards import find_shards
 from shardprep.errors import BrokenShard, MissingShard, NotFound, ReadWriteError, UnknownMember, UsageError
-from shardprep.format.idx import IDX_CHUNK
 from shardprep.format.osts import osts_json
+from shardprep.format.record_chunks import CHUNK_RECORDS
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -176,7 +176,7 @@ def test_of_a_large_idx_a_chunk_is_read_once_and_then_only_the_records_asked_for
 ) -> None:
     shards = find_shards(made / "json")
     num_samples = int(shards.first_sample[1])
-    assert 8 < num_samples <= IDX_CHUNK, "all records of the shard are one chunk, of one crc32"
+    assert 8 < num_samples <= CHUNK_RECORDS, "all records of the shard are one chunk, of one crc32"
     for held, again in ((0, 5 * 28), (1 << 20, 0)):
         monkeypatch.setattr(open_shard, "HELD_IDX_BYTES", held)
         reads = FailingReads(monkeypatch, [])
@@ -278,7 +278,7 @@ def test_a_read_that_hangs_is_named_in_the_log_while_it_hangs(
     before = set(threading.enumerate())
     said = threading.Event()
     lines: list[Any] = []
-    logger = logging.getLogger("loader.reading.shard_reader")
+    logger = logging.getLogger("loader.reading.stall_watch")
     monkeypatch.setattr(logger, "warning", lambda *args: (lines.append(args), said.set()))
     real = os.preadv
 
@@ -382,8 +382,8 @@ def test_records_that_place_samples_where_they_cannot_be_are_refused_before_anyt
     """Whatever vouches for the idx: a record of it is exchanged in memory, behind the checks at opening."""
     opening = open_shard.open_shard
 
-    def exchanging(source: Any, row: int) -> Any:
-        shard = opening(source, row)
+    def exchanging(source: Any, row: int, **named: Any) -> Any:
+        shard = opening(source, row, **named)
         shard.held[column][2] = value
         return shard
 

@@ -93,10 +93,17 @@ def test_inside_of_the_loader_imports_go_one_way() -> None:
         "loader/shards/": ("loader.shards", "loader.order"),
         "loader/staging/staged_copies.py": ("loader.shards.shard_set",),
         "loader/reading/": ("loader.shards", "loader.reading", "loader.staging.staged_copies"),
-        "loader/samples/": ("loader.shards", "loader.reading", "loader.samples", "loader.dataset"),
+        "loader/samples/": (
+            "loader.shards",
+            "loader.reading",
+            "loader.samples",
+            "loader.dataset",
+            "loader.chunks",
+        ),
         "loader/order.py": (),
         "loader/mixture.py": ("loader.order",),
-        "loader/dataset.py": ("loader.order", "loader.mixture", "loader.shards"),
+        "loader/chunks.py": (),
+        "loader/dataset.py": ("loader.chunks", "loader.order", "loader.mixture", "loader.shards"),
     }
     files = modules("loader")
     for folder, packages in allowed.items():

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from loader import get_llama3_dataloader
 from loader.__main__ import main as loader_main
 from shardprep.errors import UnknownVersion
 from slurm.__main__ import main as slurm_main
@@ -56,6 +55,9 @@ def test_the_loader_refuses_a_data_set_of_version_1_with_what_to_type(
 ) -> None:
     for name in missing:
         (old_dir / name).unlink()
+    pytest.importorskip("torch", reason="the loader needs it")
+    from loader import get_llama3_dataloader
+
     with pytest.raises(UnknownVersion, match="has format version 1, this shardprep reads 2 alone") as refused:
         get_llama3_dataloader(old_dir, 2, num_workers=0)
     assert REMEDY in str(refused.value)

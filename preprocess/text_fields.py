@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
 from shardprep.errors import UsageError
 
 FieldPath = tuple[str, ...]
@@ -127,6 +125,8 @@ class MessageFields(TextFields):
         if not isinstance(value, list):
             return UnusableText("wrong_type", f"the field {name} is {_kind(value)}, expected a list")
         try:
+            import orjson  # only here: a command's --help does not load it
+
             return orjson.dumps(value).decode()
         except (TypeError, ValueError) as error:  # a date or a decimal of a table
             return UnusableText("wrong_type", f"the field {name} cannot be JSON ({error})")

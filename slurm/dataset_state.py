@@ -152,8 +152,10 @@ def find_state(
     done = done_shards(folder, plan)
     shards = _shard_states(folder, plan.num_shards, done, submissions, shown)
     if any(shard.cause == NO_MANIFEST for shard in shards):  # or it ended between the listing and its log
-        done = done_shards(folder, plan)
-        shards = _shard_states(folder, plan.num_shards, done, submissions, shown)
+        listed_again = done_shards(folder, plan)
+        if listed_again != done:
+            done = listed_again
+            shards = _shard_states(folder, plan.num_shards, done, submissions, shown)
     return DatasetState(
         folder=folder,
         plan=plan,

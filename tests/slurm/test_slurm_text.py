@@ -319,7 +319,7 @@ sys.exit(code)
 """
 
 
-def test_a_status_reads_each_manifest_and_failed_log_once_lists_the_folder_once_and_stats_no_shard(
+def test_a_status_reads_each_manifest_and_failed_log_once_lists_the_folder_twice_and_stats_no_shard(
     prep: Prep, sample_dir: Path, tmp_path: Path
 ) -> None:
     """990 manifests, 3,000 lines of accounts and 10 failures; benchmarks/scale.py times ten times as many."""
@@ -365,5 +365,5 @@ def test_a_status_reads_each_manifest_and_failed_log_once_lists_the_folder_once_
     assert seen["open .log"] == num_failed + 1, "the verify job's, too"
     few = 5  # plan.json, its tokenizer, a submission
     assert num_shards - num_failed <= seen["open .json"] <= num_shards - num_failed + few
-    assert seen["list"] <= 2, "the folder and its jobs"
+    assert seen["list"] <= 3, "the folder, its jobs, and the folder again for what ended without a manifest"
     assert 0 < seen["stat"] <= few + num_failed, "none a shard"

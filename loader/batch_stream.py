@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from loader.batches import Ids, LoaderMetrics, StepBatches, Uncollated, blank_labels
+from loader.batches import LoaderMetrics, StepBatches, Uncollated, blank_labels
 from loader.chunks import Chunk
 from loader.collate_workers import CollateWorkers, can_be_sent
 from loader.dataset import ChunkDataset
+from loader.padding import Ids
 from loader.shards.shard_set import SizeCheck
 from loader.state import Position
 from shardprep.errors import UsageError

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from loader.batches import Collate, Ids, collate_lists
+from loader.batches import Collate, collate_lists
+from loader.padding import Ids
 
 _NUMPY_TYPES = {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool, torch.float32, torch.float64}
 

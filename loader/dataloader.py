@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from loader.batches import CausalLMCollator, Collate, StepBatches, check_padding
+from loader.batches import Collate, StepBatches
 from loader.boundaries import Boundary, check_boundaries
 from loader.dataset import (
     ChunkDataset,
@@ -28,6 +28,7 @@ from loader.mixed_chunks import MixedChunkDataset, MixedSamples
 from loader.mixed_sources import WeightsIn, check_mixing, mix
 from loader.mixture import Mixture, Schedule
 from loader.order import LAW_VERSION, Order
+from loader.padding import PaddedBatches, PadToken, check_padding, choose_pad_token, log_pad_token
 from loader.process_rank import find_process_rank
 from loader.reading.shard_reader import STALL_WARNING_S, ReaderContext, Turn
 from loader.samples.make_samples import SampleRules, make_samples
@@ -41,7 +42,7 @@ from loader.shards.shard_set import ShardSet, SizeCheck
 from loader.shifted_targets import Targets, check_targets
 from loader.staging.staged_copies import warn_of_missing_copies
 from loader.token_loader import TokenLoader
-from loader.tokenizer import choose_tokenizer, fingerprint_of
+from loader.tokenizer import choose_tokenizer
 from shardprep.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -149,7 +150,7 @@ def get_llama3_dataloader(
             bytes; a staged copy that has one is left. ``"none"`` takes ids as they are, see docs/format.md.
             Batches and state do not depend on it.
         stall_warning_s: a read that takes longer is named in the log, with its shard.
-        collate_fn: instead of ``CausalLMCollator``; called with a list of ``{"input_ids": list[int]}``, in
+        collate_fn: instead of ``PaddedBatches``; called with a list of ``{"input_ids": list[int]}``, in
             ``num_workers`` more processes beside those that read; see collate_workers.py.
         multiprocessing_context: ``"fork"``, ``"spawn"`` or ``"forkserver"`` (Python 3.14's default), as
             DataLoader takes it. The last two run the training script's top again in each worker: keep what
@@ -201,8 +202,8 @@ def get_llama3_dataloader(
         make_samples(
             part,
             rules,
-            eos_token_id=tokenizer.eos_token_id,
-            vocab_size=max(tokenizer.get_vocab().values()) + 1 if part.has_external else None,
+            eos_token_id=tokenizer.special.eos_token_id,
+            vocab_size=tokenizer.vocab_size if part.has_external else None,
             starts=bool(fields),
             keeps_tail=is_validation,
             context=ReaderContext(
@@ -241,15 +242,17 @@ def get_llama3_dataloader(
         multiprocessing_context=multiprocessing_context,
     )
     if collate_fn is None:
-        collate_fn = CausalLMCollator(
-            tokenizer,
+        pad = choose_pad_token(tokenizer.special)
+        log_pad_token(pad, tokenizer.special.eos_token_id)
+        collate_fn = PaddedBatches(
+            pad=pad,
             pad_to_multiple_of=pad_to_multiple_of,
             pad_to_length=rules.max_length if padding == "max_length" else None,
             num_beyond=int(shifts),
             max_batch_tokens=max_batch_tokens,
         )
-    if isinstance(collate_fn, CausalLMCollator):
-        tokenizer.pad_token = collate_fn.pad.token
+    if isinstance(used := getattr(collate_fn, "pad", None), PadToken):
+        tokenizer.pad_with(used.token)
     step_batches = StepBatches(
         batch_size=batch_size,
         row_tokens=samples.row_tokens,
@@ -271,7 +274,7 @@ def get_llama3_dataloader(
         step_batches=step_batches,
         tokenizer=tokenizer,
         process_rank=who,
-        fingerprint=_fingerprint(rules, shards, order, fingerprint_of(shards, tokenizer)),
+        fingerprint=_fingerprint(rules, shards, order, tokenizer.fingerprint),
         pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
         size_check=size_check,
         **workers,

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from loader.batches import PadToken, choose_pad_token
 from loader.dataset import whole_number
+from loader.padding import PadToken, choose_pad_token
 from loader.token_loader import TokenLoader
 from shardprep.errors import UsageError
 

@@ -32,10 +32,13 @@ def tokenizer_fingerprint(tokenizer_json: str) -> str:
 def fingerprint_of(data: dict[str, Any]) -> str:
     """The same of a ``tokenizer.json`` that is parsed already, as which it is left."""
     kept = {name: data.get(name) for name in _DECISIVE}
-    merges = (kept["model"] or {}).get("merges")
+    model = kept["model"] or {}
+    merges, vocab = model.get("merges"), model.get("vocab")
     if merges:
         pairs = [m.split(" ") if isinstance(m, str) else m for m in merges]
-        kept["model"] = {**data["model"], "merges": pairs}
+        kept["model"] = model = {**model, "merges": pairs}
+    if isinstance(vocab, dict):  # json would sort pairs, which takes three times as long
+        kept["model"] = {**model, "vocab": {token: vocab[token] for token in sorted(vocab)}}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 

@@ -14,7 +14,7 @@ import resource
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -257,12 +257,33 @@ def load_worker(
 
 def done_manifest(plan: Plan, folder: Path, shard_id: int) -> Manifest | None:
     """The manifest of a shard that is done, else None. Raises where another plan's shard is in the way."""
+    manifest = _manifest_if_done(plan, folder, shard_id)
+    if manifest is not None:
+        _remove_leftovers(folder, [shard_id])
+    return manifest
+
+
+def missing_shards(plan: Plan, folder: Path, shard_ids: Iterable[int]) -> list[int]:
+    """Those that are not done. What attempts at the others left is removed, by one look at the folder.
+
+    Raises as ``done_manifest`` does.
+    """
+    is_done = {number: _manifest_if_done(plan, folder, number) is not None for number in shard_ids}
+    if any(is_done.values()):
+        _remove_leftovers(folder, [number for number, done in is_done.items() if done])
+    return [number for number, done in is_done.items() if not done]
+
+
+def _manifest_if_done(plan: Plan, folder: Path, shard_id: int) -> Manifest | None:
     try:
-        manifest = check_shard(folder, shard_id, plan.plan_id)
+        return check_shard(folder, shard_id, plan.plan_id)
     except (MissingShard, BrokenShard):
         return None
-    remove_temporaries(folder, shard_name(shard_id), older_than_s=0, subfolders=[QUARANTINE_DIR, IDS_DIR])
-    return manifest
+
+
+def _remove_leftovers(folder: Path, shard_ids: list[int]) -> None:
+    names = map(shard_name, shard_ids)
+    remove_temporaries(folder, *names, older_than_s=0, subfolders=[QUARANTINE_DIR, IDS_DIR])
 
 
 def read_ahead(items: Iterator[Item], num_ahead: int) -> Iterator[Item]:

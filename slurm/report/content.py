@@ -20,8 +20,7 @@ from slurm.report.blocks import (
     Section,
     Table,
 )
-from slurm.report.shown_values import edge_labels, heights, percent, ratio, short_ids, time_text
-from slurm.report.words import Words
+from slurm.report.words import Words, edge_labels, heights, percent, ratio, short_ids, time_text
 from slurm.report.work_content import attempts_sections, osts_sections, use_section, work_sections
 
 MOST_ROWS = 20  # of a table

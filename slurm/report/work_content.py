@@ -7,8 +7,7 @@ from typing import Any
 
 from shardprep.console import short_bytes, short_number
 from slurm.report.blocks import Block, BusyRows, Facts, Note, Section, Table, TimeLine
-from slurm.report.shown_values import TimeForm, core_hours_text, heights, short_ids, time_text
-from slurm.report.words import Words
+from slurm.report.words import TimeForm, Words, core_hours_text, heights, short_ids, time_text
 
 _MOST_ROWS = 20  # of a table
 _MOST_OSTS = 8

@@ -236,7 +236,18 @@ def forty_shards(site: Site) -> None:
     for folder in (data, undisturbed):
         site.prep("plan", "--input_dir", raw, "--output_dir", folder, "--model_id", site.folder / "model")
     site.slurm(
-        "submit", data, "--partition", "main", "--max_parallel", 1, "--shards", "39", "--save_profile", "here"
+        "submit",
+        data,
+        "--partition",
+        "main",
+        "--cpus_per_task",
+        1,
+        "--max_parallel",
+        1,
+        "--shards",
+        39,
+        "--save_profile",
+        "here",
     )
     command = [sys.executable, "-m", "slurm", "submit", str(data), "--auto", "--profile", "here"]
     terminals = [

@@ -235,20 +235,8 @@ def forty_shards(site: Site) -> None:
         (raw / f"{number:02d}.txt").write_text(f"{number}번째 파일의 한 줄. One line of it.\n" * 20_000)
     for folder in (data, undisturbed):
         site.prep("plan", "--input_dir", raw, "--output_dir", folder, "--model_id", site.folder / "model")
-    site.slurm(
-        "submit",
-        data,
-        "--partition",
-        "main",
-        "--cpus_per_task",
-        1,
-        "--max_parallel",
-        1,
-        "--shards",
-        39,
-        "--save_profile",
-        "here",
-    )
+    usual = ("--partition", "main", "--cpus_per_task", 1, "--max_parallel", 1)
+    site.slurm("submit", data, *usual, "--shards", 39, "--save_profile", "here")
     command = [sys.executable, "-m", "slurm", "submit", str(data), "--auto", "--profile", "here"]
     terminals = [
         subprocess.Popen(

@@ -123,7 +123,7 @@ def temporaries_of(data: Path) -> list[str]:
 
 
 def published_below(place: Path) -> dict[str, str]:
-    """Name -> digest of all that counts in a workplace: of the data set, of copies, exports and the report."""
+    """Name -> digest of all that counts in a workplace: data set, copies, exports, report."""
     found = {
         f"{name}/{file}": digest
         for name in ("data", "staged")

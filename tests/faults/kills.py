@@ -1,5 +1,7 @@
-"""SIGKILL just before the k-th call to the operating system: either it is done, or nothing of it counts, and the
-command run again gives equal bytes."""
+"""SIGKILL just before the k-th call to the operating system.
+
+Either it is done, or nothing of it counts, and the command run again gives equal bytes.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""SIGTERM, SIGINT or SIGUSR1 just before the k-th call to the operating system: the command ends with 75, or with
-0 as it is done, and leaves no temporary; run again it gives equal bytes."""
+"""SIGTERM, SIGINT or SIGUSR1 just before the k-th call to the operating system.
+
+The command ends with 75, or with 0 as it is done, and leaves no temporary; run again it gives equal bytes.
+"""
 
 from __future__ import annotations
 

@@ -2,14 +2,15 @@
 
     python benchmarks/loader_limits.py [--mb 10] [--core N] [--only resume,first,...]
 
-Resuming, first batch, opening, memory over epochs, bytes read, padding, mixing. The first three are times,
-taken on one core; the others do not depend on the machine or its load. Five minutes; exits 0 whatever it
-finds.
+Resuming, first batch, opening, memory over epochs, bytes read, padding, mixing, weights of sources. Only the
+first three are times, taken on one core; the others do not depend on the machine or its load. Five minutes;
+exits 0 whatever it finds.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import random
@@ -18,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,14 +28,20 @@ from typing import Any
 import numpy as np
 from loader_data_sets import LimitData, make_limit_data
 from loader_footprint import NUM_SHARDS, first_batch, footprints, make_index, opening
+from loader_shares import (
+    mixed_differences,
+    mixed_tokens,
+    source_variances,
+    useful_share,
+    weighted_variances,
+)
 from measured_run import machine_line
 
 from loader import get_llama3_dataloader
-from loader.order import Order, choose_windows
 from shardprep.format.index import read_index
 
 NUM_RESUMES, NUM_FRESH = 50, 9
-NUM_SOURCES, SOURCE_SAMPLES, SAMPLE_BYTES = 20, 25_600, 8192  # of the mixing
+MIXED_STEPS = 2000
 WORLD, WORKERS, BATCH = 8, 2, 8
 MODES: dict[str, dict[str, Any]] = {
     "padded, batch 32": {"batch_size": 32, "max_length": 2048},
@@ -204,14 +211,6 @@ def _rchar(pid: int) -> int:
     return int(found[1])
 
 
-def useful_share(folder: Path, options: Mapping[str, Any]) -> float:
-    """Tokens that are no padding, of all places of the first epoch's batches: 0 to 1."""
-    with get_llama3_dataloader(folder, num_workers=0, **options) as loader:
-        for _ in loader:
-            pass
-        return 1 - loader.metrics.padding_share
-
-
 def useful_tokens(given: LimitData, _core: int) -> Iterator[Finding]:
     """Tokens that are no padding, of all places of an epoch's batches."""
     cases = [("packed rows", given.rows, {"batch_size": BATCH}, 0.99)]
@@ -229,35 +228,6 @@ def useful_tokens(given: LimitData, _core: int) -> Iterator[Finding]:
         )
 
 
-def source_variances(global_batch_size: int, spans: tuple[int, ...]) -> dict[int, float]:
-    """Shards sorted by NUM_SOURCES: by span of steps, the variance of a source's share over a permutation's.
-
-    By the order alone, no data are read; a span's shares are those of all consecutive spans of an epoch.
-    """
-    num_samples = NUM_SOURCES * SOURCE_SAMPLES
-    block, window = choose_windows(
-        num_samples=num_samples, num_bytes=SAMPLE_BYTES * num_samples, global_batch_size=global_batch_size
-    )
-    order = Order(
-        num_samples=num_samples,
-        global_batch_size=global_batch_size,
-        block_samples=block,
-        window_samples=window,
-        seed=1,
-    )
-    lanes = range(global_batch_size)
-    samples = np.concatenate([order.samples_of(0, lanes, *each) for each in order.windows(0)], axis=1)
-    sources = samples.T[: order.steps_per_epoch // max(spans) * max(spans)] // SOURCE_SAMPLES
-    counts = np.stack([(sources == source).sum(1) for source in range(NUM_SOURCES)])
-    found = {}
-    for span in spans:
-        drawn = span * global_batch_size
-        shares = counts.reshape(NUM_SOURCES, -1, span).sum(2)
-        fair = drawn / NUM_SOURCES * (1 - 1 / NUM_SOURCES)
-        found[span] = float(((shares - drawn / NUM_SOURCES) ** 2).mean()) / fair
-    return found
-
-
 def mixing(_given: LimitData, _core: int) -> Iterator[Finding]:
     """Shards sorted by 20 sources: variance of a source's share, over a full permutation's."""
     limits = {1: 1.2, 64: 6.0}
@@ -270,6 +240,34 @@ def mixing(_given: LimitData, _core: int) -> Iterator[Finding]:
         )
 
 
+def weights(given: LimitData, _core: int) -> Iterator[Finding]:
+    """Two named sources, .7 and .3 of the tokens: shares, worlds, resumes, and how a share varies."""
+    pair = dict(itertools.islice(given.documents.items(), 2))
+    first, other = pair
+    share = mixed_tokens(pair, {first: 0.7, other: 0.3}, MIXED_STEPS)
+    yield Finding(
+        what=f"sources {first} .7, {other} .3 by tokens: share of the first in {MIXED_STEPS:,} steps of 64",
+        measured=f"{share:.4f}",
+        asked=".693 to .707",
+        kept=abs(share / 0.7 - 1) <= 0.01,
+    )
+    differing = mixed_differences(pair, (1, 2, 4, 8), MIXED_STEPS // 10, NUM_RESUMES)
+    yield Finding(
+        what=f"sources: of {MIXED_STEPS // 10} steps with a change of weights, and of {NUM_RESUMES} random "
+        "resumes, those that are not as in the unbroken run of one rank",
+        measured=", ".join(f"{name}: {count}" for name, count in differing.items()),
+        asked="0",
+        kept=not any(differing.values()),
+    )
+    for span, ratio in weighted_variances(0.7, 64, (1, 8, 32, 64)).items():
+        yield Finding(
+            what=f"sources .7, .3, global batch 64: share of the first over {span} steps",
+            measured=f"{ratio:.2f} times a full shuffle's variance",
+            asked="<= 1.1",
+            kept=ratio <= 1.1,
+        )
+
+
 MEASURES: dict[str, Callable[[LimitData, int], Iterator[Finding]]] = {
     "resume": resume_delays,
     "first": first_batches,
@@ -278,6 +276,7 @@ MEASURES: dict[str, Callable[[LimitData, int], Iterator[Finding]]] = {
     "reads": bytes_read,
     "padding": useful_tokens,
     "mixing": mixing,
+    "weights": weights,
 }
 
 

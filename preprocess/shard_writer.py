@@ -24,7 +24,7 @@ from preprocess.members import Members, Piece, Prepared
 from shardprep.atomic_files import STALE_AFTER_S, PublishedFile, remove_temporaries, sync_folder
 from shardprep.errors import BadInput, CannotWrite
 from shardprep.format.dataset_spec import DatasetSpec
-from shardprep.format.idx import idx_dtype, idx_header
+from shardprep.format.idx import ChunkCrcs, idx_dtype, idx_header
 from shardprep.format.manifest import Manifest, ShardCounts
 from shardprep.format.names import (
     IDS_DIR,
@@ -38,7 +38,6 @@ from shardprep.format.names import (
     source_of_path,
     tar_path,
 )
-from shardprep.format.record_chunks import ChunkCrcs
 from shardprep.format.source_counts import SourceCounts
 
 _MOST_SOURCES = 1000  # of one shard: its manifest names each

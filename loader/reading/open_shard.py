@@ -20,9 +20,8 @@ from loader.shards.shard_set import DatasetShards, ExternalTar
 from loader.shards.tar_samples import JSON, RAW, TarSamples, scan_tar
 from loader.staging.staged_copies import StagedCopies, recheck_command
 from shardprep.errors import BrokenShard, MissingShard, ShardprepError
-from shardprep.format.idx import IdxFile, open_idx
+from shardprep.format.idx import IdxFile, RecordFile, open_idx
 from shardprep.format.names import idx_path, rerun_command
-from shardprep.format.record_chunks import RecordFile
 from shardprep.format.sample_crcs import open_crcs
 from shardprep.regular_files import NOT_THERE, close_read, open_regular
 
@@ -113,7 +112,7 @@ def _token_bytes(source: DatasetShards | ExternalTar, found: TarSamples | None) 
     if found is not None:
         return found.token_bytes
     assert isinstance(source, DatasetShards)
-    return 0 if source.spec.kind == "json" else source.spec.dtype.itemsize
+    return 0 if source.spec.kind == "json" else source.spec.token_bytes
 
 
 def _crcs(source: DatasetShards, row: int, folder: Path) -> RecordFile:

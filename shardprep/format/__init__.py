@@ -8,8 +8,7 @@ Import from its modules, in the order in which each stands on those before it:
     names         file names, keys, member names, limits, dtypes, the commands that messages recommend
     checked_json  reads a JSON file of the contract, with an error that names the key
     dataset_spec  what all shards of a data set have in common
-    record_chunks files of fixed-size records with crc32s: idx and crcs
-    idx           shard-N.idx: where each sample is
+    idx           shard-N.idx: where each sample is; files of records with crc32s
     sample_crcs   crcs/shard-N.crc: the crc32 of each sample's ids
     manifest      shard-N.json: what one shard holds, and whether it is done
     index         index.json: all manifests, merged

@@ -5,18 +5,21 @@ A tokenizer is known by its fingerprint, a hash of what decides the ids that it 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, get_args
 
 from shardprep.format.checked_json import Fields
-from shardprep.format.names import MAX_SEQ_LEN, MAX_SHARDS, Record, TokenFormat, token_dtype
+from shardprep.format.names import MAX_SEQ_LEN, MAX_SHARDS, Record, TokenFormat, token_bytes
 
 if TYPE_CHECKING:
     import numpy as np
 
 # The decoder, truncation and padding change no id of an encoded document.
+_DERIVED = ("kind", "has_rows", "token_bytes")
 _DECISIVE = ("added_tokens", "normalizer", "pre_tokenizer", "model", "post_processor")
 
 
@@ -81,21 +84,28 @@ class DatasetSpec:
     seq_len: int  # tokens per packed row; 0 unless packed
     append_eos: bool
     tokenizer: TokenizerSpec
+    # These follow from the others, and are in no file.
+    kind: str = field(init=False)  # how a sample's ids are stored: one of IDX_KINDS
+    has_rows: bool = field(init=False)  # whether a sample is a row of seq_len tokens, and no document
+    token_bytes: int = field(init=False)  # of a binary id
 
-    @property
-    def kind(self) -> str:
-        """How a sample's ids are stored: one of IDX_KINDS."""
-        return self.token_format if self.record == "documents" else self.record
+    def __post_init__(self) -> None:
+        has_rows = self.record != "documents"
+        object.__setattr__(self, "has_rows", has_rows)
+        object.__setattr__(self, "kind", self.record if has_rows else self.token_format)
+        object.__setattr__(self, "token_bytes", token_bytes(self.tokenizer.vocab_size))
 
-    @property
-    def has_rows(self) -> bool:
-        """Whether a sample is a row of ``seq_len`` tokens, and no document."""
-        return self.record != "documents"
-
-    @property
+    @cached_property
     def dtype(self) -> np.dtype[Any]:
-        """Of binary ids."""
-        return token_dtype(self.tokenizer.vocab_size)
+        """Of binary ids: uint16 or uint32, little-endian."""
+        import numpy as np  # a command that reads a plan needs no numpy, which takes 0.1 s
+
+        return np.dtype(f"<u{self.token_bytes}")
+
+    def to_json(self) -> dict[str, Any]:
+        """What a manifest and the index say of it."""
+        found = dataclasses.asdict(self)
+        return {name: found[name] for name in found if name not in _DERIVED}
 
     @staticmethod
     def from_json(fields: Fields) -> DatasetSpec:

@@ -49,7 +49,7 @@ class DatasetIndex:
         """The bytes of index.json: about 70 per shard, and no ``run``, so equal data gives equal bytes."""
         rows = [[*row, sha] for row, sha in zip(self.columns.tolist(), self.tar_sha256, strict=True)]
         content = {
-            "spec": dataclasses.asdict(self.spec),
+            "spec": self.spec.to_json(),
             "sources": {name: dataclasses.asdict(counts) for name, counts in self.sources.items()},
             "columns": [*COLUMNS, "tar_sha256"],
             "shards": rows,

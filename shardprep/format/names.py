@@ -112,11 +112,9 @@ def remake_command(shard_id: int, folder: Path) -> str:
     return f"rm {shlex.quote(str(manifest_path(folder, shard_id)))} && {rerun_command(shard_id, folder)}"
 
 
-def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """dtype of binary token ids: uint16 where every id fits, else uint32."""
-    import numpy as np  # a command that shows its flags needs these names, and not numpy's 0.1 s
-
-    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+def token_bytes(vocab_size: int) -> int:
+    """Bytes of a binary token id: 2 where every id fits into uint16, else 4 (uint32)."""
+    return 2 if vocab_size <= 1 << 16 else 4
 
 
 def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:

@@ -14,9 +14,8 @@ import numpy as np
 from shardprep.errors import BrokenShard, MissingShard, UnknownVersion
 from shardprep.format.checked_json import version_message
 from shardprep.format.dataset_spec import DatasetSpec
-from shardprep.format.idx import IDX_KINDS
+from shardprep.format.idx import IDX_KINDS, RecordFile, open_records
 from shardprep.format.names import FORMAT_VERSION, crcs_command, crcs_path
-from shardprep.format.record_chunks import RecordFile, open_records
 from shardprep.regular_files import NOT_THERE
 
 CRCS_MAGIC = b"shardcrc"

@@ -34,7 +34,7 @@ from shardprep.format.names import (
     npy_header,
     shard_name,
     tar_path,
-    token_dtype,
+    token_bytes,
 )
 from tests.conftest import seal
 
@@ -169,7 +169,7 @@ def test_json_ids_are_what_json_dumps_writes(vocab_size: int) -> None:
 
 
 def test_ids_take_two_bytes_up_to_65536_tokens_and_four_beyond() -> None:
-    assert [token_dtype(size).str for size in (1, 65_536, 65_537)] == ["<u2", "<u2", "<u4"]
+    assert [token_bytes(size) for size in (1, 65_536, 65_537)] == [2, 2, 4]
 
 
 @of_kinds("json", "npy")

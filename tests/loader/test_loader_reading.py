@@ -22,8 +22,8 @@ from loader.reading import open_shard, shard_reader
 from loader.reading.shard_reader import ShardReader
 from loader.shards.find_shards import find_shards
 from shardprep.errors import BrokenShard, MissingShard, NotFound, ReadWriteError, UnknownMember, UsageError
+from shardprep.format.idx import CHUNK_RECORDS
 from shardprep.format.osts import osts_json
-from shardprep.format.record_chunks import CHUNK_RECORDS
 
 if TYPE_CHECKING:
     from tests.conftest import Prep

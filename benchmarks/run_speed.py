@@ -37,13 +37,13 @@ from preprocess.worker import load_worker
 from preprocess.options import WorkerSettings
 folder = Path(sys.argv[1])
 plan, settings = need_plan(folder), WorkerSettings()
-engine = load_worker(plan, folder, settings, num_cpus=1, warn=print).engine
+worker = load_worker(plan, folder, settings, num_cpus=1, warn=print)
 cpu_s = 0.0
 for shard_id in range(plan.num_shards):
     ranges = plan.ranges(shard_id)
-    for batch in read_documents(ranges, doc="line", encoding="utf-8", batch_bytes=settings.batch_bytes):
+    for batch in read_documents(ranges, worker.reading):
         began = time.process_time()
-        engine.encode(batch.texts)
+        worker.engine.encode(batch.texts)
         cpu_s += time.process_time() - began
 print(cpu_s)
 """

@@ -21,7 +21,7 @@ from preprocess.options import (
 from preprocess.resources import PROCESS_BYTES, memory_limit_gb
 from shardprep.command_line import Command, Program, add_flags_of, given_of, parse_size
 from shardprep.console import Progress, say
-from shardprep.errors import UsageError
+from shardprep.errors import NotFound, UsageError
 from shardprep.format.names import id_ranges, ids_of_ranges
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def make_shard(args: argparse.Namespace) -> int:
     from lustre import layout_line
     from preprocess.resources import bind_to_task_cpus, memory_note
     from preprocess.task_log import engine_line, means_line, part_line, speed_line
-    from preprocess.task_plan import array_note, check_task_shard, plan_of_task
+    from preprocess.task_plan import array_note, plan_of_task
     from preprocess.worker import done_manifest, load_worker
     from shardprep.format.names import quarantine_path
 
@@ -52,25 +52,27 @@ def make_shard(args: argparse.Namespace) -> int:
     given.setdefault("output_dir", PrepConfig().output_dir)
     folder = given["output_dir"]
     num_cpus = bind_to_task_cpus(offset=args.shard_id)  # planning, too, may load what starts threads
-    plan = plan_of_task(given)
+    plan = plan_of_task(given).at(given.get("input_dir"))
     if note := array_note(os.environ, plan.num_shards, folder):
         say(f"note: {note}")
     shard_id: int = args.shard_id
-    check_task_shard(plan, shard_id)
+    if shard_id < 0:
+        raise NotFound(f"--shard_id is {shard_id}, the first shard is 0")
+    shard = plan.shard(shard_id)
     if done_manifest(plan, folder, shard_id):
         say(f"shard {shard_id:05d} is done already")
         return 0
     settings = worker_settings(args)
     if settings.memory_gb is not None and (note := memory_note(settings.memory_gb)):
         say(f"note: {note}")
-    say(part_line(plan, shard_id, settings.input_dir))
+    say(part_line(plan, shard))
     say(means_line(settings, num_cpus))
-    worker = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=say, shard_id=shard_id)
+    worker = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=say, shard=shard)
     say(engine_line(worker))
     if line := layout_line(folder):
         say(line)
-    with Progress(f"shard {shard_id:05d}", plan.shard_bytes()[shard_id]) as progress:
-        manifest = worker.run_shard(shard_id, lambda work: progress.add(work.num_bytes, work.counts))
+    with Progress(f"shard {shard_id:05d}", shard.num_bytes) as progress:
+        manifest = worker.run_shard(shard, lambda work: progress.add(work.num_bytes, work.counts))
     counts = manifest.counts
     say(speed_line(manifest))
     say(f"shard {shard_id:05d} is done: {counts.num_documents} documents, {counts.num_tokens} tokens")

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from preprocess.documents import SUFFIXES, format_of
 from preprocess.formats.format import Inspected, Reading
-from preprocess.formats.named import SUFFIXES, format_of
 from preprocess.inputs import InputFile, OpenInput, sample_sha256
 from shardprep.errors import NotFound, UsageError
 

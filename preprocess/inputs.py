@@ -14,7 +14,7 @@ import stat
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from shardprep.errors import NotFound, ReadWriteError, Refused
 
@@ -28,6 +28,7 @@ _KINDS = (
 
 
 _SAMPLE_BYTES = 64 << 10
+HASH_BYTES = 1 << 19  # read at once where bytes are only hashed, or only a line's end is looked for
 
 
 class Stamp(NamedTuple):
@@ -200,6 +201,40 @@ class ByteRange:
     def open(self) -> OpenInput:
         """Open the file; where it was planned, as ``open_planned`` does."""
         return OpenInput(self.path) if self.planned is None else open_planned(self.path, self.planned)
+
+    def reader(self, digest: Digest | None) -> RangeReader:
+        """Open the file to read this part of it."""
+        return RangeReader(self.open(), self, digest)
+
+
+class Digest(Protocol):
+    """A hash of hashlib."""
+
+    def update(self, data: memoryview, /) -> None:
+        """Take more bytes."""
+
+
+class RangeReader:
+    """Reads a range from its open file, for one thread; hashes, in order, each byte that it meets first."""
+
+    def __init__(self, file: OpenInput, part: ByteRange, digest: Digest | None) -> None:
+        self.file = file
+        self.part = part
+        self._digest = digest
+        self._num_hashed = part.start  # byte up to which the range is hashed
+
+    def read(self, start: int, end: int) -> bytes:
+        """The bytes [start, end). Raises ReadWriteError."""
+        data = self.file.read_all(start, end)
+        if self._digest is not None and end > self._num_hashed:
+            self._digest.update(memoryview(data)[self._num_hashed - start :])
+            self._num_hashed = end
+        return data
+
+    def hash_rest(self) -> None:
+        """Hash what was not read, if the range is hashed at all."""
+        while self._digest is not None and self._num_hashed < self.part.end:
+            self.read(self._num_hashed, min(self._num_hashed + HASH_BYTES, self.part.end))
 
 
 def sample_sha256(file: OpenInput) -> str:

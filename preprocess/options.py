@@ -82,14 +82,15 @@ class BytesOptions:
             return MessageFields(self.messages_field, self.id_field, self.source_field)
         return TextFields(self.text_field, self.text_template, self.id_field, self.source_field)
 
-    def text_changes(self) -> TextChanges:
-        """What is done to the texts."""
-        return TextChanges(
+    def text_changes(self) -> TextChanges | None:
+        """What is done to the texts; None for nothing."""
+        changes = TextChanges(
             fix_text=self.fix_text,
             normalize=self.normalize,
             min_chars=self.min_chars,
             max_chars=self.max_chars,
         )
+        return None if changes == TextChanges() else changes
 
     @property
     def files_can_be_split(self) -> bool:

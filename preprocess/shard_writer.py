@@ -122,7 +122,9 @@ class ShardWriter:
 
         ``prepared`` gives what ``Members.prepare`` made of it; without it, that is done here.
         """
-        self._count_input(documents.num_lines, documents.num_empty, documents.num_bytes)
+        num_left_out = len(documents.bad) + len(documents.filtered)
+        num_empty = documents.num_lines - len(documents.texts) - num_left_out
+        self._count_input(documents.num_lines, num_empty, documents.num_bytes)
         self._num_filtered += len(documents.filtered)
         num_tokens = np.diff(tokens.offsets)
         self._count_documents(num_tokens)

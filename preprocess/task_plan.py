@@ -15,7 +15,7 @@ from preprocess.options import PrepConfig, flags_of
 from preprocess.plan import Plan, is_one_file_a_shard, read_plan
 from preprocess.tokenizer_files import TOKENIZER_FILE, describe_tokenizer
 from shardprep.console import say
-from shardprep.errors import NotFound, OtherTokenizer, Refused
+from shardprep.errors import OtherTokenizer, Refused
 from shardprep.format.names import PLAN_NAME, TOKENIZER_DIR, id_ranges
 from shardprep.regular_files import size_of_file
 
@@ -160,10 +160,3 @@ def array_note(environ: Mapping[str, str], num_shards: int, folder: Path) -> str
         f"this job array covers {num_shards - len(left)} of the plan's {num_shards} shards; it leaves out "
         f"{ids}: sbatch --array={ids} slurm/prep_array.sh {folder}"
     )
-
-
-def check_task_shard(plan: Plan, shard_id: int) -> None:
-    """Raises NotFound for a shard past the plan's end."""
-    if shard_id < 0:
-        raise NotFound(f"--shard_id is {shard_id}, the first shard is 0")
-    plan.ranges(shard_id)

@@ -27,10 +27,6 @@ class TextChanges:
     min_chars: int = 0
     max_chars: int = 0  # 0: no limit
 
-    @property
-    def is_nothing(self) -> bool:
-        return self == TextChanges()
-
     def apply(self, text: str) -> str | UnusableText | None:
         """The text as it is to be encoded, why it cannot be had, or None where it is filtered out."""
         if self.fix_text and not text.isascii():

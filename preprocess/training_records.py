@@ -11,9 +11,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from preprocess.formats.format import DocumentBatch, RangeReader, Reading
-from preprocess.formats.named import format_of
-from preprocess.inputs import BadDocument, ByteRange, OpenInput
+from preprocess.documents import format_of
+from preprocess.formats.format import DocumentBatch, Reading
+from preprocess.inputs import BadDocument, ByteRange, OpenInput, RangeReader
 from preprocess.long_documents import LongDocument
 
 

@@ -30,7 +30,6 @@ from preprocess.formats.format import DocumentBatch, Reading
 from preprocess.input_files import list_inputs, stamp_inputs
 from preprocess.inputs import ByteRange
 from preprocess.shard_boundaries import divide
-from preprocess.text_fields import TextFields
 from shardprep.errors import BadInput
 from tests.input_writers import bgzip, seekable_zstd
 
@@ -209,8 +208,7 @@ def _lines_of_json(data: bytes) -> Found:
 
 def ours(folder: Path, num_shards: int, batch_bytes: int) -> Found:
     """What this project takes out of a folder that is divided into shards; every byte is accounted for."""
-    fields = TextFields()
-    reading = Reading(doc="line", encoding="utf-8", batch_bytes=batch_bytes, fields=fields)
+    reading = Reading(doc="line", encoding="utf-8", batch_bytes=batch_bytes)
     texts: list[tuple[int, str]] = []
     num_bad = 0
     try:
@@ -230,10 +228,7 @@ def ours(folder: Path, num_shards: int, batch_bytes: int) -> Found:
                 for number in range(first, last + (end > 0))
             ]
             num_bytes = 0
-            items = read_documents(
-                ranges, doc="line", encoding="utf-8", batch_bytes=batch_bytes, fields=fields
-            )
-            for item in items:
+            for item in read_documents(ranges, reading):
                 assert isinstance(item, DocumentBatch)
                 num_bytes += item.num_bytes
                 num_bad += len(item.bad)

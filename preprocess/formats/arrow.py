@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from preprocess.formats.columns import InputStream, arrow_of, check_columns, row_documents, unreadable
-from preprocess.formats.format import DocumentBatch, Inspected, RangeReader, Reading, Start, no_documents
-from preprocess.inputs import OpenInput, Place
+from preprocess.formats.format import DocumentBatch, Inspected, Reading, Start, no_documents
+from preprocess.inputs import OpenInput, Place, RangeReader
 from preprocess.long_documents import LongDocument
 from shardprep.errors import BadInput, ReadWriteError
 

@@ -16,8 +16,8 @@ from preprocess.formats.columns import (
     rows_at_once,
     unreadable,
 )
-from preprocess.formats.format import DocumentBatch, Inspected, RangeReader, Reading, Start, no_documents
-from preprocess.inputs import OpenInput, Place
+from preprocess.formats.format import DocumentBatch, Inspected, Reading, Start, no_documents
+from preprocess.inputs import OpenInput, Place, RangeReader
 from preprocess.long_documents import LongDocument
 from preprocess.text_fields import TextFields
 from shardprep.errors import BadInput

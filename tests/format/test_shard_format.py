@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from preprocess.engines import TokenBatch
-from preprocess.member_bytes import document_headers, json_ids, ustar_header
+from preprocess.members import document_headers, json_ids, ustar_header
 from preprocess.plan import Plan
 from shardprep.errors import BrokenShard, MissingShard, NotFound, OtherPlan, UnknownVersion
 from shardprep.format.dataset_spec import tokenizer_fingerprint

@@ -139,7 +139,7 @@ def test_shards_of_all_formats_have_equal_bytes_for_other_engines_batches_cpus_a
     plan = need_plan(tmp_path)
     worker = load_worker(plan, tmp_path, settings, num_cpus=num_cpus, warn=pytest.fail)
     for shard_id in range(plan.num_shards):
-        worker.run_shard(shard_id, lambda _: None)
+        worker.run_shard(worker.plan.shard(shard_id), lambda _: None)
     assert prep.contents(tmp_path) == prep.contents(every_format / "data")
 
 
@@ -151,7 +151,7 @@ def test_a_worker_without_the_library_of_its_inputs_ends_before_any_work_and_oth
 
     def load(shard_id: int) -> Worker:
         settings = WorkerSettings()
-        return load_worker(plan, folder, settings, num_cpus=1, warn=pytest.fail, shard_id=shard_id)
+        return load_worker(plan, folder, settings, num_cpus=1, warn=pytest.fail, shard=plan.shard(shard_id))
 
     needing = [
         shard_id
@@ -565,7 +565,7 @@ def test_a_worker_says_which_field_too_many_documents_lack(prep: Prep, tmp_path:
         need_plan(tmp_path / "data"), tmp_path / "data", WorkerSettings(), num_cpus=1, warn=pytest.fail
     )
     with pytest.raises(BadInput, match=r"have no field for 'text', .* Is it another --text_field\?"):
-        worker.run_shard(0, lambda _: None)
+        worker.run_shard(worker.plan.shard(0), lambda _: None)
 
 
 @pytest.mark.parametrize(

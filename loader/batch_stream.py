@@ -133,7 +133,7 @@ class BatchStream:
         position = start
         while position.epoch == start.epoch:
             chunks = self._next_chunks()
-            for step in range(chunks[0].num_steps):
+            for step in range(chunks[0].lengths.shape[1]):
                 fillers = self._num_fillers(position)
                 yield from self._step_batches.cut(chunks, step, position.num_micro, fillers)
                 position = position.after_step(self._order.steps_per_epoch)

@@ -132,10 +132,6 @@ class Chunk:
     num_starts: npt.NDArray[np.int32] | None = None  # int32[samples a step, steps]
     starts: npt.NDArray[np.int32] | None = None  # flat: places in each row where a document begins
 
-    @property
-    def num_steps(self) -> int:
-        return int(self.lengths.shape[1])
-
     def is_full(self, step: int) -> bool:
         """Whether no row of a step holds padding."""
         return self._shortest[step] == self.row_tokens

@@ -29,7 +29,8 @@ from loader.mixed_sources import WeightsIn, check_mixing, mix
 from loader.mixture import Mixture, Schedule
 from loader.order import LAW_VERSION, Order
 from loader.process_rank import find_process_rank
-from loader.reading.shard_reader import STALL_WARNING_S, ReaderContext, Turn
+from loader.reading.open_shard import STALL_WARNING_S
+from loader.reading.shard_reader import ReaderContext, Turn
 from loader.samples.make_samples import SampleRules, make_samples
 from loader.samples.whole_samples import LongDocuments
 from loader.settings_block import settings_block

@@ -97,7 +97,7 @@ class MixedChunkDataset(ChunkDataset):
         for later in count(epoch):
             first = step if later == epoch else 0
             for chunk in source._epoch_chunks(reader.readers[number], later, first, lanes):  # noqa: SLF001  its own class's
-                for place in range(chunk.num_steps):
+                for place in range(chunk.lengths.shape[1]):
                     yield chunk, place
 
     def _mixed_round(

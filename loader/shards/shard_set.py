@@ -24,7 +24,7 @@ from loader.shards.tar_samples import TarSamples
 from shardprep.errors import BrokenShard, MissingShard, ShardprepError
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.idx import idx_num_bytes
-from shardprep.format.names import id_ranges, shard_name, tar_path
+from shardprep.format.names import id_ranges, rerun_command, shard_name, tar_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,10 @@ class DatasetShards:
     def path_of(self, row: int) -> Path:
         """The tar of a row."""
         return tar_path(self.folder, int(self.shard_ids[row]))
+
+    def remedy_of(self, row: int) -> str:
+        """What to do about a row that cannot be read."""
+        return f"run: {rerun_command(int(self.shard_ids[row]), self.folder)}"
 
     @property
     def idx_bytes(self) -> npt.NDArray[np.int64]:
@@ -89,6 +93,10 @@ class ExternalTar:
         """The tar."""
         return self.path
 
+    def remedy_of(self, _row: int) -> str:
+        """What to do where it cannot be read."""
+        return "it changed since it was scanned: copy it again, and start anew"
+
     @property
     def row_tokens(self) -> int:
         """Tokens of every sample where they are packed rows, else 0."""
@@ -121,6 +129,11 @@ class ShardSet:
         if split is not None:
             counts = split.num_documents(self._split_keys, counts)
         self.first_sample = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        self.num_shards = len(self.first_sample) - 1
+        self.num_samples = int(self.first_sample[-1])
+        lengths = {source.row_tokens for source in self.sources}
+        # Tokens of every sample where all are packed rows of one length, else 0.
+        self.row_tokens = lengths.pop() if len(lengths) == 1 else 0
 
     @cached_property
     def _split_keys(self) -> npt.NDArray[np.uint64]:
@@ -151,14 +164,6 @@ class ShardSet:
         return np.concatenate(parts).astype(np.int64)
 
     @property
-    def num_samples(self) -> int:
-        return int(self.first_sample[-1])
-
-    @property
-    def num_shards(self) -> int:
-        return len(self.first_sample) - 1
-
-    @property
     def tar_bytes(self) -> int:
         """Bytes of all tars; of a split its part, as by the number of samples."""
         num_bytes = sum(int(np.sum(source.tar_bytes)) for source in self.sources)
@@ -175,12 +180,6 @@ class ShardSet:
     def has_external(self) -> bool:
         """Whether some shards are external tars."""
         return len(self.datasets) < len(self.sources)
-
-    @property
-    def row_tokens(self) -> int:
-        """Tokens of every sample where all are packed rows of one length, else 0."""
-        lengths = {source.row_tokens for source in self.sources}
-        return lengths.pop() if len(lengths) == 1 else 0
 
     @property
     def has_rows(self) -> bool:

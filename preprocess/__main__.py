@@ -21,7 +21,7 @@ from preprocess.options import (
 from preprocess.resources import PROCESS_BYTES, memory_limit_gb
 from shardprep.command_line import Command, Program, add_flags_of, given_of, parse_size
 from shardprep.console import Progress, say
-from shardprep.errors import NotFound, UsageError
+from shardprep.errors import UsageError
 from shardprep.format.names import id_ranges, ids_of_ranges
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def make_shard(args: argparse.Namespace) -> int:
     from lustre import layout_line
     from preprocess.resources import bind_to_task_cpus, memory_note
     from preprocess.task_log import engine_line, means_line, part_line, speed_line
-    from preprocess.task_plan import array_note, plan_of_task
+    from preprocess.task_plan import shard_of_task
     from preprocess.worker import done_manifest, load_worker
     from shardprep.format.names import quarantine_path
 
@@ -52,13 +52,8 @@ def make_shard(args: argparse.Namespace) -> int:
     given.setdefault("output_dir", PrepConfig().output_dir)
     folder = given["output_dir"]
     num_cpus = bind_to_task_cpus(offset=args.shard_id)  # planning, too, may load what starts threads
-    plan = plan_of_task(given).at(given.get("input_dir"))
-    if note := array_note(os.environ, plan.num_shards, folder):
-        say(f"note: {note}")
     shard_id: int = args.shard_id
-    if shard_id < 0:
-        raise NotFound(f"--shard_id is {shard_id}, the first shard is 0")
-    shard = plan.shard(shard_id)
+    plan, shard = shard_of_task(given, shard_id)
     if done_manifest(plan, folder, shard_id):
         say(f"shard {shard_id:05d} is done already")
         return 0

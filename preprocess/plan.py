@@ -270,10 +270,7 @@ def _plan_of(fields: Fields) -> Plan:
         fast_engine_is_equal=fields.flag("fast_engine_is_equal"),
         can_be_cut=fields.flag("can_be_cut"),
         inputs=[_input_of(item) for item in fields.objects("inputs")],
-        boundaries=[
-            (source, byte)
-            for source, byte in fields.list_of("cuts", _is_boundary, "an input and a byte of it")
-        ],
+        boundaries=fields.pairs("cuts", "an input and a byte of it"),
         shard_sha256=fields.or_none("shard_sha256", fields.digests),
         text_starts=fields.or_none("text_starts", fields.wholes),
     )
@@ -332,10 +329,6 @@ def _input_of(fields: Fields) -> InputFile:
     )
     fields.end()
     return item
-
-
-def _is_boundary(value: Any) -> bool:
-    return type(value) is list and len(value) == 2 and type(value[0]) is type(value[1]) is int
 
 
 def _check_boundaries(fields: Fields, plan: Plan) -> None:

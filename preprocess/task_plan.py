@@ -12,10 +12,10 @@ from typing import Any
 
 from preprocess.input_files import list_inputs
 from preprocess.options import PrepConfig, flags_of
-from preprocess.plan import Plan, is_one_file_a_shard, read_plan
+from preprocess.plan import Plan, PlannedShard, is_one_file_a_shard, read_plan
 from preprocess.tokenizer_files import TOKENIZER_FILE, describe_tokenizer
 from shardprep.console import say
-from shardprep.errors import OtherTokenizer, Refused
+from shardprep.errors import NotFound, OtherTokenizer, Refused
 from shardprep.format.names import PLAN_NAME, TOKENIZER_DIR, id_ranges
 from shardprep.regular_files import size_of_file
 
@@ -24,6 +24,19 @@ _LEAST_WAIT_S = 3.0
 _STAMPED_PER_S = 2000
 _LOOK_EVERY_S = 0.2
 _CLAIM_NAME = f".{PLAN_NAME}.claimed.tmp"
+
+
+def shard_of_task(given: dict[str, Any], shard_id: int) -> tuple[Plan, PlannedShard]:
+    """What ``--shard_id`` makes, of which plan; with a note where its job array leaves shards out.
+
+    Raises NotFound for a shard that the plan has not, and what ``plan_of_task`` raises.
+    """
+    plan = plan_of_task(given).at(given.get("input_dir"))
+    if note := array_note(os.environ, plan.num_shards, given["output_dir"]):
+        say(f"note: {note}")
+    if shard_id < 0:
+        raise NotFound(f"--shard_id is {shard_id}, the first shard is 0")
+    return plan, plan.shard(shard_id)
 
 
 def plan_of_task(given: dict[str, Any]) -> Plan:

@@ -254,9 +254,9 @@ def load_worker(
     plan = plan.at(settings.input_dir)
     num_bytes = sum(plan.shard_bytes()) if shard is None else shard.num_bytes
     if shard is None:
-        load_libraries(item.path for item in plan.inputs)
+        load_libraries([item.path for item in plan.inputs])
     else:
-        load_libraries(part.path.name for part in shard.ranges)
+        load_libraries([part.path.name for part in shard.ranges])
     check_tokenizer_files(folder, plan.tokenizer_files)
     check_text_versions(plan.options)
     if plan.options.is_chat:

@@ -134,6 +134,8 @@ class ShardSet:
         lengths = {source.row_tokens for source in self.sources}
         # Tokens of every sample where all are packed rows of one length, else 0.
         self.row_tokens = lengths.pop() if len(lengths) == 1 else 0
+        num_tokens = sum(int(source.num_tokens.sum()) for source in self.sources)
+        self.mean_tokens = max(num_tokens / max(int(self.num_records.sum()), 1), 1.0)  # of a sample, roughly
 
     @cached_property
     def _split_keys(self) -> npt.NDArray[np.uint64]:
@@ -190,12 +192,6 @@ class ShardSet:
     def has_masks(self) -> bool:
         """Whether some rows say which of their tokens have a label."""
         return any(source.has_mask for source in self.sources)
-
-    @property
-    def mean_tokens(self) -> float:
-        """Tokens a sample, roughly."""
-        num_tokens = sum(int(source.num_tokens.sum()) for source in self.sources)
-        return max(num_tokens / max(int(self.num_records.sum()), 1), 1.0)
 
     @property
     def fingerprint(self) -> str:

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, get_args
 
 from shardprep.format.checked_json import Fields
-from shardprep.format.names import MAX_SEQ_LEN, MAX_SHARDS, Record, TokenFormat, token_bytes
+from shardprep.format.names import MAX_SEQ_LEN, MAX_SHARDS, Record, TokenFormat
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 # The decoder, truncation and padding change no id of an encoded document.
 _DERIVED = ("kind", "has_rows", "token_bytes")
 _DECISIVE = ("added_tokens", "normalizer", "pre_tokenizer", "model", "post_processor")
+
+
+def token_bytes(vocab_size: int) -> int:
+    """Bytes of a binary token id: 2 where every id fits into uint16, else 4 (uint32)."""
+    return 2 if vocab_size <= 1 << 16 else 4
 
 
 def tokenizer_fingerprint(tokenizer_json: str) -> str:
@@ -57,17 +62,13 @@ class TokenizerSpec:
     def from_json(fields: Fields) -> TokenizerSpec:
         """Raises BrokenShard."""
         vocab_size = fields.whole("vocab_size", 1, 2**32 - 1)
-
-        def token_id(key: str) -> int | None:
-            return fields.or_none(key, lambda key: fields.whole(key, 0, vocab_size - 1))
-
         spec = TokenizerSpec(
             model_id=fields.text("model_id"),
             fingerprint=fields.digest("fingerprint"),
             vocab_size=vocab_size,
-            bos_token_id=token_id("bos_token_id"),
-            eos_token_id=token_id("eos_token_id"),
-            pad_token_id=token_id("pad_token_id"),
+            bos_token_id=fields.whole_or_none("bos_token_id", vocab_size - 1),
+            eos_token_id=fields.whole_or_none("eos_token_id", vocab_size - 1),
+            pad_token_id=fields.whole_or_none("pad_token_id", vocab_size - 1),
         )
         fields.end()
         return spec

@@ -112,11 +112,6 @@ def remake_command(shard_id: int, folder: Path) -> str:
     return f"rm {shlex.quote(str(manifest_path(folder, shard_id)))} && {rerun_command(shard_id, folder)}"
 
 
-def token_bytes(vocab_size: int) -> int:
-    """Bytes of a binary token id: 2 where every id fits into uint16, else 4 (uint32)."""
-    return 2 if vocab_size <= 1 << 16 else 4
-
-
 def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     """The header of a version 1.0 ``.npy`` file, as ``numpy.save`` writes it (128 bytes)."""
     text = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': {shape}, }}"

@@ -23,7 +23,7 @@ from preprocess.engines import TokenBatch
 from preprocess.members import document_headers, json_ids, ustar_header
 from preprocess.plan import Plan
 from shardprep.errors import BrokenShard, MissingShard, NotFound, OtherPlan, UnknownVersion
-from shardprep.format.dataset_spec import tokenizer_fingerprint
+from shardprep.format.dataset_spec import token_bytes, tokenizer_fingerprint
 from shardprep.format.idx import read_idx
 from shardprep.format.index import read_index
 from shardprep.format.manifest import check_hashes, check_shard, read_manifest
@@ -34,7 +34,6 @@ from shardprep.format.names import (
     npy_header,
     shard_name,
     tar_path,
-    token_bytes,
 )
 from tests.conftest import seal
 

@@ -24,8 +24,7 @@ from loader.dataset import (
     rank_lanes,
     whole_number,
 )
-from loader.mixed_chunks import MixedChunkDataset, MixedSamples
-from loader.mixed_sources import WeightsIn, check_mixing, mix
+from loader.mixed_chunks import MixedChunkDataset, MixedSamples, WeightsIn, check_mixing, mix
 from loader.mixture import Mixture, Schedule
 from loader.order import LAW_VERSION, Order
 from loader.process_rank import find_process_rank
@@ -37,8 +36,7 @@ from loader.settings_block import settings_block
 from loader.shards.document_split import SplitName, document_split
 from loader.shards.find_shards import find_sources
 from loader.shards.input_paths import InputShards
-from loader.shards.read_check import ReadCheck, check_read_check
-from loader.shards.shard_set import ShardSet, SizeCheck
+from loader.shards.shard_set import ReadCheck, ShardSet, SizeCheck, check_read_check
 from loader.shifted_targets import Targets, check_targets
 from loader.staging.staged_copies import warn_of_missing_copies
 from loader.token_loader import TokenLoader

@@ -19,7 +19,7 @@ from shardprep.format.names import INDEX_NAME, id_ranges, ids_of_ranges
 from shardprep.regular_files import size_of_file
 from slurm.job_records import Submission, SubmittedMeanwhile
 from slurm.job_script import JobRequest, quoted
-from slurm.patience import Patience
+from slurm.slurm_commands import Patience
 
 if TYPE_CHECKING:
     from slurm.dataset_state import DatasetState
@@ -210,7 +210,7 @@ def status(args: argparse.Namespace) -> int:
     """``status O``: where every shard is, and why what failed did."""
     from preprocess.plan import need_plan
     from slurm.dataset_state import find_state
-    from slurm.prometheus import write_metrics
+    from slurm.status_text import write_metrics
 
     plan = need_plan(args.output_dir)
     shown: list[str] = []

@@ -12,6 +12,7 @@ from preprocess.plan import Plan
 from shardprep.format.shard_making import ShardMaking
 from slurm.cluster_limits import PartitionLimits
 from slurm.dataset_state import DatasetState
+from slurm.job_records import Submission
 
 _PROCESS_GB = 1.0  # a worker has 0.4 GB with Llama 3's vocabulary; the rest is for what nobody foresaw
 _SPARE = 1.25  # of memory
@@ -59,8 +60,24 @@ def _cpu_share(made: Sequence[ShardMaking]) -> float:
 
 
 def _longest_task_s(state: DatasetState, made: Sequence[ShardMaking]) -> float:
-    """The longest time from the first to the last shard of one task of the newest submission."""
+    """The longest time of one task of the newest submission: Slurm's, or from its first to its last shard.
+
+    Slurm counts the start of the task, too, and against its time limit.
+    """
     submission = state.submissions[-1]
+    job_ids = {array.job_id for array in submission.arrays}
+    elapsed = [
+        float(each.elapsed_s)
+        for (number, job_id, _), attempts in state.task_attempts.items()
+        if number == submission.number and job_id in job_ids
+        for each in attempts
+        if each.state == "COMPLETED"
+    ]
+    return max([longest_task_s(submission, made), *elapsed])
+
+
+def longest_task_s(submission: Submission, made: Sequence[ShardMaking]) -> float:
+    """The longest time from the first to the last shard of one task of a submission, by the manifests."""
     of_shard = {each.shard_id: each for each in made if submission.made(each)}
     spans = []
     for array in submission.arrays:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import lustre
+from preprocess.cost_estimate import estimate_of
 from shardprep.errors import ShardprepError
 from shardprep.format.names import id_ranges
 from slurm.cluster_limits import (
@@ -34,7 +36,6 @@ from slurm.job_script import (
     verify_script,
 )
 from slurm.resource_use import advice_of_makings, advice_of_plan, within
-from slurm.room_for_shards import room_lines
 from slurm.sending import ArrayToSend, Sending
 from slurm.slurm_commands import SlurmAway, SlurmRefused
 from slurm.status_report import read_makings
@@ -75,10 +76,27 @@ def prepare_submit(
         missing = [shard_id for shard_id in missing if shard_id in shard_ids]
     if not missing:
         return state, None
-    for line in room_lines(state, missing):
+    for line in _room_lines(state, missing):
         say(line)
     groups = [(request, missing)]
     return state, prepare(state, groups, shards_per_task, say, sources=sources, dry_run=dry_run)
+
+
+def _room_lines(state: DatasetState, shard_ids: Sequence[int]) -> list[str]:
+    """What these shards need against quotas and free space; empty off Lustre, where nothing is asked.
+
+    The need is measured on a sample of the input, as planning did: a second or two of CPU. Never raises.
+    """
+    if not lustre.is_usable(state.folder):
+        return []
+    try:
+        whole = estimate_of(state.plan, state.folder).output_bytes
+    except (ShardprepError, OSError) as error:
+        return [f"note: whether the shards will fit cannot be told: {error}"]
+    sizes = state.plan.shard_bytes()
+    part = sum(sizes[shard_id] for shard_id in shard_ids) / max(1, sum(sizes))
+    need = lustre.Need(num_bytes=round(whole * part), num_files=3 * len(shard_ids))
+    return lustre.space_lines(state.folder, need)
 
 
 def check_recorded(state: DatasetState) -> None:

@@ -8,8 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from preprocess.export.layouts import EXPORTERS, STREAMS
-from preprocess.export.shard_tokens import ShardTokens
+from preprocess.export.layouts import EXPORTERS, STREAMS, ShardTokens
 from preprocess.plan import Plan, need_plan
 from preprocess.shard_samples import ShardSamples
 from shardprep.atomic_files import publish_bytes

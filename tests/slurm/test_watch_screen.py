@@ -12,7 +12,7 @@ import pytest
 
 from shardprep.format.manifest import read_manifest
 from shardprep.format.source_counts import source_lines
-from slurm.prometheus import metrics_text
+from slurm.status_text import metrics_text
 from slurm.watch_screen import bar, changes, cut, screen_lines
 from tests.checkout import ROOT
 from tests.conftest import Prep

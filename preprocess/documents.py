@@ -18,8 +18,7 @@ from preprocess.formats.json_lines import JsonLines
 from preprocess.formats.text_lines import CompressedText, TextLines
 from preprocess.inputs import ByteRange, Digest, Place
 from preprocess.long_documents import LONG_BYTES, MOST_HELD_BYTES, LongDocument
-from preprocess.text_changes import TextChanges
-from preprocess.text_fields import UnusableText
+from preprocess.text_fields import TextChanges, UnusableText
 
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 # What others put beside their data: no documents.

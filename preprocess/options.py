@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from preprocess.resources import batch_bytes_within, most_batches_within
-from preprocess.text_changes import Normalize, TextChanges, text_versions
-from preprocess.text_fields import MessageFields, TextFields
+from preprocess.text_fields import MessageFields, Normalize, TextChanges, TextFields, text_versions
 from shardprep.errors import Refused, UsageError
 from shardprep.format.names import Record, TokenFormat
 
@@ -51,7 +50,7 @@ class BytesOptions:
     min_chars: int = 0
     max_chars: int = 0  # 0: no limit
     limit: int = 0  # 0: no limit
-    text_versions: str = ""  # of the libraries that change text, see text_changes.py
+    text_versions: str = ""  # of the libraries that change text, see text_fields.py
     messages_field: str = ""  # of conversations, "" for other records
     chat_template: str = ""  # its Jinja text
     chat_tokens: str = ""  # the special tokens that a template may name, as JSON

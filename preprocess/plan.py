@@ -23,11 +23,17 @@ from shardprep.atomic_files import PublishedFile, sync_folder
 from shardprep.errors import BrokenShard, NotFound, Refused, UsageError
 from shardprep.format.checked_json import MOST, Fields, read_checked, with_content_hash
 from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
-from shardprep.format.names import FORMAT_VERSION, MAX_SEQ_LEN, MAX_SHARDS, PLAN_NAME, source_of_path
+from shardprep.format.names import (
+    FORMAT_VERSION,
+    MAX_PLAN_BYTES,
+    MAX_SEQ_LEN,
+    MAX_SHARDS,
+    PLAN_NAME,
+    source_of_path,
+)
 from shardprep.regular_files import FileStamp
 
 Boundary = tuple[int, int]  # (input, byte): where a shard begins in the sorted inputs read as one
-MAX_PLAN_BYTES = 256 << 20  # some 10^6 inputs
 _FORMAT = "shardprep-plan"
 
 

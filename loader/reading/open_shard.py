@@ -26,9 +26,8 @@ from loader.shards.shard_set import DatasetShards, ExternalTar, ShardSet
 from loader.shards.tar_samples import JSON, RAW, TarSamples, scan_tar
 from loader.staging.staged_copies import StagedCopies, recheck_command
 from shardprep.errors import BrokenShard, MissingShard, ReadWriteError, ShardprepError
-from shardprep.format.idx import IdxFile, RecordFile, open_idx
+from shardprep.format.idx import IdxFile, RecordFile, open_crcs, open_idx
 from shardprep.format.names import idx_path
-from shardprep.format.sample_crcs import open_crcs
 from shardprep.regular_files import (
     NOT_THERE,
     RETRY_DELAYS_S,

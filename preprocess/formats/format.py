@@ -19,8 +19,7 @@ from preprocess.chat_rendering import ChatTemplate
 from preprocess.inputs import BadDocument, OpenInput, Place, RangeReader
 from preprocess.long_documents import LONG_BYTES, MOST_HELD_BYTES, LongDocument
 from preprocess.options import BytesOptions, Doc
-from preprocess.text_changes import TextChanges
-from preprocess.text_fields import TextFields, UnusableText
+from preprocess.text_fields import TextChanges, TextFields, UnusableText
 
 # A batch of shorter lines, on average, is cut by their number: a million lines of one letter took 0.35 GB.
 SHORT_LINE_BYTES = 32

@@ -10,10 +10,11 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from shardprep.format.checked_json import Fields
-from shardprep.format.names import MAX_SEQ_LEN, MAX_SHARDS, Record, TokenFormat
+from shardprep.format.checked_json import Fields, read_checked
+from shardprep.format.names import MAX_PLAN_BYTES, MAX_SEQ_LEN, MAX_SHARDS, PLAN_NAME, Record, TokenFormat
 
 if TYPE_CHECKING:
     import numpy as np
@@ -124,3 +125,13 @@ class DatasetSpec:
         )
         fields.end()
         return spec
+
+
+def read_input_names(folder: Path) -> list[str]:
+    """The inputs of a data set's plan, relative to its input folder; an idx names them by their position.
+
+    Raises FileNotFoundError or NotADirectoryError where there is no plan, BrokenShard, UnknownVersion,
+    ReadWriteError.
+    """
+    fields: Fields = read_checked(folder / PLAN_NAME, "shardprep-plan", max_bytes=MAX_PLAN_BYTES)
+    return [item.text("path") for item in fields.objects("inputs")]

@@ -1,8 +1,12 @@
-"""shard-N.idx: where each sample lies in the tar, and where it came from; a file of records.
+"""shard-N.idx: where each sample lies in the tar, and where it came from; and crcs/shard-N.crc.
 
-A file of records has 64 bytes of header, one record of fixed size per sample, and a crc32 for each 512
-records; a file of crcs/ is one, too. They are read, never mapped: where a file system fails, a read is an
-error that can be tried again, and a mapped page a SIGBUS that ends the process without a word.
+Both are files of records: 64 bytes of header, one record of fixed size per sample, and a crc32 for each 512
+records. They are read, never mapped: where a file system fails, a read is an error that can be tried again,
+and a mapped page a SIGBUS that ends the process without a word.
+
+crcs/shard-N.crc has the crc32 of what the loader reads of each sample. ``verify --crcs`` writes it of a tar
+whose sha256 is right, and the loader's ``read_check="crc"`` compares. It is no part of the data set: nothing
+else needs it, and it may be deleted.
 """
 
 from __future__ import annotations
@@ -20,7 +24,14 @@ import numpy.typing as npt
 from shardprep.errors import BrokenShard, MissingShard, OtherPlan, ReadWriteError, UnknownVersion
 from shardprep.format.checked_json import version_message
 from shardprep.format.dataset_spec import DatasetSpec
-from shardprep.format.names import FORMAT_VERSION, idx_path, remake_command, rerun_command
+from shardprep.format.names import (
+    FORMAT_VERSION,
+    crcs_command,
+    crcs_path,
+    idx_path,
+    remake_command,
+    rerun_command,
+)
 from shardprep.regular_files import NOT_THERE, close_read, open_regular
 
 HEADER_BYTES = 64
@@ -63,6 +74,22 @@ IDX_CHAT_ROW = np.dtype(
     ]
 )
 _DTYPES = {"packed": IDX_ROW, "chat": IDX_CHAT_ROW}
+CRCS_MAGIC = b"shardcrc"
+CRCS_HEADER = np.dtype(
+    [
+        ("magic", "S8"),
+        ("version", "<u4"),
+        ("kind", "<u4"),  # IDX_KINDS
+        ("shard_id", "<u4"),
+        ("tar_sha256", "S16"),  # the first 16 hex digits
+        ("zero", "V28"),
+    ]
+)
+CRCS_DOCUMENT = np.dtype([("ids", "<u4")])  # of the num_bytes at the offset that the idx has
+CRCS_ROW = np.dtype([("ids", "<u4"), ("starts", "<u4")])  # of its part of doc_starts, too
+CRCS_CHAT_ROW = np.dtype([("ids", "<u4"), ("starts", "<u4"), ("mask", "<u4")])  # and of loss_mask
+_CRCS_DTYPES = {"packed": CRCS_ROW, "chat": CRCS_CHAT_ROW}
+TAR_DIGITS = 16  # of a tar's sha256, in the header
 MAX_SAMPLES = 2**40
 MAX_OFFSET = 2**62  # sums with it stay in an int64; who reads at it compares it with the tar's size
 
@@ -309,3 +336,42 @@ def idx_header(spec: DatasetSpec, shard_id: int) -> bytes:
         0,
     )
     return np.array([fields], IDX_HEADER).tobytes()
+
+
+def crcs_dtype(kind: str) -> np.dtype[Any]:
+    """Of a record: CRCS_DOCUMENT, CRCS_ROW or CRCS_CHAT_ROW."""
+    return _CRCS_DTYPES.get(kind, CRCS_DOCUMENT)
+
+
+def crcs_header(spec: DatasetSpec, shard_id: int, tar_sha256: str) -> bytes:
+    """The 64 bytes that begin a file of crc32s; of the tar's sha256, the first 16 hex digits count."""
+    digits = tar_sha256[:TAR_DIGITS].encode()
+    fields = (CRCS_MAGIC, FORMAT_VERSION, IDX_KINDS.index(spec.kind), shard_id, digits, bytes(28))
+    return np.array([fields], CRCS_HEADER).tobytes()
+
+
+def open_crcs(folder: Path, spec: DatasetSpec, shard_id: int, tar_sha256: str) -> RecordFile:
+    """Open the crc32s of a shard's samples, and check that they are of this tar.
+
+    Raises MissingShard, UnknownVersion or BrokenShard; OSError where the file system fails.
+    """
+    path, remedy = crcs_path(folder, shard_id), f"run: {crcs_command(folder)}"
+    expected = crcs_header(spec, shard_id, tar_sha256)
+
+    def check_header(header: bytes) -> None:
+        if len(header) < len(expected) or not header.startswith(CRCS_MAGIC):
+            raise BrokenShard(f"{path} begins {header[:8]!r}, expected {CRCS_MAGIC!r}; {remedy}")
+        found = np.frombuffer(header, CRCS_HEADER)[0]
+        if (version := int(found["version"])) != FORMAT_VERSION:
+            raise UnknownVersion(version_message(path, version))
+        if header != expected:
+            raise BrokenShard(
+                f"{path} is of shard {int(found['shard_id'])}, kind {int(found['kind'])} and a tar of sha256 "
+                f"{bytes(found['tar_sha256'])[:12]!r}; expected shard {shard_id} and {tar_sha256[:12]}; "
+                f"{remedy}"
+            )
+
+    try:
+        return open_records(RecordFile, path, crcs_dtype(spec.kind), check_header=check_header, remedy=remedy)
+    except NOT_THERE:
+        raise MissingShard(f'{path} is missing, and read_check is "crc"; {remedy}') from None

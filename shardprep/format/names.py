@@ -19,6 +19,7 @@ MAX_SHARDS = 99_999  # shard names carry five digits
 MAX_SEQ_LEN = 2**27
 BLOCK_BYTES = 512  # a tar is a sequence of such blocks
 TAR_END = bytes(2 * BLOCK_BYTES)  # the two zero blocks that close a tar
+MAX_PLAN_BYTES = 256 << 20  # some 10^6 inputs
 MAX_MANIFEST_BYTES = 1 << 20  # one has about 1.5 KB
 MAX_MEMBER_BYTES = 2**32 - 1  # the idx keeps sizes as uint32; ustar itself ends at 8 GiB
 PACKED_MEMBER_BYTES = 512 * 1024  # rows are grouped into members of about this size
@@ -80,6 +81,11 @@ def offset_unit(path: str) -> str:
     if path.endswith((".parquet", ".arrow")):
         return "row"
     return "byte of the text" if path.endswith((".gz", ".zst", ".xz", ".bz2")) else "byte"
+
+
+def place_text(path: str, offset: int) -> str:
+    """``ko_1.txt byte 4512``, ``a.parquet row 17``."""
+    return f"{path} {offset_unit(path)} {offset}"
 
 
 def document_key(shard_id: int, line: int) -> str:

@@ -155,7 +155,7 @@ def test_inside_of_preprocess_imports_follow_the_way_of_the_text() -> None:
         "parquet",
         "arrow",
     ]
-    way = ["resources", "text_fields", "text_changes", "options", "inputs", "long_documents"]
+    way = ["resources", "text_fields", "options", "inputs", "long_documents"]
     way += ["chat_rendering"]
     way += [f"formats.{name}" for name in forms]
     way += ["documents", "tokenizer_files", "engines", "packing", "members", "row_members"]

@@ -121,7 +121,7 @@ class MixedChunkDataset(ChunkDataset):
 class MixedRound:
     """The samples of a round, copied from the windows of their sources, which may end meanwhile."""
 
-    shape: tuple[int, ...]  # samples a step, steps
+    shape: tuple[int, ...]  # samples per step, steps
     row_tokens: int
     num_cut: int = 0
     lengths: npt.NDArray[np.int32] = field(init=False)

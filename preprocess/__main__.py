@@ -247,7 +247,7 @@ def parse_ids(text: str, num_shards: int) -> list[int]:
 
 
 def num_processes(args: argparse.Namespace, num_cpus: int, memory_gb: float) -> int:
-    """--num_proc, else DATASET_NUM_PROC, else one a CPU as far as the memory goes. Raises UsageError."""
+    """--num_proc, else DATASET_NUM_PROC, else one per CPU as far as the memory goes. Raises UsageError."""
     given = environment_number(os.environ, "DATASET_NUM_PROC") if args.num_proc is None else args.num_proc
     if given is None:
         fitting = int(memory_gb * 2**30) // (PROCESS_BYTES + (100 << 20))
@@ -282,7 +282,7 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
 def _run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output_dir", type=Path, help="folder of the data set")
     parser.add_argument("--shards", help="only these, such as 0-9,12")
-    parser.add_argument("--num_proc", type=int, help="processes (default: DATASET_NUM_PROC, or one a CPU)")
+    parser.add_argument("--num_proc", type=int, help="processes (default: DATASET_NUM_PROC, or one per CPU)")
     add_flags_of(parser, WorkerSettings)
 
 

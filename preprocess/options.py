@@ -140,9 +140,9 @@ class PrepConfig:
     )
     record: Record = field(
         default="documents",
-        metadata={"help": "a sample a document; documents in rows; conversations in rows"},
+        metadata={"help": "a sample per document; documents in rows; conversations in rows"},
     )
-    seq_len: int | None = field(default=None, metadata={"help": "tokens a packed row (default 8192)"})
+    seq_len: int | None = field(default=None, metadata={"help": "tokens per packed row (default 8192)"})
     token_format: TokenFormat = field(
         default="json", metadata={"help": "member type of a document's ids; packed rows are npy"}
     )

@@ -59,7 +59,7 @@ _NO_STRIPES = lustre.StripeWish(stripe="none")
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How many shards: a number, a size of input bytes, or (neither) one a file."""
+    """How many shards: a number, a size of input bytes, or (neither) one per file."""
 
     num_shards: int | None = None
     shard_bytes: int | None = None
@@ -136,7 +136,7 @@ def _check_has_fields(paths: list[Path]) -> None:
 
 
 def small_shards_note(plan: Plan, sharding: Sharding) -> str | None:
-    """What to type where one file a shard, which nobody asked for, makes many small shards; else None."""
+    """What to type where one file per shard, which nobody asked for, makes many small shards; else None."""
     total = sum(plan.shard_bytes())
     fewer = max(1, round(total / _SHARD_BYTES))
     if sharding != Sharding() or plan.num_shards < _MANY_SHARDS or plan.num_shards < 2 * fewer:

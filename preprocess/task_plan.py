@@ -50,7 +50,7 @@ def plan_of_task(given: dict[str, Any]) -> Plan:
     plan = read_plan(output_dir)
     if plan is None:
         config = PrepConfig(**given)
-        say(f"no plan in {output_dir}: planning one shard a file of {config.input_dir}")
+        say(f"no plan in {output_dir}: planning one shard per file of {config.input_dir}")
         plan = _plan_once(config)
     _check_given(plan, given)
     if "input_dir" in given and is_one_file_a_shard(plan):

@@ -52,8 +52,8 @@ class OpenShard:
     handle: int
     num_bytes: int
     idx: IdxFile | None  # open, where the records are not held
-    held: Any  # columns as in the idx, a row a sample; None where there is ``idx``
-    encoding: npt.NDArray[np.int8]  # JSON, NPY or RAW; one, or one a sample
+    held: Any  # columns as in the idx, a row per sample; None where there is ``idx``
+    encoding: npt.NDArray[np.int8]  # JSON, NPY or RAW; one, or one per sample
     token_bytes: int  # of a RAW id
     row_tokens: int  # of a packed row, else 0
     has_mask: bool  # a byte per token of each row says which have a label
@@ -291,7 +291,7 @@ class OpenShards:
 
 
 class StallWatch:
-    """A thread that logs a warning for every ``limit_s`` that one read goes on. 0.3 us a read.
+    """A thread that logs a warning for every ``limit_s`` that one read goes on. 0.3 us per read.
 
     A server of a parallel file system that is gone blocks a read for minutes and without an error;
     all other ranks then wait in a collective, and only this line tells where.

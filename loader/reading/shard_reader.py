@@ -63,7 +63,7 @@ class ReaderContext:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleBytes:
-    """Undecoded samples in one buffer; the arrays have a row a sample, in the order asked for."""
+    """Undecoded samples in one buffer; the arrays have a row per sample, in the order asked for."""
 
     buffer: npt.NDArray[np.uint8]
     start: npt.NDArray[np.int64]  # byte in the buffer
@@ -285,7 +285,7 @@ class ShardReader:
             self._files.fill(number, first + to_tar, self._buffer.data[first:end])
 
     def _read_masks(self, number: int, rows: slice, records: Any) -> npt.NDArray[np.int64]:
-        """Read the loss masks of consecutive rows, one span a member; where each lies in the buffer."""
+        """Read the loss masks of consecutive rows, one span per member; where each lies in the buffer."""
         shard = self.opened(number)
         offset, size = records["mask_offset"].astype(np.int64), shard.row_tokens
         if not 0 <= offset.min() <= offset.max() <= shard.num_bytes - size:

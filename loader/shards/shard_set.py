@@ -39,7 +39,7 @@ from shardprep.regular_files import names_in, with_retries
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetShards:
-    """Shards of one of our data sets, all or some; the arrays have a row a shard."""
+    """Shards of one of our data sets, all or some; the arrays have a row per shard."""
 
     folder: Path
     spec: DatasetSpec
@@ -90,12 +90,12 @@ class ExternalTar:
 
     @property
     def num_samples(self) -> npt.NDArray[np.int64]:
-        """As DatasetShards has it: a row a shard, and this is one."""
+        """As DatasetShards has it: a row per shard, and this is one."""
         return np.array([len(self.samples.offset)])
 
     @property
     def num_tokens(self) -> npt.NDArray[np.int64]:
-        """Where they were counted; else a guess of 4 bytes a token."""
+        """Where they were counted; else a guess of 4 bytes per token."""
         counted = self.samples.num_tokens
         return np.array([counted.sum() if (counted >= 0).all() else self.tar_bytes // 4])
 
@@ -278,7 +278,7 @@ class SizeCheck:
 def find_misfits(source: DatasetShards) -> list[Misfit]:
     """The tars of a data set's shards that are missing or of a wrong size, in their order.
 
-    One listing of the folder, whose order a Lustre client reads attributes ahead in, and a stat a file.
+    One listing of the folder, whose order a Lustre client reads attributes ahead in, and a stat per file.
     """
     names = [f"{shard_name(shard_id)}.tar" for shard_id in source.shard_ids.tolist()]
     expected = dict(zip(names, source.tar_bytes.tolist(), strict=True))

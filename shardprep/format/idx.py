@@ -150,7 +150,7 @@ class RecordFile:
     handle: int
     dtype: np.dtype[Any]
     num_samples: int
-    crcs: npt.NDArray[np.uint32]  # one a chunk
+    crcs: npt.NDArray[np.uint32]  # one per chunk
     checked: bytearray  # of each chunk, whether its crc32 was compared
     remedy: str
 
@@ -297,7 +297,7 @@ def open_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> IdxFile:
 
 
 def read_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> npt.NDArray[np.void]:
-    """A shard's whole idx in memory: a structured array of ``idx_dtype``, one a sample.
+    """A shard's whole idx in memory: a structured array of ``idx_dtype``, one per sample.
 
     Raises MissingShard, UnknownVersion, OtherPlan, BrokenShard, or ReadWriteError.
     """

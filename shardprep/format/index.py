@@ -71,7 +71,7 @@ class DatasetIndex:
         rows = fields.list_of("shards", _is_row, f"a list of {len(COLUMNS)} whole numbers and a hash")
         fields.end()
         if len(rows) != spec.num_shards:
-            raise fields.wrong("shards", f"{len(rows)} rows", f"{spec.num_shards}, one a shard")
+            raise fields.wrong("shards", f"{len(rows)} rows", f"{spec.num_shards}, one per shard")
         hashes = tuple(row[-1] for row in rows)
         if {len(each) for each in hashes} != {_HASH_DIGITS} or not _HEX.fullmatch("".join(hashes)):
             number = next(n for n, each in enumerate(hashes) if not is_digest(each, _HASH_DIGITS))

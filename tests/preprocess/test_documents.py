@@ -86,7 +86,7 @@ def whole(path: Path, data: bytes, source: int = 0) -> ByteRange:
 
 
 def text_mode(data: bytes, encoding: str) -> list[tuple[int, str]]:
-    """Line numbers and texts as the first script reads them."""
+    """Line numbers and texts as the baseline reads them."""
     lines = enumerate(io.TextIOWrapper(io.BytesIO(data), encoding=encoding))
     return [(number, line.strip()) for number, line in lines if line.strip()]
 

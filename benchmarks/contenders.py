@@ -67,7 +67,8 @@ def plan(documents: Path, output: Path, tokenizer: Path, options: list[str]) -> 
         if not (alone / "documents.txt").exists():
             (alone / "documents.txt").hardlink_to(documents / "documents.txt")
         documents = alone
-    command = [sys.executable, "-m", "preprocess", "plan", "--input_dir", documents, "--output_dir", output]
+    folders: list[str | Path] = ["--input_dir", documents, "--output_dir", output]
+    command = [sys.executable, "-m", "preprocess", "plan", *folders]
     done = subprocess.run(
         [*command, "--model_id", tokenizer, *options], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -79,7 +80,7 @@ def contenders(text: BenchmarkText, wanted: list[str]) -> tuple[list[Contender],
     """The baseline, the peers whose environments stand, and ours; and why others are left out."""
 
     def baseline(documents: Path, output: Path) -> list[str | Path]:
-        script = [sys.executable, ROOT / "benchmarks/baseline.py", "--shard_id", "0"]
+        script: list[str | Path] = [sys.executable, ROOT / "benchmarks/baseline.py", "--shard_id", "0"]
         return [*script, "--input_dir", documents, "--output_dir", output, "--model_id", text.tokenizer]
 
     def ours(_documents: Path, output: Path) -> list[str | Path]:

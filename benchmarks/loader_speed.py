@@ -28,8 +28,8 @@ from peer_environments import missing_reason
 
 
 def speed(turn: Turn) -> float:
-    """Millions of tokens, without padding, a CPU second."""
-    return turn["tokens"] / turn["cpu_s"] / 1e6
+    """Millions of tokens, without padding, per CPU second."""
+    return float(turn["tokens"] / turn["cpu_s"] / 1e6)
 
 
 def spread(values: list[float], digits: int) -> str:

@@ -32,8 +32,8 @@ _BARE = {
 def runs(tokenizer: Path, raw: Path, scratch: Path) -> Iterator[tuple[str, Callable[[], Usage]]]:
     """Name and call of each thing measured; each call begins with its output folder gone."""
     output, log, cache = scratch / "output", scratch / "log", scratch / "cache"
-    flags = ["--input_dir", raw, "--output_dir", output, "--model_id", tokenizer]
-    plain = ["-m", "preprocess", "--shard_id", "0", *flags]
+    flags: list[str | Path] = ["--input_dir", raw, "--output_dir", output, "--model_id", tokenizer]
+    plain: list[str | Path] = ["-m", "preprocess", "--shard_id", "0", *flags]
 
     def call(*words: str | Path, is_known: bool = True) -> Callable[[], Usage]:
         def run() -> Usage:

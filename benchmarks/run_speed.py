@@ -82,7 +82,7 @@ def make(dataset: Dataset, num_proc: int, scratch: Path) -> Made:
     """Make every shard anew."""
     for path in dataset.folder.glob("shard-*"):
         path.unlink()
-    command = [sys.executable, "-m", "preprocess", "run", dataset.folder, "--num_proc", str(num_proc)]
+    command = [sys.executable, "-m", "preprocess", "run", str(dataset.folder), "--num_proc", str(num_proc)]
     usage = run_pinned(command, cwd=scratch, log=scratch / "log", num_cores=num_proc)
     facts = [json.loads(path.read_bytes())["run"] for path in dataset.folder.glob("shard-*.json")]
     wall_s = max(run["began"] + run["wall_s"] for run in facts) - min(run["began"] for run in facts)

@@ -63,7 +63,7 @@ def make_shard(case: Case, tokenizer: Path, folder: Path) -> tuple[int, Usage]:
     raw, output = folder / "raw", folder / "output"
     write_input(raw / "documents.txt", case)
     plan(raw, output, tokenizer, RECORDS[case.record])
-    task = [sys.executable, "-m", "preprocess", "--shard_id", "0", "--output_dir", output]
+    task: list[str | Path] = [sys.executable, "-m", "preprocess", "--shard_id", "0", "--output_dir", output]
     usage = run_pinned(task, cwd=folder, log=folder / "log")
     num_bytes = (raw / "documents.txt").stat().st_size
     shutil.rmtree(raw)

@@ -276,7 +276,8 @@ def test_the_idx_of_packed_rows_finds_ids_starts_and_sources(prep: Prep, data: D
             length = packed.lengths[row]
             assert (len(ids), entry["num_tokens"]) == (SEQ_LEN, length)
             assert ids[:length] == packed.tokens[begin : begin + length]
-            place = slice(entry["starts_offset"], entry["starts_offset"] + 4 * entry["num_starts"])
+            first = int(entry["starts_offset"])
+            place = slice(first, first + 4 * int(entry["num_starts"]))
             assert [
                 start + packed.member_of[row] * SEQ_LEN for start in np.frombuffer(raw[place], "<u4").tolist()
             ] == [start for start in packed.starts if begin <= start < begin + SEQ_LEN]

@@ -11,7 +11,6 @@ costs of commands at such sizes are in scale.py, of a loader on disk in loader_l
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import time
 import tracemalloc
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -162,7 +162,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="shardprep-bench-") as name:
             folder, world = Path(name), ranks * WORKERS
             num_bytes = index_of(folder, num_shards)
-            shards, index_s, index_mb = taken(functools.partial(shards_of, folder))
+            shards, index_s, index_mb = taken(partial(shards_of, folder))
         block, window = choose_windows(
             num_samples=shards.num_samples, num_bytes=shards.tar_bytes, global_batch_size=ranks * BATCH
         )
@@ -176,7 +176,7 @@ def main() -> int:
         lanes = share(range(order.num_lanes), 0, world)
         middle = order.steps_per_epoch // 2
         start, end = next(order.windows(middle))
-        _, window_s, window_mb = taken(functools.partial(order.samples_of, 0, lanes, start, end))
+        _, window_s, window_mb = taken(partial(order.samples_of, 0, lanes, start, end))
         at_start, per_step = opens_of(order, shards, world)
         window_bytes = len(lanes) * window * ROW_BYTES
         mb_per_open = order.global_batch_size * ROW_BYTES / max(per_step, 1e-9) / 1e6

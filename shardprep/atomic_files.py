@@ -33,7 +33,8 @@ from shardprep.regular_files import FileStamp
 
 WRITE_BYTES = 4 << 20  # a Lustre stripe; smaller writes cost a lock each
 STALE_AFTER_S = 24 * 3600
-TEMPORARY_NAME = re.compile(r"\..+-\d+-[0-9a-f]{8}\.tmp")  # as _temporary_name gives it
+# As _temporary_name gives it; .old: what PublishedFolder puts aside.
+TEMPORARY_NAME = re.compile(r"\..+-\d+-[0-9a-f]{8}(\.old)?\.tmp")
 
 
 class PublishedFile:

@@ -112,16 +112,12 @@ class ShardWriter:
         """Why documents were left out."""
         return {bad.reason for bad in self._bad}
 
-    def append(
-        self,
-        documents: DocumentBatch,
-        tokens: TokenBatch,
-        prepared: Callable[[], Prepared] | None = None,
-    ) -> None:
-        """Add a batch of documents with their ids, in the order of the input.
+    def append(self, documents: DocumentBatch, made: Callable[[], tuple[TokenBatch, Prepared]]) -> None:
+        """Add a batch of documents, in the order of the input.
 
-        ``prepared`` gives what ``Members.prepare`` made of it; without it, that is done here.
+        ``made`` gives their ids, and what ``Members.prepare`` made of both; it may wait for them.
         """
+        tokens, prepared = made()
         num_left_out = len(documents.bad) + len(documents.filtered)
         num_empty = documents.num_lines - len(documents.texts) - num_left_out
         self._count_input(documents.num_lines, num_empty, documents.num_bytes)
@@ -132,8 +128,7 @@ class ShardWriter:
         self._count_sources(documents, num_tokens)
         if documents.ids is not None:
             self._keep_ids(documents.input_number, documents.input_offsets.tolist(), documents.ids)
-        pieces = prepared() if prepared else self._members.prepare(documents, tokens)
-        self._write(pieces())
+        self._write(prepared())
 
     def append_long(
         self, document: LongDocument, num_text_bytes: int, ids: Iterable[npt.NDArray[np.uint32]]

@@ -1,7 +1,7 @@
 """Makes one shard: read_documents -> encode -> members -> tar and idx -> manifest.
 
-Each stage has threads of its own: one reads and decodes the next batch, this one encodes, with as many of the
-engine's as there are cores, some lay out the batches before, and one writes them in their order. All but the
+Threads of this process share the work: one reads and decodes the next batch, some take a batch each, encode
+it, with the engine's own threads, and lay it out, and one writes the batches in their order. All but the
 encoding is Python and numpy, which share the interpreter's lock for a part of the time: see docs/speed.md.
 """
 
@@ -14,7 +14,7 @@ import resource
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,7 @@ from preprocess.engines import FEW_BYTES, Engine, TokenBatch, load_engine
 from preprocess.formats.format import DocumentBatch, Reading, reading_of
 from preprocess.inputs import BadDocument
 from preprocess.long_documents import MOST_HELD_BYTES, LongDocument
-from preprocess.members import DocumentMembers, Members
+from preprocess.members import DocumentMembers, Members, Prepared
 from preprocess.options import BytesOptions, WorkerSettings, check_text_versions
 from preprocess.packing import BestFitRows, ConcatRows
 from preprocess.plan import Plan, PlannedShard
@@ -41,7 +41,7 @@ from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.manifest import Manifest, check_shard
 from shardprep.format.names import IDS_DIR, QUARANTINE_DIR, TOKENIZER_DIR, quarantine_path, shard_name
 
-_MOST_LAYOUTS = 4  # threads; more would wait for the interpreter's lock
+_MOST_MAKERS = 4  # threads that encode and lay out; more would wait for the interpreter's lock
 
 Item = TypeVar("Item")
 Arguments = ParamSpec("Arguments")
@@ -75,14 +75,15 @@ class Worker:
     spec: DatasetSpec = field(init=False)
     reading: Reading = field(init=False)
     end_id: int | None = field(init=False)  # the token that ends each document
-    num_layouts: int = field(init=False)  # threads that lay batches out before the one that writes
+    # Threads that take a batch each: two on two cores, so that one encodes while the other prepares.
+    num_makers: int = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "spec", self.plan.spec)
         object.__setattr__(self, "reading", reading_of(self.plan.options, self.settings.batch_bytes))
         object.__setattr__(self, "end_id", self.plan.end_id)
-        most = min(_MOST_LAYOUTS, self.num_cpus // 2, self.settings.most_batches)
-        object.__setattr__(self, "num_layouts", 0 if self.num_cpus < 2 else most)
+        most = min(_MOST_MAKERS, self.num_cpus, max(2, self.num_cpus // 2), self.settings.most_batches)
+        object.__setattr__(self, "num_makers", most)
 
     def run_shard(self, shard: PlannedShard, progress: Callable[[Work], None]) -> Manifest:
         """Make a shard of ``plan``; ``progress`` is told the work of each batch.
@@ -100,7 +101,7 @@ class Worker:
 
     def _make_shard(self, shard: PlannedShard, progress: Callable[[Work], None]) -> Manifest:
         began, cpu_began = time.time(), time.process_time()
-        options, num_layouts = self.plan.options, self.num_layouts
+        options, num_makers = self.plan.options, self.num_makers
         digest = None if shard.sha256 is None else hashlib.sha256()
         documents = read_documents(
             shard.ranges, self.reading, digest=digest, most_documents=shard.most_documents
@@ -108,7 +109,7 @@ class Worker:
         batch_size = self.settings.writer_batch_size
         members = members_of(self.folder, self.spec, shard.shard_id, options, batch_size=batch_size)
         with (
-            ThreadPoolExecutor(max(1, num_layouts)) as layouts,
+            ThreadPoolExecutor(num_makers) as makers,
             ShardWriter(
                 self.folder,
                 self.spec,
@@ -117,16 +118,14 @@ class Worker:
                 input_paths=[item.path for item in self.plan.inputs],
                 keeps_ids=bool(options.id_field),
             ) as writer,
-            WriteBehind(num_behind=1 + max(1, num_layouts)) as behind,
+            WriteBehind(num_behind=1 + num_makers) as behind,
         ):
             counted = (0, 0)
             for item in read_ahead(documents, num_ahead=1):
                 if isinstance(item, LongDocument):
                     behind.put(self._append_long, writer, item)
                 else:
-                    tokens = self._encode(item)
-                    laid_out = layouts.submit(members.prepare, item, tokens).result if num_layouts else None
-                    behind.put(writer.append, item, tokens, laid_out)
+                    behind.put(writer.append, item, makers.submit(self._made, members, item).result)
                 before, counted = counted, (writer.num_documents, writer.num_tokens)
                 progress(Work(item.num_bytes, counted[0] - before[0], counted[1] - before[1]))
             behind.drain()
@@ -146,6 +145,11 @@ class Worker:
             f"{found[:12]}, the plan says {str(shard.sha256)[:12]}; bring the file back, or plan anew into a "
             "new folder"
         )
+
+    def _made(self, members: Members, documents: DocumentBatch) -> tuple[TokenBatch, Prepared]:
+        """The ids of a batch, and its members as far as they can be laid out before its turn."""
+        tokens = self._encode(documents)
+        return tokens, members.prepare(documents, tokens)
 
     def _encode(self, documents: DocumentBatch) -> TokenBatch:
         return self.engine.encode_documents(
@@ -283,12 +287,33 @@ def load_worker(
 
 def done_manifest(plan: Plan, folder: Path, shard_id: int) -> Manifest | None:
     """The manifest of a shard that is done, else None. Raises where another plan's shard is in the way."""
+    manifest = _manifest_if_done(plan, folder, shard_id)
+    if manifest is not None:
+        _remove_leftovers(folder, [shard_id])
+    return manifest
+
+
+def missing_shards(plan: Plan, folder: Path, shard_ids: Iterable[int]) -> list[int]:
+    """Those that are not done. What attempts at the others left is removed, by one look at the folder.
+
+    Raises as ``done_manifest`` does.
+    """
+    is_done = {number: _manifest_if_done(plan, folder, number) is not None for number in shard_ids}
+    if any(is_done.values()):
+        _remove_leftovers(folder, [number for number, done in is_done.items() if done])
+    return [number for number, done in is_done.items() if not done]
+
+
+def _manifest_if_done(plan: Plan, folder: Path, shard_id: int) -> Manifest | None:
     try:
-        manifest = check_shard(folder, shard_id, plan.plan_id)
+        return check_shard(folder, shard_id, plan.plan_id)
     except (MissingShard, BrokenShard):
         return None
-    remove_temporaries(folder, shard_name(shard_id), older_than_s=0, subfolders=[QUARANTINE_DIR, IDS_DIR])
-    return manifest
+
+
+def _remove_leftovers(folder: Path, shard_ids: list[int]) -> None:
+    names = map(shard_name, shard_ids)
+    remove_temporaries(folder, *names, older_than_s=0, subfolders=[QUARANTINE_DIR, IDS_DIR])
 
 
 def read_ahead(items: Iterator[Item], num_ahead: int) -> Iterator[Item]:

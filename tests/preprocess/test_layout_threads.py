@@ -86,7 +86,8 @@ def test_on_two_cores_two_batches_are_encoded_side_by_side(prep: Prep, data_dir:
     the engine's threads, leaves the core to the other batch."""
     expected = data_dir.parent / "expected"
     prep.plan(need_plan(data_dir).input_dir, expected, num_shards=5)
-    worker_of(expected, num_cpus=1).run_shard(0, lambda _: None)
+    alone = worker_of(expected, num_cpus=1)
+    alone.run_shard(alone.plan.shard(0), lambda _: None)
     worker = worker_of(data_dir, num_cpus=2)
     encode, two, calls = worker.engine.encode, threading.Barrier(2), itertools.count()
 
@@ -96,7 +97,7 @@ def test_on_two_cores_two_batches_are_encoded_side_by_side(prep: Prep, data_dir:
         return encode(texts)
 
     engine = dataclasses.replace(worker.engine, encode=together)
-    dataclasses.replace(worker, engine=engine).run_shard(0, lambda _: None)
+    dataclasses.replace(worker, engine=engine).run_shard(worker.plan.shard(0), lambda _: None)
     assert next(calls) > 4
     assert prep.contents(data_dir) == prep.contents(expected)
 
@@ -113,7 +114,7 @@ def test_an_error_of_the_engine_ends_the_shard_and_leaves_nothing(data_dir: Path
 
     engine = dataclasses.replace(worker.engine, encode=failing)
     with pytest.raises(ReadWriteError, match="the engine is gone"):
-        dataclasses.replace(worker, engine=engine).run_shard(0, lambda _: None)
+        dataclasses.replace(worker, engine=engine).run_shard(worker.plan.shard(0), lambda _: None)
     assert next(calls) > 3
     assert [path.name for path in data_dir.glob("*shard-*")] == []
     assert [path.name for path in data_dir.glob(".shard-*")] == []

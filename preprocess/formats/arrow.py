@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from preprocess.formats.columns import InputStream, arrow_of, check_columns, row_documents, unreadable
+from preprocess.formats.columns import InputStream, arrow_of, check_columns, refused_by_name, row_documents
 from preprocess.formats.format import DocumentBatch, Inspected, RangeReader, Reading, Start, no_documents
 from preprocess.inputs import OpenInput, Place
 from preprocess.long_documents import LongDocument
@@ -96,10 +96,8 @@ class Arrow:
         )
         spans = _Spans(file, used)
         table = self._columns(file, spans, reading)
-        try:
+        with refused_by_name(file, "Arrow", spans):
             yield from row_documents(_read_batches(table, batches, part.start, part.end), place, reading)
-        except (ValueError, OSError, RuntimeError, KeyError, NotImplementedError) as error:
-            raise unreadable(file, "Arrow", spans, error) from None
         if not batches:
             yield no_documents(place)
 
@@ -107,7 +105,7 @@ class Arrow:
         """A pyarrow reader of a stream, for the columns in use."""
         arrow = arrow_of(".arrow")
         ipc = __import__("pyarrow.ipc", fromlist=["open_stream"])
-        try:
+        with refused_by_name(file, "Arrow", spans):
             schema = ipc.open_stream(spans).schema
             check_columns(file, schema, reading.fields)
             wanted = {path[0] for path in reading.fields.paths}
@@ -115,8 +113,6 @@ class Arrow:
             spans.seek(0)
             options = arrow.ipc.IpcReadOptions(included_fields=numbers, use_threads=False)
             return ipc.open_stream(spans, options=options)
-        except (ValueError, OSError, RuntimeError, KeyError, NotImplementedError) as error:
-            raise unreadable(file, "Arrow", spans, error) from None
 
 
 def _read_batches(table: Any, messages: list[_Message], start: int, end: int) -> Iterator[tuple[Any, int]]:
@@ -184,7 +180,7 @@ def _messages(file: OpenInput) -> Iterator[_Message]:
         header_bytes = int.from_bytes(block[4:8], "little")
         if not header_bytes:
             return
-        if header_bytes > min(size - position, _MOST_HEADER_BYTES):
+        if header_bytes > min(size - position - 8, _MOST_HEADER_BYTES):
             raise _broken(file, f"the message at byte {position} goes on behind the end")
         if header_bytes + 8 > len(block):
             block = file.read_all(position, position + 8 + header_bytes)
@@ -202,10 +198,8 @@ def _messages(file: OpenInput) -> Iterator[_Message]:
 def _check_footer(file: OpenInput) -> None:
     """That the footer of the file format is whole, though it is not needed. Raises BadInput."""
     stream = InputStream(file)
-    try:
+    with refused_by_name(file, "Arrow", stream):
         __import__("pyarrow.ipc", fromlist=["open_file"]).open_file(stream)
-    except (ValueError, OSError, RuntimeError) as error:
-        raise unreadable(file, "Arrow", stream, error) from None
 
 
 def _broken(file: OpenInput, why: str) -> BadInput:

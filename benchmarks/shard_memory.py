@@ -56,9 +56,8 @@ def cases(corpora: list[Corpus], num_bytes: int, line_bytes: int, forms: list[st
         for label, size, is_one_line in sizes
     ]
     of_forms = [
-        Case(label=ONE[form], corpus=english, num_bytes=size, record="packed", form=form)
+        Case(label=ONE[form], corpus=english, num_bytes=num_bytes, record="packed", form=form)
         for form in forms or FORMS
-        for size in (num_bytes // 10, num_bytes)
     ]
     return of_forms if forms else [*plain, *of_forms]
 

@@ -176,6 +176,9 @@ def _arrow_table(data: bytes) -> pyarrow.Table:
 def _cells(column: pyarrow.ChunkedArray) -> Found:
     """As bytes: one bad cell does not hide the others."""
     texts, num_bad = [], 0
+    for chunk in column.chunks:  # pyarrow follows a damaged offset to wherever it leads
+        as_bytes = {pyarrow.string(): pyarrow.binary()}.get(chunk.type, chunk.type)
+        chunk.view(as_bytes).validate(full=True)
     for cell in column.cast(pyarrow.large_binary()).to_pylist():
         try:
             texts.append(cell.decode())

@@ -28,6 +28,7 @@ import zstandard
 
 from preprocess import input_files, shard_boundaries
 from preprocess.documents import read_documents
+from preprocess.formats import arrow
 from preprocess.formats.format import DocumentBatch, Reading
 from preprocess.input_files import list_inputs, stamp_inputs
 from preprocess.inputs import ByteRange
@@ -37,7 +38,7 @@ from shardprep.errors import BadInput
 from tests.input_writers import bgzip, seekable_zstd
 
 _FILES_AT_ONCE = 500
-FRAMES = ((7, 100, 1, 1000), (300,), (2000, 500), (65_280,))
+FRAMES = ((7, 100, 1, 1000), (300,), (300,), (2000, 500), (2000, 500), (65_280,))
 PACKERS: dict[str, Callable[[bytes, random.Random], bytes]] = {
     "": lambda data, _: data,
     ".gz": lambda data, rng: gzip.compress(data, rng.choice([1, 1, 6, 9])),
@@ -73,10 +74,13 @@ class Found:
 
 def random_texts(rng: random.Random) -> list[str]:
     letters = rng.choice(["ab ", 'abc 한글\n"\\', "a\u00e9\u2028\t😀\r\n\0"])
-    lengths = [0, 1, 5, 40, rng.choice([100, 100, 400, 400, 400, 5000])]
+    lengths = [0, 1, 5, 40, rng.choice([100, 100, 100, 400, 400, 400, 400, 400, 400, 5000])]
     # Random bytes that each stand for a letter: choosing 5,000 letters one by one took half of the time.
     table = (letters * 256)[:256]
-    sizes = [rng.choice(lengths) for _ in range(rng.choice([rng.randrange(12), rng.randrange(40)]))]
+    sizes = [
+        rng.choice(lengths)
+        for _ in range(rng.choice([rng.randrange(6), rng.randrange(6), rng.randrange(12), rng.randrange(40)]))
+    ]
     return [rng.randbytes(size).decode("latin-1").translate(table) for size in sizes]
 
 
@@ -267,7 +271,10 @@ def compare(form: str, seed: int, folder: Path) -> str:
     path.write_bytes(data)
     wrong = f"WRONG: {form} with seed {seed}"
     try:
-        found = ours(folder, rng.choice([1, 1, 2, 2, 5, 30]), rng.choice([64, 1000, 1000, 1 << 19]))
+        with mock.patch.object(arrow, "_LARGE_BYTES", rng.choice([0, 1 << 24])):  # read by rows, or whole
+            found = ours(
+                folder, rng.choice([1, 1, 2, 2, 2, 5, 5, 30]), rng.choice([64, 1000, 1 << 19, 1 << 19])
+            )
     except Exception as error:
         return f"{wrong}: {error!r}"
     finally:

@@ -275,7 +275,15 @@ def broken(kind: str, raw: Path) -> str:
     name = "b.stream.arrow" if "arrow" in kind else "b.parquet"
     write_table(raw / name, {"text": TEXTS})
     data = (raw / name).read_bytes()
-    (raw / name).write_bytes(data[:-12] if "footer" in kind else data[:-300])
+    damaged = {
+        "parquet without footer": data[:-12],
+        "parquet with a broken name of a column": data[: (at := data.rfind(b"text"))]
+        + b"\xe5"
+        + data[at + 1 :],
+        "cut arrow": data[:-300],
+        "arrow cut in its schema": data[: int.from_bytes(data[4:8], "little") + 5],
+    }
+    (raw / name).write_bytes(damaged[kind])
     return name
 
 
@@ -285,7 +293,8 @@ def broken(kind: str, raw: Path) -> str:
         "cut gzip", "gzip cut unseen by the plan",
         "gzip with garbage behind", "gzip with a flipped bit", "plain text named gz", "cut zstd",
         "cut xz", "cut seekable zstd", "text named parquet", "text named arrow", "parquet without footer",
-        "cut arrow", "column of another type", "no such column",
+        "parquet with a broken name of a column", "cut arrow", "arrow cut in its schema",
+        "column of another type", "no such column",
     ],
 )  # fmt: skip
 def test_a_file_that_cannot_be_read_further_ends_in_65_by_its_name_and_counts_nothing(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
 from collections.abc import Callable, Sequence
+from time import sleep
 from typing import TypeVar
 
 from shardprep.errors import NotFound, ReadWriteError, UsageError
@@ -32,9 +34,16 @@ REQUEST_VARIABLES = {
 # Slurm's own words for a controller that is down, too slow, or not configured here.
 _AWAY = re.compile(
     r"contact slurm controller|timed out|configuration source|Zero Bytes|connection fail|"
-    r"Munge|authentication",
+    r"can't be reached now|Munge|authentication",
     re.IGNORECASE,
 )
+_CLOCKS_DIFFER = (  # what munge takes for an expired credential, a client is told in these words alone
+    "does it restart (scontrol ping), or is the clock of this host more than 5 min off (date)?"
+)
+_NO_SUCH_CLUSTER = "known by database"  # a wrong SLURM_CLUSTERS
+_DELAYS_S = (5, 10, 20, 40)  # then 60 s each
+_LONGEST_DELAY_S = 60
+_MOST_FAILURES = 60  # in a row: about an hour
 
 
 class SlurmRefused(UsageError):
@@ -83,7 +92,20 @@ def slurm_output(*command: str, text: str | None = None, cluster: str | None = N
     return _run(command, text, cluster).stdout
 
 
+def is_federated() -> bool:
+    """Whether this cluster is one of a federation, which may start a job on any of its clusters."""
+    with contextlib.suppress(SlurmRefused):
+        return slurm_output("scontrol", "show", "federation").startswith("Federation:")
+    return False
+
+
 def _run(command: Sequence[str], text: str | None, cluster: str | None) -> subprocess.CompletedProcess[str]:
+    clusters = os.environ.get("SLURM_CLUSTERS", "")
+    if "," in clusters or clusters == "all":
+        raise UsageError(
+            f"SLURM_CLUSTERS is {clusters!r}, expected one cluster: a submission goes to one, and status "
+            "finds the jobs of each by their records"
+        )
     try:
         done = subprocess.run(
             command,
@@ -106,8 +128,9 @@ def _run(command: Sequence[str], text: str | None, cluster: str | None) -> subpr
         ) from None
     if done.returncode:
         words = " ".join((done.stderr or done.stdout).split())
-        if _AWAY.search(words):
-            raise SlurmAway(f"{command[0]} gets no answer: {words}; is the controller up? scontrol ping")
+        if _AWAY.search(words) and _NO_SUCH_CLUSTER not in words:
+            hint = _CLOCKS_DIFFER if "Zero Bytes" in words else "is the controller up? scontrol ping"
+            raise SlurmAway(f"{command[0]} gets no answer: {words}; {hint}")
         raise SlurmRefused(f"{command[0]} refuses: {words}")
     return done
 
@@ -139,3 +162,36 @@ def _parse_config(text: str) -> dict[str, str]:
     if not re.fullmatch(r"[0-9]{1,10}", config.get("MaxArraySize", "")):
         raise ValueError("no MaxArraySize")
     return config
+
+
+class Patience:
+    """Asks Slurm again where it gives no answer: a controller that restarts is back in a minute.
+
+    It counts the failures in a row, so that one wait outlasts many short ones.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._num_failures = 0
+
+    def ask(self, question: Callable[[], T]) -> T:
+        """The answer, however often it takes. Raises SlurmAway after about an hour without one."""
+        while True:
+            try:
+                answer = question()
+            except SlurmMissing:
+                raise
+            except SlurmAway as error:
+                self._num_failures += 1
+                if self._num_failures > _MOST_FAILURES:
+                    raise
+                delay_s = self.delay_s()
+                self._say(f"{error}; asking again in {delay_s} s. What runs goes on meanwhile")
+                sleep(delay_s)
+            else:
+                self._num_failures = 0
+                return answer
+
+    def delay_s(self) -> float:
+        """How long to wait before the next question."""
+        return (*_DELAYS_S, _LONGEST_DELAY_S)[min(self._num_failures - 1, len(_DELAYS_S))]

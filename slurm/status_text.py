@@ -1,13 +1,17 @@
-"""The report of ``status`` as text for people."""
+"""The report of ``status`` as text: for people, and in Prometheus' format."""
 
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import Any
 
+from shardprep.atomic_files import publish_bytes
+from shardprep.format.names import ids_of_ranges
 from shardprep.format.source_counts import source_lines
 
 _MOST_FAILURES = 8  # shown with their last lines
+_METRIC_STATES = ("done", "running", "pending", "failed", "not_submitted", "not_visible")
 _CLOCKS_DIFFER_S = 30  # less is told by --json alone
 
 
@@ -55,31 +59,35 @@ def _waiting_lines(data: dict[str, Any]) -> list[str]:
 def _note_lines(data: dict[str, Any]) -> list[str]:
     """What is not known, and what somebody should look at."""
     lines = []
-    if data["suspended"]:
-        lines.append(f"  suspended: {data['suspended']}; scontrol resume JOB lets them go on")
     if data["not_visible"]:
         lines.append(f"  not visible: {data['not_visible']} ({data['why_not_visible']})")
     if data["slurm_away"]:
         lines.append(f"  what waits and runs is not known: {data['slurm_away']}")
-    if data["accounts_away"]:
-        lines.append(f"  Slurm's accounts give no answer, causes are from logs: {data['accounts_away']}")
+    return lines + [f"  {note}" for note in notes(data)]
+
+
+def notes(data: dict[str, Any]) -> list[str]:
+    """What somebody should look at, a text each, most pressing first."""
+    found = []
+    if data["unrecorded_jobs"]:
+        ids = ", ".join(data["unrecorded_jobs"])
+        found.append(f"wait or run, and no record says for which shards: {ids}: its jobs folder was emptied")
+    if data["stray_jobs"]:
+        ids = ", ".join(data["stray_jobs"])
+        found.append(f"held jobs that no record names: {ids}: a submission goes on, or was cut short")
+    if data["suspended"]:
+        found.append(f"suspended: {data['suspended']}; scontrol resume JOB lets them go on")
+    if data["wrong"]:
+        found.append(f"found wrong by the verify job: {data['wrong']}; retry makes them anew")
     if abs(data["clock_difference_s"]) > _CLOCKS_DIFFER_S:
         way = "ahead of" if data["clock_difference_s"] > 0 else "behind"
         by = duration(abs(data["clock_difference_s"]))
-        lines.append(
-            f"  the nodes' clocks are {by} or more {way} this one: munge refuses to talk from 5 min on"
+        found.append(
+            f"the nodes' clocks are {by} or more {way} this one: munge refuses to talk from 5 min on"
         )
-    if data["wrong"]:
-        lines.append(f"  found wrong by the verify job: {data['wrong']}; retry makes them anew")
-    if data["stray_jobs"]:
-        ids = ", ".join(data["stray_jobs"])
-        lines.append(f"  held jobs that no record names: {ids}: a submission goes on, or was cut short")
-    if data["unrecorded_jobs"]:
-        ids = ", ".join(data["unrecorded_jobs"])
-        lines.append(
-            f"  wait or run, and no record says for which shards: {ids}: its jobs folder was emptied"
-        )
-    return lines
+    if data["accounts_away"]:
+        found.append(f"Slurm's accounts give no answer, causes are from logs: {data['accounts_away']}")
+    return found
 
 
 def _slow_lines(data: dict[str, Any]) -> list[str]:
@@ -142,3 +150,53 @@ def duration(seconds: float) -> str:
     """``2 h 05 min``, ``5 min`` or ``5 s``."""
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"
+
+
+def write_metrics(path: Path, data: dict[str, Any]) -> None:
+    """Write the file of ``status --metrics``, for node_exporter's textfile collector: whole, by a rename.
+
+    Raises CannotWrite or ReadWriteError.
+    """
+    publish_bytes(path, metrics_text(data).encode("utf-8"))
+
+
+def metrics_text(data: dict[str, Any]) -> str:
+    """The report as lines of metrics; what is not known has no line.
+
+    Names and labels are an interface: they stay.
+    """
+    folder = {"folder": data["folder"]}
+    lines: list[str] = []
+
+    def add(name: str, text: str, samples: list[tuple[dict[str, str], float | None]]) -> None:
+        known = [(labels, value) for labels, value in samples if value is not None]
+        if known:
+            lines.extend([f"# HELP shardprep_{name} {text}", f"# TYPE shardprep_{name} gauge"])
+            lines.extend(f"shardprep_{name}{_labels({**folder, **own})} {value}" for own, value in known)
+
+    states = [({"state": name}, float(_number(data[name]))) for name in _METRIC_STATES]
+    add("shards", "Shards of the data set by state.", list(states))
+    failed = [({"cause": cause}, float(_number(ids))) for cause, ids in data["causes"].items()]
+    add("shards_failed", "Failed shards by cause.", list(failed))
+    add("tokens", "Tokens of the shards that are done.", [({}, data["num_tokens"])])
+    speed = data["tokens_per_s"]
+    add("tokens_per_second", "Tokens per second since the newest submission.", [({}, speed)])
+    add("seconds_left", "Seconds until what is queued will be made, at this speed.", [({}, data["left_s"])])
+    hours = data["core_hours"]
+    core_hours = [({"kind": "all"}, hours["used"]), ({"kind": "failed"}, hours["failed"])]
+    add("core_hours", "Core-hours of all attempts, and of those that failed.", core_hours)
+    add("verified", "1 where index.json is there.", [({}, float(data["verified"]))])
+    add("slurm_answers", "1 where Slurm said what waits and runs.", [({}, float(not data["slurm_away"]))])
+    return "\n".join([*lines, ""])
+
+
+def _number(ids: str) -> int:
+    return len(ids_of_ranges(ids)) if ids else 0
+
+
+def _labels(labels: dict[str, str]) -> str:
+    escaped = {
+        name: value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        for name, value in labels.items()
+    }
+    return "{" + ",".join(f'{name}="{value}"' for name, value in escaped.items()) + "}"

@@ -12,6 +12,8 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import lustre
+from preprocess.cost_estimate import estimate_of
 from shardprep.errors import ShardprepError
 from shardprep.format.names import id_ranges
 from slurm.cluster_limits import (
@@ -34,7 +36,6 @@ from slurm.job_script import (
     verify_script,
 )
 from slurm.resource_use import advice_of_makings, advice_of_plan, within
-from slurm.room_for_shards import room_lines
 from slurm.sending import ArrayToSend, Sending
 from slurm.slurm_commands import SlurmAway, SlurmRefused
 from slurm.status_report import read_makings
@@ -75,10 +76,27 @@ def prepare_submit(
         missing = [shard_id for shard_id in missing if shard_id in shard_ids]
     if not missing:
         return state, None
-    for line in room_lines(state, missing):
+    for line in _room_lines(state, missing):
         say(line)
     groups = [(request, missing)]
     return state, prepare(state, groups, shards_per_task, say, sources=sources, dry_run=dry_run)
+
+
+def _room_lines(state: DatasetState, shard_ids: Sequence[int]) -> list[str]:
+    """What these shards need against quotas and free space; empty off Lustre, where nothing is asked.
+
+    The need is measured on a sample of the input, as planning did: a second or two of CPU. Never raises.
+    """
+    if not lustre.is_usable(state.folder):
+        return []
+    try:
+        whole = estimate_of(state.plan, state.folder).output_bytes
+    except (ShardprepError, OSError) as error:
+        return [f"note: whether the shards will fit cannot be told: {error}"]
+    sizes = state.plan.shard_bytes()
+    part = sum(sizes[shard_id] for shard_id in shard_ids) / max(1, sum(sizes))
+    need = lustre.Need(num_bytes=round(whole * part), num_files=3 * len(shard_ids))
+    return lustre.space_lines(state.folder, need)
 
 
 def check_recorded(state: DatasetState) -> None:
@@ -134,21 +152,35 @@ def prepare(
 
 
 def advised(
-    folder: Path, request: JobRequest, shards_per_task: int | None, say: Callable[[str], None]
+    folder: Path,
+    request: JobRequest,
+    shards_per_task: int | None,
+    say: Callable[[str], None],
+    *,
+    has_cpus: bool,
 ) -> tuple[dict[str, Any], str]:
-    """What ``--auto`` asks for: CPUs, memory and time of a task, and what that was taken from."""
+    """What ``--auto`` asks for: CPUs, memory and time of a task, and what that was taken from.
+
+    ``has_cpus``: the request's CPUs were given; memory and time are then what a task of these needs.
+    """
     plan = check_folder(folder, request, say)
     done = done_shards(folder, plan)
     limits = _limits(request, _warn(say))
     num_left = plan.num_shards - len(done)
     most = limits.max_tasks if limits else num_left
-    per_task = max(shards_per_task or 1, -(-num_left // max(1, most)), 1)
     partition = find_partition_limits(request) if limits else None
+    num_cpus = None
+    if has_cpus:
+        num_cpus = request.num_cpus or (partition.max_cpus if partition else None)
+        if request.num_cpus is None:  # a whole node, which makes a shard on each of its CPUs
+            shards_per_task = shards_per_task or num_cpus
+    per_task = max(shards_per_task or 1, -(-num_left // max(1, most)), 1)
     if made := read_makings(folder, sorted(done)):
-        source = f"auto: {len(made)} shards that are made"
-        return within(advice_of_makings(made, per_task), partition), source
+        advice = advice_of_makings(made, per_task, num_cpus, partition)
+        return within(advice, partition), f"auto: {len(made)} shards that are made"
     try:
-        return within(advice_of_plan(plan, folder, per_task), partition), "auto: a sample of the input"
+        advice = advice_of_plan(plan, folder, per_task, num_cpus, partition)
+        return within(advice, partition), "auto: a sample of the input"
     except (ShardprepError, OSError) as error:
         say(f"warning: --auto cannot measure the input from here ({error}); the defaults are taken")
         return {}, ""

@@ -1,7 +1,7 @@
 """All shards of a run as one sequence of samples: which tar holds sample g, and where in it.
 
 ``SizeCheck`` looks at the size of every tar once, on rank 0, while the loader is made: what is missing is
-known at the start, not hours later.
+known at the start, not hours later. ``check_read_check`` says whether the crc32s of samples can be compared.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from loader.shards.document_split import DocumentSplit
 from loader.shards.tar_samples import TarSamples
-from shardprep.errors import BrokenShard, MissingShard, ShardprepError
+from shardprep.errors import BrokenShard, MissingShard, ShardprepError, UsageError
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.idx import idx_num_bytes
-from shardprep.format.names import id_ranges, shard_name, tar_path
+from shardprep.format.names import CRCS_DIR, crcs_command, crcs_path, id_ranges, shard_name, tar_path
+from shardprep.regular_files import names_in, with_retries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,3 +326,44 @@ def _line(misfit: Misfit) -> str:
     if misfit.found_bytes is None:
         return f"{misfit.path.name} is missing"
     return f"{misfit.path.name} has {misfit.found_bytes} of {misfit.expected_bytes} bytes"
+
+
+ReadCheck = Literal["none", "crc"]
+
+
+def check_read_check(read_check: ReadCheck, shards: ShardSet, *, looks: bool) -> bool:
+    """Whether crc32s are to be compared.
+
+    ``looks``: list the folders of crc32s, so that missing ones are known at the start; one rank is enough.
+    Raises UsageError for another value, and for external tars, of which there are none; MissingShard;
+    ReadWriteError.
+    """
+    if read_check not in get_args(ReadCheck):
+        raise UsageError(f"read_check is {read_check!r}, expected {' or '.join(get_args(ReadCheck))}")
+    if read_check == "none":
+        return False
+    for source in shards.sources:
+        if isinstance(source, ExternalTar):
+            raise UsageError(
+                f'{source.path} is a tar of others, of which there are no crc32s; read_check="crc" is for '
+                "data sets that shardprep wrote"
+            )
+        if looks:
+            _look(source)
+    return True
+
+
+def _look(source: DatasetShards) -> None:
+    folder = source.folder / CRCS_DIR
+    found = set(with_retries(f"{folder} cannot be listed", lambda: names_in(folder)))
+    missing = [
+        shard_id
+        for shard_id in source.shard_ids.tolist()
+        if crcs_path(source.folder, shard_id).name not in found
+    ]
+    if missing:
+        raise MissingShard(
+            f'read_check is "crc", and {len(missing)} of {len(source.shard_ids)} shards have no crc32s in '
+            f"{folder}, such as {crcs_path(source.folder, missing[0]).name}; run: "
+            f"{crcs_command(source.folder)}, where the data set lies on disk"
+        )

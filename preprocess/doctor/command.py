@@ -14,9 +14,9 @@ from preprocess.doctor.machine import (
     memory_finding,
     place_finding,
     thread_findings,
+    training_findings,
     version_findings,
 )
-from preprocess.doctor.training import training_findings
 from preprocess.options import PrepConfig
 from preprocess.resources import allowed_cpus
 from shardprep.command_line import add_flags_of, given_of

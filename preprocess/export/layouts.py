@@ -21,13 +21,59 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.export.shard_tokens import ShardTokens
+from preprocess.shard_samples import ShardSamples
 from shardprep.atomic_files import PublishedFile, publish_bytes, sync_folder
-from shardprep.errors import CannotWrite, ReadWriteError, UsageError
+from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, UsageError
 from shardprep.format.names import shard_name
+from shardprep.regular_files import NOT_THERE, read_regular, size_of_file
 
 _MDS_BYTES = 64 << 20  # of one .mds file, about: their offsets are uint32
 _ARROW_ROWS_TOKENS = 1 << 20  # tokens of a record batch, about
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardTokens:
+    """What an exporter is given of a shard."""
+
+    samples: ShardSamples
+    rows_hold_wholes: bool  # --pack best_fit
+    put_eos: int | None  # behind each document; None where the shards have it, or it is not wanted
+
+    @property
+    def shard_id(self) -> int:
+        return self.samples.shard_id
+
+    def lengths(self, *, of_rows: bool) -> npt.NDArray[np.int64]:
+        """Tokens of each document, or of each stored row: int64[n]; what ``pieces`` gives, cut."""
+        if of_rows and self.samples.spec.seq_len:
+            return self.samples.records["num_tokens"].astype(np.int64)
+        lengths = self.samples.document_lengths(rows_hold_wholes=self.rows_hold_wholes)
+        return lengths + (self.put_eos is not None)
+
+    def pieces(self) -> Iterator[npt.NDArray[np.uint32]]:
+        """All ids in order, some at a time: uint32[tokens] arrays."""
+        if self.put_eos is None:
+            yield from self.samples.pieces()
+            return
+        ends = np.cumsum(self.samples.document_lengths(rows_hold_wholes=self.rows_hold_wholes))
+        done = told = 0  # ids, documents
+        for piece in self.samples.pieces():
+            until = int(np.searchsorted(ends, done + len(piece), side="right"))
+            yield np.insert(piece, ends[told:until] - done, self.put_eos)
+            done, told = done + len(piece), until
+
+    def sequences(self, lengths: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.uint32]]:
+        """The same ids, cut into sequences of some lengths: uint32[length] arrays."""
+        held = np.empty(0, np.uint32)
+        pieces = self.pieces()
+        for length in lengths.tolist():
+            parts, have = [held], len(held)
+            while have < length:
+                parts.append(next(pieces))
+                have += len(parts[-1])
+            joined = np.concatenate(parts) if len(parts) > 1 else held
+            yield joined[:length]
+            held = joined[length:]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +139,7 @@ class Megatron(Exporter):
         return self.folder / f"{stem}.bin", self.folder / f"{stem}.idx"
 
     def is_done(self, shard_id: int) -> bool:
-        return self._paths(shard_id)[1].exists()  # named last
+        return size_of_file(self._paths(shard_id)[1]) is not None  # named last
 
     def write(self, shard: ShardTokens) -> None:
         dtype = np.dtype("<u2" if self.vocab_size < 65_500 else "<i4")
@@ -137,7 +183,9 @@ class NanoGpt(Exporter):
         return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
 
     def is_done(self, shard_id: int) -> bool:
-        return (self.folder / "train.bin").exists() or self._mark(shard_id).exists()
+        return any(
+            size_of_file(path) is not None for path in (self.folder / "train.bin", self._mark(shard_id))
+        )
 
     def write(self, shard: ShardTokens) -> None:
         place = self.first_token[shard.shard_id] * self._dtype.itemsize
@@ -163,7 +211,7 @@ class NanoGpt(Exporter):
 
     def finish(self) -> str:
         target = self.folder / "train.bin"
-        if not target.exists():
+        if size_of_file(target) is None:
             try:
                 self._partial.touch()
                 self._partial.rename(target)
@@ -186,7 +234,7 @@ class HuggingFace(Exporter):
         return self.folder / f"data-{shard_id:05d}-of-{self.num_shards:05d}.arrow"
 
     def is_done(self, shard_id: int) -> bool:
-        return self._path(shard_id).exists()
+        return size_of_file(self._path(shard_id)) is not None
 
     def write(self, shard: ShardTokens) -> None:
         try:
@@ -260,7 +308,7 @@ class Mosaic(Exporter):
         return self.folder / f"{shard_name(shard_id)}.json"
 
     def is_done(self, shard_id: int) -> bool:
-        return self._list(shard_id).exists()
+        return size_of_file(self._list(shard_id)) is not None
 
     def write(self, shard: ShardTokens) -> None:
         lengths = shard.lengths(of_rows=True)
@@ -304,13 +352,16 @@ class Mosaic(Exporter):
         return {**self._columns(), "raw_data": raw, "samples": len(lengths), "zip_data": None}
 
     def finish(self) -> str:
-        entries = [
-            entry
-            for shard_id in range(self.num_shards)
-            for entry in json.loads(self._list(shard_id).read_bytes())
-        ]
+        entries = [entry for shard_id in range(self.num_shards) for entry in self._entries(shard_id)]
         publish_bytes(self.folder / "index.json", json.dumps({"version": 2, "shards": entries}).encode())
         return f'MosaicML: StreamingDataset(local="{self.folder}"); np.frombuffer(sample["tokens"], np.int32)'
+
+    def _entries(self, shard_id: int) -> list[Any]:
+        path = self._list(shard_id)
+        try:
+            return list(json.loads(read_regular(path, max_bytes=1 << 26)))
+        except (ValueError, TypeError, RecursionError, *NOT_THERE):
+            raise BrokenShard(f"{path} is not a list of files; remove it and run this again") from None
 
 
 EXPORTERS: dict[str, type[Exporter]] = {

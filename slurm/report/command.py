@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from preprocess.plan import Plan, need_plan
 from shardprep.atomic_files import publish_bytes
 from shardprep.console import Progress, say
-from shardprep.errors import UsageError
+from shardprep.errors import ShardprepError, UsageError
+from shardprep.format.index import DatasetIndex, read_index
+from shardprep.format.names import INDEX_NAME, idx_path, manifest_path, tar_path
+from shardprep.regular_files import size_of_file
 from slurm.dataset_state import DatasetState, done_shards, find_state
 from slurm.job_records import has_submissions
 from slurm.report.content import report_content
@@ -61,6 +65,8 @@ def report(args: argparse.Namespace) -> int:
         plan=plan,
         sums=sums,
         state=_state(folder, plan),
+        index=_index(folder, plan),
+        without_manifest=_without_manifest(folder, plan, done),
         num_examples=args.num_examples,
     )
     data = report_data(found)
@@ -78,6 +84,25 @@ def report(args: argparse.Namespace) -> int:
     publish_bytes(args.output, text.encode("utf-8", "replace"))
     say(f"wrote {args.output}")
     return 0
+
+
+def _index(folder: Path, plan: Plan) -> DatasetIndex | None:
+    """index.json, where it is one of this plan; the manifests are read by who reads them all."""
+    if size_of_file(folder / INDEX_NAME) is None:
+        return None
+    try:
+        index = read_index(folder)
+    except ShardprepError:
+        return None
+    return index if index.spec.plan_id == plan.plan_id else None
+
+
+def _without_manifest(folder: Path, plan: Plan, done: Sequence[int]) -> list[int]:
+    """Shards whose tar and idx are listed, and no manifest."""
+    names = {path.name for path in folder.iterdir()}
+    missing = sorted(set(range(plan.num_shards)) - set(done))
+    found = [n for n in missing if {tar_path(folder, n).name, idx_path(folder, n).name} <= names]
+    return [n for n in found if manifest_path(folder, n).name not in names]
 
 
 def _state(folder: Path, plan: Plan) -> DatasetState | None:

@@ -20,8 +20,7 @@ from slurm.report.blocks import (
     Section,
     Table,
 )
-from slurm.report.shown_values import edge_labels, heights, percent, ratio, short_ids, time_text
-from slurm.report.words import Words
+from slurm.report.words import Words, edge_labels, heights, percent, ratio, short_ids, time_text
 from slurm.report.work_content import attempts_sections, osts_sections, use_section, work_sections
 
 MOST_ROWS = 20  # of a table
@@ -32,15 +31,11 @@ Data = Mapping[str, Any]
 def report_content(data: Data, words: Words) -> Report:
     """The whole report."""
     own = data["data"]
+    sums = own["index"] if own["has_index_alone"] else own
     written = datetime.datetime.fromisoformat(data["written"])
     sections = [
-        _sources(data, words),
-        _lengths(data, words),
-        _left_out(data, words),
-        _rows(own, words),
-        _shards(data, words),
-        use_section(data, words),
-        *osts_sections(data, words),
+        *([_sources(data, words)] if data["sources"] else []),
+        *(_sections_of_manifests(data, words) if own["num_done"] else []),
         *attempts_sections(data, words),
         *work_sections(data, words),
         _again(data, words),
@@ -52,11 +47,11 @@ def report_content(data: Data, words: Words) -> Report:
             "written", when=time_text(written.timestamp(), "seconds and zone"), version=data["shardprep"]
         ),
         tiles=[
-            (words("tokens"), short_number(own["num_tokens"])),
-            (words("documents"), short_number(own["num_documents"])),
+            (words("tokens"), short_number(sums["num_tokens"])),
+            (words("documents"), short_number(sums["num_documents"])),
             (words("shards_done"), f"{own['num_done']:,} / {own['num_shards']:,}"),
             (words("input"), short_bytes(own["input_bytes"])),
-            (words("on_disk"), short_bytes(own["tar_bytes"] + own["idx_bytes"])),
+            (words("on_disk"), short_bytes(sums["tar_bytes"] + sums["idx_bytes"])),
             (words("tokens_per_byte"), ratio(own["tokens_per_byte"])),
         ],
         notes=list(_notes(data, words)),
@@ -64,12 +59,30 @@ def report_content(data: Data, words: Words) -> Report:
     )
 
 
+def _sections_of_manifests(data: Data, words: Words) -> list[Section]:
+    """What only manifests say; there is one at least."""
+    return [
+        _lengths(data, words),
+        _left_out(data, words),
+        _rows(data["data"], words),
+        _shards(data, words),
+        use_section(data, words),
+        *osts_sections(data, words),
+    ]
+
+
 def _notes(data: Data, words: Words) -> Iterator[Note]:
     own = data["data"]
-    if own["num_done"] < own["num_shards"]:
+    if own["has_index_alone"]:
+        yield Note(text=words("index_alone", shards=short_ids(own["without_manifest"])), is_warning=True)
+        yield Note(text=words("index_says") + " " + words("bring_manifests"), is_warning=True)
+    elif own["num_done"] < own["num_shards"]:
         missing = short_ids(own["missing"])
         text = words("unfinished", done=own["num_done"], total=own["num_shards"], missing=missing)
         yield Note(text=text, is_warning=True)
+        if without := own["without_manifest"]:
+            text = words("without_manifest", shards=short_ids(without)) + ". " + words("bring_manifests")
+            yield Note(text=text, is_warning=True)
     elif not own["verified"]:
         yield Note(text=words("unverified", folder=shlex.quote(data["folder"])), is_warning=True)
     for name in ("not_read", "other_plan"):
@@ -117,7 +130,7 @@ def _lengths(data: Data, words: Words) -> Section:
     bins = list(itertools.dropwhile(lambda each: not each["num_documents"], data["lengths"]))
     own = data["data"]
     if not bins:
-        return Section(title=words("lengths"), blocks=[Note(text=words("no_work"))])
+        return Section(title=words("lengths"), blocks=[Note(text=words("no_documents"))])
     names = [
         words("from_to_tokens", low=short_number(each["from"]), high=short_number(each["to"] - 1))
         for each in bins
@@ -207,8 +220,6 @@ def _rows(own: Data, words: Words) -> Section:
 
 def _shards(data: Data, words: Words) -> Section:
     sizes = data["shard_sizes"]
-    if not sizes:
-        return Section(title=words("shards"), blocks=[Note(text=words("no_work"))])
     steps = sizes["histogram"]
     numbers = [each["num_shards"] for each in steps]
     chart = Columns(

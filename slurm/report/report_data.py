@@ -9,7 +9,7 @@ import dataclasses
 import datetime
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,13 @@ import shardprep
 from preprocess.options import PrepConfig, flags_of
 from preprocess.plan import Plan, is_one_file_a_shard
 from shardprep.errors import ShardprepError
-from shardprep.format.names import INDEX_NAME, id_ranges
+from shardprep.format.index import COLUMNS, DatasetIndex
+from shardprep.format.names import id_ranges
 from shardprep.format.osts import read_osts
-from shardprep.format.source_counts import sum_of_sources
-from shardprep.regular_files import size_of_file
+from shardprep.format.source_counts import SourceCounts, sum_of_sources
 from slurm.dataset_state import DatasetState
+from slurm.report.attempts import attempts_of, no_attempts
 from slurm.report.left_out import left_out
-from slurm.report.retried_shards import retried_shards, submissions_of
 from slurm.report.shard_sums import ShardSums
 from slurm.report.work_times import spread, work_times
 from slurm.status_report import report as status_of
@@ -47,6 +47,16 @@ class Found:
     plan: Plan
     sums: ShardSums
     state: DatasetState | None  # None where nothing was ever submitted
+    index: DatasetIndex | None  # index.json, where it is there, whole, and of this plan
+    without_manifest: Sequence[int]  # shards whose tar and idx are there, and nothing else
+
+    @property
+    def has_index_alone(self) -> bool:
+        """Whether nothing is missing but manifests, and index.json says what all shards hold."""
+        return self.index is not None and 0 < len(self.without_manifest) == (
+            self.plan.num_shards - len(self.sums.made)
+        )
+
     num_examples: int
 
 
@@ -62,7 +72,7 @@ def report_data(found: Found) -> dict[str, Any]:
         "written": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "shardprep": shardprep.__version__,
         "data": _data(found),
-        "sources": _sources(sums),
+        "sources": _sources(found),
         "lengths": [
             {"from": 0 if b == 0 else 2 ** (b - 1), "to": 2**b, "num_documents": number}
             for b, number in enumerate(sums.histogram)
@@ -72,7 +82,10 @@ def report_data(found: Found) -> dict[str, Any]:
         "work": work_times(sums.made),
         "use": _use(sums, status),
         "osts": _osts(found),
-        "attempts": _attempts(found, status),
+        "attempts": {
+            **(attempts_of(found.state, sums.made, status) if found.state and status else no_attempts()),
+            "num_restarted_shards": sums.num_restarted,
+        },
         "again": _again(plan, sums),
     }
     return _without_secrets(data)
@@ -96,7 +109,10 @@ def _data(found: Found) -> dict[str, Any]:
         "missing": id_ranges(set(range(plan.num_shards)) - {each.shard_id for each in sums.made}),
         "not_read": id_ranges(sums.not_read),
         "other_plan": id_ranges(sums.other_plan),
-        "verified": size_of_file(found.folder / INDEX_NAME) is not None,
+        "without_manifest": id_ranges(found.without_manifest),
+        "verified": found.index is not None,
+        "index": None if found.index is None else _sums_of_index(found.index),
+        "has_index_alone": found.has_index_alone,
         "record": plan.options.record,
         "token_format": plan.options.token_format,
         "seq_len": plan.options.seq_len,
@@ -116,10 +132,18 @@ def _ratio(number: float, of: float) -> float | None:
     return round(number / of, 5) if of else None
 
 
-def _sources(sums: ShardSums) -> list[dict[str, Any]]:
-    """Those with the most tokens first."""
-    found = sum_of_sources(each.sources for each in sums.made)
-    ordered = sorted(found.items(), key=lambda item: (-item[1].num_tokens, item[0]))
+def _sums_of_index(index: DatasetIndex) -> dict[str, int]:
+    """What index.json says of all shards together."""
+    return {name: int(index.column(name).sum()) for name in COLUMNS}
+
+
+def _sources(found: Found) -> list[dict[str, Any]]:
+    """Those with the most tokens first; by index.json, where only manifests are missing."""
+    if found.has_index_alone and found.index is not None:
+        sources: Mapping[str, SourceCounts] = found.index.sources
+    else:
+        sources = sum_of_sources(each.sources for each in found.sums.made)
+    ordered = sorted(sources.items(), key=lambda item: (-item[1].num_tokens, item[0]))
     return [
         {
             "name": name,
@@ -182,21 +206,6 @@ def _osts(found: Found) -> list[dict[str, Any]] | None:
         {"ost": ost if ost >= 0 else None, "num_shards": number, "num_bytes": num_bytes}
         for ost, (number, num_bytes) in sorted(sums.items())
     ]
-
-
-def _attempts(found: Found, status: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What was submitted, what of it was sent again and why, and what failed."""
-    restarted = {"num_restarted_shards": found.sums.num_restarted}
-    if found.state is None or status is None:
-        return {"submissions": [], "retried": [], "restarts": {}, "failed": {}, "slurm_away": "", **restarted}
-    return {
-        "submissions": submissions_of(found.state),
-        "retried": retried_shards(found.state),
-        "restarts": status["restarts"],
-        "failed": status["causes"],
-        "slurm_away": status["slurm_away"],
-        **restarted,
-    }
 
 
 def _again(plan: Plan, sums: ShardSums) -> dict[str, Any]:

@@ -1,7 +1,12 @@
-"""The words of the report in English and in Korean. A name that is not here cannot be shown."""
+"""The words of the report in English and in Korean. A name that is not here cannot be shown.
+
+And numbers, times and lists of shards as it writes them.
+"""
 
 from __future__ import annotations
 
+import datetime
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 Language = Literal["en", "ko"]
@@ -20,6 +25,22 @@ WORDS: dict[str, tuple[str, str]] = {
     "unfinished": (
         "Not finished: {done} of {total} shards are done, and all numbers are theirs. Missing: {missing}",
         "미완성: 샤드 {total}개 중 {done}개 완료. 모든 수치는 완료된 샤드의 것입니다. 없는 샤드: {missing}",
+    ),
+    "without_manifest": (
+        "Not counted as done, since only their manifests (shard-*.json) are missing: {shards}",
+        "매니페스트(shard-*.json)만 없어 완료로 세지 않은 샤드: {shards}",
+    ),
+    "index_alone": (
+        "Only the manifests (shard-*.json) of these shards are missing: {shards}",
+        "다음 샤드는 매니페스트(shard-*.json)만 없습니다: {shards}",
+    ),
+    "index_says": (
+        "Tokens, documents, sources and size on disk are told by index.json. The loader needs no more.",
+        "토큰, 문서, 소스, 디스크 사용량은 index.json의 값입니다. 로더에는 이것으로 충분합니다.",
+    ),
+    "bring_manifests": (
+        "Bring the manifests here: they alone say lengths, what was left out, and how shards were made.",
+        "매니페스트를 가져오십시오. 길이, 제외된 문서, 제작 과정은 매니페스트에만 있습니다.",
     ),
     "unverified": (
         "Nothing has verified it yet: run python -m preprocess verify {folder}",
@@ -47,6 +68,7 @@ WORDS: dict[str, tuple[str, str]] = {
     # lengths
     "lengths": ("Length of documents", "문서 길이"),
     "documents_by_tokens": ("documents by their number of tokens", "토큰 수별 문서 수"),
+    "no_documents": ("There are no documents.", "문서가 없습니다."),
     "mean_length": ("mean", "평균"),
     "median_length": ("half have fewer than", "절반이 이보다 짧음"),
     "n_tokens": ("{number} token|{number} tokens", "토큰 {number}개"),
@@ -103,7 +125,6 @@ WORDS: dict[str, tuple[str, str]] = {
     "time_per_shard": ("time per shard", "샤드당 시간"),
     # work
     "work": ("Speed over time", "시간에 따른 속도"),
-    "no_work": ("No shard has been made yet.", "아직 만들어진 샤드가 없습니다."),
     "began": ("began", "시작"),
     "ended": ("ended", "끝"),
     "worked": ("time in which shards were made", "샤드를 만든 시간"),
@@ -129,6 +150,11 @@ WORDS: dict[str, tuple[str, str]] = {
         "{number} shard, {speed}/s|{number} shards, {speed}/s each",
         "샤드 {number}개, 각 {speed}/초",
     ),
+    "n_failed": ("{number} failed task|{number} failed tasks", "실패한 태스크 {number}개"),
+    "failing_nodes": (
+        "Nodes that are not shown above, with their failed tasks: {nodes}.",
+        "위에 없는 노드와 실패한 태스크 수: {nodes}.",
+    ),
     "slowest_nodes": (
         "The {shown} slowest of {total} nodes are shown.",
         "노드 {total}개 중 가장 느린 {shown}개만 보여 줍니다.",
@@ -142,12 +168,8 @@ WORDS: dict[str, tuple[str, str]] = {
     ),
     "memory": ("memory", "메모리"),
     "largest_process": ("{size}, the largest process", "{size}, 가장 큰 프로세스"),
-    "memory_of_task": ("memory of a task", "태스크의 메모리"),
-    "mb_of": ("{used} MB of {asked} MB", "{asked}MB 중 {used}MB"),
-    "mb_unlimited": ("{used} MB, no limit was set", "{used}MB, 제한 없음"),
+    "memory_used": ("most memory of a task", "태스크의 최대 메모리"),
     "longest_task": ("longest task", "가장 긴 태스크"),
-    "time_of": ("{used} of {asked} min", "{asked}분 중 {used}"),
-    "time_unlimited": ("{used}, no limit was set", "{used}, 제한 없음"),
     "core_hours": ("core hours", "코어 시간"),
     "core_hours_failed": (
         "{used}, {failed} of them by attempts that failed",
@@ -171,12 +193,19 @@ WORDS: dict[str, tuple[str, str]] = {
     "submission": ("submission", "제출"),
     "when": ("when", "언제"),
     "tasks": ("tasks", "태스크"),
+    "failed_tasks": ("of them failed", "실패한 태스크"),
     "num_shards": ("shards", "샤드"),
     "asked_for": ("a task asks for", "태스크당 요청"),
     "cpus": ("{number} CPU|{number} CPUs", "CPU {number}개"),
     "whole_node": ("a whole node", "노드 전체"),
     "retried": ("sent again after", "다시 보낸 이유"),
     "nothing_retried": ("Nothing had to be sent again.", "다시 보낸 것이 없습니다."),
+    "on_nodes": ("{what}; on {nodes}", "{what}; 노드 {nodes}"),
+    "shards_named": ("shards {shards}", "샤드 {shards}"),
+    "send_again": (
+        "To send what failed again: python -m slurm retry {folder}",
+        "실패한 것을 다시 보내려면: python -m slurm retry {folder}",
+    ),
     "restarts": ("started again by Slurm after", "Slurm이 다시 시작한 이유"),
     "n_tasks": ("{number} task|{number} tasks", "태스크 {number}개"),
     "restarted_shards": (
@@ -203,6 +232,7 @@ WORDS: dict[str, tuple[str, str]] = {
     "version_of": ("{version} ({number} shards)", "{version} (샤드 {number}개)"),
     "hours": ("{hours:,} h {minutes:02d} min", "{hours:,}시간 {minutes:02d}분"),
     "minutes": ("{minutes} min", "{minutes}분"),
+    "minutes_and_seconds": ("{minutes} min {seconds:02d} s", "{minutes}분 {seconds:02d}초"),
     "seconds": ("{seconds:.3g} s", "{seconds:.3g}초"),
     "and_more": ("and {number} more", "외 {number}개"),
 }
@@ -221,13 +251,70 @@ class Words:
         return (several if bar and str(values["number"]) != "1" else one).format(**values)
 
     def time(self, seconds: float) -> str:
-        """``2 h 05 min``, ``5 min`` or ``12.3 s``."""
+        """``2 h 05 min``, ``15 min``, ``5 min 03 s`` or ``12.3 s``."""
         hours, minutes = divmod(round(seconds / 60), 60)
         if hours:
             return self("hours", hours=hours, minutes=minutes)
-        return self("minutes", minutes=minutes) if seconds >= 59.5 else self("seconds", seconds=seconds)
+        if seconds >= 599.5:
+            return self("minutes", minutes=minutes)
+        if seconds >= 59.5:
+            return self("minutes_and_seconds", minutes=round(seconds) // 60, seconds=round(seconds) % 60)
+        return self("seconds", seconds=seconds)
 
     def reason(self, reason: str) -> str:
         """Why documents were left out; a reason that nobody translated stays as it is."""
         name = f"reason_{reason}"
         return self(name) if name in WORDS else reason
+
+
+_MOST_IDS = 150  # characters of a list of shards
+
+TimeForm = Literal["date", "minutes", "seconds", "seconds and zone"]
+_FORMS: dict[TimeForm, str] = {
+    "date": "%m-%d %H:%M",
+    "minutes": "%H:%M",
+    "seconds": "%H:%M:%S",
+    "seconds and zone": "%Y-%m-%d %H:%M:%S %z",
+}
+
+
+def heights(numbers: Sequence[float]) -> list[float]:
+    """Each as a share of the largest: 0 to 1."""
+    most = max(numbers, default=0) or 1
+    return [number / most for number in numbers]
+
+
+def edge_labels(edges: Sequence[str], most: int = 7) -> list[tuple[float, str]]:
+    """Labels of some edges of a histogram's columns, evenly, the first and the last among them."""
+    steps = len(edges) - 1
+    every = -(-steps // (most - 1))
+    return [(number / steps, edges[number]) for number in range(0, steps + 1, every)]
+
+
+def short_ids(ids: str) -> str:
+    """A list of ids such as ``0-2, 5``, cut where it is long."""
+    if len(ids) <= _MOST_IDS:
+        return ids.replace(",", ", ")
+    return ids[: ids.rindex(",", 0, _MOST_IDS)].replace(",", ", ") + ", ..."
+
+
+def percent(share: float) -> str:
+    """``0.0123`` -> ``1.23%``."""
+    if 0 < share < 0.00005:
+        return "<0.01%"
+    return f"{share:.2%}" if share < 0.1 else f"{share:.1%}"
+
+
+def ratio(value: float | None) -> str:
+    """Three digits behind the point; a dash where there is none."""
+    return "-" if value is None else f"{value:.3f}"
+
+
+def time_text(seconds: float, form: TimeForm) -> str:
+    """A time, given in seconds since 1970, in the time zone of who writes the report."""
+    return datetime.datetime.fromtimestamp(seconds).astimezone().strftime(_FORMS[form])
+
+
+def core_hours_text(hours: float) -> str:
+    """Three digits at least: ``0.0123``, ``12.3``, ``14,018``."""
+    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardprep.console import short_bytes, short_number
 from slurm.report.blocks import Block, BusyRows, Facts, Note, Section, Table, TimeLine
-from slurm.report.shown_values import TimeForm, core_hours_text, heights, short_ids, time_text
-from slurm.report.words import Words
+from slurm.report.words import TimeForm, Words, core_hours_text, heights, short_ids, time_text
 
 _MOST_ROWS = 20  # of a table
 _MOST_OSTS = 8
+_MOST_NAMED = 5  # nodes beside a cause
 
 Data = Mapping[str, Any]
 
@@ -19,8 +20,6 @@ Data = Mapping[str, Any]
 def use_section(data: Data, words: Words) -> Section:
     """CPU, memory and time, against what was asked for."""
     use, title = data["use"], words("use")
-    if not use:
-        return Section(title=title, blocks=[Note(text=words("no_work"))])
     share = use["cpu_s"] / max(use["had_cpu_s"], 1e-3)
     hours = use["core_hours"]
     used_hours = core_hours_text(hours["used"])
@@ -42,33 +41,32 @@ def use_section(data: Data, words: Words) -> Section:
             else words("core_hours_failed", used=used_hours, failed=core_hours_text(hours["failed"])),
         ),
     ]
-    newest = use["newest_submission"]
-    if not newest:
-        blocks: list[Block] = [Facts(items=facts)]
-        if not data["attempts"]["submissions"]:
-            blocks.append(Note(text=words("not_submitted")))
+    blocks: list[Block] = [Facts(items=facts)]
+    submissions = data["attempts"]["submissions"][-_MOST_ROWS:]
+    if not submissions:
+        blocks.append(Note(text=words("not_submitted")))
         return Section(title=title, blocks=blocks)
-    return Section(title=title, blocks=[Facts(items=[*facts, *_asked_facts(newest, words)])])
+    columns = [words(name) for name in ("submission", "asked_for", "memory_used", "longest_task")]
+    blocks.append(Table(columns=columns, rows=[_used_row(each, words) for each in submissions]))
+    if newest := use["newest_submission"]:
+        asked = " ".join(f"--{name} {value:g}" for name, value in newest["next_time"].items())
+        blocks.append(Facts(items=[(words("next_time"), asked)]))
+    return Section(title=title, blocks=blocks)
 
 
-def _asked_facts(newest: Data, words: Words) -> list[tuple[str, str]]:
-    """Of the newest submission: what its tasks used at most, against what was asked for."""
-    used_mb, mem_mb = f"{newest['max_rss_mb']:,}", newest["mem_mb"]
-    longest = words.time(newest["longest_task_s"])
-    limit = newest["time_min"]
-    asked = " ".join(f"--{name} {value:g}" for name, value in newest["next_time"].items())
+def _used_row(each: Data, words: Words) -> list[str]:
+    """What a task of a submission asked for, and the most that one used."""
+    cpus = each["cpus_per_task"]
+    asked = [words("cpus", number=cpus) if isinstance(cpus, int) else words("whole_node")]
+    asked += [f"{each['mem_mb']:,} MB"] if each["mem_mb"] else []
+    asked += [f"{each['time_min']} min"] if each["time_min"] else []
+    asked += [each["partition"]] if each["partition"] else []
+    memory, longest = each["max_rss_mb"], each["longest_task_s"]
     return [
-        (
-            words("memory_of_task"),
-            words("mb_of", used=used_mb, asked=f"{mem_mb:,}")
-            if mem_mb
-            else words("mb_unlimited", used=used_mb),
-        ),
-        (
-            words("longest_task"),
-            words("time_of", used=longest, asked=limit) if limit else words("time_unlimited", used=longest),
-        ),
-        (words("next_time"), asked),
+        str(each["number"]),
+        ", ".join(asked),
+        "-" if memory is None else f"{memory:,} MB",
+        "-" if longest is None else words.time(longest),
     ]
 
 
@@ -100,7 +98,7 @@ def work_sections(data: Data, words: Words) -> list[Section]:
         return [Section(title=words("work"), blocks=[Facts(items=facts)])]
     labels = _tick_labels(work)
     charts: list[Block] = [Facts(items=facts), *_time_lines(work, words, labels)]
-    return [Section(title=words("work"), blocks=charts, is_wide=True), _nodes(work, words, labels)]
+    return [Section(title=words("work"), blocks=charts, is_wide=True), _nodes(data, words, labels)]
 
 
 def _tick_labels(work: Data) -> list[tuple[float, str]]:
@@ -139,13 +137,15 @@ def _time_lines(work: Data, words: Words, labels: Sequence[tuple[float, str]]) -
     ]
 
 
-def _nodes(work: Data, words: Words, labels: Sequence[tuple[float, str]]) -> Section:
+def _nodes(data: Data, words: Words, labels: Sequence[tuple[float, str]]) -> Section:
+    """A row for each node; those on which no shard was made, and tasks failed, are named below."""
+    work, failed = data["work"], data["attempts"]["failed_tasks_of_nodes"]
     gaps = [gap["at"] for gap in work["gaps"]]
     busiest = max((value for node in work["nodes"] for value in node["busy"]), default=0) or 1
     rows = [
         (
             node["node"],
-            words("node_words", number=f"{node['num_shards']:,}", speed=short_bytes(node["bytes_per_s"])),
+            _node_words(node, failed.get(node["node"], 0), words),
             [value / busiest for value in node["busy"]],
         )
         for node in work["nodes"]
@@ -153,7 +153,18 @@ def _nodes(work: Data, words: Words, labels: Sequence[tuple[float, str]]) -> Sec
     blocks: list[Block] = [BusyRows(title=words("nodes_busy"), rows=rows, labels=labels, gaps=gaps)]
     if len(rows) < work["num_nodes"]:
         blocks.append(Note(text=words("slowest_nodes", shown=len(rows), total=work["num_nodes"])))
+    shown = {node["node"] for node in work["nodes"]}
+    others = sorted((-number, node) for node, number in failed.items() if node not in shown)
+    if others:
+        named = ", ".join(f"{node} ({-number})" for number, node in others[:_MOST_ROWS])
+        named += f", {words('and_more', number=more)}" if (more := len(others) - _MOST_ROWS) > 0 else ""
+        blocks.append(Note(text=words("failing_nodes", nodes=named)))
     return Section(title=words("nodes"), blocks=blocks, is_wide=True)
+
+
+def _node_words(node: Data, num_failed: int, words: Words) -> str:
+    text = words("node_words", number=f"{node['num_shards']:,}", speed=short_bytes(node["bytes_per_s"]))
+    return text + ", " + words("n_failed", number=num_failed) if num_failed else text
 
 
 def osts_sections(data: Data, words: Words) -> list[Section]:
@@ -184,14 +195,10 @@ def attempts_sections(data: Data, words: Words) -> list[Section]:
     attempts = data["attempts"]
     if not attempts["submissions"]:
         return []
-    names = ("submission", "when", "tasks", "num_shards", "asked_for")
-    rows = [_submission_row(each, words) for each in attempts["submissions"][-_MOST_ROWS:]]
+    columns = [words(name) for name in ("submission", "when", "tasks", "failed_tasks", "num_shards")]
+    rows = [_submission_row(each) for each in attempts["submissions"][-_MOST_ROWS:]]
     facts = [
-        (
-            f"{words('retried')}: {each['cause']}",
-            f"{words('n_shards', number=each['num_shards'])}: {short_ids(each['shards'])}",
-        )
-        for each in attempts["retried"]
+        (f"{words('retried')}: {each['cause']}", _retried_text(each, words)) for each in attempts["retried"]
     ]
     facts += [
         (f"{words('restarts')}: {how}", words("n_tasks", number=number))
@@ -199,23 +206,36 @@ def attempts_sections(data: Data, words: Words) -> list[Section]:
     ]
     if number := attempts["num_restarted_shards"]:
         facts.append((words("restarted_shards"), f"{number:,}"))
-    facts += [(f"{words('failed')}: {cause}", short_ids(ids)) for cause, ids in attempts["failed"].items()]
-    blocks: list[Block] = [Table(columns=[words(name) for name in names], rows=rows), Facts(items=facts)]
-    if not attempts["retried"]:
+    facts += [
+        (f"{words('failed')}: {cause}", words("shards_named", shards=short_ids(ids)))
+        for cause, ids in attempts["failed"].items()
+    ]
+    blocks: list[Block] = [Table(columns=columns, rows=rows), Facts(items=facts)]
+    if attempts["failed"]:
+        blocks.append(Note(text=words("send_again", folder=shlex.quote(data["folder"]))))
+    elif not attempts["retried"]:
         blocks.append(Note(text=words("nothing_retried")))
     return [Section(title=words("attempts"), blocks=blocks)]
 
 
-def _submission_row(each: Data, words: Words) -> list[str]:
-    cpus = each["cpus_per_task"]
-    asked = [words("cpus", number=cpus) if isinstance(cpus, int) else words("whole_node")]
-    asked += [f"{each['mem_mb']:,} MB"] if each["mem_mb"] else []
-    asked += [f"{each['time_min']} min"] if each["time_min"] else []
-    asked += [each["partition"]] if each["partition"] else []
+def _retried_text(each: Data, words: Words) -> str:
+    """How many shards, which, and on which nodes the tasks had run; the most frequent five nodes."""
+    text = f"{words('n_shards', number=each['num_shards'])}: {short_ids(each['shards'])}"
+    nodes = sorted(each["nodes"].items(), key=lambda item: (-item[1], item[0]))
+    if not nodes:
+        return text
+    named = ", ".join(node if number == 1 else f"{node} ({number})" for node, number in nodes[:_MOST_NAMED])
+    if more := len(nodes) - _MOST_NAMED:
+        named += f", {words('and_more', number=more)}" if more > 0 else ""
+    return words("on_nodes", what=text, nodes=named)
+
+
+def _submission_row(each: Data) -> list[str]:
+    failed = each["num_failed_tasks"]
     return [
         str(each["number"]),
         time_text(each["submitted"], "date"),
         f"{each['num_tasks']:,}",
+        "-" if failed is None else f"{failed:,}",
         f"{each['num_shards']:,}",
-        ", ".join(asked),
     ]

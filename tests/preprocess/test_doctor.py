@@ -14,11 +14,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from preprocess.cost_estimate import CostEstimate
-from preprocess.doctor import folders, training
+from preprocess.doctor import folders, machine
 from preprocess.doctor.findings import Finding, as_json, as_text, bad, exit_code, good, warning
 from preprocess.doctor.folders import file_system_finding, output_findings
-from preprocess.doctor.machine import cpu_finding, export_lines, memory_finding, thread_findings
-from preprocess.doctor.training import torch_findings, training_findings
+from preprocess.doctor.machine import (
+    cpu_finding,
+    export_lines,
+    memory_finding,
+    thread_findings,
+    torch_findings,
+    training_findings,
+)
 from shardprep.__main__ import main
 from shardprep.errors import CannotWrite
 
@@ -238,7 +244,7 @@ def test_a_driver_whose_gpus_torch_does_not_see_is_a_warning() -> None:
 def test_a_torch_that_ends_its_process_is_bad_and_does_not_end_the_doctor(
     monkeypatch: pytest.MonkeyPatch, program: str, expected: str
 ) -> None:
-    monkeypatch.setattr(training, "_QUESTIONS", program)
+    monkeypatch.setattr(machine, "_QUESTIONS", program)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: sys)
     (finding,) = training_findings()
     assert finding.level == "bad"

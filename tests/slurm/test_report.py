@@ -17,14 +17,17 @@ import pytest
 
 from preprocess.plan import need_plan
 from shardprep.__main__ import main
+from shardprep.format.index import merge_manifests
 from shardprep.format.manifest import ShardCounts, read_manifest
 from shardprep.format.names import manifest_path, quarantine_path
 from shardprep.format.osts import osts_json
-from shardprep.format.shard_making import ShardMaking
+from shardprep.format.shard_making import ShardMaking, read_making
 from shardprep.format.source_counts import SourceCounts
+from slurm.dataset_state import DatasetState
 from slurm.job_records import publish_submission
 from slurm.job_script import JobRequest
 from slurm.report import left_out
+from slurm.report.attempts import attempts_of
 from slurm.report.content import report_content
 from slurm.report.html_page import html_page
 from slurm.report.report_data import Found, report_data
@@ -32,8 +35,12 @@ from slurm.report.shard_sums import ReadShard, ShardSums
 from slurm.report.text_page import _columns_of
 from slurm.report.words import LANGUAGES, WORDS, Words
 from slurm.report.work_times import MOST_NODES, work_times
+from slurm.resource_use import resource_use
+from slurm.shown_jobs import ShownJobs
+from slurm.slurm_queries import TaskAttempt
 from tests.checkout import ROOT
-from tests.slurm.fake_slurm import FakeSlurm, submission
+from tests.conftest import seal
+from tests.slurm.fake_slurm import NAME, WHEN, FakeSlurm, submission
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -217,6 +224,46 @@ def test_an_unfinished_data_set_says_so_and_counts_what_is_done(
     assert words in Page(page_of(capsys, tmp_path, own_folder, "--lang", lang)).text
 
 
+def index_of(folder: Path) -> bytes:
+    return merge_manifests(read_manifest(folder, shard_id) for shard_id in range(4)).to_json()
+
+
+@pytest.mark.parametrize("lang", LANGUAGES)
+def test_where_only_manifests_are_missing_the_index_tells_the_sums(
+    own_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], lang: str
+) -> None:
+    whole = data_of(capsys, own_folder)
+    (own_folder / "index.json").write_bytes(index_of(own_folder))
+    for shard_id in range(4):
+        manifest_path(own_folder, shard_id).unlink()
+    found = data_of(capsys, own_folder)
+    assert found["data"]["without_manifest"] == "0-3"
+    assert found["data"]["index"]["num_tokens"] == whole["data"]["num_tokens"] > 0
+    assert found["sources"] == whole["sources"]
+    page = Page(page_of(capsys, tmp_path, own_folder, "--lang", lang)).text
+    words = Words(lang)  # type: ignore[arg-type]
+    assert words("index_alone", shards="0-3") in page
+    assert words("nothing_left_out") not in page, "which is not known"
+    assert words("unfinished", done=0, total=4, missing="0-3") not in page
+    (own_folder / "shard-00002.tar").unlink()
+    text = report(capsys, own_folder, "--lang", lang)
+    assert words("unfinished", done=0, total=4, missing="0-3") in text, "a shard is missing, too"
+    assert words("without_manifest", shards="0-1,3".replace(",", ", ")) in text
+
+
+def test_an_index_that_is_broken_or_of_another_plan_is_believed_in_nothing(
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    index = index_of(own_folder)
+    (own_folder / "index.json").write_bytes(index)
+    assert data_of(capsys, own_folder)["data"]["verified"]
+    (own_folder / "index.json").write_bytes(index[:-9])
+    assert not data_of(capsys, own_folder)["data"]["verified"]
+    (own_folder / "index.json").write_bytes(index.replace(need_plan(own_folder).plan_id.encode(), b"0" * 64))
+    seal(own_folder / "index.json")
+    assert not data_of(capsys, own_folder)["data"]["verified"]
+
+
 def test_a_data_set_without_a_shard_has_a_report_in_every_form(
     planned_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -320,7 +367,15 @@ def test_ten_thousand_shards_give_a_page_of_few_elements_and_as_many_again_no_la
     plan = need_plan(folder)
     sizes = []
     for num_shards in (10_000, 20_000):
-        found = Found(folder=folder, plan=plan, sums=made_up(num_shards), state=None, num_examples=3)
+        found = Found(
+            folder=folder,
+            plan=plan,
+            sums=made_up(num_shards),
+            state=None,
+            index=None,
+            without_manifest=[],
+            num_examples=3,
+        )
         page = html_page(report_content(report_data(found), Words("ko")), "보고서")
         assert sum(Page(page).elements.values()) < 1500
         sizes.append(len(page))
@@ -381,6 +436,50 @@ def test_what_was_sent_again_is_told_with_its_cause_and_none_of_the_free_text(
         assert "OUT_OF_MEMORY" in form
         assert "SECRET" not in form
         assert "hf_secret" not in form
+
+
+def ended_task(index: int, state: str, job_id: str = "1", **values: Any) -> TaskAttempt:
+    values = {"node": f"n{index}", "exit_code": 0, "elapsed_s": 30, "max_rss_bytes": 300 << 20, **values}
+    return TaskAttempt(
+        job_id=job_id,
+        name=NAME,
+        user="root",
+        submit_time=WHEN,
+        index=index,
+        state=state,
+        num_cpus=1,
+        **values,
+    )
+
+
+def test_each_submission_is_told_with_what_its_tasks_used_and_where_they_failed(own_folder: Path) -> None:
+    """The first had a task that went over its memory on n1; its verify job, which took longer, is no task."""
+    plan = need_plan(own_folder)
+    first = submission(plan_id=plan.plan_id)
+    (array,) = first.arrays
+    array = dataclasses.replace(array, tasks=["0", "1", "2", "3"], time_min=5)
+    bigger = dataclasses.replace(array, job_id="3", tasks=["1"], mem_mb=2048)
+    second = dataclasses.replace(first, number=1, arrays=[bigger], verify_job_id="4", submitted=99.0)
+    attempts = {(0, "1", index): [ended_task(index, "COMPLETED")] for index in (0, 2, 3)}
+    attempts[0, "1", 1] = [ended_task(1, "OUT_OF_MEMORY", max_rss_bytes=900 << 20, elapsed_s=61)]
+    attempts[0, "2", 0] = [ended_task(0, "FAILED", "2", elapsed_s=5000, max_rss_bytes=5 << 30)]
+    attempts[1, "3", 0] = [ended_task(0, "COMPLETED", "3", node="n2", elapsed_s=90)]
+    state = DatasetState(
+        folder=own_folder, plan=plan, submissions=[dataclasses.replace(first, arrays=[array]), second],
+        shards=[], shown=ShownJobs(attempts=attempts), held=[], verify="", wrong=[],
+    )  # fmt: skip
+    status = {"restarts": {}, "causes": {}, "slurm_away": ""}
+    made = [read_making(own_folder, shard_id) for shard_id in range(4)]
+    found = attempts_of(state, made, status)
+    told = [
+        (each["mem_mb"], each["max_rss_mb"], each["longest_task_s"], each["num_failed_tasks"])
+        for each in found["submissions"]
+    ]
+    assert told == [(100, 900, 61, 1), (2048, 300, 90, 0)]
+    (retried,) = found["retried"]
+    assert (retried["cause"], retried["shards"], retried["nodes"]) == ("OUT_OF_MEMORY", "1", {"n1": 1})
+    assert found["failed_tasks_of_nodes"] == {"n1": 1}
+    assert resource_use(state, made)["longest_task_s"] == 90, "as Slurm counts it, its start included"
 
 
 def test_slurm_is_not_asked_where_nothing_was_submitted(

@@ -16,15 +16,13 @@ from preprocess.plan import need_plan
 from shardprep.console import STOP_SIGNALS
 from shardprep.format.names import id_ranges, shard_name
 from slurm import __main__ as program
-from slurm import patience
+from slurm import slurm_commands
 from slurm.dataset_state import find_state
-from slurm.failing_nodes import failing_nodes
 from slurm.failure_causes import NO_LOG, SRUN_FAILED, STEP_STOPPED, TIMEOUT, cause_of, log_tail
 from slurm.job_records import SubmittedMeanwhile, read_submissions
 from slurm.job_script import JobRequest
-from slurm.patience import Patience
-from slurm.retrying import prepare_retry
-from slurm.slurm_commands import SlurmAway
+from slurm.retrying import failing_nodes, prepare_retry
+from slurm.slurm_commands import Patience, SlurmAway
 from slurm.slurm_queries import TaskAttempt, parse_queue
 from slurm.submitting import prepare_submit
 from tests.slurm.fake_slurm import NAME, QUEUES, WHEN, FakeSlurm, submitted
@@ -141,7 +139,7 @@ def test_wait_outlasts_a_controller_that_restarts(
             (fake.place / "away").unlink()
 
     fake.answers("squeue", squeue_line("0-4", "RUNNING"))
-    monkeypatch.setattr(patience, "sleep", sleep)
+    monkeypatch.setattr(slurm_commands, "sleep", sleep)
     (fake.place / "away").touch()
     state = Patience(lambda _: None).ask(lambda: find_state(data_dir, need_plan(data_dir)))
     assert waits == [5, 10, 20]
@@ -150,7 +148,7 @@ def test_wait_outlasts_a_controller_that_restarts(
 
 def test_patience_ends_after_an_hour_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(patience, "sleep", waits.append)
+    monkeypatch.setattr(slurm_commands, "sleep", waits.append)
 
     def away() -> None:
         raise SlurmAway("down")

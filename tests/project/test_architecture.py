@@ -153,6 +153,8 @@ def test_inside_of_preprocess_imports_follow_the_way_of_the_text() -> None:
         "json_lines",
         "columns",
         "parquet",
+        "arrow_messages",
+        "arrow_slices",
         "arrow",
     ]
     way = ["resources", "text_fields", "options", "inputs", "long_documents"]

@@ -19,10 +19,10 @@ import pytest
 import zstandard
 
 from preprocess import long_documents
-from preprocess.documents import planned_documents
+from preprocess.documents import read_documents
 from preprocess.formats import arrow, line_streams, text_lines
 from preprocess.formats import format as input_format
-from preprocess.formats.format import DocumentBatch
+from preprocess.formats.format import DocumentBatch, reading_of
 from preprocess.input_files import list_inputs
 from preprocess.inputs import ByteRange, OpenInput
 from preprocess.options import PrepConfig, WorkerSettings
@@ -352,7 +352,7 @@ def test_a_large_record_batch_is_read_some_rows_at_a_time_and_gives_what_the_who
         rows: list[Any] = []
         bad: list[Any] = []
         num_bytes = 0
-        for item in planned_documents([part], options.bytes_options(), batch_bytes=2_000):
+        for item in read_documents([part], reading_of(options.bytes_options(), 2_000)):
             assert isinstance(item, DocumentBatch)
             rows += zip(item.texts, item.ids or [], item.sources or [], item.input_offsets, strict=True)
             bad += item.bad

@@ -18,6 +18,7 @@ import time
 import tracemalloc
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="shardprep-bench-") as name:
             folder, world = Path(name), ranks * WORKERS
             num_bytes = index_of(folder, num_shards)
-            shards, index_s, index_mb = taken(lambda folder=folder: shards_of(folder))
+            shards, index_s, index_mb = taken(partial(shards_of, folder))
         block, window = choose_windows(
             num_samples=shards.num_samples, num_bytes=shards.tar_bytes, global_batch_size=ranks * BATCH
         )
@@ -177,9 +178,7 @@ def main() -> int:
         lanes = share(range(order.num_lanes), 0, world)
         middle = order.steps_per_epoch // 2
         start, end = next(order.windows(middle))
-        _, window_s, window_mb = taken(
-            lambda order=order, lanes=lanes, at=(start, end): order.samples_of(0, lanes, *at)
-        )
+        _, window_s, window_mb = taken(partial(order.samples_of, 0, lanes, start, end))
         at_start, per_step = opens_of(order, shards, world)
         window_bytes = len(lanes) * window * ROW_BYTES
         mb_per_open = order.global_batch_size * ROW_BYTES / max(per_step, 1e-9) / 1e6

@@ -20,6 +20,7 @@ from tests.faults import (
     races,
     replaced_files,
     short_transfers,
+    stop_signals,
 )
 from tests.faults.os_calls import is_preloaded, start_preloaded
 from tests.faults.outcomes import as_json, failures, findings, table
@@ -33,6 +34,7 @@ CAMPAIGNS = {
     "short_transfers": short_transfers,
     "full_disks": full_disks,
     "kills": kills,
+    "stop_signals": stop_signals,
     "races": races,
     "clocks": clocks,
     "fuzzed_inputs": fuzzed_inputs,

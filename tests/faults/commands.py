@@ -10,6 +10,8 @@ from typing import Any
 
 _WARNED = 1  # the exit code of doctor where all is usable
 REFUSING = frozenset({65, 66, 73, 74, 75, 78})  # the exit codes that a fault may end a command with
+PAGE_NAME = "report.html"
+EXPORTS = ("export megatron", "export nanogpt", "export hf", "export mosaicml")
 
 
 def plan(place: Path, options: list[str]) -> int:
@@ -35,6 +37,10 @@ def command(name: str, place: Path, options: list[str]) -> Callable[[], tuple[in
             0,
             loaded([str(path) for path in sorted(data.glob("*.tar"))], model_id=place / "model"),
         )
+    if name == "clean":
+        return lambda: (_preprocess("clean", data), temporaries_of(data))
+    if name.startswith("export "):
+        return lambda: (_export(place, name.removeprefix("export ")), None)
     codes: dict[str, Callable[[], int]] = {
         "plan": lambda: plan(place, options),
         "shard": lambda: _preprocess("--shard_id", 0, "--output_dir", data),
@@ -52,6 +58,7 @@ def command(name: str, place: Path, options: list[str]) -> Callable[[], tuple[in
             *("--vocab_size", 300),
         ),
         "submit": lambda: _slurm("submit", data, "--mem_gb", 1),
+        "report": lambda: _slurm("report", data, "--output", place / PAGE_NAME),
     }
     return lambda: (codes[name](), None)
 
@@ -60,6 +67,10 @@ def _preprocess(*args: object) -> int:
     from preprocess.__main__ import main
 
     return main([str(item) for item in args])
+
+
+def _export(place: Path, layout: str) -> int:
+    return _preprocess("export", place / "data", "--to", layout, "--output_dir", place / "exported" / layout)
 
 
 def _doctor(place: Path) -> int:
@@ -104,6 +115,26 @@ def delivered(loader: Any) -> str:
             digest.update(batch[name].numpy().tobytes())
     digest.update(tokenizer.decode(list(range(tokenizer.vocab_size))).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
+
+
+def temporaries_of(data: Path) -> list[str]:
+    """The names of all temporaries in a data set."""
+    return sorted(path.name for path in data.rglob(".*.tmp"))
+
+
+def published_below(place: Path) -> dict[str, str]:
+    """Name -> digest of all that counts in a workplace: data set, copies, exports, report."""
+    found = {
+        f"{name}/{file}": digest
+        for name in ("data", "staged")
+        for file, digest in files_of(place / name).items()
+    }
+    others = [*(place / "exported").rglob("*"), place / PAGE_NAME]
+    for path in others:
+        name = path.relative_to(place).as_posix()
+        if path.is_file() and "/." not in name and path.suffix != ".partial":
+            found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return found
 
 
 def files_of(folder: Path) -> dict[str, str]:

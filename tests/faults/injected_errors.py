@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shardprep.errors import Stopped
+from tests.faults.commands import EXPORTS
 from tests.faults.disturbed_files import spread
 from tests.faults.forked_case import Ended
 from tests.faults.judging import (
@@ -82,6 +83,9 @@ HITS = (
     Hit("peek", "verified", "peek", 0.5),
     Hit("doctor", "planned", "doctor", 0.5),
     Hit("train_tokenizer", "raw", "train_tokenizer", 0.5),
+    Hit("report", "verified", "report", 0.5),
+    Hit("clean", "littered", "clean", 0.5),
+    *(Hit(name, "verified", name, 0.25) for name in EXPORTS),
 )
 
 # Of all formats: what differs there is how a worker reads.
@@ -224,6 +228,8 @@ def _afterwards(data_set: SmallDataSet, hit: Hit, expected: Undisturbed, finishe
         return how[0], f"run again: {how[1]}"
     if again.code:
         return "wrong", f"run again: exit code {again.code}: {shape(again.text)}"
+    if again.value != expected.value:
+        return "wrong", f"run again: other values: {again.value}"
     if other := different(data_set.published(), expected.files, None):
         return "wrong", f"run again: other bytes: {', '.join(other)}"
     return None

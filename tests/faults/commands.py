@@ -43,6 +43,7 @@ def command(name: str, place: Path, options: list[str]) -> Callable[[], tuple[in
         return lambda: (_export(place, name.removeprefix("export ")), None)
     codes: dict[str, Callable[[], int]] = {
         "plan": lambda: plan(place, options),
+        "plan, shard": lambda: plan(place, options) or _preprocess("--shard_id", 0, "--output_dir", data),
         "shard": lambda: _preprocess("--shard_id", 0, "--output_dir", data),
         "shard 1": lambda: _preprocess("--shard_id", 1, "--output_dir", data),
         "run": lambda: _preprocess("run", data, "--num_proc", 1),

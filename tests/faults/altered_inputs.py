@@ -29,14 +29,14 @@ def outcomes(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[
     """Bits spread over an input of each format; then what declares too much."""
     for data_set in data_sets:
         data_set.reset("raw")
-        for path in sorted((data_set.place / "raw").iterdir()):
-            data = path.read_bytes()
+        inputs = {path.name: path.read_bytes() for path in sorted((data_set.place / "raw").iterdir())}
+        for name, data in inputs.items():
             offsets = spread(len(data), num_faults if num_faults > _QUICK_FAULTS else 1)
             for place, offset in enumerate(offsets):
                 bit = (offset * 5 + place) % 8
                 flipped = data[:offset] + bytes([data[offset] ^ 1 << bit]) + data[offset + 1 :]
                 write = partial(_write, flipped)
-                yield _outcome(data_set, path.name, f"bit {bit} of byte {offset}", write)
+                yield _outcome(data_set, name, f"bit {bit} of byte {offset}", write)
         if num_faults > _QUICK_FAULTS:
             for name, (words, write) in DECLARED.items():
                 yield _outcome(data_set, name, words, write)

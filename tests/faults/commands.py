@@ -10,7 +10,7 @@ from typing import Any
 
 _WARNED = 1  # the exit code of doctor where all is usable
 REFUSING = frozenset({65, 66, 73, 74, 75, 78})  # the exit codes that a fault may end a command with
-PAGE_NAME = "report.html"
+REPORT_NAME = "report.json"
 EXPORTS = ("export megatron", "export nanogpt", "export hf", "export mosaicml")
 
 
@@ -59,7 +59,7 @@ def command(name: str, place: Path, options: list[str]) -> Callable[[], tuple[in
             *("--vocab_size", 300),
         ),
         "submit": lambda: _slurm("submit", data, "--mem_gb", 1),
-        "report": lambda: _slurm("report", data, "--output", place / PAGE_NAME),
+        "report": lambda: _slurm("report", data, "--json", "--output", place / REPORT_NAME),
     }
     return lambda: (codes[name](), None)
 
@@ -124,17 +124,17 @@ def temporaries_of(data: Path) -> list[str]:
 
 
 def published_below(place: Path) -> dict[str, str]:
-    """Name -> digest of all that counts in a workplace: data set, copies, exports, report."""
+    """Name -> digest of all that counts in a workplace: data set, copies, exports, report but for its time."""
     found = {
         f"{name}/{file}": digest
         for name in ("data", "staged")
         for file, digest in files_of(place / name).items()
     }
-    others = [*(place / "exported").rglob("*"), place / PAGE_NAME]
-    for path in others:
+    for path in [*(place / "exported").rglob("*"), place / REPORT_NAME]:
         name = path.relative_to(place).as_posix()
         if path.is_file() and "/." not in name and path.suffix != ".partial":
-            found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+            data = _without(path, "written") if name == REPORT_NAME else path.read_bytes()
+            found[name] = hashlib.sha256(data).hexdigest()
     return found
 
 
@@ -152,12 +152,16 @@ def files_of(folder: Path) -> dict[str, str]:
 
 
 def _without_run(path: Path) -> bytes:
+    is_manifest = path.suffix == ".json" and path.name.startswith("shard-")
+    return _without(path, "run") if is_manifest else path.read_bytes()
+
+
+def _without(path: Path, key: str) -> bytes:
+    """A JSON file without a value that may differ, or all of what is none."""
     data = path.read_bytes()
-    if path.suffix != ".json" or not path.name.startswith("shard-"):
-        return data
     try:
-        manifest = json.loads(data)
-        manifest.pop("run")
-        return json.dumps(manifest).encode()
+        values = json.loads(data)
+        values.pop(key)
+        return json.dumps(values).encode()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return data

@@ -124,7 +124,7 @@ def temporaries_of(data: Path) -> list[str]:
 
 
 def published_below(place: Path) -> dict[str, str]:
-    """Name -> digest of all that counts in a workplace: data set, copies, exports, report but for its time."""
+    """Name -> digest of what counts in a workplace: data set, copies, exports, the report but its time."""
     found = {
         f"{name}/{file}": digest
         for name in ("data", "staged")

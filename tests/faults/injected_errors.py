@@ -43,7 +43,8 @@ class Hit:
     share: float = 3  # of the faults: most for what makes most calls, few for what takes long
 
     def number(self, num_faults: int) -> int:
-        return max(1, round(self.share * num_faults))
+        """None in a short form where the share is below an eighth."""
+        return round(self.share * num_faults)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,7 @@ HITS = (
     Hit("train_tokenizer", "raw", "train_tokenizer", 0.5),
     Hit("report", "verified", "report", 0.5),
     Hit("clean", "littered", "clean", 0.5),
-    *(Hit(name, "verified", name, 0.25) for name in EXPORTS),
+    *(Hit(name, "verified", name, 0.12) for name in EXPORTS),
 )
 
 # Of all formats: what differs there is how a worker reads.
@@ -95,16 +96,17 @@ _HITS_OF_FORMATS = (
 )
 
 
-def hits_of(data_set: SmallDataSet, hits: Sequence[Hit]) -> Sequence[Hit]:
+def hits_of(data_set: SmallDataSet, hits: Sequence[Hit], num_faults: int) -> Sequence[Hit]:
     """The commands to hit on a data set."""
-    return _HITS_OF_FORMATS if data_set.form == "formats" else hits
+    chosen = _HITS_OF_FORMATS if data_set.form == "formats" else hits
+    return [hit for hit in chosen if hit.number(num_faults)]
 
 
 def outcomes(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
     """Each call of each command once; in turn its errors, every third one lasting from there on."""
     for data_set in data_sets:
         calls = OsCalls(data_set.place)
-        for hit in hits_of(data_set, HITS):
+        for hit in hits_of(data_set, HITS, num_faults):
             expected, made = counted(data_set, calls, hit)
             modes: tuple[Mode, ...] = ("once", "once", "lasting")
             for number, at in enumerate(spread(len(made), hit.number(num_faults))):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardprep.atomic_files import STALE_AFTER_S
-from tests.faults.commands import EXPORTS, command, published_below
+from tests.faults.commands import command, published_below
 from tests.faults.every_format import write_every_format
 from tests.faults.forked_case import Ended, ForkedRun, run_forked
 
@@ -196,7 +196,7 @@ def _make(place: Path) -> tuple[int, None]:
 
 def _used_modules(place: Path) -> list[str]:
     """What the commands import, so that a fork need not."""
-    for name in ("verify --crcs", "load checked", "stage", "status", "report", "clean", *EXPORTS):
+    for name in ("verify --crcs", "load checked", "stage", "status", "report", "clean", "export hf"):
         command(name, place, [])()
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer

@@ -38,8 +38,8 @@ def outcomes(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[
                 write = partial(_write, flipped)
                 yield _outcome(data_set, name, f"bit {bit} of byte {offset}", write)
         if num_faults > _QUICK_FAULTS:
-            for name, (words, write) in DECLARED.items():
-                yield _outcome(data_set, name, words, write)
+            for name, (words, declare) in DECLARED.items():
+                yield _outcome(data_set, name, words, declare)
 
 
 def _write(data: bytes, path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 _WARNED = 1  # the exit code of doctor where all is usable
 REFUSING = frozenset({65, 66, 73, 74, 75, 78})  # the exit codes that a fault may end a command with
+LITTER = ".{}.other-{}-0123abcd.tmp"  # what attempts left that died, and clean removes
 REPORT_NAME = "report.json"
 EXPORTS = ("export megatron", "export nanogpt", "export hf", "export mosaicml")
 
@@ -37,8 +38,6 @@ def command(name: str, place: Path, options: list[str]) -> Callable[[], tuple[in
             0,
             loaded([str(path) for path in sorted(data.glob("*.tar"))], model_id=place / "model"),
         )
-    if name == "clean":
-        return lambda: (_preprocess("clean", data), temporaries_of(data))
     if name.startswith("export "):
         return lambda: (_export(place, name.removeprefix("export ")), None)
     codes: dict[str, Callable[[], int]] = {
@@ -58,6 +57,7 @@ def command(name: str, place: Path, options: list[str]) -> Callable[[], tuple[in
             *("train_tokenizer", "--input_dir", place / "raw", "--output_dir", place / "trained"),
             *("--vocab_size", 300),
         ),
+        "clean": lambda: _preprocess("clean", data),
         "submit": lambda: _slurm("submit", data, "--mem_gb", 1),
         "report": lambda: _slurm("report", data, "--json", "--output", place / REPORT_NAME),
     }
@@ -118,11 +118,6 @@ def delivered(loader: Any) -> str:
     return digest.hexdigest()
 
 
-def temporaries_of(data: Path) -> list[str]:
-    """The names of all temporaries in a data set."""
-    return sorted(path.name for path in data.rglob(".*.tmp"))
-
-
 def published_below(place: Path) -> dict[str, str]:
     """Name -> digest of what counts in a workplace: data set, copies, exports, the report but its time."""
     found = {
@@ -130,6 +125,9 @@ def published_below(place: Path) -> dict[str, str]:
         for name in ("data", "staged")
         for file, digest in files_of(place / name).items()
     }
+    for path in (place / "data").rglob(LITTER.format("*", "?")):
+        if path.is_file():  # a folder of which clean had removed a part is young again
+            found[f"litter/{path.name}"] = ""
     for path in [*(place / "exported").rglob("*"), place / REPORT_NAME]:
         name = path.relative_to(place).as_posix()
         if path.is_file() and "/." not in name and path.suffix != ".partial":

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardprep.atomic_files import STALE_AFTER_S
-from tests.faults.commands import command, published_below
+from tests.faults.commands import LITTER, command, published_below
 from tests.faults.every_format import write_every_format
 from tests.faults.forked_case import Ended, ForkedRun, run_forked
 
@@ -155,11 +155,11 @@ def _litter(data: Path) -> None:
         "plan.json",
     ):
         for attempt in range(3):
-            path = (data / name).with_name(f".{Path(name).name}.other-{attempt + 1}-0123abcd.tmp")
+            path = (data / name).with_name(LITTER.format(Path(name).name, attempt))
             path.write_bytes(b"half of it")
             if name == "index.json":
                 os.utime(path, (then, then))
-    folder = data / ".tokenizer.other-1-0123abcd.tmp"
+    folder = data / LITTER.format("tokenizer", 1)
     folder.mkdir()
     (folder / "tokenizer.json").write_bytes(b"half of it")
     for path in (folder / "tokenizer.json", folder):

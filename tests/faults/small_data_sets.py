@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardprep.atomic_files import STALE_AFTER_S
-from tests.faults.commands import LITTER, command, published_below
+from tests.faults.commands import LITTER, REPORT_NAME, command, published_below
 from tests.faults.every_format import write_every_format
 from tests.faults.forked_case import Ended, ForkedRun, run_forked
 
@@ -123,7 +123,9 @@ def make_small_data_sets(folder: Path, forms: Sequence[str]) -> list[SmallDataSe
             write_every_format(place / "raw")
         options = [*FORMS[form], "--max_bad_fraction", "0.5"]
         templates = folder / form
-        shutil.rmtree(place / "data", ignore_errors=True)
+        for name in ("data", "staged", "exported"):  # what the form before left
+            shutil.rmtree(place / name, ignore_errors=True)
+        (place / REPORT_NAME).unlink(missing_ok=True)
         _keep(place, templates / "raw")
         _must(run_forked(command("plan", place, options)))
         _keep(place, templates / "planned")

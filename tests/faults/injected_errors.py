@@ -9,9 +9,10 @@ import re
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 
 from shardprep.errors import Stopped
-from tests.faults.commands import EXPORTS
+from tests.faults.commands import EXPORTS, LITTER
 from tests.faults.disturbed_files import spread
 from tests.faults.forked_case import Ended
 from tests.faults.judging import (
@@ -30,6 +31,7 @@ from tests.faults.small_data_sets import SmallDataSet, Stage
 
 FORMS = ("json", "best_fit", "formats")
 QUICK_FORMS = ("best_fit",)
+_LITTER = LITTER.format("*", "?")
 _SHORT: dict[Mode, str] = {"short": "half of the bytes", "all short": "half of the bytes, at each call"}
 
 
@@ -204,7 +206,7 @@ def _stopped(data_set: SmallDataSet, ended: Ended) -> Verdict | None:
         return None
     if ended.code not in (0, Stopped.exit_code):
         return "wrong", f"a stop signal ends with {ended.code}: {shape(ended.text)}"
-    left = [path.name for path in data_set.place.rglob(".*.tmp")]
+    left = [path.name for path in data_set.place.rglob(".*.tmp") if not fnmatch(path.name, _LITTER)]
     return ("wrong", f"a stop signal leaves {', '.join(map(_named, left))}") if left else None
 
 

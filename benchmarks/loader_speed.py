@@ -12,6 +12,7 @@ environment stands are measured (make bench_loader builds them in .bench), the o
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -20,11 +21,13 @@ import time
 from pathlib import Path
 
 import numpy as np
+from benchmark_text import ROOT
 from loader_contenders import LITDATA, PACKED, ROWS, TODAY, Loader, document_loaders
-from loader_data_sets import make_data_sets
+from loader_data_sets import BATCH_TOKENS, DataSets, make_data_sets
 from loader_turns import Turn, take_turns
-from measured_run import machine_line
+from measured_run import machine_line, run_pinned
 from peer_environments import missing_reason
+from stage_bounds import bounds_table
 
 
 def speed(turn: Turn) -> float:
@@ -67,6 +70,22 @@ def packed_ratios(turns: dict[str, list[Turn]]) -> list[str]:
     ]
 
 
+def limits(turns: dict[str, list[Turn]], data: DataSets) -> str:
+    """Each stage's bound alone beside what is reached, for packed rows and documents packed at load."""
+    folders = {PACKED: "packed"}
+    folders |= {f"{name}: shardprep, packed at load": f"documents-{name}" for name in data.corpora}
+    labels = [label for label in folders if label in turns]
+    if not labels:
+        return ""
+    paths = [data.scratch / folders[label] for label in labels]
+    log = data.scratch / "log"
+    run_pinned([sys.executable, ROOT / "benchmarks/loader_bounds.py", *paths], cwd=data.scratch, log=log)
+    found = json.loads(log.read_text().splitlines()[-1])
+    reached = [BATCH_TOKENS / statistics.median(map(speed, turns[label])) for label in labels]
+    title = f"CPU us per {BATCH_TOKENS:,} tokens"
+    return bounds_table(title, labels, [found[str(path)] for path in paths], reached, digits=1)
+
+
 def split_by_environment(loaders: list[Loader]) -> tuple[list[Loader], dict[str, str]]:
     """Those that can run, and why the others cannot."""
     ready, left_out = [], {}
@@ -106,6 +125,7 @@ def main() -> int:
             left_out |= missing | failed
             if turns:
                 print("\n".join([table(turns), "", *packed_ratios(turns), ""]), flush=True)
+                print(limits(turns, data), "", sep="\n", flush=True)
         print(
             f"{np.load(data.rows, mmap_mode='r').size / 1e6:.1f} Mtok, {data.caption}; {machine_line()}; one "
             f"pinned core, no workers, page cache; median and range of {num_rounds} rounds of {seconds:g} s; "

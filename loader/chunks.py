@@ -222,3 +222,17 @@ def split_ids(joined: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> list[npt.N
     """The ids of each sample, where they stand one after another."""
     bounds = [0, *np.cumsum(lengths).tolist()]
     return [joined[first:end] for first, end in pairwise(bounds)]
+
+
+def step_edges(chunks: list[Chunk], step: int, part: slice) -> Edges:
+    """Of some of a step's rows, which lie in one chunk under another."""
+    if len(chunks) == 1:
+        return chunks[0].edges(step, part.start, min(part.stop, len(chunks[0].lengths)))
+    parts, row = [], 0
+    for chunk in chunks:
+        num_rows = len(chunk.lengths)
+        first, end = max(part.start - row, 0), min(part.stop - row, num_rows)
+        if first < end:
+            parts.append(chunk.edges(step, first, end))
+        row += num_rows
+    return joined_edges(parts)

@@ -66,10 +66,14 @@ class SeenDocuments:
 
     def __init__(self, loader: TokenLoader) -> None:
         samples = loader.chunks.samples
+        if loader.run.is_ramped:
+            raise UsageError(
+                "this loader has a batch_size_schedule, and what its steps saw is told of runs without one"
+            )
         if not isinstance(samples, (JoinedRows, WholeSamples)) or samples.shards.split is not None:
             raise UsageError(
-                "this loader mixes sources or leaves out documents for validation, and what its steps saw "
-                "can be told of one whole data set alone"
+                "this loader mixes sources, leaves out documents for validation or makes batches of "
+                "batch_tokens, and what its steps saw can be told of one whole data set alone"
             )
         self._samples = samples
         self._order = loader.order

@@ -12,10 +12,13 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import index
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from loader.skipped_steps import SkippedSteps
 from shardprep.errors import BrokenShard, OtherTokenizer, Refused, UsageError
+
+if TYPE_CHECKING:
+    from loader.run_steps import RunSteps
 
 _HASH_DIGITS = 64
 STATE_FORMAT = "shardprep-loader-state"
@@ -80,7 +83,7 @@ def state_of(
 
 
 def position_of(
-    state: Mapping[str, Any], fingerprint: Mapping[str, Any], layout: Mapping[str, int], steps_per_epoch: int
+    state: Mapping[str, Any], fingerprint: Mapping[str, Any], layout: Mapping[str, int], run: RunSteps
 ) -> Position:
     """The position that a state holds, for a loader of the same fingerprint.
 
@@ -100,11 +103,15 @@ def position_of(
             "to change them, or resume with the same"
         )
     most = max(position.epoch, position.num_micro)
+    steps_per_epoch = run.steps_in(position.epoch) if 0 <= position.epoch <= MAX_EPOCH else 0
     if min(position) < 0 or position.step >= steps_per_epoch or most > MAX_EPOCH:
         raise BrokenShard(
             f"the state stands at {position}, expected a step below {steps_per_epoch} of an epoch up to "
             f"{MAX_EPOCH}"
         )
+    num_batches = run.batches_in(run.step_of(position))
+    if position.num_micro >= num_batches:
+        raise UsageError(f"the state has {position.num_micro} batches of a step of {num_batches}")
     return position
 
 
@@ -167,17 +174,16 @@ class RunProgress:
         self.delivered = self.next = self.began = position
         self.left, self.is_loaded, self.skipped = None, True, skipped
 
-    def skip(self, num_steps: int, steps_per_epoch: int) -> None:
+    def skip(self, num_steps: int, run: RunSteps) -> None:
         """Leave out the steps behind what was delivered. Raises UsageError inside of a step."""
         if self.delivered.num_micro:
             raise UsageError(
                 f"skip leaves out whole steps, and {self.delivered.num_micro} batches of a step are "
                 "delivered; call it between two optimizer's steps"
             )
-        first = self.delivered.epoch * steps_per_epoch + self.delivered.step
+        first = run.step_of(self.delivered)
         self.skipped = self.skipped.and_from(first, num_steps)
-        epoch, step = divmod(first + num_steps, steps_per_epoch)
-        self.delivered = self.next = Position(epoch=epoch, step=step)
+        self.delivered = self.next = run.position(first + num_steps)
         self.is_loaded = True
 
     def set_epoch(self, epoch: int) -> None:

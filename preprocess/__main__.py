@@ -125,12 +125,12 @@ def run(args: argparse.Namespace) -> int:
     from preprocess.plan import need_plan
     from preprocess.resources import allowed_cpus, memory_note
     from preprocess.task_log import means_line, total_line
-    from preprocess.worker import done_manifest
+    from preprocess.worker import missing_shards
 
     folder = args.output_dir
     plan = need_plan(folder)
     wanted = parse_ids(args.shards, plan.num_shards) if args.shards else range(plan.num_shards)
-    todo = [shard_id for shard_id in wanted if not done_manifest(plan, folder, shard_id)]
+    todo = missing_shards(plan, folder, wanted)
     if len(todo) < len(wanted):
         say(f"{len(wanted) - len(todo)} of {len(wanted)} shards are done already")
     if not todo:

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from preprocess.documents import planned_documents
-from preprocess.engines import Engine, tokenizers_engine
+from preprocess.engines import Engine, TokenBatch, tokenizers_engine
 from preprocess.formats.format import SHORT_LINE_BYTES, DocumentBatch, Start, no_documents, reading_of
 from preprocess.formats.named import format_of
 from preprocess.inputs import ByteRange, OpenInput
@@ -147,7 +147,7 @@ def measure(plan: Plan, engine: Engine) -> CostEstimate:
             at, encode_s = _add_cpu(at, encode_s)
             prepared = members.prepare(batch, tokens)
             at, layout_s = _add_cpu(at, layout_s)
-            writer.append(batch, tokens, functools.partial(_itself, prepared))
+            writer.append(batch, functools.partial(_itself, (tokens, prepared)))
             at, write_s = _add_cpu(at, write_s)
             num_bytes += batch.num_bytes
         manifest = writer.commit({})
@@ -176,8 +176,8 @@ def estimate_of(plan: Plan, folder: Path) -> CostEstimate:
     return measure(plan, tokenizers_engine(path, allow_special_tokens=plan.options.encodes_control_tokens))
 
 
-def _itself(prepared: Prepared) -> Prepared:
-    return prepared
+def _itself(made: tuple[TokenBatch, Prepared]) -> tuple[TokenBatch, Prepared]:
+    return made
 
 
 def _bad_note(plan: Plan, writer: ShardWriter) -> str | None:

@@ -151,8 +151,8 @@ def _prepare_folder(folder: Path) -> Plan | None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CannotWrite(f"--output_dir {folder} cannot be made: {error.strerror}") from None
-    for stem in (PLAN_NAME, INDEX_NAME, OSTS_NAME, TOKENIZER_DIR):
-        remove_temporaries(folder, stem, older_than_s=STALE_AFTER_S)
+    stems = (PLAN_NAME, INDEX_NAME, OSTS_NAME, TOKENIZER_DIR)
+    remove_temporaries(folder, *stems, older_than_s=STALE_AFTER_S)
     return read_plan(folder)
 
 

@@ -113,16 +113,12 @@ class ShardWriter:
         """Why documents were left out."""
         return {bad.reason for bad in self._bad}
 
-    def append(
-        self,
-        documents: DocumentBatch,
-        tokens: TokenBatch,
-        prepared: Callable[[], Prepared] | None = None,
-    ) -> None:
-        """Add a batch of documents with their ids, in the order of the input.
+    def append(self, documents: DocumentBatch, made: Callable[[], tuple[TokenBatch, Prepared]]) -> None:
+        """Add a batch of documents, in the order of the input.
 
-        ``prepared`` gives what ``Members.prepare`` made of it; without it, that is done here.
+        ``made`` gives their ids, and what ``Members.prepare`` made of both; it may wait for them.
         """
+        tokens, prepared = made()
         self._count_input(documents.num_lines, documents.num_empty, documents.num_bytes)
         self._num_filtered += len(documents.filtered)
         num_tokens = np.diff(tokens.offsets)
@@ -131,8 +127,7 @@ class ShardWriter:
         self._count_sources(documents, num_tokens)
         if documents.ids is not None:
             self._keep_ids(documents.input_number, documents.input_offsets.tolist(), documents.ids)
-        pieces = prepared() if prepared else self._members.prepare(documents, tokens)
-        self._write(pieces())
+        self._write(prepared())
 
     def append_long(
         self, document: LongDocument, num_text_bytes: int, ids: Iterable[npt.NDArray[np.uint32]]

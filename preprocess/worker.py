@@ -1,7 +1,7 @@
 """Makes one shard: read_documents -> encode -> members -> tar and idx -> manifest.
 
-Each stage has threads of its own: one reads and decodes the next batch, this one encodes, with as many of the
-engine's as there are cores, some lay out the batches before, and one writes them in their order. All but the
+Threads of this process share the work: one reads and decodes the next batch, some take a batch each, encode
+it, with the engine's own threads, and lay it out, and one writes the batches in their order. All but the
 encoding is Python and numpy, which share the interpreter's lock for a part of the time: see docs/speed.md.
 """
 
@@ -14,7 +14,7 @@ import resource
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from preprocess.formats.named import load_libraries
 from preprocess.input_hashes import check_hash
 from preprocess.inputs import BadDocument
 from preprocess.long_documents import MOST_HELD_BYTES, LongDocument
-from preprocess.members import members_of
+from preprocess.members import Members, Prepared, members_of
 from preprocess.options import BytesOptions, WorkerSettings, check_text_versions
 from preprocess.plan import Plan
 from preprocess.shard_writer import ShardWriter
@@ -40,7 +40,7 @@ from shardprep.errors import BadInput, BrokenShard, CannotWrite, MissingShard, R
 from shardprep.format.manifest import Manifest, check_shard
 from shardprep.format.names import IDS_DIR, QUARANTINE_DIR, TOKENIZER_DIR, quarantine_path, shard_name
 
-_MOST_LAYOUTS = 4  # threads; more would wait for the interpreter's lock
+_MOST_MAKERS = 4  # threads that encode and lay out; more would wait for the interpreter's lock
 
 Item = TypeVar("Item")
 Arguments = ParamSpec("Arguments")
@@ -99,9 +99,9 @@ class Worker:
         batch_size = self.settings.writer_batch_size
         members = members_of(self.folder, plan.spec, shard_id, options, batch_size=batch_size)
         input_paths = [item.path for item in plan.inputs]
-        num_layouts = self._num_layouts()
+        num_makers = self._num_makers()
         with (
-            ThreadPoolExecutor(max(1, num_layouts)) as layouts,
+            ThreadPoolExecutor(num_makers) as makers,
             ShardWriter(
                 self.folder,
                 plan.spec,
@@ -110,16 +110,14 @@ class Worker:
                 input_paths=input_paths,
                 keeps_ids=bool(options.id_field),
             ) as writer,
-            WriteBehind(num_behind=1 + max(1, num_layouts)) as behind,
+            WriteBehind(num_behind=1 + num_makers) as behind,
         ):
             counted = (0, 0)
             for item in read_ahead(documents, num_ahead=1):
                 if isinstance(item, LongDocument):
                     behind.put(self._append_long, writer, item)
                 else:
-                    tokens = self._encode(item)
-                    laid_out = layouts.submit(members.prepare, item, tokens).result if num_layouts else None
-                    behind.put(writer.append, item, tokens, laid_out)
+                    behind.put(writer.append, item, makers.submit(self._made, members, item).result)
                 before, counted = counted, (writer.num_documents, writer.num_tokens)
                 progress(Work(item.num_bytes, counted[0] - before[0], counted[1] - before[1]))
             behind.drain()
@@ -128,11 +126,14 @@ class Worker:
             self._check_bad_fraction(writer, shard_id)
             return writer.commit(self._run_facts(began, cpu_began))
 
-    def _num_layouts(self) -> int:
-        """Threads that lay batches out before the one that writes; on one core they would only take turns."""
-        if self.num_cpus < 2:
-            return 0
-        return min(_MOST_LAYOUTS, self.num_cpus // 2, self.settings.most_batches)
+    def _num_makers(self) -> int:
+        """Threads that take a batch each: two on two cores, so that one encodes while the other prepares."""
+        return min(_MOST_MAKERS, self.num_cpus, max(2, self.num_cpus // 2), self.settings.most_batches)
+
+    def _made(self, members: Members, documents: DocumentBatch) -> tuple[TokenBatch, Prepared]:
+        """The ids of a batch, and its members as far as they can be laid out before its turn."""
+        tokens = self._encode(documents)
+        return tokens, members.prepare(documents, tokens)
 
     def _encode(self, documents: DocumentBatch) -> TokenBatch:
         return self.engine.encode_documents(
@@ -256,12 +257,33 @@ def load_worker(
 
 def done_manifest(plan: Plan, folder: Path, shard_id: int) -> Manifest | None:
     """The manifest of a shard that is done, else None. Raises where another plan's shard is in the way."""
+    manifest = _manifest_if_done(plan, folder, shard_id)
+    if manifest is not None:
+        _remove_leftovers(folder, [shard_id])
+    return manifest
+
+
+def missing_shards(plan: Plan, folder: Path, shard_ids: Iterable[int]) -> list[int]:
+    """Those that are not done. What attempts at the others left is removed, by one look at the folder.
+
+    Raises as ``done_manifest`` does.
+    """
+    is_done = {number: _manifest_if_done(plan, folder, number) is not None for number in shard_ids}
+    if any(is_done.values()):
+        _remove_leftovers(folder, [number for number, done in is_done.items() if done])
+    return [number for number, done in is_done.items() if not done]
+
+
+def _manifest_if_done(plan: Plan, folder: Path, shard_id: int) -> Manifest | None:
     try:
-        manifest = check_shard(folder, shard_id, plan.plan_id)
+        return check_shard(folder, shard_id, plan.plan_id)
     except (MissingShard, BrokenShard):
         return None
-    remove_temporaries(folder, shard_name(shard_id), older_than_s=0, subfolders=[QUARANTINE_DIR, IDS_DIR])
-    return manifest
+
+
+def _remove_leftovers(folder: Path, shard_ids: list[int]) -> None:
+    names = map(shard_name, shard_ids)
+    remove_temporaries(folder, *names, older_than_s=0, subfolders=[QUARANTINE_DIR, IDS_DIR])
 
 
 def read_ahead(items: Iterator[Item], num_ahead: int) -> Iterator[Item]:

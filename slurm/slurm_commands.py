@@ -37,6 +37,9 @@ _AWAY = re.compile(
     r"can't be reached now|Munge|authentication",
     re.IGNORECASE,
 )
+_CLOCKS_DIFFER = (  # what munge takes for an expired credential, a client is told in these words alone
+    "does it restart (scontrol ping), or is the clock of this host more than 5 min off (date)?"
+)
 _NO_SUCH_CLUSTER = "known by database"  # a wrong SLURM_CLUSTERS
 _DELAYS_S = (5, 10, 20, 40)  # then 60 s each
 _LONGEST_DELAY_S = 60
@@ -126,7 +129,8 @@ def _run(command: Sequence[str], text: str | None, cluster: str | None) -> subpr
     if done.returncode:
         words = " ".join((done.stderr or done.stdout).split())
         if _AWAY.search(words) and _NO_SUCH_CLUSTER not in words:
-            raise SlurmAway(f"{command[0]} gets no answer: {words}; is the controller up? scontrol ping")
+            hint = _CLOCKS_DIFFER if "Zero Bytes" in words else "is the controller up? scontrol ping"
+            raise SlurmAway(f"{command[0]} gets no answer: {words}; {hint}")
         raise SlurmRefused(f"{command[0]} refuses: {words}")
     return done
 

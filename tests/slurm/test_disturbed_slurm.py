@@ -41,6 +41,7 @@ def answer_by(fake: FakeSlurm, name: str, script: str) -> None:
         "error: Munge decode failed: Expired credential",
         "error: Munge decode failed: Rewound credential",
         "slurm_load_jobs error: Protocol authentication error",
+        "slurm_load_jobs error: Zero Bytes were transmitted or received",
         "squeue: error: 'other' can't be reached now, or it is an invalid entry for SLURM_CLUSTERS.",
     ],
 )
@@ -57,6 +58,16 @@ def test_whatever_keeps_squeue_from_answering_a_running_shard_is_never_called_fa
         assert words[-12:] in slurm(command, data_dir, code=74)
     assert not fake.sent()
     assert not fake.calls("scancel")
+
+
+def test_a_controller_that_hangs_up_names_the_clock_as_well(fake: FakeSlurm, data_dir: Path) -> None:
+    """So a client was answered whose munged was 10 minutes behind, or ahead, of the controller's."""
+    submitted(data_dir)
+    words = "slurm_load_jobs error: Zero Bytes were transmitted or received"
+    answer_by(fake, "squeue", f"echo '{words}' >&2; exit 1")
+    assert f"{words}; does it restart (scontrol ping), or is the clock of this host" in slurm(
+        "status", data_dir
+    )
 
 
 @pytest.mark.parametrize("how", ["cut in a line", "another server silent"])

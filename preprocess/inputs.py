@@ -11,7 +11,6 @@ import fcntl
 import hashlib
 import os
 import stat
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -50,6 +49,8 @@ class OpenInput:
     no regular file: a FIFO would wait for ever, a device never end.
     """
 
+    _fd = -1
+
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
@@ -60,7 +61,6 @@ class OpenInput:
             if isinstance(error, FileNotFoundError) and os.path.islink(path):  # noqa: PTH114 - it never raises
                 reason = "it is a link to nothing"
             raise NotFound(f"input {path} cannot be opened: {reason}") from None
-        weakref.finalize(self, _close, self._fd)
         status = self._status()
         if not stat.S_ISREG(status.st_mode):
             kind = next((name for test, name in _KINDS if test(status.st_mode)), "no regular file")
@@ -72,6 +72,11 @@ class OpenInput:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, 0)
         except OSError as error:
             raise self._failed(error) from None
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):  # nothing was written to it
+                os.close(self._fd)
 
     def expect_scattered_reads(self) -> None:
         """Tell the system not to read ahead, which would read three times as much for nothing."""
@@ -126,11 +131,6 @@ def _stamp(status: os.stat_result) -> Stamp:
     return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
-def _close(descriptor: int) -> None:
-    with contextlib.suppress(OSError):  # nothing was written to it
-        os.close(descriptor)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """Where one document, or several that follow each other, lie in an input file.
@@ -176,7 +176,7 @@ class BadDocument:
     detail: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class InputFile:
     """One file of the plan. ``mtime_ns`` is outside the plan id: a copy or a touch changes nothing."""
 

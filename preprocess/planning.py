@@ -81,11 +81,7 @@ def make_plan(
         stripe.layout()
     except lustre.LustreError as error:
         raise UsageError(str(error)) from None
-    paths = list_inputs(config.input_dir, recursive=config.recursive)
-    if config.record == "chat":
-        _check_has_fields(paths)
-    say(f"{len(paths)} input file(s) in {config.input_dir}")
-    division = _divided(config, paths, sharding)
+    division = _divided(config, sharding, say)
     with scratch_folder() as files:
         say(f"resolving the tokenizer of {config.model_id}")
         allow = config.bytes_options().encodes_control_tokens
@@ -178,8 +174,12 @@ def _lay_out(
         raise CannotWrite(str(error)) from None
 
 
-def _divided(config: PrepConfig, paths: list[Path], sharding: Sharding) -> Division:
-    """Stamp the inputs, and divide them into shards: even ones, or one per file."""
+def _divided(config: PrepConfig, sharding: Sharding, say: Callable[[str], None]) -> Division:
+    """List and stamp the inputs, and divide them into shards: even ones, or one per file."""
+    paths = list_inputs(config.input_dir, recursive=config.recursive)
+    if config.record == "chat":
+        _check_has_fields(paths)
+    say(f"{len(paths)} input file(s) in {config.input_dir}")
     reading = reading_of(config.bytes_options(), BATCH_BYTES)
     with Progress("looking at the inputs", len(paths), unit="files") as progress:
         inputs, inspected = stamp_inputs(config.input_dir, paths, reading, progress.add)

@@ -9,6 +9,7 @@ from preprocess.formats.format import Format
 from preprocess.formats.json_lines import JsonLines
 from preprocess.formats.text_lines import CompressedText, TextLines
 
+_COMPRESSED = tuple(COMPRESSIONS)
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 # What others put beside their data: no documents.
 _COMPANIONS = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
@@ -20,9 +21,9 @@ SUFFIXES = (
 def format_of(name: str) -> Format | None:
     """The format that a file's name says, None for no input. The modules of rows are imported when needed."""
     stem, compression = name, None
-    for suffix, found in COMPRESSIONS.items():
-        if name.endswith(suffix):
-            stem, compression = name.removesuffix(suffix), found
+    if name.endswith(_COMPRESSED):
+        stem, _, suffix = name.rpartition(".")
+        compression = COMPRESSIONS[f".{suffix}"]
     if stem.endswith(".txt"):
         return TextLines() if compression is None else CompressedText(compression=compression)
     if stem.endswith(_JSON_SUFFIXES) and name.rpartition("/")[2] not in _COMPANIONS:

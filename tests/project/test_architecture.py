@@ -153,11 +153,13 @@ def test_inside_of_preprocess_imports_follow_the_way_of_the_text() -> None:
         "json_lines",
         "columns",
         "parquet",
+        "arrow_messages",
+        "arrow_slices",
         "arrow",
     ]
     way = ["resources", "text_fields", "text_changes", "options", "inputs", "long_documents"]
     way += ["chat_rendering"]
-    way += [f"formats.{name}" for name in (*forms, "arrow", "named")]
+    way += [f"formats.{name}" for name in (*forms, "named")]
     way += ["documents", "tokenizer_files", "engines", "packing", "member_bytes", "members"]
     files = modules("preprocess")
     for number, stage in enumerate(way):

@@ -14,6 +14,7 @@ from benchmark_text import ROOT, lay_out
 
 NUM_SHARDS = 8
 LARGE_COPIES = 32
+BATCH_TOKENS = 8 * 2048  # of a batch of packed rows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,14 +2,15 @@
 
     python benchmarks/loader_limits.py [--mb 10] [--core N] [--only resume,opening,...]
 
-Resuming, opening, memory over epochs, bytes read, padding, mixing. Only resuming and opening are times,
-taken on one core; the others do not depend on the machine or its load. Five minutes; exits 0 whatever it
-finds.
+Resuming, opening, memory over epochs, bytes read, padding, mixing, weights of sources. Only resuming and
+opening are times, taken on one core; the others do not depend on the machine or its load. Five minutes; exits
+0 whatever it finds.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import random
@@ -27,13 +28,20 @@ from typing import Any
 import numpy as np
 from loader_data_sets import LimitData, make_limit_data
 from loader_footprint import NUM_SHARDS, footprints, make_index, opening
-from loader_shares import source_variances, useful_share
+from loader_shares import (
+    mixed_differences,
+    mixed_tokens,
+    source_variances,
+    useful_share,
+    weighted_variances,
+)
 from measured_run import machine_line
 
 from loader import get_llama3_dataloader
 from shardprep.format.index import read_index
 
 NUM_RESUMES, NUM_FRESH = 50, 9
+MIXED_STEPS = 2000
 WORLD, WORKERS, BATCH = 8, 2, 8
 MODES: dict[str, dict[str, Any]] = {
     "padded, batch 32": {"batch_size": 32, "max_length": 2048},
@@ -78,7 +86,8 @@ def resume_delays(given: LimitData, core: int) -> Iterator[Finding]:
             cases | {name: (korean, each) for name, each in MODES.items()}
         ).items():
             draw = random.Random(0)
-            fresh, fresh_resumed = [], []
+            fresh: list[float] = []
+            fresh_resumed: list[float] = []
             for _ in range(NUM_FRESH):
                 for times, resumes in ((fresh, False), (fresh_resumed, True)):
                     with get_llama3_dataloader(data, num_workers=0, **options) as loader:
@@ -166,7 +175,12 @@ def bytes_read(given: LimitData, _core: int) -> Iterator[Finding]:
     token_bytes = read_index(given.rows).spec.dtype.itemsize
     ratios = []
     for rank in range(WORLD):
-        options = {"num_workers": WORKERS, "persistent_workers": False, "rank": rank, "world_size": WORLD}
+        options: dict[str, Any] = {
+            "num_workers": WORKERS,
+            "persistent_workers": False,
+            "rank": rank,
+            "world_size": WORLD,
+        }
         with get_llama3_dataloader(given.large, BATCH, **options) as loader:
             read = 0
             for number, _ in enumerate(loader, start=1):
@@ -217,6 +231,34 @@ def mixing(_given: LimitData, _core: int) -> Iterator[Finding]:
         )
 
 
+def weights(given: LimitData, _core: int) -> Iterator[Finding]:
+    """Two named sources, .7 and .3 of the tokens: shares, worlds, resumes, and how a share varies."""
+    pair = dict(itertools.islice(given.documents.items(), 2))
+    first, other = pair
+    share = mixed_tokens(pair, {first: 0.7, other: 0.3}, MIXED_STEPS)
+    yield Finding(
+        what=f"sources {first} .7, {other} .3 by tokens: share of the first in {MIXED_STEPS:,} steps of 64",
+        measured=f"{share:.4f}",
+        asked=".693 to .707",
+        kept=abs(share / 0.7 - 1) <= 0.01,
+    )
+    differing = mixed_differences(pair, (1, 2, 4, 8), MIXED_STEPS // 10, NUM_RESUMES)
+    yield Finding(
+        what=f"sources: of {MIXED_STEPS // 10} steps with a change of weights, and of {NUM_RESUMES} random "
+        "resumes, those that are not as in the unbroken run of one rank",
+        measured=", ".join(f"{name}: {count}" for name, count in differing.items()),
+        asked="0",
+        kept=not any(differing.values()),
+    )
+    for span, ratio in weighted_variances(0.7, 64, (1, 8, 32, 64)).items():
+        yield Finding(
+            what=f"sources .7, .3, global batch 64: share of the first over {span} steps",
+            measured=f"{ratio:.2f} times a full shuffle's variance",
+            asked="<= 1.1",
+            kept=ratio <= 1.1,
+        )
+
+
 MEASURES: dict[str, Callable[[LimitData, int], Iterator[Finding]]] = {
     "resume": resume_delays,
     "opening": opening_of_many_shards,
@@ -224,6 +266,7 @@ MEASURES: dict[str, Callable[[LimitData, int], Iterator[Finding]]] = {
     "reads": bytes_read,
     "padding": useful_tokens,
     "mixing": mixing,
+    "weights": weights,
 }
 
 

@@ -1,14 +1,18 @@
-"""Shares: of an epoch's places the useful tokens, of a step's samples those of one source."""
+"""Shares: of an epoch's places the useful tokens, of a step's samples or tokens those of one source."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import itertools
+import random
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from loader import get_llama3_dataloader
+from loader import TokenLoader, get_llama3_dataloader
+from loader.mixture import ROUND_STEPS, Mixture, make_stages
 from loader.order import Order, choose_windows
 
 NUM_SOURCES, SOURCE_SAMPLES, SAMPLE_BYTES = 20, 25_600, 8192
@@ -49,3 +53,111 @@ def source_variances(global_batch_size: int, spans: tuple[int, ...]) -> dict[int
         fair = drawn / NUM_SOURCES * (1 - 1 / NUM_SOURCES)
         found[span] = float(((shares - drawn / NUM_SOURCES) ** 2).mean()) / fair
     return found
+
+
+def weighted_variances(weight: float, global_batch_size: int, spans: tuple[int, ...]) -> dict[int, float]:
+    """Two sources, one of this weight: by span of steps, the variance of its share over a full shuffle's.
+
+    By the mixture alone; a span's shares are those of all consecutive spans of 1,000 rounds.
+    """
+    order = Order(
+        num_samples=10**6, global_batch_size=global_batch_size, block_samples=10, window_samples=100, seed=1
+    )
+    mixed = Mixture(
+        names=("one", "other"),
+        orders=(order, order),
+        stages=make_stages(("one", "other"), {"one": weight, "other": 1 - weight}, None, None),
+        seed=1,
+    )
+    firsts = range(0, 1000 * ROUND_STEPS, ROUND_STEPS)
+    lanes = range(global_batch_size)
+    counts = np.concatenate([(mixed.pattern(mixed.round_at(n), lanes) == 0).sum(0) for n in firsts])
+    found = {}
+    for span in spans:
+        drawn = span * global_batch_size
+        shares = counts[: len(counts) // span * span].reshape(-1, span).sum(1)
+        found[span] = float(((shares - drawn * weight) ** 2).mean()) / (drawn * weight * (1 - weight))
+    return found
+
+
+def mixed_tokens(folders: Mapping[str, Path], weights: Mapping[str, float], num_steps: int) -> float:
+    """The share of the first source's tokens in a run of some steps: 0 to 1.
+
+    Documents of the first source are known by their ids: its tokens are counted of a run that has no other.
+    """
+    options: dict[str, Any] = {"num_workers": 0, "global_batch_size": 64, "weights": weights}
+    with get_llama3_dataloader(folders, 64, **options) as loader:
+        for _ in steps_of(loader, num_steps):
+            pass
+        total = loader.metrics.num_tokens
+        mixture: Any = loader.order
+        samples: Any = loader.chunks.samples
+        taken = mixture.num_delivered(num_steps)
+        orders = dict(zip(mixture.names, mixture.orders, strict=True))
+        readers = dict(zip(mixture.names, samples.sources, strict=True))
+    first = next(iter(folders))
+    reader, order = readers[first].open(), orders[first]
+    whole, rest = divmod(taken[first] // 64, order.steps_per_epoch)
+    tokens = 0
+    for epoch in range(whole + 1):
+        last = order.steps_per_epoch if epoch < whole else rest
+        for start, end in order.windows(0):
+            if start < last:
+                samples = order.samples_of(epoch, range(64), start, end)[:, : last - start]
+                tokens += int(reader.num_tokens(samples.reshape(-1)).sum())
+    reader.close()
+    return tokens / total
+
+
+def steps_of(loader: TokenLoader, num_steps: int) -> Iterator[list[bytes]]:
+    """The documents of each step, as bytes, through as many epochs as it takes; without accumulation."""
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))
+    for batch in itertools.islice(batches, num_steps):
+        lengths = batch["attention_mask"].sum(1).tolist()
+        yield [
+            ids[:length].numpy().tobytes() for ids, length in zip(batch["input_ids"], lengths, strict=True)
+        ]
+
+
+def mixed_differences(
+    folders: Mapping[str, Path], worlds: tuple[int, ...], num_steps: int, num_resumes: int
+) -> dict[str, int]:
+    """Steps that differ from those of one rank, by world; and of resumes at random steps.
+
+    The schedule changes in the middle. Documents, global batch 64, no workers; ranks one after another.
+    """
+    names = list(folders)
+    options: dict[str, Any] = {
+        "num_workers": 0,
+        "global_batch_size": 64,
+        "schedule": [
+            (0, {names[0]: 0.7, names[1]: 0.3}),
+            (num_steps // 2 + 1, {names[0]: 0.2, names[1]: 0.8}),
+        ],
+    }
+
+    def digests(loader: TokenLoader, count: int) -> list[list[bytes]]:
+        return [list(map(_digest, step)) for step in steps_of(loader, count)]
+
+    found: dict[str, int] = {}
+    whole: list[list[bytes]] = []
+    for world in worlds:
+        ranks = []
+        for rank in range(world):
+            with get_llama3_dataloader(
+                folders, 64 // world, rank=rank, world_size=world, **options
+            ) as loader:
+                ranks.append(digests(loader, num_steps))
+        steps = [list(itertools.chain(*parts)) for parts in zip(*ranks, strict=True)]
+        whole = whole or steps
+        found[f"world {world}"] = sum(a != b for a, b in zip(steps, whole, strict=True))
+    draw, found["resumes"] = random.Random(0), 0
+    with get_llama3_dataloader(folders, 64, rank=0, world_size=1, **options) as loader:
+        for step in draw.choices(range(num_steps - 3), k=num_resumes):
+            loader.load_state_dict(loader.state_at(step))
+            found["resumes"] += digests(loader, 3) != whole[step : step + 3]
+    return found
+
+
+def _digest(document: bytes) -> bytes:
+    return hashlib.sha256(document).digest()

@@ -3,7 +3,7 @@
     python benchmarks/loader_speed.py [--quick] [--seconds 3] [--rounds 5] [--only NAME,NAME]
 
 A table of rows of (8, 2048) int64 ids and labels, every loader from its own format; and a table a
-corpus of documents as today's script reads them, tokens that are no padding. Millions of tokens a CPU
+corpus of documents as the baseline reads them, tokens that are no padding. Millions of tokens per CPU
 second, files in the page cache; the loaders of a table take turns, so that the machine's noise meets
 all of them, and ratios are of one round's turns. Each table is printed when it is measured. Peers whose
 environment stands are measured (make bench_loader builds them in .bench), the others named with the reason.
@@ -12,6 +12,7 @@ environment stands are measured (make bench_loader builds them in .bench), the o
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -20,16 +21,18 @@ import time
 from pathlib import Path
 
 import numpy as np
-from loader_contenders import LITDATA, PACKED, ROWS, TODAY, Loader, document_loaders
-from loader_data_sets import make_data_sets
+from benchmark_text import ROOT
+from loader_contenders import BASELINE, LITDATA, PACKED, ROWS, Loader, document_loaders
+from loader_data_sets import BATCH_TOKENS, DataSets, make_data_sets
 from loader_turns import Turn, take_turns
-from measured_run import machine_line
+from measured_run import machine_line, run_pinned
 from peer_environments import missing_reason
+from stage_bounds import bounds_table
 
 
 def speed(turn: Turn) -> float:
-    """Millions of tokens, without padding, a CPU second."""
-    return turn["tokens"] / turn["cpu_s"] / 1e6
+    """Millions of tokens, without padding, per CPU second."""
+    return float(turn["tokens"] / turn["cpu_s"] / 1e6)
 
 
 def spread(values: list[float], digits: int) -> str:
@@ -43,12 +46,12 @@ def ratios(turns: dict[str, list[Turn]], label: str, other: str) -> list[float]:
 
 
 def table(turns: dict[str, list[Turn]]) -> str:
-    """A row a loader, and how many times as fast as today's script, where that was measured."""
+    """A row per loader, and how many times as fast as the baseline, where that was measured."""
     lines = [
-        "| loader | Mtok a CPU second (range) | times today's script | useful tokens | peak MiB |",
+        "| loader | Mtok per CPU second (range) | times the baseline | useful tokens | peak MiB |",
         "|---|---|---|---|---|",
     ]
-    first = next((label for label in turns if TODAY in label), None)
+    first = next((label for label in turns if BASELINE in label), None)
     for label, found in turns.items():
         times = f"{statistics.median(ratios(turns, label, first)):.1f}" if first else ""
         useful = statistics.median(turn["tokens"] / (turn["tokens"] + turn["padding"]) for turn in found)
@@ -59,12 +62,28 @@ def table(turns: dict[str, list[Turn]]) -> str:
 
 
 def packed_ratios(turns: dict[str, list[Turn]]) -> list[str]:
-    """The packed row against litdata and today's script, with the spread over the rounds."""
+    """The packed row against litdata and the baseline, with the spread over the rounds."""
     return [
         f"shardprep, packed / {other}: {spread(ratios(turns, PACKED, other), digits)}, round by round"
-        for other, digits in ((LITDATA, 2), (TODAY, 0))
+        for other, digits in ((LITDATA, 2), (BASELINE, 0))
         if PACKED in turns and other in turns
     ]
+
+
+def limits(turns: dict[str, list[Turn]], data: DataSets) -> str:
+    """Each stage's bound alone beside what is reached, for packed rows and documents packed at load."""
+    folders = {PACKED: "packed"}
+    folders |= {f"{name}: shardprep, packed at load": f"documents-{name}" for name in data.corpora}
+    labels = [label for label in folders if label in turns]
+    if not labels:
+        return ""
+    paths = [data.scratch / folders[label] for label in labels]
+    log = data.scratch / "log"
+    run_pinned([sys.executable, ROOT / "benchmarks/loader_bounds.py", *paths], cwd=data.scratch, log=log)
+    found = json.loads(log.read_text().splitlines()[-1])
+    reached = [BATCH_TOKENS / statistics.median(map(speed, turns[label])) for label in labels]
+    title = f"CPU us per {BATCH_TOKENS:,} tokens"
+    return bounds_table(title, labels, [found[str(path)] for path in paths], reached, digits=1)
 
 
 def split_by_environment(loaders: list[Loader]) -> tuple[list[Loader], dict[str, str]]:
@@ -106,6 +125,7 @@ def main() -> int:
             left_out |= missing | failed
             if turns:
                 print("\n".join([table(turns), "", *packed_ratios(turns), ""]), flush=True)
+                print(limits(turns, data), "", sep="\n", flush=True)
         print(
             f"{np.load(data.rows, mmap_mode='r').size / 1e6:.1f} Mtok, {data.caption}; {machine_line()}; one "
             f"pinned core, no workers, page cache; median and range of {num_rounds} rounds of {seconds:g} s; "

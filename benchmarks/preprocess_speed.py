@@ -1,4 +1,4 @@
-"""`make bench_preprocess`: the first script, the peers and shardprep on the same text, one core.
+"""`make bench_preprocess`: the baseline, the peers and shardprep on the same text, one core.
 
 Each run is a fresh process pinned to one core, its output deleted before, the input in the page
 cache. Counted are user and system CPU seconds of the process and its children, less the median of
@@ -7,13 +7,17 @@ the machine moves CPU seconds less than wall time. For shardprep that difference
 second of start-up, a tenth of work), so its process's CPU clock is read when its tar appears under
 its first name and when its manifest does: reading, encoding, writing, fsync and commit. Contenders
 take turns, so that a slow minute meets all of them; a cell is the median and, in brackets, the
-least and the most. The first script reads 2 MB of the corpora with short lines, not 10: it takes
+least and the most. The baseline reads 2 MB of the corpora with short lines, not 10: it takes
 as long per MB at either size. Python lines are half as many bytes as the other corpora.
+
+Below the table stands where the limit is: what each stage of ours costs alone (stage_bounds.py), in turn with
+the runs, beside what a shard costs.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -21,24 +25,28 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-from benchmark_text import BenchmarkText, lay_out
-from contenders import NAIVE, PACKED, Contender, contenders
+from benchmark_text import ROOT, BenchmarkText, lay_out
+from contenders import BASELINE, DOCUMENTS, PACKED, Contender, contenders
 from measured_run import NotSeen, RunFailed, Usage, machine_line, run_pinned
 from peer_environments import PEERS
+from stage_bounds import bounds_table, medians
 
 START = "start"
+OURS = (DOCUMENTS, PACKED)
 MAX_SPREAD = 1.3
 Runs = dict[tuple[str, str], list[Usage]]  # (contender, corpus label or START) -> its runs
+Bounds = dict[tuple[str, str], list[dict[str, float]]]  # likewise, of ours: CPU s per MB of each stage alone
 
 
 def measure(
     text: BenchmarkText, rivals: list[Contender], num_repeats: int, scratch: Path
-) -> tuple[Runs, dict[str, str]]:
+) -> tuple[Runs, Bounds, dict[str, str]]:
     """Run everyone in turn; whoever fails is left out from then on, with its last words.
 
     A first round over ten documents is not counted: it compiles what was installed a moment ago.
     """
     runs: Runs = defaultdict(list)
+    bounds: Bounds = defaultdict(list)
     failed: dict[str, str] = {}
     rounds = [
         (START, None),
@@ -69,7 +77,17 @@ def measure(
                     runs[rival.key, label].append(usage)
                 said = f"{usage.cpu_s:.2f} CPU s, {usage.wall_s:.1f} s, {usage.max_rss_bytes / 1e6:.0f} MB"
                 print(f"{number}/{len(rounds) - 1} {label}: {rival.key} {said}", file=sys.stderr, flush=True)
-    return runs, failed
+            if corpus is not None and rival.key in OURS:
+                bounds[rival.key, label].append(stages_alone(output, corpus.num_bytes, scratch))
+    return runs, bounds, failed
+
+
+def stages_alone(folder: Path, num_bytes: int, scratch: Path) -> dict[str, float]:
+    """CPU s per MB of each stage, over the documents of a data set that was made just now."""
+    log = scratch / "log"
+    run_pinned([sys.executable, ROOT / "benchmarks/stage_bounds.py", folder], cwd=scratch, log=log)
+    seconds = json.loads(log.read_text().splitlines()[-1])[str(folder)]
+    return {stage: value / (num_bytes / 1e6) for stage, value in seconds.items()}
 
 
 def seconds_per_mb(rival: Contender, text: BenchmarkText, runs: Runs) -> dict[str, list[float]]:
@@ -98,7 +116,7 @@ def table(rivals: list[Contender], text: BenchmarkText, runs: Runs) -> str:
         cells = []
         for label in labels:
             median, of = medians[rival.key][label], costs[rival.key][label]
-            ratio = medians[NAIVE][label] / median
+            ratio = medians[BASELINE][label] / median
             cells.append(f"{median:.4f} ({of[0]:.4f}-{of[-1]:.4f}) {ratio:.1f}x")
         start = statistics.median(usage.cpu_s for usage in runs[rival.key, START])
         memory = max(usage.max_rss_bytes for label in labels for usage in runs[rival.key, label])
@@ -116,6 +134,19 @@ def table(rivals: list[Contender], text: BenchmarkText, runs: Runs) -> str:
     return "\n".join(lines)
 
 
+def limits(text: BenchmarkText, rivals: list[Contender], runs: Runs, bounds: Bounds) -> str:
+    """A table per form of record: each stage's bound beside what is reached."""
+    labels = [corpus.label for corpus in text.corpora]
+    tables = []
+    for rival in rivals:
+        if rival.key in OURS:
+            reached = [statistics.median(of) for of in seconds_per_mb(rival, text, runs).values()]
+            alone = [medians(bounds[rival.key, label]) for label in labels]
+            title = f"{rival.label}: CPU s per MB of text, one core"
+            tables.append(bounds_table(title, labels, alone, reached))
+    return "\n\n".join(tables)
+
+
 def too_noisy(rivals: list[Contender], text: BenchmarkText, runs: Runs) -> list[str]:
     """Cells whose most is over MAX_SPREAD times their least: others' load, not a figure to publish."""
     return [
@@ -131,7 +162,7 @@ def caption(text: BenchmarkText, num_repeats: int) -> str:
     sizes = ", ".join(f"{corpus.label} {corpus.num_bytes / 1e6:.1f} MB" for corpus in text.corpora)
     return (
         f"{machine_line()}. {sizes}; a document a line; {text.caption}. Median of {num_repeats} "
-        "(least-most), and how many times faster than the first script; start-up excluded, in its own column."
+        "(least-most), and how many times faster than the baseline; start-up excluded, in its own column."
     )
 
 
@@ -154,11 +185,12 @@ def main() -> int:
         scratch = Path(folder)
         text = lay_out(scratch, num_bytes)
         rivals, missing = contenders(text, wanted)
-        runs, failed = measure(text, rivals, num_repeats, scratch)
+        runs, bounds, failed = measure(text, rivals, num_repeats, scratch)
         left_out = {PEERS[name].label: reason for name, reason in (missing | failed).items()}
         finished = [rival for rival in rivals if rival.key not in failed]
         print(table(finished, text, runs))
         print(f"\n{caption(text, num_repeats)}")
+        print(f"\n{limits(text, finished, runs, bounds)}")
     if noisy := too_noisy(finished, text, runs):
         load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
         print(f"\nToo noisy to publish (load {load}): {'; '.join(noisy)}")

@@ -63,17 +63,20 @@ def make_shards(folder: Path, plan: Plan) -> None:
                 num_tokens=480_000_000 + shard_id,
                 num_lines=240_000,
                 num_empty_lines=0,
+                num_filtered=0,
                 num_pad_tokens=0,
                 num_documents_across_rows=0,
                 input_bytes=input_bytes,
                 quarantined={},
                 length_histogram=[0, 10, 20, 40, 80, 160, 320, 640, 320, 160, 80, 40, 20, 10],
+                sources={},
             ),
             tar=FileStamp(num_bytes=TAR_BYTES, sha256=f"{shard_id:064x}"),
             idx=FileStamp(
                 num_bytes=idx_num_bytes(plan.spec.kind, 240_000 + shard_id % 1000), sha256=f"{shard_id:064x}"
             ),
             quarantine=None,
+            ids=None,
             run={"engine": "fastokens 0.3.5", "host": "node0123", "num_cpus": 4, **TIMES},
         )
         manifest_path(folder, shard_id).write_bytes(manifest.to_json())
@@ -109,9 +112,9 @@ def main() -> int:
         make_small_files(scratch / "small", args.files)
         make_sparse_file(scratch / "huge", int(args.gb * 1e9))
         print("| | wall s | CPU s | memory, MB |\n|---|---|---|---|")
-        common = ["--model_id", tokenizer]
-        small = ["--input_dir", scratch / "small", "--output_dir", scratch / "shards"]
-        huge = ["--input_dir", scratch / "huge", "--output_dir", scratch / "huge_shards"]
+        common: list[str | Path] = ["--model_id", tokenizer]
+        small: list[str | Path] = ["--input_dir", scratch / "small", "--output_dir", scratch / "shards"]
+        huge: list[str | Path] = ["--input_dir", scratch / "huge", "--output_dir", scratch / "huge_shards"]
         report(
             "plan of ten documents",
             ["plan", "--dry_run", "--input_dir", scratch / "text/ten", *common],
@@ -127,7 +130,7 @@ def main() -> int:
         report(f"verify --fast of {args.shards:,} shards", ["verify", "--fast", shards], scratch)
         report(f"slurm status of {args.shards:,} shards", ["status", shards], scratch, "slurm")
         num_bytes = (shards / INDEX_NAME).stat().st_size
-        print(f"\n{INDEX_NAME}: {num_bytes / args.shards:.1f} bytes a shard. {machine_line()}.")
+        print(f"\n{INDEX_NAME}: {num_bytes / args.shards:.1f} bytes per shard. {machine_line()}.")
         print()
     return 0
 

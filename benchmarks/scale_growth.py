@@ -18,6 +18,7 @@ import time
 import tracemalloc
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,12 @@ import numpy as np
 from measured_run import machine_line
 
 from loader.order import Order, choose_windows, share
-from loader.reading.open_shard import HELD_IDX_BYTES
-from loader.reading.shard_reader import MAX_OPEN_SHARDS
+from loader.reading.open_shard import HELD_IDX_BYTES, MAX_OPEN_SHARDS
 from loader.shards.shard_set import DatasetShards, ShardSet
 from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
-from shardprep.format.idx import idx_header, idx_num_bytes, open_idx, read_idx
+from shardprep.format.idx import ChunkCrcs, idx_header, idx_num_bytes, open_idx, read_idx
 from shardprep.format.index import DatasetIndex, read_index
 from shardprep.format.names import idx_path
-from shardprep.format.record_chunks import ChunkCrcs
 from shardprep.regular_files import close_read
 
 ROW_TOKENS, ROW_BYTES = 2048, 4 * 2048
@@ -163,7 +162,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="shardprep-bench-") as name:
             folder, world = Path(name), ranks * WORKERS
             num_bytes = index_of(folder, num_shards)
-            shards, index_s, index_mb = taken(lambda folder=folder: shards_of(folder))
+            shards, index_s, index_mb = taken(partial(shards_of, folder))
         block, window = choose_windows(
             num_samples=shards.num_samples, num_bytes=shards.tar_bytes, global_batch_size=ranks * BATCH
         )
@@ -177,9 +176,7 @@ def main() -> int:
         lanes = share(range(order.num_lanes), 0, world)
         middle = order.steps_per_epoch // 2
         start, end = next(order.windows(middle))
-        _, window_s, window_mb = taken(
-            lambda order=order, lanes=lanes, at=(start, end): order.samples_of(0, lanes, *at)
-        )
+        _, window_s, window_mb = taken(partial(order.samples_of, 0, lanes, start, end))
         at_start, per_step = opens_of(order, shards, world)
         window_bytes = len(lanes) * window * ROW_BYTES
         mb_per_open = order.global_batch_size * ROW_BYTES / max(per_step, 1e-9) / 1e6

@@ -1,11 +1,13 @@
 """What is done to tasks on a real Slurm, and what ``python -m slurm status`` calls it.
 
-    python benchmarks/slurm_causes.py            as root, some four minutes; it starts a cluster of its own
+    python benchmarks/slurm_causes.py            as root, some six minutes; it starts a cluster of its own
 
 Tasks run out of memory and time, are killed, cancelled, preempted, held and suspended; a node is killed under
 its Python, O/jobs is emptied, the folder of the logs is full, the accounts are stopped. Printed is a table of
 what was done, what status said, and whether that is right. Then one ``retry`` mends what is missing, and the
-shards are compared with those of an undisturbed run. Exit code 1 where something is not right.
+shards are compared with those of an undisturbed run. Another data set of forty shards is submitted by two
+terminals at once, with ``--auto`` and a profile, at MaxArraySize 7; while it runs, slurmctld is killed three
+times and slurmdbd once. Exit code 1 where something is not right.
 """
 
 from __future__ import annotations
@@ -25,9 +27,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardprep.format.names import ids_of_ranges
+
 ROOT = Path(__file__).resolve().parents[1]
 STARTER = ROOT / "tests" / "slurm_cluster.sh"
-CONF = """PreemptType=preempt/partition_prio
+CONF = """MaxArraySize=7
+PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PartitionName=main Nodes=n[1-2] MaxTime=INFINITE
 PartitionName=lost Nodes=n3 MaxTime=INFINITE
@@ -98,6 +103,7 @@ def main() -> int:
     with cluster() as site:
         data, undisturbed = site.folder / "O", site.folder / "undisturbed"
         make_inputs(site, data, undisturbed)
+        print(f"{site.run('sbatch', '--version').strip()}, {time.strftime('%d %B %Y')}\n")
         print("| done to it | `status` said | right? |\n|---|---|---|")
         disturb(site, data)
         done_before = stamps(data)
@@ -114,6 +120,7 @@ def main() -> int:
         site.row("the tars that were done before the retry", done_again, num_kept == len(done_before))
         purged_records(site)
         full_log_folder(site)
+        forty_shards(site)
         accounts_stopped(site, site.folder / "full")
         return 0 if all(is_right for _, _, is_right in site.rows) else 1
 
@@ -124,7 +131,11 @@ def cluster() -> Iterator[Site]:
     kept = {name: value for name, value in os.environ.items() if not re.match("SLURM|SBATCH|SHARDPREP", name)}
     options = {"NUM_NODES": "5", "NODE_CPUS": "4", "NODE_MEM_MB": "4000", "ACCOUNTING": "1", "CGROUP": "1"}
     options |= {"CLUSTER_DIR": str(folder / "c"), "SLURM_CONF": str(folder / "c" / "slurm.conf")}
-    options |= {"EXTRA_CONF": CONF, "SHARDPREP_PYTHON": str(folder / "python")}
+    options |= {
+        "XDG_CONFIG_HOME": str(folder),
+        "EXTRA_CONF": CONF,
+        "SHARDPREP_PYTHON": str(folder / "python"),
+    }
     (folder / "faults").mkdir()
     (folder / "python").write_text(PYTHON.format(place=folder / "faults", real=sys.executable))
     (folder / "python").chmod(0o755)
@@ -160,14 +171,14 @@ def disturb(site: Site, data: Path) -> None:
     few = ("--mem_gb", 0.2, "--time_min", 1)
     small = ("--mem_gb", 0.5)
     job = site.submit(data, "0-3,9", "main", *few)
+    wait_until(lambda: site.happened("sleeps-2"))
+    site.run("scancel", f"{job}_2")
     site.submit(data, "4", "lost", *small, "--sbatch_args", "--no-requeue")
     site.submit(data, "5", "low", *small)
     site.submit(data, "6", "grace", *small)
     held = site.submit(data, "7", "main", *small, "--sbatch_args", "--begin=now+60")
     suspended = site.submit(data, "8", "main", *small)
     site.run("scontrol", "hold", held)
-    wait_until(lambda: site.happened("sleeps-2"))
-    site.run("scancel", f"{job}_2")
     wait_until(lambda: site.happened("survives"))
     kill_node(site, "n3")
     wait_until(lambda: site.happened("sleeps-5") and site.happened("sleeps-6"))
@@ -184,7 +195,7 @@ def disturb(site: Site, data: Path) -> None:
     wait_until(lambda: 4 in causes(site, data))
     said = causes(site, data)[4]
     site.row("its node killed, its Python left alive", said, said == "NODE_FAIL")
-    site.run("scontrol", "resume", f"{suspended}_0")
+    site.run("scontrol", "resume", f"{suspended}_0", check=False)  # Slurm may have started it again
     site.run("scontrol", "update", f"jobid={held}", "starttime=now")
     site.run("scontrol", "release", held)
     (site.folder / "faults" / "go").touch()
@@ -203,12 +214,89 @@ def look(site: Site, data: Path) -> None:
         (1, "the time limit", "TIMEOUT"),
         (2, "`scancel`", "CANCELLED"),
         (3, "`kill -9` of the worker", "killed by signal 9"),
-        (6, "preempted, partition with GraceTime", "stopped by Slurm: preempted with GraceTime"),
+        # Slurm 22.05 says FAILED of it, 24.11 PREEMPTED
+        (
+            6,
+            "preempted, partition with GraceTime",
+            ("stopped by Slurm: preempted with GraceTime", "PREEMPTED"),
+        ),
     ):
-        said = cause_of.get(shard_id, "done" if shard_id not in cause_of else "")
+        said = cause_of.get(shard_id, "done")
         site.row(what, said, said.startswith(expected))
     restarts = ", ".join(f"{how}: {number}" for how, number in site.status(data)["restarts"].items())
     site.row("preempted with requeue", f"made by the second run; after {restarts}", 5 not in cause_of)
+
+
+def forty_shards(site: Site) -> None:
+    """Two terminals, --auto, a profile, MaxArraySize 7; slurmctld killed three times, slurmdbd in between."""
+    raw, data, undisturbed = (site.folder / name for name in ("raw40", "forty", "forty_undisturbed"))
+    raw.mkdir()
+    for number in range(40):
+        (raw / f"{number:02d}.txt").write_text(f"{number}번째 파일의 한 줄. One line of it.\n" * 20_000)
+    for folder in (data, undisturbed):
+        site.prep("plan", "--input_dir", raw, "--output_dir", folder, "--model_id", site.folder / "model")
+    usual = ("--partition", "main", "--cpus_per_task", 1, "--max_parallel", 1)
+    site.slurm("submit", data, *usual, "--shards", 39, "--save_profile", "here")
+    command = [sys.executable, "-m", "slurm", "submit", str(data), "--auto", "--profile", "here"]
+    terminals = [
+        subprocess.Popen(
+            command, env=site.environ, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        for _ in range(2)
+    ]
+    said = [each.communicate(timeout=HANG_S)[0] for each in terminals]
+    records = [json.loads(path.read_text()) for path in sorted((data / "jobs").glob("[0-9]*.json"))]
+    arrays = [array for record in records for array in record["arrays"]]
+    sent = [shard_id for array in arrays for word in array["tasks"] for shard_id in ids_of_ranges(word)]
+    num_arrays = [sum("job " in line and "task(s)" in line for line in text.splitlines()) for text in said]
+    site.row(
+        "40 shards, MaxArraySize 7, `--auto`, a profile, two `submit` at once",
+        f"{len(arrays[-1]['tasks'])} tasks for {len(sent) - 1} shards; arrays sent by each: {num_arrays}",
+        sorted(sent) == list(range(40)) and sorted(num_arrays) == [0, 1],
+    )
+    sources = site.status(data)["asked_for"]
+    words = {sources[name]["source"].partition(" ")[0] for name in ("partition", "mem_gb")}
+    site.row("where its values came from", ", ".join(sorted(words)), words == {"profile", "auto:"})
+    controllers_killed(site, data)
+    wait_until(
+        lambda: not {"running", "pending", "not_visible"} & {n for n, ids in site.status(data).items() if ids}
+    )
+    wait_until(lambda: site.status(data)["verified"])
+    site.prep("run", undisturbed)
+    is_equal = contents(data) == contents(undisturbed)
+    site.row(
+        "the forty shards, by that one submission", "verified, equal" if is_equal else "not equal", is_equal
+    )
+
+
+def controllers_killed(site: Site, data: Path) -> None:
+    """Each time while a shard waits or runs; what was made before stays as it is."""
+    made: dict[str, tuple[int, int]] = {}
+    wrongly: list[str] = []
+    num_unseen = 0
+
+    def has_more() -> bool:
+        return len(stamps(data)) > len(made) + 1
+
+    for number in range(3):
+        wait_until(has_more)
+        made.update(stamps(data))
+        os.kill(int((site.folder / "c" / "pid" / "slurmctld").read_text()), signal.SIGKILL)
+        state = site.status(data)
+        wrongly += state["causes"]
+        num_unseen += state["num_not_visible"] > 0
+        site.run("slurmctld", "-f", site.environ["SLURM_CONF"])
+        if number == 1:
+            stop_accounts(site)
+            wrongly += site.status(data)["causes"]
+            site.run("env", f"MYSQL_UNIX_PORT={site.folder / 'c' / 'db.socket'}", "slurmdbd")
+    site.row(
+        "slurmctld killed three times while they ran, slurmdbd in between",
+        f"not visible ({num_unseen} times of 3); failed: {', '.join(wrongly) or 'none'}",
+        num_unseen == 3 and not wrongly,
+    )
+    num_kept = len(made.items() & stamps(data).items())
+    site.row("what was made before", f"{num_kept} of {len(made)} are the same files", num_kept == len(made))
 
 
 def purged_records(site: Site) -> None:
@@ -248,11 +336,15 @@ def full_log_folder(site: Site) -> None:
 
 
 def accounts_stopped(site: Site, data: Path) -> None:
-    os.kill(int((site.folder / "c" / "pid" / "slurmdbd").read_text()), signal.SIGKILL)
+    stop_accounts(site)
     began_s = time.perf_counter()
     state = site.status(data)
     took_s = time.perf_counter() - began_s
     site.row("slurmdbd killed", f"accounts give no answer ({took_s:.0f} s)", bool(state["accounts_away"]))
+
+
+def stop_accounts(site: Site) -> None:
+    os.kill(int((site.folder / "c" / "pid" / "slurmdbd").read_text()), signal.SIGKILL)
 
 
 def kill_node(site: Site, node: str) -> None:

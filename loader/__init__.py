@@ -4,6 +4,7 @@
     reading/         the bytes of their samples
     samples/         what a sample is, and its token ids
     order.py         the sampling order: which sample comes when; mixture.py: of several sources
+    run_steps.py     what each step of a run takes of the order; row_lengths.py: how long its rows are
     dataset.py       what a worker does: chunks of steps (chunks.py); mixed_chunks.py: of several sources
     batch_stream.py  chunks into batches; batches.py makes the tensors, collate_workers.py calls a
                      collate_fn of the user's

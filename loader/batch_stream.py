@@ -46,6 +46,7 @@ class BatchStream:
     ) -> None:
         self._chunks = chunks
         self._order = chunks.order
+        self._run = chunks.run
         self._row_tokens = chunks.samples.row_tokens
         self._step_batches = step_batches
         self._metrics = metrics
@@ -80,8 +81,10 @@ class BatchStream:
 
     def first_batch(self, chunks: ChunkDataset, start: Position) -> Any:
         """The batch at a position, of a copy of the chunks; the stream stays where it stands."""
-        chunks.position[0], chunks.position[1] = start.epoch, start.step
-        parts = self._step_batches.cut([next(iter(chunks))], 0, start.num_micro, self._num_fillers(start))  # type: ignore[list-item]
+        run = self._run
+        chunks.position[0], chunks.position[1] = start.epoch, run.order_step(start)
+        within, width = start.num_micro % run.num_batches, run.row_length(run.step_of(start))
+        parts = self._step_batches.cut([next(iter(chunks))], 0, within, self._num_fillers(start), width)  # type: ignore[list-item]
         return self._step_batches.collate(next(parts))
 
     def end(self) -> None:
@@ -97,7 +100,7 @@ class BatchStream:
     def _seek(self, position: Position) -> None:
         """Deliver from a position on; persistent workers are sent there."""
         shared = self._chunks.position
-        shared[0], shared[1] = position.epoch, position.step
+        shared[0], shared[1] = position.epoch, self._run.order_step(position)
         self._arriving = iter(self._chunk_loader)
 
     def _has_dead_workers(self) -> bool:
@@ -130,13 +133,19 @@ class BatchStream:
             yield part, batch
 
     def _uncollated(self, start: Position) -> Iterator[Uncollated]:
-        position = start
+        position, run, number = start, self._run, self._run.step_of(start)
+        num_steps = run.steps_in(start.epoch)
+        num_done, within = divmod(start.num_micro, run.num_batches)
+        left = run.order_steps_in(number) - num_done  # steps of the order in this step of training
         while position.epoch == start.epoch:
             chunks = self._next_chunks()
-            for step in range(chunks[0].num_steps):
+            for step in range(chunks[0].lengths.shape[1]):
                 fillers = self._num_fillers(position)
-                yield from self._step_batches.cut(chunks, step, position.num_micro, fillers)
-                position = position.after_step(self._order.steps_per_epoch)
+                yield from self._step_batches.cut(chunks, step, within, fillers, run.row_length(number))
+                left, within = left - 1, 0
+                if not left:
+                    position, number = position.after_step(num_steps), number + 1
+                    left = run.order_steps_in(number)
             del chunks  # they may hold their window; the next one is read now
 
     def _num_fillers(self, position: Position) -> int:

@@ -7,7 +7,6 @@ and ``LoaderMetrics`` counts what was delivered.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,14 +17,16 @@ import torch
 from transformers import BatchEncoding, DataCollatorForLanguageModeling
 
 from loader.boundaries import boundary_fields
-from loader.chunks import ID_BITS, Chunk, Edges, RowEdges, joined_edges, split_ids
+from loader.chunks import ID_BITS, Chunk, Edges, RowEdges, split_ids, step_edges
+from loader.row_lengths import cut_edges, cut_lengths, cut_rows
 from loader.shifted_targets import shift, without_last_place
+from loader.tokenizer import PadToken, choose_pad_token
 from shardprep.errors import UsageError
 
 
 @dataclass(kw_only=True)
 class LoaderMetrics:
-    """Counts since the loader was made, or since ``reset``; of this rank alone. 2 us a batch."""
+    """Counts since the loader was made, or since ``reset``; of this rank alone. 2 us per batch."""
 
     num_batches: int = 0
     num_tokens: int = 0  # without padding
@@ -57,50 +58,12 @@ class LoaderMetrics:
 logger = logging.getLogger(__name__)
 
 IGNORED = -100  # what cross_entropy leaves out
-PAD_TOKEN = "<|finetune_right_pad_id|>"  # Llama 3.1 and later keep it for this
-_RESERVED = re.compile(r"<\|reserved_special_token_\d+\|>")
-
 _PAD_IS_EOS = (
     ". It is EOS: labels of a real EOS are kept here, but a loss or another collator that leaves padding out "
     "by its id would never teach the model to end; give the tokenizer a pad token of its own"
 )
 
 Ids = npt.NDArray[np.signedinteger[Any]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PadToken:
-    """The id that fills a batch to the right, and why it is this one."""
-
-    token: str
-    token_id: int
-    reason: str
-
-
-def choose_pad_token(tokenizer: Any) -> PadToken:
-    """A token that the tokenizer has already; none is ever added.
-
-    Its own pad token, else Llama's, else the first reserved one, else EOS: labels are masked by the
-    attention mask, never by id, so a real EOS keeps its label. Raises UsageError where there is none.
-    """
-    if tokenizer.pad_token_id is not None:
-        return PadToken(
-            token=tokenizer.pad_token, token_id=tokenizer.pad_token_id, reason="the tokenizer's own pad token"
-        )
-    by_id = sorted((number, token) for token, number in tokenizer.get_added_vocab().items())
-    for number, token in by_id:
-        if token == PAD_TOKEN:
-            return PadToken(token=token, token_id=number, reason="the tokenizer names none, and has this one")
-    for number, token in by_id:
-        if _RESERVED.fullmatch(token):
-            return PadToken(token=token, token_id=number, reason="the first reserved token; no text has it")
-    if tokenizer.eos_token_id is None:
-        raise UsageError("the tokenizer has neither a pad nor an EOS token; set tokenizer.pad_token")
-    return PadToken(
-        token=tokenizer.eos_token,
-        token_id=tokenizer.eos_token_id,
-        reason="EOS, for want of another; the attention mask tells it from a real one",
-    )
 
 
 @dataclass
@@ -233,6 +196,7 @@ class Uncollated(NamedTuple):
     lengths: npt.NDArray[Any] | None  # of each sample, unless all are full rows
     edges: Edges | None = None  # where documents begin in rows, if boundaries were asked for
     num_fillers: int = 0  # samples at the end that fill a last batch up: they have no labels
+    width: int = 0  # that rows are cut to, side by side; 0: as they are
 
     @property
     def num_tokens(self) -> int:
@@ -246,11 +210,18 @@ class Uncollated(NamedTuple):
 
     def samples(self) -> list[Ids]:
         """The ids of each sample, without padding."""
+        if self.width:
+            return self._pieces()
         if self.lengths is None:
             return list(self.ids)
         if self.ids.ndim == 1:
             return split_ids(self.ids, self.lengths)
         return [row[:length] for row, length in zip(self.ids, self.lengths.tolist(), strict=True)]
+
+    def _pieces(self) -> list[Ids]:
+        """The rows cut to ``width``, without what is padding alone."""
+        rows = Uncollated(self.ids, self.lengths).samples()
+        return [row[first : first + self.width] for row in rows for first in range(0, len(row), self.width)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,9 +251,12 @@ class StepBatches:
         return type(self.collate_fn) is CausalLMCollator
 
     def cut(
-        self, chunks: list[Chunk], step: int, first_batch: int, num_fillers: int = 0
+        self, chunks: list[Chunk], step: int, first_batch: int, num_fillers: int = 0, width: int = 0
     ) -> Iterator[Uncollated]:
-        """The batches of one step of some chunks, from one of them on; its last samples may be fillers."""
+        """The batches of one step of some chunks, from one of them on; its last samples may be fillers.
+
+        ``width``: what rows are to be cut to.
+        """
         if not self.row_tokens:
             yield from self._cut_documents(chunks, step, first_batch, num_fillers)
             return
@@ -292,13 +266,16 @@ class StepBatches:
         if not all(chunk.is_full(step) for chunk in chunks):
             lengths = np.concatenate([chunk.lengths[:, step] for chunk in chunks])
         for part, of_part in self._parts(len(rows), first_batch, num_fillers):
-            edges = _edges(chunks, step, part) if self.boundaries else None
-            yield Uncollated(rows[part], None if lengths is None else lengths[part], edges, of_part)
+            edges = step_edges(chunks, step, part) if self.boundaries else None
+            yield Uncollated(rows[part], None if lengths is None else lengths[part], edges, of_part, width)
 
     def _cut_documents(
         self, chunks: list[Chunk], step: int, first_batch: int, num_fillers: int
     ) -> Iterator[Uncollated]:
-        """The same of samples of any length."""
+        """The same of samples of any length; with ``starts``, each sample is a batch."""
+        if chunks[0].starts is not None:
+            yield from cut_token_batches(chunks, step, first_batch, num_fillers)
+            return
         lengths = np.concatenate([chunk.lengths[:, step] for chunk in chunks])
         parts = [chunk.ids_of(step) for chunk in chunks]
         ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -331,8 +308,11 @@ class StepBatches:
             batch = pad.pad_joined(part.ids, part.lengths)
         if self.boundaries:
             self._add_boundaries(batch, part)
-        elif self.shifts_targets:
+            return batch
+        if self.shifts_targets:
             shift(batch.data)
+        if part.width:
+            cut_rows(batch.data, part.width)
         return batch
 
     def _add_boundaries(self, batch: BatchEncoding, part: Uncollated) -> None:
@@ -349,23 +329,28 @@ class StepBatches:
             shift(fields)
             edges = without_last_place(edges)
             lengths = None if lengths is None else np.minimum(lengths, edges.shape[1])
+        if part.width:
+            cut_rows(fields, part.width)
+            lengths = None if lengths is None else cut_lengths(lengths, edges.shape[1], part.width)
+            edges = cut_edges(edges, part.width)
         fields.update(boundary_fields(self.boundaries, edges, lengths))
         if "transformers" in self.boundaries:
             del fields["attention_mask"]  # where there is one, transformers looks for no documents
 
 
-def _edges(chunks: list[Chunk], step: int, part: slice) -> Edges:
-    """Of some of a step's rows, which lie in one chunk under another."""
-    if len(chunks) == 1:
-        return chunks[0].edges(step, part.start, min(part.stop, len(chunks[0].lengths)))
-    parts, row = [], 0
+def cut_token_batches(
+    chunks: list[Chunk], step: int, first_batch: int, num_fillers: int
+) -> Iterator[Uncollated]:
+    """The batches of one step whose samples are batches, from one of them on."""
+    number, num_batches = 0, sum(len(chunk.lengths) for chunk in chunks)
     for chunk in chunks:
-        num_rows = len(chunk.lengths)
-        first, end = max(part.start - row, 0), min(part.stop - row, num_rows)
-        if first < end:
-            parts.append(chunk.edges(step, first, end))
-        row += num_rows
-    return joined_edges(parts)
+        ids, begin = chunk.ids_of(step), 0
+        for size, starts in zip(chunk.lengths[:, step].tolist(), chunk.starts_of(step), strict=True):
+            if number >= first_batch:
+                is_filler = number >= num_batches - num_fillers
+                lengths = np.diff(starts, append=size)
+                yield Uncollated(ids[begin : begin + size], lengths, None, len(lengths) * is_filler)
+            number, begin = number + 1, begin + size
 
 
 def blank_labels(batch: Any, num_rows: int) -> None:

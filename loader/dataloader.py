@@ -19,6 +19,7 @@ from loader.dataset import (
     ChunkDataset,
     Samples,
     check_batch,
+    check_batch_tokens,
     group_size,
     make_order,
     rank_lanes,
@@ -28,7 +29,10 @@ from loader.mixed_chunks import MixedChunkDataset, MixedSamples, WeightsIn, chec
 from loader.mixture import Mixture, Schedule
 from loader.order import LAW_VERSION, Order
 from loader.process_rank import find_process_rank
-from loader.reading.shard_reader import STALL_WARNING_S, ReaderContext, Turn
+from loader.reading.open_shard import STALL_WARNING_S
+from loader.reading.shard_reader import ReaderContext, Turn
+from loader.row_lengths import check_row_lengths
+from loader.run_steps import Ramp, RunSteps, ramp_sizes
 from loader.samples.make_samples import SampleRules, make_samples
 from loader.samples.whole_samples import LongDocuments
 from loader.settings_block import settings_block
@@ -49,9 +53,10 @@ Padding = Literal["longest", "max_length"]
 
 def get_llama3_dataloader(
     input_shards: InputShards | Mapping[str, InputShards],
-    batch_size: int,
+    batch_size: int | None = None,
     model_id: str | os.PathLike[str] | None = None,
     *,
+    batch_tokens: int | None = None,
     seed: int = 0,
     shuffle: bool = True,
     num_workers: int = 4,
@@ -63,6 +68,8 @@ def get_llama3_dataloader(
     device_mesh: Any = None,
     process_group: Any = None,
     global_batch_size: int | None = None,
+    batch_size_schedule: Ramp | None = None,
+    seq_len_schedule: Ramp | None = None,
     weights: Mapping[str, float] | None = None,
     schedule: Schedule | None = None,
     weights_in: WeightsIn = "tokens",
@@ -94,6 +101,9 @@ def get_llama3_dataloader(
         batch_size: samples per batch on each rank.
         model_id: for tars that shardprep did not write, the model whose tokenizer made them. Our data sets
             bring their own tokenizer; given for them, it must be the same.
+        batch_tokens: instead of batch_size, the most tokens of a batch, padding included: as many whole
+            documents of like length as fit. All ranks get equally many batches. ``global_batch_size``,
+            ``batch_size_schedule`` and ``weights_in="samples"`` count batches then. See token_batches.py.
         seed: of the shuffle. Equal seeds give equal global batches on any number of ranks and workers.
         shuffle: else global batch k is samples ``[k L, (k+1) L)``.
         num_workers: processes that read; at most the lanes of a rank, of which it has
@@ -107,6 +117,12 @@ def get_llama3_dataloader(
             ``mesh["dp"]``, or its group: with tensor or pipeline parallelism, where ranks share data.
         global_batch_size: L, samples of an optimizer's step, all ranks and accumulation together. It alone
             fixes the order, so keep it when the number of ranks changes. Default: batch_size x world_size.
+        batch_size_schedule: instead of it, from which step on how many samples a global batch has,
+            ``[(0, 256), (1000, 512)]``. Batches stay of batch_size, and more of them are accumulated:
+            ``num_accumulated``, and ``ends_step`` after the last. It is part of the state. See run_steps.py.
+        seq_len_schedule: from which step on packed rows come cut to how many tokens,
+            ``[(0, 1024), (1000, 4096)]``: batches then have more, shorter rows of the same tokens. It is
+            part of the state. See row_lengths.py.
         weights: of each source, ``{"web": 0.7, "code": 0.3}``. Each source has epochs of its own, see
             ``source_epochs``; an epoch of the loader is as many steps as one epoch of each source together.
         schedule: instead of ``weights``: from which global step on which weights hold,
@@ -163,6 +179,12 @@ def get_llama3_dataloader(
         ShardprepErrors that say what was found and what to do.
     """
     who = find_process_rank(rank, world_size, device_mesh=device_mesh, process_group=process_group)
+    batch_size = check_batch_tokens(batch_tokens, batch_size, padding, max_batch_tokens)
+    sizes: Ramp = RunSteps.sizes
+    if batch_size_schedule is not None:
+        global_batch_size, sizes = ramp_sizes(
+            batch_size_schedule, global_batch_size, is_validation=split == "validation"
+        )
     global_batch_size = check_batch(batch_size, global_batch_size, who.world_size)
     fields = check_boundaries(boundaries)
     shifts = check_targets(targets, fields, has_collate_fn=collate_fn is not None)
@@ -171,6 +193,9 @@ def get_llama3_dataloader(
         max_length=None if max_length is None else max_length + shifts,
         long_documents=long_documents,
         group=group_size(group_by_length, batch_size),
+        batch_tokens=batch_tokens,
+        batch_multiple=pad_to_multiple_of or 1,
+        num_beyond=int(shifts),
     )
     side = document_split(split, validation_fraction)
     is_validation = split == "validation"
@@ -224,13 +249,21 @@ def get_llama3_dataloader(
         )
         for part, of_part in zip(sources.values(), every, strict=True)
     ]
+    lanes = rank_lanes(orders[0], who.rank, who.world_size)
+    run = RunSteps(
+        order_steps_per_epoch=sum(order.steps_per_epoch for order in orders),
+        num_batches=len(lanes) * rules.group // batch_size,
+        sizes=sizes,
+        row_lengths=check_row_lengths(
+            seq_len_schedule, every[0].row_tokens - shifts, is_validation=is_validation
+        ),
+    )
     samples: Samples | MixedSamples = every[0]
     order: Order | Mixture = orders[0]
     if mixes:
         order, samples = mix(
-            sources, every, orders, weights=weights, schedule=schedule, weights_in=weights_in
+            sources, every, orders, run, weights=weights, schedule=schedule, weights_in=weights_in
         )
-    lanes = rank_lanes(order, who.rank, who.world_size)
     workers = _worker_options(
         num_workers,
         len(lanes),
@@ -263,13 +296,14 @@ def get_llama3_dataloader(
         kind_of_chunks(
             samples=samples,
             order=order,
+            run=run,
             lanes=lanes,
             endless=persistent_workers or not workers["num_workers"],
         ),
         step_batches=step_batches,
         tokenizer=tokenizer,
         process_rank=who,
-        fingerprint=_fingerprint(rules, shards, order, fingerprint_of(shards, tokenizer)),
+        fingerprint=_fingerprint(rules, shards, order, run, fingerprint_of(shards, tokenizer)),
         pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
         size_check=size_check,
         **workers,
@@ -280,9 +314,9 @@ def get_llama3_dataloader(
 
 
 def _fingerprint(
-    rules: SampleRules, shards: ShardSet, order: Order | Mixture, tokenizer: str
+    rules: SampleRules, shards: ShardSet, order: Order | Mixture, run: RunSteps, tokenizer: str
 ) -> dict[str, Any]:
-    """All that fixes which sample is where. What only shapes a batch, as padding, is not in it."""
+    """All that fixes which sample is where, and the ramps. What else shapes a batch is not in it."""
     split = {} if shards.split is None else {"split": shards.split.name, "split_group": shards.split.group}
     return {
         "law_version": LAW_VERSION,
@@ -298,6 +332,8 @@ def _fingerprint(
         "num_samples": order.num_samples,
         **order.sizes,
         **split,
+        **run.settings(order.global_batch_size),
+        **rules.settings,
         **({"keeps_tail": True} if order.keeps_tail else {}),
     }
 

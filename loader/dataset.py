@@ -24,6 +24,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from loader.chunks import Chunk
 from loader.mixture import Mixture
 from loader.order import Order, choose_windows, share
+from loader.run_steps import RunSteps
 from loader.shards.shard_set import ShardSet
 from shardprep.errors import UsageError
 
@@ -32,20 +33,20 @@ MAX_CHUNK_STEPS = 256
 
 
 class Window(Protocol):
-    """The samples of one window, read: int64[samples a step, steps] of them were asked for."""
+    """The samples of one window, read: int64[samples per step, steps] of them were asked for."""
 
     def chunk(self, first: int, end: int) -> Chunk:
         """Its steps from ``first`` up to ``end``, decoded."""
 
 
 class WindowReader(Protocol):
-    """Reads samples. One a process; a window ends with the next ``read``."""
+    """Reads samples. One per process; a window ends with the next ``read``."""
 
     def num_tokens(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Lengths without reading the ids: int64[n] -> int64[n]."""
 
     def read(self, samples: npt.NDArray[np.int64], offset: int) -> Window:
-        """int64[samples a step, steps]; ``offset`` is the epoch's, below ``Samples.offsets``."""
+        """int64[samples per step, steps]; ``offset`` is the epoch's, below ``Samples.offsets``."""
 
     def close(self) -> None:
         """Close every file."""
@@ -83,9 +84,10 @@ class ChunkDataset(IterableDataset[Any]):
     the shards anew, and a window's memory, touched for the first time, costs more than reading it.
     """
 
-    def __init__(self, *, samples: Samples, order: Order, lanes: range, endless: bool) -> None:
+    def __init__(self, *, samples: Samples, order: Order, run: RunSteps, lanes: range, endless: bool) -> None:
         self.samples = samples
         self.order = order
+        self.run = run
         self.lanes = lanes
         self.endless = endless
         self.position = torch.zeros(2, dtype=torch.int64)
@@ -112,11 +114,15 @@ class ChunkDataset(IterableDataset[Any]):
     def _epoch_chunks(self, reader: WindowReader, epoch: int, step: int, lanes: range) -> Iterator[Chunk]:
         chunk_steps = self._chunk_steps()
         offset = self.order.offset(epoch, self.samples.offsets)
+        last = self.run.order_steps_of(epoch)
         for start, end in self.order.windows(step):
+            if start >= last:
+                return
             samples = self.order.samples_of(epoch, lanes, start, end, reader.num_tokens)
             window = reader.read(samples, offset)  # whole: what is left of it would be many small reads
-            for first in range(max(step - start, 0), end - start, chunk_steps):
-                yield window.chunk(first, min(first + chunk_steps, end - start))
+            num_steps = min(end, last) - start
+            for first in range(max(step - start, 0), num_steps, chunk_steps):
+                yield window.chunk(first, min(first + chunk_steps, num_steps))
             del window  # before the next one is read: half the memory
 
     def _chunk_steps(self) -> int:
@@ -194,6 +200,23 @@ def check_batch(batch_size: int, global_batch_size: int | None, world_size: int)
             f"batch_size the ranks can be {worlds or 'nothing'}"
         )
     return global_batch_size
+
+
+def check_batch_tokens(
+    batch_tokens: int | None, batch_size: int | None, padding: str, max_batch_tokens: int | None
+) -> int:
+    """The samples of a batch, of which one is a batch with ``batch_tokens``. Raises UsageError."""
+    if (batch_tokens is None) == (batch_size is None):
+        raise UsageError(
+            f"batch_size is {batch_size} and batch_tokens {batch_tokens}; pass one of them: samples of "
+            "a batch, or its most tokens, padding included"
+        )
+    if batch_tokens is not None and (padding == "max_length" or max_batch_tokens is not None):
+        raise UsageError(
+            "batch_tokens says how large a padded batch is; leave out max_batch_tokens, and "
+            "padding='max_length'"
+        )
+    return 1 if batch_size is None else batch_size
 
 
 def whole_number(name: str, value: object, *, least: int) -> int:

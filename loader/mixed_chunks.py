@@ -18,6 +18,7 @@ from loader.chunks import Chunk, split_ids
 from loader.dataset import ChunkDataset, Samples, WindowReader
 from loader.mixture import Mixture, Round, Schedule, make_stages
 from loader.order import Order, hash_ints
+from loader.run_steps import RunSteps, check_first_steps
 from loader.shards.shard_set import ShardSet
 from shardprep.errors import UsageError
 
@@ -73,7 +74,7 @@ class MixedChunkDataset(ChunkDataset):
     def _epoch_chunks(self, reader: Any, epoch: int, step: int, lanes: range) -> Iterator[Chunk]:
         mixture: Mixture = self.order
         first_of_epoch = epoch * mixture.steps_per_epoch
-        at, end = first_of_epoch + step, first_of_epoch + mixture.steps_per_epoch
+        at, end = first_of_epoch + step, first_of_epoch + self.run.order_steps_of(epoch)
         chunk_steps = self._chunk_steps()
         streams: list[Iterator[tuple[Chunk, int]]] = []
         while at < end:
@@ -95,13 +96,17 @@ class MixedChunkDataset(ChunkDataset):
         """The steps of one source from one of them on, without end: a chunk, and which step of it."""
         order = self.order.orders[number]
         source = ChunkDataset(
-            samples=self.samples.sources[number], order=order, lanes=self.lanes, endless=True
+            samples=self.samples.sources[number],
+            order=order,
+            run=RunSteps(order_steps_per_epoch=order.steps_per_epoch, num_batches=1),
+            lanes=self.lanes,
+            endless=True,
         )
         epoch, step = divmod(first_step, order.steps_per_epoch)
         for later in count(epoch):
             first = step if later == epoch else 0
             for chunk in source._epoch_chunks(reader.readers[number], later, first, lanes):  # noqa: SLF001  its own class's
-                for place in range(chunk.num_steps):
+                for place in range(chunk.lengths.shape[1]):
                     yield chunk, place
 
     def _mixed_round(
@@ -121,7 +126,7 @@ class MixedChunkDataset(ChunkDataset):
 class MixedRound:
     """The samples of a round, copied from the windows of their sources, which may end meanwhile."""
 
-    shape: tuple[int, ...]  # samples a step, steps
+    shape: tuple[int, ...]  # samples per step, steps
     row_tokens: int
     num_cut: int = 0
     lengths: npt.NDArray[np.int32] = field(init=False)
@@ -217,6 +222,7 @@ def mix(
     shards: Mapping[str, ShardSet],
     samples: Sequence[Samples],
     orders: Sequence[Order],
+    run: RunSteps,
     *,
     weights: Mapping[str, float] | None,
     schedule: Schedule | None,
@@ -233,6 +239,8 @@ def mix(
     means = None
     if weights_in == "tokens":
         means = [_mean_tokens(part, source) for part, source in zip(shards.values(), samples, strict=True)]
+    if schedule is not None and run.is_ramped:
+        schedule = _in_steps_of_the_order(schedule, run)
     mixture = Mixture(
         names=names,
         orders=tuple(
@@ -242,6 +250,16 @@ def mix(
         seed=orders[0].seed,
     )
     return mixture, MixedSamples(sources=tuple(samples))
+
+
+def _in_steps_of_the_order(schedule: Schedule, run: RunSteps) -> Schedule:
+    """Where the stages begin, counted as a Mixture does. Raises UsageError for what is no schedule."""
+    check_first_steps("schedule", [first for first, _ in schedule])
+    begins = [run.position(first) for first, _ in schedule]
+    return [
+        (begin.epoch * run.order_steps_per_epoch + run.order_step(begin), weights)
+        for begin, (_, weights) in zip(begins, schedule, strict=True)
+    ]
 
 
 def _mean_tokens(shards: ShardSet, samples: Samples) -> float:

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.order import Order, hash_array, hash_ints
+from loader.run_steps import check_first_steps
 from shardprep.errors import UsageError
 
 ROUND_STEPS = 64
@@ -187,17 +188,7 @@ def make_stages(
     if (weights is None) == (schedule is None):
         raise UsageError("input_shards names sources: pass either weights= or schedule=, for each a weight")
     given = [(0, weights)] if schedule is None else list(schedule)
-    firsts = [first for first, _ in given]
-    is_ascending = all(first < later for first, later in pairwise(firsts))
-    if (
-        not firsts
-        or firsts[0] != 0
-        or not is_ascending
-        or not all(isinstance(first, int) for first in firsts)
-    ):
-        raise UsageError(
-            f"schedule has stages from the steps {firsts}, expected whole numbers from 0 on, ascending"
-        )
+    check_first_steps("schedule", [first for first, _ in given])
     return tuple(
         Stage(first_step=first, weights=_shares(names, of_stage or {}, mean_tokens))
         for first, of_stage in given

@@ -20,8 +20,9 @@ from loader.samples.whole_samples import WholeSamples
 from loader.shards.shard_set import DatasetShards, ExternalTar
 from loader.token_loader import TokenLoader
 from shardprep.errors import NotFound, UsageError
+from shardprep.format.dataset_spec import read_input_names
 from shardprep.format.idx import read_idx
-from shardprep.format.source_places import place_text, read_input_names
+from shardprep.format.names import place_text
 from shardprep.regular_files import NOT_THERE
 
 
@@ -66,10 +67,14 @@ class SeenDocuments:
 
     def __init__(self, loader: TokenLoader) -> None:
         samples = loader.chunks.samples
+        if loader.run.is_ramped:
+            raise UsageError(
+                "this loader has a batch_size_schedule, and what its steps saw is told of runs without one"
+            )
         if not isinstance(samples, (JoinedRows, WholeSamples)) or samples.shards.split is not None:
             raise UsageError(
-                "this loader mixes sources or leaves out documents for validation, and what its steps saw "
-                "can be told of one whole data set alone"
+                "this loader mixes sources, leaves out documents for validation or makes batches of "
+                "batch_tokens, and what its steps saw can be told of one whole data set alone"
             )
         self._samples = samples
         self._order = loader.order

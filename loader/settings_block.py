@@ -15,15 +15,17 @@ if TYPE_CHECKING:
 def settings_block(loader: TokenLoader, shards: ShardSet) -> str:
     """What is read, what a sample and a batch are, the steps of an epoch, and who reads."""
     order, who, run = loader.order, loader.process_rank, loader.fingerprint
-    micro_batches = len(loader) // order.steps_per_epoch
+    micro_batches = loader.num_accumulated
     accumulated = "" if micro_batches == 1 else f" x {micro_batches} batches per step"
     data = f"{shards.num_shards:,} shards, {order.num_samples:,} samples"
     samples = f"{loader.step_batches.batch_size} per batch{accumulated} x {who.world_size} ranks"
-    steps = f"{order.steps_per_epoch:,} steps, {len(loader):,} batches per rank"
+    steps = f"{loader.run.steps_in(0):,} steps, {len(loader):,} batches per rank"
+    ramps = "".join(f"; {name} {run[name]}" for name in loader.run.settings(order.global_batch_size))
+    global_batch = order.global_batch_size * loader.run.order_steps_in(0)
     lines = [
         f"loader of {data}, about {shards.mean_tokens * shards.num_samples:.3g} tokens",
         f"sample: {_sample(loader)}",
-        f"global batch: {order.global_batch_size} samples = {samples}; {_padding(loader)}",
+        f"global batch: {global_batch} samples = {samples}{ramps}; {_padding(loader)}",
         f"epoch: {steps}; {order.num_left_out:,} samples left out, others each epoch",
         f"order: {_order(loader)}",
         f"readers: {_workers(loader)}",
@@ -40,6 +42,8 @@ def _sample(loader: TokenLoader) -> str:
         )
         shifted = "; labels one place ahead" if loader.step_batches.shifts_targets else ""
         return f"a row of {run['seq_len']} tokens{apart}{shifted}"
+    if "batch_tokens" in run:
+        return f"a batch of documents of like length, of up to {run['batch_tokens']:,} tokens with padding"
     if not run["max_length"]:
         return "a whole document"
     return f"a document of up to {run['max_length']} tokens, longer ones: {run['long_documents']}"

@@ -21,8 +21,7 @@ from loader.dataset import ChunkDataset, whole_number
 from loader.mixture import Mixture
 from loader.process_rank import ProcessRank, check_process_rank
 from loader.shards.shard_set import SizeCheck
-from loader.skipped_steps import SkippedSteps
-from loader.state import Position, RunProgress, position_of, state_of
+from loader.state import Position, RunProgress, SkippedSteps, position_of, state_of
 from shardprep.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -111,20 +110,23 @@ class TokenLoader(DataLoader[Any]):
         self.tokenizer = tokenizer
         self.process_rank = process_rank
         self.order = chunks.order
-        self._steps_per_epoch = chunks.order.steps_per_epoch
         self.metrics = LoaderMetrics()
         self.fingerprint = dict(fingerprint)
         self.step_batches = step_batches
-        self._micro_batches = len(chunks.lanes) * chunks.order.group // step_batches.batch_size
+        self.run = chunks.run
         self.chunks = chunks
         self._stream = BatchStream(chunks, step_batches, self.metrics, size_check, workers)
         self._newest = 0
         self._pins = pin_memory and torch.cuda.is_available()
         self._progress = RunProgress()
+        self._num_accumulated = chunks.run.batches_in(0)
 
     def __len__(self) -> int:
-        """Batches an epoch, on every rank; a resumed epoch gives the rest of them, from ``first_batch``."""
-        return self.order.steps_per_epoch * self._micro_batches
+        """Batches an epoch, on every rank; a resumed epoch gives the rest of them, from ``first_batch``.
+
+        With ``batch_size_schedule`` those of the epoch that the next ``iter()`` gives.
+        """
+        return self.run.order_steps_of(self._progress.next.epoch) * self.run.num_batches
 
     @property
     def first_batch(self) -> int:
@@ -133,7 +135,19 @@ class TokenLoader(DataLoader[Any]):
         A bar of the whole epoch is ``tqdm(loader, initial=loader.first_batch)``.
         """
         start = self._progress.next
-        return start.step * self._micro_batches + start.num_micro
+        within = start.num_micro % self.run.num_batches
+        return self.run.order_step(start) * self.run.num_batches + within
+
+    @property
+    def num_accumulated(self) -> int:
+        """Batches of this rank in the global batch that the newest batch is of; it grows with
+        ``batch_size_schedule``. Divide the loss by it."""
+        return self._num_accumulated
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether the newest batch was the last of its global batch: time for the optimizer's step."""
+        return self._progress.delivered.num_micro == 0
 
     @property
     def num_steps_delivered(self) -> int:
@@ -143,20 +157,25 @@ class TokenLoader(DataLoader[Any]):
 
     @property
     def _order_step(self) -> int:
+        return self.run.step_of(self._progress.delivered)
+
+    @property
+    def _delivered_of_order(self) -> int:
+        """Steps of the order so far; what epochs leave out at their end counts."""
         at = self._progress.delivered
-        return at.epoch * self._steps_per_epoch + at.step
+        return at.epoch * self.order.steps_per_epoch + self.run.order_step(at)
 
     @property
     def source_samples(self) -> dict[str, int]:
         """Samples of each named source so far, all ranks together; none where one set is read."""
         order = self.order
-        return order.num_delivered(self._order_step) if isinstance(order, Mixture) else {}
+        return order.num_delivered(self._delivered_of_order) if isinstance(order, Mixture) else {}
 
     @property
     def source_epochs(self) -> dict[str, float]:
         """The same in epochs of each source: 1.5 is the middle of its second."""
         order = self.order
-        return order.epochs(self._order_step) if isinstance(order, Mixture) else {}
+        return order.epochs(self._delivered_of_order) if isinstance(order, Mixture) else {}
 
     @property
     def has_loaded_state(self) -> bool:
@@ -168,7 +187,7 @@ class TokenLoader(DataLoader[Any]):
         return (
             f"TokenLoader(rank {who.rank} of {who.world_size}, batch_size {self.step_batches.batch_size}, "
             f"global_batch_size {self.order.global_batch_size}, epoch {at.epoch}, step {at.step} of "
-            f"{self.order.steps_per_epoch}, {self.num_workers} workers)"
+            f"{self.run.steps_in(at.epoch)}, {self.num_workers} workers)"
         )
 
     def __reduce__(self) -> tuple[Callable[..., TokenLoader], tuple[Any, ...]]:
@@ -178,7 +197,10 @@ class TokenLoader(DataLoader[Any]):
     @property
     def _chunks_options(self) -> dict[str, Any]:
         made = self.chunks
-        return {"samples": made.samples, "order": made.order, "lanes": made.lanes, "endless": made.endless}
+        return {
+            "samples": made.samples, "order": made.order, "run": made.run, "lanes": made.lanes,
+            "endless": made.endless,
+        }  # fmt: skip
 
     def __getitem__(self, _: Any) -> Any:
         """Refuse what takes a loader for a data set."""
@@ -208,18 +230,15 @@ class TokenLoader(DataLoader[Any]):
             raise UsageError(f"step is {step}, expected the number of global batches trained, 0 or more")
         self._progress.check_unbroken()
         at = self._progress.skipped.order_step(step)
-        epoch, in_epoch = divmod(at, self.order.steps_per_epoch)
         skipped = self._progress.skipped.up_to(at)
-        return state_of(Position(epoch=epoch, step=in_epoch), self.fingerprint, self._layout, skipped)
+        return state_of(self.run.position(at), self.fingerprint, self._layout, skipped)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next ``iter()`` go on behind what ``state`` says was delivered. Reads nothing.
 
         Raises OtherRun, OtherTokenizer, UsageError or BrokenShard; see loader/state.py.
         """
-        position = position_of(state, self.fingerprint, self._layout, self.order.steps_per_epoch)
-        if position.num_micro >= self._micro_batches:
-            raise UsageError(f"the state has {position.num_micro} batches of a step of {self._micro_batches}")
+        position = position_of(state, self.fingerprint, self._layout, self.run)
         self._newest += 1
         self._end_unless_persistent()
         self._progress.load(position, SkippedSteps.of_text(state.get("skipped", "")))
@@ -232,7 +251,7 @@ class TokenLoader(DataLoader[Any]):
         resumes on any number of ranks. All ranks must skip alike. Raises UsageError inside of a step.
         """
         whole_number("steps", steps, least=1)
-        self._progress.skip(steps, self._steps_per_epoch)
+        self._progress.skip(steps, self.run)
         self._newest += 1
         self._end_unless_persistent()
 
@@ -258,7 +277,8 @@ class TokenLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         check_process_rank(self.process_rank)
-        warn_of_accumulation(self._micro_batches)
+        if not self.run.is_ramped:
+            warn_of_accumulation(self.run.num_batches)
         self._newest += 1
         return self._epoch_batches(self._progress.begin_epoch(), self._newest)
 
@@ -279,10 +299,14 @@ class TokenLoader(DataLoader[Any]):
 
     def _epoch_batches(self, start: Position, number: int) -> Iterator[Any]:
         self._check_newest(number)
-        position = start
+        position, run = start, self.run
+        num_steps, is_ramped = run.steps_in(start.epoch), run.is_ramped
+        accumulated = self._num_accumulated = run.batches_in(run.step_of(start))
         try:
             for part, batch in self._stream.rest_of_epoch(start):
-                position = position.after(self._micro_batches, self._steps_per_epoch)
+                if is_ramped and not position.num_micro:
+                    accumulated = self._num_accumulated = run.batches_in(run.step_of(position))
+                position = position.after(accumulated, num_steps)
                 self._progress.delivered = position
                 self.metrics.count(part, batch)
                 yield pinned(batch) if self._pins else batch

@@ -1,4 +1,4 @@
-"""The tokenizer that belongs to the shards, and whether ``model_id`` agrees with it."""
+"""The tokenizer that belongs to the shards, whether ``model_id`` agrees with it, and its pad token."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -171,3 +172,42 @@ def _added_tokens(folder: Path) -> dict[str, Any]:
         return {"added_tokens_decoder": {token.pop("id"): token for token in tokens}}
     except (OSError, ValueError, KeyError, TypeError):  # whatever is wrong, transformers says it
         return {}
+
+
+PAD_TOKEN = "<|finetune_right_pad_id|>"  # Llama 3.1 and later keep it for this
+_RESERVED = re.compile(r"<\|reserved_special_token_\d+\|>")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PadToken:
+    """The id that fills a batch to the right, and why it is this one."""
+
+    token: str
+    token_id: int
+    reason: str
+
+
+def choose_pad_token(tokenizer: Any) -> PadToken:
+    """A token that the tokenizer has already; none is ever added.
+
+    Its own pad token, else Llama's, else the first reserved one, else EOS: labels are masked by the
+    attention mask, never by id, so a real EOS keeps its label. Raises UsageError where there is none.
+    """
+    if tokenizer.pad_token_id is not None:
+        return PadToken(
+            token=tokenizer.pad_token, token_id=tokenizer.pad_token_id, reason="the tokenizer's own pad token"
+        )
+    by_id = sorted((number, token) for token, number in tokenizer.get_added_vocab().items())
+    for number, token in by_id:
+        if token == PAD_TOKEN:
+            return PadToken(token=token, token_id=number, reason="the tokenizer names none, and has this one")
+    for number, token in by_id:
+        if _RESERVED.fullmatch(token):
+            return PadToken(token=token, token_id=number, reason="the first reserved token; no text has it")
+    if tokenizer.eos_token_id is None:
+        raise UsageError("the tokenizer has neither a pad nor an EOS token; set tokenizer.pad_token")
+    return PadToken(
+        token=tokenizer.eos_token,
+        token_id=tokenizer.eos_token_id,
+        reason="EOS, for want of another; the attention mask tells it from a real one",
+    )

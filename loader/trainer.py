@@ -57,6 +57,11 @@ class LoaderMixin:
 
 def check_trainer_arguments(args: Any, loader: TokenLoader) -> None:
     """Raises UsageError unless batch x accumulation x ranks of TrainingArguments is a global batch."""
+    if loader.run.is_ramped:
+        raise UsageError(
+            "batch_size_schedule changes how many batches a step accumulates, and Trainer accumulates "
+            "equally many through a run; write the loop yourself, as docs/training.md does, or leave it out"
+        )
     batch_size, accumulated = args.train_batch_size, args.gradient_accumulation_steps
     world_size, global_batch_size = loader.process_rank.world_size, loader.order.global_batch_size
     if batch_size != loader.step_batches.batch_size:

@@ -31,7 +31,7 @@ from preprocess.transformers_tokenizer import save_in_own_process
 from shardprep.errors import BrokenShard, CannotWrite, NotFound, ReadWriteError
 from shardprep.format.dataset_spec import TokenizerSpec
 from shardprep.format.names import CHAT_TEMPLATES_DIR
-from shardprep.regular_files import NOT_THERE, names_in, read_regular, refuse_fifos, size_of_file
+from shardprep.regular_files import NOT_THERE, is_folder, names_in, read_regular, refuse_fifos, size_of_file
 
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -132,7 +132,7 @@ def read_files(folder: Path) -> Files | None:
         if not name.endswith(_ENDINGS) or name.endswith(".index.json"):
             continue
         path = folder / name
-        if path.is_dir() or (name != TOKENIZER_FILE and (size_of_file(path) or 0) > _MAX_OTHER_BYTES):
+        if is_folder(path) or (name != TOKENIZER_FILE and (size_of_file(path) or 0) > _MAX_OTHER_BYTES):
             continue
         with contextlib.suppress(*NOT_THERE):  # a link to nothing
             files[name] = read_regular(path, max_bytes=MAX_TOKENIZER_BYTES)

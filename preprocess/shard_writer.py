@@ -24,7 +24,7 @@ from preprocess.members import Members, Piece, Prepared
 from shardprep.atomic_files import STALE_AFTER_S, PublishedFile, remove_temporaries, sync_folder
 from shardprep.errors import BadInput, CannotWrite
 from shardprep.format.dataset_spec import DatasetSpec
-from shardprep.format.idx import idx_dtype, idx_header
+from shardprep.format.idx import ChunkCrcs, idx_dtype, idx_header
 from shardprep.format.manifest import Manifest, ShardCounts
 from shardprep.format.names import (
     IDS_DIR,
@@ -38,7 +38,6 @@ from shardprep.format.names import (
     source_of_path,
     tar_path,
 )
-from shardprep.format.record_chunks import ChunkCrcs
 from shardprep.format.source_counts import SourceCounts
 
 _MOST_SOURCES = 1000  # of one shard: its manifest names each
@@ -113,17 +112,15 @@ class ShardWriter:
         """Why documents were left out."""
         return {bad.reason for bad in self._bad}
 
-    def append(
-        self,
-        documents: DocumentBatch,
-        tokens: TokenBatch,
-        prepared: Callable[[], Prepared] | None = None,
-    ) -> None:
-        """Add a batch of documents with their ids, in the order of the input.
+    def append(self, documents: DocumentBatch, made: Callable[[], tuple[TokenBatch, Prepared]]) -> None:
+        """Add a batch of documents, in the order of the input.
 
-        ``prepared`` gives what ``Members.prepare`` made of it; without it, that is done here.
+        ``made`` gives their ids, and what ``Members.prepare`` made of both; it may wait for them.
         """
-        self._count_input(documents.num_lines, documents.num_empty, documents.num_bytes)
+        tokens, prepared = made()
+        num_left_out = len(documents.bad) + len(documents.filtered)
+        num_empty = documents.num_lines - len(documents.texts) - num_left_out
+        self._count_input(documents.num_lines, num_empty, documents.num_bytes)
         self._num_filtered += len(documents.filtered)
         num_tokens = np.diff(tokens.offsets)
         self._count_documents(num_tokens)
@@ -131,8 +128,7 @@ class ShardWriter:
         self._count_sources(documents, num_tokens)
         if documents.ids is not None:
             self._keep_ids(documents.input_number, documents.input_offsets.tolist(), documents.ids)
-        pieces = prepared() if prepared else self._members.prepare(documents, tokens)
-        self._write(pieces())
+        self._write(prepared())
 
     def append_long(
         self, document: LongDocument, num_text_bytes: int, ids: Iterable[npt.NDArray[np.uint32]]

@@ -33,7 +33,8 @@ from shardprep.regular_files import FileStamp
 
 WRITE_BYTES = 4 << 20  # a Lustre stripe; smaller writes cost a lock each
 STALE_AFTER_S = 24 * 3600
-TEMPORARY_NAME = re.compile(r"\..+-\d+-[0-9a-f]{8}\.tmp")  # as _temporary_name gives it
+# As _temporary_name gives it; .old: what PublishedFolder puts aside.
+TEMPORARY_NAME = re.compile(r"\..+-\d+-[0-9a-f]{8}(\.old)?\.tmp")
 
 
 class PublishedFile:
@@ -235,21 +236,30 @@ def sync_path(path: Path) -> None:
 
 
 def remove_temporaries(
-    folder: Path, stem: str, *, older_than_s: float, subfolders: Sequence[str] = ()
+    folder: Path, *stems: str, older_than_s: float, subfolders: Sequence[str] = ()
 ) -> None:
-    """Remove what earlier attempts at files named ``stem`` and an ending left in a folder and subfolders.
+    """Remove what earlier attempts left of files with such stems, in a folder and in some of its subfolders.
 
-    Whether one of the attempts still lives cannot be known: losing its temporary file costs it the attempt.
+    Each folder is listed once. Whether one of the attempts still lives cannot be known: losing its temporary
+    file costs it the attempt.
     """
-    now = time.time()
+    now, wanted = time.time(), set(stems)
     found: list[Path] = []
     for each in (folder, *(folder / name for name in subfolders)):
         with contextlib.suppress(OSError):  # what cannot be listed is left for a later attempt
-            found += each.glob(f".{stem}.*.tmp")
+            found += [each / name for name in os.listdir(each) if _is_temporary(name, wanted)]  # noqa: PTH208
     for path in found:
         with contextlib.suppress(OSError):
             if now - path.stat().st_mtime >= older_than_s:
                 remove_tree(path)
+
+
+def _is_temporary(name: str, stems: set[str]) -> bool:
+    """Whether a name is ``.STEM.ANYTHING.tmp``."""
+    if not (name.startswith(".") and name.endswith(".tmp")):
+        return False
+    dots = [place for place, character in enumerate(name) if character == "." and 0 < place < len(name) - 4]
+    return any(name[1:place] in stems for place in dots)
 
 
 def _temporary_name(path: Path) -> Path:

@@ -38,16 +38,21 @@ def open_regular(path: Path) -> int:
     Raises BrokenShard for what is no regular file, without waiting for it; OSError with the path,
     FileNotFoundError among them, for all else.
     """
+    return _opened(path)[0]
+
+
+def _opened(path: Path) -> tuple[int, int]:
+    """``open_regular``, and the file's size."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would wait for a writer
     try:
-        mode = os.fstat(handle).st_mode
+        found = os.fstat(handle)
     except OSError as error:
         close_read(handle)
         raise OSError(error.errno, error.strerror, str(path)) from None
-    if not stat.S_ISREG(mode):
+    if not stat.S_ISREG(found.st_mode):
         close_read(handle)
-        raise _no_regular_file(path, mode)
-    return handle
+        raise _no_regular_file(path, found.st_mode)
+    return handle, found.st_size
 
 
 def _no_regular_file(path: Path, mode: int) -> BrokenShard:
@@ -76,20 +81,21 @@ def close_read(handle: int) -> None:
 
 
 def read_regular(path: Path, *, max_bytes: int) -> bytes:
-    """All bytes of a file; its size is looked at before anything is read.
+    """All bytes of a file; its size is looked at before anything is read. One stat and, mostly, one read.
 
     Raises FileNotFoundError or NotADirectoryError where it is not there, BrokenShard where it is no regular
     file or larger than ``max_bytes``, ReadWriteError where the file system fails.
     """
     with errors_named(path):
-        handle = open_regular(path)
+        handle, num_bytes = _opened(path)
         with os.fdopen(handle, "rb", buffering=0) as file:
-            num_bytes = os.fstat(handle).st_size
             if num_bytes > max_bytes:
                 raise BrokenShard(f"{path} has {num_bytes} bytes, expected at most {max_bytes}")
             parts: list[bytes] = []
-            while part := file.read(num_bytes + 1 - sum(map(len, parts))):  # reads may be short
+            num_left = num_bytes
+            while num_left > 0 and (part := file.read(num_left + 1)):  # reads may be short
                 parts.append(part)
+                num_left -= len(part)
         return b"".join(parts)
 
 

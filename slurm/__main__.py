@@ -18,7 +18,7 @@ from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 from shardprep.format.names import INDEX_NAME, id_ranges, ids_of_ranges
 from shardprep.regular_files import size_of_file
 from slurm.job_records import Submission, SubmittedMeanwhile
-from slurm.job_script import JobRequest, quoted
+from slurm.job_script import WHOLE_NODE, JobRequest, quoted
 from slurm.slurm_commands import Patience
 
 if TYPE_CHECKING:
@@ -56,14 +56,22 @@ def chosen_request(args: argparse.Namespace) -> tuple[JobRequest, dict[str, str]
     if args.auto:
         from slurm.submitting import advised
 
-        advice, source = advised(args.output_dir, JobRequest(**values), args.shards_per_task, say)
-        is_given = {"mem_gb"} if "mem_per_cpu_gb" in values else set[str]()
+        advice, source = advised(
+            args.output_dir,
+            JobRequest(**values),
+            args.shards_per_task,
+            say,
+            has_cpus="cpus_per_task" in given,
+        )
+        has_mem = "mem_per_cpu_gb" in values or given.get("cpus_per_task") == WHOLE_NODE
+        is_given = {"mem_gb"} if has_mem else set[str]()
         advice = {name: value for name, value in advice.items() if name not in given.keys() | is_given}
         values, sources = {**values, **advice}, {**sources, **dict.fromkeys(advice, source)}
     request = JobRequest(**values)
-    if args.save_profile and not args.dry_run:
-        path = save_profile(args.save_profile, values, os.environ)
-        say(f"saved as profile {args.save_profile} in {path}")
+    if args.save_profile:
+        path = save_profile(args.save_profile, values, os.environ, dry_run=args.dry_run)
+        would = "not saved, as this is a dry run: it would be" if args.dry_run else "saved as"
+        say(f"{would} profile {args.save_profile} in {path}")
     return request, sources
 
 

@@ -25,7 +25,7 @@ LOG_FOLDER = "logs"  # in O/jobs
 _PASSED_ON = ("SHARDPREP_PYTHON", "SHARDPREP_SRUN_ARGS", "SHARDPREP_EXEC", "SHARDPREP_SETUP")
 # Options of sbatch that a submission sets itself.
 _OURS = {"--job-name", "-J", "--array", "-a", "--output", "-o", "--dependency", "-d"}
-_OURS |= {"--wrap", "--parsable", "--hold", "-H", "--clusters", "-M"}
+_OURS |= {"--wrap", "--parsable", "--hold", "-H"}
 WHOLE_NODE = "node"  # as --cpus_per_task
 _MOST = 10**9  # of CPUs, GB, minutes, tasks
 
@@ -87,7 +87,11 @@ class JobRequest:
             except ValueError as error:
                 raise UsageError(f"--{name} {getattr(self, name)!r} cannot be split: {error}") from None
         for word in shlex.split(self.sbatch_args):
-            if word.partition("=")[0] in _OURS or re.match(r"-[JaodHM]", word):
+            if re.match("--clusters|-M", word):
+                raise UsageError(
+                    f"--sbatch_args has {word}; for another cluster: SLURM_CLUSTERS=NAME before submit"
+                )
+            if word.partition("=")[0] in _OURS or re.match(r"-[JaodH]", word):
                 raise UsageError(f"--sbatch_args has {word}, which submit sets itself; leave it out")
 
     def sbatch_options(self) -> list[str]:

@@ -18,6 +18,7 @@ _PROCESS_GB = 1.0  # a worker has 0.4 GB with Llama 3's vocabulary; the rest is 
 _SPARE = 1.25  # of memory
 _SLOWEST = 2.0  # how much longer than the longest a task may take
 _START_MIN = 5
+_MOST_CPUS = 64  # of a task, unless somebody asks for more
 
 
 def resource_use(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
@@ -117,12 +118,21 @@ def asked_for(state: DatasetState) -> dict[str, dict[str, Any]]:
     }
 
 
-def advice_of_makings(made: Sequence[ShardMaking], shards_per_task: int) -> dict[str, Any]:
-    """CPUs, memory and time of a task, by the shards that were made already."""
-    num_cpus = _fewer(max(each.num_cpus for each in made), _cpu_share(made))
+def advice_of_makings(
+    made: Sequence[ShardMaking],
+    shards_per_task: int,
+    num_cpus: int | None = None,
+    partition: PartitionLimits | None = None,
+) -> dict[str, Any]:
+    """CPUs, memory and time of a task, by the shards that were made already.
+
+    ``num_cpus``: of a task, where somebody has chosen them.
+    """
+    num_cpus = num_cpus or _at_most(_fewer(max(each.num_cpus for each in made), _cpu_share(made)), partition)
     num_processes = min(num_cpus, shards_per_task)
     rss_gb = max(each.max_rss_bytes for each in made) / 2**30
-    longest_s = max(each.wall_s * each.num_cpus for each in made) / num_cpus
+    num_well_used = min(num_cpus, max(each.num_cpus for each in made) * shards_per_task)
+    longest_s = max(each.wall_s * each.num_cpus for each in made) / num_well_used
     return {
         "cpus_per_task": num_cpus,
         "mem_gb": _quarters(rss_gb * num_processes * _SPARE),
@@ -130,20 +140,32 @@ def advice_of_makings(made: Sequence[ShardMaking], shards_per_task: int) -> dict
     }
 
 
-def advice_of_plan(plan: Plan, folder: Path, shards_per_task: int) -> dict[str, Any]:
+def advice_of_plan(
+    plan: Plan,
+    folder: Path,
+    shards_per_task: int,
+    num_cpus: int | None = None,
+    partition: PartitionLimits | None = None,
+) -> dict[str, Any]:
     """CPUs, memory and time of a task, by a sample of the input, as ``plan`` measures it: a second or two.
 
+    ``num_cpus``: of a task, where somebody has chosen them.
     Raises what loading the tokenizer and reading the input raise.
     """
     from preprocess.cost_estimate import estimate_of  # numpy, which status does not need
 
     cost = estimate_of(plan, folder)
-    num_cpus = max(1, min(cost.num_useful_cores, 64))
+    num_cpus = num_cpus or _at_most(max(1, min(cost.num_useful_cores, _MOST_CPUS)), partition)
+    num_well_used = min(num_cpus, cost.num_useful_cores * shards_per_task)
     return {
         "cpus_per_task": num_cpus,
         "mem_gb": _PROCESS_GB * min(num_cpus, shards_per_task),
-        "time_min": _minutes(cost.longest_shard_s * shards_per_task / num_cpus),
+        "time_min": _minutes(cost.longest_shard_s * shards_per_task / num_well_used),
     }
+
+
+def _at_most(num_cpus: int, partition: PartitionLimits | None) -> int:
+    return min(num_cpus, partition.max_cpus or num_cpus) if partition else num_cpus
 
 
 def within(advice: dict[str, Any], partition: PartitionLimits | None) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from slurm.cluster_limits import minutes_of
 from slurm.dataset_state import DatasetState
 from slurm.job_records import JOBS_FOLDER, JobArray, Submission, publish_submission
 from slurm.job_script import LOG_FOLDER, JobRequest
-from slurm.slurm_commands import SlurmAway, SlurmRefused, slurm_answer, slurm_output
+from slurm.slurm_commands import SlurmAway, SlurmRefused, is_federated, slurm_answer, slurm_output
 
 _MEM_UNITS = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
 _RELEASE_DELAYS_S = (2, 5, 15)  # a controller that restarts is back in seconds
@@ -81,9 +81,12 @@ class Sending:
 
     def _submit_all(self, job_ids: list[str]) -> Submission:
         """Submit everything held; each id is appended to ``job_ids`` as soon as it is known."""
+        # A federation would give the verify job to any of its clusters, and on another one than the array's
+        # it does not wait for the array once it is released (seen on 22.05).
+        here = [f"--clusters={self.cluster}"] if self.cluster and is_federated() else []
         arrays = []
         for array in self.arrays:
-            job_ids.append(_submit_held(array.script))
+            job_ids.append(_submit_held(array.script, *here))
             shown = _show(job_ids[-1])
             arrays.append(
                 JobArray(
@@ -99,7 +102,8 @@ class Sending:
         verify_ids = {submission.verify_job_id for submission in self.state.submissions}
         live = self.state.live_jobs().get(self.cluster, [])
         queued = [job_id for job_id in live if job_id not in verify_ids]
-        job_ids.append(_submit_held(self.verify, f"--dependency=afterany:{':'.join([*job_ids, *queued])}"))
+        after = f"--dependency=afterany:{':'.join([*job_ids, *queued])}"
+        job_ids.append(_submit_held(self.verify, *here, after))
         shown = _show(job_ids[-1])
         return Submission(
             number=self.state.next_number,

@@ -82,15 +82,20 @@ def find_defaults(
     return defaults
 
 
-def save_profile(name: str, values: Mapping[str, Any], environ: Mapping[str, str]) -> Path:
+def save_profile(
+    name: str, values: Mapping[str, Any], environ: Mapping[str, str], *, dry_run: bool = False
+) -> Path:
     """Write a profile into the user's file, in place of one of this name; the rest of the file stays.
 
-    Raises UsageError for a name that is none, CannotWrite or ReadWriteError.
+    A dry run checks the same and writes nothing. Raises UsageError for a name that is none, CannotWrite or
+    ReadWriteError.
     """
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
         raise UsageError(f"--save_profile is {name!r}, expected letters, digits, - and _")
     path = user_file(environ)
     _read(path)  # a file that cannot be read must not be written over
+    if dry_run:
+        return path
     try:
         text = read_regular(path, max_bytes=_MAX_BYTES).decode("utf-8")
     except NOT_THERE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -33,9 +34,13 @@ REQUEST_VARIABLES = {
 # Slurm's own words for a controller that is down, too slow, or not configured here.
 _AWAY = re.compile(
     r"contact slurm controller|timed out|configuration source|Zero Bytes|connection fail|"
-    r"Munge|authentication",
+    r"can't be reached now|Munge|authentication",
     re.IGNORECASE,
 )
+_CLOCKS_DIFFER = (  # what munge takes for an expired credential, a client is told in these words alone
+    "does it restart (scontrol ping), or is the clock of this host more than 5 min off (date)?"
+)
+_NO_SUCH_CLUSTER = "known by database"  # a wrong SLURM_CLUSTERS
 _DELAYS_S = (5, 10, 20, 40)  # then 60 s each
 _LONGEST_DELAY_S = 60
 _MOST_FAILURES = 60  # in a row: about an hour
@@ -87,7 +92,20 @@ def slurm_output(*command: str, text: str | None = None, cluster: str | None = N
     return _run(command, text, cluster).stdout
 
 
+def is_federated() -> bool:
+    """Whether this cluster is one of a federation, which may start a job on any of its clusters."""
+    with contextlib.suppress(SlurmRefused):
+        return slurm_output("scontrol", "show", "federation").startswith("Federation:")
+    return False
+
+
 def _run(command: Sequence[str], text: str | None, cluster: str | None) -> subprocess.CompletedProcess[str]:
+    clusters = os.environ.get("SLURM_CLUSTERS", "")
+    if "," in clusters or clusters == "all":
+        raise UsageError(
+            f"SLURM_CLUSTERS is {clusters!r}, expected one cluster: a submission goes to one, and status "
+            "finds the jobs of each by their records"
+        )
     try:
         done = subprocess.run(
             command,
@@ -110,8 +128,9 @@ def _run(command: Sequence[str], text: str | None, cluster: str | None) -> subpr
         ) from None
     if done.returncode:
         words = " ".join((done.stderr or done.stdout).split())
-        if _AWAY.search(words):
-            raise SlurmAway(f"{command[0]} gets no answer: {words}; is the controller up? scontrol ping")
+        if _AWAY.search(words) and _NO_SUCH_CLUSTER not in words:
+            hint = _CLOCKS_DIFFER if "Zero Bytes" in words else "is the controller up? scontrol ping"
+            raise SlurmAway(f"{command[0]} gets no answer: {words}; {hint}")
         raise SlurmRefused(f"{command[0]} refuses: {words}")
     return done
 

@@ -31,7 +31,7 @@ _REASONS = {
     "JobHeldUser": "held; scontrol release lets it go on",
     "JobHeldAdmin": "held by an administrator; ask them",
     "launch failed requeued held": "held, because it could not be started; scontrol release tries again",
-    "BeginTime": "it was started again and waits a little",
+    "BeginTime": "its start time has not come; one that was started again waits a little",
     "Dependency": "it waits for another job",
     "ReqNodeNotAvail": "the nodes that it needs are down, drained or reserved; sinfo -R",
     "Nodes required for job": "the nodes that it needs are down, drained or reserved; sinfo -R",

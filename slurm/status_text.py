@@ -59,31 +59,35 @@ def _waiting_lines(data: dict[str, Any]) -> list[str]:
 def _note_lines(data: dict[str, Any]) -> list[str]:
     """What is not known, and what somebody should look at."""
     lines = []
-    if data["suspended"]:
-        lines.append(f"  suspended: {data['suspended']}; scontrol resume JOB lets them go on")
     if data["not_visible"]:
         lines.append(f"  not visible: {data['not_visible']} ({data['why_not_visible']})")
     if data["slurm_away"]:
         lines.append(f"  what waits and runs is not known: {data['slurm_away']}")
-    if data["accounts_away"]:
-        lines.append(f"  Slurm's accounts give no answer, causes are from logs: {data['accounts_away']}")
+    return lines + [f"  {note}" for note in notes(data)]
+
+
+def notes(data: dict[str, Any]) -> list[str]:
+    """What somebody should look at, a text each, most pressing first."""
+    found = []
+    if data["unrecorded_jobs"]:
+        ids = ", ".join(data["unrecorded_jobs"])
+        found.append(f"wait or run, and no record says for which shards: {ids}: its jobs folder was emptied")
+    if data["stray_jobs"]:
+        ids = ", ".join(data["stray_jobs"])
+        found.append(f"held jobs that no record names: {ids}: a submission goes on, or was cut short")
+    if data["suspended"]:
+        found.append(f"suspended: {data['suspended']}; scontrol resume JOB lets them go on")
+    if data["wrong"]:
+        found.append(f"found wrong by the verify job: {data['wrong']}; retry makes them anew")
     if abs(data["clock_difference_s"]) > _CLOCKS_DIFFER_S:
         way = "ahead of" if data["clock_difference_s"] > 0 else "behind"
         by = duration(abs(data["clock_difference_s"]))
-        lines.append(
-            f"  the nodes' clocks are {by} or more {way} this one: munge refuses to talk from 5 min on"
+        found.append(
+            f"the nodes' clocks are {by} or more {way} this one: munge refuses to talk from 5 min on"
         )
-    if data["wrong"]:
-        lines.append(f"  found wrong by the verify job: {data['wrong']}; retry makes them anew")
-    if data["stray_jobs"]:
-        ids = ", ".join(data["stray_jobs"])
-        lines.append(f"  held jobs that no record names: {ids}: a submission goes on, or was cut short")
-    if data["unrecorded_jobs"]:
-        ids = ", ".join(data["unrecorded_jobs"])
-        lines.append(
-            f"  wait or run, and no record says for which shards: {ids}: its jobs folder was emptied"
-        )
-    return lines
+    if data["accounts_away"]:
+        found.append(f"Slurm's accounts give no answer, causes are from logs: {data['accounts_away']}")
+    return found
 
 
 def _slow_lines(data: dict[str, Any]) -> list[str]:

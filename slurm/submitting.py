@@ -152,21 +152,35 @@ def prepare(
 
 
 def advised(
-    folder: Path, request: JobRequest, shards_per_task: int | None, say: Callable[[str], None]
+    folder: Path,
+    request: JobRequest,
+    shards_per_task: int | None,
+    say: Callable[[str], None],
+    *,
+    has_cpus: bool,
 ) -> tuple[dict[str, Any], str]:
-    """What ``--auto`` asks for: CPUs, memory and time of a task, and what that was taken from."""
+    """What ``--auto`` asks for: CPUs, memory and time of a task, and what that was taken from.
+
+    ``has_cpus``: the request's CPUs were given; memory and time are then what a task of these needs.
+    """
     plan = check_folder(folder, request, say)
     done = done_shards(folder, plan)
     limits = _limits(request, _warn(say))
     num_left = plan.num_shards - len(done)
     most = limits.max_tasks if limits else num_left
-    per_task = max(shards_per_task or 1, -(-num_left // max(1, most)), 1)
     partition = find_partition_limits(request) if limits else None
+    num_cpus = None
+    if has_cpus:
+        num_cpus = request.num_cpus or (partition.max_cpus if partition else None)
+        if request.num_cpus is None:  # a whole node, which makes a shard on each of its CPUs
+            shards_per_task = shards_per_task or num_cpus
+    per_task = max(shards_per_task or 1, -(-num_left // max(1, most)), 1)
     if made := read_makings(folder, sorted(done)):
-        source = f"auto: {len(made)} shards that are made"
-        return within(advice_of_makings(made, per_task), partition), source
+        advice = advice_of_makings(made, per_task, num_cpus, partition)
+        return within(advice, partition), f"auto: {len(made)} shards that are made"
     try:
-        return within(advice_of_plan(plan, folder, per_task), partition), "auto: a sample of the input"
+        advice = advice_of_plan(plan, folder, per_task, num_cpus, partition)
+        return within(advice, partition), "auto: a sample of the input"
     except (ShardprepError, OSError) as error:
         say(f"warning: --auto cannot measure the input from here ({error}); the defaults are taken")
         return {}, ""

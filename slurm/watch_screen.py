@@ -7,17 +7,19 @@ some 100 bytes.
 
 from __future__ import annotations
 
+import textwrap
 import time
 import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardprep.format.names import ids_of_ranges
-from slurm.status_text import duration, next_line
+from slurm.status_text import duration, next_line, notes
 
 _BAR = ("█", "▓", "░", "×", "?", "·")
 _ASCII_BAR = ("#", "=", "-", "x", "?", ".")
 _COLUMN = 13  # where what is said of a kind begins
+_MOST_LINES = 23  # a terminal has 24, and the cursor is in the last
 _MOST_ROWS = 4  # of one kind: causes, reasons, nodes
 _COUNTS = ("done", "running", "pending", "failed", "not visible", "not submitted")
 
@@ -25,29 +27,46 @@ _COUNTS = ("done", "running", "pending", "failed", "not visible", "not submitted
 def screen_lines(
     data: dict[str, Any], *, width: int = 80, now: float | None = None, ascii_only: bool = False
 ) -> list[str]:
-    """The report as a screen of at most 24 lines, none of them longer than ``width``."""
-    counts = _counts(data)
+    """The report as a screen of at most 23 lines, none of them longer than ``width``."""
     clock = time.strftime("%H:%M:%S", time.localtime(now))
-    lines = [_both_ends(f"shardprep {data['folder']}", clock, width)]
-    lines.append(bar(counts, data["num_shards"], width, ascii_only=ascii_only))
+    counts = _counts(data)
     signs = _ASCII_BAR if ascii_only else _BAR
     named = zip(signs, _COUNTS, strict=True)
     words = [f"{sign} {counts[name]:,} {name}" for sign, name in named if counts[name]]
-    lines += [_both_ends("  ".join(words), f"{data['num_done'] / data['num_shards']:.1%}", width), ""]
-    lines += _speed_lines(data)
-    lines += _rows("waits for", [_waits(item) for item in data["waits_for"]])
-    lines += _rows("failed", [f"{_number(ids)} {cause}: {ids}" for cause, ids in data["causes"].items()])
-    lines += _rows("restarted", [f"{number} task(s) after {how}" for how, number in data["restarts"].items()])
+    top = [
+        _both_ends(f"shardprep {data['folder']}", clock, width),
+        bar(counts, data["num_shards"], width, ascii_only=ascii_only),
+        _both_ends("  ".join(words), f"{data['num_done'] / data['num_shards']:.1%}", width),
+        "",
+        *_speed_lines(data),
+    ]
+    goes_on = data["running"] or data["pending"] or (data["slurm_away"] and data["not_visible"])
+    end = ["", "Ctrl-C ends this look, the jobs go on"] if goes_on else ["", next_line(data)]
+    end = [*_last_failure_lines(data, width), *end]
+    rows: list[str] = []
+    for most in range(_MOST_ROWS, 0, -1):  # fewer of each kind, until all kinds have room
+        rows = _kinds(data, width, most)
+        if len(top) + len(rows) + len(end) <= _MOST_LINES:
+            break
+    return [cut(line, width) for line in (*top, *rows, *end)]
+
+
+def _kinds(data: dict[str, Any], width: int, most: int) -> list[str]:
+    """What waits, what failed, and what somebody should look at; ``most`` rows of each kind."""
     slow = [f"{item['node']} at {item['speed']:.0%} of the others' speed" for item in data["slow_nodes"]]
-    lines += _rows("slow nodes", slow)
-    if data["not_visible"]:
-        lines += _rows("not visible", [f"{data['not_visible']} ({data['why_not_visible']})"])
-    if data["slurm_away"]:
-        lines += _rows("Slurm", [data["slurm_away"]])
-    lines += _last_failure_lines(data, width)
-    goes_on = data["running"] or data["pending"]
-    lines += ["", "Ctrl-C ends this look, the jobs go on" if goes_on else next_line(data)]
-    return [cut(line, width) for line in lines]
+    unseen = [f"{data['not_visible']} ({data['why_not_visible']})"] if data["not_visible"] else []
+    away = textwrap.wrap(data["slurm_away"], max(width - _COLUMN, 20))[:2]
+    return [
+        *_rows("Slurm", away, 2),
+        *_rows("not visible", unseen, most),
+        *_rows("note", notes(data), most),
+        *_rows("waits for", [_waits(item) for item in data["waits_for"]], most),
+        *_rows("failed", [f"{_number(ids)} {cause}: {ids}" for cause, ids in data["causes"].items()], most),
+        *_rows(
+            "restarted", [f"{number} task(s) after {how}" for how, number in data["restarts"].items()], most
+        ),
+        *_rows("slow nodes", slow, most),
+    ]
 
 
 def bar(counts: Mapping[str, int], total: int, width: int, *, ascii_only: bool = False) -> str:
@@ -113,14 +132,16 @@ def _number(ids: str) -> int:
 
 
 def _waits(item: dict[str, Any]) -> str:
-    starts = f", expected at {item['starts'][11:16]}" if item["starts"] else ""
-    return f"{item['shards']}: {item['means'] or item['reason']}{starts}"
+    starts = f"expected at {item['starts'][11:16]}; " if item["starts"] else ""
+    return f"{item['shards']}: {starts}{item['means'] or item['reason']}"
 
 
-def _rows(name: str, texts: Sequence[str]) -> list[str]:
-    shown = list(texts[:_MOST_ROWS])
-    if len(texts) > _MOST_ROWS:
-        shown[-1] = f"and {len(texts) - _MOST_ROWS + 1} more kinds"
+def _rows(name: str, texts: Sequence[str], most: int) -> list[str]:
+    shown = list(texts[:most])
+    if len(texts) > most > 1:
+        shown[-1] = f"and {len(texts) - most + 1} more"
+    elif len(texts) > most:
+        shown[-1] = f"{shown[-1]}, and {len(texts) - 1} more"
     return [f"{name if row == 0 else '':<{_COLUMN}}{text}" for row, text in enumerate(shown)]
 
 
@@ -130,10 +151,9 @@ def _last_failure_lines(data: dict[str, Any], width: int) -> list[str]:
         return []
     last = max(data["failures"], key=lambda item: (int(item["task"].partition("_")[0]), item["shard"]))
     where = f" on {last['node']}" if last["node"] else ""
-    lines = _rows("last failed", [f"shard {last['shard']:05d}{where}: {last['cause']}"])
-    for line in last["last_lines"][-1:]:
-        lines.append(" " * _COLUMN + _both_parts(line, width - _COLUMN))
-    return lines
+    lines = ["", *_rows("last failed", [f"shard {last['shard']:05d}{where}: {last['cause']}"], 1)]
+    said = last["last_lines"][-1:]
+    return [*lines, *(" " * _COLUMN + _both_parts(line, width - _COLUMN) for line in said)]
 
 
 def _both_parts(line: str, width: int) -> str:

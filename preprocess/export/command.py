@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from preprocess.export.layouts import EXPORTERS, STREAMS, ShardTokens
 from preprocess.plan import Plan, need_plan
 from preprocess.shard_samples import ShardSamples
-from shardprep.atomic_files import publish_bytes
+from shardprep.atomic_files import TEMPORARY_NAME, publish_bytes, remove_tree
 from shardprep.console import Progress
 from shardprep.errors import CannotWrite, Refused, UsageError
 from shardprep.format.manifest import check_shard
@@ -66,8 +67,17 @@ def export(args: argparse.Namespace) -> int:
                 whole = plan.options.pack == "best_fit"
                 exporter.write(ShardTokens(samples=samples, rows_hold_wholes=whole, put_eos=put_eos))
             progress.add(1)
-    print(f"{plan.num_shards} shards, {exporter.first_token[-1]} tokens in {folder}; {exporter.finish()}")
+    opened_by = exporter.finish()
+    _remove_temporaries(folder)
+    print(f"{plan.num_shards} shards, {exporter.first_token[-1]} tokens in {folder}; {opened_by}")
     return 0
+
+
+def _remove_temporaries(folder: Path) -> None:
+    """What attempts left that died; whatever one that lives would write is there."""
+    with contextlib.suppress(OSError):
+        for path in [item for item in folder.iterdir() if TEMPORARY_NAME.fullmatch(item.name)]:
+            remove_tree(path)
 
 
 def _eos_to_put(plan: Plan, args: argparse.Namespace) -> int | None:
@@ -96,7 +106,7 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
     if found is None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            others = [item.name for item in folder.iterdir()]
+            others = [name for item in folder.iterdir() if not TEMPORARY_NAME.fullmatch(name := item.name)]
         except OSError as error:
             raise CannotWrite(f"--output_dir {folder} cannot be made: {error.strerror}") from None
         if others:

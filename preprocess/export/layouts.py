@@ -6,6 +6,7 @@ the shards that are missing; ``finish`` writes what names them all.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -22,9 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.shard_samples import ShardSamples
-from shardprep.atomic_files import PublishedFile, publish_bytes, sync_folder
-from shardprep.errors import CannotWrite, ReadWriteError, UsageError
+from shardprep.atomic_files import PublishedFile, publish_bytes, remove_tree, sync_folder
+from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, UsageError
 from shardprep.format.names import shard_name
+from shardprep.regular_files import NOT_THERE, read_regular, size_of_file
 
 _MDS_BYTES = 64 << 20  # of one .mds file, about: their offsets are uint32
 _ARROW_ROWS_TOKENS = 1 << 20  # tokens of a record batch, about
@@ -138,7 +140,7 @@ class Megatron(Exporter):
         return self.folder / f"{stem}.bin", self.folder / f"{stem}.idx"
 
     def is_done(self, shard_id: int) -> bool:
-        return self._paths(shard_id)[1].exists()  # named last
+        return size_of_file(self._paths(shard_id)[1]) is not None  # named last
 
     def write(self, shard: ShardTokens) -> None:
         dtype = np.dtype("<u2" if self.vocab_size < 65_500 else "<i4")
@@ -182,7 +184,9 @@ class NanoGpt(Exporter):
         return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
 
     def is_done(self, shard_id: int) -> bool:
-        return (self.folder / "train.bin").exists() or self._mark(shard_id).exists()
+        return any(
+            size_of_file(path) is not None for path in (self.folder / "train.bin", self._mark(shard_id))
+        )
 
     def write(self, shard: ShardTokens) -> None:
         place = self.first_token[shard.shard_id] * self._dtype.itemsize
@@ -208,16 +212,15 @@ class NanoGpt(Exporter):
 
     def finish(self) -> str:
         target = self.folder / "train.bin"
-        if not target.exists():
+        if size_of_file(target) is None:
             try:
                 self._partial.touch()
                 self._partial.rename(target)
                 sync_folder(self.folder)
-                for shard_id in range(self.num_shards):
-                    self._mark(shard_id).unlink(missing_ok=True)
-                (self.folder / ".done").rmdir()
             except OSError as error:
                 raise ReadWriteError(f"{target} cannot be put in its place: {error.strerror}") from None
+        with contextlib.suppress(OSError):  # temporaries may be there, of attempts that died
+            remove_tree(self._mark(0).parent)
         return f'nanoGPT: np.memmap("{target}", dtype=np.{self._dtype.name}, mode="r")'
 
 
@@ -231,7 +234,7 @@ class HuggingFace(Exporter):
         return self.folder / f"data-{shard_id:05d}-of-{self.num_shards:05d}.arrow"
 
     def is_done(self, shard_id: int) -> bool:
-        return self._path(shard_id).exists()
+        return size_of_file(self._path(shard_id)) is not None
 
     def write(self, shard: ShardTokens) -> None:
         try:
@@ -305,7 +308,7 @@ class Mosaic(Exporter):
         return self.folder / f"{shard_name(shard_id)}.json"
 
     def is_done(self, shard_id: int) -> bool:
-        return self._list(shard_id).exists()
+        return size_of_file(self._list(shard_id)) is not None
 
     def write(self, shard: ShardTokens) -> None:
         lengths = shard.lengths(of_rows=True)
@@ -349,13 +352,16 @@ class Mosaic(Exporter):
         return {**self._columns(), "raw_data": raw, "samples": len(lengths), "zip_data": None}
 
     def finish(self) -> str:
-        entries = [
-            entry
-            for shard_id in range(self.num_shards)
-            for entry in json.loads(self._list(shard_id).read_bytes())
-        ]
+        entries = [entry for shard_id in range(self.num_shards) for entry in self._entries(shard_id)]
         publish_bytes(self.folder / "index.json", json.dumps({"version": 2, "shards": entries}).encode())
         return f'MosaicML: StreamingDataset(local="{self.folder}"); np.frombuffer(sample["tokens"], np.int32)'
+
+    def _entries(self, shard_id: int) -> list[Any]:
+        path = self._list(shard_id)
+        try:
+            return list(json.loads(read_regular(path, max_bytes=1 << 26)))
+        except (ValueError, TypeError, RecursionError, *NOT_THERE):
+            raise BrokenShard(f"{path} is not a list of files; remove it and run this again") from None
 
 
 EXPORTERS: dict[str, type[Exporter]] = {

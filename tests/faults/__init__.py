@@ -9,8 +9,8 @@ in words, or what it made is *equal* to what it makes undisturbed. Everything el
     small_data_sets the data sets -> commands run on copies of them -> forked_case one run in a process of
     its own -> outcomes how it ended; os_calls.c fails or kills at the k-th call to the operating system
 
-    bit_flips, bad_json, replaced_files, injected_errors, short_transfers, full_disks, kills, races,
-    clocks, fuzzed_inputs: the campaigns, each a generator of outcomes
+    bit_flips, bad_json, replaced_files, injected_errors, short_transfers, full_disks, kills, stop_signals,
+    races, clocks, altered_inputs, fuzzed_inputs: the campaigns, each a generator of outcomes
 
 Thousands of runs take minutes, as each is a fork of one process that has imported everything already.
 """

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from tests.faults import (
+    altered_inputs,
     bad_json,
     bit_flips,
     clocks,
@@ -20,6 +21,7 @@ from tests.faults import (
     races,
     replaced_files,
     short_transfers,
+    stop_signals,
 )
 from tests.faults.os_calls import is_preloaded, start_preloaded
 from tests.faults.outcomes import as_json, failures, findings, table
@@ -33,8 +35,10 @@ CAMPAIGNS = {
     "short_transfers": short_transfers,
     "full_disks": full_disks,
     "kills": kills,
+    "stop_signals": stop_signals,
     "races": races,
     "clocks": clocks,
+    "altered_inputs": altered_inputs,
     "fuzzed_inputs": fuzzed_inputs,
 }
 # Of each file or hit and command. Full takes some 2 hours of one core, quick some 10 s per campaign.

@@ -19,6 +19,7 @@ import numpy as np
 import webdataset
 from hypothesis import strategies as st
 
+from loader.run_steps import RunSteps
 from loader.samples.token_ids import parse_id_lists
 from loader.state import STATE_FORMAT, position_of
 from preprocess import long_documents
@@ -199,6 +200,7 @@ def _state_check() -> Check:
         "fingerprint": fingerprint,
     }
     original = json.dumps(state).encode()
+    run = RunSteps(order_steps_per_epoch=10, num_batches=1)
 
     def check(edits: Edits) -> bool:
         try:
@@ -207,7 +209,7 @@ def _state_check() -> Check:
             return False
         if not isinstance(found, dict):
             return False
-        position = position_of(found, fingerprint, layout, 10)
+        position = position_of(found, fingerprint, layout, run)
         if not (0 <= position.step < 10 and position.epoch >= 0 and position.num_micro >= 0):
             raise WrongError(f"a state stands at {position}")
         return True

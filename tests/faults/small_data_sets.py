@@ -9,16 +9,18 @@ import shutil
 import sys
 import tarfile
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tests.faults.commands import command, files_of
+from shardprep.atomic_files import STALE_AFTER_S
+from tests.faults.commands import LITTER, REPORT_NAME, command, published_below
 from tests.faults.every_format import write_every_format
 from tests.faults.forked_case import Ended, ForkedRun, run_forked
 
-Stage = Literal["raw", "planned", "made", "verified"]
+Stage = Literal["raw", "planned", "made", "verified", "littered"]
 
 FORMS: dict[str, list[str]] = {
     "json": [],
@@ -95,12 +97,8 @@ class SmallDataSet:
         return run
 
     def published(self) -> dict[str, str]:
-        """Name -> digest of all that counts in the workplace: of the data set, and of staged copies."""
-        found = {}
-        for folder in ("data", "staged"):
-            for name, digest in files_of(self.place / folder).items():
-                found[f"{folder}/{name}"] = digest
-        return found
+        """Name -> digest of all that counts in the workplace: see ``published_below``."""
+        return published_below(self.place)
 
 
 def make_small_data_sets(folder: Path, forms: Sequence[str]) -> list[SmallDataSet]:
@@ -125,7 +123,9 @@ def make_small_data_sets(folder: Path, forms: Sequence[str]) -> list[SmallDataSe
             write_every_format(place / "raw")
         options = [*FORMS[form], "--max_bad_fraction", "0.5"]
         templates = folder / form
-        shutil.rmtree(place / "data", ignore_errors=True)
+        for name in ("data", "staged", "exported"):  # what the form before left
+            shutil.rmtree(place / name, ignore_errors=True)
+        (place / REPORT_NAME).unlink(missing_ok=True)
         _keep(place, templates / "raw")
         _must(run_forked(command("plan", place, options)))
         _keep(place, templates / "planned")
@@ -134,6 +134,8 @@ def make_small_data_sets(folder: Path, forms: Sequence[str]) -> list[SmallDataSe
         _must(run_forked(command("verify --crcs", place, options)))
         _keep(place, templates / "verified")
         batches = _must(run_forked(command("load", place, options)))
+        _litter(place / "data")
+        _keep(place, templates / "littered")
         modules |= set(_must(run_forked(lambda: (0, _used_modules(place)))))
         sets.append(SmallDataSet(form, options, place, templates, batches))
     for name in sorted(modules):
@@ -142,6 +144,28 @@ def make_small_data_sets(folder: Path, forms: Sequence[str]) -> list[SmallDataSe
     gc.collect()
     gc.freeze()  # a collection in a fork would copy all pages
     return sets
+
+
+def _litter(data: Path) -> None:
+    """What attempts left that died: of done shards, of no shard long ago, and of no shard just now."""
+    then = time.time() - 2 * STALE_AFTER_S
+    for name in (
+        "shard-00000.tar",
+        "shard-00001.idx",
+        "quarantine/shard-00001.jsonl",
+        "index.json",
+        "plan.json",
+    ):
+        for attempt in range(3):
+            path = (data / name).with_name(LITTER.format(Path(name).name, attempt))
+            path.write_bytes(b"half of it")
+            if name == "index.json":
+                os.utime(path, (then, then))
+    folder = data / LITTER.format("tokenizer", 1)
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes(b"half of it")
+    for path in (folder / "tokenizer.json", folder):
+        os.utime(path, (then, then))
 
 
 def _must(ended: Ended) -> Any:
@@ -174,7 +198,7 @@ def _make(place: Path) -> tuple[int, None]:
 
 def _used_modules(place: Path) -> list[str]:
     """What the commands import, so that a fork need not."""
-    for name in ("verify --crcs", "load checked", "stage", "status"):
+    for name in ("verify --crcs", "load checked", "stage", "status", "report", "clean", "export hf"):
         command(name, place, [])()
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer

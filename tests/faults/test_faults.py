@@ -121,8 +121,8 @@ def test_a_kill_at_any_call_leaves_what_is_done_or_nothing_that_counts(of_campai
 
 
 def test_a_stop_signal_at_any_call_ends_with_75_and_leaves_no_temporary(of_campaign: Outcomes) -> None:
-    outcomes = of_campaign("kills", "stop_signals")
-    assert len(outcomes) > 20
+    outcomes = of_campaign("stop_signals")
+    assert len(outcomes) > 24
     assert "refused" in {outcome["kind"] for outcome in outcomes}
     assert not failed(outcomes), shown(failed(outcomes))
 
@@ -146,6 +146,12 @@ def test_a_clock_that_is_wrong_or_jumps_changes_nothing(of_campaign: Outcomes) -
     outcomes = of_campaign("clocks")
     assert len(outcomes) >= 8
     assert {outcome["kind"] for outcome in outcomes} == {"equal"}, shown(failed(outcomes))
+
+
+def test_a_bit_of_an_input_of_any_format_is_read_or_refused_in_words(of_campaign: Outcomes) -> None:
+    outcomes = of_campaign("altered_inputs")
+    assert len({outcome["file"] for outcome in outcomes}) > 10
+    assert not failed(outcomes), shown(failed(outcomes))
 
 
 def test_fuzzed_inputs_are_refused_or_read_as_an_independent_reader_reads_them(of_campaign: Outcomes) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import os
+import shutil
 import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +21,7 @@ from preprocess.shard_samples import ShardSamples
 from shardprep.errors import BadInput, BrokenShard, OtherTokenizer, ReadWriteError, Refused, UsageError
 from tests import chat_sets
 from tests.chat_sets import PLAIN, TAGGED, chat_model, conversations, write_chats
+from tests.waiting import HANG_S
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -134,6 +138,56 @@ def test_a_shard_made_twice_has_equal_bytes_and_verify_finds_nothing(
     assert prep.contents(one) == prep.contents(other)
     ended = prep.command("verify", one, "--deep", 2)
     assert ended.code == 0, ended.text
+
+
+CALLS = ("fsync", "rename", "replace", "link")
+
+
+def killed_at(number: int, make_shard: Callable[[], object]) -> bool:
+    """Run in a process that is killed just before its ``number``-th call of CALLS; whether it came so far."""
+
+    def child() -> None:
+        left = itertools.count(number, -1)
+        for name in CALLS:
+            setattr(os, name, dying(getattr(os, name), left))
+        make_shard()
+
+    def dying(call: Any, left: Iterator[int]) -> Any:
+        def count(*args: Any, **options: Any) -> Any:
+            if next(left) == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **options)
+
+        return count
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(HANG_S)
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return process.exitcode != 0
+
+
+def test_a_shard_of_conversations_that_is_killed_anywhere_and_made_again_has_equal_bytes(
+    prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    planned, whole = tmp_path / "planned", tmp_path / "whole"
+    prep.plan(raw, planned, **{**OPTIONS, "pack": "best_fit"}, model_id=str(models["plain"]))
+    shutil.copytree(planned, whole)
+    prep.make(whole, 1)
+    expected = prep.contents(whole)
+    num_kills = 0
+    for number in itertools.count(1):
+        out = tmp_path / "out"
+        shutil.copytree(planned, out)
+        if not killed_at(number, lambda out=out: prep.make(out, 1)):  # type: ignore[misc]
+            break
+        num_kills += 1
+        found = prep.contents(out)
+        assert found in ({}, expected) or "shard-00001.json" not in found, number
+        prep.make(out, 1)
+        assert prep.contents(out) == expected, number
+        shutil.rmtree(out)
+    assert num_kills >= 6, "each file is synced and renamed"
 
 
 BAD: dict[str, tuple[Any, str]] = {

@@ -1,21 +1,24 @@
-"""Batches of one shard are laid out by several threads at once, and stand in the tar in their order."""
+"""Batches of one shard are made by several threads at once, and stand in the tar in their order."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from preprocess import members
+from preprocess.engines import TokenBatch
 from preprocess.members import DocumentMembers
 from preprocess.options import WorkerSettings
 from preprocess.plan import need_plan
 from preprocess.resources import most_batches_within
 from preprocess.worker import Worker, load_worker
-from shardprep.errors import BadInput
+from shardprep.errors import BadInput, ReadWriteError
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -45,7 +48,8 @@ def test_a_shard_has_the_same_bytes_whatever_the_number_of_cpus(
     for num_cpus in (1, 2, NUM_CPUS):
         folder = tmp_path / str(num_cpus)
         prep.plan(sample_dir, folder, num_shards=2, **options)
-        worker_of(folder, num_cpus=num_cpus).run_shard(1, lambda _: None)
+        worker = worker_of(folder, num_cpus=num_cpus)
+        worker.run_shard(worker.plan.shard(1), lambda _: None)
         found.append(prep.contents(folder))
     assert found[0] == found[1] == found[2]
     assert len(found[0]) == 3
@@ -58,7 +62,8 @@ def test_batches_that_are_laid_out_early_wait_for_those_before_them(
     """The first batch is ready only when three later ones are: so four were laid out at once."""
     expected = data_dir.parent / "expected"
     prep.plan(need_plan(data_dir).input_dir, expected, num_shards=5)
-    worker_of(expected, num_cpus=1).run_shard(0, lambda _: None)
+    worker = worker_of(expected, num_cpus=1)
+    worker.run_shard(worker.plan.shard(0), lambda _: None)
     lay_out, three_later = DocumentMembers._lay_out, threading.Barrier(4)
     calls: list[int] = []
 
@@ -69,9 +74,50 @@ def test_batches_that_are_laid_out_early_wait_for_those_before_them(
         return lay_out(self, *args)
 
     monkeypatch.setattr(DocumentMembers, "_lay_out", slow_first)
-    worker_of(data_dir).run_shard(0, lambda _: None)
+    worker = worker_of(data_dir)
+    worker.run_shard(worker.plan.shard(0), lambda _: None)
     assert len(calls) > 8
     assert prep.contents(data_dir) == prep.contents(expected)
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_on_two_cores_two_batches_are_encoded_side_by_side(prep: Prep, data_dir: Path) -> None:
+    """No encoding ends before another has begun: what waits for the interpreter's lock, or for the slowest of
+    the engine's threads, leaves the core to the other batch."""
+    expected = data_dir.parent / "expected"
+    prep.plan(need_plan(data_dir).input_dir, expected, num_shards=5)
+    alone = worker_of(expected, num_cpus=1)
+    alone.run_shard(alone.plan.shard(0), lambda _: None)
+    worker = worker_of(data_dir, num_cpus=2)
+    encode, two, calls = worker.engine.encode, threading.Barrier(2), itertools.count()
+
+    def together(texts: Sequence[str]) -> TokenBatch:
+        if next(calls) < 4:
+            two.wait(60)
+        return encode(texts)
+
+    engine = dataclasses.replace(worker.engine, encode=together)
+    dataclasses.replace(worker, engine=engine).run_shard(worker.plan.shard(0), lambda _: None)
+    assert next(calls) > 4
+    assert prep.contents(data_dir) == prep.contents(expected)
+
+
+@pytest.mark.usefixtures("small_batches")
+@pytest.mark.parametrize("num_cpus", [1, 2])
+def test_an_error_of_the_engine_ends_the_shard_and_leaves_nothing(data_dir: Path, num_cpus: int) -> None:
+    worker, calls = worker_of(data_dir, num_cpus=num_cpus), itertools.count()
+
+    def failing(texts: Sequence[str]) -> TokenBatch:
+        if next(calls) == 3:
+            raise ReadWriteError("the engine is gone")
+        return worker.engine.encode(texts)
+
+    engine = dataclasses.replace(worker.engine, encode=failing)
+    with pytest.raises(ReadWriteError, match="the engine is gone"):
+        dataclasses.replace(worker, engine=engine).run_shard(worker.plan.shard(0), lambda _: None)
+    assert next(calls) > 3
+    assert [path.name for path in data_dir.glob("*shard-*")] == []
+    assert [path.name for path in data_dir.glob(".shard-*")] == []
 
 
 @pytest.mark.usefixtures("small_batches")
@@ -79,8 +125,9 @@ def test_a_document_that_no_member_can_hold_ends_the_shard_from_any_thread(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(members, "MAX_MEMBER_BYTES", 50)
+    worker = worker_of(data_dir)
     with pytest.raises(BadInput, match="makes a member of"):
-        worker_of(data_dir).run_shard(0, lambda _: None)
+        worker.run_shard(worker.plan.shard(0), lambda _: None)
     assert [path.name for path in data_dir.glob("*shard-*")] == []
     assert [path.name for path in data_dir.glob(".shard-*")] == []
 

@@ -14,6 +14,7 @@ import pytest
 from loader import tokenizer as loader_tokenizer
 from preprocess.doctor.folders import input_finding, output_findings
 from preprocess.engines import load_engine, tokenizers_engine
+from preprocess.export.layouts import EXPORTERS
 from preprocess.plan import need_plan
 from preprocess.resolved_tokenizer import read_files, resolve_tokenizer
 from preprocess.train_tokenizer import _refuse_existing
@@ -64,14 +65,33 @@ def test_a_worker_that_cannot_look_at_the_tokenizer_says_so(
         )
 
 
+@pytest.mark.parametrize("call", ["open", "stat"])
 def test_planning_names_the_tokenizer_file_that_it_cannot_read(
-    tmp_path: Path, stale: Callable[..., None]
+    tmp_path: Path, stale: Callable[..., None], call: str
 ) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text("{}")
-    stale("open", path.name)
+    stale(call, path.name)
     with pytest.raises(ReadWriteError, match="cannot be read: Stale file handle"):
         read_files(tmp_path)
+
+
+@pytest.mark.parametrize(("to", "name"), [("nanogpt", "train.bin"), ("megatron", "shard-00000_document.idx")])
+def test_an_export_that_cannot_look_at_its_files_says_so(
+    tmp_path: Path, stale: Callable[..., None], to: str, name: str
+) -> None:
+    exporter = EXPORTERS[to](folder=tmp_path, vocab_size=9, num_shards=1, first_token=[0, 9])
+    stale("stat", name)
+    with pytest.raises(ReadWriteError, match="cannot be read: Stale file handle"):
+        exporter.is_done(0)
+
+
+@pytest.mark.parametrize("content", ["", "{", "7"])
+def test_a_broken_list_of_an_exports_files_is_named(tmp_path: Path, content: str) -> None:
+    exporter = EXPORTERS["mosaicml"](folder=tmp_path, vocab_size=9, num_shards=1, first_token=[0, 9])
+    (tmp_path / "shard-00000.json").write_text(content)
+    with pytest.raises(BrokenShard, match=r"shard-00000\.json .* run this again"):
+        exporter.finish()
 
 
 def test_status_that_cannot_look_at_the_index_says_so(

@@ -69,6 +69,7 @@ case "$name $*" in
     echo $((number + 1)) ;;
   scontrol*config*) cat "$place/config" ;;
   scontrol*"show job"*) sed "s/{name}/$(cat "$place/name-${!#}")/" "$place/job" ;;
+  scontrol*federation) [[ ! -e $place/federation ]] || cat "$place/federation" ;;
   *) [[ ! -e $place/$name ]] || cat "$place/$name" ;;
 esac
 """

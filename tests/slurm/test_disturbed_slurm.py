@@ -41,6 +41,8 @@ def answer_by(fake: FakeSlurm, name: str, script: str) -> None:
         "error: Munge decode failed: Expired credential",
         "error: Munge decode failed: Rewound credential",
         "slurm_load_jobs error: Protocol authentication error",
+        "slurm_load_jobs error: Zero Bytes were transmitted or received",
+        "squeue: error: 'other' can't be reached now, or it is an invalid entry for SLURM_CLUSTERS.",
     ],
 )
 def test_whatever_keeps_squeue_from_answering_a_running_shard_is_never_called_failed_nor_sent_again(
@@ -49,13 +51,23 @@ def test_whatever_keeps_squeue_from_answering_a_running_shard_is_never_called_fa
     """A credential expires, or is from the future, where clocks differ by more than munge allows."""
     submitted(data_dir)
     write_log(data_dir, "1_0.log", "shardprep: node n1: shard 0 begins\n")
-    answer_by(fake, "squeue", f"echo '{words}' >&2; exit 1")
+    answer_by(fake, "squeue", f"echo {shlex.quote(words)} >&2; exit 1")
     state = status(data_dir)
     assert (state["failed"], state["not_visible"]) == ("", "0-4")
     for command in ("submit", "retry", "cancel"):
         assert words[-12:] in slurm(command, data_dir, code=74)
     assert not fake.sent()
     assert not fake.calls("scancel")
+
+
+def test_a_controller_that_hangs_up_names_the_clock_as_well(fake: FakeSlurm, data_dir: Path) -> None:
+    """So a client was answered whose munged was 10 minutes behind, or ahead, of the controller's."""
+    submitted(data_dir)
+    words = "slurm_load_jobs error: Zero Bytes were transmitted or received"
+    answer_by(fake, "squeue", f"echo '{words}' >&2; exit 1")
+    assert f"{words}; does it restart (scontrol ping), or is the clock of this host" in slurm(
+        "status", data_dir
+    )
 
 
 @pytest.mark.parametrize("how", ["cut in a line", "another server silent"])
@@ -128,7 +140,7 @@ def test_what_is_held_suspended_or_requeued_by_a_person_is_live_and_named(
     text = slurm("status", data_dir)
     assert "suspended: 0; scontrol resume JOB lets them go on" in text
     assert "1 wait for JobHeldUser: held; scontrol release lets it go on" in text
-    assert "2 wait for BeginTime: it was started again and waits a little" in text
+    assert "2 wait for BeginTime: its start time has not come" in text
     assert "nothing to submit" in slurm("submit", data_dir)
     assert "nothing to retry" in slurm("retry", data_dir)
 
@@ -253,6 +265,35 @@ def test_jobs_on_two_clusters_are_seen_each_on_its_own_and_cancel_ends_those_whe
     answer_by(fake, "scancel", f"{away}; echo $* >>{shlex.quote(str(fake.place / 'cancelled'))}")
     assert "Socket timed out" in slurm("cancel", data_dir, code=74)
     assert (fake.place / "cancelled").read_text() == "5\n"
+
+
+def test_in_a_federation_the_verify_job_stays_on_the_cluster_of_the_array_that_it_waits_for(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    """What scontrol printed on a real federation of two; a cluster that is in none prints nothing."""
+    fed = "Federation: fed\nSelf:       test:127.0.0.1:21920 ID:1 FedState:ACTIVE Features:"
+    slurm("submit", data_dir, "--shards", "0")
+    fake.answers("federation", fed)
+    slurm("submit", data_dir, "--shards", "1")
+    sent = [call for call in fake.calls("sbatch") if "--parsable" in call]
+    assert ["--clusters=test" in call for call in sent] == [False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("clusters", "words"),
+    [
+        ("test,other", "SLURM_CLUSTERS is 'test,other', expected one cluster"),
+        ("all", "SLURM_CLUSTERS is 'all', expected one cluster"),
+    ],
+)
+def test_several_clusters_at_once_are_refused_before_slurm_is_asked(
+    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch, clusters: str, words: str
+) -> None:
+    submitted(data_dir)
+    monkeypatch.setenv("SLURM_CLUSTERS", clusters)
+    for command in ("submit", "status", "retry", "cancel"):
+        assert words in slurm(command, data_dir, code=2)
+    assert not fake.calls("sbatch") + fake.calls("squeue")
 
 
 def test_where_the_records_are_gone_nothing_is_sent_while_the_jobs_go_on(

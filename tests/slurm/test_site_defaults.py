@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from preprocess.cost_estimate import CostEstimate
 from preprocess.plan import need_plan
 from shardprep.errors import UsageError
+from shardprep.format.shard_making import ShardMaking
 from slurm.cluster_limits import PartitionLimits
 from slurm.dataset_state import find_state
 from slurm.job_records import read_submissions
@@ -108,6 +111,9 @@ def test_flags_win_and_dry_run_and_status_say_where_each_value_came_from(
     shown = slurm("submit", data, "--mem_gb", 2, "--dry_run")
     for line in (f"partition is 'cpu' ({path})", "account is 'env' (SBATCH_ACCOUNT)", "mem_gb is 2.0 (flag)"):
         assert line in shown
+    tried = slurm("submit", data, "--save_profile", "mine", "--dry_run")
+    assert f"not saved, as this is a dry run: it would be profile mine in {places['user']}" in tried
+    assert not list(places["user"].iterdir())
     slurm("submit", data, "--mem_gb", 2, "--save_profile", "mine")
     assert {"#SBATCH --partition=cpu", "#SBATCH --account=env", "#SBATCH --mem=2048M"} <= set(
         fake.sent()[0].splitlines()
@@ -127,6 +133,29 @@ def test_auto_takes_the_plans_sample_first_then_the_shards_that_are_made_and_fla
     shown = slurm("submit", data_dir, "--auto", "--shards_per_task", 2, "--dry_run")
     assert "time_min is 6 (auto: 1 shards that are made)" in shown
     assert "#SBATCH --time=6" in shown
+
+
+@pytest.mark.parametrize("source", ["a sample of the input", "1 shards that are made"])
+def test_auto_asks_for_the_memory_and_time_that_the_given_cpus_need(
+    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    """A shard takes 40 minutes of one core, a process 1 GB, and eight cores are used well."""
+    cost = CostEstimate(num_tokens=1, output_bytes=1, core_hours=1, longest_shard_s=2400, num_useful_cores=8)
+    monkeypatch.setattr("preprocess.cost_estimate.estimate_of", lambda *_: cost)
+    made = ShardMaking(
+        shard_id=0, plan_id="", num_tokens=1, input_bytes=1, sources={}, node="n1", job_id="1", began=0,
+        wall_s=300, cpu_s=2400, num_cpus=8, max_rss_bytes=int(0.8 * 2**30),
+    )  # fmt: skip
+    monkeypatch.setattr("slurm.submitting.read_makings", lambda *_: [made] if "made" in source else [])
+
+    def asked(*flags: object) -> tuple[str, ...]:
+        shown = slurm("submit", data_dir, "--auto", "--dry_run", "--shards_per_task", 2, *flags)
+        assert f"(auto: {source})" in shown
+        return tuple(re.findall(r"^#SBATCH --(?:cpus-per-task|mem|time)=(\S+)", shown, re.MULTILINE))[:3]
+
+    assert asked() == ("8", "2048M", "25")
+    assert asked("--cpus_per_task", 1) == ("1", "1024M", "165"), "one process at a time, all in turn"
+    assert asked("--cpus_per_task", 64)[2] == "15", "no more of them than two shards use well"
 
 
 def test_auto_asks_for_no_more_than_a_node_of_the_partition_has() -> None:
@@ -152,6 +181,8 @@ def test_a_task_of_a_whole_node_asks_for_no_number_and_uses_what_it_gets(
     assert not any("--cpus-per-task=" in line for line in lines[: lines.index("set -euo pipefail")])
     assert "export SLURM_CPUS_PER_TASK=$SLURM_CPUS_ON_NODE" in lines
     assert "shards_of=(0-1 2-4)" in lines, "as many shards as the node has CPUs: a process each"
+    auto = slurm("submit", data_dir, "--cpus_per_task", "node", "--auto", "--dry_run").splitlines()
+    assert {"#SBATCH --exclusive", "#SBATCH --mem=0", "shards_of=(0-1 2-4)"} <= set(auto)
     assert "expected a number, or: node" in slurm("submit", data_dir, "--cpus_per_task", "all", code=2)
 
 

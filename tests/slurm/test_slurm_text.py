@@ -135,6 +135,7 @@ def test_tasks_use_this_python_unless_a_setup_or_a_container_brings_another() ->
         ({"mem_gb": 0}, "--mem_gb is 0, expected more than 0"),
         ({"max_parallel": -1}, "--max_parallel is -1"),
         ({"sbatch_args": "--array=0-3"}, "--sbatch_args has --array=0-3, which submit sets itself"),
+        ({"sbatch_args": "-Mother"}, "for another cluster: SLURM_CLUSTERS=NAME before submit"),
         ({"sbatch_args": "-Jmine"}, "--sbatch_args has -Jmine, which submit sets itself"),
         ({"partition": "cpu\ntouch INJECTED"}, "cannot stand in a job script"),
         ({"cpus_per_task": "8"}, "--cpus_per_task is '8', expected a number, or: node"),

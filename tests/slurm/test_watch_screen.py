@@ -52,6 +52,55 @@ def test_every_line_of_the_screen_fits_and_has_no_codes_whatever_a_log_holds(
         assert "4: as many run at once as --max_parallel allows" in text
 
 
+def test_what_somebody_should_look_at_is_on_the_screen_and_fits_with_everything_else(
+    data: dict[str, Any],
+) -> None:
+    node_away = {"shards": "4", "reason": "ReqNodeNotAvail, UnavailableNodes:n[1-200]"}
+    node_away |= {"means": "the nodes that it needs are down, drained or reserved; sinfo -R"}
+    pressing = {"suspended": "2", "wrong": "0", "accounts_away": "down", "clock_difference_s": 240}
+    pressing |= {"waits_for": [{**node_away, "starts": "2026-11-22T18:05:00"}]}
+    text = "\n".join(screen_lines({**data, **pressing}))
+    for words in (
+        "suspended: 2;",
+        "found wrong by the verify job: 0;",
+        "clocks are 4 min",
+        "accounts give no",
+    ):
+        assert words in text
+    assert "4: expected at 18:05; the nodes" in text
+    full = {
+        "waits_for": [{**node_away, "starts": ""}] * 9,
+        "causes": {f"exit code {number}": "0" for number in range(9)},
+        "restarts": {f"NODE_FAIL on n{number}": 1 for number in range(9)},
+        "slow_nodes": [{"node": "n1", "speed": 0.5}] * 3,
+        "stray_jobs": ["9"],
+        "slurm_away": "squeue gets no answer: " + "Unable to contact slurm controller " * 9,
+        "not_visible": "4",
+        "why_not_visible": "Slurm gives no answer",
+    }
+    lines = screen_lines({**data, **pressing, **full})
+    assert len(lines) <= 23
+    kinds = {line[:13].strip() for line in lines}
+    assert {
+        "Slurm",
+        "not visible",
+        "note",
+        "waits for",
+        "failed",
+        "restarted",
+        "slow nodes",
+        "last failed",
+    } <= kinds
+    assert lines[-1].startswith("Ctrl-C")
+
+
+def test_while_slurm_gives_no_answer_the_screen_does_not_say_to_type_the_same_again(
+    data: dict[str, Any],
+) -> None:
+    away = {"slurm_away": "down", "running": "", "pending": "", "not_visible": "1-4", "why_not_visible": "x"}
+    assert screen_lines({**data, **away})[-1].startswith("Ctrl-C"), "the watch asks again by itself"
+
+
 def test_the_screen_is_drawn_in_ascii_where_the_terminal_has_no_utf8(data: dict[str, Any]) -> None:
     assert screen_lines({**data, "folder": "/data", "failures": []}, ascii_only=True)[1].isascii()
 

@@ -74,7 +74,7 @@ def make_index(model: Path, folder: Path) -> None:
 
 def opening(folder: Path) -> Opening:
     """Open ``folder`` in a process of its own."""
-    command = [sys.executable, __file__, folder]
+    command = [sys.executable, __file__, str(folder)]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, check=True)
     return Opening(**json.loads(done.stdout))

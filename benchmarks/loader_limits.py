@@ -86,7 +86,8 @@ def resume_delays(given: LimitData, core: int) -> Iterator[Finding]:
             cases | {name: (korean, each) for name, each in MODES.items()}
         ).items():
             draw = random.Random(0)
-            fresh, fresh_resumed = [], []
+            fresh: list[float] = []
+            fresh_resumed: list[float] = []
             for _ in range(NUM_FRESH):
                 for times, resumes in ((fresh, False), (fresh_resumed, True)):
                     with get_llama3_dataloader(data, num_workers=0, **options) as loader:
@@ -174,7 +175,12 @@ def bytes_read(given: LimitData, _core: int) -> Iterator[Finding]:
     token_bytes = read_index(given.rows).spec.dtype.itemsize
     ratios = []
     for rank in range(WORLD):
-        options = {"num_workers": WORKERS, "persistent_workers": False, "rank": rank, "world_size": WORLD}
+        options: dict[str, Any] = {
+            "num_workers": WORKERS,
+            "persistent_workers": False,
+            "rank": rank,
+            "world_size": WORLD,
+        }
         with get_llama3_dataloader(given.large, BATCH, **options) as loader:
             read = 0
             for number, _ in enumerate(loader, start=1):

@@ -195,7 +195,7 @@ def disturb(site: Site, data: Path) -> None:
     wait_until(lambda: 4 in causes(site, data))
     said = causes(site, data)[4]
     site.row("its node killed, its Python left alive", said, said == "NODE_FAIL")
-    site.run("scontrol", "resume", f"{suspended}_0")
+    site.run("scontrol", "resume", f"{suspended}_0", check=False)  # Slurm may have started it again
     site.run("scontrol", "update", f"jobid={held}", "starttime=now")
     site.run("scontrol", "release", held)
     (site.folder / "faults" / "go").touch()

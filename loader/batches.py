@@ -26,7 +26,7 @@ from shardprep.errors import UsageError
 
 @dataclass(kw_only=True)
 class LoaderMetrics:
-    """Counts since the loader was made, or since ``reset``; of this rank alone. 2 us a batch."""
+    """Counts since the loader was made, or since ``reset``; of this rank alone. 2 us per batch."""
 
     num_batches: int = 0
     num_tokens: int = 0  # without padding

@@ -29,7 +29,8 @@ from loader.mixed_chunks import MixedChunkDataset, MixedSamples, WeightsIn, chec
 from loader.mixture import Mixture, Schedule
 from loader.order import LAW_VERSION, Order
 from loader.process_rank import find_process_rank
-from loader.reading.shard_reader import STALL_WARNING_S, ReaderContext, Turn
+from loader.reading.open_shard import STALL_WARNING_S
+from loader.reading.shard_reader import ReaderContext, Turn
 from loader.row_lengths import check_row_lengths
 from loader.run_steps import Ramp, RunSteps, ramp_sizes
 from loader.samples.make_samples import SampleRules, make_samples

@@ -21,8 +21,7 @@ from loader.dataset import ChunkDataset, whole_number
 from loader.mixture import Mixture
 from loader.process_rank import ProcessRank, check_process_rank
 from loader.shards.shard_set import SizeCheck
-from loader.skipped_steps import SkippedSteps
-from loader.state import Position, RunProgress, position_of, state_of
+from loader.state import Position, RunProgress, SkippedSteps, position_of, state_of
 from shardprep.errors import UsageError
 
 logger = logging.getLogger(__name__)

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from preprocess.formats.format import RangeReader, Start
+from preprocess.formats.format import Start
 from preprocess.formats.line_ends import FirstLineEnd
-from preprocess.inputs import OpenInput
+from preprocess.inputs import OpenInput, RangeReader
 from shardprep.errors import BadInput, UsageError
 
 _READ_BYTES = 128 << 10

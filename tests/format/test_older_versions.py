@@ -32,6 +32,7 @@ def old_dir(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_every_command_refuses_a_data_set_of_version_1_with_what_to_type(
     prep: Prep, sample_dir: Path, old_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("torch", reason="the loader needs it")
     before = prep.contents(old_dir)
     plan = ["plan", "--input_dir", sample_dir, "--output_dir", old_dir, "--model_id", prep.model_dir]
     export = ["export", old_dir, "--to", "hf", "--output_dir", tmp_path / "exported"]

@@ -572,7 +572,7 @@ def test_webdataset_reads_our_shards_as_the_documentation_says(
 
 
 def test_what_scripts_for_webdataset_were_seen_to_say_does_not_work(tmp_path: Path, model: str) -> None:
-    """Why the first script's pipeline is not the one in the documentation."""
+    """Why the baseline's pipeline is not the one in the documentation."""
     paths = write_numbered_tars(tmp_path, 8, 1)
     with pytest.raises(TypeError, match="shardselection"):
         webdataset.WebDataset(paths, shardselection="all")

@@ -153,12 +153,14 @@ def test_inside_of_preprocess_imports_follow_the_way_of_the_text() -> None:
         "json_lines",
         "columns",
         "parquet",
+        "arrow_messages",
+        "arrow_slices",
         "arrow",
     ]
-    way = ["resources", "text_fields", "text_changes", "options", "inputs", "long_documents"]
+    way = ["resources", "text_fields", "options", "inputs", "long_documents"]
     way += ["chat_rendering"]
-    way += [f"formats.{name}" for name in (*forms, "arrow", "named")]
-    way += ["documents", "tokenizer_files", "engines", "packing", "member_bytes", "members"]
+    way += [f"formats.{name}" for name in forms]
+    way += ["documents", "tokenizer_files", "engines", "packing", "members", "row_members"]
     files = modules("preprocess")
     for number, stage in enumerate(way):
         found = {
@@ -186,8 +188,8 @@ LIST_MODULES = """
 import json, runpy, sys, threading
 import preprocess.worker as worker
 seen = worker.Worker.run_shard
-def run_shard(self, shard_id, progress):
-    manifest = seen(self, shard_id, progress)
+def run_shard(self, shard, progress):
+    manifest = seen(self, shard, progress)
     with open({report!r}, "a") as file:
         file.write(json.dumps(sorted(sys.modules)) + "\\n")
     return manifest

@@ -92,7 +92,7 @@ print(imported, time.process_time() - imported)
 
 def first_batch(folder: Path) -> tuple[float, float]:
     """CPU seconds of a fresh process until torch is imported, and from there to a loader's first batch."""
-    command = [sys.executable, "-P", "-c", _FIRST_BATCH, folder]
+    command = [sys.executable, "-P", "-c", _FIRST_BATCH, str(folder)]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
     imported, above = map(float, done.stdout.split())

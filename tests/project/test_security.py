@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -189,8 +190,10 @@ def test_what_is_small_only_compressed_is_decompressed_in_pieces_of_a_bounded_si
     ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most, num_bytes = 1 << 18, 8 << 20
-    compress = {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}.get(ending)
-    data = compress(bytes(num_bytes)) if compress else zstandard.compress(bytes(num_bytes))
+    compress: dict[str, Callable[[bytes], bytes]] = {
+        ".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress, ".zst": zstandard.compress
+    }  # fmt: skip
+    data = compress[ending](bytes(num_bytes))
     monkeypatch.setattr(compression, "_ZSTD_BYTES", 4)  # at most one block, of 128 KiB, begins in them
     stream, sizes = COMPRESSIONS[ending].open(), []
     while not stream.eof:

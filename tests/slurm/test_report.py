@@ -391,8 +391,7 @@ def test_labels_of_edges_that_read_alike_are_shown_once() -> None:
 
 def test_on_a_narrow_page_lists_wrap_and_flags_are_not_broken_at_their_dashes() -> None:
     table = Table(columns=["a", "b", "c"], rows=[["0", "1 CPU, 717 MB, 1 min", "642 MB"]])
-    blocks = [table, Commands(lines=["plan --num_shards 3"])]
-    section = Section(title="t", blocks=blocks)
+    section = Section(title="t", blocks=[table, Commands(lines=["plan --num_shards 3"])])
     page = html_page(Report(language="en", title="t", subtitle="", tiles=[], sections=[section]), "h")
     assert "<td>1 CPU, 717 MB, 1 min</td>" in page
     assert '<td class="number">642 MB</td>' in page

@@ -304,7 +304,7 @@ def get_llama3_dataloader(
             endless=persistent_workers or not workers["num_workers"],
         ),
         step_batches=step_batches,
-        tokenizer=tokenizer,
+        loader_tokenizer=tokenizer,
         process_rank=who,
         fingerprint=_fingerprint(rules, shards, order, run, tokenizer.fingerprint),
         pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,

@@ -83,7 +83,7 @@ class TokenLoader(DataLoader[Any]):
         chunks: ChunkDataset,
         *,
         step_batches: StepBatches,
-        tokenizer: LoaderTokenizer,
+        loader_tokenizer: LoaderTokenizer,
         process_rank: ProcessRank,
         fingerprint: Mapping[str, Any],
         pin_memory: bool = False,
@@ -103,13 +103,13 @@ class TokenLoader(DataLoader[Any]):
         )
         self._made_with = {
             "step_batches": step_batches,
-            "tokenizer": tokenizer,
+            "loader_tokenizer": loader_tokenizer,
             "process_rank": process_rank,
             "fingerprint": dict(fingerprint),
             "pin_memory": pin_memory,
             **workers,
         }
-        self._tokenizer = tokenizer
+        self.loader_tokenizer = loader_tokenizer
         self.process_rank = process_rank
         self.order = chunks.order
         self.metrics = LoaderMetrics()
@@ -136,7 +136,7 @@ class TokenLoader(DataLoader[Any]):
 
         Raises OtherTokenizer where transformers makes another one of its files, ReadWriteError, or NotFound.
         """
-        return self._tokenizer.load()
+        return self.loader_tokenizer.load()
 
     @property
     def first_batch(self) -> int:

@@ -442,7 +442,7 @@ def test_a_loader_remade_with_a_sampler_as_lightning_does_it_says_what_to_write(
     """For overfit_batches and predict, from the loader's public attributes."""
     write_numbered_tars(tmp_path, 64, 3)
     with load(tmp_path, 4, model) as loader:
-        names = ("chunks", "step_batches", "tokenizer", "process_rank", "fingerprint", "pin_memory")
+        names = ("chunks", "step_batches", "loader_tokenizer", "process_rank", "fingerprint", "pin_memory")
         shown = {name: vars(loader)[name] for name in names}
         assert type(loader)(**shown).order == loader.order
         with pytest.raises(UsageError, match=r"takes no sampler, .* predict dataloaders=\(batch for batch"):

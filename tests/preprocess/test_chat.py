@@ -147,7 +147,7 @@ def killed_at(number: int, make_shard: Callable[[], object]) -> bool:
     """Run in a process that is killed just before its ``number``-th call of CALLS; whether it came so far."""
 
     def child() -> None:
-        # The threads of tokenizers are not there after a fork, and it would wait for them where a task was bound.
+        # tokenizers would wait for threads that are not there after a fork, where a task was bound before.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         left = itertools.count(number, -1)
         for name in CALLS:

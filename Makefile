@@ -68,11 +68,11 @@ lint: install ## ruff, mypy --strict, shellcheck
 		echo '*** SKIPPED: shellcheck is not installed, the shell scripts were not checked ***' >&2; \
 	fi
 
-bench_preprocess: install ## CPU time of the first script, the peers and this project (15 minutes; the peers go to ./.bench)
+bench_preprocess: install ## CPU time of the baseline, the peers and this project (15 minutes; the peers go to ./.bench)
 	$(BIN)/python benchmarks/peer_environments.py
 	$(BIN)/python benchmarks/preprocess_speed.py $(BENCH_ARGS)
 
-bench_loader: install ## tokens a CPU second of the peers' loaders and this one (10 minutes; the peers go to ./.bench)
+bench_loader: install ## tokens per CPU second of the peers' loaders and this one (10 minutes; the peers go to ./.bench)
 	$(BIN)/python benchmarks/peer_environments.py litdata mosaicml megatron loader_hf_datasets grain energon
 	$(BIN)/python benchmarks/loader_speed.py $(BENCH_ARGS)
 

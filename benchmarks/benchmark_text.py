@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-NAIVE_BYTES = 2_000_000
+BASELINE_BYTES = 2_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +28,8 @@ class Corpus:
     label: str
     folder: Path
     num_bytes: int
-    naive_folder: Path  # the same, or its beginning where the first script would take minutes
-    naive_bytes: int
+    baseline_folder: Path  # the same, or its beginning where the baseline would take minutes
+    baseline_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,15 +91,15 @@ def _lay_out_corpus(
     kept = list(_up_to(lines, num_bytes))
     whole = _write_documents(folder / label.split()[0].lower(), kept)
     size = (whole / "documents.txt").stat().st_size
-    if not shorten or size <= NAIVE_BYTES:
-        return Corpus(label=label, folder=whole, num_bytes=size, naive_folder=whole, naive_bytes=size)
-    short = _write_documents(folder / f"{whole.name}_short", list(_up_to(iter(kept), NAIVE_BYTES)))
+    if not shorten or size <= BASELINE_BYTES:
+        return Corpus(label=label, folder=whole, num_bytes=size, baseline_folder=whole, baseline_bytes=size)
+    short = _write_documents(folder / f"{whole.name}_short", list(_up_to(iter(kept), BASELINE_BYTES)))
     return Corpus(
         label=label,
         folder=whole,
         num_bytes=size,
-        naive_folder=short,
-        naive_bytes=(short / "documents.txt").stat().st_size,
+        baseline_folder=short,
+        baseline_bytes=(short / "documents.txt").stat().st_size,
     )
 
 

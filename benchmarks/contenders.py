@@ -13,7 +13,7 @@ from benchmark_text import ROOT, BenchmarkText, Corpus
 from measured_run import Watch
 from peer_environments import PEERS, missing_reason, peer_python
 
-NAIVE, DOCUMENTS, PACKED = "naive", "documents", "packed"
+BASELINE, DOCUMENTS, PACKED = "baseline", "documents", "packed"
 _WRITES = {
     "datatrove": "uint32 stream, EOS only",
     "dolma": "uint32 stream, EOS only",
@@ -36,9 +36,9 @@ class Contender:
     num_runs: int = 1  # a repeat
 
     def folder_of(self, corpus: Corpus) -> tuple[Path, int]:
-        """What it reads, and the bytes of that: the first script gets the beginning of a slow corpus."""
-        if self.key == NAIVE:
-            return corpus.naive_folder, corpus.naive_bytes
+        """What it reads, and the bytes of that: the baseline gets the beginning of a slow corpus."""
+        if self.key == BASELINE:
+            return corpus.baseline_folder, corpus.baseline_bytes
         return corpus.folder, corpus.num_bytes
 
     def watch(self, output: Path) -> Watch | None:
@@ -67,7 +67,8 @@ def plan(documents: Path, output: Path, tokenizer: Path, options: list[str]) -> 
         if not (alone / "documents.txt").exists():
             (alone / "documents.txt").hardlink_to(documents / "documents.txt")
         documents = alone
-    command = [sys.executable, "-m", "preprocess", "plan", "--input_dir", documents, "--output_dir", output]
+    folders: list[str | Path] = ["--input_dir", documents, "--output_dir", output]
+    command = [sys.executable, "-m", "preprocess", "plan", *folders]
     done = subprocess.run(
         [*command, "--model_id", tokenizer, *options], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -76,10 +77,10 @@ def plan(documents: Path, output: Path, tokenizer: Path, options: list[str]) -> 
 
 
 def contenders(text: BenchmarkText, wanted: list[str]) -> tuple[list[Contender], dict[str, str]]:
-    """The first script, the peers whose environments stand, and ours; and why others are left out."""
+    """The baseline, the peers whose environments stand, and ours; and why others are left out."""
 
-    def first_script(documents: Path, output: Path) -> list[str | Path]:
-        script = [sys.executable, ROOT / "benchmarks/first_script.py", "--shard_id", "0"]
+    def baseline(documents: Path, output: Path) -> list[str | Path]:
+        script: list[str | Path] = [sys.executable, ROOT / "benchmarks/baseline.py", "--shard_id", "0"]
         return [*script, "--input_dir", documents, "--output_dir", output, "--model_id", text.tokenizer]
 
     def ours(_documents: Path, output: Path) -> list[str | Path]:
@@ -89,7 +90,7 @@ def contenders(text: BenchmarkText, wanted: list[str]) -> tuple[list[Contender],
         driver = ROOT / f"benchmarks/peers/with_{name}.py"
         return lambda documents, output: [peer_python(name), driver, documents, text.peer_tokenizer, output]
 
-    found = [Contender(key=NAIVE, label="first script", writes="tar: ids and text", command=first_script)]
+    found = [Contender(key=BASELINE, label="baseline", writes="tar: ids and text", command=baseline)]
     left_out = {}
     for name in PEERS:
         if name not in wanted:

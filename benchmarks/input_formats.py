@@ -15,6 +15,7 @@ import os
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow
@@ -44,7 +45,7 @@ def write_formats(texts: list[str], folder: Path) -> dict[str, Path]:
             with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
                 writer.write_table(table, max_chunksize=1000)
         else:
-            pack = {
+            pack: dict[str, Callable[[bytes], bytes]] = {
                 ".jsonl": bytes,
                 ".jsonl.zst": zstandard.ZstdCompressor().compress,
                 ".jsonl.gz": gzip.compress,

@@ -40,7 +40,7 @@ class Journey:
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
 
     def _see(self, frame: FrameType, event: str, _: Any) -> None:
         is_by_itself = frame.f_code.co_name in ("<module>", "__del__")  # an import, or the memory's
@@ -103,7 +103,7 @@ def journeys(folder: Path) -> Iterator[tuple[str, Journey]]:
             with text:
                 return run_shard(self, *arguments)
 
-        worker.Worker.run_shard = traced  # type: ignore[method-assign]
+        worker.Worker.run_shard = traced  # type: ignore[method-assign,assignment]  # it takes what the method takes
         preprocess(["--shard_id", "1", "--output_dir", str(data)])
     yield "text to tar members (Worker.run_shard)", text
     from loader import get_llama3_dataloader

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 PACKED = "**shardprep, packed**"
 LITDATA = "litdata 0.2.76 TokensLoader"
-TODAY = "today's script"  # webdataset, JSON, transformers' collator
+BASELINE = "baseline"  # webdataset, JSON, transformers' collator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,17 +51,17 @@ ROWS = [
     Loader(label="webdataset, npy", script="webdataset_npy"),
     Loader(label="MosaicML streaming 0.13", script="mosaicml", peer="mosaicml"),
     Loader(label="Energon 7.4.1, raw uint32", script="energon_crude", peer="energon"),
-    Loader(label=TODAY, script="first_script"),
+    Loader(label=BASELINE, script="baseline"),
 ]
 
 
 def document_loaders(corpus: str) -> list[Loader]:
-    """Today's script and ours on the same tars: batch 32, documents cut at 2,048 tokens."""
+    """The baseline and ours on the same tars: batch 32, documents cut at 2,048 tokens."""
     limits = {"batch_size": 32, "max_length": 2048}
     return [
         Loader(
-            label=f"{corpus}: {TODAY}, padded",
-            script="first_script",
+            label=f"{corpus}: {BASELINE}, padded",
+            script="baseline",
             data=f"documents-{corpus}",
             environ={"BENCH_BATCH": "32", "BENCH_MAX_LENGTH": "2048"},
         ),

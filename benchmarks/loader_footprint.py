@@ -1,4 +1,4 @@
-"""What a loader takes: time and memory to open 99,999 shards, memory and handles over ten epochs.
+"""What a loader takes: to its first batch, time and memory to open 99,999 shards, memory over ten epochs.
 
 Used by loader_limits.py. ``python benchmarks/loader_footprint.py FOLDER`` opens one data set in a fresh
 process and prints seconds and bytes as JSON.
@@ -74,10 +74,29 @@ def make_index(model: Path, folder: Path) -> None:
 
 def opening(folder: Path) -> Opening:
     """Open ``folder`` in a process of its own."""
-    command = [sys.executable, __file__, folder]
+    command = [sys.executable, __file__, str(folder)]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, check=True)
     return Opening(**json.loads(done.stdout))
+
+
+_FIRST_BATCH = """
+import sys, time
+import torch
+imported = time.process_time()
+from loader import get_llama3_dataloader
+next(iter(get_llama3_dataloader(sys.argv[1], 8, num_workers=0)))
+print(imported, time.process_time() - imported)
+"""
+
+
+def first_batch(folder: Path) -> tuple[float, float]:
+    """CPU seconds of a fresh process until torch is imported, and from there to a loader's first batch."""
+    command = [sys.executable, "-P", "-c", _FIRST_BATCH, str(folder)]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
+    imported, above = map(float, done.stdout.split())
+    return imported, above
 
 
 def open_here(folder: str) -> Opening:

@@ -90,9 +90,11 @@ def mixed_tokens(folders: Mapping[str, Path], weights: Mapping[str, float], num_
         for _ in steps_of(loader, num_steps):
             pass
         total = loader.metrics.num_tokens
-        taken = loader.order.num_delivered(num_steps)
-        orders = dict(zip(loader.order.names, loader.order.orders, strict=True))
-        readers = dict(zip(loader.order.names, loader.chunks.samples.sources, strict=True))
+        mixture: Any = loader.order
+        samples: Any = loader.chunks.samples
+        taken = mixture.num_delivered(num_steps)
+        orders = dict(zip(mixture.names, mixture.orders, strict=True))
+        readers = dict(zip(mixture.names, samples.sources, strict=True))
     first = next(iter(folders))
     reader, order = readers[first].open(), orders[first]
     whole, rest = divmod(taken[first] // 64, order.steps_per_epoch)

@@ -3,7 +3,7 @@
     python benchmarks/loader_speed.py [--quick] [--seconds 3] [--rounds 5] [--only NAME,NAME]
 
 A table of rows of (8, 2048) int64 ids and labels, every loader from its own format; and a table a
-corpus of documents as today's script reads them, tokens that are no padding. Millions of tokens a CPU
+corpus of documents as the baseline reads them, tokens that are no padding. Millions of tokens per CPU
 second, files in the page cache; the loaders of a table take turns, so that the machine's noise meets
 all of them, and ratios are of one round's turns. Each table is printed when it is measured. Peers whose
 environment stands are measured (make bench_loader builds them in .bench), the others named with the reason.
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 from benchmark_text import ROOT
-from loader_contenders import LITDATA, PACKED, ROWS, TODAY, Loader, document_loaders
+from loader_contenders import BASELINE, LITDATA, PACKED, ROWS, Loader, document_loaders
 from loader_data_sets import BATCH_TOKENS, DataSets, make_data_sets
 from loader_turns import Turn, take_turns
 from measured_run import machine_line, run_pinned
@@ -31,8 +31,8 @@ from stage_bounds import bounds_table
 
 
 def speed(turn: Turn) -> float:
-    """Millions of tokens, without padding, a CPU second."""
-    return turn["tokens"] / turn["cpu_s"] / 1e6
+    """Millions of tokens, without padding, per CPU second."""
+    return float(turn["tokens"] / turn["cpu_s"] / 1e6)
 
 
 def spread(values: list[float], digits: int) -> str:
@@ -46,12 +46,12 @@ def ratios(turns: dict[str, list[Turn]], label: str, other: str) -> list[float]:
 
 
 def table(turns: dict[str, list[Turn]]) -> str:
-    """A row a loader, and how many times as fast as today's script, where that was measured."""
+    """A row per loader, and how many times as fast as the baseline, where that was measured."""
     lines = [
-        "| loader | Mtok a CPU second (range) | times today's script | useful tokens | peak MiB |",
+        "| loader | Mtok per CPU second (range) | times the baseline | useful tokens | peak MiB |",
         "|---|---|---|---|---|",
     ]
-    first = next((label for label in turns if TODAY in label), None)
+    first = next((label for label in turns if BASELINE in label), None)
     for label, found in turns.items():
         times = f"{statistics.median(ratios(turns, label, first)):.1f}" if first else ""
         useful = statistics.median(turn["tokens"] / (turn["tokens"] + turn["padding"]) for turn in found)
@@ -62,10 +62,10 @@ def table(turns: dict[str, list[Turn]]) -> str:
 
 
 def packed_ratios(turns: dict[str, list[Turn]]) -> list[str]:
-    """The packed row against litdata and today's script, with the spread over the rounds."""
+    """The packed row against litdata and the baseline, with the spread over the rounds."""
     return [
         f"shardprep, packed / {other}: {spread(ratios(turns, PACKED, other), digits)}, round by round"
-        for other, digits in ((LITDATA, 2), (TODAY, 0))
+        for other, digits in ((LITDATA, 2), (BASELINE, 0))
         if PACKED in turns and other in turns
     ]
 

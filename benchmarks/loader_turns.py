@@ -65,7 +65,8 @@ class RunningLoader:
             self._process.stdin.flush()
             for line in self._process.stdout:
                 if line.startswith('{"tokens"'):
-                    return json.loads(line)
+                    found: dict[str, float] = json.loads(line)
+                    return found
         except BrokenPipeError:
             pass
         finally:

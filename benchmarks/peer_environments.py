@@ -87,7 +87,14 @@ def build(name: str) -> str | None:
         venv.create(folder, clear=True, with_pip=True)
         with (CACHE / f"{name}.log").open("wb") as log:
             for step in steps:
-                command = [peer_python(name), "-m", "pip", "install", "--upgrade-strategy", "only-if-needed"]
+                command = [
+                    str(peer_python(name)),
+                    "-m",
+                    "pip",
+                    "install",
+                    "--upgrade-strategy",
+                    "only-if-needed",
+                ]
                 subprocess.run(
                     [*command, *step], check=True, stdout=log, stderr=subprocess.STDOUT, timeout=BUILD_LIMIT_S
                 )

@@ -2,10 +2,10 @@
 
     python benchmarks/planning_speed.py [--repeats 5] [--mb 6]
 
-One core, in turn: the first script, the plain form (``--shard_id 0`` without a plan), and ``plan``, each
+One core, in turn: the baseline, the plain form (``--shard_id 0`` without a plan), and ``plan``, each
 with an empty cache of tokenizers and with one that knows this one; on a file of two lines, and on ``--mb`` of
 English. CPU seconds and peak memory of the whole process: median (least-most), and how many times faster
-than the first script in the same turn. The bare load of each engine, which cannot be saved, stands beside.
+than the baseline in the same turn. The bare load of each engine, which cannot be saved, stands beside.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from benchmark_text import ROOT, lay_out
 from measured_run import Usage, machine_line, run_pinned
 
-FIRST = "first script"
+BASELINE = "baseline"
 _BARE = {
     "bare load of tokenizers": "import tokenizers, sys; tokenizers.Tokenizer.from_file(sys.argv[1])",
     "bare load of fastokens": "import fastokens, sys; fastokens.Tokenizer.from_file(sys.argv[1])",
@@ -32,8 +32,8 @@ _BARE = {
 def runs(tokenizer: Path, raw: Path, scratch: Path) -> Iterator[tuple[str, Callable[[], Usage]]]:
     """Name and call of each thing measured; each call begins with its output folder gone."""
     output, log, cache = scratch / "output", scratch / "log", scratch / "cache"
-    flags = ["--input_dir", raw, "--output_dir", output, "--model_id", tokenizer]
-    plain = ["-m", "preprocess", "--shard_id", "0", *flags]
+    flags: list[str | Path] = ["--input_dir", raw, "--output_dir", output, "--model_id", tokenizer]
+    plain: list[str | Path] = ["-m", "preprocess", "--shard_id", "0", *flags]
 
     def call(*words: str | Path, is_known: bool = True) -> Callable[[], Usage]:
         def run() -> Usage:
@@ -46,7 +46,7 @@ def runs(tokenizer: Path, raw: Path, scratch: Path) -> Iterator[tuple[str, Calla
 
     for name, code in _BARE.items():
         yield name, call("-c", code, tokenizer / "tokenizer.json")
-    yield FIRST, call(ROOT / "benchmarks/first_script.py", "--shard_id", "0", *flags)
+    yield BASELINE, call(ROOT / "benchmarks/baseline.py", "--shard_id", "0", *flags)
     yield "plain form, tokenizer not seen before", call(*plain, is_known=False)
     yield "plain form, tokenizer known", call(*plain)
     yield "plan, tokenizer not seen before", call("-m", "preprocess", "plan", *flags, is_known=False)
@@ -55,8 +55,8 @@ def runs(tokenizer: Path, raw: Path, scratch: Path) -> Iterator[tuple[str, Calla
 
 def table(title: str, found: dict[str, list[Usage]]) -> str:
     """A row a run."""
-    lines = [f"| {title} | CPU s | times the first script | peak MB |", "|---|---|---|---|"]
-    first = [usage.cpu_s for usage in found[FIRST]]
+    lines = [f"| {title} | CPU s | times the baseline | peak MB |", "|---|---|---|---|"]
+    first = [usage.cpu_s for usage in found[BASELINE]]
     for name, usages in found.items():
         cpu = [usage.cpu_s for usage in usages]
         ratios = [theirs / ours for theirs, ours in zip(first, cpu, strict=True)]

@@ -1,4 +1,4 @@
-"""`make bench_preprocess`: the first script, the peers and shardprep on the same text, one core.
+"""`make bench_preprocess`: the baseline, the peers and shardprep on the same text, one core.
 
 Each run is a fresh process pinned to one core, its output deleted before, the input in the page
 cache. Counted are user and system CPU seconds of the process and its children, less the median of
@@ -7,7 +7,7 @@ the machine moves CPU seconds less than wall time. For shardprep that difference
 second of start-up, a tenth of work), so its process's CPU clock is read when its tar appears under
 its first name and when its manifest does: reading, encoding, writing, fsync and commit. Contenders
 take turns, so that a slow minute meets all of them; a cell is the median and, in brackets, the
-least and the most. The first script reads 2 MB of the corpora with short lines, not 10: it takes
+least and the most. The baseline reads 2 MB of the corpora with short lines, not 10: it takes
 as long per MB at either size. Python lines are half as many bytes as the other corpora.
 
 Below the table stands where the limit is: what each stage of ours costs alone (stage_bounds.py), in turn with
@@ -26,7 +26,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from benchmark_text import ROOT, BenchmarkText, lay_out
-from contenders import DOCUMENTS, NAIVE, PACKED, Contender, contenders
+from contenders import BASELINE, DOCUMENTS, PACKED, Contender, contenders
 from measured_run import NotSeen, RunFailed, Usage, machine_line, run_pinned
 from peer_environments import PEERS
 from stage_bounds import bounds_table, medians
@@ -116,7 +116,7 @@ def table(rivals: list[Contender], text: BenchmarkText, runs: Runs) -> str:
         cells = []
         for label in labels:
             median, of = medians[rival.key][label], costs[rival.key][label]
-            ratio = medians[NAIVE][label] / median
+            ratio = medians[BASELINE][label] / median
             cells.append(f"{median:.4f} ({of[0]:.4f}-{of[-1]:.4f}) {ratio:.1f}x")
         start = statistics.median(usage.cpu_s for usage in runs[rival.key, START])
         memory = max(usage.max_rss_bytes for label in labels for usage in runs[rival.key, label])
@@ -162,7 +162,7 @@ def caption(text: BenchmarkText, num_repeats: int) -> str:
     sizes = ", ".join(f"{corpus.label} {corpus.num_bytes / 1e6:.1f} MB" for corpus in text.corpora)
     return (
         f"{machine_line()}. {sizes}; a document a line; {text.caption}. Median of {num_repeats} "
-        "(least-most), and how many times faster than the first script; start-up excluded, in its own column."
+        "(least-most), and how many times faster than the baseline; start-up excluded, in its own column."
     )
 
 

@@ -145,12 +145,12 @@ def _text(x: float, y: float, text: str, kind: str, *, anchor: str = "start") ->
 TABLES = {  # name of the picture: its table's head, title, foot
     "preprocess_speed": (
         "CPU s per MB, one core |",
-        "Text to shards: how many times the first script's speed",
+        "Text to shards: how many times the baseline's speed",
         "per CPU second of one core, start-up apart; the higher the better",
     ),
     "loader_speed": (
-        "Mtok a CPU second",
-        "Packed rows to batches: how many times the speed of today's script",
+        "Mtok per CPU second",
+        "Packed rows to batches: how many times the speed of the baseline",
         "tokens per CPU second of one core, no workers; the higher the better",
     ),
 }

@@ -37,13 +37,13 @@ from preprocess.worker import load_worker
 from preprocess.options import WorkerSettings
 folder = Path(sys.argv[1])
 plan, settings = need_plan(folder), WorkerSettings()
-engine = load_worker(plan, folder, settings, num_cpus=1, warn=print).engine
+worker = load_worker(plan, folder, settings, num_cpus=1, warn=print)
 cpu_s = 0.0
 for shard_id in range(plan.num_shards):
     ranges = plan.ranges(shard_id)
-    for batch in read_documents(ranges, doc="line", encoding="utf-8", batch_bytes=settings.batch_bytes):
+    for batch in read_documents(ranges, worker.reading):
         began = time.process_time()
-        engine.encode(batch.texts)
+        worker.engine.encode(batch.texts)
         cpu_s += time.process_time() - began
 print(cpu_s)
 """
@@ -82,7 +82,7 @@ def make(dataset: Dataset, num_proc: int, scratch: Path) -> Made:
     """Make every shard anew."""
     for path in dataset.folder.glob("shard-*"):
         path.unlink()
-    command = [sys.executable, "-m", "preprocess", "run", dataset.folder, "--num_proc", str(num_proc)]
+    command = [sys.executable, "-m", "preprocess", "run", str(dataset.folder), "--num_proc", str(num_proc)]
     usage = run_pinned(command, cwd=scratch, log=scratch / "log", num_cores=num_proc)
     facts = [json.loads(path.read_bytes())["run"] for path in dataset.folder.glob("shard-*.json")]
     wall_s = max(run["began"] + run["wall_s"] for run in facts) - min(run["began"] for run in facts)

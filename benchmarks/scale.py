@@ -130,7 +130,7 @@ def main() -> int:
         report(f"verify --fast of {args.shards:,} shards", ["verify", "--fast", shards], scratch)
         report(f"slurm status of {args.shards:,} shards", ["status", shards], scratch, "slurm")
         num_bytes = (shards / INDEX_NAME).stat().st_size
-        print(f"\n{INDEX_NAME}: {num_bytes / args.shards:.1f} bytes a shard. {machine_line()}.")
+        print(f"\n{INDEX_NAME}: {num_bytes / args.shards:.1f} bytes per shard. {machine_line()}.")
         print()
     return 0
 

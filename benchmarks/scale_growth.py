@@ -27,14 +27,12 @@ import numpy as np
 from measured_run import machine_line
 
 from loader.order import Order, choose_windows, share
-from loader.reading.open_shard import HELD_IDX_BYTES
-from loader.reading.shard_reader import MAX_OPEN_SHARDS
+from loader.reading.open_shard import HELD_IDX_BYTES, MAX_OPEN_SHARDS
 from loader.shards.shard_set import DatasetShards, ShardSet
 from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
-from shardprep.format.idx import idx_header, idx_num_bytes, open_idx, read_idx
+from shardprep.format.idx import ChunkCrcs, idx_header, idx_num_bytes, open_idx, read_idx
 from shardprep.format.index import DatasetIndex, read_index
 from shardprep.format.names import idx_path
-from shardprep.format.record_chunks import ChunkCrcs
 from shardprep.regular_files import close_read
 
 ROW_TOKENS, ROW_BYTES = 2048, 4 * 2048

@@ -1,16 +1,18 @@
-"""The most memory that a task holds: for a shard of a gigabyte, and for one line of 200 MB.
+"""The most memory that a task holds: for a shard of a gigabyte, for one line of 200 MB, for each format.
 
-    python benchmarks/shard_memory.py [FOLDER] [--quick]
+    python benchmarks/shard_memory.py [FOLDER] [--quick] [--form .parquet ...]
 
 A task is `python -m preprocess --shard_id 0` on one core. Its memory must depend neither on the shard's
-size nor on a line's. The large files are the corpora's text, repeated; the line is the same text with
-blanks for line ends. FOLDER (default: the system's scratch folder) needs 8 GB, with --quick 1 GB.
+size nor on a line's, nor on the size of a row group, a record batch or a compressed member: the files of
+formats hold a gigabyte in one. The large files are the corpora's text, repeated; the line is the same text
+with blanks for line ends. FOLDER (default: the system's scratch folder) needs 8 GB, with --quick 1 GB.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
+import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -18,8 +20,17 @@ from pathlib import Path
 
 from benchmark_text import Corpus, lay_out
 from contenders import plan
+from large_inputs import FORMS
 from measured_run import Usage, machine_line, run_pinned
 
+ONE = {
+    ".txt": "shard",
+    ".jsonl.gz": ".jsonl.gz of one member",
+    ".jsonl.zst": ".jsonl.zst of one frame",
+    ".jsonl.xz": ".jsonl.xz of one block",
+    ".parquet": ".parquet of one row group",
+    ".arrow": ".arrow of one record batch",
+}
 RECORDS = {"documents": [], "packed": ["--record", "packed", "--seq_len", "2048"]}
 
 
@@ -30,42 +41,50 @@ class Case:
     label: str
     corpus: Corpus
     num_bytes: int
-    is_one_line: bool
     record: str
+    is_one_line: bool = False
+    form: str = ".txt"
 
 
-def cases(corpora: list[Corpus], num_bytes: int, line_bytes: int) -> list[Case]:
+def cases(corpora: list[Corpus], num_bytes: int, line_bytes: int, forms: list[str]) -> list[Case]:
     """Small and large, so that growth would show. Documents of short lines would take 20 times the space."""
     korean, english = corpora[:2]
     sizes = [("shard", num_bytes // 10, False), ("shard", num_bytes, False), ("line", line_bytes, True)]
-    return [
+    plain = [
         Case(label=label, corpus=corpus, num_bytes=size, is_one_line=is_one_line, record=record)
         for record, corpus in (("documents", english), ("packed", korean))
         for label, size, is_one_line in sizes
     ]
+    of_forms = [
+        Case(label=ONE[form], corpus=english, num_bytes=num_bytes, record="packed", form=form)
+        for form in forms or FORMS
+    ]
+    return of_forms if forms else [*plain, *of_forms]
 
 
 def write_input(path: Path, case: Case) -> None:
     """The corpus again and again, up to the case's size."""
-    text = (case.corpus.folder / "documents.txt").read_bytes()
-    if case.is_one_line:
-        text = text.replace(b"\n", b" ")
+    text = case.corpus.folder / "documents.txt"
     path.parent.mkdir()
-    with path.open("wb") as file:
-        for _ in range(case.num_bytes // len(text)):
-            file.write(text)
-        if case.is_one_line:
+    if case.is_one_line:
+        line = text.read_bytes().replace(b"\n", b" ")
+        with path.open("wb") as file:
+            file.writelines(line for _ in range(case.num_bytes // len(line)))
             file.write(b"\n")
+        return
+    writer = Path(__file__).with_name("large_inputs.py")
+    subprocess.run([sys.executable, writer, text, str(case.num_bytes), path], check=True)
 
 
 def make_shard(case: Case, tokenizer: Path, folder: Path) -> tuple[int, Usage]:
     """Input bytes, and what the task took. Removes what it made: the next one needs the space."""
     raw, output = folder / "raw", folder / "output"
-    write_input(raw / "documents.txt", case)
+    path = raw / f"documents{case.form}"
+    write_input(path, case)
     plan(raw, output, tokenizer, RECORDS[case.record])
-    task = [sys.executable, "-m", "preprocess", "--shard_id", "0", "--output_dir", output]
+    task: list[str | Path] = [sys.executable, "-m", "preprocess", "--shard_id", "0", "--output_dir", output]
     usage = run_pinned(task, cwd=folder, log=folder / "log")
-    num_bytes = (raw / "documents.txt").stat().st_size
+    num_bytes = path.stat().st_size
     shutil.rmtree(raw)
     shutil.rmtree(output)
     return num_bytes, usage
@@ -75,6 +94,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--quick", action="store_true", help="a shard of 100 MB and a line of 20 MB")
+    parser.add_argument("--form", action="append", choices=FORMS, help="this format alone; may be repeated")
     args = parser.parse_args()
     num_bytes, line_bytes = (100_000_000, 20_000_000) if args.quick else (1_100_000_000, 200_000_000)
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="shardprep-bench-") as name:
@@ -83,7 +103,7 @@ def main() -> int:
         print(
             "| one task on one core | input, MB | peak memory, MB | CPU s | wall s |\n|---|---|---|---|---|"
         )
-        for case in cases(text.corpora, num_bytes, line_bytes):
+        for case in cases(text.corpora, num_bytes, line_bytes, args.form):
             size, usage = make_shard(case, text.tokenizer, scratch)
             print(
                 f"| {case.record}, {case.corpus.label}, one {case.label} | {size / 1e6:.0f} "

@@ -20,13 +20,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from preprocess.documents import planned_documents
+from preprocess.documents import read_documents
 from preprocess.engines import TokenBatch
 from preprocess.formats.format import DocumentBatch
-from preprocess.member_bytes import json_ids
+from preprocess.members import json_ids
 from preprocess.options import WorkerSettings
-from preprocess.plan import Plan, need_plan
-from preprocess.worker import load_worker
+from preprocess.plan import need_plan
+from preprocess.worker import Worker, load_worker
 from shardprep.atomic_files import WRITE_BYTES
 
 READ, ENCODE, JSON_IDS = "bytes to lines of str", "engine alone", "ids as JSON alone"
@@ -40,8 +40,8 @@ def stage_seconds(folder: Path) -> dict[str, float]:
     plan, settings = need_plan(folder), WorkerSettings()
     paths = {part.path for shard_id in range(plan.num_shards) for part in plan.ranges(shard_id)}
     found = {READ: cpu_s(lambda: [path.read_bytes().decode().split("\n") for path in paths])}
-    batches = _batches(plan, settings)
-    engine = load_worker(plan, folder, settings, num_cpus=1, warn=print).engine
+    worker = load_worker(plan, folder, settings, num_cpus=1, warn=print)
+    batches, engine = _batches(worker), worker.engine
     tokens: list[TokenBatch] = []
     found[ENCODE] = cpu_s(lambda: tokens.extend(engine.encode(batch.texts) for batch in batches))
     if plan.spec.kind == "json":
@@ -58,12 +58,12 @@ def stage_seconds(folder: Path) -> dict[str, float]:
     return found
 
 
-def _batches(plan: Plan, settings: WorkerSettings) -> list[DocumentBatch]:
+def _batches(worker: Worker) -> list[DocumentBatch]:
     """The worker's own batches; documents that are longer than a batch are left out."""
     return [
         item
-        for shard_id in range(plan.num_shards)
-        for item in planned_documents(plan.ranges(shard_id), plan.options, batch_bytes=settings.batch_bytes)
+        for shard_id in range(worker.plan.num_shards)
+        for item in read_documents(worker.plan.ranges(shard_id), worker.reading)
         if isinstance(item, DocumentBatch)
     ]
 

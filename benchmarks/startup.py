@@ -38,12 +38,12 @@ def main() -> int:
         text = lay_out(scratch, 100_000)
         output, log = scratch / "output", scratch / "log"
         plan(text.ten_documents, output, text.tokenizer, [])
-        task = ["--shard_id", "0", "--output_dir", output, "--engine", "fastokens"]
+        task: list[str | Path] = ["--shard_id", "0", "--output_dir", output, "--engine", "fastokens"]
         run_pinned([sys.executable, "-c", _LIST_MODULES, *task], cwd=scratch, log=log)
         modules = log.read_text().splitlines()[-1].split()
         bare, ours = [], []
         for _ in range(num_repeats):
-            engine = [sys.executable, "-c", _BARE, output / "tokenizer/tokenizer.json"]
+            engine: list[str | Path] = [sys.executable, "-c", _BARE, output / "tokenizer/tokenizer.json"]
             bare.append(run_pinned(engine, cwd=scratch, log=log))
             for path in output.glob("shard-*"):
                 path.unlink()

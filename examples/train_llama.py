@@ -64,7 +64,8 @@ def main() -> int:
     )
     setup = set_up_training(loader, bf16=args.bf16, num_threads=args.num_threads)
     model = make_model(loader.tokenizer, args, setup.model_options)
-    run = Run(args, loader, model.to(device), device, setup)
+    model.to(device)  # type: ignore[arg-type]  # transformers' wrapper of it has other types than torch
+    run = Run(args, loader, model, device, setup)
     run.load_newest(who.rank)
     if who.rank == 0:
         print(f"rank 0 of {who.world_size} ({who.source}), from step {run.step}", flush=True)
@@ -97,7 +98,7 @@ def train(run: Run, args: argparse.Namespace) -> bool:
             if dist.is_initialized():
                 dist.barrier()
         if stop:
-            return run.step == args.num_steps
+            return bool(run.step == args.num_steps)
     return True
 
 

@@ -6,8 +6,9 @@
     order.py         the sampling order: which sample comes when; mixture.py: of several sources
     run_steps.py     what each step of a run takes of the order; row_lengths.py: how long its rows are
     dataset.py       what a worker does: chunks of steps (chunks.py); mixed_chunks.py: of several sources
-    batch_stream.py  chunks into batches; batches.py makes the tensors, collate_workers.py calls a
-                     collate_fn of the user's
+    batch_stream.py  chunks into batches; batches.py cuts them, padding.py makes the tensors,
+                     collate_workers.py calls a collate_fn of the user's
+    tokenizer.py     whose ids they are, and which of them pads
     token_loader.py  what a training loop sees: epochs and the state
     training_setup.py  precision, attention, threads and padding of a training script, in one call
     trainer.py       the loader inside transformers' Trainer
@@ -24,7 +25,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from loader.batches import CausalLMCollator, LoaderMetrics
+    from loader.batches import LoaderMetrics
+    from loader.collator import CausalLMCollator
     from loader.dataloader import get_llama3_dataloader
     from loader.prepared_data import ensure_prepared
     from loader.process_rank import ProcessRank, find_process_rank
@@ -47,7 +49,7 @@ _MODULES = {
     "ensure_prepared": "loader.prepared_data",
     "set_up_training": "loader.training_setup",
     "TokenLoader": "loader.token_loader",
-    "CausalLMCollator": "loader.batches",
+    "CausalLMCollator": "loader.collator",
     "LoaderMetrics": "loader.batches",
     "ProcessRank": "loader.process_rank",
     "find_process_rank": "loader.process_rank",
@@ -85,7 +87,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch and transformers (seconds) when something is first used, not before."""
+    """Import torch (seconds) when something is first used, and transformers for CausalLMCollator alone."""
     if name in _MODULES:
         return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'loader' has no attribute {name!r}; it has {', '.join(__all__)}")

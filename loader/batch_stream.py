@@ -139,7 +139,7 @@ class BatchStream:
         left = run.order_steps_in(number) - num_done  # steps of the order in this step of training
         while position.epoch == start.epoch:
             chunks = self._next_chunks()
-            for step in range(chunks[0].num_steps):
+            for step in range(chunks[0].lengths.shape[1]):
                 fillers = self._num_fillers(position)
                 yield from self._step_batches.cut(chunks, step, within, fillers, run.row_length(number))
                 left, within = left - 1, 0

@@ -1,33 +1,33 @@
 """Chunks of the workers -> batches: the tensors that a causal language model trains on.
 
-``StepBatches`` cuts a rank's part of a global batch into batches, ``CausalLMCollator`` makes their tensors,
-and ``LoaderMetrics`` counts what was delivered.
+``StepBatches`` cuts a rank's part of a global batch into batches, ``padding.py`` makes their tensors, and
+``LoaderMetrics`` counts what was delivered.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import BatchEncoding, DataCollatorForLanguageModeling
 
 from loader.boundaries import boundary_fields
-from loader.chunks import ID_BITS, IGNORED, Chunk, Edges, RowEdges, split_ids, step_edges
+from loader.chunks import Chunk, Edges, RowEdges, split_ids, step_edges
+from loader.padding import IGNORED, Batch, Ids, PaddedBatches
 from loader.row_lengths import cut_edges, cut_lengths, cut_rows
 from loader.sample_fields import Collate, collate_lists, with_fields
 from loader.shifted_targets import shift, without_last_place
-from loader.tokenizer import PadToken, choose_pad_token
 from shardprep.errors import UsageError
 
 
 @dataclass(kw_only=True)
 class LoaderMetrics:
-    """Counts since the loader was made, or since ``reset``; of this rank alone. 2 us a batch."""
+    """Counts since the loader was made, or since ``reset``; of this rank alone. 2 us per batch."""
 
     num_batches: int = 0
     num_tokens: int = 0  # without padding
@@ -54,136 +54,6 @@ class LoaderMetrics:
         ids = batch.get("input_ids") if hasattr(batch, "get") else None
         if isinstance(ids, torch.Tensor):  # a user's own batch may be anything
             self.num_padding += max(ids.numel() - num_tokens, 0)
-
-
-logger = logging.getLogger(__name__)
-
-_PAD_IS_EOS = (
-    ". It is EOS: labels of a real EOS are kept here, but a loss or another collator that leaves padding out "
-    "by its id would never teach the model to end; give the tokenizer a pad token of its own"
-)
-
-Ids = npt.NDArray[np.signedinteger[Any]]
-
-
-@dataclass
-class CausalLMCollator(DataCollatorForLanguageModeling):
-    """transformers' collator with ``mlm=False``, padding to the right, and labels of real EOS kept.
-
-    Batches equal the original's bit for bit where the pad token is no other token; where it is EOS,
-    the original loses the label of every EOS. An (8, 2048) batch costs 0.02 ms, the original's 4.7.
-    Gives int64[batch, seq] ``input_ids``, ``attention_mask`` and ``labels``; labels are -100 where the
-    attention mask is 0.
-    """
-
-    mlm: bool = False
-    pad_to_length: int | None = None  # one width for all batches, instead of the longest sample's
-    max_batch_tokens: int | None = None  # of a padded batch; a larger one is refused, not left to CUDA
-    num_beyond: int = 0  # places that a batch loses again, and that the multiple leaves out
-    pad: PadToken = field(init=False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()  # type: ignore[no-untyped-call]
-        if self.mlm:
-            raise UsageError("mlm=True is not for a causal model; pass your own collate_fn for it")
-        self.pad = choose_pad_token(self.tokenizer)
-        is_eos = self.pad.token_id == self.tokenizer.eos_token_id
-        logger.log(
-            logging.WARNING if is_eos else logging.INFO,
-            "padding with %s (id %d): %s%s",
-            self.pad.token,
-            self.pad.token_id,
-            self.pad.reason,
-            _PAD_IS_EOS if is_eos else "",
-        )
-
-    def torch_call(self, examples: list[Any]) -> BatchEncoding:  # type: ignore[override]
-        """Collate samples as transformers gives them: ids, or dicts with ``input_ids`` (and ``labels``)."""
-        rows, masks, labels = [], [], []
-        for example in examples:
-            fields = example if isinstance(example, Mapping) else {"input_ids": example}
-            unknown = fields.keys() - {"input_ids", "attention_mask", "special_tokens_mask", "labels"}
-            if unknown:
-                raise UsageError(
-                    f"samples have {sorted(unknown)}, expected input_ids; pass your own collate_fn"
-                )
-            rows.append(np.asarray(fields["input_ids"], np.int64))
-            masks.append(np.asarray(fields.get("attention_mask", np.ones(len(rows[-1]))), np.int64))
-            labels.append(np.asarray(fields.get("labels", rows[-1]), np.int64))
-        batch = self.pad_rows(rows)
-        for row, (mask, of_row) in enumerate(zip(masks, labels, strict=True)):
-            batch["attention_mask"][row, : len(mask)] = torch.from_numpy(mask)
-            batch["labels"][row, : len(of_row)] = torch.from_numpy(of_row)
-        batch["labels"].masked_fill_(batch["attention_mask"] == 0, IGNORED)
-        return batch
-
-    def numpy_call(self, examples: list[Any]) -> BatchEncoding:  # type: ignore[override]
-        """As ``torch_call``, in numpy arrays."""
-        return BatchEncoding({name: tensor.numpy() for name, tensor in self.torch_call(examples).items()})
-
-    def pad_rows(self, rows: Sequence[Ids]) -> BatchEncoding:
-        """Collate samples of any length, padded to ``pad_to_length`` or the longest, and the multiple."""
-        return self.pad_joined(np.concatenate(rows), np.array([len(row) for row in rows]))
-
-    def pad_joined(self, joined: Ids, lengths: npt.NDArray[Any]) -> BatchEncoding:
-        """The same of samples whose ids stand one after another; ``lengths``: of each sample."""
-        multiple = self.pad_to_multiple_of or 1
-        widest = max(int(lengths.max()), self.pad_to_length or 0) - self.num_beyond
-        width = max(-(-widest // multiple) * multiple, 1) + self.num_beyond
-        num_rows = len(lengths)
-        if self.max_batch_tokens is not None and num_rows * width > self.max_batch_tokens:
-            raise UsageError(
-                f"a batch of {num_rows} documents padded to {width:,} tokens has {num_rows * width:,}, "
-                f"max_batch_tokens is {self.max_batch_tokens:,}; lower batch_size, or pass "
-                f"max_length={self.max_batch_tokens // num_rows} or less"
-            )
-        is_real = np.arange(width) < lengths[:, None]
-        ids = np.full(is_real.shape, self.pad.token_id, np.int64)
-        ids[is_real] = joined
-        return _batch_of(ids, is_real.astype(np.int64), np.where(is_real, ids, IGNORED))
-
-    def mask_rows(
-        self, rows: Ids, lengths: npt.NDArray[Any] | None, *, has_masks: bool = False
-    ) -> BatchEncoding:
-        """Collate [batch, seq] rows, of which the first ``lengths`` ids are real (None: all).
-
-        ``has_masks``: ids may carry NO_LABEL, and have no label then.
-
-        Ids and labels are both widened from ``rows``: a copy of one to the other takes up to three times
-        as long, where malloc puts their addresses a few bytes more than whole pages apart.
-        """
-        ids, labels = rows.astype(np.int64), rows.astype(np.int64)
-        if has_masks:
-            ids &= ID_BITS
-            labels[labels < 0] = IGNORED
-        if lengths is None:
-            attention_mask = np.ones_like(ids)
-        else:
-            padding = np.arange(ids.shape[1]) >= lengths[:, None]
-            ids[padding] = self.pad.token_id
-            labels[padding] = IGNORED
-            attention_mask = (~padding).astype(np.int64)
-        return _batch_of(ids, attention_mask, labels)
-
-
-def _batch_of(ids: Ids, attention_mask: Ids, labels: Ids) -> BatchEncoding:
-    arrays = {"input_ids": ids, "attention_mask": attention_mask, "labels": labels}
-    return BatchEncoding({name: torch.from_numpy(array) for name, array in arrays.items()})
-
-
-def check_padding(
-    padding: str, batch_size: int, max_length: int | None, max_batch_tokens: int | None, long_documents: str
-) -> None:
-    """Raises UsageError where a width is needed and not given, or batches could be too large."""
-    if padding not in ("longest", "max_length"):
-        raise UsageError(f"padding is {padding!r}, expected longest or max_length")
-    if max_length is None and (padding == "max_length" or long_documents != "truncate"):
-        raise UsageError(f"padding={padding!r} with long_documents={long_documents!r} needs max_length")
-    if max_batch_tokens is not None and batch_size * (max_length or 1) > max_batch_tokens:
-        raise UsageError(
-            f"batch_size {batch_size} x max_length {max_length} can make {batch_size * (max_length or 1):,} "
-            f"tokens, max_batch_tokens is {max_batch_tokens:,}; lower one of them"
-        )
 
 
 class Uncollated(NamedTuple):
@@ -226,8 +96,8 @@ class Uncollated(NamedTuple):
 class StepBatches:
     """Cuts a rank's part of a global batch into batches and collates them.
 
-    CausalLMCollator itself gets arrays. Any other ``collate_fn``, also one that inherits from it, is
-    called: ids as lists.
+    PaddedBatches and CausalLMCollator get arrays. Any other ``collate_fn``, also one that inherits from
+    them, is called: ids as lists.
     """
 
     batch_size: int
@@ -240,14 +110,23 @@ class StepBatches:
 
     def __post_init__(self) -> None:
         if self.boundaries and not self.is_own:
-            raise UsageError(
-                "boundaries are made by CausalLMCollator's batches; leave out collate_fn or them"
-            )
+            raise UsageError("boundaries are made for the loader's own batches; leave out collate_fn or them")
 
     @property
     def is_own(self) -> bool:
         """Whether batches are made here, from arrays, and no collate_fn is called."""
-        return type(self.collate_fn) is CausalLMCollator
+        return self.padded is not None
+
+    @cached_property
+    def padded(self) -> PaddedBatches | None:
+        """What makes the tensors, where no collate_fn is called."""
+        if type(self.collate_fn) is PaddedBatches:
+            return self.collate_fn
+        collator = sys.modules.get("loader.collator")  # it imports transformers: only where the user did
+        if collator is None or type(self.collate_fn) is not collator.CausalLMCollator:
+            return None
+        batches: PaddedBatches = self.collate_fn.batches  # type: ignore[attr-defined]
+        return batches
 
     def cut(
         self, chunks: list[Chunk], step: int, first_batch: int, num_fillers: int = 0, width: int = 0
@@ -311,9 +190,9 @@ class StepBatches:
         )
 
     def _collated(self, part: Uncollated) -> Any:
-        if type(self.collate_fn) is not CausalLMCollator:
+        pad = self.padded
+        if pad is None:
             return collate_lists(self.collate_fn, self.samples_of(part), has_masks=self.has_masks)
-        pad = self.collate_fn
         if self.row_tokens or part.lengths is None:
             batch = pad.mask_rows(part.ids, part.lengths, has_masks=self.has_masks)
         else:
@@ -322,14 +201,13 @@ class StepBatches:
             self._add_boundaries(batch, part)
             return batch
         if self.shifts_targets:
-            shift(batch.data)
+            shift(batch)
         if part.width:
-            cut_rows(batch.data, part.width)
+            cut_rows(batch, part.width)
         return batch
 
-    def _add_boundaries(self, batch: BatchEncoding, part: Uncollated) -> None:
+    def _add_boundaries(self, fields: Batch, part: Uncollated) -> None:
         """Add the fields of ``boundaries``; the first id of a document is no label."""
-        fields: dict[str, Any] = batch.data  # the batch's own update would take as long as all of this
         lengths, edges = part.lengths, part.edges
         if edges is None:
             assert lengths is not None  # documents have them

@@ -13,11 +13,10 @@ import numpy.typing as npt
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
-IGNORED = -100  # what cross_entropy leaves out
 NO_LABEL = np.int32(-(2**31))  # set in an id that is seen and not learnt: no id is below 0 else
 ID_BITS = 2**31 - 1  # the id without it
 
-_HEAD = 4  # samples a step, steps, tokens cut, document starts (-1: none were asked for)
+_HEAD = 4  # samples per step, steps, tokens cut, document starts (-1: none were asked for)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +28,7 @@ class ScatteredRows:
     """
 
     flat: npt.NDArray[np.integer[Any]]
-    at: npt.NDArray[np.int64]  # int64[samples a step, steps]: where in flat each row begins
+    at: npt.NDArray[np.int64]  # int64[samples per step, steps]: where in flat each row begins
     row_tokens: int
     mask: npt.NDArray[np.uint8] | None = None  # 1 where a token has a label; None: all have
     mask_at: npt.NDArray[np.int64] | None = None  # likewise: where in mask each row begins; -1: all have
@@ -39,7 +38,7 @@ class ScatteredRows:
         return sliding_window_view(self.flat, self.row_tokens)
 
     def __getitem__(self, places: Any) -> npt.NDArray[np.integer[Any]]:
-        """As of an array ``[samples a step, steps, row_tokens]``; always a copy.
+        """As of an array ``[samples per step, steps, row_tokens]``; always a copy.
 
         With a mask int32, NO_LABEL in the tokens that have none.
         """
@@ -125,17 +124,13 @@ def joined_edges(parts: Sequence[Edges]) -> Edges:
 class Chunk:
     """Some consecutive steps of some lanes."""
 
-    lengths: npt.NDArray[np.int32]  # int32[samples a step, steps], tokens of each sample
-    # int32[samples a step, steps, row_tokens]; or of samples of any length flat, one step after another
+    lengths: npt.NDArray[np.int32]  # int32[samples per step, steps], tokens of each sample
+    # int32[samples per step, steps, row_tokens]; or of samples of any length flat, one step after another
     ids: npt.NDArray[np.int32] | ScatteredRows
     row_tokens: int = 0  # of every sample where all are rows
     num_cut: int = 0  # tokens left out behind max_length
-    num_starts: npt.NDArray[np.int32] | None = None  # int32[samples a step, steps]
+    num_starts: npt.NDArray[np.int32] | None = None  # int32[samples per step, steps]
     starts: npt.NDArray[np.int32] | None = None  # flat: places in each row where a document begins
-
-    @property
-    def num_steps(self) -> int:
-        return int(self.lengths.shape[1])
 
     def is_full(self, step: int) -> bool:
         """Whether no row of a step holds padding."""
@@ -167,7 +162,7 @@ class Chunk:
     def _start_bounds(self) -> tuple[list[list[int]], list[list[int]]]:
         """Where each row's part of ``starts`` begins, and where it ends: of each step a list.
 
-        Two lists a step, not one a row: thousands would bring on full garbage collections, of 0.1 s each.
+        Two lists per step, not one per row: thousands would bring on full garbage collections, of 0.1 s each.
         """
         assert self.num_starts is not None
         ends = np.cumsum(self.num_starts.reshape(-1), dtype=np.int64).reshape(self.num_starts.shape)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from loader.batches import CausalLMCollator, StepBatches, check_padding
+from loader.batches import StepBatches
 from loader.boundaries import Boundary, check_boundaries
 from loader.dataset import (
     ChunkDataset,
@@ -28,8 +28,10 @@ from loader.dataset import (
 from loader.mixed_chunks import MixedChunkDataset, MixedSamples, WeightsIn, check_mixing, mix
 from loader.mixture import Mixture, Schedule
 from loader.order import LAW_VERSION, Order
+from loader.padding import PaddedBatches, PadToken, check_padding, choose_pad_token, log_pad_token
 from loader.process_rank import find_process_rank
-from loader.reading.shard_reader import STALL_WARNING_S, ReaderContext, Turn
+from loader.reading.open_shard import STALL_WARNING_S
+from loader.reading.shard_reader import ReaderContext, Turn
 from loader.row_lengths import check_row_lengths
 from loader.run_steps import Ramp, RunSteps, ramp_sizes
 from loader.sample_fields import Collate, SampleField, check_sample_fields
@@ -43,7 +45,7 @@ from loader.shards.shard_set import ReadCheck, ShardSet, SizeCheck, check_read_c
 from loader.shifted_targets import Targets, check_targets
 from loader.staging.staged_copies import warn_of_missing_copies
 from loader.token_loader import TokenLoader
-from loader.tokenizer import choose_tokenizer, fingerprint_of
+from loader.tokenizer import choose_tokenizer
 from shardprep.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -164,7 +166,7 @@ def get_llama3_dataloader(
             bytes; a staged copy that has one is left. ``"none"`` takes ids as they are, see docs/format.md.
             Batches and state do not depend on it.
         stall_warning_s: a read that takes longer is named in the log, with its shard.
-        collate_fn: instead of ``CausalLMCollator``; called with a list of ``{"input_ids": list[int]}``, in
+        collate_fn: instead of ``PaddedBatches``; called with a list of ``{"input_ids": list[int]}``, in
             ``num_workers`` more processes beside those that read; see collate_workers.py.
         sample_fields: what ``collate_fn`` gets of each sample beside ``input_ids``: ``"num_tokens"``;
             ``"doc_starts"``, places in it where a document begins; ``"lengths"`` of the documents in it.
@@ -230,8 +232,8 @@ def get_llama3_dataloader(
         make_samples(
             part,
             rules,
-            eos_token_id=tokenizer.eos_token_id,
-            vocab_size=max(tokenizer.get_vocab().values()) + 1 if part.has_external else None,
+            eos_token_id=tokenizer.special.eos_token_id,
+            vocab_size=tokenizer.vocab_size if part.has_external else None,
             starts=bool(fields or asked_fields),
             keeps_tail=is_validation,
             context=ReaderContext(
@@ -278,15 +280,17 @@ def get_llama3_dataloader(
         multiprocessing_context=multiprocessing_context,
     )
     if collate_fn is None:
-        collate_fn = CausalLMCollator(
-            tokenizer,
+        pad = choose_pad_token(tokenizer.special)
+        log_pad_token(pad, tokenizer.special.eos_token_id)
+        collate_fn = PaddedBatches(
+            pad=pad,
             pad_to_multiple_of=pad_to_multiple_of,
             pad_to_length=rules.max_length if padding == "max_length" else None,
             num_beyond=int(shifts),
             max_batch_tokens=max_batch_tokens,
         )
-    if isinstance(collate_fn, CausalLMCollator):
-        tokenizer.pad_token = collate_fn.pad.token
+    if isinstance(used := getattr(collate_fn, "pad", None), PadToken):
+        tokenizer.pad_with(used.token)
     step_batches = StepBatches(
         batch_size=batch_size,
         row_tokens=samples.row_tokens,
@@ -308,9 +312,9 @@ def get_llama3_dataloader(
             endless=persistent_workers or not workers["num_workers"],
         ),
         step_batches=step_batches,
-        tokenizer=tokenizer,
+        loader_tokenizer=tokenizer,
         process_rank=who,
-        fingerprint=_fingerprint(rules, shards, order, run, fingerprint_of(shards, tokenizer)),
+        fingerprint=_fingerprint(rules, shards, order, run, tokenizer.fingerprint),
         pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
         size_check=size_check,
         **workers,

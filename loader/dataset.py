@@ -33,20 +33,20 @@ MAX_CHUNK_STEPS = 256
 
 
 class Window(Protocol):
-    """The samples of one window, read: int64[samples a step, steps] of them were asked for."""
+    """The samples of one window, read: int64[samples per step, steps] of them were asked for."""
 
     def chunk(self, first: int, end: int) -> Chunk:
         """Its steps from ``first`` up to ``end``, decoded."""
 
 
 class WindowReader(Protocol):
-    """Reads samples. One a process; a window ends with the next ``read``."""
+    """Reads samples. One per process; a window ends with the next ``read``."""
 
     def num_tokens(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Lengths without reading the ids: int64[n] -> int64[n]."""
 
     def read(self, samples: npt.NDArray[np.int64], offset: int) -> Window:
-        """int64[samples a step, steps]; ``offset`` is the epoch's, below ``Samples.offsets``."""
+        """int64[samples per step, steps]; ``offset`` is the epoch's, below ``Samples.offsets``."""
 
     def close(self) -> None:
         """Close every file."""

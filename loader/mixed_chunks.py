@@ -106,7 +106,7 @@ class MixedChunkDataset(ChunkDataset):
         for later in count(epoch):
             first = step if later == epoch else 0
             for chunk in source._epoch_chunks(reader.readers[number], later, first, lanes):  # noqa: SLF001  its own class's
-                for place in range(chunk.num_steps):
+                for place in range(chunk.lengths.shape[1]):
                     yield chunk, place
 
     def _mixed_round(
@@ -126,7 +126,7 @@ class MixedChunkDataset(ChunkDataset):
 class MixedRound:
     """The samples of a round, copied from the windows of their sources, which may end meanwhile."""
 
-    shape: tuple[int, ...]  # samples a step, steps
+    shape: tuple[int, ...]  # samples per step, steps
     row_tokens: int
     num_cut: int = 0
     lengths: npt.NDArray[np.int32] = field(init=False)

@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
-import numpy.typing as npt
 
-from loader.chunks import ID_BITS, IGNORED
+from loader.chunks import ID_BITS
+from loader.padding import IGNORED, Ids
 from shardprep.errors import UsageError
 
-Ids = npt.NDArray[np.signedinteger[Any]]
 Collate = Callable[[list[Any]], Any]
 SampleField = Literal["num_tokens", "doc_starts", "lengths"]
 Sample = Ids | tuple[Ids, dict[str, Any]]  # the ids of one, and its fields where they were asked for

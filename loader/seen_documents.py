@@ -20,8 +20,9 @@ from loader.samples.whole_samples import WholeSamples
 from loader.shards.shard_set import DatasetShards, ExternalTar
 from loader.token_loader import TokenLoader
 from shardprep.errors import NotFound, UsageError
+from shardprep.format.dataset_spec import read_input_names
 from shardprep.format.idx import read_idx
-from shardprep.format.source_places import place_text, read_input_names
+from shardprep.format.names import place_text
 from shardprep.regular_files import NOT_THERE
 
 

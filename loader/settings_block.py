@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from loader.batches import CausalLMCollator
 from loader.mixture import Mixture
 
 if TYPE_CHECKING:
@@ -50,14 +49,14 @@ def _sample(loader: TokenLoader) -> str:
 
 
 def _padding(loader: TokenLoader) -> str:
-    collate = loader.step_batches.collate_fn
-    if not isinstance(collate, CausalLMCollator):
+    collate, padded = loader.step_batches.collate_fn, loader.step_batches.padded
+    if padded is None:
         return f"collated by {getattr(collate, '__name__', type(collate).__name__)}"
-    width = f"to {collate.pad_to_length} tokens" if collate.pad_to_length else "to the longest of a batch"
-    multiple = f", to a multiple of {collate.pad_to_multiple_of}" if collate.pad_to_multiple_of else ""
+    width = f"to {padded.pad_to_length} tokens" if padded.pad_to_length else "to the longest of a batch"
+    multiple = f", to a multiple of {padded.pad_to_multiple_of}" if padded.pad_to_multiple_of else ""
     if loader.step_batches.row_tokens:
         width, multiple = "only in rows that are not full", ""
-    return f"padding {width}{multiple}, with {collate.pad.token} (id {collate.pad.token_id})"
+    return f"padding {width}{multiple}, with {padded.pad.token} (id {padded.pad.token_id})"
 
 
 def _order(loader: TokenLoader) -> str:

@@ -4,23 +4,29 @@ A position counts global batches, which are the same whatever number of ranks an
 inside of a step, with accumulation, it also counts the batches of a rank, which have a meaning for the same
 world and batch size alone. ``RunProgress`` knows what was delivered, where the next epoch begins, and
 whether no step was left out.
+
+``SkippedSteps`` are what a run left out, as after a spike of the loss: steps of the order, which are global
+batches counted through all epochs from 0. What was trained is fewer steps than the order went on. Ranges are
+kept as a text, ``1000-1199,4000``: a state has the same keys always, as torch.distributed.checkpoint needs
+it.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from loader.skipped_steps import SkippedSteps
 from shardprep.errors import BrokenShard, OtherTokenizer, Refused, UsageError
 
 if TYPE_CHECKING:
     from loader.run_steps import RunSteps
 
 _HASH_DIGITS = 64
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 STATE_FORMAT = "shardprep-loader-state"
 _WHY = {
     "data": "these are other shards, or others of them are excluded",
@@ -36,6 +42,50 @@ class OtherRun(Refused):
 
 
 MAX_EPOCH = 2**31 - 1  # workers are told the epoch in an int64
+
+
+@dataclass(frozen=True)
+class SkippedSteps:
+    """Ranges [first, end) of steps of the order, ascending and apart."""
+
+    ranges: tuple[tuple[int, int], ...] = ()
+
+    def and_from(self, first: int, num_steps: int) -> SkippedSteps:
+        """These and ``num_steps`` from ``first`` on, which lies behind them or at the last one's end."""
+        kept = tuple(item for item in self.ranges if item[1] < first)
+        joined = [item for item in self.ranges if item[1] >= first]
+        return SkippedSteps((*kept, (min([first, *(start for start, _ in joined)]), first + num_steps)))
+
+    def up_to(self, step: int) -> SkippedSteps:
+        """Those that a run has left out which stands before a step of the order."""
+        return SkippedSteps(tuple(item for item in self.ranges if item[0] < step))
+
+    def order_step(self, trained: int) -> int:
+        """The step of the order that comes next after ``trained`` steps were trained."""
+        step = trained
+        for first, end in self.ranges:
+            if step >= first:
+                step += end - first
+        return step
+
+    def text(self) -> str:
+        return ",".join(f"{first}-{end - 1}" for first, end in self.ranges)
+
+    @staticmethod
+    def of_text(text: object) -> SkippedSteps:
+        """What ``text`` gave. Raises BrokenShard for anything else."""
+        ranges: list[tuple[int, int]] = []
+        for part in text.split(",") if isinstance(text, str) and text else []:
+            match = _RANGE.fullmatch(part)
+            first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
+            if last < first or (ranges and first < ranges[-1][1]):
+                raise BrokenShard(
+                    f"the state is damaged: its skipped is {text!r}, expected such as 100-199,300"
+                )
+            ranges.append((first, last + 1))
+        if not isinstance(text, str):
+            raise BrokenShard(f"the state is damaged: its skipped is {text!r}, expected a text")
+        return SkippedSteps(tuple(ranges))
 
 
 class Position(NamedTuple):
@@ -65,7 +115,7 @@ def state_of(
     position: Position,
     fingerprint: Mapping[str, Any],
     layout: Mapping[str, int],
-    skipped: SkippedSteps = SkippedSteps(),  # noqa: B008  frozen
+    skipped: SkippedSteps = SkippedSteps(),
 ) -> dict[str, Any]:
     """The state as plain numbers and strings, which JSON and torch.save keep.
 
@@ -158,7 +208,7 @@ class RunProgress:
     began: Position = _BEGINNING  # where the run began: a new loader's beginning, or a loaded state
     left: Position | None = None  # where the run left an epoch, or jumped, if it did
     is_loaded: bool = False  # a state was loaded, and not iterated since
-    skipped: SkippedSteps = SkippedSteps()  # noqa: RUF009  frozen; steps of the order that were left out
+    skipped: SkippedSteps = SkippedSteps()
 
     def begin_epoch(self) -> Position:
         """Take the epoch that is next; the one after it is next then."""

@@ -21,8 +21,8 @@ from loader.dataset import ChunkDataset, whole_number
 from loader.mixture import Mixture
 from loader.process_rank import ProcessRank, check_process_rank
 from loader.shards.shard_set import SizeCheck
-from loader.skipped_steps import SkippedSteps
-from loader.state import Position, RunProgress, position_of, state_of
+from loader.state import Position, RunProgress, SkippedSteps, position_of, state_of
+from loader.tokenizer import LoaderTokenizer
 from shardprep.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,8 @@ class TokenLoader(DataLoader[Any]):
     ``state_dict()`` says what was delivered, whatever was read ahead; ``load_state_dict()`` makes the
     next ``iter()`` the rest of that epoch, on any number of ranks and workers.
 
-    ``tokenizer`` is the data set's; its pad token is the one that the batches use.
+    ``tokenizer`` is the data set's, as transformers loads it when it is first asked for; its pad token is
+    the one that the batches use.
 
     accelerate's ``prepare`` leaves it as it is, and ``save_state`` and ``load_state`` hold its state; batches
     stay on the CPU until the loop moves them. With accumulation pass ``global_batch_size``; where a resumed
@@ -82,7 +83,7 @@ class TokenLoader(DataLoader[Any]):
         chunks: ChunkDataset,
         *,
         step_batches: StepBatches,
-        tokenizer: Any,
+        loader_tokenizer: LoaderTokenizer,
         process_rank: ProcessRank,
         fingerprint: Mapping[str, Any],
         pin_memory: bool = False,
@@ -102,13 +103,13 @@ class TokenLoader(DataLoader[Any]):
         )
         self._made_with = {
             "step_batches": step_batches,
-            "tokenizer": tokenizer,
+            "loader_tokenizer": loader_tokenizer,
             "process_rank": process_rank,
             "fingerprint": dict(fingerprint),
             "pin_memory": pin_memory,
             **workers,
         }
-        self.tokenizer = tokenizer
+        self.loader_tokenizer = loader_tokenizer
         self.process_rank = process_rank
         self.order = chunks.order
         self.metrics = LoaderMetrics()
@@ -128,6 +129,14 @@ class TokenLoader(DataLoader[Any]):
         With ``batch_size_schedule`` those of the epoch that the next ``iter()`` gives.
         """
         return self.run.order_steps_of(self._progress.next.epoch) * self.run.num_batches
+
+    @property
+    def tokenizer(self) -> Any:
+        """transformers' tokenizer, the same object each time. Loading it takes 3 s for Llama 3's.
+
+        Raises OtherTokenizer where transformers makes another one of its files, ReadWriteError, or NotFound.
+        """
+        return self.loader_tokenizer.load()
 
     @property
     def first_batch(self) -> int:

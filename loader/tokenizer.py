@@ -1,33 +1,111 @@
-"""The tokenizer that belongs to the shards, whether ``model_id`` agrees with it, and its pad token."""
+"""The tokenizer that belongs to the shards, and whether ``model_id`` agrees with it.
+
+Batches need no tokenizer, only an id that pads and the EOS. A data set has its tokenizer's files, and the
+files alone tell that they are the ones that made the shards. transformers, which takes longer to import and
+to load them than all else, comes when somebody asks for its object.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from loader.shards.shard_set import DatasetShards, ShardSet
 from shardprep.errors import NotFound, OtherTokenizer, UsageError
-from shardprep.format.dataset_spec import TokenizerSpec, tokenizer_fingerprint
+from shardprep.format.dataset_spec import TokenizerSpec, fingerprint_of, tokenizer_fingerprint
 from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR
-from shardprep.regular_files import NOT_THERE, close_read, errors_named, is_folder, open_regular, refuse_fifos
+from shardprep.regular_files import (
+    NOT_THERE,
+    close_read,
+    errors_named,
+    is_folder,
+    open_regular,
+    read_regular,
+    refuse_fifos,
+)
 
 # As tokenizers begins a tokenizer.json: truncation and padding hold no list.
 _ADDED_TOKENS = re.compile(r'\s*\{[^\[\]]*?"added_tokens":\s*(?=\[)')
 _ADDED_TOKENS_CHARS = 1 << 20  # in which they must end
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _READ_FILES = ("tokenizer.json", "tokenizer_config.json")
+_OTHER_FILES = ("added_tokens.json", "special_tokens_map.json")  # of transformers 4; they add or name tokens
+_MAX_FILE_BYTES = 1 << 30  # the largest tokenizers known have 40 MB
 
 
-def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) -> Any:
-    """A transformers tokenizer: the data set's own, which needs no network, else that of ``model_id``.
+@dataclass(frozen=True, kw_only=True)
+class SpecialTokens:
+    """What batches need of a tokenizer, by the names that transformers has for it."""
 
-    A ``model_id`` given for a data set of ours must be the model it was made with: the same name, or
-    a tokenizer with the same fingerprint (loading it to compare takes about 2 s). Raises NotFound,
+    eos_token: str | None
+    eos_token_id: int | None
+    pad_token: str | None
+    pad_token_id: int | None
+    added_vocab: Mapping[str, int]
+
+    def get_added_vocab(self) -> Mapping[str, int]:
+        """The ids of the tokens beside the vocabulary."""
+        return self.added_vocab
+
+
+@dataclass(kw_only=True)
+class LoaderTokenizer:
+    """The tokenizer of a loader: what is known of it, and transformers' object once ``load`` is called."""
+
+    special: SpecialTokens
+    fingerprint: str  # of what made the ids
+    vocab_size: int  # added tokens included
+    folder: Path | None = None  # of a data set, whose files were compared
+    spec: TokenizerSpec | None = None  # of that data set
+    _loaded: Any = None
+    _pad_token: str | None = field(default=None, init=False)
+
+    @staticmethod
+    def of_loaded(tokenizer: Any, fingerprint: str | None = None) -> LoaderTokenizer:
+        """One that transformers had to load; ``fingerprint`` of the manifests, where there are some."""
+        names = {name: getattr(tokenizer, name) for name in ("eos_token", "pad_token")}
+        ids = {f"{name}_id": getattr(tokenizer, f"{name}_id") for name in names}
+        return LoaderTokenizer(
+            special=SpecialTokens(**names, **ids, added_vocab=tokenizer.get_added_vocab()),
+            fingerprint=fingerprint or _fingerprint(tokenizer),
+            vocab_size=max(tokenizer.get_vocab().values()) + 1,
+            _loaded=tokenizer,
+        )
+
+    def pad_with(self, token: str) -> None:
+        """Make ``token`` the pad token of transformers' object."""
+        self._pad_token = token
+        if self._loaded is not None:
+            self._loaded.pad_token = token
+
+    def load(self) -> Any:
+        """transformers' tokenizer, the same object each time; 3 s at first for Llama 3's.
+
+        Raises OtherTokenizer where transformers makes another one of the files, ReadWriteError, or NotFound.
+        """
+        if self._loaded is None:
+            assert self.folder is not None
+            assert self.spec is not None
+            self._loaded = _load_own(self.folder, self.spec)
+            if self._pad_token is not None:
+                self._loaded.pad_token = self._pad_token
+        return self._loaded
+
+
+def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) -> LoaderTokenizer:
+    """The data set's own tokenizer, which needs no network, else that of ``model_id``.
+
+    A ``model_id`` given for a data set of ours must be the model it was made with: the same name, the same
+    files, or a tokenizer with the same fingerprint (loading it to compare takes about 2 s). Raises NotFound,
     OtherTokenizer, or UsageError where tars of others come without a ``model_id``.
     """
     datasets = shards.datasets
@@ -38,30 +116,120 @@ def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) 
             "made their token ids"
         )
     if not datasets:
-        return _load(str(model_id))
+        return LoaderTokenizer.of_loaded(_load(str(model_id)))
     spec = datasets[0].spec.tokenizer
     own = next((dataset for dataset in datasets if _has_tokenizer(dataset)), None)
-    tokenizer = None if own is None else _load_own(own)
-    if model_id is not None and model_id != spec.model_id:
-        given = _load(model_id)
-        _check_same(datasets[0], tokenizer, model_id, given)
-    elif tokenizer is None:
+    if own is None:
         given = _load(_known_model(datasets[0], model_id))
-    return _with_special_ids(given, spec) if tokenizer is None else tokenizer
+        if model_id != spec.model_id:
+            _check_same(datasets[0], str(model_id), given)
+        return LoaderTokenizer.of_loaded(_with_special_ids(given, spec), spec.fingerprint)
+    folder = own.folder / TOKENIZER_DIR
+    tokenizer = _by_its_files(folder, own.spec.tokenizer)
+    if tokenizer is None:
+        tokenizer = LoaderTokenizer.of_loaded(_load_own(folder, own.spec.tokenizer), spec.fingerprint)
+    if model_id is not None and model_id != spec.model_id and not _has_same_files(folder, Path(model_id)):
+        _check_same(datasets[0], model_id, _load(model_id))
+    return tokenizer
 
 
 def _has_tokenizer(dataset: DatasetShards) -> bool:
     return is_folder(dataset.folder / TOKENIZER_DIR)
 
 
-def _load_own(dataset: DatasetShards) -> Any:
+def _by_its_files(folder: Path, spec: TokenizerSpec) -> LoaderTokenizer | None:
+    """The tokenizer of a data set, if its files show that it is the manifests': 0.5 s for Llama 3's.
+
+    None where they do not, or other files may have a say: transformers then finds what it is, or what is
+    wrong. Raises BrokenShard for what is no regular file, ReadWriteError where the file system fails.
+    """
+    _check_files(folder)
+    files = {name: _content(folder / name) for name in (*_READ_FILES, *_OTHER_FILES)}
+    with _no_collections():
+        try:
+            data = orjson.loads(files["tokenizer.json"] or b"")
+            special = _special_tokens(data, files, spec)
+            if special is None or fingerprint_of(data) != spec.fingerprint:
+                return None
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None
+    return LoaderTokenizer(
+        special=special,
+        fingerprint=spec.fingerprint,
+        vocab_size=spec.vocab_size,
+        folder=folder,
+        spec=spec,
+    )
+
+
+def _special_tokens(
+    data: Mapping[str, Any], files: Mapping[str, bytes | None], spec: TokenizerSpec
+) -> SpecialTokens | None:
+    """Those of a parsed tokenizer.json and the files beside it, if they are the manifests' and no more."""
+    config = orjson.loads(files["tokenizer_config.json"] or b"{}")
+    named = {**config, **orjson.loads(files["special_tokens_map.json"] or b"{}")}
+    names = {name: _name_of(named, name) for name in _SPECIAL_IDS}
+    added = {token["content"]: token["id"] for token in data["added_tokens"]}
+    listed = {
+        token["content"]: int(number) for number, token in config.get("added_tokens_decoder", {}).items()
+    }
+    is_known = (
+        files["added_tokens.json"] is None
+        and listed.items() <= added.items()
+        and all(_name_of(config, name) == token for name, token in names.items())
+        and all(added.get(token) == getattr(spec, name) for name, token in names.items())
+    )
+    if not is_known:
+        return None
+    return SpecialTokens(
+        eos_token=names["eos_token_id"],
+        eos_token_id=spec.eos_token_id,
+        pad_token=names["pad_token_id"],
+        pad_token_id=spec.pad_token_id,
+        added_vocab=added,
+    )
+
+
+def _name_of(config: Mapping[str, Any], name: str) -> Any:
+    """The token that a configuration names for ``eos_token_id`` and the like."""
+    token = config.get(name.removesuffix("_id"))
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return read_regular(path, max_bytes=_MAX_FILE_BYTES)
+    except NOT_THERE:
+        return None
+
+
+def _has_same_files(own: Path, given: Path) -> bool:
+    """Whether a model's folder holds the very files of a data set's tokenizer."""
+    if not os.path.isdir(given):  # noqa: PTH112  False, not an error, where it cannot be looked at
+        return False
+    _check_files(given)
+    return all(_content(own / name) == _content(given / name) for name in (*_READ_FILES, *_OTHER_FILES))
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Without garbage collections: 280,000 merges, parsed, bring on many, each through all of torch."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _load_own(folder: Path, spec: TokenizerSpec) -> Any:
     """The tokenizer in a data set's folder, found to be the one of its manifests.
 
     Where a file of it is damaged, or cannot be looked at, transformers takes another tokenizer or other
     special tokens, and says nothing. Raises OtherTokenizer, ReadWriteError, or NotFound.
     """
-    folder = dataset.folder / TOKENIZER_DIR
-    tokenizer, spec = _load(str(folder)), dataset.spec.tokenizer
+    tokenizer = _load(str(folder))
     expected = {name: getattr(spec, name) for name in _SPECIAL_IDS}
     found = {name: getattr(tokenizer, name) for name in _SPECIAL_IDS}
     expected["fingerprint"], found["fingerprint"] = spec.fingerprint, _fingerprint(tokenizer)
@@ -100,21 +268,15 @@ def _known_model(dataset: DatasetShards, model_id: str | None) -> str:
     return model_id
 
 
-def _check_same(dataset: DatasetShards, own: Any, model_id: str, given: Any) -> None:
+def _check_same(dataset: DatasetShards, model_id: str, given: Any) -> None:
     found, expected = _fingerprint(given), dataset.spec.tokenizer.fingerprint
-    if found == expected or (own is not None and found == _fingerprint(own)):
+    if found == expected:
         return
     raise OtherTokenizer(
         f"model_id={model_id!r} has a tokenizer with fingerprint {found[:12]}, but {dataset.folder} was made "
         f"with {dataset.spec.tokenizer.model_id!r} ({expected[:12]}); leave model_id out to use the data "
         "set's own tokenizer, or prepare the text again with the other one"
     )
-
-
-def fingerprint_of(shards: ShardSet, tokenizer: Any) -> str:
-    """The fingerprint of the tokenizer that made the ids; computed only where no manifest has it."""
-    datasets = shards.datasets
-    return datasets[0].spec.tokenizer.fingerprint if datasets else _fingerprint(tokenizer)
 
 
 def _fingerprint(tokenizer: Any) -> str:
@@ -165,49 +327,10 @@ def _added_tokens(folder: Path) -> dict[str, Any]:
         with (folder / "tokenizer.json").open(encoding="utf-8") as file:
             text = file.read(_ADDED_TOKENS_CHARS)
         begins = _ADDED_TOKENS.match(text)
-        others = any((folder / name).exists() for name in ("added_tokens.json", "special_tokens_map.json"))
+        others = any((folder / name).exists() for name in _OTHER_FILES)
         if begins is None or others or "added_tokens_decoder" in config:
             return {}
         tokens, _ = json.JSONDecoder().raw_decode(text, begins.end())
         return {"added_tokens_decoder": {token.pop("id"): token for token in tokens}}
     except (OSError, ValueError, KeyError, TypeError):  # whatever is wrong, transformers says it
         return {}
-
-
-PAD_TOKEN = "<|finetune_right_pad_id|>"  # Llama 3.1 and later keep it for this
-_RESERVED = re.compile(r"<\|reserved_special_token_\d+\|>")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PadToken:
-    """The id that fills a batch to the right, and why it is this one."""
-
-    token: str
-    token_id: int
-    reason: str
-
-
-def choose_pad_token(tokenizer: Any) -> PadToken:
-    """A token that the tokenizer has already; none is ever added.
-
-    Its own pad token, else Llama's, else the first reserved one, else EOS: labels are masked by the
-    attention mask, never by id, so a real EOS keeps its label. Raises UsageError where there is none.
-    """
-    if tokenizer.pad_token_id is not None:
-        return PadToken(
-            token=tokenizer.pad_token, token_id=tokenizer.pad_token_id, reason="the tokenizer's own pad token"
-        )
-    by_id = sorted((number, token) for token, number in tokenizer.get_added_vocab().items())
-    for number, token in by_id:
-        if token == PAD_TOKEN:
-            return PadToken(token=token, token_id=number, reason="the tokenizer names none, and has this one")
-    for number, token in by_id:
-        if _RESERVED.fullmatch(token):
-            return PadToken(token=token, token_id=number, reason="the first reserved token; no text has it")
-    if tokenizer.eos_token_id is None:
-        raise UsageError("the tokenizer has neither a pad nor an EOS token; set tokenizer.pad_token")
-    return PadToken(
-        token=tokenizer.eos_token,
-        token_id=tokenizer.eos_token_id,
-        reason="EOS, for want of another; the attention mask tells it from a real one",
-    )

@@ -55,7 +55,7 @@ def where(args: argparse.Namespace) -> int:
     """``where DATA``: print what a step saw, or where a document is seen."""
     from loader.dataloader import get_llama3_dataloader
     from loader.seen_documents import SeenDocuments
-    from loader.skipped_steps import SkippedSteps
+    from loader.state import SkippedSteps
 
     state = None if args.state is None else find_state(args.state)
     if args.step is None and args.find is None and state is None:

@@ -16,7 +16,7 @@ from lustre.layout_options import parse_layout_options
 # inference, no source says so.
 MANY = 4
 _GIB = 1 << 30
-NERSC = "docs.nersc.gov/performance/io/lustre (one file a process: keep one stripe)"
+NERSC = "docs.nersc.gov/performance/io/lustre (one file per process: keep one stripe)"
 WIKI = "wiki.lustre.org/Lustre_Striping_Best_Practices"
 AWS = "docs.aws.amazon.com/fsx/latest/LustreGuide/performance.html#striping-data"
 

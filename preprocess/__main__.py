@@ -44,7 +44,7 @@ def make_shard(args: argparse.Namespace) -> int:
     from lustre import layout_line
     from preprocess.resources import bind_to_task_cpus, memory_note
     from preprocess.task_log import engine_line, means_line, part_line, speed_line
-    from preprocess.task_plan import array_note, check_task_shard, plan_of_task
+    from preprocess.task_plan import shard_of_task
     from preprocess.worker import done_manifest, load_worker
     from shardprep.format.names import quarantine_path
 
@@ -52,25 +52,22 @@ def make_shard(args: argparse.Namespace) -> int:
     given.setdefault("output_dir", PrepConfig().output_dir)
     folder = given["output_dir"]
     num_cpus = bind_to_task_cpus(offset=args.shard_id)  # planning, too, may load what starts threads
-    plan = plan_of_task(given)
-    if note := array_note(os.environ, plan.num_shards, folder):
-        say(f"note: {note}")
     shard_id: int = args.shard_id
-    check_task_shard(plan, shard_id)
+    plan, shard = shard_of_task(given, shard_id)
     if done_manifest(plan, folder, shard_id):
         say(f"shard {shard_id:05d} is done already")
         return 0
     settings = worker_settings(args)
     if settings.memory_gb is not None and (note := memory_note(settings.memory_gb)):
         say(f"note: {note}")
-    say(part_line(plan, shard_id, settings.input_dir))
+    say(part_line(plan, shard))
     say(means_line(settings, num_cpus))
-    worker = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=say, shard_id=shard_id)
+    worker = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=say, shard=shard)
     say(engine_line(worker))
     if line := layout_line(folder):
         say(line)
-    with Progress(f"shard {shard_id:05d}", plan.shard_bytes()[shard_id]) as progress:
-        manifest = worker.run_shard(shard_id, lambda work: progress.add(work.num_bytes, work.counts))
+    with Progress(f"shard {shard_id:05d}", shard.num_bytes) as progress:
+        manifest = worker.run_shard(shard, lambda work: progress.add(work.num_bytes, work.counts))
     counts = manifest.counts
     say(speed_line(manifest))
     say(f"shard {shard_id:05d} is done: {counts.num_documents} documents, {counts.num_tokens} tokens")
@@ -250,7 +247,7 @@ def parse_ids(text: str, num_shards: int) -> list[int]:
 
 
 def num_processes(args: argparse.Namespace, num_cpus: int, memory_gb: float) -> int:
-    """--num_proc, else DATASET_NUM_PROC, else one a CPU as far as the memory goes. Raises UsageError."""
+    """--num_proc, else DATASET_NUM_PROC, else one per CPU as far as the memory goes. Raises UsageError."""
     given = environment_number(os.environ, "DATASET_NUM_PROC") if args.num_proc is None else args.num_proc
     if given is None:
         fitting = int(memory_gb * 2**30) // (PROCESS_BYTES + (100 << 20))
@@ -285,7 +282,7 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
 def _run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output_dir", type=Path, help="folder of the data set")
     parser.add_argument("--shards", help="only these, such as 0-9,12")
-    parser.add_argument("--num_proc", type=int, help="processes (default: DATASET_NUM_PROC, or one a CPU)")
+    parser.add_argument("--num_proc", type=int, help="processes (default: DATASET_NUM_PROC, or one per CPU)")
     add_flags_of(parser, WorkerSettings)
 
 

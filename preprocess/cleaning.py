@@ -22,6 +22,7 @@ from shardprep.atomic_files import STALE_AFTER_S, TEMPORARY_NAME, remove_tree
 from shardprep.errors import CannotWrite, NotFound, ShardprepError
 from shardprep.format.manifest import check_shard
 from shardprep.format.names import CRCS_DIR, IDS_DIR, QUARANTINE_DIR
+from shardprep.regular_files import is_folder, names_in
 
 _SUBFOLDERS = (QUARANTINE_DIR, IDS_DIR, CRCS_DIR, "jobs")
 _OF_SHARD = re.compile(r"\.shard-(\d{5})\.")
@@ -45,44 +46,29 @@ class Cleaning:
     kept: tuple[Temporary, ...]
 
 
-def find_temporaries(folder: Path) -> list[Temporary]:
+def find_temporaries(folder: Path) -> list[Path]:
     """All of a data set's folder, its quarantine/, ids/, crcs/ and jobs/.
 
-    Raises NotFound where there is no folder.
+    Raises NotFound where there is no folder, ReadWriteError where one cannot be listed.
     """
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise NotFound(f"{folder} is no folder, expected that of a data set")
-    found: list[Temporary] = []
-    for place in (folder, *(folder / name for name in _SUBFOLDERS)):
-        paths = [
-            path for path in _paths(place, is_needed=place == folder) if TEMPORARY_NAME.fullmatch(path.name)
-        ]
-        found += filter(None, map(_temporary, paths))
-    return found
+    return [
+        place / name
+        for place in (folder, *(folder / name for name in _SUBFOLDERS))
+        for name in names_in(place)
+        if TEMPORARY_NAME.fullmatch(name)
+    ]
 
 
-def _paths(place: Path, *, is_needed: bool) -> list[Path]:
-    try:
-        return sorted(place.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        if is_needed:
-            raise CannotWrite(f"{place} cannot be listed: {error.strerror}") from None
-        return []
-
-
-def _temporary(path: Path) -> Temporary | None:
-    """None where it went meanwhile."""
-    try:
-        status = path.lstat()
-        num_bytes, latest = status.st_size, status.st_mtime
-        if stat.S_ISDIR(status.st_mode):
-            inside = [Path(place, name).lstat() for place, _, names in os.walk(path) for name in names]
-            num_bytes = sum(each.st_size for each in inside)
-            latest = max([latest, *(each.st_mtime for each in inside)])
-    except OSError:
-        return None
+def _temporary(path: Path) -> Temporary:
+    """Raises OSError, FileNotFoundError where it went meanwhile."""
+    status = path.lstat()
+    num_bytes, latest = status.st_size, status.st_mtime
+    if stat.S_ISDIR(status.st_mode):
+        inside = [Path(place, name).lstat() for place, _, names in os.walk(path) for name in names]
+        num_bytes = sum(each.st_size for each in inside)
+        latest = max([latest, *(each.st_mtime for each in inside)])
     match = _OF_SHARD.match(path.name)
     return Temporary(
         path=path,
@@ -96,24 +82,25 @@ def clean(folder: Path, plan: Plan | None, *, dry_run: bool = False, say: Callab
     """Remove the temporaries of done shards, and those that are older than 24 hours.
 
     Without a plan no shard is done. A shard's manifest is read only where it has a temporary. Raises
-    CannotWrite where some could not be removed; all others are gone by then.
+    CannotWrite where some could not be looked at or removed; all others are gone by then.
     """
     removed: list[Temporary] = []
     kept: list[Temporary] = []
     done: dict[int, bool] = {}
     failed = ""
-    for item in find_temporaries(folder):
-        if not _is_left_over(item, folder, plan, done):
-            kept.append(item)
-            continue
+    for path in find_temporaries(folder):
         try:
+            item = _temporary(path)
+            if not _is_left_over(item, folder, plan, done):
+                kept.append(item)
+                continue
             if not dry_run:
-                _remove(item.path)
+                _remove(path)
         except FileNotFoundError:
             continue  # another one cleans, too
         except OSError as error:
-            failed = failed or f"{item.path} cannot be removed: {error.strerror}"
-            say(f"error: {item.path} cannot be removed: {error.strerror}")
+            failed = failed or f"{path} cannot be removed: {error.strerror}"
+            say(f"error: {path} cannot be removed: {error.strerror}")
             continue
         removed.append(item)
     if failed:

@@ -19,18 +19,17 @@ from pathlib import Path
 
 import numpy as np
 
-from preprocess.documents import planned_documents
+from preprocess.documents import format_of, read_documents
 from preprocess.engines import Engine, TokenBatch, tokenizers_engine
 from preprocess.formats.format import SHORT_LINE_BYTES, DocumentBatch, Start, no_documents, reading_of
-from preprocess.formats.named import format_of
 from preprocess.inputs import ByteRange, OpenInput
 from preprocess.long_documents import LongDocument
-from preprocess.members import Prepared, members_of
+from preprocess.members import Prepared
 from preprocess.plan import Plan
 from preprocess.resources import BATCH_BYTES
 from preprocess.shard_writer import ShardWriter
 from preprocess.tokenizer_files import TOKENIZER_FILE
-from preprocess.worker import bad_words
+from preprocess.worker import bad_words, members_of
 from shardprep.errors import CannotWrite
 from shardprep.format.names import TOKENIZER_DIR
 
@@ -63,7 +62,7 @@ def _sample(plan: Plan, num_bytes: int) -> Iterator[DocumentBatch]:
     """Documents of the sample; of a very long one, the beginning."""
     for part in _sample_ranges(plan, num_bytes // _NUM_PLACES):
         num_left = num_bytes // _NUM_PLACES
-        documents = planned_documents([part], plan.options, batch_bytes=min(BATCH_BYTES, num_left))
+        documents = read_documents([part], reading_of(plan.options, min(BATCH_BYTES, num_left)))
         with contextlib.closing(documents):
             for item in documents:
                 batch = item if isinstance(item, DocumentBatch) else _beginning(item)

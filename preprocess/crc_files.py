@@ -17,10 +17,9 @@ import numpy.typing as npt
 
 from shardprep.atomic_files import STALE_AFTER_S, publish_bytes, remove_temporaries
 from shardprep.errors import BrokenShard, CannotWrite
+from shardprep.format.idx import ChunkCrcs, crcs_dtype, crcs_header
 from shardprep.format.manifest import Manifest
 from shardprep.format.names import crcs_path, shard_name, tar_path
-from shardprep.format.record_chunks import ChunkCrcs
-from shardprep.format.sample_crcs import crcs_dtype, crcs_header
 from shardprep.regular_files import NOT_THERE, close_read, errors_named, open_regular, read_regular
 
 # Read at once: ids follow each other; what a member has besides stands before half a megabyte of ids.

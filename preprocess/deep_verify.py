@@ -99,7 +99,9 @@ def _compare(folder: Path, worker: Worker, shard_id: int) -> None:
     """Make a shard anew in a scratch folder, and compare. Raises BrokenShard."""
     there = read_manifest(folder, shard_id)
     with scratch_folder() as scratch:
-        made = dataclasses.replace(worker, folder=scratch).run_shard(shard_id, lambda _: None)
+        made = dataclasses.replace(worker, folder=scratch).run_shard(
+            worker.plan.shard(shard_id), lambda _: None
+        )
     differing = _differences(there, made)
     if differing:
         raise BrokenShard(

@@ -1,93 +1,93 @@
 """The parts of a shard -> its documents, in batches, each with the input and the place that it came from.
 
-Each part is read by its file's format. What the user asked to be done to texts is done here, for all formats
-alike, and here the documents of a trial are counted off.
+Each part is read by its file's format, which the file's name says. What the user asked to be done to texts is
+done here, for all formats alike, and here the documents of a trial are counted off.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 
 import numpy as np
 
 from preprocess.chat_rendering import ChatTemplate, Rendered, render_conversations
-from preprocess.formats.format import Digest, DocumentBatch, RangeReader, Reading, no_documents, one_left_out
-from preprocess.formats.named import format_of
-from preprocess.inputs import ByteRange, Place
+from preprocess.formats.compression import COMPRESSIONS, load_zstandard
+from preprocess.formats.format import DocumentBatch, Format, Reading, no_documents, one_left_out
+from preprocess.formats.json_lines import JsonLines
+from preprocess.formats.text_lines import CompressedText, TextLines
+from preprocess.inputs import ByteRange, Digest, Place
 from preprocess.long_documents import LONG_BYTES, MOST_HELD_BYTES, LongDocument
-from preprocess.options import BytesOptions, Doc
-from preprocess.text_changes import TextChanges
-from preprocess.text_fields import TextFields, UnusableText
+from preprocess.text_fields import TextChanges, UnusableText
 
-_NO_CHANGES = TextChanges()
+_COMPRESSED = tuple(COMPRESSIONS)
+_JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+# What others put beside their data: no documents.
+_COMPANIONS = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
+SUFFIXES = (
+    ".txt, .jsonl, .ndjson or .json (of lines), each also with .gz, .zst, .xz or .bz2; .parquet; .arrow"
+)
 
 
 def read_documents(
     ranges: list[ByteRange],
+    reading: Reading,
     *,
-    doc: Doc,
-    encoding: str,
-    batch_bytes: int,
     digest: Digest | None = None,
-    fields: TextFields | None = None,
-    changes: TextChanges = _NO_CHANGES,
     most_documents: int | None = None,
-    chat: ChatTemplate | None = None,
-) -> Iterator[DocumentBatch | LongDocument]:
-    """Yield the documents of byte ranges in order, in batches of about ``batch_bytes``, and not too many.
+) -> Generator[DocumentBatch | LongDocument, None, None]:
+    """Yield the documents of byte ranges in order, in batches of about ``reading.batch_bytes``.
 
     A document of more than LONG_BYTES comes alone, as a LongDocument. ``digest`` is told all bytes of the
-    ranges, in their order. Reading ends behind ``most_documents`` of them. ``chat`` renders the texts, which
-    are conversations.
+    ranges, in their order. Reading ends behind ``most_documents`` of them.
 
     Ranges begin and end where their format allows it. Raises NotFound where a file cannot be opened,
     ReadWriteError where reading fails, BadInput where a file is not of its format, Refused where a file was
     written to while it was read and nobody hashes it.
     """
-    reading = Reading(
-        doc=doc,
-        encoding=encoding,
-        batch_bytes=batch_bytes,
-        fields=fields or TextFields(),
-        keeps_space=changes.fix_text,
-    )
     items = _items(ranges, reading, digest)
-    if not changes.is_nothing:
+    if reading.changes is not None:
+        changes = reading.changes
         items = (_changed(item, changes) for item in items)
-    if chat is not None:
-        template = chat
+    if reading.chat is not None:
+        template = reading.chat
         items = (_conversations(item, template) for item in items)
     yield from items if most_documents is None else _first_ones(ranges, items, most_documents)
 
 
-def planned_documents(
-    ranges: list[ByteRange],
-    options: BytesOptions,
-    *,
-    batch_bytes: int,
-    digest: Digest | None = None,
-    most_documents: int | None = None,
-) -> Generator[DocumentBatch | LongDocument, None, None]:
-    """The same, as a plan's options say."""
-    yield from read_documents(
-        ranges,
-        doc=options.doc,
-        encoding=options.encoding,
-        batch_bytes=batch_bytes,
-        digest=digest,
-        fields=options.text_fields(),
-        changes=options.text_changes(),
-        most_documents=most_documents,
-        chat=chat_template(options),
-    )
+def format_of(name: str) -> Format | None:
+    """The format that a file's name says, None for no input. The modules of rows are imported when needed."""
+    stem, compression = name, None
+    if name.endswith(_COMPRESSED):
+        stem, _, suffix = name.rpartition(".")
+        compression = COMPRESSIONS[f".{suffix}"]
+    if stem.endswith(".txt"):
+        return TextLines() if compression is None else CompressedText(compression=compression)
+    if stem.endswith(_JSON_SUFFIXES) and name.rpartition("/")[2] not in _COMPANIONS:
+        return JsonLines(compression=compression, may_be_a_list=stem.endswith(".json"))
+    if name.endswith(".parquet"):
+        from preprocess.formats.parquet import Parquet
+
+        return Parquet()
+    if name.endswith(".arrow"):
+        from preprocess.formats.arrow import Arrow
+
+        return Arrow()
+    return None
 
 
-def chat_template(options: BytesOptions) -> ChatTemplate | None:
-    """What renders the conversations of a plan; None where documents are texts."""
-    if not options.is_chat:
-        return None
-    return ChatTemplate(options.chat_template, options.chat_tokens, options.allow_special_tokens)
+def load_libraries(names: Iterable[str]) -> None:
+    """Import what reading files of these names takes, before any work. Raises UsageError where it is missing.
+
+    pyarrow takes 0.1 s of CPU, which else would count as work of the first shard.
+    """
+    suffixes = {name.rpartition(".")[2] for name in names}
+    if suffixes & {"parquet", "arrow"}:
+        from preprocess.formats.columns import load_arrow
+
+        load_arrow()
+    if "zst" in suffixes:
+        load_zstandard()
 
 
 def _conversations(item: DocumentBatch | LongDocument, template: ChatTemplate) -> DocumentBatch:
@@ -115,7 +115,7 @@ def _items(
     for part in ranges:
         form = format_of(part.path.name)
         assert form is not None, part.path  # it was listed by its name
-        reader = RangeReader(part.open(), part, digest)
+        reader = part.reader(digest)
         for item in form.read(reader, reading, line):
             line += item.num_lines
             yield item

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from preprocess.documents import SUFFIXES, format_of
 from preprocess.formats.format import Inspected, Reading
-from preprocess.formats.named import SUFFIXES, format_of
 from preprocess.inputs import InputFile, OpenInput, sample_sha256
 from shardprep.errors import NotFound, UsageError
 
 _NUM_STAT_THREADS = 16  # opening a file is a round trip on a network file system
+_MOST_FILES_AT_ONCE = 64  # per turn of a thread: a turn takes as long as a small file
 
 
 def list_inputs(input_dir: Path, *, recursive: bool) -> list[Path]:
@@ -28,7 +29,7 @@ def list_inputs(input_dir: Path, *, recursive: bool) -> list[Path]:
     try:
         if not input_dir.is_dir():
             raise NotFound(f"--input_dir {input_dir} is no folder; expected one that holds input files")
-        paths = sorted(_input_paths(input_dir, recursive))
+        paths = sorted(_input_paths(input_dir, recursive), key=lambda path: path.parts)
     except OSError as error:
         where = error.filename or input_dir
         raise NotFound(f"--input_dir {where} cannot be listed: {error.strerror}") from None
@@ -60,27 +61,35 @@ def stamp_inputs(
 ) -> tuple[list[InputFile], list[Inspected]]:
     """Size, mtime and sampled hash of each file, and what its format says of it.
 
-    ``progress`` is told of each file. Raises NotFound for one that cannot be opened or is no regular file,
-    ReadWriteError where reading fails, BadInput where a file cannot be of its format.
+    ``progress`` is told how many more there are. Raises NotFound for one that cannot be opened or is no
+    regular file, ReadWriteError where reading fails, BadInput where a file cannot be of its format.
     """
 
-    def stamp(path: Path) -> tuple[InputFile, Inspected]:
-        file = OpenInput(path)
-        form = format_of(path.name)
-        assert form is not None, path  # it was listed by its name
-        stamped = InputFile(
-            path=path.relative_to(input_dir).as_posix(),
-            num_bytes=file.stamp.num_bytes,
-            mtime_ns=file.stamp.mtime_ns,
-            sha256=sample_sha256(file),
-        )
-        return stamped, form.inspect(file, reading)
+    root = str(input_dir / "_")[:-1]
+
+    def stamp(some: list[Path]) -> list[tuple[InputFile, Inspected]]:
+        return [_stamped(path, str(path).removeprefix(root), reading) for path in some]
 
     inputs: list[InputFile] = []
     inspected: list[Inspected] = []
+    num_files = min(_MOST_FILES_AT_ONCE, -(-len(paths) // (4 * _NUM_STAT_THREADS)))
+    turns = [paths[first : first + num_files] for first in range(0, len(paths), max(1, num_files))]
     with ThreadPoolExecutor(_NUM_STAT_THREADS) as pool:
-        for stamped, found in pool.map(stamp, paths):
-            inputs.append(stamped)
-            inspected.append(found)
-            progress(1)
+        for found in pool.map(stamp, turns):
+            inputs += [stamped for stamped, _ in found]
+            inspected += [weighed for _, weighed in found]
+            progress(len(found))
     return inputs, inspected
+
+
+def _stamped(path: Path, relative: str, reading: Reading) -> tuple[InputFile, Inspected]:
+    file = OpenInput(path)
+    form = format_of(path.name)
+    assert form is not None, path  # it was listed by its name
+    stamped = InputFile(
+        path=relative,
+        num_bytes=file.stamp.num_bytes,
+        mtime_ns=file.stamp.mtime_ns,
+        sha256=sample_sha256(file),
+    )
+    return stamped, form.inspect(file, reading)

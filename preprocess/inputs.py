@@ -11,10 +11,9 @@ import fcntl
 import hashlib
 import os
 import stat
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from shardprep.errors import NotFound, ReadWriteError, Refused
 
@@ -28,6 +27,7 @@ _KINDS = (
 
 
 _SAMPLE_BYTES = 64 << 10
+HASH_BYTES = 1 << 19  # read at once where bytes are only hashed, or only a line's end is looked for
 
 
 class Stamp(NamedTuple):
@@ -50,6 +50,8 @@ class OpenInput:
     no regular file: a FIFO would wait for ever, a device never end.
     """
 
+    _fd = -1
+
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
@@ -60,7 +62,6 @@ class OpenInput:
             if isinstance(error, FileNotFoundError) and os.path.islink(path):  # noqa: PTH114 - it never raises
                 reason = "it is a link to nothing"
             raise NotFound(f"input {path} cannot be opened: {reason}") from None
-        weakref.finalize(self, _close, self._fd)
         status = self._status()
         if not stat.S_ISREG(status.st_mode):
             kind = next((name for test, name in _KINDS if test(status.st_mode)), "no regular file")
@@ -72,6 +73,11 @@ class OpenInput:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, 0)
         except OSError as error:
             raise self._failed(error) from None
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):  # nothing was written to it
+                os.close(self._fd)
 
     def expect_scattered_reads(self) -> None:
         """Tell the system not to read ahead, which would read three times as much for nothing."""
@@ -126,11 +132,6 @@ def _stamp(status: os.stat_result) -> Stamp:
     return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
-def _close(descriptor: int) -> None:
-    with contextlib.suppress(OSError):  # nothing was written to it
-        os.close(descriptor)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """Where one document, or several that follow each other, lie in an input file.
@@ -176,7 +177,7 @@ class BadDocument:
     detail: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class InputFile:
     """One file of the plan. ``mtime_ns`` is outside the plan id: a copy or a touch changes nothing."""
 
@@ -200,6 +201,40 @@ class ByteRange:
     def open(self) -> OpenInput:
         """Open the file; where it was planned, as ``open_planned`` does."""
         return OpenInput(self.path) if self.planned is None else open_planned(self.path, self.planned)
+
+    def reader(self, digest: Digest | None) -> RangeReader:
+        """Open the file to read this part of it."""
+        return RangeReader(self.open(), self, digest)
+
+
+class Digest(Protocol):
+    """A hash of hashlib."""
+
+    def update(self, data: memoryview, /) -> None:
+        """Take more bytes."""
+
+
+class RangeReader:
+    """Reads a range from its open file, for one thread; hashes, in order, each byte that it meets first."""
+
+    def __init__(self, file: OpenInput, part: ByteRange, digest: Digest | None) -> None:
+        self.file = file
+        self.part = part
+        self._digest = digest
+        self._num_hashed = part.start  # byte up to which the range is hashed
+
+    def read(self, start: int, end: int) -> bytes:
+        """The bytes [start, end). Raises ReadWriteError."""
+        data = self.file.read_all(start, end)
+        if self._digest is not None and end > self._num_hashed:
+            self._digest.update(memoryview(data)[self._num_hashed - start :])
+            self._num_hashed = end
+        return data
+
+    def hash_rest(self) -> None:
+        """Hash what was not read, if the range is hashed at all."""
+        while self._digest is not None and self._num_hashed < self.part.end:
+            self.read(self._num_hashed, min(self._num_hashed + HASH_BYTES, self.part.end))
 
 
 def sample_sha256(file: OpenInput) -> str:

@@ -183,12 +183,13 @@ def _serve(folder: Path, settings: WorkerSettings, cpus: list[int], pipe: Connec
 
 def _outcome(worker: Worker, shard_id: int, pipe: Connection) -> Failure | Done:
     try:
-        manifest = worker.run_shard(shard_id, pipe.send)
+        shard = worker.plan.shard(shard_id)
+        manifest = worker.run_shard(shard, pipe.send)
     except ShardprepError as error:
         return Failure(shard_id=shard_id, exit_code=error.exit_code, reason=str(error))
     counts = manifest.counts
     return Done(
         shard_id=shard_id,
         work=Work(counts.input_bytes, counts.num_documents, counts.num_tokens),
-        line=f"{part_line(worker.plan, shard_id, worker.settings.input_dir)}; {speed_line(manifest)}",
+        line=f"{part_line(worker.plan, shard)}; {speed_line(manifest)}",
     )

@@ -1,7 +1,8 @@
 """Documents and their ids -> bytes of tar members and idx records, a batch at a time.
 
-The two forms of a data set are two implementations of Members: a sample per document, or packed rows. What
-is behind them knows neither. The tar equals the one of webdataset's TarWriter, to the byte.
+The two forms of a data set are two implementations of Members: a sample per document, here, or packed rows
+(``row_members``). What is behind them knows neither. The tar equals the one of webdataset's TarWriter, to
+the byte.
 
 Nothing here loops over tokens, and over documents only to copy slices.
 """
@@ -10,35 +11,35 @@ from __future__ import annotations
 
 import functools
 import itertools
+import tarfile
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.engines import NO_LOSS, TokenBatch
+from preprocess.engines import TokenBatch
 from preprocess.formats.format import DocumentBatch
 from preprocess.long_documents import LongDocument
-from preprocess.member_bytes import document_headers, json_ids, padded, ustar_header
-from preprocess.options import BytesOptions
-from preprocess.packing import START, BestFitRows, ConcatRows, Packer, RowGroup
 from shardprep.errors import BadInput, ReadWriteError
 from shardprep.format.dataset_spec import DatasetSpec
-from shardprep.format.idx import IDX_DOCUMENT, idx_dtype
+from shardprep.format.idx import IDX_DOCUMENT
 from shardprep.format.names import (
     BLOCK_BYTES,
-    DOC_STARTS_FIELD,
-    LOSS_MASK_FIELD,
     MAX_MEMBER_BYTES,
-    ROW_TOKENS_FIELD,
     TEXT_FIELD,
+    document_key,
     npy_header,
-    rows_key,
     tar_path,
     token_field,
 )
+
+_SIZE = slice(124, 135)  # eleven octal digits
+_CHECKSUM = slice(148, 154)  # six octal digits
+_OCTAL_SIZE = 8 ** np.arange(10, -1, -1, dtype=np.int64)
+_OCTAL_CHECKSUM = 8 ** np.arange(5, -1, -1, dtype=np.int64)
 
 Piece = tuple[bytes | memoryview, npt.NDArray[np.void]]
 Prepared = Callable[[], Iterator[Piece]]  # to be called in the order of the input
@@ -73,104 +74,6 @@ class Members(Protocol):
 
     def rest(self) -> Iterator[Piece]:
         """Yield what is held, at the end of the shard."""
-
-
-def members_of(
-    folder: Path, spec: DatasetSpec, shard_id: int, options: BytesOptions, *, batch_size: int | None = None
-) -> Members:
-    """The layout that the options ask for: a sample per document, or packed rows.
-
-    ``batch_size``: most documents laid out at once, None for all of a batch.
-    """
-    if spec.has_rows:
-        packer = BestFitRows(spec) if options.pack == "best_fit" else ConcatRows(spec)
-        return RowMembers(spec, shard_id, packer)
-    return DocumentMembers(folder, spec, shard_id, keep_text=options.keep_text, batch_size=batch_size)
-
-
-class RowMembers:
-    """Packed rows: many rows per member, with the places where documents begin in a member beside it."""
-
-    def __init__(self, spec: DatasetSpec, shard_id: int, packer: Packer) -> None:
-        self._spec = spec
-        self._shard_id = shard_id
-        self._packer = packer
-        self._num_rows = 0
-        self._tar_bytes = 0
-        self.num_padding = 0
-
-    @property
-    def num_split(self) -> int:
-        """Documents so far that do not lie whole in one row."""
-        return self._packer.num_split
-
-    def prepare(self, documents: DocumentBatch, tokens: TokenBatch) -> Prepared:
-        """See Members."""
-        starts = np.zeros(len(documents.texts), START)
-        starts["source"] = documents.input_number
-        starts["source_offset"] = documents.input_offsets
-        return lambda: map(self._member, self._packer.append(tokens, starts))
-
-    def long_document(
-        self,
-        document: LongDocument,
-        num_text_bytes: int,  # noqa: ARG002 - rows hold no text
-        ids: Iterable[npt.NDArray[np.uint32]],
-    ) -> Iterator[Piece]:
-        """See Members."""
-        place = document.place
-        start: npt.NDArray[np.void] | None = np.array([(0, place.input_number, place.start)], START)
-        for piece in ids:
-            yield from map(self._member, self._packer.append_piece(piece, start))
-            start = None
-        yield from map(self._member, self._packer.end_document())
-
-    def rest(self) -> Iterator[Piece]:
-        """See Members."""
-        return map(self._member, self._packer.finish())
-
-    def _member(self, group: RowGroup) -> Piece:
-        """One member: its bytes, and the idx records of its rows."""
-        fields: dict[str, npt.NDArray[Any]] = {
-            DOC_STARTS_FIELD: group.starts["position"].astype(np.uint32),
-            token_field("packed", "npy"): group.rows,
-        }
-        if self._spec.record == "chat":
-            fields[LOSS_MASK_FIELD] = (group.rows < NO_LOSS).astype(np.uint8)
-            fields[token_field("chat", "npy")] = (group.rows & ~NO_LOSS).astype(self._spec.dtype)
-        num_padding = group.rows.size - int(group.row_tokens.sum(dtype=np.int64))
-        if num_padding:
-            fields[ROW_TOKENS_FIELD] = group.row_tokens
-        pieces: list[bytes] = []
-        payloads = {}  # byte in the tar where each field's numbers begin
-        key = rows_key(self._shard_id, self._num_rows)
-        for name, array in sorted(fields.items()):
-            header = npy_header(array.dtype, array.shape)
-            num_bytes = len(header) + array.nbytes
-            payloads[name] = self._tar_bytes + sum(map(len, pieces)) + BLOCK_BYTES + len(header)
-            pieces += [ustar_header(f"{key}.{name}", num_bytes), header, array.tobytes()]
-            pieces.append(bytes(-num_bytes % BLOCK_BYTES))
-        data = b"".join(pieces)
-        self._num_rows += len(group.rows)
-        self._tar_bytes += len(data)
-        self.num_padding += num_padding
-        return data, self._records(group, payloads)
-
-    def _records(self, group: RowGroup, payloads: dict[str, int]) -> npt.NDArray[np.void]:
-        row_bytes = self._spec.seq_len * self._spec.dtype.itemsize
-        numbers = np.arange(len(group.rows))
-        begins = np.searchsorted(group.starts["position"], numbers * self._spec.seq_len)
-        records = np.empty(len(group.rows), idx_dtype(self._spec.kind))
-        records["offset"] = payloads[token_field("packed", "npy")] + numbers * row_bytes
-        records["num_bytes"] = row_bytes
-        records["num_tokens"] = group.row_tokens
-        records["source"] = group.firsts["source"]
-        records["source_offset"] = group.firsts["source_offset"]
-        records["starts_offset"] = payloads[DOC_STARTS_FIELD] + 4 * begins
-        records["num_starts"] = np.diff(begins, append=len(group.starts))
-        if LOSS_MASK_FIELD in payloads:
-            records["mask_offset"] = payloads[LOSS_MASK_FIELD] + numbers * self._spec.seq_len
-        return records
 
 
 class DocumentMembers:
@@ -224,12 +127,12 @@ class DocumentMembers:
         largest = max(id_bytes.max(initial=0), text_bytes.max(initial=0))
         if largest > MAX_MEMBER_BYTES:
             raise _too_large(int(largest), documents.input_number)
-        sample_bytes = padded(id_bytes) + BLOCK_BYTES
+        sample_bytes = _padded(id_bytes) + BLOCK_BYTES
         if self._keep_text:
-            sample_bytes += padded(text_bytes) + BLOCK_BYTES
+            sample_bytes += _padded(text_bytes) + BLOCK_BYTES
         ends = np.cumsum(sample_bytes)
         buffer = np.zeros(int(ends[-1]) if len(ends) else 0, np.uint8)
-        id_starts = ends - padded(id_bytes) - BLOCK_BYTES
+        id_starts = ends - _padded(id_bytes) - BLOCK_BYTES
         if self._keep_text:
             text_starts = self._place_headers(buffer, ends - sample_bytes, lines, TEXT_FIELD, text_bytes)
             _place(buffer, text_starts, texts)
@@ -352,7 +255,7 @@ class DocumentMembers:
 def _place(
     buffer: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], pieces: Sequence[bytes | memoryview]
 ) -> None:
-    """Copy each piece to its place: a loop of slices, 0.15 us each, beats a scatter at 4 ns a byte."""
+    """Copy each piece to its place: a loop of slices, 0.15 us each, beats a scatter at 4 ns per byte."""
     view = buffer.data
     for start, piece in zip(starts.tolist(), pieces, strict=True):
         view[start : start + len(piece)] = piece
@@ -367,3 +270,87 @@ def _too_large(num_bytes: int, input_number: int) -> BadInput:
         f"a document of input {input_number} makes a member of {num_bytes} bytes, at most {MAX_MEMBER_BYTES} "
         "are possible; use --record packed, or split the document"
     )
+
+
+def ustar_header(name: str, num_bytes: int) -> bytes:
+    """The 512 bytes before a member: mode 0644, owner 0, mtime 0."""
+    member = tarfile.TarInfo(name)
+    member.size = num_bytes
+    return member.tobuf(tarfile.USTAR_FORMAT)
+
+
+def _padded(num_bytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Sizes rounded up to whole blocks."""
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def document_headers(
+    shard_id: int, lines: npt.NDArray[np.int64], field: str, num_bytes: npt.NDArray[np.int64]
+) -> npt.NDArray[np.uint8]:
+    """Headers of one field of many documents: uint8[documents, 512].
+
+    ``lines`` ascend. Eight digits of a line number are written at once; the rare longer ones in a
+    pass of their own.
+    """
+    num_short = int(np.searchsorted(lines, 10**8))
+    if num_short < len(lines):
+        long = [
+            ustar_header(f"{document_key(shard_id, line)}.{field}", size)
+            for line, size in zip(lines[num_short:].tolist(), num_bytes[num_short:].tolist(), strict=True)
+        ]
+        tail = np.frombuffer(b"".join(long), np.uint8).reshape(-1, BLOCK_BYTES)
+        head = document_headers(shard_id, lines[:num_short], field, num_bytes[:num_short])
+        return np.concatenate((head, tail))
+    key = document_key(shard_id, 0)
+    template = np.frombuffer(ustar_header(f"{key}.{field}", 0), np.uint8).copy()
+    template_sum = int(template[:148].sum()) + int(template[156:].sum()) + 8 * ord(" ")
+    headers = np.broadcast_to(template, (len(lines), BLOCK_BYTES)).copy()
+    digits = lines[:, None] // 10 ** np.arange(7, -1, -1, dtype=np.int64) % 10
+    octals = num_bytes[:, None] // _OCTAL_SIZE % 8
+    headers[:, len(key) - 8 : len(key)] += digits.astype(np.uint8)
+    headers[:, _SIZE] += octals.astype(np.uint8)
+    checksums = template_sum + digits.sum(axis=1) + octals.sum(axis=1)
+    headers[:, _CHECKSUM] = ord("0") + checksums[:, None] // _OCTAL_CHECKSUM % 8
+    return headers
+
+
+@functools.cache
+def json_ids(vocab_size: int) -> JsonIds:
+    """The table of a vocabulary, made once a process (9 ms for 128,256 tokens)."""
+    return JsonIds(vocab_size)
+
+
+class JsonIds:
+    """Writes ids as ``json.dumps`` does, ``[128000, 9906]``: the bytes of webdataset's TarWriter.
+
+    A table holds ``, 9906`` of every id, padded with zero bytes to a fixed width: a batch is one
+    look-up and one pass that drops the zeros. About 11 ns per token, against 16 of orjson on short
+    arrays (one core), and orjson leaves out the spaces.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        width = 8 if vocab_size <= 10**6 else 16
+        texts = np.zeros((vocab_size, width), np.uint8)
+        texts[:, :2] = list(b", ")
+        self._widths = np.empty(vocab_size, np.uint8)
+        for num_digits in range(1, width - 1):
+            first, last = (10 ** (num_digits - 1) if num_digits > 1 else 0), min(10**num_digits, vocab_size)
+            if first >= last:
+                break
+            powers = 10 ** np.arange(num_digits - 1, -1, -1)
+            texts[first:last, 2 : 2 + num_digits] = ord("0") + np.arange(first, last)[:, None] // powers % 10
+            self._widths[first:last] = 2 + num_digits
+        self._table: npt.NDArray[np.void] = texts.view(f"V{width}").ravel()
+
+    def lengths(self, batch: TokenBatch) -> npt.NDArray[np.int64]:
+        """int64[documents]: bytes of each document's JSON text."""
+        ends = np.zeros(len(batch.ids) + 1, np.int64)
+        np.cumsum(self._widths[batch.ids], out=ends[1:])
+        # "[" takes the place of the first ", ", and "]" the byte that this saves.
+        return np.maximum(np.diff(ends[batch.offsets]), 2)
+
+    def separated(self, batch: TokenBatch) -> bytearray:
+        """All ids, each with ``, `` before it."""
+        wide = bytearray(len(batch.ids) * self._table.itemsize)
+        np.take(self._table, batch.ids, out=np.frombuffer(wide, self._table.dtype))
+        return wide.translate(None, b"\0")

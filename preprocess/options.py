@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from preprocess.resources import batch_bytes_within, most_batches_within
-from preprocess.text_changes import Normalize, TextChanges, text_versions
-from preprocess.text_fields import MessageFields, TextFields
+from preprocess.text_fields import MessageFields, Normalize, TextChanges, TextFields, text_versions
 from shardprep.errors import Refused, UsageError
 from shardprep.format.names import Record, TokenFormat
 
@@ -51,7 +50,7 @@ class BytesOptions:
     min_chars: int = 0
     max_chars: int = 0  # 0: no limit
     limit: int = 0  # 0: no limit
-    text_versions: str = ""  # of the libraries that change text, see text_changes.py
+    text_versions: str = ""  # of the libraries that change text, see text_fields.py
     messages_field: str = ""  # of conversations, "" for other records
     chat_template: str = ""  # its Jinja text
     chat_tokens: str = ""  # the special tokens that a template may name, as JSON
@@ -82,14 +81,15 @@ class BytesOptions:
             return MessageFields(self.messages_field, self.id_field, self.source_field)
         return TextFields(self.text_field, self.text_template, self.id_field, self.source_field)
 
-    def text_changes(self) -> TextChanges:
-        """What is done to the texts."""
-        return TextChanges(
+    def text_changes(self) -> TextChanges | None:
+        """What is done to the texts; None for nothing."""
+        changes = TextChanges(
             fix_text=self.fix_text,
             normalize=self.normalize,
             min_chars=self.min_chars,
             max_chars=self.max_chars,
         )
+        return None if changes == TextChanges() else changes
 
     @property
     def files_can_be_split(self) -> bool:
@@ -140,9 +140,9 @@ class PrepConfig:
     )
     record: Record = field(
         default="documents",
-        metadata={"help": "a sample a document; documents in rows; conversations in rows"},
+        metadata={"help": "a sample per document; documents in rows; conversations in rows"},
     )
-    seq_len: int | None = field(default=None, metadata={"help": "tokens a packed row (default 8192)"})
+    seq_len: int | None = field(default=None, metadata={"help": "tokens per packed row (default 8192)"})
     token_format: TokenFormat = field(
         default="json", metadata={"help": "member type of a document's ids; packed rows are npy"}
     )

@@ -24,8 +24,7 @@ from preprocess.tokenizer_files import TOKENIZER_FILE
 from shardprep.console import output_is_read
 from shardprep.errors import NotFound, ReadWriteError, UsageError
 from shardprep.format.manifest import manifest_ids
-from shardprep.format.names import TOKENIZER_DIR, ids_of_ranges, shard_name
-from shardprep.format.source_places import place_text
+from shardprep.format.names import TOKENIZER_DIR, ids_of_ranges, place_text, shard_name
 
 
 class Decoder:

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,29 @@ from shardprep.atomic_files import PublishedFile, sync_folder
 from shardprep.errors import BrokenShard, NotFound, Refused, UsageError
 from shardprep.format.checked_json import MOST, Fields, read_checked, with_content_hash
 from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
-from shardprep.format.names import FORMAT_VERSION, MAX_SEQ_LEN, MAX_SHARDS, PLAN_NAME, source_of_path
+from shardprep.format.names import (
+    FORMAT_VERSION,
+    MAX_PLAN_BYTES,
+    MAX_SEQ_LEN,
+    MAX_SHARDS,
+    PLAN_NAME,
+    source_of_path,
+)
 from shardprep.regular_files import FileStamp
 
 Boundary = tuple[int, int]  # (input, byte): where a shard begins in the sorted inputs read as one
-MAX_PLAN_BYTES = 256 << 20  # some 10^6 inputs
 _FORMAT = "shardprep-plan"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedShard:
+    """One shard of a plan: worked out once, and handed to whatever has to do with making it."""
+
+    shard_id: int
+    ranges: list[ByteRange]  # of the input, in order
+    num_bytes: int  # of the input
+    most_documents: int | None  # of a trial; None for no trial
+    sha256: str | None  # of its input, where the plan has it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +64,14 @@ class Plan:
     can_be_cut: bool  # a long document may be encoded in pieces, see long_documents.py
     inputs: list[InputFile]
     boundaries: list[Boundary]  # num_shards + 1, ascending; in plan.json the key is cuts
-    shard_sha256: list[str] | None = None  # of each shard's input bytes: see input_hashes.py
+    shard_sha256: list[str] | None = None  # of each shard's input bytes: see planning.py
     text_starts: list[int] | None = None  # of each boundary: its byte of the text of a compressed file
 
     @property
     def num_shards(self) -> int:
         return len(self.boundaries) - 1
 
-    @property
+    @cached_property
     def spec(self) -> DatasetSpec:
         """What its shards have in common."""
         options = self.options
@@ -72,7 +90,22 @@ class Plan:
         """The token that ends each document: EOS where it is appended."""
         return self.tokenizer.eos_token_id if self.options.append_eos else None
 
-    def ranges(self, shard_id: int, input_dir: Path | None = None) -> list[ByteRange]:
+    def at(self, input_dir: Path | None) -> Plan:
+        """The same plan where its inputs lie in another folder by now; None: where they were."""
+        return self if input_dir is None else dataclasses.replace(self, input_dir=input_dir)
+
+    def shard(self, shard_id: int) -> PlannedShard:
+        """What is to be known to make one shard. Raises NotFound for a shard past the plan's end."""
+        ranges = self.ranges(shard_id)
+        return PlannedShard(
+            shard_id=shard_id,
+            ranges=ranges,
+            num_bytes=sum(part.end - part.start for part in ranges),
+            most_documents=self.most_documents(shard_id),
+            sha256=None if self.shard_sha256 is None else self.shard_sha256[shard_id],
+        )
+
+    def ranges(self, shard_id: int) -> list[ByteRange]:
         """The byte ranges of a shard, in order. Raises NotFound for a shard past the plan's end."""
         if not 0 <= shard_id < self.num_shards:
             raise NotFound(
@@ -80,7 +113,6 @@ class Plan:
                 f"as a job array that is --array=0-{self.num_shards - 1}"
             )
         (first, start), (last, end) = self.boundaries[shard_id], self.boundaries[shard_id + 1]
-        root = input_dir or self.input_dir
         ranges = []
         for number in range(first, last + (end > 0)):
             item = self.inputs[number]
@@ -89,7 +121,7 @@ class Plan:
             ranges.append(
                 ByteRange(
                     input_number=number,
-                    path=root / item.path,
+                    path=self.input_dir / item.path,
                     start=begin,
                     end=stop,
                     text_start=self._text_start(shard_id, begin),
@@ -244,10 +276,7 @@ def _plan_of(fields: Fields) -> Plan:
         fast_engine_is_equal=fields.flag("fast_engine_is_equal"),
         can_be_cut=fields.flag("can_be_cut"),
         inputs=[_input_of(item) for item in fields.objects("inputs")],
-        boundaries=[
-            (source, byte)
-            for source, byte in fields.list_of("cuts", _is_boundary, "an input and a byte of it")
-        ],
+        boundaries=fields.pairs("cuts", "an input and a byte of it"),
         shard_sha256=fields.or_none("shard_sha256", fields.digests),
         text_starts=fields.or_none("text_starts", fields.wholes),
     )
@@ -306,10 +335,6 @@ def _input_of(fields: Fields) -> InputFile:
     )
     fields.end()
     return item
-
-
-def _is_boundary(value: Any) -> bool:
-    return type(value) is list and len(value) == 2 and type(value[0]) is type(value[1]) is int
 
 
 def _check_boundaries(fields: Fields, plan: Plan) -> None:

@@ -7,13 +7,16 @@ The input is only sampled, but for the places between shards, so planning takes 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import lustre
 from preprocess.chat_rendering import chat_template_of, chat_versions
 from preprocess.cost_estimate import CostEstimate, measure, sample_texts, scratch_folder
+from preprocess.documents import format_of
 from preprocess.engines import (
     FEW_BYTES,
     Engine,
@@ -21,10 +24,8 @@ from preprocess.engines import (
     ids_sha256,
 )
 from preprocess.formats.format import Inspected, reading_of
-from preprocess.formats.named import format_of
 from preprocess.formats.text_lines import CompressedText, TextLines
 from preprocess.input_files import list_inputs, stamp_inputs
-from preprocess.input_hashes import with_hashes
 from preprocess.inputs import InputFile
 from preprocess.options import BytesOptions, PrepConfig
 from preprocess.plan import (
@@ -51,12 +52,14 @@ from shardprep.format.names import INDEX_NAME, OSTS_NAME, PLAN_NAME, TOKENIZER_D
 LONG_SHARD_S = 600.0  # on one core; the plan command warns of longer shards
 _MANY_SHARDS = 1000  # more, each smaller than half of _SHARD_BYTES, and the plan command speaks of it
 _SHARD_BYTES = 256 << 20  # of input: minutes of one core
+_HASHED_BYTES = 4 << 20  # read at once
+_NUM_HASH_THREADS = 16  # hashing and reading both release the interpreter's lock
 _NO_STRIPES = lustre.StripeWish(stripe="none")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How many shards: a number, a size of input bytes, or (neither) one a file."""
+    """How many shards: a number, a size of input bytes, or (neither) one per file."""
 
     num_shards: int | None = None
     shard_bytes: int | None = None
@@ -81,11 +84,7 @@ def make_plan(
         stripe.layout()
     except lustre.LustreError as error:
         raise UsageError(str(error)) from None
-    paths = list_inputs(config.input_dir, recursive=config.recursive)
-    if config.record == "chat":
-        _check_has_fields(paths)
-    say(f"{len(paths)} input file(s) in {config.input_dir}")
-    division = _divided(config, paths, sharding)
+    division = _divided(config, sharding, say)
     with scratch_folder() as files:
         say(f"resolving the tokenizer of {config.model_id}")
         allow = config.bytes_options().encodes_control_tokens
@@ -103,7 +102,7 @@ def make_plan(
             )
         plan, engine = _plan_of(config, division, resolved, say)
         if config.hash_inputs:
-            plan = with_hashes(plan)
+            plan = _with_hashes(plan)
         estimate = measure(plan, engine)
         if dry_run:
             frozen = read_plan(config.output_dir)
@@ -133,7 +132,7 @@ def _check_has_fields(paths: list[Path]) -> None:
 
 
 def small_shards_note(plan: Plan, sharding: Sharding) -> str | None:
-    """What to type where one file a shard, which nobody asked for, makes many small shards; else None."""
+    """What to type where one file per shard, which nobody asked for, makes many small shards; else None."""
     total = sum(plan.shard_bytes())
     fewer = max(1, round(total / _SHARD_BYTES))
     if sharding != Sharding() or plan.num_shards < _MANY_SHARDS or plan.num_shards < 2 * fewer:
@@ -178,8 +177,12 @@ def _lay_out(
         raise CannotWrite(str(error)) from None
 
 
-def _divided(config: PrepConfig, paths: list[Path], sharding: Sharding) -> Division:
-    """Stamp the inputs, and divide them into shards: even ones, or one per file."""
+def _divided(config: PrepConfig, sharding: Sharding, say: Callable[[str], None]) -> Division:
+    """List and stamp the inputs, and divide them into shards: even ones, or one per file."""
+    paths = list_inputs(config.input_dir, recursive=config.recursive)
+    if config.record == "chat":
+        _check_has_fields(paths)
+    say(f"{len(paths)} input file(s) in {config.input_dir}")
     reading = reading_of(config.bytes_options(), BATCH_BYTES)
     with Progress("looking at the inputs", len(paths), unit="files") as progress:
         inputs, inspected = stamp_inputs(config.input_dir, paths, reading, progress.add)
@@ -258,3 +261,31 @@ def _plan_of(
         return dataclasses.replace(plan, fast_engine_is_equal=True), fast
     say(f"fastokens is not used for this tokenizer ({fast}); tokenizers encodes, several times slower")
     return plan, reference
+
+
+def _with_hashes(plan: Plan) -> Plan:
+    """The same plan with the sha256 of every shard's input bytes in it, and another plan id.
+
+    Reads the whole input once, about a second of one core for a gigabyte. A shard's ranges are read in
+    their order by its worker anyway, so that it hashes what it encodes and reads nothing twice. Raises
+    NotFound, ReadWriteError or Refused where a file cannot be read or changes meanwhile.
+    """
+    with ThreadPoolExecutor(_NUM_HASH_THREADS) as pool:
+        hashes = list(pool.map(lambda shard_id: _input_sha256(plan, shard_id), range(plan.num_shards)))
+    return dataclasses.replace(
+        plan,
+        shard_sha256=hashes,
+        plan_id=plan_id(
+            plan.options, plan.tokenizer, plan.probe_sha256, plan.inputs, plan.boundaries, shard_sha256=hashes
+        ),
+    )
+
+
+def _input_sha256(plan: Plan, shard_id: int) -> str:
+    digest = hashlib.sha256()
+    for part in plan.ranges(shard_id):
+        file = part.open()
+        for start in range(part.start, part.end, _HASHED_BYTES):
+            digest.update(file.read_all(start, min(start + _HASHED_BYTES, part.end)))
+        file.check_unchanged()
+    return digest.hexdigest()

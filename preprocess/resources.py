@@ -68,9 +68,12 @@ def most_batches_within(memory_gb: float | None) -> int:
     return 1 + max(0, spare) // (BATCH_BYTES * _MEMORY_PER_BATCH_BYTE)
 
 
+LEAST_WORKER_BYTES = PROCESS_BYTES + _SMALLEST_BATCH_BYTES * _MEMORY_PER_BATCH_BYTE
+
+
 def memory_note(memory_gb: float, num_processes: int = 1) -> str | None:
     """What to say where a worker will need more memory than it may have, else None."""
-    least = (PROCESS_BYTES + _SMALLEST_BATCH_BYTES * _MEMORY_PER_BATCH_BYTE) / 2**30
+    least = LEAST_WORKER_BYTES / 2**30
     if memory_gb >= least:
         return None
     each = "" if num_processes == 1 else f" for each of {num_processes} processes"

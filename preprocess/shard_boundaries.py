@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from preprocess.documents import format_of
 from preprocess.formats.format import Inspected, Reading, Start
-from preprocess.formats.named import format_of
 from preprocess.inputs import InputFile, OpenInput
 from preprocess.plan import Boundary
 from shardprep.errors import UsageError

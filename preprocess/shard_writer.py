@@ -24,7 +24,7 @@ from preprocess.members import Members, Piece, Prepared
 from shardprep.atomic_files import STALE_AFTER_S, PublishedFile, remove_temporaries, sync_folder
 from shardprep.errors import BadInput, CannotWrite
 from shardprep.format.dataset_spec import DatasetSpec
-from shardprep.format.idx import idx_dtype, idx_header
+from shardprep.format.idx import ChunkCrcs, idx_dtype, idx_header
 from shardprep.format.manifest import Manifest, ShardCounts
 from shardprep.format.names import (
     IDS_DIR,
@@ -38,7 +38,6 @@ from shardprep.format.names import (
     source_of_path,
     tar_path,
 )
-from shardprep.format.record_chunks import ChunkCrcs
 from shardprep.format.source_counts import SourceCounts
 
 _MOST_SOURCES = 1000  # of one shard: its manifest names each
@@ -119,7 +118,9 @@ class ShardWriter:
         ``made`` gives their ids, and what ``Members.prepare`` made of both; it may wait for them.
         """
         tokens, prepared = made()
-        self._count_input(documents.num_lines, documents.num_empty, documents.num_bytes)
+        num_left_out = len(documents.bad) + len(documents.filtered)
+        num_empty = documents.num_lines - len(documents.texts) - num_left_out
+        self._count_input(documents.num_lines, num_empty, documents.num_bytes)
         self._num_filtered += len(documents.filtered)
         num_tokens = np.diff(tokens.offsets)
         self._count_documents(num_tokens)

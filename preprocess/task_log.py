@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from preprocess.inputs import ByteRange
 from preprocess.options import WorkerSettings
-from preprocess.plan import Plan
+from preprocess.plan import Plan, PlannedShard
 from preprocess.worker import Work, Worker
 from shardprep.console import short_bytes, short_number
 from shardprep.format.manifest import Manifest
@@ -16,15 +15,13 @@ from shardprep.format.names import offset_unit
 _NUM_NAMED = 3  # inputs of a shard that are named, each with its bytes
 
 
-def part_line(plan: Plan, shard_id: int, input_dir: Path | None = None) -> str:
+def part_line(plan: Plan, shard: PlannedShard) -> str:
     """Which part of the input a shard is made of: the files, and from where to where in them."""
-    ranges = plan.ranges(shard_id)
-    size = short_bytes(plan.shard_bytes()[shard_id])
-    root = input_dir or plan.input_dir
-    if not ranges:
-        return f"shard {shard_id:05d} of {plan.num_shards}: no input"
+    name = f"shard {shard.shard_id:05d} of {len(plan.boundaries) - 1}"
+    if not shard.ranges:
+        return f"{name}: no input"
     parts = []
-    for part in ranges:
+    for part in shard.ranges:
         path, num_bytes = plan.inputs[part.input_number].path, plan.inputs[part.input_number].num_bytes
         whole = (part.start, part.end) == (0, num_bytes)
         parts.append(path if whole else f"{path} {_stretch(path, part)}")
@@ -32,7 +29,7 @@ def part_line(plan: Plan, shard_id: int, input_dir: Path | None = None) -> str:
         named = f"{', '.join(parts[: _NUM_NAMED - 1])}, ..., {parts[-1]} ({len(parts)} files)"
     else:
         named = ", ".join(parts)
-    return f"shard {shard_id:05d} of {plan.num_shards}: {size} of {root}: {named}"
+    return f"{name}: {short_bytes(shard.num_bytes)} of {plan.input_dir}: {named}"
 
 
 def _stretch(path: str, part: ByteRange) -> str:

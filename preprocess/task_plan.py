@@ -12,7 +12,7 @@ from typing import Any
 
 from preprocess.input_files import list_inputs
 from preprocess.options import PrepConfig, flags_of
-from preprocess.plan import Plan, is_one_file_a_shard, read_plan
+from preprocess.plan import Plan, PlannedShard, is_one_file_a_shard, read_plan
 from preprocess.tokenizer_files import TOKENIZER_FILE, describe_tokenizer
 from shardprep.console import say
 from shardprep.errors import NotFound, OtherTokenizer, Refused
@@ -26,6 +26,19 @@ _LOOK_EVERY_S = 0.2
 _CLAIM_NAME = f".{PLAN_NAME}.claimed.tmp"
 
 
+def shard_of_task(given: dict[str, Any], shard_id: int) -> tuple[Plan, PlannedShard]:
+    """What ``--shard_id`` makes, of which plan; with a note where its job array leaves shards out.
+
+    Raises NotFound for a shard that the plan has not, and what ``plan_of_task`` raises.
+    """
+    plan = plan_of_task(given).at(given.get("input_dir"))
+    if note := array_note(os.environ, plan.num_shards, given["output_dir"]):
+        say(f"note: {note}")
+    if shard_id < 0:
+        raise NotFound(f"--shard_id is {shard_id}, the first shard is 0")
+    return plan, plan.shard(shard_id)
+
+
 def plan_of_task(given: dict[str, Any]) -> Plan:
     """The plan in ``output_dir``, checked against what the user gave; without one, 'one file, one shard'.
 
@@ -37,7 +50,7 @@ def plan_of_task(given: dict[str, Any]) -> Plan:
     plan = read_plan(output_dir)
     if plan is None:
         config = PrepConfig(**given)
-        say(f"no plan in {output_dir}: planning one shard a file of {config.input_dir}")
+        say(f"no plan in {output_dir}: planning one shard per file of {config.input_dir}")
         plan = _plan_once(config)
     _check_given(plan, given)
     if "input_dir" in given and is_one_file_a_shard(plan):
@@ -160,10 +173,3 @@ def array_note(environ: Mapping[str, str], num_shards: int, folder: Path) -> str
         f"this job array covers {num_shards - len(left)} of the plan's {num_shards} shards; it leaves out "
         f"{ids}: sbatch --array={ids} slurm/prep_array.sh {folder}"
     )
-
-
-def check_task_shard(plan: Plan, shard_id: int) -> None:
-    """Raises NotFound for a shard past the plan's end."""
-    if shard_id < 0:
-        raise NotFound(f"--shard_id is {shard_id}, the first shard is 0")
-    plan.ranges(shard_id)

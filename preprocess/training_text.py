@@ -1,9 +1,13 @@
 """The text a tokenizer is trained on: a folder's documents, in bounded memory and bounded number.
 
-Plain text is read here, by lines; all else by its format (``training_records``). Files are read in blocks and
-never whole. Inputs beyond ``max_bytes`` are sampled in stretches of
-about 1 MiB whose beginnings are spread evenly over all files, so that a 15 TB input costs no more
-reads than ``max_bytes``; the price is about one line a stretch, cut by its edges and left out.
+Plain text is read by lines; all else (JSON, tables, compressed files) by its format. Files are read in blocks
+and never whole. Inputs beyond ``max_bytes`` are sampled in stretches of about 1 MiB whose beginnings are
+spread evenly over all files, so that a 15 TB input costs no more reads than ``max_bytes``; the price is about
+one line per stretch, cut by its edges and left out.
+
+What is no plain text can be entered at few bytes alone. So each stretch of it is read from the next place
+where a part of the file may begin, and a stretch without such a place lengthens the one before it: of a file
+that is read whole, or has one row group, the beginning stands for all.
 """
 
 from __future__ import annotations
@@ -12,17 +16,19 @@ import codecs
 import io
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from preprocess.formats.format import Reading
+from preprocess.documents import format_of
+from preprocess.formats.format import DocumentBatch, Reading
 from preprocess.input_files import list_inputs
-from preprocess.inputs import BadDocument, OpenInput
+from preprocess.inputs import BadDocument, ByteRange, OpenInput, RangeReader
+from preprocess.long_documents import LongDocument
 from preprocess.text_fields import TextFields
-from preprocess.training_records import read_texts, sampled_parts, text_bytes_of
 from shardprep.errors import UsageError
-from shardprep.format.source_places import place_text
+from shardprep.format.names import place_text
 
 SPAN_BYTES = 1 << 20
 MIN_NUM_SPANS = 64
@@ -243,3 +249,85 @@ def _mark(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeDecodeError):
         raise error
     return UNDECODABLE, error.end
+
+
+class SampledPart(NamedTuple):
+    """A part of a file, of which text is read up to some bytes."""
+
+    start: int  # byte of the file
+    text_start: int  # byte of the text there, where the file is compressed; else 0
+    end: int  # byte of the file
+    most_bytes: int | None  # of text; None: all
+
+
+class Texts(NamedTuple):
+    """Texts that follow each other in a file."""
+
+    texts: list[str]
+    bad: list[BadDocument]
+    num_bytes: int  # of the file, that were read for them
+
+
+def text_bytes_of(file: OpenInput, reading: Reading) -> int:
+    """About how much text a file has; of plain text, its size. Raises BadInput, ReadWriteError."""
+    form = format_of(file.path.name)
+    assert form is not None, file.path  # it was listed by its name
+    return form.inspect(file, reading).text_bytes
+
+
+def sampled_parts(
+    file: OpenInput, stretches: Sequence[tuple[int, int]], text_bytes: int, reading: Reading
+) -> list[SampledPart]:
+    """The parts of a file to read for stretches (byte, end) of its about ``text_bytes`` of text, ascending.
+
+    One stretch of the whole text is one part without a limit. Raises BadInput, ReadWriteError.
+    """
+    size = file.stamp.num_bytes
+    if list(stretches) == [(0, text_bytes)]:
+        return [SampledPart(0, 0, size, None)]
+    form = format_of(file.path.name)
+    assert form is not None, file.path
+    begin_bytes = [begin * size // text_bytes for begin, _ in stretches]
+    places = list(itertools.pairwise([*begin_bytes, size]))
+    begins: list[tuple[int, int]] = []
+    limits: list[int] = []
+    for found, (begin, end) in zip(form.starts(file, places, reading), stretches, strict=True):
+        if found is not None and found.byte < size and (not begins or found.byte > begins[-1][0]):
+            begins.append((found.byte, found.text_byte))
+            limits.append(0)
+        elif not begins:
+            begins.append((0, 0))
+            limits.append(0)
+        limits[-1] += end - begin
+    ends = [*(byte for byte, _ in begins[1:]), size]
+    return [
+        SampledPart(byte, text_byte, end, limit)
+        for (byte, text_byte), end, limit in zip(begins, ends, limits, strict=True)
+    ]
+
+
+def read_texts(file: OpenInput, part: SampledPart, reading: Reading) -> Iterator[Texts]:
+    """The texts of a part as they come, a long document in pieces.
+
+    Raises BadInput, ReadWriteError, Refused.
+    """
+    form = format_of(file.path.name)
+    assert form is not None, file.path
+    span = ByteRange(
+        input_number=0, path=file.path, start=part.start, end=part.end, text_start=part.text_start
+    )
+    for item in form.read(RangeReader(file, span, None), reading, 0):
+        if isinstance(item, DocumentBatch):
+            yield Texts(item.texts, item.bad, item.num_bytes)
+        else:
+            yield from _long_texts(item)
+
+
+def _long_texts(document: LongDocument) -> Iterator[Texts]:
+    try:
+        for piece in document.text():
+            yield Texts([piece], [], 0)
+    except UnicodeDecodeError as error:
+        yield Texts([], [document.place.undecodable(error)], document.num_bytes)
+    else:
+        yield Texts([], [], document.num_bytes)

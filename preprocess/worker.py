@@ -16,27 +16,28 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import preprocess
 from preprocess.chat_rendering import ROLES, check_chat_versions
-from preprocess.documents import planned_documents
+from preprocess.documents import load_libraries, read_documents
 from preprocess.engines import FEW_BYTES, Engine, TokenBatch, load_engine
-from preprocess.formats.format import DocumentBatch
-from preprocess.formats.named import load_libraries
-from preprocess.input_hashes import check_hash
+from preprocess.formats.format import DocumentBatch, Reading, reading_of
 from preprocess.inputs import BadDocument
 from preprocess.long_documents import MOST_HELD_BYTES, LongDocument
-from preprocess.members import Members, Prepared, members_of
+from preprocess.members import DocumentMembers, Members, Prepared
 from preprocess.options import BytesOptions, WorkerSettings, check_text_versions
-from preprocess.plan import Plan
+from preprocess.packing import BestFitRows, ConcatRows
+from preprocess.plan import Plan, PlannedShard
+from preprocess.row_members import RowMembers
 from preprocess.shard_writer import ShardWriter
 from preprocess.tokenizer_files import TOKENIZER_FILE, check_tokenizer_files
 from shardprep.atomic_files import remove_temporaries
-from shardprep.errors import BadInput, BrokenShard, CannotWrite, MissingShard, ReadWriteError
+from shardprep.errors import BadInput, BrokenShard, CannotWrite, MissingShard, ReadWriteError, Refused
+from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.manifest import Manifest, check_shard
 from shardprep.format.names import IDS_DIR, QUARANTINE_DIR, TOKENIZER_DIR, quarantine_path, shard_name
 
@@ -70,44 +71,51 @@ class Worker:
     engine: Engine
     num_cpus: int
     is_little: bool = False  # what it was loaded for is less than FEW_BYTES of text
+    # These follow from the others, and are the same for all shards.
+    spec: DatasetSpec = field(init=False)
+    reading: Reading = field(init=False)
+    end_id: int | None = field(init=False)  # the token that ends each document
+    # Threads that take a batch each: two on two cores, so that one encodes while the other prepares.
+    num_makers: int = field(init=False)
 
-    def run_shard(self, shard_id: int, progress: Callable[[Work], None]) -> Manifest:
-        """Make shard ``shard_id``; ``progress`` is told the work of each batch.
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "spec", self.plan.spec)
+        object.__setattr__(self, "reading", reading_of(self.plan.options, self.settings.batch_bytes))
+        object.__setattr__(self, "end_id", self.plan.end_id)
+        most = min(_MOST_MAKERS, self.num_cpus, max(2, self.num_cpus // 2), self.settings.most_batches)
+        object.__setattr__(self, "num_makers", most)
+
+    def run_shard(self, shard: PlannedShard, progress: Callable[[Work], None]) -> Manifest:
+        """Make a shard of ``plan``; ``progress`` is told the work of each batch.
 
         Raises BadInput where too many documents are undecodable, and what reading and writing raise.
         A failure leaves nothing that counts; equal plans give equal bytes. Where another attempt made the
         shard meanwhile, and so removed this one's files, the shard is done, and its manifest is returned.
         """
         try:
-            return self._make_shard(shard_id, progress)
+            return self._make_shard(shard, progress)
         except (ReadWriteError, CannotWrite):
-            if (manifest := done_manifest(self.plan, self.folder, shard_id)) is None:
+            if (manifest := done_manifest(self.plan, self.folder, shard.shard_id)) is None:
                 raise
             return manifest
 
-    def _make_shard(self, shard_id: int, progress: Callable[[Work], None]) -> Manifest:
+    def _make_shard(self, shard: PlannedShard, progress: Callable[[Work], None]) -> Manifest:
         began, cpu_began = time.time(), time.process_time()
-        plan, options = self.plan, self.plan.options
-        digest = None if plan.shard_sha256 is None else hashlib.sha256()
-        documents = planned_documents(
-            plan.ranges(shard_id, self.settings.input_dir),
-            options,
-            batch_bytes=self.settings.batch_bytes,
-            digest=digest,
-            most_documents=plan.most_documents(shard_id),
+        options, num_makers = self.plan.options, self.num_makers
+        digest = None if shard.sha256 is None else hashlib.sha256()
+        documents = read_documents(
+            shard.ranges, self.reading, digest=digest, most_documents=shard.most_documents
         )
         batch_size = self.settings.writer_batch_size
-        members = members_of(self.folder, plan.spec, shard_id, options, batch_size=batch_size)
-        input_paths = [item.path for item in plan.inputs]
-        num_makers = self._num_makers()
+        members = members_of(self.folder, self.spec, shard.shard_id, options, batch_size=batch_size)
         with (
             ThreadPoolExecutor(num_makers) as makers,
             ShardWriter(
                 self.folder,
-                plan.spec,
-                shard_id,
+                self.spec,
+                shard.shard_id,
                 members,
-                input_paths=input_paths,
+                input_paths=[item.path for item in self.plan.inputs],
                 keeps_ids=bool(options.id_field),
             ) as writer,
             WriteBehind(num_behind=1 + num_makers) as behind,
@@ -122,13 +130,21 @@ class Worker:
                 progress(Work(item.num_bytes, counted[0] - before[0], counted[1] - before[1]))
             behind.drain()
             if digest is not None:
-                check_hash(plan, shard_id, digest)
-            self._check_bad_fraction(writer, shard_id)
+                self._check_hash(shard, digest.hexdigest())
+            self._check_bad_fraction(writer, shard.shard_id)
             return writer.commit(self._run_facts(began, cpu_began))
 
-    def _num_makers(self) -> int:
-        """Threads that take a batch each: two on two cores, so that one encodes while the other prepares."""
-        return min(_MOST_MAKERS, self.num_cpus, max(2, self.num_cpus // 2), self.settings.most_batches)
+    def _check_hash(self, shard: PlannedShard, found: str) -> None:
+        """That a shard was made of the bytes that were planned. Raises Refused."""
+        if found == shard.sha256:
+            return
+        paths = sorted({self.plan.inputs[part.input_number].path for part in shard.ranges})
+        names = ", ".join(paths[:3]) + (" ..." if len(paths) > 3 else "")
+        raise Refused(
+            f"the input of shard {shard.shard_id:05d} ({names}) changed since it was planned: sha256 "
+            f"{found[:12]}, the plan says {str(shard.sha256)[:12]}; bring the file back, or plan anew into a "
+            "new folder"
+        )
 
     def _made(self, members: Members, documents: DocumentBatch) -> tuple[TokenBatch, Prepared]:
         """The ids of a batch, and its members as far as they can be laid out before its turn."""
@@ -139,7 +155,7 @@ class Worker:
         return self.engine.encode_documents(
             documents.texts,
             batch_size=self.settings.batch_size,
-            end_id=self.plan.end_id,
+            end_id=self.end_id,
             spans=documents.spans,
         )
 
@@ -150,7 +166,7 @@ class Worker:
         if isinstance(found, BadDocument):
             writer.leave_out(document, found)
             return
-        ids = self.engine.encode_long(document.text(), can_be_cut=can_be_cut, end_id=self.plan.end_id)
+        ids = self.engine.encode_long(document.text(), can_be_cut=can_be_cut, end_id=self.end_id)
         writer.append_long(document, found, ids)
 
     def _check_bad_fraction(self, writer: ShardWriter, shard_id: int) -> None:
@@ -191,6 +207,19 @@ class Worker:
         }
 
 
+def members_of(
+    folder: Path, spec: DatasetSpec, shard_id: int, options: BytesOptions, *, batch_size: int | None = None
+) -> Members:
+    """The layout that the options ask for: a sample per document, or packed rows.
+
+    ``batch_size``: most documents laid out at once, None for all of a batch.
+    """
+    if spec.has_rows:
+        packer = BestFitRows(spec) if options.pack == "best_fit" else ConcatRows(spec)
+        return RowMembers(spec, shard_id, packer)
+    return DocumentMembers(folder, spec, shard_id, keep_text=options.keep_text, batch_size=batch_size)
+
+
 def bad_words(options: BytesOptions) -> dict[str, str]:
     """Why a document is left out, by reason, as the end of a sentence."""
     what = options.text_template or options.text_field or options.messages_field
@@ -220,17 +249,18 @@ def load_worker(
     *,
     num_cpus: int,
     warn: Callable[[str], None],
-    shard_id: int | None = None,
+    shard: PlannedShard | None = None,
 ) -> Worker:
     """Load the plan's tokenizer from its folder, for one shard, or for any of them.
 
     Raises OtherTokenizer where its files or its ids changed.
     """
-    num_bytes = sum(plan.shard_bytes()) if shard_id is None else plan.shard_bytes()[shard_id]
-    if shard_id is None:
-        load_libraries(item.path for item in plan.inputs)
+    plan = plan.at(settings.input_dir)
+    num_bytes = sum(plan.shard_bytes()) if shard is None else shard.num_bytes
+    if shard is None:
+        load_libraries([item.path for item in plan.inputs])
     else:
-        load_libraries(part.path.name for part in plan.ranges(shard_id))
+        load_libraries([part.path.name for part in shard.ranges])
     check_tokenizer_files(folder, plan.tokenizer_files)
     check_text_versions(plan.options)
     if plan.options.is_chat:

@@ -7,7 +7,8 @@ its flags and a function that runs it. ``Program.run`` does the rest, the same e
 - an unknown command is answered with the nearest one and a list of all;
 - an unknown flag is answered with the usage of the command it was given to, under the name by which that
   was called (``python -m slurm status``, or ``shardprep status``);
-- an error is one line on standard error and an exit code, never a traceback; TERM, USR1 and INT end with 75;
+- an error is one line on standard error and an exit code, never a traceback, and so is a library that is not
+  installed; TERM, USR1 and INT end with 75;
 - a reader that goes away (``| head``) is no error.
 
 The flags of a configuration are the fields of its frozen dataclass (``add_flags_of``). Only the flags of the
@@ -21,6 +22,7 @@ import argparse
 import dataclasses
 import difflib
 import importlib
+import importlib.util
 import os
 import re
 import sys
@@ -75,6 +77,12 @@ class Program:
             if str(error):
                 say(f"error: {error}")
             return int(error.exit_code)
+        except ModuleNotFoundError as error:
+            missing = str(error.name).partition(".")[0]
+            if importlib.util.find_spec(missing) is not None:  # a module of it is missing: a fault of ours
+                raise
+            say(f"error: this command needs {missing}, which is not installed; run: pip install {missing}")
+            return UsageError.exit_code
         except OSError as error:
             say(f"error: {_unforeseen(error)}")
             return ReadWriteError.exit_code

@@ -104,7 +104,7 @@ class Prep:
             warn=lambda line: pytest.fail(line),
         )
         for shard_id in shard_ids or range(plan.num_shards):
-            worker.run_shard(shard_id, lambda _: None)
+            worker.run_shard(worker.plan.shard(shard_id), lambda _: None)
         return plan
 
     def command(self, *args: object) -> Ended:

@@ -1,4 +1,4 @@
-"""webdataset with a .npy member a row, decoded by webdataset."""
+"""webdataset with a .npy member per row, decoded by webdataset."""
 
 import numpy as np
 import torch

@@ -1,7 +1,9 @@
-"""An open shard: its tar, and its idx, which says where each sample lies in it.
+"""Open shards: of each its tar, and its idx, which says where each sample lies in it.
 
 Opening checks the size of the tar and the header and size of the idx. A small idx is read at once, of a large
 one only the parts that are asked for. Without an idx the headers of the tar are scanned instead.
+``OpenShards`` holds what a process has open, reads bytes, and tries again after errors; ``StallWatch`` logs
+which shard a read hangs in.
 """
 
 from __future__ import annotations
@@ -9,6 +11,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
+import threading
+import time
+from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,19 +22,25 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from loader.shards.shard_set import DatasetShards, ExternalTar
+from loader.shards.shard_set import DatasetShards, ExternalTar, ShardSet
 from loader.shards.tar_samples import JSON, RAW, TarSamples, scan_tar
 from loader.staging.staged_copies import StagedCopies, recheck_command
-from shardprep.errors import BrokenShard, MissingShard, ShardprepError
-from shardprep.format.idx import IdxFile, open_idx
-from shardprep.format.names import idx_path, rerun_command
-from shardprep.format.record_chunks import RecordFile
-from shardprep.format.sample_crcs import open_crcs
-from shardprep.regular_files import NOT_THERE, close_read, open_regular
+from shardprep.errors import BrokenShard, MissingShard, ReadWriteError, ShardprepError
+from shardprep.format.idx import IdxFile, RecordFile, open_crcs, open_idx
+from shardprep.format.names import idx_path
+from shardprep.regular_files import (
+    NOT_THERE,
+    RETRY_DELAYS_S,
+    close_read,
+    open_regular,
+    wait_to_retry,
+)
 
 logger = logging.getLogger(__name__)
 
 Part = Literal["tar", "idx", "crcs"]  # a file of a shard
+MAX_OPEN_SHARDS = 128
+STALL_WARNING_S = 60.0
 HELD_IDX_BYTES = 256 << 10  # an idx up to this is read at opening, else what is asked for
 
 
@@ -40,8 +52,8 @@ class OpenShard:
     handle: int
     num_bytes: int
     idx: IdxFile | None  # open, where the records are not held
-    held: Any  # columns as in the idx, a row a sample; None where there is ``idx``
-    encoding: npt.NDArray[np.int8]  # JSON, NPY or RAW; one, or one a sample
+    held: Any  # columns as in the idx, a row per sample; None where there is ``idx``
+    encoding: npt.NDArray[np.int8]  # JSON, NPY or RAW; one, or one per sample
     token_bytes: int  # of a RAW id
     row_tokens: int  # of a packed row, else 0
     has_mask: bool  # a byte per token of each row says which have a label
@@ -73,12 +85,8 @@ def open_shard(source: DatasetShards | ExternalTar, row: int, *, crcs_from: Path
     Raises MissingShard, BrokenShard, UnknownVersion or OtherPlan with the command that mends it; OSError
     where the file system fails.
     """
-    if isinstance(source, ExternalTar):
-        path, expected = source.path, source.tar_bytes
-        remedy = "it changed since it was scanned: copy it again, and start anew"
-    else:
-        path, expected = source.path_of(row), int(source.tar_bytes[row])
-        remedy = f"run: {rerun_command(int(source.shard_ids[row]), source.folder)}"
+    path, remedy = source.path_of(row), source.remedy_of(row)
+    expected = source.tar_bytes if isinstance(source, ExternalTar) else int(source.tar_bytes[row])
     with contextlib.ExitStack() as opened:  # closes what is open where something fails
         handle = _open_file(path, remedy)
         opened.callback(close_read, handle)
@@ -113,7 +121,7 @@ def _token_bytes(source: DatasetShards | ExternalTar, found: TarSamples | None) 
     if found is not None:
         return found.token_bytes
     assert isinstance(source, DatasetShards)
-    return 0 if source.spec.kind == "json" else source.spec.dtype.itemsize
+    return 0 if source.spec.kind == "json" else source.spec.token_bytes
 
 
 def _crcs(source: DatasetShards, row: int, folder: Path) -> RecordFile:
@@ -134,12 +142,12 @@ def _records(
 ) -> tuple[TarSamples | None, IdxFile | None, Any]:
     """What the tar itself tells, read once, where there is no idx; else the idx, or all of it if small."""
     shard_id = int(source.shard_ids[row])
-    path = idx_path(source.folder, shard_id)
     try:
         idx = open_idx(source.folder, source.spec, shard_id)
     except MissingShard:
         if needs_idx:  # its places are what the crc32s are of
             raise
+        path = idx_path(source.folder, shard_id)
         logger.warning("%s is missing; its tar is scanned instead, as each process that opens it must", path)
         samples = scan_tar(source.path_of(row), count_tokens=True)
         if samples.row_tokens != source.row_tokens:
@@ -151,7 +159,7 @@ def _records(
         return samples, None, None
     keep = False
     try:
-        _check_num_samples(source, row, path, idx.num_samples)
+        _check_num_samples(source, row, idx.path, idx.num_samples)
         if idx.num_samples * idx.dtype.itemsize <= HELD_IDX_BYTES:
             return None, None, idx.read_all()
         keep = True
@@ -163,10 +171,7 @@ def _records(
 
 def _check_num_samples(source: DatasetShards, row: int, path: Path, found: int) -> None:
     if found != source.num_samples[row]:
-        raise BrokenShard(
-            f"{path} has {found} of {source.num_samples[row]} samples; "
-            f"run: {rerun_command(int(source.shard_ids[row]), source.folder)}"
-        )
+        raise BrokenShard(f"{path} has {found} of {source.num_samples[row]} samples; {source.remedy_of(row)}")
 
 
 def _open_file(path: Path, remedy: str) -> int:
@@ -195,3 +200,142 @@ def open_copy(
         copies.leave(found.folder, error)
         return None
     return replace(shard, is_copy=True, remedy=f"run: {recheck_command(source, found.folder)}")
+
+
+class OpenShards:
+    """The shards that a process has open, by their number through all sources: the latest ones.
+
+    At most MAX_OPEN_SHARDS, and an eighth of the process's handles: an open shard holds three at most. What
+    fails is tried again; a copy that cannot be read is left, and the shard opened in its data set.
+    """
+
+    def __init__(
+        self, shards: ShardSet, *, copies: StagedCopies | None, compares_crcs: bool, stall_warning_s: float
+    ) -> None:
+        self._shards = shards
+        self._copies = copies
+        self._compares_crcs = compares_crcs
+        self._open: OrderedDict[int, OpenShard] = OrderedDict()
+        self._max_open = min(MAX_OPEN_SHARDS, max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8, 1))
+        self._watch = StallWatch(stall_warning_s)
+
+    def opened(self, number: int) -> OpenShard:
+        """A shard, opened if it is not; counted through all sources."""
+        shard = self._open.get(number)
+        if shard is not None:
+            self._open.move_to_end(number)
+            return shard
+        while len(self._open) >= self._max_open:
+            self._open.popitem(last=False)[1].close()
+        source, row = self._shards.locate(number)
+        path = source.path_of(row)
+        for delay_s in (*RETRY_DELAYS_S, None):
+            self._watch.begin(path, 0)
+            try:
+                self._open[number] = self._copy(source, row) or open_shard(
+                    source, row, crcs_from=self._crcs_from(source)
+                )
+                break
+            except (OSError, BrokenShard, ReadWriteError) as error:
+                self._watch.end()
+                wait_to_retry(f"{path} cannot be opened", error, delay_s)
+            finally:
+                self._watch.end()
+        return self._open[number]
+
+    def _copy(self, source: DatasetShards | ExternalTar, row: int) -> OpenShard | None:
+        if self._copies is None or isinstance(source, ExternalTar):
+            return None
+        return open_copy(self._copies, source, row, crcs_from=self._crcs_from(source))
+
+    def _crcs_from(self, source: DatasetShards | ExternalTar) -> Path | None:
+        """The data set whose crc32s are compared; copies have none of their own."""
+        return source.folder if self._compares_crcs and isinstance(source, DatasetShards) else None
+
+    def fill(self, number: int, offset: int, target: memoryview, part: Part = "tar") -> None:
+        """Read bytes of a shard's file, all; those of one that is not open after all are left unread."""
+        done = 0
+        for delay_s in (*RETRY_DELAYS_S, None):
+            shard = self.opened(number)
+            if part != "tar" and shard.records_of(part) is None:
+                return
+            path, handle = shard.file(part)
+            self._watch.begin(path, offset + done)
+            try:
+                while done < len(target):
+                    done += _read_some(path, handle, target[done:], offset + done)
+            except (OSError, BrokenShard) as error:
+                if part == "crcs" or not self.leave_copy(shard, error):
+                    wait_to_retry(f"{path} cannot be read at byte {offset + done}", error, delay_s)
+                self.drop(number)  # a stale handle stays stale
+            else:
+                return
+            finally:
+                self._watch.end()
+
+    def leave_copy(self, shard: OpenShard, error: Exception) -> bool:
+        """Leave a shard that cannot be read if it is a copy; whether it was: opening it anew helps then."""
+        if shard.is_copy and self._copies is not None:
+            self._copies.leave(shard.path.parent, error)
+        return shard.is_copy
+
+    def drop(self, number: int) -> None:
+        """Close a shard; it is opened anew when it is needed."""
+        self._open.pop(number).close()
+
+    def close(self) -> None:
+        """Close every file."""
+        while self._open:
+            self._open.popitem()[1].close()
+        self._watch.close()
+
+
+class StallWatch:
+    """A thread that logs a warning for every ``limit_s`` that one read goes on. 0.3 us per read.
+
+    A server of a parallel file system that is gone blocks a read for minutes and without an error;
+    all other ranks then wait in a collective, and only this line tells where.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._reading: tuple[float, Path, int] | None = None
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, path: Path, offset: int) -> None:
+        """A read begins; the thread starts with the first one, in the process that reads."""
+        self._reading = (time.monotonic(), path, offset)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="stall watch", daemon=True)
+            self._thread.start()
+
+    def end(self) -> None:
+        """It is over."""
+        self._reading = None
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        said = 0.0
+        while not self._ended.wait(self._limit_s / 4):
+            reading, now = self._reading, time.monotonic()
+            if reading is None or now - max(reading[0], said) < self._limit_s:
+                continue
+            said = now
+            logger.warning(
+                "%s: reading at byte %d has taken %.0f s and goes on; is the file system of this shard up?",
+                reading[1], reading[2], now - reading[0],
+            )  # fmt: skip
+
+
+def _read_some(path: Path, handle: int, target: memoryview, offset: int) -> int:
+    """Bytes read into ``target``: some, as reads may be short."""
+    count = os.preadv(handle, [target], offset)
+    if count == 0:
+        raise BrokenShard(f"{path} ended at byte {offset} while it was read; was it replaced?")
+    return count

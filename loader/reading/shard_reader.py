@@ -1,32 +1,27 @@
 """Reads the bytes of any set of samples: neighbours in one read, each byte once.
 
-``ShardReader`` is one object per process. It opens shards when they are needed, keeps the latest of them
-open, tries failed reads again, and logs which shard a read hangs in (``StallWatch``). ``opening_order``
-chooses with which shard a process begins. If every rank and worker began with the lowest shard, the start of
-a job would be as slow as the one storage target (OST) that holds it. Batches do not depend on this order.
+``ShardReader`` is one object per process. It reads from ``OpenShards``, which opens files, tries failed reads
+again, and logs which shard a read hangs in. ``opening_order`` chooses with which shard a process begins. If
+every rank and worker began with the lowest shard, the start of a job would be as slow as the one storage
+target (OST) that holds it. Batches do not depend on this order.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import resource
-from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import get_worker_info
 
-from loader.reading.open_shard import OpenShard, Part, open_copy, open_shard
-from loader.reading.stall_watch import StallWatch
-from loader.shards.shard_set import DatasetShards, ExternalTar, ShardSet
+from loader.reading.open_shard import STALL_WARNING_S, OpenShard, OpenShards, Part
+from loader.shards.shard_set import ShardSet
 from loader.staging.staged_copies import StagedCopies
-from shardprep.errors import BrokenShard, ReadWriteError, UsageError
-from shardprep.regular_files import RETRY_DELAYS_S, wait_to_retry
+from shardprep.errors import BrokenShard, UsageError
 
 try:  # the same numbers: 1.2 us for 32 KiB, where zlib's takes 9 to 19
     from isal.isal_zlib import crc32
@@ -35,8 +30,6 @@ except ImportError:
 
 logger = logging.getLogger(__name__)
 
-MAX_OPEN_SHARDS = 128
-STALL_WARNING_S = 60.0
 _ALIGN_BYTES = 64
 _IDX_ROWS = 1 << 16  # read at a time where a whole column of the idx is wanted
 _COLUMNS = ("offset", "num_bytes", "num_tokens", "starts_offset", "num_starts", "mask_offset")
@@ -70,7 +63,7 @@ class ReaderContext:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleBytes:
-    """Undecoded samples in one buffer; the arrays have a row a sample, in the order asked for."""
+    """Undecoded samples in one buffer; the arrays have a row per sample, in the order asked for."""
 
     buffer: npt.NDArray[np.uint8]
     start: npt.NDArray[np.int64]  # byte in the buffer
@@ -87,9 +80,8 @@ class SampleBytes:
 
 
 class ShardReader:
-    """Opens shards when they are needed and keeps the latest of them open. One a process.
+    """Reads samples of the shards that its process has open. One per process.
 
-    At most MAX_OPEN_SHARDS, and an eighth of the process's handles: an open shard holds three at most.
     Each process begins with another shard, see ``opening_order``.
     """
 
@@ -97,13 +89,16 @@ class ShardReader:
         self._shards = shards
         worker, turn = get_worker_info(), context.turn
         self._turn = turn if worker is None else turn.of_worker(worker.id, worker.num_workers)
-        self._copies = None if context.staged_dir is None else StagedCopies(context.staged_dir)
-        self._open: OrderedDict[int, OpenShard] = OrderedDict()
         self._compares_crcs = context.compares_crcs
-        self._max_open = min(MAX_OPEN_SHARDS, max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8, 1))
+        self._files = OpenShards(
+            shards,
+            copies=None if context.staged_dir is None else StagedCopies(context.staged_dir),
+            compares_crcs=context.compares_crcs,
+            stall_warning_s=context.stall_warning_s,
+        )
+        self.opened = self._files.opened  # no call more: it is asked several times per read
         self._buffer = np.empty(0, np.uint8)
         self._used = 0
-        self._watch = StallWatch(context.stall_warning_s)
 
     def read(self, samples: npt.NDArray[np.int64], *, starts: bool = False) -> SampleBytes:
         """The bytes of some samples: int64[n] -> n rows in the same order; of packed rows, the starts too.
@@ -166,42 +161,7 @@ class ShardReader:
 
     def close(self) -> None:
         """Close every file."""
-        while self._open:
-            self._open.popitem()[1].close()
-        self._watch.close()
-
-    def opened(self, number: int) -> OpenShard:
-        """A shard, opened if it is not; counted through all sources."""
-        shard = self._open.get(number)
-        if shard is not None:
-            self._open.move_to_end(number)
-            return shard
-        while len(self._open) >= self._max_open:
-            self._open.popitem(last=False)[1].close()
-        source, row = self._shards.locate(number)
-        path = source.path_of(row)
-        for delay_s in (*RETRY_DELAYS_S, None):
-            self._watch.begin(path, 0)
-            try:
-                self._open[number] = self._copy(source, row) or open_shard(
-                    source, row, crcs_from=self._crcs_from(source)
-                )
-                break
-            except (OSError, BrokenShard, ReadWriteError) as error:
-                self._watch.end()
-                wait_to_retry(f"{path} cannot be opened", error, delay_s)
-            finally:
-                self._watch.end()
-        return self._open[number]
-
-    def _copy(self, source: DatasetShards | ExternalTar, row: int) -> OpenShard | None:
-        if self._copies is None or isinstance(source, ExternalTar):
-            return None
-        return open_copy(self._copies, source, row, crcs_from=self._crcs_from(source))
-
-    def _crcs_from(self, source: DatasetShards | ExternalTar) -> Path | None:
-        """The data set whose crc32s are compared; copies have none of their own."""
-        return source.folder if self._compares_crcs and isinstance(source, DatasetShards) else None
+        self._files.close()
 
     def opening_order(self, shards: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Shards, ascending, in the order in which this process opens them: int64[n] -> int64[n]."""
@@ -251,22 +211,16 @@ class ShardReader:
             return None
         offset, num_bytes = file.place(rows)
         chunks = np.empty(num_bytes, np.uint8)
-        self._fill(number, offset, chunks.data, part)
+        self._files.fill(number, offset, chunks.data, part)
         if self.opened(number).records_of(part) is None:
             return None
         try:
             return file.records(rows, chunks)
         except BrokenShard as error:
-            if part != "idx" or not self._left_copy(self.opened(number), error):
+            if part != "idx" or not self._files.leave_copy(self.opened(number), error):
                 raise
-        self._open.pop(number).close()
+        self._files.drop(number)
         return None
-
-    def _left_copy(self, shard: OpenShard, error: Exception) -> bool:
-        """Whether a shard that cannot be read was a copy, which is left: opening it anew helps then."""
-        if shard.is_copy and self._copies is not None:
-            self._copies.leave(shard.path.parent, error)
-        return shard.is_copy
 
     def _read_samples(self, number: int, rows: slice, records: Any, table: npt.NDArray[np.int64]) -> None:
         """Read consecutive samples and fill their columns."""
@@ -324,14 +278,14 @@ class ShardReader:
                 f"{rows.start + wrong}, have not the crc32 that verify --crcs found; the file changed, or a "
                 f"disk or memory fails: python -m preprocess verify {shard.path.parent} tells"
             )
-            if not self._left_copy(shard, error):
+            if not self._files.leave_copy(shard, error):
                 raise error
-            self._open.pop(number).close()
+            self._files.drop(number)
             first, end = int(places[0].min()), int(places.sum(axis=0).max())
-            self._fill(number, first + to_tar, self._buffer.data[first:end])
+            self._files.fill(number, first + to_tar, self._buffer.data[first:end])
 
     def _read_masks(self, number: int, rows: slice, records: Any) -> npt.NDArray[np.int64]:
-        """Read the loss masks of consecutive rows, one span a member; where each lies in the buffer."""
+        """Read the loss masks of consecutive rows, one span per member; where each lies in the buffer."""
         shard = self.opened(number)
         offset, size = records["mask_offset"].astype(np.int64), shard.row_tokens
         if not 0 <= offset.min() <= offset.max() <= shard.num_bytes - size:
@@ -370,29 +324,8 @@ class ShardReader:
             grown = np.empty(max(self._used, 2 * len(self._buffer)), np.uint8)
             grown[:place] = self._buffer[:place]
             self._buffer = grown
-        self._fill(number, offset, self._buffer.data[place : place + num_bytes])
+        self._files.fill(number, offset, self._buffer.data[place : place + num_bytes])
         return place
-
-    def _fill(self, number: int, offset: int, target: memoryview, part: Part = "tar") -> None:
-        """Read bytes of a shard's file, all; those of one that is not open after all are left unread."""
-        done = 0
-        for delay_s in (*RETRY_DELAYS_S, None):
-            shard = self.opened(number)
-            if part != "tar" and shard.records_of(part) is None:
-                return
-            path, handle = shard.file(part)
-            self._watch.begin(path, offset + done)
-            try:
-                while done < len(target):
-                    done += _read_some(path, handle, target[done:], offset + done)
-            except (OSError, BrokenShard) as error:
-                if part == "crcs" or not self._left_copy(shard, error):
-                    wait_to_retry(f"{path} cannot be read at byte {offset + done}", error, delay_s)
-                self._open.pop(number).close()  # a stale handle stays stale
-            else:
-                return
-            finally:
-                self._watch.end()
 
 
 def opening_order(
@@ -434,11 +367,3 @@ def _misplaced(shard: OpenShard, first: int, last: int) -> BrokenShard:
         f"{shard.path}: its idx is damaged: it places samples at bytes {first} to {last} of "
         f"{shard.num_bytes}, some of a wrong size or order; {shard.remedy if shard.is_copy else verify}"
     )
-
-
-def _read_some(path: Path, handle: int, target: memoryview, offset: int) -> int:
-    """Bytes read into ``target``: some, as reads may be short."""
-    count = os.preadv(handle, [target], offset)
-    if count == 0:
-        raise BrokenShard(f"{path} ended at byte {offset} while it was read; was it replaced?")
-    return count

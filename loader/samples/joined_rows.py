@@ -64,7 +64,7 @@ class JoinedRows:
         return np.concatenate([[0], np.cumsum(np.concatenate(sizes))]).astype(np.int64)
 
     def _first_token_of_split(self) -> npt.NDArray[np.int64]:
-        """The same of one side of a split, of which only the idx tells the tokens: 0.1 ms a shard."""
+        """The same of one side of a split, of which only the idx tells the tokens: 0.1 ms per shard."""
         reader, shards = ShardReader(self.shards, self.context), self.shards
         sizes = np.zeros(shards.num_shards, np.int64)
         for number in reader.opening_order(np.arange(shards.num_shards)).tolist():
@@ -262,8 +262,8 @@ class RowWindow:
     """A Window of rows cut from decoded documents."""
 
     ids: npt.NDArray[np.int32]
-    at: npt.NDArray[np.int64]  # int64[samples a step, steps]: where each row begins in ids
-    lengths: npt.NDArray[np.int32]  # int32[samples a step, steps]: tokens of each
+    at: npt.NDArray[np.int64]  # int64[samples per step, steps]: where each row begins in ids
+    lengths: npt.NDArray[np.int32]  # int32[samples per step, steps]: tokens of each
     seq_len: int
     starts: npt.NDArray[np.int64] | None  # where documents begin in ids, ascending
 

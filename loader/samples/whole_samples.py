@@ -28,7 +28,7 @@ from shardprep.errors import BrokenShard
 class DocumentPieces:
     """Numbers the pieces through all shards, in order; an empty document is one empty piece.
 
-    Making it opens every shard for its idx: 0.1 ms a shard and 1 ns a document, files cached.
+    Making it opens every shard for its idx: 0.1 ms per shard and 1 ns per document, files cached.
     """
 
     def __init__(self, shards: ShardSet, max_length: int, context: ReaderContext) -> None:
@@ -91,7 +91,7 @@ LongDocuments = Literal["split", "truncate", "error"]
 
 @dataclass(frozen=True, kw_only=True)
 class WholeSamples:
-    """Documents or packed rows, one a sample; with ``pieces``, parts of documents."""
+    """Documents or packed rows, one per sample; with ``pieces``, parts of documents."""
 
     shards: ShardSet
     max_length: int | None = None
@@ -161,7 +161,7 @@ class SampleReader:
     def _read_pieces(self, samples: npt.NDArray[np.int64], pieces: DocumentPieces) -> PieceWindow:
         """Read and decode the documents of some pieces, each once, and keep the pieces alone.
 
-        So a window holds 4 bytes a token of its pieces, and while it is made the ids of some documents.
+        So a window holds 4 bytes per token of its pieces, and while it is made the ids of some documents.
         """
         asked, rows = np.unique(samples, return_inverse=True)
         documents, first = pieces.locate(self.reader, asked)
@@ -194,7 +194,7 @@ class PieceWindow:
     ids: npt.NDArray[np.int32]
     begin: npt.NDArray[np.int64]  # int64[pieces]: where each begins in ids
     lengths: npt.NDArray[np.int64]
-    rows: npt.NDArray[np.int64]  # int64[samples a step, steps] -> pieces
+    rows: npt.NDArray[np.int64]  # int64[samples per step, steps] -> pieces
 
     def chunk(self, first: int, end: int) -> Chunk:
         steps = self.rows[:, first:end].T
@@ -210,7 +210,7 @@ class SampleWindow:
 
     samples: WholeSamples
     data: SampleBytes
-    rows: npt.NDArray[np.int64]  # int64[samples a step, steps] -> rows of data
+    rows: npt.NDArray[np.int64]  # int64[samples per step, steps] -> rows of data
     starts: bool
 
     def chunk(self, first: int, end: int) -> Chunk:

@@ -25,13 +25,21 @@ from loader.shards.tar_samples import TarSamples
 from shardprep.errors import BrokenShard, MissingShard, ShardprepError, UsageError
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.idx import idx_num_bytes
-from shardprep.format.names import CRCS_DIR, crcs_command, crcs_path, id_ranges, shard_name, tar_path
+from shardprep.format.names import (
+    CRCS_DIR,
+    crcs_command,
+    crcs_path,
+    id_ranges,
+    rerun_command,
+    shard_name,
+    tar_path,
+)
 from shardprep.regular_files import names_in, with_retries
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetShards:
-    """Shards of one of our data sets, all or some; the arrays have a row a shard."""
+    """Shards of one of our data sets, all or some; the arrays have a row per shard."""
 
     folder: Path
     spec: DatasetSpec
@@ -45,6 +53,10 @@ class DatasetShards:
     def path_of(self, row: int) -> Path:
         """The tar of a row."""
         return tar_path(self.folder, int(self.shard_ids[row]))
+
+    def remedy_of(self, row: int) -> str:
+        """What to do about a row that cannot be read."""
+        return f"run: {rerun_command(int(self.shard_ids[row]), self.folder)}"
 
     @property
     def idx_bytes(self) -> npt.NDArray[np.int64]:
@@ -78,18 +90,22 @@ class ExternalTar:
 
     @property
     def num_samples(self) -> npt.NDArray[np.int64]:
-        """As DatasetShards has it: a row a shard, and this is one."""
+        """As DatasetShards has it: a row per shard, and this is one."""
         return np.array([len(self.samples.offset)])
 
     @property
     def num_tokens(self) -> npt.NDArray[np.int64]:
-        """Where they were counted; else a guess of 4 bytes a token."""
+        """Where they were counted; else a guess of 4 bytes per token."""
         counted = self.samples.num_tokens
         return np.array([counted.sum() if (counted >= 0).all() else self.tar_bytes // 4])
 
     def path_of(self, _row: int) -> Path:
         """The tar."""
         return self.path
+
+    def remedy_of(self, _row: int) -> str:
+        """What to do where it cannot be read."""
+        return "it changed since it was scanned: copy it again, and start anew"
 
     @property
     def row_tokens(self) -> int:
@@ -123,6 +139,13 @@ class ShardSet:
         if split is not None:
             counts = split.num_documents(self._split_keys, counts)
         self.first_sample = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        self.num_shards = len(self.first_sample) - 1
+        self.num_samples = int(self.first_sample[-1])
+        lengths = {source.row_tokens for source in self.sources}
+        # Tokens of every sample where all are packed rows of one length, else 0.
+        self.row_tokens = lengths.pop() if len(lengths) == 1 else 0
+        num_tokens = sum(int(source.num_tokens.sum()) for source in self.sources)
+        self.mean_tokens = max(num_tokens / max(int(self.num_records.sum()), 1), 1.0)  # of a sample, roughly
 
     @cached_property
     def _split_keys(self) -> npt.NDArray[np.uint64]:
@@ -153,14 +176,6 @@ class ShardSet:
         return np.concatenate(parts).astype(np.int64)
 
     @property
-    def num_samples(self) -> int:
-        return int(self.first_sample[-1])
-
-    @property
-    def num_shards(self) -> int:
-        return len(self.first_sample) - 1
-
-    @property
     def tar_bytes(self) -> int:
         """Bytes of all tars; of a split its part, as by the number of samples."""
         num_bytes = sum(int(np.sum(source.tar_bytes)) for source in self.sources)
@@ -179,12 +194,6 @@ class ShardSet:
         return len(self.datasets) < len(self.sources)
 
     @property
-    def row_tokens(self) -> int:
-        """Tokens of every sample where all are packed rows of one length, else 0."""
-        lengths = {source.row_tokens for source in self.sources}
-        return lengths.pop() if len(lengths) == 1 else 0
-
-    @property
     def has_rows(self) -> bool:
         """Whether some samples are packed rows."""
         return any(source.row_tokens for source in self.sources)
@@ -193,12 +202,6 @@ class ShardSet:
     def has_masks(self) -> bool:
         """Whether some rows say which of their tokens have a label."""
         return any(source.has_mask for source in self.sources)
-
-    @property
-    def mean_tokens(self) -> float:
-        """Tokens a sample, roughly."""
-        num_tokens = sum(int(source.num_tokens.sum()) for source in self.sources)
-        return max(num_tokens / max(int(self.num_records.sum()), 1), 1.0)
 
     @property
     def fingerprint(self) -> str:
@@ -275,7 +278,7 @@ class SizeCheck:
 def find_misfits(source: DatasetShards) -> list[Misfit]:
     """The tars of a data set's shards that are missing or of a wrong size, in their order.
 
-    One listing of the folder, whose order a Lustre client reads attributes ahead in, and a stat a file.
+    One listing of the folder, whose order a Lustre client reads attributes ahead in, and a stat per file.
     """
     names = [f"{shard_name(shard_id)}.tar" for shard_id in source.shard_ids.tolist()]
     expected = dict(zip(names, source.tar_bytes.tolist(), strict=True))

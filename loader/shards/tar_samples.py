@@ -193,7 +193,7 @@ Fields = dict[str, tuple[int, int]]  # field -> (offset, size) of its member
 
 @dataclass(frozen=True, kw_only=True)
 class TarSamples:
-    """Where the token ids of a tar's samples lie. All arrays have a row a sample, in tar order."""
+    """Where the token ids of a tar's samples lie. All arrays have a row per sample, in tar order."""
 
     offset: npt.NDArray[np.int64]  # byte in the tar where the ids begin; of NPY, their .npy header
     num_bytes: npt.NDArray[np.int64]

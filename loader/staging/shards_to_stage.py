@@ -82,7 +82,7 @@ def _epoch_samples(order: Order, epoch: int, lanes: range, begin: int, end: int)
 
 
 def _blocks(order: Order, epoch: int, begin: int, end: int) -> Iterator[Intervals]:
-    """Intervals of samples at consecutive positions, one a block; the outer blocks may be cut."""
+    """Intervals of samples at consecutive positions, one per block; the outer blocks may be cut."""
     size = order.block_samples
     for first in range(begin // size, -(-end // size), NUM_AT_ONCE):
         positions = np.arange(first, min(first + NUM_AT_ONCE, -(-end // size)), dtype=np.int64) * size

@@ -143,7 +143,7 @@ def _end_line(staged: Staged, num_chosen: int, to: str) -> str:
 
 
 _ORDER_FLAGS = {
-    "batch_size": "samples a batch on each rank",
+    "batch_size": "samples per batch on each rank",
     "global_batch_size": "samples of an optimizer's step (default batch_size x world_size)",
     "seed": "of the shuffle (default 0)",
     "seq_len": "tokens of rows that documents are packed into at load",

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from preprocess.doctor.findings import Finding, bad, good, warning
-from preprocess.resources import allowed_cpus, cgroup_files, memory_limits, memory_note
+from preprocess.resources import LEAST_WORKER_BYTES, allowed_cpus, cgroup_files, memory_limits
 from shardprep import __version__
 from shardprep.console import short_bytes
 from shardprep.errors import UsageError
@@ -77,9 +77,10 @@ def memory_finding(environ: Mapping[str, str], root: Path = Path("/")) -> Findin
         f"{name} {short_bytes(size)}" for name, size in limits.items() if name != least and size <= machine
     )
     text = f"{short_bytes(limits[least])}, by {least}" + (f" ({others})" if others else "")
-    if note := memory_note(limits[least] / 2**30):
-        reason, _, todo = note.rpartition(": ")
-        return warning("memory", f"{text}; {reason}", todo)
+    if limits[least] < LEAST_WORKER_BYTES:
+        needed = f"a worker needs about {short_bytes(LEAST_WORKER_BYTES)} with a vocabulary like Llama 3's"
+        todo = "ask for more memory: --mem of sbatch or srun"
+        return warning("memory", f"{text}; {needed}, and may be killed", todo)
     return good("memory", text)
 
 

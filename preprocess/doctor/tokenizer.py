@@ -98,6 +98,5 @@ def _engine(plan: Plan, said: list[str], what: str, name: str | None = None) -> 
     if reason is None and (num_bytes := sum(plan.shard_bytes())) < FEW_BYTES:
         return good("engine", f"tokenizers, which for {short_bytes(num_bytes)} is sooner done than fastokens")
     todo = "nothing is wrong with the ids; plan more or longer tasks, or take a tokenizer of a known kind"
-    return warning(
-        "engine", f"tokenizers encodes, several times slower: {reason or 'fastokens is not used'}", todo
-    )
+    why = (reason or "fastokens is not used").partition("; tokenizers encodes")[0]
+    return warning("engine", f"tokenizers encodes, several times slower: {why}", todo)

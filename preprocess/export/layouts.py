@@ -6,6 +6,7 @@ the shards that are missing; ``finish`` writes what names them all.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -22,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.shard_samples import ShardSamples
-from shardprep.atomic_files import PublishedFile, publish_bytes, sync_folder
+from shardprep.atomic_files import PublishedFile, publish_bytes, remove_tree, sync_folder
 from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, UsageError
 from shardprep.format.names import shard_name
 from shardprep.regular_files import NOT_THERE, read_regular, size_of_file
@@ -216,11 +217,10 @@ class NanoGpt(Exporter):
                 self._partial.touch()
                 self._partial.rename(target)
                 sync_folder(self.folder)
-                for shard_id in range(self.num_shards):
-                    self._mark(shard_id).unlink(missing_ok=True)
-                (self.folder / ".done").rmdir()
             except OSError as error:
                 raise ReadWriteError(f"{target} cannot be put in its place: {error.strerror}") from None
+        with contextlib.suppress(OSError):  # temporaries may be there, of attempts that died
+            remove_tree(self._mark(0).parent)
         return f'nanoGPT: np.memmap("{target}", dtype=np.{self._dtype.name}, mode="r")'
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 from collections.abc import Iterator, Sequence
@@ -74,15 +75,25 @@ class InputStream(io.RawIOBase):
         return data
 
 
-def unreadable(file: OpenInput, form: str, stream: InputStream | None, error: Exception) -> Exception:
-    """What to say where pyarrow raises: the failed read behind it, or that the file is broken."""
-    if stream is not None and stream.error is not None:
-        return stream.error
-    words = str(error).split("\n")[0][:200]
-    return BadInput(
-        f"input {file.path} cannot be read as {form} ({words}); bring a whole file, or move it "
-        "away and plan anew"
-    )
+@contextlib.contextmanager
+def refused_by_name(file: OpenInput, form: str, stream: InputStream) -> Iterator[None]:
+    """Where pyarrow raises inside: ReadWriteError for a failed read behind it, else BadInput."""
+    arrow = arrow_of(f"a table ({form})")
+    try:
+        yield
+    except (*_BUILT_IN_ERRORS, arrow.ArrowException) as error:
+        if stream.error is not None:
+            raise stream.error from None
+        words = str(error).split("\n")[0][:200]
+        raise BadInput(
+            f"input {file.path} cannot be read as {form} ({words}); bring a whole file, or move it "
+            "away and plan anew"
+        ) from None
+
+
+# What pyarrow's errors are, and what its Python part raises for values that no writer writes. A damaged size
+# asks for more memory than there is.
+_BUILT_IN_ERRORS = (ValueError, OSError, RuntimeError, LookupError, TypeError, OverflowError, MemoryError)
 
 
 def check_columns(file: OpenInput, schema: Any, fields: TextFields) -> None:

@@ -17,12 +17,13 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from preprocess.formats.format import RangeReader, Start
+from preprocess.formats.format import Start
 from preprocess.formats.line_ends import FirstLineEnd
-from preprocess.inputs import OpenInput
+from preprocess.inputs import OpenInput, RangeReader
 from shardprep.errors import BadInput, UsageError
 
 _READ_BYTES = 128 << 10
+_XZ_BYTES = 1 << 30  # of memory that a stream may ask for; more is refused
 _ZSTD_BYTES = 16 << 10  # given to zstd at once: what it gives back has no other limit
 _TAIL_BYTES = 16 << 10
 _MAGIC_BYTES = 6  # the longest of them
@@ -127,6 +128,11 @@ def _gzip_member() -> Decompressor:
     return igzip_lib.IgzipDecompressor(flag=igzip_lib.DECOMP_GZIP)
 
 
+def _xz_stream() -> Decompressor:
+    """Its header declares a dictionary of up to 4 GiB; ``xz -9`` has one of 64 MiB."""
+    return lzma.LZMADecompressor(memlimit=_XZ_BYTES)
+
+
 def _errors() -> tuple[type[Exception], ...]:
     """What decompressors raise for data that is not theirs."""
     found: list[type[Exception]] = [OSError, EOFError, ValueError, zlib.error, lzma.LZMAError]
@@ -142,7 +148,7 @@ _SKIPPABLE = tuple(struct.pack("<I", 0x184D2A50 + number) for number in range(16
 COMPRESSIONS = {
     ".gz": Compression(name="gzip", magics=(b"\x1f\x8b",), open=_gzip_member, may_end_in_zeros=True),
     ".zst": Compression(name="zstd", magics=(b"\x28\xb5\x2f\xfd", *_SKIPPABLE), open=_ZstdFrame),
-    ".xz": Compression(name="xz", magics=(b"\xfd7zXZ\0",), open=lzma.LZMADecompressor, may_end_in_zeros=True),
+    ".xz": Compression(name="xz", magics=(b"\xfd7zXZ\0",), open=_xz_stream, may_end_in_zeros=True),
     ".bz2": Compression(name="bzip2", magics=(b"BZh",), open=bz2.BZ2Decompressor),
 }
 

@@ -15,44 +15,14 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.inputs import BadDocument, ByteRange, OpenInput, Place
+from preprocess.chat_rendering import ChatTemplate
+from preprocess.inputs import BadDocument, OpenInput, Place, RangeReader
 from preprocess.long_documents import LONG_BYTES, MOST_HELD_BYTES, LongDocument
 from preprocess.options import BytesOptions, Doc
-from preprocess.text_fields import TextFields, UnusableText
+from preprocess.text_fields import TextChanges, TextFields, UnusableText
 
-HASH_BYTES = 1 << 19  # read at once where bytes are only hashed, or only a line's end is looked for
 # A batch of shorter lines, on average, is cut by their number: a million lines of one letter took 0.35 GB.
 SHORT_LINE_BYTES = 32
-
-
-class Digest(Protocol):
-    """A hash of hashlib."""
-
-    def update(self, data: memoryview, /) -> None:
-        """Take more bytes."""
-
-
-class RangeReader:
-    """Reads a range from its open file, for one thread; hashes, in order, each byte that it meets first."""
-
-    def __init__(self, file: OpenInput, part: ByteRange, digest: Digest | None) -> None:
-        self.file = file
-        self.part = part
-        self._digest = digest
-        self._num_hashed = part.start  # byte up to which the range is hashed
-
-    def read(self, start: int, end: int) -> bytes:
-        """The bytes [start, end). Raises ReadWriteError."""
-        data = self.file.read_all(start, end)
-        if self._digest is not None and end > self._num_hashed:
-            self._digest.update(memoryview(data)[self._num_hashed - start :])
-            self._num_hashed = end
-        return data
-
-    def hash_rest(self) -> None:
-        """Hash what was not read, if the range is hashed at all."""
-        while self._digest is not None and self._num_hashed < self.part.end:
-            self.read(self._num_hashed, min(self._num_hashed + HASH_BYTES, self.part.end))
 
 
 @dataclass(kw_only=True)
@@ -72,11 +42,6 @@ class DocumentBatch:
     spans: list[list[tuple[int, int]]] | None = None  # of conversations: the characters by the assistant
     keeps_space: bool = False  # white space beyond ASCII is not yet stripped
     filtered: list[int] = field(default_factory=list)  # lines that the user's own limits leave out
-
-    @property
-    def num_empty(self) -> int:
-        """Lines that hold no document."""
-        return self.num_lines - len(self.texts) - len(self.bad) - len(self.filtered)
 
     def only(self, numbers: npt.NDArray[np.int64]) -> DocumentBatch:
         """The same with some of its documents alone; the counts stay."""
@@ -120,20 +85,24 @@ class Reading:
     doc: Doc  # of .txt: what a document is
     encoding: str  # of .txt
     batch_bytes: int  # of raw text in a batch, about
-    fields: TextFields  # what of a record is the text
-    keeps_space: bool = (
-        False  # lines of .txt are not stripped here: a no-break space may be half of a character
-    )
+    fields: TextFields = field(default_factory=TextFields)  # what of a record is the text
+    # Lines of .txt are not stripped by their format: a no-break space may be half of a character.
+    keeps_space: bool = False
+    changes: TextChanges | None = None  # what is done to the texts, where anything is
+    chat: ChatTemplate | None = None  # renders the texts, which are conversations
 
 
 def reading_of(options: BytesOptions, batch_bytes: int) -> Reading:
     """How a plan's options say that documents are read."""
+    template = ChatTemplate(options.chat_template, options.chat_tokens, options.allow_special_tokens)
     return Reading(
         doc=options.doc,
         encoding=options.encoding,
         batch_bytes=batch_bytes,
         fields=options.text_fields(),
         keeps_space=options.fix_text,
+        changes=options.text_changes(),
+        chat=template if options.is_chat else None,
     )
 
 

@@ -29,7 +29,6 @@ from preprocess.formats.format import (
     SHORT_LINE_BYTES,
     DocumentBatch,
     Inspected,
-    RangeReader,
     Reading,
     RecordBlock,
     Start,
@@ -41,7 +40,7 @@ from preprocess.formats.format import (
 from preprocess.formats.line_ends import first_line_start, first_newline, last_newline
 from preprocess.formats.line_streams import LineBlock, line_blocks_of, plain_pieces
 from preprocess.formats.text_lines import whole_file_starts
-from preprocess.inputs import OpenInput, Place
+from preprocess.inputs import OpenInput, Place, RangeReader
 from preprocess.long_documents import LongDocument
 from preprocess.text_fields import TextFields, UnusableText
 from shardprep.errors import BadInput

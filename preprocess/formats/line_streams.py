@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from preprocess.formats.compression import TextPiece
-from preprocess.formats.format import RangeReader
 from preprocess.formats.line_ends import unit_bytes
+from preprocess.inputs import RangeReader
 from preprocess.long_documents import MOST_HELD_BYTES
 
 

@@ -12,12 +12,12 @@ from preprocess.formats.columns import (
     arrow_of,
     check_columns,
     column_names,
+    refused_by_name,
     row_documents,
     rows_at_once,
-    unreadable,
 )
-from preprocess.formats.format import DocumentBatch, Inspected, RangeReader, Reading, Start, no_documents
-from preprocess.inputs import OpenInput, Place
+from preprocess.formats.format import DocumentBatch, Inspected, Reading, Start, no_documents
+from preprocess.inputs import ByteRange, OpenInput, Place, RangeReader
 from preprocess.long_documents import LongDocument
 from preprocess.text_fields import TextFields
 from shardprep.errors import BadInput
@@ -34,8 +34,9 @@ class Parquet:
         """See Format. Raises BadInput where the footer is broken, or a column of the text is missing."""
         if not file.stamp.num_bytes:
             return Inspected(text_bytes=0, is_whole=True)
-        table, _ = _open(file, reading.fields)
-        text_bytes = sum(_text_bytes(table.metadata, group, reading.fields) for group in _groups(table))
+        table, stream = _open(file, reading.fields)
+        with refused_by_name(file, "Parquet", stream):
+            text_bytes = sum(_text_bytes(table.metadata, group, reading.fields) for group in _groups(table))
         return Inspected(text_bytes=text_bytes, is_whole=False)
 
     def starts(
@@ -43,7 +44,11 @@ class Parquet:
     ) -> list[Start | None]:
         """See Format."""
         size = file.stamp.num_bytes
-        places = [0, size] if not size else [0, *_group_starts(_open(file, reading.fields)[0])[1:], size]
+        places = [0, size]
+        if size:
+            table, stream = _open(file, reading.fields)
+            with refused_by_name(file, "Parquet", stream):
+                places[1:1] = _group_starts(table)[1:]
         found: list[Start | None] = []
         for byte, end in stretches:
             place = next((place for place in places if place >= byte), size)
@@ -63,29 +68,33 @@ class Parquet:
             line=line,
             num_bytes=part.end - part.start,
         )
+        num_left = place.num_bytes
         reader.hash_rest()
         if not file.stamp.num_bytes:
             return
         table, stream = _open(file, reading.fields)
-        starts = [0, *_group_starts(table)[1:]]
-        groups = [number for number, start in enumerate(starts) if part.start <= start < part.end]
-        if not groups:
-            yield no_documents(place)
-            return
-        first_row = sum(table.metadata.row_group(number).num_rows for number in range(groups[0]))
-        ends = [start for start in starts if part.start < start < part.end]
-        spans = [end - begin for begin, end in zip([part.start, *ends], [*ends, part.end], strict=True)]
-        where = dataclasses.replace(place, start=first_row, end=first_row)
-        num_left = part.end - part.start
-        try:
-            for item in row_documents(_batches(table, groups, spans, reading), where, reading):
-                num_left -= item.num_bytes
+        with refused_by_name(file, "Parquet", stream):
+            for item in _documents(table, place, part, reading):
                 line += item.num_lines
+                num_left -= item.num_bytes
                 yield item
-        except (ValueError, OSError, RuntimeError, KeyError, NotImplementedError) as error:
-            raise unreadable(file, "Parquet", stream, error) from None
-        if num_left:  # of row groups without rows
+        if num_left:  # of row groups without rows, or of no row group
             yield no_documents(dataclasses.replace(place, line=line, num_bytes=num_left))
+
+
+def _documents(
+    table: Any, place: Place, part: ByteRange, reading: Reading
+) -> Iterator[DocumentBatch | LongDocument]:
+    """Those of the row groups that begin in the part."""
+    starts = [0, *_group_starts(table)[1:]]
+    groups = [number for number, start in enumerate(starts) if part.start <= start < part.end]
+    if not groups:
+        return
+    first_row = sum(table.metadata.row_group(number).num_rows for number in range(groups[0]))
+    ends = [start for start in starts if part.start < start < part.end]
+    spans = [end - begin for begin, end in zip([part.start, *ends], [*ends, part.end], strict=True)]
+    where = dataclasses.replace(place, start=first_row, end=first_row)
+    yield from row_documents(_batches(table, groups, spans, reading), where, reading)
 
 
 def _open(file: OpenInput, fields: TextFields) -> tuple[Any, InputStream]:
@@ -93,11 +102,9 @@ def _open(file: OpenInput, fields: TextFields) -> tuple[Any, InputStream]:
     arrow_of(".parquet")
     parquet = __import__("pyarrow.parquet", fromlist=["ParquetFile"])
     stream = InputStream(file)
-    try:
+    with refused_by_name(file, "Parquet", stream):
         table = parquet.ParquetFile(stream, buffer_size=_BUFFER_BYTES, pre_buffer=False, memory_map=False)
         schema = table.schema_arrow
-    except (ValueError, OSError, RuntimeError, KeyError, NotImplementedError) as error:
-        raise unreadable(file, "Parquet", stream, error) from None
     check_columns(file, schema, fields)
     return table, stream
 

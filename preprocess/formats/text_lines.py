@@ -25,11 +25,9 @@ from preprocess.formats.compression import (
     text_of_part,
 )
 from preprocess.formats.format import (
-    HASH_BYTES,
     SHORT_LINE_BYTES,
     DocumentBatch,
     Inspected,
-    RangeReader,
     Reading,
     Start,
     no_documents,
@@ -47,7 +45,7 @@ from preprocess.formats.line_ends import (
     unit_bytes,
 )
 from preprocess.formats.line_streams import LineBlock, line_blocks_of, whole_units
-from preprocess.inputs import BadDocument, OpenInput, Place
+from preprocess.inputs import HASH_BYTES, BadDocument, OpenInput, Place, RangeReader
 from preprocess.long_documents import LONG_BYTES, MOST_HELD_BYTES, LongDocument
 from preprocess.options import Doc
 

@@ -8,9 +8,7 @@ Import from its modules, in the order in which each stands on those before it:
     names         file names, keys, member names, limits, dtypes, the commands that messages recommend
     checked_json  reads a JSON file of the contract, with an error that names the key
     dataset_spec  what all shards of a data set have in common
-    record_chunks files of fixed-size records with crc32s: idx and crcs
-    idx           shard-N.idx: where each sample is
-    sample_crcs   crcs/shard-N.crc: the crc32 of each sample's ids
+    idx           shard-N.idx: where each sample is; crcs/shard-N.crc: the crc32 of its ids
     manifest      shard-N.json: what one shard holds, and whether it is done
     index         index.json: all manifests, merged
     osts          osts.json: on which Lustre storage target each tar begins

@@ -154,6 +154,10 @@ class Fields:
             raise self.wrong(key, value, f"a whole number, {least} to {most}")
         return value
 
+    def whole_or_none(self, key: str, most: int) -> int | None:
+        """A whole number from 0, or null."""
+        return self.or_none(key, lambda key: self.whole(key, 0, most))
+
     def number(self, key: str, most: float = MOST) -> float:
         """A number from 0, whole or not."""
         value = self.take(key)
@@ -245,6 +249,10 @@ class Fields:
             key, lambda value: type(value) is int and 0 <= value <= most, f"a whole number, 0 to {most}"
         )
 
+    def pairs(self, key: str, expected: str) -> list[tuple[int, int]]:
+        """A list of pairs of whole numbers; ``expected`` says what a pair is."""
+        return [(first, second) for first, second in self.list_of(key, _is_pair, expected)]
+
     def objects(self, key: str) -> Iterator[Fields]:
         """A list of objects."""
         for number, entry in enumerate(self.list_of(key, lambda value: isinstance(value, dict), "an object")):
@@ -260,6 +268,10 @@ class Fields:
 def is_digest(value: object, num_digits: int) -> bool:
     """Whether a value is a text of so many lower-case hex digits."""
     return isinstance(value, str) and re.fullmatch(f"[0-9a-f]{{{num_digits}}}", value) is not None
+
+
+def _is_pair(value: Any) -> bool:
+    return type(value) is list and len(value) == 2 and type(value[0]) is type(value[1]) is int
 
 
 def _is_text(value: object) -> bool:

@@ -5,19 +5,28 @@ A tokenizer is known by its fingerprint, a hash of what decides the ids that it 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from shardprep.format.checked_json import Fields
-from shardprep.format.names import MAX_SEQ_LEN, MAX_SHARDS, Record, TokenFormat, token_dtype
+from shardprep.format.checked_json import Fields, read_checked
+from shardprep.format.names import MAX_PLAN_BYTES, MAX_SEQ_LEN, MAX_SHARDS, PLAN_NAME, Record, TokenFormat
 
 if TYPE_CHECKING:
     import numpy as np
 
 # The decoder, truncation and padding change no id of an encoded document.
+_DERIVED = ("kind", "has_rows", "token_bytes")
 _DECISIVE = ("added_tokens", "normalizer", "pre_tokenizer", "model", "post_processor")
+
+
+def token_bytes(vocab_size: int) -> int:
+    """Bytes of a binary token id: 2 where every id fits into uint16, else 4 (uint32)."""
+    return 2 if vocab_size <= 1 << 16 else 4
 
 
 def tokenizer_fingerprint(tokenizer_json: str) -> str:
@@ -32,10 +41,13 @@ def tokenizer_fingerprint(tokenizer_json: str) -> str:
 def fingerprint_of(data: dict[str, Any]) -> str:
     """The same of a ``tokenizer.json`` that is parsed already, as which it is left."""
     kept = {name: data.get(name) for name in _DECISIVE}
-    merges = (kept["model"] or {}).get("merges")
+    model = kept["model"] or {}
+    merges, vocab = model.get("merges"), model.get("vocab")
     if merges:
         pairs = [m.split(" ") if isinstance(m, str) else m for m in merges]
-        kept["model"] = {**data["model"], "merges": pairs}
+        kept["model"] = model = {**model, "merges": pairs}
+    if isinstance(vocab, dict):  # json would sort pairs, which takes three times as long
+        kept["model"] = {**model, "vocab": {token: vocab[token] for token in sorted(vocab)}}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
@@ -54,17 +66,13 @@ class TokenizerSpec:
     def from_json(fields: Fields) -> TokenizerSpec:
         """Raises BrokenShard."""
         vocab_size = fields.whole("vocab_size", 1, 2**32 - 1)
-
-        def token_id(key: str) -> int | None:
-            return fields.or_none(key, lambda key: fields.whole(key, 0, vocab_size - 1))
-
         spec = TokenizerSpec(
             model_id=fields.text("model_id"),
             fingerprint=fields.digest("fingerprint"),
             vocab_size=vocab_size,
-            bos_token_id=token_id("bos_token_id"),
-            eos_token_id=token_id("eos_token_id"),
-            pad_token_id=token_id("pad_token_id"),
+            bos_token_id=fields.whole_or_none("bos_token_id", vocab_size - 1),
+            eos_token_id=fields.whole_or_none("eos_token_id", vocab_size - 1),
+            pad_token_id=fields.whole_or_none("pad_token_id", vocab_size - 1),
         )
         fields.end()
         return spec
@@ -81,21 +89,28 @@ class DatasetSpec:
     seq_len: int  # tokens per packed row; 0 unless packed
     append_eos: bool
     tokenizer: TokenizerSpec
+    # These follow from the others, and are in no file.
+    kind: str = field(init=False)  # how a sample's ids are stored: one of IDX_KINDS
+    has_rows: bool = field(init=False)  # whether a sample is a row of seq_len tokens, and no document
+    token_bytes: int = field(init=False)  # of a binary id
 
-    @property
-    def kind(self) -> str:
-        """How a sample's ids are stored: one of IDX_KINDS."""
-        return self.token_format if self.record == "documents" else self.record
+    def __post_init__(self) -> None:
+        has_rows = self.record != "documents"
+        object.__setattr__(self, "has_rows", has_rows)
+        object.__setattr__(self, "kind", self.record if has_rows else self.token_format)
+        object.__setattr__(self, "token_bytes", token_bytes(self.tokenizer.vocab_size))
 
-    @property
-    def has_rows(self) -> bool:
-        """Whether a sample is a row of ``seq_len`` tokens, and no document."""
-        return self.record != "documents"
-
-    @property
+    @cached_property
     def dtype(self) -> np.dtype[Any]:
-        """Of binary ids."""
-        return token_dtype(self.tokenizer.vocab_size)
+        """Of binary ids: uint16 or uint32, little-endian."""
+        import numpy as np  # a command that reads a plan needs no numpy, which takes 0.1 s
+
+        return np.dtype(f"<u{self.token_bytes}")
+
+    def to_json(self) -> dict[str, Any]:
+        """What a manifest and the index say of it."""
+        found = dataclasses.asdict(self)
+        return {name: found[name] for name in found if name not in _DERIVED}
 
     @staticmethod
     def from_json(fields: Fields) -> DatasetSpec:
@@ -113,3 +128,13 @@ class DatasetSpec:
         )
         fields.end()
         return spec
+
+
+def read_input_names(folder: Path) -> list[str]:
+    """The inputs of a data set's plan, relative to its input folder; an idx names them by their position.
+
+    Raises FileNotFoundError or NotADirectoryError where there is no plan, BrokenShard, UnknownVersion,
+    ReadWriteError.
+    """
+    fields: Fields = read_checked(folder / PLAN_NAME, "shardprep-plan", max_bytes=MAX_PLAN_BYTES)
+    return [item.text("path") for item in fields.objects("inputs")]

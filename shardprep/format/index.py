@@ -49,7 +49,7 @@ class DatasetIndex:
         """The bytes of index.json: about 70 per shard, and no ``run``, so equal data gives equal bytes."""
         rows = [[*row, sha] for row, sha in zip(self.columns.tolist(), self.tar_sha256, strict=True)]
         content = {
-            "spec": dataclasses.asdict(self.spec),
+            "spec": self.spec.to_json(),
             "sources": {name: dataclasses.asdict(counts) for name, counts in self.sources.items()},
             "columns": [*COLUMNS, "tar_sha256"],
             "shards": rows,
@@ -71,7 +71,7 @@ class DatasetIndex:
         rows = fields.list_of("shards", _is_row, f"a list of {len(COLUMNS)} whole numbers and a hash")
         fields.end()
         if len(rows) != spec.num_shards:
-            raise fields.wrong("shards", f"{len(rows)} rows", f"{spec.num_shards}, one a shard")
+            raise fields.wrong("shards", f"{len(rows)} rows", f"{spec.num_shards}, one per shard")
         hashes = tuple(row[-1] for row in rows)
         if {len(each) for each in hashes} != {_HASH_DIGITS} or not _HEX.fullmatch("".join(hashes)):
             number = next(n for n, each in enumerate(hashes) if not is_digest(each, _HASH_DIGITS))

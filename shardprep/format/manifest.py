@@ -83,7 +83,7 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """The bytes on disk; the part before ``run`` is equal for equal shards."""
-        content = dataclasses.asdict(self)
+        content = dataclasses.asdict(self) | {"spec": self.spec.to_json()}
         data = with_content_hash("shardprep-manifest", content, run=content.pop("run"))
         return json.dumps(data, ensure_ascii=False, indent=1).encode() + b"\n"
 

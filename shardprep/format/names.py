@@ -19,6 +19,7 @@ MAX_SHARDS = 99_999  # shard names carry five digits
 MAX_SEQ_LEN = 2**27
 BLOCK_BYTES = 512  # a tar is a sequence of such blocks
 TAR_END = bytes(2 * BLOCK_BYTES)  # the two zero blocks that close a tar
+MAX_PLAN_BYTES = 256 << 20  # some 10^6 inputs
 MAX_MANIFEST_BYTES = 1 << 20  # one has about 1.5 KB
 MAX_MEMBER_BYTES = 2**32 - 1  # the idx keeps sizes as uint32; ustar itself ends at 8 GiB
 PACKED_MEMBER_BYTES = 512 * 1024  # rows are grouped into members of about this size
@@ -82,6 +83,11 @@ def offset_unit(path: str) -> str:
     return "byte of the text" if path.endswith((".gz", ".zst", ".xz", ".bz2")) else "byte"
 
 
+def place_text(path: str, offset: int) -> str:
+    """``ko_1.txt byte 4512``, ``a.parquet row 17``."""
+    return f"{path} {offset_unit(path)} {offset}"
+
+
 def document_key(shard_id: int, line: int) -> str:
     """Key of a document: its shard, and its line counted from 0 in that shard's input."""
     return f"sample_{shard_id}_{line:08d}"
@@ -110,13 +116,6 @@ def crcs_command(folder: Path) -> str:
 def remake_command(shard_id: int, folder: Path) -> str:
     """What a user types where a shard counts as done but is wrong: without its manifest it is not done."""
     return f"rm {shlex.quote(str(manifest_path(folder, shard_id)))} && {rerun_command(shard_id, folder)}"
-
-
-def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """dtype of binary token ids: uint16 where every id fits, else uint32."""
-    import numpy as np  # a command that shows its flags needs these names, and not numpy's 0.1 s
-
-    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:

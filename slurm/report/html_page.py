@@ -33,7 +33,8 @@ STYLE_FILE = Path(__file__).with_name("page.css")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _WIDTH, _HEIGHT = 1000, 100
 _LEVELS = 5  # of how busy a node is
-_NUMBER = re.compile(r"[~<-]?[0-9].*|-?")
+_SHORT_NAME = 5  # characters: a first column of these may be as narrow as they are
+_NUMBER = re.compile(r"[~<-]?[0-9](?!.*, ).*|-?")  # and no list that begins with one
 
 
 def html_page(report: Report, heading: str) -> str:
@@ -86,10 +87,8 @@ def _note(note: Note) -> str:
 
 def _table(table: Table) -> str:
     columns = list(zip(*table.rows, strict=True))
-    classes = [
-        ' class="number"' if number and all(map(_NUMBER.fullmatch, cells)) else ""
-        for number, cells in enumerate(columns)
-    ] or [""] * len(table.columns)
+    classes = [_class_of_column(number, cells) for number, cells in enumerate(columns)]
+    classes = classes or [""] * len(table.columns)
     head = "".join(
         f"<th{kind}>{escape(name)}</th>" for kind, name in zip(classes, table.columns, strict=True)
     )
@@ -103,6 +102,12 @@ def _table(table: Table) -> str:
         rows.append(f"<tr>{''.join(cells)}</tr>")
     body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
     return f'<div class="scroll"><table>{body}</table></div>'
+
+
+def _class_of_column(number: int, cells: Sequence[str]) -> str:
+    if number == 0:
+        return ' class="short"' if all(len(cell) < _SHORT_NAME for cell in cells) else ""
+    return ' class="number"' if all(map(_NUMBER.fullmatch, cells)) else ""
 
 
 def _figure(title: str, drawing: str, labels: Sequence[tuple[float, str]], *, most: str = "") -> str:
@@ -158,7 +163,9 @@ def _quotes(quotes: Quotes) -> str:
 
 
 def _commands(commands: Commands) -> str:
-    return f"<pre>{escape(chr(10).join(commands.lines))}</pre>"
+    """Lines break between words alone: a browser would break behind the dashes of a flag, too."""
+    lines = [" ".join(f"<span>{escape(word)}</span>" for word in line.split(" ")) for line in commands.lines]
+    return "<pre>{}</pre>".format("\n".join(lines))
 
 
 def _svg(shapes: str, name: str) -> str:

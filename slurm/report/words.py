@@ -285,10 +285,15 @@ def heights(numbers: Sequence[float]) -> list[float]:
 
 
 def edge_labels(edges: Sequence[str], most: int = 7) -> list[tuple[float, str]]:
-    """Labels of some edges of a histogram's columns, evenly, the first and the last among them."""
+    """Labels of some edges of a histogram's columns, evenly from the first on; no text twice in a row."""
     steps = len(edges) - 1
     every = -(-steps // (most - 1))
-    return [(number / steps, edges[number]) for number in range(0, steps + 1, every)]
+    numbers = range(0, steps + 1, every)
+    return [
+        (number / steps, edges[number])
+        for number in numbers
+        if number == 0 or edges[number] != edges[number - every]
+    ]
 
 
 def short_ids(ids: str) -> str:

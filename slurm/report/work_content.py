@@ -59,7 +59,7 @@ def _used_row(each: Data, words: Words) -> list[str]:
     cpus = each["cpus_per_task"]
     asked = [words("cpus", number=cpus) if isinstance(cpus, int) else words("whole_node")]
     asked += [f"{each['mem_mb']:,} MB"] if each["mem_mb"] else []
-    asked += [f"{each['time_min']} min"] if each["time_min"] else []
+    asked += [words("minutes", minutes=each["time_min"])] if each["time_min"] else []
     asked += [each["partition"]] if each["partition"] else []
     memory, longest = each["max_rss_mb"], each["longest_task_s"]
     return [

@@ -10,7 +10,7 @@ in words, or what it made is *equal* to what it makes undisturbed. Everything el
     its own -> outcomes how it ended; os_calls.c fails or kills at the k-th call to the operating system
 
     bit_flips, bad_json, replaced_files, injected_errors, short_transfers, full_disks, kills, stop_signals,
-    races, clocks, fuzzed_inputs: the campaigns, each a generator of outcomes
+    races, clocks, altered_inputs, fuzzed_inputs: the campaigns, each a generator of outcomes
 
 Thousands of runs take minutes, as each is a fork of one process that has imported everything already.
 """

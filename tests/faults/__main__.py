@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from tests.faults import (
+    altered_inputs,
     bad_json,
     bit_flips,
     clocks,
@@ -37,6 +38,7 @@ CAMPAIGNS = {
     "stop_signals": stop_signals,
     "races": races,
     "clocks": clocks,
+    "altered_inputs": altered_inputs,
     "fuzzed_inputs": fuzzed_inputs,
 }
 # Of each file or hit and command. Full takes some 2 hours of one core, quick some 10 s per campaign.

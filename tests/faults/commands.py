@@ -10,7 +10,8 @@ from typing import Any
 
 _WARNED = 1  # the exit code of doctor where all is usable
 REFUSING = frozenset({65, 66, 73, 74, 75, 78})  # the exit codes that a fault may end a command with
-PAGE_NAME = "report.html"
+LITTER = ".{}.other-{}-0123abcd.tmp"  # what attempts left that died, and clean removes
+REPORT_NAME = "report.json"
 EXPORTS = ("export megatron", "export nanogpt", "export hf", "export mosaicml")
 
 
@@ -37,12 +38,11 @@ def command(name: str, place: Path, options: list[str]) -> Callable[[], tuple[in
             0,
             loaded([str(path) for path in sorted(data.glob("*.tar"))], model_id=place / "model"),
         )
-    if name == "clean":
-        return lambda: (_preprocess("clean", data), temporaries_of(data))
     if name.startswith("export "):
         return lambda: (_export(place, name.removeprefix("export ")), None)
     codes: dict[str, Callable[[], int]] = {
         "plan": lambda: plan(place, options),
+        "plan, shard": lambda: plan(place, options) or _preprocess("--shard_id", 0, "--output_dir", data),
         "shard": lambda: _preprocess("--shard_id", 0, "--output_dir", data),
         "shard 1": lambda: _preprocess("--shard_id", 1, "--output_dir", data),
         "run": lambda: _preprocess("run", data, "--num_proc", 1),
@@ -57,8 +57,9 @@ def command(name: str, place: Path, options: list[str]) -> Callable[[], tuple[in
             *("train_tokenizer", "--input_dir", place / "raw", "--output_dir", place / "trained"),
             *("--vocab_size", 300),
         ),
+        "clean": lambda: _preprocess("clean", data),
         "submit": lambda: _slurm("submit", data, "--mem_gb", 1),
-        "report": lambda: _slurm("report", data, "--output", place / PAGE_NAME),
+        "report": lambda: _slurm("report", data, "--json", "--output", place / REPORT_NAME),
     }
     return lambda: (codes[name](), None)
 
@@ -117,23 +118,21 @@ def delivered(loader: Any) -> str:
     return digest.hexdigest()
 
 
-def temporaries_of(data: Path) -> list[str]:
-    """The names of all temporaries in a data set."""
-    return sorted(path.name for path in data.rglob(".*.tmp"))
-
-
 def published_below(place: Path) -> dict[str, str]:
-    """Name -> digest of all that counts in a workplace: data set, copies, exports, report."""
+    """Name -> digest of what counts in a workplace: data set, copies, exports, the report but its time."""
     found = {
         f"{name}/{file}": digest
         for name in ("data", "staged")
         for file, digest in files_of(place / name).items()
     }
-    others = [*(place / "exported").rglob("*"), place / PAGE_NAME]
-    for path in others:
+    for path in (place / "data").rglob(LITTER.format("*", "?")):
+        if path.is_file():  # a folder of which clean had removed a part is young again
+            found[f"litter/{path.name}"] = ""
+    for path in [*(place / "exported").rglob("*"), place / REPORT_NAME]:
         name = path.relative_to(place).as_posix()
         if path.is_file() and "/." not in name and path.suffix != ".partial":
-            found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+            data = _without(path, "written") if name == REPORT_NAME else path.read_bytes()
+            found[name] = hashlib.sha256(data).hexdigest()
     return found
 
 
@@ -151,12 +150,16 @@ def files_of(folder: Path) -> dict[str, str]:
 
 
 def _without_run(path: Path) -> bytes:
+    is_manifest = path.suffix == ".json" and path.name.startswith("shard-")
+    return _without(path, "run") if is_manifest else path.read_bytes()
+
+
+def _without(path: Path, key: str) -> bytes:
+    """A JSON file without a value that may differ, or all of what is none."""
     data = path.read_bytes()
-    if path.suffix != ".json" or not path.name.startswith("shard-"):
-        return data
     try:
-        manifest = json.loads(data)
-        manifest.pop("run")
-        return json.dumps(manifest).encode()
+        values = json.loads(data)
+        values.pop(key)
+        return json.dumps(values).encode()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return data

@@ -28,7 +28,7 @@ HITS = (
     Hit("submit", "planned", "submit", 0.5),
     Hit("report", "verified", "report", 0.5),
     Hit("clean", "littered", "clean", 0.5),
-    *(Hit(name, "verified", name, 0.25) for name in EXPORTS),
+    *(Hit(name, "verified", name, 0.12) for name in EXPORTS),
 )
 
 
@@ -43,7 +43,7 @@ def at_calls(
     """Each call of the commands that write, with the signals in turn."""
     for data_set in data_sets:
         calls = OsCalls(data_set.place)
-        for hit in hits_of(data_set, HITS):
+        for hit in hits_of(data_set, HITS, num_faults):
             expected, made = counted(data_set, calls, hit)
             for number, at in enumerate(spread(len(made), hit.number(num_faults))):
                 fault = OsFault(at=at, mode="signal", error=signals[number % len(signals)])

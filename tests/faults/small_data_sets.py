@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardprep.atomic_files import STALE_AFTER_S
-from tests.faults.commands import EXPORTS, command, published_below
+from tests.faults.commands import LITTER, REPORT_NAME, command, published_below
 from tests.faults.every_format import write_every_format
 from tests.faults.forked_case import Ended, ForkedRun, run_forked
 
@@ -123,7 +123,9 @@ def make_small_data_sets(folder: Path, forms: Sequence[str]) -> list[SmallDataSe
             write_every_format(place / "raw")
         options = [*FORMS[form], "--max_bad_fraction", "0.5"]
         templates = folder / form
-        shutil.rmtree(place / "data", ignore_errors=True)
+        for name in ("data", "staged", "exported"):  # what the form before left
+            shutil.rmtree(place / name, ignore_errors=True)
+        (place / REPORT_NAME).unlink(missing_ok=True)
         _keep(place, templates / "raw")
         _must(run_forked(command("plan", place, options)))
         _keep(place, templates / "planned")
@@ -155,11 +157,11 @@ def _litter(data: Path) -> None:
         "plan.json",
     ):
         for attempt in range(3):
-            path = (data / name).with_name(f".{Path(name).name}.other-{attempt + 1}-0123abcd.tmp")
+            path = (data / name).with_name(LITTER.format(Path(name).name, attempt))
             path.write_bytes(b"half of it")
             if name == "index.json":
                 os.utime(path, (then, then))
-    folder = data / ".tokenizer.other-1-0123abcd.tmp"
+    folder = data / LITTER.format("tokenizer", 1)
     folder.mkdir()
     (folder / "tokenizer.json").write_bytes(b"half of it")
     for path in (folder / "tokenizer.json", folder):
@@ -196,7 +198,7 @@ def _make(place: Path) -> tuple[int, None]:
 
 def _used_modules(place: Path) -> list[str]:
     """What the commands import, so that a fork need not."""
-    for name in ("verify --crcs", "load checked", "stage", "status", "report", "clean", *EXPORTS):
+    for name in ("verify --crcs", "load checked", "stage", "status", "report", "clean", "export hf"):
         command(name, place, [])()
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer

@@ -148,6 +148,12 @@ def test_a_clock_that_is_wrong_or_jumps_changes_nothing(of_campaign: Outcomes) -
     assert {outcome["kind"] for outcome in outcomes} == {"equal"}, shown(failed(outcomes))
 
 
+def test_a_bit_of_an_input_of_any_format_is_read_or_refused_in_words(of_campaign: Outcomes) -> None:
+    outcomes = of_campaign("altered_inputs")
+    assert len({outcome["file"] for outcome in outcomes}) > 10
+    assert not failed(outcomes), shown(failed(outcomes))
+
+
 def test_fuzzed_inputs_are_refused_or_read_as_an_independent_reader_reads_them(of_campaign: Outcomes) -> None:
     outcomes = of_campaign("fuzzed_inputs")
     assert len(outcomes) > 300

@@ -17,10 +17,9 @@ from loader.shards.find_shards import find_shards
 from preprocess.plan import need_plan, read_plan
 from shardprep.errors import BrokenShard, MissingShard, ReadWriteError, ShardprepError, UnknownVersion
 from shardprep.format.checked_json import content_sha256, with_content_hash
-from shardprep.format.idx import IDX_DOCUMENT
+from shardprep.format.idx import CHUNK_RECORDS, IDX_DOCUMENT, ChunkCrcs
 from shardprep.format.index import read_index
 from shardprep.format.manifest import read_manifest
-from shardprep.format.record_chunks import CHUNK_RECORDS, ChunkCrcs
 from tests.conftest import seal
 
 if TYPE_CHECKING:

@@ -164,6 +164,7 @@ def test_worker_run_and_both_tiers_of_verify_name_a_changed_file_of_the_tokenize
 def test_the_loader_refuses_an_idx_that_it_reads_in_parts(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("torch", reason="the loader needs it")
     from loader.reading import open_shard
     from loader.reading.shard_reader import ShardReader
     from loader.shards.find_shards import find_shards

@@ -32,15 +32,25 @@ def old_dir(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_every_command_refuses_a_data_set_of_version_1_with_what_to_type(
     prep: Prep, sample_dir: Path, old_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("torch", reason="the loader needs it")
     before = prep.contents(old_dir)
     plan = ["plan", "--input_dir", sample_dir, "--output_dir", old_dir, "--model_id", prep.model_dir]
-    for words in (["verify", old_dir], ["run", old_dir], ["--shard_id", 0, "--output_dir", old_dir], plan):
+    export = ["export", old_dir, "--to", "hf", "--output_dir", tmp_path / "exported"]
+    commands = (
+        ["verify", old_dir],
+        ["run", old_dir],
+        ["--shard_id", 0, "--output_dir", old_dir],
+        plan,
+        export,
+    )
+    for words in (*commands, ["peek", old_dir], ["clean", old_dir]):
         ended = prep.command(*words)
         assert ended.code == 78, ended.text
         assert REMEDY in ended.text
     for main, words in (
         (slurm_main, ["status", old_dir]),
         (slurm_main, ["submit", old_dir]),
+        (slurm_main, ["report", old_dir]),
         (loader_main, ["stage", old_dir, "--to", tmp_path / "staged"]),
     ):
         assert main([*map(str, words)]) == 78

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from preprocess.engines import TokenBatch
-from preprocess.member_bytes import document_headers, json_ids, ustar_header
+from preprocess.members import document_headers, json_ids, ustar_header
 from preprocess.plan import Plan
 from shardprep.errors import BrokenShard, MissingShard, NotFound, OtherPlan, UnknownVersion
-from shardprep.format.dataset_spec import tokenizer_fingerprint
+from shardprep.format.dataset_spec import token_bytes, tokenizer_fingerprint
 from shardprep.format.idx import read_idx
 from shardprep.format.index import read_index
 from shardprep.format.manifest import check_hashes, check_shard, read_manifest
@@ -34,7 +34,6 @@ from shardprep.format.names import (
     npy_header,
     shard_name,
     tar_path,
-    token_dtype,
 )
 from tests.conftest import seal
 
@@ -169,7 +168,7 @@ def test_json_ids_are_what_json_dumps_writes(vocab_size: int) -> None:
 
 
 def test_ids_take_two_bytes_up_to_65536_tokens_and_four_beyond() -> None:
-    assert [token_dtype(size).str for size in (1, 65_536, 65_537)] == ["<u2", "<u2", "<u4"]
+    assert [token_bytes(size) for size in (1, 65_536, 65_537)] == [2, 2, 4]
 
 
 @of_kinds("json", "npy")
@@ -277,7 +276,8 @@ def test_the_idx_of_packed_rows_finds_ids_starts_and_sources(prep: Prep, data: D
             length = packed.lengths[row]
             assert (len(ids), entry["num_tokens"]) == (SEQ_LEN, length)
             assert ids[:length] == packed.tokens[begin : begin + length]
-            place = slice(entry["starts_offset"], entry["starts_offset"] + 4 * entry["num_starts"])
+            first = int(entry["starts_offset"])
+            place = slice(first, first + 4 * int(entry["num_starts"]))
             assert [
                 start + packed.member_of[row] * SEQ_LEN for start in np.frombuffer(raw[place], "<u4").tolist()
             ] == [start for start in packed.starts if begin <= start < begin + SEQ_LEN]

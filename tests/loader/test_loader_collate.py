@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import pickle
 from typing import Any
@@ -20,6 +21,7 @@ from transformers import (
 )
 
 from loader import CausalLMCollator
+from loader.padding import Batch
 from shardprep.errors import UsageError
 from tests.checkout import SHARED
 
@@ -51,8 +53,10 @@ def test_batches_equal_transformers_own_bit_for_bit_where_pad_is_distinct(
     expected = DataCollatorForLanguageModeling(names, mlm=False, pad_to_multiple_of=multiple)(examples)
     collator = CausalLMCollator(names, pad_to_multiple_of=multiple)
     arrays = [np.array(ids, np.int32) for ids in rows]
-    for found in (collator(examples), collator(rows), collator.pad_rows(arrays)):
-        assert type(found) is BatchEncoding
+    lengths = np.array([len(ids) for ids in rows])
+    joined = collator.batches.pad_joined(np.concatenate(arrays), lengths)
+    assert [type(each) for each in (collator(examples), joined)] == [BatchEncoding, Batch]
+    for found in (collator(examples), collator(rows), collator.batches(rows), joined):
         assert list(found) == list(expected)
         for name, tensor in expected.items():
             assert found[name].dtype == tensor.dtype == torch.int64
@@ -86,7 +90,7 @@ def test_padding_is_to_the_right_whatever_the_tokenizer_says() -> None:
 
 def test_short_packed_rows_keep_their_width_and_lose_the_labels_of_their_padding() -> None:
     collator = CausalLMCollator(tokenizer())
-    found = collator.mask_rows(np.array([[1, 2, 3], [4, 0, 0]]), np.array([3, 1]))
+    found = collator.batches.mask_rows(np.array([[1, 2, 3], [4, 0, 0]]), np.array([3, 1]))
     assert found["input_ids"].tolist() == [[1, 2, 3], [4, PAD, PAD]]
     assert found["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert found["labels"].tolist() == [[1, 2, 3], [4, -100, -100]]
@@ -116,7 +120,7 @@ def test_the_pad_token_is_one_the_tokenizer_has_and_the_log_says_which_and_why(
     names: Any, token: str, token_id: int, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     size, own = len(names), names.pad_token
-    with caplog.at_level(logging.INFO, "loader.batches"):
+    with caplog.at_level(logging.INFO, "loader.padding"):
         collator = CausalLMCollator(names)
     assert collator([[1, 2], [3]])["input_ids"].tolist() == [[1, 2], [3, token_id]]
     assert (len(names), names.pad_token) == (size, own)
@@ -129,7 +133,7 @@ def test_the_pad_token_is_one_the_tokenizer_has_and_the_log_says_which_and_why(
 def test_a_pad_token_that_is_eos_is_warned_of_once(
     pad: str, level: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, "loader.batches"):
+    with caplog.at_level(logging.INFO, "loader.padding"):
         collator = CausalLMCollator(tokenizer(pad=pad))
         collator([[1, 2], [3]])
     (record,) = caplog.records
@@ -167,3 +171,19 @@ def test_llama_3_is_padded_with_a_token_of_its_own_and_its_eos_keeps_its_label()
     found = collator([long, short])
     assert found["labels"][1].tolist() == [*short, *[-100] * (len(long) - len(short))]
     assert found["labels"][0, -1] == names.eos_token_id
+
+
+def test_a_batch_is_a_dict_that_moves_and_is_copied_as_a_whole() -> None:
+    batch = CausalLMCollator(tokenizer()).batches([[1, 2], [3]])
+    batch["max_seqlen"] = 2
+    assert batch.labels is batch["labels"]
+    with pytest.raises(AttributeError, match="the batch has input_ids, attention_mask, labels, max_seqlen"):
+        batch.pixel_values  # noqa: B018
+    for again in (copy.copy(batch), copy.deepcopy(batch), pickle.loads(pickle.dumps(batch)), Batch(batch)):
+        assert type(again) is Batch
+        assert list(again) == list(batch)
+        assert torch.equal(again.labels, batch.labels)
+    moved = Batch(batch).to("meta", non_blocking=True)
+    assert type(moved) is Batch
+    assert [str(moved[name].device) for name in ("input_ids", "attention_mask", "labels")] == ["meta"] * 3
+    assert moved["max_seqlen"] == 2

@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, BatchEncoding, DataCollatorForLanguageModeling
+from transformers import AutoTokenizer, DataCollatorForLanguageModeling
 from webdataset.utils import pytorch_worker_info
 
 from loader import TokenLoader, get_llama3_dataloader
 from loader.__main__ import main as show
 from loader.chunks import Chunk
+from loader.padding import Batch
 from preprocess.__main__ import main as preprocess
 from shardprep.errors import BrokenShard, MissingShard, NotFound, OtherTokenizer, UsageError
 from tests.conftest import seal
@@ -436,7 +437,7 @@ def test_pinned_batches_are_the_batches_in_pinned_memory(made: Any, monkeypatch:
         assert loader.pin_memory
         found = list(loader)
     assert [samples(batch) for batch in found] == expected
-    assert {type(batch) for batch in found} == {BatchEncoding}
+    assert {type(batch) for batch in found} == {Batch}
     assert len(recorded) == 3 * len(expected)
 
 

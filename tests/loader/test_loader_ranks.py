@@ -1,4 +1,4 @@
-"""Real process groups: equal batches a rank, each sample once, the same global batches everywhere."""
+"""Real process groups: equal batches per rank, each sample once, the same global batches everywhere."""
 
 from __future__ import annotations
 

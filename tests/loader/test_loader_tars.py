@@ -513,16 +513,16 @@ def test_scanning_reads_a_tar_of_small_members_once_in_large_pieces(
     assert path.stat().st_size > 4 << 20
     assert sum(sizes) <= 1.1 * path.stat().st_size
     assert max(sizes) == 1 << 20
-    assert len(sizes) < 60, "not one a member"
+    assert len(sizes) < 60, "not one per member"
 
 
-def naive_samples(path: Path) -> Iterator[list[int]]:
+def baseline_samples(path: Path) -> Iterator[list[int]]:
     for sample in webdataset.WebDataset(str(path), shardshuffle=False):
         yield json.loads(sample["token_ids.json"])
 
 
 def test_the_loader_reads_what_webdataset_reads(tars: list[Path], model: str) -> None:
-    expected = sorted(ids for path in tars for ids in naive_samples(path))
+    expected = sorted(ids for path in tars for ids in baseline_samples(path))
     found = batches(tars, model, batch_size=1)
     assert sorted(batch["input_ids"][0].tolist() for batch in found) == expected
 

@@ -442,7 +442,7 @@ def test_a_loader_remade_with_a_sampler_as_lightning_does_it_says_what_to_write(
     """For overfit_batches and predict, from the loader's public attributes."""
     write_numbered_tars(tmp_path, 64, 3)
     with load(tmp_path, 4, model) as loader:
-        names = ("chunks", "step_batches", "tokenizer", "process_rank", "fingerprint", "pin_memory")
+        names = ("chunks", "step_batches", "loader_tokenizer", "process_rank", "fingerprint", "pin_memory")
         shown = {name: vars(loader)[name] for name in names}
         assert type(loader)(**shown).order == loader.order
         with pytest.raises(UsageError, match=r"takes no sampler, .* predict dataloaders=\(batch for batch"):
@@ -572,7 +572,7 @@ def test_webdataset_reads_our_shards_as_the_documentation_says(
 
 
 def test_what_scripts_for_webdataset_were_seen_to_say_does_not_work(tmp_path: Path, model: str) -> None:
-    """Why the first script's pipeline is not the one in the documentation."""
+    """Why the baseline's pipeline is not the one in the documentation."""
     paths = write_numbered_tars(tmp_path, 8, 1)
     with pytest.raises(TypeError, match="shardselection"):
         webdataset.WebDataset(paths, shardselection="all")

@@ -148,7 +148,7 @@ def test_a_run_without_the_check_goes_on_with_it_on_other_ranks_and_workers(made
     with load(made / "packed", **options) as plain:
         batches = [batch["input_ids"].tolist() for batch in plain]
         state = plain.state_at(2)
-    assert len(batches) > 4, "two batches a step"
+    assert len(batches) > 4, "two batches per step"
     ranks = []
     for rank in range(2):
         with load(

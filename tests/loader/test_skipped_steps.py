@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from loader import TokenLoader, get_llama3_dataloader
-from loader.skipped_steps import SkippedSteps
+from loader.state import SkippedSteps
 from shardprep.errors import BrokenShard, UsageError
 
 if TYPE_CHECKING:

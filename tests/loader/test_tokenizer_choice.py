@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
 import os
+import pickle
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from transformers import AutoTokenizer
 
+from loader import get_llama3_dataloader
 from loader import tokenizer as tokenizer_choice
+from loader.padding import choose_pad_token
 from loader.shards.find_shards import find_shards
 from loader.shards.shard_set import ShardSet
-from loader.tokenizer import choose_tokenizer
+from loader.tokenizer import LoaderTokenizer, choose_tokenizer
 from shardprep.errors import OtherTokenizer, ReadWriteError
 
 if TYPE_CHECKING:
@@ -30,7 +36,7 @@ def model_dir(prep: Prep) -> Path:
 
 
 def chosen(folder: Path) -> Any:
-    return choose_tokenizer(ShardSet([]), folder)
+    return choose_tokenizer(ShardSet([]), folder).load()
 
 
 def assert_alike(found: Any, expected: Any) -> None:
@@ -183,4 +189,93 @@ def test_a_model_of_another_eos_pads_and_ends_documents_as_the_manifests_say(
     folder = shutil.copytree(prep.model_dir, tmp_path / "model")
     CHANGES["another EOS"](folder)
     found = choose_tokenizer(shards, folder)
-    assert found.eos_token_id == shards.datasets[0].spec.tokenizer.eos_token_id
+    expected = shards.datasets[0].spec.tokenizer.eos_token_id
+    assert found.special.eos_token_id == found.load().eos_token_id == expected
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What transformers is asked to load, by name."""
+    asked: list[str] = []
+    real = AutoTokenizer.from_pretrained
+    monkeypatch.setattr(
+        AutoTokenizer, "from_pretrained", lambda name, **options: asked.append(name) or real(name, **options)
+    )
+    return asked
+
+
+def test_transformers_loads_a_data_sets_tokenizer_when_it_is_asked_for_and_once(
+    data_dir: Path, loads: list[str]
+) -> None:
+    with get_llama3_dataloader(data_dir, 2, num_workers=0, rank=0, world_size=1) as loader:
+        batch = next(iter(loader))
+        assert loads == []
+        tokenizer = loader.tokenizer
+        assert loader.tokenizer is tokenizer
+    assert loads == [str(data_dir / "tokenizer")]
+    again = AutoTokenizer.from_pretrained(data_dir / "tokenizer", local_files_only=True)
+    again.pad_token = tokenizer.pad_token
+    assert_alike(tokenizer, again)
+    assert (batch["input_ids"][batch["attention_mask"] == 0] == tokenizer.pad_token_id).all()
+
+
+def test_a_loader_and_its_first_batch_import_no_transformers(data_dir: Path) -> None:
+    code = (
+        "import sys; from loader import get_llama3_dataloader as load\n"
+        "batch = next(iter(load(sys.argv[1], 2, num_workers=0, rank=0, world_size=1)))\n"
+        "print(batch.input_ids.shape[0], 'torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, data_dir], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["2", "True", "False"]
+
+
+def with_an_added_token(folder: Path) -> None:
+    (folder / "added_tokens.json").write_text('{"<|new|>": 700}')
+
+
+def with_a_map_of_the_same_names(folder: Path) -> None:
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": config["eos_token"]}))
+
+
+@pytest.mark.parametrize(
+    ("change", "num_loads"),
+    [(with_a_map_of_the_same_names, 0), (as_before_5, 0), (without_line_ends, 0), (with_an_added_token, 1)],
+)
+def test_where_another_file_may_add_tokens_transformers_is_asked_at_once(
+    data_dir: Path, loads: list[str], change: Callable[[Path], None], num_loads: int
+) -> None:
+    change(data_dir / "tokenizer")
+    with contextlib.suppress(OtherTokenizer):
+        choose_tokenizer(find_shards(data_dir), None)
+    assert len(loads) == num_loads
+
+
+def test_what_the_files_tell_of_a_tokenizer_is_what_transformers_finds(data_dir: Path) -> None:
+    found = choose_tokenizer(find_shards(data_dir), None)
+    loaded = LoaderTokenizer.of_loaded(found.load(), found.fingerprint)
+    assert (found.special, found.vocab_size) == (loaded.special, loaded.vocab_size)
+    assert choose_pad_token(found.special) == choose_pad_token(found.load())
+
+
+def test_a_model_id_with_the_very_files_of_the_data_set_is_not_loaded(
+    data_dir: Path, tmp_path: Path, loads: list[str]
+) -> None:
+    given = shutil.copytree(data_dir / "tokenizer", tmp_path / "given")
+    choose_tokenizer(find_shards(data_dir), given)
+    assert loads == []
+    without_line_ends(given)
+    choose_tokenizer(find_shards(data_dir), given)
+    assert loads == [str(given)]
+    with_two_ids_exchanged(given)
+    with pytest.raises(OtherTokenizer, match="fingerprint"):
+        choose_tokenizer(find_shards(data_dir), given)
+
+
+def test_a_loader_is_pickled_with_its_tokenizer_loaded_or_not(data_dir: Path, loads: list[str]) -> None:
+    with get_llama3_dataloader(data_dir, 2, num_workers=0, rank=0, world_size=1) as loader:
+        again = pickle.loads(pickle.dumps(loader))
+        assert loads == []
+        assert again.tokenizer.pad_token_id == loader.tokenizer.pad_token_id

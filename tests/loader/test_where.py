@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 from pathlib import Path
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from tests.conftest import Prep
 
 BATCH, RANKS, STEP = 4, 2, 3
+MICRO_BATCHES = 2  # of the 16 samples of a step
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "padded": ("documents", {}),
     "truncated": ("documents", {"max_length": 30}),
@@ -109,6 +111,74 @@ def test_the_documents_that_it_names_are_those_that_two_ranks_got(
             assert got[place] == ids
     of_rank = answer(folder, "--step", STEP, "--rank", 1, *flags(options))
     assert of_rank["samples"] == [each for each in told["samples"] if each["rank"] == 1]
+
+
+def log_batches(folder: Path, options: dict[str, Any], first: int, rank: int, log: Path) -> None:
+    """What a training script of one rank may log: each row's hash, step by step, across an epoch's end."""
+    with log.open("w") as file, load(folder, rank, **options) as loader:
+        loader.load_state_dict(loader.state_at(first))
+        step, batch_number = first, 0
+        while step < first + 2:
+            for batch in loader:
+                rows = zip(batch["input_ids"], batch["attention_mask"], strict=True)
+                for row, (ids, mask) in enumerate(rows):
+                    sha = sha_of(ids[: int(mask.sum())].tolist())
+                    file.write(json.dumps([step, rank, batch_number, row, sha]) + "\n")
+                batch_number += 1
+                if batch_number == MICRO_BATCHES:
+                    step, batch_number = step + 1, 0
+                if step == first + 2:
+                    break
+
+
+def sha_of(ids: list[int]) -> str:
+    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
+
+
+@pytest.mark.parametrize("name", ["packed", "padded", "grouped", "packed at load"])
+def test_where_and_find_agree_with_the_hashes_that_a_run_of_two_ranks_logged(
+    folders: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    folder, options = folders[FORMS[name][0]], FORMS[name][1]
+    with load(folder, **options) as loader:
+        first = loader.order.steps_per_epoch - 1  # the last step of an epoch, and the first of the next
+    logs = [tmp_path / f"rank {rank}.jsonl" for rank in range(RANKS)]
+    for rank, log in enumerate(logs):
+        log_batches(folder, options, first, rank, log)
+    logged = {
+        tuple(place): sha
+        for log in logs
+        for *place, sha in map(json.loads, log.read_text(encoding="utf-8").splitlines())
+    }
+    assert len(logged) == 16 * 2
+
+    eos = need_plan(folder).tokenizer.eos_token_id
+    of_document: dict[str, list[tuple[int, ...]]] = {}
+    for step in range(first, first + 2):
+        samples = answer(folder, "--step", step, *flags(options))["samples"]
+        assert len(samples) == 16
+        for each in samples:
+            place = (step, each["rank"], each["batch"], each["row"])
+            assert logged[place] in hashes_of(folder, each, eos if name == "packed at load" else None)
+            for part in each["parts"]:
+                of_document.setdefault(part["place"], []).append(place)
+
+    for document in list(of_document)[::60]:
+        path, offset = document.split(" byte ")
+        seen = answer(folder, "--find", f"{path}:{offset}", "--epochs", 2, *flags(options))["seen"]
+        found = {(each["step"], each["rank"], each["batch"], each["row"]) for each in seen}
+        assert set(of_document[document]) <= found
+        assert {place for place in found if place in logged} == set(of_document[document])
+
+
+def hashes_of(folder: Path, sample: dict[str, Any], eos: int | None) -> set[str]:
+    """Of the ids that a sample's parts name; with ``eos`` behind each, which a row's edge may cut off."""
+    parts = [stored_ids(folder, part) for part in sample["parts"]]
+    if eos is None:
+        return {sha_of([token for part in parts for token in part])}
+    joined = [token for part in parts for token in (*part, eos)]
+    rows = [joined, joined[:-1], [eos, *joined], [eos, *joined[:-1]]]
+    return {sha_of(row) for row in rows}
 
 
 @pytest.mark.parametrize("name", FORMS)

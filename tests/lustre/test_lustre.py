@@ -743,6 +743,7 @@ def test_from_plan_to_batch_setstripe_runs_once_on_the_fresh_folder(
     on_lustre: FakeLustre, prep: Prep, sample_dir: Path
 ) -> None:
     """Every command of the toolkit, on a Lustre whose lfs empties files."""
+    pytest.importorskip("torch", reason="the loader needs it")
     on_lustre.fault("empties-files")
     out, full = on_lustre.folder, on_lustre.folder.parent / "full"
     full.mkdir()

@@ -55,7 +55,7 @@ def nothing_is_made(folder: Path) -> bool:
 def make_all(folder: Path) -> Plan:
     worker = worker_of(folder)
     for shard_id in range(worker.plan.num_shards):
-        worker.run_shard(shard_id, lambda _: None)
+        worker.run_shard(worker.plan.shard(shard_id), lambda _: None)
     return worker.plan
 
 
@@ -150,8 +150,9 @@ def test_a_file_written_to_while_the_worker_reads_it_is_refused_and_made_again_l
     folder = tmp_path / "data"
     prep.plan(raw_dir, folder)
     monkeypatch.setattr(WorkerSettings, "batch_bytes", 10_000)
+    worker = worker_of(folder)
     with pytest.raises(Refused, match=r"a\.txt changed while it was read .*run this again"):
-        worker_of(folder).run_shard(0, writes_in_the_middle(raw_dir / "a.txt"))
+        worker.run_shard(worker.plan.shard(0), writes_in_the_middle(raw_dir / "a.txt"))
     assert nothing_is_made(folder)
     make_all(folder)
 
@@ -169,7 +170,9 @@ def test_a_file_put_in_the_place_of_the_one_being_read_is_never_mixed_with_it(
         if (raw_dir / "new").exists():
             (raw_dir / "new").replace(raw_dir / "a.txt")
 
-    worker_of(tmp_path / "data").run_shard(0, progress)
+    worker = worker_of(tmp_path / "data")
+
+    worker.run_shard(worker.plan.shard(0), progress)
     assert not (raw_dir / "new").exists()
     assert prep.contents(tmp_path / "data") == prep.contents(tmp_path / "other")
 
@@ -205,8 +208,9 @@ def test_a_long_line_that_changes_between_its_passes_is_refused_and_no_tar_is_pu
     monkeypatch.setattr(LongDocument, "text", text)
     if not stamps_help:
         monkeypatch.setattr(open_input.OpenInput, "check_unchanged", lambda _: None)
+    worker = worker_of(long_folder)
     with pytest.raises(Refused, match=r"a\.txt changed while it was read"):
-        worker_of(long_folder).run_shard(0, lambda _: None)
+        worker.run_shard(worker.plan.shard(0), lambda _: None)
     assert len(passes) >= at_pass
     assert nothing_is_made(long_folder)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -134,3 +134,24 @@ def test_what_cannot_be_removed_is_named_and_all_others_go(
     assert ended.code == 73
     assert f"{others} cannot be removed: Operation not permitted" in ended.text
     assert (mine.exists(), others.exists()) == (False, True)
+
+
+@pytest.mark.parametrize(("call", "code"), [("lstat", 73), ("listdir", 74)])
+def test_what_cannot_be_looked_at_is_named_and_never_passed_over(
+    prep: Prep, data_dir: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+) -> None:
+    path = left(data_dir / "quarantine", "shard-00000.jsonl", hours=25)
+    hidden = path if call == "lstat" else path.parent
+    owner: Any = Path if call == "lstat" else os
+    real = getattr(owner, call)
+
+    def refuse(wanted: os.PathLike[str], *args: Any, **options: Any) -> Any:
+        if Path(wanted) == hidden:
+            raise PermissionError(13, "Permission denied", str(wanted))
+        return real(wanted, *args, **options)
+
+    monkeypatch.setattr(owner, call, refuse)
+    ended = prep.command("clean", data_dir)
+    assert ended.code == code
+    assert str(hidden) in ended.text
+    assert "Permission denied" in ended.text

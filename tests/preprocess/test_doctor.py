@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,6 +26,7 @@ from preprocess.doctor.machine import (
     torch_findings,
     training_findings,
 )
+from preprocess.doctor.tokenizer import _engine
 from shardprep.__main__ import main
 from shardprep.errors import CannotWrite
 
@@ -133,7 +135,16 @@ def test_the_cgroups_memory_is_compared_with_what_a_worker_needs(
     finding = memory_finding({}, cgroup(tmp_path, memory_max=f"{limit}\n"))
     assert finding.level == level
     assert ", by the cgroup (the machine " in finding.text
-    assert ("a worker needs about 0.31 GB" in finding.text) == (level == "warning")
+    assert ("a worker needs about 328 MB" in finding.text) == (level == "warning")
+
+
+def test_an_engine_that_is_not_used_is_told_once_with_its_reason() -> None:
+    plan: Any = SimpleNamespace(fast_engine_is_equal=False, shard_bytes=lambda: [10**9])
+    said = "fastokens is not used for this tokenizer (none); tokenizers encodes, several times slower"
+    finding = _engine(plan, [said], "this text")
+    assert finding.level == "warning"
+    assert finding.text.count("several times slower") == 1
+    assert finding.text.endswith("(none)")
 
 
 def test_thread_variables_say_what_they_change_and_too_many_threads_are_a_warning() -> None:

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from preprocess.documents import read_documents
-from preprocess.formats.format import DocumentBatch
+from preprocess.formats.format import DocumentBatch, Reading
 from preprocess.inputs import BadDocument, ByteRange, OpenInput
 from shardprep.errors import NotFound, ReadWriteError
 
@@ -64,7 +64,7 @@ class Read:
 
 
 def read(ranges: list[ByteRange], encoding: str, *, block_bytes: int = 1 << 17, doc: str = "line") -> Read:
-    items = list(read_documents(ranges, doc=doc, encoding=encoding, batch_bytes=block_bytes))  # type: ignore[arg-type]
+    items = list(read_documents(ranges, Reading(doc=doc, encoding=encoding, batch_bytes=block_bytes)))  # type: ignore[arg-type]
     batches = [item for item in items if isinstance(item, DocumentBatch)]
     assert len(batches) == len(items)
     found: list[Any] = []
@@ -86,7 +86,7 @@ def whole(path: Path, data: bytes, source: int = 0) -> ByteRange:
 
 
 def text_mode(data: bytes, encoding: str) -> list[tuple[int, str]]:
-    """Line numbers and texts as the first script reads them."""
+    """Line numbers and texts as the baseline reads them."""
     lines = enumerate(io.TextIOWrapper(io.BytesIO(data), encoding=encoding))
     return [(number, line.strip()) for number, line in lines if line.strip()]
 

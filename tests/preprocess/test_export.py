@@ -172,6 +172,19 @@ def test_an_export_that_was_killed_before_its_settings_stood_begins_anew_and_lea
     assert megatron_sequences(out, 0)
 
 
+def test_an_export_to_nanogpt_that_was_killed_while_it_marked_a_shard_goes_on(
+    prep: Prep, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    export(prep, folders["json"], "nanogpt", tmp_path / "whole")
+    out = tmp_path / "out"
+    (out / ".done").mkdir(parents=True)
+    (out / "export.json").write_bytes((tmp_path / "whole" / "export.json").read_bytes())
+    (out / ".done" / ".shard-00000.node-1-123-0a1b2c3d.tmp").touch()
+    export(prep, folders["json"], "nanogpt", out)
+    assert names_of(out) == names_of(tmp_path / "whole")
+    assert (out / "train.bin").read_bytes() == (tmp_path / "whole" / "train.bin").read_bytes()
+
+
 def test_another_export_another_folder_and_missing_shards_are_refused(
     prep: Prep, folders: dict[str, Path], data_dir: Path, tmp_path: Path
 ) -> None:

@@ -19,11 +19,13 @@ import pytest
 import zstandard
 
 from preprocess import long_documents
+from preprocess.documents import read_documents
+from preprocess.formats import arrow, line_streams, text_lines
 from preprocess.formats import format as input_format
-from preprocess.formats import line_streams, text_lines
+from preprocess.formats.format import DocumentBatch, reading_of
 from preprocess.input_files import list_inputs
-from preprocess.inputs import OpenInput
-from preprocess.options import WorkerSettings
+from preprocess.inputs import ByteRange, OpenInput
+from preprocess.options import PrepConfig, WorkerSettings
 from preprocess.plan import need_plan
 from preprocess.worker import Worker, load_worker
 from shardprep.errors import BadInput, NotFound, UsageError
@@ -139,7 +141,7 @@ def test_shards_of_all_formats_have_equal_bytes_for_other_engines_batches_cpus_a
     plan = need_plan(tmp_path)
     worker = load_worker(plan, tmp_path, settings, num_cpus=num_cpus, warn=pytest.fail)
     for shard_id in range(plan.num_shards):
-        worker.run_shard(shard_id, lambda _: None)
+        worker.run_shard(worker.plan.shard(shard_id), lambda _: None)
     assert prep.contents(tmp_path) == prep.contents(every_format / "data")
 
 
@@ -151,7 +153,7 @@ def test_a_worker_without_the_library_of_its_inputs_ends_before_any_work_and_oth
 
     def load(shard_id: int) -> Worker:
         settings = WorkerSettings()
-        return load_worker(plan, folder, settings, num_cpus=1, warn=pytest.fail, shard_id=shard_id)
+        return load_worker(plan, folder, settings, num_cpus=1, warn=pytest.fail, shard=plan.shard(shard_id))
 
     needing = [
         shard_id
@@ -275,7 +277,15 @@ def broken(kind: str, raw: Path) -> str:
     name = "b.stream.arrow" if "arrow" in kind else "b.parquet"
     write_table(raw / name, {"text": TEXTS})
     data = (raw / name).read_bytes()
-    (raw / name).write_bytes(data[:-12] if "footer" in kind else data[:-300])
+    damaged = {
+        "parquet without footer": data[:-12],
+        "parquet with a broken name of a column": data[: (at := data.rfind(b"text"))]
+        + b"\xe5"
+        + data[at + 1 :],
+        "cut arrow": data[:-300],
+        "arrow cut in its schema": data[: int.from_bytes(data[4:8], "little") + 5],
+    }
+    (raw / name).write_bytes(damaged[kind])
     return name
 
 
@@ -285,7 +295,8 @@ def broken(kind: str, raw: Path) -> str:
         "cut gzip", "gzip cut unseen by the plan",
         "gzip with garbage behind", "gzip with a flipped bit", "plain text named gz", "cut zstd",
         "cut xz", "cut seekable zstd", "text named parquet", "text named arrow", "parquet without footer",
-        "cut arrow", "column of another type", "no such column",
+        "parquet with a broken name of a column", "cut arrow", "arrow cut in its schema",
+        "column of another type", "no such column",
     ],
 )  # fmt: skip
 def test_a_file_that_cannot_be_read_further_ends_in_65_by_its_name_and_counts_nothing(
@@ -305,6 +316,77 @@ def test_a_file_that_cannot_be_read_further_ends_in_65_by_its_name_and_counts_no
     assert not list(tmp_path.glob("data/**/shard-*"))
     if kind == "no such column":
         assert "has no column text, but body, title; choose with --text_field" in ended.text
+
+
+def test_a_large_record_batch_is_read_some_rows_at_a_time_and_gives_what_the_whole_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_rows = 3_000
+    texts = [None if n % 7 == 0 else f"문서 {n} " + "word " * (n % 90) for n in range(num_rows)]
+    meta = [
+        None if n % 11 == 0 else {"from": f"s{n % 3}", "is": n % 2 == 0, "in": {"note": f"n{n}"}}
+        for n in range(num_rows)
+    ]
+    columns = {
+        "messages": [[{"role": "user", "content": "a"}] * (n % 3) for n in range(num_rows)],
+        "score": range(num_rows),
+        "text": pyarrow.array(texts, pyarrow.large_string()),
+        "meta": meta,
+    }
+    path = tmp_path / "a.stream.arrow"
+    write_table(path, columns, rows_per_group=num_rows)
+    options = PrepConfig(text_template="{text} {meta.in.note}", id_field="score", source_field="meta.from")
+    part = ByteRange(input_number=0, path=path, start=0, end=path.stat().st_size)
+    reads: list[int] = []
+    read_all = OpenInput.read_all
+
+    def recorded(self: OpenInput, start: int, end: int) -> bytes:
+        reads.append(end - start)
+        return read_all(self, start, end)
+
+    monkeypatch.setattr(OpenInput, "read_all", recorded)
+
+    def found(large_bytes: int) -> tuple[list[Any], list[Any], int]:
+        monkeypatch.setattr(arrow, "_LARGE_BYTES", large_bytes)
+        reads.clear()
+        rows: list[Any] = []
+        bad: list[Any] = []
+        num_bytes = 0
+        for item in read_documents([part], reading_of(options.bytes_options(), 2_000)):
+            assert isinstance(item, DocumentBatch)
+            rows += zip(item.texts, item.ids or [], item.sources or [], item.input_offsets, strict=True)
+            bad += item.bad
+            num_bytes += item.num_bytes
+        assert num_bytes == part.end
+        return rows, bad, max(reads)
+
+    whole, by_rows = found(part.end), found(0)
+    assert by_rows[:2] == whole[:2]
+    assert len(whole[0]) + len(whole[1]) == num_rows
+    assert whole[2] > 100_000
+    assert by_rows[2] < 20_000
+
+
+def test_empty_files_of_every_format_hold_no_documents(prep: Prep, tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    names = [
+        "a.txt",
+        "b.jsonl",
+        "c.json",
+        "d.txt.gz",
+        "e.jsonl.zst",
+        "f.txt.xz",
+        "g.txt.bz2",
+        "h.parquet",
+        "i.arrow",
+    ]
+    for name in names:
+        (raw / name).write_bytes(b"")
+    (raw / "j.txt").write_text("one\n")
+    prep.plan(raw, tmp_path / "data", num_shards=2)
+    prep.make(tmp_path / "data")
+    assert [(name, text) for name, text, _ in documents(prep, tmp_path / "data")] == [("j.txt", "one")]
 
 
 def test_a_column_that_is_all_null_is_quarantined_row_by_row(prep: Prep, tmp_path: Path) -> None:
@@ -565,7 +647,7 @@ def test_a_worker_says_which_field_too_many_documents_lack(prep: Prep, tmp_path:
         need_plan(tmp_path / "data"), tmp_path / "data", WorkerSettings(), num_cpus=1, warn=pytest.fail
     )
     with pytest.raises(BadInput, match=r"have no field for 'text', .* Is it another --text_field\?"):
-        worker.run_shard(0, lambda _: None)
+        worker.run_shard(worker.plan.shard(0), lambda _: None)
 
 
 @pytest.mark.parametrize(

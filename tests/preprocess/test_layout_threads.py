@@ -48,7 +48,8 @@ def test_a_shard_has_the_same_bytes_whatever_the_number_of_cpus(
     for num_cpus in (1, 2, NUM_CPUS):
         folder = tmp_path / str(num_cpus)
         prep.plan(sample_dir, folder, num_shards=2, **options)
-        worker_of(folder, num_cpus=num_cpus).run_shard(1, lambda _: None)
+        worker = worker_of(folder, num_cpus=num_cpus)
+        worker.run_shard(worker.plan.shard(1), lambda _: None)
         found.append(prep.contents(folder))
     assert found[0] == found[1] == found[2]
     assert len(found[0]) == 3
@@ -61,7 +62,8 @@ def test_batches_that_are_laid_out_early_wait_for_those_before_them(
     """The first batch is ready only when three later ones are: so four were laid out at once."""
     expected = data_dir.parent / "expected"
     prep.plan(need_plan(data_dir).input_dir, expected, num_shards=5)
-    worker_of(expected, num_cpus=1).run_shard(0, lambda _: None)
+    worker = worker_of(expected, num_cpus=1)
+    worker.run_shard(worker.plan.shard(0), lambda _: None)
     lay_out, three_later = DocumentMembers._lay_out, threading.Barrier(4)
     calls: list[int] = []
 
@@ -72,7 +74,8 @@ def test_batches_that_are_laid_out_early_wait_for_those_before_them(
         return lay_out(self, *args)
 
     monkeypatch.setattr(DocumentMembers, "_lay_out", slow_first)
-    worker_of(data_dir).run_shard(0, lambda _: None)
+    worker = worker_of(data_dir)
+    worker.run_shard(worker.plan.shard(0), lambda _: None)
     assert len(calls) > 8
     assert prep.contents(data_dir) == prep.contents(expected)
 
@@ -83,7 +86,8 @@ def test_on_two_cores_two_batches_are_encoded_side_by_side(prep: Prep, data_dir:
     the engine's threads, leaves the core to the other batch."""
     expected = data_dir.parent / "expected"
     prep.plan(need_plan(data_dir).input_dir, expected, num_shards=5)
-    worker_of(expected, num_cpus=1).run_shard(0, lambda _: None)
+    alone = worker_of(expected, num_cpus=1)
+    alone.run_shard(alone.plan.shard(0), lambda _: None)
     worker = worker_of(data_dir, num_cpus=2)
     encode, two, calls = worker.engine.encode, threading.Barrier(2), itertools.count()
 
@@ -93,7 +97,7 @@ def test_on_two_cores_two_batches_are_encoded_side_by_side(prep: Prep, data_dir:
         return encode(texts)
 
     engine = dataclasses.replace(worker.engine, encode=together)
-    dataclasses.replace(worker, engine=engine).run_shard(0, lambda _: None)
+    dataclasses.replace(worker, engine=engine).run_shard(worker.plan.shard(0), lambda _: None)
     assert next(calls) > 4
     assert prep.contents(data_dir) == prep.contents(expected)
 
@@ -110,7 +114,7 @@ def test_an_error_of_the_engine_ends_the_shard_and_leaves_nothing(data_dir: Path
 
     engine = dataclasses.replace(worker.engine, encode=failing)
     with pytest.raises(ReadWriteError, match="the engine is gone"):
-        dataclasses.replace(worker, engine=engine).run_shard(0, lambda _: None)
+        dataclasses.replace(worker, engine=engine).run_shard(worker.plan.shard(0), lambda _: None)
     assert next(calls) > 3
     assert [path.name for path in data_dir.glob("*shard-*")] == []
     assert [path.name for path in data_dir.glob(".shard-*")] == []
@@ -121,8 +125,9 @@ def test_a_document_that_no_member_can_hold_ends_the_shard_from_any_thread(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(members, "MAX_MEMBER_BYTES", 50)
+    worker = worker_of(data_dir)
     with pytest.raises(BadInput, match="makes a member of"):
-        worker_of(data_dir).run_shard(0, lambda _: None)
+        worker.run_shard(worker.plan.shard(0), lambda _: None)
     assert [path.name for path in data_dir.glob("*shard-*")] == []
     assert [path.name for path in data_dir.glob(".shard-*")] == []
 

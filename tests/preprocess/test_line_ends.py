@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from preprocess import long_documents
 from preprocess.documents import read_documents
 from preprocess.formats import text_lines
-from preprocess.formats.format import DocumentBatch
+from preprocess.formats.format import DocumentBatch, Reading
 from preprocess.inputs import ByteRange
 from preprocess.options import PrepConfig
 from shardprep.errors import UsageError
@@ -91,7 +91,7 @@ def found_by_worker(path: Path, data: bytes, encoding: str, block_bytes: int) ->
     part = ByteRange(input_number=0, path=path, start=0, end=len(data))
     found = Found(documents=[], bad=[], num_lines=0, num_empty=0)
     num_lines = num_empty = 0
-    for item in read_documents([part], doc="line", encoding=encoding, batch_bytes=block_bytes):
+    for item in read_documents([part], Reading(doc="line", encoding=encoding, batch_bytes=block_bytes)):
         assert item.num_bytes >= 0
         num_lines += item.num_lines
         if isinstance(item, DocumentBatch):

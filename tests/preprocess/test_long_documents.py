@@ -17,7 +17,7 @@ from preprocess import long_documents, resources
 from preprocess.documents import read_documents
 from preprocess.engines import Engine, can_be_cut, fastokens_engine, tokenizers_engine
 from preprocess.formats import text_lines
-from preprocess.formats.format import DocumentBatch
+from preprocess.formats.format import DocumentBatch, Reading
 from preprocess.inputs import ByteRange
 from preprocess.long_documents import CUT, MOST_UNCUT_CHARS, LongDocument, UncuttableText, encodable_pieces
 from preprocess.plan import need_plan
@@ -198,7 +198,7 @@ def test_short_lines_come_in_batches_bounded_by_their_number(tmp_path: Path) -> 
     path = tmp_path / "a.txt"
     path.write_bytes(b"a\n" * 300_000)
     part = ByteRange(input_number=0, path=path, start=0, end=600_000)
-    batches = list(read_documents([part], doc="line", encoding="utf-8", batch_bytes=512 << 10))
+    batches = list(read_documents([part], Reading(doc="line", encoding="utf-8", batch_bytes=512 << 10)))
     texts = [item.texts for item in batches if isinstance(item, DocumentBatch)]
     assert [text for batch in texts for text in batch] == ["a"] * 300_000
     assert max(map(len, texts)) <= 16_384

@@ -47,8 +47,9 @@ def test_a_part_of_many_files_is_named_by_its_first_ones_and_its_last(prep: Prep
     for number in range(7):
         (raw / f"{number}.txt").write_text("a text\n")
     plan = prep.plan(raw, tmp_path / "data", num_shards=1)
-    assert part_line(plan, 0).endswith(f"49 B of {raw}: 0.txt, 1.txt, ..., 6.txt (7 files)")
-    assert f" of {tmp_path}: " in part_line(plan, 0, tmp_path), "where the raw folder moved"
+    assert part_line(plan, plan.shard(0)).endswith(f"49 B of {raw}: 0.txt, 1.txt, ..., 6.txt (7 files)")
+    moved = plan.at(tmp_path)
+    assert f" of {tmp_path}: " in part_line(moved, moved.shard(0)), "where the raw folder moved"
 
 
 def test_a_part_that_is_no_bytes_of_text_says_what_its_bytes_are(prep: Prep, tmp_path: Path) -> None:
@@ -60,7 +61,7 @@ def test_a_part_that_is_no_bytes_of_text_says_what_its_bytes_are(prep: Prep, tmp
         writer.write_table(pyarrow.table({"text": texts}), max_chunksize=50)
     (raw / "c.txt.gz").write_bytes(bgzip("".join(text + "\n" for text in texts).encode(), [5000]))
     plan = prep.plan(raw, tmp_path / "data", num_shards=7)
-    lines = " ".join(part_line(plan, number) for number in range(7))
+    lines = " ".join(part_line(plan, plan.shard(number)) for number in range(7))
     assert re.search(r"a\.parquet row groups in bytes \d+ to \d+", lines)
     assert re.search(r"b\.arrow record batches in bytes \d+ to \d+", lines)
     assert re.search(r"c\.txt\.gz compressed bytes \d+ to \d+ \(from about byte [1-9]\d* of the text", lines)
@@ -90,7 +91,7 @@ def test_progress_counts_documents_and_tokens_beside_the_bytes(prep: Prep, data_
     plan = need_plan(data_dir)
     worker = load_worker(plan, data_dir, WorkerSettings(memory_gb=0.01), num_cpus=1, warn=lambda _: None)
     told: list[Work] = []
-    manifest = worker.run_shard(0, told.append)
+    manifest = worker.run_shard(worker.plan.shard(0), told.append)
     assert len(told) > 1
     assert sum(work.num_bytes for work in told) == manifest.counts.input_bytes
     assert 0 < sum(work.num_documents for work in told) <= manifest.counts.num_documents

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from shardprep.format.idx import IDX_DOCUMENT, IDX_HEADER
+from shardprep.format.idx import IDX_DOCUMENT, IDX_HEADER, ChunkCrcs
 from shardprep.format.index import read_index
-from shardprep.format.record_chunks import ChunkCrcs
 from tests.checkout import ROOT
 from tests.conftest import seal
 

@@ -101,9 +101,17 @@ def test_inside_of_the_loader_imports_go_one_way() -> None:
             "loader.chunks",
         ),
         "loader/order.py": (),
-        "loader/mixture.py": ("loader.order",),
+        "loader/run_steps.py": ("loader.state",),
+        "loader/mixture.py": ("loader.order", "loader.run_steps"),
         "loader/chunks.py": (),
-        "loader/dataset.py": ("loader.chunks", "loader.order", "loader.mixture", "loader.shards"),
+        "loader/dataset.py": (
+            "loader.chunks",
+            "loader.order",
+            "loader.mixture",
+            "loader.run_steps",
+            "loader.shards",
+        ),
+        "loader/row_lengths.py": ("loader.chunks", "loader.run_steps"),
     }
     files = modules("loader")
     for folder, packages in allowed.items():
@@ -153,12 +161,14 @@ def test_inside_of_preprocess_imports_follow_the_way_of_the_text() -> None:
         "json_lines",
         "columns",
         "parquet",
+        "arrow_messages",
+        "arrow_slices",
         "arrow",
     ]
-    way = ["resources", "text_fields", "text_changes", "options", "inputs", "long_documents"]
+    way = ["resources", "text_fields", "options", "inputs", "long_documents"]
     way += ["chat_rendering"]
-    way += [f"formats.{name}" for name in (*forms, "arrow", "named")]
-    way += ["documents", "tokenizer_files", "engines", "packing", "member_bytes", "members"]
+    way += [f"formats.{name}" for name in forms]
+    way += ["documents", "tokenizer_files", "engines", "packing", "members", "row_members"]
     files = modules("preprocess")
     for number, stage in enumerate(way):
         found = {
@@ -186,8 +196,8 @@ LIST_MODULES = """
 import json, runpy, sys, threading
 import preprocess.worker as worker
 seen = worker.Worker.run_shard
-def run_shard(self, shard_id, progress):
-    manifest = seen(self, shard_id, progress)
+def run_shard(self, shard, progress):
+    manifest = seen(self, shard, progress)
     with open({report!r}, "a") as file:
         file.write(json.dumps(sorted(sys.modules)) + "\\n")
     return manifest

@@ -86,17 +86,17 @@ def test_a_printed_table_gives_its_ratios_and_nothing_else(benchmarks: Any) -> N
     printed = """
 | CPU s per MB, one core | Korean | English | start, s |
 |---|---|---|---|
-| first script | 1.90 (1.64-1.99) 1.0x | 0.53 (0.40-0.61) 1.0x | 3.5 |
+| baseline | 1.90 (1.64-1.99) 1.0x | 0.53 (0.40-0.61) 1.0x | 3.5 |
 | **ours** documents | 0.08 (0.07-0.09) 23.0x | 0.02 (0.01-0.02) 33.1x | 1.6 |
 
-| loader | Mtok a CPU second | times today's script |
+| loader | Mtok per CPU second | times the baseline |
 |---|---|---|
 | **ours** | 155 (153-193) | 165 |
 """
     columns, rows = of.ratios_of_table(printed, "CPU s per MB")
     assert columns == ["Korean", "English"]
     assert [(row.label, row.values, row.is_ours) for row in rows] == [
-        ("first script", [1.0, 1.0], False),
+        ("baseline", [1.0, 1.0], False),
         ("ours documents", [23.0, 33.1], True),
     ]
     assert of.ratios_of_table(printed, "Mtok")[1][0].values == [165.0]

@@ -273,3 +273,23 @@ def test_an_error_of_the_system_that_no_stage_expects_is_a_line_and_74(
     assert "at test_command_line.py:" in said
     assert "run this again" in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("of_ours", [False, True])
+def test_a_library_that_is_not_installed_is_named_and_a_fault_of_ours_is_not_hidden(
+    of_ours: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "shardprep.no_such_module" if of_ours else "no_such_library.of_it"
+
+    def run(_: argparse.Namespace) -> int:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    command = Command(summary="needs it", add_flags=lambda _: None, run=run)
+    program = Program(name="program", description="", commands={"go": command})
+    if of_ours:
+        with pytest.raises(ModuleNotFoundError):
+            program.run(["go"])
+        return
+    assert program.run(["go"]) == UsageError.exit_code
+    said = capsys.readouterr().err
+    assert "needs no_such_library, which is not installed; run: pip install no_such_library" in said

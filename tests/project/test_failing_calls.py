@@ -61,7 +61,7 @@ def failing(call: Callable[..., Any], number: int, left: list[int]) -> Callable[
 def exit_code_of(attempt: Worker) -> int:
     """0, or the code of an error of ours; any other error is none."""
     try:
-        attempt.run_shard(0, lambda _: None)
+        attempt.run_shard(attempt.plan.shard(0), lambda _: None)
     except ShardprepError as error:
         return error.exit_code
     return 0
@@ -73,7 +73,7 @@ def test_an_error_at_any_call_of_a_shard_is_one_of_ours_and_leaves_nothing_that_
 ) -> None:
     plan = need_plan(folder)
     worker = worker_of(folder)
-    worker.run_shard(0, lambda _: None)
+    worker.run_shard(worker.plan.shard(0), lambda _: None)
     expected = prep.contents(folder)
     number, left = 0, [0]
     while left[0] <= 0:
@@ -89,7 +89,7 @@ def test_an_error_at_any_call_of_a_shard_is_one_of_ours_and_leaves_nothing_that_
         assert code or done_manifest(plan, data, 0)
         if done_manifest(plan, data, 0):
             assert prep.contents(data) == expected
-        attempt.run_shard(0, lambda _: None)
+        attempt.run_shard(attempt.plan.shard(0), lambda _: None)
         assert prep.contents(data) == expected
         shutil.rmtree(data)
     assert number > 1 or name in ("stat", "scandir", "mkdir", "unlink", "rename")

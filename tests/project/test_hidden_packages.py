@@ -32,7 +32,7 @@ def shardprep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def desk(tmp_path: Path) -> Path:
-    """A folder with the first script's files, which say that they were run."""
+    """A folder with the baseline's files, which say that they were run."""
     folder = tmp_path / "desk"
     folder.mkdir()
     for name in ("preprocess", "loader"):

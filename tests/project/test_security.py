@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import io
+import lzma
 import os
 import pickle
 import re
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import zstandard
 
 from loader import get_llama3_dataloader
 from loader.shards.input_paths import copy_url
 from loader.staging import staged_copies
 from loader.staging.staged_copies import staged_folder
+from preprocess.formats import compression
+from preprocess.formats.compression import COMPRESSIONS
 from preprocess.plan import need_plan
-from shardprep.errors import NotFound, ShardprepError
+from shardprep.errors import BadInput, NotFound, ShardprepError
 from tests.checkout import ROOT
+from tests.faults import altered_inputs
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -175,3 +183,29 @@ def test_every_test_that_the_page_on_security_names_is_there() -> None:
     assert len(names) >= 20
     for file, name in names:
         assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), name
+
+
+@pytest.mark.parametrize("ending", COMPRESSIONS)
+def test_what_is_small_only_compressed_is_decompressed_in_pieces_of_a_bounded_size(
+    ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most, num_bytes = 1 << 18, 8 << 20
+    compress: dict[str, Callable[[bytes], bytes]] = {
+        ".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress, ".zst": zstandard.compress
+    }  # fmt: skip
+    data = compress[ending](bytes(num_bytes))
+    monkeypatch.setattr(compression, "_ZSTD_BYTES", 4)  # at most one block, of 128 KiB, begins in them
+    stream, sizes = COMPRESSIONS[ending].open(), []
+    while not stream.eof:
+        sizes.append(len(stream.decompress(data if stream.needs_input else b"", most)))
+        data = b""
+    assert sum(sizes) == num_bytes
+    assert max(sizes) <= most
+
+
+def test_an_xz_file_that_declares_a_dictionary_of_4_gib_is_refused(prep: Prep, tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    path = tmp_path / "raw" / "a.txt.xz"
+    altered_inputs.DECLARED["dictionary.txt.xz"][1](path)
+    with pytest.raises(BadInput, match=f"{path.name} cannot be decompressed as xz"):
+        prep.plan(tmp_path / "raw", tmp_path / "data")

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from preprocess.local_run import _Process
-from preprocess.members import members_of
 from preprocess.options import WorkerSettings
 from preprocess.plan import need_plan
 from preprocess.shard_writer import ShardWriter
+from preprocess.worker import members_of
 from shardprep.atomic_files import publish_bytes
 from shardprep.console import STOP_SIGNALS, stop_signals_wait
 from shardprep.errors import Stopped

@@ -28,12 +28,13 @@ from slurm.job_records import publish_submission
 from slurm.job_script import JobRequest
 from slurm.report import left_out
 from slurm.report.attempts import attempts_of
+from slurm.report.blocks import Commands, Report, Section, Table
 from slurm.report.content import report_content
 from slurm.report.html_page import html_page
 from slurm.report.report_data import Found, report_data
 from slurm.report.shard_sums import ReadShard, ShardSums
 from slurm.report.text_page import _columns_of
-from slurm.report.words import LANGUAGES, WORDS, Words
+from slurm.report.words import LANGUAGES, WORDS, Words, edge_labels
 from slurm.report.work_times import MOST_NODES, work_times
 from slurm.resource_use import resource_use
 from slurm.shown_jobs import ShownJobs
@@ -381,6 +382,20 @@ def test_ten_thousand_shards_give_a_page_of_few_elements_and_as_many_again_no_la
         sizes.append(len(page))
     assert sizes[0] < 150_000
     assert sizes[1] < 1.1 * sizes[0]
+
+
+def test_labels_of_edges_that_read_alike_are_shown_once() -> None:
+    assert edge_labels(["2.00 GB"] * 8) == [(0, "2.00 GB")]
+    assert [text for _, text in edge_labels(["1", "2", "3"])] == ["1", "2", "3"]
+
+
+def test_on_a_narrow_page_lists_wrap_and_flags_are_not_broken_at_their_dashes() -> None:
+    table = Table(columns=["a", "b", "c"], rows=[["0", "1 CPU, 717 MB, 1 min", "642 MB"]])
+    section = Section(title="t", blocks=[table, Commands(lines=["plan --num_shards 3"])])
+    page = html_page(Report(language="en", title="t", subtitle="", tiles=[], sections=[section]), "h")
+    assert "<td>1 CPU, 717 MB, 1 min</td>" in page
+    assert '<td class="number">642 MB</td>' in page
+    assert "<span>plan</span> <span>--num_shards</span> <span>3</span>" in page
 
 
 def test_time_in_which_nothing_was_made_is_left_out_of_the_axis_and_named() -> None:

@@ -94,7 +94,7 @@ class Site:
 
 @dataclass(kw_only=True)
 class Faults:
-    """A data set of seven shards, one a file, and a worker's Python that fails as it is told."""
+    """A data set of seven shards, one per file, and a worker's Python that fails as it is told."""
 
     data: Path
     place: Path
@@ -126,7 +126,7 @@ def site() -> Iterator[Site]:
 
 @pytest.fixture
 def seven(prep: Prep, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Faults:
-    """Seven input files, the fifth of them half undecodable, planned one file a shard."""
+    """Seven input files, the fifth of them half undecodable, planned one file per shard."""
     raw, data, place = tmp_path / "raw", tmp_path / "O", tmp_path / "faults"
     raw.mkdir()
     place.mkdir()

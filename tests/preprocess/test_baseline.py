@@ -1,4 +1,4 @@
-"""The user's plain form gives the first script's members, byte by byte and in its order."""
+"""The user's plain form gives the baseline's members, byte by byte and in its order."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.waiting import HANG_S
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "first_script.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "baseline.py"
 CONTROL = ["<|end_of_text|>", "<|begin_of_text|>", "<|eot_id|>"]
 
 
-def run_first_script(raw: Path, out: Path, model: Path, shard_id: int) -> None:
+def run_baseline(raw: Path, out: Path, model: Path, shard_id: int) -> None:
     """The script as it stands, in this process."""
     argv = ["--shard_id", shard_id, "--input_dir", raw, "--output_dir", out, "--model_id", model]
     with pytest.MonkeyPatch.context() as patch:
@@ -52,10 +52,10 @@ def raw_dir(sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def first_dir(prep: Prep, raw_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the first script makes of both files."""
+    """What the baseline makes of both files."""
     folder = tmp_path_factory.mktemp("first")
     for shard_id in (0, 1):
-        run_first_script(raw_dir, folder, prep.model_dir, shard_id)
+        run_baseline(raw_dir, folder, prep.model_dir, shard_id)
     return folder
 
 
@@ -67,7 +67,7 @@ def make_plainly(prep: Prep, raw: Path, out: Path, *more: str, flag: str = "--sh
         assert ended.code == 0, ended.text
 
 
-def test_the_plain_form_gives_the_first_scripts_members_but_for_control_tokens(
+def test_the_plain_form_gives_the_baselines_members_but_for_control_tokens(
     prep: Prep, raw_dir: Path, first_dir: Path, tmp_path: Path
 ) -> None:
     make_plainly(prep, raw_dir, tmp_path / "data")
@@ -116,7 +116,7 @@ def test_llama_3_on_hundreds_of_korean_and_english_lines(
     task = prep.start(
         "--shard_id", 0, "--input_dir", raw, "--output_dir", tmp_path / "ours", "--model_id", model
     )
-    run_first_script(raw, tmp_path / "first", model, 0)
+    run_baseline(raw, tmp_path / "first", model, 0)
     said, _ = task.communicate(timeout=HANG_S)
     assert task.returncode == 0, said
     assert "engine: fastokens" in said, "so little text that another engine encoded it"

@@ -1,0 +1,54 @@
+"""transformers' collator for a causal model, with the batches that the loader makes.
+
+The loader itself needs none: ``padding.py`` makes its batches. This is for scripts that give transformers a
+collator, and to inherit from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import BatchEncoding, DataCollatorForLanguageModeling
+
+from loader.padding import PaddedBatches, PadToken, choose_pad_token, log_pad_token
+from shardprep.errors import UsageError
+
+
+@dataclass
+class CausalLMCollator(DataCollatorForLanguageModeling):
+    """DataCollatorForLanguageModeling with ``mlm=False``, padding to the right, labels of real EOS kept.
+
+    See PaddedBatches, whose batches these are, as BatchEncoding. Given to the loader as ``collate_fn`` it is
+    not called: batches are made from arrays then, too.
+    """
+
+    mlm: bool = False
+    pad_to_length: int | None = None  # one width for all batches, instead of the longest sample's
+    max_batch_tokens: int | None = None  # of a padded batch; a larger one is refused, not left to CUDA
+    pad: PadToken = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[no-untyped-call]
+        if self.mlm:
+            raise UsageError("mlm=True is not for a causal model; pass your own collate_fn for it")
+        self.pad = choose_pad_token(self.tokenizer)
+        log_pad_token(self.pad, self.tokenizer.eos_token_id)
+
+    @property
+    def batches(self) -> PaddedBatches:
+        """What makes the tensors."""
+        return PaddedBatches(
+            pad=self.pad,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            pad_to_length=self.pad_to_length,
+            max_batch_tokens=self.max_batch_tokens,
+        )
+
+    def torch_call(self, examples: list[Any]) -> BatchEncoding:  # type: ignore[override]
+        """Collate samples as transformers gives them: ids, or dicts with ``input_ids`` (and ``labels``)."""
+        return BatchEncoding(self.batches(examples))
+
+    def numpy_call(self, examples: list[Any]) -> BatchEncoding:  # type: ignore[override]
+        """As ``torch_call``, in numpy arrays."""
+        return BatchEncoding({name: tensor.numpy() for name, tensor in self.batches(examples).items()})

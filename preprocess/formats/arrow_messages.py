@@ -1,0 +1,139 @@
+"""The messages of an Arrow file, stream or file format: what each is, and where its buffers lie.
+
+Their headers alone are read. They are flatbuffers (format/Message.fbs and Schema.fbs of Arrow).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from preprocess.inputs import OpenInput
+from shardprep.errors import BadInput
+
+SCHEMA, DICTIONARY, BATCH = 1, 2, 3
+_MAGIC = b"ARROW1"
+CONTINUES = b"\xff\xff\xff\xff"
+_HEAD_BYTES = 4 << 10
+_MOST_HEADER_BYTES = 64 << 20
+
+
+class Message(NamedTuple):
+    """One message; a record batch has rows."""
+
+    kind: int
+    start: int  # byte of the file
+    body_start: int
+    end: int
+    num_rows: int
+
+
+class Buffers(NamedTuple):
+    """What the header of a record batch says of its columns, depth first."""
+
+    node_rows: list[int]
+    places: list[tuple[int, int]]  # of each buffer, [start, end) in the file
+    is_plain: bool  # neither compressed, nor with a number of buffers that varies
+
+
+def messages_of(file: OpenInput) -> Iterator[Message]:
+    """The messages of a file, in order; their headers alone are read. Raises BadInput, naming the byte."""
+    size = file.stamp.num_bytes
+    head = file.read(0, min(size, 8))
+    is_file = head.startswith(_MAGIC)
+    if is_file and file.read(size - 6, size) != _MAGIC:
+        raise _broken(file, f"it does not end in {_MAGIC!r}")
+    position = 8 if is_file else 0
+    if not is_file and head[:4] != CONTINUES:
+        raise _broken(file, f"it begins with {head!r}")
+    while True:
+        block = file.read(position, min(position + _HEAD_BYTES, size))
+        if len(block) < 8 or block[:4] != CONTINUES:
+            raise _broken(file, f"no message begins at byte {position}: it is cut short, or damaged")
+        header_bytes = int.from_bytes(block[4:8], "little")
+        if not header_bytes:
+            return
+        if header_bytes > min(size - position - 8, _MOST_HEADER_BYTES):
+            raise _broken(file, f"the message at byte {position} goes on behind the end")
+        if header_bytes + 8 > len(block):
+            block = file.read_all(position, position + 8 + header_bytes)
+        try:
+            kind, num_rows, body_bytes = _header(block[8 : 8 + header_bytes])
+        except (struct.error, IndexError, ValueError):
+            raise _broken(file, f"the message at byte {position} has no right header") from None
+        end = position + 8 + header_bytes + body_bytes
+        if end > size:
+            raise _broken(file, f"the message at byte {position} goes on behind the end: it is cut short")
+        yield Message(kind, position, position + 8 + header_bytes, end, num_rows)
+        position = end
+
+
+def _broken(file: OpenInput, why: str) -> BadInput:
+    return BadInput(
+        f"input {file.path} cannot be read as Arrow: {why}; bring a whole file, or move it away and plan anew"
+    )
+
+
+def _header(data: bytes) -> tuple[int, int, int]:
+    """Kind, rows and bytes of the body of a message,."""
+    root = struct.unpack_from("<I", data, 0)[0]
+    kind = struct.unpack_from("<B", data, _slot(data, root, 1))[0]
+    body_slot = _slot(data, root, 3, optional=True)
+    body_bytes = struct.unpack_from("<q", data, body_slot)[0] if body_slot else 0
+    num_rows = 0
+    if kind == BATCH:
+        inner = _slot(data, root, 2)
+        table = inner + struct.unpack_from("<I", data, inner)[0]
+        rows_slot = _slot(data, table, 0, optional=True)
+        num_rows = struct.unpack_from("<q", data, rows_slot)[0] if rows_slot else 0
+    if kind not in (SCHEMA, DICTIONARY, BATCH) or body_bytes < 0 or num_rows < 0:
+        raise ValueError(f"kind {kind}")
+    return kind, num_rows, body_bytes
+
+
+def _slot(data: bytes, table: int, number: int, *, optional: bool = False) -> int:
+    """Where a field of a flatbuffer's table lies; 0 for one that is absent and may be."""
+    vtable = table - struct.unpack_from("<i", data, table)[0]
+    num_bytes = struct.unpack_from("<H", data, vtable)[0]
+    entry = 4 + 2 * number
+    offset = struct.unpack_from("<H", data, vtable + entry)[0] if entry + 2 <= num_bytes else 0
+    if not offset:
+        if optional:
+            return 0
+        raise ValueError("a field is missing")
+    return int(table + offset)
+
+
+def buffers_of(file: OpenInput, batch: Message) -> Buffers:
+    """Where the buffers of a record batch lie. Raises BadInput, ReadWriteError."""
+    data = file.read_all(batch.start + 8, batch.body_start)
+    try:
+        root = struct.unpack_from("<I", data, 0)[0]
+        inner = _slot(data, root, 2)
+        table = inner + struct.unpack_from("<I", data, inner)[0]
+        nodes, places = _pairs(data, table, 1), _pairs(data, table, 2)
+        is_plain = not any(_slot(data, table, number, optional=True) for number in (3, 4))
+    except (struct.error, IndexError, ValueError):
+        raise _broken(file, f"the message at byte {batch.start} has no right header") from None
+    num_bytes = batch.end - batch.body_start
+    for offset, size in places.tolist():
+        if not 0 <= offset <= offset + size <= num_bytes:
+            raise _broken(file, f"a buffer of the message at byte {batch.start} lies outside of it")
+    starts = places[:, 0] + batch.body_start
+    return Buffers(
+        node_rows=nodes[:, 0].tolist(),
+        places=list(zip(starts.tolist(), (starts + places[:, 1]).tolist(), strict=True)),
+        is_plain=is_plain,
+    )
+
+
+def _pairs(data: bytes, table: int, number: int) -> npt.NDArray[np.int64]:
+    """A vector of structs of two 64-bit integers: int64[n, 2]."""
+    slot = _slot(data, table, number)
+    vector = slot + struct.unpack_from("<I", data, slot)[0]
+    num = struct.unpack_from("<I", data, vector)[0]
+    return np.frombuffer(data, "<i8", 2 * num, vector + 4).reshape(num, 2).astype(np.int64)

@@ -20,7 +20,6 @@ from loader.batches import LoaderMetrics, StepBatches, Uncollated, blank_labels
 from loader.chunks import Chunk
 from loader.collate_workers import CollateWorkers, can_be_sent
 from loader.dataset import ChunkDataset
-from loader.padding import Ids
 from loader.shards.shard_set import SizeCheck
 from loader.state import Position
 from shardprep.errors import UsageError
@@ -116,10 +115,10 @@ class BatchStream:
             return
         sent: deque[Uncollated] = deque()  # what is being collated
 
-        def samples() -> Iterator[list[Ids]]:
+        def samples() -> Iterator[list[Any]]:
             for part in self._uncollated(start):
                 sent.append(part)
-                yield part.samples()
+                yield self._step_batches.samples_of(part)
 
         batches = self._collate_workers.batches(samples())
         while True:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,9 +17,10 @@ import numpy.typing as npt
 import torch
 
 from loader.boundaries import boundary_fields
-from loader.chunks import ID_BITS, Chunk, Edges, RowEdges, split_ids, step_edges
+from loader.chunks import Chunk, Edges, RowEdges, split_ids, step_edges
 from loader.padding import IGNORED, Batch, Ids, PaddedBatches
 from loader.row_lengths import cut_edges, cut_lengths, cut_rows
+from loader.sample_fields import Collate, collate_lists, with_fields
 from loader.shifted_targets import shift, without_last_place
 from shardprep.errors import UsageError
 
@@ -55,9 +56,6 @@ class LoaderMetrics:
             self.num_padding += max(ids.numel() - num_tokens, 0)
 
 
-Collate = Callable[[list[Any]], Any]
-
-
 class Uncollated(NamedTuple):
     """The samples of one batch, as they came from the workers."""
 
@@ -66,6 +64,7 @@ class Uncollated(NamedTuple):
     edges: Edges | None = None  # where documents begin in rows, if boundaries were asked for
     num_fillers: int = 0  # samples at the end that fill a last batch up: they have no labels
     width: int = 0  # that rows are cut to, side by side; 0: as they are
+    starts: Sequence[Ids] | None = None  # where documents begin in each row, if sample_fields ask for it
 
     @property
     def num_tokens(self) -> int:
@@ -107,6 +106,7 @@ class StepBatches:
     boundaries: tuple[str, ...] = ()
     has_masks: bool = False  # ids may carry NO_LABEL
     shifts_targets: bool = False  # labels stand where the token before them stands
+    sample_fields: tuple[str, ...] = ()  # what a collate_fn gets beside the ids
 
     def __post_init__(self) -> None:
         if self.boundaries and not self.is_own:
@@ -143,9 +143,14 @@ class StepBatches:
         rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if not all(chunk.is_full(step) for chunk in chunks):
             lengths = np.concatenate([chunk.lengths[:, step] for chunk in chunks])
+        every_start = (
+            [each for chunk in chunks for each in chunk.starts_of(step)] if self.sample_fields else []
+        )
         for part, of_part in self._parts(len(rows), first_batch, num_fillers):
             edges = step_edges(chunks, step, part) if self.boundaries else None
-            yield Uncollated(rows[part], None if lengths is None else lengths[part], edges, of_part, width)
+            of_rows = None if lengths is None else lengths[part]
+            starts = every_start[part] if self.sample_fields else None
+            yield Uncollated(rows[part], of_rows, edges, of_part, width, starts)
 
     def _cut_documents(
         self, chunks: list[Chunk], step: int, first_batch: int, num_fillers: int
@@ -176,10 +181,18 @@ class StepBatches:
             blank_labels(batch, part.num_fillers)
         return batch
 
+    def samples_of(self, part: Uncollated) -> list[Any]:
+        """What a collate_fn gets of a batch, before ids are lists."""
+        return (
+            with_fields(part.samples(), part.starts, self.sample_fields)
+            if self.sample_fields
+            else part.samples()
+        )
+
     def _collated(self, part: Uncollated) -> Any:
         pad = self.padded
         if pad is None:
-            return collate_lists(self.collate_fn, part.samples(), has_masks=self.has_masks)
+            return collate_lists(self.collate_fn, self.samples_of(part), has_masks=self.has_masks)
         if self.row_tokens or part.lengths is None:
             batch = pad.mask_rows(part.ids, part.lengths, has_masks=self.has_masks)
         else:
@@ -242,15 +255,3 @@ def blank_labels(batch: Any, num_rows: int) -> None:
             'collate_fn makes no tensor "labels"; pass a global_batch_size that divides the number of samples'
         )
     labels[-num_rows:] = IGNORED
-
-
-def collate_lists(collate_fn: Collate, samples: list[Ids], *, has_masks: bool = False) -> Any:
-    """What a ``collate_fn`` of the user's makes of some samples; with masks, they have labels, too."""
-    if has_masks:
-        return collate_fn([_with_labels(ids) for ids in samples])
-    return collate_fn([{"input_ids": ids.tolist()} for ids in samples])
-
-
-def _with_labels(ids: Ids) -> dict[str, list[int]]:
-    labels = np.where(ids < 0, IGNORED, ids)
-    return {"input_ids": (ids & ID_BITS).tolist(), "labels": labels.tolist()}

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from loader.batches import Collate, collate_lists
-from loader.padding import Ids
+from loader.sample_fields import Collate, Sample, collate_lists
 
 _NUMPY_TYPES = {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool, torch.float32, torch.float64}
 
@@ -45,7 +44,7 @@ class _Collated(Dataset[Any]):
         self._collate_fn = collate_fn
         self._has_masks = has_masks
 
-    def __getitem__(self, samples: list[Ids]) -> bytes:
+    def __getitem__(self, samples: list[Sample]) -> bytes:
         target = io.BytesIO()
         batch = collate_lists(self._collate_fn, samples, has_masks=self._has_masks)
         _BatchPickler(target, pickle.HIGHEST_PROTOCOL).dump(batch)
@@ -56,12 +55,12 @@ class _Source(Sampler[Any]):
     """What a torch DataLoader takes for its sampler: the samples of each batch of an epoch."""
 
     def __init__(self) -> None:
-        self.samples: Iterator[list[Ids]] = iter(())
+        self.samples: Iterator[list[Sample]] = iter(())
 
-    def __iter__(self) -> Iterator[list[Ids]]:
+    def __iter__(self) -> Iterator[list[Sample]]:
         return self
 
-    def __next__(self) -> list[Ids]:
+    def __next__(self) -> list[Sample]:
         return next(self.samples)
 
 
@@ -83,7 +82,7 @@ class CollateWorkers:
         )
         self._stream: Any = None
 
-    def batches(self, samples: Iterator[list[Ids]]) -> Iterator[Any]:
+    def batches(self, samples: Iterator[list[Sample]]) -> Iterator[Any]:
         """The batch of each list of samples; ends an earlier iterator of these workers."""
         self._source.samples = samples
         self._stream = iter(self._loader)

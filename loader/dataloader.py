@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from loader.batches import Collate, StepBatches
+from loader.batches import StepBatches
 from loader.boundaries import Boundary, check_boundaries
 from loader.dataset import (
     ChunkDataset,
@@ -34,6 +34,7 @@ from loader.reading.open_shard import STALL_WARNING_S
 from loader.reading.shard_reader import ReaderContext, Turn
 from loader.row_lengths import check_row_lengths
 from loader.run_steps import Ramp, RunSteps, ramp_sizes
+from loader.sample_fields import Collate, SampleField, check_sample_fields
 from loader.samples.make_samples import SampleRules, make_samples
 from loader.samples.whole_samples import LongDocuments
 from loader.settings_block import settings_block
@@ -91,6 +92,7 @@ def get_llama3_dataloader(
     read_check: ReadCheck = "none",
     stall_warning_s: float = STALL_WARNING_S,
     collate_fn: Collate | None = None,
+    sample_fields: Sequence[SampleField] = (),
     multiprocessing_context: Any = None,
 ) -> TokenLoader:
     """Batches of a data set's token ids for this rank, shuffled anew each epoch.
@@ -166,6 +168,8 @@ def get_llama3_dataloader(
         stall_warning_s: a read that takes longer is named in the log, with its shard.
         collate_fn: instead of ``PaddedBatches``; called with a list of ``{"input_ids": list[int]}``, in
             ``num_workers`` more processes beside those that read; see collate_workers.py.
+        sample_fields: what ``collate_fn`` gets of each sample beside ``input_ids``: ``"num_tokens"``;
+            ``"doc_starts"``, places in it where a document begins; ``"lengths"`` of the documents in it.
         multiprocessing_context: ``"fork"``, ``"spawn"`` or ``"forkserver"`` (Python 3.14's default), as
             DataLoader takes it. The last two run the training script's top again in each worker: keep what
             trains behind ``if __name__ == "__main__":``.
@@ -198,6 +202,9 @@ def get_llama3_dataloader(
         batch_multiple=pad_to_multiple_of or 1,
         num_beyond=int(shifts),
     )
+    asked_fields = check_sample_fields(
+        sample_fields, has_collate_fn=collate_fn is not None, cuts_rows=seq_len_schedule is not None
+    )
     side = document_split(split, validation_fraction)
     is_validation = split == "validation"
     mixes = check_mixing(
@@ -227,7 +234,7 @@ def get_llama3_dataloader(
             rules,
             eos_token_id=tokenizer.special.eos_token_id,
             vocab_size=tokenizer.vocab_size if part.has_external else None,
-            starts=bool(fields),
+            starts=bool(fields or asked_fields),
             keeps_tail=is_validation,
             context=ReaderContext(
                 turn=Turn(number=who.rank, count=who.world_size),
@@ -290,6 +297,7 @@ def get_llama3_dataloader(
         boundaries=fields,
         collate_fn=collate_fn,
         shifts_targets=shifts,
+        sample_fields=asked_fields,
         has_masks=any(part.has_masks for part in sources.values()),
     )
     if size_check is not None:

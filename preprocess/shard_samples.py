@@ -62,7 +62,7 @@ class ShardSamples:
             return np.zeros(1, np.int64)
         record = self.records[number]
         with errors_named(self.path):
-            raw = _read(self._handle, int(record["starts_offset"]), 4 * int(record["num_starts"]))
+            raw = read_at(self._handle, int(record["starts_offset"]), 4 * int(record["num_starts"]))
         return np.frombuffer(raw, "<u4").astype(np.int64) % self.spec.seq_len
 
     def loss_mask(self, number: int) -> npt.NDArray[np.bool_]:
@@ -71,7 +71,7 @@ class ShardSamples:
         if self.spec.record != "chat":
             return np.ones(int(record["num_tokens"]), np.bool_)
         with errors_named(self.path):
-            raw = _read(self._handle, int(record["mask_offset"]), int(record["num_tokens"]))
+            raw = read_at(self._handle, int(record["mask_offset"]), int(record["num_tokens"]))
         return np.frombuffer(raw, np.uint8) != 0
 
     def pieces(self) -> Iterator[npt.NDArray[np.uint32]]:
@@ -124,7 +124,7 @@ def ids_of(
         if last <= first:
             yield from _long_document(handle, spec, begin, int(ends[first]), int(group["num_tokens"][0]))
         else:
-            raw = _read(handle, begin, int(ends[last - 1]) - begin)
+            raw = read_at(handle, begin, int(ends[last - 1]) - begin)
             yield _ids_in(raw, spec, group, begin)
         first += len(group)
 
@@ -157,11 +157,11 @@ def _long_document(
     """The ids of a document in pieces of READ_BYTES; a JSON list is cut at its commas."""
     if spec.kind != "json":
         for place in range(begin, end, READ_BYTES):
-            yield np.frombuffer(_read(handle, place, min(READ_BYTES, end - place)), spec.dtype)
+            yield np.frombuffer(read_at(handle, place, min(READ_BYTES, end - place)), spec.dtype)
         return
     rest, num_found = b"", 0
     for place in range(begin, end, READ_BYTES):
-        text = rest + _read(handle, place, min(READ_BYTES, end - place))
+        text = rest + read_at(handle, place, min(READ_BYTES, end - place))
         head, _, rest = (text, b"", b"") if place + READ_BYTES >= end else text.rpartition(b", ")
         ids = orjson.loads(b"[" + head.removeprefix(b"[").removesuffix(b"]") + b"]")
         num_found += len(ids)
@@ -170,7 +170,8 @@ def _long_document(
         raise ValueError("a list has another number of tokens than the idx says")
 
 
-def _read(handle: int, offset: int, num_bytes: int) -> bytes:
+def read_at(handle: int, offset: int, num_bytes: int) -> bytes:
+    """Bytes of a file at a place, however short its reads are. Raises ValueError where it ends before."""
     parts: list[bytes] = []
     while num_bytes and (part := os.pread(handle, num_bytes, offset)):  # reads may be short
         parts.append(part)

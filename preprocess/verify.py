@@ -19,7 +19,7 @@ import numpy.typing as npt
 import lustre
 from preprocess.crc_files import publish_crcs
 from preprocess.plan import Plan
-from preprocess.shard_samples import ids_of
+from preprocess.shard_samples import ids_of, read_at
 from preprocess.tokenizer_files import check_tokenizer_files
 from shardprep.atomic_files import publish_bytes
 from shardprep.errors import BrokenShard, ReadWriteError, Refused, ShardprepError
@@ -176,7 +176,7 @@ def check_ids(folder: Path, spec: DatasetSpec, shard_id: int, records: npt.NDArr
     with errors_named(path):
         handle = open_regular(path)
         try:
-            if os.pread(handle, len(TAR_END) + 1, os.fstat(handle).st_size - len(TAR_END)) != TAR_END:
+            if read_at(handle, os.fstat(handle).st_size - len(TAR_END), len(TAR_END)) != TAR_END:
                 raise BrokenShard(
                     f"{path} does not end in two zero blocks; run: {remake_command(shard_id, folder)}"
                 )

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader
@@ -84,7 +84,8 @@ class BatchStream:
         run = self._run
         chunks.position[0], chunks.position[1] = start.epoch, run.order_step(start)
         within, width = start.num_micro % run.num_batches, run.row_length(run.step_of(start))
-        parts = self._step_batches.cut([next(iter(chunks))], 0, within, self._num_fillers(start), width)  # type: ignore[list-item]
+        chunk = cast(Chunk, next(iter(chunks)))  # no end of an epoch: a position is before it
+        parts = self._step_batches.cut([chunk], 0, within, self._num_fillers(start), width)
         return self._step_batches.collate(next(parts))
 
     def end(self) -> None:

@@ -29,7 +29,7 @@ class CausalLMCollator(DataCollatorForLanguageModeling):
     pad: PadToken = field(init=False)
 
     def __post_init__(self) -> None:
-        super().__post_init__()  # type: ignore[no-untyped-call]
+        super().__post_init__()  # type: ignore[no-untyped-call]  # of transformers
         if self.mlm:
             raise UsageError("mlm=True is not for a causal model; pass your own collate_fn for it")
         self.pad = choose_pad_token(self.tokenizer)

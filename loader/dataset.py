@@ -222,7 +222,7 @@ def check_batch_tokens(
 def whole_number(name: str, value: object, *, least: int) -> int:
     """The value as an int. Raises UsageError for what is none, or less than ``least``."""
     try:
-        number = index(value)  # type: ignore[arg-type]
+        number = index(value)  # type: ignore[arg-type]  # what has no __index__ raises TypeError
     except TypeError:
         raise UsageError(f"{name} is {value!r}, expected a whole number of at least {least}") from None
     if number < least:

@@ -145,6 +145,7 @@ def _at(ramp: Ramp, step: int) -> int:
 def check_first_steps(name: str, firsts: Sequence[object]) -> None:
     """Raises UsageError unless stages begin at whole steps, ascending from 0."""
     are_steps = all(isinstance(first, int) and not isinstance(first, bool) for first in firsts)
+    # mypy does not see that all are int where they are compared.
     if not are_steps or list(firsts[:1]) != [0] or any(a >= b for a, b in pairwise(firsts)):  # type: ignore[operator]
         raise UsageError(
             f"{name} has stages from the steps {list(firsts)}, expected whole numbers from 0 on, ascending"

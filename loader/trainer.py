@@ -39,10 +39,10 @@ class LoaderMixin:
             kwargs["eval_dataset"] = eval_loader.dataset  # Trainer asks for one; it is never iterated
         super().__init__(*args, **kwargs)
         self.train_loader, self.eval_loader = train_loader, eval_loader
-        check_trainer_arguments(self.args, train_loader)  # type: ignore[attr-defined]
+        check_trainer_arguments(self.args, train_loader)  # type: ignore[attr-defined]  # Trainer's
         # The loader finds its place itself.
-        self.args.ignore_data_skip = True  # type: ignore[attr-defined]
-        self.add_callback(LoaderStateCallback())  # type: ignore[attr-defined]
+        self.args.ignore_data_skip = True  # type: ignore[attr-defined]  # Trainer's
+        self.add_callback(LoaderStateCallback())  # type: ignore[attr-defined]  # Trainer's
 
     def get_train_dataloader(self) -> TokenLoader:
         """What Trainer asks for, instead of a ``train_dataset``."""
@@ -52,7 +52,7 @@ class LoaderMixin:
         """The same for ``evaluate()``; what else is evaluated is Trainer's."""
         if self.eval_loader is not None and eval_dataset in (None, self.eval_loader.dataset):
             return self.eval_loader
-        return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
+        return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]  # Trainer's
 
 
 def check_trainer_arguments(args: Any, loader: TokenLoader) -> None:

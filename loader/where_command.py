@@ -184,7 +184,7 @@ def _with_text(loader: TokenLoader, text: str) -> npt.NDArray[np.int64]:
 
     from loader.samples.whole_samples import WholeSamples
 
-    shards = loader.chunks.samples.shards  # type: ignore[attr-defined]
+    shards = loader.chunks.samples.shards  # type: ignore[attr-defined]  # not of a mixture: SeenDocuments refused it
     reader, found = WholeSamples(shards=shards).open(), []
     for first in range(0, shards.num_samples, _READ_SAMPLES):
         numbers = np.arange(first, min(first + _READ_SAMPLES, shards.num_samples))

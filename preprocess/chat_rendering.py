@@ -240,6 +240,7 @@ class Conversations:
         from transformers.utils import chat_template_utils
 
         class FixedDate(datetime.datetime):
+            # The ignored one: a subclass's now() has to return a FixedDate, which strftime does not need.
             @classmethod
             def now(cls, tz: datetime.tzinfo | None = None) -> datetime.datetime:  # type: ignore[override]  # noqa: ARG003
                 return FIXED_DATE

@@ -332,7 +332,7 @@ def read_ahead(items: Iterator[Item], num_ahead: int) -> Iterator[Item]:
                 item = held.popleft().result()
                 if item is end:
                     return
-                yield item  # type: ignore[misc]
+                yield item  # type: ignore[misc]  # not `end`
         finally:
             for future in held:
                 future.cancel()

@@ -217,7 +217,7 @@ def _function(given: Callable[..., Any] | str) -> Callable[..., Any]:
     if not isinstance(given, str):
         return given
     module, _, name = given.partition(":")
-    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]  # by its name
 
 
 def _int_or_word(text: str) -> int | str:

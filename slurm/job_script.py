@@ -123,9 +123,9 @@ class JobRequest:
         """What a node must have for one task, as far as the request says it."""
         return self.mem_gb or (self.mem_per_cpu_gb or 0) * (self.num_cpus or 1)
 
-    def changed(self, **changes: object) -> JobRequest:
+    def changed(self, **changes: Any) -> JobRequest:
         """A copy with other values."""
-        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+        return dataclasses.replace(self, **changes)
 
 
 def quoted(folder: Path) -> str:

@@ -8,6 +8,7 @@ import socket
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from loader.reading.shard_reader import Turn
 from loader.staging.shards_to_stage import NodeRanks, ShardsToStage, choose_shards
@@ -183,11 +184,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     world.add_argument("--ranks", help="those of this node, such as 8-15")
     world.add_argument("--ranks_per_node", type=int, help="instead of --ranks: by SLURM_NODEID, in its order")
     for name, text in _ORDER_FLAGS.items():
-        settings: dict[str, object] = {"type": int}
+        settings: dict[str, Any] = {"type": int}
         if name == "shuffle":
             settings = {"action": argparse.BooleanOptionalAction}
         elif name == "long_documents":
             settings = {"choices": ("truncate", "split", "error")}
         elif name == "group_by_length":
             settings = {"type": int, "nargs": "?", "const": True}
-        world.add_argument(f"--{name}", help=text, default=argparse.SUPPRESS, **settings)  # type: ignore[arg-type]
+        world.add_argument(f"--{name}", help=text, default=argparse.SUPPRESS, **settings)

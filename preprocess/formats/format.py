@@ -168,7 +168,7 @@ def batches_of(block: RecordBlock, place: Place) -> Iterator[DocumentBatch | Lon
     """
     is_good = {str}.issuperset(map(type, block.texts))
     long = []
-    if not is_good or max(map(len, block.texts), default=0) > LONG_BYTES:  # type: ignore[arg-type]
+    if not is_good or max(map(len, block.texts), default=0) > LONG_BYTES:  # type: ignore[arg-type]  # str
         long = [
             number
             for number, text in enumerate(block.texts)
@@ -210,9 +210,9 @@ def _long_document(block: RecordBlock, number: int, place: Place) -> DocumentBat
 def _batch(block: RecordBlock, part: slice, place: Place, num_bytes: int, *, is_good: bool) -> DocumentBatch:
     """Documents that follow each other. ``is_good``: none of the block's is an UnusableText."""
     texts = block.texts[part]
-    if is_good and all(texts) and not any(map(str.isspace, texts)):  # type: ignore[arg-type]
+    if is_good and all(texts) and not any(map(str.isspace, texts)):  # type: ignore[arg-type]  # all are str
         return DocumentBatch(
-            texts=list(texts),  # type: ignore[arg-type]
+            texts=list(texts),  # type: ignore[arg-type]  # all are str
             lines=np.arange(part.start, part.stop, dtype=np.int64) + place.line,
             input_number=place.input_number,
             input_offsets=block.starts[part],

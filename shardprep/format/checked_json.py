@@ -226,7 +226,7 @@ class Fields:
     def or_none(self, key: str, read: Callable[[str], T]) -> T | None:
         """null, or what ``read`` takes."""
         if key in self._data and self._data[key] is None:
-            return self.take(key)  # type: ignore[no-any-return]  # None
+            return self.take(key)  # type: ignore[no-any-return]  # it is None
         return read(key)
 
     def list_of(self, key: str, is_right: Callable[[Any], bool], expected: str) -> list[Any]:

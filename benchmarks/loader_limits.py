@@ -2,9 +2,9 @@
 
     python benchmarks/loader_limits.py [--mb 10] [--core N] [--only resume,first,...]
 
-Resuming, first batch, opening, memory over epochs, bytes read, padding, mixing, weights of sources. Only the
-first three are times, taken on one core; the others do not depend on the machine or its load. Five minutes;
-exits 0 whatever it finds.
+Resuming, first batch, opening, memory over epochs, bytes read, padding, mixing, weights of sources and what
+mixing costs. The first three and the last are times, taken on one core; the others do not depend on the
+machine or its load. Six minutes; exits 0 whatever it finds.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from loader_footprint import NUM_SHARDS, first_batch, footprints, make_index, op
 from loader_shares import (
     mixed_differences,
     mixed_tokens,
+    mixing_costs,
     source_variances,
     useful_share,
     weighted_variances,
@@ -42,6 +43,7 @@ from shardprep.format.index import read_index
 
 NUM_RESUMES, NUM_FRESH = 50, 9
 MIXED_STEPS = 2000
+MIXING_TURNS = 15
 WORLD, WORKERS, BATCH = 8, 2, 8
 MODES: dict[str, dict[str, Any]] = {
     "padded, batch 32": {"batch_size": 32, "max_length": 2048},
@@ -274,6 +276,28 @@ def weights(given: LimitData, _core: int) -> Iterator[Finding]:
         )
 
 
+def mixing_cost(given: LimitData, core: int) -> Iterator[Finding]:
+    """What a batch of two sources costs more than one of each alone, in turns on one core."""
+    half = len(given.large) // 2
+    packed = {"one": given.large[:half], "other": given.large[half:]}
+    documents = dict(itertools.islice(given.documents.items(), 2))
+    # A turn reads several windows of packed rows: one more or less would decide it.
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+        "packed rows, batch 8": (packed, {"batch_size": BATCH}, 4096),
+        **{name: (documents, options, 300) for name, options in MODES.items()},
+    }
+    with pinned(core):
+        for label, (sources, options, num_batches) in cases.items():
+            ratios = sorted(mixing_costs(sources, options, MIXING_TURNS, num_batches)[MIXING_TURNS // 5 :])
+            ratio = statistics.median(ratios)
+            yield Finding(
+                what=f"sources .7, .3, {label}: CPU of a batch, over that of one source",
+                measured=f"{ratio:.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})",
+                asked="<= 1.1",
+                kept=ratio <= 1.1,
+            )
+
+
 MEASURES: dict[str, Callable[[LimitData, int], Iterator[Finding]]] = {
     "resume": resume_delays,
     "first": first_batches,
@@ -283,6 +307,7 @@ MEASURES: dict[str, Callable[[LimitData, int], Iterator[Finding]]] = {
     "padding": useful_tokens,
     "mixing": mixing,
     "weights": weights,
+    "mixing_cost": mixing_cost,
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,31 @@ def mixed_tokens(folders: Mapping[str, Path], weights: Mapping[str, float], num_
                 tokens += int(reader.num_tokens(samples.reshape(-1)).sum())
     reader.close()
     return tokens / total
+
+
+def mixing_costs(
+    sources: Mapping[str, Any], options: Mapping[str, Any], num_turns: int, num_batches: int
+) -> list[float]:
+    """CPU of a batch mixed .7 and .3 by samples, over as much of each source's own batches; of each turn."""
+    weights = dict(zip(sources, (0.7, 0.3), strict=True))
+    loaders = [get_llama3_dataloader(data, num_workers=0, **options) for data in sources.values()]
+    loaders.append(
+        get_llama3_dataloader(sources, num_workers=0, weights=weights, weights_in="samples", **options)
+    )
+    streams = [itertools.chain.from_iterable(itertools.repeat(loader)) for loader in loaders]
+    ratios = []
+    for _ in range(num_turns):
+        cpu_s = []
+        for stream in streams:
+            began = time.process_time()
+            for _ in itertools.islice(stream, num_batches):
+                pass
+            cpu_s.append(time.process_time() - began)
+        *alone, mixed = cpu_s
+        ratios.append(mixed / sum(s * share for s, share in zip(alone, weights.values(), strict=True)))
+    for loader in loaders:
+        loader.close()
+    return ratios
 
 
 def steps_of(loader: TokenLoader, num_steps: int) -> Iterator[list[bytes]]:

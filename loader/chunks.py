@@ -52,6 +52,23 @@ class ScatteredRows:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RowsOfWindows:
+    """The same for rows that lie in several flat arrays: those of a mixture, each in its source's window."""
+
+    flats: list[npt.NDArray[np.integer[Any]]]
+    window: npt.NDArray[np.intp]  # intp[samples per step, steps]: which flat each row lies in
+    at: npt.NDArray[np.int64]  # int64[samples per step, steps]: where in it the row begins
+    row_tokens: int
+
+    def __getitem__(self, places: Any) -> npt.NDArray[np.int32]:
+        """As of an array ``[samples per step, steps, row_tokens]``; always a copy."""
+        at = self.at[places]
+        row_places = zip(self.window[places].reshape(-1).tolist(), at.reshape(-1).tolist(), strict=True)
+        rows = [self.flats[number][begin : begin + self.row_tokens] for number, begin in row_places]
+        return np.concatenate(rows).astype(np.int32, copy=False).reshape(*at.shape, self.row_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Edges:
     """Where documents, and the padding of rows, begin in the flattened batch; each row begins one."""
 
@@ -126,7 +143,7 @@ class Chunk:
 
     lengths: npt.NDArray[np.int32]  # int32[samples per step, steps], tokens of each sample
     # int32[samples per step, steps, row_tokens]; or of samples of any length flat, one step after another
-    ids: npt.NDArray[np.int32] | ScatteredRows
+    ids: npt.NDArray[np.int32] | ScatteredRows | RowsOfWindows
     row_tokens: int = 0  # of every sample where all are rows
     num_cut: int = 0  # tokens left out behind max_length
     num_starts: npt.NDArray[np.int32] | None = None  # int32[samples per step, steps]

@@ -7,14 +7,14 @@ makes the mixture and its samples of the sources that a user names.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from loader.chunks import Chunk, split_ids
+from loader.chunks import Chunk, RowsOfWindows, ScatteredRows
 from loader.dataset import ChunkDataset, Samples, WindowReader
 from loader.mixture import Mixture, Round, Schedule, make_stages
 from loader.order import Order, hash_ints
@@ -70,30 +70,39 @@ class MixedChunkDataset(ChunkDataset):
 
     samples: Any
     order: Any
+    _stand: Stand | None = None  # where an epoch ended: the next one needs no window read again
+
+    def close(self) -> None:
+        self._stand = None
+        super().close()
 
     def _epoch_chunks(self, reader: Any, epoch: int, step: int, lanes: range) -> Iterator[Chunk]:
         mixture: Mixture = self.order
         first_of_epoch = epoch * mixture.steps_per_epoch
         at, end = first_of_epoch + step, first_of_epoch + self.run.order_steps_of(epoch)
         chunk_steps = self._chunk_steps()
-        streams: list[Iterator[tuple[Chunk, int]]] = []
-        while at < end:
-            part = mixture.round_at(at)
-            if not streams:
-                taken = part.taken.tolist()
-                streams = [self._source_steps(reader, n, first, lanes) for n, first in enumerate(taken)]
-            mixed = self._mixed_round(part, streams, lanes)
-            last = min(part.end_step, end)
-            while at < last:
-                stop = min(at + chunk_steps, last)
-                yield mixed.chunk(at - part.first_step, stop - part.first_step)
-                at = stop
-            del mixed
+        stand, self._stand = self._stand, None
+        if stand is None or (stand.step, stand.lanes, stand.reader) != (at, lanes, reader):
+            taken = mixture.round_at(at).taken.tolist()
+            chunks = (self._source_chunks(reader, n, first, lanes) for n, first in enumerate(taken))
+            stand = Stand(step=at, lanes=lanes, reader=reader, streams=[*map(SourceSteps, chunks)])
+        while stand.step < end:
+            if stand.mixed is None:
+                stand.part = mixture.round_at(stand.step)
+                stand.mixed = self._mixed_round(stand.part, stand.streams, lanes)
+            assert stand.part is not None
+            last = min(stand.part.end_step, end)
+            while stand.step < last:
+                first, stand.step = stand.step, min(stand.step + chunk_steps, last)
+                yield stand.mixed.chunk(first - stand.part.first_step, stand.step - stand.part.first_step)
+            if last == stand.part.end_step:
+                stand.mixed = None
+        self._stand = stand
 
-    def _source_steps(
+    def _source_chunks(
         self, reader: MixedReader, number: int, first_step: int, lanes: range
-    ) -> Iterator[tuple[Chunk, int]]:
-        """The steps of one source from one of them on, without end: a chunk, and which step of it."""
+    ) -> Iterator[Chunk]:
+        """The chunks of one source from one of its steps on, without end."""
         order = self.order.orders[number]
         source = ChunkDataset(
             samples=self.samples.sources[number],
@@ -105,85 +114,146 @@ class MixedChunkDataset(ChunkDataset):
         epoch, step = divmod(first_step, order.steps_per_epoch)
         for later in count(epoch):
             first = step if later == epoch else 0
-            for chunk in source._epoch_chunks(reader.readers[number], later, first, lanes):  # noqa: SLF001  its own class's
-                for place in range(chunk.lengths.shape[1]):
-                    yield chunk, place
+            yield from source._epoch_chunks(reader.readers[number], later, first, lanes)  # noqa: SLF001  its own class's
 
-    def _mixed_round(
-        self, part: Round, streams: list[Iterator[tuple[Chunk, int]]], lanes: range
-    ) -> MixedRound:
+    def _mixed_round(self, part: Round, streams: list[SourceSteps], lanes: range) -> MixedRound:
         pattern = np.repeat(self.order.pattern(part, lanes), self.order.group, axis=0)
         mixed = MixedRound(pattern.shape, self.samples.row_tokens)
-        every_row = np.arange(len(pattern))
         for number in np.unique(part.sources).tolist():
             columns = np.nonzero(pattern == number)[1].reshape(len(pattern), -1)  # of each row, ascending
-            for column in columns.T:
-                mixed.put(every_row, column, *next(streams[number]))
+            done = 0
+            for chunk, steps in streams[number].take(columns.shape[1]):
+                end = done + steps.stop - steps.start
+                mixed.put(columns[:, done:end], chunk, steps, is_last=end == columns.shape[1])
+                done = end
+                del chunk  # it may hold its window; the next one is read now
         return mixed
 
 
-@dataclass
+@dataclass(kw_only=True)
+class Stand:
+    """Where a worker stands in the run: the next step, its sources, and the round that the step is in."""
+
+    step: int  # from the first of the run, not of the epoch
+    lanes: range
+    reader: MixedReader
+    streams: list[SourceSteps]
+    part: Round | None = None
+    mixed: MixedRound | None = None
+
+
+class SourceSteps:
+    """The steps of one source, one after another."""
+
+    def __init__(self, chunks: Iterator[Chunk]) -> None:
+        self._chunks = chunks
+        self._chunk: Chunk | None = None
+        self._place = 0  # the next step of the chunk
+
+    def take(self, num_steps: int) -> Iterator[tuple[Chunk, slice]]:
+        """The next steps: chunks, and which steps of each. A chunk may end with the next one."""
+        while num_steps:
+            if self._chunk is None:
+                self._chunk, self._place = next(self._chunks), 0
+            first, held = self._place, self._chunk.lengths.shape[1]
+            self._place = min(first + num_steps, held)
+            num_steps -= self._place - first
+            steps, chunk = slice(first, self._place), [self._chunk]
+            if self._place == held:
+                self._chunk = None  # nothing holds its window when the next one is read
+            yield chunk.pop(), steps
+
+
 class MixedRound:
-    """The samples of a round, copied from the windows of their sources, which may end meanwhile."""
+    """The samples of a round, where they lie: in windows and chunks of their sources."""
 
-    shape: tuple[int, ...]  # samples per step, steps
-    row_tokens: int
-    num_cut: int = 0
-    lengths: npt.NDArray[np.int32] = field(init=False)
-    rows: npt.NDArray[np.int32] = field(init=False)  # where all samples are rows
-    ids: npt.NDArray[np.object_] = field(init=False)  # else, of each sample
-    starts: npt.NDArray[np.object_] | None = None
+    def __init__(self, shape: tuple[int, int], row_tokens: int) -> None:
+        self._row_tokens = row_tokens
+        self._num_cut = 0
+        self._lengths = np.empty(shape, np.int32)  # [samples per step, steps]
+        self._ids = ScatteredParts.of_shape(shape)
+        self._num_starts: npt.NDArray[np.int32] | None = None
+        self._starts = ScatteredParts.of_shape(shape)
 
-    def __post_init__(self) -> None:
-        self.lengths = np.empty(self.shape, np.int32)
-        if self.row_tokens:
-            self.rows = np.empty((*self.shape, self.row_tokens), np.int32)
+    def put(self, columns: npt.NDArray[np.int64], chunk: Chunk, steps: slice, *, is_last: bool) -> None:
+        """Lay steps of a source to these columns of each row: int64[samples per step, number of steps].
+
+        ``is_last``: of the source in this round, so that its window stays until the round has been delivered.
+        """
+        places = (np.arange(len(columns))[:, None], columns)
+        self._lengths[places] = chunk.lengths[:, steps]
+        if steps.start == 0:
+            self._num_cut += chunk.num_cut
+        if not self._row_tokens:
+            by_step = chunk.lengths.T
+            ends = np.cumsum(by_step, dtype=np.int64).reshape(by_step.shape).T
+            self._ids.put(places, chunk.ids, (ends - chunk.lengths)[:, steps])
+        elif is_last and isinstance(chunk.ids, ScatteredRows) and chunk.ids.mask is None:
+            self._ids.put(places, chunk.ids.flat, chunk.ids.at[:, steps])
         else:
-            self.ids = np.empty(self.shape, np.object_)
-
-    def put(
-        self, rows: npt.NDArray[np.int64], column: npt.NDArray[np.int64], chunk: Chunk, step: int
-    ) -> None:
-        """Lay one step of a source to the places of these columns, one in each row."""
-        self.lengths[rows, column] = chunk.lengths[:, step]
-        if step == 0:
-            self.num_cut += chunk.num_cut
-        if self.row_tokens:
-            self.rows[rows, column] = chunk.ids[:, step]
-        else:
-            _put_all(self.ids, column, split_ids(chunk.ids_of(step), chunk.lengths[:, step]))
-        if chunk.starts is not None:
-            if self.starts is None:
-                self.starts = np.empty(self.shape, np.object_)
-            _put_all(self.starts, column, chunk.starts_of(step))
+            rows = np.array(chunk.ids[:, steps]).reshape(-1)
+            self._ids.put(places, rows, np.arange(0, len(rows), self._row_tokens).reshape(columns.shape))
+        if chunk.starts is not None and chunk.num_starts is not None:
+            if self._num_starts is None:
+                self._num_starts = np.empty_like(self._lengths)
+            self._num_starts[places] = chunk.num_starts[:, steps]
+            ends = np.cumsum(chunk.num_starts, dtype=np.int64).reshape(chunk.num_starts.shape)
+            self._starts.put(places, chunk.starts, (ends - chunk.num_starts)[:, steps])
 
     def chunk(self, first: int, end: int) -> Chunk:
         """Its steps from ``first`` up to ``end``."""
-        lengths = self.lengths[:, first:end]
-        num_cut, self.num_cut = self.num_cut, 0
-        ids = self.rows[:, first:end] if self.row_tokens else _joined(self.ids[:, first:end].T)
-        if self.starts is None:
-            return Chunk(lengths=lengths, ids=ids, row_tokens=self.row_tokens, num_cut=num_cut)
-        starts = self.starts[:, first:end]
-        num_starts = np.array([len(each) for each in starts.flat], np.int32).reshape(starts.shape)
+        lengths, ids = self._lengths[:, first:end], self._ids.steps(first, end)
+        num_cut, self._num_cut = self._num_cut, 0
+        num_starts = starts = None
+        if self._num_starts is not None:
+            num_starts = self._num_starts[:, first:end]
+            starts = self._starts.steps(first, end).joined(num_starts)
         return Chunk(
             lengths=lengths,
-            ids=ids,
-            row_tokens=self.row_tokens,
+            ids=ids.rows(self._row_tokens) if self._row_tokens else ids.by_step.joined(lengths.T),
+            row_tokens=self._row_tokens,
             num_cut=num_cut,
             num_starts=num_starts,
-            starts=_joined(starts),
+            starts=starts,
         )
 
 
-def _put_all(target: npt.NDArray[np.object_], column: npt.NDArray[np.int64], items: list[Any]) -> None:
-    for row, (place, item) in enumerate(zip(column.tolist(), items, strict=True)):
-        target[row, place] = item
+@dataclass(frozen=True, kw_only=True)
+class ScatteredParts:
+    """Parts of several flat arrays, one for each sample."""
 
+    flats: list[npt.NDArray[np.integer[Any]]]
+    number: npt.NDArray[np.intp]  # intp[samples per step, steps]: which flat each part lies in
+    at: npt.NDArray[np.int64]  # int64[samples per step, steps]: where in it the part begins
 
-def _joined(parts: npt.NDArray[np.object_]) -> npt.NDArray[np.int32]:
-    joined: npt.NDArray[np.int32] = np.concatenate(list(parts.flat)).astype(np.int32, copy=False)
-    return joined
+    @staticmethod
+    def of_shape(shape: tuple[int, int]) -> ScatteredParts:
+        return ScatteredParts(flats=[], number=np.empty(shape, np.intp), at=np.empty(shape, np.int64))
+
+    def put(self, places: Any, flat: Any, at: npt.NDArray[np.int64]) -> None:
+        """Let the parts of some samples lie in one array."""
+        self.number[places], self.at[places] = len(self.flats), at
+        self.flats.append(flat)
+
+    def steps(self, first: int, end: int) -> ScatteredParts:
+        """Those of the steps from ``first`` up to ``end``."""
+        return replace(self, number=self.number[:, first:end], at=self.at[:, first:end])
+
+    @property
+    def by_step(self) -> ScatteredParts:
+        """The same with one step after another."""
+        return replace(self, number=self.number.T, at=self.at.T)
+
+    def rows(self, row_tokens: int) -> RowsOfWindows:
+        """The parts as rows of one length."""
+        return RowsOfWindows(flats=self.flats, window=self.number, at=self.at, row_tokens=row_tokens)
+
+    def joined(self, lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """The parts of these lengths, one after another."""
+        places = zip(*(each.reshape(-1).tolist() for each in (self.number, self.at, lengths)), strict=True)
+        parts = [self.flats[number][begin : begin + length] for number, begin, length in places]
+        joined: npt.NDArray[np.int32] = np.concatenate(parts).astype(np.int32, copy=False)
+        return joined
 
 
 WeightsIn = Literal["tokens", "samples"]

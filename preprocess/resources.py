@@ -6,6 +6,7 @@ of the cgroups. The size of a machine says nothing about the share that a task w
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import Mapping
@@ -14,6 +15,8 @@ from pathlib import Path
 BATCH_BYTES = 512 << 10  # of raw text; 128 KiB to 2 MiB take the same time
 _SMALLEST_BATCH_BYTES = 64 << 10
 PROCESS_BYTES = 300 << 20  # a worker of Llama 3's vocabulary before its first document
+_M_ARENA_MAX = -8  # of glibc's malloc.h
+_NUM_HEAPS = 2
 _MEMORY_PER_BATCH_BYTE = 200  # text, ids and tar blocks of three batches at once
 
 
@@ -50,6 +53,16 @@ def bind_to(cpus: list[int]) -> None:
     os.sched_setaffinity(0, cpus)
     os.environ["RAYON_NUM_THREADS"] = str(len(cpus))  # it goes before RAYON_RS_NUM_CPUS
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
+
+
+def share_heaps() -> None:
+    """Let the threads of this process take memory from two of glibc's heaps; elsewhere, do nothing.
+
+    By default each thread has its own, which keeps what the thread has freed: 60 MB more on one core.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(_M_ARENA_MAX, _NUM_HEAPS)
 
 
 def batch_bytes_within(memory_gb: float | None) -> int:

@@ -32,6 +32,7 @@ from preprocess.members import DocumentMembers, Members, Prepared
 from preprocess.options import BytesOptions, WorkerSettings, check_text_versions
 from preprocess.packing import BestFitRows, ConcatRows
 from preprocess.plan import Plan, PlannedShard
+from preprocess.resources import share_heaps
 from preprocess.row_members import RowMembers
 from preprocess.shard_writer import ShardWriter
 from preprocess.tokenizer_files import TOKENIZER_FILE, check_tokenizer_files
@@ -255,6 +256,7 @@ def load_worker(
 
     Raises OtherTokenizer where its files or its ids changed.
     """
+    share_heaps()  # before there are threads
     plan = plan.at(settings.input_dir)
     num_bytes = sum(plan.shard_bytes()) if shard is None else shard.num_bytes
     if shard is None:

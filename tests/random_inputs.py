@@ -277,6 +277,10 @@ def compare(form: str, seed: int, folder: Path) -> str:
         path.unlink()
     if found.texts is None and is_damaged:
         return "refused"
+    if is_damaged and expected.texts is None:  # by rows, not all of a header is looked at
+        path.write_bytes(_whole_file(form, random.Random(f"{form} {seed}")))
+        expected = independent(form, path)
+        path.unlink()
     return "equal" if found == expected else wrong
 
 
@@ -305,14 +309,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--files", type=int, default=20_000, help="of each format")
     parser.add_argument("--only", choices=FORMATS, action="append", help="this format; may be repeated")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
     args = parser.parse_args()
     for module in (input_files, shard_boundaries):
         mock.patch.object(module, "ThreadPoolExecutor", _Serial).start()
     tried: dict[str, list[str]] = {form: [] for form in args.only or FORMATS}
     with tempfile.TemporaryDirectory() as folder:
-        for first in range(0, args.files, _FILES_AT_ONCE):  # of every format, so that an ended run says much
+        end = args.first + args.files
+        for first in range(
+            args.first, end, _FILES_AT_ONCE
+        ):  # of every format, so that an ended run says much
             for form, results in tried.items():
-                seeds = range(first, min(first + _FILES_AT_ONCE, args.files))
+                seeds = range(first, min(first + _FILES_AT_ONCE, end))
                 results += [compare(form, seed, Path(folder)) for seed in seeds]
                 print(_row(form, results), file=sys.stderr, flush=True)
     print("| format | tried | equal | refused | wrong |\n|---|---|---|---|---|")

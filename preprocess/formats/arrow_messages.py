@@ -35,7 +35,7 @@ class Message(NamedTuple):
 class Buffers(NamedTuple):
     """What the header of a record batch says of its columns, depth first."""
 
-    node_rows: list[int]
+    nodes: list[tuple[int, int]]  # of each column: rows, and how many of them are null
     places: list[tuple[int, int]]  # of each buffer, [start, end) in the file
     is_plain: bool  # neither compressed, nor with a number of buffers that varies
 
@@ -125,7 +125,7 @@ def buffers_of(file: OpenInput, batch: Message) -> Buffers:
             raise _broken(file, f"a buffer of the message at byte {batch.start} lies outside of it")
     starts = places[:, 0] + batch.body_start
     return Buffers(
-        node_rows=nodes[:, 0].tolist(),
+        nodes=[(rows, nulls) for rows, nulls in nodes.tolist()],
         places=list(zip(starts.tolist(), (starts + places[:, 1]).tolist(), strict=True)),
         is_plain=is_plain,
     )

@@ -159,19 +159,22 @@ class _Rest:
     """The nodes and buffers of a batch that no column has taken yet."""
 
     def __init__(self, buffers: Buffers) -> None:
-        self._nodes, self._places = iter(buffers.node_rows), iter(buffers.places)
+        self._nodes, self._places = iter(buffers.nodes), iter(buffers.places)
 
     def take(self, kind: Any) -> _Column | None:
         """The next column, which is of this type; None where it cannot be told."""
         names = (name for name in _NUM_OWN_BUFFERS if _is_one_of(kind, (name,)))
-        name, num_rows = next(names, None), next(self._nodes, None)
-        if name is None or num_rows is None:
+        name, node = next(names, None), next(self._nodes, None)
+        if name is None or node is None:
             return None
+        num_rows, num_null = node
         own = [place for _, place in zip(range(_NUM_OWN_BUFFERS[name]), self._places, strict=False)]
         kinds = [kind.field(number).type for number in range(kind.num_fields)]
         children = [] if name == "is_dictionary" else [self.take(child) for child in kinds]
         if len(own) < _NUM_OWN_BUFFERS[name] or None in children:
             return None
+        if num_null and own and not _size(own[0]):
+            return None  # damaged: nothing says which of its rows are null
         return _Column(kind, num_rows, own, [child for child in children if child is not None])
 
 

@@ -6,7 +6,9 @@ import gzip
 import itertools
 import json
 import lzma
+import re
 import shutil
+import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -365,6 +367,21 @@ def test_a_large_record_batch_is_read_some_rows_at_a_time_and_gives_what_the_who
     assert len(whole[0]) + len(whole[1]) == num_rows
     assert whole[2] > 100_000
     assert by_rows[2] < 20_000
+
+
+@pytest.mark.parametrize("large_bytes", [0, 1 << 30], ids=["by rows", "whole"])
+def test_nulls_that_no_bit_says_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large_bytes: int
+) -> None:
+    monkeypatch.setattr(arrow, "_LARGE_BYTES", large_bytes)
+    path = tmp_path / "a.stream.arrow"
+    write_table(path, {"text": ["한글"] * 5}, rows_per_group=5)
+    data, no_null, some_null = path.read_bytes(), struct.pack("<qq", 5, 0), struct.pack("<qq", 5, 2)
+    assert data.count(no_null) == 1  # the column's node in the header of the record batch
+    path.write_bytes(data.replace(no_null, some_null))
+    part = ByteRange(input_number=0, path=path, start=0, end=len(data))
+    with pytest.raises(BadInput, match=re.escape(str(path))):
+        list(read_documents([part], reading_of(PrepConfig().bytes_options(), 2_000)))
 
 
 def test_empty_files_of_every_format_hold_no_documents(prep: Prep, tmp_path: Path) -> None:

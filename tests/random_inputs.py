@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import argparse
 import bz2
+import contextlib
 import gzip
 import io
 import itertools
 import json
 import lzma
+import os
 import random
 import re
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -258,13 +261,19 @@ def ours(folder: Path, num_shards: int, batch_bytes: int) -> Found:
     return Found([text for _, text in texts], num_bad)
 
 
-def compare(form: str, seed: int, folder: Path) -> str:
-    """``equal``, ``refused`` (a damaged file, by us; the other reader may take it), or ``WRONG`` and why."""
+def compare(form: str, seed: int, folder: Path, *, forks: bool = False) -> str:
+    """``equal``, ``refused`` (a damaged file, by us; the other reader may take it), or ``WRONG`` and why.
+
+    ``aborted``: a damaged file for which pyarrow ends the process; looked for with ``forks``.
+    """
     rng = random.Random(f"{form} {seed}")
     path = folder / file_name(form)
     data, is_damaged = random_file(form, rng)
     path.write_bytes(data)
     wrong = f"WRONG: {form} with seed {seed}"
+    if forks and form == "parquet" and is_damaged and _ends_pyarrow(path):
+        path.unlink()
+        return "aborted"
     try:
         with mock.patch.object(arrow, "_LARGE_BYTES", rng.choice([0, 1 << 24])):  # read by rows, or whole
             found = ours(
@@ -284,6 +293,23 @@ def compare(form: str, seed: int, folder: Path) -> str:
     return "equal" if found == expected else wrong
 
 
+def _ends_pyarrow(path: Path) -> bool:
+    """Whether a look at the columns of a Parquet file's footer ends the process that looks.
+
+    pyarrow 26 lets an exception of C++ through there, where a column's statistics are damaged.
+    """
+    child = os.fork()
+    if not child:
+        os.close(2)  # what C++ would say
+        with contextlib.suppress(Exception):
+            metadata = pyarrow.parquet.ParquetFile(path).metadata
+            for group in range(metadata.num_row_groups):
+                for column in range(metadata.num_columns):
+                    metadata.row_group(group).column(column)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGABRT
+
+
 class _Serial:
     """ThreadPoolExecutor without threads: to start one per file took a third of the time."""
 
@@ -301,7 +327,7 @@ class _Serial:
 
 def _row(form: str, results: list[str]) -> str:
     wrong = [result for result in results if result.startswith("WRONG")]
-    counts = [len(results), results.count("equal"), results.count("refused"), len(wrong)]
+    counts = [len(results), *map(results.count, ("equal", "refused", "aborted")), len(wrong)]
     return " ".join([f"| {form} | {' | '.join(map(str, counts))} |", *wrong[:3]])
 
 
@@ -321,9 +347,9 @@ def main() -> int:
         ):  # of every format, so that an ended run says much
             for form, results in tried.items():
                 seeds = range(first, min(first + _FILES_AT_ONCE, end))
-                results += [compare(form, seed, Path(folder)) for seed in seeds]
+                results += [compare(form, seed, Path(folder), forks=True) for seed in seeds]
                 print(_row(form, results), file=sys.stderr, flush=True)
-    print("| format | tried | equal | refused | wrong |\n|---|---|---|---|---|")
+    print("| format | tried | equal | refused | aborted | wrong |\n|---|---|---|---|---|---|")
     print(*(_row(form, results) for form, results in tried.items()), sep="\n")
     return int(any("WRONG" in row for results in tried.values() for row in results))
 

@@ -47,29 +47,37 @@ def messages_of(file: OpenInput) -> Iterator[Message]:
     is_file = head.startswith(_MAGIC)
     if is_file and file.read(size - 6, size) != _MAGIC:
         raise _broken(file, f"it does not end in {_MAGIC!r}")
-    position = 8 if is_file else 0
+    position = first = 8 if is_file else 0
     if not is_file and head[:4] != CONTINUES:
         raise _broken(file, f"it begins with {head!r}")
-    while True:
-        block = file.read(position, min(position + _HEAD_BYTES, size))
-        if len(block) < 8 or block[:4] != CONTINUES:
-            raise _broken(file, f"no message begins at byte {position}: it is cut short, or damaged")
-        header_bytes = int.from_bytes(block[4:8], "little")
-        if not header_bytes:
-            return
-        if header_bytes > min(size - position - 8, _MOST_HEADER_BYTES):
-            raise _broken(file, f"the message at byte {position} goes on behind the end")
-        if header_bytes + 8 > len(block):
-            block = file.read_all(position, position + 8 + header_bytes)
-        try:
-            kind, num_rows, body_bytes = _header(block[8 : 8 + header_bytes])
-        except (struct.error, IndexError, ValueError):
-            raise _broken(file, f"the message at byte {position} has no right header") from None
-        end = position + 8 + header_bytes + body_bytes
-        if end > size:
-            raise _broken(file, f"the message at byte {position} goes on behind the end: it is cut short")
-        yield Message(kind, position, position + 8 + header_bytes, end, num_rows)
-        position = end
+    while (message := _message_at(file, position)) is not None:
+        if (message.kind == SCHEMA) != (position == first):
+            raise _broken(file, f"the first alone is a schema, not the message at byte {position}")
+        yield message
+        position = message.end
+
+
+def _message_at(file: OpenInput, position: int) -> Message | None:
+    """The message that begins at a byte; None for the mark of the end. Raises BadInput."""
+    size = file.stamp.num_bytes
+    block = file.read(position, min(position + _HEAD_BYTES, size))
+    if len(block) < 8 or block[:4] != CONTINUES:
+        raise _broken(file, f"no message begins at byte {position}: it is cut short, or damaged")
+    header_bytes = int.from_bytes(block[4:8], "little")
+    if not header_bytes:
+        return None
+    if header_bytes > min(size - position - 8, _MOST_HEADER_BYTES):
+        raise _broken(file, f"the message at byte {position} goes on behind the end")
+    if header_bytes + 8 > len(block):
+        block = file.read_all(position, position + 8 + header_bytes)
+    try:
+        kind, num_rows, body_bytes = _header(block[8 : 8 + header_bytes])
+    except (struct.error, IndexError, ValueError):
+        raise _broken(file, f"the message at byte {position} has no right header") from None
+    end = position + 8 + header_bytes + body_bytes
+    if end > size:
+        raise _broken(file, f"the message at byte {position} goes on behind the end: it is cut short")
+    return Message(kind, position, position + 8 + header_bytes, end, num_rows)
 
 
 def _broken(file: OpenInput, why: str) -> BadInput:

@@ -42,6 +42,7 @@ class _Column:
 
     kind: Any
     num_rows: int
+    has_nulls: bool  # else nobody looks at the bits that say which
     places: Sequence[tuple[int, int]]
     children: Sequence[_Column]
 
@@ -89,7 +90,7 @@ class RowSlices:
             raise ValueError(f"a column has {column.num_rows} rows, expected {first + num}")
         if types.is_null(kind) or not num:
             return arrow.nulls(num, kind)
-        own: list[Any] = [self._bits(column, 0, first, num) if _size(column.places[0]) else None]
+        own: list[Any] = [self._bits(column, 0, first, num) if column.has_nulls else None]
         children: list[Any] = []
         if types.is_struct(kind):
             children = [self._array(arrow, child, first, num) for child in column.children]
@@ -175,7 +176,8 @@ class _Rest:
             return None
         if num_null and own and not _size(own[0]):
             return None  # damaged: nothing says which of its rows are null
-        return _Column(kind, num_rows, own, [child for child in children if child is not None])
+        present = [child for child in children if child is not None]
+        return _Column(kind, num_rows, num_null != 0, own, present)
 
 
 def _can_be_sliced(column: _Column) -> bool:

@@ -22,7 +22,7 @@ import zstandard
 
 from preprocess import long_documents
 from preprocess.documents import read_documents
-from preprocess.formats import arrow, line_streams, text_lines
+from preprocess.formats import arrow, arrow_messages, line_streams, text_lines
 from preprocess.formats import format as input_format
 from preprocess.formats.format import DocumentBatch, reading_of
 from preprocess.input_files import list_inputs
@@ -381,6 +381,20 @@ def test_nulls_that_no_bit_says_are_refused(
     path.write_bytes(data.replace(no_null, some_null))
     part = ByteRange(input_number=0, path=path, start=0, end=len(data))
     with pytest.raises(BadInput, match=re.escape(str(path))):
+        list(read_documents([part], reading_of(PrepConfig().bytes_options(), 2_000)))
+
+
+def test_a_record_batch_that_says_it_is_a_schema_is_refused_and_not_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.stream.arrow"
+    write_table(path, {"text": ["한글"] * 5}, rows_per_group=5)
+    data = path.read_bytes()
+    _, batch = arrow_messages.messages_of(OpenInput(path))
+    header = data[batch.start + 8 : batch.body_start]
+    kind = arrow_messages._slot(header, struct.unpack_from("<I", header)[0], 1) + batch.start + 8
+    assert data[kind] == arrow_messages.BATCH
+    path.write_bytes(data[:kind] + bytes([arrow_messages.SCHEMA]) + data[kind + 1 :])
+    part = ByteRange(input_number=0, path=path, start=0, end=len(data))
+    with pytest.raises(BadInput, match="the first alone is a schema"):
         list(read_documents([part], reading_of(PrepConfig().bytes_options(), 2_000)))
 
 

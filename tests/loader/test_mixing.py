@@ -16,6 +16,7 @@ import pytest
 from loader import OtherRun, TokenLoader, get_llama3_dataloader
 from loader.mixture import CYCLE_STEPS, ROUND_STEPS, Mixture, Stage, make_stages
 from loader.order import Order
+from loader.samples.whole_samples import SampleReader
 from loader.seen_documents import SeenDocuments
 from shardprep.errors import UsageError
 from tests.external_tars import write_numbered_tars
@@ -257,3 +258,22 @@ def test_skipped_steps_are_no_delivered_ones(data: dict[str, Path]) -> None:
         loader.skip(3)
         assert steps(loader, 2) == whole[5:7]
         assert loader.num_steps_delivered == 4
+
+
+def test_an_epoch_that_ends_within_a_round_leaves_the_next_one_nothing_to_read_again(
+    data: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, reads = SampleReader.read, []
+
+    def counted(self: SampleReader, *args: Any) -> Any:
+        reads.append(args)
+        return read(self, *args)
+
+    monkeypatch.setattr(SampleReader, "read", counted)
+    with load(data, schedule=None, weights={"web": 0.7, "code": 0.3}) as loader:
+        assert loader.order.steps_per_epoch % ROUND_STEPS
+        for _ in loader:
+            pass
+        num_reads = len(reads)
+        next(iter(loader))
+    assert 0 < len(reads) == num_reads

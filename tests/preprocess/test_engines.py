@@ -6,8 +6,10 @@ import dataclasses
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import fastokens
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
@@ -26,6 +28,7 @@ from preprocess.engines import (
 from preprocess.options import EngineName
 from preprocess.plan import Plan, need_plan
 from shardprep.errors import NotFound, OtherTokenizer, UsageError
+from tests.word_tokenizers import save_word_tokenizer
 
 # One in so many code points above U+2000 stands for its kind; EVERY is for the real tokenizer.
 FEW, SOME, EVERY = 400, 13, 1
@@ -233,3 +236,23 @@ def test_the_sha256_of_ids_tells_documents_apart() -> None:
     ids = np.array([1, 2, 3], np.uint32)
     one = ids_sha256([TokenBatch(ids=ids, offsets=np.array([0, 1, 3]))])
     assert one != ids_sha256([TokenBatch(ids=ids, offsets=np.array([0, 2, 3]))])
+
+
+def test_a_process_that_plans_and_works_loads_fastokens_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, copy, other = tmp_path / "first.json", tmp_path / "copy.json", tmp_path / "other.json"
+    save_word_tokenizer(tmp_path / "words", 50)
+    written = (tmp_path / "words" / "tokenizer.json").read_bytes()
+    first.write_bytes(written)
+    copy.write_bytes(written)
+    other.write_bytes(written + b"\n")
+    loads: list[str] = []
+    stub = SimpleNamespace(no_truncation=lambda: None, no_padding=lambda: None)
+    load = SimpleNamespace(from_json_str=lambda text: loads.append(text) or stub)
+    monkeypatch.setattr(fastokens, "Tokenizer", load)
+    engines._fast_tokenizer.cache_clear()
+    for path in (first, copy, other, copy):
+        fastokens_engine(path, allow_special_tokens=True)
+    engines._fast_tokenizer.cache_clear()  # of the stub
+    assert loads == [written.decode(), written.decode() + "\n", written.decode()]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -86,3 +88,40 @@ def test_a_shells_settings_for_other_programs_change_no_engines_threads(prep: Pr
         command = [sys.executable, "-c", THREADS, engine, str(prep.model_dir / "tokenizer.json")]
         counts.add(subprocess.run(command, env=environ, capture_output=True, check=True, cwd=ROOT).stdout)
     assert len(counts) == 1, counts
+
+
+HEAPS = """
+import ctypes, sys, threading
+from preprocess.resources import share_heaps
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = libc.fopen.restype = ctypes.c_void_p
+if sys.argv[1] == "shared":
+    share_heaps()
+meeting = threading.Barrier(8)
+
+def take():
+    meeting.wait()  # all are alive at once, or one could take another's heap
+    libc.malloc(ctypes.c_size_t(5000))
+    meeting.wait()
+
+threads = [threading.Thread(target=take) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+file = ctypes.c_void_p(libc.fopen(sys.argv[2].encode(), b"w"))
+libc.malloc_info(0, file)
+libc.fclose(file)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="glibc alone has such heaps")
+def test_the_threads_of_a_worker_share_two_heaps(tmp_path: Path) -> None:
+    num_heaps = {}
+    for how in ("own", "shared"):
+        told = tmp_path / how
+        subprocess.run([sys.executable, "-c", HEAPS, how, told], cwd=ROOT, check=True)
+        num_heaps[how] = told.read_text().count("<heap nr=")
+    assert num_heaps["own"] > num_heaps["shared"]
+    assert num_heaps["shared"] <= 2

@@ -26,7 +26,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -71,9 +71,22 @@ def main() -> int:
         print(f"rank 0 of {who.world_size} ({who.source}), from step {run.step}", flush=True)
     with loader:
         is_trained = train(run, args)
+    code = 0 if is_trained else STOPPED
     if dist.is_initialized():
         dist.destroy_process_group()
-    return 0 if is_trained else STOPPED
+        end_at_once(code)
+    return code
+
+
+def end_at_once(code: int) -> NoReturn:
+    """End the process without the interpreter's own end, in which DDP and gloo may wait for each other.
+
+    What is left of DDP ends gloo's group there with the GIL held, and a thread of gloo that lets its last
+    work go may want the GIL: pytorch/pytorch#56297, seen with torch 2.13.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def train(run: Run, args: argparse.Namespace) -> bool:

@@ -85,7 +85,7 @@ class BatchStream:
         chunks.position[0], chunks.position[1] = start.epoch, run.order_step(start)
         within, width = start.num_micro % run.num_batches, run.row_length(run.step_of(start))
         chunk = cast(Chunk, next(iter(chunks)))  # no end of an epoch: a position is before it
-        parts = self._step_batches.cut([chunk], 0, within, self._num_fillers(start), width)
+        parts = self._step_batches.cut([chunk], 0, within, self._num_fillers(start.step), width)
         return self._step_batches.collate(next(parts))
 
     def end(self) -> None:
@@ -134,25 +134,25 @@ class BatchStream:
             yield part, batch
 
     def _uncollated(self, start: Position) -> Iterator[Uncollated]:
-        position, run, number = start, self._run, self._run.step_of(start)
-        num_steps = run.steps_in(start.epoch)
+        run, step = self._run, start.step
+        number, num_steps = run.step_of(start), run.steps_in(start.epoch)
         num_done, within = divmod(start.num_micro, run.num_batches)
         left = run.order_steps_in(number) - num_done  # steps of the order in this step of training
-        while position.epoch == start.epoch:
+        while step < num_steps:
             chunks = self._next_chunks()
-            for step in range(chunks[0].lengths.shape[1]):
-                fillers = self._num_fillers(position)
-                yield from self._step_batches.cut(chunks, step, within, fillers, run.row_length(number))
+            for place in range(chunks[0].lengths.shape[1]):
+                fillers = self._num_fillers(step)
+                yield from self._step_batches.cut(chunks, place, within, fillers, run.row_length(number))
                 left, within = left - 1, 0
                 if not left:
-                    position, number = position.after_step(num_steps), number + 1
+                    step, number = step + 1, number + 1
                     left = run.order_steps_in(number)
             del chunks  # they may hold their window; the next one is read now
 
-    def _num_fillers(self, position: Position) -> int:
+    def _num_fillers(self, step: int) -> int:
         """Samples at the end of this rank's part of a global batch that fill it up."""
         order, lanes = self._order, self._chunks.lanes
-        if not order.keeps_tail or position.step + 1 < order.steps_per_epoch:
+        if not order.keeps_tail or step + 1 < order.steps_per_epoch:
             return 0
         return min(max(lanes.stop - order.global_batch_size + order.num_fillers, 0), len(lanes))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -138,15 +138,11 @@ class StepBatches:
         if not self.row_tokens:
             yield from self._cut_documents(chunks, step, first_batch, num_fillers)
             return
-        lengths: npt.NDArray[Any] | None = None
-        parts: list[Any] = [chunk.ids[:, step] for chunk in chunks]
-        rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        if not all(chunk.is_full(step) for chunk in chunks):
-            lengths = np.concatenate([chunk.lengths[:, step] for chunk in chunks])
+        rows, lengths = _rows_of_step(chunks, step)
         every_start = (
             [each for chunk in chunks for each in chunk.starts_of(step)] if self.sample_fields else []
         )
-        for part, of_part in self._parts(len(rows), first_batch, num_fillers):
+        for part, of_part in _batch_parts(self.batch_size, len(rows), first_batch, num_fillers):
             edges = step_edges(chunks, step, part) if self.boundaries else None
             of_rows = None if lengths is None else lengths[part]
             starts = every_start[part] if self.sample_fields else None
@@ -163,16 +159,10 @@ class StepBatches:
         parts = [chunk.ids_of(step) for chunk in chunks]
         ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
         bounds = np.cumsum([0, *lengths.tolist()])
-        for part, of_part in self._parts(len(lengths), first_batch, num_fillers):
+        for part, of_part in _batch_parts(self.batch_size, len(lengths), first_batch, num_fillers):
             of_samples = lengths[part]
             first, end = bounds[part.start], bounds[part.start + len(of_samples)]
             yield Uncollated(ids[first:end], of_samples, None, of_part)
-
-    def _parts(self, num_samples: int, first_batch: int, num_fillers: int) -> Iterator[tuple[slice, int]]:
-        """Which samples each batch has, and how many of them are fillers."""
-        for first in range(first_batch * self.batch_size, num_samples, self.batch_size):
-            num_behind = max(first + self.batch_size - (num_samples - num_fillers), 0)
-            yield slice(first, first + self.batch_size), min(num_behind, self.batch_size)
 
     def collate(self, part: Uncollated) -> Any:
         """The batch of some samples; what ``collate_fn`` makes may be anything."""
@@ -226,6 +216,29 @@ class StepBatches:
         fields.update(boundary_fields(self.boundaries, edges, lengths))
         if "transformers" in self.boundaries:
             del fields["attention_mask"]  # where there is one, transformers looks for no documents
+
+
+@lru_cache
+def _batch_parts(
+    batch_size: int, num_samples: int, first_batch: int, num_fillers: int
+) -> list[tuple[slice, int]]:
+    """Which samples of a step each batch has, and how many of them are fillers."""
+    parts = []
+    for first in range(first_batch * batch_size, num_samples, batch_size):
+        num_behind = max(first + batch_size - (num_samples - num_fillers), 0)
+        parts.append((slice(first, first + batch_size), min(num_behind, batch_size)))
+    return parts
+
+
+def _rows_of_step(chunks: list[Chunk], step: int) -> tuple[Any, npt.NDArray[Any] | None]:
+    """The rows of one step of some chunks, and their lengths unless all are full."""
+    if len(chunks) == 1:
+        chunk = chunks[0]
+        return chunk.ids[:, step], None if chunk.is_full(step) else chunk.lengths[:, step]
+    rows = np.concatenate([chunk.ids[:, step] for chunk in chunks])
+    if all(chunk.is_full(step) for chunk in chunks):
+        return rows, None
+    return rows, np.concatenate([chunk.lengths[:, step] for chunk in chunks])
 
 
 def cut_token_batches(

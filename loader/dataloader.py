@@ -30,8 +30,8 @@ from loader.mixture import Mixture, Schedule
 from loader.order import LAW_VERSION, Order
 from loader.padding import PaddedBatches, PadToken, check_padding, choose_pad_token, log_pad_token
 from loader.process_rank import find_process_rank
-from loader.reading.open_shard import STALL_WARNING_S
-from loader.reading.shard_reader import ReaderContext, Turn
+from loader.reading.open_shard import STALL_WARNING_S, Turn
+from loader.reading.shard_reader import ReaderContext
 from loader.row_lengths import check_row_lengths
 from loader.run_steps import Ramp, RunSteps, ramp_sizes
 from loader.sample_fields import Collate, SampleField, check_sample_fields

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +43,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
 FEISTEL_ROUNDS = 6
+_TABLE_SIZE = 4096  # up to which all of a permutation is worked out at once
 
 
 def hash_ints(*values: int) -> int:
@@ -72,23 +74,51 @@ def permute(positions: npt.NDArray[np.int64], count: int, key: int) -> npt.NDArr
     """Where a keyed permutation of ``range(count)`` sends some positions; same shape as they.
 
     A Feistel network over the next power of four, walked until it lands below ``count``
-    (fewer than four steps on average), so nothing of size ``count`` is ever held.
+    (fewer than four steps on average), so nothing of size ``count`` is held unless it is small.
     """
     if count < 2:
         return positions.copy()
-    half = np.int64(((count - 1).bit_length() + 1) // 2)
-    mask = np.int64((1 << int(half)) - 1)
-    keys = [hash_ints(key, round_) for round_ in range(FEISTEL_ROUNDS)]
-    result = positions.copy()
-    flat = result.reshape(-1)
-    walking = np.arange(flat.size)
+    if count <= _TABLE_SIZE:
+        return _permutation(count, key)[positions]
+    return _walk(positions.reshape(-1), count, partial(_feistel, count=count, key=key)).reshape(
+        positions.shape
+    )
+
+
+@lru_cache(maxsize=8)
+def _permutation(count: int, key: int) -> npt.NDArray[np.int64]:
+    """All of a small one: int64[count]. It is kept, for all windows of an epoch ask for the same."""
+    whole = _feistel(np.arange(1 << 2 * _half_bits(count)), count, key)
+    return _walk(np.arange(count), count, whole.__getitem__)
+
+
+def _walk(
+    positions: npt.NDArray[np.int64],
+    count: int,
+    sent: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]],
+) -> npt.NDArray[np.int64]:
+    """Where positions come to below ``count``, if they are sent on until they do: int64[n] -> int64[n]."""
+    found = sent(positions)
+    walking = np.flatnonzero(found >= count)
     while walking.size:
-        left, right = flat[walking] >> half, flat[walking] & mask
-        for round_key in keys:
-            left, right = right, left ^ (hash_array(round_key, right).astype(np.int64) & mask)
-        flat[walking] = left << half | right
-        walking = walking[flat[walking] >= count]
-    return result
+        found[walking] = sent(found[walking])
+        walking = walking[found[walking] >= count]
+    return found
+
+
+def _feistel(values: npt.NDArray[np.int64], count: int, key: int) -> npt.NDArray[np.int64]:
+    """Where the network sends values below the power of four: int64[n] -> int64[n]."""
+    half = np.int64(_half_bits(count))
+    mask = (np.int64(1) << half) - 1
+    left, right = values >> half, values & mask
+    for round_ in range(FEISTEL_ROUNDS):
+        sent = hash_array(hash_ints(key, round_), right).astype(np.int64) & mask
+        left, right = right, left ^ sent
+    return left << half | right
+
+
+def _half_bits(count: int) -> int:
+    return ((count - 1).bit_length() + 1) // 2
 
 
 LAW_VERSION = 2
@@ -219,14 +249,17 @@ class Order:
         """
         block_samples = self.block_samples
         num_blocks = self.num_samples // block_samples  # without the short last one
-        slot = positions // block_samples
-        first, inverse = np.unique(slot, return_inverse=True)
-        whole = first < num_blocks
-        block = first.copy()
-        block[whole] = permute(first[whole], num_blocks, hash_ints(self.seed, epoch, _BLOCKS))
-        start = (block * block_samples)[inverse.reshape(slot.shape)]
-        rotation = hash_ints(self.seed, epoch, _ROTATE) % self.num_samples
-        return (start + positions % block_samples + rotation) % self.num_samples
+        slot, within = np.divmod(positions, block_samples)
+        if num_blocks < _TABLE_SIZE:
+            slots, place = np.arange(num_blocks + 1), slot
+        else:
+            slots, place = np.unique(slot, return_inverse=True)
+        whole = slots < num_blocks
+        first = slots.copy()
+        first[whole] = permute(slots[whole], num_blocks, hash_ints(self.seed, epoch, _BLOCKS))
+        first *= block_samples
+        first += hash_ints(self.seed, epoch, _ROTATE) % self.num_samples
+        return (first[place.reshape(slot.shape)] + within) % self.num_samples
 
 
 def choose_windows(

@@ -101,14 +101,14 @@ class Position(NamedTuple):
     def after(self, micro_batches: int, steps_per_epoch: int) -> Position:
         """One batch later, of ``micro_batches`` a step."""
         if self.num_micro + 1 < micro_batches:
-            return Position(epoch=self.epoch, step=self.step, num_micro=self.num_micro + 1)
+            return Position(self.epoch, self.step, self.num_micro + 1)
         return self.after_step(steps_per_epoch)
 
     def after_step(self, steps_per_epoch: int) -> Position:
         """At the end of the global batch that it is in."""
         if self.step + 1 < steps_per_epoch:
-            return Position(epoch=self.epoch, step=self.step + 1)
-        return Position(epoch=self.epoch + 1)
+            return Position(self.epoch, self.step + 1)
+        return Position(self.epoch + 1)
 
 
 def state_of(

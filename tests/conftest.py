@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,15 @@ class Prep:
             worker.run_shard(worker.plan.shard(shard_id), lambda _: None)
         return plan
 
+    def make_forms(
+        self, raw: Path, root: Path, forms: Mapping[str, Mapping[str, Any]], *, num_shards: int
+    ) -> Path:
+        """Plan and make a folder below ``root`` for each form, a name and its options; gives ``root``."""
+        for name, options in forms.items():
+            self.plan(raw, root / name, num_shards=num_shards, **options)
+            self.make(root / name)
+        return root
+
     def command(self, *args: object) -> Ended:
         """``python -m preprocess`` in this process; signal handlers and affinity are put back."""
         out = io.StringIO()
@@ -196,6 +205,15 @@ def prep(sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Prep:
     folder = tmp_path_factory.mktemp("model") / "tokenizer"
     train_tokenizer(input_dir=sample_dir, vocab_size=600, output_dir=folder)
     return Prep(model_dir=folder)
+
+
+@pytest.fixture(scope="session")
+def made_dir(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sample text as documents in 3 shards, all made. Never written to."""
+    return (
+        prep.make_forms(sample_dir, tmp_path_factory.mktemp("made"), {"documents": {}}, num_shards=3)
+        / "documents"
+    )
 
 
 @pytest.fixture(scope="module")

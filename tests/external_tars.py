@@ -8,6 +8,21 @@ from pathlib import Path
 import numpy as np
 import webdataset
 
+from tests.word_tokenizers import save_word_tokenizer
+
+
+def write_numbered_data(folder: Path, num_samples: int, num_shards: int) -> Path:
+    """Numbered tars with a tokenizer beside them; ids behind the first one fill a sample, up to 4."""
+    save_word_tokenizer(folder, 200)
+    write_numbered_tars(
+        folder,
+        num_samples,
+        num_shards,
+        name="shard-{:05d}.tar",
+        ids_of=lambda number: [number, *range(number % 5)],
+    )
+    return folder
+
 
 def write_numbered_tars(
     folder: Path,

@@ -4,6 +4,10 @@ Opening checks the size of the tar and the header and size of the idx. A small i
 one only the parts that are asked for. Without an idx the headers of the tar are scanned instead.
 ``OpenShards`` holds what a process has open, reads bytes, and tries again after errors; ``StallWatch`` logs
 which shard a read hangs in.
+
+``opening_order`` chooses with which shard a process begins. If every rank and worker began with the lowest,
+the start of a job would be as slow as the one storage target (OST) that holds it. Batches do not depend on
+this order.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import numpy.typing as npt
 from loader.shards.shard_set import DatasetShards, ExternalTar, ShardSet
 from loader.shards.tar_samples import JSON, RAW, TarSamples, scan_tar
 from loader.staging.staged_copies import StagedCopies, recheck_command
-from shardprep.errors import BrokenShard, MissingShard, ReadWriteError, ShardprepError
+from shardprep.errors import BrokenShard, MissingShard, ReadWriteError, ShardprepError, UsageError
 from shardprep.format.idx import IdxFile, RecordFile, open_crcs, open_idx
 from shardprep.format.names import idx_path
 from shardprep.regular_files import (
@@ -216,7 +220,7 @@ class OpenShards:
         self._copies = copies
         self._compares_crcs = compares_crcs
         self._open: OrderedDict[int, OpenShard] = OrderedDict()
-        self._max_open = min(MAX_OPEN_SHARDS, max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8, 1))
+        self.max_open = min(MAX_OPEN_SHARDS, max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8, 1))
         self._watch = StallWatch(stall_warning_s)
 
     def opened(self, number: int) -> OpenShard:
@@ -225,7 +229,7 @@ class OpenShards:
         if shard is not None:
             self._open.move_to_end(number)
             return shard
-        while len(self._open) >= self._max_open:
+        while len(self._open) >= self.max_open:
             self._open.popitem(last=False)[1].close()
         source, row = self._shards.locate(number)
         path = source.path_of(row)
@@ -339,3 +343,43 @@ def _read_some(path: Path, handle: int, target: memoryview, offset: int) -> int:
     if count == 0:
         raise BrokenShard(f"{path} ended at byte {offset} while it was read; was it replaced?")
     return count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """Which of all processes that read one data set this one is: ``number`` of ``count``."""
+
+    number: int = 0
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.number < self.count:
+            raise UsageError(f"turn {self.number} of {self.count}: expected 0 <= number < count")
+
+    def of_worker(self, worker: int, num_workers: int) -> Turn:
+        """The turn of one of a rank's workers, where this is the rank's."""
+        return Turn(number=self.number * num_workers + worker, count=self.count * num_workers)
+
+
+def opening_order(
+    shards: npt.NDArray[np.int64], turn: Turn, osts: npt.NDArray[np.int64] | None = None
+) -> npt.NDArray[np.int64]:
+    """The same shards in the order to open them in: int64[n] -> int64[n], a permutation.
+
+    ``shards``: different numbers, ascending. ``osts``: the OST of each, int64[n]; -1 stands for one that
+    is not known. Without them the list is rotated by the turn's part of its length. With them the OSTs
+    take turns, each by its share of the shards; T processes on O OSTs begin on min(T, O) of them, and
+    those that begin on one OST in different parts of its list. 10 us for 300 shards, 110 us
+    with OSTs.
+    """
+    if osts is None:
+        first = len(shards) * turn.number // turn.count
+        return np.concatenate([shards[first:], shards[:first]])
+    _, ost, size = np.unique(osts, return_inverse=True, return_counts=True)
+    num_osts = len(size)
+    first_ost, rest = divmod(turn.number * num_osts, turn.count)
+    by_ost = np.argsort(ost, kind="stable")
+    place = np.empty(len(shards), np.int64)  # in the list of its OST
+    place[by_ost] = np.arange(len(shards)) - np.repeat(np.cumsum(size) - size, size)
+    rotated = (place - (size * rest // turn.count)[ost]) % size[ost]
+    return shards[np.lexsort(((ost - first_ost) % num_osts, rotated / size[ost]))]

@@ -1,61 +1,42 @@
 """Reads the bytes of any set of samples: neighbours in one read, each byte once.
 
 ``ShardReader`` is one object per process. It reads from ``OpenShards``, which opens files, tries failed reads
-again, and logs which shard a read hangs in. ``opening_order`` chooses with which shard a process begins. If
-every rank and worker began with the lowest shard, the start of a job would be as slow as the one storage
-target (OST) that holds it. Batches do not depend on this order.
+again, and logs which shard a read hangs in.
 """
 
 from __future__ import annotations
 
-import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import get_worker_info
 
-from loader.reading.open_shard import STALL_WARNING_S, OpenShard, OpenShards, Part
+from loader.reading.open_shard import STALL_WARNING_S, OpenShard, OpenShards, Part, Turn, opening_order
 from loader.shards.shard_set import ShardSet
 from loader.staging.staged_copies import StagedCopies
-from shardprep.errors import BrokenShard, UsageError
+from shardprep.errors import BrokenShard
 
 try:  # the same numbers: 1.2 us for 32 KiB, where zlib's takes 9 to 19
     from isal.isal_zlib import crc32
 except ImportError:
     from zlib import crc32
 
-logger = logging.getLogger(__name__)
-
 _ALIGN_BYTES = 64
+_SHARDS_AT_ONCE = 16  # whose samples are looked at together, and that must be open together
 _IDX_ROWS = 1 << 16  # read at a time where a whole column of the idx is wanted
 _COLUMNS = ("offset", "num_bytes", "num_tokens", "starts_offset", "num_starts", "mask_offset")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Turn:
-    """Which of all processes that read one data set this one is: ``number`` of ``count``."""
-
-    number: int = 0
-    count: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.number < self.count:
-            raise UsageError(f"turn {self.number} of {self.count}: expected 0 <= number < count")
-
-    def of_worker(self, worker: int, num_workers: int) -> Turn:
-        """The turn of one of a rank's workers, where this is the rank's."""
-        return Turn(number=self.number * num_workers + worker, count=self.count * num_workers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReaderContext:
     """How the processes of a rank read; whatever opens shards is given it."""
 
-    turn: Turn = Turn()
+    turn: Turn = Turn()  # noqa: RUF009  frozen
     stall_warning_s: float = STALL_WARNING_S  # a read that takes longer is logged
     staged_dir: str | os.PathLike[str] | None = None  # where copies of shards may lie on this node
     compares_crcs: bool = False  # of what is read of each sample of a data set
@@ -73,10 +54,47 @@ class SampleBytes:
     token_bytes: npt.NDArray[np.int8]  # of a RAW id
     starts_at: npt.NDArray[np.int64]  # byte in the buffer of a packed row's document starts, uint32 each
     num_starts: npt.NDArray[np.int64]  # 0 unless asked for
-    mask_at: npt.NDArray[
-        np.int64
-    ]  # byte in the buffer of a row's loss mask, a byte per token; -1 without one
+    mask_at: npt.NDArray[np.int64]  # byte in the buffer of a row's loss mask, a byte per token; -1 without
     sample: npt.NDArray[np.int64]
+
+
+class _Columns(NamedTuple):
+    """What is found of samples, in the order in which they are read: int64[n] each, as in SampleBytes."""
+
+    start: npt.NDArray[np.int64]
+    num_bytes: npt.NDArray[np.int64]
+    num_tokens: npt.NDArray[np.int64]
+    encoding: npt.NDArray[np.int64]
+    token_bytes: npt.NDArray[np.int64]
+    starts_at: npt.NDArray[np.int64]
+    num_starts: npt.NDArray[np.int64]
+    mask_at: npt.NDArray[np.int64]
+    row_tokens: npt.NDArray[np.int64]  # of a packed row, else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """Samples shard by shard, ascending in each."""
+
+    shards: list[int]  # in the order in which they are opened
+    bounds: list[int]  # where the samples of each begin, and the end
+    shard: npt.NDArray[np.int64]  # int64[n]
+    row: npt.NDArray[np.int64]  # int64[n]: in the shard
+
+    def parts(self, num_shards: int) -> Iterator[tuple[slice, _Asked]]:
+        """Those of ``num_shards`` shards at a time, and where they stand."""
+        for first in range(0, len(self.shards), num_shards):
+            bounds = self.bounds[first : first + num_shards + 1]
+            part = slice(bounds[0], bounds[-1])
+            yield (
+                part,
+                _Asked(
+                    shards=self.shards[first : first + num_shards],
+                    bounds=[bound - part.start for bound in bounds],
+                    shard=self.shard[part],
+                    row=self.row[part],
+                ),
+            )
 
 
 class ShardReader:
@@ -106,34 +124,29 @@ class ShardReader:
         The buffer is the reader's own: the next ``read`` overwrites it. Raises MissingShard,
         BrokenShard or ReadWriteError, each naming the shard.
         """
-        order = np.argsort(samples, kind="stable")
-        table = np.zeros(
-            (9, len(samples)), np.int64
-        )  # SampleBytes' columns after buffer, row_tokens, mask_at
+        order, asked = self._in_opening_order(samples)
+        table = np.zeros((len(_Columns._fields), len(samples)), np.int64)
         self._used = 0
         if not len(self._buffer):  # all of it at once: what is not touched costs nothing, what is copied does
             self._buffer = np.empty(
                 len(samples) * self._shards.tar_bytes // self._shards.num_samples, np.uint8
             )
-        for number, rows, part in self._stretches(samples[order]):
-            records = self._records(number, rows)
-            self._read_samples(number, rows, records, table[:, part])
-            if starts:
-                self._read_starts(number, rows, records, table[:, part])
-            table[8, part] = self._read_masks(number, rows, records) if self.opened(number).has_mask else -1
-        self._check_sizes(samples[order], table)
-        asked = np.empty_like(table)
-        asked[:, order] = table
+        for part, of_shards in asked.parts(min(_SHARDS_AT_ONCE, self._files.max_open)):
+            self._read_shards(of_shards, _Columns(*table[:, part]), starts=starts)
+        self._check_sizes(samples[order], _Columns(*table))
+        back = np.empty_like(order)
+        back[order] = np.arange(len(order))
+        found = _Columns(*table.take(back, axis=1))
         return SampleBytes(
             buffer=self._buffer,
-            start=asked[0],
-            num_bytes=asked[1],
-            num_tokens=asked[2],
-            encoding=asked[3].astype(np.int8),
-            token_bytes=asked[4].astype(np.int8),
-            starts_at=asked[5],
-            num_starts=asked[6],
-            mask_at=asked[8],
+            start=found.start,
+            num_bytes=found.num_bytes,
+            num_tokens=found.num_tokens,
+            encoding=found.encoding.astype(np.int8),
+            token_bytes=found.token_bytes.astype(np.int8),
+            starts_at=found.starts_at,
+            num_starts=found.num_starts,
+            mask_at=found.mask_at,
             sample=samples,
         )
 
@@ -168,22 +181,19 @@ class ShardReader:
         osts = self._shards.osts
         return opening_order(shards, self._turn, None if osts is None else osts[shards])
 
-    def _stretches(self, ascending: npt.NDArray[np.int64]) -> list[tuple[int, slice, slice]]:
-        """Stretches of consecutive samples of one shard: (shard, its rows, their part of ``ascending``).
-
-        Shards come in opening order, the stretches of each in ascending order.
-        """
-        shard = self._shards.shard_of(ascending)
-        places = self._places(ascending, shard)
-        cuts = (np.flatnonzero((np.diff(places) != 1) | (np.diff(shard) != 0)) + 1).tolist()
-        local, numbers = places.tolist(), shard.tolist()
-        found: dict[int, list[tuple[int, slice, slice]]] = {}
-        for first, end in zip([0, *cuts], [*cuts, len(ascending)], strict=True):
-            if first < end:
-                rows = slice(local[first], local[first] + end - first)
-                found.setdefault(numbers[first], []).append((numbers[first], rows, slice(first, end)))
-        order = self.opening_order(np.array(list(found), np.int64)).tolist()
-        return [stretch for number in order for stretch in found[number]]
+    def _in_opening_order(self, samples: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.intp], _Asked]:
+        """The order in which this process reads the samples, and where they lie, in that order."""
+        order = np.argsort(samples)
+        shard = self._shards.shard_of(samples[order])
+        first = _first_of_parts(shard[1:] != shard[:-1])[: len(shard)]
+        by_shard = dict(zip(shard[first].tolist(), np.split(order, first[1:]), strict=False))
+        shards = self.opening_order(shard[first]).tolist()
+        if len(shards) > 1:
+            order = np.concatenate([by_shard[number] for number in shards])
+            shard = self._shards.shard_of(samples[order])
+        bounds = [0, *accumulate(len(by_shard[number]) for number in shards)]
+        row = self._places(samples[order], shard)
+        return order, _Asked(shards=shards, bounds=bounds, shard=shard, row=row)
 
     def _places(self, samples: npt.NDArray[np.int64], shard: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Where samples stand in their shards: int64[n]."""
@@ -195,14 +205,21 @@ class ShardReader:
             places[here] = self._shards.rows_of(number, samples[here])
         return places
 
-    def _records(self, number: int, rows: slice) -> Any:
-        """Columns of the idx, for some rows of a shard."""
+    def _records(self, number: int, rows: slice | npt.NDArray[np.int64]) -> Any:
+        """Columns of the idx, for some rows of a shard, ascending."""
         shard = self.opened(number)
         if shard.idx is None:
-            held = shard.held
-            return {name: held[name][rows] for name in _COLUMNS} if isinstance(held, dict) else held[rows]
-        found = self._file_records(number, "idx", rows)
-        return self._records(number, rows) if found is None else found
+            if isinstance(shard.held, dict):
+                return {name: shard.held[name][rows] for name in _COLUMNS}
+            return shard.held[rows] if isinstance(rows, slice) else shard.held.take(rows)
+        stretches = [rows] if isinstance(rows, slice) else _stretches(rows)
+        found = []
+        for stretch in stretches:
+            records = self._file_records(number, "idx", stretch)
+            if records is None:
+                return self._records(number, rows)
+            found.append(records)
+        return found[0] if len(found) == 1 else np.concatenate(found)
 
     def _file_records(self, number: int, part: Part, rows: slice) -> npt.NDArray[np.void] | None:
         """Some records of a shard's idx or crc32s; None where it was opened anew, without that file."""
@@ -222,51 +239,97 @@ class ShardReader:
         self._files.drop(number)
         return None
 
-    def _read_samples(self, number: int, rows: slice, records: Any, table: npt.NDArray[np.int64]) -> None:
-        """Read consecutive samples and fill their columns."""
-        shard = self.opened(number)
-        offset = records["offset"].astype(np.int64)
-        table[1] = records["num_bytes"]
-        table[2] = records["num_tokens"]
-        table[3] = shard.encoding[rows] if len(shard.encoding) > 1 else shard.encoding
-        table[4] = shard.token_bytes
-        table[7] = shard.row_tokens
-        first, last = int(offset[0]), int((offset + table[1]).max())
-        if not 0 <= first <= int(offset.min()) <= last <= shard.num_bytes:
-            raise _misplaced(shard, first, last)
-        place = self._read_span(number, first, last - first)
-        table[0] = place + (offset - first)
-        self._compare_crcs(number, rows, "ids", table[:2], first - place)
+    def _read_shards(self, asked: _Asked, found: _Columns, *, starts: bool) -> None:
+        """Read samples of some shards and fill their columns."""
+        offset, starts_offset, mask_offset, limit = np.zeros((4, len(asked.row)), np.int64)
+        found.mask_at.fill(-1)
+        for number, bounds in zip(asked.shards, pairwise(asked.bounds), strict=True):
+            here = slice(*bounds)
+            rows = asked.row[here]
+            records = self._records(number, rows)
+            shard = self.opened(number)
+            limit[here] = shard.num_bytes
+            offset[here] = records["offset"]
+            found.num_bytes[here] = records["num_bytes"]
+            found.num_tokens[here] = records["num_tokens"]
+            found.encoding[here] = shard.encoding[rows] if len(shard.encoding) > 1 else shard.encoding
+            found.token_bytes[here] = shard.token_bytes
+            found.row_tokens[here] = shard.row_tokens
+            if starts:
+                starts_offset[here] = records["starts_offset"]
+                found.num_starts[here] = records["num_starts"]
+            if shard.has_mask:
+                mask_offset[here] = records["mask_offset"]
+                found.mask_at[here] = 0
+        is_cut = (asked.row[1:] - asked.row[:-1] != 1) | (asked.shard[1:] != asked.shard[:-1])
+        found.start[:] = self._read_spans(asked, "ids", offset, found.num_bytes, is_cut, limit)
+        if starts:
+            sizes = 4 * found.num_starts
+            is_cut_here = is_cut | (starts_offset[1:] != (starts_offset + sizes)[:-1])
+            found.starts_at[:] = self._read_spans(asked, "starts", starts_offset, sizes, is_cut_here, limit)
+        has_mask = found.mask_at == 0
+        if has_mask.any():
+            sizes = np.where(has_mask, found.row_tokens, 0)
+            is_cut_here = is_cut | (mask_offset[1:] != (mask_offset + sizes)[:-1])
+            at = self._read_spans(asked, "mask", mask_offset, sizes, is_cut_here, limit)
+            found.mask_at[has_mask] = at[has_mask]
 
-    def _read_starts(self, number: int, rows: slice, records: Any, table: npt.NDArray[np.int64]) -> None:
-        """Read where documents begin in consecutive packed rows, one span a member of the tar."""
-        shard = self.opened(number)
-        offset = records["starts_offset"].astype(np.int64)
-        table[6] = records["num_starts"]
-        ends = offset + 4 * table[6]
-        if not 0 <= offset.min() <= ends.max() <= shard.num_bytes:
-            raise BrokenShard(
-                f"{shard.path}: its idx is damaged: it places {int(table[6].max())} document starts of a row "
-                f"at bytes {int(offset.min())} to {int(ends.max())} of {shard.num_bytes}; {shard.remedy}"
-            )
-        cuts = (np.flatnonzero(offset[1:] != ends[:-1]) + 1).tolist()
-        for first, end in zip([0, *cuts], [*cuts, len(offset)], strict=True):
-            span = int(offset[first]), int(ends[end - 1] - offset[first])
-            place = self._read_span(number, *span)
-            table[5, first:end] = place + (offset[first:end] - span[0])
-            places = np.stack([table[5, first:end], 4 * table[6, first:end]])
-            of_rows = slice(rows.start + first, rows.start + end)
-            self._compare_crcs(number, of_rows, "starts", places, span[0] - place)
+    def _read_spans(
+        self,
+        asked: _Asked,
+        column: Literal["ids", "starts", "mask"],
+        offset: npt.NDArray[np.int64],
+        num_bytes: npt.NDArray[np.int64],
+        is_cut: npt.NDArray[np.bool_],
+        limit: npt.NDArray[np.int64],
+    ) -> npt.NDArray[np.int64]:
+        """Read some bytes of each sample into the buffer: where they begin in it, int64[n].
+
+        They begin at byte ``offset`` of the shard, which has ``limit`` bytes. Samples with no cut between
+        them lie in their order in one shard, and are read at once. Raises BrokenShard.
+        """
+        first = _first_of_parts(is_cut)
+        begin, end = offset[first], np.maximum.reduceat(offset + num_bytes, first)
+        wrong = (np.minimum.reduceat(offset, first) < np.maximum(begin, 0)) | (end < begin)
+        wrong |= end > limit[first]
+        if wrong.any():
+            span = wrong.argmax()
+            shard = self.opened(int(asked.shard[first[span]]))
+            raise _misplaced(shard, column, int(begin[span]), int(end[span]))
+        held = -(-(end - begin) // _ALIGN_BYTES) * _ALIGN_BYTES
+        place = self._used + np.cumsum(held) - held
+        self._grow(int(held.sum()))
+        for number, at, size, to in zip(
+            *(each.tolist() for each in (asked.shard[first], begin, end - begin, place)), strict=True
+        ):
+            self._files.fill(number, at, self._buffer.data[to : to + size])
+        places = offset + np.repeat(place - begin, np.diff(first, append=len(offset)))
+        if self._compares_crcs:
+            spans = np.stack([places, num_bytes])
+            for begins, ends in pairwise([*first.tolist(), len(offset)]):
+                number, row = int(asked.shard[begins]), int(asked.row[begins])
+                rows = slice(row, row + ends - begins)
+                to_tar = int(offset[begins] - places[begins])
+                self._compare_crcs(number, rows, column, spans[:, begins:ends], to_tar)
+        return places
+
+    def _grow(self, num_bytes: int) -> None:
+        """Let the buffer have room for so many bytes more."""
+        used, self._used = self._used, self._used + num_bytes
+        if self._used > len(self._buffer):
+            grown = np.empty(max(self._used, 2 * len(self._buffer)), np.uint8)
+            grown[:used] = self._buffer[:used]
+            self._buffer = grown
 
     def _compare_crcs(
         self, number: int, rows: slice, column: str, places: npt.NDArray[np.int64], to_tar: int
     ) -> None:
-        """With ``compares_crcs``, the crc32 of what was read of each sample, as ``verify --crcs`` wrote it.
+        """Compare the crc32 of what was read of each sample with those that ``verify --crcs`` wrote.
 
         ``places``: int64[2, samples], byte in the buffer and number of bytes; ``to_tar``: what makes a byte
         of the tar of the first. A copy that differs is left, and read elsewhere. Raises BrokenShard.
         """
-        expected = self._file_records(number, "crcs", rows) if self._compares_crcs else None
+        expected = self._file_records(number, "crcs", rows)
         while expected is not None:
             wrong = _first_wrong(self._buffer.data, places, expected[column])
             if wrong is None:
@@ -284,71 +347,32 @@ class ShardReader:
             first, end = int(places[0].min()), int(places.sum(axis=0).max())
             self._files.fill(number, first + to_tar, self._buffer.data[first:end])
 
-    def _read_masks(self, number: int, rows: slice, records: Any) -> npt.NDArray[np.int64]:
-        """Read the loss masks of consecutive rows, one span per member; where each lies in the buffer."""
-        shard = self.opened(number)
-        offset, size = records["mask_offset"].astype(np.int64), shard.row_tokens
-        if not 0 <= offset.min() <= offset.max() <= shard.num_bytes - size:
-            raise _misplaced(shard, int(offset.min()), int(offset.max()) + size)
-        places = np.empty_like(offset)
-        cuts = (np.flatnonzero(np.diff(offset) != size) + 1).tolist()
-        for first, end in pairwise([0, *cuts, len(offset)]):
-            at = self._read_span(number, int(offset[first]), (end - first) * size)
-            places[first:end] = at + (offset[first:end] - offset[first])
-            read = np.stack([places[first:end], np.full(end - first, size)])
-            of_rows = slice(rows.start + first, rows.start + end)
-            self._compare_crcs(number, of_rows, "mask", read, int(offset[first]) - at)
-        return places
-
-    def _check_sizes(self, samples: npt.NDArray[np.int64], table: npt.NDArray[np.int64]) -> None:
+    def _check_sizes(self, samples: npt.NDArray[np.int64], found: _Columns) -> None:
         """Raise BrokenShard where ids have not the bytes of their number, or a row holds more than a row.
 
         Once per ``read``, over all samples: once per span of bytes it would cost packed rows 6 %.
         """
-        _, num_bytes, num_tokens, _, token_bytes, _, num_starts, row_tokens, _ = table
-        ids = np.where(row_tokens > 0, row_tokens, num_tokens)
-        wrong = (token_bytes > 0) & (num_bytes != ids * token_bytes)
-        wrong |= (row_tokens > 0) & (np.maximum(num_tokens, num_starts) > row_tokens)
+        ids = np.where(found.row_tokens > 0, found.row_tokens, found.num_tokens)
+        wrong = (found.token_bytes > 0) & (found.num_bytes != ids * found.token_bytes)
+        wrong |= (found.row_tokens > 0) & (np.maximum(found.num_tokens, found.num_starts) > found.row_tokens)
         if wrong.any():
             sample = samples[wrong.argmax()]
             number = int(self._shards.shard_of(sample))
             row = int(self._shards.rows_of(number, sample))
             offset = int(self._records(number, slice(row, row + 1))["offset"][0])
-            raise _misplaced(self.opened(number), offset, offset + int(num_bytes[wrong.argmax()]))
-
-    def _read_span(self, number: int, offset: int, num_bytes: int) -> int:
-        """Read bytes of a shard into the buffer; where they begin in it."""
-        place = self._used
-        self._used += -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-        if self._used > len(self._buffer):
-            grown = np.empty(max(self._used, 2 * len(self._buffer)), np.uint8)
-            grown[:place] = self._buffer[:place]
-            self._buffer = grown
-        self._files.fill(number, offset, self._buffer.data[place : place + num_bytes])
-        return place
+            end = offset + int(found.num_bytes[wrong.argmax()])
+            raise _misplaced(self.opened(number), "ids", offset, end)
 
 
-def opening_order(
-    shards: npt.NDArray[np.int64], turn: Turn, osts: npt.NDArray[np.int64] | None = None
-) -> npt.NDArray[np.int64]:
-    """The same shards in the order to open them in: int64[n] -> int64[n], a permutation.
+def _first_of_parts(is_cut: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
+    """The first place of each part of n places, cut between some of them: bool[n - 1] -> intp[parts]."""
+    return np.concatenate([[0], np.flatnonzero(is_cut) + 1])
 
-    ``shards``: different numbers, ascending. ``osts``: the OST of each, int64[n]; -1 stands for one that
-    is not known. Without them the list is rotated by the turn's part of its length. With them the OSTs
-    take turns, each by its share of the shards; T processes on O OSTs begin on min(T, O) of them, and
-    those that begin on one OST in different parts of its list. 10 us for 300 shards, 110 us
-    with OSTs.
-    """
-    if osts is None:
-        return np.roll(shards, -(len(shards) * turn.number // turn.count))
-    _, ost, size = np.unique(osts, return_inverse=True, return_counts=True)
-    num_osts = len(size)
-    first_ost, rest = divmod(turn.number * num_osts, turn.count)
-    by_ost = np.argsort(ost, kind="stable")
-    place = np.empty(len(shards), np.int64)  # in the list of its OST
-    place[by_ost] = np.arange(len(shards)) - np.repeat(np.cumsum(size) - size, size)
-    rotated = (place - (size * rest // turn.count)[ost]) % size[ost]
-    return shards[np.lexsort(((ost - first_ost) % num_osts, rotated / size[ost]))]
+
+def _stretches(rows: npt.NDArray[np.int64]) -> list[slice]:
+    """Ascending rows as stretches of consecutive ones."""
+    bounds = [*_first_of_parts(np.diff(rows) != 1).tolist(), len(rows)]
+    return [slice(int(rows[first]), int(rows[first]) + end - first) for first, end in pairwise(bounds)]
 
 
 def _first_wrong(
@@ -361,9 +385,10 @@ def _first_wrong(
     return int(wrong.argmax()) if wrong.any() else None
 
 
-def _misplaced(shard: OpenShard, first: int, last: int) -> BrokenShard:
+def _misplaced(shard: OpenShard, column: str, first: int, last: int) -> BrokenShard:
+    what = {"ids": "samples", "starts": "document starts", "mask": "loss masks"}[column]
     verify = f"run: python -m preprocess verify {shard.path.parent}"
     return BrokenShard(
-        f"{shard.path}: its idx is damaged: it places samples at bytes {first} to {last} of "
+        f"{shard.path}: its idx is damaged: it places {what} at bytes {first} to {last} of "
         f"{shard.num_bytes}, some of a wrong size or order; {shard.remedy if shard.is_copy else verify}"
     )

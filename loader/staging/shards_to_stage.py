@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from loader.dataset import Samples, check_batch, group_size, make_order, rank_lanes
 from loader.order import Order
-from loader.reading.shard_reader import Turn, opening_order
+from loader.reading.open_shard import Turn, opening_order
 from loader.samples.joined_rows import JoinedRows
 from loader.samples.make_samples import SampleRules, make_samples
 from loader.samples.whole_samples import WholeSamples

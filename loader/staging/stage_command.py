@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from loader.reading.shard_reader import Turn
+from loader.reading.open_shard import Turn
 from loader.staging.shards_to_stage import NodeRanks, ShardsToStage, choose_shards
 from loader.staging.stage_shards import Staged, size_text, stage_shards
 from shardprep.command_line import parse_size

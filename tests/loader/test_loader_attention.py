@@ -26,16 +26,12 @@ SEQ_LEN = 160  # more than a block of flex_attention, and than most documents
 @pytest.fixture(scope="module")
 def made(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sample text in packed rows of both kinds, and as documents."""
-    root = tmp_path_factory.mktemp("made")
     forms: dict[str, dict[str, Any]] = {
         "json": {},
         "concat": {"record": "packed", "seq_len": SEQ_LEN},
         "best_fit": {"record": "packed", "seq_len": SEQ_LEN, "pack": "best_fit"},
     }
-    for name, options in forms.items():
-        prep.plan(sample_dir, root / name, num_shards=3, **options)
-        prep.make(root / name)
-    return root
+    return prep.make_forms(sample_dir, tmp_path_factory.mktemp("made"), forms, num_shards=3)
 
 
 def reference_varlen(

@@ -19,9 +19,8 @@ from typing import Any
 import pytest
 
 from tests.checkout import ROOT
-from tests.external_tars import write_numbered_tars
+from tests.external_tars import write_numbered_data
 from tests.waiting import HANG_S
-from tests.word_tokenizers import save_word_tokenizer
 
 pytest.importorskip("accelerate")
 
@@ -218,16 +217,7 @@ if __name__ == "__main__":
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tars by webdataset, a sample's first id its number, with the tokenizer beside them."""
-    folder = tmp_path_factory.mktemp("data")
-    save_word_tokenizer(folder, 200)
-    write_numbered_tars(
-        folder,
-        NUM_SAMPLES,
-        3,
-        name="shard-{:05d}.tar",
-        ids_of=lambda number: [number, *range(number % 5)],
-    )
-    return folder
+    return write_numbered_data(tmp_path_factory.mktemp("data"), NUM_SAMPLES, 3)
 
 
 OTHERS = [

@@ -28,7 +28,6 @@ ALL = ("position_ids", "segment_ids", "cu_seqlens")
 @pytest.fixture(scope="module")
 def made(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sample text in five forms."""
-    root = tmp_path_factory.mktemp("made")
     forms: dict[str, dict[str, Any]] = {
         "json": {},
         "npy": {"token_format": "npy"},
@@ -36,10 +35,7 @@ def made(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory)
         "concat": {"record": "packed", "seq_len": SEQ_LEN},
         "best_fit": {"record": "packed", "seq_len": SEQ_LEN, "pack": "best_fit"},
     }
-    for name, options in forms.items():
-        prep.plan(sample_dir, root / name, num_shards=3, **options)
-        prep.make(root / name)
-    return root
+    return prep.make_forms(sample_dir, tmp_path_factory.mktemp("made"), forms, num_shards=3)
 
 
 @pytest.fixture(scope="module")

@@ -18,14 +18,6 @@ if TYPE_CHECKING:
     from tests.conftest import Prep
 
 
-@pytest.fixture(scope="module")
-def data(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    prep.plan(sample_dir, folder, num_shards=3)
-    prep.make(folder)
-    return folder
-
-
 def load(shards: Any, batch_size: int = 8, **options: Any) -> TokenLoader:
     return get_llama3_dataloader(shards, batch_size, **{"num_workers": 0, **options})
 
@@ -38,16 +30,16 @@ def shown(batch: Any) -> list[tuple[int, ...]]:
 
 
 @pytest.fixture(scope="module")
-def documents(data: Path) -> list[tuple[int, ...]]:
-    with load(data, 1, shuffle=False) as loader:
+def documents(made_dir: Path) -> list[tuple[int, ...]]:
+    with load(made_dir, 1, shuffle=False) as loader:
         return [ids for batch in loader for ids in shown(batch)]
 
 
 def test_long_documents_are_truncated_and_what_is_cut_is_counted(
-    data: Path, documents: list[tuple[int, ...]]
+    made_dir: Path, documents: list[tuple[int, ...]]
 ) -> None:
     for workers in (0, 2):
-        with load(data, 1, max_length=20, num_workers=workers) as loader:
+        with load(made_dir, 1, max_length=20, num_workers=workers) as loader:
             found = [ids for batch in loader for ids in shown(batch)]
             assert Counter(found) == Counter(ids[:20] for ids in documents)
             assert loader.metrics.num_cut_tokens >= sum(len(ids[20:]) for ids in documents) > 0
@@ -56,14 +48,14 @@ def test_long_documents_are_truncated_and_what_is_cut_is_counted(
 
 @pytest.mark.parametrize("max_length", [3, 20, 10**6])
 def test_long_documents_are_split_without_losing_a_token(
-    data: Path, documents: list[tuple[int, ...]], max_length: int
+    made_dir: Path, documents: list[tuple[int, ...]], max_length: int
 ) -> None:
     expected = [ids[at : at + max_length] for ids in documents for at in range(0, len(ids), max_length)]
-    with load(data, 1, max_length=max_length, long_documents="split", shuffle=False) as loader:
+    with load(made_dir, 1, max_length=max_length, long_documents="split", shuffle=False) as loader:
         assert len(loader) == len(expected)
         found = [ids for batch, _ in zip(loader, range(300), strict=False) for ids in shown(batch)]
         assert found == expected[:300]
-    with load(data, 7, max_length=max_length, long_documents="split") as loader:
+    with load(made_dir, 7, max_length=max_length, long_documents="split") as loader:
         steps = min(len(loader), 50)
         assert {ids for batch, _ in zip(loader, range(steps), strict=False) for ids in shown(batch)} <= set(
             expected
@@ -93,18 +85,18 @@ def test_a_document_is_decoded_once_a_window_however_many_pieces_it_has(
     assert 0 < len(decoded) <= num_windows < 100
 
 
-def test_long_documents_are_refused_where_asked_naming_the_first(data: Path) -> None:
-    with load(data, max_length=20, long_documents="error") as loader:
+def test_long_documents_are_refused_where_asked_naming_the_first(made_dir: Path) -> None:
+    with load(made_dir, max_length=20, long_documents="error") as loader:
         message = r'sample \d+ of .*shard-0000\d\.tar holds \d+ tokens, more than max_length=20; .*"split"'
         with pytest.raises(BrokenShard, match=message):
             list(loader)
-    with load(data, max_length=10**6, long_documents="error") as loader:
+    with load(made_dir, max_length=10**6, long_documents="error") as loader:
         assert len(list(loader)) == len(loader)
 
 
-def test_widths_are_the_longest_the_maximum_or_the_multiple_asked_for(data: Path) -> None:
+def test_widths_are_the_longest_the_maximum_or_the_multiple_asked_for(made_dir: Path) -> None:
     def widths(**options: Any) -> set[int]:
-        with load(data, **options) as loader:
+        with load(made_dir, **options) as loader:
             return {batch["input_ids"].shape[1] for batch in loader}
 
     assert len(widths()) > 5
@@ -113,14 +105,16 @@ def test_widths_are_the_longest_the_maximum_or_the_multiple_asked_for(data: Path
     assert {width % 16 for width in widths(pad_to_multiple_of=16)} == {0}
 
 
-def test_a_batch_too_large_for_the_limit_is_refused_and_what_can_never_fit_at_once(data: Path) -> None:
+def test_a_batch_too_large_for_the_limit_is_refused_and_what_can_never_fit_at_once(
+    made_dir: Path,
+) -> None:
     message = r"padded to \d+ tokens has .* pass max_length=60 or less"
-    with load(data, max_batch_tokens=8 * 60) as loader, pytest.raises(UsageError, match=message):
+    with load(made_dir, max_batch_tokens=8 * 60) as loader, pytest.raises(UsageError, match=message):
         list(loader)
-    with load(data, max_batch_tokens=8 * 60, max_length=60) as loader:
+    with load(made_dir, max_batch_tokens=8 * 60, max_length=60) as loader:
         assert len(list(loader)) == len(loader)
     with pytest.raises(UsageError, match="batch_size 8 x max_length 61 can make 488 tokens"):
-        load(data, max_batch_tokens=8 * 60, max_length=61)
+        load(made_dir, max_batch_tokens=8 * 60, max_length=61)
 
 
 @pytest.mark.parametrize(
@@ -138,17 +132,17 @@ def test_a_batch_too_large_for_the_limit_is_refused_and_what_can_never_fit_at_on
         ),
     ],
 )
-def test_options_that_do_not_fit_are_refused(data: Path, options: dict[str, Any], message: str) -> None:
+def test_options_that_do_not_fit_are_refused(made_dir: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        load(data, **options)
+        load(made_dir, **options)
 
 
 def test_grouping_gives_each_sample_once_and_less_padding_in_batches_that_still_differ(
-    data: Path, documents: list[tuple[int, ...]]
+    made_dir: Path, documents: list[tuple[int, ...]]
 ) -> None:
     shares, orders = [], []
     for group in (False, True):
-        with load(data, 7, group_by_length=group) as loader:  # 840 = 7 * 120: none is left out
+        with load(made_dir, 7, group_by_length=group) as loader:  # 840 = 7 * 120: none is left out
             batches = [shown(batch) for batch in loader]
             assert Counter(ids for batch in batches for ids in batch) == Counter(documents)
             shares.append(loader.metrics.padding_share)
@@ -159,21 +153,23 @@ def test_grouping_gives_each_sample_once_and_less_padding_in_batches_that_still_
     assert 35 < ascents < 85, "batches of all lengths are mixed, not sorted"
 
 
-def test_grouped_global_batches_are_the_same_for_every_world_and_number_of_workers(data: Path) -> None:
+def test_grouped_global_batches_are_the_same_for_every_world_and_number_of_workers(
+    made_dir: Path,
+) -> None:
     options = {"group_by_length": 2, "global_batch_size": 16, "max_length": 50}
-    with load(data, 16, **options) as loader:
+    with load(made_dir, 16, **options) as loader:
         whole = [shown(batch) for batch in loader]
         dataset: Any = loader._stream._chunk_loader.dataset
         num_tokens = dataset.samples.open().num_tokens
         law = [loader.order.step_samples(0, step, num_tokens) for step in (0, 3)]
-    with load(data, 1, shuffle=False, max_length=50) as loader:
+    with load(made_dir, 1, shuffle=False, max_length=50) as loader:
         everything = [ids for batch in loader for ids in shown(batch)]
     assert [[everything[sample] for sample in samples] for samples in law] == [whole[0], whole[3]]
     for world, batch_size, workers in ((2, 8, 0), (8, 2, 0), (4, 2, 2), (1, 16, 3)):
         parts = []
         for rank in range(world):
             with load(
-                data, batch_size, rank=rank, world_size=world, num_workers=workers, **options
+                made_dir, batch_size, rank=rank, world_size=world, num_workers=workers, **options
             ) as loader:
                 found = [shown(batch) for batch in loader]
             micro = 16 // world // batch_size
@@ -190,9 +186,9 @@ def test_tars_of_others_are_grouped_by_lengths_counted_at_the_start(prep: Prep, 
     assert sorted(lengths) == [list(range(first, first + 8)) for first in range(0, 64, 8)]
 
 
-def test_metrics_count_tokens_padding_and_waiting_and_can_be_reset(data: Path) -> None:
+def test_metrics_count_tokens_padding_and_waiting_and_can_be_reset(made_dir: Path) -> None:
     for options in ({}, {"num_workers": 2}, {"collate_fn": lambda examples: examples}):
-        with load(data, **options) as loader:
+        with load(made_dir, **options) as loader:
             batches = list(loader)
             assert loader.metrics.num_batches == len(batches)
             assert loader.metrics.wait_s > 0

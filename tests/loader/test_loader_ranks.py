@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.external_tars import write_numbered_tars
+from tests.external_tars import write_numbered_data
 from tests.waiting import HANG_S
-from tests.word_tokenizers import save_word_tokenizer
 
 NUM_SAMPLES, GLOBAL_BATCH = 107, 8
 NUM_SHARDS = 3  # fewer than ranks x workers
@@ -91,16 +90,7 @@ if __name__ == "__main__":
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tars by webdataset, a sample's first id its number, with the tokenizer beside them."""
-    folder = tmp_path_factory.mktemp("data")
-    save_word_tokenizer(folder, 200)
-    write_numbered_tars(
-        folder,
-        NUM_SAMPLES,
-        NUM_SHARDS,
-        name="shard-{:05d}.tar",
-        ids_of=lambda number: [number, *range(number % 5)],
-    )
-    return folder
+    return write_numbered_data(tmp_path_factory.mktemp("data"), NUM_SAMPLES, NUM_SHARDS)
 
 
 def run_of(name: str, world: int, workers: int = 0, method: str | None = None, **more: Any) -> dict[str, Any]:

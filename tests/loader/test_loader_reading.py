@@ -38,11 +38,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def made(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("made")
-    for name, options in FORMS.items():
-        prep.plan(sample_dir, root / name, num_shards=4, **options)
-        prep.make(root / name)
-    return root
+    return prep.make_forms(sample_dir, tmp_path_factory.mktemp("made"), FORMS, num_shards=4)
 
 
 @pytest.fixture
@@ -413,7 +409,7 @@ def test_the_limit_of_handles_bounds_the_shards_kept_open(
     made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("loader.reading.open_shard.resource.getrlimit", lambda _: (24, 24))
-    assert ShardReader(find_shards(made / "json"))._files._max_open == 3
+    assert ShardReader(find_shards(made / "json"))._files.max_open == 3
 
 
 @pytest.mark.parametrize("named", [1, "shard-00001.tar", "path"])

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from loader import TokenLoader, get_llama3_dataloader
 from loader.__main__ import main
 from loader.order import Order
-from loader.reading.shard_reader import Turn
+from loader.reading.open_shard import Turn
 from loader.samples.joined_rows import JoinedRows
 from loader.staging import shards_to_stage
 from loader.staging.shards_to_stage import NodeRanks, choose_shards, parts_read
@@ -51,21 +51,13 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.fixture(scope="module")
 def made(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("made")
-    for name, options in FORMS.items():
-        prep.plan(sample_dir, root / name, num_shards=NUM_SHARDS, **options)
-        prep.make(root / name)
-    return root
+    return prep.make_forms(sample_dir, tmp_path_factory.mktemp("made"), FORMS, num_shards=NUM_SHARDS)
 
 
 @pytest.fixture(scope="module")
 def finely(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same in 60 shards, of which a rank reads some."""
-    root = tmp_path_factory.mktemp("finely")
-    for name, options in FORMS.items():
-        prep.plan(sample_dir, root / name, num_shards=60, **options)
-        prep.make(root / name)
-    return root
+    return prep.make_forms(sample_dir, tmp_path_factory.mktemp("finely"), FORMS, num_shards=60)
 
 
 @pytest.fixture

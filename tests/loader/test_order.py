@@ -250,6 +250,18 @@ def test_hashes_never_change() -> None:
     assert hash_ints(1, 2, 3) == HASH_OF_1_2_3
     assert hash_array(5, np.arange(2)).tolist() == HASHES_UNDER_5
     assert permute(np.arange(6), 6, 42).tolist() == PERMUTED_6
+
+
+@pytest.mark.parametrize("count", [2, 5, 17, 256, 257, 1500])
+def test_a_permutation_is_the_same_with_and_without_its_table(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    positions = np.random.default_rng(count).integers(0, count, (3, 40))
+    by_table = permute(positions, count, 7)
+    monkeypatch.setattr("loader.order._TABLE_SIZE", 0)
+    walked = permute(positions, count, 7)
+    assert walked.shape == positions.shape
+    assert walked.tolist() == by_table.tolist()
     order = Order(num_samples=50, global_batch_size=4, block_samples=2, window_samples=16 * 2, seed=9)
     assert [order.step_samples(1, step).tolist() for step in (0, 11)] == BATCHES
 

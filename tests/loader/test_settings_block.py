@@ -11,32 +11,26 @@ import pytest
 from loader import get_llama3_dataloader
 
 if TYPE_CHECKING:
-    from tests.conftest import Prep
+    pass
 
 
-@pytest.fixture(scope="module")
-def data(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    prep.plan(sample_dir, folder, num_shards=3)
-    prep.make(folder)
-    return folder
-
-
-def said(caplog: pytest.LogCaptureFixture, data: Path, **options: Any) -> list[str]:
+def said(caplog: pytest.LogCaptureFixture, made_dir: Path, **options: Any) -> list[str]:
     caplog.clear()
     with (
         caplog.at_level(logging.INFO, logger="loader.dataloader"),
-        get_llama3_dataloader(data, **{"batch_size": 4, "num_workers": 0, **options}) as loader,
+        get_llama3_dataloader(made_dir, **{"batch_size": 4, "num_workers": 0, **options}) as loader,
     ):
         assert loader.order.num_samples > 0
     return [record.message for record in caplog.records if record.name == "loader.dataloader"]
 
 
 def test_settings_and_steps_of_an_epoch_stand_in_one_record(
-    caplog: pytest.LogCaptureFixture, data: Path
+    caplog: pytest.LogCaptureFixture, made_dir: Path
 ) -> None:
-    (block,) = said(caplog, data, global_batch_size=16, rank=0, world_size=2, max_length=64, seed=7)
-    with get_llama3_dataloader(data, 4, global_batch_size=16, rank=0, world_size=2, num_workers=0) as loader:
+    (block,) = said(caplog, made_dir, global_batch_size=16, rank=0, world_size=2, max_length=64, seed=7)
+    with get_llama3_dataloader(
+        made_dir, 4, global_batch_size=16, rank=0, world_size=2, num_workers=0
+    ) as loader:
         steps, samples = loader.order.steps_per_epoch, loader.order.num_samples
     lines = block.splitlines()
     assert lines[0].startswith(f"loader of 3 shards, {samples:,} samples, about ")
@@ -52,24 +46,26 @@ def test_settings_and_steps_of_an_epoch_stand_in_one_record(
     assert lines[5] == "  readers: this process, no workers"
 
 
-def test_only_rank_0_says_it(caplog: pytest.LogCaptureFixture, data: Path) -> None:
-    assert said(caplog, data, rank=1, world_size=2) == []
+def test_only_rank_0_says_it(caplog: pytest.LogCaptureFixture, made_dir: Path) -> None:
+    assert said(caplog, made_dir, rank=1, world_size=2) == []
 
 
-def test_a_block_tells_rows_their_boundaries_and_groups(caplog: pytest.LogCaptureFixture, data: Path) -> None:
-    (crossing,) = said(caplog, data, seq_len=128)
+def test_a_block_tells_rows_their_boundaries_and_groups(
+    caplog: pytest.LogCaptureFixture, made_dir: Path
+) -> None:
+    (crossing,) = said(caplog, made_dir, seq_len=128)
     assert "a row of 128 tokens; attention crosses documents (no boundaries)" in crossing
-    (apart,) = said(caplog, data, seq_len=128, boundaries="transformers", shuffle=False)
+    (apart,) = said(caplog, made_dir, seq_len=128, boundaries="transformers", shuffle=False)
     assert "a row of 128 tokens; boundaries transformers" in apart
     assert "order: as the shards stand, not shuffled" in apart
-    (grouped,) = said(caplog, data, group_by_length=True, padding="max_length", max_length=32)
+    (grouped,) = said(caplog, made_dir, group_by_length=True, padding="max_length", max_length=32)
     assert "samples of like length in groups of 4" in grouped
     assert "padding to 32 tokens, with " in grouped
 
 
 def test_fewer_workers_than_asked_for_are_told_with_the_reason(
-    caplog: pytest.LogCaptureFixture, data: Path
+    caplog: pytest.LogCaptureFixture, made_dir: Path
 ) -> None:
-    warning, block = said(caplog, data, batch_size=2, num_workers=3)
+    warning, block = said(caplog, made_dir, batch_size=2, num_workers=3)
     assert "num_workers is 3, but a rank's part of a global batch is 2" in warning
     assert "readers: 2 workers per rank, 2 chunks ahead each, kept between epochs" in block

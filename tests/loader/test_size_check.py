@@ -38,6 +38,13 @@ def load(shards: Any, rank: int = 0, **options: Any) -> TokenLoader:
     return get_llama3_dataloader(shards, 4, num_workers=0, rank=rank, world_size=2, **options)
 
 
+def wait_for_the_check() -> None:
+    """Until the thread has ended that looks at the sizes: a loader waits WAIT_S for it, and goes on."""
+    for thread in threading.enumerate():
+        if thread.name == "size check":
+            thread.join()
+
+
 def test_rank_0_alone_looks_and_refuses_what_is_missing(
     copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,9 +127,7 @@ def test_what_a_long_look_finds_is_raised_at_the_next_run(
     monkeypatch.setattr(size_check, "WAIT_S", 0.01)
     with load(copied) as loader:
         go_on.set()
-        for thread in threading.enumerate():
-            if thread.name == "size check":
-                thread.join()
+        wait_for_the_check()
         with pytest.raises(BrokenShard, match=r"shard-00004\.tar has 512 of"):
             next(iter(loader))
 
@@ -136,4 +141,5 @@ def test_a_folder_that_cannot_be_listed_is_a_warning_as_reading_will_tell(
     monkeypatch.setattr(size_check, "find_misfits", failing)
     with load(copied) as loader:
         assert next(iter(loader))
+        wait_for_the_check()
     assert "cannot be looked at: [Errno 5] Input/output error" in caplog.text

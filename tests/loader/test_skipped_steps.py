@@ -15,20 +15,10 @@ from shardprep.errors import BrokenShard, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.conftest import Prep
 
-
-@pytest.fixture(scope="module")
-def data(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    prep.plan(sample_dir, folder, num_shards=3)
-    prep.make(folder)
-    return folder
-
-
-def load(data: Path, world: int = 1, rank: int = 0, **options: Any) -> TokenLoader:
+def load(made_dir: Path, world: int = 1, rank: int = 0, **options: Any) -> TokenLoader:
     options = {"num_workers": 0, "global_batch_size": 48, "rank": rank, "world_size": world, **options}
-    return get_llama3_dataloader(data, 48 // world // 2, **options)
+    return get_llama3_dataloader(made_dir, 48 // world // 2, **options)
 
 
 def steps_of(loader: TokenLoader, epochs: int) -> Iterator[list[Any]]:
@@ -39,12 +29,12 @@ def steps_of(loader: TokenLoader, epochs: int) -> Iterator[list[Any]]:
             yield [batch["input_ids"].tolist() for batch in batches[first : first + 2]]
 
 
-def test_a_range_is_left_out_and_all_else_comes_as_it_would(data: Path) -> None:
-    with load(data) as loader:
+def test_a_range_is_left_out_and_all_else_comes_as_it_would(made_dir: Path) -> None:
+    with load(made_dir) as loader:
         whole = list(steps_of(loader, 2))
         num_steps = loader.order.steps_per_epoch
     for trained, skipped in ((0, 3), (4, 2), (num_steps - 1, 3)):
-        with load(data) as loader:
+        with load(made_dir) as loader:
             loader.load_state_dict(loader.state_at(trained))
             loader.skip(skipped)
             left = 1 if trained + skipped >= num_steps else 2
@@ -52,10 +42,10 @@ def test_a_range_is_left_out_and_all_else_comes_as_it_would(data: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loop_may_skip_inside_of_an_epoch_and_again(data: Path, workers: int) -> None:
-    with load(data) as loader:
+def test_a_loop_may_skip_inside_of_an_epoch_and_again(made_dir: Path, workers: int) -> None:
+    with load(made_dir) as loader:
         whole = list(steps_of(loader, 1))
-    with load(data, num_workers=workers) as loader:
+    with load(made_dir, num_workers=workers) as loader:
         seen = []
         for _ in range(3):
             for number, batch in enumerate(loader, start=1):
@@ -70,8 +60,8 @@ def test_a_loop_may_skip_inside_of_an_epoch_and_again(data: Path, workers: int) 
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_a_state_with_skipped_steps_resumes_on_any_number_of_ranks(data: Path, world: int) -> None:
-    with load(data) as loader:
+def test_a_state_with_skipped_steps_resumes_on_any_number_of_ranks(made_dir: Path, world: int) -> None:
+    with load(made_dir) as loader:
         loader.load_state_dict(loader.state_at(2))
         loader.skip(3)
         state = json.loads(json.dumps(loader.state_at(4)))
@@ -80,7 +70,7 @@ def test_a_state_with_skipped_steps_resumes_on_any_number_of_ranks(data: Path, w
         expected = next(steps_of(loader, 1))
     found: list[Any] = []
     for rank in range(world):
-        with load(data, world, rank) as loader:
+        with load(made_dir, world, rank) as loader:
             loader.load_state_dict(state)
             assert loader.state_at(1)["step"] == 1
             assert loader.state_at(5)["step"] == 8
@@ -91,8 +81,8 @@ def test_a_state_with_skipped_steps_resumes_on_any_number_of_ranks(data: Path, w
     assert ids == of_one
 
 
-def test_inside_of_a_step_nothing_can_be_skipped_and_no_steps_are_refused(data: Path) -> None:
-    with load(data) as loader:
+def test_inside_of_a_step_nothing_can_be_skipped_and_no_steps_are_refused(made_dir: Path) -> None:
+    with load(made_dir) as loader:
         next(iter(loader))
         with pytest.raises(UsageError, match="1 batches of a step are delivered"):
             loader.skip(1)

@@ -30,10 +30,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def folders(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("data")
-    for name, options in FORMS.items():
-        prep.plan(sample_dir, root / name, num_shards=3, **options)
-        prep.make(root / name)
+    root = prep.make_forms(sample_dir, tmp_path_factory.mktemp("data"), FORMS, num_shards=3)
     return {name: root / name for name in FORMS}
 
 

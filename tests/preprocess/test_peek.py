@@ -24,14 +24,6 @@ HEAD = re.compile(
 
 
 @pytest.fixture(scope="module")
-def data(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    prep.plan(sample_dir, folder, num_shards=3)
-    prep.make(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def packed(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packed")
     prep.plan(sample_dir, folder, num_shards=3, record="packed", seq_len=64)
@@ -46,9 +38,9 @@ def heads(text: str) -> list[tuple[int, int, int, str, int]]:
 
 
 def test_a_document_is_printed_as_its_line_of_the_input_stands_at_its_place(
-    prep: Prep, data: Path, sample_dir: Path
+    prep: Prep, made_dir: Path, sample_dir: Path
 ) -> None:
-    ended = prep.command("peek", data, "--num", 3, "--chars", 0, "--random", "--seed", 4)
+    ended = prep.command("peek", made_dir, "--num", 3, "--chars", 0, "--random", "--seed", 4)
     assert ended.code == 0
     blocks = ended.text.strip().split("\n\n")
     assert len(blocks) == 3
@@ -76,37 +68,38 @@ def test_a_row_shows_where_documents_begin_in_it_and_the_rest_of_one_that_began_
     assert "⟦<|end_of_text|>⟧" in ended.text
 
 
-def test_the_longest_come_first_of_all_shards_or_of_one(prep: Prep, data: Path) -> None:
-    plan = need_plan(data)
+def test_the_longest_come_first_of_all_shards_or_of_one(prep: Prep, made_dir: Path) -> None:
+    plan = need_plan(made_dir)
     tokens = []
     for shard_id in range(3):
-        with ShardSamples(data, plan.spec, shard_id) as samples:
+        with ShardSamples(made_dir, plan.spec, shard_id) as samples:
             tokens.append(samples.records["num_tokens"].tolist())
-    of_all = heads(prep.command("peek", data, "--longest", "--num", 4).text)
+    of_all = heads(prep.command("peek", made_dir, "--longest", "--num", 4).text)
     assert [head[2] for head in of_all] == sorted(chain(*tokens), reverse=True)[:4]
-    of_one = heads(prep.command("peek", data, "--longest", "--num", 2, "--shard", 2).text)
+    of_one = heads(prep.command("peek", made_dir, "--longest", "--num", 2, "--shard", 2).text)
     assert [(head[0], head[2]) for head in of_one] == [(2, n) for n in sorted(tokens[2], reverse=True)[:2]]
 
 
-def test_grep_and_source_choose_and_are_told_where_nothing_is_found(prep: Prep, data: Path) -> None:
-    plan = need_plan(data)
+def test_grep_and_source_choose_and_are_told_where_nothing_is_found(prep: Prep, made_dir: Path) -> None:
+    plan = need_plan(made_dir)
     name = plan.inputs[-1].path
-    of_source = heads(prep.command("peek", data, "--source", name, "--num", 10**6).text)
+    of_source = heads(prep.command("peek", made_dir, "--source", name, "--num", 10**6).text)
     assert of_source
     assert {head[3] for head in of_source} == {name}
-    everything = heads(prep.command("peek", data, "--num", 10**6).text)
+    everything = heads(prep.command("peek", made_dir, "--num", 10**6).text)
     assert len(of_source) < len(everything)
-    found = prep.command("peek", data, "--grep", r"\b7[0-9] lamps", "--num", 2, "--chars", 0)
+    found = prep.command("peek", made_dir, "--grep", r"\b7[0-9] lamps", "--num", 2, "--chars", 0)
     assert len(heads(found.text)) == 2
     assert len(re.findall(r"\b7[0-9] lamps", found.text)) >= 2
-    nothing = prep.command("peek", data, "--grep", "no such words at all")
+    nothing = prep.command("peek", made_dir, "--grep", "no such words at all")
     assert nothing.code == 66
     assert "has no sample that was asked for" in nothing.text
 
 
-def test_random_samples_are_of_all_shards_and_equal_for_equal_seeds(prep: Prep, data: Path) -> None:
+def test_random_samples_are_of_all_shards_and_equal_for_equal_seeds(prep: Prep, made_dir: Path) -> None:
     first, again, other = (
-        heads(prep.command("peek", data, "--random", "--num", 6, "--seed", seed).text) for seed in (1, 1, 2)
+        heads(prep.command("peek", made_dir, "--random", "--num", 6, "--seed", seed).text)
+        for seed in (1, 1, 2)
     )
     assert first == again != other
     assert {head[0] for head in first} == {0, 1, 2}
@@ -122,9 +115,9 @@ def test_random_samples_are_of_all_shards_and_equal_for_equal_seeds(prep: Prep, 
     ],
 )
 def test_flags_that_cannot_be_are_refused(
-    prep: Prep, data: Path, flags: list[str], code: int, what: str
+    prep: Prep, made_dir: Path, flags: list[str], code: int, what: str
 ) -> None:
-    ended = prep.command("peek", data, *flags)
+    ended = prep.command("peek", made_dir, *flags)
     assert ended.code == code
     assert what in ended.text
 

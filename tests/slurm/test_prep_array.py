@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,10 +20,10 @@ from typing import Any
 import pytest
 
 from tests.checkout import ROOT, SLURM_STARTER
+from tests.slurm.started_cluster import started_cluster
 from tests.waiting import HANG_S, wait_until
 
 SCRIPT = ROOT / "slurm" / "prep_array.sh"
-CANNOT_INSTALL = 69
 
 STAND_IN = """
 import json, os, signal, sys, time
@@ -121,19 +120,9 @@ class Desk:
 
 @pytest.fixture(scope="session")
 def slurm_conf() -> Iterator[str]:
-    """Start the cluster; skips, with the starter's own words, only where Slurm cannot be installed."""
-    folder = tempfile.mkdtemp(prefix="shardprep-slurm-")  # short: sockets lie in it
-    environ = {**os.environ, "CLUSTER_DIR": folder, "NUM_NODES": "3", "NODE_CPUS": "8"}
-    up = subprocess.run(
-        [SLURM_STARTER, "up"], env=environ, capture_output=True, text=True, check=False, timeout=HANG_S
-    )
-    try:
-        if up.returncode == CANNOT_INSTALL:
-            pytest.skip(f"NO SLURM CLUSTER, slurm/ is untested here: {up.stderr.strip()}")
-        assert up.returncode == 0, up.stderr
-        yield up.stdout.strip().removeprefix("export SLURM_CONF=")
-    finally:
-        subprocess.run([SLURM_STARTER, "down"], env=environ, check=False, timeout=HANG_S)
+    environ = {**os.environ, "NUM_NODES": "3", "NODE_CPUS": "8"}
+    with started_cluster(environ, "NO SLURM CLUSTER, slurm/ is untested here") as started:
+        yield started["SLURM_CONF"]
 
 
 @pytest.fixture

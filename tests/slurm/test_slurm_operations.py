@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.checkout import ROOT, SLURM_STARTER
+from tests.slurm.started_cluster import started_cluster
 from tests.waiting import HANG_S, wait_until
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slurm
 
-CANNOT_INSTALL = 69
 EXTRA_CONF = """MaxArraySize=7
 AccountingStorageEnforce=limits,qos
 PreemptType=preempt/partition_prio
@@ -105,23 +104,12 @@ class Faults:
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
-    folder = Path(tempfile.mkdtemp(prefix="shardprep-slurm-"))
     kept = {n: v for n, v in os.environ.items() if not re.match("SLURM|SBATCH|SHARDPREP|DATASET_", n)}
     options = {"NUM_NODES": "3", "NODE_CPUS": "4", "NODE_MEM_MB": "4000", "EXTRA_CONF": EXTRA_CONF}
-    options |= {"CLUSTER_DIR": str(folder), "ACCOUNTING": "1", "CGROUP": str(int(HAS_CGROUPS))}
-    environ = {**kept, **options, "SLURM_CONF": str(folder / "slurm.conf"), "HF_HUB_OFFLINE": "1"}
-    up = subprocess.run(
-        [SLURM_STARTER, "up"], env=environ, capture_output=True, text=True, check=False, timeout=HANG_S
-    )
-    try:
-        if up.returncode == CANNOT_INSTALL:
-            pytest.skip(
-                f"NO SLURM CLUSTER WITH ACCOUNTS, python -m slurm is untested here: {up.stderr.strip()}"
-            )
-        assert up.returncode == 0, up.stderr
-        yield Site(environ=environ, folder=folder)
-    finally:
-        subprocess.run([SLURM_STARTER, "down"], env=environ, check=False, timeout=HANG_S)
+    options |= {"ACCOUNTING": "1", "CGROUP": str(int(HAS_CGROUPS)), "HF_HUB_OFFLINE": "1"}
+    untested = "NO SLURM CLUSTER WITH ACCOUNTS, python -m slurm is untested here"
+    with started_cluster({**kept, **options}, untested) as started:
+        yield Site(environ=started, folder=Path(started["CLUSTER_DIR"]))
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.checkout import ROOT, SLURM_STARTER
+from tests.checkout import ROOT
+from tests.slurm.started_cluster import started_cluster
 from tests.waiting import HANG_S, wait_until
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ pytestmark = pytest.mark.slurm
 
 SCRIPT = ROOT / "slurm" / "train_ddp.sh"
 PROGRAM = ROOT / "examples" / "train_llama.py"
-CANNOT_INSTALL = 69
 FLAGS = ("--global_batch_size", "8", "--batch_size", "2", "--max_length", "64", "--num_workers", "0")
 
 
@@ -65,21 +64,16 @@ class Site:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    cluster = tempfile.mkdtemp(prefix="shardprep-slurm-")
     kept = {n: v for n, v in os.environ.items() if not re.match("SLURM|SBATCH|SHARDPREP|MASTER", n)}
-    environ = {**kept, "CLUSTER_DIR": cluster, "NUM_NODES": "2", "NODE_CPUS": "4", "HF_HUB_OFFLINE": "1"}
-    environ |= {"SLURM_CONF": f"{cluster}/slurm.conf", "SHARDPREP_PYTHON": sys.executable}
-    environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-    up = subprocess.run(
-        [SLURM_STARTER, "up"], env=environ, capture_output=True, text=True, check=False, timeout=HANG_S
-    )
-    try:
-        if up.returncode == CANNOT_INSTALL:
-            pytest.skip(f"NO SLURM CLUSTER, train_ddp.sh is untested here: {up.stderr.strip()}")
-        assert up.returncode == 0, up.stderr
-        yield Site(environ=environ, folder=tmp_path_factory.mktemp("desk"))
-    finally:
-        subprocess.run([SLURM_STARTER, "down"], env=environ, check=False, timeout=HANG_S)
+    environ = {**kept, "NUM_NODES": "2", "NODE_CPUS": "4", "HF_HUB_OFFLINE": "1"}
+    environ |= {
+        "SHARDPREP_PYTHON": sys.executable,
+        "MASTER_ADDR": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": str(ROOT),
+    }
+    with started_cluster(environ, "NO SLURM CLUSTER, train_ddp.sh is untested here") as started:
+        yield Site(environ=started, folder=tmp_path_factory.mktemp("desk"))
 
 
 @pytest.fixture(scope="module")

@@ -50,6 +50,7 @@ from shardprep.errors import UsageError
 
 torch.set_num_threads(1)
 DATA, OUT = sys.argv[1:3]
+kept = []
 
 def make_model(seen):
     torch.manual_seed(0)
@@ -93,6 +94,7 @@ def train_by_page(run, seen):
         "config": {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
     }
     exec(compile(run["code"], "docs/training.md", "exec"), names)
+    kept.append(names)  # where DDP ends it holds the GIL and waits for gloo, which may want it: examples/
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -65,6 +65,9 @@ def rank_of_a_world(rank, world, name, workers, method, first, last, state, opti
     dist.destroy_process_group()
 
 def main():
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(DATA)  # else each rank would import what it takes: 3 s
     fork = multiprocessing.get_context("fork")
     for run in json.loads(sys.argv[3]):
         state = None

@@ -26,8 +26,8 @@ from loader.__main__ import main
 from loader.order import Order
 from loader.reading.open_shard import Turn
 from loader.samples.joined_rows import JoinedRows
-from loader.staging import shards_to_stage
-from loader.staging.shards_to_stage import NodeRanks, choose_shards, parts_read
+from loader.staging.parts_read import parts_of_ranks, parts_read
+from loader.staging.shards_to_stage import NodeRanks, choose_shards
 from loader.staging.stage_command import turn_of
 from shardprep.format.manifest import read_manifest
 from tests.checkout import ROOT
@@ -221,6 +221,14 @@ def test_a_signal_ends_staging_with_75_and_leaves_no_temporary(made: Path, node:
     assert 0 < len(staged_ids(made / "json", node)) < NUM_SHARDS
     assert ended(start(made / "json", "--to", node, slow=False))[0] == 0
     assert staged_ids(made / "json", node) == list(range(NUM_SHARDS))
+
+
+def test_staging_a_whole_data_set_imports_no_torch(made: Path, node: Path) -> None:
+    """Each node of a job does it at its start, and torch would take seconds."""
+    code = "import sys; from loader.__main__ import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    command = [sys.executable, "-c", code, "stage", str(made / "json"), "--to", str(node)]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines()[-1] == "0 False"
 
 
 def test_what_is_staged_is_not_copied_again(made: Path, node: Path, stage: Any) -> None:
@@ -630,7 +638,7 @@ def test_the_command_says_how_many_shards_the_ranks_read(made: Path, node: Path,
 def test_a_limit_keeps_the_shards_that_the_ranks_read_most_of(finely: Path, node: Path) -> None:
     ranks = NodeRanks(world_size=8, ranks=(0,), batch_size=2, num_steps=1)
     data = (str(finely / "json"),)
-    _, parts = shards_to_stage._parts_of_ranks(data, (), ranks)
+    _, parts = parts_of_ranks(data, (), ranks)
     every = choose_shards(data, node, node_ranks=ranks, turn=Turn())
     limit_bytes = every.read_bytes // 2
     some = choose_shards(data, node, node_ranks=ranks, limit_bytes=limit_bytes, turn=Turn())

@@ -46,6 +46,8 @@ if how != "unheeding":
     signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 (folder.parent / f"pid-{rank}-{start}").write_text(str(os.getpid()))
 (folder.parent / f"pid-{rank}-{start}").rename(folder.parent / f"began-{rank}-{start}")
+while how in ("once", "twice") and len(list(folder.parent.glob(f"began-*-{start}"))) < 2:
+    time.sleep(0.02)  # else one that ends at once could have the other killed before it began
 if how == "unheeding":
     (folder / "step-1.pt").touch()
 if how == "twice" and rank == 1 and start == "1":

@@ -221,13 +221,13 @@ class StepBatches:
 @lru_cache
 def _batch_parts(
     batch_size: int, num_samples: int, first_batch: int, num_fillers: int
-) -> list[tuple[slice, int]]:
-    """Which samples of a step each batch has, and how many of them are fillers."""
-    parts = []
-    for first in range(first_batch * batch_size, num_samples, batch_size):
-        num_behind = max(first + batch_size - (num_samples - num_fillers), 0)
-        parts.append((slice(first, first + batch_size), min(num_behind, batch_size)))
-    return parts
+) -> tuple[tuple[slice, int], ...]:
+    """Which samples of a step each batch has, and how many of them are fillers; kept, as steps are alike."""
+    num_real = num_samples - num_fillers
+    return tuple(
+        (slice(first, first + batch_size), min(max(first + batch_size - num_real, 0), batch_size))
+        for first in range(first_batch * batch_size, num_samples, batch_size)
+    )
 
 
 def _rows_of_step(chunks: list[Chunk], step: int) -> tuple[Any, npt.NDArray[Any] | None]:

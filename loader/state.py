@@ -102,10 +102,6 @@ class Position(NamedTuple):
         """One batch later, of ``micro_batches`` a step."""
         if self.num_micro + 1 < micro_batches:
             return Position(self.epoch, self.step, self.num_micro + 1)
-        return self.after_step(steps_per_epoch)
-
-    def after_step(self, steps_per_epoch: int) -> Position:
-        """At the end of the global batch that it is in."""
         if self.step + 1 < steps_per_epoch:
             return Position(self.epoch, self.step + 1)
         return Position(self.epoch + 1)

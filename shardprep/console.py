@@ -33,6 +33,7 @@ import select
 import signal
 import sys
 import time
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -117,13 +118,13 @@ def progress_line(
 ) -> str:
     """How far it is, how fast, also in what else is counted, and how long it will still take."""
     rate = num_done / elapsed_s
-    left_s = (total - num_done) / max(rate, 1e-9)
-    of, speed = f"{total} {unit}", f"{rate:.1f} {unit}/s"
+    of, speed = counted(total, unit.removesuffix("s")), f"{rate:.1f} {unit}/s"
     if unit == "bytes":
-        of, speed = f"{total / 1e6:.0f} MB", f"{rate / 1e6:.1f} MB/s"
+        of, speed = short_bytes(total), f"{short_bytes(rate)}/s"
     if counts:
         speed += f", {_speeds(counts, elapsed_s)}"
-    return f"{label}: {num_done / max(1, total):.0%} of {of}, {speed}, {left_s:.0f} s left"
+    left = f", {short_time((total - num_done) / rate)} left" if rate > 0 else ""
+    return f"{label}: {num_done / max(1, total):.0%} of {of}, {speed}{left}"
 
 
 def _speeds(counts: Mapping[str, int], elapsed_s: float) -> str:
@@ -131,7 +132,7 @@ def _speeds(counts: Mapping[str, int], elapsed_s: float) -> str:
     return ", ".join(f"{short_number(rate)} {name}/s" for name, rate in rates.items())
 
 
-_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def short_number(value: float) -> str:
@@ -146,12 +147,37 @@ def short_bytes(value: float) -> str:
     return f"{digits} {prefix}B"
 
 
+def short_time(seconds: float) -> str:
+    """``12.3 s``, ``5 min 03 s``, ``15 min``, ``2 h 05 min`` or ``1,234 h``."""
+    hours, minutes = divmod(round(seconds / 60), 60)
+    if hours >= 100:
+        return f"{hours:,} h"
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    if seconds >= 599.5:
+        return f"{minutes} min"
+    return (
+        f"{round(seconds) // 60} min {round(seconds) % 60:02d} s" if seconds >= 59.5 else f"{seconds:.3g} s"
+    )
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 shard``, ``2,500 shards``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def _scaled(value: float) -> tuple[str, str]:
     for size, prefix in _PREFIXES:
         if value >= 0.9995 * size:
             scaled = value / size
             return f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f}", prefix
     return f"{value:.0f}" if value == int(value) else f"{value:.3g}", ""
+
+
+def num_cells(text: str) -> int:
+    """Columns that a text takes on a terminal: two for a Korean letter, none for a combining mark."""
+    marks = sum(unicodedata.combining(char) > 0 for char in text)
+    return len(text) - marks + sum(unicodedata.east_asian_width(char) in "WF" for char in text)
 
 
 def say(line: str) -> None:

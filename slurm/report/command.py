@@ -53,12 +53,13 @@ def report(args: argparse.Namespace) -> int:
         sums = sum_manifests(folder, plan.plan_id, done, progress.add)
     data = report_data(folder, plan, sums, num_examples=args.num_examples)
     if args.json:
-        text = json.dumps(data) + "\n"
+        lines = [json.dumps(data)]
     else:
-        from slurm.report.rendering import html_page, text_page  # jinja2, which JSON does not need
+        from slurm.report.rendering import page_lines, text_lines  # jinja2, which JSON does not need
 
-        render = text_page if args.text or args.output is None else html_page
-        text = render(data, Words(args.lang))
+        draw = text_lines if args.text or args.output is None else page_lines
+        lines = draw(data, Words(args.lang))
+    text = "".join(f"{line}\n" for line in lines)
     if args.output is None:
         encoding = sys.stdout.encoding or "utf-8"
         print(text.encode(encoding, "replace").decode(encoding), end="")

@@ -26,18 +26,18 @@ _BAR_COLUMNS = 30
 Labels = Sequence[tuple[float, str]]  # (place on the axis, 0 to 1; text)
 
 
-def html_page(data: Mapping[str, Any], words: Words) -> str:
-    """The report as one HTML file, which needs no network and no scripts."""
+def page_lines(data: Mapping[str, Any], words: Words) -> list[str]:
+    """The report as the lines of one HTML file, which needs no network and no scripts."""
     templates = _environment(words, is_html=True)
     form = templates.get_template("page.html.j2").module
-    return templates.get_template("sections.j2").render(data, form=form).strip() + "\n"
+    return templates.get_template("sections.j2").render(data, form=form).strip().split("\n")
 
 
-def text_page(data: Mapping[str, Any], words: Words) -> str:
+def text_lines(data: Mapping[str, Any], words: Words) -> list[str]:
     """The report as lines for a terminal or a log."""
     form = TextForm()
     _environment(words, is_html=False).get_template("sections.j2").render(data, form=form)
-    return "".join(f"{printable(line)}\n" for line in form.lines)
+    return [printable(line) for line in form.lines]
 
 
 def _environment(words: Words, *, is_html: bool) -> Environment:

@@ -66,7 +66,11 @@ class ManifestSums:
     made: list[ShardMaking] = field(default_factory=list)
     tar_bytes: list[int] = field(default_factory=list)  # of each shard in ``made``
     with_left_out: list[int] = field(default_factory=list)  # shards that left documents out
-    totals: dict[str, Any] = field(default_factory=lambda: defaultdict(int))  # what _read_manifest gives
+    totals: dict[str, Any] = field(  # the fields of ShardCounts, idx_bytes, versions, num_restarted
+        default_factory=lambda: defaultdict[str, Any](
+            int, {"quarantined": {}, "sources": {}, "versions": {}, "length_histogram": []}
+        )
+    )
     other_plan: list[int] = field(default_factory=list)
     not_read: list[int] = field(default_factory=list)  # gone meanwhile, or broken: ``verify`` says more
 
@@ -112,10 +116,11 @@ def _read_manifest(folder: Path, shard_id: int) -> tuple[ShardMaking, int, dict[
         return None
     run = parts["run"]
     numbers = {
-        **dataclasses.asdict(counts),
+        **vars(counts),
+        "sources": {name: vars(source) for name, source in counts.sources.items()},
         "idx_bytes": idx.num_bytes,
         "versions": {name: {str(run.get(name, "?"))[:80]: 1} for name in ("shardprep", "engine", "python")},
-        "num_restarted": int(run["slurm"].get("SLURM_RESTART_COUNT", "0") != "0"),
+        "num_restarted": int(run["slurm"].get("SLURM_RESTART_COUNT", "") not in ("", "0")),
     }
     return (making, tar.num_bytes, numbers) if making.ended <= _MAX_TIME_S else None
 
@@ -137,7 +142,7 @@ def report_data(folder: Path, plan: Plan, sums: ManifestSums, *, num_examples: i
     totals, made, index = sums.totals, sums.made, _index(folder, plan)
     data = _data(folder, plan, sums, index)
     found = attempts_of(folder, plan, made)
-    sources = totals["sources"] or {}
+    sources = totals["sources"]
     if data["has_index_alone"] and index is not None:
         sources = {name: vars(counts) for name, counts in index.sources.items()}
     report = {
@@ -150,7 +155,7 @@ def report_data(folder: Path, plan: Plan, sums: ManifestSums, *, num_examples: i
         "sources": _sources(sources),
         "lengths": [
             {"from": 2**b // 2, "to": 2**b, "num_documents": number}
-            for b, number in enumerate(totals["length_histogram"] or ())
+            for b, number in enumerate(totals["length_histogram"])
         ],
         "left_out": _left_out(folder, plan, sums, num_examples),
         "shard_sizes": _shard_sizes(sums) if made else {},
@@ -205,7 +210,7 @@ def _data(folder: Path, plan: Plan, sums: ManifestSums, index: DatasetIndex | No
         "planned_bytes": sum(item.num_bytes for item in plan.inputs),
         "tar_bytes": sum(sums.tar_bytes),
         "idx_bytes": totals["idx_bytes"],
-        "num_left_out": sum((totals["quarantined"] or {}).values()),
+        "num_left_out": sum(totals["quarantined"].values()),
         **{name: totals[name] for name in counts},
         "tokens_per_byte": _ratio(totals["num_tokens"], totals["input_bytes"]),
     }
@@ -252,9 +257,7 @@ def _left_out(folder: Path, plan: Plan, sums: ManifestSums, num_examples: int) -
                 for entry in examples[reason]
             ],
         }
-        for reason, number in sorted(
-            (sums.totals["quarantined"] or {}).items(), key=lambda item: (-item[1], item[0])
-        )
+        for reason, number in sorted(sums.totals["quarantined"].items(), key=lambda item: (-item[1], item[0]))
     ]
 
 
@@ -328,8 +331,8 @@ def work_over_time(made: Sequence[ShardMaking]) -> dict[str, Any]:
     began = np.array([each.began for each in made], np.float64)
     ended = np.array([each.ended for each in made], np.float64)
     wall_s = np.array([each.wall_s for each in made], np.float64)
-    num_tokens = np.array([each.num_tokens for each in made])
-    num_bytes = np.array([each.input_bytes for each in made])
+    num_tokens = np.array([each.num_tokens for each in made], np.float64)
+    num_bytes = np.array([each.input_bytes for each in made], np.float64)
 
     order = np.argsort(began, kind="stable")
     first, last = began[order], np.maximum.accumulate(ended[order])
@@ -444,9 +447,7 @@ def _again(plan: Plan, sums: ManifestSums) -> dict[str, Any]:
         "input_dir": str(plan.input_dir),
         "tokenizer_sha256": plan.tokenizer.fingerprint,
         "text_versions": plan.options.text_versions,
-        "versions": {
-            name: dict(sorted(found.items())) for name, found in (sums.totals["versions"] or {}).items()
-        },
+        "versions": {name: dict(sorted(found.items())) for name, found in sums.totals["versions"].items()},
     }
 
 

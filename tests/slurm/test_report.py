@@ -173,13 +173,28 @@ def test_bytes_left_out_are_estimated_where_not_all_files_are_read(
 
 
 def test_markup_in_names_and_documents_stays_text(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    own_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = page_of(capsys, tmp_path, folder)
+    node = '"><img src=x onerror="alert(1)'
+    change(
+        manifest_path(own_folder, 1), lambda it: it["run"].update(host=node, engine="<b>fast|tokens{x}</b>")
+    )
+    change(manifest_path(own_folder, 2), lambda it: it["counts"]["quarantined"].update({"<i>|{y}": 2}))
+    page = page_of(capsys, tmp_path, own_folder)
     seen = Page(page)
     assert not seen.elements.keys() & {"script", "b", "i", "img", "iframe", "link", "object"}
-    assert "<script>alert('깨짐')</script>" in seen.text, "it is shown as it is"
-    assert NAMES[0] in seen.text
+    for text in ("<script>alert('깨짐')</script>", NAMES[0], node, "<b>fast|tokens{x}</b>", "<i>|{y}"):
+        assert text in seen.text, "it is shown as it is"
+    drawing = {"viewbox", "preserveaspectratio", "role", "aria-label", "d", "x", "y", "width", "height"}
+    assert seen.attributes.keys() - drawing == {
+        "lang",
+        "charset",
+        "http-equiv",
+        "content",
+        "name",
+        "class",
+        "style",
+    }
     assert "default-src 'none'" in page
 
 

@@ -29,7 +29,10 @@ from shardprep.regular_files import NOT_THERE, FileStamp, names_in, size_of_file
 
 # What the first manifests of this version say of their run, which has no hash there. Nothing is added.
 _RUN_WITHOUT_HASH = frozenset(
-    "engine shardprep python host slurm num_cpus began wall_s cpu_s max_rss_bytes".split()
+    {
+        *("engine", "shardprep", "python", "host", "slurm"),
+        *("num_cpus", "began", "wall_s", "cpu_s", "max_rss_bytes"),
+    }
 )
 _MANIFEST_NAME = re.compile(r"shard-(\d{5})\.json", re.ASCII)
 

@@ -13,6 +13,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shardprep.console import printable
 from shardprep.format.names import ids_of_ranges
 from slurm.status_text import duration, next_line, notes
 
@@ -89,8 +90,8 @@ def changes(before: Sequence[str], after: Sequence[str]) -> str:
 
 
 def cut(line: str, width: int) -> str:
-    """A line that fits into ``width`` cells (a Korean letter takes two), without codes of terminals."""
-    clean = "".join(char if char.isprintable() else " " for char in line)
+    """A line that fits into ``width`` cells (a Korean letter takes two), control characters as escapes."""
+    clean = printable(line)
     if _num_cells(clean) <= width:
         return clean
     while _num_cells(clean) > max(width - 3, 0):

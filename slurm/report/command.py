@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from preprocess.plan import Plan, need_plan
 from shardprep.atomic_files import publish_bytes
-from shardprep.console import Progress, say
+from shardprep.console import Progress, print_lines, say
 from shardprep.errors import ShardprepError, UsageError
 from shardprep.format.index import DatasetIndex, read_index
 from shardprep.format.names import INDEX_NAME, idx_path, manifest_path, tar_path
@@ -72,16 +71,15 @@ def report(args: argparse.Namespace) -> int:
     data = report_data(found)
     words = Words(args.lang)
     if args.json:
-        text = json.dumps(data) + "\n"
+        lines = [json.dumps(data)]
     elif args.text or args.output is None:
-        text = text_page(report_content(data, words), words("report")) + "\n"
+        lines = text_page(report_content(data, words), words("report"))
     else:
-        text = html_page(report_content(data, words), words("report"))
+        lines = [html_page(report_content(data, words), words("report")).rstrip("\n")]
     if args.output is None:
-        encoding = sys.stdout.encoding or "utf-8"
-        print(text.encode(encoding, "replace").decode(encoding), end="")
+        print_lines(*lines)
         return 0
-    publish_bytes(args.output, text.encode("utf-8", "replace"))
+    publish_bytes(args.output, "".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
     say(f"wrote {args.output}")
     return 0
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from preprocess.plan import Plan
+from shardprep.console import printable
 from shardprep.errors import ShardprepError
 from shardprep.format.names import offset_unit, quarantine_path
 from shardprep.regular_files import close_read, open_regular, read_beginning
@@ -120,5 +121,5 @@ def _excerpt(plan: Plan, entry: Mapping[str, Any]) -> str:
         text = raw.decode(plan.options.encoding, "replace")
     except (OSError, ShardprepError, LookupError, ValueError):
         return ""
-    shown = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text.strip())
+    shown = printable(text.strip())
     return shown if len(shown) <= _EXCERPT_CHARS else f"{shown[:_EXCERPT_CHARS]}..."

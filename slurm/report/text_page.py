@@ -6,6 +6,7 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from shardprep.console import printable
 from slurm.report.blocks import (
     Block,
     BusyRows,
@@ -24,8 +25,8 @@ _WIDTH = 60
 _BAR = 30
 
 
-def text_page(report: Report, heading: str) -> str:
-    """The whole text. Control characters of names and documents are shown as �."""
+def text_page(report: Report, heading: str) -> list[str]:
+    """The lines of the text. Control characters of names and documents are escapes."""
     lines = [f"{heading}: {report.title}", report.subtitle, ""]
     lines += [f"! {note.text}" for note in report.notes]
     lines += _facts(Facts(items=report.tiles))
@@ -33,11 +34,7 @@ def text_page(report: Report, heading: str) -> str:
         lines += ["", section.title, "-" * _columns_of(section.title)]
         for block in section.blocks:
             lines += _RENDERERS[type(block)](block)
-    return "\n".join(map(_printable, lines))
-
-
-def _printable(line: str) -> str:
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in line)
+    return [*map(printable, lines)]
 
 
 def _columns_of(text: str) -> int:

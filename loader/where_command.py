@@ -6,11 +6,11 @@ import argparse
 import dataclasses
 import json
 import logging
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardprep.console import print_lines, say
 from shardprep.errors import BrokenShard, NotFound, UsageError
 
 if TYPE_CHECKING:
@@ -149,13 +149,13 @@ def _tell_documents(
     if args.json:
         answer = {"step": step, "epoch": epoch, "step_of_epoch": in_epoch}
         parts = [dataclasses.asdict(each) for each in samples]
-        print(json.dumps({**answer, "samples": parts}, default=str))
+        print_lines(json.dumps({**answer, "samples": parts}, default=str))
         return
     of_epoch = f"step {in_epoch} of {loader.order.steps_per_epoch}"
-    print(f"step {step}: epoch {epoch}, {of_epoch}, {len(samples)} samples")
+    print_lines(f"step {step}: epoch {epoch}, {of_epoch}, {len(samples)} samples")
     for each in samples:
         for part in each.parts:
-            print(f"rank {each.rank} batch {each.batch} row {each.row}: {_part_text(part)}")
+            print_lines(f"rank {each.rank} batch {each.batch} row {each.row}: {_part_text(part)}")
 
 
 def _part_text(part: DocumentPart) -> str:
@@ -197,7 +197,7 @@ def _with_text(loader: TokenLoader, text: str) -> npt.NDArray[np.int64]:
             if text in loader.tokenizer.decode(ids):
                 found.append(number)
         if len(found) >= _MAX_FOUND:
-            sys.stderr.write(f"note: the first {_MAX_FOUND} samples with this text are taken\n")
+            say(f"note: the first {_MAX_FOUND} samples with this text are taken")
             break
     reader.close()
     return np.array(found[:_MAX_FOUND], np.int64)
@@ -209,14 +209,14 @@ def _tell_steps(
     shown = [each for each in sightings if args.rank in (None, each.rank)]
     lines = [{**dataclasses.asdict(each), "step": _trained(each.order_step, skipped)} for each in shown]
     if args.json:
-        print(json.dumps({"num_samples": num_stored, "epochs": args.epochs, "seen": lines}))
+        print_lines(json.dumps({"num_samples": num_stored, "epochs": args.epochs, "seen": lines}))
         return
-    print(f"{num_stored} stored samples, seen {len(lines)} times in {args.epochs} epochs:")
+    print_lines(f"{num_stored} stored samples, seen {len(lines)} times in {args.epochs} epochs:")
     for line in lines:
         epoch, step = divmod(int(line["order_step"] or 0), loader.order.steps_per_epoch)
         trained = "left out by skip" if line["step"] is None else f"step {line['step']}"
         place = f"rank {line['rank']} batch {line['batch']} row {line['row']}"
-        print(f"{trained} (epoch {epoch}, step {step}): {place}")
+        print_lines(f"{trained} (epoch {epoch}, step {step}): {place}")
 
 
 def _trained(order_step: int, skipped: Any) -> int | None:

@@ -24,7 +24,7 @@ from lustre.osts import count_osts_if_told
 from lustre.path_report import DataSize, choice_lines, report, report_json
 from lustre.released_files import restore as restore_files
 from shardprep.command_line import Command, Program
-from shardprep.console import say
+from shardprep.console import print_lines, say
 from shardprep.errors import NotFound
 
 
@@ -36,9 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def show(args: argparse.Namespace) -> int:
     """Print the lines about a path, which need not exist yet. Raises LustreError from lfs."""
     if args.json:
-        print(json.dumps(report_json(args.path)))
+        print_lines(json.dumps(report_json(args.path)))
     else:
-        print("\n".join(report(args.path, _size(args))))
+        print_lines(*report(args.path, _size(args)))
     return 0
 
 
@@ -48,7 +48,7 @@ def apply(args: argparse.Namespace) -> int:
     Raises LustreUsageError before anything is asked of lfs, and
     LustreError where it was not done as asked.
     """
-    print("\n".join(_apply(args)))
+    print_lines(*_apply(args))
     return 0
 
 
@@ -100,9 +100,9 @@ def restore(args: argparse.Namespace) -> int:
     if not kind_of(args.path):
         raise NotFound(f"{args.path} is not there, expected a file or a folder with released files")
     if reason := why_not(args.path):
-        print(f"nothing to restore: {reason}")
+        print_lines(f"nothing to restore: {reason}")
         return 0
-    print(restore_files(args.path, wait=args.wait, say=say))
+    print_lines(restore_files(args.path, wait=args.wait, say=say))
     return 0
 
 

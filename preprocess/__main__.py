@@ -20,7 +20,7 @@ from preprocess.options import (
 )
 from preprocess.resources import PROCESS_BYTES, memory_limit_gb
 from shardprep.command_line import Command, Program, add_flags_of, given_of, parse_size
-from shardprep.console import Progress, say
+from shardprep.console import Progress, print_lines, say
 from shardprep.errors import UsageError
 from shardprep.format.names import id_ranges, ids_of_ranges
 
@@ -91,28 +91,34 @@ def make_plan(args: argparse.Namespace) -> int:
     plan, cost = make(config, sharding, stripe=stripe, dry_run=args.dry_run, say=say)
     last = plan.num_shards - 1
     sizes = plan.shard_bytes()
-    print(f"plan {plan.plan_id[:12]}: {plan.num_shards} shards of {min(sizes)} to {max(sizes)} input bytes")
-    print(
+    print_lines(
+        f"plan {plan.plan_id[:12]}: {plan.num_shards} shards of {min(sizes)} to {max(sizes)} input bytes"
+    )
+    print_lines(
         f"about {cost.num_tokens:.3g} tokens, {cost.output_bytes / 1e9:.3g} GB on disk, "
         f"{cost.core_hours:.2g} core hours, the longest shard {cost.longest_shard_s:.0f} s on one core"
     )
-    print(f"a task uses up to {cost.num_useful_cores} cores well: --cpus-per-task={cost.num_useful_cores}")
+    print_lines(
+        f"a task uses up to {cost.num_useful_cores} cores well: --cpus-per-task={cost.num_useful_cores}"
+    )
     need = Need(num_bytes=cost.output_bytes, num_files=3 * plan.num_shards)
     for line in space_lines(config.output_dir, need):
-        print(line)
+        print_lines(line)
     if cost.bad_note:
-        print(f"warning: {cost.bad_note}")
+        print_lines(f"warning: {cost.bad_note}")
     if cost.longest_shard_s > LONG_SHARD_S:
         more = round(plan.num_shards * cost.longest_shard_s / LONG_SHARD_S) + 1
         minutes = cost.longest_shard_s / 60
-        print(f"warning: a shard will take {minutes:.0f} minutes on one core; --num_shards {more}?")
+        print_lines(f"warning: a shard will take {minutes:.0f} minutes on one core; --num_shards {more}?")
     if note := small_shards_note(plan, sharding):
-        print(f"warning: {note}")
+        print_lines(f"warning: {note}")
     if empty := sizes.count(0):
-        print(f"warning: {empty} shards are empty; fewer would do")
-    print(f"next: sbatch --array=0-{last} slurm/prep_array.sh {config.output_dir}")
-    print(f"  or: python -m slurm submit {config.output_dir}  # within the site's limits, verify included")
-    print(f"  or: python -m preprocess run {config.output_dir}  # here, without a cluster")
+        print_lines(f"warning: {empty} shards are empty; fewer would do")
+    print_lines(f"next: sbatch --array=0-{last} slurm/prep_array.sh {config.output_dir}")
+    print_lines(
+        f"  or: python -m slurm submit {config.output_dir}  # within the site's limits, verify included"
+    )
+    print_lines(f"  or: python -m preprocess run {config.output_dir}  # here, without a cluster")
     return 0
 
 
@@ -176,12 +182,12 @@ def verify(args: argparse.Namespace) -> int:
         say(f"{len(problems)} of {plan.num_shards} shards are not right: {ids}; the lines above mend them")
         return problems[0].error.exit_code
     samples, tokens = int(index.column("num_samples").sum()), int(index.column("num_tokens").sum())
-    print(
+    print_lines(
         f"{plan.num_shards} shards are whole: {samples} samples, {tokens} tokens; wrote {folder / INDEX_NAME}"
     )
     counts = {name: dataclasses.asdict(of) for name, of in index.sources.items()}
     for line in source_lines(counts, all_in=INDEX_NAME):
-        print(line)
+        print_lines(line)
     for line in publish_osts(folder, [int(size) for size in index.column("tar_bytes")]):
         say(line)
     return _verify_deep(args, plan) if args.deep is not None else 0
@@ -209,7 +215,7 @@ def _verify_deep(args: argparse.Namespace, plan: Plan) -> int:
     if problems:
         return problems[0].error.exit_code
     tars = "webdataset reads the same from their tars" if has_webdataset() else "webdataset is not installed"
-    print(
+    print_lines(
         f"{len(chosen)} shards ({id_ranges(chosen)}) made anew from the input are equal, byte for byte; the "
         f"reference engine gave the ids of {num_compared} documents of them; {tars}"
     )
@@ -223,7 +229,7 @@ def clean(args: argparse.Namespace) -> int:
     from preprocess.plan import read_plan
 
     cleaning = remove(args.output_dir, read_plan(args.output_dir), dry_run=args.dry_run, say=say)
-    print("\n".join(cleaning_lines(cleaning, dry_run=args.dry_run)))
+    print_lines(*cleaning_lines(cleaning, dry_run=args.dry_run))
     return 0
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from preprocess.text_fields import UnusableText
-from shardprep.console import STOP_SIGNALS, stop_signals_wait
+from shardprep.console import STOP_SIGNALS, guard_streams, stop_signals_wait
 from shardprep.errors import ReadWriteError, Refused, UsageError
 
 FIXED_DATE = datetime.datetime(2024, 7, 26)  # noqa: DTZ001  the one that Llama 3.1's template falls back on
@@ -184,6 +184,7 @@ def serve() -> None:
     sys.modules["torch"] = None  # type: ignore[assignment]  # as if it were not installed
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print is no answer
+    guard_streams()
     conversations_of = functools.lru_cache(maxsize=1)(Conversations)
     with contextlib.suppress(BrokenPipeError):
         for line in sys.stdin.buffer:

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardprep.console import outlast_readers, raise_on_stop_signals, say
+from shardprep.console import guard_streams, raise_on_stop_signals, say
 from shardprep.errors import ReadWriteError, ShardprepError, Stopped, UsageError
 
 AddFlags = Callable[[argparse.ArgumentParser], None]
@@ -67,7 +67,7 @@ class Program:
 
     def run(self, words: Sequence[str], *, name: str | None = None) -> int:
         """Run the command that ``words`` name; returns its exit code. ``name``: how it was called."""
-        outlast_readers()
+        guard_streams()
         try:
             raise_on_stop_signals()
             args = self.parse(words, name=name)

@@ -16,7 +16,7 @@ _METRIC_STATES = ("done", "running", "pending", "failed", "not_submitted", "not_
 _CLOCKS_DIFFER_S = 30  # less is told by --json alone
 
 
-def report_text(data: dict[str, Any]) -> str:
+def report_lines(data: dict[str, Any]) -> list[str]:
     """The report for people."""
     total, done = data["num_shards"], data["num_done"]
     lines = [f"{data['folder']}: {done} of {total} shards are done ({done / total:.1%})"]
@@ -47,7 +47,7 @@ def report_text(data: dict[str, Any]) -> str:
         lines.append(f"    {failure['log']}")
     if (more := len(data["failures"]) - _MOST_FAILURES) > 0:
         lines.append(f"  and {more} more failures: --json has them all")
-    return "\n".join([*lines, next_line(data)])
+    return [*lines, next_line(data)]
 
 
 def _waiting_lines(data: dict[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardprep.console import counted, num_cells, short_number, short_time
+from shardprep.console import counted, num_cells, printable, short_number, short_time
 from shardprep.format.names import ids_of_ranges
 from slurm.status_text import next_line, notes
 
@@ -91,8 +91,8 @@ def changes(before: Sequence[str], after: Sequence[str]) -> str:
 
 
 def cut(line: str, width: int) -> str:
-    """A line that fits into ``width`` cells (a Korean letter takes two), without codes of terminals."""
-    clean = "".join(char if char.isprintable() else " " for char in line)
+    """A line that fits into ``width`` cells (a Korean letter takes two), control characters as escapes."""
+    clean = printable(line)
     if num_cells(clean) <= width:
         return clean
     while num_cells(clean) > max(width - 3, 0):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 from preprocess.plan import need_plan
 from shardprep.atomic_files import publish_bytes
-from shardprep.console import Progress, say
+from shardprep.console import Progress, print_lines, say
 from shardprep.errors import UsageError
 from slurm.dataset_state import done_shards
 from slurm.report.report_data import report_data, sum_manifests
@@ -59,11 +58,9 @@ def report(args: argparse.Namespace) -> int:
 
         draw = text_lines if args.text or args.output is None else page_lines
         lines = draw(data, Words(args.lang))
-    text = "".join(f"{line}\n" for line in lines)
     if args.output is None:
-        encoding = sys.stdout.encoding or "utf-8"
-        print(text.encode(encoding, "replace").decode(encoding), end="")
+        print_lines(*lines)
         return 0
-    publish_bytes(args.output, text.encode("utf-8", "replace"))
+    publish_bytes(args.output, "".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
     say(f"wrote {args.output}")
     return 0

@@ -12,8 +12,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from shardprep.console import num_cells, short_bytes, short_number
-from slurm.report.report_data import printable
+from shardprep.console import num_cells, printable, short_bytes, short_number
 from slurm.report.words import REASONS, Words
 
 _LIMITS = {"MAX_ROWS": 20, "MAX_OSTS": 8, "MAX_NODES": 5}  # of a table, of OSTs, of nodes beside a cause

@@ -25,6 +25,7 @@ import numpy as np
 import shardprep
 from preprocess.options import PrepConfig, flags_of
 from preprocess.plan import Plan, is_one_file_a_shard
+from shardprep.console import printable
 from shardprep.errors import BrokenShard, ReadWriteError, ShardprepError
 from shardprep.format.checked_json import Fields
 from shardprep.format.index import COLUMNS, DatasetIndex, read_index
@@ -297,11 +298,6 @@ def _excerpt(plan: Plan, entry: Mapping[str, Any]) -> str:
     except (OSError, ShardprepError, LookupError, ValueError):
         return ""
     return text if len(text) <= _EXCERPT_CHARS else f"{text[:_EXCERPT_CHARS]}..."
-
-
-def printable(text: str) -> str:
-    """The same with a replacement character for each control or formatting character."""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import lustre
-from preprocess.chat_rendering import chat_template_of, chat_versions
+from preprocess.chat_rendering import chat_template_of, chat_versions, template_notes
 from preprocess.cost_estimate import CostEstimate, measure, sample_texts, scratch_folder
 from preprocess.documents import format_of
 from preprocess.engines import (
@@ -208,7 +208,7 @@ def _num_shards(inputs: list[InputFile], inspected: list[Inspected], sharding: S
     return num_shards
 
 
-def _with_template(config: PrepConfig, tokenizer_folder: Path) -> BytesOptions:
+def _with_template(config: PrepConfig, tokenizer_folder: Path, say: Callable[[str], None]) -> BytesOptions:
     """The options; those of conversations with the template of their tokenizer. Raises UsageError."""
     options = config.bytes_options()
     if not options.is_chat:
@@ -216,6 +216,8 @@ def _with_template(config: PrepConfig, tokenizer_folder: Path) -> BytesOptions:
     template = chat_template_of(
         tokenizer_folder, config.chat_template_file, allows_control_tokens=options.allow_special_tokens
     )
+    for note in template_notes(template):
+        say(f"warning: {note}")
     return dataclasses.replace(
         options, chat_template=template.text, chat_tokens=template.tokens, chat_versions=chat_versions()
     )
@@ -229,7 +231,7 @@ def _plan_of(
 ) -> tuple[Plan, Engine]:
     """The plan, with the engines' self-check, and the engine that workers will use."""
     tokenizer, proof = resolved.spec, resolved.proof
-    options = _with_template(config, resolved.folder)
+    options = _with_template(config, resolved.folder, say)
     allow = options.encodes_control_tokens
     plan = Plan(
         plan_id=plan_id(options, tokenizer, proof.probe_sha256, division.inputs, division.boundaries),

@@ -32,6 +32,7 @@ from slurm.report.work_times import spread, work_times
 from slurm.status_report import report as status_of
 
 REPORT_VERSION = 1  # it grows where a field goes or changes its meaning, not where one is added
+_NUM_NAMES = 10  # of names that are no input, for each reason
 _NUM_SIZES = 24  # steps of the histogram of sizes
 _USER_INFO = re.compile(r"(?<=://)[^/\s@]+@")
 _SECRET_WORD = re.compile(
@@ -119,6 +120,10 @@ def _data(found: Found) -> dict[str, Any]:
         "pack": plan.options.pack if plan.spec.has_rows else None,
         "tokenizer": dataclasses.asdict(plan.tokenizer),
         "num_inputs": len(plan.inputs),
+        "inputs_left_out": {
+            reason: {"num_names": len(names), "names": names[:_NUM_NAMES]}
+            for reason, names in plan.left_out.items()
+        },
         "planned_bytes": sum(item.num_bytes for item in plan.inputs),
         "tar_bytes": sum(sums.tar_bytes),
         "idx_bytes": sums.idx_bytes,

@@ -245,19 +245,20 @@ def _is_misread(text: str) -> bool:
     \u00e9. Every other character beyond ASCII is one that was read right.
     """
     runs = _misread_runs().findall(text)
-    num_right = sum(not char.isascii() for char in text) - sum(map(len, runs))
+    num_in_runs = sum(not char.isascii() for run in runs for char in run)
+    num_right = sum(not char.isascii() for char in text) - num_in_runs
     return len(runs) > num_right
 
 
 @functools.lru_cache(maxsize=1)
 def _misread_runs() -> re.Pattern[str]:
+    """Characters that UTF-8 begins with, and those that go on, the first of which may be lost."""
     from ftfy.chardata import UTF8_CLUES as CLUES
 
-    goes_on, surely = CLUES["utf8_continuation"].replace(" ", ""), CLUES["utf8_continuation_strict"]
-    two, three, four = (CLUES[f"utf8_first_of_{number}"] for number in (2, 3, 4))
-    return re.compile(
-        f"[{two}][{goes_on}]|[{three}][{surely}][{goes_on}]?|[{four}][{surely}][{goes_on}]{{0,2}}"
-    )
+    goes_on, surely = CLUES["utf8_continuation"].replace(" ", ""), CLUES["utf8_continuation_strict"] + "„‚•"
+    of_2, of_3, of_4 = (CLUES[f"utf8_first_of_{number}"] for number in (2, 3, 4))
+    second = f"(?:[{surely}\ufffd]|[?](?=[{surely}]))"
+    return re.compile(f"[{of_2}][{goes_on}]|[{of_3}]{second}[{goes_on}]?|[{of_4}]{second}[{goes_on}]{{0,2}}")
 
 
 def text_versions(*, fix_text: bool, normalize: str) -> str:

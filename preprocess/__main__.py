@@ -53,7 +53,7 @@ def make_shard(args: argparse.Namespace) -> int:
     folder = given["output_dir"]
     num_cpus = bind_to_task_cpus(offset=args.shard_id)  # planning, too, may load what starts threads
     shard_id: int = args.shard_id
-    plan, shard = shard_of_task(given, shard_id)
+    plan, shard = shard_of_task(given, shard_id, is_planned=args.planned)
     if done_manifest(plan, folder, shard_id):
         say(f"shard {shard_id:05d} is done already")
         return 0
@@ -266,6 +266,11 @@ def num_processes(args: argparse.Namespace, num_cpus: int, memory_gb: float) -> 
 def _shard_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = "Make one shard."
     parser.add_argument("--shard_id", type=int, required=True, help="which shard, from 0")
+    parser.add_argument(
+        "--planned",
+        action="store_true",
+        help="make no plan: where --output_dir has none, end with 66",
+    )
     add_flags_of(parser, PrepConfig)
     add_flags_of(parser, WorkerSettings, but={item.name for item in dataclasses.fields(PrepConfig)})
 
@@ -325,7 +330,7 @@ PROGRAM = Program(
     dashed_values=("--stripe",),
     description="Raw text -> token shards. Without a command it makes one shard: --shard_id N.",
     epilog="python -m preprocess --shard_id N [...] makes shard N: of the plan in --output_dir, or "
-    "without one of the N-th .txt file in --input_dir.",
+    "without one of the N-th .txt file in --input_dir (as ls *.txt shows them).",
     hints={
         "--packing": _PACKED,
         "--pack_sequences": _PACKED,

@@ -91,8 +91,10 @@ class Program:
     def parse(self, words: Sequence[str], *, name: str | None = None) -> argparse.Namespace:
         """The parsed words; ``command`` is a key of ``commands``.
 
-        Raises UsageError for an unknown command, SystemExit with 2 for flags that cannot be parsed.
+        Raises UsageError for an unknown command or a NUL, SystemExit with 2 for flags that cannot be parsed.
         """
+        if found := next((word for word in words if "\0" in word), None):
+            raise UsageError(f"{found!r} holds a NUL, which no path and no name can; leave that out")
         words = self._joined(words)
         listed = [word for word, command in self.commands.items() if not command.is_nameless]
         if words and not words[0].startswith("-") and words[0] not in self.commands:

@@ -147,6 +147,15 @@ class Fields:
         except KeyError:
             raise BrokenShard(f"{self.path} is not whole: it has no {self._place}{key}") from None
 
+    def has(self, key: str) -> bool:
+        """Whether there is such a key, and nobody took it."""
+        return key in self._data
+
+    def rest(self) -> dict[str, Any]:
+        """Take all keys that nobody took."""
+        rest, self._data = self._data, {}
+        return rest
+
     def end(self) -> None:
         """Every key was taken."""
         if self._data:

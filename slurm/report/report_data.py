@@ -208,6 +208,9 @@ def _data(folder: Path, plan: Plan, sums: ManifestSums, index: DatasetIndex | No
         "pack": plan.options.pack if plan.spec.has_rows else None,
         "tokenizer": dataclasses.asdict(plan.tokenizer),
         "num_inputs": len(plan.inputs),
+        "inputs_left_out": {
+            reason: {"num_names": len(names), "names": names} for reason, names in plan.left_out.items()
+        },
         "planned_bytes": sum(item.num_bytes for item in plan.inputs),
         "tar_bytes": sum(sums.tar_bytes),
         "idx_bytes": totals["idx_bytes"],

@@ -25,6 +25,18 @@ REASONS = {  # why a document was left out, as its quarantine file says -> as pe
     "mojibake": "decoded with a wrong encoding, cannot be restored",
 }
 
+INPUT_REASONS = (  # why a name of the input folder is no input, as plan.json says it
+    "unknown suffix",
+    "file of a repository",
+    "folder",
+    "link to a folder",
+    "folder that is taken already",
+    "note of datasets",
+    "hidden",
+    "AppleDouble",
+    "FIFO, socket or device",
+)
+
 # fmt: off
 KOREAN = {
     "Report of a data set": "데이터 세트 보고서",
@@ -58,6 +70,19 @@ KOREAN = {
     "documents by number of tokens": "토큰 수별 문서 수",
     "{low} to {high} tokens": "토큰 {low}~{high}개",
     "{number} document|{number} documents": "문서 {number}개",
+
+    "Names in the input folder that are no input": "입력 폴더에서 입력이 아닌 이름",
+    "names": "이름 수",
+    "such as": "예",
+    "unknown suffix": "모르는 확장자",
+    "file of a repository": "저장소 안내 파일",
+    "folder": "폴더",
+    "link to a folder": "폴더를 가리키는 링크",
+    "folder that is taken already": "이미 읽은 폴더",
+    "note of datasets": "datasets의 부속 파일",
+    "hidden": "숨김 파일",
+    "AppleDouble": "macOS 부속 파일(AppleDouble)",
+    "FIFO, socket or device": "FIFO, 소켓 또는 장치",
     "{number} token|{number} tokens": "토큰 {number}개",
     "below {number} tokens": "토큰 {number}개 미만",
     "mean": "평균",

@@ -25,7 +25,7 @@ from shardprep.format.names import idx_path, manifest_path, quarantine_path, tar
 from shardprep.format.osts import osts_json
 from slurm.job_records import publish_submission
 from slurm.job_script import JobRequest
-from slurm.report.words import KOREAN, LANGUAGES, REASONS, Language, Words
+from slurm.report.words import INPUT_REASONS, KOREAN, LANGUAGES, REASONS, Language, Words
 from tests.checkout import ROOT
 from tests.conftest import seal
 from tests.slurm.fake_slurm import NAME, WHEN, FakeSlurm, submission
@@ -520,9 +520,29 @@ def test_bytes_of_osts_are_those_of_their_tars_and_a_broken_file_of_them_is_left
     assert data_of(capsys, own_folder)["osts"] is None
 
 
+def test_names_that_are_no_input_are_counted_by_reason_and_named(
+    prep: Prep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw, out = tmp_path / "raw", tmp_path / "data"
+    raw.mkdir()
+    for name in ("a.txt", "LICENSE.txt", ".hidden.txt", *(f"{number}.log" for number in range(7))):
+        (raw / name).write_text("a line\n", encoding="utf-8")
+    prep.plan(raw, out)
+    found = data_of(capsys, out)["data"]["inputs_left_out"]
+    assert {reason: each["num_names"] for reason, each in found.items()} == {
+        "unknown suffix": 7,
+        "file of a repository": 1,
+        "hidden": 1,
+    }
+    assert sorted(found["unknown suffix"]["names"]) == [f"{number}.log" for number in range(7)]
+    text = report(capsys, out, "--text")
+    assert "LICENSE.txt" in text
+    assert "and 2 more" in text
+
+
 def test_each_text_of_the_report_has_a_translation_that_takes_the_same_values() -> None:
     template = (ROOT / "slurm" / "report" / "sections.j2").read_text(encoding="utf-8")
-    texts = {*re.findall(r'\bw\("([^"]+)"', template), *REASONS.values(), "and {number} more"}
+    texts = {*re.findall(r'\bw\("([^"]+)"', template), *REASONS.values(), *INPUT_REASONS, "and {number} more"}
     assert texts == set(KOREAN), "each is used, and each is there"
 
     def fields(text: str) -> set[str | None]:

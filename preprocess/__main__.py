@@ -194,30 +194,26 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def _verify_deep(args: argparse.Namespace, plan: Plan) -> int:
-    """``--deep``: some shards made anew from the input, and compared."""
-    from preprocess.deep_verify import choose_shards, has_webdataset, verify_deep
+    """``--deep``: some shards compared with what a second reader finds in their input."""
+    from preprocess.deep_verify import choose_shards, verify_deep
     from preprocess.resources import bind_to_task_cpus
 
     if args.deep < 1:
         raise UsageError(f"--deep is {args.deep}, expected a number of shards from 1")
+    bind_to_task_cpus(offset=0)
     chosen = choose_shards(plan, args.deep)
-    with Progress("making anew", len(chosen), unit="shards") as progress:
-        problems, num_compared = verify_deep(
-            args.output_dir,
-            plan,
-            chosen,
-            input_dir=args.input_dir,
-            num_cpus=bind_to_task_cpus(offset=0),
-            progress=progress.add,
+    with Progress("comparing with the input", len(chosen), unit="shards") as progress:
+        problems, checked = verify_deep(
+            args.output_dir, plan, chosen, input_dir=args.input_dir, progress=progress.add
         )
     for problem in problems:
         say(f"error: shard {problem.shard_id:05d}: {problem.error}")
     if problems:
         return problems[0].error.exit_code
-    tars = "webdataset reads the same from their tars" if has_webdataset() else "webdataset is not installed"
     print_lines(
-        f"{len(chosen)} shards ({id_ranges(chosen)}) made anew from the input are equal, byte for byte; the "
-        f"reference engine gave the ids of {num_compared} documents of them; {tars}"
+        f"{len(chosen)} shards ({id_ranges(chosen)}) hold what a second reader finds in their input: "
+        f"{checked.num_documents} documents, {checked.num_left_out} left out, {checked.num_tokens} tokens, "
+        "each as the reference engine gives it"
     )
     return 0
 
@@ -311,7 +307,7 @@ def _verify_flags(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         type=int,
         const=3,
-        help="also make this many shards anew from the input, and compare (default 3)",
+        help="also read the input of this many shards by a second reader, and compare (default 3)",
     )
     parser.add_argument(
         "--crcs", action="store_true", help='also write crcs/, which the loader\'s read_check="crc" compares'

@@ -19,7 +19,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -65,7 +65,12 @@ def folders(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFacto
     lines = [*map(json.dumps, records), json.dumps({TEXT: TEXT}), f"no JSON {IN_NAMES}"]
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     (found.raw / "b.txt").write_text(f"plain {IN_NAMES}\n", encoding="utf-8")
-    options = {"recursive": True, "id_field": "id", "source_field": "of", "max_bad_fraction": 0.5}
+    options: dict[str, Any] = {
+        "recursive": True,
+        "id_field": "id",
+        "source_field": "of",
+        "max_bad_fraction": 0.5,
+    }
     prep.plan(found.raw, found.data, num_shards=2, model_id=str(found.model), **options)
     prep.make(found.data)
     return found
@@ -101,7 +106,7 @@ def check(text: str, *, shows: str = r"\x1b[2J\x1b]0;title\x07\x9b31m\r\x7f\u202
     assert shows in text
 
 
-COMMANDS = {
+COMMANDS: dict[str, tuple[int | None, list[Any]]] = {
     "plan": (0, ["plan", "--input_dir", "RAW", "--output_dir", "NEW", "--model_id", "MODEL",
                  "--num_shards", 2, "--recursive", "--dry_run"]),
     "run": (0, ["run", "COPY", "--num_proc", 1]),
@@ -229,7 +234,7 @@ Program(name="x", description="y", commands=words).run(sys.argv[1:])
 """
 
 
-def in_a_child(words: Sequence[str | Path], **settings: object) -> tuple[int, str]:
+def in_a_child(words: Sequence[Any], **settings: object) -> tuple[int, str]:
     done = subprocess.run(
         [sys.executable, *words],
         cwd=ROOT,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import slurm.__main__
 from preprocess.input_files import find_inputs
 from preprocess.plan import need_plan
 from shardprep.errors import NotFound
@@ -267,3 +268,16 @@ def test_following_links_without_subfolders_is_refused(prep: Prep, raw: Path, tm
     ended = plan_of(prep, raw, tmp_path / "data", "--follow_links")
     assert ended.code == 2
     assert "--follow_links is for subfolders; add --recursive" in ended.text
+
+
+def test_the_report_has_what_was_left_out(
+    prep: Prep, raw: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prep.plan(raw, tmp_path / "data")
+    prep.make(tmp_path / "data")
+    assert slurm.__main__.main(["report", str(tmp_path / "data"), "--json"]) == 0
+    left_out = json.loads(capsys.readouterr().out)["data"]["inputs_left_out"]
+    assert left_out["unknown suffix"] == {"num_names": 3, "names": ["more.md", "notes.md", "x.csv"]}
+    assert {reason: entry["num_names"] for reason, entry in left_out.items()} == {
+        reason: len(names) for reason, names in need_plan(tmp_path / "data").left_out.items()
+    }

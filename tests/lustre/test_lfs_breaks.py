@@ -142,6 +142,7 @@ def commands(
         "verify": lambda: int(prep.command("verify", data).code),
         "verify --fast": lambda: int(prep.command("verify", "--fast", data).code),
         "submit": submit,
+        "doctor": lambda: int(prep.command("doctor", *plan[1:-1], new).code),
         "status": lambda: slurm_main(["status", str(data)]),
         "load": lambda: loader_main([str(data)]),
         "stage": stage,

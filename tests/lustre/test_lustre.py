@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import lustre.lfs
+import lustre.restore
 import lustre.show
 from loader.__main__ import main as loader_main
 from loader.shards.find_shards import find_shards
@@ -749,7 +750,14 @@ def test_from_plan_to_batch_setstripe_runs_once_on_the_fresh_folder(
     assert prep.command("run", out, "--num_proc", "1").code == 0
     assert prep.command("--shard_id", "1", "--output_dir", out).code == 0
     assert prep.command("verify", out).code == 0
+    assert prep.command("doctor", *plan[1:-1], "--output_dir", out).code == 0
     assert loader_main([str(out)]) == 0
+    on_lustre.give(released=[str(path) for path in out.glob("shard-*")])
+    for words in (["show"], ["restore", "--wait"], ["apply"], ["apply", "--dry_run"]):
+        on_lustre.monkeypatch.setattr(lustre.restore, "_POLL_S", 0.0)
+        assert on_lustre.command(words[0], out, *words[1:])[0] == 0
+    assert on_lustre.state()["released"] == []
+    assert {"df", "getstripe", "hsm_restore", "hsm_state", "osts"} <= {call[0] for call in on_lustre.calls()}
     assert on_lustre.setstripe_calls() == ["-E 67108864 -c 1 -S 4194304 -E -1 -c 4 -S 4194304"]
     assert (full / "precious").read_bytes() == b"precious"
 

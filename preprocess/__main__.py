@@ -80,14 +80,14 @@ def make_shard(args: argparse.Namespace) -> int:
 
 def make_plan(args: argparse.Namespace) -> int:
     """``plan``: freeze which bytes are which shard, and say what it will cost."""
-    from lustre import Need, StripeWish, space_lines
+    from lustre import Need, StripeRequest, space_lines
     from preprocess.planning import LONG_SHARD_S, Sharding, small_shards_note
     from preprocess.planning import make_plan as make
 
     config = PrepConfig(**given_of(args, PrepConfig))
     shard_bytes = parse_size(args.shard_bytes, "--shard_bytes") if args.shard_bytes else None
     sharding = Sharding(num_shards=args.num_shards, shard_bytes=shard_bytes)
-    stripe = StripeWish(stripe=args.stripe, size=args.stripe_size, pool=args.stripe_pool)
+    stripe = StripeRequest(stripe=args.stripe, size=args.stripe_size, pool=args.stripe_pool)
     plan, cost = make(config, sharding, stripe=stripe, dry_run=args.dry_run, say=say)
     last = plan.num_shards - 1
     sizes = plan.shard_bytes()

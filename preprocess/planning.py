@@ -54,7 +54,7 @@ _MANY_SHARDS = 1000  # more, each smaller than half of _SHARD_BYTES, and the pla
 _SHARD_BYTES = 256 << 20  # of input: minutes of one core
 _HASHED_BYTES = 4 << 20  # read at once
 _NUM_HASH_THREADS = 16  # hashing and reading both release the interpreter's lock
-_NO_STRIPES = lustre.StripeWish(stripe="none")
+_NO_STRIPES = lustre.StripeRequest(stripe="none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ def make_plan(
     config: PrepConfig,
     sharding: Sharding,
     *,
-    stripe: lustre.StripeWish = _NO_STRIPES,
+    stripe: lustre.StripeRequest = _NO_STRIPES,
     dry_run: bool = False,
     say: Callable[[str], None],
 ) -> tuple[Plan, CostEstimate]:
@@ -165,7 +165,7 @@ def _prepare_folder(folder: Path) -> Plan | None:
 
 def _lay_out(
     folder: Path,
-    stripe: lustre.StripeWish,
+    stripe: lustre.StripeRequest,
     plan: Plan,
     estimate: CostEstimate,
     say: Callable[[str], None],

@@ -83,6 +83,7 @@ def child(command: Command, **settings: Any) -> Iterator[subprocess.Popen[str]]:
 def _kill_group(process: subprocess.Popen[str]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
+    process.kill()  # where it was given no session of its own
 
 
 def _shown(command: object, out: str | None, err: str | None) -> str:

@@ -24,6 +24,7 @@ from loader.shards.find_shards import find_shards
 from shardprep.errors import BrokenShard, MissingShard, NotFound, ReadWriteError, UnknownMember, UsageError
 from shardprep.format.idx import CHUNK_RECORDS
 from shardprep.format.osts import osts_json
+from tests.waiting import HANG_S
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -279,7 +280,7 @@ def test_a_read_that_hangs_is_named_in_the_log_while_it_hangs(
     real = os.preadv
 
     def hanging(*args: Any) -> int:
-        assert said.wait(20), "nothing was said while the read hung"
+        assert said.wait(HANG_S), "nothing was said while the read hung"
         return real(*args)
 
     monkeypatch.setattr(os, "preadv", hanging)

@@ -8,10 +8,8 @@ import gc
 import multiprocessing
 import os
 import re
-import subprocess
 import sys
 import tempfile
-import time
 import tracemalloc
 import weakref
 from collections.abc import Iterator
@@ -28,9 +26,9 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFas
 
 from loader import CausalLMCollator, TokenLoader, get_llama3_dataloader
 from shardprep.errors import BrokenShard, UsageError
-from tests.checkout import ROOT
+from tests.children import child, is_living, run_child
 from tests.external_tars import write_numbered_tars
-from tests.waiting import HANG_S
+from tests.waiting import wait_until
 from tests.word_tokenizers import save_word_tokenizer
 
 if TYPE_CHECKING:
@@ -382,18 +380,8 @@ def test_after_ctrl_c_or_the_death_of_idle_workers_the_next_loop_has_workers_ane
     tmp_path: Path, model: str
 ) -> None:
     write_numbered_tars(tmp_path, 640, 3)
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, tmp_path, model],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_S,
-        start_new_session=True,
-    )
-    assert done.stdout.splitlines() == ["interrupted loop", "interrupted loader", "all came again"], (
-        done.stderr
-    )
+    done = run_child([sys.executable, "-c", INTERRUPTED, tmp_path, model])
+    assert done.stdout.splitlines() == ["interrupted loop", "interrupted loader", "all came again"]
 
 
 class MarkedBatches(CausalLMCollator):
@@ -480,7 +468,7 @@ from loader import get_llama3_dataloader
 batches = iter(get_llama3_dataloader(sys.argv[1], 8, model_id=sys.argv[2], num_workers=2))
 next(batches)
 print("started", flush=True)
-time.sleep(100)
+time.sleep(600)
 """
 
 
@@ -495,26 +483,17 @@ def test_a_killed_run_leaves_no_worker_no_shared_memory_and_no_file_and_the_next
     tmp_path: Path, short_folder: Path, model: str
 ) -> None:
     write_long_documents(tmp_path / "a.tar", 64, 32768)
-    run = subprocess.Popen(
-        [sys.executable, "-c", TRAIN, tmp_path, model],
-        cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(short_folder)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert run.stdout is not None
-    assert run.stdout.readline() == "started\n"
-    workers = children_of(run.pid)
-    assert len(workers) == 2
-    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in (run.pid, *workers))
-    shared = set(re.findall(r"/dev/shm/\S+", maps))
-    assert any(name.startswith("/dev/shm/torch_") for name in shared)
-    run.kill()
-    run.communicate()
-    limit = time.monotonic() + 30  # torch's workers look every 5 s whether their parent lives
-    while any(Path(f"/proc/{pid}").exists() for pid in workers):
-        assert time.monotonic() < limit
-        time.sleep(0.1)
+    environ = {**os.environ, "TMPDIR": str(short_folder)}
+    with child([sys.executable, "-c", TRAIN, tmp_path, model], env=environ, start_new_session=False) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "started\n"
+        workers = children_of(run.pid)
+        assert len(workers) == 2
+        maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in (run.pid, *workers))
+        shared = set(re.findall(r"/dev/shm/\S+", maps))
+        assert any(name.startswith("/dev/shm/torch_") for name in shared)
+        run.kill()
+    wait_until(lambda: not any(map(is_living, workers)))  # torch's workers look every 5 s for their parent
     assert not {name for name in shared if Path(name).exists()}
     assert not list(short_folder.iterdir())
     assert [path.name for path in tmp_path.iterdir()] == ["a.tar"]
@@ -531,12 +510,9 @@ def test_a_temporary_folder_too_long_for_a_workers_socket_is_refused_where_torch
     folder.mkdir()
     listen = "from multiprocessing.connection import Listener; Listener(family='AF_UNIX')"
     environ = {**os.environ, "TMPDIR": str(folder)}
-    done = subprocess.run(
-        [sys.executable, "-c", listen], env=environ, capture_output=True, text=True, check=False
-    )
+    done = run_child([sys.executable, "-c", listen], env=environ, code=0 if length == 75 else 1)
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     if length == 75:
-        assert done.returncode == 0
         assert sorted(numbers(load(tmp_path, 8, model, num_workers=2))) == list(range(64))
     else:
         assert "AF_UNIX path too long" in done.stderr

@@ -16,6 +16,8 @@ from tests.external_tars import write_numbered_tars
 from tests.waiting import HANG_S
 from tests.word_tokenizers import save_word_tokenizer
 
+pytestmark = pytest.mark.processes
+
 NUM_SAMPLES = 107
 
 

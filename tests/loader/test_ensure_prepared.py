@@ -26,6 +26,8 @@ from tests.waiting import HANG_S, wait_until
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
+pytestmark = pytest.mark.processes
+
 NO_LAUNCHER = {"SLURM_JOB_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"}
 
 RANK = """

@@ -21,6 +21,7 @@ from tests.children import run_child
 from tests.external_tars import write_numbered_data
 
 pytest.importorskip("accelerate")
+pytestmark = pytest.mark.processes
 
 PAGES = {  # heading of docs/training.md -> what it needs, and whether batches are of 4 and accumulated
     "transformers' Trainer": ("transformers", True),

@@ -120,6 +120,7 @@ def run_worlds(data: Path, folder: Path, runs: list[dict[str, Any]]) -> dict[str
     return {run["name"]: json.loads((folder / f"{run['name']}.json").read_text()) for run in runs}
 
 
+@pytest.mark.processes
 def test_worlds_of_1_2_4_and_8_get_equal_batches_each_sample_once_and_the_same_global_batches(
     data: Path, tmp_path: Path
 ) -> None:
@@ -188,6 +189,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.processes
 def test_a_loader_made_before_the_process_group_refuses_instead_of_giving_all_ranks_the_same(
     data: Path, tmp_path: Path
 ) -> None:

@@ -160,6 +160,7 @@ class OpenedTars:
 # Staging by processes
 
 
+@pytest.mark.processes
 def test_four_processes_on_two_nodes_killed_at_any_read_end_in_verified_copies(
     made: Path, tmp_path: Path, start: Any
 ) -> None:
@@ -190,6 +191,7 @@ def test_four_processes_on_two_nodes_killed_at_any_read_end_in_verified_copies(
         assert not temporaries(node)
 
 
+@pytest.mark.processes
 def test_processes_of_a_node_share_the_copying_out(made: Path, node: Path, hold: Hold, start: Any) -> None:
     """While one is in the middle of a copy, another copies the rest and waits for that one."""
     folder = made / "json"
@@ -205,6 +207,7 @@ def test_processes_of_a_node_share_the_copying_out(made: Path, node: Path, hold:
     assert staged_ids(folder, node) == list(range(NUM_SHARDS))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_ends_staging_with_75_and_leaves_no_temporary(
     made: Path, node: Path, hold: Hold, start: Any, number: int
@@ -222,6 +225,7 @@ def test_a_signal_ends_staging_with_75_and_leaves_no_temporary(
     assert staged_ids(made / "json", node) == list(range(NUM_SHARDS))
 
 
+@pytest.mark.processes
 def test_staging_a_whole_data_set_imports_no_torch(made: Path, node: Path) -> None:
     """Each node of a job does it at its start, and torch would take seconds."""
     code = "import sys; from loader.__main__ import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
@@ -279,6 +283,7 @@ def test_a_copy_that_another_process_is_making_is_waited_for_while_it_grows(
     assert not temporaries(node)
 
 
+@pytest.mark.processes
 def test_what_a_dead_process_of_this_node_left_goes_at_once_and_others_after_a_day(
     made: Path, node: Path, stage: Any
 ) -> None:
@@ -417,6 +422,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
+@pytest.mark.processes
 def test_too_small_a_disk_is_73_before_anything_is_copied_and_a_limit_stages_what_fits(
     made: Path, small_disk: Path, stage: Any
 ) -> None:
@@ -434,6 +440,7 @@ def test_too_small_a_disk_is_73_before_anything_is_copied_and_a_limit_stages_wha
     assert "are over --limit_bytes and will be read where they are" in text
 
 
+@pytest.mark.processes
 def test_a_disk_that_fills_up_meanwhile_is_74_and_what_is_staged_stays_valid(
     made: Path, small_disk: Path, hold: Hold, start: Any
 ) -> None:
@@ -524,6 +531,7 @@ def opened_by_ranks(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "options"),
     [
@@ -564,6 +572,7 @@ class Rows(JoinedRows):
         vars(self)["first_token"] = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_the_parts_read_are_those_that_the_law_of_the_order_delivers_window_by_window(
@@ -675,6 +684,7 @@ def test_processes_begin_at_different_places_of_the_list(made: Path, node: Path)
 # The loader
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(
     ("form", "options"),
@@ -694,6 +704,7 @@ def test_batches_and_state_are_the_same_from_either_place(
     assert staged.state_dict() == plain.state_dict()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_staged_shards_are_read_from_the_copies_and_only_the_others_from_the_data_set(
     copied: Path, node: Path, stage: Any, num_workers: int
@@ -707,6 +718,7 @@ def test_staged_shards_are_read_from_the_copies_and_only_the_others_from_the_dat
     assert epoch(load(copied, staged_dir=node, num_workers=num_workers)) == whole
 
 
+@pytest.mark.slow
 def test_a_staged_folder_that_is_filled_while_training_is_used_from_then_on(
     made: Path, node: Path, stage: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -721,6 +733,7 @@ def test_a_staged_folder_that_is_filled_while_training_is_used_from_then_on(
     assert opened.folders == {folder_of(node)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "suffix"),
     # a tar of the right size is told by its hash alone; see --recheck
@@ -754,6 +767,7 @@ def test_a_copy_that_is_not_whole_is_not_used_and_said_once(
     assert caplog.text.count("a staged copy fails") == (0 if how == "gone" and suffix == "tar" else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["tar", "idx"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, "short"])
 def test_copies_whose_disk_fails_are_left_with_one_warning_and_without_waiting(
@@ -787,6 +801,7 @@ def test_copies_whose_disk_fails_are_left_with_one_warning_and_without_waiting(
     assert f"no copy in {folder} is opened any more" in caplog.text
 
 
+@pytest.mark.slow
 def test_copies_removed_while_they_are_read_change_nothing(made: Path, node: Path, stage: Any) -> None:
     whole = epoch(load(made / "json"))
     assert stage(made / "json", "--to", node)[0] == 0
@@ -798,6 +813,7 @@ def test_copies_removed_while_they_are_read_change_nothing(made: Path, node: Pat
     assert [{name: value.tolist() for name, value in batch.items()} for batch in found] == whole
 
 
+@pytest.mark.slow
 def test_data_sets_staged_to_one_folder_keep_apart(made: Path, node: Path, stage: Any) -> None:
     for form in FORMS:
         assert stage(made / form, "--to", node)[0] == 0
@@ -838,6 +854,7 @@ class Injected:
         raise OSError(self.code, os.strerror(self.code), None if isinstance(path, int) else path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INJECTED)
 @pytest.mark.parametrize("side", ["source", "node"])
 def test_whatever_call_fails_staging_ends_with_right_copies_or_an_error_that_names_a_file(
@@ -865,6 +882,7 @@ def test_whatever_call_fails_staging_ends_with_right_copies_or_an_error_that_nam
             staged(code, at)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["open", "stat", "lstat", "fstat", "preadv", "close"])
 def test_whatever_call_fails_on_the_disk_of_copies_the_batches_are_the_same(
     made: Path, node: Path, stage: Any, monkeypatch: pytest.MonkeyPatch, name: str

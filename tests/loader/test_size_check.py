@@ -70,6 +70,7 @@ def test_rank_0_alone_looks_and_refuses_what_is_missing(
         load(copied)
 
 
+@pytest.mark.processes
 def test_the_first_few_are_named_with_their_sizes_their_number_and_a_command_that_mends_them(
     prep: Prep, copied: Path
 ) -> None:

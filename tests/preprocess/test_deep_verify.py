@@ -51,6 +51,7 @@ def test_right_shards_are_equal_and_the_reference_and_webdataset_agree(
     assert prep.contents(folders[name]) == before
 
 
+@pytest.mark.slow
 def test_a_shard_of_another_text_whose_hashes_agree_is_found(
     prep: Prep, folders: dict[str, Path], sample_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +107,7 @@ def test_a_tar_of_which_webdataset_reads_other_ids_is_found(
         deep_verify._read_by_webdataset(folders["npy"], plan, 0)
 
 
+@pytest.mark.slow
 def test_an_input_that_moved_is_named_and_one_that_is_gone_is_66(
     prep: Prep, sample_dir: Path, tmp_path: Path
 ) -> None:

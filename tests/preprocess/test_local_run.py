@@ -20,6 +20,8 @@ from tests.held_children import Hold
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def made_dir(prep: Prep, planned_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:

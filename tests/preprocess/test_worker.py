@@ -74,6 +74,7 @@ def planned_copy(reference: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("record", RECORDS)
 def test_both_engines_and_all_sizes_of_blocks_give_equal_bytes(
     prep: Prep, reference: Callable[[str], Path], tmp_path: Path, record: str
@@ -92,6 +93,7 @@ def test_both_engines_and_all_sizes_of_blocks_give_equal_bytes(
         assert run["engine"].startswith(engine)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("record", RECORDS)
 def test_one_and_two_cpus_give_equal_bytes(
     prep: Prep, reference: Callable[[str], Path], tmp_path: Path, record: str
@@ -183,6 +185,7 @@ class HeldWriters:
             process.communicate()
 
 
+@pytest.mark.processes
 def test_a_rerun_after_kill_9_in_the_middle_gives_equal_bytes_and_clears_up(
     prep: Prep, big_dir: Path, big_contents: dict[str, bytes], tmp_path: Path
 ) -> None:
@@ -218,6 +221,7 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
+@pytest.mark.processes
 def test_kill_9_at_each_step_of_the_commit_leaves_a_done_shard_or_nothing_that_counts(
     prep: Prep, planned_dir: Path, tmp_path: Path
 ) -> None:
@@ -268,6 +272,7 @@ def test_what_a_killed_attempt_left_in_quarantine_goes_when_the_shard_is_done(
     assert not left.exists()
 
 
+@pytest.mark.processes
 def test_two_live_writers_of_one_shard_end_well(
     prep: Prep, big_dir: Path, big_contents: dict[str, bytes], tmp_path: Path
 ) -> None:
@@ -282,6 +287,7 @@ def test_two_live_writers_of_one_shard_end_well(
     assert prep.command("verify", folder).code == 0
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda item: item.name
 )
@@ -309,6 +315,7 @@ def living_of_group(group: int) -> list[int]:
     return found
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("target", ["task alone", "whole group"])
 def test_a_signal_while_a_task_plans_ends_it_with_75_and_leaves_no_plan(
     prep: Prep, sample_dir: Path, tmp_path: Path, target: str
@@ -371,6 +378,7 @@ def test_colleagues_can_read_what_a_task_wrote(prep: Prep, raw_dir: Path, tmp_pa
     assert (tmp_path / "data" / "tokenizer").stat().st_mode & 0o777 == 0o750
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("record", RECORDS)
 @pytest.mark.parametrize("size", [1, 7, 1024])
 def test_all_batch_sizes_and_little_memory_give_equal_bytes(

@@ -119,6 +119,7 @@ except Stopped as error:
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("place", ["finalizer", "weak reference"])
 def test_a_signal_where_python_drops_exceptions_stops_the_command_all_the_same(place: str) -> None:
     done = run_child([sys.executable, "-c", FINALIZER, place])
@@ -126,6 +127,7 @@ def test_a_signal_where_python_drops_exceptions_stops_the_command_all_the_same(p
     assert done.stderr == ""
 
 
+@pytest.mark.processes
 def test_another_error_in_a_finalizer_is_printed_as_python_does() -> None:
     done = run_child([sys.executable, "-c", FINALIZER, "another error"])
     assert "ValueError: of a finalizer" in done.stderr
@@ -151,6 +153,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.processes
 def test_a_worker_process_does_not_outlive_its_killed_parent(data_dir: Path, tmp_path: Path) -> None:
     """Even where the end of its pipe does not tell it: somebody else holds that, or it is in a long read."""
     (tmp_path / "parent.py").write_text(PARENT)
@@ -164,6 +167,7 @@ def test_a_worker_process_does_not_outlive_its_killed_parent(data_dir: Path, tmp
         wait_until(lambda: not is_living(pid), every_s=0.01)
 
 
+@pytest.mark.processes
 def test_a_worker_process_begins_with_the_stop_signals_waiting(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

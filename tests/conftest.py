@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import lzma
+import multiprocessing.util
 import os
 import re
 import runpy
@@ -32,10 +33,43 @@ from shardprep.format.checked_json import content_sha256
 from tests.checkout import ROOT, SHARED
 from tests.waiting import HANG_S
 
+LAYERS_OVER_QUICK = ("slow", "processes", "slurm")
+_started: list[str] = []  # processes that the test that runs now has started; of --quick alone
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="only tests that start no process and take no time")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Under --quick, see each process that is started."""
+    if not config.getoption("--quick"):
+        return
+    events = {"os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"}
+    sys.addaudithook(lambda name, args: _started.append(f"{name} {args!s:.200}") if name in events else None)
+    spawn = multiprocessing.util.spawnv_passfds  # of multiprocessing's spawn, which no event tells
+    multiprocessing.util.spawnv_passfds = lambda *args: (_started.append("spawn"), spawn(*args))[1]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests on a cluster come first: side by side with others they would end last."""
     items.sort(key=lambda item: item.get_closest_marker("slurm") is None)
+    if config.getoption("--quick"):
+        others = [item for item in items if any(map(item.get_closest_marker, LAYERS_OVER_QUICK))]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    _started.clear()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """A test of the quick layer that starts a process is of another layer."""
+    if _started:
+        pytest.fail(f"it started a process; mark it with @pytest.mark.processes: {_started[0]}")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -23,6 +23,7 @@ dir=${CLUSTER_DIR:-${TMPDIR:-/tmp}/shardprep-slurm}
 num_nodes=${NUM_NODES:-3} node_cpus=${NODE_CPUS:-8} node_mem_mb=${NODE_MEM_MB:-8000}
 accounting=${ACCOUNTING:-0} cgroup=${CGROUP:-0} extra_conf=${EXTRA_CONF:-}
 marker=$dir/shardprep-test-cluster
+hang_s=300 # nothing less decides: the machine may be busy
 export SLURM_CONF=$dir/slurm.conf
 export PATH=$PATH:/usr/sbin:/sbin
 
@@ -104,7 +105,9 @@ SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,sched_min_interval=0,bf_interval=1
 JobAcctGatherType=jobacct_gather/linux
 JobAcctGatherFrequency=task=1
-SlurmdTimeout=10
+# a busy machine is not a dead node; a test that kills one sets it down
+SlurmdTimeout=600
+MessageTimeout=100
 ReturnToService=2
 KillWait=5
 MinJobAge=300
@@ -137,7 +140,7 @@ start_munged() {
   munged --force --socket="$dir/munge.socket" --key-file="$dir/munge.key" --pid-file="$dir/pid/munged" \
     --seed-file="$dir/munge.seed" --log-file="$dir/log/munged" 2>>"$dir/log/munged.start" ||
     die 1 "munged did not start: $(tail -n 1 "$dir/log/munged.start")"
-  until_true 10 munge -n --socket="$dir/munge.socket"
+  until_true "$hang_s" munge -n --socket="$dir/munge.socket"
 }
 
 start_accounting() {
@@ -148,7 +151,7 @@ start_accounting() {
     mariadbd --no-defaults --user=root --datadir="$dir/db" --socket="$dir/db.socket" --skip-networking \
       --pid-file="$dir/pid/mariadbd" --innodb-buffer-pool-size=64M --innodb-lock-wait-timeout=900 \
       >"$dir/log/mariadbd" 2>&1 </dev/null &
-    until_true 60 "${sql[@]}" -e 'select 1'
+    until_true "$hang_s" "${sql[@]}" -e 'select 1'
   fi
   # StorageHost=localhost with a socket in MYSQL_UNIX_PORT: no TCP port, no password.
   (umask 077; cat >"$dir/slurmdbd.conf") <<CONF
@@ -165,7 +168,7 @@ LogFile=$dir/log/slurmdbd
 PidFile=$dir/pid/slurmdbd
 CONF
   pid_of slurmdbd >/dev/null || MYSQL_UNIX_PORT=$dir/db.socket slurmdbd
-  until_true 60 sacctmgr -n show cluster
+  until_true "$hang_s" sacctmgr -n show cluster
 }
 
 up() {
@@ -182,13 +185,13 @@ up() {
   start_munged
   [[ $accounting != 1 ]] || start_accounting "$first_port"
   pid_of slurmctld >/dev/null || slurmctld -f "$SLURM_CONF"
-  until_true 30 scontrol ping
+  until_true "$hang_s" scontrol ping
   for node in $(seq "$num_nodes"); do
     mkdir -p "$dir/spool-n$node"
     pid_of "n$node" >/dev/null || slurmd -f "$SLURM_CONF" -N "n$node"
   done
   # shellcheck disable=SC2016  # the inner shell expands them
-  until_true 30 bash -c '[[ $(sinfo -h -N -t idle,alloc,mix -o %N | wc -l) -ge $1 ]]' _ "$num_nodes"
+  until_true "$hang_s" bash -c '[[ $(sinfo -h -N -t idle,alloc,mix -o %N | wc -l) -ge $1 ]]' _ "$num_nodes"
   say "$num_nodes nodes up in $SECONDS s; state and logs in $dir"
   echo "export SLURM_CONF=$SLURM_CONF"
 }
@@ -201,7 +204,7 @@ stop() {
   done
   for pid in "${pids[@]}"; do
     # shellcheck disable=SC2016  # the inner shell expands it
-    until_true 30 bash -c '! kill -0 "$1"' _ "$pid"
+    until_true "$hang_s" bash -c '! kill -0 "$1"' _ "$pid"
   done
 }
 
@@ -211,7 +214,7 @@ down() {
     scancel --user=root || true
     # jobs end first, or their processes would outlive the slurmd that watches them
     # shellcheck disable=SC2016
-    timeout 15 bash -c 'while [[ -n $(squeue -h) ]]; do sleep 0.1; done' || say "some jobs did not end"
+    timeout 120 bash -c 'while [[ -n $(squeue -h) ]]; do sleep 0.1; done' || say "some jobs did not end"
   fi
   local nodes=("$dir"/pid/n[0-9]*)
   stop "${nodes[@]##*/}" slurmctld

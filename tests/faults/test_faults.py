@@ -22,6 +22,7 @@ from tests.faults import fuzzed_inputs
 from tests.faults.fuzz_targets import WrongError
 
 pytestmark = [
+    pytest.mark.processes,
     pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc compiles what injects the faults"),
     pytest.mark.timeout(1800),  # they take CPU time, which a busy machine gives slowly
 ]

@@ -82,6 +82,7 @@ def replaced(data: Any, place: tuple[Any, ...], value: Any) -> Any:
     return data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
 def test_every_value_of_a_wrong_type_or_range_is_refused_though_the_hash_is_right(
     whole_dir: Path, name: str
@@ -308,6 +309,7 @@ def test_a_manifest_without_permission_ends_a_command_with_74(
         assert "shard-00000.json cannot be read: Permission denied" in ended.text
 
 
+@pytest.mark.slow
 def test_the_tokenizer_is_synced_before_the_plan_is_published(
     prep: Prep, sample_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,6 +340,7 @@ def test_the_tokenizer_is_synced_before_the_plan_is_published(
     assert ("fsync", "data") in events[named:planned]
 
 
+@pytest.mark.slow
 def test_a_tokenizer_without_a_plan_does_not_hold_a_folder(
     prep: Prep, sample_dir: Path, tmp_path: Path
 ) -> None:
@@ -353,6 +356,7 @@ def test_a_tokenizer_without_a_plan_does_not_hold_a_folder(
     assert plan.tokenizer.vocab_size > 600
 
 
+@pytest.mark.slow
 def test_planning_again_puts_a_damaged_tokenizer_back(prep: Prep, sample_dir: Path, tmp_path: Path) -> None:
     prep.plan(sample_dir, tmp_path / "data", num_shards=2)
     path = tmp_path / "data" / "tokenizer" / "tokenizer_config.json"
@@ -377,6 +381,7 @@ def test_crcs_are_the_same_however_the_records_come() -> None:
     assert set(tables) == {tables[0]}
 
 
+@pytest.mark.slow
 def test_an_id_beyond_the_vocabulary_is_found_by_verify_though_hashes_are_right(
     prep: Prep, sample_dir: Path, tmp_path: Path
 ) -> None:

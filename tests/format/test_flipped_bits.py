@@ -84,6 +84,7 @@ def refused_or_equal(path: Path, read: Callable[[], Any], *, step: int = 1) -> i
     return num_refused
 
 
+@pytest.mark.slow
 def test_a_bit_of_plan_json(folders: dict[str, Path], tmp_path: Path) -> None:
     """Of its probe two texts, as there are 10 KB of them."""
     folder = tmp_path
@@ -98,6 +99,7 @@ def test_a_bit_of_index_json(folders: dict[str, Path], kind: str) -> None:
     refused_or_equal(folder / "index.json", lambda: read_index(folder).to_json())
 
 
+@pytest.mark.slow
 def test_a_bit_of_a_manifest(folders: dict[str, Path]) -> None:
     folder = folders["json"]
     path = folder / "shard-00001.json"
@@ -173,6 +175,7 @@ def test_a_bit_of_the_tokenizers_files(folders: dict[str, Path]) -> None:
         assert num_refused == len(range(0, path.stat().st_size, step))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_worker_run_and_both_tiers_of_verify_name_a_changed_file_of_the_tokenizer(
     prep: Prep, folders: dict[str, Path], tmp_path: Path, name: str

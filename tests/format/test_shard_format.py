@@ -104,6 +104,7 @@ def data(
     return Data(folder=folder, plan=plan, documents=expected_documents(plan, tokenizer))
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(
     shape=st.lists(st.integers(0, 2**40), max_size=3).map(tuple),
@@ -285,6 +286,7 @@ def test_the_idx_of_packed_rows_finds_ids_starts_and_sources(prep: Prep, data: D
             assert (entry["source"], entry["source_offset"]) == (source, byte)
 
 
+@pytest.mark.slow
 def test_long_packed_shards_have_several_members_that_go_on_from_one_another(
     prep: Prep, sample_dir: Path, tmp_path: Path
 ) -> None:

@@ -13,7 +13,10 @@ import pytest
 
 from loader import TokenLoader, get_llama3_dataloader
 from tests.external_tars import write_numbered_tars
+from tests.waiting import HANG_S
 from tests.word_tokenizers import save_word_tokenizer
+
+pytestmark = pytest.mark.processes
 
 NUM_SAMPLES = 107
 
@@ -122,5 +125,5 @@ def test_a_loader_that_is_left_behind_ends_its_collating_processes(data: Path) -
     gc.collect()
     assert dead() is None
     for worker in workers:
-        worker.join(20)
+        worker.join(HANG_S)
         assert not worker.is_alive()

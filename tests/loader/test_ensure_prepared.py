@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -20,10 +19,14 @@ from loader.preparing_claims import Claims, place_of
 from shardprep.errors import NotFound, ReadWriteError, Refused, UsageError
 from shardprep.format.index import read_index
 from tests.checkout import ROOT
+from tests.children import is_living
+from tests.held_children import Hold
 from tests.waiting import HANG_S, wait_until
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
+
+pytestmark = pytest.mark.processes
 
 NO_LAUNCHER = {"SLURM_JOB_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"}
 
@@ -49,12 +52,14 @@ class Job:
         self._environ = {**environ, "SLURM_JOB_ID": launch, "PYTHONPATH": str(ROOT)}
         self.processes: list[subprocess.Popen[str]] = []
 
-    def start(self, *ranks: int, heartbeat_s: float = 60) -> Job:
+    def start(self, *ranks: int, heartbeat_s: float = 60, hold: Hold | None = None) -> Job:
+        environ = {**self._environ, **(hold.environ() if hold else {})}
+        environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), environ["PYTHONPATH"]])
         for rank in ranks:
             command = [sys.executable, "-c", RANK, *self._words, str(rank), str(heartbeat_s)]
             self.processes.append(
                 subprocess.Popen(
-                    command, env=self._environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+                    command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
                 )
             )
         return self
@@ -77,11 +82,6 @@ def start(prep: Prep, sample_dir: Path, tmp_path: Path) -> Iterator[Any]:
     for process in (process for job in jobs for process in job.processes):
         process.kill()
         process.communicate()
-
-
-def claims(tmp_path: Path) -> list[dict[str, Any]]:
-    folder = tmp_path / ".data.preparing"
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
 def leave_claim(tmp_path: Path, number: int = 1, **given: Any) -> None:
@@ -122,8 +122,9 @@ def test_the_others_end_with_the_error_of_rank_0(start: Any, tmp_path: Path) -> 
 
 
 def test_when_rank_0_is_killed_the_others_end_and_the_next_start_goes_on(start: Any, data_dir: Path) -> None:
-    job = start().start(0, 1, heartbeat_s=2)
-    wait_until(lambda: claims(data_dir.parent), every_s=0.01)
+    hold = Hold(data_dir.parent, "write", r"/\.shard-\d+\.tar\.")
+    job = start().start(0, 1, heartbeat_s=2, hold=hold)
+    hold.wait(1, job.processes[0])
     job.processes[0].kill()
     [_, end] = job.ends()
     assert end.startswith("ReadWriteError the process that prepared")
@@ -133,8 +134,9 @@ def test_when_rank_0_is_killed_the_others_end_and_the_next_start_goes_on(start: 
 
 
 def test_a_frozen_rank_0_ends_the_others(start: Any, data_dir: Path) -> None:
-    job = start().start(0, 1, heartbeat_s=2)
-    wait_until(lambda: claims(data_dir.parent), every_s=0.01)
+    hold = Hold(data_dir.parent, "write", r"/\.shard-\d+\.tar\.")
+    job = start().start(0, 1, heartbeat_s=2, hold=hold)
+    hold.wait(1, job.processes[0])
     job.processes[0].send_signal(signal.SIGSTOP)
     end = job.processes[1].communicate(timeout=HANG_S)[0]
     assert end.startswith("ReadWriteError the process that prepared")
@@ -207,8 +209,8 @@ def test_a_living_claim_is_waited_for(prepared: Call, data_dir: Path) -> None:
     thread = threading.Thread(target=beat)
     thread.start()
     try:
-        with pytest.raises(ReadWriteError, match=r"not prepared after 3 s \(limit_s\)"):
-            prepared(0, limit_s=3, heartbeat_s=60)
+        with pytest.raises(ReadWriteError, match=r"not prepared after 1 s \(limit_s\)"):
+            prepared(0, limit_s=1, heartbeat_s=60)
     finally:
         is_over.set()
         thread.join()
@@ -233,15 +235,8 @@ def test_impossible_settings_and_flags_are_named(prepared: Call, data_dir: Path)
 
 
 def test_no_process_is_left_when_rank_0_is_killed(start: Any, data_dir: Path) -> None:
-    job = start().start(0)
-    pid = job.processes[0].pid
-    children: list[int] = []
-
-    def has_child() -> bool:
-        with contextlib.suppress(OSError):
-            children[:] = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-        return bool(children)
-
-    wait_until(has_child, every_s=0.01)
+    hold = Hold(data_dir.parent, "write", r"/\.shard-\d+\.tar\.")
+    job = start().start(0, hold=hold)
+    children = hold.wait(1, job.processes[0])
     job.processes[0].kill()
-    wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
+    wait_until(lambda: not any(map(is_living, children)), every_s=0.01)

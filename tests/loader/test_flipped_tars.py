@@ -127,6 +127,7 @@ class Flips:
         assert found == expected or any(first <= at < end for first, end in self.spans), at
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_a_bit_of_a_tar_of_ours_changes_nothing_outside_of_the_ids(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
@@ -142,6 +143,7 @@ def test_a_bit_of_a_tar_of_ours_changes_nothing_outside_of_the_ids(
     assert flips.num_equal > 256
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [*FORMS, "TarWriter"])
 def test_a_bit_of_a_tar_of_others_is_refused_or_changes_nothing_outside_of_the_ids(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str

@@ -20,6 +20,8 @@ from shardprep.errors import UsageError
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
+pytestmark = pytest.mark.slow
+
 SEQ_LEN = 160  # more than a block of flex_attention, and than most documents
 
 
@@ -205,6 +207,7 @@ def test_a_mask_made_of_segment_ids_gives_each_document_its_own_logits(
             mask_of({name: batch[name]})
 
 
+@pytest.mark.processes
 def test_the_readmes_loop_over_packed_rows_trains_on_documents_that_see_only_themselves(made: Path) -> None:
     page = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

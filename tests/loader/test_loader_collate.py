@@ -41,6 +41,7 @@ samples = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(samples, st.sampled_from([None, 1, 8, 13]), st.booleans())
 def test_batches_equal_transformers_own_bit_for_bit_where_pad_is_distinct(
@@ -160,6 +161,7 @@ def test_it_is_transformers_collator_and_can_be_pickled() -> None:
     assert torch.equal(again([[1], [2, 3]])["labels"], collator([[1], [2, 3]])["labels"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not LLAMA3.is_dir(), reason="no Llama 3 tokenizer: set SHARDPREP_TEST_SHARED")
 def test_llama_3_is_padded_with_a_token_of_its_own_and_its_eos_keeps_its_label() -> None:
     names = AutoTokenizer.from_pretrained(LLAMA3)

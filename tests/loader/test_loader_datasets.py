@@ -99,6 +99,7 @@ def flat(found: list[list[tuple[int, ...]]]) -> list[tuple[int, ...]]:
     return [ids for batch in found for ids in batch]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("form", ["json", "npy"])
 def test_an_epoch_of_documents_is_what_the_tokenizer_gives_for_the_lines(made: Any, form: str) -> None:
     with load(made.root / form, 7) as loader:  # 203 = 7 * 29: none is left out
@@ -107,6 +108,7 @@ def test_an_epoch_of_documents_is_what_the_tokenizer_gives_for_the_lines(made: A
         assert sorted(flat(epoch(loader))) == sorted(made.encoded)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("options", [{}, {"num_workers": 3}, {"shuffle": False}], ids=str)
 def test_batches_hold_the_samples_that_the_law_of_the_order_says(made: Any, options: Any) -> None:
     with load(made.root / "json", 8, **options) as loader:
@@ -115,6 +117,7 @@ def test_batches_hold_the_samples_that_the_law_of_the_order_says(made: Any, opti
             assert epoch(loader) == [[made.encoded[sample] for sample in step] for step in law]
 
 
+@pytest.mark.processes
 def test_the_call_of_the_readme_works_as_written(made: Any) -> None:
     loader = get_llama3_dataloader(
         input_shards=f"{made.root}/json/shard-{{00000..00003}}.tar", batch_size=8, model_id=made.model
@@ -123,6 +126,7 @@ def test_the_call_of_the_readme_works_as_written(made: Any) -> None:
         assert len(set(flat(epoch(loader)))) == 200
 
 
+@pytest.mark.processes
 def test_packed_rows_have_one_width_and_their_padding_no_label(made: Any) -> None:
     eos = made.tokenizer.eos_token_id
     with load(made.root / "packed", 1) as loader:
@@ -269,6 +273,7 @@ def test_too_few_samples_for_the_ranks_say_how_many_there_are_and_are_needed(mad
     assert len(load(made.root / "json", 50, rank=3, world_size=4)) == 1
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("form", ["json", "packed"])
 def test_global_batches_are_the_same_for_every_world_and_number_of_workers(made: Any, form: str) -> None:
     with load(made.root / form, 8) as loader:
@@ -289,6 +294,7 @@ def test_global_batches_are_the_same_for_every_world_and_number_of_workers(made:
             assert [epoch(loader) for _ in range(2)] == whole
 
 
+@pytest.mark.processes
 def test_a_smaller_batch_with_the_same_global_batch_cuts_it_without_changing_it(made: Any) -> None:
     whole = epoch(load(made.root / "json", 8))
     with load(made.root / "json", 2, global_batch_size=8, num_workers=2) as loader:
@@ -302,6 +308,7 @@ def test_a_smaller_batch_with_the_same_global_batch_cuts_it_without_changing_it(
         load(made.root / "json", 3, global_batch_size=8)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_workers_started_in_any_way_give_the_same_epochs_and_end_with_the_loader(
     made: Any, method: str
@@ -322,6 +329,7 @@ def test_workers_started_in_any_way_give_the_same_epochs_and_end_with_the_loader
     assert not set(multiprocessing.active_children()) - before
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": False}], ids=str
 )
@@ -361,6 +369,7 @@ def num_handles() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
+@pytest.mark.processes
 def test_ten_epochs_open_no_more_files_than_one(made: Any) -> None:
     with load(made.root / "json", num_workers=2) as loader:
         epoch(loader)
@@ -375,6 +384,7 @@ def test_ten_epochs_open_no_more_files_than_one(made: Any) -> None:
     assert num_handles() <= handles
 
 
+@pytest.mark.processes
 def test_slurm_variables_alone_share_the_data_out(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("SLURM_")] + ["RANK", "WORLD_SIZE"]:
         monkeypatch.delenv(name, raising=False)
@@ -474,6 +484,7 @@ def test_a_run_packs_and_unpacks_to_itself() -> None:
     assert [again.ids_of(step).tolist() for step in (0, 1)] == [[0], [1, 2, 3, 4, 5]]
 
 
+@pytest.mark.processes
 def test_the_package_imports_without_torch() -> None:
     code = "import sys, loader, loader.order, loader.process_rank; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,8 +9,6 @@ import hashlib
 import json
 import os
 import re
-import socket
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,10 +17,11 @@ from typing import Any
 import pytest
 
 from tests.checkout import ROOT
+from tests.children import run_child
 from tests.external_tars import write_numbered_data
-from tests.waiting import HANG_S
 
 pytest.importorskip("accelerate")
+pytestmark = pytest.mark.processes
 
 PAGES = {  # heading of docs/training.md -> what it needs, and whether batches are of 4 and accumulated
     "transformers' Trainer": ("transformers", True),
@@ -193,23 +192,28 @@ def share_by_mesh(run, seen):
 
 def rank_of_a_world(run, rank):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(run["world"]), "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(run["port"])}
     seen = []
+    with open(f"{OUT}/{run['name']}-{rank}.log", "w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
     globals()[run["how"]](run, seen)
     with open(f"{OUT}/{run['name']}-{rank}.json", "w") as file:
         json.dump(seen, file)
 
 def main():
     fork = multiprocessing.get_context("fork")
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for run in json.loads(sys.argv[3]):
+        # As torchrun does it: the store is there before the ranks, so nobody can take its port.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.environ["MASTER_PORT"] = str(store.port)
         ranks = [fork.Process(target=rank_of_a_world, args=(run, rank)) for rank in range(run["world"])]
         for process in ranks:
             process.start()
         for process in ranks:
             process.join()
-        failed = [process.exitcode for process in ranks if process.exitcode]
-        if failed:
-            print("FAILED", run["name"], failed, file=sys.stderr, flush=True)
+        with open(f"{OUT}/{run['name']}.codes", "w") as file:
+            json.dump([process.exitcode for process in ranks], file)
 
 if __name__ == "__main__":
     main()
@@ -233,15 +237,26 @@ OTHERS = [
 
 
 def run_of(name: str, how: str, world: int, **more: Any) -> dict[str, Any]:
-    run = {"workers": 0, "first": 0, "last": END, **more}
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    return {"name": name, "how": how, "world": world, "port": port, **run}
+    return {"name": name, "how": how, "world": world, "workers": 0, "first": 0, "last": END, **more}
+
+
+class Runs:
+    """What each rank of each run saw."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __getitem__(self, name: str) -> list[Any]:
+        """By rank. Fails, with all that its ranks printed, where a rank did not end well."""
+        codes = json.loads((self._folder / f"{name}.codes").read_text())
+        logs = [(self._folder / f"{name}-{rank}.log").read_text() for rank in range(len(codes))]
+        assert not any(codes), f"{name} ended with {codes}\n" + "\n--- next rank\n".join(logs)
+        return [json.loads((self._folder / f"{name}-{rank}.json").read_text()) for rank in range(len(codes))]
 
 
 @pytest.fixture(scope="module")
-def seen(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """What each rank of each run saw; of all tests, since the libraries take seconds to import."""
+def seen(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """The runs of all tests, since the libraries take seconds to import."""
     folder = tmp_path_factory.mktemp("runs")
     script = folder / "ranks.py"
     script.write_text(SCRIPT)
@@ -252,13 +267,8 @@ def seen(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list
     pages = [run for page, (needs, _) in PAGES.items() if find_spec(needs) for run in page_runs(page)]
     runs = [*pages, *(run_of(how, how, 4 if how == "share_by_mesh" else 1) for how in OTHERS)]
     command = [sys.executable, str(script), str(data), str(folder), json.dumps(runs)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=HANG_S)
-    assert done.returncode == 0, done.stderr[-5000:]
-    print(done.stderr[-20000:])  # shown where a test fails: what a run that failed said
-    return {
-        run["name"]: [json.loads(path.read_text()) for path in sorted(folder.glob(f"{run['name']}-*.json"))]
-        for run in runs
-    }
+    run_child(command, env=environ)
+    return Runs(folder)
 
 
 def page_runs(page: str) -> list[dict[str, Any]]:
@@ -293,29 +303,27 @@ def code_of(heading: str) -> str:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_training_page_stopped_and_resumed_on_another_world_sees_every_global_batch_as_if_it_had_not_been(
-    seen: dict[str, list[Any]], page: str
+    seen: Runs, page: str
 ) -> None:
     needs, accumulates = PAGES[page]
     pytest.importorskip(needs)
     runs = page_runs(page)
     accumulated = [GLOBAL_BATCH // (4 * run["world"]) if accumulates else 1 for run in runs]
-    assert len(seen[f"{page} whole"]) == 1
     whole = digests(seen[f"{page} whole"], accumulated[0])
     assert len(set(whole)) == len(whole) == END
     for run, count in zip(runs, accumulated, strict=True):
-        assert len(seen[run["name"]]) == run["world"], f"{run['name']} failed"
         assert digests(seen[run["name"]], count) == whole[run["first"] : run["last"]], run["name"]
 
 
 def test_a_trainer_that_is_given_the_loader_for_a_data_set_says_what_to_write(
-    seen: dict[str, list[Any]],
+    seen: Runs,
 ) -> None:
     ((said,),) = seen["refuse_in_trainer"]
     assert len(said) == 2
     assert all("class LlamaTrainer(LoaderMixin, Trainer)" in text for text in said)
 
 
-def test_a_trainer_whose_steps_would_be_no_global_batches_is_refused(seen: dict[str, list[Any]]) -> None:
+def test_a_trainer_whose_steps_would_be_no_global_batches_is_refused(seen: Runs) -> None:
     (said,) = seen["refuse_numbers_in_trainer"]
     assert len(said) == 3
     assert "makes batches of 4 samples, those of the loader have 2" in said[0]
@@ -324,7 +332,7 @@ def test_a_trainer_whose_steps_would_be_no_global_batches_is_refused(seen: dict[
     assert "train_loader is a list" in said[2]
 
 
-def test_a_trainer_evaluates_the_same_validation_batches_each_time(seen: dict[str, list[Any]]) -> None:
+def test_a_trainer_evaluates_the_same_validation_batches_each_time(seen: Runs) -> None:
     ((batches, num_batches, losses),) = seen["evaluate_in_trainer"]
     assert len(batches) == 2 * num_batches > 2
     assert batches[:num_batches] == batches[num_batches:]
@@ -333,14 +341,14 @@ def test_a_trainer_evaluates_the_same_validation_batches_each_time(seen: dict[st
 
 
 def test_a_trainer_does_not_resume_from_a_checkpoint_without_the_loaders_state(
-    seen: dict[str, list[Any]],
+    seen: Runs,
 ) -> None:
     ((said,),) = seen["resume_in_trainer_without_a_state"]
     assert "the checkpoint of step 2 has no state of the loader" in said
 
 
 def test_an_accumulation_that_the_global_batch_does_not_know_of_is_warned_of(
-    seen: dict[str, list[Any]],
+    seen: Runs,
 ) -> None:
     (lines,) = seen["warn_of_accumulation"]
     assert [len(each) for each in lines] == [0, 1]
@@ -349,7 +357,7 @@ def test_an_accumulation_that_the_global_batch_does_not_know_of_is_warned_of(
 
 
 def test_tensor_parallel_ranks_of_a_mesh_get_the_batches_of_their_data_parallel_rank(
-    seen: dict[str, list[Any]],
+    seen: Runs,
 ) -> None:
     found = seen["share_by_mesh"]
     for (by_mesh, by_group, refusal), rank in zip(found, (0, 0, 1, 1), strict=True):

@@ -64,6 +64,7 @@ def test_unshuffled_rows_are_the_joined_documents_cut_at_every_row(
     assert [number for row in found for number in row] == stream[: len(found) * SEQ_LEN]
 
 
+@pytest.mark.slow
 def test_shuffled_rows_are_parts_of_the_same_ring_from_another_token_each_epoch(
     made: Path, stream: list[int]
 ) -> None:
@@ -90,6 +91,7 @@ def test_rows_of_every_length_that_documents_can_have_are_right(made: Path, stre
         load(made / "json", 1, seq_len=len(stream) + 1)
 
 
+@pytest.mark.processes
 def test_tars_of_others_are_packed_at_load_with_their_lengths_counted_first(
     made: Path, prep: Prep, tmp_path: Path
 ) -> None:
@@ -106,6 +108,7 @@ def test_tars_of_others_are_packed_at_load_with_their_lengths_counted_first(
     assert [number for row in found for number in row] == expected[: len(expected) // 10 * 10]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["json", "<u2", ">i8"])
 def test_tars_of_others_get_an_eos_behind_those_documents_alone_that_end_without_one(
     made: Path, prep: Prep, tmp_path: Path, dtype: str
@@ -151,6 +154,7 @@ def batch_starts(batch: Any) -> list[set[int]]:
     return [set(np.flatnonzero(row == 0).tolist()) for row in batch["position_ids"].numpy()]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("form", ["json", "concat", "best_fit"])
 def test_boundaries_stand_where_documents_begin_and_all_three_kinds_agree(
@@ -264,6 +268,7 @@ def test_packed_rows_take_their_own_seq_len(made: Path) -> None:
         assert rows(one) == rows(other)
 
 
+@pytest.mark.slow
 def test_best_fit_rows_hold_each_document_once_and_their_padding_no_label(
     made: Path, stream: list[int]
 ) -> None:

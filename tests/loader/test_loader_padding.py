@@ -35,6 +35,7 @@ def documents(made_dir: Path) -> list[tuple[int, ...]]:
         return [ids for batch in loader for ids in shown(batch)]
 
 
+@pytest.mark.processes
 def test_long_documents_are_truncated_and_what_is_cut_is_counted(
     made_dir: Path, documents: list[tuple[int, ...]]
 ) -> None:
@@ -137,6 +138,7 @@ def test_options_that_do_not_fit_are_refused(made_dir: Path, options: dict[str, 
         load(made_dir, **options)
 
 
+@pytest.mark.slow
 def test_grouping_gives_each_sample_once_and_less_padding_in_batches_that_still_differ(
     made_dir: Path, documents: list[tuple[int, ...]]
 ) -> None:
@@ -153,6 +155,7 @@ def test_grouping_gives_each_sample_once_and_less_padding_in_batches_that_still_
     assert 35 < ascents < 85, "batches of all lengths are mixed, not sorted"
 
 
+@pytest.mark.processes
 def test_grouped_global_batches_are_the_same_for_every_world_and_number_of_workers(
     made_dir: Path,
 ) -> None:
@@ -186,6 +189,7 @@ def test_tars_of_others_are_grouped_by_lengths_counted_at_the_start(prep: Prep, 
     assert sorted(lengths) == [list(range(first, first + 8)) for first in range(0, 64, 8)]
 
 
+@pytest.mark.processes
 def test_metrics_count_tokens_padding_and_waiting_and_can_be_reset(made_dir: Path) -> None:
     for options in ({}, {"num_workers": 2}, {"collate_fn": lambda examples: examples}):
         with load(made_dir, **options) as loader:

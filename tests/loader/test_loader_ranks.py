@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.children import run_child
 from tests.external_tars import write_numbered_data
-from tests.waiting import HANG_S
 
 NUM_SAMPLES, GLOBAL_BATCH = 107, 8
 NUM_SHARDS = 3  # fewer than ranks x workers
@@ -31,7 +30,7 @@ torch.set_num_threads(1)
 DATA, OUT = sys.argv[1:3]
 
 def rank_of_a_world(rank, world, name, workers, method, first, last, state, options):
-    limit = datetime.timedelta(seconds=60)
+    limit = datetime.timedelta(seconds=600)
     dist.init_process_group(
         "gloo", init_method=f"file://{OUT}/store-{name}", rank=rank, world_size=world, timeout=limit
     )
@@ -117,13 +116,11 @@ def run_worlds(data: Path, folder: Path, runs: list[dict[str, Any]]) -> dict[str
     script = folder / "ranks.py"
     script.write_text(SCRIPT)
     command = [sys.executable, str(script), str(data), str(folder), json.dumps(runs)]
-    done = subprocess.run(
-        command, env=lone_environ(), capture_output=True, text=True, check=False, timeout=HANG_S
-    )
-    assert done.returncode == 0, done.stderr
+    run_child(command, env=lone_environ())
     return {run["name"]: json.loads((folder / f"{run['name']}.json").read_text()) for run in runs}
 
 
+@pytest.mark.processes
 def test_worlds_of_1_2_4_and_8_get_equal_batches_each_sample_once_and_the_same_global_batches(
     data: Path, tmp_path: Path
 ) -> None:
@@ -192,16 +189,14 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.processes
 def test_a_loader_made_before_the_process_group_refuses_instead_of_giving_all_ranks_the_same(
     data: Path, tmp_path: Path
 ) -> None:
     script = tmp_path / "early.py"
     script.write_text(EARLY)
     command = [sys.executable, str(script), str(data), str(tmp_path)]
-    done = subprocess.run(
-        command, env=lone_environ(), capture_output=True, text=True, check=False, timeout=HANG_S
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_child(command, env=lone_environ())
     assert "this process is rank 0 of 2 (from RANK/WORLD_SIZE)" in done.stdout
     for method in ("spawn", "fork"):
         ranks = [json.loads((tmp_path / f"{method}-{rank}.json").read_text()) for rank in range(2)]

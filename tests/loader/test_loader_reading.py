@@ -24,6 +24,7 @@ from loader.shards.find_shards import find_shards
 from shardprep.errors import BrokenShard, MissingShard, NotFound, ReadWriteError, UnknownMember, UsageError
 from shardprep.format.idx import CHUNK_RECORDS
 from shardprep.format.osts import osts_json
+from tests.waiting import HANG_S
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -58,6 +59,7 @@ def epoch(loader: TokenLoader) -> list[Any]:
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("seq_len", [None, 32])
 def test_a_shard_without_its_idx_loses_nothing(
@@ -72,6 +74,7 @@ def test_a_shard_without_its_idx_loses_nothing(
     assert "shard-00003.idx is missing; its tar is scanned instead" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_our_tars_alone_load_like_anyones(made: Path, prep: Prep, tmp_path: Path, form: str) -> None:
     for path in (made / form).glob("*.tar"):
@@ -113,6 +116,7 @@ class FailingReads:
         return count
 
 
+@pytest.mark.slow
 def test_a_failed_read_is_tried_again_with_the_file_opened_anew(
     made: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -141,6 +145,7 @@ def test_a_read_that_goes_on_failing_ends_with_an_error_that_names_the_shard(
     assert len(reads.slept) == 6, "what waiting cannot mend is not waited for"
 
 
+@pytest.mark.slow
 def test_reads_that_give_fewer_bytes_than_asked_for_are_gone_on_with(
     made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,6 +161,7 @@ def test_reads_that_give_fewer_bytes_than_asked_for_are_gone_on_with(
     assert len(counts) > 2 * len(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("seq_len", [None, 32])
 def test_an_idx_read_in_parts_gives_the_same_batches_as_one_that_is_held(
@@ -185,6 +191,7 @@ def test_of_a_large_idx_a_chunk_is_read_once_and_then_only_the_records_asked_for
         assert reads.num_bytes[".idx"] == first + again
 
 
+@pytest.mark.slow
 def test_without_workers_each_shard_is_opened_once_wherever_the_loader_is_sent(
     made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +234,7 @@ def test_a_failed_read_of_an_idx_is_tried_again_and_then_named(
     assert num_handles() <= before
 
 
+@pytest.mark.slow
 def test_an_idx_that_vanishes_while_its_read_is_tried_again_loses_nothing(
     copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +260,7 @@ def opened_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return paths
 
 
+@pytest.mark.slow
 def test_opening_is_tried_again_too(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = epoch(load(made / "json"))
     real_open, codes = os.open, [errno.EIO, errno.ETIMEDOUT]
@@ -279,7 +288,7 @@ def test_a_read_that_hangs_is_named_in_the_log_while_it_hangs(
     real = os.preadv
 
     def hanging(*args: Any) -> int:
-        assert said.wait(20), "nothing was said while the read hung"
+        assert said.wait(HANG_S), "nothing was said while the read hung"
         return real(*args)
 
     monkeypatch.setattr(os, "preadv", hanging)
@@ -314,6 +323,7 @@ def test_with_known_osts_shards_are_opened_on_one_after_the_other(copied: Path) 
     assert first_orders(copied) == [[2, 0, 3, 1], [3, 1, 2, 0], [0, 2, 1, 3], [1, 3, 0, 2]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "content", [b"", b"[1]", osts_json([1, 2, 3]), osts_json([1, 2, 3, 2**70]), b'{"format": "other"}']
 )
@@ -392,6 +402,7 @@ def test_records_that_place_samples_where_they_cannot_be_are_refused_before_anyt
         list(loader)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["json", "concat"])
 def test_few_handles_are_enough_for_many_shards(
     made: Path, form: str, monkeypatch: pytest.MonkeyPatch
@@ -412,6 +423,7 @@ def test_the_limit_of_handles_bounds_the_shards_kept_open(
     assert ShardReader(find_shards(made / "json"))._files.max_open == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [1, "shard-00001.tar", "path"])
 @pytest.mark.parametrize("how", ["folder", "pattern"])
 def test_an_excluded_shard_is_left_out_before_the_order(copied: Path, named: Any, how: str) -> None:
@@ -450,6 +462,7 @@ def test_broken_tars_of_others_can_be_excluded_and_unknown_or_doubtful_names_are
         load(tmp_path / "b", exclude_shards=["one.tar", "two.tar"], **options)
 
 
+@pytest.mark.processes
 def test_what_is_no_local_file_is_copied_by_webdataset_once(made: Path, prep: Prep, tmp_path: Path) -> None:
     options: dict[str, Any] = {"model_id": prep.model_dir, "cache_dir": tmp_path / "cache"}
     url = f"pipe:cat {made}/json/shard-{{00000..00003}}.tar"
@@ -468,6 +481,7 @@ def test_what_is_no_local_file_is_copied_by_webdataset_once(made: Path, prep: Pr
     assert [path.stat().st_mtime_ns for path in copies] == stamps
 
 
+@pytest.mark.processes
 def test_urls_that_cannot_be_read_or_are_no_whole_tar_leave_nothing_behind(
     made: Path, prep: Prep, tmp_path: Path
 ) -> None:

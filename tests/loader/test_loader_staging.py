@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -11,8 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,23 +30,15 @@ from loader.staging.parts_read import parts_of_ranks, parts_read
 from loader.staging.shards_to_stage import NodeRanks, choose_shards
 from loader.staging.stage_command import turn_of
 from shardprep.format.manifest import read_manifest
-from tests.checkout import ROOT
-from tests.waiting import HANG_S, wait_until
+from tests.children import child, end_of, run_child
+from tests.held_children import Hold
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
 NUM_SHARDS = 6
 FORMS: dict[str, dict[str, Any]] = {"json": {}, "packed": {"record": "packed", "seq_len": 32}}
-
-# Reads of the source take a while, so that a signal comes in the middle of a copy.
-SLOW_MAIN = """
-import os, sys, time
-real = os.readv
-os.readv = lambda *args: (time.sleep(%s), real(*args))[1]
-from loader.__main__ import main
-sys.exit(main(sys.argv[1:]))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -92,24 +84,23 @@ def stage(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[in
         signal.signal(number, handler)
 
 
-def start(*args: object, slow: bool = True, delay_s: float = 0.05) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [
-            sys.executable,
-            *(["-c", SLOW_MAIN % delay_s] if slow else ["-m", "loader"]),
-            "stage",
-            *map(str, args),
-        ],
-        cwd=ROOT,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts ``python -m loader stage``, with more variables; whatever still lives at the end is killed."""
+    with contextlib.ExitStack() as started:
+
+        def process(*args: object, environ: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+            command = [sys.executable, "-m", "loader", "stage", *map(str, args)]
+            settings = {"env": {**os.environ, **(environ or {})}, "stderr": subprocess.STDOUT}
+            return started.enter_context(child(command, **settings))
+
+        yield process
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    text, _ = process.communicate(timeout=HANG_S)
-    return process.returncode, text
+@pytest.fixture
+def hold(tmp_path: Path) -> Hold:
+    """Stands before a read of a shard of the source: the second of four, of the idx and the tar, ends one."""
+    return Hold(tmp_path, "readv", r"/shard-\d+\.(tar|idx)$")
 
 
 def folder_of(node: Path) -> Path:
@@ -169,66 +160,77 @@ class OpenedTars:
 # Staging by processes
 
 
-def test_four_processes_on_two_nodes_killed_at_random_end_in_verified_copies(
-    made: Path, tmp_path: Path
+@pytest.mark.processes
+def test_four_processes_on_two_nodes_killed_at_any_read_end_in_verified_copies(
+    made: Path, tmp_path: Path, start: Any
 ) -> None:
     nodes = [tmp_path / "node0", tmp_path / "node1"]
     chance = random.Random(7)
-    num_left_behind = num_partial = 0
-    for attempt in range(6):
-        seen = ".*.tmp" if attempt == 0 else "*.tar"  # first before a shard is staged, then after
-        processes = [start(made / "json", "--to", node) for node in nodes for _ in range(2)]
-        wait_until(partial(lambda name: all(list(node.rglob(name)) for node in nodes), seen), every_s=0.002)
+    num_partial = 0
+    for attempt, reads in enumerate(((1, 1), (6, 7), (2, 9), (3, 4))):
+        processes, holds = [], []
+        for node in nodes:  # one at least comes to its read: the other may wait for what it copies
+            holds.append(Hold(tmp_path / f"{attempt} of {node.name}", "readv", r"/shard-\d+\.(tar|idx)$"))
+            processes += [
+                start(made / "json", "--to", node, environ=holds[-1].environ(number)) for number in reads
+            ]
+        for hold in holds:
+            hold.wait(1)
         for process in chance.sample(processes, len(processes)):
-            time.sleep(chance.uniform(0, 0.03))
             process.kill()
         for process in processes:
-            assert ended(process)[0] in (-9, 0)
-        num_left_behind += sum(len(temporaries(node)) for node in nodes)
+            end_of(process, code=-signal.SIGKILL)
+        assert all(temporaries(node) for node in nodes), "a copy was killed in the middle"
         num_partial += any(0 < len(staged_ids(made / "json", node)) < NUM_SHARDS for node in nodes)
-    assert num_left_behind, "no copy was killed in the middle"
     assert num_partial, "no run was killed between two shards"
-    last = [start(made / "json", "--to", node) for node in nodes for _ in range(2)]
-    assert [ended(process)[0] for process in last] == [0] * 4
+    for process in [start(made / "json", "--to", node) for node in nodes for _ in range(2)]:
+        end_of(process)
     for node in nodes:
         assert staged_ids(made / "json", node) == list(range(NUM_SHARDS))
         assert sorted(path.suffix for path in folder_of(node).iterdir()) == [".idx"] * 6 + [".tar"] * 6
         assert not temporaries(node)
 
 
-def test_processes_of_a_node_share_the_copying_out(made: Path, node: Path) -> None:
-    """Each process says how many shards it copied; what both copied is counted twice."""
+@pytest.mark.processes
+def test_processes_of_a_node_share_the_copying_out(made: Path, node: Path, hold: Hold, start: Any) -> None:
+    """While one is in the middle of a copy, another copies the rest and waits for that one."""
     folder = made / "json"
-    processes = [start(folder, "--to", node) for _ in range(3)]
-    copied = []
-    for process in processes:
-        code, text = ended(process)
-        assert code == 0, text
-        copied.append(int(text.split(" shards: ")[1].split(" copied")[0]))
-    assert NUM_SHARDS <= sum(copied) <= NUM_SHARDS + 2, copied
+    first = start(folder, "--to", node, environ=hold.environ(2))
+    hold.wait(1, first)
+    (begun,) = node.rglob(".*.tmp")
+    os.utime(begun, (0, time.time() + 3600))  # it grows, as the other sees it
+    other = start(folder, "--to", node)
+    wait_until(lambda: len(staged_ids(folder, node)) == NUM_SHARDS - 1, every_s=0.01)
+    hold.release()
+    copied = [int(end_of(each).split(" shards: ")[1].split(" copied")[0]) for each in (first, other)]
+    assert copied == [1, NUM_SHARDS - 1]
     assert staged_ids(folder, node) == list(range(NUM_SHARDS))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_signal_ends_staging_with_75_and_leaves_no_temporary(made: Path, node: Path, number: int) -> None:
-    process = start(made / "json", "--to", node, delay_s=0.2)
-    wait_until(lambda: temporaries(node) and staged_ids(made / "json", node), every_s=0.002)
+def test_a_signal_ends_staging_with_75_and_leaves_no_temporary(
+    made: Path, node: Path, hold: Hold, start: Any, number: int
+) -> None:
+    process = start(made / "json", "--to", node, environ=hold.environ(7))
+    hold.wait(1, process)
+    assert temporaries(node)
+    assert staged_ids(made / "json", node)
     process.send_signal(number)
-    code, text = ended(process)
-    assert code == 75, text
+    text = end_of(process, code=75)
     assert f"error: stopped by {signal.Signals(number).name}" in text
     assert not temporaries(node)
-    assert 0 < len(staged_ids(made / "json", node)) < NUM_SHARDS
-    assert ended(start(made / "json", "--to", node, slow=False))[0] == 0
+    assert len(staged_ids(made / "json", node)) == 1
+    end_of(start(made / "json", "--to", node))
     assert staged_ids(made / "json", node) == list(range(NUM_SHARDS))
 
 
+@pytest.mark.processes
 def test_staging_a_whole_data_set_imports_no_torch(made: Path, node: Path) -> None:
     """Each node of a job does it at its start, and torch would take seconds."""
     code = "import sys; from loader.__main__ import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
     command = [sys.executable, "-c", code, "stage", str(made / "json"), "--to", str(node)]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert found.stdout.splitlines()[-1] == "0 False"
+    assert run_child(command).stdout.splitlines()[-1] == "0 False"
 
 
 def test_what_is_staged_is_not_copied_again(made: Path, node: Path, stage: Any) -> None:
@@ -281,6 +283,7 @@ def test_a_copy_that_another_process_is_making_is_waited_for_while_it_grows(
     assert not temporaries(node)
 
 
+@pytest.mark.processes
 def test_what_a_dead_process_of_this_node_left_goes_at_once_and_others_after_a_day(
     made: Path, node: Path, stage: Any
 ) -> None:
@@ -419,6 +422,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
+@pytest.mark.processes
 def test_too_small_a_disk_is_73_before_anything_is_copied_and_a_limit_stages_what_fits(
     made: Path, small_disk: Path, stage: Any
 ) -> None:
@@ -436,22 +440,25 @@ def test_too_small_a_disk_is_73_before_anything_is_copied_and_a_limit_stages_wha
     assert "are over --limit_bytes and will be read where they are" in text
 
 
+@pytest.mark.processes
 def test_a_disk_that_fills_up_meanwhile_is_74_and_what_is_staged_stays_valid(
-    made: Path, small_disk: Path
+    made: Path, small_disk: Path, hold: Hold, start: Any
 ) -> None:
-    process = start(made / "json", "--to", small_disk, "--limit_bytes", "1900K")
-    wait_until(lambda: staged_ids(made / "json", small_disk), every_s=0.002)
+    limited = (made / "json", "--to", small_disk, "--limit_bytes", "1900K")
+    process = start(*limited, environ=hold.environ(5))
+    hold.wait(1, process)
+    assert staged_ids(made / "json", small_disk)
     found = os.statvfs(small_disk)
     (small_disk / "filler").write_bytes(bytes(found.f_bavail * found.f_frsize))
-    code, text = ended(process)
+    hold.release()
+    text = end_of(process, code=74)
     (small_disk / "filler").unlink()
-    assert code == 74, text
     assert "No space left on device" in text
     assert "are still to be staged" in text
     assert "what is staged stays valid" in text
     assert not temporaries(small_disk)
     assert staged_ids(made / "json", small_disk)
-    assert ended(start(made / "json", "--to", small_disk, "--limit_bytes", "1900K", slow=False))[0] == 0
+    end_of(start(*limited))
 
 
 def test_a_folder_that_cannot_be_made_is_73(made: Path, tmp_path: Path, stage: Any) -> None:
@@ -524,6 +531,7 @@ def opened_by_ranks(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "options"),
     [
@@ -564,6 +572,7 @@ class Rows(JoinedRows):
         vars(self)["first_token"] = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_the_parts_read_are_those_that_the_law_of_the_order_delivers_window_by_window(
@@ -675,6 +684,7 @@ def test_processes_begin_at_different_places_of_the_list(made: Path, node: Path)
 # The loader
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(
     ("form", "options"),
@@ -694,6 +704,7 @@ def test_batches_and_state_are_the_same_from_either_place(
     assert staged.state_dict() == plain.state_dict()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_staged_shards_are_read_from_the_copies_and_only_the_others_from_the_data_set(
     copied: Path, node: Path, stage: Any, num_workers: int
@@ -707,6 +718,7 @@ def test_staged_shards_are_read_from_the_copies_and_only_the_others_from_the_dat
     assert epoch(load(copied, staged_dir=node, num_workers=num_workers)) == whole
 
 
+@pytest.mark.slow
 def test_a_staged_folder_that_is_filled_while_training_is_used_from_then_on(
     made: Path, node: Path, stage: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -721,6 +733,7 @@ def test_a_staged_folder_that_is_filled_while_training_is_used_from_then_on(
     assert opened.folders == {folder_of(node)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "suffix"),
     # a tar of the right size is told by its hash alone; see --recheck
@@ -754,6 +767,7 @@ def test_a_copy_that_is_not_whole_is_not_used_and_said_once(
     assert caplog.text.count("a staged copy fails") == (0 if how == "gone" and suffix == "tar" else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["tar", "idx"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, "short"])
 def test_copies_whose_disk_fails_are_left_with_one_warning_and_without_waiting(
@@ -787,6 +801,7 @@ def test_copies_whose_disk_fails_are_left_with_one_warning_and_without_waiting(
     assert f"no copy in {folder} is opened any more" in caplog.text
 
 
+@pytest.mark.slow
 def test_copies_removed_while_they_are_read_change_nothing(made: Path, node: Path, stage: Any) -> None:
     whole = epoch(load(made / "json"))
     assert stage(made / "json", "--to", node)[0] == 0
@@ -798,6 +813,7 @@ def test_copies_removed_while_they_are_read_change_nothing(made: Path, node: Pat
     assert [{name: value.tolist() for name, value in batch.items()} for batch in found] == whole
 
 
+@pytest.mark.slow
 def test_data_sets_staged_to_one_folder_keep_apart(made: Path, node: Path, stage: Any) -> None:
     for form in FORMS:
         assert stage(made / form, "--to", node)[0] == 0
@@ -838,6 +854,7 @@ class Injected:
         raise OSError(self.code, os.strerror(self.code), None if isinstance(path, int) else path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INJECTED)
 @pytest.mark.parametrize("side", ["source", "node"])
 def test_whatever_call_fails_staging_ends_with_right_copies_or_an_error_that_names_a_file(
@@ -865,6 +882,7 @@ def test_whatever_call_fails_staging_ends_with_right_copies_or_an_error_that_nam
             staged(code, at)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["open", "stat", "lstat", "fstat", "preadv", "close"])
 def test_whatever_call_fails_on_the_disk_of_copies_the_batches_are_the_same(
     made: Path, node: Path, stage: Any, monkeypatch: pytest.MonkeyPatch, name: str

@@ -67,6 +67,7 @@ def run(form: Any, epochs: int = 2, **options: Any) -> list[list[list[int]]]:
 FORMS = ["documents", "packed", "packed at load", "split"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", FORMS)
 def test_a_state_from_any_step_resumes_on_any_world_and_number_of_workers(forms: Any, name: str) -> None:
     whole = run(forms[name])
@@ -86,6 +87,7 @@ def test_a_state_from_any_step_resumes_on_any_world_and_number_of_workers(forms:
         assert joined[: 2 * steps - step] == whole[step : step + 20]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("persistent", [True, False])
 def test_the_state_counts_what_the_loop_got_and_not_what_was_read_ahead(
@@ -98,6 +100,7 @@ def test_the_state_counts_what_the_loop_got_and_not_what_was_read_ahead(
             assert loader.state_dict() == loader.state_at(number + 1)
 
 
+@pytest.mark.processes
 def test_one_loader_goes_back_and_forth_between_states(forms: Any) -> None:
     whole = run(forms["documents"], epochs=1)
     for options in ({}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": False}):
@@ -120,6 +123,7 @@ def test_a_loop_that_sets_the_epoch_it_resumes_in_still_resumes(forms: Any) -> N
         assert found == [epochs[1][7:], epochs[2]]
 
 
+@pytest.mark.processes
 def test_inside_of_a_step_a_state_resumes_with_its_own_layout_only(forms: Any) -> None:
     options = {"batch_size": 2, "world": 1}
     whole = run(forms["documents"], **options)
@@ -179,6 +183,7 @@ def test_a_moved_data_set_resumes_and_another_one_or_another_tokenizer_is_refuse
             loader.load_state_dict(state)
 
 
+@pytest.mark.processes
 def test_a_refused_state_changes_nothing_for_the_loop_that_is_running(forms: Any) -> None:
     with load(forms["documents"], seed=4) as loader:
         other = loader.state_at(3)
@@ -241,6 +246,7 @@ def test_loading_a_state_reads_nothing_and_the_first_batch_no_more_than_at_the_s
             assert counts["bytes"] - before["bytes"] <= 1.2 * at_the_start, step
 
 
+@pytest.mark.processes
 def test_a_peek_is_the_batch_that_comes_next_and_changes_nothing(forms: Any) -> None:
     for name, options in (("documents", {}), ("packed", {"num_workers": 2}), ("packed at load", {})):
         whole = run(forms[name], epochs=1)
@@ -357,6 +363,7 @@ def test_torchs_distributed_checkpoint_resumes_inside_of_a_step(forms: Any, tmp_
         assert [shown(batch) for batch in loader] == whole[23:]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_copy_of_a_loader_goes_on_where_the_original_stood_and_leaves_it_alone(
@@ -463,6 +470,7 @@ def train(folder, begin, end, world, saved=None):
 """
 
 
+@pytest.mark.slow
 def test_a_tiny_llama_killed_and_resumed_learns_as_if_it_had_not_been(
     shared_dir: Path, corpora_dir: Path, tmp_path: Path, prep: Any
 ) -> None:

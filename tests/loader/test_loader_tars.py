@@ -455,6 +455,7 @@ def test_a_tar_that_changed_since_it_was_scanned_is_refused(tars: list[Path], mo
             list(loader)
 
 
+@pytest.mark.processes
 def test_an_error_in_a_worker_keeps_its_class_and_its_message(tmp_path: Path, model: str) -> None:
     with webdataset.TarWriter(str(tmp_path / "a.tar"), encoder=False) as writer:
         for number in range(4):
@@ -464,6 +465,7 @@ def test_an_error_in_a_worker_keeps_its_class_and_its_message(tmp_path: Path, mo
     assert type(error.value) is BrokenShard
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 10**8 - 1) | st.integers(0, 9)), min_size=1),
@@ -478,6 +480,7 @@ def test_json_lists_are_read_without_json_as_json_reads_them(lists: list[list[in
     assert ids.tolist() == [number for ids in lists for number in ids]
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(st.lists(st.text("[]0123456789, -.e", max_size=12), min_size=1, max_size=4))
 @example(["[1 2,]"])
@@ -503,6 +506,7 @@ def test_empty_documents_and_the_batch_of_one_load(tmp_path: Path, model: str) -
     assert len(batches(path, model, batch_size=1)) == 3
 
 
+@pytest.mark.slow
 def test_scanning_reads_a_tar_of_small_members_once_in_large_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,10 +8,8 @@ import gc
 import multiprocessing
 import os
 import re
-import subprocess
 import sys
 import tempfile
-import time
 import tracemalloc
 import weakref
 from collections.abc import Iterator
@@ -28,9 +26,9 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFas
 
 from loader import CausalLMCollator, TokenLoader, get_llama3_dataloader
 from shardprep.errors import BrokenShard, UsageError
-from tests.checkout import ROOT
+from tests.children import child, is_living, run_child
 from tests.external_tars import write_numbered_tars
-from tests.waiting import HANG_S
+from tests.waiting import wait_until
 from tests.word_tokenizers import save_word_tokenizer
 
 if TYPE_CHECKING:
@@ -89,6 +87,7 @@ class NumberedSamples(IterableDataset[Any]):
         return iter(range(worker.id, self.num_samples, worker.num_workers))
 
 
+@pytest.mark.processes
 def test_50_samples_in_batches_of_8_by_8_workers_are_the_6_batches_that_len_says(
     tmp_path: Path, model: str
 ) -> None:
@@ -102,6 +101,7 @@ def test_50_samples_in_batches_of_8_by_8_workers_are_the_6_batches_that_len_says
         assert len(set(numbers(found))) == 48
 
 
+@pytest.mark.processes
 def test_one_shard_is_enough_for_4_ranks_of_4_workers(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +174,7 @@ class ShuffledSamples(IterableDataset[Any]):
         return iter(order.tolist())
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("persistent", [True, False])
 def test_workers_know_the_epoch_that_they_count_and_the_one_that_is_set(
     tmp_path: Path, model: str, persistent: bool
@@ -216,6 +217,7 @@ def test_ranks_that_pass_one_data_parallel_rank_get_equal_batches(
     assert sorted(found[0] + found[2]) == list(range(64))
 
 
+@pytest.mark.processes
 def test_what_makes_a_loader_of_its_own_from_the_dataset_is_refused(tmp_path: Path, model: str) -> None:
     """As accelerate's prepare and skip_first_batches do, which would take chunks of batches for samples."""
     write_numbered_tars(tmp_path, 64, 3)
@@ -234,6 +236,7 @@ def test_what_makes_a_loader_of_its_own_from_the_dataset_is_refused(tmp_path: Pa
         assert len(numbers(loader)) == 64
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_tuple_that_collate_fn_returns_stays_a_tuple(tmp_path: Path, model: str, workers: int) -> None:
     pairs: Any = [(1, 2)]
@@ -245,6 +248,7 @@ def test_a_tuple_that_collate_fn_returns_stays_a_tuple(tmp_path: Path, model: st
         assert {(type(batch), len(batch)) for batch in loader} == {(tuple, 4)}
 
 
+@pytest.mark.processes
 def test_a_rank_with_workers_reads_little_more_than_it_delivers(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,6 +272,7 @@ def test_a_rank_with_workers_reads_little_more_than_it_delivers(
         assert delivered <= read_bytes.value <= 1.1 * delivered
 
 
+@pytest.mark.processes
 def test_no_file_is_locked_while_shards_are_made_and_read(
     prep: Prep, sample_dir: Path, tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,6 +300,7 @@ def alive() -> set[Any]:
     return set(multiprocessing.active_children())
 
 
+@pytest.mark.processes
 def test_an_iterator_in_a_reference_cycle_keeps_no_worker_alive_once_the_loader_is_closed(
     tmp_path: Path, model: str
 ) -> None:
@@ -328,6 +334,7 @@ def test_an_iterator_in_a_reference_cycle_keeps_no_worker_alive_once_the_loader_
         gc.collect()
 
 
+@pytest.mark.processes
 def test_after_an_error_in_a_worker_none_is_left_and_the_loader_can_be_iterated_again(
     tmp_path: Path, model: str
 ) -> None:
@@ -378,22 +385,13 @@ print("all came again", flush=True)
 """
 
 
+@pytest.mark.processes
 def test_after_ctrl_c_or_the_death_of_idle_workers_the_next_loop_has_workers_anew(
     tmp_path: Path, model: str
 ) -> None:
     write_numbered_tars(tmp_path, 640, 3)
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, tmp_path, model],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_S,
-        start_new_session=True,
-    )
-    assert done.stdout.splitlines() == ["interrupted loop", "interrupted loader", "all came again"], (
-        done.stderr
-    )
+    done = run_child([sys.executable, "-c", INTERRUPTED, tmp_path, model])
+    assert done.stdout.splitlines() == ["interrupted loop", "interrupted loader", "all came again"]
 
 
 class MarkedBatches(CausalLMCollator):
@@ -449,6 +447,7 @@ def test_a_loader_remade_with_a_sampler_as_lightning_does_it_says_what_to_write(
             type(loader)(**shown, sampler=None)
 
 
+@pytest.mark.slow
 def test_ten_epochs_keep_no_more_objects_than_two(tmp_path: Path, model: str) -> None:
     """Tensors, and what Python and numpy allocated. benchmarks/loader_footprint.py measures processes."""
     write_long_documents(tmp_path / "a.tar", 64, 32768)
@@ -480,7 +479,7 @@ from loader import get_llama3_dataloader
 batches = iter(get_llama3_dataloader(sys.argv[1], 8, model_id=sys.argv[2], num_workers=2))
 next(batches)
 print("started", flush=True)
-time.sleep(100)
+time.sleep(600)
 """
 
 
@@ -491,30 +490,22 @@ def short_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.processes
 def test_a_killed_run_leaves_no_worker_no_shared_memory_and_no_file_and_the_next_one_starts(
     tmp_path: Path, short_folder: Path, model: str
 ) -> None:
     write_long_documents(tmp_path / "a.tar", 64, 32768)
-    run = subprocess.Popen(
-        [sys.executable, "-c", TRAIN, tmp_path, model],
-        cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(short_folder)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert run.stdout is not None
-    assert run.stdout.readline() == "started\n"
-    workers = children_of(run.pid)
-    assert len(workers) == 2
-    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in (run.pid, *workers))
-    shared = set(re.findall(r"/dev/shm/\S+", maps))
-    assert any(name.startswith("/dev/shm/torch_") for name in shared)
-    run.kill()
-    run.communicate()
-    limit = time.monotonic() + 30  # torch's workers look every 5 s whether their parent lives
-    while any(Path(f"/proc/{pid}").exists() for pid in workers):
-        assert time.monotonic() < limit
-        time.sleep(0.1)
+    environ = {**os.environ, "TMPDIR": str(short_folder)}
+    with child([sys.executable, "-c", TRAIN, tmp_path, model], env=environ, start_new_session=False) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "started\n"
+        workers = children_of(run.pid)
+        assert len(workers) == 2
+        maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in (run.pid, *workers))
+        shared = set(re.findall(r"/dev/shm/\S+", maps))
+        assert any(name.startswith("/dev/shm/torch_") for name in shared)
+        run.kill()
+    wait_until(lambda: not any(map(is_living, workers)))  # torch's workers look every 5 s for their parent
     assert not {name for name in shared if Path(name).exists()}
     assert not list(short_folder.iterdir())
     assert [path.name for path in tmp_path.iterdir()] == ["a.tar"]
@@ -522,6 +513,7 @@ def test_a_killed_run_leaves_no_worker_no_shared_memory_and_no_file_and_the_next
         assert len(list(loader)) == 8
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("length", [75, 76])
 def test_a_temporary_folder_too_long_for_a_workers_socket_is_refused_where_torch_would_hang(
     tmp_path: Path, short_folder: Path, model: str, monkeypatch: pytest.MonkeyPatch, length: int
@@ -531,12 +523,9 @@ def test_a_temporary_folder_too_long_for_a_workers_socket_is_refused_where_torch
     folder.mkdir()
     listen = "from multiprocessing.connection import Listener; Listener(family='AF_UNIX')"
     environ = {**os.environ, "TMPDIR": str(folder)}
-    done = subprocess.run(
-        [sys.executable, "-c", listen], env=environ, capture_output=True, text=True, check=False
-    )
+    done = run_child([sys.executable, "-c", listen], env=environ, code=0 if length == 75 else 1)
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     if length == 75:
-        assert done.returncode == 0
         assert sorted(numbers(load(tmp_path, 8, model, num_workers=2))) == list(range(64))
     else:
         assert "AF_UNIX path too long" in done.stderr

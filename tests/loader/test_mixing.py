@@ -90,6 +90,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("form", FORMS)
 def test_mixed_global_batches_are_the_same_on_every_world_and_after_every_resume(
     data: dict[str, Path], form: str

@@ -44,6 +44,7 @@ def delivered(order: Order, epoch: int, lanes: range, first_step: int = 0) -> np
     return np.concatenate(parts, axis=1) if parts else np.empty((len(lanes), 0), np.int64)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(orders(), st.integers(0, 2**40))
 def test_an_epoch_gives_each_sample_once_but_the_counted_remainder(order: Order, epoch: int) -> None:
@@ -54,6 +55,7 @@ def test_an_epoch_gives_each_sample_once_but_the_counted_remainder(order: Order,
     assert 0 <= order.num_left_out < order.global_batch_size
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(orders(), st.integers(0, 99), st.data())
 def test_ranks_and_workers_only_share_the_lanes_of_a_global_batch_out(
@@ -103,6 +105,7 @@ def test_epochs_and_seeds_each_have_an_order_of_their_own() -> None:
     assert len(seen) == 25
 
 
+@pytest.mark.slow
 def test_each_epoch_leaves_out_other_samples_and_none_more_often_than_chance() -> None:
     order = Order(num_samples=103, global_batch_size=10, block_samples=3, window_samples=16 * 3, seed=7)
     num_epochs = 2000

@@ -92,6 +92,7 @@ def test_the_samples_are_those_of_the_order_one_after_another(data: Path) -> Non
     assert found == expected[: len(found)]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("world", "workers"), [(2, 2), (4, 0), (8, 0)])
 def test_a_ramped_run_is_the_same_on_every_world_and_resumes_on_another(
     data: Path, world: int, workers: int

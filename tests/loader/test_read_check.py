@@ -97,6 +97,7 @@ def places(folder: Path) -> list[tuple[int, int, int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_a_flipped_bit_of_any_byte_that_is_read_is_refused_by_tar_sample_and_bytes(
     copied: Path, form: str
@@ -118,6 +119,7 @@ def test_a_flipped_bit_of_any_byte_that_is_read_is_refused_by_tar_sample_and_byt
     read_first(shards)
 
 
+@pytest.mark.processes
 def test_without_the_check_a_flipped_bit_of_an_id_is_another_batch(copied: Path) -> None:
     """What the check is for; docs/format.md says it."""
     whole = epoch(load(copied / "packed"))
@@ -143,6 +145,7 @@ def test_the_check_changes_no_batch(made: Path, form: str, options: dict[str, An
     assert epoch(load(made / form, read_check="crc", **options)) == epoch(load(made / form, **options))
 
 
+@pytest.mark.processes
 def test_a_run_without_the_check_goes_on_with_it_on_other_ranks_and_workers(made: Path) -> None:
     options = {"global_batch_size": 4}
     with load(made / "packed", **options) as plain:

@@ -38,6 +38,7 @@ def samples_of(folder: Path, **options: Any) -> list[dict[str, Any]]:
         return list(chain.from_iterable(loader))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "options"),
     [

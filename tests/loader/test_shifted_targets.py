@@ -43,6 +43,7 @@ def test_inputs_and_targets_are_the_same_rows_one_place_apart(data: Path) -> Non
         assert all(value.is_contiguous() for value in batch.values())
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 def test_no_target_is_the_first_token_of_another_document(data: Path, workers: int) -> None:
     fields = ("position_ids", "segment_ids", "cu_seqlens")

@@ -15,6 +15,7 @@ from loader import TokenLoader, get_llama3_dataloader
 from loader.shards import shard_set as size_check
 from loader.shards.shard_set import Misfit
 from shardprep.errors import BrokenShard, MissingShard
+from tests.waiting import HANG_S
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -69,6 +70,7 @@ def test_rank_0_alone_looks_and_refuses_what_is_missing(
         load(copied)
 
 
+@pytest.mark.processes
 def test_the_first_few_are_named_with_their_sizes_their_number_and_a_command_that_mends_them(
     prep: Prep, copied: Path
 ) -> None:
@@ -119,7 +121,7 @@ def test_what_a_long_look_finds_is_raised_at_the_next_run(
     go_on = threading.Event()
 
     def slow(_: Any) -> Any:
-        assert go_on.wait(20)
+        assert go_on.wait(HANG_S)
         path = copied / "shard-00004.tar"  # whole, so that reading finds nothing
         return [Misfit(path=path, shard_id=4, found_bytes=512, expected_bytes=1024)]
 

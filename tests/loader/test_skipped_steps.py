@@ -29,6 +29,7 @@ def steps_of(loader: TokenLoader, epochs: int) -> Iterator[list[Any]]:
             yield [batch["input_ids"].tolist() for batch in batches[first : first + 2]]
 
 
+@pytest.mark.slow
 def test_a_range_is_left_out_and_all_else_comes_as_it_would(made_dir: Path) -> None:
     with load(made_dir) as loader:
         whole = list(steps_of(loader, 2))
@@ -41,6 +42,7 @@ def test_a_range_is_left_out_and_all_else_comes_as_it_would(made_dir: Path) -> N
             assert list(steps_of(loader, left)) == whole[trained + skipped :]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loop_may_skip_inside_of_an_epoch_and_again(made_dir: Path, workers: int) -> None:
     with load(made_dir) as loader:
@@ -59,6 +61,7 @@ def test_a_loop_may_skip_inside_of_an_epoch_and_again(made_dir: Path, workers: i
         assert loader.state_at(2) == {**loader.state_dict(), "step": 6, "skipped": "1-2,4-5"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_state_with_skipped_steps_resumes_on_any_number_of_ranks(made_dir: Path, world: int) -> None:
     with load(made_dir) as loader:

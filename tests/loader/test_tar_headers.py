@@ -80,6 +80,7 @@ def found_by_tarfile(raw: bytes) -> Members:
 TWO = [("a.token_ids.json", b"[1]"), ("b.token_ids.json", b"[2]")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_bit_flipped_anywhere_in_a_header_is_refused_and_drops_no_sample(tmp_path: Path, form: int) -> None:
     raw = tar_of([*TWO, ("long/" * 30 + "c.token_ids.json", b"[3]")], form)
@@ -222,6 +223,7 @@ def altered(raw: bytes, chance: random.Random) -> bytes:
     return b"".join([*blocks[:place], chance.choice(blocks), *blocks[place:]])
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 2**63))
 def test_what_is_accepted_is_what_tarfile_finds_and_all_else_is_refused(seed: int) -> None:

@@ -97,6 +97,7 @@ def test_batches_hold_no_more_than_the_tokens_and_an_epoch_has_every_document_on
     assert padding < (0.3 if form == "multiple" else 0.06), "of like length"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("world", "workers"), [(2, 2), (4, 0), (8, 0)])
 def test_global_batches_are_the_same_on_every_world_and_after_a_resume_on_another(
     data: Path, world: int, workers: int
@@ -138,6 +139,7 @@ def test_a_validation_loader_gives_every_document_once_and_fills_up_without_labe
     assert sorted(found) == list(range(NUM_DOCUMENTS))
 
 
+@pytest.mark.slow
 def test_token_batches_are_mixed_ramped_and_collated_as_samples_are(data: Path, tmp_path: Path) -> None:
     write_numbered_tars(tmp_path, 90, 1, ids_of=lambda n: [1000 + n, 2900, 2901])
     options: dict[str, Any] = {
@@ -162,6 +164,7 @@ def test_token_batches_are_mixed_ramped_and_collated_as_samples_are(data: Path, 
     assert tokens[True] / tokens.total() == pytest.approx(0.5, abs=0.06)
 
 
+@pytest.mark.slow
 def test_our_own_shards_make_token_batches(prep: Prep, sample_dir: Path, tmp_path: Path) -> None:
     prep.plan(sample_dir, tmp_path, num_shards=3)
     prep.make(tmp_path)

@@ -86,6 +86,7 @@ def test_it_is_the_one_that_transformers_loads(
     assert_alike(chosen(folder), AutoTokenizer.from_pretrained(folder, local_files_only=True))
 
 
+@pytest.mark.slow
 def test_llama_3s_is_the_one_that_transformers_loads(shared_dir: Path) -> None:
     folder = shared_dir / "tokenizers" / "llama3"
     assert_alike(chosen(folder), AutoTokenizer.from_pretrained(folder, local_files_only=True))
@@ -219,6 +220,7 @@ def test_transformers_loads_a_data_sets_tokenizer_when_it_is_asked_for_and_once(
     assert (batch["input_ids"][batch["attention_mask"] == 0] == tokenizer.pad_token_id).all()
 
 
+@pytest.mark.processes
 def test_a_loader_and_its_first_batch_import_no_transformers(data_dir: Path) -> None:
     code = (
         "import sys; from loader import get_llama3_dataloader as load\n"

@@ -120,6 +120,7 @@ def test_bf16_computes_in_bfloat16_and_leaves_weights_alone(tokenizer: Any) -> N
         assert model(ids).logits.dtype == torch.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--bf16"]])
 def test_the_example_trains_with_it(
     prep: Prep, sample_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]

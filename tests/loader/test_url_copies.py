@@ -23,6 +23,8 @@ from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, UsageErro
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
+pytestmark = pytest.mark.processes
+
 NUM_SHARDS = 3
 
 

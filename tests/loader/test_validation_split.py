@@ -72,6 +72,7 @@ def test_a_document_stays_on_its_side_whatever_other_shards_there_are(data: Path
         assert sorted([*first_ids(train), *held]) == list(range(NUM_DOCUMENTS))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("options", [{}, {"seq_len": 16}, {"max_length": 2, "long_documents": "split"}])
 def test_a_validation_loader_gives_each_sample_once_in_one_order_on_every_world(
     data: Path, options: dict[str, Any]
@@ -134,6 +135,7 @@ def test_without_a_fraction_validation_is_all_of_a_folder(data: Path) -> None:
         assert first_ids(loader) == list(range(NUM_DOCUMENTS))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", ["documents", "packed"])
 def test_data_sets_of_ours_are_split_too_and_may_move(
     prep: Prep, sample_dir: Path, tmp_path: Path, kind: str
@@ -163,6 +165,7 @@ def test_a_state_is_of_its_side_and_fraction(data: Path) -> None:
             loader.load_state_dict(state)
 
 
+@pytest.mark.processes
 def test_a_collate_fn_of_ones_own_must_make_labels_where_a_last_batch_is_filled_up(data: Path) -> None:
     options: dict[str, Any] = {"split": "validation", "collate_fn": list, "num_workers": 1}
     with (

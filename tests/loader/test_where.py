@@ -209,6 +209,7 @@ def test_a_place_is_the_line_of_the_input_that_stands_there(
         break
 
 
+@pytest.mark.slow
 def test_a_text_is_found_in_documents_and_in_packed_rows(folders: dict[str, Path]) -> None:
     for name in ("documents", "packed"):
         with load(folders[name]) as loader:

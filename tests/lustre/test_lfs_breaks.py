@@ -26,6 +26,8 @@ from tests.slurm.fake_slurm import FakeSlurm
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
+pytestmark = pytest.mark.processes
+
 HOWS = ("exit", "hang", "garbage", "signal", "cannot start")
 GARBAGE = "\0lmm_stripe_count: many\n/ [OST:x] \ufffd 12%: (0xzz) quota\nFilesystem kbytes\n1 2 3 4 5 6 7 x\n"
 

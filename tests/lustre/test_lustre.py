@@ -34,6 +34,8 @@ from tests.lustre.fake_lustre import (
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
+pytestmark = pytest.mark.processes
+
 PFL: list[dict[str, object]] = [
     {"end": 256 * MIB, "count": 1, "size": 4 * MIB, "pattern": "raid0"},
     {"end": None, "count": -1, "size": 4 * MIB, "pattern": "raid0"},

@@ -22,6 +22,8 @@ from tests.lustre.fake_lustre import GIB, MIB, FakeLustre, apply_stripe, both_di
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
+pytestmark = pytest.mark.processes
+
 OST = {"used": 25 << 20, "available": 75 << 20, "flags": "", "state": "ACTIVE"}
 
 

@@ -21,6 +21,8 @@ from tests.slurm.fake_slurm import FakeSlurm
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
+pytestmark = pytest.mark.processes
+
 NEED = Need(num_bytes=10**12, num_files=3000)
 OST = {"used": 25 << 20, "available": 75 << 20, "flags": "", "state": "ACTIVE"}
 PLENTY = [5, 0, 1 << 40, 7, 0, 1 << 40]

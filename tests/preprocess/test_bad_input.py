@@ -47,6 +47,7 @@ def plan_args(prep: Prep, raw: Path, out: Path) -> list[object]:
     return ["plan", "--input_dir", raw, "--output_dir", out, "--model_id", prep.model_dir]
 
 
+@pytest.mark.processes
 def test_no_input_folder_is_66(prep: Prep, tmp_path: Path) -> None:
     ended = prep.command(*plan_args(prep, tmp_path / "none", tmp_path / "data"))
     ends(ended, 66, r"--input_dir .*/none is no folder; expected one that holds input files")
@@ -89,6 +90,7 @@ def test_no_folder_of_the_plan_and_no_input_is_66(prep: Prep, tmp_path: Path) ->
     ends(prep.command("verify", tmp_path / "file"), 66, "is no folder")
 
 
+@pytest.mark.processes
 def test_an_input_that_cannot_be_read_is_66_when_planning_and_when_working(
     prep: Prep, raw_dir: Path, tmp_path: Path
 ) -> None:
@@ -103,6 +105,7 @@ def test_an_input_that_cannot_be_read_is_66_when_planning_and_when_working(
     ends(prep.cli("--shard_id", 0, "--output_dir", tmp_path / "data", preexec_fn=heed_permissions), 0)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("flags", [[], ["--recursive"]], ids=["folder", "subfolder"])
 def test_a_folder_that_cannot_be_listed_is_66_and_nothing_in_it_is_left_out_silently(
     prep: Prep, raw_dir: Path, tmp_path: Path, flags: list[str]
@@ -153,6 +156,7 @@ def test_undecodable_documents_below_the_limit_are_left_out_counted_and_named(
     assert "sample_0_00000002.text.txt" in keys
 
 
+@pytest.mark.slow
 def test_undecodable_documents_above_the_limit_are_65_until_they_are_accepted(
     prep: Prep, bad_dir: Path, tmp_path: Path
 ) -> None:
@@ -185,6 +189,7 @@ def test_a_file_of_another_encoding_is_65_and_asks_for_it(prep: Prep, tmp_path: 
     ends(prep.command("--shard_id", 0, "--output_dir", tmp_path / "right"), 0, "2 documents")
 
 
+@pytest.mark.processes
 def test_an_unknown_model_without_a_network_is_66(prep: Prep, raw_dir: Path, tmp_path: Path) -> None:
     args = plan_args(prep, raw_dir, tmp_path / "data")
     args[-1] = "nobody/no-such-model"
@@ -196,6 +201,7 @@ def test_an_unknown_model_without_a_network_is_66(prep: Prep, raw_dir: Path, tmp
     assert not (tmp_path / "data").exists()
 
 
+@pytest.mark.processes
 def test_a_folder_without_a_tokenizer_is_66(prep: Prep, raw_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     args = plan_args(prep, raw_dir, tmp_path / "data")
@@ -203,6 +209,7 @@ def test_a_folder_without_a_tokenizer_is_66(prep: Prep, raw_dir: Path, tmp_path:
     ends(prep.command(*args), 66, f"no usable tokenizer was found in the folder {tmp_path / 'model'}")
 
 
+@pytest.mark.processes
 def test_a_slow_tokenizer_is_2(prep: Prep, raw_dir: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
@@ -229,6 +236,7 @@ def small_disk(folder: Path, size: str) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("command", ["task", "run"])
 def test_a_full_disk_is_74_leaves_nothing_and_loses_nothing(
     prep: Prep, raw_dir: Path, tmp_path: Path, command: str
@@ -252,6 +260,7 @@ def test_a_full_disk_is_74_leaves_nothing_and_loses_nothing(
         assert (data / "shard-00000.json").exists()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("state", ["planned", "not planned", "not there"])
 def test_no_permission_on_the_output_is_73(prep: Prep, raw_dir: Path, tmp_path: Path, state: str) -> None:
     parent = tmp_path / "parent"
@@ -273,6 +282,7 @@ def test_no_permission_on_the_output_is_73(prep: Prep, raw_dir: Path, tmp_path: 
     ends(ended, 73, f"{data} cannot be (written to|made): Permission denied")
 
 
+@pytest.mark.processes
 def test_a_plan_that_cannot_be_read_is_74(prep: Prep, data_dir: Path) -> None:
     (data_dir / "plan.json").chmod(0)
     ended = prep.cli("--shard_id", 0, "--output_dir", data_dir, preexec_fn=heed_permissions)
@@ -319,6 +329,7 @@ def test_other_options_than_the_plans_are_78(prep: Prep, data_dir: Path, flags: 
     assert prep.contents(data_dir) == {}
 
 
+@pytest.mark.slow
 def test_documents_asked_of_a_packed_plan_are_78(prep: Prep, sample_dir: Path, tmp_path: Path) -> None:
     prep.plan(sample_dir, tmp_path / "data", num_shards=2, record="packed", seq_len=32)
     ended = prep.command("--shard_id", 0, "--output_dir", tmp_path / "data", "--record", "documents")

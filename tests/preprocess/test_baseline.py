@@ -67,6 +67,7 @@ def make_plainly(prep: Prep, raw: Path, out: Path, *more: str, flag: str = "--sh
         assert ended.code == 0, ended.text
 
 
+@pytest.mark.slow
 def test_the_plain_form_gives_the_baselines_members_but_for_control_tokens(
     prep: Prep, raw_dir: Path, first_dir: Path, tmp_path: Path
 ) -> None:
@@ -84,6 +85,7 @@ def test_the_plain_form_gives_the_baselines_members_but_for_control_tokens(
         assert differing_keys(first, ours) == with_control
 
 
+@pytest.mark.slow
 def test_no_document_differs_where_control_tokens_are_allowed(
     prep: Prep, raw_dir: Path, first_dir: Path, tmp_path: Path
 ) -> None:
@@ -102,6 +104,7 @@ def test_control_tokens_in_a_text_stay_text(prep: Prep, raw_dir: Path, tmp_path:
             assert max(ids[1:]) < 600, "the special tokens follow the 600 others"
 
 
+@pytest.mark.processes
 def test_llama_3_on_hundreds_of_korean_and_english_lines(
     prep: Prep, shared_dir: Path, corpora_dir: Path, tmp_path: Path
 ) -> None:

@@ -22,6 +22,8 @@ from shardprep.errors import NotFound, Refused
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
+pytestmark = pytest.mark.slow
+
 LINES = 20_000
 
 

@@ -71,6 +71,7 @@ def joined(folder: Path) -> Pairs:
     return chat_sets.cut([(ids, mask) for ids, mask, _ in rows], starts)
 
 
+@pytest.mark.processes
 def test_ids_and_mask_are_those_of_apply_chat_template_where_the_template_has_the_tags(
     prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
 ) -> None:
@@ -172,6 +173,7 @@ def killed_at(number: int, make_shard: Callable[[], object]) -> bool:
     return code != 0
 
 
+@pytest.mark.processes
 def test_a_shard_of_conversations_that_is_killed_anywhere_and_made_again_has_equal_bytes(
     prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
 ) -> None:
@@ -399,6 +401,7 @@ def test_another_version_of_what_renders_is_refused(
         prep.make(out)
 
 
+@pytest.mark.processes
 def test_a_renderer_that_died_is_an_error_and_the_next_attempt_starts_another(
     prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
 ) -> None:

@@ -59,6 +59,7 @@ def test_right_shards_are_equal_and_nothing_is_written(
     assert after == before
 
 
+@pytest.mark.processes
 def test_the_second_reader_imports_nothing_of_the_first_one() -> None:
     code = (
         "import sys, preprocess.plain_reader\n"

@@ -100,6 +100,7 @@ def test_a_planned_folder_is_looked_at_without_further_flags(prep: Prep, planned
     assert sorted(path.name for path in planned_dir.iterdir()) == before
 
 
+@pytest.mark.processes
 def test_a_tokenizer_that_is_not_there_is_bad_with_its_own_exit_code(prep: Prep, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     code, text = doctor(prep, "--model_id", tmp_path / "empty")
@@ -157,6 +158,7 @@ def test_thread_variables_say_what_they_change_and_too_many_threads_are_a_warnin
     )
 
 
+@pytest.mark.processes
 def test_exported_lines_can_be_sourced_and_are_all_that_is_printed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -249,6 +251,7 @@ def test_a_driver_whose_gpus_torch_does_not_see_is_a_warning() -> None:
     assert [f.level for f in torch_findings(without, has_driver=False)] == ["good"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("program", "expected"), [("import nothing_of_this_name", "ModuleNotFoundError"), ("", "exit")]
 )

@@ -102,6 +102,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("documents") / "a.txt"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_lines_and_their_bytes_are_those_of_text_mode_wherever_blocks_end(path: Path, encoding: str) -> None:
     codec, marks = ENCODINGS[encoding]
@@ -155,6 +156,7 @@ def test_a_range_that_begins_inside_a_file_drops_no_mark(path: Path) -> None:
     assert read([part], "utf-8-sig").documents == [(0, 4, "\ufefftwo")]
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(pieces=st.lists(st.sampled_from(RAW), max_size=40), block_bytes=st.integers(1, 9))
 def test_undecodable_lines_are_left_out_counted_and_located(

@@ -61,6 +61,7 @@ def assert_equal_ids(one: Engine, other: Engine, texts: list[str]) -> None:
         assert np.array_equal(left.ids, right.ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("allow_special_tokens", [False, True])
 def test_engines_agree_on_code_points_special_tokens_and_long_runs(
     prep: Any, allow_special_tokens: bool
@@ -82,6 +83,7 @@ def test_engines_agree_on_code_points_special_tokens_and_long_runs(
     assert_equal_ids(engines[0], engines[1], texts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("allow_special_tokens", [False, True])
 def test_engines_agree_on_llama_3_and_every_code_point(shared_dir: Path, allow_special_tokens: bool) -> None:
     path = shared_dir / "tokenizers/llama3/tokenizer.json"
@@ -198,6 +200,7 @@ def test_missing_tokenizer_files_are_named(data_dir: Path, json_path: Path) -> N
         load(need_plan(data_dir), json_path, "auto", [])
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_fastokens_gets_wrong_falls_back_at_planning(
     prep: Any, sample_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +208,7 @@ def test_a_tokenizer_that_fastokens_gets_wrong_falls_back_at_planning(
     assert not prep.plan(sample_dir, tmp_path / "data").fast_engine_is_equal
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_fastokens_does_not_know_is_encoded_by_the_reference(
     prep: Any, sample_dir: Path, tmp_path: Path
 ) -> None:

@@ -208,6 +208,7 @@ def test_a_folder_that_megatron_could_not_read_again_is_refused_before_anything_
     export(prep, folders["json"], "nanogpt", tmp_path / "my data")
 
 
+@pytest.mark.slow
 def test_eos_is_put_where_it_is_asked_for(prep: Prep, folders: dict[str, Path], tmp_path: Path) -> None:
     out = export(prep, folders["json"], "nanogpt", tmp_path / "without", "--no-put_eos")
     assert np.memmap(out / "train.bin", np.uint16, "r").tolist() == list(chain(*rows_of(folders["json"])))

@@ -122,6 +122,7 @@ def test_all_formats_in_one_folder_give_each_document_once_with_the_reference_id
         assert ids == tokenizer.encode(text).ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "batch_bytes", "num_cpus", "memory_gb"),
     [("tokenizers", 3_000, 4, None), ("fastokens", 64, 2, None), ("auto", None, 8, 0.25)],
@@ -199,6 +200,7 @@ def test_files_that_say_where_they_may_be_entered_are_cut_and_others_are_packed_
         assert [text for path, text, _ in found if path == name] == TEXTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 def test_random_files_are_read_as_an_independent_reader_reads_them(form: str, tmp_path: Path) -> None:
     """Some are damaged: then they are refused. ``python -m tests.random_inputs`` tries 20,000 of each."""
@@ -292,6 +294,7 @@ def broken(kind: str, raw: Path) -> str:
     return name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [
@@ -766,6 +769,7 @@ def test_what_pandas_writes_as_curators_writers_ask_it_to_goes_in(prep: Prep, tm
     assert [text for _, text, _ in documents(prep, tmp_path / "data")] == OTHERS_TEXTS * 2
 
 
+@pytest.mark.slow
 def test_seven_columns_by_a_template_give_every_row(prep: Prep, tmp_path: Path) -> None:
     raw = tmp_path / "raw"
     raw.mkdir()

@@ -39,6 +39,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WorkerSettings, "batch_bytes", property(lambda _: 4_000))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_batches")
 @pytest.mark.parametrize("options", [{}, {"record": "packed", "seq_len": 64}, {"token_format": "npy"}])
 def test_a_shard_has_the_same_bytes_whatever_the_number_of_cpus(

@@ -129,6 +129,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("line-ends") / "a.txt"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_documents_offsets_empty_and_bad_lines_are_an_independent_readers(
     path: Path, encoding: str, monkeypatch: pytest.MonkeyPatch

@@ -73,6 +73,7 @@ def written_ids(folder: Path) -> Iterator[list[int]]:
             yield json.loads(raw[entry[0] : sum(entry)])
 
 
+@pytest.mark.processes
 def test_every_document_has_the_ids_of_transformers_encode(
     data_dir: Path, llama3_dir: Path, raw_dir: Path
 ) -> None:
@@ -106,6 +107,7 @@ def test_every_document_has_the_ids_of_transformers_encode(
     assert next(written, None) is None
 
 
+@pytest.mark.processes
 def test_the_shards_are_even_and_their_index_counts_all_documents(data_dir: Path) -> None:
     index = json.loads((data_dir / "index.json").read_bytes())
     column = index["columns"].index("num_documents")

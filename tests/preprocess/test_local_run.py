@@ -8,17 +8,19 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.waiting import HANG_S
+from tests.children import end_of, is_living
+from tests.held_children import Hold
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
+
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")
@@ -118,62 +120,46 @@ def test_a_shard_that_fails_does_not_stop_the_others(prep: Prep, sample_dir: Pat
 
 
 @pytest.fixture(scope="module")
-def slow_dir(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plan of four shards of 2 MB each: a second each for the slow engine."""
-    raw, folder = tmp_path_factory.mktemp("raw"), tmp_path_factory.mktemp("slow")
-    text = b"".join(path.read_bytes() for path in sorted(sample_dir.iterdir()))
-    for number in range(4):
-        (raw / f"{number}.txt").write_bytes(text * 5)
-    prep.plan(raw, folder, engine="tokenizers")
+def four_dir(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan of four shards."""
+    folder = tmp_path_factory.mktemp("four")
+    prep.plan(sample_dir, folder, num_shards=4)
     return folder
 
 
 @contextlib.contextmanager
-def running(prep: Prep, folder: Path) -> Iterator[tuple[subprocess.Popen[str], dict[int, int]]]:
-    """``run`` with two processes, each in the middle of a shard: also {shard: process id}."""
-    run = prep.start("run", folder, "--num_proc", 2, "--engine", "tokenizers")
+def running(prep: Prep, folder: Path) -> Iterator[tuple[subprocess.Popen[str], dict[int, int], Hold]]:
+    """``run`` with two processes, each held in the middle of a shard: also {shard: process id}."""
+    hold = Hold(folder.with_name("held"), "open", r"/\.shard-\d+\.idx\.")
+    run = prep.start("run", folder, "--num_proc", 2, env=hold.environ())
     try:
-        deadline = time.monotonic() + HANG_S
-        workers: dict[int, int] = {}
-        while len(workers) < 2:
-            assert time.monotonic() < deadline
-            assert run.poll() is None, run.communicate()[0]
-            names = [path.name for path in folder.glob(".shard-*.tar.*.tmp")]
-            found = [re.fullmatch(r"\.shard-(\d+)\.tar\..+-(\d+)-\w+\.tmp", name) for name in names]
-            workers = {int(match[1]): int(match[2]) for match in found if match}
-            time.sleep(0.002)
-        assert len(set(workers.values())) == 2
-        yield run, workers
+        pids = hold.wait(2, run)
+        names = [path.name for path in folder.glob(".shard-*.tar.*.tmp")]
+        found = [re.fullmatch(r"\.shard-(\d+)\.tar\..+-(\d+)-\w+\.tmp", name) for name in names]
+        workers = {int(match[1]): int(match[2]) for match in found if match}
+        assert sorted(workers.values()) == pids
+        yield run, workers, hold
     finally:
         run.kill()
         run.communicate()
 
 
-def is_living(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 @pytest.fixture(scope="module")
-def after_kill(
-    prep: Prep, slow_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, int, int, str]:
-    """A run of which one process was killed by SIGKILL: folder, that one's shard, exit code, words."""
-    folder = Path(shutil.copytree(slow_dir, tmp_path_factory.mktemp("killed") / "data"))
-    with running(prep, folder) as (run, workers):
+def after_kill(prep: Prep, four_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
+    """A run of which one process was killed by SIGKILL: folder, that one's shard, words."""
+    folder = Path(shutil.copytree(four_dir, tmp_path_factory.mktemp("killed") / "data"))
+    with running(prep, folder) as (run, workers, hold):
         killed = max(workers)
         os.kill(workers[killed], signal.SIGKILL)
-        text, _ = run.communicate(timeout=HANG_S)
-    return folder, killed, run.returncode, text
+        hold.release()
+        text = end_of(run, code=74)
+    return folder, killed, text
 
 
 def test_a_killed_process_fails_its_shard_alone_and_the_printed_command_makes_it(
-    prep: Prep, after_kill: tuple[Path, int, int, str]
+    prep: Prep, after_kill: tuple[Path, int, str]
 ) -> None:
-    made, killed, code, text = after_kill
-    assert code == 74, text
+    made, killed, text = after_kill
     assert done(made) == [shard_id for shard_id in range(4) if shard_id != killed]
     again = re.search(rf"error: failed: {killed}; run again: python -m preprocess (run .*)", text)
     assert again
@@ -182,8 +168,8 @@ def test_a_killed_process_fails_its_shard_alone_and_the_printed_command_makes_it
     assert prep.temporaries(made) == []
 
 
-def test_how_a_process_was_killed_is_told(after_kill: tuple[Path, int, int, str]) -> None:
-    _, killed, _, text = after_kill
+def test_how_a_process_was_killed_is_told(after_kill: tuple[Path, int, str]) -> None:
+    _, killed, text = after_kill
     assert f"shard {killed:05d} failed (74): its process was killed by signal 9 (out of memory?)" in text
 
 
@@ -191,18 +177,14 @@ def test_how_a_process_was_killed_is_told(after_kill: tuple[Path, int, int, str]
     "number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda item: item.name
 )
 def test_a_signal_stops_the_processes_too_and_leaves_nothing_unfinished(
-    prep: Prep, slow_dir: Path, tmp_path: Path, number: signal.Signals
+    prep: Prep, four_dir: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
-    folder = Path(shutil.copytree(slow_dir, tmp_path / "data"))
-    with running(prep, folder) as (run, workers):
+    folder = Path(shutil.copytree(four_dir, tmp_path / "data"))
+    with running(prep, folder) as (run, workers, _):
         run.send_signal(number)
-        text, _ = run.communicate(timeout=HANG_S)
-    assert run.returncode == 75, text
+        text = end_of(run, code=75)
     assert f"stopped by {number.name}" in text
     assert "Traceback" not in text
     assert not any(is_living(pid) for pid in workers.values())
     assert prep.temporaries(folder) == []
-    for shard_id in range(4):
-        files = {path.suffix for path in folder.glob(f"shard-{shard_id:05d}.*")}
-        assert files in (set(), {".tar", ".idx", ".json"})
-    assert len(done(folder)) < 4
+    assert not list(folder.glob("shard-*"))

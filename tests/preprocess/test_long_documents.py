@@ -54,6 +54,7 @@ def make_with(prep: Any, folder: Path, patch: pytest.MonkeyPatch, long_bytes: in
     prep.make(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())))
 def test_long_documents_give_the_bytes_of_held_ones(
     prep: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
@@ -105,6 +106,7 @@ def test_a_whole_file_goes_the_long_way_too(
     assert written.decode() == text.decode().replace("\r\n", "\n").replace("\r", "\n").strip()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.text(alphabet="ab 가나1'\n\t.é\u3000!s", max_size=12), max_size=12))
 def test_pieces_encode_to_the_ids_of_the_whole(prep_model: Path, pieces: list[str]) -> None:
@@ -122,6 +124,7 @@ ADVERSARIAL = st.text(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=400)
 @given(st.lists(ADVERSARIAL, max_size=10))
 def test_pieces_encode_to_the_ids_of_the_whole_by_llama_3s_tokenizer(
@@ -133,6 +136,7 @@ def test_pieces_encode_to_the_ids_of_the_whole_by_llama_3s_tokenizer(
         assert found == engine.encode([whole]).ids.tolist()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=400)
 @given(st.lists(ADVERSARIAL, max_size=10))
 def test_a_text_may_be_cut_at_every_place_that_is_taken_for_one(
@@ -160,6 +164,7 @@ def test_chinese_without_a_blank_is_encoded_in_small_pieces() -> None:
     assert max(map(len, pieces)) < 1100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("can_be_cut", [True, False])
 def test_text_that_cannot_be_cut_is_refused_above_a_fixed_size_and_never_held(can_be_cut: bool) -> None:
     block, taken = "a" * (1 << 20), 0

@@ -14,6 +14,8 @@ from preprocess.engines import TokenBatch
 from preprocess.packing import START, BestFitRows, ConcatRows, Packer, RowGroup
 from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
 
+pytestmark = pytest.mark.slow
+
 PAD = 7
 
 

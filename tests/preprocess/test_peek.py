@@ -80,6 +80,7 @@ def test_the_longest_come_first_of_all_shards_or_of_one(prep: Prep, made_dir: Pa
     assert [(head[0], head[2]) for head in of_one] == [(2, n) for n in sorted(tokens[2], reverse=True)[:2]]
 
 
+@pytest.mark.slow
 def test_grep_and_source_choose_and_are_told_where_nothing_is_found(prep: Prep, made_dir: Path) -> None:
     plan = need_plan(made_dir)
     name = plan.inputs[-1].path
@@ -130,6 +131,7 @@ def test_a_shard_that_is_not_made_is_66_with_the_command_that_makes_it(prep: Pre
     assert (one.code, "shard 00001 is not made" in one.text) == (66, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read_bytes", [4 << 20, 128])
 @pytest.mark.parametrize("pack", ["concat", "best_fit"])
 def test_a_packed_shard_is_read_back_as_the_stream_of_its_documents(

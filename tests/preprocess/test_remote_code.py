@@ -50,6 +50,7 @@ def strange_dir(prep: Prep, tmp_path: Path, marker: Path, monkeypatch: pytest.Mo
     return folder
 
 
+@pytest.mark.processes
 def test_planning_runs_no_code_of_a_tokenizers_folder(
     prep: Prep, strange_dir: Path, sample_dir: Path, tmp_path: Path, marker: Path
 ) -> None:

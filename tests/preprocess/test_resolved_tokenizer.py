@@ -167,6 +167,7 @@ def test_a_plain_tokenizer_is_read_without_transformers_and_equals_its(
     check_equal_to_transformers(model_dir, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_transformers")
 def test_llama_3_is_read_without_transformers_and_equals_its(shared_dir: Path, tmp_path: Path) -> None:
     """Not all of the above: its 17 MB would be parsed seven times."""
@@ -289,12 +290,14 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     assert resolve(model_dir, tmp_path / "first") == resolve(model_dir, tmp_path / "second")
 
 
+@pytest.mark.processes
 def test_what_transformers_says_of_a_model_comes_out_of_its_own_process(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(NotFound, match="no usable tokenizer was found in the folder"):
         resolve_tokenizer(str(tmp_path / "empty"), tmp_path, allow_special_tokens=False)
 
 
+@pytest.mark.processes
 def test_planning_never_imports_torch_and_its_process_no_transformers(
     prep: Prep, model_dir: Path, sample_dir: Path, tmp_path: Path
 ) -> None:
@@ -325,6 +328,7 @@ def test_planning_never_imports_torch_and_its_process_no_transformers(
     assert "<|mask|>" in {token["content"] for token in tokens}, "transformers was asked"
 
 
+@pytest.mark.processes
 def test_a_model_with_several_chat_templates_is_planned_and_keeps_them(
     prep: Prep, model_dir: Path, sample_dir: Path, tmp_path: Path
 ) -> None:

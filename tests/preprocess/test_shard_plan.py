@@ -71,6 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("inputs")
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(contents=FILES, num_shards=st.integers(1, 12))
 def test_cuts_fall_on_line_starts_ascend_and_span_the_whole_input(
@@ -87,6 +88,7 @@ def test_cuts_fall_on_line_starts_ascend_and_span_the_whole_input(
     assert max(shard_sizes(inputs, cuts)) <= sum(map(len, contents)) / num_shards + longest + 1
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(contents=FILES, num_shards=st.integers(1, 30), first=st.integers(1, 5))
 def test_a_shard_begins_with_the_first_line_at_or_behind_its_even_share(
@@ -108,6 +110,7 @@ def test_a_shard_begins_with_the_first_line_at_or_behind_its_even_share(
     assert places == [min(start for start in starts if start >= share) for share in shares]
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(contents=FILES, num_shards=st.integers(1, 12))
 def test_every_byte_is_in_exactly_one_shard(
@@ -256,6 +259,7 @@ def test_an_equal_second_plan_changes_no_byte(prep: Prep, sample_dir: Path, data
     assert prep.names(data_dir) == ["plan.json", "tokenizer"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -286,6 +290,7 @@ def test_another_plan_is_refused_naming_what_differs_and_what_to_do(
     assert named in dry.text
 
 
+@pytest.mark.slow
 def test_other_inputs_are_refused_by_name(
     prep: Prep, sample_dir: Path, data_dir: Path, tmp_path: Path
 ) -> None:
@@ -303,6 +308,7 @@ def test_other_inputs_are_refused_by_name(
             prep.plan(raw, data_dir, num_shards=5)
 
 
+@pytest.mark.slow
 def test_another_tokenizer_is_refused(prep: Prep, sample_dir: Path, data_dir: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     train_tokenizer(input_dir=sample_dir, vocab_size=300, output_dir=other)
@@ -356,6 +362,7 @@ def test_only_the_files_of_the_tokenizer_are_kept(prep: Prep, planned_dir: Path,
         }
 
 
+@pytest.mark.processes
 def test_tasks_need_neither_hub_nor_the_folder_of_the_model(
     prep: Prep, sample_dir: Path, tmp_path: Path
 ) -> None:
@@ -367,6 +374,7 @@ def test_tasks_need_neither_hub_nor_the_folder_of_the_model(
     assert (tmp_path / "data" / "shard-00002.json").exists()
 
 
+@pytest.mark.slow
 def test_a_touch_a_copy_and_a_moved_folder_change_nothing(
     prep: Prep, sample_dir: Path, data_dir: Path, tmp_path: Path
 ) -> None:
@@ -387,6 +395,7 @@ def test_a_touch_a_copy_and_a_moved_folder_change_nothing(
     assert json.loads((data_dir / "shard-00003.json").read_bytes())["spec"]["plan_id"] == plan.plan_id
 
 
+@pytest.mark.slow
 def test_input_that_changed_since_planning_is_refused_by_the_worker(
     prep: Prep, sample_dir: Path, tmp_path: Path
 ) -> None:
@@ -421,6 +430,7 @@ def test_a_change_in_each_of_the_three_sampled_parts_changes_the_stamp(tmp_path:
     assert size > 3 * input_files._SAMPLE_BYTES, "else the whole file is the sample"
 
 
+@pytest.mark.processes
 def test_planners_that_race_end_with_one_plan(prep: Prep, sample_dir: Path, tmp_path: Path) -> None:
     flags = ["--input_dir", sample_dir, "--output_dir", tmp_path / "data", "--model_id", prep.model_dir]
     racers = [prep.start("plan", "--num_shards", 4, *flags) for _ in range(2)]
@@ -434,6 +444,7 @@ def test_planners_that_race_end_with_one_plan(prep: Prep, sample_dir: Path, tmp_
     assert prep.names(tmp_path / "data") == ["plan.json", "tokenizer"]
 
 
+@pytest.mark.processes
 def test_tasks_of_the_plain_form_that_race_share_one_plan(
     prep: Prep, sample_dir: Path, tmp_path: Path
 ) -> None:

@@ -73,6 +73,7 @@ print(len(os.listdir("/proc/self/task")), end="")
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("engine", ["tokenizers", "fastokens"])
 def test_a_shells_settings_for_other_programs_change_no_engines_threads(prep: Prep, engine: str) -> None:
     """Rayon's variables, and tokenizers' own, act on the tokenizers engine if nobody sets them."""
@@ -116,6 +117,7 @@ libc.fclose(file)
 """
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="glibc alone has such heaps")
 def test_the_threads_of_a_worker_share_two_heaps(tmp_path: Path) -> None:
     num_heaps = {}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow
 import pyarrow.parquet as pq
+import pytest
 
 from preprocess.options import WorkerSettings
 from preprocess.plan import need_plan
@@ -18,8 +19,6 @@ from shardprep.console import counted, progress_line, short_bytes, short_number,
 from tests.input_writers import bgzip
 
 if TYPE_CHECKING:
-    import pytest
-
     from tests.conftest import Prep
 
 
@@ -75,6 +74,7 @@ def test_the_engine_line_says_why_it_is_the_slow_one(prep: Prep, planned_dir: Pa
     assert "as --engine asks" in engine_line(worker)
 
 
+@pytest.mark.processes
 def test_run_says_for_each_shard_its_part_and_its_speed_and_the_engine_once(
     prep: Prep, data_dir: Path
 ) -> None:

@@ -104,6 +104,7 @@ def test_the_text_it_was_trained_on_takes_fewer_tokens_than_bytes(trained_dir: P
     assert len(tokenizer.encode(text).ids) * 4 < len(text.encode())
 
 
+@pytest.mark.slow
 def test_pipeline_and_special_tokens_are_those_of_llama_3(trained_dir: Path) -> None:
     shared = Path(os.environ.get("SHARDPREP_TEST_SHARED", Path(__file__).parents[3] / "shared"))
     path = shared / "tokenizers" / "llama3" / "tokenizer.json"
@@ -143,6 +144,7 @@ def test_fastokens_gives_the_ids_of_tokenizers(trained_dir: Path, text_dir: Path
         assert list(fast.encode(text, add_special_tokens=True).ids) == reference.encode(text).ids
 
 
+@pytest.mark.processes
 def test_equal_inputs_give_equal_bytes_whatever_the_threads(
     trained_dir: Path, text_dir: Path, tmp_path: Path
 ) -> None:
@@ -206,6 +208,7 @@ def test_an_output_folder_with_other_files_is_refused(text_dir: Path, tmp_path: 
         train_tokenizer(input_dir=text_dir, vocab_size=300, output_dir=tmp_path)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("stop_signal", [signal.SIGINT, signal.SIGKILL])
 def test_a_killed_run_leaves_nothing_that_counts(tmp_path: Path, stop_signal: signal.Signals) -> None:
     (tmp_path / "raw").mkdir()

@@ -82,6 +82,7 @@ def test_a_whole_data_set_gets_an_index_of_its_shards(prep: Prep, whole_dir: Pat
     assert prep.temporaries(whole_dir) == []
 
 
+@pytest.mark.slow
 def test_equal_data_sets_have_equal_indexes(
     prep: Prep, raw_dir: Path, whole_dir: Path, tmp_path: Path
 ) -> None:
@@ -94,6 +95,7 @@ def test_equal_data_sets_have_equal_indexes(
     assert (whole_dir / "index.json").read_bytes() == (other / "index.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_the_index_takes_at_most_120_bytes_a_shard(prep: Prep, sample_dir: Path, tmp_path: Path) -> None:
     sizes = {}
     for num_shards in (10, 70):
@@ -176,6 +178,7 @@ BROKEN: dict[str, tuple[Break, int, str]] = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_shard_is_named_with_a_command_that_mends_it(prep: Prep, whole_dir: Path, name: str) -> None:
     before = prep.contents(whole_dir)
@@ -252,6 +255,7 @@ def test_an_idx_that_names_other_documents_than_its_shards_is_seen_though_hashes
     assert "the idx of shard 00003 names sources outside of its part of the plan" in ended.text
 
 
+@pytest.mark.slow
 def test_a_packed_data_set_verifies_too(prep: Prep, sample_dir: Path, tmp_path: Path) -> None:
     for pack in ("concat", "best_fit"):
         folder = tmp_path / pack

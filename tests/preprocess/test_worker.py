@@ -8,10 +8,9 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +21,9 @@ from preprocess.transformers_tokenizer import save_tokenizer
 from preprocess.worker import done_manifest
 from shardprep.atomic_files import STALE_AFTER_S, remove_temporaries
 from shardprep.errors import Stopped
-from tests.checkout import ROOT
-from tests.waiting import HANG_S
+from tests.children import end_of, run_child
+from tests.held_children import Hold
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -74,6 +74,7 @@ def planned_copy(reference: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("record", RECORDS)
 def test_both_engines_and_all_sizes_of_blocks_give_equal_bytes(
     prep: Prep, reference: Callable[[str], Path], tmp_path: Path, record: str
@@ -92,6 +93,7 @@ def test_both_engines_and_all_sizes_of_blocks_give_equal_bytes(
         assert run["engine"].startswith(engine)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("record", RECORDS)
 def test_one_and_two_cpus_give_equal_bytes(
     prep: Prep, reference: Callable[[str], Path], tmp_path: Path, record: str
@@ -143,11 +145,11 @@ def test_what_a_task_says_ends_with_the_counts_of_its_manifest(prep: Prep, data_
 
 @pytest.fixture(scope="module")
 def big_dir(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plan of one shard of 4 MB: a second or more of the slow engine, and several pieces of tar."""
+    """A plan of one shard whose tar is written in several pieces."""
     raw, folder = tmp_path_factory.mktemp("raw"), tmp_path_factory.mktemp("big")
     text = b"".join(path.read_bytes() for path in sorted(sample_dir.iterdir()))
-    (raw / "a.txt").write_bytes(text * (1 + 4_000_000 // len(text)))
-    prep.plan(raw, folder, engine="tokenizers")
+    (raw / "a.txt").write_bytes(text * (1 + 2_000_000 // len(text)))
+    prep.plan(raw, folder)
     return folder
 
 
@@ -162,40 +164,39 @@ def temporary_tars(folder: Path) -> list[Path]:
     return list(folder.glob(".shard-00000.tar.*.tmp"))
 
 
-@contextlib.contextmanager
-def in_the_middle(prep: Prep, folder: Path, num_writers: int = 1) -> Iterator[list[subprocess.Popen[str]]]:
+class HeldWriters:
     """Real writers of shard 0, each with a part of its tar on disk and none of them done."""
-    writers = [
-        prep.start("--shard_id", 0, "--output_dir", folder, "--engine", "tokenizers")
-        for _ in range(num_writers)
-    ]
-    try:
-        deadline = time.monotonic() + HANG_S
-        while True:
-            assert time.monotonic() < deadline
-            assert all(writer.poll() is None for writer in writers), [w.communicate()[0] for w in writers]
-            with contextlib.suppress(FileNotFoundError):
-                grown = [path.name for path in temporary_tars(folder) if path.stat().st_size > 0]
-                if all(any(f"-{writer.pid}-" in name for name in grown) for writer in writers):
-                    break
-            time.sleep(0.002)
-        yield writers
-    finally:
-        for writer in writers:
-            writer.kill()
-            writer.communicate()
+
+    def __init__(self, prep: Prep, folder: Path, place: Path, num_writers: int = 1) -> None:
+        self.hold = Hold(place, "write", r"/\.shard-00000\.tar\.")
+        self.processes = [
+            prep.start("--shard_id", 0, "--output_dir", folder, env=self.hold.environ(number=2))
+            for _ in range(num_writers)
+        ]
+
+    def __enter__(self) -> HeldWriters:
+        pids = self.hold.wait(len(self.processes), *self.processes)
+        assert pids == sorted(process.pid for process in self.processes)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate()
 
 
+@pytest.mark.processes
 def test_a_rerun_after_kill_9_in_the_middle_gives_equal_bytes_and_clears_up(
     prep: Prep, big_dir: Path, big_contents: dict[str, bytes], tmp_path: Path
 ) -> None:
     folder = planned_copy(big_dir, tmp_path / "data")
-    for _ in range(2):
-        with in_the_middle(prep, folder) as [writer]:
-            writer.kill()
-            assert writer.wait() == -signal.SIGKILL
+    for attempt in range(2):
+        with HeldWriters(prep, folder, tmp_path / f"{attempt}") as held:
+            held.processes[0].kill()
         assert prep.contents(folder) == {}
-    assert len(temporary_tars(folder)) == 2, "a killed process cannot clear up"
+    assert [path.stat().st_size > 0 for path in temporary_tars(folder)] == [True] * 2, (
+        "a killed process cannot clear up"
+    )
     ended = prep.command("--shard_id", 0, "--output_dir", folder)
     assert ended.code == 0, ended.text
     assert prep.contents(folder) == big_contents
@@ -220,6 +221,7 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
+@pytest.mark.processes
 def test_kill_9_at_each_step_of_the_commit_leaves_a_done_shard_or_nothing_that_counts(
     prep: Prep, planned_dir: Path, tmp_path: Path
 ) -> None:
@@ -240,7 +242,7 @@ def test_kill_9_at_each_step_of_the_commit_leaves_a_done_shard_or_nothing_that_c
             "--output_dir",
             folder,
         ]
-        killed = subprocess.run(program, env=prep.environ(), cwd=ROOT, capture_output=True, check=False)
+        killed = run_child(program, env=prep.environ(), code=None)
         if killed.returncode == 0:
             break
         assert killed.returncode == -signal.SIGKILL, killed.stderr
@@ -270,19 +272,22 @@ def test_what_a_killed_attempt_left_in_quarantine_goes_when_the_shard_is_done(
     assert not left.exists()
 
 
+@pytest.mark.processes
 def test_two_live_writers_of_one_shard_end_well(
     prep: Prep, big_dir: Path, big_contents: dict[str, bytes], tmp_path: Path
 ) -> None:
     folder = planned_copy(big_dir, tmp_path / "data")
-    with in_the_middle(prep, folder, num_writers=2) as writers:
-        texts = [writer.communicate(timeout=HANG_S)[0] for writer in writers]
-        codes = sorted(writer.returncode for writer in writers)
+    with HeldWriters(prep, folder, tmp_path, num_writers=2) as held:
+        held.hold.release()
+        texts = [end_of(writer, code=None) for writer in held.processes]
+        codes = sorted(writer.returncode for writer in held.processes)
     assert codes in ([0, 0], [0, 74]), texts
     assert prep.contents(folder) == big_contents
     assert prep.temporaries(folder) == []
     assert prep.command("verify", folder).code == 0
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda item: item.name
 )
@@ -290,10 +295,10 @@ def test_a_signal_ends_a_task_with_75_and_leaves_nothing(
     prep: Prep, big_dir: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     folder = planned_copy(big_dir, tmp_path / "data")
-    with in_the_middle(prep, folder) as [writer]:
-        writer.send_signal(number)
-        text, _ = writer.communicate(timeout=HANG_S)
-        assert writer.returncode == 75, text
+    with HeldWriters(prep, folder, tmp_path) as held:
+        held.processes[0].send_signal(number)
+        held.hold.release()  # the thread that writes; the signal is the main thread's
+        text = end_of(held.processes[0], code=75)
     assert f"error: stopped by {number.name}; nothing unfinished is left, run this again" in text
     assert "Traceback" not in text
     assert prep.names(folder) == ["plan.json", "tokenizer"]
@@ -310,42 +315,24 @@ def living_of_group(group: int) -> list[int]:
     return found
 
 
-def has_loaded(process: int, library: str) -> bool:
-    with contextlib.suppress(OSError):
-        return f"/{library}" in Path(f"/proc/{process}/maps").read_text()
-    return False
-
-
+@pytest.mark.processes
 @pytest.mark.parametrize("target", ["task alone", "whole group"])
 def test_a_signal_while_a_task_plans_ends_it_with_75_and_leaves_no_plan(
     prep: Prep, sample_dir: Path, tmp_path: Path, target: str
 ) -> None:
-    """When the signal comes a library is at work, which must not take it for an error of its own."""
+    """When the signal comes transformers is at work, which must not take it for an error of its own."""
+    hold = Hold(tmp_path, "open", "/transformers/models/auto/tokenization_auto.*\\.py")
     model = Path(shutil.copytree(prep.model_dir, tmp_path / "model"))
     config = json.loads((model / "tokenizer_config.json").read_bytes())
     (model / "tokenizer_config.json").write_text(json.dumps({**config, "mask_token": "<|mask|>"}))
     task = prep.start(
         "--shard_id", 0, "--input_dir", sample_dir, "--output_dir", tmp_path / "data",
-        "--model_id", model, start_new_session=True,
+        "--model_id", model, start_new_session=True, env=hold.environ(),
     )  # fmt: skip
-    assert task.stdout is not None
-    said = ""
-    while "resolving the tokenizer" not in said:  # the line before transformers is imported
-        line = task.stdout.readline()
-        assert line, said
-        said += line
-    deadline = time.monotonic() + HANG_S
-    while not any(has_loaded(pid, "tokenizers") for pid in living_of_group(task.pid) if pid != task.pid):
-        assert time.monotonic() < deadline, "no library was loaded"
-        time.sleep(0.01)
+    assert hold.wait(1, task) != [task.pid], "the planning process"
     (os.kill if target == "task alone" else os.killpg)(task.pid, signal.SIGTERM)
-    text, _ = task.communicate(timeout=HANG_S)
-    assert task.returncode == 75, said + text
-    assert "Traceback" not in text
-    deadline = time.monotonic() + HANG_S
-    while living_of_group(task.pid):
-        assert time.monotonic() < deadline, "the planning process is still there"
-        time.sleep(0.02)
+    assert "Traceback" not in end_of(task, code=75)
+    wait_until(lambda: not living_of_group(task.pid), every_s=0.02)
     assert not (tmp_path / "data").exists()
 
 
@@ -391,6 +378,7 @@ def test_colleagues_can_read_what_a_task_wrote(prep: Prep, raw_dir: Path, tmp_pa
     assert (tmp_path / "data" / "tokenizer").stat().st_mode & 0o777 == 0o750
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("record", RECORDS)
 @pytest.mark.parametrize("size", [1, 7, 1024])
 def test_all_batch_sizes_and_little_memory_give_equal_bytes(

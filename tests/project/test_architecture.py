@@ -56,6 +56,7 @@ def others(package: str) -> dict[str, set[str]]:
     }
 
 
+@pytest.mark.slow
 def test_the_packages_are_there_and_their_imports_are_seen() -> None:
     for package in PACKAGES:
         assert modules(package), package
@@ -88,6 +89,7 @@ def test_the_loader_imports_shardprep_alone() -> None:
         assert {name.split(".")[0] for name in names} <= {"shardprep"}, path
 
 
+@pytest.mark.slow
 def test_inside_of_the_loader_imports_go_one_way() -> None:
     allowed = {
         "loader/shards/": ("loader.shards", "loader.order"),
@@ -127,6 +129,7 @@ def test_lustre_imports_shardprep_alone() -> None:
         assert {name.split(".")[0] for name in names} <= {"shardprep"}, path
 
 
+@pytest.mark.slow
 def test_nobody_imports_slurm() -> None:
     for package in PACKAGES:
         for path, names in others(package).items():
@@ -138,6 +141,7 @@ def test_slurm_imports_all_but_the_loader() -> None:
         assert {name.split(".")[0] for name in names} <= {"shardprep", "preprocess", "lustre"}, path
 
 
+@pytest.mark.slow
 def test_of_preprocess_few_modules_import_lustre_and_none_imports_the_loader() -> None:
     users = {
         path
@@ -150,6 +154,7 @@ def test_of_preprocess_few_modules_import_lustre_and_none_imports_the_loader() -
         assert {name.split(".")[0] for name in names} <= {"shardprep", "lustre"}
 
 
+@pytest.mark.slow
 def test_inside_of_preprocess_imports_follow_the_way_of_the_text() -> None:
     """Each stage imports stages before it alone; a shard's writer knows neither rows nor options."""
     forms = [
@@ -205,6 +210,7 @@ worker.Worker.run_shard = run_shard
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("form", ["shard of a plan", "plain form", "run"])
 def test_a_process_that_makes_a_shard_has_no_heavy_library(
     prep: Prep, planned_dir: Path, data_dir: Path, sample_dir: Path, tmp_path: Path, form: str

@@ -18,6 +18,8 @@ from tests.waiting import HANG_S
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
+pytestmark = pytest.mark.processes
+
 COMMANDS = {
     "verify": ["preprocess", "verify"],
     "plan": ["preprocess", "plan", "--dry_run", "--num_shards", "5", "--output_dir"],

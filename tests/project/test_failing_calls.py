@@ -67,6 +67,7 @@ def exit_code_of(attempt: Worker) -> int:
     return 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_an_error_at_any_call_of_a_shard_is_one_of_ours_and_leaves_nothing_that_counts(
     prep: Prep, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -118,6 +119,7 @@ def plan_args(prep: Prep, folder: Path, out: Path) -> list[object]:
     return ["--input_dir", folder, "--output_dir", out, "--model_id", prep.model_dir]
 
 
+@pytest.mark.processes
 def test_a_scratch_folder_that_cannot_be_made_is_73_and_names_tmpdir(
     prep: Prep, sample_dir: Path, tmp_path: Path
 ) -> None:
@@ -154,6 +156,7 @@ def test_memory_that_is_no_amount_is_2(prep: Prep, data_dir: Path, value: str) -
     assert f"--memory_gb is {float(value)}, expected more than 0" in ended.text
 
 
+@pytest.mark.processes
 def test_memory_below_a_workers_need_is_said_with_what_it_needs(prep: Prep, data_dir: Path) -> None:
     ended = prep.command("--shard_id", 0, "--output_dir", data_dir, "--memory_gb", "0.2")
     assert ended.code == 0, ended.text
@@ -164,6 +167,7 @@ def test_memory_below_a_workers_need_is_said_with_what_it_needs(prep: Prep, data
     assert "0.25 GB for each of 2 processes" in ended.text
 
 
+@pytest.mark.slow
 def test_a_shard_a_file_of_very_many_small_files_is_warned_of(prep: Prep, tmp_path: Path) -> None:
     raw = tmp_path / "raw"
     raw.mkdir()

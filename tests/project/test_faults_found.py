@@ -94,6 +94,7 @@ def test_a_broken_list_of_an_exports_files_is_named(tmp_path: Path, content: str
         exporter.finish()
 
 
+@pytest.mark.processes
 def test_status_that_cannot_look_at_the_index_says_so(
     prep: Prep, planned_dir: Path, stale: Callable[..., None]
 ) -> None:
@@ -155,6 +156,7 @@ def test_planning_names_the_tokenizer_file_that_tokenizers_cannot_open(tmp_path:
         tokenizers_engine(tmp_path / "tokenizer.json", allow_special_tokens=False)
 
 
+@pytest.mark.processes
 def test_a_model_folder_that_cannot_be_looked_at_is_named(tmp_path: Path, stale: Callable[..., None]) -> None:
     (tmp_path / "model").mkdir()
     stale("stat", "model")

@@ -93,6 +93,7 @@ sys.exit(f"loaded: {{found}}" if found else 0)
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("words", ["--help", "veriy", "run --help", "submit --help"])
 def test_help_loads_nothing_large(words: str) -> None:
     done = subprocess.run(
@@ -102,6 +103,7 @@ def test_help_loads_nothing_large(words: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.processes
 def test_in_a_folder_with_a_preprocess_py_python_m_shardprep_names_it(tmp_path: Path) -> None:
     (tmp_path / "preprocess.py").write_text("raise SystemExit('the old script was run')\n")
     done = subprocess.run(

@@ -110,6 +110,7 @@ def test_no_pickle_in_place_of_a_file_of_the_data_set_is_ever_opened(
     assert not marker.exists()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["../outside", "/tmp/shardprep_outside", "a/../../outside", "./../outside"])
 def test_a_member_that_names_a_place_elsewhere_is_never_written_there(
     prep: Prep, tmp_path: Path, name: str
@@ -126,6 +127,7 @@ def test_a_member_that_names_a_place_elsewhere_is_never_written_there(
     assert len(list(inner.rglob("*.tar"))) == 2
 
 
+@pytest.mark.processes
 def test_secrets_of_the_environment_stand_in_no_file_and_no_message(
     prep: Prep, sample_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +146,7 @@ def test_secrets_of_the_environment_stand_in_no_file_and_no_message(
         assert not any(secret.encode() in content for content in written)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("url", "shown"),
     [

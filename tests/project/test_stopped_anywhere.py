@@ -7,10 +7,8 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -26,7 +24,8 @@ from shardprep.atomic_files import publish_bytes
 from shardprep.console import STOP_SIGNALS, stop_signals_wait
 from shardprep.errors import Stopped
 from tests.checkout import ROOT
-from tests.waiting import HANG_S
+from tests.children import child, is_living, run_child
+from tests.waiting import HANG_S, wait_until
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -120,30 +119,18 @@ except Stopped as error:
 """
 
 
-def stopped_in(place: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", FINALIZER, place]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
-
-
+@pytest.mark.processes
 @pytest.mark.parametrize("place", ["finalizer", "weak reference"])
 def test_a_signal_where_python_drops_exceptions_stops_the_command_all_the_same(place: str) -> None:
-    done = stopped_in(place)
+    done = run_child([sys.executable, "-c", FINALIZER, place])
     assert done.stdout.startswith("caught stopped by SIGTERM")
     assert done.stderr == ""
-    assert done.returncode == 0
 
 
+@pytest.mark.processes
 def test_another_error_in_a_finalizer_is_printed_as_python_does() -> None:
-    done = stopped_in("another error")
+    done = run_child([sys.executable, "-c", FINALIZER, "another error"])
     assert "ValueError: of a finalizer" in done.stderr
-    assert done.returncode == 0
-
-
-def is_living(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 PARENT = """
@@ -166,30 +153,21 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.processes
 def test_a_worker_process_does_not_outlive_its_killed_parent(data_dir: Path, tmp_path: Path) -> None:
     """Even where the end of its pipe does not tell it: somebody else holds that, or it is in a long read."""
     (tmp_path / "parent.py").write_text(PARENT)
-    command: list[str | Path] = [sys.executable, tmp_path / "parent.py", data_dir]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    parent = subprocess.Popen(
-        command, cwd=ROOT, env=environ, text=True, stdout=subprocess.PIPE, start_new_session=True
-    )
-    assert parent.stdout
-    try:
+    with child([sys.executable, tmp_path / "parent.py", data_dir], env=environ) as parent:
+        assert parent.stdout
         pid = int(parent.stdout.readline())
         assert is_living(pid)
         parent.kill()
         parent.wait()
-        deadline = time.monotonic() + HANG_S
-        while is_living(pid) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not is_living(pid)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(parent.pid, signal.SIGKILL)
-        parent.stdout.close()
+        wait_until(lambda: not is_living(pid), every_s=0.01)
 
 
+@pytest.mark.processes
 def test_a_worker_process_begins_with_the_stop_signals_waiting(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

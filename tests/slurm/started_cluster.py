@@ -17,6 +17,12 @@ from tests.waiting import HANG_S
 CANNOT_INSTALL = 69
 
 
+def start_missing(environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """Start what does not run of a cluster. Its daemons stay, so this is no ``run_child``."""
+    command = [SLURM_STARTER, "up"]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=HANG_S)
+
+
 @contextmanager
 def started_cluster(environ: Mapping[str, str], untested: str) -> Iterator[dict[str, str]]:
     """Start one and end it: the environment in which commands find it, CLUSTER_DIR and SLURM_CONF included.
@@ -26,10 +32,8 @@ def started_cluster(environ: Mapping[str, str], untested: str) -> Iterator[dict[
     """
     folder = tempfile.mkdtemp(prefix="shardprep-slurm-")  # short: sockets lie in it
     environ = {**environ, "CLUSTER_DIR": folder, "SLURM_CONF": str(Path(folder) / "slurm.conf")}
-    up = subprocess.run(
-        [SLURM_STARTER, "up"], env=environ, capture_output=True, text=True, check=False, timeout=HANG_S
-    )
     try:
+        up = start_missing(environ)
         if up.returncode == CANNOT_INSTALL:
             pytest.skip(f"{untested}: {up.stderr.strip()}")
         assert up.returncode == 0, up.stderr

@@ -24,6 +24,8 @@ from slurm.status_report import clock_difference_s
 from tests.slurm.fake_slurm import NAME, WHEN, FakeSlurm, submission, submitted
 from tests.slurm.test_shown_jobs import slurm, squeue_line, status, write_log
 
+pytestmark = pytest.mark.processes
+
 
 def answer_by(fake: FakeSlurm, name: str, script: str) -> None:
     """Another stand-in for this command."""

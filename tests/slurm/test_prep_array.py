@@ -9,9 +9,8 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
-import textwrap
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,9 @@ from typing import Any
 import pytest
 
 from tests.checkout import ROOT, SLURM_STARTER
+from tests.children import run_child
 from tests.slurm.started_cluster import started_cluster
-from tests.waiting import HANG_S, wait_until
+from tests.waiting import wait_until
 
 SCRIPT = ROOT / "slurm" / "prep_array.sh"
 
@@ -49,7 +49,7 @@ if doing == "die":
     os.kill(os.getpid(), signal.SIGKILL)
 if doing == "wait":
     temporary.touch()
-    deadline = time.monotonic() + 50
+    deadline = time.monotonic() + 600
     while not got and time.monotonic() < deadline:
         time.sleep(0.02)
     time.sleep(0.3)  # cleaning up takes a while, and nothing may cut it short
@@ -75,18 +75,8 @@ class Desk:
     reports: Path
     environ: dict[str, str]
 
-    def run(self, *command: str, check: bool = True) -> str:
-        done = subprocess.run(
-            command,
-            cwd=self.folder,
-            env=self.environ,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=HANG_S,
-        )
-        assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
-        return done.stdout
+    def run(self, *command: str) -> str:
+        return run_child(command, cwd=self.folder, env=self.environ).stdout
 
     def sbatch(self, *options: str, args: tuple[str, ...] = (), script: Path = SCRIPT) -> str:
         return self.run("sbatch", "--parsable", *options, str(script), *args).strip()
@@ -245,11 +235,7 @@ def test_more_than_one_task_is_refused(desk: Desk, options: tuple[str, ...]) -> 
 def test_outside_a_job_array_it_tells_what_to_type(desk: Desk, way: str) -> None:
     environ = {name: value for name, value in desk.environ.items() if name != "SLURM_ARRAY_TASK_ID"}
     if way == "bash":
-        done = subprocess.run(
-            [SCRIPT], cwd=desk.folder, env=environ, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 2
-        message = done.stderr
+        message = run_child([SCRIPT], cwd=desk.folder, env=environ, code=2).stderr
     else:
         text = SCRIPT.read_text().replace("#SBATCH --array=0-9\n", "")
         (desk.folder / "no_array.sh").write_text(text)
@@ -264,7 +250,7 @@ def _bare_python(desk: Desk) -> str:
     """An interpreter without any package; the stand-in is hidden from it too."""
     del desk.environ["PYTHONPATH"]
     venv = desk.reports / "bare"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    run_child([sys.executable, "-m", "venv", "--without-pip", venv])
     desk.environ["SHARDPREP_PYTHON"] = str(venv / "bin" / "python")
     return desk.environ["SHARDPREP_PYTHON"]
 
@@ -389,13 +375,8 @@ def test_real_text_becomes_a_verified_data_set(desk: Desk, tmp_path: Path) -> No
     plan = ("--input_dir", str(raw), "--output_dir", str(data), "--model_id", str(tmp_path / "T"))
     desk.run(python, "-m", "preprocess", "plan", *plan, "--num_shards", "6")
 
-    site = subprocess.run(
-        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-    subprocess.run([python, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    site = sysconfig.get_path("purelib")
+    run_child([python, "-m", "venv", "--without-pip", tmp_path / "venv"])
     (inner,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     (inner / "outer.pth").write_text(f"import site; site.addsitedir({site!r})\n")
     desk.environ["SHARDPREP_SETUP"] = str(tmp_path / "venv" / "bin" / "activate")
@@ -423,5 +404,4 @@ def test_the_script_names_no_partition_and_never_requeues() -> None:
 def test_both_scripts_are_clean_to_shellcheck() -> None:
     if shutil.which("shellcheck") is None:
         pytest.skip("NO SHELLCHECK here: the scripts are not linted")
-    done = subprocess.run(["shellcheck", SCRIPT, SLURM_STARTER], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, textwrap.indent(done.stdout, "  ")
+    run_child(["shellcheck", SCRIPT, SLURM_STARTER])

@@ -27,6 +27,8 @@ from slurm.slurm_queries import TaskAttempt, parse_queue
 from slurm.submitting import prepare_submit
 from tests.slurm.fake_slurm import NAME, QUEUES, WHEN, FakeSlurm, submitted
 
+pytestmark = pytest.mark.processes
+
 
 def slurm(*args: object, code: int = 0) -> str:
     """``python -m slurm`` in this process; returns both streams."""

@@ -28,6 +28,8 @@ from tests.slurm.test_shown_jobs import slurm
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def places(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:

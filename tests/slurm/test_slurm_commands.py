@@ -29,6 +29,8 @@ from slurm.submitting import prepare
 from tests.checkout import ROOT
 from tests.slurm.fake_slurm import JOB, NAME, QUEUES, WHEN, FakeSlurm, submitted
 
+pytestmark = pytest.mark.processes
+
 
 def test_two_groups_of_a_retry_are_sent_byte_for_byte_as_they_are_shown(
     fake: FakeSlurm, data_dir: Path, tmp_path: Path

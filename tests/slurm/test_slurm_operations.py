@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -17,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.checkout import ROOT, SLURM_STARTER
-from tests.slurm.started_cluster import started_cluster
-from tests.waiting import HANG_S, wait_until
+from tests.children import is_living, run_child
+from tests.held_children import Hold
+from tests.slurm.started_cluster import start_missing, started_cluster
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -33,17 +35,18 @@ PreemptMode=REQUEUE
 PartitionName=urgent Nodes=ALL PriorityTier=10 MaxTime=INFINITE"""
 HAS_CGROUPS = os.access("/sys/fs/cgroup/memory", os.W_OK)
 
-# Put before the worker's Python. A fault happens while its marker is there; memory is taken always, and held
-# for some of the seconds after which Slurm looks at it.
+# Put before the worker's Python. A fault happens while its marker is there. Each attempt takes memory; the
+# first one holds it until Slurm, which looks at it now and then, kills it.
 FAULTY_PYTHON = """#!/bin/bash
 real={real} place={place}
 shard=none
 for ((i = 1; i < $#; i++)); do [[ ${{!i}} != --shard_id ]] || {{ next=$((i + 1)); shard=${{!next}}; }}; done
 armed() {{ rm "$place/$1-$shard" 2>/dev/null; }}
 if [[ -e $place/memory-$shard ]]; then
-  "$real" -c 'import time; held = bytearray(250 << 20); time.sleep(5)' || exit
+  armed first && hold_s=600 || hold_s=3
+  "$real" -c "import time; held = bytearray(250 << 20); time.sleep($hold_s)" || exit
 fi
-if armed sleep; then sleep 200; exit 9; fi
+if armed sleep; then sleep 600; exit 9; fi
 if armed kill; then kill -9 $$; fi
 if armed survive; then
   touch "$place/surviving"; until [[ -e $place/release ]]; do sleep 0.2; done
@@ -64,27 +67,20 @@ class Site:
         environ = dict(self.environ)
         if path_first:
             environ["PATH"] = f"{path_first}:{environ['PATH']}"
-        done = subprocess.run(
-            [sys.executable, "-m", "slurm", *map(str, args)],
-            cwd=ROOT,
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            timeout=HANG_S,
-        )
-        assert done.returncode == code, done.stdout
-        return done.stdout
+        command = [sys.executable, "-m", "slurm", *map(str, args)]
+        return run_child(command, env=environ, stderr=subprocess.STDOUT, code=code).stdout
 
     def status(self, data: Path, **settings: Any) -> dict[str, Any]:
         status: dict[str, Any] = json.loads(self.slurm("status", data, "--json", **settings).splitlines()[-1])
         return status
 
     def run(self, *command: str) -> str:
-        return subprocess.run(
-            command, env=self.environ, capture_output=True, text=True, check=True, timeout=HANG_S
-        ).stdout
+        return run_child(command, env=self.environ).stdout
+
+    def task_state(self, task: str) -> str:
+        """What Slurm says of a task of an array, such as 12_0."""
+        (state,) = set(re.findall(r"JobState=(\w+)", self.run("scontrol", "show", "job", task)))
+        return state
 
     def submission(self, data: Path, number: int) -> dict[str, Any]:
         submission: dict[str, Any] = json.loads((data / "jobs" / f"{number:04d}.json").read_text())
@@ -141,7 +137,10 @@ def _without(folder: Path, *commands: str) -> Path:
 
 
 def _kill_node(site: Site, node: str) -> None:
-    """Kill a node's slurmd and its steps' daemons, and nothing else: its other processes live on."""
+    """Kill a node's slurmd and its steps' daemons, and nothing else: its other processes live on.
+
+    Slurm is told at once, in place of seeing it after SlurmdTimeout.
+    """
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             command = path.read_bytes().replace(b"\0", b" ").decode()
@@ -150,7 +149,9 @@ def _kill_node(site: Site, node: str) -> None:
         ours = f"slurmd -f {site.folder}/slurm.conf -N {node}" in command
         steps = command.startswith("slurmstepd") and _is_on(path.parent, node, site)
         if ours or steps:
-            os.kill(int(path.parent.name), signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(path.parent.name), signal.SIGKILL)
+    site.run("scontrol", "update", f"nodename={node}", "state=down", "reason=killed")
 
 
 def _is_on(process: Path, node: str, site: Site) -> bool:
@@ -190,13 +191,12 @@ def test_forty_shards_fit_seven_array_tasks_and_end_verified(
     assert "rror" not in said, "a reader that goes is none"
 
 
-@pytest.mark.timeout(280)
 def test_every_failure_is_named_and_one_retry_mends_all_but_the_bad_input(
     prep: Prep, site: Site, seven: Faults, tmp_path: Path
 ) -> None:
     """OOM, time limit, scancel, a node killed under a Python that lives on, bad input, kill -9."""
     data = seven.data
-    for fault, shard_id in {"memory": 0, "sleep": 1, "survive": 3, "kill": 5}.items():
+    for fault, shard_id in {"memory": 0, "first": 0, "sleep": 1, "survive": 3, "kill": 5}.items():
         seven.arm(fault, shard_id)
     seven.arm("sleep", 2)
     request = ("--cpus_per_task", 4, "--mem_gb", 0.2, "--time_min", 1, "--sbatch_args", "--no-requeue")
@@ -249,7 +249,7 @@ def test_every_failure_is_named_and_one_retry_mends_all_but_the_bad_input(
     theirs = {name: value for name, value in prep.contents(data).items() if "00004" not in name}
     assert theirs == prep.contents(undisturbed)
 
-    subprocess.run([SLURM_STARTER, "up"], env=site.environ, check=True, capture_output=True, timeout=HANG_S)
+    assert start_missing(site.environ).returncode == 0
     accepting = ("--worker_args", "--max_bad_fraction 0.6", "--wait")
     assert "verified:" in site.slurm("retry", data, *accepting)
     assert site.status(data)["done"] == "0-6"
@@ -270,6 +270,7 @@ def test_a_finished_task_that_is_requeued_changes_nothing_and_cancel_ends_all(
     assert "6 shards wait or run already" in said
     assert "nothing to submit" in said
     job = site.submission(seven.data, 0)["arrays"][0]["job_id"]
+    wait_until(lambda: site.task_state(f"{job}_0") == "COMPLETED")
     site.run("scontrol", "requeue", f"{job}_0")
     assert "cancelled: " in site.slurm("cancel", seven.data)
     wait_until(lambda: "nothing is queued" in site.slurm("cancel", seven.data))
@@ -334,6 +335,9 @@ def test_forty_shards_by_submitit_on_a_real_slurm_fit_its_array_and_a_preempted_
     from slurm import submit_with_submitit
 
     monkeypatch.setenv("SLURM_CONF", site.environ["SLURM_CONF"])
+    hold = Hold(tmp_path, "open", r"/\.shard-\d+\.idx\.")  # of a worker; it stays there until it is let go
+    for name, value in hold.environ().items():
+        monkeypatch.setenv(name, value)
     raw, data = tmp_path / "raw", tmp_path / "forty"
     shutil.rmtree(raw / "4.txt", ignore_errors=True)
     (raw / "4.txt").write_text("a\nb\n")
@@ -342,15 +346,14 @@ def test_forty_shards_by_submitit_on_a_real_slurm_fit_its_array_and_a_preempted_
     executor.update_parameters(timeout_min=60, cpus_per_task=1, mem_gb=1)
     jobs = submit_with_submitit(data, executor)
     assert len(jobs) == 7, "MaxArraySize"
-    running: list[Any] = []
-
-    def has_begun() -> bool:
-        """A worker has spoken, so submitit listens to the signal by now."""
-        running[:] = [job for job in jobs if job.state == "RUNNING" and job.stderr()]
-        return bool(running)
-
-    wait_until(has_begun)
-    site.run("scancel", "--signal=USR2", running[0].job_id)
+    held = hold.wait(1)[0]
+    environ = dict(
+        line.partition("=")[::2] for line in Path(f"/proc/{held}/environ").read_text().split("\0") if line
+    )
+    task = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
+    site.run("scancel", "--signal=USR2", task)
+    wait_until(lambda: not is_living(held))
+    hold.release()
     found = [manifest for job in jobs for manifest in job.result()]
     assert [manifest.shard_id for manifest in found] == list(range(40))
     assert prep.temporaries(data) == []

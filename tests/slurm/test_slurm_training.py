@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.checkout import ROOT
+from tests.children import run_child
 from tests.slurm.started_cluster import started_cluster
-from tests.waiting import HANG_S, wait_until
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -36,17 +37,7 @@ class Site:
     folder: Path
 
     def run(self, *command: object) -> str:
-        done = subprocess.run(
-            [str(item) for item in command],
-            cwd=self.folder,
-            env=self.environ,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=HANG_S,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout.strip()
+        return run_child([str(item) for item in command], cwd=self.folder, env=self.environ).stdout.strip()
 
     def job(self, job: str) -> dict[str, str]:
         return dict(re.findall(r"(\w+)=(\S+)", self.run("scontrol", "show", "job", job)))
@@ -89,24 +80,27 @@ def steps_of(checkpoints: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (checkpoints / "log.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.timeout(280)
-def test_a_run_cut_by_its_time_limit_goes_on_on_one_node_as_if_unbroken(site: Site, data: Path) -> None:
-    """USR1 before the limit, a checkpoint, a requeue, and the same batches and losses on half the nodes."""
+def test_a_run_that_is_cut_goes_on_on_one_node_as_if_unbroken(site: Site, data: Path) -> None:
+    """USR1, a checkpoint, a requeue, and the same batches and losses on half the nodes."""
     checkpoints, num_steps = site.folder / "cut", 30
     flags = (*FLAGS, "--num_threads", 1, "--log_batches", "--num_steps", num_steps, "--save_every", 1000)
     job = site.run(
-        "sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", "--time=1",
-        "--signal=B:USR1@50", SCRIPT, PROGRAM, data, checkpoints, *flags, "--step_sleep_s", 1,
+        "sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1",
+        SCRIPT, PROGRAM, data, checkpoints, *flags, "--step_sleep_s", 1,
     )  # fmt: skip
+    wait_until(lambda: (checkpoints / "log.jsonl").exists() and len(steps_of(checkpoints)) > 1)
+    site.run("scontrol", "update", "partitionname=cpu", "state=down")  # it begins once it was changed
+    site.run("scancel", "--batch", "--signal=USR1", job)
     unbroken = site.folder / "unbroken"
     site.run(sys.executable, PROGRAM, data, unbroken, *flags)
-    wait_until(lambda: "requeueing" in site.log(job) or "not requeued" in site.log(job))
-    wait_until(lambda: site.job(job)["JobState"] == "PENDING", 30)
-    site.run("scontrol", "update", f"jobid={job}", "numnodes=1", "numtasks=1", "timelimit=5")
+    wait_until(lambda: site.job(job)["JobState"] not in ("RUNNING", "COMPLETING"))
+    assert site.job(job)["JobState"] == "PENDING", site.log(job)
+    site.run("scontrol", "update", f"jobid={job}", "numnodes=1", "numtasks=1")
+    site.run("scontrol", "update", "partitionname=cpu", "state=up")
     last = site.ended(job)
     log = site.log(job)
     assert last["JobState"] == "COMPLETED", log
-    assert int(last["Restarts"]) >= 1, "a busy machine may let it be cut once more"
+    assert last["Restarts"] == "1"
     assert last["NumNodes"] == "1"
     assert "rank 0 of 2 (RANK/WORLD_SIZE), from step 0" in log
     resumed = re.search(r"rank 0 of 1 \(RANK/WORLD_SIZE\), from step (\d+)", log)
@@ -171,18 +165,13 @@ def test_on_a_cluster_without_accounts_the_whole_way_works(
     prep.plan(raw, data, num_shards=3)
     moved = raw.rename(tmp_path / "moved")
 
-    def slurm(*args: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "slurm", *map(str, args)]
-        return subprocess.run(
-            command, cwd=ROOT, env=site.environ, capture_output=True, text=True, check=False, timeout=HANG_S
-        )
+    def slurm(*args: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+        return run_child([sys.executable, "-m", "slurm", *map(str, args)], env=site.environ, code=code)
 
-    first = slurm("submit", data, "--cpus_per_task", 1, "--wait")
-    assert first.returncode == 74, first.stderr
+    first = slurm("submit", data, "--cpus_per_task", 1, "--wait", code=74)
     assert f"warning: {raw} cannot be seen from here" in first.stderr
     assert "failed, no such input or shard (66): 0-2" in first.stdout
-    second = slurm("retry", data, "--worker_args", f"--input_dir {moved}", "--wait")
-    assert second.returncode == 0, second.stdout + second.stderr
+    slurm("retry", data, "--worker_args", f"--input_dir {moved}", "--wait")
     state = json.loads(slurm("status", data, "--json").stdout)
     assert (state["done"], state["verified"]) == ("0-2", True)
     assert state["efficiency"]["max_rss_mb"] > 20, "from the manifests"

@@ -71,7 +71,7 @@ from pathlib import Path
 place = Path(sys.argv[2])
 signal.signal(signal.SIGTERM, lambda *_: (place / "temporary").unlink() or sys.exit(75))
 (place / "temporary").touch()
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -86,7 +86,7 @@ def test_usr2_leaves_the_worker_alone_and_checkpoint_stops_it_and_asks_for_the_s
         asked.append(body.checkpoint(str(tmp_path), "0-3"))
 
     def disturb() -> None:
-        wait_until((tmp_path / "temporary").exists)
+        wait_until(lambda: (tmp_path / "temporary").exists() and body._worker, every_s=0.01)
         os.kill(body._worker.pid, signal.SIGUSR2)  # type: ignore[union-attr]
         os.kill(os.getpid(), signal.SIGUSR2)
 

@@ -19,6 +19,8 @@ from tests.conftest import Prep
 from tests.slurm.fake_slurm import QUEUES, FakeSlurm, submitted
 from tests.slurm.test_shown_jobs import slurm, squeue_line, write_log
 
+pytestmark = pytest.mark.processes
+
 COUNTS = {"done": 0, "running": 0, "pending": 0, "failed": 0, "not visible": 0, "not submitted": 0}
 
 

@@ -1,0 +1,109 @@
+"""Processes that tests start. Where one ends otherwise than expected, the failure shows what it printed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.checkout import ROOT
+from tests.waiting import HANG_S
+
+Command = Sequence[str | os.PathLike[str]]
+
+
+def run_child(
+    command: Command, *, code: int | None = 0, stdin: str | None = None, **settings: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, and fail with all that it printed where it ends with another exit code.
+
+    ``code=None`` takes any. ``stdin`` is written to it; ``settings`` are Popen's. Its streams are kept apart.
+    """
+    __tracebackhide__ = True
+    source = subprocess.DEVNULL if stdin is None else subprocess.PIPE
+    with child(command, **{"stdin": source, "stderr": subprocess.PIPE, **settings}) as process:
+        try:
+            out, err = process.communicate(stdin, timeout=HANG_S)
+        except subprocess.TimeoutExpired:
+            _kill_group(process)
+            out, err = process.communicate()
+            raise AssertionError(f"{_shown(command, out, err)}\nit was killed after {HANG_S} s") from None
+    if code is not None and process.returncode != code:
+        raise AssertionError(
+            f"{_shown(command, out, err)}\nit ended with {process.returncode}, expected {code}"
+        )
+    return subprocess.CompletedProcess(list(command), process.returncode, out, err)
+
+
+def end_of(process: subprocess.Popen[str], *, code: int | None = 0) -> str:
+    """Wait for a child and return what it printed and was not yet read; fail as ``run_child`` does."""
+    __tracebackhide__ = True
+    try:
+        out, err = process.communicate(timeout=HANG_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        raise AssertionError(f"{_shown(process.args, out, err)}\nit was killed after {HANG_S} s") from None
+    if code is not None and process.returncode != code:
+        raise AssertionError(
+            f"{_shown(process.args, out, err)}\nit ended with {process.returncode}, expected {code}"
+        )
+    return (out or "") + (err or "")
+
+
+@contextlib.contextmanager
+def child(command: Command, **settings: Any) -> Iterator[subprocess.Popen[str]]:
+    """A running process in a session of its own; within ``with`` it lives, then all of its group are killed.
+
+    Its standard output is a pipe of text. Standard error goes to pytest, which shows it where the test fails.
+    """
+    process = subprocess.Popen(
+        list(command),
+        **{
+            "cwd": ROOT,
+            "stdout": subprocess.PIPE,
+            "text": True,
+            "errors": "backslashreplace",
+            "start_new_session": True,
+            **settings,
+        },
+    )
+    try:
+        yield process
+    finally:
+        _kill_group(process)
+        process.communicate()
+
+
+def _kill_group(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()  # where it was given no session of its own
+
+
+def _shown(command: object, out: str | None, err: str | None) -> str:
+    words = [str(word) for word in command] if isinstance(command, (list, tuple)) else [str(command)]
+    brief = " ".join(word if len(word) < 200 else word[:100] + "..." for word in words)
+    return f"{brief}\n--- standard output\n{out or ''}\n--- standard error\n{err or ''}"
+
+
+def is_living(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def free_port() -> int:
+    """A port nobody listens on, below those that the kernel gives to clients, so that it stays free."""
+    for port in range(10000 + os.getpid() % 8000, 20000):
+        with socket.socket() as server, contextlib.suppress(OSError):
+            server.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port from 10000 to 20000")

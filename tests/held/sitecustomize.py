@@ -1,0 +1,50 @@
+"""Holds a Python process at a chosen call; tests/held_children.py puts this folder on its PYTHONPATH.
+
+The process leaves a file named by its process id in HOLD_FOLDER, and goes on once that holds a file "go".
+"""
+
+import os
+import sys
+
+
+def _hold_at(call: str, pattern: str, number: int, folder: str) -> None:
+    import re
+    import time
+
+    left = [number]
+
+    def seen(path: str) -> None:
+        if not re.search(pattern, path):
+            return
+        left[0] -= 1
+        if left[0] == 0:
+            with open(f"{folder}/{os.getpid()}", "w"):  # noqa: PTH123
+                pass
+            while os.path.exists(folder) and not os.path.exists(f"{folder}/go"):  # noqa: PTH110
+                time.sleep(0.01)
+
+    if call == "open":
+
+        def hook(event: str, args: tuple[object, ...]) -> None:
+            if event == "open" and left[0] > 0:
+                seen(os.fsdecode(args[0]) if isinstance(args[0], (str, bytes)) else "")
+
+        sys.addaudithook(hook)
+        return
+    real = getattr(os, call)
+
+    def held(fd: int, *args: object) -> object:
+        if left[0] > 0:
+            seen(os.readlink(f"/proc/self/fd/{fd}"))  # noqa: PTH115
+        return real(fd, *args)
+
+    setattr(os, call, held)
+
+
+if "HOLD_FOLDER" in os.environ:
+    _hold_at(
+        os.environ["HOLD_CALL"],
+        os.environ["HOLD_PATH"],
+        int(os.environ["HOLD_NUMBER"]),
+        os.environ["HOLD_FOLDER"],
+    )

@@ -12,7 +12,7 @@ import json
 import re
 import string
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Literal, cast
@@ -86,14 +86,6 @@ class TextFields:
             parts += (value, literal)
         return "".join(parts)
 
-    def id(self, record: Mapping[str, Any]) -> str:
-        """The id of a record as text; "" where it has none."""
-        return name_of(value_at(record, self.id_path))
-
-    def source(self, record: Mapping[str, Any]) -> str:
-        """The source that a record names; "" where it names none."""
-        return name_of(value_at(record, self.source_path))
-
     def _read_template(self, template: str) -> None:
         text = re.sub(r"\\[ntr\\]", lambda match: _ESCAPES[match[0]], template)
         literal = ""
@@ -136,11 +128,22 @@ class MessageFields(TextFields):
         if not isinstance(value, list):
             return UnusableText("wrong_type", f"the field {name} is {_kind(value)}, expected a list")
         try:
-            import orjson  # only here: a command's --help does not load it
-
-            return orjson.dumps(value).decode()
-        except (TypeError, ValueError) as error:  # a date or a decimal of a table
+            return _json_of(value)
+        except (TypeError, ValueError) as error:  # a decimal or a NaN of a table
             return UnusableText("wrong_type", f"the field {name} cannot be JSON ({error})")
+
+
+def _json_of(value: Any) -> str:
+    """A value as JSON that gives each number back. Raises TypeError or ValueError for what JSON has not."""
+    import orjson  # only here: a command's --help does not load it
+
+    try:
+        text = orjson.dumps(value).decode()
+    except TypeError:  # of an integer of more than 64 bits, too
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    if "null" in text:  # which orjson writes for NaN, too
+        json.dumps(value, allow_nan=False, default=str)
+    return text
 
 
 def _path(name: str, flag: str) -> FieldPath:

@@ -212,7 +212,7 @@ def _verify_deep(args: argparse.Namespace, plan: Plan) -> int:
         return problems[0].error.exit_code
     print_lines(
         f"{len(chosen)} shards ({id_ranges(chosen)}) hold what a second reader finds in their input: "
-        f"{checked.num_documents} documents, {checked.num_left_out} left out, {checked.num_tokens} tokens, "
+        f"{checked['documents']} documents, {checked['left out']} left out, {checked['tokens']} tokens, "
         "each as the reference engine gives it"
     )
     return 0

@@ -67,22 +67,6 @@ _SHOWN_CHARS = 40
 _Place = tuple[int, int]  # input, and where in it
 
 
-@dataclass(frozen=True, kw_only=True)
-class Checked:
-    """What was compared and found equal."""
-
-    num_documents: int = 0
-    num_left_out: int = 0
-    num_tokens: int = 0
-
-    def __add__(self, other: Checked) -> Checked:
-        return Checked(
-            num_documents=self.num_documents + other.num_documents,
-            num_left_out=self.num_left_out + other.num_left_out,
-            num_tokens=self.num_tokens + other.num_tokens,
-        )
-
-
 def choose_shards(plan: Plan, num_shards: int) -> list[int]:
     """Some shards that have input, ascending; the same ones for a plan each time."""
     sizes = plan.shard_bytes()
@@ -98,8 +82,8 @@ def verify_deep(
     *,
     input_dir: Path | None,
     progress: Callable[[int], None],
-) -> tuple[list[Problem], Checked]:
-    """Return the shards that differ from their input, and what was compared in the others.
+) -> tuple[list[Problem], Counter[str]]:
+    """Return the shards that differ from their input, and the documents, tokens and left out of the others.
 
     ``progress`` is told 1 for each shard. Raises what loading the tokenizer raises, and Refused where a
     library that changes or renders text has another version than planned.
@@ -118,17 +102,17 @@ def verify_deep(
         num_bytes=0,
         warn=lambda _: None,
     )
-    problems, checked = [], Checked()
+    problems, checked = [], Counter[str]()
     for shard_id in shard_ids:
         try:
-            checked += _check_shard(folder, plan, shard_id, engine)
+            checked.update(_check_shard(folder, plan, shard_id, engine))
         except ShardprepError as error:
             problems.append(Problem(shard_id=shard_id, error=error))
         progress(1)
     return problems, checked
 
 
-def _check_shard(folder: Path, plan: Plan, shard_id: int, engine: Engine) -> Checked:
+def _check_shard(folder: Path, plan: Plan, shard_id: int, engine: Engine) -> dict[str, int]:
     """Compare a shard with its input. Raises BrokenShard, naming what differs, and what reading raises."""
     manifest = read_manifest(folder, shard_id)
     found = _Input(plan, shard_id, engine)
@@ -143,11 +127,8 @@ def _check_shard(folder: Path, plan: Plan, shard_id: int, engine: Engine) -> Che
             f"run: {remake_command(shard_id, folder)}, then this again. If it still differs, this version of "
             "shardprep reads that input wrongly: do not train on it, and report the places above"
         )
-    return Checked(
-        num_documents=found.num_documents,
-        num_left_out=sum(found.left_out.values()),
-        num_tokens=found.num_tokens,
-    )
+    num_left_out = sum(found.left_out.values())
+    return {"documents": found.num_documents, "left out": num_left_out, "tokens": found.num_tokens}
 
 
 # --- What the input gives

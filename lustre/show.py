@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lustre.advice import DataSize, choose_layout, load_text, why_leave
-from lustre.apply import differences, layout_of_file_system, pool_for_replacement, start_warning
+from lustre.apply import is_as_asked, layout_of_file_system, pool_for_replacement, start_warning
 from lustre.layouts import Layout, apply_flags, counted, parse_layout, read_layout, setstripe_options
 from lustre.lfs import (
     FILES_PER_CALL,
@@ -165,10 +165,10 @@ def _choice_lines(
     if layout.has_tiers:
         command += f" --pool {pool_for_replacement(layout)}"
     kept = f"but {leave}: left alone. To have it all the same, " if leave else ""
-    if differences(choice.layout, layout, {"": num_osts}):
-        lines.append(f"  {kept}in a fresh, empty folder: {command}")
-    else:
+    if is_as_asked(choice.layout, layout, {"": num_osts}):
         lines.append("  new files get that already")
+    else:
+        lines.append(f"  {kept}in a fresh, empty folder: {command}")
     if size.num_readers is not None and size.num_shards is not None and num_osts:
         lines.append(f"  {load_text(layout if leave else choice.layout, size, num_osts)}")
     return lines

@@ -245,7 +245,7 @@ class Need:
 
     def text(self) -> str:
         """For a person."""
-        return f"about {short_bytes(self.num_bytes)} in {counted(self.num_files, 'file')}"
+        return f"about {short_bytes(self.num_bytes)} in {_files_text(self.num_files)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -269,7 +269,7 @@ class Room:
         if self.unknown:
             return f"{self.name}: unknown ({self.unknown})"
         parts = [] if self.free_bytes is None else [short_bytes(self.free_bytes)]
-        parts += [] if self.free_files is None else [counted(self.free_files, "file")]
+        parts += [] if self.free_files is None else [_files_text(self.free_files)]
         left = "no limit" if self.is_unlimited else f"{' and '.join(parts)} left"
         return f"{self.name}: {left}{f' ({self.note})' if self.note else ''}"
 
@@ -281,8 +281,12 @@ class Room:
         if self.free_bytes is not None and self.free_bytes < need_bytes:
             found.append(f"{self.name}: {short_bytes(self.free_bytes)} left{part}")
         if self.free_files is not None and self.free_files < need.num_files:
-            found.append(f"{self.name}: {counted(self.free_files, 'file')} left")
+            found.append(f"{self.name}: {_files_text(self.free_files)} left")
         return found
+
+
+def _files_text(number: int) -> str:
+    return counted(number, "file") if number < 100_000 else f"{short_number(number)} files"
 
 
 def space_lines(folder: Path, need: Need) -> list[str]:

@@ -41,9 +41,9 @@ def test_what_fits_is_one_line_without_a_warning(on_lustre: FakeLustre) -> None:
     on_lustre.give(quota={"-u": PLENTY, "-g": PLENTY}, project=12)
     (line,) = space_lines(on_lustre.folder, NEED)
     assert line == (
-        "it needs about 1.00 TB in 3000 files; 8 OSTs: 6.60 TB left; inodes of MDTs and OSTs: 1000000 files "
-        "left; your quota: 1126 TB and 1099511627769 files left; the group's quota: 1126 TB and "
-        "1099511627769 files left; the project's quota: no limit"
+        "it needs about 1.00 TB in 3000 files; 8 OSTs: 6.60 TB left; inodes of MDTs and OSTs: 1.00 M files "
+        "left; your quota: 1126 TB and 1.10 T files left; the group's quota: 1126 TB and "
+        "1.10 T files left; the project's quota: no limit"
     )
     asked = [call[1:3] for call in on_lustre.calls() if call[0] == "quota"]
     assert asked == [["-u", "1000"], ["-g", "2000"], ["-p", "12"]]

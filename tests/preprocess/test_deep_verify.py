@@ -342,6 +342,7 @@ def test_random_inputs_of_every_format_are_read_alike_by_both_readers(
     assert ended.code == 0, (options, ended.text)
 
 
+@pytest.mark.processes
 def test_conversations_are_compared_with_their_masks(prep: Prep, tmp_path: Path) -> None:
     model = chat_model(prep.model_dir, tmp_path / "model", TAGGED)
     raw, data = write_chats(tmp_path / "raw", conversations(40)), tmp_path / "data"

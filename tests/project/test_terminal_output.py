@@ -42,6 +42,8 @@ CONTROLS = re.compile(
     "[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
+pytestmark = pytest.mark.processes
+
 
 class Folders:
     def __init__(self, root: Path) -> None:
@@ -129,7 +131,7 @@ COMMANDS: dict[str, tuple[int | None, list[Any]]] = {
     "lustre": (0, ["lustre", "show", "DATA"]),
     "show": (0, ["-m loader", "DATA"]),
     "where": (0, ["where", "DATA", "--step", 0, "--batch_size", 4]),
-    "where nothing is": (66, ["where", "DATA", "--find", f"no{TEXT}", "--batch_size", 4]),
+    "where nothing is": (66, ["where", "DATA", "--find", "no" + TEXT.replace("\0", ""), "--batch_size", 4]),
     "stage": (0, ["stage", "DATA", "--to", "NEW"]),
     "no such folder": (66, ["verify", "NEW"]),
     "no such file": (66, ["--shard_id", 1, "--output_dir", "COPY", "--input_dir", "NEW"]),

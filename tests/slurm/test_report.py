@@ -424,6 +424,7 @@ def test_labels_of_a_chart_that_read_alike_are_shown_once(
     assert page.count(">2.00 GB</span>") == 1
 
 
+@pytest.mark.processes
 def test_on_a_narrow_page_lists_wrap_and_flags_are_not_broken_at_their_dashes(
     fake: FakeSlurm, own_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -435,6 +436,7 @@ def test_on_a_narrow_page_lists_wrap_and_flags_are_not_broken_at_their_dashes(
     assert "<span>--num_shards</span> <span>4</span>" in page
 
 
+@pytest.mark.processes
 def test_what_was_sent_again_is_told_with_its_cause_and_none_of_the_free_text(
     fake: FakeSlurm, own_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -466,6 +468,7 @@ def test_what_was_sent_again_is_told_with_its_cause_and_none_of_the_free_text(
         assert "hf_secret" not in form
 
 
+@pytest.mark.processes
 def test_each_submission_is_told_with_what_its_tasks_used_and_where_they_failed(
     fake: FakeSlurm, own_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

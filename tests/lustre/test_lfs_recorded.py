@@ -13,6 +13,8 @@ import pytest
 from tests.checkout import SHARED
 from tests.lustre.fake_lustre import FakeLustre, both_dialects
 
+pytestmark = pytest.mark.processes
+
 MOUNT = "/mnt/fakefs"
 OST = {"used": 268435456, "available": 805306368, "flags": "", "state": "ACTIVE"}
 FULL = {"used": 1073741000, "available": 824, "flags": "S", "state": "ACTIVE"}

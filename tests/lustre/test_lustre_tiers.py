@@ -10,6 +10,8 @@ import pytest
 from lustre.layouts import read_layout
 from tests.lustre.fake_lustre import FakeLustre, both_dialects
 
+pytestmark = pytest.mark.processes
+
 if TYPE_CHECKING:
     from pathlib import Path
 

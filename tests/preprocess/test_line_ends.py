@@ -187,7 +187,10 @@ def test_more_than_twenty_encodings_are_read() -> None:
 def test_an_encoding_whose_line_ends_cannot_be_found_is_refused_by_name(encoding: str) -> None:
     with pytest.raises(UsageError) as refused:
         PrepConfig(encoding=encoding)
-    assert re.search(r"--encoding .*(is no text encoding|is neither a superset of ASCII|holds a NUL|not UTF-8)", str(refused.value))
+    assert re.search(
+        r"--encoding .*(is no text encoding|is neither a superset of ASCII|holds a NUL|not UTF-8)",
+        str(refused.value),
+    )
 
 
 def test_a_lone_carriage_return_at_a_blocks_end_ends_its_line_before_a_long_one(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import logging
@@ -62,8 +63,10 @@ def where(args: argparse.Namespace) -> int:
         raise UsageError("nothing is asked: give --step, --find or --state")
     if args.epochs < 1 or (args.step is not None and args.step < 0):
         raise UsageError(f"--step {args.step} --epochs {args.epochs}: expected a step from 0, epochs from 1")
-    logging.getLogger("loader").setLevel(logging.ERROR)  # of making a loader that reads nothing
-    with get_llama3_dataloader(args.input_shards, **loader_options(vars(args), state)) as loader:
+    with (
+        _only_errors_logged(),
+        get_llama3_dataloader(args.input_shards, **loader_options(vars(args), state)) as loader,
+    ):
         skipped = SkippedSteps()
         if state is not None:
             loader.load_state_dict({**state, "num_micro": 0})
@@ -80,6 +83,18 @@ def where(args: argparse.Namespace) -> int:
                 step = args.step if args.step is not None else _last_step(state or {}, loader, skipped)
                 _tell_documents(args, loader, seen, step, skipped.order_step(step))
     return 0
+
+
+@contextlib.contextmanager
+def _only_errors_logged() -> Iterator[None]:
+    """Leave out what the loader says of itself: this one reads no sample."""
+    logger = logging.getLogger("loader")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def find_state(path: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import io
 import json
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,10 @@ def load(folder: Path, rank: int = 0, **options: Any) -> TokenLoader:
 def where(*args: object) -> tuple[int, str]:
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        code = main(["where", *map(str, args)])
+        try:
+            code = main(["where", *map(str, args)])
+        finally:
+            logging.getLogger("loader").setLevel(logging.NOTSET)  # as other tests expect it
     return code, out.getvalue()
 
 

@@ -422,6 +422,7 @@ def test_a_short_pause_stays_on_the_axis() -> None:
     assert work["worked_s"] == pytest.approx(later.ended - first.began)
 
 
+@pytest.mark.processes
 def test_what_was_sent_again_is_told_with_its_cause_and_none_of_the_free_text(
     fake: FakeSlurm, own_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

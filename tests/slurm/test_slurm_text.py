@@ -78,6 +78,7 @@ def _failed(*causes: str, **changes: Any) -> ShardState:
     return ShardState(shard_id=0, state="failed", attempts=attempts)
 
 
+@pytest.mark.processes
 def test_the_script_is_prep_array_with_a_head_that_maps_index_to_shards() -> None:
     request = JobRequest(mem_gb=1.5, time_min=9, sbatch_args="--comment='two words' --mem=1M", partition="p")
     folder = Path("/data/it's 5% of all")
@@ -320,6 +321,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.processes
 def test_a_status_reads_each_manifest_and_failed_log_once_lists_the_folder_twice_and_stats_no_shard(
     prep: Prep, sample_dir: Path, tmp_path: Path
 ) -> None:

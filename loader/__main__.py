@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from shardprep.command_line import Command, Program
+from shardprep.console import print_lines
 
 SHOWN_IDS = 12
 SHOWN_CHARS = 200
@@ -30,20 +31,16 @@ def show(args: argparse.Namespace) -> int:
     options = {name: value for name, value in vars(args).items() if name != "command"}
     with get_llama3_dataloader(**options) as loader:
         batch = next(iter(loader))
-        _say(f"{loader.order.num_samples:,} samples, {len(loader):,} batches an epoch")
+        print_lines(f"{loader.order.num_samples:,} samples, {len(loader):,} batches an epoch")
         for name, tensor in batch.items():
-            _say(f"{name}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}")
+            print_lines(f"{name}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}")
         for row, (ids, labels) in enumerate(zip(batch["input_ids"], batch["labels"], strict=True)):
             real = ids[batch["attention_mask"][row].bool()]
-            _say(f"\nsample {row}: {len(real)} tokens, {len(ids) - len(real)} of padding")
-            _say(f"  input_ids {_shown(ids.tolist())}")
-            _say(f"  labels    {_shown(labels.tolist())}")
-            _say(f"  text      {loader.tokenizer.decode(real)[:SHOWN_CHARS]!r}")
+            print_lines("", f"sample {row}: {len(real)} tokens, {len(ids) - len(real)} of padding")
+            print_lines(f"  input_ids {_shown(ids.tolist())}")
+            print_lines(f"  labels    {_shown(labels.tolist())}")
+            print_lines(f"  text      {loader.tokenizer.decode(real)[:SHOWN_CHARS]!r}")
     return 0
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
 
 
 def _shown(ids: list[int]) -> str:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import logging
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardprep.console import print_lines, say
 from shardprep.errors import BrokenShard, NotFound, UsageError
 
 if TYPE_CHECKING:
@@ -62,8 +63,10 @@ def where(args: argparse.Namespace) -> int:
         raise UsageError("nothing is asked: give --step, --find or --state")
     if args.epochs < 1 or (args.step is not None and args.step < 0):
         raise UsageError(f"--step {args.step} --epochs {args.epochs}: expected a step from 0, epochs from 1")
-    logging.getLogger("loader").setLevel(logging.ERROR)  # of making a loader that reads nothing
-    with get_llama3_dataloader(args.input_shards, **loader_options(vars(args), state)) as loader:
+    with (
+        _only_errors_logged(),
+        get_llama3_dataloader(args.input_shards, **loader_options(vars(args), state)) as loader,
+    ):
         skipped = SkippedSteps()
         if state is not None:
             loader.load_state_dict({**state, "num_micro": 0})
@@ -80,6 +83,18 @@ def where(args: argparse.Namespace) -> int:
                 step = args.step if args.step is not None else _last_step(state or {}, loader, skipped)
                 _tell_documents(args, loader, seen, step, skipped.order_step(step))
     return 0
+
+
+@contextlib.contextmanager
+def _only_errors_logged() -> Iterator[None]:
+    """Leave out what the loader says of itself: this one reads no sample."""
+    logger = logging.getLogger("loader")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def find_state(path: Path) -> dict[str, Any]:
@@ -149,13 +164,13 @@ def _tell_documents(
     if args.json:
         answer = {"step": step, "epoch": epoch, "step_of_epoch": in_epoch}
         parts = [dataclasses.asdict(each) for each in samples]
-        print(json.dumps({**answer, "samples": parts}, default=str))
+        print_lines(json.dumps({**answer, "samples": parts}, default=str))
         return
     of_epoch = f"step {in_epoch} of {loader.order.steps_per_epoch}"
-    print(f"step {step}: epoch {epoch}, {of_epoch}, {len(samples)} samples")
+    print_lines(f"step {step}: epoch {epoch}, {of_epoch}, {len(samples)} samples")
     for each in samples:
         for part in each.parts:
-            print(f"rank {each.rank} batch {each.batch} row {each.row}: {_part_text(part)}")
+            print_lines(f"rank {each.rank} batch {each.batch} row {each.row}: {_part_text(part)}")
 
 
 def _part_text(part: DocumentPart) -> str:
@@ -197,7 +212,7 @@ def _with_text(loader: TokenLoader, text: str) -> npt.NDArray[np.int64]:
             if text in loader.tokenizer.decode(ids):
                 found.append(number)
         if len(found) >= _MAX_FOUND:
-            sys.stderr.write(f"note: the first {_MAX_FOUND} samples with this text are taken\n")
+            say(f"note: the first {_MAX_FOUND} samples with this text are taken")
             break
     reader.close()
     return np.array(found[:_MAX_FOUND], np.int64)
@@ -209,14 +224,14 @@ def _tell_steps(
     shown = [each for each in sightings if args.rank in (None, each.rank)]
     lines = [{**dataclasses.asdict(each), "step": _trained(each.order_step, skipped)} for each in shown]
     if args.json:
-        print(json.dumps({"num_samples": num_stored, "epochs": args.epochs, "seen": lines}))
+        print_lines(json.dumps({"num_samples": num_stored, "epochs": args.epochs, "seen": lines}))
         return
-    print(f"{num_stored} stored samples, seen {len(lines)} times in {args.epochs} epochs:")
+    print_lines(f"{num_stored} stored samples, seen {len(lines)} times in {args.epochs} epochs:")
     for line in lines:
         epoch, step = divmod(int(line["order_step"] or 0), loader.order.steps_per_epoch)
         trained = "left out by skip" if line["step"] is None else f"step {line['step']}"
         place = f"rank {line['rank']} batch {line['batch']} row {line['row']}"
-        print(f"{trained} (epoch {epoch}, step {step}): {place}")
+        print_lines(f"{trained} (epoch {epoch}, step {step}): {place}")
 
 
 def _trained(order_step: int, skipped: Any) -> int | None:

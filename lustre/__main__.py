@@ -8,23 +8,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lustre.directory_layout import (
-    change_text,
-    dry_run_text,
-    layout_of_file_system,
-    set_directory_layout,
-    why_leave,
-    why_not,
-)
-from lustre.layout import Layout, read_layout
-from lustre.layout_choice import choose_layout
-from lustre.layout_options import parse_layout_options, parse_size
-from lustre.lfs import file_system_of, kind_of
-from lustre.osts import count_osts_if_told
-from lustre.path_report import DataSize, choice_lines, report, report_json
-from lustre.released_files import restore as restore_files
+from lustre.advice import DataSize, choose_layout, why_leave
+from lustre.apply import layout_of_file_system, set_directory_layout
+from lustre.layouts import Layout, parse_layout_options, parse_size, read_layout
+from lustre.lfs import kind_of, lustre_mount, why_not_usable
+from lustre.restore import restore as restore_files
+from lustre.show import report, report_json
+from lustre.space import UNKNOWN, count_osts_if_told
 from shardprep.command_line import Command, Program
-from shardprep.console import say
+from shardprep.console import print_lines, say
 from shardprep.errors import NotFound
 
 
@@ -36,9 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def show(args: argparse.Namespace) -> int:
     """Print the lines about a path, which need not exist yet. Raises LustreError from lfs."""
     if args.json:
-        print(json.dumps(report_json(args.path)))
+        print_lines(json.dumps(report_json(args.path)))
     else:
-        print("\n".join(report(args.path, _size(args))))
+        print_lines(*report(args.path, _size(args)))
     return 0
 
 
@@ -48,7 +40,7 @@ def apply(args: argparse.Namespace) -> int:
     Raises LustreUsageError before anything is asked of lfs, and
     LustreError where it was not done as asked.
     """
-    print("\n".join(_apply(args)))
+    print_lines(*_apply(args))
     return 0
 
 
@@ -59,7 +51,7 @@ def _apply(args: argparse.Namespace) -> list[str]:
         count=args.count, size=args.size, pool=args.pool, pfl=args.pfl, dom=args.dom
     )
     size = _size(args)
-    if reason := why_not(folder):
+    if reason := why_not_usable(folder):
         return [f"nothing to do: {reason}"]
     lines: list[str] = []
     if wanted is None:
@@ -69,27 +61,20 @@ def _apply(args: argparse.Namespace) -> list[str]:
     change = set_directory_layout(
         folder, wanted, dry_run=args.dry_run, existing_files_keep_theirs=args.existing_files_keep_theirs
     )
-    text = dry_run_text if args.dry_run and not change.is_done_already else change_text
-    return [*lines, text(folder, change)]
+    return [*lines, change.text()]
 
 
 def _chosen(folder: Path, size: DataSize) -> tuple[Layout | None, list[str]]:
     """The table's layout and the lines that say why; None where what is there is left alone."""
-    num_osts = 0
+    num_osts = UNKNOWN
     if kind_of(folder) == "folder":
         layout = read_layout(folder)
         if reason := why_leave(layout, layout_of_file_system(folder)):
             line = f"left as it is, {reason}: new files get {layout.text()}"
             return None, [line, "to set another: --count, --size, --pool or --pfl"]
-        mount = file_system_of(folder)
-        num_osts = count_osts_if_told(folder, mount) if mount else 0
-    choice = choose_layout(
-        shard_bytes=size.shard_bytes,
-        num_shards=size.num_shards,
-        num_readers=size.num_readers,
-        num_osts=num_osts,
-    )
-    return choice.layout, choice_lines(choice, size)
+        num_osts = count_osts_if_told(folder, lustre_mount(folder))
+    choice = choose_layout(size, num_osts)
+    return choice.layout, choice.lines(size)
 
 
 def restore(args: argparse.Namespace) -> int:
@@ -99,10 +84,10 @@ def restore(args: argparse.Namespace) -> int:
     """
     if not kind_of(args.path):
         raise NotFound(f"{args.path} is not there, expected a file or a folder with released files")
-    if reason := why_not(args.path):
-        print(f"nothing to restore: {reason}")
+    if reason := why_not_usable(args.path):
+        print_lines(f"nothing to restore: {reason}")
         return 0
-    print(restore_files(args.path, wait=args.wait, say=say))
+    print_lines(restore_files(args.path, wait=args.wait, say=say))
     return 0
 
 

@@ -1,9 +1,8 @@
-"""What file system a path stands on, and calls of ``lfs`` in which nothing is guessed.
+"""Which file system a path stands on, and safe calls of ``lfs``.
 
-The file system is read from the kernel's table of mounts. That table is right inside containers too (a bind
-mount keeps its type), and it names the mount point, which ``statfs`` does not. ``lfs`` itself must not be
-asked: ``lfs osts`` and ``lfs find`` exit 0 where there is no Lustre. A call of ``lfs`` gets an argument list,
-the C locale and a time limit, and all of its output is kept.
+The file system is read from the kernel's table of mounts, which is right inside containers too. ``lfs``
+itself must not be asked: ``lfs osts`` and ``lfs find`` exit 0 where there is no Lustre. Every call of ``lfs``
+gets an argument list, the C locale and a time limit, and all of its output is kept.
 """
 
 from __future__ import annotations
@@ -20,18 +19,20 @@ from pathlib import Path
 
 from shardprep.errors import LustreError
 
-TIMEOUT_S = 30.0  # a healthy server answers within milliseconds; one that is down may never
-_LONGER_S = {"hsm_restore": 600.0}  # the coordinator takes up a thousand requests in one call
+TIMEOUT_S = 30.0  # a healthy server answers within milliseconds
+# An OST that hangs makes df wait; nobody needs its answer that much. Restoring waits for the coordinator.
+_OTHER_TIMEOUTS_S = {"df": 10.0, "hsm_restore": 600.0}
+FILES_PER_CALL = 256  # paths of the greatest length still fit into one argument list
 _ESCAPED = re.compile(r"\\([0-7]{3})")  # the kernel writes blank, tab, newline and backslash in octal
 
 
 class LfsSilentError(LustreError):
-    """``lfs`` gave no answer within its time limit: to ask more would only take as long again."""
+    """``lfs`` gave no answer within its time limit; further calls would take as long."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mount:
-    """One mounted file system: its device or server, where it stands, and its type."""
+    """One mounted file system: its device or server, its mount point and its type."""
 
     source: str
     mount_point: str
@@ -49,7 +50,7 @@ class Mount:
 
 
 def mount_of(path: str, mounts_table: str) -> Mount | None:
-    """The mount that holds ``path`` (absolute, without symlinks); None if the table names none.
+    """Return the mount that holds ``path`` (absolute, without symlinks); None if the table names none.
 
     The longest mount point wins, and among equal ones the last, which hides the earlier.
     """
@@ -66,7 +67,7 @@ def mount_of(path: str, mounts_table: str) -> Mount | None:
 
 
 def read_mounts_table() -> str:
-    """The kernel's table as this process sees it; empty where there is no /proc."""
+    """Read the kernel's table as this process sees it; empty where there is no /proc."""
     try:
         return Path("/proc/self/mounts").read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
@@ -74,15 +75,33 @@ def read_mounts_table() -> str:
 
 
 def file_system_of(path: Path) -> Mount | None:
-    """The mount that holds ``path``, symlinks resolved; a path not there yet counts as where it would be."""
+    """Return the mount that holds ``path``, symlinks resolved; the path need not exist yet."""
     return mount_of(os.path.realpath(path), read_mounts_table())
 
 
-def kind_of(path: Path) -> str:
-    """``folder``, ``file`` or, where nothing is there, an empty text.
+def lustre_mount(path: Path) -> Mount:
+    """Return the Lustre mount that holds ``path``. Raises LustreError where there is none."""
+    mount = file_system_of(path)
+    if mount is None or not mount.is_lustre:
+        raise LustreError(
+            f"{path} is not on Lustre, expected a path below a Lustre mount; look at: df {path}"
+        )
+    return mount
 
-    Raises LustreError where that cannot be known: a folder of another's that is closed to you, a server
-    that is away (EIO, ENOTCONN, ESHUTDOWN, ESTALE, ETIMEDOUT), a name that is too long.
+
+def why_not_usable(path: Path) -> str | None:
+    """Say why ``lfs`` can do nothing for ``path``; None where it can."""
+    mount = file_system_of(path)
+    if mount is None or not mount.is_lustre:
+        return f"{path} is on {mount.fs_type if mount else 'an unknown file system'}, not on Lustre"
+    return None if shutil.which("lfs") else f"{path} is on Lustre, but there is no lfs on PATH"
+
+
+def kind_of(path: Path) -> str:
+    """Return ``folder``, ``file`` or, where nothing is there, an empty text.
+
+    Raises LustreError where that cannot be known: a closed folder above it, a server that is away (EIO,
+    ENOTCONN, ESHUTDOWN, ESTALE, ETIMEDOUT), a name that is too long.
     """
     try:
         mode = path.stat().st_mode
@@ -97,6 +116,11 @@ def kind_of(path: Path) -> str:
     return "folder" if stat.S_ISDIR(mode) else "file"
 
 
+def existing_part(path: Path) -> Path:
+    """Return ``path`` itself or, where it is not there yet, the nearest folder above it that is."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if kind_of(place))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LfsResult:
     """What one call answered. ``exit_code`` is an errno for plain layouts, 4 for a wrong usage
@@ -108,8 +132,8 @@ class LfsResult:
     stdout: str
     stderr: str
 
-    def checked(self, what_to_do: str) -> str:
-        """Standard output, or LustreError with lfs's own words where it failed."""
+    def checked(self, what_to_do: str = "look at `lfs check servers`") -> str:
+        """Return standard output. Raises LustreError with lfs's own words where it failed."""
         if self.exit_code == 0:
             return self.stdout
         raise LustreError(f"`lfs {self.shown}` {self.failure}; {what_to_do}")
@@ -117,29 +141,27 @@ class LfsResult:
     @property
     def shown(self) -> str:
         """The arguments for a person; of very many paths, the first ones."""
-        text = " ".join(self.arguments)
+        text = printable(" ".join(self.arguments))
         return text if len(text) < 1000 else f"{text[:300]} ..."
 
     @property
     def failure(self) -> str:
-        """How it failed, in lfs's own words."""
-        # 2.17 writes its usage to standard output, 2.15 to standard error
+        """How it failed, in lfs's own words: standard error, or what 2.17 writes to standard output."""
         words = (self.stderr.strip() or self.stdout.strip() or "no message").splitlines()
         how = f"failed with exit code {self.exit_code}"
         if self.exit_code < 0:
             how = f"was killed by signal {-self.exit_code}"
-        text = " / ".join(words[:2])
-        return f"{how}: {text.encode(errors='backslashreplace').decode()}"
+        return f"{how}: {printable(' / '.join(words[:2]))}"
 
 
-def find_lfs() -> str | None:
-    """The path of the ``lfs`` that PATH names first, or None."""
-    return shutil.which("lfs")
+def printable(text: str) -> str:
+    """Escape what does not print, such as a line end in a file's name."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def time_limit_s(command: str) -> float:
-    """Seconds that a call of ``lfs command`` may take."""
-    return _LONGER_S.get(command, TIMEOUT_S)
+    """Return the seconds that a call of ``lfs command`` may take."""
+    return _OTHER_TIMEOUTS_S.get(command, TIMEOUT_S)
 
 
 def run_lfs(arguments: Sequence[str], last: Path | str) -> LfsResult:
@@ -151,7 +173,7 @@ def run_lfs(arguments: Sequence[str], last: Path | str) -> LfsResult:
     where it gives no answer within ``time_limit_s``. A call that hangs in the kernel cannot be killed; it is
     left behind, and nobody waits for it.
     """
-    program = find_lfs()
+    program = shutil.which("lfs")
     if program is None:
         raise LustreError(
             "there is no lfs on PATH; load the Lustre client's module, or use a node that has it"
@@ -164,8 +186,6 @@ def run_lfs(arguments: Sequence[str], last: Path | str) -> LfsResult:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={**os.environ, "LC_ALL": "C"},
-            encoding="utf-8",
-            errors="surrogateescape",
         )
     except (OSError, ValueError) as error:  # ValueError: a null byte in a path
         raise LustreError(
@@ -180,7 +200,13 @@ def run_lfs(arguments: Sequence[str], last: Path | str) -> LfsResult:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=0.2)
         raise LfsSilentError(
-            f"`lfs {' '.join(line)[:1000]}` gave no answer in {timeout_s:g} s, expected milliseconds: a "
-            "server of this file system may be down; look at `lfs check servers`, and try again"
+            f"`lfs {printable(' '.join(line))[:1000]}` gave no answer in {timeout_s:g} s, expected "
+            "milliseconds: a server of this file system may be down; look at `lfs check servers`"
         ) from None
-    return LfsResult(arguments=line, exit_code=process.returncode, stdout=stdout, stderr=stderr)
+    # as bytes: a text stream would turn a carriage return in a file's name into a line end
+    return LfsResult(
+        arguments=line,
+        exit_code=process.returncode,
+        stdout=stdout.decode("utf-8", "surrogateescape"),
+        stderr=stderr.decode("utf-8", "surrogateescape"),
+    )

@@ -20,7 +20,7 @@ from preprocess.options import (
 )
 from preprocess.resources import PROCESS_BYTES, memory_limit_gb
 from shardprep.command_line import Command, Program, add_flags_of, given_of, parse_size
-from shardprep.console import Progress, say
+from shardprep.console import Progress, print_lines, say
 from shardprep.errors import UsageError
 from shardprep.format.names import id_ranges, ids_of_ranges
 
@@ -53,7 +53,7 @@ def make_shard(args: argparse.Namespace) -> int:
     folder = given["output_dir"]
     num_cpus = bind_to_task_cpus(offset=args.shard_id)  # planning, too, may load what starts threads
     shard_id: int = args.shard_id
-    plan, shard = shard_of_task(given, shard_id)
+    plan, shard = shard_of_task(given, shard_id, is_planned=args.planned)
     if done_manifest(plan, folder, shard_id):
         say(f"shard {shard_id:05d} is done already")
         return 0
@@ -80,39 +80,45 @@ def make_shard(args: argparse.Namespace) -> int:
 
 def make_plan(args: argparse.Namespace) -> int:
     """``plan``: freeze which bytes are which shard, and say what it will cost."""
-    from lustre import Need, StripeWish, space_lines
+    from lustre import Need, StripeRequest, space_lines
     from preprocess.planning import LONG_SHARD_S, Sharding, small_shards_note
     from preprocess.planning import make_plan as make
 
     config = PrepConfig(**given_of(args, PrepConfig))
     shard_bytes = parse_size(args.shard_bytes, "--shard_bytes") if args.shard_bytes else None
     sharding = Sharding(num_shards=args.num_shards, shard_bytes=shard_bytes)
-    stripe = StripeWish(stripe=args.stripe, size=args.stripe_size, pool=args.stripe_pool)
+    stripe = StripeRequest(stripe=args.stripe, size=args.stripe_size, pool=args.stripe_pool)
     plan, cost = make(config, sharding, stripe=stripe, dry_run=args.dry_run, say=say)
     last = plan.num_shards - 1
     sizes = plan.shard_bytes()
-    print(f"plan {plan.plan_id[:12]}: {plan.num_shards} shards of {min(sizes)} to {max(sizes)} input bytes")
-    print(
+    print_lines(
+        f"plan {plan.plan_id[:12]}: {plan.num_shards} shards of {min(sizes)} to {max(sizes)} input bytes"
+    )
+    print_lines(
         f"about {cost.num_tokens:.3g} tokens, {cost.output_bytes / 1e9:.3g} GB on disk, "
         f"{cost.core_hours:.2g} core hours, the longest shard {cost.longest_shard_s:.0f} s on one core"
     )
-    print(f"a task uses up to {cost.num_useful_cores} cores well: --cpus-per-task={cost.num_useful_cores}")
+    print_lines(
+        f"a task uses up to {cost.num_useful_cores} cores well: --cpus-per-task={cost.num_useful_cores}"
+    )
     need = Need(num_bytes=cost.output_bytes, num_files=3 * plan.num_shards)
     for line in space_lines(config.output_dir, need):
-        print(line)
+        print_lines(line)
     if cost.bad_note:
-        print(f"warning: {cost.bad_note}")
+        print_lines(f"warning: {cost.bad_note}")
     if cost.longest_shard_s > LONG_SHARD_S:
         more = round(plan.num_shards * cost.longest_shard_s / LONG_SHARD_S) + 1
         minutes = cost.longest_shard_s / 60
-        print(f"warning: a shard will take {minutes:.0f} minutes on one core; --num_shards {more}?")
+        print_lines(f"warning: a shard will take {minutes:.0f} minutes on one core; --num_shards {more}?")
     if note := small_shards_note(plan, sharding):
-        print(f"warning: {note}")
+        print_lines(f"warning: {note}")
     if empty := sizes.count(0):
-        print(f"warning: {empty} shards are empty; fewer would do")
-    print(f"next: sbatch --array=0-{last} slurm/prep_array.sh {config.output_dir}")
-    print(f"  or: python -m slurm submit {config.output_dir}  # within the site's limits, verify included")
-    print(f"  or: python -m preprocess run {config.output_dir}  # here, without a cluster")
+        print_lines(f"warning: {empty} shards are empty; fewer would do")
+    print_lines(f"next: sbatch --array=0-{last} slurm/prep_array.sh {config.output_dir}")
+    print_lines(
+        f"  or: python -m slurm submit {config.output_dir}  # within the site's limits, verify included"
+    )
+    print_lines(f"  or: python -m preprocess run {config.output_dir}  # here, without a cluster")
     return 0
 
 
@@ -176,42 +182,38 @@ def verify(args: argparse.Namespace) -> int:
         say(f"{len(problems)} of {plan.num_shards} shards are not right: {ids}; the lines above mend them")
         return problems[0].error.exit_code
     samples, tokens = int(index.column("num_samples").sum()), int(index.column("num_tokens").sum())
-    print(
+    print_lines(
         f"{plan.num_shards} shards are whole: {samples} samples, {tokens} tokens; wrote {folder / INDEX_NAME}"
     )
     counts = {name: dataclasses.asdict(of) for name, of in index.sources.items()}
     for line in source_lines(counts, all_in=INDEX_NAME):
-        print(line)
+        print_lines(line)
     for line in publish_osts(folder, [int(size) for size in index.column("tar_bytes")]):
         say(line)
     return _verify_deep(args, plan) if args.deep is not None else 0
 
 
 def _verify_deep(args: argparse.Namespace, plan: Plan) -> int:
-    """``--deep``: some shards made anew from the input, and compared."""
-    from preprocess.deep_verify import choose_shards, has_webdataset, verify_deep
+    """``--deep``: some shards compared with what a second reader finds in their input."""
+    from preprocess.deep_verify import choose_shards, verify_deep
     from preprocess.resources import bind_to_task_cpus
 
     if args.deep < 1:
         raise UsageError(f"--deep is {args.deep}, expected a number of shards from 1")
+    bind_to_task_cpus(offset=0)
     chosen = choose_shards(plan, args.deep)
-    with Progress("making anew", len(chosen), unit="shards") as progress:
-        problems, num_compared = verify_deep(
-            args.output_dir,
-            plan,
-            chosen,
-            input_dir=args.input_dir,
-            num_cpus=bind_to_task_cpus(offset=0),
-            progress=progress.add,
+    with Progress("comparing with the input", len(chosen), unit="shards") as progress:
+        problems, checked = verify_deep(
+            args.output_dir, plan, chosen, input_dir=args.input_dir, progress=progress.add
         )
     for problem in problems:
         say(f"error: shard {problem.shard_id:05d}: {problem.error}")
     if problems:
         return problems[0].error.exit_code
-    tars = "webdataset reads the same from their tars" if has_webdataset() else "webdataset is not installed"
-    print(
-        f"{len(chosen)} shards ({id_ranges(chosen)}) made anew from the input are equal, byte for byte; the "
-        f"reference engine gave the ids of {num_compared} documents of them; {tars}"
+    print_lines(
+        f"{len(chosen)} shards ({id_ranges(chosen)}) hold what a second reader finds in their input: "
+        f"{checked['documents']} documents, {checked['left out']} left out, {checked['tokens']} tokens, "
+        "each as the reference engine gives it"
     )
     return 0
 
@@ -223,7 +225,7 @@ def clean(args: argparse.Namespace) -> int:
     from preprocess.plan import read_plan
 
     cleaning = remove(args.output_dir, read_plan(args.output_dir), dry_run=args.dry_run, say=say)
-    print("\n".join(cleaning_lines(cleaning, dry_run=args.dry_run)))
+    print_lines(*cleaning_lines(cleaning, dry_run=args.dry_run))
     return 0
 
 
@@ -260,6 +262,11 @@ def num_processes(args: argparse.Namespace, num_cpus: int, memory_gb: float) -> 
 def _shard_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = "Make one shard."
     parser.add_argument("--shard_id", type=int, required=True, help="which shard, from 0")
+    parser.add_argument(
+        "--planned",
+        action="store_true",
+        help="make no plan: where --output_dir has none, end with 66",
+    )
     add_flags_of(parser, PrepConfig)
     add_flags_of(parser, WorkerSettings, but={item.name for item in dataclasses.fields(PrepConfig)})
 
@@ -300,7 +307,7 @@ def _verify_flags(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         type=int,
         const=3,
-        help="also make this many shards anew from the input, and compare (default 3)",
+        help="also read the input of this many shards by a second reader, and compare (default 3)",
     )
     parser.add_argument(
         "--crcs", action="store_true", help='also write crcs/, which the loader\'s read_check="crc" compares'
@@ -319,7 +326,7 @@ PROGRAM = Program(
     dashed_values=("--stripe",),
     description="Raw text -> token shards. Without a command it makes one shard: --shard_id N.",
     epilog="python -m preprocess --shard_id N [...] makes shard N: of the plan in --output_dir, or "
-    "without one of the N-th .txt file in --input_dir.",
+    "without one of the N-th .txt file in --input_dir (as ls *.txt shows them).",
     hints={
         "--packing": _PACKED,
         "--pack_sequences": _PACKED,

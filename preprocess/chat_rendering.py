@@ -18,6 +18,7 @@ import contextlib
 import datetime
 import functools
 import importlib.metadata
+import itertools
 import json
 import os
 import re
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from preprocess.text_fields import UnusableText
-from shardprep.console import STOP_SIGNALS, stop_signals_wait
+from shardprep.console import STOP_SIGNALS, guard_streams, stop_signals_wait
 from shardprep.errors import ReadWriteError, Refused, UsageError
 
 FIXED_DATE = datetime.datetime(2024, 7, 26)  # noqa: DTZ001  the one that Llama 3.1's template falls back on
@@ -39,7 +40,36 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ENDS_WITHIN_S = 10.0
 _LIBRARIES = ("transformers", "jinja2")
 _CODE = "import sys; sys.path[0] = sys.argv[1]; from preprocess.chat_rendering import serve; serve()"
-_PROBE = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A probe."}]
+
+
+def _turns(*texts: str) -> list[dict[str, Any]]:
+    """Messages of "role: content"."""
+    return [dict(zip(("role", "content"), text.split(": ", 1), strict=True)) for text in texts]
+
+
+_PROBE = _turns("user: What is it?", "assistant: A probe.")
+_CALL = {
+    "id": "call00001",  # nine letters and digits, as Mistral's templates want it
+    "type": "function",
+    "function": {"name": "probe_tool", "arguments": {"probe_key": "probe_value"}},
+}
+# Conversations of other shapes. What every part that a data set may need renders to has to be in the text.
+_SHAPES = {
+    "several turns": [*_PROBE, *_turns("user: And now?", "assistant: Again.")],
+    "a system message": [*_turns("system: Be brief."), *_PROBE],
+    "two user messages in a row": [*_turns("user: Hear this."), *_PROBE],
+    "two answers in a row": [*_PROBE, *_turns("assistant: And more.")],
+    "reasoning in an earlier turn": [
+        *_turns("user: Why?", "assistant: <think>\nSince probes ask.\n</think>\n\nSo.", "user: And then?"),
+        *_turns("assistant: <think>\nThey end.\n</think>\n\nNothing."),
+    ],
+    "tool calls": [
+        *_turns("user: Ask the tool."),
+        {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+        {"role": "tool", "name": "probe_tool", "tool_call_id": "call00001", "content": "The tool says so."},
+        *_turns("assistant: It answered."),
+    ],
+}
 
 Spans = list[tuple[int, int]]  # characters [begin, end) of a text
 
@@ -95,6 +125,46 @@ def chat_template_of(folder: Path, given: Path | None, *, allows_control_tokens:
             "copy of it, and pass --chat_template_file"
         )
     return template
+
+
+def template_notes(template: ChatTemplate) -> list[str]:
+    """Return a line for each reason why conversations of some shapes cannot be rendered, or lose text.
+
+    Raises ReadWriteError.
+    """
+    shapes = dict(_SHAPES)
+    if "tool_calls" not in template.text:
+        del shapes["tool calls"]
+    rendered = render_conversations(template, list(map(json.dumps, shapes.values())))
+    unusable: dict[str, list[str]] = {}
+    losing = []
+    for (name, shape), one in zip(shapes.items(), rendered, strict=True):
+        if isinstance(one, UnusableText):
+            unusable.setdefault(one.detail, []).append(name)
+        elif lost := [word for word in _words_of(shape) if word not in one.text]:
+            losing.append(f"{name} ({lost[0]!a})")
+    remedies = (
+        "change the data, or put {% generation %} and {% endgeneration %} around what the assistant writes "
+        "in a copy of the template, and pass --chat_template_file"
+    )
+    notes = [
+        f"the chat template cannot render conversations with {', or '.join(names)}: {detail}; such "
+        f"conversations will be left out; {remedies}"
+        for detail, names in unusable.items()
+    ]
+    if losing:
+        notes.append(
+            f"the chat template leaves out text of conversations with {', or '.join(losing)}; the assistant "
+            "will not learn it: to keep it, pass a template that renders it as --chat_template_file"
+        )
+    return notes
+
+
+def _words_of(shape: list[dict[str, Any]]) -> list[str]:
+    """What of a conversation's text the rendered one is expected to have."""
+    said = [message.get(key) for message in shape for key in ("content", "tool_calls")]
+    parts = itertools.chain.from_iterable(re.split(r"\s*</?think>\s*", text) for text in _strings(said))
+    return [part for part in parts if part and part not in ("call00001", "function")]
 
 
 def _text_of(path: Path) -> str:
@@ -184,6 +254,7 @@ def serve() -> None:
     sys.modules["torch"] = None  # type: ignore[assignment]  # as if it were not installed
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print is no answer
+    guard_streams()
     conversations_of = functools.lru_cache(maxsize=1)(Conversations)
     with contextlib.suppress(BrokenPipeError):
         for line in sys.stdin.buffer:

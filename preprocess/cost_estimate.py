@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from preprocess.documents import format_of, read_documents
+from preprocess.documents import format_of_input, read_documents
 from preprocess.engines import Engine, TokenBatch, tokenizers_engine
 from preprocess.formats.format import SHORT_LINE_BYTES, DocumentBatch, Start, no_documents, reading_of
 from preprocess.inputs import ByteRange, OpenInput
@@ -110,8 +110,7 @@ def _part_at(plan: Plan, number: int, target: int, num_bytes: int) -> ByteRange:
     """From the first place at or behind a byte of an input on, to the first one ``num_bytes`` later."""
     item, reading = plan.inputs[number], reading_of(plan.options, BATCH_BYTES)
     path = plan.input_dir / item.path
-    form = format_of(path.name)
-    assert form is not None, path  # it was planned by its name
+    form = format_of_input(path.name)
     file = OpenInput(path)
     (start,) = form.starts(file, [(target, sys.maxsize)], reading)
     is_at_end = start is None or start.byte == item.num_bytes

@@ -7,6 +7,7 @@ done here, for all formats alike, and here the documents of a trial are counted 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Generator, Iterable, Iterator
 
 import numpy as np
@@ -19,11 +20,8 @@ from preprocess.formats.text_lines import CompressedText, TextLines
 from preprocess.inputs import ByteRange, Digest, Place
 from preprocess.long_documents import LONG_BYTES, MOST_HELD_BYTES, LongDocument
 from preprocess.text_fields import TextChanges, UnusableText
+from shardprep.format.names import input_suffixes
 
-_COMPRESSED = tuple(COMPRESSIONS)
-_JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-# What others put beside their data: no documents.
-_COMPANIONS = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
 SUFFIXES = (
     ".txt, .jsonl, .ndjson or .json (of lines), each also with .gz, .zst, .xz or .bz2; .parquet; .arrow"
 )
@@ -56,24 +54,32 @@ def read_documents(
 
 
 def format_of(name: str) -> Format | None:
-    """The format that a file's name says, None for no input. The modules of rows are imported when needed."""
-    stem, compression = name, None
-    if name.endswith(_COMPRESSED):
-        stem, _, suffix = name.rpartition(".")
-        compression = COMPRESSIONS[f".{suffix}"]
-    if stem.endswith(".txt"):
-        return TextLines() if compression is None else CompressedText(compression=compression)
-    if stem.endswith(_JSON_SUFFIXES) and name.rpartition("/")[2] not in _COMPANIONS:
-        return JsonLines(compression=compression, may_be_a_list=stem.endswith(".json"))
-    if name.endswith(".parquet"):
+    """Return the format that a file's name says; None for a suffix that is not known.
+
+    The modules of rows are imported when needed.
+    """
+    suffix, compression = input_suffixes(name)
+    if suffix in {".jsonl", ".json"}:
+        of_file = COMPRESSIONS[compression] if compression else None
+        return JsonLines(compression=of_file, may_be_a_list=suffix == ".json")
+    if suffix == ".parquet" and not compression:
         from preprocess.formats.parquet import Parquet
 
         return Parquet()
-    if name.endswith(".arrow"):
+    if suffix == ".arrow" and not compression:
         from preprocess.formats.arrow import Arrow
 
         return Arrow()
-    return None
+    return _plain_text(compression) if suffix == ".txt" else None
+
+
+def format_of_input(name: str) -> Format:
+    """Return the format of a file that is an input: of an unknown suffix (``--text_files``), plain text."""
+    return format_of(name) or _plain_text(input_suffixes(name)[1])
+
+
+def _plain_text(compression: str) -> Format:
+    return CompressedText(compression=COMPRESSIONS[compression]) if compression else TextLines()
 
 
 def load_libraries(names: Iterable[str]) -> None:
@@ -81,12 +87,12 @@ def load_libraries(names: Iterable[str]) -> None:
 
     pyarrow takes 0.1 s of CPU, which else would count as work of the first shard.
     """
-    suffixes = {name.rpartition(".")[2] for name in names}
-    if suffixes & {"parquet", "arrow"}:
+    suffixes = set(itertools.chain.from_iterable(map(input_suffixes, names)))
+    if suffixes & {".parquet", ".arrow"}:
         from preprocess.formats.columns import load_arrow
 
         load_arrow()
-    if "zst" in suffixes:
+    if ".zst" in suffixes:
         load_zstandard()
 
 
@@ -113,8 +119,7 @@ def _items(
 ) -> Iterator[DocumentBatch | LongDocument]:
     line = 0
     for part in ranges:
-        form = format_of(part.path.name)
-        assert form is not None, part.path  # it was listed by its name
+        form = format_of_input(part.path.name)
         reader = part.reader(digest)
         for item in form.read(reader, reading, line):
             line += item.num_lines

@@ -7,7 +7,9 @@ meanwhile is refused. Its stamp at planning is its size, its mtime and a hash of
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import functools
 import hashlib
 import os
 import stat
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from shardprep.errors import NotFound, ReadWriteError, Refused
+from shardprep.regular_files import with_retries
 
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -26,6 +29,11 @@ _KINDS = (
 )
 
 
+# What says that there is no such input; whatever else opening ends with may go away.
+_NO_SUCH_INPUT = frozenset({
+    errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG,
+    errno.ENXIO, errno.ENODEV,
+})  # fmt: skip
 _SAMPLE_BYTES = 64 << 10
 HASH_BYTES = 1 << 19  # read at once where bytes are only hashed, or only a line's end is looked for
 
@@ -46,22 +54,16 @@ class OpenInput:
     """A regular file, open for reading. It is closed when nobody holds it any more: threads share it.
 
     All reads go to the one descriptor, so that a file put in its place meanwhile is never mixed with it, and
-    ``check_unchanged`` tells whether it was written to. Raises NotFound where it cannot be opened, or is
-    no regular file: a FIFO would wait for ever, a device never end.
+    ``check_unchanged`` tells whether it was written to. Raises NotFound where it is not there, may not be
+    read, or is no regular file: a FIFO would wait for ever, a device never end. Opening and reading are
+    tried again where a file system may come back; raises ReadWriteError where it does not.
     """
 
     _fd = -1
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            # Not to wait for a FIFO's writer.
-            self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError as error:
-            reason = error.strerror
-            if isinstance(error, FileNotFoundError) and os.path.islink(path):  # noqa: PTH114 - it never raises
-                reason = "it is a link to nothing"
-            raise NotFound(f"input {path} cannot be opened: {reason}") from None
+        self._fd = with_retries(f"input {path} cannot be opened", self._open)
         status = self._status()
         if not stat.S_ISREG(status.st_mode):
             kind = next((name for test, name in _KINDS if test(status.st_mode)), "no regular file")
@@ -73,6 +75,18 @@ class OpenInput:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, 0)
         except OSError as error:
             raise self._failed(error) from None
+
+    def _open(self) -> int:
+        try:
+            # Not to wait for a FIFO's writer.
+            return os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno not in _NO_SUCH_INPUT:
+                raise
+            reason = error.strerror
+            if isinstance(error, FileNotFoundError) and os.path.islink(self.path):  # noqa: PTH114 - it never raises
+                reason = "it is a link to nothing"
+            raise NotFound(f"input {self.path} cannot be opened: {reason}") from None
 
     def __del__(self) -> None:
         if self._fd >= 0:
@@ -87,14 +101,15 @@ class OpenInput:
     def read(self, start: int, end: int) -> bytes:
         """The bytes [start, end), fewer where the file ends before. Raises ReadWriteError."""
         pieces: list[bytes] = []
-        try:
-            while start < end and (piece := os.pread(self._fd, end - start, start)):
-                if start + len(piece) == end and not pieces:
-                    return piece
-                pieces.append(piece)
-                start += len(piece)
-        except OSError as error:
-            raise self._failed(error) from None
+        while start < end:
+            piece = with_retries(
+                f"input {self.path} cannot be read at byte {start}",
+                functools.partial(os.pread, self._fd, end - start, start),
+            )
+            if not piece or (start + len(piece) == end and not pieces):
+                return piece or b"".join(pieces)
+            pieces.append(piece)
+            start += len(piece)
         return b"".join(pieces)
 
     def read_all(self, start: int, end: int) -> bytes:

@@ -25,6 +25,7 @@ from shardprep.console import (
     Progress,
     die_with_parent,
     failure_line,
+    guard_streams,
     raise_on_stop_signals,
     stop_signals_wait,
 )
@@ -161,6 +162,7 @@ def _receive(process: _Process) -> Work | Note | Done | Failure:
 def _serve(folder: Path, settings: WorkerSettings, cpus: list[int], pipe: Connection, parent: int) -> None:
     """Body of a worker process: shards come in, progress and outcomes go out."""
     try:
+        guard_streams()
         raise_on_stop_signals()
         die_with_parent(parent)
         bind_to(cpus)

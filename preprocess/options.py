@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 from preprocess.resources import batch_bytes_within, most_batches_within
 from preprocess.text_fields import MessageFields, Normalize, TextChanges, TextFields, text_versions
 from shardprep.errors import Refused, UsageError
+from shardprep.format.checked_json import MOST
 from shardprep.format.names import Record, TokenFormat
 
 Doc = Literal["line", "file"]
@@ -55,6 +56,8 @@ class BytesOptions:
     chat_template: str = ""  # its Jinja text
     chat_tokens: str = ""  # the special tokens that a template may name, as JSON
     chat_versions: str = ""  # of the libraries that render it, see chat_rendering.py
+    also: str = ""  # the patterns of --also that took an input
+    follow_links: bool = False  # a link to a folder was followed
 
     @property
     def is_chat(self) -> bool:
@@ -67,12 +70,16 @@ class BytesOptions:
         return self.allow_special_tokens or self.is_chat
 
     def identity(self) -> dict[str, Any]:
-        """What of them a plan's id is a hash of: an option that came later counts only where it is used."""
+        """What of them a plan's id is a hash of: an option that came later counts only where it is used.
+
+        How the inputs were found does not count: the inputs themselves do.
+        """
         values = dataclasses.asdict(self)
         return {
             item.name: values[item.name]
             for item in dataclasses.fields(self)
-            if item.default is dataclasses.MISSING or values[item.name] != item.default
+            if item.name not in LISTING_OPTIONS
+            and (item.default is dataclasses.MISSING or values[item.name] != item.default)
         }
 
     def text_fields(self) -> TextFields:
@@ -110,6 +117,13 @@ class PrepConfig:
         default="meta-llama/Meta-Llama-3-8B", metadata={"help": "tokenizer: a folder or a name on the hub"}
     )
     recursive: bool = field(default=False, metadata={"help": "take the input files of subfolders, too"})
+    follow_links: bool = field(
+        default=False, metadata={"help": "with --recursive: also of links to folders, each folder once"}
+    )
+    also: str | None = field(
+        default=None,
+        metadata={"help": "take these names, too, of unknown suffixes as plain text: '*.md,README.txt'"},
+    )
     doc: Doc = field(default="line", metadata={"help": "what a document of .txt is: a line, or a whole file"})
     encoding: str = field(
         default="utf-8", metadata={"help": "of .txt; utf-8-sig drops a leading byte order mark"}
@@ -174,10 +188,13 @@ class PrepConfig:
     )
 
     def __post_init__(self) -> None:
+        self._check_texts()
         for name, choices in CHOICES.items():
             value = getattr(self, name)
             if value is not None and value not in choices:
                 raise UsageError(f"--{name} is {value!r}, expected one of {', '.join(choices)}")
+        if self.follow_links and not self.recursive:
+            raise UsageError("--follow_links is for subfolders; add --recursive, or leave it out")
         if not 0 <= self.max_bad_fraction <= 1:
             raise UsageError(f"--max_bad_fraction is {self.max_bad_fraction}, expected 0 to 1")
         has_rows = self.record != "documents"
@@ -208,6 +225,20 @@ class PrepConfig:
         self._check_limits()
         self.bytes_options().text_fields()  # which says what is wrong with a name or a template
 
+    def _check_texts(self) -> None:
+        """Refuse what no path and no plan.json can hold: a NUL; in a text also what is no UTF-8."""
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, (str, Path)) and "\0" in str(value):
+                raise UsageError(f"--{item.name} is {str(value)!r}, which holds a NUL; leave that out")
+            if isinstance(value, str) and not value.isascii():
+                try:
+                    value.encode()
+                except UnicodeEncodeError:
+                    raise UsageError(
+                        f"--{item.name} is {value!r}, which is not UTF-8; type it in a UTF-8 terminal"
+                    ) from None
+
     def _resolved_text_field(self) -> str:
         if self.text_template and self.text_field:
             raise UsageError(
@@ -235,8 +266,8 @@ class PrepConfig:
 
     def _check_limits(self) -> None:
         for name in _LIMITS:
-            if getattr(self, name) < 0:
-                raise UsageError(f"--{name} is {getattr(self, name)}, expected 1 or more")
+            if not 0 <= getattr(self, name) <= MOST:
+                raise UsageError(f"--{name} is {getattr(self, name)}, expected 1 to {MOST}")
         if self.max_chars and (self.max_chars or 0) < (self.min_chars or 0):
             raise UsageError(f"--max_chars {self.max_chars} is below --min_chars {self.min_chars}")
         if self.limit and self.hash_inputs:
@@ -279,8 +310,14 @@ def flags_of(options: BytesOptions) -> dict[str, Any]:
     return {**given, **or_none}
 
 
+LISTING_OPTIONS = ("also", "follow_links")  # a plan has them where they took an input
 CHAT_FACTS = ("chat_template", "chat_tokens", "chat_versions")
-CHAT_OPTIONS = ("messages_field", *CHAT_FACTS)  # plan.json has them for conversations alone
+# Options with a default that every plan.json has. Others stand there only where they are used, so that an
+# older shardprep reads what it can.
+ALWAYS_WRITTEN = (
+    "text_field", "text_template", "id_field", "source_field", "fix_text", "normalize", "min_chars",
+    "max_chars", "limit", "text_versions",
+)  # fmt: skip
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "record": get_args(Record),
@@ -290,7 +327,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "engine": get_args(EngineName),
     "normalize": get_args(Normalize),
 }
-_TEXTS_OR_NONE = ("text_template", "id_field", "source_field", "normalize")
+_TEXTS_OR_NONE = ("text_template", "id_field", "source_field", "normalize", "also")
 _LIMITS = ("min_chars", "max_chars", "limit")
 _NOT_OF_CHAT = (
     "text_field", "text_template", "fix_text", "normalize", "min_chars", "max_chars", "append_eos"

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from preprocess.plan import Plan, need_plan
 from preprocess.shard_samples import ShardSamples
 from preprocess.tokenizer_files import TOKENIZER_FILE
-from shardprep.console import output_is_read
+from shardprep.console import output_is_read, print_lines
 from shardprep.errors import NotFound, ReadWriteError, UsageError
 from shardprep.format.manifest import manifest_ids
 from shardprep.format.names import TOKENIZER_DIR, ids_of_ranges, place_text, shard_name
@@ -197,7 +197,7 @@ def lines_of(shown: Shown, *, chars: int) -> Iterator[str]:
         if shown.is_row:
             goes_on = number == 0 and shown.begins_inside
             yield "  --- the rest of a document" if goes_on else "  --- a document begins"
-        yield "  " + cut.replace("\n", "\n  ")
+        yield from (f"  {line}" for line in cut.split("\n"))
     yield ""
 
 
@@ -228,7 +228,7 @@ def peek(args: argparse.Namespace) -> int:
     found = False
     for shown in find_samples(folder, plan, request):
         found = True
-        print("\n".join(lines_of(shown, chars=args.chars)), flush=True)
+        print_lines(*lines_of(shown, chars=args.chars))
         if not output_is_read():
             break
     if not found:

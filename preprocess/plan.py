@@ -18,9 +18,9 @@ from typing import Any
 import orjson
 
 from preprocess.inputs import ByteRange, InputFile
-from preprocess.options import CHAT_OPTIONS, CHOICES, BytesOptions, PrepConfig
+from preprocess.options import ALWAYS_WRITTEN, CHOICES, BytesOptions, PrepConfig
 from shardprep.atomic_files import PublishedFile, sync_folder
-from shardprep.errors import BrokenShard, NotFound, Refused, UsageError
+from shardprep.errors import BrokenShard, NotFound, Refused, UnknownVersion, UsageError
 from shardprep.format.checked_json import MOST, Fields, read_checked, with_content_hash
 from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
 from shardprep.format.names import (
@@ -66,6 +66,7 @@ class Plan:
     boundaries: list[Boundary]  # num_shards + 1, ascending; in plan.json the key is cuts
     shard_sha256: list[str] | None = None  # of each shard's input bytes: see planning.py
     text_starts: list[int] | None = None  # of each boundary: its byte of the text of a compressed file
+    left_out: dict[str, list[str]] = dataclasses.field(default_factory=dict)  # see input_files.InputListing
 
     @property
     def num_shards(self) -> int:
@@ -204,18 +205,26 @@ def plan_json(plan: Plan) -> bytes:
             for item in plan.inputs
         ],
     }
+    if not plan.left_out:
+        del content["left_out"]
     raw = orjson.dumps(with_content_hash(_FORMAT, content), option=orjson.OPT_APPEND_NEWLINE)
     if len(raw) > MAX_PLAN_BYTES:
+        num_left_out = sum(map(len, plan.left_out.values()))
         raise UsageError(
-            f"{PLAN_NAME} of {len(plan.inputs)} inputs would have {len(raw)} bytes, the limit is "
-            f"{MAX_PLAN_BYTES}; join small files, or make several data sets for a loader of several folders"
+            f"{PLAN_NAME} of {len(plan.inputs)} inputs and {num_left_out} names left out would have "
+            f"{len(raw)} bytes, the limit is {MAX_PLAN_BYTES}; join small files, move away what is no input, "
+            "or make several data sets for a loader of several folders"
         )
     return raw
 
 
 def _options_json(options: BytesOptions) -> dict[str, Any]:
     values = dataclasses.asdict(options)
-    return {name: value for name, value in values.items() if options.is_chat or name not in CHAT_OPTIONS}
+    return {
+        item.name: values[item.name]
+        for item in dataclasses.fields(options)
+        if item.name in ALWAYS_WRITTEN or values[item.name] != item.default
+    }
 
 
 def publish_plan(plan: Plan, output_dir: Path) -> Plan:
@@ -279,6 +288,7 @@ def _plan_of(fields: Fields) -> Plan:
         boundaries=fields.pairs("cuts", "an input and a byte of it"),
         shard_sha256=fields.or_none("shard_sha256", fields.digests),
         text_starts=fields.or_none("text_starts", fields.wholes),
+        left_out=fields.each("left_out", Fields.texts) if fields.has("left_out") else {},
     )
     fields.end()
     _check_boundaries(fields, plan)
@@ -298,11 +308,15 @@ def _plan_of(fields: Fields) -> Plan:
 
 
 def _options_of(fields: Fields) -> BytesOptions:
-    """The options as PrepConfig gives them, so that a combination which it refuses is refused here."""
+    """The options as PrepConfig gives them, so that a combination which it refuses is refused here.
+
+    An option that is absent has its default. One that nobody knows here is left alone where it says no, and
+    refused where it says anything else.
+    """
     values: dict[str, Any] = {}
     for item in dataclasses.fields(BytesOptions):
         name = item.name
-        if name in CHAT_OPTIONS and values["record"] != "chat":
+        if item.default is not dataclasses.MISSING and not fields.has(name):
             continue
         if name in CHOICES:
             values[name] = fields.choice(name, CHOICES[name])
@@ -310,7 +324,12 @@ def _options_of(fields: Fields) -> BytesOptions:
             values[name] = fields.whole(name, 0, MAX_SEQ_LEN)
         else:
             values[name] = _READERS[item.type](fields, name)
-    fields.end()
+    for name, value in fields.rest().items():
+        if value not in (False, "", None):  # 0 is False
+            raise UnknownVersion(
+                f"{fields.path}: options.{name!a} is {value!r:.60}, an option that this shardprep does not "
+                "know: a newer one planned this data set; install that one, or plan anew into a new folder"
+            )
     options = BytesOptions(**values)
     try:
         PrepConfig.of_bytes_options(options)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import lustre
-from preprocess.chat_rendering import chat_template_of, chat_versions
+from preprocess.chat_rendering import chat_template_of, chat_versions, template_notes
 from preprocess.cost_estimate import CostEstimate, measure, sample_texts, scratch_folder
-from preprocess.documents import format_of
+from preprocess.documents import format_of_input
 from preprocess.engines import (
     FEW_BYTES,
     Engine,
@@ -25,7 +25,7 @@ from preprocess.engines import (
 )
 from preprocess.formats.format import Inspected, reading_of
 from preprocess.formats.text_lines import CompressedText, TextLines
-from preprocess.input_files import list_inputs, stamp_inputs
+from preprocess.input_files import InputListing, find_inputs, left_out_lines, stamp_inputs
 from preprocess.inputs import InputFile
 from preprocess.options import BytesOptions, PrepConfig
 from preprocess.plan import (
@@ -54,7 +54,7 @@ _MANY_SHARDS = 1000  # more, each smaller than half of _SHARD_BYTES, and the pla
 _SHARD_BYTES = 256 << 20  # of input: minutes of one core
 _HASHED_BYTES = 4 << 20  # read at once
 _NUM_HASH_THREADS = 16  # hashing and reading both release the interpreter's lock
-_NO_STRIPES = lustre.StripeWish(stripe="none")
+_NO_STRIPES = lustre.StripeRequest(stripe="none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ def make_plan(
     config: PrepConfig,
     sharding: Sharding,
     *,
-    stripe: lustre.StripeWish = _NO_STRIPES,
+    stripe: lustre.StripeRequest = _NO_STRIPES,
     dry_run: bool = False,
     say: Callable[[str], None],
 ) -> tuple[Plan, CostEstimate]:
@@ -84,7 +84,13 @@ def make_plan(
         stripe.layout()
     except lustre.LustreError as error:
         raise UsageError(str(error)) from None
-    division = _divided(config, sharding, say)
+    listing = find_inputs(
+        config.input_dir,
+        recursive=config.recursive,
+        follow_links=config.follow_links,
+        also=config.also or "",
+    )
+    division = _divided(config, listing, sharding, say)
     with scratch_folder() as files:
         say(f"resolving the tokenizer of {config.model_id}")
         allow = config.bytes_options().encodes_control_tokens
@@ -100,7 +106,7 @@ def make_plan(
                 f"warning: PAD is EOS ({tokenizer.eos_token_id}) in this tokenizer: loaders that mask labels "
                 "by PAD lose those of EOS; this project's loader masks by length and keeps them"
             )
-        plan, engine = _plan_of(config, division, resolved, say)
+        plan, engine = _plan_of(config, listing, division, resolved, say)
         if config.hash_inputs:
             plan = _with_hashes(plan)
         estimate = measure(plan, engine)
@@ -125,7 +131,9 @@ def make_plan(
 
 def _check_has_fields(paths: list[Path]) -> None:
     """That no input is plain text, which has no messages. Raises UsageError."""
-    if plain := [path for path in paths if isinstance(format_of(path.name), (TextLines, CompressedText))]:
+    if plain := [
+        path for path in paths if isinstance(format_of_input(path.name), (TextLines, CompressedText))
+    ]:
         raise UsageError(
             f"--record chat reads messages out of JSON lines and tables, and {plain[0]} is text; move it away"
         )
@@ -157,7 +165,7 @@ def _prepare_folder(folder: Path) -> Plan | None:
 
 def _lay_out(
     folder: Path,
-    stripe: lustre.StripeWish,
+    stripe: lustre.StripeRequest,
     plan: Plan,
     estimate: CostEstimate,
     say: Callable[[str], None],
@@ -177,15 +185,22 @@ def _lay_out(
         raise CannotWrite(str(error)) from None
 
 
-def _divided(config: PrepConfig, sharding: Sharding, say: Callable[[str], None]) -> Division:
-    """List and stamp the inputs, and divide them into shards: even ones, or one per file."""
-    paths = list_inputs(config.input_dir, recursive=config.recursive)
+def _divided(
+    config: PrepConfig, listing: InputListing, sharding: Sharding, say: Callable[[str], None]
+) -> Division:
+    """Stamp the inputs, and divide them into shards: even ones, or one per file."""
+    paths = listing.paths
     if config.record == "chat":
         _check_has_fields(paths)
-    say(f"{len(paths)} input file(s) in {config.input_dir}")
+    links = f", {listing.num_links} of them links" if listing.num_links else ""
+    say(f"{len(paths)} input file(s) in {config.input_dir}{links}")
+    for line in left_out_lines(listing.left_out):
+        say(line)
     reading = reading_of(config.bytes_options(), BATCH_BYTES)
     with Progress("looking at the inputs", len(paths), unit="files") as progress:
         inputs, inspected = stamp_inputs(config.input_dir, paths, reading, progress.add)
+    if empty := [item.path for item in inputs if not item.num_bytes]:
+        say(f"{len(empty)} of them hold nothing, such as {empty[0]}")
     num_shards = _num_shards(inputs, inspected, sharding)
     if num_shards is None:
         return Division(inputs=inputs, boundaries=file_boundaries(inputs), text_starts=None)
@@ -208,7 +223,7 @@ def _num_shards(inputs: list[InputFile], inspected: list[Inspected], sharding: S
     return num_shards
 
 
-def _with_template(config: PrepConfig, tokenizer_folder: Path) -> BytesOptions:
+def _with_template(config: PrepConfig, tokenizer_folder: Path, say: Callable[[str], None]) -> BytesOptions:
     """The options; those of conversations with the template of their tokenizer. Raises UsageError."""
     options = config.bytes_options()
     if not options.is_chat:
@@ -216,6 +231,8 @@ def _with_template(config: PrepConfig, tokenizer_folder: Path) -> BytesOptions:
     template = chat_template_of(
         tokenizer_folder, config.chat_template_file, allows_control_tokens=options.allow_special_tokens
     )
+    for note in template_notes(template):
+        say(f"warning: {note}")
     return dataclasses.replace(
         options, chat_template=template.text, chat_tokens=template.tokens, chat_versions=chat_versions()
     )
@@ -223,13 +240,16 @@ def _with_template(config: PrepConfig, tokenizer_folder: Path) -> BytesOptions:
 
 def _plan_of(
     config: PrepConfig,
+    listing: InputListing,
     division: Division,
     resolved: ResolvedTokenizer,
     say: Callable[[str], None],
 ) -> tuple[Plan, Engine]:
     """The plan, with the engines' self-check, and the engine that workers will use."""
     tokenizer, proof = resolved.spec, resolved.proof
-    options = _with_template(config, resolved.folder)
+    options = dataclasses.replace(
+        _with_template(config, resolved.folder, say), also=listing.also, follow_links=listing.follow_links
+    )
     allow = options.encodes_control_tokens
     plan = Plan(
         plan_id=plan_id(options, tokenizer, proof.probe_sha256, division.inputs, division.boundaries),
@@ -245,6 +265,7 @@ def _plan_of(
         inputs=division.inputs,
         boundaries=division.boundaries,
         text_starts=division.text_starts,
+        left_out=listing.left_out,
     )
     reference = resolved.reference(allow_special_tokens=allow)
     is_little = config.engine == "auto" and sum(plan.shard_bytes()) < FEW_BYTES

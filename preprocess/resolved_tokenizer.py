@@ -28,7 +28,7 @@ from preprocess.tokenizer_files import (
     special_tokens_of,
 )
 from preprocess.transformers_tokenizer import save_in_own_process
-from shardprep.errors import BrokenShard, CannotWrite, NotFound, ReadWriteError
+from shardprep.errors import BrokenShard, CannotWrite, NotFound, ReadWriteError, UsageError
 from shardprep.format.dataset_spec import TokenizerSpec
 from shardprep.format.names import CHAT_TEMPLATES_DIR
 from shardprep.regular_files import NOT_THERE, is_folder, names_in, read_regular, refuse_fifos, size_of_file
@@ -69,8 +69,9 @@ class ResolvedTokenizer:
 def resolve_tokenizer(model_id: str, folder: Path, *, allow_special_tokens: bool) -> ResolvedTokenizer:
     """Write the files of a model's tokenizer, and nothing else of the model, into the empty ``folder``.
 
-    Raises NotFound (no such model, or no network), UsageError (a slow tokenizer), CannotWrite, BrokenShard
-    (a FIFO there), ReadWriteError, also where transformers missed a token: it does not tell of a failed read.
+    Raises NotFound (no such model, or no network), UsageError (a slow tokenizer, or dropout), CannotWrite,
+    BrokenShard (a FIFO there), ReadWriteError, also where transformers missed a token: it does not tell of
+    a failed read.
     """
     for each in (Path(model_id), Path(model_id, CHAT_TEMPLATES_DIR)):
         refuse_fifos(each)
@@ -91,6 +92,7 @@ def resolve_tokenizer(model_id: str, folder: Path, *, allow_special_tokens: bool
         if files is not None:
             _check_special_tokens(files, saved, str(source))
         tokenizer, data = _parsed(saved, folder)
+    _check_no_dropout(_json_object(files or saved, TOKENIZER_FILE), model_id)
     probe = probe_texts(data)
     reference = engine_of_tokenizer(tokenizer, allow_special_tokens=allow_special_tokens)
     proof = Proof(
@@ -102,6 +104,23 @@ def resolve_tokenizer(model_id: str, folder: Path, *, allow_special_tokens: bool
     if files is not None and key is not None:
         keep_proof(key, proof, saved, files)
     return ResolvedTokenizer(folder=folder, proof=proof, tokenizer=tokenizer)
+
+
+def _check_no_dropout(data: dict[str, Any], model_id: str) -> None:
+    """That a tokenizer.json gives a text the same ids each time. Raises UsageError."""
+    parts: list[tuple[str, Any]] = [("", {key: data[key] for key in data if key != "added_tokens"})]
+    while parts:
+        place, part = parts.pop()
+        for key, value in part.items() if isinstance(part, dict) else enumerate(part):
+            inner = f"{place}[{key}]" if isinstance(part, list) else f"{place}.{key}".lstrip(".")
+            if key == "dropout" and value:
+                raise UsageError(
+                    f"the tokenizer of {model_id} has {inner} {value} in its {TOKENIZER_FILE}: with it a "
+                    "text has other ids each time, so no two shards agree; set it to null in a copy of the "
+                    "folder, and pass that as --model_id"
+                )
+            if isinstance(value, (dict, list)) and inner not in ("model.vocab", "model.merges"):
+                parts.append((inner, value))
 
 
 def source_folder(model_id: str) -> Path | None:

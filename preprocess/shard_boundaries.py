@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from preprocess.documents import format_of
+from preprocess.documents import format_of_input
 from preprocess.formats.format import Inspected, Reading, Start
 from preprocess.inputs import InputFile, OpenInput
 from preprocess.plan import Boundary
@@ -75,8 +75,7 @@ def divide(
 
 def _is_packed(item: InputFile, inspected: Inspected) -> bool:
     """Whether a file is put into a shard by its size: whole, and not plain text, whose order was promised."""
-    form = format_of(item.path)
-    return inspected.is_whole and form is not None and not form.is_in_bytes
+    return inspected.is_whole and not format_of_input(item.path).is_in_bytes
 
 
 def _num_bins(inspected: list[Inspected], whole: set[int], num_shards: int) -> int:
@@ -170,8 +169,7 @@ def _starts(
     found: list[Start | None] = []
     for number, group in itertools.groupby(stretches, key=lambda stretch: stretch[0]):
         path = input_dir / inputs[number].path
-        form = format_of(path.name)
-        assert form is not None, path  # it was listed by its name
+        form = format_of_input(path.name)
         found += form.starts(OpenInput(path), [(begin, end) for _, begin, end in group], reading)
     return found
 

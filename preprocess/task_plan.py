@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from preprocess.input_files import list_inputs
-from preprocess.options import PrepConfig, flags_of
-from preprocess.plan import Plan, PlannedShard, is_one_file_a_shard, read_plan
+from preprocess.input_files import find_inputs, list_inputs
+from preprocess.options import LISTING_OPTIONS, PrepConfig, flags_of
+from preprocess.plan import Plan, PlannedShard, is_one_file_a_shard, need_plan, read_plan
 from preprocess.tokenizer_files import TOKENIZER_FILE, describe_tokenizer
 from shardprep.console import say
 from shardprep.errors import NotFound, OtherTokenizer, Refused
@@ -26,11 +27,17 @@ _LOOK_EVERY_S = 0.2
 _CLAIM_NAME = f".{PLAN_NAME}.claimed.tmp"
 
 
-def shard_of_task(given: dict[str, Any], shard_id: int) -> tuple[Plan, PlannedShard]:
+def shard_of_task(
+    given: dict[str, Any], shard_id: int, *, is_planned: bool = False
+) -> tuple[Plan, PlannedShard]:
     """What ``--shard_id`` makes, of which plan; with a note where its job array leaves shards out.
+
+    ``is_planned``: the task was submitted for a plan, and makes none where that is gone.
 
     Raises NotFound for a shard that the plan has not, and what ``plan_of_task`` raises.
     """
+    if is_planned:
+        need_plan(given["output_dir"])
     plan = plan_of_task(given).at(given.get("input_dir"))
     if note := array_note(os.environ, plan.num_shards, given["output_dir"]):
         say(f"note: {note}")
@@ -49,7 +56,8 @@ def plan_of_task(given: dict[str, Any]) -> Plan:
     output_dir: Path = config.output_dir if config else given["output_dir"]
     plan = read_plan(output_dir)
     if plan is None:
-        config = PrepConfig(**given)
+        # Shard N is the N-th of the .txt files, README.txt and the like included.
+        config = PrepConfig(**{**given, "also": ",".join(filter(None, ["*.txt", given.get("also")]))})
         say(f"no plan in {output_dir}: planning one shard per file of {config.input_dir}")
         plan = _plan_once(config)
     _check_given(plan, given)
@@ -118,7 +126,7 @@ def _check_given(plan: Plan, given: dict[str, Any]) -> None:
     differing = [
         f"--{name} was {planned[name]}, now {wanted[name]}"
         for name in wanted
-        if name in given and wanted[name] != planned[name]
+        if name in given and wanted[name] != planned[name] and name not in LISTING_OPTIONS
     ]
     if differing:
         raise Refused(
@@ -142,17 +150,19 @@ def _check_given(plan: Plan, given: dict[str, Any]) -> None:
 
 def _check_listing(plan: Plan, input_dir: Path) -> None:
     """Raises Refused where the N-th file is no longer the planned one."""
-    found = [
-        path.relative_to(input_dir).as_posix()
-        for path in list_inputs(input_dir, recursive=plan.options.recursive)
-    ]
-    planned = [item.path for item in plan.inputs]
-    if found != sorted(planned):
-        other = sorted(set(found) ^ set(planned))
+    options = plan.options
+    listing = find_inputs(
+        input_dir, recursive=options.recursive, follow_links=options.follow_links, also=options.also
+    )
+    found = {path.relative_to(input_dir).as_posix() for path in listing.paths}
+    planned = {item.path for item in plan.inputs}
+    # An older shardprep took names that are left out today.
+    found |= planned.intersection(itertools.chain.from_iterable(listing.left_out.values()))
+    if found != planned:
         raise Refused(
             f"{input_dir} holds {len(found)} input files, the plan has {len(planned)}; differing: "
-            f"{', '.join(other[:3])}. A plan is never changed: put new files into a folder of their own, "
-            "with an --output_dir of its own, and give the loader a list of folders"
+            f"{', '.join(sorted(found ^ planned)[:3])}. A plan is never changed: put new files into a folder "
+            "of their own, with an --output_dir of its own, and give the loader a list of folders"
         )
 
 

@@ -7,11 +7,12 @@ have versions, which lie in the plan: another version may give another text.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import string
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Literal, cast
@@ -20,6 +21,7 @@ from shardprep.errors import UsageError
 
 FieldPath = tuple[str, ...]
 Normalize = Literal["", "NFC", "NFD", "NFKC", "NFKD"]
+_MOJIBAKE_RULE = "rule 2"  # of what --fix_text leaves out: another one gives other documents
 _MOST_LAYERS = 4  # text may have been read wrongly more than once
 _ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}
 
@@ -84,14 +86,6 @@ class TextFields:
             parts += (value, literal)
         return "".join(parts)
 
-    def id(self, record: Mapping[str, Any]) -> str:
-        """The id of a record as text; "" where it has none."""
-        return name_of(value_at(record, self.id_path))
-
-    def source(self, record: Mapping[str, Any]) -> str:
-        """The source that a record names; "" where it names none."""
-        return name_of(value_at(record, self.source_path))
-
     def _read_template(self, template: str) -> None:
         text = re.sub(r"\\[ntr\\]", lambda match: _ESCAPES[match[0]], template)
         literal = ""
@@ -134,11 +128,22 @@ class MessageFields(TextFields):
         if not isinstance(value, list):
             return UnusableText("wrong_type", f"the field {name} is {_kind(value)}, expected a list")
         try:
-            import orjson  # only here: a command's --help does not load it
-
-            return orjson.dumps(value).decode()
-        except (TypeError, ValueError) as error:  # a date or a decimal of a table
+            return _json_of(value)
+        except (TypeError, ValueError) as error:  # a decimal or a NaN of a table
             return UnusableText("wrong_type", f"the field {name} cannot be JSON ({error})")
+
+
+def _json_of(value: Any) -> str:
+    """A value as JSON that gives each number back. Raises TypeError or ValueError for what JSON has not."""
+    import orjson  # only here: a command's --help does not load it
+
+    try:
+        text = orjson.dumps(value).decode()
+    except TypeError:  # of an integer of more than 64 bits, too
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    if "null" in text:  # which orjson writes for NaN, too
+        json.dumps(value, allow_nan=False, default=str)
+    return text
 
 
 def _path(name: str, flag: str) -> FieldPath:
@@ -214,8 +219,9 @@ class TextChanges:
 def undo_mojibake(text: str) -> str | None:
     """Text that was UTF-8 and was read as another code page, as it was; other text as it is.
 
-    None where it looks so and no code page restores the whole of it: it is never mended in part. ftfy's
-    judgement of what looks so decides, and ftfy's code pages are tried.
+    None where it was read so and no code page restores the whole of it: it is never mended in part. ftfy's
+    judgement of what looks so decides, and ftfy's code pages are tried. A text that looks so only here and
+    there merely mentions such characters, and is kept as it is: see ``_is_misread``.
     """
     from ftfy.badness import is_bad
     from ftfy.chardata import CHARMAP_ENCODINGS
@@ -231,8 +237,31 @@ def undo_mojibake(text: str) -> str | None:
             text = restored
             break
         else:
-            return None
+            return None if _is_misread(text) else text
     return None if is_bad(text) else text
+
+
+def _is_misread(text: str) -> bool:
+    """Whether more of a text's characters beyond ASCII were misread than read right.
+
+    A misread character is a beginning of UTF-8 with some byte that goes on, such as \u00c3\u00a9 for
+    \u00e9. Every other character beyond ASCII is one that was read right.
+    """
+    runs = _misread_runs().findall(text)
+    num_in_runs = sum(not char.isascii() for run in runs for char in run)
+    num_right = sum(not char.isascii() for char in text) - num_in_runs
+    return len(runs) > num_right
+
+
+@functools.lru_cache(maxsize=1)
+def _misread_runs() -> re.Pattern[str]:
+    """Characters that UTF-8 begins with, and those that go on, the first of which may be lost."""
+    from ftfy.chardata import UTF8_CLUES as CLUES
+
+    goes_on, surely = CLUES["utf8_continuation"].replace(" ", ""), CLUES["utf8_continuation_strict"] + "„‚•"
+    of_2, of_3, of_4 = (CLUES[f"utf8_first_of_{number}"] for number in (2, 3, 4))
+    second = f"(?:[{surely}\ufffd]|[?](?=[{surely}]))"
+    return re.compile(f"[{of_2}][{goes_on}]|[{of_3}]{second}[{goes_on}]?|[{of_4}]{second}[{goes_on}]{{0,2}}")
 
 
 def text_versions(*, fix_text: bool, normalize: str) -> str:
@@ -240,7 +269,7 @@ def text_versions(*, fix_text: bool, normalize: str) -> str:
     versions = []
     if fix_text:
         try:
-            versions.append(f"ftfy {metadata.version('ftfy')}")
+            versions.append(f"ftfy {metadata.version('ftfy')} ({_MOJIBAKE_RULE})")
         except metadata.PackageNotFoundError:
             raise UsageError("--fix_text needs ftfy, which is not installed; run: pip install ftfy") from None
     if fix_text or normalize:

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from preprocess.documents import format_of
+from preprocess.documents import format_of_input
 from preprocess.formats.format import DocumentBatch, Reading
+from preprocess.formats.text_lines import TextLines
 from preprocess.input_files import list_inputs
 from preprocess.inputs import BadDocument, ByteRange, OpenInput, RangeReader
 from preprocess.long_documents import LongDocument
@@ -124,7 +125,7 @@ class TrainingText:
 
     def __iter__(self) -> Iterator[list[str]]:
         for path, spans in itertools.groupby(self._spans, lambda span: span.path):
-            if path.name.endswith(".txt"):
+            if isinstance(format_of_input(path.name), TextLines):
                 for span in spans:
                     yield from self._lines(span)
             else:
@@ -270,8 +271,7 @@ class Texts(NamedTuple):
 
 def text_bytes_of(file: OpenInput, reading: Reading) -> int:
     """About how much text a file has; of plain text, its size. Raises BadInput, ReadWriteError."""
-    form = format_of(file.path.name)
-    assert form is not None, file.path  # it was listed by its name
+    form = format_of_input(file.path.name)
     return form.inspect(file, reading).text_bytes
 
 
@@ -285,8 +285,7 @@ def sampled_parts(
     size = file.stamp.num_bytes
     if list(stretches) == [(0, text_bytes)]:
         return [SampledPart(0, 0, size, None)]
-    form = format_of(file.path.name)
-    assert form is not None, file.path
+    form = format_of_input(file.path.name)
     begin_bytes = [begin * size // text_bytes for begin, _ in stretches]
     places = list(itertools.pairwise([*begin_bytes, size]))
     begins: list[tuple[int, int]] = []
@@ -311,8 +310,7 @@ def read_texts(file: OpenInput, part: SampledPart, reading: Reading) -> Iterator
 
     Raises BadInput, ReadWriteError, Refused.
     """
-    form = format_of(file.path.name)
-    assert form is not None, file.path
+    form = format_of_input(file.path.name)
     span = ByteRange(
         input_number=0, path=file.path, start=part.start, end=part.end, text_start=part.text_start
     )

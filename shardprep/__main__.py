@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from shardprep import __version__
 from shardprep.command_line import Program, unknown_command
-from shardprep.console import outlast_readers, say
+from shardprep.console import guard_streams, print_lines, say
 from shardprep.errors import UsageError
 from shardprep.own_packages import need_own
 
@@ -45,16 +45,17 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Without a command, ``--shard_id N`` makes a shard."""
     words = list(sys.argv[1:] if argv is None else argv)
-    outlast_readers()
+    guard_streams()
     try:
         if words[:1] in (["-h"], ["--help"]):
-            print(_help())
+            print_lines(*_help())
             return 0
         if words[:1] == ["--version"]:
-            print(f"shardprep {__version__}")
+            print_lines(f"shardprep {__version__}")
             return 0
         if not words:
-            say(_help())
+            for line in _help():
+                say(line)
             return UsageError.exit_code
         return _dispatch(words)
     except ImportError as error:
@@ -84,11 +85,11 @@ def _program(package: str) -> Program:
     return program
 
 
-def _help() -> str:
+def _help() -> list[str]:
     lines = ["usage: shardprep COMMAND [flags]", "", "Raw text -> token shards -> batches.", "", "commands:"]
     for command, package in COMMANDS.items():
         lines.append(f"  {command:<17}{_summary(_program(package), command)}")
-    return "\n".join([*lines, "", "shardprep COMMAND --help shows its flags; --version the version."])
+    return [*lines, "", "shardprep COMMAND --help shows its flags; --version the version."]
 
 
 def _summary(program: Program, command: str) -> str:

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardprep.console import outlast_readers, raise_on_stop_signals, say
+from shardprep.console import guard_streams, raise_on_stop_signals, say
 from shardprep.errors import ReadWriteError, ShardprepError, Stopped, UsageError
 
 AddFlags = Callable[[argparse.ArgumentParser], None]
@@ -67,7 +67,7 @@ class Program:
 
     def run(self, words: Sequence[str], *, name: str | None = None) -> int:
         """Run the command that ``words`` name; returns its exit code. ``name``: how it was called."""
-        outlast_readers()
+        guard_streams()
         try:
             raise_on_stop_signals()
             args = self.parse(words, name=name)
@@ -91,8 +91,10 @@ class Program:
     def parse(self, words: Sequence[str], *, name: str | None = None) -> argparse.Namespace:
         """The parsed words; ``command`` is a key of ``commands``.
 
-        Raises UsageError for an unknown command, SystemExit with 2 for flags that cannot be parsed.
+        Raises UsageError for an unknown command or a NUL, SystemExit with 2 for flags that cannot be parsed.
         """
+        if found := next((word for word in words if "\0" in word), None):
+            raise UsageError(f"{found!r} holds a NUL, which no path and no name can; leave that out")
         words = self._joined(words)
         listed = [word for word, command in self.commands.items() if not command.is_nameless]
         if words and not words[0].startswith("-") and words[0] not in self.commands:

@@ -1,8 +1,14 @@
-"""What a command says, and what may interrupt it: progress, readers that go away, stop signals.
+"""What a command prints, and what may interrupt it: progress, readers that go away, stop signals.
 
-``say`` prints a line to standard error. ``Progress`` is a bar on a terminal and a line every 30 s in a log.
+``say`` prints a line to standard error, ``print_lines`` to standard output. ``Progress`` is a bar on a
+terminal and a line every 30 s in a log. Nothing else in our packages prints.
 
-After ``outlast_readers``, standard output and error outlast their reader: ``| head`` may go away, a log's
+A line may hold what others wrote: names of files, texts, words of Slurm. Both functions print control
+characters as escapes (``printable``), line ends within a line too, so nothing foreign moves the cursor,
+retitles the terminal or begins a line of a log. After ``guard_streams`` the streams do the same, but for line
+ends, to what argparse, libraries, warnings and tracebacks write.
+
+After ``guard_streams``, standard output and error outlast their reader: ``| head`` may go away, a log's
 pipe may close. What nobody can read any more is dropped, the work goes on, and the exit code is the work's
 own. Without it a worker would lose its shard to a line of its log, and ``verify | head`` would end in a
 traceback.
@@ -29,10 +35,12 @@ import functools
 import io
 import json
 import os
+import re
 import select
 import signal
 import sys
 import time
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -59,7 +67,8 @@ class Progress:
         self._counts: dict[str, int] = {}
         self._began = self._spoke = time.monotonic()
         sign = "B" if unit == "bytes" else f" {unit}"
-        self._bar = _bar(total, label, sign) if sys.stderr.isatty() else None
+        self._terminal = _Terminal(sys.stderr)
+        self._bar = _bar(total, label, sign, self._terminal) if sys.stderr.isatty() else None
 
     def __enter__(self) -> Progress:
         return self
@@ -96,15 +105,15 @@ class Progress:
     def say(self, line: str) -> None:
         """Print a line without breaking the bar."""
         if self._bar is not None:
-            self._bar.write(line, file=sys.stderr)
+            self._bar.write(printable(line), file=self._terminal)
         else:
             say(line)
 
 
-def _bar(total: int, label: str, sign: str) -> tqdm[NoReturn]:
+def _bar(total: int, label: str, sign: str, terminal: Any) -> tqdm[NoReturn]:
     from tqdm import tqdm  # 0.03 s that a log's reader need not wait for
 
-    return tqdm(total=total, desc=label, unit=sign, unit_scale=True, file=sys.stderr)
+    return tqdm(total=total, desc=label, unit=sign, unit_scale=True, file=terminal)
 
 
 def progress_line(
@@ -117,13 +126,13 @@ def progress_line(
 ) -> str:
     """How far it is, how fast, also in what else is counted, and how long it will still take."""
     rate = num_done / elapsed_s
-    left_s = (total - num_done) / max(rate, 1e-9)
-    of, speed = f"{total} {unit}", f"{rate:.1f} {unit}/s"
+    of, speed = counted(total, unit.removesuffix("s")), f"{rate:.1f} {unit}/s"
     if unit == "bytes":
-        of, speed = f"{total / 1e6:.0f} MB", f"{rate / 1e6:.1f} MB/s"
+        of, speed = short_bytes(total), f"{short_bytes(rate)}/s"
     if counts:
         speed += f", {_speeds(counts, elapsed_s)}"
-    return f"{label}: {num_done / max(1, total):.0%} of {of}, {speed}, {left_s:.0f} s left"
+    left = f", {short_time((total - num_done) / rate)} left" if rate > 0 else ""
+    return f"{label}: {num_done / max(1, total):.0%} of {of}, {speed}{left}"
 
 
 def _speeds(counts: Mapping[str, int], elapsed_s: float) -> str:
@@ -131,7 +140,7 @@ def _speeds(counts: Mapping[str, int], elapsed_s: float) -> str:
     return ", ".join(f"{short_number(rate)} {name}/s" for name, rate in rates.items())
 
 
-_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def short_number(value: float) -> str:
@@ -146,6 +155,25 @@ def short_bytes(value: float) -> str:
     return f"{digits} {prefix}B"
 
 
+def short_time(seconds: float) -> str:
+    """``12.3 s``, ``5 min 03 s``, ``15 min``, ``2 h 05 min`` or ``1,234 h``."""
+    hours, minutes = divmod(round(seconds / 60), 60)
+    if hours >= 100:
+        return f"{hours:,} h"
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    if seconds >= 599.5:
+        return f"{minutes} min"
+    return (
+        f"{round(seconds) // 60} min {round(seconds) % 60:02d} s" if seconds >= 59.5 else f"{seconds:.3g} s"
+    )
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 shard``, ``2,500 shards``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def _scaled(value: float) -> tuple[str, str]:
     for size, prefix in _PREFIXES:
         if value >= 0.9995 * size:
@@ -154,23 +182,61 @@ def _scaled(value: float) -> tuple[str, str]:
     return f"{value:.0f}" if value == int(value) else f"{value:.3g}", ""
 
 
+def num_cells(text: str) -> int:
+    """Columns that a text takes on a terminal: two for a Korean letter, none for a combining mark."""
+    marks = sum(unicodedata.combining(char) > 0 for char in text)
+    return len(text) - marks + sum(unicodedata.east_asian_width(char) in "WF" for char in text)
+
+
+# C0 without the line end, DEL and C1; what turns the direction of text; separators of lines and paragraphs;
+# halves of surrogate pairs, which a file's name may hold. Joiners and other marks without a width stay:
+# scripts and emoji need them, and no terminal acts on them.
+_CONTROLS = "\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
+_IN_A_TEXT, _IN_A_LINE = re.compile(f"[{_CONTROLS}]"), re.compile(f"[\n{_CONTROLS}]")
+
+
+def printable(line: str) -> str:
+    r"""Return the line with each control character as an escape of Python: ``\x1b``, ``\n``, ``\u202e``.
+
+    A backslash stays as it is, so what looks like an escape may also be text.
+    """
+    return _IN_A_LINE.sub(_escape, line)
+
+
+def _escape(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode("ascii")
+
+
 def say(line: str) -> None:
     """Print a line to standard error, where logs and progress go."""
-    sys.stderr.write(line + "\n")
+    sys.stderr.write(printable(line) + "\n")
     sys.stderr.flush()
 
 
-def outlast_readers() -> None:
-    """From now on this process's streams drop what cannot be read; what was put in their place is left alone.
+def print_lines(*lines: str) -> None:
+    """Print lines to standard output, where the answer of a command goes."""
+    sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))
+    sys.stdout.flush()
 
-    Of standard error every failure is dropped, a closed terminal or a full disk, too: a log is not worth
-    the work. Of standard output only a closed pipe is: what was asked for must not be missing unseen, so
-    another failure raises ReadWriteError, once. A command flushes it before its exit code is settled.
+
+def draw(codes: str) -> None:
+    """Send a terminal the codes that draw a screen; its lines are ``printable`` already."""
+    _Terminal(sys.stdout).write(codes)
+    sys.stdout.flush()
+
+
+def guard_streams() -> None:
+    """Make this process's streams drop what cannot be read, and print control characters as escapes.
+
+    A stream that was put in their place is left alone. Of standard error every failure is dropped, a closed
+    terminal or a full disk, too: a log is not worth the work. Of standard output only a closed pipe is: what
+    was asked for must not be missing unseen, so another failure raises ReadWriteError, once. A command
+    flushes it before its exit code is settled.
     """
     if sys.stdout is sys.__stdout__:
-        sys.stdout = _outlasting(sys.stdout, BrokenPipeError)
+        sys.stdout = _guarded(sys.stdout, BrokenPipeError)
     if sys.stderr is sys.__stderr__:
-        sys.stderr = _outlasting(sys.stderr, OSError)
+        sys.stderr = _guarded(sys.stderr, OSError)
 
 
 def output_is_read() -> bool:
@@ -195,16 +261,38 @@ class _Outlasting(io.FileIO):
             raise ReadWriteError(f"standard output cannot be written: {error.strerror}") from None
 
 
-def _outlasting(stream: TextIO | None, dropped: type[OSError]) -> TextIO:
+class _Guarded(io.TextIOWrapper):
+    def write(self, text: str, /) -> int:
+        super().write(_IN_A_TEXT.sub(_escape, text))
+        return len(text)
+
+
+class _Terminal:
+    """A stream for what draws by control characters, as a bar does: they are written as they are."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, codes: str) -> None:
+        if isinstance(self._stream, _Guarded):
+            io.TextIOWrapper.write(self._stream, codes)
+        else:
+            self._stream.write(codes)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _guarded(stream: TextIO | None, dropped: type[OSError]) -> TextIO:
     """``stream`` anew over its descriptor; the null device for one that was closed before the start."""
     if stream is None:
         return open(os.devnull, "w")  # noqa: PTH123 - a TextIO, which lives as long as the process
     raw = _Outlasting(stream.fileno(), dropped)
     is_unbuffered = isinstance(stream.buffer, io.RawIOBase)  # python -u
-    return io.TextIOWrapper(
+    return _Guarded(
         raw if is_unbuffered else io.BufferedWriter(raw),
         encoding=stream.encoding,
-        errors=stream.errors,
+        errors="backslashreplace",  # of an encoding that does not have a letter
         line_buffering=bool(stream.line_buffering),
         write_through=is_unbuffered,
     )

@@ -26,7 +26,9 @@ def need_own(package: str) -> None:
         "away from the script that you start and from the folder that you start it in"
     )
     if sys.argv[:1] == ["-m"]:  # so it is while Python looks for the package that it shall run
-        sys.stderr.write(f"error: {message}\n")
+        from shardprep.console import say
+
+        say(f"error: {message}")
         raise SystemExit(2)
     raise ImportError(message, name=package, path=found)
 

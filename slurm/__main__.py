@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardprep.command_line import Command, Program, add_flags_of, given_of
-from shardprep.console import Progress, output_is_read, say
+from shardprep.console import Progress, draw, output_is_read, print_lines, say
 from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 from shardprep.format.names import INDEX_NAME, id_ranges, ids_of_ranges
 from shardprep.regular_files import size_of_file
@@ -97,7 +97,7 @@ def submit(args: argparse.Namespace) -> int:
 
     state, sending = prepared()
     if sending is None:
-        print(f"nothing to submit: {_summary(state)}")
+        print_lines(f"nothing to submit: {_summary(state)}")
         return _wait(args) if args.wait and not args.dry_run else 0
     return _send(args, sending, prepared)
 
@@ -128,7 +128,7 @@ def retry(args: argparse.Namespace) -> int:
     state, sending = prepared()
     if sending is None:
         num_left = len(state.ids("failed"))
-        print(f"nothing to retry: {num_left} shards are left as they are, {_summary(state)}")
+        print_lines(f"nothing to retry: {num_left} shards are left as they are, {_summary(state)}")
         if args.wait and not args.dry_run:
             return _wait(args)
         return ReadWriteError.exit_code if num_left else 0
@@ -158,11 +158,11 @@ def _send(
     """Send it; where somebody else submitted meanwhile, look again what is left to send."""
     if args.dry_run:
         assert sending is not None
-        print("\n".join(sending.scripts))
+        print_lines(*"\n".join(sending.scripts).split("\n"))
         return 0
     for _ in range(_MOST_SUBMITTERS):
         if sending is None:
-            print("nothing more to submit")
+            print_lines("nothing more to submit")
             return _wait(args) if args.wait else 0
         try:
             _print_sent(sending.send())
@@ -175,7 +175,7 @@ def _send(
         raise last
     if args.wait:
         return _wait(args)
-    print(f"next: python -m slurm status {quoted(args.output_dir)} --watch")
+    print_lines(f"next: python -m slurm status {quoted(args.output_dir)} --watch")
     return 0
 
 
@@ -184,8 +184,8 @@ def _print_sent(submission: Submission) -> None:
         mem = "no memory limit" if array.mem_mb is None else f"{array.mem_mb} MB"
         limit = "no time limit" if array.time_min is None else f"{array.time_min} min"
         shards = id_ranges(shard_id for ids in array.shards_of_tasks() for shard_id in ids)
-        print(f"job {array.job_id}: {len(array.tasks)} task(s) of {mem}, {limit}, for shards {shards}")
-    print(f"job {submission.verify_job_id}: verify, when they have ended")
+        print_lines(f"job {array.job_id}: {len(array.tasks)} task(s) of {mem}, {limit}, for shards {shards}")
+    print_lines(f"job {submission.verify_job_id}: verify, when they have ended")
 
 
 def _wait(args: argparse.Namespace) -> int:
@@ -245,8 +245,7 @@ def _redraw(data: dict[str, Any], shown: list[str]) -> list[str]:
     can_draw = "utf" in (sys.stdout.encoding or "").lower()
     lines = screen_lines(data, width=max(width, 20), ascii_only=not can_draw)[: max(height - 1, 1)]
     same_size = shown and len(shown[1]) == len(lines[1])
-    sys.stdout.write(changes(shown if same_size else [], lines))
-    sys.stdout.flush()
+    draw(changes(shown if same_size else [], lines))
     return lines
 
 
@@ -257,9 +256,9 @@ def _report(state: DatasetState) -> dict[str, Any]:
 
 
 def _print_report(data: dict[str, Any], *, as_json: bool = False) -> None:
-    from slurm.status_text import report_text
+    from slurm.status_text import report_lines
 
-    print(json.dumps(data) if as_json else report_text(data), flush=True)
+    print_lines(*([json.dumps(data)] if as_json else report_lines(data)))
 
 
 def cancel(args: argparse.Namespace) -> int:
@@ -282,7 +281,9 @@ def cancel(args: argparse.Namespace) -> int:
     if failed:
         raise failed[0]
     cancelled = [*state.live_job_ids(), *unrecorded]
-    print(f"cancelled: {', '.join(cancelled)}" if cancelled else f"nothing is queued; {_summary(state)}")
+    print_lines(
+        f"cancelled: {', '.join(cancelled)}" if cancelled else f"nothing is queued; {_summary(state)}"
+    )
     if unseen := state.ids("not visible"):
         say(f"warning: {state.why_not_visible()}; shards {id_ranges(unseen)} may wait or run all the same")
     return 0

@@ -179,7 +179,7 @@ def array_script(
         'if [[ $shards = *[-,]* ]]; then shardprep_what="shards $shards"',
         f'  shardprep_command=(run {place} --shards "$shards" {flags})',
         'else shardprep_what="shard $shards"',
-        f'  shardprep_command=(--shard_id "$shards" --output_dir {place} {flags}); fi',
+        f'  shardprep_command=(--shard_id "$shards" --planned --output_dir {place} {flags}); fi',
         "# The array's indices are not the shards' numbers, so the worker must not compare them.",
         "unset SLURM_ARRAY_TASK_COUNT",
     ]

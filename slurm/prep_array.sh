@@ -2,7 +2,7 @@
 # One shard a task of a job array: task N makes shard N of the data set in O.
 #
 #   sbatch slurm/prep_array.sh                                     shards 0-9 into /data/processed
-#   sbatch --array=0-99 slurm/prep_array.sh O [worker's flags]     shards 0-99 into O
+#   sbatch --array=0-99 slurm/prep_array.sh O [worker's flags]     shards 0-99 of the plan in O
 #
 # No partition line: choose it by `sbatch --partition=amx-part ...` or SBATCH_PARTITION=amx-part.
 # `--array=0-99%20` runs 20 at once. Time and memory are the site's defaults: --time=, --mem=.
@@ -69,9 +69,10 @@ pass_on() {
 trap 'pass_on TERM' TERM
 trap 'pass_on USR1' USR1
 
-output_dir=/data/processed
-if (($#)) && [[ $1 != -* ]]; then output_dir=$1; shift; fi
-[[ -n ${shardprep_what:-} ]] || shardprep_command=(--shard_id "$SLURM_ARRAY_TASK_ID" --output_dir "$output_dir")
+# A folder that is named has a plan; without one, the worker plans.
+place=(--output_dir /data/processed)
+if (($#)) && [[ $1 != -* ]]; then place=(--output_dir "$1" --planned); shift; fi
+[[ -n ${shardprep_what:-} ]] || shardprep_command=(--shard_id "$SLURM_ARRAY_TASK_ID" "${place[@]}")
 
 # A function hides this script's arguments from the file; few such files bear -eu.
 source_setup() {

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardprep.atomic_files import publish_bytes
+from shardprep.console import counted, short_time
 from shardprep.format.names import ids_of_ranges
 from shardprep.format.source_counts import source_lines
 
@@ -15,12 +16,12 @@ _METRIC_STATES = ("done", "running", "pending", "failed", "not_submitted", "not_
 _CLOCKS_DIFFER_S = 30  # less is told by --json alone
 
 
-def report_text(data: dict[str, Any]) -> str:
+def report_lines(data: dict[str, Any]) -> list[str]:
     """The report for people."""
     total, done = data["num_shards"], data["num_done"]
     lines = [f"{data['folder']}: {done} of {total} shards are done ({done / total:.1%})"]
     speed = "" if not data["tokens_per_s"] else f", {data['tokens_per_s']:,} tokens/s"
-    left = "" if data["left_s"] is None else f", about {duration(data['left_s'])} left"
+    left = "" if data["left_s"] is None else f", about {short_time(data['left_s'])} left"
     lines.append(f"  {data['num_tokens']:,} tokens{speed}{left}")
     lines += source_lines(data["sources"], all_in="--json")
     queued = ("running", "pending", "not_submitted")
@@ -28,7 +29,9 @@ def report_text(data: dict[str, Any]) -> str:
     lines += _waiting_lines(data)
     lines += _note_lines(data)
     lines += [f"  failed, {cause}: {ids}" for cause, ids in data["causes"].items()]
-    lines += [f"  started again by Slurm after {how}: {n} task(s)" for how, n in data["restarts"].items()]
+    lines += [
+        f"  started again by Slurm after {how}: {counted(n, 'task')}" for how, n in data["restarts"].items()
+    ]
     if data["other_plan"]:
         lines.append(f"  of another plan: {data['other_plan']}; python -m preprocess verify says what to do")
     lines += _slow_lines(data)
@@ -44,7 +47,7 @@ def report_text(data: dict[str, Any]) -> str:
         lines.append(f"    {failure['log']}")
     if (more := len(data["failures"]) - _MOST_FAILURES) > 0:
         lines.append(f"  and {more} more failures: --json has them all")
-    return "\n".join([*lines, next_line(data)])
+    return [*lines, next_line(data)]
 
 
 def _waiting_lines(data: dict[str, Any]) -> list[str]:
@@ -81,7 +84,7 @@ def notes(data: dict[str, Any]) -> list[str]:
         found.append(f"found wrong by the verify job: {data['wrong']}; retry makes them anew")
     if abs(data["clock_difference_s"]) > _CLOCKS_DIFFER_S:
         way = "ahead of" if data["clock_difference_s"] > 0 else "behind"
-        by = duration(abs(data["clock_difference_s"]))
+        by = short_time(abs(data["clock_difference_s"]))
         found.append(
             f"the nodes' clocks are {by} or more {way} this one: munge refuses to talk from 5 min on"
         )
@@ -92,7 +95,8 @@ def notes(data: dict[str, Any]) -> list[str]:
 
 def _slow_lines(data: dict[str, Any]) -> list[str]:
     shards = [
-        f"{item['shard']:05d} ({item['wall_s']:.0f} s on {item['node']})" for item in data["slow_shards"]
+        f"{item['shard']:05d} ({short_time(item['wall_s'])} on {item['node']})"
+        for item in data["slow_shards"]
     ]
     nodes = [f"{item['node']} ({item['speed']:.0%} of the others' speed)" for item in data["slow_nodes"]]
     lines = [f"  slowest shards: {', '.join(shards)}"] if shards else []
@@ -112,7 +116,7 @@ def _efficiency_lines(data: dict[str, Any]) -> list[str]:
     limit = f" of {used['time_min']} min" if used["time_min"] else ""
     asked = " ".join(f"--{name} {value:g}" for name, value in used["next_time"].items())
     shares = f"{used['cpu']:.0%} of the CPUs, {used['max_rss_mb']}{of} MB of memory"
-    longest = f"{used['longest_task_s']:.0f} s{limit} for the longest task"
+    longest = f"{short_time(used['longest_task_s'])}{limit} for the longest task"
     wasted = "" if hours["failed"] is None else f", {hours['failed']:.3g} of them by attempts that failed"
     return [
         f"  used: {shares}, {longest}",
@@ -144,12 +148,6 @@ def next_line(data: dict[str, Any]) -> str:
     if not data["verified"]:
         return f"next: the verify job is {data['verify'] or 'missing'}; python -m preprocess verify {folder}"
     return f"verified: {data['folder']}/index.json is there"
-
-
-def duration(seconds: float) -> str:
-    """``2 h 05 min``, ``5 min`` or ``5 s``."""
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"
 
 
 def write_metrics(path: Path, data: dict[str, Any]) -> None:

@@ -87,7 +87,7 @@ def _room_lines(state: DatasetState, shard_ids: Sequence[int]) -> list[str]:
 
     The need is measured on a sample of the input, as planning did: a second or two of CPU. Never raises.
     """
-    if not lustre.is_usable(state.folder):
+    if lustre.why_not_usable(state.folder):
         return []
     try:
         whole = estimate_of(state.plan, state.folder).output_bytes

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import textwrap
 import time
-import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shardprep.console import counted, num_cells, printable, short_number, short_time
 from shardprep.format.names import ids_of_ranges
-from slurm.status_text import duration, next_line, notes
+from slurm.status_text import next_line, notes
 
 _BAR = ("█", "▓", "░", "×", "?", "·")
 _ASCII_BAR = ("#", "=", "-", "x", "?", ".")
@@ -63,7 +63,9 @@ def _kinds(data: dict[str, Any], width: int, most: int) -> list[str]:
         *_rows("waits for", [_waits(item) for item in data["waits_for"]], most),
         *_rows("failed", [f"{_number(ids)} {cause}: {ids}" for cause, ids in data["causes"].items()], most),
         *_rows(
-            "restarted", [f"{number} task(s) after {how}" for how, number in data["restarts"].items()], most
+            "restarted",
+            [f"{counted(number, 'task')} after {how}" for how, number in data["restarts"].items()],
+            most,
         ),
         *_rows("slow nodes", slow, most),
     ]
@@ -89,18 +91,13 @@ def changes(before: Sequence[str], after: Sequence[str]) -> str:
 
 
 def cut(line: str, width: int) -> str:
-    """A line that fits into ``width`` cells (a Korean letter takes two), without codes of terminals."""
-    clean = "".join(char if char.isprintable() else " " for char in line)
-    if _num_cells(clean) <= width:
+    """A line that fits into ``width`` cells (a Korean letter takes two), control characters as escapes."""
+    clean = printable(line)
+    if num_cells(clean) <= width:
         return clean
-    while _num_cells(clean) > max(width - 3, 0):
+    while num_cells(clean) > max(width - 3, 0):
         clean = clean[:-1]
     return (clean + "...")[:width]
-
-
-def _num_cells(text: str) -> int:
-    marks = sum(unicodedata.combining(char) > 0 for char in text)
-    return len(text) - marks + sum(unicodedata.east_asian_width(char) in "WF" for char in text)
 
 
 def _counts(data: dict[str, Any]) -> dict[str, int]:
@@ -109,22 +106,13 @@ def _counts(data: dict[str, Any]) -> dict[str, int]:
 
 def _both_ends(left: str, right: str, width: int) -> str:
     left = cut(left, width - len(right) - 1)
-    return left + " " * (width - _num_cells(left) - len(right)) + right
+    return left + " " * (width - num_cells(left) - len(right)) + right
 
 
 def _speed_lines(data: dict[str, Any]) -> list[str]:
-    speed = f"{_short(data['tokens_per_s'])} tokens/s" if data["tokens_per_s"] else "no speed yet"
-    left = f"about {duration(data['left_s'])} left" if data["left_s"] is not None else ""
-    return ["   ".join(filter(None, (f"{_short(data['num_tokens'])} tokens", speed, left)))]
-
-
-def _short(number: float) -> str:
-    """``48.1 M``: three digits say enough at a glance."""
-    for sign in ("", " k", " M", " G"):
-        if number < 1000:
-            return f"{number:.3g}{sign}"
-        number /= 1000
-    return f"{number:,.3g} T"
+    speed = f"{short_number(data['tokens_per_s'])} tokens/s" if data["tokens_per_s"] else "no speed yet"
+    left = f"about {short_time(data['left_s'])} left" if data["left_s"] is not None else ""
+    return ["   ".join(filter(None, (f"{short_number(data['num_tokens'])} tokens", speed, left)))]
 
 
 def _number(ids: str) -> int:
@@ -158,9 +146,9 @@ def _last_failure_lines(data: dict[str, Any], width: int) -> list[str]:
 
 def _both_parts(line: str, width: int) -> str:
     """A long line's beginning, which says who, and its end, which says why."""
-    if _num_cells(line) <= width:
+    if num_cells(line) <= width:
         return line
     head = cut(line, width // 3)
-    while _num_cells(line) > width - _num_cells(head) - 1:
+    while num_cells(line) > width - num_cells(head) - 1:
         line = line[1:]
     return f"{head} {line}"

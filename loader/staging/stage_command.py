@@ -14,7 +14,7 @@ from loader.reading.open_shard import Turn
 from loader.staging.shards_to_stage import NodeRanks, ShardsToStage, choose_shards
 from loader.staging.stage_shards import Staged, size_text, stage_shards
 from shardprep.command_line import parse_size
-from shardprep.console import Progress, raise_on_stop_signals
+from shardprep.console import Progress, print_lines, raise_on_stop_signals
 from shardprep.errors import ReadWriteError, UsageError
 from shardprep.format.names import ids_of_ranges
 
@@ -39,8 +39,7 @@ def stage(args: argparse.Namespace) -> int:
         )
     except OSError as error:
         raise ReadWriteError(f"{' '.join(args.input_shards)} cannot be looked at: {error}") from None
-    for line in _choice_lines(chosen, node_ranks):
-        print(line, flush=True)
+    print_lines(*_choice_lines(chosen, node_ranks))
     with Progress("staging", sum(shard.num_bytes for shard in chosen.chosen)) as progress:
         try:
             staged = stage_shards(
@@ -48,7 +47,7 @@ def stage(args: argparse.Namespace) -> int:
             )
         except OSError as error:  # of looking around in it; copying has its own
             raise ReadWriteError(f"{args.to} cannot be staged to: {error}") from None
-    print(_end_line(staged, len(chosen.chosen), args.to), flush=True)
+    print_lines(_end_line(staged, len(chosen.chosen), args.to))
     return staged.failures[0].exit_code if staged.failures else 0
 
 

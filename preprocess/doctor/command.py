@@ -20,6 +20,7 @@ from preprocess.doctor.machine import (
 from preprocess.options import PrepConfig
 from preprocess.resources import allowed_cpus
 from shardprep.command_line import add_flags_of, given_of
+from shardprep.console import print_lines
 from shardprep.regular_files import is_folder
 
 
@@ -45,7 +46,7 @@ def doctor(args: argparse.Namespace) -> int:
     cpus = allowed_cpus(os.environ, os.sched_getaffinity(0), offset=0)
     if args.export:
         ranks = os.environ.get("SLURM_NTASKS_PER_NODE") or os.environ.get("LOCAL_WORLD_SIZE") or "1"
-        print("\n".join(export_lines(len(cpus), int(ranks) if ranks.isdigit() else 1)))
+        print_lines(*export_lines(len(cpus), int(ranks) if ranks.isdigit() else 1))
         return 0
     findings = [
         place_finding(os.environ),
@@ -56,7 +57,7 @@ def doctor(args: argparse.Namespace) -> int:
         *_data_findings(args, len(cpus)),
         *(training_findings() if args.torch else []),
     ]
-    print(json.dumps(as_json(findings), indent=1) if args.json else "\n".join(as_text(findings)))
+    print_lines(*(json.dumps(as_json(findings), indent=1).split("\n") if args.json else as_text(findings)))
     return exit_code(findings)
 
 

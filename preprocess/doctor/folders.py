@@ -9,7 +9,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from lustre.lfs import file_system_of
+from lustre import Need, file_system_of, space_lines
 from preprocess.cost_estimate import CostEstimate
 from preprocess.doctor.findings import Finding, bad, good, warning
 from shardprep.console import short_bytes, short_number
@@ -52,7 +52,7 @@ def output_findings(folder: Path, cost: CostEstimate | None, num_shards: int) ->
     findings = [file_system_finding("output", folder, is_written=True), _written(there, folder)]
     if findings[-1].level == "bad":
         return findings
-    return [*findings, *_room(there, cost, num_shards)]
+    return [*findings, *_room(there, cost, num_shards), *_room_on_lustre(folder, cost, num_shards)]
 
 
 _MENDED_BY = {
@@ -130,6 +130,20 @@ def _room(there: Path, cost: CostEstimate | None, num_shards: int) -> list[Findi
         else:
             findings.append(good("space", files))
     return findings
+
+
+def _room_on_lustre(folder: Path, cost: CostEstimate | None, num_shards: int) -> list[Finding]:
+    """What quotas, pools and each OST and MDT leave, which statvfs does not tell; nothing off Lustre."""
+    if cost is None:
+        return []
+    lines = space_lines(folder, Need(num_bytes=cost.output_bytes, num_files=3 * num_shards))
+    todo = "free some space, ask for more quota, or choose another --output_dir"
+    return [
+        good("space", line)
+        if line.startswith("it needs")
+        else warning("space", line.partition(": ")[2], todo)
+        for line in lines
+    ]
 
 
 def input_finding(folder: Path) -> Finding:

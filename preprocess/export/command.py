@@ -13,7 +13,7 @@ from preprocess.export.layouts import EXPORTERS, STREAMS, ShardTokens
 from preprocess.plan import Plan, need_plan
 from preprocess.shard_samples import ShardSamples
 from shardprep.atomic_files import TEMPORARY_NAME, publish_bytes, remove_tree
-from shardprep.console import Progress
+from shardprep.console import Progress, print_lines
 from shardprep.errors import CannotWrite, Refused, UsageError
 from shardprep.format.manifest import check_shard
 from shardprep.regular_files import NOT_THERE, read_regular
@@ -69,7 +69,7 @@ def export(args: argparse.Namespace) -> int:
             progress.add(1)
     opened_by = exporter.finish()
     _remove_temporaries(folder)
-    print(f"{plan.num_shards} shards, {exporter.first_token[-1]} tokens in {folder}; {opened_by}")
+    print_lines(f"{plan.num_shards} shards, {exporter.first_token[-1]} tokens in {folder}; {opened_by}")
     return 0
 
 

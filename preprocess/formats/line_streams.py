@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from preprocess.formats.compression import TextPiece
-from preprocess.formats.line_ends import unit_bytes
 from preprocess.inputs import RangeReader
 from preprocess.long_documents import MOST_HELD_BYTES
 
@@ -28,33 +27,28 @@ def plain_pieces(reader: RangeReader, piece_bytes: int) -> Iterator[TextPiece]:
         yield TextPiece(data, len(data))
 
 
-def whole_units(pieces: Iterator[TextPiece], codec: str) -> Iterator[TextPiece]:
-    """The same stream in pieces of whole code units, but for a last half of one."""
-    unit, kept = unit_bytes(codec), b""
-    for data, num_bytes in pieces:
-        joined = kept + data
-        cut = len(joined) // unit * unit
-        kept = joined[cut:]
-        yield TextPiece(joined[:cut], num_bytes)
-    if kept:
-        yield TextPiece(kept, 0)
-
-
 def line_blocks_of(
-    pieces: Iterator[TextPiece], start: int, last_line_end: Callable[[bytes], int]
+    pieces: Iterator[TextPiece],
+    start: int,
+    last_line_end: Callable[[bytes], int],
+    carriage_return: bytes = b"",
 ) -> Iterator[LineBlock]:
     """Cut a stream that begins at byte ``start`` of the text into blocks of whole lines.
 
     ``last_line_end`` gives the bytes up to the last line end that is sure: a ``\\r`` at the very end may be
-    half of one. At the end stands a block without lines, for what was read behind the last one.
+    half of one. ``carriage_return`` is the codec's, where it ends lines. At the end stands a block without
+    lines, for what was read behind the last one. How the stream is cut into pieces changes no line.
     """
     held: list[bytes] = []  # the beginning of a line
     num_held, num_bytes, is_too_long = 0, 0, False
-    for data, num_read in _without_half_line_ends(pieces):
+    for data, num_read in _whole_line_ends(_small_pieces(pieces), carriage_return):
         num_bytes += num_read
-        cut = last_line_end(data)
+        ends_here = carriage_return and data.endswith(carriage_return)
+        cut = len(data) if ends_here else last_line_end(data)
+        if cut and num_held and num_held + cut > MOST_HELD_BYTES:
+            first = _first_cut(data, last_line_end) or cut
+            is_too_long = num_held + first > MOST_HELD_BYTES
         if cut and is_too_long:
-            first = _first_cut(data[:cut], last_line_end)
             yield LineBlock(start, num_held + first, None, 0)
             start, held, num_held, is_too_long = start + num_held + first, [], 0, False
             data, cut = data[first:], cut - first
@@ -72,19 +66,30 @@ def line_blocks_of(
         yield LineBlock(start, 0, b"", num_bytes)
 
 
-def _without_half_line_ends(pieces: Iterator[TextPiece]) -> Iterator[TextPiece]:
-    """The same stream, in which a ``\\r`` stands at no piece's end but the last one's."""
-    kept = b""
+def _small_pieces(pieces: Iterator[TextPiece]) -> Iterator[TextPiece]:
+    """The same stream in pieces below MOST_HELD_BYTES: 16 KiB of zstd may give half a gigabyte."""
+    most = MOST_HELD_BYTES - 8  # a \r and a part of a unit may be kept back and come with the next piece
+    for data, num_bytes in pieces:
+        for begin in range(0, max(1, len(data)), most):
+            yield TextPiece(data[begin : begin + most], 0 if begin else num_bytes)
+
+
+def _whole_line_ends(pieces: Iterator[TextPiece], carriage_return: bytes) -> Iterator[TextPiece]:
+    """The same stream in pieces of whole code units; a ``\\r`` at the end of one is a whole line end."""
+    unit, kept = max(1, len(carriage_return)), b""
     for data, num_bytes in pieces:
         joined = kept + data
-        kept = b"\r" if joined.endswith(b"\r") else b""
-        yield TextPiece(joined[: len(joined) - len(kept)], num_bytes)
+        cut = len(joined) // unit * unit
+        if carriage_return and joined.endswith(carriage_return, 0, cut):
+            cut -= unit
+        kept = joined[cut:]
+        yield TextPiece(joined[:cut], num_bytes)
     if kept:
         yield TextPiece(kept, 0)
 
 
 def _first_cut(data: bytes, last_line_end: Callable[[bytes], int]) -> int:
-    """Bytes up to and with the first line end of data that has one, of any kind, by halving."""
+    """Bytes up to and with the first line end that is sure, of any kind, by halving; 0 for none."""
     low, high = 0, len(data)
     while high - low > 1:
         middle = (low + high) // 2

@@ -44,7 +44,7 @@ from preprocess.formats.line_ends import (
     line_starts,
     unit_bytes,
 )
-from preprocess.formats.line_streams import LineBlock, line_blocks_of, whole_units
+from preprocess.formats.line_streams import LineBlock, line_blocks_of
 from preprocess.inputs import HASH_BYTES, BadDocument, OpenInput, Place, RangeReader
 from preprocess.long_documents import LONG_BYTES, MOST_HELD_BYTES, LongDocument
 from preprocess.options import Doc
@@ -223,7 +223,7 @@ def _lines_of(
     def last_end(data: bytes) -> int:
         return last_line_end(data, codec)
 
-    for block in line_blocks_of(whole_units(pieces, codec), place.start, last_end):
+    for block in line_blocks_of(pieces, place.start, last_end, "\r".encode(codec)):
         where = dataclasses.replace(
             place, start=block.start, end=block.start + block.size, line=line, num_bytes=block.num_bytes
         )

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -21,7 +21,8 @@ from shardprep.regular_files import FileStamp, read_regular
 T = TypeVar("T")
 
 CONTENT_HASH = "content_sha256"
-RUN = "run"  # what varies between equal files; outside of the hash
+RUN = "run"  # what varies between equal files; outside of the content's hash, with one of its own
+RUN_HASH = "run_sha256"
 MOST = 2**63 - 1  # the largest number that the columns of an index can hold
 _NUM_SHOWN = 60  # characters of a value that an error repeats
 
@@ -29,10 +30,10 @@ _NUM_SHOWN = 60  # characters of a value that an error repeats
 def with_content_hash(
     form: str, content: Mapping[str, Any], run: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The whole object of a file: format, version, ``content``, its hash, and ``run`` where there is one."""
+    """The whole object of a file: format, version, ``content``, its hash; ``run``, with its own, if given."""
     data = {"format": form, "version": FORMAT_VERSION, **content}
     data[CONTENT_HASH] = content_sha256(data)
-    return data if run is None else {**data, RUN: run}
+    return data if run is None else {**data, RUN: {**run, RUN_HASH: content_sha256(run)}}
 
 
 def content_sha256(data: Mapping[str, Any]) -> str:
@@ -54,10 +55,7 @@ def read_checked(path: Path, form: str, *, max_bytes: int) -> Fields:
     except RecursionError:
         raise BrokenShard(f"{path} is nested too deep") from None
     if found != expected:
-        raise BrokenShard(
-            f"{path} was altered since it was written: its {CONTENT_HASH} is {_shown(found)}, "
-            f"its content gives {expected[:12]}..."
-        )
+        raise _altered(path, CONTENT_HASH, found, expected)
     del data["format"], data["version"]
     return Fields(path, data)
 
@@ -119,6 +117,13 @@ def _shown(value: object) -> str:
     return text if len(text) <= _NUM_SHOWN else f"{text[:_NUM_SHOWN]}..."
 
 
+def _altered(path: Path, name: str, found: object, expected: str) -> BrokenShard:
+    return BrokenShard(
+        f"{path} was altered since it was written: its {name} is {_shown(found)}, its content gives "
+        f"{expected[:12]}..."
+    )
+
+
 class Fields:
     """The keys of one JSON object. Each is taken by its type, and ``end`` refuses those that nobody took.
 
@@ -141,6 +146,15 @@ class Fields:
             return self._data.pop(key)
         except KeyError:
             raise BrokenShard(f"{self.path} is not whole: it has no {self._place}{key}") from None
+
+    def has(self, key: str) -> bool:
+        """Whether there is such a key, and nobody took it."""
+        return key in self._data
+
+    def rest(self) -> dict[str, Any]:
+        """Take all keys that nobody took."""
+        rest, self._data = self._data, {}
+        return rest
 
     def end(self) -> None:
         """Every key was taken."""
@@ -218,6 +232,17 @@ class Fields:
         if not isinstance(value, dict):
             raise self.wrong(key, value, "an object")
         return value
+
+    def run(self, names_without_hash: Container[str]) -> dict[str, Any]:
+        """The ``run`` of a file, without its hash, which has to be right.
+
+        A run without one is as old as its names: one that is not in ``names_without_hash`` is refused.
+        """
+        run = dict(self.mapping(RUN))
+        found, expected = run.pop(RUN_HASH, None), content_sha256(run)
+        if found != expected and (found is not None or any(name not in names_without_hash for name in run)):
+            raise _altered(self.path, RUN_HASH, found, expected)
+        return run
 
     def fields(self, key: str) -> Fields:
         """An object whose values are to be taken one by one."""

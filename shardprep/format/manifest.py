@@ -27,6 +27,13 @@ from shardprep.format.names import (
 from shardprep.format.source_counts import SourceCounts, sources_of
 from shardprep.regular_files import NOT_THERE, FileStamp, names_in, size_of_file, stamp_file
 
+# What the first manifests of this version say of their run, which has no hash there. Nothing is added.
+_RUN_WITHOUT_HASH = frozenset(
+    {
+        *("engine", "shardprep", "python", "host", "slurm"),
+        *("num_cpus", "began", "wall_s", "cpu_s", "max_rss_bytes"),
+    }
+)
 _MANIFEST_NAME = re.compile(r"shard-(\d{5})\.json", re.ASCII)
 
 
@@ -82,7 +89,7 @@ class Manifest:
     run: dict[str, Any]  # what may vary between equal shards: engine, versions, host, times
 
     def to_json(self) -> bytes:
-        """The bytes on disk; the part before ``run`` is equal for equal shards."""
+        """The bytes on disk; the part before ``run`` is equal for equal shards, and each has its hash."""
         content = dataclasses.asdict(self) | {"spec": self.spec.to_json()}
         data = with_content_hash("shardprep-manifest", content, run=content.pop("run"))
         return json.dumps(data, ensure_ascii=False, indent=1).encode() + b"\n"
@@ -98,7 +105,7 @@ class Manifest:
             idx=fields.stamp("idx"),
             quarantine=fields.or_none("quarantine", fields.stamp),
             ids=fields.or_none("ids", fields.stamp),
-            run=fields.mapping("run"),
+            run=fields.run(_RUN_WITHOUT_HASH),
         )
         fields.end()
         expected = idx_num_bytes(manifest.spec.kind, manifest.counts.num_samples)

@@ -63,7 +63,7 @@ def source_lines(sources: Mapping[str, Mapping[str, int]], *, all_in: str) -> li
     if len(sources) < 2:
         return []
     largest = sorted(sources.items(), key=lambda item: (-item[1]["num_tokens"], item[0]))
-    lines = [f"  {_shown(name)}: {_counts(counts)}" for name, counts in largest[:_MOST_NAMED]]
+    lines = [f"  {name}: {_counts(counts)}" for name, counts in largest[:_MOST_NAMED]]
     if (more := len(largest) - _MOST_NAMED) > 0:
         lines.append(f"  and {more} more sources: {all_in} has them all")
     return lines
@@ -74,8 +74,3 @@ def _counts(counts: Mapping[str, int]) -> str:
         f"{counts['num_documents']:,} documents, {counts['num_tokens']:,} tokens, "
         f"{short_bytes(counts['num_bytes'])}, {counts['num_quarantined']:,} left out"
     )
-
-
-def _shown(name: str) -> str:
-    """A name that does nothing to a terminal."""
-    return name if name.isprintable() else ascii(name)

@@ -1,47 +1,53 @@
-"""What was submitted to Slurm, what tasks used of what they asked for, and what was sent again and why."""
+"""What was submitted to Slurm, what tasks used of what they asked for, and what was sent again and why.
+
+The report asks ``attempts_of`` alone; nothing else of it reads records of submissions, logs, or Slurm.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+from preprocess.plan import Plan
 from shardprep.format.names import id_ranges
 from shardprep.format.shard_making import ShardMaking
-from slurm.dataset_state import DatasetState
+from slurm.dataset_state import DatasetState, find_state
 from slurm.failure_causes import cause_of, log_tail, node_of
-from slurm.job_records import JobArray, Submission
+from slurm.job_records import JobArray, Submission, has_submissions
 from slurm.resource_use import longest_task_s
 from slurm.slurm_queries import TaskAttempt
+from slurm.status_report import report as status_of
 
 _MOST_LOGS = 1000  # that are read for why shards were sent again
 _NOT_LOOKED_AT = "not looked at"
 
 
-def attempts_of(
-    state: DatasetState, made: Sequence[ShardMaking], status: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The report's ``attempts``, as plain data; ``status`` is what ``slurm status --json`` says."""
-    return {
-        "submissions": [_submission(state, submission, made) for submission in state.submissions],
-        "retried": _retried_shards(state),
-        "restarts": status["restarts"],
-        "failed": status["causes"],
-        "failed_tasks_of_nodes": _failed_tasks_of_nodes(state),
-        "slurm_away": status["slurm_away"],
-    }
+def attempts_of(folder: Path, plan: Plan, made: Sequence[ShardMaking]) -> dict[str, dict[str, Any]]:
+    """The report's ``attempts`` and, of its ``use``, what the manifests do not say.
 
-
-def no_attempts() -> dict[str, Any]:
-    """Where nothing was ever submitted."""
+    Slurm is asked only where something was submitted.
+    """
+    if not has_submissions(folder):
+        lists: dict[str, Any] = {"submissions": [], "retried": []}
+        attempts = {**lists, "restarts": {}, "failed": {}, "failed_tasks_of_nodes": {}, "slurm_away": ""}
+        used = sum(each.wall_s * each.num_cpus for each in made) / 3600
+        hours = {"used": round(used, 4), "failed": None}
+        return {"attempts": attempts, "use": {"core_hours": hours, "newest_submission": {}}}
+    state = find_state(folder, plan, if_away=lambda _: None)
+    status = status_of(state, made)
     return {
-        "submissions": [],
-        "retried": [],
-        "restarts": {},
-        "failed": {},
-        "failed_tasks_of_nodes": {},
-        "slurm_away": "",
+        "attempts": {
+            "submissions": [_submission(state, submission, made) for submission in state.submissions],
+            "retried": _retried_shards(state),
+            "restarts": status["restarts"],
+            "failed": status["causes"],
+            "failed_tasks_of_nodes": _failed_tasks_of_nodes(state),
+            "slurm_away": status["slurm_away"],
+        },
+        "use": {"core_hours": status["core_hours"], "newest_submission": status["efficiency"]},
     }
 
 

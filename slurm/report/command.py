@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from preprocess.plan import Plan, need_plan
+from preprocess.plan import need_plan
 from shardprep.atomic_files import publish_bytes
-from shardprep.console import Progress, say
-from shardprep.errors import ShardprepError, UsageError
-from shardprep.format.index import DatasetIndex, read_index
-from shardprep.format.names import INDEX_NAME, idx_path, manifest_path, tar_path
-from shardprep.regular_files import size_of_file
-from slurm.dataset_state import DatasetState, done_shards, find_state
-from slurm.job_records import has_submissions
-from slurm.report.content import report_content
-from slurm.report.html_page import html_page
-from slurm.report.report_data import Found, report_data
-from slurm.report.shard_sums import sum_shards
-from slurm.report.text_page import text_page
+from shardprep.console import Progress, print_lines, say
+from shardprep.errors import UsageError
+from slurm.dataset_state import done_shards
+from slurm.report.report_data import report_data, sum_manifests
 from slurm.report.words import LANGUAGES, Words
 
-_MOST_EXAMPLES = 100
+_MAX_EXAMPLES = 100
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -53,60 +43,24 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def report(args: argparse.Namespace) -> int:
     """Make the report; an unfinished data set has one, too."""
-    if not 0 <= args.num_examples <= _MOST_EXAMPLES:
-        raise UsageError(f"--num_examples is {args.num_examples}, expected 0 to {_MOST_EXAMPLES}")
-    folder = args.output_dir
+    if not 0 <= args.num_examples <= _MAX_EXAMPLES:
+        raise UsageError(f"--num_examples is {args.num_examples}, expected 0 to {_MAX_EXAMPLES}")
+    folder = args.output_dir.absolute()
     plan = need_plan(folder)
     done = sorted(done_shards(folder, plan))
     with Progress("reading manifests", len(done), unit="manifests") as progress:
-        sums = sum_shards(folder, plan.plan_id, done, progress.add)
-    found = Found(
-        folder=folder.absolute(),
-        plan=plan,
-        sums=sums,
-        state=_state(folder, plan),
-        index=_index(folder, plan),
-        without_manifest=_without_manifest(folder, plan, done),
-        num_examples=args.num_examples,
-    )
-    data = report_data(found)
-    words = Words(args.lang)
+        sums = sum_manifests(folder, plan.plan_id, done, progress.add)
+    data = report_data(folder, plan, sums, num_examples=args.num_examples)
     if args.json:
-        text = json.dumps(data) + "\n"
-    elif args.text or args.output is None:
-        text = text_page(report_content(data, words), words("report")) + "\n"
+        lines = [json.dumps(data)]
     else:
-        text = html_page(report_content(data, words), words("report"))
+        from slurm.report.rendering import page_lines, text_lines  # jinja2, which JSON does not need
+
+        draw = text_lines if args.text or args.output is None else page_lines
+        lines = draw(data, Words(args.lang))
     if args.output is None:
-        encoding = sys.stdout.encoding or "utf-8"
-        print(text.encode(encoding, "replace").decode(encoding), end="")
+        print_lines(*lines)
         return 0
-    publish_bytes(args.output, text.encode("utf-8", "replace"))
+    publish_bytes(args.output, "".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
     say(f"wrote {args.output}")
     return 0
-
-
-def _index(folder: Path, plan: Plan) -> DatasetIndex | None:
-    """index.json, where it is one of this plan; the manifests are read by who reads them all."""
-    if size_of_file(folder / INDEX_NAME) is None:
-        return None
-    try:
-        index = read_index(folder)
-    except ShardprepError:
-        return None
-    return index if index.spec.plan_id == plan.plan_id else None
-
-
-def _without_manifest(folder: Path, plan: Plan, done: Sequence[int]) -> list[int]:
-    """Shards whose tar and idx are listed, and no manifest."""
-    names = {path.name for path in folder.iterdir()}
-    missing = sorted(set(range(plan.num_shards)) - set(done))
-    found = [n for n in missing if {tar_path(folder, n).name, idx_path(folder, n).name} <= names]
-    return [n for n in found if manifest_path(folder, n).name not in names]
-
-
-def _state(folder: Path, plan: Plan) -> DatasetState | None:
-    """What Slurm and the logs say; nothing is asked where nothing was ever submitted."""
-    if not has_submissions(folder):
-        return None
-    return find_state(folder, plan, if_away=lambda _: None)

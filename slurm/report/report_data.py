@@ -1,16 +1,22 @@
-"""Everything that the report says, as plain data: what ``--json`` prints, and page and text show.
+"""Everything that a report says, as plain data: what ``--json`` prints, and page and text show.
 
-docs/report_json.md describes it.
+docs/report_json.md describes it. Each manifest is read once, and no shard: 10,000 take about 5 s of CPU.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
+import json
+import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,112 +25,198 @@ import numpy as np
 import shardprep
 from preprocess.options import PrepConfig, flags_of
 from preprocess.plan import Plan, is_one_file_a_shard
-from shardprep.errors import ShardprepError
-from shardprep.format.index import COLUMNS, DatasetIndex
-from shardprep.format.names import id_ranges
+from shardprep.console import printable
+from shardprep.errors import BrokenShard, ReadWriteError, ShardprepError
+from shardprep.format.checked_json import Fields
+from shardprep.format.index import COLUMNS, DatasetIndex, read_index
+from shardprep.format.manifest import ShardCounts
+from shardprep.format.names import INDEX_NAME, id_ranges, offset_unit, quarantine_path, shard_name
 from shardprep.format.osts import read_osts
-from shardprep.format.source_counts import SourceCounts, sum_of_sources
-from slurm.dataset_state import DatasetState
-from slurm.report.attempts import attempts_of, no_attempts
-from slurm.report.left_out import left_out
-from slurm.report.shard_sums import ShardSums
-from slurm.report.work_times import spread, work_times
-from slurm.status_report import report as status_of
+from shardprep.format.shard_making import ShardMaking, making_of, read_unchecked
+from shardprep.regular_files import (
+    NOT_THERE,
+    close_read,
+    names_in,
+    open_regular,
+    read_beginning,
+    size_of_file,
+)
+from slurm.report.attempts import attempts_of
+from slurm.status_report import slow_shards
 
 REPORT_VERSION = 1  # it grows where a field goes or changes its meaning, not where one is added
-_NUM_SIZES = 24  # steps of the histogram of sizes
-_USER_INFO = re.compile(r"(?<=://)[^/\s@]+@")
-_SECRET_WORD = re.compile(
-    r"(?i)([?&][\w-]*(?:token|key|secret|password|signature|credential)[\w-]*=)[^&\s#]+"
-)
+MAX_NODES = 40  # that are shown over time
+MAX_QUARANTINE_FILES = 64  # that are read, evenly over the shards
+_NUM_TIME_STEPS = 120
+_NUM_SIZE_STEPS = 24
+_MIN_GAP_S = 60.0
+_MIN_GAP_SHARE = 0.05  # of the time in which shards were made: a longer pause is no part of the time axis
+_NUM_THREADS = 8  # opening a file on Lustre is a wait for its server
+_MANIFESTS_PER_PART = 64
+_MAX_TIME_S = 253_402_300_799  # the end of the year 9999: a date can be written
+_MAX_QUARANTINE_BYTES = 4 << 20  # of one file: some 20,000 documents
+_EXCERPT_BYTES, _EXCERPT_CHARS, _DETAIL_CHARS = 480, 160, 300
+_URL_USER = re.compile(r"(?<=://)[^/\s@]+@")
+_URL_SECRET = re.compile(r"(?i)([?&][\w-]*(?:token|key|secret|password|signature|credential)[\w-]*=)[^&\s#]+")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """What was read of a data set before the report is put together."""
+@dataclass(kw_only=True)
+class ManifestSums:
+    """The manifests of one plan, added up."""
 
-    folder: Path
-    plan: Plan
-    sums: ShardSums
-    state: DatasetState | None  # None where nothing was ever submitted
-    index: DatasetIndex | None  # index.json, where it is there, whole, and of this plan
-    without_manifest: Sequence[int]  # shards whose tar and idx are there, and nothing else
-
-    @property
-    def has_index_alone(self) -> bool:
-        """Whether nothing is missing but manifests, and index.json says what all shards hold."""
-        return self.index is not None and 0 < len(self.without_manifest) == (
-            self.plan.num_shards - len(self.sums.made)
+    made: list[ShardMaking] = field(default_factory=list)
+    tar_bytes: list[int] = field(default_factory=list)  # of each shard in ``made``
+    with_left_out: list[int] = field(default_factory=list)  # shards that left documents out
+    totals: dict[str, Any] = field(  # the fields of ShardCounts, idx_bytes, versions, num_restarted
+        default_factory=lambda: defaultdict[str, Any](
+            int, {"quarantined": {}, "sources": {}, "versions": {}, "length_histogram": []}
         )
+    )
+    other_plan: list[int] = field(default_factory=list)
+    not_read: list[int] = field(default_factory=list)  # gone meanwhile, or broken: ``verify`` says more
 
-    num_examples: int
+
+def sum_manifests(
+    folder: Path, plan_id: str, shard_ids: Sequence[int], progress: Callable[[int], object]
+) -> ManifestSums:
+    """Read the manifests of these shards, eight at a time, and add them up.
+
+    A manifest that is broken, gone or of another plan is named in the sums and counted in no number.
+    ``progress`` is called with the number of manifests that were read since its last call.
+    """
+    sums = ManifestSums()
+    parts = [shard_ids[n : n + _MANIFESTS_PER_PART] for n in range(0, len(shard_ids), _MANIFESTS_PER_PART)]
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        read = pool.map(lambda part: [_read_manifest(folder, shard_id) for shard_id in part], parts)
+        for part, manifests in zip(parts, read, strict=True):
+            for shard_id, manifest in zip(part, manifests, strict=True):
+                if manifest is None:
+                    sums.not_read.append(shard_id)
+                    continue
+                making, tar_bytes, numbers = manifest
+                if making.plan_id != plan_id:
+                    sums.other_plan.append(shard_id)
+                    continue
+                sums.made.append(making)
+                sums.tar_bytes.append(tar_bytes)
+                sums.with_left_out += [shard_id] if numbers["quarantined"] else []
+                _add(sums.totals, numbers)
+            progress(len(part))
+    return sums
 
 
-def report_data(found: Found) -> dict[str, Any]:
-    """The report as plain data. Reads quarantine files, osts.json and logs of tasks; nothing else."""
-    sums, plan = found.sums, found.plan
-    status = None if found.state is None else status_of(found.state, sums.made)
-    with_bad = [each.shard_id for each, bad in zip(sums.made, sums.num_left_out, strict=True) if bad]
-    data = {
+def _read_manifest(folder: Path, shard_id: int) -> tuple[ShardMaking, int, dict[str, Any]] | None:
+    """How a shard was made, the bytes of its tar, and what ``totals`` adds up."""
+    try:
+        fields = read_unchecked(folder, shard_id)
+        parts = {name: fields.mapping(name) for name in ("run", "counts", "spec")}
+        making = making_of(shard_id, Fields(fields.path, parts))
+        counts = ShardCounts.from_json(Fields(fields.path, parts["counts"], "counts."))
+        tar, idx = fields.stamp("tar"), fields.stamp("idx")
+    except (*NOT_THERE, BrokenShard, ReadWriteError):
+        return None
+    run = parts["run"]
+    numbers = {
+        **vars(counts),
+        "sources": {name: vars(source) for name, source in counts.sources.items()},
+        "idx_bytes": idx.num_bytes,
+        "versions": {name: {str(run.get(name, "?"))[:80]: 1} for name in ("shardprep", "engine", "python")},
+        "num_restarted": int(run["slurm"].get("SLURM_RESTART_COUNT", "") not in ("", "0")),
+    }
+    return (making, tar.num_bytes, numbers) if making.ended <= _MAX_TIME_S else None
+
+
+def _add(totals: dict[str, Any], numbers: Mapping[str, Any]) -> None:
+    """Add numbers, lists of them and mappings of them to those of the same names."""
+    for name, value in numbers.items():
+        if isinstance(value, dict):
+            _add(totals.setdefault(name, {}), value)
+        elif isinstance(value, list):
+            pairs = itertools.zip_longest(totals.get(name, ()), value, fillvalue=0)
+            totals[name] = [one + other for one, other in pairs]
+        else:
+            totals[name] = totals.get(name, 0) + value
+
+
+def report_data(folder: Path, plan: Plan, sums: ManifestSums, *, num_examples: int) -> dict[str, Any]:
+    """The whole report. Reads index.json, osts.json, quarantine files, and what ``attempts_of`` reads."""
+    totals, made, index = sums.totals, sums.made, _index(folder, plan)
+    data = _data(folder, plan, sums, index)
+    found = attempts_of(folder, plan, made)
+    sources = totals["sources"]
+    if data["has_index_alone"] and index is not None:
+        sources = {name: vars(counts) for name, counts in index.sources.items()}
+    report = {
         "format": "shardprep-report",
         "version": REPORT_VERSION,
-        "folder": str(found.folder),
+        "folder": str(folder),
         "written": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "shardprep": shardprep.__version__,
-        "data": _data(found),
-        "sources": _sources(found),
+        "data": data,
+        "sources": _sources(sources),
         "lengths": [
-            {"from": 0 if b == 0 else 2 ** (b - 1), "to": 2**b, "num_documents": number}
-            for b, number in enumerate(sums.histogram)
+            {"from": 2**b // 2, "to": 2**b, "num_documents": number}
+            for b, number in enumerate(totals["length_histogram"])
         ],
-        "left_out": left_out(found.folder, plan, sums.quarantined, with_bad, found.num_examples),
-        "shard_sizes": _shard_sizes(sums),
-        "work": work_times(sums.made),
-        "use": _use(sums, status),
-        "osts": _osts(found),
-        "attempts": {
-            **(attempts_of(found.state, sums.made, status) if found.state and status else no_attempts()),
-            "num_restarted_shards": sums.num_restarted,
-        },
+        "left_out": _left_out(folder, plan, sums, num_examples),
+        "shard_sizes": _shard_sizes(sums) if made else {},
+        "work": work_over_time(made) if made else {},
+        "use": {**_use(made), **found["use"]} if made else {},
+        "osts": _osts(folder, plan, sums),
+        "attempts": {**found["attempts"], "num_restarted_shards": totals["num_restarted"]},
         "again": _again(plan, sums),
     }
-    return _without_secrets(data)
+    cleaned: dict[str, Any] = _without_secrets(report)
+    return cleaned
 
 
-def _data(found: Found) -> dict[str, Any]:
+def _index(folder: Path, plan: Plan) -> DatasetIndex | None:
+    """index.json, where it is there, whole, and of this plan."""
+    if size_of_file(folder / INDEX_NAME) is None:
+        return None
+    try:
+        index = read_index(folder)
+    except ShardprepError:
+        return None
+    return index if index.spec.plan_id == plan.plan_id else None
+
+
+def _data(folder: Path, plan: Plan, sums: ManifestSums, index: DatasetIndex | None) -> dict[str, Any]:
     """What the data set is, and its sums."""
-    plan, sums = found.plan, found.sums
-    numbers = {
-        item: sums.numbers[item]
-        for item in (
-            "num_samples", "num_documents", "num_tokens", "num_lines", "num_empty_lines", "num_filtered",
-            "num_pad_tokens", "num_documents_across_rows", "input_bytes",
-        )
-    }  # fmt: skip
+    totals = sums.totals
+    made = {each.shard_id for each in sums.made}
+    missing = set(range(plan.num_shards)) - made
+    names = set(names_in(folder))
+    there = {n: [shard_name(n) + end in names for end in (".tar", ".idx", ".json")] for n in missing}
+    without_manifest = [n for n in missing if there[n] == [True, True, False]]
+    counts = [item.name for item in dataclasses.fields(ShardCounts) if item.type == "int"]
     return {
         "plan_id": plan.plan_id,
         "num_shards": plan.num_shards,
-        "num_done": len(sums.made),
-        "done": id_ranges(each.shard_id for each in sums.made),
-        "missing": id_ranges(set(range(plan.num_shards)) - {each.shard_id for each in sums.made}),
+        "num_done": len(made),
+        "done": id_ranges(made),
+        "missing": id_ranges(missing),
         "not_read": id_ranges(sums.not_read),
         "other_plan": id_ranges(sums.other_plan),
-        "without_manifest": id_ranges(found.without_manifest),
-        "verified": found.index is not None,
-        "index": None if found.index is None else _sums_of_index(found.index),
-        "has_index_alone": found.has_index_alone,
+        "without_manifest": id_ranges(without_manifest),
+        "verified": index is not None,
+        "index": None if index is None else {name: int(index.column(name).sum()) for name in COLUMNS},
+        "has_index_alone": index is not None and 0 < len(without_manifest) == len(missing),
         "record": plan.options.record,
         "token_format": plan.options.token_format,
         "seq_len": plan.options.seq_len,
         "pack": plan.options.pack if plan.spec.has_rows else None,
         "tokenizer": dataclasses.asdict(plan.tokenizer),
         "num_inputs": len(plan.inputs),
+        "inputs_left_out": {
+            reason: {"num_names": len(names), "names": names} for reason, names in plan.left_out.items()
+        },
         "planned_bytes": sum(item.num_bytes for item in plan.inputs),
         "tar_bytes": sum(sums.tar_bytes),
-        "idx_bytes": sums.idx_bytes,
-        "num_left_out": sums.quarantined.total(),
-        **numbers,
-        "tokens_per_byte": _ratio(numbers["num_tokens"], numbers["input_bytes"]),
+        "idx_bytes": totals["idx_bytes"],
+        "num_left_out": sum(totals["quarantined"].values()),
+        **{name: totals[name] for name in counts},
+        "tokens_per_byte": _ratio(totals["num_tokens"], totals["input_bytes"]),
     }
 
 
@@ -132,87 +224,221 @@ def _ratio(number: float, of: float) -> float | None:
     return round(number / of, 5) if of else None
 
 
-def _sums_of_index(index: DatasetIndex) -> dict[str, int]:
-    """What index.json says of all shards together."""
-    return {name: int(index.column(name).sum()) for name in COLUMNS}
-
-
-def _sources(found: Found) -> list[dict[str, Any]]:
-    """Those with the most tokens first; by index.json, where only manifests are missing."""
-    if found.has_index_alone and found.index is not None:
-        sources: Mapping[str, SourceCounts] = found.index.sources
-    else:
-        sources = sum_of_sources(each.sources for each in found.sums.made)
-    ordered = sorted(sources.items(), key=lambda item: (-item[1].num_tokens, item[0]))
+def _sources(sources: Mapping[str, Mapping[str, int]]) -> list[dict[str, Any]]:
+    """The counts of each source, the one with the most tokens first."""
+    ordered = sorted(sources.items(), key=lambda item: (-item[1]["num_tokens"], item[0]))
     return [
-        {
-            "name": name,
-            **dataclasses.asdict(counts),
-            "tokens_per_byte": _ratio(counts.num_tokens, counts.num_bytes),
-        }
+        {"name": name, **counts, "tokens_per_byte": _ratio(counts["num_tokens"], counts["num_bytes"])}
         for name, counts in ordered
     ]
 
 
-def _shard_sizes(sums: ShardSums) -> dict[str, Any]:
-    """How large tars are, in even steps, and how many tokens a shard has; empty where none is done."""
-    if not sums.made:
-        return {}
-    numbers, edges = np.histogram(sums.tar_bytes, bins=min(_NUM_SIZES, max(1, len(set(sums.tar_bytes)))))
+def _left_out(folder: Path, plan: Plan, sums: ManifestSums, num_examples: int) -> list[dict[str, Any]]:
+    """Documents left out by reason, the most frequent first, and some examples.
+
+    The manifests count them; their bytes stand in the quarantine files. Where not all of these are read, the
+    bytes of the others are estimated by theirs.
+    """
+    step = max(1, -(-len(sums.with_left_out) // MAX_QUARANTINE_FILES))
+    numbers: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    examples: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for shard_id in sums.with_left_out[::step]:
+        for reason, entry in _quarantined(folder, shard_id):
+            numbers[reason] += 1
+            sizes[reason] += entry["num_bytes"]
+            if len(examples[reason]) < num_examples:
+                examples[reason].append(entry)
+    paths = {item.path for item in plan.inputs}
+    return [
+        {
+            "reason": reason,
+            "num_documents": number,
+            "num_bytes": round(sizes[reason] * number / numbers[reason]) if numbers[reason] else None,
+            "num_bytes_is_estimate": numbers[reason] != number,
+            "examples": [
+                {**entry, "text": _excerpt(plan, entry) if entry["input"] in paths else ""}
+                for entry in examples[reason]
+            ],
+        }
+        for reason, number in sorted(sums.totals["quarantined"].items(), key=lambda item: (-item[1], item[0]))
+    ]
+
+
+def _quarantined(folder: Path, shard_id: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(reason, place and size) of each whole line of a quarantine file; none where it cannot be read."""
+    try:
+        lines = read_beginning(quarantine_path(folder, shard_id), _MAX_QUARANTINE_BYTES).split(b"\n")
+    except ShardprepError:
+        return
+    for line in lines:
+        try:
+            match json.loads(line):
+                case {
+                    "source": str(path),
+                    "source_offset": int(offset),
+                    "num_bytes": int(num_bytes),
+                    "reason": str(reason),
+                    "detail": str(detail),
+                } if 0 <= offset < 2**63 and 0 <= num_bytes < 2**63:
+                    place = {"input": path, "offset": offset, "unit": offset_unit(path)}
+                    yield reason, {**place, "num_bytes": num_bytes, "detail": detail[:_DETAIL_CHARS]}
+        except (ValueError, RecursionError):
+            continue
+
+
+def _excerpt(plan: Plan, entry: Mapping[str, Any]) -> str:
+    """The beginning of a document's text, where its input is there and can be read at an offset."""
+    if entry["unit"] != "byte":
+        return ""
+    try:
+        handle = open_regular(plan.input_dir / entry["input"])
+        try:
+            raw = os.pread(handle, min(entry["num_bytes"], _EXCERPT_BYTES), entry["offset"])
+        finally:
+            close_read(handle)
+        text = printable(raw.decode(plan.options.encoding, "replace").strip())
+    except (OSError, ShardprepError, LookupError, ValueError):
+        return ""
+    return text if len(text) <= _EXCERPT_CHARS else f"{text[:_EXCERPT_CHARS]}..."
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """The least, the median and the most of some numbers."""
+    return {"least": min(values), "median": statistics.median(values), "most": max(values)}
+
+
+def _shard_sizes(sums: ManifestSums) -> dict[str, Any]:
+    """Bytes of tars, also in even steps, and tokens per shard."""
+    num_steps = min(_NUM_SIZE_STEPS, len(set(sums.tar_bytes)))
+    numbers, edges = np.histogram(sums.tar_bytes, bins=num_steps)
+    steps = zip(edges[:-1].tolist(), edges[1:].tolist(), numbers.tolist(), strict=True)
     return {
         "tar_bytes": spread(sums.tar_bytes),
         "num_tokens": spread([each.num_tokens for each in sums.made]),
         "histogram": [
-            {"from": round(low), "to": round(high), "num_shards": number}
-            for low, high, number in zip(
-                edges[:-1].tolist(), edges[1:].tolist(), numbers.tolist(), strict=True
-            )
+            {"from": round(low), "to": round(high), "num_shards": number} for low, high, number in steps
         ],
     }
 
 
-def _use(sums: ShardSums, status: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What making took; where it was submitted, against what the newest submission asked for."""
-    made = sums.made
-    if not made:
-        return {}
-    had_s = sum(each.wall_s * each.num_cpus for each in made)
-    alone = {"efficiency": {}, "core_hours": {"used": round(had_s / 3600, 4), "failed": None}}
-    of_slurm = status or alone
+def work_over_time(made: Sequence[ShardMaking]) -> dict[str, Any]:
+    """When and where shards were made, in 120 steps of time and on at most 40 nodes.
+
+    The time axis has no room for long pauses in which no shard was made, as between a job and its retry.
+    """
+    began = np.array([each.began for each in made], np.float64)
+    ended = np.array([each.ended for each in made], np.float64)
+    wall_s = np.array([each.wall_s for each in made], np.float64)
+    num_tokens = np.array([each.num_tokens for each in made], np.float64)
+    num_bytes = np.array([each.input_bytes for each in made], np.float64)
+
+    order = np.argsort(began, kind="stable")
+    first, last = began[order], np.maximum.accumulate(ended[order])
+    pauses = first[1:] - last[:-1]
+    worked_s = float(last[-1] - first[0] - pauses[pauses > 0].sum())
+    is_gap = pauses > max(_MIN_GAP_S, _MIN_GAP_SHARE * worked_s)
+    first, last = np.append(first[:1], first[1:][is_gap]), np.append(last[:-1][is_gap], last[-1:])
+    edges = np.append(0.0, np.cumsum(last - first))  # seconds of work before each stretch of it
+    axis_s = max(float(edges[-1]), 1e-3)
+    step_s = axis_s / _NUM_TIME_STEPS
+    at = np.stack([first, last], axis=1).ravel(), np.stack([edges[:-1], edges[1:]], axis=1).ravel()
+    starts, ends = np.interp(began, *at), np.interp(ended, *at)
+
+    def time_at(share: float) -> int:
+        stretch = int(np.searchsorted(edges[1:-1], share * axis_s, side="right"))
+        return round(float(first[stretch] + share * axis_s - edges[stretch]))
+
+    names, node_of = np.unique([each.node for each in made], return_inverse=True)
+    tokens_per_s = num_tokens / np.maximum(wall_s, 1e-3)
+    begins_in = np.minimum((starts / step_s).astype(np.int64), _NUM_TIME_STEPS - 1)
+    steps, busy = [], []
+    for number in range(_NUM_TIME_STEPS):
+        low, high = number * step_s, (number + 1) * step_s
+        shares = np.maximum(np.minimum(ends, high) - np.maximum(starts, low), 0) / step_s
+        own = wall_s[begins_in == number].tolist()
+        steps.append(
+            {
+                "tokens_per_s": round(float(shares @ tokens_per_s)),
+                "num_shards": round(float(shares.sum()), 2),
+                "shard_s": spread(own) if own else None,
+            }
+        )
+        busy.append(np.bincount(node_of, shares, len(names)))
     return {
-        "cpu_s": round(sum(each.cpu_s for each in made), 1),
-        "had_cpu_s": round(had_s, 1),
-        "max_rss_bytes": max(each.max_rss_bytes for each in made),
-        "num_cpus": spread([each.num_cpus for each in made]),
-        "core_hours": of_slurm["core_hours"],
-        "newest_submission": of_slurm["efficiency"],
+        "began": round(float(began.min()), 3),
+        "ended": round(float(ended.max()), 3),
+        "worked_s": round(axis_s, 3),
+        "tokens_per_s": round(float(num_tokens.sum()) / axis_s),
+        "bytes_per_s": round(float(num_bytes.sum()) / axis_s),
+        "shard_s": spread(wall_s.tolist()),
+        "gaps": [
+            {"at": round(float(edge) / axis_s, 5), "left_out_s": round(float(left_out_s), 1)}
+            for edge, left_out_s in zip(edges[1:-1], pauses[is_gap], strict=True)
+        ],
+        "ticks": [{"at": share, "time": time_at(share)} for share in (0, 0.25, 0.5, 0.75, 1)],
+        "step_s": round(step_s, 6),
+        "steps": steps,
+        "num_nodes": len(names),
+        "nodes": _nodes(names.tolist(), made, np.stack(busy, axis=1).round(2).tolist()),
+        "slow_shards": [
+            {"shard": each.shard_id, "node": each.node, "wall_s": each.wall_s} for each in slow_shards(made)
+        ],
     }
 
 
-def _osts(found: Found) -> list[dict[str, Any]] | None:
-    """Shards and bytes by the OST on which each tar begins; None where osts.json says nothing."""
+def _nodes(names: list[str], made: Sequence[ShardMaking], busy: list[list[float]]) -> list[dict[str, Any]]:
+    """What each node made, by name; where there are too many nodes the slowest ones, slowest first."""
+    of_node: dict[str, list[ShardMaking]] = {name: [] for name in names}
+    for each in made:
+        of_node[each.node].append(each)
+    nodes = [
+        {
+            "node": name,
+            "num_shards": len(own),
+            "num_tokens": sum(each.num_tokens for each in own),
+            "bytes_per_s": round(statistics.median(each.bytes_per_s for each in own)),
+            "busy": steps,
+        }
+        for (name, own), steps in zip(of_node.items(), busy, strict=True)
+    ]
+    if len(nodes) <= MAX_NODES:
+        return nodes
+    return sorted(nodes, key=lambda node: (node["bytes_per_s"], node["node"]))[:MAX_NODES]
+
+
+def _use(made: Sequence[ShardMaking]) -> dict[str, Any]:
+    """CPU time and memory of the processes that made the shards."""
+    return {
+        "cpu_s": round(sum(each.cpu_s for each in made), 1),
+        "had_cpu_s": round(sum(each.wall_s * each.num_cpus for each in made), 1),
+        "max_rss_bytes": max(each.max_rss_bytes for each in made),
+        "num_cpus": spread([each.num_cpus for each in made]),
+    }
+
+
+def _osts(folder: Path, plan: Plan, sums: ManifestSums) -> list[dict[str, Any]] | None:
+    """Shards and bytes by the OST on which each tar begins; None where osts.json does not say."""
     try:
-        osts = read_osts(found.folder, found.plan.num_shards)
+        osts = read_osts(folder, plan.num_shards)
     except ShardprepError:
         return None
     if osts is None or (osts < 0).all():
         return None
-    sums: dict[int, list[int]] = {}
-    for each, num_bytes in zip(found.sums.made, found.sums.tar_bytes, strict=True):
-        own = sums.setdefault(int(osts[each.shard_id]), [0, 0])
-        own[0] += 1
-        own[1] += num_bytes
+    found: dict[int, list[int]] = defaultdict(list)
+    for each, num_bytes in zip(sums.made, sums.tar_bytes, strict=True):
+        found[int(osts[each.shard_id])].append(num_bytes)
     return [
-        {"ost": ost if ost >= 0 else None, "num_shards": number, "num_bytes": num_bytes}
-        for ost, (number, num_bytes) in sorted(sums.items())
+        {"ost": ost if ost >= 0 else None, "num_shards": len(sizes), "num_bytes": sum(sizes)}
+        for ost, sizes in sorted(found.items())
     ]
 
 
-def _again(plan: Plan, sums: ShardSums) -> dict[str, Any]:
+def _again(plan: Plan, sums: ManifestSums) -> dict[str, Any]:
     """The commands that make the same data set, and the versions that made this one."""
     return {
         "commands": [
-            shlex.join(["python", "-m", "preprocess", "plan", *plan_flags(plan)]),
+            shlex.join(["python", "-m", "preprocess", "plan", *_plan_flags(plan)]),
             "python -m preprocess run NEW",
             "python -m preprocess verify NEW",
         ],
@@ -220,25 +446,32 @@ def _again(plan: Plan, sums: ShardSums) -> dict[str, Any]:
         "input_dir": str(plan.input_dir),
         "tokenizer_sha256": plan.tokenizer.fingerprint,
         "text_versions": plan.options.text_versions,
-        "versions": {name: dict(sorted(found.items())) for name, found in sums.versions.items()},
+        "versions": {name: dict(sorted(found.items())) for name, found in sums.totals["versions"].items()},
     }
 
 
-def plan_flags(plan: Plan) -> list[str]:
+def _plan_flags(plan: Plan) -> Iterator[str]:
     """The flags by which ``plan`` makes this plan again, into the folder NEW."""
-    options = plan.options
-    flags = ["--input_dir", str(plan.input_dir), "--output_dir", "NEW", "--model_id", plan.tokenizer.model_id]
+    yield from (
+        "--input_dir",
+        str(plan.input_dir),
+        "--output_dir",
+        "NEW",
+        "--model_id",
+        plan.tokenizer.model_id,
+    )
     if not is_one_file_a_shard(plan):
-        flags += ["--num_shards", str(plan.num_shards)]
-    usual = {**vars(PrepConfig(record=options.record)), "record": PrepConfig().record, "seq_len": None}
-    for name, value in {**flags_of(options), "max_bad_fraction": plan.max_bad_fraction}.items():
+        yield from ("--num_shards", str(plan.num_shards))
+    usual = {**vars(PrepConfig(record=plan.options.record)), "record": PrepConfig().record, "seq_len": None}
+    given = {**flags_of(plan.options), "max_bad_fraction": plan.max_bad_fraction}
+    given["hash_inputs"] = plan.shard_sha256 is not None
+    for name, value in given.items():
         if value is None or value == usual[name]:
             continue
         if isinstance(value, bool):
-            flags.append(f"--{name}" if value else f"--no-{name}")
+            yield f"--{name}" if value else f"--no-{name}"
         else:
-            flags += [f"--{name}", str(value)]
-    return [*flags, "--hash_inputs"] if plan.shard_sha256 is not None else flags
+            yield from (f"--{name}", str(value))
 
 
 def _without_secrets(value: Any) -> Any:
@@ -248,5 +481,5 @@ def _without_secrets(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_secrets(each) for each in value]
     if isinstance(value, str):
-        return _SECRET_WORD.sub(r"\1***", _USER_INFO.sub("***@", value))
+        return _URL_SECRET.sub(r"\1***", _URL_USER.sub("***@", value))
     return value

@@ -6,6 +6,7 @@ One bit in every byte of each small file; what a reader makes of it is compared 
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -102,8 +103,46 @@ def test_a_bit_of_index_json(folders: dict[str, Path], kind: str) -> None:
 def test_a_bit_of_a_manifest(folders: dict[str, Path]) -> None:
     folder = folders["json"]
     path = folder / "shard-00001.json"
-    assert read_manifest(folder, 1).quarantine is not None
-    refused_or_equal(path, lambda: dataclasses.replace(read_manifest(folder, 1), run={}))
+    manifest = read_manifest(folder, 1)
+    assert manifest.quarantine is not None
+    assert {"engine", "host", "slurm", "wall_s"} <= set(manifest.run)
+    num_refused = refused_or_equal(path, lambda: read_manifest(folder, 1))
+    assert num_refused == path.stat().st_size, "no bit of a manifest is without effect"
+
+
+def test_verify_names_a_manifest_in_whose_run_a_bit_flipped(
+    prep: Prep, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """``run`` varies between equal shards, so the hash of the rest leaves it out: it has one of its own."""
+    folder = Path(shutil.copytree(folders["json"], tmp_path / "data"))
+    path = folder / "shard-00001.json"
+    good = path.read_bytes()
+    for found, flipped_to in ((b'"engine": "t', b'"engine": "u'), (b'"run_sha256"', b'"rUn_sha256"')):
+        assert good.count(found) == 1
+        path.write_bytes(good.replace(found, flipped_to))
+        for tier in ([], ["--fast"]):
+            ended = prep.command("verify", folder, *tier)
+            assert ended.code == 65, ended.text
+            assert (
+                f"error: shard 00001: {path} was altered since it was written: its run_sha256 is "
+                in ended.text
+            )
+    path.write_bytes(good)
+    assert prep.command("verify", folder).code == 0
+
+
+def test_a_manifest_whose_run_has_no_hash_is_read_as_it_was_written(
+    prep: Prep, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """As the first manifests of this version have it."""
+    folder = Path(shutil.copytree(folders["json"], tmp_path / "data"))
+    path = folder / "shard-00001.json"
+    manifest = read_manifest(folder, 1)
+    data = json.loads(path.read_bytes())
+    del data["run"]["run_sha256"]
+    path.write_text(json.dumps(data, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    assert read_manifest(folder, 1) == manifest
+    assert prep.command("verify", folder).code == 0
 
 
 def test_a_bit_of_osts_json_is_a_warning_alone(folders: dict[str, Path], caplog: Any) -> None:

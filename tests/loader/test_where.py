@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import io
 import json
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,10 +51,7 @@ def load(folder: Path, rank: int = 0, **options: Any) -> TokenLoader:
 def where(*args: object) -> tuple[int, str]:
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        try:
-            code = main(["where", *map(str, args)])
-        finally:
-            logging.getLogger("loader").setLevel(logging.NOTSET)  # as other tests expect it
+        code = main(["where", *map(str, args)])
     return code, out.getvalue()
 
 

@@ -16,7 +16,7 @@ import pytest
 
 import lustre
 import lustre.lfs
-from lustre import StripeWish, stripe_line
+from lustre import StripeRequest, stripe_line
 from lustre.__main__ import main
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -61,16 +61,6 @@ class FakeLustre:
                 lustre.lfs, "time_limit_s", lambda command: 0.1 if hanging in {"", command} else limit_s
             )
 
-    def first_call_of(self, command: str, *, time_limit_s: float) -> None:
-        """Only the first call of this command gets so little time."""
-        whole, seen = lustre.lfs.time_limit_s, list[str]()
-
-        def limit(called: str) -> float:
-            seen.append(called)
-            return time_limit_s if seen.count(command) == 1 and called == command else whole(called)
-
-        self.monkeypatch.setattr(lustre.lfs, "time_limit_s", limit)
-
     def command(self, *args: object) -> tuple[int, str]:
         """``python -m lustre`` here: exit code, and what it printed on both."""
         try:
@@ -83,7 +73,7 @@ class FakeLustre:
 
 def apply_stripe(folder: Path, stripe: str) -> str:
     """``plan --stripe`` for a folder."""
-    return stripe_line(folder, StripeWish(stripe=stripe))
+    return stripe_line(folder, StripeRequest(stripe=stripe))
 
 
 def first_osts(folder: Path, names: Sequence[str]) -> list[int] | None:

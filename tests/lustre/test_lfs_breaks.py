@@ -36,12 +36,12 @@ GARBAGE = "\0lmm_stripe_count: many\n/ [OST:x] \ufffd 12%: (0xzz) quota\nFilesys
 class Answer:
     """What stands for a process of lfs."""
 
-    stdout: str
-    stderr: str
+    stdout: bytes
+    stderr: bytes
     returncode: int
     is_silent: bool = False
 
-    def communicate(self, timeout: float) -> tuple[str, str]:
+    def communicate(self, timeout: float) -> tuple[bytes, bytes]:
         if self.is_silent:
             raise subprocess.TimeoutExpired("lfs", timeout)
         return self.stdout, self.stderr
@@ -75,7 +75,10 @@ class Calls:
             raise OSError(8, "Exec format error")
         codes = {"exit": 71, "signal": -11}
         return Answer(
-            GARBAGE if self.how == "garbage" else "", "", codes.get(self.how, 0), is_silent=self.how == "hang"
+            GARBAGE.encode() if self.how == "garbage" else b"",
+            b"",
+            codes.get(self.how, 0),
+            is_silent=self.how == "hang",
         )
 
     def run(self, command: Callable[[], int], *, broken: int = -1, how: str = "") -> int:
@@ -141,6 +144,7 @@ def commands(
         "verify": lambda: int(prep.command("verify", data).code),
         "verify --fast": lambda: int(prep.command("verify", "--fast", data).code),
         "submit": submit,
+        "doctor": lambda: int(prep.command("doctor", *plan[1:-1], new).code),
         "status": lambda: slurm_main(["status", str(data)]),
         "load": lambda: loader_main([str(data)]),
         "stage": stage,

@@ -11,21 +11,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-import lustre.file_layouts
 import lustre.lfs
-import lustre.osts
+import lustre.restore
+import lustre.show
 from loader.__main__ import main as loader_main
 from loader.shards.find_shards import find_shards
-from lustre import (
-    Component,
-    Layout,
-    LustreError,
-    LustreUsageError,
-    StripeWish,
-    set_directory_layout,
-)
+from lustre import LustreError, LustreUsageError, StripeRequest
 from lustre.__main__ import main
-from lustre.layout import read_layout
+from lustre.apply import set_directory_layout
+from lustre.layouts import Component, Layout, read_layout
 from tests.checkout import ROOT
 from tests.lustre.fake_lustre import (
     GIB,
@@ -120,7 +114,7 @@ def test_an_impossible_count_is_refused_before_lfs_runs(on_lustre: FakeLustre, s
 
 
 def test_the_largest_and_smallest_counts_are_taken() -> None:
-    layouts = [StripeWish(stripe=stripe).layout() for stripe in ("-1", "1", "2000", "auto", "none")]
+    layouts = [StripeRequest(stripe=stripe).layout() for stripe in ("-1", "1", "2000", "auto", "none")]
     assert [layout and layout.components[-1].stripe_count for layout in layouts] == [-1, 1, 2000, None, None]
 
 
@@ -152,9 +146,8 @@ def test_a_folder_with_files_is_refused(on_lustre: FakeLustre) -> None:
 @both_dialects
 def test_a_wrapper_that_rewrites_the_count_is_noticed(on_lustre: FakeLustre) -> None:
     on_lustre.fault("wrapper-count-1")
-    with pytest.raises(
-        LustreError, match=r"exited 0, but new files get progressive.*component 2: 1 stripes, expected 8"
-    ):
+    other = r"exited 0, but new files get .* 1 stripe of 4 MiB from there on, expected .* 8 stripes"
+    with pytest.raises(LustreError, match=other):
         apply_stripe(on_lustre.folder, "8")
 
 
@@ -482,7 +475,7 @@ def test_what_lfs_refuses_or_takes_amiss_is_refused_before_it_runs(
 def test_a_missing_pool_is_refused_with_those_there_are(on_lustre: FakeLustre, options: list[str]) -> None:
     code, text = on_lustre.command("apply", on_lustre.folder, *options, "--pool", "nope")
     assert code == 73
-    assert "has no pool 'nope', expected one of: flash, disk" in text
+    assert "has no pool 'nope', expected one of: disk, flash" in text
     assert on_lustre.setstripe_calls() == []
 
 
@@ -522,15 +515,19 @@ def test_what_the_server_refuses_is_told_with_what_to_do(
 @pytest.mark.parametrize(
     ("fault", "options", "difference"),
     [
-        ("wrapper-size", ["-c", "2", "-S", "4M"], "stripes of 64 KiB, expected 4 MiB"),
-        ("wrapper-no-pool", ["-c", "2", "--pool", "flash"], "pool none, expected flash"),
-        ("wrapper-count-1", ["--pfl", "1G:1,-1:8"], "component 2: 1 stripes, expected 8"),
-        ("wrapper-drops-last", ["--pfl", "1G:1,10G:4,-1:8"], "2 component(s), expected 3"),
-        ("wrapper-plain", ["--pfl", "1G:1,-1:8"], "1 component(s), expected 2"),
-        ("wrapper-ignores", ["-c", "4"], "1 stripes, expected 4"),
+        ("wrapper-size", ["-c", "2", "-S", "4M"], "2 stripes of 64 KiB, expected plain: 2 stripes of 4 MiB"),
+        ("wrapper-no-pool", ["-c", "2", "--pool", "flash"], "MiB, expected plain: 2 stripes in pool flash"),
+        (
+            "wrapper-count-1",
+            ["--pfl", "1G:1,-1:8"],
+            "MiB up to 1 GiB, 1 stripe of 4 MiB from there on, expected",
+        ),
+        ("wrapper-drops-last", ["--pfl", "1G:1,10G:4,-1:8"], "up to 10 GiB, expected progressive (PFL): 1"),
+        ("wrapper-plain", ["--pfl", "1G:1,-1:8"], "get plain: 1 stripe of 4 MiB, expected progressive (PFL)"),
+        ("wrapper-ignores", ["-c", "4"], "MiB, expected plain: 4 stripes"),
     ],
 )
-def test_a_wrapper_that_rewrites_options_is_noticed_component_by_component(
+def test_a_wrapper_that_rewrites_options_is_noticed_in_any_component(
     on_lustre: FakeLustre, fault: str, options: list[str], difference: str
 ) -> None:
     on_lustre.fault(fault)
@@ -579,7 +576,7 @@ def test_show_warns_of_targets_that_are_full_closed_or_inactive(on_lustre: FakeL
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        ("df-fails", "how full the OSTs are cannot be told"),
+        ("df-fails", "how full OSTs and MDTs are is unknown"),
         ("hang-hsm_state", "which files are released"),
     ],
 )
@@ -603,7 +600,7 @@ def test_show_warns_of_released_files_and_how_to_bring_them_back(on_lustre: Fake
     text = on_lustre.command("show", on_lustre.folder)[1]
     assert "warning: 2 of 3 files looked at are released" in text
     assert f"python -m lustre restore '{on_lustre.folder}' --wait" in text
-    assert "1 of 1 files" in on_lustre.command("show", on_lustre.folder / "a.txt")[1]
+    assert "1 of 1 file looked at" in on_lustre.command("show", on_lustre.folder / "a.txt")[1]
 
 
 @both_dialects
@@ -666,7 +663,7 @@ def test_lfs_is_asked_for_many_files_in_one_call_in_the_order_of_the_shards(
     on_lustre: FakeLustre, shards_on_lustre: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = [f"shard-{number:05d}.tar" for number in range(5)]
-    monkeypatch.setattr(lustre.file_layouts, "FILES_A_CALL", 2)
+    monkeypatch.setattr(lustre.show, "FILES_PER_CALL", 2)
     assert first_osts(shards_on_lustre, names[::-1]) == [7, 0, 3, 1, 3]
     calls = [call for call in on_lustre.calls() if call[0] == "getstripe"]
     assert [len(call) - 2 for call in calls] == [2, 2, 1]
@@ -758,7 +755,14 @@ def test_from_plan_to_batch_setstripe_runs_once_on_the_fresh_folder(
     assert prep.command("run", out, "--num_proc", "1").code == 0
     assert prep.command("--shard_id", "1", "--output_dir", out).code == 0
     assert prep.command("verify", out).code == 0
+    assert prep.command("doctor", *plan[1:-1], "--output_dir", out).code == 0
     assert loader_main([str(out)]) == 0
+    on_lustre.give(released=[str(path) for path in out.glob("shard-*")])
+    for words in (["show"], ["restore", "--wait"], ["apply"], ["apply", "--dry_run"]):
+        on_lustre.monkeypatch.setattr(lustre.restore, "_POLL_S", 0.0)
+        assert on_lustre.command(words[0], out, *words[1:])[0] == 0
+    assert on_lustre.state()["released"] == []
+    assert {"df", "getstripe", "hsm_restore", "hsm_state", "osts"} <= {call[0] for call in on_lustre.calls()}
     assert on_lustre.setstripe_calls() == ["-E 67108864 -c 1 -S 4194304 -E -1 -c 4 -S 4194304"]
     assert (full / "precious").read_bytes() == b"precious"
 
@@ -770,9 +774,9 @@ def test_setstripe_is_named_in_lustre_alone_and_run_in_one_place() -> None:
         path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".sh"}
     ]
     naming = {path.relative_to(ROOT) for path in sources if "setstripe" in path.read_text(encoding="utf-8")}
-    assert Path("lustre/directory_layout.py") in naming
+    assert Path("lustre/apply.py") in naming
     assert {path.parts[0] for path in naming} == {"lustre"}
     runs = {path: path.read_text().count('run_lfs(["setstripe"') for path in (ROOT / "lustre").glob("*.py")}
-    assert {path.name: number for path, number in runs.items() if number} == {"directory_layout.py": 1}
+    assert {path.name: number for path, number in runs.items() if number} == {"apply.py": 1}
     other = [path.name for path in runs if re.search(r"subprocess|os\.system", path.read_text())]
     assert other == ["lfs.py"]

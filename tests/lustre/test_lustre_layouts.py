@@ -5,14 +5,21 @@ from __future__ import annotations
 import pytest
 
 from lustre import LustreError, LustreUsageError
-from lustre.directory_layout import differences
-from lustre.file_layouts import first_ost, split_by_file
-from lustre.layout import Layout, parse_layout, size_flag, size_text
-from lustre.layout_choice import MANY, ROWS, choose_layout, load_text
-from lustre.layout_options import apply_flags, parse_layout_options, parse_size, setstripe_options
+from lustre.advice import MANY, ROWS, DataSize, choose_layout, load_text
+from lustre.apply import is_as_asked
+from lustre.layouts import (
+    Layout,
+    apply_flags,
+    parse_layout,
+    parse_layout_options,
+    parse_size,
+    setstripe_options,
+    size_flag,
+    size_text,
+)
 from lustre.lfs import Mount, mount_of
-from lustre.osts import Fill, fill_lines, parse_df
-from lustre.released_files import hsm_flags
+from lustre.show import first_ost, split_by_file
+from lustre.space import Targets, parse_df
 
 MIB, GIB = 1 << 20, 1 << 30
 DF = """UUID                   1K-blocks        Used   Available Use% Mounted on
@@ -39,22 +46,13 @@ def test_lfs_df_is_read_by_ost_with_its_flags_whatever_the_mount_point() -> None
         (2, "", True),
         (3, "DRS", True),
     ]
-    assert osts[0].total == 1 << 40
+    assert osts[0].used_bytes + osts[0].free_bytes == 1 << 40
     assert [round(ost.fill, 2) for ost in osts] == [0.25, 1.0, 0.25]
-    assert fill_lines(Fill(osts=())) == ["lfs df names no OST; how full they are cannot be told"]
-
-
-def test_released_is_read_off_the_flags_and_not_off_a_name() -> None:
-    output = (
-        "/mnt/a: (0x0000000d) released exists archived, archive_id:1\n"
-        "/mnt/b: (0x00000009) exists archived, archive_id:1\n"
-        "/mnt/released: (0x00000000)\n"
-        "/mnt/c: (0x0000000d) x: (0x00000001) exists, archive_id:1\n"
-    )
-    paths = ["/mnt/a", "/mnt/b", "/mnt/released", "/mnt/c: (0x0000000d) x"]
-    assert [flags & 4 for flags in hsm_flags(output, paths).values()] == [4, 0, 0, 0]
-    with pytest.raises(LustreError, match="expected a line of each"):
-        hsm_flags(output, [*paths, "/mnt/d"])
+    (mdt,) = parse_df(DF).mdts
+    assert (mdt.name, mdt.fill, mdt.free_inodes) == ("MDT 0", 0.25, None)
+    assert Targets().lines() == [
+        f"lfs df names no {kind}; how full they are is unknown" for kind in ("OST", "MDT")
+    ]
 
 
 def test_the_file_systems_name_is_read_off_the_mounts_source() -> None:
@@ -108,7 +106,7 @@ def test_what_is_not_named_is_left_to_the_file_system_in_a_plain_layout_alone() 
 def test_every_row_of_the_table(
     shard_bytes: int | None, num_shards: int | None, flags: str, source: str
 ) -> None:
-    choice = choose_layout(shard_bytes=shard_bytes, num_shards=num_shards, num_osts=8)
+    choice = choose_layout(DataSize(shard_bytes=shard_bytes, num_shards=num_shards), 8)
     assert apply_flags(choice.layout) == flags
     assert source in choice.source
     assert choice.why
@@ -117,7 +115,7 @@ def test_every_row_of_the_table(
 def test_the_table_ascends_and_every_row_is_reached() -> None:
     assert [row.below_bytes for row in ROWS] == sorted(row.below_bytes for row in ROWS)
     reached = {
-        choose_layout(shard_bytes=row.below_bytes - 1, num_shards=number, num_osts=8).why
+        choose_layout(DataSize(shard_bytes=row.below_bytes - 1, num_shards=number), 8).why
         for row in ROWS
         for number in (1, 9999)
     }
@@ -125,38 +123,38 @@ def test_the_table_ascends_and_every_row_is_reached() -> None:
 
 
 def test_no_count_is_chosen_above_the_osts_there_are() -> None:
-    choice = choose_layout(shard_bytes=None, num_shards=None, num_osts=2)
+    choice = choose_layout(DataSize(), 2)
     assert apply_flags(choice.layout) == "--pfl '1G:1,10G:2,-1:2' --size 4M"
-    unknown = choose_layout(shard_bytes=5 * GIB, num_shards=9, num_osts=0)
+    unknown = choose_layout(DataSize(shard_bytes=5 * GIB, num_shards=9), 0)
     assert unknown.layout.components[0].stripe_count == 4
 
 
 def test_the_load_is_told_by_the_stripes_that_a_shard_of_that_size_has() -> None:
     layout = wanted(pfl="1G:1,-1:4")
-    sizes = {"num_shards": 4, "num_readers": 16, "num_osts": 8}
-    assert "4 of 4 shards open at once: 4 of 8 OSTs" in load_text(layout, shard_bytes=MIB, **sizes)
-    assert "8 of 8 OSTs at work, about 2 readers" in load_text(layout, shard_bytes=2 * GIB, **sizes)
-    assert "4 readers share a shard" in load_text(wanted(count="-1"), shard_bytes=MIB, **sizes)
+
+    def load(layout: Layout, shard_bytes: int) -> str:
+        return load_text(layout, DataSize(shard_bytes=shard_bytes, num_shards=4, num_readers=16), 8)
+
+    assert "4 of 4 shards open at once: 4 of 8 OSTs" in load(layout, MIB)
+    assert "8 of 8 OSTs at work, about 2 readers" in load(layout, 2 * GIB)
+    assert "4 readers share a shard" in load(wanted(count="-1"), MIB)
 
 
 def test_a_count_above_the_osts_is_found_either_as_asked_or_as_all_of_them() -> None:
     asked = wanted(pfl="1G:1,-1:100", pool="flash")
     for count, is_right in (("100", True), ("2", True), ("8", False), ("1", False)):
-        found = differences(asked, wanted(pfl=f"1G:1,-1:{count}", pool="flash"), {"flash": 2})
-        assert (found == []) == is_right, count
-    assert differences(wanted(count="-1"), wanted(count="8"), {"": 8}) == ["8 stripes, expected -1"]
+        found = wanted(pfl=f"1G:1,-1:{count}", pool="flash")
+        assert is_as_asked(asked, found, {"flash": 2}) == is_right, count
+    every = wanted(count="-1")
+    assert is_as_asked(every, wanted(count="450"), {"": 450}), "a site's wrapper caps it"
+    assert not is_as_asked(every, wanted(count="1"), {"": 8})
 
 
-def test_another_end_or_place_of_a_component_is_a_difference() -> None:
+def test_another_end_or_place_of_a_component_is_another_layout() -> None:
     asked = wanted(dom="64K", pfl="1G:1,-1:8")
-    assert differences(asked, asked, {"": 8}) == []
-    assert differences(asked, wanted(dom="128K", pfl="1G:1,-1:8"), {"": 8}) == [
-        "component 1: bytes 0 to 131072, expected 0 to 65536",
-        "component 2: bytes 131072 to 1073741824, expected 65536 to 1073741824",
-    ]
-    assert differences(asked, wanted(pfl="64K:1:64K,1G:1,-1:8"), {"": 8}) == [
-        "component 1: pattern raid0, expected mdt"
-    ]
+    assert is_as_asked(asked, asked, {"": 8})
+    for other in (wanted(dom="128K", pfl="1G:1,-1:8"), wanted(pfl="64K:1:64K,1G:1,-1:8")):
+        assert not is_as_asked(asked, other, {"": 8})
 
 
 def test_the_longest_and_last_mount_point_wins() -> None:

@@ -60,7 +60,7 @@ def test_no_txt_file_is_66(prep: Prep, tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "a.txt").write_text("a\n")
     ended = prep.command(*plan_args(prep, tmp_path, tmp_path / "data"))
-    ends(ended, 66, r"holds no \.txt file, nor any other input .*; for subfolders add --recursive")
+    ends(ended, 66, r"holds no \.txt file, nor any other input .*sub; for what it holds add --recursive")
     assert not (tmp_path / "data").exists()
 
 

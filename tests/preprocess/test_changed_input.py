@@ -236,16 +236,3 @@ def test_an_input_that_becomes_no_regular_file_is_named_by_the_worker(
     with pytest.raises(NotFound, match=rf"a\.txt {said}"):
         make_all(tmp_path / "data")
     assert nothing_is_made(tmp_path / "data")
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "folder"])
-def test_whatever_else_is_named_txt_is_named_when_planning(
-    prep: Prep, raw_dir: Path, tmp_path: Path, kind: str
-) -> None:
-    make, said = KINDS[kind]
-    make(raw_dir / "b.txt")
-    flags = ["--input_dir", raw_dir, "--output_dir", tmp_path / "data", "--model_id", prep.model_dir]
-    ended = prep.command("plan", *flags)
-    assert ended.code == 66, ended.text
-    assert said in ended.text
-    assert str(raw_dir / "b.txt") in ended.text

@@ -276,6 +276,93 @@ def test_a_conversation_whose_parts_are_no_beginnings_is_left_out(prep: Prep, tm
     assert joined(out) == chat_sets.searched(model, [one])
 
 
+# As Qwen3's: an answer before the last question loses its reasoning, and the last one always has some.
+STRIPPING = (
+    "{% set last = namespace(number=-1) %}{% for m in messages %}{% if m['role'] == 'user' %}"
+    "{% set last.number = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] != 'assistant' %}{{ m['content'] }}{% elif loop.index0 < last.number %}"
+    "{{ m['content'].split('</think>')[-1].lstrip('\n') }}{% elif '</think>' in m['content'] %}"
+    "{{ m['content'] }}{% else %}<think>\n\n</think>\n\n{{ m['content'] }}{% endif %}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }} "
+    "{{ call.function.arguments | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# As Llama 3's.
+LLAMA = (
+    "{% for m in messages %}{% set text = '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' "
+    "+ m['content'] | trim + '<|eot_id|>' %}{% if loop.first %}{% set text = bos_token + text %}{% endif %}"
+    "{{ text }}{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n"
+    "{% endif %}"
+)
+# As Mistral's: no system message, and roles take turns.
+ALTERNATING = (
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}"
+    "{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]{% else %}{{ m['content'] }}{{ eos_token }}"
+    "{% endif %}{% endfor %}"
+)
+
+
+def warnings_of(prep: Prep, raw: Path, folder: Path, template: str) -> list[str]:
+    model = chat_model(prep.model_dir, folder / "model", template)
+    flags = ("--input_dir", raw, "--output_dir", folder / "out", "--model_id", model, "--record", "chat")
+    ended = prep.command("plan", *flags)
+    assert ended.code == 0, ended.text
+    return [line for line in ended.text.splitlines() if line.startswith("warning: the chat template")]
+
+
+def test_planning_says_that_a_template_like_qwen3s_loses_conversations_of_several_turns(
+    prep: Prep, tmp_path: Path
+) -> None:
+    raw = write_chats(tmp_path / "raw", [CHATS[0][-2:]])
+    (said,) = warnings_of(prep, raw, tmp_path, STRIPPING)
+    assert (
+        "cannot render conversations with several turns, or reasoning in an earlier turn: the text up" in said
+    )
+    assert "is no beginning of the whole" in said
+    assert "will be left out" in said
+    assert "put {% generation %} and {% endgeneration %} around" in said
+
+
+def test_planning_says_what_a_template_with_tags_leaves_out_of_earlier_turns(
+    prep: Prep, tmp_path: Path
+) -> None:
+    tagged = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
+        "{% generation %}{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}<|im_end|>"
+        "{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    raw = write_chats(tmp_path / "raw", [CHATS[0][-2:]])
+    (said,) = warnings_of(prep, raw, tmp_path, tagged)
+    assert "leaves out text of conversations with reasoning in an earlier turn ('Since probes ask.')" in said
+
+
+def test_planning_says_nothing_of_a_template_like_llama_3s(prep: Prep, raw: Path, tmp_path: Path) -> None:
+    assert warnings_of(prep, raw, tmp_path, LLAMA) == []
+
+
+def test_planning_says_which_roles_a_template_refuses(prep: Prep, tmp_path: Path) -> None:
+    raw = write_chats(tmp_path / "raw", [CHATS[0][-2:]])
+    (said,) = warnings_of(prep, raw, tmp_path, ALTERNATING)
+    assert (
+        "a system message, or two user messages in a row, or two answers in a row: the template raised"
+        in said
+    )
+    assert "roles must alternate" in said
+
+
+def test_planning_probes_tool_calls_where_the_template_knows_them(prep: Prep, tmp_path: Path) -> None:
+    raw = write_chats(tmp_path / "raw", [CHATS[0][-2:]])
+    shown = LLAMA.replace(
+        "{{ text }}", "{{ text }}{% for call in m.tool_calls or [] %}{{ call.function }}{% endfor %}"
+    )
+    assert warnings_of(prep, raw, tmp_path / "shown", shown) == []
+    lost = LLAMA.replace("{{ text }}", "{{ text }}{% if m.tool_calls %}a tool{% endif %}")
+    (said,) = warnings_of(prep, raw, tmp_path / "lost", lost)
+    assert "leaves out text of conversations with tool calls ('probe_tool')" in said
+
+
 def test_a_template_of_todays_date_gives_equal_bytes_on_any_day(
     prep: Prep, raw: Path, tmp_path: Path
 ) -> None:

@@ -29,6 +29,7 @@ from preprocess.input_files import list_inputs
 from preprocess.inputs import ByteRange, OpenInput
 from preprocess.options import PrepConfig, WorkerSettings
 from preprocess.plan import need_plan
+from preprocess.text_fields import undo_mojibake
 from preprocess.worker import Worker, load_worker
 from shardprep.errors import BadInput, NotFound, UsageError
 from shardprep.format.idx import read_idx
@@ -630,6 +631,35 @@ def test_text_read_in_a_wrong_encoding_comes_back_wholly_or_is_left_out(prep: Pr
     counts = read_manifest(tmp_path / "data", 0).counts
     assert 0 < is_whole.count(True) < 80
     assert counts.quarantined == {"mojibake": is_whole.count(False)}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Ã is a letter",
+        "Ã is",
+        "Â is a letter of French, Ã of Portuguese",
+        "read as Latin-1, é looks like Ã©",
+        "한국어 문서에서 Ã© 라는 글자가 보이면 깨진 것이다",
+        "a right quote, ’, often comes out as â€™",
+        "깨진 글자 ì•ˆë…• 은 안녕이다",
+    ],
+)
+def test_a_text_that_only_mentions_misread_characters_is_kept_as_it_is(text: str) -> None:
+    assert undo_mojibake(text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("cafÃ© â€œquotedâ€\x9d", "café “quoted”"),
+        ("ì•ˆë…•í•˜ì„¸ìš”", "안녕하세요"),
+        ("naïve cafÃ© and â€œquotedâ€?", None),
+        ("ê°? cafÃ© ê±?", None),
+    ],
+)
+def test_a_text_that_is_misread_is_restored_wholly_or_not_at_all(text: str, right: str | None) -> None:
+    assert undo_mojibake(text) == right
 
 
 def test_a_json_file_of_one_list_is_told_its_conversion(prep: Prep, tmp_path: Path) -> None:

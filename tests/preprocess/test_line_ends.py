@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import bz2
+import contextlib
+import gzip
+import io
+import lzma
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from preprocess import long_documents
 from preprocess.documents import read_documents
-from preprocess.formats import text_lines
+from preprocess.formats import compression, line_streams, text_lines
 from preprocess.formats.format import DocumentBatch, Reading
 from preprocess.inputs import ByteRange
 from preprocess.options import PrepConfig
@@ -180,7 +187,10 @@ def test_more_than_twenty_encodings_are_read() -> None:
 def test_an_encoding_whose_line_ends_cannot_be_found_is_refused_by_name(encoding: str) -> None:
     with pytest.raises(UsageError) as refused:
         PrepConfig(encoding=encoding)
-    assert re.search(r"--encoding .* is (no text encoding|neither a superset of ASCII)", str(refused.value))
+    assert re.search(
+        r"--encoding .*(is no text encoding|is neither a superset of ASCII|holds a NUL|not UTF-8)",
+        str(refused.value),
+    )
 
 
 def test_a_lone_carriage_return_at_a_blocks_end_ends_its_line_before_a_long_one(path: Path) -> None:
@@ -208,3 +218,110 @@ def test_batches_of_an_odd_number_of_bytes_split_no_code_unit(
     lines = [f"문서 {number} \u0a0a\uac00\u0a0a abc" for number in range(12_000)]
     found = found_by_worker(path, "\n".join(lines).encode(encoding), encoding, batch_bytes)
     assert [text for _, _, text in found.documents] == lines
+
+
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": lambda data: gzip.compress(data, 1),
+    ".zst": zstandard.ZstdCompressor(level=1).compress,
+    ".xz": lambda data: lzma.compress(data, preset=0),
+    ".bz2": lambda data: bz2.compress(data, 1),
+}
+# Letters one byte of which, or one byte of each of two, reads as a line end: U+0D15, U+0A0D, U+1F30D ...
+HALF_ENDS = ["ക", "ഊ", "\u0a0d", "\u0a00", "\u0d00", "\u010d", "\u010a", "☀", "─", "🌍", "가"]
+
+
+def whole_text(data: bytes, encoding: str) -> tuple[str, int]:
+    """The stream decoded at once by the standard library, and the bytes of its byte order mark."""
+    marks = {
+        "utf-8-sig": [b"\xef\xbb\xbf"],
+        "utf-16": [b"\xff\xfe", b"\xfe\xff"],
+        "utf-32": [b"\xff\xfe\0\0", b"\0\0\xfe\xff"],
+    }
+    num_mark_bytes = next((len(mark) for mark in marks.get(encoding, []) if data.startswith(mark)), 0)
+    return data.decode(encoding), num_mark_bytes
+
+
+def documents_of(data: bytes, encoding: str, most_bytes: int) -> list[tuple[int, str]]:
+    """(byte of the line's start, text) of each line of at most ``most_bytes`` that is not blank."""
+    text, offset = whole_text(data, encoding)
+    codec = encoding.removesuffix("-sig")
+    if codec in ("utf-16", "utf-32"):
+        codec += "-be" if data[:offset] in (b"\xfe\xff", b"\0\0\xfe\xff") else "-le"
+    found = []
+    for line in io.StringIO(text, newline=""):
+        size = len(line.encode(codec))
+        if line.strip() and size <= most_bytes:
+            found.append((offset, line.strip()))
+        offset += size
+    return found
+
+
+@pytest.mark.parametrize("encoding", [*ENCODINGS[:9], "latin-1"])
+@pytest.mark.parametrize("suffix", PACKERS)
+def test_compressed_and_plain_lines_are_those_of_the_stream_decoded_at_once(
+    tmp_path: Path, encoding: str, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = PrepConfig(encoding=encoding).encoding
+    letters = []
+    for text in [*LETTERS, *HALF_ENDS]:
+        with contextlib.suppress(UnicodeError):
+            letters += [text] if text.encode(known) else []
+    marks = [""]
+    if known in ("utf-16", "utf-32"):
+        marks = ["-le", "-be"]
+    path = tmp_path / f"a.txt{suffix}"
+
+    @settings(max_examples=40, deadline=None)
+    @given(
+        mark=st.sampled_from(marks),
+        lines=st.lists(
+            st.tuples(st.lists(st.sampled_from(letters), max_size=8), st.sampled_from([*ENDS, "\n", "\r"])),
+            max_size=25,
+        ),
+        ends=st.sampled_from(["", "x", "\r"]),
+        batch_bytes=st.integers(1, 60),
+        read_bytes=st.integers(1, 40),
+        most_bytes=st.sampled_from([30, 64 << 20, 64 << 20]),
+    )
+    def check(
+        mark: str,
+        lines: list[tuple[list[str], str]],
+        ends: str,
+        batch_bytes: int,
+        read_bytes: int,
+        most_bytes: int,
+    ) -> None:
+        text = "".join("".join(letters) + end for letters, end in lines) + ends
+        data = f"\ufeff{text}".encode(known + mark) if mark else text.encode(known)
+        path.write_bytes(PACKERS[suffix](data))
+        if not suffix:
+            most_bytes = len(data) + 1  # a long line of a plain file is read in pieces again
+        part = ByteRange(input_number=0, path=path, start=0, end=path.stat().st_size)
+        found = []
+        with monkeypatch.context() as patch:
+            patch.setattr(compression, "_READ_BYTES", max(6, read_bytes))
+            patch.setattr(compression, "_ZSTD_BYTES", read_bytes)
+            patch.setattr(line_streams, "MOST_HELD_BYTES", most_bytes)
+            reading = Reading(doc="line", encoding=known, batch_bytes=batch_bytes)
+            for item in read_documents([part], reading):
+                assert isinstance(item, DocumentBatch)
+                found += zip(item.input_offsets.tolist(), item.texts, strict=True)
+        assert found == documents_of(data, known, most_bytes)
+
+    check()
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_compressed_utf_16_of_a_script_with_0d_in_its_units_loses_no_document(
+    tmp_path: Path, suffix: str
+) -> None:
+    lines = [f"മലയാളം {number} ☀ ─────" for number in range(40_000)]
+    path = tmp_path / f"a.txt{suffix}"
+    path.write_bytes(PACKERS[suffix]("\n".join(lines).encode("utf-16-le")))
+    part = ByteRange(input_number=0, path=path, start=0, end=path.stat().st_size)
+    texts: list[str] = []
+    for item in read_documents([part], Reading(doc="line", encoding="utf-16-le", batch_bytes=1 << 19)):
+        assert isinstance(item, DocumentBatch)
+        texts += item.texts
+    assert texts == lines

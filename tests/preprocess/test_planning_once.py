@@ -104,3 +104,18 @@ def test_a_task_that_cannot_plan_leaves_no_folder_and_no_claim(given: dict[str, 
     with pytest.raises(NotFound, match=r"holds no \.txt file"):
         plan_of_task({**given, "input_dir": tmp_path / "empty"})
     assert list(given["output_dir"].iterdir()) == []
+
+
+def test_a_task_that_was_submitted_for_a_plan_makes_none_where_it_is_gone(
+    prep: Prep, given: dict[str, Any], num_planned: list[Path]
+) -> None:
+    flags = ["--output_dir", given["output_dir"], "--shard_id", 0, "--planned"]
+    more = ["--input_dir", given["input_dir"], "--model_id", given["model_id"]]
+    for words in (flags, [*flags, *more]):
+        ended = prep.command(*words)
+        assert ended.code == 66, ended.text
+        assert "has no plan.json; run: python -m preprocess plan --input_dir RAW --output_dir" in ended.text
+    assert num_planned == []
+    assert not given["output_dir"].exists()
+    plan_of_task(given)
+    assert prep.command(*flags).code == 0, "and with a plan it makes its shard"

@@ -18,7 +18,7 @@ from preprocess import proof_cache, resolved_tokenizer
 from preprocess.resolved_tokenizer import plain_files, read_files, resolve_tokenizer
 from preprocess.tokenizer_files import describe_tokenizer
 from preprocess.transformers_tokenizer import save_tokenizer
-from shardprep.errors import NotFound
+from shardprep.errors import NotFound, UsageError
 from tests.checkout import ROOT
 from tests.children import run_child
 from tests.word_tokenizers import save_word_tokenizer
@@ -335,3 +335,29 @@ def test_a_model_with_several_chat_templates_is_planned_and_keeps_them(
     assert ended.code == 0, ended.text
     kept = PreTrainedTokenizerFast.from_pretrained(data / "tokenizer")
     assert kept.chat_template == templates
+
+
+@pytest.mark.parametrize(
+    ("part", "named"),
+    [
+        (("model",), "model.dropout 0.1"),
+        (("pre_tokenizer", "pretokenizers", 0), r"pre_tokenizer\.pretokenizers\[0\]\.dropout 0\.1"),
+    ],
+    ids=["model", "pre_tokenizer"],
+)
+def test_a_tokenizer_with_dropout_is_refused_when_planning_and_the_key_is_named(
+    prep: Prep, sample_dir: Path, tmp_path: Path, part: tuple[Any, ...], named: str
+) -> None:
+    """tokenizers ignores a key that it does not know in a part, but a later version may not."""
+    model = Path(shutil.copytree(prep.model_dir, tmp_path / "model"))
+    data = inner = json.loads((model / "tokenizer.json").read_bytes())
+    for key in part:
+        inner = inner[key]
+    inner["dropout"] = 0.1
+    (model / "tokenizer.json").write_text(json.dumps(data))
+    for _ in range(2):  # the cache does not know it either
+        with pytest.raises(UsageError, match=f"has {named} in its tokenizer.json"):
+            prep.plan(sample_dir, tmp_path / "data", model_id=str(model))
+    inner["dropout"] = None
+    (model / "tokenizer.json").write_text(json.dumps(data))
+    prep.plan(sample_dir, tmp_path / "data", model_id=str(model))

@@ -24,11 +24,13 @@ from preprocess.formats.format import Inspected, Reading
 from preprocess.formats.line_ends import first_line_end, first_line_start, first_newline
 from preprocess.input_files import list_inputs, stamp_inputs
 from preprocess.inputs import InputFile, OpenInput
+from preprocess.options import BytesOptions
 from preprocess.plan import file_boundaries, need_plan, read_plan
 from preprocess.shard_boundaries import check_num_shards, divide, even_places
 from preprocess.text_fields import TextFields
 from preprocess.train_tokenizer import train_tokenizer
 from shardprep.errors import BrokenShard, NotFound, Refused, UnknownVersion, UsageError
+from tests.conftest import seal
 from tests.waiting import HANG_S
 
 if TYPE_CHECKING:
@@ -519,3 +521,39 @@ def test_a_folder_without_a_plan_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"has no plan\.json; run: python -m preprocess plan --input_dir RAW"):
         need_plan(tmp_path)
     assert read_plan(tmp_path / "nowhere") is None
+
+
+def with_options(data_dir: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """The data set with other options in its plan, as another version would have written them."""
+    path = data_dir / "plan.json"
+    data = json.loads(path.read_bytes())
+    change(data["options"])
+    path.write_text(json.dumps(data))
+    seal(path)
+    return data_dir
+
+
+def test_an_option_that_a_plan_does_not_have_has_its_default(data_dir: Path) -> None:
+    plan = need_plan(data_dir)
+    gone = [item.name for item in dataclasses.fields(BytesOptions) if item.default is not dataclasses.MISSING]
+    assert "limit" in gone
+    with_options(data_dir, lambda options: [options.pop(name, None) for name in gone])
+    assert need_plan(data_dir) == plan
+
+
+@pytest.mark.parametrize("value", [False, "", 0, None])
+def test_an_unknown_option_that_is_not_used_is_left_alone(data_dir: Path, value: Any) -> None:
+    plan = need_plan(data_dir)
+    assert need_plan(with_options(data_dir, lambda options: options.update(lowercase=value))) == plan
+
+
+@pytest.mark.parametrize("value", [True, "all", 3, [], {}])
+def test_an_unknown_option_that_is_used_is_refused_by_name(prep: Prep, data_dir: Path, value: Any) -> None:
+    with_options(data_dir, lambda options: options.update(lowercase=value))
+    ended = prep.command("--shard_id", 0, "--output_dir", data_dir)
+    assert ended.code == 78, ended.text
+    assert (
+        f"options.'lowercase' is {value!r}, an option that this shardprep does not know: a newer"
+        in ended.text
+    )
+    assert "install that one, or plan anew into a new folder" in ended.text

@@ -15,7 +15,7 @@ from preprocess.plan import need_plan
 from preprocess.task_log import engine_line, means_line, part_line
 from preprocess.worker import Work, load_worker
 from shardprep import console
-from shardprep.console import progress_line, short_bytes, short_number
+from shardprep.console import counted, progress_line, short_bytes, short_number, short_time
 from tests.input_writers import bgzip
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def test_a_log_line_has_the_speeds_of_what_else_is_counted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = progress_line("x", 5_000_000, 10_000_000, "bytes", 2.0, {"documents": 100, "tokens": 3_000_000})
-    assert line == "x: 50% of 10 MB, 2.5 MB/s, 50 documents/s, 1.50 M tokens/s, 2 s left"
+    assert line == "x: 50% of 10.0 MB, 2.50 MB/s, 50 documents/s, 1.50 M tokens/s, 2 s left"
     monkeypatch.setattr(console, "LOG_EVERY_S", 0.0)
     with console.Progress("x", 10) as progress:
         progress.add(5, {"tokens": 7})
@@ -126,4 +126,11 @@ def test_means_of_several_processes_are_those_of_each() -> None:
 def test_numbers_are_short_and_keep_three_digits() -> None:
     cases = {0: "0", 7: "7", 999: "999", 1000: "1.00 k", 12_345: "12.3 k", 999_949: "1.00 M", 2.5e9: "2.50 G"}
     assert {value: short_number(value) for value in cases} == cases
-    assert (short_bytes(512), short_bytes(123_456)) == ("512 B", "123 kB")
+    assert (short_bytes(512), short_bytes(123_456), short_bytes(6.6e15)) == ("512 B", "123 kB", "6.60 PB")
+
+
+def test_times_and_counts_are_as_a_person_writes_them() -> None:
+    cases = {0.05: "0.05 s", 59.4: "59.4 s", 59.6: "1 min 00 s", 303: "5 min 03 s", 900: "15 min"}
+    cases |= {7500: "2 h 05 min", 4_442_400: "1,234 h"}
+    assert {seconds: short_time(seconds) for seconds in cases} == cases
+    assert [counted(number, "shard") for number in (0, 1, 2500)] == ["0 shards", "1 shard", "2,500 shards"]

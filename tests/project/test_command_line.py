@@ -293,3 +293,22 @@ def test_a_library_that_is_not_installed_is_named_and_a_fault_of_ours_is_not_hid
     assert program.run(["go"]) == UsageError.exit_code
     said = capsys.readouterr().err
     assert "needs no_such_library, which is not installed; run: pip install no_such_library" in said
+
+
+def test_a_number_of_24_digits_and_a_nul_are_usage_errors(
+    prep: Prep, sample_dir: Path, tmp_path: Path
+) -> None:
+    flags = ["plan", "--input_dir", sample_dir, "--output_dir", tmp_path / "data"]
+    ended = prep.command(*flags, "--model_id", prep.model_dir, "--limit", "9" * 24)
+    assert ended.code == 2, ended.text
+    assert f"--limit is {'9' * 24}, expected 1 to {2**63 - 1}" in ended.text
+    for words in ([*flags, "--model_id", "a\0b"], ["run", "a\0b"], ["verify", "a\0b"], ["a\0b"]):
+        ended = prep.command(*words)
+        assert ended.code == 2, ended.text
+        assert "'a\\x00b' holds a NUL" in ended.text
+    for name in ("model_id", "text_field", "id_field", "also", "input_dir", "output_dir"):
+        with pytest.raises(UsageError, match=rf"--{name} is 'a\\x00b', which holds a NUL"):
+            PrepConfig(**dict[str, Any]({name: "a\0b"}))
+    with pytest.raises(UsageError, match=r"--id_field is .* not UTF-8"):
+        PrepConfig(id_field="\udcff")
+    assert not (tmp_path / "data").exists()

@@ -19,6 +19,7 @@ from preprocess.options import WorkerSettings
 from preprocess.plan import need_plan
 from preprocess.transformers_tokenizer import save_tokenizer
 from preprocess.worker import Worker, done_manifest, load_worker
+from shardprep import regular_files
 from shardprep.errors import CannotWrite, ShardprepError
 from tests.children import run_child
 
@@ -37,6 +38,7 @@ def folder(prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for module in (text_lines, long_documents):
         monkeypatch.setattr(module, "LONG_BYTES", 20_000)
     monkeypatch.setattr(WorkerSettings, "batch_bytes", 5_000)
+    monkeypatch.setattr(regular_files, "RETRY_DELAYS_S", (0.0, 0.0))
     prep.plan(raw, tmp_path / "data", max_bad_fraction=0.5)
     return tmp_path / "data"
 
@@ -94,6 +96,49 @@ def test_an_error_at_any_call_of_a_shard_is_one_of_ours_and_leaves_nothing_that_
         assert prep.contents(data) == expected
         shutil.rmtree(data)
     assert number > 1 or name in ("stat", "scandir", "mkdir", "unlink", "rename")
+
+
+def failing_for(name: str, call: Callable[..., Any], error: int, num_times: int, failed: list[int]) -> Any:
+    """The same call, but for its first times for a file of this name, or one that is open."""
+
+    def wrapped(path: Any, *args: Any, **kwargs: Any) -> Any:
+        shown = Path(f"/proc/self/fd/{path}").readlink() if isinstance(path, int) else path
+        if str(shown).endswith(name) and len(failed) < num_times:
+            failed.append(error)
+            raise OSError(error, os.strerror(error), None if isinstance(path, int) else path)
+        return call(path, *args, **kwargs)
+
+    return wrapped
+
+
+@pytest.mark.parametrize("command", ["plan", "shard"])
+@pytest.mark.parametrize("error", ["EMFILE", "ENFILE", "ESTALE", "EDQUOT", "EROFS", "EIO", "ENOMEM"])
+def test_an_input_that_the_system_cannot_open_is_74_and_not_called_missing(
+    prep: Prep, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str, command: str
+) -> None:
+    failed: list[int] = []
+    monkeypatch.setattr(os, "open", failing_for("a.txt", os.open, getattr(errno, error), 99, failed))
+    argv = {
+        "plan": ["plan", *plan_args(prep, tmp_path / "raw", tmp_path / "other")],
+        "shard": ["--shard_id", 0, "--output_dir", folder],
+    }
+    ended = prep.command(*argv[command])
+    assert ended.code == 74, ended.text
+    assert f"a.txt cannot be opened{' in 3 attempts' if len(failed) == 3 else ''}: " in ended.text
+    assert os.strerror(getattr(errno, error)) in ended.text
+    assert len(failed) == (3 if error in ("ESTALE", "EIO") else 1), "tried again where it may come back"
+    assert not list(folder.glob("shard-*"))
+
+
+@pytest.mark.parametrize("call", ["open", "pread"])
+def test_an_input_that_comes_back_is_opened_and_read_again(
+    prep: Prep, folder: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    failed: list[int] = []
+    monkeypatch.setattr(os, call, failing_for("a.txt", getattr(os, call), errno.ESTALE, 2, failed))
+    ended = prep.command("--shard_id", 0, "--output_dir", folder)
+    assert (ended.code, len(failed)) == (0, 2), ended.text
+    assert (folder / "shard-00000.json").exists()
 
 
 def test_a_full_disk_while_a_long_document_waits_is_74(

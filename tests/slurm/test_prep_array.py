@@ -155,7 +155,7 @@ def test_folder_and_flags_reach_the_worker_as_they_were_typed(desk: Desk) -> Non
     args = ("my data' $(touch INJECTED)", "--input_dir", "한글 $HOME `touch INJECTED`; touch INJECTED", "")
     job = desk.sbatch("--array=3,5", "-c1", args=args)
     assert desk.exit_codes(job) == {3: "0:0", 5: "0:0"}
-    assert desk.report(5)["argv"] == ["--shard_id", "5", "--output_dir", *args]
+    assert desk.report(5)["argv"] == ["--shard_id", "5", "--output_dir", args[0], "--planned", *args[1:]]
     assert [path.name for path in desk.folder.iterdir()] == ["logs"]
 
 

@@ -9,6 +9,7 @@ import re
 import shlex
 import string
 from collections import Counter
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,28 +18,14 @@ import pytest
 
 from preprocess.plan import need_plan
 from shardprep.__main__ import main
+from shardprep.console import num_cells
 from shardprep.format.index import merge_manifests
 from shardprep.format.manifest import ShardCounts, read_manifest
-from shardprep.format.names import manifest_path, quarantine_path
+from shardprep.format.names import idx_path, manifest_path, quarantine_path, tar_path
 from shardprep.format.osts import osts_json
-from shardprep.format.shard_making import ShardMaking, read_making
-from shardprep.format.source_counts import SourceCounts
-from slurm.dataset_state import DatasetState
 from slurm.job_records import publish_submission
 from slurm.job_script import JobRequest
-from slurm.report import left_out
-from slurm.report.attempts import attempts_of
-from slurm.report.blocks import Commands, Report, Section, Table
-from slurm.report.content import report_content
-from slurm.report.html_page import html_page
-from slurm.report.report_data import Found, report_data
-from slurm.report.shard_sums import ReadShard, ShardSums
-from slurm.report.text_page import _columns_of
-from slurm.report.words import LANGUAGES, WORDS, Words, edge_labels
-from slurm.report.work_times import MOST_NODES, work_times
-from slurm.resource_use import resource_use
-from slurm.shown_jobs import ShownJobs
-from slurm.slurm_queries import TaskAttempt
+from slurm.report.words import INPUT_REASONS, KOREAN, LANGUAGES, REASONS, Language, Words
 from tests.checkout import ROOT
 from tests.conftest import seal
 from tests.slurm.fake_slurm import NAME, WHEN, FakeSlurm, submission
@@ -47,6 +34,7 @@ if TYPE_CHECKING:
     from tests.conftest import Prep
 
 NAMES = ("뉴스 <b>굵게", "code", "웹문서")
+UNFINISHED = "Not finished: {done} of {total} shards are done, and all numbers are theirs. Missing: {missing}"
 BAD = "<script>alert('깨짐')</script> https://user:hunter2@host/?api_token=abc \x1b[31m"
 
 
@@ -103,6 +91,19 @@ def data_of(capsys: pytest.CaptureFixture[str], *args: object) -> dict[str, Any]
 def page_of(capsys: pytest.CaptureFixture[str], tmp_path: Path, *args: object) -> str:
     report(capsys, *args, "--output", tmp_path / "page.html")
     return (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def noted_opens(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of files that are opened from now on."""
+    opened: list[str] = []
+    really = os.open
+
+    def noted(path: Any, *args: Any, **kwargs: Any) -> int:
+        opened.append(Path(path).name if isinstance(path, str | Path) else "")
+        return really(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", noted)
+    return opened
 
 
 class Page(HTMLParser):
@@ -171,25 +172,29 @@ def test_bytes_left_out_are_estimated_where_not_all_files_are_read(
     assert "not known" in report(capsys, own_folder)
 
 
-def test_no_more_quarantine_files_are_read_than_the_limit(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[int] = []
-    monkeypatch.setattr(left_out, "_entries", lambda folder, shard_id: read.append(shard_id) or [])
-    left_out.left_out(folder, need_plan(folder), {"undecodable": 5000}, range(1000), 3)
-    assert len(read) <= left_out.MOST_FILES
-    assert read[0] < 100
-    assert read[-1] > 900, "evenly over the shards"
-
-
 def test_markup_in_names_and_documents_stays_text(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    own_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = page_of(capsys, tmp_path, folder)
+    node = '"><img src=x onerror="alert(1)'
+    change(
+        manifest_path(own_folder, 1), lambda it: it["run"].update(host=node, engine="<b>fast|tokens{x}</b>")
+    )
+    change(manifest_path(own_folder, 2), lambda it: it["counts"]["quarantined"].update({"<i>|{y}": 2}))
+    page = page_of(capsys, tmp_path, own_folder)
     seen = Page(page)
     assert not seen.elements.keys() & {"script", "b", "i", "img", "iframe", "link", "object"}
-    assert "<script>alert('깨짐')</script>" in seen.text, "it is shown as it is"
-    assert NAMES[0] in seen.text
+    for text in ("<script>alert('깨짐')</script>", NAMES[0], node, "<b>fast|tokens{x}</b>", "<i>|{y}"):
+        assert text in seen.text, "it is shown as it is"
+    drawing = {"viewbox", "preserveaspectratio", "role", "aria-label", "d", "x", "y", "width", "height"}
+    assert seen.attributes.keys() - drawing == {
+        "lang",
+        "charset",
+        "http-equiv",
+        "content",
+        "name",
+        "class",
+        "style",
+    }
     assert "default-src 'none'" in page
 
 
@@ -214,13 +219,13 @@ def test_neither_secrets_nor_control_characters_come_through(
 
 @pytest.mark.parametrize("lang", LANGUAGES)
 def test_an_unfinished_data_set_says_so_and_counts_what_is_done(
-    own_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], lang: str
+    own_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], lang: Language
 ) -> None:
     manifest_path(own_folder, 2).unlink()
     found = data_of(capsys, own_folder)["data"]
     assert (found["num_done"], found["missing"]) == (3, "2")
     assert found["num_tokens"] == sum(read_manifest(own_folder, n).counts.num_tokens for n in (0, 1, 3))
-    words = Words(lang)("unfinished", done=3, total=4, missing="2")  # type: ignore[arg-type]
+    words = Words(lang)(UNFINISHED, done=3, total=4, missing="2")
     assert words in report(capsys, own_folder, "--lang", lang)
     assert words in Page(page_of(capsys, tmp_path, own_folder, "--lang", lang)).text
 
@@ -231,7 +236,7 @@ def index_of(folder: Path) -> bytes:
 
 @pytest.mark.parametrize("lang", LANGUAGES)
 def test_where_only_manifests_are_missing_the_index_tells_the_sums(
-    own_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], lang: str
+    own_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], lang: Language
 ) -> None:
     whole = data_of(capsys, own_folder)
     (own_folder / "index.json").write_bytes(index_of(own_folder))
@@ -242,14 +247,17 @@ def test_where_only_manifests_are_missing_the_index_tells_the_sums(
     assert found["data"]["index"]["num_tokens"] == whole["data"]["num_tokens"] > 0
     assert found["sources"] == whole["sources"]
     page = Page(page_of(capsys, tmp_path, own_folder, "--lang", lang)).text
-    words = Words(lang)  # type: ignore[arg-type]
-    assert words("index_alone", shards="0-3") in page
-    assert words("nothing_left_out") not in page, "which is not known"
-    assert words("unfinished", done=0, total=4, missing="0-3") not in page
+    words = Words(lang)
+    assert (
+        words("Only the manifests (shard-*.json) of these shards are missing: {shards}", shards="0-3") in page
+    )
+    assert words("No document was left out as bad.") not in page, "which is not known"
+    assert words(UNFINISHED, done=0, total=4, missing="0-3") not in page
     (own_folder / "shard-00002.tar").unlink()
     text = report(capsys, own_folder, "--lang", lang)
-    assert words("unfinished", done=0, total=4, missing="0-3") in text, "a shard is missing, too"
-    assert words("without_manifest", shards="0-1,3".replace(",", ", ")) in text
+    assert words(UNFINISHED, done=0, total=4, missing="0-3") in text, "a shard is missing, too"
+    assert "(shard-*.json)" in text
+    assert "0-1, 3" in text
 
 
 def test_an_index_that_is_broken_or_of_another_plan_is_believed_in_nothing(
@@ -288,20 +296,13 @@ def test_broken_manifests_and_those_of_another_plan_are_named_and_not_counted(
     manifest_path(own_folder, 3).write_text(text, encoding="utf-8")
     found = data_of(capsys, own_folder)["data"]
     assert (found["done"], found["not_read"], found["other_plan"]) == ("2", "0,3", "1")
-    assert "could not be read" in report(capsys, own_folder)
+    assert "cannot be read, and which no number counts: 0, 3." in report(capsys, own_folder)
 
 
 def test_each_manifest_is_read_once_and_no_shard(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened: list[str] = []
-    really = os.open
-
-    def noted(path: Any, *args: Any, **kwargs: Any) -> int:
-        opened.append(Path(path).name if isinstance(path, str | Path) else "")
-        return really(path, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", noted)
+    opened = noted_opens(monkeypatch)
     page_of(capsys, tmp_path, folder)
     assert [opened.count(f"shard-0000{n}.json") for n in range(4)] == [1, 1, 1, 1]
     assert not [name for name in opened if name.endswith((".tar", ".idx"))]
@@ -331,95 +332,108 @@ def test_the_command_that_is_told_makes_the_same_plan_again(
     assert need_plan(tmp_path / "second").plan_id == first.plan_id
 
 
-def made_up(num_shards: int) -> ShardSums:
-    """Manifests of a large data set, already read: 300 sources, 200 nodes, a retry nine hours later."""
-    sums = ShardSums()
-    for number in range(num_shards):
-        late = 9 * 3600 if number >= num_shards * 0.98 else 0
-        source = SourceCounts(num_documents=7, num_tokens=480_000_000, num_bytes=2 * 10**9, num_quarantined=0)
-        sources = {f"출처 {number % 300}": source}
-        making = ShardMaking(
-            shard_id=number, plan_id="0" * 64, num_tokens=480_000_000, input_bytes=2 * 10**9,
-            sources=sources, node=f"n{number % 200:03d}", wall_s=550 + number % 40,
-            began=1.7e9 + late + number // 200 * 600, cpu_s=4000, num_cpus=8,
-            max_rss_bytes=400 << 20, job_id="7",
-        )  # fmt: skip
-        counts = ShardCounts(
-            num_samples=7, num_documents=7, num_tokens=480_000_000, num_lines=7, num_empty_lines=0,
-            num_filtered=0, num_pad_tokens=0, num_documents_across_rows=0, input_bytes=2 * 10**9,
-            quarantined={}, length_histogram=[1] * 40, sources=sources,
-        )  # fmt: skip
-        sums.add(
-            ReadShard(
-                making=making,
-                counts=counts,
-                tar_bytes=2 * 10**9 + number,
-                idx_bytes=100,
-                versions=("0.1.0", "fastokens 1", "3.11"),
-                num_restarts=0,
-            )
-        )
-    return sums
+def change(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Put an edited JSON file in the place of ``path``."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    edit(data)
+    path.unlink()
+    path.write_text(json.dumps(data, ensure_ascii=False), encoding="utf-8")
 
 
-def test_ten_thousand_shards_give_a_page_of_few_elements_and_as_many_again_no_larger_one(
-    folder: Path,
+@pytest.fixture(scope="module")
+def large(prep: Prep, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Makes a data set of so many shards: 300 sources, 100 nodes, a retry nine hours later; no real tars."""
+
+    def make(num_shards: int) -> Path:
+        raw, out = tmp_path_factory.mktemp("raw"), tmp_path_factory.mktemp("large")
+        (raw / "a.txt").write_text("\n".join(f"line {n}" for n in range(4 * num_shards)))
+        prep.plan(raw, out, num_shards=num_shards)
+        prep.make(out, 0)
+        manifest = json.loads(manifest_path(out, 0).read_text(encoding="utf-8"))
+        counts = {"num_documents": 7, "num_tokens": 480_000_000}
+        source = {**counts, "num_bytes": 2 * 10**9, "num_quarantined": 0}
+        manifest["counts"].update(counts, input_bytes=2 * 10**9, length_histogram=[1] * 40)
+        manifest["run"].update(cpu_s=4000, num_cpus=8)
+        for number in range(num_shards):
+            late_s = 9 * 3600 if number >= num_shards * 0.98 else 0
+            manifest["counts"]["sources"] = {f"출처 {number % 300}": source}
+            manifest["tar"]["num_bytes"] = 2 * 10**9 + number
+            manifest["run"].update(host=f"n{number % 100:03d}", wall_s=550 + number % 40)
+            manifest["run"]["began"] = 1.7e9 + late_s + number // 100 * 600
+            manifest_path(out, number).write_text(json.dumps(manifest), encoding="utf-8")
+            tar_path(out, number).touch()
+            idx_path(out, number).touch()
+        return out
+
+    return make
+
+
+def test_a_page_of_many_shards_is_small_and_one_of_twice_as_many_no_larger(
+    large: Callable[[int], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = need_plan(folder)
-    sizes = []
-    for num_shards in (10_000, 20_000):
-        found = Found(
-            folder=folder,
-            plan=plan,
-            sums=made_up(num_shards),
-            state=None,
-            index=None,
-            without_manifest=[],
-            num_examples=3,
-        )
-        page = html_page(report_content(report_data(found), Words("ko")), "보고서")
-        assert sum(Page(page).elements.values()) < 1500
-        sizes.append(len(page))
-    assert sizes[0] < 150_000
-    assert sizes[1] < 1.1 * sizes[0]
+    pages = [page_of(capsys, tmp_path, large(number), "--lang", "ko") for number in (1000, 2000)]
+    assert all(sum(Page(page).elements.values()) < 1500 for page in pages)
+    assert len(pages[0]) < 150_000
+    assert len(pages[1]) < 1.1 * len(pages[0])
 
 
-def test_labels_of_edges_that_read_alike_are_shown_once() -> None:
-    assert edge_labels(["2.00 GB"] * 8) == [(0, "2.00 GB")]
-    assert [text for _, text in edge_labels(["1", "2", "3"])] == ["1", "2", "3"]
-
-
-def test_on_a_narrow_page_lists_wrap_and_flags_are_not_broken_at_their_dashes() -> None:
-    table = Table(columns=["a", "b", "c"], rows=[["0", "1 CPU, 717 MB, 1 min", "642 MB"]])
-    section = Section(title="t", blocks=[table, Commands(lines=["plan --num_shards 3"])])
-    page = html_page(Report(language="en", title="t", subtitle="", tiles=[], sections=[section]), "h")
-    assert "<td>1 CPU, 717 MB, 1 min</td>" in page
-    assert '<td class="number">642 MB</td>' in page
-    assert "<span>plan</span> <span>--num_shards</span> <span>3</span>" in page
-
-
-def test_time_in_which_nothing_was_made_is_left_out_of_the_axis_and_named() -> None:
-    made = made_up(10_000).made
-    work = work_times(made)
+def test_time_in_which_nothing_was_made_is_left_out_of_the_axis_and_named(
+    large: Callable[[int], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    work = data_of(capsys, large(1000))["work"]
     (gap,) = work["gaps"]
-    assert 8 * 3600 < gap["left_out_s"] < 9.5 * 3600
+    assert 7 * 3600 < gap["left_out_s"] < 9.5 * 3600
     assert work["worked_s"] == pytest.approx(work["ended"] - work["began"] - gap["left_out_s"], rel=1e-6)
-    assert work["num_nodes"] == 200
-    assert len(work["nodes"]) == MOST_NODES
+    assert (work["num_nodes"], len(work["nodes"])) == (100, 40)
     speeds = [node["bytes_per_s"] for node in work["nodes"]]
     assert speeds == sorted(speeds), "of many nodes the slowest are shown"
     tokens = sum(step["tokens_per_s"] for step in work["steps"]) * work["step_s"]
-    assert tokens == pytest.approx(10_000 * 480_000_000, rel=1e-3)
+    assert tokens == pytest.approx(1000 * 480_000_000, rel=1e-3)
     busy_s = sum(step["num_shards"] for step in work["steps"]) * work["step_s"]
-    assert busy_s == pytest.approx(sum(each.wall_s for each in made), rel=0.01)
+    assert busy_s == pytest.approx(sum(550 + number % 40 for number in range(1000)), rel=0.01)
 
 
-def test_a_short_pause_stays_on_the_axis() -> None:
-    first = made_up(1).made[0]
-    later = dataclasses.replace(first, shard_id=1, began=first.ended + 20)
-    work = work_times([first, later])
+def test_of_many_quarantine_files_some_are_read_evenly_over_the_shards(
+    large: Callable[[int], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = large(200)
+    for number in range(200):
+        change(manifest_path(out, number), lambda it: it["counts"]["quarantined"].update(undecodable=5))
+    opened = noted_opens(monkeypatch)
+    (found,) = data_of(capsys, out)["left_out"]
+    read = [int(name[6:11]) for name in opened if name.endswith(".jsonl")]
+    assert found["num_documents"] == 1000
+    assert 20 < len(read) <= 64
+    assert read == list(range(0, 200, read[1]))
+
+
+def test_a_short_pause_stays_on_the_axis(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(4):
+        times = {"began": 1.7e9 + 520 * number, "wall_s": 500}
+        change(manifest_path(own_folder, number), lambda it, times=times: it["run"].update(times))  # type: ignore[misc]
+    work = data_of(capsys, own_folder)["work"]
     assert work["gaps"] == []
-    assert work["worked_s"] == pytest.approx(later.ended - first.began)
+    assert work["worked_s"] == pytest.approx(4 * 500 + 3 * 20)
+
+
+def test_labels_of_a_chart_that_read_alike_are_shown_once(
+    large: Callable[[int], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = page_of(capsys, tmp_path, large(200))
+    assert page.count('<span class="first" style="left:0.00%">2.00 GB</span>') == 1
+    assert page.count(">2.00 GB</span>") == 1
+
+
+@pytest.mark.processes
+def test_on_a_narrow_page_lists_wrap_and_flags_are_not_broken_at_their_dashes(
+    fake: FakeSlurm, own_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (fake.place / "away").touch()
+    (own_folder / "jobs").mkdir()
+    publish_submission(own_folder, submission(plan_id=need_plan(own_folder).plan_id))
+    page = page_of(capsys, tmp_path, own_folder)
+    assert '<td class="">8 CPUs, 100 MB</td><td class="number">' in page
+    assert "<span>--num_shards</span> <span>4</span>" in page
 
 
 @pytest.mark.processes
@@ -454,48 +468,40 @@ def test_what_was_sent_again_is_told_with_its_cause_and_none_of_the_free_text(
         assert "hf_secret" not in form
 
 
-def ended_task(index: int, state: str, job_id: str = "1", **values: Any) -> TaskAttempt:
-    values = {"node": f"n{index}", "exit_code": 0, "elapsed_s": 30, "max_rss_bytes": 300 << 20, **values}
-    return TaskAttempt(
-        job_id=job_id,
-        name=NAME,
-        user="root",
-        submit_time=WHEN,
-        index=index,
-        state=state,
-        num_cpus=1,
-        **values,
-    )
-
-
-def test_each_submission_is_told_with_what_its_tasks_used_and_where_they_failed(own_folder: Path) -> None:
+@pytest.mark.processes
+def test_each_submission_is_told_with_what_its_tasks_used_and_where_they_failed(
+    fake: FakeSlurm, own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The first had a task that went over its memory on n1; its verify job, which took longer, is no task."""
-    plan = need_plan(own_folder)
-    first = submission(plan_id=plan.plan_id)
+    first = submission(plan_id=need_plan(own_folder).plan_id)
     (array,) = first.arrays
     array = dataclasses.replace(array, tasks=["0", "1", "2", "3"], time_min=5)
     bigger = dataclasses.replace(array, job_id="3", tasks=["1"], mem_mb=2048)
-    second = dataclasses.replace(first, number=1, arrays=[bigger], verify_job_id="4", submitted=99.0)
-    attempts = {(0, "1", index): [ended_task(index, "COMPLETED")] for index in (0, 2, 3)}
-    attempts[0, "1", 1] = [ended_task(1, "OUT_OF_MEMORY", max_rss_bytes=900 << 20, elapsed_s=61)]
-    attempts[0, "2", 0] = [ended_task(0, "FAILED", "2", elapsed_s=5000, max_rss_bytes=5 << 30)]
-    attempts[1, "3", 0] = [ended_task(0, "COMPLETED", "3", node="n2", elapsed_s=90)]
-    state = DatasetState(
-        folder=own_folder, plan=plan, submissions=[dataclasses.replace(first, arrays=[array]), second],
-        shards=[], shown=ShownJobs(attempts=attempts), held=[], verify="", wrong=[],
-    )  # fmt: skip
-    status = {"restarts": {}, "causes": {}, "slurm_away": ""}
-    made = [read_making(own_folder, shard_id) for shard_id in range(4)]
-    found = attempts_of(state, made, status)
-    told = [
+    (own_folder / "jobs").mkdir()
+    publish_submission(own_folder, dataclasses.replace(first, arrays=[array]))
+    publish_submission(
+        own_folder, dataclasses.replace(first, number=1, arrays=[bigger], verify_job_id="4", submitted=99.0)
+    )
+    tasks = [(f"1_{index}", "COMPLETED", f"n{index}", 30, 300, NAME) for index in (0, 2, 3)]
+    tasks += [("1_1", "OUT_OF_MEMORY", "n1", 61, 900, NAME), ("3_0", "COMPLETED", "n2", 90, 300, NAME)]
+    tasks += [("2", "FAILED", "n0", 5000, 5000, f"{NAME}-verify")]
+    lines = [
+        f"{task}|{state}|0:0|{node}|{elapsed_s}|00:01|1|{rss_mb}M|root|{WHEN}|{WHEN}|{name}\n"
+        for task, state, node, elapsed_s, rss_mb, name in tasks
+    ]
+    fake.answers("sacct", "".join(lines))
+    data = data_of(capsys, own_folder)
+    found = data["attempts"]
+    assert [
         (each["mem_mb"], each["max_rss_mb"], each["longest_task_s"], each["num_failed_tasks"])
         for each in found["submissions"]
-    ]
-    assert told == [(100, 900, 61, 1), (2048, 300, 90, 0)]
+    ] == [(100, 900, 61, 1), (2048, 300, 90, 0)]
     (retried,) = found["retried"]
     assert (retried["cause"], retried["shards"], retried["nodes"]) == ("OUT_OF_MEMORY", "1", {"n1": 1})
     assert found["failed_tasks_of_nodes"] == {"n1": 1}
-    assert resource_use(state, made)["longest_task_s"] == 90, "as Slurm counts it, its start included"
+    assert data["use"]["newest_submission"]["longest_task_s"] == 90, "as Slurm counts it, its start included"
+    hours = (3 * 30 + 61 + 90 + 5000) / 3600
+    assert data["use"]["core_hours"]["used"] == pytest.approx(hours, rel=1e-3)
 
 
 def test_slurm_is_not_asked_where_nothing_was_submitted(
@@ -517,23 +523,37 @@ def test_bytes_of_osts_are_those_of_their_tars_and_a_broken_file_of_them_is_left
     assert data_of(capsys, own_folder)["osts"] is None
 
 
-def test_the_words_of_both_languages_take_the_same_values() -> None:
+def test_names_that_are_no_input_are_counted_by_reason_and_named(
+    prep: Prep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw, out = tmp_path / "raw", tmp_path / "data"
+    raw.mkdir()
+    for name in ("a.txt", "LICENSE.txt", ".hidden.txt", *(f"{number}.log" for number in range(7))):
+        (raw / name).write_text("a line\n", encoding="utf-8")
+    prep.plan(raw, out)
+    found = data_of(capsys, out)["data"]["inputs_left_out"]
+    assert {reason: each["num_names"] for reason, each in found.items()} == {
+        "unknown suffix": 7,
+        "file of a repository": 1,
+        "hidden": 1,
+    }
+    assert sorted(found["unknown suffix"]["names"]) == [f"{number}.log" for number in range(7)]
+    text = report(capsys, out, "--text")
+    assert "LICENSE.txt" in text
+    assert "and 2 more" in text
+
+
+def test_each_text_of_the_report_has_a_translation_that_takes_the_same_values() -> None:
+    template = (ROOT / "slurm" / "report" / "sections.j2").read_text(encoding="utf-8")
+    texts = {*re.findall(r'\bw\("([^"]+)"', template), *REASONS.values(), *INPUT_REASONS, "and {number} more"}
+    assert texts == set(KOREAN), "each is used, and each is there"
+
     def fields(text: str) -> set[str | None]:
         return {name for _, name, _, _ in string.Formatter().parse(text) if name is not None}
 
-    for name, (english, korean) in WORDS.items():
-        assert fields(english) == fields(korean), name
-        assert english, name
-        assert korean, name
-
-
-def test_every_word_is_used() -> None:
-    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "slurm" / "report").glob("*.py"))
-    code = code.replace(
-        (ROOT / "slurm" / "report" / "words.py").read_text(encoding="utf-8").split("class")[0], ""
-    )
-    unused = [name for name in WORDS if f'"{name}"' not in code]
-    assert [name for name in unused if not name.startswith(("reason_", "unit_", "version_"))] == []
+    for english, korean in KOREAN.items():
+        assert fields(english) == fields(korean), english
+        assert re.search("[가-힣]", korean.replace("{", "").replace("}", "")) or "{shard}" in korean, english
 
 
 def test_a_page_of_one_language_has_no_titles_of_the_other(
@@ -541,9 +561,9 @@ def test_a_page_of_one_language_has_no_titles_of_the_other(
 ) -> None:
     korean = page_of(capsys, tmp_path, folder, "--lang", "ko")
     assert '<html lang="ko">' in korean
-    titles = re.findall(r"<h2>(.*?)</h2>|<dt>(.*?)</dt>|<th(?: class=.number.)?>(.*?)</th>", korean)
+    titles = re.findall(r"<h2>(.*?)</h2>|<dt>(.*?)</dt>|<th class=\".*?\">(.*?)</th>", korean)
     latin = {name for found in titles for name in found if name.isascii() and name}
-    assert latin <= {"tar", "OST", "shardprep", "Python"}
+    assert latin <= {"tar", "OST", "shardprep", "python"}
 
 
 def test_every_field_of_json_is_documented_and_every_documented_field_is_there(
@@ -576,5 +596,5 @@ def test_columns_of_the_text_stand_below_one_another_with_korean_names(
 ) -> None:
     lines = report(capsys, folder).splitlines()
     start = lines.index("Sources") + 2
-    widths = {_columns_of(line) for line in lines[start : start + 4]}
+    widths = {num_cells(line) for line in lines[start : start + 4]}
     assert len(widths) == 1, lines[start : start + 4]

@@ -105,7 +105,7 @@ def test_the_script_is_prep_array_with_a_head_that_maps_index_to_shards() -> Non
     for index, expected in enumerate(
         [
             "shards 0-5|run|/data/it's 5% of all|--shards|0-5",
-            "shard 7|--shard_id|7|--output_dir|/data/it's 5% of all",
+            "shard 7|--shard_id|7|--planned|--output_dir|/data/it's 5% of all",
             "shards 8,10|run|/data/it's 5% of all|--shards|8,10",
         ]
     ):

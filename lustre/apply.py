@@ -1,0 +1,467 @@
+"""Set the layout that a fresh, empty folder gives to new files, and read it back. Nothing else sets any.
+
+``plan --stripe`` and ``python -m lustre apply`` both call ``set_directory_layout``. A file is refused: from
+Lustre 2.16 on ``lfs setstripe`` can empty it. A folder that holds anything is refused, too, unless the user
+says that its files keep their layouts. lfs may exit 0 although it did something else, so the layout is read
+back and compared (``is_as_asked``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lustre.advice import why_leave
+from lustre.layouts import (
+    ALL_OSTS,
+    DOM_LIMIT_BYTES,
+    FILE_SYSTEM_DEFAULT,
+    NO_POOL,
+    Component,
+    Layout,
+    counted,
+    parse_layout_options,
+    parse_stripe_count,
+    read_layout,
+    setstripe_options,
+    size_text,
+)
+from lustre.lfs import Mount, existing_part, kind_of, lustre_mount, run_lfs, why_not_usable
+from lustre.space import count_osts, count_osts_if_told, read_targets
+from shardprep.errors import LustreError, LustreUsageError
+
+_OWN_FOLDERS = frozenset({"jobs", "logs"})  # hold no shard: a folder with these alone counts as empty
+_KEEPER = re.compile(r"\.layout-\d+-[0-9a-f]{8}\.tmp")  # a file of ``_kept``, which a kill left behind
+_LEAVE_BELOW = "512 GB"  # a file: OLCF's advice for the tiers of Orion, docs.olcf.ornl.gov
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutChange:
+    """What new files got before and get now; ``notes`` are lines about what else follows."""
+
+    folder: Path
+    before: Layout
+    after: Layout
+    is_done_already: bool = False
+    is_dry_run: bool = False
+    notes: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """For a person, on one line: what was changed, or the command that would change it."""
+        if self.is_done_already:
+            text = f"{self.folder} has it already; new files get {self.after.text()}"
+        elif self.is_dry_run:
+            words = ["lfs", "setstripe", *setstripe_options(self.after), str(self.folder.absolute())]
+            text = f"new files get {self.before.text()}; would run: {shlex.join(words)}"
+        else:
+            text = f"{self.folder} now gives new files {self.after.text()}, before {self.before.text()}"
+        return "; ".join([text, *self.notes])
+
+
+def set_directory_layout(
+    folder: Path, wanted: Layout, *, dry_run: bool = False, existing_files_keep_theirs: bool = False
+) -> LayoutChange:
+    """Make new files in ``folder``, which is on Lustre, get ``wanted``; ``dry_run`` checks and sets nothing.
+
+    ``folder`` is an existing directory, and empty unless ``existing_files_keep_theirs``; anything else is
+    refused before lfs is asked to change it, unless it has the layout already. A pool that it has stays
+    where ``wanted`` names none: lfs alone would drop it. Tiers (several pools, data on the metadata server)
+    are refused where ``wanted`` names no pool. Raises LustreError (exit_code 73) where lfs failed, or the
+    layout is another one.
+    """
+    _refuse_all_but_directory(folder)
+    mount = lustre_mount(folder)
+    named = {part.pool for part in wanted.components} - {"", NO_POOL}
+    num_osts = {pool: count_osts(folder, mount, pool) for pool in named}
+    before = read_layout(folder)
+    num_osts |= {
+        pool: count_osts_if_told(folder, mount, "" if pool == NO_POOL else pool)
+        for pool in {*wanted.pools, before.pool} - named
+    }
+    wanted, notes = _with_pool(wanted, before)
+    notes += [*_clamp_notes(wanted, num_osts), *_dom_notes(wanted)]
+    if not before.is_inherited and is_as_asked(wanted, before, num_osts):
+        notes += _read_back_notes(wanted, before, num_osts)
+        return LayoutChange(
+            folder=folder, before=before, after=before, is_done_already=True, notes=tuple(notes)
+        )
+    notes += _tier_notes(folder, wanted, before)
+    notes += _refuse_all_but_empty(folder, existing_files_keep_theirs=existing_files_keep_theirs)
+    if dry_run:
+        return LayoutChange(folder=folder, before=before, after=wanted, is_dry_run=True, notes=tuple(notes))
+    with _kept(folder, mount):
+        result = run_lfs(["setstripe", *setstripe_options(wanted)], folder)
+    result.checked(_what_to_do(result.exit_code, result.stdout + result.stderr, folder, mount))
+    after = read_layout(folder)
+    if not is_as_asked(wanted, after, num_osts):
+        raise LustreError(
+            f"{folder}: `lfs {result.shown}` exited 0, but new files get {after.text()}, "
+            f"expected {wanted.text()}; {_why_other(wanted, after)}"
+        )
+    notes += _read_back_notes(wanted, after, num_osts)
+    return LayoutChange(folder=folder, before=before, after=after, notes=tuple(notes))
+
+
+def _refuse_all_but_directory(folder: Path) -> None:
+    kind = kind_of(folder)
+    if not kind:
+        raise LustreError(
+            f"{folder} is not there, expected an existing, empty directory; "
+            f"create it: mkdir -p {shlex.quote(str(folder))}"
+        )
+    if kind != "folder":
+        raise LustreError(
+            f"{folder} is a file, expected an existing, empty directory; a file's layout is never changed "
+            "here, since lfs can empty the file. Create a fresh folder and copy the file into it"
+        )
+
+
+def names_held(folder: Path) -> list[str]:
+    """List what makes a folder not empty: all but its jobs and logs. Raises LustreError."""
+    try:
+        with os.scandir(folder) as entries:
+            return [
+                entry.name
+                for entry in entries
+                if not (entry.name in _OWN_FOLDERS and entry.is_dir()) and not _KEEPER.fullmatch(entry.name)
+            ]
+    except OSError as error:
+        raise LustreError(
+            f"{folder} cannot be listed ({error.strerror}), expected an empty directory that you can read"
+        ) from None
+
+
+def _refuse_all_but_empty(folder: Path, *, existing_files_keep_theirs: bool) -> list[str]:
+    """Refuse a folder that holds something, unless its files keep their layouts; returns a note on them."""
+    held = names_held(folder)
+    if held and not existing_files_keep_theirs:
+        raise LustreError(
+            f"{folder} holds {min(held)} and perhaps more, expected an empty directory: files that are "
+            "there would keep their old layout. Choose a fresh folder, or keep what the site gives; "
+            "for new files alone: python -m lustre apply ... --existing_files_keep_theirs"
+        )
+    if not held:
+        return []
+    num_folders = sum(kind_of(folder / name) == "folder" for name in held)
+    files, folders = counted(len(held) - num_folders, "file"), counted(num_folders, "folder")
+    note = f"this holds for new files alone: {files} here keep their layouts, and {folders} their defaults"
+    return [f"{note}; lfs migrate moves a file to another layout"]
+
+
+@contextlib.contextmanager
+def _kept(folder: Path, mount: Mount) -> Iterator[None]:
+    """Hold a file in the folder meanwhile: after EACCES lfs 2.16 and later remove it if it is empty.
+
+    With the folder its ACLs and project id would be gone. Raises LustreError where no file can be made.
+    """
+    keeper = folder / f".layout-{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    try:
+        keeper.touch(exist_ok=False)
+    except OSError as error:
+        todo = _what_to_do(error.errno or 0, "", folder, mount)
+        raise LustreError(
+            f"{folder} cannot be written to ({error.strerror}), expected a folder in which you can make "
+            f"files; {todo}"
+        ) from None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            keeper.unlink()
+
+
+def _with_pool(wanted: Layout, before: Layout) -> tuple[Layout, list[str]]:
+    """``wanted`` with the folder's one pool where it names none, and a line about it."""
+    if not before.pool or set(wanted.pools) - {"", NO_POOL}:
+        return wanted, []
+    if NO_POOL in wanted.pools:
+        return wanted, [f"pool {before.pool}, which it had, is given up"]
+    parts = [part if part.is_on_mdt else replace(part, pool=before.pool) for part in wanted.components]
+    kept = replace(wanted, components=tuple(parts))
+    return kept, [f"pool {before.pool} stays (--pool {NO_POOL} would give it up)"]
+
+
+def _tier_notes(folder: Path, wanted: Layout, before: Layout) -> list[str]:
+    """Refuse to drop tiers in silence: lfs setstripe would. Where a pool is named, say what is given up."""
+    lost = [f"pool {pool}" for pool in before.pools if pool and len(before.pools) > 1]
+    if before.on_mdt and not wanted.on_mdt:
+        lost.insert(0, f"data on the metadata server up to {size_text(before.on_mdt.end_bytes or 0)}")
+    if not lost:
+        return []
+    if any(wanted.pools):
+        kept = {f"pool {pool}" for pool in wanted.pools}
+        return [f"given up: {', '.join(name for name in lost if name not in kept)}"]
+    pool = pool_for_replacement(before)
+    raise LustreError(
+        f"{folder} gives new files tiers ({before.text()}), expected a layout that may be replaced: lfs "
+        f"setstripe would drop {', '.join(lost)} without a word. Leave it as it is (--stripe auto): that is "
+        f"the advice for files below {_LEAVE_BELOW}. To replace it all the same name the pool: "
+        f"--stripe_pool {pool} of plan, or --pool {pool} of apply"
+    )
+
+
+def pool_for_replacement(layout: Layout) -> str:
+    """Return the pool that a layout with tiers gives to large files, or ``none``."""
+    return layout.pools[-1] if any(layout.pools) else NO_POOL
+
+
+def _clamp_notes(wanted: Layout, num_osts: dict[str, int]) -> list[str]:
+    notes = []
+    for part in wanted.components:
+        number = num_osts.get(part.pool, 0)
+        if 0 < number < part.stripe_count and not part.is_on_mdt:
+            where = f"in pool {part.pool}" if part.pool not in {"", NO_POOL} else "here"
+            notes.append(
+                f"asked for {part.stripe_count}, which is more than the {counted(number, 'OST')} {where}"
+            )
+    return notes
+
+
+def _dom_notes(wanted: Layout) -> list[str]:
+    end = wanted.on_mdt.end_bytes if wanted.on_mdt else None
+    if end is None or end <= DOM_LIMIT_BYTES:
+        return []
+    limit = f"its limit (lod.*.dom_stripesize) is {size_text(DOM_LIMIT_BYTES)} where nobody raised it"
+    note = f"the server may keep less than {size_text(end)} of a file on the metadata server"
+    return [f"{note}, and does not say so: {limit}"]
+
+
+def _read_back_notes(wanted: Layout, after: Layout, num_osts: dict[str, int]) -> list[str]:
+    """In what the layout that is there was accepted although it is not literally the one asked for."""
+    notes = []
+    for want, have in zip(wanted.components, after.components, strict=True):
+        if want.stripe_count == ALL_OSTS and have.stripe_count != ALL_OSTS:
+            notes.append(
+                f"asked for a stripe on every OST, got {counted(have.stripe_count, 'stripe')}: a site's "
+                "wrapper or the file system limits the number"
+            )
+        elif 0 < have.stripe_count < want.stripe_count and not num_osts.get(want.pool):
+            notes.append("fewer stripes than asked for; how many OSTs there are lfs does not tell")
+        if have.pool and not want.pool:
+            notes.append(f"pool {have.pool} was added, which nobody asked for: a site's wrapper does that")
+    return list(dict.fromkeys(notes))
+
+
+def _why_other(wanted: Layout, after: Layout) -> str:
+    """What made another layout of the one that was asked for, as far as it shows."""
+    if wanted.on_mdt and after.on_mdt:
+        limit = after.on_mdt.end_bytes or 0
+        if limit < (wanted.on_mdt.end_bytes or 0):
+            return (
+                "the server cuts what lies on the metadata server at its limit (lod.*.dom_stripesize): name "
+                f"--dom {limit >> 10}K or less, or ask the site"
+            )
+    return (
+        "this lfs may be a site's wrapper with its own rules, or the site restricts layouts: "
+        "ask the site, or keep what it gives"
+    )
+
+
+def _what_to_do(code: int, words: str, folder: Path, mount: Mount) -> str:
+    """The way on after a failed change; with how full the OSTs are where space or quota ran out."""
+    if code == errno.EROFS or "Read-only file system" in words:
+        return "the file system is mounted read-only here: run this on a node that mounts it for writing"
+    if code == errno.EDQUOT or "quota exceeded" in words:
+        return f"look at `lfs quota -u $USER {mount.mount_point}`"
+    if code == errno.ENOSPC or "No space left" in words:
+        try:
+            return "; ".join(["free some space", *read_targets(mount).lines()])
+        except LustreError as error:
+            return f"free some space; how full the OSTs are is unknown: {error}"
+    if code == errno.EREMOTEIO:
+        return "an OST is inactive; look at `lfs check servers`, and try again when it is back"
+    return f"the owner of {folder} can set it; or keep what the site gives"
+
+
+def is_as_asked(wanted: Layout, found: Layout, num_osts: dict[str, int]) -> bool:
+    """Return whether ``found`` is what ``wanted`` asks for, component by component.
+
+    What ``wanted`` leaves open (the file system's default count or size, no pool) is not compared. A
+    count above the OSTs there are (``num_osts``, by pool) may be found as asked, or as all of them; a stripe
+    on every OST as any number above 1, since sites cap it. A place to start is never asked for: one that is
+    found fills one OST with every file.
+    """
+    shapes = [(each.is_composite, len(each.mirrors), len(each.components)) for each in (wanted, found)]
+    return shapes[0] == shapes[1] and all(
+        _is_component(want, have, num_osts.get(want.pool))
+        for want, have in zip(wanted.components, found.components, strict=True)
+    )
+
+
+def _is_component(want: Component, have: Component, num_osts: int | None) -> bool:
+    extents = [(part.start_bytes, part.end_bytes, part.is_on_mdt) for part in (want, have)]
+    if want.is_on_mdt or extents[0] != extents[1]:
+        return extents[0] == extents[1]
+    shares_osts = have.is_overstriped and have.stripe_count >= ALL_OSTS
+    is_count = not shares_osts and _is_count(want.stripe_count, have.stripe_count, num_osts)
+    return (
+        (is_count or want.stripe_count == FILE_SYSTEM_DEFAULT)
+        and want.stripe_size_bytes in {0, have.stripe_size_bytes}
+        and want.pool in {"", have.pool or NO_POOL}
+        and not (have.place or have.extension_bytes)
+    )
+
+
+def _is_count(want: int, have: int, num_osts: int | None) -> bool:
+    """As asked, or all OSTs where there are fewer; where nobody tells how many those are, fewer but not 1."""
+    if have == want:
+        return True
+    if want == ALL_OSTS:
+        return have > 1
+    return 1 < have < want if not num_osts else have == min(want, num_osts)
+
+
+def layout_of_file_system(folder: Path) -> Layout | None:
+    """Return what the root of the file system gives to new files; None where that cannot be read."""
+    try:
+        return read_layout(Path(lustre_mount(folder).mount_point))
+    except LustreError:
+        return None
+
+
+def start_warning(folder: Path, layout: Layout) -> str:
+    """Say what a start that somebody named does to the shards; empty where the server chooses."""
+    if not layout.fixed_place:
+        return ""
+    keep = ""
+    with contextlib.suppress(LustreError):
+        keep = " --existing_files_keep_theirs" * bool(names_held(folder))
+    count = layout.components[-1].stripe_count or 1
+    return (
+        f"warning: every new file lies {layout.fixed_place}: all shards would fill the same place. To end "
+        f"that: python -m lustre apply {shlex.quote(str(folder))} --count {count}{keep}"
+    )
+
+
+# --- plan --stripe
+
+_SMALL_FILE_TEXT = "64M"  # up to there a file has one stripe; the small files of a data set are far below
+_SMALL_FILES = 5  # of a data set, beside those of each shard: plan, index, osts, and about two of a tokenizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StripeRequest:
+    """What ``plan`` was asked for: ``stripe`` is auto, none, a number, or a layout such as 1G:1,-1:8.
+
+    A number N above 1 becomes a progressive layout: one stripe up to 64 MiB, N from there on. A data set has
+    some small files for every shard, and a plain layout of N stripes would give each of them N objects.
+    """
+
+    stripe: str = "auto"
+    size: str | None = None
+    pool: str | None = None
+
+    def layout(self) -> Layout | None:
+        """Return the layout that it names; None: leave what is there. Raises LustreUsageError.
+
+        0 too is refused: lfs takes it for 'the default', which is what ``none`` says plainly.
+        """
+        try:
+            return self._layout()
+        except LustreUsageError as error:
+            text = re.sub("--(size|pool)\\b", r"--stripe_\1", str(error).replace("--pfl", "--stripe"))
+            raise LustreUsageError(text) from None
+
+    def _layout(self) -> Layout | None:
+        if self.stripe in {"auto", "none"}:
+            if self.size is not None or self.pool is not None:
+                raise LustreUsageError(
+                    "--stripe_size and --stripe_pool need a layout that they belong to; name it, such as "
+                    f"--stripe 8 (--stripe is {self.stripe})"
+                )
+            return None
+        if ":" in self.stripe:
+            return parse_layout_options(pfl=self.stripe, size=self.size, pool=self.pool)
+        count = parse_stripe_count(self.stripe, "--stripe", also="auto, none, a layout such as 1G:1,-1:8, ")
+        if count == 1:
+            return parse_layout_options(count="1", size=self.size, pool=self.pool)
+        text = f"{_SMALL_FILE_TEXT}:1,-1:{count}"
+        return parse_layout_options(pfl=text, size=self.size, pool=self.pool)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedShards:
+    """How many shards will be written into a folder, and about how large each of their tars will be."""
+
+    num_shards: int
+    tar_bytes: int
+
+
+def stripe_line(
+    folder: Path,
+    request: StripeRequest,
+    *,
+    shards: PlannedShards | None = None,
+    is_planned: bool = False,
+    dry_run: bool = False,
+) -> str:
+    """Do what is asked for the existing directory ``folder``; returns one line to print.
+
+    ``auto`` and ``none`` change nothing and never fail; ``auto`` tells what new files will get. Off
+    Lustre, or without lfs, nothing is done and the line says why; likewise where the folder is planned
+    already. A layout sets the default of an empty folder; a folder that has it already is left alone, and
+    ``dry_run`` says what would be run. Raises LustreError (exit_code 73) where it was not done as asked,
+    LustreUsageError (2) for an impossible layout.
+    """
+    wanted = request.layout()
+    name = f"stripe {request.stripe}"
+    if request.stripe == "none":
+        return f"{name}: the layout is left as it is"
+    try:
+        if reason := why_not_usable(folder):
+            return f"{name}: nothing to do, {reason}"
+        if wanted is None:
+            return f"{name}: left as it is; {_auto_text(folder)}"
+    except (LustreError, OSError) as error:
+        if wanted is not None:
+            raise
+        return f"{name}: left as it is; what new files get cannot be told: {error}"
+    if is_planned:
+        return (
+            f"{name}: left as it is, since {folder} is planned already and its files keep their layouts; "
+            "plan into a fresh folder, or see `python -m lustre apply --help`"
+        )
+    if dry_run and not kind_of(folder):
+        return f"{name}: {folder} would be made, and would give new files {wanted.text()}"
+    change = set_directory_layout(folder, wanted, dry_run=dry_run)
+    return f"{name}: {change.text()}{_objects_text(folder, change.after, shards)}"
+
+
+def _auto_text(folder: Path) -> str:
+    there = existing_part(folder)
+    layout = read_layout(there)
+    parts = [f"new files get {layout.text()}", why_leave(layout, layout_of_file_system(there))]
+    return "; ".join(filter(None, [*parts, start_warning(folder, layout)]))
+
+
+def _objects_text(folder: Path, layout: Layout, shards: PlannedShards | None) -> str:
+    """How many objects the files of the data set will have on the OSTs."""
+    if shards is None:
+        return ""
+    num_osts = count_osts_if_told(folder, lustre_mount(folder), layout.pool)
+    num_small = 2 * shards.num_shards + _SMALL_FILES
+    large = shards.num_shards * layout.num_objects(shards.tar_bytes, num_osts)
+    small = num_small * layout.num_objects(1, num_osts)
+    return (
+        f"; about {large + small} objects on the OSTs: {large} of {counted(shards.num_shards, 'shard')} and "
+        f"{small} of {num_small} small files"
+    )
+
+
+def layout_line(folder: Path) -> str | None:
+    """Say what a task's new files get, for its log; None off Lustre and without lfs. Never raises."""
+    try:
+        if why_not_usable(folder):
+            return None
+        layout = read_layout(folder)
+    except (LustreError, OSError) as error:
+        return f"note: which layout new files get cannot be told: {error}"
+    parts = [f"on Lustre, new files get {layout.text()}", start_warning(folder, layout)]
+    return "; ".join(filter(None, parts))

@@ -1,0 +1,440 @@
+"""Layouts as values: what ``lfs getstripe`` prints, what a user names, and what ``lfs setstripe`` is told.
+
+Lustre 2.15 and 2.17 print a layout differently: YAML is indented in two ways, components are a list or a
+mapping, and keys have the prefix ``lmm_`` for files alone. The few keys that are needed stand one per line in
+all forms, or on a single line in the classic one, so they are read by key in order and no YAML is parsed.
+
+What a user names is refused here where lfs would refuse it, and also where lfs takes it and does harm: a
+layout whose last component does not reach the end of the file is set, and later writes past its end fail;
+a size of 128 means 128 KiB there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lustre.lfs import kind_of, run_lfs
+from shardprep import command_line
+from shardprep.errors import LustreError, LustreUsageError, UsageError
+from shardprep.format.names import id_ranges
+
+ALL_OSTS = -1
+ANY_OST = -1  # as the place to start: the server chooses
+FILE_SYSTEM_DEFAULT = 0  # as a stripe count: whatever the file system gives
+NO_POOL = "none"  # Lustre reserves the name
+DEFAULT_STRIPE_BYTES = 4 << 20  # Lustre's own from 2.16 on, and what the shards are written in
+DOM_LIMIT_BYTES = 1 << 20  # lod.*.dom_stripesize as the server has it where nobody changed it
+_MAX_STRIPE_COUNT = 2000  # of lfs, as are the limits below
+_STRIPE_UNIT_BYTES = 64 << 10  # sizes and ends are multiples of it
+_MAX_STRIPE_BYTES = 4 << 30  # exclusive
+_MAX_DOM_BYTES = 1 << 30  # the server cuts to its own limit
+_MAX_POOL_CHARS = 15
+# A value never ends in a colon: where one is empty (`pattern:` of 2.17) the next word is the next key.
+_KEY_VALUE = re.compile(r"([\w.]+):[ \t]*([^\s:]*)(?=\s|$)")
+_OBJECT_ROW = re.compile(r"\t\s*(\d+)\t\s*\d+\t\s*0x[0-9a-f]+\t.*")  # of the classic form, below `obdidx`
+_UNITS = (("T", 1 << 40), ("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10))
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 shard``, ``2 shards``."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Component:
+    """How the bytes of one extent of a file are spread; a plain layout is one component for all bytes."""
+
+    start_bytes: int = 0
+    end_bytes: int | None = None  # None: to the end of the file
+    stripe_count: int  # ALL_OSTS for every target; -N of 2.17: N stripes on every target (overstriped)
+    stripe_size_bytes: int  # 0: not told
+    pattern: str = ""  # raid0, mdt (the data lies on the metadata server), ... ; "" or "0" if inherited
+    pool: str = ""
+    start_ost: int = ANY_OST
+    osts: tuple[int, ...] = ()  # of a file: those of its stripes; of a folder: those named for its files
+    extension_bytes: int = 0  # more than 0: it grows by so much at a time, as OSTs have room (SEL)
+
+    @property
+    def is_on_mdt(self) -> bool:
+        """Whether the data lies on the metadata server, without any stripe."""
+        return self.pattern == "mdt"
+
+    @property
+    def is_overstriped(self) -> bool:
+        """Whether one OST may have several stripes (``lfs setstripe -C``)."""
+        return "overstriped" in self.pattern or self.stripe_count < ALL_OSTS
+
+    @property
+    def place(self) -> str:
+        """Where stripes lie, for a person: ``on OSTs 1, 3-5``; empty where the server chooses."""
+        if self.osts:
+            return f"on OST{'s' * (len(set(self.osts)) > 1)} {id_ranges(set(self.osts)).replace(',', ', ')}"
+        return "" if self.start_ost == ANY_OST or self.is_on_mdt else f"starting on OST {self.start_ost}"
+
+    def num_stripes(self, num_osts: int) -> int:
+        """Objects of a file that reaches into it; 0 OSTs: their number is unknown."""
+        if self.is_on_mdt:
+            return 0
+        if self.stripe_count < 0:
+            return -self.stripe_count * max(1, num_osts)
+        most = self.stripe_count if self.is_overstriped or not num_osts else num_osts
+        return max(1, min(self.stripe_count, most))
+
+    def text(self) -> str:
+        """For a person: ``4 stripes of 1 MiB``."""
+        if self.is_on_mdt:
+            return "on the metadata server"
+        special = {
+            FILE_SYSTEM_DEFAULT: "the file system's default number of stripes",
+            ALL_OSTS: "a stripe on every OST",
+        }
+        number = special.get(self.stripe_count) or counted(abs(self.stripe_count), "stripe")
+        number += " on every OST" * (self.stripe_count < ALL_OSTS)
+        size = f" of {size_text(self.stripe_size_bytes)}" if self.stripe_size_bytes else ""
+        over = " (overstriped: several on one OST)" if self.is_overstriped else ""
+        grows = (
+            f" (SEL: grows by {size_text(self.extension_bytes)} at a time)" if self.extension_bytes else ""
+        )
+        pool = f" in pool {self.pool}" if self.pool else ""
+        return f"{number}{size}{over}{pool}{grows}{f', {self.place}' if self.place else ''}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """The layout of a file, or the default that a directory gives to new ones."""
+
+    components: tuple[Component, ...]
+    is_composite: bool
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether a directory surely has no default of its own.
+
+        Where the file system's root has a default, lfs prints that for a folder without one, and the two
+        cannot be told apart.
+        """
+        return not self.is_composite and self.components[0].pattern in {"", "0"}
+
+    @property
+    def pools(self) -> list[str]:
+        """The pools of the components that have stripes, in their order; empty text: no pool."""
+        return list(dict.fromkeys(part.pool for part in self.components if not part.is_on_mdt))
+
+    @property
+    def pool(self) -> str:
+        """The one pool of all stripes; empty where there is none, or several."""
+        return self.pools[0] if len(self.pools) == 1 else ""
+
+    @property
+    def on_mdt(self) -> Component | None:
+        """The component on the metadata server (DoM), if there is one."""
+        return next((part for part in self.components if part.is_on_mdt), None)
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether a file's bytes lie on several kinds of storage: the metadata server, several pools."""
+        return self.on_mdt is not None or len(self.pools) > 1
+
+    @property
+    def fixed_place(self) -> str:
+        """Where a directory puts every file, for a person; empty where the server chooses."""
+        return next((part.place for part in self.components if part.place), "")
+
+    @property
+    def mirrors(self) -> list[tuple[Component, ...]]:
+        """The components of each mirror: a new one begins at byte 0 again."""
+        starts = [number for number, part in enumerate(self.components) if not part.start_bytes]
+        ends = [*starts[1:], len(self.components)]
+        return [self.components[start:end] for start, end in zip(starts, ends, strict=True)]
+
+    def of_file(self, num_bytes: int) -> list[Component]:
+        """The components in which a file of so many bytes has any."""
+        return [part for part in self.components if part.start_bytes < max(1, num_bytes)]
+
+    def num_objects(self, num_bytes: int, num_osts: int) -> int:
+        """Objects on OSTs that a file of so many bytes has; 0 OSTs: their number is unknown."""
+        return sum(part.num_stripes(num_osts) for part in self.of_file(num_bytes))
+
+    def bytes_by_pool(self, num_bytes: int) -> dict[str, int]:
+        """Bytes that a file of so many bytes has in each pool of OSTs; each mirror counts."""
+        held: Counter[str] = Counter()
+        for part in self.of_file(num_bytes):
+            end = num_bytes if part.end_bytes is None else min(num_bytes, part.end_bytes)
+            if not part.is_on_mdt:
+                held[part.pool] += end - part.start_bytes
+        return dict(held)
+
+    def text(self) -> str:
+        """For a person, on one line."""
+        if not self.is_composite:
+            return f"plain: {self.components[0].text()}"
+        texts = [", ".join(f"{part.text()} {_reach(part)}" for part in parts) for parts in self.mirrors]
+        if len(texts) == 1:
+            return f"progressive (PFL): {texts[0]}"
+        return f"{len(texts)} mirrors, each file that many times: {'; '.join(texts)}"
+
+
+def _reach(part: Component) -> str:
+    return "from there on" if part.end_bytes is None else f"up to {size_text(part.end_bytes)}"
+
+
+# --- what lfs getstripe prints
+
+
+def read_layout(path: Path) -> Layout:
+    """Read the layout of a file, or what a directory gives to new files. ``path`` stands on Lustre."""
+    is_folder = kind_of(path) == "folder"
+    result = run_lfs(["getstripe", *(["-d"] if is_folder else []), "-y"], path)
+    return parse_layout(result.checked("look at the path, and at `lfs check servers`"))
+
+
+def parse_layout(output: str) -> Layout:
+    """Read what ``lfs getstripe`` printed, with or without ``-d`` and ``-y``, of one path.
+
+    Pieces of a self-extending layout (SEL) are joined with the component that they extend, and components
+    of length 0 are left out. Raises LustreError where the output names no stripe count, or holds a value
+    that is no number.
+    """
+    if output.rstrip().endswith("has no stripe info"):
+        raise LustreError(
+            f"lfs getstripe says {output.strip()[-200:]!r}: it has no layout, as a symbolic link and a file "
+            "that was never written to have none; look at what the link points to"
+        )
+    plain, components = _values(output)
+    parts: list[Component] = []
+    try:
+        for values in components or [plain]:
+            if "extension" in values.get("flags", "") and parts:
+                grows_by = int(values["extension_size"])
+                parts[-1] = replace(parts[-1], end_bytes=_end(values), extension_bytes=grows_by)
+            else:
+                parts.append(_component(values))
+    except (KeyError, ValueError) as error:
+        raise LustreError(
+            f"lfs getstripe printed {output.strip()[:200]!r}, expected stripe_count, stripe_size ({error}); "
+            "is this `lfs` a site's wrapper? Report it with the output of `lfs --version`"
+        ) from None
+    held = tuple(part for part in parts if part.start_bytes != part.end_bytes)
+    return Layout(components=held or tuple(parts), is_composite=bool(components))
+
+
+def _values(output: str) -> tuple[dict[str, str], list[dict[str, str]]]:
+    """The values before the first component, and those of each; ``osts`` are numbers with blanks between."""
+    plain: dict[str, str] = {}
+    components: list[dict[str, str]] = []
+    for line in output.split("\n"):
+        if line.lstrip().startswith("/"):  # the path; it may hold anything
+            continue
+        row = _OBJECT_ROW.fullmatch(line)
+        found = [("l_ost_idx", row[1])] if row else _KEY_VALUE.findall(line)
+        for key, value in found:
+            if key == "lcme_id":
+                components.append({})
+            target = components[-1] if components else plain
+            if key == "l_ost_idx":
+                target["osts"] = f"{target.get('osts', '')} {value.rstrip(',')}"
+            else:  # the first value wins: an object further down does not change a component
+                target.setdefault(key.removeprefix("lmm_").removeprefix("lcme_"), value)
+    return plain, components
+
+
+def _component(values: dict[str, str]) -> Component:
+    """An empty number (a client without Lustre's parameters) is one that is not told."""
+    pattern = values.get("pattern", "")
+    return Component(
+        start_bytes=int(values.get("extent.e_start", "0")),
+        end_bytes=_end(values),
+        stripe_count=int(values["stripe_count"] or "0"),
+        stripe_size_bytes=int(values.get("stripe_size") or "0"),
+        pattern=pattern,
+        pool=values.get("pool", ""),
+        start_ost=ANY_OST if pattern == "mdt" else int(values.get("stripe_offset") or "-1"),
+        osts=tuple(int(number) for number in values.get("osts", "").split()),
+    )
+
+
+def _end(values: dict[str, str]) -> int | None:
+    end = values.get("extent.e_end", "EOF")
+    return None if end == "EOF" else int(end)
+
+
+# --- what a user names
+
+
+def parse_layout_options(
+    *,
+    count: str | None = None,
+    size: str | None = None,
+    pool: str | None = None,
+    pfl: str | None = None,
+    dom: str | None = None,
+) -> Layout | None:
+    """Return the layout that the options of ``apply`` name; None if they name none.
+
+    ``pfl`` is ``1G:1,10G:4,-1:8``: up to 1 GiB one stripe, up to 10 GiB four, from there on eight; a
+    third number is that component's stripe size (``10G:4:8M``), else ``size``, else 4 MiB. ``dom``
+    keeps the first bytes on the metadata server. ``pool`` may be ``none``, which gives up the one that a
+    folder has; left out, that one stays. Raises LustreUsageError.
+    """
+    if pfl is not None and count is not None:
+        raise LustreUsageError("--count and --pfl exclude each other: a component names its own count")
+    if (count, size, pool, pfl, dom) == (None,) * 5:
+        return None
+    plain = Component(
+        stripe_count=FILE_SYSTEM_DEFAULT if count is None else parse_stripe_count(count, "--count"),
+        stripe_size_bytes=0 if size is None else _stripe_size(size, "--size"),
+        pattern="raid0",
+        pool="" if pool is None else _pool(pool),
+    )
+    if pfl is None and dom is None:
+        return Layout(components=(plain,), is_composite=False)
+    if pfl is None and count is None:
+        raise LustreUsageError("--dom names the first component alone; name the rest: --count or --pfl")
+    plain = replace(plain, stripe_size_bytes=plain.stripe_size_bytes or DEFAULT_STRIPE_BYTES)
+    parts = [plain] if pfl is None else [_component_option(text, plain) for text in pfl.split(",")]
+    if dom is not None:
+        end = _multiple(parse_size(dom, "--dom"), "--dom")
+        if end > _MAX_DOM_BYTES:
+            raise LustreUsageError(
+                f"--dom is more than {size_text(_MAX_DOM_BYTES)}, the largest that lfs takes"
+            )
+        parts.insert(0, Component(end_bytes=end, stripe_count=0, stripe_size_bytes=0, pattern="mdt"))
+    return Layout(components=_with_starts(parts), is_composite=True)
+
+
+def setstripe_options(layout: Layout) -> list[str]:
+    """Return what ``lfs setstripe`` is told, sizes in plain bytes. Pure; runs nothing.
+
+    A composite layout has a size in every component: after ``-L mdt`` 2.15 would take 64 KiB and 2.17
+    4 MiB. The component on the metadata server has none, nor a count or pool: lfs refuses them there.
+    """
+    options: list[str] = []
+    for part in layout.components:
+        if layout.is_composite:
+            options += ["-E", "-1" if part.end_bytes is None else str(part.end_bytes)]
+        if part.is_on_mdt:
+            options += ["-L", "mdt"]
+            continue
+        if part.stripe_count != FILE_SYSTEM_DEFAULT:
+            options += ["-c", str(part.stripe_count)]
+        if part.stripe_size_bytes:
+            options += ["-S", str(part.stripe_size_bytes)]
+        if part.pool not in {"", NO_POOL}:
+            options += ["-p", part.pool]
+    return options
+
+
+def apply_flags(layout: Layout) -> str:
+    """Return the flags of ``apply`` that name this layout, which has one stripe size and no pool."""
+    parts = layout.components
+    size = f"--size {size_flag(parts[0].stripe_size_bytes)}"
+    if not layout.is_composite:
+        return f"--count {parts[0].stripe_count} {size}"
+    ends = ("-1" if part.end_bytes is None else size_flag(part.end_bytes) for part in parts)
+    text = ",".join(f"{end}:{part.stripe_count}" for end, part in zip(ends, parts, strict=True))
+    return f"--pfl '{text}' {size}"
+
+
+def _component_option(text: str, model: Component) -> Component:
+    """``10G:4`` or ``10G:4:8M``, the rest as in ``model``."""
+    name = f"component {text!r} of --pfl"
+    fields = text.strip().split(":")
+    if len(fields) not in {2, 3}:
+        raise LustreUsageError(f"{name}: expected END:COUNT or END:COUNT:SIZE, such as 10G:4 or -1:8:4M")
+    size = _stripe_size(fields[2], name) if len(fields) == 3 else model.stripe_size_bytes
+    end = None if fields[0] == "-1" else _multiple(parse_size(fields[0], name), name)
+    if end is not None and end % size:
+        raise LustreUsageError(
+            f"{name} ends at {size_text(end)}, expected a multiple of its stripe size, {size_text(size)}"
+        )
+    count = parse_stripe_count(fields[1], name)
+    return replace(model, end_bytes=end, stripe_count=count, stripe_size_bytes=size)
+
+
+def _with_starts(parts: list[Component]) -> tuple[Component, ...]:
+    """The components with their starts; ends must ascend, and only the last may reach the file's end."""
+    if parts[-1].end_bytes is not None:
+        raise LustreUsageError(
+            f"the last component of --pfl ends at {size_text(parts[-1].end_bytes)}, expected -1, the end of "
+            "the file: lfs would take it, and writes past that would fail"
+        )
+    placed: list[Component] = []
+    start = 0
+    for number, part in enumerate(parts):
+        if part.end_bytes is None and number < len(parts) - 1:
+            raise LustreUsageError("a component that ends at -1 is not the last one, expected it last")
+        if part.end_bytes is not None and part.end_bytes <= start:
+            raise LustreUsageError(
+                f"component {number + 1} ends at {size_text(part.end_bytes)}, expected more than "
+                f"{size_text(start)}, where it starts"
+            )
+        placed.append(replace(part, start_bytes=start))
+        start = part.end_bytes or 0
+    return tuple(placed)
+
+
+def parse_stripe_count(text: str, name: str, also: str = "") -> int:
+    """Read 1 to 2000, or -1 for ALL_OSTS. Raises LustreUsageError; ``also`` is what else is allowed.
+
+    0, which lfs takes for 'the default', is refused: that is said by leaving it out.
+    """
+    count = int(text) if re.fullmatch(r"-1|[0-9]{1,9}", text) else 0
+    if not (count == ALL_OSTS or 1 <= count <= _MAX_STRIPE_COUNT):
+        raise LustreUsageError(
+            f"{name} asks for {text!r} stripes, expected {also}a number of OSTs from 1 to "
+            f"{_MAX_STRIPE_COUNT}, or -1 for all of them"
+        )
+    return count
+
+
+def _stripe_size(text: str, name: str) -> int:
+    size = _multiple(parse_size(text, name), name)
+    if size >= _MAX_STRIPE_BYTES:
+        raise LustreUsageError(f"{name} asks for stripes of {size_text(size)}, expected less than 4 GiB")
+    return size
+
+
+def _multiple(num_bytes: int, name: str) -> int:
+    if num_bytes == 0 or num_bytes % _STRIPE_UNIT_BYTES:
+        unit = size_text(_STRIPE_UNIT_BYTES)
+        raise LustreUsageError(f"{name} is {size_text(num_bytes)}, expected a multiple of {unit}")
+    return num_bytes
+
+
+def _pool(name: str) -> str:
+    """Its name. Lustre reserves two more words beside ``none``, and they name no pool either."""
+    pattern = rf"\w[\w-]{{0,{_MAX_POOL_CHARS - 1}}}"
+    if name in {"inherit", "ignore"} or not re.fullmatch(pattern, name, re.ASCII):
+        raise LustreUsageError(
+            f"--pool is {name!r}, expected a pool's own name, without the file system's: "
+            f"1 to {_MAX_POOL_CHARS} letters, digits, _ and -, or none for no pool"
+        )
+    return name
+
+
+def parse_size(text: str, name: str) -> int:
+    """``4M``, ``4MB``, ``4MiB`` or ``4194304`` -> 4194304 bytes. Raises LustreUsageError, naming ``name``.
+
+    Two habits of lfs are refused rather than shared: there a bare number below 4096 means KiB, and
+    ``128b`` means blocks of 512 bytes. Here a bare number is bytes, whatever its size.
+    """
+    try:
+        return command_line.parse_size(text, name, such_as="4194304, 4M or 2G")
+    except UsageError as error:
+        raise LustreUsageError(str(error)) from None
+
+
+def size_text(num_bytes: int) -> str:
+    """``4 MiB``: the largest binary unit that leaves a whole number."""
+    for unit, size in _UNITS:
+        if num_bytes and num_bytes % size == 0:
+            return f"{num_bytes // size} {unit}iB"
+    return f"{num_bytes} bytes"
+
+
+def size_flag(num_bytes: int) -> str:
+    """``4M``: the same, as ``parse_size`` reads it."""
+    return size_text(num_bytes).replace(" bytes", "").replace(" ", "").replace("iB", "")

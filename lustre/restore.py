@@ -1,0 +1,254 @@
+"""Files whose bytes lie in an archive alone (HSM), as in the S3 bucket behind an FSx, and bringing them back.
+
+A released file has only its name on Lustre: its first read waits for the archive. ``lfs hsm_restore`` queues
+files and returns at once; a file is there when ``lfs hsm_state`` does not call it released any more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shlex
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lustre.layouts import counted
+from lustre.lfs import FILES_PER_CALL, kind_of, printable, run_lfs
+from shardprep.errors import LustreError
+
+MAX_SHOWN_FILES = 100  # looked at by ``show``: it reads metadata and brings no file back
+# The client refuses a request of 24 + 32 n bytes from MDS_MAXREQSIZE / 3 = 1,706 on: 52 files pass (LU-4639).
+FILES_PER_REQUEST = 50
+IDLE_ROUNDS = 30  # five minutes without progress: a request may be lost, so the rest is queued again
+_POLL_S = 10.0
+_RELEASED = 0x4  # HS_RELEASED of Lustre's llapi
+_LOST = 0x40  # HS_LOST: the archive has no copy any more
+_TOO_LONG = "Argument list too long"
+_NOT_ALLOWED = re.compile("not permitted|Permission denied")
+
+
+@dataclass(kw_only=True)
+class FileStates:
+    """Files without bytes on Lustre, and those that cannot be brought back, with the reason."""
+
+    released: list[Path] = field(default_factory=list)
+    failed: dict[Path, str] = field(default_factory=dict)
+
+
+def read_states(files: Sequence[Path]) -> FileStates:
+    """Ask which of these files are released; a file that is gone or cannot be read is a failed one.
+
+    2.17 reports the files behind a failed one, 2.15 stops there: what was not told is asked for again.
+    Raises LustreError where a call tells nothing of any file.
+    """
+    states = FileStates()
+    waiting = [file.absolute() for file in files]
+    while waiting:
+        asked = waiting[:FILES_PER_CALL]
+        result = run_lfs(["hsm_state", *map(str, asked[:-1])], str(asked[-1]))
+        flags = _flags(result.stdout, asked)
+        reasons = (
+            {} if result.exit_code == 0 else _reasons(result.stderr, [f for f in asked if f not in flags])
+        )
+        if not (flags or reasons):
+            result.checked()
+            raise LustreError(
+                f"`lfs hsm_state` of {counted(len(asked), 'file')} printed {result.stdout.strip()[:200]!r}, "
+                f"expected a line of each, and of {asked[0]}; is this `lfs` a site's wrapper?"
+            )
+        states.failed |= reasons
+        for file, number in flags.items():
+            if number & _RELEASED and number & _LOST:
+                states.failed[file] = "released, and lost in the archive: copy it anew from its source"
+            elif number & _RELEASED:
+                states.released.append(file)
+        waiting = [file for file in asked if file not in flags and file not in reasons] + waiting[
+            len(asked) :
+        ]
+    return states
+
+
+def _flags(output: str, files: Sequence[Path]) -> dict[Path, int]:
+    """Of lines such as ``/f: (0x0000000d) released exists archived, archive_id:1``, in the files' order.
+
+    The flags are read off the number behind the path, since a file's name may hold the words, or a line end.
+    """
+    flags: dict[Path, int] = {}
+    at = 0
+    for file in files:
+        line = re.compile(rf"^{re.escape(str(file))}: \(0x([0-9a-f]+)\)", re.MULTILINE)
+        if match := line.search(output, at):
+            flags[file] = int(match[1], 16)
+            at = match.end()
+    return flags
+
+
+def _reasons(errors: str, files: Sequence[Path]) -> dict[Path, str]:
+    """Of ``can't get hsm state for /f: No such file``, and 2.17's ``... for '/f' failed: No such file``."""
+    reasons: dict[Path, str] = {}
+    for file in files:
+        line = re.compile(rf"{re.escape(str(file))}(?:'| failed)*: (.+)$", re.MULTILINE)
+        if match := line.search(errors):
+            reasons[file] = match[1]
+    return reasons
+
+
+def released_lines(path: Path) -> list[str]:
+    """Look at a file, or at up to 100 of a folder (not below it), and warn of released ones.
+
+    Returns nothing where all are there. Raises LustreError, OSError.
+    """
+    real = Path(os.path.realpath(path))
+    files = [real]
+    if kind_of(real) == "folder":
+        with os.scandir(real) as entries:
+            plain = (Path(entry.path) for entry in entries if entry.is_file(follow_symlinks=False))
+            files = list(itertools.islice(plain, MAX_SHOWN_FILES))
+    states = read_states(files)
+    lines = []
+    if states.failed:
+        lines.append(f"warning: of {counted(len(states.failed), 'file')} it is unknown whether released: ")
+        lines[0] += _some(states.failed)
+    if states.released:
+        found = f"{len(states.released)} of {counted(len(files), 'file')} looked at are released"
+        wait = "their first read waits for the archive (S3, for an FSx)"
+        lines.append(f"warning: {found}: {wait}. Bring them back before the job:")
+        lines.append(f"  python -m lustre restore {shlex.quote(str(path))} --wait")
+    return lines
+
+
+def _some(failed: dict[Path, str], most: int = 3) -> str:
+    """The first failed files with their reasons, for a person."""
+    shown = [f"{printable(str(file))} ({reason})" for file, reason in itertools.islice(failed.items(), most)]
+    return ", ".join(shown) + (" and more" if len(failed) > most else "")
+
+
+@dataclass(kw_only=True)
+class _Restore:
+    """One run over a tree: what was found so far."""
+
+    say: Callable[[str], None]
+    num_files: int = 0
+    queued: list[Path] = field(default_factory=list)
+    failed: dict[Path, str] = field(default_factory=dict)
+
+    def fail(self, failed: dict[Path, str]) -> None:
+        """Note files that cannot be brought back, and say each once."""
+        for file, reason in failed.items():
+            if file not in self.failed:
+                self.say(f"error: {printable(str(file))}: {reason}")
+        self.failed |= failed
+
+    def queue(self, files: Sequence[Path]) -> list[Path]:
+        """Queue released files; returns those that were taken.
+
+        Raises LustreError where a whole request is refused with the same words, one file at a time, and
+        nothing was taken before: the rest would fail alike.
+        """
+        taken: list[Path] = []
+        for first in range(0, len(files), FILES_PER_REQUEST):
+            request = files[first : first + FILES_PER_REQUEST]
+            failed: dict[Path, str] = {}
+            taken += _request(request, failed)
+            words = {reason.replace(str(file), "") for file, reason in failed.items()}
+            if len(failed) == len(request) > 1 and len(words) == 1 and not taken + self.queued:
+                reason = failed[request[0]]
+                hint = "restoring may be root's alone at your site: sudo, or ask; or let the first read do it"
+                todo = hint if _NOT_ALLOWED.search(reason) else "ask the site whether its archive works"
+                raise LustreError(
+                    f"none of the first {len(request)} released files can be queued, the first one: "
+                    f"{reason}; {todo}"
+                )
+            self.fail(failed)
+        return taken
+
+
+def _request(files: Sequence[Path], failed: dict[Path, str]) -> list[Path]:
+    """Send one request, or its halves where it fails: one file must not cost the others their restore."""
+    if not files:
+        return []
+    result = run_lfs(["hsm_restore", *map(str, files[:-1])], str(files[-1]))
+    if result.exit_code == 0:
+        return list(files)
+    if len(files) == 1:
+        failed[files[0]] = f"lfs hsm_restore {result.failure}"
+        return []
+    middle = len(files) // 2
+    return _request(files[:middle], failed) + _request(files[middle:], failed)
+
+
+def restore(
+    path: Path,
+    *,
+    wait: bool,
+    say: Callable[[str], None],
+    sleep: Callable[[float], None] = time.sleep,
+) -> str:
+    """Queue every released file below ``path`` for its restore, in requests of 50; returns a line about all.
+
+    With ``wait`` it looks again until none is released any more, and queues those again that the archive
+    gave up. A file that is gone, cannot be read or is lost in the archive is said, and the rest goes on.
+    Raises LustreError at the end where there was one, and at once where no call of lfs works.
+    """
+    run = _Restore(say=say)
+    for files in _batches(_files_below(Path(os.path.realpath(path)), run.fail), FILES_PER_CALL):
+        states = read_states(files)
+        run.fail(states.failed)
+        run.queued += run.queue(states.released)
+        run.num_files += len(files)
+        say(f"{counted(run.num_files, 'file')} looked at, {len(run.queued)} queued for their restore")
+    if wait:
+        _wait(run, sleep)
+    if run.failed:
+        others = "All others are back" if wait else "All other released files are queued"
+        raise LustreError(
+            f"{counted(len(run.failed), 'path')} below {path} could not be restored: {_some(run.failed)}. "
+            f"{others}; run this again when that is mended"
+        )
+    all_files = counted(run.num_files, "file")
+    if wait:
+        return f"all {all_files} are on Lustre; {len(run.queued)} of them were brought back"
+    if not run.queued:
+        return f"{all_files}, none of them released: nothing to restore"
+    return f"{len(run.queued)} of {all_files} are queued; with --wait the command ends when they are there"
+
+
+def _files_below(path: Path, fail: Callable[[dict[Path, str]], None]) -> Iterator[Path]:
+    """``path`` itself, or the files of its whole tree in a fixed order; links are left alone."""
+    if kind_of(path) != "folder":
+        yield path
+        return
+
+    def unlisted(error: OSError) -> None:
+        fail({Path(error.filename): f"cannot be listed ({error.strerror}): what is in it may stay released"})
+
+    for folder, folders, names in os.walk(path, onerror=unlisted):
+        folders.sort()
+        for name in sorted(names):
+            file = Path(folder, name)
+            if not file.is_symlink():
+                yield file
+
+
+def _wait(run: _Restore, sleep: Callable[[float], None]) -> None:
+    """Look until no queued file is released any more."""
+    waiting, num_idle = run.queued, 0
+    while waiting:
+        sleep(_POLL_S)
+        states = read_states(waiting)
+        run.fail(states.failed)
+        num_idle = num_idle + 1 if len(states.released) == len(waiting) else 0
+        waiting = states.released
+        num_back = len(run.queued) - len(waiting) - sum(file in run.failed for file in run.queued)
+        run.say(f"{num_back} of {counted(len(run.queued), 'file')} are back")
+        if waiting and num_idle and not num_idle % IDLE_ROUNDS:
+            waiting = run.queue(waiting)
+
+
+def _batches(files: Iterable[Path], size: int) -> Iterator[list[Path]]:
+    iterator = iter(files)
+    while part := list(itertools.islice(iterator, size)):
+        yield part

@@ -1,0 +1,349 @@
+"""What ``show`` prints about a path, and how the files of a folder really lie on the OSTs.
+
+Of all this only the layout must be told; whatever else lfs does not tell is a line that says so.
+
+``lfs getstripe`` without options names for each file its components and the OSTs of their stripes. A file's
+layout is its own from its first byte on, whatever its folder's default says later.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lustre.advice import DataSize, choose_layout, load_text, why_leave
+from lustre.apply import is_as_asked, layout_of_file_system, pool_for_replacement, start_warning
+from lustre.layouts import Layout, apply_flags, counted, parse_layout, read_layout, setstripe_options
+from lustre.lfs import (
+    FILES_PER_CALL,
+    Mount,
+    existing_part,
+    file_system_of,
+    kind_of,
+    lustre_mount,
+    run_lfs,
+    why_not_usable,
+)
+from lustre.restore import released_lines
+from lustre.space import UNKNOWN, Targets, count_osts_if_told, ost_states, read_targets, state_lines
+from shardprep.console import short_bytes
+from shardprep.errors import LustreError
+
+NOT_KNOWN = -1
+_SHARD = re.compile(r"shard-\d{5}\.tar")
+_FAR_MORE = 2  # times its share, and one file more, is beyond the chance of a few files
+_CHANCE = 3  # files on the only OST that is seen, where nobody tells how many there are
+
+
+# --- a path
+
+
+def report(path: Path, size: DataSize) -> list[str]:
+    """Return the lines about ``path``, which need not exist yet; changes nothing. Raises LustreError."""
+    mount = file_system_of(path)
+    lines = [f"{path}: {mount.fs_type} at {mount.mount_point} ({mount.source})"] if mount else []
+    if (reason := why_not_usable(path)) or mount is None:
+        return [*lines, f"nothing to show: {reason}"]
+    there = existing_part(path)
+    if there != path.absolute():
+        lines.append(f"{path} is not there yet; it will copy the default of {there}")
+    layout = read_layout(there)
+    of_file_system = layout_of_file_system(there)
+    if kind_of(there) != "folder":
+        return [*lines, f"this file has {layout.text()}", *_ost_lines(there, mount), *_released(there)]
+    lines += [f"new files get {layout.text()} ({_origin(layout, of_file_system)})"]
+    lines += filter(None, [start_warning(there, layout)])
+    lines += [*_ost_lines(there, mount), *_released(there)]
+    if there == path.absolute():
+        lines += content_lines(there)
+    if size.is_given:
+        lines += _choice_lines(path, layout, of_file_system, size, mount)
+    return lines
+
+
+def report_json(path: Path) -> dict[str, Any]:
+    """Return the layout of new files and the balance of finished shards, for programs. Raises LustreError.
+
+    ``layout`` and ``shards`` are None where there is nothing to tell, and ``why_not`` says why.
+    """
+    reason = why_not_usable(path)
+    if not reason and kind_of(path) != "folder":
+        reason = f"{path} is no folder that is there"
+    if reason:
+        return {"path": str(path), "why_not": reason, "layout": None, "shards": None}
+    layout = read_layout(path)
+    try:
+        sizes = _tar_sizes(path)
+    except OSError as error:
+        raise LustreError(f"{path} cannot be listed ({error.strerror}), expected a folder to read") from None
+    balance = read_balance(path, sizes) if sizes else None
+    return {
+        "path": str(path),
+        "why_not": None,
+        "layout": layout.text(),
+        "shards": balance.as_json() if balance else None,
+    }
+
+
+def _origin(layout: Layout, of_file_system: Layout | None) -> str:
+    if layout.is_inherited:
+        return "inherited, it has no default of its own"
+    if layout == of_file_system:
+        return "the file system's default; lfs does not tell whether the folder has it of its own, too"
+    return "its own default"
+
+
+def _ost_lines(path: Path, mount: Mount) -> list[str]:
+    targets: Targets | None = None
+    try:
+        targets = read_targets(mount)
+        lines = targets.lines()
+    except LustreError as error:
+        lines = [f"how full OSTs and MDTs are is unknown: {error}"]
+    try:
+        lines += state_lines(ost_states(path), targets)
+    except LustreError as error:
+        lines.append(f"which OSTs are inactive is unknown: {error}")
+    return lines
+
+
+def _released(path: Path) -> list[str]:
+    try:
+        return released_lines(path)
+    except (LustreError, OSError) as error:
+        return [f"which files are released is unknown: {error}"]
+
+
+def content_lines(folder: Path) -> list[str]:
+    """Say what the finished shards in a folder (not below it) really have, and how to move them."""
+    try:
+        sizes = _tar_sizes(folder)
+        balance = read_balance(folder, sizes) if sizes else None
+    except OSError as error:
+        return [f"what is in {folder} cannot be told: {error.strerror}"]
+    except LustreError as error:
+        return [f"which layouts its files have cannot be told: {error}"]
+    return [*balance.lines(), *_move_lines(folder, balance, max(sizes.values()))] if balance else []
+
+
+def _tar_sizes(folder: Path) -> dict[str, int]:
+    """Bytes of the finished tars by name: one stat a shard. Its idx and manifest are never looked up."""
+    with os.scandir(folder) as entries:
+        tars = [entry for entry in entries if _SHARD.fullmatch(entry.name) and entry.is_file()]
+    return {entry.name: entry.stat().st_size for entry in sorted(tars, key=lambda entry: entry.name)}
+
+
+def _move_lines(folder: Path, balance: Balance, shard_bytes: int) -> list[str]:
+    """The command that moves finished shards to the table's layout, where they lie badly."""
+    if not balance.is_lopsided:
+        return []
+    size = DataSize(shard_bytes=max(1, shard_bytes), num_shards=balance.num_files)
+    options = shlex.join(setstripe_options(choose_layout(size, balance.num_osts).layout))
+    names = f"find {shlex.quote(str(folder))} -maxdepth 1 -type f -name 'shard-*.tar' -print0"
+    return [
+        "  to move them, while nothing reads or writes them (every byte is copied, names and bytes stay):",
+        f"  {names} | xargs -0 -n 1 lfs migrate {options}",
+        "  then: python -m preprocess verify --fast, which writes osts.json anew",
+    ]
+
+
+def _choice_lines(
+    path: Path, layout: Layout, of_file_system: Layout | None, size: DataSize, mount: Mount
+) -> list[str]:
+    num_osts = count_osts_if_told(path, mount, layout.pool)
+    choice = choose_layout(size, num_osts)
+    lines = choice.lines(size)
+    leave = why_leave(layout, of_file_system)
+    command = f"python -m lustre apply {shlex.quote(str(path))} {apply_flags(choice.layout)}"
+    if layout.has_tiers:
+        command += f" --pool {pool_for_replacement(layout)}"
+    kept = f"but {leave}: left alone. To have it all the same, " if leave else ""
+    if is_as_asked(choice.layout, layout, {"": num_osts}):
+        lines.append("  new files get that already")
+    else:
+        lines.append(f"  {kept}in a fresh, empty folder: {command}")
+    if size.num_readers is not None and size.num_shards is not None and num_osts:
+        lines.append(f"  {load_text(layout if leave else choice.layout, size, num_osts)}")
+    return lines
+
+
+# --- the files of a folder
+
+
+def read_file_layouts(folder: Path, names: Sequence[str]) -> list[Layout | None] | None:
+    """Return the layout of each file; None where the folder is not on Lustre.
+
+    None for a file without a layout: a symbolic link, or one that was never written to. One call of lfs
+    takes 256 files, and asks the metadata server once per file. Raises LustreError where lfs is missing or
+    fails, as it does for a file that is not there, does not answer, or prints something else.
+    """
+    mount = file_system_of(folder)
+    if mount is None or not mount.is_lustre:
+        return None
+    real = os.path.realpath(folder)
+    paths = [f"{real}/{name}" for name in names]
+    found: list[Layout | None] = []
+    for first in range(0, len(paths), FILES_PER_CALL):
+        asked = paths[first : first + FILES_PER_CALL]
+        result = run_lfs(["getstripe", *asked[:-1]], asked[-1])
+        if result.exit_code:
+            raise LustreError(
+                f"`lfs getstripe` of {counted(len(asked), 'file')} of {folder} {result.failure}; look at the "
+                "files, and at `lfs check servers`"
+            )
+        texts = split_by_file(result.stdout, asked)
+        found += [None if text.strip() == "has no stripe info" else parse_layout(text) for text in texts]
+    return found
+
+
+def split_by_file(output: str, paths: Sequence[str]) -> list[str]:
+    """Return what ``lfs getstripe`` said of each path; it names them in their order, each at a line's start.
+
+    Raises LustreError where one is missing.
+    """
+    places: list[tuple[int, int]] = []  # where its line begins, and where what is said of it begins
+    at = 0
+    for path in paths:
+        match = re.compile(rf"^{re.escape(path)}(?=$| has no stripe info$)", re.MULTILINE).search(output, at)
+        if match is None:
+            raise LustreError(
+                f"`lfs getstripe` of {counted(len(paths), 'file')} printed {output.strip()[:200]!r}, "
+                f"expected the layouts of {paths[0]} and on; is this `lfs` a site's wrapper?"
+            )
+        places.append((match.start(), match.end()))
+        at = match.end()
+    ends = [*(start for start, _ in places[1:]), len(output)]
+    return [output[begin:end] for (_, begin), end in zip(places, ends, strict=True)]
+
+
+def first_ost(layout: Layout | None) -> int:
+    """Return the OST of a file's first stripe; NOT_KNOWN for a file without one.
+
+    Of a progressive layout the first component that lies on an OST counts: one on the metadata server has
+    none, and one not yet written to says -1.
+    """
+    parts = layout.components if layout else ()
+    return next((part.start_ost for part in parts if not part.is_on_mdt and part.start_ost >= 0), NOT_KNOWN)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Balance:
+    """How files lie on the OSTs. Bytes are shared evenly among the stripes of a component."""
+
+    num_files: int
+    layouts: tuple[tuple[str, int], ...]  # in words, and how many files have it; the most frequent first
+    bytes_by_ost: dict[int, int]
+    files_by_ost: dict[int, int]
+    num_osts: int  # that files here could lie on; 0: unknown
+    without_layout: int = 0
+
+    @property
+    def most_loaded(self) -> int:
+        """The OST with the most bytes. There is at least one."""
+        return max(self.bytes_by_ost, key=lambda ost: (self.bytes_by_ost[ost], -ost))
+
+    @property
+    def times_the_mean(self) -> float:
+        """Bytes of the most loaded OST against the mean of all that there are."""
+        mean = sum(self.bytes_by_ost.values()) / max(self.num_osts, len(self.bytes_by_ost))
+        return self.bytes_by_ost[self.most_loaded] / max(1e-9, mean)
+
+    @property
+    def is_lopsided(self) -> bool:
+        """Whether one OST has far more files than its share, by more than chance makes of a few files."""
+        most = max(self.files_by_ost.values(), default=0)
+        if self.num_osts == UNKNOWN and len(self.files_by_ost) == 1:
+            return most > _CHANCE
+        share = math.ceil(sum(self.files_by_ost.values()) / max(1, self.num_osts, len(self.files_by_ost)))
+        return most > _FAR_MORE * share + 1
+
+    def as_json(self) -> dict[str, Any]:
+        """The same for programs; counts by OST in the order of their numbers."""
+        return {
+            "num_shards": self.num_files,
+            "without_layout": self.without_layout,
+            "layouts": [{"layout": text, "num_shards": number} for text, number in self.layouts],
+            "num_osts": self.num_osts or None,
+            "osts": [
+                {"ost": ost, "num_shards": self.files_by_ost[ost], "num_bytes": self.bytes_by_ost[ost]}
+                for ost in sorted(self.bytes_by_ost)
+            ],
+            "most_loaded_times_the_mean": round(self.times_the_mean, 3) if self.bytes_by_ost else None,
+            "is_lopsided": self.is_lopsided,
+        }
+
+    def lines(self) -> list[str]:
+        """For a person: the layouts, the balance, and a warning where one OST has far more than its share."""
+        shards = counted(self.num_files, "shard")
+        lines = [f"{number} of {shards} have {text}" for text, number in self.layouts]
+        if self.without_layout:
+            lines.append(f"{self.without_layout} of {shards} have no layout (symbolic links?)")
+        if not self.bytes_by_ost:
+            return lines
+        osts = counted(len(self.bytes_by_ost), "OST")
+        if self.num_osts:
+            osts = f"{len(self.bytes_by_ost)} of {counted(self.num_osts, 'OST')}"
+        ost = self.most_loaded
+        lines.append(
+            f"they lie on {osts}; OST {ost} has the most: {counted(self.files_by_ost[ost], 'shard')}, "
+            f"{short_bytes(self.bytes_by_ost[ost])}, {self.times_the_mean:.3g} times the mean"
+        )
+        if self.is_lopsided:
+            lines.append(
+                f"warning: OST {ost} has far more than its share: it will serve most reads. Was a start "
+                "named (lfs setstripe -i, -o)? `python -m lustre show` tells, and how to move shards"
+            )
+        return lines
+
+
+def balance_of(folder: Path, layouts: Sequence[Layout | None], sizes: Sequence[int]) -> Balance:
+    """Return how files of these layouts and sizes (bytes) lie on the OSTs of ``folder``'s files."""
+    pools = {layout.pool for layout in layouts if layout}
+    num_osts = count_osts_if_told(folder, lustre_mount(folder), pools.pop() if len(pools) == 1 else "")
+    texts = Counter(_kind_text(layout) for layout in layouts if layout)
+    shown = texts.most_common(4)
+    if rest := sum(texts.values()) - sum(number for _, number in shown):
+        shown.append(("other layouts", rest))
+    bytes_by_ost: Counter[int] = Counter()
+    files_by_ost: Counter[int] = Counter()
+    for layout, num_bytes in zip(layouts, sizes, strict=True):
+        held = _bytes_by_ost(layout, num_bytes) if layout else {}
+        bytes_by_ost.update(held)
+        files_by_ost.update(dict.fromkeys(held, 1))
+    return Balance(
+        num_files=len(layouts),
+        layouts=tuple(shown),
+        bytes_by_ost=dict(bytes_by_ost),
+        files_by_ost=dict(files_by_ost),
+        num_osts=num_osts,
+        without_layout=sum(layout is None for layout in layouts),
+    )
+
+
+def _bytes_by_ost(layout: Layout, num_bytes: int) -> dict[int, int]:
+    held: Counter[int] = Counter()
+    for part in layout.of_file(num_bytes):
+        osts = part.osts or ((part.start_ost,) if part.start_ost >= 0 else ())
+        end = num_bytes if part.end_bytes is None else min(num_bytes, part.end_bytes)
+        for ost in osts:
+            held[ost] += (end - part.start_bytes) // len(osts)
+    return dict(held)
+
+
+def _kind_text(layout: Layout) -> str:
+    """The layout without the places, which differ from file to file."""
+    parts = tuple(replace(part, start_ost=NOT_KNOWN, osts=()) for part in layout.components)
+    return replace(layout, components=parts).text()
+
+
+def read_balance(folder: Path, sizes: dict[str, int]) -> Balance | None:
+    """Return how the files of a folder (bytes by name) lie on the OSTs; None off Lustre."""
+    layouts = read_file_layouts(folder, list(sizes))
+    return None if layouts is None else balance_of(folder, layouts, list(sizes.values()))

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     _started.clear()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
+    """What many tests share may start a process: it is no test's own."""
+    num_started = len(_started)
+    result = yield
+    if fixturedef.scope != "function":
+        del _started[num_started:]
+    return result
 
 
 @pytest.hookimpl(trylast=True)

@@ -116,6 +116,7 @@ def test_a_collator_that_inherits_makes_the_same_batches(sets: dict[str, Path]) 
     assert own == loaded(sets["concat"])
 
 
+@pytest.mark.processes
 def test_without_idx_or_manifests_the_tars_alone_give_the_same_labels(
     sets: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -80,6 +80,7 @@ def test_ids_and_mask_are_those_of_apply_chat_template_where_the_template_has_th
     assert 0 < sum(map(sum, (mask for _, mask in found))) < sum(len(mask) for _, mask in found)
 
 
+@pytest.mark.processes
 def test_without_the_tags_the_mask_is_what_a_search_for_answers_finds(
     prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
 ) -> None:
@@ -87,6 +88,7 @@ def test_without_the_tags_the_mask_is_what_a_search_for_answers_finds(
     assert found == chat_sets.searched(models["plain"], CHATS)
 
 
+@pytest.mark.processes
 def test_best_fit_keeps_each_conversation_whole_with_its_mask(
     prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
 ) -> None:

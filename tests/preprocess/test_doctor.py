@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +28,7 @@ from preprocess.doctor.machine import (
 from preprocess.doctor.tokenizer import _engine
 from shardprep.__main__ import main
 from shardprep.errors import CannotWrite
+from tests.children import run_child
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -167,7 +167,7 @@ def test_exported_lines_can_be_sourced_and_are_all_that_is_printed(
     lines = out.getvalue().splitlines()
     assert lines == export_lines(len(os.sched_getaffinity(0)), 1)
     script = f"{out.getvalue()}env"
-    shown = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout
+    shown = run_child(["sh", "-c", script]).stdout
     assert "TOKENIZERS_PARALLELISM=false" in shown.splitlines()
     assert export_lines(16, 4)[0].startswith("export OMP_NUM_THREADS=4 ")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.checkout import ROOT
-from tests.waiting import HANG_S
+from tests.children import run_child
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -230,16 +229,7 @@ def test_a_process_that_makes_a_shard_has_no_heavy_library(
         LIST_MODULES.format(report=str(report))
         + f"from preprocess.__main__ import main\nif __name__ == '__main__':\n    sys.exit(main({argv!r}))\n"
     )
-    done = subprocess.run(
-        [sys.executable, program],
-        cwd=ROOT,
-        env={**prep.environ(), "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_S,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_child([sys.executable, program], env={**prep.environ(), "PYTHONPATH": str(ROOT)})
     lists = [json.loads(line) for line in report.read_text().splitlines()]
     assert len(lists) == (2 if form == "run" else 1)
     for names in lists:

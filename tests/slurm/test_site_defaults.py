@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from slurm.job_script import JobRequest, array_script, prep_script, verify_scrip
 from slurm.resource_use import core_hours, within
 from slurm.retrying import retry_request
 from slurm.site_defaults import find_defaults, save_profile
+from tests.children import run_child
 from tests.slurm.fake_slurm import NAME, WHEN, FakeSlurm, submitted
 from tests.slurm.test_shown_jobs import slurm
 
@@ -200,11 +200,7 @@ def run_script(script: str, place: Path, code: int) -> str:
         "SLURM_STEP_ID": "3",
     }
     inherited |= {"SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "64", "PATH": f"{place}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", "-c", script], cwd=place, capture_output=True, text=True, check=False,
-        env={**kept, **inherited},
-    )  # fmt: skip
-    assert done.returncode == code, done.stderr
+    done = run_child(["bash", "-c", script], cwd=place, env={**kept, **inherited}, code=code)
     return done.stdout + done.stderr
 
 

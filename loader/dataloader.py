@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from loader.batches import StepBatches
-from loader.boundaries import Boundary, check_boundaries
+from loader.boundaries import Boundary, boundary_names
 from loader.dataset import (
     ChunkDataset,
     Samples,
@@ -191,7 +191,7 @@ def get_llama3_dataloader(
             batch_size_schedule, global_batch_size, is_validation=split == "validation"
         )
     global_batch_size = check_batch(batch_size, global_batch_size, who.world_size)
-    fields = check_boundaries(boundaries)
+    fields = boundary_names(boundaries)
     shifts = check_targets(targets, fields, has_collate_fn=collate_fn is not None)
     rules = SampleRules(
         seq_len=None if seq_len is None else seq_len + shifts,

@@ -47,6 +47,7 @@ test: install ## all tests; as root on Debian or Ubuntu they install and start a
 torture: install ## each fault of disks, files and processes, one by one (2 hours; needs gcc)
 	$(BIN)/python -m tests.faults $(TORTURE_ARGS)
 	$(BIN)/python -m tests.random_inputs $(RANDOM_ARGS)
+	$(BIN)/python -m tests.attention_families
 	LFS_BREAKS=all LLAMA3_LINES=all $(BIN)/python -m pytest -n0 tests/lustre/test_lfs_breaks.py tests/preprocess/test_llama3.py
 
 test_lowest: ## the tests with Python 3.10 and the lowest supported libraries, in .venv-lowest

@@ -350,9 +350,10 @@ def _some_logits(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
     if not isinstance(logits, torch.Tensor) or logits.shape[:2] != batch["input_ids"].shape:
         raise UsageError(
             f"the model returned {type(output).__name__}, expected logits for each of the tokens "
-            f"{tuple(batch['input_ids'].shape)}; pass a function of the batch's fields that returns them"
+            f"{tuple(batch['input_ids'].shape)}; pass a function of the batch's fields that returns them "
+            "(to LoaderMixin check_boundaries=False)"
         )
-    return logits[..., :: max(logits.shape[-1] // 512, 1)].float()
+    return logits[..., :: max(logits.shape[-1] // 512, 1)].to(torch.float32, copy=True)
 
 
 def _leak(model: Any, num_moved: int, num_compared: int, most: float) -> str:
@@ -375,7 +376,7 @@ def _lost_window(model: Any, batch: Mapping[str, Any], numbers: torch.Tensor) ->
 
     mask, config = batch.get("attention_mask"), getattr(model, "config", None)
     is_made = isinstance(mask, BlockMask | dict) or (isinstance(mask, torch.Tensor) and mask.ndim == 4)
-    if not is_made or not hasattr(config, "get_text_config"):
+    if not is_made or config is None or not hasattr(config, "get_text_config"):
         return ""
     text, seq_len = config.get_text_config(), numbers.shape[1]
     windows = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
@@ -395,10 +396,10 @@ def _lost_window(model: Any, batch: Mapping[str, Any], numbers: torch.Tensor) ->
         return ""
     return (
         f"the attention_mask of the batch is not one of {type(model).__name__}, whose layers have "
-        f"{' and '.join(sorted(own))} with a window of {window} tokens, and rows have {seq_len}: transformers takes "
-        "such a mask as it is, so it switches windows off, or puts them on all layers. Pass batches of "
-        'boundaries="transformers" without an attention_mask, and call loader.mask_documents(model) once '
-        "before training"
+        f"{' and '.join(sorted(own))} with a window of {window} tokens, and rows have {seq_len}: "
+        "transformers takes such a mask as it is, so it switches windows off, or puts them on all layers. Pass "
+        'batches of boundaries="transformers" without an attention_mask, and call '
+        "loader.mask_documents(model) once before training"
     )
 
 
@@ -409,8 +410,8 @@ def _row_of_mask(mask: Any, row: int, seq_len: int) -> torch.Tensor:
     if isinstance(mask, BlockMask):
         device = str(mask.kv_indices.device)
 
-        def sees(_: Any, head: Any, query: Any, key: Any) -> Any:
-            return mask.mask_mod(row, head, query, key)
+        def sees(first: Any, head: Any, query: Any, key: Any) -> Any:
+            return mask.mask_mod(first + row, head, query, key)
 
         return create_mask(sees, 1, 1, seq_len, seq_len, device)
     if not isinstance(mask, torch.Tensor):

@@ -139,7 +139,8 @@ def get_llama3_dataloader(
         seq_len: pack documents into full rows of so many tokens, EOS between documents; see joined_rows.py.
         boundaries: where documents begin in packed rows, so that attention stays inside of them. For
             ``model(**batch)`` of a transformers model ``"transformers"``: the names that it knows, no
-            ``attention_mask``, and ``use_cache`` False. For other models ``"position_ids"``,
+            ``attention_mask``, and ``use_cache`` False. Not every model keeps documents apart by them:
+            ``check_boundaries(model, batch)`` tells. For other models ``"position_ids"``,
             ``"segment_ids"``, ``"cu_seqlens"``; see boundaries.py, also for masks. The first label of each
             document is then -100, as it follows from another document.
         targets: ``"same"``: labels are the ids, and the model shifts them, as transformers' do.

@@ -161,7 +161,7 @@ def verdict(family: str, attention: str, batch: Mapping[str, Any]) -> str:
 
 
 def attentions(family: str) -> list[str]:
-    kind = AutoModelForCausalLM._model_mapping[CONFIG_MAPPING[family]]
+    kind: Any = AutoModelForCausalLM._model_mapping[CONFIG_MAPPING[family]]
     return ["eager", "sdpa"] if kind._supports_sdpa else ["eager"]
 
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from loader.batches import LoaderMetrics
+    from loader.boundaries import check_boundaries, mask_documents
     from loader.collator import CausalLMCollator
     from loader.dataloader import get_llama3_dataloader
     from loader.prepared_data import ensure_prepared
@@ -48,6 +49,8 @@ _MODULES = {
     "get_llama3_dataloader": "loader.dataloader",
     "ensure_prepared": "loader.prepared_data",
     "set_up_training": "loader.training_setup",
+    "check_boundaries": "loader.boundaries",
+    "mask_documents": "loader.boundaries",
     "TokenLoader": "loader.token_loader",
     "CausalLMCollator": "loader.collator",
     "LoaderMetrics": "loader.batches",
@@ -79,9 +82,11 @@ __all__ = [
     "TokenLoader",
     "UnknownVersion",
     "UsageError",
+    "check_boundaries",
     "ensure_prepared",
     "find_process_rank",
     "get_llama3_dataloader",
+    "mask_documents",
     "set_up_training",
 ]
 

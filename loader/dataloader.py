@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from loader.batches import StepBatches
-from loader.boundaries import Boundary, check_boundaries
+from loader.boundaries import Boundary, boundary_names
 from loader.dataset import (
     ChunkDataset,
     Samples,
@@ -139,7 +139,8 @@ def get_llama3_dataloader(
         seq_len: pack documents into full rows of so many tokens, EOS between documents; see joined_rows.py.
         boundaries: where documents begin in packed rows, so that attention stays inside of them. For
             ``model(**batch)`` of a transformers model ``"transformers"``: the names that it knows, no
-            ``attention_mask``, and ``use_cache`` False. For other models ``"position_ids"``,
+            ``attention_mask``, and ``use_cache`` False. Not every model keeps documents apart by them:
+            ``check_boundaries(model, batch)`` tells. For other models ``"position_ids"``,
             ``"segment_ids"``, ``"cu_seqlens"``; see boundaries.py, also for masks. The first label of each
             document is then -100, as it follows from another document.
         targets: ``"same"``: labels are the ids, and the model shifts them, as transformers' do.
@@ -191,7 +192,7 @@ def get_llama3_dataloader(
             batch_size_schedule, global_batch_size, is_validation=split == "validation"
         )
     global_batch_size = check_batch(batch_size, global_batch_size, who.world_size)
-    fields = check_boundaries(boundaries)
+    fields = boundary_names(boundaries)
     shifts = check_targets(targets, fields, has_collate_fn=collate_fn is not None)
     rules = SampleRules(
         seq_len=None if seq_len is None else seq_len + shifts,

@@ -15,6 +15,7 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from loader.boundaries import why_unchecked
 from loader.token_loader import TokenLoader
 from shardprep.errors import UsageError
 
@@ -25,10 +26,19 @@ class LoaderMixin:
 
     Make the TrainingArguments before the loader: they start the process group, which tells the loader its
     rank. Raises UsageError where Trainer's own numbers would not make a step of one global batch.
+
+    If the loader has ``boundaries``, the first step with a row of two documents also runs
+    ``loader.check_boundaries`` on what the model gets: two forward passes. It raises Refused, on all ranks,
+    for a model that lets documents see each other. ``check_boundaries=False`` switches it off.
     """
 
     def __init__(
-        self, *args: Any, train_loader: TokenLoader, eval_loader: TokenLoader | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        train_loader: TokenLoader,
+        eval_loader: TokenLoader | None = None,
+        check_boundaries: bool = True,
+        **kwargs: Any,
     ) -> None:
         if not isinstance(train_loader, TokenLoader):
             raise UsageError(
@@ -39,6 +49,8 @@ class LoaderMixin:
             kwargs["eval_dataset"] = eval_loader.dataset  # Trainer asks for one; it is never iterated
         super().__init__(*args, **kwargs)
         self.train_loader, self.eval_loader = train_loader, eval_loader
+        step_batches = train_loader.step_batches
+        self._is_unchecked = bool(check_boundaries and step_batches.boundaries and step_batches.row_tokens)
         check_trainer_arguments(self.args, train_loader)  # type: ignore[attr-defined]  # Trainer's
         # The loader finds its place itself.
         self.args.ignore_data_skip = True  # type: ignore[attr-defined]  # Trainer's
@@ -53,6 +65,17 @@ class LoaderMixin:
         if self.eval_loader is not None and eval_dataset in (None, self.eval_loader.dataset):
             return self.eval_loader
         return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]  # Trainer's
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Trainer's step; the first ones look at what the model gets, until its boundaries are checked."""
+        if self._is_unchecked:
+            # Before the hooks of FSDP, and with what compute_loss of a subclass makes of the batch.
+            def look(module: Any, _: Any, fields: dict[str, Any]) -> None:
+                handle.remove()
+                self._is_unchecked = bool(why_unchecked(module, fields, documents=inputs))
+
+            handle = model.register_forward_pre_hook(look, with_kwargs=True, prepend=True)
+        return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]  # Trainer's
 
 
 def check_trainer_arguments(args: Any, loader: TokenLoader) -> None:

@@ -6,7 +6,6 @@ The stream reads ahead and does not know what the loop took; ``token_loader.py``
 from __future__ import annotations
 
 import os
-import signal
 import tempfile
 import time
 from collections import deque
@@ -22,6 +21,7 @@ from loader.collate_workers import CollateWorkers, can_be_sent
 from loader.dataset import ChunkDataset
 from loader.shards.shard_set import SizeCheck
 from loader.state import Position
+from loader.worker_processes import follow_main_process, iter_with_workers
 from shardprep.errors import UsageError
 
 _MOST_PATH_BYTES = 107  # of a Unix socket
@@ -60,7 +60,7 @@ class BatchStream:
             batch_size=None,
             collate_fn=_as_it_is,
             pin_memory=False,
-            worker_init_fn=_leave_interrupts_to_the_parent,
+            worker_init_fn=follow_main_process,
             **workers,
         )
         self._collate_workers: CollateWorkers | None = None
@@ -102,7 +102,7 @@ class BatchStream:
         """Deliver from a position on; persistent workers are sent there."""
         shared = self._chunks.position
         shared[0], shared[1] = position.epoch, self._run.order_step(position)
-        self._arriving = iter(self._chunk_loader)
+        self._arriving = iter_with_workers(self._chunk_loader)
 
     def _has_dead_workers(self) -> bool:
         if self._collate_workers is not None and self._collate_workers.is_broken:
@@ -191,14 +191,8 @@ def _collate_workers(step_batches: StepBatches, workers: Mapping[str, Any]) -> C
     return CollateWorkers(
         step_batches.collate_fn,
         has_masks=step_batches.has_masks,
-        worker_init_fn=_leave_interrupts_to_the_parent,
         **workers,
     )
-
-
-def _leave_interrupts_to_the_parent(_: int) -> None:
-    """Ctrl-C reaches all processes of a terminal, but only the loop's may decide what it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _as_it_is(chunk: Any) -> Any:

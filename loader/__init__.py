@@ -11,6 +11,7 @@
     tokenizer.py     whose ids they are, and which of them pads
     token_loader.py  what a training loop sees: epochs and the state
     training_setup.py  precision, attention, threads and padding of a training script, in one call
+    evaluation.py    the mean loss of a validation set
     trainer.py       the loader inside transformers' Trainer
     dataloader.py    get_llama3_dataloader, which puts these together
     staging/         ``python -m loader stage``: copies of shards on the node's own disk
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from loader.batches import LoaderMetrics
     from loader.collator import CausalLMCollator
     from loader.dataloader import get_llama3_dataloader
+    from loader.evaluation import LossMean, evaluation_loss
     from loader.prepared_data import ensure_prepared
     from loader.process_rank import ProcessRank, find_process_rank
     from loader.state import OtherRun, Position
@@ -51,6 +53,8 @@ _MODULES = {
     "TokenLoader": "loader.token_loader",
     "CausalLMCollator": "loader.collator",
     "LoaderMetrics": "loader.batches",
+    "LossMean": "loader.evaluation",
+    "evaluation_loss": "loader.evaluation",
     "ProcessRank": "loader.process_rank",
     "find_process_rank": "loader.process_rank",
     "OtherRun": "loader.state",
@@ -68,6 +72,7 @@ __all__ = [
     "BrokenShard",
     "CausalLMCollator",
     "LoaderMetrics",
+    "LossMean",
     "MissingShard",
     "NotFound",
     "OtherRun",
@@ -80,6 +85,7 @@ __all__ = [
     "UnknownVersion",
     "UsageError",
     "ensure_prepared",
+    "evaluation_loss",
     "find_process_rank",
     "get_llama3_dataloader",
     "set_up_training",

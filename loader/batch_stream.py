@@ -85,7 +85,8 @@ class BatchStream:
         chunks.position[0], chunks.position[1] = start.epoch, run.order_step(start)
         within, width = start.num_micro % run.num_batches, run.row_length(run.step_of(start))
         chunk = cast(Chunk, next(iter(chunks)))  # no end of an epoch: a position is before it
-        parts = self._step_batches.cut([chunk], 0, within, self._num_fillers(start.step), width)
+        fillers = self._order.is_filler(start.step, self._chunks.lanes)
+        parts = self._step_batches.cut([chunk], 0, within, fillers, width)
         return self._step_batches.collate(next(parts))
 
     def end(self) -> None:
@@ -129,8 +130,8 @@ class BatchStream:
                 return
             self._metrics.wait_s = waited + time.perf_counter() - began
             part = sent.popleft()
-            if part.num_fillers:
-                blank_labels(batch, part.num_fillers)
+            if part.is_filler is not None:
+                blank_labels(batch, part.is_filler)
             yield part, batch
 
     def _uncollated(self, start: Position) -> Iterator[Uncollated]:
@@ -141,20 +142,13 @@ class BatchStream:
         while step < num_steps:
             chunks = self._next_chunks()
             for place in range(chunks[0].lengths.shape[1]):
-                fillers = self._num_fillers(step)
+                fillers = self._order.is_filler(step, self._chunks.lanes)
                 yield from self._step_batches.cut(chunks, place, within, fillers, run.row_length(number))
                 left, within = left - 1, 0
                 if not left:
                     step, number = step + 1, number + 1
                     left = run.order_steps_in(number)
             del chunks  # they may hold their window; the next one is read now
-
-    def _num_fillers(self, step: int) -> int:
-        """Samples at the end of this rank's part of a global batch that fill it up."""
-        order, lanes = self._order, self._chunks.lanes
-        if not order.keeps_tail or step + 1 < order.steps_per_epoch:
-            return 0
-        return min(max(lanes.stop - order.global_batch_size + order.num_fillers, 0), len(lanes))
 
     def _next_chunks(self) -> list[Chunk]:
         """The next chunk of every worker, in the order of their lanes."""

@@ -126,9 +126,8 @@ class Mixture:
     def keeps_tail(self) -> bool:
         return False
 
-    @property
-    def num_fillers(self) -> int:
-        return 0
+    def is_filler(self, step: int, lanes: range) -> None:  # noqa: ARG002  as of an Order
+        return None
 
     @property
     def num_lanes(self) -> int:

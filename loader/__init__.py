@@ -95,5 +95,12 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import torch (seconds) when something is first used, and transformers for CausalLMCollator alone."""
     if name in _MODULES:
-        return getattr(import_module(_MODULES[name]), name)
+        try:
+            return getattr(import_module(_MODULES[name]), name)
+        except ModuleNotFoundError as error:
+            from shardprep.command_line import missing_library
+
+            if (found := missing_library(error, f"loader.{name}")) is None:
+                raise
+            raise ModuleNotFoundError(found, name=error.name) from None
     raise AttributeError(f"module 'loader' has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -11,6 +11,7 @@
     tokenizer.py     whose ids they are, and which of them pads
     token_loader.py  what a training loop sees: epochs and the state
     training_setup.py  precision, attention, threads and padding of a training script, in one call
+    evaluation.py    the mean loss of a validation set
     trainer.py       the loader inside transformers' Trainer
     dataloader.py    get_llama3_dataloader, which puts these together
     staging/         ``python -m loader stage``: copies of shards on the node's own disk
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from loader.boundaries import check_boundaries, mask_documents
     from loader.collator import CausalLMCollator
     from loader.dataloader import get_llama3_dataloader
+    from loader.evaluation import LossMean, evaluation_loss
     from loader.prepared_data import ensure_prepared
     from loader.process_rank import ProcessRank, find_process_rank
     from loader.state import OtherRun, Position
@@ -54,6 +56,8 @@ _MODULES = {
     "TokenLoader": "loader.token_loader",
     "CausalLMCollator": "loader.collator",
     "LoaderMetrics": "loader.batches",
+    "LossMean": "loader.evaluation",
+    "evaluation_loss": "loader.evaluation",
     "ProcessRank": "loader.process_rank",
     "find_process_rank": "loader.process_rank",
     "OtherRun": "loader.state",
@@ -71,6 +75,7 @@ __all__ = [
     "BrokenShard",
     "CausalLMCollator",
     "LoaderMetrics",
+    "LossMean",
     "MissingShard",
     "NotFound",
     "OtherRun",
@@ -84,6 +89,7 @@ __all__ = [
     "UsageError",
     "check_boundaries",
     "ensure_prepared",
+    "evaluation_loss",
     "find_process_rank",
     "get_llama3_dataloader",
     "mask_documents",
@@ -94,5 +100,12 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import torch (seconds) when something is first used, and transformers for CausalLMCollator alone."""
     if name in _MODULES:
-        return getattr(import_module(_MODULES[name]), name)
+        try:
+            return getattr(import_module(_MODULES[name]), name)
+        except ModuleNotFoundError as error:
+            from shardprep.command_line import missing_library
+
+            if (found := missing_library(error, f"loader.{name}")) is None:
+                raise
+            raise ModuleNotFoundError(found, name=error.name) from None
     raise AttributeError(f"module 'loader' has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -6,7 +6,6 @@ The stream reads ahead and does not know what the loop took; ``token_loader.py``
 from __future__ import annotations
 
 import os
-import signal
 import tempfile
 import time
 from collections import deque
@@ -22,6 +21,7 @@ from loader.collate_workers import CollateWorkers, can_be_sent
 from loader.dataset import ChunkDataset
 from loader.shards.shard_set import SizeCheck
 from loader.state import Position
+from loader.worker_processes import follow_main_process, iter_with_workers
 from shardprep.errors import UsageError
 
 _MOST_PATH_BYTES = 107  # of a Unix socket
@@ -60,7 +60,7 @@ class BatchStream:
             batch_size=None,
             collate_fn=_as_it_is,
             pin_memory=False,
-            worker_init_fn=_leave_interrupts_to_the_parent,
+            worker_init_fn=follow_main_process,
             **workers,
         )
         self._collate_workers: CollateWorkers | None = None
@@ -85,7 +85,8 @@ class BatchStream:
         chunks.position[0], chunks.position[1] = start.epoch, run.order_step(start)
         within, width = start.num_micro % run.num_batches, run.row_length(run.step_of(start))
         chunk = cast(Chunk, next(iter(chunks)))  # no end of an epoch: a position is before it
-        parts = self._step_batches.cut([chunk], 0, within, self._num_fillers(start.step), width)
+        fillers = self._order.is_filler(start.step, self._chunks.lanes)
+        parts = self._step_batches.cut([chunk], 0, within, fillers, width)
         return self._step_batches.collate(next(parts))
 
     def end(self) -> None:
@@ -102,7 +103,7 @@ class BatchStream:
         """Deliver from a position on; persistent workers are sent there."""
         shared = self._chunks.position
         shared[0], shared[1] = position.epoch, self._run.order_step(position)
-        self._arriving = iter(self._chunk_loader)
+        self._arriving = iter_with_workers(self._chunk_loader)
 
     def _has_dead_workers(self) -> bool:
         if self._collate_workers is not None and self._collate_workers.is_broken:
@@ -129,8 +130,8 @@ class BatchStream:
                 return
             self._metrics.wait_s = waited + time.perf_counter() - began
             part = sent.popleft()
-            if part.num_fillers:
-                blank_labels(batch, part.num_fillers)
+            if part.is_filler is not None:
+                blank_labels(batch, part.is_filler)
             yield part, batch
 
     def _uncollated(self, start: Position) -> Iterator[Uncollated]:
@@ -141,20 +142,13 @@ class BatchStream:
         while step < num_steps:
             chunks = self._next_chunks()
             for place in range(chunks[0].lengths.shape[1]):
-                fillers = self._num_fillers(step)
+                fillers = self._order.is_filler(step, self._chunks.lanes)
                 yield from self._step_batches.cut(chunks, place, within, fillers, run.row_length(number))
                 left, within = left - 1, 0
                 if not left:
                     step, number = step + 1, number + 1
                     left = run.order_steps_in(number)
             del chunks  # they may hold their window; the next one is read now
-
-    def _num_fillers(self, step: int) -> int:
-        """Samples at the end of this rank's part of a global batch that fill it up."""
-        order, lanes = self._order, self._chunks.lanes
-        if not order.keeps_tail or step + 1 < order.steps_per_epoch:
-            return 0
-        return min(max(lanes.stop - order.global_batch_size + order.num_fillers, 0), len(lanes))
 
     def _next_chunks(self) -> list[Chunk]:
         """The next chunk of every worker, in the order of their lanes."""
@@ -191,14 +185,8 @@ def _collate_workers(step_batches: StepBatches, workers: Mapping[str, Any]) -> C
     return CollateWorkers(
         step_batches.collate_fn,
         has_masks=step_batches.has_masks,
-        worker_init_fn=_leave_interrupts_to_the_parent,
         **workers,
     )
-
-
-def _leave_interrupts_to_the_parent(_: int) -> None:
-    """Ctrl-C reaches all processes of a terminal, but only the loop's may decide what it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _as_it_is(chunk: Any) -> Any:

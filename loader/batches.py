@@ -24,6 +24,8 @@ from loader.sample_fields import Collate, collate_lists, with_fields
 from loader.shifted_targets import shift, without_last_place
 from shardprep.errors import UsageError
 
+Fillers = npt.NDArray[np.bool_] | None
+
 
 @dataclass(kw_only=True)
 class LoaderMetrics:
@@ -62,7 +64,7 @@ class Uncollated(NamedTuple):
     ids: Ids  # int32[batch, row_tokens]; of samples of any length int32[tokens], one after another
     lengths: npt.NDArray[Any] | None  # of each sample, unless all are full rows
     edges: Edges | None = None  # where documents begin in rows, if boundaries were asked for
-    num_fillers: int = 0  # samples at the end that fill a last batch up: they have no labels
+    is_filler: Fillers = None  # samples that fill a last batch up, if there are any: they have no labels
     width: int = 0  # that rows are cut to, side by side; 0: as they are
     starts: Sequence[Ids] | None = None  # where documents begin in each row, if sample_fields ask for it
 
@@ -129,46 +131,46 @@ class StepBatches:
         return batches
 
     def cut(
-        self, chunks: list[Chunk], step: int, first_batch: int, num_fillers: int = 0, width: int = 0
+        self, chunks: list[Chunk], step: int, first_batch: int, is_filler: Fillers = None, width: int = 0
     ) -> Iterator[Uncollated]:
-        """The batches of one step of some chunks, from one of them on; its last samples may be fillers.
+        """The batches of one step of some chunks, from one of them on.
 
-        ``width``: what rows are to be cut to.
+        ``is_filler``: which samples of the step are fillers. ``width``: what rows are to be cut to.
         """
         if not self.row_tokens:
-            yield from self._cut_documents(chunks, step, first_batch, num_fillers)
+            yield from self._cut_documents(chunks, step, first_batch, is_filler)
             return
         rows, lengths = _rows_of_step(chunks, step)
         every_start = (
             [each for chunk in chunks for each in chunk.starts_of(step)] if self.sample_fields else []
         )
-        for part, of_part in _batch_parts(self.batch_size, len(rows), first_batch, num_fillers):
+        for part in _batch_parts(self.batch_size, len(rows), first_batch):
             edges = step_edges(chunks, step, part) if self.boundaries else None
             of_rows = None if lengths is None else lengths[part]
             starts = every_start[part] if self.sample_fields else None
-            yield Uncollated(rows[part], of_rows, edges, of_part, width, starts)
+            yield Uncollated(rows[part], of_rows, edges, _of_part(is_filler, part), width, starts)
 
     def _cut_documents(
-        self, chunks: list[Chunk], step: int, first_batch: int, num_fillers: int
+        self, chunks: list[Chunk], step: int, first_batch: int, is_filler: Fillers
     ) -> Iterator[Uncollated]:
         """The same of samples of any length; with ``starts``, each sample is a batch."""
         if chunks[0].starts is not None:
-            yield from cut_token_batches(chunks, step, first_batch, num_fillers)
+            yield from cut_token_batches(chunks, step, first_batch, is_filler)
             return
         lengths = np.concatenate([chunk.lengths[:, step] for chunk in chunks])
         parts = [chunk.ids_of(step) for chunk in chunks]
         ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
         bounds = np.cumsum([0, *lengths.tolist()])
-        for part, of_part in _batch_parts(self.batch_size, len(lengths), first_batch, num_fillers):
+        for part in _batch_parts(self.batch_size, len(lengths), first_batch):
             of_samples = lengths[part]
             first, end = bounds[part.start], bounds[part.start + len(of_samples)]
-            yield Uncollated(ids[first:end], of_samples, None, of_part)
+            yield Uncollated(ids[first:end], of_samples, None, _of_part(is_filler, part))
 
     def collate(self, part: Uncollated) -> Any:
         """The batch of some samples; what ``collate_fn`` makes may be anything."""
         batch = self._collated(part)
-        if part.num_fillers:
-            blank_labels(batch, part.num_fillers)
+        if part.is_filler is not None:
+            blank_labels(batch, part.is_filler)
         return batch
 
     def samples_of(self, part: Uncollated) -> list[Any]:
@@ -219,15 +221,16 @@ class StepBatches:
 
 
 @lru_cache
-def _batch_parts(
-    batch_size: int, num_samples: int, first_batch: int, num_fillers: int
-) -> tuple[tuple[slice, int], ...]:
-    """Which samples of a step each batch has, and how many of them are fillers; kept, as steps are alike."""
-    num_real = num_samples - num_fillers
-    return tuple(
-        (slice(first, first + batch_size), min(max(first + batch_size - num_real, 0), batch_size))
-        for first in range(first_batch * batch_size, num_samples, batch_size)
-    )
+def _batch_parts(batch_size: int, num_samples: int, first_batch: int) -> tuple[slice, ...]:
+    """Which samples of a step each batch has; kept, as steps are alike."""
+    firsts = range(first_batch * batch_size, num_samples, batch_size)
+    return tuple(slice(first, first + batch_size) for first in firsts)
+
+
+def _of_part(is_filler: Fillers, part: slice) -> Fillers:
+    if is_filler is None or not is_filler[part].any():
+        return None
+    return is_filler[part]
 
 
 def _rows_of_step(chunks: list[Chunk], step: int) -> tuple[Any, npt.NDArray[Any] | None]:
@@ -242,29 +245,32 @@ def _rows_of_step(chunks: list[Chunk], step: int) -> tuple[Any, npt.NDArray[Any]
 
 
 def cut_token_batches(
-    chunks: list[Chunk], step: int, first_batch: int, num_fillers: int
+    chunks: list[Chunk], step: int, first_batch: int, is_filler: Fillers
 ) -> Iterator[Uncollated]:
     """The batches of one step whose samples are batches, from one of them on."""
-    number, num_batches = 0, sum(len(chunk.lengths) for chunk in chunks)
+    number = 0
     for chunk in chunks:
         ids, begin = chunk.ids_of(step), 0
         for size, starts in zip(chunk.lengths[:, step].tolist(), chunk.starts_of(step), strict=True):
             if number >= first_batch:
-                is_filler = number >= num_batches - num_fillers
                 lengths = np.diff(starts, append=size)
-                yield Uncollated(ids[begin : begin + size], lengths, None, len(lengths) * is_filler)
+                fills = is_filler is not None and is_filler[number]
+                yield Uncollated(
+                    ids[begin : begin + size], lengths, None, np.ones(len(lengths), bool) if fills else None
+                )
             number, begin = number + 1, begin + size
 
 
-def blank_labels(batch: Any, num_rows: int) -> None:
-    """Take the labels of the last rows of a batch away: they fill a last batch up, and count for no loss.
+def blank_labels(batch: Any, is_filler: npt.NDArray[np.bool_]) -> None:
+    """Take the labels of some rows of a batch away: they fill a last batch up, and count for no loss.
 
-    Raises UsageError where a batch has no labels: a loss would count samples twice.
+    Raises UsageError where a batch has no labels for each row: a loss would count samples twice.
     """
     labels = batch.get("labels") if hasattr(batch, "get") else None
-    if not isinstance(labels, torch.Tensor):
+    if not isinstance(labels, torch.Tensor) or len(labels) != len(is_filler):
         raise UsageError(
             "the last batch of a validation set is filled up with samples that have labels of -100, and this "
-            'collate_fn makes no tensor "labels"; pass a global_batch_size that divides the number of samples'
+            'collate_fn makes no tensor "labels" with a row for each sample; pass a global_batch_size that '
+            "divides the number of samples"
         )
-    labels[-num_rows:] = IGNORED
+    labels[torch.from_numpy(is_filler)] = IGNORED

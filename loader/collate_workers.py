@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from loader.sample_fields import Collate, Sample, collate_lists
+from loader.worker_processes import follow_main_process, iter_with_workers
 
 _NUMPY_TYPES = {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool, torch.float32, torch.float64}
 
@@ -78,6 +79,7 @@ class CollateWorkers:
             sampler=self._source,
             batch_size=None,
             collate_fn=_as_it_is,
+            worker_init_fn=follow_main_process,
             **workers,
         )
         self._stream: Any = None
@@ -85,7 +87,7 @@ class CollateWorkers:
     def batches(self, samples: Iterator[list[Sample]]) -> Iterator[Any]:
         """The batch of each list of samples; ends an earlier iterator of these workers."""
         self._source.samples = samples
-        self._stream = iter(self._loader)
+        self._stream = iter_with_workers(self._loader)
         try:
             for pickled in self._stream:
                 yield pickle.loads(pickled)  # noqa: S301  of our own process

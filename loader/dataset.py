@@ -181,7 +181,9 @@ def rank_lanes(order: Order | Mixture, rank: int, world_size: int) -> range:
 
 def group_size(group_by_length: bool | int, batch_size: int) -> int:
     """Samples of a group: ``True`` stands for batch_size, ``False`` for groups of one."""
-    return batch_size if group_by_length is True else int(group_by_length) or 1
+    if group_by_length is True:
+        return batch_size
+    return whole_number("group_by_length", group_by_length, least=0) or 1
 
 
 def check_batch(batch_size: int, global_batch_size: int | None, world_size: int) -> int:

@@ -5,7 +5,8 @@ nothing but the file system: no process group, no port, no clock that agrees wit
 
 Whoever prepares holds a claim, a small file beside the data set's folder, and rewrites it four times per
 ``heartbeat_s``: see preparing_claims.py. A claim that stays the same for too long is dead. index.json, which
-``verify`` writes last, ends the waiting.
+``verify`` writes last, ends the preparing. Rank 0 then compares the data set with what was asked for, and the
+other ranks of its launch wait for its verdict, a file beside the claims.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from loader.preparing_claims import Claims, WatchedClaim, is_gone, launch_of
+from loader.preparing_claims import Claims, Verdict, WatchedClaim, is_gone, launch_of
 from loader.process_rank import find_process_rank
 from shardprep.console import say
 from shardprep.errors import (
@@ -41,6 +42,7 @@ from shardprep.regular_files import size_of_file
 
 _BEGIN_S = 600.0  # how long the others wait for a first sign of rank 0, which may still import
 _BEATS_PER_HEARTBEAT = 4
+_SAY_EVERY_S = 60.0  # that this rank waits
 # An owner whose claim stays the same for so many heartbeat_s is dead. Rank 0 takes over before others fail.
 _DEAD_FOR_OWNERS, _DEAD_FOR_WAITERS = 1.0, 1.75
 
@@ -75,8 +77,9 @@ def ensure_prepared(
     ``rank``, ``world_size``: default: of torch.distributed or the launcher, as for the loader.
 
     Raises on every rank what made rank 0 fail: UsageError, BadInput, NotFound, CannotWrite, ReadWriteError,
-    or Refused where ``output_dir`` was planned with other options. Raises ReadWriteError where rank 0 died
-    or the limit is over.
+    or Refused where ``output_dir`` was planned with other options, or ``input_dir`` no longer holds the
+    planned files: by name, size, and a sample of each file whose mtime differs. Raises ReadWriteError where
+    rank 0 died or the limit is over.
     """
     if not (heartbeat_s > 0 and limit_s > 0):
         raise UsageError(f"heartbeat_s is {heartbeat_s}, limit_s is {limit_s}; expected more than 0")
@@ -84,18 +87,20 @@ def ensure_prepared(
     who = find_process_rank(rank, world_size)
     claims = Claims(folder.with_name(f".{folder.name}.preparing"), launch_of(os.environ))
     commands = _Commands(folder, Path(input_dir).absolute(), model_id, num_proc, options)
-    wait = _Wait(claims, heartbeat_s, limit_s)
+    wait = _Wait(claims, heartbeat_s, limit_s, who.rank)
+    verdict = claims.verdict(os.fspath(input_dir), model_id, options)
     if who.rank != 0:
-        wait.for_index(folder)
+        wait.for_verdict(folder, verdict, commands)
         return os.fspath(output_dir)
-    if _is_verified(folder):
-        commands.check()
-        return os.fspath(output_dir)
-    with wait.for_own_claim(folder) as owned:
-        if owned:
-            commands.prepare()
-        else:
+    with verdict.told() if who.world_size > 1 else contextlib.nullcontext():
+        if _is_verified(folder):
             commands.check()
+            return os.fspath(output_dir)
+        with wait.for_own_claim(folder) as owned:
+            if owned:
+                commands.prepare()
+            else:
+                commands.check()
     return os.fspath(output_dir)
 
 
@@ -106,16 +111,30 @@ def _is_verified(folder: Path) -> bool:
 class _Wait:
     """What a rank does that must not prepare, or not yet."""
 
-    def __init__(self, claims: Claims, heartbeat_s: float, limit_s: float) -> None:
+    def __init__(self, claims: Claims, heartbeat_s: float, limit_s: float, rank: int) -> None:
         self._claims = claims
         self._heartbeat_s = heartbeat_s
         self._limit_s = limit_s
+        self._rank = rank
         self._began = time.monotonic()
+        self._said: float | None = None
 
-    def for_index(self, folder: Path) -> None:
-        """Return when the data set is verified; raise what the owner of the claim failed with."""
+    def for_verdict(self, folder: Path, verdict: Verdict, commands: _Commands) -> None:
+        """Return when rank 0 says that the data set is as asked for; raise what it failed with.
+
+        Where it cannot say so, this rank compares by itself, once the data set is verified.
+        """
         watched = WatchedClaim(self._claims)
-        while not _is_verified(folder):
+        while True:
+            found, is_verified = verdict.read(), _is_verified(folder)
+            if is_verified and (verdict.is_doubtful or not verdict.can_be_told):
+                commands.check()
+                return
+            if found is not None and not verdict.is_doubtful:
+                if found.exit_code:
+                    _raise(found.exit_code, f"rank 0 could not prepare {folder}: {found.error}")
+                return
+            self._say(f"waiting for rank 0 to prepare {folder}, or to compare it with what is asked for")
             self._check_limit(folder)
             watched.look()
             if watched.claim is None or watched.is_of_the_past:
@@ -141,7 +160,7 @@ class _Wait:
     @contextmanager
     def for_own_claim(self, folder: Path) -> Iterator[bool]:
         """True while the claim is ours; False where another job has made the data set meanwhile."""
-        watched, is_said = WatchedClaim(self._claims), False
+        watched = WatchedClaim(self._claims)
         while not _is_verified(folder):
             self._check_limit(folder)
             watched.look()
@@ -151,9 +170,8 @@ class _Wait:
                         yield True
                     self._claims.remove()
                     return
-            elif not is_said:
-                is_said = True
-                say(f"{folder} is being prepared by another job: waiting for it")
+            else:
+                self._say(f"{folder} is being prepared by another job: waiting for it")
             self._sleep()
         yield False
 
@@ -171,6 +189,17 @@ class _Wait:
             raise ReadWriteError(
                 f"{folder} is not prepared after {self._limit_s:g} s (limit_s); see the log of rank 0"
             )
+
+    def _say(self, line: str) -> None:
+        """Say it when the waiting begins, and once a minute."""
+        now = time.monotonic()
+        if self._said is None:
+            say(f"rank {self._rank}: {line}")
+        elif now - self._said >= _SAY_EVERY_S:
+            say(f"rank {self._rank}: {line}, for {now - self._began:.0f} s by now")
+        else:
+            return
+        self._said = now
 
     def _sleep(self) -> None:
         time.sleep(min(1.0, self._heartbeat_s / 10))
@@ -217,13 +246,14 @@ class _Commands:
     ) -> None:
         self._folder = folder
         self._num_proc = num_proc
-        given = {"output_dir": folder, "model_id": model_id, **options}
-        self._of_plan = _flags({"input_dir": input_dir, **given})
+        given = {"input_dir": input_dir, "output_dir": folder, "model_id": model_id, **options}
+        self._of_plan = _flags(given)
         self._of_documents = _flags({name: value for name, value in given.items() if name not in _FOR_PLAN})
 
     def check(self) -> None:
-        """Raises Refused where the data set was planned with other options."""
-        _run("shard", "--shard_id", "0", *self._of_documents)  # done already, so it compares and ends
+        """Raises Refused where the data set was planned with other options or from other inputs."""
+        # Shard 0 is done already, so it compares and ends.
+        _run("shard", "--shard_id=0", "--check_inputs", *self._of_documents)
 
     def prepare(self) -> None:
         """Plan, run and verify; raises the error of the one that fails."""

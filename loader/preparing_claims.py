@@ -1,6 +1,7 @@
 """Who prepares a data set: claims, small files in ``.NAME.preparing`` beside the data set's folder.
 
     00001.json    {"launch": ..., "place": ..., "num_beats": 17, "exit_code": null, "error": null}
+    1f0c....verdict    the same, of rank 0 of one launch: what its other ranks go on, or end, with
 
 A claim is taken by a link under the next number, so that of two jobs one is first. Who waits compares what
 the file holds with what it held before, by its own clock.
@@ -10,20 +11,25 @@ Two owners at once would do no harm, only cost time: shards are equal bytes, and
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
 import json
 import os
-import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardprep.atomic_files import PublishedFile, publish_bytes
-from shardprep.errors import CannotWrite, ShardprepError
+from shardprep.errors import CannotWrite, ShardprepError, Stopped
 from shardprep.regular_files import names_in, read_regular
 
 _MAX_CLAIM_BYTES = 1 << 20
+_VERDICT = ".verdict"
+_KEPT_S = 24 * 3600.0  # a verdict: the ranks of its launch have read it by then
 _LAUNCH = (
     "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT",
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
@@ -41,6 +47,18 @@ class Claim:
     error: str | None = None
 
 
+def _read_claim(path: Path) -> Claim | None:
+    try:
+        data = json.loads(read_regular(path, max_bytes=_MAX_CLAIM_BYTES))
+        return Claim(**{field.name: data[field.name] for field in dataclasses.fields(Claim)})
+    except (ShardprepError, OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None  # being removed, or no claim of ours: it will not change
+
+
+def _content(claim: Claim) -> bytes:
+    return json.dumps(dataclasses.asdict(claim)).encode()
+
+
 class Claims:
     """The claims in one folder."""
 
@@ -53,11 +71,7 @@ class Claims:
         number = max(self._numbers(), default=0)
         if not number:
             return 0, None
-        try:
-            data = json.loads(read_regular(self._path(number), max_bytes=_MAX_CLAIM_BYTES))
-            return number, Claim(**{field.name: data[field.name] for field in dataclasses.fields(Claim)})
-        except (ShardprepError, OSError, ValueError, TypeError, KeyError, RecursionError):
-            return number, None  # being removed, or no claim of ours: it will not change
+        return number, _read_claim(self._path(number))
 
     def _numbers(self) -> list[int]:
         names = names_in(self._folder)
@@ -70,7 +84,7 @@ class Claims:
         except OSError as error:
             raise CannotWrite(f"{self._folder} cannot be made: {error.strerror}") from None
         file = PublishedFile(self._path(number))
-        file.write(self._content(self.claim()))
+        file.write(_content(self.claim()))
         file.sync()
         return file.publish_first()
 
@@ -78,18 +92,76 @@ class Claims:
         return Claim(launch=self.launch, place=place_of(os.getpid()))
 
     def write(self, number: int, claim: Claim) -> None:
-        publish_bytes(self._path(number), self._content(claim))
+        publish_bytes(self._path(number), _content(claim))
 
     def remove(self) -> None:
-        """When index.json is there, nobody looks at claims any more."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """When index.json is there, nobody looks at claims any more. Verdicts stay."""
+        with contextlib.suppress(OSError):
+            for number in self._numbers():
+                self._path(number).unlink(missing_ok=True)
+            self._folder.rmdir()  # which does nothing to a folder that holds something
+
+    def verdict(self, *asked: Any) -> Verdict:
+        """Where rank 0 says what became of a call of this launch with these arguments."""
+        digest = hashlib.sha256(json.dumps([self.launch, *asked], sort_keys=True, default=str).encode())
+        return Verdict(self._folder / f"{digest.hexdigest()[:16]}{_VERDICT}", self.claim())
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:05d}.json"
 
-    @staticmethod
-    def _content(claim: Claim) -> bytes:
-        return json.dumps(dataclasses.asdict(claim)).encode()
+
+class Verdict:
+    """What rank 0 of this launch found, for its other ranks: the data set is as asked for, or an error.
+
+    A file that stays: nobody knows when the last rank has read it. A day later another rank 0 removes it.
+    """
+
+    def __init__(self, path: Path, claim: Claim) -> None:
+        self._path = path
+        self._claim = claim
+        self._first = self.read()
+
+    @property
+    def can_be_told(self) -> bool:
+        """Whether it is known which launch this is, and the file can be written, as far as one can see."""
+        folder = self._path.parent if self._path.parent.exists() else self._path.parent.parent
+        return bool(self._claim.launch) and os.access(folder, os.W_OK | os.X_OK)
+
+    def read(self) -> Claim | None:
+        """The verdict; its ``exit_code`` is 0 where the data set is as asked for."""
+        return _read_claim(self._path)
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether it may be of an earlier start: it was there at first, and its writer is gone."""
+        found = self.read()
+        return found is not None and found == self._first and is_gone(found.place)
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Say how the work within ends, and remove what an earlier start said."""
+        self._remove_old()
+        exit_code, error = 0, None
+        try:
+            yield
+        except ShardprepError as failure:
+            exit_code, error = failure.exit_code, str(failure)
+            raise
+        except BaseException as failure:
+            exit_code, error = Stopped.exit_code, f"rank 0 was stopped ({type(failure).__name__})"
+            raise
+        finally:
+            if self.can_be_told:
+                with contextlib.suppress(ShardprepError, OSError):
+                    self._path.parent.mkdir(parents=True, exist_ok=True)
+                    claim = dataclasses.replace(self._claim, exit_code=exit_code, error=error)
+                    publish_bytes(self._path, _content(claim))
+
+    def _remove_old(self) -> None:
+        with contextlib.suppress(OSError):
+            for path in self._path.parent.glob(f"*{_VERDICT}"):
+                if path == self._path or time.time() - path.stat().st_mtime > _KEPT_S:
+                    path.unlink(missing_ok=True)
 
 
 class WatchedClaim:

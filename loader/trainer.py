@@ -10,19 +10,22 @@ The loader's state stands in trainer_state.json of each checkpoint, so it is of 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from loader.boundaries import why_unchecked
+from loader.evaluation import LossMean
 from loader.token_loader import TokenLoader
 from shardprep.errors import UsageError
 
 
 class LoaderMixin:
     """Write it before Trainer, or a subclass, among the bases; pass ``train_loader=``, and ``eval_loader=``
-    where Trainer evaluates: a loader with ``split="validation"``.
+    where Trainer evaluates: a loader with ``split="validation"``. Its ``eval_loss`` is the mean over all
+    labels, equal on every number of ranks; a ``compute_loss`` of your own keeps that if it calls this one.
 
     Make the TrainingArguments before the loader: they start the process group, which tells the loader its
     rank. Raises UsageError where Trainer's own numbers would not make a step of one global batch.
@@ -31,6 +34,8 @@ class LoaderMixin:
     ``loader.check_boundaries`` on what the model gets: two forward passes. It raises Refused, on all ranks,
     for a model that lets documents see each other. ``check_boundaries=False`` switches it off.
     """
+
+    _eval_losses: LossMean | None = None  # while eval_loader is evaluated
 
     def __init__(
         self,
@@ -76,6 +81,33 @@ class LoaderMixin:
 
             handle = model.register_forward_pre_hook(look, with_kwargs=True, prepend=True)
         return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]  # Trainer's
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's, with the mean over all labels in place of its mean over batches."""
+        if self.eval_loader is None or dataloader is not self.eval_loader:
+            return super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]  # Trainer's
+        losses = self._eval_losses = LossMean.of_loader(self.eval_loader)
+        try:
+            output = super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]  # Trainer's
+        finally:
+            self._eval_losses = None
+        if not math.isnan(mean := losses.mean()):  # NaN where a compute_loss of the user's counts no labels
+            output.metrics[f"{kwargs.get('metric_key_prefix', 'eval')}_loss"] = mean
+        return output
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Trainer's; while ``eval_loader`` is evaluated, the mean over the labels of a batch, and counted."""
+        losses = self._eval_losses
+        if losses is not None:
+            labels, num_items_in_batch = inputs["labels"], None
+        found = super().compute_loss(  # type: ignore[misc]  # Trainer's
+            model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+        )
+        if losses is not None:
+            losses.add(found[0] if return_outputs else found, labels)
+        return found
 
 
 def check_trainer_arguments(args: Any, loader: TokenLoader) -> None:

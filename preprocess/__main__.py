@@ -42,9 +42,10 @@ def command_words(argv: Sequence[str]) -> list[str]:
 def make_shard(args: argparse.Namespace) -> int:
     """``--shard_id N``: the command of a job array's task."""
     from lustre import layout_line
+    from preprocess.plan import need_plan
     from preprocess.resources import bind_to_task_cpus, memory_note
     from preprocess.task_log import engine_line, means_line, part_line, speed_line
-    from preprocess.task_plan import shard_of_task
+    from preprocess.task_plan import check_inputs, shard_of_task
     from preprocess.worker import done_manifest, load_worker
     from shardprep.format.names import quarantine_path
 
@@ -53,6 +54,8 @@ def make_shard(args: argparse.Namespace) -> int:
     folder = given["output_dir"]
     num_cpus = bind_to_task_cpus(offset=args.shard_id)  # planning, too, may load what starts threads
     shard_id: int = args.shard_id
+    if args.check_inputs:
+        check_inputs(need_plan(folder), given.get("input_dir", PrepConfig().input_dir))
     plan, shard = shard_of_task(given, shard_id, is_planned=args.planned)
     if done_manifest(plan, folder, shard_id):
         say(f"shard {shard_id:05d} is done already")
@@ -266,6 +269,11 @@ def _shard_flags(parser: argparse.ArgumentParser) -> None:
         "--planned",
         action="store_true",
         help="make no plan: where --output_dir has none, end with 66",
+    )
+    parser.add_argument(
+        "--check_inputs",
+        action="store_true",
+        help="first refuse an --input_dir that does not hold the planned inputs of all shards",
     )
     add_flags_of(parser, PrepConfig)
     add_flags_of(parser, WorkerSettings, but={item.name for item in dataclasses.fields(PrepConfig)})

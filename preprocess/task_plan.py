@@ -8,15 +8,18 @@ import itertools
 import os
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from preprocess.input_files import find_inputs, list_inputs
+from preprocess.inputs import InputFile, OpenInput, sample_sha256
 from preprocess.options import LISTING_OPTIONS, PrepConfig, flags_of
 from preprocess.plan import Plan, PlannedShard, is_one_file_a_shard, need_plan, read_plan
 from preprocess.tokenizer_files import TOKENIZER_FILE, describe_tokenizer
 from shardprep.console import say
-from shardprep.errors import NotFound, OtherTokenizer, Refused
+from shardprep.errors import NotFound, OtherTokenizer, ReadWriteError, Refused
 from shardprep.format.names import PLAN_NAME, TOKENIZER_DIR, id_ranges
 from shardprep.regular_files import size_of_file
 
@@ -24,6 +27,7 @@ from shardprep.regular_files import size_of_file
 _LEAST_WAIT_S = 3.0
 _STAMPED_PER_S = 2000
 _LOOK_EVERY_S = 0.2
+_NUM_STAT_THREADS = 16  # a stat is a round trip on a network file system
 _CLAIM_NAME = f".{PLAN_NAME}.claimed.tmp"
 
 
@@ -150,20 +154,62 @@ def _check_given(plan: Plan, given: dict[str, Any]) -> None:
 
 def _check_listing(plan: Plan, input_dir: Path) -> None:
     """Raises Refused where the N-th file is no longer the planned one."""
-    options = plan.options
+    _refuse_other_inputs(plan, input_dir, _other_names(plan, input_dir))
+
+
+def check_inputs(plan: Plan, input_dir: Path) -> None:
+    """Raises Refused where a folder no longer holds the planned inputs, and these alone.
+
+    A file of the planned size and mtime is not opened; of another mtime its sample is read and compared.
+    """
+    try:
+        differing = _other_names(plan, input_dir)
+    except NotFound as error:
+        _refuse_other_inputs(plan, input_dir, [str(error)])
+        return
+    with ThreadPoolExecutor(_NUM_STAT_THREADS) as pool:
+        differing += filter(None, pool.map(partial(_change_of, input_dir), plan.inputs))
+    _refuse_other_inputs(plan, input_dir, differing)
+
+
+def _other_names(plan: Plan, input_dir: Path) -> list[str]:
+    """The files that were added or are missing, in words."""
+    options, planned = plan.options, {item.path for item in plan.inputs}
     listing = find_inputs(
         input_dir, recursive=options.recursive, follow_links=options.follow_links, also=options.also
     )
     found = {path.relative_to(input_dir).as_posix() for path in listing.paths}
-    planned = {item.path for item in plan.inputs}
     # An older shardprep took names that are left out today.
     found |= planned.intersection(itertools.chain.from_iterable(listing.left_out.values()))
-    if found != planned:
-        raise Refused(
-            f"{input_dir} holds {len(found)} input files, the plan has {len(planned)}; differing: "
-            f"{', '.join(sorted(found ^ planned)[:3])}. A plan is never changed: put new files into a folder "
-            "of their own, with an --output_dir of its own, and give the loader a list of folders"
-        )
+    added = [f"{name} was added" for name in sorted(found - planned)]
+    return added + [f"{name} is missing" for name in sorted(planned - found)]
+
+
+def _change_of(input_dir: Path, planned: InputFile) -> str | None:
+    """How an input differs from the planned one, in words; None for one that is missing or equal."""
+    try:
+        status = (input_dir / planned.path).stat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ReadWriteError(f"input {input_dir / planned.path} cannot be read: {error.strerror}") from None
+    if status.st_size != planned.num_bytes:
+        return f"{planned.path} has {status.st_size} bytes, not {planned.num_bytes}"
+    if status.st_mtime_ns == planned.mtime_ns:
+        return None
+    is_equal = sample_sha256(OpenInput(input_dir / planned.path)) == planned.sha256
+    return None if is_equal else f"{planned.path} holds other bytes"
+
+
+def _refuse_other_inputs(plan: Plan, input_dir: Path, differing: list[str]) -> None:
+    if not differing:
+        return
+    found = "; ".join(differing[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
+    raise Refused(
+        f"{input_dir} does not hold the {len(plan.inputs)} planned input files: {found}. "
+        "A plan is never changed: bring the planned files back, or put new files into a folder of their own, "
+        "with an --output_dir of its own, and give the loader a list of folders"
+    )
 
 
 def array_note(environ: Mapping[str, str], num_shards: int, folder: Path) -> str | None:

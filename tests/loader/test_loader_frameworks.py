@@ -119,6 +119,41 @@ def evaluate_in_trainer(run, seen):
     losses = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
     seen[:] = [list(seen), len(eval_loader), losses]
 
+def evaluate_on_ranks(run, seen):
+    class OwnTrainer(LoaderMixin, Trainer):
+        pass
+
+    arguments = TrainingArguments(
+        output_dir=f"{OUT}/e", use_cpu=True, ddp_backend="gloo", report_to=[], disable_tqdm=True,
+        per_device_train_batch_size=2,
+    )
+    options = {"model_id": DATA, "num_workers": 0}
+    train_loader = get_llama3_dataloader(DATA, 2, **options)
+    eval_loader = get_llama3_dataloader(DATA, run["batch_size"], split="validation", **options)
+    model = make_model([])
+    trainer = OwnTrainer(model=model, args=arguments, train_loader=train_loader, eval_loader=eval_loader)
+    seen.append([trainer.evaluate()["eval_loss"], loader_package.evaluation_loss(model, eval_loader)])
+    if run["code"]:
+        names = {"model": model}
+        exec(compile(run["code"], "docs/training.md", "exec"), names)
+        lightning_trainer = names["lightning"].Trainer(
+            accelerator="cpu", devices=run["world"], strategy="ddp" if run["world"] > 1 else "auto",
+            logger=False, enable_progress_bar=False, default_root_dir=f"{OUT}/lightning",
+            enable_model_summary=False, use_distributed_sampler=False,
+        )
+        (found,) = lightning_trainer.validate(names["ValidatedLlama"](), eval_loader, verbose=False)
+        seen[0].append(found["eval_loss"])
+    if run["world"] == 1:  # and by another way
+        sums = [0.0, 0]
+        for batch in get_llama3_dataloader(DATA, 1, split="validation", **options):
+            logits = model(input_ids=batch["input_ids"]).logits[0, :-1].double().log_softmax(-1)
+            targets = batch["input_ids"][0, 1:, None]
+            sums = [sums[0] - logits.gather(1, targets).sum().item(), sums[1] + len(targets)]
+        seen.append(sums[0] / sums[1])
+    kept.append(trainer)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
 def refuse_numbers_in_trainer(run, seen):
     class OwnTrainer(LoaderMixin, Trainer):
         pass
@@ -352,10 +387,19 @@ def seen(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     environ = {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
     environ |= {"HF_HUB_OFFLINE": "1"}
     pages = [run for page, (needs, _) in PAGES.items() if find_spec(needs) for run in page_runs(page)]
-    runs = [*pages, *(run_of(how, how, WORLDS.get(how, 1)) for how in OTHERS)]
+    runs = [*pages, *evaluations(), *(run_of(how, how, WORLDS.get(how, 1)) for how in OTHERS)]
     command = [sys.executable, str(script), str(data), str(folder), json.dumps(runs)]
     run_child(command, env=environ)
     return Runs(folder)
+
+
+def evaluations() -> list[dict[str, Any]]:
+    """Of one model on other ranks, in batches of other sizes."""
+    code = code_of("Validation").partition("import lightning\n") if find_spec("lightning") else ("", "", "")
+    return [
+        run_of(f"loss {world}x{size}", "evaluate_on_ranks", world, batch_size=size, code="".join(code[1:]))
+        for world, size in ((1, 8), (1, 1), (2, 8), (2, 3), (4, 8), (4, 16))
+    ]
 
 
 def page_runs(page: str) -> list[dict[str, Any]]:
@@ -425,6 +469,18 @@ def test_a_trainer_evaluates_the_same_validation_batches_each_time(seen: Runs) -
     assert batches[:num_batches] == batches[num_batches:]
     assert len(losses) == 2
     assert all(0 < loss < 10 for loss in losses)
+
+
+def test_the_loss_of_a_model_is_the_mean_over_all_labels_on_every_number_of_ranks(
+    seen: dict[str, list[Any]],
+) -> None:
+    """107 samples, of which 4 x 16 ranks leave some batches without labels."""
+    expected = seen["loss 1x8"][0][1]
+    assert 4 < expected < 7
+    for run in evaluations():
+        assert len(seen[run["name"]]) == run["world"], f"{run['name']} failed"
+        for of_rank in seen[run["name"]]:
+            assert of_rank[0] == pytest.approx([expected] * (3 if run["code"] else 2), rel=1e-6), run["name"]
 
 
 def test_a_trainer_does_not_resume_from_a_checkpoint_without_the_loaders_state(

@@ -153,7 +153,8 @@ def _unforeseen(error: OSError) -> str:
     )
 
 
-_EXTRAS = {"braceexpand": "loader", "torch": "loader", "webdataset": "loader", "submitit": "slurm"}
+_LOADER = "'shardprep[loader]'"
+_EXTRAS = {"braceexpand": _LOADER, "torch": _LOADER, "webdataset": _LOADER, "submitit": "'shardprep[slurm]'"}
 
 
 def missing_library(error: ModuleNotFoundError, what: str) -> str | None:
@@ -161,8 +162,7 @@ def missing_library(error: ModuleNotFoundError, what: str) -> str | None:
     missing = str(error.name).partition(".")[0]
     if importlib.util.find_spec(missing) is not None:  # a module of it is missing
         return None
-    package = f"'shardprep[{_EXTRAS[missing]}]'" if missing in _EXTRAS else missing
-    return f"{what} needs {missing}, which is not installed; run: pip install {package}"
+    return f"{what} needs {missing}, which is not installed; run: pip install {_EXTRAS.get(missing, missing)}"
 
 
 def unknown_command(word: str, commands: Sequence[str]) -> str:

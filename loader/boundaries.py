@@ -397,8 +397,8 @@ def _lost_window(model: Any, batch: Mapping[str, Any], numbers: torch.Tensor) ->
     return (
         f"the attention_mask of the batch is not one of {type(model).__name__}, whose layers have "
         f"{' and '.join(sorted(own))} with a window of {window} tokens, and rows have {seq_len}: "
-        "transformers takes such a mask as it is: it switches windows off, or puts them on all layers. Pass "
-        'batches of boundaries="transformers" without an attention_mask, and call '
+        "transformers takes such a mask as it is, so it switches windows off, or puts them on all layers. "
+        'Pass batches of boundaries="transformers" without an attention_mask, and call '
         "loader.mask_documents(model) once before training"
     )
 

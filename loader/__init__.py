@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from loader.collator import CausalLMCollator
     from loader.dataloader import get_llama3_dataloader
     from loader.evaluation import LossMean, evaluation_loss
-    from loader.prepared_data import ensure_prepared
-    from loader.process_rank import ProcessRank, find_process_rank
+    from loader.prepare import ensure_prepared
+    from loader.ranks import ProcessRank, find_process_rank
     from loader.state import OtherRun, Position
     from loader.token_loader import TokenLoader
     from loader.training_setup import set_up_training
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "get_llama3_dataloader": "loader.dataloader",
-    "ensure_prepared": "loader.prepared_data",
+    "ensure_prepared": "loader.prepare",
     "set_up_training": "loader.training_setup",
     "check_boundaries": "loader.boundaries",
     "mask_documents": "loader.boundaries",
@@ -58,8 +58,8 @@ _MODULES = {
     "LoaderMetrics": "loader.batches",
     "LossMean": "loader.evaluation",
     "evaluation_loss": "loader.evaluation",
-    "ProcessRank": "loader.process_rank",
-    "find_process_rank": "loader.process_rank",
+    "ProcessRank": "loader.ranks",
+    "find_process_rank": "loader.ranks",
     "OtherRun": "loader.state",
     "Position": "loader.state",
     "BrokenShard": "shardprep.errors",

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from loader.padding import IGNORED
-from loader.shifted_targets import Targets
+from loader.batches import IGNORED, Targets
 from loader.token_loader import TokenLoader
 
 

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.order import Order, hash_array, hash_ints
-from loader.run_steps import check_first_steps
+from loader.state import check_first_steps
 from shardprep.errors import UsageError
 
 ROUND_STEPS = 64

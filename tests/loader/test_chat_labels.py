@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from loader import CausalLMCollator, get_llama3_dataloader
-from preprocess.plan import need_plan
-from preprocess.shard_samples import ShardSamples
+from preprocess.check.shard_samples import ShardSamples
+from preprocess.plan.plan_file import need_plan
 from shardprep.errors import BrokenShard
 from tests.chat_sets import TAGGED, chat_model, conversations, write_chats
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from loader import ensure_prepared
-from loader.preparing_claims import Claims, place_of
+from loader.prepare import Claims, place_of
 from shardprep.errors import NotFound, ReadWriteError, Refused, UsageError
-from shardprep.format.index import read_index
+from shardprep.format.manifest import read_index
 from tests.checkout import ROOT
 from tests.children import is_living
 from tests.held_children import Hold
@@ -321,7 +321,7 @@ def test_a_rank_says_that_it_waits_at_once_and_again_after_a_while(
     with pytest.raises(ReadWriteError, match="limit_s"):
         verified(1, limit_s=0.5)
     assert capsys.readouterr().err.count("rank 1: waiting for rank 0 to prepare") == 1
-    monkeypatch.setattr("loader.prepared_data._SAY_EVERY_S", 0)
+    monkeypatch.setattr("loader.prepare._SAY_EVERY_S", 0)
     with pytest.raises(ReadWriteError, match="limit_s"):
         verified(1, limit_s=0.5)
     lines = capsys.readouterr().err.splitlines()

@@ -11,7 +11,7 @@ import pytest
 import webdataset
 
 from loader import TokenLoader, get_llama3_dataloader
-from loader.samples import token_ids
+from loader import samples as token_ids
 from shardprep.errors import BrokenShard, UsageError
 
 if TYPE_CHECKING:

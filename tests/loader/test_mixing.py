@@ -16,8 +16,8 @@ import pytest
 from loader import OtherRun, TokenLoader, get_llama3_dataloader
 from loader.mixture import CYCLE_STEPS, ROUND_STEPS, Mixture, Stage, make_stages
 from loader.order import Order
-from loader.samples.whole_samples import SampleReader
-from loader.seen_documents import SeenDocuments
+from loader.samples import SampleReader
+from loader.where import SeenDocuments
 from shardprep.errors import UsageError
 from tests.external_tars import write_numbered_tars
 from tests.word_tokenizers import save_word_tokenizer

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loader import OtherRun, TokenLoader, get_llama3_dataloader
+from loader.find_shards import DocumentSplit
 from loader.order import Order
-from loader.shards.document_split import DocumentSplit
 from shardprep.errors import UsageError
 from tests.external_tars import write_numbered_tars
 from tests.word_tokenizers import save_word_tokenizer

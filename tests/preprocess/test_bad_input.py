@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from preprocess.train_tokenizer import train_tokenizer
+from preprocess.look.train_tokenizer import train_tokenizer
 
 if TYPE_CHECKING:
     from tests.conftest import Ended, Prep

@@ -84,6 +84,7 @@ def make_shard(args: argparse.Namespace) -> int:
 def make_plan(args: argparse.Namespace) -> int:
     """``plan``: freeze which bytes are which shard, and say what it will cost."""
     from lustre import Need, StripeRequest, space_lines
+    from preprocess.next_lines import next_lines
     from preprocess.plan.planning import LONG_SHARD_S, Sharding, small_shards_note
     from preprocess.plan.planning import make_plan as make
 
@@ -92,7 +93,6 @@ def make_plan(args: argparse.Namespace) -> int:
     sharding = Sharding(num_shards=args.num_shards, shard_bytes=shard_bytes)
     stripe = StripeRequest(stripe=args.stripe, size=args.stripe_size, pool=args.stripe_pool)
     plan, cost = make(config, sharding, stripe=stripe, dry_run=args.dry_run, say=say)
-    last = plan.num_shards - 1
     sizes = plan.shard_bytes()
     print_lines(
         f"plan {plan.plan_id[:12]}: {plan.num_shards} shards of {min(sizes)} to {max(sizes)} input bytes"
@@ -117,11 +117,7 @@ def make_plan(args: argparse.Namespace) -> int:
         print_lines(f"warning: {note}")
     if empty := sizes.count(0):
         print_lines(f"warning: {empty} shards are empty; fewer would do")
-    print_lines(f"next: sbatch --array=0-{last} slurm/prep_array.sh {config.output_dir}")
-    print_lines(
-        f"  or: python -m slurm submit {config.output_dir}  # within the site's limits, verify included"
-    )
-    print_lines(f"  or: python -m preprocess run {config.output_dir}  # here, without a cluster")
+    print_lines(*next_lines(Path(config.output_dir), plan.num_shards))
     return 0
 
 

@@ -19,7 +19,7 @@ from shardprep.files import NOT_THERE, PublishedFile, sync_folder
 from shardprep.format.checked_json import Fields, read_checked, with_content_hash
 from shardprep.format.manifest import ShardMaking
 from shardprep.format.names import FORMAT_VERSION, MAX_SHARDS, ids_of_ranges
-from slurm.job_script import JobRequest
+from slurm.request import JobRequest
 
 JOBS_FOLDER = "jobs"
 _FORMAT = "shardprep-submission"

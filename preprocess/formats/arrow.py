@@ -10,13 +10,14 @@ batch's buffers say where rows lie, and arrays are made of slices of them.
 Arrow files, as ``datasets`` keeps and saves them: the stream format, and the file format. Through pyarrow.
 
 Both are messages one after the other, each with a header that says what it is and how long. Only these
-headers are read to find where record batches begin. A part is given to pyarrow as a stream of its own: the
-schema, the dictionaries before it, and the part's record batches. A large record batch is left out of that
-stream, and of each column in use the bytes of some rows at a time are read.
+headers are read to find where record batches begin; of the file format, those that its footer lists. A part
+of a stream is given to pyarrow as a stream of its own: the schema, the dictionaries before it, and the part's
+record batches. Of a large record batch the bytes of some rows at a time are read, of each column in use.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 import struct
@@ -30,7 +31,7 @@ import numpy.typing as npt
 from preprocess.formats.columns import (
     InputStream,
     arrow_of,
-    check_columns,
+    fields_in,
     refused_by_name,
     row_documents,
     rows_at_once,
@@ -38,6 +39,7 @@ from preprocess.formats.columns import (
 from preprocess.formats.format import DocumentBatch, Inspected, Reading, Start, no_documents
 from preprocess.formats.inputs import ByteRange, OpenInput, Place, RangeReader
 from preprocess.formats.long_documents import LongDocument
+from preprocess.formats.text_fields import TextFields
 from shardprep.errors import BadInput, ReadWriteError
 
 SCHEMA, DICTIONARY, BATCH = 1, 2, 3
@@ -65,21 +67,85 @@ class Buffers(NamedTuple):
     is_plain: bool  # neither compressed, nor with a number of buffers that varies
 
 
-def messages_of(file: OpenInput) -> Iterator[Message]:
-    """The messages of a file, in order; their headers alone are read. Raises BadInput, naming the byte."""
+def has_footer(file: OpenInput) -> bool:
+    """Whether a file is of the file format, and not of the stream format. Raises BadInput for neither."""
     size = file.stamp.num_bytes
     head = file.read(0, min(size, 8))
-    is_file = head.startswith(_MAGIC)
-    if is_file and file.read(size - 6, size) != _MAGIC:
+    if head.startswith(_MAGIC) and file.read(size - 6, size) != _MAGIC:
         raise _broken(file, f"it does not end in {_MAGIC!r}")
-    position = first = 8 if is_file else 0
-    if not is_file and head[:4] != CONTINUES:
+    if not head.startswith(_MAGIC) and head[:4] != CONTINUES:
         raise _broken(file, f"it begins with {head!r}")
+    return head.startswith(_MAGIC)
+
+
+def messages_of(file: OpenInput) -> Iterator[Message]:
+    """The messages of a file, in order; of the file format the record batches alone.
+
+    Their headers are read, and of the file format its footer. Raises BadInput, naming the byte.
+    """
+    if has_footer(file):
+        yield from _listed_batches(file)
+        return
+    position = 0
     while (message := _message_at(file, position)) is not None:
-        if (message.kind == SCHEMA) != (position == first):
+        if (message.kind == SCHEMA) != (position == 0):
             raise _broken(file, f"the first alone is a schema, not the message at byte {position}")
         yield message
         position = message.end
+
+
+def _listed_batches(file: OpenInput) -> Iterator[Message]:
+    """The record batches that the footer lists, in the order of the file; dictionaries may stand behind them.
+
+    Some writers leave something else than the schema at byte 8. But where a message stands that the footer
+    does not list, it is damaged: pyarrow would leave out a record batch without a word.
+    """
+    footer_start, blocks = _footer(file)
+    position = 8
+    if file.read(8, 12) == CONTINUES and (schema := _message_at(file, 8)) is not None:
+        position = schema.end
+    for kind, start, header_bytes, body_bytes in sorted(blocks, key=lambda block: block[1]):
+        if start < position:
+            raise _broken(file, f"its footer lists byte {start} twice, or within another message")
+        _check_nothing_at(file, position, start)
+        message = _message_at(file, start)
+        ends = (start + header_bytes, start + header_bytes + body_bytes)
+        if message is None or (message.kind, message.body_start, message.end) != (kind, *ends):
+            raise _broken(file, f"the message at byte {start} is not what the footer says")
+        if kind == BATCH:
+            yield message
+        position = message.end
+    _check_nothing_at(file, position, footer_start)
+
+
+def _check_nothing_at(file: OpenInput, position: int, end: int) -> None:
+    """That no message begins where the footer lists none; the mark of the end may stand there."""
+    head = file.read(position, position + 8) if position + 8 <= end else b""
+    if head[:4] == CONTINUES and any(head[4:]):
+        raise _broken(file, f"its footer does not list the message at byte {position}")
+
+
+def _footer(file: OpenInput) -> tuple[int, list[tuple[int, int, int, int]]]:
+    """Where the footer begins, and what it lists: kind, first byte, and bytes of header and body of each."""
+    size = file.stamp.num_bytes
+    num_bytes = int.from_bytes(file.read(size - 10, size - 6), "little")
+    start = size - 10 - num_bytes
+    if not 0 < num_bytes <= _MOST_HEADER_BYTES or start < 8:
+        raise _broken(file, f"its footer has {num_bytes} bytes, it says")
+    data = file.read_all(start, size - 10)
+    blocks: list[tuple[int, int, int, int]] = []
+    try:
+        root = struct.unpack_from("<I", data, 0)[0]
+        for number, kind in ((2, DICTIONARY), (3, BATCH)):
+            if _slot(data, root, number, optional=True):
+                listed = _structs(data, root, number, 3)
+                listed[:, 1] &= 0xFFFFFFFF  # of 32 bits, and as many without a meaning
+                if kind == BATCH and np.any(np.diff(listed[:, 0]) <= 0):
+                    raise _broken(file, "its footer lists record batches in another order than they stand in")
+                blocks += [(kind, *block) for block in listed.tolist()]
+    except (struct.error, IndexError, ValueError):
+        raise _broken(file, "its footer is damaged") from None
+    return start, blocks
 
 
 def _message_at(file: OpenInput, position: int) -> Message | None:
@@ -148,7 +214,7 @@ def buffers_of(file: OpenInput, batch: Message) -> Buffers:
         root = struct.unpack_from("<I", data, 0)[0]
         inner = _slot(data, root, 2)
         table = inner + struct.unpack_from("<I", data, inner)[0]
-        nodes, places = _pairs(data, table, 1), _pairs(data, table, 2)
+        nodes, places = _structs(data, table, 1, 2), _structs(data, table, 2, 2)
         is_plain = not any(_slot(data, table, number, optional=True) for number in (3, 4))
     except (struct.error, IndexError, ValueError):
         raise _broken(file, f"the message at byte {batch.start} has no right header") from None
@@ -164,12 +230,12 @@ def buffers_of(file: OpenInput, batch: Message) -> Buffers:
     )
 
 
-def _pairs(data: bytes, table: int, number: int) -> npt.NDArray[np.int64]:
-    """A vector of structs of two 64-bit integers: int64[n, 2]."""
+def _structs(data: bytes, table: int, number: int, width: int) -> npt.NDArray[np.int64]:
+    """A vector of structs of ``width`` 64-bit integers: int64[n, width]."""
     slot = _slot(data, table, number)
     vector = slot + struct.unpack_from("<I", data, slot)[0]
     num = struct.unpack_from("<I", data, vector)[0]
-    return np.frombuffer(data, "<i8", 2 * num, vector + 4).reshape(num, 2).astype(np.int64)
+    return np.frombuffer(data, "<i8", width * num, vector + 4).reshape(num, width).astype(np.int64)
 
 
 _NUM_OWN_BUFFERS = {  # of a column, without those of its children
@@ -369,10 +435,8 @@ class Arrow:
         """See Format. Raises BadInput for another kind of file, or a missing column."""
         if not file.stamp.num_bytes:
             return Inspected(text_bytes=0, is_whole=True)
-        schema = next(messages_of(file))
-        self._columns(file, _Spans(file, [schema]), reading)
-        if schema.start:
-            _check_footer(file)
+        first = next(messages_of(file), None)
+        _open(file, [] if first is None or has_footer(file) else [first], reading.fields)
         return Inspected(text_bytes=file.stamp.num_bytes, is_whole=False)
 
     def starts(
@@ -402,7 +466,8 @@ class Arrow:
         reader.hash_rest()
         if not file.stamp.num_bytes:
             return
-        picked = self._picked(file, part, reading)
+        picked = _picked(file, part, reading.fields)
+        reading = dataclasses.replace(reading, fields=picked.opened.fields)
         place = Place(
             file=file,
             input_number=part.input_number,
@@ -411,61 +476,75 @@ class Arrow:
             line=line,
             num_bytes=part.end - part.start,
         )
-        spans = _Spans(file, picked.streamed)
-        table = self._columns(file, spans, reading)
-        with refused_by_name(file, "Arrow", spans):
-            yield from row_documents(_read_batches(table, picked, part, reading.batch_bytes), place, reading)
+        with refused_by_name(file, "Arrow", picked.opened.stream):
+            yield from row_documents(_read_batches(picked, part, reading.batch_bytes), place, reading)
         if not picked.batches:
             yield no_documents(place)
 
-    def _picked(self, file: OpenInput, part: ByteRange, reading: Reading) -> _Picked:
-        """What of a file a part needs."""
-        picked = _Picked(0, [], [], {})
-        names = [path[0] for path in reading.fields.paths]
-        for message in messages_of(file):
-            if message.start >= part.end:
-                break
-            if message.kind == BATCH and message.start < part.start:
-                picked = picked._replace(first_row=picked.first_row + message.num_rows)
-                continue
-            if message.kind == BATCH:
-                picked.batches.append(message)
-                if message.end - message.start > _LARGE_BYTES:
-                    schema = self._schema(file, _Spans(file, picked.streamed))
-                    if slices := slices_of(file, message, schema, names):
-                        picked.slices[message.start] = slices
-                        continue
-            picked.streamed.append(message)
-        return picked
 
-    def _schema(self, file: OpenInput, spans: _Spans) -> Any:
-        with refused_by_name(file, "Arrow", spans):
-            return __import__("pyarrow.ipc", fromlist=["open_stream"]).open_stream(spans).schema
+class _Opened(NamedTuple):
+    """A file, or some messages of it as a stream, as pyarrow reads it: the columns in use alone."""
 
-    def _columns(self, file: OpenInput, spans: _Spans, reading: Reading) -> Any:
-        """A pyarrow reader of a stream, for the columns in use."""
-        arrow = arrow_of(".arrow")
-        ipc = __import__("pyarrow.ipc", fromlist=["open_stream"])
-        with refused_by_name(file, "Arrow", spans):
-            schema = ipc.open_stream(spans).schema
-            check_columns(file, schema, reading.fields)
-            wanted = {path[0] for path in reading.fields.paths}
-            numbers = [number for number, name in enumerate(schema.names) if name in wanted]
-            spans.seek(0)
-            options = arrow.ipc.IpcReadOptions(included_fields=numbers, use_threads=False)
-            return ipc.open_stream(spans, options=options)
+    reader: Any  # of a stream or a file
+    schema: Any  # with all columns
+    fields: TextFields  # where the file has them
+    stream: InputStream
+
+
+def _open(file: OpenInput, streamed: list[Message], fields: TextFields) -> _Opened:
+    """Open a file of the file format, or else the messages ``streamed``. Raises BadInput, ReadWriteError."""
+    arrow = arrow_of(".arrow")
+    ipc = __import__("pyarrow.ipc", fromlist=["open_stream"])
+    stream = _Spans(file, streamed) if streamed else InputStream(file)
+    opened = ipc.open_stream if streamed else ipc.open_file
+    with refused_by_name(file, "Arrow", stream):
+        schema = opened(stream).schema
+        fields = fields_in(file, schema, fields)
+        wanted = {path[0] for path in fields.paths}
+        numbers = [number for number, name in enumerate(schema.names) if name in wanted]
+        stream.seek(0)
+        options = arrow.ipc.IpcReadOptions(included_fields=numbers, use_threads=False)
+        return _Opened(opened(stream, options=options), schema, fields, stream)
 
 
 class _Picked(NamedTuple):
+    """What of a file a part needs."""
+
+    opened: _Opened
     first_row: int  # of the part, in the file
-    streamed: list[Message]  # the schema, dictionaries and record batches that pyarrow reads as a stream
-    batches: list[Message]  # record batches of the part
+    batches: list[Message]  # the record batches of the part
     slices: dict[int, RowSlices]  # the large ones, by their first byte
+    arrays: Iterator[Any]  # the others, as pyarrow's RecordBatches
 
 
-def _read_batches(
-    table: Any, picked: _Picked, part: ByteRange, batch_bytes: int
-) -> Iterator[tuple[Any, int]]:
+def _picked(file: OpenInput, part: ByteRange, fields: TextFields) -> _Picked:
+    is_stream = not has_footer(file)
+    kept: list[Message] = []
+    first_row = num_before = 0
+    for message in messages_of(file):
+        if message.start >= part.end:
+            break
+        if message.kind == BATCH and message.start < part.start:
+            first_row, num_before = first_row + message.num_rows, num_before + 1
+        else:
+            kept.append(message)
+    opened = _open(file, kept[:1] if is_stream else [], fields)
+    batches = [message for message in kept if message.kind == BATCH]
+    names = [path[0] for path in opened.fields.paths]
+    slices = {
+        batch.start: rows
+        for batch in batches
+        if batch.end - batch.start > _LARGE_BYTES
+        and (rows := slices_of(file, batch, opened.schema, names)) is not None
+    }
+    if is_stream:
+        opened = _open(file, [message for message in kept if message.start not in slices], fields)
+        return _Picked(opened, first_row, batches, slices, iter(opened.reader))
+    numbers = [number for number, batch in enumerate(batches, num_before) if batch.start not in slices]
+    return _Picked(opened, first_row, batches, slices, map(opened.reader.get_batch, numbers))
+
+
+def _read_batches(picked: _Picked, part: ByteRange, batch_bytes: int) -> Iterator[tuple[Any, int]]:
     """Each record batch, or some rows of a large one, with the bytes of the part up to the next one."""
     begin, messages = part.start, picked.batches
     for message, later in itertools.zip_longest(messages, messages[1:]):
@@ -475,7 +554,7 @@ def _read_batches(
                 yield rows, 0
             yield rows.slice(rows.num_rows), following - begin
         else:
-            batch = table.read_next_batch()
+            batch = next(picked.arrays)
             if batch.num_rows != message.num_rows:
                 raise ValueError(
                     f"a record batch has {batch.num_rows} rows, its header says {message.num_rows}"
@@ -518,10 +597,3 @@ class _Spans(InputStream):
         except ReadWriteError as error:
             self.error = error
             raise OSError(str(error)) from None
-
-
-def _check_footer(file: OpenInput) -> None:
-    """That the footer of the file format is whole, though it is not needed. Raises BadInput."""
-    stream = InputStream(file)
-    with refused_by_name(file, "Arrow", stream):
-        __import__("pyarrow.ipc", fromlist=["open_file"]).open_file(stream)

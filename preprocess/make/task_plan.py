@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import shlex
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from preprocess.formats.inputs import InputFile, OpenInput, sample_sha256
-from preprocess.options import LISTING_OPTIONS, PrepConfig, flags_of
+from preprocess.options import INPUT_OPTIONS, PrepConfig, flags_of
 from preprocess.plan.plan_file import Plan, PlannedShard, is_one_file_a_shard, need_plan, read_plan
 from preprocess.plan.planning import find_inputs, list_inputs
 from preprocess.plan.tokenizer_files import TOKENIZER_FILE, describe_tokenizer
@@ -130,7 +131,7 @@ def _check_given(plan: Plan, given: dict[str, Any]) -> None:
     differing = [
         f"--{name} was {planned[name]}, now {wanted[name]}"
         for name in wanted
-        if name in given and wanted[name] != planned[name] and name not in LISTING_OPTIONS
+        if name in given and wanted[name] != planned[name] and name not in INPUT_OPTIONS
     ]
     if differing:
         raise Refused(
@@ -213,7 +214,10 @@ def _refuse_other_inputs(plan: Plan, input_dir: Path, differing: list[str]) -> N
 
 
 def array_note(environ: Mapping[str, str], num_shards: int, folder: Path) -> str | None:
-    """What this task's job array leaves out of the plan, with the line that submits it; else None."""
+    """What this task's job array leaves out of the plan, with the line that submits it; else None.
+
+    The line names ``submit``, which fits an array to the site: MaxArraySize may refuse these indices.
+    """
     try:
         first, last, step = (int(environ[f"SLURM_ARRAY_TASK_{name}"]) for name in ("MIN", "MAX", "STEP"))
         count = int(environ["SLURM_ARRAY_TASK_COUNT"])
@@ -227,5 +231,5 @@ def array_note(environ: Mapping[str, str], num_shards: int, folder: Path) -> str
     ids = id_ranges(left)
     return (
         f"this job array covers {num_shards - len(left)} of the plan's {num_shards} shards; it leaves out "
-        f"{ids}: sbatch --array={ids} slurm/prep_array.sh {folder}"
+        f"{ids}; to make them: python -m slurm submit {shlex.quote(str(folder.absolute()))}"
     )

@@ -20,9 +20,9 @@ from preprocess.plan.plan_file import need_plan
 from preprocess.plan.tokenizer import read_files, resolve_tokenizer
 from shardprep.errors import BrokenShard, CannotWrite, NotFound, ReadWriteError
 from shardprep.format.names import INDEX_NAME
-from slurm.cluster_limits import check_folder
 from slurm.dataset_state import find_state
-from slurm.job_script import JobRequest
+from slurm.request import JobRequest
+from slurm.site import check_folder
 from slurm.status_report import report
 
 if TYPE_CHECKING:

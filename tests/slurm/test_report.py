@@ -22,8 +22,8 @@ from shardprep.console import num_cells
 from shardprep.format.manifest import ShardCounts, merge_manifests, osts_json, read_manifest
 from shardprep.format.names import idx_path, manifest_path, quarantine_path, tar_path
 from slurm.job_records import publish_submission
-from slurm.job_script import JobRequest
 from slurm.report.words import INPUT_REASONS, KOREAN, LANGUAGES, REASONS, Language, Words
+from slurm.request import JobRequest
 from tests.checkout import ROOT
 from tests.conftest import seal
 from tests.slurm.fake_slurm import NAME, WHEN, FakeSlurm, submission

@@ -14,13 +14,13 @@ from preprocess.plan.cost_estimate import CostEstimate
 from preprocess.plan.plan_file import need_plan
 from shardprep.errors import UsageError
 from shardprep.format.manifest import ShardMaking
-from slurm.cluster_limits import PartitionLimits
 from slurm.dataset_state import find_state
 from slurm.job_records import read_submissions
-from slurm.job_script import JobRequest, array_script, prep_script, verify_script
+from slurm.request import JobRequest, find_defaults, save_profile
 from slurm.resource_use import core_hours, within
 from slurm.retrying import retry_request
-from slurm.site_defaults import find_defaults, save_profile
+from slurm.script import array_script, prep_script, verify_script
+from slurm.site import PartitionLimits
 from tests.children import run_child
 from tests.slurm.fake_slurm import NAME, WHEN, FakeSlurm, submitted
 from tests.slurm.test_shown_jobs import slurm
@@ -37,7 +37,7 @@ def places(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> d
     for name in ("site", "user"):
         (tmp_path / name).mkdir()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
-    monkeypatch.setattr("slurm.site_defaults._SITE", tmp_path / "site")
+    monkeypatch.setattr("slurm.request._SITE", tmp_path / "site")
     return {"site": tmp_path / "site", "user": tmp_path / "user", "data": data_dir}
 
 
@@ -133,11 +133,11 @@ def test_auto_takes_the_plans_sample_first_then_the_shards_that_are_made_and_fla
     assert "#SBATCH --time=77" in shown
     prep.make(data_dir, 0)
     shown = slurm("submit", data_dir, "--auto", "--shards_per_task", 2, "--dry_run")
-    assert "time_min is 6 (auto: 1 shards that are made)" in shown
+    assert "time_min is 6 (auto: 1 finished shard)" in shown
     assert "#SBATCH --time=6" in shown
 
 
-@pytest.mark.parametrize("source", ["a sample of the input", "1 shards that are made"])
+@pytest.mark.parametrize("source", ["a sample of the input", "1 finished shard"])
 def test_auto_asks_for_the_memory_and_time_that_the_given_cpus_need(
     fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
@@ -148,7 +148,7 @@ def test_auto_asks_for_the_memory_and_time_that_the_given_cpus_need(
         shard_id=0, plan_id="", num_tokens=1, input_bytes=1, sources={}, node="n1", job_id="1", began=0,
         wall_s=300, cpu_s=2400, num_cpus=8, max_rss_bytes=int(0.8 * 2**30),
     )  # fmt: skip
-    monkeypatch.setattr("slurm.submitting.read_makings", lambda *_: [made] if "made" in source else [])
+    monkeypatch.setattr("slurm.send.read_makings", lambda *_: [made] if "finished" in source else [])
 
     def asked(*flags: object) -> tuple[str, ...]:
         shown = slurm("submit", data_dir, "--auto", "--dry_run", "--shards_per_task", 2, *flags)

@@ -17,14 +17,14 @@ from preprocess.plan.plan_file import need_plan
 from shardprep.errors import BrokenShard, ReadWriteError, ShardprepError, UsageError
 from shardprep.format.checked_json import content_sha256
 from shardprep.format.names import shard_name
-from slurm.cluster_limits import check_folder
+from slurm.commands import slurm_answer, slurm_output
 from slurm.dataset_state import done_shards, find_state
 from slurm.job_records import read_submissions
-from slurm.job_script import JobRequest, array_script, prep_script, verify_script
-from slurm.sending import parse_job
-from slurm.slurm_commands import slurm_answer, slurm_output
+from slurm.request import JobRequest
+from slurm.script import array_script, prep_script, verify_script
+from slurm.send import parse_job, prepare
+from slurm.site import check_folder
 from slurm.slurm_queries import parse_accounts, parse_queue
-from slurm.submitting import prepare
 from tests.checkout import ROOT
 from tests.children import run_child
 from tests.slurm.fake_slurm import JOB, NAME, QUEUES, WHEN, FakeSlurm, submitted
@@ -176,7 +176,7 @@ def test_a_value_reaches_the_worker_as_it_is_and_no_shell_runs_it(tmp_path: Path
     request = JobRequest(worker_args=shlex.join(["--input_dir", name]), partition=name, account=name)
     settings = {"SHARDPREP_EXEC": name}
     script = array_script(folder, "shardprep-0", ["3"], request, settings=settings, body=prep_script())
-    expected = ["--shard_id", "3", "--output_dir", str(folder), "--input_dir", name, name]
+    expected = ["--shard_id", "3", "--planned", "--output_dir", str(folder), "--input_dir", name, name]
     assert run_head(script, tmp_path) == expected
     script = verify_script(folder, "shardprep-0", 5, request, settings=settings, body=prep_script())
     assert run_head(script, tmp_path) == ["verify", str(folder), name]
@@ -284,7 +284,7 @@ def test_an_sbatch_that_answers_no_job_id_leaves_nothing_recorded(fake: FakeSlur
     (fake.place / "bin" / "sbatch").unlink()
     (fake.place / "bin" / "sbatch").write_text("#!/bin/sh\ncat >/dev/null\necho Hello\n")
     (fake.place / "bin" / "sbatch").chmod(0o755)
-    assert "sbatch answered 'Hello\\n', expected a job id" in fake.run("submit", data_dir, code=74)
+    assert "sbatch answered 'Hello', expected a job id" in fake.run("submit", data_dir, code=74)
     assert read_submissions(data_dir) == []
 
 

@@ -13,7 +13,7 @@ import pytest
 from shardprep.console import failure_line
 from shardprep.errors import UsageError
 from shardprep.format.names import ids_of_ranges, manifest_path
-from slurm.cluster_limits import limits_of, minutes_of, partition_limits, tasks_of_shards
+from slurm.commands import SlurmRefused, minutes_of
 from slurm.dataset_state import ShardAttempt, ShardState
 from slurm.failure_causes import (
     BAD_INPUT,
@@ -25,10 +25,11 @@ from slurm.failure_causes import (
 )
 from slurm.job_records import JobArray, Submission, SubmittedMeanwhile, read_submissions
 from slurm.job_records import publish_submission as publish
-from slurm.job_script import JobRequest, array_script, prep_script, settings_of
+from slurm.request import JobRequest
 from slurm.retrying import reason_to_leave, retry_request
-from slurm.sending import parse_job
-from slurm.slurm_commands import SlurmRefused
+from slurm.script import array_script, prep_script, settings_of
+from slurm.send import parse_job
+from slurm.site import limits_of, partition_limits, tasks_of_shards
 from slurm.slurm_queries import TaskAttempt, attempts_by_task, parse_accounts, parse_queue
 from tests.children import run_child
 
@@ -119,9 +120,8 @@ def test_tasks_use_this_python_unless_a_setup_or_a_container_brings_another() ->
     request = JobRequest()
     assert settings_of(request, {}, "/venv/python") == {"SHARDPREP_PYTHON": "/venv/python"}
     assert settings_of(request, {"SHARDPREP_PYTHON": "p"}, "/venv/python") == {"SHARDPREP_PYTHON": "p"}
-    assert settings_of(request, {"SHARDPREP_EXEC": "apptainer exec i"}, "/p") == {
-        "SHARDPREP_EXEC": "apptainer exec i"
-    }
+    with_container = JobRequest(container="apptainer exec i")
+    assert settings_of(with_container, {}, "/p") == {"SHARDPREP_EXEC": "apptainer exec i"}
     assert settings_of(JobRequest(setup="/s.sh"), {}, "/p") == {"SHARDPREP_SETUP": "/s.sh"}
 
 

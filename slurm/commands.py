@@ -17,19 +17,25 @@ T = TypeVar("T")
 # sbatch's variables beat the script's own #SBATCH lines; JobRequest has read those that users set.
 _DROPPED = (
     "SQUEUE_",
-    "SBATCH_JOB_NAME",
     "SACCT_",
+    "SBATCH_JOB_NAME",
     "SBATCH_ARRAY",
     "SBATCH_OUTPUT",
     "SBATCH_WAIT",
-    "SBATCH_TIMELIMIT",
     "SBATCH_MEM",
 )
 # Inside an allocation Slurm has set some 50 SLURM_* that describe it; sbatch and srun read several of them as
 # options (SLURM_MEM_PER_CPU excludes --mem, SLURM_CPU_BIND breaks a step). These say how Slurm is reached.
 _KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"})
+# Field of a JobRequest -> the variable of sbatch, or of prep_array.sh, that sets it.
 REQUEST_VARIABLES = {
-    name: f"SBATCH_{name.upper()}" for name in ("partition", "account", "qos", "constraint", "exclude")
+    **{name: f"SBATCH_{name.upper()}" for name in ("partition", "account", "qos", "constraint", "exclude")},
+    "time_min": "SBATCH_TIMELIMIT",
+    "mem_gb": "SBATCH_MEM_PER_NODE",
+    "mem_per_cpu_gb": "SBATCH_MEM_PER_CPU",
+    "setup": "SHARDPREP_SETUP",
+    "container": "SHARDPREP_EXEC",
+    "srun_args": "SHARDPREP_SRUN_ARGS",
 }
 # Slurm's own words for a controller that is down, too slow, or not configured here.
 _AWAY = re.compile(
@@ -149,6 +155,23 @@ def _environ(command: str, cluster: str | None) -> dict[str, str]:
     asked = {"SLURM_CLUSTERS": cluster} if cluster else {}
     zone = {} if command == "sbatch" else {"TZ": "UTC0"}
     return {**kept, **asked, **zone, "SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
+
+
+def minutes_of(text: str) -> int | None:
+    """Return the minutes of a time of Slurm's, such as ``60`` or ``1-02:03:04``; None for UNLIMITED."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if not match:
+        return None
+    days, first, second, third = (int(item or 0) for item in match.groups())
+    if match[1] is None and match[4] is None:
+        return first  # minutes, or minutes:seconds
+    return (days * 24 + first) * 60 + second + (third > 0)
+
+
+def megabytes_of(text: str) -> float | None:
+    """Return the MB of a size of Slurm's, such as ``300`` or ``1.50G``; None for UNLIMITED."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGTP]?)B?", text, re.IGNORECASE)
+    return float(match[1]) * 1024.0 ** "KMGTP".index(match[2].upper() or "M") / 1024 if match else None
 
 
 def read_config() -> dict[str, str]:

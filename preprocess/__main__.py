@@ -84,7 +84,7 @@ def make_shard(args: argparse.Namespace) -> int:
 def make_plan(args: argparse.Namespace) -> int:
     """``plan``: freeze which bytes are which shard, and say what it will cost."""
     from lustre import Need, StripeRequest, space_lines
-    from preprocess.next_lines import next_lines
+    from preprocess.plan.next_lines import next_lines
     from preprocess.plan.planning import LONG_SHARD_S, Sharding, small_shards_note
     from preprocess.plan.planning import make_plan as make
 

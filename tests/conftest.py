@@ -23,11 +23,11 @@ from typing import Any
 import pytest
 
 from preprocess.__main__ import main
+from preprocess.look.train_tokenizer import train_tokenizer
+from preprocess.make.worker import load_worker
 from preprocess.options import PrepConfig, WorkerSettings
-from preprocess.plan import Plan, need_plan
-from preprocess.planning import Sharding, make_plan
-from preprocess.train_tokenizer import train_tokenizer
-from preprocess.worker import load_worker
+from preprocess.plan.plan_file import Plan, need_plan
+from preprocess.plan.planning import Sharding, make_plan
 from shardprep.console import STOP_SIGNALS
 from shardprep.format.checked_json import content_sha256
 from tests.checkout import ROOT, SHARED

@@ -22,8 +22,8 @@ from webdataset.utils import pytorch_worker_info
 
 from loader import TokenLoader, get_llama3_dataloader
 from loader.__main__ import main as show
+from loader.batches import Batch
 from loader.chunks import Chunk
-from loader.padding import Batch
 from preprocess.__main__ import main as preprocess
 from shardprep.errors import BrokenShard, MissingShard, NotFound, OtherTokenizer, UsageError
 from tests.children import run_child

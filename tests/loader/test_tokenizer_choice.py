@@ -19,9 +19,8 @@ from transformers import AutoTokenizer
 
 from loader import get_llama3_dataloader
 from loader import tokenizer as tokenizer_choice
-from loader.padding import choose_pad_token
-from loader.shards.find_shards import find_shards
-from loader.shards.shard_set import ShardSet
+from loader.batches import choose_pad_token
+from loader.find_shards import ShardSet, find_shards
 from loader.tokenizer import LoaderTokenizer, choose_tokenizer
 from shardprep.errors import OtherTokenizer, ReadWriteError
 from tests.children import run_child

@@ -15,7 +15,6 @@ import pytest
 from tests.faults.os_calls import start_preloaded
 
 pytestmark = pytest.mark.processes
-
 _CHILD = """
 import json, os, pathlib, sys
 import lustre.lfs

@@ -13,19 +13,27 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess.cost_estimate import CostEstimate
-from preprocess.doctor import folders, machine
-from preprocess.doctor.findings import Finding, as_json, as_text, bad, exit_code, good, warning
-from preprocess.doctor.folders import file_system_finding, output_findings
-from preprocess.doctor.machine import (
+from preprocess.look import doctor as folders
+from preprocess.look import doctor as machine
+from preprocess.look.doctor import (
+    Finding,
+    _engine,
+    as_json,
+    as_text,
+    bad,
     cpu_finding,
+    exit_code,
     export_lines,
+    file_system_finding,
+    good,
     memory_finding,
+    output_findings,
     thread_findings,
     torch_findings,
     training_findings,
+    warning,
 )
-from preprocess.doctor.tokenizer import _engine
+from preprocess.plan.cost_estimate import CostEstimate
 from shardprep.__main__ import main
 from shardprep.errors import CannotWrite
 from tests.children import run_child

@@ -14,10 +14,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from preprocess import proof_cache, resolved_tokenizer
-from preprocess.resolved_tokenizer import plain_files, read_files, resolve_tokenizer
-from preprocess.tokenizer_files import describe_tokenizer
-from preprocess.transformers_tokenizer import save_tokenizer
+from preprocess.plan import tokenizer as proof_cache
+from preprocess.plan import tokenizer as resolved_tokenizer
+from preprocess.plan.tokenizer import plain_files, read_files, resolve_tokenizer
+from preprocess.plan.tokenizer_files import describe_tokenizer
+from preprocess.plan.transformers_tokenizer import save_tokenizer
 from shardprep.errors import NotFound, UsageError
 from tests.checkout import ROOT
 from tests.children import run_child

@@ -62,7 +62,7 @@ def test_binding_narrows_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 THREADS = """
 import os, sys
 from pathlib import Path
-from preprocess import engines
+from preprocess.make import engines
 from preprocess.resources import bind_to
 bind_to(sorted(os.sched_getaffinity(0)))
 make = getattr(engines, sys.argv[1] + "_engine")

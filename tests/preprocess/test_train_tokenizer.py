@@ -16,15 +16,16 @@ import pytest
 import zstandard
 from tokenizers import Tokenizer
 
-from preprocess import train_tokenizer as command
-from preprocess.text_fields import TextFields
-from preprocess.train_tokenizer import special_tokens, train_tokenizer
-from preprocess.training_text import (
+from preprocess.formats.text_fields import TextFields
+from preprocess.look import train_tokenizer as command
+from preprocess.look.train_tokenizer import (
     PIECE_CHARS,
     TrainingText,
     find_spans,
     read_lines,
     sample_spans,
+    special_tokens,
+    train_tokenizer,
     training_reading,
 )
 from shardprep.errors import BadInput, CannotWrite, NotFound, Refused, UsageError
@@ -148,7 +149,8 @@ def test_equal_inputs_give_equal_bytes_whatever_the_threads(
     trained_dir: Path, text_dir: Path, tmp_path: Path
 ) -> None:
     script = (
-        "import sys; from pathlib import Path; from preprocess.train_tokenizer import train_tokenizer as t;"
+        "import sys; from pathlib import Path;"
+        "from preprocess.look.train_tokenizer import train_tokenizer as t;"
         f"t(input_dir=Path(sys.argv[1]), vocab_size={VOCAB_SIZE}, output_dir=Path(sys.argv[2]))"
     )
     copied = tmp_path / "elsewhere"

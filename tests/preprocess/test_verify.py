@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from shardprep.format.idx import IDX_DOCUMENT, IDX_HEADER, ChunkCrcs
-from shardprep.format.index import read_index
+from shardprep.format.manifest import read_index
 from tests.children import run_child
 from tests.conftest import seal
 
@@ -219,7 +219,7 @@ def test_the_fast_tier_sees_sizes_but_no_bits(prep: Prep, whole_dir: Path) -> No
 def test_an_idx_that_names_other_documents_than_its_shards_is_seen_though_hashes_are_right(
     prep: Prep, whole_dir: Path, damage: str
 ) -> None:
-    from shardprep.regular_files import file_sha256
+    from shardprep.files import file_sha256
 
     idx = whole_dir / "shard-00003.idx"
     data = bytearray(idx.read_bytes())

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess import long_documents, transformers_tokenizer
-from preprocess.formats import text_lines
+from preprocess.formats import long_documents, text_lines
+from preprocess.make.worker import Worker, done_manifest, load_worker
 from preprocess.options import WorkerSettings
-from preprocess.plan import need_plan
-from preprocess.transformers_tokenizer import save_tokenizer
-from preprocess.worker import Worker, done_manifest, load_worker
-from shardprep import regular_files
+from preprocess.plan import transformers_tokenizer
+from preprocess.plan.plan_file import need_plan
+from preprocess.plan.transformers_tokenizer import save_tokenizer
+from shardprep import files as regular_files
 from shardprep.errors import CannotWrite, ShardprepError
 from tests.children import run_child
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from preprocess.plan import need_plan
+from preprocess.plan.plan_file import need_plan
 from shardprep.errors import BrokenShard, ReadWriteError, ShardprepError, UsageError
 from shardprep.format.checked_json import content_sha256
 from shardprep.format.names import shard_name

@@ -26,6 +26,8 @@ from tests.waiting import HANG_S
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
+pytestmark = pytest.mark.processes  # what renders conversations is one
+
 CHATS = conversations(60)
 OPTIONS: dict[str, Any] = {"record": "chat", "seq_len": 64, "num_shards": 2}
 Pairs = list[tuple[list[int], list[int]]]
@@ -71,7 +73,6 @@ def joined(folder: Path) -> Pairs:
     return chat_sets.cut([(ids, mask) for ids, mask, _ in rows], starts)
 
 
-@pytest.mark.processes
 def test_ids_and_mask_are_those_of_apply_chat_template_where_the_template_has_the_tags(
     prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
 ) -> None:
@@ -80,7 +81,6 @@ def test_ids_and_mask_are_those_of_apply_chat_template_where_the_template_has_th
     assert 0 < sum(map(sum, (mask for _, mask in found))) < sum(len(mask) for _, mask in found)
 
 
-@pytest.mark.processes
 def test_without_the_tags_the_mask_is_what_a_search_for_answers_finds(
     prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
 ) -> None:
@@ -88,7 +88,6 @@ def test_without_the_tags_the_mask_is_what_a_search_for_answers_finds(
     assert found == chat_sets.searched(models["plain"], CHATS)
 
 
-@pytest.mark.processes
 def test_best_fit_keeps_each_conversation_whole_with_its_mask(
     prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
 ) -> None:
@@ -175,7 +174,6 @@ def killed_at(number: int, make_shard: Callable[[], object]) -> bool:
     return code != 0
 
 
-@pytest.mark.processes
 def test_a_shard_of_conversations_that_is_killed_anywhere_and_made_again_has_equal_bytes(
     prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
 ) -> None:
@@ -403,7 +401,6 @@ def test_another_version_of_what_renders_is_refused(
         prep.make(out)
 
 
-@pytest.mark.processes
 def test_a_renderer_that_died_is_an_error_and_the_next_attempt_starts_another(
     prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
 ) -> None:

@@ -208,27 +208,32 @@ def test_a_mask_made_of_segment_ids_gives_each_document_its_own_logits(
 
 
 @pytest.mark.processes
-def test_the_readmes_loop_over_packed_rows_trains_on_documents_that_see_only_themselves(made: Path) -> None:
+def test_the_readmes_loop_over_packed_rows_trains_on_documents_that_see_only_themselves(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    (code,) = (block for block in blocks if "boundaries=" in block)
-    seen: list[Any] = []
-
-    class Seen(Exception):
-        pass
-
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    for shown, here in (('"/lustre/data"', repr(str(made / "json"))), ("2048", str(SEQ_LEN))):
+        assert shown in code
+        code = code.replace(shown, here)
     with load(made / "json", 1) as loader:
         model = tiny_llama(len(loader.tokenizer), "sdpa")
+    found: list[tuple[int, int, int]] = []
 
     def called(**batch: Any) -> Any:
-        seen.append((batch, model(**batch)))
-        raise Seen
+        output = model(**batch)
+        starts = (batch["position_ids"] == 0).cumsum(1)
+        wrong, compared = num_wrong(model, {**batch, "segment_ids": starts}, output.logits)
+        found.append((wrong, compared, int(starts.max())))
+        return output
 
-    scope = {"model": called, "get_llama3_dataloader": get_llama3_dataloader}
-    assert '"DATA"' in code
-    with pytest.raises(Seen):
-        exec(code.replace('"DATA"', repr(str(made / "json"))).replace("2048", str(SEQ_LEN)), scope)
-    ((batch, output),) = seen
-    starts = (batch["position_ids"] == 0).cumsum(1)
-    assert int(starts.max()) > 1
-    assert num_wrong(model, {**batch, "segment_ids": starts}, output.logits) == (0, starts.numel())
+    monkeypatch.chdir(tmp_path)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scope: dict[str, Any] = {"model": called, "device": "cpu", "optimizer": optimizer}
+    exec(code, scope)
+    assert {wrong for wrong, _, _ in found} == {0}
+    assert min(compared for _, compared, _ in found) == 8 * SEQ_LEN
+    assert max(num_documents for _, _, num_documents in found) > 1
+    assert len(found) == len(scope["loader"]) > 8, "several steps of 8 batches"
+    assert torch.load("loader.pt") == scope["loader"].state_dict()
+    scope["loader"].close()

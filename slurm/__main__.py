@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from shardprep.command_line import Command, Program, add_flags_of, given_of
 from shardprep.console import Progress, draw, output_is_read, print_lines, say
 from shardprep.errors import ReadWriteError, ShardprepError, UsageError
+from shardprep.files import size_of_file
 from shardprep.format.names import INDEX_NAME, id_ranges, ids_of_ranges
-from shardprep.regular_files import size_of_file
 from slurm.job_records import Submission, SubmittedMeanwhile
 from slurm.job_script import WHOLE_NODE, JobRequest, quoted
 from slurm.slurm_commands import Patience
@@ -104,7 +104,7 @@ def submit(args: argparse.Namespace) -> int:
 
 def retry(args: argparse.Namespace) -> int:
     """``retry O``: what failed, each as its failure asks."""
-    from preprocess.plan import need_plan
+    from preprocess.plan.plan_file import need_plan
     from slurm.dataset_state import find_state
     from slurm.retrying import prepare_retry, reason_to_leave
 
@@ -137,7 +137,7 @@ def retry(args: argparse.Namespace) -> int:
 
 def _wanted(args: argparse.Namespace) -> set[int] | None:
     """The shards of --shards; None for all."""
-    from preprocess.plan import need_plan
+    from preprocess.plan.plan_file import need_plan
 
     if args.shards is None:
         return None
@@ -190,7 +190,7 @@ def _print_sent(submission: Submission) -> None:
 
 def _wait(args: argparse.Namespace) -> int:
     """One bar over the whole data set until no job of it is queued; 0 only where it is verified then."""
-    from preprocess.plan import need_plan
+    from preprocess.plan.plan_file import need_plan
     from slurm.dataset_state import find_state
 
     plan = need_plan(args.output_dir)
@@ -216,7 +216,7 @@ def _wait(args: argparse.Namespace) -> int:
 
 def status(args: argparse.Namespace) -> int:
     """``status O``: where every shard is, and why what failed did."""
-    from preprocess.plan import need_plan
+    from preprocess.plan.plan_file import need_plan
     from slurm.dataset_state import find_state
     from slurm.status_text import write_metrics
 
@@ -263,7 +263,7 @@ def _print_report(data: dict[str, Any], *, as_json: bool = False) -> None:
 
 def cancel(args: argparse.Namespace) -> int:
     """``cancel O``: every job of this data set that waits or runs. Shards that are done stay done."""
-    from preprocess.plan import need_plan
+    from preprocess.plan.plan_file import need_plan
     from slurm.dataset_state import find_state
     from slurm.slurm_commands import slurm_output
 

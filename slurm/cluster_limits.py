@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from preprocess.plan import Plan, need_plan
-from preprocess.tokenizer_files import check_tokenizer_files
+from preprocess.plan.plan_file import Plan, need_plan
+from preprocess.plan.tokenizer_files import check_tokenizer_files
 from shardprep.errors import CannotWrite, ShardprepError, UsageError
 from shardprep.format.names import id_ranges
 from slurm.job_records import JOBS_FOLDER

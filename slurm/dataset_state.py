@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from preprocess.plan import Plan
+from preprocess.plan.plan_file import Plan
 from shardprep.errors import NotFound, ReadWriteError
 from shardprep.format.names import shard_name
 from slurm.failure_causes import (

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from preprocess.plan import Plan
-from shardprep.format.shard_making import ShardMaking
+from preprocess.plan.plan_file import Plan
+from shardprep.format.manifest import ShardMaking
 from slurm.cluster_limits import PartitionLimits
 from slurm.dataset_state import DatasetState
 from slurm.job_records import Submission
@@ -152,7 +152,7 @@ def advice_of_plan(
     ``num_cpus``: of a task, where somebody has chosen them.
     Raises what loading the tokenizer and reading the input raise.
     """
-    from preprocess.cost_estimate import estimate_of  # numpy, which status does not need
+    from preprocess.plan.cost_estimate import estimate_of  # numpy, which status does not need
 
     cost = estimate_of(plan, folder)
     num_cpus = num_cpus or _at_most(max(1, min(cost.num_useful_cores, _MOST_CPUS)), partition)

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardprep.atomic_files import publish_bytes
 from shardprep.errors import CannotWrite, ReadWriteError, ShardprepError
+from shardprep.files import publish_bytes
 from shardprep.format.names import manifest_path
 from slurm.cluster_limits import minutes_of
 from slurm.dataset_state import DatasetState

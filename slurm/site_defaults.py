@@ -25,9 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardprep.atomic_files import publish_bytes
 from shardprep.errors import CannotWrite, UsageError
-from shardprep.regular_files import NOT_THERE, read_regular
+from shardprep.files import NOT_THERE, publish_bytes, read_regular
 from slurm.job_script import JobRequest
 
 if sys.version_info >= (3, 11):

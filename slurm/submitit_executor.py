@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from preprocess.plan import need_plan
+from preprocess.plan.plan_file import need_plan
 from shardprep.errors import ReadWriteError, UsageError
 from shardprep.format.manifest import Manifest, read_manifest
 from shardprep.format.names import MAX_SHARDS, ids_of_ranges

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import lustre
-from preprocess.cost_estimate import estimate_of
+from preprocess.plan.cost_estimate import estimate_of
 from shardprep.errors import ShardprepError
 from shardprep.format.names import id_ranges
 from slurm.cluster_limits import (

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from preprocess import chat_rendering
-from preprocess.plan import need_plan
-from preprocess.shard_samples import ShardSamples
+from preprocess.check.shard_samples import ShardSamples
+from preprocess.formats import chat as chat_rendering
+from preprocess.plan.plan_file import need_plan
 from shardprep.errors import BadInput, BrokenShard, OtherTokenizer, ReadWriteError, Refused, UsageError
 from tests import chat_sets
 from tests.chat_sets import PLAIN, TAGGED, chat_model, conversations, write_chats
@@ -80,6 +80,7 @@ def test_ids_and_mask_are_those_of_apply_chat_template_where_the_template_has_th
     assert 0 < sum(map(sum, (mask for _, mask in found))) < sum(len(mask) for _, mask in found)
 
 
+@pytest.mark.processes
 def test_without_the_tags_the_mask_is_what_a_search_for_answers_finds(
     prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
 ) -> None:
@@ -87,6 +88,7 @@ def test_without_the_tags_the_mask_is_what_a_search_for_answers_finds(
     assert found == chat_sets.searched(models["plain"], CHATS)
 
 
+@pytest.mark.processes
 def test_best_fit_keeps_each_conversation_whole_with_its_mask(
     prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
 ) -> None:
@@ -463,7 +465,7 @@ def test_peek_shows_what_has_labels(prep: Prep, raw: Path, tmp_path: Path, model
 def test_a_mask_that_cannot_lie_in_the_tar_is_found(
     prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
 ) -> None:
-    from preprocess.verify import check_places
+    from preprocess.check.verify import check_places
 
     out = make(prep, raw, tmp_path / "out", models["tagged"], num_shards=1)
     plan = need_plan(out)

@@ -22,8 +22,7 @@ import pytest
 from slurm.job_records import JobArray, Submission
 from slurm.job_records import publish_submission as publish
 from slurm.job_script import JobRequest
-from tests.checkout import ROOT
-from tests.waiting import HANG_S
+from tests.children import run_child
 
 NAME = "shardprep-0123456789ab-3f2a91-0"
 WHEN = "2026-11-22T01:52:04"
@@ -83,18 +82,8 @@ class FakeSlurm:
 
     def run(self, *args: object, code: int = 0, **settings: Any) -> str:
         """``python -m slurm`` in a process of its own; returns both streams."""
-        settings = {"cwd": ROOT, **settings}
-        done = subprocess.run(
-            [sys.executable, "-m", "slurm", *map(str, args)],
-            env=dict(os.environ),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            check=False,
-            timeout=HANG_S,
-            **settings,
-        )
-        said: str = done.stdout.decode("utf-8", "replace")
-        assert done.returncode == code, said
+        command = [sys.executable, "-m", "slurm", *map(str, args)]
+        said = run_child(command, code=code, stderr=subprocess.STDOUT, encoding="utf-8", **settings).stdout
         assert "Traceback" not in said
         return said
 

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from shardprep.format.manifest import ShardMaking
 from shardprep.format.names import shard_name
-from shardprep.format.shard_making import ShardMaking
 from slurm import dataset_state
 from slurm.job_records import JobArray, publish_submission
 from slurm.job_script import JobRequest

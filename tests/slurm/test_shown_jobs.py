@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from preprocess.plan import need_plan
+from preprocess.plan.plan_file import need_plan
 from shardprep.console import STOP_SIGNALS
 from shardprep.format.names import id_ranges, shard_name
 from slurm import __main__ as program

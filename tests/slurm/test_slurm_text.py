@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +30,7 @@ from slurm.retrying import reason_to_leave, retry_request
 from slurm.sending import parse_job
 from slurm.slurm_commands import SlurmRefused
 from slurm.slurm_queries import TaskAttempt, attempts_by_task, parse_accounts, parse_queue
+from tests.children import run_child
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -110,13 +110,8 @@ def test_the_script_is_prep_array_with_a_head_that_maps_index_to_shards() -> Non
         ]
     ):
         show = 'IFS="|"; echo "$shardprep_what|${shardprep_command[*]}"'
-        done = subprocess.run(
-            ["bash", "-uc", f"{head}\n{show}"],
-            env={"SLURM_ARRAY_TASK_ID": str(index), "PATH": os.environ["PATH"]},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        environ = {"SLURM_ARRAY_TASK_ID": str(index), "PATH": os.environ["PATH"]}
+        done = run_child(["bash", "-uc", f"{head}\n{show}"], env=environ)
         assert done.stdout.strip() == expected
 
 
@@ -352,14 +347,10 @@ def test_a_status_reads_each_manifest_and_failed_log_once_lists_the_folder_twice
         (commands / name).chmod(0o755)
     for shard_id in range(num_shards - num_failed, num_shards):
         (data / "jobs" / "logs" / f"7_{shard_id}.log").write_text("an error\n")
-    done = subprocess.run(
+    done = run_child(
         [sys.executable, "-c", COUNTED, data, tmp_path / "seen.json", "status", data],
         env={**os.environ, "PATH": f"{commands}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        check=False,
     )
-    assert done.returncode == 0, done.stderr
     assert "990 of 1000 shards are done" in done.stdout
     assert f"failed, {NO_MANIFEST}: 990-999" in done.stdout
     seen = json.loads((tmp_path / "seen.json").read_text())

@@ -32,7 +32,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import get_worker_info
 
 from loader.external_tars import JSON, RAW, TarSamples, scan_tar
 from loader.find_shards import DatasetShards, ExternalTar, ShardSet
@@ -477,6 +476,8 @@ class ShardReader:
 
     def __init__(self, shards: ShardSet, context: ReaderContext = ReaderContext()) -> None:
         self._shards = shards
+        from torch.utils.data import get_worker_info  # staging, which opens shards, too, needs no torch
+
         worker, turn = get_worker_info(), context.turn
         self._turn = turn if worker is None else turn.of_worker(worker.id, worker.num_workers)
         self._compares_crcs = context.compares_crcs

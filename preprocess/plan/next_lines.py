@@ -13,7 +13,7 @@ import shardprep
 
 _BATCH_CPUS = 8  # that prep_array.sh asks for
 _DEFAULT_MAX_ARRAY_SIZE = 1001  # Slurm's own
-_ANSWER_S = 10
+_ANSWER_S = 3
 
 
 def next_lines(folder: Path, num_shards: int) -> list[str]:

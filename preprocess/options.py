@@ -58,6 +58,7 @@ class BytesOptions:
     chat_versions: str = ""  # of the libraries that render it, see chat_rendering.py
     also: str = ""  # the patterns of --also that took an input
     follow_links: bool = False  # a link to a folder was followed
+    zstd_long: int = 0  # log2 of the largest window of zstd; 0: that of zstd itself
 
     @property
     def is_chat(self) -> bool:
@@ -72,13 +73,13 @@ class BytesOptions:
     def identity(self) -> dict[str, Any]:
         """What of them a plan's id is a hash of: an option that came later counts only where it is used.
 
-        How the inputs were found does not count: the inputs themselves do.
+        How the inputs were found and opened does not count: the inputs themselves do.
         """
         values = dataclasses.asdict(self)
         return {
             item.name: values[item.name]
             for item in dataclasses.fields(self)
-            if item.name not in LISTING_OPTIONS
+            if item.name not in INPUT_OPTIONS
             and (item.default is dataclasses.MISSING or values[item.name] != item.default)
         }
 
@@ -127,6 +128,10 @@ class PrepConfig:
     doc: Doc = field(default="line", metadata={"help": "what a document of .txt is: a line, or a whole file"})
     encoding: str = field(
         default="utf-8", metadata={"help": "of .txt; utf-8-sig drops a leading byte order mark"}
+    )
+    zstd_long: int | None = field(
+        default=None,
+        metadata={"help": "take .zst of zstd --long=N, N up to 31; a task holds 2^N bytes (default 27)"},
     )
     text_field: str | None = field(
         default=None,
@@ -268,6 +273,8 @@ class PrepConfig:
         for name in _LIMITS:
             if not 0 <= getattr(self, name) <= MOST:
                 raise UsageError(f"--{name} is {getattr(self, name)}, expected 1 to {MOST}")
+        if self.zstd_long and not 10 <= self.zstd_long <= 31:
+            raise UsageError(f"--zstd_long is {self.zstd_long}, expected 10 to 31, as of zstd --long")
         if self.max_chars and (self.max_chars or 0) < (self.min_chars or 0):
             raise UsageError(f"--max_chars {self.max_chars} is below --min_chars {self.min_chars}")
         if self.limit and self.hash_inputs:
@@ -310,7 +317,7 @@ def flags_of(options: BytesOptions) -> dict[str, Any]:
     return {**given, **or_none}
 
 
-LISTING_OPTIONS = ("also", "follow_links")  # a plan has them where they took an input
+INPUT_OPTIONS = ("also", "follow_links", "zstd_long")  # they take inputs and change no byte of a shard
 CHAT_FACTS = ("chat_template", "chat_tokens", "chat_versions")
 # Options with a default that every plan.json has. Others stand there only where they are used, so that an
 # older shardprep reads what it can.
@@ -328,7 +335,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "normalize": get_args(Normalize),
 }
 _TEXTS_OR_NONE = ("text_template", "id_field", "source_field", "normalize", "also")
-_LIMITS = ("min_chars", "max_chars", "limit")
+_LIMITS = ("min_chars", "max_chars", "limit", "zstd_long")
 _NOT_OF_CHAT = (
     "text_field", "text_template", "fix_text", "normalize", "min_chars", "max_chars", "append_eos"
 )  # fmt: skip

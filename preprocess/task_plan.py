@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from preprocess.input_files import find_inputs, list_inputs
-from preprocess.options import LISTING_OPTIONS, PrepConfig, flags_of
+from preprocess.options import INPUT_OPTIONS, PrepConfig, flags_of
 from preprocess.plan import Plan, PlannedShard, is_one_file_a_shard, need_plan, read_plan
 from preprocess.tokenizer_files import TOKENIZER_FILE, describe_tokenizer
 from shardprep.console import say
@@ -126,7 +126,7 @@ def _check_given(plan: Plan, given: dict[str, Any]) -> None:
     differing = [
         f"--{name} was {planned[name]}, now {wanted[name]}"
         for name in wanted
-        if name in given and wanted[name] != planned[name] and name not in LISTING_OPTIONS
+        if name in given and wanted[name] != planned[name] and name not in INPUT_OPTIONS
     ]
     if differing:
         raise Refused(

@@ -7,12 +7,13 @@ have versions, which lie in the plan: another version may give another text.
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import re
 import string
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Literal, cast
@@ -60,6 +61,14 @@ class TextFields:
         # The one field of the text, where a look-up of it is all there is to do.
         is_plain = not text_template and len(self.text_paths[0]) == 1
         self.plain_name = self.text_paths[0][0] if is_plain else None
+
+    def at(self, places: Mapping[FieldPath, FieldPath]) -> TextFields:
+        """The same fields, where a table has them; those that ``places`` does not name stay."""
+        other = copy.copy(self)
+        other.text_paths = [places.get(path, path) for path in self.text_paths]
+        other.id_path = places.get(self.id_path, self.id_path)
+        other.source_path = places.get(self.source_path, self.source_path)
+        return other
 
     @property
     def paths(self) -> list[FieldPath]:

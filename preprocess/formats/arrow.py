@@ -1,24 +1,26 @@
 """Arrow files, as ``datasets`` keeps and saves them: the stream format, and the file format. Through pyarrow.
 
 Both are messages one after the other, each with a header that says what it is and how long. Only these
-headers are read to find where record batches begin. A part is given to pyarrow as a stream of its own: the
-schema, the dictionaries before it, and the part's record batches. A large record batch is left out of that
-stream, and of each column in use the bytes of some rows at a time are read.
+headers are read to find where record batches begin; of the file format, those that its footer lists. A part
+of a stream is given to pyarrow as a stream of its own: the schema, the dictionaries before it, and the part's
+record batches. Of a large record batch the bytes of some rows at a time are read, of each column in use.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from preprocess.formats.arrow_messages import BATCH, CONTINUES, Message, messages_of
+from preprocess.formats.arrow_messages import BATCH, CONTINUES, Message, has_footer, messages_of
 from preprocess.formats.arrow_slices import RowSlices, slices_of
-from preprocess.formats.columns import InputStream, arrow_of, check_columns, refused_by_name, row_documents
+from preprocess.formats.columns import InputStream, arrow_of, fields_in, refused_by_name, row_documents
 from preprocess.formats.format import DocumentBatch, Inspected, Reading, Start, no_documents
 from preprocess.inputs import ByteRange, OpenInput, Place, RangeReader
 from preprocess.long_documents import LongDocument
+from preprocess.text_fields import TextFields
 from shardprep.errors import ReadWriteError
 
 _LARGE_BYTES = 16 << 20  # a larger record batch is not held whole
@@ -33,10 +35,8 @@ class Arrow:
         """See Format. Raises BadInput for another kind of file, or a missing column."""
         if not file.stamp.num_bytes:
             return Inspected(text_bytes=0, is_whole=True)
-        schema = next(messages_of(file))
-        self._columns(file, _Spans(file, [schema]), reading)
-        if schema.start:
-            _check_footer(file)
+        first = next(messages_of(file), None)
+        _open(file, [] if first is None or has_footer(file) else [first], reading.fields)
         return Inspected(text_bytes=file.stamp.num_bytes, is_whole=False)
 
     def starts(
@@ -66,7 +66,8 @@ class Arrow:
         reader.hash_rest()
         if not file.stamp.num_bytes:
             return
-        picked = self._picked(file, part, reading)
+        picked = _picked(file, part, reading.fields)
+        reading = dataclasses.replace(reading, fields=picked.opened.fields)
         place = Place(
             file=file,
             input_number=part.input_number,
@@ -75,61 +76,75 @@ class Arrow:
             line=line,
             num_bytes=part.end - part.start,
         )
-        spans = _Spans(file, picked.streamed)
-        table = self._columns(file, spans, reading)
-        with refused_by_name(file, "Arrow", spans):
-            yield from row_documents(_read_batches(table, picked, part, reading.batch_bytes), place, reading)
+        with refused_by_name(file, "Arrow", picked.opened.stream):
+            yield from row_documents(_read_batches(picked, part, reading.batch_bytes), place, reading)
         if not picked.batches:
             yield no_documents(place)
 
-    def _picked(self, file: OpenInput, part: ByteRange, reading: Reading) -> _Picked:
-        """What of a file a part needs."""
-        picked = _Picked(0, [], [], {})
-        names = [path[0] for path in reading.fields.paths]
-        for message in messages_of(file):
-            if message.start >= part.end:
-                break
-            if message.kind == BATCH and message.start < part.start:
-                picked = picked._replace(first_row=picked.first_row + message.num_rows)
-                continue
-            if message.kind == BATCH:
-                picked.batches.append(message)
-                if message.end - message.start > _LARGE_BYTES:
-                    schema = self._schema(file, _Spans(file, picked.streamed))
-                    if slices := slices_of(file, message, schema, names):
-                        picked.slices[message.start] = slices
-                        continue
-            picked.streamed.append(message)
-        return picked
 
-    def _schema(self, file: OpenInput, spans: _Spans) -> Any:
-        with refused_by_name(file, "Arrow", spans):
-            return __import__("pyarrow.ipc", fromlist=["open_stream"]).open_stream(spans).schema
+class _Opened(NamedTuple):
+    """A file, or some messages of it as a stream, as pyarrow reads it: the columns in use alone."""
 
-    def _columns(self, file: OpenInput, spans: _Spans, reading: Reading) -> Any:
-        """A pyarrow reader of a stream, for the columns in use."""
-        arrow = arrow_of(".arrow")
-        ipc = __import__("pyarrow.ipc", fromlist=["open_stream"])
-        with refused_by_name(file, "Arrow", spans):
-            schema = ipc.open_stream(spans).schema
-            check_columns(file, schema, reading.fields)
-            wanted = {path[0] for path in reading.fields.paths}
-            numbers = [number for number, name in enumerate(schema.names) if name in wanted]
-            spans.seek(0)
-            options = arrow.ipc.IpcReadOptions(included_fields=numbers, use_threads=False)
-            return ipc.open_stream(spans, options=options)
+    reader: Any  # of a stream or a file
+    schema: Any  # with all columns
+    fields: TextFields  # where the file has them
+    stream: InputStream
+
+
+def _open(file: OpenInput, streamed: list[Message], fields: TextFields) -> _Opened:
+    """Open a file of the file format, or else the messages ``streamed``. Raises BadInput, ReadWriteError."""
+    arrow = arrow_of(".arrow")
+    ipc = __import__("pyarrow.ipc", fromlist=["open_stream"])
+    stream = _Spans(file, streamed) if streamed else InputStream(file)
+    opened = ipc.open_stream if streamed else ipc.open_file
+    with refused_by_name(file, "Arrow", stream):
+        schema = opened(stream).schema
+        fields = fields_in(file, schema, fields)
+        wanted = {path[0] for path in fields.paths}
+        numbers = [number for number, name in enumerate(schema.names) if name in wanted]
+        stream.seek(0)
+        options = arrow.ipc.IpcReadOptions(included_fields=numbers, use_threads=False)
+        return _Opened(opened(stream, options=options), schema, fields, stream)
 
 
 class _Picked(NamedTuple):
+    """What of a file a part needs."""
+
+    opened: _Opened
     first_row: int  # of the part, in the file
-    streamed: list[Message]  # the schema, dictionaries and record batches that pyarrow reads as a stream
-    batches: list[Message]  # record batches of the part
+    batches: list[Message]  # the record batches of the part
     slices: dict[int, RowSlices]  # the large ones, by their first byte
+    arrays: Iterator[Any]  # the others, as pyarrow's RecordBatches
 
 
-def _read_batches(
-    table: Any, picked: _Picked, part: ByteRange, batch_bytes: int
-) -> Iterator[tuple[Any, int]]:
+def _picked(file: OpenInput, part: ByteRange, fields: TextFields) -> _Picked:
+    is_stream = not has_footer(file)
+    kept: list[Message] = []
+    first_row = num_before = 0
+    for message in messages_of(file):
+        if message.start >= part.end:
+            break
+        if message.kind == BATCH and message.start < part.start:
+            first_row, num_before = first_row + message.num_rows, num_before + 1
+        else:
+            kept.append(message)
+    opened = _open(file, kept[:1] if is_stream else [], fields)
+    batches = [message for message in kept if message.kind == BATCH]
+    names = [path[0] for path in opened.fields.paths]
+    slices = {
+        batch.start: rows
+        for batch in batches
+        if batch.end - batch.start > _LARGE_BYTES
+        and (rows := slices_of(file, batch, opened.schema, names)) is not None
+    }
+    if is_stream:
+        opened = _open(file, [message for message in kept if message.start not in slices], fields)
+        return _Picked(opened, first_row, batches, slices, iter(opened.reader))
+    numbers = [number for number, batch in enumerate(batches, num_before) if batch.start not in slices]
+    return _Picked(opened, first_row, batches, slices, map(opened.reader.get_batch, numbers))
+
+
+def _read_batches(picked: _Picked, part: ByteRange, batch_bytes: int) -> Iterator[tuple[Any, int]]:
     """Each record batch, or some rows of a large one, with the bytes of the part up to the next one."""
     begin, messages = part.start, picked.batches
     for message, later in itertools.zip_longest(messages, messages[1:]):
@@ -139,7 +154,7 @@ def _read_batches(
                 yield rows, 0
             yield rows.slice(rows.num_rows), following - begin
         else:
-            batch = table.read_next_batch()
+            batch = next(picked.arrays)
             if batch.num_rows != message.num_rows:
                 raise ValueError(
                     f"a record batch has {batch.num_rows} rows, its header says {message.num_rows}"
@@ -182,10 +197,3 @@ class _Spans(InputStream):
         except ReadWriteError as error:
             self.error = error
             raise OSError(str(error)) from None
-
-
-def _check_footer(file: OpenInput) -> None:
-    """That the footer of the file format is whole, though it is not needed. Raises BadInput."""
-    stream = InputStream(file)
-    with refused_by_name(file, "Arrow", stream):
-        __import__("pyarrow.ipc", fromlist=["open_file"]).open_file(stream)

@@ -40,21 +40,85 @@ class Buffers(NamedTuple):
     is_plain: bool  # neither compressed, nor with a number of buffers that varies
 
 
-def messages_of(file: OpenInput) -> Iterator[Message]:
-    """The messages of a file, in order; their headers alone are read. Raises BadInput, naming the byte."""
+def has_footer(file: OpenInput) -> bool:
+    """Whether a file is of the file format, and not of the stream format. Raises BadInput for neither."""
     size = file.stamp.num_bytes
     head = file.read(0, min(size, 8))
-    is_file = head.startswith(_MAGIC)
-    if is_file and file.read(size - 6, size) != _MAGIC:
+    if head.startswith(_MAGIC) and file.read(size - 6, size) != _MAGIC:
         raise _broken(file, f"it does not end in {_MAGIC!r}")
-    position = first = 8 if is_file else 0
-    if not is_file and head[:4] != CONTINUES:
+    if not head.startswith(_MAGIC) and head[:4] != CONTINUES:
         raise _broken(file, f"it begins with {head!r}")
+    return head.startswith(_MAGIC)
+
+
+def messages_of(file: OpenInput) -> Iterator[Message]:
+    """The messages of a file, in order; of the file format the record batches alone.
+
+    Their headers are read, and of the file format its footer. Raises BadInput, naming the byte.
+    """
+    if has_footer(file):
+        yield from _listed_batches(file)
+        return
+    position = 0
     while (message := _message_at(file, position)) is not None:
-        if (message.kind == SCHEMA) != (position == first):
+        if (message.kind == SCHEMA) != (position == 0):
             raise _broken(file, f"the first alone is a schema, not the message at byte {position}")
         yield message
         position = message.end
+
+
+def _listed_batches(file: OpenInput) -> Iterator[Message]:
+    """The record batches that the footer lists, in the order of the file; dictionaries may stand behind them.
+
+    Some writers leave something else than the schema at byte 8. But where a message stands that the footer
+    does not list, it is damaged: pyarrow would leave out a record batch without a word.
+    """
+    footer_start, blocks = _footer(file)
+    position = 8
+    if file.read(8, 12) == CONTINUES and (schema := _message_at(file, 8)) is not None:
+        position = schema.end
+    for kind, start, header_bytes, body_bytes in sorted(blocks, key=lambda block: block[1]):
+        if start < position:
+            raise _broken(file, f"its footer lists byte {start} twice, or within another message")
+        _check_nothing_at(file, position, start)
+        message = _message_at(file, start)
+        ends = (start + header_bytes, start + header_bytes + body_bytes)
+        if message is None or (message.kind, message.body_start, message.end) != (kind, *ends):
+            raise _broken(file, f"the message at byte {start} is not what the footer says")
+        if kind == BATCH:
+            yield message
+        position = message.end
+    _check_nothing_at(file, position, footer_start)
+
+
+def _check_nothing_at(file: OpenInput, position: int, end: int) -> None:
+    """That no message begins where the footer lists none; the mark of the end may stand there."""
+    head = file.read(position, position + 8) if position + 8 <= end else b""
+    if head[:4] == CONTINUES and any(head[4:]):
+        raise _broken(file, f"its footer does not list the message at byte {position}")
+
+
+def _footer(file: OpenInput) -> tuple[int, list[tuple[int, int, int, int]]]:
+    """Where the footer begins, and what it lists: kind, first byte, and bytes of header and body of each."""
+    size = file.stamp.num_bytes
+    num_bytes = int.from_bytes(file.read(size - 10, size - 6), "little")
+    start = size - 10 - num_bytes
+    if not 0 < num_bytes <= _MOST_HEADER_BYTES or start < 8:
+        raise _broken(file, f"its footer has {num_bytes} bytes, it says")
+    data = file.read_all(start, size - 10)
+    blocks: list[tuple[int, int, int, int]] = []
+    try:
+        root = struct.unpack_from("<I", data, 0)[0]
+        for number, kind in ((2, DICTIONARY), (3, BATCH)):
+            if _slot(data, root, number, optional=True):
+                listed = _structs(data, root, number, 3)
+                listed[:, 1] &= 0xFFFFFFFF  # of 32 bits, and as many without a meaning
+                if kind == BATCH and np.any(np.diff(listed[:, 0]) <= 0):
+                    raise _broken(file, "its footer lists record batches in another order than they stand in")
+                blocks += [(kind, *block) for block in listed.tolist()]
+    except (struct.error, IndexError, ValueError):
+        raise _broken(file, "its footer is damaged") from None
+    return start, blocks
 
 
 def _message_at(file: OpenInput, position: int) -> Message | None:
@@ -123,7 +187,7 @@ def buffers_of(file: OpenInput, batch: Message) -> Buffers:
         root = struct.unpack_from("<I", data, 0)[0]
         inner = _slot(data, root, 2)
         table = inner + struct.unpack_from("<I", data, inner)[0]
-        nodes, places = _pairs(data, table, 1), _pairs(data, table, 2)
+        nodes, places = _structs(data, table, 1, 2), _structs(data, table, 2, 2)
         is_plain = not any(_slot(data, table, number, optional=True) for number in (3, 4))
     except (struct.error, IndexError, ValueError):
         raise _broken(file, f"the message at byte {batch.start} has no right header") from None
@@ -139,9 +203,9 @@ def buffers_of(file: OpenInput, batch: Message) -> Buffers:
     )
 
 
-def _pairs(data: bytes, table: int, number: int) -> npt.NDArray[np.int64]:
-    """A vector of structs of two 64-bit integers: int64[n, 2]."""
+def _structs(data: bytes, table: int, number: int, width: int) -> npt.NDArray[np.int64]:
+    """A vector of structs of ``width`` 64-bit integers: int64[n, width]."""
     slot = _slot(data, table, number)
     vector = slot + struct.unpack_from("<I", data, slot)[0]
     num = struct.unpack_from("<I", data, vector)[0]
-    return np.frombuffer(data, "<i8", 2 * num, vector + 4).reshape(num, 2).astype(np.int64)
+    return np.frombuffer(data, "<i8", width * num, vector + 4).reshape(num, width).astype(np.int64)

@@ -96,31 +96,79 @@ def refused_by_name(file: OpenInput, form: str, stream: InputStream) -> Iterator
 _BUILT_IN_ERRORS = (ValueError, OSError, RuntimeError, LookupError, TypeError, OverflowError, MemoryError)
 
 
-def check_columns(file: OpenInput, schema: Any, fields: TextFields) -> None:
-    """That a table has the columns of the text, and strings or messages in them. Raises BadInput."""
+def fields_in(file: OpenInput, schema: Any, fields: TextFields) -> TextFields:
+    """The fields where a table has them: a column's name may have dots, and goes before a nested field.
+
+    Raises BadInput where the text has no column, one of another type, or two columns may be meant.
+    """
     is_chat = isinstance(fields, MessageFields)
     flags = "--messages_field" if is_chat else "--text_field or --text_template"
-    for path in fields.text_paths:
-        kind, names = schema, [item.name for item in schema]
-        for position, name in enumerate(path):
-            names = [item.name for item in kind]
-            if name not in names:
-                raise BadInput(
-                    f"input {file.path} has no column {'.'.join(path[: position + 1])}, but "
-                    f"{', '.join(names)}; choose with {flags}, and plan anew"
-                )
-            kind = kind.field(name).type
-            if position + 1 < len(path) and not hasattr(kind, "num_fields"):
-                break
-        if not _is_one_of(kind, _LISTS if is_chat else _TEXTS):
-            expected = "lists of messages" if is_chat else "strings"
+    places: dict[FieldPath, FieldPath] = {}
+    for path in fields.paths:
+        found, name = _places_of(schema, path), ".".join(path)
+        if len(found) > 1:
+            shown = ", ".join(" > ".join(place) for place, _ in found)
             raise BadInput(
-                f"the column {'.'.join(path)} of input {file.path} is {kind}, expected {expected}; choose "
-                f"another with {flags}, or move the file away, and plan anew"
+                f"input {file.path} has {len(found)} columns or fields that {name} may mean ({shown}), "
+                "expected one; rename the others, or move the file away, and plan anew"
             )
+        if not found and path in fields.text_paths:
+            raise BadInput(f"{_what_lacks(file, schema, path)}; choose with {flags}, and plan anew")
+        for place, kind in found:
+            places[path] = place
+            if path in fields.text_paths and not _is_one_of(kind, _LISTS if is_chat else _TEXTS):
+                expected = "lists of messages" if is_chat else "strings"
+                raise BadInput(
+                    f"the column {name} of input {file.path} is {str(kind)[:200]}, expected {expected}; "
+                    f"choose another with {flags}, or move the file away, and plan anew"
+                )
+    return fields.at(places)
 
 
-_TEXTS = ("is_string", "is_large_string", "is_string_view", "is_binary", "is_large_binary", "is_null")
+def _places_of(kind: Any, path: FieldPath) -> list[tuple[FieldPath, Any]]:
+    """Where a table, or a struct, may have a field, and its type; a column of this very name alone."""
+    inner = _inner(kind)
+    name = ".".join(path)
+    found: list[tuple[FieldPath, Any]] = [((name,), kind) for other, kind in inner if other == name]
+    if found:
+        return found
+    for end in range(1, len(path)):
+        name = ".".join(path[:end])
+        for other, kind in inner:
+            if other == name and _is_one_of(kind, ("is_null",)):
+                found.append(((name,), kind))  # all of it is null, and so is what would be in it
+            elif other == name:
+                found += [((name, *rest), of_rest) for rest, of_rest in _places_of(kind, path[end:])]
+    return found
+
+
+def _inner(kind: Any) -> list[tuple[str, Any]]:
+    """Names and types of a table's columns or a struct's fields; nothing for another type."""
+    arrow = arrow_of("a table")
+    if not isinstance(kind, (arrow.Schema, arrow.StructType)):
+        return []
+    return [(kind.field(number).name, kind.field(number).type) for number in range(len(kind))]
+
+
+def _what_lacks(file: OpenInput, schema: Any, path: FieldPath) -> str:
+    """What of a table is missing, so that there is no such column."""
+    kind = schema
+    for position, name in enumerate(path):
+        inner = _inner(kind)
+        if inner and name not in dict(inner):
+            names = ", ".join(other for other, _ in inner)
+            return f"input {file.path} has no column {'.'.join(path[: position + 1])}, but {names}"
+        if not inner and position:
+            where = ".".join(path[:position])
+            return f"the column {where} of input {file.path} is {str(kind)[:200]}, which has no field {name}"
+        kind = dict(inner).get(name)
+    return f"input {file.path} has no columns"
+
+
+_TEXTS = (
+    "is_string", "is_large_string", "is_string_view", "is_binary", "is_large_binary", "is_binary_view",
+    "is_null",
+)  # fmt: skip
 _LISTS = ("is_list", "is_large_list", "is_fixed_size_list", "is_list_view", "is_large_list_view", "is_null")
 
 
@@ -194,14 +242,17 @@ def _values(rows: Any, path: FieldPath) -> list[Any]:
         compute = __import__("pyarrow.compute", fromlist=["struct_field"])
         try:
             column = compute.struct_field(column, name)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, NotImplementedError):
             return [unusable(path, _NOTHING)] * int(rows.num_rows)
     arrow = arrow_of("a table")
     _check_offsets(arrow, column)
     if arrow.types.is_dictionary(column.type):
+        if _is_one_of(column.type, ("is_string_view", "is_binary_view")):  # which pyarrow cannot take
+            values = column.dictionary.cast(arrow.large_binary())
+            column = arrow.DictionaryArray.from_arrays(column.indices, values)
         column = column.dictionary_decode()
     try:
-        values: list[Any] = column.to_pylist()
+        values = column.to_pylist()
     except UnicodeDecodeError:
         values = column.cast(arrow.large_binary()).to_pylist()
     if any(isinstance(value, bytes) for value in values):
@@ -215,6 +266,8 @@ def _check_offsets(arrow: Any, column: Any) -> None:
     Strings are looked at as bytes, so that one that cannot be decoded is a bad row and no bad file.
     """
     kinds = {arrow.string(): arrow.binary(), arrow.large_string(): arrow.large_binary()}
+    if hasattr(arrow, "string_view"):
+        kinds[arrow.string_view()] = arrow.binary_view()
     (column.view(kinds[column.type]) if column.type in kinds else column).validate(full=True)
 
 

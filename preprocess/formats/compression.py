@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from preprocess.formats.format import Start
+from preprocess.formats.format import Reading, Start
 from preprocess.formats.line_ends import FirstLineEnd
 from preprocess.inputs import OpenInput, RangeReader
 from shardprep.errors import BadInput, UsageError
@@ -26,7 +26,8 @@ _READ_BYTES = 128 << 10
 _XZ_BYTES = 1 << 30  # of memory that a stream may ask for; more is refused
 _ZSTD_BYTES = 16 << 10  # given to zstd at once: what it gives back has no other limit
 _TAIL_BYTES = 16 << 10
-_MAGIC_BYTES = 6  # the longest of them
+_HEADER_BYTES = 18  # the longest header of a frame of zstd; magics are shorter
+_ZSTD_LONG = 27  # log2 of the largest window that zstd itself decompresses
 _HEAD_BYTES, _HEAD_TEXT_BYTES = 64 << 10, 1 << 20  # of which planning judges how much text there is
 _MOST_TABLE_BYTES = 64 << 20
 
@@ -85,7 +86,8 @@ class _ZstdFrame:
     """zstandard's decompressor in the shape of bz2's; ``max_length`` is not kept to the byte."""
 
     def __init__(self) -> None:
-        self._frame = load_zstandard().ZstdDecompressor().decompressobj()
+        decompressor = load_zstandard().ZstdDecompressor(max_window_size=1 << 31)  # see _check_window
+        self._frame = decompressor.decompressobj()
         self._waiting = memoryview(b"")
         self.unused_data = b""
 
@@ -144,10 +146,11 @@ def _errors() -> tuple[type[Exception], ...]:
     return tuple(found)
 
 
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _SKIPPABLE = tuple(struct.pack("<I", 0x184D2A50 + number) for number in range(16))
 COMPRESSIONS = {
     ".gz": Compression(name="gzip", magics=(b"\x1f\x8b",), open=_gzip_member, may_end_in_zeros=True),
-    ".zst": Compression(name="zstd", magics=(b"\x28\xb5\x2f\xfd", *_SKIPPABLE), open=_ZstdFrame),
+    ".zst": Compression(name="zstd", magics=(_ZSTD_MAGIC, *_SKIPPABLE), open=_ZstdFrame),
     ".xz": Compression(name="xz", magics=(b"\xfd7zXZ\0",), open=_xz_stream, may_end_in_zeros=True),
     ".bz2": Compression(name="bzip2", magics=(b"BZh",), open=bz2.BZ2Decompressor),
 }
@@ -185,6 +188,7 @@ def decompressed(
     read: Callable[[int, int], bytes],
     span: tuple[int, int],
     piece_bytes: int,
+    zstd_long: int,
 ) -> Iterator[TextPiece]:
     """The text of the file's bytes [span), whole members or frames, in pieces of ``piece_bytes`` or more.
 
@@ -192,7 +196,7 @@ def decompressed(
     """
     feed = _Feed(read, span)
     told, held, num_held = span[0], [], 0
-    for text in _texts(file, compression, feed, piece_bytes):
+    for text in _texts(file, compression, feed, piece_bytes, zstd_long):
         held.append(text)
         num_held += len(text)
         if num_held >= piece_bytes:
@@ -201,15 +205,19 @@ def decompressed(
     yield TextPiece(b"".join(held), feed.position - told)
 
 
-def _texts(file: OpenInput, compression: Compression, feed: _Feed, most_bytes: int) -> Iterator[bytes]:
+def _texts(
+    file: OpenInput, compression: Compression, feed: _Feed, most_bytes: int, zstd_long: int
+) -> Iterator[bytes]:
     """What each call of a decompressor gives, member after member."""
     errors, is_first = _errors(), True
     while True:
         but_zeros = compression.may_end_in_zeros and not is_first
         feed.data = feed.data.lstrip(b"\0") if but_zeros else feed.data
-        if not feed.fill(_MAGIC_BYTES, but_zeros=but_zeros):
+        if not feed.fill(_HEADER_BYTES, but_zeros=but_zeros):
             return
-        _check_magic(file, compression, feed.data, feed.position - len(feed.data))
+        at = feed.position - len(feed.data)
+        _check_magic(file, compression, feed.data, at)
+        _check_window(file, feed.data, at, zstd_long)
         stream, is_first = compression.open(), False
         while not stream.eof:
             data = feed.take() if stream.needs_input else b""
@@ -239,27 +247,50 @@ def _check_magic(file: OpenInput, compression: Compression, data: bytes, at: int
     )
 
 
+def _check_window(file: OpenInput, data: bytes, at: int, zstd_long: int) -> None:
+    """That the frame that begins with ``data`` asks for no more memory than is allowed. Raises BadInput."""
+    if not data.startswith(_ZSTD_MAGIC):
+        return
+    zstandard = load_zstandard()
+    try:
+        window = zstandard.get_frame_parameters(data[:_HEADER_BYTES]).window_size
+    except zstandard.ZstdError:
+        return  # cut short: decompressing says so
+    if window <= 1 << (zstd_long or _ZSTD_LONG):
+        return
+    long = (window - 1).bit_length()
+    raise BadInput(
+        f"input {file.path} asks for a window of {window} bytes of memory at byte {at}, expected at most "
+        f"{1 << (zstd_long or _ZSTD_LONG)}; plan with --zstd_long {long}, which takes that much memory in "
+        f"each task, or unpack the file: zstd -d --long={long} {file.path}"
+    )
+
+
 def text_of_part(
-    reader: RangeReader, compression: Compression, piece_bytes: int, first_line_end: FirstLineEnd
+    reader: RangeReader, compression: Compression, reading: Reading, first_line_end: FirstLineEnd
 ) -> Iterator[tuple[int, Iterator[TextPiece]]]:
     """Yield once: (byte of the text where the first line begins, its pieces); or nothing, for no line."""
     file, part = reader.file, reader.part
     size = file.stamp.num_bytes
-    pieces = decompressed(file, compression, reader.read, (part.start, part.end), piece_bytes)
+    pieces = decompressed(
+        file, compression, reader.read, (part.start, part.end), reading.batch_bytes, reading.zstd_long
+    )
     at = part.text_start
     if part.start:
-        skipped = _skip_line(pieces, _tail(file, compression, part.end, size), first_line_end, at)
+        skipped = _skip_line(pieces, _tail(reader, compression, reading), first_line_end, at)
         if skipped is None:
             return
         at, pieces = skipped
     if part.end < size:
-        pieces = _with_tail(pieces, _tail(file, compression, part.end, size), first_line_end)
+        pieces = _with_tail(pieces, _tail(reader, compression, reading), first_line_end)
     yield at, pieces
 
 
-def _tail(file: OpenInput, compression: Compression, start: int, end: int) -> Iterator[bytes]:
+def _tail(reader: RangeReader, compression: Compression, reading: Reading) -> Iterator[bytes]:
     """The text behind a part. It is hashed with the part that it lies in."""
-    for piece in decompressed(file, compression, file.read_all, (start, end), _TAIL_BYTES):
+    file = reader.file
+    span = (reader.part.end, file.stamp.num_bytes)
+    for piece in decompressed(file, compression, file.read_all, span, _TAIL_BYTES, reading.zstd_long):
         yield piece.data
 
 
@@ -306,14 +337,22 @@ def _with_tail(
     yield TextPiece(held, 0)
 
 
-def text_bytes_about(file: OpenInput, compression: Compression) -> tuple[int, bytes]:
-    """About how much text a file has, and its beginning. Raises BadInput where it is of another kind."""
+def text_bytes_about(file: OpenInput, compression: Compression, reading: Reading) -> tuple[int, bytes]:
+    """About how much text a file has, and its beginning.
+
+    Raises BadInput where it is of another kind, or its first frame asks for too much memory.
+    """
     size = file.stamp.num_bytes
     data = file.read(0, min(size, _HEAD_BYTES))
     if not data:
         return 0, b""
     _check_magic(file, compression, data, 0)
-    if data.startswith(_SKIPPABLE):
+    at, header = 0, data[:_HEADER_BYTES]
+    while header.startswith(_SKIPPABLE) and len(header) >= 8:
+        at += 8 + int.from_bytes(header[4:8], "little")
+        header = file.read(at, at + _HEADER_BYTES)
+    _check_window(file, header, at, reading.zstd_long)
+    if at:
         return 4 * size, b""
     stream = compression.open()
     try:

@@ -90,6 +90,7 @@ class Reading:
     keeps_space: bool = False
     changes: TextChanges | None = None  # what is done to the texts, where anything is
     chat: ChatTemplate | None = None  # renders the texts, which are conversations
+    zstd_long: int = 0  # log2 of the largest window of a .zst; 0: 27
 
 
 def reading_of(options: BytesOptions, batch_bytes: int) -> Reading:
@@ -103,6 +104,7 @@ def reading_of(options: BytesOptions, batch_bytes: int) -> Reading:
         keeps_space=options.fix_text,
         changes=options.text_changes(),
         chat=template if options.is_chat else None,
+        zstd_long=options.zstd_long,
     )
 
 

@@ -66,14 +66,14 @@ class JsonLines:
         """See Format."""
         return self.compression is None
 
-    def inspect(self, file: OpenInput, reading: Reading) -> Inspected:  # noqa: ARG002
+    def inspect(self, file: OpenInput, reading: Reading) -> Inspected:
         """See Format. Raises BadInput for one list of JSON."""
         if self.compression is None and not self.may_be_a_list:
             return Inspected(text_bytes=file.stamp.num_bytes, is_whole=False)
         if self.compression is None:
             num_bytes, head = file.stamp.num_bytes, file.read(0, min(file.stamp.num_bytes, _HEAD_BYTES))
         else:
-            num_bytes, head = text_bytes_about(file, self.compression)
+            num_bytes, head = text_bytes_about(file, self.compression, reading)
         if self.may_be_a_list and head.removeprefix(_MARK).lstrip(_BLANK).startswith(b"["):
             raise BadInput(_ONE_LIST.format(path=file.path, stem=_stem(file)))
         is_whole = self.compression is not None and not has_frames(file, self.compression)
@@ -122,7 +122,7 @@ class JsonLines:
         if self.compression is None:
             yield reader.part.start, plain_pieces(reader, reading.batch_bytes)
         else:
-            yield from text_of_part(reader, self.compression, reading.batch_bytes, first_newline)
+            yield from text_of_part(reader, self.compression, reading, first_newline)
 
 
 _ONE_LIST = (

@@ -10,8 +10,8 @@ from typing import Any
 from preprocess.formats.columns import (
     InputStream,
     arrow_of,
-    check_columns,
     column_names,
+    fields_in,
     refused_by_name,
     row_documents,
     rows_at_once,
@@ -34,9 +34,9 @@ class Parquet:
         """See Format. Raises BadInput where the footer is broken, or a column of the text is missing."""
         if not file.stamp.num_bytes:
             return Inspected(text_bytes=0, is_whole=True)
-        table, stream = _open(file, reading.fields)
+        table, stream, fields = _open(file, reading.fields)
         with refused_by_name(file, "Parquet", stream):
-            text_bytes = sum(_text_bytes(table.metadata, group, reading.fields) for group in _groups(table))
+            text_bytes = sum(_text_bytes(table.metadata, group, fields) for group in _groups(table))
         return Inspected(text_bytes=text_bytes, is_whole=False)
 
     def starts(
@@ -46,7 +46,7 @@ class Parquet:
         size = file.stamp.num_bytes
         places = [0, size]
         if size:
-            table, stream = _open(file, reading.fields)
+            table, stream, _ = _open(file, reading.fields)
             with refused_by_name(file, "Parquet", stream):
                 places[1:1] = _group_starts(table)[1:]
         found: list[Start | None] = []
@@ -72,7 +72,8 @@ class Parquet:
         reader.hash_rest()
         if not file.stamp.num_bytes:
             return
-        table, stream = _open(file, reading.fields)
+        table, stream, fields = _open(file, reading.fields)
+        reading = dataclasses.replace(reading, fields=fields)
         with refused_by_name(file, "Parquet", stream):
             for item in _documents(table, place, part, reading):
                 line += item.num_lines
@@ -97,16 +98,15 @@ def _documents(
     yield from row_documents(_batches(table, groups, spans, reading), where, reading)
 
 
-def _open(file: OpenInput, fields: TextFields) -> tuple[Any, InputStream]:
-    """A pyarrow ParquetFile, its columns checked, and what it reads from. Raises BadInput, ReadWriteError."""
+def _open(file: OpenInput, fields: TextFields) -> tuple[Any, InputStream, TextFields]:
+    """A pyarrow ParquetFile, what it reads from, and the fields in it. Raises BadInput, ReadWriteError."""
     arrow_of(".parquet")
     parquet = __import__("pyarrow.parquet", fromlist=["ParquetFile"])
     stream = InputStream(file)
     with refused_by_name(file, "Parquet", stream):
         table = parquet.ParquetFile(stream, buffer_size=_BUFFER_BYTES, pre_buffer=False, memory_map=False)
         schema = table.schema_arrow
-    check_columns(file, schema, fields)
-    return table, stream
+        return table, stream, fields_in(file, schema, fields)
 
 
 def _groups(table: Any) -> range:

@@ -126,7 +126,7 @@ class CompressedText:
 
     def inspect(self, file: OpenInput, reading: Reading) -> Inspected:
         """See Format."""
-        num_bytes, _ = text_bytes_about(file, self.compression)
+        num_bytes, _ = text_bytes_about(file, self.compression, reading)
         return Inspected(
             text_bytes=num_bytes, is_whole=not (can_be_split(reading) and has_frames(file, self.compression))
         )
@@ -153,7 +153,7 @@ class CompressedText:
             num_bytes=part.end - part.start,
             keeps_space=reading.keeps_space,
         )
-        for start, pieces in text_of_part(reader, self.compression, reading.batch_bytes, first_line_end):
+        for start, pieces in text_of_part(reader, self.compression, reading, first_line_end):
             head, pieces = _with_head(pieces)
             codec, num_mark_bytes = codec_of(head if part.start == 0 else b"", reading.encoding)
             place = dataclasses.replace(none, start=start + num_mark_bytes, codec=codec, num_bytes=0)

@@ -1,0 +1,352 @@
+"""Columns as tables name them, views of strings, the footers of Arrow files, and long windows of zstd."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from preprocess.documents import read_documents
+from preprocess.formats import arrow
+from preprocess.formats.arrow_messages import messages_of
+from preprocess.formats.format import DocumentBatch, Reading
+from preprocess.inputs import ByteRange, OpenInput
+from preprocess.text_fields import TextFields
+from shardprep.errors import BadInput
+
+if TYPE_CHECKING:
+    from tests.conftest import Ended, Prep
+
+SUFFIXES = ["parquet", "stream.arrow", "file.arrow"]
+
+
+def write_table(path: Path, table: pyarrow.Table, rows: int = 3) -> None:
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(table, path, row_group_size=rows)
+        return
+    opened = pyarrow.ipc.new_file if "file" in path.name else pyarrow.ipc.new_stream
+    with opened(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=rows)
+
+
+def texts_of(path: Path, fields: TextFields | None = None) -> list[str]:
+    part = ByteRange(input_number=0, path=path, start=0, end=path.stat().st_size)
+    texts: list[str] = []
+    reading = Reading(doc="line", encoding="utf-8", batch_bytes=500, fields=fields or TextFields())
+    for item in read_documents([part], reading):
+        assert isinstance(item, DocumentBatch)
+        texts += item.texts
+    return texts
+
+
+def planned(prep: Prep, folder: Path, *flags: object) -> Ended:
+    out = folder.parent / f"{folder.name}-data"
+    return prep.command(
+        "plan", "--input_dir", folder, "--output_dir", out, "--model_id", prep.model_dir, *flags
+    )
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_column_whose_name_has_a_dot_is_read_and_goes_before_a_nested_field(
+    prep: Prep, tmp_path: Path, suffix: str
+) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    nested = pyarrow.array([{"b": f"nested {n}", "c.d": f"deep {n}"} for n in range(7)])
+    named = pyarrow.table({"a": nested, "a.b": [f"named {n}" for n in range(7)], "n": range(7)})
+    write_table(raw / f"x.{suffix}", named)
+    write_table(raw / f"y.{suffix}", named.drop_columns(["a.b"]))
+    ended = planned(prep, raw, "--text_template", "{a.b} {a.c.d}", "--id_field", "a.c.d")
+    assert ended.code == 0, ended.text
+    data = tmp_path / "raw-data"
+    prep.make(data)
+    found = [
+        member.decode()
+        for shard in sorted(data.glob("shard-*.tar"))
+        for name, member in prep.members(shard)
+        if name.endswith("text.txt")
+    ]
+    assert found == [f"{kind} {n} deep {n}" for kind in ("named", "nested") for n in range(7)]
+    ids = [
+        json.loads(line)[2] for path in sorted(data.glob("ids/*")) for line in path.read_text().splitlines()
+    ]
+    assert ids == [f"deep {n}" for n in range(7)] * 2
+
+
+NOT_NESTED: dict[str, tuple[pyarrow.Array, str]] = {
+    "a list": (pyarrow.array([["x"]]), "the column a of input {} is list<"),
+    "a list of structs": (pyarrow.array([[{"b": "x"}]]), "the column a of input {} is list<"),
+    "a map": (
+        pyarrow.array([[("b", "x")]], pyarrow.map_(pyarrow.string(), pyarrow.string())),
+        "the column a of input {} is map<",
+    ),
+    "a number": (pyarrow.array([7]), "the column a of input {} is int64, which has no field b"),
+    "a string": (pyarrow.array(["x"]), "the column a of input {} is string, which has no field b"),
+    "another struct": (pyarrow.array([{"c": "x"}]), "input {} has no column a.b, but c"),
+    "a struct of numbers": (
+        pyarrow.array([{"b": 7}]),
+        "the column a.b of input {} is int64, expected strings",
+    ),
+}
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("kind", NOT_NESTED)
+def test_a_nested_field_of_what_is_no_struct_is_refused_by_name_when_planning(
+    prep: Prep, tmp_path: Path, suffix: str, kind: str
+) -> None:
+    column, said = NOT_NESTED[kind]
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    path = raw / f"x.{suffix}"
+    write_table(path, pyarrow.table({"a": column, "text": ["t"]}))
+    ended = planned(prep, raw, "--text_field", "a.b")
+    assert ended.code == 65, ended.text
+    assert said.format(path) in ended.text
+    assert "--text_field" in ended.text
+    assert "Traceback" not in ended.text
+    ended = planned(prep, raw, "--id_field", "a.b", "--source_field", "a.b")
+    assert ended.code == 0, ended.text
+    prep.make(tmp_path / "raw-data")
+    (line,) = (tmp_path / "raw-data/ids/shard-00000.jsonl").read_text().splitlines()
+    assert json.loads(line)[2] == {"another struct": "", "a struct of numbers": "7"}.get(kind, "")
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_nested_field_of_a_column_that_is_all_null_is_null(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"x.{suffix}"
+    write_table(path, pyarrow.table({"a": pyarrow.nulls(4), "n": range(4)}))
+    assert texts_of(path, TextFields("a.b")) == []
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_two_columns_of_one_name_are_refused_where_they_are_meant_and_else_do_no_harm(
+    prep: Prep, tmp_path: Path, suffix: str
+) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    path = raw / f"x.{suffix}"
+    columns = [pyarrow.array(values) for values in (["one"], ["two"], [1], [2], ["other"])]
+    write_table(path, pyarrow.Table.from_arrays(columns, names=["text", "text", "n", "n", "body"]))
+    for flags in ((), ("--text_field", "body", "--id_field", "n"), ("--text_template", "{body}{text}")):
+        ended = planned(prep, raw, *flags)
+        name = "n" if "n" in flags else "text"
+        assert ended.code == 65, ended.text
+        said = f"input {path} has 2 columns or fields that {name} may mean ({name}, {name}), expected one"
+        assert said in ended.text
+    assert planned(prep, raw, "--text_field", "body").code == 0
+    prep.make(tmp_path / "raw-data")
+    assert texts_of(path, TextFields("body")) == ["other"]
+
+
+def test_a_field_that_two_nested_columns_may_mean_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    write_table(path, pyarrow.table({"a": [{"b.c": "one"}], "a.b": [{"c": "two"}]}))
+    with pytest.raises(BadInput, match=r"a\.b\.c may mean \(a > b\.c, a\.b > c\)"):
+        texts_of(path, TextFields("a.b.c"))
+
+
+VIEWS = [f"문서 {n} " + "long enough to stand apart " * (n % 3) for n in range(40)]
+
+
+@pytest.mark.parametrize("large_bytes", [0, 1 << 30], ids=["by rows", "whole"])
+@pytest.mark.parametrize("suffix", ["stream.arrow", "file.arrow"])
+@pytest.mark.parametrize("kind", ["string_view", "binary_view", "dictionary of views"])
+def test_views_of_strings_are_texts_and_a_bad_one_is_a_bad_row(
+    tmp_path: Path, suffix: str, kind: str, monkeypatch: pytest.MonkeyPatch, large_bytes: int
+) -> None:
+    if not hasattr(pyarrow, "string_view"):
+        pytest.skip("this pyarrow has no views")
+    monkeypatch.setattr(arrow, "_LARGE_BYTES", large_bytes)
+    data = [text.encode() for text in VIEWS]
+    data[5] = b"\xff\xfe, which is no UTF-8, at all"
+    column = pyarrow.array(data, pyarrow.binary_view())
+    if kind != "binary_view":
+        column = pyarrow.Array.from_buffers(pyarrow.string_view(), len(data), column.buffers())
+    if kind == "dictionary of views":
+        column = pyarrow.DictionaryArray.from_arrays(pyarrow.array(range(40)), column)
+    path = tmp_path / f"x.{suffix}"
+    write_table(path, pyarrow.table({"n": range(40), "text": column}), rows=17)
+    part = ByteRange(input_number=0, path=path, start=0, end=path.stat().st_size)
+    texts: list[str] = []
+    bad: list[int] = []
+    for item in read_documents([part], Reading(doc="line", encoding="utf-8", batch_bytes=500)):
+        assert isinstance(item, DocumentBatch)
+        texts += item.texts
+        bad += [one.line for one in item.bad if one.reason == "undecodable"]
+    assert texts == VIEWS[:5] + VIEWS[6:]
+    assert bad == [5]
+
+
+def footer_of(data: bytes) -> tuple[int, int]:
+    """Where the footer of an Arrow file begins and ends."""
+    num_bytes = struct.unpack("<i", data[-10:-6])[0]
+    return len(data) - 10 - num_bytes, len(data) - 10
+
+
+def as_some_writers_leave_it(data: bytes) -> bytes:
+    """The same file, with a schema at byte 8 that has no mark before it: the footer's alone is right."""
+    return data[:8] + bytes(4) + data[12:]
+
+
+def with_block(data: bytes, number: int, change: tuple[int, int]) -> bytes:
+    """Another byte or size of a record batch in the footer: (which of the block's numbers, its new value)."""
+    begin, end = footer_of(data)
+    reader = pyarrow.ipc.open_file(data)
+    starts = [message.start for message in batches_in(data)]
+    assert len(starts) == reader.num_record_batches
+    at = data.index(struct.pack("<q", starts[number]), begin, end)
+    return data[: at + 8 * change[0]] + struct.pack("<q", change[1]) + data[at + 8 * change[0] + 8 :]
+
+
+def batches_in(data: bytes) -> list[Any]:
+    path = Path("/proc/self/fd") / str(_memory_file(data))
+    return list(messages_of(OpenInput(path)))
+
+
+def _memory_file(data: bytes) -> int:
+    import os
+
+    handle = os.memfd_create("table")
+    os.write(handle, data)
+    return handle
+
+
+def arrow_file(num_rows: int = 40, rows: int = 7) -> tuple[bytes, list[str]]:
+    texts = [f"문서 {n}" for n in range(num_rows)]
+    kinds = pyarrow.array([f"k{n % 3}" for n in range(num_rows)]).dictionary_encode()
+    table = pyarrow.table({"kind": kinds, "text": texts})
+    sink = io.BytesIO()
+    with pyarrow.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=rows)
+    return sink.getvalue(), texts
+
+
+def test_the_footer_says_where_record_batches_are_whatever_stands_at_the_beginning(
+    prep: Prep, tmp_path: Path
+) -> None:
+    data, texts = arrow_file()
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    path = raw / "x.arrow"
+    path.write_bytes(as_some_writers_leave_it(data))
+    assert pyarrow.ipc.open_file(str(path)).read_all()["text"].to_pylist() == texts
+    plan = prep.plan(raw, tmp_path / "data", num_shards=3, source_field="kind")
+    assert len({byte for _, byte in plan.boundaries}) > 2, "cut between record batches"
+    prep.make(tmp_path / "data")
+    found = [
+        member.decode()
+        for shard in sorted((tmp_path / "data").glob("shard-*.tar"))
+        for name, member in prep.members(shard)
+        if name.endswith("text.txt")
+    ]
+    assert found == texts
+
+
+@pytest.mark.parametrize("is_odd", [False, True], ids=["as pyarrow writes", "as others write"])
+@pytest.mark.parametrize(
+    ("number", "change"),
+    [(1, (0, "the first")), (2, (1, 999)), (0, (2, 8)), (5, (0, 1 << 40)), (3, (0, 9))],
+)
+def test_a_damaged_footer_is_refused_and_leaves_out_no_batch(
+    tmp_path: Path, number: int, change: tuple[int, Any], is_odd: bool
+) -> None:
+    data, _ = arrow_file()
+    value = batches_in(data)[0].start if change[1] == "the first" else change[1]
+    damaged = with_block(data, number, (change[0], value))
+    path = tmp_path / "x.arrow"
+    path.write_bytes(as_some_writers_leave_it(damaged) if is_odd else damaged)
+    with pytest.raises(BadInput, match="cannot be read as Arrow"):
+        texts_of(path)
+
+
+def test_a_footer_that_lists_fewer_record_batches_than_there_are_is_refused(tmp_path: Path) -> None:
+    data, texts = arrow_file()
+    begin, end = footer_of(data)
+    first, num = batches_in(data)[0].start, len(batches_in(data))
+    at = data.index(struct.pack("<q", first), begin, end) - 4
+    while data[at : at + 4] != struct.pack("<I", num):
+        at -= 4
+    damaged = data[:at] + struct.pack("<I", num - 1) + data[at + 4 :]
+    path = tmp_path / "x.arrow"
+    path.write_bytes(damaged)
+    assert pyarrow.ipc.open_file(str(path)).read_all().num_rows < len(texts), "pyarrow says nothing"
+    with pytest.raises(BadInput, match="its footer does not list the message at byte"):
+        texts_of(path)
+
+
+def long_zstd(data: bytes, long: int) -> bytes:
+    """As ``zstd --long=N`` writes what it reads from a pipe: with a window of 2^N bytes."""
+    params = zstandard.ZstdCompressionParameters(window_log=long)
+    packer = zstandard.ZstdCompressor(compression_params=params).compressobj()
+    return packer.compress(data) + packer.flush()
+
+
+@pytest.mark.parametrize("name", ["x.jsonl.zst", "x.txt.zst"])
+@pytest.mark.parametrize("long", [28, 31])
+def test_a_long_window_of_zstd_is_refused_when_planning_and_read_where_it_is_allowed(
+    prep: Prep, tmp_path: Path, name: str, long: int
+) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    texts = [f"text {n}" for n in range(9)]
+    lines = [json.dumps({"text": text}) if "json" in name else text for text in texts]
+    skipped = struct.pack("<II", 0x184D2A50, 3) + b"abc"
+    (raw / name).write_bytes(skipped + long_zstd("\n".join(lines).encode(), long))
+    ended = planned(prep, raw)
+    assert ended.code == 65, ended.text
+    assert (
+        f"asks for a window of {1 << long} bytes of memory at byte 11, expected at most 134217728"
+        in ended.text
+    )
+    assert f"plan with --zstd_long {long}" in ended.text
+    assert f"zstd -d --long={long} {raw / name}" in ended.text
+    assert planned(prep, raw, "--zstd_long", long - 1).code == 65
+    ended = planned(prep, raw, "--zstd_long", long)
+    assert ended.code == 0, ended.text
+    ended = prep.command("run", tmp_path / "raw-data", "--num_proc", 1)
+    assert ended.code == 0, ended.text
+    assert texts_in(prep, tmp_path / "raw-data") == texts
+
+
+def texts_in(prep: Prep, data: Path) -> list[str]:
+    members = [item for shard in sorted(data.glob("shard-*.tar")) for item in prep.members(shard)]
+    return [member.decode() for name, member in members if name.endswith("text.txt")]
+
+
+def test_a_later_frame_with_a_long_window_ends_the_task_with_65_and_what_to_type(
+    prep: Prep, tmp_path: Path
+) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    (raw / "x.txt.zst").write_bytes(
+        zstandard.compress(b"a line of text\n" * 300_000) + long_zstd(b"two\n", 30)
+    )
+    assert planned(prep, raw).code == 0
+    ended = prep.command("--shard_id", 0, "--output_dir", tmp_path / "raw-data")
+    assert ended.code == 65, ended.text
+    assert "plan with --zstd_long 30" in ended.text
+    assert not list((tmp_path / "raw-data").glob("shard-*"))
+
+
+@pytest.mark.parametrize("long", ["9", "32", "-1"])
+def test_a_window_that_zstd_cannot_have_is_2(prep: Prep, sample_dir: Path, long: str) -> None:
+    ended = planned(prep, sample_dir, "--zstd_long", long)
+    assert ended.code == 2, ended.text
+    assert "--zstd_long is " in ended.text
+
+
+def test_the_window_is_no_part_of_the_plan_id(prep: Prep, sample_dir: Path, tmp_path: Path) -> None:
+    one = prep.plan(sample_dir, tmp_path / "one")
+    other = prep.plan(sample_dir, tmp_path / "other", zstd_long=31)
+    assert one.plan_id == other.plan_id
+    assert b"zstd_long" not in (tmp_path / "one/plan.json").read_bytes()
+    assert b'"zstd_long":31' in (tmp_path / "other/plan.json").read_bytes()

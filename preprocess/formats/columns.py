@@ -245,30 +245,33 @@ def _values(rows: Any, path: FieldPath) -> list[Any]:
         except (ValueError, KeyError, TypeError, NotImplementedError):
             return [unusable(path, _NOTHING)] * int(rows.num_rows)
     arrow = arrow_of("a table")
-    _check_offsets(arrow, column)
     if arrow.types.is_dictionary(column.type):
-        if _is_one_of(column.type, ("is_string_view", "is_binary_view")):  # which pyarrow cannot take
-            values = column.dictionary.cast(arrow.large_binary())
-            column = arrow.DictionaryArray.from_arrays(column.indices, values)
-        column = column.dictionary_decode()
+        values = _checked(arrow, column.dictionary)
+        if _is_one_of(values.type, ("is_string_view", "is_binary_view")):  # which pyarrow cannot take
+            values = values.cast(arrow.large_binary())
+        column = arrow.DictionaryArray.from_arrays(column.indices, values).dictionary_decode()
+    else:
+        _checked(arrow, column)
     try:
-        values = column.to_pylist()
+        found: list[Any] = column.to_pylist()
     except UnicodeDecodeError:
-        values = column.cast(arrow.large_binary()).to_pylist()
-    if any(isinstance(value, bytes) for value in values):
-        return [_decoded(value) if isinstance(value, bytes) else value for value in values]
-    return values
+        found = column.cast(arrow.large_binary()).to_pylist()
+    if any(isinstance(value, bytes) for value in found):
+        return [_decoded(value) if isinstance(value, bytes) else value for value in found]
+    return found
 
 
-def _check_offsets(arrow: Any, column: Any) -> None:
-    """That a column of a damaged file points at nothing outside of it. Raises ValueError.
+def _checked(arrow: Any, column: Any) -> Any:
+    """A column, strings as bytes, once it points at nothing outside of it. Raises ValueError.
 
     Strings are looked at as bytes, so that one that cannot be decoded is a bad row and no bad file.
     """
     kinds = {arrow.string(): arrow.binary(), arrow.large_string(): arrow.large_binary()}
     if hasattr(arrow, "string_view"):
         kinds[arrow.string_view()] = arrow.binary_view()
-    (column.view(kinds[column.type]) if column.type in kinds else column).validate(full=True)
+    as_bytes = column.view(kinds[column.type]) if column.type in kinds else column
+    as_bytes.validate(full=True)
+    return as_bytes
 
 
 _NOTHING = object()

@@ -246,6 +246,13 @@ class _Object(dict[str, Any]):
         self.twice = {name for name in names if names.count(name) > 1} if len(self) < len(pairs) else set()
 
 
+def _has_any_twice(value: Any) -> bool:
+    if isinstance(value, _Object) and value.twice:
+        return True
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(map(_has_any_twice, inner))
+
+
 def _parsed(line: bytes) -> Any:
     """The value of a line of JSON, or why it is none."""
     try:
@@ -254,7 +261,11 @@ def _parsed(line: bytes) -> Any:
         return UnusableText("undecodable", str(error))
     try:
         value = json.loads(
-            text, object_pairs_hook=_Object, parse_constant=_no_number, parse_float=_finite_number
+            text,
+            object_pairs_hook=_Object,
+            parse_constant=_no_number,
+            parse_float=_finite_number,
+            parse_int=_finite_whole_number,
         )
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
@@ -273,6 +284,11 @@ def _finite_number(text: str) -> float:
     if (number := float(text)) in (float("inf"), float("-inf")):
         raise ValueError(f"{text} is too large")
     return number
+
+
+def _finite_whole_number(text: str) -> int:
+    _finite_number(text)
+    return int(text)
 
 
 # --- Rows
@@ -419,13 +435,15 @@ class _Fields:
         self.columns = {path[0] for path in paths} | {".".join(path) for path in paths}
 
     def has_text_twice(self, record: dict[str, Any]) -> bool:
-        """Whether an object of JSON has a field of the text twice."""
+        """Whether an object of JSON has a field of the text twice; of messages, any key in them."""
         for path in self._text:
             inner: Any = record
             for name in path:
                 if isinstance(inner, _Object) and name in inner.twice:
                     return True
                 inner = inner.get(name) if isinstance(inner, _Object) else None
+            if self._is_chat and _has_any_twice(inner):
+                return True
         return False
 
     def found(self, offset: int, value_of: Callable[[Sequence[str]], Any]) -> PlainRecord:
@@ -462,7 +480,9 @@ class _Fields:
         if not self._is_chat:
             return str(value)
         try:
-            return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_time_text)
+            return json.dumps(
+                value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_time_text
+            )
         except (TypeError, ValueError):
             return UnusableText("wrong_type", "")
 

@@ -145,7 +145,7 @@ def test_what_is_taken_of_a_line_depends_neither_on_others_nor_on_the_batch(
     check()
 
 
-TWICE = {
+TWICE: dict[str, tuple[dict[str, Any], str]] = {
     "as it is": ({}, '{"text": "a", "text": "b"}'),
     "with an escape": ({}, '{"text": "a", "te\\u0078t": "b"}'),
     "with a tab before the colon": ({}, '{"text": "a", "text"\t: "b"}'),

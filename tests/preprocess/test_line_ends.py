@@ -298,7 +298,7 @@ def test_compressed_and_plain_lines_are_those_of_the_stream_decoded_at_once(
         if not suffix:
             most_bytes = len(data) + 1  # a long line of a plain file is read in pieces again
         part = ByteRange(input_number=0, path=path, start=0, end=path.stat().st_size)
-        found = []
+        found: list[tuple[int, str]] = []
         with monkeypatch.context() as patch:
             patch.setattr(compression, "_READ_BYTES", max(6, read_bytes))
             patch.setattr(compression, "_ZSTD_BYTES", read_bytes)

@@ -50,6 +50,7 @@ test_quick: install ## tests that start no process and take little time (1 minut
 torture: install ## each fault of disks, files and processes, one by one (2 hours; needs gcc)
 	$(BIN)/python -m tests.faults $(TORTURE_ARGS)
 	$(BIN)/python -m tests.random_inputs $(RANDOM_ARGS)
+	$(BIN)/python -m tests.attention_families
 	LFS_BREAKS=all LLAMA3_LINES=all $(BIN)/python -m pytest -n0 tests/lustre/test_lfs_breaks.py tests/preprocess/test_llama3.py
 
 test_lowest: ## the tests with Python 3.10 and the lowest supported libraries, in .venv-lowest

@@ -82,8 +82,8 @@ def _module_of(frame: FrameType) -> str | None:
 
 def journeys(folder: Path) -> Iterator[tuple[str, Journey]]:
     """Make a small data set below ``folder`` and load it."""
-    from preprocess import worker
     from preprocess.__main__ import main as preprocess
+    from preprocess.make import worker
 
     raw, model, data = folder / "raw", folder / "model", folder / "data"
     raw.mkdir()

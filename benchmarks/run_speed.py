@@ -31,9 +31,9 @@ NUM_SHARDS = 8
 _ENCODE = """
 import sys, time
 from pathlib import Path
-from preprocess.documents import read_documents
-from preprocess.plan import need_plan
-from preprocess.worker import load_worker
+from preprocess.formats.documents import read_documents
+from preprocess.plan.plan_file import need_plan
+from preprocess.make.worker import load_worker
 from preprocess.options import WorkerSettings
 folder = Path(sys.argv[1])
 plan, settings = need_plan(folder), WorkerSettings()

@@ -26,14 +26,14 @@ from typing import Any
 import numpy as np
 from measured_run import machine_line
 
+from loader.find_shards import DatasetShards, ShardSet
 from loader.order import Order, choose_windows, share
-from loader.reading.open_shard import HELD_IDX_BYTES, MAX_OPEN_SHARDS
-from loader.shards.shard_set import DatasetShards, ShardSet
+from loader.reading import HELD_IDX_BYTES, MAX_OPEN_SHARDS
+from shardprep.files import close_read
 from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
 from shardprep.format.idx import ChunkCrcs, idx_header, idx_num_bytes, open_idx, read_idx
-from shardprep.format.index import DatasetIndex, read_index
+from shardprep.format.manifest import DatasetIndex, read_index
 from shardprep.format.names import idx_path
-from shardprep.regular_files import close_read
 
 ROW_TOKENS, ROW_BYTES = 2048, 4 * 2048
 ROWS = 100_000  # of a shard: 0.8 GB

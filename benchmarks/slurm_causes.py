@@ -248,7 +248,7 @@ def forty_shards(site: Site) -> None:
     records = [json.loads(path.read_text()) for path in sorted((data / "jobs").glob("[0-9]*.json"))]
     arrays = [array for record in records for array in record["arrays"]]
     sent = [shard_id for array in arrays for word in array["tasks"] for shard_id in ids_of_ranges(word)]
-    num_arrays = [sum("job " in line and "task(s)" in line for line in text.splitlines()) for text in said]
+    num_arrays = [sum("job " in line and " task" in line for line in text.splitlines()) for text in said]
     site.row(
         "40 shards, MaxArraySize 7, `--auto`, a profile, two `submit` at once",
         f"{len(arrays[-1]['tasks'])} tasks for {len(sent) - 1} shards; arrays sent by each: {num_arrays}",

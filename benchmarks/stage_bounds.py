@@ -20,14 +20,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from preprocess.documents import read_documents
-from preprocess.engines import TokenBatch
+from preprocess.formats.documents import read_documents
 from preprocess.formats.format import DocumentBatch
-from preprocess.members import json_ids
+from preprocess.make.engines import TokenBatch
+from preprocess.make.members import json_ids
+from preprocess.make.worker import Worker, load_worker
 from preprocess.options import WorkerSettings
-from preprocess.plan import need_plan
-from preprocess.worker import Worker, load_worker
-from shardprep.atomic_files import WRITE_BYTES
+from preprocess.plan.plan_file import need_plan
+from shardprep.files import WRITE_BYTES
 
 READ, ENCODE, JSON_IDS = "bytes to lines of str", "engine alone", "ids as JSON alone"
 COPY, HASH, DISK, TMPFS = "one copy of the tar", "sha256 of the tar", "tar to disk, synced", "tar to tmpfs"

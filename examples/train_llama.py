@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from loader import get_llama3_dataloader, set_up_training
-from loader.process_rank import find_process_rank
+from loader.ranks import find_process_rank
 from loader.training_setup import TrainingSetup
 
 STOPPED = 75

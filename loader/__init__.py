@@ -11,6 +11,7 @@
     tokenizer.py     whose ids they are, and which of them pads
     token_loader.py  what a training loop sees: epochs and the state
     training_setup.py  precision, attention, threads and padding of a training script, in one call
+    evaluation.py    the mean loss of a validation set
     trainer.py       the loader inside transformers' Trainer
     dataloader.py    get_llama3_dataloader, which puts these together
     staging/         ``python -m loader stage``: copies of shards on the node's own disk
@@ -26,10 +27,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from loader.batches import LoaderMetrics
+    from loader.boundaries import check_boundaries, mask_documents
     from loader.collator import CausalLMCollator
     from loader.dataloader import get_llama3_dataloader
-    from loader.prepared_data import ensure_prepared
-    from loader.process_rank import ProcessRank, find_process_rank
+    from loader.evaluation import LossMean, evaluation_loss
+    from loader.prepare import ensure_prepared
+    from loader.ranks import ProcessRank, find_process_rank
     from loader.state import OtherRun, Position
     from loader.token_loader import TokenLoader
     from loader.training_setup import set_up_training
@@ -46,13 +49,17 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "get_llama3_dataloader": "loader.dataloader",
-    "ensure_prepared": "loader.prepared_data",
+    "ensure_prepared": "loader.prepare",
     "set_up_training": "loader.training_setup",
+    "check_boundaries": "loader.boundaries",
+    "mask_documents": "loader.boundaries",
     "TokenLoader": "loader.token_loader",
     "CausalLMCollator": "loader.collator",
     "LoaderMetrics": "loader.batches",
-    "ProcessRank": "loader.process_rank",
-    "find_process_rank": "loader.process_rank",
+    "LossMean": "loader.evaluation",
+    "evaluation_loss": "loader.evaluation",
+    "ProcessRank": "loader.ranks",
+    "find_process_rank": "loader.ranks",
     "OtherRun": "loader.state",
     "Position": "loader.state",
     "BrokenShard": "shardprep.errors",
@@ -68,6 +75,7 @@ __all__ = [
     "BrokenShard",
     "CausalLMCollator",
     "LoaderMetrics",
+    "LossMean",
     "MissingShard",
     "NotFound",
     "OtherRun",
@@ -79,9 +87,12 @@ __all__ = [
     "TokenLoader",
     "UnknownVersion",
     "UsageError",
+    "check_boundaries",
     "ensure_prepared",
+    "evaluation_loss",
     "find_process_rank",
     "get_llama3_dataloader",
+    "mask_documents",
     "set_up_training",
 ]
 
@@ -89,5 +100,12 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import torch (seconds) when something is first used, and transformers for CausalLMCollator alone."""
     if name in _MODULES:
-        return getattr(import_module(_MODULES[name]), name)
+        try:
+            return getattr(import_module(_MODULES[name]), name)
+        except ModuleNotFoundError as error:
+            from shardprep.command_line import missing_library
+
+            if (found := missing_library(error, f"loader.{name}")) is None:
+                raise
+            raise ModuleNotFoundError(found, name=error.name) from None
     raise AttributeError(f"module 'loader' has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -72,13 +72,13 @@ PROGRAM = Program(
         ),
         "stage": Command(
             summary="copy shards to a disk of this node, verified",
-            add_flags="loader.staging.stage_command:add_flags",
-            run="loader.staging.stage_command:stage",
+            add_flags="loader.staging:add_flags",
+            run="loader.staging:stage",
         ),
         "where": Command(
             summary="which documents a training step saw; --find: which steps see a document",
-            add_flags="loader.where_command:add_flags",
-            run="loader.where_command:where",
+            add_flags="loader.where:add_flags",
+            run="loader.where:where",
         ),
     },
 )

@@ -1,4 +1,22 @@
-"""Chunks of the workers -> batches: the tensors that a causal language model trains on.
+"""Token ids -> the tensors of a batch: which id pads, how wide a batch is, its labels and its mask.
+
+No transformers here: importing that takes half as long as torch. ``collator.py`` has its collator.
+
+What a ``collate_fn`` of the user's gets of each sample: its ids, its labels, and the fields asked for.
+
+Batches for loops that shift nothing themselves, and their split over ranks of context parallelism.
+
+Megatron, nanoGPT and torchtitan give a model ``input_ids`` and compare its output with ``labels`` at the same
+place, so rows hold one token more than they give. transformers shifts labels itself: leave ``targets`` out
+there.
+
+``seq_len_schedule``: packed rows that come shorter in the first steps of a run.
+
+A row of 4,096 tokens comes as four of 1,024, side by side in the same batch. Nothing is lost or comes twice,
+a batch has the same tokens in every stage, and the order knows nothing of it. With ``targets="shifted"``
+every target stays. A model that shifts labels itself learns no first token of a row, also of shorter ones.
+
+Chunks of the workers -> batches: the tensors that a causal language model trains on.
 
 ``StepBatches`` cuts a rank's part of a global batch into batches, ``padding.py`` makes their tensors, and
 ``LoaderMetrics`` counts what was delivered.
@@ -6,23 +24,384 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from loader.boundaries import boundary_fields
-from loader.chunks import Chunk, Edges, RowEdges, split_ids, step_edges
-from loader.padding import IGNORED, Batch, Ids, PaddedBatches
-from loader.row_lengths import cut_edges, cut_lengths, cut_rows
-from loader.sample_fields import Collate, collate_lists, with_fields
-from loader.shifted_targets import shift, without_last_place
+from loader.chunks import ID_BITS, Chunk, Edges, RowEdges, split_ids, step_edges
+from loader.state import Ramp, RunSteps, check_ramp
 from shardprep.errors import UsageError
+
+logger = logging.getLogger(__name__)
+
+IGNORED = -100  # what cross_entropy leaves out
+PAD_TOKEN = "<|finetune_right_pad_id|>"  # Llama 3.1 and later keep it for this
+_RESERVED = re.compile(r"<\|reserved_special_token_\d+\|>")
+
+_PAD_IS_EOS = (
+    ". It is EOS: labels of a real EOS are kept here, but a loss or another collator that leaves padding out "
+    "by its id would never teach the model to end; give the tokenizer a pad token of its own"
+)
+
+Ids = npt.NDArray[np.signedinteger[Any]]
+
+
+class Batch(dict[str, Any]):
+    """The tensors of a batch by name: a dict that is used like transformers' BatchEncoding."""
+
+    def __getattr__(self, name: str) -> Any:
+        """``batch.labels`` is ``batch["labels"]``."""
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"the batch has {', '.join(self)}, but no {name}") from None
+
+    def to(self, device: Any, *, non_blocking: bool = False) -> Batch:
+        """Move all tensors to a device; the batch itself, as BatchEncoding's ``to`` returns."""
+        for name, value in self.items():
+            if isinstance(value, torch.Tensor):
+                self[name] = value.to(device=device, non_blocking=non_blocking)
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class PadToken:
+    """The id that fills a batch to the right, and why it is this one."""
+
+    token: str
+    token_id: int
+    reason: str
+
+
+def choose_pad_token(tokenizer: Any) -> PadToken:
+    """A token that the tokenizer has already; none is ever added.
+
+    Its own pad token, else Llama's, else the first reserved one, else EOS: labels are masked by the
+    attention mask, never by id, so a real EOS keeps its label. ``tokenizer``: of transformers, or
+    SpecialTokens. Raises UsageError where there is none.
+    """
+    if tokenizer.pad_token_id is not None:
+        return PadToken(
+            token=tokenizer.pad_token, token_id=tokenizer.pad_token_id, reason="the tokenizer's own pad token"
+        )
+    by_id = sorted((number, token) for token, number in tokenizer.get_added_vocab().items())
+    for number, token in by_id:
+        if token == PAD_TOKEN:
+            return PadToken(token=token, token_id=number, reason="the tokenizer names none, and has this one")
+    for number, token in by_id:
+        if _RESERVED.fullmatch(token):
+            return PadToken(token=token, token_id=number, reason="the first reserved token; no text has it")
+    if tokenizer.eos_token_id is None:
+        raise UsageError("the tokenizer has neither a pad nor an EOS token; set tokenizer.pad_token")
+    return PadToken(
+        token=tokenizer.eos_token,
+        token_id=tokenizer.eos_token_id,
+        reason="EOS, for want of another; the attention mask tells it from a real one",
+    )
+
+
+def log_pad_token(pad: PadToken, eos_token_id: int | None) -> None:
+    """Say which token pads: a warning where it is EOS."""
+    is_eos = pad.token_id == eos_token_id
+    logger.log(
+        logging.WARNING if is_eos else logging.INFO,
+        "padding with %s (id %d): %s%s",
+        pad.token,
+        pad.token_id,
+        pad.reason,
+        _PAD_IS_EOS if is_eos else "",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddedBatches:
+    """Makes int64[batch, seq] ``input_ids``, ``attention_mask`` and ``labels``, padded to the right.
+
+    Labels are -100 where the attention mask is 0, and those of a real EOS are kept. Batches equal those of
+    transformers' DataCollatorForLanguageModeling bit for bit where the pad token is no other token; where it
+    is EOS, that one loses the label of every EOS. An (8, 2048) batch costs 0.02 ms, there 4.7.
+    """
+
+    pad: PadToken
+    pad_to_multiple_of: int | None = None
+    pad_to_length: int | None = None  # one width for all batches, instead of the longest sample's
+    max_batch_tokens: int | None = None  # of a padded batch; a larger one is refused, not left to CUDA
+    num_beyond: int = 0  # places that a batch loses again, and that the multiple leaves out
+
+    def __call__(self, examples: Sequence[Any]) -> Batch:
+        """Collate samples as transformers gives them: ids, or dicts with ``input_ids`` (and ``labels``)."""
+        rows, masks, labels = [], [], []
+        for example in examples:
+            fields = example if isinstance(example, Mapping) else {"input_ids": example}
+            unknown = fields.keys() - {"input_ids", "attention_mask", "special_tokens_mask", "labels"}
+            if unknown:
+                raise UsageError(
+                    f"samples have {sorted(unknown)}, expected input_ids; pass your own collate_fn"
+                )
+            rows.append(np.asarray(fields["input_ids"], np.int64))
+            masks.append(np.asarray(fields.get("attention_mask", np.ones(len(rows[-1]))), np.int64))
+            labels.append(np.asarray(fields.get("labels", rows[-1]), np.int64))
+        batch = self.pad_joined(np.concatenate(rows), np.array([len(row) for row in rows]))
+        for row, (mask, of_row) in enumerate(zip(masks, labels, strict=True)):
+            batch["attention_mask"][row, : len(mask)] = torch.from_numpy(mask)
+            batch["labels"][row, : len(of_row)] = torch.from_numpy(of_row)
+        batch["labels"].masked_fill_(batch["attention_mask"] == 0, IGNORED)
+        return batch
+
+    def pad_joined(self, joined: Ids, lengths: npt.NDArray[Any]) -> Batch:
+        """Samples whose ids stand one after another, padded to the longest, or as the fields say."""
+        multiple = self.pad_to_multiple_of or 1
+        widest = max(int(lengths.max()), self.pad_to_length or 0) - self.num_beyond
+        width = max(-(-widest // multiple) * multiple, 1) + self.num_beyond
+        num_rows = len(lengths)
+        if self.max_batch_tokens is not None and num_rows * width > self.max_batch_tokens:
+            raise UsageError(
+                f"a batch of {num_rows} documents padded to {width:,} tokens has {num_rows * width:,}, "
+                f"max_batch_tokens is {self.max_batch_tokens:,}; lower batch_size, or pass "
+                f"max_length={self.max_batch_tokens // num_rows} or less"
+            )
+        is_real = np.arange(width) < lengths[:, None]
+        ids = np.full(is_real.shape, self.pad.token_id, np.int64)
+        ids[is_real] = joined
+        return _batch_of(ids, is_real.astype(np.int64), np.where(is_real, ids, IGNORED))
+
+    def mask_rows(self, rows: Ids, lengths: npt.NDArray[Any] | None, *, has_masks: bool = False) -> Batch:
+        """Collate [batch, seq] rows, of which the first ``lengths`` ids are real (None: all).
+
+        ``has_masks``: ids may carry NO_LABEL, and have no label then.
+
+        Ids and labels are both widened from ``rows``: a copy of one to the other takes up to three times
+        as long, where malloc puts their addresses a few bytes more than whole pages apart.
+        """
+        ids, labels = rows.astype(np.int64), rows.astype(np.int64)
+        if has_masks:
+            ids &= ID_BITS
+            labels[labels < 0] = IGNORED
+        if lengths is None:
+            attention_mask = np.empty_like(ids)
+            attention_mask.fill(1)  # 14 us less than ones_like, of 110 for a batch
+        else:
+            padding = np.arange(ids.shape[1]) >= lengths[:, None]
+            ids[padding] = self.pad.token_id
+            labels[padding] = IGNORED
+            attention_mask = (~padding).astype(np.int64)
+        return _batch_of(ids, attention_mask, labels)
+
+
+def _batch_of(ids: Ids, attention_mask: Ids, labels: Ids) -> Batch:
+    return Batch(
+        input_ids=torch.from_numpy(ids),
+        attention_mask=torch.from_numpy(attention_mask),
+        labels=torch.from_numpy(labels),
+    )
+
+
+def check_padding(
+    padding: str, batch_size: int, max_length: int | None, max_batch_tokens: int | None, long_documents: str
+) -> None:
+    """Raises UsageError where a width is needed and not given, or batches could be too large."""
+    if padding not in ("longest", "max_length"):
+        raise UsageError(f"padding is {padding!r}, expected longest or max_length")
+    if max_length is None and (padding == "max_length" or long_documents != "truncate"):
+        raise UsageError(f"padding={padding!r} with long_documents={long_documents!r} needs max_length")
+    if max_batch_tokens is not None and batch_size * (max_length or 1) > max_batch_tokens:
+        raise UsageError(
+            f"batch_size {batch_size} x max_length {max_length} can make {batch_size * (max_length or 1):,} "
+            f"tokens, max_batch_tokens is {max_batch_tokens:,}; lower one of them"
+        )
+
+
+Collate = Callable[[list[Any]], Any]
+SampleField = Literal["num_tokens", "doc_starts", "lengths"]
+Sample = Ids | tuple[Ids, dict[str, Any]]  # the ids of one, and its fields where they were asked for
+
+
+def check_sample_fields(fields: Sequence[str], *, has_collate_fn: bool, cuts_rows: bool) -> tuple[str, ...]:
+    """The names as a tuple. Raises UsageError for an unknown one, or where nobody would get them."""
+    unknown = sorted(set(fields) - set(get_args(SampleField)))
+    if unknown or isinstance(fields, str):
+        raise UsageError(
+            f"sample_fields is {fields!r}, expected a list of some of {', '.join(get_args(SampleField))}"
+        )
+    if fields and (cuts_rows or not has_collate_fn):
+        raise UsageError(
+            "sample_fields are what a collate_fn of your own gets of whole samples; pass collate_fn, without "
+            "seq_len_schedule, or leave them out"
+        )
+    return tuple(fields)
+
+
+def with_fields(
+    samples: Sequence[Ids], starts: Sequence[Ids] | None, fields: tuple[str, ...]
+) -> list[Sample]:
+    """Samples, each with its fields; ``starts``: where documents begin in each row, None for documents.
+
+    ``num_tokens``; ``doc_starts``, places in the sample where a document begins; ``lengths`` of the documents
+    in it, the first of which may go on from another row.
+    """
+    found: list[Sample] = []
+    for number, ids in enumerate(samples):
+        of_row = [0] if starts is None else starts[number].tolist()
+        begins = [start for start in of_row if start < len(ids)]
+        parts = begins if begins[:1] == [0] or not len(ids) else [0, *begins]
+        known: dict[str, Any] = {
+            "num_tokens": len(ids),
+            "doc_starts": begins,
+            "lengths": np.diff([*parts, len(ids)]).tolist(),
+        }
+        found.append((ids, {name: known[name] for name in fields}))
+    return found
+
+
+def collate_lists(collate_fn: Collate, samples: Sequence[Sample], *, has_masks: bool = False) -> Any:
+    """What a ``collate_fn`` of the user's makes of some samples; with masks, they have labels, too."""
+    return collate_fn([_as_lists(sample, has_masks=has_masks) for sample in samples])
+
+
+def _as_lists(sample: Sample, *, has_masks: bool) -> dict[str, Any]:
+    ids, fields = sample if isinstance(sample, tuple) else (sample, {})
+    if has_masks:
+        return {**_with_labels(ids), **fields}
+    return {"input_ids": ids.tolist(), **fields}
+
+
+def _with_labels(ids: Ids) -> dict[str, list[int]]:
+    labels = np.where(ids < 0, IGNORED, ids)
+    return {"input_ids": (ids & ID_BITS).tolist(), "labels": labels.tolist()}
+
+
+Targets = Literal["same", "shifted"]
+_OF_THE_WHOLE = ("cu_seqlens", "max_seqlen")  # a split keeps them: kernels want the edges of the whole rows
+
+
+def check_targets(targets: str, boundaries: tuple[str, ...], *, has_collate_fn: bool) -> bool:
+    """Whether labels are shifted. Raises UsageError where that does not go with the other arguments."""
+    if targets not in get_args(Targets):
+        raise UsageError(f"targets is {targets!r}, expected {' or '.join(map(repr, get_args(Targets)))}")
+    if targets == "shifted" and "transformers" in boundaries:
+        raise UsageError(
+            "transformers' models shift labels themselves, so targets='shifted' would shift them twice; "
+            "leave it out, or take other boundaries than 'transformers'"
+        )
+    if targets == "shifted" and has_collate_fn:
+        raise UsageError("targets='shifted' is for the loader's own batches; leave out collate_fn or it")
+    return targets == "shifted"
+
+
+def shift(fields: dict[str, Any]) -> None:
+    """``input_ids`` and mask without the last place, ``labels`` without the first; they stay contiguous."""
+    for name in ("input_ids", "attention_mask"):
+        fields[name] = fields[name][:, :-1].contiguous()
+    fields["labels"] = fields["labels"][:, 1:].contiguous()
+
+
+def without_last_place(edges: Edges) -> Edges:
+    """The edges of the same rows, one place narrower."""
+    num_rows, width = edges.shape
+    row, within = np.divmod(edges.begins, width)
+    kept = within < width - 1
+    begins = row[kept] * (width - 1) + within[kept]
+    sizes = np.diff(begins, append=num_rows * (width - 1))
+    return Edges(begins=begins, sizes=sizes, longest=int(sizes.max()), shape=(num_rows, width - 1))
+
+
+def split_for_context_parallel(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
+    """The places of a batch that one of ``size`` ranks of context parallelism computes, in zig-zag order.
+
+    Rows are cut into 2 size equal parts, and rank r takes part r and part 2 size - 1 - r: with causal
+    attention all ranks then have the same work, and none of one part alone. All tensors of [batch, seq] are
+    split alike, ``position_ids`` and ``segment_ids`` among them; ``cu_seqlens`` and ``max_seqlen`` stay those
+    of the whole rows. Labels must be those of ``targets="shifted"``: a model that shifts them itself would
+    lose those at the edges of parts. ``place_ids``, int64[seq / size], says where each place stood.
+
+    Raises UsageError where rows cannot be cut so, or a field has another shape.
+    """
+    ids = batch.get("input_ids") if hasattr(batch, "get") else None
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        raise UsageError("the batch has no input_ids of [batch, seq]; pass what the loader gives")
+    if not 0 <= rank < size:
+        raise UsageError(f"rank {rank} of {size}: expected 0 <= rank < size")
+    width, num_parts = ids.shape[1], 2 * size
+    if width % num_parts:
+        raise UsageError(
+            f"rows of {width} tokens cannot be cut into {num_parts} equal parts for {size} ranks; choose a "
+            f"seq_len, or with padding a pad_to_multiple_of, that is a multiple of {num_parts}"
+        )
+    part = width // num_parts
+    first, last = rank * part, (num_parts - 1 - rank) * part
+    places = torch.cat([torch.arange(first, first + part), torch.arange(last, last + part)])
+    found: dict[str, Any] = {"place_ids": places}
+    for name, value in batch.items():
+        if name in _OF_THE_WHOLE:
+            found[name] = value
+        elif isinstance(value, torch.Tensor) and value.shape == ids.shape:
+            found[name] = value.index_select(1, places.to(value.device))
+        else:
+            raise UsageError(
+                f"the batch's {name} is no tensor of {list(ids.shape)}, and cannot be split over ranks; of "
+                "boundaries take 'position_ids', 'segment_ids' or 'cu_seqlens'"
+            )
+    return found
+
+
+def check_row_lengths(schedule: Ramp | None, row_tokens: int, *, is_validation: bool) -> Ramp:
+    """The lengths that rows of ``row_tokens`` are cut to, by step. Raises UsageError where they cannot be."""
+    if schedule is None:
+        return RunSteps.row_lengths
+    check_ramp("seq_len_schedule", schedule)
+    if is_validation:
+        raise UsageError("seq_len_schedule is for training; leave it out with split='validation'")
+    if not row_tokens:
+        raise UsageError(
+            "seq_len_schedule cuts packed rows into shorter ones, and these samples are documents: a shorter "
+            "max_length would lose their ends; pass seq_len= to pack them"
+        )
+    wrong = [length for _, length in schedule if row_tokens % length]
+    if wrong:
+        fitting = [length for length in range(1, row_tokens + 1) if row_tokens % length == 0]
+        raise UsageError(
+            f"rows of {row_tokens} tokens cannot be cut into equal ones of {wrong[0]}; seq_len_schedule can "
+            f"have {', '.join(map(str, fitting[-8:]))}"
+        )
+    return tuple((first, 0 if length == row_tokens else length) for first, length in schedule)
+
+
+def cut_rows(fields: dict[str, Any], width: int) -> None:
+    """Cut the rows of a batch's tensors, [batch, seq] -> [batch x seq / width, width].
+
+    The mask of a row that is padding alone has its first place: attention over nothing may give NaN.
+    """
+    for name in ("input_ids", "attention_mask", "labels"):
+        fields[name] = fields[name].reshape(-1, width)
+    mask = fields["attention_mask"]
+    mask[mask[:, 0] == 0, 0] = 1
+
+
+def cut_lengths(lengths: npt.NDArray[Any], old_width: int, width: int) -> npt.NDArray[Any]:
+    """Tokens of each shorter row, of rows with so many tokens: [batch] -> [batch x old_width / width]."""
+    left = lengths[:, None] - np.arange(0, old_width, width)
+    cut: npt.NDArray[Any] = left.clip(0, width).reshape(-1)
+    return cut
+
+
+def cut_edges(edges: Edges, width: int) -> Edges:
+    """The edges of the shorter rows: each begins one."""
+    num_places = edges.shape[0] * edges.shape[1]
+    begins = np.union1d(edges.begins, np.arange(0, num_places, width))
+    sizes = np.diff(begins, append=num_places)
+    return Edges(begins=begins, sizes=sizes, longest=int(sizes.max()), shape=(num_places // width, width))
+
+
+Fillers = npt.NDArray[np.bool_] | None
 
 
 @dataclass(kw_only=True)
@@ -62,7 +441,7 @@ class Uncollated(NamedTuple):
     ids: Ids  # int32[batch, row_tokens]; of samples of any length int32[tokens], one after another
     lengths: npt.NDArray[Any] | None  # of each sample, unless all are full rows
     edges: Edges | None = None  # where documents begin in rows, if boundaries were asked for
-    num_fillers: int = 0  # samples at the end that fill a last batch up: they have no labels
+    is_filler: Fillers = None  # samples that fill a last batch up, if there are any: they have no labels
     width: int = 0  # that rows are cut to, side by side; 0: as they are
     starts: Sequence[Ids] | None = None  # where documents begin in each row, if sample_fields ask for it
 
@@ -129,46 +508,46 @@ class StepBatches:
         return batches
 
     def cut(
-        self, chunks: list[Chunk], step: int, first_batch: int, num_fillers: int = 0, width: int = 0
+        self, chunks: list[Chunk], step: int, first_batch: int, is_filler: Fillers = None, width: int = 0
     ) -> Iterator[Uncollated]:
-        """The batches of one step of some chunks, from one of them on; its last samples may be fillers.
+        """The batches of one step of some chunks, from one of them on.
 
-        ``width``: what rows are to be cut to.
+        ``is_filler``: which samples of the step are fillers. ``width``: what rows are to be cut to.
         """
         if not self.row_tokens:
-            yield from self._cut_documents(chunks, step, first_batch, num_fillers)
+            yield from self._cut_documents(chunks, step, first_batch, is_filler)
             return
         rows, lengths = _rows_of_step(chunks, step)
         every_start = (
             [each for chunk in chunks for each in chunk.starts_of(step)] if self.sample_fields else []
         )
-        for part, of_part in _batch_parts(self.batch_size, len(rows), first_batch, num_fillers):
+        for part in _batch_parts(self.batch_size, len(rows), first_batch):
             edges = step_edges(chunks, step, part) if self.boundaries else None
             of_rows = None if lengths is None else lengths[part]
             starts = every_start[part] if self.sample_fields else None
-            yield Uncollated(rows[part], of_rows, edges, of_part, width, starts)
+            yield Uncollated(rows[part], of_rows, edges, _of_part(is_filler, part), width, starts)
 
     def _cut_documents(
-        self, chunks: list[Chunk], step: int, first_batch: int, num_fillers: int
+        self, chunks: list[Chunk], step: int, first_batch: int, is_filler: Fillers
     ) -> Iterator[Uncollated]:
         """The same of samples of any length; with ``starts``, each sample is a batch."""
         if chunks[0].starts is not None:
-            yield from cut_token_batches(chunks, step, first_batch, num_fillers)
+            yield from cut_token_batches(chunks, step, first_batch, is_filler)
             return
         lengths = np.concatenate([chunk.lengths[:, step] for chunk in chunks])
         parts = [chunk.ids_of(step) for chunk in chunks]
         ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
         bounds = np.cumsum([0, *lengths.tolist()])
-        for part, of_part in _batch_parts(self.batch_size, len(lengths), first_batch, num_fillers):
+        for part in _batch_parts(self.batch_size, len(lengths), first_batch):
             of_samples = lengths[part]
             first, end = bounds[part.start], bounds[part.start + len(of_samples)]
-            yield Uncollated(ids[first:end], of_samples, None, of_part)
+            yield Uncollated(ids[first:end], of_samples, None, _of_part(is_filler, part))
 
     def collate(self, part: Uncollated) -> Any:
         """The batch of some samples; what ``collate_fn`` makes may be anything."""
         batch = self._collated(part)
-        if part.num_fillers:
-            blank_labels(batch, part.num_fillers)
+        if part.is_filler is not None:
+            blank_labels(batch, part.is_filler)
         return batch
 
     def samples_of(self, part: Uncollated) -> list[Any]:
@@ -219,15 +598,16 @@ class StepBatches:
 
 
 @lru_cache
-def _batch_parts(
-    batch_size: int, num_samples: int, first_batch: int, num_fillers: int
-) -> tuple[tuple[slice, int], ...]:
-    """Which samples of a step each batch has, and how many of them are fillers; kept, as steps are alike."""
-    num_real = num_samples - num_fillers
-    return tuple(
-        (slice(first, first + batch_size), min(max(first + batch_size - num_real, 0), batch_size))
-        for first in range(first_batch * batch_size, num_samples, batch_size)
-    )
+def _batch_parts(batch_size: int, num_samples: int, first_batch: int) -> tuple[slice, ...]:
+    """Which samples of a step each batch has; kept, as steps are alike."""
+    firsts = range(first_batch * batch_size, num_samples, batch_size)
+    return tuple(slice(first, first + batch_size) for first in firsts)
+
+
+def _of_part(is_filler: Fillers, part: slice) -> Fillers:
+    if is_filler is None or not is_filler[part].any():
+        return None
+    return is_filler[part]
 
 
 def _rows_of_step(chunks: list[Chunk], step: int) -> tuple[Any, npt.NDArray[Any] | None]:
@@ -242,29 +622,32 @@ def _rows_of_step(chunks: list[Chunk], step: int) -> tuple[Any, npt.NDArray[Any]
 
 
 def cut_token_batches(
-    chunks: list[Chunk], step: int, first_batch: int, num_fillers: int
+    chunks: list[Chunk], step: int, first_batch: int, is_filler: Fillers
 ) -> Iterator[Uncollated]:
     """The batches of one step whose samples are batches, from one of them on."""
-    number, num_batches = 0, sum(len(chunk.lengths) for chunk in chunks)
+    number = 0
     for chunk in chunks:
         ids, begin = chunk.ids_of(step), 0
         for size, starts in zip(chunk.lengths[:, step].tolist(), chunk.starts_of(step), strict=True):
             if number >= first_batch:
-                is_filler = number >= num_batches - num_fillers
                 lengths = np.diff(starts, append=size)
-                yield Uncollated(ids[begin : begin + size], lengths, None, len(lengths) * is_filler)
+                fills = is_filler is not None and is_filler[number]
+                yield Uncollated(
+                    ids[begin : begin + size], lengths, None, np.ones(len(lengths), bool) if fills else None
+                )
             number, begin = number + 1, begin + size
 
 
-def blank_labels(batch: Any, num_rows: int) -> None:
-    """Take the labels of the last rows of a batch away: they fill a last batch up, and count for no loss.
+def blank_labels(batch: Any, is_filler: npt.NDArray[np.bool_]) -> None:
+    """Take the labels of some rows of a batch away: they fill a last batch up, and count for no loss.
 
-    Raises UsageError where a batch has no labels: a loss would count samples twice.
+    Raises UsageError where a batch has no labels for each row: a loss would count samples twice.
     """
     labels = batch.get("labels") if hasattr(batch, "get") else None
-    if not isinstance(labels, torch.Tensor):
+    if not isinstance(labels, torch.Tensor) or len(labels) != len(is_filler):
         raise UsageError(
             "the last batch of a validation set is filled up with samples that have labels of -100, and this "
-            'collate_fn makes no tensor "labels"; pass a global_batch_size that divides the number of samples'
+            'collate_fn makes no tensor "labels" with a row for each sample; pass a global_batch_size that '
+            "divides the number of samples"
         )
-    labels[-num_rows:] = IGNORED
+    labels[torch.from_numpy(is_filler)] = IGNORED

@@ -1,34 +1,39 @@
 """Where documents begin in a batch of packed rows, as attention kernels want to know it.
 
-``boundaries="transformers"`` is all that ``model(**batch)`` of a transformers model needs, whatever its
-attention (eager, sdpa, flex, FlashAttention) and batch size. The other names are for models and masks of
-one's own: a transformers model that is given ``position_ids`` beside an ``attention_mask`` of two
-dimensions, or that fills a cache, does not look for documents, and each one then sees those before it.
+``boundaries="transformers"`` is what ``model(**batch)`` of a transformers model needs, at any batch size and
+with any attention (eager, sdpa, flex, FlashAttention). Not every family of models uses it: docs/training.md
+lists those that do, those that need ``mask_documents(model)``, and those that cannot keep documents apart.
+``check_boundaries(model, batch)`` tells which one a model is. The other names are for models and masks of
+your own: a transformers model ignores ``position_ids`` beside a 2-D ``attention_mask``, or with a cache.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 
 from loader.chunks import Edges
-from shardprep.errors import UsageError
+from shardprep.errors import Refused, UsageError
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
+    from torch.utils.hooks import RemovableHandle
 
 logger = logging.getLogger(__name__)
 
 Boundary = Literal["transformers", "position_ids", "segment_ids", "cu_seqlens"]
 
 
-def check_boundaries(boundaries: Boundary | Sequence[Boundary]) -> tuple[str, ...]:
+def boundary_names(boundaries: Boundary | Sequence[Boundary]) -> tuple[str, ...]:
     """The names as a tuple. Raises UsageError for an unknown one; warns of one that seldom suffices."""
     names = (boundaries,) if isinstance(boundaries, str) else tuple(boundaries)
     unknown = sorted(set(names) - set(get_args(Boundary)))
@@ -91,20 +96,30 @@ def _segment_numbers(edges: Edges, lengths: npt.NDArray[Any] | None) -> npt.NDAr
     return numbers
 
 
-def sdpa_mask(batch: Mapping[str, Any]) -> torch.Tensor:
-    """bool[batch, 1, seq, seq]: which places see which, causal and inside of a document.
+def sdpa_mask(batch: Mapping[str, Any], *, window: int | None = None) -> torch.Tensor:
+    """Return bool[batch, 1, seq, seq]: which places see which, causal and inside of a document.
 
-    Of a batch with ``boundaries="segment_ids"``, on its device; for ``scaled_dot_product_attention``, or
-    as the ``attention_mask`` of a transformers model with ``attn_implementation="sdpa"`` (pass
-    ``position_ids``, too). Takes batch x seq x seq bytes. Raises UsageError without segment_ids.
+    For ``scaled_dot_product_attention`` in a model of your own, made of a batch with
+    ``boundaries="segment_ids"``, on its device. It takes batch x seq x seq bytes. For transformers models
+    call ``mask_documents``: they take such a mask as it is, so one without ``window`` switches off the
+    sliding or chunked windows of their layers.
+
+    Args:
+        batch: a batch with ``segment_ids``.
+        window: how many tokens a token sees, itself included; not given: its document up to itself.
+
+    Raises:
+        UsageError: the batch has no segment_ids.
     """
-    segments = _segments(batch)
-    alike = segments[:, None, :, None] == segments[:, None, None, :]
-    return alike & torch.ones(alike.shape[-2:], dtype=torch.bool, device=segments.device).tril()
+    sees = _mask_function(_segments(batch), window)
+    rows, seq_len = batch["segment_ids"].shape
+    places = torch.arange(seq_len, device=batch["segment_ids"].device)
+    row = torch.arange(rows, device=places.device)[:, None, None, None]
+    return sees(row, row, places[:, None], places)
 
 
-def block_mask(batch: Mapping[str, Any]) -> BlockMask:
-    """The same as a BlockMask, for ``flex_attention`` or ``attn_implementation="flex_attention"``.
+def block_mask(batch: Mapping[str, Any], *, window: int | None = None) -> BlockMask:
+    """Return the same as a BlockMask, for ``flex_attention``.
 
     Takes a few bytes for each 128 x 128 places. Raises UsageError without segment_ids.
     """
@@ -112,11 +127,16 @@ def block_mask(batch: Mapping[str, Any]) -> BlockMask:
 
     segments = _segments(batch)
     num_rows, seq_len = segments.shape
-
-    def sees(row: torch.Tensor, _: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return (query >= key) & (segments[row, query] == segments[row, key])
-
+    sees = _mask_function(segments, window)
     return create_block_mask(sees, num_rows, None, seq_len, seq_len, device=str(segments.device))
+
+
+def _mask_function(segments: torch.Tensor, window: int | None) -> Callable[..., torch.Tensor]:
+    def sees(row: torch.Tensor, _: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        inside = (query >= key) & (segments[row, query] == segments[row, key])
+        return inside if window is None else inside & (query - key < window)
+
+    return sees
 
 
 def _segments(batch: Mapping[str, Any]) -> torch.Tensor:
@@ -127,3 +147,274 @@ def _segments(batch: Mapping[str, Any]) -> torch.Tensor:
             'boundaries="segment_ids"'
         )
     return segments
+
+
+def mask_documents(model: Any) -> RemovableHandle:
+    """Give a transformers model the masks of packed rows that it does not make by itself.
+
+    Call it once, before training, for the families that docs/training.md lists (gpt_oss, falcon, opt, ..):
+
+        mask_documents(model)
+        loss = model(**batch).loss  # a batch with boundaries="transformers"
+
+    A batch with ``position_ids`` and without ``attention_mask`` then gets the mask that transformers makes
+    for other families: one for each kind of layers, with their windows, for the attention of the model.
+    That is batch x seq x seq values for sdpa and eager, a BlockMask for flex, and nothing for
+    FlashAttention. ``check_boundaries`` says whether it suffices: not for layers without attention (Mamba,
+    convolutions). ``remove()`` of what is returned undoes it.
+    """
+    model = _unwrapped(model)
+    if not hasattr(getattr(model, "config", None), "get_text_config"):
+        raise UsageError(f"the model is a {type(model).__name__}, expected one of transformers")
+
+    def add_mask(_: Any, args: tuple[Any, ...], fields: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if fields.get("attention_mask") is None and fields.get("position_ids") is not None:
+            fields = {**fields, "attention_mask": _transformers_masks(model, fields["position_ids"])}
+        return args, fields
+
+    handle: RemovableHandle = model.register_forward_pre_hook(add_mask, with_kwargs=True)
+    return handle
+
+
+def _transformers_masks(model: Any, position_ids: torch.Tensor, attention: str | None = None) -> Any:
+    """What transformers makes of ``position_ids``: a mask, or a dict of them by kind of layer."""
+    from transformers.masking_utils import create_masks_for_generate
+
+    config = model.config.get_text_config()
+    if attention is not None:
+        config = deepcopy(config)
+        config._attn_implementation = attention  # noqa: SLF001  as transformers names it
+    weights = next(model.parameters())
+    make = getattr(model, "create_masks_for_generate", create_masks_for_generate)
+    like = torch.empty(*position_ids.shape, 0, dtype=weights.dtype, device=position_ids.device)
+    return make(config, like, None, None, position_ids=position_ids)
+
+
+def _unwrapped(model: Any) -> Any:
+    """The model inside of DistributedDataParallel, FSDP, DeepSpeed's engine or torch.compile."""
+    while isinstance(inner := getattr(model, "module", getattr(model, "_orig_mod", None)), torch.nn.Module):
+        model = inner
+    return model
+
+
+# Parts of the logits' spread. What other tokens do not reach repeats bit for bit, but a mixture of experts
+# multiplies matrices of other sizes when other tokens change, so last bits differ, in bfloat16 by percents.
+NOISE, NOISE_OF_EXPERTS = 1e-4, 0.02
+
+
+def check_boundaries(model: Any, batch: Mapping[str, Any], *, noise: float | None = None) -> None:
+    """Raise Refused (exit code 78) if a document of a packed batch changes what the model makes of another.
+
+        check_boundaries(model, loader.peek().to(device))
+
+    It changes the tokens of one document and compares the logits of all others before and after: two
+    forward passes without gradients, under the autocast that holds. Training mode and random state stay as
+    they were. A 4-D ``attention_mask`` or BlockMask in the batch is also compared with the sliding or
+    chunked windows of ``model.config``. ``loader.trainer.LoaderMixin`` calls it by itself.
+
+    With torch.distributed all ranks must call it, each with its batch; all raise if one finds something.
+    It does not see mistakes that no other document changes, such as wrong positions. Experts that drop
+    tokens beyond a capacity, and 8-bit products with one scale for all tokens, do couple documents.
+
+    Args:
+        model: a transformers model, wrapped (DDP, FSDP, torch.compile) or not, or any function that takes
+            the fields of the batch by name and returns logits[batch, seq, vocabulary], or an object that
+            has them as ``logits``.
+        batch: what the model gets, on its device, with a mask of yours if you add one; ``labels`` are left
+            out. Documents are found by ``segment_ids``, ``position_ids`` or ``cu_seqlens``.
+        noise: logits may move by this part of their standard deviation. Default: 0.0001, or 0.02 for a model
+            with experts, since their sums are rounded in another way when other tokens change.
+
+    Raises:
+        Refused: documents leak, or a mask switches windows off. It says how much, and what to do.
+        UsageError: no row has two documents, the batch does not say where they begin, or the model makes
+            nothing yet of the tokens before a token.
+    """
+    if reason := why_unchecked(model, batch, noise):
+        raise UsageError(f"the boundaries could not be checked: {reason}")
+
+
+def why_unchecked(
+    model: Any,
+    batch: Mapping[str, Any],
+    noise: float | None = None,
+    documents: Mapping[str, Any] | None = None,
+) -> str:
+    """``check_boundaries``, but where no rank could check anything return why; else "".
+
+    ``documents``: the batch that says where documents begin, if another one.
+    """
+    if noise is None:
+        parts = model.named_modules() if isinstance(model, torch.nn.Module) else ()
+        noise = NOISE_OF_EXPERTS if any("expert" in name for name, _ in parts) else NOISE
+    fields = {name: value for name, value in batch.items() if name != "labels"}
+    if "input_ids" not in fields:
+        raise UsageError(f"the model gets {sorted(fields)} by name, expected input_ids among them")
+    ids = fields["input_ids"]
+    numbers = _document_numbers(batch if documents is None else documents).to(ids.device)
+    document = _first_of_several(numbers)
+    is_distributed = dist.is_available() and dist.is_initialized()
+    if not document.any() and not is_distributed:
+        return _ONE_DOCUMENT
+    # Its last token stays: it must move when those before it change, or the model looks at none of them.
+    last = document & ~document.roll(-1, 1)
+    known = ids.unique()
+    other_ids = known[(torch.searchsorted(known, ids) + 1) % len(known)]
+    with _evaluated(model):
+        before = _some_logits(model, fields)
+        after = _some_logits(model, {**fields, "input_ids": torch.where(document & ~last, other_ids, ids)})
+    moved = (after - before).abs().amax(-1) / before.std(-1).clamp_min(torch.finfo(before.dtype).tiny)
+    others = moved[((numbers >= 0) & ~document).to(moved.device)]
+    lost = _lost_window(_unwrapped(model), fields, numbers)
+    found = torch.stack(
+        [
+            document.any().to(moved),
+            (moved[last.to(moved.device)] > noise).any().to(moved),
+            (~(others <= noise)).sum().to(moved) * document.any(),
+            others.amax() if len(others) and document.any() else moved.new_zeros(()),
+            moved.new_tensor(bool(lost)),
+        ]
+    )
+    if is_distributed:
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    has_several, looks_back, num_moved, most, is_lost = found.tolist()
+    if num_moved:
+        raise Refused(_leak(model, int(num_moved), len(others), most))
+    if is_lost:
+        raise Refused(lost or "the attention_mask of another rank's batch switches off the model's windows")
+    return "" if looks_back else _LOOKS_AT_NOTHING if has_several else _ONE_DOCUMENT
+
+
+_ONE_DOCUMENT = "no row of the batch has two documents; pass another batch, or make longer rows"
+_LOOKS_AT_NOTHING = (
+    "the logits of a token do not depend on the tokens before it, as in a model whose attention begins with "
+    "weights of zero; check it after the first steps"
+)
+
+
+def _first_of_several(numbers: torch.Tensor) -> torch.Tensor:
+    """bool[batch, seq]: the first document of the row that has the most, if it has two tokens or more."""
+    first = numbers == numbers[:, :1]
+    num_documents = (numbers.amax(1) - numbers[:, 0] + 1) * (first.sum(1) > 1)
+    row = num_documents.argmax()
+    is_row = torch.arange(len(numbers), device=numbers.device) == row
+    return first & (is_row & (num_documents > 1))[:, None]
+
+
+def _document_numbers(batch: Mapping[str, Any]) -> torch.Tensor:
+    """int64[batch, seq]: documents counted through the batch, from 0; -1 in padding, where it is known."""
+    starts = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
+    segments, edges = batch.get("segment_ids"), batch.get("cu_seqlens", batch.get("cu_seq_lens_q"))
+    if segments is not None:
+        starts[:, 1:] = segments.diff() != 0
+    elif (positions := batch.get("position_ids")) is not None:
+        starts |= positions == 0
+    elif edges is not None:
+        starts.view(-1)[edges[:-1].long()] = True
+    else:
+        raise UsageError(
+            f"the batch has {sorted(batch)}, expected segment_ids, position_ids or cu_seqlens; make the "
+            "loader with boundaries="
+        )
+    starts[:, 0] = True
+    numbers = starts.view(-1).cumsum(0).view(starts.shape) - 1
+    mask = batch.get("attention_mask")
+    if segments is not None:
+        return numbers.masked_fill(segments == 0, -1)
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        return numbers.masked_fill(mask == 0, -1)
+    return numbers
+
+
+@contextmanager
+def _evaluated(model: Any) -> Iterator[None]:
+    """Without gradients and dropout, and all as before afterwards."""
+    modes = [(part, part.training) for part in model.modules()] if isinstance(model, torch.nn.Module) else []
+    try:
+        for part, _ in modes:
+            part.training = False
+        with torch.no_grad():
+            yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+def _some_logits(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+    """float32[batch, seq, at most 1023]: every n-th column of the logits, as all would take gigabytes."""
+    device = batch["input_ids"].device
+    is_cpu = device.type == "cpu"
+    with torch.random.fork_rng([] if is_cpu else [device], device_type="cuda" if is_cpu else device.type):
+        output = model(**batch)
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, torch.Tensor) or logits.shape[:2] != batch["input_ids"].shape:
+        raise UsageError(
+            f"the model returned {type(output).__name__}, expected logits for each of the tokens "
+            f"{tuple(batch['input_ids'].shape)}; pass a function of the batch's fields that returns them "
+            "(to LoaderMixin check_boundaries=False)"
+        )
+    return logits[..., :: max(logits.shape[-1] // 512, 1)].to(torch.float32, copy=True)
+
+
+def _leak(model: Any, num_moved: int, num_compared: int, most: float) -> str:
+    inner = _unwrapped(model)
+    attention = getattr(getattr(inner, "config", None), "_attn_implementation", None)
+    return (
+        f"documents of a packed row see each other in {type(inner).__name__}"
+        f"{f' (attention {attention})' if attention else ''}: when one document of the batch changed, the "
+        f"logits of {num_moved} of {num_compared} tokens of other documents moved, by up to {most:.2%} of "
+        'their spread; expected none. Make the loader with boundaries="transformers" and pass its batches '
+        "without an attention_mask, or call loader.mask_documents(model) once before training, or take "
+        "another attn_implementation. If none of them helps, this model cannot be trained on packed rows: "
+        "leave out seq_len= and boundaries="
+    )
+
+
+def _lost_window(model: Any, batch: Mapping[str, Any], numbers: torch.Tensor) -> str:
+    """What is wrong with the windows of a mask that was made without knowledge of the model, or ""."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    mask, config = batch.get("attention_mask"), getattr(model, "config", None)
+    is_made = isinstance(mask, BlockMask | dict) or (isinstance(mask, torch.Tensor) and mask.ndim == 4)
+    if not is_made or config is None or not hasattr(config, "get_text_config"):
+        return ""
+    text, seq_len = config.get_text_config(), numbers.shape[1]
+    windows = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    window = min((size for size in windows if size), default=seq_len)
+    if window >= seq_len:
+        return ""
+    places = torch.arange(seq_len, device=numbers.device).expand(numbers.shape)
+    is_start = numbers.diff(dim=1, prepend=numbers[:, :1] - 1) != 0
+    positions = places - torch.where(is_start, places, 0).cummax(1).values
+    row = int(positions.amax(1).argmax())  # that of the longest document: all rows would take much memory
+    own = _transformers_masks(model, positions[row : row + 1], "sdpa")
+    own = own if isinstance(own, dict) else {"attention": own}
+    own = {kind: made for kind, made in own.items() if made is not None and made.ndim == 4}
+    given = mask if isinstance(mask, dict) else dict.fromkeys(own, mask)
+    is_same = all(torch.equal(_row_of_mask(given.get(kind), row, seq_len), own[kind]) for kind in own)
+    if is_same and (len(own) == 1 or isinstance(mask, dict)):
+        return ""
+    return (
+        f"the attention_mask of the batch is not one of {type(model).__name__}, whose layers have "
+        f"{' and '.join(sorted(own))} with a window of {window} tokens, and rows have {seq_len}: "
+        "transformers takes such a mask as it is, so it switches windows off, or puts them on all layers. "
+        'Pass batches of boundaries="transformers" without an attention_mask, and call '
+        "loader.mask_documents(model) once before training"
+    )
+
+
+def _row_of_mask(mask: Any, row: int, seq_len: int) -> torch.Tensor:
+    """bool[1, 1, seq, seq] of one row of a 4-D mask or BlockMask."""
+    from torch.nn.attention.flex_attention import BlockMask, create_mask
+
+    if isinstance(mask, BlockMask):
+        device = str(mask.kv_indices.device)
+
+        def sees(first: Any, head: Any, query: Any, key: Any) -> Any:
+            return mask.mask_mod(first + row, head, query, key)
+
+        return create_mask(sees, 1, 1, seq_len, seq_len, device)
+    if not isinstance(mask, torch.Tensor):
+        return torch.empty(0)
+    part = mask[row : row + 1, :1]
+    return part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min / 2

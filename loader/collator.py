@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import BatchEncoding, DataCollatorForLanguageModeling
 
-from loader.padding import PaddedBatches, PadToken, choose_pad_token, log_pad_token
+from loader.batches import PaddedBatches, PadToken, choose_pad_token, log_pad_token
 from shardprep.errors import UsageError
 
 

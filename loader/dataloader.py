@@ -1,4 +1,6 @@
-"""``get_llama3_dataloader``: shards -> batches, as a torch DataLoader.
+"""The settings of a loader and what follows from them, as one block of the log: rank 0 says it at INFO.
+
+``get_llama3_dataloader``: shards -> batches, as a torch DataLoader.
 
 The function makes the stages one after another, and each stage checks its own arguments: shards, tokenizer,
 samples, sampling order, workers, collator. Making a loader reads indexes and the tokenizer, but no sample.
@@ -9,44 +11,136 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from loader.batches import StepBatches
-from loader.boundaries import Boundary, check_boundaries
-from loader.dataset import (
+from loader.batches import (
+    Collate,
+    PaddedBatches,
+    PadToken,
+    SampleField,
+    StepBatches,
+    Targets,
+    check_padding,
+    check_row_lengths,
+    check_sample_fields,
+    check_targets,
+    choose_pad_token,
+    log_pad_token,
+)
+from loader.boundaries import Boundary, boundary_names
+from loader.find_shards import (
+    InputShards,
+    ReadCheck,
+    ShardSet,
+    SizeCheck,
+    SplitName,
+    check_read_check,
+    document_split,
+    find_sources,
+)
+from loader.mixture import Mixture, Schedule
+from loader.order import LAW_VERSION, Order
+from loader.ranks import find_process_rank
+from loader.reading import STALL_WARNING_S, ReaderContext, Turn
+from loader.samples import LongDocuments, SampleRules, make_samples
+from loader.staged_copies import warn_of_missing_copies
+from loader.state import Ramp, RunSteps, ramp_sizes
+from loader.token_loader import TokenLoader
+from loader.tokenizer import choose_tokenizer
+from loader.workers import (
     ChunkDataset,
+    MixedChunkDataset,
+    MixedSamples,
     Samples,
+    WeightsIn,
     check_batch,
     check_batch_tokens,
+    check_mixing,
     group_size,
     make_order,
+    mix,
     rank_lanes,
     whole_number,
 )
-from loader.mixed_chunks import MixedChunkDataset, MixedSamples, WeightsIn, check_mixing, mix
-from loader.mixture import Mixture, Schedule
-from loader.order import LAW_VERSION, Order
-from loader.padding import PaddedBatches, PadToken, check_padding, choose_pad_token, log_pad_token
-from loader.process_rank import find_process_rank
-from loader.reading.open_shard import STALL_WARNING_S, Turn
-from loader.reading.shard_reader import ReaderContext
-from loader.row_lengths import check_row_lengths
-from loader.run_steps import Ramp, RunSteps, ramp_sizes
-from loader.sample_fields import Collate, SampleField, check_sample_fields
-from loader.samples.make_samples import SampleRules, make_samples
-from loader.samples.whole_samples import LongDocuments
-from loader.settings_block import settings_block
-from loader.shards.document_split import SplitName, document_split
-from loader.shards.find_shards import find_sources
-from loader.shards.input_paths import InputShards
-from loader.shards.shard_set import ReadCheck, ShardSet, SizeCheck, check_read_check
-from loader.shifted_targets import Targets, check_targets
-from loader.staging.staged_copies import warn_of_missing_copies
-from loader.token_loader import TokenLoader
-from loader.tokenizer import choose_tokenizer
 from shardprep.errors import UsageError
+
+if TYPE_CHECKING:
+    from loader.find_shards import ShardSet
+    from loader.token_loader import TokenLoader
+
+
+def settings_block(loader: TokenLoader, shards: ShardSet) -> str:
+    """What is read, what a sample and a batch are, the steps of an epoch, and who reads."""
+    order, who, run = loader.order, loader.process_rank, loader.fingerprint
+    micro_batches = loader.num_accumulated
+    accumulated = "" if micro_batches == 1 else f" x {micro_batches} batches per step"
+    data = f"{shards.num_shards:,} shards, {order.num_samples:,} samples"
+    samples = f"{loader.step_batches.batch_size} per batch{accumulated} x {who.world_size} ranks"
+    steps = f"{loader.run.steps_in(0):,} steps, {len(loader):,} batches per rank"
+    ramps = "".join(f"; {name} {run[name]}" for name in loader.run.settings(order.global_batch_size))
+    global_batch = order.global_batch_size * loader.run.order_steps_in(0)
+    lines = [
+        f"loader of {data}, about {shards.mean_tokens * shards.num_samples:.3g} tokens",
+        f"sample: {_sample(loader)}",
+        f"global batch: {global_batch} samples = {samples}{ramps}; {_padding(loader)}",
+        f"epoch: {steps}; {order.num_left_out:,} samples left out, others each epoch",
+        f"order: {_order(loader)}",
+        f"readers: {_workers(loader)}",
+        f"data {run['data'][:12]}, tokenizer {run['tokenizer'][:12]}",
+    ]
+    return "\n  ".join(lines)
+
+
+def _sample(loader: TokenLoader) -> str:
+    run, fields = loader.fingerprint, loader.step_batches.boundaries
+    if run["seq_len"]:
+        apart = (
+            f"; boundaries {', '.join(fields)}" if fields else "; attention crosses documents (no boundaries)"
+        )
+        shifted = "; labels one place ahead" if loader.step_batches.shifts_targets else ""
+        return f"a row of {run['seq_len']} tokens{apart}{shifted}"
+    if "batch_tokens" in run:
+        return f"a batch of documents of like length, of up to {run['batch_tokens']:,} tokens with padding"
+    if not run["max_length"]:
+        return "a whole document"
+    return f"a document of up to {run['max_length']} tokens, longer ones: {run['long_documents']}"
+
+
+def _padding(loader: TokenLoader) -> str:
+    collate, padded = loader.step_batches.collate_fn, loader.step_batches.padded
+    if padded is None:
+        return f"collated by {getattr(collate, '__name__', type(collate).__name__)}"
+    width = f"to {padded.pad_to_length} tokens" if padded.pad_to_length else "to the longest of a batch"
+    multiple = f", to a multiple of {padded.pad_to_multiple_of}" if padded.pad_to_multiple_of else ""
+    if loader.step_batches.row_tokens:
+        width, multiple = "only in rows that are not full", ""
+    return f"padding {width}{multiple}, with {padded.pad.token} (id {padded.pad.token_id})"
+
+
+def _order(loader: TokenLoader) -> str:
+    order = loader.order
+    if order.keeps_tail:
+        return (
+            f"as the shards stand, the last batch filled up with {order.num_fillers} samples without labels"
+        )
+    if not order.shuffle:
+        return "as the shards stand, not shuffled"
+    grouped = f", samples of like length in groups of {order.group}" if order.group > 1 else ""
+    mixed = f", sources mixed by {order.sizes['schedule']}" if isinstance(order, Mixture) else ""
+    return f"shuffled anew each epoch, seed {order.seed}{grouped}{mixed}"
+
+
+def _workers(loader: TokenLoader) -> str:
+    pinned = ", pinned memory" if loader.pin_memory else ""
+    if not loader.num_workers:
+        return f"this process, no workers{pinned}"
+    kept = "kept between epochs" if loader.persistent_workers else "started anew each epoch"
+    return (
+        f"{loader.num_workers} workers per rank, {loader.prefetch_factor} chunks ahead each, {kept}{pinned}"
+    )
+
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +233,8 @@ def get_llama3_dataloader(
         seq_len: pack documents into full rows of so many tokens, EOS between documents; see joined_rows.py.
         boundaries: where documents begin in packed rows, so that attention stays inside of them. For
             ``model(**batch)`` of a transformers model ``"transformers"``: the names that it knows, no
-            ``attention_mask``, and ``use_cache`` False. For other models ``"position_ids"``,
+            ``attention_mask``, and ``use_cache`` False. Not every model keeps documents apart by them:
+            ``check_boundaries(model, batch)`` tells. For other models ``"position_ids"``,
             ``"segment_ids"``, ``"cu_seqlens"``; see boundaries.py, also for masks. The first label of each
             document is then -100, as it follows from another document.
         targets: ``"same"``: labels are the ids, and the model shifts them, as transformers' do.
@@ -191,7 +286,7 @@ def get_llama3_dataloader(
             batch_size_schedule, global_batch_size, is_validation=split == "validation"
         )
     global_batch_size = check_batch(batch_size, global_batch_size, who.world_size)
-    fields = check_boundaries(boundaries)
+    fields = boundary_names(boundaries)
     shifts = check_targets(targets, fields, has_collate_fn=collate_fn is not None)
     rules = SampleRules(
         seq_len=None if seq_len is None else seq_len + shifts,

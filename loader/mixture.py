@@ -15,8 +15,10 @@ in some rounds only, there in all lanes.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
 
@@ -24,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.order import Order, hash_array, hash_ints
-from loader.run_steps import check_first_steps
+from loader.state import check_first_steps
 from shardprep.errors import UsageError
 
 ROUND_STEPS = 64
@@ -44,7 +46,7 @@ class Stage:
     @cached_property
     def cycle(self) -> npt.NDArray[np.int64]:
         """The source of each step of a cycle, evenly spread: int64[CYCLE_STEPS]."""
-        ends = np.rint(np.cumsum([0.0, *self.weights]) * CYCLE_STEPS).astype(np.int64)
+        ends = _cycle_ends(self.weights)
         counts = np.diff(ends)
         source = np.repeat(np.arange(len(counts)), counts)
         number = np.arange(CYCLE_STEPS) - np.repeat(ends[:-1], counts)
@@ -60,6 +62,28 @@ class Stage:
         """Steps of each source among the first ``num_steps`` of the stage: int64[sources]."""
         cycles, rest = divmod(num_steps, CYCLE_STEPS)
         return cycles * self.counts_before[-1] + self.counts_before[rest]
+
+
+def _cycle_ends(weights: Sequence[float]) -> npt.NDArray[np.int64]:
+    """The weights as whole steps of a cycle, added up: int64[sources + 1]. They alone decide the order."""
+    return np.rint(np.cumsum([0.0, *weights]) * CYCLE_STEPS).astype(np.int64)
+
+
+def is_same_schedule(text: str, other: str) -> bool:
+    """Whether the schedules of two states (``Mixture.sizes``) make the same order.
+
+    Weights are compared as whole steps of a cycle: equal shares may differ in their last digit, as in states
+    of versions that divided floats.
+    """
+    try:
+        return _cycles(text) == _cycles(other)
+    except (ValueError, TypeError, RecursionError):  # a damaged state
+        return False
+
+
+def _cycles(text: str) -> list[tuple[str, list[int]]]:
+    stages = [stage.partition(": ") for stage in text.split("; ")]
+    return [(first, _cycle_ends(json.loads(weights)).tolist()) for first, _, weights in stages]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +126,8 @@ class Mixture:
     def keeps_tail(self) -> bool:
         return False
 
-    @property
-    def num_fillers(self) -> int:
-        return 0
+    def is_filler(self, step: int, lanes: range) -> None:  # noqa: ARG002  as of an Order
+        return None
 
     @property
     def num_lanes(self) -> int:
@@ -206,10 +229,11 @@ def _shares(
         raise UsageError(
             f"weights are {dict(weights)}, expected for {', '.join(names)} numbers from 0 on, not all 0"
         )
-    by_sample = [
-        value / tokens for value, tokens in zip(values, mean_tokens or [1.0] * len(names), strict=True)
-    ]
-    shares = tuple(value / sum(by_sample) for value in by_sample)
+    # Exactly, and 0.1 as 1/10: weights in equal proportions are equal shares to the last digit.
+    exact = [Fraction(str(value)) if isinstance(value, float) else Fraction(value) for value in values]
+    means = mean_tokens or [1.0] * len(names)
+    by_sample = [value / Fraction(tokens) for value, tokens in zip(exact, means, strict=True)]
+    shares = tuple(float(value / sum(by_sample)) for value in by_sample)
     too_small = [name for name, share in zip(names, shares, strict=True) if 0 < share < 1 / CYCLE_STEPS]
     if too_small:
         raise UsageError(

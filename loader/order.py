@@ -143,7 +143,7 @@ class Order:
     seed: int
     shuffle: bool = True
     group: int = 1  # g: samples of like length side by side; 1 for any length
-    keeps_tail: bool = False  # the last global batch is filled up with samples from the first on
+    keeps_tail: bool = False  # the last global batch is filled up with samples that stand in it already
 
     def __post_init__(self) -> None:
         if self.global_batch_size < 1:
@@ -180,8 +180,19 @@ class Order:
 
     @property
     def num_fillers(self) -> int:
-        """Places at the end of the last global batch that hold a sample again, where the tail is kept."""
+        """Places of the last global batch that hold a sample again, where the tail is kept."""
         return -self.num_samples % self.global_batch_size if self.keeps_tail else 0
+
+    def is_filler(self, step: int, lanes: range) -> npt.NDArray[np.bool_] | None:
+        """Which of these lanes hold a sample again at a step of an epoch: bool[len(lanes)]; None for none.
+
+        They are spread evenly, so that each part of n places has ``n * real // global_batch_size`` samples at
+        least: every batch of every rank has one where there are as many samples as batches.
+        """
+        if not self.num_fillers or step + 1 < self.steps_per_epoch:
+            return None
+        num_real = self.global_batch_size - self.num_fillers
+        return np.arange(lanes.start, lanes.stop) * num_real % self.global_batch_size >= num_real
 
     @property
     def window_steps(self) -> int:
@@ -213,7 +224,11 @@ class Order:
         """
         lane = np.arange(lanes.start, lanes.stop, dtype=np.int64)[:, None]
         if not self.shuffle:
-            return (np.arange(start, end, dtype=np.int64) * self.global_batch_size + lane) % self.num_samples
+            steps = np.arange(start, end, dtype=np.int64)
+            num_real = self.global_batch_size - np.where(
+                steps + 1 < self.steps_per_epoch, 0, self.num_fillers
+            )
+            return steps * self.global_batch_size + lane * num_real // self.global_batch_size
         size = (end - start) * self.group
         step = np.arange(size, dtype=np.int64)
         keys = [[hash_ints(self.seed, epoch, _WINDOWS, number, start)] for number in lanes]
@@ -270,7 +285,7 @@ def choose_windows(
     M is 16 for L up to 64, 4 from 256 on: mixing follows V M. A block is as large as WINDOWS_BYTES
     allow within BLOCK_BYTES, so at world 8 a rank's windows are at most 64 MiB up to L = 1024.
     """
-    lanes = global_batch_size // group
+    lanes = max(global_batch_size // group, 1)  # Order refuses a group that is larger
     blocks = min(max(1024 // lanes, 4), 16)
     block_bytes = min(max(WINDOWS_BYTES // (lanes * blocks), BLOCK_BYTES[0]), BLOCK_BYTES[1])
     filling = block_bytes * num_samples // max(num_bytes, 1)

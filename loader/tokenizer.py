@@ -19,11 +19,9 @@ from typing import Any
 
 import orjson
 
-from loader.shards.shard_set import DatasetShards, ShardSet
+from loader.find_shards import DatasetShards, ShardSet
 from shardprep.errors import NotFound, OtherTokenizer, UsageError
-from shardprep.format.dataset_spec import TokenizerSpec, fingerprint_of, tokenizer_fingerprint
-from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR
-from shardprep.regular_files import (
+from shardprep.files import (
     NOT_THERE,
     close_read,
     errors_named,
@@ -32,6 +30,8 @@ from shardprep.regular_files import (
     read_regular,
     refuse_fifos,
 )
+from shardprep.format.dataset_spec import TokenizerSpec, fingerprint_of, tokenizer_fingerprint
+from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR
 
 # As tokenizers begins a tokenizer.json: truncation and padding hold no list.
 _ADDED_TOKENS = re.compile(r'\s*\{[^\[\]]*?"added_tokens":\s*(?=\[)')

@@ -10,25 +10,40 @@ The loader's state stands in trainer_state.json of each checkpoint, so it is of 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from loader.boundaries import why_unchecked
+from loader.evaluation import LossMean
 from loader.token_loader import TokenLoader
 from shardprep.errors import UsageError
 
 
 class LoaderMixin:
     """Write it before Trainer, or a subclass, among the bases; pass ``train_loader=``, and ``eval_loader=``
-    where Trainer evaluates: a loader with ``split="validation"``.
+    where Trainer evaluates: a loader with ``split="validation"``. Its ``eval_loss`` is the mean over all
+    labels, equal on every number of ranks; a ``compute_loss`` of your own keeps that if it calls this one.
 
     Make the TrainingArguments before the loader: they start the process group, which tells the loader its
     rank. Raises UsageError where Trainer's own numbers would not make a step of one global batch.
+
+    If the loader has ``boundaries``, the first step with a row of two documents also runs
+    ``loader.check_boundaries`` on what the model gets: two forward passes. It raises Refused, on all ranks,
+    for a model that lets documents see each other. ``check_boundaries=False`` switches it off.
     """
 
+    _eval_losses: LossMean | None = None  # while eval_loader is evaluated
+
     def __init__(
-        self, *args: Any, train_loader: TokenLoader, eval_loader: TokenLoader | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        train_loader: TokenLoader,
+        eval_loader: TokenLoader | None = None,
+        check_boundaries: bool = True,
+        **kwargs: Any,
     ) -> None:
         if not isinstance(train_loader, TokenLoader):
             raise UsageError(
@@ -39,6 +54,8 @@ class LoaderMixin:
             kwargs["eval_dataset"] = eval_loader.dataset  # Trainer asks for one; it is never iterated
         super().__init__(*args, **kwargs)
         self.train_loader, self.eval_loader = train_loader, eval_loader
+        step_batches = train_loader.step_batches
+        self._is_unchecked = bool(check_boundaries and step_batches.boundaries and step_batches.row_tokens)
         check_trainer_arguments(self.args, train_loader)  # type: ignore[attr-defined]  # Trainer's
         # The loader finds its place itself.
         self.args.ignore_data_skip = True  # type: ignore[attr-defined]  # Trainer's
@@ -53,6 +70,44 @@ class LoaderMixin:
         if self.eval_loader is not None and eval_dataset in (None, self.eval_loader.dataset):
             return self.eval_loader
         return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]  # Trainer's
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Trainer's step; the first ones look at what the model gets, until its boundaries are checked."""
+        if self._is_unchecked:
+            # Before the hooks of FSDP, and with what compute_loss of a subclass makes of the batch.
+            def look(module: Any, _: Any, fields: dict[str, Any]) -> None:
+                handle.remove()
+                self._is_unchecked = bool(why_unchecked(module, fields, documents=inputs))
+
+            handle = model.register_forward_pre_hook(look, with_kwargs=True, prepend=True)
+        return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]  # Trainer's
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's, with the mean over all labels in place of its mean over batches."""
+        if self.eval_loader is None or dataloader is not self.eval_loader:
+            return super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]  # Trainer's
+        losses = self._eval_losses = LossMean.of_loader(self.eval_loader)
+        try:
+            output = super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]  # Trainer's
+        finally:
+            self._eval_losses = None
+        if not math.isnan(mean := losses.mean()):  # NaN where a compute_loss of the user's counts no labels
+            output.metrics[f"{kwargs.get('metric_key_prefix', 'eval')}_loss"] = mean
+        return output
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Trainer's; while ``eval_loader`` is evaluated, the mean over the labels of a batch, and counted."""
+        losses = self._eval_losses
+        if losses is not None:
+            labels, num_items_in_batch = inputs["labels"], None
+        found = super().compute_loss(  # type: ignore[misc]  # Trainer's
+            model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+        )
+        if losses is not None:
+            losses.add(found[0] if return_outputs else found, labels)
+        return found
 
 
 def check_trainer_arguments(args: Any, loader: TokenLoader) -> None:

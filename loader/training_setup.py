@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from loader.dataset import whole_number
-from loader.padding import PadToken, choose_pad_token
+from loader.batches import PadToken, choose_pad_token
 from loader.token_loader import TokenLoader
+from loader.workers import whole_number
 from shardprep.errors import UsageError
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from shardprep.errors import UsageError
 from shardprep.format.names import id_ranges, ids_of_ranges
 
 if TYPE_CHECKING:
-    from preprocess.plan import Plan
+    from preprocess.plan.plan_file import Plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,10 +42,11 @@ def command_words(argv: Sequence[str]) -> list[str]:
 def make_shard(args: argparse.Namespace) -> int:
     """``--shard_id N``: the command of a job array's task."""
     from lustre import layout_line
+    from preprocess.make.task_log import engine_line, means_line, part_line, speed_line
+    from preprocess.make.task_plan import check_inputs, shard_of_task
+    from preprocess.make.worker import done_manifest, load_worker
+    from preprocess.plan.plan_file import need_plan
     from preprocess.resources import bind_to_task_cpus, memory_note
-    from preprocess.task_log import engine_line, means_line, part_line, speed_line
-    from preprocess.task_plan import shard_of_task
-    from preprocess.worker import done_manifest, load_worker
     from shardprep.format.names import quarantine_path
 
     given = given_of(args, PrepConfig)
@@ -53,6 +54,8 @@ def make_shard(args: argparse.Namespace) -> int:
     folder = given["output_dir"]
     num_cpus = bind_to_task_cpus(offset=args.shard_id)  # planning, too, may load what starts threads
     shard_id: int = args.shard_id
+    if args.check_inputs:
+        check_inputs(need_plan(folder), given.get("input_dir", PrepConfig().input_dir))
     plan, shard = shard_of_task(given, shard_id, is_planned=args.planned)
     if done_manifest(plan, folder, shard_id):
         say(f"shard {shard_id:05d} is done already")
@@ -81,15 +84,15 @@ def make_shard(args: argparse.Namespace) -> int:
 def make_plan(args: argparse.Namespace) -> int:
     """``plan``: freeze which bytes are which shard, and say what it will cost."""
     from lustre import Need, StripeRequest, space_lines
-    from preprocess.planning import LONG_SHARD_S, Sharding, small_shards_note
-    from preprocess.planning import make_plan as make
+    from preprocess.plan.next_lines import next_lines
+    from preprocess.plan.planning import LONG_SHARD_S, Sharding, small_shards_note
+    from preprocess.plan.planning import make_plan as make
 
     config = PrepConfig(**given_of(args, PrepConfig))
     shard_bytes = parse_size(args.shard_bytes, "--shard_bytes") if args.shard_bytes else None
     sharding = Sharding(num_shards=args.num_shards, shard_bytes=shard_bytes)
     stripe = StripeRequest(stripe=args.stripe, size=args.stripe_size, pool=args.stripe_pool)
     plan, cost = make(config, sharding, stripe=stripe, dry_run=args.dry_run, say=say)
-    last = plan.num_shards - 1
     sizes = plan.shard_bytes()
     print_lines(
         f"plan {plan.plan_id[:12]}: {plan.num_shards} shards of {min(sizes)} to {max(sizes)} input bytes"
@@ -114,21 +117,17 @@ def make_plan(args: argparse.Namespace) -> int:
         print_lines(f"warning: {note}")
     if empty := sizes.count(0):
         print_lines(f"warning: {empty} shards are empty; fewer would do")
-    print_lines(f"next: sbatch --array=0-{last} slurm/prep_array.sh {config.output_dir}")
-    print_lines(
-        f"  or: python -m slurm submit {config.output_dir}  # within the site's limits, verify included"
-    )
-    print_lines(f"  or: python -m preprocess run {config.output_dir}  # here, without a cluster")
+    print_lines(*next_lines(Path(config.output_dir), plan.num_shards))
     return 0
 
 
 def run(args: argparse.Namespace) -> int:
     """``run O``: the missing shards on this machine."""
-    from preprocess.local_run import run_shards
-    from preprocess.plan import need_plan
+    from preprocess.make.local_run import run_shards
+    from preprocess.make.task_log import means_line, total_line
+    from preprocess.make.worker import missing_shards
+    from preprocess.plan.plan_file import need_plan
     from preprocess.resources import allowed_cpus, memory_note
-    from preprocess.task_log import means_line, total_line
-    from preprocess.worker import missing_shards
 
     folder = args.output_dir
     plan = need_plan(folder)
@@ -162,10 +161,10 @@ def run(args: argparse.Namespace) -> int:
 
 def verify(args: argparse.Namespace) -> int:
     """``verify O``: prove the shards whole and write index.json."""
-    from preprocess.plan import need_plan
-    from preprocess.verify import publish_osts, verify_dataset
+    from preprocess.check.verify import publish_osts, verify_dataset
+    from preprocess.plan.plan_file import need_plan
+    from shardprep.format.manifest import source_lines
     from shardprep.format.names import INDEX_NAME
-    from shardprep.format.source_counts import source_lines
 
     if args.fast and args.crcs:
         raise UsageError("--crcs reads every shard, and --fast none; leave one out")
@@ -195,7 +194,7 @@ def verify(args: argparse.Namespace) -> int:
 
 def _verify_deep(args: argparse.Namespace, plan: Plan) -> int:
     """``--deep``: some shards compared with what a second reader finds in their input."""
-    from preprocess.deep_verify import choose_shards, verify_deep
+    from preprocess.check.deep_verify import choose_shards, verify_deep
     from preprocess.resources import bind_to_task_cpus
 
     if args.deep < 1:
@@ -220,9 +219,9 @@ def _verify_deep(args: argparse.Namespace, plan: Plan) -> int:
 
 def clean(args: argparse.Namespace) -> int:
     """``clean O``: what attempts that died left behind."""
-    from preprocess.cleaning import clean as remove
-    from preprocess.cleaning import cleaning_lines
-    from preprocess.plan import read_plan
+    from preprocess.check.clean import clean as remove
+    from preprocess.check.clean import cleaning_lines
+    from preprocess.plan.plan_file import read_plan
 
     cleaning = remove(args.output_dir, read_plan(args.output_dir), dry_run=args.dry_run, say=say)
     print_lines(*cleaning_lines(cleaning, dry_run=args.dry_run))
@@ -266,6 +265,11 @@ def _shard_flags(parser: argparse.ArgumentParser) -> None:
         "--planned",
         action="store_true",
         help="make no plan: where --output_dir has none, end with 66",
+    )
+    parser.add_argument(
+        "--check_inputs",
+        action="store_true",
+        help="first refuse an --input_dir that does not hold the planned inputs of all shards",
     )
     add_flags_of(parser, PrepConfig)
     add_flags_of(parser, WorkerSettings, but={item.name for item in dataclasses.fields(PrepConfig)})
@@ -353,18 +357,18 @@ PROGRAM = Program(
         ),
         "doctor": Command(
             summary="is this machine, tokenizer, folder fit for it? good, warning or bad, and what to do",
-            add_flags="preprocess.doctor.command:add_flags",
-            run="preprocess.doctor.command:doctor",
+            add_flags="preprocess.look.doctor:add_flags",
+            run="preprocess.look.doctor:doctor",
         ),
         "peek": Command(
             summary="print samples decoded, with their boundaries and where they came from",
-            add_flags="preprocess.peek:add_flags",
-            run="preprocess.peek:peek",
+            add_flags="preprocess.look.peek:add_flags",
+            run="preprocess.look.peek:peek",
         ),
         "export": Command(
             summary="the token ids in the layout of megatron, nanogpt, hf or mosaicml",
-            add_flags="preprocess.export.command:add_flags",
-            run="preprocess.export.command:export",
+            add_flags="preprocess.look.export:add_flags",
+            run="preprocess.look.export:export",
         ),
         "clean": Command(
             summary="remove temporaries of done shards, and those older than 24 hours",
@@ -373,8 +377,8 @@ PROGRAM = Program(
         ),
         "train_tokenizer": Command(
             summary="train a byte-level BPE like Llama 3's",
-            add_flags="preprocess.train_tokenizer:add_arguments",
-            run="preprocess.train_tokenizer:main",
+            add_flags="preprocess.look.train_tokenizer:add_arguments",
+            run="preprocess.look.train_tokenizer:main",
         ),
     },
 )

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from preprocess.formats.text_fields import MessageFields, Normalize, TextChanges, TextFields, text_versions
 from preprocess.resources import batch_bytes_within, most_batches_within
-from preprocess.text_fields import MessageFields, Normalize, TextChanges, TextFields, text_versions
 from shardprep.errors import Refused, UsageError
 from shardprep.format.checked_json import MOST
 from shardprep.format.names import Record, TokenFormat

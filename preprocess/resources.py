@@ -105,8 +105,12 @@ def memory_limit_gb(environ: Mapping[str, str], root: Path = Path("/")) -> float
 def memory_limits(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, int]:
     """Bytes of memory that this job may use, by whose limit it is; of the cgroups the least."""
     limits = {"the machine": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
-    if (megabytes := environ.get("SLURM_MEM_PER_NODE", "")).isdigit() and int(megabytes):
-        limits["Slurm"] = int(megabytes) << 20
+    per_node, per_cpu = (environ.get(f"SLURM_MEM_PER_{each}", "") for each in ("NODE", "CPU"))
+    cpus = environ.get("SLURM_CPUS_ON_NODE") or environ.get("SLURM_CPUS_PER_TASK") or "1"
+    if per_node.isdigit() and int(per_node):
+        limits["Slurm"] = int(per_node) << 20
+    elif per_cpu.isdigit() and int(per_cpu) and cpus.isdigit():  # of --mem-per-cpu, or DefMemPerCPU
+        limits["Slurm"] = int(per_cpu) * int(cpus) << 20
     found = []
     for path in cgroup_files(root, "memory", "memory.max", "memory.limit_in_bytes"):
         try:

@@ -78,10 +78,9 @@ class Program:
                 say(f"error: {error}")
             return int(error.exit_code)
         except ModuleNotFoundError as error:
-            missing = str(error.name).partition(".")[0]
-            if importlib.util.find_spec(missing) is not None:  # a module of it is missing: a fault of ours
+            if (message := missing_library(error, "this command")) is None:
                 raise
-            say(f"error: this command needs {missing}, which is not installed; run: pip install {missing}")
+            say(f"error: {message}")
             return UsageError.exit_code
         except OSError as error:
             say(f"error: {_unforeseen(error)}")
@@ -152,6 +151,18 @@ def _unforeseen(error: OSError) -> str:
         f"{path}{error.strerror or error}, {UNFORESEEN} at {Path(frame.filename).name}:{frame.lineno}; "
         "nothing that is done was lost: mend the cause, and run this again"
     )
+
+
+_LOADER = "'shardprep[loader]'"
+_EXTRAS = {"braceexpand": _LOADER, "torch": _LOADER, "webdataset": _LOADER, "submitit": "'shardprep[slurm]'"}
+
+
+def missing_library(error: ModuleNotFoundError, what: str) -> str | None:
+    """What to say where ``what`` needs a library that is not installed; None for a fault of ours."""
+    missing = str(error.name).partition(".")[0]
+    if importlib.util.find_spec(missing) is not None:  # a module of it is missing
+        return None
+    return f"{what} needs {missing}, which is not installed; run: pip install {_EXTRAS.get(missing, missing)}"
 
 
 def unknown_command(word: str, commands: Sequence[str]) -> str:

@@ -41,7 +41,7 @@ import signal
 import sys
 import time
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import FrameType, TracebackType
@@ -319,13 +319,13 @@ def raise_on_stop_signals(what_is_left: str = "nothing unfinished is left") -> N
 
 
 @contextmanager
-def stop_signals_wait() -> Iterator[None]:
-    """Within, STOP_SIGNALS wait; a process that is started here begins with them waiting.
+def stop_signals_wait(numbers: Iterable[signal.Signals] = STOP_SIGNALS) -> Iterator[None]:
+    """Within, these signals wait; a process that is started here begins with them waiting.
 
     Else one that comes while the child still imports would end it by Python's own handlers, with a
     traceback, or as if it had been killed. The child ends the waiting by raise_on_stop_signals.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:

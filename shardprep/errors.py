@@ -56,7 +56,7 @@ class Stopped(BaseException):
 
 
 class Refused(ShardprepError):
-    """Plan, options, tokenizer or version differ from what is on disk."""
+    """Plan, options, tokenizer or version differ from what is on disk; a model does not suit the data."""
 
     exit_code = 78
 

@@ -13,17 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardprep.command_line import Command, Program, add_flags_of, given_of
-from shardprep.console import Progress, draw, output_is_read, print_lines, say
+from shardprep.console import Progress, counted, draw, output_is_read, print_lines, say
 from shardprep.errors import ReadWriteError, ShardprepError, UsageError
+from shardprep.files import size_of_file
 from shardprep.format.names import INDEX_NAME, id_ranges, ids_of_ranges
-from shardprep.regular_files import size_of_file
+from slurm.commands import REQUEST_VARIABLES, Patience
 from slurm.job_records import Submission, SubmittedMeanwhile
-from slurm.job_script import WHOLE_NODE, JobRequest, quoted
-from slurm.slurm_commands import Patience
+from slurm.request import WHOLE_NODE, JobRequest, with_changes, with_variables
+from slurm.script import quoted
 
 if TYPE_CHECKING:
     from slurm.dataset_state import DatasetState
-    from slurm.sending import Sending
+    from slurm.send import Sending
 
 _POLL_S = 5.0
 _MOST_SUBMITTERS = 5  # of one data set at the same time, before this one gives up
@@ -36,26 +37,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def given_request(args: argparse.Namespace) -> dict[str, Any]:
     """The request's fields that the user gave, by flag, or by sbatch's own variables (SBATCH_PARTITION)."""
-    from slurm.slurm_commands import REQUEST_VARIABLES
-
-    given = {
-        name: os.environ[variable] for name, variable in REQUEST_VARIABLES.items() if variable in os.environ
-    }
-    return {**given, **given_of(args, JobRequest)}
+    return with_variables(given_of(args, JobRequest), os.environ)
 
 
 def chosen_request(args: argparse.Namespace) -> tuple[JobRequest, dict[str, str]]:
     """The whole request of a submit, and where each value came from that is no default."""
-    from slurm.site_defaults import find_defaults, save_profile
-    from slurm.slurm_commands import REQUEST_VARIABLES
+    from slurm.request import find_defaults
+    from slurm.send import advised, most_cpus
 
     given, flags = given_request(args), given_of(args, JobRequest)
     defaults = find_defaults(args.output_dir, args.profile, os.environ)
-    values, sources = {**defaults.values, **given}, dict(defaults.sources)
+    values, sources = with_changes(defaults.values, given), dict(defaults.sources)
     sources |= {name: "flag" if name in flags else REQUEST_VARIABLES[name] for name in given}
     if args.auto:
-        from slurm.submitting import advised
-
         advice, source = advised(
             args.output_dir,
             JobRequest(**values),
@@ -67,17 +61,16 @@ def chosen_request(args: argparse.Namespace) -> tuple[JobRequest, dict[str, str]
         is_given = {"mem_gb"} if has_mem else set[str]()
         advice = {name: value for name, value in advice.items() if name not in given.keys() | is_given}
         values, sources = {**values, **advice}, {**sources, **dict.fromkeys(advice, source)}
-    request = JobRequest(**values)
-    if args.save_profile:
-        path = save_profile(args.save_profile, values, os.environ, dry_run=args.dry_run)
-        would = "not saved, as this is a dry run: it would be" if args.dry_run else "saved as"
-        say(f"{would} profile {args.save_profile} in {path}")
-    return request, sources
+    if "cpus_per_task" not in values and (found := most_cpus(JobRequest(**values))):
+        values["cpus_per_task"], sources["cpus_per_task"] = found
+    sources = {name: source for name, source in sources.items() if name in values}
+    return JobRequest(**values), sources
 
 
 def submit(args: argparse.Namespace) -> int:
     """``submit O``: the missing shards as a job array, and a verify job after it."""
-    from slurm.submitting import prepare_submit
+    from slurm.request import save_profile
+    from slurm.send import prepare_submit
 
     request, sources = chosen_request(args)
     if args.dry_run:
@@ -96,6 +89,11 @@ def submit(args: argparse.Namespace) -> int:
         )
 
     state, sending = prepared()
+    if args.save_profile:
+        values = {name: getattr(request, name) for name in sources}
+        path = save_profile(args.save_profile, values, os.environ, dry_run=args.dry_run)
+        would = "not saved, as this is a dry run: it would be" if args.dry_run else "saved as"
+        say(f"{would} profile {args.save_profile} in {path}")
     if sending is None:
         print_lines(f"nothing to submit: {_summary(state)}")
         return _wait(args) if args.wait and not args.dry_run else 0
@@ -104,7 +102,7 @@ def submit(args: argparse.Namespace) -> int:
 
 def retry(args: argparse.Namespace) -> int:
     """``retry O``: what failed, each as its failure asks."""
-    from preprocess.plan import need_plan
+    from preprocess.plan.plan_file import need_plan
     from slurm.dataset_state import find_state
     from slurm.retrying import prepare_retry, reason_to_leave
 
@@ -137,7 +135,7 @@ def retry(args: argparse.Namespace) -> int:
 
 def _wanted(args: argparse.Namespace) -> set[int] | None:
     """The shards of --shards; None for all."""
-    from preprocess.plan import need_plan
+    from preprocess.plan.plan_file import need_plan
 
     if args.shards is None:
         return None
@@ -184,13 +182,14 @@ def _print_sent(submission: Submission) -> None:
         mem = "no memory limit" if array.mem_mb is None else f"{array.mem_mb} MB"
         limit = "no time limit" if array.time_min is None else f"{array.time_min} min"
         shards = id_ranges(shard_id for ids in array.shards_of_tasks() for shard_id in ids)
-        print_lines(f"job {array.job_id}: {len(array.tasks)} task(s) of {mem}, {limit}, for shards {shards}")
+        tasks = counted(len(array.tasks), "task")
+        print_lines(f"job {array.job_id}: {tasks} of {mem}, {limit}, for shards {shards}")
     print_lines(f"job {submission.verify_job_id}: verify, when they have ended")
 
 
 def _wait(args: argparse.Namespace) -> int:
     """One bar over the whole data set until no job of it is queued; 0 only where it is verified then."""
-    from preprocess.plan import need_plan
+    from preprocess.plan.plan_file import need_plan
     from slurm.dataset_state import find_state
 
     plan = need_plan(args.output_dir)
@@ -216,7 +215,7 @@ def _wait(args: argparse.Namespace) -> int:
 
 def status(args: argparse.Namespace) -> int:
     """``status O``: where every shard is, and why what failed did."""
-    from preprocess.plan import need_plan
+    from preprocess.plan.plan_file import need_plan
     from slurm.dataset_state import find_state
     from slurm.status_text import write_metrics
 
@@ -263,9 +262,9 @@ def _print_report(data: dict[str, Any], *, as_json: bool = False) -> None:
 
 def cancel(args: argparse.Namespace) -> int:
     """``cancel O``: every job of this data set that waits or runs. Shards that are done stay done."""
-    from preprocess.plan import need_plan
+    from preprocess.plan.plan_file import need_plan
+    from slurm.commands import slurm_output
     from slurm.dataset_state import find_state
-    from slurm.slurm_commands import slurm_output
 
     state = find_state(args.output_dir, need_plan(args.output_dir))
     live = state.live_jobs()

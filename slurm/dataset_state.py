@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from preprocess.plan import Plan
+from preprocess.plan.plan_file import Plan
 from shardprep.errors import NotFound, ReadWriteError
 from shardprep.format.names import shard_name
+from slurm.commands import SlurmAway
 from slurm.failure_causes import (
     HAS_NO_END,
     NO_MANIFEST,
@@ -27,9 +28,8 @@ from slurm.failure_causes import (
     node_of,
 )
 from slurm.job_records import JobArray, Submission, read_submissions
-from slurm.job_script import job_names
+from slurm.script import job_names
 from slurm.shown_jobs import ShownJobs, TaskKey, find_shown_jobs, nothing_shown
-from slurm.slurm_commands import SlurmAway
 from slurm.slurm_queries import TaskAttempt
 
 _NUMBERS_PURGED = 10  # jobs are looked for by name of so many submissions more: O/jobs may have been emptied

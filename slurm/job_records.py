@@ -14,13 +14,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardprep.atomic_files import PublishedFile, sync_folder
 from shardprep.errors import BrokenShard, ReadWriteError, UnknownVersion, UsageError
+from shardprep.files import NOT_THERE, PublishedFile, sync_folder
 from shardprep.format.checked_json import Fields, read_checked, with_content_hash
+from shardprep.format.manifest import ShardMaking
 from shardprep.format.names import FORMAT_VERSION, MAX_SHARDS, ids_of_ranges
-from shardprep.format.shard_making import ShardMaking
-from shardprep.regular_files import NOT_THERE
-from slurm.job_script import JobRequest
+from slurm.request import JobRequest
 
 JOBS_FOLDER = "jobs"
 _FORMAT = "shardprep-submission"

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from preprocess.plan import Plan
-from shardprep.format.shard_making import ShardMaking
-from slurm.cluster_limits import PartitionLimits
+from preprocess.plan.plan_file import Plan
+from shardprep.format.manifest import ShardMaking
 from slurm.dataset_state import DatasetState
 from slurm.job_records import Submission
+from slurm.site import PartitionLimits
 
 _PROCESS_GB = 1.0  # a worker has 0.4 GB with Llama 3's vocabulary; the rest is for what nobody foresaw
 _SPARE = 1.25  # of memory
@@ -128,7 +128,13 @@ def advice_of_makings(
 
     ``num_cpus``: of a task, where somebody has chosen them.
     """
-    num_cpus = num_cpus or _at_most(_fewer(max(each.num_cpus for each in made), _cpu_share(made)), partition)
+    num_cpus = num_cpus or _at_most(
+        min(
+            _fewer(max(each.num_cpus for each in made), _cpu_share(made)),
+            _worth_cpus(max(each.cpu_s for each in made) * shards_per_task),
+        ),
+        partition,
+    )
     num_processes = min(num_cpus, shards_per_task)
     rss_gb = max(each.max_rss_bytes for each in made) / 2**30
     num_well_used = min(num_cpus, max(each.num_cpus for each in made) * shards_per_task)
@@ -152,16 +158,24 @@ def advice_of_plan(
     ``num_cpus``: of a task, where somebody has chosen them.
     Raises what loading the tokenizer and reading the input raise.
     """
-    from preprocess.cost_estimate import estimate_of  # numpy, which status does not need
+    from preprocess.plan.cost_estimate import estimate_of  # numpy, which status does not need
 
     cost = estimate_of(plan, folder)
-    num_cpus = num_cpus or _at_most(max(1, min(cost.num_useful_cores, _MOST_CPUS)), partition)
+    num_cpus = num_cpus or _at_most(
+        max(1, min(cost.num_useful_cores, _MOST_CPUS, _worth_cpus(cost.longest_shard_s * shards_per_task))),
+        partition,
+    )
     num_well_used = min(num_cpus, cost.num_useful_cores * shards_per_task)
     return {
         "cpus_per_task": num_cpus,
         "mem_gb": _PROCESS_GB * min(num_cpus, shards_per_task),
         "time_min": _minutes(cost.longest_shard_s * shards_per_task / num_well_used),
     }
+
+
+def _worth_cpus(cpu_s: float) -> int:
+    """As many CPUs as leave each of them a minute of a task's work."""
+    return math.ceil(max(cpu_s, 1) / 60)
 
 
 def _at_most(num_cpus: int, partition: PartitionLimits | None) -> int:

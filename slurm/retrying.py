@@ -8,13 +8,13 @@ from datetime import datetime
 from typing import Any
 
 from shardprep.errors import NotFound, UsageError
-from slurm.cluster_limits import check_folder, find_partition_limits
 from slurm.dataset_state import DatasetState, ShardState
 from slurm.failure_causes import BAD_INPUT, NODE_FAIL, OUT_OF_MEMORY, TIMEOUT
-from slurm.job_script import JobRequest, quoted
-from slurm.sending import Sending
+from slurm.request import JobRequest
+from slurm.script import quoted
+from slurm.send import Sending, check_recorded, prepare
+from slurm.site import check_folder, find_partition_limits
 from slurm.slurm_queries import TaskAttempt
-from slurm.submitting import check_recorded, prepare
 
 _TOGETHER_S = 600.0  # Slurm finds nodes of one power cut up to SlurmdTimeout (300 s) apart
 

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
+from slurm.commands import SlurmAway, read_config
 from slurm.job_records import JobIdentity, Submission
-from slurm.job_script import JOB_NAME
-from slurm.slurm_commands import SlurmAway, read_config
+from slurm.script import JOB_NAME
 from slurm.slurm_queries import (
     TaskAttempt,
     accounted_attempts,

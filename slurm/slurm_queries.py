@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 
 from shardprep.format.names import MAX_SHARDS, ids_of_ranges
-from slurm.slurm_commands import SlurmAway, SlurmMissing, SlurmRefused, slurm_answer
+from slurm.commands import SlurmAway, SlurmMissing, SlurmRefused, slurm_answer
 
 _WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"})
 _WAITING |= {"RESV_DEL_HOLD"}

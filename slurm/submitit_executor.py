@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from preprocess.plan import need_plan
+from preprocess.plan.plan_file import need_plan
 from shardprep.errors import ReadWriteError, UsageError
 from shardprep.format.manifest import Manifest, read_manifest
 from shardprep.format.names import MAX_SHARDS, ids_of_ranges
-from slurm.cluster_limits import tasks_of_shards
+from slurm.commands import SlurmAway, read_config
 from slurm.dataset_state import done_shards
-from slurm.slurm_commands import SlurmAway, read_config
+from slurm.site import tasks_of_shards
 
 _STOP_S = 60.0  # for a worker to remove what it has not finished; submitit kills 90 s after its signal
 # ``python -m preprocess``, but with the current folder behind installed packages: it may have a preprocess.py

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,11 @@ from typing import Any
 import pytest
 
 from preprocess.__main__ import main
+from preprocess.look.train_tokenizer import train_tokenizer
+from preprocess.make.worker import load_worker
 from preprocess.options import PrepConfig, WorkerSettings
-from preprocess.plan import Plan, need_plan
-from preprocess.planning import Sharding, make_plan
-from preprocess.train_tokenizer import train_tokenizer
-from preprocess.worker import load_worker
+from preprocess.plan.plan_file import Plan, need_plan
+from preprocess.plan.planning import Sharding, make_plan
 from shardprep.console import STOP_SIGNALS
 from shardprep.format.checked_json import content_sha256
 from tests.checkout import ROOT, SHARED
@@ -63,6 +63,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     _started.clear()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
+    """What many tests share may start a process: it is no test's own."""
+    num_started = len(_started)
+    result = yield
+    if fixturedef.scope != "function":
+        del _started[num_started:]
+    return result
 
 
 @pytest.hookimpl(trylast=True)

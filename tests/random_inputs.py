@@ -31,13 +31,13 @@ import pyarrow.ipc
 import pyarrow.parquet
 import zstandard
 
-from preprocess import input_files, shard_boundaries
-from preprocess.documents import read_documents
 from preprocess.formats import arrow, compression
+from preprocess.formats.documents import read_documents
 from preprocess.formats.format import DocumentBatch, Reading
-from preprocess.input_files import list_inputs, stamp_inputs
-from preprocess.inputs import ByteRange
-from preprocess.shard_boundaries import divide
+from preprocess.formats.inputs import ByteRange
+from preprocess.plan import planning as input_files
+from preprocess.plan import planning as shard_boundaries
+from preprocess.plan.planning import divide, list_inputs, stamp_inputs
 from shardprep.errors import BadInput
 from tests.input_writers import bgzip, seekable_zstd, zstd_of_blocks
 

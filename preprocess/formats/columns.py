@@ -11,9 +11,16 @@ from typing import Any
 import numpy as np
 
 from preprocess.formats.format import DocumentBatch, Reading, RecordBlock, batches_of
-from preprocess.inputs import OpenInput, Place
-from preprocess.long_documents import LongDocument
-from preprocess.text_fields import FieldPath, MessageFields, TextFields, UnusableText, name_of, unusable
+from preprocess.formats.inputs import OpenInput, Place
+from preprocess.formats.long_documents import LongDocument
+from preprocess.formats.text_fields import (
+    FieldPath,
+    MessageFields,
+    TextFields,
+    UnusableText,
+    name_of,
+    unusable,
+)
 from shardprep.errors import BadInput, ReadWriteError, UsageError
 
 _MOST_ROWS = 8192

@@ -13,13 +13,13 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from preprocess.formats.format import Reading, Start
-from preprocess.formats.line_ends import FirstLineEnd
-from preprocess.inputs import OpenInput, RangeReader
+from preprocess.formats.inputs import OpenInput, RangeReader
+from preprocess.formats.lines import FirstLineEnd, TextPiece
 from shardprep.errors import BadInput, UsageError
 
 _READ_BYTES = 128 << 10
@@ -52,13 +52,6 @@ class Compression:
     magics: tuple[bytes, ...]
     open: Callable[[], Decompressor]
     may_end_in_zeros: bool = False
-
-
-class TextPiece(NamedTuple):
-    """Some of the text, and how many bytes of the file it took."""
-
-    data: bytes
-    num_bytes: int
 
 
 class _ZlibMember:

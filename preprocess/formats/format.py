@@ -15,11 +15,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.chat_rendering import ChatTemplate
-from preprocess.inputs import BadDocument, OpenInput, Place, RangeReader
-from preprocess.long_documents import LONG_BYTES, MOST_HELD_BYTES, LongDocument
+from preprocess.formats.chat import ChatTemplate
+from preprocess.formats.inputs import BadDocument, OpenInput, Place, RangeReader
+from preprocess.formats.long_documents import LONG_BYTES, MOST_HELD_BYTES, LongDocument
+from preprocess.formats.text_fields import TextChanges, TextFields, UnusableText
 from preprocess.options import BytesOptions, Doc
-from preprocess.text_fields import TextChanges, TextFields, UnusableText
 
 # A batch of shorter lines, on average, is cut by their number: a million lines of one letter took 0.35 GB.
 SHORT_LINE_BYTES = 32

@@ -23,7 +23,6 @@ import orjson
 
 from preprocess.formats.compression import (
     Compression,
-    TextPiece,
     frame_starts,
     has_frames,
     text_bytes_about,
@@ -41,12 +40,26 @@ from preprocess.formats.format import (
     one_left_out,
     too_long,
 )
-from preprocess.formats.line_ends import first_line_start, first_newline, last_newline
-from preprocess.formats.line_streams import LineBlock, line_blocks_of, plain_pieces
+from preprocess.formats.inputs import OpenInput, Place, RangeReader
+from preprocess.formats.lines import (
+    LineBlock,
+    TextPiece,
+    first_line_start,
+    first_newline,
+    last_newline,
+    line_blocks_of,
+    plain_pieces,
+)
+from preprocess.formats.long_documents import LongDocument
+from preprocess.formats.text_fields import (
+    FieldPath,
+    MessageFields,
+    TextFields,
+    UnusableText,
+    name_of,
+    value_at,
+)
 from preprocess.formats.text_lines import whole_file_starts
-from preprocess.inputs import OpenInput, Place, RangeReader
-from preprocess.long_documents import LongDocument
-from preprocess.text_fields import FieldPath, MessageFields, TextFields, UnusableText, name_of, value_at
 from shardprep.errors import BadInput
 
 _HEAD_BYTES = 4 << 10

@@ -17,9 +17,9 @@ from preprocess.formats.columns import (
     rows_at_once,
 )
 from preprocess.formats.format import DocumentBatch, Inspected, Reading, Start, no_documents
-from preprocess.inputs import ByteRange, OpenInput, Place, RangeReader
-from preprocess.long_documents import LongDocument
-from preprocess.text_fields import TextFields
+from preprocess.formats.inputs import ByteRange, OpenInput, Place, RangeReader
+from preprocess.formats.long_documents import LongDocument
+from preprocess.formats.text_fields import TextFields
 from shardprep.errors import BadInput
 
 _BUFFER_BYTES = 1 << 20  # read at once of a column, so that no row group is held whole

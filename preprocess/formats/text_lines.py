@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from preprocess.formats.compression import (
     Compression,
-    TextPiece,
     frame_starts,
     has_frames,
     text_bytes_about,
@@ -34,19 +33,21 @@ from preprocess.formats.format import (
     one_left_out,
     too_long,
 )
-from preprocess.formats.line_ends import (
+from preprocess.formats.inputs import HASH_BYTES, BadDocument, OpenInput, Place, RangeReader
+from preprocess.formats.lines import (
     MARKED_ENCODINGS,
+    LineBlock,
+    TextPiece,
     code_units,
     codec_of,
     first_line_end,
     first_line_start,
     last_line_end,
+    line_blocks_of,
     line_starts,
     unit_bytes,
 )
-from preprocess.formats.line_streams import LineBlock, line_blocks_of
-from preprocess.inputs import HASH_BYTES, BadDocument, OpenInput, Place, RangeReader
-from preprocess.long_documents import LONG_BYTES, MOST_HELD_BYTES, LongDocument
+from preprocess.formats.long_documents import LONG_BYTES, MOST_HELD_BYTES, LongDocument
 from preprocess.options import Doc
 
 

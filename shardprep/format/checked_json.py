@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from shardprep.errors import BrokenShard, UnknownVersion
+from shardprep.files import FileStamp, read_regular
 from shardprep.format.names import FORMAT_VERSION
-from shardprep.regular_files import FileStamp, read_regular
 
 T = TypeVar("T")
 

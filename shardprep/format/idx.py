@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardprep.errors import BrokenShard, MissingShard, OtherPlan, ReadWriteError, UnknownVersion
+from shardprep.files import NOT_THERE, close_read, open_regular
 from shardprep.format.checked_json import version_message
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.names import (
@@ -32,7 +33,6 @@ from shardprep.format.names import (
     remake_command,
     rerun_command,
 )
-from shardprep.regular_files import NOT_THERE, close_read, open_regular
 
 HEADER_BYTES = 64
 CHUNK_RECORDS = 512  # share a crc32, and are read together: of an idx 14 KB of documents, 20 KB of rows

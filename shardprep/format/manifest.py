@@ -1,31 +1,123 @@
-"""shard-N.json: what one shard holds and of which data set it is. A shard with a right one is done."""
+"""What each source gave: counts in manifests and the index, their sums, and the lines that tell people.
+
+shard-N.json: what one shard holds and of which data set it is. A shard with a right one is done.
+
+How the shards of a data set were made, for reports of progress: of each manifest only what they need.
+
+index.json: all manifests of a data set merged, so that a reader opens one file, not 10^5.
+
+osts.json: on which Lustre storage target (OST) each tar begins, for the order in which readers open them.
+
+A hint, no part of the data set: it differs between copies, and without it, or with a wrong one, shards are
+opened in another order, and nothing else changes.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import re
-from dataclasses import dataclass
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardprep.errors import BrokenShard, MissingShard, OtherPlan
-from shardprep.format.checked_json import Fields, read_checked, with_content_hash
+import numpy as np
+import numpy.typing as npt
+
+from shardprep.console import short_bytes
+from shardprep.errors import BrokenShard, MissingShard, NotFound, OtherPlan
+from shardprep.files import NOT_THERE, FileStamp, names_in, read_regular, size_of_file, stamp_file
+from shardprep.format.checked_json import Fields, is_digest, read_checked, with_content_hash
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.idx import MAX_SAMPLES, idx_num_bytes
 from shardprep.format.names import (
+    BLOCK_BYTES,
+    INDEX_NAME,
     MAX_MANIFEST_BYTES,
     MAX_SHARDS,
+    OSTS_NAME,
+    id_ranges,
     ids_path,
     idx_path,
     manifest_path,
     quarantine_path,
     remake_command,
     rerun_command,
+    shard_name,
     tar_path,
 )
-from shardprep.format.source_counts import SourceCounts, sources_of
-from shardprep.regular_files import NOT_THERE, FileStamp, names_in, size_of_file, stamp_file
+
+_MOST_NAMED = 12  # sources that have a line of their own
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceCounts:
+    """What one source gave: the first subfolder of the input, or what --source_field names."""
+
+    num_documents: int
+    num_tokens: int  # padding excluded
+    num_bytes: int  # of the input files; with --source_field, of the documents' text
+    num_quarantined: int
+
+    @staticmethod
+    def from_json(fields: Fields) -> SourceCounts:
+        """Raises BrokenShard."""
+        counts = SourceCounts(
+            num_documents=fields.whole("num_documents"),
+            num_tokens=fields.whole("num_tokens"),
+            num_bytes=fields.whole("num_bytes"),
+            num_quarantined=fields.whole("num_quarantined"),
+        )
+        fields.end()
+        return counts
+
+    def __add__(self, other: SourceCounts) -> SourceCounts:
+        return SourceCounts(
+            num_documents=self.num_documents + other.num_documents,
+            num_tokens=self.num_tokens + other.num_tokens,
+            num_bytes=self.num_bytes + other.num_bytes,
+            num_quarantined=self.num_quarantined + other.num_quarantined,
+        )
+
+
+def sources_of(fields: Fields) -> dict[str, SourceCounts]:
+    """The counts of each source, by name. Raises BrokenShard."""
+    return fields.each("sources", lambda inner, name: SourceCounts.from_json(inner.fields(name)))
+
+
+def sum_of_sources(shards: Iterable[Mapping[str, SourceCounts]]) -> dict[str, SourceCounts]:
+    """The counts of several shards added up, in the order of the sources' names."""
+    found: dict[str, SourceCounts] = {}
+    for sources in shards:
+        for name, counts in sources.items():
+            found[name] = found[name] + counts if name in found else counts
+    return dict(sorted(found.items()))
+
+
+def source_lines(sources: Mapping[str, Mapping[str, int]], *, all_in: str) -> list[str]:
+    """A line per source for people, those of most tokens first; none where there is one source alone.
+
+    ``sources``: the fields of SourceCounts, by name. ``all_in`` has those that get no line.
+    """
+    if len(sources) < 2:
+        return []
+    largest = sorted(sources.items(), key=lambda item: (-item[1]["num_tokens"], item[0]))
+    lines = [f"  {name}: {_counts(counts)}" for name, counts in largest[:_MOST_NAMED]]
+    if (more := len(largest) - _MOST_NAMED) > 0:
+        lines.append(f"  and {more} more sources: {all_in} has them all")
+    return lines
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return (
+        f"{counts['num_documents']:,} documents, {counts['num_tokens']:,} tokens, "
+        f"{short_bytes(counts['num_bytes'])}, {counts['num_quarantined']:,} left out"
+    )
+
 
 # What the first manifests of this version say of their run, which has no hash there. Nothing is added.
 _RUN_WITHOUT_HASH = frozenset(
@@ -182,3 +274,271 @@ def check_hashes(folder: Path, manifest: Manifest) -> None:
                 f"{path} has sha256 {found[:12]}, its manifest says {stamp.sha256[:12]}; "
                 f"run: {remake_command(manifest.shard_id, folder)}"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardMaking:
+    """What a manifest says of the attempt that made its shard: where, when, and at what price."""
+
+    shard_id: int
+    plan_id: str
+    num_tokens: int
+    input_bytes: int
+    sources: Mapping[str, SourceCounts]
+    node: str
+    job_id: str  # Slurm's, of the array where it was one; empty where no job made it
+    began: float  # seconds since 1970
+    wall_s: float
+    cpu_s: float
+    num_cpus: int
+    max_rss_bytes: int
+
+    @property
+    def ended(self) -> float:
+        """Seconds since 1970."""
+        return self.began + self.wall_s
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes of input per second of wall time."""
+        return self.input_bytes / max(self.wall_s, 1e-3)
+
+
+def read_making(folder: Path, shard_id: int) -> ShardMaking:
+    """Of shard-N.json only what reports of progress need; nothing else of the file is checked.
+
+    A report of 10,000 shards reads as many manifests and decides nothing by them. This takes about 110 us
+    per manifest on one core, ``read_manifest`` with its hash and all its checks about 430 us.
+    Raises FileNotFoundError or NotADirectoryError where it is not there, BrokenShard where it does not hold
+    these values, or ReadWriteError.
+    """
+    return making_of(shard_id, read_unchecked(folder, shard_id))
+
+
+def read_unchecked(folder: Path, shard_id: int) -> Fields:
+    """The values of shard-N.json, whose format, version and hash nobody looked at. Raises as read_making."""
+    path = manifest_path(folder, shard_id)
+    try:
+        data = json.loads(read_regular(path, max_bytes=MAX_MANIFEST_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise BrokenShard(f"{path} is not JSON ({error})") from None
+    if not isinstance(data, dict):
+        raise BrokenShard(f"{path} holds {type(data).__name__}, expected an object")
+    return Fields(path, data)
+
+
+def making_of(shard_id: int, manifest: Fields) -> ShardMaking:
+    """What a manifest's values say of its making; they are taken. Raises BrokenShard."""
+    run, counts = manifest.fields("run"), manifest.fields("counts")
+    return ShardMaking(
+        shard_id=shard_id,
+        plan_id=manifest.fields("spec").text("plan_id"),
+        num_tokens=counts.whole("num_tokens"),
+        input_bytes=counts.whole("input_bytes"),
+        sources=sources_of(counts),
+        node=run.text("host"),
+        job_id=_job_id(run),
+        began=run.number("began"),
+        wall_s=run.number("wall_s"),
+        cpu_s=run.number("cpu_s"),
+        num_cpus=run.whole("num_cpus", 1),
+        max_rss_bytes=run.whole("max_rss_bytes"),
+    )
+
+
+def _job_id(run: Fields) -> str:
+    found = run.each("slurm", Fields.text)
+    return found.get("SLURM_ARRAY_JOB_ID") or found.get("SLURM_JOB_ID", "")
+
+
+MAX_INDEX_BYTES = 64 << 20  # one of 99,999 shards has 8 MB
+_HASH_DIGITS = 16
+_HEX = re.compile("[0-9a-f]*")
+COLUMNS = ("num_samples", "num_documents", "num_tokens", "tar_bytes", "idx_bytes")
+_ROW_TYPES = [int] * len(COLUMNS) + [str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetIndex:
+    """The numbers of every shard of one data set; row N is shard N."""
+
+    spec: DatasetSpec
+    columns: npt.NDArray[np.int64]  # int64[num_shards, len(COLUMNS)]
+    tar_sha256: tuple[str, ...]  # the first 16 hex digits
+    sources: Mapping[str, SourceCounts] = field(default_factory=dict)  # of the whole data set, by name
+
+    def column(self, name: str) -> npt.NDArray[np.int64]:
+        """One of COLUMNS: int64[num_shards]."""
+        return self.columns[:, COLUMNS.index(name)]
+
+    def to_json(self) -> bytes:
+        """The bytes of index.json: about 70 per shard, and no ``run``, so equal data gives equal bytes."""
+        rows = [[*row, sha] for row, sha in zip(self.columns.tolist(), self.tar_sha256, strict=True)]
+        content = {
+            "spec": self.spec.to_json(),
+            "sources": {name: dataclasses.asdict(counts) for name, counts in self.sources.items()},
+            "columns": [*COLUMNS, "tar_sha256"],
+            "shards": rows,
+        }
+        head = with_content_hash("shardprep-index", content)
+        del head["shards"]
+        lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
+        text = json.dumps(head, ensure_ascii=False, indent=1)[:-2]
+        return f'{text},\n "shards": [\n{lines}\n]}}\n'.encode()
+
+    @staticmethod
+    def from_json(fields: Fields) -> DatasetIndex:
+        """Raises BrokenShard, also where the numbers of a shard do not agree."""
+        spec = DatasetSpec.from_json(fields.fields("spec"))
+        sources = sources_of(fields)
+        names = fields.texts("columns")
+        if names != [*COLUMNS, "tar_sha256"]:
+            raise fields.wrong("columns", names, f"{', '.join(COLUMNS)}, tar_sha256")
+        rows = fields.list_of("shards", _is_row, f"a list of {len(COLUMNS)} whole numbers and a hash")
+        fields.end()
+        if len(rows) != spec.num_shards:
+            raise fields.wrong("shards", f"{len(rows)} rows", f"{spec.num_shards}, one per shard")
+        hashes = tuple(row[-1] for row in rows)
+        if {len(each) for each in hashes} != {_HASH_DIGITS} or not _HEX.fullmatch("".join(hashes)):
+            number = next(n for n, each in enumerate(hashes) if not is_digest(each, _HASH_DIGITS))
+            raise fields.wrong(f"shards[{number}]", rows[number], f"{_HASH_DIGITS} hex digits at its end")
+        try:
+            columns = np.array([row[:-1] for row in rows], np.int64)
+        except OverflowError:
+            raise fields.wrong("shards", "a list with a number beyond int64", "smaller ones") from None
+        index = DatasetIndex(spec=spec, columns=columns, tar_sha256=hashes, sources=sources)
+        index._check_agreement(fields)
+        return index
+
+    def _check_agreement(self, fields: Fields) -> None:
+        """That the numbers of each shard are possible beside one another. Raises BrokenShard."""
+        samples, documents, tokens, tar_bytes, idx_bytes = self.columns.T
+        has_rows = self.spec.has_rows
+        wrong = {
+            "numbers, none below 0": (self.columns < 0).any(axis=1) | (samples > MAX_SAMPLES),
+            "idx_bytes, by num_samples": idx_bytes != idx_num_bytes(self.spec.kind, samples),
+            "tar_bytes, in whole blocks": (tar_bytes % BLOCK_BYTES != 0) | (tar_bytes < 2 * BLOCK_BYTES),
+            "num_documents, by num_samples": (documents != samples) & (not has_rows),
+            "num_tokens, by num_samples": (tokens > samples * self.spec.seq_len) & has_rows,
+        }
+        for what, rows in wrong.items():
+            if rows.any():
+                number = int(rows.argmax())
+                raise fields.wrong(f"shards[{number}]", self.columns[number].tolist(), f"other {what}")
+
+
+def _is_row(value: Any) -> bool:
+    """Whether the values of a row of ``shards`` are of the right types; true and 1.0 are no numbers."""
+    return type(value) is list and [*map(type, value)] == _ROW_TYPES
+
+
+def merge_manifests(manifests: Iterable[Manifest]) -> DatasetIndex:
+    """Merge the manifests of all shards, given in the order of their shards.
+
+    Raises OtherPlan where they are not of one data set.
+    """
+    spec: DatasetSpec | None = None
+    rows: list[tuple[int, ...]] = []
+    hashes: list[str] = []
+    sources: list[Mapping[str, SourceCounts]] = []
+    for manifest in manifests:
+        spec = spec or manifest.spec
+        if manifest.spec != spec:
+            raise OtherPlan(
+                f"{shard_name(manifest.shard_id)} belongs to plan {manifest.spec.plan_id[:12]}, "
+                f"the shards before it to {spec.plan_id[:12]}; one folder holds one data set"
+            )
+        counts = manifest.counts
+        rows.append(
+            (
+                counts.num_samples,
+                counts.num_documents,
+                counts.num_tokens,
+                manifest.tar.num_bytes,
+                manifest.idx.num_bytes,
+            )
+        )
+        hashes.append(manifest.tar.sha256[:_HASH_DIGITS])
+        sources.append(counts.sources)
+    if spec is None:
+        raise MissingShard("no manifest was given")
+    return DatasetIndex(
+        spec=spec,
+        columns=np.array(rows, np.int64),
+        tar_sha256=tuple(hashes),
+        sources=sum_of_sources(sources),
+    )
+
+
+def read_index(folder: Path) -> DatasetIndex:
+    """The index of a data set: index.json, or without one its manifests, merged in memory.
+
+    Raises NotFound where there is no data set, MissingShard naming what an incomplete one
+    lacks, BrokenShard, UnknownVersion, OtherPlan or ReadWriteError.
+    """
+    path = folder / INDEX_NAME
+    try:
+        with _without_garbage_collection():
+            return DatasetIndex.from_json(read_checked(path, "shardprep-index", max_bytes=MAX_INDEX_BYTES))
+    except NOT_THERE:
+        return _merge_folder(folder)
+    except BrokenShard as error:
+        raise BrokenShard(f"{error}; run: python -m preprocess verify {shlex.quote(str(folder))}") from None
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """One list per shard would start several full collections, which look at all that torch imported, too.
+
+    Of 99,999 shards they take longer than all the rest.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _merge_folder(folder: Path) -> DatasetIndex:
+    present = manifest_ids(folder)
+    if not present:
+        raise NotFound(f"{folder} holds no data set: neither {INDEX_NAME} nor a shard's manifest")
+    first = read_manifest(folder, present[0])
+    missing = sorted(set(range(first.spec.num_shards)) - set(present))
+    if missing:
+        raise MissingShard(
+            f"{folder} has {len(present)} of {first.spec.num_shards} shards; missing: {id_ranges(missing)}; "
+            f"run: python -m preprocess run {folder} (or one: {rerun_command(missing[0], folder)})"
+        )
+    return merge_manifests(read_manifest(folder, shard_id) for shard_id in present)
+
+
+MAX_OSTS_BYTES = 4 << 20  # of 99,999 shards: 0.5 MB
+
+
+def osts_json(osts: Sequence[int]) -> bytes:
+    """The bytes of osts.json; -1 stands for an OST that is not known."""
+    data = with_content_hash("shardprep-osts", {"osts": list(osts)})
+    return (json.dumps(data, separators=(",", ":")) + "\n").encode()
+
+
+def read_osts(folder: Path, num_shards: int) -> npt.NDArray[np.int64] | None:
+    """The OST of each shard: int64[num_shards]; None where there is no osts.json.
+
+    Raises BrokenShard, UnknownVersion, ReadWriteError.
+    """
+    try:
+        fields = read_checked(folder / OSTS_NAME, "shardprep-osts", max_bytes=MAX_OSTS_BYTES)
+    except NOT_THERE:
+        return None
+    found = fields.list_of("osts", _is_ost, "the number of an OST, or -1")
+    fields.end()
+    if len(found) != num_shards:
+        raise fields.wrong("osts", f"{len(found)} entries", f"those of {num_shards} shards")
+    return np.array(found, np.int64)
+
+
+def _is_ost(value: object) -> bool:
+    return type(value) is int and -1 <= value < 1 << 31

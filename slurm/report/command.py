@@ -6,10 +6,10 @@ import argparse
 import json
 from pathlib import Path
 
-from preprocess.plan import need_plan
-from shardprep.atomic_files import publish_bytes
+from preprocess.plan.plan_file import need_plan
 from shardprep.console import Progress, print_lines, say
 from shardprep.errors import UsageError
+from shardprep.files import publish_bytes
 from slurm.dataset_state import done_shards
 from slurm.report.report_data import report_data, sum_manifests
 from slurm.report.words import LANGUAGES, Words

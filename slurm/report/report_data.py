@@ -24,16 +24,10 @@ import numpy as np
 
 import shardprep
 from preprocess.options import PrepConfig, flags_of
-from preprocess.plan import Plan, is_one_file_a_shard
+from preprocess.plan.plan_file import Plan, is_one_file_a_shard
 from shardprep.console import printable
 from shardprep.errors import BrokenShard, ReadWriteError, ShardprepError
-from shardprep.format.checked_json import Fields
-from shardprep.format.index import COLUMNS, DatasetIndex, read_index
-from shardprep.format.manifest import ShardCounts
-from shardprep.format.names import INDEX_NAME, id_ranges, offset_unit, quarantine_path, shard_name
-from shardprep.format.osts import read_osts
-from shardprep.format.shard_making import ShardMaking, making_of, read_unchecked
-from shardprep.regular_files import (
+from shardprep.files import (
     NOT_THERE,
     close_read,
     names_in,
@@ -41,6 +35,18 @@ from shardprep.regular_files import (
     read_beginning,
     size_of_file,
 )
+from shardprep.format.checked_json import Fields
+from shardprep.format.manifest import (
+    COLUMNS,
+    DatasetIndex,
+    ShardCounts,
+    ShardMaking,
+    making_of,
+    read_index,
+    read_osts,
+    read_unchecked,
+)
+from shardprep.format.names import INDEX_NAME, id_ranges, offset_unit, quarantine_path, shard_name
 from slurm.report.attempts import attempts_of
 from slurm.status_report import slow_shards
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardprep.format.osts import osts_json
+from shardprep.format.manifest import osts_json
 from tests.faults.judging import undisturbed, verdict
 from tests.faults.outcomes import Outcome
 from tests.faults.small_data_sets import SmallDataSet, Stage, make_external_tar

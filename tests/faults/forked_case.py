@@ -76,6 +76,8 @@ class ForkedRun:
         self.pid = os.fork()
         if self.pid == 0:
             _child(work, self._said, self._result, cpu_limit_s, wall_limit_s)
+        with contextlib.suppress(OSError):  # both do it, whoever is first: a signal to the group finds one
+            os.setpgid(self.pid, self.pid)
 
     def is_stopped(self) -> bool:
         """Wait until it stops or ends; whether it stopped."""
@@ -120,7 +122,7 @@ def _child(
 ) -> NoReturn:
     facts: dict[str, Any] = {"how": "traceback", "text": "the harness failed"}
     try:
-        os.setsid()
+        os.setpgid(0, 0)
         _redirect(said)
         _limit(cpu_limit_s, wall_limit_s)
         time.sleep = lambda _seconds: None

@@ -19,20 +19,16 @@ import numpy as np
 import webdataset
 from hypothesis import strategies as st
 
-from loader.run_steps import RunSteps
-from loader.samples.token_ids import parse_id_lists
-from loader.state import STATE_FORMAT, position_of
-from preprocess import long_documents
-from preprocess.formats import text_lines
+from loader.samples import parse_id_lists
+from loader.state import STATE_FORMAT, RunSteps, position_of
+from preprocess.formats import long_documents, text_lines
+from preprocess.make.packing import BestFitRows, ConcatRows
 from preprocess.options import PrepConfig
-from preprocess.packing import BestFitRows, ConcatRows
-from preprocess.plan import need_plan
+from preprocess.plan.plan_file import need_plan
 from shardprep.errors import BrokenShard
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.idx import read_idx
-from shardprep.format.index import read_index
-from shardprep.format.manifest import read_manifest
-from shardprep.format.osts import read_osts
+from shardprep.format.manifest import read_index, read_manifest, read_osts
 from slurm.job_records import read_submissions
 from tests.faults.bad_json import with_its_hash
 from tests.faults.json_spans import spans

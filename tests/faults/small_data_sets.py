@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shardprep.atomic_files import STALE_AFTER_S
+from shardprep.files import STALE_AFTER_S
 from tests.faults.commands import LITTER, REPORT_NAME, command, published_below
 from tests.faults.every_format import write_every_format
 from tests.faults.forked_case import Ended, ForkedRun, run_forked
@@ -111,9 +111,6 @@ def make_small_data_sets(folder: Path, forms: Sequence[str]) -> list[SmallDataSe
     _write_raw(place / "raw")
     (place / "tmp").mkdir()
     import zstandard  # noqa: F401 - imported once, before all forks, as are these
-
-    import preprocess.planning
-    import preprocess.worker  # noqa: F401
 
     modules: set[str] = set()
     _must(run_forked(lambda: _train(place)))

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import strategies as st
 
 from tests.checkout import ROOT
+from tests.children import run_child
 from tests.faults import fuzzed_inputs
 from tests.faults.fuzz_targets import WrongError
 
@@ -202,10 +203,7 @@ def test_a_run_in_a_fork_is_told_how_it_ended(work: str, how: str) -> None:
         "class ShardprepError(Exception): exit_code = 74\n"
         f"print(run_forked(lambda: ({work}), cpu_limit_s=1).how)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.stdout.split() == [how], done.stderr
+    assert run_child([sys.executable, "-c", script]).stdout.split() == [how]
 
 
 def test_calls_of_python_and_of_libraries_fail_where_it_was_ordered_and_nowhere_else(tmp_path: Path) -> None:
@@ -242,15 +240,8 @@ from pathlib import Path
 from tests.faults.os_calls import start_preloaded
 sys.exit(start_preloaded(Path({str(tmp_path)!r}), [{str(tmp_path / "script.py")!r}]))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", starter],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    made, names, errors = json.loads(done.stdout or done.stderr)
+    done = run_child([sys.executable, "-c", starter], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    made, names, errors = json.loads(done.stdout)
     assert made is None
     assert names[0] == "create"
     assert {"write", "close written", "rename"} <= set(names)

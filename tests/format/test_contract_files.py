@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from loader.shards.find_shards import find_shards
-from preprocess.plan import need_plan, read_plan
+from loader.find_shards import find_shards
+from preprocess.plan.plan_file import need_plan, read_plan
 from shardprep.errors import BrokenShard, MissingShard, ReadWriteError, ShardprepError, UnknownVersion
 from shardprep.format.checked_json import content_sha256, with_content_hash
 from shardprep.format.idx import CHUNK_RECORDS, IDX_DOCUMENT, ChunkCrcs
-from shardprep.format.index import read_index
-from shardprep.format.manifest import read_manifest
+from shardprep.format.manifest import read_index, read_manifest
 from tests.conftest import seal
 
 if TYPE_CHECKING:
@@ -210,7 +209,7 @@ def test_an_error_of_the_file_system_is_a_read_error_that_names_the_file(
 def test_the_loader_reads_an_index_again_after_an_error_that_goes_away(
     whole_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from shardprep import regular_files
+    from shardprep import files as regular_files
 
     monkeypatch.setattr(regular_files, "RETRY_DELAYS_S", (0.0, 0.0))
     real_open, failures = os.open, [errno.EIO, errno.ESTALE]
@@ -344,7 +343,7 @@ def test_the_tokenizer_is_synced_before_the_plan_is_published(
 def test_a_tokenizer_without_a_plan_does_not_hold_a_folder(
     prep: Prep, sample_dir: Path, tmp_path: Path
 ) -> None:
-    from preprocess.train_tokenizer import train_tokenizer
+    from preprocess.look.train_tokenizer import train_tokenizer
 
     train_tokenizer(input_dir=sample_dir, vocab_size=300, output_dir=tmp_path / "other")
     prep.plan(sample_dir, tmp_path / "data", num_shards=2, model_id=str(tmp_path / "other"))
@@ -385,8 +384,8 @@ def test_crcs_are_the_same_however_the_records_come() -> None:
 def test_an_id_beyond_the_vocabulary_is_found_by_verify_though_hashes_are_right(
     prep: Prep, sample_dir: Path, tmp_path: Path
 ) -> None:
-    from preprocess import shard_samples
-    from preprocess import verify as ids_read_back
+    from preprocess.check import shard_samples
+    from preprocess.check import verify as ids_read_back
 
     forms: dict[str, dict[str, Any]] = {
         "json": {},

@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from loader.shards.find_shards import known_osts
-from preprocess.plan import need_plan, plan_json
-from preprocess.tokenizer_files import check_tokenizer_files
+from loader.find_shards import known_osts
+from preprocess.plan.plan_file import need_plan, plan_json
+from preprocess.plan.tokenizer_files import check_tokenizer_files
 from shardprep.errors import ShardprepError
 from shardprep.format.idx import read_idx
-from shardprep.format.index import read_index
-from shardprep.format.manifest import check_shard, read_manifest
-from shardprep.format.osts import osts_json, read_osts
+from shardprep.format.manifest import check_shard, osts_json, read_index, read_manifest, read_osts
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -207,9 +205,9 @@ def test_the_loader_refuses_an_idx_that_it_reads_in_parts(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torch", reason="the loader needs it")
-    from loader.reading import open_shard
-    from loader.reading.shard_reader import ShardReader
-    from loader.shards.find_shards import find_shards
+    from loader import reading as open_shard
+    from loader.find_shards import find_shards
+    from loader.reading import ShardReader
     from shardprep.errors import BrokenShard
     from shardprep.format.idx import IDX_HEADER
 

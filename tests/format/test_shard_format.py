@@ -19,14 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from preprocess.engines import TokenBatch
-from preprocess.members import document_headers, json_ids, ustar_header
-from preprocess.plan import Plan
+from preprocess.make.engines import TokenBatch
+from preprocess.make.members import document_headers, json_ids, ustar_header
+from preprocess.plan.plan_file import Plan
 from shardprep.errors import BrokenShard, MissingShard, NotFound, OtherPlan, UnknownVersion
 from shardprep.format.dataset_spec import token_bytes, tokenizer_fingerprint
 from shardprep.format.idx import read_idx
-from shardprep.format.index import read_index
-from shardprep.format.manifest import check_hashes, check_shard, read_manifest
+from shardprep.format.manifest import check_hashes, check_shard, read_index, read_manifest
 from shardprep.format.names import (
     id_ranges,
     idx_path,

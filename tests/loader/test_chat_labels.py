@@ -12,13 +12,15 @@ import pytest
 import torch
 
 from loader import CausalLMCollator, get_llama3_dataloader
-from preprocess.plan import need_plan
-from preprocess.shard_samples import ShardSamples
+from preprocess.check.shard_samples import ShardSamples
+from preprocess.plan.plan_file import need_plan
 from shardprep.errors import BrokenShard
 from tests.chat_sets import TAGGED, chat_model, conversations, write_chats
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
+
+pytestmark = pytest.mark.processes  # what renders conversations is one
 
 SEQ_LEN = 64
 PACKINGS = ("concat", "best_fit")
@@ -69,7 +71,6 @@ def loaded(folder: Any, batch_size: int = 2, **options: Any) -> list[tuple[list[
         return [row for batch in loader for row in rows_in(batch)]
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("boundaries", [(), "transformers"])
 def test_labels_are_those_of_the_loss_mask(sets: dict[str, Path], packing: str, boundaries: Any) -> None:
@@ -79,7 +80,6 @@ def test_labels_are_those_of_the_loss_mask(sets: dict[str, Path], packing: str, 
     assert 0 < num_labels < len(expected) * SEQ_LEN
 
 
-@pytest.mark.processes
 def test_workers_and_shuffled_epochs_keep_each_row_with_its_labels(sets: dict[str, Path]) -> None:
     expected = rows_of(sets["concat"], boundaries=True)
     options: dict[str, Any] = {"shuffle": True, "boundaries": "position_ids", "batch_size": 3}
@@ -89,7 +89,6 @@ def test_workers_and_shuffled_epochs_keep_each_row_with_its_labels(sets: dict[st
     assert len(found) == len(expected) // 3 * 3
 
 
-@pytest.mark.processes
 def test_a_collate_fn_gets_labels_beside_ids(sets: dict[str, Path]) -> None:
     def collate(samples: list[dict[str, list[int]]]) -> list[tuple[list[int], list[int]]]:
         return [(sample["input_ids"], sample["labels"]) for sample in samples]
@@ -107,7 +106,6 @@ class OwnCollator(CausalLMCollator):
     """As one that inherits, and is called with lists."""
 
 
-@pytest.mark.processes
 def test_a_collator_that_inherits_makes_the_same_batches(sets: dict[str, Path]) -> None:
     from transformers import AutoTokenizer
 
@@ -131,7 +129,6 @@ def test_without_idx_or_manifests_the_tars_alone_give_the_same_labels(
     assert loaded(str(tars / "*.tar"), model_id=str(sets["best_fit"] / "tokenizer")) == expected
 
 
-@pytest.mark.slow
 def test_conversations_mixed_with_text_have_labels_of_their_own_kind(sets: dict[str, Path]) -> None:
     sources = {"chat": sets["concat"], "text": sets["text"]}
     with get_llama3_dataloader(sources, 4, num_workers=0, weights={"chat": 0.5, "text": 0.5}) as loader:
@@ -142,7 +139,6 @@ def test_conversations_mixed_with_text_have_labels_of_their_own_kind(sets: dict[
     assert any(row in text for row in found)
 
 
-@pytest.mark.slow
 def test_both_kinds_in_one_list_of_folders_keep_their_labels(sets: dict[str, Path]) -> None:
     found = loaded([sets["text"], sets["concat"]], 1)
     assert found == [*rows_of(sets["text"]), *rows_of(sets["concat"])]
@@ -154,11 +150,15 @@ def test_a_validation_split_keeps_labels_and_its_tail_has_none_that_a_row_does_n
     options: dict[str, Any] = {"validation_fraction": 0.2, "num_workers": 0}
     expected = rows_of(sets["best_fit"])
     with get_llama3_dataloader(sets["best_fit"], 8, split="validation", **options) as loader:
-        num_fillers = loader.order.num_fillers
-        assert num_fillers > 0
+        is_filler = loader.order.is_filler(len(loader) - 1, range(8))
+        assert is_filler is not None
         held_out = [row for batch in loader for row in rows_in(batch)]
-    assert all(label == -100 for _, labels in held_out[-num_fillers:] for label in labels)
-    held_out = held_out[:-num_fillers]
+    fillers = [row for row, fills in zip(held_out[-8:], is_filler, strict=True) if fills]
+    assert all(label == -100 for _, labels in fillers for label in labels)
+    held_out = [
+        *held_out[:-8],
+        *(row for row, fills in zip(held_out[-8:], is_filler, strict=True) if not fills),
+    ]
     with get_llama3_dataloader(sets["best_fit"], 1, split="train", **options) as loader:
         trained = [row for batch in loader for row in rows_in(batch)]
     assert any(label != -100 for _, labels in held_out for label in labels)
@@ -185,7 +185,6 @@ def test_a_loss_of_these_labels_leaves_questions_out(sets: dict[str, Path]) -> N
     assert torch.equal(has_gradient, batch["labels"] != -100)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("boundaries", [(), "segment_ids"])
 def test_rows_on_disk_are_mixed_alike_on_every_world_and_after_every_resume(
     sets: dict[str, Path], boundaries: Any

@@ -102,7 +102,7 @@ def test_a_collate_fn_that_cannot_be_sent_is_called_here_and_the_log_says_so(
     data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with (
-        caplog.at_level(logging.INFO, "loader.collate_workers"),
+        caplog.at_level(logging.INFO, "loader.token_loader"),
         load(
             data,
             num_workers=1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from loader import ensure_prepared
-from loader.preparing_claims import Claims, place_of
+from loader.prepare import Claims, place_of
 from shardprep.errors import NotFound, ReadWriteError, Refused, UsageError
-from shardprep.format.index import read_index
+from shardprep.format.manifest import read_index
 from tests.checkout import ROOT
 from tests.children import is_living
 from tests.held_children import Hold
@@ -100,7 +101,8 @@ def test_one_rank_prepares_and_all_go_on_when_it_is_verified(start: Any, tmp_pat
     job = start().start(1, 2, 0)
     assert job.ends() == [f"ready {tmp_path / 'data'}"] * 3
     assert num_shards(tmp_path / "data") == 5
-    assert not (tmp_path / ".data.preparing").exists()
+    [left] = (tmp_path / ".data.preparing").iterdir()
+    assert left.suffix != ".json", "a verdict, which a later start removes, and no claim"
 
 
 def test_two_jobs_at_once_prepare_once(start: Any, data_dir: Path) -> None:
@@ -225,6 +227,106 @@ def test_other_options_are_refused_and_a_preprocess_py_of_the_users_own_is_not_r
     assert prepared(0) == prepared(1)
     with pytest.raises(Refused, match="--append_eos was False, now True"):
         prepared(0, append_eos=True)
+
+
+def add(raw: Path) -> None:
+    (raw / "new.txt").write_text("more\n")
+
+
+def change(raw: Path) -> None:
+    (raw / "ko_0.txt").write_bytes((raw / "ko_0.txt").read_bytes() + b"more\n")
+
+
+def rewrite(raw: Path) -> None:
+    data = (raw / "ko_0.txt").read_bytes()
+    (raw / "ko_0.txt").write_bytes(data[:-2] + b"x\n")
+
+
+def remove(raw: Path) -> None:
+    (raw / "ko_0.txt").unlink()
+
+
+CHANGES = {
+    add: r"new\.txt was added",
+    change: r"ko_0\.txt has \d+ bytes, not \d+",
+    rewrite: r"ko_0\.txt holds other bytes",
+    remove: r"ko_0\.txt is missing",
+    shutil.rmtree: "is no folder",
+}
+
+
+@pytest.fixture
+def verified(prep: Prep, sample_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
+    """Calls it for a data set that is verified, of a raw folder that the test may change."""
+    raw = Path(shutil.copytree(sample_dir, tmp_path / "raw"))
+    prep.plan(raw, tmp_path / "data", num_shards=2)
+    prep.make(tmp_path / "data")
+    for name in NO_LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+
+    def call(rank: int, **given: Any) -> str:
+        options = {"num_shards": 2, "heartbeat_s": 0.2, "world_size": 2, **given}
+        return ensure_prepared(
+            tmp_path / "data", input_dir=raw, model_id=str(prep.model_dir), rank=rank, **options
+        )
+
+    return call
+
+
+@pytest.mark.parametrize("change_input", CHANGES)
+def test_a_raw_folder_that_is_no_longer_the_planned_one_is_refused_on_every_rank(
+    verified: Call, tmp_path: Path, change_input: Callable[[Path], None]
+) -> None:
+    assert verified(0) == verified(1)
+    for path in (tmp_path / "raw").iterdir():
+        path.touch()  # which changes nothing
+    assert verified(0) == verified(1)
+    change_input(tmp_path / "raw")
+    for rank in (0, 1):
+        with pytest.raises(Refused, match=f"{CHANGES[change_input]}.*list of folders"):
+            verified(rank)
+
+
+def test_every_rank_has_the_verdict_of_rank_0_about_its_own_arguments(verified: Call) -> None:
+    for rank in (0, 1):
+        with pytest.raises(Refused, match="--append_eos was False, now True"):
+            verified(rank, append_eos=True)
+    assert verified(0) == verified(1)
+
+
+@pytest.mark.parametrize("why", ["no launcher", "an earlier start under the same name"])
+def test_a_rank_that_cannot_know_the_verdict_of_rank_0_compares_by_itself(
+    verified: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    if why == "no launcher":
+        monkeypatch.delenv("SLURM_JOB_ID")
+    assert verified(0) == verified(1)
+    for path in (tmp_path / ".data.preparing").glob("*.verdict"):
+        said = json.loads(path.read_text())
+        path.write_text(json.dumps({**said, "place": f"{said['place']}1"}))  # of a process that is gone
+    add(tmp_path / "raw")
+    with pytest.raises(Refused, match="new"):
+        verified(1)
+
+
+def test_one_rank_alone_leaves_nothing_beside_the_data_set(verified: Call, tmp_path: Path) -> None:
+    assert verified(0, world_size=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "raw"]
+
+
+def test_a_rank_says_that_it_waits_at_once_and_again_after_a_while(
+    verified: Call, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ReadWriteError, match="limit_s"):
+        verified(1, limit_s=0.5)
+    assert capsys.readouterr().err.count("rank 1: waiting for rank 0 to prepare") == 1
+    monkeypatch.setattr("loader.prepare._SAY_EVERY_S", 0)
+    with pytest.raises(ReadWriteError, match="limit_s"):
+        verified(1, limit_s=0.5)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 2
+    assert all("s by now" in line for line in lines[1:])
 
 
 def test_impossible_settings_and_flags_are_named(prepared: Call, data_dir: Path) -> None:

@@ -15,14 +15,12 @@ import numpy as np
 import pytest
 import webdataset
 
-from loader.samples.whole_samples import WholeSamples
-from loader.shards.find_shards import find_shards
-from loader.shards.shard_set import ShardSet
-from loader.shards.tar_members import TarBytes, tar_members
+from loader.external_tars import TarBytes, tar_members
+from loader.find_shards import ShardSet, find_shards
+from loader.samples import WholeSamples
 from shardprep.errors import ShardprepError
 from shardprep.format.idx import read_idx
-from shardprep.format.index import read_index
-from shardprep.format.manifest import read_manifest
+from shardprep.format.manifest import read_index, read_manifest
 
 if TYPE_CHECKING:
     from tests.conftest import Prep

@@ -208,27 +208,40 @@ def test_a_mask_made_of_segment_ids_gives_each_document_its_own_logits(
 
 
 @pytest.mark.processes
-def test_the_readmes_loop_over_packed_rows_trains_on_documents_that_see_only_themselves(made: Path) -> None:
+def test_the_readmes_loop_over_packed_rows_trains_on_documents_that_see_only_themselves(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    (code,) = (block for block in blocks if "boundaries=" in block)
-    seen: list[Any] = []
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    for shown, here in (('"/lustre/data"', repr(str(made / "json"))), ("2048", str(SEQ_LEN))):
+        assert shown in code
+        code = code.replace(shown, here)
+    with load(made / "json", 1) as loader:
+        model = tiny_llama(len(loader.tokenizer), "sdpa")
+    found: list[Any] = []
 
     class Seen(Exception):
         pass
 
-    with load(made / "json", 1) as loader:
-        model = tiny_llama(len(loader.tokenizer), "sdpa")
-
     def called(**batch: Any) -> Any:
-        seen.append((batch, model(**batch)))
-        raise Seen
+        output = model(**batch)
+        if not found:
+            starts = (batch["position_ids"] == 0).cumsum(1)
+            compared = num_wrong(model, {**batch, "segment_ids": starts}, output.logits)
+            found.append((compared, int(starts.max())))
+        if scope["loader"].num_steps_delivered == 1 and not scope["loader"].ends_step:
+            raise Seen
+        return output
 
-    scope = {"model": called, "get_llama3_dataloader": get_llama3_dataloader}
-    assert '"DATA"' in code
+    monkeypatch.chdir(tmp_path)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scope: dict[str, Any] = {"model": called, "device": "cpu", "optimizer": optimizer}
     with pytest.raises(Seen):
-        exec(code.replace('"DATA"', repr(str(made / "json"))).replace("2048", str(SEQ_LEN)), scope)
-    ((batch, output),) = seen
-    starts = (batch["position_ids"] == 0).cumsum(1)
-    assert int(starts.max()) > 1
-    assert num_wrong(model, {**batch, "segment_ids": starts}, output.logits) == (0, starts.numel())
+        exec(code, scope)
+    ((compared, num_documents),) = found
+    assert compared == (0, 8 * SEQ_LEN)
+    assert num_documents > 1
+    assert optimizer.param_groups[0]["params"][0].grad is None, "a step was made, and cleared"
+    exec(code.splitlines()[-1], scope)
+    assert torch.load("loader.pt") == scope["loader"].state_dict()
+    scope["loader"].close()

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from loader import CausalLMCollator
-from loader.padding import Batch
+from loader.batches import Batch
 from shardprep.errors import UsageError
 from tests.checkout import SHARED
 
@@ -121,7 +121,7 @@ def test_the_pad_token_is_one_the_tokenizer_has_and_the_log_says_which_and_why(
     names: Any, token: str, token_id: int, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     size, own = len(names), names.pad_token
-    with caplog.at_level(logging.INFO, "loader.padding"):
+    with caplog.at_level(logging.INFO, "loader.batches"):
         collator = CausalLMCollator(names)
     assert collator([[1, 2], [3]])["input_ids"].tolist() == [[1, 2], [3, token_id]]
     assert (len(names), names.pad_token) == (size, own)
@@ -134,7 +134,7 @@ def test_the_pad_token_is_one_the_tokenizer_has_and_the_log_says_which_and_why(
 def test_a_pad_token_that_is_eos_is_warned_of_once(
     pad: str, level: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, "loader.padding"):
+    with caplog.at_level(logging.INFO, "loader.batches"):
         collator = CausalLMCollator(tokenizer(pad=pad))
         collator([[1, 2], [3]])
     (record,) = caplog.records

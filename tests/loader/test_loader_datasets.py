@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from collections import Counter
 from itertools import chain
@@ -23,10 +22,11 @@ from webdataset.utils import pytorch_worker_info
 
 from loader import TokenLoader, get_llama3_dataloader
 from loader.__main__ import main as show
+from loader.batches import Batch
 from loader.chunks import Chunk
-from loader.padding import Batch
 from preprocess.__main__ import main as preprocess
 from shardprep.errors import BrokenShard, MissingShard, NotFound, OtherTokenizer, UsageError
+from tests.children import run_child
 from tests.conftest import seal
 
 NUM_SHARDS, NUM_LINES, SEQ_LEN = 4, 203, 16
@@ -487,5 +487,4 @@ def test_a_run_packs_and_unpacks_to_itself() -> None:
 @pytest.mark.processes
 def test_the_package_imports_without_torch() -> None:
     code = "import sys, loader, loader.order, loader.process_rank; print('torch' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "False\n"
+    assert run_child([sys.executable, "-c", code]).stdout == "False\n"

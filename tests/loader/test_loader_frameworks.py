@@ -43,9 +43,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 import loader as loader_package
-from loader import get_llama3_dataloader
+from loader import check_boundaries, get_llama3_dataloader, mask_documents
+from loader.boundaries import sdpa_mask
 from loader.trainer import LoaderMixin
-from shardprep.errors import UsageError
+from shardprep.errors import Refused, UsageError
 
 torch.set_num_threads(1)
 DATA, OUT = sys.argv[1:3]
@@ -118,6 +119,41 @@ def evaluate_in_trainer(run, seen):
     losses = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
     seen[:] = [list(seen), len(eval_loader), losses]
 
+def evaluate_on_ranks(run, seen):
+    class OwnTrainer(LoaderMixin, Trainer):
+        pass
+
+    arguments = TrainingArguments(
+        output_dir=f"{OUT}/e", use_cpu=True, ddp_backend="gloo", report_to=[], disable_tqdm=True,
+        per_device_train_batch_size=2,
+    )
+    options = {"model_id": DATA, "num_workers": 0}
+    train_loader = get_llama3_dataloader(DATA, 2, **options)
+    eval_loader = get_llama3_dataloader(DATA, run["batch_size"], split="validation", **options)
+    model = make_model([])
+    trainer = OwnTrainer(model=model, args=arguments, train_loader=train_loader, eval_loader=eval_loader)
+    seen.append([trainer.evaluate()["eval_loss"], loader_package.evaluation_loss(model, eval_loader)])
+    if run["code"]:
+        names = {"model": model}
+        exec(compile(run["code"], "docs/training.md", "exec"), names)
+        lightning_trainer = names["lightning"].Trainer(
+            accelerator="cpu", devices=run["world"], strategy="ddp" if run["world"] > 1 else "auto",
+            logger=False, enable_progress_bar=False, default_root_dir=f"{OUT}/lightning",
+            enable_model_summary=False, use_distributed_sampler=False,
+        )
+        (found,) = lightning_trainer.validate(names["ValidatedLlama"](), eval_loader, verbose=False)
+        seen[0].append(found["eval_loss"])
+    if run["world"] == 1:  # and by another way
+        sums = [0.0, 0]
+        for batch in get_llama3_dataloader(DATA, 1, split="validation", **options):
+            logits = model(input_ids=batch["input_ids"]).logits[0, :-1].double().log_softmax(-1)
+            targets = batch["input_ids"][0, 1:, None]
+            sums = [sums[0] - logits.gather(1, targets).sum().item(), sums[1] + len(targets)]
+        seen.append(sums[0] / sums[1])
+    kept.append(trainer)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
 def refuse_numbers_in_trainer(run, seen):
     class OwnTrainer(LoaderMixin, Trainer):
         pass
@@ -165,6 +201,89 @@ def refuse_in_trainer(run, seen):
         except UsageError as error:
             said.append(str(error))
     seen.append(said)
+
+def check_boundaries_in_trainer(run, seen):
+    from transformers import OPTConfig, OPTForCausalLM
+
+    sizes = {"vocab_size": 200, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+    llama = LlamaConfig(**sizes, intermediate_size=32, initializer_range=0.2)
+    opt = OPTConfig(**sizes, ffn_dim=32, word_embed_proj_dim=32, init_std=0.2)
+
+    class OwnTrainer(LoaderMixin, Trainer):
+        pass
+
+    class MaskingTrainer(OwnTrainer):
+        def compute_loss(self, model, inputs, **more):
+            segments = inputs.pop("segment_ids")
+            seen.append(sorted(inputs))
+            if self.masks:
+                inputs = {**inputs, "attention_mask": sdpa_mask({"segment_ids": segments})}
+            return super().compute_loss(model, inputs, **more)
+
+    def train(kind, model, boundaries, masks=False, **more):
+        calls = []
+        model.register_forward_pre_hook(lambda module, *_: calls.append(module.training))
+        arguments = TrainingArguments(
+            output_dir=f"{OUT}/b", use_cpu=True, report_to=[], max_steps=2, disable_tqdm=True,
+            per_device_train_batch_size=4, save_strategy="no", ddp_backend="gloo",
+        )
+        loader = get_llama3_dataloader(
+            DATA, 4, DATA, num_workers=0, seq_len=16, boundaries=boundaries, pin_memory=False
+        )
+        trainer = kind(model=model, args=arguments, train_loader=loader, **more)
+        trainer.masks = masks
+        try:
+            trainer.train()
+        except Refused as error:
+            return [calls, str(error), error.exit_code]
+        return [calls, "", 0]
+
+    masked = OPTForCausalLM(opt)
+    mask_documents(masked)
+    runs = {
+        "llama": (OwnTrainer, LlamaForCausalLM(llama), "transformers"),
+        "opt": (OwnTrainer, OPTForCausalLM(opt), "transformers"),
+        "opt, masked": (OwnTrainer, masked, "transformers"),
+        "no boundaries": (OwnTrainer, LlamaForCausalLM(llama), ()),
+        "no mask": (MaskingTrainer, LlamaForCausalLM(llama), "segment_ids"),
+        "a mask": (MaskingTrainer, LlamaForCausalLM(llama), "segment_ids", True),
+    }
+    found = {name: train(*each) for name, each in runs.items()}
+    found["opt, switched off"] = train(
+        OwnTrainer, OPTForCausalLM(opt), "transformers", check_boundaries=False
+    )
+    seen[:] = [found]
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+def check_boundaries_of_wrapped_models(run, seen):
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+    from transformers import OPTConfig, OPTForCausalLM
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    packed = get_llama3_dataloader(DATA, 4, DATA, num_workers=0, seq_len=16, boundaries="transformers").peek()
+    one = {**packed, "position_ids": torch.arange(16).expand(4, 16)}
+    one |= {"cu_seq_lens_q": torch.arange(0, 65, 16, dtype=torch.int32)}
+    sizes = {"vocab_size": 200, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+    config = OPTConfig(**sizes, ffn_dim=32, word_embed_proj_dim=32, init_std=0.2)
+    mesh = init_device_mesh("cpu", (2,))
+    for wrap in (DistributedDataParallel, lambda model: fully_shard(model, mesh=mesh)):
+        for masks in (False, True):
+            model = OPTForCausalLM(config)
+            if masks:
+                mask_documents(model)
+            model = wrap(model)
+            for batch in (packed, packed if rank else one, one):
+                try:
+                    check_boundaries(model, batch)
+                    seen.append("safe")
+                except (UsageError, Refused) as error:
+                    seen.append(str(error))
+            model(**packed).loss.backward()
+    kept.append(model)
+    dist.destroy_process_group()
 
 def warn_of_accumulation(run, seen):
     from accelerate import Accelerator
@@ -233,7 +352,10 @@ OTHERS = [
     "resume_in_trainer_without_a_state",
     "warn_of_accumulation",
     "share_by_mesh",
+    "check_boundaries_in_trainer",
+    "check_boundaries_of_wrapped_models",
 ]
+WORLDS = {"share_by_mesh": 4, "check_boundaries_in_trainer": 2, "check_boundaries_of_wrapped_models": 2}
 
 
 def run_of(name: str, how: str, world: int, **more: Any) -> dict[str, Any]:
@@ -265,10 +387,19 @@ def seen(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     environ = {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
     environ |= {"HF_HUB_OFFLINE": "1"}
     pages = [run for page, (needs, _) in PAGES.items() if find_spec(needs) for run in page_runs(page)]
-    runs = [*pages, *(run_of(how, how, 4 if how == "share_by_mesh" else 1) for how in OTHERS)]
+    runs = [*pages, *evaluations(), *(run_of(how, how, WORLDS.get(how, 1)) for how in OTHERS)]
     command = [sys.executable, str(script), str(data), str(folder), json.dumps(runs)]
     run_child(command, env=environ)
     return Runs(folder)
+
+
+def evaluations() -> list[dict[str, Any]]:
+    """Of one model on other ranks, in batches of other sizes."""
+    code = code_of("Validation").partition("import lightning\n") if find_spec("lightning") else ("", "", "")
+    return [
+        run_of(f"loss {world}x{size}", "evaluate_on_ranks", world, batch_size=size, code="".join(code[1:]))
+        for world, size in ((1, 8), (1, 1), (2, 8), (2, 3), (4, 8), (4, 16))
+    ]
 
 
 def page_runs(page: str) -> list[dict[str, Any]]:
@@ -340,6 +471,18 @@ def test_a_trainer_evaluates_the_same_validation_batches_each_time(seen: Runs) -
     assert all(0 < loss < 10 for loss in losses)
 
 
+def test_the_loss_of_a_model_is_the_mean_over_all_labels_on_every_number_of_ranks(
+    seen: dict[str, list[Any]],
+) -> None:
+    """107 samples, of which 4 x 16 ranks leave some batches without labels."""
+    expected = seen["loss 1x8"][0][1]
+    assert 4 < expected < 7
+    for run in evaluations():
+        assert len(seen[run["name"]]) == run["world"], f"{run['name']} failed"
+        for of_rank in seen[run["name"]]:
+            assert of_rank[0] == pytest.approx([expected] * (3 if run["code"] else 2), rel=1e-6), run["name"]
+
+
 def test_a_trainer_does_not_resume_from_a_checkpoint_without_the_loaders_state(
     seen: Runs,
 ) -> None:
@@ -366,3 +509,35 @@ def test_tensor_parallel_ranks_of_a_mesh_get_the_batches_of_their_data_parallel_
         assert by_mesh[3] == by_group[3]
         assert refusal.startswith("device_mesh has 2 dimensions")
     assert found[0][0] == found[1][0] != found[2][0] == found[3][0]
+
+
+def test_a_trainer_checks_the_boundaries_once_by_what_the_model_gets_and_refuses_on_all_ranks(
+    seen: dict[str, list[Any]],
+) -> None:
+    assert len(seen["check_boundaries_in_trainer"]) == 2
+    for (found,) in seen["check_boundaries_in_trainer"]:
+        checked = [[False, False, True, True], "", 0]  # two passes in evaluation mode, then two steps
+        assert found["llama"] == found["opt, masked"] == found["a mask"] == checked
+        assert found["opt, switched off"] == found["no boundaries"] == [[True, True], "", 0]
+        for run, name in (("opt", "OPTForCausalLM"), ("no mask", "LlamaForCausalLM")):
+            calls, said, exit_code = found[run]
+            assert (calls, exit_code) == ([False, False], 78)
+            assert f"documents of a packed row see each other in {name} (attention sdpa)" in said
+
+
+def test_wrapped_models_are_checked_and_all_ranks_say_the_same_if_one_rank_has_something_to_check(
+    seen: dict[str, list[Any]],
+) -> None:
+    first, second = seen["check_boundaries_of_wrapped_models"]
+    assert len(first) == len(second) == 12
+    for number, (said, said_by_other) in enumerate(zip(first, second, strict=True)):
+        is_masked, is_alone = number % 6 >= 3, number % 3 == 2
+        expected = (
+            "no row of the batch has two"
+            if is_alone
+            else "safe"
+            if is_masked
+            else "OPTForCausalLM (attention sdpa)"
+        )
+        assert expected in said
+        assert expected in said_by_other

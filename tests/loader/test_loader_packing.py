@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from loader import TokenLoader, get_llama3_dataloader
 from loader.boundaries import boundary_fields
 from loader.chunks import RowEdges, joined_edges
-from loader.shards.tar_samples import scan_tar
+from loader.external_tars import scan_tar
 from shardprep.errors import UsageError
 
 if TYPE_CHECKING:

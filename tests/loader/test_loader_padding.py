@@ -11,7 +11,7 @@ import pytest
 import webdataset
 
 from loader import TokenLoader, get_llama3_dataloader
-from loader.samples import token_ids
+from loader import samples as token_ids
 from shardprep.errors import BrokenShard, UsageError
 
 if TYPE_CHECKING:
@@ -126,6 +126,12 @@ def test_a_batch_too_large_for_the_limit_is_refused_and_what_can_never_fit_at_on
         ({"padding": "left"}, "padding is 'left', expected longest or max_length"),
         ({"max_length": 4, "long_documents": "drop"}, "expected split or truncate or error"),
         ({"group_by_length": 3}, "groups of 3 samples of like length do not divide the global batch of 8"),
+        (
+            {"group_by_length": 50, "batch_size": 4},
+            "groups of 50 samples of like length do not divide the global batch of 4",
+        ),
+        ({"group_by_length": -4}, "group_by_length is -4, expected at least 0"),
+        ({"group_by_length": 2.5}, "group_by_length is 2.5, expected a whole number"),
         ({"group_by_length": 4, "shuffle": False}, "shuffle=False forbids it"),
         (
             {"batch_size": 2, "group_by_length": 8, "global_batch_size": 8, "rank": 0, "world_size": 4},

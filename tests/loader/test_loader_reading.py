@@ -18,12 +18,12 @@ import pytest
 import webdataset
 
 from loader import TokenLoader, get_llama3_dataloader
-from loader.reading import open_shard
-from loader.reading.shard_reader import ShardReader
-from loader.shards.find_shards import find_shards
+from loader import reading as open_shard
+from loader.find_shards import find_shards
+from loader.reading import ShardReader
 from shardprep.errors import BrokenShard, MissingShard, NotFound, ReadWriteError, UnknownMember, UsageError
 from shardprep.format.idx import CHUNK_RECORDS
-from shardprep.format.osts import osts_json
+from shardprep.format.manifest import osts_json
 from tests.waiting import HANG_S
 
 if TYPE_CHECKING:
@@ -283,7 +283,7 @@ def test_a_read_that_hangs_is_named_in_the_log_while_it_hangs(
     before = set(threading.enumerate())
     said = threading.Event()
     lines: list[Any] = []
-    logger = logging.getLogger("loader.reading.open_shard")
+    logger = logging.getLogger("loader.reading")
     monkeypatch.setattr(logger, "warning", lambda *args: (lines.append(args), said.set()))
     real = os.preadv
 
@@ -393,7 +393,7 @@ def test_records_that_place_samples_where_they_cannot_be_are_refused_before_anyt
         shard.held[column][2] = value
         return shard
 
-    monkeypatch.setattr("loader.reading.open_shard.open_shard", exchanging)
+    monkeypatch.setattr("loader.reading.open_shard", exchanging)
     boundaries: dict[str, Any] = {"boundaries": ("position_ids",)} if form == "concat" else {}
     with (
         load(made / form, **boundaries) as loader,
@@ -419,7 +419,7 @@ def test_few_handles_are_enough_for_many_shards(
 def test_the_limit_of_handles_bounds_the_shards_kept_open(
     made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loader.reading.open_shard.resource.getrlimit", lambda _: (24, 24))
+    monkeypatch.setattr("loader.reading.resource.getrlimit", lambda _: (24, 24))
     assert ShardReader(find_shards(made / "json"))._files.max_open == 3
 
 

@@ -24,11 +24,10 @@ from hypothesis import strategies as st
 from loader import TokenLoader, get_llama3_dataloader
 from loader.__main__ import main
 from loader.order import Order
-from loader.reading.open_shard import Turn
-from loader.samples.joined_rows import JoinedRows
-from loader.staging.parts_read import parts_of_ranks, parts_read
-from loader.staging.shards_to_stage import NodeRanks, choose_shards
-from loader.staging.stage_command import turn_of
+from loader.parts_read import parts_of_ranks, parts_read
+from loader.reading import Turn
+from loader.samples import JoinedRows
+from loader.staging import NodeRanks, choose_shards, turn_of
 from shardprep.format.manifest import read_manifest
 from tests.children import child, end_of, run_child
 from tests.held_children import Hold

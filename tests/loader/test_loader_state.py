@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from loader import TokenLoader, get_llama3_dataloader
 from loader.state import OtherRun, Position
-from preprocess.train_tokenizer import train_tokenizer
+from preprocess.look.train_tokenizer import train_tokenizer
 from shardprep.errors import BrokenShard, OtherTokenizer, UsageError
 
 if TYPE_CHECKING:

@@ -22,12 +22,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from loader import get_llama3_dataloader
-from loader.samples.token_ids import parse_id_lists
-from loader.shards.find_shards import find_shards
-from loader.shards.input_paths import expand_braces, find_inputs
-from loader.shards.shard_set import ExternalTar
-from loader.shards.tar_members import TarBytes
-from loader.shards.tar_samples import scan_tar
+from loader.external_tars import TarBytes, scan_tar
+from loader.find_shards import ExternalTar, expand_braces, find_inputs, find_shards
+from loader.samples import parse_id_lists
 from shardprep.errors import BrokenShard, NotFound, ReadWriteError, ShardprepError, UnknownMember, UsageError
 from tests.word_tokenizers import save_word_tokenizer
 

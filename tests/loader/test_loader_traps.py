@@ -354,7 +354,7 @@ def test_after_an_error_in_a_worker_none_is_left_and_the_loader_can_be_iterated_
 INTERRUPTED = """
 import os, signal, sys, time
 from loader import get_llama3_dataloader
-from loader.batch_stream import BatchStream
+from loader.token_loader import BatchStream
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 

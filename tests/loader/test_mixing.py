@@ -16,8 +16,8 @@ import pytest
 from loader import OtherRun, TokenLoader, get_llama3_dataloader
 from loader.mixture import CYCLE_STEPS, ROUND_STEPS, Mixture, Stage, make_stages
 from loader.order import Order
-from loader.samples.whole_samples import SampleReader
-from loader.seen_documents import SeenDocuments
+from loader.samples import SampleReader
+from loader.where import SeenDocuments
 from shardprep.errors import UsageError
 from tests.external_tars import write_numbered_tars
 from tests.word_tokenizers import save_word_tokenizer
@@ -211,6 +211,45 @@ def test_a_state_of_another_mixture_is_refused(data: dict[str, Path], changed: d
         state = loader.state_at(5)
     with load(data, **changed) as other, pytest.raises(OtherRun, match="schedule '0: "):
         other.load_state_dict(state)
+
+
+RATIOS: list[tuple[tuple[float, ...], tuple[float, ...]]] = [
+    ((0.5, 0.5, 0), (5, 5, 0)),
+    ((0.1, 0.2, 0.7), (1, 2, 7)),
+    ((1, 2, 3), (1 / 6, 2 / 6, 3 / 6)),
+    ((0.3, 0.6, 0.1), (3e-9, 6e-9, 1e-9)),
+    ((0.3, 13106.9, 0), (3, 131069, 0)),
+    *(((a, 10 - a, b), (a / 10, (10 - a) / 10, b / 10)) for a in range(1, 10) for b in (1, 3, 7)),
+]
+
+
+@pytest.mark.parametrize("weights_in", ["samples", "tokens"])
+def test_weights_in_the_same_proportions_are_the_same_run(data: dict[str, Path], weights_in: str) -> None:
+    for these, others in RATIOS:
+        stages = [
+            [(0, dict(zip(SIZES, weights, strict=True))), (70, {"web": 1})] for weights in (these, others)
+        ]
+        loaders = [load(data, schedule=schedule, weights_in=weights_in) for schedule in stages]
+        with loaders[0] as one, loaders[1] as other:
+            other.load_state_dict(one.state_at(3))
+            one.load_state_dict(other.state_at(3))
+            assert steps(one, 1) == steps(other, 1), (these, others)
+
+
+def test_a_state_of_a_version_that_divided_floats_is_loaded(data: dict[str, Path]) -> None:
+    with load(data, schedule=None, weights={"web": 0.1, "code": 0.2, "books": 0.3}) as loader:
+        state = loader.state_at(5)
+        expected = steps(loader, 6)[5]
+        total = 0.1 + 0.2 + 0.3
+        divided = f"0: {[0.1 / total, 0.2 / total, 0.3 / total]}"
+        assert state["fingerprint"]["schedule"] != divided
+        loader.load_state_dict({**state, "fingerprint": {**state["fingerprint"], "schedule": divided}})
+        assert steps(loader, 1) == [expected]
+        for damaged in ("0: [", "0: 1", "", None, "1: [0.2, 0.3, 0.5]"):
+            with pytest.raises(OtherRun, match="schedule"):
+                loader.load_state_dict(
+                    {**state, "fingerprint": {**state["fingerprint"], "schedule": damaged}}
+                )
 
 
 @pytest.mark.parametrize(

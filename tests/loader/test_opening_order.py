@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loader.reading.open_shard import Turn, opening_order
+from loader.reading import Turn, opening_order
 from shardprep.errors import UsageError
 
 SHARDS = np.array([2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37])

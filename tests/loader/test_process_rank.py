@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loader.process_rank import ProcessRank, check_process_rank, find_process_rank
+from loader.ranks import ProcessRank, check_process_rank, find_process_rank
 from shardprep.errors import UsageError
 
 SRUN = {

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from loader import OtherRun, TokenLoader, get_llama3_dataloader
-from loader.run_steps import RunSteps
-from loader.seen_documents import SeenDocuments
-from loader.state import Position
+from loader.state import Position, RunSteps
+from loader.where import SeenDocuments
 from shardprep.errors import UsageError
 from tests.external_tars import write_numbered_tars
 from tests.word_tokenizers import save_word_tokenizer
@@ -245,7 +244,7 @@ def test_a_collate_fn_gets_the_shorter_rows(data: Path) -> None:
 
 
 def test_a_row_that_is_padding_alone_has_one_place_in_its_mask() -> None:
-    from loader.row_lengths import cut_lengths, cut_rows
+    from loader.batches import cut_lengths, cut_rows
 
     lengths = np.array([8, 3, 5])
     ids = torch.arange(24).reshape(3, 8)

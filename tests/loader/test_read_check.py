@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from loader import TokenLoader, get_llama3_dataloader
+from loader import reading as open_shard
 from loader.__main__ import main as loader_command
-from loader.reading import open_shard
-from loader.reading.shard_reader import ReaderContext, ShardReader
-from loader.shards.find_shards import find_shards
-from loader.shards.shard_set import ShardSet
+from loader.find_shards import ShardSet, find_shards
+from loader.reading import ReaderContext, ShardReader
 from shardprep.errors import BrokenShard, MissingShard, ShardprepError, UsageError
 from shardprep.format.idx import read_idx
 from shardprep.format.manifest import read_manifest

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from loader import TokenLoader, get_llama3_dataloader
-from loader.shards import shard_set as size_check
-from loader.shards.shard_set import Misfit
+from loader import find_shards as size_check
+from loader.find_shards import Misfit
 from shardprep.errors import BrokenShard, MissingShard
 from tests.waiting import HANG_S
 

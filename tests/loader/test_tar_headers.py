@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loader.shards.tar_members import TarBytes, tar_members
-from loader.shards.tar_samples import scan_tar
+from loader.external_tars import TarBytes, scan_tar, tar_members
 from shardprep.errors import BrokenShard, ShardprepError
 
 Members = list[tuple[str, bytes]]

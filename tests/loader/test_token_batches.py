@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from loader import OtherRun, TokenLoader, get_llama3_dataloader
-from loader.padding import IGNORED
-from loader.seen_documents import SeenDocuments
+from loader.batches import IGNORED
+from loader.where import SeenDocuments
 from shardprep.errors import UsageError
 from tests.external_tars import write_numbered_tars
 from tests.word_tokenizers import save_word_tokenizer

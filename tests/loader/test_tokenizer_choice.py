@@ -9,7 +9,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,11 +19,11 @@ from transformers import AutoTokenizer
 
 from loader import get_llama3_dataloader
 from loader import tokenizer as tokenizer_choice
-from loader.padding import choose_pad_token
-from loader.shards.find_shards import find_shards
-from loader.shards.shard_set import ShardSet
+from loader.batches import choose_pad_token
+from loader.find_shards import ShardSet, find_shards
 from loader.tokenizer import LoaderTokenizer, choose_tokenizer
 from shardprep.errors import OtherTokenizer, ReadWriteError
+from tests.children import run_child
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -227,9 +226,7 @@ def test_a_loader_and_its_first_batch_import_no_transformers(data_dir: Path) -> 
         "batch = next(iter(load(sys.argv[1], 2, num_workers=0, rank=0, world_size=1)))\n"
         "print(batch.input_ids.shape[0], 'torch' in sys.modules, 'transformers' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code, data_dir], capture_output=True, text=True, check=True
-    )
+    done = run_child([sys.executable, "-P", "-c", code, data_dir])
     assert done.stdout.split() == ["2", "True", "False"]
 
 

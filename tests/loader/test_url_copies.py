@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from loader import TokenLoader, get_llama3_dataloader
-from loader.shards.find_shards import find_shards
-from loader.shards.input_paths import copy_url
+from loader.find_shards import copy_url, find_shards
 from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, UsageError
 
 if TYPE_CHECKING:

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from loader import OtherRun, TokenLoader, get_llama3_dataloader
-from loader.shards.document_split import DocumentSplit
+from loader.find_shards import DocumentSplit
+from loader.order import Order
 from shardprep.errors import UsageError
 from tests.external_tars import write_numbered_tars
 from tests.word_tokenizers import save_word_tokenizer
@@ -128,6 +131,48 @@ def test_a_set_smaller_than_one_batch_makes_one_batch_for_every_rank(data: Path)
     assert batches == [16] * 4
     with load(data, data, 1, split="validation") as one_by_one:
         assert [ids[0] for ids in seen] == first_ids(one_by_one)
+
+
+@pytest.mark.parametrize(("world", "batch_size", "accumulated"), [(2, 8, 1), (4, 4, 1), (2, 4, 2), (5, 1, 3)])
+def test_every_batch_of_every_rank_has_labels_where_there_are_samples_for_all(
+    tmp_path: Path, world: int, batch_size: int, accumulated: int
+) -> None:
+    """53 samples: the last global batch of 16 has 5 of them for up to 4 batches, that of 15 has 8 for 15."""
+    save_word_tokenizer(tmp_path, 100)
+    write_numbered_tars(tmp_path, 53, 1, ids_of=lambda number: [number, 99])
+    options = {"split": "validation", "validation_fraction": None}
+    num_labelled: list[list[int]] = []
+    for rank in range(world):
+        size = world * batch_size * accumulated
+        with load(tmp_path, tmp_path, batch_size, rank, world, global_batch_size=size, **options) as loader:
+            num_labelled.append([len(labelled(batch)) for batch in loader])
+    assert sum(map(sum, num_labelled)) == 53
+    num_last = 53 % (world * batch_size * accumulated)
+    num_without = sum(not count for of_rank in num_labelled for count in of_rank)
+    assert num_without == max(world * accumulated - num_last, 0)
+
+
+@given(st.integers(1, 300), st.integers(1, 6), st.integers(1, 6), st.integers(1, 6))
+def test_fillers_are_spread_over_batches_and_samples_keep_their_order(
+    num_samples: int, world: int, accumulated: int, batch_size: int
+) -> None:
+    num_batches = world * accumulated
+    size = num_batches * batch_size
+    order = Order(
+        num_samples=num_samples, global_batch_size=size, block_samples=1, window_samples=1, seed=0,
+        shuffle=False, keeps_tail=True,
+    )  # fmt: skip
+    last = order.steps_per_epoch - 1
+    is_filler = order.is_filler(last, range(size))
+    samples = order.step_samples(0, last)
+    is_real = np.ones(size, bool) if is_filler is None else ~is_filler
+    assert samples[is_real].tolist() == list(range(last * size, num_samples))
+    counts = is_real.reshape(num_batches, batch_size).sum(axis=1)
+    assert counts.min() >= counts.sum() // num_batches
+    for first in range(0, size, batch_size):
+        part = order.is_filler(last, range(first, first + batch_size))
+        assert (part is None) == (is_filler is None)
+        assert part is None or is_filler is None or (part == is_filler[first : first + batch_size]).all()
 
 
 def test_without_a_fraction_validation_is_all_of_a_folder(data: Path) -> None:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from loader import TokenLoader, get_llama3_dataloader
-from preprocess.plan import need_plan
-from preprocess.shard_samples import ShardSamples
+from preprocess.check.shard_samples import ShardSamples
+from preprocess.plan.plan_file import need_plan
 from shardprep.__main__ import main
 
 if TYPE_CHECKING:

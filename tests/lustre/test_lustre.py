@@ -15,7 +15,7 @@ import lustre.lfs
 import lustre.restore
 import lustre.show
 from loader.__main__ import main as loader_main
-from loader.shards.find_shards import find_shards
+from loader.find_shards import find_shards
 from lustre import LustreError, LustreUsageError, StripeRequest
 from lustre.__main__ import main
 from lustre.apply import set_directory_layout

@@ -14,13 +14,12 @@ import pytest
 
 from tests.faults.os_calls import start_preloaded
 
+pytestmark = pytest.mark.processes
 _CHILD = """
 import json, os, pathlib, sys
 import lustre.lfs
 from lustre.__main__ import main
 from tests.faults.os_calls import OsCalls
-
-pytestmark = pytest.mark.processes
 
 folder, answers = map(pathlib.Path, sys.argv[1:])
 lustre.lfs.read_mounts_table = lambda: f"10.0.0.1@tcp:/fakefs {folder} lustre rw 0 0"

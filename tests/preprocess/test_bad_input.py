@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from preprocess.train_tokenizer import train_tokenizer
+from preprocess.look.train_tokenizer import train_tokenizer
 
 if TYPE_CHECKING:
     from tests.conftest import Ended, Prep
@@ -365,7 +365,7 @@ def test_a_listing_that_changed_since_the_plain_forms_plan_is_78(
     ends(prep.command("--shard_id", 0, *plain), 0)
     (raw_dir / "aa_new.txt").write_text("new\n")
     ended = prep.command("--shard_id", 1, *plain)
-    ends(ended, 78, r"holds 7 input files, the plan has 6; differing: aa_new\.txt", "a list of folders")
+    ends(ended, 78, r"does not hold the 6 planned input files: aa_new\.txt was added", "a list of folders")
     assert not (data / "shard-00001.json").exists()
 
 

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess import inputs as open_input
-from preprocess import long_documents
-from preprocess.formats import text_lines
-from preprocess.long_documents import LongDocument
+from preprocess.formats import inputs as open_input
+from preprocess.formats import long_documents, text_lines
+from preprocess.formats.long_documents import LongDocument
+from preprocess.make.worker import Work, Worker, load_worker
 from preprocess.options import WorkerSettings
-from preprocess.plan import Plan, need_plan
-from preprocess.worker import Work, Worker, load_worker
+from preprocess.plan.plan_file import Plan, need_plan
 from shardprep.errors import NotFound, Refused
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from preprocess import chat_rendering
-from preprocess.plan import need_plan
-from preprocess.shard_samples import ShardSamples
+from preprocess.check.shard_samples import ShardSamples
+from preprocess.formats import chat as chat_rendering
+from preprocess.plan.plan_file import need_plan
 from shardprep.errors import BadInput, BrokenShard, OtherTokenizer, ReadWriteError, Refused, UsageError
 from tests import chat_sets
 from tests.chat_sets import PLAIN, TAGGED, chat_model, conversations, write_chats
@@ -25,6 +25,8 @@ from tests.waiting import HANG_S
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
+
+pytestmark = pytest.mark.processes  # what renders conversations is one
 
 CHATS = conversations(60)
 OPTIONS: dict[str, Any] = {"record": "chat", "seq_len": 64, "num_shards": 2}
@@ -71,7 +73,6 @@ def joined(folder: Path) -> Pairs:
     return chat_sets.cut([(ids, mask) for ids, mask, _ in rows], starts)
 
 
-@pytest.mark.processes
 def test_ids_and_mask_are_those_of_apply_chat_template_where_the_template_has_the_tags(
     prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
 ) -> None:
@@ -173,7 +174,6 @@ def killed_at(number: int, make_shard: Callable[[], object]) -> bool:
     return code != 0
 
 
-@pytest.mark.processes
 def test_a_shard_of_conversations_that_is_killed_anywhere_and_made_again_has_equal_bytes(
     prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
 ) -> None:
@@ -401,7 +401,6 @@ def test_another_version_of_what_renders_is_refused(
         prep.make(out)
 
 
-@pytest.mark.processes
 def test_a_renderer_that_died_is_an_error_and_the_next_attempt_starts_another(
     prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
 ) -> None:
@@ -463,7 +462,7 @@ def test_peek_shows_what_has_labels(prep: Prep, raw: Path, tmp_path: Path, model
 def test_a_mask_that_cannot_lie_in_the_tar_is_found(
     prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
 ) -> None:
-    from preprocess.verify import check_places
+    from preprocess.check.verify import check_places
 
     out = make(prep, raw, tmp_path / "out", models["tagged"], num_shards=1)
     plan = need_plan(out)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from shardprep.atomic_files import PublishedFile, PublishedFolder
+from shardprep.files import PublishedFile, PublishedFolder
 
 if TYPE_CHECKING:
     from tests.conftest import Prep

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from preprocess import documents, shard_writer, worker
-from preprocess.engines import TokenBatch, tokenizers_engine
+from preprocess.check.plain_reader import plain_records
+from preprocess.formats import documents
 from preprocess.formats.format import DocumentBatch
-from preprocess.plain_reader import plain_records
+from preprocess.make import shard_writer, worker
+from preprocess.make.engines import TokenBatch, tokenizers_engine
 from tests import random_inputs
 from tests.chat_sets import TAGGED, chat_model, conversations, write_chats
 from tests.checkout import ROOT
@@ -62,13 +63,13 @@ def test_right_shards_are_equal_and_nothing_is_written(
 @pytest.mark.processes
 def test_the_second_reader_imports_nothing_of_the_first_one() -> None:
     code = (
-        "import sys, preprocess.plain_reader\n"
+        "import sys, preprocess.check.plain_reader\n"
         "print(*(name for name in sys.modules if name.startswith('preprocess.')))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     names = done.stdout.split()
-    assert "preprocess.plain_reader" in names
-    assert not [name for name in names if name.startswith(("preprocess.formats", "preprocess.documents"))]
+    assert "preprocess.check.plain_reader" in names
+    assert not [name for name in names if name.startswith("preprocess.formats")]
 
 
 # --- A worker that errs, and agrees with itself
@@ -376,7 +377,7 @@ def test_an_engine_of_another_version_that_gives_other_ids_is_refused(
 
         return dataclasses.replace(engine, encode=shifted)
 
-    monkeypatch.setattr("preprocess.engines.tokenizers_engine", other)
+    monkeypatch.setattr("preprocess.make.engines.tokenizers_engine", other)
     ended = prep.command("verify", folders["json"], "--deep", 1)
     assert ended.code == 78
     assert "encodes the plan's probe to other ids than at planning" in ended.text

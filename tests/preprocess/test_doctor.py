@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,21 +13,30 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess.cost_estimate import CostEstimate
-from preprocess.doctor import folders, machine
-from preprocess.doctor.findings import Finding, as_json, as_text, bad, exit_code, good, warning
-from preprocess.doctor.folders import file_system_finding, output_findings
-from preprocess.doctor.machine import (
+from preprocess.look import doctor as folders
+from preprocess.look import doctor as machine
+from preprocess.look.doctor import (
+    Finding,
+    _engine,
+    as_json,
+    as_text,
+    bad,
     cpu_finding,
+    exit_code,
     export_lines,
+    file_system_finding,
+    good,
     memory_finding,
+    output_findings,
     thread_findings,
     torch_findings,
     training_findings,
+    warning,
 )
-from preprocess.doctor.tokenizer import _engine
+from preprocess.plan.cost_estimate import CostEstimate
 from shardprep.__main__ import main
 from shardprep.errors import CannotWrite
+from tests.children import run_child
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -167,7 +175,7 @@ def test_exported_lines_can_be_sourced_and_are_all_that_is_printed(
     lines = out.getvalue().splitlines()
     assert lines == export_lines(len(os.sched_getaffinity(0)), 1)
     script = f"{out.getvalue()}env"
-    shown = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout
+    shown = run_child(["sh", "-c", script]).stdout
     assert "TOKENIZERS_PARALLELISM=false" in shown.splitlines()
     assert export_lines(16, 4)[0].startswith("export OMP_NUM_THREADS=4 ")
 

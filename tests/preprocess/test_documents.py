@@ -13,9 +13,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from preprocess.documents import read_documents
+from preprocess.formats.documents import read_documents
 from preprocess.formats.format import DocumentBatch, Reading
-from preprocess.inputs import BadDocument, ByteRange, OpenInput
+from preprocess.formats.inputs import BadDocument, ByteRange, OpenInput
 from shardprep.errors import NotFound, ReadWriteError
 
 # encoding -> (codec of the bytes after the mark, the marks it may begin with)

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from preprocess import engines
-from preprocess.engines import (
+from preprocess.make import engines
+from preprocess.make.engines import (
     FEW_BYTES,
     Engine,
     TokenBatch,
@@ -26,7 +26,7 @@ from preprocess.engines import (
     tokenizers_engine,
 )
 from preprocess.options import EngineName
-from preprocess.plan import Plan, need_plan
+from preprocess.plan.plan_file import Plan, need_plan
 from shardprep.errors import NotFound, OtherTokenizer, UsageError
 from tests.word_tokenizers import save_word_tokenizer
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from preprocess.export import layouts
-from preprocess.plan import need_plan
-from preprocess.shard_samples import ShardSamples
+from preprocess.check.shard_samples import ShardSamples
+from preprocess.look import export as layouts
+from preprocess.plan.plan_file import need_plan
 from shardprep.errors import ReadWriteError
 
 if TYPE_CHECKING:

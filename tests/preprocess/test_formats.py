@@ -20,21 +20,19 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from preprocess import long_documents
-from preprocess.documents import read_documents
-from preprocess.formats import arrow, arrow_messages, line_streams, text_lines
+from preprocess.formats import arrow, lines, long_documents, text_lines
 from preprocess.formats import format as input_format
+from preprocess.formats.documents import read_documents
 from preprocess.formats.format import DocumentBatch, reading_of
-from preprocess.input_files import list_inputs
-from preprocess.inputs import ByteRange, OpenInput
+from preprocess.formats.inputs import ByteRange, OpenInput
+from preprocess.formats.text_fields import undo_mojibake
+from preprocess.make.worker import Worker, load_worker
 from preprocess.options import PrepConfig, WorkerSettings
-from preprocess.plan import need_plan
-from preprocess.text_fields import undo_mojibake
-from preprocess.worker import Worker, load_worker
+from preprocess.plan.plan_file import need_plan
+from preprocess.plan.planning import list_inputs
 from shardprep.errors import BadInput, NotFound, UsageError
 from shardprep.format.idx import read_idx
-from shardprep.format.index import read_index
-from shardprep.format.manifest import read_manifest
+from shardprep.format.manifest import read_index, read_manifest
 from tests.checkout import ROOT
 from tests.input_writers import bgzip, seekable_zstd
 from tests.random_inputs import FORMATS, WIDE, compare
@@ -392,11 +390,11 @@ def test_a_record_batch_that_says_it_is_a_schema_is_refused_and_not_left_out(tmp
     path = tmp_path / "a.stream.arrow"
     write_table(path, {"text": ["한글"] * 5}, rows_per_group=5)
     data = path.read_bytes()
-    _, batch = arrow_messages.messages_of(OpenInput(path))
+    _, batch = arrow.messages_of(OpenInput(path))
     header = data[batch.start + 8 : batch.body_start]
-    kind = arrow_messages._slot(header, struct.unpack_from("<I", header)[0], 1) + batch.start + 8
-    assert data[kind] == arrow_messages.BATCH
-    path.write_bytes(data[:kind] + bytes([arrow_messages.SCHEMA]) + data[kind + 1 :])
+    kind = arrow._slot(header, struct.unpack_from("<I", header)[0], 1) + batch.start + 8
+    assert data[kind] == arrow.BATCH
+    path.write_bytes(data[:kind] + bytes([arrow.SCHEMA]) + data[kind + 1 :])
     part = ByteRange(input_number=0, path=path, start=0, end=len(data))
     with pytest.raises(BadInput, match="the first alone is a schema"):
         list(read_documents([part], reading_of(PrepConfig().bytes_options(), 2_000)))
@@ -441,7 +439,7 @@ def test_a_huge_text_comes_whole_between_its_neighbours_and_one_above_the_limit_
 ) -> None:
     for module in (input_format, long_documents, text_lines):
         monkeypatch.setattr(module, "LONG_BYTES", 20_000)
-    for module in (input_format, long_documents, text_lines, line_streams):
+    for module in (input_format, long_documents, text_lines, lines):
         monkeypatch.setattr(module, "MOST_HELD_BYTES", 100_000)
     monkeypatch.setattr(WorkerSettings, "batch_bytes", 5_000)
     raw = tmp_path / "raw"

@@ -105,8 +105,8 @@ def test_nothing_is_missing_from_the_pinned_files() -> None:
 def make_golden() -> None:
     """Write the folder anew; paths and times of this machine are left out of it."""
     from preprocess.__main__ import main
-    from preprocess.tokenizer_files import stamp_tokenizer
-    from preprocess.train_tokenizer import train_tokenizer
+    from preprocess.look.train_tokenizer import train_tokenizer
+    from preprocess.plan.tokenizer_files import stamp_tokenizer
     from shardprep.format.checked_json import content_sha256
 
     def run(*args: object) -> None:

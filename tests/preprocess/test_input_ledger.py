@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import slurm.__main__
-from preprocess.input_files import find_inputs
-from preprocess.plan import need_plan
+from preprocess.plan.plan_file import need_plan
+from preprocess.plan.planning import find_inputs
 from shardprep.errors import NotFound
 from tests.conftest import seal
 from tests.random_folders import PATTERNS, random_folder, wrong_of

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess.documents import read_documents
+from preprocess.formats.documents import read_documents
 from preprocess.formats.format import DocumentBatch, Reading
-from preprocess.inputs import ByteRange
+from preprocess.formats.inputs import ByteRange
+from preprocess.formats.text_fields import MessageFields, TextFields
 from preprocess.options import WorkerSettings
-from preprocess.text_fields import MessageFields, TextFields
 from shardprep.format.manifest import read_manifest
 from tests.chat_sets import TAGGED, chat_model
 

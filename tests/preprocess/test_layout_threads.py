@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess import members
-from preprocess.engines import TokenBatch
-from preprocess.members import DocumentMembers
+from preprocess.make import members
+from preprocess.make.engines import TokenBatch
+from preprocess.make.members import DocumentMembers
+from preprocess.make.worker import Worker, load_worker
 from preprocess.options import WorkerSettings
-from preprocess.plan import need_plan
+from preprocess.plan.plan_file import need_plan
 from preprocess.resources import most_batches_within
-from preprocess.worker import Worker, load_worker
 from shardprep.errors import BadInput, ReadWriteError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from transformers import AutoTokenizer
 
-from preprocess.plan import need_plan
+from preprocess.plan.plan_file import need_plan
 from shardprep.format.idx import read_idx
 from shardprep.format.names import tar_path
 

@@ -13,14 +13,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess import long_documents, resources
-from preprocess.documents import read_documents
-from preprocess.engines import Engine, can_be_cut, fastokens_engine, tokenizers_engine
-from preprocess.formats import text_lines
+from preprocess import resources
+from preprocess.formats import long_documents, text_lines
+from preprocess.formats.documents import read_documents
 from preprocess.formats.format import DocumentBatch, Reading
-from preprocess.inputs import ByteRange
-from preprocess.long_documents import CUT, MOST_UNCUT_CHARS, LongDocument, UncuttableText, encodable_pieces
-from preprocess.plan import need_plan
+from preprocess.formats.inputs import ByteRange
+from preprocess.formats.long_documents import (
+    CUT,
+    MOST_UNCUT_CHARS,
+    LongDocument,
+    UncuttableText,
+    encodable_pieces,
+)
+from preprocess.make.engines import Engine, can_be_cut, fastokens_engine, tokenizers_engine
+from preprocess.plan.plan_file import need_plan
 
 OPTIONS: list[dict[str, Any]] = [
     {"token_format": "json"},

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess.engines import TokenBatch
-from preprocess.packing import START, BestFitRows, ConcatRows, Packer, RowGroup
+from preprocess.make.engines import TokenBatch
+from preprocess.make.packing import START, BestFitRows, ConcatRows, Packer, RowGroup
 from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
 
 pytestmark = pytest.mark.slow

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from preprocess import shard_samples
-from preprocess.plan import need_plan
-from preprocess.shard_samples import ShardSamples
+from preprocess.check import shard_samples
+from preprocess.check.shard_samples import ShardSamples
+from preprocess.plan.plan_file import need_plan
 
 if TYPE_CHECKING:
     from tests.conftest import Prep

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess import planning, task_plan
-from preprocess.task_plan import plan_of_task
+from preprocess.make import task_plan
+from preprocess.make.task_plan import plan_of_task
+from preprocess.plan import planning
 from shardprep.errors import NotFound
 
 if TYPE_CHECKING:

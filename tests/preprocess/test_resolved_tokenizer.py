@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -15,12 +14,14 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from preprocess import proof_cache, resolved_tokenizer
-from preprocess.resolved_tokenizer import plain_files, read_files, resolve_tokenizer
-from preprocess.tokenizer_files import describe_tokenizer
-from preprocess.transformers_tokenizer import save_tokenizer
+from preprocess.plan import tokenizer as proof_cache
+from preprocess.plan import tokenizer as resolved_tokenizer
+from preprocess.plan.tokenizer import plain_files, read_files, resolve_tokenizer
+from preprocess.plan.tokenizer_files import describe_tokenizer
+from preprocess.plan.transformers_tokenizer import save_tokenizer
 from shardprep.errors import NotFound, UsageError
 from tests.checkout import ROOT
+from tests.children import run_child
 from tests.word_tokenizers import save_word_tokenizer
 
 if TYPE_CHECKING:
@@ -312,16 +313,8 @@ def test_planning_never_imports_torch_and_its_process_no_transformers(
         "print('loaded', *({'torch', 'transformers'} & set(sys.modules))); sys.exit(code)"
     )
     flags = ["--input_dir", sample_dir, "--output_dir", tmp_path / "data", "--model_id", model_dir]
-    ended = subprocess.run(
-        [sys.executable, "-c", program, "plan", *map(str, flags)],
-        cwd=ROOT,
-        env={**prep.environ(), "PYTHONPATH": f"{tmp_path}:{ROOT}"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert ended.returncode == 0, ended.stderr
+    command = [sys.executable, "-c", program, "plan", *map(str, flags)]
+    ended = run_child(command, env={**prep.environ(), "PYTHONPATH": f"{tmp_path}:{ROOT}"})
     assert ended.stdout.splitlines()[-1].split() == ["loaded"]
     assert not (tmp_path / "imported").exists()
     tokens = json.loads((tmp_path / "data" / "tokenizer" / "tokenizer.json").read_bytes())["added_tokens"]

@@ -17,18 +17,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess import inputs as input_files
-from preprocess import shard_boundaries
-from preprocess.formats import line_ends
+from preprocess.formats import inputs as input_files
+from preprocess.formats import lines as line_ends
 from preprocess.formats.format import Inspected, Reading
-from preprocess.formats.line_ends import first_line_end, first_line_start, first_newline
-from preprocess.input_files import list_inputs, stamp_inputs
-from preprocess.inputs import InputFile, OpenInput
+from preprocess.formats.inputs import InputFile, OpenInput
+from preprocess.formats.lines import first_line_end, first_line_start, first_newline
+from preprocess.formats.text_fields import TextFields
+from preprocess.look.train_tokenizer import train_tokenizer
 from preprocess.options import BytesOptions
-from preprocess.plan import file_boundaries, need_plan, read_plan
-from preprocess.shard_boundaries import check_num_shards, divide, even_places
-from preprocess.text_fields import TextFields
-from preprocess.train_tokenizer import train_tokenizer
+from preprocess.plan import planning as shard_boundaries
+from preprocess.plan.plan_file import file_boundaries, need_plan, read_plan
+from preprocess.plan.planning import check_num_shards, divide, even_places, list_inputs, stamp_inputs
 from shardprep.errors import BrokenShard, NotFound, Refused, UnknownVersion, UsageError
 from tests.conftest import seal
 from tests.waiting import HANG_S

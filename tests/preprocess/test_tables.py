@@ -14,12 +14,12 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from preprocess.documents import read_documents
 from preprocess.formats import arrow
-from preprocess.formats.arrow_messages import messages_of
+from preprocess.formats.arrow import messages_of
+from preprocess.formats.documents import read_documents
 from preprocess.formats.format import DocumentBatch, Reading
-from preprocess.inputs import ByteRange, OpenInput
-from preprocess.text_fields import TextFields
+from preprocess.formats.inputs import ByteRange, OpenInput
+from preprocess.formats.text_fields import TextFields
 from shardprep.errors import BadInput
 
 if TYPE_CHECKING:

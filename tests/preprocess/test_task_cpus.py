@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from preprocess.resources import allowed_cpus, bind_to_task_cpus
-from tests.checkout import ROOT
+from tests.children import run_child
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -63,7 +62,7 @@ def test_binding_narrows_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 THREADS = """
 import os, sys
 from pathlib import Path
-from preprocess import engines
+from preprocess.make import engines
 from preprocess.resources import bind_to
 bind_to(sorted(os.sched_getaffinity(0)))
 make = getattr(engines, sys.argv[1] + "_engine")
@@ -87,7 +86,7 @@ def test_a_shells_settings_for_other_programs_change_no_engines_threads(prep: Pr
         names = ("RAYON_NUM_THREADS", "RAYON_RS_NUM_CPUS", "TOKENIZERS_PARALLELISM")
         environ = {name: value for name, value in prep.environ().items() if name not in names} | given
         command = [sys.executable, "-c", THREADS, engine, str(prep.model_dir / "tokenizer.json")]
-        counts.add(subprocess.run(command, env=environ, capture_output=True, check=True, cwd=ROOT).stdout)
+        counts.add(run_child(command, env=environ).stdout)
     assert len(counts) == 1, counts
 
 
@@ -123,7 +122,7 @@ def test_the_threads_of_a_worker_share_two_heaps(tmp_path: Path) -> None:
     num_heaps = {}
     for how in ("own", "shared"):
         told = tmp_path / how
-        subprocess.run([sys.executable, "-c", HEAPS, how, told], cwd=ROOT, check=True)
+        run_child([sys.executable, "-c", HEAPS, how, told])
         num_heaps[how] = told.read_text().count("<heap nr=")
     assert num_heaps["own"] > num_heaps["shared"]
     assert num_heaps["shared"] <= 2

@@ -10,10 +10,10 @@ import pyarrow
 import pyarrow.parquet as pq
 import pytest
 
+from preprocess.make.task_log import engine_line, means_line, part_line
+from preprocess.make.worker import Work, load_worker
 from preprocess.options import WorkerSettings
-from preprocess.plan import need_plan
-from preprocess.task_log import engine_line, means_line, part_line
-from preprocess.worker import Work, load_worker
+from preprocess.plan.plan_file import need_plan
 from shardprep import console
 from shardprep.console import counted, progress_line, short_bytes, short_number, short_time
 from tests.input_writers import bgzip

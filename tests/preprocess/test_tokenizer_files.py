@@ -12,9 +12,10 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from preprocess import engines, resolved_tokenizer
-from preprocess.resolved_tokenizer import resolve_tokenizer
-from preprocess.tokenizer_files import describe_tokenizer, publish_tokenizer
+from preprocess.make import engines
+from preprocess.plan import tokenizer as resolved_tokenizer
+from preprocess.plan.tokenizer import resolve_tokenizer
+from preprocess.plan.tokenizer_files import describe_tokenizer, publish_tokenizer
 from shardprep.errors import ReadWriteError
 from tests.word_tokenizers import save_word_tokenizer
 

@@ -7,9 +7,7 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pyarrow
@@ -18,20 +16,22 @@ import pytest
 import zstandard
 from tokenizers import Tokenizer
 
-from preprocess import train_tokenizer as command
-from preprocess.text_fields import TextFields
-from preprocess.train_tokenizer import special_tokens, train_tokenizer
-from preprocess.training_text import (
+from preprocess.formats.text_fields import TextFields
+from preprocess.look import train_tokenizer as command
+from preprocess.look.train_tokenizer import (
     PIECE_CHARS,
     TrainingText,
     find_spans,
     read_lines,
     sample_spans,
+    special_tokens,
+    train_tokenizer,
     training_reading,
 )
 from shardprep.errors import BadInput, CannotWrite, NotFound, Refused, UsageError
+from tests.children import child, end_of, run_child
+from tests.held_children import Hold
 from tests.input_writers import bgzip
-from tests.waiting import HANG_S
 
 VOCAB_SIZE = 400
 UTF8 = training_reading("utf-8")
@@ -149,15 +149,14 @@ def test_equal_inputs_give_equal_bytes_whatever_the_threads(
     trained_dir: Path, text_dir: Path, tmp_path: Path
 ) -> None:
     script = (
-        "import sys; from pathlib import Path; from preprocess.train_tokenizer import train_tokenizer as t;"
+        "import sys; from pathlib import Path;"
+        "from preprocess.look.train_tokenizer import train_tokenizer as t;"
         f"t(input_dir=Path(sys.argv[1]), vocab_size={VOCAB_SIZE}, output_dir=Path(sys.argv[2]))"
     )
     copied = tmp_path / "elsewhere"
     shutil.copytree(text_dir, copied)
     environment = {**os.environ, "RAYON_NUM_THREADS": "1", "PYTHONHASHSEED": "5"}
-    subprocess.run(
-        [sys.executable, "-c", script, str(copied), str(tmp_path / "again")], check=True, env=environment
-    )
+    run_child([sys.executable, "-c", script, copied, tmp_path / "again"], env=environment)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (trained_dir / name).read_bytes()
 
@@ -211,28 +210,20 @@ def test_an_output_folder_with_other_files_is_refused(text_dir: Path, tmp_path: 
 @pytest.mark.processes
 @pytest.mark.parametrize("stop_signal", [signal.SIGINT, signal.SIGKILL])
 def test_a_killed_run_leaves_nothing_that_counts(tmp_path: Path, stop_signal: signal.Signals) -> None:
-    (tmp_path / "raw").mkdir()
-    rng = random.Random(3)
-    with (tmp_path / "raw" / "a.txt").open("w") as file:
-        for _ in range(60_000):
-            file.write(" ".join("".join(rng.choices("abcdefgh", k=8)) for _ in range(8)) + "\n")
-    script = (
-        "import sys; from pathlib import Path; from preprocess.train_tokenizer import train_tokenizer as t;"
-        "print('go', flush=True); t(input_dir=Path(sys.argv[1]), output_dir=Path(sys.argv[2]))"
-    )
-    arguments = [sys.executable, "-c", script, str(tmp_path / "raw"), str(tmp_path / "out")]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"go\n"
-        limit = time.monotonic() + 60
-        while not list(tmp_path.glob(".out.*.tmp")) and time.monotonic() < limit:
-            time.sleep(0.02)
-        assert process.poll() is None, "it ended before it could be stopped: the test shows nothing"
+    """It is stopped when its files are written and none is synced."""
+    raw, out = tmp_path / "raw", tmp_path / "to" / "out"
+    raw.mkdir()
+    out.parent.mkdir()
+    (raw / "a.txt").write_text("ab ab ab\n")
+    hold = Hold(tmp_path, "fsync", r"/\.out\.")
+    flags = ("--input_dir", raw, "--output_dir", out, "--vocab_size", 600)
+    with child([sys.executable, "-m", "preprocess", "train_tokenizer", *map(str, flags)],
+               env={**os.environ, **hold.environ()}) as process:  # fmt: skip
+        hold.wait(1, process)
         process.send_signal(stop_signal)
-        process.wait(timeout=HANG_S)
-    assert not (tmp_path / "out").exists()
-    if stop_signal == signal.SIGINT:
-        assert [path.name for path in tmp_path.iterdir()] == ["raw"]
+        end_of(process, code=75 if stop_signal == signal.SIGINT else -signal.SIGKILL)
+    assert not out.exists()
+    assert len(list(out.parent.iterdir())) == (stop_signal == signal.SIGKILL)
 
 
 def test_undecodable_lines_are_left_out_counted_and_named(

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from shardprep.format.idx import IDX_DOCUMENT, IDX_HEADER, ChunkCrcs
-from shardprep.format.index import read_index
-from tests.checkout import ROOT
+from shardprep.format.manifest import read_index
+from tests.children import run_child
 from tests.conftest import seal
 
 if TYPE_CHECKING:
@@ -192,15 +191,7 @@ def test_a_broken_shard_is_named_with_a_command_that_mends_it(prep: Prep, whole_
     command = re.search(r"run: (.*python -m preprocess .*)", ended.text)
     assert command, ended.text
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    mended = subprocess.run(
-        command[1],
-        shell=True,
-        cwd=ROOT,
-        env={**prep.environ(), "PATH": path},
-        capture_output=True,
-        check=False,
-    )
-    assert mended.returncode == 0, mended.stderr
+    run_child(["sh", "-c", command[1]], env={**prep.environ(), "PATH": path})
     assert prep.command("verify", whole_dir).code == 0
     assert prep.contents(whole_dir) == before
 
@@ -228,7 +219,7 @@ def test_the_fast_tier_sees_sizes_but_no_bits(prep: Prep, whole_dir: Path) -> No
 def test_an_idx_that_names_other_documents_than_its_shards_is_seen_though_hashes_are_right(
     prep: Prep, whole_dir: Path, damage: str
 ) -> None:
-    from shardprep.regular_files import file_sha256
+    from shardprep.files import file_sha256
 
     idx = whole_dir / "shard-00003.idx"
     data = bytearray(idx.read_bytes())

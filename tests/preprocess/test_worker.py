@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from preprocess import resources
-from preprocess.transformers_tokenizer import save_tokenizer
-from preprocess.worker import done_manifest
-from shardprep.atomic_files import STALE_AFTER_S, remove_temporaries
+from preprocess.make.worker import done_manifest
+from preprocess.plan.transformers_tokenizer import save_tokenizer
 from shardprep.errors import Stopped
+from shardprep.files import STALE_AFTER_S, remove_temporaries
 from tests.children import end_of, run_child
 from tests.held_children import Hold
 from tests.waiting import wait_until

@@ -54,6 +54,9 @@ def test_the_first_version_of_cgroups_and_slurm_itself_count_too(tmp_path: Path)
     write(tmp_path, "sys/fs/cgroup/memory/slurm/uid_0/memory.limit_in_bytes", f"{768 << 20}\n")
     assert memory_limit_gb({}, tmp_path) == 0.75
     assert memory_limit_gb({"SLURM_MEM_PER_NODE": "256"}, tmp_path) == 0.25
+    per_cpu = {"SLURM_MEM_PER_CPU": "64", "SLURM_CPUS_PER_TASK": "2"}
+    assert memory_limit_gb(per_cpu, tmp_path) == 0.125, "as DefMemPerCPU is told, without cgroups"
+    assert memory_limit_gb({**per_cpu, "SLURM_CPUS_ON_NODE": "4"}, tmp_path) == 0.25
     assert memory_limit_gb({"SLURM_MEM_PER_NODE": "0"}, tmp_path) == 0.75, "0 is all of the node"
 
 

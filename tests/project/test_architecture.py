@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.checkout import ROOT
-from tests.waiting import HANG_S
+from tests.children import run_child
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -60,7 +59,7 @@ def others(package: str) -> dict[str, set[str]]:
 def test_the_packages_are_there_and_their_imports_are_seen() -> None:
     for package in PACKAGES:
         assert modules(package), package
-    assert "preprocess.worker" in modules("preprocess")["preprocess/local_run.py"]
+    assert "preprocess.make.worker" in modules("preprocess")["preprocess/make/local_run.py"]
     assert any(names for names in others("loader").values()), "it stands on the format"
 
 
@@ -81,7 +80,7 @@ def test_of_shardprep_the_format_stands_on_the_rest_and_not_the_other_way() -> N
         for path in (ROOT / "shardprep").rglob("*.py")
         if re.search(r'"(preprocess|loader|slurm|lustre)[".:]', path.read_text(encoding="utf-8"))
     }
-    assert named == {"__main__.py", "manifest.py", "shard_making.py"}
+    assert named == {"__main__.py", "manifest.py"}
 
 
 def test_the_loader_imports_shardprep_alone() -> None:
@@ -91,37 +90,16 @@ def test_the_loader_imports_shardprep_alone() -> None:
 
 @pytest.mark.slow
 def test_inside_of_the_loader_imports_go_one_way() -> None:
-    allowed = {
-        "loader/shards/": ("loader.shards", "loader.order"),
-        "loader/staging/staged_copies.py": ("loader.shards.shard_set",),
-        "loader/reading/": ("loader.shards", "loader.reading", "loader.staging.staged_copies"),
-        "loader/samples/": (
-            "loader.shards",
-            "loader.reading",
-            "loader.samples",
-            "loader.dataset",
-            "loader.chunks",
-        ),
-        "loader/order.py": (),
-        "loader/run_steps.py": ("loader.state",),
-        "loader/mixture.py": ("loader.order", "loader.run_steps"),
-        "loader/chunks.py": (),
-        "loader/dataset.py": (
-            "loader.chunks",
-            "loader.order",
-            "loader.mixture",
-            "loader.run_steps",
-            "loader.shards",
-        ),
-        "loader/row_lengths.py": ("loader.chunks", "loader.run_steps"),
-    }
+    way = ["order", "external_tars", "find_shards", "staged_copies", "chunks", "reading", "tokenizer"]
+    way += ["ranks", "state", "mixture", "workers", "samples", "boundaries", "batches", "token_loader"]
+    way += ["dataloader"]
     files = modules("loader")
-    for folder, packages in allowed.items():
-        found = {path: names for path, names in files.items() if path.startswith(folder)}
-        assert found, folder
-        for path, names in found.items():
-            inside = {name for name in names if name.startswith("loader.")}
-            assert all(name.startswith(packages) for name in inside), (path, inside)
+    for number, stage in enumerate(way):
+        found = {name for name in files[f"loader/{stage}.py"] if name.startswith("loader.")}
+        before = [f"loader.{name}" for name in way[:number]]
+        if stage == "state":
+            before.append("loader.mixture")  # in a function: a mixture alone knows equal schedules
+        assert all(name.startswith(tuple(before)) for name in found), (stage, found)
 
 
 def test_lustre_imports_shardprep_alone() -> None:
@@ -148,8 +126,8 @@ def test_of_preprocess_few_modules_import_lustre_and_none_imports_the_loader() -
         for path, names in others("preprocess").items()
         if {n.split(".")[0] for n in names} - {"shardprep"}
     }
-    commands = {"preprocess/__main__.py", "preprocess/planning.py", "preprocess/verify.py"}
-    assert users == {*commands, "preprocess/doctor/folders.py"}
+    commands = {"preprocess/__main__.py", "preprocess/plan/planning.py", "preprocess/check/verify.py"}
+    assert users == {*commands, "preprocess/look/doctor.py"}
     for names in others("preprocess").values():
         assert {name.split(".")[0] for name in names} <= {"shardprep", "lustre"}
 
@@ -157,23 +135,12 @@ def test_of_preprocess_few_modules_import_lustre_and_none_imports_the_loader() -
 @pytest.mark.slow
 def test_inside_of_preprocess_imports_follow_the_way_of_the_text() -> None:
     """Each stage imports stages before it alone; a shard's writer knows neither rows nor options."""
-    forms = [
-        "format",
-        "line_ends",
-        "compression",
-        "line_streams",
-        "text_lines",
-        "json_lines",
-        "columns",
-        "parquet",
-        "arrow_messages",
-        "arrow_slices",
-        "arrow",
+    way = ["resources", "formats.text_fields", "options", "formats.inputs", "formats.long_documents"]
+    way += [
+        f"formats.{name}" for name in ("chat", "format", "lines", "compression", "text_lines", "json_lines")
     ]
-    way = ["resources", "text_fields", "options", "inputs", "long_documents"]
-    way += ["chat_rendering"]
-    way += [f"formats.{name}" for name in forms]
-    way += ["documents", "tokenizer_files", "engines", "packing", "members", "row_members"]
+    way += [f"formats.{name}" for name in ("columns", "parquet", "arrow", "documents")]
+    way += ["plan.tokenizer_files", *(f"make.{name}" for name in ("engines", "packing", "members"))]
     files = modules("preprocess")
     for number, stage in enumerate(way):
         found = {
@@ -183,9 +150,9 @@ def test_inside_of_preprocess_imports_follow_the_way_of_the_text() -> None:
         }
         before = tuple(f"preprocess.{name}" for name in way[:number])
         assert all(name.startswith(before) for name in found), (stage, found)
-    writer = files["preprocess/shard_writer.py"]
-    assert "preprocess.members" in writer
-    assert not any(name.startswith(("preprocess.packing", "preprocess.options")) for name in writer)
+    writer = files["preprocess/make/shard_writer.py"]
+    assert "preprocess.make.members" in writer
+    assert not any(name.startswith(("preprocess.make.packing", "preprocess.options")) for name in writer)
 
 
 def test_the_format_needs_nothing_but_the_standard_library_and_numpy() -> None:
@@ -199,7 +166,7 @@ def test_the_format_needs_nothing_but_the_standard_library_and_numpy() -> None:
 
 LIST_MODULES = """
 import json, runpy, sys, threading
-import preprocess.worker as worker
+import preprocess.make.worker as worker
 seen = worker.Worker.run_shard
 def run_shard(self, shard, progress):
     manifest = seen(self, shard, progress)
@@ -230,19 +197,10 @@ def test_a_process_that_makes_a_shard_has_no_heavy_library(
         LIST_MODULES.format(report=str(report))
         + f"from preprocess.__main__ import main\nif __name__ == '__main__':\n    sys.exit(main({argv!r}))\n"
     )
-    done = subprocess.run(
-        [sys.executable, program],
-        cwd=ROOT,
-        env={**prep.environ(), "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_S,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_child([sys.executable, program], env={**prep.environ(), "PYTHONPATH": str(ROOT)})
     lists = [json.loads(line) for line in report.read_text().splitlines()]
     assert len(lists) == (2 if form == "run" else 1)
     for names in lists:
-        assert {"numpy", "preprocess.shard_writer"} <= set(names), "this is a worker"
+        assert {"numpy", "preprocess.make.shard_writer"} <= set(names), "this is a worker"
         assert {"fastokens", "tokenizers"} & set(names), "it has an engine"
         assert not HEAVY & {name.split(".")[0] for name in names}

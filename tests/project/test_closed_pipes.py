@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.checkout import ROOT
-from tests.waiting import HANG_S
+from tests.children import run_child
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -58,20 +56,10 @@ def closed_pipe() -> Iterator[int]:
     os.close(writer)
 
 
-def run_into(
-    stdout: int, words: list[object], prep: Prep, unbuffered: str
-) -> subprocess.CompletedProcess[str]:
-    """``python -m`` some words, with this standard output."""
-    return subprocess.run(
-        [sys.executable, "-m", *map(str, words)],
-        cwd=ROOT,
-        env={**prep.environ(), "PYTHONUNBUFFERED": unbuffered},
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-        timeout=HANG_S,
-    )
+def run_into(stdout: int, words: list[object], prep: Prep, unbuffered: str, *, code: int = 0) -> str:
+    """``python -m`` some words, with this standard output; returns what came by standard error."""
+    environ = {**prep.environ(), "PYTHONUNBUFFERED": unbuffered}
+    return run_child([sys.executable, "-m", *map(str, words)], env=environ, stdout=stdout, code=code).stderr
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
@@ -84,18 +72,14 @@ def test_a_command_whose_reader_has_gone_ends_as_if_it_were_read(
         words = [*COMMANDS[name], made_dir, "--input_dir", sample_dir, "--model_id", prep.model_dir]
     else:
         words = [*COMMANDS[name], made_dir]
-    done = run_into(closed_pipe, words, prep, unbuffered)
-    assert done.returncode == 0, done.stderr
-    assert "rror" not in done.stderr, "neither a traceback nor 'Exception ignored'"
+    said = run_into(closed_pipe, words, prep, unbuffered)
+    assert "rror" not in said, "neither a traceback nor 'Exception ignored'"
     assert (made_dir / "index.json").exists() or name != "verify", "its work is done"
 
 
 def test_a_status_that_is_watched_ends_with_its_reader(prep: Prep, data_dir: Path, closed_pipe: int) -> None:
-    command: list[str | Path] = [sys.executable, "-c", WATCH, data_dir]
-    done = subprocess.run(
-        command, cwd=ROOT, env=prep.environ(), stdout=closed_pipe, stderr=subprocess.PIPE, timeout=HANG_S
-    )
-    assert (done.returncode, done.stderr) == (0, b"")
+    command = [sys.executable, "-c", WATCH, data_dir]
+    assert run_child(command, env=prep.environ(), stdout=closed_pipe).stderr == ""
 
 
 @pytest.mark.parametrize("log", ["closed pipe", "full disk", "closed terminal"])
@@ -108,15 +92,8 @@ def test_a_worker_whose_log_cannot_be_written_finishes_its_shard(
         os.close(master)
     else:
         stderr = closed_pipe if log == "closed pipe" else os.open("/dev/full", os.O_WRONLY)
-    done = subprocess.run(
-        [sys.executable, "-m", "preprocess", "--shard_id", "0", "--output_dir", data_dir],
-        cwd=ROOT,
-        env={**prep.environ(), **OF_AN_ARRAY},
-        stderr=stderr,
-        check=False,
-        timeout=HANG_S,
-    )
-    assert done.returncode == 0
+    command = [sys.executable, "-m", "preprocess", "--shard_id", "0", "--output_dir", data_dir]
+    run_child(command, env={**prep.environ(), **OF_AN_ARRAY}, stderr=stderr)
     assert (data_dir / "shard-00000.json").exists()
     assert not prep.temporaries(data_dir)
 
@@ -129,9 +106,6 @@ def test_what_was_asked_for_is_not_lost_unseen_on_a_full_disk(
     prep: Prep, made_dir: Path, name: str, unbuffered: str
 ) -> None:
     with Path("/dev/full").open("w") as full:
-        done = run_into(full.fileno(), [*COMMANDS[name], made_dir], prep, unbuffered)
-    assert done.returncode == 74
-    assert done.stderr.splitlines()[-1] == (
-        "error: standard output cannot be written: No space left on device"
-    )
-    assert "Traceback" not in done.stderr
+        said = run_into(full.fileno(), [*COMMANDS[name], made_dir], prep, unbuffered, code=74)
+    assert said.splitlines()[-1] == "error: standard output cannot be written: No space left on device"
+    assert "Traceback" not in said

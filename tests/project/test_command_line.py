@@ -18,8 +18,8 @@ import lustre.__main__
 import preprocess.__main__
 import slurm.__main__
 from preprocess.__main__ import num_processes, parse_ids
+from preprocess.make.task_plan import array_note
 from preprocess.options import PrepConfig
-from preprocess.task_plan import array_note
 from shardprep import command_line
 from shardprep.command_line import Command, Program, given_of, parse_size
 from shardprep.errors import UsageError
@@ -255,7 +255,7 @@ def test_an_array_smaller_than_the_plan_says_what_it_leaves_out(
         assert note is None
         return
     assert note is not None
-    assert f"leaves out {left}: sbatch --array={left} slurm/prep_array.sh DATA" in note
+    assert f"leaves out {left}; to make them: python -m slurm submit {Path('DATA').absolute()}" in note
 
 
 @pytest.mark.parametrize("path", [None, "/data/x"])

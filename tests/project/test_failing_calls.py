@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -14,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess import long_documents, transformers_tokenizer
-from preprocess.formats import text_lines
+from preprocess.formats import long_documents, text_lines
+from preprocess.make.worker import Worker, done_manifest, load_worker
 from preprocess.options import WorkerSettings
-from preprocess.plan import need_plan
-from preprocess.transformers_tokenizer import save_tokenizer
-from preprocess.worker import Worker, done_manifest, load_worker
-from shardprep import regular_files
+from preprocess.plan import transformers_tokenizer
+from preprocess.plan.plan_file import need_plan
+from preprocess.plan.transformers_tokenizer import save_tokenizer
+from shardprep import files as regular_files
 from shardprep.errors import CannotWrite, ShardprepError
+from tests.children import run_child
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -174,8 +174,7 @@ def test_a_scratch_folder_that_cannot_be_made_is_73_and_names_tmpdir(
         "from preprocess.__main__ import main; sys.exit(main(sys.argv[1:]))"
     )
     argv = [sys.executable, "-c", code, "plan", *map(str, plan_args(prep, sample_dir, tmp_path / "data"))]
-    ended = subprocess.run(argv, env={**prep.environ(), **gone}, capture_output=True, text=True, check=False)
-    assert ended.returncode == 73, ended.stderr
+    ended = run_child(argv, env={**prep.environ(), **gone}, code=73)
     assert "no scratch folder can be made" in ended.stderr
     assert "TMPDIR" in ended.stderr
 

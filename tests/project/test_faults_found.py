@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from loader import tokenizer as loader_tokenizer
-from preprocess.doctor.folders import input_finding, output_findings
-from preprocess.engines import load_engine, tokenizers_engine
-from preprocess.export.layouts import EXPORTERS
-from preprocess.plan import need_plan
-from preprocess.resolved_tokenizer import read_files, resolve_tokenizer
-from preprocess.train_tokenizer import _refuse_existing
+from preprocess.look.doctor import input_finding, output_findings
+from preprocess.look.export import EXPORTERS
+from preprocess.look.train_tokenizer import _refuse_existing
+from preprocess.make.engines import load_engine, tokenizers_engine
+from preprocess.plan.plan_file import need_plan
+from preprocess.plan.tokenizer import read_files, resolve_tokenizer
 from shardprep.errors import BrokenShard, CannotWrite, NotFound, ReadWriteError
 from shardprep.format.names import INDEX_NAME
-from slurm.cluster_limits import check_folder
 from slurm.dataset_state import find_state
-from slurm.job_script import JobRequest
+from slurm.request import JobRequest
+from slurm.site import check_folder
 from slurm.status_report import report
 
 if TYPE_CHECKING:

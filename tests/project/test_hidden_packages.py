@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.waiting import HANG_S
+from tests.children import run_child
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -43,10 +43,7 @@ def desk(tmp_path: Path) -> Path:
 
 
 def run(prep: Prep, folder: Path, *command: object) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [str(word) for word in command],
-        cwd=folder, env=prep.environ(), capture_output=True, text=True, check=False, timeout=HANG_S,
-    )  # fmt: skip
+    done = run_child([str(word) for word in command], cwd=folder, env=prep.environ(), code=None)
     assert "the old script was run" not in done.stdout + done.stderr
     return done
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from shardprep.__main__ import COMMANDS, main
-from tests.waiting import HANG_S
+from tests.children import run_child
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("numpy", "torch", "tokenizers", "transformers", "orjson", "tqdm", "webdataset")
@@ -96,22 +95,14 @@ sys.exit(f"loaded: {{found}}" if found else 0)
 @pytest.mark.processes
 @pytest.mark.parametrize("words", ["--help", "veriy", "run --help", "submit --help"])
 def test_help_loads_nothing_large(words: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LIST_LOADED, *words.split()],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=HANG_S,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    run_child([sys.executable, "-c", LIST_LOADED, *words.split()])
 
 
 @pytest.mark.processes
 def test_in_a_folder_with_a_preprocess_py_python_m_shardprep_names_it(tmp_path: Path) -> None:
     (tmp_path / "preprocess.py").write_text("raise SystemExit('the old script was run')\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "shardprep", "verify", "DATA"],
-        cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, check=False,
-        capture_output=True, text=True, timeout=HANG_S,
-    )  # fmt: skip
-    assert done.returncode == 2
+    command = [sys.executable, "-m", "shardprep", "verify", "DATA"]
+    done = run_child(command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, code=2)
     assert done.stderr.startswith(
         f"error: {tmp_path / 'preprocess.py'} hides shardprep's package of the same"
     )

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from preprocess import train_tokenizer as training
+from preprocess.look import train_tokenizer as training
 from shardprep import console as module
 from shardprep.console import Progress, progress_line
 

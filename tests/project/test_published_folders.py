@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shardprep.atomic_files import PublishedFolder
 from shardprep.errors import CannotWrite
-from shardprep.regular_files import names_in
+from shardprep.files import PublishedFolder, names_in
 
 
 def fill(folder: PublishedFolder, text: str) -> None:

@@ -5,17 +5,26 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import os
 import re
+import shlex
+import sys
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+from shardprep import errors
 from shardprep.__main__ import COMMANDS
 from tests.checkout import ROOT
+from tests.children import run_child
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
 
 PAGES = sorted(
-    [*ROOT.glob("README*.md"), ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *(ROOT / "docs").glob("*.md")]
+    [*ROOT.glob("README*.md"), ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")]
 )
 PACKAGES = ("preprocess", "loader", "slurm", "lustre")
 COMMAND = re.compile(rf"(?:python -m ({'|'.join(PACKAGES)})|(?<![\w./-])shardprep)(?=[ `]|$)(.*)")
@@ -62,7 +71,7 @@ def commands(text: str) -> list[tuple[str, str]]:
     """(package, arguments) of every ``python -m <package>`` of ours, in blocks and in spans."""
     lines = code_lines(text) + code_spans(text)
     found = [match for line in lines for match in [COMMAND.search(line)] if match]
-    return [(match[1] or package_of(match[2]), match[2]) for match in found]
+    return [(match[1] or package_of(match[2]), match[2].removeprefix(" lustre")) for match in found]
 
 
 def package_of(arguments: str) -> str:
@@ -93,7 +102,7 @@ def subcommands(package: str) -> list[str]:
 
 def words_of(package: str, arguments: str) -> tuple[str, ...]:
     """The subcommand that the arguments begin with; ``shard`` for preprocess's form without one."""
-    known = subcommands(package)
+    known = [*subcommands(package), *(["shard"] if package == "preprocess" else [])]
     first = next(iter(arguments.split()), "")
     if first in known:
         return (first,)
@@ -109,9 +118,11 @@ def flags_of(arguments: str) -> set[str]:
 def test_the_readers_of_the_pages_see_what_is_there() -> None:
     """The tests below would pass on nothing otherwise."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "python -m preprocess verify DATA" in code_lines(text)
-    assert ("lustre", " show DATA") in commands(text)
-    assert ("preprocess", " plan --help") in commands(text)
+    assert "shardprep run data" in code_lines(text)
+    assert ("slurm", " retry /lustre/data") in commands(text)
+    assert ("preprocess", " verify /lustre/data") in commands(text), "in a span"
+    form = " --shard_id N --input_dir RAW --output_dir DATA --model_id M"
+    assert ("preprocess", form) in commands(text)
     assert flags_of(" plan --num_shards 100 --out='a b' -x | grep --no") == {"--num_shards", "--out", "-x"}
     assert {"plan", "run", "verify"} <= set(subcommands("preprocess"))
     assert {"show", "apply"} <= set(subcommands("lustre"))
@@ -126,19 +137,65 @@ def test_both_languages_have_the_same_commands_in_the_same_order() -> None:
     assert set(commands(english)) <= set(commands(korean)), "a command in the text of README.md alone"
 
 
-def test_both_languages_have_the_same_sections_and_exit_codes() -> None:
-    english, korean = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.ko.md"))
-    assert len(re.findall(r"^## ", english, re.MULTILINE)) == len(re.findall(r"^## ", korean, re.MULTILINE))
-    codes = [re.findall(r"^\| (\d+) \|", text, re.MULTILINE) for text in (english, korean)]
-    assert codes[0] == codes[1]
-    assert codes[0]
+def test_both_languages_have_the_same_sections_tables_and_links() -> None:
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.ko.md")]
+    for pattern in (r"^## ", r"^\|"):
+        english, korean = (len(re.findall(pattern, text, re.MULTILINE)) for text in texts)
+        assert english == korean > 5, pattern
+    english_links, korean_links = (set(links_of(text)) - {"README.md", "README.ko.md"} for text in texts)
+    assert english_links == korean_links
+
+
+def test_the_readme_has_at_most_1000_words() -> None:
+    assert 300 < len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1000
+
+
+@pytest.mark.processes
+def test_the_quick_start_of_the_readme_runs_as_it_stands_in_an_empty_folder(
+    prep: Prep, tmp_path: Path
+) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (block,) = (block for block in code_blocks(text) if "mkdir raw" in block)
+    script = "\n".join(block)
+    assert " MODEL " in script
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    ended = run_child(
+        ["bash", "-euc", script.replace(" MODEL ", f" {shlex.quote(str(prep.model_dir))} ")],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path, "PYTHONPATH": ""},
+    )
+    assert "2 shards are whole: 3 samples" in ended.stdout
+    assert "두 번째 문서입니다." in ended.stdout, "peek shows it"
+
+
+def test_the_exit_codes_of_the_reference_page_are_those_of_the_errors() -> None:
+    page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and hasattr(kind, "exit_code")]
+    assert len(kinds) > 5
+    listed = [int(code) for code in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)]
+    assert listed == sorted({0, *(kind.exit_code for kind in kinds)})
+
+
+def test_a_reader_of_the_readme_finds_each_page_of_the_docs_by_links() -> None:
+    found, todo = set(), [ROOT / "README.md"]
+    while todo:
+        page = todo.pop()
+        if page not in found:
+            found.add(page)
+            names = [link.partition("#")[0] for link in links_of(page.read_text(encoding="utf-8"))]
+            todo += [(page.parent / name).resolve() for name in names if re.fullmatch(r"[\w./-]+\.md", name)]
+    assert set(PAGES) - found == set()
+
+
+def links_of(text: str) -> list[str]:
+    """Where the links of a page lead, as they are written."""
+    return [*re.findall(r"\]\(([^)\s]+)\)", text), *re.findall(r"^\[[^\]]+\]:\s*(\S+)", text, re.MULTILINE)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_every_relative_link_leads_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    links = [*re.findall(r"\]\(([^)\s]+)\)", text), *re.findall(r"^\[[^\]]+\]:\s*(\S+)", text, re.MULTILINE)]
-    for link in links:
+    for link in links_of(text):
         if not re.match(r"[a-z]+:", link):
             name, _, anchor = link.partition("#")
             target = page.parent / name if name else page

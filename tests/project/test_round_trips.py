@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess.plan import need_plan
-from preprocess.worker import missing_shards
+from preprocess.make.worker import missing_shards
+from preprocess.plan.plan_file import need_plan
+from shardprep.files import read_regular
 from shardprep.format.manifest import check_shard
 from shardprep.format.names import manifest_path, tar_path
-from shardprep.regular_files import read_regular
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -105,7 +105,7 @@ def test_a_file_is_read_whole_though_reads_are_short(
 
 
 def test_a_tar_without_its_end_is_still_found_by_verify(data_dir: Path, prep: Prep) -> None:
-    from preprocess.verify import check_ids
+    from preprocess.check.verify import check_ids
     from shardprep.errors import BrokenShard
     from shardprep.format.idx import read_idx
 

@@ -18,13 +18,12 @@ import numpy as np
 import pytest
 import zstandard
 
-from loader import get_llama3_dataloader
-from loader.shards.input_paths import copy_url
-from loader.staging import staged_copies
-from loader.staging.staged_copies import staged_folder
+from loader import get_llama3_dataloader, staged_copies
+from loader.find_shards import copy_url
+from loader.staged_copies import staged_folder
 from preprocess.formats import compression
 from preprocess.formats.compression import COMPRESSIONS
-from preprocess.plan import need_plan
+from preprocess.plan.plan_file import need_plan
 from shardprep.errors import BadInput, NotFound, ShardprepError
 from tests.checkout import ROOT
 from tests.faults import altered_inputs

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess.local_run import _Process
+from preprocess.make.local_run import _Process
+from preprocess.make.shard_writer import ShardWriter
+from preprocess.make.worker import members_of
 from preprocess.options import WorkerSettings
-from preprocess.plan import need_plan
-from preprocess.shard_writer import ShardWriter
-from preprocess.worker import members_of
-from shardprep.atomic_files import publish_bytes
+from preprocess.plan.plan_file import need_plan
 from shardprep.console import STOP_SIGNALS, stop_signals_wait
 from shardprep.errors import Stopped
+from shardprep.files import publish_bytes
 from tests.checkout import ROOT
 from tests.children import child, is_living, run_child
 from tests.waiting import HANG_S, wait_until
@@ -136,7 +136,7 @@ def test_another_error_in_a_finalizer_is_printed_as_python_does() -> None:
 PARENT = """
 import sys, time
 from pathlib import Path
-from preprocess.local_run import _Process
+from preprocess.make.local_run import _Process
 from preprocess.options import WorkerSettings
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess.train_tokenizer import train_tokenizer
+from preprocess.look.train_tokenizer import train_tokenizer
 from shardprep.__main__ import main
 from shardprep.console import STOP_SIGNALS, printable
 from tests.checkout import ROOT

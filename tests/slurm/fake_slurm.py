@@ -21,9 +21,8 @@ import pytest
 
 from slurm.job_records import JobArray, Submission
 from slurm.job_records import publish_submission as publish
-from slurm.job_script import JobRequest
-from tests.checkout import ROOT
-from tests.waiting import HANG_S
+from slurm.request import JobRequest
+from tests.children import run_child
 
 NAME = "shardprep-0123456789ab-3f2a91-0"
 WHEN = "2026-11-22T01:52:04"
@@ -69,7 +68,22 @@ case "$name $*" in
     echo $((number + 1)) ;;
   scontrol*config*) cat "$place/config" ;;
   scontrol*"show job"*) sed "s/{name}/$(cat "$place/name-${!#}")/" "$place/job" ;;
+  scontrol*"show partition"*) [[ ! -e $place/partitions ]] || cat "$place/partitions" ;;
   scontrol*federation) [[ ! -e $place/federation ]] || cat "$place/federation" ;;
+  sacctmgr*" show "*)
+    # Lines of column=value in a file of this kind of row; shown are the rows and columns that are asked for.
+    asked=$*; what=${asked#* show } columns=${asked##*format=}; rows=$place/sacctmgr-${what%% *}
+    [[ -e $rows ]] || exit 0
+    while read -r row; do
+      for asked in ${what#* }; do
+        [[ $asked != *=* || $asked = format=* || " $row " = *" $asked "* ]] || continue 2
+      done
+      line=
+      for column in ${columns//,/ }; do value=" $row" && [[ $value = *" $column="* ]] || value=" $column="
+        value=${value##* "$column"=} && line+="|${value%% *}"
+      done
+      echo "${line#|}"
+    done <"$rows" ;;
   *) [[ ! -e $place/$name ]] || cat "$place/$name" ;;
 esac
 """
@@ -83,18 +97,8 @@ class FakeSlurm:
 
     def run(self, *args: object, code: int = 0, **settings: Any) -> str:
         """``python -m slurm`` in a process of its own; returns both streams."""
-        settings = {"cwd": ROOT, **settings}
-        done = subprocess.run(
-            [sys.executable, "-m", "slurm", *map(str, args)],
-            env=dict(os.environ),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            check=False,
-            timeout=HANG_S,
-            **settings,
-        )
-        said: str = done.stdout.decode("utf-8", "replace")
-        assert done.returncode == code, said
+        command = [sys.executable, "-m", "slurm", *map(str, args)]
+        said = run_child(command, code=code, stderr=subprocess.STDOUT, encoding="utf-8", **settings).stdout
         assert "Traceback" not in said
         return said
 

@@ -12,13 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from shardprep.format.manifest import ShardMaking
 from shardprep.format.names import shard_name
-from shardprep.format.shard_making import ShardMaking
 from slurm import dataset_state
+from slurm.commands import SlurmRefused
 from slurm.job_records import JobArray, publish_submission
-from slurm.job_script import JobRequest
-from slurm.sending import _release
-from slurm.slurm_commands import SlurmRefused
+from slurm.request import JobRequest
+from slurm.send import _release
 from slurm.slurm_queries import parse_queue
 from slurm.status_report import clock_difference_s
 from tests.slurm.fake_slurm import NAME, WHEN, FakeSlurm, submission, submitted

@@ -16,16 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess.plan import need_plan
+from preprocess.plan.plan_file import need_plan
 from shardprep.__main__ import main
 from shardprep.console import num_cells
-from shardprep.format.index import merge_manifests
-from shardprep.format.manifest import ShardCounts, read_manifest
+from shardprep.format.manifest import ShardCounts, merge_manifests, osts_json, read_manifest
 from shardprep.format.names import idx_path, manifest_path, quarantine_path, tar_path
-from shardprep.format.osts import osts_json
 from slurm.job_records import publish_submission
-from slurm.job_script import JobRequest
 from slurm.report.words import INPUT_REASONS, KOREAN, LANGUAGES, REASONS, Language, Words
+from slurm.request import JobRequest
 from tests.checkout import ROOT
 from tests.conftest import seal
 from tests.slurm.fake_slurm import NAME, WHEN, FakeSlurm, submission

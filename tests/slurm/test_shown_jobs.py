@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import io
 import json
 import os
@@ -12,19 +13,19 @@ from typing import Any
 
 import pytest
 
-from preprocess.plan import need_plan
+from preprocess.plan.plan_file import need_plan
 from shardprep.console import STOP_SIGNALS
 from shardprep.format.names import id_ranges, shard_name
 from slurm import __main__ as program
-from slurm import slurm_commands
+from slurm import commands
+from slurm.commands import Patience, SlurmAway
 from slurm.dataset_state import find_state
 from slurm.failure_causes import NO_LOG, SRUN_FAILED, STEP_STOPPED, TIMEOUT, cause_of, log_tail
 from slurm.job_records import SubmittedMeanwhile, read_submissions
-from slurm.job_script import JobRequest
+from slurm.request import JobRequest
 from slurm.retrying import failing_nodes, prepare_retry
-from slurm.slurm_commands import Patience, SlurmAway
+from slurm.send import prepare_submit
 from slurm.slurm_queries import TaskAttempt, parse_queue
-from slurm.submitting import prepare_submit
 from tests.slurm.fake_slurm import NAME, QUEUES, WHEN, FakeSlurm, submitted
 
 pytestmark = pytest.mark.processes
@@ -141,7 +142,7 @@ def test_wait_outlasts_a_controller_that_restarts(
             (fake.place / "away").unlink()
 
     fake.answers("squeue", squeue_line("0-4", "RUNNING"))
-    monkeypatch.setattr(slurm_commands, "sleep", sleep)
+    monkeypatch.setattr(commands, "sleep", sleep)
     (fake.place / "away").touch()
     state = Patience(lambda _: None).ask(lambda: find_state(data_dir, need_plan(data_dir)))
     assert waits == [5, 10, 20]
@@ -150,7 +151,7 @@ def test_wait_outlasts_a_controller_that_restarts(
 
 def test_patience_ends_after_an_hour_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(slurm_commands, "sleep", waits.append)
+    monkeypatch.setattr(commands, "sleep", waits.append)
 
     def away() -> None:
         raise SlurmAway("down")
@@ -189,7 +190,7 @@ def test_a_submit_that_came_second_looks_again_and_finds_nothing_left_to_send(
         looks.append(1)
         return found
 
-    monkeypatch.setattr("slurm.submitting.prepare_submit", look)
+    monkeypatch.setattr("slurm.send.prepare_submit", look)
     said = slurm("submit", data_dir)
     assert len(looks) == 2
     assert "written meanwhile: somebody else submitted at the same time" in said
@@ -300,17 +301,15 @@ def test_retry_makes_anew_what_the_verify_job_found_wrong(fake: FakeSlurm, data_
 
 def test_the_limits_count_the_jobs_that_each_limit_counts(fake: FakeSlurm, data_dir: Path) -> None:
     """Another account's jobs are not this one's; the account's own row has GrpSubmitJobs."""
-    script = """#!/bin/sh
-case "$*" in
-  *"assoc where user"*) echo "mine|normal|normal||" ;;
-  *"assoc where account=mine"*) printf '|root|6\\nroot|mine|\\n' ;;
-  *"assoc where account=root"*) echo "||" ;;
-  *name=normal*) echo "normal|9||" ;;
-esac
-"""
-    (fake.place / "bin" / "sacctmgr").unlink()
-    (fake.place / "bin" / "sacctmgr").write_text(script)
-    (fake.place / "bin" / "sacctmgr").chmod(0o755)
+    user = getpass.getuser()
+    rows = [
+        f"user={user} account=mine qos=normal",
+        "account=mine parentname=root grpsubmitjobs=6",
+        "account=root",
+    ]
+    fake.answers("sacctmgr-user", f"name={user} user={user} defaultaccount=mine\n")
+    fake.answers("sacctmgr-assoc", "\n".join(rows) + "\n")
+    fake.answers("sacctmgr-qos", "name=normal maxsubmitjobspu=9\n")
     (fake.place / "bin" / "squeue").unlink()
     queue = """#!/bin/sh
 case "$*" in

@@ -5,23 +5,23 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess.cost_estimate import CostEstimate
-from preprocess.plan import need_plan
+from preprocess.plan.cost_estimate import CostEstimate
+from preprocess.plan.plan_file import need_plan
 from shardprep.errors import UsageError
-from shardprep.format.shard_making import ShardMaking
-from slurm.cluster_limits import PartitionLimits
+from shardprep.format.manifest import ShardMaking
 from slurm.dataset_state import find_state
 from slurm.job_records import read_submissions
-from slurm.job_script import JobRequest, array_script, prep_script, verify_script
+from slurm.request import JobRequest, find_defaults, save_profile
 from slurm.resource_use import core_hours, within
 from slurm.retrying import retry_request
-from slurm.site_defaults import find_defaults, save_profile
+from slurm.script import array_script, prep_script, verify_script
+from slurm.site import PartitionLimits
+from tests.children import run_child
 from tests.slurm.fake_slurm import NAME, WHEN, FakeSlurm, submitted
 from tests.slurm.test_shown_jobs import slurm
 
@@ -37,7 +37,7 @@ def places(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> d
     for name in ("site", "user"):
         (tmp_path / name).mkdir()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
-    monkeypatch.setattr("slurm.site_defaults._SITE", tmp_path / "site")
+    monkeypatch.setattr("slurm.request._SITE", tmp_path / "site")
     return {"site": tmp_path / "site", "user": tmp_path / "user", "data": data_dir}
 
 
@@ -133,22 +133,22 @@ def test_auto_takes_the_plans_sample_first_then_the_shards_that_are_made_and_fla
     assert "#SBATCH --time=77" in shown
     prep.make(data_dir, 0)
     shown = slurm("submit", data_dir, "--auto", "--shards_per_task", 2, "--dry_run")
-    assert "time_min is 6 (auto: 1 shards that are made)" in shown
+    assert "time_min is 6 (auto: 1 finished shard)" in shown
     assert "#SBATCH --time=6" in shown
 
 
-@pytest.mark.parametrize("source", ["a sample of the input", "1 shards that are made"])
+@pytest.mark.parametrize("source", ["a sample of the input", "1 finished shard"])
 def test_auto_asks_for_the_memory_and_time_that_the_given_cpus_need(
     fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
     """A shard takes 40 minutes of one core, a process 1 GB, and eight cores are used well."""
     cost = CostEstimate(num_tokens=1, output_bytes=1, core_hours=1, longest_shard_s=2400, num_useful_cores=8)
-    monkeypatch.setattr("preprocess.cost_estimate.estimate_of", lambda *_: cost)
+    monkeypatch.setattr("preprocess.plan.cost_estimate.estimate_of", lambda *_: cost)
     made = ShardMaking(
         shard_id=0, plan_id="", num_tokens=1, input_bytes=1, sources={}, node="n1", job_id="1", began=0,
         wall_s=300, cpu_s=2400, num_cpus=8, max_rss_bytes=int(0.8 * 2**30),
     )  # fmt: skip
-    monkeypatch.setattr("slurm.submitting.read_makings", lambda *_: [made] if "made" in source else [])
+    monkeypatch.setattr("slurm.send.read_makings", lambda *_: [made] if "finished" in source else [])
 
     def asked(*flags: object) -> tuple[str, ...]:
         shown = slurm("submit", data_dir, "--auto", "--dry_run", "--shards_per_task", 2, *flags)
@@ -200,11 +200,7 @@ def run_script(script: str, place: Path, code: int) -> str:
         "SLURM_STEP_ID": "3",
     }
     inherited |= {"SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "64", "PATH": f"{place}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", "-c", script], cwd=place, capture_output=True, text=True, check=False,
-        env={**kept, **inherited},
-    )  # fmt: skip
-    assert done.returncode == code, done.stderr
+    done = run_child(["bash", "-c", script], cwd=place, env={**kept, **inherited}, code=code)
     return done.stdout + done.stderr
 
 

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,19 +13,20 @@ from typing import Any
 
 import pytest
 
-from preprocess.plan import need_plan
+from preprocess.plan.plan_file import need_plan
 from shardprep.errors import BrokenShard, ReadWriteError, ShardprepError, UsageError
 from shardprep.format.checked_json import content_sha256
 from shardprep.format.names import shard_name
-from slurm.cluster_limits import check_folder
+from slurm.commands import slurm_answer, slurm_output
 from slurm.dataset_state import done_shards, find_state
 from slurm.job_records import read_submissions
-from slurm.job_script import JobRequest, array_script, prep_script, verify_script
-from slurm.sending import parse_job
-from slurm.slurm_commands import slurm_answer, slurm_output
+from slurm.request import JobRequest
+from slurm.script import array_script, prep_script, verify_script
+from slurm.send import parse_job, prepare
+from slurm.site import check_folder
 from slurm.slurm_queries import parse_accounts, parse_queue
-from slurm.submitting import prepare
 from tests.checkout import ROOT
+from tests.children import run_child
 from tests.slurm.fake_slurm import JOB, NAME, QUEUES, WHEN, FakeSlurm, submitted
 
 pytestmark = pytest.mark.processes
@@ -148,11 +148,7 @@ def test_a_dry_run_of_submit_needs_no_slurm_at_all(
     data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    done = subprocess.run(
-        [sys.executable, "-m", "slurm", "submit", data_dir, "--dry_run"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = run_child([sys.executable, "-m", "slurm", "submit", data_dir, "--dry_run"])
     assert "#SBATCH --array=0-4%5" in done.stdout
     assert "scontrol cannot be run here" in done.stderr
 
@@ -170,10 +166,8 @@ def run_head(script: str, folder: Path) -> list[str]:
     """What bash makes of a rendered script: the words that the worker would get."""
     head = script.partition("\nset -euo pipefail\n")[0]
     (folder / "job.sh").write_text(head + '\nprintf "%s\\0" "${shardprep_command[@]}" "$SHARDPREP_EXEC"\n')
-    done = subprocess.run(
-        ["bash", "job.sh"], cwd=folder, capture_output=True, env={"PATH": os.environ["PATH"]}, check=True
-    )
-    return done.stdout.decode("utf-8").split("\0")[:-1]
+    done = run_child(["bash", "job.sh"], cwd=folder, env={"PATH": os.environ["PATH"]}, encoding="utf-8")
+    return done.stdout.split("\0")[:-1]
 
 
 @pytest.mark.parametrize("name", NASTY)
@@ -182,7 +176,7 @@ def test_a_value_reaches_the_worker_as_it_is_and_no_shell_runs_it(tmp_path: Path
     request = JobRequest(worker_args=shlex.join(["--input_dir", name]), partition=name, account=name)
     settings = {"SHARDPREP_EXEC": name}
     script = array_script(folder, "shardprep-0", ["3"], request, settings=settings, body=prep_script())
-    expected = ["--shard_id", "3", "--output_dir", str(folder), "--input_dir", name, name]
+    expected = ["--shard_id", "3", "--planned", "--output_dir", str(folder), "--input_dir", name, name]
     assert run_head(script, tmp_path) == expected
     script = verify_script(folder, "shardprep-0", 5, request, settings=settings, body=prep_script())
     assert run_head(script, tmp_path) == ["verify", str(folder), name]
@@ -221,11 +215,8 @@ def test_submit_of_a_folder_with_such_a_name_ends_with_2_and_sends_nothing(
 
 def test_a_training_whose_folder_of_checkpoints_was_forgotten_is_told_what_to_type(tmp_path: Path) -> None:
     """Its third word is a flag, which find and mkdir would take for theirs."""
-    done = subprocess.run(
-        ["bash", ROOT / "slurm" / "train_ddp.sh", "train.py", "DATA", "--num_steps", "9"],
-        cwd=tmp_path, env={**os.environ, "SLURM_JOB_ID": "1"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
+    words = ["bash", ROOT / "slurm" / "train_ddp.sh", "train.py", "DATA", "--num_steps", "9"]
+    done = run_child(words, cwd=tmp_path, env={**os.environ, "SLURM_JOB_ID": "1"}, code=2)
     assert "type: sbatch --nodes=2 slurm/train_ddp.sh PROGRAM.py DATA CHECKPOINTS" in done.stderr
 
 
@@ -293,7 +284,7 @@ def test_an_sbatch_that_answers_no_job_id_leaves_nothing_recorded(fake: FakeSlur
     (fake.place / "bin" / "sbatch").unlink()
     (fake.place / "bin" / "sbatch").write_text("#!/bin/sh\ncat >/dev/null\necho Hello\n")
     (fake.place / "bin" / "sbatch").chmod(0o755)
-    assert "sbatch answered 'Hello\\n', expected a job id" in fake.run("submit", data_dir, code=74)
+    assert "sbatch answered 'Hello', expected a job id" in fake.run("submit", data_dir, code=74)
     assert read_submissions(data_dir) == []
 
 

@@ -358,3 +358,39 @@ def test_forty_shards_by_submitit_on_a_real_slurm_fit_its_array_and_a_preempted_
     assert [manifest.shard_id for manifest in found] == list(range(40))
     assert prep.temporaries(data) == []
     assert submit_with_submitit(data, executor) == []
+
+
+def test_what_a_qos_keeps_pending_is_refused_and_auto_fits_it_under_the_default_account(
+    prep: Prep, site: Site, sample_dir: Path, tmp_path: Path
+) -> None:
+    """The last test of this module: it changes the accounts of the user."""
+    for command in (
+        "add qos tight set MaxTRESPerJob=cpu=2,mem=1G MaxWall=01:00:00",
+        "add account first",
+        "add account second",
+        "add user root account=first",
+        "add user root account=second DefaultAccount=second",
+        "modify user root where account=first set MaxSubmitJobs=1",
+        "modify user root where account=second set qos=normal,tight",
+        "modify user root set DefaultAccount=second",
+    ):
+        site.run("sacctmgr", "-i", *command.split())
+    data = tmp_path / "O"
+    prep.plan(sample_dir, data, num_shards=3)
+    asked = {
+        ("--cpus_per_task", 3, "--mem_gb", 0.5): (["-c3", "--mem=500"], "QOS tight allows at most 2 CPUs"),
+        ("--cpus_per_task", 1, "--mem_gb", 2): (["--mem=2000"], "MaxTRES of QOS tight allows at most 1 GB"),
+        ("--time_min", 90, "--mem_gb", 0.5): (["--time=90", "--mem=500"], "MaxWall of QOS tight allows"),
+        ("--cpus_per_task", 2): (["-c2"], "the memory of the site's default"),
+    }  # fmt: skip
+    for flags, (options, words) in asked.items():
+        job = site.run("sbatch", "--parsable", "--qos=tight", *options, "--wrap=hostname").strip()
+        wait_until(lambda job=job: "QOSMax" in site.run("squeue", "-h", "-j", job, "-o", "%T %r"))  # type: ignore[misc]
+        assert words in site.slurm("submit", data, "--qos", "tight", *flags, code=2)
+        site.run("scancel", job)
+    said = site.slurm("submit", data, "--account", "first", code=2)
+    assert "MaxSubmitJobs of account first (1, 0 in use) leaves no room" in said
+    site.slurm("submit", data, "--qos", "tight", "--auto", "--wait")
+    assert site.status(data)["verified"]
+    job = site.submission(data, 0)["arrays"][0]["job_id"]
+    assert "second|tight" in site.run("sacct", "-n", "-P", "-j", job, "-o", "account,qos")

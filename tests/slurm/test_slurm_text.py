@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ import pytest
 from shardprep.console import failure_line
 from shardprep.errors import UsageError
 from shardprep.format.names import ids_of_ranges, manifest_path
-from slurm.cluster_limits import limits_of, minutes_of, partition_limits, tasks_of_shards
+from slurm.commands import SlurmRefused, minutes_of
 from slurm.dataset_state import ShardAttempt, ShardState
 from slurm.failure_causes import (
     BAD_INPUT,
@@ -26,11 +25,13 @@ from slurm.failure_causes import (
 )
 from slurm.job_records import JobArray, Submission, SubmittedMeanwhile, read_submissions
 from slurm.job_records import publish_submission as publish
-from slurm.job_script import JobRequest, array_script, prep_script, settings_of
+from slurm.request import JobRequest
 from slurm.retrying import reason_to_leave, retry_request
-from slurm.sending import parse_job
-from slurm.slurm_commands import SlurmRefused
+from slurm.script import array_script, prep_script, settings_of
+from slurm.send import parse_job
+from slurm.site import limits_of, partition_limits, tasks_of_shards
 from slurm.slurm_queries import TaskAttempt, attempts_by_task, parse_accounts, parse_queue
+from tests.children import run_child
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -110,13 +111,8 @@ def test_the_script_is_prep_array_with_a_head_that_maps_index_to_shards() -> Non
         ]
     ):
         show = 'IFS="|"; echo "$shardprep_what|${shardprep_command[*]}"'
-        done = subprocess.run(
-            ["bash", "-uc", f"{head}\n{show}"],
-            env={"SLURM_ARRAY_TASK_ID": str(index), "PATH": os.environ["PATH"]},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        environ = {"SLURM_ARRAY_TASK_ID": str(index), "PATH": os.environ["PATH"]}
+        done = run_child(["bash", "-uc", f"{head}\n{show}"], env=environ)
         assert done.stdout.strip() == expected
 
 
@@ -124,9 +120,8 @@ def test_tasks_use_this_python_unless_a_setup_or_a_container_brings_another() ->
     request = JobRequest()
     assert settings_of(request, {}, "/venv/python") == {"SHARDPREP_PYTHON": "/venv/python"}
     assert settings_of(request, {"SHARDPREP_PYTHON": "p"}, "/venv/python") == {"SHARDPREP_PYTHON": "p"}
-    assert settings_of(request, {"SHARDPREP_EXEC": "apptainer exec i"}, "/p") == {
-        "SHARDPREP_EXEC": "apptainer exec i"
-    }
+    with_container = JobRequest(container="apptainer exec i")
+    assert settings_of(with_container, {}, "/p") == {"SHARDPREP_EXEC": "apptainer exec i"}
     assert settings_of(JobRequest(setup="/s.sh"), {}, "/p") == {"SHARDPREP_SETUP": "/s.sh"}
 
 
@@ -352,14 +347,10 @@ def test_a_status_reads_each_manifest_and_failed_log_once_lists_the_folder_twice
         (commands / name).chmod(0o755)
     for shard_id in range(num_shards - num_failed, num_shards):
         (data / "jobs" / "logs" / f"7_{shard_id}.log").write_text("an error\n")
-    done = subprocess.run(
+    done = run_child(
         [sys.executable, "-c", COUNTED, data, tmp_path / "seen.json", "status", data],
         env={**os.environ, "PATH": f"{commands}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        check=False,
     )
-    assert done.returncode == 0, done.stderr
     assert "990 of 1000 shards are done" in done.stdout
     assert f"failed, {NO_MANIFEST}: 990-999" in done.stdout
     seen = json.loads((tmp_path / "seen.json").read_text())

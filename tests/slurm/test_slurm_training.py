@@ -115,6 +115,34 @@ def test_a_run_that_is_cut_goes_on_on_one_node_as_if_unbroken(site: Site, data: 
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-4)
 
 
+def test_ranks_that_get_the_term_with_all_their_workers_save_and_the_run_goes_on_as_if_unbroken(
+    site: Site, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a preemption or scancel sends it: to every process of the job's steps."""
+    monkeypatch.setitem(site.environ, "SHARDPREP_MAX_REQUEUES", "0")
+    checkpoints, unbroken = site.folder / "term", site.folder / "not_stopped"
+    flags = (*FLAGS, "--num_threads", 1, "--log_batches", "--num_workers", 2)
+    job = site.run(
+        "sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", SCRIPT, PROGRAM, data, checkpoints,
+        *flags, "--num_steps", 1000, "--save_every", 1000, "--step_sleep_s", 1,
+    )  # fmt: skip
+    log = checkpoints / "log.jsonl"
+    wait_until(
+        lambda: site.job(job)["JobState"] == "FAILED" or (log.exists() and len(steps_of(checkpoints)) > 2)
+    )
+    site.run("scancel", "--signal=TERM", job)
+    last = site.ended(job)
+    assert (last["JobState"], last["ExitCode"]) == ("FAILED", "75:0"), site.log(job)
+    assert "(SHARDPREP_MAX_REQUEUES): not again" in site.log(job), "there is a newer checkpoint"
+    num_steps = len(steps_of(checkpoints)) + 3
+    for folder in (checkpoints, unbroken):
+        site.run(sys.executable, PROGRAM, data, folder, *flags, "--num_steps", num_steps)
+    ours, theirs = steps_of(checkpoints), steps_of(unbroken)
+    assert [(line["step"], line["batch"]) for line in ours] == [
+        (line["step"], line["batch"]) for line in theirs
+    ]
+
+
 def test_without_a_newer_checkpoint_or_past_the_most_requeues_it_stays_stopped(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tests.conftest import Prep
 
 submitit = pytest.importorskip("submitit")
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture

@@ -19,6 +19,8 @@ from tests.checkout import ROOT
 from tests.children import end_of, free_port
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = ROOT / "slurm" / "train_ddp.sh"
 # As many tasks as asked for; where one ends badly the others are killed, and the highest code is srun's own,
 # as of the real one.

@@ -1,0 +1,1002 @@
+"""Which documents are for validation and which for training: arithmetic, so nothing is listed or held.
+
+Of every ``group`` consecutive documents of a shard one is for validation, chosen by a hash of the group and
+of the shard's content. So a sorted data set is split evenly, and a document stays on its side whatever other
+shards there are. The price: equal documents at two places may be on two sides. Packed rows are split row by
+row, so a document that goes on in another row may be on both.
+
+All shards of a run as one sequence of samples: which tar holds sample g, and where in it.
+
+``SizeCheck`` looks at the size of every tar once, on rank 0, while the loader is made: what is missing is
+known at the start, not hours later. ``check_read_check`` says whether the crc32s of samples can be compared.
+
+What a user names as ``input_shards`` -> paths of tars, data set folders and index.json files that exist.
+
+``exclude_shards`` names shards to leave out. They are left out before the sampling order is made, and a name
+that fits no shard is an error.
+
+A tar that is no local file is copied once, by webdataset, to where the loader can read at random:
+
+    DIR/<16 digits of the URL>-part-07.tar                      an external tar
+    DIR/<16 digits of the folder's URL>/shard-00000.tar ...     a shard of ours, with its manifest and idx
+
+So a shard of ours is one wherever it came from: it has the same fingerprint, and a run may go on with it.
+
+What a user names -> the shards of a run.
+
+A folder is a whole data set; shards can be excluded by name. Shards of our data sets are known by manifest or
+index.json and are opened when they are needed. External tars are scanned here, once. Where ``verify`` wrote
+the storage targets (OSTs) of the shards, they are read, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import logging
+import os
+import re
+import shlex
+import stat
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+import numpy as np
+import numpy.typing as npt
+from braceexpand import braceexpand
+
+from loader.external_tars import TarSamples, scan_tar
+from loader.order import hash_array
+from shardprep.errors import (
+    BrokenShard,
+    CannotWrite,
+    MissingShard,
+    NotFound,
+    OtherTokenizer,
+    ReadWriteError,
+    ShardprepError,
+    UnknownMember,
+    UsageError,
+)
+from shardprep.files import (
+    FileStamp,
+    PublishedFile,
+    names_in,
+    read_beginning,
+    size_of_file,
+    sync_folder,
+    with_retries,
+)
+from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
+from shardprep.format.idx import idx_num_bytes
+from shardprep.format.manifest import (
+    DatasetIndex,
+    Manifest,
+    manifest_ids,
+    merge_manifests,
+    read_index,
+    read_manifest,
+    read_osts,
+)
+from shardprep.format.names import (
+    CRCS_DIR,
+    INDEX_NAME,
+    OSTS_NAME,
+    PLAN_NAME,
+    crcs_command,
+    crcs_path,
+    id_ranges,
+    idx_path,
+    manifest_path,
+    rerun_command,
+    shard_name,
+    tar_path,
+)
+
+SplitName = Literal["train", "validation"]
+LEAST_FRACTION = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentSplit:
+    """One side of the split."""
+
+    name: SplitName
+    group: int  # documents, of which one is for validation
+
+    def num_documents(
+        self, keys: npt.NDArray[np.uint64], counts: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """Of shards with these keys and numbers of documents, those of this side: int64[shards]."""
+        whole, rest = np.divmod(counts, self.group)
+        num_validation = whole + (self._chosen(keys, whole) < rest)
+        return num_validation if self.name == "validation" else counts - num_validation
+
+    def rows(self, key: np.uint64, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Where documents of this side stand in their shard, ascending as ``numbers`` are: same shape."""
+        if self.name == "validation":
+            return numbers * self.group + self._chosen(key, numbers)
+        group, within = np.divmod(numbers, self.group - 1)
+        return group * self.group + within + (within >= self._chosen(key, group))
+
+    def _chosen(
+        self, key: npt.NDArray[np.uint64] | np.uint64, group: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """Which document of a group is for validation, from 0."""
+        hashes = hash_array(np.asarray(key, np.uint64), group)
+        return (hashes % np.uint64(self.group)).astype(np.int64)
+
+
+def document_split(name: SplitName | None, validation_fraction: float | None) -> DocumentSplit | None:
+    """The side that a user names; None for all documents. Raises UsageError.
+
+    A fraction is taken as 1/n, n whole. Without one, validation is all of the shards named.
+    """
+    if name is None or (name == "validation" and validation_fraction is None):
+        if validation_fraction is not None:
+            raise UsageError(
+                f'validation_fraction is {validation_fraction}, and no split is named; pass split="train" or '
+                'split="validation"'
+            )
+        return None
+    if name not in get_args(SplitName):
+        raise UsageError(f"split is {name!r}, expected {' or '.join(map(repr, get_args(SplitName)))}")
+    if validation_fraction is None:
+        raise UsageError('split="train" needs validation_fraction, what is left to split="validation"')
+    if not LEAST_FRACTION <= validation_fraction <= 0.5:
+        raise UsageError(f"validation_fraction is {validation_fraction}, expected {LEAST_FRACTION} to 0.5")
+    return DocumentSplit(name=name, group=round(1 / validation_fraction))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetShards:
+    """Shards of one of our data sets, all or some; the arrays have a row per shard."""
+
+    folder: Path
+    spec: DatasetSpec
+    shard_ids: npt.NDArray[np.int64]
+    num_samples: npt.NDArray[np.int64]
+    num_tokens: npt.NDArray[np.int64]
+    tar_bytes: npt.NDArray[np.int64]
+    tar_sha256: npt.NDArray[np.str_]  # the first 16 hex digits
+    osts: npt.NDArray[np.int64] | None = None  # each begins on, where it is known; outside the fingerprint
+
+    def path_of(self, row: int) -> Path:
+        """The tar of a row."""
+        return tar_path(self.folder, int(self.shard_ids[row]))
+
+    def remedy_of(self, row: int) -> str:
+        """What to do about a row that cannot be read."""
+        return f"run: {rerun_command(int(self.shard_ids[row]), self.folder)}"
+
+    @property
+    def idx_bytes(self) -> npt.NDArray[np.int64]:
+        """int64[shards]: of each idx."""
+        return idx_num_bytes(self.spec.kind, self.num_samples)
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of every sample where they are packed rows, else 0."""
+        return self.spec.seq_len
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether rows say which of their tokens have a label."""
+        return self.spec.record == "chat"
+
+    @property
+    def fingerprint(self) -> str:
+        """Of plan, shards and content; the folder is outside it, so that a data set may move."""
+        parts = [self.shard_ids.astype("<i8").tobytes(), ",".join(self.tar_sha256.tolist()).encode()]
+        return hashlib.sha256(b"|".join([self.spec.plan_id.encode(), *parts])).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExternalTar:
+    """A tar without a manifest, as others write them, with its headers scanned."""
+
+    path: Path
+    samples: TarSamples
+    tar_bytes: int
+
+    @property
+    def num_samples(self) -> npt.NDArray[np.int64]:
+        """As DatasetShards has it: a row per shard, and this is one."""
+        return np.array([len(self.samples.offset)])
+
+    @property
+    def num_tokens(self) -> npt.NDArray[np.int64]:
+        """Where they were counted; else a guess of 4 bytes per token."""
+        counted = self.samples.num_tokens
+        return np.array([counted.sum() if (counted >= 0).all() else self.tar_bytes // 4])
+
+    def path_of(self, _row: int) -> Path:
+        """The tar."""
+        return self.path
+
+    def remedy_of(self, _row: int) -> str:
+        """What to do where it cannot be read."""
+        return "it changed since it was scanned: copy it again, and start anew"
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of every sample where they are packed rows, else 0."""
+        return self.samples.row_tokens
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether rows say which of their tokens have a label."""
+        return bool(self.samples.mask_offset.any())
+
+    @property
+    def fingerprint(self) -> str:
+        """Of sizes, places and some of the content; the path is outside it."""
+        return self.samples.fingerprint
+
+
+class ShardSet:
+    """Shards in the order they were named; sample g is counted through all of them."""
+
+    def __init__(
+        self, sources: Iterable[DatasetShards | ExternalTar], split: DocumentSplit | None = None
+    ) -> None:
+        self.sources = tuple(sources)
+        self.split = split
+        parts = [np.zeros(0, np.int64), *(source.num_samples for source in self.sources)]
+        # Shard s is row s - source_first[i] of source i.
+        self.source_first = np.cumsum(list(map(len, parts)))
+        self.num_records = np.concatenate(parts).astype(np.int64)  # of each shard, on both sides of a split
+        counts = self.num_records
+        if split is not None:
+            counts = split.num_documents(self._split_keys, counts)
+        self.first_sample = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        self.num_shards = len(self.first_sample) - 1
+        self.num_samples = int(self.first_sample[-1])
+        lengths = {source.row_tokens for source in self.sources}
+        # Tokens of every sample where all are packed rows of one length, else 0.
+        self.row_tokens = lengths.pop() if len(lengths) == 1 else 0
+        num_tokens = sum(int(source.num_tokens.sum()) for source in self.sources)
+        self.mean_tokens = max(num_tokens / max(int(self.num_records.sum()), 1), 1.0)  # of a sample, roughly
+
+    @cached_property
+    def _split_keys(self) -> npt.NDArray[np.uint64]:
+        """uint64[shards]: of each shard's content."""
+        keys = [
+            [source.fingerprint] if isinstance(source, ExternalTar) else source.tar_sha256.tolist()
+            for source in self.sources
+        ]
+        return np.array([int(key[:16], 16) for of_source in keys for key in of_source], np.uint64)
+
+    def rows_of(self, shard: int, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Where samples of one shard stand in it: int64[n] -> int64[n]."""
+        local = samples - self.first_sample[shard]
+        return local if self.split is None else self.split.rows(self._split_keys[shard], local)
+
+    @cached_property
+    def osts(self) -> npt.NDArray[np.int64] | None:
+        """The storage target (OST) that each shard begins on, -1 where it is not known; None if none is."""
+        known = [source.osts for source in self.datasets if source.osts is not None]
+        if not known:
+            return None
+        parts = [
+            np.full(len(source.num_samples), -1)
+            if isinstance(source, ExternalTar) or source.osts is None
+            else source.osts
+            for source in self.sources
+        ]
+        return np.concatenate(parts).astype(np.int64)
+
+    @property
+    def tar_bytes(self) -> int:
+        """Bytes of all tars; of a split its part, as by the number of samples."""
+        num_bytes = sum(int(np.sum(source.tar_bytes)) for source in self.sources)
+        return (
+            num_bytes if self.split is None else num_bytes * self.num_samples // int(self.num_records.sum())
+        )
+
+    @property
+    def datasets(self) -> list[DatasetShards]:
+        """Those sources that are data sets of ours."""
+        return [source for source in self.sources if isinstance(source, DatasetShards)]
+
+    @property
+    def has_external(self) -> bool:
+        """Whether some shards are external tars."""
+        return len(self.datasets) < len(self.sources)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether some samples are packed rows."""
+        return any(source.row_tokens for source in self.sources)
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether some rows say which of their tokens have a label."""
+        return any(source.has_mask for source in self.sources)
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of all sources, in their order."""
+        return hashlib.sha256("".join(source.fingerprint for source in self.sources).encode()).hexdigest()
+
+    def locate(self, shard: int) -> tuple[DatasetShards | ExternalTar, int]:
+        """The source of a shard, counted through all sources, and its row there."""
+        number = int(np.searchsorted(self.source_first, shard, side="right")) - 1
+        return self.sources[number], shard - int(self.source_first[number])
+
+    def shard_of(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The shard of each sample, counted through all sources; same shape."""
+        return np.searchsorted(self.first_sample, samples, side="right") - 1
+
+    def describe(self, sample: int) -> str:
+        """``sample 17 of DATA/shard-00003.tar``, for messages."""
+        shard = int(self.shard_of(np.array(sample)))
+        source, row = self.locate(shard)
+        record = int(self.rows_of(shard, np.array(sample)))
+        return f"sample {record} of {source.path_of(row)}"
+
+
+logger = logging.getLogger(__name__)
+
+WAIT_S = 0.5
+_NUM_NAMED = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Misfit:
+    """A tar that is not there, or has not the bytes that its manifest says."""
+
+    path: Path
+    shard_id: int
+    found_bytes: int | None  # None: not there
+    expected_bytes: int
+
+
+class SizeCheck:
+    """Compares every tar of our data sets with its manifest's size, in a thread of its own.
+
+    For rank 0 alone: a look at 99,999 files costs 1 s on a local disk, but a call of a metadata server
+    each on Lustre, which all ranks together would swamp. ``wait`` takes half a second at most, so that a
+    loader is made quickly; what is found later is raised where the next run of batches is fetched. The
+    other ranks learn nothing of it: they wait in their next collective, until the launcher, which sees rank
+    0 end, ends them (torchrun and ``srun --kill-on-bad-exit`` do). External tars were scanned already.
+    """
+
+    def __init__(self, shards: ShardSet) -> None:
+        self._datasets = shards.datasets
+        self.error: ShardprepError | None = None  # set once a tar was found missing or of a wrong size
+        self._thread = threading.Thread(target=self._look, name="size check", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Give it a moment to end; raise MissingShard or BrokenShard where it found one by then."""
+        self._thread.join(WAIT_S)
+        if self.error is not None:
+            raise self.error
+
+    def _look(self) -> None:
+        for source in self._datasets:
+            try:
+                misfits = find_misfits(source)
+            except OSError as error:  # reading tries again, and will tell
+                logger.warning("the sizes of the tars in %s cannot be looked at: %s", source.folder, error)
+                continue
+            if misfits:
+                self.error = _refusal(source, misfits)
+                return
+
+
+def find_misfits(source: DatasetShards) -> list[Misfit]:
+    """The tars of a data set's shards that are missing or of a wrong size, in their order.
+
+    One listing of the folder, whose order a Lustre client reads attributes ahead in, and a stat per file.
+    """
+    names = [f"{shard_name(shard_id)}.tar" for shard_id in source.shard_ids.tolist()]
+    expected = dict(zip(names, source.tar_bytes.tolist(), strict=True))
+    folder = os.open(source.folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with os.scandir(folder) as entries:
+            found = {entry.name: _size(entry.name, folder) for entry in entries if entry.name in expected}
+    finally:
+        os.close(folder)
+    if found == expected:
+        return []
+    return [
+        Misfit(
+            path=source.folder / name,
+            shard_id=shard_id,
+            found_bytes=None if found.get(name, -1) < 0 else found[name],
+            expected_bytes=expected[name],
+        )
+        for name, shard_id in zip(names, source.shard_ids.tolist(), strict=True)
+        if found.get(name, -1) != expected[name]
+    ]
+
+
+def _size(name: str, folder: int) -> int:
+    """Bytes of a file; -1 where it is gone, or a link to nothing."""
+    try:
+        return os.stat(name, dir_fd=folder).st_size
+    except FileNotFoundError:
+        return -1
+
+
+def _refusal(source: DatasetShards, misfits: list[Misfit]) -> ShardprepError:
+    missing = [misfit for misfit in misfits if misfit.found_bytes is None]
+    named = (missing or misfits)[:_NUM_NAMED]
+    lines = "; ".join(map(_line, named))
+    kind = MissingShard if missing else BrokenShard
+    ids = id_ranges(misfit.shard_id for misfit in misfits)
+    folder = shlex.quote(str(source.folder))
+    return kind(
+        f"{source.folder}: of {len(source.shard_ids)} tars {len(missing)} are missing and "
+        f"{len(misfits) - len(missing)} have not their manifest's size: {lines}"
+        f"{'; ...' if len(misfits) > len(named) else ''}; copy them anew, or make them again: "
+        f"python -m preprocess run {folder}{f' --shards {ids}' if len(ids) <= 200 else ''}"
+    )
+
+
+def _line(misfit: Misfit) -> str:
+    if misfit.found_bytes is None:
+        return f"{misfit.path.name} is missing"
+    return f"{misfit.path.name} has {misfit.found_bytes} of {misfit.expected_bytes} bytes"
+
+
+ReadCheck = Literal["none", "crc"]
+
+
+def check_read_check(read_check: ReadCheck, shards: ShardSet, *, looks: bool) -> bool:
+    """Whether crc32s are to be compared.
+
+    ``looks``: list the folders of crc32s, so that missing ones are known at the start; one rank is enough.
+    Raises UsageError for another value, and for external tars, of which there are none; MissingShard;
+    ReadWriteError.
+    """
+    if read_check not in get_args(ReadCheck):
+        raise UsageError(f"read_check is {read_check!r}, expected {' or '.join(get_args(ReadCheck))}")
+    if read_check == "none":
+        return False
+    for source in shards.sources:
+        if isinstance(source, ExternalTar):
+            raise UsageError(
+                f'{source.path} is a tar of others, of which there are no crc32s; read_check="crc" is for '
+                "data sets that shardprep wrote"
+            )
+        if looks:
+            _look(source)
+    return True
+
+
+def _look(source: DatasetShards) -> None:
+    folder = source.folder / CRCS_DIR
+    found = set(with_retries(f"{folder} cannot be listed", lambda: names_in(folder)))
+    missing = [
+        shard_id
+        for shard_id in source.shard_ids.tolist()
+        if crcs_path(source.folder, shard_id).name not in found
+    ]
+    if missing:
+        raise MissingShard(
+            f'read_check is "crc", and {len(missing)} of {len(source.shard_ids)} shards have no crc32s in '
+            f"{folder}, such as {crcs_path(source.folder, missing[0]).name}; run: "
+            f"{crcs_command(source.folder)}, where the data set lies on disk"
+        )
+
+
+class ExcludedShards:
+    """What ``exclude_shards`` names: a shard's number, its tar's name, or the tar's path."""
+
+    def __init__(self, names: Iterable[int | str | os.PathLike[str]]) -> None:
+        self._found: dict[int | str, set[str]] = {_key(name): set() for name in names}
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def has(self, path: str, shard_id: int | None) -> bool:
+        """Whether a tar is excluded; ``shard_id`` is its number in a data set of ours."""
+        if not self._found:
+            return False
+        keys = (path, path.rpartition("/")[2], shard_id)
+        named = [key for key in keys if key is not None and key in self._found]
+        for key in named:
+            self._found[key].add(path)
+        return bool(named)
+
+    def check_all_found(self) -> None:
+        """Raises UsageError for a name that fits no shard, or more than one."""
+        for name, paths in self._found.items():
+            if not paths:
+                raise UsageError(
+                    f"exclude_shards names {name!r}, which is none of the shards; expected the number of a "
+                    "shard of ours, or the name or path of a tar"
+                )
+            if len(paths) > 1:
+                raise UsageError(
+                    f"exclude_shards names {name!r}, which fits {' and '.join(sorted(paths)[:2])}; "
+                    "name the path"
+                )
+
+
+def _key(name: int | str | os.PathLike[str]) -> int | str:
+    """A number, a tar's name, or an absolute path."""
+    if isinstance(name, int):
+        return name
+    text = os.fspath(name)
+    return os.path.abspath(text) if "/" in text else text  # noqa: PTH100  links are not followed
+
+
+InputShards: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
+
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_URL = re.compile(r"^(?:[a-zA-Z][a-zA-Z0-9+.-]*://|pipe:)")
+
+
+def find_inputs(input_shards: InputShards, cache_dir: str | os.PathLike[str] | None = None) -> list[str]:
+    """Every absolute path that was named, brace patterns and globs expanded, in the order given.
+
+    What is no local file is copied to ``cache_dir`` by webdataset. Raises NotFound naming what does
+    not exist, UsageError for none or for one named twice. 100,000 shards take 0.4 s, hence no Path.
+    """
+    named = [input_shards] if isinstance(input_shards, (str, os.PathLike)) else list(input_shards)
+    names_in: dict[str, frozenset[str] | None] = {}
+    paths: list[str] = []
+    for name in [os.fspath(each) for each in named]:
+        if _URL.match(name):
+            paths += [copy_url(url, cache_dir) for url in expand_braces(name)]
+        else:
+            paths += _expand(name, names_in)
+    if not paths:
+        raise UsageError("input_shards is empty; name a folder, an index.json, tars or a pattern of tars")
+    if len(set(paths)) < len(paths):
+        twice = next(path for path, count in Counter(paths).items() if count > 1)
+        raise UsageError(f"{twice} is named twice in input_shards; an epoch would see its samples twice")
+    return paths
+
+
+def _expand(name: str, names_in: dict[str, frozenset[str] | None]) -> list[str]:
+    if _exists(_absolute(name), names_in):
+        return [_absolute(name)]
+    found: list[str] = []
+    for pattern in expand_braces(name):
+        path = _absolute(pattern)
+        if _exists(path, names_in):
+            found.append(path)
+            continue
+        matches = sorted(map(str, Path("/").glob(path[1:]))) if glob.has_magic(pattern) else []
+        if not matches:
+            of = "" if pattern == name else f" (of {name})"
+            raise NotFound(
+                f"{path} does not exist{of}; name a folder, an index.json, tars or a pattern of tars"
+            )
+        found += matches
+    return found
+
+
+def _absolute(name: str) -> str:
+    """Without following links: a linked tar's manifest stands beside the link."""
+    return os.path.abspath(name)  # noqa: PTH100  Path.resolve would follow them
+
+
+def _exists(path: str, names_in: dict[str, frozenset[str] | None]) -> bool:
+    """One listing a folder: 100,000 shards would else cost as many requests of a parallel file system."""
+    folder, name = os.path.split(path)
+    if folder not in names_in:
+        try:
+            names_in[folder] = frozenset(entry.name for entry in os.scandir(folder))
+        except OSError:  # it may still be entered where it may not be listed
+            names_in[folder] = None
+    names = names_in[folder]
+    return Path(path).exists() if names is None or not name else name in names
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """``a{0..2}{x,y}`` as a shell expands it, the last brace fastest; zeros in front are kept.
+
+    Each is named once. Raises UsageError for braces that hold neither a range nor a comma.
+    """
+    try:
+        names = list(dict.fromkeys(braceexpand(pattern, escape=False)))
+    except ValueError:  # unbalanced: a single brace is part of a name
+        return [pattern]
+    if left := _BRACES.search(names[0]):
+        raise UsageError(f"{pattern!r} has the braces {left[0]!r}, expected {{00000..00009}} or {{a,b}}")
+    return names
+
+
+_NAME = re.compile(r"[\w.-]+\.tar")
+_OUR_SHARD = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*://[^?#]*)/shard-(\d{5})\.tar")
+_USER = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]*://)[^/@]*@")
+_EXIT_STATUS = re.compile(r": exit -?\d+")
+_BLOCK_BYTES = 1 << 20
+
+
+def shown_url(url: str) -> str:
+    """A URL as messages have it: without password, query and the words of a command, which may be secrets."""
+    if url.startswith("pipe:"):
+        return f"{url.split(maxsplit=1)[0]} ..."
+    place, mark, _ = url.partition("?")
+    return _USER.sub(r"\1", place.partition("#")[0]) + ("?..." if mark else "")
+
+
+def copy_url(url: str, cache_dir: str | os.PathLike[str] | None) -> str:
+    """The local copy of a URL that webdataset opens (``https:``, ``s3:``, ``gs:``, ``pipe:`` ...).
+
+    A copy that is there is taken for it, so a tar must never change under its URL. Two processes that
+    copy one at a time both write it, each to a file of its own, and rename: keep ``cache_dir`` on the
+    node. In one that others can write to, or own, a folder of the user's own is made. Raises UsageError
+    without a ``cache_dir``, NotFound, BrokenShard, CannotWrite, ReadWriteError.
+    """
+    if cache_dir is None:
+        raise UsageError(
+            f"{shown_url(url)} is no local file; pass cache_dir=, a folder with room for the copies, as the "
+            "order and the resume need tars that can be read at random"
+        )
+    wanted = Path(os.path.abspath(cache_dir))  # noqa: PTH100
+    try:
+        folder = _safe_folder(wanted)
+        ours = _OUR_SHARD.fullmatch(url)
+        if ours and (path := _our_copy(ours[1], int(ours[2]), folder / _stem(ours[1]))) is not None:
+            return str(path)
+        names = _NAME.findall(url)
+        path = folder / f"{_stem(url)}-{names[-1] if names else 'copy.tar'}"
+        if not _is_there(path):
+            with _fetched(url, path) as (copy, _):
+                _check_tar(url, copy.temporary)
+                copy.publish()
+    except OSError as error:
+        raise ReadWriteError(f"{shown_url(url)} cannot be copied to {wanted}: {error}") from error
+    return str(path)
+
+
+def _our_copy(root: str, shard_id: int, folder: Path) -> Path | None:
+    """The copy of a shard of ours, the tar last; None where no manifest says that it is one."""
+    path = tar_path(folder, shard_id)
+    if _is_there(path) and _is_there(manifest_path(folder, shard_id)):
+        return path
+    folder.mkdir(exist_ok=True)
+    target = manifest_path(folder, shard_id)
+    try:
+        with _fetched(f"{root}/{target.name}", target) as (copy, _):
+            copy.publish()
+    except NotFound as error:
+        shown = shown_url(f"{root}/{path.name}")
+        logger.warning("%s is taken for an external tar: %s", shown, error)
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        return None
+    manifest = read_manifest(folder, shard_id)
+    for target, stamp in ((idx_path(folder, shard_id), manifest.idx), (path, manifest.tar)):
+        with _fetched(f"{root}/{target.name}", target) as (copy, found):
+            if found != stamp:
+                raise BrokenShard(
+                    f"what webdataset read from {shown_url(root)}/{target.name} has {found.num_bytes} bytes "
+                    f"of sha256 {found.sha256[:12]}, its manifest says {stamp.num_bytes} of "
+                    f"{stamp.sha256[:12]}; put the shard's three files there anew, and try again"
+                )
+            copy.publish()
+    return path
+
+
+def _safe_folder(wanted: Path) -> Path:
+    """The folder itself where it is the user's alone, else one of the user's own inside of it.
+
+    Elsewhere, as right under /tmp, others could put a file or a link where a copy is looked for.
+    """
+    wanted.mkdir(parents=True, exist_ok=True)
+    if _is_own(wanted.stat()):
+        return wanted
+    folder = wanted / f"shardprep-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or not _is_own(found):
+        raise CannotWrite(
+            f"{folder} is no folder of user {os.getuid()} alone (owner {found.st_uid}, mode "
+            f"{stat.filemode(found.st_mode)}), and others can write to {wanted}; name another cache_dir"
+        )
+    return folder
+
+
+def _is_own(found: os.stat_result) -> bool:
+    return found.st_uid == os.getuid() and not found.st_mode & stat.S_IWOTH
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a copy is there; a link of that name is none of ours."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISREG(found.st_mode):
+        raise BrokenShard(f"{path} is no regular file, so no copy of ours; remove it, and try again")
+    return True
+
+
+def _stem(url: str) -> str:
+    return hashlib.sha256(url.encode()).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def _fetched(url: str, target: Path) -> Iterator[tuple[PublishedFile, FileStamp]]:
+    """What webdataset reads from a URL, synced under a temporary name; gone in the end unless published.
+
+    Raises NotFound where it cannot be read, OSError where it cannot be written.
+    """
+    try:
+        copy = PublishedFile(target)
+        try:
+            for block in _blocks(url):
+                copy.write(block)
+            yield copy, copy.sync()
+        finally:
+            copy.discard()
+    except (CannotWrite, ReadWriteError) as error:
+        raise OSError(str(error)) from error
+    sync_folder(target.parent)
+
+
+def _blocks(url: str) -> Iterator[bytes]:
+    """Blocks of what a URL gives. Raises NotFound, for whatever reason webdataset cannot read it."""
+    from webdataset.gopen import gopen
+
+    try:
+        with gopen(url, "rb") as stream:
+            while block := stream.read(_BLOCK_BYTES):
+                yield block
+    except Exception as error:  # each of gopen's openers raises errors of its own
+        shown = shown_url(url)
+        if shown == url:
+            raise NotFound(f"{url} cannot be read by webdataset ({type(error).__name__}: {error})") from error
+        status = _EXIT_STATUS.search(str(error))  # the rest repeats the URL
+        reason = f"{type(error).__name__}{status[0] if status else ''}"
+        raise NotFound(f"{shown} cannot be read by webdataset ({reason})") from None
+
+
+def _check_tar(url: str, path: Path) -> None:
+    try:
+        scan_tar(path)
+    except UnknownMember as error:
+        raise UnknownMember(f"what webdataset read from {shown_url(url)} cannot be loaded: {error}") from None
+    except BrokenShard as error:
+        raise BrokenShard(f"what webdataset read from {shown_url(url)} is no whole tar: {error}") from None
+
+
+_SHARD_TAR = re.compile(r"shard-(\d{5})\.tar")
+_COMPRESSED_TAR = re.compile(r"\.(tar\.\w+|tgz)$")
+_INDEX_START = re.compile(rb'\{\s*"format":\s*"shardprep-index"')
+
+
+def find_shards(
+    input_shards: InputShards,
+    *,
+    exclude_shards: Iterable[int | str | os.PathLike[str]] = (),
+    cache_dir: str | os.PathLike[str] | None = None,
+    count_tokens: bool = False,
+    split: DocumentSplit | None = None,
+) -> ShardSet:
+    """Find what a user named, without what is excluded; an incomplete folder is refused.
+
+    ``count_tokens``: tars without an idx are read once for the lengths of their samples. Raises NotFound,
+    MissingShard, BrokenShard, UnknownVersion, UnknownMember, UsageError, or OtherTokenizer where data
+    sets of different tokenizers are mixed.
+    """
+    excluded = ExcludedShards(exclude_shards)
+    finder = _Finder(excluded, count_tokens)
+    for path in find_inputs(input_shards, cache_dir):
+        finder.add(path)
+    excluded.check_all_found()
+    shards = ShardSet(finder.sources(), split)
+    _check_same_tokenizer(shards.datasets)
+    _check_once(shards.datasets)
+    if shards.num_samples == 0:
+        side = "" if split is None else f", for {split.name} with one of {split.group} for validation"
+        raise UsageError(f"{input_shards} holds no sample that is not excluded{side}")
+    return shards
+
+
+def find_sources(sources: Mapping[str, InputShards], **options: Any) -> dict[str, ShardSet]:
+    """The shards of each named source, with the options of ``find_shards``; no shard in two of them."""
+    if not sources or not all(isinstance(name, str) and name for name in sources):
+        raise UsageError(
+            f"input_shards names the sources {list(sources)}, expected names with shards for each"
+        )
+    found = {name: find_shards(shards, **options) for name, shards in sources.items()}
+    datasets = [dataset for shards in found.values() for dataset in shards.datasets]
+    _check_same_tokenizer(datasets)
+    _check_once(datasets)
+    return found
+
+
+class _Finder:
+    def __init__(self, excluded: ExcludedShards, count_tokens: bool) -> None:
+        self._excluded = excluded
+        self._count_tokens = count_tokens
+        self._sources: list[DatasetShards | ExternalTar] = []
+        self._of_folder: dict[str, list[int]] = {}  # shards named one by one, of our data sets
+        self._is_dataset: dict[str, bool] = {}
+
+    def add(self, path: str) -> None:
+        folder, name = os.path.split(path)
+        shard_id = self._our_shard_id(folder, name)
+        if shard_id is not None:
+            shard_ids = self._of_folder.setdefault(folder, [])
+            if not self._excluded.has(path, shard_id):
+                shard_ids.append(shard_id)
+        elif name == INDEX_NAME:
+            self._sources.append(self._whole(Path(folder)))
+        elif name.endswith(".tar"):
+            self._add_external(path)
+        elif with_retries(f"{path} cannot be looked at", Path(path).is_dir):
+            self._add_folder(Path(path))
+        else:
+            raise UsageError(
+                f"{path} is neither a tar, a folder nor an {INDEX_NAME}; name tars as in "
+                f"{Path(folder) / 'shard-*.tar'}, and decompress .tar.gz files first"
+            )
+
+    def sources(self) -> list[DatasetShards | ExternalTar]:
+        named = [(Path(folder), shard_ids) for folder, shard_ids in self._of_folder.items() if shard_ids]
+        return [*self._sources, *(_some_shards(folder, shard_ids) for folder, shard_ids in named)]
+
+    def _our_shard_id(self, folder: str, name: str) -> int | None:
+        """The number of a tar that belongs to a data set of ours."""
+        match = _SHARD_TAR.fullmatch(name)
+        if match is None:
+            return None
+        shard_id = int(match[1])
+        if folder not in self._is_dataset:
+            self._is_dataset[folder] = _has_index(Path(folder)) or _file_is_there(Path(folder) / PLAN_NAME)
+        if self._is_dataset[folder]:
+            return shard_id
+        return shard_id if _file_is_there(manifest_path(Path(folder), shard_id)) else None
+
+    def _add_folder(self, folder: Path) -> None:
+        if _is_ours(folder):
+            self._sources.append(self._whole(folder))
+            return
+        names = with_retries(f"{folder} cannot be listed", lambda: names_in(folder))
+        for path in (folder / name for name in names if _COMPRESSED_TAR.search(name)):
+            if not self._excluded.has(str(path), None):
+                raise UsageError(
+                    f"{path} is compressed; decompress it, or name it in exclude_shards to go without it"
+                )
+        tars = [folder / name for name in names if name.endswith(".tar")]
+        if not tars:
+            raise NotFound(f"{folder} holds no shards: no {INDEX_NAME}, no manifest and no .tar")
+        for path in tars:
+            self._add_external(str(path))
+
+    def _add_external(self, path: str) -> None:
+        if self._excluded.has(path, None):
+            return
+        samples = with_retries(
+            f"{path} cannot be read", lambda: scan_tar(Path(path), count_tokens=self._count_tokens)
+        )
+        tar_bytes = with_retries(f"{path} cannot be looked at", lambda: Path(path).stat().st_size)
+        self._sources.append(ExternalTar(path=Path(path), samples=samples, tar_bytes=tar_bytes))
+
+    def _whole(self, folder: Path) -> DatasetShards:
+        if not self._excluded:
+            return _rows(folder, _index(folder))
+        done = _manifest_ids(folder)
+        if _has_index(folder) or not done:
+            num_shards = _index(folder).spec.num_shards
+        else:
+            num_shards = _manifest(folder, done[0]).spec.num_shards
+        kept = [
+            shard_id
+            for shard_id in range(num_shards)
+            if not self._excluded.has(f"{folder / shard_name(shard_id)}.tar", shard_id)
+        ]
+        if not kept:
+            raise UsageError(f"exclude_shards names all {num_shards} shards of {folder}")
+        return _some_shards(folder, kept)
+
+
+def _is_ours(folder: Path) -> bool:
+    return _has_index(folder) or _file_is_there(folder / PLAN_NAME) or bool(_manifest_ids(folder))
+
+
+def _has_index(folder: Path) -> bool:
+    """Whether there is an index.json, and it is ours: others write files of that name, too."""
+    path = folder / INDEX_NAME
+    beginning = with_retries(f"{path} cannot be read", lambda: read_beginning(path, 200))
+    return _INDEX_START.match(beginning) is not None
+
+
+def _file_is_there(path: Path) -> bool:
+    return with_retries(f"{path} cannot be looked at", lambda: size_of_file(path)) is not None
+
+
+def _manifest_ids(folder: Path) -> list[int]:
+    return with_retries(f"{folder} cannot be listed", lambda: manifest_ids(folder))
+
+
+def _manifest(folder: Path, shard_id: int) -> Manifest:
+    path = manifest_path(folder, shard_id)
+    return with_retries(f"{path} cannot be read", lambda: read_manifest(folder, shard_id))
+
+
+def _index(folder: Path) -> DatasetIndex:
+    return with_retries(f"the index of {folder} cannot be read", lambda: read_index(folder))
+
+
+def _some_shards(folder: Path, shard_ids: list[int]) -> DatasetShards:
+    """The shards of a data set that were named one by one; the others need not be there."""
+    if not _has_index(folder):
+        index = merge_manifests(_manifest(folder, shard_id) for shard_id in shard_ids)
+        return _rows(folder, index, np.array(shard_ids), rows=np.arange(len(shard_ids)))
+    index = _index(folder)
+    beyond = [shard_id for shard_id in shard_ids if shard_id >= len(index.columns)]
+    if beyond:
+        raise NotFound(
+            f"{folder / INDEX_NAME} lists {len(index.columns)} shards, so shard {id_ranges(beyond)} is not "
+            "one of them; take it out of the folder or out of input_shards"
+        )
+    return _rows(folder, index, np.array(shard_ids), rows=np.array(shard_ids))
+
+
+def _rows(
+    folder: Path,
+    index: DatasetIndex,
+    shard_ids: npt.NDArray[np.int64] | None = None,
+    rows: npt.NDArray[np.int64] | None = None,
+) -> DatasetShards:
+    every = np.arange(len(index.columns))
+    rows = every if rows is None else rows
+    shard_ids = every if shard_ids is None else shard_ids
+    osts = known_osts(folder, index.spec.num_shards)
+    return DatasetShards(
+        folder=folder,
+        spec=index.spec,
+        shard_ids=shard_ids,
+        num_samples=index.column("num_samples")[rows],
+        num_tokens=index.column("num_tokens")[rows],
+        tar_bytes=index.column("tar_bytes")[rows],
+        tar_sha256=np.array(index.tar_sha256)[rows],
+        osts=None if osts is None else osts[shard_ids],
+    )
+
+
+def known_osts(folder: Path, num_shards: int) -> npt.NDArray[np.int64] | None:
+    """The OST of each shard: int64[num_shards]; None without an osts.json, or with a broken one.
+
+    Only the order of opening follows from it, so what is wrong with it is logged and no error.
+    """
+    try:
+        return read_osts(folder, num_shards)
+    except ShardprepError as error:
+        logger.warning(
+            "%s is left aside (%s); `python -m preprocess verify` writes it anew", folder / OSTS_NAME, error
+        )
+        return None
+
+
+def _check_same_tokenizer(datasets: list[DatasetShards]) -> None:
+    seen: dict[str, tuple[Path, TokenizerSpec]] = {}
+    for dataset in datasets:
+        seen.setdefault(dataset.spec.tokenizer.fingerprint, (dataset.folder, dataset.spec.tokenizer))
+    if len(seen) > 1:
+        found = "; ".join(
+            f"{folder} was made with {spec.model_id} ({spec.fingerprint[:12]})"
+            for folder, spec in seen.values()
+        )
+        raise OtherTokenizer(f"{found}; token ids of different tokenizers cannot be mixed: prepare one again")
+
+
+def _check_once(datasets: list[DatasetShards]) -> None:
+    """A shard named both by itself and by its folder would be seen twice."""
+    seen: set[Path] = set()
+    for dataset in datasets:
+        if dataset.folder in seen:
+            raise UsageError(
+                f"{dataset.folder} is named twice, as in two sources, or as a folder and by its shards; name "
+                "it once"
+            )
+        seen.add(dataset.folder)

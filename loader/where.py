@@ -1,0 +1,476 @@
+"""Which documents a step of training saw, and in which steps one is seen: arithmetic and the idx alone.
+
+Everything follows from the order and the samples of a loader that is made as the run's was; no token id is
+read. ``SeenDocuments.of_step`` goes from a step to files and bytes, ``steps_of`` the other way.
+
+``shardprep where``: which documents a step of a training run saw, and in which steps one was seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loader.find_shards import DatasetShards, ExternalTar
+from loader.reading import ShardReader
+from loader.samples import JoinedRows, WholeSamples
+from loader.token_loader import TokenLoader
+from shardprep.console import print_lines, say
+from shardprep.errors import BrokenShard, NotFound, UsageError
+from shardprep.files import NOT_THERE
+from shardprep.format.dataset_spec import read_input_names
+from shardprep.format.idx import read_idx
+from shardprep.format.names import place_text
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from loader.token_loader import TokenLoader
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentPart:
+    """A part of a stored sample: of a document, or of a packed row."""
+
+    tar: Path
+    number: int  # of the stored sample in its shard, from 0
+    is_row: bool
+    place: str  # file and byte of the document; of a row, of the document of its first token
+    num_documents: int  # that begin in a row; 1 for a document
+    first_token: int  # of the stored sample
+    num_tokens: int  # of it that were seen; an EOS that is put behind a document is not counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeenSample:
+    """One row of a batch."""
+
+    rank: int
+    batch: int  # of the rank's batches of the step
+    row: int
+    parts: list[DocumentPart]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sighting:
+    """Where a document comes: a step of the order, counted through all epochs, and its place there."""
+
+    order_step: int
+    rank: int
+    batch: int
+    row: int
+
+
+class SeenDocuments:
+    """What the run of a loader sees; within ``with``, which closes its files.
+
+    Raises UsageError for several sources in one run, and for one side of a validation split.
+    """
+
+    def __init__(self, loader: TokenLoader) -> None:
+        samples = loader.chunks.samples
+        if loader.run.is_ramped:
+            raise UsageError(
+                "this loader has a batch_size_schedule, and what its steps saw is told of runs without one"
+            )
+        if not isinstance(samples, (JoinedRows, WholeSamples)) or samples.shards.split is not None:
+            raise UsageError(
+                "this loader mixes sources, leaves out documents for validation or makes batches of "
+                "batch_tokens, and what its steps saw can be told of one whole data set alone"
+            )
+        self._samples = samples
+        self._order = loader.order
+        self._shards = samples.shards
+        self._reader = ShardReader(samples.shards)
+        self._window_reader = samples.open()
+        self._batch_size = loader.step_batches.batch_size
+        self._of_rank = loader.order.global_batch_size // loader.process_rank.world_size
+        self._idx: dict[int, npt.NDArray[np.void] | None] = {}
+        self._names: dict[Path, list[str]] = {}
+
+    def __enter__(self) -> SeenDocuments:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._reader.close()
+        self._window_reader.close()
+
+    def of_step(self, order_step: int) -> list[SeenSample]:
+        """The samples of a step of the order, counted through all epochs, of all ranks."""
+        epoch, step = divmod(order_step, self._order.steps_per_epoch)
+        samples = self._order.step_samples(epoch, step, self._window_reader.num_tokens)
+        return [
+            SeenSample(**self._place(number), parts=self._parts(epoch, sample))
+            for number, sample in enumerate(samples.tolist())
+        ]
+
+    def steps_of(self, stored: npt.NDArray[np.int64], epochs: range) -> list[Sighting]:
+        """The steps in which stored samples are seen, counted through all shards: int64[n] of them."""
+        found: list[Sighting] = []
+        for epoch in epochs:
+            wanted = self._wanted(stored, epoch)
+            for start, end in self._order.windows(0):
+                lanes = range(self._order.num_lanes)
+                samples = self._order.samples_of(epoch, lanes, start, end, self._window_reader.num_tokens)
+                for number, column in zip(*np.nonzero(np.isin(samples, wanted)), strict=True):
+                    step = epoch * self._order.steps_per_epoch + start + int(column)
+                    found.append(Sighting(order_step=step, **self._place(int(number))))
+        return sorted(found, key=lambda sighting: (sighting.order_step, sighting.rank, sighting.batch))
+
+    def _place(self, number: int) -> dict[str, int]:
+        """Where the n-th sample of a global batch stands."""
+        rank, of_rank = divmod(number, self._of_rank)
+        batch, row = divmod(of_rank, self._batch_size)
+        return {"rank": rank, "batch": batch, "row": row}
+
+    def _wanted(self, stored: npt.NDArray[np.int64], epoch: int) -> npt.NDArray[np.int64]:
+        """The samples of an epoch's order that hold a part of some stored ones."""
+        if isinstance(self._samples, JoinedRows):
+            rows = self._samples
+            offset = self._order.offset(epoch, rows.offsets)
+            parts = []
+            for begin, end in (rows.stream_place(self._reader, sample) for sample in stored.tolist()):
+                tokens = np.arange(begin - offset, end - offset, rows.seq_len)
+                parts.append(np.append(tokens, end - offset - 1)[: None if end > begin else 0])
+            return np.unique(np.concatenate(parts) % rows.offsets // rows.seq_len)
+        if self._samples.pieces is not None:
+            return self._samples.pieces.of_documents(self._reader, stored)
+        return stored
+
+    def _parts(self, epoch: int, sample: int) -> list[DocumentPart]:
+        if isinstance(self._samples, JoinedRows):
+            offset = self._order.offset(epoch, self._samples.offsets)
+            found = self._samples.documents_of(self._reader, sample, offset)
+            return [self._part(*document) for document in found]
+        longest = self._samples.max_length
+        if self._samples.pieces is None:
+            return [self._part(sample, 0, longest)]
+        documents, first = self._samples.pieces.locate(self._reader, np.array([sample]))
+        return [self._part(int(documents[0]), int(first[0]), longest)]
+
+    def _part(self, stored: int, first_token: int, most_tokens: int | None) -> DocumentPart:
+        shard = int(self._shards.shard_of(np.array(stored)))
+        source, row = self._shards.locate(shard)
+        number = stored - int(self._shards.first_sample[shard])
+        left = int(self._reader.num_tokens_of(shard)[number]) - first_token
+        number = int(self._shards.rows_of(shard, np.array([stored]))[0])
+        records = self._records(shard, source, row)
+        place, num_documents = source.path_of(row).name, 1
+        if records is not None and isinstance(source, DatasetShards):
+            record = records[number]
+            place = self._place_text(source, int(record["source"]), int(record["source_offset"]))
+            num_documents = int(record["num_starts"]) if source.row_tokens else 1
+        return DocumentPart(
+            tar=source.path_of(row),
+            number=number,
+            is_row=source.row_tokens > 0,
+            place=place,
+            num_documents=num_documents,
+            first_token=first_token,
+            num_tokens=left if most_tokens is None else min(left, most_tokens),
+        )
+
+    def _records(self, shard: int, source: DatasetShards | ExternalTar, row: int) -> Any:
+        """The idx of a shard; None for tars of others, and where it is missing."""
+        if shard not in self._idx:
+            self._idx[shard] = None
+            if isinstance(source, DatasetShards):
+                with contextlib.suppress(NotFound):
+                    self._idx[shard] = read_idx(source.folder, source.spec, int(source.shard_ids[row]))
+        return self._idx[shard]
+
+    def _place_text(self, source: DatasetShards, input_number: int, offset: int) -> str:
+        names = self._input_names(source)
+        known = names[input_number] if input_number < len(names) else f"input {input_number}"
+        return place_text(known, offset)
+
+    def _input_names(self, source: DatasetShards) -> list[str]:
+        if source.folder not in self._names:
+            try:
+                self._names[source.folder] = read_input_names(source.folder)
+            except NOT_THERE:  # a copy without its plan: inputs have numbers alone
+                self._names[source.folder] = []
+        return self._names[source.folder]
+
+    def stored_at(self, name: str, offset: int) -> npt.NDArray[np.int64]:
+        """The stored samples that hold the document at a byte of an input: documents, or rows that may.
+
+        Raises NotFound for an unknown input, UsageError where rows are in no order of the input.
+        """
+        found: list[int] = []
+        known = False
+        for number, source in enumerate(self._shards.sources):
+            if isinstance(source, DatasetShards) and name in (names := self._input_names(source)):
+                known = True
+                first = int(self._shards.source_first[number])
+                found += self._in_source(source, first, (names.index(name), offset))
+        if not known:
+            raise NotFound(f"no data set here has an input {name}; the inputs are named as in its plan.json")
+        return np.array(found, np.int64)
+
+    def _in_source(self, source: DatasetShards, first: int, place: tuple[int, int]) -> list[int]:
+        """Shards are parts of the inputs in order, so the one that may hold a place is found by halves."""
+        low, high = 0, len(source.shard_ids)
+        while low < high:
+            middle = (low + high) // 2
+            begins = self._first_place(source, first, middle)
+            low, high = (middle + 1, high) if begins is None or begins <= place else (low, middle)
+        for row in range(low - 1, -1, -1):
+            if (begins := self._first_place(source, first, row)) is not None:
+                if begins > place:
+                    continue
+                records = self._records(first + row, source, row)
+                return [int(self._shards.first_sample[first + row]) + n for n in _holding(records, place)]
+        return []
+
+    def _first_place(self, source: DatasetShards, first: int, row: int) -> tuple[int, int] | None:
+        records = self._records(first + row, source, row)
+        if records is None or not len(records):
+            return None
+        return min(zip(records["source"].tolist(), records["source_offset"].tolist(), strict=True))
+
+
+def _holding(records: npt.NDArray[np.void], place: tuple[int, int]) -> list[int]:
+    """The samples of a shard that hold the document at a place, the last one that begins there or before."""
+    places = list(zip(records["source"].tolist(), records["source_offset"].tolist(), strict=True))
+    if places != sorted(places):
+        raise UsageError(
+            "rows of --pack best_fit hold documents of anywhere in their shard; look for a text of it instead"
+        )
+    nearest = max(item for item in places if item <= place)
+    if nearest[0] != place[0]:
+        return []
+    rows = [number for number, item in enumerate(places) if item == nearest]
+    if "num_starts" in (records.dtype.names or ()) and rows[0] and places[rows[0]] == nearest:
+        rows.insert(0, rows[0] - 1)  # the document may begin in the row before
+    return rows
+
+
+_MAX_FOUND = 20  # stored samples that --find takes
+_READ_SAMPLES = 256  # at once, of a search for a text
+_OF_LOADER = (
+    "model_id", "batch_size", "global_batch_size", "world_size", "seed", "shuffle", "seq_len", "max_length",
+    "long_documents", "group_by_length", "exclude_shards",
+)  # fmt: skip
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Name the documents of a training step, with file and byte, given the loader's settings or the state "
+        "that a checkpoint holds; or with --find the steps that see a document."
+    )
+    parser.add_argument("input_shards", nargs="+", help="as the loader was given")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--step", type=int, help="of training, from 0 (default: the last one of --state)")
+    what.add_argument("--find", help="a text, or FILE:BYTE of an input: in which steps its document is seen")
+    parser.add_argument("--state", type=Path, help="a checkpoint of torch.save, or JSON, that holds a state")
+    parser.add_argument("--rank", type=int, help="only what this rank saw")
+    parser.add_argument("--epochs", type=int, default=1, help="how many --find looks through (default 1)")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    loader = parser.add_argument_group("the loader's settings, where no --state has them")
+    loader.add_argument("--model_id", help="whose tokenizer made tars that shardprep did not write")
+    for name in ("batch_size", "global_batch_size", "world_size", "seed", "seq_len", "max_length"):
+        loader.add_argument(f"--{name}", type=int)
+    loader.add_argument("--shuffle", action=argparse.BooleanOptionalAction)
+    loader.add_argument("--long_documents", choices=("truncate", "split", "error"))
+    loader.add_argument("--group_by_length", type=int, help="samples of a group")
+    loader.add_argument("--exclude_shards", nargs="+", help="numbers or tars")
+
+
+def where(args: argparse.Namespace) -> int:
+    """``where DATA``: print what a step saw, or where a document is seen."""
+    from loader.dataloader import get_llama3_dataloader
+    from loader.state import SkippedSteps
+
+    state = None if args.state is None else find_state(args.state)
+    if args.step is None and args.find is None and state is None:
+        raise UsageError("nothing is asked: give --step, --find or --state")
+    if args.epochs < 1 or (args.step is not None and args.step < 0):
+        raise UsageError(f"--step {args.step} --epochs {args.epochs}: expected a step from 0, epochs from 1")
+    with (
+        _only_errors_logged(),
+        get_llama3_dataloader(args.input_shards, **loader_options(vars(args), state)) as loader,
+    ):
+        skipped = SkippedSteps()
+        if state is not None:
+            loader.load_state_dict({**state, "num_micro": 0})
+            skipped = SkippedSteps.of_text(state.get("skipped", ""))
+        if args.rank is not None and not 0 <= args.rank < loader.process_rank.world_size:
+            raise UsageError(
+                f"--rank is {args.rank}, the ranks are 0 to {loader.process_rank.world_size - 1}"
+            )
+        with SeenDocuments(loader) as seen:
+            if args.find is not None:
+                stored = _stored(loader, seen, args.find)
+                _tell_steps(args, loader, seen.steps_of(stored, range(args.epochs)), len(stored), skipped)
+            else:
+                step = args.step if args.step is not None else _last_step(state or {}, loader, skipped)
+                _tell_documents(args, loader, seen, step, skipped.order_step(step))
+    return 0
+
+
+@contextlib.contextmanager
+def _only_errors_logged() -> Iterator[None]:
+    """Leave out what the loader says of itself: this one reads no sample."""
+    logger = logging.getLogger("loader")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def find_state(path: Path) -> dict[str, Any]:
+    """The loader's state in a file, however deep it lies there. Raises NotFound or BrokenShard."""
+    import torch
+
+    if not path.is_file():
+        raise NotFound(f"--state {path} is no file")
+    try:
+        if path.suffix == ".json":
+            content = json.loads(path.read_bytes())
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch and pickle raise anything
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise BrokenShard(
+            f"--state {path} cannot be read: {reason}; expected torch.save's, or .json"
+        ) from None
+    state = next(_states_in(content), None)
+    if state is None:
+        raise NotFound(
+            f"--state {path} holds no state of a loader; save loader.state_dict() with the checkpoint"
+        )
+    return dict(state)
+
+
+def _states_in(content: Any) -> Iterator[Mapping[str, Any]]:
+    if isinstance(content, Mapping):
+        if content.get("format") == "shardprep-loader-state":
+            yield content
+        for value in content.values():
+            yield from _states_in(value)
+    elif isinstance(content, (list, tuple)):
+        for value in content:
+            yield from _states_in(value)
+
+
+def loader_options(given: Mapping[str, Any], state: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Arguments of a loader as the run's was: the state's, and what the flags say. Raises UsageError."""
+    options: dict[str, Any] = {"world_size": 1}
+    if state is not None:
+        of_run = state.get("fingerprint", {})
+        names = ("seed", "shuffle", "global_batch_size", "group_by_length", "long_documents")
+        options |= {name: of_run[name] for name in names if name in of_run}
+        options |= {name: of_run.get(name) or None for name in ("seq_len", "max_length")}
+        options |= dict(state.get("layout", {}))
+    options |= {name: given[name] for name in _OF_LOADER if given.get(name) is not None}
+    if "batch_size" not in options:
+        if "global_batch_size" not in options:
+            raise UsageError("the run's --global_batch_size is needed, or its --batch_size and --world_size")
+        options["batch_size"] = max(1, options["global_batch_size"] // options["world_size"])
+    return {**options, "rank": 0, "num_workers": 0, "pin_memory": False}
+
+
+def _last_step(state: Mapping[str, Any], loader: TokenLoader, skipped: Any) -> int:
+    """The last step that was trained when a state was saved, from 0."""
+    at = state["epoch"] * loader.order.steps_per_epoch + state["step"]
+    trained = at - sum(min(end, at) - first for first, end in skipped.ranges if first < at)
+    return max(0, int(trained) - 1)
+
+
+def _tell_documents(
+    args: argparse.Namespace, loader: TokenLoader, seen: Any, step: int, order_step: int
+) -> None:
+    epoch, in_epoch = divmod(order_step, loader.order.steps_per_epoch)
+    samples = [each for each in seen.of_step(order_step) if args.rank in (None, each.rank)]
+    if args.json:
+        answer = {"step": step, "epoch": epoch, "step_of_epoch": in_epoch}
+        parts = [dataclasses.asdict(each) for each in samples]
+        print_lines(json.dumps({**answer, "samples": parts}, default=str))
+        return
+    of_epoch = f"step {in_epoch} of {loader.order.steps_per_epoch}"
+    print_lines(f"step {step}: epoch {epoch}, {of_epoch}, {len(samples)} samples")
+    for each in samples:
+        for part in each.parts:
+            print_lines(f"rank {each.rank} batch {each.batch} row {each.row}: {_part_text(part)}")
+
+
+def _part_text(part: DocumentPart) -> str:
+    tokens = f"tokens {part.first_token} to {part.first_token + part.num_tokens}"
+    if part.is_row:
+        begin = f"{part.num_documents} documents begin in it, its first token is of the one at {part.place}"
+        return f"{part.tar.name} row {part.number}, {tokens}: {begin}"
+    return f"{part.place}, {tokens} ({part.tar.name} document {part.number})"
+
+
+def _stored(loader: TokenLoader, seen: Any, text: str) -> npt.NDArray[np.int64]:
+    """The stored samples that --find names. Raises NotFound."""
+    name, colon, offset = text.rpartition(":")
+    if colon and offset.isdigit() and name:
+        stored = seen.stored_at(name, int(offset))
+    else:
+        stored = _with_text(loader, text)
+    if not len(stored):
+        raise NotFound(f"--find {text!r}: no document has it")
+    return stored
+
+
+def _with_text(loader: TokenLoader, text: str) -> npt.NDArray[np.int64]:
+    """The first stored samples whose decoded ids hold a text; reads the whole data set until then."""
+    import numpy as np
+
+    from loader.samples import WholeSamples
+
+    shards = loader.chunks.samples.shards  # type: ignore[attr-defined]  # not of a mixture: SeenDocuments refused it
+    reader, found = WholeSamples(shards=shards).open(), []
+    for first in range(0, shards.num_samples, _READ_SAMPLES):
+        numbers = np.arange(first, min(first + _READ_SAMPLES, shards.num_samples))
+        chunk = reader.read(numbers[None], 0).chunk(0, len(numbers))
+        ends = np.cumsum(chunk.lengths[0])
+        for place, number in enumerate(numbers.tolist()):
+            end, length = int(ends[place]), int(chunk.lengths[0, place])
+            is_flat = isinstance(chunk.ids, np.ndarray)
+            ids: Any = chunk.ids[end - length : end] if is_flat else chunk.ids[0, place][:length]
+            if text in loader.tokenizer.decode(ids):
+                found.append(number)
+        if len(found) >= _MAX_FOUND:
+            say(f"note: the first {_MAX_FOUND} samples with this text are taken")
+            break
+    reader.close()
+    return np.array(found[:_MAX_FOUND], np.int64)
+
+
+def _tell_steps(
+    args: argparse.Namespace, loader: TokenLoader, sightings: list[Sighting], num_stored: int, skipped: Any
+) -> None:
+    shown = [each for each in sightings if args.rank in (None, each.rank)]
+    lines = [{**dataclasses.asdict(each), "step": _trained(each.order_step, skipped)} for each in shown]
+    if args.json:
+        print_lines(json.dumps({"num_samples": num_stored, "epochs": args.epochs, "seen": lines}))
+        return
+    print_lines(f"{num_stored} stored samples, seen {len(lines)} times in {args.epochs} epochs:")
+    for line in lines:
+        epoch, step = divmod(int(line["order_step"] or 0), loader.order.steps_per_epoch)
+        trained = "left out by skip" if line["step"] is None else f"step {line['step']}"
+        place = f"rank {line['rank']} batch {line['batch']} row {line['row']}"
+        print_lines(f"{trained} (epoch {epoch}, step {step}): {place}")
+
+
+def _trained(order_step: int, skipped: Any) -> int | None:
+    """The step of training that a step of the order is; None where it was skipped."""
+    if any(first <= order_step < end for first, end in skipped.ranges):
+        return None
+    return order_step - sum(end - first for first, end in skipped.ranges if end <= order_step)

@@ -1,0 +1,561 @@
+"""What a worker does: it reads its lanes window by window and sends chunks of steps.
+
+A chunk is a few steps of a worker's lanes as one compact tensor. So a worker sends 1 MiB at a time, not a
+batch. Workers share the lanes of the rank; if every worker took each n-th step instead, all of them together
+would read everything n times. The memory of a rank is the windows of its lanes, see order.py.
+
+``make_order``, ``rank_lanes`` and ``check_batch`` turn samples and batch sizes into the sampling order and
+the lanes that a rank has in it. ``Samples``, ``WindowReader`` and ``Window`` are what samples/ offers.
+
+What a worker does for a run of several sources: it reads each by its own order, and mixes rounds.
+
+A round of this worker's lanes is laid out at once, 64 steps of them; see mixture.py for the order. ``mix``
+makes the mixture and its samples of the sources that a user names.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from operator import index
+from typing import Any, Literal, Protocol, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from loader.chunks import Chunk, RowsOfWindows, ScatteredRows
+from loader.find_shards import ShardSet
+from loader.mixture import Mixture, Round, Schedule, make_stages
+from loader.order import Order, choose_windows, hash_ints, share
+from loader.state import RunSteps, check_first_steps
+from shardprep.errors import UsageError
+
+CHUNK_BYTES = 1 << 20  # of a chunk; a worker's message costs about 150 us whatever its size
+MAX_CHUNK_STEPS = 256
+
+
+class Window(Protocol):
+    """The samples of one window, read: int64[samples per step, steps] of them were asked for."""
+
+    def chunk(self, first: int, end: int) -> Chunk:
+        """Its steps from ``first`` up to ``end``, decoded."""
+
+
+class WindowReader(Protocol):
+    """Reads samples. One per process; a window ends with the next ``read``."""
+
+    def num_tokens(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Lengths without reading the ids: int64[n] -> int64[n]."""
+
+    def read(self, samples: npt.NDArray[np.int64], offset: int) -> Window:
+        """int64[samples per step, steps]; ``offset`` is the epoch's, below ``Samples.offsets``."""
+
+    def close(self) -> None:
+        """Close every file."""
+
+
+class Samples(Protocol):
+    """What a sample is: a document, a piece of one, or a row."""
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of every sample where all are rows, else 0."""
+
+    @property
+    def num_samples(self) -> int: ...
+
+    @property
+    def mean_tokens(self) -> float:
+        """Tokens of a sample, roughly."""
+
+    @property
+    def offsets(self) -> int:
+        """An epoch draws an offset below this; 1 where there is nothing to draw."""
+
+    def open(self) -> WindowReader:
+        """A reader for this process."""
+
+
+class ChunkDataset(IterableDataset[Any]):
+    """Runs of this rank's lanes from a position on: of one epoch, or without end.
+
+    ``position`` is int64[2], epoch and step; shared with the workers, so that the parent can send
+    persistent ones elsewhere. Items are a chunk of each worker in turn, packed; unpacked without workers.
+
+    Each process keeps its reader from one ``iter`` to the next, until ``close``: another one would open
+    the shards anew, and a window's memory, touched for the first time, costs more than reading it.
+    """
+
+    def __init__(self, *, samples: Samples, order: Order, run: RunSteps, lanes: range, endless: bool) -> None:
+        self.samples = samples
+        self.order = order
+        self.run = run
+        self.lanes = lanes
+        self.endless = endless
+        self.position = torch.zeros(2, dtype=torch.int64)
+        self._reader: WindowReader | None = None
+        self._close_reader: Callable[[], object] | None = None
+
+    def __iter__(self) -> Iterator[torch.Tensor | Chunk]:
+        worker = get_worker_info()
+        lanes = self.lanes if worker is None else share(self.lanes, worker.id, worker.num_workers)
+        if self._reader is None:
+            self._reader = self.samples.open()
+            self._close_reader = weakref.finalize(self, self._reader.close)
+        epoch, step = self.position.tolist()
+        for number in count(epoch) if self.endless else (epoch,):
+            chunks = self._epoch_chunks(self._reader, number, step if number == epoch else 0, lanes)
+            yield from chunks if worker is None else map(Chunk.pack, chunks)
+
+    def close(self) -> None:
+        """Close the files that this process has open; the next ``iter`` opens them again."""
+        if self._close_reader is not None:
+            self._close_reader()
+        self._reader = self._close_reader = None
+
+    def _epoch_chunks(self, reader: WindowReader, epoch: int, step: int, lanes: range) -> Iterator[Chunk]:
+        chunk_steps = self._chunk_steps()
+        offset = self.order.offset(epoch, self.samples.offsets)
+        last = self.run.order_steps_of(epoch)
+        for start, end in self.order.windows(step):
+            if start >= last:
+                return
+            samples = self.order.samples_of(epoch, lanes, start, end, reader.num_tokens)
+            window = reader.read(samples, offset)  # whole: what is left of it would be many small reads
+            num_steps = min(end, last) - start
+            for first in range(max(step - start, 0), num_steps, chunk_steps):
+                yield window.chunk(first, min(first + chunk_steps, num_steps))
+            del window  # before the next one is read: half the memory
+
+    def _chunk_steps(self) -> int:
+        """Steps per chunk, from what all workers know alike: their chunks must agree.
+
+        Rows that are not sent take no memory until their step, see ScatteredRows.
+        """
+        worker = get_worker_info()
+        if worker is None and self.samples.row_tokens:
+            return MAX_CHUNK_STEPS
+        lanes = -(-len(self.lanes) // (worker.num_workers if worker else 1))
+        step_bytes = 4 * lanes * self.order.group * (self.samples.row_tokens or self.samples.mean_tokens)
+        return max(1, min(MAX_CHUNK_STEPS, int(CHUNK_BYTES // step_bytes)))
+
+
+def make_order(
+    samples: Samples,
+    shards: ShardSet,
+    global_batch_size: int,
+    group: int,
+    *,
+    seed: int,
+    shuffle: bool,
+    keeps_tail: bool = False,
+) -> Order:
+    """Their sampling order. Raises UsageError where there are too few, or a group does not fit."""
+    block_samples, window_samples = choose_windows(
+        num_samples=samples.num_samples,
+        num_bytes=shards.tar_bytes,
+        global_batch_size=global_batch_size,
+        group=group,
+    )
+    return Order(
+        num_samples=samples.num_samples,
+        global_batch_size=global_batch_size,
+        block_samples=block_samples,
+        window_samples=window_samples,
+        group=group,
+        seed=seed,
+        shuffle=shuffle,
+        keeps_tail=keeps_tail,
+    )
+
+
+def rank_lanes(order: Order | Mixture, rank: int, world_size: int) -> range:
+    """The lanes of one rank. Raises UsageError where the ranks cannot share them evenly."""
+    if order.num_lanes % world_size:
+        fitting = [n for n in range(1, order.num_lanes + 1) if order.num_lanes % n == 0]
+        raise UsageError(
+            f"a global batch of {order.global_batch_size} in groups of {order.group} makes {order.num_lanes} "
+            f"lanes, which {world_size} ranks cannot share; the ranks can be {fitting}, "
+            "or group_by_length less"
+        )
+    return share(range(order.num_lanes), rank, world_size)
+
+
+def group_size(group_by_length: bool | int, batch_size: int) -> int:
+    """Samples of a group: ``True`` stands for batch_size, ``False`` for groups of one."""
+    if group_by_length is True:
+        return batch_size
+    return whole_number("group_by_length", group_by_length, least=0) or 1
+
+
+def check_batch(batch_size: int, global_batch_size: int | None, world_size: int) -> int:
+    """The global batch size, by default batch_size x world_size. Raises UsageError for no multiple of it."""
+    batch_size = whole_number("batch_size", batch_size, least=1)
+    step = batch_size * world_size
+    if global_batch_size is None:
+        return step
+    global_batch_size = whole_number("global_batch_size", global_batch_size, least=1)
+    if global_batch_size < step or global_batch_size % step:
+        fitting = [n for n in range(1, global_batch_size + 1) if global_batch_size % (n * world_size) == 0]
+        worlds = [n for n in range(1, global_batch_size + 1) if global_batch_size % (n * batch_size) == 0]
+        raise UsageError(
+            f"global_batch_size {global_batch_size} is no multiple of batch_size {batch_size} x "
+            f"{world_size} ranks; with these ranks batch_size can be {fitting or 'nothing'}, with this "
+            f"batch_size the ranks can be {worlds or 'nothing'}"
+        )
+    return global_batch_size
+
+
+def check_batch_tokens(
+    batch_tokens: int | None, batch_size: int | None, padding: str, max_batch_tokens: int | None
+) -> int:
+    """The samples of a batch, of which one is a batch with ``batch_tokens``. Raises UsageError."""
+    if (batch_tokens is None) == (batch_size is None):
+        raise UsageError(
+            f"batch_size is {batch_size} and batch_tokens {batch_tokens}; pass one of them: samples of "
+            "a batch, or its most tokens, padding included"
+        )
+    if batch_tokens is not None and (padding == "max_length" or max_batch_tokens is not None):
+        raise UsageError(
+            "batch_tokens says how large a padded batch is; leave out max_batch_tokens, and "
+            "padding='max_length'"
+        )
+    return 1 if batch_size is None else batch_size
+
+
+def whole_number(name: str, value: object, *, least: int) -> int:
+    """The value as an int. Raises UsageError for what is none, or less than ``least``."""
+    try:
+        number = index(value)  # type: ignore[arg-type]  # what has no __index__ raises TypeError
+    except TypeError:
+        raise UsageError(f"{name} is {value!r}, expected a whole number of at least {least}") from None
+    if number < least:
+        raise UsageError(f"{name} is {number}, expected at least {least}")
+    return number
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedSamples:
+    """The samples of all sources, as a loader asks for them."""
+
+    sources: tuple[Samples, ...]
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of every sample where all are rows of one length, else 0."""
+        lengths = {source.row_tokens for source in self.sources}
+        return lengths.pop() if len(lengths) == 1 else 0
+
+    @property
+    def num_samples(self) -> int:
+        return sum(source.num_samples for source in self.sources)
+
+    @property
+    def mean_tokens(self) -> float:
+        """Of the source with the longest: chunks must be small enough for all."""
+        return max(source.mean_tokens for source in self.sources)
+
+    @property
+    def offsets(self) -> int:
+        return 1  # each source has its own
+
+    def open(self) -> MixedReader:
+        """A reader of each source for this process."""
+        return MixedReader([source.open() for source in self.sources])
+
+
+class MixedReader:
+    """The readers of all sources."""
+
+    def __init__(self, readers: list[WindowReader]) -> None:
+        self.readers = readers
+
+    def close(self) -> None:
+        """Close every file."""
+        for reader in self.readers:
+            reader.close()
+
+
+class MixedChunkDataset(ChunkDataset):
+    """A ChunkDataset of several sources; ``order`` is a Mixture, ``samples`` are MixedSamples."""
+
+    samples: Any
+    order: Any
+    _stand: Stand | None = None  # where an epoch ended: the next one needs no window read again
+
+    def close(self) -> None:
+        self._stand = None
+        super().close()
+
+    def _epoch_chunks(self, reader: Any, epoch: int, step: int, lanes: range) -> Iterator[Chunk]:
+        mixture: Mixture = self.order
+        first_of_epoch = epoch * mixture.steps_per_epoch
+        at, end = first_of_epoch + step, first_of_epoch + self.run.order_steps_of(epoch)
+        chunk_steps = self._chunk_steps()
+        stand, self._stand = self._stand, None
+        if stand is None or (stand.step, stand.lanes, stand.reader) != (at, lanes, reader):
+            taken = mixture.round_at(at).taken.tolist()
+            chunks = (self._source_chunks(reader, n, first, lanes) for n, first in enumerate(taken))
+            stand = Stand(step=at, lanes=lanes, reader=reader, streams=[*map(SourceSteps, chunks)])
+        while stand.step < end:
+            if stand.mixed is None:
+                stand.part = mixture.round_at(stand.step)
+                stand.mixed = self._mixed_round(stand.part, stand.streams, lanes)
+            assert stand.part is not None
+            last = min(stand.part.end_step, end)
+            while stand.step < last:
+                first, stand.step = stand.step, min(stand.step + chunk_steps, last)
+                yield stand.mixed.chunk(first - stand.part.first_step, stand.step - stand.part.first_step)
+            if last == stand.part.end_step:
+                stand.mixed = None
+        self._stand = stand
+
+    def _source_chunks(
+        self, reader: MixedReader, number: int, first_step: int, lanes: range
+    ) -> Iterator[Chunk]:
+        """The chunks of one source from one of its steps on, without end."""
+        order = self.order.orders[number]
+        source = ChunkDataset(
+            samples=self.samples.sources[number],
+            order=order,
+            run=RunSteps(order_steps_per_epoch=order.steps_per_epoch, num_batches=1),
+            lanes=self.lanes,
+            endless=True,
+        )
+        epoch, step = divmod(first_step, order.steps_per_epoch)
+        for later in count(epoch):
+            first = step if later == epoch else 0
+            yield from source._epoch_chunks(reader.readers[number], later, first, lanes)  # noqa: SLF001  its own class's
+
+    def _mixed_round(self, part: Round, streams: list[SourceSteps], lanes: range) -> MixedRound:
+        pattern = np.repeat(self.order.pattern(part, lanes), self.order.group, axis=0)
+        mixed = MixedRound(pattern.shape, self.samples.row_tokens)
+        for number in np.unique(part.sources).tolist():
+            columns = np.nonzero(pattern == number)[1].reshape(len(pattern), -1)  # of each row, ascending
+            done = 0
+            for chunk, steps in streams[number].take(columns.shape[1]):
+                end = done + steps.stop - steps.start
+                mixed.put(columns[:, done:end], chunk, steps, is_last=end == columns.shape[1])
+                done = end
+                del chunk  # it may hold its window; the next one is read now
+        return mixed
+
+
+@dataclass(kw_only=True)
+class Stand:
+    """Where a worker stands in the run: the next step, its sources, and the round that the step is in."""
+
+    step: int  # from the first of the run, not of the epoch
+    lanes: range
+    reader: MixedReader
+    streams: list[SourceSteps]
+    part: Round | None = None
+    mixed: MixedRound | None = None
+
+
+class SourceSteps:
+    """The steps of one source, one after another."""
+
+    def __init__(self, chunks: Iterator[Chunk]) -> None:
+        self._chunks = chunks
+        self._chunk: Chunk | None = None
+        self._place = 0  # the next step of the chunk
+
+    def take(self, num_steps: int) -> Iterator[tuple[Chunk, slice]]:
+        """The next steps: chunks, and which steps of each. A chunk may end with the next one."""
+        while num_steps:
+            if self._chunk is None:
+                self._chunk, self._place = next(self._chunks), 0
+            first, held = self._place, self._chunk.lengths.shape[1]
+            self._place = min(first + num_steps, held)
+            num_steps -= self._place - first
+            steps, chunk = slice(first, self._place), [self._chunk]
+            if self._place == held:
+                self._chunk = None  # nothing holds its window when the next one is read
+            yield chunk.pop(), steps
+
+
+class MixedRound:
+    """The samples of a round, where they lie: in windows and chunks of their sources."""
+
+    def __init__(self, shape: tuple[int, int], row_tokens: int) -> None:
+        self._row_tokens = row_tokens
+        self._num_cut = 0
+        self._lengths = np.empty(shape, np.int32)  # [samples per step, steps]
+        self._ids = ScatteredParts.of_shape(shape)
+        self._num_starts: npt.NDArray[np.int32] | None = None
+        self._starts = ScatteredParts.of_shape(shape)
+
+    def put(self, columns: npt.NDArray[np.int64], chunk: Chunk, steps: slice, *, is_last: bool) -> None:
+        """Lay steps of a source to these columns of each row: int64[samples per step, number of steps].
+
+        ``is_last``: of the source in this round, so that its window stays until the round has been delivered.
+        """
+        places = (np.arange(len(columns))[:, None], columns)
+        self._lengths[places] = chunk.lengths[:, steps]
+        if steps.start == 0:
+            self._num_cut += chunk.num_cut
+        if not self._row_tokens:
+            by_step = chunk.lengths.T
+            ends = np.cumsum(by_step, dtype=np.int64).reshape(by_step.shape).T
+            self._ids.put(places, chunk.ids, (ends - chunk.lengths)[:, steps])
+        elif is_last and isinstance(chunk.ids, ScatteredRows) and chunk.ids.mask is None:
+            self._ids.put(places, chunk.ids.flat, chunk.ids.at[:, steps])
+        else:
+            rows = np.array(chunk.ids[:, steps]).reshape(-1)
+            self._ids.put(places, rows, np.arange(0, len(rows), self._row_tokens).reshape(columns.shape))
+        if chunk.starts is not None and chunk.num_starts is not None:
+            if self._num_starts is None:
+                self._num_starts = np.empty_like(self._lengths)
+            self._num_starts[places] = chunk.num_starts[:, steps]
+            ends = np.cumsum(chunk.num_starts, dtype=np.int64).reshape(chunk.num_starts.shape)
+            self._starts.put(places, chunk.starts, (ends - chunk.num_starts)[:, steps])
+
+    def chunk(self, first: int, end: int) -> Chunk:
+        """Its steps from ``first`` up to ``end``."""
+        lengths, ids = self._lengths[:, first:end], self._ids.steps(first, end)
+        num_cut, self._num_cut = self._num_cut, 0
+        num_starts = starts = None
+        if self._num_starts is not None:
+            num_starts = self._num_starts[:, first:end]
+            starts = self._starts.steps(first, end).joined(num_starts)
+        return Chunk(
+            lengths=lengths,
+            ids=ids.rows(self._row_tokens) if self._row_tokens else ids.by_step.joined(lengths.T),
+            row_tokens=self._row_tokens,
+            num_cut=num_cut,
+            num_starts=num_starts,
+            starts=starts,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScatteredParts:
+    """Parts of several flat arrays, one for each sample."""
+
+    flats: list[npt.NDArray[np.integer[Any]]]
+    number: npt.NDArray[np.intp]  # intp[samples per step, steps]: which flat each part lies in
+    at: npt.NDArray[np.int64]  # int64[samples per step, steps]: where in it the part begins
+
+    @staticmethod
+    def of_shape(shape: tuple[int, int]) -> ScatteredParts:
+        return ScatteredParts(flats=[], number=np.empty(shape, np.intp), at=np.empty(shape, np.int64))
+
+    def put(self, places: Any, flat: Any, at: npt.NDArray[np.int64]) -> None:
+        """Let the parts of some samples lie in one array."""
+        self.number[places], self.at[places] = len(self.flats), at
+        self.flats.append(flat)
+
+    def steps(self, first: int, end: int) -> ScatteredParts:
+        """Those of the steps from ``first`` up to ``end``."""
+        return replace(self, number=self.number[:, first:end], at=self.at[:, first:end])
+
+    @property
+    def by_step(self) -> ScatteredParts:
+        """The same with one step after another."""
+        return replace(self, number=self.number.T, at=self.at.T)
+
+    def rows(self, row_tokens: int) -> RowsOfWindows:
+        """The parts as rows of one length."""
+        return RowsOfWindows(flats=self.flats, window=self.number, at=self.at, row_tokens=row_tokens)
+
+    def joined(self, lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """The parts of these lengths, one after another."""
+        places = zip(*(each.reshape(-1).tolist() for each in (self.number, self.at, lengths)), strict=True)
+        parts = [self.flats[number][begin : begin + length] for number, begin, length in places]
+        joined: npt.NDArray[np.int32] = np.concatenate(parts).astype(np.int32, copy=False)
+        return joined
+
+
+WeightsIn = Literal["tokens", "samples"]
+_COUNTED = 1 << 20  # samples whose lengths tell the mean of a source
+_SEED = 7  # what a hash is for, beside those of order.py and mixture.py
+
+
+def check_mixing(
+    input_shards: object,
+    weights: Mapping[str, float] | None,
+    schedule: Schedule | None,
+    weights_in: WeightsIn,
+    *,
+    is_validation: bool,
+    excludes: bool,
+) -> bool:
+    """Whether sources are mixed. Raises UsageError where the arguments do not fit each other."""
+    if not isinstance(input_shards, Mapping):
+        if weights is not None or schedule is not None:
+            raise UsageError(
+                'weights and schedule are for named sources; pass input_shards={"web": ..., "code": ...}'
+            )
+        return False
+    if weights_in not in get_args(WeightsIn):
+        raise UsageError(
+            f"weights_in is {weights_in!r}, expected {' or '.join(map(repr, get_args(WeightsIn)))}"
+        )
+    if is_validation:
+        raise UsageError("a validation loader reads one set in a fixed order; make one for each source")
+    if excludes:
+        raise UsageError("exclude_shards has no meaning for named sources; name the shards of each source")
+    return True
+
+
+def mix(
+    shards: Mapping[str, ShardSet],
+    samples: Sequence[Samples],
+    orders: Sequence[Order],
+    run: RunSteps,
+    *,
+    weights: Mapping[str, float] | None,
+    schedule: Schedule | None,
+    weights_in: WeightsIn,
+) -> tuple[Mixture, MixedSamples]:
+    """The mixture of some sources, each with its samples and its order. Raises UsageError."""
+    names = tuple(shards)
+    lengths = {source.row_tokens for source in samples}
+    if len(lengths) > 1:
+        found = ", ".join(f"{name} {source.row_tokens}" for name, source in zip(names, samples, strict=True))
+        raise UsageError(
+            f"sources have rows of different lengths ({found}; 0: documents), expected one length"
+        )
+    means = None
+    if weights_in == "tokens":
+        means = [_mean_tokens(part, source) for part, source in zip(shards.values(), samples, strict=True)]
+    if schedule is not None and run.is_ramped:
+        schedule = _in_steps_of_the_order(schedule, run)
+    mixture = Mixture(
+        names=names,
+        orders=tuple(
+            replace(order, seed=hash_ints(order.seed, _SEED, number)) for number, order in enumerate(orders)
+        ),
+        stages=make_stages(names, weights, schedule, means),
+        seed=orders[0].seed,
+    )
+    return mixture, MixedSamples(sources=tuple(samples))
+
+
+def _in_steps_of_the_order(schedule: Schedule, run: RunSteps) -> Schedule:
+    """Where the stages begin, counted as a Mixture does. Raises UsageError for what is no schedule."""
+    check_first_steps("schedule", [first for first, _ in schedule])
+    begins = [run.position(first) for first, _ in schedule]
+    return [
+        (begin.epoch * run.order_steps_per_epoch + run.order_step(begin), weights)
+        for begin, (_, weights) in zip(begins, schedule, strict=True)
+    ]
+
+
+def _mean_tokens(shards: ShardSet, samples: Samples) -> float:
+    """Tokens of a sample, by the manifests; else of at most a million samples, evenly chosen."""
+    if samples.row_tokens:
+        return float(samples.row_tokens)
+    is_whole = samples.num_samples == shards.num_samples and samples.mean_tokens == shards.mean_tokens
+    if is_whole and not shards.has_external and shards.split is None:
+        return shards.mean_tokens
+    chosen = np.linspace(0, samples.num_samples - 1, min(samples.num_samples, _COUNTED)).astype(np.int64)
+    reader = samples.open()
+    mean = float(reader.num_tokens(chosen).mean())
+    reader.close()
+    return max(mean, 1.0)

@@ -1,0 +1,1 @@
+"""What is checked of finished shards: ``verify``, ``verify --deep``, ``clean``."""

@@ -1,0 +1,150 @@
+"""``clean O``: removes what attempts that died left in a data set's folder, and nothing else.
+
+A temporary file or folder has a name that no other program gives, ``.NAME.HOST-PID-HEX.tmp``. Whether its
+attempt lives on another node cannot be known, so two kinds go alone: those of shards that are done, which no
+attempt needs, and those that nobody has written to for 24 hours. An attempt that lives on for longer
+without a write is lost (74), never data.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from preprocess.plan.plan_file import Plan
+from shardprep.errors import CannotWrite, NotFound, ShardprepError
+from shardprep.files import STALE_AFTER_S, TEMPORARY_NAME, is_folder, names_in, remove_tree
+from shardprep.format.manifest import check_shard
+from shardprep.format.names import CRCS_DIR, IDS_DIR, QUARANTINE_DIR
+
+_SUBFOLDERS = (QUARANTINE_DIR, IDS_DIR, CRCS_DIR, "jobs")
+_OF_SHARD = re.compile(r"\.shard-(\d{5})\.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Temporary:
+    """What an attempt left: a file, or a folder with all in it."""
+
+    path: Path
+    num_bytes: int
+    age_s: float  # since the last write
+    shard_id: int | None  # None: it is of no shard
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cleaning:
+    """What goes, and what stays because its attempt may live."""
+
+    removed: tuple[Temporary, ...]
+    kept: tuple[Temporary, ...]
+
+
+def find_temporaries(folder: Path) -> list[Path]:
+    """All of a data set's folder, its quarantine/, ids/, crcs/ and jobs/.
+
+    Raises NotFound where there is no folder, ReadWriteError where one cannot be listed.
+    """
+    if not is_folder(folder):
+        raise NotFound(f"{folder} is no folder, expected that of a data set")
+    return [
+        place / name
+        for place in (folder, *(folder / name for name in _SUBFOLDERS))
+        for name in names_in(place)
+        if TEMPORARY_NAME.fullmatch(name)
+    ]
+
+
+def _temporary(path: Path) -> Temporary:
+    """Raises OSError, FileNotFoundError where it went meanwhile."""
+    status = path.lstat()
+    num_bytes, latest = status.st_size, status.st_mtime
+    if stat.S_ISDIR(status.st_mode):
+        inside = [Path(place, name).lstat() for place, _, names in os.walk(path) for name in names]
+        num_bytes = sum(each.st_size for each in inside)
+        latest = max([latest, *(each.st_mtime for each in inside)])
+    match = _OF_SHARD.match(path.name)
+    return Temporary(
+        path=path,
+        num_bytes=num_bytes,
+        age_s=time.time() - latest,
+        shard_id=int(match[1]) if match else None,
+    )
+
+
+def clean(folder: Path, plan: Plan | None, *, dry_run: bool = False, say: Callable[[str], None]) -> Cleaning:
+    """Remove the temporaries of done shards, and those that are older than 24 hours.
+
+    Without a plan no shard is done. A shard's manifest is read only where it has a temporary. Raises
+    CannotWrite where some could not be looked at or removed; all others are gone by then.
+    """
+    removed: list[Temporary] = []
+    kept: list[Temporary] = []
+    done: dict[int, bool] = {}
+    failed = ""
+    for path in find_temporaries(folder):
+        try:
+            item = _temporary(path)
+            if not _is_left_over(item, folder, plan, done):
+                kept.append(item)
+                continue
+            if not dry_run:
+                _remove(path)
+        except FileNotFoundError:
+            continue  # another one cleans, too
+        except OSError as error:
+            failed = failed or f"{path} cannot be removed: {error.strerror}"
+            say(f"error: {path} cannot be removed: {error.strerror}")
+            continue
+        removed.append(item)
+    if failed:
+        raise CannotWrite(f"{failed}; {len(removed)} others were removed; ask the owner of what is left")
+    return Cleaning(removed=tuple(removed), kept=tuple(kept))
+
+
+def _remove(path: Path) -> None:
+    remove_tree(path)
+    if path.is_dir() and not path.is_symlink():  # of a folder it removes what it can
+        raise OSError(errno.ENOTEMPTY, "something in it cannot be removed", str(path))
+
+
+def _is_left_over(item: Temporary, folder: Path, plan: Plan | None, done: dict[int, bool]) -> bool:
+    if item.age_s >= STALE_AFTER_S:
+        return True
+    if item.shard_id is None or plan is None:
+        return False
+    if item.shard_id not in done:
+        done[item.shard_id] = _is_done(folder, plan, item.shard_id)
+    return done[item.shard_id]
+
+
+def _is_done(folder: Path, plan: Plan, shard_id: int) -> bool:
+    """Whatever is wrong with a shard, its temporaries may be what will mend it."""
+    if shard_id >= plan.num_shards:
+        return False
+    try:
+        check_shard(folder, shard_id, plan.plan_id)
+    except (ShardprepError, OSError):
+        return False
+    return True
+
+
+def cleaning_lines(cleaning: Cleaning, *, dry_run: bool = False) -> list[str]:
+    """For a person: what went, and what stays until when."""
+    verb = "would remove" if dry_run else "removed"
+    lines = [f"{verb} {item.path} ({item.num_bytes} bytes)" for item in cleaning.removed]
+    freed = sum(item.num_bytes for item in cleaning.removed) / 1e9
+    lines.append(f"{verb} {len(cleaning.removed)} temporaries, {freed:.3g} GB")
+    if cleaning.kept:
+        oldest = max(item.age_s for item in cleaning.kept) / 3600
+        lines.append(
+            f"kept {len(cleaning.kept)} of shards that are not done, since attempts may still write them; "
+            "they go when their shards are done, or 24 hours after the last write (the oldest: "
+            f"{max(0, oldest):.1f} hours)"
+        )
+    return lines

@@ -1,0 +1,537 @@
+"""``verify --deep``: compares some shards with what a second, separate reader finds in their input.
+
+``plain_reader`` shares no code with the worker's readers. The reference engine encodes each text that it
+finds, and the standard library's tarfile reads the tar. Compared are of each document place, text, token ids
+and loss mask; of documents left out place and reason; kept ids; and the counts of the manifest. So a document
+that was lost, altered, doubled or moved is found, and so are ids that another engine got wrong.
+
+What both sides share is not proven: the libraries that change text (--fix_text, --normalize) and, of
+conversations, what renders the chat template and tells which tokens the assistant wrote. Of rows packed
+best_fit neither the order of documents nor the place of a row is compared.
+
+Price: see docs/seeing.md. Memory does not grow with the shard, but with what differs, with kept ids, and with
+what the plain reader holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import json
+import random
+import tarfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from preprocess.check.plain_reader import PlainRecord, plain_records
+from preprocess.check.verify import Problem
+from preprocess.formats.chat import ChatTemplate, Rendered, check_chat_versions, render_conversations
+from preprocess.formats.long_documents import UncuttableText
+from preprocess.make.engines import NO_LOSS, Engine, load_engine
+from preprocess.options import check_text_versions
+from preprocess.plan.plan_file import Plan
+from preprocess.plan.tokenizer_files import TOKENIZER_FILE
+from shardprep.errors import BrokenShard, ShardprepError
+from shardprep.files import errors_named
+from shardprep.format.idx import read_idx
+from shardprep.format.manifest import Manifest, read_manifest
+from shardprep.format.names import (
+    DOC_STARTS_FIELD,
+    LOSS_MASK_FIELD,
+    ROW_TOKENS_FIELD,
+    TEXT_FIELD,
+    TOKENIZER_DIR,
+    ids_path,
+    place_text,
+    quarantine_path,
+    remake_command,
+    tar_path,
+    token_field,
+)
+
+_BATCH_CHARS = 1 << 18  # encoded at once
+_LONG_CHARS = 1 << 20  # a longer text is encoded in pieces
+_PIECE_CHARS = 1 << 18
+_NUM_RENDERED = 256  # conversations at once
+_NUM_NAMED = 3  # documents of a kind of difference that are named
+_NPY_HEADER_BYTES = 128
+_SHOWN_CHARS = 40
+
+_Place = tuple[int, int]  # input, and where in it
+
+
+def choose_shards(plan: Plan, num_shards: int) -> list[int]:
+    """Some shards that have input, ascending; the same ones for a plan each time."""
+    sizes = plan.shard_bytes()
+    full = [shard_id for shard_id in range(plan.num_shards) if sizes[shard_id]]
+    chooser = random.Random(plan.plan_id)  # noqa: S311 - a sample
+    return sorted(chooser.sample(full, min(num_shards, len(full))))
+
+
+def verify_deep(
+    folder: Path,
+    plan: Plan,
+    shard_ids: Sequence[int],
+    *,
+    input_dir: Path | None,
+    progress: Callable[[int], None],
+) -> tuple[list[Problem], Counter[str]]:
+    """Return the shards that differ from their input, and the documents, tokens and left out of the others.
+
+    ``progress`` is told 1 for each shard. Raises what loading the tokenizer raises, and Refused where a
+    library that changes or renders text has another version than planned.
+    """
+    plan = plan.at(input_dir)
+    check_text_versions(plan.options)
+    if plan.options.is_chat:
+        check_chat_versions(plan.options.chat_versions)
+    engine = load_engine(
+        folder / TOKENIZER_DIR / TOKENIZER_FILE,
+        wanted="tokenizers",
+        allow_special_tokens=plan.options.encodes_control_tokens,
+        probe=plan.probe,
+        probe_sha256=plan.probe_sha256,
+        fast_is_equal=False,
+        num_bytes=0,
+        warn=lambda _: None,
+    )
+    problems, checked = [], Counter[str]()
+    for shard_id in shard_ids:
+        try:
+            checked.update(_check_shard(folder, plan, shard_id, engine))
+        except ShardprepError as error:
+            problems.append(Problem(shard_id=shard_id, error=error))
+        progress(1)
+    return problems, checked
+
+
+def _check_shard(folder: Path, plan: Plan, shard_id: int, engine: Engine) -> dict[str, int]:
+    """Compare a shard with its input. Raises BrokenShard, naming what differs, and what reading raises."""
+    manifest = read_manifest(folder, shard_id)
+    found = _Input(plan, shard_id, engine)
+    held = _Shard(folder, plan, shard_id).documents()
+    differences = _compare(plan, found.documents(), held)
+    differences += _compare_left_out(folder, manifest, found.left_out)
+    differences += _compare_ids(folder, plan, shard_id, found.ids)
+    differences += found.counts_that_differ(manifest)
+    if differences:
+        raise BrokenShard(
+            f"it is not what its input gives: {'; '.join(differences)}; "
+            f"run: {remake_command(shard_id, folder)}, then this again. If it still differs, this version of "
+            "shardprep reads that input wrongly: do not train on it, and report the places above"
+        )
+    num_left_out = sum(found.left_out.values())
+    return {"documents": found.num_documents, "left out": num_left_out, "tokens": found.num_tokens}
+
+
+# --- What the input gives
+
+
+class _Key(NamedTuple):
+    """What must be equal of a document; the place where each sample is one document."""
+
+    place: _Place | None
+    text: bytes  # its hash; empty where the shard holds no text
+    ids: bytes  # the hash of its token ids, with their loss mask
+
+
+class _Document(NamedTuple):
+    """A document of the input; of rows packed best_fit, a row's worth of it."""
+
+    key: _Key
+    place: _Place
+    line: int
+    text: str  # its beginning
+
+
+@dataclass
+class _Input:
+    """The input of a shard. Its counts are complete once ``documents`` are at their end."""
+
+    plan: Plan
+    shard_id: int
+    engine: Engine
+    num_lines: int = 0
+    num_empty_lines: int = 0
+    num_filtered: int = 0
+    num_documents: int = 0
+    num_tokens: int = 0
+    lengths: Counter[int] = field(default_factory=Counter)  # of documents, by their bits
+    left_out: Counter[tuple[str, int, str]] = field(default_factory=Counter)  # input, place, reason
+    ids: list[tuple[int, int, str]] = field(default_factory=list)  # input, place, id
+    sources: dict[str, Counter[str]] = field(default_factory=dict)
+
+    def documents(self) -> Iterator[_Document]:
+        """Yield the documents in order, with the keys that the shard must hold."""
+        batch: list[_Text] = []
+        num_chars = 0
+        for text in self._texts():
+            batch.append(text)
+            num_chars += len(text.record.text)
+            if num_chars > _BATCH_CHARS:
+                yield from self._encoded(batch)
+                batch, num_chars = [], 0
+        yield from self._encoded(batch)
+
+    def counts_that_differ(self, manifest: Manifest) -> list[str]:
+        """Name the counts of a manifest that are not those of the input."""
+        counts = manifest.counts
+        histogram = [self.lengths[bits] for bits in range(max(self.lengths, default=-1) + 1)]
+        reasons = Counter(reason for _, _, reason in self.left_out.elements())
+        pairs: list[tuple[str, Any, Any]] = [
+            (name, getattr(counts, name), getattr(self, name))
+            for name in ("num_lines", "num_empty_lines", "num_filtered", "num_documents", "num_tokens")
+        ]
+        pairs.append(("quarantined", counts.quarantined, dict(sorted(reasons.items()))))
+        pairs.append(("length_histogram", counts.length_histogram, histogram))
+        none: Counter[str] = Counter()
+        pairs += [
+            (f"{what} of source {name}", getattr(counts.sources.get(name), what, 0), of_source[what])
+            for name in sorted({*counts.sources, *self.sources})
+            for of_source in (self.sources.get(name, none),)
+            for what in ("num_documents", "num_tokens", "num_quarantined")
+        ]
+        differing = _Named("counts of its manifest are others")
+        for name, there, here in pairs:
+            if there != here:
+                differing.add(f"{name} {there}, the input gives {here}")
+        return differing.words()
+
+    def _texts(self) -> Iterator[_Text]:
+        """Yield the documents, and count what is none; ``--limit`` ends behind the last one."""
+        most = self.plan.most_documents(self.shard_id)
+        if most == 0:
+            return
+        for record, spans in self._rendered():
+            self.num_lines += 1
+            if record.reason:
+                self._leave_out(record)
+            elif record.is_filtered:
+                self.num_filtered += 1
+            elif not record.text:
+                self.num_empty_lines += 1
+            else:
+                yield _Text(record, spans)
+                if most is not None and (most := most - 1) == 0:
+                    return
+
+    def _rendered(self) -> Iterator[tuple[PlainRecord, list[tuple[int, int]] | None]]:
+        """The records; conversations as their texts, with the characters that the assistant wrote."""
+        records, options = plain_records(self.plan, self.shard_id), self.plan.options
+        if not options.is_chat:
+            yield from ((record, None) for record in records)
+            return
+        template = ChatTemplate(options.chat_template, options.chat_tokens, options.allow_special_tokens)
+        while some := list(itertools.islice(records, _NUM_RENDERED)):
+            given = [record.text for record in some if record.text]
+            answers = iter(render_conversations(template, given) if given else [])
+            for record in some:
+                answer = next(answers) if record.text else None
+                if isinstance(answer, Rendered):
+                    yield replace(record, text=answer.text), answer.spans
+                else:
+                    yield (record if answer is None else replace(record, text="", reason=answer.reason)), None
+
+    def _leave_out(self, record: PlainRecord) -> None:
+        self.left_out[self.plan.inputs[record.source].path, record.offset, record.reason] += 1
+        self._count(self.plan.source_of(record.source), num_quarantined=1)
+
+    def _count(self, source: str, **counts: int) -> None:
+        self.sources.setdefault(source, Counter()).update(counts)
+
+    def _encoded(self, batch: list[_Text]) -> Iterator[_Document]:
+        short = [text for text in batch if len(text.record.text) <= _LONG_CHARS]
+        tokens = self.engine.encode_documents(
+            [text.record.text for text in short],
+            end_id=self.plan.end_id,
+            spans=[text.spans or [] for text in short] if self.plan.options.is_chat else None,
+        )
+        parts = iter(np.split(tokens.ids, tokens.offsets[1:-1]) if short else [])
+        for text in batch:
+            record = text.record
+            ids = next(parts) if len(record.text) <= _LONG_CHARS else self._encoded_in_pieces(record)
+            if ids is None:
+                self._leave_out(replace(record, reason="uncuttable"))
+                continue
+            self.num_documents += 1
+            self.num_tokens += len(ids)
+            self.lengths[len(ids).bit_length()] += 1
+            if record.id is not None and self.plan.options.id_field:
+                self.ids.append((record.source, record.offset, record.id))
+            source = record.named or self.plan.source_of(record.source)
+            self._count(source, num_documents=1, num_tokens=len(ids))
+            yield from self._documents_of(record, ids)
+
+    def _encoded_in_pieces(self, record: PlainRecord) -> npt.NDArray[np.uint32] | None:
+        """The ids of a long text; None where it is too long to be encoded at all."""
+        text = record.text
+        pieces = (text[at : at + _PIECE_CHARS] for at in range(0, len(text), _PIECE_CHARS))
+        try:
+            found = self.engine.encode_long(pieces, can_be_cut=self.plan.can_be_cut, end_id=self.plan.end_id)
+            return np.concatenate(list(found))
+        except UncuttableText:
+            return None
+
+    def _documents_of(self, record: PlainRecord, ids: npt.NDArray[np.uint32]) -> Iterator[_Document]:
+        """The document as a shard holds it: best_fit cuts it into rows, and no row holds one without ids."""
+        options, place = self.plan.options, (record.source, record.offset)
+        if not self.plan.spec.has_rows:
+            text = _hash(record.text.encode()) if options.keep_text else b""
+            keys = [_Key(place, text, _hash_of_ids(ids))]
+        elif options.pack == "best_fit":
+            pieces = [ids[at : at + options.seq_len] for at in range(0, len(ids), options.seq_len)]
+            keys = [_Key(None, b"", _hash_of_ids(piece, number == 0)) for number, piece in enumerate(pieces)]
+        else:
+            keys = [_Key(None, b"", _hash_of_ids(ids))] if len(ids) else []
+        for key in keys:
+            yield _Document(key, place, record.line, record.text[:_SHOWN_CHARS])
+
+
+class _Text(NamedTuple):
+    record: PlainRecord
+    spans: list[tuple[int, int]] | None  # of a conversation
+
+
+def _hash(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def _hash_of_ids(ids: npt.NDArray[Any], is_begin: bool = True) -> bytes:
+    return _hash(ids.astype("<u4").tobytes() + bytes([is_begin]))
+
+
+# --- What the shard holds
+
+
+class _Held(NamedTuple):
+    """A document of a shard; of rows packed best_fit, what a row holds of it."""
+
+    key: _Key
+    number: int
+    line: int | None  # that its key names; None in rows
+    places: list[_Place]  # that the idx names for it, or for rows that begin in it
+
+
+class _Shard:
+    """A shard's tar, sample by sample, beside its idx."""
+
+    def __init__(self, folder: Path, plan: Plan, shard_id: int) -> None:
+        self._spec, self._path = plan.spec, tar_path(folder, shard_id)
+        self._is_cut = plan.options.pack == "best_fit"
+        self._ids_name = token_field(plan.spec.record, plan.spec.token_format)
+        self._records = iter(read_idx(folder, plan.spec, shard_id).tolist())
+        self._remedy = f"run: {remake_command(shard_id, folder)}"
+
+    def documents(self) -> Iterator[_Held]:
+        """Yield the documents in order. Raises BrokenShard where the idx says otherwise than the tar."""
+        if self._spec.has_rows:
+            yield from _documents_in(self._rows(), is_cut=self._is_cut)
+        else:
+            yield from self._samples()
+        if next(self._records, None) is not None:
+            raise BrokenShard(f"the idx of {self._path} has more samples than it; {self._remedy}")
+
+    def _samples(self) -> Iterator[_Held]:
+        is_json = self._spec.kind == "json"
+        header = 0 if is_json else _NPY_HEADER_BYTES
+        for number, (key, members) in enumerate(_groups(self._path)):
+            offset, data = members[self._ids_name]
+            ids = np.array(json.loads(data), np.uint32) if is_json else _array(data)
+            place = self._place(offset + header, len(data) - header, len(ids))
+            text = _hash(members[TEXT_FIELD][1]) if TEXT_FIELD in members else b""
+            line = int(key.rpartition("_")[2])
+            yield _Held(_Key(place, text, _hash_of_ids(ids)), number, line, [place])
+
+    def _rows(self) -> Iterator[tuple[npt.NDArray[np.uint32], list[int], _Place]]:
+        """Of each row its ids, with their mask; where documents begin; the place of its first token's."""
+        seq_len = self._spec.seq_len
+        for _, members in _groups(self._path):
+            offset, data = members[self._ids_name]
+            rows, starts = _array(data), _array(members[DOC_STARTS_FIELD][1]).astype(np.int64)
+            lengths = [seq_len] * len(rows)
+            if ROW_TOKENS_FIELD in members:
+                lengths = _array(members[ROW_TOKENS_FIELD][1]).tolist()
+            has_loss = np.ones(rows.shape, np.uint8)
+            if LOSS_MASK_FIELD in members:
+                has_loss = _array(members[LOSS_MASK_FIELD][1])
+            masked = rows.astype(np.uint32) | np.where(has_loss == 0, NO_LOSS, np.uint32(0))
+            row_bytes = rows.itemsize * seq_len
+            for number, length in enumerate(lengths):
+                place = self._place(offset + _NPY_HEADER_BYTES + number * row_bytes, row_bytes, length)
+                own = starts[starts // seq_len == number] % seq_len
+                yield masked[number, :length], own.tolist(), place
+
+    def _place(self, *found: int) -> _Place:
+        """The place that the next record of the idx names, once its offset, bytes and tokens are right."""
+        record = next(self._records, (0, 0, 0, 0, 0))
+        if record[:3] != found:
+            raise BrokenShard(
+                f"{self._path} has a sample of (offset, bytes, tokens) {found}, its idx says {record[:3]}; "
+                f"{self._remedy}"
+            )
+        return record[3], record[4]
+
+
+def _documents_in(
+    rows: Iterable[tuple[npt.NDArray[np.uint32], list[int], _Place]], *, is_cut: bool
+) -> Iterator[_Held]:
+    """The documents in rows; ``is_cut``: what goes on in another row counts for itself."""
+    held: list[npt.NDArray[np.uint32]] = []
+    places: list[_Place] = []
+    is_begin, number = True, 0
+    for ids, starts, place in rows:
+        bounds = sorted({0, *starts, len(ids)})
+        for begin, end in itertools.pairwise(bounds):
+            begins = begin in starts
+            if held and (begins or is_cut):
+                yield _Held(
+                    _Key(None, b"", _hash_of_ids(np.concatenate(held), is_begin)), number, None, places
+                )
+                held, places, number = [], [], number + 1
+            if not held:
+                is_begin = begins
+            held.append(ids[begin:end])
+            places = [*places, place] if begin == 0 else places
+    if held:
+        yield _Held(_Key(None, b"", _hash_of_ids(np.concatenate(held), is_begin)), number, None, places)
+
+
+def _groups(path: Path) -> Iterator[tuple[str, dict[str, tuple[int, bytes]]]]:
+    """The samples of a tar: (key, member -> (where its data begins, the data)), by the standard library."""
+    key = ""
+    members: dict[str, tuple[int, bytes]] = {}
+    try:
+        with tarfile.open(path) as tar:
+            for member in tar:
+                tar.members = []  # type: ignore[attr-defined]  # else it keeps all of them
+                name, _, suffix = member.name.partition(".")
+                if members and (name != key or suffix in members):
+                    yield key, members
+                    members = {}
+                file = tar.extractfile(member)
+                key, members[suffix] = name, (member.offset_data, b"" if file is None else file.read())
+    except (tarfile.TarError, EOFError) as error:
+        raise BrokenShard(f"{path} is no whole tar: {error}") from None
+    if members:
+        yield key, members
+
+
+def _array(data: bytes) -> npt.NDArray[Any]:
+    return np.asarray(np.load(io.BytesIO(data), allow_pickle=False))
+
+
+# --- The comparison
+
+
+class _Named:
+    """Differences of one kind: how many, and the first of them in words."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._num = 0
+        self._first: list[str] = []
+
+    def add(self, words: str, number: int = 1) -> None:
+        self._num += number
+        if len(self._first) < _NUM_NAMED:
+            self._first.append(words)
+
+    def words(self) -> list[str]:
+        more = "; ..." if self._num > len(self._first) else ""
+        return [f"{self._num} {self._kind} ({'; '.join(self._first)}{more})"] if self._num else []
+
+
+def _compare(plan: Plan, expected: Iterator[_Document], held: Iterator[_Held]) -> list[str]:
+    """Say which documents are missing, altered, not of the input, in another order or at another place."""
+    missing: dict[_Key, list[_Document]] = {}
+    extra: dict[_Key, list[_Held]] = {}
+    moved = _Named("documents in another order, or with another line or place")
+    for document, sample in itertools.zip_longest(expected, held):
+        is_in_place = not (missing or extra) and None not in (document, sample) and document.key == sample.key
+        pairs: list[tuple[_Document, _Held]] = []
+        if document is not None and sample is not None and document.key == sample.key:
+            pairs = [(document, sample)]
+        else:
+            if document is not None and (same := _kept(document, extra, missing)) is not None:
+                pairs.append((document, same))
+            if sample is not None and (equal := _kept(sample, missing, extra)) is not None:
+                pairs.append((equal, sample))
+        if plan.options.pack == "best_fit":
+            continue
+        for one, other in pairs:
+            is_elsewhere = any(place != one.place for place in other.places)
+            if not is_in_place or is_elsewhere or other.line not in (None, one.line):
+                moved.add(f"document {other.number} of {_at(plan, one.place)}")
+    altered = _Named("documents whose text, or whose ids by the reference engine, are others")
+    lost = _Named("documents of the input are missing")
+    found = _Named("documents are not in the input")
+    samples = {sample.key.place or sample.number: sample for each in extra.values() for sample in each}
+    for document in itertools.chain.from_iterable(missing.values()):
+        words = f"{_at(plan, document.place)} {document.text!r}"
+        is_altered = samples.pop(document.key.place, None) is not None if document.key.place else False
+        (altered if is_altered else lost).add(words)
+    for sample in samples.values():
+        at = f" at {_at(plan, sample.places[0])}" if sample.places else ""
+        found.add(f"document {sample.number}{at}")
+    return altered.words() + lost.words() + found.words() or moved.words()
+
+
+_One = TypeVar("_One", _Document, _Held)
+_Other = TypeVar("_Other", _Document, _Held)
+
+
+def _kept(one: _One, others: dict[_Key, list[_Other]], ones: dict[_Key, list[_One]]) -> _Other | None:
+    """Take what equals ``one`` out of ``others``; where there is none, keep ``one`` among ``ones``."""
+    if (equal := others.get(one.key)) is None:
+        ones.setdefault(one.key, []).append(one)
+        return None
+    found = equal.pop(0)
+    if not equal:
+        del others[one.key]
+    return found
+
+
+def _at(plan: Plan, place: _Place) -> str:
+    return place_text(plan.inputs[place[0]].path, place[1])
+
+
+def _compare_left_out(folder: Path, manifest: Manifest, expected: Counter[tuple[str, int, str]]) -> list[str]:
+    """Compare the documents left out, by place and reason, with the quarantine file."""
+    there: Counter[tuple[str, int, str]] = Counter()
+    if manifest.quarantine is not None:
+        for line in _lines_of(quarantine_path(folder, manifest.shard_id)):
+            there[line["source"], line["source_offset"], line["reason"]] += 1
+    missing = _Named("documents of the input are bad, and not in quarantine with that reason")
+    extra = _Named("documents are in quarantine, and are not bad for that reason")
+    for named, counts in ((missing, expected - there), (extra, there - expected)):
+        for (path, offset, reason), number in sorted(counts.items()):
+            named.add(f"{place_text(path, offset)}: {reason}", number)
+    return missing.words() + extra.words()
+
+
+def _compare_ids(folder: Path, plan: Plan, shard_id: int, expected: list[tuple[int, int, str]]) -> list[str]:
+    """Compare the kept ids, in their order, with those of the input; lines of .txt have none."""
+    if not plan.options.id_field:
+        return []
+    rows = ((number, offset, name) for number, offset, name in _lines_of(ids_path(folder, shard_id)))
+    found = [row for row in rows if row[2] or ".txt" not in plan.inputs[row[0]].path]
+    here, there = ({row[:2]: row[2] for row in some} for some in (expected, found))
+    differing = _Named("kept ids are not those of the input")
+    for place in sorted(place for place in {*here, *there} if here.get(place) != there.get(place)):
+        differing.add(f"{_at(plan, place)}: {there.get(place)!r}, the input has {here.get(place)!r}")
+    if list(here) != list(there):
+        differing.add("they stand in another order")
+    return differing.words()
+
+
+def _lines_of(path: Path) -> Iterator[Any]:
+    """The values of a file of JSON lines, whose hash was compared. Raises ReadWriteError."""
+    with errors_named(path), path.open("rb") as file:
+        yield from map(json.loads, file)

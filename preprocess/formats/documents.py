@@ -1,0 +1,196 @@
+"""The parts of a shard -> its documents, in batches, each with the input and the place that it came from.
+
+Each part is read by its file's format, which the file's name says. What the user asked to be done to texts is
+done here, for all formats alike, and here the documents of a trial are counted off.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Generator, Iterable, Iterator
+
+import numpy as np
+
+from preprocess.formats.chat import ChatTemplate, Rendered, render_conversations
+from preprocess.formats.compression import COMPRESSIONS, load_zstandard
+from preprocess.formats.format import DocumentBatch, Format, Reading, no_documents, one_left_out
+from preprocess.formats.inputs import ByteRange, Digest, Place
+from preprocess.formats.json_lines import JsonLines
+from preprocess.formats.long_documents import LONG_BYTES, MOST_HELD_BYTES, LongDocument
+from preprocess.formats.text_fields import TextChanges, UnusableText
+from preprocess.formats.text_lines import CompressedText, TextLines
+from shardprep.format.names import input_suffixes
+
+SUFFIXES = (
+    ".txt, .jsonl, .ndjson or .json (of lines), each also with .gz, .zst, .xz or .bz2; .parquet; .arrow"
+)
+
+
+def read_documents(
+    ranges: list[ByteRange],
+    reading: Reading,
+    *,
+    digest: Digest | None = None,
+    most_documents: int | None = None,
+) -> Generator[DocumentBatch | LongDocument, None, None]:
+    """Yield the documents of byte ranges in order, in batches of about ``reading.batch_bytes``.
+
+    A document of more than LONG_BYTES comes alone, as a LongDocument. ``digest`` is told all bytes of the
+    ranges, in their order. Reading ends behind ``most_documents`` of them.
+
+    Ranges begin and end where their format allows it. Raises NotFound where a file cannot be opened,
+    ReadWriteError where reading fails, BadInput where a file is not of its format, Refused where a file was
+    written to while it was read and nobody hashes it.
+    """
+    items = _items(ranges, reading, digest)
+    if reading.changes is not None:
+        changes = reading.changes
+        items = (_changed(item, changes) for item in items)
+    if reading.chat is not None:
+        template = reading.chat
+        items = (_conversations(item, template) for item in items)
+    yield from items if most_documents is None else _first_ones(ranges, items, most_documents)
+
+
+def format_of(name: str) -> Format | None:
+    """Return the format that a file's name says; None for a suffix that is not known.
+
+    The modules of rows are imported when needed.
+    """
+    suffix, compression = input_suffixes(name)
+    if suffix in {".jsonl", ".json"}:
+        of_file = COMPRESSIONS[compression] if compression else None
+        return JsonLines(compression=of_file, may_be_a_list=suffix == ".json")
+    if suffix == ".parquet" and not compression:
+        from preprocess.formats.parquet import Parquet
+
+        return Parquet()
+    if suffix == ".arrow" and not compression:
+        from preprocess.formats.arrow import Arrow
+
+        return Arrow()
+    return _plain_text(compression) if suffix == ".txt" else None
+
+
+def format_of_input(name: str) -> Format:
+    """Return the format of a file that is an input: of an unknown suffix (``--text_files``), plain text."""
+    return format_of(name) or _plain_text(input_suffixes(name)[1])
+
+
+def _plain_text(compression: str) -> Format:
+    return CompressedText(compression=COMPRESSIONS[compression]) if compression else TextLines()
+
+
+def load_libraries(names: Iterable[str]) -> None:
+    """Import what reading files of these names takes, before any work. Raises UsageError where it is missing.
+
+    pyarrow takes 0.1 s of CPU, which else would count as work of the first shard.
+    """
+    suffixes = set(itertools.chain.from_iterable(map(input_suffixes, names)))
+    if suffixes & {".parquet", ".arrow"}:
+        from preprocess.formats.columns import load_arrow
+
+        load_arrow()
+    if ".zst" in suffixes:
+        load_zstandard()
+
+
+def _conversations(item: DocumentBatch | LongDocument, template: ChatTemplate) -> DocumentBatch:
+    """The conversations of a batch, rendered; what cannot be is left out, with its reason."""
+    if isinstance(item, LongDocument):
+        return one_left_out(item.place, "too_long", f"its messages have more than {LONG_BYTES} bytes")
+    if not item.texts:
+        return item
+    rendered = render_conversations(template, item.texts)
+    kept = [number for number, one in enumerate(rendered) if isinstance(one, Rendered)]
+    bad = [*item.bad]
+    bad += [
+        item.left_out(number, one) for number, one in enumerate(rendered) if isinstance(one, UnusableText)
+    ]
+    texts = [one.text for one in rendered if isinstance(one, Rendered)]
+    spans = [one.spans for one in rendered if isinstance(one, Rendered)]
+    batch = item.only(np.array(kept, np.int64))
+    return dataclasses.replace(batch, texts=texts, spans=spans, bad=sorted(bad, key=lambda one: one.line))
+
+
+def _items(
+    ranges: list[ByteRange], reading: Reading, digest: Digest | None
+) -> Iterator[DocumentBatch | LongDocument]:
+    line = 0
+    for part in ranges:
+        form = format_of_input(part.path.name)
+        reader = part.reader(digest)
+        for item in form.read(reader, reading, line):
+            line += item.num_lines
+            yield item
+        reader.hash_rest()
+        if digest is None or not form.is_in_bytes:  # else the hash tells, and a touch does no harm
+            reader.file.check_unchanged()
+
+
+def _changed(item: DocumentBatch | LongDocument, changes: TextChanges) -> DocumentBatch | LongDocument:
+    """The same with the user's changes done to its texts."""
+    return _changed_long(item, changes) if isinstance(item, LongDocument) else _changed_batch(item, changes)
+
+
+def _changed_batch(batch: DocumentBatch, changes: TextChanges) -> DocumentBatch:
+    texts: list[str] = []
+    kept: list[int] = []
+    bad, filtered = list(batch.bad), list(batch.filtered)
+    for number, text in enumerate(map(changes.apply, batch.texts)):
+        if isinstance(text, UnusableText):
+            bad.append(batch.left_out(number, text))
+        elif text is None:
+            filtered.append(int(batch.lines[number]))
+        elif stripped := text.strip() if batch.keeps_space else text:
+            texts.append(stripped)
+            kept.append(number)
+    bad.sort(key=lambda one: one.line)
+    return dataclasses.replace(batch.only(np.array(kept, np.int64)), texts=texts, bad=bad, filtered=filtered)
+
+
+def _changed_long(document: LongDocument, changes: TextChanges) -> DocumentBatch | LongDocument:
+    """A long document is held whole to be changed."""
+    place = document.place
+    if document.held is None and place.end - place.start > MOST_HELD_BYTES:
+        return one_left_out(place, "too_long", f"it has more than {MOST_HELD_BYTES} bytes to be changed")
+    try:
+        text = changes.apply("".join(document.text()))
+    except UnicodeDecodeError as error:
+        bad = place.undecodable(error)
+        return dataclasses.replace(no_documents(place), num_lines=1, bad=[bad])
+    if isinstance(text, UnusableText):
+        return one_left_out(place, text.reason, text.detail)
+    if text is None:
+        return dataclasses.replace(no_documents(place), num_lines=1, filtered=[place.line])
+    return dataclasses.replace(document, held=text)
+
+
+def _first_ones(
+    ranges: list[ByteRange], items: Iterator[DocumentBatch | LongDocument], most_documents: int
+) -> Iterator[DocumentBatch | LongDocument]:
+    """The items up to the last document of a trial, which accounts for all bytes behind it, too."""
+    num_left, bytes_left = most_documents, sum(part.end - part.start for part in ranges)
+    if not num_left and ranges:
+        yield _nothing(ranges[0], bytes_left)
+        return
+    for item in items:
+        num_documents = 1 if isinstance(item, LongDocument) else len(item.texts)
+        if num_documents < num_left:
+            num_left -= num_documents
+            bytes_left -= item.num_bytes
+            yield item
+        elif isinstance(item, LongDocument):
+            yield dataclasses.replace(item, place=dataclasses.replace(item.place, num_bytes=bytes_left))
+            return
+        else:
+            yield dataclasses.replace(item.first_ones(num_left), num_bytes=bytes_left)
+            return
+
+
+def _nothing(part: ByteRange, num_bytes: int) -> DocumentBatch:
+    place = Place(
+        file=part.open(), input_number=part.input_number, start=0, end=0, line=0, num_bytes=num_bytes
+    )
+    return no_documents(place)

@@ -1,0 +1,283 @@
+"""An input file: how it is opened and read, and where in it a document lies.
+
+Each file is opened once and read by position, and is looked at again at the end: one that was written to
+meanwhile is refused. Its stamp at planning is its size, its mtime and a hash of 3 x 64 KiB.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import hashlib
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from shardprep.errors import NotFound, ReadWriteError, Refused
+from shardprep.files import with_retries
+
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+# What says that there is no such input; whatever else opening ends with may go away.
+_NO_SUCH_INPUT = frozenset({
+    errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG,
+    errno.ENXIO, errno.ENODEV,
+})  # fmt: skip
+_SAMPLE_BYTES = 64 << 10
+HASH_BYTES = 1 << 19  # read at once where bytes are only hashed, or only a line's end is looked for
+
+
+class Stamp(NamedTuple):
+    """What the file system says of a file. A write moves one of them at least, but for its clock's ticks.
+
+    So do a touch, a chmod or a new link, which ask for another run for nothing: the price of the ctime, which
+    alone tells of a write whose mtime was put back.
+    """
+
+    num_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+class OpenInput:
+    """A regular file, open for reading. It is closed when nobody holds it any more: threads share it.
+
+    All reads go to the one descriptor, so that a file put in its place meanwhile is never mixed with it, and
+    ``check_unchanged`` tells whether it was written to. Raises NotFound where it is not there, may not be
+    read, or is no regular file: a FIFO would wait for ever, a device never end. Opening and reading are
+    tried again where a file system may come back; raises ReadWriteError where it does not.
+    """
+
+    _fd = -1
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = with_retries(f"input {path} cannot be opened", self._open)
+        status = self._status()
+        if not stat.S_ISREG(status.st_mode):
+            kind = next((name for test, name in _KINDS if test(status.st_mode)), "no regular file")
+            raise NotFound(
+                f"input {path} is {kind}, expected a regular file; move it away, or bring the file back"
+            )
+        self.stamp = _stamp(status)
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, 0)
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def _open(self) -> int:
+        try:
+            # Not to wait for a FIFO's writer.
+            return os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno not in _NO_SUCH_INPUT:
+                raise
+            reason = error.strerror
+            if isinstance(error, FileNotFoundError) and os.path.islink(self.path):  # noqa: PTH114 - it never raises
+                reason = "it is a link to nothing"
+            raise NotFound(f"input {self.path} cannot be opened: {reason}") from None
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):  # nothing was written to it
+                os.close(self._fd)
+
+    def expect_scattered_reads(self) -> None:
+        """Tell the system not to read ahead, which would read three times as much for nothing."""
+        with contextlib.suppress(OSError):  # a hint
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def read(self, start: int, end: int) -> bytes:
+        """The bytes [start, end), fewer where the file ends before. Raises ReadWriteError."""
+        pieces: list[bytes] = []
+        while start < end:
+            piece = with_retries(
+                f"input {self.path} cannot be read at byte {start}",
+                functools.partial(os.pread, self._fd, end - start, start),
+            )
+            if not piece or (start + len(piece) == end and not pieces):
+                return piece or b"".join(pieces)
+            pieces.append(piece)
+            start += len(piece)
+        return b"".join(pieces)
+
+    def read_all(self, start: int, end: int) -> bytes:
+        """The bytes [start, end). Raises ReadWriteError, also where the file ends before."""
+        data = self.read(start, end)
+        if len(data) < end - start:
+            raise ReadWriteError(
+                f"input {self.path} ended at byte {start + len(data)}, the plan says {end}; bring the whole "
+                "file back, or plan anew into a new folder"
+            )
+        return data
+
+    def check_unchanged(self) -> None:
+        """That nobody wrote to the file since it was opened. Raises Refused, or ReadWriteError."""
+        found = _stamp(self._status())
+        if found != self.stamp:
+            raise Refused(
+                f"input {self.path} changed while it was read (size, mtime or ctime: "
+                f"{found.num_bytes} bytes at {found.mtime_ns}, expected {self.stamp.num_bytes} bytes at "
+                f"{self.stamp.mtime_ns}); nothing is published: once nobody writes to it, run this again, "
+                "or plan anew into a new folder if its text is another"
+            )
+
+    def _status(self) -> os.stat_result:
+        try:
+            return os.fstat(self._fd)
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def _failed(self, error: OSError) -> ReadWriteError:
+        return ReadWriteError(f"input {self.path} cannot be read: {error.strerror}")
+
+
+def _stamp(status: os.stat_result) -> Stamp:
+    return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where one document, or several that follow each other, lie in an input file.
+
+    ``start`` and ``end`` (not included) are bytes of the file; bytes of its text where it is compressed; rows
+    where it has rows.
+    """
+
+    file: OpenInput
+    input_number: int  # position of the file in the plan
+    start: int
+    end: int
+    line: int  # of the first document, in the shard, from 0
+    codec: str = "utf-8"  # without a byte order mark
+    num_bytes: int  # of input that it accounts for, a byte order mark included
+    keeps_space: bool = False  # of lines, ASCII white space alone is stripped here
+
+    def left_out(self, reason: str, detail: str) -> BadDocument:
+        """What is said of a document here that is left out."""
+        return BadDocument(
+            source=self.input_number,
+            source_offset=self.start,
+            num_bytes=self.end - self.start,
+            line=self.line,
+            reason=reason,
+            detail=detail,
+        )
+
+    def undecodable(self, error: UnicodeDecodeError) -> BadDocument:
+        """The same for one that raised ``error``, whose ``start`` is a byte of the file."""
+        return self.left_out("undecodable", f"byte {error.start} is not {self.codec}: {error.reason}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadDocument:
+    """A document that is left out. The fields are those of a line of the shard's quarantine file."""
+
+    source: int  # position of the input file in the plan; the quarantine file names it
+    source_offset: int
+    num_bytes: int
+    line: int
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputFile:
+    """One file of the plan. ``mtime_ns`` is outside the plan id: a copy or a touch changes nothing."""
+
+    path: str  # relative to the input folder, with /
+    num_bytes: int
+    mtime_ns: int
+    sha256: str  # of the first, middle and last 64 KiB
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByteRange:
+    """Part of one input file."""
+
+    input_number: int  # position of the file in the plan
+    path: Path
+    start: int  # byte
+    end: int  # byte, not included
+    text_start: int = 0  # where the file is compressed: byte of its text at ``start``
+    planned: InputFile | None = None  # what the file was at planning; None: it is taken as it is
+
+    def open(self) -> OpenInput:
+        """Open the file; where it was planned, as ``open_planned`` does."""
+        return OpenInput(self.path) if self.planned is None else open_planned(self.path, self.planned)
+
+    def reader(self, digest: Digest | None) -> RangeReader:
+        """Open the file to read this part of it."""
+        return RangeReader(self.open(), self, digest)
+
+
+class Digest(Protocol):
+    """A hash of hashlib."""
+
+    def update(self, data: memoryview, /) -> None:
+        """Take more bytes."""
+
+
+class RangeReader:
+    """Reads a range from its open file, for one thread; hashes, in order, each byte that it meets first."""
+
+    def __init__(self, file: OpenInput, part: ByteRange, digest: Digest | None) -> None:
+        self.file = file
+        self.part = part
+        self._digest = digest
+        self._num_hashed = part.start  # byte up to which the range is hashed
+
+    def read(self, start: int, end: int) -> bytes:
+        """The bytes [start, end). Raises ReadWriteError."""
+        data = self.file.read_all(start, end)
+        if self._digest is not None and end > self._num_hashed:
+            self._digest.update(memoryview(data)[self._num_hashed - start :])
+            self._num_hashed = end
+        return data
+
+    def hash_rest(self) -> None:
+        """Hash what was not read, if the range is hashed at all."""
+        while self._digest is not None and self._num_hashed < self.part.end:
+            self.read(self._num_hashed, min(self._num_hashed + HASH_BYTES, self.part.end))
+
+
+def sample_sha256(file: OpenInput) -> str:
+    """sha256, in hex, of the first, middle and last 64 KiB, or of all. Raises ReadWriteError."""
+    size = file.stamp.num_bytes
+    if size <= 3 * _SAMPLE_BYTES:
+        return hashlib.sha256(file.read(0, size)).hexdigest()
+    starts = (0, (size - _SAMPLE_BYTES) // 2, size - _SAMPLE_BYTES)
+    return hashlib.sha256(b"".join(file.read(start, start + _SAMPLE_BYTES) for start in starts)).hexdigest()
+
+
+def open_planned(path: Path, planned: InputFile) -> OpenInput:
+    """Open a file that still is what was planned; its sample is read again only where its mtime differs.
+
+    Raises NotFound where it is gone, Refused where it changed. A change outside of the sample, of the same
+    size, is seen by the hashes of ``plan --hash_inputs`` alone.
+    """
+    try:
+        file = OpenInput(path)
+    except NotFound as error:
+        raise NotFound(f"{error}; if the raw folder moved, pass --input_dir") from None
+    if (file.stamp.num_bytes, file.stamp.mtime_ns) == (planned.num_bytes, planned.mtime_ns):
+        return file
+    found = sample_sha256(file)
+    if (file.stamp.num_bytes, found) != (planned.num_bytes, planned.sha256):
+        raise Refused(
+            f"input {path} changed since it was planned: {file.stamp.num_bytes} bytes with sample "
+            f"{found[:12]}, the plan says {planned.num_bytes} with {planned.sha256[:12]}; "
+            "bring the file back, or plan anew into a new folder"
+        )
+    return file

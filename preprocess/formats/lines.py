@@ -1,0 +1,218 @@
+r"""Where the lines of a text end, in bytes of any codec.
+
+Lines of plain text end at ``\n``, ``\r\n`` or ``\r``, as Python reads them; those of JSON at ``\n``.
+
+A stream of text in pieces -> blocks of whole lines, in bounded memory however long a line is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from preprocess.formats.inputs import OpenInput, RangeReader
+from preprocess.formats.long_documents import MOST_HELD_BYTES
+
+
+class TextPiece(NamedTuple):
+    """Some of the text, and how many bytes of the file it took."""
+
+    data: bytes
+    num_bytes: int
+
+
+_FIRST_SCAN_BYTES, _NEXT_SCAN_BYTES, _MOST_SCAN_BYTES = 16 << 10, 64 << 10, 1 << 20
+
+FirstLineEnd = Callable[[bytes, bool], "int | None"]
+"""(bytes, whether nothing follows) -> bytes up to and with the first line end; None where it is not sure."""
+
+MARKED_ENCODINGS = ("utf-8-sig", "utf-16", "utf-32")  # a byte order mark may stand before the text
+
+
+def codec_of(head: bytes, encoding: str) -> tuple[str, int]:
+    """The codec of a file without any byte order mark, and the mark's bytes. ``head``: its first 4."""
+    if encoding == "utf-8-sig":
+        return "utf-8", 3 * head.startswith(b"\xef\xbb\xbf")
+    if encoding not in ("utf-16", "utf-32"):
+        return encoding, 0
+    unit = 2 if encoding == "utf-16" else 4
+    for codec in (f"{encoding}-le", f"{encoding}-be"):
+        if head[:unit] == "\ufeff".encode(codec):
+            return codec, unit
+    return f"{encoding}-le", 0
+
+
+def unit_bytes(codec: str) -> int:
+    """Bytes of a code unit."""
+    return 2 if codec.startswith("utf-16") else 4 if codec.startswith("utf-32") else 1
+
+
+def code_units(block: bytes, codec: str) -> npt.NDArray[np.unsignedinteger[Any]]:
+    """A block as the code units of its codec; a last half of one is left out."""
+    num_bytes = unit_bytes(codec)
+    order = ">" if codec.endswith("-be") else "<"
+    return np.frombuffer(block, f"{order}u{num_bytes}", len(block) // num_bytes)
+
+
+def last_line_end(block: bytes, codec: str) -> int:
+    """Bytes of a block up to and with its last line end; a ``\\r`` at its very end may be half of one."""
+    units = code_units(block, codec)
+    if units.itemsize == 1:
+        return max(block.rfind(b"\n"), block.rfind(b"\r", 0, -1)) + 1
+    ends = np.flatnonzero((units == 10) | (units == 13))
+    if len(ends) and ends[-1] == len(units) - 1 and units[-1] == 13:
+        ends = ends[:-1]
+    return (int(ends[-1]) + 1) * units.itemsize if len(ends) else 0
+
+
+def line_starts(block: bytes, codec: str) -> npt.NDArray[np.int64]:
+    """Byte of each line's start in a block of whole lines."""
+    units = code_units(block, codec)
+    is_end = units == 10
+    carriage_return = units == 13
+    if carriage_return.any():
+        carriage_return[:-1] &= ~is_end[1:]
+        is_end |= carriage_return
+    starts = np.flatnonzero(is_end) + 1
+    if len(starts) and starts[-1] * units.itemsize == len(block):
+        starts = starts[:-1]
+    return np.concatenate(([0], starts)) * units.itemsize
+
+
+def first_line_start(file: OpenInput, offset: int, end: int, line_end_of: FirstLineEnd) -> int | None:
+    """The first byte at or after ``offset`` where a line begins; the file's size where its rest has none.
+
+    None where none begins before ``end``; one behind it may be found all the same, and is right. Reads 16 KiB
+    at first, for most lines end soon, then 64 KiB each time, and a quarter of what was read so far where that
+    is more, up to 1 MiB. Lines of 250 KB take 3.2 reads and 160 KB; 4 KiB, then four times as much each time
+    up to 256 KiB, would take 3.6 reads and 250 KB.
+    """
+    if offset >= end:
+        return None
+    if offset <= 0:
+        return 0
+    size = file.stamp.num_bytes
+    position, num_bytes = offset - 1, _FIRST_SCAN_BYTES
+    while position < end:
+        block = file.read(position, position + num_bytes)
+        if not block:
+            break
+        is_last = position + len(block) >= size
+        line_end = line_end_of(block, is_last)
+        if line_end is not None:
+            return position + line_end
+        # A last \r may be half of a line end: it is read again with what follows.
+        position += len(block) - (block.endswith(b"\r") and not is_last)
+        num_bytes = min(max(_NEXT_SCAN_BYTES, (position - offset) // 4), _MOST_SCAN_BYTES)
+    return None if position < size else size
+
+
+def first_line_end(block: bytes, is_last: bool) -> int | None:
+    """Bytes up to and with the first line end; None where there is none, or it may go on behind the block."""
+    newline = block.find(b"\n")
+    carriage_return = block.find(b"\r", 0, newline if newline >= 0 else len(block))
+    if carriage_return < 0 or carriage_return + 1 == newline:
+        return newline + 1 if newline >= 0 else None
+    if carriage_return + 1 < len(block) or is_last:
+        return carriage_return + 1
+    return None
+
+
+def last_newline(data: bytes) -> int:
+    """Bytes up to and with the last ``\\n``."""
+    return data.rfind(b"\n") + 1
+
+
+def first_newline(data: bytes, is_last: bool) -> int | None:  # noqa: ARG001
+    """Bytes up to and with the first ``\\n``; a FirstLineEnd."""
+    return data.find(b"\n") + 1 or None
+
+
+class LineBlock(NamedTuple):
+    """Whole lines that follow each other, or one line that is too long to be held."""
+
+    start: int  # byte of the text
+    size: int  # bytes of text
+    data: bytes | None  # None: it is one line of more than MOST_HELD_BYTES
+    num_bytes: int  # of the file that were read for it
+
+
+def plain_pieces(reader: RangeReader, piece_bytes: int) -> Iterator[TextPiece]:
+    """The bytes of a part as they are."""
+    part = reader.part
+    for start in range(part.start, part.end, piece_bytes):
+        data = reader.read(start, min(start + piece_bytes, part.end))
+        yield TextPiece(data, len(data))
+
+
+def line_blocks_of(
+    pieces: Iterator[TextPiece],
+    start: int,
+    last_line_end: Callable[[bytes], int],
+    carriage_return: bytes = b"",
+) -> Iterator[LineBlock]:
+    """Cut a stream that begins at byte ``start`` of the text into blocks of whole lines.
+
+    ``last_line_end`` gives the bytes up to the last line end that is sure: a ``\\r`` at the very end may be
+    half of one. ``carriage_return`` is the codec's, where it ends lines. At the end stands a block without
+    lines, for what was read behind the last one. How the stream is cut into pieces changes no line.
+    """
+    held: list[bytes] = []  # the beginning of a line
+    num_held, num_bytes, is_too_long = 0, 0, False
+    for data, num_read in _whole_line_ends(_small_pieces(pieces), carriage_return):
+        num_bytes += num_read
+        ends_here = carriage_return and data.endswith(carriage_return)
+        cut = len(data) if ends_here else last_line_end(data)
+        if cut and num_held and num_held + cut > MOST_HELD_BYTES:
+            first = _first_cut(data, last_line_end) or cut
+            is_too_long = num_held + first > MOST_HELD_BYTES
+        if cut and is_too_long:
+            yield LineBlock(start, num_held + first, None, 0)
+            start, held, num_held, is_too_long = start + num_held + first, [], 0, False
+            data, cut = data[first:], cut - first
+        if cut:
+            held.append(data[:cut])
+            yield LineBlock(start, num_held + cut, b"".join(held), num_bytes)
+            start, held, num_held, num_bytes = start + num_held + cut, [], 0, 0
+        num_held += len(data) - cut
+        held = [] if is_too_long else [*held, data[cut:]]
+        if num_held > MOST_HELD_BYTES:
+            is_too_long, held = True, []
+    if num_held:
+        yield LineBlock(start, num_held, None if is_too_long else b"".join(held), num_bytes)
+    elif num_bytes:
+        yield LineBlock(start, 0, b"", num_bytes)
+
+
+def _small_pieces(pieces: Iterator[TextPiece]) -> Iterator[TextPiece]:
+    """The same stream in pieces below MOST_HELD_BYTES: 16 KiB of zstd may give half a gigabyte."""
+    most = MOST_HELD_BYTES - 8  # a \r and a part of a unit may be kept back and come with the next piece
+    for data, num_bytes in pieces:
+        for begin in range(0, max(1, len(data)), most):
+            yield TextPiece(data[begin : begin + most], 0 if begin else num_bytes)
+
+
+def _whole_line_ends(pieces: Iterator[TextPiece], carriage_return: bytes) -> Iterator[TextPiece]:
+    """The same stream in pieces of whole code units; a ``\\r`` at the end of one is a whole line end."""
+    unit, kept = max(1, len(carriage_return)), b""
+    for data, num_bytes in pieces:
+        joined = kept + data
+        cut = len(joined) // unit * unit
+        if carriage_return and joined.endswith(carriage_return, 0, cut):
+            cut -= unit
+        kept = joined[cut:]
+        yield TextPiece(joined[:cut], num_bytes)
+    if kept:
+        yield TextPiece(kept, 0)
+
+
+def _first_cut(data: bytes, last_line_end: Callable[[bytes], int]) -> int:
+    """Bytes up to and with the first line end that is sure, of any kind, by halving; 0 for none."""
+    low, high = 0, len(data)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if last_line_end(data[:middle]) else (middle, high)
+    return last_line_end(data[:high])

@@ -1,0 +1,1 @@
+"""What a person looks with: ``peek``, ``doctor``, ``export``; and ``train_tokenizer``."""

@@ -1,0 +1,586 @@
+"""The text a tokenizer is trained on: a folder's documents, in bounded memory and bounded number.
+
+Plain text is read by lines; all else (JSON, tables, compressed files) by its format. Files are read in blocks
+and never whole. Inputs beyond ``max_bytes`` are sampled in stretches of about 1 MiB whose beginnings are
+spread evenly over all files, so that a 15 TB input costs no more reads than ``max_bytes``; the price is about
+one line per stretch, cut by its edges and left out.
+
+What is no plain text can be entered at few bytes alone. So each stretch of it is read from the next place
+where a part of the file may begin, and a stretch without such a place lengthens the one before it: of a file
+that is read whole, or has one row group, the beginning stands for all.
+
+A tokenizer of one's own: byte-level BPE, in everything but its vocabulary that of Llama 3.
+
+So data sets, loaders and engines take it as they take Llama 3's. Its pre-tokenizer, post-processor and
+special tokens are those of Llama 3.1, read off its tokenizer.json; a test compares the two.
+
+Price: memory grows with the distinct words, so the text is bounded by ``max_bytes``. Measured with
+tokenizers 0.23.3 on 2 cores, vocab_size 128,000: 20 MB of Korean reviews 0.76 GB and 14 s, half of
+it 0.46 GB and 7 s; 16 MB of English paragraphs 0.16 GB and 3 s. Memory thus grows with the 0.77th
+power of the bytes: the default of 256 MB takes about 5 GB on such Korean text, 1 GB about 15 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import io
+import itertools
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+from preprocess.formats.documents import format_of_input
+from preprocess.formats.format import DocumentBatch, Reading
+from preprocess.formats.inputs import BadDocument, ByteRange, OpenInput, RangeReader
+from preprocess.formats.long_documents import LongDocument
+from preprocess.formats.text_fields import TextFields
+from preprocess.formats.text_lines import TextLines
+from preprocess.make.engines import LLAMA3_REGEX
+from preprocess.plan.planning import list_inputs
+from shardprep.command_line import parse_size
+from shardprep.console import LOG_EVERY_S, Progress, say
+from shardprep.errors import BadInput, CannotWrite, Refused, UsageError
+from shardprep.files import PublishedFolder, names_in
+from shardprep.format.names import place_text
+
+SPAN_BYTES = 1 << 20
+MIN_NUM_SPANS = 64
+READ_BYTES = 1 << 18
+PIECE_CHARS = 4096  # longer lines are cut: one word of a million letters would stall every merge
+WIDEST_CHAR_BYTES = 4  # spans begin at multiples of it, so that UTF-16 and UTF-32 stay aligned
+# Stands in decoded text where bytes could not be decoded: a lone surrogate, which no text has.
+UNDECODABLE = "\udcff"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Bytes [start, stop) of the text of a file that has ``size_bytes`` of it, about."""
+
+    path: Path
+    start: int
+    stop: int
+    size_bytes: int  # of plain text the file's size
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
+
+
+def training_reading(encoding: str, fields: TextFields | None = None) -> Reading:
+    """How inputs are read for training: ``fields`` are the text of records. Raises UsageError."""
+    try:
+        b"\0\0\0\0".decode(encoding, "replace")
+    except (LookupError, ValueError) as error:
+        raise UsageError(f"--encoding {encoding!r}: Python knows no such text encoding") from error
+    known = codecs.lookup(encoding).name
+    return Reading(doc="line", encoding=known, batch_bytes=READ_BYTES, fields=fields or TextFields())
+
+
+def find_spans(input_dir: Path, max_bytes: int, recursive: bool, reading: Reading) -> list[Span]:
+    """What to read of the folder's inputs, in the order of their relative paths.
+
+    Errors: NotFound (no folder, no input in it), BadInput (a file is not of its format, or lacks the columns
+    of the text), UsageError (a format needs a library that is missing), ReadWriteError.
+    """
+    paths = list_inputs(input_dir, recursive=recursive)
+    sizes = [text_bytes_of(OpenInput(path), reading) for path in paths]
+    return sample_spans(list(zip(paths, sizes, strict=True)), max_bytes)
+
+
+def sample_spans(files: list[tuple[Path, int]], max_bytes: int) -> list[Span]:
+    """All of the files where they hold at most ``max_bytes``, else that many bytes spread over them."""
+    total_bytes = sum(size for _, size in files)
+    if total_bytes <= max_bytes:
+        return [Span(path=path, start=0, stop=size, size_bytes=size) for path, size in files if size]
+    num_spans = max(MIN_NUM_SPANS, max_bytes // SPAN_BYTES)
+    starts = [i * total_bytes // num_spans for i in range(num_spans)]
+    length = max_bytes // num_spans
+    spans: list[Span] = []
+    base, i = 0, 0
+    for path, size in files:
+        while i < num_spans and starts[i] < base + size:
+            start = -(-max(0, starts[i] - base) // WIDEST_CHAR_BYTES) * WIDEST_CHAR_BYTES
+            stop = min(size, starts[i] - base + length)
+            if stop > start:
+                spans.append(Span(path=path, start=start, stop=stop, size_bytes=size))
+            if starts[i] + length > base + size:
+                break  # the rest of it lies in the next file
+            i += 1
+        base += size
+    return spans
+
+
+class TrainingText:
+    """Iterates over batches of stripped texts, none empty, and counts what it met on the way.
+
+    A text is a document, or a piece of a long one. ``progress`` is told the bytes of text, about, of each
+    block that was read. At most ``max_bytes`` are taken of records, whatever a file's size promised.
+    """
+
+    def __init__(
+        self,
+        spans: list[Span],
+        reading: Reading,
+        progress: Callable[[int], None] = lambda _: None,
+        *,
+        max_bytes: int | None = None,
+    ) -> None:
+        self.is_read = False
+        self.num_texts = 0
+        self.num_bytes = 0  # of text
+        self._spans = spans
+        self._reading = reading
+        self._progress = progress
+        self._max_bytes = max_bytes
+        self._bad: Counter[str] = Counter()  # documents left out, by reason
+        self._first_bad = ""
+
+    def __iter__(self) -> Iterator[list[str]]:
+        for path, spans in itertools.groupby(self._spans, lambda span: span.path):
+            if isinstance(format_of_input(path.name), TextLines):
+                for span in spans:
+                    yield from self._lines(span)
+            else:
+                yield from self._records(path, list(spans))
+        self.is_read = True
+
+    def _lines(self, span: Span) -> Iterator[list[str]]:
+        for num_bytes, lines in read_lines(span, self._reading.encoding):
+            self._progress(num_bytes)
+            self.num_bytes += num_bytes
+            readable = [line for line in lines if UNDECODABLE not in line]
+            if len(readable) < len(lines):
+                self._leave_out(["undecodable"] * (len(lines) - len(readable)), str(span.path))
+            yield self._stripped(readable)
+
+    def _records(self, path: Path, spans: list[Span]) -> Iterator[list[str]]:
+        file, size = OpenInput(path), spans[0].size_bytes
+        num_left = sum(span.num_bytes for span in spans)  # for progress
+        for part in sampled_parts(file, [(span.start, span.stop) for span in spans], size, self._reading):
+            ends_at = self.num_bytes + part.most_bytes if part.most_bytes is not None else None
+            for texts, bad, num_bytes in read_texts(file, part, self._reading):
+                self._leave_out_records(bad, path)
+                pieces, is_full = self._first_pieces(texts, ends_at)
+                told = min(num_left, num_bytes * size // max(1, file.stamp.num_bytes))
+                num_left -= told
+                self._progress(told)
+                yield self._stripped(pieces)
+                if is_full:
+                    break
+        self._progress(num_left)
+
+    def _first_pieces(self, texts: list[str], ends_at: int | None) -> tuple[list[str], bool]:
+        """The texts in pieces, up to where enough was taken; whether it was."""
+        limits = [limit for limit in (ends_at, self._max_bytes) if limit is not None]
+        pieces: list[str] = []
+        for piece in itertools.chain.from_iterable(map(_pieces, texts)):
+            num_bytes = len(piece.encode())
+            if limits and self.num_bytes + num_bytes > min(limits):
+                return pieces, True
+            self.num_bytes += num_bytes
+            pieces.append(piece)
+        return pieces, False
+
+    def _stripped(self, texts: list[str]) -> list[str]:
+        found = [stripped for text in texts if (stripped := text.strip())]
+        self.num_texts += len(found)
+        return found
+
+    def _leave_out_records(self, bad: list[BadDocument], path: Path) -> None:
+        if bad:
+            self._leave_out([one.reason for one in bad], place_text(str(path), bad[0].source_offset))
+
+    def _leave_out(self, reasons: list[str], where: str) -> None:
+        self._bad.update(reasons)
+        self._first_bad = self._first_bad or where
+
+    def describe(self) -> str:
+        """What was read and what was left out."""
+        num_files = len({span.path for span in self._spans})
+        found = (
+            f"read {self.num_bytes:,} bytes of text in {num_files:,} files, {self.num_texts:,} documents, "
+            "long ones in pieces"
+        )
+        if not self._bad:
+            return found
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in self._bad.most_common())
+        return (
+            f"{found}; left out {self._bad.total():,} documents ({reasons}; the first in {self._first_bad})"
+        )
+
+
+def read_lines(span: Span, encoding: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield (bytes read, lines) block by block; lines over PIECE_CHARS come in pieces.
+
+    Lines end as in Python's text mode. UNDECODABLE stands for bad bytes. A line that the span's
+    edge cuts is left out, unless it fills the span.
+    """
+    file = OpenInput(span.path)
+    decoder = _decoder(encoding)
+    if span.start and codecs.lookup(encoding).name in {"utf-16", "utf-32"}:
+        decoder.decode(file.read(0, WIDEST_CHAR_BYTES))  # tells it the byte order
+    position = span.start
+    tail, cut_at_start, is_one_line = "", span.start > 0, True
+    while position < span.stop and (block := file.read(position, min(position + READ_BYTES, span.stop))):
+        is_first = position == span.start
+        position += len(block)
+        text = decoder.decode(block, final=position == span.stop == span.size_bytes)
+        if is_first and span.start:
+            text = text.lstrip(UNDECODABLE)  # a character that the span's edge cut
+        ended, newline, tail = (tail + text).rpartition("\n")
+        lines = [piece for line in ended.split("\n") for piece in _pieces(line)] if newline else []
+        if cut_at_start and newline:
+            lines, cut_at_start = lines[1:], False
+        is_one_line = is_one_line and not newline
+        *pieces, tail = _pieces(tail)
+        cut_at_start = cut_at_start and not pieces
+        yield len(block), lines + pieces
+    if span.stop == span.size_bytes or is_one_line:
+        yield 0, [tail]
+
+
+def _pieces(line: str) -> Iterator[str]:
+    """Cut a line into pieces of at most PIECE_CHARS, before a space where the second half has one."""
+    start = 0
+    while len(line) - start > PIECE_CHARS:
+        space = line.rfind(" ", start + PIECE_CHARS // 2, start + PIECE_CHARS)
+        stop = space if space > 0 else start + PIECE_CHARS
+        yield line[start:stop]
+        start = stop
+    yield line[start:]
+
+
+def _decoder(encoding: str) -> io.IncrementalNewlineDecoder:
+    """Decodes block by block, all line ends to ``\\n``; UNDECODABLE in place of bad bytes."""
+    codecs.register_error("shardprep_mark", _mark)
+    return io.IncrementalNewlineDecoder(
+        codecs.getincrementaldecoder(encoding)(errors="shardprep_mark"), translate=True
+    )
+
+
+def _mark(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeDecodeError):
+        raise error
+    return UNDECODABLE, error.end
+
+
+class SampledPart(NamedTuple):
+    """A part of a file, of which text is read up to some bytes."""
+
+    start: int  # byte of the file
+    text_start: int  # byte of the text there, where the file is compressed; else 0
+    end: int  # byte of the file
+    most_bytes: int | None  # of text; None: all
+
+
+class Texts(NamedTuple):
+    """Texts that follow each other in a file."""
+
+    texts: list[str]
+    bad: list[BadDocument]
+    num_bytes: int  # of the file, that were read for them
+
+
+def text_bytes_of(file: OpenInput, reading: Reading) -> int:
+    """About how much text a file has; of plain text, its size. Raises BadInput, ReadWriteError."""
+    form = format_of_input(file.path.name)
+    return form.inspect(file, reading).text_bytes
+
+
+def sampled_parts(
+    file: OpenInput, stretches: Sequence[tuple[int, int]], text_bytes: int, reading: Reading
+) -> list[SampledPart]:
+    """The parts of a file to read for stretches (byte, end) of its about ``text_bytes`` of text, ascending.
+
+    One stretch of the whole text is one part without a limit. Raises BadInput, ReadWriteError.
+    """
+    size = file.stamp.num_bytes
+    if list(stretches) == [(0, text_bytes)]:
+        return [SampledPart(0, 0, size, None)]
+    form = format_of_input(file.path.name)
+    begin_bytes = [begin * size // text_bytes for begin, _ in stretches]
+    places = list(itertools.pairwise([*begin_bytes, size]))
+    begins: list[tuple[int, int]] = []
+    limits: list[int] = []
+    for found, (begin, end) in zip(form.starts(file, places, reading), stretches, strict=True):
+        if found is not None and found.byte < size and (not begins or found.byte > begins[-1][0]):
+            begins.append((found.byte, found.text_byte))
+            limits.append(0)
+        elif not begins:
+            begins.append((0, 0))
+            limits.append(0)
+        limits[-1] += end - begin
+    ends = [*(byte for byte, _ in begins[1:]), size]
+    return [
+        SampledPart(byte, text_byte, end, limit)
+        for (byte, text_byte), end, limit in zip(begins, ends, limits, strict=True)
+    ]
+
+
+def read_texts(file: OpenInput, part: SampledPart, reading: Reading) -> Iterator[Texts]:
+    """The texts of a part as they come, a long document in pieces.
+
+    Raises BadInput, ReadWriteError, Refused.
+    """
+    form = format_of_input(file.path.name)
+    span = ByteRange(
+        input_number=0, path=file.path, start=part.start, end=part.end, text_start=part.text_start
+    )
+    for item in form.read(RangeReader(file, span, None), reading, 0):
+        if isinstance(item, DocumentBatch):
+            yield Texts(item.texts, item.bad, item.num_bytes)
+        else:
+            yield from _long_texts(item)
+
+
+def _long_texts(document: LongDocument) -> Iterator[Texts]:
+    try:
+        for piece in document.text():
+            yield Texts([piece], [], 0)
+    except UnicodeDecodeError as error:
+        yield Texts([], [document.place.undecodable(error)], document.num_bytes)
+    else:
+        yield Texts([], [], document.num_bytes)
+
+
+DEFAULT_MAX_BYTES = 256 << 20
+MIN_MAX_BYTES = 1_000_000  # below it the sampled stretches would be shorter than lines
+NUM_BYTE_TOKENS = 256
+MIN_PAIR_COUNT = 2  # a pair seen once is no regularity
+
+# Llama 3.1's special tokens, by position; the others are reserved ones. Read off its tokenizer.json.
+BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>"
+_NAMED = {
+    0: BOS,
+    1: EOS,
+    4: PAD,
+    5: "<|step_id|>",
+    6: "<|start_header_id|>",
+    7: "<|end_header_id|>",
+    8: "<|eom_id|>",
+    9: "<|eot_id|>",
+    10: "<|python_tag|>",
+    11: "<|image|>",
+}
+
+
+def train_tokenizer(
+    *,
+    input_dir: Path,
+    vocab_size: int = 128_000,
+    output_dir: Path,
+    recursive: bool = False,
+    encoding: str = "utf-8",
+    max_bytes: int = DEFAULT_MAX_BYTES,
+    fields: TextFields | None = None,
+) -> None:
+    """Train a tokenizer on the inputs of a folder; write tokenizer.json and tokenizer_config.json.
+
+    It takes the formats that planning takes; ``fields`` say what of a record is the text (default: ``text``).
+
+    ``vocab_size`` counts the base tokens, bytes included; 256 special tokens come on top. Larger
+    inputs are sampled: ``max_bytes`` of them, in stretches spread evenly over all files, but at the
+    beginning of those that can be read only whole. Equal inputs and arguments give equal bytes. Progress
+    and the result are told on stderr.
+
+    Errors: UsageError, NotFound (no folder, no input in it), BadInput (no text in them, a broken file),
+    ReadWriteError, CannotWrite, Refused (``output_dir`` is there and not empty).
+    """
+    if vocab_size < NUM_BYTE_TOKENS:
+        raise UsageError(
+            f"--vocab_size is {vocab_size:,}; a byte-level vocabulary has the {NUM_BYTE_TOKENS} bytes and"
+            f" its merges: give {NUM_BYTE_TOKENS} or more (Llama 3 has 128000)"
+        )
+    if max_bytes < MIN_MAX_BYTES:
+        raise UsageError(f"--max_bytes is {max_bytes:,}; give {MIN_MAX_BYTES:,} or more")
+    reading = training_reading(encoding, fields)
+    spans = find_spans(input_dir, max_bytes, recursive, reading)
+    folder = output_dir.resolve()
+    _refuse_existing(folder)
+    _make_parent(folder)
+    with PublishedFolder(folder) as unfinished:
+        tokenizer = untrained_tokenizer()
+        with Progress("reading", sum(span.num_bytes for span in spans)) as progress:
+            text = TrainingText(spans, reading, progress.add, max_bytes=max_bytes)
+            _train(tokenizer, text, vocab_size, progress)
+        num_base = tokenizer.get_vocab_size()
+        add_special_tokens(tokenizer)
+        _write(tokenizer, unfinished.temporary)
+        if not unfinished.publish_first():
+            _refuse_existing(folder)
+            raise CannotWrite(f"{folder} is a file: give --output_dir a folder")
+    _report(text, num_base, vocab_size, folder)
+
+
+def _train(tokenizer: Tokenizer, text: TrainingText, vocab_size: int, progress: Progress) -> None:
+    """Fill the tokenizer's vocabulary from the text.
+
+    A thread does it, so that this one can hear Ctrl-C, which tokenizers itself would answer only
+    after its last merge, and tell that it still merges.
+    """
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=MIN_PAIR_COUNT,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[],
+    )
+    failures: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            tokenizer.train_from_iterator(text, trainer)
+        except BaseException as error:  # raised again by the caller
+            failures.append(error)
+
+    thread = threading.Thread(target=train, daemon=True)
+    began = time.monotonic()
+    thread.start()
+    while thread.is_alive():
+        thread.join(LOG_EVERY_S)
+        if thread.is_alive() and text.is_read:
+            progress.say(f"all text is read, its pairs are merged; {time.monotonic() - began:.0f} s in all")
+    if failures:
+        raise failures[0]
+    if not text.num_texts:
+        raise BadInput(
+            f"{text.describe()}: nothing to train on; are --encoding, and --text_field or --text_template, "
+            "right?"
+        )
+
+
+def special_tokens() -> list[str]:
+    """Llama 3.1's 256 special tokens in the order of their ids, which follow the base vocabulary."""
+    reserved = (f"<|reserved_special_token_{i}|>" for i in range(256))
+    return [_NAMED.get(position) or next(reserved) for position in range(256)]
+
+
+def untrained_tokenizer() -> Tokenizer:
+    """Llama 3's pipeline around an empty BPE model."""
+    tokenizer = Tokenizer(models.BPE(ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(LLAMA3_REGEX), behavior="isolated", invert=False),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def add_special_tokens(tokenizer: Tokenizer) -> None:
+    """Append the special tokens after the base vocabulary, and prepend BOS to whatever is encoded."""
+    tokenizer.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in special_tokens()]
+    )
+    tokenizer.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(add_prefix_space=True, trim_offsets=False, use_regex=True),
+            processors.TemplateProcessing(
+                single=f"{BOS} $A",
+                pair=f"{BOS} $A {BOS} $B",
+                special_tokens=[(BOS, tokenizer.token_to_id(BOS))],
+            ),
+        ]
+    )
+
+
+def _refuse_existing(folder: Path) -> None:
+    """Refuse a folder that holds anything: a tokenizer is never overwritten, data sets hold its ids."""
+    if names := names_in(folder):
+        what = "a tokenizer" if "tokenizer.json" in names else f"{len(names)} files ({names[0]}, ...)"
+        raise Refused(f"{folder} already holds {what}: give --output_dir a new or empty folder")
+
+
+def _make_parent(folder: Path) -> None:
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise CannotWrite(f"{folder} is a file: give --output_dir a folder")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CannotWrite(f"cannot write in {folder.parent}: {error.strerror or error}") from error
+
+
+def _write(tokenizer: Tokenizer, unfinished: Path) -> None:
+    config = {
+        "bos_token": BOS,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "padding_side": "right",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    contents = {
+        "tokenizer.json": tokenizer.to_str(pretty=True),
+        "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
+    }
+    try:
+        for name, content in contents.items():
+            (unfinished / name).write_text(content, encoding="utf-8", newline="")
+    except OSError as error:
+        raise CannotWrite(f"cannot write the tokenizer in {unfinished}: {error.strerror or error}") from error
+
+
+def _report(text: TrainingText, num_base: int, vocab_size: int, folder: Path) -> None:
+    say(text.describe())
+    if num_base < vocab_size:
+        say(
+            f"the text yields {num_base:,} base tokens, not the {vocab_size:,} asked for: no other pair"
+            f" comes {MIN_PAIR_COUNT} times. Special tokens follow at id {num_base}; more text gives more"
+        )
+    size = num_base + len(special_tokens())
+    say(f"{folder}: {size:,} tokens ({num_base:,} base, {len(special_tokens())} special, BOS is {num_base})")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags; ``main`` takes what the parser makes of them."""
+    parser.add_argument("--input_dir", type=Path, required=True, help="folder of inputs, as plan takes them")
+    parser.add_argument("--output_dir", type=Path, required=True, help="the tokenizer's folder; new or empty")
+    parser.add_argument(
+        "--vocab_size", type=int, default=128_000, help="base tokens; 256 special ones follow (%(default)s)"
+    )
+    parser.add_argument("--recursive", action="store_true", help="take the folders below too")
+    parser.add_argument("--encoding", default="utf-8", help="of .txt; lines it cannot read are left out")
+    fields = parser.add_mutually_exclusive_group()
+    fields.add_argument(
+        "--text_field",
+        default="text",
+        help="field of a record that is the text (%(default)s)",
+    )
+    fields.add_argument("--text_template", default="", help="several fields: '{input}\\n\\n{output}'")
+    parser.add_argument(
+        "--max_bytes",
+        default="256M",
+        help="of text to train on, sampled evenly over the input (%(default)s: about 5 GB of memory)",
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the command; errors are left to the caller, their exit codes stand in them."""
+    train_tokenizer(
+        input_dir=args.input_dir,
+        vocab_size=args.vocab_size,
+        output_dir=args.output_dir,
+        recursive=args.recursive,
+        encoding=args.encoding,
+        max_bytes=parse_size(args.max_bytes, "--max_bytes"),
+        fields=TextFields(args.text_field, args.text_template),
+    )
+    return 0

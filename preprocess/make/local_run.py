@@ -1,0 +1,197 @@
+"""The missing shards of a plan on this machine, several processes at once.
+
+Each process loads the tokenizer once and is given one shard after the other. A failure is told in a line for
+people and, within a job of Slurm's, in a line for ``slurm status``; the other shards go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from preprocess.make.task_log import engine_line, part_line, speed_line
+from preprocess.make.worker import Work, Worker, load_worker
+from preprocess.options import WorkerSettings
+from preprocess.plan.plan_file import need_plan
+from preprocess.resources import bind_to
+from shardprep.console import (
+    Failure,
+    Progress,
+    die_with_parent,
+    failure_line,
+    guard_streams,
+    raise_on_stop_signals,
+    stop_signals_wait,
+)
+from shardprep.errors import ReadWriteError, ShardprepError, Stopped
+
+_SPAWN = multiprocessing.get_context("spawn")  # a fork would copy the tokenizer's threads half-alive
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """A shard that was made."""
+
+    shard_id: int
+    work: Work  # all of it
+    line: str  # for people: which part of the input, and how fast
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """What a process says of itself; each different line is told once."""
+
+    line: str
+
+
+class _Process:
+    """A worker process and the shard it is at."""
+
+    def __init__(self, folder: Path, settings: WorkerSettings, cpus: list[int]) -> None:
+        self.cpus = cpus
+        self.shard_id: int | None = None
+        self.is_dead = False
+        self.pipe, theirs = _SPAWN.Pipe()
+        self._process = _SPAWN.Process(
+            target=_serve, args=(folder, settings, cpus, theirs, os.getpid()), daemon=True
+        )
+        with stop_signals_wait():
+            self._process.start()
+        theirs.close()
+
+    def give(self, shard_id: int) -> None:
+        self.shard_id = shard_id
+        with contextlib.suppress(BrokenPipeError):  # it died idle; the end of its pipe tells
+            self.pipe.send(shard_id)
+
+    def end(self) -> None:
+        """Wait for a process that has nothing more to do, or died."""
+        self.pipe.close()
+        self._process.join()
+
+    def death(self) -> Failure:
+        """What became of the shard of a process that died."""
+        self.end()
+        self.is_dead = True
+        code = self._process.exitcode or 0
+        how = f"killed by signal {-code} (out of memory?)" if code < 0 else f"ended with exit code {code}"
+        assert self.shard_id is not None
+        message = f"its process was {how}"
+        return Failure(shard_id=self.shard_id, exit_code=ReadWriteError.exit_code, reason=message)
+
+    def alive(self, folder: Path, settings: WorkerSettings) -> _Process:
+        """This process, or one in its place if it died."""
+        return _Process(folder, settings, self.cpus) if self.is_dead else self
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self.end()
+
+
+def run_shards(
+    folder: Path,
+    settings: WorkerSettings,
+    shard_ids: Iterable[int],
+    cpus_of: list[list[int]],
+    progress: Progress,
+) -> tuple[list[Work], list[Failure]]:
+    """Make shards in one process for each of ``cpus_of``, its CPUs; returns the work done, and what failed.
+
+    A failure does not stop the others. A process that dies takes its shard with it, and a new one
+    goes on with the rest. On Stopped the processes are stopped, too, and clean up.
+    """
+    todo = deque(shard_ids)
+    failures: list[Failure] = []
+    made: list[Work] = []
+    notes: set[str] = set()
+    processes = [_Process(folder, settings, cpus) for cpus in cpus_of[: len(todo)]]
+    try:
+        for process in processes:
+            process.give(todo.popleft())
+        while processes:
+            for pipe in wait([process.pipe for process in processes]):
+                process = next(item for item in processes if item.pipe is pipe)
+                event = _receive(process)
+                if isinstance(event, Work):
+                    progress.add(event.num_bytes, event.counts)
+                    continue
+                if isinstance(event, Note):
+                    if event.line not in notes:
+                        progress.say(event.line)
+                    notes.add(event.line)
+                    continue
+                if isinstance(event, Failure):
+                    failures.append(event)
+                    _tell_failure(event, progress)
+                else:
+                    made.append(event.work)
+                    progress.say(event.line)
+                processes.remove(process)
+                if todo:
+                    processes.append(process.alive(folder, settings))
+                    processes[-1].give(todo.popleft())
+                else:
+                    process.end()
+    finally:
+        for process in processes:
+            process.stop()
+    return made, sorted(failures, key=lambda failure: failure.shard_id)
+
+
+def _tell_failure(failure: Failure, progress: Progress) -> None:
+    progress.say(f"shard {failure.shard_id:05d} failed ({failure.exit_code}): {failure.reason}")
+    if "SLURM_JOB_ID" in os.environ:  # its log is read by ``slurm status``
+        progress.say(failure_line(failure.shard_id, failure.exit_code, failure.reason))
+
+
+def _receive(process: _Process) -> Work | Note | Done | Failure:
+    """Work that was done, a note, or what became of the shard."""
+    try:
+        event: Work | Note | Done | Failure = process.pipe.recv()
+    except (EOFError, ConnectionError):
+        return process.death()
+    return event
+
+
+def _serve(folder: Path, settings: WorkerSettings, cpus: list[int], pipe: Connection, parent: int) -> None:
+    """Body of a worker process: shards come in, progress and outcomes go out."""
+    try:
+        guard_streams()
+        raise_on_stop_signals()
+        die_with_parent(parent)
+        bind_to(cpus)
+        try:
+            plan = need_plan(folder)
+            worker = load_worker(
+                plan, folder, settings, num_cpus=len(cpus), warn=lambda line: pipe.send(Note(line=line))
+            )
+            pipe.send(Note(line=engine_line(worker)))
+        except ShardprepError as error:
+            while True:
+                pipe.send(Failure(shard_id=pipe.recv(), exit_code=error.exit_code, reason=str(error)))
+        while True:
+            pipe.send(_outcome(worker, pipe.recv(), pipe))
+    except (EOFError, BrokenPipeError):
+        return
+    except Stopped as error:
+        raise SystemExit(error.exit_code) from None
+
+
+def _outcome(worker: Worker, shard_id: int, pipe: Connection) -> Failure | Done:
+    try:
+        shard = worker.plan.shard(shard_id)
+        manifest = worker.run_shard(shard, pipe.send)
+    except ShardprepError as error:
+        return Failure(shard_id=shard_id, exit_code=error.exit_code, reason=str(error))
+    counts = manifest.counts
+    return Done(
+        shard_id=shard_id,
+        work=Work(counts.input_bytes, counts.num_documents, counts.num_tokens),
+        line=f"{part_line(worker.plan, shard)}; {speed_line(manifest)}",
+    )

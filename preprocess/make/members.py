@@ -1,0 +1,448 @@
+"""Documents and their ids -> bytes of tar members and idx records, a batch at a time.
+
+The two forms of a data set are two implementations of Members: a sample per document, here, or packed rows
+(``row_members``). What is behind them knows neither. The tar equals the one of webdataset's TarWriter, to
+the byte.
+
+Nothing here loops over tokens, and over documents only to copy slices.
+
+Packed rows -> bytes of tar members and idx records.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from preprocess.formats.format import DocumentBatch
+from preprocess.formats.long_documents import LongDocument
+from preprocess.make.engines import NO_LOSS, TokenBatch
+from preprocess.make.packing import START, Packer, RowGroup
+from shardprep.errors import BadInput, ReadWriteError
+from shardprep.format.dataset_spec import DatasetSpec
+from shardprep.format.idx import IDX_DOCUMENT, idx_dtype
+from shardprep.format.names import (
+    BLOCK_BYTES,
+    DOC_STARTS_FIELD,
+    LOSS_MASK_FIELD,
+    MAX_MEMBER_BYTES,
+    ROW_TOKENS_FIELD,
+    TEXT_FIELD,
+    document_key,
+    npy_header,
+    rows_key,
+    tar_path,
+    token_field,
+)
+
+_SIZE = slice(124, 135)  # eleven octal digits
+_CHECKSUM = slice(148, 154)  # six octal digits
+_OCTAL_SIZE = 8 ** np.arange(10, -1, -1, dtype=np.int64)
+_OCTAL_CHECKSUM = 8 ** np.arange(5, -1, -1, dtype=np.int64)
+
+Piece = tuple[bytes | memoryview, npt.NDArray[np.void]]
+Prepared = Callable[[], Iterator[Piece]]  # to be called in the order of the input
+
+
+class Members(Protocol):
+    """Lays out the samples of one shard as the members of its tar, from the first byte of the tar on.
+
+    Its methods, all but ``prepare``, are called in the order of the input. They yield pieces of the tar, each
+    with the idx records of the samples that it completes: ``idx_dtype``[samples], often none.
+    """
+
+    @property
+    def num_padding(self) -> int:
+        """Tokens of padding so far, in rows that are not full."""
+
+    @property
+    def num_split(self) -> int:
+        """Documents so far that do not lie whole in one row."""
+
+    def prepare(self, documents: DocumentBatch, tokens: TokenBatch) -> Prepared:
+        """Lay out documents and their ids as far as no other batch matters; in any thread and order.
+
+        The result, once called, yields their pieces. Both raise BadInput for a member larger than the idx can
+        say.
+        """
+
+    def long_document(
+        self, document: LongDocument, num_text_bytes: int, ids: Iterable[npt.NDArray[np.uint32]]
+    ) -> Iterator[Piece]:
+        """Take a document whose ids come in pieces and whose text has so many bytes; errors as above."""
+
+    def rest(self) -> Iterator[Piece]:
+        """Yield what is held, at the end of the shard."""
+
+
+class DocumentMembers:
+    """A sample per document: its ``text.txt``, if that is kept, and its ``token_ids``."""
+
+    num_padding = num_split = 0
+
+    def __init__(
+        self, folder: Path, spec: DatasetSpec, shard_id: int, *, keep_text: bool, batch_size: int | None
+    ) -> None:
+        self._folder = folder
+        self._spec = spec
+        self._shard_id = shard_id
+        self._keep_text = keep_text
+        self._batch_size = batch_size
+        self._tar_bytes = 0
+        self._field = token_field("documents", spec.token_format)
+        self._json = json_ids(spec.tokenizer.vocab_size) if spec.token_format == "json" else None
+        self._npy_header_bytes = 0 if self._json else len(npy_header(spec.dtype, (1,)))
+
+    def prepare(self, documents: DocumentBatch, tokens: TokenBatch) -> Prepared:
+        """See Members. With ``batch_size`` nothing is laid out before its turn: memory matters more."""
+        num_documents = len(documents.texts)
+        size = self._batch_size or max(1, num_documents)
+        parts = [slice(begin, min(begin + size, num_documents)) for begin in range(0, num_documents, size)]
+        laid_out = (self._lay_out(documents, tokens, part) for part in parts)
+        return functools.partial(self._placed, laid_out if self._batch_size else list(laid_out))
+
+    def _placed(self, laid_out: Iterable[Piece]) -> Iterator[Piece]:
+        """Pieces that begin at byte 0, as they follow what is in the tar already."""
+        for data, records in laid_out:
+            records["offset"] += self._tar_bytes
+            self._tar_bytes += len(data)
+            yield data, records
+
+    def rest(self) -> Iterator[Piece]:
+        """See Members; nothing is held."""
+        return iter(())
+
+    def _lay_out(self, documents: DocumentBatch, tokens: TokenBatch, part: slice) -> Piece:
+        """The members of part of a batch: their bytes, and IDX_DOCUMENT[documents] as at byte 0."""
+        offsets = tokens.offsets[part.start : part.stop + 1]
+        tokens = TokenBatch(ids=tokens.ids[offsets[0] : offsets[-1]], offsets=offsets - offsets[0])
+        num_tokens, lines = np.diff(offsets), documents.lines[part]
+        if self._json:
+            id_bytes = self._json.lengths(tokens)
+        else:
+            id_bytes = num_tokens * self._spec.dtype.itemsize + self._npy_header_bytes
+        texts = [text.encode() for text in documents.texts[part]] if self._keep_text else []
+        text_bytes = np.fromiter(map(len, texts), np.int64, len(texts))
+        largest = max(id_bytes.max(initial=0), text_bytes.max(initial=0))
+        if largest > MAX_MEMBER_BYTES:
+            raise _too_large(int(largest), documents.input_number)
+        sample_bytes = _padded(id_bytes) + BLOCK_BYTES
+        if self._keep_text:
+            sample_bytes += _padded(text_bytes) + BLOCK_BYTES
+        ends = np.cumsum(sample_bytes)
+        buffer = np.zeros(int(ends[-1]) if len(ends) else 0, np.uint8)
+        id_starts = ends - _padded(id_bytes) - BLOCK_BYTES
+        if self._keep_text:
+            text_starts = self._place_headers(buffer, ends - sample_bytes, lines, TEXT_FIELD, text_bytes)
+            _place(buffer, text_starts, texts)
+        id_starts = self._place_headers(buffer, id_starts, lines, self._field, id_bytes)
+        self._place_ids(buffer, id_starts, id_bytes, tokens)
+        records = np.empty(len(num_tokens), IDX_DOCUMENT)
+        records["offset"] = id_starts + self._npy_header_bytes
+        records["num_bytes"] = id_bytes - self._npy_header_bytes
+        records["num_tokens"] = num_tokens
+        records["source"] = documents.input_number
+        records["source_offset"] = documents.input_offsets[part]
+        return buffer.data, records
+
+    def long_document(
+        self, document: LongDocument, num_text_bytes: int, ids: Iterable[npt.NDArray[np.uint32]]
+    ) -> Iterator[Piece]:
+        """See Members. The ids wait in a nameless file, for a header needs their size."""
+        try:
+            for data, records in self._long_pieces(document, num_text_bytes, ids):
+                self._tar_bytes += len(data)
+                yield data, records
+        except OSError as error:
+            raise ReadWriteError(
+                f"{tar_path(self._folder, self._shard_id)} could not be written: the ids of a document of "
+                f"{document.num_bytes} bytes wait in a file beside it ({error.strerror}); nothing is lost: "
+                "mend the cause (df, quota) and run this again"
+            ) from error
+
+    def _long_pieces(
+        self, document: LongDocument, num_text_bytes: int, pieces: Iterable[npt.NDArray[np.uint32]]
+    ) -> Iterator[Piece]:
+        place, none = document.place, np.empty(0, IDX_DOCUMENT)
+        if self._keep_text:
+            yield self._header(place.line, TEXT_FIELD, num_text_bytes), none
+            for text in document.text():
+                yield text.encode(), none
+            yield bytes(-num_text_bytes % BLOCK_BYTES), none
+        with tempfile.TemporaryFile(dir=self._folder) as waiting:
+            num_tokens = id_bytes = 0
+            for ids in pieces:
+                waiting.write(ids.astype("<u4").data)
+                num_tokens += len(ids)
+                id_bytes += self._num_id_bytes(ids)
+            num_bytes = id_bytes + self._npy_header_bytes
+            if max(num_bytes, num_text_bytes) > MAX_MEMBER_BYTES:
+                raise _too_large(max(num_bytes, num_text_bytes), place.input_number)
+            yield self._header(place.line, self._field, num_bytes), none
+            offset = self._tar_bytes + self._npy_header_bytes
+            record = (offset, id_bytes, num_tokens, place.input_number, place.start)
+            waiting.seek(0)
+            for data in self._waiting_ids(waiting, num_tokens):
+                yield data, none
+            yield bytes(-num_bytes % BLOCK_BYTES), np.array([record], IDX_DOCUMENT)
+
+    def _header(self, line: int, field: str, num_bytes: int) -> bytes:
+        return document_headers(self._shard_id, np.array([line]), field, np.array([num_bytes])).tobytes()
+
+    def _num_id_bytes(self, ids: npt.NDArray[np.uint32]) -> int:
+        if self._json:
+            return int(self._json.lengths(_one_document(ids))[0]) if len(ids) else 0
+        return len(ids) * self._spec.dtype.itemsize
+
+    def _waiting_ids(self, waiting: IO[bytes], num_tokens: int) -> Iterator[bytes]:
+        """Ids that wait in a file, as their member has them."""
+        if not self._json:
+            yield npy_header(self._spec.dtype, (num_tokens,))
+        opening = b"["
+        while block := waiting.read(1 << 18):
+            ids = np.frombuffer(block, "<u4")
+            if self._json:
+                yield opening + self._json.separated(_one_document(ids))[2 * len(opening) :]
+                opening = b""
+            else:
+                yield ids.astype(self._spec.dtype).tobytes()
+        if self._json:
+            yield b"]"
+
+    def _place_headers(
+        self,
+        buffer: npt.NDArray[np.uint8],
+        starts: npt.NDArray[np.int64],
+        lines: npt.NDArray[np.int64],
+        field: str,
+        num_bytes: npt.NDArray[np.int64],
+    ) -> npt.NDArray[np.int64]:
+        """Write one header per document at ``starts``; returns where the payloads begin."""
+        headers = document_headers(self._shard_id, lines, field, num_bytes)
+        buffer.reshape(-1, BLOCK_BYTES)[starts // BLOCK_BYTES] = headers
+        return starts + BLOCK_BYTES
+
+    def _place_ids(
+        self,
+        buffer: npt.NDArray[np.uint8],
+        starts: npt.NDArray[np.int64],
+        num_bytes: npt.NDArray[np.int64],
+        tokens: TokenBatch,
+    ) -> None:
+        lengths = np.diff(tokens.offsets)
+        if self._json:
+            written = memoryview(self._json.separated(tokens))
+            ends = np.cumsum(np.where(lengths > 0, num_bytes, 0))
+            begins = ends - np.where(lengths > 0, num_bytes, 0)
+            pieces = [
+                written[begin + 1 : end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)
+            ]
+            _place(buffer, starts, pieces)
+            buffer[starts] = ord("[")
+            buffer[starts + num_bytes - 1] = ord("]")
+            return
+        dtype = self._spec.dtype
+        ids = tokens.ids.astype(dtype).view(np.uint8).data
+        size = dtype.itemsize
+        bounds = (tokens.offsets * size).tolist()
+        pieces = [ids[begin:end] for begin, end in itertools.pairwise(bounds)]
+        headers = [npy_header(dtype, (length,)) for length in lengths.tolist()]
+        _place(buffer, starts, headers)
+        _place(buffer, starts + self._npy_header_bytes, pieces)
+
+
+def _place(
+    buffer: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], pieces: Sequence[bytes | memoryview]
+) -> None:
+    """Copy each piece to its place: a loop of slices, 0.15 us each, beats a scatter at 4 ns per byte."""
+    view = buffer.data
+    for start, piece in zip(starts.tolist(), pieces, strict=True):
+        view[start : start + len(piece)] = piece
+
+
+def _one_document(ids: npt.NDArray[np.uint32]) -> TokenBatch:
+    return TokenBatch(ids=ids, offsets=np.array([0, len(ids)]))
+
+
+def _too_large(num_bytes: int, input_number: int) -> BadInput:
+    return BadInput(
+        f"a document of input {input_number} makes a member of {num_bytes} bytes, at most {MAX_MEMBER_BYTES} "
+        "are possible; use --record packed, or split the document"
+    )
+
+
+def ustar_header(name: str, num_bytes: int) -> bytes:
+    """The 512 bytes before a member: mode 0644, owner 0, mtime 0."""
+    member = tarfile.TarInfo(name)
+    member.size = num_bytes
+    return member.tobuf(tarfile.USTAR_FORMAT)
+
+
+def _padded(num_bytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Sizes rounded up to whole blocks."""
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def document_headers(
+    shard_id: int, lines: npt.NDArray[np.int64], field: str, num_bytes: npt.NDArray[np.int64]
+) -> npt.NDArray[np.uint8]:
+    """Headers of one field of many documents: uint8[documents, 512].
+
+    ``lines`` ascend. Eight digits of a line number are written at once; the rare longer ones in a
+    pass of their own.
+    """
+    num_short = int(np.searchsorted(lines, 10**8))
+    if num_short < len(lines):
+        long = [
+            ustar_header(f"{document_key(shard_id, line)}.{field}", size)
+            for line, size in zip(lines[num_short:].tolist(), num_bytes[num_short:].tolist(), strict=True)
+        ]
+        tail = np.frombuffer(b"".join(long), np.uint8).reshape(-1, BLOCK_BYTES)
+        head = document_headers(shard_id, lines[:num_short], field, num_bytes[:num_short])
+        return np.concatenate((head, tail))
+    key = document_key(shard_id, 0)
+    template = np.frombuffer(ustar_header(f"{key}.{field}", 0), np.uint8).copy()
+    template_sum = int(template[:148].sum()) + int(template[156:].sum()) + 8 * ord(" ")
+    headers = np.broadcast_to(template, (len(lines), BLOCK_BYTES)).copy()
+    digits = lines[:, None] // 10 ** np.arange(7, -1, -1, dtype=np.int64) % 10
+    octals = num_bytes[:, None] // _OCTAL_SIZE % 8
+    headers[:, len(key) - 8 : len(key)] += digits.astype(np.uint8)
+    headers[:, _SIZE] += octals.astype(np.uint8)
+    checksums = template_sum + digits.sum(axis=1) + octals.sum(axis=1)
+    headers[:, _CHECKSUM] = ord("0") + checksums[:, None] // _OCTAL_CHECKSUM % 8
+    return headers
+
+
+@functools.cache
+def json_ids(vocab_size: int) -> JsonIds:
+    """The table of a vocabulary, made once a process (9 ms for 128,256 tokens)."""
+    return JsonIds(vocab_size)
+
+
+class JsonIds:
+    """Writes ids as ``json.dumps`` does, ``[128000, 9906]``: the bytes of webdataset's TarWriter.
+
+    A table holds ``, 9906`` of every id, padded with zero bytes to a fixed width: a batch is one
+    look-up and one pass that drops the zeros. About 11 ns per token, against 16 of orjson on short
+    arrays (one core), and orjson leaves out the spaces.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        width = 8 if vocab_size <= 10**6 else 16
+        texts = np.zeros((vocab_size, width), np.uint8)
+        texts[:, :2] = list(b", ")
+        self._widths = np.empty(vocab_size, np.uint8)
+        for num_digits in range(1, width - 1):
+            first, last = (10 ** (num_digits - 1) if num_digits > 1 else 0), min(10**num_digits, vocab_size)
+            if first >= last:
+                break
+            powers = 10 ** np.arange(num_digits - 1, -1, -1)
+            texts[first:last, 2 : 2 + num_digits] = ord("0") + np.arange(first, last)[:, None] // powers % 10
+            self._widths[first:last] = 2 + num_digits
+        self._table: npt.NDArray[np.void] = texts.view(f"V{width}").ravel()
+
+    def lengths(self, batch: TokenBatch) -> npt.NDArray[np.int64]:
+        """int64[documents]: bytes of each document's JSON text."""
+        ends = np.zeros(len(batch.ids) + 1, np.int64)
+        np.cumsum(self._widths[batch.ids], out=ends[1:])
+        # "[" takes the place of the first ", ", and "]" the byte that this saves.
+        return np.maximum(np.diff(ends[batch.offsets]), 2)
+
+    def separated(self, batch: TokenBatch) -> bytearray:
+        """All ids, each with ``, `` before it."""
+        wide = bytearray(len(batch.ids) * self._table.itemsize)
+        np.take(self._table, batch.ids, out=np.frombuffer(wide, self._table.dtype))
+        return wide.translate(None, b"\0")
+
+
+class RowMembers:
+    """Packed rows: many rows per member, with the places where documents begin in a member beside it."""
+
+    def __init__(self, spec: DatasetSpec, shard_id: int, packer: Packer) -> None:
+        self._spec = spec
+        self._shard_id = shard_id
+        self._packer = packer
+        self._num_rows = 0
+        self._tar_bytes = 0
+        self.num_padding = 0
+
+    @property
+    def num_split(self) -> int:
+        """Documents so far that do not lie whole in one row."""
+        return self._packer.num_split
+
+    def prepare(self, documents: DocumentBatch, tokens: TokenBatch) -> Prepared:
+        """See Members."""
+        starts = np.zeros(len(documents.texts), START)
+        starts["source"] = documents.input_number
+        starts["source_offset"] = documents.input_offsets
+        return lambda: map(self._member, self._packer.append(tokens, starts))
+
+    def long_document(
+        self,
+        document: LongDocument,
+        num_text_bytes: int,  # noqa: ARG002 - rows hold no text
+        ids: Iterable[npt.NDArray[np.uint32]],
+    ) -> Iterator[Piece]:
+        """See Members."""
+        place = document.place
+        start: npt.NDArray[np.void] | None = np.array([(0, place.input_number, place.start)], START)
+        for piece in ids:
+            yield from map(self._member, self._packer.append_piece(piece, start))
+            start = None
+        yield from map(self._member, self._packer.end_document())
+
+    def rest(self) -> Iterator[Piece]:
+        """See Members."""
+        return map(self._member, self._packer.finish())
+
+    def _member(self, group: RowGroup) -> Piece:
+        """One member: its bytes, and the idx records of its rows."""
+        fields: dict[str, npt.NDArray[Any]] = {
+            DOC_STARTS_FIELD: group.starts["position"].astype(np.uint32),
+            token_field("packed", "npy"): group.rows,
+        }
+        if self._spec.record == "chat":
+            fields[LOSS_MASK_FIELD] = (group.rows < NO_LOSS).astype(np.uint8)
+            fields[token_field("chat", "npy")] = (group.rows & ~NO_LOSS).astype(self._spec.dtype)
+        num_padding = group.rows.size - int(group.row_tokens.sum(dtype=np.int64))
+        if num_padding:
+            fields[ROW_TOKENS_FIELD] = group.row_tokens
+        pieces: list[bytes] = []
+        payloads = {}  # byte in the tar where each field's numbers begin
+        key = rows_key(self._shard_id, self._num_rows)
+        for name, array in sorted(fields.items()):
+            header = npy_header(array.dtype, array.shape)
+            num_bytes = len(header) + array.nbytes
+            payloads[name] = self._tar_bytes + sum(map(len, pieces)) + BLOCK_BYTES + len(header)
+            pieces += [ustar_header(f"{key}.{name}", num_bytes), header, array.tobytes()]
+            pieces.append(bytes(-num_bytes % BLOCK_BYTES))
+        data = b"".join(pieces)
+        self._num_rows += len(group.rows)
+        self._tar_bytes += len(data)
+        self.num_padding += num_padding
+        return data, self._records(group, payloads)
+
+    def _records(self, group: RowGroup, payloads: dict[str, int]) -> npt.NDArray[np.void]:
+        row_bytes = self._spec.seq_len * self._spec.dtype.itemsize
+        numbers = np.arange(len(group.rows))
+        begins = np.searchsorted(group.starts["position"], numbers * self._spec.seq_len)
+        records = np.empty(len(group.rows), idx_dtype(self._spec.kind))
+        records["offset"] = payloads[token_field("packed", "npy")] + numbers * row_bytes
+        records["num_bytes"] = row_bytes
+        records["num_tokens"] = group.row_tokens
+        records["source"] = group.firsts["source"]
+        records["source_offset"] = group.firsts["source_offset"]
+        records["starts_offset"] = payloads[DOC_STARTS_FIELD] + 4 * begins
+        records["num_starts"] = np.diff(begins, append=len(group.starts))
+        if LOSS_MASK_FIELD in payloads:
+            records["mask_offset"] = payloads[LOSS_MASK_FIELD] + numbers * self._spec.seq_len
+        return records

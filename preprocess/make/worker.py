@@ -1,0 +1,372 @@
+"""Makes one shard: read_documents -> encode -> members -> tar and idx -> manifest.
+
+Threads of this process share the work: one reads and decodes the next batch, some take a batch each, encode
+it, with the engine's own threads, and lay it out, and one writes the batches in their order. All but the
+encoding is Python and numpy, which share the interpreter's lock for a part of the time: see docs/speed.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import resource
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import preprocess
+from preprocess.formats.chat import ROLES, check_chat_versions
+from preprocess.formats.documents import load_libraries, read_documents
+from preprocess.formats.format import DocumentBatch, Reading, reading_of
+from preprocess.formats.inputs import BadDocument
+from preprocess.formats.long_documents import MOST_HELD_BYTES, LongDocument
+from preprocess.make.engines import FEW_BYTES, Engine, TokenBatch, load_engine
+from preprocess.make.members import DocumentMembers, Members, Prepared, RowMembers
+from preprocess.make.packing import BestFitRows, ConcatRows
+from preprocess.make.shard_writer import ShardWriter
+from preprocess.options import BytesOptions, WorkerSettings, check_text_versions
+from preprocess.plan.plan_file import Plan, PlannedShard
+from preprocess.plan.tokenizer_files import TOKENIZER_FILE, check_tokenizer_files
+from preprocess.resources import share_heaps
+from shardprep.errors import BadInput, BrokenShard, CannotWrite, MissingShard, ReadWriteError, Refused
+from shardprep.files import remove_temporaries
+from shardprep.format.dataset_spec import DatasetSpec
+from shardprep.format.manifest import Manifest, check_shard
+from shardprep.format.names import IDS_DIR, QUARANTINE_DIR, TOKENIZER_DIR, quarantine_path, shard_name
+
+_MOST_MAKERS = 4  # threads that encode and lay out; more would wait for the interpreter's lock
+
+Item = TypeVar("Item")
+Arguments = ParamSpec("Arguments")
+_SLURM_FACTS = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT")
+
+
+class Work(NamedTuple):
+    """What was done since the last time it was told."""
+
+    num_bytes: int  # of input
+    num_documents: int  # a batch late, as they are counted where they are written
+    num_tokens: int
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What Progress counts beside the bytes."""
+        return {"documents": self.num_documents, "tokens": self.num_tokens}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """What a process needs to make shards of one plan: the plan, its folder, a loaded engine."""
+
+    plan: Plan
+    folder: Path
+    settings: WorkerSettings
+    engine: Engine
+    num_cpus: int
+    is_little: bool = False  # what it was loaded for is less than FEW_BYTES of text
+    # These follow from the others, and are the same for all shards.
+    spec: DatasetSpec = field(init=False)
+    reading: Reading = field(init=False)
+    end_id: int | None = field(init=False)  # the token that ends each document
+    # Threads that take a batch each: two on two cores, so that one encodes while the other prepares.
+    num_makers: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "spec", self.plan.spec)
+        object.__setattr__(self, "reading", reading_of(self.plan.options, self.settings.batch_bytes))
+        object.__setattr__(self, "end_id", self.plan.end_id)
+        most = min(_MOST_MAKERS, self.num_cpus, max(2, self.num_cpus // 2), self.settings.most_batches)
+        object.__setattr__(self, "num_makers", most)
+
+    def run_shard(self, shard: PlannedShard, progress: Callable[[Work], None]) -> Manifest:
+        """Make a shard of ``plan``; ``progress`` is told the work of each batch.
+
+        Raises BadInput where too many documents are undecodable, and what reading and writing raise.
+        A failure leaves nothing that counts; equal plans give equal bytes. Where another attempt made the
+        shard meanwhile, and so removed this one's files, the shard is done, and its manifest is returned.
+        """
+        try:
+            return self._make_shard(shard, progress)
+        except (ReadWriteError, CannotWrite):
+            if (manifest := done_manifest(self.plan, self.folder, shard.shard_id)) is None:
+                raise
+            return manifest
+
+    def _make_shard(self, shard: PlannedShard, progress: Callable[[Work], None]) -> Manifest:
+        began, cpu_began = time.time(), time.process_time()
+        options, num_makers = self.plan.options, self.num_makers
+        digest = None if shard.sha256 is None else hashlib.sha256()
+        documents = read_documents(
+            shard.ranges, self.reading, digest=digest, most_documents=shard.most_documents
+        )
+        batch_size = self.settings.writer_batch_size
+        members = members_of(self.folder, self.spec, shard.shard_id, options, batch_size=batch_size)
+        with (
+            ThreadPoolExecutor(num_makers) as makers,
+            ShardWriter(
+                self.folder,
+                self.spec,
+                shard.shard_id,
+                members,
+                input_paths=[item.path for item in self.plan.inputs],
+                keeps_ids=bool(options.id_field),
+            ) as writer,
+            WriteBehind(num_behind=1 + num_makers) as behind,
+        ):
+            counted = (0, 0)
+            for item in read_ahead(documents, num_ahead=1):
+                if isinstance(item, LongDocument):
+                    behind.put(self._append_long, writer, item)
+                else:
+                    behind.put(writer.append, item, makers.submit(self._made, members, item).result)
+                before, counted = counted, (writer.num_documents, writer.num_tokens)
+                progress(Work(item.num_bytes, counted[0] - before[0], counted[1] - before[1]))
+            behind.drain()
+            if digest is not None:
+                self._check_hash(shard, digest.hexdigest())
+            self._check_bad_fraction(writer, shard.shard_id)
+            return writer.commit(self._run_facts(began, cpu_began))
+
+    def _check_hash(self, shard: PlannedShard, found: str) -> None:
+        """That a shard was made of the bytes that were planned. Raises Refused."""
+        if found == shard.sha256:
+            return
+        paths = sorted({self.plan.inputs[part.input_number].path for part in shard.ranges})
+        names = ", ".join(paths[:3]) + (" ..." if len(paths) > 3 else "")
+        raise Refused(
+            f"the input of shard {shard.shard_id:05d} ({names}) changed since it was planned: sha256 "
+            f"{found[:12]}, the plan says {str(shard.sha256)[:12]}; bring the file back, or plan anew into a "
+            "new folder"
+        )
+
+    def _made(self, members: Members, documents: DocumentBatch) -> tuple[TokenBatch, Prepared]:
+        """The ids of a batch, and its members as far as they can be laid out before its turn."""
+        tokens = self._encode(documents)
+        return tokens, members.prepare(documents, tokens)
+
+    def _encode(self, documents: DocumentBatch) -> TokenBatch:
+        return self.engine.encode_documents(
+            documents.texts,
+            batch_size=self.settings.batch_size,
+            end_id=self.end_id,
+            spans=documents.spans,
+        )
+
+    def _append_long(self, writer: ShardWriter, document: LongDocument) -> None:
+        """Read a long document twice or thrice: to check it, and in pieces for its ids and its text."""
+        can_be_cut = self.plan.can_be_cut
+        found = document.text_bytes(can_be_cut=can_be_cut)
+        if isinstance(found, BadDocument):
+            writer.leave_out(document, found)
+            return
+        ids = self.engine.encode_long(document.text(), can_be_cut=can_be_cut, end_id=self.end_id)
+        writer.append_long(document, found, ids)
+
+    def _check_bad_fraction(self, writer: ShardWriter, shard_id: int) -> None:
+        given = self.settings.max_bad_fraction
+        limit = self.plan.max_bad_fraction if given is None else given
+        if writer.bad_fraction <= limit:
+            return
+        quarantine = writer.quarantine()
+        assert quarantine is not None
+        quarantine.sync()
+        quarantine.publish()
+        options, reasons = self.plan.options, writer.bad_reasons
+        why = " or ".join(words for reason, words in bad_words(options).items() if reason in reasons)
+        hint = ""
+        if "undecodable" in reasons:
+            hint = "Is it another --encoding? "
+        elif reasons & {"no_field", "null_field", "wrong_type"}:
+            hint = f"Is it another --{'messages' if self.plan.options.is_chat else 'text'}_field? "
+        raise BadInput(
+            f"shard {shard_id:05d}: {writer.num_bad} documents ({writer.bad_fraction:.2%}) {why}, "
+            f"the limit is {limit:.2%}; they are named in {quarantine_path(self.folder, shard_id)}. {hint}"
+            "Otherwise mend the input and plan anew, or accept them: --max_bad_fraction"
+        )
+
+    def _run_facts(self, began: float, cpu_began: float) -> dict[str, Any]:
+        """What may differ between equal shards; for reports, never for decisions."""
+        return {
+            "engine": f"{self.engine.name} {self.engine.version}",
+            "shardprep": preprocess.__version__,
+            "python": platform.python_version(),
+            "host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+            "slurm": {name: os.environ[name] for name in _SLURM_FACTS if name in os.environ},
+            "num_cpus": self.num_cpus,
+            "began": round(began, 3),
+            "wall_s": round(time.time() - began, 3),
+            "cpu_s": round(time.process_time() - cpu_began, 3),
+            "max_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+
+
+def members_of(
+    folder: Path, spec: DatasetSpec, shard_id: int, options: BytesOptions, *, batch_size: int | None = None
+) -> Members:
+    """The layout that the options ask for: a sample per document, or packed rows.
+
+    ``batch_size``: most documents laid out at once, None for all of a batch.
+    """
+    if spec.has_rows:
+        packer = BestFitRows(spec) if options.pack == "best_fit" else ConcatRows(spec)
+        return RowMembers(spec, shard_id, packer)
+    return DocumentMembers(folder, spec, shard_id, keep_text=options.keep_text, batch_size=batch_size)
+
+
+def bad_words(options: BytesOptions) -> dict[str, str]:
+    """Why a document is left out, by reason, as the end of a sentence."""
+    what = options.text_template or options.text_field or options.messages_field
+    return {
+        "undecodable": f"cannot be decoded as {options.encoding}",
+        "uncuttable": "are too long for this tokenizer to be encoded in pieces",
+        "too_long": f"have more than {MOST_HELD_BYTES >> 20} MiB",
+        "bad_json": "are not JSON",
+        "surrogate": "hold half of a surrogate pair",
+        "no_field": f"have no field for {what!r}",
+        "null_field": f"have a null for {what!r}",
+        "wrong_type": f"have what is no {'list of messages' if options.is_chat else 'string'} for {what!r}",
+        "no_messages": "have no messages",
+        "wrong_role": f"have a message whose role is none of {', '.join(ROLES)}",
+        "no_assistant": "have nothing that the assistant wrote",
+        "control_token": "hold a control token in a message (--allow_special_tokens lets it be one)",
+        "template_error": "make the chat template fail",
+        "no_beginning": "read otherwise as parts than as a whole, and the template has no {% generation %}",
+        "mojibake": "were read in a wrong encoding and cannot be restored",
+    }
+
+
+def load_worker(
+    plan: Plan,
+    folder: Path,
+    settings: WorkerSettings,
+    *,
+    num_cpus: int,
+    warn: Callable[[str], None],
+    shard: PlannedShard | None = None,
+) -> Worker:
+    """Load the plan's tokenizer from its folder, for one shard, or for any of them.
+
+    Raises OtherTokenizer where its files or its ids changed.
+    """
+    share_heaps()  # before there are threads
+    plan = plan.at(settings.input_dir)
+    num_bytes = sum(plan.shard_bytes()) if shard is None else shard.num_bytes
+    if shard is None:
+        load_libraries([item.path for item in plan.inputs])
+    else:
+        load_libraries([part.path.name for part in shard.ranges])
+    check_tokenizer_files(folder, plan.tokenizer_files)
+    check_text_versions(plan.options)
+    if plan.options.is_chat:
+        check_chat_versions(plan.options.chat_versions)
+    engine = load_engine(
+        folder / TOKENIZER_DIR / TOKENIZER_FILE,
+        wanted="tokenizers" if plan.options.is_chat else settings.engine,
+        allow_special_tokens=plan.options.encodes_control_tokens,
+        probe=plan.probe,
+        probe_sha256=plan.probe_sha256,
+        fast_is_equal=plan.fast_engine_is_equal,
+        num_bytes=num_bytes,
+        warn=warn,
+    )
+    return Worker(
+        plan=plan,
+        folder=folder,
+        settings=settings,
+        engine=engine,
+        num_cpus=num_cpus,
+        is_little=num_bytes < FEW_BYTES,
+    )
+
+
+def done_manifest(plan: Plan, folder: Path, shard_id: int) -> Manifest | None:
+    """The manifest of a shard that is done, else None. Raises where another plan's shard is in the way."""
+    manifest = _manifest_if_done(plan, folder, shard_id)
+    if manifest is not None:
+        _remove_leftovers(folder, [shard_id])
+    return manifest
+
+
+def missing_shards(plan: Plan, folder: Path, shard_ids: Iterable[int]) -> list[int]:
+    """Those that are not done. What attempts at the others left is removed, by one look at the folder.
+
+    Raises as ``done_manifest`` does.
+    """
+    is_done = {number: _manifest_if_done(plan, folder, number) is not None for number in shard_ids}
+    if any(is_done.values()):
+        _remove_leftovers(folder, [number for number, done in is_done.items() if done])
+    return [number for number, done in is_done.items() if not done]
+
+
+def _manifest_if_done(plan: Plan, folder: Path, shard_id: int) -> Manifest | None:
+    try:
+        return check_shard(folder, shard_id, plan.plan_id)
+    except (MissingShard, BrokenShard):
+        return None
+
+
+def _remove_leftovers(folder: Path, shard_ids: list[int]) -> None:
+    names = map(shard_name, shard_ids)
+    remove_temporaries(folder, *names, older_than_s=0, subfolders=[QUARANTINE_DIR, IDS_DIR])
+
+
+def read_ahead(items: Iterator[Item], num_ahead: int) -> Iterator[Item]:
+    """Yield the same items, with up to ``num_ahead`` of them made before they are asked for.
+
+    A thread makes them, so the gain is what it does without the interpreter's lock: reading,
+    decoding, waiting for a file system. Its errors are raised here, in their place in the stream.
+    """
+    end = object()
+    with ThreadPoolExecutor(1) as pool:
+        held: deque[Future[object]] = deque()
+        try:
+            while True:
+                while len(held) <= num_ahead:
+                    held.append(pool.submit(next, items, end))
+                item = held.popleft().result()
+                if item is end:
+                    return
+                yield item  # type: ignore[misc]  # not `end`
+        finally:
+            for future in held:
+                future.cancel()
+
+
+class WriteBehind:
+    """Makes calls in a thread of its own, in order, with a few of them waiting at most.
+
+    Within ``with``. An error of a call is raised by a later ``put``, or by ``drain``.
+    """
+
+    def __init__(self, num_behind: int) -> None:
+        self._num_behind = num_behind
+        self._pool = ThreadPoolExecutor(1)
+        self._held: deque[Future[None]] = deque()
+
+    def __enter__(self) -> WriteBehind:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for future in self._held:
+            future.cancel()
+        self._pool.shutdown()
+
+    def put(self, call: Callable[Arguments, None], *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        """Queue a call; waits while ``num_behind`` of them wait already."""
+        while len(self._held) >= self._num_behind:
+            self._held.popleft().result()
+        self._held.append(self._pool.submit(call, *args, **kwargs))
+
+    def drain(self) -> None:
+        """Wait until every call has ended."""
+        while self._held:
+            self._held.popleft().result()

@@ -1,0 +1,209 @@
+"""What a plan will cost, measured on a sample of its own input with the stages of a worker.
+
+The sample is 2 MiB from 8 evenly spread places, so planning takes a second or two longer for it, however
+large the input is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from preprocess.formats.documents import format_of_input, read_documents
+from preprocess.formats.format import SHORT_LINE_BYTES, DocumentBatch, Start, no_documents, reading_of
+from preprocess.formats.inputs import ByteRange, OpenInput
+from preprocess.formats.long_documents import LongDocument
+from preprocess.make.engines import Engine, TokenBatch, tokenizers_engine
+from preprocess.make.members import Prepared
+from preprocess.make.shard_writer import ShardWriter
+from preprocess.make.worker import bad_words, members_of
+from preprocess.plan.plan_file import Plan
+from preprocess.plan.tokenizer_files import TOKENIZER_FILE
+from preprocess.resources import BATCH_BYTES
+from shardprep.errors import CannotWrite
+from shardprep.format.names import TOKENIZER_DIR
+
+_NUM_PLACES = 8  # of the input that are sampled
+_SAMPLE_BYTES = 2 << 20  # in all
+_LOCKED_LAYOUT = (
+    0.4  # of laying documents out holds the interpreter's lock: 14 of 38 ms for 512 KiB of Korean
+)
+_STARTUP_S = 3.0  # a task's Python and tokenizer, generously
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostEstimate:
+    """Figures of the whole plan, scaled up from the sample."""
+
+    num_tokens: int
+    output_bytes: int
+    core_hours: float
+    longest_shard_s: float  # on one core
+    num_useful_cores: int  # of a task: more of them would wait for its slowest serial stage
+    bad_note: str | None = None  # what is to be said of many documents of the sample that are left out
+
+
+def sample_texts(plan: Plan, *, num_bytes: int) -> list[str]:
+    """Documents from evenly spread places of the input."""
+    return [text for batch in _sample(plan, num_bytes) for text in batch.texts]
+
+
+def _sample(plan: Plan, num_bytes: int) -> Iterator[DocumentBatch]:
+    """Documents of the sample; of a very long one, the beginning."""
+    for part in _sample_ranges(plan, num_bytes // _NUM_PLACES):
+        num_left = num_bytes // _NUM_PLACES
+        documents = read_documents([part], reading_of(plan.options, min(BATCH_BYTES, num_left)))
+        with contextlib.closing(documents):
+            for item in documents:
+                batch = item if isinstance(item, DocumentBatch) else _beginning(item)
+                yield batch
+                num_left -= sum(map(len, batch.texts)) + len(batch.bad) * SHORT_LINE_BYTES
+                if num_left <= 0:
+                    break
+
+
+def _beginning(document: LongDocument) -> DocumentBatch:
+    place = document.place
+    text = ""
+    with contextlib.suppress(UnicodeDecodeError):
+        text = next(iter(document.text()), "")
+    none = no_documents(dataclasses.replace(place, num_bytes=len(text.encode())))
+    return dataclasses.replace(
+        none,
+        texts=[text],
+        lines=np.array([place.line]),
+        input_offsets=np.array([place.start]),
+        ids=[document.id],
+        sources=[document.source],
+        num_lines=1,
+    )
+
+
+def _sample_ranges(plan: Plan, num_bytes: int) -> Iterator[ByteRange]:
+    """Parts from evenly spread places, as long as their format allows them to be cut; else whole files."""
+    total = sum(item.num_bytes for item in plan.inputs)
+    targets = iter([total * place // _NUM_PLACES for place in range(_NUM_PLACES)])
+    target, begin = next(targets), 0
+    for number, item in enumerate(plan.inputs):
+        end = begin + item.num_bytes
+        while target < end:
+            part = _part_at(plan, number, target - begin, num_bytes)
+            if part.start < part.end:
+                yield part
+            target = next(targets, total)
+            if part.end == item.num_bytes:
+                target = max(target, end)
+        begin = end
+
+
+def _part_at(plan: Plan, number: int, target: int, num_bytes: int) -> ByteRange:
+    """From the first place at or behind a byte of an input on, to the first one ``num_bytes`` later."""
+    item, reading = plan.inputs[number], reading_of(plan.options, BATCH_BYTES)
+    path = plan.input_dir / item.path
+    form = format_of_input(path.name)
+    file = OpenInput(path)
+    (start,) = form.starts(file, [(target, sys.maxsize)], reading)
+    is_at_end = start is None or start.byte == item.num_bytes
+    begin = Start(0) if start is None or (is_at_end and not form.is_in_bytes) else start
+    (stop,) = form.starts(file, [(min(begin.byte + num_bytes, item.num_bytes), sys.maxsize)], reading)
+    return ByteRange(
+        input_number=number,
+        path=path,
+        start=begin.byte,
+        end=item.num_bytes if stop is None else stop.byte,
+        text_start=begin.text_byte,
+    )
+
+
+def measure(plan: Plan, engine: Engine) -> CostEstimate:
+    """Run a sample through the worker's own stages into a scratch folder and scale it up.
+
+    Times are CPU seconds of one core of this machine; a cluster's node will differ.
+    """
+    input_paths = [item.path for item in plan.inputs]
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(scratch_folder())
+        members = members_of(folder, plan.spec, 0, plan.options)
+        writer = stack.enter_context(ShardWriter(folder, plan.spec, 0, members, input_paths=input_paths))
+        num_bytes = 0
+        read_s = encode_s = layout_s = write_s = 0.0  # of CPU
+        batches = _sample(plan, _SAMPLE_BYTES)
+        at = time.process_time()
+        for batch in batches:
+            at, read_s = _add_cpu(at, read_s)
+            tokens = engine.encode_documents(batch.texts, end_id=plan.end_id, spans=batch.spans)
+            at, encode_s = _add_cpu(at, encode_s)
+            prepared = members.prepare(batch, tokens)
+            at, layout_s = _add_cpu(at, layout_s)
+            writer.append(batch, functools.partial(_itself, (tokens, prepared)))
+            at, write_s = _add_cpu(at, write_s)
+            num_bytes += batch.num_bytes
+        manifest = writer.commit({})
+    shard_bytes = plan.shard_bytes()
+    cpu_s = read_s + encode_s + layout_s + write_s
+    locked_s = read_s + _LOCKED_LAYOUT * layout_s
+    scale = sum(shard_bytes) / max(1, num_bytes)
+    return CostEstimate(
+        bad_note=_bad_note(plan, writer),
+        num_tokens=round(writer.num_tokens * scale),
+        output_bytes=round((manifest.tar.num_bytes + manifest.idx.num_bytes) * scale),
+        core_hours=(cpu_s * scale + _STARTUP_S * plan.num_shards) / 3600,
+        longest_shard_s=cpu_s * max(shard_bytes) / max(1, num_bytes) + _STARTUP_S,
+        # Writing takes one thread, reading and a part of laying out the interpreter's lock; encoding takes
+        # as many cores as there are.
+        num_useful_cores=max(1, round(cpu_s / max(locked_s, write_s, 1e-9))) if num_bytes else 1,
+    )
+
+
+def estimate_of(plan: Plan, folder: Path) -> CostEstimate:
+    """The same for a data set that is planned in ``folder``, with its own tokenizer: a second or two of CPU.
+
+    Raises what reading the input and the tokenizer raises.
+    """
+    path = folder / TOKENIZER_DIR / TOKENIZER_FILE
+    return measure(plan, tokenizers_engine(path, allow_special_tokens=plan.options.encodes_control_tokens))
+
+
+def _itself(made: tuple[TokenBatch, Prepared]) -> tuple[TokenBatch, Prepared]:
+    return made
+
+
+def _bad_note(plan: Plan, writer: ShardWriter) -> str | None:
+    if writer.bad_fraction <= plan.max_bad_fraction:
+        return None
+    words = [text for reason, text in bad_words(plan.options).items() if reason in writer.bad_reasons]
+    return (
+        f"{writer.bad_fraction:.0%} of the documents in a sample {' or '.join(words)}; a shard with more "
+        f"than {plan.max_bad_fraction:.0%} fails"
+    )
+
+
+def _add_cpu(since_s: float, total_s: float) -> tuple[float, float]:
+    now = time.process_time()
+    return now, total_s + now - since_s
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """An empty folder under TMPDIR for the time of a ``with``. Raises CannotWrite where none can be made."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="shardprep-"))
+    except OSError as error:
+        raise CannotWrite(
+            f"no scratch folder can be made: {error.strerror}; let TMPDIR name a folder with some space"
+        ) from None
+    try:
+        yield folder
+    finally:
+        with contextlib.suppress(OSError):  # rmtree lets some through that it was told to ignore
+            shutil.rmtree(folder, ignore_errors=True)

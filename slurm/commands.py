@@ -1,0 +1,220 @@
+"""Runs Slurm's own commands. No other module starts them, and none else knows how they fail."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+from collections.abc import Callable, Sequence
+from time import sleep
+from typing import TypeVar
+
+from shardprep.errors import NotFound, ReadWriteError, UsageError
+
+T = TypeVar("T")
+
+# sbatch's variables beat the script's own #SBATCH lines; JobRequest has read those that users set.
+_DROPPED = (
+    "SQUEUE_",
+    "SACCT_",
+    "SBATCH_JOB_NAME",
+    "SBATCH_ARRAY",
+    "SBATCH_OUTPUT",
+    "SBATCH_WAIT",
+    "SBATCH_MEM",
+)
+# Inside an allocation Slurm has set some 50 SLURM_* that describe it; sbatch and srun read several of them as
+# options (SLURM_MEM_PER_CPU excludes --mem, SLURM_CPU_BIND breaks a step). These say how Slurm is reached.
+_KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"})
+# Field of a JobRequest -> the variable of sbatch, or of prep_array.sh, that sets it.
+REQUEST_VARIABLES = {
+    **{name: f"SBATCH_{name.upper()}" for name in ("partition", "account", "qos", "constraint", "exclude")},
+    "time_min": "SBATCH_TIMELIMIT",
+    "mem_gb": "SBATCH_MEM_PER_NODE",
+    "mem_per_cpu_gb": "SBATCH_MEM_PER_CPU",
+    "setup": "SHARDPREP_SETUP",
+    "container": "SHARDPREP_EXEC",
+    "srun_args": "SHARDPREP_SRUN_ARGS",
+}
+# Slurm's own words for a controller that is down, too slow, or not configured here.
+_AWAY = re.compile(
+    r"contact slurm controller|timed out|configuration source|Zero Bytes|connection fail|"
+    r"can't be reached now|Munge|authentication",
+    re.IGNORECASE,
+)
+_CLOCKS_DIFFER = (  # what munge takes for an expired credential, a client is told in these words alone
+    "does it restart (scontrol ping), or is the clock of this host more than 5 min off (date)?"
+)
+_NO_SUCH_CLUSTER = "known by database"  # a wrong SLURM_CLUSTERS
+_DELAYS_S = (5, 10, 20, 40)  # then 60 s each
+_LONGEST_DELAY_S = 60
+_MOST_FAILURES = 60  # in a row: about an hour
+
+
+class SlurmRefused(UsageError):
+    """Slurm will not run this as it was asked for; its own words are in the message."""
+
+
+class SlurmAway(ReadWriteError):
+    """Slurm gives no answer: its controller is down or slow, or cannot be reached from here."""
+
+
+class SlurmGarbled(SlurmAway):
+    """An answer that is cut short, or of a form that is not known here."""
+
+
+class SlurmMissing(SlurmAway):
+    """Slurm's commands are not installed here."""
+
+    exit_code = NotFound.exit_code
+
+
+def slurm_answer(parse: Callable[[str], T], *command: str, cluster: str | None = None) -> T:
+    """What ``parse`` makes of the output of a command that only asks.
+
+    Raises what ``slurm_output`` raises, and SlurmGarbled where the output is cut short or unknown to it, or
+    where a server gave no answer and the command printed what others said.
+    """
+    done = _run(command, None, cluster)
+    if _AWAY.search(done.stderr):
+        raise SlurmGarbled(f"{' '.join(command[:3])} answered in part: {' '.join(done.stderr.split())}")
+    text = done.stdout
+    try:
+        return parse(text)
+    except (ValueError, LookupError, TypeError, ArithmeticError) as error:
+        raise SlurmGarbled(
+            f"{' '.join(command[:3])} answered what cannot be read ({error}), beginning with "
+            f"{text[:80]!r}; try again, and see whether {command[0]} itself answers: {command[0]} --version"
+        ) from None
+
+
+def slurm_output(*command: str, text: str | None = None, cluster: str | None = None) -> str:
+    """Standard output of a Slurm command; ``text`` is its input, ``cluster`` another one than this host's.
+
+    Raises SlurmRefused with Slurm's words where it ends with an error, SlurmMissing where it is not
+    installed, SlurmAway where the controller cannot be reached or does not answer within two minutes.
+    """
+    return _run(command, text, cluster).stdout
+
+
+def is_federated() -> bool:
+    """Whether this cluster is one of a federation, which may start a job on any of its clusters."""
+    with contextlib.suppress(SlurmRefused):
+        return slurm_output("scontrol", "show", "federation").startswith("Federation:")
+    return False
+
+
+def _run(command: Sequence[str], text: str | None, cluster: str | None) -> subprocess.CompletedProcess[str]:
+    clusters = os.environ.get("SLURM_CLUSTERS", "")
+    if "," in clusters or clusters == "all":
+        raise UsageError(
+            f"SLURM_CLUSTERS is {clusters!r}, expected one cluster: a submission goes to one, and status "
+            "finds the jobs of each by their records"
+        )
+    try:
+        done = subprocess.run(
+            command,
+            input=text,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            check=False,
+            timeout=120,
+            env=_environ(command[0], cluster),
+        )
+    except OSError as error:
+        raise SlurmMissing(
+            f"{command[0]} cannot be run here ({error.strerror}); run this on a login node of the cluster, "
+            "or without one: python -m preprocess run O"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise SlurmAway(
+            f"{command[0]} did not answer within 120 s; is the controller up? scontrol ping"
+        ) from None
+    if done.returncode:
+        words = " ".join((done.stderr or done.stdout).split())
+        if _AWAY.search(words) and _NO_SUCH_CLUSTER not in words:
+            hint = _CLOCKS_DIFFER if "Zero Bytes" in words else "is the controller up? scontrol ping"
+            raise SlurmAway(f"{command[0]} gets no answer: {words}; {hint}")
+        raise SlurmRefused(f"{command[0]} refuses: {words}")
+    return done
+
+
+def _environ(command: str, cluster: str | None) -> dict[str, str]:
+    """What Slurm's commands, and by sbatch the jobs, get of this process's variables.
+
+    Left out are those that would change what is asked for or how it is printed, and those of the allocation
+    that this process may run in. Lists of indices come whole, times in one form and, as two who look at a
+    data set may be in two time zones, in UTC; jobs keep the zone of who submits.
+    """
+    dropped = (*_DROPPED, *REQUEST_VARIABLES.values(), "SLURM_")
+    kept = {
+        name: value for name, value in os.environ.items() if name in _KEPT or not name.startswith(dropped)
+    }
+    asked = {"SLURM_CLUSTERS": cluster} if cluster else {}
+    zone = {} if command == "sbatch" else {"TZ": "UTC0"}
+    return {**kept, **asked, **zone, "SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
+
+
+def minutes_of(text: str) -> int | None:
+    """Return the minutes of a time of Slurm's, such as ``60`` or ``1-02:03:04``; None for UNLIMITED."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if not match:
+        return None
+    days, first, second, third = (int(item or 0) for item in match.groups())
+    if match[1] is None and match[4] is None:
+        return first  # minutes, or minutes:seconds
+    return (days * 24 + first) * 60 + second + (third > 0)
+
+
+def megabytes_of(text: str) -> float | None:
+    """Return the MB of a size of Slurm's, such as ``300`` or ``1.50G``; None for UNLIMITED."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGTP]?)B?", text, re.IGNORECASE)
+    return float(match[1]) * 1024.0 ** "KMGTP".index(match[2].upper() or "M") / 1024 if match else None
+
+
+def read_config() -> dict[str, str]:
+    """``scontrol show config`` as name -> value. Raises what ``slurm_answer`` raises."""
+    return slurm_answer(_parse_config, "scontrol", "show", "config")
+
+
+def _parse_config(text: str) -> dict[str, str]:
+    """Raises ValueError where it is cut short before what is needed of it."""
+    config = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", text, re.MULTILINE))
+    if not re.fullmatch(r"[0-9]{1,10}", config.get("MaxArraySize", "")):
+        raise ValueError("no MaxArraySize")
+    return config
+
+
+class Patience:
+    """Asks Slurm again where it gives no answer: a controller that restarts is back in a minute.
+
+    It counts the failures in a row, so that one wait outlasts many short ones.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._num_failures = 0
+
+    def ask(self, question: Callable[[], T]) -> T:
+        """The answer, however often it takes. Raises SlurmAway after about an hour without one."""
+        while True:
+            try:
+                answer = question()
+            except SlurmMissing:
+                raise
+            except SlurmAway as error:
+                self._num_failures += 1
+                if self._num_failures > _MOST_FAILURES:
+                    raise
+                delay_s = self.delay_s()
+                self._say(f"{error}; asking again in {delay_s} s. What runs goes on meanwhile")
+                sleep(delay_s)
+            else:
+                self._num_failures = 0
+                return answer
+
+    def delay_s(self) -> float:
+        """How long to wait before the next question."""
+        return (*_DELAYS_S, _LONGEST_DELAY_S)[min(self._num_failures - 1, len(_DELAYS_S))]

@@ -1,0 +1,169 @@
+"""The scripts of the jobs.
+
+Pure: text in, text out; ``submit --dry_run`` prints exactly what sbatch would get. A script is
+``prep_array.sh`` with another head, so that set-up, signals and exit codes are written once. The head of an
+array's script holds the table of the submission, array index -> shards. Slurm keeps a script from submission
+on, so no later file can change what a waiting task will do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from shardprep.errors import UsageError
+from slurm.commands import REQUEST_VARIABLES
+from slurm.request import JobRequest
+
+JOB_NAME = "shardprep"
+LOG_FOLDER = "logs"  # in O/jobs
+_SETTINGS = (
+    "SHARDPREP_PYTHON",
+    *(name for name in REQUEST_VARIABLES.values() if name.startswith("SHARDPREP_")),
+)
+
+
+def quoted(folder: Path) -> str:
+    """A path as a command that is shown to a user must have it."""
+    return shlex.quote(str(folder))
+
+
+def prep_script() -> str:
+    """``prep_array.sh`` as it is installed."""
+    return (Path(__file__).parent / "prep_array.sh").read_text(encoding="utf-8")
+
+
+def job_name(folder: Path, plan_id: str, number: int) -> str:
+    """What the jobs of a data set's submission of this number are called, and nothing else is.
+
+    It has the plan's id, the folder (a copy of the data set has the same plan) and the number.
+    """
+    place = hashlib.sha256(os.fsencode(folder)).hexdigest()[:6]
+    return f"{JOB_NAME}-{plan_id[:12]}-{place}-{number}"
+
+
+def job_names(folder: Path, plan_id: str, number: int) -> tuple[str, str]:
+    """Of a submission's arrays, and of its verify job."""
+    name = job_name(folder, plan_id, number)
+    return name, f"{name}-verify"
+
+
+def array_script(
+    folder: Path,
+    name: str,
+    tasks: Sequence[str],
+    request: JobRequest,
+    *,
+    settings: Mapping[str, str],
+    body: str,
+) -> str:
+    """The script of an array whose task i makes the shards ``tasks[i]``, such as ``17`` or ``0-5``.
+
+    A task of one shard is the plain worker; several are ``run O --shards``. ``name``: of the job.
+    Raises UsageError for values that cannot stand in a script.
+    """
+    options = [
+        f"--job-name={name}",
+        f"--array=0-{len(tasks) - 1}%{min(request.max_parallel, len(tasks))}",
+        f"--output={_log_pattern(folder, '%A_%a')}",
+    ]
+    place, flags = shlex.quote(str(folder)), shlex.join(shlex.split(request.worker_args))
+    head = [
+        f"shards_of=({' '.join(tasks)})",
+        "shards=${shards_of[${SLURM_ARRAY_TASK_ID:-0}]}",
+        'if [[ $shards = *[-,]* ]]; then shardprep_what="shards $shards"',
+        f'  shardprep_command=(run {place} --shards "$shards" {flags})',
+        'else shardprep_what="shard $shards"',
+        f'  shardprep_command=(--shard_id "$shards" --planned --output_dir {place} {flags}); fi',
+        "# The array's indices are not the shards' numbers, so the worker must not compare them.",
+        "unset SLURM_ARRAY_TASK_COUNT",
+    ]
+    if request.num_cpus is None:
+        head.append("export SLURM_CPUS_PER_TASK=$SLURM_CPUS_ON_NODE")
+    return _script([*options, *request.sbatch_options()], settings, head, body)
+
+
+def verify_script(
+    folder: Path,
+    name: str,
+    num_shards: int,
+    request: JobRequest,
+    *,
+    settings: Mapping[str, str],
+    body: str,
+) -> str:
+    """The script of the job that runs ``verify O`` when the arrays have ended, however they did.
+
+    In its log stands "shardprep: verified 1000 shards of O" then, or "shardprep: not verified: 1000 ...".
+    """
+    small = request.changed(cpus_per_task=min(4, request.num_cpus or 4), max_parallel=1)
+    options = [f"--job-name={name}", f"--output={_log_pattern(folder, 'verify-%j')}"]
+    head = ["shardprep_what=verify", f"shardprep_command=(verify {shlex.quote(str(folder))})"]
+    head.append(f"shardprep_verified={shlex.quote(f'{num_shards} shards of {folder}')}")
+    if request.notify:
+        head.append(f"shardprep_notify={shlex.quote(request.notify)}")
+    return _script([*options, *small.sbatch_options()], settings, head, body)
+
+
+def settings_of(request: JobRequest, environ: Mapping[str, str], python: str) -> dict[str, str]:
+    """Return the script's SHARDPREP_ variables; the Python is the environment's or this one.
+
+    A container or a set-up file brings its own Python, so then this one is not named.
+    """
+    settings = {
+        name: value
+        for each, name in REQUEST_VARIABLES.items()
+        if name in _SETTINGS and (value := getattr(request, each))
+    }
+    if found := environ.get("SHARDPREP_PYTHON") or (python if not settings else ""):
+        settings["SHARDPREP_PYTHON"] = found
+    return settings
+
+
+def _log_pattern(folder: Path, name: str) -> str:
+    if "\\" in str(folder):
+        raise UsageError(
+            f"{folder} has a backslash, with which Slurm puts no job's number into a log's name; rename "
+            "the folder, or submit through a link of another name"
+        )
+    return f"{str(folder).replace('%', '%%')}/jobs/{LOG_FOLDER}/{name}.log"
+
+
+def _script(options: Sequence[str], settings: Mapping[str, str], head: Sequence[str], body: str) -> str:
+    match = re.search(r"^set -euo pipefail$", body, re.MULTILINE)
+    assert match, "prep_array.sh has changed its first command"
+    lines = [
+        "#!/bin/bash",
+        "# Made by `python -m slurm submit`: slurm/prep_array.sh with another head.",
+        *(f"#SBATCH {_quoted(option)}" for option in ["--open-mode=append", *options]),
+        *(f"export {name}={shlex.quote(settings.get(name, ''))}" for name in _SETTINGS),
+        *head,
+        'echo "shardprep: node ${SLURMD_NODENAME:-}: $shardprep_what begins" >&2',
+    ]
+    text = "\n".join(lines) + "\n" + body[match.start() :]
+    if found := re.search(r"^.*[\ud800-\udfff].*$", text, re.MULTILINE):
+        raise UsageError(
+            f"a job script must be UTF-8, and this line of it is not: {found[0]!r}; rename the folder or file"
+        )
+    return text
+
+
+def _quoted(option: str) -> str:
+    """sbatch splits at blanks and knows quotes, but not a shell's way of ending and joining them.
+
+    Raises UsageError for a line end or the like: behind it the rest would be a command of the script.
+    """
+    if found := re.search(r"[\x00-\x1f\x7f]", option):
+        raise UsageError(
+            f"{option!r} has {found[0]!r}, which cannot stand in a line of #SBATCH; rename the folder, or "
+            "submit through a link of another name"
+        )
+    if not re.search(r"[\s'\"#\\]", option):
+        return option
+    name, equals, value = option.partition("=")
+    escaped = re.sub(r'(["\\])', r"\\\1", value if equals else name)
+    return f'{name}="{escaped}"' if equals else f'"{escaped}"'

@@ -1,0 +1,212 @@
+"""Which families of transformers' language models keep the documents of a packed row apart.
+
+Each one is made with two small layers and random weights. The logits of each document in a packed batch of
+the loader are compared with those that the model gives for the document alone, and ``check_boundaries`` must
+say the same. For all families, in 5 minutes: ``python -m tests.attention_families`` compares the table of
+docs/training.md, and with ``--write`` writes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from loader import check_boundaries, get_llama3_dataloader, mask_documents
+from shardprep.errors import Refused
+from tests.checkout import ROOT
+from tests.external_tars import write_numbered_tars
+from tests.word_tokenizers import save_word_tokenizer
+
+PAGE = ROOT / "docs" / "training.md"
+VOCABULARY, SEQ_LEN, WINDOW = 200, 48, 8
+
+# Small sizes, under all names that families have for them. Windows are shorter than documents.
+_NUMBERS = {
+    "hidden_size d_model n_embd n_embed intermediate_size ffn_dim n_inner ffn_hidden_size": 32,
+    "decoder_ffn_dim shared_intermediate_size linear_num_heads": 32,
+    "num_hidden_layers n_layer n_layers num_layers decoder_layers": 2,
+    "num_attention_heads n_head n_heads num_heads decoder_attention_heads mamba_n_heads": 4,
+    "num_key_value_heads num_kv_heads": 2,
+    "head_dim kv_channels qk_rope_head_dim qk_nope_head_dim v_head_dim mamba_d_state state_size": 8,
+    "linear_key_head_dim linear_value_head_dim hidden_size_per_layer_input": 8,
+    "max_position_embeddings n_positions n_ctx max_seq_len": 128,
+    "num_experts num_local_experts n_routed_experts moe_num_experts linear_num_value_heads rotary_dim": 4,
+    "num_experts_per_tok num_experts_per_token linear_num_key_heads mamba_expand expand moe_k": 2,
+    "moe_intermediate_size shared_expert_intermediate_size q_lora_rank kv_lora_rank mamba_d_head": 16,
+    "mamba_chunk_size chunk_size": 16,
+    "n_group topk_group first_k_dense_replace n_shared_experts num_shared_experts mamba_n_groups n_groups": 1,
+    "max_window_layers bos_token_id": 1,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+    "sliding_window attention_chunk_size window_size": WINDOW,
+    "vocab_size vocab_size_per_layer_input": VOCABULARY,
+    "use_sliding_window": True,
+    "initializer_range": 0.1,
+}
+_SMALL: dict[str, Any] = {name: number for names, number in _NUMBERS.items() for name in names.split()}
+_OWN: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+    "mamba2": {"num_heads": 4, "head_dim": 16},
+}
+# Attention whose heads of keys are as many as those of queries.
+_LATENT = "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa minicpm3 youtu"
+_FIRST_LAYER = {  # before one of full_attention, where the defaults for two layers have no such pair
+    "afmoe cohere2 cohere2_moe exaone4 gemma3_text ministral olmo3": "sliding_attention",
+    "granitemoehybrid qwen3_next qwen3_5_text qwen3_5_moe_text": "linear_attention",
+    "lfm2 lfm2_moe": "conv",
+    "llama4_text": "chunked_attention",
+}
+
+VERDICTS = {
+    "safe": "yes",
+    "masked": "yes, after `mask_documents(model)`",
+    "leaks": "no: `check_boundaries` and `LoaderMixin` refuse it",
+    "raises": "no: the model refuses by itself",
+}
+
+
+def small_model(family: str, attention: str) -> Any:
+    """A model whose tokens depend on each other much, as trained ones do. ValueError: no such attention."""
+    kind = CONFIG_MAPPING[family]
+    known = {name for base in kind.__mro__ for name in getattr(base, "__annotations__", {})}
+    sizes = {name: value for name, value in _SMALL.items() if name in known}
+    sizes |= _OWN.get(family, {})
+    if family in _LATENT.split():
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    for families, layer in _FIRST_LAYER.items():
+        if family in families.split():
+            sizes["layer_types"] = [layer, "full_attention"]
+    torch.manual_seed(0)
+    config = kind(**sizes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    assert model.num_parameters() < 3_000_000, family
+    with torch.no_grad():
+        for weights in model.parameters():
+            if weights.dim() > 1:
+                weights.copy_(torch.randn_like(weights) * 0.2 if not weights.any() else weights * 2)
+    return model.eval()
+
+
+def packed_batch(folder: Path) -> Any:
+    """A batch of the loader with ``boundaries="transformers"``, and ``segment_ids`` for the judge."""
+    save_word_tokenizer(folder, VOCABULARY)
+    rng = np.random.default_rng(1)
+    write_numbered_tars(
+        folder, 40, 1, name="shard-{:05d}.tar",
+        ids_of=lambda _: rng.integers(10, VOCABULARY - 10, rng.integers(5, 30)).tolist(),
+    )  # fmt: skip
+    options = {"seq_len": SEQ_LEN, "boundaries": ("transformers", "segment_ids"), "num_workers": 0}
+    batch = get_llama3_dataloader(folder, 2, folder, **options).peek()  # type: ignore[arg-type]
+    assert (batch["segment_ids"].amax(1) > 1).all()
+    return batch
+
+
+@torch.no_grad()
+def num_wrong(model: Any, batch: Mapping[str, Any]) -> int:
+    """Tokens of the packed rows whose logits are not those of their document alone."""
+    segments = batch["segment_ids"]
+    logits = model(**fields_of(batch)).logits
+    wrong = 0
+    for row, ids in enumerate(batch["input_ids"]):
+        for number in segments[row].unique():
+            own = segments[row] == number
+            alone = model(input_ids=ids[own][None], use_cache=False).logits[0]
+            wrong += int((logits[row, own] - alone).abs().amax(1).gt(1e-3 * alone.abs().max()).sum())
+    return wrong
+
+
+def fields_of(batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in batch.items() if name not in ("segment_ids", "labels")}
+
+
+def verdict(family: str, attention: str, batch: Mapping[str, Any]) -> str:
+    """A key of VERDICTS; that ``check_boundaries`` sees it, too, is asserted."""
+    model = small_model(family, attention)
+    unpacked = {"input_ids": batch["input_ids"], "segment_ids": batch["segment_ids"], "use_cache": False}
+    assert num_wrong(model, unpacked), f"{family}: documents would not notice each other"
+    for masked in (False, True):
+        try:
+            if masked:
+                mask_documents(model)
+            wrong = num_wrong(model, batch)
+        except Exception as error:
+            if not masked and "packed" in str(error):
+                return "raises"
+            if not masked:
+                raise
+            return "leaks"  # the model takes no mask of documents
+        try:
+            check_boundaries(model, fields_of(batch))
+            refused = False
+        except Refused:
+            refused = True
+        assert refused == bool(wrong), f"{family}: {wrong} tokens are wrong, check_boundaries said {refused}"
+        if not wrong:
+            return "masked" if masked else "safe"
+    return "leaks"
+
+
+def attentions(family: str) -> list[str]:
+    kind: Any = AutoModelForCausalLM._model_mapping[CONFIG_MAPPING[family]]
+    return ["eager", "sdpa"] if kind._supports_sdpa else ["eager"]
+
+
+def verdict_of_all(family: str, batch: Mapping[str, Any]) -> str:
+    found = {verdict(family, attention, batch) for attention in attentions(family)}
+    assert len(found) == 1, f"{family}: {found}"
+    return found.pop()
+
+
+def table(verdicts: Mapping[str, str]) -> str:
+    """The rows of docs/training.md."""
+    rows = []
+    for verdict, title in VERDICTS.items():
+        names = sorted(family for family, of_family in verdicts.items() if of_family == verdict)
+        rows.append(f"| {title} | {', '.join(names)} |\n")
+    return "".join(rows)
+
+
+def verdicts_of_page() -> dict[str, str]:
+    """The families of docs/training.md and their verdicts; to try another one, write it into any row."""
+    found = {}
+    for verdict, title in VERDICTS.items():
+        (names,) = re.findall(rf"^\| {re.escape(title)} \| (.*) \|$", PAGE.read_text("utf-8"), re.MULTILINE)
+        found.update(dict.fromkeys(names.split(", "), verdict))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compare the table of families in docs/training.md.")
+    parser.add_argument("--write", action="store_true", help="write the table, too")
+    args = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    with tempfile.TemporaryDirectory() as folder:
+        batch = packed_batch(Path(folder))
+    written, found = verdicts_of_page(), {}
+    for family in written:
+        found[family] = verdict_of_all(family, batch)
+        is_same = found[family] == written[family]
+        print(family, found[family], "" if is_same else f"(the page: {written[family]})", flush=True)
+    if args.write:
+        text = PAGE.read_text("utf-8")
+        PAGE.write_text(text.replace(table(written), table(found)), "utf-8")
+    print(f"{len(found)} families of transformers {transformers.__version__}")
+    return int(found != verdicts_of_page())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -29,6 +29,16 @@ def seekable_zstd(data: bytes, sizes: Iterable[int]) -> bytes:
     return b"".join(frames) + struct.pack("<II", 0x184D2A5E, len(table)) + table
 
 
+def zstd_of_blocks(data: bytes, sizes: Iterable[int]) -> bytes:
+    """One frame in blocks of these sizes of text: a decompressor gives them one by one."""
+    packer = zstandard.ZstdCompressor(level=1).compressobj()
+    blocks = [
+        packer.compress(piece) + packer.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+        for piece in pieces_of(data, sizes)
+    ]
+    return b"".join(blocks) + packer.flush()
+
+
 def bgzip(data: bytes, sizes: Iterable[int]) -> bytes:
     """What bgzip writes: gzip members that say their size, and an empty one at the end."""
     return b"".join(map(_bgzip_block, [*pieces_of(data, sizes), b""]))

@@ -1,6 +1,7 @@
 """Random inputs of every format, and what an independent reader takes out of each.
 
-For long runs by hand: ``python -m tests.random_inputs --files 20000``.
+For long runs by hand: ``python -m tests.random_inputs --files 20000``. Where polars, duckdb, fastparquet or
+``datasets`` is installed, files that it wrote are read, too, and compared with what it was given.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import bz2
 import contextlib
 import gzip
+import importlib.util
 import io
 import itertools
 import json
@@ -29,7 +31,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 import zstandard
 
-from preprocess.formats import arrow
+from preprocess.formats import arrow, compression
 from preprocess.formats.documents import read_documents
 from preprocess.formats.format import DocumentBatch, Reading
 from preprocess.formats.inputs import ByteRange
@@ -37,7 +39,7 @@ from preprocess.plan import planning as input_files
 from preprocess.plan import planning as shard_boundaries
 from preprocess.plan.planning import divide, list_inputs, stamp_inputs
 from shardprep.errors import BadInput
-from tests.input_writers import bgzip, seekable_zstd
+from tests.input_writers import bgzip, seekable_zstd, zstd_of_blocks
 
 _FILES_AT_ONCE = 500
 FRAMES = ((7, 100, 1, 1000), (300,), (300,), (2000, 500), (2000, 500), (65_280,))
@@ -66,6 +68,27 @@ FORMATS = [
 ]
 
 
+# Plain text of other codecs, with letters whose code units have the bytes of a line end in them.
+WIDE = [f"wide{packed}" for packed in PACKERS if "." not in packed[1:]]
+_CODECS = (
+    "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be", "utf-8", "utf-8-sig", "cp949"
+)  # fmt: skip
+_WIDE_LETTERS = "ab \t가\u0d15\u0d0a\u0a0d\u0a00\u010d\u010a☀─語\x85\u2028🌍\U00010d0a"
+# A library, and what it writes.
+WRITERS = [
+    f"{library}.{suffix}"
+    for library, suffixes in {
+        "polars": ("parquet", "arrow", "jsonl"),
+        "duckdb": ("parquet", "jsonl"),
+        "fastparquet": ("parquet",),
+        "pandas": ("parquet", "jsonl"),
+        "datasets": ("parquet", "arrow", "jsonl"),
+    }.items()
+    if importlib.util.find_spec(library)
+    for suffix in suffixes
+]
+
+
 @dataclass(frozen=True)
 class Found:
     """What of an input was taken, and what was left out; None for a file that was refused."""
@@ -88,7 +111,9 @@ def random_texts(rng: random.Random) -> list[str]:
 
 def file_name(form: str) -> str:
     """``jsonl.frames.zst`` -> ``a.frames.jsonl.zst``."""
-    stem, *rest = form.split(".")
+    stem, *rest = form.replace("wide", "txt").split(".")
+    if form in WRITERS:
+        return f"a.{rest[0]}"
     if form.endswith(("arrow", "parquet")):
         return f"a.{form}"
     middle = f"{rest[0]}." if len(rest) > 1 else ""
@@ -138,6 +163,14 @@ def _line(stem: str, text: str, rng: random.Random) -> bytes:
         b'{"a": 1}',
         line[:-3],
         b'{"text": NaN}',
+    ]
+    odd += [
+        b'{"text": "a", "te\\u0078t": "b"}',
+        b'{"te\\u0078t":"a", "text"\t:"b"}',
+        b'{"te\\u0078t" :"\\"text\\":"}',
+        b'{"a": {"text": 1}, "text"\t: "c"}',
+        b'{"text": "\\\\", "n": 18446744073709551616}',
+        b'{"a": "text", "text" :"d"}',
     ]
     odd += [b'{"text": "a\xff"}', b'{"text": 3}', b'{"text": "a", "text": "b"}', line + b" ", b"\t" + line]
     return (rng.choice(odd) if rng.random() < 0.1 else line) + b"\n"
@@ -226,9 +259,122 @@ def _lines_of_json(data: bytes) -> Found:
     return Found([text for text in texts if text.strip()], num_bad)
 
 
-def ours(folder: Path, num_shards: int, batch_bytes: int) -> Found:
+def _wide_text(form: str, rng: random.Random) -> tuple[bytes, str, Found]:
+    """A file of plain text, its codec, and what the whole of it, decoded at once, holds."""
+    encoding = rng.choice(_CODECS)
+    letters = [letter for letter in _WIDE_LETTERS if letter.encode(encoding, "ignore").strip()]
+    letters = [letter for letter in letters if letter.encode(encoding, "ignore").decode(encoding) == letter]
+    ends = rng.choice([["\n"], ["\r\n"], ["\r"], ["\n", "\r\n", "\r", "\n\r"]])
+    lines = ["".join(rng.choices(letters, k=rng.choice([0, 3, 40, 300]))) for _ in range(rng.randrange(30))]
+    text = "".join(line + rng.choice(ends) for line in lines) + rng.choice(["", "", "x", "\r"])
+    data = text.encode(encoding)
+    if encoding in ("utf-16", "utf-32"):
+        order = rng.choice(["-le", "-be", ""])  # without an order, nor a mark: the one of little ends
+        data = f"\ufeff{text}".encode(encoding + order) if order else text.encode(f"{encoding}-le")
+    decoded = re.split(r"\r\n|\n|\r", data.decode(encoding))
+    packed = form.removeprefix("wide")
+    file = zstd_of_blocks(data, rng.choice(FRAMES)) if packed == ".zst" else PACKERS[packed](data, rng)
+    return file, encoding, Found([line.strip() for line in decoded if line.strip()])
+
+
+def write_by(form: str, rng: random.Random, path: Path) -> Found:
+    """Let a library write a file; what it was given."""
+    texts: list[str | None] = [*random_texts(rng), "one more"]
+    if rng.random() < 0.3:
+        texts[rng.randrange(len(texts))] = None
+    library, _, suffix = form.partition(".")
+    columns: dict[str, list[object]] = {"n": [*range(len(texts))], "text": [*texts]}
+    rows = rng.choice([3, 100])
+    _WRITE[library](columns, path, suffix, rows, rng)
+    kept = [text for text in texts if text is not None]
+    return Found([text for text in kept if text.strip()], len(texts) - len(kept))
+
+
+def _by_polars(
+    columns: dict[str, list[object]], path: Path, suffix: str, rows: int, rng: random.Random
+) -> None:
+    import polars
+
+    schema = {"n": polars.Int64, "text": rng.choice([polars.String, polars.String, polars.Categorical])}
+    frame = polars.DataFrame(columns, schema=schema)
+    if suffix == "jsonl":
+        frame.write_ndjson(path)
+    elif suffix == "parquet":
+        frame.write_parquet(path, row_group_size=rows, compression=rng.choice(["zstd", "snappy", "lz4"]))
+    else:
+        level = rng.choice([polars.CompatLevel.newest(), polars.CompatLevel.oldest()])
+        packing = rng.choice(["uncompressed", "lz4", "zstd"])
+        frame.write_ipc(path, compression=packing, compat_level=level, record_batch_size=rows)
+
+
+def _by_duckdb(
+    columns: dict[str, list[object]], path: Path, suffix: str, rows: int, _: random.Random
+) -> None:
+    import duckdb
+
+    table = pyarrow.table({"n": columns["n"], "text": pyarrow.array(columns["text"], pyarrow.string())})
+    form = "JSON" if suffix == "jsonl" else f"PARQUET, ROW_GROUP_SIZE {rows}"
+    with duckdb.connect() as connection:
+        connection.register("t", table).execute(f"COPY t TO '{path}' (FORMAT {form})")
+
+
+def _by_pandas(
+    columns: dict[str, list[object]], path: Path, suffix: str, rows: int, _: random.Random
+) -> None:
+    import pandas
+
+    frame = pandas.DataFrame(columns)
+    if suffix == "jsonl":
+        frame.to_json(path, lines=True, orient="records", force_ascii=bool(rows % 2))
+    else:
+        frame.to_parquet(path, row_group_size=rows)
+
+
+def _by_fastparquet(
+    columns: dict[str, list[object]], path: Path, _: str, rows: int, rng: random.Random
+) -> None:
+    import fastparquet
+    import pandas
+
+    frame = pandas.DataFrame(columns).astype({"text": object})
+    offsets = list(range(0, len(frame), rows))
+    packing = rng.choice(["SNAPPY", "GZIP", None])
+    fastparquet.write(str(path), frame, row_group_offsets=offsets, compression=packing)
+
+
+def _by_datasets(
+    columns: dict[str, list[object]], path: Path, suffix: str, rows: int, _: random.Random
+) -> None:
+    import datasets
+
+    datasets.disable_progress_bars()
+    kinds = datasets.Features({"n": datasets.Value("int64"), "text": datasets.Value("string")})
+    data = datasets.Dataset.from_dict(columns, features=kinds)
+    if suffix == "jsonl":
+        data.to_json(path, batch_size=rows)
+    elif suffix == "parquet":
+        data.to_parquet(path, batch_size=rows)
+    else:
+        with datasets.arrow_writer.ArrowWriter(
+            path=str(path), features=kinds, writer_batch_size=rows
+        ) as writer:
+            for n, text in zip(columns["n"], columns["text"], strict=True):
+                writer.write({"n": n, "text": text})
+            writer.finalize()
+
+
+_WRITE: dict[str, Callable[[dict[str, list[object]], Path, str, int, random.Random], None]] = {
+    "polars": _by_polars,
+    "duckdb": _by_duckdb,
+    "pandas": _by_pandas,
+    "fastparquet": _by_fastparquet,
+    "datasets": _by_datasets,
+}
+
+
+def ours(folder: Path, num_shards: int, batch_bytes: int, encoding: str = "utf-8") -> Found:
     """What this project takes out of a folder that is divided into shards; every byte is accounted for."""
-    reading = Reading(doc="line", encoding="utf-8", batch_bytes=batch_bytes)
+    reading = Reading(doc="line", encoding=encoding, batch_bytes=batch_bytes)
     texts: list[tuple[int, str]] = []
     num_bad = 0
     try:
@@ -268,9 +414,17 @@ def compare(form: str, seed: int, folder: Path, *, forks: bool = False) -> str:
     """
     rng = random.Random(f"{form} {seed}")
     path = folder / file_name(form)
+    wrong = f"WRONG: {form} with seed {seed}"
+    if form in WIDE or form in WRITERS:
+        encoding = "utf-8"
+        if form in WIDE:
+            data, encoding, given = _wide_text(form, rng)
+            path.write_bytes(data)
+        else:
+            given = write_by(form, rng, path)
+        return "equal" if _read_in_pieces(folder, rng, encoding) == given else wrong
     data, is_damaged = random_file(form, rng)
     path.write_bytes(data)
-    wrong = f"WRONG: {form} with seed {seed}"
     if forks and form == "parquet" and is_damaged and _ends_pyarrow(path):
         path.unlink()
         return "aborted"
@@ -291,6 +445,19 @@ def compare(form: str, seed: int, folder: Path, *, forks: bool = False) -> str:
         expected = independent(form, path)
         path.unlink()
     return "equal" if found == expected else wrong
+
+
+def _read_in_pieces(folder: Path, rng: random.Random, encoding: str) -> Found:
+    """What this project takes out of a folder, in pieces of any size."""
+    with (
+        mock.patch.object(arrow, "_LARGE_BYTES", rng.choice([0, 1 << 24])),
+        mock.patch.object(compression, "_READ_BYTES", rng.choice([18, 100, 128 << 10])),
+        mock.patch.object(compression, "_ZSTD_BYTES", rng.choice([1, 50, 16 << 10])),
+    ):
+        found = ours(folder, rng.choice([1, 2, 5]), rng.choice([1, 7, 64, 1000, 1 << 19]), encoding)
+    for path in folder.iterdir():
+        path.unlink()
+    return found
 
 
 def _ends_pyarrow(path: Path) -> bool:
@@ -334,12 +501,14 @@ def _row(form: str, results: list[str]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--files", type=int, default=20_000, help="of each format")
-    parser.add_argument("--only", choices=FORMATS, action="append", help="this format; may be repeated")
+    parser.add_argument(
+        "--only", choices=[*FORMATS, *WIDE, *WRITERS], action="append", help="this format; may be repeated"
+    )
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     args = parser.parse_args()
     for module in (input_files, shard_boundaries):
         mock.patch.object(module, "ThreadPoolExecutor", _Serial).start()
-    tried: dict[str, list[str]] = {form: [] for form in args.only or FORMATS}
+    tried: dict[str, list[str]] = {form: [] for form in args.only or [*FORMATS, *WIDE, *WRITERS]}
     with tempfile.TemporaryDirectory() as folder:
         end = args.first + args.files
         for first in range(

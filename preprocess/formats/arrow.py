@@ -128,6 +128,8 @@ def _check_nothing_at(file: OpenInput, position: int, end: int) -> None:
 def _footer(file: OpenInput) -> tuple[int, list[tuple[int, int, int, int]]]:
     """Where the footer begins, and what it lists: kind, first byte, and bytes of header and body of each."""
     size = file.stamp.num_bytes
+    if size < 18:
+        raise _broken(file, f"it has {size} bytes, and no footer")
     num_bytes = int.from_bytes(file.read(size - 10, size - 6), "little")
     start = size - 10 - num_bytes
     if not 0 < num_bytes <= _MOST_HEADER_BYTES or start < 8:

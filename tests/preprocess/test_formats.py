@@ -35,7 +35,7 @@ from shardprep.format.idx import read_idx
 from shardprep.format.manifest import read_index, read_manifest
 from tests.checkout import ROOT
 from tests.input_writers import bgzip, seekable_zstd
-from tests.random_inputs import FORMATS, compare
+from tests.random_inputs import FORMATS, WIDE, compare
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -199,7 +199,7 @@ def test_files_that_say_where_they_may_be_entered_are_cut_and_others_are_packed_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", [*FORMATS, *WIDE])
 def test_random_files_are_read_as_an_independent_reader_reads_them(form: str, tmp_path: Path) -> None:
     """Some are damaged: then they are refused. ``python -m tests.random_inputs`` tries 20,000 of each."""
     results = [compare(form, seed, tmp_path) for seed in range(40)]

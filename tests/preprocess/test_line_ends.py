@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +23,7 @@ from preprocess.formats.format import DocumentBatch, Reading
 from preprocess.formats.inputs import ByteRange
 from preprocess.options import PrepConfig
 from shardprep.errors import UsageError
+from tests.input_writers import zstd_of_blocks
 
 ENCODINGS = [
     "utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be", "cp949",
@@ -223,7 +223,7 @@ def test_batches_of_an_odd_number_of_bytes_split_no_code_unit(
 PACKERS: dict[str, Callable[[bytes], bytes]] = {
     "": bytes,
     ".gz": lambda data: gzip.compress(data, 1),
-    ".zst": zstandard.ZstdCompressor(level=1).compress,
+    ".zst": lambda data: zstd_of_blocks(data, [3, 1, 40, 7]),
     ".xz": lambda data: lzma.compress(data, preset=0),
     ".bz2": lambda data: bz2.compress(data, 1),
 }

@@ -283,6 +283,14 @@ def test_a_footer_that_lists_fewer_record_batches_than_there_are_is_refused(tmp_
         texts_of(path)
 
 
+@pytest.mark.parametrize("num_bytes", range(1, 20))
+def test_an_arrow_file_that_is_cut_to_its_first_bytes_is_refused(tmp_path: Path, num_bytes: int) -> None:
+    path = tmp_path / "x.arrow"
+    path.write_bytes(b"ARROW1\0\0ARROW1ARROW1"[:num_bytes])
+    with pytest.raises(BadInput, match="cannot be read as Arrow"):
+        texts_of(path)
+
+
 def long_zstd(data: bytes, long: int) -> bytes:
     """As ``zstd --long=N`` writes what it reads from a pipe: with a window of 2^N bytes."""
     params = zstandard.ZstdCompressionParameters(window_log=long)

@@ -1,23 +1,6 @@
 """Shards -> batches: ``from loader import get_llama3_dataloader``.
 
-    shards/          which shards there are
-    reading/         the bytes of their samples
-    samples/         what a sample is, and its token ids
-    order.py         the sampling order: which sample comes when; mixture.py: of several sources
-    run_steps.py     what each step of a run takes of the order; row_lengths.py: how long its rows are
-    dataset.py       what a worker does: chunks of steps (chunks.py); mixed_chunks.py: of several sources
-    batch_stream.py  chunks into batches; batches.py cuts them, padding.py makes the tensors,
-                     collate_workers.py calls a collate_fn of the user's
-    tokenizer.py     whose ids they are, and which of them pads
-    token_loader.py  what a training loop sees: epochs and the state
-    training_setup.py  precision, attention, threads and padding of a training script, in one call
-    evaluation.py    the mean loss of a validation set
-    trainer.py       the loader inside transformers' Trainer
-    dataloader.py    get_llama3_dataloader, which puts these together
-    staging/         ``python -m loader stage``: copies of shards on the node's own disk
-    prepared_data.py ``ensure_prepared``: a job that makes its data set first
-
-No line imports one below it, but reading/ looks for the copies of staging/.
+docs/architecture.md says which module does what.
 """
 
 from __future__ import annotations

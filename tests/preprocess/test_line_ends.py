@@ -301,7 +301,7 @@ def test_compressed_and_plain_lines_are_those_of_the_stream_decoded_at_once(
         with monkeypatch.context() as patch:
             patch.setattr(compression, "_READ_BYTES", max(6, read_bytes))
             patch.setattr(compression, "_ZSTD_BYTES", read_bytes)
-            patch.setattr(lines, "MOST_HELD_BYTES", most_bytes)
+            patch.setattr("preprocess.formats.lines.MOST_HELD_BYTES", most_bytes)
             reading = Reading(doc="line", encoding=known, batch_bytes=batch_bytes)
             for item in read_documents([part], reading):
                 assert isinstance(item, DocumentBatch)

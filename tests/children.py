@@ -76,7 +76,8 @@ def child(command: Command, **settings: Any) -> Iterator[subprocess.Popen[str]]:
     try:
         yield process
     finally:
-        _kill_group(process)
+        if process.returncode is None:  # else its id may be another's by now
+            _kill_group(process)
         process.communicate()
 
 

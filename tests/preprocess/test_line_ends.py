@@ -17,7 +17,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from preprocess.formats import compression, long_documents, text_lines
-from preprocess.formats import lines as line_blocks
 from preprocess.formats.documents import read_documents
 from preprocess.formats.format import DocumentBatch, Reading
 from preprocess.formats.inputs import ByteRange
@@ -302,7 +301,7 @@ def test_compressed_and_plain_lines_are_those_of_the_stream_decoded_at_once(
         with monkeypatch.context() as patch:
             patch.setattr(compression, "_READ_BYTES", max(6, read_bytes))
             patch.setattr(compression, "_ZSTD_BYTES", read_bytes)
-            patch.setattr(line_blocks, "MOST_HELD_BYTES", most_bytes)
+            patch.setattr("preprocess.formats.lines.MOST_HELD_BYTES", most_bytes)
             reading = Reading(doc="line", encoding=known, batch_bytes=batch_bytes)
             for item in read_documents([part], reading):
                 assert isinstance(item, DocumentBatch)

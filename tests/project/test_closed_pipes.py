@@ -78,7 +78,7 @@ def test_a_command_whose_reader_has_gone_ends_as_if_it_were_read(
 
 
 def test_a_status_that_is_watched_ends_with_its_reader(prep: Prep, data_dir: Path, closed_pipe: int) -> None:
-    command = [sys.executable, "-c", WATCH, data_dir]
+    command = [sys.executable, "-c", WATCH, str(data_dir)]
     assert run_child(command, env=prep.environ(), stdout=closed_pipe).stderr == ""
 
 
@@ -92,7 +92,7 @@ def test_a_worker_whose_log_cannot_be_written_finishes_its_shard(
         os.close(master)
     else:
         stderr = closed_pipe if log == "closed pipe" else os.open("/dev/full", os.O_WRONLY)
-    command = [sys.executable, "-m", "preprocess", "--shard_id", "0", "--output_dir", data_dir]
+    command = [sys.executable, "-m", "preprocess", "--shard_id", "0", "--output_dir", str(data_dir)]
     run_child(command, env={**prep.environ(), **OF_AN_ARRAY}, stderr=stderr)
     assert (data_dir / "shard-00000.json").exists()
     assert not prep.temporaries(data_dir)

@@ -163,7 +163,6 @@ def test_a_worker_process_does_not_outlive_its_killed_parent(data_dir: Path, tmp
         pid = int(parent.stdout.readline())
         assert is_living(pid)
         parent.kill()
-        parent.wait()
         wait_until(lambda: not is_living(pid), every_s=0.01)
 
 

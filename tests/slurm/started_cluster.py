@@ -19,7 +19,7 @@ CANNOT_INSTALL = 69
 
 def start_missing(environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     """Start what does not run of a cluster. Its daemons stay, so this is no ``run_child``."""
-    command = [SLURM_STARTER, "up"]
+    command = [str(SLURM_STARTER), "up"]
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=HANG_S)
 
 

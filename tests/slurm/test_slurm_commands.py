@@ -215,7 +215,7 @@ def test_submit_of_a_folder_with_such_a_name_ends_with_2_and_sends_nothing(
 
 def test_a_training_whose_folder_of_checkpoints_was_forgotten_is_told_what_to_type(tmp_path: Path) -> None:
     """Its third word is a flag, which find and mkdir would take for theirs."""
-    words = ["bash", ROOT / "slurm" / "train_ddp.sh", "train.py", "DATA", "--num_steps", "9"]
+    words = ["bash", str(ROOT / "slurm" / "train_ddp.sh"), "train.py", "DATA", "--num_steps", "9"]
     done = run_child(words, cwd=tmp_path, env={**os.environ, "SLURM_JOB_ID": "1"}, code=2)
     assert "type: sbatch --nodes=2 slurm/train_ddp.sh PROGRAM.py DATA CHECKPOINTS" in done.stderr
 

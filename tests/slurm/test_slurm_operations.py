@@ -79,7 +79,7 @@ class Site:
 
     def task_state(self, task: str) -> str:
         """What Slurm says of a task of an array, such as 12_0."""
-        (state,) = set(re.findall(r"JobState=(\w+)", self.run("scontrol", "show", "job", task)))
+        (state,) = set[str](re.findall(r"JobState=(\w+)", self.run("scontrol", "show", "job", task)))
         return state
 
     def submission(self, data: Path, number: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -45,6 +46,14 @@ class Site:
     def ended(self, job: str) -> dict[str, str]:
         wait_until(lambda: self.job(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"))
         return self.job(job)
+
+    def has_daemon(self, job: str) -> bool:
+        """Whether Slurm still watches a run of the job on one of its nodes."""
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                if path.read_bytes().startswith(f"slurmstepd: [{job}.".encode()):
+                    return True
+        return False
 
     def log(self, job: str) -> str:
         return (self.folder / f"train-{job}.log").read_text()
@@ -95,11 +104,12 @@ def test_a_run_that_is_cut_goes_on_on_one_node_as_if_unbroken(site: Site, data: 
     site.run(sys.executable, PROGRAM, data, unbroken, *flags)
     wait_until(lambda: site.job(job)["JobState"] not in ("RUNNING", "COMPLETING"))
     assert site.job(job)["JobState"] == "PENDING", site.log(job)
+    wait_until(lambda: not site.has_daemon(job))  # its word of the first end may come late
     site.run("scontrol", "update", f"jobid={job}", "numnodes=1", "numtasks=1")
     site.run("scontrol", "update", "partitionname=cpu", "state=up")
     last = site.ended(job)
     log = site.log(job)
-    assert last["JobState"] == "COMPLETED", log
+    assert last["JobState"] == "COMPLETED", f"{last}\n{log}"
     assert last["Restarts"] == "1"
     assert last["NumNodes"] == "1"
     assert "rank 0 of 2 (RANK/WORLD_SIZE), from step 0" in log

@@ -163,8 +163,8 @@ def verify(args: argparse.Namespace) -> int:
     """``verify O``: prove the shards whole and write index.json."""
     from preprocess.check.verify import publish_osts, verify_dataset
     from preprocess.plan.plan_file import need_plan
-    from shardprep.format.manifest import source_lines
     from shardprep.format.names import INDEX_NAME
+    from shardprep.format.shard_making import source_lines
 
     if args.fast and args.crcs:
         raise UsageError("--crcs reads every shard, and --fast none; leave one out")

@@ -11,8 +11,8 @@ from pathlib import Path
 from shardprep.console import parse_failure_line
 from shardprep.errors import ShardprepError
 from shardprep.files import open_regular
-from shardprep.format.manifest import read_making
 from shardprep.format.names import manifest_path
+from shardprep.format.shard_making import read_making
 from slurm.job_records import JOBS_FOLDER
 from slurm.script import LOG_FOLDER
 from slurm.slurm_queries import LOG_NOT_OPENED, TaskAttempt

@@ -17,8 +17,8 @@ from pathlib import Path
 from shardprep.errors import BrokenShard, ReadWriteError, UnknownVersion, UsageError
 from shardprep.files import NOT_THERE, PublishedFile, sync_folder
 from shardprep.format.checked_json import Fields, read_checked, with_content_hash
-from shardprep.format.manifest import ShardMaking
 from shardprep.format.names import FORMAT_VERSION, MAX_SHARDS, ids_of_ranges
+from shardprep.format.shard_making import ShardMaking
 from slurm.request import JobRequest
 
 JOBS_FOLDER = "jobs"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from preprocess.plan.plan_file import Plan
-from shardprep.format.manifest import ShardMaking
+from shardprep.format.shard_making import ShardMaking
 from slurm.dataset_state import DatasetState
 from slurm.job_records import Submission
 from slurm.site import PartitionLimits

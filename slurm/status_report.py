@@ -16,8 +16,8 @@ from typing import Any
 
 from shardprep.errors import BrokenShard, ReadWriteError
 from shardprep.files import NOT_THERE, size_of_file
-from shardprep.format.manifest import ShardMaking, read_making, sum_of_sources
 from shardprep.format.names import INDEX_NAME, id_ranges
+from shardprep.format.shard_making import ShardMaking, read_making, sum_of_sources
 from slurm.dataset_state import DatasetState, ShardState, StateName
 from slurm.failure_causes import NODE_FAIL
 from slurm.resource_use import asked_for, core_hours, resource_use

@@ -8,8 +8,8 @@ from typing import Any
 
 from shardprep.console import counted, short_time
 from shardprep.files import publish_bytes
-from shardprep.format.manifest import source_lines
 from shardprep.format.names import ids_of_ranges
+from shardprep.format.shard_making import source_lines
 
 _MOST_FAILURES = 8  # shown with their last lines
 _METRIC_STATES = ("done", "running", "pending", "failed", "not_submitted", "not_visible")

@@ -25,7 +25,7 @@ from shardprep.errors import BadInput, CannotWrite
 from shardprep.files import STALE_AFTER_S, PublishedFile, remove_temporaries, sync_folder
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.idx import ChunkCrcs, idx_dtype, idx_header
-from shardprep.format.manifest import Manifest, ShardCounts, SourceCounts
+from shardprep.format.manifest import Manifest, ShardCounts
 from shardprep.format.names import (
     IDS_DIR,
     QUARANTINE_DIR,
@@ -38,6 +38,7 @@ from shardprep.format.names import (
     source_of_path,
     tar_path,
 )
+from shardprep.format.shard_making import SourceCounts
 
 _MOST_SOURCES = 1000  # of one shard: its manifest names each
 

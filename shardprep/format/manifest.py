@@ -28,9 +28,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardprep.console import short_bytes
 from shardprep.errors import BrokenShard, MissingShard, NotFound, OtherPlan
-from shardprep.files import NOT_THERE, FileStamp, names_in, read_regular, size_of_file, stamp_file
+from shardprep.files import NOT_THERE, FileStamp, names_in, size_of_file, stamp_file
 from shardprep.format.checked_json import Fields, is_digest, read_checked, with_content_hash
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.idx import MAX_SAMPLES, idx_num_bytes
@@ -50,74 +49,11 @@ from shardprep.format.names import (
     shard_name,
     tar_path,
 )
-
-_MOST_NAMED = 12  # sources that have a line of their own
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceCounts:
-    """What one source gave: the first subfolder of the input, or what --source_field names."""
-
-    num_documents: int
-    num_tokens: int  # padding excluded
-    num_bytes: int  # of the input files; with --source_field, of the documents' text
-    num_quarantined: int
-
-    @staticmethod
-    def from_json(fields: Fields) -> SourceCounts:
-        """Raises BrokenShard."""
-        counts = SourceCounts(
-            num_documents=fields.whole("num_documents"),
-            num_tokens=fields.whole("num_tokens"),
-            num_bytes=fields.whole("num_bytes"),
-            num_quarantined=fields.whole("num_quarantined"),
-        )
-        fields.end()
-        return counts
-
-    def __add__(self, other: SourceCounts) -> SourceCounts:
-        return SourceCounts(
-            num_documents=self.num_documents + other.num_documents,
-            num_tokens=self.num_tokens + other.num_tokens,
-            num_bytes=self.num_bytes + other.num_bytes,
-            num_quarantined=self.num_quarantined + other.num_quarantined,
-        )
-
-
-def sources_of(fields: Fields) -> dict[str, SourceCounts]:
-    """The counts of each source, by name. Raises BrokenShard."""
-    return fields.each("sources", lambda inner, name: SourceCounts.from_json(inner.fields(name)))
-
-
-def sum_of_sources(shards: Iterable[Mapping[str, SourceCounts]]) -> dict[str, SourceCounts]:
-    """The counts of several shards added up, in the order of the sources' names."""
-    found: dict[str, SourceCounts] = {}
-    for sources in shards:
-        for name, counts in sources.items():
-            found[name] = found[name] + counts if name in found else counts
-    return dict(sorted(found.items()))
-
-
-def source_lines(sources: Mapping[str, Mapping[str, int]], *, all_in: str) -> list[str]:
-    """A line per source for people, those of most tokens first; none where there is one source alone.
-
-    ``sources``: the fields of SourceCounts, by name. ``all_in`` has those that get no line.
-    """
-    if len(sources) < 2:
-        return []
-    largest = sorted(sources.items(), key=lambda item: (-item[1]["num_tokens"], item[0]))
-    lines = [f"  {name}: {_counts(counts)}" for name, counts in largest[:_MOST_NAMED]]
-    if (more := len(largest) - _MOST_NAMED) > 0:
-        lines.append(f"  and {more} more sources: {all_in} has them all")
-    return lines
-
-
-def _counts(counts: Mapping[str, int]) -> str:
-    return (
-        f"{counts['num_documents']:,} documents, {counts['num_tokens']:,} tokens, "
-        f"{short_bytes(counts['num_bytes'])}, {counts['num_quarantined']:,} left out"
-    )
-
+from shardprep.format.shard_making import (
+    SourceCounts,
+    sources_of,
+    sum_of_sources,
+)
 
 # What the first manifests of this version say of their run, which has no hash there. Nothing is added.
 _RUN_WITHOUT_HASH = frozenset(
@@ -274,81 +210,6 @@ def check_hashes(folder: Path, manifest: Manifest) -> None:
                 f"{path} has sha256 {found[:12]}, its manifest says {stamp.sha256[:12]}; "
                 f"run: {remake_command(manifest.shard_id, folder)}"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardMaking:
-    """What a manifest says of the attempt that made its shard: where, when, and at what price."""
-
-    shard_id: int
-    plan_id: str
-    num_tokens: int
-    input_bytes: int
-    sources: Mapping[str, SourceCounts]
-    node: str
-    job_id: str  # Slurm's, of the array where it was one; empty where no job made it
-    began: float  # seconds since 1970
-    wall_s: float
-    cpu_s: float
-    num_cpus: int
-    max_rss_bytes: int
-
-    @property
-    def ended(self) -> float:
-        """Seconds since 1970."""
-        return self.began + self.wall_s
-
-    @property
-    def bytes_per_s(self) -> float:
-        """Bytes of input per second of wall time."""
-        return self.input_bytes / max(self.wall_s, 1e-3)
-
-
-def read_making(folder: Path, shard_id: int) -> ShardMaking:
-    """Of shard-N.json only what reports of progress need; nothing else of the file is checked.
-
-    A report of 10,000 shards reads as many manifests and decides nothing by them. This takes about 110 us
-    per manifest on one core, ``read_manifest`` with its hash and all its checks about 430 us.
-    Raises FileNotFoundError or NotADirectoryError where it is not there, BrokenShard where it does not hold
-    these values, or ReadWriteError.
-    """
-    return making_of(shard_id, read_unchecked(folder, shard_id))
-
-
-def read_unchecked(folder: Path, shard_id: int) -> Fields:
-    """The values of shard-N.json, whose format, version and hash nobody looked at. Raises as read_making."""
-    path = manifest_path(folder, shard_id)
-    try:
-        data = json.loads(read_regular(path, max_bytes=MAX_MANIFEST_BYTES))
-    except (ValueError, RecursionError) as error:
-        raise BrokenShard(f"{path} is not JSON ({error})") from None
-    if not isinstance(data, dict):
-        raise BrokenShard(f"{path} holds {type(data).__name__}, expected an object")
-    return Fields(path, data)
-
-
-def making_of(shard_id: int, manifest: Fields) -> ShardMaking:
-    """What a manifest's values say of its making; they are taken. Raises BrokenShard."""
-    run, counts = manifest.fields("run"), manifest.fields("counts")
-    return ShardMaking(
-        shard_id=shard_id,
-        plan_id=manifest.fields("spec").text("plan_id"),
-        num_tokens=counts.whole("num_tokens"),
-        input_bytes=counts.whole("input_bytes"),
-        sources=sources_of(counts),
-        node=run.text("host"),
-        job_id=_job_id(run),
-        began=run.number("began"),
-        wall_s=run.number("wall_s"),
-        cpu_s=run.number("cpu_s"),
-        num_cpus=run.whole("num_cpus", 1),
-        max_rss_bytes=run.whole("max_rss_bytes"),
-    )
-
-
-def _job_id(run: Fields) -> str:
-    found = run.each("slurm", Fields.text)
-    return found.get("SLURM_ARRAY_JOB_ID") or found.get("SLURM_JOB_ID", "")
 
 
 MAX_INDEX_BYTES = 64 << 20  # one of 99,999 shards has 8 MB

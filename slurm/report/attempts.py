@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from preprocess.plan.plan_file import Plan
-from shardprep.format.manifest import ShardMaking
 from shardprep.format.names import id_ranges
+from shardprep.format.shard_making import ShardMaking
 from slurm.dataset_state import DatasetState, find_state
 from slurm.failure_causes import cause_of, log_tail, node_of
 from slurm.job_records import JobArray, Submission, has_submissions

@@ -36,17 +36,9 @@ from shardprep.files import (
     size_of_file,
 )
 from shardprep.format.checked_json import Fields
-from shardprep.format.manifest import (
-    COLUMNS,
-    DatasetIndex,
-    ShardCounts,
-    ShardMaking,
-    making_of,
-    read_index,
-    read_osts,
-    read_unchecked,
-)
+from shardprep.format.manifest import COLUMNS, DatasetIndex, ShardCounts, read_index, read_osts
 from shardprep.format.names import INDEX_NAME, id_ranges, offset_unit, quarantine_path, shard_name
+from shardprep.format.shard_making import ShardMaking, making_of, read_unchecked
 from slurm.report.attempts import attempts_of
 from slurm.status_report import slow_shards
 

@@ -486,5 +486,5 @@ def test_a_run_packs_and_unpacks_to_itself() -> None:
 
 @pytest.mark.processes
 def test_the_package_imports_without_torch() -> None:
-    code = "import sys, loader, loader.order, loader.process_rank; print('torch' in sys.modules)"
+    code = "import sys, loader, loader.order, loader.ranks; print('torch' in sys.modules)"
     assert run_child([sys.executable, "-c", code]).stdout == "False\n"

@@ -42,7 +42,7 @@ def test_what_fits_is_one_line_without_a_warning(on_lustre: FakeLustre) -> None:
     (line,) = space_lines(on_lustre.folder, NEED)
     assert line == (
         "it needs about 1.00 TB in 3000 files; 8 OSTs: 6.60 TB left; inodes of MDTs and OSTs: 1.00 M files "
-        "left; your quota: 1126 TB and 1.10 T files left; the group's quota: 1126 TB and "
+        "left; your quota: 1.13 PB and 1.10 T files left; the group's quota: 1.13 PB and "
         "1.10 T files left; the project's quota: no limit"
     )
     asked = [call[1:3] for call in on_lustre.calls() if call[0] == "quota"]
@@ -98,7 +98,7 @@ def test_an_inaccurate_quota_counts_and_is_called_so(on_lustre: FakeLustre) -> N
 def test_a_soft_limit_that_is_passed_is_told_with_the_time_that_is_left(on_lustre: FakeLustre) -> None:
     on_lustre.give(quota={"-u": [9, 5, 1 << 40, 7, 0, 0, "3d1h1m1s", "-"]})
     (line,) = space_lines(on_lustre.folder, NEED)
-    assert "your quota: 1126 TB left (over the soft limit: writes fail in 3d1h1m1s)" in line
+    assert "your quota: 1.13 PB left (over the soft limit: writes fail in 3d1h1m1s)" in line
 
 
 @both_dialects
@@ -141,7 +141,7 @@ def test_what_is_not_told_is_unknown_and_never_left_out(on_lustre: FakeLustre) -
     on_lustre.fault("df-fails")
     (line,) = space_lines(on_lustre.folder, NEED)
     assert "free space: unknown (`lfs df" in line
-    assert "your quota: 1126 TB" in line
+    assert "your quota: 1.13 PB" in line
     on_lustre.fault("gibberish")
     (line,) = space_lines(on_lustre.folder, NEED)
     assert "the pool of new files: unknown (lfs getstripe printed" in line

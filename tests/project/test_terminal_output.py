@@ -291,10 +291,15 @@ def test_the_screen_of_a_watched_status_has_only_the_codes_that_draw_it(
 
 
 def on_a_terminal(words: Sequence[str | Path]) -> str:
-    """What a child writes that has a terminal; in blanks and letters, it ends well."""
+    """What a child writes that has a terminal, of 400 columns; in blanks and letters, it ends well."""
     master, slave = pty.openpty()
     with subprocess.Popen(
-        [sys.executable, *words], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=slave, stderr=slave
+        [sys.executable, *words],
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "400"},
+        stdin=subprocess.DEVNULL,
+        stdout=slave,
+        stderr=slave,
     ) as child:
         os.close(slave)
         parts = []

@@ -13,7 +13,7 @@ import pytest
 from preprocess.plan.cost_estimate import CostEstimate
 from preprocess.plan.plan_file import need_plan
 from shardprep.errors import UsageError
-from shardprep.format.manifest import ShardMaking
+from shardprep.format.shard_making import ShardMaking
 from slurm.dataset_state import find_state
 from slurm.job_records import read_submissions
 from slurm.request import JobRequest, find_defaults, save_profile

@@ -287,7 +287,7 @@ def test_what_cannot_work_is_refused_before_anything_is_written(
         ("--cpus_per_task", 40): "--cpus_per_task is 40, partition cpu allows at most 4 CPUs",
         ("--mem_gb", 99): "--mem_gb is 99, partition cpu allows at most 3.90625 GB",
         ("--partition", "gone"): "invalid partition specified: gone",
-        ("--setup", "no/such/file"): "--setup no/such/file is no file",
+        ("--setup", "no/such/file"): "no/such/file is no file",
         ("--sbatch_args", "--array=0-3"): "--sbatch_args has --array=0-3, which submit sets itself",
     }
     for flags, words in refusals.items():

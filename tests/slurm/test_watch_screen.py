@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from shardprep.format.manifest import read_manifest, source_lines
+from shardprep.format.manifest import read_manifest
+from shardprep.format.shard_making import source_lines
 from slurm.status_text import metrics_text
 from slurm.watch_screen import bar, changes, cut, screen_lines
 from tests.checkout import ROOT

@@ -1,7 +1,7 @@
 """The missing shards of a plan on this machine, several processes at once.
 
-Each process loads the tokenizer once and is given one shard after the other. A failure is told in a line for
-people and, within a job of Slurm's, in a line for ``slurm status``; the other shards go on.
+Each process loads the tokenizer once and is given one shard after the other. A failure is printed, and
+written into the attempt's record for ``status``; the other shards go on.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from preprocess.attempts import Failure, append_failure
 from preprocess.options import WorkerSettings
 from preprocess.plan import need_plan
 from preprocess.resources import bind_to
 from preprocess.task_log import engine_line, part_line, speed_line
 from preprocess.worker import Work, Worker, load_worker
 from shardprep.console import (
-    Failure,
     Progress,
     die_with_parent,
-    failure_line,
     guard_streams,
     raise_on_stop_signals,
     stop_signals_wait,
@@ -146,8 +145,7 @@ def run_shards(
 
 def _tell_failure(failure: Failure, progress: Progress) -> None:
     progress.say(f"shard {failure.shard_id:05d} failed ({failure.exit_code}): {failure.reason}")
-    if "SLURM_JOB_ID" in os.environ:  # its log is read by ``slurm status``
-        progress.say(failure_line(failure.shard_id, failure.exit_code, failure.reason))
+    append_failure(failure)
 
 
 def _receive(process: _Process) -> Work | Note | Done | Failure:

@@ -19,12 +19,6 @@ a signal may come there; Stopped is then raised again, a moment later.
 
 A command speaks by ``say`` and not by ``logging``: these lines are its answers, wanted at every level and
 without a prefix, in order with the bar. The libraries below (retries, the loader) log, each by its module.
-
-``failure_line`` is a line of a task's log for ``slurm status`` to read. ``run`` makes several shards in one
-process, so the exit code of the process cannot say which of them failed, nor why. The line stands under the
-message for people:
-
-    shardprep-failure {"shard_id": 17, "exit_code": 65, "reason": "..."}
 """
 
 from __future__ import annotations
@@ -33,7 +27,6 @@ import contextlib
 import ctypes
 import functools
 import io
-import json
 import os
 import re
 import select
@@ -43,7 +36,6 @@ import time
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
@@ -370,34 +362,3 @@ class _StopAgain:
 
         signal.signal(signal.SIGALRM, raise_again)
         signal.setitimer(signal.ITIMER_REAL, _STOP_AGAIN_S)
-
-
-_MARK = "shardprep-failure "
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """A shard that was not made."""
-
-    shard_id: int
-    exit_code: int  # of shardprep.errors; 128 + N where signal N killed the process
-    reason: str
-
-
-def failure_line(shard_id: int, exit_code: int, message: str) -> str:
-    """The line, without a line end at its end. It is ASCII, and line ends in ``message`` are escaped."""
-    return _MARK + json.dumps(asdict(Failure(shard_id=shard_id, exit_code=exit_code, reason=message)))
-
-
-def parse_failure_line(line: str) -> Failure | None:
-    """What ``failure_line`` wrote; None for any other line, also for one that was cut short."""
-    if not line.startswith(_MARK):
-        return None
-    try:
-        data = json.loads(line[len(_MARK) :])
-    except ValueError:
-        return None
-    match data:
-        case {"shard_id": int(shard_id), "exit_code": int(exit_code), "reason": str(reason)}:
-            return Failure(shard_id=shard_id, exit_code=exit_code, reason=reason)
-    return None

@@ -1,4 +1,4 @@
-"""``python -m slurm``: submit, status, retry, report, cancel."""
+"""``python -m slurm``: submit, status, retry, report, cancel, logs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardprep.command_line import Command, Program, add_flags_of, given_of
-from shardprep.console import Progress, draw, output_is_read, print_lines, say
-from shardprep.errors import ReadWriteError, ShardprepError, UsageError
-from shardprep.format.names import INDEX_NAME, id_ranges, ids_of_ranges
-from shardprep.regular_files import size_of_file
-from slurm.job_records import Submission, SubmittedMeanwhile
+from shardprep.console import Progress, counted, draw, output_is_read, print_lines, say
+from shardprep.errors import NotFound, ReadWriteError, ShardprepError, UsageError
+from shardprep.format.names import id_ranges, ids_of_ranges
+from slurm.job_records import Submission, SubmittedMeanwhile, append_event
 from slurm.job_script import WHOLE_NODE, JobRequest, quoted
 from slurm.slurm_commands import Patience
 
@@ -105,8 +104,9 @@ def submit(args: argparse.Namespace) -> int:
 def retry(args: argparse.Namespace) -> int:
     """``retry O``: what failed, each as its failure asks."""
     from preprocess.plan import need_plan
-    from slurm.dataset_state import find_state
-    from slurm.retrying import prepare_retry, reason_to_leave
+    from slurm.dataset_state import find_state, reason_to_leave
+    from slurm.failure_causes import remedy_of
+    from slurm.retrying import prepare_retry
 
     changes = given_request(args)
 
@@ -122,13 +122,14 @@ def retry(args: argparse.Namespace) -> int:
         )
         for shard in left:
             why = reason_to_leave(shard, args.max_attempts, changes)
-            say(f"left: shard {shard.shard_id:05d}: {shard.cause}; {why}; {shard.attempts[-1].log}")
+            say(f"left: shard {shard.shard_id:05d}: {shard.cause}; {why}; {remedy_of(shard.cause or '')}")
         return state, sending
 
     state, sending = prepared()
     if sending is None:
         num_left = len(state.ids("failed"))
-        print_lines(f"nothing to retry: {num_left} shards are left as they are, {_summary(state)}")
+        left_words = f"{counted(num_left, 'shard')} left as {'it is' if num_left == 1 else 'they are'}, "
+        print_lines(f"nothing to retry: {left_words if num_left else ''}{_summary(state)}")
         if args.wait and not args.dry_run:
             return _wait(args)
         return ReadWriteError.exit_code if num_left else 0
@@ -165,7 +166,15 @@ def _send(
             print_lines("nothing more to submit")
             return _wait(args) if args.wait else 0
         try:
-            _print_sent(sending.send())
+            submission = sending.send()
+            append_event(
+                args.output_dir,
+                args.command,
+                number=submission.number,
+                jobs=[job.job_id for job in submission.jobs],
+                causes=sending.state.causes_of(submission),
+            )
+            _print_sent(submission)
             break
         except SubmittedMeanwhile as error:
             say(f"note: {error}")
@@ -175,7 +184,7 @@ def _send(
         raise last
     if args.wait:
         return _wait(args)
-    print_lines(f"next: python -m slurm status {quoted(args.output_dir)} --watch")
+    print_lines(f"next: shardprep status {quoted(args.output_dir)} --watch")
     return 0
 
 
@@ -206,12 +215,7 @@ def _wait(args: argparse.Namespace) -> int:
                 break
             time.sleep(_POLL_S)
     _print_report(_report(state))
-    whole = (
-        len(state.ids("done")) == plan.num_shards
-        and not state.wrong
-        and size_of_file(args.output_dir / INDEX_NAME) is not None
-    )
-    return 0 if whole else ReadWriteError.exit_code
+    return 0 if state.is_verified else ReadWriteError.exit_code
 
 
 def status(args: argparse.Namespace) -> int:
@@ -250,9 +254,9 @@ def _redraw(data: dict[str, Any], shown: list[str]) -> list[str]:
 
 
 def _report(state: DatasetState) -> dict[str, Any]:
-    from slurm.status_report import read_makings, report
+    from slurm.status_report import report
 
-    return report(state, read_makings(state.folder, state.ids("done")))
+    return report(state)
 
 
 def _print_report(data: dict[str, Any], *, as_json: bool = False) -> None:
@@ -268,6 +272,8 @@ def cancel(args: argparse.Namespace) -> int:
     from slurm.slurm_commands import slurm_output
 
     state = find_state(args.output_dir, need_plan(args.output_dir))
+    if args.shards is not None:
+        return _cancel_shards(args, state)
     live = state.live_jobs()
     unrecorded = [*state.shown.strays, *state.shown.unrecorded]
     if unrecorded:
@@ -281,11 +287,64 @@ def cancel(args: argparse.Namespace) -> int:
     if failed:
         raise failed[0]
     cancelled = [*state.live_job_ids(), *unrecorded]
+    if cancelled:
+        append_event(args.output_dir, "cancel", jobs=cancelled)
+    if state.foreign:
+        ids = " ".join(job.job_id for each in state.foreign for job in each.jobs)
+        say(f"left alone: jobs of the folder that this one was copied from; to end them: scancel {ids}")
     print_lines(
         f"cancelled: {', '.join(cancelled)}" if cancelled else f"nothing is queued; {_summary(state)}"
     )
     if unseen := state.ids("not visible"):
         say(f"warning: {state.why_not_visible()}; shards {id_ranges(unseen)} may wait or run all the same")
+    return 0
+
+
+def _cancel_shards(args: argparse.Namespace, state: DatasetState) -> int:
+    """``--shards``: the tasks that make these shards, and no others in them."""
+    from slurm.slurm_commands import slurm_output
+
+    wanted = _wanted(args) or set()
+    tasks: dict[str, set[int]] = {}
+    for shard in state.shards:
+        for each in shard.attempts:
+            if each.state in ("running", "pending") and "_" in each.task:
+                tasks.setdefault(each.task, set()).add(shard.shard_id)
+    chosen = {task: ids for task, ids in tasks.items() if ids & wanted}
+    if more := {task: ids for task, ids in chosen.items() if not ids <= wanted}:
+        words = "; ".join(f"task {task} makes {id_ranges(ids)}" for task, ids in more.items())
+        raise UsageError(f"--shards {args.shards} names a part of a task: {words}; name all of its shards")
+    if chosen:
+        slurm_output("scancel", *chosen)
+        append_event(args.output_dir, "cancel", jobs=sorted(chosen), shards=args.shards)
+    print_lines(f"cancelled: {', '.join(chosen)}" if chosen else f"none of them is queued; {_summary(state)}")
+    return 0
+
+
+def logs(args: argparse.Namespace) -> int:
+    """``logs O N``: the attempts at one shard, newest last, with the ends of their logs."""
+    from preprocess.plan import need_plan
+    from slurm.dataset_state import find_state
+    from slurm.failure_causes import last_lines, log_tail, remedy_of
+
+    plan = need_plan(args.output_dir)
+    if not 0 <= args.shard_id < plan.num_shards:
+        raise NotFound(f"there is no shard {args.shard_id}: the plan has {plan.num_shards}, from 0")
+    shard = find_state(args.output_dir, plan, if_away=lambda _: None).shards[args.shard_id]
+    lines = [f"shard {shard.shard_id:05d} is {shard.state}, {counted(len(shard.attempts), 'attempt')}"]
+    for each in shard.attempts:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.record.began)) if each.record else ""
+        where = f" on {each.node}" if each.node else ""
+        lines.append(f"{when or 'task'} {each.task}{where}: {each.cause or each.state}".strip())
+        lines += [f"  {each.message}"] if each.message else []
+        lines += (
+            [f"  | {line[:300]}" for line in last_lines(log_tail(Path(each.log)), args.lines)]
+            if each.log
+            else []
+        )
+        lines += [f"  {each.log}"] if each.log else []
+        lines += [f"  {remedy_of(each.cause)}"] if each.cause and each is shard.attempts[-1] else []
+    print_lines(*lines)
     return 0
 
 
@@ -299,6 +358,17 @@ def _folder_flag(parser: argparse.ArgumentParser) -> None:
 
 def _real_path(text: str) -> Path:
     return Path(os.path.realpath(text))  # Path.resolve raises where links go round
+
+
+def _cancel_flags(parser: argparse.ArgumentParser) -> None:
+    _folder_flag(parser)
+    parser.add_argument("--shards", help="only the tasks of these, such as 0-9,12")
+
+
+def _logs_flags(parser: argparse.ArgumentParser) -> None:
+    _folder_flag(parser)
+    parser.add_argument("shard_id", type=int, help="which shard, from 0")
+    parser.add_argument("--lines", type=int, default=20, help="of each log, from its end (default 20)")
 
 
 def _submit_flags(parser: argparse.ArgumentParser) -> None:
@@ -364,7 +434,14 @@ PROGRAM = Program(
             run="slurm.report.command:report",
         ),
         "cancel": Command(
-            summary="cancel every job of this data set that waits or runs", add_flags=_folder_flag, run=cancel
+            summary="cancel every job of this data set that waits or runs",
+            add_flags=_cancel_flags,
+            run=cancel,
+        ),
+        "logs": Command(
+            summary="show the attempts at one shard and the ends of their logs",
+            add_flags=_logs_flags,
+            run=logs,
         ),
     },
 )

@@ -1,184 +1,156 @@
-"""Why a task did not make its shard, as Slurm's state, its exit code and its log say."""
+"""Why an attempt did not make a shard, and what to do about it.
+
+The attempt's record says why. Slurm is believed where the record has no end, or where Slurm alone can know:
+memory, the time limit, a node, a preemption. A log is read for its last lines, and only to show them.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-from collections.abc import Container, Mapping
 from pathlib import Path
 
-from shardprep.console import parse_failure_line
+from preprocess.attempts import Attempt
 from shardprep.errors import ShardprepError
-from shardprep.format.names import manifest_path
-from shardprep.format.shard_making import read_making
 from shardprep.regular_files import open_regular
-from slurm.job_records import JOBS_FOLDER
-from slurm.job_script import LOG_FOLDER
 from slurm.slurm_queries import LOG_NOT_OPENED, TaskAttempt
 
 OUT_OF_MEMORY = "OUT_OF_MEMORY"
 TIMEOUT = "TIMEOUT"
 NODE_FAIL = "NODE_FAIL"
+CANCELLED = "CANCELLED"
 BAD_INPUT = "bad input (65)"
+REFUSED = "refused: plan, options or tokenizer differ (78)"
+SETUP = "set-up or usage (2)"
+SETUP_ENDED = "the set-up file ended the task"
 NO_MANIFEST = "finished without a manifest"
-VANISHED = "ended without a word (node failure?)"
-UNKNOWN = "unknown: no log, and Slurm has forgotten it"
-HAS_NO_END = (VANISHED, UNKNOWN)  # nothing says that the task has ended at all
+VANISHED = "ended without a word (killed, or its node failed)"
 NO_LOG = "its log could not be opened"
 SRUN_FAILED = "srun failed"
+STOPPED = "stopped by a signal (75)"
 STEP_STOPPED = "stopped by Slurm: preempted with GraceTime, or its step cancelled"
+_NO_INPUT, _CANNOT_WRITE, _READ_WRITE = (
+    "no such input or shard (66)",
+    "cannot write the output (73)",
+    "read or write error (74)",
+)
+_AGAIN = "retry sends it again"
 
-_EXIT_CAUSES: Mapping[int, str] = {
-    2: "set-up or usage (2)",
-    65: BAD_INPUT,
-    66: "no such input or shard (66)",
-    73: "cannot write the output (73)",
-    74: "read or write error (74)",
-    75: "stopped by a signal (75)",
-    78: "refused: plan, options or tokenizer differ (78)",
+# Cause -> what to do. Only people can help where retry alone would fail the same way.
+REMEDIES = {
+    OUT_OF_MEMORY: "retry asks for twice the memory",
+    TIMEOUT: "retry asks for twice the time",
+    NODE_FAIL: f"{_AGAIN}, and leaves out a node that failed twice",
+    CANCELLED: _AGAIN,
+    "PREEMPTED": _AGAIN,
+    "DEADLINE": _AGAIN,
+    STOPPED: _AGAIN,
+    STEP_STOPPED: _AGAIN,
+    VANISHED: _AGAIN,
+    NO_MANIFEST: _AGAIN,
+    _READ_WRITE: f"{_AGAIN}; where it fails again, look at the file system that its message names",
+    SRUN_FAILED: f"{_AGAIN}; where it fails again, look at --srun_args and at srun's words in the log",
+    BAD_INPUT: "retry does not send it again: correct the input and plan anew, or accept what is left out: "
+    "--worker_args '--max_bad_fraction 0.05'",
+    REFUSED: "bring back what its message names, or plan into a new folder; then retry",
+    SETUP: "correct what its message names (--setup, --worker_args); then retry",
+    SETUP_ENDED: "correct the file of --setup (SHARDPREP_SETUP), which must not exit; then retry",
+    _NO_INPUT: "bring the input back, or name its new folder: --worker_args '--input_dir RAW'",
+    _CANNOT_WRITE: "look at permissions, quota and free space of the folder (df, lfs quota); then retry",
+    NO_LOG: "look at the folder of its log (permissions, quota); then retry",
 }
+NEEDS_PEOPLE = (BAD_INPUT, REFUSED, SETUP, SETUP_ENDED, _NO_INPUT, _CANNOT_WRITE, NO_LOG)
+
+_EXIT_CAUSES = {2: SETUP, 65: BAD_INPUT, 66: _NO_INPUT, 73: _CANNOT_WRITE, 74: _READ_WRITE, 75: STOPPED}
+_EXIT_CAUSES |= {78: REFUSED}
 _STATES = {
     "OUT_OF_MEMORY": OUT_OF_MEMORY,
     "TIMEOUT": TIMEOUT,
     "NODE_FAIL": NODE_FAIL,
-    "PREEMPTED": "PREEMPTED",
-    "CANCELLED": "CANCELLED",
     "BOOT_FAIL": NODE_FAIL,
+    "PREEMPTED": "PREEMPTED",
     "DEADLINE": "DEADLINE",
-    "REQUEUED": "REQUEUED",
 }
-# What Slurm itself writes into a log, and how prep_array.sh ends one.
-_LOG_CAUSES = (
-    (re.compile(r"oom.kill|Out Of Memory|exceeded (job )?memory limit", re.IGNORECASE), OUT_OF_MEMORY),
-    (re.compile(r"DUE TO TIME LIMIT"), TIMEOUT),
-    (re.compile(r"DUE TO NODE FAILURE|^srun: error: Node failure", re.MULTILINE), NODE_FAIL),
-    (re.compile(r"DUE TO PREEMPTION"), "PREEMPTED"),
-    (re.compile(r"\bJOB \S+ ON .*CANCELLED AT"), "CANCELLED"),
-    # The step alone: so begins a preemption with GraceTime, and the job ends of it, FAILED.
-    (re.compile(r"\bSTEP \S+ ON .*CANCELLED AT"), STEP_STOPPED),
-    (re.compile(r"^shardprep: node \S+: .* did not start: srun failed", re.MULTILINE), SRUN_FAILED),
-)
-_ASKED_BY_USR1 = re.compile(r"^shardprep: node \S+: USR1, telling", re.MULTILINE)
-# Not "srun: error: n1: task 0: Exited with exit code 65", which it says of every failure.
-_SRUN_ERROR = re.compile(r"^srun: (fatal: |error: (?!.*\btasks? \d))", re.MULTILINE)
-_KILLED = re.compile(r"was killed by signal (\d+)")
-_ENDED = re.compile(r"^shardprep: node (\S+): .* ended with exit code (\d+)$", re.MULTILINE)
-_BEGINS = re.compile(r"^(?=shardprep: node \S+: .* begins$)", re.MULTILINE)
-# Of logs from before ``run`` wrote failure lines; a killed process is found by _KILLED.
-_FAILED_IN_PROSE = re.compile(r"^shard (\d{5}) failed \((\d+)\): (?!.*was killed by signal)", re.MULTILINE)
-_FOUND_WRONG = re.compile(r"^error: shard (\d{5}): ", re.MULTILINE)
-_VERIFY_LOG_BYTES = 16 << 20  # a line for each of 99,999 shards
+_STOPPED_BY = {
+    "time limit": TIMEOUT,
+    "node failure": NODE_FAIL,
+    "preemption": "PREEMPTED",
+    "cancel": CANCELLED,
+    "cancelled step": STEP_STOPPED,
+}
+_WARNED_S = 900  # before its time limit a task is warned by USR1, where sbatch --signal asked for it
 _TAIL_BYTES = 16 << 10
 _NOISE = re.compile(r"^(shardprep: node \S+: .*(begins|ended with exit code \d+)|\s*)$")
+_BEGINS = re.compile(r"^(?=shardprep: node \S+: .* begins$)", re.MULTILINE)
 
 
-def cause_of(attempt: TaskAttempt | None, log: str, shard_id: int, sbatch_args: str = "") -> str:
-    """Why an attempt that has ended did not make ``shard_id``.
+def remedy_of(cause: str) -> str:
+    """What to do about a cause, in a sentence without an end."""
+    if cause.startswith("killed by signal 9"):
+        return f"{_AGAIN}; it is often memory: retry --mem_gb"
+    return REMEDIES.get(cause, f"look at its log; {_AGAIN}")
 
-    Slurm's state comes first, then what the log says of this shard, of the job, and of the exit code.
-    COMPLETED proves nothing: only a manifest does. CANCELLED is what Slurm also says of a task that it
-    preempted; the log knows better. ``sbatch_args``: of the request; who asks Slurm for a signal before the
-    time limit gets FAILED where the limit was met.
+
+def cause_of(attempt: Attempt, task: TaskAttempt | None, shard_id: int, *, is_warned: bool = False) -> str:
+    """Why an attempt that has ended, or was killed, did not make ``shard_id``.
+
+    ``task``: what Slurm says of it. ``is_warned``: its request has sbatch's --signal, so USR1 is of a time
+    limit.
     """
-    state = attempt.state if attempt else ""
-    if state in _STATES and state != "CANCELLED":
-        return _STATES[state]
-    if attempt and attempt.exit_code == LOG_NOT_OPENED:
-        return NO_LOG
-    found = next((cause for pattern, cause in _LOG_CAUSES if pattern.search(log)), "")
-    if state == "CANCELLED":
-        return found if found not in ("", STEP_STOPPED) else state
-    if found:
-        return found
-    cause = _cause_of_exit(attempt, log, shard_id)
-    if cause == _EXIT_CAUSES[75] and "--signal" in sbatch_args and _ASKED_BY_USR1.search(log):
+    failure = attempt.failures.get(shard_id)
+    if task is not None and task.state in _STATES and (failure is None or task.state == "OUT_OF_MEMORY"):
+        return _STATES[task.state]
+    is_killed = failure is None or "killed by signal" in failure.reason
+    if attempt.is_out_of_memory and is_killed:
+        return OUT_OF_MEMORY
+    if failure is not None:
+        killed = re.search(r"was killed by signal (\d+)", failure.reason)
+        return f"killed by signal {killed[1]}" if killed else exit_cause(failure.exit_code)
+    if attempt.ended is None:
+        return CANCELLED if task is not None and task.state == "CANCELLED" else VANISHED
+    if attempt.stopped_by:
+        return _STOPPED_BY.get(attempt.stopped_by, STOPPED)
+    is_late = attempt.left_s is not None and attempt.left_s <= _WARNED_S
+    if attempt.signal == "USR1" and (is_warned or is_late):
         return TIMEOUT
-    return cause
-
-
-def _cause_of_exit(attempt: TaskAttempt | None, log: str, shard_id: int) -> str:
-    if code := _shard_exit_code(log, shard_id):
-        return _exit_cause(code)
-    if killed := _KILLED.search(log):
-        return f"killed by signal {killed[1]}"
-    state = attempt.state if attempt else ""
-    ended = _ENDED.findall(log)
-    task_code = attempt.exit_code if attempt and state == "FAILED" else int(ended[-1][1]) if ended else 0
-    if task_code == 1 and _SRUN_ERROR.search(log):
+    if attempt.stage == "set-up" and attempt.exit_code != 75:
+        return SETUP_ENDED if attempt.exit_code != 2 else SETUP
+    if attempt.stage == "start":
         return SRUN_FAILED
-    if task_code:
-        return _exit_cause(task_code)
-    if state == "COMPLETED" or ended:
+    return exit_cause(attempt.exit_code or 0)
+
+
+def cause_of_task(task: TaskAttempt) -> str | None:
+    """Why a task without a record ended; None where it was cancelled, or Slurm does not say."""
+    if task.exit_code == LOG_NOT_OPENED:
+        return NO_LOG
+    if task.state in _STATES:
+        return _STATES[task.state]
+    if task.state == "FAILED":
+        return exit_cause(task.exit_code)
+    return NO_MANIFEST if task.state == "COMPLETED" else None
+
+
+def exit_cause(code: int) -> str:
+    """What an exit code says."""
+    if not code:
         return NO_MANIFEST
-    if state == "FAILED":
-        return "FAILED before the script began"
-    return VANISHED if log else UNKNOWN
-
-
-def _shard_exit_code(log: str, shard_id: int) -> int | None:
-    """What one shard of a task ended with, where its log says so: tasks of several shards go on after one."""
-    for failure in map(parse_failure_line, log.split("\n")):
-        if failure and failure.shard_id == shard_id:
-            return failure.exit_code
-    codes = (int(match[2]) for match in _FAILED_IN_PROSE.finditer(log) if int(match[1]) == shard_id)
-    return next(codes, None)
-
-
-def _exit_cause(code: int) -> str:
     return f"killed by signal {code - 128}" if code > 128 else _EXIT_CAUSES.get(code, f"exit code {code}")
 
 
-def node_of(attempt: TaskAttempt | None, log: str) -> str:
-    """Where an attempt was, as Slurm or its log says."""
-    if attempt and attempt.node and not attempt.node.startswith("None"):
-        return attempt.node
-    found = re.findall(r"^(?:shardprep: node (\S+):|slurmstepd-?(\S*?): error)", log, re.MULTILINE)
-    return next((name for pair in reversed(found) for name in pair if name), "")
-
-
-def log_path(folder: Path, job_id: str, index: int) -> Path:
-    """The log of one task; it has all attempts of that task, one after another."""
-    return folder / JOBS_FOLDER / LOG_FOLDER / f"{job_id}_{index}.log"
-
-
-def log_tail(folder: Path, job_id: str, index: int) -> str:
-    """The last 16 KiB of what a task's last attempt wrote; empty where there is no such file."""
+def log_tail(path: Path) -> str:
+    """The last 16 KiB of what a log's last attempt wrote; empty where there is no such file."""
     try:
-        with os.fdopen(open_regular(log_path(folder, job_id, index)), "rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
             return _BEGINS.split(file.read().decode("utf-8", "replace"))[-1]
     except (OSError, ShardprepError):
         return ""
 
 
-def found_wrong(folder: Path, verify_job_id: str, job_ids: Container[str]) -> set[int]:
-    """The shards that a verify job named, but for those that were made anew since.
-
-    ``job_ids``: of the jobs that ended before it began. What another job made, or none, is compared by the
-    times of manifest and log.
-    """
-    log = folder / JOBS_FOLDER / LOG_FOLDER / f"verify-{verify_job_id}.log"
-    try:
-        with os.fdopen(open_regular(log), "rb") as file:
-            text = file.read(_VERIFY_LOG_BYTES).decode("utf-8", "replace")
-            written_s = os.fstat(file.fileno()).st_mtime
-    except (OSError, ShardprepError):
-        return set()
-    named = {int(match[1]) for match in _FOUND_WRONG.finditer(text)}
-    return {shard_id for shard_id in named if _is_as_found(folder, shard_id, written_s, job_ids)}
-
-
-def _is_as_found(folder: Path, shard_id: int, written_s: float, job_ids: Container[str]) -> bool:
-    with contextlib.suppress(OSError, ShardprepError):
-        if read_making(folder, shard_id).job_id in job_ids:
-            return True  # whatever the clock of its node said
-    with contextlib.suppress(OSError):
-        return manifest_path(folder, shard_id).stat().st_mtime < written_s
-    return False
-
-
 def last_lines(log: str, number: int = 3) -> list[str]:
-    """The last lines of a log that say something to a person, progress bars left out."""
+    """The last lines of a log that say something to a person; srun's only where srun itself failed."""
     lines = [line.rpartition("\r")[2].rstrip() for line in log.split("\n")]
-    return [line for line in lines if not _NOISE.match(line) and not parse_failure_line(line)][-number:]
+    lines = [line for line in lines if not _NOISE.match(line)]
+    others = [line for line in lines if not line.startswith(("srun: ", "slurmstepd"))]
+    return (others if others and "srun failed" not in log else lines)[-number:]

@@ -9,7 +9,6 @@ on, so no later file can change what a waiting task will do.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import re
 import shlex
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from preprocess.attempts import folder_identity
 from shardprep.errors import UsageError
 
 JOB_NAME = "shardprep"
@@ -141,10 +141,14 @@ def prep_script() -> str:
 def job_name(folder: Path, plan_id: str, number: int) -> str:
     """What the jobs of a data set's submission of this number are called, and nothing else is.
 
-    It has the plan's id, the folder (a copy of the data set has the same plan) and the number.
+    It has the plan's id, the folder's identity (a copy of the data set has the same plan) and the number.
     """
-    place = hashlib.sha256(os.fsencode(folder)).hexdigest()[:6]
-    return f"{JOB_NAME}-{plan_id[:12]}-{place}-{number}"
+    return f"{names_begin(folder, plan_id)}{number}"
+
+
+def names_begin(folder: Path, plan_id: str) -> str:
+    """What the names of all jobs of a data set begin with."""
+    return f"{JOB_NAME}-{plan_id[:12]}-{folder_identity(folder):x}-"
 
 
 def job_names(folder: Path, plan_id: str, number: int) -> tuple[str, str]:
@@ -174,6 +178,7 @@ def array_script(
     ]
     place, flags = shlex.quote(str(folder)), shlex.join(shlex.split(request.worker_args))
     head = [
+        f"shardprep_folder={place} shardprep_by=submit",
         f"shards_of=({' '.join(tasks)})",
         "shards=${shards_of[${SLURM_ARRAY_TASK_ID:-0}]}",
         'if [[ $shards = *[-,]* ]]; then shardprep_what="shards $shards"',
@@ -203,7 +208,8 @@ def verify_script(
     """
     small = request.changed(cpus_per_task=min(4, request.num_cpus or 4), max_parallel=1)
     options = [f"--job-name={name}", f"--output={_log_pattern(folder, 'verify-%j')}"]
-    head = ["shardprep_what=verify", f"shardprep_command=(verify {shlex.quote(str(folder))})"]
+    head = [f"shardprep_folder={shlex.quote(str(folder))} shardprep_by=submit"]
+    head += ["shardprep_what=verify", f"shardprep_command=(verify {shlex.quote(str(folder))})"]
     head.append(f"shardprep_verified={shlex.quote(f'{num_shards} shards of {folder}')}")
     if request.notify:
         head.append(f"shardprep_notify={shlex.quote(request.notify)}")

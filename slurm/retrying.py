@@ -8,9 +8,10 @@ from datetime import datetime
 from typing import Any
 
 from shardprep.errors import NotFound, UsageError
+from shardprep.format.names import id_ranges
 from slurm.cluster_limits import check_folder, find_partition_limits
-from slurm.dataset_state import DatasetState, ShardState
-from slurm.failure_causes import BAD_INPUT, NODE_FAIL, OUT_OF_MEMORY, TIMEOUT
+from slurm.dataset_state import DatasetState, ShardState, reason_to_leave
+from slurm.failure_causes import NODE_FAIL, OUT_OF_MEMORY, TIMEOUT
 from slurm.job_script import JobRequest, quoted
 from slurm.sending import Sending
 from slurm.slurm_queries import TaskAttempt
@@ -30,25 +31,29 @@ def prepare_retry(
 ) -> tuple[list[ShardState], Sending | None]:
     """What is missing and not queued, each as its failure asks; returns the shards left, too.
 
-    What the last verify job found wrong is made anew. ``shard_ids``: no others.
+    ``shard_ids``: no others.
     ``changes`` are the request's fields that the user gave; they win over what a cause would change.
     """
     check_recorded(state)
-    if not state.submissions:
+    tried = [shard for shard in state.shards if shard.attempts]
+    if not state.submissions and not tried:
         raise NotFound(
-            f"nothing was submitted for {state.folder} yet; run: "
-            f"python -m slurm submit {quoted(state.folder)}"
+            f"nothing was submitted for {state.folder} yet; run: shardprep submit {quoted(state.folder)}"
         )
     if max_attempts < 1:
         raise UsageError(f"--max_attempts is {max_attempts}, expected 1 or more")
-    base = state.submissions[-1].arrays[0].request
+    base = base_request(state)
     limits = find_partition_limits(base.changed(**changes))
     nodes = failing_nodes(attempt for each in state.task_attempts.values() for attempt in each)
     groups: dict[JobRequest, list[int]] = {}
     left = []
+    if goes_on := [
+        each for each in state.ids("running", "pending") if shard_ids is None or each in shard_ids
+    ]:
+        say(f"left out, as they wait or run (one that was cancelled may end just now): {id_ranges(goes_on)}")
     for shard in state.shards:
         is_wanted = shard_ids is None or shard.shard_id in shard_ids
-        if not is_wanted or not (shard.state in ("failed", "not submitted") or shard.shard_id in state.wrong):
+        if not is_wanted or shard.state not in ("failed", "not submitted"):
             continue
         if reason_to_leave(shard, max_attempts, changes):
             left.append(shard)
@@ -59,24 +64,17 @@ def prepare_retry(
         return left, None
     for request in groups:
         check_folder(state.folder, request, say)
-    sources = {**state.submissions[-1].sources, **dict.fromkeys(changes, "given to retry")}
-    broken = [shard_id for ids in groups.values() for shard_id in ids if shard_id in state.wrong]
-    return left, prepare(state, list(groups.items()), shards_per_task, say, sources=sources, broken=broken)
+    before = state.submissions[-1].sources if state.submissions else {}
+    sources = {**before, **dict.fromkeys(changes, "given to retry")}
+    return left, prepare(state, list(groups.items()), shards_per_task, say, sources=sources)
 
 
-def reason_to_leave(shard: ShardState, max_attempts: int, changes: dict[str, Any]) -> str | None:
-    """Why a shard is not tried again: it failed the same way too often, or must fail the same way."""
-    if not shard.attempts:
-        return None
-    cause, last = shard.cause, shard.attempts[-1].array.request
-    same = 0
-    for attempt in reversed(shard.attempts):
-        if attempt.cause != cause:
-            break
-        same += 1
-    if cause == BAD_INPUT and changes.get("worker_args", last.worker_args) == last.worker_args:
-        return "the same input fails in the same way"
-    return f"failed the same way {same} times" if same >= max_attempts else None
+def base_request(state: DatasetState) -> JobRequest:
+    """The newest submission's request; without one what a plain task had."""
+    if state.submissions:
+        return state.submissions[-1].arrays[0].request
+    num_cpus = [each.num_cpus for each in state.attempts.own if each.job_id and each.num_cpus]
+    return JobRequest(cpus_per_task=num_cpus[-1]) if num_cpus else JobRequest()
 
 
 def retry_request(
@@ -87,19 +85,21 @@ def retry_request(
     Memory is doubled after OUT_OF_MEMORY, up to ``max_mem_mb`` (of the largest node; 0 if not known), time
     is doubled after TIMEOUT, and the nodes in ``failing`` are excluded.
     """
-    request = base
-    if shard.attempts:
-        last = shard.attempts[-1]
-        request = last.array.request
-        if last.cause == OUT_OF_MEMORY and last.array.mem_mb:
-            mem_gb = min(2 * last.array.mem_mb, max_mem_mb or 2 * last.array.mem_mb) / 1024
-            if request.mem_per_cpu_gb is None:
-                request = request.changed(mem_gb=round(mem_gb, 3))
-            else:
-                request = request.changed(mem_per_cpu_gb=round(mem_gb / (request.num_cpus or 1), 3))
-        if last.cause == TIMEOUT and last.array.time_min:
-            # somebody may have given it more meanwhile: scontrol update timelimit=
-            request = request.changed(time_min=2 * max(last.array.time_min, round(last.elapsed_s / 60)))
+    last = shard.attempts[-1] if shard.attempts else None
+    request = last.array.request if last and last.array else base
+    mem_mb = (
+        last.array.mem_mb if last and last.array else last.record.mem_mb if last and last.record else None
+    )
+    if last and last.cause == OUT_OF_MEMORY and mem_mb:
+        mem_gb = min(2 * mem_mb, max_mem_mb or 2 * mem_mb) / 1024
+        if request.mem_per_cpu_gb is None:
+            request = request.changed(mem_gb=round(mem_gb, 3))
+        else:
+            request = request.changed(mem_per_cpu_gb=round(mem_gb / (request.num_cpus or 1), 3))
+    if last and last.cause == TIMEOUT:
+        # Somebody may have given it more meanwhile (scontrol update timelimit=); a plain task told no limit.
+        given = last.array.time_min or 0 if last.array else 0
+        request = request.changed(time_min=max(2 * max(given, round(last.elapsed_s / 60)), 2))
     if failing:
         kept = (request.exclude or "").split(",") if "[" not in (request.exclude or "") else [request.exclude]
         names = dict.fromkeys(str(name) for name in [*kept, *failing] if name)

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from preprocess.attempts import folder_identity
 from shardprep.atomic_files import publish_bytes
 from shardprep.errors import CannotWrite, ReadWriteError, ShardprepError
-from shardprep.format.names import manifest_path
 from slurm.cluster_limits import minutes_of
 from slurm.dataset_state import DatasetState
 from slurm.job_records import JOBS_FOLDER, JobArray, Submission, publish_submission
@@ -46,7 +46,6 @@ class Sending:
     verify: str  # script of the verify job
     cluster: str
     sources: dict[str, str] = field(default_factory=dict)  # of the request's values
-    broken: list[int] = field(default_factory=list)  # shards that count as done but are wrong: made anew
 
     @property
     def scripts(self) -> list[str]:
@@ -74,8 +73,6 @@ class Sending:
                     slurm_output("scancel", *job_ids)
             raise
         _keep_scripts(folder, submission, self.scripts)
-        for shard_id in self.broken:  # without its manifest a shard is not done
-            manifest_path(folder, shard_id).unlink(missing_ok=True)
         _release(job_ids)
         return submission
 
@@ -116,6 +113,7 @@ class Sending:
             verify_name=shown.name,
             verify_submit_time=shown.submit_time,
             sources=self.sources,
+            identity=folder_identity(self.state.folder),
         )
 
 

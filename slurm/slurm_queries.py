@@ -38,7 +38,7 @@ _QUEUE_FIELDS = (
     "StartTime",  # of what waits: the scheduler's estimate
     "EndTime",
     "RestartCnt",
-    "Name",  # last: it alone may hold a "|"
+    "Name",
 )
 _QUEUE_FORMAT = ",".join(f"{name}:|" for name in _QUEUE_FIELDS)
 _ACCOUNT_FIELDS = (
@@ -77,6 +77,8 @@ class TaskAttempt:
     cpu_s: float = 0.0
     num_cpus: int = 0
     max_rss_bytes: int = 0
+    work_dir: str = ""
+    command: str = ""  # the script and its arguments, joined by blanks
 
     @property
     def key(self) -> tuple[str, int]:
@@ -120,14 +122,13 @@ def queued_attempts(job_ids: Iterable[str], cluster: str | None = None) -> list[
         raise SlurmAway(str(error)) from None
 
 
-def named_attempts(user: str, names: Sequence[str]) -> list[TaskAttempt]:
-    """A user's jobs of these names that wait or run. Raises SlurmAway."""
-    options = ("--noheader", "--array", f"--user={user}", f"--name={','.join(names)}")
+def own_live_attempts(user: str) -> list[TaskAttempt]:
+    """All jobs of a user that wait or run, with what was typed to submit them. Raises SlurmAway."""
+    options = ("--noheader", f"--user={user}", "--Format", f"{_QUEUE_FORMAT},WorkDir:|,Command:|")
     try:
-        found = slurm_answer(parse_queue, "squeue", *options, "--Format", _QUEUE_FORMAT)
+        return [each for each in slurm_answer(parse_queue, "squeue", *options) if each.is_live]
     except SlurmRefused as error:
         raise SlurmAway(str(error)) from None
-    return [each for each in found if each.name in names and each.is_live]
 
 
 def accounted_attempts(job_ids: Iterable[str], cluster: str | None = None) -> list[TaskAttempt]:
@@ -184,7 +185,7 @@ def parse_queue(text: str) -> list[TaskAttempt]:
     """
     attempts = []
     for line in text.splitlines():
-        values = _values(_QUEUE_FIELDS, line.removesuffix("|"))
+        values = _values((*_QUEUE_FIELDS, "WorkDir", "Command"), line, least=len(_QUEUE_FIELDS))
         job_id = values["JobID"] if values["ArrayTaskID"] == "N/A" else values["ArrayJobID"]
         attempt = TaskAttempt(
             job_id=_job_id(job_id),
@@ -200,6 +201,8 @@ def parse_queue(text: str) -> list[TaskAttempt]:
             exit_code=_exit_code(values["exit_code"]),
             node=values["NodeList"],
             elapsed_s=seconds_of(values["TimeUsed"]),
+            work_dir=values.get("WorkDir", ""),
+            command=values.get("Command", "").removesuffix("|"),
         )
         attempts += [dataclasses.replace(attempt, index=index) for index in _indices(values["ArrayTaskID"])]
     return attempts
@@ -254,11 +257,12 @@ def _indices(text: str) -> list[int]:
     return ids_of_ranges(",".join(whole), end=MAX_SHARDS + 1) if whole else []
 
 
-def _values(names: Sequence[str], line: str) -> dict[str, str]:
+def _values(names: Sequence[str], line: str, *, least: int = 0) -> dict[str, str]:
+    """Name -> value; the names from ``least`` on may be missing."""
     values = line.split("|", len(names) - 1)
-    if len(values) != len(names):
-        raise ValueError(f"{len(values)} of {len(names)} fields in {line[:200]!r}")
-    return dict(zip(names, values, strict=True))
+    if len(values) < (least or len(names)):
+        raise ValueError(f"{len(values)} of {least or len(names)} fields in {line[:200]!r}")
+    return dict(zip(names, values, strict=False))
 
 
 def _job_id(text: str) -> str:

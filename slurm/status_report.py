@@ -1,26 +1,25 @@
 """The report of ``status``: numbers as plain data, for programs (``--json``) and for the texts made of it.
 
 States and causes come from ``dataset_state``; tokens, times, memory and nodes from the manifests of the
-shards that are done. One read per manifest, eight at a time: 10,000 manifests take about 1 s of CPU.
+shards that are done.
 """
 
 from __future__ import annotations
 
+import shutil
 import statistics
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shardprep.errors import BrokenShard, ReadWriteError
-from shardprep.format.names import INDEX_NAME, id_ranges
-from shardprep.format.shard_making import ShardMaking, read_making
+from shardprep.format.names import id_ranges
+from shardprep.format.shard_making import ShardMaking
 from shardprep.format.source_counts import sum_of_sources
-from shardprep.regular_files import NOT_THERE, size_of_file
-from slurm.dataset_state import DatasetState, ShardState, StateName
-from slurm.failure_causes import NODE_FAIL
+from slurm.dataset_state import DatasetState, ShardAttempt, ShardState, StateName, can_retry
+from slurm.failure_causes import NODE_FAIL, cause_of, last_lines, log_tail, remedy_of
+from slurm.job_records import read_events
 from slurm.resource_use import asked_for, core_hours, resource_use
 
 # The beginning of Slurm's reason -> what it means for who waits.
@@ -50,33 +49,12 @@ _REASONS = {
 }
 _STATES: tuple[StateName, ...] = ("done", "running", "pending", "failed", "not submitted", "not visible")
 STATUS_VERSION = 1  # of --json: it grows where a field goes or changes its meaning, not where one is added
-_NUM_THREADS = 8  # opening a file on Lustre is a wait for its server
+MOST_TAILS = 8  # logs whose last lines are read
 
 
-def read_makings(folder: Path, shard_ids: Sequence[int]) -> list[ShardMaking]:
-    """How these shards were made, in their order; a manifest that is gone or broken is left out.
-
-    ``verify`` names it.
-    """
-
-    def read_part(part: Sequence[int]) -> list[ShardMaking]:
-        return [each for shard_id in part if (each := _read(folder, shard_id))]
-
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        parts = [shard_ids[number::_NUM_THREADS] for number in range(_NUM_THREADS)]
-        found = [each for part in pool.map(read_part, parts) for each in part]
-    return sorted(found, key=lambda each: each.shard_id)
-
-
-def _read(folder: Path, shard_id: int) -> ShardMaking | None:
-    try:
-        return read_making(folder, shard_id)
-    except (*NOT_THERE, BrokenShard, ReadWriteError):
-        return None
-
-
-def report(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
+def report(state: DatasetState) -> dict[str, Any]:
     """Everything that ``status`` says, as plain data."""
+    made = list(state.made.done.values())
     failed = [shard for shard in state.shards if shard.state == "failed"]
     return {
         "format": "shardprep-status",
@@ -86,11 +64,21 @@ def report(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
         **{name.replace(" ", "_"): id_ranges(state.ids(name)) for name in _STATES},
         **{f"num_{name.replace(' ', '_')}": len(state.ids(name)) for name in _STATES},
         "causes": {cause: id_ranges(ids) for cause, ids in causes(failed).items()},
-        "failures": [_failure(shard) for shard in failed],
+        "remedies": {cause: remedy_of(cause) for cause in causes(failed)},
+        "can_retry": id_ranges(can_retry(state)),
+        "not_begun": id_ranges(shard.shard_id for shard in state.shards if shard.has_not_begun),
+        "failures": _failures(failed),
         "restarts": _restarts(state),
-        "other_plan": id_ranges(each.shard_id for each in made if each.plan_id != state.plan.plan_id),
+        "other_plan": id_ranges(state.made.other_plan),
+        "broken": {str(shard_id): why for shard_id, why in state.made.broken.items()},
         "verify": state.verify,
-        "verified": size_of_file(state.folder / INDEX_NAME) is not None,
+        "verified": state.is_verified,
+        "foreign_jobs": [job.job_id for each in state.foreign for job in each.jobs],
+        "num_foreign_attempts": len(state.attempts.foreign),
+        "unreadable": state.attempts.unreadable,
+        "has_slurm": shutil.which("sbatch") is not None,
+        "has_jobs": bool(state.submissions or any(each.job_id for each in state.attempts.own)),
+        "history": read_events(state.folder),
         "held_jobs": state.held,
         "stray_jobs": state.shown.strays,
         "unrecorded_jobs": state.shown.unrecorded,
@@ -100,6 +88,7 @@ def report(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
         "suspended": id_ranges(_suspended(state.shards)),
         "waits_for": waits_for(state.shards),
         "wrong": id_ranges(state.wrong),
+        "findings": {str(number): each.message for number, each in state.made.wrong.items()},
         **_speed(state, made),
         "sources": {name: asdict(of) for name, of in sum_of_sources(each.sources for each in made).items()},
         "slow_shards": [
@@ -122,12 +111,15 @@ def _speed(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
     numbers["clock_difference_s"] = round(clock_s)
     if not recent:
         return {**numbers, "tokens_per_s": None, "left_s": None}
-    going = any(attempts[-1].is_live for attempts in state.task_attempts.values())
+    going = bool(state.ids("running", "pending"))
     until = time.time() + clock_s if going else max(each.ended for each in recent)
     took_s = max(until - min(each.began for each in recent), 1e-3)
     sizes = state.plan.shard_bytes()
     queued_bytes = sum(sizes[shard_id] for shard_id in state.ids("running", "pending"))
     bytes_per_s = sum(each.input_bytes for each in recent) / took_s
+    running = [shard.attempts[-1].elapsed_s for shard in state.shards if shard.state == "running"]
+    if max(running, default=0) > 30 + 2 * max(each.wall_s for each in recent):
+        bytes_per_s = 0  # a task takes much longer than any so far: nobody knows how long
     return {
         **numbers,
         "tokens_per_s": round(sum(each.num_tokens for each in recent) / took_s),
@@ -209,24 +201,40 @@ def causes(failed: Sequence[ShardState]) -> dict[str, list[int]]:
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
 
-def _failure(shard: ShardState) -> dict[str, Any]:
+def _failures(failed: Sequence[ShardState]) -> list[dict[str, Any]]:
+    """The last attempt at each failed shard; the end of its log for the newest few."""
+    newest = sorted(failed, key=lambda shard: _ended(shard.attempts[-1]), reverse=True)[:MOST_TAILS]
+    with_tail = {shard.shard_id for shard in newest}
+    return [_failure(shard, has_tail=shard.shard_id in with_tail) for shard in failed]
+
+
+def _ended(attempt: ShardAttempt) -> float:
+    return (attempt.record.ended or attempt.record.began) if attempt.record else 0.0
+
+
+def _failure(shard: ShardState, *, has_tail: bool) -> dict[str, Any]:
     last = shard.attempts[-1]
+    lines = last_lines(log_tail(Path(last.log))) if has_tail and last.log else []
     return {
         "shard": shard.shard_id,
         "cause": last.cause,
-        "num_attempts": len(shard.attempts),
+        "num_attempts": sum(each.state == "failed" for each in shard.attempts),
         "task": last.task,
         "node": last.node,
         "log": last.log,
-        "last_lines": last.last_lines,
+        "message": last.message,
+        "ended": _ended(last),
+        "last_lines": [last.message] if last.message else lines,
     }
 
 
 def _restarts(state: DatasetState) -> dict[str, int]:
     """Attempts of tasks that Slurm started again afterwards, counted by how they ended."""
+    last = {each.key: each for each in state.attempts.own if each.job_id}
     found: dict[str, int] = {}
-    for attempts in state.task_attempts.values():
-        for attempt in attempts[:-1]:
-            words = f"{attempt.state} on {attempt.node}" if attempt.state == NODE_FAIL else attempt.state
+    for each in state.attempts.own:
+        if each.job_id and last[each.key] is not each and each.shards:
+            cause = cause_of(each, state.shown.task_of(each), each.shards[0])
+            words = f"{cause} on {each.node}" if cause == NODE_FAIL else cause
             found[words] = found.get(words, 0) + 1
     return found

@@ -10,6 +10,7 @@ from shardprep.atomic_files import publish_bytes
 from shardprep.console import counted, short_time
 from shardprep.format.names import ids_of_ranges
 from shardprep.format.source_counts import source_lines
+from slurm.failure_causes import BAD_INPUT
 
 _MOST_FAILURES = 8  # shown with their last lines
 _METRIC_STATES = ("done", "running", "pending", "failed", "not_submitted", "not_visible")
@@ -28,12 +29,15 @@ def report_lines(data: dict[str, Any]) -> list[str]:
     lines += [f"  {name.replace('_', ' ')}: {data[name]}" for name in queued if data[name]]
     lines += _waiting_lines(data)
     lines += _note_lines(data)
-    lines += [f"  failed, {cause}: {ids}" for cause, ids in data["causes"].items()]
+    for cause, ids in data["causes"].items():
+        lines += [f"  failed, {cause}: {ids}", f"    {data['remedies'][cause]}"]
     lines += [
         f"  started again by Slurm after {how}: {counted(n, 'task')}" for how, n in data["restarts"].items()
     ]
     if data["other_plan"]:
-        lines.append(f"  of another plan: {data['other_plan']}; python -m preprocess verify says what to do")
+        lines.append(f"  of another plan: {data['other_plan']}; shardprep verify says what to do")
+    broken = [f"  not done, {why}" for why in data["broken"].values()]
+    lines += broken[:_MOST_FAILURES]
     lines += _slow_lines(data)
     lines += _efficiency_lines(data)
     lines += _asked_lines(data["asked_for"])
@@ -81,7 +85,19 @@ def notes(data: dict[str, Any]) -> list[str]:
     if data["suspended"]:
         found.append(f"suspended: {data['suspended']}; scontrol resume JOB lets them go on")
     if data["wrong"]:
-        found.append(f"found wrong by the verify job: {data['wrong']}; retry makes them anew")
+        found.append(f"found wrong by verify: {data['wrong']}; they are not done, and are made anew")
+    if data["not_begun"]:
+        found.append(
+            f"ended before they began: {data['not_begun']} (cancelled, or Slurm could not start them)"
+        )
+    if data["foreign_jobs"]:
+        ids = " ".join(data["foreign_jobs"])
+        found.append(
+            "jobs of the folder that this one was copied from are left alone: "
+            f"{ids} (to end them: scancel {ids})"
+        )
+    mend = f"its owner can: chmod -R a+rX {shlex.quote(data['folder'])}"
+    found += [f"not known: {why}; {mend}" for why in data["unreadable"][:2]]
     if abs(data["clock_difference_s"]) > _CLOCKS_DIFFER_S:
         way = "ahead of" if data["clock_difference_s"] > 0 else "behind"
         by = short_time(abs(data["clock_difference_s"]))
@@ -89,7 +105,7 @@ def notes(data: dict[str, Any]) -> list[str]:
             f"the nodes' clocks are {by} or more {way} this one: munge refuses to talk from 5 min on"
         )
     if data["accounts_away"]:
-        found.append(f"Slurm's accounts give no answer, causes are from logs: {data['accounts_away']}")
+        found.append(f"Slurm's accounts give no answer, so causes are from records: {data['accounts_away']}")
     return found
 
 
@@ -113,9 +129,10 @@ def _efficiency_lines(data: dict[str, Any]) -> list[str]:
     if not used:
         return []
     of = f" of {used['mem_mb']}" if used["mem_mb"] else ""
+    by = "" if used["num_processes"] == 1 else f" by the largest of {used['num_processes']} processes"
     limit = f" of {used['time_min']} min" if used["time_min"] else ""
     asked = " ".join(f"--{name} {value:g}" for name, value in used["next_time"].items())
-    shares = f"{used['cpu']:.0%} of the CPUs, {used['max_rss_mb']}{of} MB of memory"
+    shares = f"{used['cpu']:.0%} of the CPUs, {used['max_rss_mb']}{of} MB of memory{by}"
     longest = f"{short_time(used['longest_task_s'])}{limit} for the longest task"
     wasted = "" if hours["failed"] is None else f", {hours['failed']:.3g} of them by attempts that failed"
     return [
@@ -126,28 +143,43 @@ def _efficiency_lines(data: dict[str, Any]) -> list[str]:
 
 
 def next_line(data: dict[str, Any]) -> str:
-    """What to type next."""
+    """What to type next: a command that the program would not refuse, from any folder."""
     folder = shlex.quote(data["folder"])
-    if data["slurm_away"]:
-        return f"next: the same again, when Slurm answers: python -m slurm status {folder}"
+    if data["slurm_away"] and data["has_jobs"]:
+        return f"next: the same again, when Slurm answers: shardprep status {folder}"
     if data["held_jobs"]:
         ids = ",".join(data["held_jobs"])
-        return f"next: scontrol release {ids} (they are held), or: python -m slurm cancel {folder}"
+        return f"next: scontrol release {ids} (they are held), or: shardprep cancel {folder}"
     if data["running"] or data["pending"]:
-        return f"next: python -m slurm status {folder} --watch"
-    if data["unrecorded_jobs"]:
-        return f"next: wait for their end, or: python -m slurm cancel {folder}"
-    if data["stray_jobs"]:
-        return f"next: python -m slurm cancel {folder}, if nobody submits just now"
-    if data["failed"] or data["wrong"]:
-        return f"next: python -m slurm retry {folder}"
+        return f"next: shardprep status {folder} --watch"
+    if data["unrecorded_jobs"] or data["stray_jobs"]:
+        return f"next: wait for the end of the jobs that no record names, or: shardprep cancel {folder}"
     if data["not_visible"]:
-        return f"next: look where they can be seen; if they do not run: submit {folder} --shards IDS"
+        return (
+            "next: look where they can be seen; if they do not run: "
+            f"shardprep submit {folder} --shards {data['not_visible']}"
+        )
+    if data["can_retry"] or data["failed"]:
+        return f"next: {_retry_command(data, folder)}"
     if data["not_submitted"]:
-        return f"next: python -m slurm submit {folder}"
-    if not data["verified"]:
-        return f"next: the verify job is {data['verify'] or 'missing'}; python -m preprocess verify {folder}"
+        return f"next: shardprep {'submit' if data['has_slurm'] else 'run'} {folder}"
+    if data["other_plan"] or not data["verified"]:
+        return f"next: shardprep verify {folder}"
     return f"verified: {data['folder']}/index.json is there"
+
+
+def _retry_command(data: dict[str, Any], folder: str) -> str:
+    """What makes failed shards again; what only people can help with is said by its cause's remedy."""
+    has_bad_input = BAD_INPUT in data["causes"]
+    if not data["has_slurm"]:
+        flag = " --max_bad_fraction 0.05" if has_bad_input and not data["can_retry"] else ""
+        return f"shardprep run {folder}{flag}"
+    if data["can_retry"]:
+        return f"shardprep retry {folder}"
+    if has_bad_input:
+        return f"shardprep retry {folder} --worker_args '--max_bad_fraction 0.05'"
+    most = max(each["num_attempts"] for each in data["failures"])
+    return f"correct the cause, then: shardprep retry {folder} --max_attempts {most + 3}"
 
 
 def write_metrics(path: Path, data: dict[str, Any]) -> None:

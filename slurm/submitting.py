@@ -14,6 +14,7 @@ from typing import Any
 
 import lustre
 from preprocess.cost_estimate import estimate_of
+from preprocess.done_shards import find_made_shards
 from shardprep.errors import ShardprepError
 from shardprep.format.names import id_ranges
 from slurm.cluster_limits import (
@@ -24,7 +25,7 @@ from slurm.cluster_limits import (
     find_partition_limits,
     tasks_of_shards,
 )
-from slurm.dataset_state import DatasetState, done_shards, find_state
+from slurm.dataset_state import DatasetState, find_state
 from slurm.job_records import JOBS_FOLDER
 from slurm.job_script import (
     JobRequest,
@@ -38,7 +39,6 @@ from slurm.job_script import (
 from slurm.resource_use import advice_of_makings, advice_of_plan, within
 from slurm.sending import ArrayToSend, Sending
 from slurm.slurm_commands import SlurmAway, SlurmRefused
-from slurm.status_report import read_makings
 
 Group = tuple[JobRequest, list[int]]  # shards that are asked for in the same way
 
@@ -105,7 +105,7 @@ def check_recorded(state: DatasetState) -> None:
         raise SlurmRefused(
             f"jobs {', '.join(state.shown.unrecorded)} of this data set wait or run, and no file in "
             f"{state.folder / JOBS_FOLDER} says which shards they make (was it emptied?); wait until they "
-            f"have ended, or end them: python -m slurm cancel {quoted(state.folder)}"
+            f"have ended, or end them: shardprep cancel {quoted(state.folder)}"
         )
 
 
@@ -117,7 +117,6 @@ def prepare(
     *,
     sources: Mapping[str, str] | None = None,
     dry_run: bool = False,
-    broken: Sequence[int] = (),
 ) -> Sending:
     """Preflight of every group against the site. Writes and submits nothing."""
     if_away = _warn(say) if dry_run else None
@@ -147,7 +146,6 @@ def prepare(
         verify=verify,
         cluster=cluster,
         sources=dict(sources or {}),
-        broken=list(broken),
     )
 
 
@@ -164,9 +162,9 @@ def advised(
     ``has_cpus``: the request's CPUs were given; memory and time are then what a task of these needs.
     """
     plan = check_folder(folder, request, say)
-    done = done_shards(folder, plan)
+    made = find_made_shards(folder, plan).done
     limits = _limits(request, _warn(say))
-    num_left = plan.num_shards - len(done)
+    num_left = plan.num_shards - len(made)
     most = limits.max_tasks if limits else num_left
     partition = find_partition_limits(request) if limits else None
     num_cpus = None
@@ -175,8 +173,8 @@ def advised(
         if request.num_cpus is None:  # a whole node, which makes a shard on each of its CPUs
             shards_per_task = shards_per_task or num_cpus
     per_task = max(shards_per_task or 1, -(-num_left // max(1, most)), 1)
-    if made := read_makings(folder, sorted(done)):
-        advice = advice_of_makings(made, per_task, num_cpus, partition)
+    if made:
+        advice = advice_of_makings(list(made.values()), per_task, num_cpus, partition)
         return within(advice, partition), f"auto: {len(made)} shards that are made"
     try:
         advice = advice_of_plan(plan, folder, per_task, num_cpus, partition)

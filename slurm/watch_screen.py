@@ -48,7 +48,11 @@ def screen_lines(
         rows = _kinds(data, width, most)
         if len(top) + len(rows) + len(end) <= _MOST_LINES:
             break
-    return [cut(line, width) for line in (*top, *rows, *end)]
+    return [
+        part
+        for line in (*top, *rows, *end)
+        for part in (_wrapped(line, width) if line.startswith("next: ") else [cut(line, width)])
+    ]
 
 
 def _kinds(data: dict[str, Any], width: int, most: int) -> list[str]:
@@ -100,6 +104,16 @@ def cut(line: str, width: int) -> str:
     return (clean + "...")[:width]
 
 
+def _wrapped(line: str, width: int) -> list[str]:
+    """A command whole, over as many lines as it takes."""
+    clean, lines = printable(line), [""]
+    for char in clean:
+        if num_cells(lines[-1] + char) > width:
+            lines.append("")
+        lines[-1] += char
+    return lines
+
+
 def _counts(data: dict[str, Any]) -> dict[str, int]:
     return {name: data[f"num_{name.replace(' ', '_')}"] for name in _COUNTS}
 
@@ -134,10 +148,10 @@ def _rows(name: str, texts: Sequence[str], most: int) -> list[str]:
 
 
 def _last_failure_lines(data: dict[str, Any], width: int) -> list[str]:
-    """The failure of the task that was submitted last, with the last line of its log."""
+    """The failure of the attempt that ended last, with the last line of its log."""
     if not data["failures"]:
         return []
-    last = max(data["failures"], key=lambda item: (int(item["task"].partition("_")[0]), item["shard"]))
+    last = max(data["failures"], key=lambda item: (item["ended"], item["shard"]))
     where = f" on {last['node']}" if last["node"] else ""
     lines = ["", *_rows("last failed", [f"shard {last['shard']:05d}{where}: {last['cause']}"], 1)]
     said = last["last_lines"][-1:]

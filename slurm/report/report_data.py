@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 import shardprep
+from preprocess.done_shards import read_findings
 from preprocess.options import PrepConfig, flags_of
 from preprocess.plan import Plan, is_one_file_a_shard
 from shardprep.console import printable
@@ -30,11 +31,18 @@ from shardprep.errors import BrokenShard, ReadWriteError, ShardprepError
 from shardprep.format.checked_json import Fields
 from shardprep.format.index import COLUMNS, DatasetIndex, read_index
 from shardprep.format.manifest import ShardCounts
-from shardprep.format.names import INDEX_NAME, id_ranges, offset_unit, quarantine_path, shard_name
+from shardprep.format.names import (
+    INDEX_NAME,
+    id_ranges,
+    idx_path,
+    offset_unit,
+    quarantine_path,
+    shard_name,
+    tar_path,
+)
 from shardprep.format.osts import read_osts
 from shardprep.format.shard_making import ShardMaking, making_of, read_unchecked
 from shardprep.regular_files import (
-    NOT_THERE,
     close_read,
     names_in,
     open_regular,
@@ -106,14 +114,17 @@ def sum_manifests(
 
 
 def _read_manifest(folder: Path, shard_id: int) -> tuple[ShardMaking, int, dict[str, Any]] | None:
-    """How a shard was made, the bytes of its tar, and what ``totals`` adds up."""
+    """How a shard was made, the bytes of its tar, and what ``totals`` adds up; None where it is not done."""
     try:
         fields = read_unchecked(folder, shard_id)
         parts = {name: fields.mapping(name) for name in ("run", "counts", "spec")}
         making = making_of(shard_id, Fields(fields.path, parts))
         counts = ShardCounts.from_json(Fields(fields.path, parts["counts"], "counts."))
         tar, idx = fields.stamp("tar"), fields.stamp("idx")
-    except (*NOT_THERE, BrokenShard, ReadWriteError):
+        for path, stamp in ((tar_path(folder, shard_id), tar), (idx_path(folder, shard_id), idx)):
+            if os.stat(path).st_size != stamp.num_bytes:  # noqa: PTH116 - of 10^5 files, half the time
+                return None
+    except (OSError, BrokenShard, ReadWriteError):
         return None
     run = parts["run"]
     numbers = {
@@ -199,7 +210,7 @@ def _data(folder: Path, plan: Plan, sums: ManifestSums, index: DatasetIndex | No
         "not_read": id_ranges(sums.not_read),
         "other_plan": id_ranges(sums.other_plan),
         "without_manifest": id_ranges(without_manifest),
-        "verified": index is not None,
+        "verified": index is not None and not read_findings(folder, plan.plan_id),
         "index": None if index is None else {name: int(index.column(name).sum()) for name in COLUMNS},
         "has_index_alone": index is not None and 0 < len(without_manifest) == len(missing),
         "record": plan.options.record,

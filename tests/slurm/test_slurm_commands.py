@@ -27,7 +27,7 @@ from slurm.slurm_commands import slurm_answer, slurm_output
 from slurm.slurm_queries import parse_accounts, parse_queue
 from slurm.submitting import prepare
 from tests.checkout import ROOT
-from tests.slurm.fake_slurm import JOB, NAME, QUEUES, WHEN, FakeSlurm, submitted
+from tests.slurm.fake_slurm import JOB, NAME, QUEUES, WHEN, FakeSlurm, make_done, submitted
 
 pytestmark = pytest.mark.processes
 
@@ -117,20 +117,18 @@ def test_wait_where_all_is_queued_already_waits_and_does_not_end_with_0_unverifi
     gone = fake.place / "bin" / "squeue"
     once = f"cat {shlex.quote(str(queue))}; : >{shlex.quote(str(queue))}"
     # Jobs are asked for by name, too: that question must not use the answer up.
-    gone.write_text(f'#!/bin/sh\ncase "$*" in *--name=*) ;; *) {once} ;; esac\n')
+    gone.write_text(f'#!/bin/sh\ncase "$*" in *--user=*) ;; *) {once} ;; esac\n')
     gone.chmod(0o755)
     said = fake.run("submit", data_dir, "--wait", code=74)
     assert "5 shards wait or run already" in said
-    assert "failed, unknown: no log, and Slurm has forgotten it: 0-4" in said
+    assert "ended before they began: 0-4" in said
 
 
 def test_wait_where_all_is_done_but_nothing_verified_is_no_success(fake: FakeSlurm, data_dir: Path) -> None:
-    for shard_id in range(5):
-        for suffix in ("json", "tar", "idx"):
-            (data_dir / f"{shard_name(shard_id)}.{suffix}").touch()
+    make_done(data_dir, *range(5))
     said = fake.run("submit", data_dir, "--wait", code=74)
     assert "nothing to submit: 5 of 5 shards are done" in said
-    assert "python -m preprocess verify" in said
+    assert f"next: shardprep verify {data_dir}" in said
 
 
 def test_a_dry_run_of_submit_needs_no_controller(fake: FakeSlurm, data_dir: Path) -> None:
@@ -182,7 +180,7 @@ def test_a_value_reaches_the_worker_as_it_is_and_no_shell_runs_it(tmp_path: Path
     request = JobRequest(worker_args=shlex.join(["--input_dir", name]), partition=name, account=name)
     settings = {"SHARDPREP_EXEC": name}
     script = array_script(folder, "shardprep-0", ["3"], request, settings=settings, body=prep_script())
-    expected = ["--shard_id", "3", "--output_dir", str(folder), "--input_dir", name, name]
+    expected = ["--shard_id", "3", "--planned", "--output_dir", str(folder), "--input_dir", name, name]
     assert run_head(script, tmp_path) == expected
     script = verify_script(folder, "shardprep-0", 5, request, settings=settings, body=prep_script())
     assert run_head(script, tmp_path) == ["verify", str(folder), name]
@@ -414,7 +412,9 @@ def test_a_manifest_of_wrong_types_does_not_end_a_status(fake: FakeSlurm, data_d
     contents = [b"[" * 100_000, b'{"run": 1}', b'{"run": {"wall_s": "long"}}', b"\xff", b"{}"]
     for shard_id, content in enumerate(contents):
         (data_dir / f"{shard_name(shard_id)}.json").write_bytes(content)
-    assert "5 of 5 shards are done" in fake.run("status", data_dir)
+    text = fake.run("status", data_dir)
+    assert "0 of 5 shards are done" in text
+    assert "not done, " in text
 
 
 def test_slurm_gets_no_variables_of_the_allocation_that_submit_runs_in(

@@ -64,7 +64,7 @@ def test_what_somebody_should_look_at_is_on_the_screen_and_fits_with_everything_
     text = "\n".join(screen_lines({**data, **pressing}))
     for words in (
         "suspended: 2;",
-        "found wrong by the verify job: 0;",
+        "found wrong by verify: 0;",
         "clocks are 4 min",
         "accounts give no",
     ):

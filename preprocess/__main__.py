@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,12 +22,16 @@ from preprocess.options import (
 from preprocess.resources import PROCESS_BYTES, memory_limit_gb
 from shardprep.command_line import Command, Program, add_flags_of, given_of, parse_size
 from shardprep.console import Progress, print_lines, say
-from shardprep.errors import ShardprepError, UsageError
+from shardprep.errors import BadInput, NotFound, Refused, ShardprepError, UsageError
 from shardprep.format.names import id_ranges, ids_of_ranges
 
 if TYPE_CHECKING:
     from preprocess.plan import Plan
     from preprocess.verify import Problem
+
+
+_MOST_INDICES = 1000  # of a job array, by Slurm's default; `submit` splits within the site's own limit
+_FINAL_CODES = {BadInput.exit_code, NotFound.exit_code, Refused.exit_code}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,6 +99,7 @@ def make_plan(args: argparse.Namespace) -> int:
     from lustre import Need, StripeRequest, space_lines
     from preprocess.planning import LONG_SHARD_S, Sharding, small_shards_note
     from preprocess.planning import make_plan as make
+    from preprocess.task_plan import array_command
 
     config = PrepConfig(**given_of(args, PrepConfig))
     shard_bytes = parse_size(args.shard_bytes, "--shard_bytes") if args.shard_bytes else None
@@ -125,11 +131,11 @@ def make_plan(args: argparse.Namespace) -> int:
         print_lines(f"warning: {note}")
     if empty := sizes.count(0):
         print_lines(f"warning: {empty} shards are empty; fewer would do")
-    print_lines(f"next: sbatch --array=0-{last} slurm/prep_array.sh {config.output_dir}")
-    print_lines(
-        f"  or: python -m slurm submit {config.output_dir}  # within the site's limits, verify included"
-    )
-    print_lines(f"  or: python -m preprocess run {config.output_dir}  # here, without a cluster")
+    place = shlex.quote(os.path.abspath(config.output_dir))  # noqa: PTH100 - links stay as they are
+    print_lines(f"next: shardprep submit {place}  # to Slurm, within the site's limits, verify included")
+    if last <= _MOST_INDICES:
+        print_lines(f"  or: {array_command(config.output_dir, f'0-{last}')}")
+    print_lines(f"  or: shardprep run {place}  # here, without a cluster")
     return 0
 
 
@@ -171,7 +177,14 @@ def run(args: argparse.Namespace) -> int:
     say(f"{len(todo) - len(failures)} of {len(todo)} shards made by {num_proc} process(es): {total}")
     if failures:
         ids = id_ranges(failure.shard_id for failure in failures)
-        say(f"error: failed: {ids}; run again: python -m preprocess run {folder} --shards {ids}")
+        command = f"shardprep run {shlex.quote(os.path.abspath(folder))} --shards {ids}"  # noqa: PTH100
+        is_final = {failure.exit_code for failure in failures} <= _FINAL_CODES
+        what = (
+            "the same input fails in the same way: do what the lines above say, then"
+            if is_final
+            else "run again"
+        )
+        say(f"error: failed: {ids}; {what}: {command}")
         return failures[0].exit_code
     return 0
 

@@ -6,11 +6,13 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import shlex
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import preprocess
 from preprocess.input_files import find_inputs, list_inputs
 from preprocess.options import LISTING_OPTIONS, PrepConfig, flags_of
 from preprocess.plan import Plan, PlannedShard, is_one_file_a_shard, need_plan, read_plan
@@ -166,6 +168,12 @@ def _check_listing(plan: Plan, input_dir: Path) -> None:
         )
 
 
+def array_command(folder: Path, ids: str) -> str:
+    """What submits an array of these shards, from any folder."""
+    script = Path(preprocess.__file__).resolve().parents[1] / "slurm" / "prep_array.sh"
+    return shlex.join(["sbatch", f"--array={ids}", str(script), os.path.abspath(folder)])  # noqa: PTH100
+
+
 def array_note(environ: Mapping[str, str], num_shards: int, folder: Path) -> str | None:
     """What this task's job array leaves out of the plan, with the line that submits it; else None."""
     try:
@@ -181,5 +189,5 @@ def array_note(environ: Mapping[str, str], num_shards: int, folder: Path) -> str
     ids = id_ranges(left)
     return (
         f"this job array covers {num_shards - len(left)} of the plan's {num_shards} shards; it leaves out "
-        f"{ids}: sbatch --array={ids} slurm/prep_array.sh {folder}"
+        f"{ids}: {array_command(folder, ids)}"
     )

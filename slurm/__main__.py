@@ -97,6 +97,8 @@ def submit(args: argparse.Namespace) -> int:
     state, sending = prepared()
     if sending is None:
         print_lines(f"nothing to submit: {_summary(state)}")
+        if args.until_done and not args.dry_run:
+            _control(args, state, state.next_number, request, state.jobs_to_wait_for())
         return _wait(args) if args.wait and not args.dry_run else 0
     return _send(args, sending, prepared)
 
@@ -106,7 +108,7 @@ def retry(args: argparse.Namespace) -> int:
     from preprocess.plan import need_plan
     from slurm.dataset_state import find_state, reason_to_leave
     from slurm.failure_causes import remedy_of
-    from slurm.retrying import prepare_retry
+    from slurm.retrying import base_request, prepare_retry
 
     changes = given_request(args)
 
@@ -126,6 +128,19 @@ def retry(args: argparse.Namespace) -> int:
         return state, sending
 
     state, sending = prepared()
+    if args.until_done and not state.ids("running", "pending"):
+        if sending is None:
+            from slurm.until_done import finish
+
+            return finish(state, [shard for shard in state.shards if shard.state == "failed"])
+        if args.round > args.max_rounds:
+            from slurm.until_done import stop_after
+
+            return stop_after(state, args.max_rounds)
+    if sending is None and args.until_done and not args.dry_run:
+        waited = [each for each in state.jobs_to_wait_for() if each not in state.shown.controllers]
+        _control(args, state, state.next_number, base_request(state), waited)
+        return 0
     if sending is None:
         num_left = len(state.ids("failed"))
         left_words = f"{counted(num_left, 'shard')} left as {'it is' if num_left == 1 else 'they are'}, "
@@ -173,8 +188,13 @@ def _send(
                 number=submission.number,
                 jobs=[job.job_id for job in submission.jobs],
                 causes=sending.state.causes_of(submission),
+                **({"round": args.round} if args.until_done and args.command == "retry" else {}),
             )
             _print_sent(submission)
+            if args.until_done:
+                ids = [job.job_id for job in submission.jobs]
+                request = submission.arrays[0].request
+                _control(args, sending.state, submission.number, request, ids)
             break
         except SubmittedMeanwhile as error:
             say(f"note: {error}")
@@ -186,6 +206,24 @@ def _send(
         return _wait(args)
     print_lines(f"next: shardprep status {quoted(args.output_dir)} --watch")
     return 0
+
+
+def _control(
+    args: argparse.Namespace, state: DatasetState, number: int, request: JobRequest, job_ids: list[str]
+) -> None:
+    """``--until_done``: the job that looks at what became of these jobs, and goes on."""
+    from slurm.until_done import send_controller
+
+    flags = [
+        "--max_rounds",
+        str(args.max_rounds),
+        "--round",
+        str(args.round + 1 if args.command == "retry" else 1),
+    ]
+    if args.command == "retry":
+        flags += ["--max_attempts", str(args.max_attempts)]
+    job_id = send_controller(state, number, request, job_ids, flags)
+    print_lines(f"job {job_id}: sends again what fails, until all is verified (--until_done)")
 
 
 def _print_sent(submission: Submission) -> None:
@@ -275,9 +313,9 @@ def cancel(args: argparse.Namespace) -> int:
     if args.shards is not None:
         return _cancel_shards(args, state)
     live = state.live_jobs()
-    unrecorded = [*state.shown.strays, *state.shown.unrecorded]
-    if unrecorded:
-        live.setdefault(state.shown.cluster, []).extend(unrecorded)
+    unrecorded = [*state.shown.controllers, *state.shown.strays, *state.shown.unrecorded]
+    if unrecorded:  # first, as a controller would send again what is cancelled
+        live[state.shown.cluster] = [*unrecorded, *live.get(state.shown.cluster, [])]
     failed: list[ShardprepError] = []
     for cluster, job_ids in live.items():
         try:
@@ -393,6 +431,14 @@ def _sending_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shards", help="only these, such as 0-9,12")
     parser.add_argument("--dry_run", action="store_true", help="print the job scripts, submit nothing")
     parser.add_argument("--wait", action="store_true", help="show progress until all jobs have ended")
+    parser.add_argument(
+        "--until_done",
+        action="store_true",
+        help="leave a small job on the cluster that sends again what fails, and at the end writes a report",
+    )
+    parser.add_argument(
+        "--max_rounds", type=int, default=5, help="of --until_done: how often it sends again (default 5)"
+    )
 
 
 def _retry_flags(parser: argparse.ArgumentParser) -> None:
@@ -403,6 +449,7 @@ def _retry_flags(parser: argparse.ArgumentParser) -> None:
         default=3,
         help="leave a shard that failed the same way so often (default 3)",
     )
+    parser.add_argument("--round", type=int, default=1, help=argparse.SUPPRESS)
 
 
 def _status_flags(parser: argparse.ArgumentParser) -> None:

@@ -133,7 +133,11 @@ class DatasetState:
         One of these may wait for nodes that are gone.
         """
         obsolete = {each.verify_job_id for each in self.submissions[:-1]}
-        return [each for each in (*self.live_job_ids(), *self.shown.unrecorded) if each not in obsolete]
+        return [
+            each
+            for each in (*self.live_job_ids(), *self.shown.unrecorded, *self.shown.controllers)
+            if each not in obsolete
+        ]
 
     def live_jobs(self) -> dict[str, list[str]]:
         """Cluster -> its jobs of ours that wait or run, verify jobs included."""

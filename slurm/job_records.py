@@ -113,8 +113,11 @@ def append_event(folder: Path, kind: str, **facts: Any) -> None:
     line = (
         json.dumps({"time": round(time.time(), 3), "event": kind, "user": getpass.getuser(), **facts}) + "\n"
     )
-    with contextlib.suppress(OSError), (folder / JOBS_FOLDER / _HISTORY_NAME).open("ab", buffering=0) as file:
-        file.write(line.encode())
+    path = folder / JOBS_FOLDER / _HISTORY_NAME
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(exist_ok=True)
+        with path.open("ab", buffering=0) as file:
+            file.write(line.encode())
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
@@ -132,6 +135,19 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
             if isinstance(event, dict) and isinstance(event.get("event"), str):
                 events.append(event)
     return events
+
+
+def event_line(event: dict[str, Any]) -> str:
+    """A line of the history for people."""
+    causes = event.get("causes")
+    words = [str(event["event"])]
+    if isinstance(event.get("round"), int):
+        words.append(f"round {event['round']}")
+    if isinstance(causes, dict) and causes:
+        words.append("after " + "; ".join(f"{cause}: {found['shards']}" for cause, found in causes.items()))
+    words += [str(event[name]) for name in ("why", "report") if name in event]
+    jobs = event.get("jobs")
+    return ", ".join([*words, *([f"jobs {' '.join(map(str, jobs))}"] if isinstance(jobs, list) else [])])
 
 
 def publish_submission(folder: Path, submission: Submission) -> None:

@@ -21,6 +21,7 @@ from preprocess.attempts import folder_identity
 from shardprep.errors import UsageError
 
 JOB_NAME = "shardprep"
+CONTROLLER_SUFFIX = "-control"
 LOG_FOLDER = "logs"  # in O/jobs
 _PASSED_ON = ("SHARDPREP_PYTHON", "SHARDPREP_SRUN_ARGS", "SHARDPREP_EXEC", "SHARDPREP_SETUP")
 # Options of sbatch that a submission sets itself.
@@ -155,6 +156,23 @@ def job_names(folder: Path, plan_id: str, number: int) -> tuple[str, str]:
     """Of a submission's arrays, and of its verify job."""
     name = job_name(folder, plan_id, number)
     return name, f"{name}-verify"
+
+
+def controller_name(folder: Path, plan_id: str, number: int) -> str:
+    """Of the job that sends again what a submission did not make."""
+    return f"{job_name(folder, plan_id, number)}{CONTROLLER_SUFFIX}"
+
+
+def controller_script(folder: Path, name: str, command: str, request: JobRequest) -> str:
+    """The script of a job that runs ``command``, which needs Slurm's commands: in no container."""
+    small = request.changed(cpus_per_task=1, mem_gb=1.0, mem_per_cpu_gb=None, max_parallel=1)
+    options = [f"--job-name={name}", f"--output={_log_pattern(folder, 'control-%j')}"]
+    options += small.sbatch_options()
+    lines = ["#!/bin/bash", *(f"#SBATCH {_quoted(option)}" for option in options)]
+    if request.setup:
+        lines.append(f"source {shlex.quote(os.path.realpath(request.setup))}")
+    root = Path(__file__).resolve().parents[1]
+    return "\n".join([*lines, f"cd {shlex.quote(str(root))}", f"exec {command}", ""])
 
 
 def array_script(

@@ -36,7 +36,7 @@ def prepare_retry(
     """
     check_recorded(state)
     tried = [shard for shard in state.shards if shard.attempts]
-    if not state.submissions and not tried:
+    if not state.submissions and not tried and state.ids("not submitted", "not visible"):
         raise NotFound(
             f"nothing was submitted for {state.folder} yet; run: shardprep submit {quoted(state.folder)}"
         )

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from preprocess.attempts import Attempt
 from slurm.job_records import JobIdentity, Submission
-from slurm.job_script import JOB_NAME, names_begin
+from slurm.job_script import CONTROLLER_SUFFIX, JOB_NAME, names_begin
 from slurm.slurm_commands import SlurmAway, read_config
 from slurm.slurm_queries import (
     TaskAttempt,
@@ -41,6 +41,7 @@ class ShownJobs:
     attempts: dict[TaskKey, list[TaskAttempt]] = field(default_factory=dict)  # of a task, oldest first
     plain: list[TaskAttempt] = field(default_factory=list)  # index N makes shard N
     hidden: dict[int, str] = field(default_factory=dict)  # number of a submission -> why it is not shown
+    controllers: list[str] = field(default_factory=list)  # jobs of submit --until_done
     strays: list[str] = field(default_factory=list)  # held jobs of ours that no record names
     unrecorded: list[str] = field(default_factory=list)  # others, which wait or run
     away: str = ""  # why Slurm gave no answer
@@ -112,11 +113,14 @@ def find_shown_jobs(
         for each in own
         if each.name.startswith(begin) and each.job_id not in recorded and each.job_id not in plain_ids
     ]
+    controllers = {each.job_id for each in unnamed if each.name.endswith(CONTROLLER_SUFFIX)}
+    unnamed = [each for each in unnamed if each.job_id not in controllers]
     strays = {each.job_id for each in unnamed if "JobHeldUser" in each.reason}
     return replace(
         shown,
         plain=plain,
         hidden=hidden,
+        controllers=sorted(controllers, key=int),
         strays=sorted(strays, key=int),
         unrecorded=sorted({each.job_id for each in unnamed} - strays, key=int),
         accounts_away=shown.accounts_away or accounts_away,

@@ -79,6 +79,7 @@ def report(state: DatasetState) -> dict[str, Any]:
         "has_slurm": shutil.which("sbatch") is not None,
         "has_jobs": bool(state.submissions or any(each.job_id for each in state.attempts.own)),
         "history": read_events(state.folder),
+        "controller_jobs": state.shown.controllers,
         "held_jobs": state.held,
         "stray_jobs": state.shown.strays,
         "unrecorded_jobs": state.shown.unrecorded,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from shardprep.console import counted, short_time
 from shardprep.format.names import ids_of_ranges
 from shardprep.format.source_counts import source_lines
 from slurm.failure_causes import BAD_INPUT
+from slurm.job_records import event_line
 
 _MOST_FAILURES = 8  # shown with their last lines
+_MOST_EVENTS = 5  # of the history
 _METRIC_STATES = ("done", "running", "pending", "failed", "not_submitted", "not_visible")
 _CLOCKS_DIFFER_S = 30  # less is told by --json alone
 
@@ -49,9 +52,20 @@ def report_lines(data: dict[str, Any]) -> list[str]:
         )
         lines += [f"    | {line[:300]}" for line in failure["last_lines"]]
         lines.append(f"    {failure['log']}")
+    lines += [f"  job {each} sends again what fails (--until_done)" for each in data["controller_jobs"]]
+    lines += _history_lines(data["history"])
     if (more := len(data["failures"]) - _MOST_FAILURES) > 0:
         lines.append(f"  and {more} more failures: --json has them all")
     return [*lines, next_line(data)]
+
+
+def _history_lines(history: list[dict[str, Any]]) -> list[str]:
+    """What submit, retry, cancel and --until_done did last."""
+    newest = history[-_MOST_EVENTS:] if len(history) > 1 else []
+    return [
+        f"  {time.strftime('%m-%d %H:%M', time.localtime(float(each.get('time', 0))))} {event_line(each)}"
+        for each in newest
+    ]
 
 
 def _waiting_lines(data: dict[str, Any]) -> list[str]:

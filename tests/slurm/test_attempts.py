@@ -229,3 +229,62 @@ def test_next_is_never_a_retry_that_would_be_refused(fake: FakeSlurm, data_dir: 
     fake.run("retry", data_dir, code=74)
     fake.run("retry", data_dir, "--max_attempts", 6)
     assert "shards_of=(4)" in fake.sent()[0]
+
+
+def events(data: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (data / "jobs" / "history.jsonl").read_text().splitlines()]
+
+
+def test_until_done_leaves_a_controller_behind_the_jobs_that_does_the_same_behind_what_it_sends(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    fake.run("submit", data_dir, "--until_done", "--max_rounds", 2)
+    controller = fake.sent()[2]
+    assert f"retry {data_dir} --until_done --max_rounds 2 --round 1" in controller
+    assert "--job-name=" + names_begin(data_dir, need_plan(data_dir).plan_id) + "0-control" in controller
+    assert "--dependency=afterany:1:2" in fake.calls("sbatch")[-1]
+    make_done(data_dir, 0, 1, 2, 3)
+    write_record(data_dir, "1_4", ended(75, oom=1))
+    fake.run("retry", data_dir, "--until_done", "--max_rounds", 2, "--round", 1)
+    assert "shards_of=(4)" in fake.sent()[3]
+    assert "#SBATCH --mem=200M" in fake.sent()[3], "twice the 100 MB that it had"
+    assert "--round 2" in fake.sent()[5]
+    assert events(data_dir)[-1]["causes"] == {"OUT_OF_MEMORY": {"shards": "4", "nodes": {"n1": 1}}}
+    said = fake.run("retry", data_dir, "--until_done", "--max_rounds", 2, "--round", 3, code=74)
+    assert "shards 4 are not made after 2 rounds" in said
+    assert events(data_dir)[-1]["event"] == "stopped"
+    assert len(fake.sent()) == 6
+
+
+def test_until_done_stops_with_a_sentence_where_only_people_can_help(fake: FakeSlurm, data_dir: Path) -> None:
+    make_done(data_dir, 0, 1, 2, 3)
+    write_record(data_dir, "1_4", ended(65))
+    said = fake.run("retry", data_dir, "--until_done", code=74)
+    assert "only a person can help now: shards 4: bad input (65); retry does not send it again" in said
+    assert not fake.sent()
+    assert "stopped" in events(data_dir)[-1]["event"]
+
+
+def test_until_done_verifies_what_is_done_and_writes_the_report(
+    fake: FakeSlurm, prep: Prep, sample_dir: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    prep.plan(sample_dir, data, num_shards=2)
+    assert prep.command("run", data).code == 0
+    fake.run("retry", data, "--until_done")
+    assert status(fake, data)["verified"]
+    assert "<html" in (data / "report.html").read_text()
+    assert events(data)[-1]["event"] == "finished"
+
+
+def test_cancel_ends_the_controller_first_as_it_would_send_again_what_is_cancelled(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    submitted(data_dir, identity=folder_identity(data_dir))
+    name = f"{names_begin(data_dir, need_plan(data_dir).plan_id)}0-control"
+    jobs = f"1|0-4|PENDING|Priority|0:0||0:00|1|root|{WHEN}|N/A|N/A|0|x|\n"
+    jobs += f"9|N/A|PENDING|Dependency|0:0||0:00|9|root|{WHEN}|N/A|N/A|0|{name}|\n"
+    fake.answers("squeue", jobs)
+    assert status(fake, data_dir)["controller_jobs"] == ["9"]
+    fake.run("cancel", data_dir)
+    assert fake.calls("scancel") == ["9 1"]

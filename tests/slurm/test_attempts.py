@@ -10,6 +10,7 @@ import json
 import os
 import shlex
 import shutil
+import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -288,3 +289,22 @@ def test_cancel_ends_the_controller_first_as_it_would_send_again_what_is_cancell
     assert status(fake, data_dir)["controller_jobs"] == ["9"]
     fake.run("cancel", data_dir)
     assert fake.calls("scancel") == ["9 1"]
+
+
+@pytest.mark.parametrize(
+    ("host", "pid_began", "state"),
+    [("here", 0, "running"), ("here", 1, "failed"), ("elsewhere", 0, "not_visible")],
+)
+def test_a_run_without_an_end_runs_was_killed_or_cannot_be_seen_from_this_host(
+    fake: FakeSlurm, data_dir: Path, host: str, pid_began: int, state: str
+) -> None:
+    """``pid_began`` 1: the process has gone, and another one has its number."""
+    node = socket.gethostname() if host == "here" else "another.host"
+    ticks = pid_began or int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    facts = {"by": "run", "job_id": "", "shards": "1-2", "node": node, "pid": os.getpid(), "pid_began": ticks}
+    path = write_record(data_dir, "1_1", **facts)
+    path.rename(path.with_name(f"{node}-{os.getpid()}.1000"))
+    assert status(fake, data_dir)[state] == "1-2"
+    if state != "failed":
+        fake.run("submit", data_dir)
+        assert "shards_of=(0 3 4)" in fake.sent()[0]

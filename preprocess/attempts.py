@@ -107,7 +107,9 @@ def folder_identity(folder: Path) -> int:
 def read_attempts(folder: Path, plan_id: str) -> Attempts:
     """Read all records: one open for each attempt that runs or failed. Broken lines are left out."""
     identity = folder_identity(folder)
-    own, foreign, unreadable = [], [], []
+    own: list[Attempt] = []
+    foreign: list[Attempt] = []
+    unreadable: list[str] = []
     try:
         names = names_in(folder / ATTEMPTS_FOLDER)
     except ShardprepError as error:
@@ -152,6 +154,13 @@ def _attempt_of(path: Path, content: bytes) -> Attempt | None:
     if begin is None:
         return None
     try:
+        facts: dict[str, Any] = {
+            **{name: str(begin.get(name, "")) for name in ("node", "user", "job_id", "raw_job_id", "log")},
+            **{name: int(begin.get(name, 0)) for name in ("index", "num_restarts", "pid", "pid_began")},
+            **{name: _number(begin, name) for name in ("num_cpus", "mem_mb")},
+            **{name: _number(end, name) for name in ("exit_code", "left_s", "peak_bytes")},
+            **{name: str(end.get(name, "")) for name in ("stage", "signal", "stopped_by")},
+        }
         return Attempt(
             path=path,
             plan_id=str(begin["plan_id"]),
@@ -160,17 +169,9 @@ def _attempt_of(path: Path, content: bytes) -> Attempt | None:
             started_by=str(begin["by"]),
             began=float(begin["time"]),
             failures=failures,
-            **{name: str(begin.get(name, "")) for name in ("node", "user", "job_id", "raw_job_id", "log")},
-            **{name: int(begin.get(name, 0)) for name in ("index", "num_restarts", "pid", "pid_began")},
-            **{name: _number(begin, name) for name in ("num_cpus", "mem_mb")},
             ended=None if "time" not in end else float(end["time"]),
-            exit_code=_number(end, "exit_code"),
-            stage=str(end.get("stage", "")),
-            signal=str(end.get("signal", "")),
-            stopped_by=str(end.get("stopped_by", "")),
-            left_s=_number(end, "left_s"),
             is_out_of_memory=bool(end.get("oom", 0)),
-            peak_bytes=_number(end, "peak_bytes"),
+            **facts,
         )
     except (ValueError, LookupError, TypeError):
         return None

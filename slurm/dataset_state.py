@@ -308,9 +308,9 @@ def _of_record(
 
     def attempt_at(shard_id: int) -> ShardAttempt:
         failure = record.failures.get(shard_id)
-        began = {"elapsed_s": task.elapsed_s} if is_running and task else {}
+        elapsed_s = task.elapsed_s if is_running and task else 0
         if record.ended is not None:
-            began = {"elapsed_s": round(record.ended - record.began)}
+            elapsed_s = round(record.ended - record.began)
         return ShardAttempt(
             state=state,
             task=f"{record.job_id}_{record.index}" if record.job_id else f"{record.node}-{record.pid}",
@@ -321,7 +321,7 @@ def _of_record(
             node=record.node,
             log=record.log,
             is_suspended=bool(is_running and task and task.is_suspended),
-            **began,
+            elapsed_s=elapsed_s,
         )
 
     return attempt_at

@@ -113,7 +113,12 @@ def retry(args: argparse.Namespace) -> int:
     changes = given_request(args)
 
     def prepared() -> tuple[DatasetState, Sending | None]:
-        state = find_state(args.output_dir, need_plan(args.output_dir))
+        plan = need_plan(args.output_dir)
+
+        def look() -> DatasetState:
+            return find_state(args.output_dir, plan)
+
+        state = Patience(say).ask(look) if args.until_done else look()  # nobody else would ask again
         left, sending = prepare_retry(
             state,
             changes,
@@ -128,16 +133,16 @@ def retry(args: argparse.Namespace) -> int:
         return state, sending
 
     state, sending = prepared()
-    if args.until_done and not state.ids("running", "pending"):
-        if sending is None:
-            from slurm.until_done import finish
+    is_controlled = args.until_done and not args.dry_run
+    if is_controlled and sending is None and not state.ids("running", "pending"):
+        from slurm.until_done import finish
 
-            return finish(state, [shard for shard in state.shards if shard.state == "failed"])
-        if args.round > args.max_rounds:
-            from slurm.until_done import stop_after
+        return finish(state, [shard for shard in state.shards if shard.state == "failed"])
+    if is_controlled and args.round > args.max_rounds:
+        from slurm.until_done import stop_after
 
-            return stop_after(state, args.max_rounds)
-    if sending is None and args.until_done and not args.dry_run:
+        return stop_after(state, args.max_rounds)
+    if is_controlled and sending is None:
         waited = [each for each in state.jobs_to_wait_for() if each not in state.shown.controllers]
         _control(args, state, state.next_number, base_request(state), waited)
         return 0

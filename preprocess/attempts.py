@@ -68,6 +68,7 @@ class Attempt:
     failures: Mapping[int, Failure] = field(default_factory=dict)
     ended: float | None = None
     exit_code: int | None = None
+    killed_by: int | None = None  # the signal that ended the worker
     stage: str = ""  # at which it ended: set-up, start, work
     signal: str = ""  # that it was told to stop by
     stopped_by: str = ""  # in the log: time limit, node failure, preemption, cancel, cancelled step
@@ -158,7 +159,7 @@ def _attempt_of(path: Path, content: bytes) -> Attempt | None:
             **{name: str(begin.get(name, "")) for name in ("node", "user", "job_id", "raw_job_id", "log")},
             **{name: int(begin.get(name, 0)) for name in ("index", "num_restarts", "pid", "pid_began")},
             **{name: _number(begin, name) for name in ("num_cpus", "mem_mb")},
-            **{name: _number(end, name) for name in ("exit_code", "left_s", "peak_bytes")},
+            **{name: _number(end, name) for name in ("exit_code", "killed_by", "left_s", "peak_bytes")},
             **{name: str(end.get(name, "")) for name in ("stage", "signal", "stopped_by")},
         }
         return Attempt(

@@ -110,6 +110,8 @@ def cause_of(attempt: Attempt, task: TaskAttempt | None, shard_id: int, *, is_wa
         return CANCELLED if task is not None and task.state == "CANCELLED" else VANISHED
     if attempt.stopped_by:
         return _STOPPED_BY.get(attempt.stopped_by, STOPPED)
+    if attempt.killed_by:
+        return f"killed by signal {attempt.killed_by}"
     is_late = attempt.left_s is not None and attempt.left_s <= _WARNED_S
     if attempt.signal == "USR1" and (is_warned or is_late):
         return TIMEOUT

@@ -58,7 +58,7 @@ if (($#)) && [[ $1 != -* ]]; then place=(--output_dir "$1" --planned); shift; fi
 
 # The record of this attempt: a file of JSON lines in O/jobs/attempts, read by `slurm status`. It is opened
 # once, here, and removed where all was made. Nothing of it may stop the work: what cannot be written is left.
-line="" record="" stage="set-up" stop_signal="" left_s="" log_start=0
+line="" record="" stage="set-up" killed_by="" stop_signal="" left_s="" log_start=0
 field() { # NAME VALUE: a number as it is, else a text, escaped
   local value=${2//[[:cntrl:]]/?}
   [[ -n $value ]] || return 0
@@ -124,6 +124,7 @@ end_record() {
   field time "$(printf '%(%s)T' -1)"
   field exit_code "$code"
   field stage "$stage"
+  field killed_by "$killed_by"
   field signal "$stop_signal"
   stopped_at
   field left_s "$left_s"
@@ -243,6 +244,7 @@ fi
 ((rc < 128)) || {
   why="by signal $((rc - 128)) (9 is often memory: try a larger --mem)"
   ((num_signals == 0)) || why="before it could clean up"
+  ((num_signals)) || killed_by=$((rc - 128))
   echo "shardprep: node $node: $what was killed $why; the same sbatch line makes it again" >&2
   rc=75
 }

@@ -234,7 +234,9 @@ def _restarts(state: DatasetState) -> dict[str, int]:
     last = {each.key: each for each in state.attempts.own if each.job_id}
     found: dict[str, int] = {}
     for each in state.attempts.own:
-        if each.job_id and last[each.key] is not each and each.shards:
+        is_over = last[each.key] is not each if each.job_id else False
+        made = [state.made.done.get(shard_id) for shard_id in each.shards]
+        if each.job_id and made and (is_over or all(of and of.job_id == each.job_id for of in made)):
             cause = cause_of(each, state.shown.task_of(each), each.shards[0])
             words = f"{cause} on {each.node}" if cause == NODE_FAIL else cause
             found[words] = found.get(words, 0) + 1

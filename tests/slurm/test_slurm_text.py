@@ -246,6 +246,7 @@ def _attempt(**facts: Any) -> Attempt:
         ({"exit_code": 75, "signal": "USR1", "left_s": 58}, None, TIMEOUT),
         ({"exit_code": 75, "signal": "USR1"}, None, STOPPED),
         ({"exit_code": 75, "stage": "start"}, None, SRUN_FAILED),
+        ({"exit_code": 75, "killed_by": 9}, None, "killed by signal 9"),
         ({"exit_code": 3, "stage": "set-up"}, None, SETUP_ENDED),
         ({"exit_code": 0}, None, NO_MANIFEST),
         ({"ended": None}, None, VANISHED),

@@ -105,6 +105,15 @@ def submit(args: argparse.Namespace) -> int:
 
 def retry(args: argparse.Namespace) -> int:
     """``retry O``: what failed, each as its failure asks."""
+    try:
+        return _retry(args)
+    except ShardprepError as error:
+        if args.until_done and not args.dry_run:
+            append_event(args.output_dir, "stopped", why=str(error))
+        raise
+
+
+def _retry(args: argparse.Namespace) -> int:
     from preprocess.plan import need_plan
     from slurm.dataset_state import find_state, reason_to_leave
     from slurm.failure_causes import remedy_of

@@ -266,6 +266,12 @@ def test_until_done_stops_with_a_sentence_where_only_people_can_help(fake: FakeS
     assert "stopped" in events(data_dir)[-1]["event"]
 
 
+def test_a_controller_that_cannot_go_on_says_so_in_the_history(fake: FakeSlurm, data_dir: Path) -> None:
+    write_record(data_dir, "1_4", ended(74))
+    fake.run("retry", data_dir, "--until_done", "--setup", "/no/such/file", code=2)
+    assert "/no/such/file is no file" in events(data_dir)[-1]["why"]
+
+
 def test_until_done_verifies_what_is_done_and_writes_the_report(
     fake: FakeSlurm, prep: Prep, sample_dir: Path, tmp_path: Path
 ) -> None:

@@ -1,4 +1,6 @@
-"""Token ids -> the tensors of a batch: which id pads, how wide a batch is, its labels and its mask.
+"""Chunks of the workers -> the tensors of a batch: widths, padding, labels, masks, fields.
+
+Token ids -> the tensors of a batch: which id pads, how wide a batch is, its labels and its mask.
 
 No transformers here: importing that takes half as long as torch. ``collator.py`` has its collator.
 

@@ -1,4 +1,6 @@
-"""The settings of a loader and what follows from them, as one block of the log: rank 0 says it at INFO.
+"""``get_llama3_dataloader``: shards -> batches, as a torch DataLoader; and the log of its settings.
+
+The settings of a loader and what follows from them, as one block of the log: rank 0 says it at INFO.
 
 ``get_llama3_dataloader``: shards -> batches, as a torch DataLoader.
 

@@ -1,4 +1,6 @@
-"""The members of a tar, by its headers: ustar, PAX and GNU names.
+"""Tars that have no idx: find their members and samples by scanning the headers.
+
+The members of a tar, by its headers: ustar, PAX and GNU names.
 
 Every header is checked: first its checksum, then that each of its numbers is one. The bytes of the tar are
 read, not mapped: a failing page of a map would end the process with SIGBUS. A header costs 10 us.

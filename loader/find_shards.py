@@ -1,4 +1,6 @@
-"""Which documents are for validation and which for training: arithmetic, so nothing is listed or held.
+"""Find the shards of a run, and number their samples as one sequence.
+
+Which documents are for validation and which for training: arithmetic, so nothing is listed or held.
 
 Of every ``group`` consecutive documents of a shard one is for validation, chosen by a hash of the group and
 of the shard's content. So a sorted data set is split evenly, and a document stays on its side whatever other

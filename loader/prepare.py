@@ -1,4 +1,6 @@
-"""Who prepares a data set: claims, small files in ``.NAME.preparing`` beside the data set's folder.
+"""``ensure_prepared``: a training job that makes its own data set first, once.
+
+Who prepares a data set: claims, small files in ``.NAME.preparing`` beside the data set's folder.
 
     00001.json    {"launch": ..., "place": ..., "num_beats": 17, "exit_code": null, "error": null}
     1f0c....verdict    the same, of rank 0 of one launch: what its other ranks go on, or end, with

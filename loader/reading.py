@@ -1,4 +1,6 @@
-"""Open shards: of each its tar, and its idx, which says where each sample lies in it.
+"""Open shards, and read the bytes of any set of samples.
+
+Open shards: of each its tar, and its idx, which says where each sample lies in it.
 
 Opening checks the size of the tar and the header and size of the idx. A small idx is read at once, of a large
 one only the parts that are asked for. Without an idx the headers of the tar are scanned instead.

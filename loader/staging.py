@@ -1,4 +1,6 @@
-"""Stages shards: every one of a list ends up copied by this process, or by another that stages them, too.
+"""``stage``: verified copies of shards on a node's own disk.
+
+Stages shards: every one of a list ends up copied by this process, or by another that stages them, too.
 
 A copy is verified: its tar and idx have the sha256 that the manifest says. There are no locks. A process
 skips what is staged, leaves to others what they are copying while that grows, and copies the rest. Where two

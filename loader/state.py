@@ -1,4 +1,6 @@
-"""Where a run of batches stands: a few integers, and what they mean.
+"""The position of a run, its steps, and the state that a checkpoint keeps.
+
+Where a run of batches stands: a few integers, and what they mean.
 
 A position counts global batches, which are the same whatever number of ranks and workers read them. Only
 inside of a step, with accumulation, it also counts the batches of a rank, which have a meaning for the same

@@ -1,4 +1,6 @@
-"""Worker processes that no stop signal ends: the process that trains decides, and they end with it.
+"""The torch DataLoader that a training loop sees, and the processes behind it.
+
+Worker processes that no stop signal ends: the process that trains decides, and they end with it.
 
 Slurm, torchrun and a terminal send a signal to all processes of a job. A worker that died of it would end the
 process that trains, by an error of torch's DataLoader, before that one has saved its checkpoint.

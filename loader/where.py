@@ -1,4 +1,6 @@
-"""Which documents a step of training saw, and in which steps one is seen: arithmetic and the idx alone.
+"""``where``: which documents a training step saw, and in which steps a document is seen.
+
+Which documents a step of training saw, and in which steps one is seen: arithmetic and the idx alone.
 
 Everything follows from the order and the samples of a loader that is made as the run's was; no token id is
 read. ``SeenDocuments.of_step`` goes from a step to files and bytes, ``steps_of`` the other way.

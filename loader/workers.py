@@ -1,4 +1,6 @@
-"""What a worker does: it reads its lanes window by window and sends chunks of steps.
+"""What a worker process does: read its lanes, of one source or of several, and send chunks.
+
+What a worker does: it reads its lanes window by window and sends chunks of steps.
 
 A chunk is a few steps of a worker's lanes as one compact tensor. So a worker sends 1 MiB at a time, not a
 batch. Workers share the lanes of the rank; if every worker took each n-th step instead, all of them together

@@ -1,4 +1,6 @@
-"""Reads what is a regular file, and says of every error which path it is about.
+"""Read files safely, and publish files and folders whole: the one module of file access.
+
+Reads what is a regular file, and says of every error which path it is about.
 
 A FIFO or a device of the right name would make a reader wait for ever, or read for ever; it is an error here.
 ``with_retries`` tries a read again where a file system over a network may come back.

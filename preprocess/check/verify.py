@@ -1,4 +1,6 @@
-"""``verify --crcs``: the crc32 of each sample's bytes, for the loader's ``read_check="crc"``.
+"""``verify``: compare every shard with its manifest, write index.json and, with ``--crcs``, crcs/.
+
+``verify --crcs``: the crc32 of each sample's bytes, for the loader's ``read_check="crc"``.
 
 They are taken from a tar whose sha256 was found to be right a moment ago. A shard is read once more for it,
 from the page cache where it fits in, at 0.5 to 2 s of CPU per gigabyte (one core; the rest of verify takes 4

@@ -1,4 +1,6 @@
-"""The messages of an Arrow file, stream or file format: what each is, and where its buffers lie.
+"""Arrow files: their messages, the rows of large record batches, and their documents.
+
+The messages of an Arrow file, stream or file format: what each is, and where its buffers lie.
 
 Their headers alone are read. They are flatbuffers (format/Message.fbs and Schema.fbs of Arrow).
 

@@ -1,4 +1,6 @@
-r"""Where the lines of a text end, in bytes of any codec.
+r"""Line ends of every encoding, and streams of text cut into blocks of whole lines.
+
+Where the lines of a text end, in bytes of any codec.
 
 Lines of plain text end at ``\n``, ``\r\n`` or ``\r``, as Python reads them; those of JSON at ``\n``.
 

@@ -1,4 +1,6 @@
-"""What the doctor found: a line per check, good, warning or bad, each with what to do.
+"""``doctor``: look at machine, tokenizer and folders before the work; say what to do.
+
+What the doctor found: a line per check, good, warning or bad, each with what to do.
 
 What the machine gives this process: CPUs, memory, thread variables, versions, and torch with its GPUs.
 

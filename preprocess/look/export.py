@@ -1,4 +1,6 @@
-"""The layouts of other tools, byte by byte: Megatron's indexed data set, nanoGPT's stream, Arrow, and MDS.
+"""``export``: the token ids in the layouts of other tools.
+
+The layouts of other tools, byte by byte: Megatron's indexed data set, nanoGPT's stream, Arrow, and MDS.
 
 An exporter writes the files of one shard whole or not at all, so that an export that was stopped goes on with
 the shards that are missing; ``finish`` writes what names them all.

@@ -1,4 +1,6 @@
-"""The text a tokenizer is trained on: a folder's documents, in bounded memory and bounded number.
+"""``train_tokenizer``: a byte-level BPE like Llama 3's, from the inputs that ``plan`` takes.
+
+The text a tokenizer is trained on: a folder's documents, in bounded memory and bounded number.
 
 Plain text is read by lines; all else (JSON, tables, compressed files) by its format. Files are read in blocks
 and never whole. Inputs beyond ``max_bytes`` are sampled in stretches of about 1 MiB whose beginnings are

@@ -1,4 +1,6 @@
-"""Documents and their ids -> bytes of tar members and idx records, a batch at a time.
+"""The members of a tar: of documents, and of groups of packed rows.
+
+Documents and their ids -> bytes of tar members and idx records, a batch at a time.
 
 The two forms of a data set are two implementations of Members: a sample per document, here, or packed rows
 (``row_members``). What is behind them knows neither. The tar equals the one of webdataset's TarWriter, to

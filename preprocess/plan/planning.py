@@ -1,4 +1,6 @@
-"""Which files of a folder are inputs, why others are not, and what each is stamped and weighed with.
+"""``plan``: list the input folder, cut the inputs into shards, and freeze the plan.
+
+Which files of a folder are inputs, why others are not, and what each is stamped and weighed with.
 
 The inputs are sorted by path. A file is opened once: its size, its mtime, a hash of 3 x 64 KiB, and what its
 format says of it.

@@ -1,4 +1,6 @@
-"""What planning proved of a tokenizer, kept for the next plan: in ``$XDG_CACHE_HOME/shardprep/tokenizers``.
+"""The tokenizer of a plan: resolved as training will have it, proved equal, and kept.
+
+What planning proved of a tokenizer, kept for the next plan: in ``$XDG_CACHE_HOME/shardprep/tokenizers``.
 
 An entry is known by the content of the tokenizer's files and by the versions of what loaded and encoded, so
 that it never outlives either. It is a folder that appears whole, with a hash over what it says; one that is

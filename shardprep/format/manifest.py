@@ -1,4 +1,6 @@
-"""What each source gave: counts in manifests and the index, their sums, and the lines that tell people.
+"""The manifest of a shard, index.json that merges all manifests, and osts.json.
+
+What each source gave: counts in manifests and the index, their sums, and the lines that tell people.
 
 shard-N.json: what one shard holds and of which data set it is. A shard with a right one is done.
 

@@ -490,7 +490,7 @@ def _flags(given: Mapping[str, Any]) -> list[str]:
 # Ours come before a preprocess.py in the current folder. The process dies with the one that started it.
 _CODE = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); "
-    "from shardprep.console import die_with_parent; die_with_parent(int(sys.argv.pop(1))); "
+    "from shardprep.signals import die_with_parent; die_with_parent(int(sys.argv.pop(1))); "
     "from shardprep.__main__ import main; sys.exit(main())"
 )
 

@@ -32,7 +32,7 @@ from loader.find_shards import DatasetShards, ShardSet, find_shards
 from loader.reading import Turn, opening_order
 from loader.staged_copies import is_staged, staged_folder
 from shardprep.command_line import parse_size
-from shardprep.console import Progress, print_lines, raise_on_stop_signals
+from shardprep.console import Progress, print_lines
 from shardprep.errors import (
     BrokenShard,
     CannotWrite,
@@ -63,6 +63,7 @@ from shardprep.format.names import (
     shard_name,
     tar_path,
 )
+from shardprep.signals import raise_on_stop_signals
 
 READ_BYTES = 4 << 20
 NUM_ATTEMPTS = 2

@@ -64,8 +64,8 @@ from loader.ranks import ProcessRank, check_process_rank
 from loader.state import Position, RunProgress, SkippedSteps, position_of, state_of
 from loader.tokenizer import LoaderTokenizer
 from loader.workers import ChunkDataset, whole_number
-from shardprep.console import stop_signals_wait
 from shardprep.errors import UsageError
+from shardprep.signals import stop_signals_wait
 
 _SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _LOOK_EVERY_S = 1.0  # whether the process that trains is still there; 50 us of CPU each time

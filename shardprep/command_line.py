@@ -34,8 +34,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardprep.console import guard_streams, raise_on_stop_signals, say
+from shardprep.console import guard_streams, say
 from shardprep.errors import ReadWriteError, ShardprepError, Stopped, UsageError
+from shardprep.signals import raise_on_stop_signals
 
 AddFlags = Callable[[argparse.ArgumentParser], None]
 Run = Callable[[argparse.Namespace], int]

@@ -1,4 +1,4 @@
-"""What a command prints, and what may interrupt it: progress, readers that go away, stop signals.
+"""What a command prints: lines, progress, numbers for people; and readers that go away.
 
 ``say`` prints a line to standard error, ``print_lines`` to standard output. ``Progress`` is a bar on a
 terminal and a line every 30 s in a log. Nothing else in our packages prints.
@@ -13,41 +13,24 @@ pipe may close. What nobody can read any more is dropped, the work goes on, and 
 own. Without it a worker would lose its shard to a line of its log, and ``verify | head`` would end in a
 traceback.
 
-After ``raise_on_stop_signals``, TERM, USR1 and INT are the exception ``Stopped``, so that a stopped task
-cleans up after itself. Python drops an exception inside of a finalizer or a weak reference's callback, and
-a signal may come there; Stopped is then raised again, a moment later.
-
 A command speaks by ``say`` and not by ``logging``: these lines are its answers, wanted at every level and
 without a prefix, in order with the bar. The libraries below (retries, the loader) log, each by its module.
-
-``failure_line`` is a line of a task's log for ``slurm status`` to read. ``run`` makes several shards in one
-process, so the exit code of the process cannot say which of them failed, nor why. The line stands under the
-message for people:
-
-    shardprep-failure {"shard_id": 17, "exit_code": 65, "reason": "..."}
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import functools
 import io
-import json
 import os
 import re
 import select
-import signal
 import sys
 import time
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from types import FrameType, TracebackType
+from collections.abc import Mapping
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from shardprep.errors import ReadWriteError, Stopped
+from shardprep.errors import ReadWriteError
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -296,108 +279,3 @@ def _guarded(stream: TextIO | None, dropped: type[OSError]) -> TextIO:
         line_buffering=bool(stream.line_buffering),
         write_through=is_unbuffered,
     )
-
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-_STOP_AGAIN_S = 0.01  # longer than most finalizers; in a longer one it comes again
-_PR_SET_PDEATHSIG = 1
-
-
-def raise_on_stop_signals(what_is_left: str = "nothing unfinished is left") -> None:
-    """Make the first of STOP_SIGNALS raise Stopped in the main thread; later ones are ignored.
-
-    ``what_is_left`` is said to who stopped the command.
-
-    Slurm sends TERM at a time limit, a preemption and scancel, and KILL some seconds later; an
-    unhandled TERM would end Python without any ``finally``.
-    """
-    if not isinstance(sys.unraisablehook, _StopAgain):
-        sys.unraisablehook = _StopAgain(sys.unraisablehook)
-    for number in STOP_SIGNALS:
-        signal.signal(number, functools.partial(_stop, what_is_left))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # of a process started within stop_signals_wait
-
-
-@contextmanager
-def stop_signals_wait(numbers: Iterable[signal.Signals] = STOP_SIGNALS) -> Iterator[None]:
-    """Within, these signals wait; a process that is started here begins with them waiting.
-
-    Else one that comes while the child still imports would end it by Python's own handlers, with a
-    traceback, or as if it had been killed. The child ends the waiting by raise_on_stop_signals.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel send this process TERM when its parent dies, however that dies (Linux).
-
-    ``parent`` is the parent's process id: where it died before this call, the signal is sent at once.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _stop(what_is_left: str, number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a handler's signature
-    for each in STOP_SIGNALS:
-        # Not SIG_IGN: a second signal that is on its way already would end in Python's own OSError.
-        signal.signal(each, lambda *_: None)
-    raise Stopped(f"stopped by {signal.Signals(number).name}; {what_is_left}, run this again to go on")
-
-
-class _StopAgain:
-    """A sys.unraisablehook for a Stopped that Python could raise to nobody, such as one within ``__del__``.
-
-    It cannot raise anything either, so an alarm does, when whatever was at work is over.
-    """
-
-    def __init__(self, hook: Callable[[sys.UnraisableHookArgs], Any]) -> None:
-        self._hook = hook
-
-    def __call__(self, unraisable: sys.UnraisableHookArgs, /) -> None:
-        stopped = unraisable.exc_value
-        if not isinstance(stopped, Stopped):
-            self._hook(unraisable)
-            return
-
-        def raise_again(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001 - a handler's signature
-            raise Stopped(*stopped.args)
-
-        signal.signal(signal.SIGALRM, raise_again)
-        signal.setitimer(signal.ITIMER_REAL, _STOP_AGAIN_S)
-
-
-_MARK = "shardprep-failure "
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """A shard that was not made."""
-
-    shard_id: int
-    exit_code: int  # of shardprep.errors; 128 + N where signal N killed the process
-    reason: str
-
-
-def failure_line(shard_id: int, exit_code: int, message: str) -> str:
-    """The line, without a line end at its end. It is ASCII, and line ends in ``message`` are escaped."""
-    return _MARK + json.dumps(asdict(Failure(shard_id=shard_id, exit_code=exit_code, reason=message)))
-
-
-def parse_failure_line(line: str) -> Failure | None:
-    """What ``failure_line`` wrote; None for any other line, also for one that was cut short."""
-    if not line.startswith(_MARK):
-        return None
-    try:
-        data = json.loads(line[len(_MARK) :])
-    except ValueError:
-        return None
-    match data:
-        case {"shard_id": int(shard_id), "exit_code": int(exit_code), "reason": str(reason)}:
-            return Failure(shard_id=shard_id, exit_code=exit_code, reason=reason)
-    return None

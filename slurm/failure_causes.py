@@ -8,8 +8,7 @@ import re
 from collections.abc import Container, Mapping
 from pathlib import Path
 
-from shardprep.console import parse_failure_line
-from shardprep.errors import ShardprepError
+from shardprep.errors import ShardprepError, parse_failure_line
 from shardprep.files import open_regular
 from shardprep.format.names import manifest_path
 from shardprep.format.shard_making import read_making

@@ -28,8 +28,8 @@ from preprocess.make.worker import load_worker
 from preprocess.options import PrepConfig, WorkerSettings
 from preprocess.plan.plan_file import Plan, need_plan
 from preprocess.plan.planning import Sharding, make_plan
-from shardprep.console import STOP_SIGNALS
 from shardprep.format.checked_json import content_sha256
+from shardprep.signals import STOP_SIGNALS
 from tests.checkout import ROOT, SHARED
 from tests.waiting import HANG_S
 

@@ -31,8 +31,9 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from preprocess.formats.text_fields import UnusableText
-from shardprep.console import STOP_SIGNALS, guard_streams, stop_signals_wait
+from shardprep.console import guard_streams
 from shardprep.errors import ReadWriteError, Refused, UsageError
+from shardprep.signals import STOP_SIGNALS, stop_signals_wait
 
 FIXED_DATE = datetime.datetime(2024, 7, 26)  # noqa: DTZ001  the one that Llama 3.1's template falls back on
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")

@@ -20,16 +20,9 @@ from preprocess.make.worker import Work, Worker, load_worker
 from preprocess.options import WorkerSettings
 from preprocess.plan.plan_file import need_plan
 from preprocess.resources import bind_to
-from shardprep.console import (
-    Failure,
-    Progress,
-    die_with_parent,
-    failure_line,
-    guard_streams,
-    raise_on_stop_signals,
-    stop_signals_wait,
-)
-from shardprep.errors import ReadWriteError, ShardprepError, Stopped
+from shardprep.console import Progress, guard_streams
+from shardprep.errors import Failure, ReadWriteError, ShardprepError, Stopped, failure_line
+from shardprep.signals import die_with_parent, raise_on_stop_signals, stop_signals_wait
 
 _SPAWN = multiprocessing.get_context("spawn")  # a fork would copy the tokenizer's threads half-alive
 

@@ -14,8 +14,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from shardprep.console import die_with_parent, raise_on_stop_signals, stop_signals_wait
 from shardprep.errors import CannotWrite, NotFound, ReadWriteError, ShardprepError, Stopped, UsageError
+from shardprep.signals import die_with_parent, raise_on_stop_signals, stop_signals_wait
 
 _SPAWN = multiprocessing.get_context(
     "spawn"

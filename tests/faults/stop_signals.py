@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from shardprep.console import STOP_SIGNALS
+from shardprep.signals import STOP_SIGNALS
 from tests.faults.kills import FORMS, QUICK_FORMS, at_calls
 from tests.faults.outcomes import Outcome
 from tests.faults.small_data_sets import SmallDataSet

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardprep.console import Failure, failure_line, parse_failure_line
+from shardprep.errors import Failure, failure_line, parse_failure_line
 
 
 @pytest.mark.parametrize("message", ["disk full", 'a "quoted"\nsecond line\r\u2028', "", "댓글 \udcff"])

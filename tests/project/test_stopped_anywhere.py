@@ -20,9 +20,9 @@ from preprocess.make.shard_writer import ShardWriter
 from preprocess.make.worker import members_of
 from preprocess.options import WorkerSettings
 from preprocess.plan.plan_file import need_plan
-from shardprep.console import STOP_SIGNALS, stop_signals_wait
 from shardprep.errors import Stopped
 from shardprep.files import publish_bytes
+from shardprep.signals import STOP_SIGNALS, stop_signals_wait
 from tests.checkout import ROOT
 from tests.children import child, is_living, run_child
 from tests.waiting import HANG_S, wait_until
@@ -91,7 +91,7 @@ def test_a_signal_anywhere_in_publishing_a_small_file_leaves_no_temporary(prep: 
 
 FINALIZER = """
 import os, signal, sys, time, weakref
-from shardprep.console import raise_on_stop_signals
+from shardprep.signals import raise_on_stop_signals
 from shardprep.errors import Stopped
 
 class Thing:

@@ -25,7 +25,8 @@ import pytest
 
 from preprocess.look.train_tokenizer import train_tokenizer
 from shardprep.__main__ import main
-from shardprep.console import STOP_SIGNALS, printable
+from shardprep.console import printable
+from shardprep.signals import STOP_SIGNALS
 from tests.checkout import ROOT
 from tests.slurm.fake_slurm import QUEUES, install_fake_slurm, submitted
 from tests.slurm.test_shown_jobs import write_log

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from preprocess.plan.plan_file import need_plan
-from shardprep.console import STOP_SIGNALS
 from shardprep.format.names import id_ranges, shard_name
+from shardprep.signals import STOP_SIGNALS
 from slurm import __main__ as program
 from slurm import commands
 from slurm.commands import Patience, SlurmAway

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from shardprep.console import failure_line
-from shardprep.errors import UsageError
+from shardprep.errors import UsageError, failure_line
 from shardprep.format.names import ids_of_ranges, manifest_path
 from slurm.commands import SlurmRefused, minutes_of
 from slurm.dataset_state import ShardAttempt, ShardState

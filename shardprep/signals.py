@@ -1,0 +1,93 @@
+"""Stop signals, and child processes that hear them.
+
+After ``raise_on_stop_signals``, TERM, USR1 and INT raise ``Stopped``, so that a stopped task cleans up after
+itself. Python drops an exception that is raised in a finalizer or a weak reference's callback; a Stopped that
+was lost there is raised again a moment later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import Any, NoReturn
+
+from shardprep.errors import Stopped
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_STOP_AGAIN_S = 0.01  # longer than most finalizers; in a longer one it comes again
+_PR_SET_PDEATHSIG = 1
+
+
+def raise_on_stop_signals(what_is_left: str = "nothing unfinished is left") -> None:
+    """Make the first of STOP_SIGNALS raise Stopped in the main thread; later ones are ignored.
+
+    ``what_is_left`` is said to who stopped the command.
+
+    Slurm sends TERM at a time limit, a preemption and scancel, and KILL some seconds later; an
+    unhandled TERM would end Python without any ``finally``.
+    """
+    if not isinstance(sys.unraisablehook, _StopAgain):
+        sys.unraisablehook = _StopAgain(sys.unraisablehook)
+    for number in STOP_SIGNALS:
+        signal.signal(number, functools.partial(_stop, what_is_left))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # of a process started within stop_signals_wait
+
+
+@contextlib.contextmanager
+def stop_signals_wait(numbers: Iterable[signal.Signals] = STOP_SIGNALS) -> Iterator[None]:
+    """Within, these signals wait; a process that is started here begins with them waiting.
+
+    Else one that comes while the child still imports would end it by Python's own handlers, with a
+    traceback, or as if it had been killed. The child ends the waiting by raise_on_stop_signals.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel send this process TERM when its parent dies, however that dies (Linux).
+
+    ``parent`` is the parent's process id: where it died before this call, the signal is sent at once.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _stop(what_is_left: str, number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a handler's signature
+    for each in STOP_SIGNALS:
+        # Not SIG_IGN: a second signal that is on its way already would end in Python's own OSError.
+        signal.signal(each, lambda *_: None)
+    raise Stopped(f"stopped by {signal.Signals(number).name}; {what_is_left}, run this again to go on")
+
+
+class _StopAgain:
+    """A sys.unraisablehook for a Stopped that Python could raise to nobody, such as one within ``__del__``.
+
+    It cannot raise anything either, so an alarm does, when whatever was at work is over.
+    """
+
+    def __init__(self, hook: Callable[[sys.UnraisableHookArgs], Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, unraisable: sys.UnraisableHookArgs, /) -> None:
+        stopped = unraisable.exc_value
+        if not isinstance(stopped, Stopped):
+            self._hook(unraisable)
+            return
+
+        def raise_again(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001 - a handler's signature
+            raise Stopped(*stopped.args)
+
+        signal.signal(signal.SIGALRM, raise_again)
+        signal.setitimer(signal.ITIMER_REAL, _STOP_AGAIN_S)

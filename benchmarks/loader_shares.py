@@ -43,8 +43,8 @@ def source_variances(global_batch_size: int, spans: tuple[int, ...]) -> dict[int
         window_samples=window,
         seed=1,
     )
-    lanes = range(global_batch_size)
-    samples = np.concatenate([order.samples_of(0, lanes, *each) for each in order.windows(0)], axis=1)
+    slots = range(global_batch_size)
+    samples = np.concatenate([order.samples_of(0, slots, *each) for each in order.windows(0)], axis=1)
     sources = samples.T[: order.steps_per_epoch // max(spans) * max(spans)] // SOURCE_SAMPLES
     counts = np.stack([(sources == source).sum(1) for source in range(NUM_SOURCES)])
     found = {}
@@ -71,8 +71,8 @@ def weighted_variances(weight: float, global_batch_size: int, spans: tuple[int, 
         seed=1,
     )
     firsts = range(0, 1000 * ROUND_STEPS, ROUND_STEPS)
-    lanes = range(global_batch_size)
-    counts = np.concatenate([(mixed.pattern(mixed.round_at(n), lanes) == 0).sum(0) for n in firsts])
+    slots = range(global_batch_size)
+    counts = np.concatenate([(mixed.pattern(mixed.round_at(n), slots) == 0).sum(0) for n in firsts])
     found = {}
     for span in spans:
         drawn = span * global_batch_size

@@ -112,12 +112,12 @@ def opens_of(order: Order, shards: ShardSet, num_workers: int) -> tuple[float, f
     """
     first, per_step = [], []
     for worker in range(0, num_workers, max(num_workers // NUM_FOLLOWED, 1)):
-        lanes = share(range(order.num_lanes), worker, num_workers)
+        slots = share(range(order.num_slots), worker, num_workers)
         held: OrderedDict[int, None] = OrderedDict()
         num_opened, num_steps = 0, 0
         for number, (start, end) in enumerate(islice(order.windows(0), WINDOWS)):
             opened = 0
-            for shard in np.unique(shards.shard_of(order.samples_of(0, lanes, start, end))).tolist():
+            for shard in np.unique(shards.shard_of(order.samples_of(0, slots, start, end))).tolist():
                 opened += shard not in held
                 held[shard] = None
                 held.move_to_end(shard)
@@ -173,12 +173,12 @@ def main() -> int:
             window_samples=window,
             seed=1,
         )
-        lanes = share(range(order.num_lanes), 0, world)
+        slots = share(range(order.num_slots), 0, world)
         middle = order.steps_per_epoch // 2
         start, end = next(order.windows(middle))
-        _, window_s, window_mb = taken(partial(order.samples_of, 0, lanes, start, end))
+        _, window_s, window_mb = taken(partial(order.samples_of, 0, slots, start, end))
         at_start, per_step = opens_of(order, shards, world)
-        window_bytes = len(lanes) * window * ROW_BYTES
+        window_bytes = len(slots) * window * ROW_BYTES
         mb_per_open = order.global_batch_size * ROW_BYTES / max(per_step, 1e-9) / 1e6
         row = {
             "samples": f"{shards.num_samples:.0e}",

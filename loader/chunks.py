@@ -1,4 +1,4 @@
-"""A chunk: some steps of some lanes, as a worker sends them, and where documents begin in its rows."""
+"""A chunk: some steps of some slots, as a worker sends them, and where documents begin in its rows."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def joined_edges(parts: Sequence[Edges]) -> Edges:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Some consecutive steps of some lanes."""
+    """Some consecutive steps of some slots."""
 
     lengths: npt.NDArray[np.int32]  # int32[samples per step, steps], tokens of each sample
     # int32[samples per step, steps, row_tokens]; or of samples of any length flat, one step after another
@@ -214,16 +214,16 @@ class Chunk:
     def unpack(packed: torch.Tensor, row_tokens: int) -> Chunk:
         """What ``pack`` packed; ``row_tokens`` is 0 where samples have lengths of their own."""
         flat = packed.numpy()
-        lanes, steps, num_cut, num_starts = flat[:_HEAD].tolist()
-        size = lanes * steps
-        lengths, rest = flat[_HEAD : _HEAD + size].reshape(lanes, steps), flat[_HEAD + size :]
+        slots, steps, num_cut, num_starts = flat[:_HEAD].tolist()
+        size = slots * steps
+        lengths, rest = flat[_HEAD : _HEAD + size].reshape(slots, steps), flat[_HEAD + size :]
         counts = starts = None
         if num_starts >= 0:
-            counts, starts = rest[:size].reshape(lanes, steps), rest[size : size + num_starts]
+            counts, starts = rest[:size].reshape(slots, steps), rest[size : size + num_starts]
             rest = rest[size + num_starts :]
         return Chunk(
             lengths=lengths,
-            ids=rest.reshape(lanes, steps, row_tokens) if row_tokens else rest,
+            ids=rest.reshape(slots, steps, row_tokens) if row_tokens else rest,
             row_tokens=row_tokens,
             num_cut=num_cut,
             num_starts=counts,

@@ -43,9 +43,9 @@ from loader.find_shards import (
     find_sources,
 )
 from loader.mixture import Mixture, Schedule
-from loader.order import LAW_VERSION, Order
+from loader.order import ORDER_VERSION, Order
 from loader.ranks import find_process_rank
-from loader.reading import STALL_WARNING_S, ReaderContext, Turn
+from loader.reading import STALL_WARNING_S, ReaderContext, ReaderIndex
 from loader.samples import LongDocuments, SampleRules, make_samples
 from loader.staged_copies import warn_of_missing_copies
 from loader.state import Ramp, RunSteps, ramp_sizes
@@ -63,7 +63,7 @@ from loader.workers import (
     group_size,
     make_order,
     mix,
-    rank_lanes,
+    rank_slots,
     whole_number,
 )
 from shardprep.errors import UsageError
@@ -205,7 +205,7 @@ def get_llama3_dataloader(
             ``batch_size_schedule`` and ``weights_in="samples"`` count batches then. See token_batches.py.
         seed: of the shuffle. Equal seeds give equal global batches on any number of ranks and workers.
         shuffle: else global batch k is samples ``[k L, (k+1) L)``.
-        num_workers: processes that read; at most the lanes of a rank, of which it has
+        num_workers: processes that read; at most the slots of a rank, of which it has
             ``global_batch_size / (world_size x group_by_length)``: more would idle, and a warning says so.
         prefetch_factor: chunks (up to 1 MiB of batches) that each worker reads ahead; 2 if there are workers.
         pin_memory: batches in pinned memory; where there is CUDA, if not given.
@@ -334,7 +334,7 @@ def get_llama3_dataloader(
             starts=bool(fields or asked_fields),
             keeps_tail=is_validation,
             context=ReaderContext(
-                turn=Turn(number=who.rank, count=who.world_size),
+                reader_index=ReaderIndex(number=who.rank, count=who.world_size),
                 stall_warning_s=stall_warning_s,
                 staged_dir=staged_dir,
                 compares_crcs=compares_crcs,
@@ -354,10 +354,10 @@ def get_llama3_dataloader(
         )
         for part, of_part in zip(sources.values(), every, strict=True)
     ]
-    lanes = rank_lanes(orders[0], who.rank, who.world_size)
+    slots = rank_slots(orders[0], who.rank, who.world_size)
     run = RunSteps(
         order_steps_per_epoch=sum(order.steps_per_epoch for order in orders),
-        num_batches=len(lanes) * rules.group // batch_size,
+        num_batches=len(slots) * rules.group // batch_size,
         sizes=sizes,
         row_lengths=check_row_lengths(
             seq_len_schedule, every[0].row_tokens - shifts, is_validation=is_validation
@@ -371,7 +371,7 @@ def get_llama3_dataloader(
         )
     workers = _worker_options(
         num_workers,
-        len(lanes),
+        len(slots),
         prefetch_factor=prefetch_factor,
         persistent_workers=persistent_workers,
         multiprocessing_context=multiprocessing_context,
@@ -405,7 +405,7 @@ def get_llama3_dataloader(
             samples=samples,
             order=order,
             run=run,
-            lanes=lanes,
+            slots=slots,
             endless=persistent_workers or not workers["num_workers"],
         ),
         step_batches=step_batches,
@@ -427,7 +427,7 @@ def _fingerprint(
     """All that fixes which sample is where, and the ramps. What else shapes a batch is not in it."""
     split = {} if shards.split is None else {"split": shards.split.name, "split_group": shards.split.group}
     return {
-        "law_version": LAW_VERSION,
+        "law_version": ORDER_VERSION,
         "data": shards.fingerprint,
         "tokenizer": tokenizer,
         "seed": order.seed,
@@ -448,13 +448,13 @@ def _fingerprint(
 
 def _worker_options(
     num_workers: int,
-    num_lanes: int,
+    num_slots: int,
     *,
     prefetch_factor: int | None,
     persistent_workers: bool,
     multiprocessing_context: Any,
 ) -> dict[str, Any]:
-    """What torch's DataLoader wants to know of workers, of which each has a lane at least."""
+    """What torch's DataLoader wants to know of workers, of which each has a slot at least."""
     asked = whole_number("num_workers", num_workers, least=0)
     if prefetch_factor is not None:
         whole_number("prefetch_factor", prefetch_factor, least=1)
@@ -463,15 +463,15 @@ def _worker_options(
                 f"prefetch_factor={prefetch_factor} says what workers read ahead, and num_workers is 0; "
                 "leave it out, or pass num_workers"
             )
-    if asked > num_lanes:
+    if asked > num_slots:
         logger.warning(
             "num_workers is %d, but a rank's part of a global batch is %d, which no more workers can share: "
             "%d read; a larger batch_size or global_batch_size gives more of them work",
             asked,
-            num_lanes,
-            num_lanes,
+            num_slots,
+            num_slots,
         )
-    count = min(asked, num_lanes)
+    count = min(asked, num_slots)
     return {
         "num_workers": count,
         "prefetch_factor": (prefetch_factor or 2) if count else None,

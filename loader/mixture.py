@@ -1,8 +1,8 @@
 """Weighted mixing: which source each place of a global batch takes its next sample from. Pure arithmetic.
 
-Every source has a sampling order of its own (order.py), with the global batch size and the lanes of the whole
-run. A **round** is ROUND_STEPS global batches. In each round every lane takes equally many samples of a
-source, in an order of its own, by a hash of seed, round and lane. So between rounds all lanes of a source
+Every source has a sampling order of its own (order.py), with the global batch size and the slots of the whole
+run. A **round** is ROUND_STEPS global batches. In each round every slot takes equally many samples of a
+source, in an order of its own, by a hash of seed, round and slot. So between rounds all slots of a source
 stand at the same step, each source counts its own epochs, and a source is read by the windows of its order.
 
 The weights of a stage are whole numbers of CYCLE_STEPS, spread evenly over a cycle. How many steps of one
@@ -10,7 +10,7 @@ are behind step n follows from n alone. So a position in the run stays one integ
 same for every number of ranks and workers. A new stage begins with a new round, at its exact step.
 
 The price: each source has windows of its own in memory. A source whose weight is below 1 / ROUND_STEPS comes
-in some rounds only, there in all lanes.
+in some rounds only, there in all slots.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _cycles(text: str) -> list[tuple[str, list[int]]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """Consecutive steps in which every lane takes equally many samples of a source."""
+    """Consecutive steps in which every slot takes equally many samples of a source."""
 
     first_step: int
     end_step: int
@@ -126,12 +126,12 @@ class Mixture:
     def keeps_tail(self) -> bool:
         return False
 
-    def is_filler(self, step: int, lanes: range) -> None:  # noqa: ARG002  as of an Order
+    def is_filler(self, step: int, slots: range) -> None:  # noqa: ARG002  as of an Order
         return None
 
     @property
-    def num_lanes(self) -> int:
-        return self.orders[0].num_lanes
+    def num_slots(self) -> int:
+        return self.orders[0].num_slots
 
     @property
     def num_samples(self) -> int:
@@ -176,16 +176,16 @@ class Mixture:
             taken=before + stage.counts(first),
         )
 
-    def pattern(self, part: Round, lanes: range) -> npt.NDArray[np.int64]:
-        """The source of each lane at each step of a round: int64[len(lanes), steps]."""
-        keys = [[hash_ints(self.seed, _PATTERN, part.first_step, lane)] for lane in lanes]
+    def pattern(self, part: Round, slots: range) -> npt.NDArray[np.int64]:
+        """The source of each slot at each step of a round: int64[len(slots), steps]."""
+        keys = [[hash_ints(self.seed, _PATTERN, part.first_step, slot)] for slot in slots]
         hashes = hash_array(np.array(keys, np.uint64), np.arange(len(part.sources)))
         return part.sources[np.argsort(hashes, axis=1, kind="stable")]
 
     def num_delivered(self, step: int) -> dict[str, int]:
         """Samples of each source in the first ``step`` global batches, all ranks together."""
         part = self.round_at(step)
-        pattern = self.pattern(part, range(self.num_lanes))[:, : step - part.first_step]
+        pattern = self.pattern(part, range(self.num_slots))[:, : step - part.first_step]
         within = np.bincount(pattern.reshape(-1), minlength=len(self.names)) * self.group
         return dict(zip(self.names, (part.taken * self.global_batch_size + within).tolist(), strict=True))
 

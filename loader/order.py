@@ -1,27 +1,27 @@
-"""The sampling order: which sample comes when, and in which lane. Pure arithmetic.
+"""The sampling order: which sample comes when, and in which slot. Pure arithmetic.
 
 A data set is N samples, numbered through all its shards. A **global batch** is L samples: what all ranks
-together train on in one optimizer's step. A **lane** is one of V = L / g equal parts of the shuffled sequence
-of an epoch. Every global batch takes the next g samples of each lane, in the order of the lanes; g is 1 but
-for grouping by length. Ranks and workers own lanes, so the number of lanes is the largest number of readers.
-Lane ``l`` is the positions ``[l R g, (l+1) R g)``, R = N // L. So an epoch has R global batches, and fewer
+together train on in one optimizer's step. A **slot** is one of V = L / g equal parts of the shuffled sequence
+of an epoch. Every global batch takes the next g samples of each slot, in the order of the slots; g is 1 but
+for grouping by length. Ranks and workers own slots, so the number of slots is the largest number of readers.
+Slot ``l`` is the positions ``[l R g, (l+1) R g)``, R = N // L. So an epoch has R global batches, and fewer
 than L samples are left out of it. The shuffled sequence of an epoch:
 
 1. the data set is rotated by hash(seed, epoch) mod N, so each epoch leaves out other samples;
 2. it is cut into blocks of K samples, the unit of reading, and the blocks are permuted (the short
    last block stays last);
-3. inside a lane, windows of M blocks are permuted sample by sample. Grouped by length, a window is
-   sorted by length instead and cut into slices of g, and all lanes walk their slices in one order, so
-   that a global batch is of one length across the lanes, too.
+3. inside a slot, windows of M blocks are permuted sample by sample. Grouped by length, a window is
+   sorted by length instead and cut into slices of g, and all slots walk their slices in one order, so
+   that a global batch is of one length across the slots, too.
 
-All of it follows from N, L, K, M, g and the seed. Ranks and workers only share the lanes out, so global
+All of it follows from N, L, K, M, g and the seed. Ranks and workers only share the slots out, so global
 batch k is the same ordered set whatever their number, and a position in the run is one integer,
 ``epoch * R + step``.
 
 Random numbers come from an integer hash of our own: streams of numpy's Generator may differ between its
 versions, and a resumed run must not.
 
-The price: the shuffle is no uniform permutation. Neighbours of a shard meet within a lane's window,
+The price: the shuffle is no uniform permutation. Neighbours of a shard meet within a slot's window,
 so what is mixed at any time is the V M blocks of the windows. They are also its price in memory, all
 ranks together: 128 MiB up to L = 256, then 0.5 MiB times L (``choose_windows``). Without ``shuffle``
 global batch k is samples ``[k L, (k+1) L)`` and every epoch leaves out the last N mod L.
@@ -121,10 +121,10 @@ def _half_bits(count: int) -> int:
     return ((count - 1).bit_length() + 1) // 2
 
 
-LAW_VERSION = 2
+ORDER_VERSION = 2
 BLOCK_BYTES = (128 * 1024, 512 * 1024)  # of a shard, at least and at most: the unit of reading
-WINDOWS_BYTES = 128 << 20  # of all lanes together, where blocks of the least size allow it
-BLOCKS_A_LANE = 16  # at least so many where there are samples enough, else lanes would hardly mix
+WINDOWS_BYTES = 128 << 20  # of all slots together, where blocks of the least size allow it
+BLOCKS_PER_SLOT = 16  # at least so many where there are samples enough, else slots would hardly mix
 GROUPED_SAMPLES = 8192  # of a window that is sorted by length: padding falls with it, memory rises
 GROUPED_BYTES = 64 << 20  # of such a window at most
 _ROTATE, _BLOCKS, _WINDOWS, _SLICES, _OFFSET = 1, 2, 3, 4, 5  # what a hash is for
@@ -139,7 +139,7 @@ class Order:
     num_samples: int  # N
     global_batch_size: int  # L
     block_samples: int  # K
-    window_samples: int  # M K, of a lane
+    window_samples: int  # M K, of a slot
     seed: int
     shuffle: bool = True
     group: int = 1  # g: samples of like length side by side; 1 for any length
@@ -164,13 +164,13 @@ class Order:
             raise UsageError("group_by_length reorders samples, shuffle=False forbids it; leave one out")
 
     @property
-    def num_lanes(self) -> int:
+    def num_slots(self) -> int:
         """V: what ranks and workers share out."""
         return self.global_batch_size // self.group
 
     @property
     def steps_per_epoch(self) -> int:
-        """R: global batches an epoch, and samples a lane delivers in it."""
+        """R: global batches an epoch, and samples a slot delivers in it."""
         return (self.num_samples + self.num_fillers) // self.global_batch_size
 
     @property
@@ -183,8 +183,8 @@ class Order:
         """Places of the last global batch that hold a sample again, where the tail is kept."""
         return -self.num_samples % self.global_batch_size if self.keeps_tail else 0
 
-    def is_filler(self, step: int, lanes: range) -> npt.NDArray[np.bool_] | None:
-        """Which of these lanes hold a sample again at a step of an epoch: bool[len(lanes)]; None for none.
+    def is_filler(self, step: int, slots: range) -> npt.NDArray[np.bool_] | None:
+        """Which of these slots hold a sample again at a step of an epoch: bool[len(slots)]; None for none.
 
         They are spread evenly, so that each part of n places has ``n * real // global_batch_size`` samples at
         least: every batch of every rank has one where there are as many samples as batches.
@@ -192,11 +192,11 @@ class Order:
         if not self.num_fillers or step + 1 < self.steps_per_epoch:
             return None
         num_real = self.global_batch_size - self.num_fillers
-        return np.arange(lanes.start, lanes.stop) * num_real % self.global_batch_size >= num_real
+        return np.arange(slots.start, slots.stop) * num_real % self.global_batch_size >= num_real
 
     @property
     def window_steps(self) -> int:
-        """Steps after which every lane goes on to its next window."""
+        """Steps after which every slot goes on to its next window."""
         return max(self.window_samples // self.group, 1)
 
     @property
@@ -215,25 +215,25 @@ class Order:
             yield start, min(start + size, self.steps_per_epoch)
 
     def samples_of(
-        self, epoch: int, lanes: range, start: int, end: int, num_tokens: NumTokens | None = None
+        self, epoch: int, slots: range, start: int, end: int, num_tokens: NumTokens | None = None
     ) -> npt.NDArray[np.int64]:
-        """The samples that lanes deliver in one window, as ``windows`` cuts them.
+        """The samples that slots deliver in one window, as ``windows`` cuts them.
 
-        int64[len(lanes) * group, end - start]: row = place in the global batch, column = step.
+        int64[len(slots) * group, end - start]: row = place in the global batch, column = step.
         ``num_tokens`` tells samples' lengths, int64[n] -> int64[n]; needed where they are grouped.
         """
-        lane = np.arange(lanes.start, lanes.stop, dtype=np.int64)[:, None]
+        slot = np.arange(slots.start, slots.stop, dtype=np.int64)[:, None]
         if not self.shuffle:
             steps = np.arange(start, end, dtype=np.int64)
             num_real = self.global_batch_size - np.where(
                 steps + 1 < self.steps_per_epoch, 0, self.num_fillers
             )
-            return steps * self.global_batch_size + lane * num_real // self.global_batch_size
+            return steps * self.global_batch_size + slot * num_real // self.global_batch_size
         size = (end - start) * self.group
         step = np.arange(size, dtype=np.int64)
-        keys = [[hash_ints(self.seed, epoch, _WINDOWS, number, start)] for number in lanes]
+        keys = [[hash_ints(self.seed, epoch, _WINDOWS, number, start)] for number in slots]
         shuffled = np.argsort(hash_array(np.array(keys, np.uint64), step), axis=1, kind="stable")
-        positions = (lane * self.steps_per_epoch + start) * self.group + shuffled
+        positions = (slot * self.steps_per_epoch + start) * self.group + shuffled
         samples = self.samples_at(epoch, positions)
         if self.group == 1:
             return samples
@@ -245,8 +245,8 @@ class Order:
         by_length = np.take_along_axis(samples, np.argsort(lengths, axis=1, kind="stable"), axis=1)
         slice_key = hash_ints(self.seed, epoch, _SLICES, start)
         walk = np.argsort(hash_array(slice_key, np.arange(end - start)), kind="stable")
-        slices = by_length.reshape(len(lanes), end - start, self.group)[:, walk]
-        return slices.swapaxes(1, 2).reshape(len(lanes) * self.group, end - start)
+        slices = by_length.reshape(len(slots), end - start, self.group)[:, walk]
+        return slices.swapaxes(1, 2).reshape(len(slots) * self.group, end - start)
 
     def step_samples(
         self, epoch: int, step: int, num_tokens: NumTokens | None = None
@@ -255,7 +255,7 @@ class Order:
         if not 0 <= step < self.steps_per_epoch:
             raise UsageError(f"step {step} is outside the epoch's {self.steps_per_epoch} steps")
         start, end = next(self.windows(step))
-        return self.samples_of(epoch, range(self.num_lanes), start, end, num_tokens)[:, step - start]
+        return self.samples_of(epoch, range(self.num_slots), start, end, num_tokens)[:, step - start]
 
     def samples_at(self, epoch: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The samples that stand at positions of an epoch's shuffled sequence of blocks; same shape.
@@ -264,39 +264,39 @@ class Order:
         """
         block_samples = self.block_samples
         num_blocks = self.num_samples // block_samples  # without the short last one
-        slot, within = np.divmod(positions, block_samples)
+        block, within = np.divmod(positions, block_samples)
         if num_blocks < _TABLE_SIZE:
-            slots, place = np.arange(num_blocks + 1), slot
+            blocks, place = np.arange(num_blocks + 1), block
         else:
-            slots, place = np.unique(slot, return_inverse=True)
-        whole = slots < num_blocks
-        first = slots.copy()
-        first[whole] = permute(slots[whole], num_blocks, hash_ints(self.seed, epoch, _BLOCKS))
+            blocks, place = np.unique(block, return_inverse=True)
+        whole = blocks < num_blocks
+        first = blocks.copy()
+        first[whole] = permute(blocks[whole], num_blocks, hash_ints(self.seed, epoch, _BLOCKS))
         first *= block_samples
         first += hash_ints(self.seed, epoch, _ROTATE) % self.num_samples
-        return (first[place.reshape(slot.shape)] + within) % self.num_samples
+        return (first[place.reshape(block.shape)] + within) % self.num_samples
 
 
 def choose_windows(
     *, num_samples: int, num_bytes: int, global_batch_size: int, group: int = 1
 ) -> tuple[int, int]:
-    """K and M K: samples of a block and of a lane's window, from the data and L alone.
+    """K and M K: samples of a block and of a slot's window, from the data and L alone.
 
     M is 16 for L up to 64, 4 from 256 on: mixing follows V M. A block is as large as WINDOWS_BYTES
     allow within BLOCK_BYTES, so at world 8 a rank's windows are at most 64 MiB up to L = 1024.
     """
-    lanes = max(global_batch_size // group, 1)  # Order refuses a group that is larger
-    blocks = min(max(1024 // lanes, 4), 16)
-    block_bytes = min(max(WINDOWS_BYTES // (lanes * blocks), BLOCK_BYTES[0]), BLOCK_BYTES[1])
+    slots = max(global_batch_size // group, 1)  # Order refuses a group that is larger
+    blocks = min(max(1024 // slots, 4), 16)
+    block_bytes = min(max(WINDOWS_BYTES // (slots * blocks), BLOCK_BYTES[0]), BLOCK_BYTES[1])
     filling = block_bytes * num_samples // max(num_bytes, 1)
-    block_samples = max(1, min(filling, num_samples // (BLOCKS_A_LANE * lanes)))
+    block_samples = max(1, min(filling, num_samples // (BLOCKS_PER_SLOT * slots)))
     if group == 1:
         return block_samples, blocks * block_samples
     fitting = GROUPED_BYTES * num_samples // max(num_bytes, 1)
     return block_samples, max(min(GROUPED_SAMPLES, fitting), 4 * group) // group * group
 
 
-def share(lanes: range, part: int, num_parts: int) -> range:
-    """One of ``num_parts`` consecutive parts of some lanes; their sizes differ by one at most."""
-    first = lanes.start + len(lanes) * part // num_parts
-    return range(first, lanes.start + len(lanes) * (part + 1) // num_parts)
+def share(slots: range, part: int, num_parts: int) -> range:
+    """One of ``num_parts`` consecutive parts of some slots; their sizes differ by one at most."""
+    first = slots.start + len(slots) * part // num_parts
+    return range(first, slots.start + len(slots) * (part + 1) // num_parts)

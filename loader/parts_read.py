@@ -16,7 +16,7 @@ from loader.find_shards import ShardSet
 from loader.order import Order
 from loader.samples import JoinedRows, SampleRules, WholeSamples, make_samples
 from loader.staging import NodeRanks, find_data_sets
-from loader.workers import Samples, check_batch, group_size, make_order, rank_lanes
+from loader.workers import Samples, check_batch, group_size, make_order, rank_slots
 from shardprep.errors import UsageError
 
 NUM_AT_ONCE = 1 << 18  # intervals at a time: some 30 MB
@@ -49,18 +49,18 @@ def parts_of_ranks(
     ranks = sorted(set(node.ranks))
     for _, run in groupby(enumerate(ranks), lambda item: item[1] - item[0]):  # consecutive ones at once
         of_run = [rank for _, rank in run]
-        first, last = (rank_lanes(order, rank, node.world_size) for rank in (of_run[0], of_run[-1]))
+        first, last = (rank_slots(order, rank, node.world_size) for rank in (of_run[0], of_run[-1]))
         parts += parts_read(order, samples, range(first.start, last.stop), node.first_step, end_step)
     return shards, parts
 
 
 def parts_read(
-    order: Order, samples: Samples, lanes: range, first_step: int, end_step: int
+    order: Order, samples: Samples, slots: range, first_step: int, end_step: int
 ) -> npt.NDArray[np.float64]:
-    """How much of each shard lanes read in steps ``first_step`` up to ``end_step``: float64[num_shards].
+    """How much of each shard slots read in steps ``first_step`` up to ``end_step``: float64[num_shards].
 
     Steps are counted through all epochs. 0: the shard is not opened; 1: as much as all of it, once.
-    ``lanes`` are consecutive, of one rank or of several. 10^6 blocks take 0.3 s, one core.
+    ``slots`` are consecutive, of one rank or of several. 10^6 blocks take 0.3 s, one core.
     """
     edges, unit = _shard_edges(samples)
     num_units = int(edges[-1])
@@ -69,7 +69,7 @@ def parts_read(
     for epoch in range(first_step // steps, -(-end_step // steps)):
         offset = order.offset(epoch, samples.offsets)
         begin, end = max(first_step - epoch * steps, 0), min(end_step - epoch * steps, steps)
-        for firsts, ends in _joined(_epoch_samples(order, epoch, lanes, begin, end)):
+        for firsts, ends in _joined(_epoch_samples(order, epoch, slots, begin, end)):
             firsts, ends = _unwrapped(firsts, ends, order.num_samples)
             begins = (offset + firsts * unit) % num_units
             read += _overlaps(edges, *_unwrapped(begins, begins + (ends - firsts) * unit, num_units))
@@ -85,22 +85,22 @@ def _shard_edges(samples: Samples) -> tuple[npt.NDArray[np.int64], int]:
     raise UsageError(f"{type(samples).__name__} is not known to lie in shards")
 
 
-def _epoch_samples(order: Order, epoch: int, lanes: range, begin: int, end: int) -> Iterator[Intervals]:
-    """Intervals of the samples that lanes read in steps of one epoch; they may go beyond N, and wrap."""
+def _epoch_samples(order: Order, epoch: int, slots: range, begin: int, end: int) -> Iterator[Intervals]:
+    """Intervals of the samples that slots read in steps of one epoch; they may go beyond N, and wrap."""
     size = order.window_steps
     start, end = begin // size * size, min(-(-end // size) * size, order.steps_per_epoch)
     if not order.shuffle:
         for first in range(start, end, NUM_AT_ONCE):
             steps = np.arange(first, min(first + NUM_AT_ONCE, end), dtype=np.int64) * order.global_batch_size
-            yield steps + lanes.start, steps + lanes.stop
+            yield steps + slots.start, steps + slots.stop
         return
-    per_lane = order.steps_per_epoch * order.group
+    per_slot = order.steps_per_epoch * order.group
     if start == 0 and end == order.steps_per_epoch:
-        yield from _blocks(order, epoch, lanes.start * per_lane, lanes.stop * per_lane)
+        yield from _blocks(order, epoch, slots.start * per_slot, slots.stop * per_slot)
         return
-    for lane in lanes:
+    for slot in slots:
         yield from _blocks(
-            order, epoch, lane * per_lane + start * order.group, lane * per_lane + end * order.group
+            order, epoch, slot * per_slot + start * order.group, slot * per_slot + end * order.group
         )
 
 
@@ -117,7 +117,7 @@ def _blocks(order: Order, epoch: int, begin: int, end: int) -> Iterator[Interval
 
 
 def _joined(parts: Iterator[Intervals]) -> Iterator[Intervals]:
-    """The same intervals, at least NUM_AT_ONCE at a time but the last: thousands of lanes give few each."""
+    """The same intervals, at least NUM_AT_ONCE at a time but the last: thousands of slots give few each."""
     held: list[Intervals] = []
     for part in parts:
         held.append(part)

@@ -355,7 +355,7 @@ def _read_some(path: Path, handle: int, target: memoryview, offset: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turn:
+class ReaderIndex:
     """Which of all processes that read one data set this one is: ``number`` of ``count``."""
 
     number: int = 0
@@ -363,34 +363,34 @@ class Turn:
 
     def __post_init__(self) -> None:
         if not 0 <= self.number < self.count:
-            raise UsageError(f"turn {self.number} of {self.count}: expected 0 <= number < count")
+            raise UsageError(f"reader {self.number} of {self.count}: expected 0 <= number < count")
 
-    def of_worker(self, worker: int, num_workers: int) -> Turn:
-        """The turn of one of a rank's workers, where this is the rank's."""
-        return Turn(number=self.number * num_workers + worker, count=self.count * num_workers)
+    def of_worker(self, worker: int, num_workers: int) -> ReaderIndex:
+        """The index of one of a rank's workers, where this is the rank's."""
+        return ReaderIndex(number=self.number * num_workers + worker, count=self.count * num_workers)
 
 
 def opening_order(
-    shards: npt.NDArray[np.int64], turn: Turn, osts: npt.NDArray[np.int64] | None = None
+    shards: npt.NDArray[np.int64], reader_index: ReaderIndex, osts: npt.NDArray[np.int64] | None = None
 ) -> npt.NDArray[np.int64]:
     """The same shards in the order to open them in: int64[n] -> int64[n], a permutation.
 
     ``shards``: different numbers, ascending. ``osts``: the OST of each, int64[n]; -1 stands for one that
-    is not known. Without them the list is rotated by the turn's part of its length. With them the OSTs
+    is not known. Without them the list is rotated by this process's part of it. With them the OSTs
     take turns, each by its share of the shards; T processes on O OSTs begin on min(T, O) of them, and
     those that begin on one OST in different parts of its list. 10 us for 300 shards, 110 us
     with OSTs.
     """
     if osts is None:
-        first = len(shards) * turn.number // turn.count
+        first = len(shards) * reader_index.number // reader_index.count
         return np.concatenate([shards[first:], shards[:first]])
     _, ost, size = np.unique(osts, return_inverse=True, return_counts=True)
     num_osts = len(size)
-    first_ost, rest = divmod(turn.number * num_osts, turn.count)
+    first_ost, rest = divmod(reader_index.number * num_osts, reader_index.count)
     by_ost = np.argsort(ost, kind="stable")
     place = np.empty(len(shards), np.int64)  # in the list of its OST
     place[by_ost] = np.arange(len(shards)) - np.repeat(np.cumsum(size) - size, size)
-    rotated = (place - (size * rest // turn.count)[ost]) % size[ost]
+    rotated = (place - (size * rest // reader_index.count)[ost]) % size[ost]
     return shards[np.lexsort(((ost - first_ost) % num_osts, rotated / size[ost]))]
 
 
@@ -409,7 +409,7 @@ _COLUMNS = ("offset", "num_bytes", "num_tokens", "starts_offset", "num_starts", 
 class ReaderContext:
     """How the processes of a rank read; whatever opens shards is given it."""
 
-    turn: Turn = Turn()
+    reader_index: ReaderIndex = ReaderIndex()
     stall_warning_s: float = STALL_WARNING_S  # a read that takes longer is logged
     staged_dir: str | os.PathLike[str] | None = None  # where copies of shards may lie on this node
     compares_crcs: bool = False  # of what is read of each sample of a data set
@@ -480,8 +480,10 @@ class ShardReader:
         self._shards = shards
         from torch.utils.data import get_worker_info  # staging, which opens shards, too, needs no torch
 
-        worker, turn = get_worker_info(), context.turn
-        self._turn = turn if worker is None else turn.of_worker(worker.id, worker.num_workers)
+        worker, reader_index = get_worker_info(), context.reader_index
+        self._reader_index = (
+            reader_index if worker is None else reader_index.of_worker(worker.id, worker.num_workers)
+        )
         self._compares_crcs = context.compares_crcs
         self._files = OpenShards(
             shards,
@@ -554,7 +556,7 @@ class ShardReader:
     def opening_order(self, shards: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Shards, ascending, in the order in which this process opens them: int64[n] -> int64[n]."""
         osts = self._shards.osts
-        return opening_order(shards, self._turn, None if osts is None else osts[shards])
+        return opening_order(shards, self._reader_index, None if osts is None else osts[shards])
 
     def _in_opening_order(self, samples: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.intp], _Asked]:
         """The order in which this process reads the samples, and where they lie, in that order."""

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from loader.find_shards import DatasetShards, ShardSet, find_shards
-from loader.reading import Turn, opening_order
+from loader.reading import ReaderIndex, opening_order
 from loader.staged_copies import is_staged, staged_folder
 from shardprep.command_line import parse_size
 from shardprep.console import Progress, print_lines
@@ -454,12 +454,12 @@ def choose_shards(
     exclude_shards: tuple[int | str, ...] = (),
     node_ranks: NodeRanks | None = None,
     limit_bytes: int | None = None,
-    turn: Turn,
+    reader_index: ReaderIndex,
 ) -> ShardsToStage:
     """Of the shards named those that the ranks read, and of these what ``limit_bytes`` hold.
 
-    Those of which the ranks read the largest part are taken then. ``turn``: of this process among all that
-    stage, so that each begins with another shard. Raises what ``find_shards`` does, and UsageError for
+    Those of which the ranks read the largest part are taken then. ``reader_index``: which of all that
+    stage this process is, so that each begins with another shard. Raises what ``find_shards`` does, and UsageError for
     tars without a manifest: nothing could vouch for their copies.
     """
     if node_ranks is None:
@@ -475,7 +475,7 @@ def choose_shards(
         by_part = read if parts is None else read[np.argsort(-parts[read], kind="stable")]
         sums = np.cumsum([every[number].num_bytes for number in by_part.tolist()])
         kept = np.sort(by_part[: np.searchsorted(sums, limit_bytes, side="right")])
-    kept = opening_order(kept, turn, None if shards.osts is None else shards.osts[kept])
+    kept = opening_order(kept, reader_index, None if shards.osts is None else shards.osts[kept])
     return ShardsToStage(
         chosen=[every[number] for number in kept.tolist()],
         num_shards=len(every),
@@ -529,7 +529,7 @@ def stage(args: argparse.Namespace) -> int:
             exclude_shards=tuple(int(name) if name.isdecimal() else name for name in args.exclude_shards),
             node_ranks=node_ranks,
             limit_bytes=_limit_bytes(args),
-            turn=turn_of(os.environ),
+            reader_index=reader_index_of(os.environ),
         )
     except OSError as error:
         raise ReadWriteError(f"{' '.join(args.input_shards)} cannot be looked at: {error}") from None
@@ -545,7 +545,7 @@ def stage(args: argparse.Namespace) -> int:
     return staged.failures[0].exit_code if staged.failures else 0
 
 
-def turn_of(environ: Mapping[str, str]) -> Turn:
+def reader_index_of(environ: Mapping[str, str]) -> ReaderIndex:
     """Where in the list this process begins.
 
     Of Slurm's tasks: those of a node far apart, those of other nodes between them. Else by host and pid.
@@ -553,11 +553,11 @@ def turn_of(environ: Mapping[str, str]) -> Turn:
     local, node = environ.get("SLURM_LOCALID", ""), environ.get("SLURM_NODEID", "")
     if not (local.isdecimal() and node.isdecimal()):
         place = zlib.crc32(f"{socket.gethostname()}:{os.getpid()}".encode()) % _NUM_PLACES
-        return Turn(number=place, count=_NUM_PLACES)
+        return ReaderIndex(number=place, count=_NUM_PLACES)
     num_nodes = _count(environ, "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", at_least=int(node) + 1)
     num_tasks = _count(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", at_least=1)
     num_local = max(-(-num_tasks // num_nodes), int(local) + 1)
-    return Turn(number=int(local) * num_nodes + int(node), count=num_local * num_nodes)
+    return ReaderIndex(number=int(local) * num_nodes + int(node), count=num_local * num_nodes)
 
 
 def _count(environ: Mapping[str, str], *names: str, at_least: int) -> int:

@@ -279,7 +279,7 @@ class BatchStream:
         chunks.position[0], chunks.position[1] = start.epoch, run.order_step(start)
         within, width = start.num_micro % run.num_batches, run.row_length(run.step_of(start))
         chunk = cast(Chunk, next(iter(chunks)))  # no end of an epoch: a position is before it
-        fillers = self._order.is_filler(start.step, self._chunks.lanes)
+        fillers = self._order.is_filler(start.step, self._chunks.slots)
         parts = self._step_batches.cut([chunk], 0, within, fillers, width)
         return self._step_batches.collate(next(parts))
 
@@ -336,7 +336,7 @@ class BatchStream:
         while step < num_steps:
             chunks = self._next_chunks()
             for place in range(chunks[0].lengths.shape[1]):
-                fillers = self._order.is_filler(step, self._chunks.lanes)
+                fillers = self._order.is_filler(step, self._chunks.slots)
                 yield from self._step_batches.cut(chunks, place, within, fillers, run.row_length(number))
                 left, within = left - 1, 0
                 if not left:
@@ -345,7 +345,7 @@ class BatchStream:
             del chunks  # they may hold their window; the next one is read now
 
     def _next_chunks(self) -> list[Chunk]:
-        """The next chunk of every worker, in the order of their lanes."""
+        """The next chunk of every worker, in the order of their slots."""
         if self._size_check is not None and self._size_check.error is not None:
             raise self._size_check.error
         began = time.perf_counter()
@@ -563,7 +563,7 @@ class TokenLoader(DataLoader[Any]):
     def _chunks_options(self) -> dict[str, Any]:
         made = self.chunks
         return {
-            "samples": made.samples, "order": made.order, "run": made.run, "lanes": made.lanes,
+            "samples": made.samples, "order": made.order, "run": made.run, "slots": made.slots,
             "endless": made.endless,
         }  # fmt: skip
 

@@ -123,8 +123,8 @@ class SeenDocuments:
         for epoch in epochs:
             wanted = self._wanted(stored, epoch)
             for start, end in self._order.windows(0):
-                lanes = range(self._order.num_lanes)
-                samples = self._order.samples_of(epoch, lanes, start, end, self._window_reader.num_tokens)
+                slots = range(self._order.num_slots)
+                samples = self._order.samples_of(epoch, slots, start, end, self._window_reader.num_tokens)
                 for number, column in zip(*np.nonzero(np.isin(samples, wanted)), strict=True):
                     step = epoch * self._order.steps_per_epoch + start + int(column)
                     found.append(Sighting(order_step=step, **self._place(int(number))))

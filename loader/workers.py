@@ -1,17 +1,17 @@
-"""What a worker process does: read its lanes, of one source or of several, and send chunks.
+"""What a worker process does: read its slots, of one source or of several, and send chunks.
 
-What a worker does: it reads its lanes window by window and sends chunks of steps.
+What a worker does: it reads its slots window by window and sends chunks of steps.
 
-A chunk is a few steps of a worker's lanes as one compact tensor. So a worker sends 1 MiB at a time, not a
-batch. Workers share the lanes of the rank; if every worker took each n-th step instead, all of them together
-would read everything n times. The memory of a rank is the windows of its lanes, see order.py.
+A chunk is a few steps of a worker's slots as one compact tensor. So a worker sends 1 MiB at a time, not a
+batch. Workers share the slots of the rank; if every worker took each n-th step instead, all of them together
+would read everything n times. The memory of a rank is the windows of its slots, see order.py.
 
-``make_order``, ``rank_lanes`` and ``check_batch`` turn samples and batch sizes into the sampling order and
-the lanes that a rank has in it. ``Samples``, ``WindowReader`` and ``Window`` are what samples/ offers.
+``make_order``, ``rank_slots`` and ``check_batch`` turn samples and batch sizes into the sampling order and
+the slots that a rank has in it. ``Samples``, ``WindowReader`` and ``Window`` are what samples/ offers.
 
 What a worker does for a run of several sources: it reads each by its own order, and mixes rounds.
 
-A round of this worker's lanes is laid out at once, 64 steps of them; see mixture.py for the order. ``mix``
+A round of this worker's slots is laid out at once, 64 steps of them; see mixture.py for the order. ``mix``
 makes the mixture and its samples of the sources that a user names.
 """
 
@@ -83,7 +83,7 @@ class Samples(Protocol):
 
 
 class ChunkDataset(IterableDataset[Any]):
-    """Runs of this rank's lanes from a position on: of one epoch, or without end.
+    """Runs of this rank's slots from a position on: of one epoch, or without end.
 
     ``position`` is int64[2], epoch and step; shared with the workers, so that the parent can send
     persistent ones elsewhere. Items are a chunk of each worker in turn, packed; unpacked without workers.
@@ -92,11 +92,11 @@ class ChunkDataset(IterableDataset[Any]):
     the shards anew, and a window's memory, touched for the first time, costs more than reading it.
     """
 
-    def __init__(self, *, samples: Samples, order: Order, run: RunSteps, lanes: range, endless: bool) -> None:
+    def __init__(self, *, samples: Samples, order: Order, run: RunSteps, slots: range, endless: bool) -> None:
         self.samples = samples
         self.order = order
         self.run = run
-        self.lanes = lanes
+        self.slots = slots
         self.endless = endless
         self.position = torch.zeros(2, dtype=torch.int64)
         self._reader: WindowReader | None = None
@@ -104,13 +104,13 @@ class ChunkDataset(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[torch.Tensor | Chunk]:
         worker = get_worker_info()
-        lanes = self.lanes if worker is None else share(self.lanes, worker.id, worker.num_workers)
+        slots = self.slots if worker is None else share(self.slots, worker.id, worker.num_workers)
         if self._reader is None:
             self._reader = self.samples.open()
             self._close_reader = weakref.finalize(self, self._reader.close)
         epoch, step = self.position.tolist()
         for number in count(epoch) if self.endless else (epoch,):
-            chunks = self._epoch_chunks(self._reader, number, step if number == epoch else 0, lanes)
+            chunks = self._epoch_chunks(self._reader, number, step if number == epoch else 0, slots)
             yield from chunks if worker is None else map(Chunk.pack, chunks)
 
     def close(self) -> None:
@@ -119,14 +119,14 @@ class ChunkDataset(IterableDataset[Any]):
             self._close_reader()
         self._reader = self._close_reader = None
 
-    def _epoch_chunks(self, reader: WindowReader, epoch: int, step: int, lanes: range) -> Iterator[Chunk]:
+    def _epoch_chunks(self, reader: WindowReader, epoch: int, step: int, slots: range) -> Iterator[Chunk]:
         chunk_steps = self._chunk_steps()
         offset = self.order.offset(epoch, self.samples.offsets)
         last = self.run.order_steps_of(epoch)
         for start, end in self.order.windows(step):
             if start >= last:
                 return
-            samples = self.order.samples_of(epoch, lanes, start, end, reader.num_tokens)
+            samples = self.order.samples_of(epoch, slots, start, end, reader.num_tokens)
             window = reader.read(samples, offset)  # whole: what is left of it would be many small reads
             num_steps = min(end, last) - start
             for first in range(max(step - start, 0), num_steps, chunk_steps):
@@ -141,8 +141,8 @@ class ChunkDataset(IterableDataset[Any]):
         worker = get_worker_info()
         if worker is None and self.samples.row_tokens:
             return MAX_CHUNK_STEPS
-        lanes = -(-len(self.lanes) // (worker.num_workers if worker else 1))
-        step_bytes = 4 * lanes * self.order.group * (self.samples.row_tokens or self.samples.mean_tokens)
+        slots = -(-len(self.slots) // (worker.num_workers if worker else 1))
+        step_bytes = 4 * slots * self.order.group * (self.samples.row_tokens or self.samples.mean_tokens)
         return max(1, min(MAX_CHUNK_STEPS, int(CHUNK_BYTES // step_bytes)))
 
 
@@ -175,16 +175,16 @@ def make_order(
     )
 
 
-def rank_lanes(order: Order | Mixture, rank: int, world_size: int) -> range:
-    """The lanes of one rank. Raises UsageError where the ranks cannot share them evenly."""
-    if order.num_lanes % world_size:
-        fitting = [n for n in range(1, order.num_lanes + 1) if order.num_lanes % n == 0]
+def rank_slots(order: Order | Mixture, rank: int, world_size: int) -> range:
+    """The slots of one rank. Raises UsageError where the ranks cannot share them evenly."""
+    if order.num_slots % world_size:
+        fitting = [n for n in range(1, order.num_slots + 1) if order.num_slots % n == 0]
         raise UsageError(
-            f"a global batch of {order.global_batch_size} in groups of {order.group} makes {order.num_lanes} "
-            f"lanes, which {world_size} ranks cannot share; the ranks can be {fitting}, "
+            f"a global batch of {order.global_batch_size} in groups of {order.group} makes {order.num_slots} "
+            f"slots, which {world_size} ranks cannot share; the ranks can be {fitting}, "
             "or group_by_length less"
         )
-    return share(range(order.num_lanes), rank, world_size)
+    return share(range(order.num_slots), rank, world_size)
 
 
 def group_size(group_by_length: bool | int, batch_size: int) -> int:
@@ -287,37 +287,37 @@ class MixedChunkDataset(ChunkDataset):
 
     samples: Any
     order: Any
-    _stand: Stand | None = None  # where an epoch ended: the next one needs no window read again
+    _cursor: MixCursor | None = None  # where an epoch ended: the next one needs no window read again
 
     def close(self) -> None:
-        self._stand = None
+        self._cursor = None
         super().close()
 
-    def _epoch_chunks(self, reader: Any, epoch: int, step: int, lanes: range) -> Iterator[Chunk]:
+    def _epoch_chunks(self, reader: Any, epoch: int, step: int, slots: range) -> Iterator[Chunk]:
         mixture: Mixture = self.order
         first_of_epoch = epoch * mixture.steps_per_epoch
         at, end = first_of_epoch + step, first_of_epoch + self.run.order_steps_of(epoch)
         chunk_steps = self._chunk_steps()
-        stand, self._stand = self._stand, None
-        if stand is None or (stand.step, stand.lanes, stand.reader) != (at, lanes, reader):
+        cursor, self._cursor = self._cursor, None
+        if cursor is None or (cursor.step, cursor.slots, cursor.reader) != (at, slots, reader):
             taken = mixture.round_at(at).taken.tolist()
-            chunks = (self._source_chunks(reader, n, first, lanes) for n, first in enumerate(taken))
-            stand = Stand(step=at, lanes=lanes, reader=reader, streams=[*map(SourceSteps, chunks)])
-        while stand.step < end:
-            if stand.mixed is None:
-                stand.part = mixture.round_at(stand.step)
-                stand.mixed = self._mixed_round(stand.part, stand.streams, lanes)
-            assert stand.part is not None
-            last = min(stand.part.end_step, end)
-            while stand.step < last:
-                first, stand.step = stand.step, min(stand.step + chunk_steps, last)
-                yield stand.mixed.chunk(first - stand.part.first_step, stand.step - stand.part.first_step)
-            if last == stand.part.end_step:
-                stand.mixed = None
-        self._stand = stand
+            chunks = (self._source_chunks(reader, n, first, slots) for n, first in enumerate(taken))
+            cursor = MixCursor(step=at, slots=slots, reader=reader, streams=[*map(SourceSteps, chunks)])
+        while cursor.step < end:
+            if cursor.mixed is None:
+                cursor.part = mixture.round_at(cursor.step)
+                cursor.mixed = self._mixed_round(cursor.part, cursor.streams, slots)
+            assert cursor.part is not None
+            last = min(cursor.part.end_step, end)
+            while cursor.step < last:
+                first, cursor.step = cursor.step, min(cursor.step + chunk_steps, last)
+                yield cursor.mixed.chunk(first - cursor.part.first_step, cursor.step - cursor.part.first_step)
+            if last == cursor.part.end_step:
+                cursor.mixed = None
+        self._cursor = cursor
 
     def _source_chunks(
-        self, reader: MixedReader, number: int, first_step: int, lanes: range
+        self, reader: MixedReader, number: int, first_step: int, slots: range
     ) -> Iterator[Chunk]:
         """The chunks of one source from one of its steps on, without end."""
         order = self.order.orders[number]
@@ -325,16 +325,16 @@ class MixedChunkDataset(ChunkDataset):
             samples=self.samples.sources[number],
             order=order,
             run=RunSteps(order_steps_per_epoch=order.steps_per_epoch, num_batches=1),
-            lanes=self.lanes,
+            slots=self.slots,
             endless=True,
         )
         epoch, step = divmod(first_step, order.steps_per_epoch)
         for later in count(epoch):
             first = step if later == epoch else 0
-            yield from source._epoch_chunks(reader.readers[number], later, first, lanes)  # noqa: SLF001  its own class's
+            yield from source._epoch_chunks(reader.readers[number], later, first, slots)  # noqa: SLF001  its own class's
 
-    def _mixed_round(self, part: Round, streams: list[SourceSteps], lanes: range) -> MixedRound:
-        pattern = np.repeat(self.order.pattern(part, lanes), self.order.group, axis=0)
+    def _mixed_round(self, part: Round, streams: list[SourceSteps], slots: range) -> MixedRound:
+        pattern = np.repeat(self.order.pattern(part, slots), self.order.group, axis=0)
         mixed = MixedRound(pattern.shape, self.samples.row_tokens)
         for number in np.unique(part.sources).tolist():
             columns = np.nonzero(pattern == number)[1].reshape(len(pattern), -1)  # of each row, ascending
@@ -348,11 +348,11 @@ class MixedChunkDataset(ChunkDataset):
 
 
 @dataclass(kw_only=True)
-class Stand:
+class MixCursor:
     """Where a worker stands in the run: the next step, its sources, and the round that the step is in."""
 
     step: int  # from the first of the run, not of the epoch
-    lanes: range
+    slots: range
     reader: MixedReader
     streams: list[SourceSteps]
     part: Round | None = None

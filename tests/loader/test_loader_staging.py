@@ -25,9 +25,9 @@ from loader import TokenLoader, get_llama3_dataloader
 from loader.__main__ import main
 from loader.order import Order
 from loader.parts_read import parts_of_ranks, parts_read
-from loader.reading import Turn
+from loader.reading import ReaderIndex
 from loader.samples import JoinedRows
-from loader.staging import NodeRanks, choose_shards, turn_of
+from loader.staging import NodeRanks, choose_shards, reader_index_of
 from shardprep.format.manifest import read_manifest
 from tests.children import child, end_of, run_child
 from tests.held_children import Hold
@@ -556,7 +556,7 @@ def test_the_shards_chosen_are_exactly_those_that_the_ranks_readers_open(
             (str(finely / form),),
             node,
             node_ranks=NodeRanks(ranks=ranks, first_step=steps[0], num_steps=steps[1] - steps[0], **options),
-            turn=Turn(),
+            reader_index=ReaderIndex(),
         )
         assert {shard.shard_id for shard in choice.chosen} == expected
         if ranks == (0,) and options.get("shuffle", True):
@@ -593,8 +593,8 @@ def test_the_parts_read_are_those_that_the_law_of_the_order_delivers_window_by_w
         seed=draw(0, 99),
         shuffle=group > 1 or data.draw(st.booleans()),
     )
-    first_lane, steps = draw(0, order.num_lanes - 1), order.steps_per_epoch
-    lanes = range(first_lane, draw(first_lane + 1, order.num_lanes))
+    first_slot, steps = draw(0, order.num_slots - 1), order.steps_per_epoch
+    slots = range(first_slot, draw(first_slot + 1, order.num_slots))
     begin = draw(0, 2 * steps)
     end = draw(begin + 1, 2 * steps + 2)
     expected = np.zeros(len(sizes), np.int64)
@@ -603,12 +603,12 @@ def test_the_parts_read_are_those_that_the_law_of_the_order_delivers_window_by_w
         for start, stop in order.windows(first):
             if start >= end - epoch * steps:
                 break
-            samples = order.samples_of(epoch, lanes, start, stop, lambda found: found % 7)
+            samples = order.samples_of(epoch, slots, start, stop, lambda found: found % 7)
             begins = order.offset(epoch, rows.offsets) + samples.reshape(-1, 1) * rows.seq_len
             tokens = begins + np.arange(rows.seq_len)
             edges = rows.first_token
             np.add.at(expected, np.searchsorted(edges, tokens.reshape(-1) % rows.offsets, "right") - 1, 1)
-    found = parts_read(order, rows, lanes, begin, end)
+    found = parts_read(order, rows, slots, begin, end)
     assert (found * sizes).round().astype(int).tolist() == expected.tolist()
 
 
@@ -623,7 +623,7 @@ def test_the_command_takes_the_ranks_of_its_node_from_slurm(
             (str(finely / "json"),),
             node,
             node_ranks=NodeRanks(world_size=8, ranks=ranks, batch_size=2, seed=9, num_steps=1),
-            turn=Turn(),
+            reader_index=ReaderIndex(),
         ).chosen
         for ranks in ((6, 7), (0, 1))
     )
@@ -647,9 +647,9 @@ def test_a_limit_keeps_the_shards_that_the_ranks_read_most_of(finely: Path, node
     ranks = NodeRanks(world_size=8, ranks=(0,), batch_size=2, num_steps=1)
     data = (str(finely / "json"),)
     _, parts = parts_of_ranks(data, (), ranks)
-    every = choose_shards(data, node, node_ranks=ranks, turn=Turn())
+    every = choose_shards(data, node, node_ranks=ranks, reader_index=ReaderIndex())
     limit_bytes = every.read_bytes // 2
-    some = choose_shards(data, node, node_ranks=ranks, limit_bytes=limit_bytes, turn=Turn())
+    some = choose_shards(data, node, node_ranks=ranks, limit_bytes=limit_bytes, reader_index=ReaderIndex())
     kept = {shard.shard_id for shard in some.chosen}
     left = {shard.shard_id for shard in every.chosen} - kept
     assert len(kept) > 5
@@ -657,14 +657,14 @@ def test_a_limit_keeps_the_shards_that_the_ranks_read_most_of(finely: Path, node
     assert min(parts[list(kept)]) >= max(parts[list(left)]) > 0
     assert max(parts[list(kept)]) > max(parts[list(left)])
     assert limit_bytes * 0.9 < sum(shard.num_bytes for shard in some.chosen) <= limit_bytes
-    assert choose_shards(data, node, limit_bytes=10, turn=Turn()).chosen == []
+    assert choose_shards(data, node, limit_bytes=10, reader_index=ReaderIndex()).chosen == []
 
 
 def test_processes_begin_at_different_places_of_the_list(made: Path, node: Path) -> None:
-    def first(turn: Turn) -> int:
-        return choose_shards((str(made / "json"),), node, turn=turn).chosen[0].shard_id
+    def first(reader_index: ReaderIndex) -> int:
+        return choose_shards((str(made / "json"),), node, reader_index=reader_index).chosen[0].shard_id
 
-    assert [first(Turn(number=n, count=3)) for n in range(3)] == [0, 2, 4]
+    assert [first(ReaderIndex(number=n, count=3)) for n in range(3)] == [0, 2, 4]
     tasks = [
         {
             "SLURM_LOCALID": str(local),
@@ -675,9 +675,9 @@ def test_processes_begin_at_different_places_of_the_list(made: Path, node: Path)
         for local in range(3)
         for node_id in range(2)
     ]
-    assert [turn_of(task) for task in tasks] == [Turn(number=n, count=6) for n in range(6)]
-    assert turn_of({}) == turn_of({})
-    assert turn_of({}).count > 1000
+    assert [reader_index_of(task) for task in tasks] == [ReaderIndex(number=n, count=6) for n in range(6)]
+    assert reader_index_of({}) == reader_index_of({})
+    assert reader_index_of({}).count > 1000
 
 
 # The loader

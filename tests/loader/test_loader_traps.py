@@ -252,7 +252,7 @@ def test_a_tuple_that_collate_fn_returns_stays_a_tuple(tmp_path: Path, model: st
 def test_a_rank_with_workers_reads_little_more_than_it_delivers(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where each worker takes every n-th batch instead of lanes of its own, all read everything."""
+    """Where each worker takes every n-th batch instead of slots of its own, all read everything."""
     num_bytes = write_long_documents(tmp_path / "a.tar", 256, 8192)
     real, read_bytes = os.preadv, multiprocessing.Value("q", 0)
 

@@ -154,9 +154,9 @@ def test_weights_in_tokens_are_kept_within_one_percent(data: dict[str, Path]) ->
     assert share == pytest.approx(0.4, abs=0.01)
 
 
-def mixture(weights: list[float], num_lanes: int = 64) -> Mixture:
+def mixture(weights: list[float], num_slots: int = 64) -> Mixture:
     order = Order(
-        num_samples=10**6, global_batch_size=num_lanes, block_samples=10, window_samples=100, seed=1
+        num_samples=10**6, global_batch_size=num_slots, block_samples=10, window_samples=100, seed=1
     )
     names = tuple(f"s{number}" for number in range(len(weights)))
     return Mixture(
@@ -178,14 +178,14 @@ def test_the_counts_of_a_stage_are_those_of_its_steps_one_by_one() -> None:
 
 
 def test_a_sources_share_of_a_batch_varies_as_in_a_full_shuffle() -> None:
-    mixed, num_lanes = mixture([0.7, 0.3]), 64
+    mixed, num_slots = mixture([0.7, 0.3]), 64
     shares = []
     for first in range(0, 400 * ROUND_STEPS, ROUND_STEPS):
-        pattern = mixed.pattern(mixed.round_at(first), range(num_lanes))
+        pattern = mixed.pattern(mixed.round_at(first), range(num_slots))
         shares.append((pattern == 1).sum(axis=0))
     counts = np.concatenate(shares)
-    binomial = num_lanes * 0.7 * 0.3
-    assert counts.mean() == pytest.approx(0.3 * num_lanes, rel=0.01)
+    binomial = num_slots * 0.7 * 0.3
+    assert counts.mean() == pytest.approx(0.3 * num_slots, rel=0.01)
     assert 0.8 < counts.var() / binomial < 1.05
 
 

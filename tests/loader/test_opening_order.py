@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loader.reading import Turn, opening_order
+from loader.reading import ReaderIndex, opening_order
 from shardprep.errors import UsageError
 
 SHARDS = np.array([2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37])
@@ -15,7 +15,8 @@ def orders(count: int, osts: list[int] | None = None) -> list[list[int]]:
     """The order of each of ``count`` processes."""
     known = None if osts is None else np.array(osts)
     return [
-        opening_order(SHARDS, Turn(number=number, count=count), known).tolist() for number in range(count)
+        opening_order(SHARDS, ReaderIndex(number=number, count=count), known).tolist()
+        for number in range(count)
     ]
 
 
@@ -28,8 +29,8 @@ def test_every_process_opens_every_shard_once(count: int, osts: list[int] | None
 
 def test_nothing_to_open_is_an_empty_order() -> None:
     nothing = np.zeros(0, np.int64)
-    assert opening_order(nothing, Turn()).tolist() == []
-    assert opening_order(nothing, Turn(), nothing).tolist() == []
+    assert opening_order(nothing, ReaderIndex()).tolist() == []
+    assert opening_order(nothing, ReaderIndex(), nothing).tolist() == []
 
 
 def test_without_osts_processes_begin_evenly_spread_and_go_on_upwards() -> None:
@@ -66,10 +67,12 @@ def test_an_ost_with_more_shards_gets_its_turns_throughout() -> None:
 
 
 def test_the_workers_of_all_ranks_have_turns_of_their_own() -> None:
-    turns = [Turn(number=rank, count=2).of_worker(worker, 3) for rank in range(2) for worker in range(3)]
-    assert [(turn.number, turn.count) for turn in turns] == [(number, 6) for number in range(6)]
+    readers = [
+        ReaderIndex(number=rank, count=2).of_worker(worker, 3) for rank in range(2) for worker in range(3)
+    ]
+    assert [(each.number, each.count) for each in readers] == [(number, 6) for number in range(6)]
 
 
 def test_an_impossible_turn_is_refused() -> None:
-    with pytest.raises(UsageError, match="turn 4 of 4: expected 0 <= number < count"):
-        Turn(number=4, count=4)
+    with pytest.raises(UsageError, match="reader 4 of 4: expected 0 <= number < count"):
+        ReaderIndex(number=4, count=4)

@@ -36,12 +36,12 @@ def orders(draw: st.DrawFn) -> Order:
     )
 
 
-def delivered(order: Order, epoch: int, lanes: range, first_step: int = 0) -> np.ndarray:
-    """What lanes deliver from a step to the end of an epoch: int64[lanes, steps]."""
+def delivered(order: Order, epoch: int, slots: range, first_step: int = 0) -> np.ndarray:
+    """What slots deliver from a step to the end of an epoch: int64[slots, steps]."""
     parts = []
     for start, end in order.windows(first_step):
-        parts.append(order.samples_of(epoch, lanes, start, end)[:, max(first_step - start, 0) :])
-    return np.concatenate(parts, axis=1) if parts else np.empty((len(lanes), 0), np.int64)
+        parts.append(order.samples_of(epoch, slots, start, end)[:, max(first_step - start, 0) :])
+    return np.concatenate(parts, axis=1) if parts else np.empty((len(slots), 0), np.int64)
 
 
 @pytest.mark.slow
@@ -58,7 +58,7 @@ def test_an_epoch_gives_each_sample_once_but_the_counted_remainder(order: Order,
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(orders(), st.integers(0, 99), st.data())
-def test_ranks_and_workers_only_share_the_lanes_of_a_global_batch_out(
+def test_ranks_and_workers_only_share_the_slots_of_a_global_batch_out(
     order: Order, epoch: int, data: st.DataObject
 ) -> None:
     size = order.global_batch_size
@@ -67,9 +67,9 @@ def test_ranks_and_workers_only_share_the_lanes_of_a_global_batch_out(
     whole = delivered(order, epoch, range(size))
     parts = []
     for rank in range(world):
-        lanes = share(range(size), rank, world)
-        assert len(lanes) == size // world
-        parts += [delivered(order, epoch, share(lanes, number, workers)) for number in range(workers)]
+        slots = share(range(size), rank, world)
+        assert len(slots) == size // world
+        parts += [delivered(order, epoch, share(slots, number, workers)) for number in range(workers)]
     assert np.array_equal(np.concatenate(parts), whole)
 
 
@@ -79,9 +79,9 @@ def test_starting_at_any_step_gives_the_rest_of_the_unbroken_epoch(
     order: Order, epoch: int, data: st.DataObject
 ) -> None:
     step = data.draw(st.integers(0, order.steps_per_epoch - 1))
-    lanes = range(order.global_batch_size)
-    whole = delivered(order, epoch, lanes)
-    assert np.array_equal(delivered(order, epoch, lanes, step), whole[:, step:])
+    slots = range(order.global_batch_size)
+    whole = delivered(order, epoch, slots)
+    assert np.array_equal(delivered(order, epoch, slots, step), whole[:, step:])
     assert np.array_equal(order.step_samples(epoch, step), whole[:, step])
 
 
@@ -135,11 +135,11 @@ def test_over_50_epochs_each_samples_drop_rate_is_within_4_sigma_of_its_chance()
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(0, 99))
 def test_groups_are_of_like_length_and_still_give_each_sample_once(data: st.DataObject, epoch: int) -> None:
-    group, lanes = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 5))
-    num_samples = data.draw(st.integers(group * lanes, 1500))
+    group, slots = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 5))
+    num_samples = data.draw(st.integers(group * slots, 1500))
     order = Order(
         num_samples=num_samples,
-        global_batch_size=group * lanes,
+        global_batch_size=group * slots,
         block_samples=data.draw(st.integers(1, 20)),
         window_samples=data.draw(st.integers(1, 300)),
         group=group,
@@ -152,16 +152,16 @@ def test_groups_are_of_like_length_and_still_give_each_sample_once(data: st.Data
 
     seen = []
     for start, end in order.windows(0):
-        whole = window(range(lanes), start, end)
+        whole = window(range(slots), start, end)
         seen += whole.reshape(-1).tolist()
-        part = data.draw(st.integers(0, lanes - 1))
+        part = data.draw(st.integers(0, slots - 1))
         assert np.array_equal(
             window(range(part, part + 1), start, end), whole[part * group : (part + 1) * group]
         )
-        lane = np.sort(lengths[whole[:group].T], axis=1)  # the slices of one lane do not overlap in length
-        lane = lane[np.argsort(lane[:, 0], kind="stable")]
-        assert (np.sort(lane[:-1, -1]) <= np.sort(lane[1:, 0])).all()
-    assert len(set(seen)) == len(seen) == order.steps_per_epoch * group * lanes
+        slot = np.sort(lengths[whole[:group].T], axis=1)  # the slices of one slot do not overlap in length
+        slot = slot[np.argsort(slot[:, 0], kind="stable")]
+        assert (np.sort(slot[:-1, -1]) <= np.sort(slot[1:, 0])).all()
+    assert len(set(seen)) == len(seen) == order.steps_per_epoch * group * slots
 
 
 def test_mixing_of_shards_sorted_by_source_stays_near_a_full_permutations() -> None:
@@ -177,8 +177,8 @@ def test_mixing_of_shards_sorted_by_source_stays_near_a_full_permutations() -> N
         window_samples=window,
         seed=1,
     )
-    lanes = delivered(order, 0, range(global_batch))
-    steps = lanes.T[: lanes.shape[1] // 64 * 64] // (num_samples // num_sources)
+    slots = delivered(order, 0, range(global_batch))
+    steps = slots.T[: slots.shape[1] // 64 * 64] // (num_samples // num_sources)
     chance = 1 / num_sources
     for span, limit in ((1, 1.2), (64, 6.0)):
         counts = np.stack([(steps == source).sum(1) for source in range(num_sources)])
@@ -222,7 +222,7 @@ def test_a_billion_samples_cost_no_more_memory_than_a_window() -> None:
     assert len(np.unique(window)) == window.size
 
 
-def test_blocks_are_as_large_as_memory_allows_unless_lanes_would_get_too_few_of_them() -> None:
+def test_blocks_are_as_large_as_memory_allows_unless_slots_would_get_too_few_of_them() -> None:
     kib = {"num_samples": 10**7, "num_bytes": 1024 * 10**7}
     assert choose_windows(**kib, global_batch_size=8) == (512, 16 * 512)
     assert choose_windows(**kib, global_batch_size=64) == (128, 16 * 128)

@@ -42,6 +42,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from multiprocessing import resource_tracker
 from multiprocessing.util import get_temp_dir
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -90,10 +91,11 @@ def follow_main_process(_: int) -> None:
     forkserver, whose server lives on.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    threading.Thread(target=_end_with_main_process, args=(os.getppid(),), daemon=True).start()
+    folder = Path(get_temp_dir())  # of the sockets that send tensors; known before the first of them is made
+    threading.Thread(target=_end_with_main_process, args=(os.getppid(), folder), daemon=True).start()
 
 
-def _end_with_main_process(parent_pid: int) -> None:
+def _end_with_main_process(parent_pid: int, folder: Path) -> None:
     """End this process once the main one is gone or sends SIGTERM, as torch does to a worker that hangs."""
     main = multiprocessing.parent_process()
     assert main is not None
@@ -101,7 +103,10 @@ def _end_with_main_process(parent_pid: int) -> None:
         received = signal.sigtimedwait((signal.SIGTERM,), _LOOK_EVERY_S)
         if received is not None and received.si_pid == main.pid:
             os._exit(0)
-    shutil.rmtree(get_temp_dir(), ignore_errors=True)  # of the sockets by which tensors are sent
+    for _ in range(100):
+        if not folder.exists():
+            break
+        shutil.rmtree(folder, ignore_errors=True)  # fails where the main thread adds a socket meanwhile
     os._exit(0)
 
 

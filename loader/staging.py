@@ -459,8 +459,8 @@ def choose_shards(
     """Of the shards named those that the ranks read, and of these what ``limit_bytes`` hold.
 
     Those of which the ranks read the largest part are taken then. ``reader_index``: which of all that
-    stage this process is, so that each begins with another shard. Raises what ``find_shards`` does, and UsageError for
-    tars without a manifest: nothing could vouch for their copies.
+    stage this process is, so that each begins with another shard. Raises what ``find_shards`` does, and
+    UsageError for tars without a manifest: nothing could vouch for their copies.
     """
     if node_ranks is None:
         shards, parts = find_data_sets(input_shards, exclude_shards), None

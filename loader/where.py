@@ -32,7 +32,7 @@ from shardprep.errors import BrokenShard, NotFound, UsageError
 from shardprep.files import NOT_THERE
 from shardprep.format.dataset_spec import read_input_names
 from shardprep.format.idx import read_idx
-from shardprep.format.names import place_text
+from shardprep.format.input_formats import place_text
 
 if TYPE_CHECKING:
     import numpy as np

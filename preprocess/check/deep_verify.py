@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.check.plain_reader import PlainRecord, plain_records
+from preprocess.check.plain_reader import PlainRecord, check_readable, plain_records
 from preprocess.check.verify import Problem
 from preprocess.formats.chat import ChatTemplate, Rendered, check_chat_versions, render_conversations
 from preprocess.formats.long_documents import UncuttableText
@@ -41,6 +41,7 @@ from preprocess.plan.tokenizer_files import TOKENIZER_FILE
 from shardprep.errors import BrokenShard, ShardprepError
 from shardprep.files import errors_named
 from shardprep.format.idx import read_idx
+from shardprep.format.input_formats import input_kind, place_text
 from shardprep.format.manifest import Manifest, read_manifest
 from shardprep.format.names import (
     DOC_STARTS_FIELD,
@@ -49,7 +50,6 @@ from shardprep.format.names import (
     TEXT_FIELD,
     TOKENIZER_DIR,
     ids_path,
-    place_text,
     quarantine_path,
     remake_command,
     tar_path,
@@ -89,6 +89,7 @@ def verify_deep(
     library that changes or renders text has another version than planned.
     """
     plan = plan.at(input_dir)
+    check_readable(item.path for item in plan.inputs)
     check_text_versions(plan.options)
     if plan.options.is_chat:
         check_chat_versions(plan.options.chat_versions)
@@ -521,7 +522,7 @@ def _compare_ids(folder: Path, plan: Plan, shard_id: int, expected: list[tuple[i
     if not plan.options.id_field:
         return []
     rows = ((number, offset, name) for number, offset, name in _lines_of(ids_path(folder, shard_id)))
-    found = [row for row in rows if row[2] or ".txt" not in plan.inputs[row[0]].path]
+    found = [row for row in rows if row[2] or input_kind(plan.inputs[row[0]].path).format.has_fields]
     here, there = ({row[:2]: row[2] for row in some} for some in (expected, found))
     differing = _Named("kept ids are not those of the input")
     for place in sorted(place for place in {*here, *there} if here.get(place) != there.get(place)):

@@ -20,7 +20,7 @@ import json
 import lzma
 import re
 import string
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, NoReturn, cast
@@ -29,6 +29,8 @@ from preprocess.formats.inputs import ByteRange
 from preprocess.formats.text_fields import UnusableText
 from preprocess.options import BytesOptions
 from preprocess.plan.plan_file import Plan
+from shardprep.errors import Refused
+from shardprep.format.input_formats import InputKind, input_kind
 
 _MOST_HELD_BYTES = 64 << 20  # see "Documents left out" in docs/format.md
 _MOST_CHAT_BYTES = 4 << 20
@@ -69,17 +71,6 @@ def _size_of(part: ByteRange) -> int:
     return part.path.stat().st_size
 
 
-def _stem(part: ByteRange) -> str:
-    """The file's name in lower case, without the suffix of a compression."""
-    name = part.path.name.lower()
-    return name.rpartition(".")[0] if _compression(part) else name
-
-
-def _compression(part: ByteRange) -> str:
-    suffix = part.path.suffix.lower()
-    return suffix if suffix in _OPENERS else ""
-
-
 def _changed(record: PlainRecord, part: ByteRange, options: BytesOptions) -> PlainRecord:
     """The record with its text as it is to be encoded."""
     changes = options.text_changes()
@@ -90,16 +81,31 @@ def _changed(record: PlainRecord, part: ByteRange, options: BytesOptions) -> Pla
         return replace(record, text="", reason=text.reason)
     if text is None:
         return replace(record, text="", is_filtered=True)
-    return replace(record, text=text.strip() if _stem(part).endswith(".txt") else text)
+    return replace(record, text=text if _kind(part).format.has_fields else text.strip())
+
+
+def _kind(part: ByteRange) -> InputKind:
+    return input_kind(part.path.name)
+
+
+def check_readable(paths: Iterable[str]) -> None:
+    """That this reader knows the formats of all inputs. Raises Refused naming the first that it doesn't."""
+    for path in paths:
+        suffix = input_kind(path).format.suffixes[0]
+        if suffix not in (".txt", ".jsonl", ".json", ".parquet", ".arrow"):
+            raise Refused(
+                f"verify --deep has no second reader of {suffix}, and {path} is an input; run verify without "
+                "--deep, or add one to preprocess/check/plain_reader.py"
+            )
 
 
 def _records_in(part: ByteRange, text_stop: int | None, options: BytesOptions) -> Iterator[PlainRecord]:
-    stem = _stem(part)
-    if stem.endswith(".txt"):
+    suffix = _kind(part).format.suffixes[0]
+    if suffix == ".txt":
         yield from _in_text(part, text_stop, options)
-    elif stem.endswith((".parquet", ".pq")):
+    elif suffix == ".parquet":
         yield from _in_rows(_parquet_rows, part, options)
-    elif stem.endswith(".arrow"):
+    elif suffix == ".arrow":
         yield from _in_rows(_arrow_rows, part, options)
     else:
         yield from _in_json(part, text_stop, options)
@@ -121,17 +127,17 @@ def _plain(path: Path) -> IO[bytes]:
 
 
 _OPENERS: dict[str, Callable[[Path], Any]] = {
+    "": _plain,
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,
     ".zst": _zstandard,
-    ".zstd": _zstandard,
 }
 
 
 def _opened(part: ByteRange) -> Any:
     """The text of a file, as a binary file."""
-    return _OPENERS.get(_compression(part), _plain)(part.path)
+    return _OPENERS[_kind(part).compression](part.path)
 
 
 def _lines(
@@ -142,7 +148,7 @@ def _lines(
     A part that begins inside of a compressed file has the lines that begin behind ``text_start``, up to the
     one that begins where the next part's ``text_start`` is.
     """
-    is_plain = not _compression(part)
+    is_plain = not _kind(part).compression
     at = part.start if is_plain else 0
     first = at if is_plain or not part.start else part.text_start + 1
     last = part.end - 1 if is_plain else text_stop
@@ -171,7 +177,7 @@ def _in_text(part: ByteRange, text_stop: int | None, options: BytesOptions) -> I
     else:
         codec = options.encoding
         lines = _lines(part, text_stop, lambda chunk: chunk.splitlines(keepends=True))
-    is_held = bool(_compression(part)) or options.text_changes() is not None
+    is_held = bool(_kind(part).compression) or options.text_changes() is not None
     for offset, line in lines:
         if offset == 0 and codec == "utf-8-sig" and line.startswith(codecs.BOM_UTF8):
             offset, line = 3, line[3:]

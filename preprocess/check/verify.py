@@ -43,6 +43,7 @@ from shardprep.files import (
 )
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.idx import ChunkCrcs, crcs_dtype, crcs_header, read_idx
+from shardprep.format.input_formats import input_kind
 from shardprep.format.manifest import (
     DatasetIndex,
     Manifest,
@@ -56,7 +57,6 @@ from shardprep.format.names import (
     OSTS_NAME,
     TAR_END,
     crcs_path,
-    offset_unit,
     remake_command,
     shard_name,
     tar_path,
@@ -252,7 +252,7 @@ def _check_content(folder: Path, plan: Plan, manifest: Manifest) -> npt.NDArray[
 
 
 def _is_in_bytes(plan: Plan, input_number: int) -> bool:
-    return input_number == len(plan.inputs) or offset_unit(plan.inputs[input_number].path) == "byte"
+    return input_number == len(plan.inputs) or input_kind(plan.inputs[input_number].path).is_in_bytes
 
 
 def check_places(folder: Path, spec: DatasetSpec, shard_id: int, records: npt.NDArray[np.void]) -> None:

@@ -29,11 +29,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as arrow
+import pyarrow.ipc as ipc
 
 from preprocess.formats.columns import (
     InputStream,
-    arrow_of,
     fields_in,
+    is_one_of,
     refused_by_name,
     row_documents,
     rows_at_once,
@@ -287,7 +289,6 @@ class RowSlices:
 
         Raises ReadWriteError; ValueError where the batch is damaged.
         """
-        arrow = arrow_of(".arrow")
         num_bytes = sum(map(_num_bytes, self.columns))
         most, first = rows_at_once(self.num_rows, num_bytes, 2 * batch_bytes), 0
         while True:
@@ -296,20 +297,20 @@ class RowSlices:
                 8 * batch_bytes
             ):
                 num //= 2  # texts are longer here
-            arrays = [self._array(arrow, column, first, num) for column in self.columns]
+            arrays = [self._array(column, first, num) for column in self.columns]
             yield arrow.RecordBatch.from_arrays(arrays, names=self.names)
             first += num
             if first >= self.num_rows:
                 return
 
     def _text_bytes(self, column: _Column, first: int, num: int) -> int:
-        if not _is_one_of(column.kind, _TEXTS):
+        if not is_one_of(column.kind, _TEXTS):
             return 0
         width = _offset_bytes(column.kind)
         ends = [self._offsets(column, row, 0, width)[0] for row in (first, first + num)]
         return int(ends[1] - ends[0])
 
-    def _array(self, arrow: Any, column: _Column, first: int, num: int) -> Any:
+    def _array(self, column: _Column, first: int, num: int) -> Any:
         """Rows [first, first + num) of a column."""
         kind, types = column.kind, arrow.types
         if first + num > column.num_rows:
@@ -319,7 +320,7 @@ class RowSlices:
         own: list[Any] = [self._bits(column, 0, first, num) if column.has_nulls else None]
         children: list[Any] = []
         if types.is_struct(kind):
-            children = [self._array(arrow, child, first, num) for child in column.children]
+            children = [self._array(child, first, num) for child in column.children]
         elif types.is_boolean(kind):
             own.append(self._bits(column, 1, first, num))
         elif types.is_primitive(kind):
@@ -331,7 +332,7 @@ class RowSlices:
             begin, end = int(offsets[0]), int(offsets[-1])
             own.append((offsets - offsets[0]).tobytes())
             if column.children:
-                children = [self._array(arrow, column.children[0], begin, end - begin)]
+                children = [self._array(column.children[0], begin, end - begin)]
             else:
                 own.append(self._read(column, 2, begin, end))
         buffers = [None if data is None else arrow.py_buffer(data) for data in own]
@@ -390,7 +391,7 @@ class _Rest:
 
     def take(self, kind: Any) -> _Column | None:
         """The next column, which is of this type; None where it cannot be told."""
-        names = (name for name in _NUM_OWN_BUFFERS if _is_one_of(kind, (name,)))
+        names = (name for name in _NUM_OWN_BUFFERS if is_one_of(kind, (name,)))
         name, node = next(names, None), next(self._nodes, None)
         if name is None or node is None:
             return None
@@ -407,16 +408,11 @@ class _Rest:
 
 
 def _can_be_sliced(column: _Column) -> bool:
-    return _is_one_of(column.kind, _SLICED) and all(map(_can_be_sliced, column.children))
-
-
-def _is_one_of(kind: Any, names: tuple[str, ...]) -> bool:
-    types = arrow_of(".arrow").types
-    return any(getattr(types, name)(kind) for name in names)
+    return is_one_of(column.kind, _SLICED) and all(map(_can_be_sliced, column.children))
 
 
 def _offset_bytes(kind: Any) -> int:
-    return 8 if _is_one_of(kind, ("is_large_string", "is_large_binary", "is_large_list")) else 4
+    return 8 if is_one_of(kind, ("is_large_string", "is_large_binary", "is_large_list")) else 4
 
 
 def _size(place: tuple[int, int]) -> int:
@@ -432,8 +428,6 @@ _LARGE_BYTES = 16 << 20  # a larger record batch is not held whole
 
 class Arrow:
     """``.arrow``."""
-
-    is_in_bytes = False
 
     def inspect(self, file: OpenInput, reading: Reading) -> Inspected:
         """See Format. Raises BadInput for another kind of file, or a missing column."""
@@ -497,8 +491,6 @@ class _Opened(NamedTuple):
 
 def _open(file: OpenInput, streamed: list[Message], fields: TextFields) -> _Opened:
     """Open a file of the file format, or else the messages ``streamed``. Raises BadInput, ReadWriteError."""
-    arrow = arrow_of(".arrow")
-    ipc = __import__("pyarrow.ipc", fromlist=["open_stream"])
     stream = _Spans(file, streamed) if streamed else InputStream(file)
     opened = ipc.open_stream if streamed else ipc.open_file
     with refused_by_name(file, "Arrow", stream):
@@ -507,7 +499,7 @@ def _open(file: OpenInput, streamed: list[Message], fields: TextFields) -> _Open
         wanted = {path[0] for path in fields.paths}
         numbers = [number for number, name in enumerate(schema.names) if name in wanted]
         stream.seek(0)
-        options = arrow.ipc.IpcReadOptions(included_fields=numbers, use_threads=False)
+        options = ipc.IpcReadOptions(included_fields=numbers, use_threads=False)
         return _Opened(opened(stream, options=options), schema, fields, stream)
 
 

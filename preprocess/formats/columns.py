@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as arrow
+import pyarrow.compute as compute
 
 from preprocess.formats.format import DocumentBatch, Reading, RecordBlock, batches_of
 from preprocess.formats.inputs import OpenInput, Place
@@ -21,31 +23,13 @@ from preprocess.formats.text_fields import (
     name_of,
     unusable,
 )
-from shardprep.errors import BadInput, ReadWriteError, UsageError
+from shardprep.errors import BadInput, ReadWriteError
 
 _MOST_ROWS = 8192
 
 
-def arrow_of(what: str) -> Any:
-    """pyarrow. Raises UsageError, with what to install, where it is missing."""
-    try:
-        import pyarrow
-    except ImportError:
-        raise UsageError(
-            f"{what} needs pyarrow, which is not installed; run: pip install pyarrow (or shardprep's extra "
-            "[columns])"
-        ) from None
-    return pyarrow
-
-
-def load_arrow() -> None:
-    """Import what reading tables takes; arrays lie in libc's memory from here on in this process.
-
-    In pyarrow's own pool a task holds 24 MB more, at equal CPU seconds (98 MB of English). Raises UsageError.
-    """
-    arrow = arrow_of("a table (.parquet, .arrow)")
-    __import__("pyarrow.parquet")
-    arrow.set_memory_pool(arrow.system_memory_pool())
+# Arrays lie in libc's memory: in pyarrow's own pool a task holds 24 MB more, at equal CPU seconds.
+arrow.set_memory_pool(arrow.system_memory_pool())
 
 
 class InputStream(io.RawIOBase):
@@ -83,9 +67,8 @@ class InputStream(io.RawIOBase):
 
 
 @contextlib.contextmanager
-def refused_by_name(file: OpenInput, form: str, stream: InputStream) -> Iterator[None]:
+def refused_by_name(file: OpenInput, name: str, stream: InputStream) -> Iterator[None]:
     """Where pyarrow raises inside: ReadWriteError for a failed read behind it, else BadInput."""
-    arrow = arrow_of(f"a table ({form})")
     try:
         yield
     except (*_BUILT_IN_ERRORS, arrow.ArrowException) as error:
@@ -93,7 +76,7 @@ def refused_by_name(file: OpenInput, form: str, stream: InputStream) -> Iterator
             raise stream.error from None
         words = str(error).split("\n")[0][:200]
         raise BadInput(
-            f"input {file.path} cannot be read as {form} ({words}); bring a whole file, or move it "
+            f"input {file.path} cannot be read as {name} ({words}); bring a whole file, or move it "
             "away and plan anew"
         ) from None
 
@@ -123,7 +106,7 @@ def fields_in(file: OpenInput, schema: Any, fields: TextFields) -> TextFields:
             raise BadInput(f"{_what_lacks(file, schema, path)}; choose with {flags}, and plan anew")
         for place, kind in found:
             places[path] = place
-            if path in fields.text_paths and not _is_one_of(kind, _LISTS if is_chat else _TEXTS):
+            if path in fields.text_paths and not is_one_of(kind, _LISTS if is_chat else _TEXTS):
                 expected = "lists of messages" if is_chat else "strings"
                 raise BadInput(
                     f"the column {name} of input {file.path} is {str(kind)[:200]}, expected {expected}; "
@@ -142,7 +125,7 @@ def _places_of(kind: Any, path: FieldPath) -> list[tuple[FieldPath, Any]]:
     for end in range(1, len(path)):
         name = ".".join(path[:end])
         for other, kind in inner:
-            if other == name and _is_one_of(kind, ("is_null",)):
+            if other == name and is_one_of(kind, ("is_null",)):
                 found.append(((name,), kind))  # all of it is null, and so is what would be in it
             elif other == name:
                 found += [((name, *rest), of_rest) for rest, of_rest in _places_of(kind, path[end:])]
@@ -151,7 +134,6 @@ def _places_of(kind: Any, path: FieldPath) -> list[tuple[FieldPath, Any]]:
 
 def _inner(kind: Any) -> list[tuple[str, Any]]:
     """Names and types of a table's columns or a struct's fields; nothing for another type."""
-    arrow = arrow_of("a table")
     if not isinstance(kind, (arrow.Schema, arrow.StructType)):
         return []
     return [(kind.field(number).name, kind.field(number).type) for number in range(len(kind))]
@@ -179,8 +161,8 @@ _TEXTS = (
 _LISTS = ("is_list", "is_large_list", "is_fixed_size_list", "is_list_view", "is_large_list_view", "is_null")
 
 
-def _is_one_of(kind: Any, names: tuple[str, ...]) -> bool:
-    types = arrow_of("a table").types
+def is_one_of(kind: Any, names: tuple[str, ...]) -> bool:
+    types = arrow.types
     if types.is_dictionary(kind):
         kind = kind.value_type
     return any(getattr(types, name, lambda _: False)(kind) for name in names)
@@ -246,19 +228,17 @@ def _values(rows: Any, path: FieldPath) -> list[Any]:
     """The values of a field, one per row; what cannot be decoded is an UnusableText."""
     column = rows.column(path[0])
     for name in path[1:]:
-        compute = __import__("pyarrow.compute", fromlist=["struct_field"])
         try:
             column = compute.struct_field(column, name)
         except (ValueError, KeyError, TypeError, NotImplementedError):
             return [unusable(path, _NOTHING)] * int(rows.num_rows)
-    arrow = arrow_of("a table")
     if arrow.types.is_dictionary(column.type):
-        values = _checked(arrow, column.dictionary)
-        if _is_one_of(values.type, ("is_string_view", "is_binary_view")):  # which pyarrow cannot take
+        values = _checked(column.dictionary)
+        if is_one_of(values.type, ("is_string_view", "is_binary_view")):  # which pyarrow cannot take
             values = values.cast(arrow.large_binary())
         column = arrow.DictionaryArray.from_arrays(column.indices, values).dictionary_decode()
     else:
-        _checked(arrow, column)
+        _checked(column)
     try:
         found: list[Any] = column.to_pylist()
     except UnicodeDecodeError:
@@ -268,13 +248,13 @@ def _values(rows: Any, path: FieldPath) -> list[Any]:
     return found
 
 
-def _checked(arrow: Any, column: Any) -> Any:
+def _checked(column: Any) -> Any:
     """A column, strings as bytes, once it points at nothing outside of it. Raises ValueError.
 
     Strings are looked at as bytes, so that one that cannot be decoded is a bad row and no bad file.
     """
     kinds = {arrow.string(): arrow.binary(), arrow.large_string(): arrow.large_binary()}
-    if hasattr(arrow, "string_view"):
+    if hasattr(arrow, "string_view"):  # pyarrow 16
         kinds[arrow.string_view()] = arrow.binary_view()
     as_bytes = column.view(kinds[column.type]) if column.type in kinds else column
     as_bytes.validate(full=True)

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from preprocess.formats.format import Reading, Start
+from preprocess.formats.format import Reading, Start, whole_file_starts
 from preprocess.formats.inputs import OpenInput, RangeReader
-from preprocess.formats.lines import FirstLineEnd, TextPiece
+from preprocess.formats.lines import FirstLineEnd, TextPiece, first_line_start, plain_pieces
 from shardprep.errors import BadInput, UsageError
 
 _READ_BYTES = 128 << 10
@@ -259,10 +259,29 @@ def _check_window(file: OpenInput, data: bytes, at: int, zstd_long: int) -> None
     )
 
 
+def line_starts_in(
+    file: OpenInput,
+    compression: Compression | None,
+    stretches: Sequence[tuple[int, int]],
+    first_line_end: FirstLineEnd,
+) -> list[Start | None]:
+    """``Format.starts`` of a file of lines, plain or compressed."""
+    if compression is None:
+        file.expect_scattered_reads()
+        found = (first_line_start(file, byte, end, first_line_end) for byte, end in stretches)
+        return [None if byte is None else Start(byte) for byte in found]
+    if has_frames(file, compression):
+        return frame_starts(file, compression, stretches)
+    return whole_file_starts(file, stretches)
+
+
 def text_of_part(
-    reader: RangeReader, compression: Compression, reading: Reading, first_line_end: FirstLineEnd
+    reader: RangeReader, compression: Compression | None, reading: Reading, first_line_end: FirstLineEnd
 ) -> Iterator[tuple[int, Iterator[TextPiece]]]:
     """Yield once: (byte of the text where the first line begins, its pieces); or nothing, for no line."""
+    if compression is None:
+        yield reader.part.start, plain_pieces(reader, reading.batch_bytes)
+        return
     file, part = reader.file, reader.part
     size = file.stamp.num_bytes
     pieces = decompressed(

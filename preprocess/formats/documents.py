@@ -1,30 +1,35 @@
 """The parts of a shard -> its documents, in batches, each with the input and the place that it came from.
 
-Each part is read by its file's format, which the file's name says. What the user asked to be done to texts is
-done here, for all formats alike, and here the documents of a trial are counted off.
+Each part is read by its file's format (shardprep/format/input_formats.py). What the user asked to be done to
+texts is done here, for all formats alike, and here the documents of a trial are counted off.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Generator, Iterable, Iterator
+import importlib
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from typing import cast
 
 import numpy as np
 
 from preprocess.formats.chat import ChatTemplate, Rendered, render_conversations
 from preprocess.formats.compression import COMPRESSIONS, load_zstandard
-from preprocess.formats.format import DocumentBatch, Format, Reading, no_documents, one_left_out
-from preprocess.formats.inputs import ByteRange, Digest, Place
-from preprocess.formats.json_lines import JsonLines
+from preprocess.formats.format import (
+    DocumentBatch,
+    Format,
+    Inspected,
+    Reading,
+    Start,
+    no_documents,
+    one_left_out,
+    whole_file_starts,
+)
+from preprocess.formats.inputs import ByteRange, Digest, OpenInput, Place, RangeReader
 from preprocess.formats.long_documents import LONG_BYTES, MOST_HELD_BYTES, LongDocument
 from preprocess.formats.text_fields import TextChanges, UnusableText
-from preprocess.formats.text_lines import CompressedText, TextLines
-from shardprep.format.names import input_suffixes
-
-SUFFIXES = (
-    ".txt, .jsonl, .ndjson or .json (of lines), each also with .gz, .zst, .xz or .bz2; .parquet; .arrow"
-)
+from shardprep.errors import UsageError
+from shardprep.format.input_formats import input_kind
 
 
 def read_documents(
@@ -53,33 +58,40 @@ def read_documents(
     yield from items if most_documents is None else _first_ones(ranges, items, most_documents)
 
 
-def format_of(name: str) -> Format | None:
-    """Return the format that a file's name says; None for a suffix that is not known.
-
-    The modules of rows are imported when needed.
-    """
-    suffix, compression = input_suffixes(name)
-    if suffix in {".jsonl", ".json"}:
-        of_file = COMPRESSIONS[compression] if compression else None
-        return JsonLines(compression=of_file, may_be_a_list=suffix == ".json")
-    if suffix == ".parquet" and not compression:
-        from preprocess.formats.parquet import Parquet
-
-        return Parquet()
-    if suffix == ".arrow" and not compression:
-        from preprocess.formats.arrow import Arrow
-
-        return Arrow()
-    return _plain_text(compression) if suffix == ".txt" else None
+def inspect_input(file: OpenInput, reading: Reading) -> Inspected:
+    """See ``Format.inspect``; raises UsageError, too, where a library is missing."""
+    return _format_of(file.path.name).inspect(file, reading)
 
 
-def format_of_input(name: str) -> Format:
-    """Return the format of a file that is an input: of an unknown suffix (``--text_files``), plain text."""
-    return format_of(name) or _plain_text(input_suffixes(name)[1])
+def starts_in(file: OpenInput, stretches: Sequence[tuple[int, int]], reading: Reading) -> list[Start | None]:
+    """See ``Format.starts``; a format that the registry knows as whole is not asked."""
+    if not input_kind(file.path.name).format.cut_at:
+        return whole_file_starts(file, stretches)
+    return _format_of(file.path.name).starts(file, stretches, reading)
 
 
-def _plain_text(compression: str) -> Format:
-    return CompressedText(compression=COMPRESSIONS[compression]) if compression else TextLines()
+def documents_of(reader: RangeReader, reading: Reading, line: int) -> Iterator[DocumentBatch | LongDocument]:
+    """See ``Format.read``."""
+    return _format_of(reader.part.path.name).read(reader, reading, line)
+
+
+def _format_of(name: str) -> Format:
+    """What reads a file of this name. Its module is imported when it is first needed."""
+    kind = input_kind(name)
+    module, _, reader = kind.format.reader.partition(":")
+    try:
+        found = getattr(importlib.import_module(f"preprocess.formats.{module}"), reader)
+    except ImportError:
+        if not kind.format.library:
+            raise
+        library = kind.format.library
+        raise UsageError(
+            f"{kind.format.suffixes[0]} needs {library}, which is not installed; run: pip install {library} "
+            "(or shardprep's extra [columns])"
+        ) from None
+    if not kind.format.can_be_compressed:
+        return cast(Format, found())
+    return cast(Format, found(COMPRESSIONS[kind.compression] if kind.compression else None))
 
 
 def load_libraries(names: Iterable[str]) -> None:
@@ -87,13 +99,11 @@ def load_libraries(names: Iterable[str]) -> None:
 
     pyarrow takes 0.1 s of CPU, which else would count as work of the first shard.
     """
-    suffixes = set(itertools.chain.from_iterable(map(input_suffixes, names)))
-    if suffixes & {".parquet", ".arrow"}:
-        from preprocess.formats.columns import load_arrow
-
-        load_arrow()
-    if ".zst" in suffixes:
-        load_zstandard()
+    kinds = {input_kind(name): name for name in names}
+    for kind, name in kinds.items():
+        _format_of(name)
+        if kind.compression == ".zst":
+            load_zstandard()
 
 
 def _conversations(item: DocumentBatch | LongDocument, template: ChatTemplate) -> DocumentBatch:
@@ -119,13 +129,14 @@ def _items(
 ) -> Iterator[DocumentBatch | LongDocument]:
     line = 0
     for part in ranges:
-        form = format_of_input(part.path.name)
         reader = part.reader(digest)
-        for item in form.read(reader, reading, line):
+        for item in documents_of(reader, reading, line):
             line += item.num_lines
             yield item
         reader.hash_rest()
-        if digest is None or not form.is_in_bytes:  # else the hash tells, and a touch does no harm
+        if (
+            digest is None or not input_kind(part.path.name).is_in_bytes
+        ):  # else the hash tells, and a touch does no harm
             reader.file.check_unchanged()
 
 

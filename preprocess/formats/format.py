@@ -125,10 +125,6 @@ class Start(NamedTuple):
 class Format(Protocol):
     """One format of input files. It keeps nothing of a file; every method may run in several threads."""
 
-    @property
-    def is_in_bytes(self) -> bool:
-        """Whether a document's offset is a byte of the file: no row, and no byte of decompressed text."""
-
     def inspect(self, file: OpenInput, reading: Reading) -> Inspected:
         """Weigh a file for planning, with few reads. Raises BadInput where it cannot be of this format."""
 
@@ -149,6 +145,12 @@ class Format(Protocol):
         ``num_lines`` of what it yields count lines or rows, and ``num_bytes`` sum up to the part's bytes.
         Raises BadInput where the file cannot be read further, ReadWriteError.
         """
+
+
+def whole_file_starts(file: OpenInput, stretches: Sequence[tuple[int, int]]) -> list[Start | None]:
+    """``Format.starts`` of a file that has no place but its beginning."""
+    size = file.stamp.num_bytes
+    return [Start(0) if byte <= 0 else Start(size) for byte, _ in stretches]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,8 @@ import orjson
 
 from preprocess.formats.compression import (
     Compression,
-    frame_starts,
     has_frames,
+    line_starts_in,
     text_bytes_about,
     text_of_part,
 )
@@ -43,12 +43,9 @@ from preprocess.formats.format import (
 from preprocess.formats.inputs import OpenInput, Place, RangeReader
 from preprocess.formats.lines import (
     LineBlock,
-    TextPiece,
-    first_line_start,
     first_newline,
     last_newline,
     line_blocks_of,
-    plain_pieces,
 )
 from preprocess.formats.long_documents import LongDocument
 from preprocess.formats.text_fields import (
@@ -59,7 +56,6 @@ from preprocess.formats.text_fields import (
     name_of,
     value_at,
 )
-from preprocess.formats.text_lines import whole_file_starts
 from shardprep.errors import BadInput
 
 _HEAD_BYTES = 4 << 10
@@ -67,17 +63,12 @@ _MARK = b"\xef\xbb\xbf"
 _BLANK = b" \t\r\n"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class JsonLines:
-    """``.jsonl``, ``.ndjson``, and ``.json`` that holds lines; plain or compressed."""
+    """``.jsonl``; plain or compressed."""
 
     compression: Compression | None
-    may_be_a_list: bool = False  # .json has often one list in it
-
-    @property
-    def is_in_bytes(self) -> bool:
-        """See Format."""
-        return self.compression is None
+    may_be_a_list = False
 
     def inspect(self, file: OpenInput, reading: Reading) -> Inspected:
         """See Format. Raises BadInput for one list of JSON."""
@@ -99,13 +90,7 @@ class JsonLines:
         reading: Reading,  # noqa: ARG002
     ) -> list[Start | None]:
         """See Format."""
-        if self.compression is None:
-            file.expect_scattered_reads()
-            found = (first_line_start(file, byte, end, first_newline) for byte, end in stretches)
-            return [None if byte is None else Start(byte) for byte in found]
-        if has_frames(file, self.compression):
-            return frame_starts(file, self.compression, stretches)
-        return whole_file_starts(file, stretches)
+        return line_starts_in(file, self.compression, stretches, first_newline)
 
     def read(
         self, reader: RangeReader, reading: Reading, line: int
@@ -120,7 +105,7 @@ class JsonLines:
             line=line,
             num_bytes=part.end - part.start,
         )
-        for start, pieces in self._text(reader, reading):
+        for start, pieces in text_of_part(reader, self.compression, reading, first_newline):
             for block in line_blocks_of(pieces, start, last_newline):
                 place = dataclasses.replace(
                     place, start=block.start, end=block.start + block.size, num_bytes=block.num_bytes
@@ -131,11 +116,11 @@ class JsonLines:
             return
         yield no_documents(place)
 
-    def _text(self, reader: RangeReader, reading: Reading) -> Iterator[tuple[int, Iterator[TextPiece]]]:
-        if self.compression is None:
-            yield reader.part.start, plain_pieces(reader, reading.batch_bytes)
-        else:
-            yield from text_of_part(reader, self.compression, reading, first_newline)
+
+class JsonFile(JsonLines):
+    """``.json``, which has often one list in it."""
+
+    may_be_a_list = True
 
 
 _ONE_LIST = (

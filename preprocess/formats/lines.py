@@ -31,8 +31,6 @@ _FIRST_SCAN_BYTES, _NEXT_SCAN_BYTES, _MOST_SCAN_BYTES = 16 << 10, 64 << 10, 1 <<
 FirstLineEnd = Callable[[bytes, bool], "int | None"]
 """(bytes, whether nothing follows) -> bytes up to and with the first line end; None where it is not sure."""
 
-MARKED_ENCODINGS = ("utf-8-sig", "utf-16", "utf-32")  # a byte order mark may stand before the text
-
 
 def codec_of(head: bytes, encoding: str) -> tuple[str, int]:
     """The codec of a file without any byte order mark, and the mark's bytes. ``head``: its first 4."""
@@ -138,7 +136,7 @@ class LineBlock(NamedTuple):
 
     start: int  # byte of the text
     size: int  # bytes of text
-    data: bytes | None  # None: it is one line of more than MOST_HELD_BYTES
+    data: bytes | None  # None: it is one line that is too long to be held
     num_bytes: int  # of the file that were read for it
 
 
@@ -155,22 +153,25 @@ def line_blocks_of(
     start: int,
     last_line_end: Callable[[bytes], int],
     carriage_return: bytes = b"",
+    most_bytes: int | None = None,
 ) -> Iterator[LineBlock]:
     """Cut a stream that begins at byte ``start`` of the text into blocks of whole lines.
 
     ``last_line_end`` gives the bytes up to the last line end that is sure: a ``\\r`` at the very end may be
-    half of one. ``carriage_return`` is the codec's, where it ends lines. At the end stands a block without
-    lines, for what was read behind the last one. How the stream is cut into pieces changes no line.
+    half of one. ``carriage_return`` is the codec's, where it ends lines. A line of more than ``most_bytes``
+    (MOST_HELD_BYTES) is not held. At the end stands a block without lines, for what was read behind the last
+    one. How the stream is cut into pieces changes no line.
     """
+    most = MOST_HELD_BYTES if most_bytes is None else most_bytes
     held: list[bytes] = []  # the beginning of a line
     num_held, num_bytes, is_too_long = 0, 0, False
     for data, num_read in _whole_line_ends(_small_pieces(pieces), carriage_return):
         num_bytes += num_read
         ends_here = carriage_return and data.endswith(carriage_return)
         cut = len(data) if ends_here else last_line_end(data)
-        if cut and num_held and num_held + cut > MOST_HELD_BYTES:
+        if cut and num_held and num_held + cut > most:
             first = _first_cut(data, last_line_end) or cut
-            is_too_long = num_held + first > MOST_HELD_BYTES
+            is_too_long = num_held + first > most
         if cut and is_too_long:
             yield LineBlock(start, num_held + first, None, 0)
             start, held, num_held, is_too_long = start + num_held + first, [], 0, False
@@ -181,7 +182,7 @@ def line_blocks_of(
             start, held, num_held, num_bytes = start + num_held + cut, [], 0, 0
         num_held += len(data) - cut
         held = [] if is_too_long else [*held, data[cut:]]
-        if num_held > MOST_HELD_BYTES:
+        if num_held > most:
             is_too_long, held = True, []
     if num_held:
         yield LineBlock(start, num_held, None if is_too_long else b"".join(held), num_bytes)
@@ -207,8 +208,8 @@ def _whole_line_ends(pieces: Iterator[TextPiece], carriage_return: bytes) -> Ite
             cut -= unit
         kept = joined[cut:]
         yield TextPiece(joined[:cut], num_bytes)
-    if kept:
-        yield TextPiece(kept, 0)
+    for part in filter(None, (kept[:unit], kept[unit:])):  # behind a \r may stand a part of a unit
+        yield TextPiece(part, 0)
 
 
 def _first_cut(data: bytes, last_line_end: Callable[[bytes], int]) -> int:

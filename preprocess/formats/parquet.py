@@ -7,9 +7,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import pyarrow.parquet as parquet
+
 from preprocess.formats.columns import (
     InputStream,
-    arrow_of,
     column_names,
     fields_in,
     refused_by_name,
@@ -27,8 +28,6 @@ _BUFFER_BYTES = 1 << 20  # read at once of a column, so that no row group is hel
 
 class Parquet:
     """``.parquet``."""
-
-    is_in_bytes = False
 
     def inspect(self, file: OpenInput, reading: Reading) -> Inspected:
         """See Format. Raises BadInput where the footer is broken, or a column of the text is missing."""
@@ -100,8 +99,6 @@ def _documents(
 
 def _open(file: OpenInput, fields: TextFields) -> tuple[Any, InputStream, TextFields]:
     """A pyarrow ParquetFile, what it reads from, and the fields in it. Raises BadInput, ReadWriteError."""
-    arrow_of(".parquet")
-    parquet = __import__("pyarrow.parquet", fromlist=["ParquetFile"])
     stream = InputStream(file)
     with refused_by_name(file, "Parquet", stream):
         table = parquet.ParquetFile(stream, buffer_size=_BUFFER_BYTES, pre_buffer=False, memory_map=False)

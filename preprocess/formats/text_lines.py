@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from preprocess.formats.compression import (
     Compression,
-    frame_starts,
     has_frames,
+    line_starts_in,
     text_bytes_about,
     text_of_part,
 )
@@ -32,20 +32,17 @@ from preprocess.formats.format import (
     no_documents,
     one_left_out,
     too_long,
+    whole_file_starts,
 )
-from preprocess.formats.inputs import HASH_BYTES, BadDocument, OpenInput, Place, RangeReader
+from preprocess.formats.inputs import BadDocument, OpenInput, Place, RangeReader
 from preprocess.formats.lines import (
-    MARKED_ENCODINGS,
     LineBlock,
     TextPiece,
-    code_units,
     codec_of,
     first_line_end,
-    first_line_start,
     last_line_end,
     line_blocks_of,
     line_starts,
-    unit_bytes,
 )
 from preprocess.formats.long_documents import LONG_BYTES, MOST_HELD_BYTES, LongDocument
 from preprocess.options import Doc
@@ -56,14 +53,19 @@ def can_be_split(reading: Reading) -> bool:
     return reading.doc == "line" and not reading.encoding.startswith(("utf-16", "utf-32"))
 
 
+@dataclass(frozen=True)
 class TextLines:
-    """``.txt``."""
+    """``.txt``, plain or compressed."""
 
-    is_in_bytes = True
+    compression: Compression | None
 
     def inspect(self, file: OpenInput, reading: Reading) -> Inspected:
         """See Format."""
-        return Inspected(text_bytes=file.stamp.num_bytes, is_whole=not can_be_split(reading))
+        if self.compression is None:
+            return Inspected(text_bytes=file.stamp.num_bytes, is_whole=not can_be_split(reading))
+        num_bytes, _ = text_bytes_about(file, self.compression, reading)
+        is_whole = not (can_be_split(reading) and has_frames(file, self.compression))
+        return Inspected(text_bytes=num_bytes, is_whole=is_whole)
 
     def starts(
         self, file: OpenInput, stretches: Sequence[tuple[int, int]], reading: Reading
@@ -71,79 +73,12 @@ class TextLines:
         """See Format."""
         if not can_be_split(reading):
             return whole_file_starts(file, stretches)
-        file.expect_scattered_reads()
-        found = (first_line_start(file, byte, end, first_line_end) for byte, end in stretches)
-        return [None if byte is None else Start(byte) for byte in found]
+        return line_starts_in(file, self.compression, stretches, first_line_end)
 
     def read(
         self, reader: RangeReader, reading: Reading, line: int
     ) -> Iterator[DocumentBatch | LongDocument]:
         """See Format. A line ends as in Python's text mode: at ``\\n``, ``\\r\\n`` or ``\\r``."""
-        part, doc = reader.part, reading.doc
-        may_be_marked = part.start == 0 and reading.encoding in MARKED_ENCODINGS
-        head = reader.read(0, min(4, part.end)) if may_be_marked else b""  # a round trip per small file
-        codec, num_mark_bytes = codec_of(head, reading.encoding)
-        start = part.start + num_mark_bytes
-
-        def place(begin: int, end: int) -> Place:
-            return Place(
-                file=reader.file,
-                input_number=part.input_number,
-                start=begin,
-                end=end,
-                line=line,
-                codec=codec,
-                num_bytes=end - begin + (num_mark_bytes if begin == start else 0),
-                keeps_space=reading.keeps_space,
-            )
-
-        if doc == "file":
-            whole = place(start, part.end)
-            if part.end - start > LONG_BYTES:
-                reader.hash_rest()
-                yield LongDocument(place=whole)
-            else:
-                yield _decode(reader.read(start, part.end), np.zeros(1, np.int64), whole, doc)
-            return
-        for offset, end, block in line_blocks(reader, start, codec, reading.batch_bytes):
-            if block is None:
-                yield LongDocument(place=place(offset, end))
-                line += 1
-                continue
-            for begin, starts, lines in few_lines(block, line_starts(block, codec), reading.batch_bytes):
-                batch = _decode(lines, starts, place(offset + begin, offset + begin + len(lines)), doc)
-                line += batch.num_lines
-                yield batch
-        if start == part.end > part.start:  # a file that is a byte order mark alone
-            yield _decode(b"", np.empty(0, np.int64), place(start, start), doc)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompressedText:
-    """``.txt.gz`` and the like."""
-
-    compression: Compression
-    is_in_bytes = False
-
-    def inspect(self, file: OpenInput, reading: Reading) -> Inspected:
-        """See Format."""
-        num_bytes, _ = text_bytes_about(file, self.compression, reading)
-        return Inspected(
-            text_bytes=num_bytes, is_whole=not (can_be_split(reading) and has_frames(file, self.compression))
-        )
-
-    def starts(
-        self, file: OpenInput, stretches: Sequence[tuple[int, int]], reading: Reading
-    ) -> list[Start | None]:
-        """See Format."""
-        if not (can_be_split(reading) and has_frames(file, self.compression)):
-            return whole_file_starts(file, stretches)
-        return frame_starts(file, self.compression, stretches)
-
-    def read(
-        self, reader: RangeReader, reading: Reading, line: int
-    ) -> Iterator[DocumentBatch | LongDocument]:
-        """See Format."""
         part = reader.part
         none = Place(
             file=reader.file,
@@ -159,18 +94,17 @@ class CompressedText:
             codec, num_mark_bytes = codec_of(head if part.start == 0 else b"", reading.encoding)
             place = dataclasses.replace(none, start=start + num_mark_bytes, codec=codec, num_bytes=0)
             pieces = _without_mark(pieces, num_mark_bytes)
-            if reading.doc == "file":
-                yield from _whole_text(pieces, place)
+            if reading.doc == "line":
+                yield from _lines_of(pieces, place, reading, can_be_read_again=self.compression is None)
+            elif self.compression is None and part.end - place.start > LONG_BYTES:
+                reader.hash_rest()
+                yield LongDocument(
+                    place=dataclasses.replace(none, start=place.start, end=part.end, codec=codec)
+                )
             else:
-                yield from _lines_of(pieces, place, reading)
+                yield from _whole_text(pieces, place)
             return
         yield no_documents(none)
-
-
-def whole_file_starts(file: OpenInput, stretches: Sequence[tuple[int, int]]) -> list[Start | None]:
-    """``Format.starts`` of a file that has no place but its beginning."""
-    size = file.stamp.num_bytes
-    return [Start(0) if byte <= 0 else Start(size) for byte, _ in stretches]
 
 
 def _with_head(pieces: Iterator[TextPiece]) -> tuple[bytes, Iterator[TextPiece]]:
@@ -193,7 +127,7 @@ def _without_mark(pieces: Iterator[TextPiece], num_mark_bytes: int) -> Iterator[
 
 
 def _whole_text(pieces: Iterator[TextPiece], place: Place) -> Iterator[DocumentBatch | LongDocument]:
-    """All of a compressed file as one document."""
+    """All of a file as one document."""
     held: list[bytes] = []
     size = num_bytes = 0
     for piece in pieces:
@@ -216,18 +150,23 @@ def _held(data: bytes, place: Place, doc: Doc) -> Iterator[DocumentBatch | LongD
 
 
 def _lines_of(
-    pieces: Iterator[TextPiece], place: Place, reading: Reading
+    pieces: Iterator[TextPiece], place: Place, reading: Reading, *, can_be_read_again: bool
 ) -> Iterator[DocumentBatch | LongDocument]:
-    """The lines of a compressed text that begins at ``place``."""
+    """The lines of a text that begins at ``place``."""
     codec, line = place.codec, place.line
+    most_bytes = LONG_BYTES if can_be_read_again else None
 
     def last_end(data: bytes) -> int:
         return last_line_end(data, codec)
 
-    for block in line_blocks_of(pieces, place.start, last_end, "\r".encode(codec)):
+    for block in line_blocks_of(pieces, place.start, last_end, "\r".encode(codec), most_bytes):
         where = dataclasses.replace(
             place, start=block.start, end=block.start + block.size, line=line, num_bytes=block.num_bytes
         )
+        if block.data is None and can_be_read_again:
+            yield LongDocument(place=where)
+            line += 1
+            continue
         for batch in _block_documents(block, where, reading):
             line += batch.num_lines
             yield batch
@@ -264,60 +203,6 @@ def _block_documents(
                 yield _decode(lines, part_starts, where, "line")
     if num_left:
         yield no_documents(dataclasses.replace(place, num_bytes=num_left))
-
-
-def line_blocks(
-    reader: RangeReader, start: int, codec: str, batch_bytes: int
-) -> Iterator[tuple[int, int, bytes | None]]:
-    """Cut a range into blocks of whole lines: (byte where it begins, where it ends, its bytes).
-
-    Reads ``batch_bytes`` at once, or the whole code units in them. A line of more than LONG_BYTES is a
-    block of its own, without its bytes.
-    """
-    unit = unit_bytes(codec)
-    batch_bytes = max(unit, batch_bytes // unit * unit)
-    carriage_return = "\r".encode(codec)
-    held: list[bytes] = []  # the beginning of a line that ends in a later block
-    offset = position = start
-    end = reader.part.end
-    while position < end:
-        block = reader.read(position, min(position + batch_bytes, end))
-        cut = len(block) if position + len(block) == end else last_line_end(block, codec)
-        if not cut and held and held[-1].endswith(carriage_return):  # no line end goes on in this block
-            yield offset, position, b"".join(held)
-            offset, held = position, []
-        position += len(block)
-        if not cut and position - offset > LONG_BYTES:
-            position = _next_line(reader, position - len(block), codec)
-            yield offset, position, None
-            offset, held = position, []
-            continue
-        if cut:
-            held.append(block[:cut])
-            line_end = position - len(block) + cut
-            yield offset, line_end, b"".join(held)
-            offset, held = line_end, []
-        if cut < len(block):
-            held.append(block[cut:])
-
-
-def _next_line(reader: RangeReader, position: int, codec: str) -> int:
-    """The byte after the next line end at or behind ``position``, or the range's end."""
-    unit, range_end = unit_bytes(codec), reader.part.end
-    scan_bytes = max(2, HASH_BYTES // unit) * unit
-    while position < range_end:
-        block = reader.read(position, min(position + scan_bytes, range_end))
-        units = code_units(block, codec)
-        ends = np.flatnonzero((units == 10) | (units == 13))
-        if len(ends):
-            first = int(ends[0])
-            if units[first] == 13 and first + 1 == len(units) and position + len(block) < range_end:
-                position += first * unit  # it may be half of a line end: read on from it
-                continue
-            first += bool(units[first] == 13 and first + 1 < len(units) and units[first + 1] == 10)
-            return position + (first + 1) * unit
-        position += len(block)
-    return range_end
 
 
 def few_lines(

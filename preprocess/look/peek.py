@@ -23,8 +23,9 @@ from preprocess.plan.plan_file import Plan, need_plan
 from preprocess.plan.tokenizer_files import TOKENIZER_FILE
 from shardprep.console import output_is_read, print_lines
 from shardprep.errors import NotFound, ReadWriteError, UsageError
+from shardprep.format.input_formats import place_text
 from shardprep.format.manifest import manifest_ids
-from shardprep.format.names import TOKENIZER_DIR, ids_of_ranges, place_text, shard_name
+from shardprep.format.names import TOKENIZER_DIR, ids_of_ranges, shard_name
 
 
 class Decoder:

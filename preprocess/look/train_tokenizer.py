@@ -48,19 +48,18 @@ from tokenizers import (
     trainers,
 )
 
-from preprocess.formats.documents import format_of_input
+from preprocess.formats.documents import documents_of, inspect_input, starts_in
 from preprocess.formats.format import DocumentBatch, Reading
 from preprocess.formats.inputs import BadDocument, ByteRange, OpenInput, RangeReader
 from preprocess.formats.long_documents import LongDocument
 from preprocess.formats.text_fields import TextFields
-from preprocess.formats.text_lines import TextLines
 from preprocess.make.engines import LLAMA3_REGEX
 from preprocess.plan.planning import list_inputs
 from shardprep.command_line import parse_size
 from shardprep.console import LOG_EVERY_S, Progress, say
 from shardprep.errors import BadInput, CannotWrite, Refused, UsageError
 from shardprep.files import PublishedFolder, names_in
-from shardprep.format.names import place_text
+from shardprep.format.input_formats import input_kind, place_text
 
 SPAN_BYTES = 1 << 20
 MIN_NUM_SPANS = 64
@@ -156,7 +155,8 @@ class TrainingText:
 
     def __iter__(self) -> Iterator[list[str]]:
         for path, spans in itertools.groupby(self._spans, lambda span: span.path):
-            if isinstance(format_of_input(path.name), TextLines):
+            kind = input_kind(path.name)
+            if kind.is_in_bytes and not kind.format.has_fields:
                 for span in spans:
                     yield from self._lines(span)
             else:
@@ -302,8 +302,7 @@ class Texts(NamedTuple):
 
 def text_bytes_of(file: OpenInput, reading: Reading) -> int:
     """About how much text a file has; of plain text, its size. Raises BadInput, ReadWriteError."""
-    form = format_of_input(file.path.name)
-    return form.inspect(file, reading).text_bytes
+    return inspect_input(file, reading).text_bytes
 
 
 def sampled_parts(
@@ -316,12 +315,11 @@ def sampled_parts(
     size = file.stamp.num_bytes
     if list(stretches) == [(0, text_bytes)]:
         return [SampledPart(0, 0, size, None)]
-    form = format_of_input(file.path.name)
     begin_bytes = [begin * size // text_bytes for begin, _ in stretches]
     places = list(itertools.pairwise([*begin_bytes, size]))
     begins: list[tuple[int, int]] = []
     limits: list[int] = []
-    for found, (begin, end) in zip(form.starts(file, places, reading), stretches, strict=True):
+    for found, (begin, end) in zip(starts_in(file, places, reading), stretches, strict=True):
         if found is not None and found.byte < size and (not begins or found.byte > begins[-1][0]):
             begins.append((found.byte, found.text_byte))
             limits.append(0)
@@ -341,11 +339,10 @@ def read_texts(file: OpenInput, part: SampledPart, reading: Reading) -> Iterator
 
     Raises BadInput, ReadWriteError, Refused.
     """
-    form = format_of_input(file.path.name)
     span = ByteRange(
         input_number=0, path=file.path, start=part.start, end=part.end, text_start=part.text_start
     )
-    for item in form.read(RangeReader(file, span, None), reading, 0):
+    for item in documents_of(RangeReader(file, span, None), reading, 0):
         if isinstance(item, DocumentBatch):
             yield Texts(item.texts, item.bad, item.num_bytes)
         else:

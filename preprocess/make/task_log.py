@@ -9,8 +9,8 @@ from preprocess.make.worker import Work, Worker
 from preprocess.options import WorkerSettings
 from preprocess.plan.plan_file import Plan, PlannedShard
 from shardprep.console import short_bytes, short_number
+from shardprep.format.input_formats import input_kind
 from shardprep.format.manifest import Manifest
-from shardprep.format.names import offset_unit
 
 _NUM_NAMED = 3  # inputs of a shard that are named, each with its bytes
 
@@ -35,13 +35,13 @@ def part_line(plan: Plan, shard: PlannedShard) -> str:
 def _stretch(path: str, part: ByteRange) -> str:
     """From where to where a part of a file goes, so that nobody takes it for the places of documents.
 
-    These are rows or bytes of the decompressed text in some formats (``names.offset_unit``).
+    These are rows or bytes of the decompressed text in some formats (``input_formats``).
     """
     where = f"{part.start} to {part.end}"
-    unit = offset_unit(path)
-    if unit == "row":
-        return f"{'row groups' if path.endswith('.parquet') else 'record batches'} in bytes {where}"
-    if unit == "byte":
+    kind = input_kind(path)
+    if kind.unit == "row":
+        return f"{kind.format.cut_at or 'rows'} in bytes {where}"
+    if kind.is_in_bytes:
         return f"bytes {where}"
     return f"compressed bytes {where} (from about byte {part.text_start} of the text)"
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from preprocess.formats.documents import format_of_input, read_documents
+from preprocess.formats.documents import read_documents, starts_in
 from preprocess.formats.format import SHORT_LINE_BYTES, DocumentBatch, Start, no_documents, reading_of
 from preprocess.formats.inputs import ByteRange, OpenInput
 from preprocess.formats.long_documents import LongDocument
@@ -31,6 +31,7 @@ from preprocess.plan.plan_file import Plan
 from preprocess.plan.tokenizer_files import TOKENIZER_FILE
 from preprocess.resources import BATCH_BYTES
 from shardprep.errors import CannotWrite
+from shardprep.format.input_formats import input_kind
 from shardprep.format.names import TOKENIZER_DIR
 
 _NUM_PLACES = 8  # of the input that are sampled
@@ -110,12 +111,11 @@ def _part_at(plan: Plan, number: int, target: int, num_bytes: int) -> ByteRange:
     """From the first place at or behind a byte of an input on, to the first one ``num_bytes`` later."""
     item, reading = plan.inputs[number], reading_of(plan.options, BATCH_BYTES)
     path = plan.input_dir / item.path
-    form = format_of_input(path.name)
     file = OpenInput(path)
-    (start,) = form.starts(file, [(target, sys.maxsize)], reading)
+    (start,) = starts_in(file, [(target, sys.maxsize)], reading)
     is_at_end = start is None or start.byte == item.num_bytes
-    begin = Start(0) if start is None or (is_at_end and not form.is_in_bytes) else start
-    (stop,) = form.starts(file, [(min(begin.byte + num_bytes, item.num_bytes), sys.maxsize)], reading)
+    begin = Start(0) if start is None or (is_at_end and not input_kind(item.path).is_in_bytes) else start
+    (stop,) = starts_in(file, [(min(begin.byte + num_bytes, item.num_bytes), sys.maxsize)], reading)
     return ByteRange(
         input_number=number,
         path=path,

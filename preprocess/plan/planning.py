@@ -38,10 +38,9 @@ from pathlib import Path
 
 import lustre
 from preprocess.formats.chat import chat_template_of, chat_versions, template_notes
-from preprocess.formats.documents import SUFFIXES, format_of, format_of_input
+from preprocess.formats.documents import inspect_input, starts_in
 from preprocess.formats.format import Inspected, Reading, Start, reading_of
 from preprocess.formats.inputs import InputFile, OpenInput, sample_sha256
-from preprocess.formats.text_lines import CompressedText, TextLines
 from preprocess.make.engines import (
     FEW_BYTES,
     Engine,
@@ -69,6 +68,7 @@ from preprocess.resources import BATCH_BYTES
 from shardprep.console import Progress
 from shardprep.errors import CannotWrite, NotFound, Refused, UsageError
 from shardprep.files import STALE_AFTER_S, remove_temporaries
+from shardprep.format.input_formats import input_kind, known_input_kind, known_suffixes
 from shardprep.format.names import INDEX_NAME, MAX_SHARDS, OSTS_NAME, PLAN_NAME, TOKENIZER_DIR
 
 _NUM_STAT_THREADS = 16  # opening a file is a round trip on a network file system
@@ -137,7 +137,7 @@ def find_inputs(
         raise NotFound(f"--input_dir {where} cannot be listed: {error.strerror}") from None
     listing = walk.listing()
     if not listing.paths:
-        nothing = f"--input_dir {input_dir} holds no .txt file, nor any other input ({SUFFIXES})"
+        nothing = f"--input_dir {input_dir} holds no .txt file, nor any other input ({known_suffixes()})"
         raise NotFound("; ".join([nothing, *left_out_lines(listing.left_out)]))
     for path in listing.paths:
         try:
@@ -240,7 +240,7 @@ def _why_not(name: str) -> str | None:
     """Return why a file of this name is no input; None for an input."""
     if name.startswith("."):
         return "AppleDouble" if name.startswith("._") else "hidden"
-    if format_of(name) is None:
+    if known_input_kind(name) is None:
         return _UNKNOWN
     if name in _NOTES:
         return "note of datasets"
@@ -305,14 +305,13 @@ def stamp_inputs(
 
 def _stamped(path: Path, relative: str, reading: Reading) -> tuple[InputFile, Inspected]:
     file = OpenInput(path)
-    form = format_of_input(path.name)
     stamped = InputFile(
         path=relative,
         num_bytes=file.stamp.num_bytes,
         mtime_ns=file.stamp.mtime_ns,
         sha256=sample_sha256(file),
     )
-    return stamped, form.inspect(file, reading)
+    return stamped, inspect_input(file, reading)
 
 
 _Stretch = tuple[int, int, int]  # (input, first byte, end): where a boundary is looked for
@@ -366,7 +365,7 @@ def divide(
 
 def _is_packed(item: InputFile, inspected: Inspected) -> bool:
     """Whether a file is put into a shard by its size: whole, and not plain text, whose order was promised."""
-    return inspected.is_whole and not format_of_input(item.path).is_in_bytes
+    return inspected.is_whole and not input_kind(item.path).is_in_bytes
 
 
 def _num_bins(inspected: list[Inspected], whole: set[int], num_shards: int) -> int:
@@ -460,8 +459,7 @@ def _starts(
     found: list[Start | None] = []
     for number, group in itertools.groupby(stretches, key=lambda stretch: stretch[0]):
         path = input_dir / inputs[number].path
-        form = format_of_input(path.name)
-        found += form.starts(OpenInput(path), [(begin, end) for _, begin, end in group], reading)
+        found += starts_in(OpenInput(path), [(begin, end) for _, begin, end in group], reading)
     return found
 
 
@@ -559,9 +557,7 @@ def make_plan(
 
 def _check_has_fields(paths: list[Path]) -> None:
     """That no input is plain text, which has no messages. Raises UsageError."""
-    if plain := [
-        path for path in paths if isinstance(format_of_input(path.name), (TextLines, CompressedText))
-    ]:
+    if plain := [path for path in paths if not input_kind(path.name).format.has_fields]:
         raise UsageError(
             f"--record chat reads messages out of JSON lines and tables, and {plain[0]} is text; move it away"
         )

@@ -76,44 +76,6 @@ def source_of_path(path: str) -> str:
     return folder if slash else "."
 
 
-# Suffixes of input files, in lower case, and the usual one of the same meaning.
-_INPUT_SUFFIXES = {
-    ".txt": ".txt", ".text": ".txt",
-    ".jsonl": ".jsonl", ".ndjson": ".jsonl", ".jsonlines": ".jsonl", ".json": ".json",
-    ".parquet": ".parquet", ".pq": ".parquet",
-    ".arrow": ".arrow", ".ipc": ".arrow", ".feather": ".arrow",
-}  # fmt: skip
-_COMPRESSION_SUFFIXES = {
-    ".gz": ".gz", ".gzip": ".gz", ".zst": ".zst", ".zstd": ".zst", ".xz": ".xz", ".bz2": ".bz2"
-}  # fmt: skip
-
-
-def input_suffixes(path: str) -> tuple[str, str]:
-    """Return the usual suffix of an input's format and of its compression, "" for none that is known.
-
-    ``A.JSONL.zstd`` gives ``(".jsonl", ".zst")``, ``a.md.gz`` gives ``("", ".gz")``.
-    """
-    name = path.rpartition("/")[2].lower()
-    stem, dot, suffix = name.rpartition(".")
-    compression = _COMPRESSION_SUFFIXES.get(dot + suffix, "")
-    if compression:
-        _, dot, suffix = stem.rpartition(".")
-    return _INPUT_SUFFIXES.get(dot + suffix, ""), compression
-
-
-def offset_unit(path: str) -> str:
-    """What the offset of a document counts, by its input's name: bytes of the file, of its text, or rows."""
-    form, compression = input_suffixes(path)
-    if compression:
-        return "byte of the text"
-    return "row" if form in {".parquet", ".arrow"} else "byte"
-
-
-def place_text(path: str, offset: int) -> str:
-    """``ko_1.txt byte 4512``, ``a.parquet row 17``."""
-    return f"{path} {offset_unit(path)} {offset}"
-
-
 def document_key(shard_id: int, line: int) -> str:
     """Key of a document: its shard, and its line counted from 0 in that shard's input."""
     return f"sample_{shard_id}_{line:08d}"

@@ -36,8 +36,9 @@ from shardprep.files import (
     size_of_file,
 )
 from shardprep.format.checked_json import Fields
+from shardprep.format.input_formats import input_kind
 from shardprep.format.manifest import COLUMNS, DatasetIndex, ShardCounts, read_index, read_osts
-from shardprep.format.names import INDEX_NAME, id_ranges, offset_unit, quarantine_path, shard_name
+from shardprep.format.names import INDEX_NAME, id_ranges, quarantine_path, shard_name
 from shardprep.format.shard_making import ShardMaking, making_of, read_unchecked
 from slurm.report.attempts import attempts_of
 from slurm.status_report import slow_shards
@@ -279,7 +280,7 @@ def _quarantined(folder: Path, shard_id: int) -> Iterator[tuple[str, dict[str, A
                     "reason": str(reason),
                     "detail": str(detail),
                 } if 0 <= offset < 2**63 and 0 <= num_bytes < 2**63:
-                    place = {"input": path, "offset": offset, "unit": offset_unit(path)}
+                    place = {"input": path, "offset": offset, "unit": input_kind(path).unit}
                     yield reason, {**place, "num_bytes": num_bytes, "detail": detail[:_DETAIL_CHARS]}
         except (ValueError, RecursionError):
             continue

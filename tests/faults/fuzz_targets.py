@@ -293,7 +293,6 @@ def _text_check(path: Path) -> Check:
         with ExitStack() as held:
             for module in (text_lines, long_documents):
                 held.enter_context(mock.patch.object(module, "LONG_BYTES", long_bytes))
-            held.enter_context(mock.patch.object(text_lines, "HASH_BYTES", scan_bytes))
             held.enter_context(mock.patch.object(long_documents, "_READ_BYTES", scan_bytes))
             found = found_lines(path, data, encoding, block_bytes)
         if found != expected_of(data, encoding):

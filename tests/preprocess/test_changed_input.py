@@ -89,7 +89,6 @@ def test_long_documents_are_hashed_whole_too(
     prep.plan(raw_dir, tmp_path / "data", hash_inputs=True, doc=doc)
     for module in (text_lines, long_documents):
         monkeypatch.setattr(module, "LONG_BYTES", 50_000)
-    monkeypatch.setattr(text_lines, "HASH_BYTES", 10_000)
     monkeypatch.setattr(WorkerSettings, "batch_bytes", 10_000)
     make_all(tmp_path / "data")
     shutil.rmtree(tmp_path / "data")

@@ -164,6 +164,8 @@ def test_a_worker_without_the_library_of_its_inputs_ends_before_any_work_and_oth
     ]
     assert 0 < len(needing) < plan.num_shards
     monkeypatch.setitem(sys.modules, "pyarrow", None)
+    for name in ("columns", "parquet", "arrow"):
+        monkeypatch.delitem(sys.modules, f"preprocess.formats.{name}", raising=False)
     for shard_id in range(plan.num_shards):
         if shard_id in needing:
             with pytest.raises(UsageError, match=r"needs pyarrow, which is not installed; run: pip install"):

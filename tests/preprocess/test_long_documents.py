@@ -54,7 +54,6 @@ def write_long_lines(path: Path) -> None:
 def make_with(prep: Any, folder: Path, patch: pytest.MonkeyPatch, long_bytes: int, block_bytes: int) -> None:
     for module in (text_lines, long_documents):
         patch.setattr(module, "LONG_BYTES", long_bytes)
-    patch.setattr(text_lines, "HASH_BYTES", block_bytes)
     patch.setattr(long_documents, "_READ_BYTES", block_bytes)
     patch.setattr(resources, "BATCH_BYTES", block_bytes)
     prep.make(folder)

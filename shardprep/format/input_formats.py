@@ -1,0 +1,124 @@
+"""The registry of input formats: the one table that planner, worker, verify, peek, reports and docs ask.
+
+docs/architecture.md ("An input format") says what else to write for a new line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputFormat:
+    """One format of input files."""
+
+    suffixes: tuple[str, ...]  # in lower case; the first is the usual one
+    reader: str  # module and class in preprocess/formats, "json_lines:JsonLines"
+    unit: Literal["byte", "row"]  # of a document's offset: of the file (decompressed: of its text), or rows
+    document: str  # what a document is, for people
+    cut_at: str = ""  # where a shard may begin inside a file; "": files stay whole
+    can_be_compressed: bool = False
+    has_fields: bool = True  # records with named fields; else plain text
+    library: str = ""  # that the reader imports, of the extra [columns]
+
+
+INPUT_FORMATS = (
+    InputFormat(
+        suffixes=(".txt", ".text"),
+        reader="text_lines:TextLines",
+        unit="byte",
+        document="a line, or a whole file with `--doc file`",
+        cut_at="line ends",
+        can_be_compressed=True,
+        has_fields=False,
+    ),
+    InputFormat(
+        suffixes=(".jsonl", ".ndjson", ".jsonlines"),
+        reader="json_lines:JsonLines",
+        unit="byte",
+        document="the text of one object",
+        cut_at="line ends",
+        can_be_compressed=True,
+    ),
+    InputFormat(
+        suffixes=(".json",),
+        reader="json_lines:JsonFile",
+        unit="byte",
+        document="the text of one object; one object per line",
+        cut_at="line ends",
+        can_be_compressed=True,
+    ),
+    InputFormat(
+        suffixes=(".parquet", ".pq"),
+        reader="parquet:Parquet",
+        unit="row",
+        document="a row",
+        cut_at="row groups",
+        library="pyarrow",
+    ),
+    InputFormat(
+        suffixes=(".arrow", ".ipc", ".feather"),
+        reader="arrow:Arrow",
+        unit="row",
+        document="a row",
+        cut_at="record batches",
+        library="pyarrow",
+    ),
+)
+PLAIN_TEXT = INPUT_FORMATS[0]  # also what `--also` takes with another suffix
+# Each suffix of a compression, and the usual one of the same meaning.
+COMPRESSION_SUFFIXES = {
+    ".gz": ".gz", ".gzip": ".gz", ".zst": ".zst", ".zstd": ".zst", ".xz": ".xz", ".bz2": ".bz2"
+}  # fmt: skip
+_BY_SUFFIX = {suffix: each for each in INPUT_FORMATS for suffix in each.suffixes}
+
+
+class InputKind(NamedTuple):
+    """What an input's name says of it."""
+
+    format: InputFormat
+    compression: str  # its usual suffix; "" for none
+
+    @property
+    def unit(self) -> str:
+        """What the offset of a document counts."""
+        return "byte of the text" if self.compression and self.format.unit == "byte" else self.format.unit
+
+    @property
+    def is_in_bytes(self) -> bool:
+        """Whether offsets are bytes of the file itself, as the cuts of the plan are."""
+        return self.unit == "byte"
+
+
+def known_input_kind(path: str) -> InputKind | None:
+    """The kind of a file by its name, upper or lower case; None for a suffix that is not known."""
+    stem, dot, suffix = path.rpartition("/")[2].lower().rpartition(".")
+    compression = COMPRESSION_SUFFIXES.get(dot + suffix, "")
+    if compression:
+        _, dot, suffix = stem.rpartition(".")
+    found = _BY_SUFFIX.get(dot + suffix)
+    if found is None or (compression and not found.can_be_compressed):
+        return None
+    return InputKind(found, compression)
+
+
+def input_kind(path: str) -> InputKind:
+    """The kind of a file that is an input: with an unknown suffix (``--also``), plain text."""
+    compression = COMPRESSION_SUFFIXES.get("." + path.lower().rpartition(".")[2], "")
+    return known_input_kind(path) or InputKind(PLAIN_TEXT, compression)
+
+
+def place_text(path: str, offset: int) -> str:
+    """``ko_1.txt byte 4512``, ``a.parquet row 17``."""
+    return f"{path} {input_kind(path).unit} {offset}"
+
+
+def known_suffixes() -> str:
+    """``.txt, .jsonl or .json, each also as .gz ...; .parquet; .arrow``, for messages."""
+    can_be, cannot_be = (
+        [each.suffixes[0] for each in INPUT_FORMATS if each.can_be_compressed == wanted]
+        for wanted in (True, False)
+    )
+    compressions = dict.fromkeys(COMPRESSION_SUFFIXES.values())
+    return "; ".join([f"{', '.join(can_be)}, each also with {', '.join(compressions)}", *cannot_be])

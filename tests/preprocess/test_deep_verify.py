@@ -15,7 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow
+import pyarrow.feather
+import pyarrow.parquet
 import pytest
+import zstandard
 
 from preprocess.check.plain_reader import plain_records
 from preprocess.formats import documents
@@ -302,6 +306,25 @@ def test_a_data_set_of_compressed_utf_16_is_right_or_refused(prep: Prep, tmp_pat
     num_made = int(ended.text.partition(" samples, ")[0].rpartition(" ")[2])
     assert ended.code == (0 if num_made == len(MALAYALAM) else 65), ended.text
     assert (num_made == len(MALAYALAM)) != ("documents of the input are missing (a.txt.gz byte" in ended.text)
+
+
+def test_a_file_with_the_other_suffix_of_its_format_is_read_alike_by_both_readers(
+    prep: Prep, tmp_path: Path
+) -> None:
+    raw, data = tmp_path / "raw", tmp_path / "data"
+    raw.mkdir()
+    lines = b'{"text": "a kettle"}\n{"text": "another"}\n'
+    (raw / "a.text").write_bytes(b"a kettle\n")
+    (raw / "b.jsonlines").write_bytes(lines)
+    (raw / "c.jsonl.gzip").write_bytes(gzip.compress(lines))
+    (raw / "d.txt.zstd").write_bytes(zstandard.compress(b"a kettle\n"))
+    (raw / "e.md").write_bytes(b"plain text\n")
+    pyarrow.feather.write_feather(pyarrow.table({"text": ["one", "two"]}), raw / "f.feather")
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["one", "two"]}), raw / "g.pq")
+    prep.plan(raw, data, num_shards=2, also="*.md")
+    prep.make(data)
+    ended = prep.command("verify", data, "--deep", 2)
+    assert ended.code == 0, ended.text
 
 
 OPTIONS: list[dict[str, Any]] = [

@@ -1,0 +1,164 @@
+"""The recipes of docs/architecture.md, followed by the files that they list, in a copy of the packages."""
+
+from __future__ import annotations
+
+import csv
+import io
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from preprocess.plan.plan_file import need_plan
+from shardprep.format.input_formats import INPUT_FORMATS
+from shardprep.format.manifest import read_index
+from tests.checkout import ROOT
+from tests.children import run_child
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+PACKAGES = ("shardprep", "preprocess", "loader", "slurm", "lustre")
+
+CSV_MODULE = '''
+"""``.csv`` with a header: a record is a document; line breaks within quotes end none."""
+
+import csv
+import io
+
+import numpy as np
+
+from preprocess.formats.format import Inspected, RecordBlock, Start, batches_of
+from preprocess.formats.inputs import Place
+
+
+def begins_of(data):
+    """The byte where each record begins: behind a line end with an even number of quotes before it."""
+    letters = np.frombuffer(data, np.uint8)
+    ends = np.flatnonzero((letters == 10) & (np.cumsum(letters == 34) % 2 == 0)) + 1
+    return [0, *ends[ends < len(data)].tolist()]
+
+
+class Csv:
+    def inspect(self, file, reading):
+        return Inspected(text_bytes=file.stamp.num_bytes, is_whole=IS_WHOLE)
+
+    def starts(self, file, stretches, reading):
+        size = file.stamp.num_bytes
+        places = [*begins_of(file.read_all(0, size)), size]
+        found = [next(place for place in places if place >= min(byte, size)) for byte, _ in stretches]
+        return [
+            Start(place) if place < end or place == size else None
+            for place, (_, end) in zip(found, stretches)
+        ]
+
+    def read(self, reader, reading, line):
+        part, size = reader.part, reader.file.stamp.num_bytes
+        reader.hash_rest()
+        data = reader.file.read_all(0, size)
+        begins = begins_of(data)
+        ends = [*begins[1:], size]
+        fields = [next(csv.reader(io.StringIO(data[a:b].decode(), newline=""))) for a, b in zip(begins, ends)]
+        rows = [row for row in range(1, len(begins)) if part.start <= begins[row] < part.end]
+        offsets = rows if COUNTS_ROWS else [begins[row] for row in rows]
+        block = RecordBlock(
+            texts=[reading.fields.text(dict(zip(fields[0], fields[row]))) for row in rows],
+            starts=np.array(offsets, np.int64),
+            sizes=np.array([ends[row] - begins[row] for row in rows], np.int64),
+            num_bytes=part.end - part.start,
+        )
+        place = Place(
+            file=reader.file, input_number=part.input_number, start=0, end=0, line=line, num_bytes=0
+        )
+        yield from batches_of(block, place)
+'''
+CSV_LINE = """    InputFormat(
+        suffixes=(".csv",), reader="quoted_csv:Csv", unit="{unit}", document="a record", cut_at="{cut_at}"
+    ),
+)
+PLAIN_TEXT ="""
+
+
+def copy_of_packages(folder: Path) -> Path:
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def change(path: Path, old: str, new: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.count(old) == 1, (path, old)
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def run(prep: Prep, home: Path, *words: object, code: int = 0) -> str:
+    """A command of the copy; its output."""
+    done: subprocess.CompletedProcess[str] = run_child(
+        [sys.executable, "-m", *map(str, words)],
+        cwd=home,
+        env={**prep.environ(), "PYTHONPATH": str(home)},
+        code=code,
+    )
+    return done.stdout + done.stderr
+
+
+def csv_rows(texts: list[str]) -> list[str]:
+    """The header and the records, each with its line end."""
+    rows = []
+    for row in [("id", "text"), *((str(number), text) for number, text in enumerate(texts))]:
+        with io.StringIO() as file:
+            csv.writer(file, lineterminator="\n").writerow(row)
+            rows.append(file.getvalue())
+    return rows
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("unit", "cut_at"), [("row", "records"), ("byte", "records"), ("row", ""), ("byte", "")]
+)
+def test_csv_with_quotes_is_an_input_format_by_its_module_and_a_line_of_the_registry(
+    prep: Prep, tmp_path: Path, unit: str, cut_at: str
+) -> None:
+    home = copy_of_packages(tmp_path / "copy")
+    head = f"COUNTS_ROWS, IS_WHOLE = {unit == 'row'}, {not cut_at}\n"
+    (home / "preprocess/formats/quoted_csv.py").write_text(CSV_MODULE + head, encoding="utf-8")
+    change(
+        home / "shardprep/format/input_formats.py",
+        ")\nPLAIN_TEXT =",
+        CSV_LINE.format(unit=unit, cut_at=cut_at),
+    )
+    raw, data = tmp_path / "raw", tmp_path / "data"
+    raw.mkdir()
+    texts = [f'record {number}:\nthe "kettle" sings, twice' for number in range(40)]
+    rows = csv_rows(texts)
+    (raw / "a.csv").write_text("".join(rows), encoding="utf-8")
+    (raw / "b.txt").write_text("one line\nanother line\n", encoding="utf-8")
+    plan = ("--input_dir", raw, "--output_dir", data, "--model_id", prep.model_dir, "--num_shards", 4)
+    run(prep, home, "preprocess", "plan", *plan)
+    made = need_plan(data)
+    inside = [made.inputs[number].path for number, place in made.boundaries[1:-1] if place]
+    assert ("a.csv" in inside) == bool(cut_at)
+    run(prep, home, "preprocess", "run", data, "--num_proc", 1)
+    run(prep, home, "preprocess", "verify", data)
+    assert int(read_index(data).column("num_documents").sum()) == len(texts) + 2
+    shown = run(prep, home, "preprocess", "peek", data, "--num", 99, "--chars", 0)
+    for number in range(len(texts)):
+        place = number + 1 if unit == "row" else sum(map(len, rows[: number + 1]))
+        assert f"from a.csv {unit} {place}\n  ⟦<|begin_of_text|>⟧record {number}:\n" in shown
+    assert ".csv" in run(prep, home, "preprocess", "verify", data, "--deep", code=78)
+
+
+def test_the_table_of_input_formats_in_the_docs_is_that_of_the_registry() -> None:
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in (ROOT / "docs/inputs.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("| `.")
+    ]
+    for kind in INPUT_FORMATS:
+        names = ", ".join(f"`{suffix}`" for suffix in kind.suffixes)
+        (row,) = (row for row in rows if row[0].startswith(names))
+        assert row[1:] == [kind.document, kind.cut_at or "no place: files stay whole"]

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from preprocess.options import (
+    GROUPS,
+    RESOURCES,
     PrepConfig,
     WorkerSettings,
     environment_number,
@@ -271,30 +273,41 @@ def _shard_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="first refuse an --input_dir that does not hold the planned inputs of all shards",
     )
-    add_flags_of(parser, PrepConfig)
-    add_flags_of(parser, WorkerSettings, but={item.name for item in dataclasses.fields(PrepConfig)})
+    add_flags_of(parser, PrepConfig, groups=GROUPS[:-1])
+    others = {item.name for item in dataclasses.fields(PrepConfig)}
+    add_flags_of(parser, WorkerSettings, but=others, groups=[RESOURCES])
 
 
 def _plan_flags(parser: argparse.ArgumentParser) -> None:
-    number = parser.add_mutually_exclusive_group()
-    number.add_argument("--num_shards", type=int, help="even shards (default: one input file, one shard)")
-    number.add_argument("--shard_bytes", help="even shards of about this much input, such as 512M")
-    parser.add_argument("--dry_run", action="store_true", help="print what would be planned, write nothing")
-    parser.add_argument(
-        "--stripe",
-        default="auto",
-        help="Lustre stripes of a fresh output folder: auto (leave it), none, N, or a layout: 1G:1,-1:8",
+    shards = parser.add_argument_group("shards")
+    number = shards.add_mutually_exclusive_group()
+    number.add_argument(
+        "--num_shards", metavar="N", type=int, help="make N even shards (default: one per input file)"
     )
-    parser.add_argument("--stripe_size", help="of each stripe, such as 4M; only with N or a layout")
-    parser.add_argument("--stripe_pool", help="pool of OSTs; only with N or a layout")
-    add_flags_of(parser, PrepConfig)
+    number.add_argument(
+        "--shard_bytes", metavar="SIZE", help="make even shards of about this much input, such as 512M"
+    )
+    shards.add_argument("--dry_run", action="store_true", help="print what would be planned, write nothing")
+    layout = parser.add_argument_group("Lustre layout of a new output folder")
+    layout.add_argument(
+        "--stripe",
+        metavar="LAYOUT",
+        default="auto",
+        help="auto: leave it as it is. none: do not look at it. N: this many stripes. 1G:1,-1:8: stripes by "
+        "the size of a file (default: auto)",
+    )
+    layout.add_argument(
+        "--stripe_size", metavar="SIZE", help="size of a stripe, such as 4M; for N or a layout"
+    )
+    layout.add_argument("--stripe_pool", metavar="POOL", help="pool of OSTs; for N or a layout")
+    add_flags_of(parser, PrepConfig, groups=GROUPS)
 
 
 def _run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output_dir", type=Path, help="folder of the data set")
     parser.add_argument("--shards", help="only these, such as 0-9,12")
     parser.add_argument("--num_proc", type=int, help="processes (default: DATASET_NUM_PROC, or one per CPU)")
-    add_flags_of(parser, WorkerSettings)
+    add_flags_of(parser, WorkerSettings, groups=GROUPS)
 
 
 def _clean_flags(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,9 @@
-"""What a user can choose: dataclasses whose fields are the flags of the commands.
+"""The options of a data set, each declared once.
 
-PrepConfig describes a data set. The part of it that decides the bytes of the shards is BytesOptions, which
-plan.json keeps. WorkerSettings are for one process and change no byte of a shard.
+A field of ``PlanOptions`` or ``PrepConfig`` is a flag of ``plan``. Its ``option(...)`` says the default, the
+help, the group that it is listed in, and what plan.json keeps of it. The command line, the checks of values,
+plan.json, the plan's id, the messages about differences and docs/commands.md are made from these fields.
+``WorkerSettings`` are for one process and change no byte of a shard.
 """
 
 from __future__ import annotations
@@ -9,56 +11,190 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from preprocess.formats.text_fields import MessageFields, Normalize, TextChanges, TextFields, text_versions
+from preprocess.formats.text_fields import MessageFields, Normalize, TextFields
 from preprocess.resources import batch_bytes_within, most_batches_within
-from shardprep.errors import Refused, UsageError
-from shardprep.format.checked_json import MOST
-from shardprep.format.names import Record, TokenFormat
+from shardprep.command_line import option
+from shardprep.errors import UsageError
+from shardprep.format.checked_json import MOST, is_text
+from shardprep.format.names import MAX_SEQ_LEN, Record, TokenFormat
 
 Doc = Literal["line", "file"]
 Pack = Literal["concat", "best_fit"]
 EngineName = Literal["auto", "fastokens", "tokenizers"]
 
+INPUT = "input files"
+FIELDS = "JSON lines and tables"
+TEXT = "which documents and text are kept"
+TOKENS = "tokenizer"
+SAMPLES = "samples"
+OUTPUT = "output"
+RESOURCES = "resources"
+GROUPS = (INPUT, FIELDS, TEXT, TOKENS, SAMPLES, OUTPUT, RESOURCES)
+
+_ENGINE_HELP = "library that encodes; the token ids never depend on it"
+_BAD_HELP = "fail a shard (exit code 65) when a larger share of its documents is unusable"
+
 
 @dataclass(frozen=True, kw_only=True)
-class BytesOptions:
-    """The options that decide the bytes of the shards, without open defaults, as plan.json keeps them.
+class PlanOptions:
+    """The options that decide the bytes of the shards; plan.json keeps them.
 
-    The order of the fields is their order in plan.json. See PrepConfig for their meaning.
+    Facts of an option, beside those of the command line:
+        kept: ``used`` (the default): in plan.json and in the plan's id where it is not the default, so that
+            older plans and older versions agree. ``written``: always in plan.json. ``always``: in the id,
+            too. ``found``: never in the id, because it only finds inputs, which the id names.
+        unused: the value in plan.json that counts as the default, where the declared default is None.
+        span: the least and the largest number; 0 stands for none.
+        of: ``rows``, ``chat`` or ``texts`` (documents and packed), where it is for these records only.
+        changes_text: ``change_text`` applies it.
     """
 
-    recursive: bool
-    doc: Doc
-    encoding: str  # Python's own name of the codec
-    record: Record
-    seq_len: int  # tokens per packed row; 0 unless packed
-    pack: Pack
-    token_format: TokenFormat
-    keep_text: bool
-    append_eos: bool
-    allow_special_tokens: bool
-    text_field: str = "text"  # "" with a template
-    text_template: str = ""
-    id_field: str = ""
-    source_field: str = ""
-    fix_text: bool = False
-    normalize: Normalize = ""
-    min_chars: int = 0
-    max_chars: int = 0  # 0: no limit
-    limit: int = 0  # 0: no limit
-    text_versions: str = ""  # of the libraries that change text, see text_fields.py
-    messages_field: str = ""  # of conversations, "" for other records
-    chat_template: str = ""  # its Jinja text
-    chat_tokens: str = ""  # the special tokens that a template may name, as JSON
-    chat_versions: str = ""  # of the libraries that render it, see chat_rendering.py
-    also: str = ""  # the patterns of --also that took an input
-    follow_links: bool = False  # a link to a folder was followed
-    zstd_long: int = 0  # log2 of the largest window of zstd; 0: that of zstd itself
+    recursive: bool = option(False, "also take the input files of subfolders", group=INPUT, kept="always")
+    follow_links: bool = option(
+        False, "with --recursive, also follow links to folders, each folder once", group=INPUT, kept="found"
+    )
+    also: str = option(
+        "", "also take files of these names, as plain text: '*.md,README.txt'", group=INPUT, kept="found"
+    )
+    doc: Doc = option("line", "what a document of .txt is: a line or a file", group=INPUT, kept="always")
+    encoding: str = option(
+        "utf-8", "of .txt; utf-8-sig drops a leading byte order mark", group=INPUT, kept="always"
+    )
+    zstd_long: int = option(
+        0,
+        "read .zst of `zstd --long=N`, N up to 31; a task then holds 2^N bytes",
+        group=INPUT,
+        kept="found",
+        span=(10, 31),
+        shown="27",
+    )
+    text_field: str = option(
+        None,
+        "field of the text, a.b if nested",
+        group=FIELDS,
+        kept="written",
+        unused="text",
+        shown="text",
+        of="texts",
+    )
+    text_template: str = option(
+        "",
+        r"text of several fields, instead of --text_field: '{input}\n\n{output}'",
+        group=FIELDS,
+        kept="written",
+        of="texts",
+    )
+    messages_field: str = option(
+        None,
+        "with --record chat, field of the list of messages",
+        group=FIELDS,
+        unused="",
+        shown="messages",
+        of="chat",
+    )
+    id_field: str = option(
+        "", "field of a document's id, which is kept in DATA/ids", group=FIELDS, kept="written"
+    )
+    source_field: str = option(
+        "",
+        "field of a document's source, for counts per source",
+        group=FIELDS,
+        kept="written",
+        shown="the first subfolder",
+    )
+    fix_text: bool = option(
+        False,
+        "repair wrongly decoded text with ftfy; drop documents that cannot be fully repaired",
+        group=TEXT,
+        kept="written",
+        changes_text=True,
+    )
+    normalize: Normalize = option(
+        "", "apply a Unicode normalization", group=TEXT, kept="written", changes_text=True
+    )
+    min_chars: int = option(
+        0, "drop shorter documents", group=TEXT, kept="written", span=(1, MOST), changes_text=True
+    )
+    max_chars: int = option(
+        0, "drop longer documents", group=TEXT, kept="written", span=(1, MOST), changes_text=True
+    )
+    limit: int = option(
+        0,
+        "for a trial: take at most this many documents in total, spread evenly over shards",
+        group=TEXT,
+        kept="written",
+        span=(1, MOST),
+    )
+    append_eos: bool = option(
+        None,
+        "end documents with the EOS token",
+        group=TOKENS,
+        of="texts",
+        kept="always",
+        shown="on for packed",
+    )
+    allow_special_tokens: bool = option(
+        False,
+        "let '<|end_of_text|>' and the like in a text become control tokens",
+        group=TOKENS,
+        kept="always",
+    )
+    record: Record = option(
+        "documents",
+        "documents: one sample per document. packed: documents joined into rows of --seq_len tokens. "
+        "chat: conversations in such rows, with loss masks",
+        group=SAMPLES,
+        kept="always",
+    )
+    seq_len: int = option(None, "tokens per row", group=SAMPLES, kept="always", shown="8192", of="rows")
+    pack: Pack = option(
+        "concat",
+        "concat: cut documents at row ends. best_fit: keep them whole and pad rows",
+        group=SAMPLES,
+        kept="always",
+        of="rows",
+    )
+    token_format: TokenFormat = option(
+        "json", "how a document's token ids are stored; rows are npy", group=SAMPLES, kept="always"
+    )
+    keep_text: bool = option(
+        None, "also store the text of each document", group=SAMPLES, kept="always", shown="on for documents"
+    )
+    # What planning finds out; no flags.
+    text_versions: str = option("", kept="written")  # of the libraries that change text
+    chat_template: str = option("")  # its Jinja text
+    chat_tokens: str = option("")  # the special tokens that a template may name, as JSON
+    chat_versions: str = option("")  # of the libraries that render it
+
+    def __post_init__(self) -> None:
+        """Check the options and settle those that are None; a settled object passes unchanged."""
+        self._check_values()
+        self._check_record()
+        has_rows, is_chat = self.has_rows, self.is_chat
+        settled = {
+            "encoding": _python_encoding(self.encoding),
+            "seq_len": 0 if not has_rows else 8192 if self.seq_len is None else self.seq_len,
+            "token_format": "npy" if has_rows else self.token_format,
+            "keep_text": not has_rows if self.keep_text is None else self.keep_text,
+            "append_eos": has_rows and not is_chat if self.append_eos is None else self.append_eos,
+        }
+        if self.text_field is None or is_chat or self.text_template:
+            settled["text_field"] = "" if is_chat or self.text_template else "text"
+        if self.messages_field is None:
+            settled["messages_field"] = "messages" if is_chat else ""
+        for name, value in settled.items():
+            object.__setattr__(self, name, value)
+        if has_rows and not 1 <= self.seq_len <= MAX_SEQ_LEN:
+            raise UsageError(f"--seq_len is {self.seq_len}, expected 1 to {MAX_SEQ_LEN}")
+        if self.max_chars and self.max_chars < self.min_chars:
+            raise UsageError(f"--max_chars {self.max_chars} is below --min_chars {self.min_chars}")
+        self.text_fields()  # which says what is wrong with a name or a template
 
     @property
     def is_chat(self) -> bool:
@@ -66,22 +202,24 @@ class BytesOptions:
         return self.record == "chat"
 
     @property
+    def has_rows(self) -> bool:
+        """Whether a sample is a row of ``seq_len`` tokens."""
+        return self.record != "documents"
+
+    @property
     def encodes_control_tokens(self) -> bool:
         """Whether control tokens written out in a text become control tokens: a chat template's have to."""
         return self.allow_special_tokens or self.is_chat
 
-    def identity(self) -> dict[str, Any]:
-        """What of them a plan's id is a hash of: an option that came later counts only where it is used.
+    @property
+    def files_can_be_split(self) -> bool:
+        """Whether a shard may begin at a line end inside a .txt file: not in UTF-16/32."""
+        return self.doc == "line" and not self.encoding.startswith(("utf-16", "utf-32"))
 
-        How the inputs were found and opened does not count: the inputs themselves do.
-        """
-        values = dataclasses.asdict(self)
-        return {
-            item.name: values[item.name]
-            for item in dataclasses.fields(self)
-            if item.name not in INPUT_OPTIONS
-            and (item.default is dataclasses.MISSING or values[item.name] != item.default)
-        }
+    @property
+    def changes_text(self) -> bool:
+        """Whether ``change_text`` does anything."""
+        return any(item.metadata.get("changes_text") and getattr(self, item.name) for item in PLAN_FIELDS)
 
     def text_fields(self) -> TextFields:
         """What of a record is the text. Raises UsageError where the names or the template are none."""
@@ -89,270 +227,138 @@ class BytesOptions:
             return MessageFields(self.messages_field, self.id_field, self.source_field)
         return TextFields(self.text_field, self.text_template, self.id_field, self.source_field)
 
-    def text_changes(self) -> TextChanges | None:
-        """What is done to the texts; None for nothing."""
-        changes = TextChanges(
-            fix_text=self.fix_text,
-            normalize=self.normalize,
-            min_chars=self.min_chars,
-            max_chars=self.max_chars,
-        )
-        return None if changes == TextChanges() else changes
+    def to_json(self) -> dict[str, Any]:
+        """What plan.json has of them."""
+        return self._kept("always", "written")
 
-    @property
-    def files_can_be_split(self) -> bool:
-        """Whether a shard may begin at a line end inside a .txt file.
+    def identity(self) -> dict[str, Any]:
+        """What of them the plan's id is a hash of."""
+        found = [item.name for item in PLAN_FIELDS if item.metadata.get("kept") == "found"]
+        return {name: value for name, value in self._kept("always").items() if name not in found}
 
-        Not where a document is a whole file, and not in UTF-16/32.
-        """
-        return self.doc == "line" and not self.encoding.startswith(("utf-16", "utf-32"))
+    def _kept(self, *always: str) -> dict[str, Any]:
+        values = {item.name: getattr(self, item.name) for item in PLAN_FIELDS}
+        return {
+            item.name: values[item.name]
+            for item in PLAN_FIELDS
+            if item.metadata.get("kept") in always
+            or values[item.name] != item.metadata.get("unused", item.default)
+        }
+
+    def _check_values(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for item in dataclasses.fields(self):
+            value, span = getattr(self, item.name), item.metadata.get("span")
+            if isinstance(value, (str, Path)) and "\0" in str(value):
+                raise UsageError(f"--{item.name} is {str(value)!r}, which holds a NUL; leave that out")
+            if isinstance(value, str) and not is_text(value):
+                raise UsageError(
+                    f"--{item.name} is {value!r}, which is not UTF-8; type it in a UTF-8 terminal"
+                )
+            choices = typing.get_args(hints[item.name])
+            if typing.get_origin(hints[item.name]) is Literal and value not in choices:
+                raise UsageError(f"--{item.name} is {value!r}, expected one of {', '.join(choices)}")
+            if span and value and not span[0] <= value <= span[1]:
+                raise UsageError(f"--{item.name} is {value}, expected {span[0]} to {span[1]}")
+
+    def _check_record(self) -> None:
+        """That no option is given which this record does not have."""
+        if self.text_template and self.text_field:
+            raise UsageError("--text_field and --text_template are two ways to say the same; give one")
+        if self.has_rows and self.keep_text:
+            raise UsageError("--keep_text is for documents; packed rows hold no text")
+        if self.is_chat and self.messages_field == "":
+            raise UsageError("--messages_field is empty, expected the name of a field, such as messages")
+        for item in dataclasses.fields(self):
+            value, of = getattr(self, item.name), item.metadata.get("of")
+            if not value or value == item.default:
+                continue
+            if of == "rows" and not self.has_rows:
+                raise UsageError(f"--{item.name} is for packed rows; add --record packed, or leave it out")
+            if of == "chat" and not self.is_chat:
+                raise UsageError(f"--{item.name} is for conversations; add --record chat, or leave it out")
+            if self.is_chat and (of == "texts" or item.metadata.get("changes_text")):
+                raise UsageError(
+                    f"--{item.name} is for texts; the template alone decides how a conversation reads and "
+                    "ends: leave it out with --record chat"
+                )
+
+
+PLAN_FIELDS = dataclasses.fields(PlanOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepConfig:
-    """Options of a data set. Each field is a flag; those of BytesOptions decide the bytes of the shards."""
+class PrepConfig(PlanOptions):
+    """All options of ``plan``."""
 
-    input_dir: Path = field(default=Path("/data/raw"), metadata={"help": "folder of the raw input files"})
-    output_dir: Path = field(default=Path("/data/processed"), metadata={"help": "folder of the data set"})
-    model_id: str = field(
-        default="meta-llama/Meta-Llama-3-8B", metadata={"help": "tokenizer: a folder or a name on the hub"}
+    input_dir: Path = option(Path("/data/raw"), "folder of the raw input files", group=INPUT)
+    hash_inputs: bool = option(
+        False, "hash the whole input when planning, so that workers detect any change of it", group=INPUT
     )
-    recursive: bool = field(default=False, metadata={"help": "take the input files of subfolders, too"})
-    follow_links: bool = field(
-        default=False, metadata={"help": "with --recursive: also of links to folders, each folder once"}
+    model_id: str = option(
+        "meta-llama/Meta-Llama-3-8B", "folder of a tokenizer, or its name on the hub", group=TOKENS
     )
-    also: str | None = field(
-        default=None,
-        metadata={"help": "take these names, too, of unknown suffixes as plain text: '*.md,README.txt'"},
+    chat_template_file: Path | None = option(
+        None,
+        "with --record chat, Jinja template to use",
+        group=TOKENS,
+        of="chat",
+        shown="the tokenizer's own",
     )
-    doc: Doc = field(default="line", metadata={"help": "what a document of .txt is: a line, or a whole file"})
-    encoding: str = field(
-        default="utf-8", metadata={"help": "of .txt; utf-8-sig drops a leading byte order mark"}
-    )
-    zstd_long: int | None = field(
-        default=None,
-        metadata={"help": "take .zst of zstd --long=N, N up to 31; a task holds 2^N bytes (default 27)"},
-    )
-    text_field: str | None = field(
-        default=None,
-        metadata={"help": "field of the text in JSON lines and rows, a.b for nesting (default text)"},
-    )
-    text_template: str | None = field(
-        default=None, metadata={"help": r"text of several fields, in place of one: '{input}\n\n{output}'"}
-    )
-    id_field: str | None = field(
-        default=None, metadata={"help": "field of a document's id, which is kept in DATA/ids"}
-    )
-    source_field: str | None = field(
-        default=None,
-        metadata={"help": "field of a document's source, to count by (default: the first subfolder)"},
-    )
-    fix_text: bool = field(
-        default=False,
-        metadata={"help": "mend text that was read in a wrong encoding (ftfy), if wholly; else leave it out"},
-    )
-    normalize: Normalize | None = field(default=None, metadata={"help": "Unicode normalization of the text"})
-    min_chars: int | None = field(default=None, metadata={"help": "leave out shorter documents"})
-    max_chars: int | None = field(default=None, metadata={"help": "leave out longer documents"})
-    limit: int | None = field(
-        default=None, metadata={"help": "a trial: so many documents at most, of all shards evenly"}
-    )
-    record: Record = field(
-        default="documents",
-        metadata={"help": "a sample per document; documents in rows; conversations in rows"},
-    )
-    seq_len: int | None = field(default=None, metadata={"help": "tokens per packed row (default 8192)"})
-    token_format: TokenFormat = field(
-        default="json", metadata={"help": "member type of a document's ids; packed rows are npy"}
-    )
-    keep_text: bool | None = field(
-        default=None, metadata={"help": "store each document's text, too (default, unless packed)"}
-    )
-    pack: Pack = field(
-        default="concat",
-        metadata={"help": "rows: concat cuts documents at row ends; best_fit keeps them whole, padded"},
-    )
-    append_eos: bool | None = field(
-        default=None, metadata={"help": "end each document with the EOS token (default when packed)"}
-    )
-    allow_special_tokens: bool = field(
-        default=False, metadata={"help": "let '<|end_of_text|>' and the like in a text become control tokens"}
-    )
-    messages_field: str | None = field(
-        default=None, metadata={"help": "of chat: the field with the list of messages (default messages)"}
-    )
-    chat_template_file: Path | None = field(
-        default=None, metadata={"help": "of chat: a file with a Jinja template, in place of the tokenizer's"}
-    )
-    max_bad_fraction: float = field(
-        default=0.01, metadata={"help": "share of documents left out as bad above which a shard fails (65)"}
-    )
-    engine: EngineName = field(default="auto", metadata={"help": "what encodes; the ids never depend on it"})
-    hash_inputs: bool = field(
-        default=False, metadata={"help": "hash the whole input when planning; workers compare what they read"}
-    )
+    engine: EngineName = option("auto", _ENGINE_HELP, group=TOKENS)
+    max_bad_fraction: float = option(0.01, _BAD_HELP, group=TEXT)
+    output_dir: Path = option(Path("/data/processed"), "folder of the data set", group=OUTPUT)
 
     def __post_init__(self) -> None:
-        self._check_texts()
-        for name, choices in CHOICES.items():
-            value = getattr(self, name)
-            if value is not None and value not in choices:
-                raise UsageError(f"--{name} is {value!r}, expected one of {', '.join(choices)}")
+        super().__post_init__()
         if self.follow_links and not self.recursive:
             raise UsageError("--follow_links is for subfolders; add --recursive, or leave it out")
         if not 0 <= self.max_bad_fraction <= 1:
             raise UsageError(f"--max_bad_fraction is {self.max_bad_fraction}, expected 0 to 1")
-        has_rows = self.record != "documents"
-        if not has_rows and self.seq_len is not None:
-            raise UsageError("--seq_len is for packed rows; add --record packed, or leave it out")
-        if not has_rows and self.pack != "concat":
-            raise UsageError(f"--pack {self.pack} is for packed rows; add --record packed, or leave it out")
-        if has_rows and self.keep_text:
-            raise UsageError("--keep_text is for documents; packed rows hold no text")
-        seq_len = 0 if not has_rows else 8192 if self.seq_len is None else self.seq_len
-        if has_rows and not 1 <= seq_len <= 2**27:
-            raise UsageError(f"--seq_len is {seq_len}, expected 1 to {2**27}")
-        is_chat = self.record == "chat"
-        self._check_chat(is_chat)
-        resolved = {
-            "seq_len": seq_len,
-            "token_format": "npy" if has_rows else self.token_format,
-            "keep_text": not has_rows if self.keep_text is None else self.keep_text,
-            "append_eos": has_rows and not is_chat if self.append_eos is None else self.append_eos,
-            "encoding": _known_encoding(self.encoding),
-            "text_field": "" if is_chat else self._resolved_text_field(),
-            "messages_field": self.messages_field or ("messages" if is_chat else ""),
-            **{name: getattr(self, name) or "" for name in _TEXTS_OR_NONE},
-            **{name: getattr(self, name) or 0 for name in _LIMITS},
-        }
-        for name, value in resolved.items():
-            object.__setattr__(self, name, value)
-        self._check_limits()
-        self.bytes_options().text_fields()  # which says what is wrong with a name or a template
-
-    def _check_texts(self) -> None:
-        """Refuse what no path and no plan.json can hold: a NUL; in a text also what is no UTF-8."""
-        for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
-            if isinstance(value, (str, Path)) and "\0" in str(value):
-                raise UsageError(f"--{item.name} is {str(value)!r}, which holds a NUL; leave that out")
-            if isinstance(value, str) and not value.isascii():
-                try:
-                    value.encode()
-                except UnicodeEncodeError:
-                    raise UsageError(
-                        f"--{item.name} is {value!r}, which is not UTF-8; type it in a UTF-8 terminal"
-                    ) from None
-
-    def _resolved_text_field(self) -> str:
-        if self.text_template and self.text_field:
-            raise UsageError(
-                "--text_field and --text_template are two ways to say the same; give one of them"
-            )
-        return "" if self.text_template else "text" if self.text_field is None else self.text_field
-
-    def _check_chat(self, is_chat: bool) -> None:
-        """That only chat has options of chat, and chat none that change a text or end a document."""
-        others = ("messages_field", "chat_template_file")
-        if not is_chat:
-            if given := [name for name in others if getattr(self, name)]:
-                raise UsageError(f"--{given[0]} is for conversations; add --record chat, or leave it out")
-            return
-        if self.engine == "fastokens":
+        if self.is_chat and self.engine == "fastokens":
             raise UsageError("--engine fastokens tells no places of tokens, which a loss mask needs")
-        if self.messages_field == "":
-            raise UsageError("--messages_field is empty, expected the name of a field, such as messages")
-        given = [name for name in _NOT_OF_CHAT if getattr(self, name)]
-        if given:
-            raise UsageError(
-                f"--{given[0]} is for texts; the template alone decides how a conversation reads and ends: "
-                "leave it out with --record chat"
-            )
-
-    def _check_limits(self) -> None:
-        for name in _LIMITS:
-            if not 0 <= getattr(self, name) <= MOST:
-                raise UsageError(f"--{name} is {getattr(self, name)}, expected 1 to {MOST}")
-        if self.zstd_long and not 10 <= self.zstd_long <= 31:
-            raise UsageError(f"--zstd_long is {self.zstd_long}, expected 10 to 31, as of zstd --long")
-        if self.max_chars and (self.max_chars or 0) < (self.min_chars or 0):
-            raise UsageError(f"--max_chars {self.max_chars} is below --min_chars {self.min_chars}")
         if self.limit and self.hash_inputs:
-            raise UsageError(
-                "--limit reads a part of the input, --hash_inputs all of it; leave out one of them"
-            )
+            raise UsageError("--limit reads a part of the input, --hash_inputs all of it; leave out one")
 
-    @property
-    def text_versions(self) -> str:
-        """The versions of what changes text, here. Raises UsageError where a library is missing."""
-        return text_versions(fix_text=self.fix_text, normalize=self.normalize or "")
-
-    def bytes_options(self) -> BytesOptions:
-        """The options that decide the bytes of the shards; planning adds CHAT_FACTS."""
-        names = [item.name for item in dataclasses.fields(BytesOptions) if item.name not in CHAT_FACTS]
-        return BytesOptions(**{name: getattr(self, name) for name in names})
-
-    @staticmethod
-    def of_bytes_options(options: BytesOptions, **other: Any) -> PrepConfig:
-        """These options and ``other`` ones. Raises UsageError where they do not go together."""
-        return PrepConfig(**{**flags_of(options), **other})
+    def plan_options(self) -> PlanOptions:
+        """The options without where things are and how they are checked."""
+        return PlanOptions(**{item.name: getattr(self, item.name) for item in PLAN_FIELDS})
 
 
-def check_text_versions(options: BytesOptions) -> None:
-    """That what changes text is here in the plan's versions. Raises Refused, or UsageError."""
-    found = text_versions(fix_text=options.fix_text, normalize=options.normalize)
-    if found != options.text_versions:
-        raise Refused(
-            f"the plan changes text with {options.text_versions or 'nothing'}, here {found}: another "
-            "version may give another text; use the Python and the libraries that planned, or plan anew"
-        )
+def option_differences(planned: PlanOptions, now: PlanOptions, names: set[str] | None = None) -> list[str]:
+    """How options differ, in words; of ``names`` only those that change bytes."""
+    return [
+        f"--{item.name} was {before}, now {after}"
+        for item in PLAN_FIELDS
+        if (before := getattr(planned, item.name)) != (after := getattr(now, item.name))
+        and (names is None or (item.name in names and item.metadata.get("kept") != "found"))
+    ]
 
 
-def flags_of(options: BytesOptions) -> dict[str, Any]:
-    """The options as the flags that give them."""
-    given = dataclasses.asdict(options)
-    for name in ("text_versions", *CHAT_FACTS):
-        del given[name]
-    or_none = {name: given[name] or None for name in ("seq_len", "text_field", "messages_field")}
-    return {**given, **or_none}
+def flags_of(options: PlanOptions) -> Iterator[str]:
+    """The words of a command line that give these options."""
+    usual = PlanOptions(record=options.record)
+    for item in PLAN_FIELDS:
+        name, value = item.name, getattr(options, item.name)
+        default = {"record": "documents", "seq_len": 0}.get(name, getattr(usual, name))
+        if not item.metadata["help"] or value in ("", default):
+            continue
+        if isinstance(value, bool):
+            yield f"--{name}" if value else f"--no-{name}"
+        else:
+            yield from (f"--{name}", str(value))
 
 
-INPUT_OPTIONS = ("also", "follow_links", "zstd_long")  # they take inputs and change no byte of a shard
-CHAT_FACTS = ("chat_template", "chat_tokens", "chat_versions")
-# Options with a default that every plan.json has. Others stand there only where they are used, so that an
-# older shardprep reads what it can.
-ALWAYS_WRITTEN = (
-    "text_field", "text_template", "id_field", "source_field", "fix_text", "normalize", "min_chars",
-    "max_chars", "limit", "text_versions",
-)  # fmt: skip
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    "record": get_args(Record),
-    "doc": get_args(Doc),
-    "pack": get_args(Pack),
-    "token_format": get_args(TokenFormat),
-    "engine": get_args(EngineName),
-    "normalize": get_args(Normalize),
-}
-_TEXTS_OR_NONE = ("text_template", "id_field", "source_field", "normalize", "also")
-_LIMITS = ("min_chars", "max_chars", "limit", "zstd_long")
-_NOT_OF_CHAT = (
-    "text_field", "text_template", "fix_text", "normalize", "min_chars", "max_chars", "append_eos"
-)  # fmt: skip
-
-
-def _known_encoding(name: str) -> str:
-    """The codec's own name. Raises UsageError where lines cannot be told apart as bytes."""
+def _python_encoding(name: str) -> str:
+    """Python's own name of a codec. Raises UsageError where lines cannot be told apart as bytes."""
+    ascii_bytes = bytes(range(128))
+    disguised = ("iso2022", "hz", "utf-7", "idna", "unicode-escape", "raw-unicode-escape")
     try:
-        known = codecs.lookup(name)
-        ascii_bytes = bytes(range(128))
-        if known.name.startswith(("utf-16", "utf-32")):
-            return known.name
-        disguised = ("iso2022", "hz", "utf-7", "idna", "unicode-escape", "raw-unicode-escape")
-        if not known.name.startswith(disguised) and ascii_bytes.decode(known.name) == ascii_bytes.decode(
-            "ascii"
-        ):
-            return known.name
+        known = codecs.lookup(name).name
+        if known.startswith(("utf-16", "utf-32")):
+            return known
+        if not known.startswith(disguised) and ascii_bytes.decode(known) == ascii_bytes.decode("ascii"):
+            return known
     except (LookupError, ValueError, TypeError):  # a NUL in the name is a ValueError, too
         raise UsageError(f"--encoding {name!r} is no text encoding of Python; try utf-8 or cp949") from None
     raise UsageError(
@@ -365,24 +371,25 @@ def _known_encoding(name: str) -> str:
 class WorkerSettings:
     """Each field is a flag of ``--shard_id N`` and of ``run``."""
 
-    input_dir: Path | None = field(
-        default=None, metadata={"help": "folder of the raw input files, where it is no longer the plan's"}
+    input_dir: Path | None = option(
+        None, "folder of the raw input files, if they moved", group=INPUT, shown="the plan's"
     )
-    engine: EngineName = field(
-        default="auto", metadata={"help": "what encodes; the ids never depend on it (default auto)"}
+    engine: EngineName = option("auto", _ENGINE_HELP, group=TOKENS)
+    max_bad_fraction: float | None = option(None, _BAD_HELP, group=TEXT, shown="the plan's")
+    batch_size: int | None = option(
+        None,
+        "encode at most this many documents at once",
+        group=RESOURCES,
+        shown="DATASET_BATCH_SIZE, or no limit",
     )
-    max_bad_fraction: float | None = field(
-        default=None, metadata={"help": "share of documents left out as bad above which a shard fails (65)"}
+    writer_batch_size: int | None = option(
+        None,
+        "write at most this many documents at once",
+        group=RESOURCES,
+        shown="DATASET_WRITER_BATCH_SIZE, or no limit",
     )
-    batch_size: int | None = field(
-        default=None, metadata={"help": "most documents encoded at once (default DATASET_BATCH_SIZE, or any)"}
-    )
-    writer_batch_size: int | None = field(
-        default=None,
-        metadata={"help": "most documents laid out at once (default DATASET_WRITER_BATCH_SIZE, or any)"},
-    )
-    memory_gb: float | None = field(
-        default=None, metadata={"help": "memory of a process to stay below (default: the cgroup's limit)"}
+    memory_gb: float | None = option(
+        None, "memory of a process, in GiB", group=RESOURCES, shown="the limit of Slurm and the cgroup"
     )
 
     def __post_init__(self) -> None:

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for line in _help():
                 say(line)
             return UsageError.exit_code
-        return _dispatch(words)
+        return _dispatch([*words[1:], "--help"] if words[0] == "help" and words[1:] else words)
     except ImportError as error:
         if error.name not in COMMANDS.values():
             raise

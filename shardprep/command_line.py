@@ -4,16 +4,14 @@ A package's ``__main__`` has a ``Program``: a table of ``Command``s, each a line
 its flags and a function that runs it. ``Program.run`` does the rest, the same everywhere:
 
 - dashes and underscores in a flag's name are the same (``--dry-run``, ``--dry_run``);
-- an unknown command is answered with the nearest one and a list of all;
-- an unknown flag is answered with the usage of the command it was given to, under the name by which that
-  was called (``python -m slurm status``, or ``shardprep status``);
-- an error is one line on standard error and an exit code, never a traceback, and so is a library that is not
-  installed; TERM, USR1 and INT end with 75;
+- an unknown command or flag is answered with the nearest one, and with how to list all;
+- an error is one line on standard error and an exit code, never a traceback; so is a missing library, and
+  TERM, USR1 and INT end with 75;
 - a reader that goes away (``| head``) is no error.
 
-The flags of a configuration are the fields of its frozen dataclass (``add_flags_of``). Only the flags of the
-command that was called are made, so a command imports nothing that another one needs. ``add_flags`` and
-``run`` may be given as "module:function", which is imported when it is needed.
+The flags of a configuration are the fields of its frozen dataclass, each declared by ``option``. Only the
+flags of the command that was called are made. ``add_flags`` and ``run`` may be "module:function", which is
+imported when it is needed.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import functools
 import importlib
 import importlib.util
 import os
@@ -32,7 +31,7 @@ import typing
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from shardprep.console import guard_streams, say
 from shardprep.errors import ReadWriteError, ShardprepError, Stopped, UsageError
@@ -96,13 +95,18 @@ class Program:
         if found := next((word for word in words if "\0" in word), None):
             raise UsageError(f"{found!r} holds a NUL, which no path and no name can; leave that out")
         words = self._joined(words)
+        if words[:1] == ["help"]:
+            words = [*words[1:], "--help"]
         listed = [word for word, command in self.commands.items() if not command.is_nameless]
         if words and not words[0].startswith("-") and words[0] not in self.commands:
             raise UsageError(unknown_command(words[0], listed))
-        parser, called = self._parser(words[:1], listed, name or self.name)
+        parser, called = self._parser(words[:1], name or self.name)
         args, unknown = parser.parse_known_args(words)
         if unknown:
-            hints = [self.hints[flag] for word in unknown if (flag := word.partition("=")[0]) in self.hints]
+            flags = [word.partition("=")[0] for word in unknown]
+            hints = [self.hints[flag] for flag in flags if flag in self.hints]
+            near = difflib.get_close_matches(flags[0], flags_of(called[args.command]), 1)
+            hints = hints or [f"did you mean {near[0]}?"] if near else hints
             called[args.command].error("; ".join([f"unrecognized arguments: {' '.join(unknown)}", *hints]))
         return args
 
@@ -116,24 +120,52 @@ class Program:
                 joined.append(underscored(word))
         return joined
 
-    def _parser(
-        self, called: Sequence[str], listed: Sequence[str], name: str
-    ) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    def _parser(self, called: Sequence[str], name: str) -> tuple[_Parser, dict[str, _Parser]]:
         """The parser of all commands, with the flags of the one that is ``called``, and each one's own."""
-        parser = argparse.ArgumentParser(
+        parser = _Parser(
             prog=name, description=self.description, epilog=self.epilog, allow_abbrev=self.allow_abbrev
         )
-        metavar = None if len(listed) == len(self.commands) else "{" + ",".join(listed) + "}"
-        parsers = parser.add_subparsers(dest="command", required=True, metavar=metavar)
-        own: dict[str, argparse.ArgumentParser] = {}
+        parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
+        own: dict[str, _Parser] = {}
         for word, command in self.commands.items():
             shown: dict[str, Any] = {} if command.is_nameless else {"help": command.summary}
             alone = command.is_nameless and name == self.name
             prog = name if alone else f"{name} {word}"
             own[word] = parsers.add_parser(word, prog=prog, allow_abbrev=self.allow_abbrev, **shown)
             if word in called:
+                own[word].description = command.summary[:1].upper() + command.summary[1:] + "."
                 _function(command.add_flags)(own[word])
+                own[word].usage = _usage(own[word])
         return parser, own
+
+
+class _Parser(argparse.ArgumentParser):
+    """Help in 80 columns; a wrong flag is answered in three lines."""
+
+    def __init__(self, **settings: Any) -> None:
+        formatter = functools.partial(argparse.HelpFormatter, max_help_position=28, width=79)
+        super().__init__(**settings, formatter_class=formatter)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n{self.format_usage()}all flags: {self.prog} --help\n")
+
+
+def _usage(parser: argparse.ArgumentParser) -> str:
+    """The usage of a command: what it needs, and that there are flags."""
+    words = ["%(prog)s"]
+    for action in parser._actions:  # noqa: SLF001 - argparse has no other list of them
+        name = str(action.metavar or action.dest.upper())
+        if not action.option_strings:
+            words.append(name if action.nargs != "+" else f"{name} ...")
+        elif action.required:
+            words.append(f"{action.option_strings[0]} {name}")
+    return " ".join([*words, "[flags]"])
+
+
+def flags_of(parser: argparse.ArgumentParser) -> list[str]:
+    """Return the names of a command's flags."""
+    actions = parser._actions  # noqa: SLF001
+    return [flag for action in actions for flag in action.option_strings if flag.startswith("--")]
 
 
 UNFORESEEN = "which nobody expected"
@@ -182,14 +214,26 @@ def underscored(word: str) -> str:
     return (f"--no-{name[3:]}" if name.startswith("no_") else f"--{name}") + equals + value
 
 
+def option(default: Any, help: str = "", **facts: Any) -> Any:  # noqa: A002 - argparse's word
+    """Declare an option as a field of a frozen dataclass; one without ``help`` is no flag.
+
+    Facts of a flag:
+        group: the title that it is listed under.
+        shown: the default in words, where the value does not say it.
+    Others are for those who read the field's metadata.
+    """
+    return field(default=default, metadata={"help": help, **facts})
+
+
 def add_flags_of(
-    parser: argparse._ActionsContainer,
+    parser: argparse.ArgumentParser,
     options: type,
     *,
     but: Container[str] = (),
+    groups: Sequence[str] = (),
     show_defaults: bool = True,
 ) -> None:
-    """Add a flag for each field of a dataclass, but for some; a field's metadata has its ``help``.
+    """Add a flag for each option of a dataclass, but for some, under the titles of ``groups``, in that order.
 
     The flag's type is the field's: bool (``--x``, ``--no-x``), one of a Literal's choices, int, float, Path
     or str, each also with ``| None``; ``bool | int`` is a flag with or without a number, ``int | str`` a
@@ -197,14 +241,25 @@ def add_flags_of(
     told from a default.
     """
     hints = typing.get_type_hints(options)
-    for item in dataclasses.fields(options):
-        if item.name in but:
+    places: dict[str, Any] = {title: parser.add_argument_group(title) for title in groups}
+    own = vars(options)["__annotations__"]  # shown before what is inherited
+    for item in sorted(dataclasses.fields(options), key=lambda item: item.name not in own):
+        if item.name in but or not item.metadata["help"]:
             continue
-        text, default = str(item.metadata["help"]), item.default
-        if show_defaults and default is not None and not isinstance(default, bool) and "(default" not in text:
-            text += f" (default {default})"
+        text = str(item.metadata["help"])
+        if show_defaults and "(default" not in text:
+            text += f" (default: {item.metadata.get('shown') or _shown(item.default)})"
+        parser_of = places.get(item.metadata.get("group", ""), parser)
         settings = _type_settings(hints[item.name])
-        parser.add_argument(f"--{item.name}", help=text, default=argparse.SUPPRESS, **settings)
+        parser_of.add_argument(
+            f"--{item.name}", help=text.replace("%", "%%"), default=argparse.SUPPRESS, **settings
+        )
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return str(default) if default else "none"
 
 
 def given_of(args: argparse.Namespace, options: type) -> dict[str, Any]:
@@ -246,12 +301,18 @@ def _type_settings(hint: Any) -> dict[str, Any]:
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] if is_union else [hint]
     if set(kinds) == {bool, int}:
-        return {"type": int, "nargs": "?", "const": True}
+        return {"type": int, "nargs": "?", "const": True, "metavar": "N"}
     if set(kinds) == {int, str}:
-        return {"type": _int_or_word}
+        return {"type": _int_or_word, "metavar": "N"}
     (kind,) = kinds
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if typing.get_origin(kind) is typing.Literal:
-        return {"choices": typing.get_args(kind)}
-    return {"type": kind if kind in (int, float, Path) else str}
+        choices = typing.get_args(kind)
+        return {"choices": choices, "metavar": "{" + ",".join(filter(None, choices)) + "}"}
+    if kind in _METAVARS:
+        return {"type": kind, "metavar": _METAVARS[kind]}
+    return {"type": str, "metavar": "TEXT"}
+
+
+_METAVARS = {int: "N", float: "X", Path: "PATH"}

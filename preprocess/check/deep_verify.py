@@ -34,8 +34,8 @@ from preprocess.check.plain_reader import PlainRecord, check_readable, plain_rec
 from preprocess.check.verify import Problem
 from preprocess.formats.chat import ChatTemplate, Rendered, check_chat_versions, render_conversations
 from preprocess.formats.long_documents import UncuttableText
+from preprocess.formats.text_changes import check_text_versions
 from preprocess.make.engines import NO_LOSS, Engine, load_engine
-from preprocess.options import check_text_versions
 from preprocess.plan.plan_file import Plan
 from preprocess.plan.tokenizer_files import TOKENIZER_FILE
 from shardprep.errors import BrokenShard, ShardprepError

@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import IO, Any, NoReturn, cast
 
 from preprocess.formats.inputs import ByteRange
+from preprocess.formats.text_changes import change_text
 from preprocess.formats.text_fields import UnusableText
-from preprocess.options import BytesOptions
+from preprocess.options import PlanOptions
 from preprocess.plan.plan_file import Plan
 from shardprep.errors import Refused
 from shardprep.format.input_formats import InputKind, input_kind
@@ -71,12 +72,11 @@ def _size_of(part: ByteRange) -> int:
     return part.path.stat().st_size
 
 
-def _changed(record: PlainRecord, part: ByteRange, options: BytesOptions) -> PlainRecord:
+def _changed(record: PlainRecord, part: ByteRange, options: PlanOptions) -> PlainRecord:
     """The record with its text as it is to be encoded."""
-    changes = options.text_changes()
-    if not record.text or changes is None:
+    if not record.text or not options.changes_text:
         return record
-    text = changes.apply(record.text)
+    text = change_text(record.text, options)
     if isinstance(text, UnusableText):
         return replace(record, text="", reason=text.reason)
     if text is None:
@@ -99,7 +99,7 @@ def check_readable(paths: Iterable[str]) -> None:
             )
 
 
-def _records_in(part: ByteRange, text_stop: int | None, options: BytesOptions) -> Iterator[PlainRecord]:
+def _records_in(part: ByteRange, text_stop: int | None, options: PlanOptions) -> Iterator[PlainRecord]:
     suffix = _kind(part).format.suffixes[0]
     if suffix == ".txt":
         yield from _in_text(part, text_stop, options)
@@ -167,7 +167,7 @@ def _lines(
 # --- Text
 
 
-def _in_text(part: ByteRange, text_stop: int | None, options: BytesOptions) -> Iterator[PlainRecord]:
+def _in_text(part: ByteRange, text_stop: int | None, options: PlanOptions) -> Iterator[PlainRecord]:
     if options.doc == "file" or options.encoding.startswith(("utf-16", "utf-32")):
         with _opened(part) as stream:
             data = stream.read()
@@ -177,7 +177,7 @@ def _in_text(part: ByteRange, text_stop: int | None, options: BytesOptions) -> I
     else:
         codec = options.encoding
         lines = _lines(part, text_stop, lambda chunk: chunk.splitlines(keepends=True))
-    is_held = bool(_kind(part).compression) or options.text_changes() is not None
+    is_held = bool(_kind(part).compression) or options.changes_text
     for offset, line in lines:
         if offset == 0 and codec == "utf-8-sig" and line.startswith(codecs.BOM_UTF8):
             offset, line = 3, line[3:]
@@ -225,7 +225,7 @@ def _wide_lines(data: bytes, codec: str, at: int) -> Iterator[tuple[int, bytes]]
 # --- JSON
 
 
-def _in_json(part: ByteRange, text_stop: int | None, options: BytesOptions) -> Iterator[PlainRecord]:
+def _in_json(part: ByteRange, text_stop: int | None, options: PlanOptions) -> Iterator[PlainRecord]:
     fields = _Fields(options)
     for offset, line in _lines(part, text_stop, lambda chunk: [chunk]):
         data = line.removeprefix(codecs.BOM_UTF8) if offset == 0 else line
@@ -381,7 +381,7 @@ class _NotingFile(io.FileIO):
 
 
 def _in_rows(
-    rows_of: Callable[[ByteRange, set[str]], _Rows], part: ByteRange, options: BytesOptions
+    rows_of: Callable[[ByteRange, set[str]], _Rows], part: ByteRange, options: PlanOptions
 ) -> Iterator[PlainRecord]:
     fields = _Fields(options)
     for first, table in rows_of(part, fields.columns):
@@ -418,7 +418,7 @@ _MISSING = object()
 class _Fields:
     """The fields of the text, the id and the source."""
 
-    def __init__(self, options: BytesOptions) -> None:
+    def __init__(self, options: PlanOptions) -> None:
         self._literals = ["", ""]
         names = [options.messages_field or options.text_field]
         if options.text_template:

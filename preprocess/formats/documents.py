@@ -27,7 +27,9 @@ from preprocess.formats.format import (
 )
 from preprocess.formats.inputs import ByteRange, Digest, OpenInput, Place, RangeReader
 from preprocess.formats.long_documents import LONG_BYTES, MOST_HELD_BYTES, LongDocument
-from preprocess.formats.text_fields import TextChanges, UnusableText
+from preprocess.formats.text_changes import change_text
+from preprocess.formats.text_fields import UnusableText
+from preprocess.options import PlanOptions
 from shardprep.errors import UsageError
 from shardprep.format.input_formats import input_kind
 
@@ -140,16 +142,16 @@ def _items(
             reader.file.check_unchanged()
 
 
-def _changed(item: DocumentBatch | LongDocument, changes: TextChanges) -> DocumentBatch | LongDocument:
+def _changed(item: DocumentBatch | LongDocument, changes: PlanOptions) -> DocumentBatch | LongDocument:
     """The same with the user's changes done to its texts."""
     return _changed_long(item, changes) if isinstance(item, LongDocument) else _changed_batch(item, changes)
 
 
-def _changed_batch(batch: DocumentBatch, changes: TextChanges) -> DocumentBatch:
+def _changed_batch(batch: DocumentBatch, changes: PlanOptions) -> DocumentBatch:
     texts: list[str] = []
     kept: list[int] = []
     bad, filtered = list(batch.bad), list(batch.filtered)
-    for number, text in enumerate(map(changes.apply, batch.texts)):
+    for number, text in enumerate(change_text(each, changes) for each in batch.texts):
         if isinstance(text, UnusableText):
             bad.append(batch.left_out(number, text))
         elif text is None:
@@ -161,13 +163,13 @@ def _changed_batch(batch: DocumentBatch, changes: TextChanges) -> DocumentBatch:
     return dataclasses.replace(batch.only(np.array(kept, np.int64)), texts=texts, bad=bad, filtered=filtered)
 
 
-def _changed_long(document: LongDocument, changes: TextChanges) -> DocumentBatch | LongDocument:
+def _changed_long(document: LongDocument, changes: PlanOptions) -> DocumentBatch | LongDocument:
     """A long document is held whole to be changed."""
     place = document.place
     if document.held is None and place.end - place.start > MOST_HELD_BYTES:
         return one_left_out(place, "too_long", f"it has more than {MOST_HELD_BYTES} bytes to be changed")
     try:
-        text = changes.apply("".join(document.text()))
+        text = change_text("".join(document.text()), changes)
     except UnicodeDecodeError as error:
         bad = place.undecodable(error)
         return dataclasses.replace(no_documents(place), num_lines=1, bad=[bad])

@@ -18,8 +18,8 @@ import numpy.typing as npt
 from preprocess.formats.chat import ChatTemplate
 from preprocess.formats.inputs import BadDocument, OpenInput, Place, RangeReader
 from preprocess.formats.long_documents import LONG_BYTES, MOST_HELD_BYTES, LongDocument
-from preprocess.formats.text_fields import TextChanges, TextFields, UnusableText
-from preprocess.options import BytesOptions, Doc
+from preprocess.formats.text_fields import TextFields, UnusableText
+from preprocess.options import Doc, PlanOptions
 
 # A batch of shorter lines, on average, is cut by their number: a million lines of one letter took 0.35 GB.
 SHORT_LINE_BYTES = 32
@@ -88,12 +88,12 @@ class Reading:
     fields: TextFields = field(default_factory=TextFields)  # what of a record is the text
     # Lines of .txt are not stripped by their format: a no-break space may be half of a character.
     keeps_space: bool = False
-    changes: TextChanges | None = None  # what is done to the texts, where anything is
+    changes: PlanOptions | None = None  # what is done to the texts, where anything is
     chat: ChatTemplate | None = None  # renders the texts, which are conversations
     zstd_long: int = 0  # log2 of the largest window of a .zst; 0: 27
 
 
-def reading_of(options: BytesOptions, batch_bytes: int) -> Reading:
+def reading_of(options: PlanOptions, batch_bytes: int) -> Reading:
     """How a plan's options say that documents are read."""
     template = ChatTemplate(options.chat_template, options.chat_tokens, options.allow_special_tokens)
     return Reading(
@@ -102,7 +102,7 @@ def reading_of(options: BytesOptions, batch_bytes: int) -> Reading:
         batch_bytes=batch_bytes,
         fields=options.text_fields(),
         keeps_space=options.fix_text,
-        changes=options.text_changes(),
+        changes=options if options.changes_text else None,
         chat=template if options.is_chat else None,
         zstd_long=options.zstd_long,
     )

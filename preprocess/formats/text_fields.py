@@ -1,29 +1,19 @@
-"""What of a record (a line of JSON, a row of a table) is the text, and what may be done to it.
-
-The text is one field, or several by a template. Before it is encoded, mojibake may be undone, Unicode
-normalized, and lengths limited; nothing of it happens unless it is asked for. The libraries that change text
-have versions, which lie in the plan: another version may give another text.
-"""
+"""What of a record (a line of JSON, a row of a table) is the text: one field, or several by a template."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import re
 import string
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from shardprep.errors import UsageError
 
 FieldPath = tuple[str, ...]
 Normalize = Literal["", "NFC", "NFD", "NFKC", "NFKD"]
-_MOJIBAKE_RULE = "rule 2"  # of what --fix_text leaves out: another one gives other documents
-_MOST_LAYERS = 4  # text may have been read wrongly more than once
 _ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}
 
 
@@ -200,87 +190,3 @@ def _kind(value: Any) -> str:
     if value is None:
         return "null"
     return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextChanges:
-    """See the fields of PrepConfig of the same names."""
-
-    fix_text: bool = False
-    normalize: str = ""
-    min_chars: int = 0
-    max_chars: int = 0  # 0: no limit
-
-    def apply(self, text: str) -> str | UnusableText | None:
-        """The text as it is to be encoded, why it cannot be had, or None where it is filtered out."""
-        if self.fix_text and not text.isascii():
-            fixed = undo_mojibake(text)
-            if fixed is None:
-                return UnusableText("mojibake", "it was read in a wrong encoding, and bytes of it are lost")
-            text = fixed
-        if self.normalize:
-            text = unicodedata.normalize(cast("Literal['NFC']", self.normalize), text)
-        if len(text) < self.min_chars or (self.max_chars and len(text) > self.max_chars):
-            return None
-        return text
-
-
-def undo_mojibake(text: str) -> str | None:
-    """Text that was UTF-8 and was read as another code page, as it was; other text as it is.
-
-    None where it was read so and no code page restores the whole of it: it is never mended in part. ftfy's
-    judgement of what looks so decides, and ftfy's code pages are tried. A text that looks so only here and
-    there merely mentions such characters, and is kept as it is: see ``_is_misread``.
-    """
-    from ftfy.badness import is_bad
-    from ftfy.chardata import CHARMAP_ENCODINGS
-
-    for _ in range(_MOST_LAYERS):
-        if not is_bad(text):
-            return text
-        for code_page in CHARMAP_ENCODINGS:
-            try:
-                restored = text.encode(code_page).decode("utf-8")
-            except UnicodeError:
-                continue
-            text = restored
-            break
-        else:
-            return None if _is_misread(text) else text
-    return None if is_bad(text) else text
-
-
-def _is_misread(text: str) -> bool:
-    """Whether more of a text's characters beyond ASCII were misread than read right.
-
-    A misread character is a beginning of UTF-8 with some byte that goes on, such as \u00c3\u00a9 for
-    \u00e9. Every other character beyond ASCII is one that was read right.
-    """
-    runs = _misread_runs().findall(text)
-    num_in_runs = sum(not char.isascii() for run in runs for char in run)
-    num_right = sum(not char.isascii() for char in text) - num_in_runs
-    return len(runs) > num_right
-
-
-@functools.lru_cache(maxsize=1)
-def _misread_runs() -> re.Pattern[str]:
-    """Characters that UTF-8 begins with, and those that go on, the first of which may be lost."""
-    from ftfy.chardata import UTF8_CLUES as CLUES
-
-    goes_on, surely = CLUES["utf8_continuation"].replace(" ", ""), CLUES["utf8_continuation_strict"] + "„‚•"
-    of_2, of_3, of_4 = (CLUES[f"utf8_first_of_{number}"] for number in (2, 3, 4))
-    second = f"(?:[{surely}\ufffd]|[?](?=[{surely}]))"
-    return re.compile(f"[{of_2}][{goes_on}]|[{of_3}]{second}[{goes_on}]?|[{of_4}]{second}[{goes_on}]{{0,2}}")
-
-
-def text_versions(*, fix_text: bool, normalize: str) -> str:
-    """The versions of what changes text, "" where nothing does. Raises UsageError where ftfy is missing."""
-    versions = []
-    if fix_text:
-        try:
-            versions.append(f"ftfy {metadata.version('ftfy')} ({_MOJIBAKE_RULE})")
-        except metadata.PackageNotFoundError:
-            raise UsageError("--fix_text needs ftfy, which is not installed; run: pip install ftfy") from None
-    if fix_text or normalize:
-        versions.append(f"Unicode {unicodedata.unidata_version}")
-    return ", ".join(versions)

@@ -38,7 +38,7 @@ from typing import Any, Literal
 from lustre import Need, file_system_of, space_lines
 from preprocess.make.engines import FEW_BYTES, PROBE
 from preprocess.make.worker import load_worker
-from preprocess.options import PrepConfig, WorkerSettings
+from preprocess.options import GROUPS, PrepConfig, WorkerSettings
 from preprocess.plan.cost_estimate import CostEstimate, measure, scratch_folder
 from preprocess.plan.plan_file import Plan, read_plan
 from preprocess.plan.planning import Sharding, make_plan
@@ -570,7 +570,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="the findings for programs")
     how.add_argument("--export", action="store_true", help="only lines of variables, to be sourced")
-    add_flags_of(parser, PrepConfig, show_defaults=False)
+    add_flags_of(parser, PrepConfig, groups=GROUPS, show_defaults=False)
 
 
 def doctor(args: argparse.Namespace) -> int:

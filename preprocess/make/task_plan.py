@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import os
 import shlex
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from preprocess.formats.inputs import InputFile, OpenInput, sample_sha256
-from preprocess.options import INPUT_OPTIONS, PrepConfig, flags_of
+from preprocess.options import PLAN_FIELDS, PrepConfig, option_differences
 from preprocess.plan.plan_file import Plan, PlannedShard, is_one_file_a_shard, need_plan, read_plan
 from preprocess.plan.planning import find_inputs, list_inputs
 from preprocess.plan.tokenizer_files import TOKENIZER_FILE, describe_tokenizer
@@ -121,18 +120,12 @@ def _awaited_plan(config: PrepConfig) -> Plan | None:
 
 def _check_given(plan: Plan, given: dict[str, Any]) -> None:
     """Raises Refused or OtherTokenizer where given options are not the plan's."""
-    base = flags_of(plan.options)
+    base = {item.name: getattr(plan.options, item.name) for item in PLAN_FIELDS}
     if given.get("record", plan.options.record) != plan.options.record:
         base = {}  # seq_len and keep_text of the one record are no options of the other
     if "text_field" in given or "text_template" in given:
         base = {name: value for name, value in base.items() if name not in ("text_field", "text_template")}
-    wanted = dataclasses.asdict(PrepConfig(**{**base, **given}).bytes_options())
-    planned = dataclasses.asdict(plan.options)
-    differing = [
-        f"--{name} was {planned[name]}, now {wanted[name]}"
-        for name in wanted
-        if name in given and wanted[name] != planned[name] and name not in INPUT_OPTIONS
-    ]
+    differing = option_differences(plan.options, PrepConfig(**{**base, **given}), set(given))
     if differing:
         raise Refused(
             f"{given['output_dir']} was planned with other options: {'; '.join(differing)}; leave them out, "

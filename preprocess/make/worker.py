@@ -27,11 +27,12 @@ from preprocess.formats.documents import load_libraries, read_documents
 from preprocess.formats.format import DocumentBatch, Reading, reading_of
 from preprocess.formats.inputs import BadDocument
 from preprocess.formats.long_documents import MOST_HELD_BYTES, LongDocument
+from preprocess.formats.text_changes import check_text_versions
 from preprocess.make.engines import FEW_BYTES, Engine, TokenBatch, load_engine
 from preprocess.make.members import DocumentMembers, Members, Prepared, RowMembers
 from preprocess.make.packing import BestFitRows, ConcatRows
 from preprocess.make.shard_writer import ShardWriter
-from preprocess.options import BytesOptions, WorkerSettings, check_text_versions
+from preprocess.options import PlanOptions, WorkerSettings
 from preprocess.plan.plan_file import Plan, PlannedShard
 from preprocess.plan.tokenizer_files import TOKENIZER_FILE, check_tokenizer_files
 from preprocess.resources import share_heaps
@@ -208,7 +209,7 @@ class Worker:
 
 
 def members_of(
-    folder: Path, spec: DatasetSpec, shard_id: int, options: BytesOptions, *, batch_size: int | None = None
+    folder: Path, spec: DatasetSpec, shard_id: int, options: PlanOptions, *, batch_size: int | None = None
 ) -> Members:
     """The layout that the options ask for: a sample per document, or packed rows.
 
@@ -220,7 +221,7 @@ def members_of(
     return DocumentMembers(folder, spec, shard_id, keep_text=options.keep_text, batch_size=batch_size)
 
 
-def bad_words(options: BytesOptions) -> dict[str, str]:
+def bad_words(options: PlanOptions) -> dict[str, str]:
     """Why a document is left out, by reason, as the end of a sentence."""
     what = options.text_template or options.text_field or options.messages_field
     return {

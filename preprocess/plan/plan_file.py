@@ -9,16 +9,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Callable
+import typing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import orjson
 
 from preprocess.formats.inputs import ByteRange, InputFile
-from preprocess.options import ALWAYS_WRITTEN, CHOICES, BytesOptions, PrepConfig
+from preprocess.options import PLAN_FIELDS, PlanOptions, option_differences
 from shardprep.errors import BrokenShard, NotFound, Refused, UnknownVersion, UsageError
 from shardprep.files import FileStamp, PublishedFile, sync_folder
 from shardprep.format.checked_json import MOST, Fields, read_checked, with_content_hash
@@ -26,7 +25,6 @@ from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
 from shardprep.format.names import (
     FORMAT_VERSION,
     MAX_PLAN_BYTES,
-    MAX_SEQ_LEN,
     MAX_SHARDS,
     PLAN_NAME,
     source_of_path,
@@ -53,7 +51,7 @@ class Plan:
 
     plan_id: str
     input_dir: Path
-    options: BytesOptions
+    options: PlanOptions
     max_bad_fraction: float
     tokenizer: TokenizerSpec
     tokenizer_files: dict[str, FileStamp]  # name -> of each file in DATA/tokenizer
@@ -161,7 +159,7 @@ def is_one_file_a_shard(plan: Plan) -> bool:
 
 
 def plan_id(
-    options: BytesOptions,
+    options: PlanOptions,
     tokenizer: TokenizerSpec,
     probe_sha256: str,
     inputs: list[InputFile],
@@ -191,7 +189,7 @@ def plan_json(plan: Plan) -> bytes:
     }
     content |= {
         "input_dir": str(plan.input_dir),
-        "options": _options_json(plan.options),
+        "options": plan.options.to_json(),
         "tokenizer": dataclasses.asdict(plan.tokenizer),
         "tokenizer_files": {name: dataclasses.asdict(stamp) for name, stamp in plan.tokenizer_files.items()},
         "inputs": [
@@ -215,15 +213,6 @@ def plan_json(plan: Plan) -> bytes:
             "or make several data sets for a loader of several folders"
         )
     return raw
-
-
-def _options_json(options: BytesOptions) -> dict[str, Any]:
-    values = dataclasses.asdict(options)
-    return {
-        item.name: values[item.name]
-        for item in dataclasses.fields(options)
-        if item.name in ALWAYS_WRITTEN or values[item.name] != item.default
-    }
 
 
 def publish_plan(plan: Plan, output_dir: Path) -> Plan:
@@ -306,42 +295,28 @@ def _plan_of(fields: Fields) -> Plan:
     return plan
 
 
-def _options_of(fields: Fields) -> BytesOptions:
-    """The options as PrepConfig gives them, so that a combination which it refuses is refused here.
+def _options_of(fields: Fields) -> PlanOptions:
+    """The options, settled and checked as those of a command line are.
 
     An option that is absent has its default. One that nobody knows here is left alone where it says no, and
     refused where it says anything else.
     """
-    values: dict[str, Any] = {}
-    for item in dataclasses.fields(BytesOptions):
-        name = item.name
-        if item.default is not dataclasses.MISSING and not fields.has(name):
-            continue
-        if name in CHOICES:
-            values[name] = fields.choice(name, CHOICES[name])
-        elif name == "seq_len":
-            values[name] = fields.whole(name, 0, MAX_SEQ_LEN)
-        else:
-            values[name] = _READERS[item.type](fields, name)
+    hints = typing.get_type_hints(PlanOptions)
+    values = {
+        item.name: fields.value_of_type(item.name, hints[item.name])
+        for item in PLAN_FIELDS
+        if fields.has(item.name)
+    }
     for name, value in fields.rest().items():
         if value not in (False, "", None):  # 0 is False
             raise UnknownVersion(
                 f"{fields.path}: options.{name!a} is {value!r:.60}, an option that this shardprep does not "
                 "know: a newer one planned this data set; install that one, or plan anew into a new folder"
             )
-    options = BytesOptions(**values)
     try:
-        PrepConfig.of_bytes_options(options)
+        return PlanOptions(**values)
     except UsageError as error:
         raise BrokenShard(f"{fields.path}: its options cannot be: {error}") from None
-    return options
-
-
-_READERS: dict[Any, Callable[[Fields, str], Any]] = {
-    "bool": Fields.flag,
-    "int": Fields.whole,
-    "str": Fields.text,
-}
 
 
 def _input_of(fields: Fields) -> InputFile:
@@ -388,8 +363,7 @@ def need_plan(output_dir: Path) -> Plan:
 
 def plan_differences(frozen: Plan, other: Plan) -> list[str]:
     """What makes two plans differ, in words."""
-    before, now = dataclasses.asdict(frozen.options), dataclasses.asdict(other.options)
-    found = [f"--{name} was {before[name]}, now {now[name]}" for name in now if before[name] != now[name]]
+    found = option_differences(frozen.options, other.options)
     if frozen.tokenizer.fingerprint != other.tokenizer.fingerprint:
         found.append(
             f"the tokenizer was {frozen.tokenizer.model_id}, now {other.tokenizer.model_id}, with other ids"

@@ -41,13 +41,14 @@ from preprocess.formats.chat import chat_template_of, chat_versions, template_no
 from preprocess.formats.documents import inspect_input, starts_in
 from preprocess.formats.format import Inspected, Reading, Start, reading_of
 from preprocess.formats.inputs import InputFile, OpenInput, sample_sha256
+from preprocess.formats.text_changes import text_versions
 from preprocess.make.engines import (
     FEW_BYTES,
     Engine,
     equal_fast_engine,
     ids_sha256,
 )
-from preprocess.options import BytesOptions, PrepConfig
+from preprocess.options import PlanOptions, PrepConfig
 from preprocess.plan.cost_estimate import CostEstimate, measure, sample_texts, scratch_folder
 from preprocess.plan.plan_file import (
     Boundary,
@@ -514,12 +515,12 @@ def make_plan(
         config.input_dir,
         recursive=config.recursive,
         follow_links=config.follow_links,
-        also=config.also or "",
+        also=config.also,
     )
     division = _divided(config, listing, sharding, say)
     with scratch_folder() as files:
         say(f"resolving the tokenizer of {config.model_id}")
-        allow = config.bytes_options().encodes_control_tokens
+        allow = config.encodes_control_tokens
         resolved = resolve_tokenizer(config.model_id, files, allow_special_tokens=allow)
         tokenizer = resolved.spec
         if config.append_eos and tokenizer.eos_token_id is None:
@@ -620,7 +621,7 @@ def _divided(
     say(f"{len(paths)} input file(s) in {config.input_dir}{links}")
     for line in left_out_lines(listing.left_out):
         say(line)
-    reading = reading_of(config.bytes_options(), BATCH_BYTES)
+    reading = reading_of(config, BATCH_BYTES)
     with Progress("looking at the inputs", len(paths), unit="files") as progress:
         inputs, inspected = stamp_inputs(config.input_dir, paths, reading, progress.add)
     if empty := [item.path for item in inputs if not item.num_bytes]:
@@ -647,9 +648,10 @@ def _num_shards(inputs: list[InputFile], inspected: list[Inspected], sharding: S
     return num_shards
 
 
-def _with_template(config: PrepConfig, tokenizer_folder: Path, say: Callable[[str], None]) -> BytesOptions:
+def _with_template(config: PrepConfig, tokenizer_folder: Path, say: Callable[[str], None]) -> PlanOptions:
     """The options; those of conversations with the template of their tokenizer. Raises UsageError."""
-    options = config.bytes_options()
+    options = config.plan_options()
+    options = dataclasses.replace(options, text_versions=text_versions(options))
     if not options.is_chat:
         return options
     template = chat_template_of(

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import re
+import typing
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -196,7 +197,7 @@ class Fields:
     def text(self, key: str) -> str:
         """Characters that a path and a message can hold: no NUL, no half of a surrogate pair."""
         value = self.take(key)
-        if not _is_text(value) or "\0" in value:
+        if not is_text(value) or "\0" in value:
             raise self.wrong(key, value, "a text")
         return str(value)
 
@@ -207,6 +208,14 @@ class Fields:
             if type(value) is type(choice) and value == choice:
                 return choice
         raise self.wrong(key, value, f"one of {', '.join(map(str, choices))}")
+
+    def value_of_type(self, key: str, kind: Any) -> Any:
+        """true or false, a whole number, a text, or one of a Literal's texts."""
+        if kind is bool:
+            return self.flag(key)
+        if kind is int:
+            return self.whole(key)
+        return self.text(key) if kind is str else self.choice(key, typing.get_args(kind))
 
     def digest(self, key: str, num_digits: int = 64) -> str:
         """A hash in lower-case hex digits."""
@@ -266,7 +275,7 @@ class Fields:
 
     def texts(self, key: str) -> list[str]:
         """A list of texts, which may hold NULs."""
-        return self.list_of(key, _is_text, "a text")
+        return self.list_of(key, is_text, "a text")
 
     def wholes(self, key: str, most: int = MOST) -> list[int]:
         """A list of whole numbers from 0."""
@@ -299,7 +308,8 @@ def _is_pair(value: Any) -> bool:
     return type(value) is list and len(value) == 2 and type(value[0]) is type(value[1]) is int
 
 
-def _is_text(value: object) -> bool:
+def is_text(value: object) -> bool:
+    """Whether a value is a str that can be written: it holds no half of a surrogate pair."""
     if not isinstance(value, str):
         return False
     try:

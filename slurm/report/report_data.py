@@ -461,16 +461,11 @@ def _plan_flags(plan: Plan) -> Iterator[str]:
     )
     if not is_one_file_a_shard(plan):
         yield from ("--num_shards", str(plan.num_shards))
-    usual = {**vars(PrepConfig(record=plan.options.record)), "record": PrepConfig().record, "seq_len": None}
-    given = {**flags_of(plan.options), "max_bad_fraction": plan.max_bad_fraction}
-    given["hash_inputs"] = plan.shard_sha256 is not None
-    for name, value in given.items():
-        if value is None or value == usual[name]:
-            continue
-        if isinstance(value, bool):
-            yield f"--{name}" if value else f"--no-{name}"
-        else:
-            yield from (f"--{name}", str(value))
+    yield from flags_of(plan.options)
+    if plan.max_bad_fraction != PrepConfig().max_bad_fraction:
+        yield from ("--max_bad_fraction", str(plan.max_bad_fraction))
+    if plan.shard_sha256 is not None:
+        yield "--hash_inputs"
 
 
 def _without_secrets(value: Any) -> Any:

@@ -75,6 +75,7 @@ def test_the_second_reader_imports_nothing_of_the_first_one() -> None:
     assert "preprocess.check.plain_reader" in names
     named = {
         "preprocess.formats.inputs",
+        "preprocess.formats.text_changes",
         "preprocess.formats.text_fields",
     }  # of a part, and of what is left out
     assert {name for name in names if name.startswith("preprocess.formats.")} == named

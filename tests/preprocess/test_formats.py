@@ -25,7 +25,7 @@ from preprocess.formats import format as input_format
 from preprocess.formats.documents import read_documents
 from preprocess.formats.format import DocumentBatch, reading_of
 from preprocess.formats.inputs import ByteRange, OpenInput
-from preprocess.formats.text_fields import undo_mojibake
+from preprocess.formats.text_changes import undo_mojibake
 from preprocess.make.worker import Worker, load_worker
 from preprocess.options import PrepConfig, WorkerSettings
 from preprocess.plan.plan_file import need_plan
@@ -358,7 +358,7 @@ def test_a_large_record_batch_is_read_some_rows_at_a_time_and_gives_what_the_who
         rows: list[Any] = []
         bad: list[Any] = []
         num_bytes = 0
-        for item in read_documents([part], reading_of(options.bytes_options(), 2_000)):
+        for item in read_documents([part], reading_of(options.plan_options(), 2_000)):
             assert isinstance(item, DocumentBatch)
             rows += zip(item.texts, item.ids or [], item.sources or [], item.input_offsets, strict=True)
             bad += item.bad
@@ -385,7 +385,7 @@ def test_nulls_that_no_bit_says_are_refused(
     path.write_bytes(data.replace(no_null, some_null))
     part = ByteRange(input_number=0, path=path, start=0, end=len(data))
     with pytest.raises(BadInput, match=re.escape(str(path))):
-        list(read_documents([part], reading_of(PrepConfig().bytes_options(), 2_000)))
+        list(read_documents([part], reading_of(PrepConfig().plan_options(), 2_000)))
 
 
 def test_a_record_batch_that_says_it_is_a_schema_is_refused_and_not_left_out(tmp_path: Path) -> None:
@@ -399,7 +399,7 @@ def test_a_record_batch_that_says_it_is_a_schema_is_refused_and_not_left_out(tmp
     path.write_bytes(data[:kind] + bytes([arrow.SCHEMA]) + data[kind + 1 :])
     part = ByteRange(input_number=0, path=path, start=0, end=len(data))
     with pytest.raises(BadInput, match="the first alone is a schema"):
-        list(read_documents([part], reading_of(PrepConfig().bytes_options(), 2_000)))
+        list(read_documents([part], reading_of(PrepConfig().plan_options(), 2_000)))
 
 
 def test_empty_files_of_every_format_hold_no_documents(prep: Prep, tmp_path: Path) -> None:

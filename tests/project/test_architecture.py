@@ -135,7 +135,14 @@ def test_of_preprocess_few_modules_import_lustre_and_none_imports_the_loader() -
 @pytest.mark.slow
 def test_inside_of_preprocess_imports_follow_the_way_of_the_text() -> None:
     """Each stage imports stages before it alone; a shard's writer knows neither rows nor options."""
-    way = ["resources", "formats.text_fields", "options", "formats.inputs", "formats.long_documents"]
+    way = [
+        "resources",
+        "formats.text_fields",
+        "options",
+        "formats.text_changes",
+        "formats.inputs",
+        "formats.long_documents",
+    ]
     way += [
         f"formats.{name}" for name in ("chat", "format", "lines", "compression", "text_lines", "json_lines")
     ]

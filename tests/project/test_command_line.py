@@ -100,8 +100,9 @@ def test_an_unknown_flag_prints_the_usage_of_its_own_command(
         command(words)
     assert ending.value.code == 2
     said = capsys.readouterr().err
-    assert re.match(rf"usage: python -m \w+ {words[0]} \[-h\]", said)
     assert f"unrecognized arguments: {words[2]}" in said
+    assert re.search(rf"^usage: python -m \w+ {words[0]} ", said, re.MULTILINE)
+    assert said.count("\n") <= 4
 
 
 def test_an_unknown_command_of_slurm_is_told_what_was_meant() -> None:
@@ -115,7 +116,7 @@ def test_a_flag_stands_once_in_the_help_of_submit(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         slurm_parse(["submit", "--help"])
     text = capsys.readouterr().out
-    assert text.count("--cpus_per_task CPUS_PER_TASK") == 2, "in the usage and in the list"
+    assert len(re.findall("^ *--cpus_per_task N", text, re.MULTILINE)) == 1
     assert "--cpus-per-task" not in text
 
 
@@ -124,14 +125,17 @@ def test_what_the_user_did_not_give_is_not_among_the_given() -> None:
     assert given_options(parse(["plan"])) == {}
 
 
-def test_every_option_is_a_flag_with_a_help_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_option_is_a_flag_with_a_help_text_and_a_default(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ending:
         parse(["plan", "--help"])
     assert ending.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     for item in dataclasses.fields(PrepConfig):
-        assert f"--{item.name} " in text or f"--{item.name}," in text, item.name
-        assert " ".join(item.metadata["help"].split()[:3]) in text, item.name
+        if not item.metadata["help"]:
+            assert not re.search(rf"--{item.name}[ ,]", text), "planning finds it out"
+            continue
+        assert re.search(rf"--{item.name}[ ,]", text), item.name
+        assert re.search(re.escape(item.metadata["help"]) + r" \(default: \S", text), item.name
 
 
 @pytest.mark.parametrize(
@@ -179,7 +183,10 @@ def test_the_environment_gives_the_number_of_processes(monkeypatch: pytest.Monke
         (["--shard_id", "x"], "invalid int value"),
         (["plan", "--num_shards", "2", "--shard_bytes", "1M"], "not allowed with"),
         (["plan", "--record", "rows"], "invalid choice"),
-        (["plan", "--encodeing", "utf-8"], "unrecognized arguments: --encodeing"),
+        (
+            ["plan", "--encodeing", "utf-8"],
+            "unrecognized arguments: --encodeing utf-8; did you mean --encoding?",
+        ),
         (["veriy", "DATA"], "there is no command 'veriy'; did you mean verify? commands: plan, run, verify,"),
         (["frobnicate"], "there is no command 'frobnicate'; commands: plan, run, verify, "),
     ],

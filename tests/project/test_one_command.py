@@ -71,7 +71,7 @@ def test_usage_shows_the_name_under_which_a_command_was_called(
         main([*words, "--frobnicate"])
     assert ending.value.code == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"usage: {usage} [-h]")
+    assert f"\nusage: {usage} " in said
     assert "unrecognized arguments: --frobnicate" in said
 
 

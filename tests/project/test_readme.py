@@ -95,9 +95,9 @@ def help_of(package: str, *words: str) -> str:
 
 
 def subcommands(package: str) -> list[str]:
-    """The names in the braces of the usage; none for a package with a single command."""
-    braces = re.search(r"\{([\w,]+)\}\s*\.\.\.", help_of(package))
-    return braces[1].split(",") if braces else []
+    """The commands of a package."""
+    program = importlib.import_module(f"{package}.__main__").PROGRAM
+    return [word for word, command in program.commands.items() if not command.is_nameless]
 
 
 def words_of(package: str, arguments: str) -> tuple[str, ...]:

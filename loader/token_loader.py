@@ -91,7 +91,9 @@ def follow_main_process(_: int) -> None:
     forkserver, whose server lives on.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    folder = Path(get_temp_dir())  # of the sockets that send tensors; known before the first of them is made
+    settings = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001
+    settings.pop("tempdir", None)  # a forked process has its parent's, which lives on
+    folder = Path(get_temp_dir())  # of the sockets that send tensors
     threading.Thread(target=_end_with_main_process, args=(os.getppid(), folder), daemon=True).start()
 
 
@@ -102,7 +104,7 @@ def _end_with_main_process(parent_pid: int, folder: Path) -> None:
     while os.getppid() == parent_pid and main.is_alive():
         received = signal.sigtimedwait((signal.SIGTERM,), _LOOK_EVERY_S)
         if received is not None and received.si_pid == main.pid:
-            os._exit(0)
+            break
     for _ in range(100):
         if not folder.exists():
             break

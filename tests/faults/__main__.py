@@ -41,8 +41,8 @@ CAMPAIGNS = {
     "altered_inputs": altered_inputs,
     "fuzzed_inputs": fuzzed_inputs,
 }
-# Of each file or hit and command. Full takes some 2 hours of one core, quick some 10 s per campaign.
-_FAULTS, _QUICK_FAULTS = 200, 4
+# Of each file or hit and command. Full takes some 2 hours of one core, quick some 5 s per campaign.
+_FAULTS, _QUICK_FAULTS = 200, 2
 _SPEAK_EVERY_S = 30
 
 
@@ -85,7 +85,7 @@ def _run(args: argparse.Namespace, folder: Path) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="some faults of each kind")
-    parser.add_argument("--num_faults", type=int, help="of each file or command (default 200, quick 4)")
+    parser.add_argument("--num_faults", type=int, help="of each file or command (default 200, quick 2)")
     parser.add_argument("--only", action="append", choices=CAMPAIGNS, help="this campaign; may be repeated")
     parser.add_argument("--form", action="append", choices=FORMS, help="of data set; may be repeated")
     parser.add_argument("--json", type=Path, help="write every outcome to this file")

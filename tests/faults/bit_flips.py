@@ -12,7 +12,7 @@ from tests.faults.outcomes import Outcome
 from tests.faults.small_data_sets import SmallDataSet
 
 FORMS = ("json", "npy", "concat", "best_fit")
-QUICK_FORMS = ("npy", "best_fit")
+QUICK_FORMS = ("best_fit",)
 _TYPE_OFFSET = 156  # in a header
 
 

@@ -26,6 +26,7 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFas
 
 from loader import CausalLMCollator, TokenLoader, get_llama3_dataloader
 from shardprep.errors import BrokenShard, UsageError
+from tests.checkout import ROOT
 from tests.children import child, is_living, run_child
 from tests.external_tars import write_numbered_tars
 from tests.waiting import wait_until
@@ -511,6 +512,31 @@ def test_a_killed_run_leaves_no_worker_no_shared_memory_and_no_file_and_the_next
     assert [path.name for path in tmp_path.iterdir()] == ["a.tar"]
     with load(tmp_path, 8, model, num_workers=2) as loader:
         assert len(list(loader)) == 8
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_a_script_that_ends_while_its_workers_live_leaves_no_file(
+    tmp_path: Path, short_folder: Path, model: str, method: str
+) -> None:
+    write_long_documents(tmp_path / "a.tar", 64, 32768)
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"""
+from loader import get_llama3_dataloader
+if __name__ == "__main__":
+    loader = get_llama3_dataloader(
+        {str(tmp_path / "a.tar")!r}, 8, model_id={model!r}, num_workers=2, multiprocessing_context={method!r}
+    )
+    batches = iter(loader)
+    next(batches)
+    raise SystemExit(3)
+""",
+        encoding="utf-8",
+    )
+    environ = {**os.environ, "TMPDIR": str(short_folder), "PYTHONPATH": str(ROOT)}
+    run_child([sys.executable, str(script)], env=environ, code=3)
+    wait_until(lambda: not list(short_folder.iterdir()))
 
 
 @pytest.mark.processes

@@ -68,6 +68,7 @@ def weighted_variances(weight: float, global_batch_size: int, spans: tuple[int, 
         names=("one", "other"),
         orders=(order, order),
         stages=make_stages(("one", "other"), {"one": weight, "other": 1 - weight}, None, None),
+        global_batch_size=global_batch_size,
         seed=1,
     )
     firsts = range(0, 1000 * ROUND_STEPS, ROUND_STEPS)
@@ -156,7 +157,7 @@ def mixed_differences(
     options: dict[str, Any] = {
         "num_workers": 0,
         "global_batch_size": 64,
-        "schedule": [
+        "weights_schedule": [
             (0, {names[0]: 0.7, names[1]: 0.3}),
             (num_steps // 2 + 1, {names[0]: 0.2, names[1]: 0.8}),
         ],

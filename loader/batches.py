@@ -1,27 +1,7 @@
 """Chunks of the workers -> the tensors of a batch: widths, padding, labels, masks, fields.
 
-Token ids -> the tensors of a batch: which id pads, how wide a batch is, its labels and its mask.
-
-No transformers here: importing that takes half as long as torch. ``collator.py`` has its collator.
-
-What a ``collate_fn`` of the user's gets of each sample: its ids, its labels, and the fields asked for.
-
-Batches for loops that shift nothing themselves, and their split over ranks of context parallelism.
-
-Megatron, nanoGPT and torchtitan give a model ``input_ids`` and compare its output with ``labels`` at the same
-place, so rows hold one token more than they give. transformers shifts labels itself: leave ``targets`` out
-there.
-
-``seq_len_schedule``: packed rows that come shorter in the first steps of a run.
-
-A row of 4,096 tokens comes as four of 1,024, side by side in the same batch. Nothing is lost or comes twice,
-a batch has the same tokens in every stage, and the order knows nothing of it. With ``targets="shifted"``
-every target stays. A model that shifts labels itself learns no first token of a row, also of shorter ones.
-
-Chunks of the workers -> batches: the tensors that a causal language model trains on.
-
-``StepBatches`` cuts a rank's part of a global batch into batches, ``padding.py`` makes their tensors, and
-``LoaderMetrics`` counts what was delivered.
+``StepBatches`` cuts a rank's part of a global batch into batches; ``PaddedBatches`` makes their tensors
+without transformers, whose import takes half as long as torch's; ``LoaderMetrics`` counts what was delivered.
 """
 
 from __future__ import annotations
@@ -57,10 +37,14 @@ _PAD_IS_EOS = (
 Ids = npt.NDArray[np.signedinteger[Any]]
 
 
-class Batch(dict[str, Any]):
-    """The tensors of a batch by name: a dict that is used like transformers' BatchEncoding."""
+class Batch(dict[str, torch.Tensor]):
+    """The tensors of a batch by name: a dict that is used like transformers' BatchEncoding.
 
-    def __getattr__(self, name: str) -> Any:
+    Each value has ``to``; ``boundaries`` add values that are HostNumbers: ``max_seqlen``, ``max_length_q``,
+    ``max_length_k``, ``use_cache``.
+    """
+
+    def __getattr__(self, name: str) -> torch.Tensor:
         """``batch.labels`` is ``batch["labels"]``."""
         try:
             return self[name]
@@ -70,7 +54,7 @@ class Batch(dict[str, Any]):
     def to(self, device: Any, *, non_blocking: bool = False) -> Batch:
         """Move all tensors to a device; the batch itself, as BatchEncoding's ``to`` returns."""
         for name, value in self.items():
-            if isinstance(value, torch.Tensor):
+            if hasattr(value, "to"):
                 self[name] = value.to(device=device, non_blocking=non_blocking)
         return self
 
@@ -136,7 +120,7 @@ class PaddedBatches:
     pad: PadToken
     pad_to_multiple_of: int | None = None
     pad_to_length: int | None = None  # one width for all batches, instead of the longest sample's
-    max_batch_tokens: int | None = None  # of a padded batch; a larger one is refused, not left to CUDA
+    max_padded_tokens: int | None = None  # of a padded batch; a larger one is refused, not left to CUDA
     num_beyond: int = 0  # places that a batch loses again, and that the multiple leaves out
 
     def __call__(self, examples: Sequence[Any]) -> Batch:
@@ -165,11 +149,11 @@ class PaddedBatches:
         widest = max(int(lengths.max()), self.pad_to_length or 0) - self.num_beyond
         width = max(-(-widest // multiple) * multiple, 1) + self.num_beyond
         num_rows = len(lengths)
-        if self.max_batch_tokens is not None and num_rows * width > self.max_batch_tokens:
+        if self.max_padded_tokens is not None and num_rows * width > self.max_padded_tokens:
             raise UsageError(
                 f"a batch of {num_rows} documents padded to {width:,} tokens has {num_rows * width:,}, "
-                f"max_batch_tokens is {self.max_batch_tokens:,}; lower batch_size, or pass "
-                f"max_length={self.max_batch_tokens // num_rows} or less"
+                f"max_padded_tokens is {self.max_padded_tokens:,}; lower batch_size, or pass "
+                f"max_length={self.max_padded_tokens // num_rows} or less"
             )
         is_real = np.arange(width) < lengths[:, None]
         ids = np.full(is_real.shape, self.pad.token_id, np.int64)
@@ -208,17 +192,17 @@ def _batch_of(ids: Ids, attention_mask: Ids, labels: Ids) -> Batch:
 
 
 def check_padding(
-    padding: str, batch_size: int, max_length: int | None, max_batch_tokens: int | None, long_documents: str
+    padding: str, batch_size: int, max_length: int | None, max_padded_tokens: int | None, long_documents: str
 ) -> None:
     """Raises UsageError where a width is needed and not given, or batches could be too large."""
     if padding not in ("longest", "max_length"):
         raise UsageError(f"padding is {padding!r}, expected longest or max_length")
     if max_length is None and (padding == "max_length" or long_documents != "truncate"):
         raise UsageError(f"padding={padding!r} with long_documents={long_documents!r} needs max_length")
-    if max_batch_tokens is not None and batch_size * (max_length or 1) > max_batch_tokens:
+    if max_padded_tokens is not None and batch_size * (max_length or 1) > max_padded_tokens:
         raise UsageError(
             f"batch_size {batch_size} x max_length {max_length} can make {batch_size * (max_length or 1):,} "
-            f"tokens, max_batch_tokens is {max_batch_tokens:,}; lower one of them"
+            f"tokens, max_padded_tokens is {max_padded_tokens:,}; lower one of them"
         )
 
 
@@ -356,7 +340,11 @@ def split_for_context_parallel(batch: Mapping[str, Any], rank: int, size: int) -
 
 
 def check_row_lengths(schedule: Ramp | None, row_tokens: int, *, is_validation: bool) -> Ramp:
-    """The lengths that rows of ``row_tokens`` are cut to, by step. Raises UsageError where they cannot be."""
+    """The lengths that rows of ``row_tokens`` are cut to, by step. Raises UsageError.
+
+    A row of 4,096 tokens comes as four of 1,024, side by side in the same batch, so nothing is lost or comes
+    twice. A model that shifts labels itself learns no first token of a row, also of shorter ones.
+    """
     if schedule is None:
         return RunSteps.row_lengths
     check_ramp("seq_len_schedule", schedule)

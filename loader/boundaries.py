@@ -30,6 +30,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+
+class HostNumber(int):
+    """A number in a batch. ``to`` returns it: kernels want it on the CPU, no tensor on the GPU."""
+
+    def to(self, *_: Any, **__: Any) -> HostNumber:
+        return self
+
+
 Boundary = Literal["transformers", "position_ids", "segment_ids", "cu_seqlens"]
 
 
@@ -53,20 +61,18 @@ def _places(number: int) -> npt.NDArray[np.int64]:
     return np.arange(number)
 
 
-def boundary_fields(
-    names: tuple[str, ...], edges: Edges, lengths: npt.NDArray[Any] | None
-) -> dict[str, torch.Tensor | int]:
+def boundary_fields(names: tuple[str, ...], edges: Edges, lengths: npt.NDArray[Any] | None) -> dict[str, Any]:
     """What ``boundaries=`` asks for, ``lengths``: tokens of rows not all full. 20 us for an (8, 2048) batch.
 
     ``position_ids`` int64[batch, seq]: count from 0 in each document (padding: likewise).
     ``segment_ids`` int64[batch, seq]: 1, 2, .. in each row, 0 in padding; see ``sdpa_mask`` and
     ``block_mask``. ``cu_seqlens`` int32[documents + 1] over the flattened batch, padding a document of its
-    own, and ``max_seqlen`` int: for ``flash_attn_varlen_func``. ``transformers``: ``position_ids``, the
-    same edges as ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k``, and
-    ``use_cache`` False.
+    own, and ``max_seqlen``, a HostNumber: for ``flash_attn_varlen_func``. ``transformers``: ``position_ids``,
+    the same edges as ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k``, and
+    ``use_cache`` 0.
     """
     num_places = edges.shape[0] * edges.shape[1]
-    fields: dict[str, torch.Tensor | int] = {}
+    fields: dict[str, Any] = {}
     if "position_ids" in names or "transformers" in names:
         positions = np.repeat(edges.begins, edges.sizes)
         np.subtract(_places(num_places), positions, out=positions)
@@ -77,12 +83,12 @@ def boundary_fields(
     if "cu_seqlens" in names or "transformers" in names:
         ends = np.empty(len(edges.begins) + 1, np.int32)
         ends[:-1], ends[-1] = edges.begins, num_places
-        edge_tensor = torch.from_numpy(ends)
+        edge_tensor, longest = torch.from_numpy(ends), HostNumber(edges.longest)
         if "cu_seqlens" in names:
-            fields["cu_seqlens"], fields["max_seqlen"] = edge_tensor, edges.longest
+            fields |= {"cu_seqlens": edge_tensor, "max_seqlen": longest}
         if "transformers" in names:
             fields |= {"cu_seq_lens_q": edge_tensor, "cu_seq_lens_k": edge_tensor}
-            fields |= {"max_length_q": edges.longest, "max_length_k": edges.longest, "use_cache": False}
+            fields |= {"max_length_q": longest, "max_length_k": longest, "use_cache": HostNumber(0)}
     return fields
 
 

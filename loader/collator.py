@@ -1,12 +1,12 @@
-"""transformers' collator for a causal model, with the batches that the loader makes.
+"""transformers' DataCollatorForLanguageModeling with the batches that the loader makes.
 
-The loader itself needs none: ``padding.py`` makes its batches. This is for scripts that give transformers a
-collator, and to inherit from.
+The loader itself imports no transformers: this is what its ``collate_fn`` is when somebody looks at it, for
+scripts that give transformers a collator, and to inherit from.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from transformers import BatchEncoding, DataCollatorForLanguageModeling
@@ -25,11 +25,14 @@ class CausalLMCollator(DataCollatorForLanguageModeling):
 
     mlm: bool = False
     pad_to_length: int | None = None  # one width for all batches, instead of the longest sample's
-    max_batch_tokens: int | None = None  # of a padded batch; a larger one is refused, not left to CUDA
+    max_padded_tokens: int | None = None  # of a padded batch; a larger one is refused, not left to CUDA
     pad: PadToken = field(init=False)
+    max_batch_tokens: InitVar[int | None] = None  # the old name of max_padded_tokens
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, max_batch_tokens: int | None) -> None:
         super().__post_init__()  # type: ignore[no-untyped-call]  # of transformers
+        if max_batch_tokens is not None:
+            self.max_padded_tokens = max_batch_tokens
         if self.mlm:
             raise UsageError("mlm=True is not for a causal model; pass your own collate_fn for it")
         self.pad = choose_pad_token(self.tokenizer)
@@ -42,7 +45,7 @@ class CausalLMCollator(DataCollatorForLanguageModeling):
             pad=self.pad,
             pad_to_multiple_of=self.pad_to_multiple_of,
             pad_to_length=self.pad_to_length,
-            max_batch_tokens=self.max_batch_tokens,
+            max_padded_tokens=self.max_padded_tokens,
         )
 
     def torch_call(self, examples: list[Any]) -> BatchEncoding:  # type: ignore[override]

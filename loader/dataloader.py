@@ -1,19 +1,20 @@
 """``get_llama3_dataloader``: shards -> batches, as a torch DataLoader; and the log of its settings.
 
-The settings of a loader and what follows from them, as one block of the log: rank 0 says it at INFO.
-
-``get_llama3_dataloader``: shards -> batches, as a torch DataLoader.
-
-The function makes the stages one after another, and each stage checks its own arguments: shards, tokenizer,
-samples, sampling order, workers, collator. Making a loader reads indexes and the tokenizer, but no sample.
+The function makes the stages one after another, and each stage checks its own arguments. Making a loader
+reads indexes and the tokenizer, but no sample.
 """
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 
@@ -58,8 +59,8 @@ from loader.workers import (
     Samples,
     WeightsIn,
     check_batch,
-    check_batch_tokens,
     check_mixing,
+    check_tokens_per_batch,
     group_size,
     make_order,
     mix,
@@ -67,10 +68,6 @@ from loader.workers import (
     whole_number,
 )
 from shardprep.errors import UsageError
-
-if TYPE_CHECKING:
-    from loader.find_shards import ShardSet
-    from loader.token_loader import TokenLoader
 
 
 def settings_block(loader: TokenLoader, shards: ShardSet) -> str:
@@ -147,129 +144,192 @@ def _workers(loader: TokenLoader) -> str:
 logger = logging.getLogger(__name__)
 
 Padding = Literal["longest", "max_length"]
+RENAMED = {
+    "batch_tokens": "tokens_per_batch",
+    "max_batch_tokens": "max_padded_tokens",
+    "schedule": "weights_schedule",
+}
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+def arguments_by_group(docstring: str) -> dict[str, dict[str, str]]:
+    """The arguments that a docstring of this module explains: group -> name -> text."""
+    groups: dict[str, dict[str, str]] = {}
+    text = inspect.cleandoc(docstring).partition("\nArgs:\n")[2].partition("\nReturns:\n")[0]
+    for group in re.split(r"^ {4}(?=\S)", text, flags=re.MULTILINE)[1:]:
+        name, _, arguments = group.partition(":\n")
+        items = re.split(r"^ {8}(?=\S)", arguments, flags=re.MULTILINE)[1:]
+        explained = (item.partition(": ") for item in items)
+        groups[name] = {argument: " ".join(words.split()) for argument, _, words in explained}
+    return groups
+
+
+def _with_old_names(make: _Function) -> _Function:
+    """Take arguments by their old names, too; say the nearest name, and all by group, of an unknown one."""
+    known = inspect.signature(make).parameters
+
+    @functools.wraps(make)
+    def call(*args: Any, **options: Any) -> Any:
+        for old in RENAMED.keys() & options.keys():
+            new = RENAMED[old]
+            if new in options:
+                raise UsageError(f"{old} is the old name of {new}; pass {new} alone")
+            warnings.warn(f"the argument {old} is called {new} now", DeprecationWarning, stacklevel=2)
+            options[new] = options.pop(old)
+        for name in options.keys() - known.keys():
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f", did you mean {near[0]!r}" if near else ""
+            groups = [
+                f"{group.lower()}: {', '.join(names)}"
+                for group, names in arguments_by_group(make.__doc__ or "").items()
+            ]
+            raise TypeError(
+                f"get_llama3_dataloader has no argument {name!r}{hint}; its arguments: {'; '.join(groups)}"
+            )
+        return make(*args, **options)
+
+    return cast(_Function, call)
+
+
+@_with_old_names
 def get_llama3_dataloader(
     input_shards: InputShards | Mapping[str, InputShards],
     batch_size: int | None = None,
     model_id: str | os.PathLike[str] | None = None,
     *,
-    batch_tokens: int | None = None,
-    seed: int = 0,
-    shuffle: bool = True,
-    num_workers: int = 4,
-    prefetch_factor: int | None = None,
-    pin_memory: bool | None = None,
-    persistent_workers: bool = True,
-    rank: int | None = None,
-    world_size: int | None = None,
-    device_mesh: Any = None,
-    process_group: Any = None,
-    global_batch_size: int | None = None,
-    batch_size_schedule: Ramp | None = None,
-    seq_len_schedule: Ramp | None = None,
-    weights: Mapping[str, float] | None = None,
-    schedule: Schedule | None = None,
-    weights_in: WeightsIn = "tokens",
     split: SplitName | None = None,
     validation_fraction: float | None = None,
+    exclude_shards: Iterable[int | str | os.PathLike[str]] = (),
+    tokens_per_batch: int | None = None,
+    global_batch_size: int | None = None,
+    batch_size_schedule: Ramp | None = None,
+    group_by_length: bool | int = False,
+    padding: Padding = "longest",
+    pad_to_multiple_of: int | None = None,
+    max_padded_tokens: int | None = None,
+    collate_fn: Collate | None = None,
+    sample_fields: Sequence[SampleField] = (),
+    seed: int = 0,
+    shuffle: bool = True,
+    weights: Mapping[str, float] | None = None,
+    weights_schedule: Schedule | None = None,
+    weights_in: WeightsIn = "tokens",
     seq_len: int | None = None,
+    seq_len_schedule: Ramp | None = None,
     boundaries: Boundary | Sequence[Boundary] = (),
     targets: Targets = "same",
     max_length: int | None = None,
     long_documents: LongDocuments = "truncate",
-    padding: Padding = "longest",
-    pad_to_multiple_of: int | None = None,
-    group_by_length: bool | int = False,
-    max_batch_tokens: int | None = None,
-    exclude_shards: Iterable[int | str | os.PathLike[str]] = (),
-    cache_dir: str | os.PathLike[str] | None = None,
+    num_workers: int = 4,
+    prefetch_factor: int | None = None,
+    pin_memory: bool | None = None,
+    persistent_workers: bool = True,
+    multiprocessing_context: Any = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    device_mesh: Any = None,
+    process_group: Any = None,
     staged_dir: str | os.PathLike[str] | None = None,
     read_check: ReadCheck = "none",
+    cache_dir: str | os.PathLike[str] | None = None,
     stall_warning_s: float = STALL_WARNING_S,
-    collate_fn: Collate | None = None,
-    sample_fields: Sequence[SampleField] = (),
-    multiprocessing_context: Any = None,
 ) -> TokenLoader:
-    """Batches of a data set's token ids for this rank, shuffled anew each epoch.
+    """Return batches of a data set's token ids for this rank, shuffled anew each epoch.
+
+    Packed rows, with attention inside each document (``model`` is one of transformers'):
+
+        loader = get_llama3_dataloader("DATA", batch_size=8, seq_len=4096, boundaries="transformers")
+        for batch in loader:
+            loss = model(**batch.to(device)).loss
+
+    Whole documents, padded; a global batch of 512 on any number of ranks, resumed behind a checkpoint:
+
+        loader = get_llama3_dataloader("DATA", batch_size=8, global_batch_size=512, max_length=2048)
+        loader.load_state_dict(checkpoint["loader"])
 
     Args:
-        input_shards: a folder, an index.json, a tar, a pattern (``shard-{00000..00009}.tar``, ``*``), or a
-            list of these. A folder is the whole data set; an incomplete one is refused. Or several sources
-            to mix, by names: ``{"web": ..., "code": ...}``.
-        batch_size: samples per batch on each rank.
-        model_id: for tars that shardprep did not write, the model whose tokenizer made them. Our data sets
-            bring their own tokenizer; given for them, it must be the same.
-        batch_tokens: instead of batch_size, the most tokens of a batch, padding included: as many whole
-            documents of like length as fit. All ranks get equally many batches. ``global_batch_size``,
-            ``batch_size_schedule`` and ``weights_in="samples"`` count batches then. See token_batches.py.
-        seed: of the shuffle. Equal seeds give equal global batches on any number of ranks and workers.
-        shuffle: else global batch k is samples ``[k L, (k+1) L)``.
-        num_workers: processes that read; at most the slots of a rank, of which it has
-            ``global_batch_size / (world_size x group_by_length)``: more would idle, and a warning says so.
-        prefetch_factor: chunks (up to 1 MiB of batches) that each worker reads ahead; 2 if there are workers.
-        pin_memory: batches in pinned memory; where there is CUDA, if not given.
-        persistent_workers: keep workers between epochs; they read on into the next one.
-        rank, world_size: of data parallelism; found by ``find_process_rank`` if not given. ``iter()`` refuses
-            a rank that was found and is another one by then.
-        device_mesh, process_group: instead of them, the data-parallel dimension of a DeviceMesh, as
-            ``mesh["dp"]``, or its group: with tensor or pipeline parallelism, where ranks share data.
-        global_batch_size: L, samples of an optimizer's step, all ranks and accumulation together. It alone
-            fixes the order, so keep it when the number of ranks changes. Default: batch_size x world_size.
-        batch_size_schedule: instead of it, from which step on how many samples a global batch has,
-            ``[(0, 256), (1000, 512)]``. Batches stay of batch_size, and more of them are accumulated:
-            ``num_accumulated``, and ``ends_step`` after the last. It is part of the state. See run_steps.py.
-        seq_len_schedule: from which step on packed rows come cut to how many tokens,
-            ``[(0, 1024), (1000, 4096)]``: batches then have more, shorter rows of the same tokens. It is
-            part of the state. See row_lengths.py.
-        weights: of each source, ``{"web": 0.7, "code": 0.3}``. Each source has epochs of its own, see
-            ``source_epochs``; an epoch of the loader is as many steps as one epoch of each source together.
-        schedule: instead of ``weights``: from which global step on which weights hold,
-            ``[(0, {...}), (80_000, {...})]``. It is part of the state: keep it when you resume.
-        weights_in: ``"tokens"`` or ``"samples"``. Tokens are counted by the mean of each source.
-        split, validation_fraction: ``"train"`` leaves out about that part of the documents (one of each
-            1/fraction, chosen by a hash), ``"validation"`` is these alone, or all of the shards without a
-            fraction. A validation loader has one fixed order, the same each epoch, and gives each document
-            once; its last global batch is filled up with samples whose labels are all -100, so all ranks
-            get equally many batches. See document_split.py.
-        seq_len: pack documents into full rows of so many tokens, EOS between documents; see joined_rows.py.
-        boundaries: where documents begin in packed rows, so that attention stays inside of them. For
-            ``model(**batch)`` of a transformers model ``"transformers"``: the names that it knows, no
-            ``attention_mask``, and ``use_cache`` False. Not every model keeps documents apart by them:
-            ``check_boundaries(model, batch)`` tells. For other models ``"position_ids"``,
-            ``"segment_ids"``, ``"cu_seqlens"``; see boundaries.py, also for masks. The first label of each
-            document is then -100, as it follows from another document.
-        targets: ``"same"``: labels are the ids, and the model shifts them, as transformers' do.
-            ``"shifted"``: ``labels[:, t]`` is what comes behind ``input_ids[:, t]``, for loops like those of
-            Megatron, nanoGPT and torchtitan. Samples hold one token more then: ``seq_len`` and
-            ``max_length`` stay the width of batches; of rows on disk, prepare them with ``--seq_len`` one
-            larger. See shifted_targets.py, also for context parallelism.
-        max_length: tokens of a document; what happens to longer ones is ``long_documents``.
-        long_documents: ``"truncate"`` leaves the rest out and counts it in ``metrics``, ``"split"`` makes
-            it samples of its own, ``"error"`` refuses.
-        padding: ``"longest"`` of a batch, or ``"max_length"`` for one width.
-        pad_to_multiple_of: widths of padded batches.
-        group_by_length: documents of like length side by side, in groups of so many; True: of batch_size.
-            It enters the order: give the number to resume with another batch_size.
-        max_batch_tokens: a padded batch of more is refused, before it is too large for the GPU.
-        exclude_shards: numbers or tars of shards to leave out, before the order, which is then another one.
-        cache_dir: where webdataset copies tars that are no local files; see docs/format.md.
-        staged_dir: a folder on this node that ``python -m loader stage DATA --to`` may have filled. A shard
-            is read from ``staged_dir/<plan id, 16 digits>/`` where its tar and idx are there with the right
-            sizes, else from where it was found; likewise after a copy failed. Batches and state do not
-            change. A folder without copies is a warning.
-        read_check: ``"crc"`` compares what is read of each sample with the crc32s that
-            ``python -m preprocess verify DATA --crcs`` wrote, and refuses a flipped bit by tar, sample and
-            bytes; a staged copy that has one is left. ``"none"`` takes ids as they are, see docs/format.md.
-            Batches and state do not depend on it.
-        stall_warning_s: a read that takes longer is named in the log, with its shard.
-        collate_fn: instead of ``PaddedBatches``; called with a list of ``{"input_ids": list[int]}``, in
-            ``num_workers`` more processes beside those that read; see collate_workers.py.
-        sample_fields: what ``collate_fn`` gets of each sample beside ``input_ids``: ``"num_tokens"``;
-            ``"doc_starts"``, places in it where a document begins; ``"lengths"`` of the documents in it.
-        multiprocessing_context: ``"fork"``, ``"spawn"`` or ``"forkserver"`` (Python 3.14's default), as
-            DataLoader takes it. The last two run the training script's top again in each worker: keep what
-            trains behind ``if __name__ == "__main__":``.
+        What data:
+            input_shards: a folder, an index.json, a tar, a pattern (``shard-{00000..00009}.tar``, ``*``), or
+                a list of these. A folder is the whole data set; an incomplete one is refused. Or several
+                sources to mix, by name: ``{"web": ..., "code": ...}``.
+            model_id: for tars that shardprep did not write, the model whose tokenizer made them. A data set
+                brings its own tokenizer; if you pass the model too, it must be the same.
+            split: ``"train"`` leaves out the documents that ``"validation"`` gives, or, without
+                ``validation_fraction``, ``"validation"`` gives all. A validation loader has one fixed order
+                and gives each document once. It fills its last global batch up with samples whose labels are
+                all -100, so that all ranks get equally many batches.
+            validation_fraction: the part of the documents that is held out, one of each 1/fraction, chosen by
+                a hash.
+            exclude_shards: numbers or tars of shards to leave out. This changes the order.
+
+        What a batch is:
+            batch_size: samples per batch on each rank.
+            tokens_per_batch: instead of ``batch_size``, the most tokens of a batch, padding included: as many
+                whole documents of similar length as fit. All ranks get equally many batches, and
+                ``global_batch_size``, ``batch_size_schedule`` and ``weights_in="samples"`` count batches.
+            global_batch_size: samples of one optimizer step, on all ranks, accumulation included. It alone
+                fixes the order: keep it when the number of ranks changes. Default: batch_size x world_size.
+            batch_size_schedule: instead of ``global_batch_size``, its size from a step on: ``[(0, 256),
+                (1000, 512)]``. Batches stay of ``batch_size``, and more of them are accumulated: see
+                ``loader.num_accumulated`` and ``loader.ends_step``. It is part of the state.
+            group_by_length: documents of similar length side by side, in groups of this many samples; True:
+                of ``batch_size``. It is part of the order: pass the number if you resume with another
+                ``batch_size``.
+            padding: ``"longest"`` pads to the longest sample of a batch, ``"max_length"`` to one width.
+            pad_to_multiple_of: round the width of padded batches up to a multiple of this.
+            max_padded_tokens: refuse a padded batch of more tokens, before the GPU runs out of memory.
+            collate_fn: called with a list of ``{"input_ids": list[int]}``, in ``num_workers`` processes
+                beside those that read. Default: ``input_ids``, ``attention_mask`` and ``labels``, bit for bit
+                as transformers' DataCollatorForLanguageModeling makes them.
+            sample_fields: what ``collate_fn`` gets of each sample beside ``input_ids``: ``"num_tokens"``;
+                ``"doc_starts"``, the places where a document begins; ``"lengths"`` of its documents.
+
+        Order and mixing:
+            seed: of the shuffle. Equal seeds give equal global batches on any number of ranks and workers.
+            shuffle: False: global batch k is samples ``[k L, (k + 1) L)``, L being ``global_batch_size``.
+            weights: share of each source, ``{"web": 0.7, "code": 0.3}``. Each source has its own epochs, see
+                ``loader.source_epochs``.
+            weights_schedule: instead of ``weights``, the weights from a global step on: ``[(0, {...}),
+                (80_000, {...})]``. It is part of the state: keep it when you resume.
+            weights_in: weights are shares of ``"tokens"``, by the mean of each source, or of ``"samples"``.
+
+        Packing and labels:
+            seq_len: pack documents into full rows of this many tokens, with EOS between documents.
+            seq_len_schedule: cut packed rows to this many tokens from a step on, ``[(0, 1024), (1000,
+                4096)]``: batches have more, shorter rows of the same tokens. It is part of the state.
+            boundaries: keep attention inside each document of packed rows. ``"transformers"``: the fields
+                that ``model(**batch)`` of a transformers model needs, no ``attention_mask``, and
+                ``use_cache`` 0. Not every model keeps documents apart by them: ``check_boundaries(model,
+                batch)`` tells. For other models one or several of ``"position_ids"``, ``"segment_ids"``,
+                ``"cu_seqlens"``. The first label of each document is -100.
+            targets: ``"same"``: labels are the ids, and the model shifts them, as transformers' models do.
+                ``"shifted"``: ``labels[:, t]`` is what follows ``input_ids[:, t]``, for loops like those of
+                Megatron, nanoGPT and torchtitan. Plan packed rows with a ``--seq_len`` that is one larger.
+            max_length: tokens at which documents that are not packed are cut; see ``long_documents``.
+            long_documents: ``"truncate"`` drops the rest and counts it in ``loader.metrics``, ``"split"``
+                makes it samples of its own, ``"error"`` refuses.
+
+        Processes and workers:
+            num_workers: processes that read, on each rank; more than ``global_batch_size / (world_size x
+                group_by_length)`` would idle.
+            prefetch_factor: chunks (up to 1 MiB of batches) that each worker reads ahead. Default: 2.
+            pin_memory: batches in pinned memory. Default: where there is CUDA.
+            persistent_workers: keep workers between epochs; they read on into the next one.
+            multiprocessing_context: ``"fork"``, ``"spawn"`` or ``"forkserver"`` (Python 3.14's default). The
+                last two run the top of the training script again in each worker: keep what trains behind ``if
+                __name__ == "__main__":``.
+            rank: of data parallelism. Default: of torch.distributed, or of the launcher.
+            world_size: number of ranks of data parallelism. Default: likewise.
+            device_mesh: instead of both, the data-parallel dimension of a DeviceMesh, ``mesh["dp"]``.
+            process_group: instead of both, the data-parallel process group.
+
+        Storage:
+            staged_dir: a folder on this node that ``shardprep stage DATA --to`` has filled. A shard without a
+                whole copy there is read from where it was found. Batches and state do not change.
+            read_check: ``"crc"`` compares what is read with the checksums of ``shardprep verify DATA
+                --crcs``, and refuses a flipped bit by tar, sample and bytes.
+            cache_dir: where webdataset copies tars that are no local files.
+            stall_warning_s: log a read that takes longer than this many seconds, with its shard.
 
     Returns:
         A TokenLoader; see there for epochs and for the state. Batches hold int64[batch_size, seq]
@@ -278,10 +338,10 @@ def get_llama3_dataloader(
 
     Raises:
         NotFound, MissingShard, BrokenShard, UnknownVersion, OtherTokenizer, UsageError: all are
-        ShardprepErrors that say what was found and what to do.
+        ShardprepErrors that say what was found and what to do. TypeError for an unknown argument.
     """
     who = find_process_rank(rank, world_size, device_mesh=device_mesh, process_group=process_group)
-    batch_size = check_batch_tokens(batch_tokens, batch_size, padding, max_batch_tokens)
+    batch_size = check_tokens_per_batch(tokens_per_batch, batch_size, padding, max_padded_tokens)
     sizes: Ramp = RunSteps.sizes
     if batch_size_schedule is not None:
         global_batch_size, sizes = ramp_sizes(
@@ -295,7 +355,7 @@ def get_llama3_dataloader(
         max_length=None if max_length is None else max_length + shifts,
         long_documents=long_documents,
         group=group_size(group_by_length, batch_size),
-        batch_tokens=batch_tokens,
+        tokens_per_batch=tokens_per_batch,
         batch_multiple=pad_to_multiple_of or 1,
         num_beyond=int(shifts),
     )
@@ -307,12 +367,12 @@ def get_llama3_dataloader(
     mixes = check_mixing(
         input_shards,
         weights,
-        schedule,
+        weights_schedule,
         weights_in,
         is_validation=is_validation,
         excludes=bool(exclude_shards),
     )
-    check_padding(padding, batch_size, max_length, max_batch_tokens, long_documents)
+    check_padding(padding, batch_size, max_length, max_padded_tokens, long_documents)
     sources = find_sources(
         input_shards if isinstance(input_shards, Mapping) else {"all": input_shards},
         exclude_shards=exclude_shards,
@@ -367,7 +427,13 @@ def get_llama3_dataloader(
     order: Order | Mixture = orders[0]
     if mixes:
         order, samples = mix(
-            sources, every, orders, run, weights=weights, schedule=schedule, weights_in=weights_in
+            sources,
+            every,
+            orders,
+            run,
+            weights=weights,
+            weights_schedule=weights_schedule,
+            weights_in=weights_in,
         )
     workers = _worker_options(
         num_workers,
@@ -384,7 +450,7 @@ def get_llama3_dataloader(
             pad_to_multiple_of=pad_to_multiple_of,
             pad_to_length=rules.max_length if padding == "max_length" else None,
             num_beyond=int(shifts),
-            max_batch_tokens=max_batch_tokens,
+            max_padded_tokens=max_padded_tokens,
         )
     if isinstance(used := getattr(collate_fn, "pad", None), PadToken):
         tokenizer.pad_with(used.token)

@@ -25,8 +25,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from loader.order import Order, hash_array, hash_ints
-from loader.state import check_first_steps
+from loader.order import BatchOrder, Order, hash_array, hash_ints
 from shardprep.errors import UsageError
 
 ROUND_STEPS = 64
@@ -97,7 +96,7 @@ class Round:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mixture:
+class Mixture(BatchOrder):
     """The sources of a run and their weights by step. Raises UsageError where they make no schedule.
 
     ``steps_per_epoch`` only says where ``for batch in loader`` ends; the steps go on through it.
@@ -106,32 +105,6 @@ class Mixture:
     names: tuple[str, ...]
     orders: tuple[Order, ...]
     stages: tuple[Stage, ...]
-    seed: int
-
-    # What a loader asks of its order, as of one data set.
-
-    @property
-    def global_batch_size(self) -> int:
-        return self.orders[0].global_batch_size
-
-    @property
-    def group(self) -> int:
-        return self.orders[0].group
-
-    @property
-    def shuffle(self) -> bool:
-        return self.orders[0].shuffle
-
-    @property
-    def keeps_tail(self) -> bool:
-        return False
-
-    def is_filler(self, step: int, slots: range) -> None:  # noqa: ARG002  as of an Order
-        return None
-
-    @property
-    def num_slots(self) -> int:
-        return self.orders[0].num_slots
 
     @property
     def num_samples(self) -> int:
@@ -198,20 +171,32 @@ class Mixture:
         }
 
 
+def check_first_steps(name: str, firsts: Sequence[object]) -> None:
+    """Raises UsageError unless stages begin at whole steps, ascending from 0."""
+    are_steps = all(isinstance(first, int) and not isinstance(first, bool) for first in firsts)
+    # mypy does not see that all are int where they are compared.
+    if not are_steps or list(firsts[:1]) != [0] or any(a >= b for a, b in pairwise(firsts)):  # type: ignore[operator]
+        raise UsageError(
+            f"{name} has stages from the steps {list(firsts)}, expected whole numbers from 0 on, ascending"
+        )
+
+
 def make_stages(
     names: Sequence[str],
     weights: Mapping[str, float] | None,
-    schedule: Schedule | None,
+    weights_schedule: Schedule | None,
     mean_tokens: Sequence[float] | None,
 ) -> tuple[Stage, ...]:
-    """The stages that ``weights`` or ``schedule`` describe, as shares of samples.
+    """The stages that ``weights`` or ``weights_schedule`` describe, as shares of samples.
 
     ``mean_tokens`` of each source's samples where weights are shares of tokens. Raises UsageError.
     """
-    if (weights is None) == (schedule is None):
-        raise UsageError("input_shards names sources: pass either weights= or schedule=, for each a weight")
-    given = [(0, weights)] if schedule is None else list(schedule)
-    check_first_steps("schedule", [first for first, _ in given])
+    if (weights is None) == (weights_schedule is None):
+        raise UsageError(
+            "input_shards names sources: pass either weights= or weights_schedule=, for each a weight"
+        )
+    given = [(0, weights)] if weights_schedule is None else list(weights_schedule)
+    check_first_steps("weights_schedule", [first for first, _ in given])
     return tuple(
         Stage(first_step=first, weights=_shares(names, of_stage or {}, mean_tokens))
         for first, of_stage in given

@@ -133,17 +133,32 @@ NumTokens = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
-    """The sampling order for one data set, global batch and seed. Raises UsageError where N < L."""
+class BatchOrder:
+    """What the order of one data set and that of a mixture have in common: the global batch and its slots."""
 
-    num_samples: int  # N
     global_batch_size: int  # L
-    block_samples: int  # K
-    window_samples: int  # M K, of a slot
     seed: int
     shuffle: bool = True
     group: int = 1  # g: samples of like length side by side; 1 for any length
     keeps_tail: bool = False  # the last global batch is filled up with samples that stand in it already
+
+    @property
+    def num_slots(self) -> int:
+        """V: what ranks and workers share out."""
+        return self.global_batch_size // self.group
+
+    def is_filler(self, step: int, slots: range) -> npt.NDArray[np.bool_] | None:  # noqa: ARG002
+        """Which of these slots hold a sample again at a step of an epoch: bool[len(slots)]; None for none."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order(BatchOrder):
+    """The sampling order for one data set, global batch and seed. Raises UsageError where N < L."""
+
+    num_samples: int  # N
+    block_samples: int  # K
+    window_samples: int  # M K, of a slot
 
     def __post_init__(self) -> None:
         if self.global_batch_size < 1:
@@ -164,11 +179,6 @@ class Order:
             raise UsageError("group_by_length reorders samples, shuffle=False forbids it; leave one out")
 
     @property
-    def num_slots(self) -> int:
-        """V: what ranks and workers share out."""
-        return self.global_batch_size // self.group
-
-    @property
     def steps_per_epoch(self) -> int:
         """R: global batches an epoch, and samples a slot delivers in it."""
         return (self.num_samples + self.num_fillers) // self.global_batch_size
@@ -184,10 +194,9 @@ class Order:
         return -self.num_samples % self.global_batch_size if self.keeps_tail else 0
 
     def is_filler(self, step: int, slots: range) -> npt.NDArray[np.bool_] | None:
-        """Which of these slots hold a sample again at a step of an epoch: bool[len(slots)]; None for none.
+        """Spread evenly: each part of n places has ``n * real // global_batch_size`` samples at least.
 
-        They are spread evenly, so that each part of n places has ``n * real // global_batch_size`` samples at
-        least: every batch of every rank has one where there are as many samples as batches.
+        So every batch of every rank has one where there are as many samples as batches.
         """
         if not self.num_fillers or step + 1 < self.steps_per_epoch:
             return None

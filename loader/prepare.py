@@ -1,24 +1,14 @@
-"""``ensure_prepared``: a training job that makes its own data set first, once.
-
-Who prepares a data set: claims, small files in ``.NAME.preparing`` beside the data set's folder.
-
-    00001.json    {"launch": ..., "place": ..., "num_beats": 17, "exit_code": null, "error": null}
-    1f0c....verdict    the same, of rank 0 of one launch: what its other ranks go on, or end, with
-
-A claim is taken by a link under the next number, so that of two jobs one is first. Who waits compares what
-the file holds with what it held before, by its own clock.
-
-Two owners at once would do no harm, only cost time: shards are equal bytes, and done ones are skipped.
-
-``ensure_prepared``: a training job that makes its own data set first, once, on one of its processes.
+"""``ensure_prepared``: a training job that makes its own data set first, once, on one of its processes.
 
 Rank 0 plans, makes the shards and verifies them, in processes of its own; the other ranks wait. They need
-nothing but the file system: no process group, no port, no clock that agrees with another node's.
+nothing but the file system, in ``.NAME.preparing`` beside the data set's folder:
 
-Whoever prepares holds a claim, a small file beside the data set's folder, and rewrites it four times per
-``heartbeat_s``: see preparing_claims.py. A claim that stays the same for too long is dead. index.json, which
-``verify`` writes last, ends the preparing. Rank 0 then compares the data set with what was asked for, and the
-other ranks of its launch wait for its verdict, a file beside the claims.
+    00001.json      a claim: {"launch": ..., "place": ..., "num_beats": 17, "exit_code": null, "error": null}
+    1f0c...verdict  the same, of rank 0 of one launch: what its other ranks go on, or end, with
+
+A claim is taken by a link under the next number, so that of two jobs one is first. Its owner rewrites it four
+times per ``heartbeat_s``; one that stays the same for too long, by the watcher's clock, is dead. Two owners
+at once would only cost time: shards are equal bytes, and done ones are skipped.
 """
 
 from __future__ import annotations

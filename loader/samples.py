@@ -1,34 +1,8 @@
 """What a sample is, and how its bytes become token ids.
 
-The bytes of samples -> token ids.
-
-JSON lists are parsed by a few passes of numpy over the text of many samples, without a Python object per
-number: 21 ns per token and 0.2 us per document, where orjson and array take 54 ns and 0.4 us. What is not
-surely a list of small numbers is left to orjson, and to its errors. Packed rows stay where they lie.
-
-Samples as the shards hold them: documents, cut at a length or split into pieces, and packed rows.
-
-Packing at load: all documents are joined to one stream of tokens, which is cut into full rows.
-
-Row x is tokens ``[(offset + x S) mod T, + S)`` of the stream, found through the sums of the idx. Nothing is
-laid out beforehand, and any row can be read. An epoch leaves out T mod S tokens, others each epoch; documents
-are cut at the edges of rows. An EOS is put behind documents that lack it, and counts: in our shards all or
-none, as they were prepared; in external tars each document whose last id is not EOS.
-
-A worker decodes a whole window at once, each document once (twice at the edge of a block). So its memory is
-the bytes of the window and 4 bytes per token of it, and the first row of a window waits for all of it.
-
-``batch_tokens``: batches of whole documents of like length, as many as a number of tokens holds, padded.
-
-A sample is such a batch here. So the order shuffles batches and shares them out as it does documents: every
-rank gets equally many, and global batch k is the same on every number of ranks. Which documents make a batch
-follows from the lengths in the idx alone: those of a shard are cut into bins of BIN_BATCHES batches' tokens.
-A bin is sorted by length, the longest first, and cut where another document would not fit.
-
-The price: documents share their batch in every epoch, and all of one batch are of one bin. The last batch of
-a bin is seldom full. A loader reads all idx when it is made: about 1 us a document, files cached.
-
-What a sample of some shards is: the rules that a user gives, checked, and the Samples that follow.
+A sample is a stored document, a piece of one (``long_documents="split"``), a packed row, a row that is joined
+at load (``seq_len``), or a batch of documents (``tokens_per_batch``). ``make_samples`` chooses by the user's
+rules; each kind numbers its samples, and its reader gives the windows that a worker asks for.
 """
 
 from __future__ import annotations
@@ -54,6 +28,12 @@ DECODE_BYTES = 128 * 1024  # of text at once, so that all arrays stay in the cac
 _MAX_DIGITS = 8
 _OPEN, _CLOSE, _COMMA, _SPACE, _ZERO = b"[], 0"
 _PAD = bytes(8)
+
+
+# Bytes -> ids. JSON lists are parsed by a few passes of numpy over the text of many samples, without a Python
+# object per number: 21 ns per token and 0.2 us per document, where orjson and array take 54 ns and 0.4 us.
+# What is not surely a list of small numbers is left to orjson, and to its errors. Packed rows stay where they
+# lie.
 
 
 def parse_id_lists(texts: list[memoryview]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]] | None:
@@ -425,10 +405,10 @@ class WholeSamples:
         lengths = reader.num_tokens_of(number).astype(np.int64)
         return lengths if self.max_length is None else lengths.clip(max=self.max_length)
 
-    def first_of(self, number: int) -> int:
-        """The samples before those of a shard."""
-        first = self.shards.first_sample if self.pieces is None else self.pieces.first_piece
-        return int(first[number])
+    @property
+    def first_samples(self) -> npt.NDArray[np.int64]:
+        """int64[shards + 1]: the samples before each shard."""
+        return self.shards.first_sample if self.pieces is None else self.pieces.first_piece
 
     def open(self) -> SampleReader:
         return SampleReader(self)
@@ -586,7 +566,16 @@ _NONE = -1  # no EOS is put
 
 @dataclass(frozen=True)
 class JoinedRows:
-    """Rows of ``seq_len`` tokens over the documents of some shards."""
+    """Packing at load: all documents are joined to one stream of tokens, which is cut into full rows.
+
+    Row x is tokens ``[(offset + x S) mod T, + S)`` of the stream, found through the sums of the idx. Nothing
+    is laid out beforehand, and any row can be read. An epoch leaves out T mod S tokens, others each epoch;
+    documents are cut at the edges of rows. An EOS is put behind documents that lack it, and counts: in our
+    shards all or none, as they were prepared; in external tars each document whose last id is not EOS.
+
+    A worker decodes a whole window at once, each document once (twice at the edge of a block), so its memory
+    is the bytes of the window and 4 bytes per token, and the first row of a window waits for all of it.
+    """
 
     shards: ShardSet
     seq_len: int
@@ -848,10 +837,19 @@ BIN_BATCHES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class TokenBatches:
-    """Batches of at most ``batch_tokens`` places of the documents, or their pieces. Raises UsageError."""
+    """Samples that are batches of whole documents of like length, as many as the places of a batch hold.
+
+    The order shuffles batches and shares them out as it does documents. Which documents make a batch follows
+    from the lengths in the idx alone: those of a shard are cut into bins of BIN_BATCHES batches' tokens, a
+    bin is sorted by length, the longest first, and cut where another document would not fit.
+
+    The price: documents share their batch in every epoch, all of one batch are of one bin, and the last batch
+    of a bin is seldom full. A loader reads all idx when it is made: about 1 us a document, files cached.
+    Raises UsageError.
+    """
 
     documents: WholeSamples
-    batch_tokens: int
+    tokens_per_batch: int
     multiple: int = 1  # widths of batches
     num_beyond: int = 0  # tokens of a document that are no place of a batch
 
@@ -913,22 +911,22 @@ class TokenBatches:
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Documents of a shard, batch after batch, in each as they stand in the shard; and the sums."""
         widths = -(-np.maximum(lengths - self.num_beyond, 1) // self.multiple) * self.multiple
-        if len(widths) and int(widths.max()) > self.batch_tokens:
+        if len(widths) and int(widths.max()) > self.tokens_per_batch:
             longest = int(widths.argmax())
-            where = self.documents.shards.describe(self.documents.first_of(number) + longest)
+            where = self.documents.shards.describe(int(self.documents.first_samples[number]) + longest)
             raise UsageError(
-                f"{where} has {int(lengths[longest]):,} tokens, more than a batch of batch_tokens="
-                f"{self.batch_tokens:,} holds; pass max_length, with long_documents='split' to keep them all"
+                f"{where} has {int(lengths[longest]):,} tokens, more than a batch of tokens_per_batch="
+                f"{self.tokens_per_batch:,} holds; pass max_length, with long_documents='split' to keep all"
             )
         before = np.cumsum(widths) - widths
-        bins = before // (BIN_BATCHES * self.batch_tokens)
+        bins = before // (BIN_BATCHES * self.tokens_per_batch)
         longest_first = np.lexsort((-widths, bins))
         bounds = [*np.flatnonzero(np.diff(bins, prepend=-1)).tolist(), len(bins)]
         descending, ends = widths[longest_first].tolist(), [0]
         for begin, end in pairwise(bounds):
             at = begin
             while at < end:
-                at = min(at + self.batch_tokens // descending[at], end)
+                at = min(at + self.tokens_per_batch // descending[at], end)
                 ends.append(at)
         of_batch = np.repeat(np.arange(len(ends) - 1), np.diff(ends))
         return longest_first[np.lexsort((longest_first, of_batch))], np.array(ends, np.int64)
@@ -959,7 +957,7 @@ class TokenBatchReader:
             members = self._batches.members(self._documents.reader, number)
             places = places_of(begin[here], counts[here])
             documents[places] = members[places_of(first[here], counts[here])]
-            documents[places] += self._batches.documents.first_of(number)
+            documents[places] += self._batches.documents.first_samples[number]
         window = self._documents.read(documents[None], offset)
         return TokenBatchWindow(
             documents=window,
@@ -1020,12 +1018,12 @@ class SampleRules:
     max_length: int | None = None
     long_documents: LongDocuments = "truncate"
     group: int = 1  # samples of like length side by side
-    batch_tokens: int | None = None  # places of a batch of as many documents as fit
+    tokens_per_batch: int | None = None  # places of a batch of as many documents as fit
     batch_multiple: int = 1  # of the width of such a batch
     num_beyond: int = 0  # tokens of a document that are no place of a batch
 
     def __post_init__(self) -> None:
-        for name in ("seq_len", "max_length", "batch_tokens"):
+        for name in ("seq_len", "max_length", "tokens_per_batch"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name} is {value}, expected at least 1")
@@ -1038,19 +1036,19 @@ class SampleRules:
                 f"seq_len={self.seq_len} packs documents into full rows; max_length and group_by_length are "
                 "for padded documents: leave one side out"
             )
-        if self.batch_tokens is not None and (self.seq_len is not None or self.group > 1):
+        if self.tokens_per_batch is not None and (self.seq_len is not None or self.group > 1):
             raise UsageError(
-                f"batch_tokens={self.batch_tokens} makes batches of whole documents of like length; seq_len, "
-                "which packs them, and group_by_length have no meaning beside it: leave them out"
+                f"tokens_per_batch={self.tokens_per_batch} makes batches of whole documents of like length; "
+                "seq_len, which packs them, and group_by_length have no meaning beside it: leave them out"
             )
 
     @property
     def settings(self) -> dict[str, int]:
         """What fixes which documents make a batch, as a state has it."""
-        if self.batch_tokens is None:
+        if self.tokens_per_batch is None:
             return {}
         return {
-            "batch_tokens": self.batch_tokens,
+            "batch_tokens": self.tokens_per_batch,
             "pad_to_multiple_of": self.batch_multiple,
             "num_beyond": self.num_beyond,
         }
@@ -1058,7 +1056,7 @@ class SampleRules:
     @property
     def needs_lengths(self) -> bool:
         """Whether the lengths of all documents must be known before the first batch."""
-        is_whole = self.seq_len is None and self.group == 1 and self.batch_tokens is None
+        is_whole = self.seq_len is None and self.group == 1 and self.tokens_per_batch is None
         return not is_whole or self.long_documents == "split"
 
 
@@ -1091,11 +1089,11 @@ def make_samples(
         refuse_longer=rules.long_documents == "error",
         **shared,
     )
-    if rules.batch_tokens is None:
+    if rules.tokens_per_batch is None:
         return documents
     return TokenBatches(
         documents=documents,
-        batch_tokens=rules.batch_tokens,
+        tokens_per_batch=rules.tokens_per_batch,
         multiple=rules.batch_multiple,
         num_beyond=rules.num_beyond,
     )
@@ -1105,10 +1103,10 @@ def _check_rows(rules: SampleRules, shards: ShardSet, starts: bool) -> None:
     if not shards.has_rows:
         return
     rows = f"packed rows of {shards.row_tokens} tokens" if shards.row_tokens else "some packed rows"
-    if rules.batch_tokens is not None:
+    if rules.tokens_per_batch is not None:
         raise UsageError(
-            f"batch_tokens={rules.batch_tokens} is for documents; these are {rows}, each as long as the "
-            "others: pass batch_size"
+            f"tokens_per_batch={rules.tokens_per_batch} is for documents; these are {rows}, each as long as "
+            "the others: pass batch_size"
         )
     if rules.max_length is not None or rules.group > 1:
         raise UsageError(

@@ -1,15 +1,13 @@
-"""``stage``: verified copies of shards on a node's own disk.
+"""``python -m loader stage DATA --to DIR``: verified copies of shards on a node's own disk.
 
-Stages shards: every one of a list ends up copied by this process, or by another that stages them, too.
+Any number of processes stage at once, without locks. A shard is in one of three states on a node:
 
-A copy is verified: its tar and idx have the sha256 that the manifest says. There are no locks. A process
-skips what is staged, leaves to others what they are copying while that grows, and copies the rest. Where two
-processes begin one shard at once, both copy it, and the first to finish removes what the others have begun:
-that costs a copy.
+- staged: its tar and idx are there with the right sizes; they get their names once verified;
+- being copied: a temporary file of another process was written to in the last STALLED_S;
+- open: this process copies it.
 
-Which shards to stage on a node: all of a data set, those its ranks read, or as many of them as fit.
-
-``python -m loader stage DATA --to DIR``: copies of the shards on this node's own disk.
+A process goes through its list until every shard is staged, or its source has failed. Where two begin one
+shard at once, both copy it, and the first to finish removes what the other has begun: that costs a copy.
 """
 
 from __future__ import annotations
@@ -21,18 +19,21 @@ import re
 import socket
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from loader.find_shards import DatasetShards, ShardSet, find_shards
+from loader.order import Order
 from loader.reading import ReaderIndex, opening_order
 from loader.staged_copies import is_staged, staged_folder
-from shardprep.command_line import parse_size
-from shardprep.console import Progress, print_lines
+from shardprep.command_line import add_flags_of, given_of, parse_size
+from shardprep.console import Progress, print_lines, short_bytes
 from shardprep.errors import (
     BrokenShard,
     CannotWrite,
@@ -65,11 +66,21 @@ from shardprep.format.names import (
 )
 from shardprep.signals import raise_on_stop_signals
 
+if TYPE_CHECKING:
+    from loader.workers import Samples
+
 READ_BYTES = 4 << 20
 NUM_ATTEMPTS = 2
+STALLED_S = 30.0  # another's copy that did not grow for so long is not waited for
+POLL_S = 0.2
+_TEMPORARY = re.compile(r"\.(shard-\d{5})\.(?:tar|idx)\.(.+)-(\d+)-[0-9a-f]{8}\.tmp")  # of PublishedFile
 
-Say = Callable[[str], None]
-CountBytes = Callable[[int], None]
+
+class CannotReadSource(ReadWriteError):
+    """The data set's file cannot be read; others may be."""
+
+
+_SOURCE_FAULTS = (BrokenShard, NotFound, Refused, CannotReadSource)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,42 +104,202 @@ class ShardToStage:
         """Whether its copy is there, by names and sizes."""
         return is_staged(self.folder, self.shard_id, self.tar_bytes, self.idx_bytes)
 
-
-class CannotReadSource(ReadWriteError):
-    """The data set's file cannot be read; others may be."""
-
-
-def copy_shard(shard: ShardToStage, progress: CountBytes, say: Say) -> bool:
-    """Copy a shard unless another process did meanwhile; whether the copy is this one's.
-
-    sha256 is computed of what is read, so a GiB costs 1.3-2.1 s of CPU (one core with SHA instructions, from
-    disk to disk); what is wrong is read once more. ``progress`` is told bytes as they are written.
-    Leaves the whole pair, or an idx at most. Raises MissingShard, OtherPlan or BrokenShard where the
-    source is wrong, CannotReadSource where it cannot be read, and CannotWrite or ReadWriteError of the copy.
-    """
-    manifest = _manifest(shard)
-    files = ((idx_path, manifest.idx), (tar_path, manifest.tar))  # in the order of their appearance
-    with contextlib.ExitStack() as held:
-        copies = []
-        for path_of, stamp in files:
-            source = path_of(shard.source, shard.shard_id)
-            target = path_of(shard.folder, shard.shard_id)
-            copies.append(_verified(source, target, stamp, shard, progress, say, held))
+    def manifest(self) -> Manifest:
+        """The manifest in the data set's folder, which must be of the plan and sizes that the index has."""
         try:
-            for copy in copies:
-                copy.publish()
-        except ReadWriteError:
-            if shard.is_staged:  # whoever finished first removed what the others had begun
-                return False
-            raise
-        sync_folder(shard.folder)
-        remove_temporaries(shard.folder, shard_name(shard.shard_id), older_than_s=0)
-    return True
+            manifest = read_manifest(self.source, self.shard_id)
+        except ReadWriteError as error:
+            raise CannotReadSource(str(error)) from None
+        found = manifest.spec.plan_id, manifest.tar.num_bytes, manifest.idx.num_bytes
+        expected = self.plan_id, self.tar_bytes, self.idx_bytes
+        if found != expected:
+            raise OtherPlan(
+                f"{manifest_path(self.source, self.shard_id)} is of plan {found[0][:12]}, a tar of "
+                f"{found[1]} and an idx of {found[2]} bytes; the data set's index says {expected[0][:12]}, "
+                f"{expected[1]} and {expected[2]}; run: python -m preprocess verify {self.source}"
+            )
+        return manifest
 
 
-def check_copy(shard: ShardToStage) -> str:
+class Staging:
+    """The staging of a list of shards by this process, and what became of them so far."""
+
+    def __init__(self, shards: list[ShardToStage], staged_dir: Path, progress: Progress) -> None:
+        self.num_found = 0  # there before, or copied by others
+        self.num_copied = 0
+        self.failures: list[ShardprepError] = []  # a shard each, of a bad source
+        self._shards = shards
+        self._folders = sorted({shard.folder for shard in shards})
+        self._staged_dir = staged_dir
+        self._progress = progress
+
+    def run(self, *, recheck: bool) -> None:
+        """Stage every shard; a bad source is noted and the others go on.
+
+        ``recheck`` reads what is there, too, and copies anew what differs. Raises CannotWrite where there
+        is no room for all of them, before anything is copied, and CannotWrite or ReadWriteError where writing
+        fails. Whatever happens, each file under a shard's name is whole; what ``kill -9`` leaves beside them
+        is removed by the next run on this node.
+        """
+        for folder in self._folders:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise CannotWrite(f"{folder} cannot be made: {error.strerror}; choose another --to") from None
+            _remove_dead(folder)
+        for shard in self._shards if recheck else ():
+            with self._source_faults_noted():
+                self._remove_if_broken(shard)
+        if self._shards:
+            self._check_room()
+        todo = self._shards
+        try:
+            while todo:
+                left = self._one_pass(todo)
+                if len(left) == len(todo):
+                    time.sleep(POLL_S)
+                    for folder in self._folders:
+                        _remove_dead(folder)
+                todo = left
+        finally:  # a signal can come right after a file was made, before anything knows of it
+            for folder in self._folders:
+                with contextlib.suppress(OSError):  # of more weight is what ended the staging
+                    _remove_dead(folder, and_own=True)
+
+    def _one_pass(self, todo: list[ShardToStage]) -> list[ShardToStage]:
+        """Deal with each shard once; return those that others are copying."""
+        begun = {folder: set(_temporaries(folder)) for folder in self._folders}
+        left: list[ShardToStage] = []
+        for shard in todo:
+            stem = shard_name(shard.shard_id)
+            if shard.is_staged:
+                self.num_found += 1
+                self._progress.add(shard.num_bytes)
+                if stem in begun[shard.folder]:
+                    remove_temporaries(shard.folder, stem, older_than_s=0)
+            elif _grows(_temporaries(shard.folder).get(stem, [])):
+                left.append(shard)
+            else:
+                try:
+                    with self._source_faults_noted():
+                        self._copy(shard)
+                except (CannotWrite, ReadWriteError) as error:
+                    raise type(error)(f"{error}; {self._room_text()}") from None
+        return left
+
+    @contextlib.contextmanager
+    def _source_faults_noted(self) -> Iterator[None]:
+        try:
+            yield
+        except _SOURCE_FAULTS as error:
+            self.failures.append(error)
+            self._progress.say(f"error: {error}")
+
+    def _copy(self, shard: ShardToStage) -> None:
+        """Copy a shard, unless another process finishes it first; leave the whole pair, or an idx at most.
+
+        sha256 is computed of what is read: a GiB costs 1.3-2.1 s of CPU (one core with SHA instructions).
+        """
+        manifest = shard.manifest()
+        with contextlib.ExitStack() as held:
+            files = ((idx_path, manifest.idx), (tar_path, manifest.tar))  # in the order of their appearance
+            copies = [self._verified_copy(shard, *file, held) for file in files]
+            try:
+                for copy in copies:
+                    copy.publish()
+            except ReadWriteError:
+                if not shard.is_staged:
+                    raise
+                self.num_found += 1  # whoever finished first removed what the others had begun
+                return
+            sync_folder(shard.folder)
+            remove_temporaries(shard.folder, shard_name(shard.shard_id), older_than_s=0)
+        self.num_copied += 1
+
+    def _verified_copy(
+        self, shard: ShardToStage, path_of: Any, stamp: FileStamp, held: contextlib.ExitStack
+    ) -> PublishedFile:
+        """A synced copy of a file under its temporary name, which ``held`` discards; read twice at most."""
+        source, seen = path_of(shard.source, shard.shard_id), []
+        for attempt in range(NUM_ATTEMPTS):
+            copy = PublishedFile(path_of(shard.folder, shard.shard_id))
+            held.callback(copy.discard)
+            try:
+                for block in _blocks(source):
+                    copy.write(block)
+                    self._progress.add(len(block))
+            except CannotReadSource as error:
+                if attempt + 1 == NUM_ATTEMPTS:
+                    raise
+                self._progress.say(f"warning: {error}; trying once more")
+            else:
+                found = copy.sync()
+                if found == stamp:
+                    return copy
+                seen.append(f"{found.num_bytes} bytes of sha256 {found.sha256[:12]}")
+                self._progress.say(f"warning: {source} was read as {seen[-1]}, expected {stamp.sha256[:12]}")
+            self._progress.add(-copy.num_bytes)
+            copy.discard()
+        expected = f"its manifest says {stamp.num_bytes} bytes of {stamp.sha256[:12]}"
+        if len(seen) == NUM_ATTEMPTS and len(set(seen)) == 1:
+            raise BrokenShard(
+                f"the source is broken, not the copy: {source} is {seen[0]} in {NUM_ATTEMPTS} reads, "
+                f"{expected}; run: {remake_command(shard.shard_id, shard.source)}"
+            )
+        raise BrokenShard(
+            f"{source} is read differently each time ({', then '.join(seen)}), {expected}; the way to it or "
+            "this node's memory is at fault: try on another node, then: "
+            f"python -m preprocess verify {shard.source}"
+        )
+
+    def _remove_if_broken(self, shard: ShardToStage) -> None:
+        """Read a copy whole, and take it out of use if it is not what its manifest says."""
+        if not shard.is_staged or not (wrong := _copy_fault(shard)):
+            return
+        self._progress.say(f"warning: the copy is broken, not the source: {wrong}; it is copied anew")
+        path = tar_path(shard.folder, shard.shard_id)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise ReadWriteError(f"the broken copy {path} cannot be removed: {error.strerror}") from None
+
+    def _check_room(self) -> None:
+        needed_bytes, free_bytes, text = self._room()
+        if needed_bytes > free_bytes:
+            raise CannotWrite(
+                f"{text}; nothing was copied: make room, or pass --limit_bytes to stage as many as fit; "
+                "the loader reads the others where they are"
+            )
+
+    def _room(self) -> tuple[int, int, str]:
+        """Bytes of what is not yet staged, bytes free for it, and both in words.
+
+        What unfinished copies hold counts as free: each becomes a shard or goes. The order of the three looks
+        matters, as others copy meanwhile: what they finish between them must not count as needed, or twice.
+        """
+        found = os.statvfs(self._staged_dir)
+        free_bytes = found.f_bavail * found.f_frsize
+        for folder in self._folders:
+            for path in (path for paths in _temporaries(folder).values() for path in paths):
+                with contextlib.suppress(OSError):
+                    free_bytes += path.stat().st_blocks * 512
+        missing = [shard.num_bytes for shard in self._shards if not shard.is_staged]
+        text = (
+            f"{len(missing)} shards of {short_bytes(sum(missing))} are still to be staged, "
+            f"{self._staged_dir} has {short_bytes(free_bytes)} free; what is staged stays valid"
+        )
+        return sum(missing), free_bytes, text
+
+    def _room_text(self) -> str:
+        try:
+            return self._room()[2]
+        except OSError as error:
+            return f"the room in {self._staged_dir} is unknown ({error.strerror}); what is staged stays valid"
+
+
+def _copy_fault(shard: ShardToStage) -> str:
     """What is wrong with a copy that is there, by reading it whole; empty where nothing is."""
-    manifest = _manifest(shard)
+    manifest = shard.manifest()
     for path_of, stamp in ((tar_path, manifest.tar), (idx_path, manifest.idx)):
         path = path_of(shard.folder, shard.shard_id)
         try:
@@ -139,70 +310,6 @@ def check_copy(shard: ShardToStage) -> str:
         if found != stamp.sha256:
             return f"{path} has sha256 {found[:12]}, its manifest says {stamp.sha256[:12]}"
     return ""
-
-
-def _manifest(shard: ShardToStage) -> Manifest:
-    """The manifest in the data set's folder, which must be of the plan and sizes that the index has."""
-    try:
-        manifest = read_manifest(shard.source, shard.shard_id)
-    except ReadWriteError as error:
-        raise CannotReadSource(str(error)) from None
-    found = manifest.spec.plan_id, manifest.tar.num_bytes, manifest.idx.num_bytes
-    expected = shard.plan_id, shard.tar_bytes, shard.idx_bytes
-    if found != expected:
-        raise OtherPlan(
-            f"{manifest_path(shard.source, shard.shard_id)} is of plan {found[0][:12]}, a tar of {found[1]} "
-            f"and an idx of {found[2]} bytes; the data set's index says {expected[0][:12]}, {expected[1]} "
-            f"and {expected[2]}; run: python -m preprocess verify {shard.source}"
-        )
-    return manifest
-
-
-def _verified(
-    source: Path,
-    target: Path,
-    stamp: FileStamp,
-    shard: ShardToStage,
-    progress: CountBytes,
-    say: Say,
-    held: contextlib.ExitStack,
-) -> PublishedFile:
-    """A synced copy under its temporary name, of the right content; ``held`` discards it."""
-    seen: list[str] = []
-    for attempt in range(NUM_ATTEMPTS):
-        copy = PublishedFile(target)
-        held.callback(copy.discard)
-        try:
-            for block in _blocks(source):
-                copy.write(block)
-                progress(len(block))
-        except CannotReadSource as error:
-            if attempt + 1 == NUM_ATTEMPTS:
-                raise
-            say(f"warning: {error}; trying once more")
-        else:
-            found = copy.sync()
-            if found == stamp:
-                return copy
-            seen.append(f"{found.num_bytes} bytes of sha256 {found.sha256[:12]}")
-            say(f"warning: {source} was read as {seen[-1]}, expected {stamp.sha256[:12]}")
-        progress(-copy.num_bytes)
-        copy.discard()
-    raise BrokenShard(_blame(source, seen, stamp, shard))
-
-
-def _blame(source: Path, seen: list[str], stamp: FileStamp, shard: ShardToStage) -> str:
-    """Who is at fault: the file where it is read alike, else what lies between it and here."""
-    expected = f"its manifest says {stamp.num_bytes} bytes of {stamp.sha256[:12]}"
-    if len(seen) == NUM_ATTEMPTS and len(set(seen)) == 1:
-        return (
-            f"the source is broken, not the copy: {source} is {seen[0]} in {NUM_ATTEMPTS} reads, {expected}; "
-            f"run: {remake_command(shard.shard_id, shard.source)}"
-        )
-    return (
-        f"{source} is read differently each time ({', then '.join(seen)}), {expected}; the way to it or this "
-        f"node's memory is at fault: try on another node, then: python -m preprocess verify {shard.source}"
-    )
 
 
 def _blocks(path: Path) -> Iterator[memoryview]:
@@ -225,151 +332,6 @@ def _blocks(path: Path) -> Iterator[memoryview]:
         with contextlib.suppress(OSError):
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)  # a second read is of the disk then
         close_read(handle)
-
-
-STALLED_S = 30.0  # another's copy that did not grow for so long is not waited for
-POLL_S = 0.2
-
-_TEMPORARY = re.compile(r"\.(shard-\d{5})\.(?:tar|idx)\.(.+)-(\d+)-[0-9a-f]{8}\.tmp")  # of PublishedFile
-_SOURCE_FAULTS = (BrokenShard, NotFound, Refused, CannotReadSource)
-
-
-@dataclass(kw_only=True)
-class Staged:
-    """What became of a list of shards."""
-
-    num_found: int = 0  # there before, or copied by others
-    num_copied: int = 0
-    failures: list[ShardprepError] = field(default_factory=list)  # a shard each, of a bad source
-
-
-def stage_shards(
-    shards: list[ShardToStage], staged_dir: Path, *, recheck: bool, progress: CountBytes, say: Say
-) -> Staged:
-    """Copy the shards that are not staged, in their order; a bad source is noted and the others go on.
-
-    ``recheck`` reads what is there, too, and copies anew what differs. Raises CannotWrite where there is
-    no room for all of them, before anything is copied, and CannotWrite or ReadWriteError where writing
-    fails. Whatever happens, each file under a shard's name is whole; ``kill -9`` leaves temporary files
-    as well, which the next run on this node removes.
-    """
-    staged = Staged()
-    if not shards:
-        return staged
-    for folder in {shard.folder for shard in shards}:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CannotWrite(f"{folder} cannot be made: {error.strerror}; choose another --to") from None
-        _remove_dead(folder)
-    if recheck:
-        for shard in shards:
-            _recheck(shard, staged, say)
-    _check_room(shards, staged_dir)
-    todo = shards
-    try:
-        while todo:
-            left = _one_pass(todo, staged_dir, staged, progress, say)
-            if len(left) == len(todo):
-                time.sleep(POLL_S)
-                for folder in {shard.folder for shard in left}:
-                    _remove_dead(folder)
-            todo = left
-    finally:  # a signal can come right after a file was made, before anything knows of it
-        for folder in {shard.folder for shard in shards}:
-            with contextlib.suppress(OSError):  # of more weight is what ended the staging
-                _remove_dead(folder, and_own=True)
-    return staged
-
-
-def _one_pass(
-    todo: list[ShardToStage], staged_dir: Path, staged: Staged, progress: CountBytes, say: Say
-) -> list[ShardToStage]:
-    """Deal with each shard once; those that others are copying are left."""
-    begun = {folder: set(_temporaries(folder)) for folder in {shard.folder for shard in todo}}
-    left: list[ShardToStage] = []
-    for shard in todo:
-        stem = shard_name(shard.shard_id)
-        if shard.is_staged:
-            staged.num_found += 1
-            progress(shard.num_bytes)
-            if stem in begun[shard.folder]:
-                remove_temporaries(shard.folder, stem, older_than_s=0)
-        elif _grows(_temporaries(shard.folder).get(stem, [])):
-            left.append(shard)
-        else:
-            try:
-                if copy_shard(shard, progress, say):
-                    staged.num_copied += 1
-                else:
-                    staged.num_found += 1
-            except _SOURCE_FAULTS as error:
-                staged.failures.append(error)
-                say(f"error: {error}")
-            except (CannotWrite, ReadWriteError) as error:
-                raise type(error)(f"{error}; {_room_text(todo, staged_dir)}") from None
-    return left
-
-
-def _recheck(shard: ShardToStage, staged: Staged, say: Say) -> None:
-    """Take a copy that is not what its manifest says out of use."""
-    if not shard.is_staged:
-        return
-    try:
-        wrong = check_copy(shard)
-    except _SOURCE_FAULTS as error:
-        staged.failures.append(error)
-        say(f"error: {error}")
-        return
-    if wrong:
-        say(f"warning: the copy is broken, not the source: {wrong}; it is copied anew")
-        path = tar_path(shard.folder, shard.shard_id)
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            raise ReadWriteError(f"the broken copy {path} cannot be removed: {error.strerror}") from None
-
-
-def _check_room(shards: list[ShardToStage], staged_dir: Path) -> None:
-    needed_bytes, free_bytes, text = _room(shards, staged_dir)
-    if needed_bytes > free_bytes:
-        raise CannotWrite(
-            f"{text}; nothing was copied: make room, or pass --limit_bytes to stage as many as fit; "
-            "the loader reads the others where they are"
-        )
-
-
-def _room(shards: list[ShardToStage], staged_dir: Path) -> tuple[int, int, str]:
-    """Bytes of what is not yet staged, bytes free for it, and both in words.
-
-    What unfinished copies hold counts as free: each becomes a shard or goes. The order of the three looks
-    matters, as others copy meanwhile: what they finish between them must not count as needed, or twice.
-    """
-    found = os.statvfs(staged_dir)
-    free_bytes = found.f_bavail * found.f_frsize
-    for folder in {shard.folder for shard in shards}:
-        for paths in _temporaries(folder).values():
-            for path in paths:
-                with contextlib.suppress(OSError):
-                    free_bytes += path.stat().st_blocks * 512
-    missing = [shard.num_bytes for shard in shards if not shard.is_staged]
-    text = (
-        f"{len(missing)} shards of {size_text(sum(missing))} are still to be staged, {staged_dir} has "
-        f"{size_text(free_bytes)} free; what is staged stays valid"
-    )
-    return sum(missing), free_bytes, text
-
-
-def _room_text(shards: list[ShardToStage], staged_dir: Path) -> str:
-    try:
-        return _room(shards, staged_dir)[2]
-    except OSError as error:
-        return f"what room {staged_dir} has cannot be seen ({error.strerror}); what is staged stays valid"
-
-
-def size_text(num_bytes: int) -> str:
-    """``24.1 GB``, decimal; MB below one."""
-    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.2f} MB"
 
 
 def _temporaries(folder: Path) -> dict[str, list[Path]]:
@@ -396,15 +358,21 @@ def _remove_dead(folder: Path, *, and_own: bool = False) -> None:
     One that lives in another PID namespace under this host's name would be taken for dead. It loses its
     copy and ends with 74; nothing wrong comes of it.
     """
-    for paths in _temporaries(folder).values():
-        for path in paths:
-            match = _TEMPORARY.fullmatch(path.name)
-            assert match is not None
-            lives = Path("/proc", match[3]).exists() and not (and_own and int(match[3]) == os.getpid())
-            ended = match[2] == socket.gethostname() and not lives
-            with contextlib.suppress(OSError):
-                if ended or time.time() - path.stat().st_mtime > STALE_AFTER_S:
-                    path.unlink()
+    for path in (path for paths in _temporaries(folder).values() for path in paths):
+        match = _TEMPORARY.fullmatch(path.name)
+        assert match is not None
+        lives = Path("/proc", match[3]).exists() and not (and_own and int(match[3]) == os.getpid())
+        ended = match[2] == socket.gethostname() and not lives
+        with contextlib.suppress(OSError):
+            if ended or time.time() - path.stat().st_mtime > STALE_AFTER_S:
+                path.unlink()
+
+
+# Which shards: all, those that the ranks of a node read, or as many of them as fit.
+
+
+def _flag(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -414,16 +382,22 @@ class NodeRanks:
     world_size: int
     ranks: tuple[int, ...]
     batch_size: int
-    global_batch_size: int | None = None
-    seed: int = 0
-    shuffle: bool = True
-    seq_len: int | None = None
-    max_length: int | None = None
-    long_documents: str = "truncate"
-    group_by_length: bool | int = False
-    first_step: int = 0  # global batch, counted through all epochs
-    num_steps: int | None = None  # to the end of the epoch, if not given
-    num_epochs: int = 1  # with the one of first_step
+    global_batch_size: int | None = _flag(
+        None, "samples of an optimizer's step (default batch_size x world_size)"
+    )
+    seed: int = _flag(0, "of the shuffle")
+    seq_len: int | None = _flag(None, "documents packed into rows of so many tokens at load")
+    max_length: int | None = _flag(None, "tokens at which documents are cut")
+    long_documents: Literal["truncate", "split", "error"] = _flag(
+        "truncate", "what the loader does with documents over --max_length"
+    )
+    group_by_length: bool | int = _flag(
+        False, "documents of like length side by side, in groups of so many (alone: of batch_size)"
+    )
+    first_step: int = _flag(0, "global batch from which on, counted through all epochs")
+    num_steps: int | None = _flag(None, "global batches (default: to the end of --num_epochs)")
+    num_epochs: int = _flag(1, "epochs, that of --first_step included")
+    shuffle: bool = _flag(True, "as the loader is told")
 
     def __post_init__(self) -> None:
         beyond = [rank for rank in self.ranks if not 0 <= rank < self.world_size]
@@ -458,15 +432,13 @@ def choose_shards(
 ) -> ShardsToStage:
     """Of the shards named those that the ranks read, and of these what ``limit_bytes`` hold.
 
-    Those of which the ranks read the largest part are taken then. ``reader_index``: which of all that
-    stage this process is, so that each begins with another shard. Raises what ``find_shards`` does, and
-    UsageError for tars without a manifest: nothing could vouch for their copies.
+    Those of which the ranks read the largest part are taken then. ``reader_index``: which of all that stage
+    this process is, so that each begins with another shard. Raises what ``find_shards`` does, and UsageError
+    for tars without a manifest, which says what their copies must be.
     """
     if node_ranks is None:
-        shards, parts = find_data_sets(input_shards, exclude_shards), None
+        shards, parts = _find_data_sets(input_shards, exclude_shards, count_tokens=False), None
     else:
-        from loader.parts_read import parts_of_ranks  # its imports have torch: seconds
-
         shards, parts = parts_of_ranks(input_shards, exclude_shards, node_ranks)
     every = [_to_stage(shards, number, staged_dir) for number in range(shards.num_shards)]
     read = np.arange(len(every)) if parts is None else np.flatnonzero(parts)
@@ -485,10 +457,9 @@ def choose_shards(
     )
 
 
-def find_data_sets(
-    input_shards: tuple[str, ...], exclude_shards: tuple[int | str, ...], *, count_tokens: bool = False
+def _find_data_sets(
+    input_shards: tuple[str, ...], exclude_shards: tuple[int | str, ...], *, count_tokens: bool
 ) -> ShardSet:
-    """The shards named, as ``find_shards`` finds them. Raises UsageError for a tar without a manifest."""
     shards = find_shards(input_shards, exclude_shards=exclude_shards, count_tokens=count_tokens)
     external = [source.path_of(0) for source in shards.sources if not isinstance(source, DatasetShards)]
     if external:
@@ -512,7 +483,128 @@ def _to_stage(shards: ShardSet, number: int, staged_dir: str | os.PathLike[str])
     )
 
 
-_NUM_PLACES = 1 << 16  # in the list, for processes that Slurm did not number
+# How much of each shard ranks read, by the sampling order alone: no sample is read, and nothing as large as
+# the data set is held. The first and the last window count whole, as they are read whole.
+
+NUM_AT_ONCE = 1 << 18  # intervals at a time: some 30 MB
+
+Intervals = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]  # firsts, ends
+
+
+def parts_of_ranks(
+    input_shards: tuple[str, ...], exclude_shards: tuple[int | str, ...], node: NodeRanks
+) -> tuple[ShardSet, npt.NDArray[np.float64]]:
+    """The shards, and how much of each the ranks read: what their loaders' own Order says."""
+    # Imported here, as both have torch: seconds that staging a whole data set does not pay.
+    from loader.samples import SampleRules, make_samples
+    from loader.workers import check_batch, group_size, make_order, rank_slots
+
+    global_batch_size = check_batch(node.batch_size, node.global_batch_size, node.world_size)
+    rules = SampleRules(
+        seq_len=node.seq_len,
+        max_length=node.max_length,
+        long_documents=node.long_documents,
+        group=group_size(node.group_by_length, node.batch_size),
+    )
+    if rules.long_documents != "truncate" and rules.max_length is None:
+        raise UsageError(f"long_documents={rules.long_documents!r} needs max_length")
+    shards = _find_data_sets(input_shards, exclude_shards, count_tokens=rules.needs_lengths)
+    samples = make_samples(shards, rules, eos_token_id=shards.datasets[0].spec.tokenizer.eos_token_id)
+    order = make_order(samples, shards, global_batch_size, rules.group, seed=node.seed, shuffle=node.shuffle)
+    steps = order.steps_per_epoch
+    end_step = (node.first_step // steps + node.num_epochs) * steps
+    if node.num_steps is not None:
+        end_step = node.first_step + node.num_steps
+    parts = np.zeros(shards.num_shards)
+    ranks = sorted(set(node.ranks))
+    for _, run in groupby(enumerate(ranks), lambda item: item[1] - item[0]):  # consecutive ones at once
+        of_run = [rank_slots(order, rank, node.world_size) for _, rank in run]
+        slots = range(of_run[0].start, of_run[-1].stop)
+        parts += parts_read(order, samples, slots, node.first_step, end_step)
+    return shards, parts
+
+
+def parts_read(
+    order: Order, samples: Samples, slots: range, first_step: int, end_step: int
+) -> npt.NDArray[np.float64]:
+    """How much of each shard slots read in steps ``first_step`` up to ``end_step``: float64[num_shards].
+
+    Steps are counted through all epochs. 0: the shard is not opened; 1: as much as all of it, once.
+    ``slots`` are consecutive, of one rank or of several. 10^6 blocks take 0.3 s, one core.
+    """
+    from loader.samples import JoinedRows, WholeSamples
+
+    if isinstance(samples, JoinedRows):
+        edges, unit = samples.first_token, samples.seq_len  # of shards, in tokens; tokens of a sample
+    else:
+        assert isinstance(samples, WholeSamples)
+        edges, unit = samples.first_samples, 1
+    num_units = int(edges[-1])
+    read = np.zeros(len(edges) - 1, np.int64)
+    steps = order.steps_per_epoch
+    for epoch in range(first_step // steps, -(-end_step // steps)):
+        offset = order.offset(epoch, samples.offsets)
+        begin, end = max(first_step - epoch * steps, 0), min(end_step - epoch * steps, steps)
+        for firsts, ends in _epoch_samples(order, epoch, slots, begin, end):
+            firsts, ends = _unwrapped(firsts, ends, order.num_samples)
+            begins = (offset + firsts * unit) % num_units
+            read += _overlaps(edges, *_unwrapped(begins, begins + (ends - firsts) * unit, num_units))
+    return read / np.maximum(np.diff(edges), 1)
+
+
+def _epoch_samples(order: Order, epoch: int, slots: range, begin: int, end: int) -> Iterator[Intervals]:
+    """Intervals of the samples that slots read in steps of one epoch; they may go beyond N, and wrap."""
+    size = order.window_steps
+    start, end = begin // size * size, min(-(-end // size) * size, order.steps_per_epoch)
+    if not order.shuffle:
+        for first in range(start, end, NUM_AT_ONCE):
+            steps = np.arange(first, min(first + NUM_AT_ONCE, end), dtype=np.int64) * order.global_batch_size
+            yield steps + slots.start, steps + slots.stop
+        return
+    per_slot = order.steps_per_epoch * order.group
+    if (start, end) == (0, order.steps_per_epoch):
+        yield from _block_intervals(order, epoch, slots.start * per_slot, slots.stop * per_slot)
+        return
+    held: list[Intervals] = []  # thousands of slots give few each
+    for slot in slots:
+        first = slot * per_slot
+        held += _block_intervals(order, epoch, first + start * order.group, first + end * order.group)
+        if slot + 1 == slots.stop or sum(len(firsts) for firsts, _ in held) >= NUM_AT_ONCE:
+            yield np.concatenate([firsts for firsts, _ in held]), np.concatenate([ends for _, ends in held])
+            held = []
+
+
+def _block_intervals(order: Order, epoch: int, begin: int, end: int) -> Iterator[Intervals]:
+    """Intervals of samples at consecutive positions, one per block; the outer blocks may be cut."""
+    size = order.block_samples
+    for first in range(begin // size, -(-end // size), NUM_AT_ONCE):
+        positions = np.arange(first, min(first + NUM_AT_ONCE, -(-end // size)), dtype=np.int64) * size
+        starts = order.samples_at(epoch, positions)
+        yield starts + np.maximum(begin - positions, 0), starts + np.minimum(end - positions, size)
+
+
+def _unwrapped(firsts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], total: int) -> Intervals:
+    """Intervals modulo ``total``, none longer than it, as intervals below it."""
+    firsts, ends = np.where(firsts >= total, [firsts - total, ends - total], [firsts, ends])
+    beyond = ends[ends > total] - total
+    return np.concatenate([firsts, np.zeros_like(beyond)]), np.concatenate([np.minimum(ends, total), beyond])
+
+
+def _overlaps(
+    edges: npt.NDArray[np.int64], firsts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """How much of each stretch between edges the intervals cover, counted as often as they do."""
+
+    def covered_below(begins: npt.NDArray[np.int64]) -> Any:  # at each edge the sum of edge - begin
+        begins = np.sort(begins)
+        below = np.searchsorted(begins, edges)
+        return edges * below - np.concatenate([[0], np.cumsum(begins)])[below]
+
+    covered: npt.NDArray[np.int64] = np.diff(covered_below(firsts) - covered_below(ends))
+    return covered
+
+
+# The command
 
 
 def stage(args: argparse.Namespace) -> int:
@@ -521,28 +613,36 @@ def stage(args: argparse.Namespace) -> int:
     Raises ShardprepErrors, and Stopped on TERM, USR1 and INT, which leaves no temporary file.
     """
     raise_on_stop_signals("what is staged is whole")
-    node_ranks = _node_ranks(args, os.environ)
+    node = _node_ranks(args, os.environ)
+    limit = args.limit_bytes
     try:
-        chosen = choose_shards(
+        choice = choose_shards(
             tuple(args.input_shards),
             args.to,
             exclude_shards=tuple(int(name) if name.isdecimal() else name for name in args.exclude_shards),
-            node_ranks=node_ranks,
-            limit_bytes=_limit_bytes(args),
+            node_ranks=node,
+            limit_bytes=limit and parse_size(limit, "--limit_bytes", such_as="800M or 500G"),
             reader_index=reader_index_of(os.environ),
         )
     except OSError as error:
         raise ReadWriteError(f"{' '.join(args.input_shards)} cannot be looked at: {error}") from None
-    print_lines(*_choice_lines(chosen, node_ranks))
-    with Progress("staging", sum(shard.num_bytes for shard in chosen.chosen)) as progress:
+    print_lines(*_choice_lines(choice, node))
+    with Progress("staging", sum(shard.num_bytes for shard in choice.chosen)) as progress:
+        staging = Staging(choice.chosen, Path(args.to), progress)
         try:
-            staged = stage_shards(
-                chosen.chosen, Path(args.to), recheck=args.recheck, progress=progress.add, say=progress.say
-            )
+            staging.run(recheck=args.recheck)
         except OSError as error:  # of looking around in it; copying has its own
             raise ReadWriteError(f"{args.to} cannot be staged to: {error}") from None
-    print_lines(_end_line(staged, len(chosen.chosen), args.to))
-    return staged.failures[0].exit_code if staged.failures else 0
+    num_chosen, failures = len(choice.chosen), staging.failures
+    failed = f", {len(failures)} failed" if failures else ""
+    print_lines(
+        f"staged {num_chosen - len(failures)} of {num_chosen} shards: {staging.num_copied} copied, "
+        f"{staging.num_found} there before or copied by others{failed}; load them with staged_dir={args.to!r}"
+    )
+    return failures[0].exit_code if failures else 0
+
+
+_NUM_PLACES = 1 << 16  # in the list, for processes that Slurm did not number
 
 
 def reader_index_of(environ: Mapping[str, str]) -> ReaderIndex:
@@ -554,26 +654,27 @@ def reader_index_of(environ: Mapping[str, str]) -> ReaderIndex:
     if not (local.isdecimal() and node.isdecimal()):
         place = zlib.crc32(f"{socket.gethostname()}:{os.getpid()}".encode()) % _NUM_PLACES
         return ReaderIndex(number=place, count=_NUM_PLACES)
-    num_nodes = _count(environ, "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", at_least=int(node) + 1)
-    num_tasks = _count(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", at_least=1)
+
+    def count(*names: str, at_least: int) -> int:
+        found = next((environ[name] for name in names if environ.get(name, "").isdecimal()), "1")
+        return max(int(found), at_least)
+
+    num_nodes = count("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", at_least=int(node) + 1)
+    num_tasks = count("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", at_least=1)
     num_local = max(-(-num_tasks // num_nodes), int(local) + 1)
     return ReaderIndex(number=int(local) * num_nodes + int(node), count=num_local * num_nodes)
 
 
-def _count(environ: Mapping[str, str], *names: str, at_least: int) -> int:
-    found = next((environ[name] for name in names if environ.get(name, "").isdecimal()), "1")
-    return max(int(found), at_least)
-
-
 def _node_ranks(args: argparse.Namespace, environ: Mapping[str, str]) -> NodeRanks | None:
     """The ranks of this node, where a world is given, with all that fixes their order."""
-    given = {name: getattr(args, name) for name in _ORDER_FLAGS if hasattr(args, name)}
-    if args.world_size is None:
-        if given or args.ranks or args.ranks_per_node is not None:
-            flags = ", ".join(f"--{name}" for name in (*given, *(["ranks"] if args.ranks else [])))
+    given = given_of(args, NodeRanks)
+    ranks_text, world_size = given.pop("ranks"), given.pop("world_size")
+    if world_size is None:
+        if given or ranks_text or args.ranks_per_node is not None:
+            flags = ", ".join(f"--{name}" for name in (*given, *(["ranks"] if ranks_text else [])))
             raise UsageError(f"{flags or '--ranks_per_node'} choose shards for ranks; add --world_size")
         return None
-    if bool(args.ranks) == (args.ranks_per_node is not None):
+    if bool(ranks_text) == (args.ranks_per_node is not None):
         raise UsageError(
             "--world_size needs either --ranks or --ranks_per_node, to know which are this node's"
         )
@@ -581,74 +682,39 @@ def _node_ranks(args: argparse.Namespace, environ: Mapping[str, str]) -> NodeRan
         raise UsageError(
             "--world_size needs --batch_size: it fixes which rank reads what, as does all below it"
         )
-    if args.ranks:
-        ranks = _parse_ranks(args.ranks)
+    if ranks_text:
+        try:
+            ranks = tuple(ids_of_ranges(ranks_text))
+        except ValueError:
+            raise UsageError(f"--ranks is {ranks_text!r}, expected numbers such as 8-15 or 0,4") from None
     else:
         node = environ.get("SLURM_NODEID", "")
         if not node.isdecimal():
             raise UsageError("--ranks_per_node needs SLURM_NODEID: start this with srun, or pass --ranks")
         first = int(node) * args.ranks_per_node
         ranks = tuple(range(first, first + args.ranks_per_node))
-    return NodeRanks(world_size=args.world_size, ranks=ranks, **given)
-
-
-def _parse_ranks(text: str) -> tuple[int, ...]:
-    """``8-15,20`` -> numbers."""
-    try:
-        return tuple(ids_of_ranges(text))
-    except ValueError:
-        raise UsageError(f"--ranks is {text!r}, expected numbers such as 8-15 or 0,4") from None
-
-
-def _limit_bytes(args: argparse.Namespace) -> int | None:
-    if args.limit_bytes is None:
-        return None
-    return parse_size(args.limit_bytes, "--limit_bytes", such_as="800M or 500G")
+    return NodeRanks(world_size=world_size, ranks=ranks, **given)
 
 
 def _choice_lines(choice: ShardsToStage, node: NodeRanks | None) -> list[str]:
     """What was chosen, and why."""
     lines = []
     if node is not None:
-        last = "" if node.num_steps is None else f", {node.num_steps} steps"
-        epochs = f", {node.num_epochs} epoch(s)" if node.num_steps is None else ""
+        steps = f", {node.num_epochs} epoch(s)" if node.num_steps is None else f", {node.num_steps} steps"
         all_read = node.shuffle and choice.num_read == choice.num_shards
         why = ": all of them, as shuffled ranks read blocks of every shard" if all_read else ""
         lines.append(
-            f"{choice.num_read} of {choice.num_shards} shards, {size_text(choice.read_bytes)} of "
-            f"{size_text(choice.num_bytes)}, are read by {len(set(node.ranks))} of {node.world_size} ranks "
-            f"from step {node.first_step}{last}{epochs}{why}"
+            f"{choice.num_read} of {choice.num_shards} shards, {short_bytes(choice.read_bytes)} of "
+            f"{short_bytes(choice.num_bytes)}, are read by {len(set(node.ranks))} of {node.world_size} ranks "
+            f"from step {node.first_step}{steps}{why}"
         )
     chosen_bytes = sum(shard.num_bytes for shard in choice.chosen)
-    lines.append(f"to stage: {len(choice.chosen)} shards of {size_text(chosen_bytes)}")
+    lines.append(f"to stage: {len(choice.chosen)} shards of {short_bytes(chosen_bytes)}")
     left = choice.num_read - len(choice.chosen)
     if left:
-        over = size_text(choice.read_bytes - chosen_bytes)
+        over = short_bytes(choice.read_bytes - chosen_bytes)
         lines.append(f"{left} shards of {over} are over --limit_bytes and will be read where they are")
     return lines
-
-
-def _end_line(staged: Staged, num_chosen: int, to: str) -> str:
-    failed = f", {len(staged.failures)} failed" if staged.failures else ""
-    return (
-        f"staged {num_chosen - len(staged.failures)} of {num_chosen} shards: {staged.num_copied} copied, "
-        f"{staged.num_found} there before or copied by others{failed}; load them with staged_dir={to!r}"
-    )
-
-
-_ORDER_FLAGS = {
-    "batch_size": "samples per batch on each rank",
-    "global_batch_size": "samples of an optimizer's step (default batch_size x world_size)",
-    "seed": "of the shuffle (default 0)",
-    "seq_len": "tokens of rows that documents are packed into at load",
-    "max_length": "tokens at which documents are cut",
-    "long_documents": "what happens to longer ones (default truncate)",
-    "group_by_length": "documents of like length side by side, in groups of so many (default batch_size)",
-    "first_step": "global batch from which on, counted through all epochs (default 0)",
-    "num_steps": "global batches (default: to the end of --num_epochs)",
-    "num_epochs": "epochs, that of --first_step included (default 1)",
-    "shuffle": "as the loader is told",
-}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -657,31 +723,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "Copy shards to a disk of this node, verified, for the loader's staged_dir. Any "
         "number of processes may do so at once; each begins elsewhere and skips what is there."
     )
-    parser.add_argument(
-        "input_shards", nargs="+", help="as the loader takes them; data sets of shardprep only"
-    )
-    parser.add_argument(
-        "--to", required=True, metavar="DIR", help="folder on this node; made if it is missing"
-    )
-    parser.add_argument(
-        "--limit_bytes", help="stage as many shards as fit, such as 500G; those read most first"
-    )
-    parser.add_argument(
-        "--recheck", action="store_true", help="read what is staged, too, and mend what differs"
-    )
-    parser.add_argument("--exclude_shards", nargs="+", default=[], help="as the loader's exclude_shards")
+    add = parser.add_argument
+    add("input_shards", nargs="+", help="as the loader takes them; data sets of shardprep only")
+    add("--to", required=True, metavar="DIR", help="folder on this node; made if it is missing")
+    add("--limit_bytes", help="stage as many shards as fit, such as 500G; those read most first")
+    add("--recheck", action="store_true", help="read what is staged, too, and mend what differs")
+    add("--exclude_shards", nargs="+", default=[], help="as the loader's exclude_shards")
     world = parser.add_argument_group(
         "only what this node's ranks will read", "the numbers that get_llama3_dataloader is given"
     )
     world.add_argument("--world_size", type=int, help="ranks of data parallelism, of all nodes")
     world.add_argument("--ranks", help="those of this node, such as 8-15")
     world.add_argument("--ranks_per_node", type=int, help="instead of --ranks: by SLURM_NODEID, in its order")
-    for name, text in _ORDER_FLAGS.items():
-        settings: dict[str, Any] = {"type": int}
-        if name == "shuffle":
-            settings = {"action": argparse.BooleanOptionalAction}
-        elif name == "long_documents":
-            settings = {"choices": ("truncate", "split", "error")}
-        elif name == "group_by_length":
-            settings = {"type": int, "nargs": "?", "const": True}
-        world.add_argument(f"--{name}", help=text, default=argparse.SUPPRESS, **settings)
+    world.add_argument(
+        "--batch_size", type=int, default=argparse.SUPPRESS, help="samples per batch on each rank"
+    )
+    add_flags_of(world, NodeRanks, but=("world_size", "ranks", "batch_size"))

@@ -1,24 +1,13 @@
 """The position of a run, its steps, and the state that a checkpoint keeps.
 
-Where a run of batches stands: a few integers, and what they mean.
+A position counts global batches, which are the same on every number of ranks and workers. Only inside of a
+step, with accumulation, it also counts the batches of a rank, which mean something for the same world and
+batch size alone.
 
-A position counts global batches, which are the same whatever number of ranks and workers read them. Only
-inside of a step, with accumulation, it also counts the batches of a rank, which have a meaning for the same
-world and batch size alone. ``RunProgress`` knows what was delivered, where the next epoch begins, and
-whether no step was left out.
-
-``SkippedSteps`` are what a run left out, as after a spike of the loss: steps of the order, which are global
-batches counted through all epochs from 0. What was trained is fewer steps than the order went on. Ranges are
-kept as a text, ``1000-1199,4000``: a state has the same keys always, as torch.distributed.checkpoint needs
-it.
-
-The steps of a run: which steps of the order each takes, how long its rows are, where epochs begin.
-
-A step of training is a global batch. Without ``batch_size_schedule`` it is one step of the order. With it,
-the order has steps of as many samples as the greatest number that divides all sizes, and a global batch is
-some of them one after another. So the order never changes, nothing comes twice, and a position in the run is
-what it is without: a step, counted through all epochs. An epoch ends where another global batch would not
-fit; what is left out of it is less than one. ``seq_len_schedule`` is in row_lengths.py.
+A step of training is a global batch. Without ``batch_size_schedule`` it is one step of the order. With it, a
+step of the order has as many samples as the greatest number that divides all sizes, and a global batch is
+some of them, one after another. So the order never changes, and a position stays one step, counted through
+all epochs. An epoch ends where another global batch would not fit.
 """
 
 from __future__ import annotations
@@ -34,6 +23,7 @@ from math import gcd
 from operator import index
 from typing import Any, NamedTuple
 
+from loader.mixture import check_first_steps, is_same_schedule
 from shardprep.errors import BrokenShard, OtherTokenizer, Refused, UsageError
 
 _HASH_DIGITS = 64
@@ -57,7 +47,11 @@ MAX_EPOCH = 2**31 - 1  # workers are told the epoch in an int64
 
 @dataclass(frozen=True)
 class SkippedSteps:
-    """Ranges [first, end) of steps of the order, ascending and apart."""
+    """Steps that a run left out, as after a spike of the loss: ranges [first, end) of steps of the order.
+
+    They are ascending and apart, and kept as a text, ``1000-1199,4000``: torch.distributed.checkpoint needs a
+    state with the same keys always.
+    """
 
     ranges: tuple[tuple[int, int], ...] = ()
 
@@ -199,8 +193,6 @@ def _check_fingerprint(saved: dict[str, Any], mine: dict[str, Any]) -> None:
 
 def _is_same(name: str, saved: Any, mine: Any) -> bool:
     if name == "schedule" and isinstance(saved, str) and isinstance(mine, str):
-        from loader.mixture import is_same_schedule  # which imports this module
-
         return is_same_schedule(saved, mine)
     return bool(saved == mine)
 
@@ -409,16 +401,6 @@ def _at(ramp: Ramp, step: int) -> int:
     if step >= first:
         return value
     return next(value for first, value in reversed(ramp) if first <= step)
-
-
-def check_first_steps(name: str, firsts: Sequence[object]) -> None:
-    """Raises UsageError unless stages begin at whole steps, ascending from 0."""
-    are_steps = all(isinstance(first, int) and not isinstance(first, bool) for first in firsts)
-    # mypy does not see that all are int where they are compared.
-    if not are_steps or list(firsts[:1]) != [0] or any(a >= b for a, b in pairwise(firsts)):  # type: ignore[operator]
-        raise UsageError(
-            f"{name} has stages from the steps {list(firsts)}, expected whole numbers from 0 on, ascending"
-        )
 
 
 def ramp_sizes(schedule: Ramp, global_batch_size: int | None, *, is_validation: bool) -> tuple[int, Ramp]:

@@ -1,27 +1,8 @@
 """The torch DataLoader that a training loop sees, and the processes behind it.
 
-Worker processes that no stop signal ends: the process that trains decides, and they end with it.
-
-Slurm, torchrun and a terminal send a signal to all processes of a job. A worker that died of it would end the
-process that trains, by an error of torch's DataLoader, before that one has saved its checkpoint.
-
-A user's ``collate_fn``, called in processes of its own.
-
-A batch has samples of all the workers that read, so none of these can collate one; and a worker that read
-whole batches would read what the others read, too. So this process hands the samples of each batch on, and as
-many processes again as read make the batches. For a batch of 8 x 2048 ids and labels that costs this process
-0.8 ms of CPU, whatever the ``collate_fn`` does; to call the smallest one here, with its lists, costs 3.8.
-
-A batch comes back as one pickle, its tensors as numpy arrays: torch would open a file for each tensor, which
-takes half as long again.
-
-The batches of a rank from any position on: chunks that worker processes send, cut into steps and collated.
-
-The stream reads ahead and does not know what the loop took; ``token_loader.py`` does.
-
-The torch DataLoader that a training loop sees: epochs, and the state of what the loop got.
-
-``batch_stream.py`` makes the batches.
+``BatchStream`` reads ahead: chunks from workers that no stop signal ends, cut into steps and collated.
+``CollateWorkers`` call a user's ``collate_fn`` in processes of their own. ``TokenLoader`` knows what the loop
+took.
 """
 
 from __future__ import annotations
@@ -50,6 +31,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
 from loader.batches import (
+    Batch,
     Collate,
     LoaderMetrics,
     Sample,
@@ -68,6 +50,9 @@ from loader.workers import ChunkDataset, whole_number
 from shardprep.errors import UsageError
 from shardprep.signals import stop_signals_wait
 
+# Slurm, torchrun and a terminal send a signal to all processes of a job. A worker that died of it would end
+# the process that trains, by an error of torch's DataLoader, before that one has saved its checkpoint. So
+# workers block these, and end with the process that trains.
 _SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _LOOK_EVERY_S = 1.0  # whether the process that trains is still there; 50 us of CPU each time
 
@@ -155,7 +140,12 @@ class _Source(Sampler[Any]):
 
 
 class CollateWorkers:
-    """Batches in the order of their samples; ``workers`` are options of torch's DataLoader.
+    """Batches of a user's ``collate_fn``, in order; ``workers``: options of torch's DataLoader.
+
+    A batch has samples of all the workers that read, so none of these can collate one. For 8 x 2048 ids and
+    labels handing them on costs this process 0.8 ms of CPU; calling the smallest ``collate_fn`` here costs
+    3.8. A batch comes back as one pickle, its tensors as numpy arrays: torch would open a file for each
+    tensor.
 
     Up to ``num_workers x prefetch_factor`` batches are ahead of the one that was taken. What ``collate_fn``
     raises is raised where its batch is taken, with the worker's traceback.
@@ -411,7 +401,7 @@ def warn_of_accumulation(micro_batches: int) -> None:
         )
 
 
-class TokenLoader(DataLoader[Any]):
+class TokenLoader(DataLoader[Batch]):
     """One ``iter()`` is one epoch; the next ``iter()`` is the next epoch, in another order.
 
     Every rank gets ``len(loader)`` batches, and no sample comes twice in an epoch; the samples left
@@ -472,6 +462,7 @@ class TokenLoader(DataLoader[Any]):
             **workers,
         }
         self.loader_tokenizer = loader_tokenizer
+        self._collator: Any = None
         self.process_rank = process_rank
         self.order = chunks.order
         self.metrics = LoaderMetrics()
@@ -499,6 +490,31 @@ class TokenLoader(DataLoader[Any]):
         Raises OtherTokenizer where transformers makes another one of its files, ReadWriteError, or NotFound.
         """
         return self.loader_tokenizer.load()
+
+    @property
+    def collate_fn(self) -> Any:
+        """What collates: the user's, else a DataCollatorForLanguageModeling that makes the same batches.
+
+        The loader makes its batches without it, so transformers and the tokenizer are loaded when it is asked
+        for.
+        """
+        padded = self.step_batches.padded
+        if padded is not self.step_batches.collate_fn:  # the user's
+            return self.step_batches.collate_fn
+        if self._collator is None:
+            from loader.collator import CausalLMCollator
+
+            self._collator = CausalLMCollator(
+                self.tokenizer,
+                pad_to_multiple_of=padded.pad_to_multiple_of,
+                pad_to_length=padded.pad_to_length,
+                max_padded_tokens=padded.max_padded_tokens,
+            )
+        return self._collator
+
+    @collate_fn.setter
+    def collate_fn(self, _: Any) -> None:
+        """Taken by torch's DataLoader when it is made; ``step_batches`` has it."""
 
     @property
     def first_batch(self) -> int:
@@ -530,6 +546,13 @@ class TokenLoader(DataLoader[Any]):
     @property
     def _order_step(self) -> int:
         return self.run.step_of(self._progress.delivered)
+
+    @property
+    def epoch(self) -> float:
+        """Epochs that the loop got: 1.5 is the middle of the second."""
+        at = self._progress.delivered
+        within = at.step + at.num_micro / self.run.batches_in(self.run.step_of(at))
+        return at.epoch + within / self.run.steps_in(at.epoch)
 
     @property
     def _delivered_of_order(self) -> int:
@@ -578,7 +601,9 @@ class TokenLoader(DataLoader[Any]):
         """Refuse what takes a loader for a data set."""
         raise UsageError(
             "a TokenLoader is no data set of samples, but was indexed like one, as "
-            f"Trainer(train_dataset=loader) does; {_OVERRIDE}"
+            "StatefulDataLoader(loader), DataLoader(loader) and Trainer(train_dataset=loader) do; iterate "
+            "the loader itself, and keep its state with loader.state_dict() and load_state_dict(); under "
+            f"HF's Trainer, {_OVERRIDE}"
         )
 
     @property
@@ -636,7 +661,7 @@ class TokenLoader(DataLoader[Any]):
         """
         self._progress.set_epoch(whole_number("epoch", epoch, least=0))
 
-    def peek(self) -> Any:
+    def peek(self) -> Batch:
         """The batch that the next ``iter()`` begins with, collated; changes nothing, nor is it counted.
 
         Reads its windows in this process, besides those that workers read: up to a second on a slow disk.
@@ -647,7 +672,7 @@ class TokenLoader(DataLoader[Any]):
         finally:
             chunks.close()
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         check_process_rank(self.process_rank)
         if not self.run.is_ramped:
             warn_of_accumulation(self.run.num_batches)
@@ -717,7 +742,7 @@ class _RefusedDataset(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         raise UsageError(
             "the dataset of a TokenLoader was iterated by another loader, as those that accelerate's "
-            "skip_first_batches and Trainer(train_dataset=loader.dataset) make; iterate the "
+            "skip_first_batches and Trainer(train_dataset=loader.dataset) make; iterate "
             "TokenLoader itself, which shares samples out among the ranks, and resume with load_state_dict; "
             f"under HF's Trainer, {_OVERRIDE}"
         )

@@ -50,10 +50,15 @@ class LoaderMixin:
                 f"train_loader is a {type(train_loader).__name__}, expected a TokenLoader, as "
                 "get_llama3_dataloader makes it"
             )
+        placeholder: Any = train_loader.dataset  # Trainer asks for data sets, and these are never iterated
+        if any(base.__module__.startswith("trl.") for base in type(self).__mro__):
+            placeholder = _trl_data_set(kwargs.get("args"))
+            kwargs["train_dataset"] = placeholder
         if eval_loader is not None:
-            kwargs["eval_dataset"] = eval_loader.dataset  # Trainer asks for one; it is never iterated
+            kwargs["eval_dataset"] = placeholder
         super().__init__(*args, **kwargs)
         self.train_loader, self.eval_loader = train_loader, eval_loader
+        self._placeholder = placeholder
         step_batches = train_loader.step_batches
         self._is_unchecked = bool(check_boundaries and step_batches.boundaries and step_batches.row_tokens)
         check_trainer_arguments(self.args, train_loader)  # type: ignore[attr-defined]  # Trainer's
@@ -67,7 +72,7 @@ class LoaderMixin:
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """The same for ``evaluate()``; what else is evaluated is Trainer's."""
-        if self.eval_loader is not None and eval_dataset in (None, self.eval_loader.dataset):
+        if self.eval_loader is not None and (eval_dataset is None or eval_dataset is self._placeholder):
             return self.eval_loader
         return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]  # Trainer's
 
@@ -77,6 +82,9 @@ class LoaderMixin:
             # Before the hooks of FSDP, and with what compute_loss of a subclass makes of the batch.
             def look(module: Any, _: Any, fields: dict[str, Any]) -> None:
                 handle.remove()
+                fields = {
+                    name: each for name, each in fields.items() if name != "fused_lm_head"
+                }  # TRL's: no logits
                 self._is_unchecked = bool(why_unchecked(module, fields, documents=inputs))
 
             handle = model.register_forward_pre_hook(look, with_kwargs=True, prepend=True)
@@ -110,6 +118,16 @@ class LoaderMixin:
         return found
 
 
+def _trl_data_set(args: Any) -> Any:
+    """A data set that TRL's trainers look at when they are made, and do not tokenize."""
+    from datasets import Dataset
+
+    if args is None:
+        raise UsageError("TRL's trainers need args=SFTConfig(...), by name")
+    args.dataset_kwargs = {**(args.dataset_kwargs or {}), "skip_prepare_dataset": True}
+    return Dataset.from_dict({"input_ids": [[0]], "labels": [[0]]})
+
+
 def check_trainer_arguments(args: Any, loader: TokenLoader) -> None:
     """Raises UsageError unless batch x accumulation x ranks of TrainingArguments is a global batch."""
     if loader.run.is_ramped:
@@ -137,7 +155,9 @@ def check_trainer_arguments(args: Any, loader: TokenLoader) -> None:
 class LoaderStateCallback(TrainerCallback, ExportableState):
     """Puts the loader's state into trainer_state.json, and takes it from there before the first step.
 
-    LoaderMixin adds it. Trainer itself tells it which loader there is.
+    LoaderMixin adds it. Trainer itself tells it which loader there is. After each step it says the ``epoch``
+    of the loader's position: Trainer counts the steps of an epoch from 0 again after a resume in the middle
+    of one.
     """
 
     def __init__(self) -> None:
@@ -147,6 +167,11 @@ class LoaderStateCallback(TrainerCallback, ExportableState):
         """What Trainer writes with each checkpoint, under the name of this class."""
         state = None if self._loader is None else self._loader.state_dict()
         return {"args": {}, "attributes": {"saved": state}}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        """Say which part of which epoch was trained."""
+        if self._loader is not None:
+            state.epoch = self._loader.epoch
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:  # noqa: ARG002
         """Give the loader the state of the checkpoint that Trainer resumes from."""

@@ -1,11 +1,6 @@
 """``where``: which documents a training step saw, and in which steps a document is seen.
 
-Which documents a step of training saw, and in which steps one is seen: arithmetic and the idx alone.
-
-Everything follows from the order and the samples of a loader that is made as the run's was; no token id is
-read. ``SeenDocuments.of_step`` goes from a step to files and bytes, ``steps_of`` the other way.
-
-``shardprep where``: which documents a step of a training run saw, and in which steps one was seen.
+All follows from the order and the samples of a loader that is made as the run's was, and from the idx.
 """
 
 from __future__ import annotations
@@ -18,12 +13,12 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from loader.find_shards import DatasetShards, ExternalTar
+from loader.find_shards import DatasetShards, ExternalTar, ShardSet
 from loader.reading import ShardReader
 from loader.samples import JoinedRows, WholeSamples
 from loader.token_loader import TokenLoader
@@ -33,12 +28,6 @@ from shardprep.files import NOT_THERE
 from shardprep.format.dataset_spec import read_input_names
 from shardprep.format.idx import read_idx
 from shardprep.format.input_formats import place_text
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    from loader.token_loader import TokenLoader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +78,11 @@ class SeenDocuments:
         if not isinstance(samples, (JoinedRows, WholeSamples)) or samples.shards.split is not None:
             raise UsageError(
                 "this loader mixes sources, leaves out documents for validation or makes batches of "
-                "batch_tokens, and what its steps saw can be told of one whole data set alone"
+                "tokens_per_batch, and what its steps saw can be told of one whole data set alone"
             )
         self._samples = samples
         self._order = loader.order
-        self._shards = samples.shards
+        self.shards = samples.shards
         self._reader = ShardReader(samples.shards)
         self._window_reader = samples.open()
         self._batch_size = loader.step_batches.batch_size
@@ -162,11 +151,11 @@ class SeenDocuments:
         return [self._part(int(documents[0]), int(first[0]), longest)]
 
     def _part(self, stored: int, first_token: int, most_tokens: int | None) -> DocumentPart:
-        shard = int(self._shards.shard_of(np.array(stored)))
-        source, row = self._shards.locate(shard)
-        number = stored - int(self._shards.first_sample[shard])
+        shard = int(self.shards.shard_of(np.array(stored)))
+        source, row = self.shards.locate(shard)
+        number = stored - int(self.shards.first_sample[shard])
         left = int(self._reader.num_tokens_of(shard)[number]) - first_token
-        number = int(self._shards.rows_of(shard, np.array([stored]))[0])
+        number = int(self.shards.rows_of(shard, np.array([stored]))[0])
         records = self._records(shard, source, row)
         place, num_documents = source.path_of(row).name, 1
         if records is not None and isinstance(source, DatasetShards):
@@ -212,10 +201,10 @@ class SeenDocuments:
         """
         found: list[int] = []
         known = False
-        for number, source in enumerate(self._shards.sources):
+        for number, source in enumerate(self.shards.sources):
             if isinstance(source, DatasetShards) and name in (names := self._input_names(source)):
                 known = True
-                first = int(self._shards.source_first[number])
+                first = int(self.shards.source_first[number])
                 found += self._in_source(source, first, (names.index(name), offset))
         if not known:
             raise NotFound(f"no data set here has an input {name}; the inputs are named as in its plan.json")
@@ -233,7 +222,7 @@ class SeenDocuments:
                 if begins > place:
                     continue
                 records = self._records(first + row, source, row)
-                return [int(self._shards.first_sample[first + row]) + n for n in _holding(records, place)]
+                return [int(self.shards.first_sample[first + row]) + n for n in _holding(records, place)]
         return []
 
     def _first_place(self, source: DatasetShards, first: int, row: int) -> tuple[int, int] | None:
@@ -424,19 +413,14 @@ def _stored(loader: TokenLoader, seen: Any, text: str) -> npt.NDArray[np.int64]:
     if colon and offset.isdigit() and name:
         stored = seen.stored_at(name, int(offset))
     else:
-        stored = _with_text(loader, text)
+        stored = _with_text(loader, seen.shards, text)
     if not len(stored):
         raise NotFound(f"--find {text!r}: no document has it")
     return stored
 
 
-def _with_text(loader: TokenLoader, text: str) -> npt.NDArray[np.int64]:
+def _with_text(loader: TokenLoader, shards: ShardSet, text: str) -> npt.NDArray[np.int64]:
     """The first stored samples whose decoded ids hold a text; reads the whole data set until then."""
-    import numpy as np
-
-    from loader.samples import WholeSamples
-
-    shards = loader.chunks.samples.shards  # type: ignore[attr-defined]  # not of a mixture: SeenDocuments refused it
     reader, found = WholeSamples(shards=shards).open(), []
     for first in range(0, shards.num_samples, _READ_SAMPLES):
         numbers = np.arange(first, min(first + _READ_SAMPLES, shards.num_samples))

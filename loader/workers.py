@@ -1,18 +1,9 @@
-"""What a worker process does: read its slots, of one source or of several, and send chunks.
+"""What a worker process does: it reads its slots, of one source or of several, and sends chunks.
 
-What a worker does: it reads its slots window by window and sends chunks of steps.
-
-A chunk is a few steps of a worker's slots as one compact tensor. So a worker sends 1 MiB at a time, not a
-batch. Workers share the slots of the rank; if every worker took each n-th step instead, all of them together
-would read everything n times. The memory of a rank is the windows of its slots, see order.py.
-
-``make_order``, ``rank_slots`` and ``check_batch`` turn samples and batch sizes into the sampling order and
-the slots that a rank has in it. ``Samples``, ``WindowReader`` and ``Window`` are what samples/ offers.
-
-What a worker does for a run of several sources: it reads each by its own order, and mixes rounds.
-
-A round of this worker's slots is laid out at once, 64 steps of them; see mixture.py for the order. ``mix``
-makes the mixture and its samples of the sources that a user names.
+A chunk is a few steps of a worker's slots as one compact tensor, so a worker sends 1 MiB at a time, not a
+batch. Workers share the slots of the rank: if every worker took each n-th step instead, all of them together
+would read everything n times. A run of several sources reads each by its own order, and lays out a round of
+64 mixed steps at once.
 """
 
 from __future__ import annotations
@@ -31,9 +22,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from loader.chunks import Chunk, RowsOfWindows, ScatteredRows
 from loader.find_shards import ShardSet
-from loader.mixture import Mixture, Round, Schedule, make_stages
+from loader.mixture import Mixture, Round, Schedule, check_first_steps, make_stages
 from loader.order import Order, choose_windows, hash_ints, share
-from loader.state import RunSteps, check_first_steps
+from loader.state import RunSteps
 from shardprep.errors import UsageError
 
 CHUNK_BYTES = 1 << 20  # of a chunk; a worker's message costs about 150 us whatever its size
@@ -212,18 +203,18 @@ def check_batch(batch_size: int, global_batch_size: int | None, world_size: int)
     return global_batch_size
 
 
-def check_batch_tokens(
-    batch_tokens: int | None, batch_size: int | None, padding: str, max_batch_tokens: int | None
+def check_tokens_per_batch(
+    tokens_per_batch: int | None, batch_size: int | None, padding: str, max_padded_tokens: int | None
 ) -> int:
-    """The samples of a batch, of which one is a batch with ``batch_tokens``. Raises UsageError."""
-    if (batch_tokens is None) == (batch_size is None):
+    """The samples of a batch, of which one is a batch with ``tokens_per_batch``. Raises UsageError."""
+    if (tokens_per_batch is None) == (batch_size is None):
         raise UsageError(
-            f"batch_size is {batch_size} and batch_tokens {batch_tokens}; pass one of them: samples of "
-            "a batch, or its most tokens, padding included"
+            f"batch_size is {batch_size} and tokens_per_batch {tokens_per_batch}; pass one of them: "
+            "samples of a batch, or its most tokens, padding included"
         )
-    if batch_tokens is not None and (padding == "max_length" or max_batch_tokens is not None):
+    if tokens_per_batch is not None and (padding == "max_length" or max_padded_tokens is not None):
         raise UsageError(
-            "batch_tokens says how large a padded batch is; leave out max_batch_tokens, and "
+            "tokens_per_batch says how large a padded batch is; leave out max_padded_tokens, and "
             "padding='max_length'"
         )
     return 1 if batch_size is None else batch_size
@@ -481,7 +472,7 @@ _SEED = 7  # what a hash is for, beside those of order.py and mixture.py
 def check_mixing(
     input_shards: object,
     weights: Mapping[str, float] | None,
-    schedule: Schedule | None,
+    weights_schedule: Schedule | None,
     weights_in: WeightsIn,
     *,
     is_validation: bool,
@@ -489,9 +480,10 @@ def check_mixing(
 ) -> bool:
     """Whether sources are mixed. Raises UsageError where the arguments do not fit each other."""
     if not isinstance(input_shards, Mapping):
-        if weights is not None or schedule is not None:
+        if weights is not None or weights_schedule is not None:
             raise UsageError(
-                'weights and schedule are for named sources; pass input_shards={"web": ..., "code": ...}'
+                "weights and weights_schedule are for named sources; pass "
+                'input_shards={"web": ..., "code": ...}'
             )
         return False
     if weights_in not in get_args(WeightsIn):
@@ -512,7 +504,7 @@ def mix(
     run: RunSteps,
     *,
     weights: Mapping[str, float] | None,
-    schedule: Schedule | None,
+    weights_schedule: Schedule | None,
     weights_in: WeightsIn,
 ) -> tuple[Mixture, MixedSamples]:
     """The mixture of some sources, each with its samples and its order. Raises UsageError."""
@@ -526,26 +518,29 @@ def mix(
     means = None
     if weights_in == "tokens":
         means = [_mean_tokens(part, source) for part, source in zip(shards.values(), samples, strict=True)]
-    if schedule is not None and run.is_ramped:
-        schedule = _in_steps_of_the_order(schedule, run)
+    if weights_schedule is not None and run.is_ramped:
+        weights_schedule = _in_steps_of_the_order(weights_schedule, run)
     mixture = Mixture(
         names=names,
         orders=tuple(
             replace(order, seed=hash_ints(order.seed, _SEED, number)) for number, order in enumerate(orders)
         ),
-        stages=make_stages(names, weights, schedule, means),
+        stages=make_stages(names, weights, weights_schedule, means),
+        global_batch_size=orders[0].global_batch_size,
+        group=orders[0].group,
         seed=orders[0].seed,
+        shuffle=orders[0].shuffle,
     )
     return mixture, MixedSamples(sources=tuple(samples))
 
 
-def _in_steps_of_the_order(schedule: Schedule, run: RunSteps) -> Schedule:
+def _in_steps_of_the_order(weights_schedule: Schedule, run: RunSteps) -> Schedule:
     """Where the stages begin, counted as a Mixture does. Raises UsageError for what is no schedule."""
-    check_first_steps("schedule", [first for first, _ in schedule])
-    begins = [run.position(first) for first, _ in schedule]
+    check_first_steps("weights_schedule", [first for first, _ in weights_schedule])
+    begins = [run.position(first) for first, _ in weights_schedule]
     return [
         (begin.epoch * run.order_steps_per_epoch + run.order_step(begin), weights)
-        for begin, (_, weights) in zip(begins, schedule, strict=True)
+        for begin, (_, weights) in zip(begins, weights_schedule, strict=True)
     ]
 
 

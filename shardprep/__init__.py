@@ -1,16 +1,9 @@
 """Raw text to token shards to batches. ``shardprep --help`` is the way in.
 
-This package is what the others share; it imports none of them before a command of theirs is called:
-
-    errors         one tree, each class with the exit code that it ends a command with; public
-    format/        the contract on disk
-    atomic_files   files and folders that appear whole or not at all
-    regular_files  reading, with errors that name the path
-    retries        which failed reads are tried again
-    console        progress, readers that go away, stop signals
-    command_line   flags, sizes and the frame of every command; id_ranges: ``0-2,5``
-    own_packages   a user's own preprocess.py that hides ours
+This package is what the others share. It imports none of them before one of their names is asked for.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from shardprep.errors import (
     BadInput,
@@ -31,6 +24,9 @@ from shardprep.errors import (
     UsageError,
 )
 
+if TYPE_CHECKING:
+    from loader import get_llama3_dataloader
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -50,4 +46,14 @@ __all__ = [
     "UnknownMember",
     "UnknownVersion",
     "UsageError",
+    "get_llama3_dataloader",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``get_llama3_dataloader``, with torch: seconds that no other command pays."""
+    if name == "get_llama3_dataloader":
+        import loader
+
+        return loader.get_llama3_dataloader
+    raise AttributeError(f"module 'shardprep' has no attribute {name!r}")

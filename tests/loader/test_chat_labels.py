@@ -192,7 +192,7 @@ def test_rows_on_disk_are_mixed_alike_on_every_world_and_after_every_resume(
     sources = {"chat": sets["best_fit"], "text": sets["text"]}
     options: dict[str, Any] = {
         "global_batch_size": 4,
-        "schedule": [(0, {"chat": 0.7, "text": 0.3}), (9, {"chat": 0.2, "text": 0.8})],
+        "weights_schedule": [(0, {"chat": 0.7, "text": 0.3}), (9, {"chat": 0.2, "text": 0.8})],
         "boundaries": boundaries,
     }
 

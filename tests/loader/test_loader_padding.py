@@ -110,12 +110,12 @@ def test_a_batch_too_large_for_the_limit_is_refused_and_what_can_never_fit_at_on
     made_dir: Path,
 ) -> None:
     message = r"padded to \d+ tokens has .* pass max_length=60 or less"
-    with load(made_dir, max_batch_tokens=8 * 60) as loader, pytest.raises(UsageError, match=message):
+    with load(made_dir, max_padded_tokens=8 * 60) as loader, pytest.raises(UsageError, match=message):
         list(loader)
-    with load(made_dir, max_batch_tokens=8 * 60, max_length=60) as loader:
+    with load(made_dir, max_padded_tokens=8 * 60, max_length=60) as loader:
         assert len(list(loader)) == len(loader)
     with pytest.raises(UsageError, match="batch_size 8 x max_length 61 can make 488 tokens"):
-        load(made_dir, max_batch_tokens=8 * 60, max_length=61)
+        load(made_dir, max_padded_tokens=8 * 60, max_length=61)
 
 
 @pytest.mark.parametrize(

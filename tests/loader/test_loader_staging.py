@@ -24,10 +24,9 @@ from hypothesis import strategies as st
 from loader import TokenLoader, get_llama3_dataloader
 from loader.__main__ import main
 from loader.order import Order
-from loader.parts_read import parts_of_ranks, parts_read
 from loader.reading import ReaderIndex
 from loader.samples import JoinedRows
-from loader.staging import NodeRanks, choose_shards, reader_index_of
+from loader.staging import NodeRanks, choose_shards, parts_of_ranks, parts_read, reader_index_of
 from shardprep.format.manifest import read_manifest
 from tests.children import child, end_of, run_child
 from tests.held_children import Hold

@@ -53,7 +53,7 @@ def load(data: dict[str, Path], world: int = 1, rank: int = 0, **options: Any) -
         "num_workers": 0,
         "global_batch_size": 8,
         "seed": 3,
-        "schedule": SCHEDULE,
+        "weights_schedule": SCHEDULE,
         "weights_in": "samples",
     }
     batch_size = options.pop("batch_size", 8 // world)
@@ -128,7 +128,7 @@ def test_a_schedule_changes_the_shares_at_its_exact_step(data: dict[str, Path]) 
 
 def test_each_source_goes_through_its_own_order_epoch_after_epoch(data: dict[str, Path]) -> None:
     weights, num_steps = {"web": 0.1, "code": 0.3, "books": 0.6}, 5 * ROUND_STEPS
-    with load(data, schedule=None, weights=weights) as loader:
+    with load(data, weights_schedule=None, weights=weights) as loader:
         found = [ids for step in steps(loader, num_steps) for ids in step]
         counts = Counter(map(source_of, found))
         assert loader.source_samples == counts
@@ -145,7 +145,7 @@ def test_each_source_goes_through_its_own_order_epoch_after_epoch(data: dict[str
 def test_weights_in_tokens_are_kept_within_one_percent(data: dict[str, Path]) -> None:
     weights = {"web": 0.6, "books": 0.4}
     pair = {name: data[name] for name in ("web", "books")}
-    with load(pair, schedule=None, weights=weights, weights_in="tokens") as loader:
+    with load(pair, weights_schedule=None, weights=weights, weights_in="tokens") as loader:
         tokens: Counter[str] = Counter()
         for step in steps(loader, 600):
             for ids in step:
@@ -163,6 +163,7 @@ def mixture(weights: list[float], num_slots: int = 64) -> Mixture:
         names=names,
         orders=(order,) * len(weights),
         stages=make_stages(names, dict(zip(names, weights, strict=True)), None, None),
+        global_batch_size=num_slots,
         seed=5,
     )
 
@@ -201,8 +202,8 @@ def test_a_mixed_loader_can_be_copied_and_looked_into(data: dict[str, Path]) -> 
 @pytest.mark.parametrize(
     "changed",
     [
-        {"schedule": [(0, {"web": 0.7, "code": 0.3})]},
-        {"schedule": None, "weights": {"web": 1, "code": 1, "books": 1}},
+        {"weights_schedule": [(0, {"web": 0.7, "code": 0.3})]},
+        {"weights_schedule": None, "weights": {"web": 1, "code": 1, "books": 1}},
         {"weights_in": "tokens"},
     ],
 )
@@ -229,7 +230,7 @@ def test_weights_in_the_same_proportions_are_the_same_run(data: dict[str, Path],
         stages = [
             [(0, dict(zip(SIZES, weights, strict=True))), (70, {"web": 1})] for weights in (these, others)
         ]
-        loaders = [load(data, schedule=schedule, weights_in=weights_in) for schedule in stages]
+        loaders = [load(data, weights_schedule=schedule, weights_in=weights_in) for schedule in stages]
         with loaders[0] as one, loaders[1] as other:
             other.load_state_dict(one.state_at(3))
             one.load_state_dict(other.state_at(3))
@@ -237,7 +238,7 @@ def test_weights_in_the_same_proportions_are_the_same_run(data: dict[str, Path],
 
 
 def test_a_state_of_a_version_that_divided_floats_is_loaded(data: dict[str, Path]) -> None:
-    with load(data, schedule=None, weights={"web": 0.1, "code": 0.2, "books": 0.3}) as loader:
+    with load(data, weights_schedule=None, weights={"web": 0.1, "code": 0.2, "books": 0.3}) as loader:
         state = loader.state_at(5)
         expected = steps(loader, 6)[5]
         total = 0.1 + 0.2 + 0.3
@@ -255,14 +256,26 @@ def test_a_state_of_a_version_that_divided_floats_is_loaded(data: dict[str, Path
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"schedule": None}, "pass either weights= or schedule="),
-        ({"weights": {"web": 1}}, "pass either weights= or schedule="),
-        ({"schedule": None, "weights": {"wbe": 1}}, "expected for web, code, books numbers from 0 on"),
-        ({"schedule": None, "weights": {"web": -1}}, "expected for web, code, books numbers from 0 on"),
-        ({"schedule": None, "weights": {"web": 0}}, "not all 0"),
-        ({"schedule": None, "weights": {"web": 1, "code": 1e-9}}, "code would be less than one of 65536"),
-        ({"schedule": [(5, {"web": 1})]}, r"stages from the steps \[5\], expected whole numbers from 0"),
-        ({"schedule": [(0, {"web": 1}), (0, {"code": 1})]}, r"from the steps \[0, 0\]"),
+        ({"weights_schedule": None}, "pass either weights= or weights_schedule="),
+        ({"weights": {"web": 1}}, "pass either weights= or weights_schedule="),
+        (
+            {"weights_schedule": None, "weights": {"wbe": 1}},
+            "expected for web, code, books numbers from 0 on",
+        ),
+        (
+            {"weights_schedule": None, "weights": {"web": -1}},
+            "expected for web, code, books numbers from 0 on",
+        ),
+        ({"weights_schedule": None, "weights": {"web": 0}}, "not all 0"),
+        (
+            {"weights_schedule": None, "weights": {"web": 1, "code": 1e-9}},
+            "code would be less than one of 65536",
+        ),
+        (
+            {"weights_schedule": [(5, {"web": 1})]},
+            r"stages from the steps \[5\], expected whole numbers from 0",
+        ),
+        ({"weights_schedule": [(0, {"web": 1}), (0, {"code": 1})]}, r"from the steps \[0, 0\]"),
         ({"weights_in": "bytes"}, "weights_in is 'bytes'"),
         ({"split": "validation", "validation_fraction": 0.1}, "make one for each source"),
         ({"exclude_shards": [1]}, "name the shards of each source"),
@@ -275,7 +288,7 @@ def test_what_makes_no_mixture_is_refused(data: dict[str, Path], options: dict[s
 
 
 def test_weights_without_named_sources_are_refused(data: dict[str, Path]) -> None:
-    with pytest.raises(UsageError, match="weights and schedule are for named sources"):
+    with pytest.raises(UsageError, match="weights and weights_schedule are for named sources"):
         get_llama3_dataloader(data["web"], 8, data["web"].parent, weights={"web": 1})
 
 
@@ -310,7 +323,7 @@ def test_an_epoch_that_ends_within_a_round_leaves_the_next_one_nothing_to_read_a
         return read(self, *args)
 
     monkeypatch.setattr(SampleReader, "read", counted)
-    with load(data, schedule=None, weights={"web": 0.7, "code": 0.3}) as loader:
+    with load(data, weights_schedule=None, weights={"web": 0.7, "code": 0.3}) as loader:
         assert loader.order.steps_per_epoch % ROUND_STEPS
         for _ in loader:
             pass

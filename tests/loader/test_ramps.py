@@ -173,7 +173,7 @@ def test_a_mixture_changes_its_weights_at_the_steps_of_training(data: Path, tmp_
     write_numbered_tars(tmp_path, 150, 2, ids_of=lambda n: [1000 + n])
     sources = {"one": data, "other": tmp_path}
     schedule = [(0, {"one": 1}), (7, {"other": 1}), (20, {"one": 1, "other": 1})]
-    with load(sources, schedule=schedule, weights_in="samples") as loader:
+    with load(sources, weights_schedule=schedule, weights_in="samples") as loader:
         found = steps(loader, 24)
     assert [len(step) for step in found] == [size_at(step) for step in range(24)]
     of_other = [sum(ids[0] >= 1000 for ids in step) for step in found]

@@ -45,7 +45,7 @@ def samples_of(folder: Path, **options: Any) -> list[dict[str, Any]]:
         ("documents", {}),
         ("documents", {"num_workers": 2}),
         ("documents", {"seq_len": 128}),
-        ("documents", {"batch_tokens": 8192, "batch_size": None}),
+        ("documents", {"tokens_per_batch": 8192, "batch_size": None}),
         ("concat", {}),
         ("best_fit", {"num_workers": 2}),
     ],

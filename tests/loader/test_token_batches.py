@@ -1,4 +1,4 @@
-"""``batch_tokens``: batches of whole documents within a number of tokens, equally many on every rank."""
+"""``tokens_per_batch``: batches of whole documents within a number of tokens, equally many on every rank."""
 
 from __future__ import annotations
 
@@ -38,7 +38,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(data: Path, world: int = 1, rank: int = 0, **options: Any) -> TokenLoader:
-    made: dict[str, Any] = {"batch_tokens": BATCH_TOKENS, "num_workers": 0, "seed": 3, "global_batch_size": 8}
+    made: dict[str, Any] = {
+        "tokens_per_batch": BATCH_TOKENS,
+        "num_workers": 0,
+        "seed": 3,
+        "global_batch_size": 8,
+    }
     return get_llama3_dataloader(data, model_id=data, rank=rank, world_size=world, **{**made, **options})
 
 
@@ -144,7 +149,7 @@ def test_token_batches_are_mixed_ramped_and_collated_as_samples_are(data: Path, 
     write_numbered_tars(tmp_path, 90, 1, ids_of=lambda n: [1000 + n, 2900, 2901])
     options: dict[str, Any] = {
         "weights": {"one": 0.5, "other": 0.5}, "global_batch_size": None, "num_workers": 0, "seed": 3,
-        "batch_size_schedule": [(0, 4), (3, 8)], "batch_tokens": BATCH_TOKENS, "collate_fn": list,
+        "batch_size_schedule": [(0, 4), (3, 8)], "tokens_per_batch": BATCH_TOKENS, "collate_fn": list,
     }  # fmt: skip
     sources = {"one": data, "other": tmp_path}
     tokens: Counter[bool] = Counter()
@@ -169,7 +174,7 @@ def test_our_own_shards_make_token_batches(prep: Prep, sample_dir: Path, tmp_pat
     prep.plan(sample_dir, tmp_path, num_shards=3)
     prep.make(tmp_path)
     options: dict[str, Any] = {"num_workers": 0, "max_length": 512, "rank": 0, "world_size": 1}
-    with get_llama3_dataloader(tmp_path, batch_tokens=2048, **options) as loader:
+    with get_llama3_dataloader(tmp_path, tokens_per_batch=2048, **options) as loader:
         found = [tuple(ids) for batch in loader for ids in documents_of(batch)]
         assert loader.metrics.padding_share < 0.1
     with get_llama3_dataloader(tmp_path, 1, **options) as loader:
@@ -180,7 +185,7 @@ def test_a_state_of_other_token_batches_is_refused(data: Path) -> None:
     with load(data) as loader:
         state = loader.state_at(2)
     with (
-        load(data, batch_tokens=65) as other,
+        load(data, tokens_per_batch=65) as other,
         pytest.raises(OtherRun, match="batch_tokens 64 in the state, 65"),
     ):
         other.load_state_dict(state)
@@ -194,14 +199,17 @@ def test_a_state_of_other_token_batches_is_refused(data: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"batch_size": 4}, "batch_size is 4 and batch_tokens 64; pass one of them"),
-        ({"batch_tokens": None}, "batch_size is None and batch_tokens None"),
-        ({"batch_tokens": 0}, "batch_tokens is 0, expected at least 1"),
-        ({"batch_tokens": 19}, r"sample 5 of .*part-000.tar has 20 tokens, more than .*batch_tokens=19"),
-        ({"batch_tokens": 20, "pad_to_multiple_of": 8}, "more than a batch of batch_tokens=20"),
+        ({"batch_size": 4}, "batch_size is 4 and tokens_per_batch 64; pass one of them"),
+        ({"tokens_per_batch": None}, "batch_size is None and tokens_per_batch None"),
+        ({"tokens_per_batch": 0}, "tokens_per_batch is 0, expected at least 1"),
+        (
+            {"tokens_per_batch": 19},
+            r"sample 5 of .*part-000.tar has 20 tokens, more than .*tokens_per_batch=19",
+        ),
+        ({"tokens_per_batch": 20, "pad_to_multiple_of": 8}, "more than a batch of tokens_per_batch=20"),
         ({"seq_len": 16}, "seq_len, which packs them, and group_by_length"),
         ({"group_by_length": 2}, "seq_len, which packs them, and group_by_length"),
-        ({"max_batch_tokens": 64}, "leave out max_batch_tokens"),
+        ({"max_padded_tokens": 64}, "leave out max_padded_tokens"),
         ({"padding": "max_length", "max_length": 8}, "padding='max_length'"),
     ],
 )
@@ -211,5 +219,5 @@ def test_what_makes_no_token_batches_is_refused(data: Path, options: dict[str, A
 
 
 def test_what_token_batches_saw_is_not_told_wrongly(data: Path) -> None:
-    with load(data) as loader, pytest.raises(UsageError, match="batches of batch_tokens"):
+    with load(data) as loader, pytest.raises(UsageError, match="batches of tokens_per_batch"):
         SeenDocuments(loader)

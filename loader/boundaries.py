@@ -1,10 +1,11 @@
 """Where documents begin in a batch of packed rows, as attention kernels want to know it.
 
 ``boundaries="transformers"`` is what ``model(**batch)`` of a transformers model needs, at any batch size and
-with any attention (eager, sdpa, flex, FlashAttention). Not every family of models uses it: docs/training.md
-lists those that do, those that need ``mask_documents(model)``, and those that cannot keep documents apart.
-``check_boundaries(model, batch)`` tells which one a model is. The other names are for models and masks of
-your own: a transformers model ignores ``position_ids`` beside a 2-D ``attention_mask``, or with a cache.
+with any attention (eager, sdpa, flex, FlashAttention). Not every family of models uses it:
+docs/training_attention.md lists those that do, those that need ``mask_documents(model)``, and those that
+cannot keep documents apart. ``check_boundaries(model, batch)`` tells which one a model is. The other names
+are for models and masks of your own: a transformers model ignores ``position_ids`` beside a 2-D
+``attention_mask``, or with a cache.
 """
 
 from __future__ import annotations
@@ -158,7 +159,8 @@ def _segments(batch: Mapping[str, Any]) -> torch.Tensor:
 def mask_documents(model: Any) -> RemovableHandle:
     """Give a transformers model the masks of packed rows that it does not make by itself.
 
-    Call it once, before training, for the families that docs/training.md lists (gpt_oss, falcon, opt, ..):
+    Call it once, before training, for the families that docs/training_attention.md lists (gpt_oss, falcon,
+    opt, ..):
 
         mask_documents(model)
         loss = model(**batch).loss  # a batch with boundaries="transformers"

@@ -7,7 +7,9 @@ rules; each kind numbers its samples, and its reader gives the windows that a wo
 
 from __future__ import annotations
 
+import contextlib
 from array import array
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -224,7 +226,7 @@ def _one_by_one(
             _append_json(flat, memory[start : start + num_bytes], row)
         else:
             if encoding == RAW:
-                ids = _raw(data, start, num_tokens, np.dtype(f"<u{token_bytes}"))
+                ids = np.frombuffer(data.buffer, f"<u{token_bytes}", num_tokens, start)
             else:
                 ids = _npy_ids(bytes(memory[start : start + num_bytes]), row)
             flat.frombytes(ids.astype(np.int32).tobytes())
@@ -276,12 +278,6 @@ def check_vocab(
     )
 
 
-def _raw(
-    data: SampleBytes, start: int, count: int, dtype: np.dtype[np.unsignedinteger[npt.NBitBase]]
-) -> npt.NDArray[np.unsignedinteger[npt.NBitBase]]:
-    return np.frombuffer(data.buffer, dtype, count, start)
-
-
 def _append_json(flat: array[int], raw: memoryview, row: int) -> None:
     try:
         flat.fromlist(orjson.loads(raw))
@@ -305,21 +301,37 @@ def _npy_ids(raw: bytes, row: int) -> npt.NDArray[np.signedinteger[npt.NBitBase]
     return ids
 
 
+@contextlib.contextmanager
+def _place_named(shards: ShardSet, data: SampleBytes) -> Iterator[None]:
+    """Turn a CannotDecode into a BrokenShard that says where the sample lies."""
+    try:
+        yield
+    except CannotDecode as error:
+        raise BrokenShard(f"{shards.describe(int(data.sample[error.row]))} holds {error}") from None
+
+
+def _sums_by_shard(
+    shards: ShardSet, context: ReaderContext, count: Callable[[ShardReader, int], int]
+) -> npt.NDArray[np.int64]:
+    """What is counted before each shard: int64[shards + 1]. Opens every shard: 0.1 ms each, files cached."""
+    reader = ShardReader(shards, context)
+    counts = np.zeros(shards.num_shards, np.int64)
+    for number in reader.opening_order(np.arange(shards.num_shards)).tolist():
+        counts[number] = count(reader, number)
+    reader.close()
+    return np.concatenate([[0], np.cumsum(counts)])
+
+
 class DocumentPieces:
     """Numbers the pieces through all shards, in order; an empty document is one empty piece.
 
-    Making it opens every shard for its idx: 0.1 ms per shard and 1 ns per document, files cached.
+    Making it opens every shard for its idx.
     """
 
     def __init__(self, shards: ShardSet, max_length: int, context: ReaderContext) -> None:
         self.max_length = max_length
         self._shards = shards
-        reader = ShardReader(shards, context)
-        counts = np.zeros(shards.num_shards, np.int64)
-        for number in reader.opening_order(np.arange(shards.num_shards)).tolist():
-            counts[number] = self._ends(reader, number)[-1]
-        reader.close()
-        self.first_piece = np.concatenate([[0], np.cumsum(counts)])  # of each shard
+        self.first_piece = _sums_by_shard(shards, context, lambda *which: int(self._ends(*which)[-1]))
 
     @property
     def num_samples(self) -> int:
@@ -410,6 +422,16 @@ class WholeSamples:
         """int64[shards + 1]: the samples before each shard."""
         return self.shards.first_sample if self.pieces is None else self.pieces.first_piece
 
+    def decode(
+        self, data: SampleBytes, rows: npt.NDArray[np.int64], max_length: int | None = None
+    ) -> Decoded:
+        """Documents, cut at a length; their ids are checked where others made them. Raises BrokenShard."""
+        with _place_named(self.shards, data):
+            found = decode_samples(data, rows, max_length=max_length)
+            if self.vocab_size is not None:
+                check_vocab(found.ids, found.lengths, rows, self.vocab_size)
+        return found
+
     def open(self) -> SampleReader:
         return SampleReader(self)
 
@@ -450,7 +472,7 @@ class SampleReader:
         lengths = np.empty(len(asked), np.int64)
         parts: list[npt.NDArray[np.int32]] = []
         for part in decode_parts(data, np.arange(len(unique))):
-            found = _decoded(self._samples, data, part)
+            found = self._samples.decode(data, part)
             held = found.lengths.astype(np.int64)
             here = slice(*np.searchsorted(document, [part[0], part[-1] + 1]).tolist())
             local = document[here] - part[0]
@@ -498,7 +520,7 @@ class SampleWindow:
         if self.samples.row_tokens:
             return self._rows_chunk(rows, rows.reshape(-1))
         flat = rows.T.reshape(-1)
-        found = _decoded(self.samples, self.data, flat, max_length=self.samples.max_length)
+        found = self.samples.decode(self.data, flat, max_length=self.samples.max_length)
         if found.num_cut and self.samples.refuse_longer:
             self._refuse(flat)
         lengths = found.lengths.reshape(rows.T.shape).T
@@ -510,9 +532,10 @@ class SampleWindow:
         lengths = self.data.num_tokens[rows].astype(np.int32)
         if self.samples.vocab_size is not None:
             stored = replace(ids, mask=None)
-            for step, of_step in enumerate(rows.T):
-                full = np.full(len(of_step), row_tokens, np.int32)
-                _check(self.samples, self.data, stored[:, step].reshape(-1), full, of_step)
+            full = np.full(len(rows), row_tokens, np.int32)
+            with _place_named(self.samples.shards, self.data):
+                for step, of_step in enumerate(rows.T):
+                    check_vocab(stored[:, step].reshape(-1), full, of_step, self.samples.vocab_size)
         num_starts = starts = None
         if self.starts:
             num_starts = self.data.num_starts[rows].astype(np.int32)
@@ -528,37 +551,6 @@ class SampleWindow:
                     f"more than max_length={self.samples.max_length}; "
                     'long_documents="split" would keep them all, "truncate" the beginning'
                 )
-
-
-def _decoded(
-    samples: WholeSamples, data: SampleBytes, rows: npt.NDArray[np.int64], *, max_length: int | None = None
-) -> Decoded:
-    """Documents, cut at a length; their ids are checked where others made them. Raises BrokenShard."""
-    try:
-        found = decode_samples(data, rows, max_length=max_length)
-    except CannotDecode as error:
-        raise _broken(samples, data, error) from None
-    _check(samples, data, found.ids, found.lengths, rows)
-    return found
-
-
-def _check(
-    samples: WholeSamples,
-    data: SampleBytes,
-    ids: npt.NDArray[np.integer[Any]],
-    lengths: npt.NDArray[np.int32],
-    rows: npt.NDArray[np.int64],
-) -> None:
-    if samples.vocab_size is None:
-        return
-    try:
-        check_vocab(ids, lengths, rows, samples.vocab_size)
-    except CannotDecode as error:
-        raise _broken(samples, data, error) from None
-
-
-def _broken(samples: WholeSamples, data: SampleBytes, error: CannotDecode) -> BrokenShard:
-    return BrokenShard(f"{samples.shards.describe(int(data.sample[error.row]))} holds {error}")
 
 
 _NONE = -1  # no EOS is put
@@ -600,26 +592,17 @@ class JoinedRows:
     def first_token(self) -> npt.NDArray[np.int64]:
         """int64[shards + 1]: where each shard begins in the stream."""
         if self.shards.split is not None:
-            return self._first_token_of_split()
+            return _sums_by_shard(  # of one side of a split only the idx tells the tokens
+                self.shards,
+                self.context,
+                lambda reader, number: int(reader.num_tokens_of(number).sum() + self.puts_eos(number).sum()),
+            )
         sizes = []
         for source in self.shards.sources:
             lacks = self.lacks_eos(source)
             num_eos = lacks.sum() if isinstance(source, ExternalTar) else source.num_samples * lacks
             sizes.append(source.num_tokens + num_eos)
         return np.concatenate([[0], np.cumsum(np.concatenate(sizes))]).astype(np.int64)
-
-    def _first_token_of_split(self) -> npt.NDArray[np.int64]:
-        """The same of one side of a split, of which only the idx tells the tokens: 0.1 ms per shard."""
-        reader, shards = ShardReader(self.shards, self.context), self.shards
-        sizes = np.zeros(shards.num_shards, np.int64)
-        for number in reader.opening_order(np.arange(shards.num_shards)).tolist():
-            sizes[number] = reader.num_tokens_of(number).sum() + self.num_ends(number)
-        reader.close()
-        return np.concatenate([[0], np.cumsum(sizes)])
-
-    def num_ends(self, number: int) -> int:
-        """EOS that are put behind documents of a shard."""
-        return int(self.puts_eos(number).sum())
 
     def puts_eos(self, number: int) -> npt.NDArray[np.bool_]:
         """Whether an EOS is put behind each document of a shard: bool[documents]."""
@@ -662,7 +645,7 @@ class JoinedRows:
         """The tokens of the stream that a document is, without an EOS that is put behind it: [begin, end)."""
         number = int(self.shards.shard_of(np.array(document)))
         local = document - int(self.shards.first_sample[number])
-        begin = int(self.first_token[number]) + int(self._ends_of(reader, number)[local])
+        begin = int(self.first_token[number]) + int(self.ends_of(reader, number)[local])
         return begin, begin + int(reader.num_tokens_of(number)[local])
 
     def documents_of(self, reader: ShardReader, row: int, offset: int) -> list[tuple[int, int, int]]:
@@ -671,7 +654,7 @@ class JoinedRows:
         found: list[tuple[int, int, int]] = []
         while left > 0:
             number = int(np.searchsorted(self.first_token, begin, side="right")) - 1
-            ends = self._ends_of(reader, number)
+            ends = self.ends_of(reader, number)
             local = begin - int(self.first_token[number])
             document = int(np.searchsorted(ends, local, side="right")) - 1
             taken = min(left, int(ends[document + 1]) - local)
@@ -683,13 +666,21 @@ class JoinedRows:
             begin, left = (begin + taken) % self.offsets, left - taken
         return found
 
-    def _ends_of(self, reader: ShardReader, number: int) -> npt.NDArray[np.int64]:
-        """Sums of a shard's tokens from 0, EOS included: int64[documents + 1]."""
-        sums = reader.opened(number).sums
-        if "stream" not in sums:
-            counts = reader.num_tokens_of(number)
-            sums["stream"] = np.concatenate([[0], np.cumsum(counts + self.puts_eos(number))])
-        return sums["stream"]
+    def ends_of(self, reader: ShardReader, number: int) -> npt.NDArray[np.int64]:
+        """Sums of a shard's tokens from 0, EOS included: int64[documents + 1]. Raises BrokenShard."""
+        shard: OpenShard = reader.opened(number)
+        if "stream" not in shard.sums:
+            puts = self.puts_eos(number)
+            ends = np.concatenate([[0], np.cumsum(reader.num_tokens_of(number) + puts)])
+            expected = int(self.first_token[number + 1] - self.first_token[number])
+            if int(ends[-1]) != expected:
+                raise BrokenShard(
+                    f"{shard.path}: its idx counts {int(ends[-1])} tokens, its manifest {expected}; "
+                    f"{shard.remedy}"
+                )
+            shard.sums["stream"] = ends
+            shard.sums["end_ids"] = np.where(puts, int(self.eos_token_id or 0), _NONE)
+        return shard.sums["stream"]
 
 
 class RowReader:
@@ -756,7 +747,8 @@ class RowReader:
             number = int(np.searchsorted(edges, begin, side="right")) - 1
             taken = min(size, int(edges[number + 1]) - begin)
             local = begin - int(edges[number])
-            ends, puts = self._ends(number)
+            ends = self._rows.ends_of(self._reader, number)
+            puts = self._reader.opened(number).sums["end_ids"]
             first = int(np.searchsorted(ends, local, side="right")) - 1
             last = int(np.searchsorted(ends, local + taken, side="left"))
             documents.append(np.arange(first, last) + self._rows.shards.first_sample[number])
@@ -766,35 +758,16 @@ class RowReader:
             begin, size = begin + taken, size - taken
         return skipped, held
 
-    def _ends(self, number: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Sums of a shard's tokens from 0, EOS included: int64[documents + 1]; and the ids to put, or -1."""
-        shard: OpenShard = self._reader.opened(number)
-        if "joined" not in shard.sums:
-            counts, lacks = self._reader.num_tokens_of(number), self._rows.puts_eos(number)
-            ends = np.concatenate([[0], np.cumsum(counts + lacks)])
-            expected = int(self._rows.first_token[number + 1] - self._rows.first_token[number])
-            if int(ends[-1]) != expected:
-                raise BrokenShard(
-                    f"{shard.path}: its idx counts {int(ends[-1])} tokens, its manifest {expected}; "
-                    f"{shard.remedy}"
-                )
-            shard.sums["joined"] = ends
-            shard.sums["end_ids"] = np.where(lacks, int(self._rows.eos_token_id or 0), _NONE)
-        return shard.sums["joined"], shard.sums["end_ids"]
-
     def _decoded(
         self, documents: npt.NDArray[np.int64], end_ids: npt.NDArray[np.int64], expected: int
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         """The ids of documents one after another, and where each begins."""
         data = self._reader.read(documents)
         every = np.arange(len(documents))
-        try:
+        with _place_named(self._rows.shards, data):
             found = decode_samples(data, every, end_ids=end_ids)
             if self._rows.vocab_size is not None:
                 check_vocab(found.ids, found.lengths, every, self._rows.vocab_size)
-        except CannotDecode as error:
-            where = self._rows.shards.describe(int(documents[error.row]))
-            raise BrokenShard(f"{where} holds {error}") from None
         if len(found.ids) != expected:
             where = self._rows.shards.describe(int(documents[0]))
             raise BrokenShard(f"{where} and on: {len(found.ids)} tokens, expected {expected}")
@@ -859,13 +832,10 @@ class TokenBatches:
     @cached_property
     def first_batch(self) -> npt.NDArray[np.int64]:
         """int64[shards + 1]: the batches before each shard."""
-        shards = self.documents.shards
-        reader = ShardReader(shards, self.documents.context)
-        counts = np.zeros(shards.num_shards, np.int64)
-        for number in reader.opening_order(np.arange(shards.num_shards)).tolist():
-            counts[number] = len(self.batch_ends(reader, number)) - 1
-        reader.close()
-        return np.concatenate([[0], np.cumsum(counts)])
+        documents = self.documents
+        return _sums_by_shard(
+            documents.shards, documents.context, lambda *which: len(self.batch_ends(*which)) - 1
+        )
 
     @property
     def row_tokens(self) -> int:

@@ -549,7 +549,7 @@ class TokenLoader(DataLoader[Batch]):
 
     @property
     def epoch(self) -> float:
-        """Epochs that the loop got: 1.5 is the middle of the second."""
+        """Epochs that the loop got so far: 1.5 is the middle of the second."""
         at = self._progress.delivered
         within = at.step + at.num_micro / self.run.batches_in(self.run.step_of(at))
         return at.epoch + within / self.run.steps_in(at.epoch)
@@ -568,7 +568,7 @@ class TokenLoader(DataLoader[Batch]):
 
     @property
     def source_epochs(self) -> dict[str, float]:
-        """The same in epochs of each source: 1.5 is the middle of its second."""
+        """Epochs of each named source so far: 1.5 is the middle of its second."""
         order = self.order
         return order.epochs(self._delivered_of_order) if isinstance(order, Mixture) else {}
 
@@ -742,7 +742,7 @@ class _RefusedDataset(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         raise UsageError(
             "the dataset of a TokenLoader was iterated by another loader, as those that accelerate's "
-            "skip_first_batches and Trainer(train_dataset=loader.dataset) make; iterate "
+            "skip_first_batches and Trainer(train_dataset=loader.dataset) make; iterate the "
             "TokenLoader itself, which shares samples out among the ranks, and resume with load_state_dict; "
             f"under HF's Trainer, {_OVERRIDE}"
         )

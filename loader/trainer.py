@@ -133,7 +133,8 @@ def check_trainer_arguments(args: Any, loader: TokenLoader) -> None:
     if loader.run.is_ramped:
         raise UsageError(
             "batch_size_schedule changes how many batches a step accumulates, and Trainer accumulates "
-            "equally many through a run; write the loop yourself, as docs/training.md does, or leave it out"
+            "equally many through a run; write the loop yourself, see docs/training_own_loop.md, "
+            "or leave it out"
         )
     batch_size, accumulated = args.train_batch_size, args.gradient_accumulation_steps
     world_size, global_batch_size = loader.process_rank.world_size, loader.order.global_batch_size

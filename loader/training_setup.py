@@ -6,7 +6,7 @@
     with setup.autocast(): ...
 
 Nothing that the user has set is changed: a thread variable of the environment and a pad token stay.
-docs/training.md says what each is worth.
+docs/training_speed.md says what each is worth.
 """
 
 from __future__ import annotations

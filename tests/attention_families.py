@@ -3,7 +3,7 @@
 Each one is made with two small layers and random weights. The logits of each document in a packed batch of
 the loader are compared with those that the model gives for the document alone, and ``check_boundaries`` must
 say the same. For all families, in 5 minutes: ``python -m tests.attention_families`` compares the table of
-docs/training.md, and with ``--write`` writes it.
+docs/training_attention.md, and with ``--write`` writes it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.checkout import ROOT
 from tests.external_tars import write_numbered_tars
 from tests.word_tokenizers import save_word_tokenizer
 
-PAGE = ROOT / "docs" / "training.md"
+PAGE = ROOT / "docs" / "training_attention.md"
 VOCABULARY, SEQ_LEN, WINDOW = 200, 48, 8
 
 # Small sizes, under all names that families have for them. Windows are shorter than documents.
@@ -172,7 +172,7 @@ def verdict_of_all(family: str, batch: Mapping[str, Any]) -> str:
 
 
 def table(verdicts: Mapping[str, str]) -> str:
-    """The rows of docs/training.md."""
+    """The rows of docs/training_attention.md."""
     rows = []
     for verdict, title in VERDICTS.items():
         names = sorted(family for family, of_family in verdicts.items() if of_family == verdict)
@@ -181,7 +181,7 @@ def table(verdicts: Mapping[str, str]) -> str:
 
 
 def verdicts_of_page() -> dict[str, str]:
-    """The families of docs/training.md and their verdicts; to try another one, write it into any row."""
+    """The families of the page and their verdicts; to try another one, write it into any row."""
     found = {}
     for verdict, title in VERDICTS.items():
         (names,) = re.findall(rf"^\| {re.escape(title)} \| (.*) \|$", PAGE.read_text("utf-8"), re.MULTILINE)
@@ -190,7 +190,9 @@ def verdicts_of_page() -> dict[str, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Compare the table of families in docs/training.md.")
+    parser = argparse.ArgumentParser(
+        description="Compare the table of families in docs/training_attention.md."
+    )
     parser.add_argument("--write", action="store_true", help="write the table, too")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()

@@ -94,7 +94,8 @@ def test_a_collate_fn_gets_labels_beside_ids(sets: dict[str, Path]) -> None:
         return [(sample["input_ids"], sample["labels"]) for sample in samples]
 
     with get_llama3_dataloader(sets["concat"], 2, shuffle=False, num_workers=2, collate_fn=collate) as loader:
-        found = [row for batch in loader for row in batch]
+        batches: list[Any] = list(loader)
+    found = [row for batch in batches for row in batch]
     expected = rows_of(sets["concat"])[: len(found)]
     assert len(found) > 10
     assert found == [

@@ -22,6 +22,7 @@ from transformers import (
 
 from loader import CausalLMCollator
 from loader.batches import Batch
+from loader.boundaries import HostNumber
 from shardprep.errors import UsageError
 from tests.checkout import SHARED
 
@@ -177,7 +178,7 @@ def test_llama_3_is_padded_with_a_token_of_its_own_and_its_eos_keeps_its_label()
 
 def test_a_batch_is_a_dict_that_moves_and_is_copied_as_a_whole() -> None:
     batch = CausalLMCollator(tokenizer()).batches([[1, 2], [3]])
-    batch["max_seqlen"] = 2
+    batch["max_seqlen"] = HostNumber(2)  # type: ignore[assignment]  # it moves as tensors do
     assert batch.labels is batch["labels"]
     with pytest.raises(AttributeError, match="the batch has input_ids, attention_mask, labels, max_seqlen"):
         batch.pixel_values  # noqa: B018

@@ -23,12 +23,13 @@ from tests.external_tars import write_numbered_data
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.processes
 
-PAGES = {  # heading of docs/training.md -> what it needs, and whether batches are of 4 and accumulated
-    "transformers' Trainer": ("transformers", True),
-    "Accelerate": ("accelerate", True),
-    "Lightning": ("lightning", False),
-    "FSDP2": ("torch.distributed.fsdp", False),
-    "DeepSpeed": ("deepspeed", False),
+PAGES = {  # docs/training_NAME.md -> what it needs, and whether batches are of 4 and accumulated
+    "own_loop": ("torch", True),
+    "trainer": ("transformers", True),
+    "accelerate": ("accelerate", True),
+    "lightning": ("lightning", False),
+    "fsdp2": ("torch.distributed.fsdp", False),
+    "deepspeed": ("deepspeed", False),
 }
 
 NUM_SAMPLES, GLOBAL_BATCH = 107, 8
@@ -65,23 +66,23 @@ def make_model(seen):
     return model
 
 def train_by_page(run, seen):
-    # What docs/training.md says, with all that it leaves to its reader.
+    # What a page says, with all that it leaves to its reader.
     torch.set_num_threads(1)
     loader_package.get_llama3_dataloader = functools.wraps(get_llama3_dataloader)(
         lambda *args, **options: get_llama3_dataloader(
             *args, model_id=DATA, **{**options, "num_workers": run["workers"]}
         )
     )
-    if run["page"] in ("FSDP2", "DeepSpeed"):
+    if run["page"] in ("fsdp2", "deepspeed"):
         dist.init_process_group("gloo")
     model = make_model(seen)
     more = {
-        "Accelerate": {"cpu": True},
-        "transformers' Trainer": {
+        "accelerate": {"cpu": True},
+        "trainer": {
             "use_cpu": True, "ddp_backend": "gloo", "report_to": [], "disable_tqdm": True,
             "logging_strategy": "no", "save_strategy": "steps", "save_steps": run["last"],
         },
-        "Lightning": {
+        "lightning": {
             "accelerator": "cpu", "devices": run["world"], "logger": False, "enable_progress_bar": False,
             "default_root_dir": f"{OUT}/lightning", "enable_model_summary": False,
             "strategy": "ddp" if run["world"] > 1 else "auto",
@@ -90,10 +91,14 @@ def train_by_page(run, seen):
     names = {
         "DATA": DATA, "CHECKPOINT": f"{OUT}/{run['checkpoint']}", "num_steps": run["last"], "model": model,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "torch": torch, "Path": pathlib.Path,
-        "device": "cpu", "num_ranks": run["world"], "more_arguments": more.get(run["page"]),
+        "device": "cpu", "num_ranks": run["world"], "rank": int(os.environ["RANK"]),
+        "more_arguments": more.get(run["page"]),
         "config": {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
     }
-    exec(compile(run["code"], "docs/training.md", "exec"), names)
+    exec(compile(run["code"], run["page"], "exec"), names)
+    if run["page"] == "trainer":
+        epoch = names["trainer"].state.epoch
+        assert abs(epoch - run["last"] / run["steps"]) < 1e-9, f"epoch is {epoch} after step {run['last']}"
     kept.append(names)  # where DDP ends it holds the GIL and waits for gloo, which may want it: examples/
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -135,7 +140,7 @@ def evaluate_on_ranks(run, seen):
     seen.append([trainer.evaluate()["eval_loss"], loader_package.evaluation_loss(model, eval_loader)])
     if run["code"]:
         names = {"model": model}
-        exec(compile(run["code"], "docs/training.md", "exec"), names)
+        exec(compile(run["code"], "docs/training_lightning.md", "exec"), names)
         lightning_trainer = names["lightning"].Trainer(
             accelerator="cpu", devices=run["world"], strategy="ddp" if run["world"] > 1 else "auto",
             logger=False, enable_progress_bar=False, default_root_dir=f"{OUT}/lightning",
@@ -395,15 +400,21 @@ def seen(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 def evaluations() -> list[dict[str, Any]]:
     """Of one model on other ranks, in batches of other sizes."""
-    code = code_of("Validation").partition("import lightning\n") if find_spec("lightning") else ("", "", "")
+    code = code_of("lightning", 1) if find_spec("lightning") else ""
     return [
-        run_of(f"loss {world}x{size}", "evaluate_on_ranks", world, batch_size=size, code="".join(code[1:]))
+        run_of(f"loss {world}x{size}", "evaluate_on_ranks", world, batch_size=size, code=code)
         for world, size in ((1, 8), (1, 1), (2, 8), (2, 3), (4, 8), (4, 16))
     ]
 
 
 def page_runs(page: str) -> list[dict[str, Any]]:
-    shared = {"how": "train_by_page", "page": page, "code": code_of(page), "checkpoint": f"{page} kept"}
+    shared: dict[str, Any] = {
+        "how": "train_by_page",
+        "page": page,
+        "code": code_of(page, 0),
+        "steps": STEPS,
+        "checkpoint": f"{page} kept",
+    }
     return [
         run_of(f"{page} whole", world=1, **{**shared, "checkpoint": f"{page} whole"}),
         run_of(f"{page} stopped", world=2, workers=1, last=STOP, **shared),
@@ -422,18 +433,15 @@ def digests(ranks: list[list[Any]], accumulated: int) -> list[str]:
     return found
 
 
-def code_of(heading: str) -> str:
-    """The Python of a section of docs/training.md."""
-    text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-    section = re.search(rf"^## {re.escape(heading)}$(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
-    assert section is not None, heading
-    blocks = re.findall(r"^```python\n(.*?)^```$", section[1], re.MULTILINE | re.DOTALL)
-    assert blocks, heading
-    return "\n".join(blocks)
+def code_of(page: str, number: int) -> str:
+    """One of the examples of docs/training_NAME.md, from 0."""
+    text = (ROOT / "docs" / f"training_{page}.md").read_text(encoding="utf-8")
+    blocks: list[str] = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return blocks[number]
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_training_page_stopped_and_resumed_on_another_world_sees_every_global_batch_as_if_it_had_not_been(
+def test_a_frameworks_page_stopped_and_resumed_on_another_world_sees_every_global_batch_as_if_it_had_not_been(
     seen: Runs, page: str
 ) -> None:
     needs, accumulates = PAGES[page]

@@ -246,7 +246,8 @@ def test_a_tuple_that_collate_fn_returns_stays_a_tuple(tmp_path: Path, model: st
     write_numbered_tars(tmp_path, 64, 3)
     options: dict[str, Any] = {"collate_fn": lambda rows: tuple(row["input_ids"] for row in rows)}
     with load(tmp_path, 4, model, num_workers=workers, **options) as loader:
-        assert {(type(batch), len(batch)) for batch in loader} == {(tuple, 4)}
+        batches: list[Any] = list(loader)
+    assert {(type(batch), len(batch)) for batch in batches} == {(tuple, 4)}
 
 
 @pytest.mark.processes

@@ -236,9 +236,9 @@ def test_a_collate_fn_gets_the_shorter_rows(data: Path) -> None:
     with load(
         data, batch_size_schedule=None, seq_len=16, seq_len_schedule=[(0, 4), (1, 16)], collate_fn=list
     ) as loader:
-        first, second = (next(iter(loader)), None)
+        first: Any = next(iter(loader))
         loader.load_state_dict(loader.state_at(1))
-        second = next(iter(loader))
+        second: Any = next(iter(loader))
     assert [len(sample["input_ids"]) for sample in first] == [4] * 32
     assert [len(sample["input_ids"]) for sample in second] == [16] * 8
 

@@ -35,7 +35,8 @@ def samples_of(folder: Path, **options: Any) -> list[dict[str, Any]]:
     made: dict[str, Any] = {"num_workers": 0, "shuffle": False, "collate_fn": list, "batch_size": 2}
     made |= {"sample_fields": FIELDS, "rank": 0, "world_size": 1, **options}
     with get_llama3_dataloader(folder, **made) as loader:
-        return list(chain.from_iterable(loader))
+        batches: Any = list(loader)
+    return list(chain.from_iterable(batches))
 
 
 @pytest.mark.processes

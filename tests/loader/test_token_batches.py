@@ -156,7 +156,8 @@ def test_token_batches_are_mixed_ramped_and_collated_as_samples_are(data: Path, 
     sizes = []
     with get_llama3_dataloader(sources, model_id=data, rank=0, world_size=1, **options) as loader:
         num_batches = 0
-        for samples in chain.from_iterable(loader for _ in range(9)):
+        batches: Any = chain.from_iterable(loader for _ in range(9))
+        for samples in batches:
             num_batches += 1
             ids = [sample["input_ids"] for sample in samples]
             assert len({each[0] >= 1000 for each in ids}) == 1, "a batch is of one source"

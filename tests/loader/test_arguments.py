@@ -1,0 +1,168 @@
+"""The arguments of ``get_llama3_dataloader``, declared once, and what a batch is to a script."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DataCollatorForLanguageModeling, LlamaConfig, LlamaForCausalLM
+
+import loader
+import shardprep
+from loader import get_llama3_dataloader
+from loader.dataloader import RENAMED, arguments_by_group
+from shardprep.errors import UsageError
+from tests import loader_reference
+from tests.checkout import ROOT
+from tests.external_tars import write_numbered_data
+from tests.waiting import HANG_S
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_numbered_data(tmp_path_factory.mktemp("data"), 64, 2)
+
+
+def load(data: Path, batch_size: int | None = None, **options: Any) -> Any:
+    return get_llama3_dataloader(data, batch_size, data, num_workers=0, **options)
+
+
+def test_each_argument_is_explained_in_one_group_in_the_order_of_the_signature() -> None:
+    groups = arguments_by_group(get_llama3_dataloader.__doc__ or "")
+    explained = [name for arguments in groups.values() for name in arguments]
+    assert sorted(explained) == sorted(inspect.signature(get_llama3_dataloader).parameters)
+    assert len(groups) == 6
+    assert all(text.endswith((".", "``.")) for arguments in groups.values() for text in arguments.values())
+
+
+def test_the_reference_page_says_what_the_code_declares() -> None:
+    found = loader_reference.PAGE.read_text("utf-8")
+    assert found == loader_reference.page(), "run: python -m tests.loader_reference"
+
+
+@pytest.mark.parametrize(
+    ("old", "value", "options"),
+    [
+        ("batch_tokens", 64, {}),
+        ("max_batch_tokens", 10_000, {"batch_size": 4}),
+        ("schedule", None, {"batch_size": 4}),
+    ],
+)
+def test_old_names_work_and_say_the_new_one(data: Path, old: str, value: Any, options: Any) -> None:
+    with pytest.warns(DeprecationWarning, match=f"{old} is called {RENAMED[old]} now"):
+        by_old_name = load(data, **options, **{old: value})
+    by_new_name = load(data, **options, **{RENAMED[old]: value})
+    assert by_old_name.state_dict() == by_new_name.state_dict()
+    with pytest.raises(UsageError, match=f"pass {RENAMED[old]} alone"):
+        load(data, **options, **{old: value, RENAMED[old]: value})
+
+
+def test_an_unknown_argument_is_answered_with_the_nearest_and_all_by_group(data: Path) -> None:
+    with pytest.raises(
+        TypeError, match=r"no argument 'seqlen', did you mean 'seq_len'; .*storage: staged_dir"
+    ):
+        load(data, 4, seqlen=16)
+
+
+def test_the_function_is_a_name_of_shardprep_too() -> None:
+    assert shardprep.get_llama3_dataloader is loader.get_llama3_dataloader
+
+
+SCRIPT = """
+import torch
+from loader import get_llama3_dataloader
+
+def train(model: torch.nn.Module, device: torch.device) -> float:
+    loader = get_llama3_dataloader("DATA", batch_size=8, seq_len=4096, boundaries="transformers")
+    for batch in loader:
+        moved = {name: value.to(device) for name, value in batch.items()}
+        loss: torch.Tensor = model(**moved, **batch.to(device)).loss
+        reveal_type(batch["labels"])
+    return loss.item() + loader.metrics.wait_s
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_mypy_knows_the_types_of_a_users_script(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "train.py"]
+    command += ["--cache-dir", str(ROOT / ".mypy_cache" / "script")]
+    environ = {"MYPYPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=HANG_S
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert 'Revealed type is "torch._tensor.Tensor"' in done.stdout
+
+
+# What a batch is
+
+
+@pytest.mark.parametrize("boundaries", ["transformers", ["position_ids", "segment_ids", "cu_seqlens"]])
+def test_every_value_of_a_batch_moves_by_the_usual_line(data: Path, boundaries: Any) -> None:
+    batch = next(iter(load(data, 4, seq_len=16, boundaries=boundaries)))
+    moved = {name: value.to("meta", non_blocking=True) for name, value in batch.items()}
+    assert moved["input_ids"].device.type == "meta"
+    assert {type(value).__mro__[-2] for value in moved.values()} <= {int, torch._C.TensorBase}
+
+
+@pytest.mark.slow
+def test_a_model_takes_the_numbers_of_a_batch_for_ints_and_bools_also_compiled(data: Path) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=200, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config)
+    batch = next(iter(load(data, 4, seq_len=16, boundaries="transformers")))
+    plain = {name: value if isinstance(value, torch.Tensor) else int(value) for name, value in batch.items()}
+    expected = model(**{**plain, "use_cache": False})
+    moved = {name: value.to("cpu") for name, value in batch.items()}
+    for found in (model(**moved), torch.compile(model, backend="eager", fullgraph=True)(**moved)):
+        assert torch.equal(found.logits, expected.logits)
+        assert found.past_key_values is None
+
+
+@pytest.mark.slow
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(1, 6),
+    st.sampled_from([None, 8]),
+    st.sampled_from([{}, {"max_length": 7}, {"max_length": 7, "long_documents": "split"}]),
+    st.integers(0, 3),
+)
+def test_batches_are_those_of_transformers_own_collator_for_the_same_samples(
+    data: Path, batch_size: int, multiple: int | None, options: Any, seed: int
+) -> None:
+    made = load(data, batch_size, pad_to_multiple_of=multiple, seed=seed, **options)
+    raw = load(data, batch_size, seed=seed, collate_fn=list, **options)
+    assert isinstance(made.collate_fn, DataCollatorForLanguageModeling)
+    own = DataCollatorForLanguageModeling(made.tokenizer, mlm=False, pad_to_multiple_of=multiple)
+    for batch, samples in zip(made, raw, strict=True):
+        for expected in (own(samples), made.collate_fn(samples)):
+            assert list(batch) == list(expected)
+            assert all(torch.equal(batch[name], expected[name]) for name in batch)
+    assert raw.collate_fn is list
+
+
+@pytest.mark.processes
+def test_a_loader_imports_transformers_when_its_collator_is_looked_at(made_dir: Path) -> None:
+    code = (
+        "import sys; from loader import get_llama3_dataloader as get\n"
+        "loader = get(sys.argv[1], 2, num_workers=0)\n"
+        "next(iter(loader)); before = 'transformers' in sys.modules\n"
+        "collator = loader.collate_fn; from transformers import DataCollatorForLanguageModeling as Known\n"
+        "print(before, isinstance(collator, Known), loader.collate_fn is collator)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(made_dir)],
+        capture_output=True, text=True, check=True, timeout=HANG_S,
+    )  # fmt: skip
+    assert done.stdout.split() == ["False", "True", "True"]

@@ -1,0 +1,88 @@
+"""``python -m tests.loader_reference`` writes docs/loader.md of what the loader's code declares.
+
+The signature and docstring of ``get_llama3_dataloader`` are the declaration; of the other names it is theirs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import loader
+from loader.dataloader import RENAMED, arguments_by_group
+from loader.token_loader import TokenLoader
+from tests.checkout import ROOT
+
+PAGE = ROOT / "docs" / "loader.md"
+HEAD = """\
+# Loader reference
+
+On this page you can look up each argument of `get_llama3_dataloader` and each member of the loader that it
+returns. [training.md](training.md) says how to use them. `python -m tests.loader_reference` writes this page.
+
+```python
+from loader import get_llama3_dataloader  # or: from shardprep import get_llama3_dataloader
+```
+
+`input_shards`, `batch_size` and `model_id` may be passed by position, all others by name. `seq_len` and
+`max_length` go with different samples: `seq_len` is the width of packed rows, `max_length` a limit for
+documents that are not packed.
+
+## Arguments of get_llama3_dataloader
+"""
+
+
+def page() -> str:
+    """What docs/loader.md must say."""
+    return "\n".join([HEAD, *_arguments(), *_members(), *_names()]) + "\n"
+
+
+def _arguments() -> Iterator[str]:
+    function: Any = loader.get_llama3_dataloader
+    parameters = inspect.signature(function).parameters
+    for group, arguments in arguments_by_group(function.__doc__).items():
+        yield f"### {group}\n"
+        yield "| argument | default | meaning |\n|---|---|---|"
+        for name, text in arguments.items():
+            default = parameters[name].default
+            shown = "" if default in (None, (), inspect.Parameter.empty) else f"`{default!r}`"
+            yield f"| `{name}` | {shown} | {_in_table(text)} |"
+        yield ""
+    renamed = ", ".join(f"`{old}` (now `{new}`)" for old, new in RENAMED.items())
+    yield f"Old names still work, with a DeprecationWarning: {renamed}.\n"
+
+
+def _members() -> Iterator[str]:
+    yield "## The loader\n"
+    yield "| member | what it is |\n|---|---|"
+    for name, member in sorted(vars(TokenLoader).items()):
+        if name.startswith("_") or not (isinstance(member, property) or inspect.isfunction(member)):
+            continue
+        called = ""
+        if inspect.isfunction(member):
+            called = f"({', '.join(inspect.signature(member).parameters)})".replace("self", "")
+        yield f"| `{name}{called}` | {_in_table(_first_paragraph(member))} |"
+    counts = "`num_batches`, `num_tokens`, `num_padding`, `num_cut_tokens`, `wait_s`, `padding_share`"
+    yield f"| `metrics` | counts of this rank: {counts}; `reset()` |"
+    yield ""
+
+
+def _names() -> Iterator[str]:
+    yield "## Other names of the package\n"
+    yield "| name | what it is |\n|---|---|"
+    for name in loader.__all__:
+        if name not in ("get_llama3_dataloader", "TokenLoader"):
+            yield f"| `{name}` | {_in_table(_first_paragraph(getattr(loader, name)))} |"
+
+
+def _first_paragraph(item: Any) -> str:
+    return (inspect.getdoc(item) or "").partition("\n\n")[0]
+
+
+def _in_table(text: str) -> str:
+    return " ".join(text.replace("``", "`").replace("|", r"\|").split())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), "utf-8")

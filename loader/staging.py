@@ -20,7 +20,7 @@ import socket
 import time
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,7 +32,7 @@ from loader.find_shards import DatasetShards, ShardSet, find_shards
 from loader.order import Order
 from loader.reading import ReaderIndex, opening_order
 from loader.staged_copies import is_staged, staged_folder
-from shardprep.command_line import add_flags_of, given_of, parse_size
+from shardprep.command_line import add_flags_of, given_of, option, parse_size
 from shardprep.console import Progress, print_lines, short_bytes
 from shardprep.errors import (
     BrokenShard,
@@ -371,10 +371,6 @@ def _remove_dead(folder: Path, *, and_own: bool = False) -> None:
 # Which shards: all, those that the ranks of a node read, or as many of them as fit.
 
 
-def _flag(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(frozen=True, kw_only=True)
 class NodeRanks:
     """The ranks of a node and what fixes their order; names as in ``get_llama3_dataloader``."""
@@ -382,22 +378,22 @@ class NodeRanks:
     world_size: int
     ranks: tuple[int, ...]
     batch_size: int
-    global_batch_size: int | None = _flag(
-        None, "samples of an optimizer's step (default batch_size x world_size)"
+    global_batch_size: int | None = option(
+        None, "samples of an optimizer step", shown="batch_size x world_size"
     )
-    seed: int = _flag(0, "of the shuffle")
-    seq_len: int | None = _flag(None, "documents packed into rows of so many tokens at load")
-    max_length: int | None = _flag(None, "tokens at which documents are cut")
-    long_documents: Literal["truncate", "split", "error"] = _flag(
+    seed: int = option(0, "of the shuffle", shown="0")
+    seq_len: int | None = option(None, "documents packed into rows of so many tokens at load")
+    max_length: int | None = option(None, "tokens at which documents are cut")
+    long_documents: Literal["truncate", "split", "error"] = option(
         "truncate", "what the loader does with documents over --max_length"
     )
-    group_by_length: bool | int = _flag(
-        False, "documents of like length side by side, in groups of so many (alone: of batch_size)"
+    group_by_length: bool | int = option(
+        False, "documents of similar length side by side, in groups of so many; alone: of batch_size"
     )
-    first_step: int = _flag(0, "global batch from which on, counted through all epochs")
-    num_steps: int | None = _flag(None, "global batches (default: to the end of --num_epochs)")
-    num_epochs: int = _flag(1, "epochs, that of --first_step included")
-    shuffle: bool = _flag(True, "as the loader is told")
+    first_step: int = option(0, "global batch to begin at, counted through all epochs", shown="0")
+    num_steps: int | None = option(None, "global batches", shown="to the end of --num_epochs")
+    num_epochs: int = option(1, "epochs, that of --first_step included")
+    shuffle: bool = option(True, "as the loader is told")
 
     def __post_init__(self) -> None:
         beyond = [rank for rank in self.ranks if not 0 <= rank < self.world_size]

@@ -226,7 +226,7 @@ def option(default: Any, help: str = "", **facts: Any) -> Any:  # noqa: A002 - a
 
 
 def add_flags_of(
-    parser: argparse.ArgumentParser,
+    parser: argparse._ActionsContainer,
     options: type,
     *,
     but: Container[str] = (),

@@ -25,7 +25,7 @@ from measured_run import Usage, machine_line, run_pinned
 BASELINE = "baseline"
 _BARE = {
     "bare load of tokenizers": "import tokenizers, sys; tokenizers.Tokenizer.from_file(sys.argv[1])",
-    "bare load of fastokens": "import fastokens, sys; fastokens.Tokenizer.from_file(sys.argv[1])",
+    "bare load of gigatoken": "import gigatoken, sys; gigatoken.Tokenizer(sys.argv[1])",
 }
 
 

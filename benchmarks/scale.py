@@ -77,7 +77,7 @@ def make_shards(folder: Path, plan: Plan) -> None:
             ),
             quarantine=None,
             ids=None,
-            run={"engine": "fastokens 0.3.5", "host": "node0123", "num_cpus": 4, **TIMES},
+            run={"engine": "gigatoken 0.10.0", "host": "node0123", "num_cpus": 4, **TIMES},
         )
         manifest_path(folder, shard_id).write_bytes(manifest.to_json())
         for path, stamp in (

@@ -4,7 +4,7 @@
 
 Both on one core, in turn: `python -m preprocess --shard_id 0` until its tar appears under its first
 name (then the engine is loaded and proven on the plan's probe), and a bare Python that does nothing
-but `fastokens.Tokenizer.from_file`. The target is 1.25 times the bare load and 0.2 s. It also lists
+but `gigatoken.Tokenizer(FILE)`. The target is 1.25 times the bare load and 0.2 s. It also lists
 what a whole task has imported; torch, transformers and webdataset must not be among that.
 """
 
@@ -22,7 +22,7 @@ from contenders import plan
 from measured_run import NotSeen, Watch, machine_line, run_pinned
 
 FORBIDDEN = ("torch", "transformers", "webdataset")
-_BARE = "import fastokens, sys; fastokens.Tokenizer.from_file(sys.argv[1])"
+_BARE = "import gigatoken, sys; gigatoken.Tokenizer(sys.argv[1])"
 _LIST_MODULES = (
     "import sys; from preprocess.__main__ import main; main(sys.argv[1:]);"
     "print(*sorted({name.partition('.')[0] for name in sys.modules} - sys.stdlib_module_names))"
@@ -38,7 +38,7 @@ def main() -> int:
         text = lay_out(scratch, 100_000)
         output, log = scratch / "output", scratch / "log"
         plan(text.ten_documents, output, text.tokenizer, [])
-        task: list[str | Path] = ["--shard_id", "0", "--output_dir", output, "--engine", "fastokens"]
+        task: list[str | Path] = ["--shard_id", "0", "--output_dir", output, "--engine", "gigatoken"]
         run_pinned([sys.executable, "-c", _LIST_MODULES, *task], cwd=scratch, log=log)
         modules = log.read_text().splitlines()[-1].split()
         bare, ours = [], []
@@ -54,7 +54,7 @@ def main() -> int:
     load = statistics.median(usage.cpu_s for usage in bare)
     start = statistics.median(usage.start_cpu_s or 0.0 for usage in ours)
     whole = statistics.median(usage.cpu_s for usage in ours)
-    print(f"bare load of fastokens: {load:.2f} CPU s, {bare[0].max_rss_bytes / 1e6:.0f} MB")
+    print(f"bare load of gigatoken: {load:.2f} CPU s, {bare[0].max_rss_bytes / 1e6:.0f} MB")
     print(f"a task until its first document: {start:.2f} CPU s; the limit is {1.25 * load + 0.2:.2f}")
     print(f"a task of ten documents: {whole:.2f} CPU s, {ours[0].max_rss_bytes / 1e6:.0f} MB")
     print(f"imported besides the standard library: {', '.join(modules)}")

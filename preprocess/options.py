@@ -26,7 +26,7 @@ from shardprep.format.names import MAX_SEQ_LEN, Record, TokenFormat
 
 Doc = Literal["line", "file"]
 Pack = Literal["concat", "best_fit"]
-EngineName = Literal["auto", "fastokens", "tokenizers"]
+EngineName = Literal["auto", "gigatoken", "tokenizers", "fastokens"]  # fastokens: the fast one of old
 
 INPUT = "input files"
 FIELDS = "JSON lines and tables"
@@ -315,8 +315,8 @@ class PrepConfig(PlanOptions):
             raise UsageError("--follow_links is for subfolders; add --recursive, or leave it out")
         if not 0 <= self.max_bad_fraction <= 1:
             raise UsageError(f"--max_bad_fraction is {self.max_bad_fraction}, expected 0 to 1")
-        if self.is_chat and self.engine == "fastokens":
-            raise UsageError("--engine fastokens tells no places of tokens, which a loss mask needs")
+        if self.is_chat and self.engine not in ("auto", "tokenizers"):
+            raise UsageError(f"--engine {self.engine} tells no places of tokens, which a loss mask needs")
         if self.limit and self.hash_inputs:
             raise UsageError("--limit reads a part of the input, --hash_inputs all of it; leave out one")
 

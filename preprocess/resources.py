@@ -46,9 +46,9 @@ def bind_to_task_cpus(offset: int) -> int:
 def bind_to(cpus: list[int]) -> None:
     """Bind this process, and the threads it will start, to some CPUs.
 
-    fastokens sizes its thread pool by the affinity mask alone. tokenizers does so, too, unless
-    RAYON_NUM_THREADS, RAYON_RS_NUM_CPUS or TOKENIZERS_PARALLELISM say otherwise (all seen), which stand in
-    many a shell for the sake of training; so they are set. This comes before either is loaded.
+    The engines size their thread pools by the affinity mask, unless RAYON_NUM_THREADS, RAYON_RS_NUM_CPUS or
+    TOKENIZERS_PARALLELISM say otherwise, which stand in many a shell for training; so they are set.
+    This comes before either is loaded.
     """
     os.sched_setaffinity(0, cpus)
     os.environ["RAYON_NUM_THREADS"] = str(len(cpus))  # it goes before RAYON_RS_NUM_CPUS

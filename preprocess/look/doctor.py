@@ -116,7 +116,7 @@ def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
     }
 
 
-_NEEDED = ("numpy", "orjson", "tokenizers", "fastokens", "tqdm", "transformers")
+_NEEDED = ("numpy", "orjson", "tokenizers", "gigatoken", "tqdm", "transformers")
 _OF_TRAINING = ("torch", "webdataset")
 
 
@@ -488,7 +488,7 @@ def check_model(config: PrepConfig) -> list[Finding]:
             "\n".join(text.replace("\n", " ").replace("\r", " ") for text in PROBE), encoding="utf-8"
         )
         plain = PrepConfig(
-            input_dir=raw, output_dir=folder / "data", model_id=config.model_id, engine="fastokens"
+            input_dir=raw, output_dir=folder / "data", model_id=config.model_id, engine="gigatoken"
         )
         return check_plan(plain, Sharding(), of_probe=True).findings
 
@@ -546,13 +546,13 @@ def _tokenizer(plan: Plan) -> Finding:
 
 
 def _engine(plan: Plan, said: list[str], what: str, name: str | None = None) -> Finding:
-    if (name or ("fastokens" if plan.fast_engine_is_equal else "tokenizers")) == "fastokens":
-        return good("engine", f"fastokens gives the ids of tokenizers, the reference, on {what}")
-    reason = next((line for line in said if "fastokens" in line), None)
+    if (name or ("gigatoken" if plan.fast_engine_is_equal else "tokenizers")) == "gigatoken":
+        return good("engine", f"gigatoken gives the ids of tokenizers, the reference, on {what}")
+    reason = next((line for line in said if "gigatoken" in line), None)
     if reason is None and (num_bytes := sum(plan.shard_bytes())) < FEW_BYTES:
-        return good("engine", f"tokenizers, which for {short_bytes(num_bytes)} is sooner done than fastokens")
+        return good("engine", f"tokenizers, which for {short_bytes(num_bytes)} is sooner done than gigatoken")
     todo = "nothing is wrong with the ids; plan more or longer tasks, or take a tokenizer of a known kind"
-    why = (reason or "fastokens is not used").partition("; tokenizers encodes")[0]
+    why = (reason or "gigatoken is not used").partition("; tokenizers encodes")[0]
     return warning("engine", f"tokenizers encodes, several times slower: {why}", todo)
 
 

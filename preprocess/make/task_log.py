@@ -49,16 +49,16 @@ def _stretch(path: str, part: ByteRange) -> str:
 def engine_line(worker: Worker) -> str:
     """Which engine encodes, and why it is this one."""
     engine, wanted = worker.engine, worker.settings.engine
-    if engine.name == "fastokens":
+    if engine.name == "gigatoken":
         why = "its ids equal those of tokenizers, seen on the plan's probe just now"
     elif wanted == "tokenizers":
-        why = "as --engine asks; fastokens would be many times faster"
-    elif worker.is_little:
-        why = "for so little text it is done before fastokens would be loaded"
-    elif not worker.plan.fast_engine_is_equal:
-        why = "when this was planned, fastokens gave other ids, or could not read the tokenizer"
+        why = "as --engine asks; gigatoken would be many times faster"
+    elif not worker.plan.allows_gigatoken:
+        why = (
+            "planning did not see gigatoken give the same ids: a little text, or an unknown kind of tokenizer"
+        )
     else:
-        why = "fastokens cannot be used here"
+        why = "gigatoken cannot be used here"
     return f"engine: {engine.name} {engine.version}: {why}"
 
 

@@ -28,7 +28,7 @@ from preprocess.formats.format import DocumentBatch, Reading, reading_of
 from preprocess.formats.inputs import BadDocument
 from preprocess.formats.long_documents import MOST_HELD_BYTES, LongDocument
 from preprocess.formats.text_changes import check_text_versions
-from preprocess.make.engines import FEW_BYTES, Engine, TokenBatch, load_engine
+from preprocess.make.engines import Engine, TokenBatch, load_engine
 from preprocess.make.members import DocumentMembers, Members, Prepared, RowMembers
 from preprocess.make.packing import BestFitRows, ConcatRows
 from preprocess.make.shard_writer import ShardWriter
@@ -71,7 +71,6 @@ class Worker:
     settings: WorkerSettings
     engine: Engine
     num_cpus: int
-    is_little: bool = False  # what it was loaded for is less than FEW_BYTES of text
     # These follow from the others, and are the same for all shards.
     spec: DatasetSpec = field(init=False)
     reading: Reading = field(init=False)
@@ -258,7 +257,6 @@ def load_worker(
     """
     share_heaps()  # before there are threads
     plan = plan.at(settings.input_dir)
-    num_bytes = sum(plan.shard_bytes()) if shard is None else shard.num_bytes
     if shard is None:
         load_libraries([item.path for item in plan.inputs])
     else:
@@ -273,18 +271,10 @@ def load_worker(
         allow_special_tokens=plan.options.encodes_control_tokens,
         probe=plan.probe,
         probe_sha256=plan.probe_sha256,
-        fast_is_equal=plan.fast_engine_is_equal,
-        num_bytes=num_bytes,
+        fast_is_equal=plan.allows_gigatoken,
         warn=warn,
     )
-    return Worker(
-        plan=plan,
-        folder=folder,
-        settings=settings,
-        engine=engine,
-        num_cpus=num_cpus,
-        is_little=num_bytes < FEW_BYTES,
-    )
+    return Worker(plan=plan, folder=folder, settings=settings, engine=engine, num_cpus=num_cpus)
 
 
 def done_manifest(plan: Plan, folder: Path, shard_id: int) -> Manifest | None:

@@ -57,13 +57,14 @@ class Plan:
     tokenizer_files: dict[str, FileStamp]  # name -> of each file in DATA/tokenizer
     probe: list[str]  # texts that tell engines apart, see engines.py
     probe_sha256: str  # of their ids by the reference engine
-    fast_engine_is_equal: bool  # fastokens gave the reference's ids on probe and sample
+    fast_engine_is_equal: bool  # the fast engine gave the reference's ids on probe and sample
     can_be_cut: bool  # a long document may be encoded in pieces, see long_documents.py
     inputs: list[InputFile]
     boundaries: list[Boundary]  # num_shards + 1, ascending; in plan.json the key is cuts
     shard_sha256: list[str] | None = None  # of each shard's input bytes: see planning.py
     text_starts: list[int] | None = None  # of each boundary: its byte of the text of a compressed file
     left_out: dict[str, list[str]] = dataclasses.field(default_factory=dict)  # see input_files.InputListing
+    fast_engine: str = ""  # its name; "" in a plan from before gigatoken, or where it is not equal
 
     @property
     def num_shards(self) -> int:
@@ -87,6 +88,11 @@ class Plan:
     def end_id(self) -> int | None:
         """The token that ends each document: EOS where it is appended."""
         return self.tokenizer.eos_token_id if self.options.append_eos else None
+
+    @property
+    def allows_gigatoken(self) -> bool:
+        """Whether it may encode. An older plan saw fastokens be equal: enough for known tokenizers."""
+        return self.fast_engine_is_equal and (self.can_be_cut or self.fast_engine == "gigatoken")
 
     def at(self, input_dir: Path | None) -> Plan:
         """The same plan where its inputs lie in another folder by now; None: where they were."""
@@ -202,8 +208,9 @@ def plan_json(plan: Plan) -> bytes:
             for item in plan.inputs
         ],
     }
-    if not plan.left_out:
-        del content["left_out"]
+    for name in ("left_out", "fast_engine"):
+        if not content[name]:
+            del content[name]
     raw = orjson.dumps(with_content_hash(_FORMAT, content), option=orjson.OPT_APPEND_NEWLINE)
     if len(raw) > MAX_PLAN_BYTES:
         num_left_out = sum(map(len, plan.left_out.values()))
@@ -277,6 +284,7 @@ def _plan_of(fields: Fields) -> Plan:
         shard_sha256=fields.or_none("shard_sha256", fields.digests),
         text_starts=fields.or_none("text_starts", fields.wholes),
         left_out=fields.each("left_out", Fields.texts) if fields.has("left_out") else {},
+        fast_engine=fields.text("fast_engine") if fields.has("fast_engine") else "",
     )
     fields.end()
     _check_boundaries(fields, plan)

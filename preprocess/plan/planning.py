@@ -704,9 +704,11 @@ def _plan_of(
         texts=texts,
         expected_sha256=ids_sha256([reference.encode(texts)]),
     )
+    if isinstance(fast, Engine) and not resolved.passes_gate(fast, reference):
+        fast = "its ids differ from those of tokenizers"
     if isinstance(fast, Engine):
-        return dataclasses.replace(plan, fast_engine_is_equal=True), fast
-    say(f"fastokens is not used for this tokenizer ({fast}); tokenizers encodes, several times slower")
+        return dataclasses.replace(plan, fast_engine_is_equal=True, fast_engine=fast.name), fast
+    say(f"gigatoken is not used for this tokenizer ({fast}); tokenizers encodes, several times slower")
     return plan, reference
 
 

@@ -22,7 +22,7 @@ import hashlib
 import json
 import os
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,15 @@ import orjson
 from tokenizers import Tokenizer, processors
 
 import preprocess
-from preprocess.make.engines import PROBE, Engine, can_be_cut, engine_of_tokenizer, ids_sha256, probe_texts
+from preprocess.make.engines import (
+    PROBE,
+    Engine,
+    can_be_cut,
+    engine_of_tokenizer,
+    gate_texts,
+    ids_sha256,
+    probe_texts,
+)
 from preprocess.plan.tokenizer_files import (
     MAX_TOKENIZER_BYTES,
     TOKENIZER_CONFIG,
@@ -59,7 +67,7 @@ from shardprep.format.names import CHAT_TEMPLATES_DIR
 _FORMAT = "shardprep-tokenizer-proof"
 _PROOF_FILE = "proof.json"
 _MAX_PROOF_BYTES = 16 << 20
-_LIBRARIES = ("tokenizers", "fastokens", "transformers")
+_LIBRARIES = ("tokenizers", "gigatoken", "transformers")
 _LAW = 2  # of what a proof says; another one makes every entry unknown
 
 
@@ -90,10 +98,16 @@ def cache_key(files: dict[str, bytes], *, allow_special_tokens: bool) -> str:
         "shardprep": preprocess.__version__,
         "probe": PROBE,
         "allow_special_tokens": allow_special_tokens,
-        "libraries": {name: version(name) for name in _LIBRARIES},
+        "libraries": {name: _installed_version(name) for name in _LIBRARIES},
         "files": {name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _installed_version(name: str) -> str | None:
+    with contextlib.suppress(PackageNotFoundError):
+        return version(name)
+    return None
 
 
 def find_proof(key: str, files: dict[str, bytes], model_id: str) -> tuple[Proof, dict[str, bytes]] | None:
@@ -175,6 +189,7 @@ class ResolvedTokenizer:
     folder: Path
     proof: Proof
     tokenizer: Tokenizer | None  # loaded; None where the cache knew the rest
+    key: str | None  # of the cache; None where it cannot keep this tokenizer
 
     @property
     def spec(self) -> TokenizerSpec:
@@ -187,6 +202,21 @@ class ResolvedTokenizer:
             _read(self.folder / TOKENIZER_FILE), self.folder / TOKENIZER_FILE
         )
         return engine_of_tokenizer(tokenizer, allow_special_tokens=allow_special_tokens)
+
+    def passes_gate(self, fast: Engine, reference: Engine) -> bool:
+        """Whether an engine gives the reference's ids on ``gate_texts``; that it did is kept in the cache."""
+        cache = cache_folder()
+        kept = None if cache is None or self.key is None else cache / f"{self.key}.{fast.name}"
+        if kept is not None and size_of_file(kept) is not None:
+            return True
+        texts = gate_texts(_read(self.folder / TOKENIZER_FILE))
+        if ids_sha256([fast.encode(texts)]) != ids_sha256([reference.encode(texts)]):
+            return False
+        if kept is not None:
+            with contextlib.suppress(OSError, ShardprepError):
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                kept.touch()
+        return True
 
 
 def resolve_tokenizer(model_id: str, folder: Path, *, allow_special_tokens: bool) -> ResolvedTokenizer:
@@ -204,7 +234,7 @@ def resolve_tokenizer(model_id: str, folder: Path, *, allow_special_tokens: bool
     if files is not None and key is not None and (found := find_proof(key, files, model_id)):
         proof, kept = found
         write_files(kept, folder)
-        return ResolvedTokenizer(folder=folder, proof=proof, tokenizer=None)
+        return ResolvedTokenizer(folder=folder, proof=proof, tokenizer=None, key=key)
     plain = None if files is None else plain_files(files)
     if plain is not None:
         saved, tokenizer, data = plain
@@ -226,7 +256,7 @@ def resolve_tokenizer(model_id: str, folder: Path, *, allow_special_tokens: bool
     )
     if files is not None and key is not None:
         keep_proof(key, proof, saved, files)
-    return ResolvedTokenizer(folder=folder, proof=proof, tokenizer=tokenizer)
+    return ResolvedTokenizer(folder=folder, proof=proof, tokenizer=tokenizer, key=key)
 
 
 def _check_no_dropout(data: dict[str, Any], model_id: str) -> None:

@@ -122,7 +122,7 @@ def test_llama_3_on_hundreds_of_korean_and_english_lines(
     run_baseline(raw, tmp_path / "first", model, 0)
     said, _ = task.communicate(timeout=HANG_S)
     assert task.returncode == 0, said
-    assert "engine: fastokens" in said, "so little text that another engine encoded it"
+    assert "engine: gigatoken" in said, "so little text that another engine encoded it"
     first, ours = (prep.members(tmp_path / name / "shard-00000.tar") for name in ("first", "ours"))
     assert len(first) == 2 * sum(num_lines.values())
     assert not differing_keys(first, ours), "no document of the corpora names a control token"

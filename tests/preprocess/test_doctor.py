@@ -93,7 +93,7 @@ def test_a_machine_a_tokenizer_and_folders_that_will_do_are_all_good(
     assert {"place", "cpus", "memory", "versions", "input", "tokenizer", "engine", "output", "space"} <= set(
         lines
     )
-    assert lines["engine"]["text"].startswith("fastokens gives the ids of tokenizers")
+    assert lines["engine"]["text"].startswith("gigatoken gives the ids of tokenizers")
     assert "6 files, " in lines["input"]["text"]
     assert code == answer["exit_code"] < 2
     assert not out.exists()
@@ -104,7 +104,7 @@ def test_a_planned_folder_is_looked_at_without_further_flags(prep: Prep, planned
     code, text = doctor(prep, "--output_dir", planned_dir)
     assert code < 2, text
     assert " of 5 shards, " in text
-    assert "fastokens gives the ids of tokenizers, the reference, on the plan's probe" in text
+    assert "gigatoken gives the ids of tokenizers, the reference, on the plan's probe" in text
     assert sorted(path.name for path in planned_dir.iterdir()) == before
 
 
@@ -149,7 +149,7 @@ def test_the_cgroups_memory_is_compared_with_what_a_worker_needs(
 
 def test_an_engine_that_is_not_used_is_told_once_with_its_reason() -> None:
     plan: Any = SimpleNamespace(fast_engine_is_equal=False, shard_bytes=lambda: [10**9])
-    said = "fastokens is not used for this tokenizer (none); tokenizers encodes, several times slower"
+    said = "gigatoken is not used for this tokenizer (none); tokenizers encodes, several times slower"
     finding = _engine(plan, [said], "this text")
     assert finding.level == "warning"
     assert finding.text.count("several times slower") == 1

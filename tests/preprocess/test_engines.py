@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import fastokens
+import gigatoken.gigatoken_rs
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from preprocess.make import engines
 from preprocess.make.engines import (
-    FEW_BYTES,
     Engine,
     TokenBatch,
-    fastokens_engine,
+    gate_texts,
+    gigatoken_engine,
     ids_sha256,
     load_engine,
     probe_texts,
     tokenizers_engine,
 )
 from preprocess.options import EngineName
+from preprocess.plan import tokenizer as planned_tokenizer
 from preprocess.plan.plan_file import Plan, need_plan
 from shardprep.errors import NotFound, OtherTokenizer, UsageError
 from tests.word_tokenizers import save_word_tokenizer
@@ -48,7 +52,7 @@ def special_token_texts(contents: list[str]) -> list[str]:
 
 def both_engines(path: Path, allow: bool) -> tuple[Engine, Engine]:
     return (
-        fastokens_engine(path, allow_special_tokens=allow),
+        gigatoken_engine(path, allow_special_tokens=allow),
         tokenizers_engine(path, allow_special_tokens=allow),
     )
 
@@ -69,7 +73,7 @@ def test_engines_agree_on_code_points_special_tokens_and_long_runs(
     path = prep.model_dir / "tokenizer.json"
     engines = [
         make(path, allow_special_tokens=allow_special_tokens)
-        for make in (fastokens_engine, tokenizers_engine)
+        for make in (gigatoken_engine, tokenizers_engine)
     ]
     contents = ["<|end_of_text|>", "<|begin_of_text|>", "<|eot_id|>"]
     runs = [character * 20_000 for character in "a 가!9\n\t"]
@@ -89,7 +93,7 @@ def test_engines_agree_on_llama_3_and_every_code_point(shared_dir: Path, allow_s
     path = shared_dir / "tokenizers/llama3/tokenizer.json"
     engines = [
         make(path, allow_special_tokens=allow_special_tokens)
-        for make in (fastokens_engine, tokenizers_engine)
+        for make in (gigatoken_engine, tokenizers_engine)
     ]
     contents = ["<|end_of_text|>", "<|begin_of_text|>", "<|finetune_right_pad_id|>"]
     runs = [character * 200_000 for character in "a 가!9\n\t"]
@@ -101,7 +105,7 @@ def test_engines_agree_on_llama_3_and_every_code_point(shared_dir: Path, allow_s
 def test_control_tokens_in_a_text_are_text_unless_they_are_allowed(prep: Any) -> None:
     path = prep.model_dir / "tokenizer.json"
     end_of_text = Tokenizer.from_file(str(path)).token_to_id("<|end_of_text|>")
-    for make in (fastokens_engine, tokenizers_engine):
+    for make in (gigatoken_engine, tokenizers_engine):
         text = ["a<|end_of_text|>b"]
         assert end_of_text not in make(path, allow_special_tokens=False).encode(text).ids
         assert end_of_text in make(path, allow_special_tokens=True).encode(text).ids
@@ -115,8 +119,7 @@ def load(plan: Plan, path: Path, wanted: EngineName, warnings: list[str], **chan
         allow_special_tokens=False,
         probe=plan.probe,
         probe_sha256=plan.probe_sha256,
-        fast_is_equal=plan.fast_engine_is_equal,
-        num_bytes=sum(plan.shard_bytes()),
+        fast_is_equal=plan.allows_gigatoken,
         warn=warnings.append,
     )
 
@@ -127,8 +130,8 @@ def json_path(data_dir: Path) -> Path:
 
 
 def wrong_engine(path: Path, *, allow_special_tokens: bool) -> Engine:
-    """fastokens, but for a last id that is one too large."""
-    right = fastokens_engine(path, allow_special_tokens=allow_special_tokens)
+    """gigatoken, but for a last id that is one too large."""
+    right = gigatoken_engine(path, allow_special_tokens=allow_special_tokens)
 
     def encode(texts: Any) -> TokenBatch:
         batch = right.encode(texts)
@@ -161,24 +164,25 @@ def test_a_fast_engine_that_is_wrong_or_fails_gives_way_to_the_reference(
     plan = need_plan(data_dir)
     assert plan.fast_engine_is_equal
     warnings: list[str] = []
-    assert load(plan, json_path, "auto", warnings).name == "fastokens"
+    assert load(plan, json_path, "auto", warnings).name == "gigatoken"
     assert not warnings
-    monkeypatch.setattr(engines, "fastokens_engine", make)
+    monkeypatch.setattr(engines, "gigatoken_engine", make)
     assert load(plan, json_path, "auto", warnings).name == "tokenizers"
     assert len(warnings) == 1
     assert why in warnings[0]
     with pytest.raises(UsageError, match=why):
-        load(plan, json_path, "fastokens", warnings)
+        load(plan, json_path, "gigatoken", warnings)
 
 
-def test_a_little_text_is_encoded_by_the_reference_which_loads_sooner(
-    data_dir: Path, json_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_plan_from_before_gigatoken_allows_it_for_tokenizers_of_a_known_kind(
+    data_dir: Path, json_path: Path
 ) -> None:
-    plan = need_plan(data_dir)
-    for num_bytes, name in ((FEW_BYTES - 1, "tokenizers"), (FEW_BYTES, "fastokens")):
-        monkeypatch.setattr(Plan, "shard_bytes", lambda _, size=num_bytes: [size])
-        assert load(plan, json_path, "auto", []).name == name
-        assert load(plan, json_path, "fastokens", []).name == "fastokens"
+    for can_be_cut, name in ((True, "gigatoken"), (False, "tokenizers")):
+        assert (
+            load(need_plan(data_dir), json_path, "auto", [], fast_engine="", can_be_cut=can_be_cut).name
+            == name
+        )
+    assert load(need_plan(data_dir), json_path, "fastokens", []).name == "gigatoken"  # the flag's old word
 
 
 def test_a_plan_that_saw_the_fast_engine_differ_never_uses_it(data_dir: Path, json_path: Path) -> None:
@@ -201,15 +205,15 @@ def test_missing_tokenizer_files_are_named(data_dir: Path, json_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_tokenizer_that_fastokens_gets_wrong_falls_back_at_planning(
+def test_a_tokenizer_that_gigatoken_gets_wrong_falls_back_at_planning(
     prep: Any, sample_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines, "fastokens_engine", wrong_engine)
+    monkeypatch.setattr(engines, "gigatoken_engine", wrong_engine)
     assert not prep.plan(sample_dir, tmp_path / "data").fast_engine_is_equal
 
 
 @pytest.mark.slow
-def test_a_tokenizer_that_fastokens_does_not_know_is_encoded_by_the_reference(
+def test_a_tokenizer_that_gigatoken_does_not_know_is_encoded_by_the_reference(
     prep: Any, sample_dir: Path, tmp_path: Path
 ) -> None:
     """A WordLevel model: real, trained here, and none of byte-level BPE."""
@@ -242,7 +246,102 @@ def test_the_sha256_of_ids_tells_documents_apart() -> None:
     assert one != ids_sha256([TokenBatch(ids=ids, offsets=np.array([0, 2, 3]))])
 
 
-def test_a_process_that_plans_and_works_loads_fastokens_once(
+@pytest.fixture
+def cpus_of_a_process() -> Iterator[list[set[int]]]:
+    """One CPU, then all: gigatoken is called in two ways."""
+    before = os.sched_getaffinity(0)
+    yield [{min(before)}, before]
+    os.sched_setaffinity(0, before)
+
+
+# What a text is made of: names of tokens, the separator between documents, code points of new Unicodes.
+PARTS = [
+    "<|end_of_text|>",
+    "<|begin_of_text|>",
+    engines._SEPARATOR,
+    "\0\1docu",
+    "ment\2",
+    "<|",
+    "\u088f",
+    "\U000323b0",
+]
+PARTS += ["a", " ", "가", "\n", "1", "'s", "\U0001f600", "é", "\u0301", "\r", "\u3000"]
+TEXTS = st.lists(
+    st.lists(st.one_of(st.sampled_from(PARTS), st.text(max_size=3)), max_size=8).map("".join), max_size=6
+)
+
+
+@pytest.mark.parametrize("allow_special_tokens", [False, True])
+def test_any_texts_have_the_ids_of_tokenizers(
+    any_tokenizer: Path, cpus_of_a_process: list[set[int]], allow_special_tokens: bool
+) -> None:
+    fast, reference = both_engines(any_tokenizer, allow_special_tokens)
+
+    @settings(max_examples=150, deadline=None)
+    @given(TEXTS)
+    def are_equal(texts: list[str]) -> None:
+        for cpus in cpus_of_a_process:
+            os.sched_setaffinity(0, cpus)
+            for one, other in ((fast.encode, reference.encode), (fast.encode_bare, reference.encode_bare)):
+                left, right = one(texts), other(texts)
+                assert left.ids.tolist() == right.ids.tolist()
+                assert left.offsets.tolist() == right.offsets.tolist()
+
+    are_equal()
+
+
+@pytest.fixture(params=["small", "llama3"])
+def any_tokenizer(request: pytest.FixtureRequest, prep: Any) -> Path:
+    """A small tokenizer, and the real one where it is there."""
+    if request.param == "small":
+        return Path(prep.model_dir) / "tokenizer.json"
+    return Path(request.getfixturevalue("shared_dir")) / "tokenizers/llama3/tokenizer.json"
+
+
+def test_planning_tries_all_code_points_that_gigatoken_gets_and_keeps_the_verdict(
+    prep: Any, sample_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert prep.plan(sample_dir, tmp_path / "data").fast_engine == "gigatoken"
+    texts = gate_texts((prep.model_dir / "tokenizer.json").read_bytes())
+    missing = {*range(0x110000), *range(0xD800)} - set(map(ord, "".join(texts))) - {*range(0xD800, 0xE000)}
+    assert not {c for c in missing if engines.texts_with_new_code_points([chr(c)]) == [] and c < 0xF0000}
+    monkeypatch.setattr(planned_tokenizer, "gate_texts", lambda _: pytest.fail("the verdict was kept"))
+    prep.plan(sample_dir, tmp_path / "again")
+
+
+def test_an_engine_that_fails_the_gate_alone_is_not_used(
+    prep: Any, sample_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong_on_an_ideograph(path: Path, *, allow_special_tokens: bool) -> Engine:
+        right = gigatoken_engine(path, allow_special_tokens=allow_special_tokens)
+        wrong = wrong_engine(path, allow_special_tokens=allow_special_tokens)
+        return dataclasses.replace(
+            right, encode=lambda texts: (wrong if "\u3404" in "".join(texts) else right).encode(texts)
+        )
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(engines, "gigatoken_engine", wrong_on_an_ideograph)
+    assert not prep.plan(sample_dir, tmp_path / "data").fast_engine_is_equal
+
+
+def test_what_gigatoken_remembers_is_bounded(prep: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines.FastTokenizer, "_LEAST_TEXT", 100)
+    monkeypatch.setattr(engines.FastTokenizer, "_MOST_REMEMBERED", -1 << 40)
+    loads: list[int] = []
+    load_json = gigatoken.gigatoken_rs.load_hf_json
+    monkeypatch.setattr(gigatoken.gigatoken_rs, "load_hf_json", lambda raw: loads.append(1) or load_json(raw))
+    engines._fast_tokenizer.cache_clear()
+    fast, reference = both_engines(prep.model_dir / "tokenizer.json", False)
+    assert_equal_ids(fast, reference, ["a word"])
+    assert len(loads) == 1
+    for _ in range(2):
+        assert_equal_ids(fast, reference, ["words " * 30])
+    assert len(loads) == 3
+    engines._fast_tokenizer.cache_clear()
+
+
+def test_a_process_that_plans_and_works_loads_gigatoken_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, copy, other = tmp_path / "first.json", tmp_path / "copy.json", tmp_path / "other.json"
@@ -251,12 +350,10 @@ def test_a_process_that_plans_and_works_loads_fastokens_once(
     first.write_bytes(written)
     copy.write_bytes(written)
     other.write_bytes(written + b"\n")
-    loads: list[str] = []
-    stub = SimpleNamespace(no_truncation=lambda: None, no_padding=lambda: None)
-    load = SimpleNamespace(from_json_str=lambda text: loads.append(text) or stub)
-    monkeypatch.setattr(fastokens, "Tokenizer", load)
+    loads: list[bytes] = []
+    monkeypatch.setattr(gigatoken.gigatoken_rs, "load_hf_json", loads.append)
     engines._fast_tokenizer.cache_clear()
     for path in (first, copy, other, copy):
-        fastokens_engine(path, allow_special_tokens=True)
+        gigatoken_engine(path, allow_special_tokens=True)
     engines._fast_tokenizer.cache_clear()  # of the stub
-    assert loads == [written.decode(), written.decode() + "\n", written.decode()]
+    assert len(loads) == 3

@@ -123,7 +123,7 @@ def test_all_formats_in_one_folder_give_each_document_once_with_the_reference_id
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "batch_bytes", "num_cpus", "memory_gb"),
-    [("tokenizers", 3_000, 4, None), ("fastokens", 64, 2, None), ("auto", None, 8, 0.25)],
+    [("tokenizers", 3_000, 4, None), ("gigatoken", 64, 2, None), ("auto", None, 8, 0.25)],
 )
 def test_shards_of_all_formats_have_equal_bytes_for_other_engines_batches_cpus_and_memory(
     prep: Prep,

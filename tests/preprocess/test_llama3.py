@@ -116,4 +116,4 @@ def test_the_shards_are_even_and_their_index_counts_all_documents(data_dir: Path
     manifests = [json.loads(path.read_bytes()) for path in sorted(data_dir.glob("shard-*.json"))]
     sizes = [item["counts"]["input_bytes"] for item in manifests]
     assert max(sizes) - min(sizes) < 20_000, "two lines of the longest"
-    assert {item["run"]["engine"].split()[0] for item in manifests} == {"fastokens"}
+    assert {item["run"]["engine"].split()[0] for item in manifests} == {"gigatoken"}

@@ -25,7 +25,7 @@ from preprocess.formats.long_documents import (
     UncuttableText,
     encodable_pieces,
 )
-from preprocess.make.engines import Engine, can_be_cut, fastokens_engine, tokenizers_engine
+from preprocess.make.engines import Engine, can_be_cut, gigatoken_engine, tokenizers_engine
 from preprocess.plan.plan_file import need_plan
 
 OPTIONS: list[dict[str, Any]] = [
@@ -116,7 +116,7 @@ def test_a_whole_file_goes_the_long_way_too(
 @given(st.lists(st.text(alphabet="ab 가나1'\n\t.é\u3000!s", max_size=12), max_size=12))
 def test_pieces_encode_to_the_ids_of_the_whole(prep_model: Path, pieces: list[str]) -> None:
     whole = "".join(pieces)
-    for make in (fastokens_engine, tokenizers_engine):
+    for make in (gigatoken_engine, tokenizers_engine):
         engine = make(prep_model / "tokenizer.json", allow_special_tokens=False)
         found = [int(i) for ids in engine.encode_pieces(iter(pieces), can_be_cut=True) for i in ids]
         assert found == engine.encode([whole]).ids.tolist()
@@ -158,7 +158,7 @@ def test_a_text_may_be_cut_at_every_place_that_is_taken_for_one(
 def llama3_engines(shared_dir: Path) -> list[Engine]:
     path = shared_dir / "tokenizers" / "llama3" / "tokenizer.json"
     assert can_be_cut(json.loads(path.read_bytes()))
-    return [make(path, allow_special_tokens=False) for make in (fastokens_engine, tokenizers_engine)]
+    return [make(path, allow_special_tokens=False) for make in (gigatoken_engine, tokenizers_engine)]
 
 
 def test_chinese_without_a_blank_is_encoded_in_small_pieces() -> None:

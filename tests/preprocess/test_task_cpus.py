@@ -73,7 +73,7 @@ print(len(os.listdir("/proc/self/task")), end="")
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("engine", ["tokenizers", "fastokens"])
+@pytest.mark.parametrize("engine", ["tokenizers", "gigatoken"])
 def test_a_shells_settings_for_other_programs_change_no_engines_threads(prep: Prep, engine: str) -> None:
     """Rayon's variables, and tokenizers' own, act on the tokenizers engine if nobody sets them."""
     counts = set()

@@ -35,7 +35,7 @@ def test_a_task_names_its_part_of_the_input_its_engine_and_its_means_before_it_w
     assert part.endswith(f"{plan.inputs[last].path} bytes 0 to {end}")
     assert re.search(r"\d CPUs?, batches of 512 KiB of text, at most 50 documents encoded at once, ", means)
     assert means.endswith("memory limit 2.00 GiB")
-    assert re.fullmatch(r"engine: tokenizers [\d.]+: for so little text it is done before .*", engine)
+    assert re.fullmatch(r"engine: gigatoken [\d.]+: its ids equal those of tokenizers.*", engine)
     assert re.match(r"made in [\d.]+ s: .*B/s, .* documents/s, .* tokens/s; [\d.]+ s of CPU, ", speed)
     assert done.startswith("shard 00001 is done: ")
 
@@ -81,7 +81,7 @@ def test_run_says_for_each_shard_its_part_and_its_speed_and_the_engine_once(
     ended = prep.command("run", data_dir, "--num_proc", "2")
     assert ended.code == 0, ended.text
     lines = ended.text.splitlines()
-    assert len([line for line in lines if line.startswith("engine: fastokens ")]) == 1
+    assert len([line for line in lines if line.startswith("engine: gigatoken ")]) == 1
     made = sorted(line for line in lines if "; made in " in line)
     assert [line[:11] for line in made] == [f"shard {number:05d}" for number in range(5)]
     assert re.search(r"^5 of 5 shards made by 2 .*: \d+ documents, \d+ tokens in .* tokens/s$", lines[-1])

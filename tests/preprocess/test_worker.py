@@ -59,7 +59,7 @@ def reference(prep: Prep, raw_dir: Path, tmp_path_factory: pytest.TempPathFactor
                 "max_bad_fraction": 0.5,
             }  # of whole files two in six are bad
             prep.plan(raw_dir, made[record], num_shards=3, **options)
-            prep.make(made[record], engine="fastokens")
+            prep.make(made[record], engine="gigatoken")
             assert any(name.startswith("quarantine/") for name in prep.contents(made[record]))
         return made[record]
 
@@ -82,7 +82,7 @@ def test_both_engines_and_all_sizes_of_blocks_give_equal_bytes(
     expected = prep.contents(reference(record))
     assert len(expected) >= 10
     for number, (engine, block_bytes) in enumerate(
-        (("tokenizers", 1 << 17), ("fastokens", 700), ("fastokens", 5_000), ("fastokens", 1 << 22))
+        (("tokenizers", 1 << 17), ("gigatoken", 700), ("gigatoken", 5_000), ("gigatoken", 1 << 22))
     ):
         folder = planned_copy(reference(record), tmp_path / str(number))
         with pytest.MonkeyPatch.context() as patch:

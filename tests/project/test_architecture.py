@@ -210,5 +210,5 @@ def test_a_process_that_makes_a_shard_has_no_heavy_library(
     assert len(lists) == (2 if form == "run" else 1)
     for names in lists:
         assert {"numpy", "preprocess.make.shard_writer"} <= set(names), "this is a worker"
-        assert {"fastokens", "tokenizers"} & set(names), "it has an engine"
+        assert {"gigatoken", "tokenizers"} & set(names), "it has an engine"
         assert not HEAVY & {name.split(".")[0] for name in names}

@@ -100,7 +100,6 @@ def verify_deep(
         probe=plan.probe,
         probe_sha256=plan.probe_sha256,
         fast_is_equal=False,
-        num_bytes=0,
         warn=lambda _: None,
     )
     problems, checked = [], Counter[str]()

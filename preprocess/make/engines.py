@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,9 +35,6 @@ from preprocess.options import EngineName
 from preprocess.plan.tokenizer_files import MAX_TOKENIZER_BYTES
 from shardprep.errors import NotFound, OtherTokenizer, ReadWriteError, ShardprepError, UsageError
 from shardprep.files import read_regular, size_of_file
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,9 +139,8 @@ def tokenizers_engine(tokenizer_json: Path, *, allow_special_tokens: bool) -> En
     return engine_of_tokenizer(tokenizer, allow_special_tokens=allow_special_tokens)
 
 
-def engine_of_tokenizer(tokenizer: Tokenizer, *, allow_special_tokens: bool) -> Engine:
-    """The same of a tokenizer that is loaded already; its settings are changed."""
-    encode_batch: Callable[..., Any]
+def engine_of_tokenizer(tokenizer: Any, *, allow_special_tokens: bool) -> Engine:
+    """The same of a ``tokenizers.Tokenizer`` that is loaded already; its settings are changed."""
     if hasattr(tokenizer, "encode_special_tokens"):
         tokenizer.encode_special_tokens = not allow_special_tokens
         tokenizer.no_truncation()
@@ -153,7 +149,7 @@ def engine_of_tokenizer(tokenizer: Tokenizer, *, allow_special_tokens: bool) -> 
     else:  # tokenizers 1.0 takes settings with each call
         settings: dict[str, Any] = {"padding": None, "truncation": None}
         settings["encode_special_tokens"] = not allow_special_tokens
-        encode_fast = encode_batch = functools.partial(tokenizer.encode_batch, **settings)
+        encode_batch = encode_fast = functools.partial(tokenizer.encode_batch, **settings)
 
     def encode(texts: Sequence[str], add_special_tokens: bool = True) -> TokenBatch:
         encodings = encode_fast(list(texts), add_special_tokens=add_special_tokens)

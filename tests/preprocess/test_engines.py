@@ -111,6 +111,36 @@ def test_control_tokens_in_a_text_are_text_unless_they_are_allowed(prep: Any) ->
         assert end_of_text in make(path, allow_special_tokens=True).encode(text).ids
 
 
+class TokenizerOfVersion1:
+    """A tokenizer behind the calls of tokenizers 1.0: no settings, and no ``encode_batch_fast``."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode_batch(
+        self,
+        inputs: Any,
+        *,
+        add_special_tokens: bool,
+        encode_special_tokens: bool,
+        padding: None,
+        truncation: None,
+    ) -> Any:
+        self._tokenizer.encode_special_tokens = encode_special_tokens
+        return self._tokenizer.encode_batch(inputs, add_special_tokens=add_special_tokens)
+
+
+def test_tokenizers_of_version_1_give_the_same_ids(prep: Any) -> None:
+    path = prep.model_dir / "tokenizer.json"
+    for allow in (False, True):
+        newer: Any = TokenizerOfVersion1(Tokenizer.from_file(str(path)))
+        texts = ["a <|end_of_text|> 가", "", "x"]
+        engine = engines.engine_of_tokenizer(newer, allow_special_tokens=allow)
+        reference = tokenizers_engine(path, allow_special_tokens=allow)
+        assert_equal_ids(engine, reference, texts)
+        assert engine.encode_bare(texts).ids.tolist() == reference.encode_bare(texts).ids.tolist()
+
+
 def load(plan: Plan, path: Path, wanted: EngineName, warnings: list[str], **changes: Any) -> Engine:
     plan = dataclasses.replace(plan, **changes)
     return load_engine(

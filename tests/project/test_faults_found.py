@@ -60,7 +60,6 @@ def test_a_worker_that_cannot_look_at_the_tokenizer_says_so(
             probe=[],
             probe_sha256="",
             fast_is_equal=False,
-            num_bytes=0,
             warn=pytest.fail,
         )
 

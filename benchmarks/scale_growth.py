@@ -11,7 +11,6 @@ costs of commands at such sizes are in scale.py, of a loader on disk in loader_l
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 import time
@@ -29,7 +28,6 @@ from measured_run import machine_line
 from loader.find_shards import DatasetShards, ShardSet
 from loader.order import Order, choose_windows, share
 from loader.reading import HELD_IDX_BYTES, MAX_OPEN_SHARDS
-from shardprep.files import close_read
 from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
 from shardprep.format.idx import ChunkCrcs, idx_header, idx_num_bytes, open_idx, read_idx
 from shardprep.format.manifest import DatasetIndex, read_index
@@ -144,8 +142,8 @@ def large_idx(folder: Path, num_documents: int) -> tuple[float, float, int]:
         idx = open_idx(folder, spec, 0)
         rows = slice(num_documents // 2, num_documents // 2 + 16)
         offset, num_bytes = idx.place(rows)
-        idx.records(rows, np.frombuffer(os.pread(idx.handle, num_bytes, offset), np.uint8))
-        close_read(idx.handle)
+        idx.records(rows, np.frombuffer(idx.file.read(offset, num_bytes), np.uint8))
+        idx.file.close()
 
     _, block_s, _ = taken(block)
     _, whole_s, _ = taken(lambda: read_idx(folder, spec, 0))

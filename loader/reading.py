@@ -39,13 +39,7 @@ from loader.external_tars import JSON, RAW, TarSamples, scan_tar
 from loader.find_shards import DatasetShards, ExternalTar, ShardSet
 from loader.staged_copies import StagedCopies, recheck_command
 from shardprep.errors import BrokenShard, MissingShard, ReadWriteError, ShardprepError, UsageError
-from shardprep.files import (
-    NOT_THERE,
-    RETRY_DELAYS_S,
-    close_read,
-    open_regular,
-    wait_to_retry,
-)
+from shardprep.files import NOT_THERE, RETRY_DELAYS_S, ReadFile, wait_to_retry
 from shardprep.format.idx import IdxFile, RecordFile, open_crcs, open_idx
 from shardprep.format.names import idx_path
 
@@ -61,9 +55,7 @@ HELD_IDX_BYTES = 256 << 10  # an idx up to this is read at opening, else what is
 class OpenShard:
     """One tar, open for reading. Its samples' records are in memory, or to be read from its open idx."""
 
-    path: Path
-    handle: int
-    num_bytes: int
+    tar: ReadFile
     idx: IdxFile | None  # open, where the records are not held
     held: Any  # columns as in the idx, a row per sample; None where there is ``idx``
     encoding: npt.NDArray[np.int8]  # JSON, NPY or RAW; one, or one per sample
@@ -79,17 +71,22 @@ class OpenShard:
         """The idx that is read in parts, or the crc32s; None where there is none, and of the tar."""
         return {"tar": None, "idx": self.idx, "crcs": self.crcs}[part]
 
-    def file(self, part: Part) -> tuple[Path, int]:
-        """Path and handle of a part that is open; else of the tar."""
+    @property
+    def path(self) -> Path:
+        """The tar."""
+        return self.tar.path
+
+    def file(self, part: Part) -> ReadFile:
+        """A part that is open; else the tar."""
         records = self.records_of(part)
-        return (self.path, self.handle) if records is None else (records.path, records.handle)
+        return self.tar if records is None else records.file
 
     def close(self) -> None:
         """Close every file."""
-        close_read(self.handle)
+        self.tar.close()
         for records in (self.idx, self.crcs):
             if records is not None:
-                close_read(records.handle)
+                records.file.close()
 
 
 def open_shard(source: DatasetShards | ExternalTar, row: int, *, crcs_from: Path | None = None) -> OpenShard:
@@ -101,9 +98,12 @@ def open_shard(source: DatasetShards | ExternalTar, row: int, *, crcs_from: Path
     path, remedy = source.path_of(row), source.remedy_of(row)
     expected = source.tar_bytes if isinstance(source, ExternalTar) else int(source.tar_bytes[row])
     with contextlib.ExitStack() as opened:  # closes what is open where something fails
-        handle = _open_file(path, remedy)
-        opened.callback(close_read, handle)
-        _check_size(path, handle, expected, remedy)
+        try:
+            tar = opened.enter_context(ReadFile(path))
+        except NOT_THERE:
+            raise MissingShard(f"{path} is missing; {remedy}") from None
+        if tar.num_bytes != expected:
+            raise BrokenShard(f"{path} has {tar.num_bytes} of {expected} bytes; {remedy}")
         found: TarSamples | None
         idx, held, crcs = None, None, None
         if isinstance(source, ExternalTar):
@@ -111,14 +111,12 @@ def open_shard(source: DatasetShards | ExternalTar, row: int, *, crcs_from: Path
         else:
             found, idx, held = _records(source, row, needs_idx=crcs_from is not None)
             if idx is not None:
-                opened.callback(close_read, idx.handle)
+                opened.callback(idx.file.close)
             crcs = None if crcs_from is None else _crcs(source, row, crcs_from)
         opened.pop_all()
     is_json = isinstance(source, DatasetShards) and source.spec.kind == "json"
     return OpenShard(
-        path=path,
-        handle=handle,
-        num_bytes=expected,
+        tar=tar,
         idx=idx,
         held=held if found is None else vars(found),
         encoding=np.array([JSON if is_json else RAW], np.int8) if found is None else found.encoding,
@@ -142,9 +140,9 @@ def _crcs(source: DatasetShards, row: int, folder: Path) -> RecordFile:
     shard_id = int(source.shard_ids[row])
     crcs = open_crcs(folder, source.spec, shard_id, str(source.tar_sha256[row]))
     if crcs.num_samples != source.num_samples[row]:
-        close_read(crcs.handle)
+        crcs.file.close()
         raise BrokenShard(
-            f"{crcs.path} has the crc32s of {crcs.num_samples} of {source.num_samples[row]} samples; "
+            f"{crcs.file.path} has the crc32s of {crcs.num_samples} of {source.num_samples[row]} samples; "
             f"{crcs.remedy}"
         )
     return crcs
@@ -172,32 +170,19 @@ def _records(
         return samples, None, None
     keep = False
     try:
-        _check_num_samples(source, row, idx.path, idx.num_samples)
+        _check_num_samples(source, row, idx.file.path, idx.num_samples)
         if idx.num_samples * idx.dtype.itemsize <= HELD_IDX_BYTES:
             return None, None, idx.read_all()
         keep = True
         return None, idx, None
     finally:
         if not keep:
-            close_read(idx.handle)
+            idx.file.close()
 
 
 def _check_num_samples(source: DatasetShards, row: int, path: Path, found: int) -> None:
     if found != source.num_samples[row]:
         raise BrokenShard(f"{path} has {found} of {source.num_samples[row]} samples; {source.remedy_of(row)}")
-
-
-def _open_file(path: Path, remedy: str) -> int:
-    try:
-        return open_regular(path)
-    except NOT_THERE:
-        raise MissingShard(f"{path} is missing; {remedy}") from None
-
-
-def _check_size(path: Path, handle: int, expected: int, remedy: str) -> None:
-    num_bytes = os.fstat(handle).st_size
-    if num_bytes != expected:
-        raise BrokenShard(f"{path} has {num_bytes} of {expected} bytes; {remedy}")
 
 
 def open_copy(
@@ -272,14 +257,14 @@ class OpenShards:
             shard = self.opened(number)
             if part != "tar" and shard.records_of(part) is None:
                 return
-            path, handle = shard.file(part)
-            self._watch.begin(path, offset + done)
+            file = shard.file(part)
+            self._watch.begin(file.path, offset + done)
             try:
                 while done < len(target):
-                    done += _read_some(path, handle, target[done:], offset + done)
+                    done += file.read_some(target[done:], offset + done)
             except (OSError, BrokenShard) as error:
                 if part == "crcs" or not self.leave_copy(shard, error):
-                    wait_to_retry(f"{path} cannot be read at byte {offset + done}", error, delay_s)
+                    wait_to_retry(f"{file.path} cannot be read at byte {offset + done}", error, delay_s)
                 self.drop(number)  # a stale handle stays stale
             else:
                 return
@@ -344,14 +329,6 @@ class StallWatch:
                 "%s: reading at byte %d has taken %.0f s and goes on; is the file system of this shard up?",
                 reading[1], reading[2], now - reading[0],
             )  # fmt: skip
-
-
-def _read_some(path: Path, handle: int, target: memoryview, offset: int) -> int:
-    """Bytes read into ``target``: some, as reads may be short."""
-    count = os.preadv(handle, [target], offset)
-    if count == 0:
-        raise BrokenShard(f"{path} ended at byte {offset} while it was read; was it replaced?")
-    return count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -625,7 +602,7 @@ class ShardReader:
             rows = asked.row[here]
             records = self._records(number, rows)
             shard = self.opened(number)
-            limit[here] = shard.num_bytes
+            limit[here] = shard.tar.num_bytes
             offset[here] = records["offset"]
             found.num_bytes[here] = records["num_bytes"]
             found.num_tokens[here] = records["num_tokens"]
@@ -767,5 +744,5 @@ def _misplaced(shard: OpenShard, column: str, first: int, last: int) -> BrokenSh
     verify = f"run: python -m preprocess verify {shard.path.parent}"
     return BrokenShard(
         f"{shard.path}: its idx is damaged: it places {what} at bytes {first} to {last} of "
-        f"{shard.num_bytes}, some of a wrong size or order; {shard.remedy if shard.is_copy else verify}"
+        f"{shard.tar.num_bytes}, some of a wrong size or order; {shard.remedy if shard.is_copy else verify}"
     )

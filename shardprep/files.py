@@ -38,9 +38,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 HASH_BLOCK_BYTES = 4 << 20
 NOT_THERE = (FileNotFoundError, NotADirectoryError)
@@ -93,6 +96,83 @@ def refuse_fifos(folder: Path) -> None:
                 mode = entry.stat().st_mode
                 if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
                     raise _no_regular_file(Path(entry.path), mode)
+
+
+class ReadFile:
+    """A regular file, open for reads at any place; use it in ``with``, or ``close`` it.
+
+    Raises what ``open_regular`` raises; reads raise OSError with the path, and BrokenShard where the file
+    became shorter.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._handle, self.num_bytes = _opened(path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close it; what fails then loses nothing."""
+        close_read(self._handle)
+
+    def read_some(self, target: memoryview, offset: int) -> int:
+        """Read into ``target`` from a byte on; returns how many bytes, as reads may be short."""
+        try:
+            count = os.preadv(self._handle, [target], offset)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
+        if not count:
+            raise BrokenShard(f"{self.path} ended at byte {offset} while it was read; was it replaced?")
+        return count
+
+    def read(self, offset: int, num_bytes: int) -> bytearray:
+        """All of some bytes."""
+        data = bytearray(num_bytes)
+        view, done = memoryview(data), 0
+        while done < num_bytes:
+            done += self.read_some(view[done:], offset + done)
+        return data
+
+
+class HashedFile(ReadFile):
+    """A file of which each byte is read once, and hashed, by reads that go forward.
+
+    What was read and may be asked for again is held until ``forget``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._digest = hashlib.sha256()
+        self._held = bytearray()
+        self._first = 0  # byte of the file where ``_held`` begins
+
+    def read(self, offset: int, num_bytes: int) -> bytearray:
+        """All of some bytes; those before the ones held are read again."""
+        if offset < self._first or offset + num_bytes > self.num_bytes:
+            return super().read(offset, num_bytes)
+        while (end := self._first + len(self._held)) < offset + num_bytes:
+            block = super().read(end, min(HASH_BLOCK_BYTES, self.num_bytes - end))
+            self._digest.update(block)
+            self._held += block
+        begin = offset - self._first
+        return self._held[begin : begin + num_bytes]
+
+    def forget(self, offset: int) -> None:
+        """Hold nothing before a byte any more."""
+        cut = min(max(offset - self._first, 0), len(self._held))
+        del self._held[:cut]
+        self._first += cut
+
+    def sha256(self) -> str:
+        """The hash, in hex, of the whole file, the rest of which is read."""
+        while (end := self._first + len(self._held)) < self.num_bytes:
+            self.forget(end)
+            self.read(end, min(HASH_BLOCK_BYTES, self.num_bytes - end))
+        return self._digest.hexdigest()
 
 
 def close_read(handle: int) -> None:

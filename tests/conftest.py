@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import lzma
@@ -28,7 +29,11 @@ from preprocess.make.worker import load_worker
 from preprocess.options import PrepConfig, WorkerSettings
 from preprocess.plan.plan_file import Plan, need_plan
 from preprocess.plan.planning import Sharding, make_plan
+from shardprep.files import stamp_file
 from shardprep.format.checked_json import content_sha256
+from shardprep.format.idx import HEADER_BYTES, ChunkCrcs
+from shardprep.format.manifest import read_manifest
+from shardprep.format.names import idx_path, manifest_path, tar_path
 from shardprep.signals import STOP_SIGNALS
 from tests.checkout import ROOT, SHARED
 from tests.waiting import HANG_S
@@ -112,6 +117,23 @@ def seal(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     new = content_sha256(json.loads(text))
     path.write_text(re.sub(r'("content_sha256": ?)"\w+"', rf'\1"{new}"', text), encoding="utf-8")
+
+
+def forge_shard(folder: Path, shard_id: int, *, records: Any = None, tar: bytes | None = None) -> None:
+    """Give a shard another idx or tar, and a manifest with their hashes."""
+    if records is not None:
+        crcs = ChunkCrcs(records.dtype)
+        crcs.add(records.tobytes())
+        path = idx_path(folder, shard_id)
+        path.write_bytes(path.read_bytes()[:HEADER_BYTES] + records.tobytes() + crcs.table())
+    if tar is not None:
+        tar_path(folder, shard_id).write_bytes(tar)
+    manifest = dataclasses.replace(
+        read_manifest(folder, shard_id),
+        tar=stamp_file(tar_path(folder, shard_id)),
+        idx=stamp_file(idx_path(folder, shard_id)),
+    )
+    manifest_path(folder, shard_id).write_bytes(manifest.to_json())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,47 +1,35 @@
-"""``verify``: compare every shard with its manifest, write index.json and, with ``--crcs``, crcs/.
+"""``verify``: prove a data set whole and write index.json; on Lustre osts.json; with ``--crcs`` crcs/.
 
-``verify --crcs``: the crc32 of each sample's bytes, for the loader's ``read_check="crc"``.
-
-They are taken from a tar whose sha256 was found to be right a moment ago. A shard is read once more for it,
-from the page cache where it fits in, at 0.5 to 2 s of CPU per gigabyte (one core; the rest of verify takes 4
-to 20, the most for JSON). A file has 4 bytes per sample, 8 per row.
-
-Proves a data set whole and writes its index.json; on Lustre osts.json, too.
-
-The fast tier compares manifests, sizes and coverage. The full one reads every byte back: hashes, places and
-every token id. A million tokens take 126 ms of CPU as JSON and 8 ms packed (one core). osts.json is a hint:
-readers take an order of opening from it that spreads them over the servers.
+The fast tier compares manifests, sizes and coverage. The full one reads every byte back, once: hashes, places
+and every token id. ``--crcs`` takes the crc32 of each sample's bytes in the same read, for the loader's
+``read_check="crc"``, at 0.5 to 2 s of CPU per gigabyte (one core; the rest takes 4 to 20, the most for JSON).
+osts.json is a hint: readers take an order of opening from it that spreads them over the servers.
 """
 
 from __future__ import annotations
 
-import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 import lustre
-from preprocess.check.shard_samples import ids_of, read_at
 from preprocess.plan.plan_file import Plan
 from preprocess.plan.tokenizer_files import check_tokenizer_files
 from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, Refused, ShardprepError
 from shardprep.files import (
     NOT_THERE,
     STALE_AFTER_S,
-    close_read,
+    HashedFile,
     errors_named,
-    open_regular,
     publish_bytes,
     read_regular,
     remove_temporaries,
 )
-from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.idx import ChunkCrcs, crcs_dtype, crcs_header, read_idx
 from shardprep.format.input_formats import input_kind
 from shardprep.format.manifest import (
@@ -61,23 +49,18 @@ from shardprep.format.names import (
     shard_name,
     tar_path,
 )
-
-# Read at once: ids follow each other; what a member has besides stands before half a megabyte of ids.
-_PIECE_BYTES = {"ids": 4 << 20, "starts": 16 << 10, "mask": 256 << 10}
-Span = tuple[int, int]  # byte of the tar, and number of bytes
+from shardprep.format.shards import RawIds, ids_of, raw_ids
 
 
-def publish_crcs(folder: Path, manifest: Manifest, records: npt.NDArray[np.void]) -> None:
-    """Write crcs/shard-N.crc of a proved shard, whose idx has ``records``, unless it is there and right.
+def _publish_crcs(folder: Path, manifest: Manifest, crcs: npt.NDArray[np.void]) -> None:
+    """Write crcs/shard-N.crc of a proved shard unless it is there and right.
 
     Raises CannotWrite, ReadWriteError or BrokenShard.
     """
-    shard_id = manifest.shard_id
-    dtype = crcs_dtype(manifest.spec.kind)
-    crcs = _crcs_of_samples(tar_path(folder, shard_id), manifest.spec.seq_len, dtype, records).tobytes()
-    chunks = ChunkCrcs(dtype)
-    chunks.add(crcs)
-    content = crcs_header(manifest.spec, shard_id, manifest.tar.sha256) + crcs + chunks.table()
+    shard_id, chunks = manifest.shard_id, ChunkCrcs(crcs.dtype)
+    chunks.add(crcs.tobytes())
+    head = crcs_header(manifest.spec, shard_id, manifest.tar.sha256)
+    content = head + crcs.tobytes() + chunks.table()
     path = crcs_path(folder, shard_id)
     if _content_of(path, len(content)) == content:
         return
@@ -95,62 +78,6 @@ def _content_of(path: Path, num_bytes: int) -> bytes:
         return read_regular(path, max_bytes=num_bytes)
     except (*NOT_THERE, BrokenShard):
         return b""
-
-
-def _crcs_of_samples(
-    path: Path, seq_len: int, dtype: np.dtype[Any], records: npt.NDArray[np.void]
-) -> npt.NDArray[np.void]:
-    """Of each record of an idx: an array of ``dtype``, see ``crcs_dtype``."""
-    crcs = np.empty(len(records), dtype)
-    with errors_named(path):
-        handle = open_regular(path)
-        try:
-            for column in dtype.names or ():
-                tar = _Pieces(path, handle, _PIECE_BYTES[column])
-                crcs[column] = [tar.crc(*span) for span in _spans(column, seq_len, records)]
-        finally:
-            close_read(handle)
-    return crcs
-
-
-def _spans(column: str, seq_len: int, records: npt.NDArray[np.void]) -> list[Span]:
-    """The bytes that a column has the crc32s of."""
-    if column == "ids":
-        offsets, sizes = records["offset"], records["num_bytes"]
-    elif column == "starts":
-        offsets, sizes = records["starts_offset"], 4 * records["num_starts"].astype(np.int64)
-    else:
-        offsets, sizes = records["mask_offset"], np.full(len(records), seq_len)  # a byte per token
-    return list(zip(offsets.tolist(), sizes.tolist(), strict=True))
-
-
-class _Pieces:
-    """A tar, of which a piece is held, so that samples which follow each other share a read."""
-
-    def __init__(self, path: Path, handle: int, piece_bytes: int) -> None:
-        self._path = path
-        self._handle = handle
-        self._piece_bytes = piece_bytes
-        self._first = 0  # byte of the tar where the piece begins
-        self._piece = memoryview(b"")
-
-    def crc(self, offset: int, num_bytes: int) -> int:
-        """crc32 of some bytes of the tar. Raises BrokenShard where it ends before them; OSError."""
-        crc = 0
-        while num_bytes:
-            part = self._part(offset, num_bytes)
-            crc = zlib.crc32(part, crc)
-            offset, num_bytes = offset + len(part), num_bytes - len(part)
-        return crc
-
-    def _part(self, offset: int, num_bytes: int) -> memoryview:
-        """The first of some bytes, or all."""
-        if not self._first <= offset < self._first + len(self._piece):
-            self._first, self._piece = offset, memoryview(os.pread(self._handle, self._piece_bytes, offset))
-            if not self._piece:
-                raise BrokenShard(f"{self._path} ended at byte {offset} while it was read; was it replaced?")
-        begin = offset - self._first
-        return self._piece[begin : begin + num_bytes]
 
 
 _NUM_THREADS = 4  # hashing releases the interpreter's lock
@@ -185,10 +112,7 @@ def verify_dataset(
             manifest = check_shard(folder, shard_id, plan.plan_id)
             _check_coverage(folder, plan, manifest, sizes[shard_id])
             if not fast:
-                check_hashes(folder, manifest)
-                records = _check_content(folder, plan, manifest)
-                if crcs:
-                    publish_crcs(folder, manifest, records)
+                _check_bytes(folder, plan, manifest, crcs=crcs)
         except ShardprepError as error:
             return Problem(shard_id=shard_id, error=error)
         except OSError as error:
@@ -224,8 +148,26 @@ def _check_coverage(folder: Path, plan: Plan, manifest: Manifest, planned_bytes:
         )
 
 
-def _check_content(folder: Path, plan: Plan, manifest: Manifest) -> npt.NDArray[np.void]:
-    """That idx and tar agree with the manifest's counts and the plan's ranges; the idx's records."""
+def _check_bytes(folder: Path, plan: Plan, manifest: Manifest, *, crcs: bool) -> None:
+    """Compare every byte of a shard's files with its hash, and what they hold; the tar is read once.
+
+    A wrong hash is told before what follows from it. Raises BrokenShard, MissingShard or ReadWriteError.
+    """
+    path = tar_path(folder, manifest.shard_id)
+    with errors_named(path), HashedFile(path) as tar:
+        try:
+            records = _check_idx(folder, plan, manifest)
+            found = _check_ids(folder, manifest, tar, records, crcs=crcs)
+        except ShardprepError:
+            check_hashes(folder, manifest, tar_sha256=tar.sha256())
+            raise
+        check_hashes(folder, manifest, tar_sha256=tar.sha256())
+    if crcs:
+        _publish_crcs(folder, manifest, found)
+
+
+def _check_idx(folder: Path, plan: Plan, manifest: Manifest) -> npt.NDArray[np.void]:
+    """That an idx agrees with the manifest's counts and the plan's ranges; its records."""
     shard_id, counts = manifest.shard_id, manifest.counts
     entries = read_idx(folder, plan.spec, shard_id)
     found = (len(entries), int(entries["num_tokens"].sum(dtype=np.int64)))
@@ -234,8 +176,7 @@ def _check_content(folder: Path, plan: Plan, manifest: Manifest) -> npt.NDArray[
             f"the idx of shard {shard_id:05d} has {found[0]} samples of {found[1]} tokens, its manifest says "
             f"{counts.num_samples} of {counts.num_tokens}; run: {remake_command(shard_id, folder)}"
         )
-    check_places(folder, plan.spec, shard_id, entries)
-    check_ids(folder, plan.spec, shard_id, entries)
+    _check_places(folder, manifest, entries)
     if len(entries):
         (first, start), (last, end) = plan.boundaries[shard_id], plan.boundaries[shard_id + 1]
         places = list(zip(entries["source"].tolist(), entries["source_offset"].tolist(), strict=True))
@@ -255,12 +196,9 @@ def _is_in_bytes(plan: Plan, input_number: int) -> bool:
     return input_number == len(plan.inputs) or input_kind(plan.inputs[input_number].path).is_in_bytes
 
 
-def check_places(folder: Path, spec: DatasetSpec, shard_id: int, records: npt.NDArray[np.void]) -> None:
-    """That ids, and starts of documents, lie within the tar with the bytes that they must have.
-
-    ``records``: the shard's idx. Raises BrokenShard.
-    """
-    tar_bytes = tar_path(folder, shard_id).stat().st_size
+def _check_places(folder: Path, manifest: Manifest, records: npt.NDArray[np.void]) -> None:
+    """That ids, starts and masks lie within the tar, with the bytes that they must have."""
+    spec, shard_id, tar_bytes = manifest.spec, manifest.shard_id, manifest.tar.num_bytes
     tokens, size = records["num_tokens"].astype(np.int64), records["num_bytes"]
     wrong = records["offset"] + size > tar_bytes
     if spec.kind == "json":
@@ -279,35 +217,60 @@ def check_places(folder: Path, spec: DatasetSpec, shard_id: int, records: npt.ND
         )
 
 
-def check_ids(folder: Path, spec: DatasetSpec, shard_id: int, records: npt.NDArray[np.void]) -> None:
-    """That every id is one of the vocabulary, and each JSON list has its tokens; places were checked.
+def _check_ids(
+    folder: Path, manifest: Manifest, tar: HashedFile, records: npt.NDArray[np.void], *, crcs: bool
+) -> npt.NDArray[np.void]:
+    """That every id is one of the vocabulary, each JSON list has its tokens, and the tar has its end.
 
-    The tar is open here, so this looks at its end, too.
-
-    A million tokens take 126 ms of CPU as JSON, 8 ms packed (one core). Raises BrokenShard or
-    ReadWriteError.
+    Places were checked. Returns the crc32s of all samples; with ``crcs`` alone they are filled in. A million
+    tokens take 126 ms of CPU as JSON, 8 ms packed (one core). Raises BrokenShard or ReadWriteError.
     """
-    path = tar_path(folder, shard_id)
-    with errors_named(path):
-        handle = open_regular(path)
-        try:
-            if read_at(handle, os.fstat(handle).st_size - len(TAR_END), len(TAR_END)) != TAR_END:
+    spec, remedy = manifest.spec, f"run: {remake_command(manifest.shard_id, folder)}"
+    found = np.zeros(len(records), crcs_dtype(spec.kind))
+    raws = _read_forward(tar, records, spec.seq_len, found if crcs else None)
+    try:
+        for ids in ids_of(spec, records, raws):
+            if len(ids) and int(ids.max()) >= spec.tokenizer.vocab_size:
                 raise BrokenShard(
-                    f"{path} does not end in two zero blocks; run: {remake_command(shard_id, folder)}"
+                    f"{tar.path} holds the token id {int(ids.max())}, the vocabulary has "
+                    f"{spec.tokenizer.vocab_size}; {remedy}"
                 )
-            for ids in ids_of(handle, spec, records):
-                if len(ids) and int(ids.max()) >= spec.tokenizer.vocab_size:
-                    raise BrokenShard(
-                        f"{path} holds the token id {int(ids.max())}, the vocabulary has "
-                        f"{spec.tokenizer.vocab_size}; run: {remake_command(shard_id, folder)}"
-                    )
-        except (ValueError, OverflowError) as error:
-            raise BrokenShard(
-                f"{path} holds token ids that cannot be read ({error}); "
-                f"run: {remake_command(shard_id, folder)}"
-            ) from None
-        finally:
-            os.close(handle)
+    except (ValueError, OverflowError) as error:
+        raise BrokenShard(f"{tar.path} holds token ids that cannot be read ({error}); {remedy}") from None
+    if tar.read(tar.num_bytes - len(TAR_END), len(TAR_END)) != TAR_END:
+        raise BrokenShard(f"{tar.path} does not end in two zero blocks; {remedy}")
+    return found
+
+
+def _read_forward(
+    tar: HashedFile, records: npt.NDArray[np.void], seq_len: int, crcs: npt.NDArray[np.void] | None
+) -> Iterator[RawIds]:
+    """The bytes of all ids in their order, and of each sample the crc32s that ``crcs`` has.
+
+    Document starts and loss masks stand before the ids of their member, so they are read first, and the tar
+    forgets what no later sample needs.
+    """
+    places = [
+        name for name in ("offset", "starts_offset", "mask_offset") if name in (records.dtype.names or ())
+    ]
+    first_needed = np.minimum.reduce([records[name] for name in places]).astype(np.int64)
+    first_needed = np.minimum.accumulate(first_needed[::-1])[::-1]
+    others = [name for name in ("starts", "mask") if crcs is not None and name in (crcs.dtype.names or ())]
+    for raw in raw_ids(records, tar.read):
+        if crcs is not None:
+            group, data = records[raw.rows], memoryview(raw.data)
+            begins = group["offset"].astype(np.int64) - raw.begin
+            spans = list(zip(begins.tolist(), (begins + group["num_bytes"]).tolist(), strict=True))
+            is_begin = spans[0][0] == 0
+            for column in others if is_begin else ():
+                sizes = 4 * group["num_starts"] if column == "starts" else np.full(len(group), seq_len)
+                parts = zip(group[f"{column}_offset"].tolist(), sizes.tolist(), strict=True)
+                crcs[column][raw.rows] = [zlib.crc32(tar.read(*part)) for part in parts]
+            before = 0 if is_begin else int(crcs["ids"][raw.rows.start])
+            crcs["ids"][raw.rows] = [zlib.crc32(data[max(begin, 0) : end], before) for begin, end in spans]
+        yield raw
+        is_end = raw.is_last and raw.rows.stop < len(records)
+        tar.forget(int(first_needed[raw.rows.stop]) if is_end else raw.begin)
 
 
 def publish_osts(folder: Path, tar_bytes: Sequence[int]) -> list[str]:

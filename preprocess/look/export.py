@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.check.shard_samples import ShardSamples
 from preprocess.plan.plan_file import Plan, need_plan
 from shardprep.console import Progress, print_lines
 from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, Refused, UsageError
@@ -43,6 +42,7 @@ from shardprep.files import (
 )
 from shardprep.format.manifest import check_shard
 from shardprep.format.names import shard_name
+from shardprep.format.shards import ShardSamples
 
 _MDS_BYTES = 64 << 20  # of one .mds file, about: their offsets are uint32
 _ARROW_ROWS_TOKENS = 1 << 20  # tokens of a record batch, about

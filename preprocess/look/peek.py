@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.check.shard_samples import ShardSamples
 from preprocess.plan.plan_file import Plan, need_plan
 from preprocess.plan.tokenizer_files import TOKENIZER_FILE
 from shardprep.console import output_is_read, print_lines
@@ -26,6 +25,7 @@ from shardprep.errors import NotFound, ReadWriteError, UsageError
 from shardprep.format.input_formats import place_text
 from shardprep.format.manifest import manifest_ids
 from shardprep.format.names import TOKENIZER_DIR, ids_of_ranges, shard_name
+from shardprep.format.shards import ShardSamples
 
 
 class Decoder:

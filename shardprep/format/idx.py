@@ -11,7 +11,6 @@ else needs it, and it may be deleted.
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardprep.errors import BrokenShard, MissingShard, OtherPlan, ReadWriteError, UnknownVersion
-from shardprep.files import NOT_THERE, close_read, open_regular
+from shardprep.files import NOT_THERE, ReadFile
 from shardprep.format.checked_json import version_message
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.names import (
@@ -144,10 +143,9 @@ class ChunkCrcs:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordFile:
-    """A file of records, open, its header and size checked; close ``handle`` with ``close_read``."""
+    """A file of records, open, its header and size checked; close ``file``."""
 
-    path: Path
-    handle: int
+    file: ReadFile
     dtype: np.dtype[Any]
     num_samples: int
     crcs: npt.NDArray[np.uint32]  # one per chunk
@@ -184,8 +182,8 @@ class RecordFile:
         """Compare the crc32 of a chunk. Raises BrokenShard."""
         if zlib.crc32(data.data) != self.crcs[chunk]:
             raise BrokenShard(
-                f"{self.path} is damaged: the crc32 of its records from {chunk * CHUNK_RECORDS} on is not "
-                f"the one written; {self.remedy}"
+                f"{self.file.path} is damaged: the crc32 of its records from {chunk * CHUNK_RECORDS} on is "
+                f"not the one written; {self.remedy}"
             )
         self.check_values(data.view(self.dtype))
         self.checked[chunk] = True
@@ -203,7 +201,7 @@ class RecordFile:
     def read_all(self) -> npt.NDArray[np.void]:
         """Every record, in memory. Raises BrokenShard; OSError."""
         rows = slice(0, self.num_samples)
-        return self.records(rows, _read(self.path, self.handle, *self.place(rows)))
+        return self.records(rows, np.frombuffer(self.file.read(*self.place(rows)), np.uint8))
 
 
 _File = TypeVar("_File", bound=RecordFile)
@@ -221,40 +219,17 @@ def open_records(
 
     Raises what that raises, and BrokenShard for a size that no number of records has; OSError.
     """
-    handle = open_regular(path)
+    file = ReadFile(path)
     try:
-        check_header(_read(path, handle, 0, HEADER_BYTES, whole=False).tobytes())
-        num_bytes = os.fstat(handle).st_size
-        num_samples = _num_records(path, num_bytes, dtype.itemsize)
+        check_header(bytes(file.read(0, min(HEADER_BYTES, file.num_bytes))))
+        num_samples = _num_records(path, file.num_bytes, dtype.itemsize)
         crcs_bytes = -(-num_samples // CHUNK_RECORDS) * CHUNK_CRC.itemsize
-        crcs = _read(path, handle, num_bytes - crcs_bytes, crcs_bytes).view(CHUNK_CRC)
+        crcs = np.frombuffer(file.read(file.num_bytes - crcs_bytes, crcs_bytes), CHUNK_CRC)
     except BaseException:
-        close_read(handle)
+        file.close()
         raise
-    return kind(
-        path=path,
-        handle=handle,
-        dtype=dtype,
-        num_samples=num_samples,
-        crcs=crcs,
-        checked=bytearray(len(crcs)),
-        remedy=remedy,
-    )
-
-
-def _read(
-    path: Path, handle: int, offset: int, num_bytes: int, *, whole: bool = True
-) -> npt.NDArray[np.uint8]:
-    """Bytes of a file. Raises BrokenShard where it ends before, if ``whole``; OSError with its path."""
-    data, done = np.empty(num_bytes, np.uint8), 0
-    try:
-        while done < num_bytes and (count := os.preadv(handle, [data.data[done:]], offset + done)):
-            done += count  # reads may be short
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
-    if whole and done < num_bytes:
-        raise BrokenShard(f"{path} ended at byte {offset + done} while it was read; was it replaced?")
-    return data[:done]
+    checked = bytearray(len(crcs))
+    return kind(file=file, dtype=dtype, num_samples=num_samples, crcs=crcs, checked=checked, remedy=remedy)
 
 
 def idx_dtype(kind: str) -> np.dtype[Any]:
@@ -274,7 +249,7 @@ class IdxFile(RecordFile):
     def check_values(self, records: npt.NDArray[np.void]) -> None:
         """That no offset is beyond all tars. Raises BrokenShard."""
         if (last := int(records["offset"].max())) > MAX_OFFSET:
-            raise BrokenShard(f"{self.path} places a sample at byte {last} of a tar; {self.remedy}")
+            raise BrokenShard(f"{self.file.path} places a sample at byte {last} of a tar; {self.remedy}")
 
 
 def open_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> IdxFile:
@@ -304,10 +279,8 @@ def read_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> npt.NDArray[np.v
     path = idx_path(folder, shard_id)
     try:
         idx = open_idx(folder, spec, shard_id)
-        try:
+        with idx.file:
             return idx.read_all()
-        finally:
-            close_read(idx.handle)
     except OSError as error:
         raise ReadWriteError(f"{path} cannot be read: {error.strerror}") from error
 

@@ -198,11 +198,15 @@ def shard_files(folder: Path, manifest: Manifest) -> list[tuple[Path, FileStamp]
     return files
 
 
-def check_hashes(folder: Path, manifest: Manifest) -> None:
-    """Read a shard's files whole and compare sha256. Raises BrokenShard, MissingShard or ReadWriteError."""
+def check_hashes(folder: Path, manifest: Manifest, *, tar_sha256: str = "") -> None:
+    """Read a shard's files whole and compare sha256; of the tar ``tar_sha256``, where that is known.
+
+    Raises BrokenShard, MissingShard or ReadWriteError.
+    """
     for path, stamp in shard_files(folder, manifest):
         try:
-            found = stamp_file(path).sha256
+            is_known = tar_sha256 and stamp is manifest.tar
+            found = tar_sha256 if is_known else stamp_file(path).sha256
         except NOT_THERE:
             raise MissingShard(
                 f"{path} is missing; run: {rerun_command(manifest.shard_id, folder)}"

@@ -16,10 +16,12 @@ import pytest
 from loader.find_shards import find_shards
 from preprocess.plan.plan_file import need_plan, read_plan
 from shardprep.errors import BrokenShard, MissingShard, ReadWriteError, ShardprepError, UnknownVersion
+from shardprep.format import shards
 from shardprep.format.checked_json import content_sha256, with_content_hash
-from shardprep.format.idx import CHUNK_RECORDS, IDX_DOCUMENT, ChunkCrcs
+from shardprep.format.idx import CHUNK_RECORDS, IDX_DOCUMENT, ChunkCrcs, read_idx
 from shardprep.format.manifest import read_index, read_manifest
-from tests.conftest import seal
+from shardprep.format.names import tar_path
+from tests.conftest import forge_shard, seal
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -384,9 +386,6 @@ def test_crcs_are_the_same_however_the_records_come() -> None:
 def test_an_id_beyond_the_vocabulary_is_found_by_verify_though_hashes_are_right(
     prep: Prep, sample_dir: Path, tmp_path: Path
 ) -> None:
-    from preprocess.check import shard_samples
-    from preprocess.check import verify as ids_read_back
-
     forms: dict[str, dict[str, Any]] = {
         "json": {},
         "npy": {"token_format": "npy"},
@@ -396,28 +395,22 @@ def test_an_id_beyond_the_vocabulary_is_found_by_verify_though_hashes_are_right(
         folder = tmp_path / name
         prep.plan(sample_dir, folder, num_shards=2, **options)
         plan = prep.make(folder)
-        from shardprep.format.idx import read_idx
-        from shardprep.format.names import tar_path
-
         records = read_idx(folder, plan.spec, 0)
+        good = tar_path(folder, 0).read_bytes()
+        damaged = bytearray(good)
+        place = int(records["offset"][40])
+        damaged[place : place + 3] = b"[[1" if name == "json" else b"\xff\xff\xff"
         for read_bytes in (4 << 20, 64):  # and as if documents were long
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(shard_samples, "READ_BYTES", read_bytes)
-                ids_read_back.check_places(folder, plan.spec, 0, records)
-                ids_read_back.check_ids(folder, plan.spec, 0, records)
-                path = tar_path(folder, 0)
-                good = path.read_bytes()
-                place = int(records["offset"][40])
-                damaged = bytearray(good)
-                damaged[place : place + 3] = b"[[1" if name == "json" else b"\xff\xff\xff"
-                path.write_bytes(damaged)
-                with pytest.raises(BrokenShard, match=r"shard-00000\.tar holds "):
-                    ids_read_back.check_ids(folder, plan.spec, 0, records)
-                path.write_bytes(good)
+                patch.setattr(shards, "READ_BYTES", read_bytes)
+                forge_shard(folder, 0, tar=good)
+                assert prep.command("verify", folder).code == 0
+                forge_shard(folder, 0, tar=bytes(damaged))
+                assert "shard-00000.tar holds " in prep.command("verify", folder).text
         wrong = records.copy()
-        wrong["offset"][3] = path.stat().st_size
-        with pytest.raises(BrokenShard, match="places sample 3 where it cannot be"):
-            ids_read_back.check_places(folder, plan.spec, 0, wrong)
+        wrong["offset"][3] = len(good)
+        forge_shard(folder, 0, records=wrong, tar=good)
+        assert "places sample 3 where it cannot be" in prep.command("verify", folder).text
 
 
 def test_a_missing_manifest_is_missing_also_behind_a_file_in_the_place_of_a_folder(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from loader import CausalLMCollator, get_llama3_dataloader
-from preprocess.check.shard_samples import ShardSamples
 from preprocess.plan.plan_file import need_plan
 from shardprep.errors import BrokenShard
+from shardprep.format.shards import ShardSamples
 from tests.chat_sets import TAGGED, chat_model, conversations, write_chats
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from loader import TokenLoader, get_llama3_dataloader
-from preprocess.check.shard_samples import ShardSamples
 from preprocess.plan.plan_file import need_plan
 from shardprep.__main__ import main
+from shardprep.format.shards import ShardSamples
 
 if TYPE_CHECKING:
     from tests.conftest import Prep

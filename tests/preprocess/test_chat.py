@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from preprocess.check.shard_samples import ShardSamples
 from preprocess.formats import chat as chat_rendering
 from preprocess.plan.plan_file import need_plan
-from shardprep.errors import BadInput, BrokenShard, OtherTokenizer, ReadWriteError, Refused, UsageError
+from shardprep.errors import BadInput, OtherTokenizer, ReadWriteError, Refused, UsageError
+from shardprep.format.shards import ShardSamples
 from tests import chat_sets
 from tests.chat_sets import PLAIN, TAGGED, chat_model, conversations, write_chats
+from tests.conftest import forge_shard
 from tests.waiting import HANG_S
 
 if TYPE_CHECKING:
@@ -462,13 +463,12 @@ def test_peek_shows_what_has_labels(prep: Prep, raw: Path, tmp_path: Path, model
 def test_a_mask_that_cannot_lie_in_the_tar_is_found(
     prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
 ) -> None:
-    from preprocess.check.verify import check_places
-
     out = make(prep, raw, tmp_path / "out", models["tagged"], num_shards=1)
     plan = need_plan(out)
     with ShardSamples(out, plan.spec, 0) as samples:
         records = samples.records.copy()
-    check_places(out, plan.spec, 0, records)
     records["mask_offset"][1] = 10**9
-    with pytest.raises(BrokenShard, match="sample 1"):
-        check_places(out, plan.spec, 0, records)
+    forge_shard(out, 0, records=records)
+    ended = prep.command("verify", out)
+    assert ended.code == 65
+    assert "places sample 1 where it cannot be" in ended.text

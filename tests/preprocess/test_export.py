@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from preprocess.check.shard_samples import ShardSamples
 from preprocess.look import export as layouts
 from preprocess.plan.plan_file import need_plan
 from shardprep.errors import ReadWriteError
+from shardprep.format.shards import ShardSamples
 
 if TYPE_CHECKING:
     from tests.conftest import Prep

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from preprocess.check import shard_samples
-from preprocess.check.shard_samples import ShardSamples
 from preprocess.plan.plan_file import need_plan
+from shardprep.format import shards
+from shardprep.format.shards import ShardSamples
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -139,7 +139,7 @@ def test_a_packed_shard_is_read_back_as_the_stream_of_its_documents(
 ) -> None:
     prep.plan(sample_dir, tmp_path / "data", num_shards=2, record="packed", seq_len=64, pack=pack)
     plan = prep.make(tmp_path / "data")
-    monkeypatch.setattr(shard_samples, "READ_BYTES", read_bytes)
+    monkeypatch.setattr(shards, "READ_BYTES", read_bytes)
     with ShardSamples(tmp_path / "data", plan.spec, 1) as samples:
         rows = [samples.ids(number) for number in range(len(samples.records))]
         stream = np.concatenate(list(samples.pieces()))

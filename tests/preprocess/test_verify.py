@@ -9,14 +9,17 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from shardprep.format.idx import IDX_DOCUMENT, IDX_HEADER, ChunkCrcs
+from preprocess.plan.plan_file import need_plan
+from shardprep import files
+from shardprep.format import shards
+from shardprep.format.idx import read_idx
 from shardprep.format.manifest import read_index
 from tests.children import run_child
-from tests.conftest import seal
+from tests.conftest import forge_shard, seal
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -219,28 +222,12 @@ def test_the_fast_tier_sees_sizes_but_no_bits(prep: Prep, whole_dir: Path) -> No
 def test_an_idx_that_names_other_documents_than_its_shards_is_seen_though_hashes_are_right(
     prep: Prep, whole_dir: Path, damage: str
 ) -> None:
-    from shardprep.files import file_sha256
-
-    idx = whole_dir / "shard-00003.idx"
-    data = bytearray(idx.read_bytes())
-    first, second = slice(64 + 20, 64 + 28), slice(92 + 20, 92 + 28)  # source_offset of two records
+    records = read_idx(whole_dir, need_plan(whole_dir).spec, 3)
     if damage == "past the end":
-        data[first] = (10**9).to_bytes(8, "little")
+        records["source_offset"][0] = 10**9
     else:
-        data[first], data[second] = data[second], data[first]
-    crcs = ChunkCrcs(IDX_DOCUMENT)
-    num_crc_bytes = len(data[64:]) % IDX_DOCUMENT.itemsize
-    assert num_crc_bytes == 4
-    crcs.add(bytes(data[IDX_HEADER.itemsize : -num_crc_bytes]))
-    data[-num_crc_bytes:] = crcs.table()
-    idx.write_bytes(data)
-    with idx.open("rb") as file:
-        sha256 = file_sha256(file)
-    edit(
-        whole_dir / "shard-00003.json",
-        r'(?s)"idx": \{.*?"sha256": "\w+',
-        f'"idx": {{"num_bytes": {len(data)}, "sha256": "{sha256}',
-    )
+        records["source_offset"][:2] = records["source_offset"][1::-1]
+    forge_shard(whole_dir, 3, records=records)
     ended = prep.command("verify", whole_dir)
     assert ended.code == 65
     assert "the idx of shard 00003 names sources outside of its part of the plan" in ended.text
@@ -254,3 +241,37 @@ def test_a_packed_data_set_verifies_too(prep: Prep, sample_dir: Path, tmp_path: 
         prep.make(folder)
         ended = prep.command("verify", folder)
         assert ended.code == 0, ended.text
+
+
+def num_read_bytes() -> int:
+    """Bytes that the system calls of this process have read so far."""
+    return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("form", ["json", "npy", "packed"])
+@pytest.mark.parametrize("piece_bytes", [64, 4 << 20])
+def test_each_tar_is_read_once_by_verify_with_its_crcs(
+    prep: Prep, sample_dir: Path, tmp_path: Path, form: str, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forms: dict[str, dict[str, Any]] = {
+        "json": {},
+        "npy": {"token_format": "npy"},
+        "packed": {"record": "packed", "seq_len": 1024},
+    }
+    raw, data = tmp_path / "raw", tmp_path / "data"
+    raw.mkdir()
+    text = b"".join(path.read_bytes() for path in sorted(sample_dir.iterdir()))
+    (raw / "a.txt").write_bytes(6 * text)
+    prep.plan(raw, data, num_shards=2, **forms[form])
+    prep.make(data)
+    assert prep.command("verify", data, "--crcs").code == 0
+    crcs = [path.read_bytes() for path in sorted(data.glob("crcs/*"))]
+    shutil.rmtree(data / "crcs")
+    monkeypatch.setattr(shards, "READ_BYTES", piece_bytes)
+    monkeypatch.setattr(files, "HASH_BLOCK_BYTES", max(piece_bytes, 4096))
+    num_bytes = sum(path.stat().st_size for path in data.glob("*.tar"))
+    begin = num_read_bytes()
+    ended = prep.command("verify", data, "--crcs")
+    assert ended.code == 0, ended.text
+    assert num_bytes <= num_read_bytes() - begin < 1.5 * num_bytes
+    assert [path.read_bytes() for path in sorted(data.glob("crcs/*"))] == crcs

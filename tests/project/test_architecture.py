@@ -163,8 +163,8 @@ def test_inside_of_preprocess_imports_follow_the_way_of_the_text() -> None:
     assert not any(name.startswith(("preprocess.make.packing", "preprocess.options")) for name in writer)
 
 
-def test_the_format_needs_nothing_but_the_standard_library_and_numpy() -> None:
-    allowed = {*sys.stdlib_module_names, "numpy", "shardprep"}
+def test_the_format_needs_nothing_but_the_standard_library_numpy_and_orjson() -> None:
+    allowed = {*sys.stdlib_module_names, "numpy", "orjson", "shardprep", "typing_extensions"}
     paths = list((ROOT / "shardprep" / "format").glob("*.py"))
     assert paths
     for path in paths:

@@ -1,23 +1,22 @@
-"""A shard that was made, read back: the token ids of its samples, whole or one by one, and their documents.
+"""A shard read back: the token ids of its samples, whole or one by one, and their documents.
 
 The order is that of the idx, and the ids come in pieces of some megabytes, so a shard of any size takes
-little memory. The loader has a reader of its own, which reads any set of samples of many shards.
+little memory. The loader's ShardReader reads any set of samples of many shards.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
-from types import TracebackType
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import orjson
 
 from shardprep.errors import BrokenShard, MissingShard
-from shardprep.files import NOT_THERE, close_read, errors_named, open_regular
+from shardprep.files import NOT_THERE, ReadFile, errors_named, with_retries
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.idx import read_idx
 from shardprep.format.names import remake_command, rerun_command, tar_path
@@ -39,21 +38,23 @@ class ShardSamples:
         self._remedy = remake_command(shard_id, folder)
         try:
             with errors_named(self.path):
-                self._handle = open_regular(self.path)
+                self._tar = ReadFile(self.path)
         except NOT_THERE:
             raise MissingShard(f"{self.path} is missing; run: {rerun_command(shard_id, folder)}") from None
 
     def __enter__(self) -> ShardSamples:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        close_read(self._handle)
+    def __exit__(self, *_: object) -> None:
+        self._tar.close()
+
+    def _read(self, offset: int, num_bytes: int) -> bytearray:
+        """Some bytes of the tar, tried again where a file system may come back."""
+        return with_retries(f"{self.path} cannot be read", lambda: self._tar.read(offset, num_bytes))
 
     def ids(self, number: int) -> npt.NDArray[np.uint32]:
         """The ids of one sample, without padding: uint32[tokens]."""
-        ids = list(self._checked(ids_of(self._handle, self.spec, self.records[number : number + 1])))
+        ids = list(self._ids_of(self.records[number : number + 1]))
         return np.concatenate(ids)[: int(self.records["num_tokens"][number])].astype(np.uint32)
 
     def starts(self, number: int) -> npt.NDArray[np.int64]:
@@ -61,8 +62,7 @@ class ShardSamples:
         if not self.spec.has_rows:
             return np.zeros(1, np.int64)
         record = self.records[number]
-        with errors_named(self.path):
-            raw = read_at(self._handle, int(record["starts_offset"]), 4 * int(record["num_starts"]))
+        raw = self._read(int(record["starts_offset"]), 4 * int(record["num_starts"]))
         return np.frombuffer(raw, "<u4").astype(np.int64) % self.spec.seq_len
 
     def loss_mask(self, number: int) -> npt.NDArray[np.bool_]:
@@ -70,14 +70,13 @@ class ShardSamples:
         record = self.records[number]
         if self.spec.record != "chat":
             return np.ones(int(record["num_tokens"]), np.bool_)
-        with errors_named(self.path):
-            raw = read_at(self._handle, int(record["mask_offset"]), int(record["num_tokens"]))
-        return np.frombuffer(raw, np.uint8) != 0
+        raw = self._read(int(record["mask_offset"]), int(record["num_tokens"]))
+        return np.frombuffer(raw, np.uint8).astype(np.bool_)
 
     def pieces(self) -> Iterator[npt.NDArray[np.uint32]]:
         """The ids of all samples in order, without padding, some at a time: uint32[tokens] arrays."""
         first, seq_len = 0, self.spec.seq_len
-        for ids in self._checked(ids_of(self._handle, self.spec, self.records)):
+        for ids in self._ids_of(self.records):
             if seq_len:  # whole rows, but for rows of megabytes
                 place = first + np.arange(len(ids))
                 ids = ids[place % seq_len < self.records["num_tokens"][place // seq_len]]
@@ -98,39 +97,75 @@ class ShardSamples:
         begins += [row_begins[number] + self.starts(number) for number in range(len(lengths))]
         return np.diff(np.unique(np.concatenate(begins)), append=lengths.sum())
 
-    def _checked(self, parts: Iterator[npt.NDArray[np.integer]]) -> Iterator[npt.NDArray[np.integer]]:
+    def _ids_of(self, records: npt.NDArray[np.void]) -> Iterator[npt.NDArray[np.integer]]:
         try:
-            with errors_named(self.path):
-                yield from parts
+            yield from ids_of(self.spec, records, raw_ids(records, self._read))
         except (ValueError, OverflowError) as error:
             raise BrokenShard(
                 f"{self.path} holds token ids that cannot be read ({error}); run: {self._remedy}"
             ) from None
 
 
-def ids_of(
-    handle: int, spec: DatasetSpec, records: npt.NDArray[np.void]
-) -> Iterator[npt.NDArray[np.integer]]:
-    """All ids of consecutive samples, some at a time; of packed rows with their padding.
+class RawIds(NamedTuple):
+    """The bytes of the ids of samples that follow each other, or a part of a long sample's."""
 
-    Raises ValueError where they are none.
-    """
+    rows: slice  # of the records
+    begin: int  # byte of the tar
+    data: bytearray
+    is_last: bool = True  # nothing of the last sample follows
+
+
+def raw_ids(records: npt.NDArray[np.void], read: Callable[[int, int], bytearray]) -> Iterator[RawIds]:
+    """All bytes of the ids of consecutive samples, about READ_BYTES at a time."""
     first = 0
     ends = records["offset"] + records["num_bytes"]
     while first < len(records):
         begin = int(records["offset"][first])
         last = int(np.searchsorted(ends, begin + READ_BYTES, side="right"))
-        group = records[first : max(last, first + 1)]
-        if last <= first:
-            yield from _long_document(handle, spec, begin, int(ends[first]), int(group["num_tokens"][0]))
+        if last > first:
+            yield RawIds(slice(first, last), begin, read(begin, int(ends[last - 1]) - begin))
+            first = last
+            continue
+        end = int(ends[first])
+        for place in range(begin, end, READ_BYTES):
+            stop = min(place + READ_BYTES, end)
+            yield RawIds(slice(first, first + 1), place, read(place, stop - place), stop == end)
+        first += 1
+
+
+def ids_of(
+    spec: DatasetSpec, records: npt.NDArray[np.void], raws: Iterable[RawIds]
+) -> Iterator[npt.NDArray[np.integer]]:
+    """All ids of consecutive samples, some at a time; of packed rows with their padding.
+
+    Raises ValueError where they are none. Of a long JSON list, each piece is cut at its last comma.
+    """
+    rest, num_found = b"", 0  # of a long list: what is not parsed yet, and the ids before it
+    for raw in raws:
+        group = records[raw.rows]
+        begin = int(group["offset"][0])
+        if raw.begin == begin and raw.is_last:
+            yield _ids_in(raw.data, spec, group, begin)
+        elif spec.kind != "json":
+            yield np.frombuffer(raw.data, spec.dtype)
         else:
-            raw = read_at(handle, begin, int(ends[last - 1]) - begin)
-            yield _ids_in(raw, spec, group, begin)
-        first += len(group)
+            text = rest + raw.data
+            head, _, rest = (text, b"", b"") if raw.is_last else text.rpartition(b", ")
+            ids = orjson.loads(b"[" + head.removeprefix(b"[").removesuffix(b"]") + b"]")
+            num_found += len(ids)
+            yield np.array(ids, np.int64)
+            if raw.is_last:
+                _check_count([num_found], group)
+                num_found = 0
+
+
+def _check_count(found: list[int], group: npt.NDArray[np.void]) -> None:
+    if found != group["num_tokens"].tolist():
+        raise ValueError("a list has another number of tokens than the idx says")
 
 
 def _ids_in(
-    raw: bytes, spec: DatasetSpec, group: npt.NDArray[np.void], begin: int
+    raw: bytearray, spec: DatasetSpec, group: npt.NDArray[np.void], begin: int
 ) -> npt.NDArray[np.integer]:
     """The ids of consecutive samples, given the bytes of the tar from the first of them on."""
     places = group["offset"].astype(np.int64) - begin
@@ -143,39 +178,8 @@ def _ids_in(
     sizes = group["num_bytes"].tolist()
     texts = [raw[place : place + size] for place, size in zip(places.tolist(), sizes, strict=True)]
     lists = orjson.loads(b"[" + b",".join(texts) + b"]")
-    if [*map(len, lists)] != group["num_tokens"].tolist():
-        raise ValueError("a list has another number of tokens than the idx says")
+    _check_count([*map(len, lists)], group)
     ids = list(chain.from_iterable(lists))
     if not {int}.issuperset(map(type, ids)) or (ids and min(ids) < 0):
         raise ValueError("a list holds what is no token id")
     return np.array(ids, np.int64)
-
-
-def _long_document(
-    handle: int, spec: DatasetSpec, begin: int, end: int, num_tokens: int
-) -> Iterator[npt.NDArray[np.integer]]:
-    """The ids of a document in pieces of READ_BYTES; a JSON list is cut at its commas."""
-    if spec.kind != "json":
-        for place in range(begin, end, READ_BYTES):
-            yield np.frombuffer(read_at(handle, place, min(READ_BYTES, end - place)), spec.dtype)
-        return
-    rest, num_found = b"", 0
-    for place in range(begin, end, READ_BYTES):
-        text = rest + read_at(handle, place, min(READ_BYTES, end - place))
-        head, _, rest = (text, b"", b"") if place + READ_BYTES >= end else text.rpartition(b", ")
-        ids = orjson.loads(b"[" + head.removeprefix(b"[").removesuffix(b"]") + b"]")
-        num_found += len(ids)
-        yield np.array(ids, np.int64)
-    if num_found != num_tokens:
-        raise ValueError("a list has another number of tokens than the idx says")
-
-
-def read_at(handle: int, offset: int, num_bytes: int) -> bytes:
-    """Bytes of a file at a place, however short its reads are. Raises ValueError where it ends before."""
-    parts: list[bytes] = []
-    while num_bytes and (part := os.pread(handle, num_bytes, offset)):  # reads may be short
-        parts.append(part)
-        offset, num_bytes = offset + len(part), num_bytes - len(part)
-    if num_bytes:
-        raise ValueError(f"it ends at byte {offset}")
-    return b"".join(parts)

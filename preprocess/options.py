@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
+import functools
 import math
 import typing
 from collections.abc import Iterator, Mapping
@@ -39,6 +40,12 @@ GROUPS = (INPUT, FIELDS, TEXT, TOKENS, SAMPLES, OUTPUT, RESOURCES)
 
 _ENGINE_HELP = "library that encodes; the token ids never depend on it"
 _BAD_HELP = "fail a shard (exit code 65) when a larger share of its documents is unusable"
+
+
+@functools.cache
+def option_types(options: type) -> dict[str, Any]:
+    """The type of each option of a dataclass."""
+    return typing.get_type_hints(options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +253,7 @@ class PlanOptions:
         }
 
     def _check_values(self) -> None:
-        hints = typing.get_type_hints(type(self))
+        kinds = option_types(type(self))
         for item in dataclasses.fields(self):
             value, span = getattr(self, item.name), item.metadata.get("span")
             if isinstance(value, (str, Path)) and "\0" in str(value):
@@ -255,8 +262,8 @@ class PlanOptions:
                 raise UsageError(
                     f"--{item.name} is {value!r}, which is not UTF-8; type it in a UTF-8 terminal"
                 )
-            choices = typing.get_args(hints[item.name])
-            if typing.get_origin(hints[item.name]) is Literal and value not in choices:
+            choices = typing.get_args(kinds[item.name])
+            if typing.get_origin(kinds[item.name]) is Literal and value not in choices:
                 raise UsageError(f"--{item.name} is {value!r}, expected one of {', '.join(choices)}")
             if span and value and not span[0] <= value <= span[1]:
                 raise UsageError(f"--{item.name} is {value}, expected {span[0]} to {span[1]}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-import typing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 import orjson
 
 from preprocess.formats.inputs import ByteRange, InputFile
-from preprocess.options import PLAN_FIELDS, PlanOptions, option_differences
+from preprocess.options import PLAN_FIELDS, PlanOptions, option_differences, option_types
 from shardprep.errors import BrokenShard, NotFound, Refused, UnknownVersion, UsageError
 from shardprep.files import FileStamp, PublishedFile, sync_folder
 from shardprep.format.checked_json import MOST, Fields, read_checked, with_content_hash
@@ -271,7 +270,7 @@ def _plan_of(fields: Fields) -> Plan:
     plan = Plan(
         plan_id=fields.digest("plan_id"),
         input_dir=Path(fields.text("input_dir")),
-        options=_options_of(fields.fields("options")),
+        options=options_of_json(fields.fields("options")),
         max_bad_fraction=fields.share("max_bad_fraction"),
         tokenizer=TokenizerSpec.from_json(fields.fields("tokenizer")),
         tokenizer_files=fields.each("tokenizer_files", Fields.stamp),
@@ -303,15 +302,15 @@ def _plan_of(fields: Fields) -> Plan:
     return plan
 
 
-def _options_of(fields: Fields) -> PlanOptions:
+def options_of_json(fields: Fields) -> PlanOptions:
     """The options, settled and checked as those of a command line are.
 
     An option that is absent has its default. One that nobody knows here is left alone where it says no, and
     refused where it says anything else.
     """
-    hints = typing.get_type_hints(PlanOptions)
+    kinds = option_types(PlanOptions)
     values = {
-        item.name: fields.value_of_type(item.name, hints[item.name])
+        item.name: fields.value_of_type(item.name, kinds[item.name])
         for item in PLAN_FIELDS
         if fields.has(item.name)
     }

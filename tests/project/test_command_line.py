@@ -227,13 +227,6 @@ def test_names_of_one_encoding_are_one_option() -> None:
     assert PrepConfig(encoding="EUC-KR").encoding == "euc_kr"
 
 
-def test_what_depends_on_the_record_has_its_default() -> None:
-    documents, packed = PrepConfig(), PrepConfig(record="packed")
-    assert (documents.keep_text, documents.append_eos, documents.seq_len) == (True, False, 0)
-    assert (packed.keep_text, packed.append_eos, packed.seq_len) == (False, True, 8192)
-    assert packed.token_format == "npy"
-
-
 def array(first: int, last: int, step: int = 1, count: int | None = None) -> dict[str, str]:
     size = len(range(first, last + 1, step)) if count is None else count
     numbers = {"MIN": first, "MAX": last, "STEP": step, "COUNT": size}

@@ -162,3 +162,40 @@ def test_the_table_of_input_formats_in_the_docs_is_that_of_the_registry() -> Non
         names = ", ".join(f"`{suffix}`" for suffix in kind.suffixes)
         (row,) = (row for row in rows if row[0].startswith(names))
         assert row[1:] == [kind.document, kind.cut_at or "no place: files stay whole"]
+
+
+LOWERCASE_OPTION = """
+    lowercase: bool = option(False, "make the text lower-case", group=TEXT, changes_text=True)
+    limit: int = option("""
+LOWERCASE_USE = """    text = text.lower() if options.lowercase else text
+    if len(text) < options.min_chars"""
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_lowercase_is_a_plan_option_by_its_declaration_and_the_place_that_uses_it(
+    prep: Prep, tmp_path: Path
+) -> None:
+    home = copy_of_packages(tmp_path / "copy")
+    change(home / "preprocess/options.py", "    limit: int = option(", LOWERCASE_OPTION)
+    change(home / "preprocess/formats/text_changes.py", "    if len(text) < options.min_chars", LOWERCASE_USE)
+    raw, data, plain = tmp_path / "raw", tmp_path / "data", tmp_path / "plain"
+    raw.mkdir()
+    (raw / "a.txt").write_text("The Kettle\nSINGS\n", encoding="utf-8")
+    plan = ("--input_dir", raw, "--model_id", prep.model_dir)
+    assert "make the text lower-case (default: off)" in run(prep, home, "preprocess", "plan", "--help")
+    run(prep, home, "preprocess", "plan", *plan, "--output_dir", data, "--lowercase")
+    run(prep, home, "preprocess", "plan", *plan, "--output_dir", plain)
+    old = prep.plan(raw, tmp_path / "old")
+    assert need_plan(plain).plan_id == old.plan_id, "an option that is not used changes no plan"
+    for folder, text in ((data, "the kettle"), (plain, "The Kettle"), (tmp_path / "old", "The Kettle")):
+        run(prep, home, "preprocess", "run", folder, "--num_proc", 1)
+        run(prep, home, "preprocess", "verify", folder, "--deep")
+        assert text in run(prep, home, "preprocess", "peek", folder)
+    task = ("--shard_id", 0, "--input_dir", raw, "--output_dir")
+    said = run(prep, home, "preprocess", *task, plain, "--lowercase", code=78)
+    assert "--lowercase was False, now True" in said
+    refused = prep.command("verify", data)
+    assert refused.code == 78, "this version does not know the option"
+    assert "lowercase" in refused.text
+    assert prep.command("verify", plain).code == 0

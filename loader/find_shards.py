@@ -440,7 +440,7 @@ def _refusal(source: DatasetShards, misfits: list[Misfit]) -> ShardprepError:
         f"{source.folder}: of {len(source.shard_ids)} tars {len(missing)} are missing and "
         f"{len(misfits) - len(missing)} have not their manifest's size: {lines}"
         f"{'; ...' if len(misfits) > len(named) else ''}; copy them anew, or make them again: "
-        f"python -m preprocess run {folder}{f' --shards {ids}' if len(ids) <= 200 else ''}"
+        f"shardprep run {folder}{f' --shards {ids}' if len(ids) <= 200 else ''}"
     )
 
 
@@ -974,9 +974,7 @@ def known_osts(folder: Path, num_shards: int) -> npt.NDArray[np.int64] | None:
     try:
         return read_osts(folder, num_shards)
     except ShardprepError as error:
-        logger.warning(
-            "%s is left aside (%s); `python -m preprocess verify` writes it anew", folder / OSTS_NAME, error
-        )
+        logger.warning("%s is left aside (%s); `shardprep verify` writes it anew", folder / OSTS_NAME, error)
         return None
 
 

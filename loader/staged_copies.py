@@ -62,7 +62,7 @@ def warn_of_missing_copies(shards: ShardSet, staged_dir: str | os.PathLike[str] 
         if why:
             logger.warning(
                 "staged_dir=%s holds no copies of %s on this node (%s); what is not there when it is "
-                "opened is read from %s. To stage: python -m loader stage %s --to %s",
+                "opened is read from %s. To stage: shardprep stage %s --to %s",
                 staged_dir, source.folder, why, source.folder, source.folder, staged_dir,
             )  # fmt: skip
 
@@ -116,4 +116,4 @@ class StagedCopies:
 def recheck_command(source: DatasetShards, folder: Path) -> str:
     """The command that mends the copies of a data set in a folder."""
     words = shlex.quote(str(source.folder)), shlex.quote(str(folder.parent))
-    return f"python -m loader stage {words[0]} --to {words[1]} --recheck"
+    return f"shardprep stage {words[0]} --to {words[1]} --recheck"

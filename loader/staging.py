@@ -1,4 +1,4 @@
-"""``python -m loader stage DATA --to DIR``: verified copies of shards on a node's own disk.
+"""``shardprep stage DATA --to DIR``: verified copies of shards on a node's own disk.
 
 Any number of processes stage at once, without locks. A shard is in one of three states on a node:
 
@@ -116,7 +116,7 @@ class ShardToStage:
             raise OtherPlan(
                 f"{manifest_path(self.source, self.shard_id)} is of plan {found[0][:12]}, a tar of "
                 f"{found[1]} and an idx of {found[2]} bytes; the data set's index says {expected[0][:12]}, "
-                f"{expected[1]} and {expected[2]}; run: python -m preprocess verify {self.source}"
+                f"{expected[1]} and {expected[2]}; run: shardprep verify {self.source}"
             )
         return manifest
 
@@ -249,7 +249,7 @@ class Staging:
         raise BrokenShard(
             f"{source} is read differently each time ({', then '.join(seen)}), {expected}; the way to it or "
             "this node's memory is at fault: try on another node, then: "
-            f"python -m preprocess verify {shard.source}"
+            f"shardprep verify {shard.source}"
         )
 
     def _remove_if_broken(self, shard: ShardToStage) -> None:
@@ -318,7 +318,7 @@ def _blocks(path: Path) -> Iterator[memoryview]:
     try:
         handle = open_regular(path)
     except FileNotFoundError:
-        raise MissingShard(f"{path} is missing; run: python -m preprocess verify {path.parent}") from None
+        raise MissingShard(f"{path} is missing; run: shardprep verify {path.parent}") from None
     except OSError as error:
         raise CannotReadSource(f"{path} cannot be opened: {error.strerror}") from None
     done = 0

@@ -1,6 +1,6 @@
 """Set the layout that a fresh, empty folder gives to new files, and read it back. Nothing else sets any.
 
-``plan --stripe`` and ``python -m lustre apply`` both call ``set_directory_layout``. A file is refused: from
+``plan --stripe`` and ``shardprep lustre apply`` both call ``set_directory_layout``. A file is refused: from
 Lustre 2.16 on ``lfs setstripe`` can empty it. A folder that holds anything is refused, too, unless the user
 says that its files keep their layouts. lfs may exit 0 although it did something else, so the layout is read
 back and compared (``is_as_asked``).
@@ -145,7 +145,7 @@ def _refuse_all_but_empty(folder: Path, *, existing_files_keep_theirs: bool) -> 
         raise LustreError(
             f"{folder} holds {min(held)} and perhaps more, expected an empty directory: files that are "
             "there would keep their old layout. Choose a fresh folder, or keep what the site gives; "
-            "for new files alone: python -m lustre apply ... --existing_files_keep_theirs"
+            "for new files alone: shardprep lustre apply ... --existing_files_keep_theirs"
         )
     if not held:
         return []
@@ -336,7 +336,7 @@ def start_warning(folder: Path, layout: Layout) -> str:
     count = layout.components[-1].stripe_count or 1
     return (
         f"warning: every new file lies {layout.fixed_place}: all shards would fill the same place. To end "
-        f"that: python -m lustre apply {shlex.quote(str(folder))} --count {count}{keep}"
+        f"that: shardprep lustre apply {shlex.quote(str(folder))} --count {count}{keep}"
     )
 
 
@@ -426,7 +426,7 @@ def stripe_line(
     if is_planned:
         return (
             f"{name}: left as it is, since {folder} is planned already and its files keep their layouts; "
-            "plan into a fresh folder, or see `python -m lustre apply --help`"
+            "plan into a fresh folder, or see `shardprep lustre apply --help`"
         )
     if dry_run and not kind_of(folder):
         return f"{name}: {folder} would be made, and would give new files {wanted.text()}"

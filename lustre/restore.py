@@ -116,7 +116,7 @@ def released_lines(path: Path) -> list[str]:
         found = f"{len(states.released)} of {counted(len(files), 'file')} looked at are released"
         wait = "their first read waits for the archive (S3, for an FSx)"
         lines.append(f"warning: {found}: {wait}. Bring them back before the job:")
-        lines.append(f"  python -m lustre restore {shlex.quote(str(path))} --wait")
+        lines.append(f"  shardprep lustre restore {shlex.quote(str(path))} --wait")
     return lines
 
 

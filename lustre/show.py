@@ -150,7 +150,7 @@ def _move_lines(folder: Path, balance: Balance, shard_bytes: int) -> list[str]:
     return [
         "  to move them, while nothing reads or writes them (every byte is copied, names and bytes stay):",
         f"  {names} | xargs -0 -n 1 lfs migrate {options}",
-        "  then: python -m preprocess verify --fast, which writes osts.json anew",
+        "  then: shardprep verify --fast, which writes osts.json anew",
     ]
 
 
@@ -161,7 +161,7 @@ def _choice_lines(
     choice = choose_layout(size, num_osts)
     lines = choice.lines(size)
     leave = why_leave(layout, of_file_system)
-    command = f"python -m lustre apply {shlex.quote(str(path))} {apply_flags(choice.layout)}"
+    command = f"shardprep lustre apply {shlex.quote(str(path))} {apply_flags(choice.layout)}"
     if layout.has_tiers:
         command += f" --pool {pool_for_replacement(layout)}"
     kept = f"but {leave}: left alone. To have it all the same, " if leave else ""
@@ -298,7 +298,7 @@ class Balance:
         if self.is_lopsided:
             lines.append(
                 f"warning: OST {ost} has far more than its share: it will serve most reads. Was a start "
-                "named (lfs setstripe -i, -o)? `python -m lustre show` tells, and how to move shards"
+                "named (lfs setstripe -i, -o)? `shardprep lustre show` tells, and how to move shards"
             )
         return lines
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -156,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
     say(f"{len(todo) - len(failures)} of {len(todo)} shards made by {num_proc} process(es): {total}")
     if failures:
         ids = id_ranges(failure.shard_id for failure in failures)
-        say(f"error: failed: {ids}; run again: python -m preprocess run {folder} --shards {ids}")
+        say(f"error: failed: {ids}; run again: shardprep run {shlex.quote(str(folder))} --shards {ids}")
         return failures[0].exit_code
     return 0
 
@@ -342,7 +343,7 @@ PROGRAM = Program(
     name="python -m preprocess",
     dashed_values=("--stripe",),
     description="Raw text -> token shards. Without a command it makes one shard: --shard_id N.",
-    epilog="python -m preprocess --shard_id N [...] makes shard N: of the plan in --output_dir, or "
+    epilog="shardprep --shard_id N [...] makes shard N: of the plan in --output_dir, or "
     "without one of the N-th .txt file in --input_dir (as ls *.txt shows them).",
     hints={
         "--packing": _PACKED,

@@ -43,7 +43,7 @@ _BAD_HELP = "fail a shard (exit code 65) when a larger share of its documents is
 
 
 @functools.cache
-def option_types(options: type) -> dict[str, Any]:
+def option_types(options: Any) -> dict[str, Any]:
     """The type of each option of a dataclass."""
     return typing.get_type_hints(options)
 
@@ -253,7 +253,7 @@ class PlanOptions:
         }
 
     def _check_values(self) -> None:
-        kinds = option_types(type(self))
+        kinds = option_types(type(self))  # type: ignore[arg-type]  # a class can be hashed
         for item in dataclasses.fields(self):
             value, span = getattr(self, item.name), item.metadata.get("span")
             if isinstance(value, (str, Path)) and "\0" in str(value):

@@ -173,7 +173,7 @@ def _send(
         raise last
     if args.wait:
         return _wait(args)
-    print_lines(f"next: python -m slurm status {quoted(args.output_dir)} --watch")
+    print_lines(f"next: shardprep status {quoted(args.output_dir)} --watch")
     return 0
 
 

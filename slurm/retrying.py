@@ -36,8 +36,7 @@ def prepare_retry(
     check_recorded(state)
     if not state.submissions:
         raise NotFound(
-            f"nothing was submitted for {state.folder} yet; run: "
-            f"python -m slurm submit {quoted(state.folder)}"
+            f"nothing was submitted for {state.folder} yet; run: shardprep submit {quoted(state.folder)}"
         )
     if max_attempts < 1:
         raise UsageError(f"--max_attempts is {max_attempts}, expected 1 or more")

@@ -124,7 +124,7 @@ def check_recorded(state: DatasetState) -> None:
         raise SlurmRefused(
             f"jobs {', '.join(state.shown.unrecorded)} of this data set wait or run, and no file in "
             f"{state.folder / JOBS_FOLDER} says which shards they make (was it emptied?); wait until they "
-            f"have ended, or end them: python -m slurm cancel {quoted(state.folder)}"
+            f"have ended, or end them: shardprep cancel {quoted(state.folder)}"
         )
 
 

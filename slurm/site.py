@@ -153,7 +153,7 @@ def limits_of(
     if max_tasks < 1:
         raise SlurmRefused(
             f"{why} leaves no room for a job array; wait for your other jobs (squeue --me), use another "
-            "--qos or --account, or run in a job of your own: python -m preprocess run O"
+            "--qos or --account, or run in a job of your own: shardprep run O"
         )
     return ClusterLimits(
         cluster=config.get("ClusterName", ""), max_tasks=max_tasks, why=why, has_accounting=has_accounting

@@ -33,7 +33,7 @@ def report_lines(data: dict[str, Any]) -> list[str]:
         f"  started again by Slurm after {how}: {counted(n, 'task')}" for how, n in data["restarts"].items()
     ]
     if data["other_plan"]:
-        lines.append(f"  of another plan: {data['other_plan']}; python -m preprocess verify says what to do")
+        lines.append(f"  of another plan: {data['other_plan']}; shardprep verify says what to do")
     lines += _slow_lines(data)
     lines += _efficiency_lines(data)
     lines += _asked_lines(data["asked_for"])
@@ -129,24 +129,24 @@ def next_line(data: dict[str, Any]) -> str:
     """What to type next."""
     folder = shlex.quote(data["folder"])
     if data["slurm_away"]:
-        return f"next: the same again, when Slurm answers: python -m slurm status {folder}"
+        return f"next: the same again, when Slurm answers: shardprep status {folder}"
     if data["held_jobs"]:
         ids = ",".join(data["held_jobs"])
-        return f"next: scontrol release {ids} (they are held), or: python -m slurm cancel {folder}"
+        return f"next: scontrol release {ids} (they are held), or: shardprep cancel {folder}"
     if data["running"] or data["pending"]:
-        return f"next: python -m slurm status {folder} --watch"
+        return f"next: shardprep status {folder} --watch"
     if data["unrecorded_jobs"]:
-        return f"next: wait for their end, or: python -m slurm cancel {folder}"
+        return f"next: wait for their end, or: shardprep cancel {folder}"
     if data["stray_jobs"]:
-        return f"next: python -m slurm cancel {folder}, if nobody submits just now"
+        return f"next: shardprep cancel {folder}, if nobody submits just now"
     if data["failed"] or data["wrong"]:
-        return f"next: python -m slurm retry {folder}"
+        return f"next: shardprep retry {folder}"
     if data["not_visible"]:
         return f"next: look where they can be seen; if they do not run: submit {folder} --shards IDS"
     if data["not_submitted"]:
-        return f"next: python -m slurm submit {folder}"
+        return f"next: shardprep submit {folder}"
     if not data["verified"]:
-        return f"next: the verify job is {data['verify'] or 'missing'}; python -m preprocess verify {folder}"
+        return f"next: the verify job is {data['verify'] or 'missing'}; shardprep verify {folder}"
     return f"verified: {data['folder']}/index.json is there"
 
 

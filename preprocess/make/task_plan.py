@@ -224,5 +224,5 @@ def array_note(environ: Mapping[str, str], num_shards: int, folder: Path) -> str
     ids = id_ranges(left)
     return (
         f"this job array covers {num_shards - len(left)} of the plan's {num_shards} shards; it leaves out "
-        f"{ids}; to make them: python -m slurm submit {shlex.quote(str(folder.absolute()))}"
+        f"{ids}; to make them: shardprep submit {shlex.quote(str(folder.absolute()))}"
     )

@@ -1,7 +1,7 @@
 """What a plan will cost, measured on a sample of its own input with the stages of a worker.
 
 The sample is 2 MiB from 8 evenly spread places, so planning takes a second or two longer for it, however
-large the input is.
+large the input is. A sample without one usable record stops planning: the fields are not those of the input.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +25,7 @@ from preprocess.formats.documents import read_documents, starts_in
 from preprocess.formats.format import SHORT_LINE_BYTES, DocumentBatch, Start, no_documents, reading_of
 from preprocess.formats.inputs import ByteRange, OpenInput
 from preprocess.formats.long_documents import LongDocument
+from preprocess.formats.text_fields import TextFields, UnusableText
 from preprocess.make.engines import Engine, TokenBatch, tokenizers_engine
 from preprocess.make.members import Prepared
 from preprocess.make.shard_writer import ShardWriter
@@ -30,15 +33,15 @@ from preprocess.make.worker import bad_words, members_of
 from preprocess.plan.plan_file import Plan
 from preprocess.plan.tokenizer_files import TOKENIZER_FILE
 from preprocess.resources import BATCH_BYTES
-from shardprep.errors import CannotWrite
+from shardprep.console import printable
+from shardprep.errors import BadInput, CannotWrite
 from shardprep.format.input_formats import input_kind
 from shardprep.format.names import TOKENIZER_DIR
 
 _NUM_PLACES = 8  # of the input that are sampled
 _SAMPLE_BYTES = 2 << 20  # in all
-_LOCKED_LAYOUT = (
-    0.4  # of laying documents out holds the interpreter's lock: 14 of 38 ms for 512 KiB of Korean
-)
+_NUM_SHOWN = 20  # fields
+_LOCKED_LAYOUT = 0.4  # of it holds the interpreter's lock: 14 of 38 ms for 512 KiB of Korean
 _STARTUP_S = 3.0  # a task's Python and tokenizer, generously
 
 
@@ -137,31 +140,86 @@ def measure(plan: Plan, engine: Engine) -> CostEstimate:
         writer = stack.enter_context(ShardWriter(folder, plan.spec, 0, members, input_paths=input_paths))
         num_bytes = 0
         read_s = encode_s = layout_s = write_s = 0.0  # of CPU
-        batches = _sample(plan, _SAMPLE_BYTES)
         at = time.process_time()
-        for batch in batches:
+        for batch in _sample(plan, _SAMPLE_BYTES):
             at, read_s = _add_cpu(at, read_s)
             tokens = engine.encode_documents(batch.texts, end_id=plan.end_id, spans=batch.spans)
             at, encode_s = _add_cpu(at, encode_s)
             prepared = members.prepare(batch, tokens)
             at, layout_s = _add_cpu(at, layout_s)
-            writer.append(batch, functools.partial(_itself, (tokens, prepared)))
+            writer.append(batch, functools.partial(_prepared, tokens, prepared))
             at, write_s = _add_cpu(at, write_s)
             num_bytes += batch.num_bytes
         manifest = writer.commit({})
+    _check_fields(plan, writer)
     shard_bytes = plan.shard_bytes()
     cpu_s = read_s + encode_s + layout_s + write_s
     locked_s = read_s + _LOCKED_LAYOUT * layout_s
     scale = sum(shard_bytes) / max(1, num_bytes)
+    num_documents = writer.num_documents * scale
+    taken = min(1.0, (plan.options.limit or num_documents) / max(1.0, num_documents))  # of a trial
     return CostEstimate(
         bad_note=_bad_note(plan, writer),
-        num_tokens=round(writer.num_tokens * scale),
-        output_bytes=round((manifest.tar.num_bytes + manifest.idx.num_bytes) * scale),
-        core_hours=(cpu_s * scale + _STARTUP_S * plan.num_shards) / 3600,
-        longest_shard_s=cpu_s * max(shard_bytes) / max(1, num_bytes) + _STARTUP_S,
+        num_tokens=round(writer.num_tokens * scale * taken),
+        output_bytes=round((manifest.tar.num_bytes + manifest.idx.num_bytes) * scale * taken),
+        core_hours=(cpu_s * scale * taken + _STARTUP_S * plan.num_shards) / 3600,
+        longest_shard_s=cpu_s * taken * max(shard_bytes) / max(1, num_bytes) + _STARTUP_S,
         # Writing takes one thread, reading and a part of laying out the interpreter's lock; encoding takes
         # as many cores as there are.
         num_useful_cores=max(1, round(cpu_s / max(locked_s, write_s, 1e-9))) if num_bytes else 1,
+    )
+
+
+def _prepared(tokens: TokenBatch, prepared: Prepared) -> tuple[TokenBatch, Prepared]:
+    return tokens, prepared
+
+
+class _SeenFields(TextFields):
+    """Remembers which fields the records have, and takes no text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain_name = None
+        self.num_chars: Counter[str] = Counter()  # of texts, by field; 0 for other values
+        self.messages: dict[str, None] = {}  # fields that are lists of messages
+
+    def text(self, record: Any) -> UnusableText:
+        if isinstance(record, dict):
+            self._see(record, "")
+        return UnusableText("no_field", "")
+
+    def _see(self, record: dict[str, Any], place: str) -> None:
+        for name, value in record.items():
+            self.num_chars[place + name] += len(value) if isinstance(value, str) else 0
+            if isinstance(value, dict):
+                self._see(value, f"{place}{name}.")
+            elif isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]:
+                self.messages[place + name] = None
+
+
+def _check_fields(plan: Plan, writer: ShardWriter) -> None:
+    """Raise BadInput where no record of the sample has the field of the text, naming the fields it has."""
+    if writer.num_documents or not writer.bad_reasons or writer.bad_reasons - {"no_field", "wrong_type"}:
+        return
+    if plan.max_bad_fraction == 1:
+        return
+    options, seen = plan.options, _SeenFields()
+    parts = list(_sample_ranges(plan, _SAMPLE_BYTES // _NUM_PLACES))[:1]
+    reading = dataclasses.replace(reading_of(options, _SAMPLE_BYTES // _NUM_PLACES), fields=seen, chat=None)
+    with contextlib.closing(read_documents(parts, reading)) as documents:
+        next(documents, None)
+    if not seen.num_chars:
+        return
+    wanted = options.text_template or options.text_field or options.messages_field
+    flags = [f"--text_field {name}" for name, number in seen.num_chars.most_common(1) if number]
+    for name in seen.messages:
+        named = "" if name == "messages" else f" --messages_field {name}"
+        flags.insert(0, f"--record chat{named}")
+    names = ", ".join(printable(name) for name in list(seen.num_chars)[:_NUM_SHOWN])
+    raise BadInput(
+        f"no record of a sample of {plan.input_dir} has {wanted!r} as "
+        f"{'a list of messages' if options.is_chat else 'a string'}; their fields are: {names}; "
+        f"plan with {', or '.join(flags) or '--text_field NAME'}"
     )
 
 
@@ -172,10 +230,6 @@ def estimate_of(plan: Plan, folder: Path) -> CostEstimate:
     """
     path = folder / TOKENIZER_DIR / TOKENIZER_FILE
     return measure(plan, tokenizers_engine(path, allow_special_tokens=plan.options.encodes_control_tokens))
-
-
-def _itself(made: tuple[TokenBatch, Prepared]) -> tuple[TokenBatch, Prepared]:
-    return made
 
 
 def _bad_note(plan: Plan, writer: ShardWriter) -> str | None:

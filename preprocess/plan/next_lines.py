@@ -25,8 +25,8 @@ def next_lines(folder: Path, num_shards: int) -> list[str]:
         most = _cpus_of_nodes()
         cpus = f"--cpus-per-task={most} " if 0 < most < _BATCH_CPUS else ""
         lines.append(f"sbatch --array=0-{num_shards - 1} {cpus}{shlex.quote(str(script))} {place}")
-    lines.append(f"python -m slurm submit {place}  # within the site's limits, verify included")
-    lines.append(f"python -m preprocess run {place}  # here, without a cluster")
+    lines.append(f"shardprep submit {place}  # within the site's limits, verify included")
+    lines.append(f"shardprep run {place}  # here, without a cluster")
     return [f"next: {lines[0]}", *(f"  or: {line}" for line in lines[1:])]
 
 

@@ -362,7 +362,7 @@ def need_plan(output_dir: Path) -> Plan:
     plan = read_plan(output_dir)
     if plan is None:
         raise NotFound(
-            f"{output_dir} has no {PLAN_NAME}; run: python -m preprocess plan --input_dir RAW "
+            f"{output_dir} has no {PLAN_NAME}; run: shardprep plan --input_dir RAW "
             f"--output_dir {output_dir} --model_id MODEL --num_shards N"
         )
     return plan

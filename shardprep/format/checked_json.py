@@ -86,8 +86,8 @@ def version_message(path: Path, found: object) -> str:
     if type(found) is int and 0 < found < FORMAT_VERSION:
         return (
             f"{path} has format version {found}, this shardprep reads {FORMAT_VERSION} alone; make the data "
-            "set anew in a new folder: python -m preprocess plan --input_dir RAW --output_dir NEW "
-            "--model_id MODEL --num_shards N, then: python -m preprocess run NEW (or install the shardprep "
+            "set anew in a new folder: shardprep plan --input_dir RAW --output_dir NEW "
+            "--model_id MODEL --num_shards N, then: shardprep run NEW (or install the shardprep "
             "that wrote it)"
         )
     return (

@@ -350,7 +350,7 @@ def read_index(folder: Path) -> DatasetIndex:
     except NOT_THERE:
         return _merge_folder(folder)
     except BrokenShard as error:
-        raise BrokenShard(f"{error}; run: python -m preprocess verify {shlex.quote(str(folder))}") from None
+        raise BrokenShard(f"{error}; run: shardprep verify {shlex.quote(str(folder))}") from None
 
 
 @contextmanager
@@ -377,7 +377,7 @@ def _merge_folder(folder: Path) -> DatasetIndex:
     if missing:
         raise MissingShard(
             f"{folder} has {len(present)} of {first.spec.num_shards} shards; missing: {id_ranges(missing)}; "
-            f"run: python -m preprocess run {folder} (or one: {rerun_command(missing[0], folder)})"
+            f"run: shardprep run {shlex.quote(str(folder))} (or one: {rerun_command(missing[0], folder)})"
         )
     return merge_manifests(read_manifest(folder, shard_id) for shard_id in present)
 

@@ -93,12 +93,12 @@ def token_field(record: Record, token_format: TokenFormat) -> str:
 
 def rerun_command(shard_id: int, folder: Path) -> str:
     """What a user types to make one shard again."""
-    return f"python -m preprocess --shard_id {shard_id} --output_dir {shlex.quote(str(folder))}"
+    return f"shardprep --shard_id {shard_id} --output_dir {shlex.quote(str(folder))}"
 
 
 def crcs_command(folder: Path) -> str:
     """What a user types to have the crc32s that the loader's read_check compares."""
-    return f"python -m preprocess verify {shlex.quote(str(folder))} --crcs"
+    return f"shardprep verify {shlex.quote(str(folder))} --crcs"
 
 
 def remake_command(shard_id: int, folder: Path) -> str:

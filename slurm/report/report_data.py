@@ -437,9 +437,9 @@ def _again(plan: Plan, sums: ManifestSums) -> dict[str, Any]:
     """The commands that make the same data set, and the versions that made this one."""
     return {
         "commands": [
-            shlex.join(["python", "-m", "preprocess", "plan", *_plan_flags(plan)]),
-            "python -m preprocess run NEW",
-            "python -m preprocess verify NEW",
+            shlex.join(["shardprep", "plan", *_plan_flags(plan)]),
+            "shardprep run NEW",
+            "shardprep verify NEW",
         ],
         "plan_id": plan.plan_id,
         "input_dir": str(plan.input_dir),

@@ -55,7 +55,7 @@ KOREAN = {
     "Copy the manifests here: only they have lengths, documents left out, and how shards were made.": "매니페스트를 이 폴더로 복사하십시오. 문서 길이, 제외된 문서, 제작 과정은 매니페스트에만 있습니다.",
     "Not finished: {done} of {total} shards are done, and all numbers are theirs. Missing: {missing}": "아직 끝나지 않았습니다. 샤드 {total}개 중 {done}개가 완료되었고, 모든 수치는 완료된 샤드만 센 것입니다. 없는 샤드: {missing}",
     "Shards that do not count as done, because their manifests (shard-*.json) are missing: {shards}.": "매니페스트(shard-*.json)가 없어 완료로 세지 않은 샤드: {shards}.",
-    "Not verified yet: run python -m preprocess verify {folder}": "아직 검증되지 않았습니다. 실행할 명령: python -m preprocess verify {folder}",
+    "Not verified yet: run shardprep verify {folder}": "아직 검증되지 않았습니다. 실행할 명령: shardprep verify {folder}",
     "Shards whose manifests cannot be read, and which no number counts: {shards}. Run verify for details.": "매니페스트를 읽을 수 없어 수치에서 빠진 샤드: {shards}. 자세한 내용은 verify를 실행하면 나옵니다.",
     "Shards of another plan, which no number counts: {shards}. Run verify to learn what to do.": "다른 계획으로 만들어 수치에서 빠진 샤드: {shards}. 해결 방법은 verify를 실행하면 나옵니다.",
     "Slurm did not answer. What ran and how it ended is known from logs only.": "Slurm이 응답하지 않았습니다. 무엇이 실행되었고 어떻게 끝났는지는 로그로만 판단했습니다.",
@@ -155,7 +155,7 @@ KOREAN = {
     "shards made by tasks that Slurm had started again": "Slurm이 다시 시작한 태스크가 만든 샤드",
     "failed, and not made yet": "실패하여 아직 없음",
     "shards {shards}": "샤드 {shards}",
-    "To send what failed again: python -m slurm retry {folder}": "실패한 것을 다시 보내는 명령: python -m slurm retry {folder}",
+    "To send what failed again: shardprep retry {folder}": "실패한 것을 다시 보내는 명령: shardprep retry {folder}",
     "Nothing had to be sent again.": "다시 보낸 것이 없습니다.",
 
     "Speed over time": "시간에 따른 속도",

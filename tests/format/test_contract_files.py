@@ -272,12 +272,12 @@ def test_data_of_version_1_is_refused_with_the_command_that_makes_it_anew(
             path.read_text().replace('"version":2', '"version":1').replace('"version": 2', '"version": 1')
         )
     with pytest.raises(
-        UnknownVersion, match=r"version 1, .*make the data set anew in a new folder: python -m "
+        UnknownVersion, match=r"version 1, .*make the data set anew in a new folder: shardprep plan "
     ):
         read_index(whole_dir)
     ended = prep.command("verify", whole_dir)
     assert ended.code == 78
-    assert "python -m preprocess plan --input_dir RAW" in ended.text
+    assert "shardprep plan --input_dir RAW" in ended.text
 
 
 @pytest.mark.parametrize("column", [0, 1, 3, 4])
@@ -287,9 +287,7 @@ def test_numbers_of_an_index_that_do_not_agree_are_refused(whole_dir: Path, colu
     data["shards"][1][column] = 0 if data["shards"][1][column] != 0 else 7
     data["content_sha256"] = content_sha256(data)
     path.write_text(json.dumps(data))
-    with pytest.raises(
-        BrokenShard, match=r"shards\[1\] is .*, expected other .*; run: python -m preprocess verify"
-    ):
+    with pytest.raises(BrokenShard, match=r"shards\[1\] is .*, expected other .*; run: shardprep verify"):
         read_index(whole_dir)
 
 

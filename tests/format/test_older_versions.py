@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 OLD = Path(__file__).parents[1] / "data" / "version_1"
 REMEDY = (
     "has format version 1, this shardprep reads 2 alone; make the data set anew in a new folder: "
-    "python -m preprocess plan --input_dir RAW --output_dir NEW"
+    "shardprep plan --input_dir RAW --output_dir NEW"
 )
 
 

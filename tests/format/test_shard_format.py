@@ -379,7 +379,7 @@ VIOLATIONS: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "manifest gone": (
         lambda folder: manifest_path(folder, 1).unlink(),
         MissingShard,
-        r"shard 00001 is not done: .*shard-00001\.json is missing; run: python -m preprocess --shard_id 1 ",
+        r"shard 00001 is not done: .*shard-00001\.json is missing; run: shardprep --shard_id 1 ",
     ),
     "manifest of another plan": (
         lambda folder: edit(
@@ -397,22 +397,22 @@ VIOLATIONS: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "tar gone": (
         lambda folder: tar_path(folder, 1).unlink(),
         MissingShard,
-        r"shard-00001\.tar is missing; run: python -m preprocess --shard_id 1 --output_dir ",
+        r"shard-00001\.tar is missing; run: shardprep --shard_id 1 --output_dir ",
     ),
     "tar cut short": (
         lambda folder: edit(tar_path(folder, 1), lambda raw: raw[:-512]),
         BrokenShard,
-        r"shard-00001\.tar has \d+ of \d+ bytes; run: python -m preprocess --shard_id 1 --output_dir ",
+        r"shard-00001\.tar has \d+ of \d+ bytes; run: shardprep --shard_id 1 --output_dir ",
     ),
     "idx gone": (
         lambda folder: idx_path(folder, 1).unlink(),
         MissingShard,
-        r"shard-00001\.idx is missing; run: python -m preprocess --shard_id 1 --output_dir ",
+        r"shard-00001\.idx is missing; run: shardprep --shard_id 1 --output_dir ",
     ),
     "idx cut short": (
         lambda folder: edit(idx_path(folder, 1), lambda raw: raw[:-28]),
         BrokenShard,
-        r"shard-00001\.idx has \d+ of \d+ bytes; run: python -m preprocess --shard_id 1 --output_dir ",
+        r"shard-00001\.idx has \d+ of \d+ bytes; run: shardprep --shard_id 1 --output_dir ",
     ),
 }
 
@@ -466,9 +466,7 @@ def test_each_violation_of_an_idx_has_its_error(broken: Data, violation: str) ->
 @of_kinds("json")
 def test_a_missing_idx_is_named_with_the_command_that_makes_it(broken: Data) -> None:
     idx_path(broken.folder, 1).unlink()
-    with pytest.raises(
-        MissingShard, match=r"shard-00001\.idx is missing; run: python -m preprocess --shard_id 1"
-    ):
+    with pytest.raises(MissingShard, match=r"shard-00001\.idx is missing; run: shardprep --shard_id 1"):
         read_idx(broken.folder, broken.plan.spec, 1)
 
 
@@ -478,9 +476,7 @@ def test_without_an_index_the_manifests_are_merged_and_a_missing_shard_is_named(
     assert index.column("num_documents").tolist() == [len(rows) for rows in broken.documents]
     for shard_id in (1, 2):
         manifest_path(broken.folder, shard_id).unlink()
-    with pytest.raises(
-        MissingShard, match=r"has 2 of 4 shards; missing: 1-2; run: python -m preprocess run "
-    ):
+    with pytest.raises(MissingShard, match=r"has 2 of 4 shards; missing: 1-2; run: shardprep run "):
         read_index(broken.folder)
 
 
@@ -490,7 +486,7 @@ def test_an_index_that_is_not_whole_is_refused_by_its_own_error(broken: Data, tm
     changes: list[tuple[Callable[[bytes], bytes], type[Exception], str]] = [
         (lambda raw: raw.replace(b'"version": 2', b'"version": 3', 1), UnknownVersion, "version 3"),
         (lambda raw: raw[:-9], BrokenShard, "is not JSON"),
-        (lambda raw: raw.replace(b'"spec"', b'"spic"'), BrokenShard, r"has no spec; .*preprocess verify"),
+        (lambda raw: raw.replace(b'"spec"', b'"spic"'), BrokenShard, r"has no spec; .*shardprep verify"),
         (
             lambda raw: raw.replace(b"num_samples", b"num_widgets"),
             BrokenShard,

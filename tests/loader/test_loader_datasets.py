@@ -175,7 +175,7 @@ def test_a_pattern_may_name_some_shards_of_a_data_set(made: Any, copied: Path) -
 
 def test_an_incomplete_folder_is_refused_naming_what_is_missing(copied: Path) -> None:
     (copied / "shard-00002.json").unlink()
-    with pytest.raises(MissingShard, match=r"3 of 4 shards; missing: 2; run: python -m preprocess"):
+    with pytest.raises(MissingShard, match=r"3 of 4 shards; missing: 2; run: shardprep "):
         load(copied)
     with pytest.raises(MissingShard, match="shard 00002 is not done"):
         load(f"{copied}/shard-*.tar")
@@ -199,9 +199,7 @@ def test_a_tar_with_another_size_than_its_manifest_says_is_refused(copied: Path,
 
 def test_a_missing_tar_is_named_with_the_command_that_mends_it(copied: Path) -> None:
     (copied / "shard-00003.tar").unlink()
-    with pytest.raises(
-        MissingShard, match=r"shard-00003\.tar is missing; run: python -m preprocess --shard_id 3"
-    ):
+    with pytest.raises(MissingShard, match=r"shard-00003\.tar is missing; run: shardprep --shard_id 3"):
         epoch(load(copied, rank=1, world_size=2))
 
 

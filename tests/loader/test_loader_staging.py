@@ -331,7 +331,7 @@ def test_a_missing_source_file_is_66_and_another_plans_manifest_78(
     idx.unlink()
     code, text = stage(copied, "--to", node)
     assert code == 66
-    assert f"{idx} is missing; run: python -m preprocess verify" in text
+    assert f"{idx} is missing; run: shardprep verify" in text
     shutil.copy(made / "packed" / "shard-00001.json", copied)
     code, text = stage(copied, "--to", node)
     assert code == 78
@@ -723,7 +723,7 @@ def test_a_staged_folder_that_is_filled_while_training_is_used_from_then_on(
     whole = epoch(load(made / "json"))
     with load(made / "json", staged_dir=node) as loader:
         assert "holds no copies of" in caplog.text
-        assert "To stage: python -m loader stage" in caplog.text
+        assert "To stage: shardprep stage" in caplog.text
         assert caplog.text.count("WARNING") == 1
         assert stage(made / "json", "--to", node)[0] == 0
         opened = OpenedTars(monkeypatch)

@@ -82,7 +82,7 @@ def test_the_first_few_are_named_with_their_sizes_their_number_and_a_command_tha
     assert "0 are missing and 4 have not their manifest's size: shard-00001.tar has 512 of " in text
     assert text.count(" bytes") == 3
     assert "00006.tar" not in text
-    command = re.search(r"python -m preprocess (run) '(.*)' (--shards) (\S+)$", text)
+    command = re.search(r"shardprep (run) '(.*)' (--shards) (\S+)$", text)
     assert command, text
     assert command[4] == "1-3,6"
     assert prep.command(*command.groups()).code == 0

@@ -599,7 +599,7 @@ def test_show_warns_of_released_files_and_how_to_bring_them_back(on_lustre: Fake
     on_lustre.give(released=[str(on_lustre.folder / name) for name in ("a.txt", "c.txt")])
     text = on_lustre.command("show", on_lustre.folder)[1]
     assert "warning: 2 of 3 files looked at are released" in text
-    assert f"python -m lustre restore '{on_lustre.folder}' --wait" in text
+    assert f"shardprep lustre restore '{on_lustre.folder}' --wait" in text
     assert "1 of 1 file looked at" in on_lustre.command("show", on_lustre.folder / "a.txt")[1]
 
 
@@ -612,7 +612,7 @@ def test_show_chooses_for_the_sizes_and_says_why_and_whose_advice_it_is(on_lustr
     assert "source: docs.nersc.gov" in text
     assert "256 readers have 256 of 500 shards open at once: 8 of 8 OSTs at work, about 32 readers" in text
     has_it = on_lustre.dialect == "2.17"  # whose stripes are of 4 MiB by default
-    command = f"in a fresh, empty folder: python -m lustre apply '{on_lustre.folder}' --count 1 --size 4M"
+    command = f"in a fresh, empty folder: shardprep lustre apply '{on_lustre.folder}' --count 1 --size 4M"
     assert ("new files get that already" if has_it else command) in text
     on_lustre.give_layout(on_lustre.folder.parent, FSX)
     text = on_lustre.command("show", on_lustre.folder, *sizes)[1]
@@ -622,7 +622,7 @@ def test_show_chooses_for_the_sizes_and_says_why_and_whose_advice_it_is(on_lustr
 
 def test_the_command_that_show_prints_sets_what_it_chose(on_lustre: FakeLustre) -> None:
     text = on_lustre.command("show", on_lustre.folder, "--num_shards", "3")[1]
-    command = next(line.partition("python -m lustre ")[2] for line in text.splitlines() if " apply " in line)
+    command = next(line.partition("shardprep lustre ")[2] for line in text.splitlines() if " apply " in line)
     assert on_lustre.command(*shlex.split(command))[0] == 0
     assert "new files get that already" in on_lustre.command("show", on_lustre.folder, "--num_shards", "3")[1]
     assert len(read_layout(on_lustre.folder).components) == 3

@@ -120,7 +120,7 @@ def test_the_way_to_end_a_start_is_one_that_works_in_a_folder_with_shards(on_lus
         subprocess.run(["lfs", "setstripe", "-c", "2", "-i", "3", str(on_lustre.folder)], check=True)
         text = on_lustre.command("show", on_lustre.folder)[1]
         (line,) = [line for line in text.splitlines() if "every new file lies starting on OST 3" in line]
-        command = line.partition("python -m lustre apply ")[2]
+        command = line.partition("shardprep lustre apply ")[2]
         assert command.endswith("--count 2" + " --existing_files_keep_theirs" * held)
         code, text = on_lustre.command("apply", on_lustre.folder, *command.rpartition("' ")[2].split())
         assert code == 0, text

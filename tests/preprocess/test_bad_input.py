@@ -83,9 +83,7 @@ def test_a_negative_shard_is_66(prep: Prep, data_dir: Path) -> None:
 
 def test_no_folder_of_the_plan_and_no_input_is_66(prep: Prep, tmp_path: Path) -> None:
     for command in ("run", "verify"):
-        ends(
-            prep.command(command, tmp_path / "none"), 66, r"has no plan\.json; run: python -m preprocess plan"
-        )
+        ends(prep.command(command, tmp_path / "none"), 66, r"has no plan\.json; run: shardprep plan")
     (tmp_path / "file").touch()
     ends(prep.command("verify", tmp_path / "file"), 66, "is no folder")
 

@@ -212,7 +212,7 @@ def test_what_a_reader_loses_or_alters_is_named_though_all_hashes_agree(
     assert ended.code == 65, ended.text
     assert "error: shard 00000: it is not what its input gives: " in ended.text
     assert "rm " in ended.text
-    assert "&& python -m preprocess --shard_id 0" in ended.text
+    assert "&& shardprep --shard_id 0" in ended.text
     if name == "documents":
         assert words in ended.text
     elif error == "lost":

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,21 +18,18 @@ from preprocess.look import doctor as folders
 from preprocess.look import doctor as machine
 from preprocess.look.doctor import (
     Finding,
-    _engine,
     as_json,
     as_text,
-    bad,
     cpu_finding,
+    engine_finding,
     exit_code,
     export_lines,
     file_system_finding,
-    good,
     memory_finding,
     output_findings,
     thread_findings,
     torch_findings,
     training_findings,
-    warning,
 )
 from preprocess.plan.cost_estimate import CostEstimate
 from shardprep.__main__ import main
@@ -47,7 +45,7 @@ def doctor(prep: Prep, *args: object) -> tuple[int, str]:
     return ended.code, ended.text
 
 
-def found(findings: list[Finding], level: str) -> list[Finding]:
+def found(findings: Iterable[Finding], level: str) -> list[Finding]:
     return [finding for finding in findings if finding.level == level]
 
 
@@ -68,8 +66,8 @@ def cgroup(root: Path, **files: str) -> Path:
 
 
 def test_the_worst_finding_is_the_exit_code() -> None:
-    fine, poor = good("a", "x"), warning("a", "x", "do this")
-    worst = bad("a", "x", "do that", CannotWrite)
+    fine, poor = Finding("a", "x"), Finding("a", "x", "do this")
+    worst = Finding("a", "x", "do that", CannotWrite.exit_code)
     assert exit_code([fine]) == 0
     assert exit_code([fine, poor]) == 1
     assert exit_code([poor, worst, fine]) == CannotWrite.exit_code
@@ -150,14 +148,14 @@ def test_the_cgroups_memory_is_compared_with_what_a_worker_needs(
 def test_an_engine_that_is_not_used_is_told_once_with_its_reason() -> None:
     plan: Any = SimpleNamespace(fast_engine_is_equal=False, shard_bytes=lambda: [10**9])
     said = "gigatoken is not used for this tokenizer (none); tokenizers encodes, several times slower"
-    finding = _engine(plan, [said], "this text")
+    finding = engine_finding(plan, [said], "this text")
     assert finding.level == "warning"
     assert finding.text.count("several times slower") == 1
     assert finding.text.endswith("(none)")
 
 
 def test_thread_variables_say_what_they_change_and_too_many_threads_are_a_warning() -> None:
-    findings = thread_findings({"OMP_NUM_THREADS": "64", "RAYON_NUM_THREADS": "1"}, 8)
+    findings = list(thread_findings({"OMP_NUM_THREADS": "64", "RAYON_NUM_THREADS": "1"}, 8))
     (omp,) = found(findings, "warning")
     assert omp.text.startswith("OMP_NUM_THREADS=64: changes nothing in tasks")
     assert omp.todo == "export OMP_NUM_THREADS=8 before training"
@@ -203,7 +201,7 @@ def test_a_folder_that_cannot_be_written_is_bad(
         raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(folders, "_write", fails)
-    finding = output_findings(tmp_path, None, 0)[-1]
+    finding = list(output_findings(tmp_path, None, 0))[-1]
     assert (finding.level, finding.exit_code) == ("bad", CannotWrite.exit_code)
     assert os.strerror(error) in finding.text
     assert todo in finding.todo
@@ -244,12 +242,12 @@ GPU: dict[str, Any] = {
 
 
 def test_torch_tells_gpus_nccl_bf16_and_the_back_ends_of_attention() -> None:
-    findings = torch_findings(GPU, has_driver=True)
+    findings = list(torch_findings(GPU, has_driver=True))
     assert not [f for f in findings if f.level != "good"]
     text = "\n".join(f.text for f in findings)
     assert "2 GPUs: H200 (139 GiB, 9.0); NCCL 2.29.3" in text
     assert "SDPA: FLASH_ATTENTION, MATH works; not: CUDNN_ATTENTION (no kernel)" in text
-    poor = torch_findings({**GPU, "bf16": False, "sdpa": {"MATH": ""}}, has_driver=True)
+    poor = list(torch_findings({**GPU, "bf16": False, "sdpa": {"MATH": ""}}, has_driver=True))
     assert len(found(poor, "warning")) == 2
 
 

@@ -89,7 +89,7 @@ def test_no_process_is_refused(prep: Prep, data_dir: Path) -> None:
 def test_a_folder_without_a_plan_is_66(prep: Prep, tmp_path: Path) -> None:
     ended = prep.command("run", tmp_path)
     assert ended.code == 66
-    assert "has no plan.json; run: python -m preprocess plan" in ended.text
+    assert "has no plan.json; run: shardprep plan" in ended.text
 
 
 def test_the_input_may_have_moved(prep: Prep, sample_dir: Path, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_shard_that_fails_does_not_stop_the_others(prep: Prep, sample_dir: Pat
     assert "shard 00001 failed (65): " in ended.text
     assert "shard 00002 failed (66): " in ended.text
     assert "4 of 6 shards made by 2 process(es)" in ended.text
-    again = f"failed: 1-2; run again: python -m preprocess run {tmp_path / 'data'} --shards 1-2"
+    again = f"failed: 1-2; run again: shardprep run {tmp_path / 'data'} --shards 1-2"
     assert again in ended.text
     assert prep.temporaries(tmp_path / "data") == []
 
@@ -161,7 +161,7 @@ def test_a_killed_process_fails_its_shard_alone_and_the_printed_command_makes_it
 ) -> None:
     made, killed, text = after_kill
     assert done(made) == [shard_id for shard_id in range(4) if shard_id != killed]
-    again = re.search(rf"error: failed: {killed}; run again: python -m preprocess (run .*)", text)
+    again = re.search(rf"error: failed: {killed}; run again: shardprep (run .*)", text)
     assert again
     assert prep.command(*again[1].split()).code == 0
     assert done(made) == [0, 1, 2, 3]

@@ -25,9 +25,11 @@ from preprocess.formats.lines import first_line_end, first_line_start, first_new
 from preprocess.formats.text_fields import TextFields
 from preprocess.look.train_tokenizer import train_tokenizer
 from preprocess.plan import planning as shard_boundaries
+from preprocess.plan.cost_estimate import estimate_of
 from preprocess.plan.plan_file import file_boundaries, need_plan, read_plan
 from preprocess.plan.planning import check_num_shards, divide, even_places, list_inputs, stamp_inputs
 from shardprep.errors import BrokenShard, NotFound, Refused, UnknownVersion, UsageError
+from shardprep.format.manifest import read_index
 from tests.conftest import seal
 from tests.waiting import HANG_S
 
@@ -320,9 +322,53 @@ def test_a_dry_run_prints_the_costs_and_writes_nothing(prep: Prep, sample_dir: P
         "--num_shards", "3", "--dry_run",
     )  # fmt: skip
     assert ended.code == 0
-    for said in ("3 shards of", "--array=0-2 ", "python -m slurm submit ", "core hours", "GB on disk"):
+    for said in ("3 shards of", "--array=0-2 ", "shardprep submit ", "core hours", "GB on disk"):
         assert said in ended.text
     assert not (tmp_path / "data").exists()
+
+
+def records(folder: Path, record: dict[str, Any]) -> Path:
+    folder.mkdir()
+    (folder / "a.jsonl").write_text(f"{json.dumps(record)}\n" * 50, encoding="utf-8")
+    return folder
+
+
+MESSAGES = [{"role": "user", "content": "Sing?"}, {"role": "assistant", "content": "The kettle sings."}]
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        (
+            {"id": 1, "body": "The kettle sings.", "meta": {"title": "Kettle"}},
+            "a string; their fields are: id, body, meta, meta.title; plan with --text_field body",
+        ),
+        ({"messages": MESSAGES}, "their fields are: messages; plan with --record chat"),
+        ({"talk": MESSAGES}, "plan with --record chat --messages_field talk"),
+    ],
+    ids=["body", "messages", "talk"],
+)
+def test_a_plan_whose_field_no_record_has_is_refused_with_the_fields_that_they_have(
+    prep: Prep, tmp_path: Path, record: dict[str, Any], said: str
+) -> None:
+    words = ["plan", "--input_dir", records(tmp_path / "raw", record), "--output_dir", tmp_path / "data"]
+    words += ["--model_id", prep.model_dir]
+    ended = prep.command(*words)
+    assert ended.code == 65, ended.text
+    assert said in ended.text
+    assert not (tmp_path / "data" / "plan.json").exists()
+    hint = ended.text.rpartition("plan with ")[2].split()
+    if "chat" not in hint:  # this tokenizer has no chat template
+        assert prep.command(*words, *hint).code == 0
+
+
+def test_a_trials_estimate_is_that_of_its_documents(prep: Prep, sample_dir: Path, tmp_path: Path) -> None:
+    plan = prep.plan(sample_dir, tmp_path / "data", num_shards=2, limit=9)
+    prep.make(tmp_path / "data")
+    assert prep.command("verify", tmp_path / "data").code == 0
+    found = int(read_index(tmp_path / "data").column("num_tokens").sum())
+    folder = tmp_path / "data"
+    assert found / 3 < estimate_of(plan, folder).num_tokens < found * 3
 
 
 def test_the_estimate_of_tokens_and_disk_is_near_what_comes(
@@ -494,7 +540,7 @@ def test_a_tokenizer_without_an_eos_cannot_end_documents_with_one(
         (
             lambda data: data.replace(b'"version":2', b'"version":1', 1),
             UnknownVersion,
-            "version 1, .* reads 2 alone; make the data set anew in a new folder: python -m preprocess plan",
+            "version 1, .* reads 2 alone; make the data set anew in a new folder: shardprep plan",
         ),
         (lambda data: data[:-9], BrokenShard, "is not JSON"),
         (
@@ -516,7 +562,7 @@ def test_a_plan_that_cannot_be_read_is_refused_by_its_own_error(
 
 
 def test_a_folder_without_a_plan_says_how_to_make_one(tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match=r"has no plan\.json; run: python -m preprocess plan --input_dir RAW"):
+    with pytest.raises(NotFound, match=r"has no plan\.json; run: shardprep plan --input_dir RAW"):
         need_plan(tmp_path)
     assert read_plan(tmp_path / "nowhere") is None
 

@@ -191,7 +191,7 @@ def test_a_broken_shard_is_named_with_a_command_that_mends_it(prep: Prep, whole_
     assert re.search(message, ended.text), ended.text
     assert "1 of 5 shards are not right: " in ended.text
     assert not (whole_dir / "index.json").exists()
-    command = re.search(r"run: (.*python -m preprocess .*)", ended.text)
+    command = re.search(r"run: (.*shardprep .*)", ended.text)
     assert command, ended.text
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     run_child(["sh", "-c", command[1]], env={**prep.environ(), "PATH": path})

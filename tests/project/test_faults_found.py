@@ -127,7 +127,7 @@ def test_submit_that_cannot_look_at_its_folders_says_so(
 @pytest.mark.parametrize(
     "look",
     [
-        lambda folder: output_findings(folder, None, 0),
+        lambda folder: list(output_findings(folder, None, 0)),
         lambda folder: input_finding(folder),
         lambda folder: _refuse_existing(folder),
     ],

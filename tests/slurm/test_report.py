@@ -324,8 +324,8 @@ def test_the_command_that_is_told_makes_the_same_plan_again(
 ) -> None:
     first = prep.plan(sample_dir, tmp_path / "first one", **options)
     words = shlex.split(data_of(capsys, tmp_path / "first one")["again"]["commands"][0])
-    assert words[:4] == ["python", "-m", "preprocess", "plan"]
-    ended = prep.command(*words[3:], "--output_dir", tmp_path / "second")
+    assert words[:2] == ["shardprep", "plan"]
+    ended = prep.command(*words[1:], "--output_dir", tmp_path / "second")
     assert ended.code == 0, ended.text
     assert need_plan(tmp_path / "second").plan_id == first.plan_id
 

@@ -255,8 +255,8 @@ def test_the_lines_that_plan_prints_are_accepted_by_this_site_from_any_folder(
     flags = ("--input_dir", sample_dir, "--model_id", prep.model_dir, "--num_shards", 5, "--output_dir")
     said = prep.command("plan", *flags, os.path.relpath(data)).text
     assert f"next: sbatch --array=0-4 --cpus-per-task=4 {ROOT / 'slurm' / 'prep_array.sh'} '{data}'" in said
-    assert f"  or: python -m slurm submit '{data}'" in said
+    assert f"  or: shardprep submit '{data}'" in said
     fake.answers("config", "MaxArraySize            = 4\n")
     said = prep.command("plan", *flags, tmp_path / "second").text
     assert "sbatch" not in said
-    assert f"next: python -m slurm submit {tmp_path / 'second'}" in said
+    assert f"next: shardprep submit {tmp_path / 'second'}" in said

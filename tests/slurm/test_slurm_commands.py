@@ -130,7 +130,7 @@ def test_wait_where_all_is_done_but_nothing_verified_is_no_success(fake: FakeSlu
             (data_dir / f"{shard_name(shard_id)}.{suffix}").touch()
     said = fake.run("submit", data_dir, "--wait", code=74)
     assert "nothing to submit: 5 of 5 shards are done" in said
-    assert "python -m preprocess verify" in said
+    assert "shardprep verify" in said
 
 
 def test_a_dry_run_of_submit_needs_no_controller(fake: FakeSlurm, data_dir: Path) -> None:

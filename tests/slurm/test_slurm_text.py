@@ -1,4 +1,4 @@
-"""What python -m slurm computes from text alone: scripts, limits, Slurm's answers, causes, retries."""
+"""What shardprep computes from text alone: scripts, limits, Slurm's answers, causes, retries."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import argparse
 import itertools
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from preprocess.check.plain_reader import plain_records
 from preprocess.plan.plan_file import Plan, need_plan
 from preprocess.plan.tokenizer_files import TOKENIZER_FILE
 from shardprep.console import output_is_read, print_lines
 from shardprep.errors import NotFound, ReadWriteError, UsageError
+from shardprep.format.idx import read_idx
 from shardprep.format.input_formats import place_text
-from shardprep.format.manifest import manifest_ids
+from shardprep.format.manifest import manifest_ids, read_manifest
 from shardprep.format.names import TOKENIZER_DIR, ids_of_ranges, shard_name
 from shardprep.format.shards import ShardSamples
 
@@ -70,7 +72,8 @@ class PeekRequest:
     """Which samples to show."""
 
     shard_ids: list[int]
-    input_number: int | None = None  # only those of one input file
+    input_numbers: Sequence[int] | None = None  # only those of some input files
+    label: str | None = None  # only those whose --source_field has this value
     pattern: re.Pattern[str] | None = None
     longest: bool = False
     seed: int | None = None  # in a random order
@@ -125,10 +128,18 @@ def _by_shard(places: Iterable[tuple[int, int]]) -> Iterator[tuple[int, list[int
 
 
 def _candidates(folder: Path, plan: Plan, request: PeekRequest, shard_id: int) -> npt.NDArray[np.int64]:
-    with ShardSamples(folder, plan.spec, shard_id) as samples:
-        if request.input_number is None:
-            return np.arange(len(samples.records))
-        return np.flatnonzero(samples.records["source"] == request.input_number)
+    """The samples of a shard that may be shown; of rows, by the document that they begin with."""
+    records = read_idx(folder, plan.spec, shard_id)
+    if request.input_numbers is not None:
+        return np.flatnonzero(np.isin(records["source"], request.input_numbers))
+    if request.label is None:
+        return np.arange(len(records))
+    if request.label not in read_manifest(folder, shard_id).counts.sources:
+        return np.empty(0, np.int64)
+    labeled = plain_records(plan, shard_id)  # a shard keeps no label of a document: its input is read again
+    places = {(one.source, one.offset) for one in labeled if one.named == request.label}
+    found = zip(records["source"].tolist(), records["source_offset"].tolist(), strict=True)
+    return np.array([number for number, place in enumerate(found) if place in places], np.int64)
 
 
 def _in_turn(folder: Path, plan: Plan, request: PeekRequest) -> Iterator[tuple[int, int]]:
@@ -159,8 +170,7 @@ def _longest(folder: Path, plan: Plan, request: PeekRequest) -> Iterator[tuple[i
     most = request.num if request.pattern is None else 10**6
     for shard_id in request.shard_ids:
         numbers = _candidates(folder, plan, request, shard_id)
-        with ShardSamples(folder, plan.spec, shard_id) as samples:
-            tokens = samples.records["num_tokens"].astype(np.int64)[numbers]
+        tokens = read_idx(folder, plan.spec, shard_id)["num_tokens"].astype(np.int64)[numbers]
         first = np.argsort(-tokens, kind="stable")[:most]
         pairs = zip(tokens[first].tolist(), numbers[first].tolist(), strict=True)
         best = sorted([*best, *((-length, shard_id, number) for length, number in pairs)])[:most]
@@ -209,7 +219,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("output_dir", type=Path, help="folder of the data set")
     parser.add_argument("--shard", help="only these shards, such as 3 or 0-9,12")
-    parser.add_argument("--source", help="only samples of one input file, as plan.json names it")
+    parser.add_argument("--input", help="only samples of one input file, as plan.json names it")
+    parser.add_argument("--source", help="only samples of one source, as the report names it")
     parser.add_argument("--grep", help="only samples whose decoded text this regular expression finds")
     order = parser.add_mutually_exclusive_group()
     order.add_argument("--longest", action="store_true", help="those with most tokens first")
@@ -250,8 +261,10 @@ def _request(args: argparse.Namespace, folder: Path, plan: Plan) -> PeekRequest:
     if not wanted:
         raise NotFound(f"{folder} has no finished shard; shardprep run {folder} makes them")
     options: dict[str, Any] = {}
+    if args.input is not None:
+        options["input_numbers"] = [_input_number(plan, "--input", args.input)]
     if args.source is not None:
-        options["input_number"] = _input_number(plan, args.source)
+        options |= _of_source(plan, args.source)
     if args.grep is not None:
         try:
             options["pattern"] = re.compile(args.grep)
@@ -271,12 +284,24 @@ def _shard_ids(text: str, num_shards: int) -> list[int]:
         ) from None
 
 
-def _input_number(plan: Plan, source: str) -> int:
+def _of_source(plan: Plan, source: str) -> dict[str, Any]:
+    """Which samples a source has: those of inputs, or of a value of --source_field."""
     paths = [item.path for item in plan.inputs]
-    matches = [number for number, path in enumerate(paths) if path == source]
-    matches = matches or [number for number, path in enumerate(paths) if path.endswith(f"/{source}")]
+    if plan.options.source_field and source not in paths:
+        return {"label": source}
+    numbers = [number for number in range(len(paths)) if plan.source_of(number) == source]
+    return {"input_numbers": numbers or [_input_number(plan, "--source", source)]}
+
+
+def _input_number(plan: Plan, flag: str, name: str) -> int:
+    paths = [item.path for item in plan.inputs]
+    matches = [number for number, path in enumerate(paths) if path == name]
+    matches = matches or [number for number, path in enumerate(paths) if path.endswith(f"/{name}")]
     if len(matches) != 1:
         several = ", ".join(paths[number] for number in matches[:3])
         what = f"names {len(matches)} inputs ({several})" if matches else "is no input of the plan"
-        raise NotFound(f"--source {source} {what}; the inputs are named as {paths[0]}")
+        if flag == "--source":
+            sources = sorted(set(map(plan.source_of, range(len(paths)))))
+            what += f" and no source, such as {', '.join(sources[:5])}"
+        raise NotFound(f"{flag} {name} {what}; the inputs are named as {paths[0]}")
     return matches[0]

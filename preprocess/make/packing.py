@@ -7,7 +7,7 @@ on the documents alone, never on how these were batched.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -306,3 +306,12 @@ class BestFitRows:
                 starts=np.array(starts, START),
                 firsts=np.array([(0, *row.first) for row in taken], START),
             )
+
+
+# By --pack; a record whose rows are formed in a way of its own, by its name.
+_PACKERS: dict[str, Callable[[DatasetSpec], Packer]] = {"concat": ConcatRows, "best_fit": BestFitRows}
+
+
+def packer_of(spec: DatasetSpec, pack: str) -> Packer:
+    """What forms the rows of a data set."""
+    return _PACKERS.get(spec.record, _PACKERS[pack])(spec)

@@ -30,7 +30,7 @@ from preprocess.formats.long_documents import MOST_HELD_BYTES, LongDocument
 from preprocess.formats.text_changes import check_text_versions
 from preprocess.make.engines import Engine, TokenBatch, load_engine
 from preprocess.make.members import DocumentMembers, Members, Prepared, RowMembers
-from preprocess.make.packing import BestFitRows, ConcatRows
+from preprocess.make.packing import packer_of
 from preprocess.make.shard_writer import ShardWriter
 from preprocess.options import PlanOptions, WorkerSettings
 from preprocess.plan.plan_file import Plan, PlannedShard
@@ -215,8 +215,7 @@ def members_of(
     ``batch_size``: most documents laid out at once, None for all of a batch.
     """
     if spec.has_rows:
-        packer = BestFitRows(spec) if options.pack == "best_fit" else ConcatRows(spec)
-        return RowMembers(spec, shard_id, packer)
+        return RowMembers(spec, shard_id, packer_of(spec, options.pack))
     return DocumentMembers(folder, spec, shard_id, keep_text=options.keep_text, batch_size=batch_size)
 
 

@@ -41,7 +41,7 @@ IDX_HEADER = np.dtype(
     [
         ("magic", "S8"),
         ("version", "<u4"),
-        ("kind", "<u4"),  # IDX_KINDS
+        ("kind", "<u4"),  # position in IDX_KINDS
         ("token_bytes", "<u4"),  # bytes of a token id; 0 where ids are JSON
         ("seq_len", "<u4"),  # 0 unless packed
         ("shard_id", "<u4"),
@@ -49,7 +49,6 @@ IDX_HEADER = np.dtype(
         ("zero", "<u4"),
     ]
 )
-IDX_KINDS = ("json", "npy", "packed", "chat")
 IDX_DOCUMENT = np.dtype(
     [
         ("offset", "<u8"),  # byte in the tar where the sample's ids begin (past any npy header)
@@ -72,13 +71,12 @@ IDX_CHAT_ROW = np.dtype(
         ("mask_offset", "<u8"),  # byte in the tar of the row's part of loss_mask, a byte per token
     ]
 )
-_DTYPES = {"packed": IDX_ROW, "chat": IDX_CHAT_ROW}
 CRCS_MAGIC = b"shardcrc"
 CRCS_HEADER = np.dtype(
     [
         ("magic", "S8"),
         ("version", "<u4"),
-        ("kind", "<u4"),  # IDX_KINDS
+        ("kind", "<u4"),  # position in IDX_KINDS
         ("shard_id", "<u4"),
         ("tar_sha256", "S16"),  # the first 16 hex digits
         ("zero", "V28"),
@@ -87,7 +85,14 @@ CRCS_HEADER = np.dtype(
 CRCS_DOCUMENT = np.dtype([("ids", "<u4")])  # of the num_bytes at the offset that the idx has
 CRCS_ROW = np.dtype([("ids", "<u4"), ("starts", "<u4")])  # of its part of doc_starts, too
 CRCS_CHAT_ROW = np.dtype([("ids", "<u4"), ("starts", "<u4"), ("mask", "<u4")])  # and of loss_mask
-_CRCS_DTYPES = {"packed": CRCS_ROW, "chat": CRCS_CHAT_ROW}
+# The records of each kind of samples, in its idx and in its crc32s; a new kind comes last.
+_KINDS = {
+    "json": (IDX_DOCUMENT, CRCS_DOCUMENT),
+    "npy": (IDX_DOCUMENT, CRCS_DOCUMENT),
+    "packed": (IDX_ROW, CRCS_ROW),
+    "chat": (IDX_CHAT_ROW, CRCS_CHAT_ROW),
+}
+IDX_KINDS = tuple(_KINDS)
 TAR_DIGITS = 16  # of a tar's sha256, in the header
 MAX_SAMPLES = 2**40
 MAX_OFFSET = 2**62  # sums with it stay in an int64; who reads at it compares it with the tar's size
@@ -234,7 +239,7 @@ def open_records(
 
 def idx_dtype(kind: str) -> np.dtype[Any]:
     """Of a record: IDX_DOCUMENT, IDX_ROW or IDX_CHAT_ROW."""
-    return _DTYPES.get(kind, IDX_DOCUMENT)
+    return _KINDS[kind][0]
 
 
 def idx_num_bytes(kind: str, num_samples: _Number) -> _Number:
@@ -313,7 +318,7 @@ def idx_header(spec: DatasetSpec, shard_id: int) -> bytes:
 
 def crcs_dtype(kind: str) -> np.dtype[Any]:
     """Of a record: CRCS_DOCUMENT, CRCS_ROW or CRCS_CHAT_ROW."""
-    return _CRCS_DTYPES.get(kind, CRCS_DOCUMENT)
+    return _KINDS[kind][1]
 
 
 def crcs_header(spec: DatasetSpec, shard_id: int, tar_sha256: str) -> bytes:

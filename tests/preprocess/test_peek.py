@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -95,6 +96,29 @@ def test_grep_and_source_choose_and_are_told_where_nothing_is_found(prep: Prep, 
     nothing = prep.command("peek", made_dir, "--grep", "no such words at all")
     assert nothing.code == 66
     assert "has no sample that was asked for" in nothing.text
+
+
+@pytest.mark.parametrize("record", ["documents", "packed"])
+@pytest.mark.parametrize("field", [False, True])
+def test_a_source_is_asked_for_by_the_name_that_the_report_shows(
+    prep: Prep, tmp_path: Path, record: str, field: bool
+) -> None:
+    raw, data = tmp_path / "raw", tmp_path / "data"
+    for label in ("web_ko", "books"):
+        (raw / label).mkdir(parents=True)
+        rows = [{"text": f"{label} says {number}", "of": label} for number in range(9)]
+        (raw / label / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows_options: dict[str, Any] = {"record": "packed", "seq_len": 8} if record == "packed" else {}
+    prep.plan(raw, data, num_shards=1, recursive=True, source_field="of" if field else "", **rows_options)
+    prep.make(data)
+    ended = prep.command("peek", data, "--source", "web_ko", "--num", 99)
+    assert ended.code == 0, ended.text
+    assert {path for _, _, _, path, _ in heads(ended.text)} == {"web_ko/a.jsonl"}
+    every = heads(prep.command("peek", data, "--num", 99).text)
+    assert heads(ended.text) == [head for head in every if head[3] == "web_ko/a.jsonl"]
+    ended = prep.command("peek", data, "--input", "books/a.jsonl", "--num", 99)
+    assert {path for _, _, _, path, _ in heads(ended.text)} == {"books/a.jsonl"}
+    assert prep.command("peek", data, "--source", "none").code == 66
 
 
 def test_random_samples_are_of_all_shards_and_equal_for_equal_seeds(prep: Prep, made_dir: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tokenizers import Tokenizer
 
 from preprocess.plan.plan_file import need_plan
 from shardprep.format.input_formats import INPUT_FORMATS
@@ -169,6 +171,51 @@ LOWERCASE_OPTION = """
     limit: int = option("""
 LOWERCASE_USE = """    text = text.lower() if options.lowercase else text
     if len(text) < options.min_chars"""
+PAIR_ROWS = '''class PairRows:
+    """A row holds two documents that follow each other, and padding."""
+
+    num_split = 0
+
+    def __init__(self, spec):
+        self._spec, self._pair = spec, []
+
+    def append(self, tokens, starts):
+        for number in range(len(starts)):
+            ids = tokens.ids[tokens.offsets[number] : tokens.offsets[number + 1]]
+            self._pair.append((ids, starts[number]))
+            if len(self._pair) == 2:
+                yield from self.finish()
+
+    def append_piece(self, ids, start):
+        raise BadInput(f"a document has more than half of {self._spec.seq_len} tokens, expected two in a row")
+
+    def end_document(self):
+        return iter(())
+
+    def finish(self):
+        if not self._pair:
+            return
+        ids = np.concatenate([ids for ids, _ in self._pair])
+        if len(ids) > self._spec.seq_len:
+            raise BadInput(f"a pair has {len(ids)} tokens, expected at most {self._spec.seq_len}")
+        row = np.full((1, self._spec.seq_len), pad_id(self._spec), row_dtype(self._spec))
+        row[0, : len(ids)] = ids
+        starts = np.array([start for _, start in self._pair], START)
+        starts["position"] = [0, len(self._pair[0][0])][: len(starts)]
+        self._pair = []
+        yield RowGroup(
+            rows=row, row_tokens=np.array([len(ids)], np.uint32), starts=starts, firsts=starts[:1]
+        )
+
+
+# By --pack; '''
+READ_PAIRS = """
+import json, sys
+from loader import get_llama3_dataloader
+with get_llama3_dataloader(sys.argv[1], 1, shuffle=False, num_workers=0) as batches:
+    for batch in batches:
+        print(json.dumps(batch["input_ids"][0].tolist()))
+"""
 
 
 @pytest.mark.processes
@@ -199,3 +246,42 @@ def test_lowercase_is_a_plan_option_by_its_declaration_and_the_place_that_uses_i
     assert refused.code == 78, "this version does not know the option"
     assert "lowercase" in refused.text
     assert prep.command("verify", plain).code == 0
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_pairs_of_documents_are_a_kind_of_samples_by_its_packer_and_two_lines(
+    prep: Prep, tmp_path: Path
+) -> None:
+    home = copy_of_packages(tmp_path / "copy")
+    change(home / "shardprep/format/names.py", '"packed", "chat"]', '"packed", "chat", "pairs"]')
+    change(
+        home / "shardprep/format/idx.py",
+        '    "chat": (IDX_CHAT_ROW, CRCS_CHAT_ROW),\n',
+        '    "chat": (IDX_CHAT_ROW, CRCS_CHAT_ROW),\n    "pairs": (IDX_ROW, CRCS_ROW),\n',
+    )
+    packing = home / "preprocess/make/packing.py"
+    change(packing, "# By --pack; ", PAIR_ROWS)
+    change(packing, '"best_fit": BestFitRows}', '"best_fit": BestFitRows, "pairs": PairRows}')
+    change(packing, "import numpy as np\n", "import numpy as np\nfrom shardprep.errors import BadInput\n")
+    raw, data = tmp_path / "raw", tmp_path / "data"
+    raw.mkdir()
+    lines = [f"document {number} says so" for number in range(41)]
+    (raw / "a.txt").write_text("\n".join(lines), encoding="utf-8")
+    plan = ("--input_dir", raw, "--output_dir", data, "--model_id", prep.model_dir, "--num_shards", 2)
+    run(prep, home, "preprocess", "plan", *plan, "--record", "pairs", "--seq_len", 128)
+    run(prep, home, "preprocess", "run", data, "--num_proc", 1)
+    run(prep, home, "preprocess", "verify", data, "--crcs", "--deep", 2)
+    shown = run(prep, home, "preprocess", "peek", data, "--num", 99)
+    assert shown.count("--- a document begins") == len(lines)
+    assert "document 1 says so" in shown.split(" row 0: ")[1].split(" row 1: ")[0]
+    script = tmp_path / "read_pairs.py"
+    script.write_text(READ_PAIRS, encoding="utf-8")
+    done = run_child(
+        [sys.executable, script, data], cwd=home, env={**prep.environ(), "PYTHONPATH": str(home)}
+    )
+    tokenizer = Tokenizer.from_file(str(data / "tokenizer/tokenizer.json"))
+    rows = [tokenizer.decode(json.loads(line)) for line in done.stdout.splitlines()]
+    assert sum(row.count("document") for row in rows) == len(lines)
+    assert sum(row.count("document") == 2 for row in rows) >= len(lines) // 2 - 1
+    assert len(rows) - len(lines) // 2 in (1, 2)  # each shard may end with one alone

@@ -31,28 +31,16 @@ if TYPE_CHECKING:
     )
 
 _MODULES = {
-    "get_llama3_dataloader": "loader.dataloader",
-    "ensure_prepared": "loader.prepare",
-    "set_up_training": "loader.training_setup",
-    "check_boundaries": "loader.boundaries",
-    "mask_documents": "loader.boundaries",
-    "TokenLoader": "loader.token_loader",
-    "CausalLMCollator": "loader.collator",
-    "LoaderMetrics": "loader.batches",
-    "LossMean": "loader.evaluation",
-    "evaluation_loss": "loader.evaluation",
-    "ProcessRank": "loader.ranks",
-    "find_process_rank": "loader.ranks",
-    "OtherRun": "loader.state",
-    "Position": "loader.state",
-    "BrokenShard": "shardprep.errors",
-    "MissingShard": "shardprep.errors",
-    "NotFound": "shardprep.errors",
-    "OtherTokenizer": "shardprep.errors",
-    "ReadWriteError": "shardprep.errors",
-    "ShardprepError": "shardprep.errors",
-    "UnknownVersion": "shardprep.errors",
-    "UsageError": "shardprep.errors",
+    "loader.batches": ("LoaderMetrics",),
+    "loader.boundaries": ("check_boundaries", "mask_documents"),
+    "loader.collator": ("CausalLMCollator",),
+    "loader.dataloader": ("get_llama3_dataloader",),
+    "loader.evaluation": ("LossMean", "evaluation_loss"),
+    "loader.prepare": ("ensure_prepared",),
+    "loader.ranks": ("ProcessRank", "find_process_rank"),
+    "loader.state": ("OtherRun", "Position"),
+    "loader.token_loader": ("TokenLoader",),
+    "loader.training_setup": ("set_up_training",),
 }
 __all__ = [
     "BrokenShard",
@@ -82,9 +70,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import torch (seconds) when something is first used, and transformers for CausalLMCollator alone."""
-    if name in _MODULES:
+    if name in __all__:
+        module = next((each for each, names in _MODULES.items() if name in names), "shardprep.errors")
         try:
-            return getattr(import_module(_MODULES[name]), name)
+            return getattr(import_module(module), name)
         except ModuleNotFoundError as error:
             from shardprep.command_line import missing_library
 

@@ -1,11 +1,6 @@
-"""Where documents begin in a batch of packed rows, as attention kernels want to know it.
+"""Where documents begin in packed rows, and whether a model heeds it (docs/training_attention.md).
 
-``boundaries="transformers"`` is what ``model(**batch)`` of a transformers model needs, at any batch size and
-with any attention (eager, sdpa, flex, FlashAttention). Not every family of models uses it:
-docs/training_attention.md lists those that do, those that need ``mask_documents(model)``, and those that
-cannot keep documents apart. ``check_boundaries(model, batch)`` tells which one a model is. The other names
-are for models and masks of your own: a transformers model ignores ``position_ids`` beside a 2-D
-``attention_mask``, or with a cache.
+A transformers model ignores ``position_ids`` beside a 2-D ``attention_mask``, or with a cache.
 """
 
 from __future__ import annotations
@@ -63,14 +58,11 @@ def _places(number: int) -> npt.NDArray[np.int64]:
 
 
 def boundary_fields(names: tuple[str, ...], edges: Edges, lengths: npt.NDArray[Any] | None) -> dict[str, Any]:
-    """What ``boundaries=`` asks for, ``lengths``: tokens of rows not all full. 20 us for an (8, 2048) batch.
+    """What ``boundaries=`` asks for; ``lengths``: tokens of rows not all full. 20 us for an (8, 2048) batch.
 
-    ``position_ids`` int64[batch, seq]: count from 0 in each document (padding: likewise).
-    ``segment_ids`` int64[batch, seq]: 1, 2, .. in each row, 0 in padding; see ``sdpa_mask`` and
-    ``block_mask``. ``cu_seqlens`` int32[documents + 1] over the flattened batch, padding a document of its
-    own, and ``max_seqlen``, a HostNumber: for ``flash_attn_varlen_func``. ``transformers``: ``position_ids``,
-    the same edges as ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k``, and
-    ``use_cache`` 0.
+    ``position_ids`` int64[batch, seq] count from 0 in each document, ``segment_ids`` from 1 in each row, 0 in
+    padding. ``cu_seqlens`` int32[documents + 1] are edges in the flattened batch, padding a document of its
+    own.
     """
     num_places = edges.shape[0] * edges.shape[1]
     fields: dict[str, Any] = {}
@@ -106,17 +98,10 @@ def _segment_numbers(edges: Edges, lengths: npt.NDArray[Any] | None) -> npt.NDAr
 def sdpa_mask(batch: Mapping[str, Any], *, window: int | None = None) -> torch.Tensor:
     """Return bool[batch, 1, seq, seq]: which places see which, causal and inside of a document.
 
-    For ``scaled_dot_product_attention`` in a model of your own, made of a batch with
-    ``boundaries="segment_ids"``, on its device. It takes batch x seq x seq bytes. For transformers models
-    call ``mask_documents``: they take such a mask as it is, so one without ``window`` switches off the
-    sliding or chunked windows of their layers.
-
-    Args:
-        batch: a batch with ``segment_ids``.
-        window: how many tokens a token sees, itself included; not given: its document up to itself.
-
-    Raises:
-        UsageError: the batch has no segment_ids.
+    For a model of your own and a batch with ``segment_ids``, on its device: batch x seq x seq bytes.
+    ``window``: how many tokens a token sees, itself included. For transformers models call
+    ``mask_documents``: they take such a mask as it is, which switches the windows of their layers off. Raises
+    UsageError without segment_ids.
     """
     sees = _mask_function(_segments(batch), window)
     rows, seq_len = batch["segment_ids"].shape

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -23,8 +23,7 @@ _HEAD = 4  # samples per step, steps, tokens cut, document starts (-1: none were
 class ScatteredRows:
     """Rows of one length anywhere in a flat array, gathered when their step is asked for.
 
-    A process that reads for itself never lays a whole chunk out: the 64 KiB of a step stay in its cache,
-    the 1 MiB of a chunk would not.
+    So a step's 64 KiB stay in the cache, which the 1 MiB of a whole chunk would not.
     """
 
     flat: npt.NDArray[np.integer[Any]]
@@ -52,20 +51,46 @@ class ScatteredRows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowsOfWindows:
-    """The same for rows that lie in several flat arrays: those of a mixture, each in its source's window."""
+class ScatteredParts:
+    """Parts of several flat arrays, one for each sample: those of a mixture lie in their sources' windows."""
 
     flats: list[npt.NDArray[np.integer[Any]]]
-    window: npt.NDArray[np.intp]  # intp[samples per step, steps]: which flat each row lies in
-    at: npt.NDArray[np.int64]  # int64[samples per step, steps]: where in it the row begins
-    row_tokens: int
+    number: npt.NDArray[np.intp]  # intp[samples per step, steps]: which flat each part lies in
+    at: npt.NDArray[np.int64]  # int64[samples per step, steps]: where in it the part begins
+    row_tokens: int = 0  # of each part where all are rows
+
+    @staticmethod
+    def of_shape(shape: tuple[int, int], row_tokens: int = 0) -> ScatteredParts:
+        number, at = np.empty(shape, np.intp), np.empty(shape, np.int64)
+        return ScatteredParts(flats=[], number=number, at=at, row_tokens=row_tokens)
+
+    def put(self, places: Any, flat: Any, at: npt.NDArray[np.int64]) -> None:
+        """Let the parts of some samples lie in one array."""
+        self.number[places], self.at[places] = len(self.flats), at
+        self.flats.append(flat)
+
+    def steps(self, first: int, end: int) -> ScatteredParts:
+        """Those of the steps from ``first`` up to ``end``."""
+        return replace(self, number=self.number[:, first:end], at=self.at[:, first:end])
+
+    @property
+    def by_step(self) -> ScatteredParts:
+        """The same with one step after another."""
+        return replace(self, number=self.number.T, at=self.at.T)
 
     def __getitem__(self, places: Any) -> npt.NDArray[np.int32]:
-        """As of an array ``[samples per step, steps, row_tokens]``; always a copy."""
+        """Of rows, as of an array ``[samples per step, steps, row_tokens]``; always a copy."""
         at = self.at[places]
-        row_places = zip(self.window[places].reshape(-1).tolist(), at.reshape(-1).tolist(), strict=True)
+        row_places = zip(self.number[places].reshape(-1).tolist(), at.reshape(-1).tolist(), strict=True)
         rows = [self.flats[number][begin : begin + self.row_tokens] for number, begin in row_places]
         return np.concatenate(rows).astype(np.int32, copy=False).reshape(*at.shape, self.row_tokens)
+
+    def joined(self, lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """The parts of these lengths, one after another."""
+        places = zip(*(each.reshape(-1).tolist() for each in (self.number, self.at, lengths)), strict=True)
+        parts = [self.flats[number][begin : begin + length] for number, begin, length in places]
+        joined: npt.NDArray[np.int32] = np.concatenate(parts).astype(np.int32, copy=False)
+        return joined
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +168,7 @@ class Chunk:
 
     lengths: npt.NDArray[np.int32]  # int32[samples per step, steps], tokens of each sample
     # int32[samples per step, steps, row_tokens]; or of samples of any length flat, one step after another
-    ids: npt.NDArray[np.int32] | ScatteredRows | RowsOfWindows
+    ids: npt.NDArray[np.int32] | ScatteredRows | ScatteredParts
     row_tokens: int = 0  # of every sample where all are rows
     num_cut: int = 0  # tokens left out behind max_length
     num_starts: npt.NDArray[np.int32] | None = None  # int32[samples per step, steps]

@@ -1,8 +1,4 @@
-"""transformers' DataCollatorForLanguageModeling with the batches that the loader makes.
-
-The loader itself imports no transformers: this is what its ``collate_fn`` is when somebody looks at it, for
-scripts that give transformers a collator, and to inherit from.
-"""
+"""transformers' DataCollatorForLanguageModeling with the loader's batches: what ``loader.collate_fn`` is."""
 
 from __future__ import annotations
 
@@ -19,8 +15,7 @@ from shardprep.errors import UsageError
 class CausalLMCollator(DataCollatorForLanguageModeling):
     """DataCollatorForLanguageModeling with ``mlm=False``, padding to the right, labels of real EOS kept.
 
-    See PaddedBatches, whose batches these are, as BatchEncoding. Given to the loader as ``collate_fn`` it is
-    not called: batches are made from arrays then, too.
+    Given to the loader as ``collate_fn`` it is not called: batches are made from arrays then, too.
     """
 
     mlm: bool = False

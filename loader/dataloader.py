@@ -1,8 +1,4 @@
-"""``get_llama3_dataloader``: shards -> batches, as a torch DataLoader; and the log of its settings.
-
-The function makes the stages one after another, and each stage checks its own arguments. Making a loader
-reads indexes and the tokenizer, but no sample.
-"""
+"""``get_llama3_dataloader``: makes the stages one after another; each checks its own arguments."""
 
 from __future__ import annotations
 

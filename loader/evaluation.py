@@ -1,7 +1,6 @@
-"""The mean loss of a validation set, counted by labels: equal on every number of ranks and batch sizes.
+"""The mean loss of a validation set, counted by labels.
 
-A model's loss is the mean over the labels of one batch, and batches have different numbers of labels. So the
-mean of such losses depends on how samples are batched.
+A mean of the losses of batches would depend on how samples are batched.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ class LossMean:
 def evaluation_loss(model: Any, loader: TokenLoader) -> float:
     """Return the mean loss over all labels of a validation loader; all ranks must call it.
 
-    ``model(**batch).loss`` must be the mean over the labels of a batch, as transformers' models return it.
-    The model is in evaluation mode meanwhile. Takes one epoch of ``loader``.
+    ``model(**batch).loss`` must be the mean over the labels of a batch. Takes one epoch of ``loader``.
     """
     losses = LossMean.of_loader(loader)
     device, was_training = next(model.parameters()).device, model.training

@@ -69,10 +69,9 @@ def _cycle_ends(weights: Sequence[float]) -> npt.NDArray[np.int64]:
 
 
 def is_same_schedule(text: str, other: str) -> bool:
-    """Whether the schedules of two states (``Mixture.sizes``) make the same order.
+    """Whether the schedules of two states make the same order, as whole steps of a cycle.
 
-    Weights are compared as whole steps of a cycle: equal shares may differ in their last digit, as in states
-    of versions that divided floats.
+    Equal shares may differ in their last digit, in states of versions that divided floats.
     """
     try:
         return _cycles(text) == _cycles(other)

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +74,23 @@ def _read_claim(path: Path) -> Claim | None:
 
 def _content(claim: Claim) -> bytes:
     return json.dumps(dataclasses.asdict(claim)).encode()
+
+
+@contextmanager
+def _end_told(tell: Callable[[int, str | None], None]) -> Iterator[None]:
+    """Tell how the work within ends: its exit code, and the error if it is not 0."""
+    exit_code, error = 0, None
+    try:
+        yield
+    except ShardprepError as failure:
+        exit_code, error = failure.exit_code, str(failure)
+        raise
+    except BaseException as failure:
+        exit_code, error = Stopped.exit_code, f"rank 0 was stopped ({type(failure).__name__})"
+        raise
+    finally:
+        with contextlib.suppress(ShardprepError, OSError):  # what ended the work is of more weight
+            tell(exit_code, error)
 
 
 class Claims:
@@ -158,21 +175,15 @@ class Verdict:
     def told(self) -> Iterator[None]:
         """Say how the work within ends, and remove what an earlier start said."""
         self._remove_old()
-        exit_code, error = 0, None
-        try:
-            yield
-        except ShardprepError as failure:
-            exit_code, error = failure.exit_code, str(failure)
-            raise
-        except BaseException as failure:
-            exit_code, error = Stopped.exit_code, f"rank 0 was stopped ({type(failure).__name__})"
-            raise
-        finally:
+
+        def tell(exit_code: int, error: str | None) -> None:
             if self.can_be_told:
-                with contextlib.suppress(ShardprepError, OSError):
-                    self._path.parent.mkdir(parents=True, exist_ok=True)
-                    claim = dataclasses.replace(self._claim, exit_code=exit_code, error=error)
-                    publish_bytes(self._path, _content(claim))
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                claim = dataclasses.replace(self._claim, exit_code=exit_code, error=error)
+                publish_bytes(self._path, _content(claim))
+
+        with _end_told(tell):
+            yield
 
     def _remove_old(self) -> None:
         with contextlib.suppress(OSError):
@@ -421,23 +432,15 @@ class _Wait:
 
         thread = threading.Thread(target=beat, name="ensure_prepared heartbeat", daemon=True)
         thread.start()
-        failure: tuple[int, str] | None = None
-        try:
-            yield
-        except ShardprepError as error:
-            failure = error.exit_code, str(error)
-            raise
-        except BaseException as error:
-            failure = Stopped.exit_code, f"rank 0 was stopped ({type(error).__name__})"
-            raise
-        finally:
+
+        def tell(exit_code: int, error: str | None) -> None:
             is_over.set()
             thread.join()
-            if failure:
-                with contextlib.suppress(ShardprepError):
-                    self._claims.write(
-                        number, dataclasses.replace(claim, exit_code=failure[0], error=failure[1])
-                    )
+            if exit_code:
+                self._claims.write(number, dataclasses.replace(claim, exit_code=exit_code, error=error))
+
+        with _end_told(tell):
+            yield
 
 
 class _Commands:

@@ -44,13 +44,10 @@ def find_process_rank(
 ) -> ProcessRank:
     """What was passed, else torch.distributed, else what a launcher set, else alone.
 
-    Launchers, in this order: RANK/WORLD_SIZE (torchrun), Open MPI's OMPI_COMM_WORLD_*, PMI_* (MPICH, Intel
-    MPI), an srun step. mpirun within a Slurm job starts one srun task a node, so Slurm's come after them.
-    ``device_mesh`` is a DeviceMesh of one dimension, the data-parallel one; ``process_group`` its group.
-
-    Call it in the process that trains: a spawned worker knows nothing of the process group.
-    Raises UsageError where only one of a pair is given, a value is no number, or a launcher sets a rank
-    and no size, as PMIx does.
+    Launchers: RANK/WORLD_SIZE (torchrun), OMPI_COMM_WORLD_*, PMI_* (MPICH, Intel MPI), an srun step; mpirun
+    within a Slurm job starts one srun task a node, so Slurm's come last. Call it in the process that trains.
+    Raises UsageError where half of a pair is given, a value is no number, or a launcher sets a rank and no
+    size.
     """
     environ = os.environ if environ is None else environ
     return _passed(rank, world_size, device_mesh, process_group) or _found(environ) or _alone()
@@ -59,8 +56,7 @@ def find_process_rank(
 def check_process_rank(who: ProcessRank, environ: Mapping[str, str] | None = None) -> None:
     """Raises UsageError where this process is by now known to be another rank than ``who``.
 
-    As it is where a loader was made before the process group, or in the parent of the ranks' processes:
-    all of them would get the same batches. A rank that was passed is believed.
+    As where a loader was made before the process group: all ranks would get the same batches.
     """
     if who.is_passed:
         return
@@ -200,9 +196,8 @@ def _slurm_tasks(environ: Mapping[str, str]) -> int | None:
 def _in_srun(environ: Mapping[str, str]) -> bool:
     """Whether srun started this process, one of a task each.
 
-    A batch script and salloc's shell are alone, whatever SLURM_NTASKS says there: the first has no
-    step of its own, the second a special one or none. Without any job id the variables were handed
-    into a container, by somebody who means them.
+    A batch script and salloc's shell are alone, whatever SLURM_NTASKS says there. Without any job id the
+    variables were handed into a container, by somebody who means them.
     """
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
     if step is not None:

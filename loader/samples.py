@@ -392,6 +392,7 @@ class WholeSamples:
     starts: bool = False  # of documents in packed rows
     vocab_size: int | None = None  # checked where it is given: ids that others made
     context: ReaderContext = ReaderContext()  # noqa: RUF009  frozen
+    offsets = 1
 
     @cached_property
     def row_tokens(self) -> int:
@@ -405,10 +406,6 @@ class WholeSamples:
     def mean_tokens(self) -> float:
         mean = self.shards.mean_tokens
         return mean if self.max_length is None else min(mean, self.max_length)
-
-    @property
-    def offsets(self) -> int:
-        return 1
 
     def lengths_of(self, reader: ShardReader, number: int) -> npt.NDArray[np.int64]:
         """Tokens of each sample of a shard: int64[samples]."""
@@ -825,6 +822,8 @@ class TokenBatches:
     tokens_per_batch: int
     multiple: int = 1  # widths of batches
     num_beyond: int = 0  # tokens of a document that are no place of a batch
+    offsets = 1
+    row_tokens = 0
 
     def __post_init__(self) -> None:
         self.first_batch  # noqa: B018  computed now, so that an error comes now
@@ -838,20 +837,12 @@ class TokenBatches:
         )
 
     @property
-    def row_tokens(self) -> int:
-        return 0
-
-    @property
     def num_samples(self) -> int:
         return int(self.first_batch[-1])
 
     @property
     def mean_tokens(self) -> float:
         return self.documents.mean_tokens * self.documents.num_samples / max(self.num_samples, 1)
-
-    @property
-    def offsets(self) -> int:
-        return 1
 
     def open(self) -> TokenBatchReader:
         return TokenBatchReader(self)

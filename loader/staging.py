@@ -136,10 +136,9 @@ class Staging:
     def run(self, *, recheck: bool) -> None:
         """Stage every shard; a bad source is noted and the others go on.
 
-        ``recheck`` reads what is there, too, and copies anew what differs. Raises CannotWrite where there
-        is no room for all of them, before anything is copied, and CannotWrite or ReadWriteError where writing
-        fails. Whatever happens, each file under a shard's name is whole; what ``kill -9`` leaves beside them
-        is removed by the next run on this node.
+        ``recheck`` reads what is there, too, and copies anew what differs. Raises CannotWrite where there is
+        no room for all of them, before anything is copied, and CannotWrite or ReadWriteError where writing
+        fails.
         """
         for folder in self._folders:
             try:
@@ -274,8 +273,7 @@ class Staging:
     def _room(self) -> tuple[int, int, str]:
         """Bytes of what is not yet staged, bytes free for it, and both in words.
 
-        What unfinished copies hold counts as free: each becomes a shard or goes. The order of the three looks
-        matters, as others copy meanwhile: what they finish between them must not count as needed, or twice.
+        What unfinished copies hold counts as free. The order of the looks matters, as others copy meanwhile.
         """
         found = os.statvfs(self._staged_dir)
         free_bytes = found.f_bavail * found.f_frsize
@@ -353,10 +351,9 @@ def _grows(paths: list[Path]) -> bool:
 
 
 def _remove_dead(folder: Path, *, and_own: bool = False) -> None:
-    """Remove unfinished copies of processes of this node that have ended, those a day old, and one's own.
+    """Remove unfinished copies of ended processes of this node, those a day old, and one's own.
 
-    One that lives in another PID namespace under this host's name would be taken for dead. It loses its
-    copy and ends with 74; nothing wrong comes of it.
+    One that lives in another PID namespace loses its copy and ends with 74.
     """
     for path in (path for paths in _temporaries(folder).values() for path in paths):
         match = _TEMPORARY.fullmatch(path.name)
@@ -426,11 +423,10 @@ def choose_shards(
     limit_bytes: int | None = None,
     reader_index: ReaderIndex,
 ) -> ShardsToStage:
-    """Of the shards named those that the ranks read, and of these what ``limit_bytes`` hold.
+    """Of the shards named those that the ranks read, and of these what ``limit_bytes`` hold, most read first.
 
-    Those of which the ranks read the largest part are taken then. ``reader_index``: which of all that stage
-    this process is, so that each begins with another shard. Raises what ``find_shards`` does, and UsageError
-    for tars without a manifest, which says what their copies must be.
+    ``reader_index``: which of all that stage this process is, so that each begins with another shard. Raises
+    UsageError for tars without a manifest, which says what their copies must be.
     """
     if node_ranks is None:
         shards, parts = _find_data_sets(input_shards, exclude_shards, count_tokens=False), None

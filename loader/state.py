@@ -47,10 +47,9 @@ MAX_EPOCH = 2**31 - 1  # workers are told the epoch in an int64
 
 @dataclass(frozen=True)
 class SkippedSteps:
-    """Steps that a run left out, as after a spike of the loss: ranges [first, end) of steps of the order.
+    """Steps that a run left out: ranges [first, end) of steps of the order, ascending and apart.
 
-    They are ascending and apart, and kept as a text, ``1000-1199,4000``: torch.distributed.checkpoint needs a
-    state with the same keys always.
+    Kept as a text, ``1000-1199,4000``: torch.distributed.checkpoint needs a state with the same keys always.
     """
 
     ranges: tuple[tuple[int, int], ...] = ()
@@ -138,8 +137,7 @@ def position_of(
 ) -> Position:
     """The position that a state holds, for a loader of the same fingerprint.
 
-    Raises OtherRun or OtherTokenizer naming everything that differs, BrokenShard for no state at all,
-    UsageError for a state from inside of a step of another layout.
+    Raises OtherRun or OtherTokenizer, BrokenShard, or UsageError for one inside of a step of another layout.
     """
     if state.get("format") != STATE_FORMAT or not isinstance(state.get("fingerprint"), Mapping):
         raise BrokenShard(

@@ -1,9 +1,4 @@
-"""The torch DataLoader that a training loop sees, and the processes behind it.
-
-``BatchStream`` reads ahead: chunks from workers that no stop signal ends, cut into steps and collated.
-``CollateWorkers`` call a user's ``collate_fn`` in processes of their own. ``TokenLoader`` knows what the loop
-took.
-"""
+"""The torch DataLoader that a training loop sees, and the processes behind it."""
 
 from __future__ import annotations
 
@@ -70,10 +65,9 @@ def iter_with_workers(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def follow_main_process(_: int) -> None:
-    """As a DataLoader's ``worker_init_fn``: block the signals, and end when the main process does.
+    """As a ``worker_init_fn``: block the signals, and end when the main process does.
 
-    torch looks for the main process too, but not while a worker waits for room in a pipe, and not under
-    forkserver, whose server lives on.
+    torch does not look for it while a worker waits for room in a pipe, nor under forkserver.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     settings = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001
@@ -144,11 +138,7 @@ class CollateWorkers:
 
     A batch has samples of all the workers that read, so none of these can collate one. For 8 x 2048 ids and
     labels handing them on costs this process 0.8 ms of CPU; calling the smallest ``collate_fn`` here costs
-    3.8. A batch comes back as one pickle, its tensors as numpy arrays: torch would open a file for each
-    tensor.
-
-    Up to ``num_workers x prefetch_factor`` batches are ahead of the one that was taken. What ``collate_fn``
-    raises is raised where its batch is taken, with the worker's traceback.
+    3.8.
     """
 
     def __init__(self, collate_fn: Collate, *, has_masks: bool = False, **workers: Any) -> None:
@@ -223,8 +213,7 @@ _END = object()
 class BatchStream:
     """Batches with the samples that they were made of; with workers a few chunks are read ahead.
 
-    ``workers``: the options of torch's DataLoader that concern worker processes. The waits for them are
-    counted in ``metrics``. Raises UsageError where TMPDIR is too long for workers.
+    Waits are counted in ``metrics``. Raises UsageError where TMPDIR is too long for workers.
     """
 
     def __init__(
@@ -381,11 +370,7 @@ def _collate_workers(step_batches: StepBatches, workers: Mapping[str, Any]) -> C
 
 
 def warn_of_accumulation(micro_batches: int) -> None:
-    """Log a warning where accelerate is in use with another number of batches an optimizer's step.
-
-    ``micro_batches`` is that of a global batch on each rank. HF's Trainer counts for itself, and hides its
-    number from accelerate.
-    """
+    """Log a warning where accelerate accumulates another number of batches than ``micro_batches``."""
     accelerate = sys.modules.get("accelerate.state")  # never imported here: not in use then
     if accelerate is None or not accelerate.GradientState._shared_state:  # noqa: SLF001  asking would start it
         return
@@ -404,26 +389,15 @@ def warn_of_accumulation(micro_batches: int) -> None:
 class TokenLoader(DataLoader[Batch]):
     """One ``iter()`` is one epoch; the next ``iter()`` is the next epoch, in another order.
 
-    Every rank gets ``len(loader)`` batches, and no sample comes twice in an epoch; the samples left
-    out are fewer than a global batch, others each epoch. ``set_epoch(n)`` makes the next ``iter()``
-    epoch n. After a ``break`` or Ctrl-C, too, the next ``iter()`` is the next epoch, from its beginning;
-    only the newest iterator may be used. ``peek()`` looks at a batch and takes none. ``close()``, or leaving
-    ``with``, ends the workers. ``metrics`` counts.
+    Every rank gets ``len(loader)`` batches, and no sample comes twice in an epoch; the samples left out are
+    fewer than a global batch, others each epoch. After a ``break`` or Ctrl-C, too, the next ``iter()`` is the
+    next epoch; only the newest iterator may be used. ``close()``, or leaving ``with``, ends the workers.
 
-    ``state_dict()`` says what was delivered, whatever was read ahead; ``load_state_dict()`` makes the
-    next ``iter()`` the rest of that epoch, on any number of ranks and workers.
-
-    ``tokenizer`` is the data set's, as transformers loads it when it is first asked for; its pad token is
-    the one that the batches use.
-
-    accelerate's ``prepare`` leaves it as it is, and ``save_state`` and ``load_state`` hold its state; batches
-    stay on the CPU until the loop moves them. With accumulation pass ``global_batch_size``; where a resumed
-    run accumulates another number of batches, set ``accelerator.step = 0`` after ``load_state``, since it
-    counts batches, not steps (Lightning's ``batch_idx`` does, too: resume at the end of an epoch there).
-    HF's Trainer takes it through ``loader.trainer.LoaderMixin``. Its ``dataset`` refuses to be iterated, as
-    what takes it out would read the chunks of workers for samples.
-
-    A copy (``copy.deepcopy``, pickle) stands where the original stood, with workers and files of its own.
+    ``state_dict()`` says what was delivered, whatever was read ahead; ``load_state_dict()`` makes the next
+    ``iter()`` the rest of that epoch, on any number of ranks and workers. accelerate and Lightning count
+    batches, not steps: set ``accelerator.step = 0`` after a ``load_state`` that accumulates another number of
+    them. A copy (``copy.deepcopy``, pickle) stands where the original stood, with workers and files of its
+    own.
     """
 
     # accelerate looks for these. It then neither shares samples out itself nor skips batches by reading them.
@@ -495,8 +469,8 @@ class TokenLoader(DataLoader[Batch]):
     def collate_fn(self) -> Any:
         """What collates: the user's, else a DataCollatorForLanguageModeling that makes the same batches.
 
-        The loader makes its batches without it, so transformers and the tokenizer are loaded when it is asked
-        for.
+        The loader works without it, so transformers is imported and the tokenizer loaded when it is looked
+        at.
         """
         padded = self.step_batches.padded
         if padded is not self.step_batches.collate_fn:  # the user's
@@ -620,8 +594,8 @@ class TokenLoader(DataLoader[Batch]):
     def state_at(self, step: int) -> dict[str, Any]:
         """The state after ``step`` global batches, counted through all epochs from 0. Changes nothing.
 
-        For loops that something fetches ahead for: their own step says what was trained. Raises UsageError
-        where it does not: after the run left an epoch before its end, as one ``next(iter(loader))`` does.
+        For loops that something fetches ahead for. Raises UsageError after the run left an epoch before its
+        end.
         """
         if step < 0:
             raise UsageError(f"step is {step}, expected the number of global batches trained, 0 or more")
@@ -643,9 +617,8 @@ class TokenLoader(DataLoader[Batch]):
     def skip(self, steps: int) -> None:
         """Leave out the next global batches, as after a spike of the loss; the next ``iter()`` begins behind.
 
-        They are counted from what was delivered, a loaded state included, and go on in the next epoch where
-        one ends. The state has them: ``state_at`` goes on counting the steps that are trained, and a job
-        resumes on any number of ranks. All ranks must skip alike. Raises UsageError inside of a step.
+        They are counted from what was delivered, and are part of the state. All ranks must skip alike. Raises
+        UsageError inside of a step.
         """
         whole_number("steps", steps, least=1)
         self._progress.skip(steps, self.run)
@@ -655,9 +628,8 @@ class TokenLoader(DataLoader[Batch]):
     def set_epoch(self, epoch: int) -> None:
         """Make the next ``iter()`` this epoch; all ranks must.
 
-        Of the epoch that a state was just loaded for it gives the rest, so that a loop which calls
-        ``set_epoch`` before each epoch resumes rightly. Raises UsageError for another epoch then, which would
-        throw the state away, and for what is no number from 0 on.
+        Of the epoch that a state was just loaded for it gives the rest. Raises UsageError for another epoch
+        then.
         """
         self._progress.set_epoch(whole_number("epoch", epoch, least=0))
 

@@ -1,8 +1,7 @@
 """The tokenizer that belongs to the shards, and whether ``model_id`` agrees with it.
 
-Batches need no tokenizer, only an id that pads and the EOS. A data set has its tokenizer's files, and the
-files alone tell that they are the ones that made the shards. transformers, which takes longer to import and
-to load them than all else, comes when somebody asks for its object.
+Batches need only an id that pads and the EOS, which the data set's files tell. transformers, which takes
+longer than all else, comes when somebody asks for its object.
 """
 
 from __future__ import annotations
@@ -104,8 +103,7 @@ class LoaderTokenizer:
 def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) -> LoaderTokenizer:
     """The data set's own tokenizer, which needs no network, else that of ``model_id``.
 
-    A ``model_id`` given for a data set of ours must be the model it was made with: the same name, the same
-    files, or a tokenizer with the same fingerprint (loading it to compare takes about 2 s). Raises NotFound,
+    A ``model_id`` given for a data set must have the same name, files or fingerprint. Raises NotFound,
     OtherTokenizer, or UsageError where tars of others come without a ``model_id``.
     """
     datasets = shards.datasets
@@ -140,8 +138,7 @@ def _has_tokenizer(dataset: DatasetShards) -> bool:
 def _by_its_files(folder: Path, spec: TokenizerSpec) -> LoaderTokenizer | None:
     """The tokenizer of a data set, if its files show that it is the manifests': 0.5 s for Llama 3's.
 
-    None where they do not, or other files may have a say: transformers then finds what it is, or what is
-    wrong. Raises BrokenShard for what is no regular file, ReadWriteError where the file system fails.
+    None where they do not: transformers then finds what is wrong. Raises BrokenShard or ReadWriteError.
     """
     _check_files(folder)
     files = {name: _content(folder / name) for name in (*_READ_FILES, *_OTHER_FILES)}
@@ -226,8 +223,7 @@ def _no_collections() -> Iterator[None]:
 def _load_own(folder: Path, spec: TokenizerSpec) -> Any:
     """The tokenizer in a data set's folder, found to be the one of its manifests.
 
-    Where a file of it is damaged, or cannot be looked at, transformers takes another tokenizer or other
-    special tokens, and says nothing. Raises OtherTokenizer, ReadWriteError, or NotFound.
+    transformers says nothing of damaged files. Raises OtherTokenizer, ReadWriteError, or NotFound.
     """
     tokenizer = _load(str(folder))
     expected = {name: getattr(spec, name) for name in _SPECIAL_IDS}
@@ -317,10 +313,9 @@ def _check_files(folder: Path) -> None:
 
 
 def _added_tokens(folder: Path) -> dict[str, Any]:
-    """``added_tokens_decoder`` as transformers would find it, which parses all of tokenizer.json for it.
+    """``added_tokens_decoder`` as transformers would find it; its way takes as long as loading, and 90 MB.
 
-    Of Llama 3's that takes as long as loading it does, and 90 MB. Nothing where another file has a say in
-    the added tokens, or tokenizer.json begins otherwise: transformers then does as always.
+    Nothing where another file has a say in it, or tokenizer.json begins otherwise.
     """
     try:
         config = json.loads((folder / "tokenizer_config.json").read_bytes())

@@ -23,16 +23,13 @@ from shardprep.errors import UsageError
 
 
 class LoaderMixin:
-    """Write it before Trainer, or a subclass, among the bases; pass ``train_loader=``, and ``eval_loader=``
-    where Trainer evaluates: a loader with ``split="validation"``. Its ``eval_loss`` is the mean over all
-    labels, equal on every number of ranks; a ``compute_loss`` of your own keeps that if it calls this one.
+    """Write it before Trainer, or a subclass, among the bases, and pass ``train_loader=``.
 
-    Make the TrainingArguments before the loader: they start the process group, which tells the loader its
-    rank. Raises UsageError where Trainer's own numbers would not make a step of one global batch.
-
-    If the loader has ``boundaries``, the first step with a row of two documents also runs
-    ``loader.check_boundaries`` on what the model gets: two forward passes. It raises Refused, on all ranks,
-    for a model that lets documents see each other. ``check_boundaries=False`` switches it off.
+    ``eval_loader=``: a loader with ``split="validation"``. ``eval_loss`` is then the mean over all labels,
+    equal on every number of ranks. Make the TrainingArguments before the loader: they start the process
+    group. Raises UsageError where Trainer's numbers would not make a step of one global batch. With
+    ``boundaries`` the first step runs ``loader.check_boundaries`` on what the model gets, unless
+    ``check_boundaries=False``.
     """
 
     _eval_losses: LossMean | None = None  # while eval_loader is evaluated
@@ -156,9 +153,7 @@ def check_trainer_arguments(args: Any, loader: TokenLoader) -> None:
 class LoaderStateCallback(TrainerCallback, ExportableState):
     """Puts the loader's state into trainer_state.json, and takes it from there before the first step.
 
-    LoaderMixin adds it. Trainer itself tells it which loader there is. After each step it says the ``epoch``
-    of the loader's position: Trainer counts the steps of an epoch from 0 again after a resume in the middle
-    of one.
+    After each step it sets ``epoch``, which Trainer counts from 0 again after a resume inside of an epoch.
     """
 
     def __init__(self) -> None:

@@ -1,13 +1,4 @@
-"""What a training script sets before its first step, in one call: precision, attention, threads, padding.
-
-    loader = get_llama3_dataloader(DATA, batch_size=8, ...)
-    setup = set_up_training(loader, bf16=True)
-    model = AutoModelForCausalLM.from_pretrained(NAME, **setup.model_options)
-    with setup.autocast(): ...
-
-Nothing that the user has set is changed: a thread variable of the environment and a pad token stay.
-docs/training_speed.md says what each is worth.
-"""
+"""What a training script sets before its first step, in one call; see docs/training_speed.md."""
 
 from __future__ import annotations
 

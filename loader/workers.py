@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from loader.chunks import Chunk, RowsOfWindows, ScatteredRows
+from loader.chunks import Chunk, ScatteredParts, ScatteredRows
 from loader.find_shards import ShardSet
 from loader.mixture import Mixture, Round, Schedule, check_first_steps, make_stages
 from loader.order import Order, choose_windows, hash_ints, share
@@ -32,55 +32,41 @@ MAX_CHUNK_STEPS = 256
 
 
 class Window(Protocol):
-    """The samples of one window, read: int64[samples per step, steps] of them were asked for."""
+    """The samples of one window, read; ``chunk`` decodes its steps from ``first`` up to ``end``."""
 
-    def chunk(self, first: int, end: int) -> Chunk:
-        """Its steps from ``first`` up to ``end``, decoded."""
+    def chunk(self, first: int, end: int) -> Chunk: ...
 
 
 class WindowReader(Protocol):
-    """Reads samples. One per process; a window ends with the next ``read``."""
+    """Reads samples, int64[samples per step, steps]. One per process; a window ends with the next ``read``.
 
-    def num_tokens(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Lengths without reading the ids: int64[n] -> int64[n]."""
+    ``num_tokens`` tells lengths without reading ids; ``offset`` is the epoch's, below ``Samples.offsets``.
+    """
 
-    def read(self, samples: npt.NDArray[np.int64], offset: int) -> Window:
-        """int64[samples per step, steps]; ``offset`` is the epoch's, below ``Samples.offsets``."""
-
-    def close(self) -> None:
-        """Close every file."""
+    def num_tokens(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]: ...
+    def read(self, samples: npt.NDArray[np.int64], offset: int) -> Window: ...
+    def close(self) -> None: ...
 
 
 class Samples(Protocol):
-    """What a sample is: a document, a piece of one, or a row."""
+    """What a sample is: a document, a piece of one, a row, or a batch of documents."""
 
     @property
-    def row_tokens(self) -> int:
-        """Tokens of every sample where all are rows, else 0."""
-
+    def row_tokens(self) -> int: ...  # of every sample where all are rows, else 0
     @property
     def num_samples(self) -> int: ...
-
     @property
-    def mean_tokens(self) -> float:
-        """Tokens of a sample, roughly."""
-
+    def mean_tokens(self) -> float: ...  # of a sample, roughly
     @property
-    def offsets(self) -> int:
-        """An epoch draws an offset below this; 1 where there is nothing to draw."""
-
-    def open(self) -> WindowReader:
-        """A reader for this process."""
+    def offsets(self) -> int: ...  # an epoch draws one below this
+    def open(self) -> WindowReader: ...
 
 
 class ChunkDataset(IterableDataset[Any]):
     """Runs of this rank's slots from a position on: of one epoch, or without end.
 
-    ``position`` is int64[2], epoch and step; shared with the workers, so that the parent can send
-    persistent ones elsewhere. Items are a chunk of each worker in turn, packed; unpacked without workers.
-
-    Each process keeps its reader from one ``iter`` to the next, until ``close``: another one would open
-    the shards anew, and a window's memory, touched for the first time, costs more than reading it.
+    ``position`` is int64[2], epoch and step, shared with the workers. Items are a chunk of each worker in
+    turn. Each process keeps its reader until ``close``: opening shards anew costs more than reading a window.
     """
 
     def __init__(self, *, samples: Samples, order: Order, run: RunSteps, slots: range, endless: bool) -> None:
@@ -236,6 +222,7 @@ class MixedSamples:
     """The samples of all sources, as a loader asks for them."""
 
     sources: tuple[Samples, ...]
+    offsets = 1  # each source has its own
 
     @property
     def row_tokens(self) -> int:
@@ -251,10 +238,6 @@ class MixedSamples:
     def mean_tokens(self) -> float:
         """Of the source with the longest: chunks must be small enough for all."""
         return max(source.mean_tokens for source in self.sources)
-
-    @property
-    def offsets(self) -> int:
-        return 1  # each source has its own
 
     def open(self) -> MixedReader:
         """A reader of each source for this process."""
@@ -379,7 +362,7 @@ class MixedRound:
         self._row_tokens = row_tokens
         self._num_cut = 0
         self._lengths = np.empty(shape, np.int32)  # [samples per step, steps]
-        self._ids = ScatteredParts.of_shape(shape)
+        self._ids = ScatteredParts.of_shape(shape, row_tokens)
         self._num_starts: npt.NDArray[np.int32] | None = None
         self._starts = ScatteredParts.of_shape(shape)
 
@@ -418,50 +401,12 @@ class MixedRound:
             starts = self._starts.steps(first, end).joined(num_starts)
         return Chunk(
             lengths=lengths,
-            ids=ids.rows(self._row_tokens) if self._row_tokens else ids.by_step.joined(lengths.T),
+            ids=ids if self._row_tokens else ids.by_step.joined(lengths.T),
             row_tokens=self._row_tokens,
             num_cut=num_cut,
             num_starts=num_starts,
             starts=starts,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScatteredParts:
-    """Parts of several flat arrays, one for each sample."""
-
-    flats: list[npt.NDArray[np.integer[Any]]]
-    number: npt.NDArray[np.intp]  # intp[samples per step, steps]: which flat each part lies in
-    at: npt.NDArray[np.int64]  # int64[samples per step, steps]: where in it the part begins
-
-    @staticmethod
-    def of_shape(shape: tuple[int, int]) -> ScatteredParts:
-        return ScatteredParts(flats=[], number=np.empty(shape, np.intp), at=np.empty(shape, np.int64))
-
-    def put(self, places: Any, flat: Any, at: npt.NDArray[np.int64]) -> None:
-        """Let the parts of some samples lie in one array."""
-        self.number[places], self.at[places] = len(self.flats), at
-        self.flats.append(flat)
-
-    def steps(self, first: int, end: int) -> ScatteredParts:
-        """Those of the steps from ``first`` up to ``end``."""
-        return replace(self, number=self.number[:, first:end], at=self.at[:, first:end])
-
-    @property
-    def by_step(self) -> ScatteredParts:
-        """The same with one step after another."""
-        return replace(self, number=self.number.T, at=self.at.T)
-
-    def rows(self, row_tokens: int) -> RowsOfWindows:
-        """The parts as rows of one length."""
-        return RowsOfWindows(flats=self.flats, window=self.number, at=self.at, row_tokens=row_tokens)
-
-    def joined(self, lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """The parts of these lengths, one after another."""
-        places = zip(*(each.reshape(-1).tolist() for each in (self.number, self.at, lengths)), strict=True)
-        parts = [self.flats[number][begin : begin + length] for number, begin, length in places]
-        joined: npt.NDArray[np.int32] = np.concatenate(parts).astype(np.int32, copy=False)
-        return joined
 
 
 WeightsIn = Literal["tokens", "samples"]

@@ -50,7 +50,8 @@ def find_process_rank(
     size.
     """
     environ = os.environ if environ is None else environ
-    return _passed(rank, world_size, device_mesh, process_group) or _found(environ) or _alone()
+    alone = ProcessRank(rank=0, world_size=1, source="nothing set: one process")
+    return _passed(rank, world_size, device_mesh, process_group) or _found(environ) or alone
 
 
 def check_process_rank(who: ProcessRank, environ: Mapping[str, str] | None = None) -> None:
@@ -72,18 +73,21 @@ def check_process_rank(who: ProcessRank, environ: Mapping[str, str] | None = Non
 
 def _found(environ: Mapping[str, str]) -> ProcessRank | None:
     """What torch.distributed or a launcher says; None where neither says anything."""
-    found = (
-        _from_torch()
-        or _from_pair(environ, "RANK", "WORLD_SIZE", setter="torchrun does")
-        or _from_pair(
-            environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", setter="Open MPI's mpirun does"
+    dist = sys.modules.get("torch.distributed")  # never imported here: not in use then
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        return ProcessRank(rank=rank, world_size=world_size, source="torch.distributed")
+    for pair in _LAUNCHERS:
+        if found := _from_pair(environ, *pair):
+            return found
+    if found := _from_srun(environ):
+        return found
+    if "PMIX_RANK" in environ and _slurm_tasks(environ) is None:  # srun --mpi=pmix sets Slurm's, too
+        raise UsageError(
+            f"PMIX_RANK is {environ['PMIX_RANK']}, and nothing says of how many processes; pass rank= and "
+            "world_size=, or set RANK and WORLD_SIZE for each process"
         )
-        or _from_pair(environ, "PMI_RANK", "PMI_SIZE", setter="mpiexec does")
-        or _from_srun(environ)
-    )
-    if found is None:
-        _refuse_pmix(environ)
-    return found
+    return None
 
 
 def _passed(
@@ -98,7 +102,13 @@ def _passed(
         names = [name for name, is_given in given.items() if is_given]
         raise UsageError(f"{' and '.join(names)} were passed; pass one of them")
     if device_mesh is not None:
-        return _of_mesh(device_mesh)
+        if device_mesh.ndim != 1:
+            raise UsageError(
+                f"device_mesh has {device_mesh.ndim} dimensions, named {device_mesh.mesh_dim_names}; pass "
+                'the one of data parallelism, as mesh["dp"], or several of them flattened'
+            )
+        rank, world_size = device_mesh.get_local_rank(), device_mesh.size()
+        return ProcessRank(rank=rank, world_size=world_size, source="device_mesh", is_passed=True)
     if process_group is not None:
         return _of_group(process_group)
     if rank is None and world_size is None:
@@ -106,17 +116,6 @@ def _passed(
     if rank is None or world_size is None:
         raise UsageError(f"rank={rank} and world_size={world_size}; pass both or neither")
     return ProcessRank(rank=rank, world_size=world_size, source="arguments", is_passed=True)
-
-
-def _of_mesh(mesh: Any) -> ProcessRank:
-    if mesh.ndim != 1:
-        raise UsageError(
-            f"device_mesh has {mesh.ndim} dimensions, named {mesh.mesh_dim_names}; pass the one of data "
-            'parallelism, as mesh["dp"], or several of them flattened'
-        )
-    return ProcessRank(
-        rank=mesh.get_local_rank(), world_size=mesh.size(), source="device_mesh", is_passed=True
-    )
 
 
 def _of_group(group: Any) -> ProcessRank:
@@ -131,22 +130,14 @@ def _of_group(group: Any) -> ProcessRank:
     return ProcessRank(rank=rank, world_size=world_size, source="process_group", is_passed=True)
 
 
-def _alone() -> ProcessRank:
-    return ProcessRank(rank=0, world_size=1, source="nothing set: one process")
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE", "torchrun does"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun does"),
+    ("PMI_RANK", "PMI_SIZE", "mpiexec does"),
+)
 
 
-def _from_torch() -> ProcessRank | None:
-    distributed = sys.modules.get("torch.distributed")  # never imported here: not in use then
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return None
-    return ProcessRank(
-        rank=distributed.get_rank(), world_size=distributed.get_world_size(), source="torch.distributed"
-    )
-
-
-def _from_pair(
-    environ: Mapping[str, str], rank_name: str, size_name: str, *, setter: str
-) -> ProcessRank | None:
+def _from_pair(environ: Mapping[str, str], rank_name: str, size_name: str, setter: str) -> ProcessRank | None:
     rank, world_size = environ.get(rank_name), environ.get(size_name)
     if rank is None and world_size is None:
         return None
@@ -160,16 +151,6 @@ def _from_pair(
         world_size=_number(size_name, world_size),
         source=f"{rank_name}/{size_name}",
     )
-
-
-def _refuse_pmix(environ: Mapping[str, str]) -> None:
-    """PMIx tells a process its rank by a variable, and the number of processes by a call alone."""
-    rank = environ.get("PMIX_RANK")
-    if rank is not None and _slurm_tasks(environ) is None:  # srun --mpi=pmix sets Slurm's, too
-        raise UsageError(
-            f"PMIX_RANK is {rank}, and nothing says of how many processes; pass rank= and world_size=, or "
-            "set RANK and WORLD_SIZE for each process"
-        )
 
 
 def _from_srun(environ: Mapping[str, str]) -> ProcessRank | None:

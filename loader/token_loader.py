@@ -244,8 +244,11 @@ class BatchStream:
             **workers,
         )
         self._collate_workers: CollateWorkers | None = None
-        if self._num_workers and not step_batches.is_own:
-            self._collate_workers = _collate_workers(step_batches, workers)
+        context = workers.get("multiprocessing_context")
+        if self._num_workers and not step_batches.is_own and can_be_sent(step_batches.collate_fn, context):
+            self._collate_workers = CollateWorkers(
+                step_batches.collate_fn, has_masks=step_batches.has_masks, **workers
+            )
         self._arriving: Any = None  # iterator over self._chunk_loader
         self._stands_at: Position | None = None  # if that is the beginning of an epoch
 
@@ -357,16 +360,6 @@ def check_worker_sockets() -> None:
             f"workers can hand over their batches below one of {most} at most; set TMPDIR to a shorter one "
             "(export TMPDIR=/tmp), or num_workers to 0"
         )
-
-
-def _collate_workers(step_batches: StepBatches, workers: Mapping[str, Any]) -> CollateWorkers | None:
-    if not can_be_sent(step_batches.collate_fn, workers.get("multiprocessing_context")):
-        return None
-    return CollateWorkers(
-        step_batches.collate_fn,
-        has_masks=step_batches.has_masks,
-        **workers,
-    )
 
 
 def warn_of_accumulation(micro_batches: int) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 from transformers import DataCollatorForLanguageModeling, LlamaConfig, LlamaForCausalLM
 
 import loader
@@ -166,3 +167,11 @@ def test_a_loader_imports_transformers_when_its_collator_is_looked_at(made_dir: 
         capture_output=True, text=True, check=True, timeout=HANG_S,
     )  # fmt: skip
     assert done.stdout.split() == ["False", "True", "True"]
+
+
+def test_a_data_loader_around_the_loader_is_told_what_to_do(data: Path) -> None:
+    made: Any = DataLoader(load(data, 4))
+    with pytest.raises(
+        UsageError, match=r"iterate the loader itself, and keep its state with loader.state_dict"
+    ):
+        next(iter(made))

@@ -263,16 +263,18 @@ def num_processes(args: argparse.Namespace, num_cpus: int, memory_gb: float) -> 
 
 def _shard_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = "Make one shard."
-    parser.add_argument("--shard_id", type=int, required=True, help="which shard, from 0")
+    parser.add_argument(
+        "--shard_id", metavar="N", type=int, required=True, help="number of the shard, from 0"
+    )
     parser.add_argument(
         "--planned",
         action="store_true",
-        help="make no plan: where --output_dir has none, end with 66",
+        help="fail with exit code 66 if --output_dir has no plan, instead of making one",
     )
     parser.add_argument(
         "--check_inputs",
         action="store_true",
-        help="first refuse an --input_dir that does not hold the planned inputs of all shards",
+        help="first check that --input_dir holds the planned inputs of all shards",
     )
     add_flags_of(parser, PrepConfig, groups=GROUPS[:-1])
     others = {item.name for item in dataclasses.fields(PrepConfig)}
@@ -305,32 +307,45 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("output_dir", type=Path, help="folder of the data set")
-    parser.add_argument("--shards", help="only these, such as 0-9,12")
-    parser.add_argument("--num_proc", type=int, help="processes (default: DATASET_NUM_PROC, or one per CPU)")
+    parser.add_argument("output_dir", metavar="DATA", type=Path, help="folder of the data set")
+    parser.add_argument("--shards", metavar="IDS", help="make only these, such as 0-9,12 (default: all)")
+    parser.add_argument(
+        "--num_proc",
+        metavar="N",
+        type=int,
+        help="number of processes (default: DATASET_NUM_PROC, or one per CPU, fewer if memory is short)",
+    )
     add_flags_of(parser, WorkerSettings, groups=GROUPS)
 
 
 def _clean_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("output_dir", type=Path, help="folder of the data set")
-    parser.add_argument("--dry_run", action="store_true", help="say what would go, remove nothing")
+    parser.add_argument("output_dir", metavar="DATA", type=Path, help="folder of the data set")
+    parser.add_argument("--dry_run", action="store_true", help="print what would be removed, remove nothing")
 
 
 def _verify_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("output_dir", type=Path, help="folder of the data set")
+    parser.add_argument("output_dir", metavar="DATA", type=Path, help="folder of the data set")
     tier = parser.add_mutually_exclusive_group()
-    tier.add_argument("--fast", action="store_true", help="manifests, sizes and coverage; read no shard")
+    tier.add_argument(
+        "--fast", action="store_true", help="check manifests, sizes and coverage; read no shard"
+    )
     tier.add_argument(
         "--deep",
         nargs="?",
         type=int,
         const=3,
-        help="also read the input of this many shards by a second reader, and compare (default 3)",
+        metavar="N",
+        help="also read the input of N shards by a second reader, and compare (default: 0; without N: 3)",
     )
     parser.add_argument(
         "--crcs", action="store_true", help='also write crcs/, which the loader\'s read_check="crc" compares'
     )
-    parser.add_argument("--input_dir", type=Path, help="of --deep, where the input is no longer the plan's")
+    parser.add_argument(
+        "--input_dir",
+        metavar="PATH",
+        type=Path,
+        help="for --deep, folder of the input, if it moved (default: the plan's)",
+    )
 
 
 _PACKED = "documents are packed into rows by --record packed --seq_len 8192"
@@ -342,7 +357,7 @@ _LOADER_CUTS = "documents are kept whole here; the loader cuts: get_llama3_datal
 PROGRAM = Program(
     name="python -m preprocess",
     dashed_values=("--stripe",),
-    description="Raw text -> token shards. Without a command it makes one shard: --shard_id N.",
+    description="Raw text to token shards. Without a command it makes one shard: --shard_id N.",
     epilog="shardprep --shard_id N [...] makes shard N: of the plan in --output_dir, or "
     "without one of the N-th .txt file in --input_dir (as ls *.txt shows them).",
     hints={
@@ -361,31 +376,31 @@ PROGRAM = Program(
             is_nameless=True,
         ),
         "plan": Command(
-            summary="decide which bytes are shard N, and freeze it as plan.json",
+            summary="decide which input bytes belong to which shard, and write plan.json",
             add_flags=_plan_flags,
             run=make_plan,
         ),
         "run": Command(summary="make the missing shards on this machine", add_flags=_run_flags, run=run),
         "verify": Command(
-            summary="prove the shards whole and write index.json", add_flags=_verify_flags, run=verify
+            summary="check all shards and write index.json", add_flags=_verify_flags, run=verify
         ),
         "doctor": Command(
-            summary="is this machine, tokenizer, folder fit for it? good, warning or bad, and what to do",
+            summary="check machine, tokenizer and folders before the work",
             add_flags="preprocess.look.doctor:add_flags",
             run="preprocess.look.doctor:doctor",
         ),
         "peek": Command(
-            summary="print samples decoded, with their boundaries and where they came from",
+            summary="print decoded samples and where they came from",
             add_flags="preprocess.look.peek:add_flags",
             run="preprocess.look.peek:peek",
         ),
         "export": Command(
-            summary="the token ids in the layout of megatron, nanogpt, hf or mosaicml",
+            summary="write the token ids as Megatron, nanoGPT, Hugging Face or MosaicML files",
             add_flags="preprocess.look.export:add_flags",
             run="preprocess.look.export:export",
         ),
         "clean": Command(
-            summary="remove temporaries of done shards, and those older than 24 hours",
+            summary="remove temporary files of finished shards, and those older than 24 hours",
             add_flags=_clean_flags,
             run=clean,
         ),

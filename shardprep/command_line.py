@@ -110,6 +110,10 @@ class Program:
             called[args.command].error("; ".join([f"unrecognized arguments: {' '.join(unknown)}", *hints]))
         return args
 
+    def help_of(self, word: str, *, name: str) -> str:
+        """Return the help of one command, as ``name WORD --help`` prints it."""
+        return self._parser([word], name)[1][word].format_help()
+
     def _joined(self, words: Sequence[str]) -> list[str]:
         """The words with underscores in the names of flags, and dashed values joined to their flags."""
         joined: list[str] = []

@@ -1,15 +1,23 @@
 """What can go wrong: one class per kind of violation, each with the exit code that it ends a command with.
 
-    0 done    2 usage    65 bad input data    66 no such input or shard    73 cannot write the output
-    74 read or write error    75 stopped, run again    78 refuses: plan, options or tokenizer differ
-
-Slurm mangles codes from 128 on. Catch ``ShardprepError`` for all of them; ``Stopped`` is no error.
+Catch ``ShardprepError`` for all of them; ``Stopped`` is no error.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+
+EXIT_CODES = {  # below 128: Slurm mangles others
+    0: "done, or done already",
+    2: "usage: an unknown flag, or flags that do not go together",
+    65: "bad input data over the limit, or a broken shard",
+    66: "no such input, model or shard",
+    73: "cannot write the output",
+    74: "read or write error, a full disk",
+    75: "stopped by a signal: run it again",
+    78: "refused: plan, options, tokenizer or input differ",
+}
 
 
 class ShardprepError(Exception):

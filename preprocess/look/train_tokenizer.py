@@ -550,24 +550,44 @@ def _report(text: TrainingText, num_base: int, vocab_size: int, folder: Path) ->
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags; ``main`` takes what the parser makes of them."""
-    parser.add_argument("--input_dir", type=Path, required=True, help="folder of inputs, as plan takes them")
-    parser.add_argument("--output_dir", type=Path, required=True, help="the tokenizer's folder; new or empty")
     parser.add_argument(
-        "--vocab_size", type=int, default=128_000, help="base tokens; 256 special ones follow (%(default)s)"
+        "--input_dir", metavar="PATH", type=Path, required=True, help="folder of inputs, as plan takes them"
     )
-    parser.add_argument("--recursive", action="store_true", help="take the folders below too")
-    parser.add_argument("--encoding", default="utf-8", help="of .txt; lines it cannot read are left out")
+    parser.add_argument(
+        "--output_dir", metavar="PATH", type=Path, required=True, help="new or empty folder of the tokenizer"
+    )
+    parser.add_argument(
+        "--vocab_size",
+        metavar="N",
+        type=int,
+        default=128_000,
+        help="number of base tokens; 256 special tokens follow (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--recursive", action="store_true", help="also take the input files of subfolders (default: off)"
+    )
+    parser.add_argument(
+        "--encoding",
+        metavar="TEXT",
+        default="utf-8",
+        help="of .txt; lines that cannot be decoded are left out (default: %(default)s)",
+    )
     fields = parser.add_mutually_exclusive_group()
     fields.add_argument(
-        "--text_field",
-        default="text",
-        help="field of a record that is the text (%(default)s)",
+        "--text_field", metavar="TEXT", default="text", help="field of the text (default: %(default)s)"
     )
-    fields.add_argument("--text_template", default="", help="several fields: '{input}\\n\\n{output}'")
+    fields.add_argument(
+        "--text_template",
+        metavar="TEXT",
+        default="",
+        help="text of several fields: '{input}\\n\\n{output}' (default: none)",
+    )
     parser.add_argument(
         "--max_bytes",
+        metavar="SIZE",
         default="256M",
-        help="of text to train on, sampled evenly over the input (%(default)s: about 5 GB of memory)",
+        help="text to train on, sampled evenly over the input; 256M takes about 5 GB of memory "
+        "(default: %(default)s)",
     )
 
 

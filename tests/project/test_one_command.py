@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardprep.__main__ import COMMANDS, main
+from tests import command_reference
 from tests.children import run_child
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +25,23 @@ def test_help_has_a_line_for_each_command_and_says_what_the_package_says(
     for command, package in COMMANDS.items():
         commands = importlib.import_module(f"{package}.__main__").PROGRAM.commands
         assert package == command or lines[command] == commands[command].summary
+
+
+def test_the_page_of_commands_says_what_they_declare_in_80_columns() -> None:
+    found = command_reference.PAGE.read_text("utf-8")
+    assert found == command_reference.page(), "run: python -m tests.command_reference"
+    for title, text in command_reference.helps():
+        assert max(map(len, text.splitlines())) < 80, title
+
+
+@pytest.mark.parametrize("words", [["help", "plan"], ["plan", "--help"]])
+def test_help_of_a_command_is_asked_for_in_two_ways(
+    capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as ending:
+        main(words)
+    assert ending.value.code == 0
+    assert "--num_shards N" in capsys.readouterr().out
 
 
 def test_every_command_of_the_packages_is_there_but_the_loaders_own_show() -> None:

@@ -149,8 +149,12 @@ class Staging:
         for shard in self._shards if recheck else ():
             with self._source_faults_noted():
                 self._remove_if_broken(shard)
-        if self._shards:
-            self._check_room()
+        needed_bytes, free_bytes, text = self._room() if self._shards else (0, 0, "")
+        if needed_bytes > free_bytes:
+            raise CannotWrite(
+                f"{text}; nothing was copied: make room, or pass --limit_bytes to stage as many as fit; "
+                "the loader reads the others where they are"
+            )
         todo = self._shards
         try:
             while todo:
@@ -261,14 +265,6 @@ class Staging:
             path.unlink(missing_ok=True)
         except OSError as error:
             raise ReadWriteError(f"the broken copy {path} cannot be removed: {error.strerror}") from None
-
-    def _check_room(self) -> None:
-        needed_bytes, free_bytes, text = self._room()
-        if needed_bytes > free_bytes:
-            raise CannotWrite(
-                f"{text}; nothing was copied: make room, or pass --limit_bytes to stage as many as fit; "
-                "the loader reads the others where they are"
-            )
 
     def _room(self) -> tuple[int, int, str]:
         """Bytes of what is not yet staged, bytes free for it, and both in words.

@@ -116,11 +116,16 @@ def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) 
     if not datasets:
         return LoaderTokenizer.of_loaded(_load(str(model_id)))
     spec = datasets[0].spec.tokenizer
-    own = next((dataset for dataset in datasets if _has_tokenizer(dataset)), None)
+    own = next((dataset for dataset in datasets if is_folder(dataset.folder / TOKENIZER_DIR)), None)
     if own is None:
-        given = _load(_known_model(datasets[0], model_id))
+        if model_id is None:
+            raise NotFound(
+                f"{datasets[0].folder / TOKENIZER_DIR} is missing; copy it from where the shards were made, "
+                f"or pass model_id={spec.model_id!r}"
+            )
+        given = _load(model_id)
         if model_id != spec.model_id:
-            _check_same(datasets[0], str(model_id), given)
+            _check_same(datasets[0], model_id, given)
         return LoaderTokenizer.of_loaded(_with_special_ids(given, spec), spec.fingerprint)
     folder = own.folder / TOKENIZER_DIR
     tokenizer = _by_its_files(folder, own.spec.tokenizer)
@@ -129,10 +134,6 @@ def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) 
     if model_id is not None and model_id != spec.model_id and not _has_same_files(folder, Path(model_id)):
         _check_same(datasets[0], model_id, _load(model_id))
     return tokenizer
-
-
-def _has_tokenizer(dataset: DatasetShards) -> bool:
-    return is_folder(dataset.folder / TOKENIZER_DIR)
 
 
 def _by_its_files(folder: Path, spec: TokenizerSpec) -> LoaderTokenizer | None:
@@ -253,15 +254,6 @@ def _with_special_ids(tokenizer: Any, spec: TokenizerSpec) -> Any:
         if token_id is not None and getattr(tokenizer, name) != token_id:
             setattr(tokenizer, name.removesuffix("_id"), tokenizer.convert_ids_to_tokens(token_id))
     return tokenizer
-
-
-def _known_model(dataset: DatasetShards, model_id: str | None) -> str:
-    if model_id is None:
-        raise NotFound(
-            f"{dataset.folder / TOKENIZER_DIR} is missing; copy it from where the shards were made, or pass "
-            f"model_id={dataset.spec.tokenizer.model_id!r}"
-        )
-    return model_id
 
 
 def _check_same(dataset: DatasetShards, model_id: str, given: Any) -> None:

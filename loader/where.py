@@ -17,10 +17,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from loader.dataloader import get_llama3_dataloader
 from loader.find_shards import DatasetShards, ExternalTar, ShardSet
 from loader.reading import ShardReader
 from loader.samples import JoinedRows, WholeSamples
+from loader.state import STATE_FORMAT, SkippedSteps
 from loader.token_loader import TokenLoader
 from shardprep.console import print_lines, say
 from shardprep.errors import BrokenShard, NotFound, UsageError
@@ -281,9 +284,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def where(args: argparse.Namespace) -> int:
     """``where DATA``: print what a step saw, or where a document is seen."""
-    from loader.dataloader import get_llama3_dataloader
-    from loader.state import SkippedSteps
-
     state = None if args.state is None else find_state(args.state)
     if args.step is None and args.find is None and state is None:
         raise UsageError("nothing is asked: give --step, --find or --state")
@@ -325,8 +325,6 @@ def _only_errors_logged() -> Iterator[None]:
 
 def find_state(path: Path) -> dict[str, Any]:
     """The loader's state in a file, however deep it lies there. Raises NotFound or BrokenShard."""
-    import torch
-
     if not path.is_file():
         raise NotFound(f"--state {path} is no file")
     try:
@@ -349,7 +347,7 @@ def find_state(path: Path) -> dict[str, Any]:
 
 def _states_in(content: Any) -> Iterator[Mapping[str, Any]]:
     if isinstance(content, Mapping):
-        if content.get("format") == "shardprep-loader-state":
+        if content.get("format") == STATE_FORMAT:
             yield content
         for value in content.values():
             yield from _states_in(value)
@@ -375,7 +373,7 @@ def loader_options(given: Mapping[str, Any], state: Mapping[str, Any] | None) ->
     return {**options, "rank": 0, "num_workers": 0, "pin_memory": False}
 
 
-def _last_step(state: Mapping[str, Any], loader: TokenLoader, skipped: Any) -> int:
+def _last_step(state: Mapping[str, Any], loader: TokenLoader, skipped: SkippedSteps) -> int:
     """The last step that was trained when a state was saved, from 0."""
     at = state["epoch"] * loader.order.steps_per_epoch + state["step"]
     trained = at - sum(min(end, at) - first for first, end in skipped.ranges if first < at)
@@ -383,7 +381,7 @@ def _last_step(state: Mapping[str, Any], loader: TokenLoader, skipped: Any) -> i
 
 
 def _tell_documents(
-    args: argparse.Namespace, loader: TokenLoader, seen: Any, step: int, order_step: int
+    args: argparse.Namespace, loader: TokenLoader, seen: SeenDocuments, step: int, order_step: int
 ) -> None:
     epoch, in_epoch = divmod(order_step, loader.order.steps_per_epoch)
     samples = [each for each in seen.of_step(order_step) if args.rank in (None, each.rank)]
@@ -407,7 +405,7 @@ def _part_text(part: DocumentPart) -> str:
     return f"{part.place}, {tokens} ({part.tar.name} document {part.number})"
 
 
-def _stored(loader: TokenLoader, seen: Any, text: str) -> npt.NDArray[np.int64]:
+def _stored(loader: TokenLoader, seen: SeenDocuments, text: str) -> npt.NDArray[np.int64]:
     """The stored samples that --find names. Raises NotFound."""
     name, colon, offset = text.rpartition(":")
     if colon and offset.isdigit() and name:
@@ -440,7 +438,11 @@ def _with_text(loader: TokenLoader, shards: ShardSet, text: str) -> npt.NDArray[
 
 
 def _tell_steps(
-    args: argparse.Namespace, loader: TokenLoader, sightings: list[Sighting], num_stored: int, skipped: Any
+    args: argparse.Namespace,
+    loader: TokenLoader,
+    sightings: list[Sighting],
+    num_stored: int,
+    skipped: SkippedSteps,
 ) -> None:
     shown = [each for each in sightings if args.rank in (None, each.rank)]
     lines = [{**dataclasses.asdict(each), "step": _trained(each.order_step, skipped)} for each in shown]
@@ -455,7 +457,7 @@ def _tell_steps(
         print_lines(f"{trained} (epoch {epoch}, step {step}): {place}")
 
 
-def _trained(order_step: int, skipped: Any) -> int | None:
+def _trained(order_step: int, skipped: SkippedSteps) -> int | None:
     """The step of training that a step of the order is; None where it was skipped."""
     if any(first <= order_step < end for first, end in skipped.ranges):
         return None

@@ -1,20 +1,12 @@
 """``train_tokenizer``: a byte-level BPE like Llama 3's, from the inputs that ``plan`` takes.
 
-The text a tokenizer is trained on: a folder's documents, in bounded memory and bounded number.
+Data sets, loaders and engines take it as they take Llama 3's: all but its vocabulary is that of Llama 3.1,
+read off its tokenizer.json; a test compares the two.
 
-Plain text is read by lines; all else (JSON, tables, compressed files) by its format. Files are read in blocks
-and never whole. Inputs beyond ``max_bytes`` are sampled in stretches of about 1 MiB whose beginnings are
-spread evenly over all files, so that a 15 TB input costs no more reads than ``max_bytes``; the price is about
-one line per stretch, cut by its edges and left out.
-
-What is no plain text can be entered at few bytes alone. So each stretch of it is read from the next place
-where a part of the file may begin, and a stretch without such a place lengthens the one before it: of a file
-that is read whole, or has one row group, the beginning stands for all.
-
-A tokenizer of one's own: byte-level BPE, in everything but its vocabulary that of Llama 3.
-
-So data sets, loaders and engines take it as they take Llama 3's. Its pre-tokenizer, post-processor and
-special tokens are those of Llama 3.1, read off its tokenizer.json; a test compares the two.
+Inputs beyond ``max_bytes`` are sampled: stretches of about 1 MiB begin evenly spread over all files, so that
+a 15 TB input costs no more reads than ``max_bytes``. A stretch is read from the next place where a part of
+its file may begin; one without such a place lengthens the one before it, so that of a file that is read
+whole, or has one row group, the beginning stands for all.
 
 Price: memory grows with the distinct words, so the text is bounded by ``max_bytes``. Measured with
 tokenizers 0.23.3 on 2 cores, vocab_size 128,000: 20 MB of Korean reviews 0.76 GB and 14 s, half of
@@ -26,16 +18,15 @@ from __future__ import annotations
 
 import argparse
 import codecs
-import io
 import itertools
 import json
+import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from tokenizers import (
     AddedToken,
@@ -49,9 +40,8 @@ from tokenizers import (
 )
 
 from preprocess.formats.documents import documents_of, inspect_input, starts_in
-from preprocess.formats.format import DocumentBatch, Reading
+from preprocess.formats.format import DocumentBatch, Reading, Start
 from preprocess.formats.inputs import BadDocument, ByteRange, OpenInput, RangeReader
-from preprocess.formats.long_documents import LongDocument
 from preprocess.formats.text_fields import TextFields
 from preprocess.make.engines import LLAMA3_REGEX
 from preprocess.plan.planning import list_inputs
@@ -59,15 +49,12 @@ from shardprep.command_line import parse_size
 from shardprep.console import LOG_EVERY_S, Progress, say
 from shardprep.errors import BadInput, CannotWrite, Refused, UsageError
 from shardprep.files import PublishedFolder, names_in
-from shardprep.format.input_formats import input_kind, place_text
+from shardprep.format.input_formats import place_text
 
 SPAN_BYTES = 1 << 20
 MIN_NUM_SPANS = 64
 READ_BYTES = 1 << 18
-PIECE_CHARS = 4096  # longer lines are cut: one word of a million letters would stall every merge
-WIDEST_CHAR_BYTES = 4  # spans begin at multiples of it, so that UTF-16 and UTF-32 stay aligned
-# Stands in decoded text where bytes could not be decoded: a lone surrogate, which no text has.
-UNDECODABLE = "\udcff"
+PIECE_CHARS = 4096  # longer texts are cut: one word of a million letters would stall every merge
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +88,7 @@ def find_spans(input_dir: Path, max_bytes: int, recursive: bool, reading: Readin
     of the text), UsageError (a format needs a library that is missing), ReadWriteError.
     """
     paths = list_inputs(input_dir, recursive=recursive)
-    sizes = [text_bytes_of(OpenInput(path), reading) for path in paths]
+    sizes = [inspect_input(OpenInput(path), reading).text_bytes for path in paths]
     return sample_spans(list(zip(paths, sizes, strict=True)), max_bytes)
 
 
@@ -117,7 +104,7 @@ def sample_spans(files: list[tuple[Path, int]], max_bytes: int) -> list[Span]:
     base, i = 0, 0
     for path, size in files:
         while i < num_spans and starts[i] < base + size:
-            start = -(-max(0, starts[i] - base) // WIDEST_CHAR_BYTES) * WIDEST_CHAR_BYTES
+            start = max(0, starts[i] - base)
             stop = min(size, starts[i] - base + length)
             if stop > start:
                 spans.append(Span(path=path, start=start, stop=stop, size_bytes=size))
@@ -132,7 +119,7 @@ class TrainingText:
     """Iterates over batches of stripped texts, none empty, and counts what it met on the way.
 
     A text is a document, or a piece of a long one. ``progress`` is told the bytes of text, about, of each
-    block that was read. At most ``max_bytes`` are taken of records, whatever a file's size promised.
+    block that was read. At most ``max_bytes`` are taken, whatever a file's size promised.
     """
 
     def __init__(
@@ -149,69 +136,44 @@ class TrainingText:
         self._spans = spans
         self._reading = reading
         self._progress = progress
-        self._max_bytes = max_bytes
+        self._max_bytes = math.inf if max_bytes is None else max_bytes
         self._bad: Counter[str] = Counter()  # documents left out, by reason
         self._first_bad = ""
 
     def __iter__(self) -> Iterator[list[str]]:
         for path, spans in itertools.groupby(self._spans, lambda span: span.path):
-            kind = input_kind(path.name)
-            if kind.is_in_bytes and not kind.format.has_fields:
-                for span in spans:
-                    yield from self._lines(span)
-            else:
-                yield from self._records(path, list(spans))
+            yield from self._texts_of_file(OpenInput(path), list(spans))
         self.is_read = True
 
-    def _lines(self, span: Span) -> Iterator[list[str]]:
-        for num_bytes, lines in read_lines(span, self._reading.encoding):
-            self._progress(num_bytes)
-            self.num_bytes += num_bytes
-            readable = [line for line in lines if UNDECODABLE not in line]
-            if len(readable) < len(lines):
-                self._leave_out(["undecodable"] * (len(lines) - len(readable)), str(span.path))
-            yield self._stripped(readable)
-
-    def _records(self, path: Path, spans: list[Span]) -> Iterator[list[str]]:
-        file, size = OpenInput(path), spans[0].size_bytes
+    def _texts_of_file(self, file: OpenInput, spans: list[Span]) -> Iterator[list[str]]:
         num_left = sum(span.num_bytes for span in spans)  # for progress
-        for part in sampled_parts(file, [(span.start, span.stop) for span in spans], size, self._reading):
-            ends_at = self.num_bytes + part.most_bytes if part.most_bytes is not None else None
-            for texts, bad, num_bytes in read_texts(file, part, self._reading):
-                self._leave_out_records(bad, path)
-                pieces, is_full = self._first_pieces(texts, ends_at)
-                told = min(num_left, num_bytes * size // max(1, file.stamp.num_bytes))
+        for part, most_bytes in _sampled_parts(file, spans, self._reading):
+            ends_at = min(self._max_bytes, self.num_bytes + most_bytes)
+            for texts, bad, num_bytes in _read_texts(file, part, self._reading):
+                self._bad.update(one.reason for one in bad)
+                if bad and not self._first_bad:
+                    self._first_bad = place_text(str(file.path), bad[0].source_offset)
+                told = min(num_left, num_bytes * spans[0].size_bytes // max(1, file.stamp.num_bytes))
                 num_left -= told
                 self._progress(told)
-                yield self._stripped(pieces)
+                pieces, is_full = self._first_pieces(texts, ends_at)
+                self.num_texts += len(pieces)
+                yield pieces
                 if is_full:
                     break
         self._progress(num_left)
 
-    def _first_pieces(self, texts: list[str], ends_at: int | None) -> tuple[list[str], bool]:
-        """The texts in pieces, up to where enough was taken; whether it was."""
-        limits = [limit for limit in (ends_at, self._max_bytes) if limit is not None]
+    def _first_pieces(self, texts: list[str], ends_at: float) -> tuple[list[str], bool]:
+        """The texts in pieces, stripped, up to where enough was taken; whether it was."""
         pieces: list[str] = []
-        for piece in itertools.chain.from_iterable(map(_pieces, texts)):
+        for piece in itertools.chain.from_iterable(map(pieces_of_text, texts)):
             num_bytes = len(piece.encode())
-            if limits and self.num_bytes + num_bytes > min(limits):
+            if self.num_bytes + num_bytes > ends_at:
                 return pieces, True
             self.num_bytes += num_bytes
-            pieces.append(piece)
+            if stripped := piece.strip():
+                pieces.append(stripped)
         return pieces, False
-
-    def _stripped(self, texts: list[str]) -> list[str]:
-        found = [stripped for text in texts if (stripped := text.strip())]
-        self.num_texts += len(found)
-        return found
-
-    def _leave_out_records(self, bad: list[BadDocument], path: Path) -> None:
-        if bad:
-            self._leave_out([one.reason for one in bad], place_text(str(path), bad[0].source_offset))
-
-    def _leave_out(self, reasons: list[str], where: str) -> None:
-        self._bad.update(reasons)
-        self._first_bad = self._first_bad or where
 
     def describe(self) -> str:
         """What was read and what was left out."""
@@ -228,135 +190,55 @@ class TrainingText:
         )
 
 
-def read_lines(span: Span, encoding: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield (bytes read, lines) block by block; lines over PIECE_CHARS come in pieces.
-
-    Lines end as in Python's text mode. UNDECODABLE stands for bad bytes. A line that the span's
-    edge cuts is left out, unless it fills the span.
-    """
-    file = OpenInput(span.path)
-    decoder = _decoder(encoding)
-    if span.start and codecs.lookup(encoding).name in {"utf-16", "utf-32"}:
-        decoder.decode(file.read(0, WIDEST_CHAR_BYTES))  # tells it the byte order
-    position = span.start
-    tail, cut_at_start, is_one_line = "", span.start > 0, True
-    while position < span.stop and (block := file.read(position, min(position + READ_BYTES, span.stop))):
-        is_first = position == span.start
-        position += len(block)
-        text = decoder.decode(block, final=position == span.stop == span.size_bytes)
-        if is_first and span.start:
-            text = text.lstrip(UNDECODABLE)  # a character that the span's edge cut
-        ended, newline, tail = (tail + text).rpartition("\n")
-        lines = [piece for line in ended.split("\n") for piece in _pieces(line)] if newline else []
-        if cut_at_start and newline:
-            lines, cut_at_start = lines[1:], False
-        is_one_line = is_one_line and not newline
-        *pieces, tail = _pieces(tail)
-        cut_at_start = cut_at_start and not pieces
-        yield len(block), lines + pieces
-    if span.stop == span.size_bytes or is_one_line:
-        yield 0, [tail]
-
-
-def _pieces(line: str) -> Iterator[str]:
-    """Cut a line into pieces of at most PIECE_CHARS, before a space where the second half has one."""
+def pieces_of_text(text: str) -> Iterator[str]:
+    """Cut a text into pieces of at most PIECE_CHARS, before a space where the second half has one."""
     start = 0
-    while len(line) - start > PIECE_CHARS:
-        space = line.rfind(" ", start + PIECE_CHARS // 2, start + PIECE_CHARS)
+    while len(text) - start > PIECE_CHARS:
+        space = text.rfind(" ", start + PIECE_CHARS // 2, start + PIECE_CHARS)
         stop = space if space > 0 else start + PIECE_CHARS
-        yield line[start:stop]
+        yield text[start:stop]
         start = stop
-    yield line[start:]
+    yield text[start:]
 
 
-def _decoder(encoding: str) -> io.IncrementalNewlineDecoder:
-    """Decodes block by block, all line ends to ``\\n``; UNDECODABLE in place of bad bytes."""
-    codecs.register_error("shardprep_mark", _mark)
-    return io.IncrementalNewlineDecoder(
-        codecs.getincrementaldecoder(encoding)(errors="shardprep_mark"), translate=True
-    )
-
-
-def _mark(error: UnicodeError) -> tuple[str, int]:
-    if not isinstance(error, UnicodeDecodeError):
-        raise error
-    return UNDECODABLE, error.end
-
-
-class SampledPart(NamedTuple):
-    """A part of a file, of which text is read up to some bytes."""
-
-    start: int  # byte of the file
-    text_start: int  # byte of the text there, where the file is compressed; else 0
-    end: int  # byte of the file
-    most_bytes: int | None  # of text; None: all
-
-
-class Texts(NamedTuple):
-    """Texts that follow each other in a file."""
-
-    texts: list[str]
-    bad: list[BadDocument]
-    num_bytes: int  # of the file, that were read for them
-
-
-def text_bytes_of(file: OpenInput, reading: Reading) -> int:
-    """About how much text a file has; of plain text, its size. Raises BadInput, ReadWriteError."""
-    return inspect_input(file, reading).text_bytes
-
-
-def sampled_parts(
-    file: OpenInput, stretches: Sequence[tuple[int, int]], text_bytes: int, reading: Reading
-) -> list[SampledPart]:
-    """The parts of a file to read for stretches (byte, end) of its about ``text_bytes`` of text, ascending.
-
-    One stretch of the whole text is one part without a limit. Raises BadInput, ReadWriteError.
-    """
-    size = file.stamp.num_bytes
-    if list(stretches) == [(0, text_bytes)]:
-        return [SampledPart(0, 0, size, None)]
-    begin_bytes = [begin * size // text_bytes for begin, _ in stretches]
-    places = list(itertools.pairwise([*begin_bytes, size]))
-    begins: list[tuple[int, int]] = []
-    limits: list[int] = []
-    for found, (begin, end) in zip(starts_in(file, places, reading), stretches, strict=True):
-        if found is not None and found.byte < size and (not begins or found.byte > begins[-1][0]):
-            begins.append((found.byte, found.text_byte))
-            limits.append(0)
-        elif not begins:
-            begins.append((0, 0))
-            limits.append(0)
-        limits[-1] += end - begin
-    ends = [*(byte for byte, _ in begins[1:]), size]
-    return [
-        SampledPart(byte, text_byte, end, limit)
-        for (byte, text_byte), end, limit in zip(begins, ends, limits, strict=True)
-    ]
-
-
-def read_texts(file: OpenInput, part: SampledPart, reading: Reading) -> Iterator[Texts]:
-    """The texts of a part as they come, a long document in pieces.
-
-    Raises BadInput, ReadWriteError, Refused.
-    """
-    span = ByteRange(
-        input_number=0, path=file.path, start=part.start, end=part.end, text_start=part.text_start
-    )
-    for item in documents_of(RangeReader(file, span, None), reading, 0):
-        if isinstance(item, DocumentBatch):
-            yield Texts(item.texts, item.bad, item.num_bytes)
-        else:
-            yield from _long_texts(item)
-
-
-def _long_texts(document: LongDocument) -> Iterator[Texts]:
-    try:
-        for piece in document.text():
-            yield Texts([piece], [], 0)
-    except UnicodeDecodeError as error:
-        yield Texts([], [document.place.undecodable(error)], document.num_bytes)
+def _sampled_parts(file: OpenInput, spans: list[Span], reading: Reading) -> Iterator[tuple[ByteRange, float]]:
+    """The parts of a file to read for its spans, ascending, and how many bytes of text to take of each."""
+    size, text_bytes = file.stamp.num_bytes, spans[0].size_bytes
+    if spans[0].num_bytes == text_bytes:
+        begins, limits = [Start(0)], [math.inf]
     else:
-        yield Texts([], [], document.num_bytes)
+        begins, limits = [Start(0)], [0.0]
+        places = [span.start * size // text_bytes for span in spans]
+        starts = starts_in(file, list(itertools.pairwise([*places, size])), reading)
+        for start, span in zip(starts, spans, strict=True):
+            if start is not None and begins[-1].byte < start.byte < size:
+                begins.append(start)
+                limits.append(0.0)
+            limits[-1] += span.num_bytes
+    ends = [*(begin.byte for begin in begins[1:]), size]
+    for begin, end, limit in zip(begins, ends, limits, strict=True):
+        part = ByteRange(
+            input_number=0, path=file.path, start=begin.byte, end=end, text_start=begin.text_byte
+        )
+        if limit:
+            yield part, limit
+
+
+def _read_texts(
+    file: OpenInput, part: ByteRange, reading: Reading
+) -> Iterator[tuple[list[str], list[BadDocument], int]]:
+    """The texts of a part as they come, a long one in pieces; what is bad; bytes of the file read."""
+    for item in documents_of(RangeReader(file, part, None), reading, 0):
+        if isinstance(item, DocumentBatch):
+            yield item.texts, item.bad, item.num_bytes
+            continue
+        bad: list[BadDocument] = []
+        try:
+            for piece in item.text():
+                yield [piece], [], 0
+        except UnicodeDecodeError as error:
+            bad = [item.place.undecodable(error)]
+        yield [], bad, item.num_bytes
 
 
 DEFAULT_MAX_BYTES = 256 << 20

@@ -18,7 +18,7 @@ from shardprep import __version__
 from shardprep.command_line import Program, unknown_command
 from shardprep.console import guard_streams, print_lines, say
 from shardprep.errors import UsageError
-from shardprep.own_packages import need_own
+from shardprep.own_packages import check_not_hidden
 
 # Command -> the package whose command it is, in the order in which a user meets them.
 COMMANDS = {
@@ -79,7 +79,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _program(package: str) -> Program:
-    need_own(package)
+    check_not_hidden(package)
     program = importlib.import_module(f"{package}.__main__").PROGRAM
     assert isinstance(program, Program)
     return program

@@ -13,7 +13,7 @@ from pathlib import Path
 _HOME = Path(__file__).parents[1]  # our packages stand beside one another, installed or not
 
 
-def need_own(package: str) -> None:
+def check_not_hidden(package: str) -> None:
     """Raise ImportError where another module has the name of one of our packages.
 
     In a ``python -m`` of our packages it is a line on standard error and exit code 2 instead.

@@ -5,12 +5,12 @@ Nothing else of this project imports it.
 
 from typing import TYPE_CHECKING, Any
 
-from shardprep.own_packages import need_own
+from shardprep.own_packages import check_not_hidden
 
 if TYPE_CHECKING:
     from slurm.submitit_executor import submit_with_submitit
 
-need_own("preprocess")
+check_not_hidden("preprocess")
 
 __all__ = ["submit_with_submitit"]
 

@@ -163,26 +163,18 @@ def is_one_file_a_shard(plan: Plan) -> bool:
     return plan.boundaries == file_boundaries(plan.inputs)
 
 
-def plan_id(
-    options: PlanOptions,
-    tokenizer: TokenizerSpec,
-    probe_sha256: str,
-    inputs: list[InputFile],
-    boundaries: list[Boundary],
-    *,
-    shard_sha256: list[str] | None = None,
-) -> str:
+def plan_id(plan: Plan) -> str:
     """sha256 of what decides the shards' bytes: not where the input lies, nor when it was touched."""
     identity = {
-        "options": options.identity(),
-        "tokenizer": {**dataclasses.asdict(tokenizer), "model_id": None},
-        "probe": probe_sha256,
-        "inputs": [(item.path, item.num_bytes, item.sha256) for item in inputs],
-        "cuts": boundaries,
+        "options": plan.options.identity(),
+        "tokenizer": {**dataclasses.asdict(plan.tokenizer), "model_id": None},
+        "probe": plan.probe_sha256,
+        "inputs": [(item.path, item.num_bytes, item.sha256) for item in plan.inputs],
+        "cuts": plan.boundaries,
         "version": FORMAT_VERSION,
     }
-    if shard_sha256 is not None:
-        identity["shard_sha256"] = shard_sha256
+    if plan.shard_sha256 is not None:
+        identity["shard_sha256"] = plan.shard_sha256
     return hashlib.sha256(orjson.dumps(identity, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
@@ -287,14 +279,7 @@ def _plan_of(fields: Fields) -> Plan:
     )
     fields.end()
     _check_boundaries(fields, plan)
-    expected = plan_id(
-        plan.options,
-        plan.tokenizer,
-        plan.probe_sha256,
-        plan.inputs,
-        plan.boundaries,
-        shard_sha256=plan.shard_sha256,
-    )
+    expected = plan_id(plan)
     if plan.plan_id != expected:
         raise fields.wrong(
             "plan_id", plan.plan_id[:12], f"{expected[:12]}, which options, tokenizer, inputs and cuts give"

@@ -1,21 +1,9 @@
-"""``plan``: list the input folder, cut the inputs into shards, and freeze the plan.
-
-Which files of a folder are inputs, why others are not, and what each is stamped and weighed with.
-
-The inputs are sorted by path. A file is opened once: its size, its mtime, a hash of 3 x 64 KiB, and what its
-format says of it.
-
-Divides the inputs into shards of about equal text.
+"""``plan``: list the inputs, cut them into shards, resolve the tokenizer, measure, freeze the plan.
 
 The inputs are read as one, in the order of the plan, and a shard is a stretch of that. Files that cannot be
-cut (compressed ones, mostly) come last, put together so that the shards are even; so the order of the plan is
-not always that of the paths. Dividing reads some KiB at each boundary between shards, or the table of places
-that a file has.
-
-Makes a plan: lists the inputs, resolves the tokenizer, tests the engines, divides, measures, freezes.
-
-The input is only sampled, but for the places between shards, so planning takes seconds for terabytes, unless
-``--hash_inputs`` asks for a hash of every byte.
+cut (compressed ones, mostly) come last, grouped so that the shards are even; so the order of the plan is not
+always that of the paths. The input is only sampled, but for the places between shards, so planning takes
+seconds for terabytes, unless ``--hash_inputs`` asks for a hash of every byte.
 """
 
 from __future__ import annotations
@@ -543,10 +531,10 @@ def make_plan(
                 raise Refused(
                     f"{config.output_dir} has another plan: {'; '.join(plan_differences(frozen, plan))}"
                 )
-            _lay_out(config.output_dir, stripe, plan, estimate, say, is_planned=bool(frozen), dry_run=True)
+            _set_layout(config.output_dir, stripe, plan, estimate, say, is_planned=bool(frozen), dry_run=True)
             return plan, estimate
         frozen = _prepare_folder(config.output_dir)
-        _lay_out(config.output_dir, stripe, plan, estimate, say, is_planned=bool(frozen))
+        _set_layout(config.output_dir, stripe, plan, estimate, say, is_planned=bool(frozen))
         if frozen is None:
             stamps = publish_tokenizer(files, config.output_dir, tokenizer, None)
             plan = dataclasses.replace(plan, tokenizer_files=stamps)
@@ -588,7 +576,7 @@ def _prepare_folder(folder: Path) -> Plan | None:
     return read_plan(folder)
 
 
-def _lay_out(
+def _set_layout(
     folder: Path,
     stripe: lustre.StripeRequest,
     plan: Plan,
@@ -678,7 +666,7 @@ def _plan_of(
     )
     allow = options.encodes_control_tokens
     plan = Plan(
-        plan_id=plan_id(options, tokenizer, proof.probe_sha256, division.inputs, division.boundaries),
+        plan_id="",
         input_dir=config.input_dir.resolve(),
         options=options,
         max_bad_fraction=config.max_bad_fraction,
@@ -693,6 +681,7 @@ def _plan_of(
         text_starts=division.text_starts,
         left_out=listing.left_out,
     )
+    plan = dataclasses.replace(plan, plan_id=plan_id(plan))
     reference = resolved.reference(allow_special_tokens=allow)
     is_little = config.engine == "auto" and sum(plan.shard_bytes()) < FEW_BYTES
     if config.engine == "tokenizers" or options.is_chat or is_little:
@@ -721,13 +710,8 @@ def _with_hashes(plan: Plan) -> Plan:
     """
     with ThreadPoolExecutor(_NUM_HASH_THREADS) as pool:
         hashes = list(pool.map(lambda shard_id: _input_sha256(plan, shard_id), range(plan.num_shards)))
-    return dataclasses.replace(
-        plan,
-        shard_sha256=hashes,
-        plan_id=plan_id(
-            plan.options, plan.tokenizer, plan.probe_sha256, plan.inputs, plan.boundaries, shard_sha256=hashes
-        ),
-    )
+    plan = dataclasses.replace(plan, shard_sha256=hashes)
+    return dataclasses.replace(plan, plan_id=plan_id(plan))
 
 
 def _input_sha256(plan: Plan, shard_id: int) -> str:

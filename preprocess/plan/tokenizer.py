@@ -1,17 +1,13 @@
-"""The tokenizer of a plan: resolved as training will have it, proved equal, and kept.
-
-What planning proved of a tokenizer, kept for the next plan: in ``$XDG_CACHE_HOME/shardprep/tokenizers``.
-
-An entry is known by the content of the tokenizer's files and by the versions of what loaded and encoded, so
-that it never outlives either. It is a folder that appears whole, with a hash over what it says; one that is
-damaged counts as none. It may be deleted at any time.
-
-A model's tokenizer -> the files that tasks read with the hub off, and what planning must know of it.
+"""The tokenizer of a plan: the files that tasks read with the hub off, and what planning must know of it.
 
 What counts is the tokenizer that training will load, by transformers: what that changes about a
 tokenizer.json (a token added in the configuration, say) is in the files written here. Of most tokenizers it
 changes nothing, and ``plain_files`` shows it by the files alone, without an import of 3 s. For all others
-transformers loads and saves, in a process of its own. Either way the result is kept in the user's cache.
+transformers loads and saves, in a process of its own.
+
+What was proved of a tokenizer is kept for the next plan, in ``$XDG_CACHE_HOME/shardprep/tokenizers``. An
+entry is known by the content of the files and by the versions of what loaded and encoded them; a damaged one
+counts as none. It may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -68,7 +64,7 @@ _FORMAT = "shardprep-tokenizer-proof"
 _PROOF_FILE = "proof.json"
 _MAX_PROOF_BYTES = 16 << 20
 _LIBRARIES = ("tokenizers", "gigatoken", "transformers")
-_LAW = 2  # of what a proof says; another one makes every entry unknown
+_PROOF_VERSION = 2  # of what a proof says; another one makes every entry unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +90,7 @@ def cache_folder() -> Path | None:
 def cache_key(files: dict[str, bytes], *, allow_special_tokens: bool) -> str:
     """The name of an entry: a hash of the tokenizer's files and of all that a proof depends on besides."""
     facts = {
-        "law": _LAW,
+        "law": _PROOF_VERSION,
         "shardprep": preprocess.__version__,
         "probe": PROBE,
         "allow_special_tokens": allow_special_tokens,

@@ -29,10 +29,10 @@ _NUM_SHOWN = 60  # characters of a value that an error repeats
 
 
 def with_content_hash(
-    form: str, content: Mapping[str, Any], run: Mapping[str, Any] | None = None
+    file_format: str, content: Mapping[str, Any], run: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """The whole object of a file: format, version, ``content``, its hash; ``run``, with its own, if given."""
-    data = {"format": form, "version": FORMAT_VERSION, **content}
+    data = {"format": file_format, "version": FORMAT_VERSION, **content}
     data[CONTENT_HASH] = content_sha256(data)
     return data if run is None else {**data, RUN: {**run, RUN_HASH: content_sha256(run)}}
 
@@ -44,13 +44,13 @@ def content_sha256(data: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
 
-def read_checked(path: Path, form: str, *, max_bytes: int) -> Fields:
+def read_checked(path: Path, file_format: str, *, max_bytes: int) -> Fields:
     """The fields of one of our files, once its format, version and hash are right.
 
     Raises FileNotFoundError or NotADirectoryError where it is not there, BrokenShard, UnknownVersion, or
     ReadWriteError where the file system fails.
     """
-    data = parse_json(path, read_regular(path, max_bytes=max_bytes), form)
+    data = parse_json(path, read_regular(path, max_bytes=max_bytes), file_format)
     try:
         found, expected = data.pop(CONTENT_HASH, None), content_sha256(data)
     except RecursionError:
@@ -61,7 +61,7 @@ def read_checked(path: Path, form: str, *, max_bytes: int) -> Fields:
     return Fields(path, data)
 
 
-def parse_json(path: Path, raw: bytes, form: str) -> dict[str, Any]:
+def parse_json(path: Path, raw: bytes, file_format: str) -> dict[str, Any]:
     """Parse one of our JSON files and check its ``format`` and ``version``.
 
     Raises BrokenShard where it is not such a file, UnknownVersion where it is of another version.
@@ -72,9 +72,9 @@ def parse_json(path: Path, raw: bytes, form: str) -> dict[str, Any]:
         raise BrokenShard(f"{path} is nested too deep") from None
     except ValueError as error:
         raise BrokenShard(f"{path} is not JSON ({error})") from None
-    if not isinstance(data, dict) or data.get("format") != form:
+    if not isinstance(data, dict) or data.get("format") != file_format:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise BrokenShard(f"{path} is not a {form}: its format is {_shown(found)}")
+        raise BrokenShard(f"{path} is not a {file_format}: its format is {_shown(found)}")
     version = data.get("version")
     if type(version) is not int or version != FORMAT_VERSION:
         raise UnknownVersion(version_message(path, version))

@@ -6,6 +6,7 @@ A command imports what it needs when it runs: ``--help`` takes 0.1 s, and a work
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import shlex
@@ -14,26 +15,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from preprocess.options import (
-    GROUPS,
-    RESOURCES,
-    PrepConfig,
-    WorkerSettings,
-    environment_number,
-)
+from preprocess.options import GROUPS, RESOURCES, PrepConfig, WorkerSettings, environment_number
 from preprocess.resources import PROCESS_BYTES, memory_limit_gb
 from shardprep.command_line import Command, Program, add_flags_of, given_of, parse_size
 from shardprep.console import Progress, print_lines, say
-from shardprep.errors import UsageError
+from shardprep.errors import BadInput, NotFound, Refused, ShardprepError, UsageError
 from shardprep.format.names import id_ranges, ids_of_ranges
 
 if TYPE_CHECKING:
+    from preprocess.check.verify import Problem
     from preprocess.plan.plan_file import Plan
+
+
+_FINAL_CODES = {BadInput.exit_code, NotFound.exit_code, Refused.exit_code}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Errors are a line on standard error, never a traceback."""
-    return PROGRAM.run(command_words(sys.argv[1:] if argv is None else argv))
+    code = PROGRAM.run(command_words(sys.argv[1:] if argv is None else argv))
+    if code == 0 and (record := os.environ.get("SHARDPREP_ATTEMPT")):  # of a job's task, which succeeded
+        with contextlib.suppress(OSError):
+            os.unlink(record)  # noqa: PTH108 - one call, as no file stays for a shard that is done
+    return code
 
 
 def command_words(argv: Sequence[str]) -> list[str]:
@@ -44,6 +47,16 @@ def command_words(argv: Sequence[str]) -> list[str]:
 
 def make_shard(args: argparse.Namespace) -> int:
     """``--shard_id N``: the command of a job array's task."""
+    from preprocess.attempts import Failure, append_failure
+
+    try:
+        return _make_shard(args)
+    except ShardprepError as error:
+        append_failure(Failure(shard_id=args.shard_id, exit_code=error.exit_code, reason=str(error)))
+        raise
+
+
+def _make_shard(args: argparse.Namespace) -> int:
     from lustre import layout_line
     from preprocess.make.task_log import engine_line, means_line, part_line, speed_line
     from preprocess.make.task_plan import check_inputs, shard_of_task
@@ -126,6 +139,7 @@ def make_plan(args: argparse.Namespace) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """``run O``: the missing shards on this machine."""
+    from preprocess.attempts import RunRecord
     from preprocess.make.local_run import run_shards
     from preprocess.make.task_log import means_line, total_line
     from preprocess.make.worker import missing_shards
@@ -151,20 +165,33 @@ def run(args: argparse.Namespace) -> int:
     cpus_of = [cpus[number::num_proc] or cpus for number in range(num_proc)]
     say(means_line(settings, max(map(len, cpus_of)), num_processes=num_proc))
     sizes = plan.shard_bytes()
-    with Progress(f"{len(todo)} shards", sum(sizes[shard_id] for shard_id in todo)) as progress:
+    with (
+        RunRecord(folder, plan.plan_id, todo, num_cpus=len(cpus)) as record,
+        Progress(f"{len(todo)} shards", sum(sizes[shard_id] for shard_id in todo)) as progress,
+    ):
         made, failures = run_shards(folder, settings, todo, cpus_of, progress)
+        record.exit_code = failures[0].exit_code if failures else 0
     total = total_line(made, progress.elapsed_s)
     say(f"{len(todo) - len(failures)} of {len(todo)} shards made by {num_proc} process(es): {total}")
     if failures:
         ids = id_ranges(failure.shard_id for failure in failures)
-        say(f"error: failed: {ids}; run again: shardprep run {shlex.quote(str(folder))} --shards {ids}")
+        command = f"shardprep run {shlex.quote(os.path.abspath(folder))} --shards {ids}"  # noqa: PTH100
+        is_final = {failure.exit_code for failure in failures} <= _FINAL_CODES
+        what = (
+            "the same input fails in the same way: do what the lines above say, then"
+            if is_final
+            else "run again"
+        )
+        say(f"error: failed: {ids}; {what}: {command}")
         return failures[0].exit_code
     return 0
 
 
 def verify(args: argparse.Namespace) -> int:
     """``verify O``: prove the shards whole and write index.json."""
+    from preprocess.attempts import read_attempts, remove_finished
     from preprocess.check.verify import publish_osts, verify_dataset
+    from preprocess.done_shards import remove_findings
     from preprocess.plan.plan_file import need_plan
     from shardprep.format.names import INDEX_NAME
     from shardprep.format.shard_making import source_lines
@@ -180,6 +207,7 @@ def verify(args: argparse.Namespace) -> int:
     for problem in problems:
         say(f"error: shard {problem.shard_id:05d}: {problem.error}")
     if index is None:
+        _keep_findings(folder, plan, problems)
         ids = id_ranges(problem.shard_id for problem in problems)
         say(f"{len(problems)} of {plan.num_shards} shards are not right: {ids}; the lines above mend them")
         return problems[0].error.exit_code
@@ -192,7 +220,19 @@ def verify(args: argparse.Namespace) -> int:
         print_lines(line)
     for line in publish_osts(folder, [int(size) for size in index.column("tar_bytes")]):
         say(line)
+    remove_findings(folder)
+    remove_finished(read_attempts(folder, plan.plan_id).own, [True] * plan.num_shards)
     return _verify_deep(args, plan) if args.deep is not None else 0
+
+
+def _keep_findings(folder: Path, plan: Plan, problems: Sequence[Problem]) -> None:
+    """For the other commands; who may not write here has the messages all the same."""
+    from preprocess.done_shards import publish_findings
+
+    try:
+        publish_findings(folder, plan.plan_id, [(each.shard_id, each.error) for each in problems])
+    except ShardprepError as error:
+        say(f"warning: status and retry will not know this: {error}")
 
 
 def _verify_deep(args: argparse.Namespace, plan: Plan) -> int:
@@ -211,6 +251,7 @@ def _verify_deep(args: argparse.Namespace, plan: Plan) -> int:
     for problem in problems:
         say(f"error: shard {problem.shard_id:05d}: {problem.error}")
     if problems:
+        _keep_findings(args.output_dir, plan, problems)
         return problems[0].error.exit_code
     print_lines(
         f"{len(chosen)} shards ({id_ranges(chosen)}) hold what a second reader finds in their input: "

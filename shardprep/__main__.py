@@ -36,6 +36,7 @@ COMMANDS = {
     "retry": "slurm",
     "report": "slurm",
     "cancel": "slurm",
+    "logs": "slurm",
     "stage": "loader",
     "where": "loader",
     "lustre": "lustre",  # with commands of its own: show, apply, restore

@@ -5,9 +5,6 @@ Catch ``ShardprepError`` for all of them; ``Stopped`` is no error.
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-
 EXIT_CODES = {  # below 128: Slurm mangles others
     0: "done, or done already",
     2: "usage: an unknown flag, or flags that do not go together",
@@ -106,37 +103,3 @@ class LustreUsageError(LustreError, UsageError):
     """A value that no Lustre could accept; nothing was run."""
 
     exit_code = 2
-
-
-_MARK = "shardprep-failure "
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """A shard that was not made."""
-
-    shard_id: int
-    exit_code: int  # one of the above; 128 + N where signal N killed the process
-    reason: str
-
-
-def failure_line(shard_id: int, exit_code: int, message: str) -> str:
-    """Return a line of a task's log, in ASCII and without its line end, that ``slurm status`` reads.
-
-    ``run`` makes several shards in one process, whose exit code cannot say which of them failed, nor why.
-    """
-    return _MARK + json.dumps(asdict(Failure(shard_id=shard_id, exit_code=exit_code, reason=message)))
-
-
-def parse_failure_line(line: str) -> Failure | None:
-    """What ``failure_line`` wrote; None for any other line, also for one that was cut short."""
-    if not line.startswith(_MARK):
-        return None
-    try:
-        data = json.loads(line[len(_MARK) :])
-    except ValueError:
-        return None
-    match data:
-        case {"shard_id": int(shard_id), "exit_code": int(exit_code), "reason": str(reason)}:
-            return Failure(shard_id=shard_id, exit_code=exit_code, reason=reason)
-    return None

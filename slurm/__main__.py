@@ -1,4 +1,4 @@
-"""``python -m slurm``: submit, status, retry, report, cancel."""
+"""``python -m slurm``: submit, status, retry, report, cancel, logs."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from shardprep.command_line import Command, Program, add_flags_of, given_of
 from shardprep.console import Progress, counted, draw, output_is_read, print_lines, say
-from shardprep.errors import ReadWriteError, ShardprepError, UsageError
-from shardprep.files import size_of_file
-from shardprep.format.names import INDEX_NAME, id_ranges, ids_of_ranges
+from shardprep.errors import NotFound, ReadWriteError, ShardprepError, UsageError
+from shardprep.format.names import id_ranges, ids_of_ranges
 from slurm.commands import REQUEST_VARIABLES, Patience
-from slurm.job_records import Submission, SubmittedMeanwhile
 from slurm.request import WHOLE_NODE, JobRequest, with_changes, with_variables
 from slurm.script import quoted
+from slurm.submissions import Submission, SubmittedMeanwhile, append_event
 
 if TYPE_CHECKING:
-    from slurm.dataset_state import DatasetState
     from slurm.send import Sending
+    from slurm.state import DatasetState
 
 _POLL_S = 5.0
 _MOST_SUBMITTERS = 5  # of one data set at the same time, before this one gives up
@@ -96,20 +95,36 @@ def submit(args: argparse.Namespace) -> int:
         say(f"{would} profile {args.save_profile} in {path}")
     if sending is None:
         print_lines(f"nothing to submit: {_summary(state)}")
+        if args.until_done and not args.dry_run:
+            _control(args, state, state.next_number, request, state.jobs_to_wait_for())
         return _wait(args) if args.wait and not args.dry_run else 0
     return _send(args, sending, prepared)
 
 
 def retry(args: argparse.Namespace) -> int:
     """``retry O``: what failed, each as its failure asks."""
+    try:
+        return _retry(args)
+    except ShardprepError as error:
+        if args.until_done and not args.dry_run:
+            append_event(args.output_dir, "stopped", why=str(error))
+        raise
+
+
+def _retry(args: argparse.Namespace) -> int:
     from preprocess.plan.plan_file import need_plan
-    from slurm.dataset_state import find_state
-    from slurm.retrying import prepare_retry, reason_to_leave
+    from slurm.retry import base_request, prepare_retry
+    from slurm.state import find_state, reason_to_leave, remedy_of
 
     changes = given_request(args)
 
     def prepared() -> tuple[DatasetState, Sending | None]:
-        state = find_state(args.output_dir, need_plan(args.output_dir))
+        plan = need_plan(args.output_dir)
+
+        def look() -> DatasetState:
+            return find_state(args.output_dir, plan)
+
+        state = Patience(say).ask(look) if args.until_done else look()  # nobody else would ask again
         left, sending = prepare_retry(
             state,
             changes,
@@ -120,13 +135,27 @@ def retry(args: argparse.Namespace) -> int:
         )
         for shard in left:
             why = reason_to_leave(shard, args.max_attempts, changes)
-            say(f"left: shard {shard.shard_id:05d}: {shard.cause}; {why}; {shard.attempts[-1].log}")
+            say(f"left: shard {shard.shard_id:05d}: {shard.cause}; {why}; {remedy_of(shard.cause or '')}")
         return state, sending
 
     state, sending = prepared()
+    is_controlled = args.until_done and not args.dry_run
+    if is_controlled and sending is None and not state.ids("running", "pending"):
+        from slurm.retry import finish
+
+        return finish(state, args.max_attempts)
+    if is_controlled and args.round > args.max_rounds:
+        from slurm.retry import stop_after
+
+        return stop_after(state, args.max_rounds)
+    if is_controlled and sending is None:
+        waited = [each for each in state.jobs_to_wait_for() if each not in state.shown.controllers]
+        _control(args, state, state.next_number, base_request(state), waited)
+        return 0
     if sending is None:
         num_left = len(state.ids("failed"))
-        print_lines(f"nothing to retry: {num_left} shards are left as they are, {_summary(state)}")
+        left_words = f"{counted(num_left, 'shard')} left as {'it is' if num_left == 1 else 'they are'}, "
+        print_lines(f"nothing to retry: {left_words if num_left else ''}{_summary(state)}")
         if args.wait and not args.dry_run:
             return _wait(args)
         return ReadWriteError.exit_code if num_left else 0
@@ -163,7 +192,20 @@ def _send(
             print_lines("nothing more to submit")
             return _wait(args) if args.wait else 0
         try:
-            _print_sent(sending.send())
+            submission = sending.send()
+            append_event(
+                args.output_dir,
+                args.command,
+                number=submission.number,
+                jobs=[job.job_id for job in submission.jobs],
+                causes=sending.state.causes_of(submission),
+                **({"round": args.round} if args.until_done and args.command == "retry" else {}),
+            )
+            _print_sent(submission)
+            if args.until_done:
+                ids = [job.job_id for job in submission.jobs]
+                request = submission.arrays[0].request
+                _control(args, sending.state, submission.number, request, ids)
             break
         except SubmittedMeanwhile as error:
             say(f"note: {error}")
@@ -175,6 +217,24 @@ def _send(
         return _wait(args)
     print_lines(f"next: shardprep status {quoted(args.output_dir)} --watch")
     return 0
+
+
+def _control(
+    args: argparse.Namespace, state: DatasetState, number: int, request: JobRequest, job_ids: list[str]
+) -> None:
+    """``--until_done``: the job that looks at what became of these jobs, and goes on."""
+    from slurm.retry import send_controller
+
+    flags = [
+        "--max_rounds",
+        str(args.max_rounds),
+        "--round",
+        str(args.round + 1 if args.command == "retry" else 1),
+    ]
+    if args.command == "retry":
+        flags += ["--max_attempts", str(args.max_attempts)]
+    job_id = send_controller(state, number, request, job_ids, flags)
+    print_lines(f"job {job_id}: sends again what fails, until all is verified (--until_done)")
 
 
 def _print_sent(submission: Submission) -> None:
@@ -190,7 +250,7 @@ def _print_sent(submission: Submission) -> None:
 def _wait(args: argparse.Namespace) -> int:
     """One bar over the whole data set until no job of it is queued; 0 only where it is verified then."""
     from preprocess.plan.plan_file import need_plan
-    from slurm.dataset_state import find_state
+    from slurm.state import find_state
 
     plan = need_plan(args.output_dir)
     sizes, counted = plan.shard_bytes(), set[int]()
@@ -205,19 +265,14 @@ def _wait(args: argparse.Namespace) -> int:
                 break
             time.sleep(_POLL_S)
     _print_report(_report(state))
-    whole = (
-        len(state.ids("done")) == plan.num_shards
-        and not state.wrong
-        and size_of_file(args.output_dir / INDEX_NAME) is not None
-    )
-    return 0 if whole else ReadWriteError.exit_code
+    return 0 if state.is_verified else ReadWriteError.exit_code
 
 
 def status(args: argparse.Namespace) -> int:
     """``status O``: where every shard is, and why what failed did."""
     from preprocess.plan.plan_file import need_plan
-    from slurm.dataset_state import find_state
-    from slurm.status_text import write_metrics
+    from slurm.state import find_state
+    from slurm.status import write_metrics
 
     plan = need_plan(args.output_dir)
     shown: list[str] = []
@@ -238,7 +293,7 @@ def status(args: argparse.Namespace) -> int:
 
 def _redraw(data: dict[str, Any], shown: list[str]) -> list[str]:
     """Show the screen; returns its lines. A window of another size is drawn anew."""
-    from slurm.watch_screen import changes, screen_lines
+    from slurm.status import changes, screen_lines
 
     width, height = shutil.get_terminal_size()
     can_draw = "utf" in (sys.stdout.encoding or "").lower()
@@ -249,13 +304,13 @@ def _redraw(data: dict[str, Any], shown: list[str]) -> list[str]:
 
 
 def _report(state: DatasetState) -> dict[str, Any]:
-    from slurm.status_report import read_makings, report
+    from slurm.status import report
 
-    return report(state, read_makings(state.folder, state.ids("done")))
+    return report(state)
 
 
 def _print_report(data: dict[str, Any], *, as_json: bool = False) -> None:
-    from slurm.status_text import report_lines
+    from slurm.status import report_lines
 
     print_lines(*([json.dumps(data)] if as_json else report_lines(data)))
 
@@ -264,13 +319,15 @@ def cancel(args: argparse.Namespace) -> int:
     """``cancel O``: every job of this data set that waits or runs. Shards that are done stay done."""
     from preprocess.plan.plan_file import need_plan
     from slurm.commands import slurm_output
-    from slurm.dataset_state import find_state
+    from slurm.state import find_state
 
     state = find_state(args.output_dir, need_plan(args.output_dir))
+    if args.shards is not None:
+        return _cancel_shards(args, state)
     live = state.live_jobs()
-    unrecorded = [*state.shown.strays, *state.shown.unrecorded]
-    if unrecorded:
-        live.setdefault(state.shown.cluster, []).extend(unrecorded)
+    unrecorded = [*state.shown.controllers, *state.shown.strays, *state.shown.unrecorded]
+    if unrecorded:  # first, as a controller would send again what is cancelled
+        live[state.shown.cluster] = [*unrecorded, *live.get(state.shown.cluster, [])]
     failed: list[ShardprepError] = []
     for cluster, job_ids in live.items():
         try:
@@ -280,11 +337,63 @@ def cancel(args: argparse.Namespace) -> int:
     if failed:
         raise failed[0]
     cancelled = [*state.live_job_ids(), *unrecorded]
+    if cancelled:
+        append_event(args.output_dir, "cancel", jobs=cancelled)
+    if state.foreign:
+        ids = " ".join(job.job_id for each in state.foreign for job in each.jobs)
+        say(f"left alone: jobs of the folder that this one was copied from; to end them: scancel {ids}")
     print_lines(
         f"cancelled: {', '.join(cancelled)}" if cancelled else f"nothing is queued; {_summary(state)}"
     )
     if unseen := state.ids("not visible"):
         say(f"warning: {state.why_not_visible()}; shards {id_ranges(unseen)} may wait or run all the same")
+    return 0
+
+
+def _cancel_shards(args: argparse.Namespace, state: DatasetState) -> int:
+    """``--shards``: the tasks that make these shards, and no others in them."""
+    from slurm.commands import slurm_output
+
+    wanted = _wanted(args) or set()
+    tasks: dict[str, set[int]] = {}
+    for shard in state.shards:
+        for each in shard.attempts:
+            if each.state in ("running", "pending") and "_" in each.task:
+                tasks.setdefault(each.task, set()).add(shard.shard_id)
+    chosen = {task: ids for task, ids in tasks.items() if ids & wanted}
+    if more := {task: ids for task, ids in chosen.items() if not ids <= wanted}:
+        words = "; ".join(f"task {task} makes {id_ranges(ids)}" for task, ids in more.items())
+        raise UsageError(f"--shards {args.shards} names a part of a task: {words}; name all of its shards")
+    if chosen:
+        slurm_output("scancel", *chosen)
+        append_event(args.output_dir, "cancel", jobs=sorted(chosen), shards=args.shards)
+    print_lines(f"cancelled: {', '.join(chosen)}" if chosen else f"none of them is queued; {_summary(state)}")
+    return 0
+
+
+def logs(args: argparse.Namespace) -> int:
+    """``logs O N``: the attempts at one shard, newest last, with the ends of their logs."""
+    from preprocess.plan.plan_file import need_plan
+    from slurm.state import find_state, last_lines, log_tail, remedy_of
+
+    plan = need_plan(args.output_dir)
+    if not 0 <= args.shard_id < plan.num_shards:
+        raise NotFound(f"there is no shard {args.shard_id}: the plan has {plan.num_shards}, from 0")
+    shard = find_state(args.output_dir, plan, if_away=lambda _: None).shards[args.shard_id]
+    lines = [f"shard {shard.shard_id:05d} is {shard.state}, {counted(len(shard.attempts), 'attempt')}"]
+    for each in shard.attempts:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.record.began)) if each.record else ""
+        where = f" on {each.node}" if each.node else ""
+        lines.append(f"{when or 'task'} {each.task}{where}: {each.cause or each.state}".strip())
+        lines += [f"  {each.message}"] if each.message else []
+        lines += (
+            [f"  | {line[:300]}" for line in last_lines(log_tail(Path(each.log)), args.lines)]
+            if each.log
+            else []
+        )
+        lines += [f"  {each.log}"] if each.log else []
+        lines += [f"  {remedy_of(each.cause)}"] if each.cause and each is shard.attempts[-1] else []
+    print_lines(*lines)
     return 0
 
 
@@ -298,6 +407,17 @@ def _folder_flag(parser: argparse.ArgumentParser) -> None:
 
 def _real_path(text: str) -> Path:
     return Path(os.path.realpath(text))  # Path.resolve raises where links go round
+
+
+def _cancel_flags(parser: argparse.ArgumentParser) -> None:
+    _folder_flag(parser)
+    parser.add_argument("--shards", help="only the tasks of these, such as 0-9,12")
+
+
+def _logs_flags(parser: argparse.ArgumentParser) -> None:
+    _folder_flag(parser)
+    parser.add_argument("shard_id", type=int, help="which shard, from 0")
+    parser.add_argument("--lines", type=int, default=20, help="of each log, from its end (default 20)")
 
 
 def _submit_flags(parser: argparse.ArgumentParser) -> None:
@@ -322,6 +442,14 @@ def _sending_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shards", help="only these, such as 0-9,12")
     parser.add_argument("--dry_run", action="store_true", help="print the job scripts, submit nothing")
     parser.add_argument("--wait", action="store_true", help="show progress until all jobs have ended")
+    parser.add_argument(
+        "--until_done",
+        action="store_true",
+        help="leave a small job on the cluster that sends again what fails, and at the end writes a report",
+    )
+    parser.add_argument(
+        "--max_rounds", type=int, default=5, help="of --until_done: how often it sends again (default 5)"
+    )
 
 
 def _retry_flags(parser: argparse.ArgumentParser) -> None:
@@ -332,6 +460,7 @@ def _retry_flags(parser: argparse.ArgumentParser) -> None:
         default=3,
         help="leave a shard that failed the same way so often (default 3)",
     )
+    parser.add_argument("--round", type=int, default=1, help=argparse.SUPPRESS)
 
 
 def _status_flags(parser: argparse.ArgumentParser) -> None:
@@ -363,7 +492,14 @@ PROGRAM = Program(
             run="slurm.report.command:report",
         ),
         "cancel": Command(
-            summary="cancel every job of this data set that waits or runs", add_flags=_folder_flag, run=cancel
+            summary="cancel every job of this data set that waits or runs",
+            add_flags=_cancel_flags,
+            run=cancel,
+        ),
+        "logs": Command(
+            summary="show the attempts at one shard and the ends of their logs",
+            add_flags=_logs_flags,
+            run=logs,
         ),
     },
 )

@@ -37,10 +37,6 @@ refuse() { echo "shardprep: node $node: $*" >&2; exit 2; }
 
 [[ -n ${SLURM_ARRAY_TASK_ID:-}${shardprep_what:-} ]] ||
   refuse "not a task of a job array, so no shard to make; type: sbatch --array=0-9 slurm/prep_array.sh O"
-((${SLURM_NTASKS:-1} == 1 && ${SLURM_JOB_NUM_NODES:-1} == 1)) ||
-  refuse "${SLURM_NTASKS:-1} tasks on ${SLURM_JOB_NUM_NODES:-1} nodes: each would make the same shard" \
-    "${SLURM_ARRAY_TASK_ID:-}; leave out --ntasks and --nodes, and use more array indices and --cpus-per-task"
-
 # The log moves by rename: the file stays the same, so what Slurm itself still writes (time limit, memory)
 # goes along. Another file system under logs/ would need a copy and lose that: then it stays where it is.
 task=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}_${SLURM_ARRAY_TASK_ID:-0}
@@ -55,24 +51,122 @@ if [[ $log -ef /proc/self/fd/1 ]]; then # else --output= was given: the user kno
   fi
 fi
 
+# A folder that is named has a plan; without one, the worker plans.
+place=(--output_dir /data/processed)
+if (($#)) && [[ $1 != -* ]]; then place=(--output_dir "$1" --planned); shift; fi
+[[ -n ${shardprep_what:-} ]] || shardprep_command=(--shard_id "$SLURM_ARRAY_TASK_ID" "${place[@]}")
+
+# The record of this attempt: a file of JSON lines in O/jobs/attempts, read by `slurm status`. It is opened
+# once, here, and removed by the worker that made everything: srun may end with 0 where its node failed. Nothing
+# of it may stop the work: what cannot be written is left.
+line="" record="" stage="set-up" killed_by="" stop_signal="" left_s="" log_start=0
+field() { # NAME VALUE: a number as it is, else a text, escaped
+  local value=${2//[[:cntrl:]]/?}
+  [[ -n $value ]] || return 0
+  [[ $value =~ ^(0|[1-9][0-9]{0,17})$ ]] || { value=${value//\\/\\\\} value=\"${value//\"/\\\"}\"; }
+  line+=",\"$1\":$value"
+}
+write_record() { printf '{"event":"%s"%s}\n' "$1" "$line" >&"$record" || true; } 2>/dev/null
+begin_record() {
+  local root=${shardprep_folder:-${place[1]}} facts plan="" mem=${SLURM_MEM_PER_NODE:-}
+  { read -rN 400 plan <"$root/plan.json" || true; } 2>/dev/null
+  [[ $plan =~ \"plan_id\":\ ?\"([0-9a-f]+)\" ]] || return 0
+  plan=${BASH_REMATCH[1]}
+  facts=$(stat -Lc '%i %s' "$root" /proc/$$/fd/1) || return 0
+  [[ $root = /* ]] || root=$PWD/$root
+  SHARDPREP_ATTEMPT=$root/jobs/attempts/$task.r${SLURM_RESTART_COUNT:-0}
+  { exec {record}>>"$SHARDPREP_ATTEMPT"; } 2>/dev/null ||
+    { mkdir -p "$root/jobs/attempts" && exec {record}>>"$SHARDPREP_ATTEMPT"; } 2>/dev/null ||
+    { record=""; unset SHARDPREP_ATTEMPT; return 0; }
+  log_start=${facts##* } line=""
+  [[ -n $mem || -z ${SLURM_MEM_PER_CPU:-} ]] || mem=$((SLURM_MEM_PER_CPU * ${SLURM_CPUS_PER_TASK:-1}))
+  field version 1
+  field by "${shardprep_by:-sbatch}"
+  field plan_id "$plan"
+  field identity "${facts%% *}"
+  [[ -n ${shardprep_verified:-} ]] || field shards "${shards:-${SLURM_ARRAY_TASK_ID:-}}"
+  field job_id "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}"
+  field index "${SLURM_ARRAY_TASK_ID:-0}"
+  field raw_job_id "$SLURM_JOB_ID"
+  field num_restarts "${SLURM_RESTART_COUNT:-0}"
+  field user "${SLURM_JOB_USER:-${USER:-}}"
+  field node "$node"
+  field time "$(printf '%(%s)T' -1)"
+  field num_cpus "${SLURM_CPUS_PER_TASK:-1}"
+  [[ $mem = 0 ]] || field mem_mb "$mem"
+  [[ ! -f /proc/$$/fd/1 ]] || field log "$(readlink /proc/$$/fd/1)"
+  write_record begin
+}
+# What the kernel counted for the whole job: peak memory, and how many processes it killed for memory.
+# shellcheck disable=SC2317
+read_cgroup() {
+  local kinds path root name value
+  while IFS=: read -r _ kinds path; do
+    [[ $path =~ ^(.*/job_[0-9]+) ]] || continue
+    root=/sys/fs/cgroup${BASH_REMATCH[1]}
+    [[ ,$kinds, != *,memory,* ]] || root=/sys/fs/cgroup/memory${BASH_REMATCH[1]}
+    [[ -z $kinds || ,$kinds, = *,memory,* ]] || continue
+    for name in memory.peak memory.max_usage_in_bytes; do
+      [[ ! -r $root/$name ]] || field peak_bytes "$(<"$root/$name")"
+    done
+    while read -r name value; do [[ $name != oom_kill || $value = 0 ]] || oom=1; done \
+      < <(cat "$root/memory.events" "$root/memory.oom_control" 2>/dev/null)
+  done </proc/self/cgroup
+}
+# shellcheck disable=SC2317
+end_record() {
+  local code=$1 oom="" words=""
+  set +e
+  [[ -n $record ]] || { ((code)) && begin_record; }  # the worker may have made the plan meanwhile
+  [[ -n $record ]] || return 0
+  line=""
+  field time "$(printf '%(%s)T' -1)"
+  field exit_code "$code"
+  field stage "$stage"
+  field killed_by "$killed_by"
+  field signal "$stop_signal"
+  stopped_at
+  field left_s "$left_s"
+  read_cgroup
+  # Slurm says in the log why it stopped a task, and what no cgroup counts. Later it may have forgotten both.
+  [[ ! -f /proc/$$/fd/1 ]] || words=$(tail -c "+$((log_start + 1))" /proc/$$/fd/1 2>/dev/null | tail -c 16384 | tr -d '\0')
+  [[ ! $words =~ oom[-_]kill|': Out Of Memory'|exceeded\ (job\ )?memory\ limit ]] || oom=1
+  case $words in
+    *"DUE TO TIME LIMIT"*) field stopped_by "time limit" ;;
+    *"DUE TO NODE FAILURE"* | *"srun: error: Node failure"*) field stopped_by "node failure" ;;
+    *"DUE TO PREEMPTION"*) field stopped_by preemption ;;
+    *"*** JOB "*" CANCELLED AT"*) field stopped_by cancel ;;
+    *"*** STEP "*" CANCELLED AT"*) field stopped_by "cancelled step" ;;
+  esac
+  field oom "$oom"
+  write_record end
+}
+# shellcheck disable=SC2317
+stopped_at() { # how long it was until the time limit, when this was told to stop first
+  [[ -n $left_s || -z ${SLURM_JOB_END_TIME:-} ]] || left_s=$((SLURM_JOB_END_TIME - $(printf '%(%s)T' -1)))
+  [[ $left_s != -* ]] || left_s=0
+}
+trap 'end_record $?' EXIT
+begin_record
+((${SLURM_NTASKS:-1} == 1 && ${SLURM_JOB_NUM_NODES:-1} == 1)) ||
+  refuse "${SLURM_NTASKS:-1} tasks on ${SLURM_JOB_NUM_NODES:-1} nodes: each would make the same shard" \
+    "${SLURM_ARRAY_TASK_ID:-}; leave out --ntasks and --nodes, and use more array indices and --cpus-per-task"
+
+
 # Signals. On scancel, preemption and time limit Slurm itself sends the worker TERM; `--signal=B:` reaches
 # this shell alone. Either way the worker is told by USR1, the one that srun passes on: given TERM, srun
 # kills the task at once, and its temporary file would stay.
 srun_pid="" num_signals=0 what=${shardprep_what:-shard ${SLURM_ARRAY_TASK_ID:-}}
 # shellcheck disable=SC2317  # the traps call it
 pass_on() {
-  num_signals=$((num_signals + 1))
+  num_signals=$((num_signals + 1)) stop_signal=$1
+  stopped_at
   echo "shardprep: node $node: $1, telling $what to stop" >&2
   [[ -n $srun_pid ]] || exit 75
   kill -USR1 "$srun_pid" 2>/dev/null || true
 }
 trap 'pass_on TERM' TERM
 trap 'pass_on USR1' USR1
-
-# A folder that is named has a plan; without one, the worker plans.
-place=(--output_dir /data/processed)
-if (($#)) && [[ $1 != -* ]]; then place=(--output_dir "$1" --planned); shift; fi
-[[ -n ${shardprep_what:-} ]] || shardprep_command=(--shard_id "$SLURM_ARRAY_TASK_ID" "${place[@]}")
 
 # A function hides this script's arguments from the file; few such files bear -eu.
 source_setup() {
@@ -84,6 +178,8 @@ source_setup() {
   set -euo pipefail
 }
 [[ -z ${SHARDPREP_SETUP:-} ]] || source_setup
+trap 'end_record $?' EXIT # the file may have set another one
+stage=start
 read -ra srun_args <<<"${SHARDPREP_SRUN_ARGS:-}"
 read -ra container <<<"${SHARDPREP_EXEC:-}"
 
@@ -131,22 +227,24 @@ os.execv(sys.executable, [sys.executable, "-c", run] + sys.argv[1:])'
 unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}" "${!SLURM_STEP@}" SLURM_DISTRIBUTION SLURM_EXACT SLURM_OVERLAP
 [[ -z ${SLURM_MEM_PER_CPU:-} || -z ${SLURM_MEM_PER_NODE:-} ]] || unset SLURM_MEM_PER_CPU SLURM_MEM_PER_NODE
 
+[[ -z $record ]] || export SHARDPREP_ATTEMPT # behind the set-up: only the worker may remove it
 # srun does not inherit --cpus-per-task. --export=ALL: also after `sbatch --export=NONE`.
 srun --ntasks=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL ${srun_args[@]+"${srun_args[@]}"} \
   ${container[@]+"${container[@]}"} sh -c "$launch" sh "${SHARDPREP_PYTHON:-}" "$check" \
   "${shardprep_command[@]}" "$@" &
-srun_pid=$!
+srun_pid=$! stage=work
 
 # A trapped signal ends `wait` before its time; only a wait that none ended has the worker's exit code.
 until seen=$num_signals rc=0; wait "$srun_pid" || rc=$?; ((num_signals == seen)); do :; done
 if ((rc == 255)); then # the worker has no such code
   echo "shardprep: node $node: $what did not start: srun failed, its words are above" >&2
-  rc=75
+  rc=75 stage=start
 fi
 # Above 128 a signal killed it, and Slurm mangles such codes. Whatever it had not finished does not count.
 ((rc < 128)) || {
   why="by signal $((rc - 128)) (9 is often memory: try a larger --mem)"
   ((num_signals == 0)) || why="before it could clean up"
+  ((num_signals)) || killed_by=$((rc - 128))
   echo "shardprep: node $node: $what was killed $why; the same sbatch line makes it again" >&2
   rc=75
 }

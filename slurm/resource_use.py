@@ -10,9 +10,9 @@ from typing import Any
 
 from preprocess.plan.plan_file import Plan
 from shardprep.format.shard_making import ShardMaking
-from slurm.dataset_state import DatasetState
-from slurm.job_records import Submission
 from slurm.site import PartitionLimits
+from slurm.state import DatasetState
+from slurm.submissions import Submission
 
 _PROCESS_GB = 1.0  # a worker has 0.4 GB with Llama 3's vocabulary; the rest is for what nobody foresaw
 _SPARE = 1.25  # of memory
@@ -22,34 +22,34 @@ _MOST_CPUS = 64  # of a task, unless somebody asks for more
 
 
 def resource_use(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
-    """What the newest submission used of what it asked for, and what to ask for next time.
+    """What the newest submission used of what it asked for, by the manifests, and what to ask for next time.
 
-    Memory is the largest that the accounts saw of a task; without them, or where their samples (30 s
-    apart by default) missed it, the largest process's by its manifest, times the processes of a task.
+    Memory is the largest process's: a task of several processes needs more, how much nobody measured. It is
+    compared with what was asked for only where a task is one process.
     """
     if not state.submissions or not made:
         return {}
-    array = state.submissions[-1].arrays[0]
+    submission = state.submissions[-1]
+    array = submission.arrays[0]
     cpu = _cpu_share(made)
-    seen = [attempt.max_rss_bytes for attempts in state.task_attempts.values() for attempt in attempts]
     num_cpus = array.request.num_cpus or max(each.num_cpus for each in made)
     shards_per_task = max(len(ids) for ids in array.shards_of_tasks())
-    own = max(each.max_rss_bytes for each in made)
-    rss = max(seen, default=0)
-    rss = rss if rss >= own else own * min(num_cpus, shards_per_task)
+    rss = max(each.max_rss_bytes for each in made)
+    num_processes = min(num_cpus, shards_per_task)
     longest_s = max(each.wall_s for each in made)
-    longest_task_s = max(longest_s, _longest_task_s(state, made))
+    task_s = max(longest_s, longest_task_s(submission, made))
     return {
         "cpu": round(cpu, 2),
         "max_rss_mb": math.ceil(rss / 2**20),
-        "mem_mb": array.mem_mb,
+        "num_processes": num_processes,
+        "mem_mb": array.mem_mb if num_processes == 1 else None,
         "longest_shard_s": round(longest_s, 1),
-        "longest_task_s": round(longest_task_s, 1),
+        "longest_task_s": round(task_s, 1),
         "time_min": array.time_min,
         "next_time": {
             "cpus_per_task": _fewer(num_cpus, cpu),
-            "mem_gb": _quarters(rss / 2**30 * _SPARE),
-            "time_min": _minutes(longest_task_s),
+            "mem_gb": _quarters(rss * num_processes / 2**30 * _SPARE),
+            "time_min": _minutes(task_s),
         },
     }
 
@@ -58,23 +58,6 @@ def _cpu_share(made: Sequence[ShardMaking]) -> float:
     """Of the CPU time that the shards' processes could have used."""
     timed = [each for each in made if each.wall_s > 0]
     return sum(each.cpu_s for each in timed) / max(sum(each.wall_s * each.num_cpus for each in timed), 1e-3)
-
-
-def _longest_task_s(state: DatasetState, made: Sequence[ShardMaking]) -> float:
-    """The longest time of one task of the newest submission: Slurm's, or from its first to its last shard.
-
-    Slurm counts the start of the task, too, and against its time limit.
-    """
-    submission = state.submissions[-1]
-    job_ids = {array.job_id for array in submission.arrays}
-    elapsed = [
-        float(each.elapsed_s)
-        for (number, job_id, _), attempts in state.task_attempts.items()
-        if number == submission.number and job_id in job_ids
-        for each in attempts
-        if each.state == "COMPLETED"
-    ]
-    return max([longest_task_s(submission, made), *elapsed])
 
 
 def longest_task_s(submission: Submission, made: Sequence[ShardMaking]) -> float:
@@ -91,18 +74,16 @@ def longest_task_s(submission: Submission, made: Sequence[ShardMaking]) -> float
 
 
 def core_hours(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, float | None]:
-    """What all attempts had, and those of them that failed; without accounts what made the shards."""
-    ended = [
-        (each.elapsed_s * each.num_cpus / 3600, each.state == "COMPLETED")
-        for attempts in state.task_attempts.values()
-        for each in attempts
-        if each.num_cpus and not each.is_live
+    """Of the shards that are done, by their manifests, and of the failed attempts, by their records.
+
+    The start of a task is in neither: Slurm's accounts say more.
+    """
+    used = sum(each.wall_s * each.num_cpus for each in made) / 3600
+    spans = [
+        (each.ended - each.began, each.num_cpus) for each in state.attempts.own if each.ended is not None
     ]
-    if not ended:
-        used = sum(each.wall_s * each.num_cpus for each in made) / 3600
-        return {"used": round(used, 4), "failed": None}
-    failed = sum(hours for hours, is_completed in ended if not is_completed)
-    return {"used": round(sum(hours for hours, _ in ended), 4), "failed": round(failed, 4)}
+    failed = sum(seconds * (num_cpus or 0) for seconds, num_cpus in spans) / 3600
+    return {"used": round(used + failed, 4), "failed": round(failed, 4) if spans else None}
 
 
 def asked_for(state: DatasetState) -> dict[str, dict[str, Any]]:

@@ -8,18 +8,18 @@ on, so no later file can change what a waiting task will do.
 
 from __future__ import annotations
 
-import hashlib
-import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from preprocess.attempts import folder_identity
 from shardprep.errors import UsageError
 from slurm.commands import REQUEST_VARIABLES
 from slurm.request import JobRequest
 
 JOB_NAME = "shardprep"
+CONTROLLER_SUFFIX = "-control"
 LOG_FOLDER = "logs"  # in O/jobs
 _SETTINGS = (
     "SHARDPREP_PYTHON",
@@ -40,16 +40,37 @@ def prep_script() -> str:
 def job_name(folder: Path, plan_id: str, number: int) -> str:
     """What the jobs of a data set's submission of this number are called, and nothing else is.
 
-    It has the plan's id, the folder (a copy of the data set has the same plan) and the number.
+    It has the plan's id, the folder's identity (a copy of the data set has the same plan) and the number.
     """
-    place = hashlib.sha256(os.fsencode(folder)).hexdigest()[:6]
-    return f"{JOB_NAME}-{plan_id[:12]}-{place}-{number}"
+    return f"{names_begin(folder, plan_id)}{number}"
+
+
+def names_begin(folder: Path, plan_id: str) -> str:
+    """What the names of all jobs of a data set begin with."""
+    return f"{JOB_NAME}-{plan_id[:12]}-{folder_identity(folder):x}-"
 
 
 def job_names(folder: Path, plan_id: str, number: int) -> tuple[str, str]:
     """Of a submission's arrays, and of its verify job."""
     name = job_name(folder, plan_id, number)
     return name, f"{name}-verify"
+
+
+def controller_name(folder: Path, plan_id: str, number: int) -> str:
+    """Of the job that sends again what a submission did not make."""
+    return f"{job_name(folder, plan_id, number)}{CONTROLLER_SUFFIX}"
+
+
+def controller_script(folder: Path, name: str, command: str, request: JobRequest) -> str:
+    """The script of a job that runs ``command``, which needs Slurm's commands: in no container."""
+    small = request.changed(cpus_per_task=1, mem_gb=1.0, mem_per_cpu_gb=None, max_parallel=1)
+    options = [f"--job-name={name}", f"--output={_log_pattern(folder, 'control-%j')}"]
+    options += small.sbatch_options()
+    lines = ["#!/bin/bash", *(f"#SBATCH {_quoted(option)}" for option in options)]
+    if request.setup:
+        lines.append(f"source {shlex.quote(request.setup)}")
+    root = Path(__file__).resolve().parents[1]
+    return "\n".join([*lines, f"cd {shlex.quote(str(root))}", f"exec {command}", ""])
 
 
 def array_script(
@@ -73,6 +94,7 @@ def array_script(
     ]
     place, flags = shlex.quote(str(folder)), shlex.join(shlex.split(request.worker_args))
     head = [
+        f"shardprep_folder={place} shardprep_by=submit",
         f"shards_of=({' '.join(tasks)})",
         "shards=${shards_of[${SLURM_ARRAY_TASK_ID:-0}]}",
         'if [[ $shards = *[-,]* ]]; then shardprep_what="shards $shards"',
@@ -102,7 +124,8 @@ def verify_script(
     """
     small = request.changed(cpus_per_task=min(4, request.num_cpus or 4), max_parallel=1)
     options = [f"--job-name={name}", f"--output={_log_pattern(folder, 'verify-%j')}"]
-    head = ["shardprep_what=verify", f"shardprep_command=(verify {shlex.quote(str(folder))})"]
+    head = [f"shardprep_folder={shlex.quote(str(folder))} shardprep_by=submit"]
+    head += ["shardprep_what=verify", f"shardprep_command=(verify {shlex.quote(str(folder))})"]
     head.append(f"shardprep_verified={shlex.quote(f'{num_shards} shards of {folder}')}")
     if request.notify:
         head.append(f"shardprep_notify={shlex.quote(request.notify)}")

@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import lustre
+from preprocess.attempts import folder_identity
+from preprocess.done_shards import find_made_shards
 from preprocess.plan.cost_estimate import estimate_of
 from shardprep.console import counted
 from shardprep.errors import CannotWrite, ShardprepError
 from shardprep.files import publish_bytes
-from shardprep.format.names import id_ranges, manifest_path
+from shardprep.format.names import id_ranges
 from slurm.commands import (
     SlurmAway,
     SlurmRefused,
@@ -35,8 +37,6 @@ from slurm.commands import (
     slurm_answer,
     slurm_output,
 )
-from slurm.dataset_state import DatasetState, done_shards, find_state
-from slurm.job_records import JOBS_FOLDER, JobArray, Submission, publish_submission
 from slurm.request import JobRequest
 from slurm.resource_use import advice_of_makings, advice_of_plan, within
 from slurm.script import (
@@ -56,7 +56,8 @@ from slurm.site import (
     find_partition_limits,
     tasks_of_shards,
 )
-from slurm.status_report import read_makings
+from slurm.state import DatasetState, find_state
+from slurm.submissions import JOBS_FOLDER, JobArray, Submission, publish_submission
 
 _RELEASE_DELAYS_S = (2, 5, 15)  # a controller that restarts is back in seconds
 Group = tuple[JobRequest, list[int]]  # shards that are asked for in the same way
@@ -136,7 +137,6 @@ def prepare(
     *,
     sources: Mapping[str, str] | None = None,
     dry_run: bool = False,
-    broken: Sequence[int] = (),
 ) -> Sending:
     """Preflight of every group against the site. Writes and submits nothing."""
     if_away = _warn(say) if dry_run else None
@@ -166,7 +166,6 @@ def prepare(
         verify=verify,
         cluster=cluster,
         sources=dict(sources or {}),
-        broken=list(broken),
     )
 
 
@@ -183,9 +182,9 @@ def advised(
     ``has_cpus``: the request's CPUs were given; memory and time are then what a task of these needs.
     """
     plan = check_folder(folder, request, say)
-    done = done_shards(folder, plan)
+    made = find_made_shards(folder, plan).done
     limits = _limits(request, _warn(say))
-    num_left = plan.num_shards - len(done)
+    num_left = plan.num_shards - len(made)
     most = limits.max_tasks if limits else num_left
     partition = find_partition_limits(request) if limits else None
     num_cpus = None
@@ -194,8 +193,8 @@ def advised(
         if request.num_cpus is None:  # a whole node, which makes a shard on each of its CPUs
             shards_per_task = shards_per_task or num_cpus
     per_task = max(shards_per_task or 1, -(-num_left // max(1, most)), 1)
-    if made := read_makings(folder, sorted(done)):
-        advice = advice_of_makings(made, per_task, num_cpus, partition)
+    if made:
+        advice = advice_of_makings(list(made.values()), per_task, num_cpus, partition)
         return within(advice, partition), f"auto: {counted(len(made), 'finished shard')}"
     try:
         advice = advice_of_plan(plan, folder, per_task, num_cpus, partition)
@@ -276,7 +275,6 @@ class Sending:
     verify: str  # script of the verify job
     cluster: str
     sources: dict[str, str] = field(default_factory=dict)  # of the request's values
-    broken: list[int] = field(default_factory=list)  # shards that count as done but are wrong: made anew
 
     @property
     def scripts(self) -> list[str]:
@@ -304,8 +302,6 @@ class Sending:
                     slurm_output("scancel", *job_ids)
             raise
         _keep_scripts(folder, submission, self.scripts)
-        for shard_id in self.broken:  # without its manifest a shard is not done
-            manifest_path(folder, shard_id).unlink(missing_ok=True)
         _release(job_ids)
         return submission
 
@@ -316,7 +312,7 @@ class Sending:
         here = [f"--clusters={self.cluster}"] if self.cluster and is_federated() else []
         arrays = []
         for array in self.arrays:
-            job_ids.append(_submit_held(array.script, job_ids, *here))
+            job_ids.append(submit_script(array.script, "--hold", *here, known=job_ids))
             shown = _show(job_ids[-1])
             arrays.append(
                 JobArray(
@@ -333,7 +329,7 @@ class Sending:
         live = self.state.live_jobs().get(self.cluster, [])
         queued = [job_id for job_id in live if job_id not in verify_ids]
         after = f"--dependency=afterany:{':'.join([*job_ids, *queued])}"
-        job_ids.append(_submit_held(self.verify, job_ids, *here, after))
+        job_ids.append(submit_script(self.verify, "--hold", *here, after, known=job_ids))
         shown = _show(job_ids[-1])
         return Submission(
             number=self.state.next_number,
@@ -346,6 +342,7 @@ class Sending:
             verify_name=shown.name,
             verify_submit_time=shown.submit_time,
             sources=self.sources,
+            identity=folder_identity(self.state.folder),
         )
 
 
@@ -380,14 +377,14 @@ def _release(job_ids: Sequence[str]) -> None:
             return
 
 
-def _submit_held(script: str, known: Sequence[str], *options: str) -> str:
-    """The id of a job that waits for its release; ``known``: the ids of this submission's other jobs.
+def submit_script(script: str, *options: str, known: Sequence[str] = ()) -> str:
+    """Return the id of a new job; ``known``: the ids of this submission's other jobs.
 
     A site's sbatch may print a banner, so the id is looked for on the last line. Where it is not there, or no
     answer came, a job that Slurm took all the same is found by its name and cancelled.
     """
     try:
-        said = slurm_output("sbatch", "--parsable", "--hold", *options, text=script)
+        said = slurm_output("sbatch", "--parsable", *options, text=script)
         last = (said.split("\n") if (said := said.strip()) else [""])[-1].strip()
         if found := re.fullmatch(r"([0-9]{1,10})(?:;\S+)?", last):  # ID, or ID;CLUSTER
             return found[1]
@@ -398,7 +395,7 @@ def _submit_held(script: str, known: Sequence[str], *options: str) -> str:
 
 
 def _cancel_by_name(script: str, known: Sequence[str]) -> str:
-    """Cancel this user's held job of the script's name, and say what was done."""
+    """Cancel this user's waiting job of the script's name, and say what was done."""
     name = re.findall(r"^#SBATCH --job-name=(.*)$", script, re.MULTILINE)[0]
     user = getpass.getuser()
     try:

@@ -32,9 +32,9 @@ from slurm.commands import (
     slurm_answer,
     slurm_output,
 )
-from slurm.job_records import JOBS_FOLDER
 from slurm.request import JobRequest
 from slurm.script import LOG_FOLDER
+from slurm.submissions import JOBS_FOLDER
 
 _NODES_AWAY = re.compile("drain|down|maint|fail|reboot|unk|power|reserved", re.IGNORECASE)
 

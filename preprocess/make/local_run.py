@@ -1,7 +1,7 @@
 """The missing shards of a plan on this machine, several processes at once.
 
-Each process loads the tokenizer once and is given one shard after the other. A failure is told in a line for
-people and, within a job of Slurm's, in a line for ``slurm status``; the other shards go on.
+Each process loads the tokenizer once and is given one shard after the other. A failure is printed, and
+written into the attempt's record for ``status``; the other shards go on.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from preprocess.attempts import Failure, append_failure
 from preprocess.make.task_log import engine_line, part_line, speed_line
 from preprocess.make.worker import Work, Worker, load_worker
 from preprocess.options import WorkerSettings
 from preprocess.plan.plan_file import need_plan
 from preprocess.resources import bind_to
 from shardprep.console import Progress, guard_streams
-from shardprep.errors import Failure, ReadWriteError, ShardprepError, Stopped, failure_line
+from shardprep.errors import ReadWriteError, ShardprepError, Stopped
 from shardprep.signals import die_with_parent, raise_on_stop_signals, stop_signals_wait
 
 _SPAWN = multiprocessing.get_context("spawn")  # a fork would copy the tokenizer's threads half-alive
@@ -139,8 +140,7 @@ def run_shards(
 
 def _tell_failure(failure: Failure, progress: Progress) -> None:
     progress.say(f"shard {failure.shard_id:05d} failed ({failure.exit_code}): {failure.reason}")
-    if "SLURM_JOB_ID" in os.environ:  # its log is read by ``slurm status``
-        progress.say(failure_line(failure.shard_id, failure.exit_code, failure.reason))
+    append_failure(failure)
 
 
 def _receive(process: _Process) -> Work | Note | Done | Failure:

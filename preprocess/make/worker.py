@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import preprocess
+from preprocess.done_shards import read_findings
 from preprocess.formats.chat import ROLES, check_chat_versions
 from preprocess.formats.documents import load_libraries, read_documents
 from preprocess.formats.format import DocumentBatch, Reading, reading_of
@@ -279,6 +280,8 @@ def load_worker(
 def done_manifest(plan: Plan, folder: Path, shard_id: int) -> Manifest | None:
     """The manifest of a shard that is done, else None. Raises where another plan's shard is in the way."""
     manifest = _manifest_if_done(plan, folder, shard_id)
+    if manifest is not None and shard_id in read_findings(folder, plan.plan_id):
+        return None
     if manifest is not None:
         _remove_leftovers(folder, [shard_id])
     return manifest
@@ -289,7 +292,11 @@ def missing_shards(plan: Plan, folder: Path, shard_ids: Iterable[int]) -> list[i
 
     Raises as ``done_manifest`` does.
     """
-    is_done = {number: _manifest_if_done(plan, folder, number) is not None for number in shard_ids}
+    wrong = read_findings(folder, plan.plan_id)
+    is_done = {
+        number: number not in wrong and _manifest_if_done(plan, folder, number) is not None
+        for number in shard_ids
+    }
     if any(is_done.values()):
         _remove_leftovers(folder, [number for number, done in is_done.items() if done])
     return [number for number, done in is_done.items() if not done]

@@ -6,11 +6,12 @@ import argparse
 import json
 from pathlib import Path
 
+from preprocess.done_shards import read_findings
 from preprocess.plan.plan_file import need_plan
 from shardprep.console import Progress, print_lines, say
 from shardprep.errors import UsageError
 from shardprep.files import publish_bytes
-from slurm.dataset_state import done_shards
+from shardprep.format.manifest import manifest_ids
 from slurm.report.report_data import report_data, sum_manifests
 from slurm.report.words import LANGUAGES, Words
 
@@ -47,9 +48,10 @@ def report(args: argparse.Namespace) -> int:
         raise UsageError(f"--num_examples is {args.num_examples}, expected 0 to {_MAX_EXAMPLES}")
     folder = args.output_dir.absolute()
     plan = need_plan(folder)
-    done = sorted(done_shards(folder, plan))
-    with Progress("reading manifests", len(done), unit="manifests") as progress:
-        sums = sum_manifests(folder, plan.plan_id, done, progress.add)
+    wrong = read_findings(folder, plan.plan_id)
+    made = [each for each in manifest_ids(folder) if each < plan.num_shards and each not in wrong]
+    with Progress("reading manifests", len(made), unit="manifests") as progress:
+        sums = sum_manifests(folder, plan.plan_id, made, progress.add)
     data = report_data(folder, plan, sums, num_examples=args.num_examples)
     if args.json:
         lines = [json.dumps(data)]

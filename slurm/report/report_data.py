@@ -1,4 +1,8 @@
-"""Everything that a report says, as plain data: what ``--json`` prints, and page and text show.
+"""What was submitted to Slurm, what tasks used of what they asked for, and what was sent again and why.
+
+The report asks ``attempts_of`` alone; nothing else of it reads records of submissions, logs, or Slurm.
+
+Everything that a report says, as plain data: what ``--json`` prints, and page and text show.
 
 docs/report_json.md describes it. Each manifest is read once, and no shard: 10,000 take about 5 s of CPU.
 """
@@ -9,6 +13,7 @@ import dataclasses
 import datetime
 import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -23,25 +28,104 @@ from typing import Any
 import numpy as np
 
 import shardprep
+from preprocess.done_shards import MadeShards, read_findings
 from preprocess.options import PrepConfig, flags_of
 from preprocess.plan.plan_file import Plan, is_one_file_a_shard
 from shardprep.console import printable
 from shardprep.errors import BrokenShard, ReadWriteError, ShardprepError
-from shardprep.files import (
-    NOT_THERE,
-    close_read,
-    names_in,
-    open_regular,
-    read_beginning,
-    size_of_file,
-)
+from shardprep.files import close_read, names_in, open_regular, read_beginning, size_of_file
 from shardprep.format.checked_json import Fields
 from shardprep.format.input_formats import input_kind
 from shardprep.format.manifest import COLUMNS, DatasetIndex, ShardCounts, read_index, read_osts
-from shardprep.format.names import INDEX_NAME, id_ranges, quarantine_path, shard_name
+from shardprep.format.names import (
+    INDEX_NAME,
+    id_ranges,
+    ids_of_ranges,
+    idx_path,
+    quarantine_path,
+    shard_name,
+    tar_path,
+)
 from shardprep.format.shard_making import ShardMaking, making_of, read_unchecked
-from slurm.report.attempts import attempts_of
-from slurm.status_report import slow_shards
+from slurm.resource_use import longest_task_s
+from slurm.state import DatasetState, find_state
+from slurm.status import report as status_of
+from slurm.status import slow_shards
+from slurm.submissions import Submission, read_events
+
+
+def attempts_of(folder: Path, plan: Plan, made: Sequence[ShardMaking]) -> dict[str, dict[str, Any]]:
+    """The report's ``attempts`` and, of its ``use``, what the manifests do not say."""
+    done = {each.shard_id: each for each in made}
+    wrong = read_findings(folder, plan.plan_id)
+    known = MadeShards(done=done, tar_bytes={}, wrong=wrong, other_plan=[], broken={})
+    state = find_state(folder, plan, if_away=lambda _: None, made=known)
+    status = status_of(state)
+    return {
+        "attempts": {
+            "submissions": [_submission(state, submission, made) for submission in state.submissions],
+            "retried": _retried_shards(state),
+            "restarts": status["restarts"],
+            "failed": status["causes"],
+            "failed_tasks_of_nodes": _failed_tasks_of_nodes(state),
+            "slurm_away": status["slurm_away"] if status["has_jobs"] else "",
+        },
+        "use": {"core_hours": status["core_hours"], "newest_submission": status["efficiency"]},
+    }
+
+
+def _submission(state: DatasetState, submission: Submission, made: Sequence[ShardMaking]) -> dict[str, Any]:
+    """What it asked for and what its tasks used; of its free text (setup, arguments) nothing.
+
+    A retry may ask for other memory and time in each of its arrays: the most of them is told.
+    """
+    tasks = [shards for array in submission.arrays for shards in array.shards_of_tasks()]
+    request = submission.arrays[0].request
+    failed = [
+        each for each in state.attempts.own if each.job_id in {array.job_id for array in submission.arrays}
+    ]
+    peaks = [each.peak_bytes for each in failed if each.peak_bytes]
+    seen = max([each.max_rss_bytes for each in made if submission.made(each)] + peaks, default=0)
+    return {
+        "number": submission.number,
+        "submitted": submission.submitted,
+        "num_tasks": len(tasks),
+        "num_shards": sum(map(len, tasks)),
+        "job_ids": [array.job_id for array in submission.arrays],
+        "partition": request.partition,
+        "cpus_per_task": request.cpus_per_task,
+        "mem_mb": _most([array.mem_mb for array in submission.arrays]),
+        "time_min": _most([array.time_min for array in submission.arrays]),
+        "num_failed_tasks": sum(each.ended is not None for each in failed),
+        "max_rss_mb": math.ceil(seen / 2**20) if seen else None,
+        "longest_task_s": longest_task_s(submission, made) or None,
+    }
+
+
+def _most(values: Sequence[int | None]) -> int | None:
+    """The largest; None, which is no limit, where one of them is None."""
+    numbers = [value for value in values if value]
+    return max(numbers) if len(numbers) == len(values) else None
+
+
+def _failed_tasks_of_nodes(state: DatasetState) -> dict[str, int]:
+    """Node -> attempts on it that ended and left shards unmade."""
+    return Counter(each.node for each in state.attempts.own if each.ended is not None and each.node)
+
+
+def _retried_shards(state: DatasetState) -> list[dict[str, Any]]:
+    """By cause, the most frequent first: the shards that were sent again after an attempt that ended so."""
+    shards: dict[str, set[int]] = {}
+    nodes: dict[str, Counter[str]] = {}
+    for event in read_events(state.folder):
+        for cause, found in event.get("causes", {}).items():
+            shards.setdefault(cause, set()).update(ids_of_ranges(found["shards"]))
+            nodes.setdefault(cause, Counter()).update(found["nodes"])
+    return [
+        {"cause": cause, "num_shards": len(ids), "shards": id_ranges(ids), "nodes": dict(nodes[cause])}
+        for cause, ids in sorted(shards.items(), key=lambda item: (-len(item[1]), item[0]))
+    ]
+
 
 REPORT_VERSION = 1  # it grows where a field goes or changes its meaning, not where one is added
 MAX_NODES = 40  # that are shown over time
@@ -105,14 +189,17 @@ def sum_manifests(
 
 
 def _read_manifest(folder: Path, shard_id: int) -> tuple[ShardMaking, int, dict[str, Any]] | None:
-    """How a shard was made, the bytes of its tar, and what ``totals`` adds up."""
+    """How a shard was made, the bytes of its tar, and what ``totals`` adds up; None where it is not done."""
     try:
         fields = read_unchecked(folder, shard_id)
         parts = {name: fields.mapping(name) for name in ("run", "counts", "spec")}
         making = making_of(shard_id, Fields(fields.path, parts))
         counts = ShardCounts.from_json(Fields(fields.path, parts["counts"], "counts."))
         tar, idx = fields.stamp("tar"), fields.stamp("idx")
-    except (*NOT_THERE, BrokenShard, ReadWriteError):
+        for path, stamp in ((tar_path(folder, shard_id), tar), (idx_path(folder, shard_id), idx)):
+            if os.stat(path).st_size != stamp.num_bytes:  # noqa: PTH116 - of 10^5 files, half the time
+                return None
+    except (OSError, BrokenShard, ReadWriteError):
         return None
     run = parts["run"]
     numbers = {
@@ -198,7 +285,7 @@ def _data(folder: Path, plan: Plan, sums: ManifestSums, index: DatasetIndex | No
         "not_read": id_ranges(sums.not_read),
         "other_plan": id_ranges(sums.other_plan),
         "without_manifest": id_ranges(without_manifest),
-        "verified": index is not None,
+        "verified": index is not None and not read_findings(folder, plan.plan_id),
         "index": None if index is None else {name: int(index.column(name).sum()) for name in COLUMNS},
         "has_index_alone": index is not None and 0 < len(without_manifest) == len(missing),
         "record": plan.options.record,

@@ -138,7 +138,7 @@ KOREAN = {
     "{number} CPU|{number} CPUs": "CPU {number}개",
     "a whole node": "노드 전체",
     "next time ask for": "다음에 요청할 값",
-    "Nothing was submitted to Slurm from this folder.": "이 폴더에서 Slurm에 제출한 기록이 없습니다.",
+    "No submission is recorded, so there is nothing to compare with.": "제출 기록이 없어 비교할 값이 없습니다.",
 
     "Lustre storage targets (OSTs)": "Lustre 저장 대상(OST)",
     "OSTs that hold the beginning of a tar: {number}; the fullest come first.": "tar의 첫 부분이 있는 OST: {number}개. 가장 많이 찬 것부터 보입니다.",

@@ -29,7 +29,7 @@ from shardprep.errors import BrokenShard
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.idx import read_idx
 from shardprep.format.manifest import read_index, read_manifest, read_osts
-from slurm.job_records import read_submissions
+from slurm.submissions import read_submissions
 from tests.faults.bad_json import with_its_hash
 from tests.faults.json_spans import spans
 from tests.loader.test_tar_headers import altered, found_by_tarfile, found_in, some_tar

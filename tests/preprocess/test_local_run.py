@@ -114,8 +114,8 @@ def test_a_shard_that_fails_does_not_stop_the_others(prep: Prep, sample_dir: Pat
     assert "shard 00001 failed (65): " in ended.text
     assert "shard 00002 failed (66): " in ended.text
     assert "4 of 6 shards made by 2 process(es)" in ended.text
-    again = f"failed: 1-2; run again: shardprep run {tmp_path / 'data'} --shards 1-2"
-    assert again in ended.text
+    again = "failed: 1-2; the same input fails in the same way: do what the lines above say, then: "
+    assert f"{again}shardprep run {tmp_path / 'data'} --shards 1-2" in ended.text
     assert prep.temporaries(tmp_path / "data") == []
 
 

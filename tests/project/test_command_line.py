@@ -25,7 +25,8 @@ from shardprep.command_line import Command, Program, given_of, parse_size
 from shardprep.errors import UsageError
 
 if TYPE_CHECKING:
-    from tests.conftest import Prep
+    pass
+from tests.conftest import Prep
 
 
 def test_dashes_and_underscores_in_a_flag_are_the_same() -> None:

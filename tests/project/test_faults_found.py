@@ -20,10 +20,9 @@ from preprocess.plan.plan_file import need_plan
 from preprocess.plan.tokenizer import read_files, resolve_tokenizer
 from shardprep.errors import BrokenShard, CannotWrite, NotFound, ReadWriteError
 from shardprep.format.names import INDEX_NAME
-from slurm.dataset_state import find_state
 from slurm.request import JobRequest
 from slurm.site import check_folder
-from slurm.status_report import report
+from slurm.state import find_state
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -94,13 +93,14 @@ def test_a_broken_list_of_an_exports_files_is_named(tmp_path: Path, content: str
 
 
 @pytest.mark.processes
-def test_status_that_cannot_look_at_the_index_says_so(
-    prep: Prep, planned_dir: Path, stale: Callable[..., None]
+def test_status_that_cannot_read_the_index_says_so(
+    prep: Prep, sample_dir: Path, tmp_path: Path, stale: Callable[..., None]
 ) -> None:
-    state = find_state(planned_dir, need_plan(planned_dir), if_away=lambda _: None)
-    stale("stat", INDEX_NAME)
+    prep.plan(sample_dir, tmp_path / "O", num_shards=1)
+    prep.make(tmp_path / "O", 0)
+    stale("open", INDEX_NAME)
     with pytest.raises(ReadWriteError, match="cannot be read: Stale file handle"):
-        report(state, [])
+        find_state(tmp_path / "O", need_plan(tmp_path / "O"), if_away=lambda _: None)
 
 
 @pytest.mark.parametrize("number", range(1, 9))

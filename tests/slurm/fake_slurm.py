@@ -9,6 +9,7 @@ print them like the older one.
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -19,9 +20,10 @@ from typing import Any
 
 import pytest
 
-from slurm.job_records import JobArray, Submission
-from slurm.job_records import publish_submission as publish
+from shardprep.format.names import shard_name
 from slurm.request import JobRequest
+from slurm.submissions import JobArray, Submission
+from slurm.submissions import publish_submission as publish
 from tests.children import run_child
 
 NAME = "shardprep-0123456789ab-3f2a91-0"
@@ -147,5 +149,44 @@ def submission(**changes: Any) -> Submission:
 
 
 def submitted(data: Path, **changes: Any) -> None:
-    (data / "jobs").mkdir()
+    (data / "jobs").mkdir(exist_ok=True)
     publish(data, submission(**changes))
+
+
+def make_done(data: Path, *shard_ids: int, job_id: str = "", **run: Any) -> None:
+    """Files of shards as far as ``status`` looks at them: manifest, and an empty tar and idx."""
+    plan_id = json.loads((data / "plan.json").read_text())["plan_id"]
+    stamp = {"num_bytes": 0, "sha256": "0" * 64}
+    for shard_id in shard_ids:
+        facts = {"host": "n1", "began": 1.0, "wall_s": 1.0, "cpu_s": 1.0, "num_cpus": 1, "max_rss_bytes": 1}
+        facts |= {"slurm": {"SLURM_ARRAY_JOB_ID": job_id} if job_id else {}, **run}
+        counts = {"num_tokens": 6000, "input_bytes": 600, "sources": {}}
+        content = {"spec": {"plan_id": plan_id}, "run": facts, "counts": counts, "tar": stamp, "idx": stamp}
+        (data / f"{shard_name(shard_id)}.json").write_text(json.dumps(content))
+        for suffix in ("tar", "idx"):
+            (data / f"{shard_name(shard_id)}.{suffix}").touch()
+
+
+def write_index(data: Path, num_shards: int) -> None:
+    """An index.json that has the numbers of ``make_done``'s shards."""
+    plan_id = json.loads((data / "plan.json").read_text())["plan_id"]
+    rows = [[0, 0, 6000, 0, 0, ""]] * num_shards
+    (data / "index.json").write_text(json.dumps({"spec": {"plan_id": plan_id}, "shards": rows}))
+
+
+def write_record(data: Path, task: str, *lines: dict[str, Any], **begin: Any) -> Path:
+    """The record of an attempt of task ``JOB_INDEX`` that made shard INDEX, as prep_array.sh writes it."""
+    plan_id = json.loads((data / "plan.json").read_text())["plan_id"]
+    job_id, _, index = task.partition("_")
+    first = {"event": "begin", "version": 1, "by": "submit", "plan_id": plan_id, "shards": index}
+    first |= {"identity": data.stat().st_ino, "job_id": job_id, "index": int(index), "raw_job_id": job_id}
+    first |= {"num_restarts": 0, "user": "root", "node": "n1", "time": 1000, "num_cpus": 1, **begin}
+    path = data / "jobs" / "attempts" / f"{task}.r{first['num_restarts']}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in (first, *lines)))
+    return path
+
+
+def ended(exit_code: int, **facts: Any) -> dict[str, Any]:
+    """The last line of a record."""
+    return {"event": "end", "time": 1010, "exit_code": exit_code, "stage": "work", **facts}

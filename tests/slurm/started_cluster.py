@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -12,9 +15,28 @@ from pathlib import Path
 import pytest
 
 from tests.checkout import SLURM_STARTER
+from tests.children import run_child
 from tests.waiting import HANG_S
 
 CANNOT_INSTALL = 69
+# Put before the worker's Python. A fault happens while its marker is there. Each attempt takes memory; the
+# first one holds it until Slurm, which looks at it now and then, kills it.
+FAULTY_PYTHON = """#!/bin/bash
+real={real} place={place}
+shard=none
+for ((i = 1; i < $#; i++)); do [[ ${{!i}} != --shard_id ]] || {{ next=$((i + 1)); shard=${{!next}}; }}; done
+armed() {{ rm "$place/$1-$shard" 2>/dev/null; }}
+if [[ -e $place/memory-$shard ]]; then
+  armed first && hold_s=600 || hold_s=3
+  "$real" -c "import time; held = bytearray(250 << 20); time.sleep($hold_s)" || exit
+fi
+if armed sleep; then sleep 600; exit 9; fi
+if armed kill; then kill -9 $$; fi
+if armed survive; then
+  touch "$place/surviving"; until [[ -e $place/release ]]; do sleep 0.2; done
+fi
+exec "$real" "$@"
+"""
 
 
 def start_missing(environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
@@ -41,3 +63,31 @@ def started_cluster(environ: Mapping[str, str], untested: str) -> Iterator[dict[
     finally:
         subprocess.run([SLURM_STARTER, "down"], env=environ, check=False, timeout=HANG_S)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def kill_node(environ: Mapping[str, str], node: str) -> None:
+    """Kill a node's slurmd and its steps' daemons, and nothing else: its other processes live on.
+
+    Slurm is told at once, in place of seeing it after SlurmdTimeout.
+    """
+    folder = environ["CLUSTER_DIR"]
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        ours = f"slurmd -f {folder}/slurm.conf -N {node}" in command
+        steps = command.startswith("slurmstepd") and _is_on(path.parent, node, folder)
+        if ours or steps:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(path.parent.name), signal.SIGKILL)
+    run_child(["scontrol", "update", f"nodename={node}", "state=down", "reason=killed"], env=environ)
+
+
+def _is_on(process: Path, node: str, folder: str) -> bool:
+    try:
+        opened = [str(link.readlink()) for link in (process / "fd").iterdir()]
+        opened.append((process / "environ").read_bytes().decode("utf-8", "replace"))
+    except OSError:
+        return False
+    return any(f"{folder}/spool-{node}" in item or f"{folder}/log/{node}" in item for item in opened)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 import time
@@ -12,16 +11,26 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardprep.format.names import shard_name
 from shardprep.format.shard_making import ShardMaking
-from slurm import dataset_state
+from slurm import queue as shown_jobs
+from slurm import state as dataset_state
 from slurm.commands import SlurmRefused
-from slurm.job_records import JobArray, publish_submission
+from slurm.queue import parse_queue
 from slurm.request import JobRequest
 from slurm.send import _release
-from slurm.slurm_queries import parse_queue
-from slurm.status_report import clock_difference_s
-from tests.slurm.fake_slurm import NAME, WHEN, FakeSlurm, submission, submitted
+from slurm.state import VANISHED
+from slurm.status import clock_difference_s
+from slurm.submissions import JobArray, publish_submission
+from tests.slurm.fake_slurm import (
+    NAME,
+    WHEN,
+    FakeSlurm,
+    make_done,
+    submission,
+    submitted,
+    write_index,
+    write_record,
+)
 from tests.slurm.test_shown_jobs import slurm, squeue_line, status, write_log
 
 pytestmark = pytest.mark.processes
@@ -94,15 +103,15 @@ def test_where_the_accounts_are_down_status_says_so_and_goes_on_with_squeue_and_
 ) -> None:
     submitted(data_dir)
     fake.answers("squeue", squeue_line("1-4", "RUNNING"))
-    write_log(data_dir, "1_0.log", "shardprep: node n1: shard 0 ended with exit code 74\n")
+    write_record(data_dir, "1_0")
     refused = (
         "sacct: error: slurm_persist_conn_open_without_init: failed to open persistent connection to host"
     )
     answer_by(fake, "sacct", f"echo '{refused}:n0: Connection refused' >&2; exit 1")
     state = status(data_dir)
-    assert (state["running"], state["causes"]) == ("1-4", {"read or write error (74)": "0"})
+    assert (state["running"], state["causes"]) == ("1-4", {VANISHED: "0"})
     assert "Connection refused" in state["accounts_away"]
-    assert "Slurm's accounts give no answer, causes are from logs: " in slurm("status", data_dir)
+    assert "Slurm's accounts give no answer, so causes are from records: " in slurm("status", data_dir)
     answer_by(fake, "sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
     assert status(data_dir)["accounts_away"] == "", "there are none"
 
@@ -196,7 +205,7 @@ def test_a_held_job_of_an_earlier_try_is_named_also_after_a_later_submit(
                if line.startswith("#SBATCH --job-name=") and not line.endswith("-verify")}  # fmt: skip
     earlier = f"{name.rpartition('-')[0]}-0"
     stray = squeue_line("0-4", "PENDING", "JobHeldUser", job="9", name=earlier)
-    asks = f'case "$*" in *--name=*{earlier},*) echo "{stray.strip()}" ;; esac'
+    asks = f'case "$*" in *--user=*) echo "{stray.strip()}" ;; esac'
     answer_by(fake, "squeue", asks)
     assert status(data_dir)["stray_jobs"] == ["9"]
     assert "cancelled: 9" in slurm("cancel", data_dir)
@@ -232,10 +241,8 @@ def test_clocks_that_differ_neither_hide_what_was_made_nor_change_the_speed(
     now = time.time()
     submitted(data_dir, submitted=now - 60)
     fake.answers("squeue", squeue_line("1-4", "RUNNING"))
-    for suffix in ("json", "tar", "idx"):
-        (data_dir / f"{shard_name(0)}.{suffix}").touch()
-    monkeypatch.setattr("slurm.status_report.read_makings", lambda *_: [making(now - 60 + ahead_s)])
-    monkeypatch.setattr("slurm.status_report.time.time", lambda: now)
+    make_done(data_dir, 0, began=now - 60 + ahead_s, wall_s=60.0, job_id="1")
+    monkeypatch.setattr("slurm.status.time.time", lambda: now)
     state = status(data_dir)
     assert state["clock_difference_s"] == ahead_s
     assert state["tokens_per_s"] == 100
@@ -262,7 +269,7 @@ def test_jobs_on_two_clusters_are_seen_each_on_its_own_and_cancel_ends_those_whe
     other, own = squeue_line("0", "RUNNING").strip(), squeue_line("0", "RUNNING", job="5").strip()
     answer_by(fake, "squeue", f"[[ ${{SLURM_CLUSTERS:-}} = other ]] && echo '{other}' || echo '{own}'")
     state = status(data_dir)
-    assert (state["running"], state["failed"]) == ("0,3-4", "1-2")
+    assert (state["running"], state["failed"], state["not_begun"]) == ("0,3-4", "", "1-2")
     away = "if [[ ${SLURM_CLUSTERS:-} = other ]]; then echo 'Socket timed out' >&2; exit 1; fi"
     answer_by(fake, "scancel", f"{away}; echo $* >>{shlex.quote(str(fake.place / 'cancelled'))}")
     assert "Socket timed out" in slurm("cancel", data_dir, code=74)
@@ -307,7 +314,7 @@ def test_where_the_records_are_gone_nothing_is_sent_while_the_jobs_go_on(
                if line.startswith("#SBATCH --job-name=")}  # fmt: skip
     shutil.rmtree(data_dir / "jobs")
     line = squeue_line("0-4", "RUNNING", name=name).strip()
-    answer_by(fake, "squeue", f'case "$*" in *--name=*{name},*) echo "{line}" ;; esac')
+    answer_by(fake, "squeue", f'case "$*" in *--user=*) echo "{line}" ;; esac')
     assert "wait or run, and no record says for which shards: 1" in slurm("status", data_dir)
     for command in ("submit", "retry"):
         assert "jobs 1 of this data set wait or run, and no file in" in slurm(command, data_dir, code=2)
@@ -318,22 +325,22 @@ def test_where_the_records_are_gone_nothing_is_sent_while_the_jobs_go_on(
     slurm("submit", data_dir)
 
 
-@pytest.mark.parametrize("when", ["while Slurm is asked", "before its log is read"])
 def test_a_shard_that_is_done_while_status_looks_is_not_called_failed(
-    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch, when: str
+    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A controller that restarts takes its time for an answer."""
     submitted(data_dir)
+    record = write_record(data_dir, "1_0")
     fake.answers("squeue", squeue_line("1-4", "RUNNING"))
 
     def finish() -> None:
-        write_log(data_dir, "1_0.log", "shardprep: node n1: shard 0 ended with exit code 0\n")
-        for suffix in ("json", "tar", "idx"):
-            (data_dir / f"{shard_name(0)}.{suffix}").touch()
+        make_done(data_dir, 0)
+        record.unlink(missing_ok=True)
 
-    place = "find_shown_jobs" if when == "while Slurm is asked" else "log_tail"
-    real = getattr(dataset_state, place)
-    monkeypatch.setattr(dataset_state, place, lambda *given: (real(*given), finish(), real(*given))[2])
+    real = shown_jobs.find_shown_jobs
+    monkeypatch.setattr(
+        dataset_state, "find_shown_jobs", lambda *given: (real(*given), finish(), real(*given))[2]
+    )
     state = status(data_dir)
     assert (state["done"], state["failed"]) == ("0", "")
 
@@ -345,10 +352,8 @@ def test_wait_does_not_wait_for_a_verify_job_that_a_later_one_made_needless(
     submitted(data_dir)
     publish_submission(data_dir, submission(number=1, arrays=[replace(submission().arrays[0], job_id="5")],
                                             verify_job_id="6"))  # fmt: skip
-    for shard_id in range(5):
-        for suffix in ("json", "tar", "idx"):
-            (data_dir / f"{shard_name(shard_id)}.{suffix}").touch()
-    (data_dir / "index.json").touch()
+    make_done(data_dir, *range(5))
+    write_index(data_dir, 5)
     verify = squeue_line("N/A", "PENDING", "Nodes required for job are DOWN", job="2", name=f"{NAME}-verify")
     fake.answers("squeue", verify)
     clock = SimpleNamespace(sleep=lambda _: pytest.fail("it waits"))
@@ -357,17 +362,3 @@ def test_wait_does_not_wait_for_a_verify_job_that_a_later_one_made_needless(
     fake.answers("squeue", verify.replace("2|N/A|", "6|N/A|").replace("|2|root", "|6|root"))
     with pytest.raises(pytest.fail.Exception, match="it waits"):
         slurm("submit", data_dir, "--wait")
-
-
-@pytest.mark.parametrize(("job_id", "wrong"), [("1", "1"), ("", "")])
-def test_what_verify_found_wrong_stays_so_where_the_nodes_clock_was_ahead(
-    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch, job_id: str, wrong: str
-) -> None:
-    """Its manifest seems newer than the log of the verify job that came after; made without a job it is."""
-    submitted(data_dir)
-    for suffix in ("json", "tar", "idx"):
-        (data_dir / f"{shard_name(1)}.{suffix}").touch()
-    log = write_log(data_dir, "verify-2.log", "error: shard 00001: x\n")
-    os.utime(log, (1000, 1000))
-    monkeypatch.setattr("slurm.failure_causes.read_making", lambda *_: making(0, job_id=job_id))
-    assert status(data_dir)["wrong"] == wrong

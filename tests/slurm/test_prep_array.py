@@ -227,7 +227,7 @@ def test_more_than_one_task_is_refused(desk: Desk, options: tuple[str, ...]) -> 
     job = desk.sbatch("--array=0", "-c1", *options)
     assert desk.exit_codes(job) == {0: "2:0"}
     assert not (desk.reports / "0.json").exists()
-    message = (desk.folder / f"shardprep-{job}_0.log").read_text()
+    message = desk.log(job, 0)
     assert "each would make the same shard 0" in message
 
 

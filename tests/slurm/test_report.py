@@ -21,12 +21,13 @@ from shardprep.__main__ import main
 from shardprep.console import num_cells
 from shardprep.format.manifest import ShardCounts, merge_manifests, osts_json, read_manifest
 from shardprep.format.names import idx_path, manifest_path, quarantine_path, tar_path
-from slurm.job_records import publish_submission
+from shardprep.format.shard_making import read_making
 from slurm.report.words import INPUT_REASONS, KOREAN, LANGUAGES, REASONS, Language, Words
 from slurm.request import JobRequest
+from slurm.submissions import append_event, publish_submission
 from tests.checkout import ROOT
 from tests.conftest import seal
-from tests.slurm.fake_slurm import NAME, WHEN, FakeSlurm, submission
+from tests.slurm.fake_slurm import FakeSlurm, ended, submission, write_record
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -359,8 +360,9 @@ def large(prep: Prep, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int
             manifest["run"].update(host=f"n{number % 100:03d}", wall_s=550 + number % 40)
             manifest["run"]["began"] = 1.7e9 + late_s + number // 100 * 600
             manifest_path(out, number).write_text(json.dumps(manifest), encoding="utf-8")
-            tar_path(out, number).touch()
-            idx_path(out, number).touch()
+            for path, name in ((tar_path, "tar"), (idx_path, "idx")):  # of their size, without their bytes
+                path(out, number).touch()
+                os.truncate(path(out, number), manifest[name]["num_bytes"])
         return out
 
     return make
@@ -399,7 +401,7 @@ def test_of_many_quarantine_files_some_are_read_evenly_over_the_shards(
         change(manifest_path(out, number), lambda it: it["counts"]["quarantined"].update(undecodable=5))
     opened = noted_opens(monkeypatch)
     (found,) = data_of(capsys, out)["left_out"]
-    read = [int(name[6:11]) for name in opened if name.endswith(".jsonl")]
+    read = [int(name[6:11]) for name in opened if re.match(r"shard-.*\.jsonl$", name)]
     assert found["num_documents"] == 1000
     assert 20 < len(read) <= 64
     assert read == list(range(0, 200, read[1]))
@@ -439,10 +441,7 @@ def test_what_was_sent_again_is_told_with_its_cause_and_none_of_the_free_text(
     fake: FakeSlurm, own_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (fake.place / "away").touch()
-    logs = own_folder / "jobs" / "logs"
-    logs.mkdir(parents=True)
-    (logs / "1_1.log").write_text("slurmstepd: error: Detected 1 oom_kill event\n")
-    (logs / "1_3.log").write_text("slurmstepd: error: *** JOB 1 CANCELLED AT 2026 DUE TO TIME LIMIT ***\n")
+    (own_folder / "jobs").mkdir()
     request = JobRequest(notify="curl https://hook/T0/SECRET", sbatch_args="--export=ALL,HF_TOKEN=hf_secret")
     plan_id = need_plan(own_folder).plan_id
     first = submission(plan_id=plan_id)
@@ -453,6 +452,9 @@ def test_what_was_sent_again_is_told_with_its_cause_and_none_of_the_free_text(
     publish_submission(
         own_folder, dataclasses.replace(first, number=1, arrays=[again], verify_job_id="4", submitted=99.0)
     )
+    shards = {"OUT_OF_MEMORY": "1", "TIMEOUT": "3"}
+    causes = {cause: {"shards": ids, "nodes": {"n1": 1}} for cause, ids in shards.items()}
+    append_event(own_folder, "retry", number=1, causes=causes)
     found = data_of(capsys, own_folder)["attempts"]
     assert {each["cause"]: each["shards"] for each in found["retried"]} == {
         "OUT_OF_MEMORY": "1",
@@ -480,26 +482,34 @@ def test_each_submission_is_told_with_what_its_tasks_used_and_where_they_failed(
     publish_submission(
         own_folder, dataclasses.replace(first, number=1, arrays=[bigger], verify_job_id="4", submitted=99.0)
     )
-    tasks = [(f"1_{index}", "COMPLETED", f"n{index}", 30, 300, NAME) for index in (0, 2, 3)]
-    tasks += [("1_1", "OUT_OF_MEMORY", "n1", 61, 900, NAME), ("3_0", "COMPLETED", "n2", 90, 300, NAME)]
-    tasks += [("2", "FAILED", "n0", 5000, 5000, f"{NAME}-verify")]
-    lines = [
-        f"{task}|{state}|0:0|{node}|{elapsed_s}|00:01|1|{rss_mb}M|root|{WHEN}|{WHEN}|{name}\n"
-        for task, state, node, elapsed_s, rss_mb, name in tasks
-    ]
-    fake.answers("sacct", "".join(lines))
+    began = read_making(own_folder, 0).began
+    for number, (job_id, wall_s, rss_mb) in enumerate((("1", 30, 300), ("3", 90, 700))):
+        facts: dict[str, Any] = {
+            "began": began,
+            "wall_s": wall_s,
+            "max_rss_bytes": rss_mb << 20,
+            "num_cpus": 1,
+        }
+        facts |= {"slurm": {"SLURM_ARRAY_JOB_ID": job_id}}
+
+        def note(data: dict[str, Any], facts: dict[str, Any] = facts) -> None:
+            data["run"].update(facts)
+
+        change(manifest_path(own_folder, number), note)
+    write_record(own_folder, "1_1", ended(75, oom=1, peak_bytes=900 << 20))
+    nodes = {"OUT_OF_MEMORY": {"shards": "1", "nodes": {"n1": 1}}}
+    append_event(own_folder, "retry", number=1, causes=nodes)
     data = data_of(capsys, own_folder)
     found = data["attempts"]
     assert [
         (each["mem_mb"], each["max_rss_mb"], each["longest_task_s"], each["num_failed_tasks"])
         for each in found["submissions"]
-    ] == [(100, 900, 61, 1), (2048, 300, 90, 0)]
+    ] == [(100, 900, 30, 1), (2048, 700, 90, 0)]
     (retried,) = found["retried"]
     assert (retried["cause"], retried["shards"], retried["nodes"]) == ("OUT_OF_MEMORY", "1", {"n1": 1})
     assert found["failed_tasks_of_nodes"] == {"n1": 1}
-    assert data["use"]["newest_submission"]["longest_task_s"] == 90, "as Slurm counts it, its start included"
-    hours = (3 * 30 + 61 + 90 + 5000) / 3600
-    assert data["use"]["core_hours"]["used"] == pytest.approx(hours, rel=1e-3)
+    assert data["use"]["newest_submission"]["longest_task_s"] == 90
+    assert data["use"]["core_hours"]["failed"] == pytest.approx(10 / 3600, abs=1e-4)
 
 
 def test_slurm_is_not_asked_where_nothing_was_submitted(

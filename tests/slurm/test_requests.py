@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from slurm.job_records import read_submissions
+from slurm.submissions import read_submissions
 from tests.checkout import ROOT
 from tests.slurm.fake_slurm import FakeSlurm
 

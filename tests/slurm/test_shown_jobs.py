@@ -13,20 +13,31 @@ from typing import Any
 
 import pytest
 
+from preprocess.done_shards import publish_findings
 from preprocess.plan.plan_file import need_plan
-from shardprep.format.names import id_ranges, shard_name
+from shardprep.errors import BrokenShard
+from shardprep.format.names import id_ranges
 from shardprep.signals import STOP_SIGNALS
 from slurm import __main__ as program
 from slurm import commands
 from slurm.commands import Patience, SlurmAway
-from slurm.dataset_state import find_state
-from slurm.failure_causes import NO_LOG, SRUN_FAILED, STEP_STOPPED, TIMEOUT, cause_of, log_tail
-from slurm.job_records import SubmittedMeanwhile, read_submissions
+from slurm.queue import TaskAttempt, parse_queue
 from slurm.request import JobRequest
-from slurm.retrying import failing_nodes, prepare_retry
+from slurm.retry import failing_nodes, prepare_retry
 from slurm.send import prepare_submit
-from slurm.slurm_queries import TaskAttempt, parse_queue
-from tests.slurm.fake_slurm import NAME, QUEUES, WHEN, FakeSlurm, submitted
+from slurm.state import NO_LOG, cause_of_task, find_state, log_tail
+from slurm.submissions import SubmittedMeanwhile, read_submissions
+from tests.slurm.fake_slurm import (
+    NAME,
+    QUEUES,
+    WHEN,
+    FakeSlurm,
+    ended,
+    make_done,
+    submitted,
+    write_index,
+    write_record,
+)
 
 pytestmark = pytest.mark.processes
 
@@ -98,12 +109,11 @@ def test_jobs_of_another_cluster_are_asked_for_there_or_called_not_visible_and_n
     assert "shards_of=(1 3)" in fake.sent()[0]
 
 
-def test_a_colleagues_jobs_on_a_private_site_are_not_visible_but_for_those_whose_log_has_an_end(
+def test_a_colleagues_jobs_on_a_private_site_are_not_visible_but_for_those_whose_record_has_an_end(
     fake: FakeSlurm, data_dir: Path
 ) -> None:
     submitted(data_dir, user="kim")
-    write_log(data_dir, "1_0.log", "shardprep: node n1: shard 0 begins\n")
-    write_log(data_dir, "1_1.log", "shardprep: node n1: shard 1 ended with exit code 74\n")
+    write_record(data_dir, "1_1", ended(74))
     fake.answers("config", "ClusterName = test\nMaxArraySize = 1001\nPrivateData = jobs,usage\n")
     state = status(data_dir)
     assert (state["not_visible"], state["causes"]) == ("0,2-4", {"read or write error (74)": "1"})
@@ -112,13 +122,12 @@ def test_a_colleagues_jobs_on_a_private_site_are_not_visible_but_for_those_whose
 
 
 @pytest.mark.parametrize("how", ["away", "not installed"])
-def test_status_answers_from_manifests_and_logs_where_slurm_is_away(
+def test_status_answers_from_manifests_and_records_where_slurm_is_away(
     fake: FakeSlurm, data_dir: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submitted(data_dir)
-    for suffix in ("json", "tar", "idx"):
-        (data_dir / f"{shard_name(0)}.{suffix}").touch()
-    write_log(data_dir, "1_1.log", "shardprep: node n1: shard 1 ended with exit code 74\n")
+    make_done(data_dir, 0)
+    write_record(data_dir, "1_1", ended(74))
     if how == "away":
         (fake.place / "away").touch()
     else:
@@ -245,58 +254,29 @@ def test_a_retry_excludes_nodes_that_failed_twice_alone_and_none_after_a_power_c
     assert failing_nodes(power_cut + again + alone) == ["n3"]
 
 
-STEP = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT x"
-ENDED = {"name": "n", "user": "root", "submit_time": WHEN, "job_id": "1", "index": 0}
-
-
-@pytest.mark.parametrize(
-    ("state", "code", "log", "sbatch_args", "cause"),
-    [
-        ("FAILED", 181, "", "", NO_LOG),
-        ("CANCELLED", 0, "*** JOB 7 ON n1 CANCELLED AT x DUE TO PREEMPTION ***", "", "PREEMPTED"),
-        ("CANCELLED", 0, "*** JOB 7 ON n1 CANCELLED AT x ***", "", "CANCELLED"),
-        ("FAILED", 75, f"{STEP} ***\n", "", STEP_STOPPED),
-        ("CANCELLED", 0, f"{STEP} ***\n", "", "CANCELLED"),
-        ("", 0, f"{STEP} ***\n*** JOB 7 ON n1 CANCELLED AT x ***", "", "CANCELLED"),
-        ("", 0, f"{STEP} DUE TO TIME LIMIT ***\n", "", TIMEOUT),
-        ("FAILED", 75, "shardprep: node n1: USR1, telling shard 3 to stop\n", "--signal=B:USR1@60", TIMEOUT),
-        ("FAILED", 75, "shardprep: node n1: USR1, telling shard 3 to stop\n", "", "stopped by a signal (75)"),
-        ("FAILED", 75, "shardprep: node n1: shard 3 did not start: srun failed\n", "", SRUN_FAILED),
-        ("FAILED", 1, "srun: error: Unable to create step for job 7: Invalid\n", "", SRUN_FAILED),
-        ("FAILED", 1, "srun: error: n1: task 0: Exited with exit code 1\n", "", "exit code 1"),
-    ],
-)  # fmt: skip
-def test_causes_that_slurm_itself_calls_otherwise(
-    state: str, code: int, log: str, sbatch_args: str, cause: str
-) -> None:
-    found = TaskAttempt(**ENDED, state=state, exit_code=code)  # type: ignore[arg-type]
-    assert cause_of(found, log, 3, sbatch_args) == cause
-
-
 def test_a_log_that_could_not_be_opened_has_slurms_own_number_in_every_form() -> None:
     """22.05 prints 4021 for it, sacct 0:53."""
     line = QUEUES["22.05.8"].splitlines()[0].replace("|16640|", "|4021|")
     newer = line.replace("|4021|", "|15:53|")
     codes = [run.exit_code for text in (line, newer) for run in parse_queue(text)]
     assert codes == [181, 181]
-    assert cause_of(TaskAttempt(**ENDED, state="FAILED", exit_code=181), "", 0) == NO_LOG  # type: ignore[arg-type]
+    assert [cause_of_task(run) for run in parse_queue(line)] == [NO_LOG]
 
 
-def test_retry_makes_anew_what_the_verify_job_found_wrong(fake: FakeSlurm, data_dir: Path) -> None:
+def test_what_verify_found_wrong_is_not_done_until_it_is_made_anew(fake: FakeSlurm, data_dir: Path) -> None:
+    """Whatever the clocks say: the finding is of that manifest."""
     submitted(data_dir)
-    manifests = [data_dir / f"{shard_name(shard_id)}.json" for shard_id in range(5)]
-    for shard_id in range(5):
-        for suffix in ("json", "tar", "idx"):
-            (data_dir / f"{shard_name(shard_id)}.{suffix}").touch()
-    for path in manifests:
-        os.utime(path, (1, 1))
-    write_log(data_dir, "verify-2.log", "error: shard 00001: x\nerror: shard 00003: y\n")
-    os.utime(manifests[3])  # made anew since
-    os.utime(data_dir / "jobs" / "logs" / "verify-2.log", (1000, 1000))
-    assert "found wrong by the verify job: 1; retry makes them anew" in slurm("status", data_dir)
+    make_done(data_dir, *range(5))
+    write_index(data_dir, 5)
+    assert status(data_dir)["verified"]
+    plan_id = need_plan(data_dir).plan_id
+    publish_findings(data_dir, plan_id, [(each, BrokenShard(f"shard {each}: x")) for each in (1, 3)])
+    make_done(data_dir, 3, began=7.0)
+    state = status(data_dir)
+    assert (state["done"], state["wrong"], state["verified"]) == ("0,2-4", "1", False)
+    assert "found wrong by verify: 1; they are not done" in slurm("status", data_dir)
     slurm("retry", data_dir)
     assert "shards_of=(1)" in fake.sent()[0]
-    assert [path.exists() for path in manifests] == [True, False, True, True, True]
 
 
 def test_the_limits_count_the_jobs_that_each_limit_counts(fake: FakeSlurm, data_dir: Path) -> None:
@@ -352,9 +332,8 @@ def test_printed_commands_quote_a_folder_with_blanks(fake: FakeSlurm, data_dir: 
 
 
 def test_a_log_that_is_a_fifo_holds_nobody(data_dir: Path) -> None:
-    (data_dir / "jobs" / "logs").mkdir(parents=True)
-    os.mkfifo(data_dir / "jobs" / "logs" / "1_0.log")
-    assert log_tail(data_dir, "1", 0) == ""
+    os.mkfifo(data_dir / "1_0.log")
+    assert log_tail(data_dir / "1_0.log") == ""
 
 
 def test_the_scripts_that_were_sent_are_kept_beside_their_record(fake: FakeSlurm, data_dir: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,15 +15,15 @@ from preprocess.plan.cost_estimate import CostEstimate
 from preprocess.plan.plan_file import need_plan
 from shardprep.errors import UsageError
 from shardprep.format.shard_making import ShardMaking
-from slurm.dataset_state import find_state
-from slurm.job_records import read_submissions
 from slurm.request import JobRequest, find_defaults, save_profile
 from slurm.resource_use import core_hours, within
-from slurm.retrying import retry_request
+from slurm.retry import retry_request
 from slurm.script import array_script, prep_script, verify_script
 from slurm.site import PartitionLimits
+from slurm.state import find_state
+from slurm.submissions import read_submissions
 from tests.children import run_child
-from tests.slurm.fake_slurm import NAME, WHEN, FakeSlurm, submitted
+from tests.slurm.fake_slurm import FakeSlurm, ended, make_done, submitted, write_record
 from tests.slurm.test_shown_jobs import slurm
 
 if TYPE_CHECKING:
@@ -148,7 +149,8 @@ def test_auto_asks_for_the_memory_and_time_that_the_given_cpus_need(
         shard_id=0, plan_id="", num_tokens=1, input_bytes=1, sources={}, node="n1", job_id="1", began=0,
         wall_s=300, cpu_s=2400, num_cpus=8, max_rss_bytes=int(0.8 * 2**30),
     )  # fmt: skip
-    monkeypatch.setattr("slurm.send.read_makings", lambda *_: [made] if "finished" in source else [])
+    found = SimpleNamespace(done={0: made} if "finished" in source else {})
+    monkeypatch.setattr("slurm.send.find_made_shards", lambda *_: found)
 
     def asked(*flags: object) -> tuple[str, ...]:
         shown = slurm("submit", data_dir, "--auto", "--dry_run", "--shards_per_task", 2, *flags)
@@ -243,14 +245,10 @@ def test_memory_per_cpu_is_asked_for_so_and_doubled_so(fake: FakeSlurm, data_dir
 
 def test_core_hours_count_failed_attempts_apart(fake: FakeSlurm, data_dir: Path) -> None:
     submitted(data_dir)
-    line = "1_{}|{}|0:0|n1|{}|00:09.1|4||root|" + f"{WHEN}|{WHEN}|{NAME}\n"
-    rows = [
-        line.format(0, "NODE_FAIL", 1800),
-        line.format(0, "COMPLETED", 3600),
-        line.format(1, "FAILED", 900),
-    ]
-    fake.answers("sacct", "".join(rows))
-    assert core_hours(find_state(data_dir, need_plan(data_dir)), []) == {"used": 7.0, "failed": 3.0}
+    make_done(data_dir, 0, wall_s=3600.0, num_cpus=4)
+    write_record(data_dir, "1_1", ended(74) | {"time": 1000 + 2700}, num_cpus=4)
+    state = find_state(data_dir, need_plan(data_dir))
+    assert core_hours(state, list(state.made.done.values())) == {"used": 7.0, "failed": 3.0}
     data = json.loads(slurm("status", data_dir, "--json"))
     assert (data["format"], data["version"]) == ("shardprep-status", 1)
 

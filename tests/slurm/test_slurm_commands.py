@@ -13,21 +13,22 @@ from typing import Any
 
 import pytest
 
+from preprocess.done_shards import find_made_shards
 from preprocess.plan.plan_file import need_plan
 from shardprep.errors import BrokenShard, ReadWriteError, ShardprepError, UsageError
 from shardprep.format.checked_json import content_sha256
 from shardprep.format.names import shard_name
 from slurm.commands import slurm_answer, slurm_output
-from slurm.dataset_state import done_shards, find_state
-from slurm.job_records import read_submissions
+from slurm.queue import parse_accounts, parse_queue
 from slurm.request import JobRequest
 from slurm.script import array_script, prep_script, verify_script
 from slurm.send import parse_job, prepare
 from slurm.site import check_folder
-from slurm.slurm_queries import parse_accounts, parse_queue
+from slurm.state import find_state
+from slurm.submissions import read_submissions
 from tests.checkout import ROOT
 from tests.children import run_child
-from tests.slurm.fake_slurm import JOB, NAME, QUEUES, WHEN, FakeSlurm, submitted
+from tests.slurm.fake_slurm import JOB, NAME, QUEUES, WHEN, FakeSlurm, make_done, submitted
 
 pytestmark = pytest.mark.processes
 
@@ -117,20 +118,18 @@ def test_wait_where_all_is_queued_already_waits_and_does_not_end_with_0_unverifi
     gone = fake.place / "bin" / "squeue"
     once = f"cat {shlex.quote(str(queue))}; : >{shlex.quote(str(queue))}"
     # Jobs are asked for by name, too: that question must not use the answer up.
-    gone.write_text(f'#!/bin/sh\ncase "$*" in *--name=*) ;; *) {once} ;; esac\n')
+    gone.write_text(f'#!/bin/sh\ncase "$*" in *--user=*) ;; *) {once} ;; esac\n')
     gone.chmod(0o755)
     said = fake.run("submit", data_dir, "--wait", code=74)
     assert "5 shards wait or run already" in said
-    assert "failed, unknown: no log, and Slurm has forgotten it: 0-4" in said
+    assert "ended before they began: 0-4" in said
 
 
 def test_wait_where_all_is_done_but_nothing_verified_is_no_success(fake: FakeSlurm, data_dir: Path) -> None:
-    for shard_id in range(5):
-        for suffix in ("json", "tar", "idx"):
-            (data_dir / f"{shard_name(shard_id)}.{suffix}").touch()
+    make_done(data_dir, *range(5))
     said = fake.run("submit", data_dir, "--wait", code=74)
     assert "nothing to submit: 5 of 5 shards are done" in said
-    assert "shardprep verify" in said
+    assert f"next: shardprep verify {data_dir}" in said
 
 
 def test_a_dry_run_of_submit_needs_no_controller(fake: FakeSlurm, data_dir: Path) -> None:
@@ -231,7 +230,7 @@ def test_a_data_set_that_cannot_be_listed_is_an_error(
 ) -> None:
     plan = need_plan(data_dir)
     with pytest.raises(ReadWriteError, match=r"plan\.json cannot be listed \(Not a directory\)"):
-        done_shards(data_dir / "plan.json", plan)
+        find_made_shards(data_dir / "plan.json", plan)
 
 
 GARBAGE = ["x", "1|0|RUN", "|||||||||\n", "\0\0", "1|0|FAILED|x|many|n1|0:00|4|root|n|\n", "\ufffd" * 99]
@@ -262,10 +261,7 @@ def test_bytes_that_are_no_utf8_in_an_answer_are_an_error(fake: FakeSlurm, data_
 
 @pytest.mark.parametrize("parse", [parse_queue, parse_accounts, parse_job])
 def test_every_cut_of_an_answer_is_read_or_an_error(fake: FakeSlurm, parse: Any) -> None:
-    accounts = (
-        f"7_0|FAILED|1:0|n1|2|00:00.931|1||root|{WHEN}|{WHEN}|{NAME}\n"
-        f"7_0.0|OUT_OF_MEMORY|0:125|n1|2|0:1|1|9K||{WHEN}|{WHEN}|0\n"
-    )
+    accounts = f"7_0|OUT_OF_MEMORY|0:125|n1|2|root|{WHEN}|{WHEN}|{NAME}\n"
     text = {parse_queue: QUEUES["24.11.5"], parse_accounts: accounts, parse_job: JOB}[parse]
     num_refused = 0
     for size in range(len(text)):
@@ -405,7 +401,9 @@ def test_a_manifest_of_wrong_types_does_not_end_a_status(fake: FakeSlurm, data_d
     contents = [b"[" * 100_000, b'{"run": 1}', b'{"run": {"wall_s": "long"}}', b"\xff", b"{}"]
     for shard_id, content in enumerate(contents):
         (data_dir / f"{shard_name(shard_id)}.json").write_bytes(content)
-    assert "5 of 5 shards are done" in fake.run("status", data_dir)
+    text = fake.run("status", data_dir)
+    assert "0 of 5 shards are done" in text
+    assert "not done, " in text
 
 
 def test_slurm_gets_no_variables_of_the_allocation_that_submit_runs_in(

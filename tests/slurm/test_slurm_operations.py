@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from shardprep.format.manifest import read_manifest
 from tests.children import is_living, run_child
 from tests.held_children import Hold
-from tests.slurm.started_cluster import start_missing, started_cluster
+from tests.slurm.started_cluster import FAULTY_PYTHON, kill_node, start_missing, started_cluster
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -34,25 +33,6 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PartitionName=urgent Nodes=ALL PriorityTier=10 MaxTime=INFINITE"""
 HAS_CGROUPS = os.access("/sys/fs/cgroup/memory", os.W_OK)
-
-# Put before the worker's Python. A fault happens while its marker is there. Each attempt takes memory; the
-# first one holds it until Slurm, which looks at it now and then, kills it.
-FAULTY_PYTHON = """#!/bin/bash
-real={real} place={place}
-shard=none
-for ((i = 1; i < $#; i++)); do [[ ${{!i}} != --shard_id ]] || {{ next=$((i + 1)); shard=${{!next}}; }}; done
-armed() {{ rm "$place/$1-$shard" 2>/dev/null; }}
-if [[ -e $place/memory-$shard ]]; then
-  armed first && hold_s=600 || hold_s=3
-  "$real" -c "import time; held = bytearray(250 << 20); time.sleep($hold_s)" || exit
-fi
-if armed sleep; then sleep 600; exit 9; fi
-if armed kill; then kill -9 $$; fi
-if armed survive; then
-  touch "$place/surviving"; until [[ -e $place/release ]]; do sleep 0.2; done
-fi
-exec "$real" "$@"
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,35 +116,6 @@ def _without(folder: Path, *commands: str) -> Path:
     return folder
 
 
-def _kill_node(site: Site, node: str) -> None:
-    """Kill a node's slurmd and its steps' daemons, and nothing else: its other processes live on.
-
-    Slurm is told at once, in place of seeing it after SlurmdTimeout.
-    """
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = path.read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        ours = f"slurmd -f {site.folder}/slurm.conf -N {node}" in command
-        steps = command.startswith("slurmstepd") and _is_on(path.parent, node, site)
-        if ours or steps:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(path.parent.name), signal.SIGKILL)
-    site.run("scontrol", "update", f"nodename={node}", "state=down", "reason=killed")
-
-
-def _is_on(process: Path, node: str, site: Site) -> bool:
-    try:
-        opened = [str(link.readlink()) for link in (process / "fd").iterdir()]
-        opened.append((process / "environ").read_bytes().decode("utf-8", "replace"))
-    except OSError:
-        return False
-    return any(
-        f"{site.folder}/spool-{node}" in item or f"{site.folder}/log/{node}" in item for item in opened
-    )
-
-
 def test_forty_shards_fit_seven_array_tasks_and_end_verified(
     prep: Prep, site: Site, sample_dir: Path, tmp_path: Path
 ) -> None:
@@ -206,7 +157,7 @@ def test_every_failure_is_named_and_one_retry_mends_all_but_the_bad_input(
     site.run("scancel", f"{job}_2")
     wait_until((seven.place / "surviving").exists)
     (node,) = site.run("squeue", "-h", f"--jobs={job}_3", "--format=%N").split()
-    _kill_node(site, node)
+    kill_node(site.environ, node)
     wait_until(lambda: "COMPLETED" in site.status(data)["verify"] or "FAILED" in site.status(data)["verify"])
 
     expected = {
@@ -309,7 +260,10 @@ def test_preempted_tasks_start_again_and_are_counted(prep: Prep, site: Site, sev
     wait_until(lambda: site.status(seven.data)["verified"])
     state = site.status(seven.data)
     assert (state["done"], state["failed"]) == ("0-6", "")
-    assert sum(state["restarts"].values()) == 3, state["restarts"]
+    restarts = [
+        read_manifest(seven.data, shard_id).run["slurm"].get("SLURM_RESTART_COUNT") for shard_id in range(7)
+    ]
+    assert restarts.count("1") == 3, restarts
     assert prep.temporaries(seven.data) == []
 
 

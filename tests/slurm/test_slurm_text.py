@@ -10,39 +10,47 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from shardprep.errors import UsageError, failure_line
-from shardprep.format.names import ids_of_ranges, manifest_path
+from preprocess.attempts import Attempt, Failure
+from shardprep.errors import UsageError
+from shardprep.format.names import ids_of_ranges, idx_path, manifest_path, tar_path
 from slurm.commands import SlurmRefused, minutes_of
-from slurm.dataset_state import ShardAttempt, ShardState
-from slurm.failure_causes import (
-    BAD_INPUT,
-    NO_MANIFEST,
-    OUT_OF_MEMORY,
-    TIMEOUT,
-    cause_of,
-    last_lines,
-)
-from slurm.job_records import JobArray, Submission, SubmittedMeanwhile, read_submissions
-from slurm.job_records import publish_submission as publish
+from slurm.queue import TaskAttempt, attempts_by_task, parse_accounts, parse_queue
 from slurm.request import JobRequest
-from slurm.retrying import reason_to_leave, retry_request
+from slurm.retry import retry_request
 from slurm.script import array_script, prep_script, settings_of
 from slurm.send import parse_job
 from slurm.site import limits_of, partition_limits, tasks_of_shards
-from slurm.slurm_queries import TaskAttempt, attempts_by_task, parse_accounts, parse_queue
+from slurm.state import (
+    BAD_INPUT,
+    NO_MANIFEST,
+    NODE_FAIL,
+    OUT_OF_MEMORY,
+    SETUP_ENDED,
+    SRUN_FAILED,
+    STOPPED,
+    TIMEOUT,
+    VANISHED,
+    ShardAttempt,
+    ShardState,
+    cause_of,
+    last_lines,
+    reason_to_leave,
+    remedy_of,
+)
+from slurm.submissions import JobArray, Submission, SubmittedMeanwhile, read_submissions
+from slurm.submissions import publish_submission as publish
 from tests.children import run_child
+from tests.slurm.fake_slurm import ended, write_record
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
 ACCOUNTS = """\
-7_0|FAILED|1:0|n1|2|00:00.931|1||root|2026-11-22T01:52:04|2026-11-22T01:52:09|shardprep
-7_0.batch|FAILED|1:0|n1|2|00:00.021|1|12096K||2026-11-22T01:52:04|2026-11-22T01:52:09|batch
-7_0.0|OUT_OF_MEMORY|0:125|n1|2|00:00.909|1|298188K||2026-11-22T01:52:04|2026-11-22T01:52:09|bash
-7_1|NODE_FAIL|0:0|n2|30|00:00:00|1||root|2026-11-22T01:52:04|2026-11-22T01:52:09|shardprep
-7_1|CANCELLED by 0|0:0|n1|5|00:00.005|1||root|2026-11-22T01:52:04|2026-11-22T01:52:09|shardprep
-7_[2-3%2]|PENDING|0:0|None assigned|0|00:00:00|1||root|2026-11-22T01:52:04|2026-11-22T01:52:09|shardprep
-8|COMPLETED|0:0|n1|2|00:00.9|4||root|2026-11-22T01:52:04|2026-11-22T01:52:09|a | b
+7_0|OUT_OF_MEMORY|0:125|n1|2|root|2026-11-22T01:52:04|2026-11-22T01:52:09|shardprep
+7_1|NODE_FAIL|0:0|n2|30|root|2026-11-22T01:52:04|2026-11-22T01:52:09|shardprep
+7_1|CANCELLED by 0|0:0|n1|5|root|2026-11-22T01:52:04|2026-11-22T01:52:09|shardprep
+7_[2-3%2]|PENDING|0:0|None assigned|0|root|2026-11-22T01:52:04|2026-11-22T01:52:09|shardprep
+8|COMPLETED|0:0|n1|2|root|2026-11-22T01:52:04|2026-11-22T01:52:09|a | b
 """
 WHEN = "2026-11-22T01:52:04"
 SHOWN = f"JobId=7 JobName=shardprep-0123 UserId=root(0) GroupId=root(0) SubmitTime={WHEN} "
@@ -62,17 +70,7 @@ def _array(**changes: Any) -> JobArray:
 
 def _failed(*causes: str, **changes: Any) -> ShardState:
     attempts = [
-        ShardAttempt(
-            array=_array(**changes),
-            index=0,
-            cause=cause,
-            state="failed",
-            reason="",
-            start_time="",
-            node="n1",
-            log="",
-            last_lines=[],
-        )
+        ShardAttempt(array=_array(**changes), task="7_0", cause=cause, state="failed", node="n1")
         for cause in causes
     ]
     return ShardState(shard_id=0, state="failed", attempts=attempts)
@@ -191,7 +189,7 @@ def test_what_slurm_granted_is_read_off_the_job() -> None:
     assert (job.mem_mb, job.time_min) == (None, 1440)
 
 
-def test_accounts_show_earlier_runs_memory_and_a_steps_oom() -> None:
+def test_accounts_show_earlier_runs() -> None:
     runs = parse_accounts(ACCOUNTS)
     assert [(run.job_id, run.index, run.state) for run in runs] == [
         ("7", 0, "OUT_OF_MEMORY"),
@@ -201,7 +199,6 @@ def test_accounts_show_earlier_runs_memory_and_a_steps_oom() -> None:
         ("7", 3, "PENDING"),
         ("8", 0, "COMPLETED"),
     ]
-    assert runs[0].max_rss_bytes == 298188 * 1024
 
 
 def test_the_queue_is_the_newer_truth_of_a_tasks_last_ended() -> None:
@@ -217,41 +214,63 @@ def test_the_queue_is_the_newer_truth_of_a_tasks_last_ended() -> None:
     assert runs["9", 0][-1].exit_code == 65
 
 
-def _ended(state: str, code: int = 0) -> TaskAttempt:
+def _task(state: str, code: int = 0) -> TaskAttempt:
     return TaskAttempt(
         job_id="7", name="shardprep-0123", user="root", submit_time=WHEN, index=0, state=state, exit_code=code
     )
 
 
+def _attempt(**facts: Any) -> Attempt:
+    """Of shards 0 and 1; shard 1 is one that failed of its own, with 65."""
+    failures = {1: Failure(shard_id=1, exit_code=65, reason="1 document cannot be decoded")}
+    fields: dict[str, Any] = {"path": Path("7_0.r0"), "plan_id": "p", "identity": 1, "shards": [0, 1]}
+    fields |= {"started_by": "submit", "began": 1.0, "failures": failures, "ended": 2.0, "stage": "work"}
+    return Attempt(**fields | facts)
+
+
 @pytest.mark.parametrize(
-    ("attempt", "log", "cause"),
+    ("facts", "task", "cause"),
     [
-        (_ended("COMPLETED"), "shardprep: node n1: shards 0-5 ended with exit code 0", NO_MANIFEST),
-        (_ended("FAILED", 65), "", BAD_INPUT),
-        (_ended("FAILED", 75), "slurmstepd: error: Detected 1 oom-kill event(s)", OUT_OF_MEMORY),
-        (_ended("TIMEOUT"), "oom-kill", TIMEOUT),
-        (_ended("FAILED", 65), "shard 00000 failed (74): x\n", "read or write error (74)"),
-        (_ended("FAILED", 65), f"{failure_line(0, 74, 'x')}\n", "read or write error (74)"),
-        (_ended("FAILED", 65), f"{failure_line(1, 74, 'x')}\n", BAD_INPUT),
-        (_ended("FAILED", 65), f"{failure_line(0, 137, 'x')}\n", "killed by signal 9"),
-        (_ended("FAILED", 75), "shardprep: node n1: shard 0 was killed by signal 9 (", "killed by signal 9"),
-        (None, "shardprep: node n1: shard 0 ended with exit code 73\n", "cannot write the output (73)"),
-        (None, "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026 DUE TO TIME LIMIT ***", TIMEOUT),
-        (None, "shardprep: node n1: shard 0 begins\n", "ended without a word (node failure?)"),
-        (None, "", "unknown: no log, and Slurm has forgotten it"),
+        ({"exit_code": 65}, None, BAD_INPUT),
+        ({"exit_code": 74}, None, "read or write error (74)"),
+        ({"exit_code": 75, "is_out_of_memory": True}, None, OUT_OF_MEMORY),
+        ({"exit_code": 75, "signal": "TERM", "stopped_by": "time limit"}, None, TIMEOUT),
+        ({"exit_code": 75, "signal": "TERM", "stopped_by": "preemption"}, None, "PREEMPTED"),
+        ({"exit_code": 75, "signal": "TERM", "stopped_by": "cancel"}, None, "CANCELLED"),
+        ({"exit_code": 75, "signal": "TERM", "stopped_by": "cancel"}, _task("PREEMPTED"), "PREEMPTED"),
+        ({"exit_code": 75, "signal": "USR1", "left_s": 58}, None, TIMEOUT),
+        ({"exit_code": 75, "signal": "USR1"}, None, STOPPED),
+        ({"exit_code": 75, "stage": "start"}, None, SRUN_FAILED),
+        ({"exit_code": 75, "killed_by": 9}, None, "killed by signal 9"),
+        ({"exit_code": 3, "stage": "set-up"}, None, SETUP_ENDED),
+        ({"exit_code": 0}, None, NO_MANIFEST),
+        ({"ended": None}, None, VANISHED),
+        ({"ended": None}, _task("NODE_FAIL"), NODE_FAIL),
+        ({"ended": None}, _task("CANCELLED"), "CANCELLED"),
     ],
 )  # fmt: skip
-def test_a_cause_comes_from_slurms_state_then_the_log(
-    attempt: TaskAttempt | None, log: str, cause: str
+def test_a_cause_is_of_the_record_and_where_that_has_no_end_of_slurm(
+    facts: dict[str, Any], task: TaskAttempt | None, cause: str
 ) -> None:
-    assert cause_of(attempt, log, 0) == cause
+    assert cause_of(_attempt(**facts), task, 0) == cause
+    assert remedy_of(cause)
 
 
-def test_last_lines_leave_out_frame_and_progress_bars() -> None:
+def test_a_shard_that_failed_of_its_own_has_its_own_cause_whatever_became_of_the_others() -> None:
+    assert cause_of(_attempt(exit_code=75, stopped_by="time limit"), _task("TIMEOUT"), 1) == BAD_INPUT
+    killed = {
+        1: Failure(shard_id=1, exit_code=74, reason="its process was killed by signal 9 (out of memory?)")
+    }
+    assert cause_of(_attempt(exit_code=74, failures=killed), None, 1) == "killed by signal 9"
+    assert cause_of(_attempt(exit_code=74, failures=killed, is_out_of_memory=True), None, 1) == OUT_OF_MEMORY
+
+
+def test_last_lines_leave_out_frame_progress_bars_and_what_srun_says_of_a_worker_that_spoke() -> None:
     frame = "shardprep: node n1: shard 3"
-    log = f"{frame} begins\n 10%\r 20%\nerror: no\n\n{frame} ended with exit code 65\n"
+    worker = " 10%\r 20%\nerror: no\nsrun: error: n1: task 0: Exited"
+    log = f"{frame} begins\n{worker}\n{frame} ended with exit code 65\n"
     assert last_lines(log) == [" 20%", "error: no"]
-    assert last_lines(f"why\n{failure_line(3, 65, 'why')}\n") == ["why"], "this one is for programs"
+    assert last_lines("srun: error: Unable to create step\n") == ["srun: error: Unable to create step"]
 
 
 def test_a_retry_asks_for_what_the_cause_says() -> None:
@@ -316,47 +335,43 @@ sys.exit(code)
 
 
 @pytest.mark.processes
-def test_a_status_reads_each_manifest_and_failed_log_once_lists_the_folder_twice_and_stats_no_shard(
+def test_a_status_reads_each_manifest_and_record_once_and_eight_logs_and_lists_the_folder_once(
     prep: Prep, sample_dir: Path, tmp_path: Path
 ) -> None:
-    """990 manifests, 3,000 lines of accounts and 10 failures; benchmarks/scale.py times ten times as many."""
+    """990 manifests and 10 failures; benchmarks/scale.py times ten times as many."""
     num_shards, num_failed, data, commands = 1000, 10, tmp_path / "O", tmp_path / "bin"
     prep.plan(sample_dir, data, num_shards=num_shards)
     prep.make(data, 0)
     manifest = manifest_path(data, 0).read_text()
     for shard_id in range(1, num_shards - num_failed):
-        for suffix in ("tar", "idx"):
-            (data / f"shard-{shard_id:05d}.{suffix}").touch()
+        for path in (tar_path, idx_path):
+            path(data, shard_id).symlink_to(path(data, 0))
         manifest_path(data, shard_id).write_text(manifest)
     (data / "jobs" / "logs").mkdir(parents=True)
     publish(data, _submission([_array(tasks=[str(i) for i in range(num_shards)])]))
-    lines = [f"7_{{0}}|COMPLETED|0:0|n1|9|00:09.1|8||root|{WHEN}|{WHEN}|shardprep-0123"]
-    lines += [
-        f"7_{{0}}.{step}|COMPLETED|0:0|n1|9|00:09.0|8|9M||{WHEN}|{WHEN}|{step}"
-        for step in ("batch", "extern", "0")
-    ]
-    (tmp_path / "sacct.txt").write_text(
-        "".join(f"{line.format(i)}\n" for i in range(num_shards) for line in lines)
-    )
     commands.mkdir()
     config = "printf 'ClusterName = c\\nMaxArraySize = 1001\\n'"
-    bodies = {"sacct": f"cat {tmp_path}/sacct.txt", "squeue": "true", "scontrol": config}
+    bodies = {"sacct": "true", "squeue": "true", "scontrol": config}
     for name, body in bodies.items():
         (commands / name).write_text(f"#!/bin/sh\n{body}\n")
         (commands / name).chmod(0o755)
     for shard_id in range(num_shards - num_failed, num_shards):
-        (data / "jobs" / "logs" / f"7_{shard_id}.log").write_text("an error\n")
+        log = data / "jobs" / "logs" / f"7_{shard_id}.log"
+        log.write_text("an error\n")
+        write_record(data, f"7_{shard_id}", ended(74), log=str(log))
     done = run_child(
         [sys.executable, "-c", COUNTED, data, tmp_path / "seen.json", "status", data],
         env={**os.environ, "PATH": f"{commands}:{os.environ['PATH']}"},
     )
     assert "990 of 1000 shards are done" in done.stdout
-    assert f"failed, {NO_MANIFEST}: 990-999" in done.stdout
+    assert "failed, read or write error (74): 990-999" in done.stdout
     seen = json.loads((tmp_path / "seen.json").read_text())
-    assert {name: seen[f"start {name}"] for name in bodies} == {"squeue": 2, "sacct": 1, "scontrol": 1}
+    started = {name: seen.get(f"start {name}", 0) for name in bodies}
+    assert started == {"squeue": 2, "sacct": 0, "scontrol": 1}, "every record has its end"
     assert not seen["numpy"], "its 0.1 s"
-    assert seen["open .log"] == num_failed + 1, "the verify job's, too"
-    few = 5  # plan.json, its tokenizer, a submission
+    assert seen["open .log"] == 8, "the newest failures'"
+    few = 6  # plan.json, its tokenizer, a submission, index.json
     assert num_shards - num_failed <= seen["open .json"] <= num_shards - num_failed + few
-    assert seen["list"] <= 3, "the folder, its jobs, and the folder again for what ended without a manifest"
-    assert 0 < seen["stat"] <= few + num_failed, "none a shard"
+    assert seen["open .r0"] == 2 * num_failed, "before Slurm is asked, and after"
+    assert seen["list"] <= 4, "the folder, its jobs, and twice the attempts"
+    assert seen["stat"] <= 2 * num_shards + few, "tar and idx of each"

@@ -12,8 +12,7 @@ import pytest
 
 from shardprep.format.manifest import read_manifest
 from shardprep.format.shard_making import source_lines
-from slurm.status_text import metrics_text
-from slurm.watch_screen import bar, changes, cut, screen_lines
+from slurm.status import bar, changes, cut, metrics_text, screen_lines
 from tests.checkout import ROOT
 from tests.conftest import Prep
 from tests.slurm.fake_slurm import QUEUES, FakeSlurm, submitted
@@ -64,7 +63,7 @@ def test_what_somebody_should_look_at_is_on_the_screen_and_fits_with_everything_
     text = "\n".join(screen_lines({**data, **pressing}))
     for words in (
         "suspended: 2;",
-        "found wrong by the verify job: 0;",
+        "found wrong by verify: 0;",
         "clocks are 4 min",
         "accounts give no",
     ):

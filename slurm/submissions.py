@@ -7,15 +7,19 @@ taken by link: of two who submit at the same time only one gets it, and the othe
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import getpass
 import json
 import os
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from shardprep.errors import BrokenShard, ReadWriteError, UnknownVersion, UsageError
-from shardprep.files import NOT_THERE, PublishedFile, sync_folder
+from shardprep.errors import BrokenShard, ReadWriteError, ShardprepError, UnknownVersion, UsageError
+from shardprep.files import NOT_THERE, PublishedFile, read_regular, sync_folder
 from shardprep.format.checked_json import Fields, read_checked, with_content_hash
 from shardprep.format.names import FORMAT_VERSION, MAX_SHARDS, ids_of_ranges
 from shardprep.format.shard_making import ShardMaking
@@ -23,6 +27,7 @@ from slurm.request import JobRequest
 
 JOBS_FOLDER = "jobs"
 _FORMAT = "shardprep-submission"
+_HISTORY_NAME = "history.jsonl"
 _MAX_BYTES = 64 << 20  # the record of 99,999 shards has 2 MB
 _LATEST_S = 2**53  # of a time
 
@@ -76,6 +81,7 @@ class Submission:
     verify_name: str
     verify_submit_time: str
     sources: dict[str, str]  # field of the request -> where its value came from; not the defaults
+    identity: int | None = None  # of the folder; None in a record of an older version
 
     @property
     def jobs(self) -> list[JobIdentity]:
@@ -101,9 +107,46 @@ def read_submissions(folder: Path) -> list[Submission]:
     return [_read_submission(path) for path in _submission_paths(folder / JOBS_FOLDER)]
 
 
-def has_submissions(folder: Path) -> bool:
-    """Whether anything was ever submitted. Raises ReadWriteError where that cannot be known."""
-    return bool(_submission_paths(folder / JOBS_FOLDER))
+def append_event(folder: Path, kind: str, **facts: Any) -> None:
+    """Append what a command did to DATA/jobs/history.jsonl; what fails is left out."""
+    line = (
+        json.dumps({"time": round(time.time(), 3), "event": kind, "user": getpass.getuser(), **facts}) + "\n"
+    )
+    path = folder / JOBS_FOLDER / _HISTORY_NAME
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(exist_ok=True)
+        with path.open("ab", buffering=0) as file:
+            file.write(line.encode())
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """What happened to a data set, oldest first; a line that is cut short is left out."""
+    try:
+        text = read_regular(folder / JOBS_FOLDER / _HISTORY_NAME, max_bytes=_MAX_BYTES).decode(
+            "utf-8", "replace"
+        )
+    except (*NOT_THERE, ShardprepError):
+        return []
+    events = []
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            event = json.loads(line)
+            if isinstance(event, dict) and isinstance(event.get("event"), str):
+                events.append(event)
+    return events
+
+
+def event_line(event: dict[str, Any]) -> str:
+    """A line of the history for people."""
+    causes = event.get("causes")
+    words = [str(event["event"])]
+    if isinstance(event.get("round"), int):
+        words.append(f"round {event['round']}")
+    if isinstance(causes, dict) and causes:
+        words.append("after " + "; ".join(f"{cause}: {found['shards']}" for cause, found in causes.items()))
+    words += [str(event[name]) for name in ("why", "report") if name in event]
+    jobs = event.get("jobs")
+    return ", ".join([*words, *([f"jobs {' '.join(map(str, jobs))}"] if isinstance(jobs, list) else [])])
 
 
 def publish_submission(folder: Path, submission: Submission) -> None:
@@ -156,6 +199,7 @@ def _submission_of(fields: Fields) -> Submission:
         verify_name=fields.text("verify_name"),
         verify_submit_time=fields.text("verify_submit_time"),
         sources=fields.each("sources", Fields.text),
+        identity=fields.or_none("identity", fields.whole) if fields.has("identity") else None,
     )
     fields.end()
     if not submission.arrays:

@@ -1,0 +1,291 @@
+"""Attempt records: one file in DATA/jobs/attempts for each attempt that runs, or that left a shard unmade.
+
+``slurm/prep_array.sh`` writes the record of a job's task, ``run`` its own. The first line says what began,
+and the last one how it ended; between them stands a line for each shard that failed. Each line is a JSON
+object. An attempt that made all its shards removes its file, so a finished data set has none. A record
+without a last line is of an attempt that runs, or was killed.
+
+A record has the identity of the folder that it was written in: its inode number, which a copy of the folder
+does not have and a move within the file system keeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardprep.errors import ReadWriteError, ShardprepError
+from shardprep.files import names_in, read_regular
+from shardprep.format.names import MAX_SHARDS, id_ranges, ids_of_ranges
+
+ATTEMPTS_FOLDER = "jobs/attempts"
+RECORD_VARIABLE = "SHARDPREP_ATTEMPT"  # the path of this process's record
+_VERSION = 1
+_MAX_BYTES = 64 << 20
+_MOST_REASON_CHARS = 2000
+_SLURM_NAME = re.compile(r"[0-9]{1,10}_[0-9]{1,10}\.r[0-9]{1,6}")
+_RUN_NAME = re.compile(r".+-[0-9]{1,10}\.[0-9]{1,12}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A shard that was not made."""
+
+    shard_id: int
+    exit_code: int  # of shardprep.errors; 128 + N where signal N killed the process
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One attempt at some shards, as its record says. What was not measured is None."""
+
+    path: Path
+    plan_id: str
+    identity: int
+    shards: list[int]  # none for a verify job
+    started_by: str  # submit, sbatch, run, submitit
+    began: float  # seconds since 1970, by the node's clock
+    node: str = ""
+    user: str = ""
+    job_id: str = ""  # of the array; "" for a ``run`` outside of Slurm
+    index: int = 0
+    raw_job_id: str = ""
+    num_restarts: int = 0
+    num_cpus: int | None = None
+    mem_mb: int | None = None
+    log: str = ""
+    pid: int = 0  # of ``run``
+    pid_began: int = 0  # in clock ticks since the host's boot
+    failures: Mapping[int, Failure] = field(default_factory=dict)
+    ended: float | None = None
+    exit_code: int | None = None
+    killed_by: int | None = None  # the signal that ended the worker
+    stage: str = ""  # at which it ended: set-up, start, work
+    signal: str = ""  # that it was told to stop by
+    stopped_by: str = ""  # in the log: time limit, node failure, preemption, cancel, cancelled step
+    left_s: int | None = None  # until its time limit, when it was told to stop
+    is_out_of_memory: bool = False
+    peak_bytes: int | None = None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Job and index, as Slurm's queue names the task."""
+        return self.job_id, self.index
+
+    def is_alive(self) -> bool | None:
+        """Whether the process of a ``run`` still lives; None where that cannot be seen from this host."""
+        if not self.pid or self.node != socket.gethostname():
+            return None
+        return _ticks_of(self.pid) == self.pid_began
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempts:
+    """The records of a data set."""
+
+    own: list[Attempt]  # oldest first
+    foreign: list[Attempt]  # of the folder that this one was copied from
+    unreadable: list[str]  # what could not be read, and why
+
+
+def folder_identity(folder: Path) -> int:
+    """Return what tells a folder from its copies; a move within its file system keeps it."""
+    try:
+        return folder.stat().st_ino
+    except OSError as error:
+        raise ReadWriteError(f"{folder} cannot be looked at: {error.strerror}") from None
+
+
+def read_attempts(folder: Path, plan_id: str) -> Attempts:
+    """Read all records: one open for each attempt that runs or failed. Broken lines are left out."""
+    identity = folder_identity(folder)
+    own: list[Attempt] = []
+    foreign: list[Attempt] = []
+    unreadable: list[str] = []
+    try:
+        names = names_in(folder / ATTEMPTS_FOLDER)
+    except ShardprepError as error:
+        return Attempts(own=[], foreign=[], unreadable=[str(error)])
+    for name in names:
+        if not (_SLURM_NAME.fullmatch(name) or _RUN_NAME.fullmatch(name)):
+            continue
+        path = folder / ATTEMPTS_FOLDER / name
+        try:
+            attempt = _attempt_of(path, read_regular(path, max_bytes=_MAX_BYTES))
+        except FileNotFoundError:  # it made its shards since the folder was listed
+            continue
+        except ShardprepError as error:
+            unreadable.append(str(error))
+            continue
+        if attempt is not None:
+            is_own = attempt.plan_id == plan_id and attempt.identity == identity
+            (own if is_own else foreign).append(attempt)
+    own.sort(key=lambda each: (each.began, each.path.name))
+    return Attempts(own=own, foreign=foreign, unreadable=unreadable)
+
+
+def _attempt_of(path: Path, content: bytes) -> Attempt | None:
+    """The attempt; None without a first line. Where a job's number came again, the last counts."""
+    begin: dict[str, Any] | None = None
+    end: dict[str, Any] = {}
+    failures: dict[int, Failure] = {}
+    for line in content.decode("utf-8", "replace").split("\n"):
+        try:
+            data = json.loads(line)
+            event = data.pop("event")
+            if event == "begin":
+                begin, end, failures = data, {}, {}
+            elif event == "end":
+                end = data
+            elif event == "failure":
+                failures[int(data["shard"])] = Failure(
+                    shard_id=int(data["shard"]), exit_code=int(data["exit_code"]), reason=str(data["reason"])
+                )
+        except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
+            continue
+    if begin is None:
+        return None
+    try:
+        facts: dict[str, Any] = {
+            **{name: str(begin.get(name, "")) for name in ("node", "user", "job_id", "raw_job_id", "log")},
+            **{name: int(begin.get(name, 0)) for name in ("index", "num_restarts", "pid", "pid_began")},
+            **{name: _number(begin, name) for name in ("num_cpus", "mem_mb")},
+            **{name: _number(end, name) for name in ("exit_code", "killed_by", "left_s", "peak_bytes")},
+            **{name: str(end.get(name, "")) for name in ("stage", "signal", "stopped_by")},
+        }
+        return Attempt(
+            path=path,
+            plan_id=str(begin["plan_id"]),
+            identity=int(begin["identity"]),
+            shards=_shards_of(str(begin.get("shards", ""))),
+            started_by=str(begin["by"]),
+            began=float(begin["time"]),
+            failures=failures,
+            ended=None if "time" not in end else float(end["time"]),
+            is_out_of_memory=bool(end.get("oom", 0)),
+            **facts,
+        )
+    except (ValueError, LookupError, TypeError):
+        return None
+
+
+def _shards_of(text: str) -> list[int]:
+    return ids_of_ranges(text, end=MAX_SHARDS + 1) if text else []
+
+
+def _number(data: Mapping[str, Any], name: str) -> int | None:
+    return int(data[name]) if name in data else None
+
+
+def remove_finished(attempts: Iterable[Attempt], is_done: Sequence[bool]) -> None:
+    """Remove the records of ended attempts whose shards are all made by now; what fails is left."""
+    for attempt in attempts:
+        if attempt.ended is not None and all(is_done[each] for each in attempt.shards if each < len(is_done)):
+            with contextlib.suppress(OSError):
+                attempt.path.unlink()
+
+
+def append_failure(failure: Failure) -> None:
+    """Write a failed shard into the record of this process, where it has one; what fails is left out."""
+    if path := os.environ.get(RECORD_VARIABLE):
+        _append(
+            Path(path),
+            {
+                "event": "failure",
+                "shard": failure.shard_id,
+                "exit_code": failure.exit_code,
+                "reason": failure.reason[:_MOST_REASON_CHARS],
+            },
+        )
+
+
+def _append(path: Path, content: dict[str, Any]) -> bool:
+    """One write, so that lines of several processes do not mix."""
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    except OSError:
+        return False
+    try:
+        os.write(handle, json.dumps(content).encode() + b"\n")
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return True
+
+
+class RunRecord:
+    """The record of a ``run``; within ``with``. It does nothing where a job's script keeps one already."""
+
+    def __init__(self, folder: Path, plan_id: str, shard_ids: Iterable[int], *, num_cpus: int) -> None:
+        self._path: Path | None = None
+        self.exit_code = 0
+        if os.environ.get(RECORD_VARIABLE):
+            return
+        now, environ = time.time(), os.environ
+        job_id = environ.get("SLURM_ARRAY_JOB_ID") or environ.get("SLURM_JOB_ID", "")
+        begin: dict[str, Any] = {
+            "event": "begin",
+            "version": _VERSION,
+            "by": "run",
+            "plan_id": plan_id,
+            "identity": folder_identity(folder),
+            "shards": id_ranges(shard_ids),
+            "time": round(now, 3),
+            "node": socket.gethostname(),
+            "user": environ.get("USER", ""),
+            "num_cpus": num_cpus,
+            "pid": os.getpid(),
+            "pid_began": _ticks_of(os.getpid()),
+        }
+        name = f"{begin['node']}-{os.getpid()}.{int(now)}"
+        if job_id.isdigit():
+            index = environ.get("SLURM_ARRAY_TASK_ID") or "0"
+            restarts = environ.get("SLURM_RESTART_COUNT") or "0"
+            name = f"{job_id}_{index}.r{restarts}"
+            begin |= {"by": "submitit" if "SUBMITIT_EXECUTOR" in environ else "run"}
+            begin |= {"node": environ.get("SLURMD_NODENAME", begin["node"]), "job_id": job_id, "index": index}
+            begin |= {"raw_job_id": environ.get("SLURM_JOB_ID", ""), "num_restarts": restarts}
+            begin |= {"user": environ.get("SLURM_JOB_USER", begin["user"]), "pid": 0}
+        path = folder / ATTEMPTS_FOLDER / name
+        for _ in range(2):  # another run may remove the empty folder in between
+            with contextlib.suppress(OSError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            if _append(path, begin):
+                self._path = path
+                os.environ[RECORD_VARIABLE] = str(path)
+                return
+
+    def __enter__(self) -> RunRecord:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self._path is None:
+            return
+        del os.environ[RECORD_VARIABLE]
+        code = self.exit_code if error is None else int(getattr(error, "exit_code", 1))
+        if code == 0:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+                self._path.parent.rmdir()  # the folders, where nothing else is in them
+                self._path.parent.parent.rmdir()
+            return
+        end = {"event": "end", "time": round(time.time(), 3), "exit_code": code, "stage": "work"}
+        _append(self._path, end | ({"signal": "stop"} if code == 75 else {}))
+
+
+def _ticks_of(pid: int) -> int:
+    """When a process began, in clock ticks since boot; -1 where there is no such process."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return -1

@@ -1,0 +1,483 @@
+"""What Slurm shows of the jobs that make a data set: its submissions', those of attempts, and plain sbatch's.
+
+squeue says what waits and runs. ``sacct -D`` is asked only how an attempt ended whose record has no end;
+where there are no accounts, that is not known some minutes later. Times are UTC: a colleague's shell may have
+another zone.
+
+A job is a submission's if its id, user and time of submission are those of the record in DATA/jobs: a
+controller that lost its state gives old ids to other jobs. One that Slurm started again has a later time,
+and then the name decides; else a person may have changed the name. ``sbatch slurm/prep_array.sh DATA`` is
+known by what was typed, and, once it runs, by its attempt's record. What cannot be seen is said to be so:
+the jobs of another cluster, of another user where the site keeps jobs private, and all of them while Slurm
+gives no answer. Nothing may be concluded from their absence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import getpass
+import re
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from functools import cached_property
+from pathlib import Path
+
+from preprocess.attempts import Attempt
+from shardprep.format.names import MAX_SHARDS, ids_of_ranges
+from slurm.commands import SlurmAway, SlurmMissing, SlurmRefused, read_config, slurm_answer
+from slurm.script import CONTROLLER_SUFFIX, JOB_NAME, names_begin
+from slurm.submissions import JobIdentity, Submission
+
+_WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"})
+_WAITING |= {"RESV_DEL_HOLD"}
+# All others run: what a later Slurm calls by a new word must not be taken for an end, and sent twice.
+_ENDED = frozenset({"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL"})
+_ENDED |= {"DEADLINE", "OUT_OF_MEMORY", "LAUNCH_FAILED"}
+SUSPENDED = frozenset({"SUSPENDED", "STOPPED"})
+LOG_NOT_OPENED = 128 + 53  # Slurm's own number for a task whose log could not be opened; no such signal
+# StartTime: of what waits, the scheduler's estimate.
+_QUEUE_FIELDS = [
+    "ArrayJobID",
+    "ArrayTaskID",
+    "State",
+    "Reason",
+    "exit_code",
+    "NodeList",
+    "TimeUsed",
+    "JobID",
+    "UserName",
+    "SubmitTime",
+    "StartTime",
+    "EndTime",
+    "RestartCnt",
+    "Name",
+]
+_QUEUE_FORMAT = ",".join(f"{name}:|" for name in _QUEUE_FIELDS)
+# JobName stands last: it alone may hold a "|".
+_ACCOUNT_FIELDS = ["JobID", "State", "ExitCode", "NodeList", "ElapsedRaw", "User", "Submit", "End", "JobName"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskAttempt:
+    """One start of one array task by Slurm. A task that Slurm requeues has several."""
+
+    job_id: str
+    name: str  # of the job
+    user: str
+    submit_time: str  # of the controller's clock, UTC, 2026-11-22T01:52:04; a requeue makes it later
+    index: int  # 0 for a job that is no array
+    state: str  # Slurm's: RUNNING, FAILED, OUT_OF_MEMORY, ...
+    num_restarts: int = 0
+    reason: str = ""
+    start_time: str = ""  # local; where it waits: when the scheduler expects it to start, if it says so
+    end_time: str = ""
+    exit_code: int = 0
+    node: str = ""
+    elapsed_s: int = 0
+    work_dir: str = ""
+    command: str = ""  # the script and its arguments, joined by blanks
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.job_id, self.index
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.state in _WAITING
+
+    @property
+    def is_live(self) -> bool:
+        """It waits or runs; suspended, too."""
+        return self.state not in _ENDED
+
+
+def queued_attempts(job_ids: Iterable[str], cluster: str | None = None) -> list[TaskAttempt]:
+    """What squeue still shows of these jobs: what waits and runs, and what ended some minutes ago.
+
+    Raises SlurmAway: a question has no wrong form, so whatever squeue refuses may be answered later.
+    """
+    ids = sorted(set(job_ids), key=int)
+    if not ids:
+        return []
+    # Two ids at least: asked for a single one that it has forgotten, squeue ends with an error.
+    listed = ",".join(ids if len(ids) > 1 else [*ids, "1"])
+    options = ("--noheader", "--array", "--states=all", f"--jobs={listed}", "--Format", _QUEUE_FORMAT)
+    try:
+        return slurm_answer(parse_queue, "squeue", *options, cluster=cluster)
+    except SlurmRefused as error:
+        if "Invalid job id" in str(error):
+            return []
+        raise SlurmAway(str(error)) from None
+
+
+def own_live_attempts(user: str) -> list[TaskAttempt]:
+    """All jobs of a user that wait or run, with what was typed to submit them. Raises SlurmAway."""
+    options = ("--noheader", f"--user={user}", "--Format", f"{_QUEUE_FORMAT},WorkDir:|,Command:|")
+    try:
+        return [each for each in slurm_answer(parse_queue, "squeue", *options) if each.is_live]
+    except SlurmRefused as error:
+        raise SlurmAway(str(error)) from None
+
+
+def accounted_attempts(job_ids: Iterable[str], cluster: str | None = None) -> list[TaskAttempt]:
+    """What the accounts keep of these jobs, a requeued task's earlier attempts first; [] without accounts.
+
+    Raises SlurmAway where there are accounts and their server gives no answer.
+    """
+    ids = sorted(set(job_ids), key=int)
+    if not ids:
+        return []
+    options = ("--allocations", "--duplicates", "--noheader", "--parsable2", f"--jobs={','.join(ids)}")
+    fields = f"--format={','.join(_ACCOUNT_FIELDS)}"
+    try:
+        return slurm_answer(parse_accounts, "sacct", *options, fields, cluster=cluster)
+    except SlurmMissing:
+        return []
+    except SlurmRefused as error:
+        if "is disabled" in str(error):  # 'Slurm accounting storage is disabled'
+            return []
+        raise SlurmAway(str(error)) from None
+
+
+def attempts_by_task(
+    accounts: Iterable[TaskAttempt], queue: Sequence[TaskAttempt]
+) -> dict[tuple[str, int], list[TaskAttempt]]:
+    """(job, index) -> its attempts, oldest first; what squeue says of the last one is the newer truth.
+
+    Only squeue can say that a task waits or runs: the accounts lag, and where they missed the end of a job
+    they show it as running for ever.
+    """
+    found: dict[tuple[str, int], list[TaskAttempt]] = {}
+    for attempt in accounts:
+        found.setdefault(attempt.key, []).append(attempt)
+    for attempt in queue:
+        attempts = found.setdefault(attempt.key, [])
+        if attempt.is_live:
+            # The accounts have this attempt as well unless it waits again after a requeue.
+            if attempts and attempts[-1].is_live and attempts[-1].state != "REQUEUED":
+                attempts.pop()
+            attempts.append(attempt)
+        elif not attempts or attempts[-1].is_live:
+            attempts[-1:] = [attempt]
+    queued = {attempt.key for attempt in queue}
+    for key in found.keys() - queued:
+        if found[key][-1].is_live:
+            del found[key][-1]
+    return {key: attempts for key, attempts in found.items() if attempts}
+
+
+def parse_queue(text: str) -> list[TaskAttempt]:
+    """squeue's lines -> attempts; a line of tasks that wait together becomes one each.
+
+    Raises ValueError for a line that is cut short or no such line.
+    """
+    attempts = []
+    for line in text.splitlines():
+        values = _values((*_QUEUE_FIELDS, "WorkDir", "Command"), line, least=len(_QUEUE_FIELDS))
+        job_id = values["JobID"] if values["ArrayTaskID"] == "N/A" else values["ArrayJobID"]
+        attempt = TaskAttempt(
+            job_id=_job_id(job_id),
+            name=values["Name"],
+            user=values["UserName"],
+            submit_time=values["SubmitTime"],
+            index=0,
+            state=values["State"],
+            num_restarts=int(values["RestartCnt"]),
+            reason=values["Reason"],
+            start_time=_local_time(values["StartTime"]),
+            end_time=values["EndTime"],
+            exit_code=_exit_code(values["exit_code"]),
+            node=values["NodeList"],
+            elapsed_s=seconds_of(values["TimeUsed"]),
+            work_dir=values.get("WorkDir", ""),
+            command=values.get("Command", "").removesuffix("|"),
+        )
+        attempts += [dataclasses.replace(attempt, index=index) for index in _indices(values["ArrayTaskID"])]
+    return attempts
+
+
+def parse_accounts(text: str) -> list[TaskAttempt]:
+    """sacct's lines of allocations -> attempts. Raises ValueError for a line that is no such line."""
+    attempts: list[TaskAttempt] = []
+    for line in text.splitlines():
+        values = _values(_ACCOUNT_FIELDS, line)
+        job_id, _, indices = values["JobID"].partition("_")
+        attempt = TaskAttempt(
+            job_id=_job_id(job_id),
+            name=values["JobName"],
+            user=values["User"],
+            submit_time=values["Submit"],
+            index=0,
+            state=values["State"].split(" ")[0],
+            end_time=values["End"],
+            exit_code=_exit_code(values["ExitCode"]),
+            node=values["NodeList"],
+            elapsed_s=int(values["ElapsedRaw"] or 0),
+        )
+        attempts += [dataclasses.replace(attempt, index=index) for index in _indices(indices)]
+    return attempts
+
+
+def _indices(text: str) -> list[int]:
+    """``[3-5,9%2]`` -> [3, 4, 5, 9]; [0] for a job that is no array. What Slurm cut short ends early."""
+    if text in ("", "N/A"):
+        return [0]
+    parts = text.strip("[]").partition("%")[0].split(",")
+    whole = [
+        each for each in parts if re.fullmatch(r"[0-9]{1,5}(-[0-9]{1,5})?", each)
+    ]  # none of ours is longer
+    return ids_of_ranges(",".join(whole), end=MAX_SHARDS + 1) if whole else []
+
+
+def _values(names: Sequence[str], line: str, *, least: int = 0) -> dict[str, str]:
+    """Name -> value; the names from ``least`` on may be missing."""
+    values = line.split("|", len(names) - 1)
+    if len(values) < (least or len(names)):
+        raise ValueError(f"{len(values)} of {least or len(names)} fields in {line[:200]!r}")
+    return dict(zip(names, values, strict=False))
+
+
+def _job_id(text: str) -> str:
+    if not re.fullmatch(r"[0-9]{1,10}", text):
+        raise ValueError(f"a job id of {text[:40]!r}")
+    return text
+
+
+def _exit_code(text: str) -> int:
+    """A shell's exit code, of ``65:0`` (squeue from 23.02 on, and sacct) or ``16640`` (as wait() has it)."""
+    match = re.fullmatch(r"([0-9]{0,10})(?::([0-9]{1,3}))?", text)
+    if not match:
+        raise ValueError(f"an exit code of {text[:40]!r}")
+    code, killed_by = int(match[1] or 0), int(match[2] or 0)
+    if match[2] is None:
+        code, killed_by = code >> 8, code & 0x7F
+    if killed_by == LOG_NOT_OPENED - 128:
+        return LOG_NOT_OPENED
+    return code or (128 + killed_by if killed_by else 0)
+
+
+def _local_time(text: str) -> str:
+    """Slurm's ``2026-11-22T01:52:04`` in UTC, as this machine's people write it; "" where it is no time."""
+    try:
+        moment = datetime.strptime(text, "%Y-%m-%dT%H:%M:%S").replace(tzinfo=timezone.utc)
+    except ValueError:
+        return ""
+    return moment.astimezone().strftime("%Y-%m-%dT%H:%M:%S")
+
+
+def seconds_of(text: str) -> int:
+    """``1-02:03:04``, ``02:03:04``, ``02:03`` or ``00:00.931`` -> whole seconds; 0 for anything else."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)(?:\.\d+)?", text)
+    if not match:
+        return 0
+    days, hours, minutes, seconds = (int(item or 0) for item in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+TaskKey = tuple[int, str, int]  # number of the submission, job id, index in the array
+_DEFAULT_FOLDER = "/data/processed"  # of prep_array.sh
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownJobs:
+    """What Slurm shows of a data set's jobs."""
+
+    attempts: dict[TaskKey, list[TaskAttempt]] = field(default_factory=dict)  # of a task, oldest first
+    plain: list[TaskAttempt] = field(default_factory=list)  # index N makes shard N
+    hidden: dict[int, str] = field(default_factory=dict)  # number of a submission -> why it is not shown
+    controllers: list[str] = field(default_factory=list)  # jobs of submit --until_done
+    strays: list[str] = field(default_factory=list)  # held jobs of ours that no record names
+    unrecorded: list[str] = field(default_factory=list)  # others, which wait or run
+    away: str = ""  # why Slurm gave no answer
+    accounts_away: str = ""  # why its accounts gave none, where there are any
+    cluster: str = ""  # which one answered
+
+    @cached_property
+    def _by_key(self) -> dict[tuple[str, int], list[TaskAttempt]]:
+        found = {(job_id, index): tasks for (_, job_id, index), tasks in self.attempts.items()}
+        for task in self.plain:
+            found.setdefault(task.key, []).append(task)
+        return found
+
+    def last_task(self, number: int, job_id: str, index: int) -> TaskAttempt | None:
+        """What Slurm says of a submission's task; None where it shows none."""
+        tasks = self.attempts.get((number, job_id, index))
+        return tasks[-1] if tasks else None
+
+    def task_of(self, attempt: Attempt) -> TaskAttempt | None:
+        """What Slurm says of the task of an attempt, in whatever way the task was submitted."""
+        tasks = self._by_key.get(attempt.key)
+        return _of_restart(tasks, attempt.num_restarts) if tasks else None
+
+
+def _of_restart(tasks: Sequence[TaskAttempt], num_restarts: int) -> TaskAttempt | None:
+    """The attempt of this restart. The accounts do not number them; squeue numbers the last."""
+    last = tasks[-1]
+    if last.num_restarts == num_restarts:
+        return last
+    return tasks[num_restarts] if num_restarts < len(tasks) - 1 else None
+
+
+def find_shown_jobs(
+    folder: Path, plan_id: str, submissions: Sequence[Submission], open_attempts: Sequence[Attempt]
+) -> ShownJobs:
+    """Ask squeue what waits and runs, and the accounts of what it no longer shows and no record ends.
+
+    A held job whose name is this data set's, and that no record names, is of a command that sends it just
+    now, or was cut short. Raises SlurmAway.
+    """
+    user, begin = getpass.getuser(), names_begin(folder, plan_id)
+    recorded = {job.job_id for submission in submissions for job in submission.jobs}
+    others = {each.job_id: each for each in open_attempts if each.job_id and each.job_id not in recorded}
+    with ThreadPoolExecutor(3) as pool:
+        queue = pool.submit(queued_attempts, [*recorded, *others])
+        mine = pool.submit(own_live_attempts, user)
+        config = pool.submit(read_config).result() if submissions else {}
+        queued, own = queue.result(), mine.result()
+    shown = _shown(submissions, queued, config.get("ClusterName", ""), open_attempts)
+    hidden = {**shown.hidden, **_private(submissions, shown, config.get("PrivateData", ""), user)}
+    known = {(each.job_id, each.index): each.user for each in open_attempts}
+    plain = [each for each in queued if each.job_id in others and known.get(each.key) == each.user]
+    seen = {each.key for each in plain}
+    accounts_away = ""
+    try:
+        forgotten = {each.job_id for each in others.values() if each.key not in seen}
+        ended = accounted_attempts(forgotten)
+        plain += [each for each in ended if known.get(each.key) == each.user and not each.is_live]
+    except SlurmAway as error:
+        accounts_away = str(error)
+    plain += [
+        each
+        for each in own
+        if each.key not in seen and each.job_id not in recorded and _is_plain(each, folder)
+    ]
+    plain_ids = {each.job_id for each in plain}
+    unnamed = [
+        each
+        for each in own
+        if each.name.startswith(begin) and each.job_id not in recorded and each.job_id not in plain_ids
+    ]
+    controllers = {each.job_id for each in unnamed if each.name.endswith(CONTROLLER_SUFFIX)}
+    unnamed = [each for each in unnamed if each.job_id not in controllers]
+    strays = {each.job_id for each in unnamed if "JobHeldUser" in each.reason}
+    return replace(
+        shown,
+        plain=plain,
+        hidden=hidden,
+        controllers=sorted(controllers, key=int),
+        strays=sorted(strays, key=int),
+        unrecorded=sorted({each.job_id for each in unnamed} - strays, key=int),
+        accounts_away=shown.accounts_away or accounts_away,
+    )
+
+
+def _is_plain(task: TaskAttempt, folder: Path) -> bool:
+    """Whether it is a task of ``sbatch slurm/prep_array.sh FOLDER``. squeue joins the words by blanks."""
+    script, _, words = task.command.partition(" ")
+    if Path(script).name != "prep_array.sh" and task.name != JOB_NAME:
+        return False
+    if not words or words.startswith("-"):
+        named = re.search(r"--output_dir[ =](\S+)", words)
+        return _is_same(Path(task.work_dir, named[1] if named else _DEFAULT_FOLDER), folder)
+    parts = words.split(" ")
+    return any(
+        _is_same(Path(task.work_dir, " ".join(parts[:end])), folder) for end in range(1, len(parts) + 1)
+    )
+
+
+def _is_same(path: Path, folder: Path) -> bool:
+    try:
+        return path.samefile(folder)
+    except OSError:
+        return False
+
+
+def nothing_shown(submissions: Sequence[Submission], why: SlurmAway) -> ShownJobs:
+    """Where Slurm gave no answer."""
+    return ShownJobs(hidden={each.number: "Slurm gives no answer" for each in submissions}, away=str(why))
+
+
+def _shown(
+    submissions: Sequence[Submission],
+    queue: Sequence[TaskAttempt],
+    cluster: str,
+    open_attempts: Sequence[Attempt],
+) -> ShownJobs:
+    found: dict[TaskKey, list[TaskAttempt]] = {}
+    hidden: dict[int, str] = {}
+    accounts_away = ""
+    for name in sorted({each.cluster for each in submissions}):
+        there = [each for each in submissions if each.cluster == name]
+        asked, queue_there = None, queue
+        if name not in ("", cluster):
+            asked = name
+            ids = [job.job_id for submission in there for job in submission.jobs]
+            try:
+                queue_there = queued_attempts(ids, name)
+            except SlurmAway:
+                hidden |= {each.number: f"cluster {name} cannot be seen from {cluster}" for each in there}
+                continue
+        ids = _unexplained(there, queue_there, open_attempts)
+        try:
+            accounts = accounted_attempts(ids, asked)
+        except SlurmAway as error:
+            accounts, accounts_away = [], str(error)
+        found |= _owned(there, accounts, queue_there)
+    return ShownJobs(attempts=found, hidden=hidden, cluster=cluster, accounts_away=accounts_away)
+
+
+def _unexplained(
+    submissions: Sequence[Submission], queue: Sequence[TaskAttempt], open_attempts: Sequence[Attempt]
+) -> list[str]:
+    """Arrays with an attempt that has no end in its record and does not run: the accounts may know why."""
+    live = {each.key for each in queue if each.is_live}
+    arrays = {array.job_id for submission in submissions for array in submission.arrays}
+    return sorted({each.job_id for each in open_attempts if each.key not in live and each.job_id in arrays})
+
+
+def _owned(
+    submissions: Sequence[Submission], accounts: Iterable[TaskAttempt], queue: Iterable[TaskAttempt]
+) -> dict[TaskKey, list[TaskAttempt]]:
+    """The attempts of these submissions' jobs on one cluster."""
+    jobs = [(each.number, job) for each in submissions for job in each.jobs]
+    by_id: dict[str, list[tuple[int, JobIdentity]]] = {}
+    for number, job in reversed(jobs):
+        by_id.setdefault(job.job_id, []).append((number, job))
+    shown: dict[int, tuple[list[TaskAttempt], list[TaskAttempt]]] = {number: ([], []) for number, _ in jobs}
+    for place, attempts in enumerate((accounts, queue)):
+        for attempt in attempts:
+            named = by_id.get(attempt.job_id, [])
+            is_later = attempts is accounts or attempt.num_restarts > 0
+            for number in [each for each, job in named if _is_of(job, attempt, is_later=is_later)][:1]:
+                shown[number][place].append(attempt)
+    return {
+        (number, *key): attempts
+        for number, both in shown.items()
+        for key, attempts in attempts_by_task(*both).items()
+    }
+
+
+def _is_of(job: JobIdentity, attempt: TaskAttempt, *, is_later: bool) -> bool:
+    """Whether Slurm shows this job, whose id is the same; one that was started again has a later time."""
+    if attempt.user != job.user:
+        return False
+    if attempt.name == job.name:
+        return attempt.submit_time == job.submit_time or (is_later and attempt.submit_time > job.submit_time)
+    # A person may have changed the name, but calls no job as another submission's.
+    return attempt.submit_time == job.submit_time and not attempt.name.startswith(f"{JOB_NAME}-")
+
+
+def _private(
+    submissions: Sequence[Submission], shown: ShownJobs, private_data: str, user: str
+) -> dict[int, str]:
+    """Submissions of others that a site with PrivateData=jobs does not show."""
+    if not re.search(r"\b(jobs|all)\b", private_data):
+        return {}
+    seen: Collection[int] = {number for number, _, _ in shown.attempts}
+    return {
+        each.number: f"this site shows the jobs of {each.user} to {each.user} alone"
+        for each in submissions
+        if each.user != user and each.number not in seen
+    }

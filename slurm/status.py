@@ -1,0 +1,630 @@
+"""``status``: a report as plain data (``--json``), as text, as metrics, and as a screen (``--watch``).
+
+States and causes come from ``slurm.state``; tokens, times, memory and nodes from the manifests of the shards
+that are done.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import statistics
+import textwrap
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from shardprep.console import counted, num_cells, printable, short_number, short_time
+from shardprep.files import publish_bytes
+from shardprep.format.names import id_ranges, ids_of_ranges
+from shardprep.format.shard_making import ShardMaking, source_lines, sum_of_sources
+from slurm.resource_use import asked_for, core_hours, resource_use
+from slurm.state import (
+    BAD_INPUT,
+    NODE_FAIL,
+    DatasetState,
+    ShardAttempt,
+    ShardState,
+    StateName,
+    can_retry,
+    cause_of,
+    last_lines,
+    log_tail,
+    remedy_of,
+)
+from slurm.submissions import event_line, read_events
+
+# The beginning of Slurm's reason -> what it means for who waits.
+_REASONS = {
+    "Resources": "the next free nodes are for it",
+    "Priority": "other jobs go before it",
+    "JobArrayTaskLimit": "as many run at once as --max_parallel allows",
+    "JobHeldUser": "held; scontrol release lets it go on",
+    "JobHeldAdmin": "held by an administrator; ask them",
+    "launch failed requeued held": "held, because it could not be started; scontrol release tries again",
+    "BeginTime": "its start time has not come; one that was started again waits a little",
+    "Dependency": "it waits for another job",
+    "ReqNodeNotAvail": "the nodes that it needs are down, drained or reserved; sinfo -R",
+    "Nodes required for job": "the nodes that it needs are down, drained or reserved; sinfo -R",
+    "PartitionDown": "the partition is down; ask an administrator",
+    "PartitionInactive": "the partition is inactive; ask an administrator",
+    "PartitionNodeLimit": "no job of this size may ever run in the partition: cancel, and ask for less",
+    "PartitionTimeLimit": "the partition allows no job so long: cancel, and ask for less --time_min",
+    "PartitionConfig": "no node of the partition is so large: cancel, and ask for less",
+    "BadConstraints": "no node has what is asked for: cancel, and change --constraint",
+    "Reservation": "its reservation has not begun",
+    "InvalidAccount": "the account may not be used: cancel, and change --account",
+    "InvalidQOS": "the QOS may not be used: cancel, and change --qos",
+    "Assoc": "a limit of the account is reached",
+    "QOS": "a limit of the QOS is reached",
+    "MaxMem": "a limit of memory is reached",
+}
+_STATES: tuple[StateName, ...] = ("done", "running", "pending", "failed", "not submitted", "not visible")
+STATUS_VERSION = 1  # of --json: it grows where a field goes or changes its meaning, not where one is added
+MOST_TAILS = 8  # logs whose last lines are read
+
+
+def report(state: DatasetState) -> dict[str, Any]:
+    """Everything that ``status`` says, as plain data."""
+    made = list(state.made.done.values())
+    failed = [shard for shard in state.shards if shard.state == "failed"]
+    by_cause = state.failed_by_cause()
+    return {
+        "format": "shardprep-status",
+        "version": STATUS_VERSION,
+        "folder": str(state.folder),
+        "num_shards": state.plan.num_shards,
+        **{name.replace(" ", "_"): id_ranges(state.ids(name)) for name in _STATES},
+        **{f"num_{name.replace(' ', '_')}": len(state.ids(name)) for name in _STATES},
+        "causes": {cause: id_ranges(each.shard_id for each in of) for cause, of in by_cause.items()},
+        "remedies": {cause: remedy_of(cause) for cause in by_cause},
+        "can_retry": id_ranges(can_retry(state)),
+        "not_begun": id_ranges(shard.shard_id for shard in state.shards if shard.has_not_begun),
+        "failures": _failures(failed),
+        "restarts": _restarts(state),
+        "other_plan": id_ranges(state.made.other_plan),
+        "broken": {str(shard_id): why for shard_id, why in state.made.broken.items()},
+        "verify": state.verify,
+        "verified": state.is_verified,
+        "foreign_jobs": [job.job_id for each in state.foreign for job in each.jobs],
+        "num_foreign_attempts": len(state.attempts.foreign),
+        "unreadable": state.attempts.unreadable,
+        "has_slurm": shutil.which("sbatch") is not None,
+        "has_jobs": bool(state.submissions or any(each.job_id for each in state.attempts.own)),
+        "history": read_events(state.folder),
+        "controller_jobs": state.shown.controllers,
+        "held_jobs": state.held,
+        "stray_jobs": state.shown.strays,
+        "unrecorded_jobs": state.shown.unrecorded,
+        "slurm_away": state.shown.away,
+        "why_not_visible": state.why_not_visible(),
+        "accounts_away": state.shown.accounts_away,
+        "suspended": id_ranges(_suspended(state.shards)),
+        "waits_for": waits_for(state.shards),
+        "wrong": id_ranges(state.made.wrong),
+        "findings": {str(number): each.message for number, each in state.made.wrong.items()},
+        **_speed(state, made),
+        "sources": {name: asdict(of) for name, of in sum_of_sources(each.sources for each in made).items()},
+        "slow_shards": [
+            {"shard": each.shard_id, "node": each.node, "wall_s": each.wall_s} for each in slow_shards(made)
+        ],
+        "slow_nodes": [{"node": node, "speed": round(share, 2)} for node, share in slow_nodes(made)],
+        "efficiency": resource_use(state, made),
+        "core_hours": core_hours(state, made),
+        "asked_for": asked_for(state),
+    }
+
+
+def _speed(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
+    """Tokens, and the speed since the newest submission; time left from input bytes."""
+    numbers: dict[str, Any] = {"num_tokens": sum(each.num_tokens for each in made)}
+    newest = state.submissions[-1] if state.submissions else None
+    since = newest.submitted if newest else 0.0
+    recent = [each for each in made if newest is None or newest.made(each) or each.began >= since]
+    clock_s = clock_difference_s(recent, since, time.time())
+    numbers["clock_difference_s"] = round(clock_s)
+    if not recent:
+        return {**numbers, "tokens_per_s": None, "left_s": None}
+    going = bool(state.ids("running", "pending"))
+    until = time.time() + clock_s if going else max(each.ended for each in recent)
+    took_s = max(until - min(each.began for each in recent), 1e-3)
+    sizes = state.plan.shard_bytes()
+    queued_bytes = sum(sizes[shard_id] for shard_id in state.ids("running", "pending"))
+    bytes_per_s = sum(each.input_bytes for each in recent) / took_s
+    running = [shard.attempts[-1].elapsed_s for shard in state.shards if shard.state == "running"]
+    if max(running, default=0) > 30 + 2 * max(each.wall_s for each in recent):
+        bytes_per_s = 0  # a task takes much longer than any so far: nobody knows how long
+    return {
+        **numbers,
+        "tokens_per_s": round(sum(each.num_tokens for each in recent) / took_s),
+        "left_s": round(queued_bytes / bytes_per_s) if queued_bytes and bytes_per_s else None,
+    }
+
+
+def clock_difference_s(made: Sequence[ShardMaking], submitted: float, now: float) -> float:
+    """How far the nodes' clocks are ahead of this one (below 0: behind), at least; 0 where nothing says so.
+
+    No shard can have been begun before it was submitted, nor be finished in the future.
+    """
+    ahead_s = max((each.ended - now for each in made), default=0.0)
+    behind_s = max((submitted - each.began for each in made), default=0.0)
+    return ahead_s if ahead_s > 0 else min(0.0, -behind_s)
+
+
+def slow_shards(made: Sequence[ShardMaking], number: int = 3) -> list[ShardMaking]:
+    """The shards that took more than twice the median time per byte, slowest first."""
+    timed = [each for each in made if each.input_bytes and each.wall_s > 1]
+    if len(timed) < 4:
+        return []
+    median = statistics.median(each.bytes_per_s for each in timed)
+    slow = [each for each in timed if each.bytes_per_s * 2 < median]
+    return sorted(slow, key=lambda each: each.bytes_per_s)[:number]
+
+
+def slow_nodes(made: Sequence[ShardMaking], number: int = 3) -> list[tuple[str, float]]:
+    """(node, its speed as a share of the others' median), where that is below 0.7."""
+    speeds: dict[str, list[float]] = {}
+    for each in made:
+        if each.input_bytes and each.wall_s > 1:
+            speeds.setdefault(each.node, []).append(each.bytes_per_s)
+    if len(speeds) < 2:
+        return []
+    found = []
+    for node, own in speeds.items():
+        others = statistics.median(speed for name, each in speeds.items() if name != node for speed in each)
+        share = statistics.median(own) / others
+        if share < 0.7 and len(own) > 1:
+            found.append((node, share))
+    return sorted(found, key=lambda pair: pair[1])[:number]
+
+
+def waits_for(shards: Sequence[ShardState]) -> list[dict[str, Any]]:
+    """Why shards are pending, in Slurm's word and in ours, and when the first is expected to start."""
+    found: dict[str, dict[str, Any]] = {}
+    for shard in shards:
+        if shard.state != "pending":
+            continue
+        attempt = next(each for each in shard.attempts if each.state == "pending")
+        item = found.setdefault(attempt.reason, {"ids": [], "starts": ""})
+        item["ids"].append(shard.shard_id)
+        item["starts"] = min(filter(None, (item["starts"], attempt.start_time)), default="")
+    return [
+        {
+            "reason": reason,
+            "means": next((words for word, words in _REASONS.items() if reason.startswith(word)), ""),
+            "shards": id_ranges(item["ids"]),
+            "starts": item["starts"],
+        }
+        for reason, item in found.items()
+    ]
+
+
+def _suspended(shards: Sequence[ShardState]) -> list[int]:
+    return [
+        shard.shard_id
+        for shard in shards
+        if shard.state == "running" and any(attempt.is_suspended for attempt in shard.attempts)
+    ]
+
+
+def _failures(failed: Sequence[ShardState]) -> list[dict[str, Any]]:
+    """The last attempt at each failed shard; the end of its log for the newest few."""
+    newest = sorted(failed, key=lambda shard: _ended(shard.attempts[-1]), reverse=True)[:MOST_TAILS]
+    with_tail = {shard.shard_id for shard in newest}
+    return [_failure(shard, has_tail=shard.shard_id in with_tail) for shard in failed]
+
+
+def _ended(attempt: ShardAttempt) -> float:
+    return (attempt.record.ended or attempt.record.began) if attempt.record else 0.0
+
+
+def _failure(shard: ShardState, *, has_tail: bool) -> dict[str, Any]:
+    last = shard.attempts[-1]
+    lines = last_lines(log_tail(Path(last.log))) if has_tail and last.log else []
+    return {
+        "shard": shard.shard_id,
+        "cause": last.cause,
+        "num_attempts": sum(each.state == "failed" for each in shard.attempts),
+        "task": last.task,
+        "node": last.node,
+        "log": last.log,
+        "message": last.message,
+        "ended": _ended(last),
+        "last_lines": [last.message] if last.message else lines,
+    }
+
+
+def _restarts(state: DatasetState) -> dict[str, int]:
+    """Attempts of tasks that Slurm started again afterwards, counted by how they ended."""
+    last = {each.key: each for each in state.attempts.own if each.job_id}
+    found: dict[str, int] = {}
+    for each in state.attempts.own:
+        is_over = last[each.key] is not each if each.job_id else False
+        made = [state.made.done.get(shard_id) for shard_id in each.shards]
+        if each.job_id and made and (is_over or all(of and of.job_id == each.job_id for of in made)):
+            cause = cause_of(each, state.shown.task_of(each), each.shards[0])
+            words = f"{cause} on {each.node}" if cause == NODE_FAIL else cause
+            found[words] = found.get(words, 0) + 1
+    return found
+
+
+_MOST_FAILURES = 8  # shown with their last lines
+_MOST_EVENTS = 5  # of the history
+_METRIC_STATES = ("done", "running", "pending", "failed", "not_submitted", "not_visible")
+_CLOCKS_DIFFER_S = 30  # less is told by --json alone
+
+
+def report_lines(data: dict[str, Any]) -> list[str]:
+    """The report for people."""
+    total, done = data["num_shards"], data["num_done"]
+    lines = [f"{data['folder']}: {done} of {total} shards are done ({done / total:.1%})"]
+    speed = "" if not data["tokens_per_s"] else f", {data['tokens_per_s']:,} tokens/s"
+    left = "" if data["left_s"] is None else f", about {short_time(data['left_s'])} left"
+    lines.append(f"  {data['num_tokens']:,} tokens{speed}{left}")
+    lines += source_lines(data["sources"], all_in="--json")
+    queued = ("running", "pending", "not_submitted")
+    lines += [f"  {name.replace('_', ' ')}: {data[name]}" for name in queued if data[name]]
+    lines += _waiting_lines(data)
+    lines += _note_lines(data)
+    for cause, ids in data["causes"].items():
+        lines += [f"  failed, {cause}: {ids}", f"    {data['remedies'][cause]}"]
+    lines += [
+        f"  started again by Slurm after {how}: {counted(n, 'task')}" for how, n in data["restarts"].items()
+    ]
+    if data["other_plan"]:
+        lines.append(f"  of another plan: {data['other_plan']}; shardprep verify says what to do")
+    broken = [f"  not done, {why}" for why in data["broken"].values()]
+    lines += broken[:_MOST_FAILURES]
+    lines += _slow_lines(data)
+    lines += _efficiency_lines(data)
+    lines += _asked_lines(data["asked_for"])
+    for failure in data["failures"][:_MOST_FAILURES]:
+        node = f" on {failure['node']}" if failure["node"] else ""
+        tries = f", try {failure['num_attempts']}" if failure["num_attempts"] > 1 else ""
+        lines.append(
+            f"  shard {failure['shard']:05d}, task {failure['task']}{node}{tries}: {failure['cause']}"
+        )
+        lines += [f"    | {line[:300]}" for line in failure["last_lines"]]
+        lines.append(f"    {failure['log']}")
+    lines += [f"  job {each} sends again what fails (--until_done)" for each in data["controller_jobs"]]
+    lines += _history_lines(data["history"])
+    if (more := len(data["failures"]) - _MOST_FAILURES) > 0:
+        lines.append(f"  and {more} more failures: --json has them all")
+    return [*lines, next_line(data)]
+
+
+def _history_lines(history: list[dict[str, Any]]) -> list[str]:
+    """What submit, retry, cancel and --until_done did last."""
+    newest = history[-_MOST_EVENTS:] if len(history) > 1 else []
+    return [
+        f"  {time.strftime('%m-%d %H:%M', time.localtime(float(each.get('time', 0))))} {event_line(each)}"
+        for each in newest
+    ]
+
+
+def _waiting_lines(data: dict[str, Any]) -> list[str]:
+    lines = []
+    for item in data["waits_for"]:
+        means = f": {item['means']}" if item["means"] else ""
+        starts = f"; expected to start at {item['starts'].replace('T', ' ')}" if item["starts"] else ""
+        lines.append(f"    {item['shards']} wait for {item['reason']}{means}{starts}")
+    return lines
+
+
+def _note_lines(data: dict[str, Any]) -> list[str]:
+    """What is not known, and what somebody should look at."""
+    lines = []
+    if data["not_visible"]:
+        lines.append(f"  not visible: {data['not_visible']} ({data['why_not_visible']})")
+    if data["slurm_away"]:
+        lines.append(f"  what waits and runs is not known: {data['slurm_away']}")
+    return lines + [f"  {note}" for note in notes(data)]
+
+
+def notes(data: dict[str, Any]) -> list[str]:
+    """What somebody should look at, a text each, most pressing first."""
+    found = []
+    if data["unrecorded_jobs"]:
+        ids = ", ".join(data["unrecorded_jobs"])
+        found.append(f"wait or run, and no record says for which shards: {ids}: its jobs folder was emptied")
+    if data["stray_jobs"]:
+        ids = ", ".join(data["stray_jobs"])
+        found.append(f"held jobs that no record names: {ids}: a submission goes on, or was cut short")
+    if data["suspended"]:
+        found.append(f"suspended: {data['suspended']}; scontrol resume JOB lets them go on")
+    if data["wrong"]:
+        found.append(f"found wrong by verify: {data['wrong']}; they are not done, and are made anew")
+    if data["not_begun"]:
+        found.append(
+            f"ended before they began: {data['not_begun']} (cancelled, or Slurm could not start them)"
+        )
+    if data["foreign_jobs"]:
+        ids = " ".join(data["foreign_jobs"])
+        found.append(
+            "jobs of the folder that this one was copied from are left alone: "
+            f"{ids} (to end them: scancel {ids})"
+        )
+    mend = f"its owner can: chmod -R a+rX {shlex.quote(data['folder'])}"
+    found += [f"not known: {why}; {mend}" for why in data["unreadable"][:2]]
+    if abs(data["clock_difference_s"]) > _CLOCKS_DIFFER_S:
+        way = "ahead of" if data["clock_difference_s"] > 0 else "behind"
+        by = short_time(abs(data["clock_difference_s"]))
+        found.append(
+            f"the nodes' clocks are {by} or more {way} this one: munge refuses to talk from 5 min on"
+        )
+    if data["accounts_away"]:
+        found.append(f"Slurm's accounts give no answer, so causes are from records: {data['accounts_away']}")
+    return found
+
+
+def _slow_lines(data: dict[str, Any]) -> list[str]:
+    shards = [
+        f"{item['shard']:05d} ({short_time(item['wall_s'])} on {item['node']})"
+        for item in data["slow_shards"]
+    ]
+    nodes = [f"{item['node']} ({item['speed']:.0%} of the others' speed)" for item in data["slow_nodes"]]
+    lines = [f"  slowest shards: {', '.join(shards)}"] if shards else []
+    return lines + ([f"  slow nodes: {', '.join(nodes)}"] if nodes else [])
+
+
+def _asked_lines(asked: dict[str, dict[str, Any]]) -> list[str]:
+    words = [f"{name} {item['value']} ({item['source']})" for name, item in asked.items()]
+    return [f"  asked for: {', '.join(words)}"] if words else []
+
+
+def _efficiency_lines(data: dict[str, Any]) -> list[str]:
+    used, hours = data["efficiency"], data["core_hours"]
+    if not used:
+        return []
+    of = f" of {used['mem_mb']}" if used["mem_mb"] else ""
+    by = "" if used["num_processes"] == 1 else f" by the largest of {used['num_processes']} processes"
+    limit = f" of {used['time_min']} min" if used["time_min"] else ""
+    asked = " ".join(f"--{name} {value:g}" for name, value in used["next_time"].items())
+    shares = f"{used['cpu']:.0%} of the CPUs, {used['max_rss_mb']}{of} MB of memory{by}"
+    longest = f"{short_time(used['longest_task_s'])}{limit} for the longest task"
+    wasted = "" if hours["failed"] is None else f", {hours['failed']:.3g} of them by attempts that failed"
+    return [
+        f"  used: {shares}, {longest}",
+        f"  core-hours: {hours['used']:.3g}{wasted}",
+        f"  next time ask for: {asked} (submit --auto does)",
+    ]
+
+
+def next_line(data: dict[str, Any]) -> str:
+    """What to type next: a command that the program would not refuse, from any folder."""
+    folder = shlex.quote(data["folder"])
+    if data["slurm_away"] and data["has_jobs"]:
+        return f"next: the same again, when Slurm answers: shardprep status {folder}"
+    if data["held_jobs"]:
+        ids = ",".join(data["held_jobs"])
+        return f"next: scontrol release {ids} (they are held), or: shardprep cancel {folder}"
+    if data["running"] or data["pending"]:
+        return f"next: shardprep status {folder} --watch"
+    if data["unrecorded_jobs"] or data["stray_jobs"]:
+        return f"next: wait for the end of the jobs that no record names, or: shardprep cancel {folder}"
+    if data["not_visible"]:
+        return (
+            "next: look where they can be seen; if they do not run: "
+            f"shardprep submit {folder} --shards {data['not_visible']}"
+        )
+    if data["can_retry"] or data["failed"]:
+        return f"next: {_retry_command(data, folder)}"
+    if data["not_submitted"]:
+        return f"next: shardprep {'submit' if data['has_slurm'] else 'run'} {folder}"
+    if data["other_plan"] or not data["verified"]:
+        return f"next: shardprep verify {folder}"
+    return f"verified: {data['folder']}/index.json is there"
+
+
+def _retry_command(data: dict[str, Any], folder: str) -> str:
+    """What makes failed shards again; what only people can help with is said by its cause's remedy."""
+    has_bad_input = BAD_INPUT in data["causes"]
+    if not data["has_slurm"]:
+        flag = " --max_bad_fraction 0.05" if has_bad_input and not data["can_retry"] else ""
+        return f"shardprep run {folder}{flag}"
+    if data["can_retry"]:
+        return f"shardprep retry {folder}"
+    if has_bad_input:
+        return f"shardprep retry {folder} --worker_args '--max_bad_fraction 0.05'"
+    most = max(each["num_attempts"] for each in data["failures"])
+    return f"correct the cause, then: shardprep retry {folder} --max_attempts {most + 3}"
+
+
+def write_metrics(path: Path, data: dict[str, Any]) -> None:
+    """Write the file of ``status --metrics``, for node_exporter's textfile collector: whole, by a rename.
+
+    Raises CannotWrite or ReadWriteError.
+    """
+    publish_bytes(path, metrics_text(data).encode("utf-8"))
+
+
+def metrics_text(data: dict[str, Any]) -> str:
+    """The report as lines of metrics; what is not known has no line.
+
+    Names and labels are an interface: they stay.
+    """
+    folder = {"folder": data["folder"]}
+    lines: list[str] = []
+
+    def add(name: str, text: str, samples: list[tuple[dict[str, str], float | None]]) -> None:
+        known = [(labels, value) for labels, value in samples if value is not None]
+        if known:
+            lines.extend([f"# HELP shardprep_{name} {text}", f"# TYPE shardprep_{name} gauge"])
+            lines.extend(f"shardprep_{name}{_labels({**folder, **own})} {value}" for own, value in known)
+
+    states = [({"state": name}, float(_number(data[name]))) for name in _METRIC_STATES]
+    add("shards", "Shards of the data set by state.", list(states))
+    failed = [({"cause": cause}, float(_number(ids))) for cause, ids in data["causes"].items()]
+    add("shards_failed", "Failed shards by cause.", list(failed))
+    add("tokens", "Tokens of the shards that are done.", [({}, data["num_tokens"])])
+    speed = data["tokens_per_s"]
+    add("tokens_per_second", "Tokens per second since the newest submission.", [({}, speed)])
+    add("seconds_left", "Seconds until what is queued will be made, at this speed.", [({}, data["left_s"])])
+    hours = data["core_hours"]
+    core_hours = [({"kind": "all"}, hours["used"]), ({"kind": "failed"}, hours["failed"])]
+    add("core_hours", "Core-hours of all attempts, and of those that failed.", core_hours)
+    add("verified", "1 where index.json is there.", [({}, float(data["verified"]))])
+    add("slurm_answers", "1 where Slurm said what waits and runs.", [({}, float(not data["slurm_away"]))])
+    return "\n".join([*lines, ""])
+
+
+def _number(ids: str) -> int:
+    return len(ids_of_ranges(ids)) if ids else 0
+
+
+def _labels(labels: dict[str, str]) -> str:
+    escaped = {
+        name: value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        for name, value in labels.items()
+    }
+    return "{" + ",".join(f'{name}="{value}"' for name, value in escaped.items()) + "}"
+
+
+_BAR = ("█", "▓", "░", "×", "?", "·")
+_ASCII_BAR = ("#", "=", "-", "x", "?", ".")
+_COLUMN = 13  # where what is said of a kind begins
+_MOST_LINES = 23  # a terminal has 24, and the cursor is in the last
+_MOST_ROWS = 4  # of one kind: causes, reasons, nodes
+_COUNTS = ("done", "running", "pending", "failed", "not visible", "not submitted")
+
+
+def screen_lines(
+    data: dict[str, Any], *, width: int = 80, now: float | None = None, ascii_only: bool = False
+) -> list[str]:
+    """The report as a screen of at most 23 lines, none of them longer than ``width``."""
+    clock = time.strftime("%H:%M:%S", time.localtime(now))
+    counts = _counts(data)
+    signs = _ASCII_BAR if ascii_only else _BAR
+    named = zip(signs, _COUNTS, strict=True)
+    words = [f"{sign} {counts[name]:,} {name}" for sign, name in named if counts[name]]
+    top = [
+        _both_ends(f"shardprep {data['folder']}", clock, width),
+        bar(counts, data["num_shards"], width, ascii_only=ascii_only),
+        _both_ends("  ".join(words), f"{data['num_done'] / data['num_shards']:.1%}", width),
+        "",
+        *_speed_lines(data),
+    ]
+    goes_on = data["running"] or data["pending"] or (data["slurm_away"] and data["not_visible"])
+    end = ["", "Ctrl-C ends this look, the jobs go on"] if goes_on else ["", next_line(data)]
+    end = [*_last_failure_lines(data, width), *end]
+    rows: list[str] = []
+    for most in range(_MOST_ROWS, 0, -1):  # fewer of each kind, until all kinds have room
+        rows = _kinds(data, width, most)
+        if len(top) + len(rows) + len(end) <= _MOST_LINES:
+            break
+    return [
+        part
+        for line in (*top, *rows, *end)
+        for part in (_wrapped(line, width) if line.startswith("next: ") else [cut(line, width)])
+    ]
+
+
+def _kinds(data: dict[str, Any], width: int, most: int) -> list[str]:
+    """What waits, what failed, and what somebody should look at; ``most`` rows of each kind."""
+    slow = [f"{item['node']} at {item['speed']:.0%} of the others' speed" for item in data["slow_nodes"]]
+    unseen = [f"{data['not_visible']} ({data['why_not_visible']})"] if data["not_visible"] else []
+    away = textwrap.wrap(data["slurm_away"], max(width - _COLUMN, 20))[:2]
+    return [
+        *_rows("Slurm", away, 2),
+        *_rows("not visible", unseen, most),
+        *_rows("note", notes(data), most),
+        *_rows("waits for", [_waits(item) for item in data["waits_for"]], most),
+        *_rows("failed", [f"{_number(ids)} {cause}: {ids}" for cause, ids in data["causes"].items()], most),
+        *_rows(
+            "restarted",
+            [f"{counted(number, 'task')} after {how}" for how, number in data["restarts"].items()],
+            most,
+        ),
+        *_rows("slow nodes", slow, most),
+    ]
+
+
+def bar(counts: Mapping[str, int], total: int, width: int, *, ascii_only: bool = False) -> str:
+    """One line of ``width`` cells; each kind has its share, and at least a cell where it has a shard."""
+    signs = _ASCII_BAR if ascii_only else _BAR
+    cells = {name: max(width * counts[name] // total, min(1, counts[name])) for name in _COUNTS}
+    largest = max(cells, key=lambda name: cells[name])
+    cells[largest] += width - sum(cells.values())
+    return "".join(sign * cells[name] for sign, name in zip(signs, _COUNTS, strict=True))
+
+
+def changes(before: Sequence[str], after: Sequence[str]) -> str:
+    """What a terminal gets to show ``after`` where it shows ``before``; all of it where that is nothing."""
+    out = [] if before else ["\033[H\033[2J"]
+    for row in range(max(len(before), len(after))):
+        line = after[row] if row < len(after) else ""
+        if row >= len(before) or before[row] != line:
+            out.append(f"\033[{row + 1};1H{line}\033[K")
+    return "".join([*out, f"\033[{len(after) + 1};1H"])
+
+
+def cut(line: str, width: int) -> str:
+    """A line that fits into ``width`` cells (a Korean letter takes two), control characters as escapes."""
+    clean = printable(line)
+    if num_cells(clean) <= width:
+        return clean
+    while num_cells(clean) > max(width - 3, 0):
+        clean = clean[:-1]
+    return (clean + "...")[:width]
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    """A command whole, over as many lines as it takes."""
+    clean, lines = printable(line), [""]
+    for char in clean:
+        if num_cells(lines[-1] + char) > width:
+            lines.append("")
+        lines[-1] += char
+    return lines
+
+
+def _counts(data: dict[str, Any]) -> dict[str, int]:
+    return {name: data[f"num_{name.replace(' ', '_')}"] for name in _COUNTS}
+
+
+def _both_ends(left: str, right: str, width: int) -> str:
+    left = cut(left, width - len(right) - 1)
+    return left + " " * (width - num_cells(left) - len(right)) + right
+
+
+def _speed_lines(data: dict[str, Any]) -> list[str]:
+    speed = f"{short_number(data['tokens_per_s'])} tokens/s" if data["tokens_per_s"] else "no speed yet"
+    left = f"about {short_time(data['left_s'])} left" if data["left_s"] is not None else ""
+    return ["   ".join(filter(None, (f"{short_number(data['num_tokens'])} tokens", speed, left)))]
+
+
+def _waits(item: dict[str, Any]) -> str:
+    starts = f"expected at {item['starts'][11:16]}; " if item["starts"] else ""
+    return f"{item['shards']}: {starts}{item['means'] or item['reason']}"
+
+
+def _rows(name: str, texts: Sequence[str], most: int) -> list[str]:
+    shown = list(texts[:most])
+    if len(texts) > most > 1:
+        shown[-1] = f"and {len(texts) - most + 1} more"
+    elif len(texts) > most:
+        shown[-1] = f"{shown[-1]}, and {len(texts) - 1} more"
+    return [f"{name if row == 0 else '':<{_COLUMN}}{text}" for row, text in enumerate(shown)]
+
+
+def _last_failure_lines(data: dict[str, Any], width: int) -> list[str]:
+    """The failure of the attempt that ended last, with the last line of its log."""
+    if not data["failures"]:
+        return []
+    last = max(data["failures"], key=lambda item: (item["ended"], item["shard"]))
+    where = f" on {last['node']}" if last["node"] else ""
+    lines = ["", *_rows("last failed", [f"shard {last['shard']:05d}{where}: {last['cause']}"], 1)]
+    said = last["last_lines"][-1:]
+    return [*lines, *(" " * _COLUMN + _both_parts(line, width - _COLUMN) for line in said)]
+
+
+def _both_parts(line: str, width: int) -> str:
+    """A long line's beginning, which says who, and its end, which says why."""
+    if num_cells(line) <= width:
+        return line
+    head = cut(line, width // 3)
+    while num_cells(line) > width - num_cells(head) - 1:
+        line = line[1:]
+    return f"{head} {line}"

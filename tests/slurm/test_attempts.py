@@ -1,0 +1,341 @@
+"""Attempt records: who writes them, what status and the others read off them, and whose they are.
+
+``prep_array.sh`` runs here without Slurm, by an srun that only starts what it is given; test_prep_array.py
+and test_slurm_operations.py run it on a real cluster.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+import shutil
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from preprocess.attempts import folder_identity, read_attempts
+from preprocess.plan.plan_file import need_plan
+from shardprep.format.names import tar_path
+from slurm.script import names_begin
+from tests.checkout import ROOT
+from tests.children import run_child
+from tests.slurm.fake_slurm import WHEN, FakeSlurm, ended, make_done, submission, submitted, write_record
+from tests.slurm.test_shown_jobs import squeue_line
+
+if TYPE_CHECKING:
+    from tests.conftest import Prep
+
+pytestmark = pytest.mark.processes
+
+SRUN = '#!/bin/bash\nwhile [[ $1 = --* ]]; do shift; done\nexec "$@"\n'
+
+
+def task(
+    fake: FakeSlurm, data: Path, index: int, *args: str, code: int = 0, srun: str = SRUN, **environ: str
+) -> str:
+    """Task ``index`` of ``sbatch --array slurm/prep_array.sh DATA``, started by hand; its output."""
+    command = fake.place / "bin" / "srun"
+    command.write_text(srun)
+    command.chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": str(index)}
+    slurm |= {"SLURMD_NODENAME": "n1", "SLURM_JOB_USER": "root", "SLURM_CPUS_PER_TASK": "1"}
+    settings = {**os.environ, **slurm, "SHARDPREP_PYTHON": sys.executable, **environ}
+    done = run_child([ROOT / "slurm" / "prep_array.sh", data, *args], cwd=ROOT, env=settings, code=code)
+    return done.stdout + done.stderr
+
+
+def records(data: Path) -> list[str]:
+    folder = data / "jobs" / "attempts"
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def status(fake: FakeSlurm, data: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(fake.run("status", data, "--json"))
+    return found
+
+
+def plain_line(data: Path, indices: str, state: str, *, flags: str = "") -> str:
+    fields = f"7|{indices}|{state}|Priority|0:0|n1|0:02|7|root|{WHEN}|N/A|N/A|0|shardprep"
+    return f"{fields}|/home|/home/kim/prep_array.sh {data}{flags}|\n"
+
+
+def test_an_attempt_that_makes_its_shard_leaves_no_record(fake: FakeSlurm, data_dir: Path) -> None:
+    task(fake, data_dir, 2)
+    assert status(fake, data_dir)["done"] == "2"
+    assert records(data_dir) == []
+
+
+def test_an_srun_that_ends_with_0_where_its_node_failed_leaves_the_record(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    task(fake, data_dir, 0, srun="#!/bin/sh\necho 'srun: error: Node failure on n1' >&2\n")
+    assert records(data_dir) == ["7_0.r0"]
+    assert status(fake, data_dir)["causes"] == {"finished without a manifest": "0"}
+
+
+def test_the_newest_attempt_says_the_cause_where_an_older_one_has_no_record(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    submitted(data_dir)
+    again = [dataclasses.replace(submission().arrays[0], job_id="3")]
+    submitted(data_dir, number=1, arrays=again, submitted=2.5, verify_job_id="4")
+    write_record(data_dir, "3_0", ended(75, oom=1))
+    fake.answers("squeue", squeue_line("0", "NODE_FAIL"))
+    assert status(fake, data_dir)["causes"] == {"OUT_OF_MEMORY": "0"}
+
+
+def test_a_set_up_file_that_exits_leaves_a_record_that_says_so(
+    fake: FakeSlurm, data_dir: Path, tmp_path: Path
+) -> None:
+    setup = tmp_path / "setup.sh"
+    setup.write_text("exit 3\n")
+    task(fake, data_dir, 2, code=3, SHARDPREP_SETUP=str(setup))
+    assert records(data_dir) == ["7_2.r0"]
+    (attempt,) = read_attempts(data_dir, need_plan(data_dir).plan_id).own
+    assert (attempt.shards, attempt.node, attempt.exit_code, attempt.stage) == ([2], "n1", 3, "set-up")
+    state = status(fake, data_dir)
+    assert state["causes"] == {"the set-up file ended the task": "2"}
+    assert "must not exit" in state["remedies"]["the set-up file ended the task"]
+
+
+def test_a_worker_that_fails_says_why_in_the_record_and_retry_sends_it_again(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    task(fake, data_dir, 1, "--input_dir", "/no/such/folder", code=66)
+    state = status(fake, data_dir)
+    assert state["failed"] == "1"
+    assert "/no/such/folder" in state["failures"][0]["message"]
+    fake.run("retry", data_dir, "--shards", "1")
+    assert "shards_of=(1)" in fake.sent()[0]
+
+
+@pytest.mark.parametrize("name", ['it\'s "a" \\ folder', "데이터 $(touch INJECTED)", "line\nend"])
+def test_a_record_can_be_read_whatever_the_folder_is_called(
+    fake: FakeSlurm, data_dir: Path, tmp_path: Path, name: str
+) -> None:
+    folder = tmp_path / name
+    data_dir.rename(folder)
+    task(fake, folder, 1, "--input_dir", "/no/such/folder", code=66)
+    (attempt,) = read_attempts(folder, need_plan(folder).plan_id).own
+    assert (attempt.shards, attempt.exit_code) == ([1], 66)
+
+
+def test_where_no_record_can_be_written_the_shard_is_made_all_the_same(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    (data_dir / "jobs").write_text("a file in the way")
+    task(fake, data_dir, 0)
+    assert tar_path(data_dir, 0).exists()
+
+
+def test_a_copy_leaves_the_jobs_of_its_original_alone_and_says_how_to_end_them(
+    fake: FakeSlurm, data_dir: Path, tmp_path: Path
+) -> None:
+    submitted(data_dir, identity=folder_identity(data_dir))
+    write_record(data_dir, "1_0")
+    copy = Path(shutil.copytree(data_dir, tmp_path / "copy"))
+    fake.answers("squeue", f"1|0-4|RUNNING|None|0:0|n1|0:02|1|root|{WHEN}|N/A|N/A|0|x|\n")
+    assert status(fake, data_dir)["running"] == "0-4"
+    state = status(fake, copy)
+    assert (state["running"], state["not_submitted"]) == ("", "0-4")
+    assert "are left alone: 1 2 (to end them: scancel 1 2)" in fake.run("status", copy)
+    assert "scancel 1 2" in fake.run("cancel", copy)
+    assert not fake.calls("scancel")
+    moved = data_dir.rename(tmp_path / "moved")
+    assert status(fake, moved)["running"] == "0-4", "a move keeps what a folder is"
+
+
+def test_names_of_jobs_differ_between_a_folder_and_its_copy(data_dir: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(data_dir, tmp_path / "copy"))
+    before = names_begin(data_dir, "0123456789abcdef")
+    assert before != names_begin(copy, "0123456789abcdef")
+    assert names_begin(data_dir.rename(tmp_path / "moved"), "0123456789abcdef") == before
+
+
+def test_plain_sbatch_that_waits_is_seen_by_what_was_typed_and_not_sent_again(
+    fake: FakeSlurm, data_dir: Path, tmp_path: Path
+) -> None:
+    other = Path(shutil.copytree(data_dir, tmp_path / "other"))
+    fake.answers("squeue", plain_line(data_dir, "0-2", "PENDING", flags=" --input_dir /raw"))
+    assert status(fake, data_dir)["pending"] == "0-2"
+    assert status(fake, other)["pending"] == ""
+    fake.run("submit", data_dir)
+    assert "shards_of=(3 4)" in fake.sent()[0]
+    fake.run("cancel", data_dir)
+    assert fake.calls("scancel") == ["7"]
+
+
+def test_a_task_that_was_killed_has_the_cause_that_the_accounts_tell(fake: FakeSlurm, data_dir: Path) -> None:
+    write_record(data_dir, "7_1", by="sbatch")
+    fake.answers("sacct", f"7_1|NODE_FAIL|0:0|n1|30|root|{WHEN}|{WHEN}|shardprep\n")
+    assert status(fake, data_dir)["causes"] == {"NODE_FAIL": "1"}
+    fake.answers("sacct", "")
+    (cause,) = status(fake, data_dir)["causes"]
+    assert cause.startswith("ended without a word")
+
+
+def test_shards_that_a_run_could_not_make_have_their_cause_without_any_slurm(
+    prep: Prep, sample_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = Path(shutil.copytree(sample_dir, tmp_path / "raw"))
+    bad = sorted(raw.iterdir())[1]
+    bad.write_bytes(bad.read_bytes() + b"\xff\n" * 20)
+    prep.plan(raw, tmp_path / "data")
+    assert prep.command("run", tmp_path / "data").code == 65
+    monkeypatch.setenv("PATH", str(tmp_path))
+    text = run_child([sys.executable, "-m", "slurm", "status", tmp_path / "data"], cwd=ROOT).stdout
+    assert "failed, bad input (65): 1" in text
+    (command,) = [line for line in text.splitlines() if line.startswith("next: shardprep run ")]
+    words = shlex.split(command.removeprefix("next: shardprep "))
+    assert prep.command(*words[:-1], "1").code == 0, "with another share"
+    assert len(records(tmp_path / "data")) == 1, "of the run that failed"
+    assert prep.command("verify", tmp_path / "data").code == 0
+    assert records(tmp_path / "data") == []
+
+
+def test_a_verify_that_fails_by_hand_is_known_to_all_until_the_shard_is_made_anew(
+    prep: Prep, sample_dir: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    prep.plan(sample_dir, data, num_shards=2)
+    assert prep.command("run", data).code == 0
+    assert prep.command("verify", data).code == 0
+    tar = bytearray(tar_path(data, 1).read_bytes())
+    tar[600] ^= 1  # of the same size
+    tar_path(data, 1).write_bytes(tar)
+    assert prep.command("verify", data).code == 65
+    assert not (data / "index.json").exists()
+    found = json.loads(run_child([sys.executable, "-m", "slurm", "status", data, "--json"], cwd=ROOT).stdout)
+    assert (found["done"], found["wrong"], found["verified"]) == ("0", "1", False)
+    assert prep.command("run", data).code == 0
+    assert prep.command("verify", data).code == 0
+    assert not (data / "findings.json").exists()
+    found = json.loads(run_child([sys.executable, "-m", "slurm", "status", data, "--json"], cwd=ROOT).stdout)
+    assert found["verified"]
+
+
+def test_logs_shows_the_attempts_at_a_shard_newest_last_with_the_ends_of_their_logs(
+    fake: FakeSlurm, data_dir: Path, tmp_path: Path
+) -> None:
+    for number, (job, code) in enumerate((("1", 74), ("3", 65))):
+        log = tmp_path / f"{job}.log"
+        log.write_text(f"error: of job {job}\n")
+        write_record(data_dir, f"{job}_2", ended(code), time=1000 + number, log=str(log))
+    lines = fake.run("logs", data_dir, 2).splitlines()
+    assert lines[0] == "shard 00002 is failed, 2 attempts"
+    said = [line.strip() for line in lines if "error: of job" in line]
+    assert said == ["| error: of job 1", "| error: of job 3"]
+    assert "there is no shard 9" in fake.run("logs", data_dir, 9, code=66)
+
+
+def test_cancel_of_some_shards_ends_their_tasks_alone_and_no_part_of_a_task(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    submitted(data_dir, identity=folder_identity(data_dir))
+    fake.answers("squeue", f"1|0-4|PENDING|Priority|0:0||0:00|1|root|{WHEN}|N/A|N/A|0|x|\n")
+    assert "cancelled: 1_1, 1_3" in fake.run("cancel", data_dir, "--shards", "1,3")
+    assert fake.calls("scancel") == ["1_1 1_3"]
+    events = [json.loads(line)["event"] for line in (data_dir / "jobs" / "history.jsonl").open()]
+    assert events == ["cancel"]
+
+
+def test_next_is_never_a_retry_that_would_be_refused(fake: FakeSlurm, data_dir: Path) -> None:
+    make_done(data_dir, 0, 1, 2, 3)
+    for number in range(3):
+        write_record(data_dir, f"{number + 1}_4", ended(74), time=1000 + number)
+    text = fake.run("status", data_dir)
+    assert f"shardprep retry {data_dir} --max_attempts 6" in text
+    fake.run("retry", data_dir, code=74)
+    fake.run("retry", data_dir, "--max_attempts", 6)
+    assert "shards_of=(4)" in fake.sent()[0]
+
+
+def events(data: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (data / "jobs" / "history.jsonl").read_text().splitlines()]
+
+
+def test_until_done_leaves_a_controller_behind_the_jobs_that_does_the_same_behind_what_it_sends(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    fake.run("submit", data_dir, "--until_done", "--max_rounds", 2)
+    controller = fake.sent()[2]
+    assert f"retry {data_dir} --until_done --max_rounds 2 --round 1" in controller
+    assert "--job-name=" + names_begin(data_dir, need_plan(data_dir).plan_id) + "0-control" in controller
+    assert "--dependency=afterany:1:2" in fake.calls("sbatch")[-1]
+    make_done(data_dir, 0, 1, 2, 3)
+    write_record(data_dir, "1_4", ended(75, oom=1))
+    fake.run("retry", data_dir, "--until_done", "--max_rounds", 2, "--round", 1)
+    assert "shards_of=(4)" in fake.sent()[3]
+    assert "#SBATCH --mem=200M" in fake.sent()[3], "twice the 100 MB that it had"
+    assert "--round 2" in fake.sent()[5]
+    assert events(data_dir)[-1]["causes"] == {"OUT_OF_MEMORY": {"shards": "4", "nodes": {"n1": 1}}}
+    said = fake.run("retry", data_dir, "--until_done", "--max_rounds", 2, "--round", 3, code=74)
+    assert "shards 4 are not made after 2 rounds" in said
+    assert events(data_dir)[-1]["event"] == "stopped"
+    assert len(fake.sent()) == 6
+
+
+def test_until_done_stops_with_a_sentence_where_only_people_can_help(fake: FakeSlurm, data_dir: Path) -> None:
+    make_done(data_dir, 0, 1, 2, 3)
+    write_record(data_dir, "1_4", ended(65))
+    said = fake.run("retry", data_dir, "--until_done", code=74)
+    assert (
+        "only a person can help now: shards 4: bad input (65), the same input fails in the same way" in said
+    )
+    assert not fake.sent()
+    assert "stopped" in events(data_dir)[-1]["event"]
+
+
+def test_a_controller_that_cannot_go_on_says_so_in_the_history(fake: FakeSlurm, data_dir: Path) -> None:
+    write_record(data_dir, "1_4", ended(74))
+    fake.run("retry", data_dir, "--until_done", "--setup", "/no/such/file", code=2)
+    assert "/no/such/file is no file" in events(data_dir)[-1]["why"]
+
+
+def test_until_done_verifies_what_is_done_and_writes_the_report(
+    fake: FakeSlurm, prep: Prep, sample_dir: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    prep.plan(sample_dir, data, num_shards=2)
+    assert prep.command("run", data).code == 0
+    fake.run("retry", data, "--until_done")
+    assert status(fake, data)["verified"]
+    assert "<html" in (data / "report.html").read_text()
+    assert events(data)[-1]["event"] == "finished"
+
+
+def test_cancel_ends_the_controller_first_as_it_would_send_again_what_is_cancelled(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    submitted(data_dir, identity=folder_identity(data_dir))
+    name = f"{names_begin(data_dir, need_plan(data_dir).plan_id)}0-control"
+    jobs = f"1|0-4|PENDING|Priority|0:0||0:00|1|root|{WHEN}|N/A|N/A|0|x|\n"
+    jobs += f"9|N/A|PENDING|Dependency|0:0||0:00|9|root|{WHEN}|N/A|N/A|0|{name}|\n"
+    fake.answers("squeue", jobs)
+    assert status(fake, data_dir)["controller_jobs"] == ["9"]
+    fake.run("cancel", data_dir)
+    assert fake.calls("scancel") == ["9 1"]
+
+
+@pytest.mark.parametrize(
+    ("host", "pid_began", "state"),
+    [("here", 0, "running"), ("here", 1, "failed"), ("elsewhere", 0, "not_visible")],
+)
+def test_a_run_without_an_end_runs_was_killed_or_cannot_be_seen_from_this_host(
+    fake: FakeSlurm, data_dir: Path, host: str, pid_began: int, state: str
+) -> None:
+    """``pid_began`` 1: the process has gone, and another one has its number."""
+    node = socket.gethostname() if host == "here" else "another.host"
+    ticks = pid_began or int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    facts = {"by": "run", "job_id": "", "shards": "1-2", "node": node, "pid": os.getpid(), "pid_began": ticks}
+    path = write_record(data_dir, "1_1", **facts)
+    path.rename(path.with_name(f"{node}-{os.getpid()}.1000"))
+    assert status(fake, data_dir)[state] == "1-2"
+    if state != "failed":
+        fake.run("submit", data_dir)
+        assert "shards_of=(0 3 4)" in fake.sent()[0]

@@ -24,13 +24,14 @@ from tests.waiting import wait_until
 
 _HEALED_S = 1500
 _MARKERS = {  # fault -> what FAULTY_PYTHON and the set-up file look for
-    "memory": ["memory", "first"],
-    "time limit": ["sleep"],
     "node": ["survive"],
-    "cancelled": ["sleep"],
     "killed": ["kill"],
     "set-up": ["setup"],
+    "memory": ["memory", "first"],
+    "time limit": ["sleep"],
+    "cancelled": ["sleep"],
 }
+_FIRST = (0, 1, 2, 4, 5, 6)  # the shards of these: 0-3 are on one node, which goes, and 4-7 on another one
 _SETUP = "[[ -z ${{shards:-}} ]] || ! rm {place}/setup-$shards 2>/dev/null || exit 3\n"
 
 
@@ -75,7 +76,7 @@ class Campaign:
 
     def arm(self, num_shards: int) -> dict[str, int]:
         """Have the first shards fail, and every fifth of the others; returns fault -> its first shard."""
-        faults = dict(enumerate(_MARKERS)) | {
+        faults = dict(zip(_FIRST, _MARKERS, strict=True)) | {
             shard: ("memory", "time limit", "killed")[shard // 5 % 3]
             for shard in range(10, num_shards - 1, 5)
         }
@@ -122,11 +123,12 @@ def heal(campaign: Campaign, num_shards: int) -> None:
     campaign.plan(num_shards)
     shard_of = campaign.arm(num_shards)
     job = campaign.submit()
+    cancelled = shard_of["cancelled"]
+    wait_until(lambda: not (place / f"sleep-{cancelled}").exists())
+    campaign.run("scancel", f"{job}_{cancelled}")
     wait_until((place / "surviving").exists)
     node = campaign.run("squeue", "-h", f"--jobs={job}_{shard_of['node']}", "--format=%N").strip()
     kill_node(campaign.environ, node)
-    wait_until(lambda: not (place / f"sleep-{shard_of['cancelled']}").exists())
-    campaign.run("scancel", f"{job}_{shard_of['cancelled']}")
     events = campaign.watch()
     (place / "release").touch()
     print(campaign.run("shardprep", "status", place / "O"))

@@ -339,3 +339,22 @@ def test_a_run_without_an_end_runs_was_killed_or_cannot_be_seen_from_this_host(
     if state != "failed":
         fake.run("submit", data_dir)
         assert "shards_of=(0 3 4)" in fake.sent()[0]
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_colleague_sees_what_is_done_of_a_set_submitted_with_umask_077(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    submitted(data_dir)
+    write_record(data_dir, "1_4", ended(65))
+    make_done(data_dir, 0, 1)
+    jobs = data_dir / "jobs"
+    jobs.chmod(0o700)
+    os.chown(jobs, 65534, 65534)
+    colleague = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search", sys.executable]
+    said = run_child([*colleague, "-m", "slurm", "status", data_dir]).stdout
+    assert "2 of 5 shards are done" in said
+    assert "not visible" in said
+    assert f"its owner can: chmod -R a+rX {shlex.quote(str(data_dir))}" in said
+    assert "failed" not in said

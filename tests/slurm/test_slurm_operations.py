@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from shardprep.format.manifest import read_manifest
+from tests.checkout import ROOT
 from tests.children import is_living, run_child
 from tests.held_children import Hold
 from tests.slurm.started_cluster import FAULTY_PYTHON, kill_node, start_missing, started_cluster
@@ -229,6 +230,38 @@ def test_a_finished_task_that_is_requeued_changes_nothing_and_cancel_ends_all(
     assert set(state["causes"]) <= {"CANCELLED", "stopped by a signal (75)"}
     assert (state["done"], state["running"], state["pending"]) == ("0", "", "")
     assert prep.contents(seven.data) == before
+
+
+def test_plain_sbatch_is_seen_a_copy_leaves_it_alone_and_next_runs_as_printed(
+    site: Site, seven: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, copy, elsewhere = seven.data, tmp_path / "copy", tmp_path / "else where"
+    elsewhere.mkdir()
+    for shard_id in (0, 1):
+        seven.arm("sleep", shard_id)
+    array = ["sbatch", "--parsable", "--array=0-3%2", "--cpus-per-task=1", "--mem=500"]
+    command = [*array, str(ROOT / "slurm" / "prep_array.sh"), str(data)]
+    job = run_child(command, env=site.environ, cwd=elsewhere).stdout.strip()
+    wait_until(lambda: not list(seven.place.glob("sleep-*")))
+    state = site.status(data)
+    assert (state["running"], state["pending"], state["not_submitted"]) == ("0-1", "2-3", "4-6")
+    assert "shards_of=(4 5 6)" in site.slurm("submit", data, "--cpus_per_task", 1, "--dry_run")
+
+    shutil.copytree(data, copy)
+    assert site.status(copy)["not_submitted"] == "0-6"
+    assert "nothing is queued" in site.slurm("cancel", copy)
+    assert site.task_state(f"{job}_0") == "RUNNING"
+
+    assert f"cancelled: {job}" in site.slurm("cancel", data)
+    wait_until(lambda: not site.run("squeue", "-h"))
+    state = site.status(data)
+    assert (state["failed"], state["done"]) == ("0-1", "")
+    assert set(state["causes"]) <= {"CANCELLED", "stopped by a signal (75)"}
+    monkeypatch.setitem(site.environ, "PATH", f"{Path(sys.executable).parent}:{site.environ['PATH']}")
+    (line,) = re.findall(r"^next: (.*)$", site.slurm("status", data), re.MULTILINE)
+    assert run_child(["bash", "-c", line], env=site.environ, cwd=elsewhere).returncode == 0
+    wait_until(lambda: not site.run("squeue", "-h"))
+    assert site.status(data)["done"] == "0-3,5-6"
 
 
 def test_what_cannot_work_is_refused_before_anything_is_written(

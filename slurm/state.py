@@ -15,6 +15,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -229,9 +230,16 @@ class DatasetState:
         """Of the next submission."""
         return max((submission.number for submission in [*self.submissions, *self.foreign]), default=-1) + 1
 
+    @cached_property
+    def _ids(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for shard in self.shards:
+            found.setdefault(shard.state, []).append(shard.shard_id)
+        return found
+
     def ids(self, *states: StateName) -> list[int]:
         """The shards in one of these states, ascending."""
-        return [shard.shard_id for shard in self.shards if shard.state in states]
+        return sorted(shard_id for state in states for shard_id in self._ids.get(state, []))
 
     def failed_by_cause(self) -> dict[str, list[ShardState]]:
         """Cause -> the shards whose last attempt ended so, the most frequent first."""
@@ -329,7 +337,7 @@ def find_state(
         foreign=attempts.foreign,
         unreadable=[*unreadable, *attempts.unreadable],
     )
-    made = made or find_made_shards(folder, plan)
+    made = made or (first if first and not shown.plain else find_made_shards(folder, plan))
     return DatasetState(
         folder=folder,
         plan=plan,

@@ -71,7 +71,7 @@ class Attempt:
     killed_by: int | None = None  # the signal that ended the worker
     stage: str = ""  # at which it ended: set-up, start, work
     signal: str = ""  # that it was told to stop by
-    stopped_by: str = ""  # in the log: time limit, node failure, preemption, cancel, cancelled step
+    stopped_by: str = ""  # of a log: time limit, node failure, preemption, cancel, cancelled step; or a state
     left_s: int | None = None  # until its time limit, when it was told to stop
     is_out_of_memory: bool = False
     peak_bytes: int | None = None
@@ -145,7 +145,10 @@ def _attempt_of(path: Path, content: bytes) -> Attempt | None:
             if event == "begin":
                 begin, end, failures = data, {}, {}
             elif event == "end":
-                end = data
+                end = {
+                    **data,
+                    **end,
+                }  # the first counts: append_end, and a script that lived on
             elif event == "failure":
                 failures[int(data["shard"])] = Failure(
                     shard_id=int(data["shard"]), exit_code=int(data["exit_code"]), reason=str(data["reason"])
@@ -206,6 +209,11 @@ def append_failure(failure: Failure) -> None:
                 "reason": failure.reason[:_MOST_REASON_CHARS],
             },
         )
+
+
+def append_end(attempt: Attempt, state: str, elapsed_s: int) -> None:
+    """Write how Slurm says that an attempt ended, before Slurm forgets it; what fails is left out."""
+    _append(attempt.path, {"event": "end", "time": attempt.began + elapsed_s, "stopped_by": state})
 
 
 def _append(path: Path, content: dict[str, Any]) -> bool:

@@ -8,6 +8,7 @@ job has anything to do with the data set and none of its commands is installed.
 
 from __future__ import annotations
 
+import getpass
 import math
 import os
 import re
@@ -19,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from preprocess.attempts import Attempt, Attempts, folder_identity, read_attempts
+from preprocess.attempts import Attempt, Attempts, append_end, folder_identity, read_attempts
 from preprocess.done_shards import MadeShards, find_made_shards, is_verified
 from preprocess.plan.plan_file import Plan
 from shardprep.errors import ReadWriteError, ShardprepError
@@ -124,7 +125,7 @@ def cause_of(attempt: Attempt, task: TaskAttempt | None, shard_id: int, *, is_wa
     if attempt.ended is None:
         return CANCELLED if task is not None and task.state == "CANCELLED" else VANISHED
     if attempt.stopped_by:
-        return _STOPPED_BY.get(attempt.stopped_by, STOPPED)
+        return _STOPPED_BY.get(attempt.stopped_by) or _STATES.get(attempt.stopped_by, STOPPED)
     if attempt.killed_by:
         return f"killed by signal {attempt.killed_by}"
     is_late = attempt.left_s is not None and attempt.left_s <= _WARNED_S
@@ -337,6 +338,10 @@ def find_state(
         foreign=attempts.foreign,
         unreadable=[*unreadable, *attempts.unreadable],
     )
+    for each in attempts.own:
+        task = shown.task_of(each) if each.ended is None else None
+        if task and task.state in _STATES and task.user == getpass.getuser():
+            append_end(each, task.state, task.elapsed_s)
     made = made or (first if first and not shown.plain else find_made_shards(folder, plan))
     return DatasetState(
         folder=folder,

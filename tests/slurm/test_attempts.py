@@ -89,6 +89,17 @@ def test_the_newest_attempt_says_the_cause_where_an_older_one_has_no_record(
     assert status(fake, data_dir)["causes"] == {"OUT_OF_MEMORY": "0"}
 
 
+def test_a_node_failure_is_known_when_slurm_has_forgotten_it(fake: FakeSlurm, data_dir: Path) -> None:
+    submitted(data_dir)
+    write_record(data_dir, "1_0")
+    fake.answers("squeue", squeue_line("0", "NODE_FAIL"))
+    assert status(fake, data_dir)["causes"] == {"NODE_FAIL": "0"}
+    fake.answers("squeue", "")
+    state = status(fake, data_dir)
+    assert state["causes"] == {"NODE_FAIL": "0"}
+    assert state["core_hours"]["failed"] == round(2 / 3600, 4), "by the 2 s that Slurm told"
+
+
 def test_a_set_up_file_that_exits_leaves_a_record_that_says_so(
     fake: FakeSlurm, data_dir: Path, tmp_path: Path
 ) -> None:
@@ -174,6 +185,7 @@ def test_a_task_that_was_killed_has_the_cause_that_the_accounts_tell(fake: FakeS
     write_record(data_dir, "7_1", by="sbatch")
     fake.answers("sacct", f"7_1|NODE_FAIL|0:0|n1|30|root|{WHEN}|{WHEN}|shardprep\n")
     assert status(fake, data_dir)["causes"] == {"NODE_FAIL": "1"}
+    write_record(data_dir, "7_1", by="sbatch")
     fake.answers("sacct", "")
     (cause,) = status(fake, data_dir)["causes"]
     assert cause.startswith("ended without a word")

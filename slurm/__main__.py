@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from shardprep.command_line import Command, Program, add_flags_of, given_of
 from shardprep.console import Progress, counted, draw, output_is_read, print_lines, say
 from shardprep.errors import NotFound, ReadWriteError, ShardprepError, UsageError
+from shardprep.files import publish_bytes
 from shardprep.format.names import id_ranges, ids_of_ranges
 from slurm.commands import REQUEST_VARIABLES, Patience
 from slurm.request import WHOLE_NODE, JobRequest, with_changes, with_variables
@@ -113,7 +114,7 @@ def retry(args: argparse.Namespace) -> int:
 
 def _retry(args: argparse.Namespace) -> int:
     from preprocess.plan.plan_file import need_plan
-    from slurm.retry import base_request, prepare_retry
+    from slurm.retry import base_request, finish, prepare_retry, stop_after
     from slurm.state import find_state, reason_to_leave, remedy_of
 
     changes = given_request(args)
@@ -141,12 +142,8 @@ def _retry(args: argparse.Namespace) -> int:
     state, sending = prepared()
     is_controlled = args.until_done and not args.dry_run
     if is_controlled and sending is None and not state.ids("running", "pending"):
-        from slurm.retry import finish
-
         return finish(state, args.max_attempts)
     if is_controlled and args.round > args.max_rounds:
-        from slurm.retry import stop_after
-
         return stop_after(state, args.max_rounds)
     if is_controlled and sending is None:
         waited = [each for each in state.jobs_to_wait_for() if each not in state.shown.controllers]
@@ -225,15 +222,10 @@ def _control(
     """``--until_done``: the job that looks at what became of these jobs, and goes on."""
     from slurm.retry import send_controller
 
-    flags = [
-        "--max_rounds",
-        str(args.max_rounds),
-        "--round",
-        str(args.round + 1 if args.command == "retry" else 1),
-    ]
+    flags = ["--max_rounds", args.max_rounds, "--round", 1]
     if args.command == "retry":
-        flags += ["--max_attempts", str(args.max_attempts)]
-    job_id = send_controller(state, number, request, job_ids, flags)
+        flags[-1:] = [args.round + 1, "--max_attempts", args.max_attempts]
+    job_id = send_controller(state, number, request, job_ids, [str(each) for each in flags])
     print_lines(f"job {job_id}: sends again what fails, until all is verified (--until_done)")
 
 
@@ -272,7 +264,7 @@ def status(args: argparse.Namespace) -> int:
     """``status O``: where every shard is, and why what failed did."""
     from preprocess.plan.plan_file import need_plan
     from slurm.state import find_state
-    from slurm.status import write_metrics
+    from slurm.status import metrics_text
 
     plan = need_plan(args.output_dir)
     shown: list[str] = []
@@ -280,7 +272,7 @@ def status(args: argparse.Namespace) -> int:
         state = find_state(args.output_dir, plan, if_away=lambda _: None)
         data = _report(state)
         if args.metrics:
-            write_metrics(args.metrics, data)
+            publish_bytes(args.metrics, metrics_text(data).encode("utf-8"))
         if args.watch and not args.json and sys.stdout.isatty():
             shown = _redraw(data, shown)
         else:
@@ -386,12 +378,9 @@ def logs(args: argparse.Namespace) -> int:
         where = f" on {each.node}" if each.node else ""
         lines.append(f"{when or 'task'} {each.task}{where}: {each.cause or each.state}".strip())
         lines += [f"  {each.message}"] if each.message else []
-        lines += (
-            [f"  | {line[:300]}" for line in last_lines(log_tail(Path(each.log)), args.lines)]
-            if each.log
-            else []
-        )
-        lines += [f"  {each.log}"] if each.log else []
+        if each.log:
+            lines += [f"  | {line[:300]}" for line in last_lines(log_tail(Path(each.log)), args.lines)]
+            lines.append(f"  {each.log}")
         lines += [f"  {remedy_of(each.cause)}"] if each.cause and each is shard.attempts[-1] else []
     print_lines(*lines)
     return 0

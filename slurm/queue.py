@@ -27,7 +27,7 @@ from pathlib import Path
 from preprocess.attempts import Attempt
 from shardprep.format.names import MAX_SHARDS, ids_of_ranges
 from slurm.commands import SlurmAway, SlurmMissing, SlurmRefused, read_config, slurm_answer
-from slurm.script import CONTROLLER_SUFFIX, JOB_NAME, names_begin
+from slurm.script import CONTROL, JOB_NAME, names_begin
 from slurm.submissions import JobIdentity, Submission
 
 _WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"})
@@ -359,7 +359,7 @@ def find_shown_jobs(
         for each in own
         if each.name.startswith(begin) and each.job_id not in recorded and each.job_id not in plain_ids
     ]
-    controllers = {each.job_id for each in unnamed if each.name.endswith(CONTROLLER_SUFFIX)}
+    controllers = {each.job_id for each in unnamed if each.name.endswith(CONTROL)}
     unnamed = [each for each in unnamed if each.job_id not in controllers]
     strays = {each.job_id for each in unnamed if "JobHeldUser" in each.reason}
     return replace(

@@ -21,7 +21,7 @@ from shardprep.errors import NotFound, ReadWriteError, UsageError
 from shardprep.format.names import id_ranges
 from slurm.queue import TaskAttempt
 from slurm.request import JobRequest
-from slurm.script import controller_name, controller_script, quoted
+from slurm.script import CONTROL, controller_script, job_name, quoted
 from slurm.send import Sending, check_recorded, prepare, submit_script
 from slurm.site import check_folder, find_partition_limits
 from slurm.state import (
@@ -165,9 +165,8 @@ def send_controller(
     Raises what ``slurm_output`` raises.
     """
     command = [sys.executable, "-m", "slurm", "retry", str(state.folder), "--until_done", *flags]
-    script = controller_script(
-        state.folder, controller_name(state.folder, state.plan.plan_id, number), shlex.join(command), request
-    )
+    name = job_name(state.folder, state.plan.plan_id, number, CONTROL)
+    script = controller_script(state.folder, name, shlex.join(command), request)
     after = [f"--dependency=afterany:{':'.join(job_ids)}"] if job_ids else []
     return submit_script(script, *after)
 

@@ -19,7 +19,7 @@ from slurm.commands import REQUEST_VARIABLES
 from slurm.request import JobRequest
 
 JOB_NAME = "shardprep"
-CONTROLLER_SUFFIX = "-control"
+VERIFY, CONTROL = "-verify", "-control"  # end the names of such jobs
 LOG_FOLDER = "logs"  # in O/jobs
 _SETTINGS = (
     "SHARDPREP_PYTHON",
@@ -37,28 +37,17 @@ def prep_script() -> str:
     return (Path(__file__).parent / "prep_array.sh").read_text(encoding="utf-8")
 
 
-def job_name(folder: Path, plan_id: str, number: int) -> str:
+def job_name(folder: Path, plan_id: str, number: int, kind: str = "") -> str:
     """What the jobs of a data set's submission of this number are called, and nothing else is.
 
     It has the plan's id, the folder's identity (a copy of the data set has the same plan) and the number.
     """
-    return f"{names_begin(folder, plan_id)}{number}"
+    return f"{names_begin(folder, plan_id)}{number}{kind}"
 
 
 def names_begin(folder: Path, plan_id: str) -> str:
     """What the names of all jobs of a data set begin with."""
     return f"{JOB_NAME}-{plan_id[:12]}-{folder_identity(folder):x}-"
-
-
-def job_names(folder: Path, plan_id: str, number: int) -> tuple[str, str]:
-    """Of a submission's arrays, and of its verify job."""
-    name = job_name(folder, plan_id, number)
-    return name, f"{name}-verify"
-
-
-def controller_name(folder: Path, plan_id: str, number: int) -> str:
-    """Of the job that sends again what a submission did not make."""
-    return f"{job_name(folder, plan_id, number)}{CONTROLLER_SUFFIX}"
 
 
 def controller_script(folder: Path, name: str, command: str, request: JobRequest) -> str:

@@ -41,8 +41,9 @@ from slurm.request import JobRequest
 from slurm.resource_use import advice_of_makings, advice_of_plan, within
 from slurm.script import (
     LOG_FOLDER,
+    VERIFY,
     array_script,
-    job_names,
+    job_name,
     prep_script,
     quoted,
     settings_of,
@@ -141,7 +142,7 @@ def prepare(
     """Preflight of every group against the site. Writes and submits nothing."""
     if_away = _warn(say) if dry_run else None
     body, folder = prep_script(), state.folder
-    name, verify_name = job_names(folder, state.plan.plan_id, state.next_number)
+    name = job_name(folder, state.plan.plan_id, state.next_number)
     arrays: list[ArrayToSend] = []
     cluster = ""
     for request, shard_ids in groups:
@@ -159,14 +160,9 @@ def prepare(
         arrays.append(ArrayToSend(request=request, tasks=tasks, script=script))
     first = groups[0][0]
     settings = settings_of(first, os.environ, sys.executable)
-    verify = verify_script(folder, verify_name, state.plan.num_shards, first, settings=settings, body=body)
-    return Sending(
-        state=state,
-        arrays=arrays,
-        verify=verify,
-        cluster=cluster,
-        sources=dict(sources or {}),
-    )
+    num_shards = state.plan.num_shards
+    verify = verify_script(folder, name + VERIFY, num_shards, first, settings=settings, body=body)
+    return Sending(state=state, arrays=arrays, verify=verify, cluster=cluster, sources=dict(sources or {}))
 
 
 def advised(

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from shardprep.console import counted, num_cells, printable, short_number, short_time
-from shardprep.files import publish_bytes
 from shardprep.format.names import id_ranges, ids_of_ranges
 from shardprep.format.shard_making import ShardMaking, source_lines, sum_of_sources
 from slurm.resource_use import asked_for, core_hours, resource_use
@@ -101,7 +100,9 @@ def report(state: DatasetState) -> dict[str, Any]:
         "slurm_away": state.shown.away,
         "why_not_visible": state.why_not_visible(),
         "accounts_away": state.shown.accounts_away,
-        "suspended": id_ranges(_suspended(state.shards)),
+        "suspended": id_ranges(
+            each.shard_id for each in state.shards if any(attempt.is_suspended for attempt in each.attempts)
+        ),
         "waits_for": waits_for(state.shards),
         "wrong": id_ranges(state.made.wrong),
         "findings": {str(number): each.message for number, each in state.made.wrong.items()},
@@ -201,14 +202,6 @@ def waits_for(shards: Sequence[ShardState]) -> list[dict[str, Any]]:
     ]
 
 
-def _suspended(shards: Sequence[ShardState]) -> list[int]:
-    return [
-        shard.shard_id
-        for shard in shards
-        if shard.state == "running" and any(attempt.is_suspended for attempt in shard.attempts)
-    ]
-
-
 def _failures(failed: Sequence[ShardState]) -> list[dict[str, Any]]:
     """The last attempt at each failed shard; the end of its log for the newest few."""
     newest = sorted(failed, key=lambda shard: _ended(shard.attempts[-1]), reverse=True)[:MOST_TAILS]
@@ -267,7 +260,10 @@ def report_lines(data: dict[str, Any]) -> list[str]:
     queued = ("running", "pending", "not_submitted")
     lines += [f"  {name.replace('_', ' ')}: {data[name]}" for name in queued if data[name]]
     lines += _waiting_lines(data)
-    lines += _note_lines(data)
+    unseen = f"  not visible: {data['not_visible']} ({data['why_not_visible']})"
+    lines += [unseen] if data["not_visible"] else []
+    lines += [f"  what waits and runs is not known: {data['slurm_away']}"] if data["slurm_away"] else []
+    lines += [f"  {note}" for note in notes(data)]
     for cause, ids in data["causes"].items():
         lines += [f"  failed, {cause}: {ids}", f"    {data['remedies'][cause]}"]
     lines += [
@@ -279,7 +275,8 @@ def report_lines(data: dict[str, Any]) -> list[str]:
     lines += broken[:_MOST_FAILURES]
     lines += _slow_lines(data)
     lines += _efficiency_lines(data)
-    lines += _asked_lines(data["asked_for"])
+    asked = [f"{name} {item['value']} ({item['source']})" for name, item in data["asked_for"].items()]
+    lines += [f"  asked for: {', '.join(asked)}"] if asked else []
     for failure in data["failures"][:_MOST_FAILURES]:
         node = f" on {failure['node']}" if failure["node"] else ""
         tries = f", try {failure['num_attempts']}" if failure["num_attempts"] > 1 else ""
@@ -311,16 +308,6 @@ def _waiting_lines(data: dict[str, Any]) -> list[str]:
         starts = f"; expected to start at {item['starts'].replace('T', ' ')}" if item["starts"] else ""
         lines.append(f"    {item['shards']} wait for {item['reason']}{means}{starts}")
     return lines
-
-
-def _note_lines(data: dict[str, Any]) -> list[str]:
-    """What is not known, and what somebody should look at."""
-    lines = []
-    if data["not_visible"]:
-        lines.append(f"  not visible: {data['not_visible']} ({data['why_not_visible']})")
-    if data["slurm_away"]:
-        lines.append(f"  what waits and runs is not known: {data['slurm_away']}")
-    return lines + [f"  {note}" for note in notes(data)]
 
 
 def notes(data: dict[str, Any]) -> list[str]:
@@ -367,11 +354,6 @@ def _slow_lines(data: dict[str, Any]) -> list[str]:
     nodes = [f"{item['node']} ({item['speed']:.0%} of the others' speed)" for item in data["slow_nodes"]]
     lines = [f"  slowest shards: {', '.join(shards)}"] if shards else []
     return lines + ([f"  slow nodes: {', '.join(nodes)}"] if nodes else [])
-
-
-def _asked_lines(asked: dict[str, dict[str, Any]]) -> list[str]:
-    words = [f"{name} {item['value']} ({item['source']})" for name, item in asked.items()]
-    return [f"  asked for: {', '.join(words)}"] if words else []
 
 
 def _efficiency_lines(data: dict[str, Any]) -> list[str]:
@@ -430,14 +412,6 @@ def _retry_command(data: dict[str, Any], folder: str) -> str:
         return f"shardprep retry {folder} --worker_args '--max_bad_fraction 0.05'"
     most = max(each["num_attempts"] for each in data["failures"])
     return f"correct the cause, then: shardprep retry {folder} --max_attempts {most + 3}"
-
-
-def write_metrics(path: Path, data: dict[str, Any]) -> None:
-    """Write the file of ``status --metrics``, for node_exporter's textfile collector: whole, by a rename.
-
-    Raises CannotWrite or ReadWriteError.
-    """
-    publish_bytes(path, metrics_text(data).encode("utf-8"))
 
 
 def metrics_text(data: dict[str, Any]) -> str:

@@ -27,6 +27,7 @@ from shardprep.files import names_in, read_regular
 from shardprep.format.names import MAX_SHARDS, id_ranges, ids_of_ranges
 
 ATTEMPTS_FOLDER = "jobs/attempts"
+HISTORY_NAME = "history.jsonl"  # in jobs/
 RECORD_VARIABLE = "SHARDPREP_ATTEMPT"  # the path of this process's record
 _VERSION = 1
 _MAX_BYTES = 64 << 20
@@ -80,6 +81,11 @@ class Attempt:
     def key(self) -> tuple[str, int]:
         """Job and index, as Slurm's queue names the task."""
         return self.job_id, self.index
+
+    @property
+    def core_s(self) -> float:
+        """Its time by its CPUs; 0 where either is not known."""
+        return ((self.ended or self.began) - self.began) * (self.num_cpus or 0)
 
     def is_alive(self) -> bool | None:
         """Whether the process of a ``run`` still lives; None where that cannot be seen from this host."""
@@ -190,11 +196,20 @@ def _number(data: Mapping[str, Any], name: str) -> int | None:
 
 
 def remove_finished(attempts: Iterable[Attempt], is_done: Sequence[bool]) -> None:
-    """Remove the records of ended attempts whose shards are all made by now; what fails is left."""
+    """Remove the records of ended attempts whose shards are all made by now; what fails is left.
+
+    What they cost is kept in the history.
+    """
+    core_s, history = 0.0, None
     for attempt in attempts:
         if attempt.ended is not None and all(is_done[each] for each in attempt.shards if each < len(is_done)):
             with contextlib.suppress(OSError):
                 attempt.path.unlink()
+                core_s += attempt.core_s
+                history = attempt.path.parents[1] / HISTORY_NAME
+    if history:
+        now = round(time.time(), 3)
+        _append(history, {"time": now, "event": "verify", "failed_core_s": round(core_s, 1)})
 
 
 def append_failure(failure: Failure) -> None:

@@ -12,7 +12,7 @@ from preprocess.plan.plan_file import Plan
 from shardprep.format.shard_making import ShardMaking
 from slurm.site import PartitionLimits
 from slurm.state import DatasetState
-from slurm.submissions import Submission
+from slurm.submissions import Submission, read_events
 
 _PROCESS_GB = 1.0  # a worker has 0.4 GB with Llama 3's vocabulary; the rest is for what nobody foresaw
 _SPARE = 1.25  # of memory
@@ -74,15 +74,14 @@ def longest_task_s(submission: Submission, made: Sequence[ShardMaking]) -> float
 
 
 def core_hours(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, float | None]:
-    """Of the shards that are done, by their manifests, and of the failed attempts, by their records.
+    """Of the shards that are done, by their manifests, and of the failed attempts, by records and history.
 
     The start of a task is in neither: Slurm's accounts say more.
     """
     used = sum(each.wall_s * each.num_cpus for each in made) / 3600
-    spans = [
-        (each.ended - each.began, each.num_cpus) for each in state.attempts.own if each.ended is not None
-    ]
-    failed = sum(seconds * (num_cpus or 0) for seconds, num_cpus in spans) / 3600
+    spans = [each.core_s for each in state.attempts.own if each.ended is not None]
+    spans += [float(each["failed_core_s"]) for each in read_events(state.folder) if "failed_core_s" in each]
+    failed = sum(spans) / 3600
     return {"used": round(used + failed, 4), "failed": round(failed, 4) if spans else None}
 
 

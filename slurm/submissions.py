@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from preprocess.attempts import HISTORY_NAME
 from shardprep.errors import BrokenShard, ReadWriteError, ShardprepError, UnknownVersion, UsageError
 from shardprep.files import NOT_THERE, PublishedFile, read_regular, sync_folder
 from shardprep.format.checked_json import Fields, read_checked, with_content_hash
@@ -27,7 +28,6 @@ from slurm.request import JobRequest
 
 JOBS_FOLDER = "jobs"
 _FORMAT = "shardprep-submission"
-_HISTORY_NAME = "history.jsonl"
 _MAX_BYTES = 64 << 20  # the record of 99,999 shards has 2 MB
 _LATEST_S = 2**53  # of a time
 
@@ -112,7 +112,7 @@ def append_event(folder: Path, kind: str, **facts: Any) -> None:
     line = (
         json.dumps({"time": round(time.time(), 3), "event": kind, "user": getpass.getuser(), **facts}) + "\n"
     )
-    path = folder / JOBS_FOLDER / _HISTORY_NAME
+    path = folder / JOBS_FOLDER / HISTORY_NAME
     with contextlib.suppress(OSError):
         path.parent.mkdir(exist_ok=True)
         with path.open("ab", buffering=0) as file:
@@ -122,7 +122,7 @@ def append_event(folder: Path, kind: str, **facts: Any) -> None:
 def read_events(folder: Path) -> list[dict[str, Any]]:
     """What happened to a data set, oldest first; a line that is cut short is left out."""
     try:
-        text = read_regular(folder / JOBS_FOLDER / _HISTORY_NAME, max_bytes=_MAX_BYTES).decode(
+        text = read_regular(folder / JOBS_FOLDER / HISTORY_NAME, max_bytes=_MAX_BYTES).decode(
             "utf-8", "replace"
         )
     except (*NOT_THERE, ShardprepError):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess.attempts import folder_identity, read_attempts
+from preprocess.attempts import folder_identity, read_attempts, remove_finished
 from preprocess.plan.plan_file import need_plan
 from shardprep.format.names import tar_path
 from slurm.script import names_begin
@@ -98,6 +98,16 @@ def test_a_node_failure_is_known_when_slurm_has_forgotten_it(fake: FakeSlurm, da
     state = status(fake, data_dir)
     assert state["causes"] == {"NODE_FAIL": "0"}
     assert state["core_hours"]["failed"] == round(2 / 3600, 4), "by the 2 s that Slurm told"
+
+
+def test_core_hours_of_failed_attempts_outlast_their_records(fake: FakeSlurm, data_dir: Path) -> None:
+    write_record(data_dir, "1_0", ended(75), num_cpus=2)  # of 10 s
+    make_done(data_dir, 0, 1, 2, 3, 4)
+    before = status(fake, data_dir)["core_hours"]
+    remove_finished(read_attempts(data_dir, need_plan(data_dir).plan_id).own, [True] * 5)
+    assert not records(data_dir)
+    assert status(fake, data_dir)["core_hours"] == before
+    assert before["failed"] == round(20 / 3600, 4)
 
 
 def test_a_set_up_file_that_exits_leaves_a_record_that_says_so(

@@ -228,7 +228,8 @@ def append_failure(failure: Failure) -> None:
 
 def append_end(attempt: Attempt, state: str, elapsed_s: int) -> None:
     """Write how Slurm says that an attempt ended, before Slurm forgets it; what fails is left out."""
-    _append(attempt.path, {"event": "end", "time": attempt.began + elapsed_s, "stopped_by": state})
+    end = {"event": "end", "time": attempt.began + elapsed_s, "stopped_by": state}
+    _append(attempt.path, end | ({"oom": 1} if state == "OUT_OF_MEMORY" else {}))
 
 
 def _append(path: Path, content: dict[str, Any]) -> bool:

@@ -339,7 +339,7 @@ def find_state(
         unreadable=[*unreadable, *attempts.unreadable],
     )
     for each in attempts.own:
-        task = shown.task_of(each) if each.ended is None else None
+        task = None if each.stopped_by else shown.task_of(each)
         if task and task.state in _STATES and task.user == getpass.getuser():
             append_end(each, task.state, task.elapsed_s)
     made = made or (first if first and not shown.plain else find_made_shards(folder, plan))

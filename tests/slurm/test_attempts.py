@@ -90,13 +90,17 @@ def test_the_newest_attempt_says_the_cause_where_an_older_one_has_no_record(
 
 
 def test_a_node_failure_is_known_when_slurm_has_forgotten_it(fake: FakeSlurm, data_dir: Path) -> None:
+    """Also where the node's script lived long enough to write an end of its own."""
     submitted(data_dir)
     write_record(data_dir, "1_0")
-    fake.answers("squeue", squeue_line("0", "NODE_FAIL"))
-    assert status(fake, data_dir)["causes"] == {"NODE_FAIL": "0"}
+    path = write_record(data_dir, "1_1", {**ended(1), "time": 1000})
+    for _ in range(2):
+        fake.answers("squeue", squeue_line("0-1", "NODE_FAIL"))
+        assert status(fake, data_dir)["causes"] == {"NODE_FAIL": "0-1"}
+    assert path.read_text().count("NODE_FAIL") == 1
     fake.answers("squeue", "")
     state = status(fake, data_dir)
-    assert state["causes"] == {"NODE_FAIL": "0"}
+    assert state["causes"] == {"NODE_FAIL": "0-1"}
     assert state["core_hours"]["failed"] == round(2 / 3600, 4), "by the 2 s that Slurm told"
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from preprocess.attempts import Attempt
 from shardprep.format.names import MAX_SHARDS, ids_of_ranges
@@ -338,7 +339,7 @@ def find_shown_jobs(
         queued, own = queue.result(), mine.result()
     shown = _shown(submissions, queued, config.get("ClusterName", ""), open_attempts)
     hidden = {**shown.hidden, **_private(submissions, shown, config.get("PrivateData", ""), user)}
-    known = {(each.job_id, each.index): each.user for each in open_attempts}
+    known = {each.key: each.user for each in open_attempts}
     plain = [each for each in queued if each.job_id in others and known.get(each.key) == each.user]
     seen = {each.key for each in plain}
     accounts_away = ""
@@ -353,24 +354,16 @@ def find_shown_jobs(
         for each in own
         if each.key not in seen and each.job_id not in recorded and _is_plain(each, folder)
     ]
-    plain_ids = {each.job_id for each in plain}
-    unnamed = [
-        each
-        for each in own
-        if each.name.startswith(begin) and each.job_id not in recorded and each.job_id not in plain_ids
-    ]
-    controllers = {each.job_id for each in unnamed if each.name.endswith(CONTROL)}
-    unnamed = [each for each in unnamed if each.job_id not in controllers]
-    strays = {each.job_id for each in unnamed if "JobHeldUser" in each.reason}
-    return replace(
-        shown,
-        plain=plain,
-        hidden=hidden,
-        controllers=sorted(controllers, key=int),
-        strays=sorted(strays, key=int),
-        unrecorded=sorted({each.job_id for each in unnamed} - strays, key=int),
-        accounts_away=shown.accounts_away or accounts_away,
-    )
+    named = recorded | {each.job_id for each in plain}
+    kinds: dict[str, set[str]] = {"controllers": set(), "strays": set(), "unrecorded": set()}
+    for each in own:
+        if each.name.startswith(begin) and each.job_id not in named:
+            is_held = "JobHeldUser" in each.reason
+            kind = "controllers" if each.name.endswith(CONTROL) else "strays" if is_held else "unrecorded"
+            kinds[kind].add(each.job_id)
+    ids: dict[str, Any] = {kind: sorted(job_ids, key=int) for kind, job_ids in kinds.items()}
+    away = shown.accounts_away or accounts_away
+    return replace(shown, plain=plain, hidden=hidden, accounts_away=away, **ids)
 
 
 def _is_plain(task: TaskAttempt, folder: Path) -> bool:

@@ -469,16 +469,18 @@ def screen_lines(
 ) -> list[str]:
     """The report as a screen of at most 23 lines, none of them longer than ``width``."""
     clock = time.strftime("%H:%M:%S", time.localtime(now))
-    counts = _counts(data)
+    counts = {name: data[f"num_{name.replace(' ', '_')}"] for name in _COUNTS}
     signs = _ASCII_BAR if ascii_only else _BAR
     named = zip(signs, _COUNTS, strict=True)
     words = [f"{sign} {counts[name]:,} {name}" for sign, name in named if counts[name]]
+    speed = f"{short_number(data['tokens_per_s'])} tokens/s" if data["tokens_per_s"] else "no speed yet"
+    left = f"about {short_time(data['left_s'])} left" if data["left_s"] is not None else ""
     top = [
         _both_ends(f"shardprep {data['folder']}", clock, width),
         bar(counts, data["num_shards"], width, ascii_only=ascii_only),
         _both_ends("  ".join(words), f"{data['num_done'] / data['num_shards']:.1%}", width),
         "",
-        *_speed_lines(data),
+        "   ".join(filter(None, (f"{short_number(data['num_tokens'])} tokens", speed, left))),
     ]
     goes_on = data["running"] or data["pending"] or (data["slurm_away"] and data["not_visible"])
     end = ["", "Ctrl-C ends this look, the jobs go on"] if goes_on else ["", next_line(data)]
@@ -554,19 +556,9 @@ def _wrapped(line: str, width: int) -> list[str]:
     return lines
 
 
-def _counts(data: dict[str, Any]) -> dict[str, int]:
-    return {name: data[f"num_{name.replace(' ', '_')}"] for name in _COUNTS}
-
-
 def _both_ends(left: str, right: str, width: int) -> str:
     left = cut(left, width - len(right) - 1)
     return left + " " * (width - num_cells(left) - len(right)) + right
-
-
-def _speed_lines(data: dict[str, Any]) -> list[str]:
-    speed = f"{short_number(data['tokens_per_s'])} tokens/s" if data["tokens_per_s"] else "no speed yet"
-    left = f"about {short_time(data['left_s'])} left" if data["left_s"] is not None else ""
-    return ["   ".join(filter(None, (f"{short_number(data['num_tokens'])} tokens", speed, left)))]
 
 
 def _waits(item: dict[str, Any]) -> str:

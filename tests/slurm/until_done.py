@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.children import run_child
 from tests.slurm.started_cluster import FAULTY_PYTHON, kill_node, started_cluster
 from tests.waiting import wait_until
@@ -158,11 +160,16 @@ def main() -> int:
     options = {"NUM_NODES": "3", "NODE_CPUS": "4", "NODE_MEM_MB": "4000", "HF_HUB_OFFLINE": "1"}
     options |= {"CGROUP": str(int(os.access("/sys/fs/cgroup/memory", os.W_OK)))}
     options |= {"ACCOUNTING": str(int(args.accounting)), "EXTRA_CONF": f"MinJobAge={args.min_job_age}"}
-    with (
-        tempfile.TemporaryDirectory(prefix="until done ") as folder,
-        started_cluster({**kept, **options}, "NO SLURM CLUSTER") as environ,
-    ):
-        heal(Campaign(place=Path(folder), environ=environ), args.num_shards)
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="until done ") as folder,
+            started_cluster(
+                {**kept, **options}, "NO SLURM CLUSTER, --until_done is untested here"
+            ) as environ,
+        ):
+            heal(Campaign(place=Path(folder), environ=environ), args.num_shards)
+    except pytest.skip.Exception as why:
+        print(why)
     return 0
 
 

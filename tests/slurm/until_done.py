@@ -163,9 +163,7 @@ def main() -> int:
     try:
         with (
             tempfile.TemporaryDirectory(prefix="until done ") as folder,
-            started_cluster(
-                {**kept, **options}, "NO SLURM CLUSTER, --until_done is untested here"
-            ) as environ,
+            started_cluster({**kept, **options}, "NO SLURM CLUSTER, untested: --until_done") as environ,
         ):
             heal(Campaign(place=Path(folder), environ=environ), args.num_shards)
     except pytest.skip.Exception as why:

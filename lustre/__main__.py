@@ -8,14 +8,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lustre.advice import DataSize, choose_layout, why_leave
-from lustre.apply import layout_of_file_system, set_directory_layout
-from lustre.layouts import Layout, parse_layout_options, parse_size, read_layout
-from lustre.lfs import kind_of, lustre_mount, why_not_usable
+from lustre.apply import set_directory_layout
+from lustre.layout import (
+    DataSize,
+    choose_layout,
+    layout_of_file_system,
+    parse_layout_options,
+    read_layout,
+    why_leave,
+)
+from lustre.lfs import kind_of, why_not_usable
 from lustre.restore import restore as restore_files
 from lustre.show import report, report_json
 from lustre.space import UNKNOWN, count_osts_if_told
-from shardprep.command_line import Command, Program
+from shardprep.command_line import Command, Program, parse_size
 from shardprep.console import print_lines, say
 from shardprep.errors import NotFound
 
@@ -27,67 +33,47 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show(args: argparse.Namespace) -> int:
     """Print the lines about a path, which need not exist yet. Raises LustreError from lfs."""
-    if args.json:
-        print_lines(json.dumps(report_json(args.path)))
-    else:
-        print_lines(*report(args.path, _size(args)))
+    print_lines(*([json.dumps(report_json(args.path))] if args.json else report(args.path, _size(args))))
     return 0
 
 
 def apply(args: argparse.Namespace) -> int:
-    """Give a fresh, empty folder the named layout, or the table's where nobody has chosen one yet.
-
-    Raises LustreUsageError before anything is asked of lfs, and
-    LustreError where it was not done as asked.
-    """
-    print_lines(*_apply(args))
-    return 0
-
-
-def _apply(args: argparse.Namespace) -> list[str]:
-    """Do it; returns the lines to print."""
+    """Give a fresh, empty folder the named layout, or the table's where nobody has chosen one yet."""
     folder: Path = args.path
     wanted = parse_layout_options(
         count=args.count, size=args.size, pool=args.pool, pfl=args.pfl, dom=args.dom
     )
     size = _size(args)
     if reason := why_not_usable(folder):
-        return [f"nothing to do: {reason}"]
+        print_lines(f"nothing to do: {reason}")
+        return 0
     lines: list[str] = []
     if wanted is None:
-        wanted, lines = _chosen(folder, size)
-    if wanted is None:
-        return lines
-    change = set_directory_layout(
+        num_osts = UNKNOWN
+        if kind_of(folder) == "folder":
+            layout = read_layout(folder)
+            if reason := why_leave(layout, layout_of_file_system(folder)):
+                print_lines(f"left as it is, {reason}: new files get {layout.text()}")
+                print_lines("to set another: --count, --size, --pool or --pfl")
+                return 0
+            num_osts = count_osts_if_told(folder)
+        choice = choose_layout(size, num_osts)
+        wanted, lines = choice.layout, choice.lines
+    _, line = set_directory_layout(
         folder, wanted, dry_run=args.dry_run, existing_files_keep_theirs=args.existing_files_keep_theirs
     )
-    return [*lines, change.text()]
-
-
-def _chosen(folder: Path, size: DataSize) -> tuple[Layout | None, list[str]]:
-    """The table's layout and the lines that say why; None where what is there is left alone."""
-    num_osts = UNKNOWN
-    if kind_of(folder) == "folder":
-        layout = read_layout(folder)
-        if reason := why_leave(layout, layout_of_file_system(folder)):
-            line = f"left as it is, {reason}: new files get {layout.text()}"
-            return None, [line, "to set another: --count, --size, --pool or --pfl"]
-        num_osts = count_osts_if_told(folder, lustre_mount(folder))
-    choice = choose_layout(size, num_osts)
-    return choice.layout, choice.lines(size)
+    print_lines(*lines, line)
+    return 0
 
 
 def restore(args: argparse.Namespace) -> int:
-    """Bring released files back from the archive, and with ``--wait`` end when all are there.
-
-    Raises NotFound where there is no such path, and LustreError from lfs.
-    """
+    """Bring released files back from the archive, and with ``--wait`` end when all are there."""
     if not kind_of(args.path):
         raise NotFound(f"{args.path} is not there, expected a file or a folder with released files")
-    if reason := why_not_usable(args.path):
-        print_lines(f"nothing to restore: {reason}")
-        return 0
-    print_lines(restore_files(args.path, wait=args.wait, say=say))
+    reason = why_not_usable(args.path)
+    print_lines(
+        f"nothing to restore: {reason}" if reason else restore_files(args.path, wait=args.wait, say=say)
+    )
     return 0
 
 
@@ -96,16 +82,16 @@ def _size(args: argparse.Namespace) -> DataSize:
     return DataSize(shard_bytes=shard_bytes, num_shards=args.num_shards, num_readers=args.num_readers)
 
 
+def _show_flags(parser: argparse.ArgumentParser) -> None:
+    _path_flags(parser)
+    parser.add_argument("--json", action="store_true", help="layout and finished shards, for programs")
+
+
 def _path_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, metavar="PATH", help="a folder; need not be on Lustre")
     parser.add_argument("--shard_bytes", help="size of a shard, such as 2G, to choose a layout for")
     parser.add_argument("--num_shards", type=int, help="how many shards")
     parser.add_argument("--num_readers", type=int, help="processes that read them at once")
-
-
-def _show_flags(parser: argparse.ArgumentParser) -> None:
-    _path_flags(parser)
-    parser.add_argument("--json", action="store_true", help="layout and finished shards, for programs")
 
 
 def _apply_flags(parser: argparse.ArgumentParser) -> None:
@@ -137,25 +123,23 @@ def _restore_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wait", action="store_true", help="end when nothing is released any more")
 
 
+_COMMANDS = {
+    "show": ("file system, layout and OSTs of a path; changes nothing", _show_flags, show),
+    "apply": ("set the layout of new files in a fresh, empty folder, and read it back", _apply_flags, apply),
+    "restore": (
+        "bring files back from the archive behind the file system (HSM, S3 of an FSx)",
+        _restore_flags,
+        restore,
+    ),
+}
 PROGRAM = Program(
     name="python -m lustre",
     description="Layouts of folders on Lustre, and files that lie in an archive alone.",
     allow_abbrev=False,
     dashed_values=("--pfl",),
     commands={
-        "show": Command(
-            summary="file system, layout and OSTs of a path; changes nothing", add_flags=_show_flags, run=show
-        ),
-        "apply": Command(
-            summary="set the layout of new files in a fresh, empty folder, and read it back",
-            add_flags=_apply_flags,
-            run=apply,
-        ),
-        "restore": Command(
-            summary="bring files back from the archive behind the file system (HSM, S3 of an FSx)",
-            add_flags=_restore_flags,
-            run=restore,
-        ),
+        name: Command(summary=summary, add_flags=flags, run=run)
+        for name, (summary, flags, run) in _COMMANDS.items()
     },
 )
 

@@ -1,9 +1,7 @@
 """Set the layout that a fresh, empty folder gives to new files, and read it back. Nothing else sets any.
 
-``plan --stripe`` and ``shardprep lustre apply`` both call ``set_directory_layout``. A file is refused: from
-Lustre 2.16 on ``lfs setstripe`` can empty it. A folder that holds anything is refused, too, unless the user
-says that its files keep their layouts. lfs may exit 0 although it did something else, so the layout is read
-back and compared (``is_as_asked``).
+A file is refused, since lfs can empty it, and so is a folder that holds anything, unless the user says that
+its files keep their layouts. lfs may exit 0 although it did something else: the layout is read back.
 """
 
 from __future__ import annotations
@@ -18,87 +16,59 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lustre.advice import why_leave
-from lustre.layouts import (
+from lustre.layout import (
     ALL_OSTS,
     DOM_LIMIT_BYTES,
     FILE_SYSTEM_DEFAULT,
     NO_POOL,
     Component,
+    DataSize,
     Layout,
-    counted,
+    layout_of_file_system,
     parse_layout_options,
     parse_stripe_count,
     read_layout,
     setstripe_options,
     size_text,
+    why_leave,
 )
-from lustre.lfs import Mount, existing_part, kind_of, lustre_mount, run_lfs, why_not_usable
+from lustre.lfs import existing_part, kind_of, lustre_mount, run_lfs, why_not_usable
 from lustre.space import count_osts, count_osts_if_told, read_targets
-from shardprep.errors import LustreError, LustreUsageError
+from shardprep.console import counted
+from shardprep.errors import LustreError, UsageError
 
 _OWN_FOLDERS = frozenset({"jobs", "logs"})  # hold no shard: a folder with these alone counts as empty
 _KEEPER = re.compile(r"\.layout-\d+-[0-9a-f]{8}\.tmp")  # a file of ``_kept``, which a kill left behind
 _LEAVE_BELOW = "512 GB"  # a file: OLCF's advice for the tiers of Orion, docs.olcf.ornl.gov
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayoutChange:
-    """What new files got before and get now; ``notes`` are lines about what else follows."""
-
-    folder: Path
-    before: Layout
-    after: Layout
-    is_done_already: bool = False
-    is_dry_run: bool = False
-    notes: tuple[str, ...] = ()
-
-    def text(self) -> str:
-        """For a person, on one line: what was changed, or the command that would change it."""
-        if self.is_done_already:
-            text = f"{self.folder} has it already; new files get {self.after.text()}"
-        elif self.is_dry_run:
-            words = ["lfs", "setstripe", *setstripe_options(self.after), str(self.folder.absolute())]
-            text = f"new files get {self.before.text()}; would run: {shlex.join(words)}"
-        else:
-            text = f"{self.folder} now gives new files {self.after.text()}, before {self.before.text()}"
-        return "; ".join([text, *self.notes])
-
-
 def set_directory_layout(
     folder: Path, wanted: Layout, *, dry_run: bool = False, existing_files_keep_theirs: bool = False
-) -> LayoutChange:
+) -> tuple[Layout, str]:
     """Make new files in ``folder``, which is on Lustre, get ``wanted``; ``dry_run`` checks and sets nothing.
 
-    ``folder`` is an existing directory, and empty unless ``existing_files_keep_theirs``; anything else is
-    refused before lfs is asked to change it, unless it has the layout already. A pool that it has stays
-    where ``wanted`` names none: lfs alone would drop it. Tiers (several pools, data on the metadata server)
-    are refused where ``wanted`` names no pool. Raises LustreError (exit_code 73) where lfs failed, or the
-    layout is another one.
+    Returns what they get (in a dry run, would get), and a line about it. All is checked before lfs is
+    asked to change anything. Raises LustreError, also where the layout is another one afterwards.
     """
     _refuse_all_but_directory(folder)
-    mount = lustre_mount(folder)
     named = {part.pool for part in wanted.components} - {"", NO_POOL}
-    num_osts = {pool: count_osts(folder, mount, pool) for pool in named}
+    num_osts = {pool: count_osts(folder, pool) for pool in named}
     before = read_layout(folder)
-    num_osts |= {
-        pool: count_osts_if_told(folder, mount, "" if pool == NO_POOL else pool)
-        for pool in {*wanted.pools, before.pool} - named
-    }
+    for pool in {*wanted.pools, before.pool} - named:
+        num_osts[pool] = count_osts_if_told(folder, "" if pool == NO_POOL else pool)
     wanted, notes = _with_pool(wanted, before)
-    notes += [*_clamp_notes(wanted, num_osts), *_dom_notes(wanted)]
+    notes += _limit_notes(wanted, num_osts)
     if not before.is_inherited and is_as_asked(wanted, before, num_osts):
         notes += _read_back_notes(wanted, before, num_osts)
-        return LayoutChange(
-            folder=folder, before=before, after=before, is_done_already=True, notes=tuple(notes)
-        )
-    notes += _tier_notes(folder, wanted, before)
+        return before, "; ".join([f"{folder} has it already; new files get {before.text()}", *notes])
+    notes += _refuse_tiers(folder, wanted, before)
     notes += _refuse_all_but_empty(folder, existing_files_keep_theirs=existing_files_keep_theirs)
     if dry_run:
-        return LayoutChange(folder=folder, before=before, after=wanted, is_dry_run=True, notes=tuple(notes))
-    with _kept(folder, mount):
-        result = run_lfs(["setstripe", *setstripe_options(wanted)], folder)
-    result.checked(_what_to_do(result.exit_code, result.stdout + result.stderr, folder, mount))
+        command = shlex.join(["lfs", "setstripe", *setstripe_options(wanted), str(folder.absolute())])
+        return wanted, "; ".join([f"new files get {before.text()}; would run: {command}", *notes])
+    with _kept(folder):
+        result = run_lfs("setstripe", *setstripe_options(wanted), folder)
+    result.checked(_what_to_do(result.exit_code, result.stdout + result.stderr, folder))
     after = read_layout(folder)
     if not is_as_asked(wanted, after, num_osts):
         raise LustreError(
@@ -106,7 +76,8 @@ def set_directory_layout(
             f"expected {wanted.text()}; {_why_other(wanted, after)}"
         )
     notes += _read_back_notes(wanted, after, num_osts)
-    return LayoutChange(folder=folder, before=before, after=after, notes=tuple(notes))
+    done = f"{folder} now gives new files {after.text()}, before {before.text()}"
+    return after, "; ".join([done, *notes])
 
 
 def _refuse_all_but_directory(folder: Path) -> None:
@@ -141,14 +112,14 @@ def names_held(folder: Path) -> list[str]:
 def _refuse_all_but_empty(folder: Path, *, existing_files_keep_theirs: bool) -> list[str]:
     """Refuse a folder that holds something, unless its files keep their layouts; returns a note on them."""
     held = names_held(folder)
-    if held and not existing_files_keep_theirs:
+    if not held:
+        return []
+    if not existing_files_keep_theirs:
         raise LustreError(
             f"{folder} holds {min(held)} and perhaps more, expected an empty directory: files that are "
             "there would keep their old layout. Choose a fresh folder, or keep what the site gives; "
             "for new files alone: shardprep lustre apply ... --existing_files_keep_theirs"
         )
-    if not held:
-        return []
     num_folders = sum(kind_of(folder / name) == "folder" for name in held)
     files, folders = counted(len(held) - num_folders, "file"), counted(num_folders, "folder")
     note = f"this holds for new files alone: {files} here keep their layouts, and {folders} their defaults"
@@ -156,7 +127,7 @@ def _refuse_all_but_empty(folder: Path, *, existing_files_keep_theirs: bool) -> 
 
 
 @contextlib.contextmanager
-def _kept(folder: Path, mount: Mount) -> Iterator[None]:
+def _kept(folder: Path) -> Iterator[None]:
     """Hold a file in the folder meanwhile: after EACCES lfs 2.16 and later remove it if it is empty.
 
     With the folder its ACLs and project id would be gone. Raises LustreError where no file can be made.
@@ -165,10 +136,9 @@ def _kept(folder: Path, mount: Mount) -> Iterator[None]:
     try:
         keeper.touch(exist_ok=False)
     except OSError as error:
-        todo = _what_to_do(error.errno or 0, "", folder, mount)
         raise LustreError(
             f"{folder} cannot be written to ({error.strerror}), expected a folder in which you can make "
-            f"files; {todo}"
+            f"files; {_what_to_do(error.errno or 0, '', folder)}"
         ) from None
     try:
         yield
@@ -178,17 +148,17 @@ def _kept(folder: Path, mount: Mount) -> Iterator[None]:
 
 
 def _with_pool(wanted: Layout, before: Layout) -> tuple[Layout, list[str]]:
-    """``wanted`` with the folder's one pool where it names none, and a line about it."""
+    """``wanted`` with the folder's one pool where it names none (lfs drops it), and a line about it."""
     if not before.pool or set(wanted.pools) - {"", NO_POOL}:
         return wanted, []
     if NO_POOL in wanted.pools:
         return wanted, [f"pool {before.pool}, which it had, is given up"]
     parts = [part if part.is_on_mdt else replace(part, pool=before.pool) for part in wanted.components]
-    kept = replace(wanted, components=tuple(parts))
-    return kept, [f"pool {before.pool} stays (--pool {NO_POOL} would give it up)"]
+    kept = f"pool {before.pool} stays (--pool {NO_POOL} would give it up)"
+    return replace(wanted, components=tuple(parts)), [kept]
 
 
-def _tier_notes(folder: Path, wanted: Layout, before: Layout) -> list[str]:
+def _refuse_tiers(folder: Path, wanted: Layout, before: Layout) -> list[str]:
     """Refuse to drop tiers in silence: lfs setstripe would. Where a pool is named, say what is given up."""
     lost = [f"pool {pool}" for pool in before.pools if pool and len(before.pools) > 1]
     if before.on_mdt and not wanted.on_mdt:
@@ -212,25 +182,22 @@ def pool_for_replacement(layout: Layout) -> str:
     return layout.pools[-1] if any(layout.pools) else NO_POOL
 
 
-def _clamp_notes(wanted: Layout, num_osts: dict[str, int]) -> list[str]:
+def _limit_notes(wanted: Layout, num_osts: dict[str, int]) -> list[str]:
+    """What of ``wanted`` is more than there are OSTs, or than the metadata server may keep."""
     notes = []
     for part in wanted.components:
-        number = num_osts.get(part.pool, 0)
-        if 0 < number < part.stripe_count and not part.is_on_mdt:
-            where = f"in pool {part.pool}" if part.pool not in {"", NO_POOL} else "here"
+        number, end = num_osts.get(part.pool, 0), part.end_bytes or 0
+        if part.is_on_mdt and end > DOM_LIMIT_BYTES:
             notes.append(
-                f"asked for {part.stripe_count}, which is more than the {counted(number, 'OST')} {where}"
+                f"the server may keep less than {size_text(end)} of a file on the metadata server, and does "
+                f"not say so: its limit (lod.*.dom_stripesize) is {size_text(DOM_LIMIT_BYTES)} where nobody "
+                "raised it"
             )
+        elif 0 < number < part.stripe_count:
+            where = f"in pool {part.pool}" if part.pool not in {"", NO_POOL} else "here"
+            osts = counted(number, "OST")
+            notes.append(f"asked for {part.stripe_count}, which is more than the {osts} {where}")
     return notes
-
-
-def _dom_notes(wanted: Layout) -> list[str]:
-    end = wanted.on_mdt.end_bytes if wanted.on_mdt else None
-    if end is None or end <= DOM_LIMIT_BYTES:
-        return []
-    limit = f"its limit (lod.*.dom_stripesize) is {size_text(DOM_LIMIT_BYTES)} where nobody raised it"
-    note = f"the server may keep less than {size_text(end)} of a file on the metadata server"
-    return [f"{note}, and does not say so: {limit}"]
 
 
 def _read_back_notes(wanted: Layout, after: Layout, num_osts: dict[str, int]) -> list[str]:
@@ -251,28 +218,27 @@ def _read_back_notes(wanted: Layout, after: Layout, num_osts: dict[str, int]) ->
 
 def _why_other(wanted: Layout, after: Layout) -> str:
     """What made another layout of the one that was asked for, as far as it shows."""
-    if wanted.on_mdt and after.on_mdt:
-        limit = after.on_mdt.end_bytes or 0
-        if limit < (wanted.on_mdt.end_bytes or 0):
-            return (
-                "the server cuts what lies on the metadata server at its limit (lod.*.dom_stripesize): name "
-                f"--dom {limit >> 10}K or less, or ask the site"
-            )
+    limit = (after.on_mdt and after.on_mdt.end_bytes) or 0
+    if wanted.on_mdt and after.on_mdt and limit < (wanted.on_mdt.end_bytes or 0):
+        return (
+            "the server cuts what lies on the metadata server at its limit (lod.*.dom_stripesize): name "
+            f"--dom {limit >> 10}K or less, or ask the site"
+        )
     return (
         "this lfs may be a site's wrapper with its own rules, or the site restricts layouts: "
         "ask the site, or keep what it gives"
     )
 
 
-def _what_to_do(code: int, words: str, folder: Path, mount: Mount) -> str:
+def _what_to_do(code: int, words: str, folder: Path) -> str:
     """The way on after a failed change; with how full the OSTs are where space or quota ran out."""
     if code == errno.EROFS or "Read-only file system" in words:
         return "the file system is mounted read-only here: run this on a node that mounts it for writing"
     if code == errno.EDQUOT or "quota exceeded" in words:
-        return f"look at `lfs quota -u $USER {mount.mount_point}`"
+        return f"look at `lfs quota -u $USER {lustre_mount(folder).mount_point}`"
     if code == errno.ENOSPC or "No space left" in words:
         try:
-            return "; ".join(["free some space", *read_targets(mount).lines()])
+            return "; ".join(["free some space", *read_targets(folder).lines()])
         except LustreError as error:
             return f"free some space; how full the OSTs are is unknown: {error}"
     if code == errno.EREMOTEIO:
@@ -281,12 +247,10 @@ def _what_to_do(code: int, words: str, folder: Path, mount: Mount) -> str:
 
 
 def is_as_asked(wanted: Layout, found: Layout, num_osts: dict[str, int]) -> bool:
-    """Return whether ``found`` is what ``wanted`` asks for, component by component.
+    """Return whether ``found`` is what ``wanted`` asks for; ``num_osts`` by pool, 0 where it is unknown.
 
-    What ``wanted`` leaves open (the file system's default count or size, no pool) is not compared. A
-    count above the OSTs there are (``num_osts``, by pool) may be found as asked, or as all of them; a stripe
-    on every OST as any number above 1, since sites cap it. A place to start is never asked for: one that is
-    found fills one OST with every file.
+    What ``wanted`` leaves open (default count or size, no pool) is not compared. A place to start is never
+    asked for: one that is found fills one OST with every file.
     """
     shapes = [(each.is_composite, len(each.mirrors), len(each.components)) for each in (wanted, found)]
     return shapes[0] == shapes[1] and all(
@@ -310,20 +274,15 @@ def _is_component(want: Component, have: Component, num_osts: int | None) -> boo
 
 
 def _is_count(want: int, have: int, num_osts: int | None) -> bool:
-    """As asked, or all OSTs where there are fewer; where nobody tells how many those are, fewer but not 1."""
+    """As asked, or all OSTs where there are fewer; where nobody tells how many those are, fewer but not 1.
+
+    A stripe on every OST may be found as any number above 1, since sites cap it.
+    """
     if have == want:
         return True
     if want == ALL_OSTS:
         return have > 1
     return 1 < have < want if not num_osts else have == min(want, num_osts)
-
-
-def layout_of_file_system(folder: Path) -> Layout | None:
-    """Return what the root of the file system gives to new files; None where that cannot be read."""
-    try:
-        return read_layout(Path(lustre_mount(folder).mount_point))
-    except LustreError:
-        return None
 
 
 def start_warning(folder: Path, layout: Layout) -> str:
@@ -350,8 +309,8 @@ _SMALL_FILES = 5  # of a data set, beside those of each shard: plan, index, osts
 class StripeRequest:
     """What ``plan`` was asked for: ``stripe`` is auto, none, a number, or a layout such as 1G:1,-1:8.
 
-    A number N above 1 becomes a progressive layout: one stripe up to 64 MiB, N from there on. A data set has
-    some small files for every shard, and a plain layout of N stripes would give each of them N objects.
+    A number N above 1 becomes a progressive layout, one stripe up to 64 MiB and N from there on: a plain one
+    of N stripes would give each small file of a data set N objects.
     """
 
     stripe: str = "auto"
@@ -359,56 +318,38 @@ class StripeRequest:
     pool: str | None = None
 
     def layout(self) -> Layout | None:
-        """Return the layout that it names; None: leave what is there. Raises LustreUsageError.
-
-        0 too is refused: lfs takes it for 'the default', which is what ``none`` says plainly.
-        """
-        try:
-            return self._layout()
-        except LustreUsageError as error:
-            text = re.sub("--(size|pool)\\b", r"--stripe_\1", str(error).replace("--pfl", "--stripe"))
-            raise LustreUsageError(text) from None
-
-    def _layout(self) -> Layout | None:
+        """Return the layout that it names; None: leave what is there. Raises UsageError."""
         if self.stripe in {"auto", "none"}:
             if self.size is not None or self.pool is not None:
-                raise LustreUsageError(
+                raise UsageError(
                     "--stripe_size and --stripe_pool need a layout that they belong to; name it, such as "
                     f"--stripe 8 (--stripe is {self.stripe})"
                 )
             return None
-        if ":" in self.stripe:
-            return parse_layout_options(pfl=self.stripe, size=self.size, pool=self.pool)
-        count = parse_stripe_count(self.stripe, "--stripe", also="auto, none, a layout such as 1G:1,-1:8, ")
-        if count == 1:
-            return parse_layout_options(count="1", size=self.size, pool=self.pool)
-        text = f"{_SMALL_FILE_TEXT}:1,-1:{count}"
-        return parse_layout_options(pfl=text, size=self.size, pool=self.pool)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedShards:
-    """How many shards will be written into a folder, and about how large each of their tars will be."""
-
-    num_shards: int
-    tar_bytes: int
+        option, text = "pfl", self.stripe
+        if ":" not in text:
+            also = "auto, none, a layout such as 1G:1,-1:8, "
+            is_one = parse_stripe_count(text, "--stripe", also=also) == 1
+            option, text = ("count", "1") if is_one else ("pfl", f"{_SMALL_FILE_TEXT}:1,-1:{text}")
+        try:
+            return parse_layout_options(**{option: text}, size=self.size, pool=self.pool)
+        except UsageError as error:
+            words = re.sub("--(size|pool)\\b", r"--stripe_\1", str(error).replace("--pfl", "--stripe"))
+            raise UsageError(words) from None
 
 
 def stripe_line(
     folder: Path,
     request: StripeRequest,
     *,
-    shards: PlannedShards | None = None,
+    shards: DataSize | None = None,
     is_planned: bool = False,
     dry_run: bool = False,
 ) -> str:
     """Do what is asked for the existing directory ``folder``; returns one line to print.
 
-    ``auto`` and ``none`` change nothing and never fail; ``auto`` tells what new files will get. Off
-    Lustre, or without lfs, nothing is done and the line says why; likewise where the folder is planned
-    already. A layout sets the default of an empty folder; a folder that has it already is left alone, and
-    ``dry_run`` says what would be run. Raises LustreError (exit_code 73) where it was not done as asked,
-    LustreUsageError (2) for an impossible layout.
+    ``auto`` and ``none`` change nothing and never fail. Off Lustre, without lfs, and where the folder is
+    planned already, nothing is done and the line says so. Raises LustreError, UsageError.
     """
     wanted = request.layout()
     name = f"stripe {request.stripe}"
@@ -430,8 +371,8 @@ def stripe_line(
         )
     if dry_run and not kind_of(folder):
         return f"{name}: {folder} would be made, and would give new files {wanted.text()}"
-    change = set_directory_layout(folder, wanted, dry_run=dry_run)
-    return f"{name}: {change.text()}{_objects_text(folder, change.after, shards)}"
+    after, line = set_directory_layout(folder, wanted, dry_run=dry_run)
+    return f"{name}: {line}{_objects_text(folder, after, shards) if shards else ''}"
 
 
 def _auto_text(folder: Path) -> str:
@@ -441,16 +382,14 @@ def _auto_text(folder: Path) -> str:
     return "; ".join(filter(None, [*parts, start_warning(folder, layout)]))
 
 
-def _objects_text(folder: Path, layout: Layout, shards: PlannedShards | None) -> str:
+def _objects_text(folder: Path, layout: Layout, shards: DataSize) -> str:
     """How many objects the files of the data set will have on the OSTs."""
-    if shards is None:
-        return ""
-    num_osts = count_osts_if_told(folder, lustre_mount(folder), layout.pool)
-    num_small = 2 * shards.num_shards + _SMALL_FILES
-    large = shards.num_shards * layout.num_objects(shards.tar_bytes, num_osts)
+    num_osts, num_shards = count_osts_if_told(folder, layout.pool), shards.num_shards or 0
+    num_small = 2 * num_shards + _SMALL_FILES
+    large = num_shards * layout.num_objects(shards.shard_bytes or 1, num_osts)
     small = num_small * layout.num_objects(1, num_osts)
     return (
-        f"; about {large + small} objects on the OSTs: {large} of {counted(shards.num_shards, 'shard')} and "
+        f"; about {large + small} objects on the OSTs: {large} of {counted(num_shards, 'shard')} and "
         f"{small} of {num_small} small files"
     )
 

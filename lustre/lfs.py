@@ -1,8 +1,7 @@
 """Which file system a path stands on, and safe calls of ``lfs``.
 
-The file system is read from the kernel's table of mounts, which is right inside containers too. ``lfs``
-itself must not be asked: ``lfs osts`` and ``lfs find`` exit 0 where there is no Lustre. Every call of ``lfs``
-gets an argument list, the C locale and a time limit, and all of its output is kept.
+The file system is read from the kernel's table of mounts, which is right inside containers too: ``lfs osts``
+and ``lfs find`` exit 0 where there is no Lustre. Every call has the C locale and a time limit.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import re
 import shutil
 import stat
 import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,12 +38,11 @@ class Mount:
 
     @property
     def is_lustre(self) -> bool:
-        """Whether ``lfs`` can be used there."""
         return self.fs_type == "lustre"
 
     @property
     def fs_name(self) -> str:
-        """The file system's name in ``10.0.0.1@tcp:/name/folder``, which pools go by."""
+        """``name`` of ``10.0.0.1@tcp:/name/folder``, which pools go by."""
         return self.source.rpartition(":/")[2].split("/")[0]
 
 
@@ -83,25 +80,24 @@ def lustre_mount(path: Path) -> Mount:
     """Return the Lustre mount that holds ``path``. Raises LustreError where there is none."""
     mount = file_system_of(path)
     if mount is None or not mount.is_lustre:
-        raise LustreError(
-            f"{path} is not on Lustre, expected a path below a Lustre mount; look at: df {path}"
-        )
+        where = mount.fs_type if mount else "an unknown file system"
+        raise LustreError(f"{path} is on {where}, not on Lustre")
     return mount
 
 
 def why_not_usable(path: Path) -> str | None:
     """Say why ``lfs`` can do nothing for ``path``; None where it can."""
-    mount = file_system_of(path)
-    if mount is None or not mount.is_lustre:
-        return f"{path} is on {mount.fs_type if mount else 'an unknown file system'}, not on Lustre"
+    try:
+        lustre_mount(path)
+    except LustreError as error:
+        return str(error)
     return None if shutil.which("lfs") else f"{path} is on Lustre, but there is no lfs on PATH"
 
 
 def kind_of(path: Path) -> str:
     """Return ``folder``, ``file`` or, where nothing is there, an empty text.
 
-    Raises LustreError where that cannot be known: a closed folder above it, a server that is away (EIO,
-    ENOTCONN, ESHUTDOWN, ESTALE, ETIMEDOUT), a name that is too long.
+    Raises LustreError where that cannot be known: a closed folder above it, a server that is away.
     """
     try:
         mode = path.stat().st_mode
@@ -123,8 +119,9 @@ def existing_part(path: Path) -> Path:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LfsResult:
-    """What one call answered. ``exit_code`` is an errno for plain layouts, 4 for a wrong usage
-    (but also EINTR), 1 for every failed composite layout (but also EPERM): read the texts too.
+    """What one call answered.
+
+    Of one failure the exit codes differ by version and layout (an errno, 1, 4): the texts say which it is.
     """
 
     arguments: tuple[str, ...]
@@ -141,7 +138,7 @@ class LfsResult:
     @property
     def shown(self) -> str:
         """The arguments for a person; of very many paths, the first ones."""
-        text = printable(" ".join(self.arguments))
+        text = " ".join(self.arguments)
         return text if len(text) < 1000 else f"{text[:300]} ..."
 
     @property
@@ -151,12 +148,7 @@ class LfsResult:
         how = f"failed with exit code {self.exit_code}"
         if self.exit_code < 0:
             how = f"was killed by signal {-self.exit_code}"
-        return f"{how}: {printable(' / '.join(words[:2]))}"
-
-
-def printable(text: str) -> str:
-    """Escape what does not print, such as a line end in a file's name."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+        return f"{how}: {' / '.join(words[:2])}"
 
 
 def time_limit_s(command: str) -> float:
@@ -164,24 +156,21 @@ def time_limit_s(command: str) -> float:
     return _OTHER_TIMEOUTS_S.get(command, TIMEOUT_S)
 
 
-def run_lfs(arguments: Sequence[str], last: Path | str) -> LfsResult:
-    """Run ``lfs`` with the arguments and ``last``: a path, which is made absolute, or a name as it is.
+def run_lfs(command: str, *arguments: Path | str) -> LfsResult:
+    """Run ``lfs``; a Path becomes absolute and without links, of which lfs would say they have no layout.
 
-    Symbolic links in a path are followed: lfs asks the link itself, and says that it has no layout.
-
-    Raises LustreError where there is no lfs, where it cannot be started (another machine's binary), or
-    where it gives no answer within ``time_limit_s``. A call that hangs in the kernel cannot be killed; it is
-    left behind, and nobody waits for it.
+    Raises LustreError where there is no lfs, or it cannot be started, and LfsSilentError.
     """
     program = shutil.which("lfs")
     if program is None:
         raise LustreError(
             "there is no lfs on PATH; load the Lustre client's module, or use a node that has it"
         )
-    line = (*arguments, os.path.realpath(last) if isinstance(last, Path) else last)
+    given = (os.path.realpath(each) if isinstance(each, Path) else each for each in arguments)
+    words = (command, *given)
     try:
         process = subprocess.Popen(
-            [program, *line],
+            [program, *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -192,21 +181,17 @@ def run_lfs(arguments: Sequence[str], last: Path | str) -> LfsResult:
             f"{program} cannot be started ({error}), expected Lustre's lfs for this machine; "
             f"try `{program} --version`, and ask the site for one that runs here"
         ) from None
-    timeout_s = time_limit_s(arguments[0])
+    timeout_s = time_limit_s(command)
     try:
         stdout, stderr = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel is left behind
             process.wait(timeout=0.2)
         raise LfsSilentError(
-            f"`lfs {printable(' '.join(line))[:1000]}` gave no answer in {timeout_s:g} s, expected "
+            f"`lfs {' '.join(words)[:1000]}` gave no answer in {timeout_s:g} s, expected "
             "milliseconds: a server of this file system may be down; look at `lfs check servers`"
         ) from None
     # as bytes: a text stream would turn a carriage return in a file's name into a line end
-    return LfsResult(
-        arguments=line,
-        exit_code=process.returncode,
-        stdout=stdout.decode("utf-8", "surrogateescape"),
-        stderr=stderr.decode("utf-8", "surrogateescape"),
-    )
+    out, err = (each.decode("utf-8", "surrogateescape") for each in (stdout, stderr))
+    return LfsResult(arguments=words, exit_code=process.returncode, stdout=out, stderr=err)

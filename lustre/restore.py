@@ -11,12 +11,12 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lustre.layouts import counted
-from lustre.lfs import FILES_PER_CALL, kind_of, printable, run_lfs
+from lustre.lfs import FILES_PER_CALL, kind_of, run_lfs
+from shardprep.console import counted
 from shardprep.errors import LustreError
 
 MAX_SHOWN_FILES = 100  # looked at by ``show``: it reads metadata and brings no file back
@@ -26,74 +26,59 @@ IDLE_ROUNDS = 30  # five minutes without progress: a request may be lost, so the
 _POLL_S = 10.0
 _RELEASED = 0x4  # HS_RELEASED of Lustre's llapi
 _LOST = 0x40  # HS_LOST: the archive has no copy any more
-_TOO_LONG = "Argument list too long"
 _NOT_ALLOWED = re.compile("not permitted|Permission denied")
 
 
-@dataclass(kw_only=True)
-class FileStates:
-    """Files without bytes on Lustre, and those that cannot be brought back, with the reason."""
-
-    released: list[Path] = field(default_factory=list)
-    failed: dict[Path, str] = field(default_factory=dict)
-
-
-def read_states(files: Sequence[Path]) -> FileStates:
-    """Ask which of these files are released; a file that is gone or cannot be read is a failed one.
+def read_states(files: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return which of these files (absolute) are released, and why others cannot be read or brought back.
 
     2.17 reports the files behind a failed one, 2.15 stops there: what was not told is asked for again.
     Raises LustreError where a call tells nothing of any file.
     """
-    states = FileStates()
-    waiting = [file.absolute() for file in files]
+    released: list[str] = []
+    failed: dict[str, str] = {}
+    waiting = list(files)
     while waiting:
-        asked = waiting[:FILES_PER_CALL]
-        result = run_lfs(["hsm_state", *map(str, asked[:-1])], str(asked[-1]))
+        asked, waiting = waiting[:FILES_PER_CALL], waiting[FILES_PER_CALL:]
+        result = run_lfs("hsm_state", *asked)
         flags = _flags(result.stdout, asked)
-        reasons = (
-            {} if result.exit_code == 0 else _reasons(result.stderr, [f for f in asked if f not in flags])
-        )
+        untold = [file for file in asked if file not in flags]
+        reasons = _reasons(result.stderr, untold) if result.exit_code else {}
         if not (flags or reasons):
             result.checked()
             raise LustreError(
                 f"`lfs hsm_state` of {counted(len(asked), 'file')} printed {result.stdout.strip()[:200]!r}, "
                 f"expected a line of each, and of {asked[0]}; is this `lfs` a site's wrapper?"
             )
-        states.failed |= reasons
+        failed |= reasons
         for file, number in flags.items():
             if number & _RELEASED and number & _LOST:
-                states.failed[file] = "released, and lost in the archive: copy it anew from its source"
+                failed[file] = "released, and lost in the archive: copy it anew from its source"
             elif number & _RELEASED:
-                states.released.append(file)
-        waiting = [file for file in asked if file not in flags and file not in reasons] + waiting[
-            len(asked) :
-        ]
-    return states
+                released.append(file)
+        waiting = [file for file in untold if file not in reasons] + waiting
+    return released, failed
 
 
-def _flags(output: str, files: Sequence[Path]) -> dict[Path, int]:
+def _flags(output: str, files: Sequence[str]) -> dict[str, int]:
     """Of lines such as ``/f: (0x0000000d) released exists archived, archive_id:1``, in the files' order.
 
     The flags are read off the number behind the path, since a file's name may hold the words, or a line end.
     """
-    flags: dict[Path, int] = {}
+    flags: dict[str, int] = {}
     at = 0
     for file in files:
-        line = re.compile(rf"^{re.escape(str(file))}: \(0x([0-9a-f]+)\)", re.MULTILINE)
+        line = re.compile(rf"^{re.escape(file)}: \(0x([0-9a-f]+)\)", re.MULTILINE)
         if match := line.search(output, at):
             flags[file] = int(match[1], 16)
             at = match.end()
     return flags
 
 
-def _reasons(errors: str, files: Sequence[Path]) -> dict[Path, str]:
+def _reasons(errors: str, files: Sequence[str]) -> dict[str, str]:
     """Of ``can't get hsm state for /f: No such file``, and 2.17's ``... for '/f' failed: No such file``."""
-    reasons: dict[Path, str] = {}
-    for file in files:
-        line = re.compile(rf"{re.escape(str(file))}(?:'| failed)*: (.+)$", re.MULTILINE)
-        if match := line.search(errors):
-            reasons[file] = match[1]
-    return reasons
+    found = (re.search(rf"{re.escape(file)}(?:'| failed)*: (.+)$", errors, re.MULTILINE) for file in files)
+    return {file: match[1] for file, match in zip(files, found, strict=True) if match}
 
 
 def released_lines(path: Path) -> list[str]:
@@ -101,107 +86,46 @@ def released_lines(path: Path) -> list[str]:
 
     Returns nothing where all are there. Raises LustreError, OSError.
     """
-    real = Path(os.path.realpath(path))
-    files = [real]
-    if kind_of(real) == "folder":
-        with os.scandir(real) as entries:
-            plain = (Path(entry.path) for entry in entries if entry.is_file(follow_symlinks=False))
+    files = [os.path.realpath(path)]
+    if kind_of(path) == "folder":
+        with os.scandir(files[0]) as entries:
+            plain = (entry.path for entry in entries if entry.is_file(follow_symlinks=False))
             files = list(itertools.islice(plain, MAX_SHOWN_FILES))
-    states = read_states(files)
+    released, failed = read_states(files)
     lines = []
-    if states.failed:
-        lines.append(f"warning: of {counted(len(states.failed), 'file')} it is unknown whether released: ")
-        lines[0] += _some(states.failed)
-    if states.released:
-        found = f"{len(states.released)} of {counted(len(files), 'file')} looked at are released"
+    if failed:
+        unknown = counted(len(failed), "file")
+        lines.append(f"warning: of {unknown} it is unknown whether released: {_some(failed)}")
+    if released:
+        found = f"{len(released)} of {counted(len(files), 'file')} looked at are released"
         wait = "their first read waits for the archive (S3, for an FSx)"
         lines.append(f"warning: {found}: {wait}. Bring them back before the job:")
         lines.append(f"  shardprep lustre restore {shlex.quote(str(path))} --wait")
     return lines
 
 
-def _some(failed: dict[Path, str], most: int = 3) -> str:
+def _some(failed: dict[str, str], most: int = 3) -> str:
     """The first failed files with their reasons, for a person."""
-    shown = [f"{printable(str(file))} ({reason})" for file, reason in itertools.islice(failed.items(), most)]
+    shown = [f"{file} ({reason})" for file, reason in itertools.islice(failed.items(), most)]
     return ", ".join(shown) + (" and more" if len(failed) > most else "")
 
 
-@dataclass(kw_only=True)
-class _Restore:
-    """One run over a tree: what was found so far."""
-
-    say: Callable[[str], None]
-    num_files: int = 0
-    queued: list[Path] = field(default_factory=list)
-    failed: dict[Path, str] = field(default_factory=dict)
-
-    def fail(self, failed: dict[Path, str]) -> None:
-        """Note files that cannot be brought back, and say each once."""
-        for file, reason in failed.items():
-            if file not in self.failed:
-                self.say(f"error: {printable(str(file))}: {reason}")
-        self.failed |= failed
-
-    def queue(self, files: Sequence[Path]) -> list[Path]:
-        """Queue released files; returns those that were taken.
-
-        Raises LustreError where a whole request is refused with the same words, one file at a time, and
-        nothing was taken before: the rest would fail alike.
-        """
-        taken: list[Path] = []
-        for first in range(0, len(files), FILES_PER_REQUEST):
-            request = files[first : first + FILES_PER_REQUEST]
-            failed: dict[Path, str] = {}
-            taken += _request(request, failed)
-            words = {reason.replace(str(file), "") for file, reason in failed.items()}
-            if len(failed) == len(request) > 1 and len(words) == 1 and not taken + self.queued:
-                reason = failed[request[0]]
-                hint = "restoring may be root's alone at your site: sudo, or ask; or let the first read do it"
-                todo = hint if _NOT_ALLOWED.search(reason) else "ask the site whether its archive works"
-                raise LustreError(
-                    f"none of the first {len(request)} released files can be queued, the first one: "
-                    f"{reason}; {todo}"
-                )
-            self.fail(failed)
-        return taken
-
-
-def _request(files: Sequence[Path], failed: dict[Path, str]) -> list[Path]:
-    """Send one request, or its halves where it fails: one file must not cost the others their restore."""
-    if not files:
-        return []
-    result = run_lfs(["hsm_restore", *map(str, files[:-1])], str(files[-1]))
-    if result.exit_code == 0:
-        return list(files)
-    if len(files) == 1:
-        failed[files[0]] = f"lfs hsm_restore {result.failure}"
-        return []
-    middle = len(files) // 2
-    return _request(files[:middle], failed) + _request(files[middle:], failed)
-
-
 def restore(
-    path: Path,
-    *,
-    wait: bool,
-    say: Callable[[str], None],
-    sleep: Callable[[float], None] = time.sleep,
+    path: Path, *, wait: bool, say: Callable[[str], None], sleep: Callable[[float], None] = time.sleep
 ) -> str:
     """Queue every released file below ``path`` for its restore, in requests of 50; returns a line about all.
 
-    With ``wait`` it looks again until none is released any more, and queues those again that the archive
-    gave up. A file that is gone, cannot be read or is lost in the archive is said, and the rest goes on.
-    Raises LustreError at the end where there was one, and at once where no call of lfs works.
+    With ``wait`` it looks again until none is released any more. What fails is said, and the rest goes on;
+    LustreError is raised at the end where there was one, and at once where no call of lfs works.
     """
     run = _Restore(say=say)
-    for files in _batches(_files_below(Path(os.path.realpath(path)), run.fail), FILES_PER_CALL):
-        states = read_states(files)
-        run.fail(states.failed)
-        run.queued += run.queue(states.released)
-        run.num_files += len(files)
+    files = _files_below(os.path.realpath(path), run.fail)
+    while asked := list(itertools.islice(files, FILES_PER_CALL)):
+        run.queued += run.queue(run.look(asked))
+        run.num_files += len(asked)
         say(f"{counted(run.num_files, 'file')} looked at, {len(run.queued)} queued for their restore")
     if wait:
-        _wait(run, sleep)
+        run.wait(sleep)
     if run.failed:
         others = "All others are back" if wait else "All other released files are queued"
         raise LustreError(
@@ -216,39 +140,87 @@ def restore(
     return f"{len(run.queued)} of {all_files} are queued; with --wait the command ends when they are there"
 
 
-def _files_below(path: Path, fail: Callable[[dict[Path, str]], None]) -> Iterator[Path]:
+def _files_below(path: str, fail: Callable[[dict[str, str]], None]) -> Iterator[str]:
     """``path`` itself, or the files of its whole tree in a fixed order; links are left alone."""
-    if kind_of(path) != "folder":
+    if kind_of(Path(path)) != "folder":
         yield path
         return
 
     def unlisted(error: OSError) -> None:
-        fail({Path(error.filename): f"cannot be listed ({error.strerror}): what is in it may stay released"})
+        fail({error.filename: f"cannot be listed ({error.strerror}): what is in it may stay released"})
 
     for folder, folders, names in os.walk(path, onerror=unlisted):
         folders.sort()
-        for name in sorted(names):
-            file = Path(folder, name)
-            if not file.is_symlink():
-                yield file
+        files = (f"{folder}/{name}" for name in sorted(names))
+        yield from (file for file in files if not os.path.islink(file))  # noqa: PTH114
 
 
-def _wait(run: _Restore, sleep: Callable[[float], None]) -> None:
-    """Look until no queued file is released any more."""
-    waiting, num_idle = run.queued, 0
-    while waiting:
-        sleep(_POLL_S)
-        states = read_states(waiting)
-        run.fail(states.failed)
-        num_idle = num_idle + 1 if len(states.released) == len(waiting) else 0
-        waiting = states.released
-        num_back = len(run.queued) - len(waiting) - sum(file in run.failed for file in run.queued)
-        run.say(f"{num_back} of {counted(len(run.queued), 'file')} are back")
-        if waiting and num_idle and not num_idle % IDLE_ROUNDS:
-            waiting = run.queue(waiting)
+@dataclass(kw_only=True)
+class _Restore:
+    """One run over a tree: what was found so far."""
+
+    say: Callable[[str], None]
+    num_files: int = 0
+    queued: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def fail(self, failed: dict[str, str]) -> None:
+        """Note files that cannot be brought back, and say each once."""
+        for file, reason in failed.items():
+            if file not in self.failed:
+                self.say(f"error: {file}: {reason}")
+        self.failed |= failed
+
+    def look(self, files: Sequence[str]) -> list[str]:
+        """Return those that are released, and note those that fail."""
+        released, failed = read_states(files)
+        self.fail(failed)
+        return released
+
+    def queue(self, files: Sequence[str]) -> list[str]:
+        """Queue released files; returns those that were taken.
+
+        Raises LustreError where each file of the first request is refused with the same words: the rest would
+        fail alike.
+        """
+        taken: list[str] = []
+        for first in range(0, len(files), FILES_PER_REQUEST):
+            request = files[first : first + FILES_PER_REQUEST]
+            failed: dict[str, str] = {}
+            taken += _request(request, failed)
+            words = {reason.replace(file, "") for file, reason in failed.items()}
+            if len(failed) == len(request) > 1 and len(words) == 1 and not taken + self.queued:
+                reason = failed[request[0]]
+                hint = "restoring may be root's alone at your site: sudo, or ask; or let the first read do it"
+                todo = hint if _NOT_ALLOWED.search(reason) else "ask the site whether its archive works"
+                raise LustreError(
+                    f"none of the first {len(request)} released files can be queued, the first one: "
+                    f"{reason}; {todo}"
+                )
+            self.fail(failed)
+        return taken
+
+    def wait(self, sleep: Callable[[float], None]) -> None:
+        """Look until no queued file is released any more; queue again what the archive seems to forget."""
+        waiting, num_idle = self.queued, 0
+        while waiting:
+            sleep(_POLL_S)
+            released = self.look(waiting)
+            num_idle = num_idle + 1 if len(released) == len(waiting) else 0
+            waiting = released
+            num_back = len(self.queued) - len(waiting) - sum(file in self.failed for file in self.queued)
+            self.say(f"{num_back} of {counted(len(self.queued), 'file')} are back")
+            if waiting and num_idle and not num_idle % IDLE_ROUNDS:
+                waiting = self.queue(waiting)
 
 
-def _batches(files: Iterable[Path], size: int) -> Iterator[list[Path]]:
-    iterator = iter(files)
-    while part := list(itertools.islice(iterator, size)):
-        yield part
+def _request(files: Sequence[str], failed: dict[str, str]) -> list[str]:
+    """Send one request, or its halves where it fails: one file must not cost the others their restore."""
+    result = run_lfs("hsm_restore", *files)
+    if result.exit_code == 0:
+        return list(files)
+    if len(files) == 1:
+        failed[files[0]] = f"lfs hsm_restore {result.failure}"
+        return []
+    middle = len(files) // 2
+    return _request(files[:middle], failed) + _request(files[middle:], failed)

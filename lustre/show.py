@@ -1,9 +1,7 @@
 """What ``show`` prints about a path, and how the files of a folder really lie on the OSTs.
 
 Of all this only the layout must be told; whatever else lfs does not tell is a line that says so.
-
-``lfs getstripe`` without options names for each file its components and the OSTs of their stripes. A file's
-layout is its own from its first byte on, whatever its folder's default says later.
+A file's layout is its own from its first byte on, whatever its folder's default says later.
 """
 
 from __future__ import annotations
@@ -18,25 +16,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lustre.advice import DataSize, choose_layout, load_text, why_leave
-from lustre.apply import is_as_asked, layout_of_file_system, pool_for_replacement, start_warning
-from lustre.layouts import Layout, apply_flags, counted, parse_layout, read_layout, setstripe_options
-from lustre.lfs import (
-    FILES_PER_CALL,
-    Mount,
-    existing_part,
-    file_system_of,
-    kind_of,
-    lustre_mount,
-    run_lfs,
-    why_not_usable,
+from lustre.apply import is_as_asked, pool_for_replacement, start_warning
+from lustre.layout import (
+    ANY_OST,
+    DataSize,
+    Layout,
+    apply_flags,
+    choose_layout,
+    layout_of_file_system,
+    load_text,
+    parse_layout,
+    read_layout,
+    setstripe_options,
+    why_leave,
 )
+from lustre.lfs import FILES_PER_CALL, existing_part, file_system_of, kind_of, run_lfs, why_not_usable
 from lustre.restore import released_lines
 from lustre.space import UNKNOWN, Targets, count_osts_if_told, ost_states, read_targets, state_lines
-from shardprep.console import short_bytes
+from shardprep.console import counted, short_bytes
 from shardprep.errors import LustreError
 
-NOT_KNOWN = -1
 _SHARD = re.compile(r"shard-\d{5}\.tar")
 _FAR_MORE = 2  # times its share, and one file more, is beyond the chance of a few files
 _CHANCE = 3  # files on the only OST that is seen, where nobody tells how many there are
@@ -49,22 +48,26 @@ def report(path: Path, size: DataSize) -> list[str]:
     """Return the lines about ``path``, which need not exist yet; changes nothing. Raises LustreError."""
     mount = file_system_of(path)
     lines = [f"{path}: {mount.fs_type} at {mount.mount_point} ({mount.source})"] if mount else []
-    if (reason := why_not_usable(path)) or mount is None:
+    if reason := why_not_usable(path):
         return [*lines, f"nothing to show: {reason}"]
     there = existing_part(path)
     if there != path.absolute():
         lines.append(f"{path} is not there yet; it will copy the default of {there}")
     layout = read_layout(there)
-    of_file_system = layout_of_file_system(there)
     if kind_of(there) != "folder":
-        return [*lines, f"this file has {layout.text()}", *_ost_lines(there, mount), *_released(there)]
-    lines += [f"new files get {layout.text()} ({_origin(layout, of_file_system)})"]
-    lines += filter(None, [start_warning(there, layout)])
-    lines += [*_ost_lines(there, mount), *_released(there)]
+        return [*lines, f"this file has {layout.text()}", *_server_lines(there)]
+    of_file_system = layout_of_file_system(there)
+    origin = "its own default"
+    if layout.is_inherited:
+        origin = "inherited, it has no default of its own"
+    elif layout == of_file_system:
+        origin = "the file system's default; lfs does not tell whether the folder has it of its own, too"
+    lines.append(f"new files get {layout.text()} ({origin})")
+    lines += [*filter(None, [start_warning(there, layout)]), *_server_lines(there)]
     if there == path.absolute():
         lines += content_lines(there)
-    if size.is_given:
-        lines += _choice_lines(path, layout, of_file_system, size, mount)
+    if size != DataSize():
+        lines += _choice_lines(path, layout, why_leave(layout, of_file_system), size)
     return lines
 
 
@@ -73,37 +76,30 @@ def report_json(path: Path) -> dict[str, Any]:
 
     ``layout`` and ``shards`` are None where there is nothing to tell, and ``why_not`` says why.
     """
-    reason = why_not_usable(path)
-    if not reason and kind_of(path) != "folder":
-        reason = f"{path} is no folder that is there"
-    if reason:
-        return {"path": str(path), "why_not": reason, "layout": None, "shards": None}
-    layout = read_layout(path)
+    data: dict[str, Any] = {
+        "path": str(path),
+        "why_not": why_not_usable(path),
+        "layout": None,
+        "shards": None,
+    }
+    if not data["why_not"] and kind_of(path) != "folder":
+        data["why_not"] = f"{path} is no folder that is there"
+    if data["why_not"]:
+        return data
+    data["layout"] = read_layout(path).text()
     try:
         sizes = _tar_sizes(path)
     except OSError as error:
         raise LustreError(f"{path} cannot be listed ({error.strerror}), expected a folder to read") from None
     balance = read_balance(path, sizes) if sizes else None
-    return {
-        "path": str(path),
-        "why_not": None,
-        "layout": layout.text(),
-        "shards": balance.as_json() if balance else None,
-    }
+    return {**data, "shards": balance.as_json() if balance else None}
 
 
-def _origin(layout: Layout, of_file_system: Layout | None) -> str:
-    if layout.is_inherited:
-        return "inherited, it has no default of its own"
-    if layout == of_file_system:
-        return "the file system's default; lfs does not tell whether the folder has it of its own, too"
-    return "its own default"
-
-
-def _ost_lines(path: Path, mount: Mount) -> list[str]:
+def _server_lines(path: Path) -> list[str]:
+    """How full OSTs and MDTs are, which OSTs do not answer, and which files are released."""
     targets: Targets | None = None
     try:
-        targets = read_targets(mount)
+        targets = read_targets(path)
         lines = targets.lines()
     except LustreError as error:
         lines = [f"how full OSTs and MDTs are is unknown: {error}"]
@@ -111,14 +107,11 @@ def _ost_lines(path: Path, mount: Mount) -> list[str]:
         lines += state_lines(ost_states(path), targets)
     except LustreError as error:
         lines.append(f"which OSTs are inactive is unknown: {error}")
-    return lines
-
-
-def _released(path: Path) -> list[str]:
     try:
-        return released_lines(path)
+        lines += released_lines(path)
     except (LustreError, OSError) as error:
-        return [f"which files are released is unknown: {error}"]
+        lines.append(f"which files are released is unknown: {error}")
+    return lines
 
 
 def content_lines(folder: Path) -> list[str]:
@@ -154,13 +147,10 @@ def _move_lines(folder: Path, balance: Balance, shard_bytes: int) -> list[str]:
     ]
 
 
-def _choice_lines(
-    path: Path, layout: Layout, of_file_system: Layout | None, size: DataSize, mount: Mount
-) -> list[str]:
-    num_osts = count_osts_if_told(path, mount, layout.pool)
+def _choice_lines(path: Path, layout: Layout, leave: str | None, size: DataSize) -> list[str]:
+    num_osts = count_osts_if_told(path, layout.pool)
     choice = choose_layout(size, num_osts)
-    lines = choice.lines(size)
-    leave = why_leave(layout, of_file_system)
+    lines = [*choice.lines]
     command = f"shardprep lustre apply {shlex.quote(str(path))} {apply_flags(choice.layout)}"
     if layout.has_tiers:
         command += f" --pool {pool_for_replacement(layout)}"
@@ -177,22 +167,18 @@ def _choice_lines(
 # --- the files of a folder
 
 
-def read_file_layouts(folder: Path, names: Sequence[str]) -> list[Layout | None] | None:
-    """Return the layout of each file; None where the folder is not on Lustre.
+def read_file_layouts(folder: Path, names: Sequence[str]) -> list[Layout | None]:
+    """Return the layout of each file; None for a symbolic link, or one that was never written to.
 
-    None for a file without a layout: a symbolic link, or one that was never written to. One call of lfs
-    takes 256 files, and asks the metadata server once per file. Raises LustreError where lfs is missing or
-    fails, as it does for a file that is not there, does not answer, or prints something else.
+    One call of lfs takes 256 files, and asks the metadata server once per file. Raises LustreError, also
+    where a file is not there.
     """
-    mount = file_system_of(folder)
-    if mount is None or not mount.is_lustre:
-        return None
     real = os.path.realpath(folder)
     paths = [f"{real}/{name}" for name in names]
     found: list[Layout | None] = []
     for first in range(0, len(paths), FILES_PER_CALL):
         asked = paths[first : first + FILES_PER_CALL]
-        result = run_lfs(["getstripe", *asked[:-1]], asked[-1])
+        result = run_lfs("getstripe", *asked)
         if result.exit_code:
             raise LustreError(
                 f"`lfs getstripe` of {counted(len(asked), 'file')} of {folder} {result.failure}; look at the "
@@ -208,29 +194,25 @@ def split_by_file(output: str, paths: Sequence[str]) -> list[str]:
 
     Raises LustreError where one is missing.
     """
-    places: list[tuple[int, int]] = []  # where its line begins, and where what is said of it begins
+    texts: list[str] = []
     at = 0
-    for path in paths:
+    for number, path in enumerate(paths):
         match = re.compile(rf"^{re.escape(path)}(?=$| has no stripe info$)", re.MULTILINE).search(output, at)
         if match is None:
             raise LustreError(
                 f"`lfs getstripe` of {counted(len(paths), 'file')} printed {output.strip()[:200]!r}, "
                 f"expected the layouts of {paths[0]} and on; is this `lfs` a site's wrapper?"
             )
-        places.append((match.start(), match.end()))
+        if number:
+            texts.append(output[at : match.start()])
         at = match.end()
-    ends = [*(start for start, _ in places[1:]), len(output)]
-    return [output[begin:end] for (_, begin), end in zip(places, ends, strict=True)]
+    return [*texts, output[at:]]
 
 
 def first_ost(layout: Layout | None) -> int:
-    """Return the OST of a file's first stripe; NOT_KNOWN for a file without one.
-
-    Of a progressive layout the first component that lies on an OST counts: one on the metadata server has
-    none, and one not yet written to says -1.
-    """
+    """Return the OST of a file's first stripe past the metadata server; -1 for a file without one."""
     parts = layout.components if layout else ()
-    return next((part.start_ost for part in parts if not part.is_on_mdt and part.start_ost >= 0), NOT_KNOWN)
+    return next((part.start_ost for part in parts if not part.is_on_mdt and part.start_ost >= 0), -1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -242,6 +224,7 @@ class Balance:
     bytes_by_ost: dict[int, int]
     files_by_ost: dict[int, int]
     num_osts: int  # that files here could lie on; 0: unknown
+    first_osts: tuple[int, ...] = ()  # of each file, -1 where it has none
     without_layout: int = 0
 
     @property
@@ -287,13 +270,12 @@ class Balance:
             lines.append(f"{self.without_layout} of {shards} have no layout (symbolic links?)")
         if not self.bytes_by_ost:
             return lines
-        osts = counted(len(self.bytes_by_ost), "OST")
-        if self.num_osts:
-            osts = f"{len(self.bytes_by_ost)} of {counted(self.num_osts, 'OST')}"
+        osts = counted(self.num_osts or len(self.bytes_by_ost), "OST")
+        osts = f"{len(self.bytes_by_ost)} of {osts}" if self.num_osts else osts
         ost = self.most_loaded
+        held = f"{counted(self.files_by_ost[ost], 'shard')}, {short_bytes(self.bytes_by_ost[ost])}"
         lines.append(
-            f"they lie on {osts}; OST {ost} has the most: {counted(self.files_by_ost[ost], 'shard')}, "
-            f"{short_bytes(self.bytes_by_ost[ost])}, {self.times_the_mean:.3g} times the mean"
+            f"they lie on {osts}; OST {ost} has the most: {held}, {self.times_the_mean:.3g} times the mean"
         )
         if self.is_lopsided:
             lines.append(
@@ -303,47 +285,44 @@ class Balance:
         return lines
 
 
-def balance_of(folder: Path, layouts: Sequence[Layout | None], sizes: Sequence[int]) -> Balance:
-    """Return how files of these layouts and sizes (bytes) lie on the OSTs of ``folder``'s files."""
+def read_balance(folder: Path, sizes: dict[str, int]) -> Balance | None:
+    """Return how the files of a folder (bytes by name) lie on the OSTs; None off Lustre."""
+    mount = file_system_of(folder)
+    if mount is None or not mount.is_lustre:
+        return None
+    layouts = read_file_layouts(folder, list(sizes))
     pools = {layout.pool for layout in layouts if layout}
-    num_osts = count_osts_if_told(folder, lustre_mount(folder), pools.pop() if len(pools) == 1 else "")
     texts = Counter(_kind_text(layout) for layout in layouts if layout)
     shown = texts.most_common(4)
     if rest := sum(texts.values()) - sum(number for _, number in shown):
         shown.append(("other layouts", rest))
     bytes_by_ost: Counter[int] = Counter()
     files_by_ost: Counter[int] = Counter()
-    for layout, num_bytes in zip(layouts, sizes, strict=True):
+    for layout, num_bytes in zip(layouts, sizes.values(), strict=True):
         held = _bytes_by_ost(layout, num_bytes) if layout else {}
         bytes_by_ost.update(held)
-        files_by_ost.update(dict.fromkeys(held, 1))
+        files_by_ost.update(held.keys())
     return Balance(
         num_files=len(layouts),
         layouts=tuple(shown),
         bytes_by_ost=dict(bytes_by_ost),
         files_by_ost=dict(files_by_ost),
-        num_osts=num_osts,
-        without_layout=sum(layout is None for layout in layouts),
+        num_osts=count_osts_if_told(folder, pools.pop() if len(pools) == 1 else ""),
+        first_osts=tuple(map(first_ost, layouts)),
+        without_layout=layouts.count(None),
     )
 
 
 def _bytes_by_ost(layout: Layout, num_bytes: int) -> dict[int, int]:
     held: Counter[int] = Counter()
-    for part in layout.of_file(num_bytes):
+    for part, part_bytes in layout.of_file(num_bytes):
         osts = part.osts or ((part.start_ost,) if part.start_ost >= 0 else ())
-        end = num_bytes if part.end_bytes is None else min(num_bytes, part.end_bytes)
         for ost in osts:
-            held[ost] += (end - part.start_bytes) // len(osts)
+            held[ost] += part_bytes // len(osts)
     return dict(held)
 
 
 def _kind_text(layout: Layout) -> str:
     """The layout without the places, which differ from file to file."""
-    parts = tuple(replace(part, start_ost=NOT_KNOWN, osts=()) for part in layout.components)
+    parts = tuple(replace(part, start_ost=ANY_OST, osts=()) for part in layout.components)
     return replace(layout, components=parts).text()
-
-
-def read_balance(folder: Path, sizes: dict[str, int]) -> Balance | None:
-    """Return how the files of a folder (bytes by name) lie on the OSTs; None off Lustre."""
-    layouts = read_file_layouts(folder, list(sizes))
-    return None if layouts is None else balance_of(folder, layouts, list(sizes.values()))

@@ -1,33 +1,33 @@
 """The storage targets (OSTs, MDTs) of a file system, quotas, and whether a data set will fit.
 
-``lfs df`` tells free space and inodes, ``lfs osts`` and ``lfs pool_list`` over how many OSTs a file can be
-spread. An OST that is down makes ``lfs df`` exit with its error although it names all others: these are read
-anyway. What lfs does not tell is said to be unknown; nothing about space ever fails a command.
+An OST that is down makes ``lfs df`` exit with its error although it names all others: these are read anyway.
+What lfs does not tell is said to be unknown; nothing about space ever fails a command.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from lustre.layouts import Layout, counted, read_layout
-from lustre.lfs import LfsSilentError, Mount, existing_part, lustre_mount, run_lfs, why_not_usable
-from shardprep.console import short_bytes, short_number
+from lustre.layout import Layout, read_layout
+from lustre.lfs import LfsSilentError, existing_part, lustre_mount, run_lfs, why_not_usable
+from shardprep.console import counted, short_bytes, short_number
 from shardprep.errors import LustreError
 
 NEARLY_FULL = 0.9  # our own number: Lustre has none; a write to a full OST fails, whatever the others have
 UNKNOWN = 0  # as a number of OSTs: lfs does not tell
-_FILES_PER_SHARD = 3  # tar, idx, manifest
+_INACTIVE = "is inactive: files with a stripe there cannot be read now"
 _STATES = {"D": "degraded", "N": "closed to new files", "R": "read-only"}
 # `fs-OST0002_UUID  1073741824  1073741824  0 100%  /mnt[OST:2] S`, KiB; the mount point may hold anything
 _DF_LINE = re.compile(
     r"^\S+\s+(\d+)\s+(\d+)\s+(\d+)\s+\S+\s+.*\[(OST|MDT):(\d+)\]\s*([A-Za-z]*)\s*$", re.MULTILINE
 )
 # `fs-OST0002_UUID : Cannot send after transport endpoint shutdown`, or `OST0002             : ...`
-_DF_TROUBLE = re.compile(r"^\S*?((?:OST|MDT)[0-9a-f]{4})(?:_UUID)?\s*: (\S.*)$", re.MULTILINE)
+_DF_TROUBLE = re.compile(r"^\S*?(OST|MDT)([0-9a-f]{4})(?:_UUID)?\s*: (\S.*)$", re.MULTILINE)
 _OST_LINE = re.compile(r"^(\d+): \S+_UUID\s*(\w*)", re.MULTILINE)
 _MEMBER = re.compile(r"^\S+-OST([0-9a-f]{4})_UUID", re.MULTILINE)
 _PROJECT = re.compile(r"^\s*(\d+)\s")  # `lfs project -d`: `   12 P /mnt/folder`
@@ -37,17 +37,11 @@ _PROJECT = re.compile(r"^\s*(\d+)\s")  # `lfs project -d`: `   12 P /mnt/folder`
 class Target:
     """One OST or MDT as ``lfs df`` has it."""
 
-    kind: str  # OST or MDT
-    index: int
+    name: str  # OST 2
     used_bytes: int
     free_bytes: int
     flags: str = ""  # D degraded, N creates no objects, R read-only, S out of space, I out of inodes
     free_inodes: int | None = None  # None: not told
-
-    @property
-    def name(self) -> str:
-        """``OST 2``."""
-        return f"{self.kind} {self.index}"
 
     @property
     def fill(self) -> float:
@@ -56,12 +50,10 @@ class Target:
 
     @property
     def is_out_of_space(self) -> bool:
-        """Whether something new here would fail for want of room."""
         return "S" in self.flags or self.free_bytes == 0
 
     @property
     def is_out_of_inodes(self) -> bool:
-        """Whether it has no inode or object left."""
         return "I" in self.flags or self.free_inodes == 0
 
     @property
@@ -72,7 +64,8 @@ class Target:
     def warnings(self) -> list[str]:
         """A line for each thing that is wrong with it."""
         said = f" (lfs df says {self.flags})" if self.flags else ""
-        fails = "no file can be made there" if self.kind == "MDT" else "a file that gets a stripe there fails"
+        is_mdt = self.name.startswith("MDT")
+        fails = "no file can be made there" if is_mdt else "a file that gets a stripe there fails"
         lines = []
         if self.is_out_of_space:
             lines.append(f"is out of space: {fails}{said}")
@@ -85,26 +78,23 @@ class Target:
         return [f"warning: {self.name} {words}" for words in lines]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Targets:
-    """What ``lfs df`` told: the targets that answered, and of the others what it said instead."""
+    """What ``lfs df`` told: the targets that answered, and by name what it said of the others instead."""
 
-    osts: tuple[Target, ...] = ()
-    mdts: tuple[Target, ...] = ()
-    silent: tuple[tuple[str, str], ...] = ()  # ("OST0002", "Cannot send after transport endpoint shutdown")
-    notes: tuple[str, ...] = ()  # what could not be told, and why
+    osts: list[Target]
+    mdts: list[Target]
+    silent: dict[str, str]
+    notes: list[str] = field(default_factory=list)  # what could not be told, and why
 
     def lines(self) -> list[str]:
         """For a person: a line for OSTs and for MDTs, and a warning for every target in trouble."""
         lines = [_summary(self.osts, "OST"), _summary(self.mdts, "MDT")]
         for target in (*self.osts, *self.mdts):
             lines += target.warnings()
-        for name, words in self.silent:
-            number = f"{name[:3]} {int(name[3:], 16)}"
-            if words == "inactive device":
-                lines.append(f"warning: {number} is inactive: files with a stripe there cannot be read now")
-            else:
-                lines.append(f"warning: {number} does not answer: {words} (of lfs df)")
+        for name, words in self.silent.items():
+            how = _INACTIVE if words == "inactive device" else f"does not answer: {words} (of lfs df)"
+            lines.append(f"warning: {name} {how}")
         return [*lines, *(f"warning: {note}" for note in self.notes)]
 
 
@@ -114,11 +104,11 @@ def _summary(targets: Sequence[Target], kind: str) -> str:
     used = sum(target.used_bytes for target in targets)
     whole = used / max(1, used + sum(target.free_bytes for target in targets))
     least, most = (pick(targets, key=lambda target: target.fill) for pick in (min, max))
-    spread = f"from {least.fill:.0%} ({least.name}) to {most.fill:.0%} ({most.name})"
-    alike = ": all alike" if len(targets) > 1 else ""
-    text = (
-        f"{counted(len(targets), kind)}, {whole:.0%} full{f': {spread}' if least.fill < most.fill else alike}"
-    )
+    text = f"{counted(len(targets), kind)}, {whole:.0%} full"
+    if least.fill < most.fill:
+        text += f": from {least.fill:.0%} ({least.name}) to {most.fill:.0%} ({most.name})"
+    elif len(targets) > 1:
+        text += ": all alike"
     if kind == "MDT":
         told = [target.free_inodes for target in targets if target.free_inodes is not None]
         text += f"; free inodes: {short_number(sum(told)) if told else 'unknown'}"
@@ -127,42 +117,47 @@ def _summary(targets: Sequence[Target], kind: str) -> str:
 
 def parse_df(blocks: str, inodes: str = "") -> Targets:
     """Read the targets of ``lfs df`` and, joined with them, of ``lfs df -i``. Inactive ones are left out."""
-    free_inodes = {(kind, int(index)): int(free) for _, _, free, kind, index, _ in _DF_LINE.findall(inodes)}
-    targets: dict[str, list[Target]] = {"OST": [], "MDT": []}
-    for _, used, free, kind, index, flags in _DF_LINE.findall(blocks):
-        targets[kind].append(
-            Target(
-                kind=kind,
-                index=int(index),
-                used_bytes=int(used) << 10,
-                free_bytes=int(free) << 10,
-                flags=flags,
-                free_inodes=free_inodes.get((kind, int(index))),
-            )
+    free_inodes = {f"{kind} {index}": int(free) for _, _, free, kind, index, _ in _DF_LINE.findall(inodes)}
+    found = [
+        Target(
+            name=(name := f"{kind} {index}"),
+            used_bytes=int(used) << 10,
+            free_bytes=int(free) << 10,
+            flags=flags,
+            free_inodes=free_inodes.get(name),
         )
-    silent = tuple((name, words.strip()) for name, words in _DF_TROUBLE.findall(blocks))
-    return Targets(osts=tuple(targets["OST"]), mdts=tuple(targets["MDT"]), silent=silent)
+        for _, used, free, kind, index, flags in _DF_LINE.findall(blocks)
+    ]
+    return Targets(
+        osts=[target for target in found if target.name.startswith("OST")],
+        mdts=[target for target in found if target.name.startswith("MDT")],
+        silent={
+            f"{kind} {int(index, 16)}": said.strip() for kind, index, said in _DF_TROUBLE.findall(blocks)
+        },
+    )
 
 
-def read_targets(mount: Mount, pool: str = "") -> Targets:
-    """Ask for the targets of a mounted Lustre, or for its MDTs and the OSTs of a pool.
+def read_targets(path: Path, pool: str = "") -> Targets:
+    """Ask for the targets of the Lustre of ``path``, or for its MDTs and the OSTs of a pool.
 
     Two calls; none more after one that gave no answer. Raises LustreError where the first names no target.
     """
+    mount = lustre_mount(path)
+    place = Path(mount.mount_point)
     options = ["-p", f"{mount.fs_name}.{pool}"] if pool else []
-    blocks = run_lfs(["df", *options], Path(mount.mount_point))
+    blocks = run_lfs("df", *options, place)
     targets = parse_df(blocks.stdout)
     if not (targets.osts or targets.mdts or targets.silent):
         raise LustreError(f"`lfs {blocks.shown}` {blocks.failure}; look at `lfs check servers`")
     notes = []
     if blocks.exit_code and not targets.silent:
         notes.append(f"not every OST may be named here: `lfs {blocks.shown}` {blocks.failure}")
-    inodes = ""
     try:
-        inodes = run_lfs(["df", "-i", *options], Path(mount.mount_point)).stdout
+        targets = parse_df(blocks.stdout, run_lfs("df", "-i", *options, place).stdout)
     except LustreError as error:
         notes.append(f"free inodes are unknown: {error}")
-    return replace(parse_df(blocks.stdout, inodes), notes=tuple(notes))
+    targets.notes = notes
+    return targets
 
 
 # --- how many OSTs there are
@@ -171,48 +166,42 @@ def read_targets(mount: Mount, pool: str = "") -> Targets:
 def ost_states(path: Path) -> dict[int, str]:
     """Return ``ACTIVE`` or ``INACTIVE`` by OST, as ``lfs osts`` says of a path known to be Lustre.
 
-    Elsewhere it prints nothing and exits 0. Raises LustreError where it fails: it needs more of the client
-    (/sys, debugfs or netlink) than ``lfs setstripe`` does.
+    Raises LustreError where it fails: it needs more of the client (/sys, debugfs or netlink) than others.
     """
-    output = run_lfs(["osts"], path).checked()
-    return {int(index): state for index, state in _OST_LINE.findall(output)}
+    return {int(index): state for index, state in _OST_LINE.findall(run_lfs("osts", path).checked())}
 
 
 def state_lines(states: dict[int, str], targets: Targets | None) -> list[str]:
     """Warn of every OST that is inactive, and of active ones of which ``lfs df`` said nothing."""
-    told = {int(name[3:], 16) for name, _ in targets.silent if name.startswith("OST")} if targets else set()
-    lines = [
-        f"warning: OST {index} is inactive: files with a stripe there cannot be read now"
-        for index, state in states.items()
-        if state == "INACTIVE" and index not in told
-    ]
-    if targets and targets.osts:
-        told |= {ost.index for ost in targets.osts}
-        lines += [
-            f"warning: OST {index} is left out by lfs df: it does not answer now"
-            for index, state in states.items()
-            if state != "INACTIVE" and index not in told
-        ]
-    return lines
+    silent = targets.silent if targets else {}
+    told = {*silent, *(ost.name for ost in targets.osts)} if targets and targets.osts else None
+    inactive, missing = [], []
+    for index, state in states.items():
+        name = f"OST {index}"
+        if state == "INACTIVE" and name not in silent:
+            inactive.append(f"warning: {name} {_INACTIVE}")
+        elif state != "INACTIVE" and told is not None and name not in told:
+            missing.append(f"warning: {name} is left out by lfs df: it does not answer now")
+    return inactive + missing
 
 
-def count_osts(path: Path, mount: Mount, pool: str = "") -> int:
+def count_osts(path: Path, pool: str = "") -> int:
     """Count the OSTs that a file here can be spread over: all that are not inactive, or those of ``pool``.
 
-    Raises LustreError where lfs does not tell, and where there is no such pool or it has no OST. A pool must
-    be asked for first: 2.15 takes a missing one and exits 0, and both versions take one without OSTs, in
-    which the first write fails.
+    Raises LustreError where lfs does not tell, and where there is no such pool or it has no OST: 2.15 takes a
+    missing one and exits 0, and both versions take one without OSTs, in which the first write fails.
     """
     if not pool:
         return sum(state != "INACTIVE" for state in ost_states(path).values())
+    mount = lustre_mount(path)
     full_name = f"{mount.fs_name}.{pool}"
-    pools = run_lfs(["pool_list"], mount.fs_name).checked().split()
+    pools = run_lfs("pool_list", mount.fs_name).checked().split()
     if full_name not in pools:
         names = ", ".join(word.partition(".")[2] for word in pools if word.startswith(f"{mount.fs_name}."))
         raise LustreError(
             f"{mount.mount_point} ({mount.fs_name}) has no pool {pool!r}, expected one of: {names or 'none'}"
         )
-    members = {int(index, 16) for index in _MEMBER.findall(run_lfs(["pool_list"], full_name).checked())}
+    members = {int(index, 16) for index in _MEMBER.findall(run_lfs("pool_list", full_name).checked())}
     if not members:
         raise LustreError(
             f"pool {pool} of {mount.mount_point} has no OST, expected at least one: the first write of a "
@@ -225,10 +214,10 @@ def count_osts(path: Path, mount: Mount, pool: str = "") -> int:
     return sum(states.get(index) != "INACTIVE" for index in members)
 
 
-def count_osts_if_told(path: Path, mount: Mount, pool: str = "") -> int:
+def count_osts_if_told(path: Path, pool: str = "") -> int:
     """``count_osts``, or UNKNOWN where lfs does not tell: nothing but a note depends on it."""
     try:
-        return count_osts(path, mount, pool)
+        return count_osts(path, pool)
     except LustreError:
         return UNKNOWN
 
@@ -238,13 +227,17 @@ def count_osts_if_told(path: Path, mount: Mount, pool: str = "") -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
-    """What will still be written."""
+    """What will still be written: shards of ``num_bytes`` in all."""
 
     num_bytes: int
-    num_files: int
+    num_shards: int
+
+    @property
+    def num_files(self) -> int:
+        """A shard is three: tar, idx, manifest."""
+        return 3 * self.num_shards
 
     def text(self) -> str:
-        """For a person."""
         return f"about {short_bytes(self.num_bytes)} in {_files_text(self.num_files)}"
 
 
@@ -260,23 +253,22 @@ class Room:
     unknown: str = ""  # why nothing is told
 
     @property
-    def is_unlimited(self) -> bool:
-        """Whether lfs told that there is no limit."""
-        return self.free_bytes is None and self.free_files is None and not self.unknown
+    def left(self) -> list[str]:
+        """What is left, for a person; nothing where there is no limit."""
+        parts = [] if self.free_bytes is None else [short_bytes(self.free_bytes)]
+        return parts if self.free_files is None else [*parts, _files_text(self.free_files)]
 
     def text(self) -> str:
-        """For a person."""
         if self.unknown:
             return f"{self.name}: unknown ({self.unknown})"
-        parts = [] if self.free_bytes is None else [short_bytes(self.free_bytes)]
-        parts += [] if self.free_files is None else [_files_text(self.free_files)]
-        left = "no limit" if self.is_unlimited else f"{' and '.join(parts)} left"
+        left = f"{' and '.join(self.left)} left" if self.left else "no limit"
         return f"{self.name}: {left}{f' ({self.note})' if self.note else ''}"
 
     def lacks(self, need: Need) -> list[str]:
         """What does not fit, for a person."""
-        need_bytes = need.num_bytes if self.need_bytes is None else self.need_bytes
-        part = f", and {short_bytes(need_bytes)} will lie there" if self.need_bytes is not None else ""
+        need_bytes, part = need.num_bytes, ""
+        if self.need_bytes is not None:
+            need_bytes, part = self.need_bytes, f", and {short_bytes(self.need_bytes)} will lie there"
         found = []
         if self.free_bytes is not None and self.free_bytes < need_bytes:
             found.append(f"{self.name}: {short_bytes(self.free_bytes)} left{part}")
@@ -290,15 +282,14 @@ def _files_text(number: int) -> str:
 
 
 def space_lines(folder: Path, need: Need) -> list[str]:
-    """Say what there is room for against what is needed; nothing off Lustre and without lfs.
+    """Say what there is room for against what is needed; nothing off Lustre and without lfs. Never raises.
 
     One line, and a warning for each limit that is too small. What lfs does not tell is said to be unknown.
-    Never raises.
     """
     try:
         if why_not_usable(folder):
             return []
-        rooms = read_rooms(existing_part(folder), lustre_mount(folder), need)
+        rooms = read_rooms(existing_part(folder), need)
     except (LustreError, OSError) as error:
         return [f"note: whether it will fit is unknown: {error}"]
     lines = [f"it needs {need.text()}; {'; '.join(room.text() for room in rooms)}"]
@@ -306,7 +297,7 @@ def space_lines(folder: Path, need: Need) -> list[str]:
     return [*lines, *(f"warning: it will not fit: {words}, and it needs {need.text()}" for words in lacking)]
 
 
-def read_rooms(folder: Path, mount: Mount, need: Need) -> list[Room]:
+def read_rooms(folder: Path, need: Need) -> list[Room]:
     """Return what targets and quotas leave for an existing folder; at most 8 calls of lfs without pools.
 
     Each pool in which new files get stripes has a room of its own, for its part of the bytes.
@@ -321,19 +312,27 @@ def read_rooms(folder: Path, mount: Mount, need: Need) -> list[Room]:
         except LustreError as error:
             rooms.append(Room(name="the pool of new files", unknown=str(error)))
         for number, (pool, num_bytes) in enumerate(pools.items()):
-            need_bytes = None if num_bytes == need.num_bytes else num_bytes
-            targets = read_targets(mount, pool)
-            rooms.append(_osts_room(targets, pool, need_bytes))
+            targets = read_targets(folder, pool)
+            osts = [ost for ost in targets.osts if ost.takes_files]
+            silent = len(targets.silent)
+            rooms.append(
+                Room(
+                    name=counted(len(osts), "OST") + (f" of pool {pool}" if pool else ""),
+                    free_bytes=sum(ost.free_bytes for ost in osts),
+                    need_bytes=None if num_bytes == need.num_bytes else num_bytes,
+                    note=f"{counted(silent, 'target')} did not answer" if silent else "",
+                )
+            )
             rooms += [] if number else [_inodes_room(targets)]
     except LustreError as error:
         rooms.append(Room(name="free space", unknown=str(error)))
         if isinstance(error, LfsSilentError):
             return [*rooms, Room(name="quota", unknown="not asked for after that")]
-    for option, name, find_id in _QUOTAS:
-        rooms += _quota_room(mount, option, name, find_id, folder)
+    for option, (name, find_id) in _QUOTAS.items():
+        rooms += _quota_room(folder, option, name, find_id)
         for pool in filter(None, pools):
-            found = _quota_room(mount, option, f"{name} in pool {pool}", find_id, folder, "--pool", pool)
-            rooms += [room for room in found if not room.is_unlimited]
+            found = _quota_room(folder, option, f"{name} in pool {pool}", find_id, "--pool", pool)
+            rooms += [room for room in found if room.left or room.unknown]
     return rooms
 
 
@@ -341,20 +340,11 @@ def _bytes_by_pool(layout: Layout, need: Need) -> dict[str, int]:
     """What will lie in each pool, all shards being alike; the one pool, or none, has everything."""
     if not layout.has_tiers:
         return {layout.pool: need.num_bytes}
-    num_shards = max(1, need.num_files // _FILES_PER_SHARD)
-    held = layout.bytes_by_pool(need.num_bytes // num_shards)
-    return {pool: num_bytes * num_shards for pool, num_bytes in held.items()} or {"": 0}
-
-
-def _osts_room(targets: Targets, pool: str, need_bytes: int | None) -> Room:
-    osts = [ost for ost in targets.osts if ost.takes_files]
-    silent = len(targets.silent)
-    return Room(
-        name=counted(len(osts), "OST") + (f" of pool {pool}" if pool else ""),
-        free_bytes=sum(ost.free_bytes for ost in osts),
-        need_bytes=need_bytes,
-        note=f"{counted(silent, 'target')} did not answer" if silent else "",
-    )
+    held: Counter[str] = Counter()
+    for part, num_bytes in layout.of_file(need.num_bytes // max(1, need.num_shards)):
+        if not part.is_on_mdt:
+            held[part.pool] += num_bytes * need.num_shards
+    return dict(held) or {"": 0}
 
 
 def _inodes_room(targets: Targets) -> Room:
@@ -363,10 +353,8 @@ def _inodes_room(targets: Targets) -> Room:
     kinds = (targets.mdts, targets.osts)
     if not all(kinds) or any(each.free_inodes is None for kind in kinds for each in kind):
         return Room(name=name, unknown=next(iter(targets.notes), "lfs df names no MDT or no OST"))
-    return Room(
-        name=name,
-        free_files=min(sum(each.free_inodes or 0 for each in kind if each.takes_files) for kind in kinds),
-    )
+    free = (sum(each.free_inodes or 0 for each in kind if each.takes_files) for kind in kinds)
+    return Room(name=name, free_files=min(free))
 
 
 def _group(folder: Path) -> int:
@@ -376,31 +364,29 @@ def _group(folder: Path) -> int:
 
 
 def _project(folder: Path) -> int:
-    match = _PROJECT.match(run_lfs(["project", "-d"], folder).checked("ask the site"))
+    match = _PROJECT.match(run_lfs("project", "-d", folder).checked("ask the site"))
     return int(match[1]) if match else 0
 
 
-_QUOTAS: tuple[tuple[str, str, Callable[[Path], int]], ...] = (
-    ("-u", "your quota", lambda _: os.getuid()),
-    ("-g", "the group's quota", _group),
-    ("-p", "the project's quota", _project),
-)
+_QUOTAS: dict[str, tuple[str, Callable[[Path], int]]] = {
+    "-u": ("your quota", lambda _: os.getuid()),
+    "-g": ("the group's quota", _group),
+    "-p": ("the project's quota", _project),
+}
 
 
 def _quota_room(
-    mount: Mount, option: str, name: str, find_id: Callable[[Path], int], folder: Path, *pool: str
+    folder: Path, option: str, name: str, find_id: Callable[[Path], int], *pool: str
 ) -> list[Room]:
     """Nothing for root and project 0, whom no quota binds."""
     try:
         number = find_id(folder)
         if number == 0:
             return []
-        result = run_lfs(["quota", option, str(number), *pool], Path(mount.mount_point))
-        if result.exit_code not in {0, 5}:  # 5: some figures are inaccurate, and stand in brackets
-            if "not enabled" in result.stderr:
-                return [Room(name=name)]
-            return [Room(name=name, unknown=result.failure)]
-        return [parse_quota(result.stdout, name)]
+        result = run_lfs("quota", option, str(number), *pool, Path(lustre_mount(folder).mount_point))
+        if result.exit_code in {0, 5}:  # 5: some figures are inaccurate, and stand in brackets
+            return [parse_quota(result.stdout, name)]
+        return [Room(name=name, unknown="" if "not enabled" in result.stderr else result.failure)]
     except (LustreError, OSError, ValueError) as error:
         return [Room(name=name, unknown=str(error))]
 
@@ -408,9 +394,8 @@ def _quota_room(
 def parse_quota(output: str, name: str = "your quota") -> Room:
     """Read what ``lfs quota`` leaves. Raises ValueError for anything else.
 
-    Below the line of heads stand: file system, KiB used (``*`` if too many), soft and hard limit, grace, and
-    the same of files. A long mount point has a line of its own; an inaccurate number stands in brackets. A
-    limit of 0 is none. Where the time of grace is over (``expired``, in 2.15 ``none``) every write fails.
+    Below the heads stand: file system, KiB used (``*`` if too many), soft and hard limit, grace, and the same
+    of files. A long mount point has its own line; an inaccurate number stands in brackets; limit 0 is none.
     """
     head = re.search(r"^\s*Filesystem\s+kbytes\s.*$", output, re.MULTILINE)
     lines = output[head.end() :].split("\n") if head else []
@@ -420,19 +405,22 @@ def parse_quota(output: str, name: str = "your quota") -> Room:
     fields = line.split()[-8:]
     kib, block_note = _left(*fields[:4])
     files, file_note = _left(*fields[4:])
-    notes = [note for note in (block_note, file_note) if note]
-    if "[" in line:
-        notes.append("inaccurate: a server did not answer")
+    notes = [block_note, file_note, "inaccurate: a server did not answer" if "[" in line else ""]
     free_bytes = None if kib is None else kib << 10
-    return Room(name=name, free_bytes=free_bytes, free_files=files, note="; ".join(dict.fromkeys(notes)))
+    note = "; ".join(dict.fromkeys(filter(None, notes)))
+    return Room(name=name, free_bytes=free_bytes, free_files=files, note=note)
 
 
 def _left(used: str, soft: str, hard: str, grace: str) -> tuple[int | None, str]:
-    """What the hard limit leaves, or the soft one where there is no other; and what is to be known."""
+    """What the hard limit leaves, or the soft one where there is no other; and what is to be known.
+
+    Where the time of grace is over (``expired``, in 2.15 ``none``) every write fails.
+    """
     num_used, num_soft, num_hard = (int(text.strip("[]*")) for text in (used, soft, hard))
     limit = num_hard or num_soft
-    if num_soft and num_used > num_soft:
-        if grace in {"expired", "none"}:
-            return 0, "over the soft limit, and its time of grace is over"
-        return max(0, limit - num_used), f"over the soft limit: writes fail in {grace}"
-    return (max(0, limit - num_used) if limit else None), ""
+    left = max(0, limit - num_used) if limit else None
+    if not num_soft or num_used <= num_soft:
+        return left, ""
+    if grace in {"expired", "none"}:
+        return 0, "over the soft limit, and its time of grace is over"
+    return left, f"over the soft limit: writes fail in {grace}"

@@ -120,7 +120,7 @@ def make_plan(args: argparse.Namespace) -> int:
     print_lines(
         f"a task uses up to {cost.num_useful_cores} cores well: --cpus-per-task={cost.num_useful_cores}"
     )
-    need = Need(num_bytes=cost.output_bytes, num_files=3 * plan.num_shards)
+    need = Need(num_bytes=cost.output_bytes, num_shards=plan.num_shards)
     for line in space_lines(config.output_dir, need):
         print_lines(line)
     if cost.bad_note:

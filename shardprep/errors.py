@@ -97,9 +97,3 @@ class LustreError(ShardprepError):
     """``lfs`` refused, failed, did not answer, or did something else than asked."""
 
     exit_code = 73
-
-
-class LustreUsageError(LustreError, UsageError):
-    """A value that no Lustre could accept; nothing was run."""
-
-    exit_code = 2

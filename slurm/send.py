@@ -116,7 +116,7 @@ def _room_lines(state: DatasetState, shard_ids: Sequence[int]) -> list[str]:
         return [f"note: whether the shards will fit cannot be told: {error}"]
     sizes = state.plan.shard_bytes()
     part = sum(sizes[shard_id] for shard_id in shard_ids) / max(1, sum(sizes))
-    need = lustre.Need(num_bytes=round(whole * part), num_files=3 * len(shard_ids))
+    need = lustre.Need(num_bytes=round(whole * part), num_shards=len(shard_ids))
     return lustre.space_lines(state.folder, need)
 
 

@@ -281,10 +281,10 @@ def publish_osts(folder: Path, tar_bytes: Sequence[int]) -> list[str]:
     """
     names = [tar_path(folder, number).name for number in range(len(tar_bytes))]
     try:
-        layouts = lustre.read_file_layouts(folder, names)
-        if layouts is None:
+        balance = lustre.read_balance(folder, dict(zip(names, tar_bytes, strict=True)))
+        if balance is None:
             return []
-        publish_bytes(folder / OSTS_NAME, osts_json([lustre.first_ost(layout) for layout in layouts]))
-        return lustre.balance_of(folder, layouts, tar_bytes).lines()
+        publish_bytes(folder / OSTS_NAME, osts_json(balance.first_osts))
+        return balance.lines()
     except (lustre.LustreError, ShardprepError, OSError) as error:
         return [f"note: {OSTS_NAME} is not written, shards are opened in an order without OSTs: {error}"]

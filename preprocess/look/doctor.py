@@ -389,7 +389,7 @@ def _space_findings(
         else:
             yield Finding("space", text)
     todo = "free some space, ask for more quota, or choose another --output_dir"
-    for line in space_lines(folder, Need(num_bytes=cost.output_bytes, num_files=3 * num_shards)):
+    for line in space_lines(folder, Need(num_bytes=cost.output_bytes, num_shards=num_shards)):
         is_good = line.startswith("it needs")
         yield Finding("space", line) if is_good else Finding("space", line.partition(": ")[2], todo)
 

@@ -495,10 +495,7 @@ def make_plan(
     Where the folder has a plan already, the new one is compared with it and never written.
     Raises every ShardprepError that the inputs, the tokenizer or the folder give reason for.
     """
-    try:
-        stripe.layout()
-    except lustre.LustreError as error:
-        raise UsageError(str(error)) from None
+    stripe.layout()  # an impossible one is told first
     listing = find_inputs(
         config.input_dir,
         recursive=config.recursive,
@@ -589,9 +586,8 @@ def _set_layout(
     """Do what ``stripe`` asks for, and say it; where nothing was asked of a planned folder, say nothing."""
     if stripe.stripe == "none" or (is_planned and stripe.layout() is None):
         return
-    shards = lustre.PlannedShards(
-        num_shards=plan.num_shards, tar_bytes=estimate.output_bytes // plan.num_shards
-    )
+    shard_bytes = max(1, estimate.output_bytes // plan.num_shards)
+    shards = lustre.DataSize(num_shards=plan.num_shards, shard_bytes=shard_bytes)
     try:
         say(lustre.stripe_line(folder, stripe, shards=shards, is_planned=is_planned, dry_run=dry_run))
     except lustre.LustreError as error:

@@ -77,8 +77,8 @@ def apply_stripe(folder: Path, stripe: str) -> str:
 
 
 def first_osts(folder: Path, names: Sequence[str]) -> list[int] | None:
-    layouts = lustre.read_file_layouts(folder, names)
-    return None if layouts is None else [lustre.first_ost(layout) for layout in layouts]
+    balance = lustre.read_balance(folder, dict.fromkeys(names, 0))
+    return None if balance is None else list(balance.first_osts)
 
 
 def install_fake_lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

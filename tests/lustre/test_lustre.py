@@ -16,10 +16,11 @@ import lustre.restore
 import lustre.show
 from loader.__main__ import main as loader_main
 from loader.find_shards import find_shards
-from lustre import LustreError, LustreUsageError, StripeRequest
+from lustre import LustreError, StripeRequest
 from lustre.__main__ import main
 from lustre.apply import set_directory_layout
-from lustre.layouts import Component, Layout, read_layout
+from lustre.layout import Component, Layout, read_layout
+from shardprep.errors import UsageError
 from tests.checkout import ROOT
 from tests.lustre.fake_lustre import (
     GIB,
@@ -107,7 +108,7 @@ def test_none_does_not_even_ask(on_lustre: FakeLustre) -> None:
 
 @pytest.mark.parametrize("stripe", ["0", "-2", "2001", "8x", "", "1e3", " 8", "٨", "Auto"])
 def test_an_impossible_count_is_refused_before_lfs_runs(on_lustre: FakeLustre, stripe: str) -> None:
-    with pytest.raises(LustreUsageError, match="auto, none, a layout such as 1G:1,-1:8, a number") as caught:
+    with pytest.raises(UsageError, match="auto, none, a layout such as 1G:1,-1:8, a number") as caught:
         apply_stripe(on_lustre.folder, stripe)
     assert caught.value.exit_code == 2
     assert on_lustre.calls() == []
@@ -170,7 +171,7 @@ def test_what_lfs_refuses_is_told_in_its_own_words(on_lustre: FakeLustre, fault:
 def test_a_server_that_does_not_answer_ends_with_the_time_limit(on_lustre: FakeLustre) -> None:
     on_lustre.fault("hang")
     with pytest.raises(LustreError, match=r"no answer in 0\.1 s.*server"):
-        lustre.lfs.run_lfs(["getstripe", "-d", "-y"], on_lustre.folder)
+        lustre.lfs.run_lfs("getstripe", "-d", "-y", on_lustre.folder)
 
 
 @pytest.mark.parametrize("stripe", ["auto", "none", "8"])
@@ -776,7 +777,7 @@ def test_setstripe_is_named_in_lustre_alone_and_run_in_one_place() -> None:
     naming = {path.relative_to(ROOT) for path in sources if "setstripe" in path.read_text(encoding="utf-8")}
     assert Path("lustre/apply.py") in naming
     assert {path.parts[0] for path in naming} == {"lustre"}
-    runs = {path: path.read_text().count('run_lfs(["setstripe"') for path in (ROOT / "lustre").glob("*.py")}
+    runs = {path: path.read_text().count('run_lfs("setstripe"') for path in (ROOT / "lustre").glob("*.py")}
     assert {path.name: number for path, number in runs.items() if number} == {"apply.py": 1}
     other = [path.name for path in runs if re.search(r"subprocess|os\.system", path.read_text())]
     assert other == ["lfs.py"]

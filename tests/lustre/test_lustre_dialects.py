@@ -14,8 +14,7 @@ import pytest
 
 import lustre.lfs
 from lustre import LustreError
-from lustre.advice import DataSize, choose_layout
-from lustre.layouts import apply_flags, parse_layout, read_layout
+from lustre.layout import DataSize, apply_flags, choose_layout, parse_layout, read_layout
 from lustre.show import Balance
 from tests.lustre.fake_lustre import GIB, MIB, FakeLustre, apply_stripe, both_dialects, first_osts
 

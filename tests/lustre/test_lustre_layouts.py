@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from lustre import LustreError, LustreUsageError
-from lustre.advice import MANY, ROWS, DataSize, choose_layout, load_text
 from lustre.apply import is_as_asked
-from lustre.layouts import (
+from lustre.layout import (
+    MANY,
+    ROWS,
+    DataSize,
     Layout,
     apply_flags,
+    choose_layout,
+    load_text,
     parse_layout,
     parse_layout_options,
-    parse_size,
     setstripe_options,
     size_flag,
     size_text,
 )
 from lustre.lfs import Mount, mount_of
 from lustre.show import first_ost, split_by_file
-from lustre.space import Targets, parse_df
+from lustre.space import parse_df
+from shardprep.command_line import parse_size
+from shardprep.errors import LustreError, UsageError
 
 MIB, GIB = 1 << 20, 1 << 30
 DF = """UUID                   1K-blocks        Used   Available Use% Mounted on
@@ -41,16 +45,16 @@ def wanted(**options: str) -> Layout:
 
 def test_lfs_df_is_read_by_ost_with_its_flags_whatever_the_mount_point() -> None:
     osts = parse_df(DF).osts
-    assert [(ost.index, ost.flags, ost.is_out_of_space) for ost in osts] == [
-        (1, "", False),
-        (2, "", True),
-        (3, "DRS", True),
+    assert [(ost.name, ost.flags, ost.is_out_of_space) for ost in osts] == [
+        ("OST 1", "", False),
+        ("OST 2", "", True),
+        ("OST 3", "DRS", True),
     ]
     assert osts[0].used_bytes + osts[0].free_bytes == 1 << 40
     assert [round(ost.fill, 2) for ost in osts] == [0.25, 1.0, 0.25]
     (mdt,) = parse_df(DF).mdts
     assert (mdt.name, mdt.fill, mdt.free_inodes) == ("MDT 0", 0.25, None)
-    assert Targets().lines() == [
+    assert parse_df("").lines() == [
         f"lfs df names no {kind}; how full they are is unknown" for kind in ("OST", "MDT")
     ]
 
@@ -71,7 +75,7 @@ def test_sizes_are_binary_and_a_bare_number_is_bytes(text: str, num_bytes: int) 
 
 @pytest.mark.parametrize("text", ["", "M", "4 M", "1.5G", "-1", "128b", "1e6", "4KiBB", "٤M"])
 def test_a_size_that_lfs_or_a_person_could_take_otherwise_is_refused(text: str) -> None:
-    with pytest.raises(LustreUsageError, match=r"--size is .*expected a number of bytes"):
+    with pytest.raises(UsageError, match=r"--size is .*expected a number of bytes"):
         parse_size(text, "--size")
     assert size_text(0) == "0 bytes"
 
@@ -108,18 +112,17 @@ def test_every_row_of_the_table(
 ) -> None:
     choice = choose_layout(DataSize(shard_bytes=shard_bytes, num_shards=num_shards), 8)
     assert apply_flags(choice.layout) == flags
-    assert source in choice.source
-    assert choice.why
+    assert source in choice.lines[2]
 
 
 def test_the_table_ascends_and_every_row_is_reached() -> None:
     assert [row.below_bytes for row in ROWS] == sorted(row.below_bytes for row in ROWS)
     reached = {
-        choose_layout(DataSize(shard_bytes=row.below_bytes - 1, num_shards=number), 8).why
+        choose_layout(DataSize(shard_bytes=row.below_bytes - 1, num_shards=number), 8).lines[1]
         for row in ROWS
         for number in (1, 9999)
     }
-    assert reached == {row.why for row in ROWS}
+    assert reached == {f"  why: {row.why}" for row in ROWS}
 
 
 def test_no_count_is_chosen_above_the_osts_there_are() -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.processes
 
-NEED = Need(num_bytes=10**12, num_files=3000)
+NEED = Need(num_bytes=10**12, num_shards=1000)
 OST = {"used": 25 << 20, "available": 75 << 20, "flags": "", "state": "ACTIVE"}
 PLENTY = [5, 0, 1 << 40, 7, 0, 1 << 40]
 
@@ -41,7 +41,7 @@ def test_what_fits_is_one_line_without_a_warning(on_lustre: FakeLustre) -> None:
     on_lustre.give(quota={"-u": PLENTY, "-g": PLENTY}, project=12)
     (line,) = space_lines(on_lustre.folder, NEED)
     assert line == (
-        "it needs about 1.00 TB in 3000 files; 8 OSTs: 6.60 TB left; inodes of MDTs and OSTs: 1.00 M files "
+        "it needs about 1.00 TB in 3,000 files; 8 OSTs: 6.60 TB left; inodes of MDTs and OSTs: 1.00 M files "
         "left; your quota: 1.13 PB and 1.10 T files left; the group's quota: 1.13 PB and "
         "1.10 T files left; the project's quota: no limit"
     )
@@ -60,7 +60,7 @@ def test_what_fits_is_one_line_without_a_warning(on_lustre: FakeLustre) -> None:
         ({"quota": {"-p": [5, 0, 6, 7, 0, 0]}, "project": 3}, "the project's quota: 1.02 kB left"),
         ({"osts": [OST, {**OST, "available": 1}]}, "2 OSTs: 80.5 GB left"),
         ({"osts": [OST, {**OST, "flags": "S", "available": 1 << 40}]}, "1 OST: 80.5 GB left"),
-        ({"inodes": 2999}, "inodes of MDTs and OSTs: 2999 files left"),
+        ({"inodes": 2999}, "inodes of MDTs and OSTs: 2,999 files left"),
         ({"mdt": {**OST, "flags": "S"}}, "inodes of MDTs and OSTs: 0 files left"),
         ({"osts": [{**OST, "available": 1 << 40, "inodes": 7}]}, "inodes of MDTs and OSTs: 7 files left"),
         # over the soft limit, and its grace is over: every write fails, whatever the hard limit leaves

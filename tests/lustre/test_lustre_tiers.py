@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from lustre.layouts import read_layout
+from lustre.layout import read_layout
 from tests.lustre.fake_lustre import FakeLustre, both_dialects
 
 pytestmark = pytest.mark.processes

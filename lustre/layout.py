@@ -1,32 +1,33 @@
-"""Layouts as values: what ``lfs getstripe`` prints, what a user names, and what ``lfs setstripe`` is told.
+"""Layouts as values: what ``lfs getstripe`` prints, what a user names, and which one suits shards of a size.
 
 Lustre 2.15 and 2.17 print a layout differently: YAML is indented in two ways, components are a list or a
 mapping, and keys have the prefix ``lmm_`` for files alone. The few keys that are needed stand one per line in
 all forms, or on a single line in the classic one, so they are read by key in order and no YAML is parsed.
 
-What a user names is refused here where lfs would refuse it, and also where lfs takes it and does harm: a
-layout whose last component does not reach the end of the file is set, and later writes past its end fail;
-a size of 128 means 128 KiB there.
+What a user names is refused here where lfs would refuse it, and also where lfs takes it and does harm: past
+the end of the last component writes fail, and a size of 128 means 128 KiB there.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
-from lustre.lfs import kind_of, run_lfs
-from shardprep import command_line
-from shardprep.errors import LustreError, LustreUsageError, UsageError
+from lustre.lfs import kind_of, lustre_mount, run_lfs
+from shardprep.command_line import parse_size
+from shardprep.console import counted
+from shardprep.errors import LustreError, UsageError
 from shardprep.format.names import id_ranges
 
 ALL_OSTS = -1
 ANY_OST = -1  # as the place to start: the server chooses
 FILE_SYSTEM_DEFAULT = 0  # as a stripe count: whatever the file system gives
 NO_POOL = "none"  # Lustre reserves the name
-DEFAULT_STRIPE_BYTES = 4 << 20  # Lustre's own from 2.16 on, and what the shards are written in
 DOM_LIMIT_BYTES = 1 << 20  # lod.*.dom_stripesize as the server has it where nobody changed it
+_DEFAULT_STRIPE_BYTES = 4 << 20  # Lustre's own from 2.16 on, and what the shards are written in
 _MAX_STRIPE_COUNT = 2000  # of lfs, as are the limits below
 _STRIPE_UNIT_BYTES = 64 << 10  # sizes and ends are multiples of it
 _MAX_STRIPE_BYTES = 4 << 30  # exclusive
@@ -35,12 +36,20 @@ _MAX_POOL_CHARS = 15
 # A value never ends in a colon: where one is empty (`pattern:` of 2.17) the next word is the next key.
 _KEY_VALUE = re.compile(r"([\w.]+):[ \t]*([^\s:]*)(?=\s|$)")
 _OBJECT_ROW = re.compile(r"\t\s*(\d+)\t\s*\d+\t\s*0x[0-9a-f]+\t.*")  # of the classic form, below `obdidx`
-_UNITS = (("T", 1 << 40), ("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10))
+_GIB = 1 << 30
 
 
-def counted(number: int, noun: str) -> str:
-    """``1 shard``, ``2 shards``."""
-    return f"{number} {noun}{'s' * (number != 1)}"
+def size_text(num_bytes: int) -> str:
+    """``4 MiB``: the largest binary unit that leaves a whole number."""
+    for unit, size in (("T", 1 << 40), ("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
+        if num_bytes and num_bytes % size == 0:
+            return f"{num_bytes // size} {unit}iB"
+    return f"{num_bytes} bytes"
+
+
+def size_flag(num_bytes: int) -> str:
+    """``4M``: the same, as a flag takes it."""
+    return size_text(num_bytes).replace(" bytes", "").replace(" ", "").replace("iB", "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +68,6 @@ class Component:
 
     @property
     def is_on_mdt(self) -> bool:
-        """Whether the data lies on the metadata server, without any stripe."""
         return self.pattern == "mdt"
 
     @property
@@ -91,15 +99,15 @@ class Component:
             FILE_SYSTEM_DEFAULT: "the file system's default number of stripes",
             ALL_OSTS: "a stripe on every OST",
         }
-        number = special.get(self.stripe_count) or counted(abs(self.stripe_count), "stripe")
-        number += " on every OST" * (self.stripe_count < ALL_OSTS)
-        size = f" of {size_text(self.stripe_size_bytes)}" if self.stripe_size_bytes else ""
-        over = " (overstriped: several on one OST)" if self.is_overstriped else ""
-        grows = (
+        text = special.get(self.stripe_count) or counted(abs(self.stripe_count), "stripe")
+        text += " on every OST" * (self.stripe_count < ALL_OSTS)
+        text += f" of {size_text(self.stripe_size_bytes)}" if self.stripe_size_bytes else ""
+        text += " (overstriped: several on one OST)" if self.is_overstriped else ""
+        text += f" in pool {self.pool}" if self.pool else ""
+        text += (
             f" (SEL: grows by {size_text(self.extension_bytes)} at a time)" if self.extension_bytes else ""
         )
-        pool = f" in pool {self.pool}" if self.pool else ""
-        return f"{number}{size}{over}{pool}{grows}{f', {self.place}' if self.place else ''}"
+        return f"{text}, {self.place}" if self.place else text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,8 +121,7 @@ class Layout:
     def is_inherited(self) -> bool:
         """Whether a directory surely has no default of its own.
 
-        Where the file system's root has a default, lfs prints that for a folder without one, and the two
-        cannot be told apart.
+        Where the file system's root has a default, lfs prints that for a folder without one: they look alike.
         """
         return not self.is_composite and self.components[0].pattern in {"", "0"}
 
@@ -130,7 +137,6 @@ class Layout:
 
     @property
     def on_mdt(self) -> Component | None:
-        """The component on the metadata server (DoM), if there is one."""
         return next((part for part in self.components if part.is_on_mdt), None)
 
     @property
@@ -150,22 +156,20 @@ class Layout:
         ends = [*starts[1:], len(self.components)]
         return [self.components[start:end] for start, end in zip(starts, ends, strict=True)]
 
-    def of_file(self, num_bytes: int) -> list[Component]:
-        """The components in which a file of so many bytes has any."""
-        return [part for part in self.components if part.start_bytes < max(1, num_bytes)]
+    def of_file(self, num_bytes: int) -> list[tuple[Component, int]]:
+        """The components that a file of so many bytes reaches, each with its bytes; each mirror counts."""
+        return [
+            (
+                part,
+                (num_bytes if part.end_bytes is None else min(num_bytes, part.end_bytes)) - part.start_bytes,
+            )
+            for part in self.components
+            if part.start_bytes < max(1, num_bytes)
+        ]
 
     def num_objects(self, num_bytes: int, num_osts: int) -> int:
         """Objects on OSTs that a file of so many bytes has; 0 OSTs: their number is unknown."""
-        return sum(part.num_stripes(num_osts) for part in self.of_file(num_bytes))
-
-    def bytes_by_pool(self, num_bytes: int) -> dict[str, int]:
-        """Bytes that a file of so many bytes has in each pool of OSTs; each mirror counts."""
-        held: Counter[str] = Counter()
-        for part in self.of_file(num_bytes):
-            end = num_bytes if part.end_bytes is None else min(num_bytes, part.end_bytes)
-            if not part.is_on_mdt:
-                held[part.pool] += end - part.start_bytes
-        return dict(held)
+        return sum(part.num_stripes(num_osts) for part, _ in self.of_file(num_bytes))
 
     def text(self) -> str:
         """For a person, on one line."""
@@ -186,17 +190,24 @@ def _reach(part: Component) -> str:
 
 def read_layout(path: Path) -> Layout:
     """Read the layout of a file, or what a directory gives to new files. ``path`` stands on Lustre."""
-    is_folder = kind_of(path) == "folder"
-    result = run_lfs(["getstripe", *(["-d"] if is_folder else []), "-y"], path)
+    options = ["-d", "-y"] if kind_of(path) == "folder" else ["-y"]
+    result = run_lfs("getstripe", *options, path)
     return parse_layout(result.checked("look at the path, and at `lfs check servers`"))
+
+
+def layout_of_file_system(folder: Path) -> Layout | None:
+    """Return what the root of the file system gives to new files; None where that cannot be read."""
+    try:
+        return read_layout(Path(lustre_mount(folder).mount_point))
+    except LustreError:
+        return None
 
 
 def parse_layout(output: str) -> Layout:
     """Read what ``lfs getstripe`` printed, with or without ``-d`` and ``-y``, of one path.
 
     Pieces of a self-extending layout (SEL) are joined with the component that they extend, and components
-    of length 0 are left out. Raises LustreError where the output names no stripe count, or holds a value
-    that is no number.
+    of length 0 are left out. Raises LustreError.
     """
     if output.rstrip().endswith("has no stripe info"):
         raise LustreError(
@@ -229,8 +240,7 @@ def _values(output: str) -> tuple[dict[str, str], list[dict[str, str]]]:
         if line.lstrip().startswith("/"):  # the path; it may hold anything
             continue
         row = _OBJECT_ROW.fullmatch(line)
-        found = [("l_ost_idx", row[1])] if row else _KEY_VALUE.findall(line)
-        for key, value in found:
+        for key, value in [("l_ost_idx", row[1])] if row else _KEY_VALUE.findall(line):
             if key == "lcme_id":
                 components.append({})
             target = components[-1] if components else plain
@@ -272,15 +282,13 @@ def parse_layout_options(
     pfl: str | None = None,
     dom: str | None = None,
 ) -> Layout | None:
-    """Return the layout that the options of ``apply`` name; None if they name none.
+    """Return the layout that the options of ``apply`` name; None if they name none. Raises UsageError.
 
-    ``pfl`` is ``1G:1,10G:4,-1:8``: up to 1 GiB one stripe, up to 10 GiB four, from there on eight; a
-    third number is that component's stripe size (``10G:4:8M``), else ``size``, else 4 MiB. ``dom``
-    keeps the first bytes on the metadata server. ``pool`` may be ``none``, which gives up the one that a
-    folder has; left out, that one stays. Raises LustreUsageError.
+    ``pfl`` is ``1G:1,10G:4:8M,-1:8``; a component without a stripe size has ``size``, or 4 MiB. ``pool`` may
+    be ``none``, which gives up the one that a folder has; left out, that one stays.
     """
     if pfl is not None and count is not None:
-        raise LustreUsageError("--count and --pfl exclude each other: a component names its own count")
+        raise UsageError("--count and --pfl exclude each other: a component names its own count")
     if (count, size, pool, pfl, dom) == (None,) * 5:
         return None
     plain = Component(
@@ -292,15 +300,13 @@ def parse_layout_options(
     if pfl is None and dom is None:
         return Layout(components=(plain,), is_composite=False)
     if pfl is None and count is None:
-        raise LustreUsageError("--dom names the first component alone; name the rest: --count or --pfl")
-    plain = replace(plain, stripe_size_bytes=plain.stripe_size_bytes or DEFAULT_STRIPE_BYTES)
+        raise UsageError("--dom names the first component alone; name the rest: --count or --pfl")
+    plain = replace(plain, stripe_size_bytes=plain.stripe_size_bytes or _DEFAULT_STRIPE_BYTES)
     parts = [plain] if pfl is None else [_component_option(text, plain) for text in pfl.split(",")]
     if dom is not None:
-        end = _multiple(parse_size(dom, "--dom"), "--dom")
+        end = _multiple(dom, "--dom")
         if end > _MAX_DOM_BYTES:
-            raise LustreUsageError(
-                f"--dom is more than {size_text(_MAX_DOM_BYTES)}, the largest that lfs takes"
-            )
+            raise UsageError(f"--dom is more than {size_text(_MAX_DOM_BYTES)}, the largest that lfs takes")
         parts.insert(0, Component(end_bytes=end, stripe_count=0, stripe_size_bytes=0, pattern="mdt"))
     return Layout(components=_with_starts(parts), is_composite=True)
 
@@ -308,8 +314,8 @@ def parse_layout_options(
 def setstripe_options(layout: Layout) -> list[str]:
     """Return what ``lfs setstripe`` is told, sizes in plain bytes. Pure; runs nothing.
 
-    A composite layout has a size in every component: after ``-L mdt`` 2.15 would take 64 KiB and 2.17
-    4 MiB. The component on the metadata server has none, nor a count or pool: lfs refuses them there.
+    Each component has its size: after ``-L mdt`` 2.15 would take 64 KiB and 2.17 4 MiB. That one itself has
+    none, nor a count or pool: lfs refuses them there.
     """
     options: list[str] = []
     for part in layout.components:
@@ -343,11 +349,11 @@ def _component_option(text: str, model: Component) -> Component:
     name = f"component {text!r} of --pfl"
     fields = text.strip().split(":")
     if len(fields) not in {2, 3}:
-        raise LustreUsageError(f"{name}: expected END:COUNT or END:COUNT:SIZE, such as 10G:4 or -1:8:4M")
+        raise UsageError(f"{name}: expected END:COUNT or END:COUNT:SIZE, such as 10G:4 or -1:8:4M")
     size = _stripe_size(fields[2], name) if len(fields) == 3 else model.stripe_size_bytes
-    end = None if fields[0] == "-1" else _multiple(parse_size(fields[0], name), name)
+    end = None if fields[0] == "-1" else _multiple(fields[0], name)
     if end is not None and end % size:
-        raise LustreUsageError(
+        raise UsageError(
             f"{name} ends at {size_text(end)}, expected a multiple of its stripe size, {size_text(size)}"
         )
     count = parse_stripe_count(fields[1], name)
@@ -355,20 +361,20 @@ def _component_option(text: str, model: Component) -> Component:
 
 
 def _with_starts(parts: list[Component]) -> tuple[Component, ...]:
-    """The components with their starts; ends must ascend, and only the last may reach the file's end."""
+    """The components with their starts. Ends must ascend, and only the last reaches the file's end."""
     if parts[-1].end_bytes is not None:
-        raise LustreUsageError(
+        raise UsageError(
             f"the last component of --pfl ends at {size_text(parts[-1].end_bytes)}, expected -1, the end of "
             "the file: lfs would take it, and writes past that would fail"
         )
     placed: list[Component] = []
     start = 0
-    for number, part in enumerate(parts):
-        if part.end_bytes is None and number < len(parts) - 1:
-            raise LustreUsageError("a component that ends at -1 is not the last one, expected it last")
+    for number, part in enumerate(parts, 1):
+        if part.end_bytes is None and number < len(parts):
+            raise UsageError("a component that ends at -1 is not the last one, expected it last")
         if part.end_bytes is not None and part.end_bytes <= start:
-            raise LustreUsageError(
-                f"component {number + 1} ends at {size_text(part.end_bytes)}, expected more than "
+            raise UsageError(
+                f"component {number} ends at {size_text(part.end_bytes)}, expected more than "
                 f"{size_text(start)}, where it starts"
             )
         placed.append(replace(part, start_bytes=start))
@@ -377,13 +383,13 @@ def _with_starts(parts: list[Component]) -> tuple[Component, ...]:
 
 
 def parse_stripe_count(text: str, name: str, also: str = "") -> int:
-    """Read 1 to 2000, or -1 for ALL_OSTS. Raises LustreUsageError; ``also`` is what else is allowed.
+    """Read 1 to 2000, or -1 for ALL_OSTS. Raises UsageError; ``also`` is what else is allowed.
 
     0, which lfs takes for 'the default', is refused: that is said by leaving it out.
     """
     count = int(text) if re.fullmatch(r"-1|[0-9]{1,9}", text) else 0
     if not (count == ALL_OSTS or 1 <= count <= _MAX_STRIPE_COUNT):
-        raise LustreUsageError(
+        raise UsageError(
             f"{name} asks for {text!r} stripes, expected {also}a number of OSTs from 1 to "
             f"{_MAX_STRIPE_COUNT}, or -1 for all of them"
         )
@@ -391,16 +397,18 @@ def parse_stripe_count(text: str, name: str, also: str = "") -> int:
 
 
 def _stripe_size(text: str, name: str) -> int:
-    size = _multiple(parse_size(text, name), name)
+    size = _multiple(text, name)
     if size >= _MAX_STRIPE_BYTES:
-        raise LustreUsageError(f"{name} asks for stripes of {size_text(size)}, expected less than 4 GiB")
+        raise UsageError(f"{name} asks for stripes of {size_text(size)}, expected less than 4 GiB")
     return size
 
 
-def _multiple(num_bytes: int, name: str) -> int:
+def _multiple(text: str, name: str) -> int:
+    """Its bytes. Unlike lfs, where a bare number below 4096 means KiB, a bare number is bytes."""
+    num_bytes = parse_size(text, name, such_as="4194304, 4M or 2G")
     if num_bytes == 0 or num_bytes % _STRIPE_UNIT_BYTES:
         unit = size_text(_STRIPE_UNIT_BYTES)
-        raise LustreUsageError(f"{name} is {size_text(num_bytes)}, expected a multiple of {unit}")
+        raise UsageError(f"{name} is {size_text(num_bytes)}, expected a multiple of {unit}")
     return num_bytes
 
 
@@ -408,33 +416,135 @@ def _pool(name: str) -> str:
     """Its name. Lustre reserves two more words beside ``none``, and they name no pool either."""
     pattern = rf"\w[\w-]{{0,{_MAX_POOL_CHARS - 1}}}"
     if name in {"inherit", "ignore"} or not re.fullmatch(pattern, name, re.ASCII):
-        raise LustreUsageError(
+        raise UsageError(
             f"--pool is {name!r}, expected a pool's own name, without the file system's: "
             f"1 to {_MAX_POOL_CHARS} letters, digits, _ and -, or none for no pool"
         )
     return name
 
 
-def parse_size(text: str, name: str) -> int:
-    """``4M``, ``4MB``, ``4MiB`` or ``4194304`` -> 4194304 bytes. Raises LustreUsageError, naming ``name``.
+# --- which layout suits: published advice as a table, nothing of it measured here. A shard has one writer and
+# many readers. Too many stripes cost a lock and an object on every OST per file, and a file is lost with any
+# of its OSTs; with too few, one OST gets most of the load.
 
-    Two habits of lfs are refused rather than shared: there a bare number below 4096 means KiB, and
-    ``128b`` means blocks of 512 bytes. Here a bare number is bytes, whatever its size.
+MANY = 4  # shards per OST that readers can keep busy with a stripe each. An inference, no source says so.
+_NERSC = "docs.nersc.gov/performance/io/lustre (one file per process: keep one stripe)"
+_WIKI = "wiki.lustre.org/Lustre_Striping_Best_Practices"
+_AWS = "docs.aws.amazon.com/fsx/latest/LustreGuide/performance.html#striping-data"
+# Of FSx file systems made since 2023-08-25: -E 100M -c 1 -E 10G -c 8 -E 100G -c 16 -E -1 -c 32
+_FSX = [(100 << 20, 1), (10 << 30, 8), (100 << 30, 16), (None, 32)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSize:
+    """The shards that a layout is chosen for; None where it is not known."""
+
+    shard_bytes: int | None = None
+    num_shards: int | None = None
+    num_readers: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what no data set has, with UsageError."""
+        for name in ("shard_bytes", "num_shards", "num_readers"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"--{name} is {value}, expected 1 or more")
+
+    def text(self) -> str:  # 500 shards of 2 GiB
+        number = "shards" if self.num_shards is None else counted(self.num_shards, "shard")
+        return f"{number} of {'unknown size' if self.shard_bytes is None else size_text(self.shard_bytes)}"
+
+
+class Row(NamedTuple):
+    """One row: from the bytes of the row before up to ``below_bytes``, for few or many shards, or both."""
+
+    below_bytes: int
+    for_few: bool | None
+    pfl_or_count: str
+    why: str
+    source: str
+
+
+class Choice(NamedTuple):
+    """A layout for shards, and the lines that say for which, why, and whose advice it is."""
+
+    layout: Layout
+    lines: list[str]
+
+
+_ENOUGH = f"at least {MANY} shards an OST keep every OST busy with a stripe each"
+_FEW = f"fewer than {MANY} shards an OST: stripes spread them and their readers"
+_SHARED = "one writer a shard and many shards: OSTs are shared by shards, not by stripes"
+_GROWS = "sizes that are mixed, unknown or above 10 GiB: stripes are added as a file grows"
+_AZURE = "Azure Managed Lustre, optimize-file-layouts (1 below 1 GiB)"
+_WIDE = f"{_WIKI} (4 to 8); {_AWS}; which of 4 and 8 is an inference"
+ROWS = (
+    Row(100_000_000, None, "1", "below 100 MB more stripes bring nothing", f"OLCF's advice; {_AWS}"),
+    Row(_GIB, None, "1", _SHARED, f"{_NERSC}; {_WIKI} (1 to 4); {_AZURE}"),
+    Row(4 * _GIB, False, "1", _ENOUGH, f"{_NERSC}; the threshold of {MANY} is an inference"),
+    Row(4 * _GIB, True, "4", _FEW, f"{_WIKI} (4 to 8 above 1 GiB for one client)"),
+    Row(10 * _GIB, False, "4", "large shards, enough of them to share the OSTs", _WIDE),
+    Row(10 * _GIB, True, "8", "large shards, and few of them", _WIDE),
+)
+_MIXED = Row(0, None, "1G:1,10G:4,-1:8", _GROWS, "composed of the rows above it")
+
+
+def choose_layout(size: DataSize, num_osts: int) -> Choice:
+    """Return the table's layout for these shards on ``num_osts`` OSTs, 0 if unknown. Pure.
+
+    An unknown number of shards counts as few. Readers that are fewer than the OSTs cannot keep all busy: the
+    shards are many where they are many for the OSTs that can be busy. No count is above the OSTs there are.
     """
-    try:
-        return command_line.parse_size(text, name, such_as="4194304, 4M or 2G")
-    except UsageError as error:
-        raise LustreUsageError(str(error)) from None
+    num_busy = min(num_osts or size.num_readers or 0, size.num_readers or num_osts)
+    is_few = size.num_shards is None or size.num_shards < MANY * num_busy
+    shard_bytes = math.inf if size.shard_bytes is None else size.shard_bytes
+    fitting = (row for row in ROWS if shard_bytes < row.below_bytes and row.for_few in {None, is_few})
+    row = next(fitting, _MIXED)
+    option = "pfl" if ":" in row.pfl_or_count else "count"
+    layout = parse_layout_options(**{option: row.pfl_or_count}, size="4M")
+    assert layout is not None
+    parts = (
+        replace(part, stripe_count=min(part.stripe_count, num_osts or part.stripe_count))
+        for part in layout.components
+    )
+    layout = replace(layout, components=tuple(parts))
+    why, source = f"  why: {row.why}", f"  source: {row.source}"
+    return Choice(layout, [f"for {size.text()}: {layout.text()}", why, source])
 
 
-def size_text(num_bytes: int) -> str:
-    """``4 MiB``: the largest binary unit that leaves a whole number."""
-    for unit, size in _UNITS:
-        if num_bytes and num_bytes % size == 0:
-            return f"{num_bytes // size} {unit}iB"
-    return f"{num_bytes} bytes"
+def why_leave(layout: Layout, of_file_system: Layout | None) -> str | None:
+    """Say why a layout is left alone unless a user names another one; None for Lustre's plain one.
+
+    A composite layout, a pool, several stripes, a start or a default of the folder's own is somebody's
+    choice; whose, shows where the file system's root has the same (``of_file_system``).
+    """
+    if [(part.end_bytes, part.stripe_count) for part in layout.components] == _FSX:
+        return "this is the default of FSx for Lustre, which is right for shards"
+    if layout.is_composite:
+        who = "the site" if layout == of_file_system else "somebody"
+        return f"{who} chose this {'mirrored' if len(layout.mirrors) > 1 else 'progressive'} layout"
+    if not layout.is_inherited and layout != of_file_system:
+        return "this folder has a default of its own"
+    part = layout.components[0]
+    return "the site chose this default" if part.pool or part.stripe_count != 1 or part.place else None
 
 
-def size_flag(num_bytes: int) -> str:
-    """``4M``: the same, as ``parse_size`` reads it."""
-    return size_text(num_bytes).replace(" bytes", "").replace(" ", "").replace("iB", "")
+def load_text(layout: Layout, size: DataSize, num_osts: int) -> str:
+    """Say how many shards the readers have open at once, and on how many OSTs: arithmetic, no measurement.
+
+    The number of shards and of readers are known.
+    """
+    num_shards, num_readers = size.num_shards or 1, size.num_readers or 1
+    num_open = min(num_shards, num_readers)
+    # Most bytes of a file lie in the component with the most stripes.
+    each = max(part.num_stripes(num_osts) for part, _ in layout.of_file(size.shard_bytes or 1))
+    busy = min(num_osts, max(1, each) * (1 if layout.fixed_place else num_open))
+    text = (
+        f"{counted(num_readers, 'reader')} have {num_open} of {counted(num_shards, 'shard')} open at once: "
+        f"{busy} of {num_osts} OSTs at work, about {num_readers / max(1, busy):.3g} readers on each"
+    )
+    if num_readers > num_shards:
+        text += f"; {num_readers / num_shards:.3g} readers share a shard, more shards would spread them"
+    if layout.fixed_place:
+        text += f", because every new file lies {layout.fixed_place}"
+    return text

@@ -23,6 +23,7 @@ import contextlib
 import logging
 import os
 import resource
+import shlex
 import threading
 import time
 from collections import OrderedDict
@@ -693,7 +694,7 @@ class ShardReader:
             error = BrokenShard(
                 f"{shard.path}: bytes {begin + to_tar} to {begin + to_tar + size}, of sample "
                 f"{rows.start + wrong}, have not the crc32 that verify --crcs found; the file changed, or a "
-                f"disk or memory fails: shardprep verify {shard.path.parent} tells"
+                f"disk or memory fails: shardprep verify {shlex.quote(str(shard.path.parent))} tells"
             )
             if not self._files.leave_copy(shard, error):
                 raise error
@@ -741,7 +742,7 @@ def _first_wrong(
 
 def _misplaced(shard: OpenShard, column: str, first: int, last: int) -> BrokenShard:
     what = {"ids": "samples", "starts": "document starts", "mask": "loss masks"}[column]
-    verify = f"run: shardprep verify {shard.path.parent}"
+    verify = f"run: shardprep verify {shlex.quote(str(shard.path.parent))}"
     return BrokenShard(
         f"{shard.path}: its idx is damaged: it places {what} at bytes {first} to {last} of "
         f"{shard.tar.num_bytes}, some of a wrong size or order; {shard.remedy if shard.is_copy else verify}"

@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import os
 import re
+import shlex
 import socket
 import time
 import zlib
@@ -116,7 +117,7 @@ class ShardToStage:
             raise OtherPlan(
                 f"{manifest_path(self.source, self.shard_id)} is of plan {found[0][:12]}, a tar of "
                 f"{found[1]} and an idx of {found[2]} bytes; the data set's index says {expected[0][:12]}, "
-                f"{expected[1]} and {expected[2]}; run: shardprep verify {self.source}"
+                f"{expected[1]} and {expected[2]}; run: shardprep verify {shlex.quote(str(self.source))}"
             )
         return manifest
 
@@ -252,7 +253,7 @@ class Staging:
         raise BrokenShard(
             f"{source} is read differently each time ({', then '.join(seen)}), {expected}; the way to it or "
             "this node's memory is at fault: try on another node, then: "
-            f"shardprep verify {shard.source}"
+            f"shardprep verify {shlex.quote(str(shard.source))}"
         )
 
     def _remove_if_broken(self, shard: ShardToStage) -> None:
@@ -312,7 +313,8 @@ def _blocks(path: Path) -> Iterator[memoryview]:
     try:
         handle = open_regular(path)
     except FileNotFoundError:
-        raise MissingShard(f"{path} is missing; run: shardprep verify {path.parent}") from None
+        folder = shlex.quote(str(path.parent))
+        raise MissingShard(f"{path} is missing; run: shardprep verify {folder}") from None
     except OSError as error:
         raise CannotReadSource(f"{path} cannot be opened: {error.strerror}") from None
     done = 0

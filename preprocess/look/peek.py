@@ -10,6 +10,7 @@ import argparse
 import itertools
 import random
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -256,10 +257,11 @@ def _request(args: argparse.Namespace, folder: Path, plan: Plan) -> PeekRequest:
             )
     made = set(manifest_ids(folder))
     wanted = sorted(made) if args.shard is None else _shard_ids(args.shard, plan.num_shards)
+    again = f"shardprep run {shlex.quote(str(folder))}"
     if missing := [number for number in wanted if number not in made]:
-        raise NotFound(f"shard {missing[0]:05d} is not made; shardprep run {folder} makes what is missing")
+        raise NotFound(f"shard {missing[0]:05d} is not made; {again} makes what is missing")
     if not wanted:
-        raise NotFound(f"{folder} has no finished shard; shardprep run {folder} makes them")
+        raise NotFound(f"{folder} has no finished shard; {again} makes them")
     options: dict[str, Any] = {}
     if args.input is not None:
         options["input_numbers"] = [_input_number(plan, "--input", args.input)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -147,12 +148,18 @@ def test_flags_that_cannot_be_are_refused(
     assert what in ended.text
 
 
+@pytest.mark.processes
 def test_a_shard_that_is_not_made_is_66_with_the_command_that_makes_it(prep: Prep, data_dir: Path) -> None:
-    none = prep.command("peek", data_dir)
+    folder = data_dir.rename(data_dir.with_name("my data"))
+    none = prep.command("peek", folder)
     assert (none.code, "has no finished shard; shardprep run" in none.text) == (66, True)
-    prep.make(data_dir, 0)
-    one = prep.command("peek", data_dir, "--shard", "1")
+    prep.make(folder, 0)
+    one = prep.command("peek", folder, "--shard", "1")
     assert (one.code, "shard 00001 is not made" in one.text) == (66, True)
+    command = re.search(r"(shardprep run .*) makes what is missing", one.text)
+    assert command
+    assert prep.command(*shlex.split(command[1])[1:]).code == 0
+    assert prep.command("peek", folder, "--shard", "1").code == 0
 
 
 @pytest.mark.slow

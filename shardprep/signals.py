@@ -15,9 +15,12 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardprep.errors import Stopped
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _STOP_AGAIN_S = 0.01  # longer than most finalizers; in a longer one it comes again
@@ -62,6 +65,30 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def start_child(target: Callable[..., None], *args: Any) -> BaseProcess:
+    """Start ``target(*args)`` in a process of its own, which is stopped when this one ends.
+
+    It is spawned: a fork would copy the threads of numpy and tokenizers half-alive.
+    """
+    import multiprocessing  # 10 ms that most commands need not wait for
+
+    process = multiprocessing.get_context("spawn").Process(
+        target=_run_child, args=(os.getpid(), target, args), daemon=True
+    )
+    with stop_signals_wait():
+        process.start()
+    return process
+
+
+def _run_child(parent: int, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    try:
+        raise_on_stop_signals()
+        die_with_parent(parent)
+        target(*args)
+    except Stopped as error:
+        raise SystemExit(error.exit_code) from None
 
 
 def _stop(what_is_left: str, number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a handler's signature

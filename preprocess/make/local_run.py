@@ -7,11 +7,10 @@ written into the attempt's record for ``status``; the other shards go on.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import os
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -22,10 +21,8 @@ from preprocess.options import WorkerSettings
 from preprocess.plan.plan_file import need_plan
 from preprocess.resources import bind_to
 from shardprep.console import Progress, guard_streams
-from shardprep.errors import ReadWriteError, ShardprepError, Stopped
-from shardprep.signals import die_with_parent, raise_on_stop_signals, stop_signals_wait
-
-_SPAWN = multiprocessing.get_context("spawn")  # a fork would copy the tokenizer's threads half-alive
+from shardprep.errors import ReadWriteError, ShardprepError
+from shardprep.signals import start_child
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +48,8 @@ class _Process:
         self.cpus = cpus
         self.shard_id: int | None = None
         self.is_dead = False
-        self.pipe, theirs = _SPAWN.Pipe()
-        self._process = _SPAWN.Process(
-            target=_serve, args=(folder, settings, cpus, theirs, os.getpid()), daemon=True
-        )
-        with stop_signals_wait():
-            self._process.start()
+        self.pipe, theirs = Pipe()
+        self._process = start_child(_serve, folder, settings, cpus, theirs)
         theirs.close()
 
     def give(self, shard_id: int) -> None:
@@ -152,12 +145,10 @@ def _receive(process: _Process) -> Work | Note | Done | Failure:
     return event
 
 
-def _serve(folder: Path, settings: WorkerSettings, cpus: list[int], pipe: Connection, parent: int) -> None:
+def _serve(folder: Path, settings: WorkerSettings, cpus: list[int], pipe: Connection) -> None:
     """Body of a worker process: shards come in, progress and outcomes go out."""
     try:
         guard_streams()
-        raise_on_stop_signals()
-        die_with_parent(parent)
         bind_to(cpus)
         try:
             plan = need_plan(folder)
@@ -172,8 +163,6 @@ def _serve(folder: Path, settings: WorkerSettings, cpus: list[int], pipe: Connec
             pipe.send(_outcome(worker, pipe.recv(), pipe))
     except (EOFError, BrokenPipeError):
         return
-    except Stopped as error:
-        raise SystemExit(error.exit_code) from None
 
 
 def _outcome(worker: Worker, shard_id: int, pipe: Connection) -> Failure | Done:

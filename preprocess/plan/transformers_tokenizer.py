@@ -7,27 +7,21 @@ in a process that makes shards. So a process of its own loads and saves, without
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import sys
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from shardprep.errors import CannotWrite, NotFound, ReadWriteError, ShardprepError, Stopped, UsageError
-from shardprep.signals import die_with_parent, raise_on_stop_signals, stop_signals_wait
-
-_SPAWN = multiprocessing.get_context(
-    "spawn"
-)  # a fork would copy the threads of numpy and tokenizers half-alive
+from shardprep.errors import CannotWrite, NotFound, ReadWriteError, ShardprepError, UsageError
+from shardprep.signals import start_child
 
 
 def save_in_own_process(model_id: str, folder: Path) -> None:
     """``save_tokenizer`` in a process that ends with it; raises what that raises, or ReadWriteError."""
-    ours, theirs = _SPAWN.Pipe(duplex=False)
-    process = _SPAWN.Process(target=_save, args=(model_id, folder, theirs, os.getpid()), daemon=True)
-    with stop_signals_wait():
-        process.start()
+    ours, theirs = Pipe(duplex=False)
+    process = start_child(_save, model_id, folder, theirs)
     theirs.close()
     try:
         outcome: ShardprepError | None = ours.recv()
@@ -45,21 +39,16 @@ def save_in_own_process(model_id: str, folder: Path) -> None:
         raise outcome
 
 
-def _save(model_id: str, folder: Path, pipe: Connection, parent: int) -> None:
+def _save(model_id: str, folder: Path, pipe: Connection) -> None:
     """Body of the process."""
+    sys.modules["torch"] = None  # type: ignore[assignment]  # as if it were not installed
+    outcome = None
     try:
-        raise_on_stop_signals()
-        die_with_parent(parent)
-        sys.modules["torch"] = None  # type: ignore[assignment]  # as if it were not installed
-        outcome = None
-        try:
-            save_tokenizer(model_id, folder)
-        except ShardprepError as error:
-            outcome = error
-        with contextlib.suppress(BrokenPipeError):
-            pipe.send(outcome)
-    except Stopped as error:
-        raise SystemExit(error.exit_code) from None
+        save_tokenizer(model_id, folder)
+    except ShardprepError as error:
+        outcome = error
+    with contextlib.suppress(BrokenPipeError):
+        pipe.send(outcome)
 
 
 def save_tokenizer(model_id: str, folder: Path) -> None:

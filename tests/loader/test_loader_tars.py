@@ -508,8 +508,8 @@ def test_scanning_reads_a_tar_of_small_members_once_in_large_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_tar(tmp_path / "a.tar", [[1]] * 3000)
-    sizes, real = [], os.pread
-    monkeypatch.setattr(os, "pread", lambda *args: sizes.append(len(part := real(*args))) or part)
+    sizes, real = [], os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *args: sizes.append(count := real(*args)) or count)
     assert len(scan_tar(path).offset) == 3000
     assert path.stat().st_size > 4 << 20
     assert sum(sizes) <= 1.1 * path.stat().st_size
@@ -528,19 +528,19 @@ def test_the_loader_reads_what_webdataset_reads(tars: list[Path], model: str) ->
     assert sorted(batch["input_ids"][0].tolist() for batch in found) == expected
 
 
-class FailingPread:
-    """``os.pread`` that fails with these codes first; no wait between attempts."""
+class FailingReads:
+    """``os.preadv`` that fails with these codes first; no wait between attempts."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, codes: list[int]) -> None:
-        self.codes, self.real = codes, os.pread
-        monkeypatch.setattr(os, "pread", self)
+        self.codes, self.real = codes, os.preadv
+        monkeypatch.setattr(os, "preadv", self)
         monkeypatch.setattr(time, "sleep", lambda _: None)
 
-    def __call__(self, handle: int, num_bytes: int, offset: int) -> bytes:
+    def __call__(self, handle: int, buffers: list[memoryview], offset: int) -> int:
         if self.codes:
             code = self.codes.pop(0)
             raise OSError(code, os.strerror(code))
-        return self.real(handle, num_bytes, offset)
+        return self.real(handle, buffers, offset)
 
 
 def test_a_scan_that_fails_is_tried_again_and_then_names_the_tar(
@@ -548,15 +548,15 @@ def test_a_scan_that_fails_is_tried_again_and_then_names_the_tar(
 ) -> None:
     external = tars[0]
     whole = vars(scan_tar(external))
-    FailingPread(monkeypatch, [errno.EIO, errno.ESTALE])
+    FailingReads(monkeypatch, [errno.EIO, errno.ESTALE])
     (source,) = find_shards(external).sources
     assert isinstance(source, ExternalTar)
     for name, value in vars(source.samples).items():
         assert np.array_equal(value, whole[name])
-    FailingPread(monkeypatch, [errno.EIO] * 100)
+    FailingReads(monkeypatch, [errno.EIO] * 100)
     with pytest.raises(ReadWriteError, match=rf"{external} cannot be read in 7 attempts: .*output error"):
         find_shards(external)
-    FailingPread(monkeypatch, [errno.EACCES])
+    FailingReads(monkeypatch, [errno.EACCES])
     with pytest.raises(ReadWriteError, match=rf"{external} cannot be read: .*Permission denied"):
         find_shards(external)
 

@@ -1,34 +1,18 @@
-"""Find the shards of a run, and number their samples as one sequence.
+"""What a user names as ``input_shards`` -> the shards of a run, their samples numbered as one sequence.
 
-Which documents are for validation and which for training: arithmetic, so nothing is listed or held.
-
-Of every ``group`` consecutive documents of a shard one is for validation, chosen by a hash of the group and
-of the shard's content. So a sorted data set is split evenly, and a document stays on its side whatever other
-shards there are. The price: equal documents at two places may be on two sides. Packed rows are split row by
-row, so a document that goes on in another row may be on both.
-
-All shards of a run as one sequence of samples: which tar holds sample g, and where in it.
-
-``SizeCheck`` looks at the size of every tar once, on rank 0, while the loader is made: what is missing is
-known at the start, not hours later. ``check_read_check`` says whether the crc32s of samples can be compared.
-
-What a user names as ``input_shards`` -> paths of tars, data set folders and index.json files that exist.
-
-``exclude_shards`` names shards to leave out. They are left out before the sampling order is made, and a name
-that fits no shard is an error.
+A folder is a whole data set; shards can be left out by name, before the order is made. Shards of our data
+sets are known by manifest or index.json and opened when they are needed; external tars are scanned here,
+once. Where ``verify`` wrote the storage targets (OSTs) of the shards, they are read, too.
 
 A tar that is no local file is copied once, by webdataset, to where the loader can read at random:
 
     DIR/<16 digits of the URL>-part-07.tar                      an external tar
     DIR/<16 digits of the folder's URL>/shard-00000.tar ...     a shard of ours, with its manifest and idx
 
-So a shard of ours is one wherever it came from: it has the same fingerprint, and a run may go on with it.
-
-What a user names -> the shards of a run.
-
-A folder is a whole data set; shards can be excluded by name. Shards of our data sets are known by manifest or
-index.json and are opened when they are needed. External tars are scanned here, once. Where ``verify`` wrote
-the storage targets (OSTs) of the shards, they are read, too.
+Of every ``group`` consecutive documents of a shard one is for validation, chosen by a hash of the group and
+of the shard's content: nothing is listed or held, and a document stays on its side whatever other shards
+there are. The price: equal documents at two places may be on two sides. Packed rows are split row by row, so
+a document that goes on in another row may be on both.
 """
 
 from __future__ import annotations

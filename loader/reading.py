@@ -1,20 +1,12 @@
-"""Open shards, and read the bytes of any set of samples.
+"""Open shards, and read the bytes of any set of samples: neighbours in one read, each byte once.
 
-Open shards: of each its tar, and its idx, which says where each sample lies in it.
-
-Opening checks the size of the tar and the header and size of the idx. A small idx is read at once, of a large
-one only the parts that are asked for. Without an idx the headers of the tar are scanned instead.
-``OpenShards`` holds what a process has open, reads bytes, and tries again after errors; ``StallWatch`` logs
-which shard a read hangs in.
+``OpenShards`` holds what a process has open, and tries again after errors; ``StallWatch`` logs which shard a
+read hangs in. Opening checks sizes and headers. A small idx is read at once, of a large one only the parts
+that are asked for; without an idx the headers of the tar are scanned instead.
 
 ``opening_order`` chooses with which shard a process begins. If every rank and worker began with the lowest,
 the start of a job would be as slow as the one storage target (OST) that holds it. Batches do not depend on
 this order.
-
-Reads the bytes of any set of samples: neighbours in one read, each byte once.
-
-``ShardReader`` is one object per process. It reads from ``OpenShards``, which opens files, tries failed reads
-again, and logs which shard a read hangs in.
 """
 
 from __future__ import annotations

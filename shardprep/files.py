@@ -1,22 +1,16 @@
-"""Read files safely, and publish files and folders whole: the one module of file access.
-
-Reads what is a regular file, and says of every error which path it is about.
+"""The one module of file access: regular files are read safely, files and folders published whole.
 
 A FIFO or a device of the right name would make a reader wait for ever, or read for ever; it is an error here.
-``with_retries`` tries a read again where a file system over a network may come back.
-
-Files and folders that appear whole or not at all: temporary name, fsync, rename.
-
-A crash, a signal or a full disk anywhere leaves what stood under the name before, or the new file or folder
-whole. All that a data set consists of is written through these two:
+Every error says which path it is about, and ``with_retries`` tries a read again where a file system over a
+network may come back.
 
     PublishedFile     bytes -> a file, its size and sha256 counted on the way; ``publish_bytes``: in one call
     PublishedFolder   a folder to be filled, each file in it synced; a tokenizer's, for example
 
-``publish`` takes the place of what has the name, ``publish_first`` leaves that alone and says so.
-
-The temporary name is unique to the attempt, ``.NAME.HOST-PID-HEX.tmp`` in the target's own folder: a rename
-never crosses file systems, and no lock is needed. ``remove_temporaries`` clears up after attempts that died.
+Both appear whole or not at all: temporary name, fsync, rename. ``publish`` takes the place of what has the
+name, ``publish_first`` leaves that alone and says so. The temporary name is unique to the attempt,
+``.NAME.HOST-PID-HEX.tmp`` in the target's own folder: a rename never crosses file systems, and no lock is
+needed. ``remove_temporaries`` clears up after attempts that died.
 """
 
 from __future__ import annotations
@@ -118,6 +112,19 @@ class ReadFile:
     def close(self) -> None:
         """Close it; what fails then loses nothing."""
         close_read(self._handle)
+
+    def status(self) -> os.stat_result:
+        """What the file system says of it now. Raises OSError."""
+        return os.fstat(self._handle)
+
+    def expect_scattered_reads(self) -> None:
+        """Tell the system not to read ahead."""
+        with contextlib.suppress(OSError):  # a hint
+            os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def read_beginning(self, offset: int, num_bytes: int) -> bytes:
+        """The first of some bytes, or all; none at the file's end. Raises OSError."""
+        return os.pread(self._handle, num_bytes, offset)
 
     def read_some(self, target: memoryview, offset: int) -> int:
         """Read into ``target`` from a byte on; returns how many bytes, as reads may be short."""

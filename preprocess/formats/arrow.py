@@ -1,20 +1,12 @@
-"""Arrow files: their messages, the rows of large record batches, and their documents.
+"""Arrow files, as ``datasets`` keeps and saves them: the stream format, and the file format. Through pyarrow.
 
-The messages of an Arrow file, stream or file format: what each is, and where its buffers lie.
+Both are messages one after the other, each with a header (a flatbuffer: format/Message.fbs of Arrow) that
+says what it is and how long. Only these headers are read to find where record batches begin; of the file
+format, those that its footer lists. A part of a stream is given to pyarrow as a stream of its own: the
+schema, the dictionaries before it, and the part's record batches.
 
-Their headers alone are read. They are flatbuffers (format/Message.fbs and Schema.fbs of Arrow).
-
-Some rows of a large record batch of an Arrow file: of each column in use, the bytes of these rows alone.
-
-pyarrow reads a record batch whole: of one with 1.1 GB of text a task held 2.2 GB. Here the places of a
-batch's buffers say where rows lie, and arrays are made of slices of them.
-
-Arrow files, as ``datasets`` keeps and saves them: the stream format, and the file format. Through pyarrow.
-
-Both are messages one after the other, each with a header that says what it is and how long. Only these
-headers are read to find where record batches begin; of the file format, those that its footer lists. A part
-of a stream is given to pyarrow as a stream of its own: the schema, the dictionaries before it, and the part's
-record batches. Of a large record batch the bytes of some rows at a time are read, of each column in use.
+pyarrow reads a record batch whole: of one with 1.1 GB of text a task held 2.2 GB. So of a large one the bytes
+of some rows at a time are read, of each column in use, and arrays are made of these slices.
 """
 
 from __future__ import annotations

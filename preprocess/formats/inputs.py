@@ -6,28 +6,16 @@ meanwhile is refused. Its stamp at planning is its size, its mtime and a hash of
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
 import functools
 import hashlib
 import os
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from shardprep.errors import NotFound, ReadWriteError, Refused
-from shardprep.files import with_retries
-
-_KINDS = (
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a FIFO"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-)
-
+from shardprep.errors import BrokenShard, NotFound, ReadWriteError, Refused
+from shardprep.files import ReadFile, with_retries
 
 # What says that there is no such input; whatever else opening ends with may go away.
 _NO_SUCH_INPUT = frozenset({
@@ -59,27 +47,16 @@ class OpenInput:
     tried again where a file system may come back; raises ReadWriteError where it does not.
     """
 
-    _fd = -1
-
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._fd = with_retries(f"input {path} cannot be opened", self._open)
-        status = self._status()
-        if not stat.S_ISREG(status.st_mode):
-            kind = next((name for test, name in _KINDS if test(status.st_mode)), "no regular file")
-            raise NotFound(
-                f"input {path} is {kind}, expected a regular file; move it away, or bring the file back"
-            )
-        self.stamp = _stamp(status)
-        try:
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, 0)
-        except OSError as error:
-            raise self._failed(error) from None
+        self._file = with_retries(f"input {path} cannot be opened", self._open)
+        self.stamp = self._status()
 
-    def _open(self) -> int:
+    def _open(self) -> ReadFile:
         try:
-            # Not to wait for a FIFO's writer.
-            return os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            return ReadFile(self.path)
+        except BrokenShard as error:
+            raise NotFound(f"input {error}, or move it away") from None
         except OSError as error:
             if error.errno not in _NO_SUCH_INPUT:
                 raise
@@ -89,14 +66,12 @@ class OpenInput:
             raise NotFound(f"input {self.path} cannot be opened: {reason}") from None
 
     def __del__(self) -> None:
-        if self._fd >= 0:
-            with contextlib.suppress(OSError):  # nothing was written to it
-                os.close(self._fd)
+        if (file := getattr(self, "_file", None)) is not None:
+            file.close()
 
     def expect_scattered_reads(self) -> None:
         """Tell the system not to read ahead, which would read three times as much for nothing."""
-        with contextlib.suppress(OSError):  # a hint
-            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
+        self._file.expect_scattered_reads()
 
     def read(self, start: int, end: int) -> bytes:
         """The bytes [start, end), fewer where the file ends before. Raises ReadWriteError."""
@@ -104,7 +79,7 @@ class OpenInput:
         while start < end:
             piece = with_retries(
                 f"input {self.path} cannot be read at byte {start}",
-                functools.partial(os.pread, self._fd, end - start, start),
+                functools.partial(self._file.read_beginning, start, end - start),
             )
             if not piece or (start + len(piece) == end and not pieces):
                 return piece or b"".join(pieces)
@@ -124,7 +99,7 @@ class OpenInput:
 
     def check_unchanged(self) -> None:
         """That nobody wrote to the file since it was opened. Raises Refused, or ReadWriteError."""
-        found = _stamp(self._status())
+        found = self._status()
         if found != self.stamp:
             raise Refused(
                 f"input {self.path} changed while it was read (size, mtime or ctime: "
@@ -133,18 +108,12 @@ class OpenInput:
                 "or plan anew into a new folder if its text is another"
             )
 
-    def _status(self) -> os.stat_result:
+    def _status(self) -> Stamp:
         try:
-            return os.fstat(self._fd)
+            status = self._file.status()
         except OSError as error:
-            raise self._failed(error) from None
-
-    def _failed(self, error: OSError) -> ReadWriteError:
-        return ReadWriteError(f"input {self.path} cannot be read: {error.strerror}")
-
-
-def _stamp(status: os.stat_result) -> Stamp:
-    return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+            raise ReadWriteError(f"input {self.path} cannot be read: {error.strerror}") from None
+        return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,7 @@
 r"""Line ends of every encoding, and streams of text cut into blocks of whole lines.
 
-Where the lines of a text end, in bytes of any codec.
-
 Lines of plain text end at ``\n``, ``\r\n`` or ``\r``, as Python reads them; those of JSON at ``\n``.
-
-A stream of text in pieces -> blocks of whole lines, in bounded memory however long a line is.
+Memory is bounded however long a line is.
 """
 
 from __future__ import annotations

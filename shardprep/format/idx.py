@@ -2,11 +2,8 @@
 
 Both are files of records: 64 bytes of header, one record of fixed size per sample, and a crc32 for each 512
 records. They are read, never mapped: where a file system fails, a read is an error that can be tried again,
-and a mapped page a SIGBUS that ends the process without a word.
-
-crcs/shard-N.crc has the crc32 of what the loader reads of each sample. ``verify --crcs`` writes it of a tar
-whose sha256 is right, and the loader's ``read_check="crc"`` compares. It is no part of the data set: nothing
-else needs it, and it may be deleted.
+and a mapped page a SIGBUS. crcs/shard-N.crc has the crc32 of what the loader reads of each sample, written by
+``verify --crcs`` for the loader's ``read_check="crc"``. Nothing else needs it, and it may be deleted.
 """
 
 from __future__ import annotations

@@ -1,17 +1,9 @@
 """The manifest of a shard, index.json that merges all manifests, and osts.json.
 
-What each source gave: counts in manifests and the index, their sums, and the lines that tell people.
-
-shard-N.json: what one shard holds and of which data set it is. A shard with a right one is done.
-
-How the shards of a data set were made, for reports of progress: of each manifest only what they need.
-
-index.json: all manifests of a data set merged, so that a reader opens one file, not 10^5.
-
-osts.json: on which Lustre storage target (OST) each tar begins, for the order in which readers open them.
-
-A hint, no part of the data set: it differs between copies, and without it, or with a wrong one, shards are
-opened in another order, and nothing else changes.
+shard-N.json says what one shard holds and of which data set it is; a shard with a right one is done. A reader
+of index.json opens one file, not 10^5. osts.json says on which Lustre storage target (OST) each tar begins: a
+hint for the order in which readers open them, no part of the data set. Without it, or with a wrong one,
+shards are opened in another order, and nothing else changes.
 """
 
 from __future__ import annotations

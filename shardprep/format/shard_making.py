@@ -1,9 +1,4 @@
-"""How shards were made, and what each source gave: the parts of a manifest that reports need.
-
-How the shards of a data set were made, for reports of progress: of each manifest only what they need.
-
-What each source gave: counts in manifests and the index, their sums, and the lines that tell people.
-"""
+"""How shards were made, and what each source gave: of each manifest what reports need."""
 
 from __future__ import annotations
 

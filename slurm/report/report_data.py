@@ -33,7 +33,7 @@ from preprocess.options import PrepConfig, flags_of
 from preprocess.plan.plan_file import Plan, is_one_file_a_shard
 from shardprep.console import printable
 from shardprep.errors import BrokenShard, ReadWriteError, ShardprepError
-from shardprep.files import close_read, names_in, open_regular, read_beginning, size_of_file
+from shardprep.files import ReadFile, names_in, read_beginning, size_of_file
 from shardprep.format.checked_json import Fields
 from shardprep.format.input_formats import input_kind
 from shardprep.format.manifest import COLUMNS, DatasetIndex, ShardCounts, read_index, read_osts
@@ -378,11 +378,8 @@ def _excerpt(plan: Plan, entry: Mapping[str, Any]) -> str:
     if entry["unit"] != "byte":
         return ""
     try:
-        handle = open_regular(plan.input_dir / entry["input"])
-        try:
-            raw = os.pread(handle, min(entry["num_bytes"], _EXCERPT_BYTES), entry["offset"])
-        finally:
-            close_read(handle)
+        with ReadFile(plan.input_dir / entry["input"]) as file:
+            raw = file.read_beginning(entry["offset"], min(entry["num_bytes"], _EXCERPT_BYTES))
         text = printable(raw.decode(plan.options.encoding, "replace").strip())
     except (OSError, ShardprepError, LookupError, ValueError):
         return ""

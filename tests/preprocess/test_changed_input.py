@@ -217,7 +217,7 @@ def test_a_long_line_that_changes_between_its_passes_is_refused_and_no_tar_is_pu
 
 KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
     "fifo": (os.mkfifo, "is a FIFO, expected a regular file"),
-    "zero": (lambda path: path.symlink_to("/dev/zero"), "is a device, expected a regular file"),
+    "zero": (lambda path: path.symlink_to("/dev/zero"), "is a character device, expected a regular file"),
     "folder": (lambda path: path.symlink_to("/"), "is a folder, expected a regular file"),
     "dangling": (lambda path: path.symlink_to("nowhere"), "cannot be opened: it is a link to nothing"),
 }

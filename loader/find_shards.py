@@ -31,7 +31,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -334,13 +334,12 @@ WAIT_S = 0.5
 _NUM_NAMED = 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class Misfit:
+class Misfit(NamedTuple):
     """A tar that is not there, or has not the bytes that its manifest says."""
 
-    path: Path
+    name: str
     shard_id: int
-    found_bytes: int | None  # None: not there
+    found_bytes: int  # -1: not there
     expected_bytes: int
 
 
@@ -391,15 +390,8 @@ def find_misfits(source: DatasetShards) -> list[Misfit]:
             found = {entry.name: _size(entry.name, folder) for entry in entries if entry.name in expected}
     finally:
         os.close(folder)
-    if found == expected:
-        return []
     return [
-        Misfit(
-            path=source.folder / name,
-            shard_id=shard_id,
-            found_bytes=None if found.get(name, -1) < 0 else found[name],
-            expected_bytes=expected[name],
-        )
+        Misfit(name, shard_id, found.get(name, -1), expected[name])
         for name, shard_id in zip(names, source.shard_ids.tolist(), strict=True)
         if found.get(name, -1) != expected[name]
     ]
@@ -414,7 +406,7 @@ def _size(name: str, folder: int) -> int:
 
 
 def _refusal(source: DatasetShards, misfits: list[Misfit]) -> ShardprepError:
-    missing = [misfit for misfit in misfits if misfit.found_bytes is None]
+    missing = [misfit for misfit in misfits if misfit.found_bytes < 0]
     named = (missing or misfits)[:_NUM_NAMED]
     lines = "; ".join(map(_line, named))
     kind = MissingShard if missing else BrokenShard
@@ -429,9 +421,9 @@ def _refusal(source: DatasetShards, misfits: list[Misfit]) -> ShardprepError:
 
 
 def _line(misfit: Misfit) -> str:
-    if misfit.found_bytes is None:
-        return f"{misfit.path.name} is missing"
-    return f"{misfit.path.name} has {misfit.found_bytes} of {misfit.expected_bytes} bytes"
+    if misfit.found_bytes < 0:
+        return f"{misfit.name} is missing"
+    return f"{misfit.name} has {misfit.found_bytes} of {misfit.expected_bytes} bytes"
 
 
 ReadCheck = Literal["none", "crc"]

@@ -278,11 +278,9 @@ def _is_count(want: int, have: int, num_osts: int | None) -> bool:
 
     A stripe on every OST may be found as any number above 1, since sites cap it.
     """
-    if have == want:
-        return True
     if want == ALL_OSTS:
-        return have > 1
-    return 1 < have < want if not num_osts else have == min(want, num_osts)
+        return have == want or have > 1
+    return have == want or (have == min(want, num_osts) if num_osts else 1 < have < want)
 
 
 def start_warning(folder: Path, layout: Layout) -> str:

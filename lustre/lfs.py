@@ -12,6 +12,7 @@ import re
 import shutil
 import stat
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -195,3 +196,17 @@ def run_lfs(command: str, *arguments: Path | str) -> LfsResult:
     # as bytes: a text stream would turn a carriage return in a file's name into a line end
     out, err = (each.decode("utf-8", "surrogateescape") for each in (stdout, stderr))
     return LfsResult(arguments=words, exit_code=process.returncode, stdout=out, stderr=err)
+
+
+def find_files(output: str, files: Sequence[str], behind: str) -> dict[str, re.Match[str]]:
+    """Find where lfs names files, in their order: each at a line's start, ``behind`` (a pattern) after it.
+
+    A name may hold a line end, or the words that lfs prints behind it.
+    """
+    found: dict[str, re.Match[str]] = {}
+    at = 0
+    for file in files:
+        if match := re.compile(rf"^{re.escape(file)}{behind}", re.MULTILINE).search(output, at):
+            found[file] = match
+            at = match.end()
+    return found

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lustre.lfs import FILES_PER_CALL, kind_of, run_lfs
+from lustre.lfs import FILES_PER_CALL, find_files, kind_of, run_lfs
 from shardprep.console import counted
 from shardprep.errors import LustreError
 
@@ -41,7 +41,8 @@ def read_states(files: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     while waiting:
         asked, waiting = waiting[:FILES_PER_CALL], waiting[FILES_PER_CALL:]
         result = run_lfs("hsm_state", *asked)
-        flags = _flags(result.stdout, asked)
+        found = find_files(result.stdout, asked, r": \(0x([0-9a-f]+)\)")  # /f: (0x0000000d) released exists
+        flags = {file: int(match[1], 16) for file, match in found.items()}
         untold = [file for file in asked if file not in flags]
         reasons = _reasons(result.stderr, untold) if result.exit_code else {}
         if not (flags or reasons):
@@ -58,21 +59,6 @@ def read_states(files: Sequence[str]) -> tuple[list[str], dict[str, str]]:
                 released.append(file)
         waiting = [file for file in untold if file not in reasons] + waiting
     return released, failed
-
-
-def _flags(output: str, files: Sequence[str]) -> dict[str, int]:
-    """Of lines such as ``/f: (0x0000000d) released exists archived, archive_id:1``, in the files' order.
-
-    The flags are read off the number behind the path, since a file's name may hold the words, or a line end.
-    """
-    flags: dict[str, int] = {}
-    at = 0
-    for file in files:
-        line = re.compile(rf"^{re.escape(file)}: \(0x([0-9a-f]+)\)", re.MULTILINE)
-        if match := line.search(output, at):
-            flags[file] = int(match[1], 16)
-            at = match.end()
-    return flags
 
 
 def _reasons(errors: str, files: Sequence[str]) -> dict[str, str]:

@@ -30,7 +30,15 @@ from lustre.layout import (
     setstripe_options,
     why_leave,
 )
-from lustre.lfs import FILES_PER_CALL, existing_part, file_system_of, kind_of, run_lfs, why_not_usable
+from lustre.lfs import (
+    FILES_PER_CALL,
+    existing_part,
+    file_system_of,
+    find_files,
+    kind_of,
+    run_lfs,
+    why_not_usable,
+)
 from lustre.restore import released_lines
 from lustre.space import UNKNOWN, Targets, count_osts_if_told, ost_states, read_targets, state_lines
 from shardprep.console import counted, short_bytes
@@ -190,23 +198,15 @@ def read_file_layouts(folder: Path, names: Sequence[str]) -> list[Layout | None]
 
 
 def split_by_file(output: str, paths: Sequence[str]) -> list[str]:
-    """Return what ``lfs getstripe`` said of each path; it names them in their order, each at a line's start.
-
-    Raises LustreError where one is missing.
-    """
-    texts: list[str] = []
-    at = 0
-    for number, path in enumerate(paths):
-        match = re.compile(rf"^{re.escape(path)}(?=$| has no stripe info$)", re.MULTILINE).search(output, at)
-        if match is None:
-            raise LustreError(
-                f"`lfs getstripe` of {counted(len(paths), 'file')} printed {output.strip()[:200]!r}, "
-                f"expected the layouts of {paths[0]} and on; is this `lfs` a site's wrapper?"
-            )
-        if number:
-            texts.append(output[at : match.start()])
-        at = match.end()
-    return [*texts, output[at:]]
+    """Return what ``lfs getstripe`` said of each path. Raises LustreError where one is missing."""
+    found = find_files(output, paths, "(?=$| has no stripe info$)")
+    if len(found) < len(paths):
+        raise LustreError(
+            f"`lfs getstripe` of {counted(len(paths), 'file')} printed {output.strip()[:200]!r}, "
+            f"expected the layouts of {paths[0]} and on; is this `lfs` a site's wrapper?"
+        )
+    ends = [*(match.start() for match in found.values()), len(output)][1:]
+    return [output[match.end() : end] for match, end in zip(found.values(), ends, strict=True)]
 
 
 def first_ost(layout: Layout | None) -> int:
@@ -248,7 +248,6 @@ class Balance:
         return most > _FAR_MORE * share + 1
 
     def as_json(self) -> dict[str, Any]:
-        """The same for programs; counts by OST in the order of their numbers."""
         return {
             "num_shards": self.num_files,
             "without_layout": self.without_layout,

@@ -33,7 +33,7 @@ from preprocess.formats.columns import (
     rows_at_once,
 )
 from preprocess.formats.format import DocumentBatch, Inspected, Reading, Start, no_documents
-from preprocess.formats.inputs import ByteRange, OpenInput, Place, RangeReader
+from preprocess.formats.inputs import ByteRange, OpenInput, RangeReader
 from preprocess.formats.long_documents import LongDocument
 from preprocess.formats.text_fields import TextFields
 from shardprep.errors import BadInput, ReadWriteError
@@ -458,14 +458,7 @@ class Arrow:
             return
         picked = _picked(file, part, reading.fields)
         reading = dataclasses.replace(reading, fields=picked.opened.fields)
-        place = Place(
-            file=file,
-            input_number=part.input_number,
-            start=picked.first_row,
-            end=picked.first_row,
-            line=line,
-            num_bytes=part.end - part.start,
-        )
+        place = reader.place(picked.first_row, line)
         with refused_by_name(file, "Arrow", picked.opened.stream):
             yield from row_documents(_read_batches(picked, part, reading.batch_bytes), place, reading)
         if not picked.batches:

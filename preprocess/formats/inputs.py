@@ -220,6 +220,13 @@ class RangeReader:
         while self._digest is not None and self._num_hashed < self.part.end:
             self.read(self._num_hashed, min(self._num_hashed + HASH_BYTES, self.part.end))
 
+    def place(self, start: int, line: int) -> Place:
+        """Return where the range's documents begin; it accounts for the whole range."""
+        number, num_bytes = self.part.input_number, self.part.end - self.part.start
+        return Place(
+            file=self.file, input_number=number, start=start, end=start, line=line, num_bytes=num_bytes
+        )
+
 
 def sample_sha256(file: OpenInput) -> str:
     """sha256, in hex, of the first, middle and last 64 KiB, or of all. Raises ReadWriteError."""

@@ -96,15 +96,7 @@ class JsonLines:
         self, reader: RangeReader, reading: Reading, line: int
     ) -> Iterator[DocumentBatch | LongDocument]:
         """See Format."""
-        part = reader.part
-        place = Place(
-            file=reader.file,
-            input_number=part.input_number,
-            start=part.text_start,
-            end=part.text_start,
-            line=line,
-            num_bytes=part.end - part.start,
-        )
+        place = reader.place(reader.part.text_start, line)
         for start, pieces in text_of_part(reader, self.compression, reading, first_newline):
             for block in line_blocks_of(pieces, start, last_newline):
                 place = dataclasses.replace(

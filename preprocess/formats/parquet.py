@@ -59,14 +59,7 @@ class Parquet:
     ) -> Iterator[DocumentBatch | LongDocument]:
         """See Format: the row groups that begin in the part."""
         file, part = reader.file, reader.part
-        place = Place(
-            file=file,
-            input_number=part.input_number,
-            start=0,
-            end=0,
-            line=line,
-            num_bytes=part.end - part.start,
-        )
+        place = reader.place(0, line)
         num_left = place.num_bytes
         reader.hash_rest()
         if not file.stamp.num_bytes:

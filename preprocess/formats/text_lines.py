@@ -80,15 +80,7 @@ class TextLines:
     ) -> Iterator[DocumentBatch | LongDocument]:
         """See Format. A line ends as in Python's text mode: at ``\\n``, ``\\r\\n`` or ``\\r``."""
         part = reader.part
-        none = Place(
-            file=reader.file,
-            input_number=part.input_number,
-            start=part.text_start,
-            end=part.text_start,
-            line=line,
-            num_bytes=part.end - part.start,
-            keeps_space=reading.keeps_space,
-        )
+        none = dataclasses.replace(reader.place(part.text_start, line), keeps_space=reading.keeps_space)
         for start, pieces in text_of_part(reader, self.compression, reading, first_line_end):
             head, pieces = _with_head(pieces)
             codec, num_mark_bytes = codec_of(head if part.start == 0 else b"", reading.encoding)

@@ -164,10 +164,7 @@ def read_targets(path: Path, pool: str = "") -> Targets:
 
 
 def ost_states(path: Path) -> dict[int, str]:
-    """Return ``ACTIVE`` or ``INACTIVE`` by OST, as ``lfs osts`` says of a path known to be Lustre.
-
-    Raises LustreError where it fails: it needs more of the client (/sys, debugfs or netlink) than others.
-    """
+    """Return ``ACTIVE`` or ``INACTIVE`` by OST. Raises LustreError; it needs /sys, debugfs or netlink."""
     return {int(index): state for index, state in _OST_LINE.findall(run_lfs("osts", path).checked())}
 
 

@@ -209,41 +209,30 @@ def remove_finished(attempts: Iterable[Attempt], is_done: Sequence[bool]) -> Non
                 history = attempt.path.parents[1] / HISTORY_NAME
     if history:
         now = round(time.time(), 3)
-        _append(history, {"time": now, "event": "verify", "failed_core_s": round(core_s, 1)})
+        append_line(history, {"time": now, "event": "verify", "failed_core_s": round(core_s, 1)})
 
 
 def append_failure(failure: Failure) -> None:
     """Write a failed shard into the record of this process, where it has one; what fails is left out."""
     if path := os.environ.get(RECORD_VARIABLE):
-        _append(
-            Path(path),
-            {
-                "event": "failure",
-                "shard": failure.shard_id,
-                "exit_code": failure.exit_code,
-                "reason": failure.reason[:_MOST_REASON_CHARS],
-            },
-        )
+        reason = failure.reason[:_MOST_REASON_CHARS]
+        line = {"event": "failure", "shard": failure.shard_id, "exit_code": failure.exit_code}
+        append_line(Path(path), {**line, "reason": reason})
 
 
-def append_end(attempt: Attempt, state: str, elapsed_s: int) -> None:
+def append_end(attempt: Attempt) -> None:
     """Write how Slurm says that an attempt ended, before Slurm forgets it; what fails is left out."""
-    end = {"event": "end", "time": attempt.began + elapsed_s, "stopped_by": state}
-    _append(attempt.path, end | ({"oom": 1} if state == "OUT_OF_MEMORY" else {}))
+    end = {"event": "end", "time": attempt.ended, "stopped_by": attempt.stopped_by}
+    append_line(attempt.path, end | ({"oom": 1} if attempt.stopped_by == "OUT_OF_MEMORY" else {}))
 
 
-def _append(path: Path, content: dict[str, Any]) -> bool:
-    """One write, so that lines of several processes do not mix."""
+def append_line(path: Path, content: dict[str, Any]) -> bool:
+    """Append a JSON object by one write, so that lines of several processes do not mix; whether it could."""
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        with path.open("ab", buffering=0) as file:
+            file.write(json.dumps(content).encode() + b"\n")
     except OSError:
         return False
-    try:
-        os.write(handle, json.dumps(content).encode() + b"\n")
-    except OSError:
-        return False
-    finally:
-        os.close(handle)
     return True
 
 
@@ -284,7 +273,7 @@ class RunRecord:
         for _ in range(2):  # another run may remove the empty folder in between
             with contextlib.suppress(OSError):
                 path.parent.mkdir(parents=True, exist_ok=True)
-            if _append(path, begin):
+            if append_line(path, begin):
                 self._path = path
                 os.environ[RECORD_VARIABLE] = str(path)
                 return
@@ -304,7 +293,7 @@ class RunRecord:
                 self._path.parent.parent.rmdir()
             return
         end = {"event": "end", "time": round(time.time(), 3), "exit_code": code, "stage": "work"}
-        _append(self._path, end | ({"signal": "stop"} if code == 75 else {}))
+        append_line(self._path, end | ({"signal": "stop"} if code == 75 else {}))
 
 
 def _ticks_of(pid: int) -> int:

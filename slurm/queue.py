@@ -73,7 +73,6 @@ class TaskAttempt:
     num_restarts: int = 0
     reason: str = ""
     start_time: str = ""  # local; where it waits: when the scheduler expects it to start, if it says so
-    end_time: str = ""
     exit_code: int = 0
     node: str = ""
     elapsed_s: int = 0
@@ -188,7 +187,6 @@ def parse_queue(text: str) -> list[TaskAttempt]:
             num_restarts=int(values["RestartCnt"]),
             reason=values["Reason"],
             start_time=_local_time(values["StartTime"]),
-            end_time=values["EndTime"],
             exit_code=_exit_code(values["exit_code"]),
             node=values["NodeList"],
             elapsed_s=seconds_of(values["TimeUsed"]),
@@ -212,7 +210,6 @@ def parse_accounts(text: str) -> list[TaskAttempt]:
             submit_time=values["Submit"],
             index=0,
             state=values["State"].split(" ")[0],
-            end_time=values["End"],
             exit_code=_exit_code(values["ExitCode"]),
             node=values["NodeList"],
             elapsed_s=int(values["ElapsedRaw"] or 0),

@@ -13,13 +13,12 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
-from datetime import datetime
 from typing import Any
 
+from preprocess.attempts import Attempt
 from shardprep.console import counted, say
 from shardprep.errors import NotFound, ReadWriteError, UsageError
 from shardprep.format.names import id_ranges
-from slurm.queue import TaskAttempt
 from slurm.request import JobRequest
 from slurm.script import CONTROL, controller_script, job_name, quoted
 from slurm.send import Sending, check_recorded, prepare, submit_script
@@ -63,7 +62,7 @@ def prepare_retry(
         raise UsageError(f"--max_attempts is {max_attempts}, expected 1 or more")
     base = base_request(state)
     limits = find_partition_limits(base.changed(**changes))
-    nodes = failing_nodes(attempt for each in state.shown.attempts.values() for attempt in each)
+    nodes = failing_nodes(state.attempts.own)
     groups: dict[JobRequest, list[int]] = {}
     left = []
     if goes_on := [
@@ -126,35 +125,22 @@ def retry_request(
     return request
 
 
-def failing_nodes(attempts: Iterable[TaskAttempt], at_least: int = 2) -> list[str]:
+def failing_nodes(attempts: Iterable[Attempt], at_least: int = 2) -> list[str]:
     """Nodes that went down alone ``at_least`` times, with tasks of this data set: a retry leaves them out.
 
-    A node that goes down takes all its tasks with it: that is one incident, however many tasks it had. A
-    power cut takes many nodes at once: that is nobody's fault, and to leave them all out would leave none.
+    What ended within ten minutes of the one before is one incident: a node that goes down takes all its tasks
+    with it. A power cut takes many nodes at once; that is nobody's fault, and none would be left.
     """
-    counts = Counter(next(iter(nodes)) for nodes in _incidents(attempts) if len(nodes) == 1)
-    return sorted(node for node, number in counts.items() if number >= at_least)
-
-
-def _incidents(attempts: Iterable[TaskAttempt]) -> list[set[str]]:
-    """The nodes of each incident: what ended with NODE_FAIL within ten minutes of the one before."""
-    failed = [each for each in attempts if each.state == NODE_FAIL and each.node]
+    failed = [each for each in attempts if each.stopped_by in (NODE_FAIL, "node failure") and each.node]
     incidents: list[set[str]] = []
     last_s = float("-inf")
-    for end_s, node in sorted((_seconds(each.end_time), each.node) for each in failed):
-        if end_s - last_s > _TOGETHER_S or not incidents:
+    for ended, node in sorted((each.ended or each.began, each.node) for each in failed):
+        if ended - last_s > _TOGETHER_S:
             incidents.append(set())
         incidents[-1].add(node)
-        last_s = end_s
-    return incidents
-
-
-def _seconds(text: str) -> float:
-    """Of Slurm's local time; all unknown times are one."""
-    try:
-        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S").timestamp()  # noqa: DTZ007 - one zone for all
-    except ValueError:
-        return 0.0
+        last_s = ended
+    counts = Counter(next(iter(nodes)) for nodes in incidents if len(nodes) == 1)
+    return sorted(node for node, number in counts.items() if number >= at_least)
 
 
 def send_controller(

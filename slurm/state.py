@@ -15,7 +15,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -338,10 +338,13 @@ def find_state(
         foreign=attempts.foreign,
         unreadable=[*unreadable, *attempts.unreadable],
     )
-    for each in attempts.own:
+    for number, each in enumerate(attempts.own):
         task = None if each.stopped_by else shown.task_of(each)
-        if task and task.state in _STATES and task.user == getpass.getuser():
-            append_end(each, task.state, task.elapsed_s)
+        if task and task.state in _STATES:
+            ended_s = each.began + task.elapsed_s if each.ended is None else each.ended
+            attempts.own[number] = replace(each, stopped_by=task.state, ended=ended_s)
+            if task.user == getpass.getuser():
+                append_end(attempts.own[number])
     made = made or (first if first and not shown.plain else find_made_shards(folder, plan))
     return DatasetState(
         folder=folder,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from preprocess.attempts import HISTORY_NAME
+from preprocess.attempts import HISTORY_NAME, append_line
 from shardprep.errors import BrokenShard, ReadWriteError, ShardprepError, UnknownVersion, UsageError
 from shardprep.files import NOT_THERE, PublishedFile, read_regular, sync_folder
 from shardprep.format.checked_json import Fields, read_checked, with_content_hash
@@ -109,26 +109,20 @@ def read_submissions(folder: Path) -> list[Submission]:
 
 def append_event(folder: Path, kind: str, **facts: Any) -> None:
     """Append what a command did to DATA/jobs/history.jsonl; what fails is left out."""
-    line = (
-        json.dumps({"time": round(time.time(), 3), "event": kind, "user": getpass.getuser(), **facts}) + "\n"
-    )
-    path = folder / JOBS_FOLDER / HISTORY_NAME
+    line = {"time": round(time.time(), 3), "event": kind, "user": getpass.getuser(), **facts}
     with contextlib.suppress(OSError):
-        path.parent.mkdir(exist_ok=True)
-        with path.open("ab", buffering=0) as file:
-            file.write(line.encode())
+        (folder / JOBS_FOLDER).mkdir(exist_ok=True)
+    append_line(folder / JOBS_FOLDER / HISTORY_NAME, line)
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
     """What happened to a data set, oldest first; a line that is cut short is left out."""
     try:
-        text = read_regular(folder / JOBS_FOLDER / HISTORY_NAME, max_bytes=_MAX_BYTES).decode(
-            "utf-8", "replace"
-        )
+        lines = read_regular(folder / JOBS_FOLDER / HISTORY_NAME, max_bytes=_MAX_BYTES).split(b"\n")
     except (*NOT_THERE, ShardprepError):
         return []
     events = []
-    for line in text.splitlines():
+    for line in lines:
         with contextlib.suppress(ValueError):
             event = json.loads(line)
             if isinstance(event, dict) and isinstance(event.get("event"), str):

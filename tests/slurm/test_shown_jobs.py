@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from preprocess.attempts import Attempt
 from preprocess.done_shards import publish_findings
 from preprocess.plan.plan_file import need_plan
 from shardprep.errors import BrokenShard
@@ -21,7 +22,7 @@ from shardprep.signals import STOP_SIGNALS
 from slurm import __main__ as program
 from slurm import commands
 from slurm.commands import Patience, SlurmAway
-from slurm.queue import TaskAttempt, parse_queue
+from slurm.queue import parse_queue
 from slurm.request import JobRequest
 from slurm.retry import failing_nodes, prepare_retry
 from slurm.send import prepare_submit
@@ -239,17 +240,17 @@ def test_status_says_why_shards_wait_and_when_they_are_expected_to_start(
     assert "expected to start at 2026-11-23 08:00:00" in text
 
 
-def attempt(node: str, end: str, state: str = "NODE_FAIL") -> TaskAttempt:
-    return TaskAttempt(
-        job_id="1", name="n", user="root", submit_time=WHEN, index=0, state=state, node=node, end_time=end
-    )
+def lost(node: str, ended: float) -> Attempt:
+    """An attempt whose node went down."""
+    facts: dict[str, Any] = {"path": Path("r"), "plan_id": "", "identity": 1, "shards": [0], "began": 0.0}
+    return Attempt(**facts, started_by="submit", node=node, ended=ended, stopped_by="NODE_FAIL")
 
 
 def test_a_retry_excludes_nodes_that_failed_twice_alone_and_none_after_a_power_cut() -> None:
-    power_cut = [attempt(f"n{number}", f"2026-11-22T03:0{number}:00") for number in range(5) for _ in "ab"]
-    again = [attempt(f"n{number}", f"2026-11-23T03:0{number}:00") for number in range(5)]
+    power_cut = [lost(f"n{number}", 60 * number) for number in range(5) for _ in "ab"]
+    again = [lost(f"n{number}", 90_000 + 60 * number) for number in range(5)]
     assert failing_nodes(power_cut + again) == [], "all nodes were left out, and nothing could run"
-    alone = [attempt("n3", f"2026-11-2{day}T12:00:00") for day in (4, 5) for _ in range(9)]
+    alone = [lost("n3", day * 200_000) for day in (4, 5) for _ in range(9)]
     assert failing_nodes(alone[:9]) == [], "nine tasks, one incident"
     assert failing_nodes(power_cut + again + alone) == ["n3"]
 

@@ -6,6 +6,7 @@ a shard costs four syncs of files and three of folders at most, once, at its end
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from preprocess.formats.long_documents import LongDocument
 from preprocess.make.engines import TokenBatch
 from preprocess.make.members import Members, Piece, Prepared
 from shardprep.errors import BadInput, CannotWrite
-from shardprep.files import STALE_AFTER_S, PublishedFile, remove_temporaries, sync_folder
+from shardprep.files import STALE_AFTER_S, PublishedFile, remove_temporaries, size_of_file, sync_folder
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.idx import ChunkCrcs, idx_dtype, idx_header
 from shardprep.format.manifest import Manifest, ShardCounts
@@ -41,6 +42,38 @@ from shardprep.format.names import (
 from shardprep.format.shard_making import SourceCounts
 
 _MOST_SOURCES = 1000  # of one shard: its manifest names each
+
+
+def _marks(folder: Path, shard_id: int) -> tuple[Path, Path]:
+    """Two files whose names are known, so that no task lists DATA to find what other attempts left.
+
+    The first stands while an attempt works, and stays where one was killed. Who finds it makes the second.
+    """
+    first, second = (folder / f".{shard_name(shard_id)}.{word}.tmp" for word in ("begun", "again"))
+    return first, second
+
+
+def _is_new(mark: Path) -> bool:
+    """Make a mark; False where it was there. Where the folder cannot be written to, the tar will say so."""
+    try:
+        mark.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def remove_temporaries_of(shard_ids: Iterable[int], folder: Path, *, older_than_s: float = 0) -> None:
+    """Remove what attempts at some shards left, by one look at the folder."""
+    subfolders = [QUARANTINE_DIR, IDS_DIR]
+    remove_temporaries(folder, *map(shard_name, shard_ids), older_than_s=older_than_s, subfolders=subfolders)
+
+
+def remove_leftovers(folder: Path, shard_id: int) -> None:
+    """Remove what attempts at a shard that is done left, where a mark tells of any."""
+    if any(size_of_file(mark) is not None for mark in _marks(folder, shard_id)):
+        remove_temporaries_of([shard_id], folder)
 
 
 class ShardWriter:
@@ -66,9 +99,11 @@ class ShardWriter:
         self._histogram = np.zeros(64, np.int64)
         self._bad: list[BadDocument] = []
         self._sources: dict[str, SourceCounts] = {}
-        remove_temporaries(
-            folder, shard_name(shard_id), older_than_s=STALE_AFTER_S, subfolders=[QUARANTINE_DIR, IDS_DIR]
-        )
+        self._begun, self._again = _marks(folder, shard_id)
+        self._is_alone = _is_new(self._begun)
+        if not self._is_alone:
+            _is_new(self._again)
+            remove_temporaries_of([shard_id], folder, older_than_s=STALE_AFTER_S)
         self._tar = PublishedFile(tar_path(folder, shard_id))
         self._files = [self._tar]
         try:
@@ -89,6 +124,9 @@ class ShardWriter:
     ) -> None:
         for file in self._files:
             file.discard()
+        if self._is_alone:
+            with contextlib.suppress(OSError):
+                self._begun.unlink()
 
     @property
     def num_bad(self) -> int:
@@ -256,9 +294,8 @@ class ShardWriter:
         vouching.sync()
         vouching.publish()
         sync_folder(self._folder)
-        remove_temporaries(
-            self._folder, shard_name(self._shard_id), older_than_s=0, subfolders=[QUARANTINE_DIR, IDS_DIR]
-        )
+        if not self._is_alone or size_of_file(self._again) is not None:
+            remove_temporaries_of([self._shard_id], self._folder)
         return manifest
 
     def quarantine(self) -> PublishedFile | None:

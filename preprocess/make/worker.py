@@ -32,16 +32,15 @@ from preprocess.formats.text_changes import check_text_versions
 from preprocess.make.engines import Engine, TokenBatch, load_engine
 from preprocess.make.members import DocumentMembers, Members, Prepared, RowMembers
 from preprocess.make.packing import packer_of
-from preprocess.make.shard_writer import ShardWriter
+from preprocess.make.shard_writer import ShardWriter, remove_leftovers, remove_temporaries_of
 from preprocess.options import PlanOptions, WorkerSettings
 from preprocess.plan.plan_file import Plan, PlannedShard
 from preprocess.plan.tokenizer_files import TOKENIZER_FILE, check_tokenizer_files
 from preprocess.resources import share_heaps
 from shardprep.errors import BadInput, BrokenShard, CannotWrite, MissingShard, ReadWriteError, Refused
-from shardprep.files import remove_temporaries
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.manifest import Manifest, check_shard
-from shardprep.format.names import IDS_DIR, QUARANTINE_DIR, TOKENIZER_DIR, quarantine_path, shard_name
+from shardprep.format.names import TOKENIZER_DIR, quarantine_path
 
 _MOST_MAKERS = 4  # threads that encode and lay out; more would wait for the interpreter's lock
 
@@ -283,7 +282,7 @@ def done_manifest(plan: Plan, folder: Path, shard_id: int) -> Manifest | None:
     if manifest is not None and shard_id in read_findings(folder, plan.plan_id):
         return None
     if manifest is not None:
-        _remove_leftovers(folder, [shard_id])
+        remove_leftovers(folder, shard_id)
     return manifest
 
 
@@ -298,7 +297,7 @@ def missing_shards(plan: Plan, folder: Path, shard_ids: Iterable[int]) -> list[i
         for number in shard_ids
     }
     if any(is_done.values()):
-        _remove_leftovers(folder, [number for number, done in is_done.items() if done])
+        remove_temporaries_of([number for number, done in is_done.items() if done], folder)
     return [number for number, done in is_done.items() if not done]
 
 
@@ -307,11 +306,6 @@ def _manifest_if_done(plan: Plan, folder: Path, shard_id: int) -> Manifest | Non
         return check_shard(folder, shard_id, plan.plan_id)
     except (MissingShard, BrokenShard):
         return None
-
-
-def _remove_leftovers(folder: Path, shard_ids: list[int]) -> None:
-    names = map(shard_name, shard_ids)
-    remove_temporaries(folder, *names, older_than_s=0, subfolders=[QUARANTINE_DIR, IDS_DIR])
 
 
 def read_ahead(items: Iterator[Item], num_ahead: int) -> Iterator[Item]:

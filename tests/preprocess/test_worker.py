@@ -268,8 +268,10 @@ def test_what_a_killed_attempt_left_in_quarantine_goes_when_the_shard_is_done(
     left = data_dir / "quarantine" / ".shard-00000.jsonl.host-1-0123abcd.tmp"
     left.parent.mkdir()
     left.write_text("{}\n")
+    (data_dir / ".shard-00000.begun.tmp").touch()  # it did not end itself
     prep.make(data_dir, 0)
     assert not left.exists()
+    assert not [*data_dir.glob(".shard-*")]
 
 
 @pytest.mark.processes

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess.make.worker import missing_shards
+from preprocess.make.worker import done_manifest, missing_shards
 from preprocess.plan.plan_file import need_plan
 from shardprep.files import read_regular
 from shardprep.format.manifest import check_shard
@@ -50,6 +50,25 @@ def test_what_is_missing_is_found_with_one_look_at_the_folder_however_many_shard
     assert listed[str(out)] == 1
     left = [path.name for path in out.glob(".shard-*.tmp")]
     assert left == [".shard-00003.tar.host-1-00000000.tmp"], "only what belongs to done shards goes"
+
+
+def test_a_task_lists_no_folder_of_the_data_set_but_the_tokenizer(
+    prep: Prep, sample_dir: Path, tmp_path: Path, listed: Counter[str]
+) -> None:
+    out = tmp_path / "out"
+    prep.plan(sample_dir, out, num_shards=6)
+    plan = need_plan(out)
+    listed.clear()
+    prep.make(out, 1)
+    assert done_manifest(plan, out, 1)
+    ours = {folder for folder in listed if Path(folder).is_relative_to(out)}
+    assert ours == {str(out / "tokenizer")}
+    left = out / ".shard-00001.tar.host-1-00000000.tmp"
+    for path in (left, out / ".shard-00001.begun.tmp"):
+        path.touch()
+    assert done_manifest(plan, out, 1)
+    assert listed[str(out)] == 1, "an attempt that was killed has left its mark"
+    assert not left.exists()
 
 
 class Counted:

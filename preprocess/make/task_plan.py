@@ -16,7 +16,6 @@ from typing import Any
 from preprocess.formats.inputs import InputFile, OpenInput, sample_sha256
 from preprocess.options import PLAN_FIELDS, PrepConfig, option_differences
 from preprocess.plan.plan_file import Plan, PlannedShard, is_one_file_a_shard, need_plan, read_plan
-from preprocess.plan.planning import find_inputs, list_inputs
 from preprocess.plan.tokenizer_files import TOKENIZER_FILE, describe_tokenizer
 from shardprep.console import say
 from shardprep.errors import NotFound, OtherTokenizer, ReadWriteError, Refused
@@ -78,7 +77,7 @@ def _plan_once(config: PrepConfig) -> Plan:
             return plan
         if (plan := read_plan(folder)) is not None:  # it came between the first look and the claim
             return plan
-        from preprocess.plan.planning import Sharding, make_plan  # a task with a plan needs none of it
+        from preprocess.plan.planning import Sharding, make_plan
 
         return make_plan(config, Sharding(), say=say)[0]
 
@@ -106,6 +105,8 @@ def _claimed(folder: Path) -> Iterator[bool]:
 
 def _awaited_plan(config: PrepConfig) -> Plan | None:
     """The plan that appears while another task's claim is there; None where it takes too long, or fails."""
+    from preprocess.plan.planning import list_inputs
+
     claim = config.output_dir / _CLAIM_NAME
     num_files = len(list_inputs(config.input_dir, recursive=config.recursive))
     until = time.monotonic() + _LEAST_WAIT_S + num_files / _STAMPED_PER_S
@@ -168,6 +169,8 @@ def check_inputs(plan: Plan, input_dir: Path) -> None:
 
 def _other_names(plan: Plan, input_dir: Path) -> list[str]:
     """The files that were added or are missing, in words."""
+    from preprocess.plan.planning import find_inputs  # a task with a plan needs none of it
+
     options, planned = plan.options, {item.path for item in plan.inputs}
     listing = find_inputs(
         input_dir, recursive=options.recursive, follow_links=options.follow_links, also=options.also

@@ -49,6 +49,9 @@ PEERS = {
         requirements=("megatron-core==0.16.1", "transformers"),
         needs_torch=True,
     ),
+    "megatron_fast": Peer(
+        label="Megatron-LM's fast path (gigatoken 0.10)", requirements=("gigatoken==0.10.0", "numpy")
+    ),
 }
 
 # Whom the loader's benchmark measures besides; preprocessing has no use for them.

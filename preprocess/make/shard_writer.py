@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -64,6 +66,13 @@ def _is_new(mark: Path) -> bool:
     return True
 
 
+def _unlink(mark: Path | None, owner: int) -> None:
+    """Remove the mark of an attempt that ends; also where a second signal cuts its clearing up short."""
+    if mark is not None and owner == os.getpid():
+        with contextlib.suppress(OSError):
+            mark.unlink()
+
+
 def remove_temporaries_of(shard_ids: Iterable[int], folder: Path, *, older_than_s: float = 0) -> None:
     """Remove what attempts at some shards left, by one look at the folder."""
     subfolders = [QUARANTINE_DIR, IDS_DIR]
@@ -99,8 +108,9 @@ class ShardWriter:
         self._histogram = np.zeros(64, np.int64)
         self._bad: list[BadDocument] = []
         self._sources: dict[str, SourceCounts] = {}
-        self._begun, self._again = _marks(folder, shard_id)
-        self._is_alone = _is_new(self._begun)
+        begun, self._again = _marks(folder, shard_id)
+        self._is_alone = _is_new(begun)
+        self._end = weakref.finalize(self, _unlink, begun if self._is_alone else None, os.getpid())
         if not self._is_alone:
             _is_new(self._again)
             remove_temporaries_of([shard_id], folder, older_than_s=STALE_AFTER_S)
@@ -124,9 +134,7 @@ class ShardWriter:
     ) -> None:
         for file in self._files:
             file.discard()
-        if self._is_alone:
-            with contextlib.suppress(OSError):
-                self._begun.unlink()
+        self._end()
 
     @property
     def num_bad(self) -> int:

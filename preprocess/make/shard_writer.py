@@ -66,11 +66,12 @@ def _is_new(mark: Path) -> bool:
     return True
 
 
-def _unlink(mark: Path | None, owner: int) -> None:
+def _unlink(marks: list[Path], owner: int) -> None:
     """Remove the mark of an attempt that ends; also where a second signal cuts its clearing up short."""
-    if mark is not None and owner == os.getpid():
-        with contextlib.suppress(OSError):
-            mark.unlink()
+    for mark in marks:
+        if owner == os.getpid():
+            with contextlib.suppress(OSError):
+                mark.unlink()
 
 
 def remove_temporaries_of(shard_ids: Iterable[int], folder: Path, *, older_than_s: float = 0) -> None:
@@ -109,9 +110,11 @@ class ShardWriter:
         self._bad: list[BadDocument] = []
         self._sources: dict[str, SourceCounts] = {}
         begun, self._again = _marks(folder, shard_id)
+        ours = [begun]  # held before it is made: a signal may come in between
+        self._end = weakref.finalize(self, _unlink, ours, os.getpid())
         self._is_alone = _is_new(begun)
-        self._end = weakref.finalize(self, _unlink, begun if self._is_alone else None, os.getpid())
         if not self._is_alone:
+            ours.clear()
             _is_new(self._again)
             remove_temporaries_of([shard_id], folder, older_than_s=STALE_AFTER_S)
         self._tar = PublishedFile(tar_path(folder, shard_id))

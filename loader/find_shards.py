@@ -23,7 +23,6 @@ import hashlib
 import logging
 import os
 import re
-import shlex
 import stat
 import threading
 from collections import Counter
@@ -39,6 +38,7 @@ from braceexpand import braceexpand
 
 from loader.external_tars import TarSamples, scan_tar
 from loader.order import hash_array
+from shardprep.console import quoted
 from shardprep.errors import (
     BrokenShard,
     CannotWrite,
@@ -411,7 +411,7 @@ def _refusal(source: DatasetShards, misfits: list[Misfit]) -> ShardprepError:
     lines = "; ".join(map(_line, named))
     kind = MissingShard if missing else BrokenShard
     ids = id_ranges(misfit.shard_id for misfit in misfits)
-    folder = shlex.quote(str(source.folder))
+    folder = quoted(source.folder)
     return kind(
         f"{source.folder}: of {len(source.shard_ids)} tars {len(missing)} are missing and "
         f"{len(misfits) - len(missing)} have not their manifest's size: {lines}"

@@ -15,7 +15,6 @@ import contextlib
 import logging
 import os
 import resource
-import shlex
 import threading
 import time
 from collections import OrderedDict
@@ -31,6 +30,7 @@ import numpy.typing as npt
 from loader.external_tars import JSON, RAW, TarSamples, scan_tar
 from loader.find_shards import DatasetShards, ExternalTar, ShardSet
 from loader.staged_copies import StagedCopies, recheck_command
+from shardprep.console import quoted
 from shardprep.errors import BrokenShard, MissingShard, ReadWriteError, ShardprepError, UsageError
 from shardprep.files import NOT_THERE, RETRY_DELAYS_S, ReadFile, wait_to_retry
 from shardprep.format.idx import IdxFile, RecordFile, open_crcs, open_idx
@@ -686,7 +686,7 @@ class ShardReader:
             error = BrokenShard(
                 f"{shard.path}: bytes {begin + to_tar} to {begin + to_tar + size}, of sample "
                 f"{rows.start + wrong}, have not the crc32 that verify --crcs found; the file changed, or a "
-                f"disk or memory fails: shardprep verify {shlex.quote(str(shard.path.parent))} tells"
+                f"disk or memory fails: shardprep verify {quoted(shard.path.parent)} tells"
             )
             if not self._files.leave_copy(shard, error):
                 raise error
@@ -734,7 +734,7 @@ def _first_wrong(
 
 def _misplaced(shard: OpenShard, column: str, first: int, last: int) -> BrokenShard:
     what = {"ids": "samples", "starts": "document starts", "mask": "loss masks"}[column]
-    verify = f"run: shardprep verify {shlex.quote(str(shard.path.parent))}"
+    verify = f"run: shardprep verify {quoted(shard.path.parent)}"
     return BrokenShard(
         f"{shard.path}: its idx is damaged: it places {what} at bytes {first} to {last} of "
         f"{shard.tar.num_bytes}, some of a wrong size or order; {shard.remedy if shard.is_copy else verify}"

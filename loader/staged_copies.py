@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import logging
 import os
-import shlex
 import stat
 from dataclasses import replace
 from pathlib import Path
 
 from loader.find_shards import DatasetShards, ShardSet
+from shardprep.console import quoted
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.names import idx_path, tar_path
 
@@ -115,5 +115,5 @@ class StagedCopies:
 
 def recheck_command(source: DatasetShards, folder: Path) -> str:
     """The command that mends the copies of a data set in a folder."""
-    words = shlex.quote(str(source.folder)), shlex.quote(str(folder.parent))
+    words = quoted(source.folder), quoted(folder.parent)
     return f"shardprep stage {words[0]} --to {words[1]} --recheck"

@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import os
 import re
-import shlex
 import socket
 import time
 import zlib
@@ -34,7 +33,7 @@ from loader.order import Order
 from loader.reading import ReaderIndex, opening_order
 from loader.staged_copies import is_staged, staged_folder
 from shardprep.command_line import add_flags_of, given_of, option, parse_size
-from shardprep.console import Progress, print_lines, short_bytes
+from shardprep.console import Progress, print_lines, quoted, short_bytes
 from shardprep.errors import (
     BrokenShard,
     CannotWrite,
@@ -117,7 +116,7 @@ class ShardToStage:
             raise OtherPlan(
                 f"{manifest_path(self.source, self.shard_id)} is of plan {found[0][:12]}, a tar of "
                 f"{found[1]} and an idx of {found[2]} bytes; the data set's index says {expected[0][:12]}, "
-                f"{expected[1]} and {expected[2]}; run: shardprep verify {shlex.quote(str(self.source))}"
+                f"{expected[1]} and {expected[2]}; run: shardprep verify {quoted(self.source)}"
             )
         return manifest
 
@@ -253,7 +252,7 @@ class Staging:
         raise BrokenShard(
             f"{source} is read differently each time ({', then '.join(seen)}), {expected}; the way to it or "
             "this node's memory is at fault: try on another node, then: "
-            f"shardprep verify {shlex.quote(str(shard.source))}"
+            f"shardprep verify {quoted(shard.source)}"
         )
 
     def _remove_if_broken(self, shard: ShardToStage) -> None:
@@ -313,7 +312,7 @@ def _blocks(path: Path) -> Iterator[memoryview]:
     try:
         handle = open_regular(path)
     except FileNotFoundError:
-        folder = shlex.quote(str(path.parent))
+        folder = quoted(path.parent)
         raise MissingShard(f"{path} is missing; run: shardprep verify {folder}") from None
     except OSError as error:
         raise CannotReadSource(f"{path} cannot be opened: {error.strerror}") from None

@@ -34,7 +34,7 @@ from lustre.layout import (
 )
 from lustre.lfs import existing_part, kind_of, lustre_mount, run_lfs, why_not_usable
 from lustre.space import count_osts, count_osts_if_told, read_targets
-from shardprep.console import counted
+from shardprep.console import counted, quoted
 from shardprep.errors import LustreError, UsageError
 
 _OWN_FOLDERS = frozenset({"jobs", "logs"})  # hold no shard: a folder with these alone counts as empty
@@ -85,7 +85,7 @@ def _refuse_all_but_directory(folder: Path) -> None:
     if not kind:
         raise LustreError(
             f"{folder} is not there, expected an existing, empty directory; "
-            f"create it: mkdir -p {shlex.quote(str(folder))}"
+            f"create it: mkdir -p {quoted(folder)}"
         )
     if kind != "folder":
         raise LustreError(
@@ -293,7 +293,7 @@ def start_warning(folder: Path, layout: Layout) -> str:
     count = layout.components[-1].stripe_count or 1
     return (
         f"warning: every new file lies {layout.fixed_place}: all shards would fill the same place. To end "
-        f"that: shardprep lustre apply {shlex.quote(str(folder))} --count {count}{keep}"
+        f"that: shardprep lustre apply {quoted(folder)} --count {count}{keep}"
     )
 
 

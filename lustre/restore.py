@@ -9,14 +9,13 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lustre.lfs import FILES_PER_CALL, find_files, kind_of, run_lfs
-from shardprep.console import counted
+from shardprep.console import counted, quoted
 from shardprep.errors import LustreError
 
 MAX_SHOWN_FILES = 100  # looked at by ``show``: it reads metadata and brings no file back
@@ -86,7 +85,7 @@ def released_lines(path: Path) -> list[str]:
         found = f"{len(released)} of {counted(len(files), 'file')} looked at are released"
         wait = "their first read waits for the archive (S3, for an FSx)"
         lines.append(f"warning: {found}: {wait}. Bring them back before the job:")
-        lines.append(f"  shardprep lustre restore {shlex.quote(str(path))} --wait")
+        lines.append(f"  shardprep lustre restore {quoted(path)} --wait")
     return lines
 
 

@@ -41,7 +41,7 @@ from lustre.lfs import (
 )
 from lustre.restore import released_lines
 from lustre.space import UNKNOWN, Targets, count_osts_if_told, ost_states, read_targets, state_lines
-from shardprep.console import counted, short_bytes
+from shardprep.console import counted, quoted, short_bytes
 from shardprep.errors import LustreError
 
 _SHARD = re.compile(r"shard-\d{5}\.tar")
@@ -147,7 +147,7 @@ def _move_lines(folder: Path, balance: Balance, shard_bytes: int) -> list[str]:
         return []
     size = DataSize(shard_bytes=max(1, shard_bytes), num_shards=balance.num_files)
     options = shlex.join(setstripe_options(choose_layout(size, balance.num_osts).layout))
-    names = f"find {shlex.quote(str(folder))} -maxdepth 1 -type f -name 'shard-*.tar' -print0"
+    names = f"find {quoted(folder)} -maxdepth 1 -type f -name 'shard-*.tar' -print0"
     return [
         "  to move them, while nothing reads or writes them (every byte is copied, names and bytes stay):",
         f"  {names} | xargs -0 -n 1 lfs migrate {options}",
@@ -159,7 +159,7 @@ def _choice_lines(path: Path, layout: Layout, leave: str | None, size: DataSize)
     num_osts = count_osts_if_told(path, layout.pool)
     choice = choose_layout(size, num_osts)
     lines = [*choice.lines]
-    command = f"shardprep lustre apply {shlex.quote(str(path))} {apply_flags(choice.layout)}"
+    command = f"shardprep lustre apply {quoted(path)} {apply_flags(choice.layout)}"
     if layout.has_tiers:
         command += f" --pool {pool_for_replacement(layout)}"
     kept = f"but {leave}: left alone. To have it all the same, " if leave else ""

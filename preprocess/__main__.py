@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import dataclasses
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from preprocess.options import GROUPS, RESOURCES, PrepConfig, WorkerSettings, environment_number
 from preprocess.resources import PROCESS_BYTES, memory_limit_gb
 from shardprep.command_line import Command, Program, add_flags_of, given_of, parse_size
-from shardprep.console import Progress, print_lines, say
+from shardprep.console import Progress, print_lines, quoted, say
 from shardprep.errors import BadInput, NotFound, Refused, ShardprepError, UsageError
 from shardprep.format.names import id_ranges, ids_of_ranges
 
@@ -175,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
     say(f"{len(todo) - len(failures)} of {len(todo)} shards made by {num_proc} process(es): {total}")
     if failures:
         ids = id_ranges(failure.shard_id for failure in failures)
-        command = f"shardprep run {shlex.quote(os.path.abspath(folder))} --shards {ids}"  # noqa: PTH100
+        command = f"shardprep run {quoted(folder)} --shards {ids}"
         is_final = {failure.exit_code for failure in failures} <= _FINAL_CODES
         what = (
             "the same input fails in the same way: do what the lines above say, then"

@@ -23,6 +23,7 @@ import io
 import os
 import re
 import select
+import shlex
 import sys
 import time
 import unicodedata
@@ -188,6 +189,11 @@ def printable(line: str) -> str:
 
 def _escape(found: re.Match[str]) -> str:
     return found[0].encode("unicode_escape").decode("ascii")
+
+
+def quoted(path: str | os.PathLike[str]) -> str:
+    """Return a path as a printed command needs it: quoted, and the same from any folder."""
+    return shlex.quote(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow links
 
 
 def say(line: str) -> None:

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardprep.command_line import Command, Program, add_flags_of, given_of
-from shardprep.console import Progress, counted, draw, output_is_read, print_lines, say
+from shardprep.console import Progress, counted, draw, output_is_read, print_lines, quoted, say
 from shardprep.errors import NotFound, ReadWriteError, ShardprepError, UsageError
 from shardprep.files import publish_bytes
 from shardprep.format.names import id_ranges, ids_of_ranges
 from slurm.commands import REQUEST_VARIABLES, Patience
 from slurm.request import WHOLE_NODE, JobRequest, with_changes, with_variables
-from slurm.script import quoted
 from slurm.submissions import Submission, SubmittedMeanwhile, append_event
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 from preprocess.attempts import Attempt
-from shardprep.console import counted, say
+from shardprep.console import counted, quoted, say
 from shardprep.errors import NotFound, ReadWriteError, UsageError
 from shardprep.format.names import id_ranges
 from slurm.request import JobRequest
-from slurm.script import CONTROL, controller_script, job_name, quoted
+from slurm.script import CONTROL, controller_script, job_name
 from slurm.send import Sending, check_recorded, prepare, submit_script
 from slurm.site import check_folder, find_partition_limits
 from slurm.state import (

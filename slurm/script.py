@@ -27,11 +27,6 @@ _SETTINGS = (
 )
 
 
-def quoted(folder: Path) -> str:
-    """A path as a command that is shown to a user must have it."""
-    return shlex.quote(str(folder))
-
-
 def prep_script() -> str:
     """``prep_array.sh`` as it is installed."""
     return (Path(__file__).parent / "prep_array.sh").read_text(encoding="utf-8")

@@ -24,7 +24,7 @@ import lustre
 from preprocess.attempts import folder_identity
 from preprocess.done_shards import find_made_shards
 from preprocess.plan.cost_estimate import estimate_of
-from shardprep.console import counted
+from shardprep.console import counted, quoted
 from shardprep.errors import CannotWrite, ShardprepError
 from shardprep.files import publish_bytes
 from shardprep.format.names import id_ranges
@@ -45,7 +45,6 @@ from slurm.script import (
     array_script,
     job_name,
     prep_script,
-    quoted,
     settings_of,
     verify_script,
 )

@@ -10,7 +10,6 @@ import argparse
 import itertools
 import random
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ import numpy.typing as npt
 from preprocess.check.plain_reader import plain_records
 from preprocess.plan.plan_file import Plan, need_plan
 from preprocess.plan.tokenizer_files import TOKENIZER_FILE
-from shardprep.console import output_is_read, print_lines
+from shardprep.console import output_is_read, print_lines, quoted
 from shardprep.errors import NotFound, ReadWriteError, UsageError
 from shardprep.format.idx import read_idx
 from shardprep.format.input_formats import place_text
@@ -257,7 +256,7 @@ def _request(args: argparse.Namespace, folder: Path, plan: Plan) -> PeekRequest:
             )
     made = set(manifest_ids(folder))
     wanted = sorted(made) if args.shard is None else _shard_ids(args.shard, plan.num_shards)
-    again = f"shardprep run {shlex.quote(str(folder))}"
+    again = f"shardprep run {quoted(folder)}"
     if missing := [number for number in wanted if number not in made]:
         raise NotFound(f"shard {missing[0]:05d} is not made; {again} makes what is missing")
     if not wanted:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shlex
 import subprocess
 from pathlib import Path
 
 import shardprep
+from shardprep.console import quoted
 
 _BATCH_CPUS = 8  # that prep_array.sh asks for
 _DEFAULT_MAX_ARRAY_SIZE = 1001  # Slurm's own
@@ -18,13 +18,13 @@ _ANSWER_S = 3
 
 def next_lines(folder: Path, num_shards: int) -> list[str]:
     """Return the commands that make a planned data set; sbatch comes first where the site takes its array."""
-    place = shlex.quote(os.path.abspath(folder))  # noqa: PTH100 - resolve() would follow links
+    place = quoted(folder)
     script = Path(shardprep.__file__).resolve().parent.parent / "slurm" / "prep_array.sh"
     lines = []
     if num_shards <= _max_array_size() and script.is_file():
         most = _cpus_of_nodes()
         cpus = f"--cpus-per-task={most} " if 0 < most < _BATCH_CPUS else ""
-        lines.append(f"sbatch --array=0-{num_shards - 1} {cpus}{shlex.quote(str(script))} {place}")
+        lines.append(f"sbatch --array=0-{num_shards - 1} {cpus}{quoted(script)} {place}")
     lines.append(f"shardprep submit {place}  # within the site's limits, verify included")
     lines.append(f"shardprep run {place}  # here, without a cluster")
     return [f"next: {lines[0]}", *(f"  or: {line}" for line in lines[1:])]

@@ -12,7 +12,6 @@ import dataclasses
 import gc
 import json
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shardprep.console import quoted
 from shardprep.errors import BrokenShard, MissingShard, NotFound, OtherPlan
 from shardprep.files import NOT_THERE, FileStamp, names_in, size_of_file, stamp_file
 from shardprep.format.checked_json import Fields, is_digest, read_checked, with_content_hash
@@ -342,7 +342,7 @@ def read_index(folder: Path) -> DatasetIndex:
     except NOT_THERE:
         return _merge_folder(folder)
     except BrokenShard as error:
-        raise BrokenShard(f"{error}; run: shardprep verify {shlex.quote(str(folder))}") from None
+        raise BrokenShard(f"{error}; run: shardprep verify {quoted(folder)}") from None
 
 
 @contextmanager
@@ -369,7 +369,7 @@ def _merge_folder(folder: Path) -> DatasetIndex:
     if missing:
         raise MissingShard(
             f"{folder} has {len(present)} of {first.spec.num_shards} shards; missing: {id_ranges(missing)}; "
-            f"run: shardprep run {shlex.quote(str(folder))} (or one: {rerun_command(missing[0], folder)})"
+            f"run: shardprep run {quoted(folder)} (or one: {rerun_command(missing[0], folder)})"
         )
     return merge_manifests(read_manifest(folder, shard_id) for shard_id in present)
 

@@ -6,10 +6,11 @@ Shard ids are written as ``sbatch --array`` and ``--shards`` take them: ``0-2,5,
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from shardprep.console import quoted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -93,17 +94,17 @@ def token_field(record: Record, token_format: TokenFormat) -> str:
 
 def rerun_command(shard_id: int, folder: Path) -> str:
     """What a user types to make one shard again."""
-    return f"shardprep --shard_id {shard_id} --output_dir {shlex.quote(str(folder))}"
+    return f"shardprep --shard_id {shard_id} --output_dir {quoted(folder)}"
 
 
 def crcs_command(folder: Path) -> str:
     """What a user types to have the crc32s that the loader's read_check compares."""
-    return f"shardprep verify {shlex.quote(str(folder))} --crcs"
+    return f"shardprep verify {quoted(folder)} --crcs"
 
 
 def remake_command(shard_id: int, folder: Path) -> str:
     """What a user types where a shard counts as done but is wrong: without its manifest it is not done."""
-    return f"rm {shlex.quote(str(manifest_path(folder, shard_id)))} && {rerun_command(shard_id, folder)}"
+    return f"rm {quoted(manifest_path(folder, shard_id))} && {rerun_command(shard_id, folder)}"
 
 
 def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:

@@ -5,23 +5,15 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-import os
 import re
-import shlex
-import sys
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from shardprep import errors
 from shardprep.__main__ import COMMANDS
 from tests.checkout import ROOT
-from tests.children import run_child
-
-if TYPE_CHECKING:
-    from tests.conftest import Prep
 
 PAGES = sorted(
     [*ROOT.glob("README*.md"), ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")]
@@ -149,24 +141,6 @@ def test_both_languages_have_the_same_sections_tables_and_links() -> None:
 
 def test_the_readme_has_at_most_1000_words() -> None:
     assert 300 < len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1000
-
-
-@pytest.mark.processes
-def test_the_quick_start_of_the_readme_runs_as_it_stands_in_an_empty_folder(
-    prep: Prep, tmp_path: Path
-) -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (block,) = (block for block in code_blocks(text) if "mkdir raw" in block)
-    script = "\n".join(block)
-    assert " MODEL " in script
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    ended = run_child(
-        ["bash", "-euc", script.replace(" MODEL ", f" {shlex.quote(str(prep.model_dir))} ")],
-        cwd=tmp_path,
-        env={**os.environ, "PATH": path, "PYTHONPATH": ""},
-    )
-    assert "2 shards are whole: 3 samples" in ended.stdout
-    assert "두 번째 문서입니다." in ended.stdout, "peek shows it"
 
 
 def test_the_exit_codes_of_the_page_of_commands_are_those_of_the_errors() -> None:

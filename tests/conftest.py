@@ -53,10 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
     events = {"os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"}
 
     def note(name: str, args: tuple[Any, ...]) -> None:
-        if name in events and args[:1] not in (
-            ("scontrol",),
-            ("sinfo",),
-        ):  # plan asks them where there are any
+        asked = (("scontrol",), ("sinfo",), ("squeue",))  # by plan, status and report, where there are any
+        if name in events and args[:1] not in asked:
             _started.append(f"{name} {args!s:.200}")
 
     sys.addaudithook(note)

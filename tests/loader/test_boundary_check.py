@@ -58,6 +58,7 @@ def load(folder: Path, *boundaries: Any, **options: Any) -> Any:
     return get_llama3_dataloader(folder, 2, folder, boundaries=boundaries, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_keeps_documents_apart_as_the_training_page_says(batch: Any, family: str) -> None:
     """By the logits of each document alone, and by check_boundaries; of all: tests.attention_families."""
@@ -194,6 +195,7 @@ def test_what_cannot_be_checked_says_so_and_never_passes(data: Path, batch: Any)
         check_boundaries(model, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
 @pytest.mark.parametrize("family", WINDOWED)
 def test_a_mask_made_without_the_models_windows_is_refused(batch: Any, family: str, attention: str) -> None:
@@ -208,6 +210,7 @@ def test_a_mask_made_without_the_models_windows_is_refused(batch: Any, family: s
     assert num_wrong(model, batch) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("attention", "mask_of"), [("sdpa", sdpa_mask), ("flex_attention", block_mask)])
 def test_a_mask_made_with_the_models_window_gives_each_document_its_own_logits(
     batch: Any, attention: str, mask_of: Any

@@ -224,6 +224,7 @@ RATIOS: list[tuple[tuple[float, ...], tuple[float, ...]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights_in", ["samples", "tokens"])
 def test_weights_in_the_same_proportions_are_the_same_run(data: dict[str, Path], weights_in: str) -> None:
     for these, others in RATIOS:

@@ -12,6 +12,8 @@ import pytest
 from tests.checkout import ROOT
 from tests.waiting import HANG_S
 
+pytestmark = pytest.mark.processes
+
 HIDE_TORCH = """
 from importlib.machinery import PathFinder
 found = PathFinder.find_spec

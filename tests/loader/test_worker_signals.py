@@ -21,6 +21,8 @@ from tests.checkout import ROOT
 from tests.external_tars import write_numbered_data
 from tests.waiting import HANG_S, wait_until
 
+pytestmark = pytest.mark.processes
+
 NUM_SAMPLES = 192
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 

@@ -296,6 +296,7 @@ def test_compressed_utf_16_has_each_line_at_its_place(
         assert text[record.offset :].startswith(record.text.encode(codec))
 
 
+@pytest.mark.slow
 def test_a_data_set_of_compressed_utf_16_is_right_or_refused(prep: Prep, tmp_path: Path) -> None:
     """A worker's reader once lost half of these documents, and nothing noticed."""
     raw, data = tmp_path / "raw", tmp_path / "data"

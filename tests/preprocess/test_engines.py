@@ -301,6 +301,7 @@ TEXTS = st.lists(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("allow_special_tokens", [False, True])
 def test_any_texts_have_the_ids_of_tokenizers(
     any_tokenizer: Path, cpus_of_a_process: list[set[int]], allow_special_tokens: bool
@@ -328,6 +329,7 @@ def any_tokenizer(request: pytest.FixtureRequest, prep: Any) -> Path:
     return Path(request.getfixturevalue("shared_dir")) / "tokenizers/llama3/tokenizer.json"
 
 
+@pytest.mark.slow
 def test_planning_tries_all_code_points_that_gigatoken_gets_and_keeps_the_verdict(
     prep: Any, sample_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,6 +342,7 @@ def test_planning_tries_all_code_points_that_gigatoken_gets_and_keeps_the_verdic
     prep.plan(sample_dir, tmp_path / "again")
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_the_gate_alone_is_not_used(
     prep: Any, sample_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

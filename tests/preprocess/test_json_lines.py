@@ -114,6 +114,7 @@ RECORDS = objects(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", CHOICES)
 def test_what_is_taken_of_a_line_depends_neither_on_others_nor_on_the_batch(
     tmp_path: Path, choice: str
@@ -208,6 +209,7 @@ def test_ids_and_sources_that_are_long_integers_stay_exact(prep: Prep, tmp_path:
 CALLS = TAGGED.replace("{{ m['content'] }}", "{{ m['content'] }}{{ (m['call'] or 0) | tojson }}")
 
 
+@pytest.mark.processes
 def test_numbers_of_messages_are_rendered_as_pythons_json_reads_them(prep: Prep, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 

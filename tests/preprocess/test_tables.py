@@ -298,6 +298,7 @@ def long_zstd(data: bytes, long: int) -> bytes:
     return packer.compress(data) + packer.flush()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["x.jsonl.zst", "x.txt.zst"])
 @pytest.mark.parametrize("long", [28, 31])
 def test_a_long_window_of_zstd_is_refused_when_planning_and_read_where_it_is_allowed(
@@ -330,6 +331,7 @@ def texts_in(prep: Prep, data: Path) -> list[str]:
     return [member.decode() for name, member in members if name.endswith("text.txt")]
 
 
+@pytest.mark.slow
 def test_a_later_frame_with_a_long_window_ends_the_task_with_65_and_what_to_type(
     prep: Prep, tmp_path: Path
 ) -> None:
@@ -352,6 +354,7 @@ def test_a_window_that_zstd_cannot_have_is_2(prep: Prep, sample_dir: Path, long:
     assert "--zstd_long is " in ended.text
 
 
+@pytest.mark.slow
 def test_the_window_is_no_part_of_the_plan_id(prep: Prep, sample_dir: Path, tmp_path: Path) -> None:
     one = prep.plan(sample_dir, tmp_path / "one")
     other = prep.plan(sample_dir, tmp_path / "other", zstd_long=31)

@@ -248,6 +248,7 @@ def num_read_bytes() -> int:
     return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])  # type: ignore[index]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["json", "npy", "packed"])
 @pytest.mark.parametrize("piece_bytes", [64, 4 << 20])
 def test_each_tar_is_read_once_by_verify_with_its_crcs(

@@ -368,6 +368,7 @@ def large(prep: Prep, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int
     return make
 
 
+@pytest.mark.slow
 def test_a_page_of_many_shards_is_small_and_one_of_twice_as_many_no_larger(
     large: Callable[[int], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,6 +31,7 @@ from shardprep.files import (
 )
 from shardprep.format.dataset_spec import TokenizerSpec, fingerprint_of, tokenizer_fingerprint
 from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR
+from shardprep.hub import find_on_hub, no_tokenizer
 
 # As tokenizers begins a tokenizer.json: truncation and padding hold no list.
 _ADDED_TOKENS = re.compile(r'\s*\{[^\[\]]*?"added_tokens":\s*(?=\[)')
@@ -278,18 +279,15 @@ def _load(name: str) -> Any:
     is_folder = os.path.isdir(name)  # noqa: PTH112  False, not an error, where it cannot be looked at
     if is_folder:
         _check_files(Path(name))
+    source = name if is_folder else find_on_hub(name)[1]
     try:
         known = _added_tokens(Path(name)) if is_folder else {}
         return AutoTokenizer.from_pretrained(
-            name, local_files_only=is_folder, trust_remote_code=False, **known
+            source, local_files_only=source != name or is_folder, trust_remote_code=False, **known
         )
     except Exception as error:  # transformers raises OSError, ValueError, and what the hub's client raises
         reason = " ".join(str(error).split())[:300]
-        where = f"in the folder {name}" if is_folder else f"for {name!r} on the hub or in its cache"
-        raise NotFound(
-            f"no usable tokenizer was found {where} ({type(error).__name__}: {reason}); expected a folder "
-            "with a tokenizer.json, or a model's name and a way to the hub"
-        ) from None
+        raise no_tokenizer(name, f"{type(error).__name__}: {reason}") from None
 
 
 def _check_files(folder: Path) -> None:

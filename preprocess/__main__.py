@@ -99,11 +99,18 @@ def _make_shard(args: argparse.Namespace) -> int:
 def make_plan(args: argparse.Namespace) -> int:
     """``plan``: freeze which bytes are which shard, and say what it will cost."""
     from lustre import Need, StripeRequest, space_lines
-    from preprocess.plan.next_lines import next_lines
+    from preprocess.plan.next_lines import hub_lines, next_lines
     from preprocess.plan.planning import LONG_SHARD_S, Sharding, small_shards_note
     from preprocess.plan.planning import make_plan as make
 
-    config = PrepConfig(**given_of(args, PrepConfig))
+    given = given_of(args, PrepConfig)
+    config = PrepConfig(**given)
+    if not os.path.lexists(config.input_dir):
+        sharding_flags = {"num_shards": args.num_shards, "shard_bytes": args.shard_bytes}
+        if fetch := hub_lines(config.input_dir, {**given, **sharding_flags}):
+            raise NotFound(
+                f"--input_dir {config.input_dir} is no folder; if it is a data set of the hub, type: {fetch}"
+            )
     shard_bytes = parse_size(args.shard_bytes, "--shard_bytes") if args.shard_bytes else None
     sharding = Sharding(num_shards=args.num_shards, shard_bytes=shard_bytes)
     stripe = StripeRequest(stripe=args.stripe, size=args.stripe_size, pool=args.stripe_pool)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import shardprep
 from shardprep.console import quoted
@@ -28,6 +31,28 @@ def next_lines(folder: Path, num_shards: int) -> list[str]:
     lines.append(f"shardprep submit {place}  # within the site's limits, verify included")
     lines.append(f"shardprep run {place}  # here, without a cluster")
     return [f"next: {lines[0]}", *(f"  or: {line}" for line in lines[1:])]
+
+
+_HUB_DATASET = re.compile(r"(?:(?:hf|https?):/+(?:huggingface\.co/+)?datasets/)?([\w-][\w.-]*/[\w-][\w.-]*)")
+
+
+def hub_lines(input_dir: Path, given: Mapping[str, Any]) -> str | None:
+    """Return the commands that fetch a data set of the hub and plan it; None if it has no such name.
+
+    ``given``: the other flags of the plan command.
+    """
+    if not (match := _HUB_DATASET.fullmatch(str(input_dir))):
+        return None
+    words = ["--input_dir", "raw", "--recursive"]
+    for flag, value in given.items():
+        if flag in ("input_dir", "recursive") or value is None:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", str(value)]
+    fetch = f"hf download {match[1]} --repo-type dataset --local-dir raw"
+    return f"{fetch} && shardprep plan {shlex.join(words)}"
 
 
 def _max_array_size() -> int:

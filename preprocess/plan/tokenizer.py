@@ -59,6 +59,7 @@ from shardprep.files import (
 from shardprep.format.checked_json import Fields, read_checked, with_content_hash
 from shardprep.format.dataset_spec import TokenizerSpec
 from shardprep.format.names import CHAT_TEMPLATES_DIR
+from shardprep.hub import find_on_hub
 
 _FORMAT = "shardprep-tokenizer-proof"
 _PROOF_FILE = "proof.json"
@@ -172,8 +173,6 @@ MODEL_CONFIG = "config.json"
 _COPIED = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, CHAT_TEMPLATE)
 _ENDINGS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")  # of what transformers may look at
 _MAX_OTHER_BYTES = 64 << 20  # a larger file in the folder is not a tokenizer's
-_HUB_FILES = [TOKENIZER_FILE, *_COPIED, MODEL_CONFIG, "added_tokens.json", "vocab.json", "vocab.txt"]
-_HUB_FILES += ["merges.txt", "*.model", "*.tiktoken", "tekken.json"]
 
 Files = dict[str, bytes]  # by name in the folder
 
@@ -224,7 +223,7 @@ def resolve_tokenizer(model_id: str, folder: Path, *, allow_special_tokens: bool
     """
     for each in (Path(model_id), Path(model_id, CHAT_TEMPLATES_DIR)):
         refuse_fifos(each)
-    source = source_folder(model_id)
+    source, name = source_folder(model_id)
     files = read_files(source) if source is not None else None
     key = None if files is None else cache_key(files, allow_special_tokens=allow_special_tokens)
     if files is not None and key is not None and (found := find_proof(key, files, model_id)):
@@ -236,7 +235,7 @@ def resolve_tokenizer(model_id: str, folder: Path, *, allow_special_tokens: bool
         saved, tokenizer, data = plain
         write_files(saved, folder)
     else:
-        save_in_own_process(model_id, folder)
+        save_in_own_process(name, folder)
         saved = {name: _read(folder / name) for name in names_in(folder)}
         if files is not None:
             _check_special_tokens(files, saved, str(source))
@@ -272,19 +271,14 @@ def _check_no_dropout(data: dict[str, Any], model_id: str) -> None:
                 parts.append((inner, value))
 
 
-def source_folder(model_id: str) -> Path | None:
-    """The folder of a model: its own, or its snapshot of the hub; None where only transformers may know."""
-    if os.path.isdir(model_id):  # noqa: PTH112 - Path.is_dir() would raise what the file system says
-        return Path(model_id)
-    if os.path.lexists(model_id):
-        return None
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    from huggingface_hub import snapshot_download
+def source_folder(model_id: str) -> tuple[Path | None, str]:
+    """Return the folder of a model, its own or of the hub's cache, and what transformers is to load.
 
-    try:
-        return Path(snapshot_download(model_id, allow_patterns=_HUB_FILES))
-    except Exception:  # whatever it is, transformers says it in the words that users know
-        return None
+    None where only transformers may know. Raises NotFound.
+    """
+    if os.path.isdir(model_id):  # noqa: PTH112 - Path.is_dir() would raise what the file system says
+        return Path(model_id), model_id
+    return (None, model_id) if os.path.lexists(model_id) else find_on_hub(model_id)
 
 
 def read_files(folder: Path) -> Files | None:

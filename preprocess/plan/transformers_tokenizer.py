@@ -14,7 +14,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from shardprep.errors import CannotWrite, NotFound, ReadWriteError, ShardprepError, UsageError
+from shardprep.errors import CannotWrite, ReadWriteError, ShardprepError, UsageError
+from shardprep.hub import no_tokenizer
 from shardprep.signals import start_child
 
 
@@ -83,20 +84,7 @@ def _auto_tokenizer(model_id: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=False)
     except Exception as error:
         reason = " ".join(str(error).split())[:400]
-        raise _not_found(model_id, f"{type(error).__name__}: {reason}") from None
+        raise no_tokenizer(model_id, f"{type(error).__name__}: {reason}") from None
     if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():  # as transformers 5.0 makes one up
-        raise _not_found(model_id, f"{type(tokenizer).__name__} without a vocabulary: are its files missing?")
+        raise no_tokenizer(model_id, f"{type(tokenizer).__name__} without a vocabulary: a file is missing")
     return tokenizer
-
-
-def _not_found(model_id: str, reason: str) -> NotFound:
-    where = (
-        f"in the folder {model_id}"
-        if os.path.isdir(model_id)  # noqa: PTH112 - Path.is_dir() would raise what the file system says
-        else f"{model_id!r} on the hub or in its cache"
-    )
-    return NotFound(
-        f"no usable tokenizer was found {where} ({reason}); expected a folder "
-        "with a tokenizer.json, or a model's name and a way to the hub (a gated model needs `hf auth "
-        "login`, a node without network a cache filled elsewhere); pass it as --model_id"
-    )

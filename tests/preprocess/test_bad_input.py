@@ -193,8 +193,8 @@ def test_an_unknown_model_without_a_network_is_66(prep: Prep, raw_dir: Path, tmp
     args[-1] = "nobody/no-such-model"
     ends(
         prep.cli(*args, env={"HF_HUB_OFFLINE": "1"}), 66,
-        r"no usable tokenizer was found 'nobody/no-such-model' on the hub or in its cache",
-        "pass it as --model_id",
+        r"no usable tokenizer was found for 'nobody/no-such-model' on the hub or in its cache",
+        "hf download nobody/no-such-model ",
     )  # fmt: skip
     assert not (tmp_path / "data").exists()
 

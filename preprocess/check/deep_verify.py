@@ -192,11 +192,14 @@ class _Input:
         pairs.append(("quarantined", counts.quarantined, dict(sorted(reasons.items()))))
         pairs.append(("length_histogram", counts.length_histogram, histogram))
         none: Counter[str] = Counter()
+        whats = ["num_documents", "num_tokens"]
+        if not self.plan.options.source_field:  # older data sets counted bad records as their file's
+            whats.append("num_quarantined")
         pairs += [
             (f"{what} of source {name}", getattr(counts.sources.get(name), what, 0), of_source[what])
             for name in sorted({*counts.sources, *self.sources})
             for of_source in (self.sources.get(name, none),)
-            for what in ("num_documents", "num_tokens", "num_quarantined")
+            for what in whats
         ]
         differing = _Named("counts of its manifest are others")
         for name, there, here in pairs:

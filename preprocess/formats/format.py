@@ -75,6 +75,7 @@ class DocumentBatch:
             line=int(self.lines[number]),
             reason=why.reason,
             detail=why.detail,
+            named=self.sources[number] if self.sources else "",
         )
 
 
@@ -230,7 +231,8 @@ def _batch(block: RecordBlock, part: slice, place: Place, num_bytes: int, *, is_
     bad: list[BadDocument] = []
     for number, text in enumerate(texts, part.start):
         if isinstance(text, UnusableText):
-            bad.append(_place(block, number, place).left_out(text.reason, text.detail))
+            named = block.sources[number] if block.sources else ""
+            bad.append(_place(block, number, place).left_out(text.reason, text.detail, named))
         elif text and not text.isspace():
             kept.append(number)
     numbers = np.array(kept, np.int64)

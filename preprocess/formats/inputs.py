@@ -133,7 +133,7 @@ class Place:
     num_bytes: int  # of input that it accounts for, a byte order mark included
     keeps_space: bool = False  # of lines, ASCII white space alone is stripped here
 
-    def left_out(self, reason: str, detail: str) -> BadDocument:
+    def left_out(self, reason: str, detail: str, named: str = "") -> BadDocument:
         """What is said of a document here that is left out."""
         return BadDocument(
             source=self.input_number,
@@ -142,6 +142,7 @@ class Place:
             line=self.line,
             reason=reason,
             detail=detail,
+            named=named,
         )
 
     def undecodable(self, error: UnicodeDecodeError) -> BadDocument:
@@ -151,7 +152,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class BadDocument:
-    """A document that is left out. The fields are those of a line of the shard's quarantine file."""
+    """A document that is left out. All fields but ``named`` are those of a line of the quarantine file."""
 
     source: int  # position of the input file in the plan; the quarantine file names it
     source_offset: int
@@ -159,6 +160,7 @@ class BadDocument:
     line: int
     reason: str
     detail: str
+    named: str = ""  # the source that its record names; "": the file's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

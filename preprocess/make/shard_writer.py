@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -234,16 +235,17 @@ class ShardWriter:
                 num_quarantined=0,
             )
             self._count_source(number, name, counts)
-        is_named = documents.sources is not None
-        if is_named and not documents.bad:
-            return
-        rest = SourceCounts(
-            num_documents=0 if is_named else len(documents.texts),
-            num_tokens=0 if is_named else int(num_tokens.sum()),
-            num_bytes=0 if is_named else documents.num_bytes,
-            num_quarantined=len(documents.bad),
-        )
-        self._count_source(number, "", rest)
+        if documents.sources is None:
+            rest = SourceCounts(
+                num_documents=len(documents.texts),
+                num_tokens=int(num_tokens.sum()),
+                num_bytes=documents.num_bytes,
+                num_quarantined=0,
+            )
+            self._count_source(number, "", rest)
+        for name, num_bad in Counter(bad.named for bad in documents.bad).items():
+            counts = SourceCounts(num_documents=0, num_tokens=0, num_bytes=0, num_quarantined=num_bad)
+            self._count_source(number, name, counts)
 
     def _count_source(self, input_number: int, name: str, counts: SourceCounts) -> None:
         """Count what a source gave; without a name it is the file's. Raises BadInput for too many sources."""
@@ -316,6 +318,7 @@ class ShardWriter:
         file = self._subfolder_file(quarantine_path(self._folder, self._shard_id))
         for bad in self._bad:
             entry = {**dataclasses.asdict(bad), "source": self._input_paths[bad.source]}
+            del entry["named"]
             file.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
         return file
 

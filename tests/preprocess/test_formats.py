@@ -551,16 +551,19 @@ def test_a_field_may_name_the_source(prep: Prep, tmp_path: Path) -> None:
         {"text": "c", "from": "code"},
         {"text": "d"},
         {"text": "e", "from": "web"},
+        {"text": 5, "from": "web"},
+        {"from": "images"},
+        {"text": None},
     ]
     (raw / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prep.plan(raw, tmp_path / "data", source_field="from")
+    prep.plan(raw, tmp_path / "data", source_field="from", max_bad_fraction=0.5)
     prep.make(tmp_path / "data")
     sources = read_manifest(tmp_path / "data", 0).counts.sources
-    assert {name: (each.num_documents, each.num_bytes) for name, each in sources.items()} == {
-        ".": (1, 1),
-        "code": (1, 1),
-        "web": (2, 6),
-    }
+    found = {name: (of.num_documents, of.num_bytes, of.num_quarantined) for name, of in sources.items()}
+    assert found == {".": (1, 1, 1), "code": (1, 1, 0), "images": (0, 0, 1), "web": (2, 6, 1)}
+    (bad, *_) = (tmp_path / "data" / "quarantine" / "shard-00000.jsonl").read_text().splitlines()
+    assert list(json.loads(bad)) == ["source", "source_offset", "num_bytes", "line", "reason", "detail"]
+    assert prep.command("verify", tmp_path / "data", "--deep", 1).code == 0
 
 
 def test_more_sources_than_a_manifest_can_name_are_refused(prep: Prep, tmp_path: Path) -> None:

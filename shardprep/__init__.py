@@ -53,5 +53,10 @@ def __getattr__(name: str) -> Any:
     if name == "get_llama3_dataloader":
         import loader
 
+        if name not in getattr(loader, "__all__", ()):
+            from shardprep.own_packages import REMEDY, mixed_packages
+
+            found = mixed_packages() or [f"{loader.__file__} is not shardprep's package loader"]
+            raise ImportError("; ".join([*found, REMEDY]), name=loader.__name__)
         return loader.get_llama3_dataloader
     raise AttributeError(f"module 'shardprep' has no attribute {name!r}")

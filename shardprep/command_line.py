@@ -190,8 +190,18 @@ def _unforeseen(error: OSError) -> str:
     )
 
 
-_LOADER = "'shardprep[loader]'"
-_EXTRAS = {"braceexpand": _LOADER, "torch": _LOADER, "webdataset": _LOADER, "submitit": "'shardprep[slurm]'"}
+_EXTRAS = {
+    "'shardprep[loader]'": ("braceexpand", "torch", "webdataset"),
+    "'shardprep[slurm]'": ("submitit",),
+    "'shardprep[columns]'": ("isal", "pyarrow", "zstandard"),
+    "'shardprep[fix_text]'": ("ftfy",),
+}
+
+
+def needs(what: str, library: str) -> str:
+    """What to say where ``what`` needs a library that is not installed."""
+    package = next((extra for extra, libraries in _EXTRAS.items() if library in libraries), library)
+    return f"{what} needs {library}, which is not installed; run: pip install {package}"
 
 
 def missing_library(error: ModuleNotFoundError, what: str) -> str | None:
@@ -199,7 +209,7 @@ def missing_library(error: ModuleNotFoundError, what: str) -> str | None:
     missing = str(error.name).partition(".")[0]
     if importlib.util.find_spec(missing) is not None:  # a module of it is missing
         return None
-    return f"{what} needs {missing}, which is not installed; run: pip install {_EXTRAS.get(missing, missing)}"
+    return needs(what, missing)
 
 
 def unknown_command(word: str, commands: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ Nothing of it is run to find out.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import sys
 from pathlib import Path
@@ -44,3 +45,31 @@ def _hiding(package: str) -> str | None:
     if any(Path(place).parent.samefile(_HOME) for place in places):
         return None
     return origin or (places[0] if places else package)
+
+
+def mixed_packages() -> list[str]:
+    """Return what another installed distribution did to our packages: pip overwrites files without a word."""
+    beside = [each for each in importlib.metadata.distributions(path=[str(_HOME)]) if each.files]
+    own = [file for each in beside if each.metadata["Name"] == "shardprep" for file in each.files or []]
+    names = {file.parts[0] for file in own if file.suffix == ".py" and len(file.parts) > 1}
+    lines = [f"{file.locate()} is not shardprep's own, or is missing" for file in own if _is_changed(file)][
+        :1
+    ]
+    for each in beside:
+        theirs = [file for file in each.files or [] if file.parts[0] in names and file.suffix == ".py"]
+        if theirs and each.metadata["Name"] != "shardprep":
+            more = f" and {len(theirs) - 1} more files" if len(theirs) > 1 else ""
+            lines.append(f"{each.metadata['Name']} has installed {theirs[0].locate()}{more} into it")
+    return lines
+
+
+REMEDY = "install shardprep anew, in a virtual environment of its own"
+
+
+def _is_changed(file: importlib.metadata.PackagePath) -> bool:
+    path = Path(str(file.locate()))
+    return (
+        file.suffix == ".py"
+        and file.size is not None
+        and not (path.is_file() and path.stat().st_size == file.size)
+    )

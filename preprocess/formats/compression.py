@@ -20,6 +20,7 @@ import numpy as np
 from preprocess.formats.format import Reading, Start, whole_file_starts
 from preprocess.formats.inputs import OpenInput, RangeReader
 from preprocess.formats.lines import FirstLineEnd, TextPiece, first_line_start, plain_pieces
+from shardprep.command_line import needs
 from shardprep.errors import BadInput, UsageError
 
 _READ_BYTES = 128 << 10
@@ -107,10 +108,7 @@ def load_zstandard() -> Any:
     try:
         import zstandard
     except ImportError:
-        raise UsageError(
-            ".zst needs zstandard, which is not installed; run: pip install zstandard (or shardprep's "
-            "extra [columns])"
-        ) from None
+        raise UsageError(needs(".zst", "zstandard")) from None
     return zstandard
 
 

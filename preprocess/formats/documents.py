@@ -30,6 +30,7 @@ from preprocess.formats.long_documents import LONG_BYTES, MOST_HELD_BYTES, LongD
 from preprocess.formats.text_changes import change_text
 from preprocess.formats.text_fields import UnusableText
 from preprocess.options import PlanOptions
+from shardprep.command_line import needs
 from shardprep.errors import UsageError
 from shardprep.format.input_formats import input_kind
 
@@ -86,11 +87,7 @@ def _format_of(name: str) -> Format:
     except ImportError:
         if not kind.format.library:
             raise
-        library = kind.format.library
-        raise UsageError(
-            f"{kind.format.suffixes[0]} needs {library}, which is not installed; run: pip install {library} "
-            "(or shardprep's extra [columns])"
-        ) from None
+        raise UsageError(needs(kind.format.suffixes[0], kind.format.library)) from None
     if not kind.format.can_be_compressed:
         return cast(Format, found())
     return cast(Format, found(COMPRESSIONS[kind.compression] if kind.compression else None))

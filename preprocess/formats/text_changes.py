@@ -12,6 +12,7 @@ from importlib import metadata
 
 from preprocess.formats.text_fields import UnusableText
 from preprocess.options import PlanOptions
+from shardprep.command_line import needs
 from shardprep.errors import Refused, UsageError
 
 _MOJIBAKE_RULE = "rule 2"  # of what --fix_text leaves out: another one gives other documents
@@ -87,7 +88,7 @@ def text_versions(options: PlanOptions) -> str:
         try:
             versions.append(f"ftfy {metadata.version('ftfy')} ({_MOJIBAKE_RULE})")
         except metadata.PackageNotFoundError:
-            raise UsageError("--fix_text needs ftfy, which is not installed; run: pip install ftfy") from None
+            raise UsageError(needs("--fix_text", "ftfy")) from None
     if options.fix_text or options.normalize:
         versions.append(f"Unicode {unicodedata.unidata_version}")
     return ", ".join(versions)

@@ -39,6 +39,7 @@ from shardprep.command_line import add_flags_of, given_of
 from shardprep.console import print_lines, short_bytes, short_number
 from shardprep.errors import CannotWrite, NotFound, ShardprepError, UsageError
 from shardprep.files import is_folder, size_of_file
+from shardprep.own_packages import REMEDY, mixed_packages
 
 WARNING_EXIT_CODE = 1
 
@@ -199,6 +200,8 @@ def version_findings() -> Iterator[Finding]:
         yield Finding("versions", text, todo, UsageError.exit_code)
     there = ", ".join(f"{name} {number}" for name, number in found.items())
     yield Finding("versions", f"shardprep {__version__}, Python {platform.python_version()}, {there}")
+    if mixed := mixed_packages():
+        yield Finding("packages", "; ".join(mixed), REMEDY, UsageError.exit_code)
     if absent := [name for name in ("torch", "webdataset") if name not in found]:
         text = f"no {', '.join(absent)} here: tasks need none; training nodes want shardprep[loader]"
         yield Finding("versions", text)

@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.plan.plan_file import Plan, need_plan
+from shardprep.command_line import needs
 from shardprep.console import Progress, print_lines
 from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, Refused, UsageError
 from shardprep.files import (
@@ -256,9 +257,7 @@ class HuggingFace(Exporter):
         try:
             import pyarrow as pa
         except ImportError:
-            raise UsageError(
-                "--to hf writes Arrow files, and pyarrow is not installed: pip install 'shardprep[columns]'"
-            ) from None
+            raise UsageError(needs("--to hf", "pyarrow")) from None
         schema = pa.schema([("input_ids", pa.list_(pa.int32()))])
         lengths = shard.lengths(of_rows=True)
         groups = np.cumsum(lengths) // _ARROW_ROWS_TOKENS

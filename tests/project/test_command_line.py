@@ -21,8 +21,9 @@ from preprocess.__main__ import num_processes, parse_ids
 from preprocess.make.task_plan import array_note
 from preprocess.options import PrepConfig
 from shardprep import command_line
-from shardprep.command_line import Command, Program, given_of, parse_size
+from shardprep.command_line import Command, Program, given_of, needs, parse_size
 from shardprep.errors import UsageError
+from tests.checkout import ROOT
 
 if TYPE_CHECKING:
     pass
@@ -313,3 +314,13 @@ def test_a_number_of_24_digits_and_a_nul_are_usage_errors(
     with pytest.raises(UsageError, match=r"--id_field is .* not UTF-8"):
         PrepConfig(id_field="\udcff")
     assert not (tmp_path / "data").exists()
+
+
+def test_a_missing_library_is_answered_with_the_extra_that_brings_it() -> None:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    extras = project.partition("[project.optional-dependencies]\n")[2].partition("\n\n")[0].splitlines()
+    found = [(line.partition(" ")[0], name) for line in extras for name in re.findall(r'"(\w+)>', line)]
+    assert len(found) > 6
+    for extra, library in found:
+        line = f"this needs {library}, which is not installed; run: pip install 'shardprep[{extra}]'"
+        assert needs("this", library) == line

@@ -715,16 +715,26 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("input_shards", nargs="+", help="as the loader takes them; data sets of shardprep only")
     add("--to", required=True, metavar="DIR", help="folder on this node; made if it is missing")
-    add("--limit_bytes", help="stage as many shards as fit, such as 500G; those read most first")
+    add(
+        "--limit_bytes",
+        help="stage as many shards as fit, such as 500G; those read most first (default: all)",
+    )
     add("--recheck", action="store_true", help="read what is staged, too, and mend what differs")
-    add("--exclude_shards", nargs="+", default=[], help="as the loader's exclude_shards")
+    add("--exclude_shards", nargs="+", default=[], help="as the loader's exclude_shards (default: none)")
     world = parser.add_argument_group(
         "only what this node's ranks will read", "the numbers that get_llama3_dataloader is given"
     )
-    world.add_argument("--world_size", type=int, help="ranks of data parallelism, of all nodes")
-    world.add_argument("--ranks", help="those of this node, such as 8-15")
-    world.add_argument("--ranks_per_node", type=int, help="instead of --ranks: by SLURM_NODEID, in its order")
     world.add_argument(
-        "--batch_size", type=int, default=argparse.SUPPRESS, help="samples per batch on each rank"
+        "--world_size", type=int, help="ranks of data parallelism, of all nodes (default: stage all shards)"
+    )
+    world.add_argument("--ranks", help="those of this node, such as 8-15 (default: all)")
+    world.add_argument(
+        "--ranks_per_node", type=int, help="instead of --ranks: by SLURM_NODEID (default: none)"
+    )
+    world.add_argument(
+        "--batch_size",
+        type=int,
+        default=argparse.SUPPRESS,
+        help="samples per batch on each rank (default: unknown)",
     )
     add_flags_of(world, NodeRanks, but=("world_size", "ranks", "batch_size"))

@@ -267,19 +267,26 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("input_shards", nargs="+", help="as the loader was given")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--step", type=int, help="of training, from 0 (default: the last one of --state)")
-    what.add_argument("--find", help="a text, or FILE:BYTE of an input: in which steps its document is seen")
-    parser.add_argument("--state", type=Path, help="a checkpoint of torch.save, or JSON, that holds a state")
-    parser.add_argument("--rank", type=int, help="only what this rank saw")
+    what.add_argument(
+        "--find",
+        help="a text, or FILE:BYTE of an input: in which steps its document is seen (default: --step)",
+    )
+    parser.add_argument(
+        "--state", type=Path, help="a checkpoint of torch.save, or JSON, that holds a state (default: none)"
+    )
+    parser.add_argument("--rank", type=int, help="only what this rank saw (default: all)")
     parser.add_argument("--epochs", type=int, default=1, help="how many --find looks through (default 1)")
     parser.add_argument("--json", action="store_true", help="for programs")
     loader = parser.add_argument_group("the loader's settings, where no --state has them")
-    loader.add_argument("--model_id", help="whose tokenizer made tars that shardprep did not write")
+    loader.add_argument(
+        "--model_id", help="whose tokenizer made tars of other tools (default: the data set's own)"
+    )
     for name in ("batch_size", "global_batch_size", "world_size", "seed", "seq_len", "max_length"):
         loader.add_argument(f"--{name}", type=int)
     loader.add_argument("--shuffle", action=argparse.BooleanOptionalAction)
     loader.add_argument("--long_documents", choices=("truncate", "split", "error"))
-    loader.add_argument("--group_by_length", type=int, help="samples of a group")
-    loader.add_argument("--exclude_shards", nargs="+", help="numbers or tars")
+    loader.add_argument("--group_by_length", type=int, help="samples of a group (default: none)")
+    loader.add_argument("--exclude_shards", nargs="+", help="numbers or tars (default: none)")
 
 
 def where(args: argparse.Namespace) -> int:

@@ -89,9 +89,11 @@ def _show_flags(parser: argparse.ArgumentParser) -> None:
 
 def _path_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, metavar="PATH", help="a folder; need not be on Lustre")
-    parser.add_argument("--shard_bytes", help="size of a shard, such as 2G, to choose a layout for")
-    parser.add_argument("--num_shards", type=int, help="how many shards")
-    parser.add_argument("--num_readers", type=int, help="processes that read them at once")
+    parser.add_argument(
+        "--shard_bytes", help="size of a shard, such as 2G, to choose a layout for (default: unknown)"
+    )
+    parser.add_argument("--num_shards", type=int, help="how many shards (default: unknown)")
+    parser.add_argument("--num_readers", type=int, help="processes that read them at once (default: unknown)")
 
 
 def _apply_flags(parser: argparse.ArgumentParser) -> None:
@@ -101,14 +103,23 @@ def _apply_flags(parser: argparse.ArgumentParser) -> None:
         "with --existing_files_keep_theirs."
     )
     _path_flags(parser)
-    parser.add_argument("-c", "--count", help="stripes: 1 to 2000, or -1 for a stripe on every OST")
-    parser.add_argument("-S", "--size", help="of a stripe: a multiple of 64K below 4G, such as 4M")
+    parser.add_argument(
+        "-c",
+        "--count",
+        help="stripes: 1 to 2000, or -1 for a stripe on every OST (default: as `show` chooses)",
+    )
+    parser.add_argument(
+        "-S", "--size", help="of a stripe: a multiple of 64K below 4G, such as 4M (default: Lustre's)"
+    )
     parser.add_argument(
         "-p", "--pool", help="pool of OSTs for the stripes (default: the folder's own; none: no pool)"
     )
-    parser.add_argument("--pfl", help="END:COUNT[:SIZE] of each component, such as '1G:1,10G:4,-1:8'")
     parser.add_argument(
-        "--dom", help="keep the first bytes, such as 64K, on the metadata server, which may keep fewer"
+        "--pfl", help="END:COUNT[:SIZE] of each component, such as '1G:1,10G:4,-1:8' (default: none)"
+    )
+    parser.add_argument(
+        "--dom",
+        help="keep the first bytes, such as 64K, on the metadata server; it may keep fewer (default: none)",
     )
     parser.add_argument("--dry_run", action="store_true", help="check everything, set nothing")
     parser.add_argument(

@@ -335,7 +335,9 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
         "--num_shards", metavar="N", type=int, help="make N even shards (default: one per input file)"
     )
     number.add_argument(
-        "--shard_bytes", metavar="SIZE", help="make even shards of about this much input, such as 512M"
+        "--shard_bytes",
+        metavar="SIZE",
+        help="make even shards of about this much input, such as 512M (default: by --num_shards)",
     )
     shards.add_argument("--dry_run", action="store_true", help="print what would be planned, write nothing")
     layout = parser.add_argument_group("Lustre layout of a new output folder")
@@ -347,9 +349,13 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
         "the size of a file (default: auto)",
     )
     layout.add_argument(
-        "--stripe_size", metavar="SIZE", help="size of a stripe, such as 4M; for N or a layout"
+        "--stripe_size",
+        metavar="SIZE",
+        help="size of a stripe, such as 4M; for N or a layout (default: Lustre's)",
     )
-    layout.add_argument("--stripe_pool", metavar="POOL", help="pool of OSTs; for N or a layout")
+    layout.add_argument(
+        "--stripe_pool", metavar="POOL", help="pool of OSTs; for N or a layout (default: the folder's)"
+    )
     add_flags_of(parser, PrepConfig, groups=GROUPS)
 
 

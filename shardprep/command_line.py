@@ -139,6 +139,7 @@ class Program:
             if word in called:
                 own[word].description = command.summary[:1].upper() + command.summary[1:] + "."
                 _function(command.add_flags)(own[word])
+                _show_defaults(own[word])
                 own[word].usage = _usage(own[word])
         return parser, own
 
@@ -152,6 +153,15 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\n{self.format_usage()}all flags: {self.prog} --help\n")
+
+
+def _show_defaults(parser: argparse.ArgumentParser) -> None:
+    """Add its default to the help of each flag with a value that does not say it."""
+    for action in parser._actions:  # noqa: SLF001 - argparse has no other list of them
+        has_value = action.option_strings and action.nargs != 0
+        is_told = action.help in (None, argparse.SUPPRESS) or "default" in str(action.help)
+        if has_value and not is_told and action.default not in (None, [], argparse.SUPPRESS):
+            action.help = f"{action.help} (default: {_shown(action.default)})"
 
 
 def _usage(parser: argparse.ArgumentParser) -> str:
@@ -245,7 +255,6 @@ def add_flags_of(
     *,
     but: Container[str] = (),
     groups: Sequence[str] = (),
-    show_defaults: bool = True,
 ) -> None:
     """Add a flag for each option of a dataclass, but for some, under the titles of ``groups``, in that order.
 
@@ -261,7 +270,7 @@ def add_flags_of(
         if item.name in but or not item.metadata["help"]:
             continue
         text = str(item.metadata["help"])
-        if show_defaults and "(default" not in text:
+        if "(default" not in text:
             text += f" (default: {item.metadata.get('shown') or _shown(item.default)})"
         parser_of = places.get(item.metadata.get("group", ""), parser)
         settings = _type_settings(hints[item.name])

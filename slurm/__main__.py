@@ -399,7 +399,7 @@ def _real_path(text: str) -> Path:
 
 def _cancel_flags(parser: argparse.ArgumentParser) -> None:
     _folder_flag(parser)
-    parser.add_argument("--shards", help="only the tasks of these, such as 0-9,12")
+    parser.add_argument("--shards", help="only the tasks of these, such as 0-9,12 (default: all)")
 
 
 def _logs_flags(parser: argparse.ArgumentParser) -> None:
@@ -410,9 +410,12 @@ def _logs_flags(parser: argparse.ArgumentParser) -> None:
 
 def _submit_flags(parser: argparse.ArgumentParser) -> None:
     _sending_flags(parser)
-    parser.add_argument("--profile", help="a profile of shardprep.toml: in O, in ~/.config, or in /etc")
     parser.add_argument(
-        "--save_profile", help="keep what is asked for in ~/.config/shardprep.toml, by this name"
+        "--profile", help="a profile of shardprep.toml: in O, in ~/.config, or in /etc (default: none)"
+    )
+    parser.add_argument(
+        "--save_profile",
+        help="keep what is asked for in ~/.config/shardprep.toml, by this name (default: no)",
     )
     parser.add_argument(
         "--auto",
@@ -423,11 +426,11 @@ def _submit_flags(parser: argparse.ArgumentParser) -> None:
 
 def _sending_flags(parser: argparse.ArgumentParser) -> None:
     _folder_flag(parser)
-    add_flags_of(parser, JobRequest, show_defaults=False)
+    add_flags_of(parser, JobRequest)
     parser.add_argument(
         "--shards_per_task", type=int, help="shards of a task (default 1, more where the site's limits ask)"
     )
-    parser.add_argument("--shards", help="only these, such as 0-9,12")
+    parser.add_argument("--shards", help="only these, such as 0-9,12 (default: all)")
     parser.add_argument("--dry_run", action="store_true", help="print the job scripts, submit nothing")
     parser.add_argument("--wait", action="store_true", help="show progress until all jobs have ended")
     parser.add_argument(
@@ -455,7 +458,9 @@ def _status_flags(parser: argparse.ArgumentParser) -> None:
     _folder_flag(parser)
     parser.add_argument("--watch", action="store_true", help="repeat until nothing is queued")
     parser.add_argument("--json", action="store_true", help="for programs: docs/status_json.md")
-    parser.add_argument("--metrics", type=Path, help="also write this file, in Prometheus' text format")
+    parser.add_argument(
+        "--metrics", type=Path, help="also write this file, in Prometheus' text format (default: none)"
+    )
 
 
 PROGRAM = Program(

@@ -66,8 +66,8 @@ class JobRequest:
         default=None, metadata={"help": "time limit of a task (default: the partition's)"}
     )
     max_parallel: int = field(default=50, metadata={"help": "tasks that run at once (default 50)"})
-    account: str | None = field(default=None, metadata={"help": "account to charge"})
-    qos: str | None = field(default=None, metadata={"help": "quality of service"})
+    account: str | None = field(default=None, metadata={"help": "account to charge (default: the site's)"})
+    qos: str | None = field(default=None, metadata={"help": "quality of service (default: the site's)"})
     constraint: str | None = field(default=None, metadata={"help": "features of the nodes"})
     exclude: str | None = field(default=None, metadata={"help": "nodes to leave out, such as n[3-5]"})
     setup: str | None = field(

@@ -497,14 +497,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "block, which it removes. In a job: srun shardprep doctor. Exit code: 0 all good, 1 warnings, else "
         "that of the first error."
     )
-    parser.add_argument("--num_shards", metavar="N", type=int, help="as for plan: N even shards")
+    parser.add_argument(
+        "--num_shards", metavar="N", type=int, help="as for plan: N even shards (default: one per input file)"
+    )
     parser.add_argument(
         "--torch", action=argparse.BooleanOptionalAction, default=True, help="ask torch, too: takes seconds"
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="print the findings for programs")
     how.add_argument("--export", action="store_true", help="print only lines of variables, to be sourced")
-    add_flags_of(parser, PrepConfig, groups=GROUPS, show_defaults=False)
+    places = parser.add_argument_group("what to check (default: this machine alone)")
+    for name, kind, text in (
+        ("input_dir", Path, "folder of the raw files"),
+        ("output_dir", Path, "folder of the data set, planned or not"),
+        ("model_id", str, "folder of a tokenizer, or its name on the hub"),
+    ):
+        places.add_argument(
+            f"--{name}", type=kind, default=argparse.SUPPRESS, help=f"{text} (default: not checked)"
+        )
+    add_flags_of(parser, PrepConfig, but=("input_dir", "output_dir", "model_id"), groups=GROUPS)
 
 
 def doctor(args: argparse.Namespace) -> int:

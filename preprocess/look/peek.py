@@ -218,10 +218,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "where documents begin in packed rows, and the file and place that each came from."
     )
     parser.add_argument("output_dir", type=Path, help="folder of the data set")
-    parser.add_argument("--shard", help="only these shards, such as 3 or 0-9,12")
-    parser.add_argument("--input", help="only samples of one input file, as plan.json names it")
-    parser.add_argument("--source", help="only samples of one source, as the report names it")
-    parser.add_argument("--grep", help="only samples whose decoded text this regular expression finds")
+    parser.add_argument("--shard", help="only these shards, such as 3 or 0-9,12 (default: all)")
+    parser.add_argument(
+        "--input", help="only samples of one input file, as plan.json names it (default: all)"
+    )
+    parser.add_argument("--source", help="only samples of one source, as the report names it (default: all)")
+    parser.add_argument(
+        "--grep", help="only samples whose decoded text this regular expression finds (default: all)"
+    )
     order = parser.add_mutually_exclusive_group()
     order.add_argument("--longest", action="store_true", help="those with most tokens first")
     order.add_argument("--random", action="store_true", help="some of all shards")

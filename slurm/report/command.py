@@ -26,7 +26,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("output_dir", type=Path, help="folder of the data set")
     parser.add_argument(
-        "--output", type=Path, help="write this file: a page, unless --text or --json is given"
+        "--output",
+        type=Path,
+        help="write this file: a page, unless --text or --json is given (default: print)",
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--text", action="store_true", help="plain text (the default without --output)")

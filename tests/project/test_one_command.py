@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
 from pathlib import Path
@@ -125,3 +126,14 @@ def test_in_a_folder_with_a_preprocess_py_python_m_shardprep_names_it(tmp_path: 
         f"error: {tmp_path / 'preprocess.py'} hides shardprep's package of the same"
     )
     assert done.stderr.count("\n") == 1
+
+
+def test_each_flag_with_a_value_says_its_default() -> None:
+    for command, package in COMMANDS.items():
+        program = importlib.import_module(f"{package}.__main__").PROGRAM
+        for word in program.commands if package == command else [command]:
+            parser = program._parser([word], "shardprep")[1][word]
+            for action in parser._actions:
+                is_shown = action.option_strings and action.help not in (None, argparse.SUPPRESS)
+                if is_shown and action.nargs != 0 and not action.required:
+                    assert "default" in action.help, f"{command} {word} {action.option_strings[-1]}"

@@ -139,7 +139,10 @@ class Plan:
             )
         (first, start), (last, end) = self.boundaries[shard_id], self.boundaries[shard_id + 1]
         if not (0, 0) <= (first, start) <= (last, end) <= (len(self.inputs), 0):
-            raise BrokenShard(f"{PLAN_NAME}: shard {shard_id} would be from {first, start} to {last, end}")
+            raise BrokenShard(
+                f"{PLAN_NAME}: shard {shard_id} is from {first, start} to {last, end}, expected ascending "
+                f"places in {len(self.inputs)} inputs; plan into a new folder"
+            )
         ranges = []
         for number in range(first, last + (end > 0)):
             item = self.inputs[number]

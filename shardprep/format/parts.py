@@ -12,7 +12,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import orjson
 
@@ -129,7 +129,7 @@ class PartsFile:
             return self._file.read(offset, num_bytes)
 
 
-class Rows(Sequence[T], Generic[T]):
+class Rows(Sequence[T]):
     """A list of a file, each block of which is read when one of its rows is asked for, and then held.
 
     Raises what ``PartsFile.read_block`` raises.

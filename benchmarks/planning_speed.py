@@ -1,17 +1,23 @@
 """What a person waits for before the first document: planning, and the plain form without a plan.
 
     python benchmarks/planning_speed.py [--repeats 5] [--mb 6]
+    python benchmarks/planning_speed.py --num_inputs 3000 300000
 
 One core, in turn: the baseline, the plain form (``--shard_id 0`` without a plan), and ``plan``, each
 with an empty cache of tokenizers and with one that knows this one; on a file of two lines, and on ``--mb`` of
 English. CPU seconds and peak memory of the whole process: median (least-most), and how many times faster
 than the baseline in the same turn. The bare load of each engine, which cannot be saved, stands beside.
+
+``--num_inputs`` measures something else: a task and ``status`` of plans with as many inputs, 30 a shard. Only
+the inputs of the task's shard exist. The bytes read are those of the whole process, libraries included.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
+import re
 import shutil
 import statistics
 import sys
@@ -20,7 +26,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmark_text import ROOT, lay_out
+from contenders import plan as plan_folder
 from measured_run import Usage, machine_line, run_pinned
+
+from preprocess.plan.plan_file import need_plan, plan_id, plan_json
 
 BASELINE = "baseline"
 _BARE = {
@@ -69,13 +78,70 @@ def _spread(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
 
 
+_INPUTS_PER_SHARD = 30
+_BYTES_READ = (
+    "import sys; from shardprep.__main__ import main; code = main(sys.argv[1:]);"
+    "print(open('/proc/self/io').read()); sys.exit(code)"
+)
+
+
+def enlarge_plan(data: Path, num_inputs: int) -> int:
+    """Give a plan of one shard that many inputs, most of them names alone; returns plan.json's bytes."""
+    plan = need_plan(data)
+    first, num_shards = plan.inputs[0], num_inputs // _INPUTS_PER_SHARD
+    names = [f"crawl-2026-{number % 100:02d}/part-{number:07d}.txt" for number in range(num_inputs)]
+    inputs = [*plan.inputs, *(dataclasses.replace(first, path=name) for name in names[_INPUTS_PER_SHARD:])]
+    cuts = [(number * _INPUTS_PER_SHARD, 0) for number in range(num_shards + 1)]
+    plan = dataclasses.replace(plan, inputs=inputs, boundaries=cuts)
+    plan = dataclasses.replace(plan, plan_id=plan_id(plan))
+    return (data / "plan.json").write_bytes(plan_json(plan))
+
+
+def print_tasks(nums_inputs: list[int], repeats: int, scratch: Path) -> None:
+    """A row for a task and for ``status`` of each size."""
+    text, raw, log = lay_out(scratch, 100_000), scratch / "raw", scratch / "log"
+    raw.mkdir()
+    for number in range(_INPUTS_PER_SHARD):
+        (raw / f"{number:02d}.txt").write_text("Two lines.\nOf text.\n")
+    print("| | plan.json, MB | CPU s | peak MB | MB read |", "|---|---|---|---|---|", sep="\n")
+    for num_inputs in nums_inputs:
+        data = scratch / f"data-{num_inputs}"
+        plan_folder(raw, data, text.tokenizer, ["--num_shards", "1"])
+        num_bytes = enlarge_plan(data, num_inputs)
+        task: list[str | Path] = [
+            "--shard_id",
+            "0",
+            "--planned",
+            "--output_dir",
+            data,
+            "--engine",
+            "gigatoken",
+        ]
+        for name, words in (("a task", task), ("status", ["status", data])):
+            found, read = [], 0
+            for _ in range(repeats):
+                for path in data.glob("shard-*"):
+                    path.unlink()
+                found.append(run_pinned([sys.executable, "-c", _BYTES_READ, *words], cwd=scratch, log=log))
+                read = int(re.findall(r"^rchar: (\d+)", log.read_text(), re.MULTILINE)[-1])
+            peak = max(usage.max_rss_bytes for usage in found) / 1e6
+            cpu = _spread([usage.cpu_s for usage in found])
+            size = f"{num_bytes / 1e6:.1f}"
+            print(f"| {name}, {num_inputs:,} inputs | {size} | {cpu} | {peak:.0f} | {read / 1e6:.1f} |")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--mb", type=float, default=6.0)
+    parser.add_argument("--num_inputs", type=int, nargs="+")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="shardprep-bench-") as folder:
         scratch = Path(folder)
+        if args.num_inputs:
+            print_tasks(args.num_inputs, args.repeats, scratch)
+            print(f"{args.repeats} turns; {machine_line()}")
+            return 0
         os.environ["XDG_CACHE_HOME"] = str(scratch / "cache")
         text = lay_out(scratch, int(args.mb * 1e6))
         tiny = scratch / "tiny"

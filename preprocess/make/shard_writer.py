@@ -11,7 +11,7 @@ import dataclasses
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -97,14 +97,14 @@ class ShardWriter:
         shard_id: int,
         members: Members,
         *,
-        input_paths: list[str],
+        input_paths: Mapping[int, str],
         keeps_ids: bool = False,
     ) -> None:
         self._folder = folder
         self._spec = spec
         self._shard_id = shard_id
         self._members = members
-        self._input_paths = input_paths  # of the plan, for the quarantine file
+        self._input_paths = input_paths  # by their position in the plan, for the quarantine file
         self._num_samples = self._num_documents = self._num_tokens = 0
         self._num_lines = self._num_empty = self._num_filtered = self._input_bytes = 0
         self._histogram = np.zeros(64, np.int64)

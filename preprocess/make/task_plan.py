@@ -38,9 +38,7 @@ def shard_of_task(
 
     Raises NotFound for a shard that the plan has not, and what ``plan_of_task`` raises.
     """
-    if is_planned:
-        need_plan(given["output_dir"])
-    plan = plan_of_task(given).at(given.get("input_dir"))
+    plan = plan_of_task(given, is_planned=is_planned).at(given.get("input_dir"))
     if note := array_note(os.environ, plan.num_shards, given["output_dir"]):
         say(f"note: {note}")
     if shard_id < 0:
@@ -48,7 +46,7 @@ def shard_of_task(
     return plan, plan.shard(shard_id)
 
 
-def plan_of_task(given: dict[str, Any]) -> Plan:
+def plan_of_task(given: dict[str, Any], *, is_planned: bool = False) -> Plan:
     """The plan in ``output_dir``, checked against what the user gave; without one, 'one file, one shard'.
 
     Of several tasks that find none, one plans and the others wait a little. Whoever does not see the plan
@@ -56,7 +54,7 @@ def plan_of_task(given: dict[str, Any]) -> Plan:
     """
     config = PrepConfig(**given) if "output_dir" not in given else None
     output_dir: Path = config.output_dir if config else given["output_dir"]
-    plan = read_plan(output_dir)
+    plan = need_plan(output_dir) if is_planned else read_plan(output_dir)
     if plan is None:
         # Shard N is the N-th of the .txt files, README.txt and the like included.
         config = PrepConfig(**{**given, "also": ",".join(filter(None, ["*.txt", given.get("also")]))})

@@ -115,7 +115,7 @@ class Worker:
                 self.spec,
                 shard.shard_id,
                 members,
-                input_paths=[item.path for item in self.plan.inputs],
+                input_paths={number: self.plan.inputs[number].path for number in shard.input_numbers},
                 keeps_ids=bool(options.id_field),
             ) as writer,
             WriteBehind(num_behind=1 + num_makers) as behind,
@@ -138,7 +138,7 @@ class Worker:
         """That a shard was made of the bytes that were planned. Raises Refused."""
         if found == shard.sha256:
             return
-        paths = sorted({self.plan.inputs[part.input_number].path for part in shard.ranges})
+        paths = sorted({self.plan.inputs[number].path for number in shard.input_numbers})
         names = ", ".join(paths[:3]) + (" ..." if len(paths) > 3 else "")
         raise Refused(
             f"the input of shard {shard.shard_id:05d} ({names}) changed since it was planned: sha256 "

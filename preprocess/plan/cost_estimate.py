@@ -133,7 +133,7 @@ def measure(plan: Plan, engine: Engine) -> CostEstimate:
 
     Times are CPU seconds of one core of this machine; a cluster's node will differ.
     """
-    input_paths = [item.path for item in plan.inputs]
+    input_paths = {number: item.path for number, item in enumerate(plan.inputs)}
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(scratch_folder())
         members = members_of(folder, plan.spec, 0, plan.options)

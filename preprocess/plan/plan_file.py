@@ -2,6 +2,9 @@
 
 A plan is written once and never edited. Its id is a hash of what decides the bytes of the shards: two plans
 with one id make equal data sets. Reading one back checks the hash, the id and the boundaries.
+
+The lists of a plan of more than 4,096 inputs and shards stand in parts: a task reads the head and the blocks
+of its shard, and each block is checked by a hash in the head, which the plan id covers.
 """
 
 from __future__ import annotations
@@ -9,9 +12,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -19,7 +24,7 @@ from preprocess.formats.inputs import ByteRange, InputFile
 from preprocess.options import PLAN_FIELDS, PlanOptions, option_differences, option_types
 from shardprep.errors import BrokenShard, NotFound, Refused, UnknownVersion, UsageError
 from shardprep.files import FileStamp, PublishedFile, sync_folder
-from shardprep.format.checked_json import MOST, Fields, read_checked, with_content_hash
+from shardprep.format.checked_json import MOST, Fields, is_text, with_content_hash
 from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
 from shardprep.format.names import (
     FORMAT_VERSION,
@@ -28,9 +33,12 @@ from shardprep.format.names import (
     PLAN_NAME,
     source_of_path,
 )
+from shardprep.format.parts import VERSION as PARTS_VERSION
+from shardprep.format.parts import PartsFile, Rows, json_by_parts, sha256s_of
 
 Boundary = tuple[int, int]  # (input, byte): where a shard begins in the sorted inputs read as one
 _FORMAT = "shardprep-plan"
+_MOST_WHOLE = 4096  # inputs and shards; a plan of more is written in parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +50,11 @@ class PlannedShard:
     num_bytes: int  # of the input
     most_documents: int | None  # of a trial; None for no trial
     sha256: str | None  # of its input, where the plan has it
+
+    @property
+    def input_numbers(self) -> list[int]:
+        """The positions of its inputs in the plan."""
+        return [part.input_number for part in self.ranges]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +71,12 @@ class Plan:
     probe_sha256: str  # of their ids by the reference engine
     fast_engine_is_equal: bool  # the fast engine gave the reference's ids on probe and sample
     can_be_cut: bool  # a long document may be encoded in pieces, see long_documents.py
-    inputs: list[InputFile]
-    boundaries: list[Boundary]  # num_shards + 1, ascending; in plan.json the key is cuts
-    shard_sha256: list[str] | None = None  # of each shard's input bytes: see planning.py
-    text_starts: list[int] | None = None  # of each boundary: its byte of the text of a compressed file
-    left_out: dict[str, list[str]] = dataclasses.field(default_factory=dict)  # see input_files.InputListing
+    # Of a plan in parts the lists are Rows, which read what they are asked for.
+    inputs: Sequence[InputFile]
+    boundaries: Sequence[Boundary]  # num_shards + 1, ascending; in plan.json the key is cuts
+    shard_sha256: Sequence[str] | None = None  # of each shard's input bytes: see planning.py
+    text_starts: Sequence[int] | None = None  # of each boundary: its byte of the text of a compressed file
+    names_left_out: Sequence[tuple[str, str]] = ()  # (reason, name), sorted: see planning.InputListing
     fast_engine: str = ""  # its name; "" in a plan from before gigatoken, or where it is not equal
 
     @property
@@ -82,6 +96,14 @@ class Plan:
             append_eos=options.append_eos,
             tokenizer=self.tokenizer,
         )
+
+    @property
+    def left_out(self) -> dict[str, list[str]]:
+        """The names in the input folder that are no input, by reason."""
+        found: dict[str, list[str]] = {}
+        for reason, name in self.names_left_out:
+            found.setdefault(reason, []).append(name)
+        return found
 
     @property
     def end_id(self) -> int | None:
@@ -116,6 +138,11 @@ class Plan:
                 f"as a job array that is --array=0-{self.num_shards - 1}"
             )
         (first, start), (last, end) = self.boundaries[shard_id], self.boundaries[shard_id + 1]
+        if not (0, 0) <= (first, start) <= (last, end) <= (len(self.inputs), 0):
+            raise BrokenShard(
+                f"{PLAN_NAME}: shard {shard_id} is from {first, start} to {last, end}, expected ascending "
+                f"places in {len(self.inputs)} inputs; plan into a new folder"
+            )
         ranges = []
         for number in range(first, last + (end > 0)):
             item = self.inputs[number]
@@ -148,67 +175,111 @@ class Plan:
 
     def shard_bytes(self) -> list[int]:
         """Input bytes of every shard."""
+        if isinstance(self.boundaries, Rows):  # others were checked when they were read
+            check_boundaries(self)
         prefix = [0, *itertools.accumulate(item.num_bytes for item in self.inputs)]
         places = [prefix[number] + byte for number, byte in self.boundaries]
         return [end - start for start, end in itertools.pairwise(places)]
 
 
-def file_boundaries(inputs: list[InputFile]) -> list[Boundary]:
+def file_boundaries(inputs: Sequence[InputFile]) -> list[Boundary]:
     """One input file is one shard: what the baseline did."""
     return [(number, 0) for number in range(len(inputs) + 1)]
 
 
 def is_one_file_a_shard(plan: Plan) -> bool:
     """Whether shard N is the N-th input file."""
-    return plan.boundaries == file_boundaries(plan.inputs)
+    return plan.num_shards == len(plan.inputs) and list(plan.boundaries) == file_boundaries(plan.inputs)
 
 
 def plan_id(plan: Plan) -> str:
     """sha256 of what decides the shards' bytes: not where the input lies, nor when it was touched."""
+    return _id_in_parts(plan) if _is_large(plan) else _id_of_whole(plan)
+
+
+def is_same_plan(frozen: Plan, plan: Plan) -> bool:
+    """Whether two plans make equal shards. A large plan from before there were parts has another id."""
+    return frozen.plan_id == plan.plan_id or (_is_large(plan) and frozen.plan_id == _id_of_whole(plan))
+
+
+def _is_large(plan: Plan) -> bool:
+    return len(plan.inputs) + plan.num_shards > _MOST_WHOLE
+
+
+def _id_of_whole(plan: Plan) -> str:
+    lists: dict[str, Any] = {
+        "inputs": [(item.path, item.num_bytes, item.sha256) for item in plan.inputs],
+        "cuts": list(plan.boundaries),
+    }
+    if plan.shard_sha256 is not None:
+        lists["shard_sha256"] = list(plan.shard_sha256)
+    return _id_of(plan, lists, FORMAT_VERSION)
+
+
+def _id_in_parts(plan: Plan) -> str:
+    """The same by the hashes of the lists' blocks, which a plan that is read by parts knows already."""
+    inputs: Sequence[Any] = plan.inputs if isinstance(plan.inputs, Rows) else _rows_of_inputs(plan.inputs)
+    lists = {"inputs": inputs, "cuts": plan.boundaries, "shard_sha256": plan.shard_sha256}
+    hashes = {name: (len(rows), sha256s_of(rows)) for name, rows in lists.items() if rows is not None}
+    return _id_of(plan, hashes, PARTS_VERSION)
+
+
+def _rows_of_inputs(inputs: Sequence[InputFile]) -> list[dict[str, Any]]:
+    """What a plan in parts says of inputs; their mtimes, which the id leaves out, are a list of their own."""
+    return [
+        {"path": item.path, "num_bytes": item.num_bytes, "sampled_sha256": item.sha256} for item in inputs
+    ]
+
+
+def _id_of(plan: Plan, lists: Mapping[str, Any], version: int) -> str:
     identity = {
         "options": plan.options.identity(),
         "tokenizer": {**dataclasses.asdict(plan.tokenizer), "model_id": None},
         "probe": plan.probe_sha256,
-        "inputs": [(item.path, item.num_bytes, item.sha256) for item in plan.inputs],
-        "cuts": plan.boundaries,
-        "version": FORMAT_VERSION,
+        "version": version,
+        **lists,
     }
-    if plan.shard_sha256 is not None:
-        identity["shard_sha256"] = plan.shard_sha256
     return hashlib.sha256(orjson.dumps(identity, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
 def plan_json(plan: Plan) -> bytes:
     """The bytes of plan.json. Raises UsageError where it would be too large to be read."""
+    lists: dict[str, Sequence[Any] | None] = {
+        "inputs": _rows_of_inputs(plan.inputs),
+        "cuts": plan.boundaries,
+        "shard_sha256": plan.shard_sha256,
+        "text_starts": plan.text_starts,
+    }
+    not_in_head = {"inputs", "boundaries", "shard_sha256", "text_starts", "names_left_out"}
     content = {
-        "cuts" if field.name == "boundaries" else field.name: getattr(plan, field.name)
+        field.name: getattr(plan, field.name)
         for field in dataclasses.fields(plan)  # not asdict, which copies each of 99,999 cuts: 0.7 s
+        if field.name not in not_in_head
     }
     content |= {
         "input_dir": str(plan.input_dir),
         "options": plan.options.to_json(),
         "tokenizer": dataclasses.asdict(plan.tokenizer),
         "tokenizer_files": {name: dataclasses.asdict(stamp) for name, stamp in plan.tokenizer_files.items()},
-        "inputs": [
-            {
-                "path": item.path,
-                "num_bytes": item.num_bytes,
-                "mtime_ns": item.mtime_ns,
-                "sampled_sha256": item.sha256,
-            }
-            for item in plan.inputs
-        ],
     }
-    for name in ("left_out", "fast_engine"):
-        if not content[name]:
-            del content[name]
-    raw = orjson.dumps(with_content_hash(_FORMAT, content), option=orjson.OPT_APPEND_NEWLINE)
+    if not plan.fast_engine:
+        del content["fast_engine"]
+    if _is_large(plan):
+        lists |= {"mtimes_ns": [item.mtime_ns for item in plan.inputs], "left_out": plan.names_left_out}
+        raw = json_by_parts(
+            _FORMAT, content, {name: rows for name, rows in lists.items() if rows is not None}
+        )
+    else:
+        for row, item in zip(lists["inputs"] or [], plan.inputs, strict=True):
+            row["mtime_ns"] = item.mtime_ns
+        if plan.names_left_out:
+            content["left_out"] = plan.left_out
+        raw = orjson.dumps(with_content_hash(_FORMAT, content | lists), option=orjson.OPT_APPEND_NEWLINE)
     if len(raw) > MAX_PLAN_BYTES:
-        num_left_out = sum(map(len, plan.left_out.values()))
         raise UsageError(
-            f"{PLAN_NAME} of {len(plan.inputs)} inputs and {num_left_out} names left out would have "
-            f"{len(raw)} bytes, the limit is {MAX_PLAN_BYTES}; join small files, move away what is no input, "
-            "or make several data sets for a loader of several folders"
+            f"{PLAN_NAME} of {len(plan.inputs)} inputs and {len(plan.names_left_out)} names left out would "
+            f"have {len(raw)} bytes, the limit is {MAX_PLAN_BYTES}; join small files, move away what is no "
+            "input, or make several data sets for a loader of several folders"
         )
     return raw
 
@@ -229,7 +300,7 @@ def publish_plan(plan: Plan, output_dir: Path) -> Plan:
     finally:
         file.discard()
     frozen = need_plan(output_dir)
-    if frozen.plan_id != plan.plan_id:
+    if not is_same_plan(frozen, plan):
         raise Refused(
             f"{output_dir} has another plan ({frozen.plan_id[:12]}, this one would be {plan.plan_id[:12]}): "
             f"{'; '.join(plan_differences(frozen, plan))}. A plan is never changed: for more data or other "
@@ -242,11 +313,12 @@ def read_plan(output_dir: Path) -> Plan | None:
     """The plan of a data set, or None where there is none yet.
 
     Its hash is compared with its content, and its id with the one that the content gives: takes 0.1 s of CPU
-    for 10^4 inputs. Raises NotFound, BrokenShard, UnknownVersion, ReadWriteError.
+    for 10^4 inputs. Of a plan in parts only the head is read; its lists are read, and may raise BrokenShard,
+    where they are used. Raises NotFound, BrokenShard, UnknownVersion, ReadWriteError.
     """
-    path = output_dir / PLAN_NAME
     try:
-        return _plan_of(read_checked(path, _FORMAT, max_bytes=MAX_PLAN_BYTES))
+        file = PartsFile(output_dir / PLAN_NAME)
+        return _plan_of(file.read_head(_FORMAT, max_bytes=MAX_PLAN_BYTES), file)
     except FileNotFoundError:
         return None
     except NotADirectoryError:
@@ -257,8 +329,9 @@ def read_plan(output_dir: Path) -> Plan | None:
         ) from None
 
 
-def _plan_of(fields: Fields) -> Plan:
+def _plan_of(fields: Fields, file: PartsFile) -> Plan:
     """Raises BrokenShard."""
+    is_in_parts = fields.has("parts")
     plan = Plan(
         plan_id=fields.digest("plan_id"),
         input_dir=Path(fields.text("input_dir")),
@@ -270,21 +343,71 @@ def _plan_of(fields: Fields) -> Plan:
         probe_sha256=fields.digest("probe_sha256"),
         fast_engine_is_equal=fields.flag("fast_engine_is_equal"),
         can_be_cut=fields.flag("can_be_cut"),
-        inputs=[_input_of(item) for item in fields.objects("inputs")],
-        boundaries=fields.pairs("cuts", "an input and a byte of it"),
-        shard_sha256=fields.or_none("shard_sha256", fields.digests),
-        text_starts=fields.or_none("text_starts", fields.wholes),
-        left_out=fields.each("left_out", Fields.texts) if fields.has("left_out") else {},
         fast_engine=fields.text("fast_engine") if fields.has("fast_engine") else "",
+        **(_lists_in_parts(fields.fields("parts"), file) if is_in_parts else _lists_of(fields)),
     )
     fields.end()
-    _check_boundaries(fields, plan)
-    expected = plan_id(plan)
+    _check_lengths(plan, fields)
+    if not is_in_parts:
+        check_boundaries(plan, fields.path)
+    expected = _id_in_parts(plan) if is_in_parts else _id_of_whole(plan)
     if plan.plan_id != expected:
         raise fields.wrong(
             "plan_id", plan.plan_id[:12], f"{expected[:12]}, which options, tokenizer, inputs and cuts give"
         )
     return plan
+
+
+def _lists_of(fields: Fields) -> dict[str, Any]:
+    """The lists of a plan that stands in one piece. Raises BrokenShard."""
+    left_out = fields.each("left_out", Fields.texts) if fields.has("left_out") else {}
+    return {
+        "inputs": [_input_of(item, item.whole("mtime_ns", -MOST, MOST)) for item in fields.objects("inputs")],
+        "boundaries": _cuts_of(fields, "cuts"),
+        "shard_sha256": fields.or_none("shard_sha256", fields.digests),
+        "text_starts": fields.or_none("text_starts", fields.wholes),
+        "names_left_out": [(reason, name) for reason, names in left_out.items() for name in names],
+    }
+
+
+def _lists_in_parts(parts: Fields, file: PartsFile) -> dict[str, Any]:
+    """The lists of a plan in parts, none of which is read yet. Raises BrokenShard."""
+    mtimes = file.rows(parts, "mtimes_ns", lambda fields, name, _: fields.list_of(name, _is_time, "ns"))
+
+    def inputs_of(fields: Fields, name: str, first: int) -> list[InputFile]:
+        return [_input_of(item, mtimes[first + number]) for number, item in enumerate(fields.objects(name))]
+
+    inputs = file.rows(parts, "inputs", inputs_of)
+    if len(mtimes) != len(inputs):
+        raise parts.wrong("mtimes_ns", f"{len(mtimes)} rows", f"one for each of {len(inputs)} inputs")
+    found: dict[str, Any] = {
+        "inputs": inputs,
+        "boundaries": file.rows(parts, "cuts", lambda fields, name, _: _cuts_of(fields, name)),
+        "names_left_out": file.rows(parts, "left_out", _names_left_out),
+    }
+    if parts.has("shard_sha256"):
+        found["shard_sha256"] = file.rows(parts, "shard_sha256", lambda fields, name, _: fields.digests(name))
+    if parts.has("text_starts"):
+        found["text_starts"] = file.rows(parts, "text_starts", lambda fields, name, _: fields.wholes(name))
+    parts.end()
+    return found
+
+
+def _names_left_out(fields: Fields, name: str, _: int) -> list[tuple[str, str]]:
+    rows = fields.list_of(name, _is_pair_of_texts, "a reason and a name")
+    return [(reason, name) for reason, name in rows]
+
+
+def _is_pair_of_texts(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(is_text, value))
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) is int and -MOST <= value <= MOST
+
+
+def _cuts_of(fields: Fields, name: str) -> list[Boundary]:
+    return fields.pairs(name, "an input and a byte of it")
 
 
 def options_of_json(fields: Fields) -> PlanOptions:
@@ -311,30 +434,34 @@ def options_of_json(fields: Fields) -> PlanOptions:
         raise BrokenShard(f"{fields.path}: its options cannot be: {error}") from None
 
 
-def _input_of(fields: Fields) -> InputFile:
+def _input_of(fields: Fields, mtime_ns: int) -> InputFile:
     item = InputFile(
         path=fields.text("path"),
         num_bytes=fields.whole("num_bytes"),
-        mtime_ns=fields.whole("mtime_ns", -MOST, MOST),
+        mtime_ns=mtime_ns,
         sha256=fields.digest("sampled_sha256"),
     )
     fields.end()
     return item
 
 
-def _check_boundaries(fields: Fields, plan: Plan) -> None:
+def check_boundaries(plan: Plan, path: Path = Path(PLAN_NAME)) -> None:
     """That the boundaries divide the inputs, in order and without a gap. Raises BrokenShard."""
-    cuts, ends = plan.boundaries, [*(item.num_bytes for item in plan.inputs), 0]
-    if not 1 <= plan.num_shards <= MAX_SHARDS:
-        raise fields.wrong("cuts", f"{plan.num_shards} shards", f"1 to {MAX_SHARDS}")
+    cuts, ends = list(plan.boundaries), [*(item.num_bytes for item in plan.inputs), 0]
     inside = all(0 <= source < len(ends) and 0 <= byte <= ends[source] for source, byte in cuts)
     if not inside or cuts[0] != (0, 0) or cuts[-1] != (len(plan.inputs), 0) or cuts != sorted(cuts):
-        raise fields.wrong(
+        raise Fields(path, {}).wrong(
             "cuts", f"{cuts[0]} to {cuts[-1]}", f"places in {len(plan.inputs)} inputs, ascending"
         )
-    if plan.text_starts is not None and len(plan.text_starts) != len(cuts):
+
+
+def _check_lengths(plan: Plan, fields: Fields) -> None:
+    """That there are as many shards, and of each list as many rows, as can be. Raises BrokenShard."""
+    if not 1 <= plan.num_shards <= MAX_SHARDS:
+        raise fields.wrong("cuts", f"{plan.num_shards} shards", f"1 to {MAX_SHARDS}")
+    if plan.text_starts is not None and len(plan.text_starts) != len(plan.boundaries):
         raise fields.wrong(
-            "text_starts", f"{len(plan.text_starts)} numbers", f"one for each of {len(cuts)} cuts"
+            "text_starts", f"{len(plan.text_starts)} numbers", f"one for each of {len(plan.boundaries)} cuts"
         )
     if plan.shard_sha256 is not None and len(plan.shard_sha256) != plan.num_shards:
         raise fields.wrong(
@@ -373,6 +500,6 @@ def plan_differences(frozen: Plan, other: Plan) -> list[str]:
         found.append(f"{frozen.num_shards} shards, now {other.num_shards}")
     if (frozen.shard_sha256 is None) != (other.shard_sha256 is None):
         found.append(f"--hash_inputs was {frozen.shard_sha256 is not None}")
-    elif frozen.shard_sha256 != other.shard_sha256:
+    elif list(frozen.shard_sha256 or ()) != list(other.shard_sha256 or ()):
         found.append("the whole inputs' hashes differ")
     return found or ["the cuts between shards, the tokenizer's special tokens or its library differ"]

@@ -42,6 +42,7 @@ from preprocess.plan.plan_file import (
     Boundary,
     Plan,
     file_boundaries,
+    is_same_plan,
     plan_differences,
     plan_id,
     publish_plan,
@@ -524,7 +525,7 @@ def make_plan(
         estimate = measure(plan, engine)
         if dry_run:
             frozen = read_plan(config.output_dir)
-            if frozen is not None and frozen.plan_id != plan.plan_id:
+            if frozen is not None and not is_same_plan(frozen, plan):
                 raise Refused(
                     f"{config.output_dir} has another plan: {'; '.join(plan_differences(frozen, plan))}"
                 )
@@ -675,7 +676,7 @@ def _plan_of(
         inputs=division.inputs,
         boundaries=division.boundaries,
         text_starts=division.text_starts,
-        left_out=listing.left_out,
+        names_left_out=[(reason, name) for reason, names in listing.left_out.items() for name in names],
     )
     plan = dataclasses.replace(plan, plan_id=plan_id(plan))
     reference = resolved.reference(allow_special_tokens=allow)

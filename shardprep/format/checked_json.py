@@ -29,10 +29,14 @@ _NUM_SHOWN = 60  # characters of a value that an error repeats
 
 
 def with_content_hash(
-    file_format: str, content: Mapping[str, Any], run: Mapping[str, Any] | None = None
+    file_format: str,
+    content: Mapping[str, Any],
+    run: Mapping[str, Any] | None = None,
+    *,
+    version: int = FORMAT_VERSION,
 ) -> dict[str, Any]:
     """The whole object of a file: format, version, ``content``, its hash; ``run``, with its own, if given."""
-    data = {"format": file_format, "version": FORMAT_VERSION, **content}
+    data = {"format": file_format, "version": version, **content}
     data[CONTENT_HASH] = content_sha256(data)
     return data if run is None else {**data, RUN: {**run, RUN_HASH: content_sha256(run)}}
 
@@ -50,7 +54,14 @@ def read_checked(path: Path, file_format: str, *, max_bytes: int) -> Fields:
     Raises FileNotFoundError or NotADirectoryError where it is not there, BrokenShard, UnknownVersion, or
     ReadWriteError where the file system fails.
     """
-    data = parse_json(path, read_regular(path, max_bytes=max_bytes), file_format)
+    return checked_fields(path, read_regular(path, max_bytes=max_bytes), file_format)
+
+
+def checked_fields(
+    path: Path, raw: bytes | bytearray, file_format: str, *, version: int = FORMAT_VERSION
+) -> Fields:
+    """``read_checked`` of the bytes of a file. Raises BrokenShard, UnknownVersion."""
+    data = parse_json(path, raw, file_format, version=version)
     try:
         found, expected = data.pop(CONTENT_HASH, None), content_sha256(data)
     except RecursionError:
@@ -61,7 +72,9 @@ def read_checked(path: Path, file_format: str, *, max_bytes: int) -> Fields:
     return Fields(path, data)
 
 
-def parse_json(path: Path, raw: bytes, file_format: str) -> dict[str, Any]:
+def parse_json(
+    path: Path, raw: bytes | bytearray, file_format: str, *, version: int = FORMAT_VERSION
+) -> dict[str, Any]:
     """Parse one of our JSON files and check its ``format`` and ``version``.
 
     Raises BrokenShard where it is not such a file, UnknownVersion where it is of another version.
@@ -75,9 +88,9 @@ def parse_json(path: Path, raw: bytes, file_format: str) -> dict[str, Any]:
     if not isinstance(data, dict) or data.get("format") != file_format:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
         raise BrokenShard(f"{path} is not a {file_format}: its format is {_shown(found)}")
-    version = data.get("version")
-    if type(version) is not int or version != FORMAT_VERSION:
-        raise UnknownVersion(version_message(path, version))
+    found = data.get("version")
+    if type(found) is not int or found != version:
+        raise UnknownVersion(version_message(path, found))
     return data
 
 

@@ -13,8 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from shardprep.format.checked_json import Fields, read_checked
+from shardprep.format.checked_json import Fields
 from shardprep.format.names import MAX_PLAN_BYTES, MAX_SEQ_LEN, MAX_SHARDS, PLAN_NAME, Record, TokenFormat
+from shardprep.format.parts import PartsFile
 
 if TYPE_CHECKING:
     import numpy as np
@@ -136,5 +137,12 @@ def read_input_names(folder: Path) -> list[str]:
     Raises FileNotFoundError or NotADirectoryError where there is no plan, BrokenShard, UnknownVersion,
     ReadWriteError.
     """
-    fields: Fields = read_checked(folder / PLAN_NAME, "shardprep-plan", max_bytes=MAX_PLAN_BYTES)
-    return [item.text("path") for item in fields.objects("inputs")]
+
+    def names_of(fields: Fields, name: str, _: int) -> list[str]:
+        return [item.text("path") for item in fields.objects(name)]
+
+    file = PartsFile(folder / PLAN_NAME)
+    fields = file.read_head("shardprep-plan", max_bytes=MAX_PLAN_BYTES)
+    if fields.has("parts"):
+        return list(file.rows(fields.fields("parts"), "inputs", names_of))
+    return names_of(fields, "inputs", 0)

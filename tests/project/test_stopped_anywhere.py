@@ -68,7 +68,7 @@ def test_a_signal_just_behind_the_making_of_a_shards_files_leaves_no_temporary(
 
     def make() -> None:
         members = members_of(data_dir, plan.spec, 0, plan.options)
-        with ShardWriter(data_dir, plan.spec, 0, members, input_paths=[]):
+        with ShardWriter(data_dir, plan.spec, 0, members, input_paths={}):
             pass
 
     number = 1

@@ -9,7 +9,6 @@ groups of two.
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -23,7 +22,7 @@ from torch.nn.functional import cross_entropy
 
 from loader.boundaries import sdpa_mask
 from loader.context_parallel import split_for_context_parallel
-from tests.checkout import ROOT
+from tests.documented import example
 
 WORLD, VOCABULARY, HEADS, WIDTH = 4, 900, 2, 16
 Sees = Callable[[Tensor, Tensor], Tensor]
@@ -142,15 +141,6 @@ def each_document_alone(model: Model, batch: dict[str, Any]) -> tuple[Tensor, li
     return whole, sums
 
 
-def documented(number: int) -> Any:
-    """One of the examples of context parallelism in docs/training_own_loop.md, from 0."""
-    text = (ROOT / "docs" / "training_own_loop.md").read_text(encoding="utf-8")
-    section = text.partition("## Context parallelism")[2].partition("\n## ")[0]
-    return compile(
-        re.findall(r"```python\n(.*?)```", section, re.DOTALL)[number], "training_own_loop.md", "exec"
-    )
-
-
 def split_and_joined(
     model: Model, batch: dict[str, Any], group: Any, form: dict[str, Any], kernel: str
 ) -> tuple[Tensor, list[Tensor]]:
@@ -165,7 +155,7 @@ def split_and_joined(
         "dist": dist,
     }
     if form == {"by": "document"}:
-        exec(documented(0), names)
+        exec(example("training_own_loop.md", "## Context parallelism", 0), names)
         part: Any = names["part"]
     else:
         part = split_for_context_parallel(batch, rank, size, **form)
@@ -187,7 +177,7 @@ def split_and_joined(
         order = torch.cat([places for places, _ in parts]).argsort()
         return torch.cat([each for _, each in parts], 1)[:, order], found
     names |= {"part": part, "logits": logits.detach()}
-    exec(documented(1), names)
+    exec(example("training_own_loop.md", "## Context parallelism", 1), names)
     whole: Any = names["whole"]
     return whole, found
 

@@ -68,12 +68,10 @@ def deal_rows_evenly(batches: Sequence[Mapping[str, Any]], group: Any = None) ->
 
 def attention_work(batch: Mapping[str, Any]) -> torch.Tensor:
     """int64[batch]: the sum of the squared lengths of each row's documents."""
-    numbers = document_numbers(batch)
-    is_real = numbers >= 0
-    lengths = torch.bincount(numbers[is_real])
-    found = torch.zeros_like(numbers)
-    found[is_real] = lengths[numbers[is_real]]  # each token sees so many, up to a constant
-    return found.sum(1)
+    numbers = document_numbers(batch) + 1
+    lengths = torch.bincount(numbers.flatten())
+    lengths[0] = 0  # padding
+    return lengths[numbers].sum(1)  # each token counts the length of its document
 
 
 def even_owners(work: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.int64]:

@@ -15,13 +15,13 @@ import numpy.typing as npt
 import torch
 
 from loader.boundaries import boundary_fields
-from loader.chunks import ID_BITS, Chunk, Edges, RowEdges, split_ids, step_edges
+from loader.chunks import ID_BITS, IGNORED, Chunk, Edges, RowEdges, split_ids, step_edges
+from loader.context_parallel import split_for_context_parallel as split_for_context_parallel  # its old place
 from loader.state import Ramp, RunSteps, check_ramp
 from shardprep.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
-IGNORED = -100  # what cross_entropy leaves out
 PAD_TOKEN = "<|finetune_right_pad_id|>"  # Llama 3.1 and later keep it for this
 _RESERVED = re.compile(r"<\|reserved_special_token_\d+\|>")
 
@@ -245,7 +245,6 @@ def collate_lists(collate_fn: Collate, samples: Sequence[Sample], *, has_masks: 
 
 
 Targets = Literal["same", "shifted"]
-_OF_THE_WHOLE = ("cu_seqlens", "max_seqlen")  # a split keeps them: kernels want the edges of the whole rows
 
 
 def check_targets(targets: str, boundaries: tuple[str, ...], *, has_collate_fn: bool) -> bool:
@@ -277,42 +276,6 @@ def without_last_place(edges: Edges) -> Edges:
     begins = row[kept] * (width - 1) + within[kept]
     sizes = np.diff(begins, append=num_rows * (width - 1))
     return Edges(begins=begins, sizes=sizes, longest=int(sizes.max()), shape=(num_rows, width - 1))
-
-
-def split_for_context_parallel(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
-    """The places of a batch that one of ``size`` ranks of context parallelism computes.
-
-    Rows are cut into 2 size parts, and rank r takes part r and part 2 size - 1 - r: with causal attention all
-    ranks have the same work. ``cu_seqlens`` stay those of the whole rows; ``place_ids``, int64[seq / size],
-    says where each place stood. Labels must be ``targets="shifted"``. Raises UsageError where rows cannot be
-    cut so.
-    """
-    ids = batch.get("input_ids") if hasattr(batch, "get") else None
-    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
-        raise UsageError("the batch has no input_ids of [batch, seq]; pass what the loader gives")
-    if not 0 <= rank < size:
-        raise UsageError(f"rank {rank} of {size}: expected 0 <= rank < size")
-    width, num_parts = ids.shape[1], 2 * size
-    if width % num_parts:
-        raise UsageError(
-            f"rows of {width} tokens cannot be cut into {num_parts} equal parts for {size} ranks; choose a "
-            f"seq_len, or with padding a pad_to_multiple_of, that is a multiple of {num_parts}"
-        )
-    part = width // num_parts
-    first, last = rank * part, (num_parts - 1 - rank) * part
-    places = torch.cat([torch.arange(first, first + part), torch.arange(last, last + part)])
-    found: dict[str, Any] = {"place_ids": places}
-    for name, value in batch.items():
-        if name in _OF_THE_WHOLE:
-            found[name] = value
-        elif isinstance(value, torch.Tensor) and value.shape == ids.shape:
-            found[name] = value.index_select(1, places.to(value.device))
-        else:
-            raise UsageError(
-                f"the batch's {name} is no tensor of {list(ids.shape)}, and cannot be split over ranks; of "
-                "boundaries take 'position_ids', 'segment_ids' or 'cu_seqlens'"
-            )
-    return found
 
 
 def check_row_lengths(schedule: Ramp | None, row_tokens: int, *, is_validation: bool) -> Ramp:

@@ -244,7 +244,7 @@ def why_unchecked(
     if "input_ids" not in fields:
         raise UsageError(f"the model gets {sorted(fields)} by name, expected input_ids among them")
     ids = fields["input_ids"]
-    numbers = _document_numbers(batch if documents is None else documents).to(ids.device)
+    numbers = document_numbers(batch if documents is None else documents).to(ids.device)
     document = _first_of_several(numbers)
     is_distributed = dist.is_available() and dist.is_initialized()
     if not document.any() and not is_distributed:
@@ -294,7 +294,7 @@ def _first_of_several(numbers: torch.Tensor) -> torch.Tensor:
     return first & (is_row & (num_documents > 1))[:, None]
 
 
-def _document_numbers(batch: Mapping[str, Any]) -> torch.Tensor:
+def document_numbers(batch: Mapping[str, Any]) -> torch.Tensor:
     """int64[batch, seq]: documents counted through the batch, from 0; -1 in padding, where it is known."""
     starts = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
     segments, edges = batch.get("segment_ids"), batch.get("cu_seqlens", batch.get("cu_seq_lens_q"))

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from loader.batches import IGNORED, Targets
+from loader.batches import Targets
+from loader.chunks import IGNORED
 from loader.token_loader import TokenLoader
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from loader import UsageError, get_llama3_dataloader
-from loader.batches import split_for_context_parallel
+from loader.context_parallel import split_for_context_parallel
 from tests.external_tars import write_numbered_tars
 from tests.word_tokenizers import save_word_tokenizer
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from loader import OtherRun, TokenLoader, get_llama3_dataloader
-from loader.batches import IGNORED
+from loader.chunks import IGNORED
 from loader.where import SeenDocuments
 from shardprep.errors import UsageError
 from tests.external_tars import write_numbered_tars

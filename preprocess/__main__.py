@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from preprocess.options import GROUPS, RESOURCES, PrepConfig, WorkerSettings, environment_number
 from preprocess.resources import PROCESS_BYTES, memory_limit_gb
 from shardprep.command_line import Command, Program, add_flags_of, given_of, parse_size
-from shardprep.console import Progress, print_lines, quoted, say
+from shardprep.console import Progress, print_lines, quoted, say, short_bytes
 from shardprep.errors import BadInput, NotFound, Refused, ShardprepError, UsageError
 from shardprep.format.names import id_ranges, ids_of_ranges
 
@@ -120,7 +120,7 @@ def make_plan(args: argparse.Namespace) -> int:
         f"plan {plan.plan_id[:12]}: {plan.num_shards} shards of {min(sizes)} to {max(sizes)} input bytes"
     )
     print_lines(
-        f"about {cost.num_tokens:.3g} tokens, {cost.output_bytes / 1e9:.3g} GB on disk, "
+        f"about {cost.num_tokens:.3g} tokens, {short_bytes(cost.output_bytes)} on disk, "
         f"{cost.core_hours:.2g} core hours, the longest shard {cost.longest_shard_s:.0f} s on one core"
     )
     print_lines(

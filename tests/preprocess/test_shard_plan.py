@@ -322,7 +322,7 @@ def test_a_dry_run_prints_the_costs_and_writes_nothing(prep: Prep, sample_dir: P
         "--num_shards", "3", "--dry_run",
     )  # fmt: skip
     assert ended.code == 0
-    for said in ("3 shards of", "--array=0-2 ", "shardprep submit ", "core hours", "GB on disk"):
+    for said in ("3 shards of", "--array=0-2 ", "shardprep submit ", "core hours", " on disk"):
         assert said in ended.text
     assert not (tmp_path / "data").exists()
 

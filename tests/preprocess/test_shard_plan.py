@@ -378,14 +378,15 @@ def test_the_estimate_of_tokens_and_disk_is_near_what_comes(
         "plan", "--input_dir", sample_dir, "--output_dir", data_dir, "--model_id", prep.model_dir,
         "--num_shards", "5",
     )  # fmt: skip
-    estimate = re.search(r"about (\S+) tokens, (\S+) GB", ended.text)
-    assert estimate
+    estimate = re.search(r"about (\S+) tokens, (\S+) ([kMG]?B) on disk", ended.text)
+    assert estimate, ended.text
     prep.make(data_dir)
     manifests = [json.loads(path.read_bytes()) for path in data_dir.glob("shard-*.json")]
     tokens = sum(item["counts"]["num_tokens"] for item in manifests)
     num_bytes = sum(item["tar"]["num_bytes"] + item["idx"]["num_bytes"] for item in manifests)
     assert float(estimate[1]) == pytest.approx(tokens, rel=0.1)
-    assert float(estimate[2]) * 1e9 == pytest.approx(num_bytes, rel=0.1)
+    unit = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}[estimate[3]]
+    assert float(estimate[2]) * unit == pytest.approx(num_bytes, rel=0.1)
 
 
 def test_only_the_files_of_the_tokenizer_are_kept(prep: Prep, planned_dir: Path, tmp_path: Path) -> None:

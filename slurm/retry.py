@@ -36,6 +36,7 @@ from slurm.submissions import append_event
 
 REPORT_NAME = "report.html"
 _TOGETHER_S = 600.0  # Slurm finds nodes of one power cut up to SlurmdTimeout (300 s) apart
+_LATE_KILL_MIN = 2  # Slurm looks at limits every half minute, and then waits for the task to end
 
 
 def prepare_retry(
@@ -116,8 +117,10 @@ def retry_request(
             request = request.changed(mem_per_cpu_gb=round(mem_gb / (request.num_cpus or 1), 3))
     if last and last.cause == TIMEOUT:
         # Somebody may have given it more meanwhile (scontrol update timelimit=); a plain task told no limit.
-        given = last.array.time_min or 0 if last.array else 0
-        request = request.changed(time_min=max(2 * max(given, round(last.elapsed_s / 60)), 2))
+        given, had = (last.array and last.array.time_min) or 0, round(last.elapsed_s / 60)
+        if had - given <= _LATE_KILL_MIN:
+            had = given or had
+        request = request.changed(time_min=max(2 * had, 2))
     if failing:
         kept = (request.exclude or "").split(",") if "[" not in (request.exclude or "") else [request.exclude]
         names = dict.fromkeys(str(name) for name in [*kept, *failing] if name)

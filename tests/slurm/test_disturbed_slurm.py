@@ -156,8 +156,11 @@ def test_what_is_held_suspended_or_requeued_by_a_person_is_live_and_named(
     assert "nothing to retry" in slurm("retry", data_dir)
 
 
-def test_retry_doubles_the_time_that_a_task_really_had(fake: FakeSlurm, data_dir: Path) -> None:
-    """scontrol update jobid=1 timelimit=240, after --time_min 60."""
+@pytest.mark.parametrize(("had", "asked"), [("4:00:20", 480), ("1:01:50", 120)])
+def test_retry_doubles_the_time_that_a_task_was_given(
+    fake: FakeSlurm, data_dir: Path, had: str, asked: int
+) -> None:
+    """After --time_min 60 and scontrol update jobid=1 timelimit=240; or Slurm ended it late."""
     submitted(data_dir)
     record = data_dir / "jobs" / "0000.json"
     record.unlink()
@@ -167,9 +170,9 @@ def test_retry_doubles_the_time_that_a_task_really_had(fake: FakeSlurm, data_dir
         time_min=60,
     )  # fmt: skip
     submitted(data_dir, arrays=[array])
-    fake.answers("squeue", squeue_line("0", "TIMEOUT").replace("|0:02|", "|4:00:20|"))
+    fake.answers("squeue", squeue_line("0", "TIMEOUT").replace("|0:02|", f"|{had}|"))
     slurm("retry", data_dir)
-    assert "#SBATCH --time=480\n" in fake.sent()[0]
+    assert f"#SBATCH --time={asked}\n" in fake.sent()[0]
 
 
 def test_two_who_look_from_two_time_zones_see_the_same_job(

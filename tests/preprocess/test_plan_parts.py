@@ -192,6 +192,7 @@ def many_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return raw
 
 
+@pytest.mark.processes
 def test_every_command_works_with_a_plan_in_parts(
     prep: Prep, many_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -210,6 +210,7 @@ def get_llama3_dataloader(
     weights: Mapping[str, float] | None = None,
     weights_schedule: Schedule | None = None,
     weights_in: WeightsIn = "tokens",
+    amend: bool = False,
     seq_len: int | None = None,
     seq_len_schedule: Ramp | None = None,
     boundaries: Boundary | Sequence[Boundary] = (),
@@ -288,6 +289,8 @@ def get_llama3_dataloader(
             weights_schedule: instead of ``weights``, the weights from a global step on: ``[(0, {...}),
                 (80_000, {...})]``. It is part of the state: keep it when you resume.
             weights_in: weights are shares of ``"tokens"``, by the mean of each source, or of ``"samples"``.
+            amend: go on from a state of other weights or sources: this mixture holds from its step on, and
+                each source goes on at its own place. The default refuses such a state, and says what differs.
 
         Packing and labels:
             seq_len: pack documents into full rows of this many tokens, with EOS between documents.
@@ -476,6 +479,7 @@ def get_llama3_dataloader(
         fingerprint=_fingerprint(rules, shards, order, run, tokenizer.fingerprint),
         pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
         size_check=size_check,
+        amend=amend,
         **workers,
     )
     if who.rank == 0:

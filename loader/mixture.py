@@ -9,15 +9,27 @@ The weights of a stage are whole numbers of CYCLE_STEPS, spread evenly over a cy
 are behind step n follows from n alone. So a position in the run stays one integer, and the batches are the
 same for every number of ranks and workers. A new stage begins with a new round, at its exact step.
 
+**Amendments.** From a step N on another plan may hold: other weights, sources added or dropped. Sources
+keep their numbers, and so their orders; a dropped one has weight 0, a new one gets the next number. The plan
+of step N is a stage that may begin within a round. That round was laid out up to ``cut_end``, and slot l has
+taken c(l, s) steps of source s of it, fewer or more than other slots. So a slot's place in a source is the
+steps of the whole rounds, which are equal for all slots, and c(l, s) of each round that was cut:
+
+    place(l, s, n) = sum over rounds before n of their steps of s + sum over cut rounds before n of c(l, s)
+
+It follows from the stages, the seed and n. Each slot goes through its own part of each source without a gap.
+
 The price: each source has windows of its own in memory. A source whose weight is below 1 / ROUND_STEPS comes
-in some rounds only, there in all slots.
+in some rounds only, there in all slots. After an amendment chunks of a source are kept, as copies, until the
+slot that is furthest behind has passed them.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
@@ -30,7 +42,7 @@ from shardprep.errors import UsageError
 
 ROUND_STEPS = 64
 CYCLE_STEPS = 1 << 16
-_PATTERN = 6  # what a hash is for, beside those of order.py
+_PATTERN, _SEED = 6, 7  # what a hash is for, beside those of order.py
 
 Schedule = Sequence[tuple[int, Mapping[str, float]]]
 
@@ -41,6 +53,7 @@ class Stage:
 
     first_step: int
     weights: tuple[float, ...]  # of each source; their sum is 1
+    cut_end: int = 0  # of an amendment: where the round that it cut would have ended; 0: as was planned
 
     @cached_property
     def cycle(self) -> npt.NDArray[np.int64]:
@@ -51,16 +64,19 @@ class Stage:
         number = np.arange(CYCLE_STEPS) - np.repeat(ends[:-1], counts)
         return source[np.lexsort((source, (2 * number + 1) / counts[source]))]
 
-    @cached_property
-    def counts_before(self) -> npt.NDArray[np.int64]:
-        """Steps of each source before each step of a cycle: int64[CYCLE_STEPS + 1, sources]."""
-        taken = self.cycle[:, None] == np.arange(len(self.weights))
-        return np.concatenate([np.zeros((1, len(self.weights)), np.int64), np.cumsum(taken, axis=0)])
+    @property
+    def cycle_counts(self) -> npt.NDArray[np.int64]:
+        """Steps of each source in a cycle: int64[sources]. They are the shares that decide the order."""
+        return np.diff(_cycle_ends(self.weights))
 
     def counts(self, num_steps: int) -> npt.NDArray[np.int64]:
         """Steps of each source among the first ``num_steps`` of the stage: int64[sources]."""
         cycles, rest = divmod(num_steps, CYCLE_STEPS)
-        return cycles * self.counts_before[-1] + self.counts_before[rest]
+        return cycles * self.cycle_counts + np.bincount(self.cycle[:rest], minlength=len(self.weights))
+
+    def round_sources(self, first: int, end: int) -> npt.NDArray[np.int64]:
+        """The sources of a round's steps, counted from the stage's first: int64[end - first]."""
+        return self.cycle[first % CYCLE_STEPS :][: end - first]
 
 
 def _cycle_ends(weights: Sequence[float]) -> npt.NDArray[np.int64]:
@@ -84,14 +100,48 @@ def _cycles(text: str) -> list[tuple[str, list[int]]]:
     return [(first, _cycle_ends(json.loads(weights)).tolist()) for first, _, weights in stages]
 
 
+_SOURCE = re.compile(
+    r"(?P<name>.*) (?P<num_samples>\d{1,18}) \[(?P<block>\d{1,18}), (?P<window>\d{1,18})\]"
+    r"( (?P<data>[0-9a-f]{16}))?(?P<added> added)?"
+)
+
+
+def _stage(text: str, num_sources: int) -> Stage:
+    """The stage of a text of a state. Raises ValueError or TypeError."""
+    begin, _, weights = text.partition(": ")
+    first, _, cut_end = begin.partition("/")
+    shares = [float(share) for share in json.loads(weights)]
+    total = sum(shares)
+    is_cycle = total == CYCLE_STEPS
+    if len(shares) > num_sources or min(shares) < 0 or not (is_cycle or abs(total - 1) < 1e-6):
+        raise ValueError(f"the shares {weights} of a schedule")
+    shares = [share / CYCLE_STEPS for share in shares] if is_cycle else shares
+    return Stage(
+        first_step=int(first),
+        weights=(*shares, *[0.0] * (num_sources - len(shares))),
+        cut_end=int(cut_end or 0),
+    )
+
+
+def source_seed(seed: int, number: int) -> int:
+    """The seed of a source's order, by its number among all sources that the run has had."""
+    return hash_ints(seed, _SEED, number)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Round:
     """Consecutive steps in which every slot takes equally many samples of a source."""
 
     first_step: int
     end_step: int
-    sources: npt.NDArray[np.int64]  # of its steps, in no order yet: int64[end_step - first_step]
-    taken: npt.NDArray[np.int64]  # steps of each source before the round: int64[sources]
+    sources: npt.NDArray[np.int64]  # of its steps, in no order yet; of a round that was cut, as laid out
+    taken: npt.NDArray[np.int64]  # of each source before it, by the slot furthest behind: int64[sources]
+    ahead: npt.NDArray[np.int64]  # steps that slots are ahead of that one: int64[slots, sources]
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether an amendment ended it before all of it was delivered."""
+        return self.end_step - self.first_step < len(self.sources)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +154,8 @@ class Mixture(BatchOrder):
     names: tuple[str, ...]
     orders: tuple[Order, ...]
     stages: tuple[Stage, ...]
+    data: tuple[str, ...] = ()  # fingerprint of each source's data, 16 hex digits; "" where a state lacks it
+    num_first: int = 0  # sources that the run began with, where amendments added some; 0: all
 
     @property
     def num_samples(self) -> int:
@@ -115,38 +167,112 @@ class Mixture(BatchOrder):
 
     @property
     def steps_per_epoch(self) -> int:
-        """As many steps as one epoch of each source has, together."""
-        return sum(order.steps_per_epoch for order in self.orders)
+        """As many steps as one epoch of each source has, together, of those that the run began with."""
+        return sum(order.steps_per_epoch for order in self.orders[: self.num_first or None])
+
+    @property
+    def amended_at(self) -> int:
+        """The step of the last amendment; 0 where there is none."""
+        return max((stage.first_step for stage in self.stages if stage.cut_end), default=0)
 
     @property
     def sizes(self) -> dict[str, str]:
         """What must be the same where a run is resumed: the sources with their orders, and the stages."""
-        orders = zip(self.names, self.orders, strict=True)
+        sources = [
+            f"{name} {order.num_samples} {[*order.sizes.values()]}"
+            for name, order in zip(self.names, self.orders, strict=True)
+        ]
+        if any(self.data):
+            sources = [f"{text} {data}".rstrip() for text, data in zip(sources, self.data, strict=True)]
+        first = self.num_first or len(sources)
         return {
-            "sources": "; ".join(
-                f"{name} {order.num_samples} {[*order.sizes.values()]}" for name, order in orders
-            ),
-            "schedule": "; ".join(f"{stage.first_step}: {list(stage.weights)}" for stage in self.stages),
+            "sources": "; ".join([*sources[:first], *(f"{text} added" for text in sources[first:])]),
+            "schedule": "; ".join(map(self._stage_text, self.stages)),
         }
+
+    def _stage_text(self, stage: Stage) -> str:
+        """Of a run that was amended with shares as steps of a cycle, so that many take little room."""
+        if not self.num_first and not any(each.cut_end for each in self.stages):
+            return f"{stage.first_step}: {list(stage.weights)}"
+        cut = f"/{stage.cut_end}" if stage.cut_end else ""
+        counts = ",".join(map(str, np.trim_zeros(stage.cycle_counts, "b").tolist()))
+        return f"{stage.first_step}{cut}: [{counts}]"
+
+    @staticmethod
+    def of_sizes(sizes: Mapping[str, object], like: Mixture) -> Mixture | None:
+        """The mixture whose ``sizes`` these are, its other fields as of another; None for what are none."""
+        found = [_SOURCE.fullmatch(text) for text in str(sizes.get("sources")).split("; ")]
+        sources = [match for match in found if match]
+        try:
+            stages = tuple(_stage(text, len(found)) for text in str(sizes.get("schedule")).split("; "))
+        except (ValueError, TypeError, RecursionError):
+            return None
+        if len(sources) < len(found) or len({match["name"] for match in sources}) < len(found):
+            return None
+        is_added = [match["added"] is not None for match in sources]
+        num_first = is_added.index(True) if any(is_added) else 0
+        firsts = [stage.first_step for stage in stages]
+        if firsts[0] or firsts != sorted({*firsts}) or is_added[0] or is_added != sorted(is_added):
+            return None
+        return replace(
+            like,
+            names=tuple(match["name"] for match in sources),
+            orders=tuple(
+                replace(
+                    like.orders[0],
+                    num_samples=int(match["num_samples"]),
+                    block_samples=int(match["block"]),
+                    window_samples=int(match["window"]),
+                    seed=source_seed(like.seed, number),
+                )
+                for number, match in enumerate(sources)
+            ),
+            stages=stages,
+            data=tuple(match["data"] or "" for match in sources),
+            num_first=num_first,
+        )
 
     def round_at(self, step: int) -> Round:
         """The round of a global step, counted from 0 through the whole run."""
         number = sum(stage.first_step <= step for stage in self.stages) - 1
+        return self._round(number, step, *self._before[number])
+
+    def _round(
+        self, number: int, step: int, taken: npt.NDArray[np.int64], ahead: npt.NDArray[np.int64]
+    ) -> Round:
+        """The round of a step in a stage, before which slots have taken so many steps of each source."""
         stage = self.stages[number]
-        before = np.zeros(len(self.names), np.int64)
-        for earlier, later in pairwise(self.stages[: number + 1]):
-            before += earlier.counts(later.first_step - earlier.first_step)
         first = (step - stage.first_step) // ROUND_STEPS * ROUND_STEPS
-        end = first + ROUND_STEPS
+        end = laid_end = first + ROUND_STEPS
         if number + 1 < len(self.stages):
-            end = min(end, self.stages[number + 1].first_step - stage.first_step)
-        at = first % CYCLE_STEPS
+            later = self.stages[number + 1]
+            end = min(end, later.first_step - stage.first_step)
+            laid_end = min(laid_end, (later.cut_end or later.first_step) - stage.first_step)
         return Round(
             first_step=stage.first_step + first,
             end_step=stage.first_step + end,
-            sources=stage.cycle[at : at + end - first],
-            taken=before + stage.counts(first),
+            sources=stage.round_sources(first, laid_end),
+            taken=taken + stage.counts(first),
+            ahead=ahead,
         )
+
+    @cached_property
+    def _before(self) -> list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+        """Of each stage ``Round.taken`` and ``Round.ahead`` at its first step."""
+        num_sources = len(self.names)
+        found = [(np.zeros(num_sources, np.int64), np.zeros((self.num_slots, num_sources), np.int64))]
+        for number, (stage, later) in enumerate(pairwise(self.stages)):
+            taken, ahead = found[-1]
+            num_steps = later.first_step - stage.first_step
+            if not later.cut_end:
+                found.append((taken + stage.counts(num_steps), ahead))
+                continue
+            last = self._round(number, later.first_step - 1, taken, ahead)
+            pattern = self.pattern(last, range(self.num_slots))[:, : later.first_step - last.first_step]
+            ahead = ahead + (pattern[:, :, None] == np.arange(num_sources)).sum(axis=1)
+            least = ahead.min(axis=0)
+            found.append((last.taken + least, ahead - least))
+        return found
 
     def pattern(self, part: Round, slots: range) -> npt.NDArray[np.int64]:
         """The source of each slot at each step of a round: int64[len(slots), steps]."""
@@ -158,7 +284,8 @@ class Mixture(BatchOrder):
         """Samples of each source in the first ``step`` global batches, all ranks together."""
         part = self.round_at(step)
         pattern = self.pattern(part, range(self.num_slots))[:, : step - part.first_step]
-        within = np.bincount(pattern.reshape(-1), minlength=len(self.names)) * self.group
+        within = np.bincount(pattern.reshape(-1), minlength=len(self.names)) + part.ahead.sum(axis=0)
+        within *= self.group
         return dict(zip(self.names, (part.taken * self.global_batch_size + within).tolist(), strict=True))
 
     def epochs(self, step: int) -> dict[str, float]:

@@ -27,6 +27,7 @@ from loader.mixture import check_first_steps, is_same_schedule
 from shardprep.errors import BrokenShard, OtherTokenizer, Refused, UsageError
 
 _HASH_DIGITS = 64
+_SOURCE_DATA = re.compile(r" [0-9a-f]{16}(?=; | added|$)")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 STATE_FORMAT = "shardprep-loader-state"
 _WHY = {
@@ -174,7 +175,7 @@ def _whole_number(state: Mapping[str, Any], name: str) -> int:
 
 def _check_fingerprint(saved: dict[str, Any], mine: dict[str, Any]) -> None:
     names = {**mine, **saved}
-    differing = [name for name in names if not _is_same(name, saved.get(name), mine.get(name))]
+    differing = [name for name in names if not is_same(name, saved.get(name), mine.get(name))]
     if not differing:
         return
     parts = [
@@ -189,9 +190,12 @@ def _check_fingerprint(saved: dict[str, Any], mine: dict[str, Any]) -> None:
     )
 
 
-def _is_same(name: str, saved: Any, mine: Any) -> bool:
+def is_same(name: str, saved: Any, mine: Any) -> bool:
+    """Whether two states have the same of one name of their fingerprints."""
     if name == "schedule" and isinstance(saved, str) and isinstance(mine, str):
         return is_same_schedule(saved, mine)
+    if name == "sources" and isinstance(saved, str) and not _SOURCE_DATA.search(saved):
+        return saved == _SOURCE_DATA.sub("", str(mine))  # states of 0.1.0 have them in ``data`` alone
     return bool(saved == mine)
 
 

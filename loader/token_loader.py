@@ -25,6 +25,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
+from loader.amend import Plan, go_on
 from loader.batches import (
     Batch,
     Collate,
@@ -38,8 +39,9 @@ from loader.batches import (
 from loader.chunks import Chunk
 from loader.find_shards import SizeCheck
 from loader.mixture import Mixture
+from loader.order import Order
 from loader.ranks import ProcessRank, check_process_rank
-from loader.state import Position, RunProgress, SkippedSteps, position_of, state_of
+from loader.state import Position, RunProgress, RunSteps, SkippedSteps, state_of
 from loader.tokenizer import LoaderTokenizer
 from loader.workers import ChunkDataset, whole_number
 from shardprep.errors import UsageError
@@ -225,8 +227,6 @@ class BatchStream:
         workers: Mapping[str, Any],
     ) -> None:
         self._chunks = chunks
-        self._order = chunks.order
-        self._run = chunks.run
         self._row_tokens = chunks.samples.row_tokens
         self._step_batches = step_batches
         self._metrics = metrics
@@ -264,11 +264,11 @@ class BatchStream:
 
     def first_batch(self, chunks: ChunkDataset, start: Position) -> Any:
         """The batch at a position, of a copy of the chunks; the stream stays where it stands."""
-        run = self._run
+        run = chunks.run
         chunks.position[0], chunks.position[1] = start.epoch, run.order_step(start)
         within, width = start.num_micro % run.num_batches, run.row_length(run.step_of(start))
         chunk = cast(Chunk, next(iter(chunks)))  # no end of an epoch: a position is before it
-        fillers = self._order.is_filler(start.step, self._chunks.slots)
+        fillers = chunks.order.is_filler(start.step, chunks.slots)
         parts = self._step_batches.cut([chunk], 0, within, fillers, width)
         return self._step_batches.collate(next(parts))
 
@@ -285,7 +285,7 @@ class BatchStream:
     def _seek(self, position: Position) -> None:
         """Deliver from a position on; persistent workers are sent there."""
         shared = self._chunks.position
-        shared[0], shared[1] = position.epoch, self._run.order_step(position)
+        shared[0], shared[1] = position.epoch, self._chunks.run.order_step(position)
         self._arriving = iter_with_workers(self._chunk_loader)
 
     def _has_dead_workers(self) -> bool:
@@ -318,14 +318,14 @@ class BatchStream:
             yield part, batch
 
     def _uncollated(self, start: Position) -> Iterator[Uncollated]:
-        run, step = self._run, start.step
+        run, step = self._chunks.run, start.step
         number, num_steps = run.step_of(start), run.steps_in(start.epoch)
         num_done, within = divmod(start.num_micro, run.num_batches)
         left = run.order_steps_in(number) - num_done  # steps of the order in this step of training
         while step < num_steps:
             chunks = self._next_chunks()
             for place in range(chunks[0].lengths.shape[1]):
-                fillers = self._order.is_filler(step, self._chunks.slots)
+                fillers = self._chunks.order.is_filler(step, self._chunks.slots)
                 yield from self._step_batches.cut(chunks, place, within, fillers, run.row_length(number))
                 left, within = left - 1, 0
                 if not left:
@@ -407,6 +407,7 @@ class TokenLoader(DataLoader[Batch]):
         fingerprint: Mapping[str, Any],
         pin_memory: bool = False,
         size_check: SizeCheck | None = None,
+        amend: bool = False,
         **workers: Any,
     ) -> None:
         if "sampler" in workers:
@@ -426,22 +427,35 @@ class TokenLoader(DataLoader[Batch]):
             "process_rank": process_rank,
             "fingerprint": dict(fingerprint),
             "pin_memory": pin_memory,
+            "amend": amend,
             **workers,
         }
         self.loader_tokenizer = loader_tokenizer
         self._collator: Any = None
         self.process_rank = process_rank
-        self.order = chunks.order
         self.metrics = LoaderMetrics()
         self.fingerprint = dict(fingerprint)
         self.step_batches = step_batches
-        self.run = chunks.run
         self.chunks = chunks
+        self._plan = Plan(
+            order=chunks.order, samples=chunks.samples, run=chunks.run, fingerprint=dict(fingerprint)
+        )
+        self._amend = amend
         self._stream = BatchStream(chunks, step_batches, self.metrics, size_check, workers)
         self._newest = 0
         self._pins = pin_memory and torch.cuda.is_available()
         self._progress = RunProgress()
         self._num_accumulated = chunks.run.batches_in(0)
+
+    @property
+    def order(self) -> Order | Mixture:
+        """Which sample comes when."""
+        return self.chunks.order
+
+    @property
+    def run(self) -> RunSteps:
+        """What each step is made of."""
+        return self.chunks.run
 
     def __len__(self) -> int:
         """Batches an epoch, on every rank; a resumed epoch gives the rest of them, from ``first_batch``.
@@ -553,16 +567,20 @@ class TokenLoader(DataLoader[Batch]):
         )
 
     def __reduce__(self) -> tuple[Callable[..., TokenLoader], tuple[Any, ...]]:
-        chunks = (type(self.chunks), self._chunks_options)
-        return _made_again, (type(self), chunks, self._made_with, self._progress)
+        chunks = (type(self.chunks), self._chunks_options(self._plan))
+        now = Plan(order=self.order, samples=self.chunks.samples, run=self.run, fingerprint=self.fingerprint)
+        return _made_again, (type(self), chunks, self._made_with, self._progress, now)
 
-    @property
-    def _chunks_options(self) -> dict[str, Any]:
-        made = self.chunks
+    def _chunks_options(self, plan: Plan | ChunkDataset) -> dict[str, Any]:
         return {
-            "samples": made.samples, "order": made.order, "run": made.run, "slots": made.slots,
-            "endless": made.endless,
+            "samples": plan.samples, "order": plan.order, "run": plan.run, "slots": self.chunks.slots,
+            "endless": self.chunks.endless,
         }  # fmt: skip
+
+    def _deliver(self, plan: Plan) -> None:
+        """Deliver what a plan says from the next ``iter()`` on."""
+        self.fingerprint = dict(plan.fingerprint)
+        self.chunks.order, self.chunks.samples, self.chunks.run = plan.order, plan.samples, plan.run
 
     def __getitem__(self, _: Any) -> Any:
         """Refuse what takes a loader for a data set."""
@@ -600,12 +618,18 @@ class TokenLoader(DataLoader[Batch]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next ``iter()`` go on behind what ``state`` says was delivered. Reads nothing.
 
-        Raises OtherRun, OtherTokenizer, UsageError or BrokenShard; see loader/state.py.
+        A state of another mixture is gone on from where the loader was made with ``amend=True``. Raises
+        OtherRun, OtherTokenizer, UsageError or BrokenShard; see loader/state.py and loader/amend.py.
         """
-        position = position_of(state, self.fingerprint, self._layout, self.run)
+        plan, position = go_on(self._plan, state, self._layout, amend=self._amend)
+        skipped = SkippedSteps.of_text(state.get("skipped", ""))
         self._newest += 1
-        self._end_unless_persistent()
-        self._progress.load(position, SkippedSteps.of_text(state.get("skipped", "")))
+        if dict(plan.fingerprint) == self.fingerprint:
+            self._end_unless_persistent()
+        else:
+            self._stream.end()  # workers have the mixture of before
+            self._deliver(plan)
+        self._progress.load(position, skipped)
 
     def skip(self, steps: int) -> None:
         """Leave out the next global batches, as after a spike of the loss; the next ``iter()`` begins behind.
@@ -631,7 +655,7 @@ class TokenLoader(DataLoader[Batch]):
 
         Reads its windows in this process, besides those that workers read: up to a second on a slow disk.
         """
-        start, chunks = self._progress.next, type(self.chunks)(**self._chunks_options)
+        start, chunks = self._progress.next, type(self.chunks)(**self._chunks_options(self.chunks))
         try:
             return self._stream.first_batch(chunks, start)
         finally:
@@ -718,8 +742,10 @@ def _made_again(
     chunks: tuple[type[ChunkDataset], dict[str, Any]],
     made_with: dict[str, Any],
     progress: RunProgress,
+    now: Plan,
 ) -> TokenLoader:
     """A copy of a loader; sizes were looked at when the original was made."""
     loader = kind(chunks[0](**chunks[1]), **made_with)
     loader._progress = replace(progress)  # noqa: SLF001  it is its own class's
+    loader._deliver(now)  # noqa: SLF001
     return loader

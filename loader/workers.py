@@ -22,8 +22,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from loader.chunks import Chunk, ScatteredParts, ScatteredRows
 from loader.find_shards import ShardSet
-from loader.mixture import Mixture, Round, Schedule, check_first_steps, make_stages
-from loader.order import Order, choose_windows, hash_ints, share
+from loader.mixture import Mixture, Round, Schedule, check_first_steps, make_stages, source_seed
+from loader.order import Order, choose_windows, share
 from loader.state import RunSteps
 from shardprep.errors import UsageError
 
@@ -219,41 +219,46 @@ def whole_number(name: str, value: object, *, least: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class MixedSamples:
-    """The samples of all sources, as a loader asks for them."""
+    """The samples of all sources, as a loader asks for them; None of one that was dropped."""
 
-    sources: tuple[Samples, ...]
+    sources: tuple[Samples | None, ...]
     offsets = 1  # each source has its own
 
     @property
     def row_tokens(self) -> int:
         """Tokens of every sample where all are rows of one length, else 0."""
-        lengths = {source.row_tokens for source in self.sources}
+        lengths = {source.row_tokens for source in self._present}
         return lengths.pop() if len(lengths) == 1 else 0
 
     @property
+    def _present(self) -> list[Samples]:
+        return [source for source in self.sources if source is not None]
+
+    @property
     def num_samples(self) -> int:
-        return sum(source.num_samples for source in self.sources)
+        return sum(source.num_samples for source in self._present)
 
     @property
     def mean_tokens(self) -> float:
         """Of the source with the longest: chunks must be small enough for all."""
-        return max(source.mean_tokens for source in self.sources)
+        return max(source.mean_tokens for source in self._present)
 
     def open(self) -> MixedReader:
         """A reader of each source for this process."""
-        return MixedReader([source.open() for source in self.sources])
+        return MixedReader([None if source is None else source.open() for source in self.sources])
 
 
 class MixedReader:
     """The readers of all sources."""
 
-    def __init__(self, readers: list[WindowReader]) -> None:
+    def __init__(self, readers: list[WindowReader | None]) -> None:
         self.readers = readers
 
     def close(self) -> None:
         """Close every file."""
         for reader in self.readers:
-            reader.close()
+            if reader is not None:
+                reader.close()
 
 
 class MixedChunkDataset(ChunkDataset):
@@ -274,12 +279,12 @@ class MixedChunkDataset(ChunkDataset):
         chunk_steps = self._chunk_steps()
         cursor, self._cursor = self._cursor, None
         if cursor is None or (cursor.step, cursor.slots, cursor.reader) != (at, slots, reader):
-            taken = mixture.round_at(at).taken.tolist()
-            chunks = (self._source_chunks(reader, n, first, slots) for n, first in enumerate(taken))
-            cursor = MixCursor(step=at, slots=slots, reader=reader, streams=[*map(SourceSteps, chunks)])
+            cursor = MixCursor(step=at, slots=slots, reader=reader, streams=[])
         while cursor.step < end:
             if cursor.mixed is None:
                 cursor.part = mixture.round_at(cursor.step)
+                if not cursor.streams:
+                    cursor.streams = self._streams(reader, cursor.part, slots)
                 cursor.mixed = self._mixed_round(cursor.part, cursor.streams, slots)
             assert cursor.part is not None
             last = min(cursor.part.end_step, end)
@@ -288,7 +293,18 @@ class MixedChunkDataset(ChunkDataset):
                 yield cursor.mixed.chunk(first - cursor.part.first_step, cursor.step - cursor.part.first_step)
             if last == cursor.part.end_step:
                 cursor.mixed = None
+                if cursor.part.was_cut:
+                    cursor.streams = []  # they stand where the whole round would have ended
         self._cursor = cursor
+
+    def _streams(self, reader: MixedReader, part: Round, slots: range) -> list[SourceSteps]:
+        """Each source from where the slots stand in it at a round."""
+        ahead = np.repeat(part.ahead[slots.start : slots.stop], self.order.group, axis=0)
+        least = ahead.min(axis=0)
+        return [
+            SourceSteps(self._source_chunks(reader, number, first, slots), ahead[:, number] - least[number])
+            for number, first in enumerate((part.taken + least).tolist())
+        ]
 
     def _source_chunks(
         self, reader: MixedReader, number: int, first_step: int, slots: range
@@ -312,12 +328,7 @@ class MixedChunkDataset(ChunkDataset):
         mixed = MixedRound(pattern.shape, self.samples.row_tokens)
         for number in np.unique(part.sources).tolist():
             columns = np.nonzero(pattern == number)[1].reshape(len(pattern), -1)  # of each row, ascending
-            done = 0
-            for chunk, steps in streams[number].take(columns.shape[1]):
-                end = done + steps.stop - steps.start
-                mixed.put(columns[:, done:end], chunk, steps, is_last=end == columns.shape[1])
-                done = end
-                del chunk  # it may hold its window; the next one is read now
+            streams[number].lay(columns, mixed)
         return mixed
 
 
@@ -334,14 +345,48 @@ class MixCursor:
 
 
 class SourceSteps:
-    """The steps of one source, one after another."""
+    """The steps of one source, one after another; ``ahead``: how many a row is ahead of the last one."""
 
-    def __init__(self, chunks: Iterator[Chunk]) -> None:
+    def __init__(self, chunks: Iterator[Chunk], ahead: npt.NDArray[np.int64]) -> None:
         self._chunks = chunks
+        self._ahead = ahead
         self._chunk: Chunk | None = None
         self._place = 0  # the next step of the chunk
+        self._kept: list[tuple[int, Chunk]] = []  # where rows are ahead: chunks, and the first step of each
+        self._num_read = self._num_laid = 0  # steps; laid: of the row that is furthest behind
 
-    def take(self, num_steps: int) -> Iterator[tuple[Chunk, slice]]:
+    def lay(self, columns: npt.NDArray[np.int64], mixed: MixedRound) -> None:
+        """Lay the next steps of each row to these columns of a round: int64[rows, number of steps]."""
+        if self._ahead.any():
+            self._lay_kept(columns, mixed)
+            return
+        rows, done = np.arange(len(columns))[:, None], 0
+        for chunk, steps in self._take(columns.shape[1]):
+            end = done + steps.stop - steps.start
+            places, is_last = (rows, columns[:, done:end]), end == columns.shape[1]
+            mixed.put(places, chunk, (slice(None), steps), stays=is_last)
+            mixed.num_cut += 0 if steps.start else chunk.num_cut
+            done = end
+            del chunk  # it may hold its window; the next one is read now
+
+    def _lay_kept(self, columns: npt.NDArray[np.int64], mixed: MixedRound) -> None:
+        num_steps = columns.shape[1]
+        while self._num_read < self._num_laid + num_steps + self._ahead.max():
+            chunk = next(self._chunks)
+            mixed.num_cut += chunk.num_cut
+            if mixed.row_tokens:  # a copy, for it outlives its window
+                chunk = replace(chunk, ids=np.array(chunk.ids[:]))
+            self._kept.append((self._num_read, chunk))
+            self._num_read += chunk.lengths.shape[1]
+        for first, chunk in self._kept:
+            steps = np.arange(first, first + chunk.lengths.shape[1]) - self._num_laid - self._ahead[:, None]
+            rows, at = np.nonzero((steps >= 0) & (steps < num_steps))
+            if len(rows):
+                mixed.put((rows, columns[rows, steps[rows, at]]), chunk, (rows, at), stays=True)
+        self._num_laid += num_steps
+        self._kept = [kept for kept in self._kept if kept[0] + kept[1].lengths.shape[1] > self._num_laid]
+
+    def _take(self, num_steps: int) -> Iterator[tuple[Chunk, slice]]:
         """The next steps: chunks, and which steps of each. A chunk may end with the next one."""
         while num_steps:
             if self._chunk is None:
@@ -359,50 +404,50 @@ class MixedRound:
     """The samples of a round, where they lie: in windows and chunks of their sources."""
 
     def __init__(self, shape: tuple[int, int], row_tokens: int) -> None:
-        self._row_tokens = row_tokens
-        self._num_cut = 0
+        self.row_tokens = row_tokens
+        self.num_cut = 0
         self._lengths = np.empty(shape, np.int32)  # [samples per step, steps]
         self._ids = ScatteredParts.of_shape(shape, row_tokens)
         self._num_starts: npt.NDArray[np.int32] | None = None
         self._starts = ScatteredParts.of_shape(shape)
 
-    def put(self, columns: npt.NDArray[np.int64], chunk: Chunk, steps: slice, *, is_last: bool) -> None:
-        """Lay steps of a source to these columns of each row: int64[samples per step, number of steps].
+    def put(self, places: Any, chunk: Chunk, at: Any, *, stays: bool) -> None:
+        """Lay samples of a source's chunk, those ``at`` these places of it, to these places of the round.
 
-        ``is_last``: of the source in this round, so that its window stays until the round has been delivered.
+        ``stays``: the chunk's memory does, until the round has been delivered.
         """
-        places = (np.arange(len(columns))[:, None], columns)
-        self._lengths[places] = chunk.lengths[:, steps]
-        if steps.start == 0:
-            self._num_cut += chunk.num_cut
-        if not self._row_tokens:
+        lengths = self._lengths[places] = chunk.lengths[at]
+        if not self.row_tokens:
             by_step = chunk.lengths.T
             ends = np.cumsum(by_step, dtype=np.int64).reshape(by_step.shape).T
-            self._ids.put(places, chunk.ids, (ends - chunk.lengths)[:, steps])
-        elif is_last and isinstance(chunk.ids, ScatteredRows) and chunk.ids.mask is None:
-            self._ids.put(places, chunk.ids.flat, chunk.ids.at[:, steps])
+            self._ids.put(places, chunk.ids, (ends - chunk.lengths)[at])
+        elif stays and isinstance(chunk.ids, ScatteredRows) and chunk.ids.mask is None:
+            self._ids.put(places, chunk.ids.flat, chunk.ids.at[at])
+        elif stays and isinstance(chunk.ids, np.ndarray):
+            begins = np.arange(chunk.lengths.size).reshape(chunk.lengths.shape) * self.row_tokens
+            self._ids.put(places, chunk.ids.reshape(-1), begins[at])
         else:
-            rows = np.array(chunk.ids[:, steps]).reshape(-1)
-            self._ids.put(places, rows, np.arange(0, len(rows), self._row_tokens).reshape(columns.shape))
+            rows = np.array(chunk.ids[at]).reshape(-1)
+            self._ids.put(places, rows, np.arange(0, len(rows), self.row_tokens).reshape(lengths.shape))
         if chunk.starts is not None and chunk.num_starts is not None:
             if self._num_starts is None:
                 self._num_starts = np.empty_like(self._lengths)
-            self._num_starts[places] = chunk.num_starts[:, steps]
+            self._num_starts[places] = chunk.num_starts[at]
             ends = np.cumsum(chunk.num_starts, dtype=np.int64).reshape(chunk.num_starts.shape)
-            self._starts.put(places, chunk.starts, (ends - chunk.num_starts)[:, steps])
+            self._starts.put(places, chunk.starts, (ends - chunk.num_starts)[at])
 
     def chunk(self, first: int, end: int) -> Chunk:
         """Its steps from ``first`` up to ``end``."""
         lengths, ids = self._lengths[:, first:end], self._ids.steps(first, end)
-        num_cut, self._num_cut = self._num_cut, 0
+        num_cut, self.num_cut = self.num_cut, 0
         num_starts = starts = None
         if self._num_starts is not None:
             num_starts = self._num_starts[:, first:end]
             starts = self._starts.steps(first, end).joined(num_starts)
         return Chunk(
             lengths=lengths,
-            ids=ids if self._row_tokens else ids.by_step.joined(lengths.T),
-            row_tokens=self._row_tokens,
+            ids=ids if self.row_tokens else ids.by_step.joined(lengths.T),
+            row_tokens=self.row_tokens,
             num_cut=num_cut,
             num_starts=num_starts,
             starts=starts,
@@ -411,7 +456,6 @@ class MixedRound:
 
 WeightsIn = Literal["tokens", "samples"]
 _COUNTED = 1 << 20  # samples whose lengths tell the mean of a source
-_SEED = 7  # what a hash is for, beside those of order.py and mixture.py
 
 
 def check_mixing(
@@ -468,8 +512,9 @@ def mix(
     mixture = Mixture(
         names=names,
         orders=tuple(
-            replace(order, seed=hash_ints(order.seed, _SEED, number)) for number, order in enumerate(orders)
+            replace(order, seed=source_seed(order.seed, number)) for number, order in enumerate(orders)
         ),
+        data=tuple(part.fingerprint[:16] for part in shards.values()),
         stages=make_stages(names, weights, weights_schedule, means),
         global_batch_size=orders[0].global_batch_size,
         group=orders[0].group,

@@ -1,0 +1,199 @@
+"""Amendments: how a loader goes on behind a state of another mixture. Pure arithmetic.
+
+A state has its past: the sources that the run has had, and its stages, of which some are amendments
+(mixture.py). A loader's plan is what its arguments say. Behind a state at step N
+
+- it goes on by the state's stages where the plan says the same of the steps from N on;
+- with ``amend`` the stages up to N are the state's and those from N on the plan's: the one that holds at N
+  begins there, those that begin later keep their steps. Stages of the plan that ended before N must be the
+  state's, unless an amendment since changed them;
+- otherwise the state is refused, and so it is always where a source of the same name is other data, or
+  anything else of the fingerprint differs.
+
+A step before the last amendment, as ``state_at`` may give one, is gone on from as it was.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from loader.mixture import CYCLE_STEPS, Mixture, Stage, source_seed
+from loader.order import Order
+from loader.state import OtherRun, Position, RunSteps, is_same, position_of
+from loader.workers import MixedSamples, Samples
+from shardprep.errors import UsageError
+
+logger = logging.getLogger(__name__)
+_AMENDED = ("data", "num_samples", "sources", "schedule")  # what an amendment changes of a fingerprint
+_Held = list[tuple[int, dict[str, int]]]  # from which step on, and each source's steps of a cycle
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a loader delivers, and how a state names it."""
+
+    order: Order | Mixture
+    samples: Samples | MixedSamples
+    run: RunSteps
+    fingerprint: Mapping[str, Any]
+
+
+def go_on(
+    plan: Plan, state: Mapping[str, Any], layout: Mapping[str, int], *, amend: bool
+) -> tuple[Plan, Position]:
+    """What a loader of a plan delivers behind a state, and from where on.
+
+    Raises OtherRun, OtherTokenizer, BrokenShard or UsageError.
+    """
+    mine, saved = plan.fingerprint, state.get("fingerprint")
+    past = None
+    if isinstance(plan.order, Mixture) and isinstance(saved, Mapping):
+        past = Mixture.of_sizes(saved, plan.order)
+        if all(is_same(name, saved.get(name), mine.get(name)) for name in _AMENDED):
+            past = None  # nothing differs
+    if past is None:
+        return plan, position_of(state, mine, layout, plan.run)
+    assert isinstance(plan.order, Mixture)
+    assert isinstance(saved, Mapping)
+    run = replace(plan.run, order_steps_per_epoch=past.steps_per_epoch)
+    expected = {**mine, **{name: saved.get(name) for name in _AMENDED}}
+    position = position_of(state, expected, layout, run)
+    _check_sources(past, plan.order)
+    step = position.epoch * past.steps_per_epoch + run.order_step(position)
+    joined, stages = _joined(past, plan.order)
+    now = max(step, past.amended_at)
+    if _held(joined, stages, now) == _held(joined, joined.stages, now):
+        joined = past
+    elif not amend:
+        raise OtherRun(
+            f"the state is of another mixture: {_difference(joined, stages, step)}; pass amend=True to go on "
+            "with this mixture from there, make the loader as it was when the state was saved, or start "
+            "without the state"
+        )
+    else:
+        if position.num_micro:
+            raise UsageError(
+                f"the state was saved inside of a step, after {position.num_micro} batches, and a mixture is "
+                "amended between two steps; take a state of after the optimizer's step"
+            )
+        _check_amendable(joined, stages, step, plan.run)
+        logger.warning("the run goes on amended: %s", _difference(joined, stages, step))
+        joined = _amended(joined, stages, step)
+    samples: Any = plan.samples
+    present = dict(zip(plan.order.names, samples.sources, strict=True))
+    fingerprint = {**mine, "num_samples": joined.num_samples, **joined.sizes}
+    sources = tuple(present.get(name) for name in joined.names)
+    for name in {name for _, counts in _held(joined, joined.stages, step) for name in counts} - {*present}:
+        raise OtherRun(
+            f"the steps from {step} to {joined.amended_at} have samples of {name}, which this loader has "
+            "not; add it to input_shards"
+        )
+    return (
+        Plan(order=joined, samples=MixedSamples(sources=sources), run=run, fingerprint=fingerprint),
+        position,
+    )
+
+
+def _check_sources(past: Mixture, mine: Mixture) -> None:
+    """Raises OtherRun where a source that both have is other data."""
+    known = dict(zip(past.names, zip(past.orders, past.data, strict=True), strict=True))
+    for name, order, data in zip(mine.names, mine.orders, mine.data, strict=True):
+        if name not in known:
+            continue
+        of_past, data_then = known[name]
+        sizes, sizes_then = (
+            (each.num_samples, each.block_samples, each.window_samples) for each in (order, of_past)
+        )
+        if sizes != sizes_then or (data_then and data_then != data):
+            raise OtherRun(
+                f"the source {name} is other data than in the state: {order.num_samples} samples, {data}; in "
+                f"the state {of_past.num_samples}, {data_then or 'of unknown content'}; name added or changed "
+                "data as a source of its own in input_shards, and keep this name for the data as it was"
+            )
+        if not data_then:
+            logger.warning(
+                "the state does not say the content of %s; the number of samples is the same", name
+            )
+
+
+def _joined(past: Mixture, plan: Mixture) -> tuple[Mixture, tuple[Stage, ...]]:
+    """The past with the plan's new sources behind its own, and the plan's stages as of all of these."""
+    new = [number for number, name in enumerate(plan.names) if name not in past.names]
+    names = (*past.names, *(plan.names[number] for number in new))
+    orders = [
+        replace(plan.orders[number], seed=source_seed(plan.seed, len(past.names) + at))
+        for at, number in enumerate(new)
+    ]
+    joined = replace(
+        past,
+        names=names,
+        orders=(*past.orders, *orders),
+        data=(*past.data, *(plan.data[number] for number in new)),
+        stages=tuple(replace(stage, weights=(*stage.weights, *[0.0] * len(new))) for stage in past.stages),
+        num_first=past.num_first or (len(past.names) if new else 0),
+    )
+    stages = []
+    for stage in plan.stages:
+        weights = dict(zip(plan.names, stage.weights, strict=True))
+        stages.append(Stage(first_step=stage.first_step, weights=tuple(weights.get(n, 0.0) for n in names)))
+    return joined, tuple(stages)
+
+
+def _held(mixture: Mixture, stages: tuple[Stage, ...], first: int, end: int | None = None) -> _Held:
+    """What holds in the steps of [first, end), as shares that are compared exactly."""
+    found: _Held = []
+    for stage in stages:
+        if end is not None and stage.first_step >= end:
+            break
+        counts = zip(mixture.names, stage.cycle_counts.tolist(), strict=True)
+        held = {name: count for name, count in counts if count}
+        if found and stage.first_step <= first:
+            found.clear()
+        if not found or found[-1][1] != held:
+            found.append((max(stage.first_step, first), held))
+    return found
+
+
+def _amended(past: Mixture, stages: tuple[Stage, ...], step: int) -> Mixture:
+    """The past up to a step, and from there on what these stages say."""
+    cut = past.round_at(step)
+    number = sum(stage.first_step <= step for stage in stages) - 1
+    holding = replace(
+        stages[number],
+        first_step=step,
+        cut_end=step if cut.first_step == step else cut.first_step + len(cut.sources),
+    )
+    before = [stage for stage in past.stages if stage.first_step < step]
+    return replace(past, stages=(*before, holding, *stages[number + 1 :]))
+
+
+def _check_amendable(past: Mixture, stages: tuple[Stage, ...], step: int, run: RunSteps) -> None:
+    """Raises OtherRun where the plan has stages that were over at a step and are not those of the run."""
+    if run.is_ramped and len(stages) > 1:
+        raise UsageError(
+            "a run with batch_size_schedule can be amended by weights=, and not by weights_schedule="
+        )
+    number = sum(stage.first_step <= step for stage in stages) - 1
+    first, end = past.amended_at, stages[number].first_step
+    if first < end and _held(past, stages, first, end) != _held(past, past.stages, first, end):
+        raise OtherRun(
+            f"weights_schedule has other stages in the steps {first} to {end} than the state: "
+            f"{_text(_held(past, stages, first, end))} here, {_text(_held(past, past.stages, first, end))} "
+            "there; keep those that are over, or pass weights= alone"
+        )
+
+
+def _difference(past: Mixture, stages: tuple[Stage, ...], step: int) -> str:
+    then, now = _held(past, past.stages, step), _held(past, stages, step)
+    return f"it has {_text(then)}; this loader has {_text(now)}"
+
+
+def _text(held: _Held) -> str:
+    return "; ".join(
+        f"from step {first} on "
+        + ", ".join(f"{name} {count / CYCLE_STEPS:.4g}" for name, count in counts.items())
+        for first, counts in held
+    )

@@ -1,0 +1,316 @@
+"""A mixture that changes during a run: every source goes on at its own place, on every world."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+from collections import defaultdict
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from loader import OtherRun, TokenLoader, get_llama3_dataloader
+from loader.mixture import Mixture
+from tests.external_tars import write_numbered_tars
+from tests.word_tokenizers import save_word_tokenizer
+
+L = 12
+SIZES = {"web": 700, "code": 130, "books": 90, "wiki": 60, "chat": 400}
+FORMS: dict[str, dict[str, Any]] = {
+    "padded": {},
+    "grouped": {"group_by_length": 2},
+    "packed at load": {"seq_len": 16, "boundaries": "segment_ids"},
+    "split": {"max_length": 3, "long_documents": "split"},
+}
+Steps = list[list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """All ids of source k lie from 1000 k on; the first id of a document says which one it is."""
+    root = tmp_path_factory.mktemp("data")
+    save_word_tokenizer(root, 6000)
+    for number, (name, size) in enumerate(SIZES.items()):
+        (root / name).mkdir()
+        first = 1000 * number + 1
+        write_numbered_tars(
+            root / name,
+            size,
+            3,
+            ids_of=lambda n, first=first: [first + n, *range(first + 900, first + 900 + n % 5)],  # type: ignore[misc]
+        )
+    return {name: root / name for name in SIZES}
+
+
+def load(
+    data: dict[str, Path], plan: dict[str, Any], world: int = 1, rank: int = 0, **options: Any
+) -> TokenLoader:
+    """A loader of the sources that a plan has weights for."""
+    stages = [plan["weights"]] if "weights" in plan else [weights for _, weights in plan["weights_schedule"]]
+    names = dict.fromkeys(chain(*stages))
+    made = {"num_workers": 0, "global_batch_size": L, "seed": 3, "weights_in": "samples", **plan, **options}
+    model = data["web"].parent
+    batch_size = L // (world * made.get("group_by_length", 1)) * made.get("group_by_length", 1)
+    return get_llama3_dataloader(
+        {name: data[name] for name in names}, batch_size, model, rank=rank, world_size=world, **made
+    )
+
+
+def steps(loader: TokenLoader, num_steps: int) -> Steps:
+    """Global batches of one rank from where it stands, through its epochs."""
+    found: Steps = []
+    while len(found) < num_steps:
+        for batch in loader:
+            pairs = zip(batch["input_ids"], batch["attention_mask"], strict=True)
+            found.append([ids[: mask.sum()].tolist() for ids, mask in pairs])
+            if len(found) == num_steps:
+                break
+    return found
+
+
+def source_of(ids: list[int]) -> str:
+    return [*SIZES][max(number for number in ids if number < 5000) // 1000]  # without EOS
+
+
+def by_slot(found: Steps) -> dict[tuple[int, str], list[list[int]]]:
+    """What each row of the global batch had of each source, one after another."""
+    rows = defaultdict(list)
+    for step in found:
+        for row, ids in enumerate(step):
+            rows[row, source_of(ids)].append(ids)
+    return rows
+
+
+def check_nothing_is_lost_or_repeated(found: Steps, whole: Steps) -> None:
+    """Each slot goes through its part of each source as in a run that nobody amended."""
+    expected = by_slot(whole)
+    for key, rows in by_slot(found).items():
+        assert len(rows) <= len(expected[key]), "the reference is too short"
+        assert rows == expected[key][: len(rows)], key
+
+
+class History:
+    """A run with amendments at random steps: its plans, what it delivered and a state of every step."""
+
+    def __init__(self, data: dict[str, Path], rng: random.Random, options: dict[str, Any]) -> None:
+        self.found: Steps = []
+        self.states: list[tuple[dict[str, Any], dict[str, Any]]] = []  # the plan, and the state
+        self.names: list[str] = []  # in the order in which they came
+        self.shares: list[tuple[int, int, dict[str, float]]] = []
+        state = None
+        for _ in range(rng.randint(2, 6)):
+            plan = self._plan(rng)
+            with load(data, plan, amend=state is not None, **options) as loader:
+                if state is not None:
+                    loader.load_state_dict(state)
+                first, num_steps = len(self.found), rng.choice([1, 5, 30, 64, 90])
+                self.found += steps(loader, num_steps)
+                self.states[first:] = [
+                    (plan, json.loads(json.dumps(loader.state_at(step))))
+                    for step in range(first, first + num_steps)
+                ]
+                self.shares.append((first, first + num_steps, plan["weights"]))
+                state = loader.state_dict()
+                assert state == loader.state_at(first + num_steps)
+                assert sum(loader.source_samples.values()) == L * len(self.found)
+                for name, count in loader.source_samples.items():
+                    if not options:
+                        assert count == sum(source_of(ids) == name for step in self.found for ids in step)
+
+    def _plan(self, rng: random.Random) -> dict[str, Any]:
+        names = rng.sample([*SIZES], rng.randint(1, len(SIZES)))
+        self.names += [name for name in names if name not in self.names]
+        return {"weights": {name: rng.choice([1, 2, 7, 0.3]) for name in names}}
+
+    def whole(self, data: dict[str, Path], options: dict[str, Any]) -> Steps:
+        """As much of each source as the run may have had."""
+        rest = [name for name in SIZES if name not in self.names]
+        weights = dict.fromkeys([*self.names, *rest], 1)
+        with load(data, {"weights": weights}, **options) as loader:
+            return steps(loader, 5 * len(self.found) + 128)
+
+
+def check_history(data: dict[str, Path], seed: int, form: str, num_resumes: int, workers: list[int]) -> None:
+    rng, options = random.Random(f"{form} {seed}"), FORMS[form]
+    history = History(data, rng, options)
+    check_nothing_is_lost_or_repeated(history.found, history.whole(data, options))
+    for first, end, weights in history.shares:
+        for name, weight in weights.items():
+            count = sum(source_of(ids) == name for step in history.found[first:end] for ids in step)
+            expected = weight / sum(weights.values()) * L * (end - first)
+            assert abs(count - expected) <= 4 * np.sqrt(L * min(end - first, 64)) + L, (first, end, name)
+    for _ in range(num_resumes):
+        place = rng.randrange(len(history.found))
+        plan, state = history.states[place]
+        num_steps = min(3, next(end for first, end, _ in history.shares if first <= place < end) - place)
+        world, parts = rng.choice([1, 2, 3, 6] if form == "grouped" else [1, 2, 3, 4, 6]), []
+        for rank in range(world):
+            with load(data, plan, world, rank, **{**options, "num_workers": rng.choice(workers)}) as loader:
+                loader.load_state_dict(state)
+                parts.append(steps(loader, num_steps))
+        joined = [[*chain(*step)] for step in zip(*parts, strict=True)]
+        assert joined == history.found[place : place + num_steps], (place, world)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("seed", range(3))
+def test_random_histories_repeat_nothing_and_lose_nothing(
+    data: dict[str, Path], form: str, seed: int
+) -> None:
+    check_history(data, seed, form, num_resumes=4, workers=[0])
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("form", FORMS)
+def test_many_random_histories_on_worlds_and_workers(data: dict[str, Path], form: str) -> None:
+    for seed in range(100, 150):
+        check_history(data, seed, form, num_resumes=50, workers=[0, 0, 0, 0, 0, 0, 1, 2, 3])
+
+
+def test_a_law_that_forgets_what_slots_had_of_a_cut_round_is_noticed(
+    data: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = Mixture._before.func  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        Mixture, "_before", property(lambda mixture: [(taken, 0 * ahead) for taken, ahead in before(mixture)])
+    )
+    plans = [{"weights": {"web": 1, "code": 1}}, {"weights": {"web": 2, "code": 1}}]
+    with load(data, plans[0]) as loader:
+        found = steps(loader, 30)
+        whole = found + steps_from(loader, 30, 300)
+        state = loader.state_at(30)
+    with load(data, plans[1], amend=True) as loader:
+        loader.load_state_dict(state)
+        found += steps(loader, 100)
+    with pytest.raises(AssertionError, match=r"web|code"):
+        check_nothing_is_lost_or_repeated(found, whole)
+
+
+def steps_from(loader: TokenLoader, step: int, num_steps: int) -> Steps:
+    loader.load_state_dict(loader.state_at(step))
+    return steps(loader, num_steps)
+
+
+def test_the_past_of_an_amended_run_comes_again_across_its_amendments(data: dict[str, Path]) -> None:
+    weights: list[dict[str, float]] = [
+        {"web": 1, "code": 1},
+        {"web": 3, "code": 1},
+        {"code": 1, "web": 9, "wiki": 2},
+    ]
+    found: Steps = []
+    state = None
+    for plan in weights:
+        with load(data, {"weights": plan}, amend=state is not None) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            found += steps(loader, 40)
+            state = loader.state_dict()
+    with load(data, {"weights": weights[-1]}) as loader:
+        loader.load_state_dict(state)
+        for place in (0, 35, 40, 41, 79, 100):
+            found_again = steps_from(loader, place, min(60, 120 - place))
+            assert found_again == found[place : place + 60], place
+        again = pickle.loads(pickle.dumps(loader))
+        assert again.state_dict() == loader.state_dict()
+        assert shown_first(again) == shown_first(loader)
+        other = loader.state_at(5)
+    with load(data, {"weights": weights[1]}, amend=True) as back:  # to an earlier step, and on from there
+        back.load_state_dict(other)
+        assert back.order.amended_at == 5  # type: ignore[union-attr]
+        check_nothing_is_lost_or_repeated(
+            [*found[:5], *steps(back, 60)], [*found, *steps_from(loader, 120, 200)]
+        )
+
+
+def shown_first(loader: TokenLoader) -> list[list[int]]:
+    ids: list[list[int]] = loader.peek()["input_ids"].tolist()
+    return ids
+
+
+def test_without_the_word_a_state_of_another_mixture_is_refused_and_says_what_differs(
+    data: dict[str, Path],
+) -> None:
+    with load(data, {"weights": {"web": 1, "code": 1}}) as loader:
+        state = loader.state_at(70)
+    with (
+        load(data, {"weights": {"web": 3, "books": 1}}) as other,
+        pytest.raises(
+            OtherRun, match=r"from step 70 on web 0\.5, code 0\.5; .* web 0\.75, books 0\.25; .* amend=True"
+        ),
+    ):
+        other.load_state_dict(state)
+
+
+def test_stages_that_are_over_must_be_the_runs(data: dict[str, Path]) -> None:
+    mixed: dict[str, float] = {"web": 1, "code": 1}
+    with load(data, {"weights_schedule": [(0, mixed), (60, {"web": 1})]}) as loader:
+        state = loader.state_at(70)
+    longer = {"weights_schedule": [(0, mixed), (60, {"web": 1}), (90, {"code": 1})]}
+    with load(data, longer, amend=True) as loader:
+        loader.load_state_dict(state)
+        found = steps(loader, 30)
+        assert {source_of(ids) for step in found[:20] for ids in step} == {"web"}
+        assert {source_of(ids) for step in found[20:] for ids in step} == {"code"}
+        state = loader.state_dict()
+    with load(data, longer) as loader:
+        loader.load_state_dict(state)  # it is the plan that holds, and needs no word
+    other = {"weights_schedule": [(0, {"code": 1}), (80, mixed)]}
+    with (
+        load(data, other, amend=True) as loader,
+        pytest.raises(OtherRun, match="stages in the steps 70 to 80"),
+    ):
+        loader.load_state_dict(state)
+
+
+def test_a_source_whose_data_changed_is_refused_by_its_name(data: dict[str, Path]) -> None:
+    with load(data, {"weights": {"web": 1, "code": 1}}) as loader:
+        state = loader.state_at(5)
+    with (
+        load({**data, "code": data["wiki"]}, {"weights": {"web": 1, "code": 2}}, amend=True) as other,
+        pytest.raises(OtherRun, match="the source code is other data"),
+    ):
+        other.load_state_dict(state)
+
+
+def test_another_seed_or_global_batch_is_refused_also_with_the_word(data: dict[str, Path]) -> None:
+    with load(data, {"weights": {"web": 1, "code": 1}}) as loader:
+        state = loader.state_at(5)
+    for changed in ({"seed": 4}, {"global_batch_size": 24}):
+        with (
+            load(data, {"weights": {"web": 2, "code": 1}}, amend=True, **changed) as other,
+            pytest.raises(OtherRun, match=next(iter(changed))),
+        ):
+            other.load_state_dict(state)
+
+
+def test_a_state_of_a_release_that_knew_no_amendments_is_gone_on_from(data: dict[str, Path]) -> None:
+    plan = {"weights": {"web": 1, "code": 1}}
+    with load(data, plan) as loader:
+        whole = steps(loader, 8)
+        state = loader.state_at(5)
+    state["fingerprint"]["sources"] = "web 700 [3, 48]; code 130 [1, 16]"
+    with load(data, plan) as loader:
+        loader.load_state_dict(state)
+        assert steps(loader, 3) == whole[5:]
+    with load(data, {"weights": {"code": 1, "chat": 1}}, amend=True) as loader:
+        loader.load_state_dict(state)
+        assert {source_of(ids) for step in steps(loader, 3) for ids in step} == {"code", "chat"}
+
+
+def test_the_state_of_fifty_amendments_is_below_ten_kilobytes(data: dict[str, Path]) -> None:
+    state, rng, found = None, random.Random(0), []
+    for number in range(51):
+        weights = {name: rng.uniform(1, 9) for name in rng.sample([*SIZES], 4)}
+        with load(data, {"weights": weights}, amend=number > 0) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            found += steps(loader, 2)
+            state = loader.state_dict()
+    assert state is not None
+    assert len(json.dumps(state)) < 10_000
+    assert sum(loader.source_samples.values()) == L * len(found)

@@ -108,9 +108,10 @@ def _check_sources(past: Mixture, mine: Mixture) -> None:
             (each.num_samples, each.block_samples, each.window_samples) for each in (order, of_past)
         )
         if sizes != sizes_then or (data_then and data_then != data):
+            found = f"{order.num_samples} samples, data {data}"
+            then = f"{of_past.num_samples} samples, data {data_then or 'unknown'}"
             raise OtherRun(
-                f"the source {name} is other data than in the state: {order.num_samples} samples, {data}; in "
-                f"the state {of_past.num_samples}, {data_then or 'of unknown content'}; name added or changed "
+                f"the source {name} is other data: {found}, and {then} in the state; name added or changed "
                 "data as a source of its own in input_shards, and keep this name for the data as it was"
             )
         if not data_then:

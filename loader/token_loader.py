@@ -37,9 +37,9 @@ from loader.batches import (
     collate_lists,
 )
 from loader.chunks import Chunk
+from loader.describe import describe
 from loader.find_shards import SizeCheck
 from loader.mixture import Mixture
-from loader.order import Order
 from loader.ranks import ProcessRank, check_process_rank
 from loader.state import Position, RunProgress, RunSteps, SkippedSteps, state_of
 from loader.tokenizer import LoaderTokenizer
@@ -448,8 +448,8 @@ class TokenLoader(DataLoader[Batch]):
         self._num_accumulated = chunks.run.batches_in(0)
 
     @property
-    def order(self) -> Order | Mixture:
-        """Which sample comes when."""
+    def order(self) -> Any:
+        """Which sample comes when: an Order, or a Mixture of several."""
         return self.chunks.order
 
     @property
@@ -538,8 +538,22 @@ class TokenLoader(DataLoader[Batch]):
     @property
     def _delivered_of_order(self) -> int:
         """Steps of the order so far; what epochs leave out at their end counts."""
-        at = self._progress.delivered
+        return self._steps_of_order(self._progress.delivered)
+
+    def _steps_of_order(self, at: Position) -> int:
         return at.epoch * self.order.steps_per_epoch + self.run.order_step(at)
+
+    def describe(self, until_step: int | None = None) -> str:
+        """The sources with their shares, tokens and fingerprints, and every amendment, as text to print.
+
+        Each source's epochs are told for now and for ``until_step`` (default: where this epoch of the loop
+        ends). With ``batch_size_schedule`` steps are counted in its least global batch.
+        """
+        end = Position(epoch=self._progress.delivered.epoch + 1)
+        if until_step is not None:
+            end = self.run.position(whole_number("until_step", until_step, least=0))
+        until, data = self._steps_of_order(end), str(self.fingerprint["data"])
+        return describe(self.order, self.chunks.samples, data, self._delivered_of_order, until)
 
     @property
     def source_samples(self) -> dict[str, int]:
@@ -580,7 +594,8 @@ class TokenLoader(DataLoader[Batch]):
     def _deliver(self, plan: Plan) -> None:
         """Deliver what a plan says from the next ``iter()`` on."""
         self.fingerprint = dict(plan.fingerprint)
-        self.chunks.order, self.chunks.samples, self.chunks.run = plan.order, plan.samples, plan.run
+        chunks: Any = self.chunks
+        chunks.order, chunks.samples, chunks.run = plan.order, plan.samples, plan.run
 
     def __getitem__(self, _: Any) -> Any:
         """Refuse what takes a loader for a data set."""

@@ -321,7 +321,8 @@ class MixedChunkDataset(ChunkDataset):
         epoch, step = divmod(first_step, order.steps_per_epoch)
         for later in count(epoch):
             first = step if later == epoch else 0
-            yield from source._epoch_chunks(reader.readers[number], later, first, slots)  # noqa: SLF001  its own class's
+            of_source: Any = reader.readers[number]
+            yield from source._epoch_chunks(of_source, later, first, slots)  # noqa: SLF001  its own class's
 
     def _mixed_round(self, part: Round, streams: list[SourceSteps], slots: range) -> MixedRound:
         pattern = np.repeat(self.order.pattern(part, slots), self.order.group, axis=0)

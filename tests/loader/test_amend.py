@@ -203,7 +203,7 @@ def test_the_past_of_an_amended_run_comes_again_across_its_amendments(data: dict
         {"code": 1, "web": 9, "wiki": 2},
     ]
     found: Steps = []
-    state = None
+    state: Any = None
     for plan in weights:
         with load(data, {"weights": plan}, amend=state is not None) as loader:
             if state is not None:
@@ -221,7 +221,7 @@ def test_the_past_of_an_amended_run_comes_again_across_its_amendments(data: dict
         other = loader.state_at(5)
     with load(data, {"weights": weights[1]}, amend=True) as back:  # to an earlier step, and on from there
         back.load_state_dict(other)
-        assert back.order.amended_at == 5  # type: ignore[union-attr]
+        assert back.order.amended_at == 5
         check_nothing_is_lost_or_repeated(
             [*found[:5], *steps(back, 60)], [*found, *steps_from(loader, 120, 200)]
         )
@@ -314,3 +314,26 @@ def test_the_state_of_fifty_amendments_is_below_ten_kilobytes(data: dict[str, Pa
     assert state is not None
     assert len(json.dumps(state)) < 10_000
     assert sum(loader.source_samples.values()) == L * len(found)
+
+
+def test_a_loader_describes_its_sources_and_what_held(data: dict[str, Path]) -> None:
+    with load(data, {"weights": {"web": 1, "code": 1}}) as loader:
+        state = loader.state_at(70)
+    with load(data, {"weights": {"web": 3, "books": 1}}, amend=True) as loader:
+        loader.load_state_dict(state)
+        lines = loader.describe(until_step=170).splitlines()
+        assert [line.split()[0] for line in lines[1:4]] == ["web", "code", "books"]
+        assert "75.0% of samples" in lines[1]
+        assert f"{loader.source_epochs['web']:.2f} epochs" in lines[1]
+        assert loader.order.data[0] in lines[1]
+        assert "dropped" in lines[2]
+        assert lines[5:] == [
+            "  from step 0: web 50.0%, code 50.0%",
+            "  from step 70 (amended): web 75.0%, books 25.0%",
+        ]
+        steps(loader, 100)
+        epochs = [f"{epochs:.2f} at step 170" for epochs in loader.source_epochs.values()]
+        assert all(text in line for text, line in zip(epochs, lines[1:4], strict=True))
+    with get_llama3_dataloader(data["web"], 7, data["web"].parent, num_workers=0) as one:
+        assert "700 samples" in one.describe(until_step=50)
+        assert "0.00 epochs, 0.50 at step 50" in one.describe(until_step=50)

@@ -80,7 +80,6 @@ def go_on(
                 "amended between two steps; take a state of after the optimizer's step"
             )
         _check_amendable(joined, stages, step, plan.run)
-        logger.warning("the run goes on amended: %s", _difference(joined, stages, step))
         joined = _amended(joined, stages, step)
     samples: Any = plan.samples
     present = dict(zip(plan.order.names, samples.sources, strict=True))
@@ -172,7 +171,8 @@ def _amended(past: Mixture, stages: tuple[Stage, ...], step: int) -> Mixture:
 
 
 def _check_amendable(past: Mixture, stages: tuple[Stage, ...], step: int, run: RunSteps) -> None:
-    """Raises OtherRun where the plan has stages that were over at a step and are not those of the run."""
+    """Raises OtherRun where stages of the plan that were over at a step are not those of the run, or
+    UsageError where their steps cannot be told."""
     if run.is_ramped and len(stages) > 1:
         raise UsageError(
             "a run with batch_size_schedule can be amended by weights=, and not by weights_schedule="

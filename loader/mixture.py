@@ -115,6 +115,8 @@ def _stage(text: str, num_sources: int) -> Stage:
     is_cycle = total == CYCLE_STEPS
     if len(shares) > num_sources or min(shares) < 0 or not (is_cycle or abs(total - 1) < 1e-6):
         raise ValueError(f"the shares {weights} of a schedule")
+    if cut_end and not 0 <= int(cut_end) - int(first) < ROUND_STEPS:
+        raise ValueError(f"an amendment at step {first} of a round that ends at {cut_end}")
     shares = [share / CYCLE_STEPS for share in shares] if is_cycle else shares
     return Stage(
         first_step=int(first),
@@ -203,21 +205,14 @@ class Mixture(BatchOrder):
         """The mixture whose ``sizes`` these are, its other fields as of another; None for what are none."""
         found = [_SOURCE.fullmatch(text) for text in str(sizes.get("sources")).split("; ")]
         sources = [match for match in found if match]
+        is_added = [match["added"] is not None for match in sources]
+        names = tuple(match["name"] for match in sources)
+        if len({*names}) < len(found) or is_added[0] or is_added != sorted(is_added):
+            return None
         try:
             stages = tuple(_stage(text, len(found)) for text in str(sizes.get("schedule")).split("; "))
-        except (ValueError, TypeError, RecursionError):
-            return None
-        if len(sources) < len(found) or len({match["name"] for match in sources}) < len(found):
-            return None
-        is_added = [match["added"] is not None for match in sources]
-        num_first = is_added.index(True) if any(is_added) else 0
-        firsts = [stage.first_step for stage in stages]
-        if firsts[0] or firsts != sorted({*firsts}) or is_added[0] or is_added != sorted(is_added):
-            return None
-        return replace(
-            like,
-            names=tuple(match["name"] for match in sources),
-            orders=tuple(
+            check_first_steps("schedule", [stage.first_step for stage in stages])
+            orders = [
                 replace(
                     like.orders[0],
                     num_samples=int(match["num_samples"]),
@@ -226,10 +221,16 @@ class Mixture(BatchOrder):
                     seed=source_seed(like.seed, number),
                 )
                 for number, match in enumerate(sources)
-            ),
+            ]
+        except (ValueError, TypeError, RecursionError, UsageError):
+            return None
+        return replace(
+            like,
+            names=names,
+            orders=tuple(orders),
             stages=stages,
             data=tuple(match["data"] or "" for match in sources),
-            num_first=num_first,
+            num_first=is_added.index(True) if is_added[-1] else 0,
         )
 
     def round_at(self, step: int) -> Round:

@@ -41,7 +41,7 @@ from loader.describe import describe
 from loader.find_shards import SizeCheck
 from loader.mixture import Mixture
 from loader.ranks import ProcessRank, check_process_rank
-from loader.state import Position, RunProgress, RunSteps, SkippedSteps, state_of
+from loader.state import Position, RunProgress, RunSteps, SkippedSteps, is_same, state_of
 from loader.tokenizer import LoaderTokenizer
 from loader.workers import ChunkDataset, whole_number
 from shardprep.errors import UsageError
@@ -645,6 +645,9 @@ class TokenLoader(DataLoader[Batch]):
             self._stream.end()  # workers have the mixture of before
             self._deliver(plan)
         self._progress.load(position, skipped)
+        saved, schedule = state["fingerprint"].get("schedule"), self.fingerprint.get("schedule")
+        if self.process_rank.rank == 0 and not is_same("schedule", saved, schedule):
+            logger.warning("the run goes on with another mixture:\n%s", self.describe())
 
     def skip(self, steps: int) -> None:
         """Leave out the next global batches, as after a spike of the loss; the next ``iter()`` begins behind.

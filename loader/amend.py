@@ -60,8 +60,10 @@ def go_on(
     assert isinstance(saved, Mapping)
     run = replace(plan.run, order_steps_per_epoch=past.steps_per_epoch)
     expected = {**mine, **{name: saved.get(name) for name in _AMENDED}}
+    if not all(past.data) and {*past.names} == {*plan.order.names}:
+        expected["data"] = mine["data"]  # a state of 0.1.0 has no fingerprint of each source
     position = position_of(state, expected, layout, run)
-    _check_sources(past, plan.order)
+    past = _with_known_data(past, plan.order)
     step = position.epoch * past.steps_per_epoch + run.order_step(position)
     joined, stages = _joined(past, plan.order)
     now = max(step, past.amended_at)
@@ -96,27 +98,25 @@ def go_on(
     )
 
 
-def _check_sources(past: Mixture, mine: Mixture) -> None:
-    """Raises OtherRun where a source that both have is other data."""
-    known = dict(zip(past.names, zip(past.orders, past.data, strict=True), strict=True))
-    for name, order, data in zip(mine.names, mine.orders, mine.data, strict=True):
-        if name not in known:
-            continue
-        of_past, data_then = known[name]
-        sizes, sizes_then = (
-            (each.num_samples, each.block_samples, each.window_samples) for each in (order, of_past)
-        )
-        if sizes != sizes_then or (data_then and data_then != data):
-            found = f"{order.num_samples} samples, data {data}"
-            then = f"{of_past.num_samples} samples, data {data_then or 'unknown'}"
+def _with_known_data(past: Mixture, mine: Mixture) -> Mixture:
+    """The past with the data of each source that this loader has, also where the state does not say it.
+
+    Raises OtherRun where a source is other data than in the state.
+    """
+    here = dict(zip(mine.names, zip(mine.orders, mine.data, strict=True), strict=True))
+    known = []
+    for name, then, data_then in zip(past.names, past.orders, past.data, strict=True):
+        now, data_now = here.get(name, (then, data_then))
+        if (now.num_samples, now.sizes) != (then.num_samples, then.sizes) or data_then not in ("", data_now):
             raise OtherRun(
-                f"the source {name} is other data: {found}, and {then} in the state; name added or changed "
-                "data as a source of its own in input_shards, and keep this name for the data as it was"
+                f"the source {name} is other data: {now.num_samples} samples, data {data_now} here, and "
+                f"{then.num_samples}, data {data_then or 'unknown'} in the state; name added or changed data as "
+                "a source of its own in input_shards, and keep this name for the data as it was"
             )
-        if not data_then:
-            logger.warning(
-                "the state does not say the content of %s; the number of samples is the same", name
-            )
+        if not data_then and {*past.names} != {*mine.names}:
+            logger.warning("the state says of source %s its number of samples alone; it is the same", name)
+        known.append(data_now)
+    return replace(past, data=tuple(known))
 
 
 def _joined(past: Mixture, plan: Mixture) -> tuple[Mixture, tuple[Stage, ...]]:

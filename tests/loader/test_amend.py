@@ -164,12 +164,17 @@ def test_random_histories_repeat_nothing_and_lose_nothing(
     check_history(data, seed, form, num_resumes=4, workers=[0])
 
 
+@pytest.mark.processes
+def test_workers_of_a_rank_agree_on_an_amended_run(data: dict[str, Path]) -> None:
+    check_history(data, 3, "packed at load", num_resumes=3, workers=[1, 2, 3])
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("form", FORMS)
-def test_many_random_histories_on_worlds_and_workers(data: dict[str, Path], form: str) -> None:
-    for seed in range(100, 150):
-        check_history(data, seed, form, num_resumes=50, workers=[0, 0, 0, 0, 0, 0, 1, 2, 3])
+def test_more_random_histories_on_worlds_and_workers(data: dict[str, Path], form: str) -> None:
+    for seed in range(100, 110):
+        check_history(data, seed, form, num_resumes=10, workers=[0, 0, 0, 0, 0, 1, 2, 3])
 
 
 def test_a_law_that_forgets_what_slots_had_of_a_cut_round_is_noticed(
@@ -300,6 +305,13 @@ def test_a_state_of_a_release_that_knew_no_amendments_is_gone_on_from(data: dict
         whole = steps(loader, 8)
         state = loader.state_at(5)
     state["fingerprint"]["sources"] = "web 700 [3, 48]; code 130 [1, 16]"
+    other_data = {**state, "fingerprint": {**state["fingerprint"], "data": "0" * 64}}
+    for weights in ({"web": 1, "code": 1}, {"web": 2, "code": 1}):
+        with (
+            load(data, {"weights": weights}, amend=True) as loader,
+            pytest.raises(OtherRun, match="data '0000"),
+        ):
+            loader.load_state_dict(other_data)
     with load(data, plan) as loader:
         loader.load_state_dict(state)
         assert steps(loader, 3) == whole[5:]

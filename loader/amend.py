@@ -110,8 +110,8 @@ def _with_known_data(past: Mixture, mine: Mixture) -> Mixture:
         if (now.num_samples, now.sizes) != (then.num_samples, then.sizes) or data_then not in ("", data_now):
             raise OtherRun(
                 f"the source {name} is other data: {now.num_samples} samples, data {data_now} here, and "
-                f"{then.num_samples}, data {data_then or 'unknown'} in the state; name added or changed data as "
-                "a source of its own in input_shards, and keep this name for the data as it was"
+                f"{then.num_samples}, data {data_then or 'unknown'} in the state; name added or changed data "
+                "as a source of its own in input_shards, and keep this name for the data as it was"
             )
         if not data_then and {*past.names} != {*mine.names}:
             logger.warning("the state says of source %s its number of samples alone; it is the same", name)

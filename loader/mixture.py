@@ -90,14 +90,9 @@ def is_same_schedule(text: str, other: str) -> bool:
     Equal shares may differ in their last digit, in states of versions that divided floats.
     """
     try:
-        return _cycles(text) == _cycles(other)
+        return _stages(text) == _stages(other)
     except (ValueError, TypeError, RecursionError):  # a damaged state
         return False
-
-
-def _cycles(text: str) -> list[tuple[str, list[int]]]:
-    stages = [stage.partition(": ") for stage in text.split("; ")]
-    return [(first, _cycle_ends(json.loads(weights)).tolist()) for first, _, weights in stages]
 
 
 _SOURCE = re.compile(
@@ -106,23 +101,30 @@ _SOURCE = re.compile(
 )
 
 
-def _stage(text: str, num_sources: int) -> Stage:
-    """The stage of a text of a state. Raises ValueError or TypeError."""
-    begin, _, weights = text.partition(": ")
-    first, _, cut_end = begin.partition("/")
-    shares = [float(share) for share in json.loads(weights)]
-    total = sum(shares)
-    is_cycle = total == CYCLE_STEPS
-    if len(shares) > num_sources or min(shares) < 0 or not (is_cycle or abs(total - 1) < 1e-6):
-        raise ValueError(f"the shares {weights} of a schedule")
-    if cut_end and not 0 <= int(cut_end) - int(first) < ROUND_STEPS:
-        raise ValueError(f"an amendment at step {first} of a round that ends at {cut_end}")
-    shares = [share / CYCLE_STEPS for share in shares] if is_cycle else shares
-    return Stage(
-        first_step=int(first),
-        weights=(*shares, *[0.0] * (num_sources - len(shares))),
-        cut_end=int(cut_end or 0),
-    )
+def _stages(schedule: str) -> list[tuple[int, int, list[int]]]:
+    """First step, ``cut_end`` and steps of a cycle of each stage. Raises ValueError or TypeError."""
+    found = []
+    for text in schedule.split("; "):
+        begin, _, weights = text.partition(": ")
+        first, _, cut_end = begin.partition("/")
+        shares: list[float] = json.loads(weights)
+        total = sum(shares)
+        if total != CYCLE_STEPS:  # of a run that was not amended: shares whose sum is 1
+            if not (min(shares) >= 0 and abs(total - 1) < 1e-6):
+                raise ValueError(f"a stage of the shares {weights}")
+            shares = np.diff(_cycle_ends(shares)).tolist()
+        if cut_end and not 0 <= int(cut_end) - int(first) < ROUND_STEPS:
+            raise ValueError(f"an amendment at step {first} of a round that ends at {cut_end}")
+        counts: list[int] = np.trim_zeros(np.array(shares, np.int64), "b").tolist()
+        found.append((int(first), int(cut_end or 0), counts))
+    return found
+
+
+def _padded(counts: Sequence[int], num_sources: int) -> tuple[float, ...]:
+    """The weights of so many sources, of steps of a cycle. Raises ValueError where these are more."""
+    if len(counts) > num_sources or min(counts) < 0:
+        raise ValueError(f"{list(counts)} are not the shares of {num_sources} sources")
+    return (*(count / CYCLE_STEPS for count in counts), *[0.0] * (num_sources - len(counts)))
 
 
 def source_seed(seed: int, number: int) -> int:
@@ -210,7 +212,10 @@ class Mixture(BatchOrder):
         if len({*names}) < len(found) or is_added[0] or is_added != sorted(is_added):
             return None
         try:
-            stages = tuple(_stage(text, len(found)) for text in str(sizes.get("schedule")).split("; "))
+            stages = tuple(
+                Stage(first_step=first, weights=_padded(counts, len(found)), cut_end=cut_end)
+                for first, cut_end, counts in _stages(str(sizes.get("schedule")))
+            )
             check_first_steps("schedule", [stage.first_step for stage in stages])
             orders = [
                 replace(

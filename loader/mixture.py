@@ -109,9 +109,9 @@ def _stages(schedule: str) -> list[tuple[int, int, list[int]]]:
         first, _, cut_end = begin.partition("/")
         shares: list[float] = json.loads(weights)
         total = sum(shares)
-        if total != CYCLE_STEPS:  # of a run that was not amended: shares whose sum is 1
-            if not (min(shares) >= 0 and abs(total - 1) < 1e-6):
-                raise ValueError(f"a stage of the shares {weights}")
+        if not (min(shares) >= 0 and (total == CYCLE_STEPS or abs(total - 1) < 1e-6)):
+            raise ValueError(f"a stage of the shares {weights}")
+        if total != CYCLE_STEPS:  # of a run that was not amended
             shares = np.diff(_cycle_ends(shares)).tolist()
         if cut_end and not 0 <= int(cut_end) - int(first) < ROUND_STEPS:
             raise ValueError(f"an amendment at step {first} of a round that ends at {cut_end}")
@@ -122,7 +122,7 @@ def _stages(schedule: str) -> list[tuple[int, int, list[int]]]:
 
 def _padded(counts: Sequence[int], num_sources: int) -> tuple[float, ...]:
     """The weights of so many sources, of steps of a cycle. Raises ValueError where these are more."""
-    if len(counts) > num_sources or min(counts) < 0:
+    if len(counts) > num_sources:
         raise ValueError(f"{list(counts)} are not the shares of {num_sources} sources")
     return (*(count / CYCLE_STEPS for count in counts), *[0.0] * (num_sources - len(counts)))
 

@@ -224,6 +224,10 @@ def test_the_past_of_an_amended_run_comes_again_across_its_amendments(data: dict
         assert again.state_dict() == loader.state_dict()
         assert shown_first(again) == shown_first(loader)
         other = loader.state_at(5)
+    with load(
+        data, {"weights": weights[-1]}
+    ) as fresh:  # torch.distributed.checkpoint reads the keys of this one
+        assert {*fresh.state_dict()["fingerprint"]} == {*other["fingerprint"]}
     with load(data, {"weights": weights[1]}, amend=True) as back:  # to an earlier step, and on from there
         back.load_state_dict(other)
         assert back.order.amended_at == 5

@@ -96,9 +96,10 @@ def mixed_tokens(folders: Mapping[str, Path], weights: Mapping[str, float], num_
         samples: Any = loader.chunks.samples
         taken = mixture.num_delivered(num_steps)
         orders = dict(zip(mixture.names, mixture.orders, strict=True))
-        readers = dict(zip(mixture.names, samples.sources, strict=True))
+        sources = dict(zip(mixture.names, samples.sources, strict=True))
     first = next(iter(folders))
-    reader, order = readers[first].open(), orders[first]
+    source, order = sources[first], orders[first]
+    reader = source.open()
     whole, rest = divmod(taken[first] // 64, order.steps_per_epoch)
     tokens = 0
     for epoch in range(whole + 1):
@@ -106,7 +107,7 @@ def mixed_tokens(folders: Mapping[str, Path], weights: Mapping[str, float], num_
         for start, end in order.windows(0):
             if start < last:
                 samples = order.samples_of(epoch, range(64), start, end)[:, : last - start]
-                tokens += int(reader.num_tokens(samples.reshape(-1)).sum())
+                tokens += int(source.num_tokens(reader, samples.reshape(-1)).sum())
     reader.close()
     return tokens / total
 

@@ -22,8 +22,9 @@ from typing import Any
 
 from loader.mixture import CYCLE_STEPS, Mixture, Stage, source_seed
 from loader.order import Order
+from loader.samples import Samples
 from loader.state import OtherRun, Position, RunSteps, is_same, position_of
-from loader.workers import MixedSamples, Samples
+from loader.workers import MixedSamples
 from shardprep.errors import UsageError
 
 logger = logging.getLogger(__name__)

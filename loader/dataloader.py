@@ -43,7 +43,7 @@ from loader.mixture import Mixture, Schedule
 from loader.order import ORDER_VERSION, Order
 from loader.ranks import find_process_rank
 from loader.reading import STALL_WARNING_S, ReaderContext, ReaderIndex
-from loader.samples import LongDocuments, SampleRules, make_samples
+from loader.samples import LongDocuments, SampleRules, Samples, make_samples
 from loader.staged_copies import warn_of_missing_copies
 from loader.state import Ramp, RunSteps, ramp_sizes
 from loader.token_loader import TokenLoader
@@ -52,7 +52,6 @@ from loader.workers import (
     ChunkDataset,
     MixedChunkDataset,
     MixedSamples,
-    Samples,
     WeightsIn,
     check_batch,
     check_mixing,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from loader.mixture import CYCLE_STEPS, Mixture
 from loader.order import Order
-from loader.workers import MixedSamples, Samples
+from loader.samples import Samples
+from loader.workers import MixedSamples
 
 
 def describe(

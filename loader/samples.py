@@ -2,7 +2,7 @@
 
 A sample is a stored document, a piece of one (``long_documents="split"``), a packed row, a row that is joined
 at load (``seq_len``), or a batch of documents (``tokens_per_batch``). ``make_samples`` chooses by the user's
-rules; each kind numbers its samples, and its reader gives the windows that a worker asks for.
+rules; each kind numbers its samples, and reads the windows that a worker asks for.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import contextlib
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +22,7 @@ import orjson
 from loader.chunks import Chunk, ScatteredRows
 from loader.external_tars import JSON, RAW, parse_npy_header
 from loader.find_shards import DatasetShards, ExternalTar, ShardSet
-from loader.reading import OpenShard, ReaderContext, SampleBytes, ShardReader
-from loader.workers import Samples
+from loader.reading import ReaderContext, SampleBytes, ShardReader
 from shardprep.errors import BrokenShard, UsageError
 
 DECODE_BYTES = 128 * 1024  # of text at once, so that all arrays stay in the cache
@@ -131,8 +130,7 @@ def rows_in_place(data: SampleBytes, rows: npt.NDArray[np.int64], row_tokens: in
     return ScatteredRows(flat=ids, at=start, row_tokens=row_tokens, **masks)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decoded:
+class Decoded(NamedTuple):
     """Samples of any length, one after another."""
 
     lengths: npt.NDArray[np.int32]  # int32[samples]
@@ -310,45 +308,185 @@ def _place_named(shards: ShardSet, data: SampleBytes) -> Iterator[None]:
         raise BrokenShard(f"{shards.describe(int(data.sample[error.row]))} holds {error}") from None
 
 
-def _sums_by_shard(
-    shards: ShardSet, context: ReaderContext, count: Callable[[ShardReader, int], int]
-) -> npt.NDArray[np.int64]:
-    """What is counted before each shard: int64[shards + 1]. Opens every shard: 0.1 ms each, files cached."""
-    reader = ShardReader(shards, context)
-    counts = np.zeros(shards.num_shards, np.int64)
-    for number in reader.opening_order(np.arange(shards.num_shards)).tolist():
-        counts[number] = count(reader, number)
-    reader.close()
-    return np.concatenate([[0], np.cumsum(counts)])
+Window = Callable[[int, int], Chunk]  # decodes the steps from one up to another of the samples that were read
 
 
-class DocumentPieces:
-    """Numbers the pieces through all shards, in order; an empty document is one empty piece.
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """What a sample is. A process opens a reader once, and gives it with each question."""
+
+    shards: ShardSet
+    vocab_size: int | None = None  # checked where it is given: ids that others made
+    context: ReaderContext = ReaderContext()  # noqa: RUF009  frozen
+
+    @property
+    def row_tokens(self) -> int:
+        """Of every sample where all are rows, else 0."""
+        return 0
+
+    @property
+    def offsets(self) -> int:
+        """An epoch draws a number below this, and gives it to ``read``."""
+        return 1
+
+    @property
+    def first_samples(self) -> npt.NDArray[np.int64]:
+        """int64[shards + 1]: the samples before each shard."""
+        raise NotImplementedError
+
+    @property
+    def num_samples(self) -> int:
+        return int(self.first_samples[-1])
+
+    @property
+    def mean_tokens(self) -> float:
+        """Of a sample, roughly."""
+        raise NotImplementedError
+
+    def open(self) -> ShardReader:
+        return ShardReader(self.shards, self.context)
+
+    def num_tokens(self, reader: ShardReader, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Lengths by the idx alone, int64[n]; of the samples int64[n]."""
+        raise NotImplementedError
+
+    def read(self, reader: ShardReader, samples: npt.NDArray[np.int64], offset: int) -> Window:
+        """Read samples, int64[samples per step, steps]; the window ends with the reader's next ``read``."""
+        raise NotImplementedError
+
+    def decode(
+        self,
+        data: SampleBytes,
+        rows: npt.NDArray[np.int64],
+        max_length: int | None = None,
+        end_ids: npt.NDArray[np.int64] | None = None,
+    ) -> Decoded:
+        """``decode_samples``, with ids that others made checked. Raises BrokenShard."""
+        with _place_named(self.shards, data):
+            found = decode_samples(data, rows, max_length=max_length, end_ids=end_ids)
+            if self.vocab_size is not None:
+                check_vocab(found.ids, found.lengths, rows, self.vocab_size)
+        return found
+
+    def by_shard(
+        self, reader: ShardReader, samples: npt.NDArray[np.int64]
+    ) -> Iterator[tuple[int, npt.NDArray[np.bool_], npt.NDArray[np.int64]]]:
+        """The shards of some samples, which of them each has, and their numbers in it."""
+        shard = np.searchsorted(self.first_samples, samples, side="right") - 1
+        for number in reader.opening_order(np.unique(shard)).tolist():
+            here = shard == number
+            yield number, here, samples[here] - self.first_samples[number]
+
+    def _sums(self, count: Callable[[ShardReader, int], int]) -> npt.NDArray[np.int64]:
+        """What is counted before each shard: int64[shards + 1]. Opens each one: 0.1 ms, files cached."""
+        reader = self.open()
+        counts = np.zeros(self.shards.num_shards, np.int64)
+        for number in reader.opening_order(np.arange(len(counts))).tolist():
+            counts[number] = count(reader, number)
+        reader.close()
+        return np.concatenate([[0], np.cumsum(counts)])
+
+
+LongDocuments = Literal["split", "truncate", "error"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeSamples(Samples):
+    """Documents or packed rows, one per sample. They are decoded when their chunk is asked for."""
+
+    max_length: int | None = None
+    refuse_longer: bool = False
+    starts: bool = False  # of documents in packed rows
+
+    @cached_property
+    def row_tokens(self) -> int:
+        return self.shards.row_tokens
+
+    @property
+    def first_samples(self) -> npt.NDArray[np.int64]:
+        return self.shards.first_sample
+
+    @property
+    def mean_tokens(self) -> float:
+        mean = self.shards.mean_tokens
+        return mean if self.max_length is None else min(mean, self.max_length)
+
+    def num_tokens(self, reader: ShardReader, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        lengths = reader.num_tokens(samples)
+        return lengths if self.max_length is None else lengths.clip(max=self.max_length)
+
+    def read(self, reader: ShardReader, samples: npt.NDArray[np.int64], offset: int) -> Window:  # noqa: ARG002
+        rows = np.arange(samples.size).reshape(samples.shape)
+        data = reader.read(samples.reshape(-1), starts=self.starts and self.row_tokens > 0)
+        return partial(self._rows_chunk if self.row_tokens else self._documents_chunk, data, rows)
+
+    def _documents_chunk(self, data: SampleBytes, rows: npt.NDArray[np.int64], first: int, end: int) -> Chunk:
+        steps = rows[:, first:end].T
+        found = self.decode(data, steps.reshape(-1), self.max_length)
+        if found.num_cut and self.refuse_longer:
+            self._refuse(data, steps.reshape(-1))
+        return Chunk(lengths=found.lengths.reshape(steps.shape).T, ids=found.ids, num_cut=found.num_cut)
+
+    def _rows_chunk(self, data: SampleBytes, rows: npt.NDArray[np.int64], first: int, end: int) -> Chunk:
+        rows = rows[:, first:end]
+        ids = rows_in_place(data, rows, self.row_tokens)
+        if self.vocab_size is not None:
+            stored = replace(ids, mask=None)
+            full = np.full(len(rows), self.row_tokens, np.int32)
+            with _place_named(self.shards, data):
+                for step, of_step in enumerate(rows.T):
+                    check_vocab(stored[:, step].reshape(-1), full, of_step, self.vocab_size)
+        return Chunk(
+            lengths=data.num_tokens[rows].astype(np.int32),
+            ids=ids,
+            row_tokens=self.row_tokens,
+            num_starts=data.num_starts[rows].astype(np.int32) if self.starts else None,
+            starts=decode_starts(data, rows.reshape(-1), self.row_tokens) if self.starts else None,
+        )
+
+    def _refuse(self, data: SampleBytes, rows: npt.NDArray[np.int64]) -> None:
+        lengths = decode_samples(data, rows).lengths
+        longer = int(np.flatnonzero(lengths > (self.max_length or 0))[0])
+        raise BrokenShard(
+            f"{self.shards.describe(int(data.sample[rows[longer]]))} holds {int(lengths[longer]):,} tokens, "
+            f"more than max_length={self.max_length}; "
+            'long_documents="split" would keep them all, "truncate" the beginning'
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentPieces(Samples):
+    """Documents in pieces of ``max_length`` tokens, numbered through all shards; an empty one is one piece.
 
     Making it opens every shard for its idx.
     """
 
-    def __init__(self, shards: ShardSet, max_length: int, context: ReaderContext) -> None:
-        self.max_length = max_length
-        self._shards = shards
-        self.first_piece = _sums_by_shard(shards, context, lambda *which: int(self._ends(*which)[-1]))
+    max_length: int
+
+    def __post_init__(self) -> None:
+        self.first_samples  # noqa: B018  in this process, once
+
+    @cached_property
+    def first_samples(self) -> npt.NDArray[np.int64]:
+        return self._sums(lambda *which: int(self._ends(*which)[-1]))
 
     @property
-    def num_samples(self) -> int:
-        return int(self.first_piece[-1])
+    def mean_tokens(self) -> float:
+        return min(self.shards.mean_tokens, self.max_length)
+
+    def num_tokens(self, reader: ShardReader, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        documents, first = self.locate(reader, samples)
+        return (reader.num_tokens(documents) - first).clip(max=self.max_length)
 
     def locate(
         self, reader: ShardReader, pieces: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """int64[n] pieces -> int64[n] documents, counted through all shards, and their first token."""
         documents, first = np.empty_like(pieces), np.empty_like(pieces)
-        shard = np.searchsorted(self.first_piece, pieces, side="right") - 1
-        for number in np.unique(shard).tolist():
-            here = shard == number
+        for number, here, local in self.by_shard(reader, pieces):
             ends = self._ends(reader, number)
-            local = pieces[here] - self.first_piece[number]
             document = np.searchsorted(ends, local, side="right") - 1
-            documents[here] = document + self._shards.first_sample[number]
+            documents[here] = document + self.shards.first_sample[number]
             first[here] = (local - ends[document]) * self.max_length
         return documents, first
 
@@ -356,205 +494,62 @@ class DocumentPieces:
         """The pieces of some documents, counted through all shards: int64[n] -> int64[pieces]."""
         parts = [np.empty(0, np.int64)]
         for document in documents.tolist():
-            number = int(self._shards.shard_of(np.array(document)))
-            local = document - int(self._shards.first_sample[number])
-            ends = self._ends(reader, number)
-            parts.append(np.arange(ends[local], ends[local + 1]) + self.first_piece[number])
+            number = int(self.shards.shard_of(np.array(document)))
+            ends = self._ends(reader, number)[document - self.shards.first_sample[number] :][:2]
+            parts.append(np.arange(*ends) + self.first_samples[number])
         return np.concatenate(parts)
-
-    def lengths_of(self, reader: ShardReader, number: int) -> npt.NDArray[np.int64]:
-        """Tokens of each piece of a shard: int64[pieces]."""
-        ends = self._ends(reader, number)
-        lengths = np.full(int(ends[-1]), self.max_length)
-        lengths[ends[1:] - 1] = reader.num_tokens_of(number) - (np.diff(ends) - 1) * self.max_length
-        return lengths
 
     def _ends(self, reader: ShardReader, number: int) -> npt.NDArray[np.int64]:
         """Sums of a shard's pieces, from 0: int64[documents + 1]."""
-        shard = reader.opened(number)
-        if "pieces" not in shard.sums:
+        sums = reader.opened(number).sums
+        if "pieces" not in sums:
             counts = np.maximum(-(-reader.num_tokens_of(number) // self.max_length), 1)
-            shard.sums["pieces"] = np.concatenate([[0], np.cumsum(counts)])
-        return shard.sums["pieces"]
+            sums["pieces"] = np.concatenate([[0], np.cumsum(counts)])
+        return sums["pieces"]
 
-
-LongDocuments = Literal["split", "truncate", "error"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class WholeSamples:
-    """Documents or packed rows, one per sample; with ``pieces``, parts of documents."""
-
-    shards: ShardSet
-    max_length: int | None = None
-    pieces: DocumentPieces | None = None  # where documents longer than max_length are split
-    refuse_longer: bool = False
-    starts: bool = False  # of documents in packed rows
-    vocab_size: int | None = None  # checked where it is given: ids that others made
-    context: ReaderContext = ReaderContext()  # noqa: RUF009  frozen
-    offsets = 1
-
-    @cached_property
-    def row_tokens(self) -> int:
-        return self.shards.row_tokens
-
-    @property
-    def num_samples(self) -> int:
-        return self.shards.num_samples if self.pieces is None else self.pieces.num_samples
-
-    @property
-    def mean_tokens(self) -> float:
-        mean = self.shards.mean_tokens
-        return mean if self.max_length is None else min(mean, self.max_length)
-
-    def lengths_of(self, reader: ShardReader, number: int) -> npt.NDArray[np.int64]:
-        """Tokens of each sample of a shard: int64[samples]."""
-        if self.pieces is not None:
-            return self.pieces.lengths_of(reader, number)
-        lengths = reader.num_tokens_of(number).astype(np.int64)
-        return lengths if self.max_length is None else lengths.clip(max=self.max_length)
-
-    @property
-    def first_samples(self) -> npt.NDArray[np.int64]:
-        """int64[shards + 1]: the samples before each shard."""
-        return self.shards.first_sample if self.pieces is None else self.pieces.first_piece
-
-    def decode(
-        self, data: SampleBytes, rows: npt.NDArray[np.int64], max_length: int | None = None
-    ) -> Decoded:
-        """Documents, cut at a length; their ids are checked where others made them. Raises BrokenShard."""
-        with _place_named(self.shards, data):
-            found = decode_samples(data, rows, max_length=max_length)
-            if self.vocab_size is not None:
-                check_vocab(found.ids, found.lengths, rows, self.vocab_size)
-        return found
-
-    def open(self) -> SampleReader:
-        return SampleReader(self)
-
-
-class SampleReader:
-    """A WindowReader of WholeSamples."""
-
-    def __init__(self, samples: WholeSamples) -> None:
-        self._samples = samples
-        self.reader = ShardReader(samples.shards, samples.context)
-
-    def num_tokens(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        if self._samples.pieces is not None:
-            documents, first = self._samples.pieces.locate(self.reader, samples)
-            lengths = self.reader.num_tokens(documents) - first
-        else:
-            lengths = self.reader.num_tokens(samples)
-        longest = self._samples.max_length
-        return lengths if longest is None else lengths.clip(max=longest)
-
-    def read(self, samples: npt.NDArray[np.int64], offset: int) -> SampleWindow | PieceWindow:  # noqa: ARG002
-        if self._samples.pieces is not None:
-            return self._read_pieces(samples, self._samples.pieces)
-        rows = np.arange(samples.size).reshape(samples.shape)
-        starts = self._samples.starts and self._samples.row_tokens > 0
-        data = self.reader.read(samples.reshape(-1), starts=starts)
-        return SampleWindow(samples=self._samples, data=data, rows=rows, starts=starts)
-
-    def _read_pieces(self, samples: npt.NDArray[np.int64], pieces: DocumentPieces) -> PieceWindow:
+    def read(self, reader: ShardReader, samples: npt.NDArray[np.int64], offset: int) -> Window:  # noqa: ARG002
         """Read and decode the documents of some pieces, each once, and keep the pieces alone.
 
         So a window holds 4 bytes per token of its pieces, and while it is made the ids of some documents.
         """
         asked, rows = np.unique(samples, return_inverse=True)
-        documents, first = pieces.locate(self.reader, asked)
+        documents, first = self.locate(reader, asked)
         unique, document = np.unique(documents, return_inverse=True)  # ascending, as pieces are
-        data = self.reader.read(unique)
+        data = reader.read(unique)
         lengths = np.empty(len(asked), np.int64)
         parts: list[npt.NDArray[np.int32]] = []
         for part in decode_parts(data, np.arange(len(unique))):
-            found = self._samples.decode(data, part)
+            found = self.decode(data, part)
             held = found.lengths.astype(np.int64)
             here = slice(*np.searchsorted(document, [part[0], part[-1] + 1]).tolist())
             local = document[here] - part[0]
-            lengths[here] = np.minimum(held[local] - first[here], pieces.max_length)
+            lengths[here] = np.minimum(held[local] - first[here], self.max_length)
             parts.append(found.ids[places_of((np.cumsum(held) - held)[local] + first[here], lengths[here])])
-        return PieceWindow(
-            ids=np.concatenate(parts),
-            begin=np.cumsum(lengths) - lengths,
-            lengths=lengths,
-            rows=rows.reshape(samples.shape),
-        )
-
-    def close(self) -> None:
-        self.reader.close()
+        return partial(_pieces_chunk, np.concatenate(parts), lengths, rows.reshape(samples.shape))
 
 
-@dataclass(frozen=True, kw_only=True)
-class PieceWindow:
-    """A Window of pieces, decoded."""
+def _pieces_chunk(
+    ids: npt.NDArray[np.int32],
+    lengths: npt.NDArray[np.int64],
+    pieces: npt.NDArray[np.int64],
+    first: int,
+    end: int,
+) -> Chunk:
+    """Steps of ``pieces``, int64[samples per step, steps], whose ids stand one after another."""
+    steps = pieces[:, first:end].T
+    begin = np.cumsum(lengths) - lengths
+    of_steps = lengths[steps]
+    return Chunk(
+        lengths=of_steps.T.astype(np.int32),
+        ids=ids[places_of(begin[steps.reshape(-1)], of_steps.reshape(-1))],
+    )
 
-    ids: npt.NDArray[np.int32]
-    begin: npt.NDArray[np.int64]  # int64[pieces]: where each begins in ids
-    lengths: npt.NDArray[np.int64]
-    rows: npt.NDArray[np.int64]  # int64[samples per step, steps] -> pieces
 
-    def chunk(self, first: int, end: int) -> Chunk:
-        steps = self.rows[:, first:end].T
-        flat = steps.reshape(-1)
-        lengths = self.lengths[flat]
-        ids = self.ids[places_of(self.begin[flat], lengths)]
-        return Chunk(lengths=lengths.reshape(steps.shape).T.astype(np.int32), ids=ids, num_cut=0)
+_NO_END = -1  # no EOS is put
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleWindow:
-    """A Window whose samples are decoded when their chunk is asked for."""
-
-    samples: WholeSamples
-    data: SampleBytes
-    rows: npt.NDArray[np.int64]  # int64[samples per step, steps] -> rows of data
-    starts: bool
-
-    def chunk(self, first: int, end: int) -> Chunk:
-        rows = self.rows[:, first:end]
-        if self.samples.row_tokens:
-            return self._rows_chunk(rows, rows.reshape(-1))
-        flat = rows.T.reshape(-1)
-        found = self.samples.decode(self.data, flat, max_length=self.samples.max_length)
-        if found.num_cut and self.samples.refuse_longer:
-            self._refuse(flat)
-        lengths = found.lengths.reshape(rows.T.shape).T
-        return Chunk(lengths=lengths, ids=found.ids, num_cut=found.num_cut)
-
-    def _rows_chunk(self, rows: npt.NDArray[np.int64], flat: npt.NDArray[np.int64]) -> Chunk:
-        row_tokens = self.samples.row_tokens
-        ids = rows_in_place(self.data, rows, row_tokens)
-        lengths = self.data.num_tokens[rows].astype(np.int32)
-        if self.samples.vocab_size is not None:
-            stored = replace(ids, mask=None)
-            full = np.full(len(rows), row_tokens, np.int32)
-            with _place_named(self.samples.shards, self.data):
-                for step, of_step in enumerate(rows.T):
-                    check_vocab(stored[:, step].reshape(-1), full, of_step, self.samples.vocab_size)
-        num_starts = starts = None
-        if self.starts:
-            num_starts = self.data.num_starts[rows].astype(np.int32)
-            starts = decode_starts(self.data, flat, row_tokens)
-        return Chunk(lengths=lengths, ids=ids, row_tokens=row_tokens, num_starts=num_starts, starts=starts)
-
-    def _refuse(self, flat: npt.NDArray[np.int64]) -> None:
-        for row in flat.tolist():
-            length = int(decode_samples(self.data, np.array([row])).lengths[0])
-            if length > (self.samples.max_length or length):
-                raise BrokenShard(
-                    f"{self.samples.shards.describe(int(self.data.sample[row]))} holds {length:,} tokens, "
-                    f"more than max_length={self.samples.max_length}; "
-                    'long_documents="split" would keep them all, "truncate" the beginning'
-                )
-
-
-_NONE = -1  # no EOS is put
-
-
-@dataclass(frozen=True)
-class JoinedRows:
+class JoinedRows(Samples):
     """Packing at load: all documents are joined to one stream of tokens, which is cut into full rows.
 
     Row x is tokens ``[(offset + x S) mod T, + S)`` of the stream, found through the sums of the idx. Nothing
@@ -566,16 +561,13 @@ class JoinedRows:
     is the bytes of the window and 4 bytes per token, and the first row of a window waits for all of it.
     """
 
-    shards: ShardSet
     seq_len: int
     eos_token_id: int | None
     starts: bool = False
-    vocab_size: int | None = None
     keeps_tail: bool = False  # the tokens that fill no row are a row that is not full
-    context: ReaderContext = ReaderContext()  # noqa: RUF009  frozen
 
     def __post_init__(self) -> None:
-        if self.eos_token_id is None and any(self.lacks_eos(source).any() for source in self.shards.sources):
+        if self.eos_token_id is None and any(self._lacks_eos(source).any() for source in self.shards.sources):
             raise UsageError(
                 "the shards have no EOS behind documents, and the tokenizer has none to put; prepare them "
                 "with --append_eos, or set the tokenizer's eos_token"
@@ -588,24 +580,29 @@ class JoinedRows:
     @cached_property
     def first_token(self) -> npt.NDArray[np.int64]:
         """int64[shards + 1]: where each shard begins in the stream."""
-        if self.shards.split is not None:
-            return _sums_by_shard(  # of one side of a split only the idx tells the tokens
-                self.shards,
-                self.context,
-                lambda reader, number: int(reader.num_tokens_of(number).sum() + self.puts_eos(number).sum()),
+        if self.shards.split is not None:  # of one side of a split only the idx tells the tokens
+            return self._sums(
+                lambda reader, number: int(reader.num_tokens_of(number).sum() + self._puts_eos(number).sum())
             )
         sizes = []
         for source in self.shards.sources:
-            lacks = self.lacks_eos(source)
+            lacks = self._lacks_eos(source)
             num_eos = lacks.sum() if isinstance(source, ExternalTar) else source.num_samples * lacks
             sizes.append(source.num_tokens + num_eos)
         return np.concatenate([[0], np.cumsum(np.concatenate(sizes))]).astype(np.int64)
 
-    def puts_eos(self, number: int) -> npt.NDArray[np.bool_]:
+    def _lacks_eos(self, source: DatasetShards | ExternalTar) -> npt.NDArray[np.bool_]:
+        """Whether documents end without EOS: bool[documents] of an external tar, else bool[1] for all."""
+        if isinstance(source, DatasetShards):
+            return np.array([not source.spec.append_eos])
+        if self.eos_token_id is None:
+            return np.ones(len(source.samples.last_id), np.bool_)
+        return np.not_equal(source.samples.last_id, self.eos_token_id)
+
+    def _puts_eos(self, number: int) -> npt.NDArray[np.bool_]:
         """Whether an EOS is put behind each document of a shard: bool[documents]."""
         first, end = self.shards.first_sample[number : number + 2].tolist()
-        source, _ = self.shards.locate(number)
-        lacks = self.lacks_eos(source)
+        lacks = self._lacks_eos(self.shards.locate(number)[0])
         if len(lacks) == 1:
             return np.repeat(lacks, end - first)
         return lacks[self.shards.rows_of(number, np.arange(first, end))]
@@ -627,47 +624,43 @@ class JoinedRows:
         """T: tokens of the stream; an epoch's rows begin at any of them."""
         return int(self.first_token[-1])
 
-    def lacks_eos(self, source: DatasetShards | ExternalTar) -> npt.NDArray[np.bool_]:
-        """Whether documents end without EOS: bool[documents] of an external tar, else bool[1] for all."""
-        if isinstance(source, DatasetShards):
-            return np.array([not source.spec.append_eos])
-        if self.eos_token_id is None:
-            return np.ones(len(source.samples.last_id), np.bool_)
-        return np.not_equal(source.samples.last_id, self.eos_token_id)
-
-    def open(self) -> RowReader:
-        return RowReader(self)
+    def num_tokens(self, _: ShardReader, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return np.full(samples.shape, self.seq_len, np.int64)
 
     def stream_place(self, reader: ShardReader, document: int) -> tuple[int, int]:
         """The tokens of the stream that a document is, without an EOS that is put behind it: [begin, end)."""
         number = int(self.shards.shard_of(np.array(document)))
         local = document - int(self.shards.first_sample[number])
-        begin = int(self.first_token[number]) + int(self.ends_of(reader, number)[local])
+        begin = int(self.first_token[number]) + int(self._ends(reader, number)[local])
         return begin, begin + int(reader.num_tokens_of(number)[local])
 
     def documents_of(self, reader: ShardReader, row: int, offset: int) -> list[tuple[int, int, int]]:
         """The documents of a row, for an epoch's offset: (document, first token of it, number of tokens)."""
-        begin, left = (offset + row * self.seq_len) % self.offsets, self.seq_len
         found: list[tuple[int, int, int]] = []
-        while left > 0:
-            number = int(np.searchsorted(self.first_token, begin, side="right")) - 1
-            ends = self.ends_of(reader, number)
-            local = begin - int(self.first_token[number])
-            document = int(np.searchsorted(ends, local, side="right")) - 1
-            taken = min(left, int(ends[document + 1]) - local)
-            held = int(reader.num_tokens_of(number)[document])
-            first = local - int(ends[document])
-            if first < held:
-                sample = int(self.shards.first_sample[number]) + document
-                found.append((sample, first, min(taken, held - first)))
-            begin, left = (begin + taken) % self.offsets, left - taken
+        for number, begin, end in self._stretches(offset + row * self.seq_len, self.seq_len):
+            ends, held = self._ends(reader, number), reader.num_tokens_of(number)
+            for document in range(*_documents_in(ends, begin, end)):
+                first = max(begin - int(ends[document]), 0)
+                last = min(end - int(ends[document]), int(held[document]))  # no EOS that is put behind it
+                if first < last:
+                    found.append((document + int(self.shards.first_sample[number]), first, last - first))
         return found
 
-    def ends_of(self, reader: ShardReader, number: int) -> npt.NDArray[np.int64]:
+    def _stretches(self, begin: int, size: int) -> Iterator[tuple[int, int, int]]:
+        """A part of the stream shard by shard: the shard, and the first token and the end in it."""
+        while size > 0:
+            begin %= self.offsets
+            number = int(np.searchsorted(self.first_token, begin, side="right")) - 1
+            taken = min(size, int(self.first_token[number + 1]) - begin)
+            local = begin - int(self.first_token[number])
+            yield number, local, local + taken
+            begin, size = begin + taken, size - taken
+
+    def _ends(self, reader: ShardReader, number: int) -> npt.NDArray[np.int64]:
         """Sums of a shard's tokens from 0, EOS included: int64[documents + 1]. Raises BrokenShard."""
-        shard: OpenShard = reader.opened(number)
+        shard = reader.opened(number)
         if "stream" not in shard.sums:
-            puts = self.puts_eos(number)
+            puts = self._puts_eos(number)
             ends = np.concatenate([[0], np.cumsum(reader.num_tokens_of(number) + puts)])
             expected = int(self.first_token[number + 1] - self.first_token[number])
             if int(ends[-1]) != expected:
@@ -676,137 +669,100 @@ class JoinedRows:
                     f"{shard.remedy}"
                 )
             shard.sums["stream"] = ends
-            shard.sums["end_ids"] = np.where(puts, int(self.eos_token_id or 0), _NONE)
+            shard.sums["end_ids"] = np.where(puts, int(self.eos_token_id or 0), _NO_END)
         return shard.sums["stream"]
 
-
-class RowReader:
-    """A WindowReader of JoinedRows."""
-
-    def __init__(self, rows: JoinedRows) -> None:
-        self._rows = rows
-        self._reader = ShardReader(rows.shards, rows.context)
-
-    def num_tokens(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        return np.full(samples.shape, self._rows.seq_len, np.int64)
-
-    def close(self) -> None:
-        self._reader.close()
-
-    def read(self, samples: npt.NDArray[np.int64], offset: int) -> RowWindow:
-        seq_len = self._rows.seq_len
+    def read(self, reader: ShardReader, samples: npt.NDArray[np.int64], offset: int) -> Window:
         rows, inverse = np.unique(samples, return_inverse=True)
+        begins = offset + rows * self.seq_len
         at = np.empty(len(rows), np.int64)  # where each row begins in the decoded documents
         documents: list[npt.NDArray[np.int64]] = []
         end_ids: list[npt.NDArray[np.int64]] = []
         decoded = 0
-        cuts = (np.flatnonzero(np.diff(rows) != 1) + 1).tolist()
-        for first, end in self._in_opening_order(rows, offset, list(pairwise([0, *cuts, len(rows)]))):
-            begin = offset + int(rows[first]) * seq_len
-            skipped, held = self._join(begin, (end - first) * seq_len, documents, end_ids)
-            at[first:end] = decoded + skipped + np.arange(end - first) * seq_len
-            decoded += held
-        ids, starts = self._decoded(np.concatenate(documents), np.concatenate(end_ids), decoded)
-        at = at[inverse.reshape(samples.shape)]
-        last = self._rows.offsets - (self._rows.num_samples - 1) * seq_len  # tokens of the last row
-        return RowWindow(
-            ids=ids,
-            at=at,
-            lengths=np.where(samples == self._rows.num_samples - 1, min(last, seq_len), seq_len).astype(
-                np.int32
-            ),
-            seq_len=seq_len,
-            starts=starts if self._rows.starts else None,
-        )
+        for first, end in self._runs(reader, rows, begins):
+            at[first:end] = begins[first:end] - begins[first] + decoded
+            for place, (number, *part) in enumerate(
+                self._stretches(int(begins[first]), (end - first) * self.seq_len)
+            ):
+                ends = self._ends(reader, number)
+                of_part = slice(*_documents_in(ends, *part))
+                documents.append(np.arange(of_part.start, of_part.stop) + self.shards.first_sample[number])
+                end_ids.append(reader.opened(number).sums["end_ids"][of_part])
+                if not place:
+                    at[first:end] += part[0] - ends[of_part.start]
+                decoded += int(ends[of_part.stop] - ends[of_part.start])
+        ids, starts = self._decoded(reader, np.concatenate(documents), np.concatenate(end_ids), decoded)
+        last = self.offsets - (self.num_samples - 1) * self.seq_len  # tokens of the last row
+        lengths = np.where(samples == self.num_samples - 1, min(last, self.seq_len), self.seq_len)
+        places = at[inverse.reshape(samples.shape)]
+        return partial(self._chunk, ids, places, lengths.astype(np.int32), starts)
 
-    def _in_opening_order(
-        self, rows: npt.NDArray[np.int64], offset: int, parts: list[tuple[int, int]]
+    def _runs(
+        self, reader: ShardReader, rows: npt.NDArray[np.int64], begins: npt.NDArray[np.int64]
     ) -> list[tuple[int, int]]:
-        """Parts of the rows, those first that begin in shards which this process opens first."""
-        begins = (offset + rows[[first for first, _ in parts]] * self._rows.seq_len) % self._rows.offsets
-        shards = np.searchsorted(self._rows.first_token, begins, side="right") - 1
-        order = self._reader.opening_order(np.unique(shards)).tolist()
+        """Consecutive rows, those first that begin in shards which this process opens first."""
+        runs = list(pairwise([0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]))
+        first_tokens = begins[[first for first, _ in runs]] % self.offsets
+        shards = np.searchsorted(self.first_token, first_tokens, side="right") - 1
+        order = reader.opening_order(np.unique(shards)).tolist()
         place = {shard: number for number, shard in enumerate(order)}
-        keys = [place[shard] for shard in shards.tolist()]
-        return [parts[number] for number in np.argsort(keys, kind="stable").tolist()]
-
-    def _join(
-        self,
-        begin: int,
-        size: int,
-        documents: list[npt.NDArray[np.int64]],
-        end_ids: list[npt.NDArray[np.int64]],
-    ) -> tuple[int, int]:
-        """Append the documents of a part of the stream; tokens skipped of the first, and tokens of all."""
-        edges, skipped, held = self._rows.first_token, -1, 0
-        while size > 0:
-            begin %= self._rows.offsets
-            number = int(np.searchsorted(edges, begin, side="right")) - 1
-            taken = min(size, int(edges[number + 1]) - begin)
-            local = begin - int(edges[number])
-            ends = self._rows.ends_of(self._reader, number)
-            puts = self._reader.opened(number).sums["end_ids"]
-            first = int(np.searchsorted(ends, local, side="right")) - 1
-            last = int(np.searchsorted(ends, local + taken, side="left"))
-            documents.append(np.arange(first, last) + self._rows.shards.first_sample[number])
-            end_ids.append(puts[first:last])
-            skipped = local - int(ends[first]) if skipped < 0 else skipped
-            held += int(ends[last] - ends[first])
-            begin, size = begin + taken, size - taken
-        return skipped, held
+        return [run for _, run in sorted(zip(map(place.__getitem__, shards.tolist()), runs, strict=True))]
 
     def _decoded(
-        self, documents: npt.NDArray[np.int64], end_ids: npt.NDArray[np.int64], expected: int
+        self,
+        reader: ShardReader,
+        documents: npt.NDArray[np.int64],
+        end_ids: npt.NDArray[np.int64],
+        expected: int,
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         """The ids of documents one after another, and where each begins."""
-        data = self._reader.read(documents)
-        every = np.arange(len(documents))
-        with _place_named(self._rows.shards, data):
-            found = decode_samples(data, every, end_ids=end_ids)
-            if self._rows.vocab_size is not None:
-                check_vocab(found.ids, found.lengths, every, self._rows.vocab_size)
+        found = self.decode(reader.read(documents), np.arange(len(documents)), end_ids=end_ids)
         if len(found.ids) != expected:
-            where = self._rows.shards.describe(int(documents[0]))
+            where = self.shards.describe(int(documents[0]))
             raise BrokenShard(f"{where} and on: {len(found.ids)} tokens, expected {expected}")
         starts = np.cumsum(found.lengths, dtype=np.int64) - found.lengths
         return found.ids, starts[found.lengths > 0]
 
-
-@dataclass(frozen=True, kw_only=True)
-class RowWindow:
-    """A Window of rows cut from decoded documents."""
-
-    ids: npt.NDArray[np.int32]
-    at: npt.NDArray[np.int64]  # int64[samples per step, steps]: where each row begins in ids
-    lengths: npt.NDArray[np.int32]  # int32[samples per step, steps]: tokens of each
-    seq_len: int
-    starts: npt.NDArray[np.int64] | None  # where documents begin in ids, ascending
-
-    def chunk(self, first: int, end: int) -> Chunk:
-        at = self.at[:, first:end]
-        flat = at.reshape(-1)
-        ids = ScatteredRows(flat=self.ids, at=at, row_tokens=self.seq_len)
-        lengths = self.lengths[:, first:end]
-        if self.starts is None:
-            return Chunk(lengths=lengths, ids=ids, row_tokens=self.seq_len)
-        low = np.searchsorted(self.starts, flat)
-        high = np.searchsorted(self.starts, flat + self.seq_len)
-        num_starts = high - low
-        starts = self.starts[places_of(low, num_starts)] - np.repeat(flat, num_starts)
-        return Chunk(
-            lengths=lengths,
-            ids=ids,
+    def _chunk(
+        self,
+        ids: npt.NDArray[np.int32],
+        places: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int32],
+        starts: npt.NDArray[np.int64],
+        first: int,
+        end: int,
+    ) -> Chunk:
+        """Rows begin at ``places`` of the ids, int64[samples per step, steps], documents at ``starts``."""
+        at = places[:, first:end]
+        chunk = Chunk(
+            lengths=lengths[:, first:end],
+            ids=ScatteredRows(flat=ids, at=at, row_tokens=self.seq_len),
             row_tokens=self.seq_len,
-            num_starts=num_starts.astype(np.int32).reshape(at.shape),
-            starts=starts.astype(np.int32),
         )
+        if not self.starts:
+            return chunk
+        flat = at.reshape(-1)
+        low = np.searchsorted(starts, flat)
+        num_starts = np.searchsorted(starts, flat + self.seq_len) - low
+        within = starts[places_of(low, num_starts)] - np.repeat(flat, num_starts)
+        return replace(
+            chunk,
+            num_starts=num_starts.astype(np.int32).reshape(at.shape),
+            starts=within.astype(np.int32),
+        )
+
+
+def _documents_in(ends: npt.NDArray[np.int64], begin: int, end: int) -> tuple[int, int]:
+    """The documents, by their ``ends`` from 0 on, that have tokens from one up to another: [first, last)."""
+    first = int(np.searchsorted(ends, begin, side="right")) - 1
+    return first, int(np.searchsorted(ends, end, side="left"))
 
 
 BIN_BATCHES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenBatches:
+class TokenBatches(Samples):
     """Samples that are batches of whole documents of like length, as many as the places of a batch hold.
 
     The order shuffles batches and shares them out as it does documents. Which documents make a batch follows
@@ -818,54 +774,38 @@ class TokenBatches:
     Raises UsageError.
     """
 
-    documents: WholeSamples
+    documents: Samples
     tokens_per_batch: int
     multiple: int = 1  # widths of batches
     num_beyond: int = 0  # tokens of a document that are no place of a batch
-    offsets = 1
-    row_tokens = 0
 
     def __post_init__(self) -> None:
-        self.first_batch  # noqa: B018  computed now, so that an error comes now
+        self.first_samples  # noqa: B018  computed now, so that an error comes now
 
     @cached_property
-    def first_batch(self) -> npt.NDArray[np.int64]:
-        """int64[shards + 1]: the batches before each shard."""
-        documents = self.documents
-        return _sums_by_shard(
-            documents.shards, documents.context, lambda *which: len(self.batch_ends(*which)) - 1
-        )
-
-    @property
-    def num_samples(self) -> int:
-        return int(self.first_batch[-1])
+    def first_samples(self) -> npt.NDArray[np.int64]:
+        return self._sums(lambda *which: len(self._sums_of(*which)["batch_sizes"]))
 
     @property
     def mean_tokens(self) -> float:
         return self.documents.mean_tokens * self.documents.num_samples / max(self.num_samples, 1)
 
-    def open(self) -> TokenBatchReader:
-        return TokenBatchReader(self)
+    def num_tokens(self, reader: ShardReader, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        found = np.empty(len(samples), np.int64)
+        for number, here, local in self.by_shard(reader, samples):
+            found[here] = self._sums_of(reader, number)["batch_sizes"][local]
+        return found
 
-    def batch_ends(self, reader: ShardReader, number: int) -> npt.NDArray[np.int64]:
-        """Sums of the documents of a shard's batches, from 0: int64[batches + 1]."""
+    def _sums_of(self, reader: ShardReader, number: int) -> dict[str, npt.NDArray[np.int64]]:
+        """Of a shard: its documents from 0 on, batch after batch, sums of them, and tokens of each batch."""
         sums = reader.opened(number).sums
         if "batch_ends" not in sums:
-            lengths = self.documents.lengths_of(reader, number)
+            first, end = self.documents.first_samples[number : number + 2].tolist()
+            lengths = self.documents.num_tokens(reader, np.arange(first, end))
             members, ends = self._batches(lengths, number)
             sums["batch_ends"], sums["batch_members"] = ends, members
             sums["batch_sizes"] = np.add.reduceat(lengths[members], ends[:-1]) if len(members) else members
-        return sums["batch_ends"]
-
-    def members(self, reader: ShardReader, number: int) -> npt.NDArray[np.int64]:
-        """The documents of a shard, from 0, batch after batch: int64[documents]."""
-        self.batch_ends(reader, number)
-        return reader.opened(number).sums["batch_members"]
-
-    def sizes(self, reader: ShardReader, number: int) -> npt.NDArray[np.int64]:
-        """Tokens of each batch of a shard, without padding: int64[batches]."""
-        self.batch_ends(reader, number)
-        return reader.opened(number).sums["batch_sizes"]
+        return sums
 
     def _batches(
         self, lengths: npt.NDArray[np.int64], number: int
@@ -874,7 +814,7 @@ class TokenBatches:
         widths = -(-np.maximum(lengths - self.num_beyond, 1) // self.multiple) * self.multiple
         if len(widths) and int(widths.max()) > self.tokens_per_batch:
             longest = int(widths.argmax())
-            where = self.documents.shards.describe(int(self.documents.first_samples[number]) + longest)
+            where = self.shards.describe(int(self.documents.first_samples[number]) + longest)
             raise UsageError(
                 f"{where} has {int(lengths[longest]):,} tokens, more than a batch of tokens_per_batch="
                 f"{self.tokens_per_batch:,} holds; pass max_length, with long_documents='split' to keep all"
@@ -892,83 +832,44 @@ class TokenBatches:
         of_batch = np.repeat(np.arange(len(ends) - 1), np.diff(ends))
         return longest_first[np.lexsort((longest_first, of_batch))], np.array(ends, np.int64)
 
-
-class TokenBatchReader:
-    """A WindowReader of TokenBatches."""
-
-    def __init__(self, batches: TokenBatches) -> None:
-        self._batches = batches
-        self._documents = SampleReader(batches.documents)
-
-    def num_tokens(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        found = np.empty(len(samples), np.int64)
-        for number, here, local in self._by_shard(samples):
-            found[here] = self._batches.sizes(self._documents.reader, number)[local]
-        return found
-
-    def read(self, samples: npt.NDArray[np.int64], offset: int) -> TokenBatchWindow:
+    def read(self, reader: ShardReader, samples: npt.NDArray[np.int64], offset: int) -> Window:
         flat = samples.T.reshape(-1)  # step after step
         first, counts = np.empty_like(flat), np.empty_like(flat)  # of each batch in its shard's members
-        for number, here, local in self._by_shard(flat):
-            ends = self._batches.batch_ends(self._documents.reader, number)
+        for number, here, local in self.by_shard(reader, flat):
+            ends = self._sums_of(reader, number)["batch_ends"]
             first[here], counts[here] = ends[local], ends[local + 1] - ends[local]
         begin = np.cumsum(counts) - counts
         documents = np.empty(int(counts.sum()), np.int64)
-        for number, here, _ in self._by_shard(flat):
-            members = self._batches.members(self._documents.reader, number)
-            places = places_of(begin[here], counts[here])
-            documents[places] = members[places_of(first[here], counts[here])]
-            documents[places] += self._batches.documents.first_samples[number]
-        window = self._documents.read(documents[None], offset)
-        return TokenBatchWindow(
-            documents=window,
-            counts=counts.reshape(samples.shape[::-1]),
-            begin=np.append(begin, len(documents)),
-        )
-
-    def close(self) -> None:
-        self._documents.close()
-
-    def _by_shard(
-        self, batches: npt.NDArray[np.int64]
-    ) -> list[tuple[int, npt.NDArray[np.bool_], npt.NDArray[np.int64]]]:
-        """The shards of some batches, which of them each has, and their numbers in it."""
-        shard = np.searchsorted(self._batches.first_batch, batches, side="right") - 1
-        found = []
-        for number in self._documents.reader.opening_order(np.unique(shard)).tolist():
-            here = shard == number
-            found.append((number, here, batches[here] - self._batches.first_batch[number]))
-        return found
+        for number, here, _ in self.by_shard(reader, flat):
+            members = self._sums_of(reader, number)["batch_members"]
+            members = members[places_of(first[here], counts[here])]
+            documents[places_of(begin[here], counts[here])] = members + self.documents.first_samples[number]
+        window = self.documents.read(reader, documents[None], offset)
+        return partial(_batches_chunk, window, counts.reshape(samples.shape[::-1]))
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenBatchWindow:
-    """A Window of batches."""
+def _batches_chunk(window: Window, counts: npt.NDArray[np.int64], first: int, end: int) -> Chunk:
+    """Steps of batches of ``counts`` documents, int64[steps, batches]; the window has a document a step.
 
-    documents: SampleWindow | PieceWindow  # one a step
-    counts: npt.NDArray[np.int64]  # int64[steps, batches a step]: documents of each batch
-    begin: npt.NDArray[np.int64]  # int64[batches + 1]: the documents before each, step after step
-
-    def chunk(self, first: int, end: int) -> Chunk:
-        """Each sample is a batch; ``starts`` says where its documents begin."""
-        counts = self.counts[first:end]
-        per_step = counts.shape[1]
-        documents = self.documents.chunk(int(self.begin[first * per_step]), int(self.begin[end * per_step]))
-        lengths = documents.lengths[0].astype(np.int64)
-        places = np.cumsum(lengths) - lengths
-        flat = counts.reshape(-1)
-        begin = np.cumsum(flat) - flat
-        sizes = np.add.reduceat(lengths, begin)
-        # Chunks have starts sample after sample, and of each step after step.
-        walk = np.arange(len(flat)).reshape(counts.shape).T.reshape(-1)
-        starts = places - np.repeat(places[begin], flat)
-        return Chunk(
-            lengths=sizes.reshape(counts.shape).T.astype(np.int32),
-            ids=documents.ids,
-            num_cut=documents.num_cut,
-            num_starts=counts.T.astype(np.int32),
-            starts=starts[places_of(begin[walk], flat[walk])].astype(np.int32),
-        )
+    Each sample is a batch; ``starts`` says where its documents begin.
+    """
+    documents = window(int(counts[:first].sum()), int(counts[:end].sum()))
+    counts = counts[first:end]
+    lengths = documents.lengths[0].astype(np.int64)
+    places = np.cumsum(lengths) - lengths
+    flat = counts.reshape(-1)
+    begin = np.cumsum(flat) - flat
+    sizes = np.add.reduceat(lengths, begin)
+    # Chunks have starts sample after sample, and of each step after step.
+    walk = np.arange(len(flat)).reshape(counts.shape).T.reshape(-1)
+    starts = places - np.repeat(places[begin], flat)
+    return Chunk(
+        lengths=sizes.reshape(counts.shape).T.astype(np.int32),
+        ids=documents.ids,
+        num_cut=documents.num_cut,
+        num_starts=counts.T.astype(np.int32),
+        starts=starts[places_of(begin[walk], flat[walk])].astype(np.int32),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1038,18 +939,17 @@ def make_samples(
     where the rules do not fit what the shards hold.
     """
     _check_rows(rules, shards, starts)
-    shared: dict[str, Any] = {
-        "shards": shards, "starts": starts, "vocab_size": vocab_size, "context": context
-    }  # fmt: skip
+    shared: dict[str, Any] = {"shards": shards, "vocab_size": vocab_size, "context": context}
+    documents: Samples
     if rules.seq_len is not None and not shards.row_tokens:
-        return JoinedRows(seq_len=rules.seq_len, eos_token_id=eos_token_id, keeps_tail=keeps_tail, **shared)
-    splits = rules.long_documents == "split" and rules.max_length is not None
-    documents = WholeSamples(
-        max_length=rules.max_length,
-        pieces=DocumentPieces(shards, int(rules.max_length or 0), context) if splits else None,
-        refuse_longer=rules.long_documents == "error",
-        **shared,
-    )
+        return JoinedRows(
+            seq_len=rules.seq_len, eos_token_id=eos_token_id, starts=starts, keeps_tail=keeps_tail, **shared
+        )
+    if rules.long_documents == "split" and rules.max_length is not None:
+        documents = DocumentPieces(max_length=rules.max_length, **shared)
+    else:
+        refuses = rules.long_documents == "error"
+        documents = WholeSamples(max_length=rules.max_length, refuse_longer=refuses, starts=starts, **shared)
     if rules.tokens_per_batch is None:
         return documents
     return TokenBatches(
@@ -1057,6 +957,7 @@ def make_samples(
         tokens_per_batch=rules.tokens_per_batch,
         multiple=rules.batch_multiple,
         num_beyond=rules.num_beyond,
+        **shared,
     )
 
 

@@ -67,7 +67,7 @@ from shardprep.format.names import (
 from shardprep.signals import raise_on_stop_signals
 
 if TYPE_CHECKING:
-    from loader.workers import Samples
+    from loader.samples import Samples
 
 READ_BYTES = 4 << 20
 NUM_ATTEMPTS = 2
@@ -521,12 +521,11 @@ def parts_read(
     Steps are counted through all epochs. 0: the shard is not opened; 1: as much as all of it, once.
     ``slots`` are consecutive, of one rank or of several. 10^6 blocks take 0.3 s, one core.
     """
-    from loader.samples import JoinedRows, WholeSamples
+    from loader.samples import JoinedRows
 
     if isinstance(samples, JoinedRows):
         edges, unit = samples.first_token, samples.seq_len  # of shards, in tokens; tokens of a sample
     else:
-        assert isinstance(samples, WholeSamples)
         edges, unit = samples.first_samples, 1
     num_units = int(edges[-1])
     read = np.zeros(len(edges) - 1, np.int64)

@@ -12,6 +12,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,7 @@ import torch
 
 from loader.dataloader import get_llama3_dataloader
 from loader.find_shards import DatasetShards, ExternalTar, ShardSet
-from loader.reading import ShardReader
-from loader.samples import JoinedRows, WholeSamples
+from loader.samples import DocumentPieces, JoinedRows, WholeSamples
 from loader.state import STATE_FORMAT, SkippedSteps
 from loader.token_loader import TokenLoader
 from shardprep.console import print_lines, say
@@ -78,7 +78,10 @@ class SeenDocuments:
             raise UsageError(
                 "this loader has a batch_size_schedule, and what its steps saw is told of runs without one"
             )
-        if not isinstance(samples, (JoinedRows, WholeSamples)) or samples.shards.split is not None:
+        if (
+            not isinstance(samples, (DocumentPieces, JoinedRows, WholeSamples))
+            or samples.shards.split is not None
+        ):
             raise UsageError(
                 "this loader mixes sources, leaves out documents for validation or makes batches of "
                 "tokens_per_batch, and what its steps saw can be told of one whole data set alone"
@@ -86,8 +89,8 @@ class SeenDocuments:
         self._samples = samples
         self._order = loader.order
         self.shards = samples.shards
-        self._reader = ShardReader(samples.shards)
-        self._window_reader = samples.open()
+        self._reader = samples.open()
+        self._num_tokens = partial(samples.num_tokens, self._reader)
         self._batch_size = loader.step_batches.batch_size
         self._of_rank = loader.order.global_batch_size // loader.process_rank.world_size
         self._idx: dict[int, npt.NDArray[np.void] | None] = {}
@@ -98,12 +101,11 @@ class SeenDocuments:
 
     def __exit__(self, *_: object) -> None:
         self._reader.close()
-        self._window_reader.close()
 
     def of_step(self, order_step: int) -> list[SeenSample]:
         """The samples of a step of the order, counted through all epochs, of all ranks."""
         epoch, step = divmod(order_step, self._order.steps_per_epoch)
-        samples = self._order.step_samples(epoch, step, self._window_reader.num_tokens)
+        samples = self._order.step_samples(epoch, step, self._num_tokens)
         return [
             SeenSample(**self._place(number), parts=self._parts(epoch, sample))
             for number, sample in enumerate(samples.tolist())
@@ -116,7 +118,7 @@ class SeenDocuments:
             wanted = self._wanted(stored, epoch)
             for start, end in self._order.windows(0):
                 slots = range(self._order.num_slots)
-                samples = self._order.samples_of(epoch, slots, start, end, self._window_reader.num_tokens)
+                samples = self._order.samples_of(epoch, slots, start, end, self._num_tokens)
                 for number, column in zip(*np.nonzero(np.isin(samples, wanted)), strict=True):
                     step = epoch * self._order.steps_per_epoch + start + int(column)
                     found.append(Sighting(order_step=step, **self._place(int(number))))
@@ -138,8 +140,8 @@ class SeenDocuments:
                 tokens = np.arange(begin - offset, end - offset, rows.seq_len)
                 parts.append(np.append(tokens, end - offset - 1)[: None if end > begin else 0])
             return np.unique(np.concatenate(parts) % rows.offsets // rows.seq_len)
-        if self._samples.pieces is not None:
-            return self._samples.pieces.of_documents(self._reader, stored)
+        if isinstance(self._samples, DocumentPieces):
+            return self._samples.of_documents(self._reader, stored)
         return stored
 
     def _parts(self, epoch: int, sample: int) -> list[DocumentPart]:
@@ -148,9 +150,9 @@ class SeenDocuments:
             found = self._samples.documents_of(self._reader, sample, offset)
             return [self._part(*document) for document in found]
         longest = self._samples.max_length
-        if self._samples.pieces is None:
+        if isinstance(self._samples, WholeSamples):
             return [self._part(sample, 0, longest)]
-        documents, first = self._samples.pieces.locate(self._reader, np.array([sample]))
+        documents, first = self._samples.locate(self._reader, np.array([sample]))
         return [self._part(int(documents[0]), int(first[0]), longest)]
 
     def _part(self, stored: int, first_token: int, most_tokens: int | None) -> DocumentPart:
@@ -426,10 +428,11 @@ def _stored(loader: TokenLoader, seen: SeenDocuments, text: str) -> npt.NDArray[
 
 def _with_text(loader: TokenLoader, shards: ShardSet, text: str) -> npt.NDArray[np.int64]:
     """The first stored samples whose decoded ids hold a text; reads the whole data set until then."""
-    reader, found = WholeSamples(shards=shards).open(), []
+    samples, found = WholeSamples(shards=shards), []
+    reader = samples.open()
     for first in range(0, shards.num_samples, _READ_SAMPLES):
         numbers = np.arange(first, min(first + _READ_SAMPLES, shards.num_samples))
-        chunk = reader.read(numbers[None], 0).chunk(0, len(numbers))
+        chunk = samples.read(reader, numbers[None], 0)(0, len(numbers))
         ends = np.cumsum(chunk.lengths[0])
         for place, number in enumerate(numbers.tolist()):
             end, length = int(ends[place]), int(chunk.lengths[0, place])

@@ -11,9 +11,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from operator import index
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -24,42 +25,13 @@ from loader.chunks import Chunk, ScatteredParts, ScatteredRows
 from loader.find_shards import ShardSet
 from loader.mixture import Mixture, Round, Schedule, check_first_steps, make_stages, source_seed
 from loader.order import Order, choose_windows, share
+from loader.reading import ShardReader
+from loader.samples import Samples
 from loader.state import RunSteps
 from shardprep.errors import UsageError
 
 CHUNK_BYTES = 1 << 20  # of a chunk; a worker's message costs about 150 us whatever its size
 MAX_CHUNK_STEPS = 256
-
-
-class Window(Protocol):
-    """The samples of one window, read; ``chunk`` decodes its steps from ``first`` up to ``end``."""
-
-    def chunk(self, first: int, end: int) -> Chunk: ...
-
-
-class WindowReader(Protocol):
-    """Reads samples, int64[samples per step, steps]. One per process; a window ends with the next ``read``.
-
-    ``num_tokens`` tells lengths without reading ids; ``offset`` is the epoch's, below ``Samples.offsets``.
-    """
-
-    def num_tokens(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]: ...
-    def read(self, samples: npt.NDArray[np.int64], offset: int) -> Window: ...
-    def close(self) -> None: ...
-
-
-class Samples(Protocol):
-    """What a sample is: a document, a piece of one, a row, or a batch of documents."""
-
-    @property
-    def row_tokens(self) -> int: ...  # of every sample where all are rows, else 0
-    @property
-    def num_samples(self) -> int: ...
-    @property
-    def mean_tokens(self) -> float: ...  # of a sample, roughly
-    @property
-    def offsets(self) -> int: ...  # an epoch draws one below this
-    def open(self) -> WindowReader: ...
 
 
 class ChunkDataset(IterableDataset[Any]):
@@ -76,7 +48,7 @@ class ChunkDataset(IterableDataset[Any]):
         self.slots = slots
         self.endless = endless
         self.position = torch.zeros(2, dtype=torch.int64)
-        self._reader: WindowReader | None = None
+        self._reader: Any = None
         self._close_reader: Callable[[], object] | None = None
 
     def __iter__(self) -> Iterator[torch.Tensor | Chunk]:
@@ -96,18 +68,19 @@ class ChunkDataset(IterableDataset[Any]):
             self._close_reader()
         self._reader = self._close_reader = None
 
-    def _epoch_chunks(self, reader: WindowReader, epoch: int, step: int, slots: range) -> Iterator[Chunk]:
+    def _epoch_chunks(self, reader: ShardReader, epoch: int, step: int, slots: range) -> Iterator[Chunk]:
         chunk_steps = self._chunk_steps()
         offset = self.order.offset(epoch, self.samples.offsets)
         last = self.run.order_steps_of(epoch)
         for start, end in self.order.windows(step):
             if start >= last:
                 return
-            samples = self.order.samples_of(epoch, slots, start, end, reader.num_tokens)
-            window = reader.read(samples, offset)  # whole: what is left of it would be many small reads
+            num_tokens = partial(self.samples.num_tokens, reader)
+            samples = self.order.samples_of(epoch, slots, start, end, num_tokens)
+            window = self.samples.read(reader, samples, offset)  # whole: a part would be many small reads
             num_steps = min(end, last) - start
             for first in range(max(step - start, 0), num_steps, chunk_steps):
-                yield window.chunk(first, min(first + chunk_steps, num_steps))
+                yield window(first, min(first + chunk_steps, num_steps))
             del window  # before the next one is read: half the memory
 
     def _chunk_steps(self) -> int:
@@ -245,18 +218,14 @@ class MixedSamples:
 
     def open(self) -> MixedReader:
         """A reader of each source for this process."""
-        return MixedReader([None if source is None else source.open() for source in self.sources])
+        return MixedReader(None if source is None else source.open() for source in self.sources)
 
 
-class MixedReader:
+class MixedReader(list["ShardReader | None"]):
     """The readers of all sources."""
 
-    def __init__(self, readers: list[WindowReader | None]) -> None:
-        self.readers = readers
-
     def close(self) -> None:
-        """Close every file."""
-        for reader in self.readers:
+        for reader in self:
             if reader is not None:
                 reader.close()
 
@@ -321,7 +290,7 @@ class MixedChunkDataset(ChunkDataset):
         epoch, step = divmod(first_step, order.steps_per_epoch)
         for later in count(epoch):
             first = step if later == epoch else 0
-            of_source: Any = reader.readers[number]
+            of_source: Any = reader[number]
             yield from source._epoch_chunks(of_source, later, first, slots)  # noqa: SLF001  its own class's
 
     def _mixed_round(self, part: Round, streams: list[SourceSteps], slots: range) -> MixedRound:
@@ -544,6 +513,6 @@ def _mean_tokens(shards: ShardSet, samples: Samples) -> float:
         return shards.mean_tokens
     chosen = np.linspace(0, samples.num_samples - 1, min(samples.num_samples, _COUNTED)).astype(np.int64)
     reader = samples.open()
-    mean = float(reader.num_tokens(chosen).mean())
+    mean = float(samples.num_tokens(reader, chosen).mean())
     reader.close()
     return max(mean, 1.0)

@@ -49,9 +49,10 @@ def made(prep: Prep, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def bits_of(shards: ShardSet, starts: bool) -> list[bytes]:
     """Lengths, ids and where documents begin, of every sample, through the reader and its window."""
-    reader = WholeSamples(shards=shards, starts=starts, vocab_size=VOCAB_SIZE).open()
+    samples = WholeSamples(shards=shards, starts=starts, vocab_size=VOCAB_SIZE)
+    reader = samples.open()
     try:
-        chunk = reader.read(np.arange(shards.num_samples)[:, None], 0).chunk(0, 1)
+        chunk = samples.read(reader, np.arange(shards.num_samples)[:, None], 0)(0, 1)
         ids = chunk.ids if isinstance(chunk.ids, np.ndarray) else chunk.ids[:, 0]
         starts_read = b"" if chunk.starts is None else chunk.starts.tobytes()
         return [chunk.lengths.tobytes(), ids.tobytes(), starts_read]

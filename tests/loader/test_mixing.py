@@ -16,7 +16,7 @@ import pytest
 from loader import OtherRun, TokenLoader, get_llama3_dataloader
 from loader.mixture import CYCLE_STEPS, ROUND_STEPS, Mixture, Stage, make_stages
 from loader.order import Order
-from loader.samples import SampleReader
+from loader.samples import WholeSamples
 from loader.where import SeenDocuments
 from shardprep.errors import UsageError
 from tests.external_tars import write_numbered_tars
@@ -132,7 +132,7 @@ def test_each_source_goes_through_its_own_order_epoch_after_epoch(data: dict[str
         found = [ids for step in steps(loader, num_steps) for ids in step]
         counts = Counter(map(source_of, found))
         assert loader.source_samples == counts
-        for name, order in zip(SIZES, loader.order.orders, strict=True):  # type: ignore[attr-defined]
+        for name, order in zip(SIZES, loader.order.orders, strict=True):
             numbers = Counter(ids[0] - FIRST_ID[name] for ids in found if source_of(ids) == name)
             expected: Counter[int] = Counter()
             for step in range(counts[name] // 8):
@@ -320,13 +320,13 @@ def test_skipped_steps_are_no_delivered_ones(data: dict[str, Path]) -> None:
 def test_an_epoch_that_ends_within_a_round_leaves_the_next_one_nothing_to_read_again(
     data: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, reads = SampleReader.read, []
+    read, reads = WholeSamples.read, []
 
-    def counted(self: SampleReader, *args: Any) -> Any:
+    def counted(self: WholeSamples, *args: Any) -> Any:
         reads.append(args)
         return read(self, *args)
 
-    monkeypatch.setattr(SampleReader, "read", counted)
+    monkeypatch.setattr(WholeSamples, "read", counted)
     with load(data, weights_schedule=None, weights={"web": 0.7, "code": 0.3}) as loader:
         assert loader.order.steps_per_epoch % ROUND_STEPS
         for _ in loader:

@@ -3,10 +3,8 @@
 A check that reads with the worker's readers cannot see their errors. So this reader follows docs/format.md by
 other means: the standard library opens and decompresses a file from its beginning, Python decodes it by
 lines, ``json`` parses it, and pyarrow gives whole rows. In common are the plan, the look whether a file is
-the planned one, and the libraries that change text (``text_changes``).
-
-A compressed file is read from its beginning for each shard. Held in memory are a line, a row group or record
-batch, all of a file in UTF-16 or UTF-32, and a document that is a file.
+the planned one, and the libraries that change text (``text_changes``). Held in memory are a line, a row group
+or record batch, all of a file in UTF-16 or UTF-32, and a document that is a file.
 """
 
 from __future__ import annotations
@@ -18,12 +16,14 @@ import gzip
 import io
 import json
 import lzma
+import math
 import re
 import string
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, NoReturn, cast
+from typing import IO, Any, cast
 
 from preprocess.formats.inputs import ByteRange
 from preprocess.formats.text_changes import change_text
@@ -35,6 +35,7 @@ from shardprep.format.input_formats import InputKind, input_kind
 
 _MOST_HELD_BYTES = 64 << 20  # see "Documents left out" in docs/format.md
 _MOST_CHAT_BYTES = 4 << 20
+_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -51,25 +52,49 @@ class PlainRecord:
     source: int = 0  # position of the input file in the plan
 
 
+class _BadError(Exception):
+    """A record gives no text; the argument is the reason."""
+
+
+_Read = tuple[str, "str | None", str]  # text, id, source
+_Records = Iterator[tuple[int, Callable[[], _Read]]]  # where each begins; reading it may raise _BadError
+
+
 def plain_records(plan: Plan, shard_id: int) -> Iterator[PlainRecord]:
     """Yield every line, row or file of a shard's input in order, the empty and the bad ones included.
 
     Conversations come as their messages in JSON. ``--limit`` is left to the caller. Raises NotFound where a
     file is missing and Refused where it is another one than planned.
     """
-    options, line = plan.options, 0
+    line = 0
     for part in plan.ranges(shard_id):
         part.open()  # compares it with the plan
-        text_stop = None
-        if plan.text_starts is not None and part.end < _size_of(part):
-            text_stop = plan.text_starts[shard_id + 1]
-        for record in _records_in(part, text_stop, options):
-            yield replace(_changed(record, part, options), line=line, source=part.input_number)
+        is_cut = plan.text_starts is not None and part.end < part.path.stat().st_size
+        text_stop = plan.text_starts[shard_id + 1] if is_cut and plan.text_starts is not None else None
+        for offset, read in _READERS[_suffix(part.path.name)](part, text_stop, plan.options):
+            try:
+                text, name, source = read()
+                record = PlainRecord(offset, text, id=name, named=source)
+            except UnicodeDecodeError:
+                record = PlainRecord(offset, reason="undecodable")
+            except _BadError as bad:
+                record = PlainRecord(offset, reason=str(bad))
+            yield replace(_changed(record, part, plan.options), line=line, source=part.input_number)
             line += 1
 
 
-def _size_of(part: ByteRange) -> int:
-    return part.path.stat().st_size
+def check_readable(paths: Iterable[str]) -> None:
+    """That this reader knows the formats of all inputs. Raises Refused naming the first that it doesn't."""
+    for path in paths:
+        if (suffix := _suffix(path)) not in _READERS:
+            raise Refused(
+                f"verify --deep has no second reader of {suffix}, and {path} is an input; run verify without "
+                "--deep, or add one to preprocess/check/plain_reader.py"
+            )
+
+
+def _suffix(path: str) -> str:
+    return input_kind(path).format.suffixes[0]
 
 
 def _changed(record: PlainRecord, part: ByteRange, options: PlanOptions) -> PlainRecord:
@@ -88,32 +113,6 @@ def _kind(part: ByteRange) -> InputKind:
     return input_kind(part.path.name)
 
 
-def check_readable(paths: Iterable[str]) -> None:
-    """That this reader knows the formats of all inputs. Raises Refused naming the first that it doesn't."""
-    for path in paths:
-        suffix = input_kind(path).format.suffixes[0]
-        if suffix not in (".txt", ".jsonl", ".json", ".parquet", ".arrow"):
-            raise Refused(
-                f"verify --deep has no second reader of {suffix}, and {path} is an input; run verify without "
-                "--deep, or add one to preprocess/check/plain_reader.py"
-            )
-
-
-def _records_in(part: ByteRange, text_stop: int | None, options: PlanOptions) -> Iterator[PlainRecord]:
-    suffix = _kind(part).format.suffixes[0]
-    if suffix == ".txt":
-        yield from _in_text(part, text_stop, options)
-    elif suffix == ".parquet":
-        yield from _in_rows(_parquet_rows, part, options)
-    elif suffix == ".arrow":
-        yield from _in_rows(_arrow_rows, part, options)
-    else:
-        yield from _in_json(part, text_stop, options)
-
-
-# --- Bytes and lines
-
-
 def _zstandard(path: Path) -> IO[bytes]:
     import zstandard
 
@@ -122,12 +121,8 @@ def _zstandard(path: Path) -> IO[bytes]:
     return io.BufferedReader(cast("io.RawIOBase", stream))
 
 
-def _plain(path: Path) -> IO[bytes]:
-    return path.open("rb")
-
-
 _OPENERS: dict[str, Callable[[Path], Any]] = {
-    "": _plain,
+    "": lambda path: path.open("rb"),
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,
@@ -167,205 +162,210 @@ def _lines(
 # --- Text
 
 
-def _in_text(part: ByteRange, text_stop: int | None, options: PlanOptions) -> Iterator[PlainRecord]:
-    if options.doc == "file" or options.encoding.startswith(("utf-16", "utf-32")):
+def _in_text(part: ByteRange, text_stop: int | None, options: PlanOptions) -> _Records:
+    codec = options.encoding.removesuffix("-sig")
+    if options.doc == "file" or codec.startswith(("utf-16", "utf-32")):
         with _opened(part) as stream:
             data = stream.read()
-        codec, at = _codec_of(data, options.encoding)
-        whole = data[at:]
-        lines = iter([(at, whole)]) if options.doc == "file" else _wide_lines(whole, codec, at)
+        codec, at = _codec_of(data, codec)
+        lines = iter([(at, data[at:])]) if options.doc == "file" else _wide_lines(data, codec, at)
     else:
-        codec = options.encoding
         lines = _lines(part, text_stop, lambda chunk: chunk.splitlines(keepends=True))
     is_held = bool(_kind(part).compression) or options.changes_text
+    # A no-break space may be half of a character that --fix_text repairs: it goes later.
+    blanks = " \t\n\r\v\f" if options.fix_text else None
     for offset, line in lines:
-        if offset == 0 and codec == "utf-8-sig" and line.startswith(codecs.BOM_UTF8):
+        if offset == 0 and options.encoding == "utf-8-sig" and line.startswith(codecs.BOM_UTF8):
             offset, line = 3, line[3:]
-            if not line:
+            if not line and options.doc == "line":
                 continue  # a file that is nothing else
-        if is_held and len(line) > _MOST_HELD_BYTES:
-            yield PlainRecord(offset, reason="too_long")
-            continue
-        try:
-            text = line.decode("utf-8" if codec == "utf-8-sig" else codec)
-        except UnicodeDecodeError:
-            yield PlainRecord(offset, reason="undecodable")
-            continue
-        text = text.replace("\r\n", "\n").replace("\r", "\n")
-        # A no-break space may be half of a character that --fix_text repairs: it goes later.
-        yield PlainRecord(offset, text.strip(" \t\n\r\v\f") if options.fix_text else text.strip())
+        yield offset, functools.partial(_text_of, line, codec, blanks, is_held=is_held)
+
+
+def _text_of(line: bytes, codec: str, blanks: str | None, *, is_held: bool) -> _Read:
+    if is_held and len(line) > _MOST_HELD_BYTES:
+        raise _BadError("too_long")
+    return line.decode(codec).replace("\r\n", "\n").replace("\r", "\n").strip(blanks), None, ""
 
 
 def _codec_of(data: bytes, encoding: str) -> tuple[str, int]:
     """The codec without a byte order mark, and the bytes of the mark."""
-    marks = {
-        "utf-8-sig": [("utf-8", codecs.BOM_UTF8)],
-        "utf-16": [("utf-16-le", codecs.BOM_UTF16_LE), ("utf-16-be", codecs.BOM_UTF16_BE)],
-        "utf-32": [("utf-32-le", codecs.BOM_UTF32_LE), ("utf-32-be", codecs.BOM_UTF32_BE)],
-    }
-    for codec, mark in marks.get(encoding, []):
+    if encoding not in ("utf-16", "utf-32"):
+        return encoding, 0
+    for codec in (f"{encoding}-le", f"{encoding}-be"):
+        mark = "\ufeff".encode(codec)
         if data.startswith(mark):
             return codec, len(mark)
-    return marks[encoding][0][0] if encoding in marks else encoding, 0
+    return f"{encoding}-le", 0
 
 
 def _wide_lines(data: bytes, codec: str, at: int) -> Iterator[tuple[int, bytes]]:
     """The lines of UTF-16 or UTF-32. What cannot be decoded is one character here, and bad later."""
-    text = data.decode(codec, "replace")
-    begin = 0
-    for line in re.findall(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+", text):
-        if codec.startswith("utf-32"):
-            num_bytes = 4 * len(line)
-        else:
-            num_bytes = 2 * (len(line) + sum(char > "\uffff" for char in line))
-        yield at + begin, data[begin : begin + num_bytes]
-        begin += num_bytes
+    for line in io.StringIO(data[at:].decode(codec, "replace"), newline=""):
+        num_bytes = len(line.encode(codec))
+        yield at, data[at : at + num_bytes]
+        at += num_bytes
 
 
 # --- JSON
 
 
-def _in_json(part: ByteRange, text_stop: int | None, options: PlanOptions) -> Iterator[PlainRecord]:
+def _in_json(part: ByteRange, text_stop: int | None, options: PlanOptions) -> _Records:
     fields = _Fields(options)
     for offset, line in _lines(part, text_stop, lambda chunk: [chunk]):
-        data = line.removeprefix(codecs.BOM_UTF8) if offset == 0 else line
-        if len(line) > _MOST_HELD_BYTES:
-            yield PlainRecord(offset, reason="too_long")
-        elif not data.strip(b" \t\r\n"):
-            yield PlainRecord(offset, id="")
-        else:
-            record = _parsed(data)
-            if isinstance(record, UnusableText):
-                yield PlainRecord(offset, reason=record.reason)
-            elif not isinstance(record, dict) or fields.has_text_twice(record):
-                yield PlainRecord(offset, reason="bad_json")
-            else:
-                yield fields.found(offset, functools.partial(_value_at, record))
+        yield offset, functools.partial(_object_of, line, fields, is_first=offset == 0)
 
 
-class _Object(dict[str, Any]):
-    """An object of JSON, with the keys that stand in it more than once."""
-
-    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
-        super().__init__(pairs)
-        names = [name for name, _ in pairs]
-        self.twice = {name for name in names if names.count(name) > 1} if len(self) < len(pairs) else set()
-
-
-def _has_any_twice(value: Any) -> bool:
-    if isinstance(value, _Object) and value.twice:
-        return True
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return any(map(_has_any_twice, inner))
+def _object_of(line: bytes, fields: _Fields, *, is_first: bool) -> _Read:
+    if len(line) > _MOST_HELD_BYTES:
+        raise _BadError("too_long")
+    data = line.removeprefix(codecs.BOM_UTF8) if is_first else line
+    if not data.strip(b" \t\r\n"):
+        return "", None, ""
+    return fields.read(functools.partial(_value_at, _parsed(data)))
 
 
-def _parsed(line: bytes) -> Any:
-    """The value of a line of JSON, or why it is none."""
-    try:
-        text = line.decode()
-    except UnicodeDecodeError as error:
-        return UnusableText("undecodable", str(error))
+class _Twice:
+    """The value of a key that stands more than once in its object: the last one."""
+
+    def __init__(self, last: Any) -> None:
+        self.last = last
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    times = Counter(name for name, _ in pairs)
+    return {name: _Twice(value) if times[name] > 1 else value for name, value in pairs}
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    """The object of a line of JSON. Raises _BadError and UnicodeDecodeError."""
+    text = line.decode()
     try:
         value = json.loads(
             text,
-            object_pairs_hook=_Object,
-            parse_constant=_no_number,
-            parse_float=_finite_number,
-            parse_int=_finite_whole_number,
+            object_pairs_hook=_object,
+            parse_constant=_finite,
+            parse_float=_finite,
+            parse_int=lambda digits: (_finite(digits), int(digits))[1],
         )
         if "\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:  # half of a surrogate pair
-        return UnusableText("surrogate", str(error))
-    except (ValueError, RecursionError) as error:
-        return UnusableText("bad_json", str(error))
+            json.dumps(value, ensure_ascii=False, default=_last).encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        raise _BadError("surrogate") from None
+    except (ValueError, RecursionError):
+        raise _BadError("bad_json") from None
+    if not isinstance(value, dict):
+        raise _BadError("bad_json")
     return value
 
 
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def _finite_number(text: str) -> float:
-    if (number := float(text)) in (float("inf"), float("-inf")):
-        raise ValueError(f"{text} is too large")
+def _finite(text: str) -> float:
+    """Raises ValueError for a number that is too large, for NaN and for Infinity."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is no number of JSON")
     return number
 
 
-def _finite_whole_number(text: str) -> int:
-    _finite_number(text)
-    return int(text)
+def _last(value: Any) -> Any:
+    """What ``json.dumps`` takes for a _Twice. Raises TypeError for all else."""
+    if isinstance(value, _Twice):
+        return value.last
+    raise TypeError(type(value).__name__)
+
+
+def _once(value: Any) -> Any:
+    """The same for a text, where a key may stand once; a date or a time of a table is a string there."""
+    if isinstance(value, _Twice):
+        raise _BadError("bad_json")
+    if hasattr(value, "isoformat"):
+        return value.isoformat()
+    raise TypeError(type(value).__name__)
+
+
+def _value_at(record: Any, path: Sequence[str], *, is_text: bool) -> Any:
+    for name in path:
+        if not isinstance(record, dict) or name not in record:
+            return _MISSING
+        record = record[name]
+        if isinstance(record, _Twice):
+            record = (_once if is_text else _last)(record)
+    return record
 
 
 # --- Rows
 
 
-_Rows = Iterator[tuple[int, Any]]  # number of the first row, and a table of rows of the columns in use
+_Groups = Iterator[tuple[int, int, Callable[[list[str]], Any]]]
+"""Of each row group or record batch the byte where it begins, its rows, and what reads some columns of it."""
 
 
-def _parquet_rows(part: ByteRange, columns: set[str]) -> _Rows:
-    """The row groups that belong to the part."""
+def _in_rows(
+    groups_of: Callable[[Path], _Groups], part: ByteRange, _: int | None, options: PlanOptions
+) -> _Records:
+    fields, first = _Fields(options), 0
+    for begin, num_rows, read in groups_of(part.path) if part.end else ():
+        if part.start <= begin < part.end:
+            table = read(fields.columns)
+            for number in range(num_rows):
+                value_of = functools.partial(_cell_at, table, number)
+                yield first + number, functools.partial(fields.read, value_of)
+        first += num_rows
+
+
+def _parquet_groups(path: Path) -> _Groups:
     import pyarrow.parquet
 
-    if not _size_of(part):
-        return
-    with pyarrow.parquet.ParquetFile(part.path) as file:
-        names = [name for name in file.schema_arrow.names if name in columns]
+    with pyarrow.parquet.ParquetFile(path) as file:
+        groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
         begins = []
-        for number in range(file.metadata.num_row_groups):
-            column = file.metadata.row_group(number).column(0)
+        for column in (group.column(0) for group in groups):
             dictionary, data = column.dictionary_page_offset, column.data_page_offset
             begins.append(dictionary if dictionary and dictionary < data else data)
         if begins != sorted(set(begins)):
             begins = [0] * len(begins)  # all of them are one part
-        begins[:1] = [0]
-        row = 0
-        for number, begin in enumerate(begins):
-            if part.start <= begin < part.end:
-                yield row, file.read_row_group(number, columns=names)
-            row += file.metadata.row_group(number).num_rows
+        for number, (begin, group) in enumerate(zip([0, *begins[1:]], groups, strict=bool(groups))):
+            yield begin, group.num_rows, functools.partial(_row_group, file, number)
 
 
-def _arrow_rows(part: ByteRange, columns: set[str]) -> _Rows:
-    """The record batches that belong to the part."""
-    import pyarrow
-
-    if not _size_of(part):
-        return
-    row = 0
-    for begin, batch in _arrow_batches(part.path):
-        if part.start <= begin < part.end:
-            names = [name for name in batch.schema.names if name in columns]
-            yield row, pyarrow.Table.from_batches([batch]).select(names)
-        row += batch.num_rows
+def _row_group(file: Any, number: int, columns: Sequence[str]) -> Any:
+    names = [name for name in file.schema_arrow.names if name in columns]
+    return file.read_row_group(number, columns=names)
 
 
-def _arrow_batches(path: Path) -> Iterator[tuple[int, Any]]:
-    """Each record batch of an Arrow file, of the file or the stream format, and the byte where it begins."""
+def _arrow_groups(path: Path) -> _Groups:
+    """The record batches of an Arrow file, of the file or the stream format."""
     import pyarrow
     from pyarrow import ipc
 
+    def wanted(batch: Any, columns: Sequence[str]) -> Any:
+        return pyarrow.Table.from_batches([batch]).select([n for n in batch.schema.names if n in columns])
+
     with path.open("rb") as file:
-        is_file = file.read(6) == b"ARROW1"
-    if is_file:
-        noting = _NotingFile(path)
-        reader = ipc.open_file(pyarrow.PythonFile(noting))
-        for number in range(reader.num_record_batches):
-            reader.get_batch(number)  # and the dictionaries before it
-            noting.places.clear()
-            batch = reader.get_batch(number)
-            yield min(noting.places), batch
-        return
-    begins = []
-    with path.open("rb") as file:
-        messages = ipc.MessageReader.open_stream(file)
-        begin = 0
-        for message in messages:
-            if message.type == "record batch":
-                begins.append(begin)
-            begin = file.tell()
-    with ipc.open_stream(path) as stream:
-        yield from zip(begins, stream, strict=True)
+        if file.read(6) == b"ARROW1":
+            batches = _listed_batches(path)
+        else:
+            file.seek(0)
+            begins, begin = [], 0
+            for message in ipc.MessageReader.open_stream(file):
+                begins += [begin] if message.type == "record batch" else []
+                begin = file.tell()
+            batches = zip(begins, ipc.open_stream(path), strict=True)
+    for begin, batch in batches:
+        yield begin, batch.num_rows, functools.partial(wanted, batch)
+
+
+def _listed_batches(path: Path) -> Iterator[tuple[int, Any]]:
+    """The record batches of the file format, each with the first byte that pyarrow reads for it."""
+    import pyarrow
+    from pyarrow import ipc
+
+    noting = _NotingFile(path)
+    reader = ipc.open_file(pyarrow.PythonFile(noting))
+    for number in range(reader.num_record_batches):
+        reader.get_batch(number)  # and the dictionaries before it
+        noting.places.clear()
+        batch = reader.get_batch(number)
+        yield min(noting.places), batch
 
 
 class _NotingFile(io.FileIO):
@@ -380,141 +380,105 @@ class _NotingFile(io.FileIO):
         return super().read(-1 if size is None else size)
 
 
-def _in_rows(
-    rows_of: Callable[[ByteRange, set[str]], _Rows], part: ByteRange, options: PlanOptions
-) -> Iterator[PlainRecord]:
-    fields = _Fields(options)
-    for first, table in rows_of(part, fields.columns):
-        for number in range(table.num_rows):
-            yield fields.found(first + number, functools.partial(_cell_at, table, number))
+def _cell_at(rows: Any, number: int, path: Sequence[str], *, is_text: bool) -> Any:  # noqa: ARG001
+    """A value of a row, however deep in its structs; null where what it stands in is null.
 
-
-def _cell_at(rows: Any, number: int, path: Sequence[str]) -> Any:
-    """A value of a row, however deep in its structs; null where what it stands in is null."""
-    name, inner = (".".join(path), ()) if ".".join(path) in rows.column_names else (path[0], path[1:])
-    if name not in rows.column_names:
+    The error where it cannot be decoded.
+    """
+    names = [name] if (name := ".".join(path)) in rows.column_names else path
+    if names[0] not in rows.column_names:
         return _MISSING
-    scalar = rows.column(name)[number]
-    for each in inner:
+    scalar = rows.column(names[0])[number]
+    for name in names[1:]:
         if not scalar.is_valid:
             return None
         try:
-            scalar = scalar[each]
+            scalar = scalar[name]
         except (KeyError, TypeError, IndexError):
             return _MISSING
     try:
         value = scalar.as_py()
         return value.decode() if isinstance(value, bytes) else value
     except UnicodeDecodeError as error:
-        return UnusableText("undecodable", str(error))
+        return error
+
+
+_READERS: dict[str, Callable[[ByteRange, int | None, PlanOptions], _Records]] = {
+    ".txt": _in_text,
+    ".jsonl": _in_json,
+    ".json": _in_json,
+    ".parquet": functools.partial(_in_rows, _parquet_groups),
+    ".arrow": functools.partial(_in_rows, _arrow_groups),
+}
 
 
 # --- Fields
-
-
-_MISSING = object()
 
 
 class _Fields:
     """The fields of the text, the id and the source."""
 
     def __init__(self, options: PlanOptions) -> None:
-        self._literals = ["", ""]
-        names = [options.messages_field or options.text_field]
+        self._literals, names = ["", ""], [options.messages_field or options.text_field]
         if options.text_template:
-            unescaped = re.sub(
-                r"\\([ntr\\])",
-                lambda m: {"n": "\n", "t": "\t", "r": "\r"}.get(m[1], m[1]),
-                options.text_template,
-            )
-            parsed = [(literal, name) for literal, name, _, _ in string.Formatter().parse(unescaped)]
+            letters = {"n": "\n", "t": "\t", "r": "\r"}
+            unescaped = re.sub(r"\\([ntr\\])", lambda m: letters.get(m[1], m[1]), options.text_template)
             self._literals, names = [""], []
-            for literal, name in parsed:
+            for literal, name, _, _ in string.Formatter().parse(unescaped):
                 self._literals[-1] += literal
                 if name is not None:
                     names.append(name)
                     self._literals.append("")
         self._is_chat = options.is_chat
         self._text = [name.split(".") for name in names]
-        self._id, self._source = options.id_field, options.source_field
-        paths = [*self._text, *(name.split(".") for name in (self._id, self._source) if name)]
-        self.columns = {path[0] for path in paths} | {".".join(path) for path in paths}
-
-    def has_text_twice(self, record: dict[str, Any]) -> bool:
-        """Whether an object of JSON has a field of the text twice; of messages, any key in them."""
-        for path in self._text:
-            inner: Any = record
-            for name in path:
-                if isinstance(inner, _Object) and name in inner.twice:
-                    return True
-                inner = inner.get(name) if isinstance(inner, _Object) else None
-            if self._is_chat and _has_any_twice(inner):
-                return True
-        return False
-
-    def found(self, offset: int, value_of: Callable[[Sequence[str]], Any]) -> PlainRecord:
-        """What a record gives, whose values ``value_of`` tells by their paths."""
-        texts = []
-        for path in self._text:
-            text = self._text_of(value_of(path))
-            if isinstance(text, UnusableText):
-                return PlainRecord(offset, reason=text.reason)
-            texts.append(text)
-        text = self._literals[0] + "".join(
-            value + literal for value, literal in zip(texts, self._literals[1:], strict=True)
+        self._id, self._source = (
+            name.split(".") if name else [] for name in (options.id_field, options.source_field)
         )
-        if len(text) > _MOST_HELD_BYTES // 4 and len(text.encode()) > _MOST_HELD_BYTES:
-            return PlainRecord(offset, reason="too_long")
-        if self._is_chat and len(text) > _MOST_CHAT_BYTES:
-            return PlainRecord(offset, reason="too_long")
-        return PlainRecord(
-            offset,
-            "" if not text or text.isspace() else text,
-            id=_name(value_of(self._id.split("."))) if self._id else "",
-            named=_name(value_of(self._source.split("."))) if self._source else "",
-        )
+        paths = [path for path in (*self._text, self._id, self._source) if path]
+        self.columns = [name for path in paths for name in (path[0], ".".join(path))]
 
-    def _text_of(self, value: Any) -> str | UnusableText:
-        if isinstance(value, UnusableText):
-            return value
-        if value is _MISSING:
-            return UnusableText("no_field", "")
-        if value is None:
-            return UnusableText("null_field", "")
-        if not isinstance(value, list if self._is_chat else str):
-            return UnusableText("wrong_type", "")
+    def read(self, value_of: Callable[..., Any]) -> _Read:
+        """What a record gives, whose values ``value_of`` tells by their paths.
+
+        Raises _BadError, or UnicodeDecodeError of the text.
+        """
+        values = [value_of(path, is_text=True) for path in self._text]
+        text = self._literals[0]
+        for value, literal in zip(map(self._text_of, values), self._literals[1:], strict=True):
+            text += value + literal
+        most_bytes = _MOST_CHAT_BYTES if self._is_chat else _MOST_HELD_BYTES
+        if len(text) > most_bytes or len(text.encode()) > _MOST_HELD_BYTES:
+            raise _BadError("too_long")
+        return "" if text.isspace() else text, _name(self._id, value_of), _name(self._source, value_of)
+
+    def _text_of(self, value: Any) -> str:
+        if isinstance(value, UnicodeDecodeError):
+            raise value
+        if value is _MISSING or value is None:
+            raise _BadError("null_field" if value is None else "no_field")
         if not self._is_chat:
-            return str(value)
+            if not isinstance(value, str):
+                raise _BadError("wrong_type")
+            return value
         try:
-            return json.dumps(
-                value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_time_text
+            text = json.dumps(
+                value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_once
             )
         except (TypeError, ValueError):
-            return UnusableText("wrong_type", "")
+            raise _BadError("wrong_type") from None
+        if not isinstance(value, list):
+            raise _BadError("wrong_type")
+        return text
 
 
-def _time_text(value: Any) -> str:
-    """A date or a time of a table, as JSON has it. Raises TypeError for what is none."""
-    if hasattr(value, "isoformat"):
-        return str(value.isoformat())
-    raise TypeError(type(value).__name__)
-
-
-def _value_at(record: Any, path: Sequence[str]) -> Any:
-    for name in path:
-        if not isinstance(record, dict) or name not in record:
-            return _MISSING
-        record = record[name]
-    return record
-
-
-def _name(value: Any) -> str:
+def _name(path: Sequence[str], value_of: Callable[..., Any]) -> str:
     """An id or a source: a string as it is, another value as JSON, nothing where there is none."""
-    if value is _MISSING or value is None or isinstance(value, UnusableText):
+    value = value_of(path, is_text=False) if path else None
+    if value is _MISSING or value is None or isinstance(value, UnicodeDecodeError):
         return ""
     if isinstance(value, str):
         return value
     try:
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False, default=_last)
     except (TypeError, ValueError):
         return str(value)

@@ -122,6 +122,10 @@ class ReadFile:
         with contextlib.suppress(OSError):  # a hint
             os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_RANDOM)
 
+    def mapped(self) -> mmap.mmap:
+        """All of it as memory, which outlives its closing. Raises OSError."""
+        return mmap.mmap(self._handle, 0, prot=mmap.PROT_READ)
+
     def read_beginning(self, offset: int, num_bytes: int) -> bytes:
         """The first of some bytes, or all; none at the file's end. Raises OSError."""
         return os.pread(self._handle, num_bytes, offset)

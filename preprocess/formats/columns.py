@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import io
-from collections.abc import Iterator, Sequence
+import itertools
+import mmap
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +24,6 @@ from preprocess.formats.text_fields import (
     TextFields,
     UnusableText,
     name_of,
-    unusable,
 )
 from shardprep.errors import BadInput, ReadWriteError
 
@@ -33,12 +35,19 @@ arrow.set_memory_pool(arrow.system_memory_pool())
 
 
 class InputStream(io.RawIOBase):
-    """An open input as a Python file, for libraries."""
+    """An open input, or some spans of it one after the other, as a Python file for libraries.
 
-    def __init__(self, file: OpenInput) -> None:
+    Given its ``memory``, what is read is not copied.
+    """
+
+    def __init__(
+        self, file: OpenInput, spans: Sequence[tuple[int, int]] = (), memory: mmap.mmap | None = None
+    ) -> None:
         super().__init__()
-        self._file = file
-        self._size = file.stamp.num_bytes
+        view = None if memory is None else memoryview(memory)
+        self._read = file.read_all if view is None else lambda start, end: view[start:end]
+        self._spans = spans or [(0, file.stamp.num_bytes)]
+        self._ends = [*itertools.accumulate(end - start for start, end in self._spans)]
         self._position = 0
         self.error: ReadWriteError | None = None  # libraries hide it behind their own
 
@@ -49,21 +58,30 @@ class InputStream(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = offset + (0, self._position, self._size)[whence]
+        self._position = offset + (0, self._position, self._ends[-1])[whence]
         return self._position
 
     def tell(self) -> int:
         return self._position
 
-    def read(self, size: int = -1) -> bytes:
-        end = self._size if size is None or size < 0 else min(self._position + size, self._size)
-        try:
-            data = self._file.read_all(min(self._position, end), end)
-        except ReadWriteError as error:
-            self.error = error
-            raise OSError(str(error)) from None
-        self._position += len(data)
-        return data
+    def read(self, size: int | None = -1) -> Any:
+        """Up to ``size`` bytes, or all that follow. Raises OSError."""
+        num_left = self._ends[-1] - self._position
+        num_left = num_left if size is None or size < 0 else min(size, num_left)
+        pieces = []
+        while num_left > 0:
+            number = bisect.bisect_right(self._ends, self._position)
+            end = self._spans[number][1]
+            start = end - (self._ends[number] - self._position)
+            end = min(end, start + num_left)
+            try:
+                pieces.append(self._read(start, end))
+            except ReadWriteError as error:
+                self.error = error
+                raise OSError(str(error)) from None
+            self._position += end - start
+            num_left -= end - start
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 @contextlib.contextmanager
@@ -183,76 +201,70 @@ def row_documents(
 ) -> Iterator[DocumentBatch | LongDocument]:
     """The documents of record batches, each with the bytes of the file that it accounts for.
 
-    ``place``: the first row's.
+    ``place``: the first row's. Some rows at a time become documents, fewer where their texts are longer.
     """
+    fields, none = reading.fields, dataclasses.replace(place, num_bytes=0)
     for batch, num_bytes in batches:
-        most = rows_at_once(batch.num_rows, batch.nbytes, 2 * reading.batch_bytes)
-        for first in range(0, max(1, batch.num_rows), most):
-            rows = batch.slice(first, most)
-            where = dataclasses.replace(place, num_bytes=0)
-            block = _block(rows, place, reading.fields, num_bytes)
-            num_bytes = 0
-            yield from batches_of(block, where)
-            place = dataclasses.replace(
-                place, start=place.start + rows.num_rows, line=place.line + rows.num_rows
-            )
+        columns = {path: _column(batch, path) for path in fields.paths}
+        num_in_use = sum(column.nbytes for column in columns.values() if column is not None)
+        most, first = rows_at_once(batch.num_rows, num_in_use, 2 * reading.batch_bytes), 0
+        while first < max(1, batch.num_rows):
+            num = min(most, batch.num_rows - first)
+            while num > 1 and _num_bytes(columns.values(), first, num) > 8 * reading.batch_bytes:
+                num //= 2
+            values = {path: _values(column, first, num) for path, column in columns.items()}
+            block = _block(values, num, none.start, fields, num_bytes)
+            yield from batches_of(block, none)
+            none = dataclasses.replace(none, start=none.start + num, line=none.line + num)
+            first, num_bytes = first + max(1, num), 0
 
 
-def _block(rows: Any, place: Place, fields: TextFields, num_bytes: int) -> RecordBlock:
-    columns = [_values(rows, path) for path in fields.text_paths]
-    texts: Sequence[str | UnusableText]
-    if fields.plain_name is not None and {str}.issuperset(map(type, columns[0])):
-        texts = columns[0]
-    else:
-        texts = [fields.text_of_values(values) for values in zip(*columns, strict=True)]
+def _block(
+    values: dict[FieldPath, list[Any]], num_rows: int, start: int, fields: TextFields, num_bytes: int
+) -> RecordBlock:
+    columns = [values[path] for path in fields.text_paths]
+    texts: Sequence[str | UnusableText] = columns[0]
+    if fields.plain_name is None or not {str}.issuperset(map(type, texts)):
+        texts = [fields.text_of_values(of_row) for of_row in zip(*columns, strict=True)]
+    ids, sources = (
+        [name_of(value) for value in values[path]] if path else None
+        for path in (fields.id_path, fields.source_path)
+    )
     return RecordBlock(
         texts=texts,
-        starts=np.arange(rows.num_rows, dtype=np.int64) + place.start,
-        sizes=np.ones(rows.num_rows, np.int64),
+        starts=np.arange(num_rows, dtype=np.int64) + start,
+        sizes=np.ones(num_rows, np.int64),
         num_bytes=num_bytes,
-        ids=_names(rows, fields.id_path),
-        sources=_names(rows, fields.source_path),
+        ids=ids,
+        sources=sources,
     )
 
 
-def _names(rows: Any, path: FieldPath) -> list[str] | None:
-    """Ids or sources, "" where there is none; None where no such field was asked for."""
-    if not path:
+def _column(batch: Any, path: FieldPath) -> Any:
+    """The array of a field, once it points at nothing outside of it; None where there is none.
+
+    Strings are looked at as bytes, so that one that cannot be decoded is a bad row and no bad file. Raises
+    ValueError.
+    """
+    if path[0] not in batch.schema.names:
         return None
-    if path[0] not in rows.schema.names:
-        return [""] * int(rows.num_rows)
-    return ["" if isinstance(value, UnusableText) else name_of(value) for value in _values(rows, path)]
-
-
-def _values(rows: Any, path: FieldPath) -> list[Any]:
-    """The values of a field, one per row; what cannot be decoded is an UnusableText."""
-    column = rows.column(path[0])
+    column = batch.column(path[0])
     for name in path[1:]:
         try:
             column = compute.struct_field(column, name)
         except (ValueError, KeyError, TypeError, NotImplementedError):
-            return [unusable(path, _NOTHING)] * int(rows.num_rows)
+            return None
     if arrow.types.is_dictionary(column.type):
-        values = _checked(column.dictionary)
+        values = _as_bytes(column.dictionary)
         if is_one_of(values.type, ("is_string_view", "is_binary_view")):  # which pyarrow cannot take
             values = values.cast(arrow.large_binary())
-        column = arrow.DictionaryArray.from_arrays(column.indices, values).dictionary_decode()
-    else:
-        _checked(column)
-    try:
-        found: list[Any] = column.to_pylist()
-    except UnicodeDecodeError:
-        found = column.cast(arrow.large_binary()).to_pylist()
-    if any(isinstance(value, bytes) for value in found):
-        return [_decoded(value) if isinstance(value, bytes) else value for value in found]
-    return found
+        return arrow.DictionaryArray.from_arrays(column.indices, values)
+    _as_bytes(column)
+    return column
 
 
-def _checked(column: Any) -> Any:
-    """A column, strings as bytes, once it points at nothing outside of it. Raises ValueError.
-
-    Strings are looked at as bytes, so that one that cannot be decoded is a bad row and no bad file.
-    """
+def _as_bytes(column: Any) -> Any:
+    """A column whose strings are bytes. Raises ValueError where it points outside of itself."""
     kinds = {arrow.string(): arrow.binary(), arrow.large_string(): arrow.large_binary()}
     if hasattr(arrow, "string_view"):  # pyarrow 16
         kinds[arrow.string_view()] = arrow.binary_view()
@@ -261,7 +273,26 @@ def _checked(column: Any) -> Any:
     return as_bytes
 
 
-_NOTHING = object()
+def _num_bytes(columns: Iterable[Any], first: int, num: int) -> int:
+    """Bytes of some rows; of a dictionary nobody knows."""
+    plain = (each for each in columns if each is not None and not arrow.types.is_dictionary(each.type))
+    return sum(column.slice(first, num).nbytes for column in plain)
+
+
+def _values(column: Any, first: int, num: int) -> list[Any]:
+    """The values of some rows; what cannot be decoded is an UnusableText."""
+    if column is None:
+        return [None] * num
+    rows = column.slice(first, num)
+    if arrow.types.is_dictionary(column.type):
+        rows = rows.dictionary_decode()
+    try:
+        found: list[Any] = rows.to_pylist()
+    except UnicodeDecodeError:
+        found = rows.cast(arrow.large_binary()).to_pylist()
+    if any(isinstance(value, bytes) for value in found):
+        return [_decoded(value) if isinstance(value, bytes) else value for value in found]
+    return found
 
 
 def _decoded(value: bytes) -> str | UnusableText:

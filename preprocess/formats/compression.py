@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from preprocess.formats.format import Reading, Start, whole_file_starts
+from preprocess.formats.format import Reading, Start, starts_among, whole_file_starts
 from preprocess.formats.inputs import OpenInput, RangeReader
 from preprocess.formats.lines import FirstLineEnd, TextPiece, first_line_start, plain_pieces
 from shardprep.command_line import needs
@@ -386,15 +386,8 @@ def frame_starts(
     file: OpenInput, compression: Compression, stretches: Sequence[tuple[int, int]]
 ) -> list[Start | None]:
     """See ``Format.starts``. Of bgzip's blocks every header is read, 22 bytes of 64 KiB."""
-    size = file.stamp.num_bytes
-    frames = _bgzf_blocks(file) if compression.name == "gzip" else iter(_seek_table(file))
-    found: list[Start | None] = []
-    frame = Start(0)
-    for byte, end in stretches:
-        while frame.byte < byte:
-            frame = next(frames, Start(size))
-        found.append(frame if frame.byte < end or frame.byte == size else None)
-    return found
+    frames = _bgzf_blocks(file) if compression.name == "gzip" else _seek_table(file)
+    return starts_among(frames, file, stretches)
 
 
 _BGZF_HEADER = struct.Struct(

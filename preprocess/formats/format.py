@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -152,6 +152,19 @@ def whole_file_starts(file: OpenInput, stretches: Sequence[tuple[int, int]]) -> 
     """``Format.starts`` of a file that has no place but its beginning."""
     size = file.stamp.num_bytes
     return [Start(0) if byte <= 0 else Start(size) for byte, _ in stretches]
+
+
+def starts_among(
+    places: Iterable[Start], file: OpenInput, stretches: Sequence[tuple[int, int]]
+) -> list[Start | None]:
+    """``Format.starts`` of a file with these places, ascending, behind its beginning."""
+    end_of_file, remaining, place = Start(file.stamp.num_bytes), iter(places), Start(0)
+    found: list[Start | None] = []
+    for byte, end in stretches:
+        while place.byte < byte:
+            place = next(remaining, end_of_file)
+        found.append(place if place.byte < end or place.byte == end_of_file.byte else None)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

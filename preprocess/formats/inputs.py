@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import functools
 import hashlib
+import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,10 @@ class OpenInput:
     def expect_scattered_reads(self) -> None:
         """Tell the system not to read ahead, which would read three times as much for nothing."""
         self._file.expect_scattered_reads()
+
+    def mapped(self) -> mmap.mmap:
+        """The file as memory. Raises ReadWriteError."""
+        return with_retries(f"input {self.path} cannot be mapped", self._file.mapped)
 
     def read(self, start: int, end: int) -> bytes:
         """The bytes [start, end), fewer where the file ends before. Raises ReadWriteError."""

@@ -17,7 +17,7 @@ from preprocess.formats.columns import (
     row_documents,
     rows_at_once,
 )
-from preprocess.formats.format import DocumentBatch, Inspected, Reading, Start, no_documents
+from preprocess.formats.format import DocumentBatch, Inspected, Reading, Start, no_documents, starts_among
 from preprocess.formats.inputs import ByteRange, OpenInput, Place, RangeReader
 from preprocess.formats.long_documents import LongDocument
 from preprocess.formats.text_fields import TextFields
@@ -42,17 +42,12 @@ class Parquet:
         self, file: OpenInput, stretches: Sequence[tuple[int, int]], reading: Reading
     ) -> list[Start | None]:
         """See Format."""
-        size = file.stamp.num_bytes
-        places = [0, size]
-        if size:
+        places: list[int] = []
+        if file.stamp.num_bytes:
             table, stream, _ = _open(file, reading.fields)
             with refused_by_name(file, "Parquet", stream):
-                places[1:1] = _group_starts(table)[1:]
-        found: list[Start | None] = []
-        for byte, end in stretches:
-            place = next((place for place in places if place >= byte), size)
-            found.append(Start(place) if place < end or place == size else None)
-        return found
+                places = _group_starts(table)[1:]
+        return starts_among(map(Start, places), file, stretches)
 
     def read(
         self, reader: RangeReader, reading: Reading, line: int

@@ -175,7 +175,7 @@ def unusable(path: FieldPath, value: Any) -> UnusableText:
 
 def name_of(value: Any) -> str:
     """An id or a source as text: strings as they are, other values as JSON; "" for none."""
-    if value is _MISSING or value is None:
+    if value is _MISSING or value is None or isinstance(value, UnusableText):
         return ""
     if isinstance(value, str):
         return value

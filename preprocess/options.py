@@ -13,14 +13,14 @@ import dataclasses
 import functools
 import math
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from preprocess.formats.text_fields import MessageFields, Normalize, TextFields
 from preprocess.resources import batch_bytes_within, most_batches_within
-from shardprep.command_line import option
+from shardprep.command_line import flag_words, option
 from shardprep.errors import UsageError
 from shardprep.format.checked_json import MOST, is_text
 from shardprep.format.names import MAX_SEQ_LEN, Record, TokenFormat
@@ -342,18 +342,11 @@ def option_differences(planned: PlanOptions, now: PlanOptions, names: set[str] |
     ]
 
 
-def flags_of(options: PlanOptions) -> Iterator[str]:
+def flags_of(options: PlanOptions) -> list[str]:
     """The words of a command line that give these options."""
-    usual = PlanOptions(record=options.record)
-    for item in PLAN_FIELDS:
-        name, value = item.name, getattr(options, item.name)
-        default = {"record": "documents", "seq_len": 0}.get(name, getattr(usual, name))
-        if not item.metadata["help"] or value in ("", default):
-            continue
-        if isinstance(value, bool):
-            yield f"--{name}" if value else f"--no-{name}"
-        else:
-            yield from (f"--{name}", str(value))
+    usual = {**vars(PlanOptions(record=options.record)), "record": "documents", "seq_len": 0}
+    flags = {item.name: getattr(options, item.name) for item in PLAN_FIELDS if item.metadata["help"]}
+    return [*flag_words({name: value for name, value in flags.items() if value not in ("", usual[name])})]
 
 
 def _python_encoding(name: str) -> str:

@@ -1,17 +1,11 @@
 """How every command reads its words and how it ends: one frame for the commands of all packages.
 
 A package's ``__main__`` has a ``Program``: a table of ``Command``s, each a line of help, a function that adds
-its flags and a function that runs it. ``Program.run`` does the rest, the same everywhere:
+its flags and a function that runs it. ``Program.run`` does the rest: dashes and underscores in a flag's name
+are the same, an unknown command or flag is answered with the nearest one, and an error, a missing library or
+a stop signal is one line on standard error and an exit code, never a traceback.
 
-- dashes and underscores in a flag's name are the same (``--dry-run``, ``--dry_run``);
-- an unknown command or flag is answered with the nearest one, and with how to list all;
-- an error is one line on standard error and an exit code, never a traceback; so is a missing library, and
-  TERM, USR1 and INT end with 75;
-- a reader that goes away (``| head``) is no error.
-
-The flags of a configuration are the fields of its frozen dataclass, each declared by ``option``. Only the
-flags of the command that was called are made. ``add_flags`` and ``run`` may be "module:function", which is
-imported when it is needed.
+The flags of a configuration are the fields of its frozen dataclass, each declared by ``option``.
 """
 
 from __future__ import annotations
@@ -28,7 +22,7 @@ import sys
 import traceback
 import types
 import typing
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -43,7 +37,10 @@ Run = Callable[[argparse.Namespace], int]
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """One command: ``run`` gets the parsed flags and returns the exit code."""
+    """One command: ``run`` gets the parsed flags and returns the exit code.
+
+    A text "module:function" is imported when the command is called, and nothing of other commands is.
+    """
 
     summary: str  # one line of help
     add_flags: AddFlags | str
@@ -94,7 +91,7 @@ class Program:
         """
         if found := next((word for word in words if "\0" in word), None):
             raise UsageError(f"{found!r} holds a NUL, which no path and no name can; leave that out")
-        words = self._joined(words)
+        words = self._underscored(words)
         if words[:1] == ["help"]:
             words = [*words[1:], "--help"]
         listed = [word for word, command in self.commands.items() if not command.is_nameless]
@@ -105,8 +102,9 @@ class Program:
         if unknown:
             flags = [word.partition("=")[0] for word in unknown]
             hints = [self.hints[flag] for flag in flags if flag in self.hints]
-            near = difflib.get_close_matches(flags[0], flags_of(called[args.command]), 1)
-            hints = hints or [f"did you mean {near[0]}?"] if near else hints
+            known = called[args.command]._option_string_actions  # noqa: SLF001 - argparse has no other list
+            near = difflib.get_close_matches(flags[0], [flag for flag in known if flag.startswith("--")], 1)
+            hints = hints or [f"did you mean {flag}?" for flag in near]
             called[args.command].error("; ".join([f"unrecognized arguments: {' '.join(unknown)}", *hints]))
         return args
 
@@ -114,15 +112,19 @@ class Program:
         """Return the help of one command, as ``name WORD --help`` prints it."""
         return self._parser([word], name)[1][word].format_help()
 
-    def _joined(self, words: Sequence[str]) -> list[str]:
+    def _underscored(self, words: Sequence[str]) -> list[str]:
         """The words with underscores in the names of flags, and dashed values joined to their flags."""
-        joined: list[str] = []
+        found: list[str] = []
         for word in words:
-            if joined and joined[-1] in self.dashed_values:
-                joined[-1] += f"={word}"
+            if found and found[-1] in self.dashed_values:
+                found[-1] += f"={word}"
+            elif re.match(r"--[a-z]", word):
+                flag, equals, value = word.partition("=")
+                name = re.sub("^no_", "no-", flag[2:].replace("-", "_"))
+                found.append(f"--{name}{equals}{value}")
             else:
-                joined.append(underscored(word))
-        return joined
+                found.append(word)
+        return found
 
     def _parser(self, called: Sequence[str], name: str) -> tuple[_Parser, dict[str, _Parser]]:
         """The parser of all commands, with the flags of the one that is ``called``, and each one's own."""
@@ -176,12 +178,6 @@ def _usage(parser: argparse.ArgumentParser) -> str:
     return " ".join([*words, "[flags]"])
 
 
-def flags_of(parser: argparse.ArgumentParser) -> list[str]:
-    """Return the names of a command's flags."""
-    actions = parser._actions  # noqa: SLF001
-    return [flag for action in actions for flag in action.option_strings if flag.startswith("--")]
-
-
 UNFORESEEN = "which nobody expected"
 
 
@@ -229,24 +225,21 @@ def unknown_command(word: str, commands: Sequence[str]) -> str:
     return f"there is no command {word[:60]!r}; {meant}commands: {', '.join(commands)}"
 
 
-def underscored(word: str) -> str:
-    """``--dry-run`` -> ``--dry_run``: in a flag's name, not in its value, the two are the same."""
-    if not re.match(r"--[a-z]", word):
-        return word
-    flag, equals, value = word.partition("=")
-    name = flag[2:].replace("-", "_")
-    return (f"--no-{name[3:]}" if name.startswith("no_") else f"--{name}") + equals + value
-
-
 def option(default: Any, help: str = "", **facts: Any) -> Any:  # noqa: A002 - argparse's word
     """Declare an option as a field of a frozen dataclass; one without ``help`` is no flag.
 
-    Facts of a flag:
-        group: the title that it is listed under.
-        shown: the default in words, where the value does not say it.
-    Others are for those who read the field's metadata.
+    Facts of a flag are ``group``, the title that it is listed under, and ``shown``, the default in words.
     """
     return field(default=default, metadata={"help": help, **facts})
+
+
+def flag_words(given: Mapping[str, Any]) -> Iterator[str]:
+    """The words of a command line that give these values."""
+    for name, value in given.items():
+        if isinstance(value, bool):
+            yield f"--{name}" if value else f"--no-{name}"
+        else:
+            yield from (f"--{name}", str(value))
 
 
 def add_flags_of(
@@ -258,10 +251,8 @@ def add_flags_of(
 ) -> None:
     """Add a flag for each option of a dataclass, but for some, under the titles of ``groups``, in that order.
 
-    The flag's type is the field's: bool (``--x``, ``--no-x``), one of a Literal's choices, int, float, Path
-    or str, each also with ``| None``; ``bool | int`` is a flag with or without a number, ``int | str`` a
-    number or a word. A flag that is not given is absent from the namespace, so that what a user gave can be
-    told from a default.
+    The flag's type is the field's, see ``_type_settings``. A flag that is not given is absent from the
+    namespace, so that what a user gave can be told from a default.
     """
     hints = typing.get_type_hints(options)
     places: dict[str, Any] = {title: parser.add_argument_group(title) for title in groups}
@@ -312,30 +303,18 @@ def _function(given: Callable[..., Any] | str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]  # by its name
 
 
-def _int_or_word(text: str) -> int | str:
-    try:
-        return int(text)
-    except ValueError:
-        return text
-
-
 def _type_settings(hint: Any) -> dict[str, Any]:
-    """What argparse is told of a field's type."""
+    """What argparse is told of a field's type, with or without ``| None``."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] if is_union else [hint]
-    if set(kinds) == {bool, int}:
+    if set(kinds) == {bool, int}:  # a flag with or without a number
         return {"type": int, "nargs": "?", "const": True, "metavar": "N"}
     if set(kinds) == {int, str}:
-        return {"type": _int_or_word, "metavar": "N"}
+        return {"type": lambda text: int(text) if re.fullmatch(r"-?\d+", text) else text, "metavar": "N"}
     (kind,) = kinds
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if typing.get_origin(kind) is typing.Literal:
         choices = typing.get_args(kind)
         return {"choices": choices, "metavar": "{" + ",".join(filter(None, choices)) + "}"}
-    if kind in _METAVARS:
-        return {"type": kind, "metavar": _METAVARS[kind]}
-    return {"type": str, "metavar": "TEXT"}
-
-
-_METAVARS = {int: "N", float: "X", Path: "PATH"}
+    return {"type": kind, "metavar": {int: "N", float: "X", Path: "PATH"}.get(kind, "TEXT")}

@@ -1,16 +1,12 @@
 """The one module of file access: regular files are read safely, files and folders published whole.
 
-A FIFO or a device of the right name would make a reader wait for ever, or read for ever; it is an error here.
-Every error says which path it is about, and ``with_retries`` tries a read again where a file system over a
-network may come back.
+A FIFO or a device of the right name would make a reader wait for ever; it is an error here. Every error says
+which path it is about, and ``with_retries`` tries a read again where a file system may come back.
 
-    PublishedFile     bytes -> a file, its size and sha256 counted on the way; ``publish_bytes``: in one call
-    PublishedFolder   a folder to be filled, each file in it synced; a tokenizer's, for example
-
-Both appear whole or not at all: temporary name, fsync, rename. ``publish`` takes the place of what has the
-name, ``publish_first`` leaves that alone and says so. The temporary name is unique to the attempt,
-``.NAME.HOST-PID-HEX.tmp`` in the target's own folder: a rename never crosses file systems, and no lock is
-needed. ``remove_temporaries`` clears up after attempts that died.
+``PublishedFile`` and ``PublishedFolder`` appear whole or not at all: temporary name, fsync, rename.
+``publish`` takes the place of what has the name, ``publish_first`` leaves that alone and says so. The
+temporary name is unique to the attempt, ``.NAME.HOST-PID-HEX.tmp`` in the target's own folder: a rename never
+crosses file systems, and no lock is needed.
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Annotated, BinaryIO, TypeVar
 
 from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError
 
@@ -53,8 +49,7 @@ _KINDS = {
 def open_regular(path: Path) -> int:
     """A handle for reading; links are followed. Close it with ``close_read``.
 
-    Raises BrokenShard for what is no regular file, without waiting for it; OSError with the path,
-    FileNotFoundError among them, for all else.
+    Raises BrokenShard for what is no regular file, without waiting for it; OSError with the path otherwise.
     """
     return _opened(path)[0]
 
@@ -79,10 +74,9 @@ def _no_regular_file(path: Path, mode: int) -> BrokenShard:
 
 
 def refuse_fifos(folder: Path) -> None:
-    """That a folder holds no FIFO, device or socket, which a library that reads there would wait for.
+    """That a folder holds no FIFO, device or socket, which a library would wait for; nothing is opened.
 
-    Looks at each name once and opens nothing; links are followed. What cannot be looked at is left to those
-    who open it. Raises BrokenShard naming the file.
+    What cannot be looked at is left to those who open it. Raises BrokenShard naming the file.
     """
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
@@ -95,8 +89,7 @@ def refuse_fifos(folder: Path) -> None:
 class ReadFile:
     """A regular file, open for reads at any place; use it in ``with``, or ``close`` it.
 
-    Raises what ``open_regular`` raises; reads raise OSError with the path, and BrokenShard where the file
-    became shorter.
+    Raises what ``open_regular`` raises; reads raise OSError, and BrokenShard where the file became shorter.
     """
 
     def __init__(self, path: Path) -> None:
@@ -193,10 +186,10 @@ def close_read(handle: int) -> None:
 
 
 def read_regular(path: Path, *, max_bytes: int) -> bytes:
-    """All bytes of a file; its size is looked at before anything is read. One stat and, mostly, one read.
+    """All bytes of a file, of which there may be ``max_bytes``. One stat and, mostly, one read.
 
     Raises FileNotFoundError or NotADirectoryError where it is not there, BrokenShard where it is no regular
-    file or larger than ``max_bytes``, ReadWriteError where the file system fails.
+    file or too large, ReadWriteError where the file system fails.
     """
     with errors_named(path):
         handle, num_bytes = _opened(path)
@@ -220,12 +213,15 @@ def read_beginning(path: Path, num_bytes: int) -> bytes:
         return b""
 
 
+Digest = Annotated[str, "64 hex digits"]  # a sha256
+
+
 @dataclass(frozen=True, kw_only=True)
 class FileStamp:
     """Size and content hash of one file."""
 
     num_bytes: int
-    sha256: str  # in hex
+    sha256: Digest
 
 
 def stamp_file(path: Path) -> FileStamp:
@@ -303,10 +299,9 @@ def with_retries(what: str, attempt: Callable[[], T]) -> T:
 
 
 def wait_to_retry(what: str, error: Exception, delay_s: float | None) -> None:
-    """Sleep before another attempt, or raise where the error stays or will not go away.
+    """Sleep before another attempt; after the last (``delay_s`` None), or where the error stays, raise it.
 
-    ``what`` failed, as messages have it; ``delay_s``: None after the last attempt. Raises ``error``, or
-    ReadWriteError for an OSError.
+    ``what`` failed, as messages have it. An OSError is raised as ReadWriteError.
     """
     cause = error if isinstance(error, OSError) else error.__context__
     if not isinstance(cause, OSError):
@@ -329,13 +324,11 @@ TEMPORARY_NAME = re.compile(r"\..+-\d+-[0-9a-f]{8}(\.old)?\.tmp")
 class PublishedFile:
     """Collects bytes under a name unique to this attempt; ``publish`` gives them the real one.
 
-    The temporary file has mode ``0666 & ~umask``, so that colleagues can read what comes of it. Errors name
-    the file and its file system's own reason: CannotWrite at creation, ReadWriteError afterwards.
+    The temporary file has mode ``0666 & ~umask``. Errors name the file and its file system's own reason:
+    CannotWrite at creation, ReadWriteError afterwards.
 
-    Whole pieces bypass the page cache where the file system allows it (O_DIRECT): a shard is read
-    by others and later, so its pages would only crowd out the input's, and count against the job's
-    memory. It costs 0.03 s of CPU for 200 MB, against 0.06, and up to 0.38 where the page cache's pages are
-    fresh (benchmarks/writer.py).
+    Whole pieces bypass the page cache where the file system allows it (O_DIRECT): their pages would crowd
+    out the input's, and count against the job's memory. 200 MB cost 0.03 s of CPU, against 0.06 to 0.38.
     """
 
     def __init__(self, path: Path) -> None:
@@ -449,8 +442,8 @@ def publish_bytes(path: Path, content: bytes) -> None:
 class PublishedFolder:
     """Holds files under a name unique to this attempt; ``publish`` gives their folder the real one.
 
-    Use it in ``with`` and fill ``temporary``; what is not published is removed at the end. The folder has
-    mode ``0777 & ~umask``. Raises CannotWrite at creation and publishing, ReadWriteError where a sync fails.
+    Use it in ``with`` and fill ``temporary``; what is not published is removed at the end. Raises CannotWrite
+    at creation and publishing, ReadWriteError where a sync fails.
     """
 
     def __init__(self, path: Path) -> None:
@@ -502,18 +495,12 @@ class PublishedFolder:
 
     def _sync(self) -> None:
         for folder, _, names in os.walk(self.temporary, topdown=False):
-            for name in names:
-                sync_path(Path(folder, name))
-            sync_folder(Path(folder))
+            for name in (*names, ""):
+                sync_folder(Path(folder, name))
 
 
-def sync_folder(folder: Path) -> None:
-    """fsync a folder, so that its renames outlast a crash. Raises ReadWriteError."""
-    sync_path(folder)
-
-
-def sync_path(path: Path) -> None:
-    """fsync a file or a folder. Raises ReadWriteError."""
+def sync_folder(path: Path) -> None:
+    """fsync a folder, so that its renames outlast a crash; or a file. Raises ReadWriteError."""
     try:
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -529,8 +516,7 @@ def remove_temporaries(
 ) -> None:
     """Remove what earlier attempts left of files with such stems, in a folder and in some of its subfolders.
 
-    Each folder is listed once. Whether one of the attempts still lives cannot be known: losing its temporary
-    file costs it the attempt.
+    Whether one of the attempts still lives cannot be known: losing its temporary file costs it the attempt.
     """
     now, wanted = time.time(), set(stems)
     found: list[Path] = []
@@ -547,8 +533,8 @@ def _is_temporary(name: str, stems: set[str]) -> bool:
     """Whether a name is ``.STEM.ANYTHING.tmp``."""
     if not (name.startswith(".") and name.endswith(".tmp")):
         return False
-    dots = [place for place, character in enumerate(name) if character == "." and 0 < place < len(name) - 4]
-    return any(name[1:place] in stems for place in dots)
+    parts = name[1:-4].split(".")
+    return any(".".join(parts[:number]) in stems for number in range(1, len(parts)))
 
 
 def _temporary_name(path: Path) -> Path:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import shardprep
+from shardprep.command_line import flag_words
 from shardprep.console import quoted
 
 _BATCH_CPUS = 8  # that prep_array.sh asks for
@@ -43,14 +44,12 @@ def hub_lines(input_dir: Path, given: Mapping[str, Any]) -> str | None:
     """
     if not (match := _HUB_DATASET.fullmatch(str(input_dir))):
         return None
-    words = ["--input_dir", "raw", "--recursive"]
-    for flag, value in given.items():
-        if flag in ("input_dir", "recursive") or value is None:
-            continue
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            words += [f"--{flag}", str(value)]
+    others = {
+        flag: value
+        for flag, value in given.items()
+        if flag not in ("input_dir", "recursive") and value is not None
+    }
+    words = ["--input_dir", "raw", "--recursive", *flag_words(others)]
     fetch = f"hf download {match[1]} --repo-type dataset --local-dir raw"
     return f"{fetch} && shardprep plan {shlex.join(words)}"
 

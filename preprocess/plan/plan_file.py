@@ -12,11 +12,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
@@ -26,16 +26,11 @@ from shardprep.errors import BrokenShard, NotFound, Refused, UnknownVersion, Usa
 from shardprep.files import FileStamp, PublishedFile, sync_folder
 from shardprep.format.checked_json import MOST, Fields, is_text, with_content_hash
 from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
-from shardprep.format.names import (
-    FORMAT_VERSION,
-    MAX_PLAN_BYTES,
-    MAX_SHARDS,
-    PLAN_NAME,
-    source_of_path,
-)
+from shardprep.format.names import FORMAT_VERSION, MAX_PLAN_BYTES, MAX_SHARDS, PLAN_NAME, source_of_path
 from shardprep.format.parts import VERSION as PARTS_VERSION
 from shardprep.format.parts import PartsFile, Rows, json_by_parts, sha256s_of
 
+T = TypeVar("T")
 Boundary = tuple[int, int]  # (input, byte): where a shard begins in the sorted inputs read as one
 _FORMAT = "shardprep-plan"
 _MOST_WHOLE = 4096  # inputs and shards; a plan of more is written in parts
@@ -147,21 +142,17 @@ class Plan:
         for number in range(first, last + (end > 0)):
             item = self.inputs[number]
             begin = start if number == first else 0
-            stop = end if number == last else item.num_bytes
             ranges.append(
                 ByteRange(
                     input_number=number,
                     path=self.input_dir / item.path,
                     start=begin,
-                    end=stop,
-                    text_start=self._text_start(shard_id, begin),
+                    end=end if number == last else item.num_bytes,
+                    text_start=self.text_starts[shard_id] if begin and self.text_starts is not None else 0,
                     planned=item,
                 )
             )
         return ranges
-
-    def _text_start(self, shard_id: int, begin: int) -> int:
-        return self.text_starts[shard_id] if self.text_starts is not None and begin else 0
 
     def most_documents(self, shard_id: int) -> int | None:
         """How many documents of a trial a shard has at most: its share of ``--limit``; None for no trial."""
@@ -194,34 +185,36 @@ def is_one_file_a_shard(plan: Plan) -> bool:
 
 def plan_id(plan: Plan) -> str:
     """sha256 of what decides the shards' bytes: not where the input lies, nor when it was touched."""
-    return _id_in_parts(plan) if _is_large(plan) else _id_of_whole(plan)
+    return _id_of(plan, is_in_parts=_is_large(plan))
 
 
 def is_same_plan(frozen: Plan, plan: Plan) -> bool:
     """Whether two plans make equal shards. A large plan from before there were parts has another id."""
-    return frozen.plan_id == plan.plan_id or (_is_large(plan) and frozen.plan_id == _id_of_whole(plan))
+    return frozen.plan_id in (plan.plan_id, _id_of(plan, is_in_parts=False))
 
 
 def _is_large(plan: Plan) -> bool:
     return len(plan.inputs) + plan.num_shards > _MOST_WHOLE
 
 
-def _id_of_whole(plan: Plan) -> str:
-    lists: dict[str, Any] = {
-        "inputs": [(item.path, item.num_bytes, item.sha256) for item in plan.inputs],
-        "cuts": list(plan.boundaries),
-    }
-    if plan.shard_sha256 is not None:
-        lists["shard_sha256"] = list(plan.shard_sha256)
-    return _id_of(plan, lists, FORMAT_VERSION)
-
-
-def _id_in_parts(plan: Plan) -> str:
-    """The same by the hashes of the lists' blocks, which a plan that is read by parts knows already."""
-    inputs: Sequence[Any] = plan.inputs if isinstance(plan.inputs, Rows) else _rows_of_inputs(plan.inputs)
+def _id_of(plan: Plan, *, is_in_parts: bool) -> str:
+    """The id; in parts by the hashes of the lists' blocks, which a plan that was read by parts has."""
+    inputs: Sequence[Any] = plan.inputs
+    if not is_in_parts:
+        inputs = [(item.path, item.num_bytes, item.sha256) for item in plan.inputs]
+    elif not isinstance(inputs, Rows):
+        inputs = _rows_of_inputs(plan.inputs)
     lists = {"inputs": inputs, "cuts": plan.boundaries, "shard_sha256": plan.shard_sha256}
-    hashes = {name: (len(rows), sha256s_of(rows)) for name, rows in lists.items() if rows is not None}
-    return _id_of(plan, hashes, PARTS_VERSION)
+    identity = {
+        "options": plan.options.identity(),
+        "tokenizer": {**dataclasses.asdict(plan.tokenizer), "model_id": None},
+        "probe": plan.probe_sha256,
+        "version": PARTS_VERSION if is_in_parts else FORMAT_VERSION,
+    }
+    for name, rows in lists.items():
+        if rows is not None:
+            identity[name] = (len(rows), sha256s_of(rows)) if is_in_parts else list(rows)
+    return hashlib.sha256(orjson.dumps(identity, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
 def _rows_of_inputs(inputs: Sequence[InputFile]) -> list[dict[str, Any]]:
@@ -229,17 +222,6 @@ def _rows_of_inputs(inputs: Sequence[InputFile]) -> list[dict[str, Any]]:
     return [
         {"path": item.path, "num_bytes": item.num_bytes, "sampled_sha256": item.sha256} for item in inputs
     ]
-
-
-def _id_of(plan: Plan, lists: Mapping[str, Any], version: int) -> str:
-    identity = {
-        "options": plan.options.identity(),
-        "tokenizer": {**dataclasses.asdict(plan.tokenizer), "model_id": None},
-        "probe": plan.probe_sha256,
-        "version": version,
-        **lists,
-    }
-    return hashlib.sha256(orjson.dumps(identity, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
 def plan_json(plan: Plan) -> bytes:
@@ -331,12 +313,12 @@ def read_plan(output_dir: Path) -> Plan | None:
 
 def _plan_of(fields: Fields, file: PartsFile) -> Plan:
     """Raises BrokenShard."""
-    is_in_parts = fields.has("parts")
+    parts = fields.fields("parts") if fields.has("parts") else None
     plan = Plan(
         plan_id=fields.digest("plan_id"),
         input_dir=Path(fields.text("input_dir")),
         options=options_of_json(fields.fields("options")),
-        max_bad_fraction=fields.share("max_bad_fraction"),
+        max_bad_fraction=fields.number("max_bad_fraction", 1),
         tokenizer=TokenizerSpec.from_json(fields.fields("tokenizer")),
         tokenizer_files=fields.each("tokenizer_files", Fields.stamp),
         probe=fields.texts("probe"),
@@ -344,13 +326,13 @@ def _plan_of(fields: Fields, file: PartsFile) -> Plan:
         fast_engine_is_equal=fields.flag("fast_engine_is_equal"),
         can_be_cut=fields.flag("can_be_cut"),
         fast_engine=fields.text("fast_engine") if fields.has("fast_engine") else "",
-        **(_lists_in_parts(fields.fields("parts"), file) if is_in_parts else _lists_of(fields)),
+        **(_lists_of(fields) if parts is None else _lists_in_parts(parts, file)),
     )
     fields.end()
     _check_lengths(plan, fields)
-    if not is_in_parts:
+    if parts is None:
         check_boundaries(plan, fields.path)
-    expected = _id_in_parts(plan) if is_in_parts else _id_of_whole(plan)
+    expected = _id_of(plan, is_in_parts=parts is not None)
     if plan.plan_id != expected:
         raise fields.wrong(
             "plan_id", plan.plan_id[:12], f"{expected[:12]}, which options, tokenizer, inputs and cuts give"
@@ -362,7 +344,7 @@ def _lists_of(fields: Fields) -> dict[str, Any]:
     """The lists of a plan that stands in one piece. Raises BrokenShard."""
     left_out = fields.each("left_out", Fields.texts) if fields.has("left_out") else {}
     return {
-        "inputs": [_input_of(item, item.whole("mtime_ns", -MOST, MOST)) for item in fields.objects("inputs")],
+        "inputs": [_input_of(item, item.whole("mtime_ns", -MOST)) for item in fields.objects("inputs")],
         "boundaries": _cuts_of(fields, "cuts"),
         "shard_sha256": fields.or_none("shard_sha256", fields.digests),
         "text_starts": fields.or_none("text_starts", fields.wholes),
@@ -372,38 +354,35 @@ def _lists_of(fields: Fields) -> dict[str, Any]:
 
 def _lists_in_parts(parts: Fields, file: PartsFile) -> dict[str, Any]:
     """The lists of a plan in parts, none of which is read yet. Raises BrokenShard."""
-    mtimes = file.rows(parts, "mtimes_ns", lambda fields, name, _: fields.list_of(name, _is_time, "ns"))
+
+    def rows_of(name: str, read: Callable[[Fields, str], list[T]]) -> Rows[T]:
+        return file.rows(parts, name, lambda fields, name, _: read(fields, name))
 
     def inputs_of(fields: Fields, name: str, first: int) -> list[InputFile]:
         return [_input_of(item, mtimes[first + number]) for number, item in enumerate(fields.objects(name))]
 
+    mtimes = rows_of("mtimes_ns", lambda fields, name: fields.wholes(name, -MOST))
     inputs = file.rows(parts, "inputs", inputs_of)
     if len(mtimes) != len(inputs):
         raise parts.wrong("mtimes_ns", f"{len(mtimes)} rows", f"one for each of {len(inputs)} inputs")
     found: dict[str, Any] = {
         "inputs": inputs,
-        "boundaries": file.rows(parts, "cuts", lambda fields, name, _: _cuts_of(fields, name)),
-        "names_left_out": file.rows(parts, "left_out", _names_left_out),
+        "boundaries": rows_of("cuts", _cuts_of),
+        "names_left_out": rows_of("left_out", _names_left_out),
     }
     if parts.has("shard_sha256"):
-        found["shard_sha256"] = file.rows(parts, "shard_sha256", lambda fields, name, _: fields.digests(name))
+        found["shard_sha256"] = rows_of("shard_sha256", Fields.digests)
     if parts.has("text_starts"):
-        found["text_starts"] = file.rows(parts, "text_starts", lambda fields, name, _: fields.wholes(name))
+        found["text_starts"] = rows_of("text_starts", Fields.wholes)
     parts.end()
     return found
 
 
-def _names_left_out(fields: Fields, name: str, _: int) -> list[tuple[str, str]]:
-    rows = fields.list_of(name, _is_pair_of_texts, "a reason and a name")
-    return [(reason, name) for reason, name in rows]
+def _names_left_out(fields: Fields, name: str) -> list[tuple[str, str]]:
+    def is_right(value: Any) -> bool:
+        return isinstance(value, list) and len(value) == 2 and all(map(is_text, value))
 
-
-def _is_pair_of_texts(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(is_text, value))
-
-
-def _is_time(value: Any) -> bool:
-    return type(value) is int and -MOST <= value <= MOST
+    return [(reason, name) for reason, name in fields.list_of(name, is_right, "a reason and a name")]
 
 
 def _cuts_of(fields: Fields, name: str) -> list[Boundary]:
@@ -418,9 +397,7 @@ def options_of_json(fields: Fields) -> PlanOptions:
     """
     kinds = option_types(PlanOptions)
     values = {
-        item.name: fields.value_of_type(item.name, kinds[item.name])
-        for item in PLAN_FIELDS
-        if fields.has(item.name)
+        item.name: fields.value(item.name, kinds[item.name]) for item in PLAN_FIELDS if fields.has(item.name)
     }
     for name, value in fields.rest().items():
         if value not in (False, "", None):  # 0 is False
@@ -459,14 +436,12 @@ def _check_lengths(plan: Plan, fields: Fields) -> None:
     """That there are as many shards, and of each list as many rows, as can be. Raises BrokenShard."""
     if not 1 <= plan.num_shards <= MAX_SHARDS:
         raise fields.wrong("cuts", f"{plan.num_shards} shards", f"1 to {MAX_SHARDS}")
-    if plan.text_starts is not None and len(plan.text_starts) != len(plan.boundaries):
-        raise fields.wrong(
-            "text_starts", f"{len(plan.text_starts)} numbers", f"one for each of {len(plan.boundaries)} cuts"
-        )
-    if plan.shard_sha256 is not None and len(plan.shard_sha256) != plan.num_shards:
-        raise fields.wrong(
-            "shard_sha256", f"{len(plan.shard_sha256)} hashes", f"one for each of {plan.num_shards}"
-        )
+    for name, rows, expected in (
+        ("text_starts", plan.text_starts, plan.num_shards + 1),
+        ("shard_sha256", plan.shard_sha256, plan.num_shards),
+    ):
+        if rows is not None and len(rows) != expected:
+            raise fields.wrong(name, f"{len(rows)} of them", f"{expected} for {plan.num_shards} shards")
 
 
 def need_plan(output_dir: Path) -> Plan:

@@ -1,9 +1,8 @@
 """``plan``: list the inputs, cut them into shards, resolve the tokenizer, measure, freeze the plan.
 
 The inputs are read as one, in the order of the plan, and a shard is a stretch of that. Files that cannot be
-cut (compressed ones, mostly) come last, grouped so that the shards are even; so the order of the plan is not
-always that of the paths. The input is only sampled, but for the places between shards, so planning takes
-seconds for terabytes, unless ``--hash_inputs`` asks for a hash of every byte.
+cut (compressed ones, mostly) come last, grouped so that the shards are even. The input is only sampled, but
+for the places between shards, so planning takes seconds for terabytes, unless ``--hash_inputs`` is given.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import lustre
 from preprocess.formats.chat import chat_template_of, chat_versions, template_notes
@@ -30,12 +30,7 @@ from preprocess.formats.documents import inspect_input, starts_in
 from preprocess.formats.format import Inspected, Reading, Start, reading_of
 from preprocess.formats.inputs import InputFile, OpenInput, sample_sha256
 from preprocess.formats.text_changes import text_versions
-from preprocess.make.engines import (
-    FEW_BYTES,
-    Engine,
-    equal_fast_engine,
-    ids_sha256,
-)
+from preprocess.make.engines import FEW_BYTES, Engine, equal_fast_engine, ids_sha256
 from preprocess.options import PlanOptions, PrepConfig
 from preprocess.plan.cost_estimate import CostEstimate, measure, sample_texts, scratch_folder
 from preprocess.plan.plan_file import (
@@ -49,11 +44,7 @@ from preprocess.plan.plan_file import (
     read_plan,
 )
 from preprocess.plan.tokenizer import ResolvedTokenizer, resolve_tokenizer
-from preprocess.plan.tokenizer_files import (
-    TOKENIZER_FILE,
-    publish_tokenizer,
-    stamp_tokenizer,
-)
+from preprocess.plan.tokenizer_files import TOKENIZER_FILE, publish_tokenizer, stamp_tokenizer
 from preprocess.resources import BATCH_BYTES
 from shardprep.console import Progress
 from shardprep.errors import CannotWrite, NotFound, Refused, UsageError
@@ -61,8 +52,8 @@ from shardprep.files import STALE_AFTER_S, remove_temporaries
 from shardprep.format.input_formats import input_kind, known_input_kind, known_suffixes
 from shardprep.format.names import INDEX_NAME, MAX_SHARDS, OSTS_NAME, PLAN_NAME, TOKENIZER_DIR
 
-_NUM_STAT_THREADS = 16  # opening a file is a round trip on a network file system
-_MOST_FILES_AT_ONCE = 64  # per turn of a thread: a turn takes as long as a small file
+_NUM_THREADS = 16  # opening or reading a file is a round trip on a network file system
+_MOST_AT_ONCE = 64  # files or boundaries per turn of a thread
 _NUM_SHOWN = 3  # names per reason
 
 # Why a name is left out, and what a user can do about it. plan.json has the reasons as they stand here.
@@ -108,24 +99,16 @@ def find_inputs(
     """Say of each name in a folder whether it is an input, and why not. Raises NotFound or UsageError.
 
     A folder is taken once: links to folders are followed behind all others, in the order of their paths, and
-    one that leads to a folder that is taken already is left out. A subfolder that cannot be listed is an
-    error. So is, once it is opened, a link to nothing that has the name of an input: its data is missing.
-
-    Args:
-        input_dir: the folder.
-        recursive: take the input files of subfolders, too.
-        follow_links: with ``recursive``, of links to folders, too.
-        also: see ``PrepConfig.also``.
+    one that leads to a folder that is taken already is left out. ``also``: see ``PrepConfig.also``.
     """
     walk = _Walk(input_dir, recursive=recursive, follow_links=follow_links, also=also)
     try:
         if not input_dir.is_dir():
             raise NotFound(f"--input_dir {input_dir} is no folder; expected one that holds input files")
-        walk.run()
+        listing = walk.run()
     except OSError as error:
         where = error.filename or input_dir
         raise NotFound(f"--input_dir {where} cannot be listed: {error.strerror}") from None
-    listing = walk.listing()
     if not listing.paths:
         nothing = f"--input_dir {input_dir} holds no .txt file, nor any other input ({known_suffixes()})"
         raise NotFound("; ".join([nothing, *left_out_lines(listing.left_out)]))
@@ -149,32 +132,34 @@ class _Walk:
         self._input_dir = input_dir
         self._is_recursive = recursive
         self._follows = recursive and follow_links
-        self._also = {text: _pattern(text) for text in also_patterns(also)}
+        # As in a shell, a hidden name needs a pattern that begins with a dot.
+        self._also = {
+            text: re.compile(("" if text.startswith(".") else r"(?!\.)") + fnmatch.translate(text.lower()))
+            for text in filter(None, map(str.strip, also.split(",")))
+        }
         self._used: set[str] = set()
         self._taken: list[str] = []
         self._left_out: dict[str, list[str]] = {}
         self._num_links = self._num_followed = 0
         self._folders = [""]
         self._links: list[str] = []  # a heap
-        self._seen: set[tuple[int, int]] = set()
 
-    def run(self) -> None:
+    def run(self) -> InputListing:
+        seen: set[tuple[int, int]] = set()
         while self._folders or self._links:
             is_link = not self._folders
             folder = heapq.heappop(self._links) if is_link else self._folders.pop()
             place = self._input_dir / folder
             if self._follows:
                 status = os.stat(place)  # noqa: PTH116 - as os.scandir, it names the file in its error
-                if (status.st_dev, status.st_ino) in self._seen:
+                if (status.st_dev, status.st_ino) in seen:
                     self._leave_out(folder, _REPEATED)
                     continue
-                self._seen.add((status.st_dev, status.st_ino))
+                seen.add((status.st_dev, status.st_ino))
                 self._num_followed += is_link
             with os.scandir(place) as entries:
                 for entry in entries:
                     self._look_at(entry, f"{folder}/{entry.name}" if folder else entry.name)
-
-    def listing(self) -> InputListing:
         taken = sorted(self._taken, key=lambda path: path.split("/"))
         return InputListing(
             paths=[Path(self._input_dir, path) for path in taken],
@@ -237,16 +222,6 @@ def _why_not(name: str) -> str | None:
     return _REPOSITORY if _REPOSITORY_NAME.fullmatch(name.lower()) else None
 
 
-def also_patterns(also: str) -> list[str]:
-    """Return the patterns of ``--also``, in their order, each once."""
-    return list(dict.fromkeys(filter(None, map(str.strip, also.split(",")))))
-
-
-def _pattern(text: str) -> re.Pattern[str]:
-    """Compile a glob pattern; as in a shell, a hidden name needs a pattern that begins with a dot."""
-    return re.compile(("" if text.startswith(".") else r"(?!\.)") + fnmatch.translate(text.lower()))
-
-
 def _suffix(name: str) -> str:
     return os.path.splitext(name)[1]  # noqa: PTH122 - of many names
 
@@ -275,39 +250,29 @@ def stamp_inputs(
     ``progress`` is told how many more there are. Raises NotFound for one that cannot be opened or is no
     regular file, ReadWriteError where reading fails, BadInput where a file cannot be of its format.
     """
-
     root = str(input_dir / "_")[:-1]
 
-    def stamp(some: list[Path]) -> list[tuple[InputFile, Inspected]]:
-        return [_stamped(path, str(path).removeprefix(root), reading) for path in some]
+    def stamp(path: Path) -> tuple[InputFile, Inspected]:
+        file = OpenInput(path)
+        relative, sha256 = str(path).removeprefix(root), sample_sha256(file)
+        size, mtime_ns = file.stamp.num_bytes, file.stamp.mtime_ns
+        stamped = InputFile(path=relative, num_bytes=size, mtime_ns=mtime_ns, sha256=sha256)
+        return stamped, inspect_input(file, reading)
 
     inputs: list[InputFile] = []
     inspected: list[Inspected] = []
-    num_files = min(_MOST_FILES_AT_ONCE, -(-len(paths) // (4 * _NUM_STAT_THREADS)))
-    turns = [paths[first : first + num_files] for first in range(0, len(paths), max(1, num_files))]
-    with ThreadPoolExecutor(_NUM_STAT_THREADS) as pool:
-        for found in pool.map(stamp, turns):
+    num_files = max(1, min(_MOST_AT_ONCE, -(-len(paths) // (4 * _NUM_THREADS))))
+    turns = [paths[first : first + num_files] for first in range(0, len(paths), num_files)]
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        for found in pool.map(lambda turn: [stamp(path) for path in turn], turns):
             inputs += [stamped for stamped, _ in found]
             inspected += [weighed for _, weighed in found]
             progress(len(found))
     return inputs, inspected
 
 
-def _stamped(path: Path, relative: str, reading: Reading) -> tuple[InputFile, Inspected]:
-    file = OpenInput(path)
-    stamped = InputFile(
-        path=relative,
-        num_bytes=file.stamp.num_bytes,
-        mtime_ns=file.stamp.mtime_ns,
-        sha256=sample_sha256(file),
-    )
-    return stamped, inspect_input(file, reading)
-
-
 _Stretch = tuple[int, int, int]  # (input, first byte, end): where a boundary is looked for
 _Place = tuple[int, Start]  # (input, where in it)
-_NUM_THREADS = 16  # a read is a round trip on a network file system
-_NUM_STRETCHES = 64  # per turn of a thread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,22 +281,21 @@ class Division:
 
     inputs: list[InputFile]
     boundaries: list[Boundary]  # num_shards + 1
-    text_starts: (
-        list[int] | None
-    )  # of each boundary: its byte of the text, where it lies in a compressed file
+    text_starts: list[int] | None  # of each boundary in a compressed file: its byte of the text
 
 
 def divide(
-    input_dir: Path,
-    inputs: list[InputFile],
-    inspected: list[Inspected],
-    num_shards: int,
-    reading: Reading,
+    input_dir: Path, inputs: list[InputFile], inspected: list[Inspected], num_shards: int, reading: Reading
 ) -> Division:
     """Divide the inputs into ``num_shards`` of even text. Raises BadInput, NotFound, ReadWriteError."""
-    whole = {number for number, item in enumerate(inputs) if _is_packed(item, inspected[number])}
-    cut = [number for number in range(len(inputs)) if number not in whole]
-    bins = _bins(inputs, inspected, sorted(whole), _num_bins(inspected, whole, num_shards))
+    # Whole files are put into shards by their size, but for plain text, whose order was promised.
+    whole = [
+        number
+        for number, item in enumerate(inputs)
+        if inspected[number].is_whole and not input_kind(item.path).is_in_bytes
+    ]
+    cut = sorted({*range(len(inputs))} - {*whole})
+    bins = _bins(inputs, inspected, whole, num_shards)
     if num_shards == 1 or not bins:
         cut, bins = list(range(len(inputs))), []
     places = even_places(
@@ -344,37 +308,27 @@ def divide(
     ends = itertools.accumulate((len(group) for group in bins), initial=len(cut))
     places += [(end, Start(0)) for end in ends][1:]
     places += [places[-1]] * (num_shards + 1 - len(places))  # more shards than files
+    has_text_starts = any(start.text_byte for _, start in places)
     return Division(
         inputs=[inputs[number] for number in (*cut, *itertools.chain.from_iterable(bins))],
         boundaries=[(number, start.byte) for number, start in places],
-        text_starts=[start.text_byte for _, start in places]
-        if any(start[1] for _, start in places)
-        else None,
+        text_starts=[start.text_byte for _, start in places] if has_text_starts else None,
     )
 
 
-def _is_packed(item: InputFile, inspected: Inspected) -> bool:
-    """Whether a file is put into a shard by its size: whole, and not plain text, whose order was promised."""
-    return inspected.is_whole and not input_kind(item.path).is_in_bytes
-
-
-def _num_bins(inspected: list[Inspected], whole: set[int], num_shards: int) -> int:
-    """How many shards are made of whole files alone."""
+def _bins(
+    inputs: list[InputFile], inspected: list[Inspected], whole: list[int], num_shards: int
+) -> list[list[int]]:
+    """Whole files in groups of about equal text: the largest first, each to the group with the least."""
     total = sum(item.text_bytes for item in inspected)
     share = sum(inspected[number].text_bytes for number in whole) / max(1, total)
     most = num_shards if len(whole) == len(inspected) else num_shards - 1
-    return min(len(whole), most, max(1, round(num_shards * share)))
-
-
-def _bins(
-    inputs: list[InputFile], inspected: list[Inspected], whole: list[int], num_bins: int
-) -> list[list[int]]:
-    """Whole files in groups of about equal text: the largest first, each to the group with the least."""
+    num_bins = min(len(whole), most, max(1, round(num_shards * share)))
+    if not num_bins:
+        return []
     groups: list[list[int]] = [[] for _ in range(num_bins)]
     sizes = [(0, number) for number in range(num_bins)]
     for number in sorted(whole, key=lambda number: (-inspected[number].text_bytes, inputs[number].path)):
-        if not sizes:
-            break
         size, group = sizes[0]
         groups[group].append(number)
         heapq.heapreplace(sizes, (size + inspected[number].text_bytes, group))
@@ -382,11 +336,7 @@ def _bins(
 
 
 def even_places(
-    input_dir: Path,
-    inputs: list[InputFile],
-    inspected: list[Inspected],
-    num_shards: int,
-    reading: Reading,
+    input_dir: Path, inputs: list[InputFile], inspected: list[Inspected], num_shards: int, reading: Reading
 ) -> list[_Place]:
     """Where shards of even text begin, and where the last one ends, in files that can be cut."""
     prefix = [0, *itertools.accumulate(item.text_bytes for item in inspected)]
@@ -394,17 +344,15 @@ def even_places(
     if not prefix[-1]:
         places = [(len(inputs), Start(0))] * len(targets)
     elif all(item.is_whole for item in inspected):
-        places = [_place_at_file(prefix, target) for target in targets]
+        places = [(_nearest_end(prefix, target), Start(0)) for target in targets]
     else:
         places = _places_inside(input_dir, inputs, prefix, targets, reading)
     return [(0, Start(0)), *places, (len(inputs), Start(0))][0 if num_shards else 1 :]
 
 
-def _place_at_file(prefix: list[int], target: int) -> _Place:
-    """The nearer end of the file that holds byte ``target``."""
+def _nearest_end(prefix: list[int], target: int) -> int:
     number = bisect.bisect_right(prefix, target) - 1
-    nearer_end = target - prefix[number] > prefix[number + 1] - target
-    return (number + nearer_end, Start(0))
+    return number + (target - prefix[number] > prefix[number + 1] - target)
 
 
 def _places_inside(
@@ -415,42 +363,31 @@ def _places_inside(
     It is looked for up to the next target alone; where none is, the next target's is this one's.
     So no byte is read twice, and all targets can be asked for at once.
     """
-    stretches = [
-        _stretch(inputs, prefix, target, following)
-        for target, following in itertools.pairwise([*targets, prefix[-1]])
-    ]
-    parts = [stretches[n : n + _NUM_STRETCHES] for n in range(0, len(stretches), _NUM_STRETCHES)]
+
+    def stretch(target: int, following: int) -> _Stretch:
+        number = bisect.bisect_right(prefix, target) - 1
+        begin, text_bytes = prefix[number], prefix[number + 1] - prefix[number]
+        first, end = ((each - begin) * inputs[number].num_bytes // text_bytes for each in (target, following))
+        return number, first, end if following <= prefix[number + 1] else sys.maxsize
+
+    def starts(turn: list[_Stretch]) -> list[Start | None]:
+        found: list[Start | None] = []
+        for number, group in itertools.groupby(turn, key=lambda stretch: stretch[0]):
+            file = OpenInput(input_dir / inputs[number].path)
+            found += starts_in(file, [(begin, end) for _, begin, end in group], reading)
+        return found
+
+    stretches = list(itertools.starmap(stretch, itertools.pairwise([*targets, prefix[-1]])))
+    turns = [stretches[n : n + _MOST_AT_ONCE] for n in range(0, len(stretches), _MOST_AT_ONCE)]
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        found = pool.map(lambda part: _starts(input_dir, inputs, part, reading), parts)
-        starts = list(itertools.chain.from_iterable(found))
+        found = list(itertools.chain.from_iterable(pool.map(starts, turns)))
     places: list[_Place] = []
     place = (len(inputs), Start(0))
-    for (number, _, _), start in zip(reversed(stretches), reversed(starts), strict=True):
+    for (number, _, _), start in zip(reversed(stretches), reversed(found), strict=True):
         if start is not None:
             place = (number, start) if start.byte < inputs[number].num_bytes else (number + 1, Start(0))
         places.append(place)
     return places[::-1]
-
-
-def _stretch(inputs: list[InputFile], prefix: list[int], target: int, following: int) -> _Stretch:
-    """From one target to the next, in bytes of the file that holds the first."""
-    number = bisect.bisect_right(prefix, target) - 1
-    text_bytes, file_bytes = prefix[number + 1] - prefix[number], inputs[number].num_bytes
-    begin = (target - prefix[number]) * file_bytes // text_bytes
-    if following > prefix[number + 1]:
-        return number, begin, sys.maxsize
-    return number, begin, (following - prefix[number]) * file_bytes // text_bytes
-
-
-def _starts(
-    input_dir: Path, inputs: list[InputFile], stretches: Sequence[_Stretch], reading: Reading
-) -> list[Start | None]:
-    """What begins first in each stretch; a file is opened once for those that lie in it."""
-    found: list[Start | None] = []
-    for number, group in itertools.groupby(stretches, key=lambda stretch: stretch[0]):
-        path = input_dir / inputs[number].path
-        found += starts_in(OpenInput(path), [(begin, end) for _, begin, end in group], reading)
-    return found
 
 
 def check_num_shards(num_shards: int, num_bytes: int) -> None:
@@ -469,7 +406,6 @@ LONG_SHARD_S = 600.0  # on one core; the plan command warns of longer shards
 _MANY_SHARDS = 1000  # more, each smaller than half of _SHARD_BYTES, and the plan command speaks of it
 _SHARD_BYTES = 256 << 20  # of input: minutes of one core
 _HASHED_BYTES = 4 << 20  # read at once
-_NUM_HASH_THREADS = 16  # hashing and reading both release the interpreter's lock
 _NO_STRIPES = lustre.StripeRequest(stripe="none")
 
 
@@ -491,17 +427,13 @@ def make_plan(
 ) -> tuple[Plan, CostEstimate]:
     """Plan a data set and, unless ``dry_run``, freeze plan and tokenizer in its folder.
 
-    ``stripe`` is the Lustre layout of a folder without a plan yet.
-
-    Where the folder has a plan already, the new one is compared with it and never written.
+    ``stripe`` is the Lustre layout of a folder without a plan yet. Where the folder has a plan already, the
+    new one is compared with it and never written.
     Raises every ShardprepError that the inputs, the tokenizer or the folder give reason for.
     """
     stripe.layout()  # an impossible one is told first
     listing = find_inputs(
-        config.input_dir,
-        recursive=config.recursive,
-        follow_links=config.follow_links,
-        also=config.also,
+        config.input_dir, recursive=config.recursive, follow_links=config.follow_links, also=config.also
     )
     division = _divided(config, listing, sharding, say)
     with scratch_folder() as files:
@@ -520,19 +452,17 @@ def make_plan(
                 "by PAD lose those of EOS; this project's loader masks by length and keeps them"
             )
         plan, engine = _plan_of(config, listing, division, resolved, say)
-        if config.hash_inputs:
-            plan = _with_hashes(plan)
         estimate = measure(plan, engine)
+        if not dry_run:
+            _prepare_folder(config.output_dir)
+        frozen = read_plan(config.output_dir)
+        if dry_run and frozen is not None and not is_same_plan(frozen, plan):
+            raise Refused(
+                f"{config.output_dir} has another plan: {'; '.join(plan_differences(frozen, plan))}"
+            )
+        _set_layout(config.output_dir, stripe, plan, estimate, say, is_planned=bool(frozen), dry_run=dry_run)
         if dry_run:
-            frozen = read_plan(config.output_dir)
-            if frozen is not None and not is_same_plan(frozen, plan):
-                raise Refused(
-                    f"{config.output_dir} has another plan: {'; '.join(plan_differences(frozen, plan))}"
-                )
-            _set_layout(config.output_dir, stripe, plan, estimate, say, is_planned=bool(frozen), dry_run=True)
             return plan, estimate
-        frozen = _prepare_folder(config.output_dir)
-        _set_layout(config.output_dir, stripe, plan, estimate, say, is_planned=bool(frozen))
         if frozen is None:
             stamps = publish_tokenizer(files, config.output_dir, tokenizer, None)
             plan = dataclasses.replace(plan, tokenizer_files=stamps)
@@ -540,14 +470,6 @@ def make_plan(
         # It holds what the plan names, whoever planned meanwhile, or damaged it since.
         publish_tokenizer(files, config.output_dir, tokenizer, frozen.tokenizer_files)
         return frozen, estimate
-
-
-def _check_has_fields(paths: list[Path]) -> None:
-    """That no input is plain text, which has no messages. Raises UsageError."""
-    if plain := [path for path in paths if not input_kind(path.name).format.has_fields]:
-        raise UsageError(
-            f"--record chat reads messages out of JSON lines and tables, and {plain[0]} is text; move it away"
-        )
 
 
 def small_shards_note(plan: Plan, sharding: Sharding) -> str | None:
@@ -563,15 +485,14 @@ def small_shards_note(plan: Plan, sharding: Sharding) -> str | None:
     )
 
 
-def _prepare_folder(folder: Path) -> Plan | None:
-    """Make the output folder; returns the plan that it has already."""
+def _prepare_folder(folder: Path) -> None:
+    """Make the output folder, without what dead attempts left in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CannotWrite(f"--output_dir {folder} cannot be made: {error.strerror}") from None
     stems = (PLAN_NAME, INDEX_NAME, OSTS_NAME, TOKENIZER_DIR)
     remove_temporaries(folder, *stems, older_than_s=STALE_AFTER_S)
-    return read_plan(folder)
 
 
 def _set_layout(
@@ -582,7 +503,7 @@ def _set_layout(
     say: Callable[[str], None],
     *,
     is_planned: bool,
-    dry_run: bool = False,
+    dry_run: bool,
 ) -> None:
     """Do what ``stripe`` asks for, and say it; where nothing was asked of a planned folder, say nothing."""
     if stripe.stripe == "none" or (is_planned and stripe.layout() is None):
@@ -600,8 +521,11 @@ def _divided(
 ) -> Division:
     """Stamp the inputs, and divide them into shards: even ones, or one per file."""
     paths = listing.paths
-    if config.record == "chat":
-        _check_has_fields(paths)
+    plain = [path for path in paths if config.is_chat and not input_kind(path.name).format.has_fields]
+    if plain:
+        raise UsageError(
+            f"--record chat reads messages out of JSON lines and tables, and {plain[0]} is text; move it away"
+        )
     links = f", {listing.num_links} of them links" if listing.num_links else ""
     say(f"{len(paths)} input file(s) in {config.input_dir}{links}")
     for line in left_out_lines(listing.left_out):
@@ -619,34 +543,31 @@ def _divided(
 
 def _num_shards(inputs: list[InputFile], inspected: list[Inspected], sharding: Sharding) -> int | None:
     """How many even shards were asked for; None for one per file. Raises UsageError for too many."""
-    num_bytes = sum(item.num_bytes for item in inputs)
-    if sharding.num_shards is None and sharding.shard_bytes is None:
-        check_num_shards(len(inputs), num_bytes)
-        return None
-    num_shards = sharding.num_shards
-    if num_shards is None:
-        assert sharding.shard_bytes is not None
+    num_shards = len(inputs) if sharding.num_shards is None else sharding.num_shards
+    if sharding.shard_bytes is not None:
         if sharding.shard_bytes < 1:
             raise UsageError(f"--shard_bytes is {sharding.shard_bytes}, expected at least 1")
         num_shards = max(1, -(-sum(item.text_bytes for item in inspected) // sharding.shard_bytes))
-    check_num_shards(num_shards, num_bytes)
-    return num_shards
+    check_num_shards(num_shards, sum(item.num_bytes for item in inputs))
+    return None if sharding == Sharding() else num_shards
 
 
-def _with_template(config: PrepConfig, tokenizer_folder: Path, say: Callable[[str], None]) -> PlanOptions:
-    """The options; those of conversations with the template of their tokenizer. Raises UsageError."""
+def _settled_options(
+    config: PrepConfig, listing: InputListing, tokenizer_folder: Path, say: Callable[[str], None]
+) -> PlanOptions:
+    """The options with what planning found out, such as a conversation's template. Raises UsageError."""
     options = config.plan_options()
-    options = dataclasses.replace(options, text_versions=text_versions(options))
-    if not options.is_chat:
-        return options
-    template = chat_template_of(
-        tokenizer_folder, config.chat_template_file, allows_control_tokens=options.allow_special_tokens
-    )
-    for note in template_notes(template):
-        say(f"warning: {note}")
-    return dataclasses.replace(
-        options, chat_template=template.text, chat_tokens=template.tokens, chat_versions=chat_versions()
-    )
+    found: dict[str, Any] = {"also": listing.also, "follow_links": listing.follow_links}
+    found["text_versions"] = text_versions(options)
+    if options.is_chat:
+        template = chat_template_of(
+            tokenizer_folder, config.chat_template_file, allows_control_tokens=options.allow_special_tokens
+        )
+        for note in template_notes(template):
+            say(f"warning: {note}")
+        found |= {"chat_template": template.text, "chat_tokens": template.tokens}
+        found |= {"chat_versions": chat_versions()}
+    return dataclasses.replace(options, **found)
 
 
 def _plan_of(
@@ -657,65 +578,57 @@ def _plan_of(
     say: Callable[[str], None],
 ) -> tuple[Plan, Engine]:
     """The plan, with the engines' self-check, and the engine that workers will use."""
-    tokenizer, proof = resolved.spec, resolved.proof
-    options = dataclasses.replace(
-        _with_template(config, resolved.folder, say), also=listing.also, follow_links=listing.follow_links
-    )
-    allow = options.encodes_control_tokens
     plan = Plan(
         plan_id="",
         input_dir=config.input_dir.resolve(),
-        options=options,
+        options=_settled_options(config, listing, resolved.folder, say),
         max_bad_fraction=config.max_bad_fraction,
-        tokenizer=tokenizer,
+        tokenizer=resolved.spec,
         tokenizer_files=stamp_tokenizer(resolved.folder),
-        probe=proof.probe,
-        probe_sha256=proof.probe_sha256,
+        probe=resolved.probe,
+        probe_sha256=resolved.probe_sha256,
         fast_engine_is_equal=False,
-        can_be_cut=proof.can_be_cut,
+        can_be_cut=resolved.can_be_cut,
         inputs=division.inputs,
         boundaries=division.boundaries,
         text_starts=division.text_starts,
         names_left_out=[(reason, name) for reason, names in listing.left_out.items() for name in names],
     )
+    if config.hash_inputs:
+        plan = dataclasses.replace(plan, shard_sha256=_input_sha256s(plan))
     plan = dataclasses.replace(plan, plan_id=plan_id(plan))
-    reference = resolved.reference(allow_special_tokens=allow)
     is_little = config.engine == "auto" and sum(plan.shard_bytes()) < FEW_BYTES
-    if config.engine == "tokenizers" or options.is_chat or is_little:
-        return plan, reference
-    texts = [*proof.probe, *sample_texts(plan, num_bytes=1 << 18)]
+    if config.engine == "tokenizers" or plan.options.is_chat or is_little:
+        return plan, resolved.reference
+    texts = [*resolved.probe, *sample_texts(plan, num_bytes=1 << 18)]
     fast = equal_fast_engine(
         resolved.folder / TOKENIZER_FILE,
-        allow_special_tokens=allow,
+        allow_special_tokens=resolved.allow_special_tokens,
         texts=texts,
-        expected_sha256=ids_sha256([reference.encode(texts)]),
+        expected_sha256=ids_sha256([resolved.reference.encode(texts)]),
     )
-    if isinstance(fast, Engine) and not resolved.passes_gate(fast, reference):
+    if isinstance(fast, Engine) and not resolved.passes_gate(fast):
         fast = "its ids differ from those of tokenizers"
     if isinstance(fast, Engine):
         return dataclasses.replace(plan, fast_engine_is_equal=True, fast_engine=fast.name), fast
     say(f"gigatoken is not used for this tokenizer ({fast}); tokenizers encodes, several times slower")
-    return plan, reference
+    return plan, resolved.reference
 
 
-def _with_hashes(plan: Plan) -> Plan:
-    """The same plan with the sha256 of every shard's input bytes in it, and another plan id.
+def _input_sha256s(plan: Plan) -> list[str]:
+    """The sha256 of every shard's input bytes: reads the whole input, about a second per core and gigabyte.
 
-    Reads the whole input once, about a second of one core for a gigabyte. A shard's ranges are read in
-    their order by its worker anyway, so that it hashes what it encodes and reads nothing twice. Raises
-    NotFound, ReadWriteError or Refused where a file cannot be read or changes meanwhile.
+    Raises NotFound, ReadWriteError or Refused where a file cannot be read or changes meanwhile.
     """
-    with ThreadPoolExecutor(_NUM_HASH_THREADS) as pool:
-        hashes = list(pool.map(lambda shard_id: _input_sha256(plan, shard_id), range(plan.num_shards)))
-    plan = dataclasses.replace(plan, shard_sha256=hashes)
-    return dataclasses.replace(plan, plan_id=plan_id(plan))
 
+    def sha256_of(shard_id: int) -> str:
+        digest = hashlib.sha256()
+        for part in plan.ranges(shard_id):
+            file = part.open()
+            for start in range(part.start, part.end, _HASHED_BYTES):
+                digest.update(file.read_all(start, min(start + _HASHED_BYTES, part.end)))
+            file.check_unchanged()
+        return digest.hexdigest()
 
-def _input_sha256(plan: Plan, shard_id: int) -> str:
-    digest = hashlib.sha256()
-    for part in plan.ranges(shard_id):
-        file = part.open()
-        for start in range(part.start, part.end, _HASHED_BYTES):
-            digest.update(file.read_all(start, min(start + _HASHED_BYTES, part.end)))
-        file.check_unchanged()
-    return digest.hexdigest()
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        return list(pool.map(sha256_of, range(plan.num_shards)))

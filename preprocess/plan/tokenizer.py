@@ -2,23 +2,20 @@
 
 What counts is the tokenizer that training will load, by transformers: what that changes about a
 tokenizer.json (a token added in the configuration, say) is in the files written here. Of most tokenizers it
-changes nothing, and ``plain_files`` shows it by the files alone, without an import of 3 s. For all others
-transformers loads and saves, in a process of its own.
-
-What was proved of a tokenizer is kept for the next plan, in ``$XDG_CACHE_HOME/shardprep/tokenizers``. An
-entry is known by the content of the files and by the versions of what loaded and encoded them; a damaged one
-counts as none. It may be deleted at any time.
+changes nothing, and ``plain_files`` shows it by the files alone. For all others transformers loads and saves,
+in a process of its own and without torch, which it imports where it is installed: 3 s and 200 MB for nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
-import json
 import os
+import sys
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +24,6 @@ from tokenizers import Tokenizer, processors
 
 import preprocess
 from preprocess.make.engines import (
-    PROBE,
     Engine,
     can_be_cut,
     engine_of_tokenizer,
@@ -42,137 +38,17 @@ from preprocess.plan.tokenizer_files import (
     spec_of_tokenizer,
     special_tokens_of,
 )
-from preprocess.plan.transformers_tokenizer import save_in_own_process
 from shardprep.errors import BrokenShard, CannotWrite, NotFound, ReadWriteError, ShardprepError, UsageError
-from shardprep.files import (
-    NOT_THERE,
-    STALE_AFTER_S,
-    FileStamp,
-    PublishedFolder,
-    is_folder,
-    names_in,
-    read_regular,
-    refuse_fifos,
-    remove_temporaries,
-    size_of_file,
-)
-from shardprep.format.checked_json import Fields, read_checked, with_content_hash
+from shardprep.files import NOT_THERE, is_folder, names_in, read_regular, refuse_fifos, size_of_file
 from shardprep.format.dataset_spec import TokenizerSpec
 from shardprep.format.names import CHAT_TEMPLATES_DIR
-from shardprep.hub import find_on_hub
-
-_FORMAT = "shardprep-tokenizer-proof"
-_PROOF_FILE = "proof.json"
-_MAX_PROOF_BYTES = 16 << 20
-_LIBRARIES = ("tokenizers", "gigatoken", "transformers")
-_PROOF_VERSION = 2  # of what a proof says; another one makes every entry unknown
-
-
-@dataclass(frozen=True, kw_only=True)
-class Proof:
-    """What is known of a tokenizer once it was loaded and has encoded the probe."""
-
-    spec: TokenizerSpec
-    probe: list[str]
-    probe_sha256: str  # of the reference's ids
-    can_be_cut: bool
-
-
-def cache_folder() -> Path | None:
-    """Where proofs are kept; None for a user without a home."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        base = Path(given) if given.startswith("/") else Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return base / "shardprep" / "tokenizers"
-
-
-def cache_key(files: dict[str, bytes], *, allow_special_tokens: bool) -> str:
-    """The name of an entry: a hash of the tokenizer's files and of all that a proof depends on besides."""
-    facts = {
-        "law": _PROOF_VERSION,
-        "shardprep": preprocess.__version__,
-        "probe": PROBE,
-        "allow_special_tokens": allow_special_tokens,
-        "libraries": {name: _installed_version(name) for name in _LIBRARIES},
-        "files": {name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
-    }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def _installed_version(name: str) -> str | None:
-    with contextlib.suppress(PackageNotFoundError):
-        return version(name)
-    return None
-
-
-def find_proof(key: str, files: dict[str, bytes], model_id: str) -> tuple[Proof, dict[str, bytes]] | None:
-    """A proof and the tokenizer's files as they were saved then; None where there is no whole entry.
-
-    ``files``: the source's; those that were saved as they are lie in no entry. The proof names ``model_id``.
-    """
-    if (cache := cache_folder()) is None:
-        return None
-    entry = cache / key
-    try:
-        fields = read_checked(entry / _PROOF_FILE, _FORMAT, max_bytes=_MAX_PROOF_BYTES)
-        stamps = fields.each("files", Fields.stamp)
-        proof = Proof(
-            spec=dataclasses.replace(TokenizerSpec.from_json(fields.fields("tokenizer")), model_id=model_id),
-            probe=fields.texts("probe"),
-            probe_sha256=fields.digest("probe_sha256"),
-            can_be_cut=fields.flag("can_be_cut"),
-        )
-        fields.end()
-        saved = {}
-        for name, stamp in stamps.items():
-            content = files.get(name, b"")
-            if _stamp(content) != stamp:
-                content = read_regular(entry / Path(name).name, max_bytes=MAX_TOKENIZER_BYTES)
-            if _stamp(content) != stamp:
-                return None
-            saved[name] = content
-    except (*NOT_THERE, ShardprepError):
-        return None
-    return proof, saved
-
-
-def keep_proof(key: str, proof: Proof, saved: dict[str, bytes], files: dict[str, bytes]) -> None:
-    """Keep a proof with the files saved, but for those that equal the source's. What fails is not missed."""
-    if (cache := cache_folder()) is None:
-        return
-    content = with_content_hash(
-        _FORMAT,
-        {
-            "tokenizer": dataclasses.asdict(proof.spec),
-            "files": {name: dataclasses.asdict(_stamp(raw)) for name, raw in saved.items()},
-            "probe": proof.probe,
-            "probe_sha256": proof.probe_sha256,
-            "can_be_cut": proof.can_be_cut,
-        },
-    )
-    with contextlib.suppress(OSError, ShardprepError):
-        cache.mkdir(parents=True, exist_ok=True)
-        remove_temporaries(cache, key, older_than_s=STALE_AFTER_S)
-        with PublishedFolder(cache / key) as folder:
-            for name, raw in saved.items():
-                if files.get(name) != raw:
-                    (folder.temporary / name).write_bytes(raw)
-            (folder.temporary / _PROOF_FILE).write_text(json.dumps(content), encoding="utf-8")
-            folder.publish()
-
-
-def _stamp(content: bytes) -> FileStamp:
-    return FileStamp(num_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
-
+from shardprep.hub import find_on_hub, no_tokenizer
+from shardprep.signals import start_child
 
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
-CHAT_TEMPLATE = "chat_template.jinja"
+ADDED_TOKENS = "added_tokens.json"
 MODEL_CONFIG = "config.json"
-_COPIED = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, CHAT_TEMPLATE)
-_ENDINGS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")  # of what transformers may look at
-_MAX_OTHER_BYTES = 64 << 20  # a larger file in the folder is not a tokenizer's
+_COPIED = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, "chat_template.jinja")
 
 Files = dict[str, bytes]  # by name in the folder
 
@@ -182,35 +58,35 @@ class ResolvedTokenizer:
     """A tokenizer whose files are in ``folder``."""
 
     folder: Path
-    proof: Proof
-    tokenizer: Tokenizer | None  # loaded; None where the cache knew the rest
-    key: str | None  # of the cache; None where it cannot keep this tokenizer
+    spec: TokenizerSpec  # what shards will remember of it
+    allow_special_tokens: bool
+    reference: Engine  # of ``tokenizers``
+    probe: list[str]
+    probe_sha256: str  # of the reference's ids
+    can_be_cut: bool
 
-    @property
-    def spec(self) -> TokenizerSpec:
-        """What shards will remember of it."""
-        return self.proof.spec
+    def passes_gate(self, fast: Engine) -> bool:
+        """Whether an engine gives the reference's ids on ``gate_texts``; that it did is kept in a cache.
 
-    def reference(self, *, allow_special_tokens: bool) -> Engine:
-        """The engine of ``tokenizers`` for it. Raises ReadWriteError."""
-        tokenizer = self.tokenizer or _loaded(
-            _read(self.folder / TOKENIZER_FILE), self.folder / TOKENIZER_FILE
-        )
-        return engine_of_tokenizer(tokenizer, allow_special_tokens=allow_special_tokens)
-
-    def passes_gate(self, fast: Engine, reference: Engine) -> bool:
-        """Whether an engine gives the reference's ids on ``gate_texts``; that it did is kept in the cache."""
-        cache = cache_folder()
-        kept = None if cache is None or self.key is None else cache / f"{self.key}.{fast.name}"
-        if kept is not None and size_of_file(kept) is not None:
-            return True
-        texts = gate_texts(_read(self.folder / TOKENIZER_FILE))
-        if ids_sha256([fast.encode(texts)]) != ids_sha256([reference.encode(texts)]):
+        Comparing takes 2 s for Llama 3's. The cache may be deleted, and a user without a home has none.
+        """
+        raw = _read(self.folder / TOKENIZER_FILE)
+        facts = (preprocess.__version__, fast.version, self.reference.version, self.allow_special_tokens)
+        key = hashlib.sha256(raw + repr(facts).encode()).hexdigest()
+        given = os.environ.get("XDG_CACHE_HOME", "")
+        verdict = None
+        with contextlib.suppress(RuntimeError, ShardprepError):
+            cache = Path(given) if given.startswith("/") else Path.home() / ".cache"
+            verdict = cache / "shardprep" / "tokenizers" / f"{key}.{fast.name}"
+            if size_of_file(verdict) is not None:
+                return True
+        texts = gate_texts(raw)
+        if ids_sha256([fast.encode(texts)]) != ids_sha256([self.reference.encode(texts)]):
             return False
-        if kept is not None:
-            with contextlib.suppress(OSError, ShardprepError):
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                kept.touch()
+        if verdict is not None:
+            with contextlib.suppress(OSError):
+                verdict.parent.mkdir(parents=True, exist_ok=True)
+                verdict.touch()
         return True
 
 
@@ -225,33 +101,28 @@ def resolve_tokenizer(model_id: str, folder: Path, *, allow_special_tokens: bool
         refuse_fifos(each)
     source, name = source_folder(model_id)
     files = read_files(source) if source is not None else None
-    key = None if files is None else cache_key(files, allow_special_tokens=allow_special_tokens)
-    if files is not None and key is not None and (found := find_proof(key, files, model_id)):
-        proof, kept = found
-        write_files(kept, folder)
-        return ResolvedTokenizer(folder=folder, proof=proof, tokenizer=None, key=key)
-    plain = None if files is None else plain_files(files)
-    if plain is not None:
-        saved, tokenizer, data = plain
-        write_files(saved, folder)
+    if files is not None and (plain := plain_files(files)) is not None:
+        saved, tokenizer = plain
+        _write_files(saved, folder)
     else:
-        save_in_own_process(name, folder)
+        _save_in_own_process(name, folder)
         saved = {name: _read(folder / name) for name in names_in(folder)}
         if files is not None:
             _check_special_tokens(files, saved, str(source))
-        tokenizer, data = _parsed(saved, folder)
+        tokenizer = _loaded(saved, folder)
     _check_no_dropout(_json_object(files or saved, TOKENIZER_FILE), model_id)
+    data = orjson.loads(saved[TOKENIZER_FILE])
     probe = probe_texts(data)
     reference = engine_of_tokenizer(tokenizer, allow_special_tokens=allow_special_tokens)
-    proof = Proof(
+    return ResolvedTokenizer(
+        folder=folder,
         spec=spec_of_tokenizer(tokenizer, data, _json_object(saved, TOKENIZER_CONFIG), model_id),
+        allow_special_tokens=allow_special_tokens,
+        reference=reference,
         probe=probe,
         probe_sha256=ids_sha256([reference.encode(probe)]),
         can_be_cut=can_be_cut(data),
     )
-    if files is not None and key is not None:
-        keep_proof(key, proof, saved, files)
-    return ResolvedTokenizer(folder=folder, proof=proof, tokenizer=tokenizer, key=key)
 
 
 def _check_no_dropout(data: dict[str, Any], model_id: str) -> None:
@@ -282,35 +153,32 @@ def source_folder(model_id: str) -> tuple[Path | None, str]:
 
 
 def read_files(folder: Path) -> Files | None:
-    """What decides a tokenizer's ids in a model's folder; None where more than files does.
+    """What decides a tokenizer's ids in a model's folder; None where more than these files does.
 
     Raises ReadWriteError, BrokenShard for what is no regular file.
     """
-    names = names_in(folder)
-    if TOKENIZER_FILE not in names or CHAT_TEMPLATES_DIR in names:
+    if is_folder(folder / CHAT_TEMPLATES_DIR):
         return None
     files = {}
-    for name in names:
-        if not name.endswith(_ENDINGS) or name.endswith(".index.json"):
-            continue
-        path = folder / name
-        if is_folder(path) or (name != TOKENIZER_FILE and (size_of_file(path) or 0) > _MAX_OTHER_BYTES):
-            continue
-        with contextlib.suppress(*NOT_THERE):  # a link to nothing
-            files[name] = read_regular(path, max_bytes=MAX_TOKENIZER_BYTES)
+    for name in (TOKENIZER_FILE, ADDED_TOKENS, MODEL_CONFIG, *_COPIED):
+        with contextlib.suppress(*NOT_THERE):
+            files[name] = read_regular(folder / name, max_bytes=MAX_TOKENIZER_BYTES)
     return files if TOKENIZER_FILE in files else None
 
 
-def write_files(files: Files, folder: Path) -> None:
-    """Write a tokenizer's files. Raises CannotWrite."""
+def _write_files(files: Files, folder: Path) -> None:
     try:
         for name, content in files.items():
             (folder / name).write_bytes(content)
     except OSError as error:
-        raise CannotWrite(
-            f"tokenizer files cannot be written to {folder}: {error.strerror}; free some space there (df), "
-            "or let TMPDIR name another folder"
-        ) from None
+        raise _not_written(folder, error.strerror) from None
+
+
+def _not_written(folder: Path, reason: object) -> CannotWrite:
+    return CannotWrite(
+        f"tokenizer files cannot be written to {folder}: {reason}; free some space there (df), or let TMPDIR "
+        "name another folder"
+    )
 
 
 # What transformers 5 is known to do with a configuration of these classes, these keys and these models: it
@@ -328,8 +196,8 @@ _PLAIN_KEYS = {
 _TOKEN_FLAGS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
 
 
-def plain_files(files: Files) -> tuple[Files, Tokenizer, dict[str, Any]] | None:
-    """The files that transformers would save, the tokenizer, and its tokenizer.json parsed.
+def plain_files(files: Files) -> tuple[Files, Tokenizer] | None:
+    """The files that transformers would save, and the tokenizer.
 
     None where transformers might change ids, or where that is not known. The tokenizer.json is written anew
     by ``tokenizers``, as transformers does; the rest is copied.
@@ -347,11 +215,8 @@ def plain_files(files: Files) -> tuple[Files, Tokenizer, dict[str, Any]] | None:
         tokenizer.post_processor = processors.TemplateProcessing(
             single="$A:0", pair="$A:0 $B:1", special_tokens=[]
         )
-    raw = tokenizer.to_str(pretty=True).encode()
-    if raw != files[TOKENIZER_FILE]:
-        data = orjson.loads(raw)
     copied = {name: files[name] for name in _COPIED if name in files}
-    return {TOKENIZER_FILE: raw, **copied}, tokenizer, data
+    return {TOKENIZER_FILE: tokenizer.to_str(pretty=True).encode(), **copied}, tokenizer
 
 
 def _is_plain(files: Files, data: dict[str, Any]) -> bool:
@@ -362,12 +227,11 @@ def _is_plain(files: Files, data: dict[str, Any]) -> bool:
         return False
     if model.get("model_type") not in _PLAIN_MODELS or model.keys() & {"tokenizer_class", "auto_map"}:
         return False
-    if "added_tokens.json" in files or data.get("truncation") or data.get("padding"):
+    if ADDED_TOKENS in files or data.get("truncation") or data.get("padding"):
         return False
     if named.keys() - {*_NAMED, *_LISTED}:
         return False
-    wanted = special_tokens_of({**config, **named})
-    if wanted != special_tokens_of(config):
+    if special_tokens_of({**config, **named}) != special_tokens_of(config):
         return False
     return _names_nothing_new(config, added) and _names_nothing_new(named, added)
 
@@ -413,17 +277,12 @@ def _json_object(files: Files, name: str) -> dict[str, Any]:
     return data
 
 
-def _parsed(saved: Files, folder: Path) -> tuple[Tokenizer, dict[str, Any]]:
+def _loaded(saved: Files, folder: Path) -> Tokenizer:
+    path = folder / TOKENIZER_FILE
     if TOKENIZER_FILE not in saved:
-        raise NotFound(
-            f"{folder / TOKENIZER_FILE} is missing: transformers saved {', '.join(saved) or 'nothing'}"
-        )
-    return _loaded(saved[TOKENIZER_FILE], folder / TOKENIZER_FILE), orjson.loads(saved[TOKENIZER_FILE])
-
-
-def _loaded(raw: bytes, path: Path) -> Tokenizer:
+        raise NotFound(f"{path} is missing: transformers saved {', '.join(saved) or 'nothing'}")
     try:
-        return Tokenizer.from_str(raw.decode())
+        return Tokenizer.from_str(saved[TOKENIZER_FILE].decode())
     except Exception as error:  # tokenizers raises nothing narrower
         raise ReadWriteError(f"{path} cannot be loaded: {error}") from error
 
@@ -433,3 +292,71 @@ def _read(path: Path) -> bytes:
         return read_regular(path, max_bytes=MAX_TOKENIZER_BYTES)
     except NOT_THERE:
         raise NotFound(f"{path} is missing") from None
+
+
+def _save_in_own_process(model_id: str, folder: Path) -> None:
+    """``save_tokenizer`` in a process that ends with it; raises what that raises, or ReadWriteError."""
+    ours, theirs = Pipe(duplex=False)
+    process = start_child(_save, model_id, folder, theirs)
+    theirs.close()
+    try:
+        outcome: ShardprepError | None = ours.recv()
+    except EOFError:
+        process.join()
+        raise ReadWriteError(
+            f"the process that loads the tokenizer of {model_id} ended with {process.exitcode} and without a "
+            "word; is there too little memory? Run this again"
+        ) from None
+    finally:
+        ours.close()
+        process.terminate()
+        process.join()
+    if outcome is not None:
+        raise outcome
+
+
+def _save(model_id: str, folder: Path, pipe: Connection) -> None:
+    """Body of the process."""
+    sys.modules["torch"] = None  # type: ignore[assignment]  # as if it were not installed
+    outcome = None
+    try:
+        save_tokenizer(model_id, folder)
+    except ShardprepError as error:
+        outcome = error
+    with contextlib.suppress(BrokenPipeError):
+        pipe.send(outcome)
+
+
+def save_tokenizer(model_id: str, folder: Path) -> None:
+    """Write the files of a model's tokenizer, and nothing else of the model, into ``folder``.
+
+    Raises NotFound (no such model, or no network), UsageError (a slow tokenizer), CannotWrite.
+    """
+    tokenizer = _auto_tokenizer(model_id)
+    if not getattr(tokenizer, "is_fast", False):
+        raise UsageError(
+            f"the tokenizer of {model_id} is a slow one ({type(tokenizer).__name__}); a fast one is needed: "
+            "look for a copy of the model with a tokenizer.json, or convert it with transformers"
+        )
+    try:
+        # Several chat templates would stand in a folder of their own; in tokenizer_config.json all do.
+        several = isinstance(getattr(tokenizer, "chat_template", None), dict)
+        tokenizer.save_pretrained(str(folder), **({"save_jinja_files": False} if several else {}))
+    except Exception as error:  # tokenizers' own writer raises a bare one
+        reason = getattr(error, "strerror", None) or error
+        raise _not_written(folder, reason) from None
+
+
+def _auto_tokenizer(model_id: str) -> Any:
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=False)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:400]
+        raise no_tokenizer(model_id, f"{type(error).__name__}: {reason}") from None
+    if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():  # as transformers 5.0 makes one up
+        raise no_tokenizer(model_id, f"{type(tokenizer).__name__} without a vocabulary: a file is missing")
+    return tokenizer

@@ -6,17 +6,18 @@ that flips on a disk is refused, and so is a hand that edits what is frozen.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
 import json
-import math
 import re
 import typing
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from shardprep.errors import BrokenShard, UnknownVersion
-from shardprep.files import FileStamp, read_regular
+from shardprep.files import Digest, FileStamp, read_regular
 from shardprep.format.names import FORMAT_VERSION
 
 T = TypeVar("T")
@@ -182,22 +183,11 @@ class Fields:
             raise self.wrong(key, value, f"a whole number, {least} to {most}")
         return value
 
-    def whole_or_none(self, key: str, most: int) -> int | None:
-        """A whole number from 0, or null."""
-        return self.or_none(key, lambda key: self.whole(key, 0, most))
-
     def number(self, key: str, most: float = MOST) -> float:
         """A number from 0, whole or not."""
         value = self.take(key)
         if type(value) not in {int, float} or not 0 <= value <= most:
             raise self.wrong(key, value, f"a number, 0 to {most}")
-        return float(value)
-
-    def share(self, key: str) -> float:
-        """A number from 0 to 1."""
-        value = self.take(key)
-        if type(value) not in {int, float} or not math.isfinite(value) or not 0 <= value <= 1:
-            raise self.wrong(key, value, "a number from 0 to 1")
         return float(value)
 
     def flag(self, key: str) -> bool:
@@ -214,28 +204,31 @@ class Fields:
             raise self.wrong(key, value, "a text")
         return str(value)
 
-    def choice(self, key: str, choices: Sequence[T]) -> T:
-        """One of some texts."""
+    def choice(self, key: str, choices: tuple[Any, ...]) -> Any:
+        """One of some texts or numbers."""
         value = self.take(key)
         for choice in choices:
             if type(value) is type(choice) and value == choice:
                 return choice
         raise self.wrong(key, value, f"one of {', '.join(map(str, choices))}")
 
-    def value_of_type(self, key: str, kind: Any) -> Any:
-        """true or false, a whole number, a text, or one of a Literal's texts."""
-        if kind is bool:
-            return self.flag(key)
-        if kind is int:
-            return self.whole(key)
-        return self.text(key) if kind is str else self.choice(key, typing.get_args(kind))
-
-    def digest(self, key: str, num_digits: int = 64) -> str:
-        """A hash in lower-case hex digits."""
+    def digest(self, key: str) -> str:
+        """A sha256 in lower-case hex digits."""
         value = self.take(key)
-        if not is_digest(value, num_digits):
-            raise self.wrong(key, value, f"{num_digits} hex digits")
+        if not is_digest(value, 64):
+            raise self.wrong(key, value, "64 hex digits")
         return str(value)
+
+    def value(self, key: str, kind: Any) -> Any:
+        """A value of a type, see ``_reader_of``."""
+        return _reader_of(kind)(self, key)
+
+    def all_of(self, kind: type[T], **given: Any) -> T:
+        """A dataclass made of all keys, each of its field's type, but for those that are ``given``."""
+        readers = _readers_of(kind)  # type: ignore[arg-type]  # a class can be hashed
+        values = {name: read(self, name) for name, read in readers if name not in given}
+        self.end()
+        return kind(**values, **given)
 
     def digests(self, key: str) -> list[str]:
         """A list of hashes of 64 hex digits."""
@@ -243,10 +236,7 @@ class Fields:
 
     def stamp(self, key: str) -> FileStamp:
         """Size and sha256 of a file."""
-        inner = self.fields(key)
-        stamp = FileStamp(num_bytes=inner.whole("num_bytes"), sha256=inner.digest("sha256"))
-        inner.end()
-        return stamp
+        return self.fields(key).all_of(FileStamp)
 
     def mapping(self, key: str) -> dict[str, Any]:
         """An object of any values."""
@@ -290,10 +280,10 @@ class Fields:
         """A list of texts, which may hold NULs."""
         return self.list_of(key, is_text, "a text")
 
-    def wholes(self, key: str, most: int = MOST) -> list[int]:
-        """A list of whole numbers from 0."""
+    def wholes(self, key: str, least: int = 0) -> list[int]:
+        """A list of whole numbers."""
         return self.list_of(
-            key, lambda value: type(value) is int and 0 <= value <= most, f"a whole number, 0 to {most}"
+            key, lambda value: type(value) is int and least <= value <= MOST, f"a whole number from {least}"
         )
 
     def pairs(self, key: str, expected: str) -> list[tuple[int, int]]:
@@ -310,6 +300,45 @@ class Fields:
         names = self.mapping(key)
         inner = Fields(self.path, names, f"{self._place}{key}.")
         return {name: read(inner, name) for name in names}
+
+
+_READERS: dict[Any, Callable[[Fields, str], Any]] = {
+    bool: Fields.flag,
+    int: Fields.whole,
+    float: Fields.number,
+    str: Fields.text,
+    Any: Fields.take,
+    Digest: Fields.digest,
+    list[int]: Fields.wholes,
+    list[str]: Fields.texts,
+}
+
+
+@functools.cache
+def _reader_of(kind: Any) -> Callable[[Fields, str], Any]:
+    """What reads a type: one of _READERS, a dataclass, a Literal, a dict by name, each or None.
+
+    ``Annotated[int, least, most]`` and ``Annotated[float, most]`` have bounds.
+    """
+    if kind in _READERS:
+        return _READERS[kind]
+    if dataclasses.is_dataclass(kind):
+        return lambda fields, key: fields.fields(key).all_of(kind)  # type: ignore[arg-type]  # a class
+    origin, (inner, *bounds) = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return lambda fields, key: fields.choice(key, (inner, *bounds))
+    if origin is Annotated:
+        return lambda fields, key: (fields.whole if inner is int else fields.number)(key, *bounds)
+    read = _reader_of(bounds[0] if origin is dict else inner)
+    if origin is dict:
+        return lambda fields, key: fields.each(key, read)
+    return lambda fields, key: fields.or_none(key, lambda key: read(fields, key))
+
+
+@functools.cache
+def _readers_of(kind: Any) -> list[tuple[str, Callable[[Fields, str], Any]]]:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return [(item.name, _reader_of(hints[item.name])) for item in dataclasses.fields(kind) if item.init]
 
 
 def is_digest(value: object, num_digits: int) -> bool:

@@ -11,8 +11,9 @@ import json
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
+from shardprep.files import Digest
 from shardprep.format.checked_json import Fields
 from shardprep.format.names import MAX_PLAN_BYTES, MAX_SEQ_LEN, MAX_SHARDS, PLAN_NAME, Record, TokenFormat
 from shardprep.format.parts import PartsFile
@@ -57,8 +58,8 @@ class TokenizerSpec:
     """What shards remember of the tokenizer that made them."""
 
     model_id: str
-    fingerprint: str  # see tokenizer_fingerprint
-    vocab_size: int  # added tokens included
+    fingerprint: Digest  # see tokenizer_fingerprint
+    vocab_size: Annotated[int, 1, 2**32 - 1]  # added tokens included
     bos_token_id: int | None
     eos_token_id: int | None
     pad_token_id: int | None
@@ -66,16 +67,10 @@ class TokenizerSpec:
     @staticmethod
     def from_json(fields: Fields) -> TokenizerSpec:
         """Raises BrokenShard."""
-        vocab_size = fields.whole("vocab_size", 1, 2**32 - 1)
-        spec = TokenizerSpec(
-            model_id=fields.text("model_id"),
-            fingerprint=fields.digest("fingerprint"),
-            vocab_size=vocab_size,
-            bos_token_id=fields.whole_or_none("bos_token_id", vocab_size - 1),
-            eos_token_id=fields.whole_or_none("eos_token_id", vocab_size - 1),
-            pad_token_id=fields.whole_or_none("pad_token_id", vocab_size - 1),
-        )
-        fields.end()
+        spec = fields.all_of(TokenizerSpec)
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if (getattr(spec, name) or 0) >= spec.vocab_size:
+                raise fields.wrong(name, getattr(spec, name), f"a whole number, 0 to {spec.vocab_size - 1}")
         return spec
 
 
@@ -83,11 +78,11 @@ class TokenizerSpec:
 class DatasetSpec:
     """Every manifest carries it whole."""
 
-    plan_id: str
-    num_shards: int
+    plan_id: Digest
+    num_shards: Annotated[int, 1, MAX_SHARDS]
     record: Record
     token_format: TokenFormat
-    seq_len: int  # tokens per packed row; 0 unless packed
+    seq_len: Annotated[int, 0, MAX_SEQ_LEN]  # tokens per packed row; 0 unless packed
     append_eos: bool
     tokenizer: TokenizerSpec
     # These follow from the others, and are in no file.
@@ -116,18 +111,12 @@ class DatasetSpec:
     @staticmethod
     def from_json(fields: Fields) -> DatasetSpec:
         """Raises BrokenShard."""
-        record: Record = fields.choice("record", get_args(Record))
-        has_rows = record != "documents"
-        spec = DatasetSpec(
-            plan_id=fields.digest("plan_id"),
-            num_shards=fields.whole("num_shards", 1, MAX_SHARDS),
-            record=record,
-            token_format=fields.choice("token_format", ("npy",) if has_rows else get_args(TokenFormat)),
-            seq_len=fields.whole("seq_len", int(has_rows), MAX_SEQ_LEN if has_rows else 0),
-            append_eos=fields.flag("append_eos"),
-            tokenizer=TokenizerSpec.from_json(fields.fields("tokenizer")),
-        )
-        fields.end()
+        tokenizer = TokenizerSpec.from_json(fields.fields("tokenizer"))
+        spec = fields.all_of(DatasetSpec, tokenizer=tokenizer)
+        if spec.has_rows != (spec.seq_len > 0):
+            raise fields.wrong("seq_len", spec.seq_len, f"1 to {MAX_SEQ_LEN}" if spec.has_rows else "0")
+        if spec.has_rows and spec.token_format != "npy":
+            raise fields.wrong("token_format", spec.token_format, "npy")
         return spec
 
 

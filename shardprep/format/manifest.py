@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -63,7 +63,7 @@ _MANIFEST_NAME = re.compile(r"shard-(\d{5})\.json", re.ASCII)
 class ShardCounts:
     """What a shard holds. Equal for equal inputs and options, whatever made it."""
 
-    num_samples: int  # documents, or packed rows
+    num_samples: Annotated[int, 0, MAX_SAMPLES]  # documents, or packed rows
     num_documents: int
     num_tokens: int  # padding excluded
     num_lines: int  # lines or rows of the input, the empty ones included
@@ -76,33 +76,13 @@ class ShardCounts:
     length_histogram: list[int]  # [b]: documents of 2**(b-1) <= tokens < 2**b
     sources: dict[str, SourceCounts]  # in the order of their names
 
-    @staticmethod
-    def from_json(fields: Fields) -> ShardCounts:
-        """Raises BrokenShard."""
-        counts = ShardCounts(
-            num_samples=fields.whole("num_samples", 0, MAX_SAMPLES),
-            num_documents=fields.whole("num_documents"),
-            num_tokens=fields.whole("num_tokens"),
-            num_lines=fields.whole("num_lines"),
-            num_empty_lines=fields.whole("num_empty_lines"),
-            num_filtered=fields.whole("num_filtered"),
-            num_pad_tokens=fields.whole("num_pad_tokens"),
-            num_documents_across_rows=fields.whole("num_documents_across_rows"),
-            input_bytes=fields.whole("input_bytes"),
-            quarantined=fields.each("quarantined", Fields.whole),
-            length_histogram=fields.wholes("length_histogram"),
-            sources=sources_of(fields),
-        )
-        fields.end()
-        return counts
-
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """shard-N.json: written last, so that its presence says the shard is done."""
 
     spec: DatasetSpec
-    shard_id: int
+    shard_id: Annotated[int, 0, MAX_SHARDS - 1]
     counts: ShardCounts
     tar: FileStamp
     idx: FileStamp
@@ -119,17 +99,8 @@ class Manifest:
     @staticmethod
     def from_json(fields: Fields) -> Manifest:
         """Raises BrokenShard, also where counts and sizes do not agree."""
-        manifest = Manifest(
-            spec=DatasetSpec.from_json(fields.fields("spec")),
-            shard_id=fields.whole("shard_id", 0, MAX_SHARDS - 1),
-            counts=ShardCounts.from_json(fields.fields("counts")),
-            tar=fields.stamp("tar"),
-            idx=fields.stamp("idx"),
-            quarantine=fields.or_none("quarantine", fields.stamp),
-            ids=fields.or_none("ids", fields.stamp),
-            run=fields.run(_RUN_WITHOUT_HASH),
-        )
-        fields.end()
+        spec = DatasetSpec.from_json(fields.fields("spec"))
+        manifest = fields.all_of(Manifest, spec=spec, run=fields.run(_RUN_WITHOUT_HASH))
         expected = idx_num_bytes(manifest.spec.kind, manifest.counts.num_samples)
         if manifest.idx.num_bytes != expected:
             what = f"{expected} for {manifest.counts.num_samples} samples"

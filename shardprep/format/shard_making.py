@@ -25,18 +25,6 @@ class SourceCounts:
     num_bytes: int  # of the input files; with --source_field, of the documents' text
     num_quarantined: int
 
-    @staticmethod
-    def from_json(fields: Fields) -> SourceCounts:
-        """Raises BrokenShard."""
-        counts = SourceCounts(
-            num_documents=fields.whole("num_documents"),
-            num_tokens=fields.whole("num_tokens"),
-            num_bytes=fields.whole("num_bytes"),
-            num_quarantined=fields.whole("num_quarantined"),
-        )
-        fields.end()
-        return counts
-
     def __add__(self, other: SourceCounts) -> SourceCounts:
         return SourceCounts(
             num_documents=self.num_documents + other.num_documents,
@@ -48,7 +36,7 @@ class SourceCounts:
 
 def sources_of(fields: Fields) -> dict[str, SourceCounts]:
     """The counts of each source, by name. Raises BrokenShard."""
-    return fields.each("sources", lambda inner, name: SourceCounts.from_json(inner.fields(name)))
+    return fields.value("sources", dict[str, SourceCounts])  # type: ignore[no-any-return]
 
 
 def sum_of_sources(shards: Iterable[Mapping[str, SourceCounts]]) -> dict[str, SourceCounts]:

@@ -194,7 +194,7 @@ def _read_manifest(folder: Path, shard_id: int) -> tuple[ShardMaking, int, dict[
         fields = read_unchecked(folder, shard_id)
         parts = {name: fields.mapping(name) for name in ("run", "counts", "spec")}
         making = making_of(shard_id, Fields(fields.path, parts))
-        counts = ShardCounts.from_json(Fields(fields.path, parts["counts"], "counts."))
+        counts = Fields(fields.path, parts["counts"], "counts.").all_of(ShardCounts)
         tar, idx = fields.stamp("tar"), fields.stamp("idx")
         for path, stamp in ((tar_path(folder, shard_id), tar), (idx_path(folder, shard_id), idx)):
             if os.stat(path).st_size != stamp.num_bytes:  # noqa: PTH116 - of 10^5 files, half the time

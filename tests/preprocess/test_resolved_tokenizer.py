@@ -6,7 +6,6 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +13,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from preprocess.plan import tokenizer as proof_cache
 from preprocess.plan import tokenizer as resolved_tokenizer
-from preprocess.plan.tokenizer import plain_files, read_files, resolve_tokenizer
+from preprocess.plan.tokenizer import plain_files, read_files, resolve_tokenizer, save_tokenizer
 from preprocess.plan.tokenizer_files import describe_tokenizer
-from preprocess.plan.transformers_tokenizer import save_tokenizer
 from shardprep.errors import NotFound, UsageError
 from tests.checkout import ROOT
 from tests.children import run_child
@@ -134,12 +131,6 @@ def model_dir(prep: Prep, tmp_path: Path) -> Path:
     return Path(shutil.copytree(prep.model_dir, tmp_path / "model"))
 
 
-@pytest.fixture(autouse=True)
-def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "shardprep" / "tokenizers"
-
-
 def check_equal_to_transformers(model: Path, tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     ours.mkdir()
@@ -155,7 +146,7 @@ def check_equal_to_transformers(model: Path, tmp_path: Path) -> None:
 @pytest.fixture
 def no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        resolved_tokenizer, "save_in_own_process", lambda model, _: pytest.fail(f"transformers for {model}")
+        resolved_tokenizer, "_save_in_own_process", lambda model, _: pytest.fail(f"transformers for {model}")
     )
 
 
@@ -198,97 +189,6 @@ def test_another_major_version_of_transformers_is_asked_again(
     assert files is not None
     monkeypatch.setattr(resolved_tokenizer, "version", lambda _: "6.0.1")
     assert plain_files(files) is None
-
-
-@pytest.fixture
-def num_saved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Each load by transformers, which is done in this process."""
-    calls: list[str] = []
-
-    def save(model_id: str, folder: Path) -> None:
-        calls.append(model_id)
-        save_tokenizer(model_id, folder)
-
-    monkeypatch.setattr(resolved_tokenizer, "save_in_own_process", save)
-    return calls
-
-
-def resolve(model: Path, folder: Path, *, allow: bool = False) -> tuple[proof_cache.Proof, dict[str, bytes]]:
-    folder.mkdir()
-    resolved = resolve_tokenizer(str(model), folder, allow_special_tokens=allow)
-    engine = resolved.reference(allow_special_tokens=allow)
-    assert engine.encode(["a <|end_of_text|> b"]).ids.size > 0
-    return resolved.proof, {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def test_what_was_proved_of_a_tokenizer_is_not_proved_again(
-    model_dir: Path, tmp_path: Path, num_saved: list[str]
-) -> None:
-    config(mask_token="<|mask|>")(model_dir)
-    first = resolve(model_dir, tmp_path / "first")
-    assert "<|mask|>" in first[1]["tokenizer.json"].decode(), "transformers changed it"
-    assert resolve(model_dir, tmp_path / "second") == first
-    moved = model_dir.rename(tmp_path / "moved")
-    proof, files = resolve(moved, tmp_path / "third")
-    assert files == first[1]
-    assert proof.spec.model_id == str(moved)
-    assert len(num_saved) == 1
-
-
-@pytest.mark.parametrize(
-    "change", ["tokenizer", "configuration", "tokenizers", "special tokens", "shardprep"]
-)
-def test_a_proof_is_of_one_content_and_of_one_version(
-    model_dir: Path, tmp_path: Path, num_saved: list[str], monkeypatch: pytest.MonkeyPatch, change: str
-) -> None:
-    config(mask_token="<|mask|>")(model_dir)
-    resolve(model_dir, tmp_path / "first")
-    if change == "tokenizer":
-        old_merges(model_dir)
-    elif change == "configuration":
-        config(model_max_length=9)(model_dir)
-    elif change == "tokenizers":
-        monkeypatch.setattr(
-            proof_cache, "version", lambda name: "0.0.1" if name == "tokenizers" else version(name)
-        )
-    elif change == "shardprep":
-        monkeypatch.setattr("preprocess.__version__", "0.0.0")
-    resolve(model_dir, tmp_path / "second", allow=change == "special tokens")
-    assert len(num_saved) == 2
-
-
-@pytest.mark.parametrize("damage", ["proof", "hash", "tokenizer", "gone", "a file in its place"])
-def test_a_damaged_entry_of_the_cache_is_none(
-    model_dir: Path, tmp_path: Path, cache_dir: Path, num_saved: list[str], damage: str
-) -> None:
-    config(mask_token="<|mask|>")(model_dir)
-    first = resolve(model_dir, tmp_path / "first")
-    (entry,) = cache_dir.iterdir()
-    if damage == "proof":
-        (entry / "proof.json").write_bytes((entry / "proof.json").read_bytes()[:99])
-    elif damage == "hash":
-        text = (entry / "proof.json").read_text()
-        (entry / "proof.json").write_text(text.replace('"can_be_cut": true', '"can_be_cut": false'))
-        assert text != (entry / "proof.json").read_text()
-    elif damage == "tokenizer":
-        with (entry / "tokenizer.json").open("ab") as file:
-            file.write(b" ")
-    else:
-        shutil.rmtree(entry)
-        if damage == "a file in its place":
-            entry.write_text("")
-    assert resolve(model_dir, tmp_path / "second") == first
-    assert len(num_saved) == 2
-    resolve(model_dir, tmp_path / "third")
-    assert len(num_saved) == 2, "it was mended"
-
-
-def test_a_cache_that_cannot_be_written_is_done_without(
-    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "cache"))
-    assert resolve(model_dir, tmp_path / "first") == resolve(model_dir, tmp_path / "second")
 
 
 @pytest.mark.processes
@@ -356,9 +256,8 @@ def test_a_tokenizer_with_dropout_is_refused_when_planning_and_the_key_is_named(
         inner = inner[key]
     inner["dropout"] = 0.1
     (model / "tokenizer.json").write_text(json.dumps(data))
-    for _ in range(2):  # the cache does not know it either
-        with pytest.raises(UsageError, match=f"has {named} in its tokenizer.json"):
-            prep.plan(sample_dir, tmp_path / "data", model_id=str(model))
+    with pytest.raises(UsageError, match=f"has {named} in its tokenizer.json"):
+        prep.plan(sample_dir, tmp_path / "data", model_id=str(model))
     inner["dropout"] = None
     (model / "tokenizer.json").write_text(json.dumps(data))
     prep.plan(sample_dir, tmp_path / "data", model_id=str(model))

@@ -103,7 +103,7 @@ def test_a_shard_begins_with_the_first_line_at_or_behind_its_even_share(
         starts |= {end - len(data) + byte for byte in line_starts(data)} if data else set()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(line_ends, "_FIRST_SCAN_BYTES", first + 1)
-        patch.setattr(shard_boundaries, "_NUM_STRETCHES", first)
+        patch.setattr(shard_boundaries, "_MOST_AT_ONCE", first)
         cuts = even_boundaries(folder, inputs, num_shards)
     places = [(ends[source - 1] if source else 0) + byte for source, byte in cuts]
     shares = [total * number // num_shards for number in range(num_shards + 1)]

@@ -41,7 +41,7 @@ def test_a_special_token_that_transformers_did_not_read_is_an_error(
     edit = json.loads((model / "tokenizer_config.json").read_bytes())
     (model / "tokenizer_config.json").write_text(json.dumps({**edit, "add_bos_token": False}))
     monkeypatch.setattr(
-        resolved_tokenizer, "save_in_own_process", lambda _, folder: bare.save_pretrained(folder)
+        resolved_tokenizer, "_save_in_own_process", lambda _, folder: bare.save_pretrained(folder)
     )
     (tmp_path / "resolved").mkdir()
     with pytest.raises(ReadWriteError, match=r"found no eos_token, pad_token of .*tokenizer_config\.json"):

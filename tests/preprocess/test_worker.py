@@ -18,7 +18,7 @@ import pytest
 
 from preprocess import resources
 from preprocess.make.worker import done_manifest
-from preprocess.plan.transformers_tokenizer import save_tokenizer
+from preprocess.plan.tokenizer import save_tokenizer
 from shardprep.errors import Stopped
 from shardprep.files import STALE_AFTER_S, remove_temporaries
 from tests.children import end_of, run_child

@@ -16,9 +16,9 @@ import pytest
 from preprocess.formats import long_documents, text_lines
 from preprocess.make.worker import Worker, done_manifest, load_worker
 from preprocess.options import WorkerSettings
-from preprocess.plan import transformers_tokenizer
+from preprocess.plan import tokenizer as resolved_tokenizer
 from preprocess.plan.plan_file import need_plan
-from preprocess.plan.transformers_tokenizer import save_tokenizer
+from preprocess.plan.tokenizer import save_tokenizer
 from shardprep import files as regular_files
 from shardprep.errors import CannotWrite, ShardprepError
 from tests.children import run_child
@@ -188,7 +188,7 @@ def test_a_full_scratch_folder_is_73_though_tokenizers_raises_a_bare_exception(
         def save_pretrained(self, _: str) -> None:
             raise Exception("No space left on device (os error 28)")  # noqa: TRY002 - as tokenizers does
 
-    monkeypatch.setattr(transformers_tokenizer, "_auto_tokenizer", lambda _: Model())
+    monkeypatch.setattr(resolved_tokenizer, "_auto_tokenizer", lambda _: Model())
     with pytest.raises(CannotWrite, match="No space left on device"):
         save_tokenizer("model", tmp_path)
 

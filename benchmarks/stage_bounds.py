@@ -46,7 +46,7 @@ def stage_seconds(folder: Path) -> dict[str, float]:
     found[ENCODE] = cpu_s(lambda: tokens.extend(engine.encode(batch.texts) for batch in batches))
     if plan.spec.kind == "json":
         as_json = json_ids(plan.spec.tokenizer.vocab_size)
-        found[JSON_IDS] = cpu_s(lambda: [as_json.separated(each) for each in tokens])
+        found[JSON_IDS] = cpu_s(lambda: [as_json.separated(each.ids) for each in tokens])
     tar = b"".join(path.read_bytes() for path in sorted(folder.glob("shard-*.tar")))
     found[HASH] = cpu_s(lambda: hashlib.sha256(tar).digest())
     piece = mmap.mmap(-1, WRITE_BYTES)

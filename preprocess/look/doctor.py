@@ -8,23 +8,21 @@ block, which is removed.
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib.metadata
 import importlib.util
 import json
-import mmap
 import os
 import platform
 import shutil
 import socket
 import subprocess
 import sys
-import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lustre import Need, file_system_of, space_lines
 from preprocess.make.engines import FEW_BYTES, PROBE
@@ -36,9 +34,9 @@ from preprocess.plan.planning import Sharding, make_plan
 from preprocess.resources import LEAST_WORKER_BYTES, allowed_cpus, cgroup_files, memory_limits
 from shardprep import __version__
 from shardprep.command_line import add_flags_of, given_of
-from shardprep.console import print_lines, short_bytes, short_number
+from shardprep.console import counted, print_lines, short_bytes, short_number
 from shardprep.errors import CannotWrite, NotFound, ShardprepError, UsageError
-from shardprep.files import is_folder, size_of_file
+from shardprep.files import PublishedFile, is_folder, size_of_file
 from shardprep.own_packages import REMEDY, mixed_packages
 
 WARNING_EXIT_CODE = 1
@@ -77,14 +75,13 @@ def as_text(findings: Sequence[Finding]) -> list[str]:
         lines.append(f"{finding.level:<8}{finding.topic:<10}{finding.text}")
         if finding.todo:
             lines.append(f"{'':18}-> {finding.todo}")
-    levels = [finding.level for finding in findings]
-    num_bad, num_warnings = levels.count("bad"), levels.count("warning")
-    return [*lines, f"{num_bad} bad, {num_warnings} warnings, {levels.count('good')} good"]
+    count = Counter(finding.level for finding in findings)
+    return [*lines, f"{count['bad']} bad, {counted(count['warning'], 'warning')}, {count['good']} good"]
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
     """The same for programs."""
-    levels = {finding.level for finding in findings}
+    levels = [finding.level for finding in findings]
     return {
         "worst": next((level for level in ("bad", "warning") if level in levels), "good"),
         "exit_code": exit_code(findings),
@@ -146,16 +143,13 @@ def memory_finding(environ: Mapping[str, str], root: Path = Path("/")) -> Findin
     return Finding("memory", f"{text}; {needed}, and may be killed", todo)
 
 
-_NOTHING = "changes nothing in tasks, which use numpy without threads"
-_SET_BY_TASKS = "changes nothing in tasks, which set it to their own CPUs"
-# Variable of threads -> what it does in a task, and what in training.
+# Variable of threads -> what it is in training. Tasks set their own threads.
 _VARIABLES = {
-    "OMP_NUM_THREADS": f"{_NOTHING}; in training it is torch's threads of a process",
-    "MKL_NUM_THREADS": f"{_NOTHING}; in training it goes before OMP_NUM_THREADS",
-    "RAYON_NUM_THREADS": f"{_SET_BY_TASKS}; in training it is the tokenizer's threads",
-    "RAYON_RS_NUM_CPUS": f"{_SET_BY_TASKS}; in training likewise",
-    "TOKENIZERS_PARALLELISM": "changes nothing in tasks, which switch it on; false in training: no warning "
-    "where workers fork",
+    "OMP_NUM_THREADS": "torch's threads of a process",
+    "MKL_NUM_THREADS": "the same, and goes before OMP_NUM_THREADS",
+    "RAYON_NUM_THREADS": "the tokenizer's threads",
+    "RAYON_RS_NUM_CPUS": "the same",
+    "TOKENIZERS_PARALLELISM": "best false: no warning where workers fork",
 }
 
 
@@ -165,10 +159,10 @@ def thread_findings(environ: Mapping[str, str], num_cpus: int) -> Iterator[Findi
         value = environ.get(name)
         if value is None:
             continue
-        text = f"{name}={value}: {what}"
+        text = f"{name}={value}: changes nothing in tasks; in training it is {what}"
         if name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") and value.isdigit() and int(value) > num_cpus:
-            text += f"; more threads than the {num_cpus} CPUs"
-            yield Finding("threads", text, f"export {name}={num_cpus} before training")
+            todo = f"export {name}={num_cpus} before training"
+            yield Finding("threads", f"{text}; more threads than the {num_cpus} CPUs", todo)
         else:
             yield Finding("threads", text)
     if unset := [name for name in _VARIABLES if name not in environ]:
@@ -281,7 +275,7 @@ def torch_findings(found: dict[str, Any], *, has_driver: bool) -> Iterator[Findi
     yield Finding("torch", text, todo if set(works) <= {"MATH"} else "")
 
 
-_BLOCK_BYTES = 1 << 20
+_BLOCK_BYTES = 4 << 20
 _FILES_PER_SHARD = 4  # tar, idx, manifest, and perhaps quarantine
 _ROOM = 1.2  # of what is estimated: an estimate is one
 _IN_MEMORY = ("it lies in this machine's memory, and is gone with it", "choose a folder on a disk")
@@ -293,30 +287,21 @@ _POOR = {
     "nfs": _ON_NFS,
     "nfs4": _ON_NFS,
 }
-_FREE_SOME = "free some space, or choose another --output_dir"
-_MENDED_BY = {
-    errno.ENOSPC: _FREE_SOME,
-    errno.EDQUOT: _FREE_SOME,
-    errno.EROFS: "mount it for writing, or choose another --output_dir",
-}
 
 
 def file_system_finding(topic: str, path: Path, *, is_written: bool) -> Finding:
     """On which file system a folder lies, or would lie."""
     mount = file_system_of(path)
     if mount is None:
-        return Finding(
-            topic, f"{path}: its file system is not in the table of mounts", "look at it by hand: df"
-        )
+        text = f"{path}: its file system is not in the table of mounts"
+        return Finding(topic, text, "look at it by hand: df")
     text = f"{path} is on {mount.fs_type}, mounted at {mount.mount_point}"
-    if is_written and mount.fs_type in _POOR:
-        what, todo = _POOR[mount.fs_type]
-        return Finding(topic, f"{text}: {what}", todo)
-    return Finding(topic, text)
+    what, todo = _POOR.get(mount.fs_type, ("", "")) if is_written else ("", "")
+    return Finding(topic, f"{text}: {what}" if what else text, todo)
 
 
 def output_findings(folder: Path, cost: CostEstimate | None, num_shards: int) -> Iterator[Finding]:
-    """Whether a data set can be written there, past the page cache or not, and whether it will fit."""
+    """Whether a data set can be written there, and whether it will fit."""
     places = (folder.absolute(), *folder.absolute().parents)
     there = next(place for place in places if size_of_file(place) is not None)
     code = CannotWrite.exit_code
@@ -326,43 +311,23 @@ def output_findings(folder: Path, cost: CostEstimate | None, num_shards: int) ->
     yield file_system_finding("output", folder, is_written=True)
     made = "" if there == folder.absolute() else f" (it will be made in {there})"
     try:
-        is_direct = _write_block(there)
-    except OSError as error:
-        todo = _MENDED_BY.get(error.errno or 0, "chmod, or another --output_dir")
-        yield Finding("output", f"{folder}{made} cannot be written: {error.strerror}", todo, code)
+        _write_block(there)
+    except ShardprepError as error:
+        todo = "free some space, mount it for writing, chmod, or choose another --output_dir"
+        yield Finding("output", f"{folder}{made} cannot be written: {error}", todo, code)
         return
-    through = "through the page cache: no O_DIRECT here, a little slower"
-    how = "past the page cache (O_DIRECT)" if is_direct else through
-    yield Finding("output", f"{folder}{made} can be written, {how}")
+    yield Finding("output", f"{folder}{made} can be written")
     yield from _space_findings(there, folder, cost, num_shards)
 
 
-def _write_block(folder: Path) -> bool:
-    """Write and sync a block, and remove it; whether O_DIRECT took it. Raises OSError."""
-    handle, name = tempfile.mkstemp(prefix=".shardprep-doctor-", dir=folder)
-    os.close(handle)
+def _write_block(folder: Path) -> None:
+    """Write a block as a shard is written, and remove it. Raises CannotWrite or ReadWriteError."""
+    file = PublishedFile(folder / "doctor")
     try:
-        for flags in (os.O_DIRECT, 0):
-            try:
-                _write(name, flags)
-            except OSError as error:
-                if error.errno != errno.EINVAL or not flags:
-                    raise
-            else:
-                return flags != 0
-        return False
+        file.write(bytes(_BLOCK_BYTES))
+        file.sync()
     finally:
-        with suppress(OSError):
-            Path(name).unlink()
-
-
-def _write(name: str, flags: int) -> None:
-    handle = os.open(name, os.O_WRONLY | flags)
-    try:
-        os.write(handle, mmap.mmap(-1, _BLOCK_BYTES))  # aligned, as O_DIRECT wants
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        file.discard()
 
 
 def _space_findings(
@@ -379,18 +344,16 @@ def _space_findings(
     todo = "free some space, choose another --output_dir, or --no-keep_text, --token_format npy or packed"
     if free < cost.output_bytes:
         yield Finding("space", text, todo, CannotWrite.exit_code)
-    elif free < cost.output_bytes * _ROOM:
-        yield Finding("space", f"{text}: hardly enough", todo)
     else:
-        yield Finding("space", text)
+        is_tight = free < cost.output_bytes * _ROOM
+        yield Finding("space", f"{text}{': hardly enough' * is_tight}", todo * is_tight)
     num_files = _FILES_PER_SHARD * num_shards
     if status.f_files:  # 0: the file system makes them as they are needed
         text = f"{short_number(status.f_favail)} inodes are free, {num_shards} shards take up to "
-        text += short_number(num_files)
-        if status.f_favail < num_files:
-            yield Finding("space", text, "plan fewer shards: --num_shards", CannotWrite.exit_code)
-        else:
-            yield Finding("space", text)
+        too_few = ("plan fewer shards: --num_shards", CannotWrite.exit_code)
+        yield Finding(
+            "space", text + short_number(num_files), *(too_few if status.f_favail < num_files else ())
+        )
     todo = "free some space, ask for more quota, or choose another --output_dir"
     for line in space_lines(folder, Need(num_bytes=cost.output_bytes, num_shards=num_shards)):
         is_good = line.startswith("it needs")
@@ -405,8 +368,7 @@ def input_finding(folder: Path) -> Finding:
     return file_system_finding("input", folder, is_written=False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Planned:
+class Planned(NamedTuple):
     """What a plan would be, or is; ``plan`` and ``cost`` are None where there is none."""
 
     findings: list[Finding]
@@ -419,8 +381,7 @@ def check_model(model_id: str) -> list[Finding]:
     with scratch_folder() as folder:
         raw = folder / "raw"
         raw.mkdir()
-        lines = (text.replace("\n", " ").replace("\r", " ") for text in PROBE)
-        (raw / "a.txt").write_text("\n".join(lines), encoding="utf-8")
+        (raw / "a.txt").write_text("\n".join(" ".join(text.splitlines()) for text in PROBE), encoding="utf-8")
         config = PrepConfig(input_dir=raw, output_dir=folder / "data", model_id=model_id, engine="gigatoken")
         planned = check_plan(config, Sharding(), "the probe")
         return planned.findings[1:] if planned.plan else planned.findings
@@ -433,14 +394,14 @@ def check_plan(config: PrepConfig, sharding: Sharding, what: str = "this text") 
         plan, cost = make_plan(config, sharding, dry_run=True, say=said.append)
     except ShardprepError as error:
         topic = "tokenizer" if "tokenizer" in str(error).split(";")[0] else "plan"
-        return Planned(findings=[finding_of_error(topic, error)])
+        return Planned([finding_of_error(topic, error)])
     text = (
-        f"{len(plan.inputs)} files, {short_bytes(sum(plan.shard_bytes()))}; about "
-        f"{short_number(cost.num_tokens)} tokens, {cost.core_hours:.2g} core hours, {plan.num_shards} shards "
-        f"of up to {cost.longest_shard_s:.0f} s on one core"
+        f"{counted(len(plan.inputs), 'file')}, {short_bytes(sum(plan.shard_bytes()))}; about "
+        f"{short_number(cost.num_tokens)} tokens, {cost.core_hours:.2g} core hours, "
+        f"{counted(plan.num_shards, 'shard')} of up to {cost.longest_shard_s:.0f} s on one core"
     )
     findings = [Finding("input", text), _tokenizer_finding(plan), engine_finding(plan, said, what)]
-    return Planned(findings=findings, plan=plan, cost=cost)
+    return Planned(findings, plan, cost)
 
 
 def check_folder(folder: Path, num_cpus: int) -> Planned:
@@ -449,18 +410,15 @@ def check_folder(folder: Path, num_cpus: int) -> Planned:
     try:
         plan = read_plan(folder)
         if plan is None:
-            return Planned(findings=[])
+            return Planned([])
         worker = load_worker(plan, folder, WorkerSettings(), num_cpus=num_cpus, warn=said.append)
         cost = measure(plan, worker.engine)
     except ShardprepError as error:
-        return Planned(findings=[finding_of_error("plan", error)])
+        return Planned([finding_of_error("plan", error)])
     size = short_bytes(sum(plan.shard_bytes()))
-    findings = [
-        Finding("plan", f"plan {plan.plan_id[:12]} of {plan.num_shards} shards, {size} of input"),
-        _tokenizer_finding(plan),
-        engine_finding(plan, said, "the plan's probe", worker.engine.name),
-    ]
-    return Planned(findings=findings, plan=plan, cost=cost)
+    text = f"plan {plan.plan_id[:12]} of {counted(plan.num_shards, 'shard')}, {size} of input"
+    engine = engine_finding(plan, said, "the plan's probe", worker.engine.name)
+    return Planned([Finding("plan", text), _tokenizer_finding(plan), engine], plan, cost)
 
 
 def _tokenizer_finding(plan: Plan) -> Finding:
@@ -543,7 +501,7 @@ def _data_findings(args: argparse.Namespace, num_cpus: int) -> list[Finding]:
     """Of the tokenizer and the folders that were named."""
     given = given_of(args, PrepConfig)
     output_dir, input_dir = given.get("output_dir"), given.get("input_dir")
-    planned = Planned(findings=[])
+    planned = Planned([])
     if output_dir is not None and is_folder(output_dir):
         planned = check_folder(output_dir, num_cpus)
     findings = [] if input_dir is None else [input_finding(input_dir)]

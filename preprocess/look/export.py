@@ -1,11 +1,7 @@
-"""``export``: the token ids in the layouts of other tools.
-
-The layouts of other tools, byte by byte: Megatron's indexed data set, nanoGPT's stream, Arrow, and MDS.
+"""``export``: the token ids in the layouts of Megatron, nanoGPT, Hugging Face datasets and MosaicML.
 
 An exporter writes the files of one shard whole or not at all, so that an export that was stopped goes on with
 the shards that are missing; ``finish`` writes what names them all.
-
-``shardprep export O --to TOOL --output_dir E``: the shards that are missing, then what names them all.
 """
 
 from __future__ import annotations
@@ -13,23 +9,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import io
 import itertools
 import json
 import os
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from preprocess.plan.plan_file import Plan, need_plan
 from shardprep.command_line import needs
-from shardprep.console import Progress, print_lines
+from shardprep.console import Progress, counted, print_lines
 from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, Refused, UsageError
 from shardprep.files import (
     NOT_THERE,
@@ -47,6 +44,11 @@ from shardprep.format.shards import ShardSamples
 
 _MDS_BYTES = 64 << 20  # of one .mds file, about: their offsets are uint32
 _ARROW_ROWS_TOKENS = 1 << 20  # tokens of a record batch, about
+_SETTINGS = "export.json"
+STREAMS: Sequence[str] = ("megatron", "nanogpt")  # of which documents are told apart by EOS alone
+
+Ids = npt.NDArray[np.uint32]
+Lengths = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +63,18 @@ class ShardTokens:
     def shard_id(self) -> int:
         return self.samples.shard_id
 
-    def lengths(self, *, of_rows: bool) -> npt.NDArray[np.int64]:
-        """Tokens of each document, or of each stored row: int64[n]; what ``pieces`` gives, cut."""
-        if of_rows and self.samples.spec.seq_len:
-            return self.samples.records["num_tokens"].astype(np.int64)
+    def document_lengths(self) -> Lengths:
+        """Tokens of each document, as ``pieces`` has them: int64[documents]."""
         lengths = self.samples.document_lengths(rows_hold_wholes=self.rows_hold_wholes)
         return lengths + (self.put_eos is not None)
 
-    def pieces(self) -> Iterator[npt.NDArray[np.uint32]]:
+    def row_lengths(self) -> Lengths:
+        """Tokens of each stored row; where there are none, of each document."""
+        if self.samples.spec.seq_len:
+            return self.samples.records["num_tokens"].astype(np.int64)
+        return self.document_lengths()
+
+    def pieces(self) -> Iterator[Ids]:
         """All ids in order, some at a time: uint32[tokens] arrays."""
         if self.put_eos is None:
             yield from self.samples.pieces()
@@ -80,18 +86,17 @@ class ShardTokens:
             yield np.insert(piece, ends[told:until] - done, self.put_eos)
             done, told = done + len(piece), until
 
-    def sequences(self, lengths: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.uint32]]:
-        """The same ids, cut into sequences of some lengths: uint32[length] arrays."""
-        held = np.empty(0, np.uint32)
-        pieces = self.pieces()
-        for length in lengths.tolist():
-            parts, have = [held], len(held)
-            while have < length:
+    def groups(self, sizes: Lengths, most: int) -> Iterator[tuple[Lengths, Ids]]:
+        """Rows in groups of about ``most`` in the sum of their ``sizes``: their lengths, and their ids."""
+        lengths, pieces, held = self.row_lengths(), self.pieces(), np.empty(0, np.uint32)
+        bounds = np.flatnonzero(np.diff(np.cumsum(sizes) // most)) + 1
+        for of_group in np.split(lengths, bounds) if len(lengths) else []:
+            num_ids, parts = int(of_group.sum()), [held]
+            while sum(map(len, parts)) < num_ids:
                 parts.append(next(pieces))
-                have += len(parts[-1])
-            joined = np.concatenate(parts) if len(parts) > 1 else held
-            yield joined[:length]
-            held = joined[length:]
+            joined = np.concatenate(parts)
+            yield of_group, joined[:num_ids]
+            held = joined[num_ids:]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +108,13 @@ class Exporter(ABC):
     num_shards: int
     first_token: list[int]  # where each shard begins in the whole stream, EOS included; num_shards + 1
 
-    def check_folder(self) -> None:  # noqa: B027 - most tools can open any folder
-        """That the tool can open what lies in ``folder``. Raises UsageError."""
-
     @abstractmethod
+    def last_file(self, shard_id: int) -> Path:
+        """The file of a shard that gets its name last."""
+
     def is_done(self, shard_id: int) -> bool:
         """Whether the files of a shard are there."""
+        return size_of_file(self.last_file(shard_id)) is not None
 
     @abstractmethod
     def write(self, shard: ShardTokens) -> None:
@@ -144,41 +150,30 @@ class Megatron(Exporter):
     number i64[documents + 1]. Ids are uint16 below a vocabulary of 65,500, as Megatron has it, else int32.
     """
 
-    def check_folder(self) -> None:
-        """See Exporter."""
-        if any(char.isspace() for char in str(self.folder.absolute())):
-            raise UsageError(
-                f"--output_dir {str(self.folder.absolute())!r} has white space in it, at which Megatron cuts "
-                "the lists of its data sets; choose a folder without it"
-            )
-
-    def _paths(self, shard_id: int) -> tuple[Path, Path]:
-        stem = f"{shard_name(shard_id)}_document"
-        return self.folder / f"{stem}.bin", self.folder / f"{stem}.idx"
-
-    def is_done(self, shard_id: int) -> bool:
-        return size_of_file(self._paths(shard_id)[1]) is not None  # named last
+    def last_file(self, shard_id: int) -> Path:
+        return self.folder / f"{shard_name(shard_id)}_document.idx"
 
     def write(self, shard: ShardTokens) -> None:
         dtype = np.dtype("<u2" if self.vocab_size < 65_500 else "<i4")
-        lengths = shard.lengths(of_rows=False)
+        lengths = shard.document_lengths()
         offsets = (np.cumsum(lengths) - lengths) * dtype.itemsize
         head = struct.pack(
             "<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8 if dtype.itemsize == 2 else 4, len(lengths), len(lengths) + 1
         )
-        with _published(*self._paths(shard.shard_id)) as (ids, idx):
+        path = self.last_file(shard.shard_id)
+        with _published(path.with_suffix(".bin"), path) as (ids, idx):
             for piece in shard.pieces():
                 ids.write(piece.astype(dtype).tobytes())
             parts = (lengths.astype("<i4"), offsets.astype("<i8"), np.arange(len(lengths) + 1, dtype="<i8"))
             idx.write(head + b"".join(part.tobytes() for part in parts))
 
     def finish(self) -> str:
-        stems = [self._paths(shard_id)[0].with_suffix("") for shard_id in range(self.num_shards)]
-        weights = [b - a for a, b in itertools.pairwise(self.first_token)]
-        text = " ".join(
-            f"{weight} {stem.absolute()}" for weight, stem in zip(weights, stems, strict=True) if weight
-        )
-        publish_bytes(self.folder / "data_args.txt", text.encode() + b"\n")
+        words = [
+            f"{end - begin} {self.last_file(shard_id).with_suffix('').absolute()}"
+            for shard_id, (begin, end) in enumerate(itertools.pairwise(self.first_token))
+            if end > begin
+        ]
+        publish_bytes(self.folder / "data_args.txt", " ".join(words).encode() + b"\n")
         return f"Megatron: --data-args-path {self.folder / 'data_args.txt'}"
 
 
@@ -190,55 +185,54 @@ class NanoGpt(Exporter):
     """
 
     @property
+    def _target(self) -> Path:
+        return self.folder / "train.bin"
+
+    @property
     def _partial(self) -> Path:
         return self.folder / "train.bin.partial"
-
-    def _mark(self, shard_id: int) -> Path:
-        return self.folder / ".done" / shard_name(shard_id)
 
     @property
     def _dtype(self) -> np.dtype[Any]:
         return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
 
+    def last_file(self, shard_id: int) -> Path:
+        return self.folder / ".done" / shard_name(shard_id)
+
     def is_done(self, shard_id: int) -> bool:
-        return any(
-            size_of_file(path) is not None for path in (self.folder / "train.bin", self._mark(shard_id))
-        )
+        return size_of_file(self._target) is not None or super().is_done(shard_id)
 
     def write(self, shard: ShardTokens) -> None:
-        place = self.first_token[shard.shard_id] * self._dtype.itemsize
+        mark = self.last_file(shard.shard_id)
         try:
-            self._mark(0).parent.mkdir(exist_ok=True)
+            mark.parent.mkdir(exist_ok=True)
             handle = os.open(self._partial, os.O_WRONLY | os.O_CREAT, 0o666)
         except OSError as error:
             raise CannotWrite(f"{self._partial} cannot be made: {error.strerror}") from None
         try:
-            for piece in shard.pieces():
-                view = memoryview(piece.astype(self._dtype).tobytes())
-                while view:
-                    count = os.pwrite(handle, view, place)
-                    view, place = view[count:], place + count
-            os.fsync(handle)
+            with os.fdopen(handle, "wb") as file:
+                file.seek(self.first_token[shard.shard_id] * self._dtype.itemsize)
+                for piece in shard.pieces():
+                    file.write(piece.astype(self._dtype).tobytes())
+                file.flush()
+                os.fsync(handle)
         except OSError as error:
             raise ReadWriteError(
                 f"{self._partial} cannot be written: {error.strerror}; run this again"
             ) from None
-        finally:
-            os.close(handle)
-        publish_bytes(self._mark(shard.shard_id), b"")
+        publish_bytes(mark, b"")
 
     def finish(self) -> str:
-        target = self.folder / "train.bin"
-        if size_of_file(target) is None:
+        if size_of_file(self._target) is None:
             try:
                 self._partial.touch()
-                self._partial.rename(target)
+                self._partial.rename(self._target)
                 sync_folder(self.folder)
             except OSError as error:
-                raise ReadWriteError(f"{target} cannot be put in its place: {error.strerror}") from None
+                raise ReadWriteError(f"{self._target} cannot be put in its place: {error.strerror}") from None
         with contextlib.suppress(OSError):  # temporaries may be there, of attempts that died
-            remove_tree(self._mark(0).parent)
-        return f'nanoGPT: np.memmap("{target}", dtype=np.{self._dtype.name}, mode="r")'
+            remove_tree(self.last_file(0).parent)
+        return f'nanoGPT: np.memmap("{self._target}", dtype=np.{self._dtype.name}, mode="r")'
 
 
 class HuggingFace(Exporter):
@@ -247,11 +241,8 @@ class HuggingFace(Exporter):
     A row is a document, or a packed row. pyarrow writes them.
     """
 
-    def _path(self, shard_id: int) -> Path:
+    def last_file(self, shard_id: int) -> Path:
         return self.folder / f"data-{shard_id:05d}-of-{self.num_shards:05d}.arrow"
-
-    def is_done(self, shard_id: int) -> bool:
-        return size_of_file(self._path(shard_id)) is not None
 
     def write(self, shard: ShardTokens) -> None:
         try:
@@ -259,27 +250,20 @@ class HuggingFace(Exporter):
         except ImportError:
             raise UsageError(needs("--to hf", "pyarrow")) from None
         schema = pa.schema([("input_ids", pa.list_(pa.int32()))])
-        lengths = shard.lengths(of_rows=True)
-        groups = np.cumsum(lengths) // _ARROW_ROWS_TOKENS
-        sequences = shard.sequences(lengths)
         with (
-            _published(self._path(shard.shard_id)) as (file,),
-            pa.ipc.new_stream(_Sink(file.write), schema) as stream,
+            _published(self.last_file(shard.shard_id)) as (file,),
+            pa.ipc.new_stream(_Sink(file), schema) as stream,
         ):
-            for number in np.unique(groups).tolist():
-                of_group = lengths[groups == number]
-                ids = np.concatenate([np.empty(0, np.uint32), *itertools.islice(sequences, len(of_group))])
-                ends = np.concatenate([[0], np.cumsum(of_group)]).astype(np.int32)
+            for lengths, ids in shard.groups(shard.row_lengths(), _ARROW_ROWS_TOKENS):
+                ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
                 rows = pa.ListArray.from_arrays(pa.array(ends), pa.array(ids.astype(np.int32)))
                 stream.write_batch(pa.record_batch([rows], schema=schema))
 
     def finish(self) -> str:
-        files = [{"filename": self._path(shard_id).name} for shard_id in range(self.num_shards)]
-        value = {"dtype": "int32", "_type": "Value"}
-        features = {"input_ids": {"feature": value, "_type": "Sequence"}}
+        features = {"input_ids": {"feature": {"dtype": "int32", "_type": "Value"}, "_type": "Sequence"}}
         info = {"citation": "", "description": "", "features": features, "homepage": "", "license": ""}
         state: dict[str, Any] = {
-            "_data_files": files,
+            "_data_files": [{"filename": self.last_file(number).name} for number in range(self.num_shards)],
             "_fingerprint": hashlib.sha256(str(self.first_token).encode()).hexdigest()[:16],
             "_format_columns": None,
             "_format_kwargs": {},
@@ -292,24 +276,19 @@ class HuggingFace(Exporter):
         return f'datasets: load_from_disk("{self.folder}")'
 
 
-class _Sink:
+class _Sink(io.RawIOBase):
     """A file for pyarrow to write to."""
 
-    closed = False
+    def __init__(self, file: PublishedFile) -> None:
+        self._file = file
 
-    def __init__(self, write: Callable[[bytes], None]) -> None:
-        self._write = write
+    def writable(self) -> bool:
+        return True
 
     def write(self, data: Any) -> int:
-        raw = bytes(data)
-        self._write(raw)
-        return len(raw)
-
-    def flush(self) -> None:
-        """Nothing: the file is synced at its end."""
-
-    def close(self) -> None:
-        """Nothing: the file is closed by who made it."""
+        view = memoryview(data)
+        self._file.write(view)
+        return view.nbytes
 
 
 class Mosaic(Exporter):
@@ -319,40 +298,31 @@ class Mosaic(Exporter):
     per sample the bytes of its column u32 and the column. A sample is a document, or a packed row.
     """
 
-    def _list(self, shard_id: int) -> Path:
+    _COLUMNS: ClassVar[dict[str, Any]] = {
+        "column_encodings": ["bytes"],
+        "column_names": ["tokens"],
+        "column_sizes": [None],
+        "compression": None,
+        "format": "mds",
+        "hashes": [],
+        "size_limit": _MDS_BYTES,
+        "version": 2,
+    }
+
+    def last_file(self, shard_id: int) -> Path:
         return self.folder / f"{shard_name(shard_id)}.json"
 
-    def is_done(self, shard_id: int) -> bool:
-        return size_of_file(self._list(shard_id)) is not None
-
     def write(self, shard: ShardTokens) -> None:
-        lengths = shard.lengths(of_rows=True)
-        groups = np.cumsum(4 * lengths + 4) // _MDS_BYTES
-        sequences = shard.sequences(lengths)
-        entries = []
-        for number, group in enumerate(np.unique(groups).tolist()):
-            path = self.folder / f"{shard_name(shard.shard_id)}-{number:04d}.mds"
-            of_group = lengths[groups == group]
-            entries.append(self._write_file(path, of_group, itertools.islice(sequences, len(of_group))))
-        publish_bytes(self._list(shard.shard_id), json.dumps(entries).encode())
+        groups = shard.groups(4 * shard.row_lengths() + 4, _MDS_BYTES)
+        stem = shard_name(shard.shard_id)
+        entries = [
+            self._write_file(self.folder / f"{stem}-{number:04d}.mds", lengths, ids)
+            for number, (lengths, ids) in enumerate(groups)
+        ]
+        publish_bytes(self.last_file(shard.shard_id), json.dumps(entries).encode())
 
-    @staticmethod
-    def _columns() -> dict[str, Any]:
-        return {
-            "column_encodings": ["bytes"],
-            "column_names": ["tokens"],
-            "column_sizes": [None],
-            "compression": None,
-            "format": "mds",
-            "hashes": [],
-            "size_limit": _MDS_BYTES,
-            "version": 2,
-        }
-
-    def _write_file(
-        self, path: Path, lengths: npt.NDArray[np.int64], sequences: Iterator[npt.NDArray[np.uint32]]
-    ) -> dict[str, Any]:
-        config = json.dumps(self._columns(), sort_keys=True).encode()
+    def _write_file(self, path: Path, lengths: Lengths, ids: Ids) -> dict[str, Any]:
+        config = json.dumps(self._COLUMNS, sort_keys=True).encode()
         begin = 4 + 4 * (len(lengths) + 1) + len(config)
         ends = begin + np.cumsum(np.concatenate([[0], 4 * lengths + 4]))
         if int(ends[-1]) >= 1 << 32:
@@ -361,10 +331,9 @@ class Mosaic(Exporter):
             )
         with _published(path) as (file,):
             file.write(np.uint32(len(lengths)).tobytes() + ends.astype("<u4").tobytes() + config)
-            for ids in sequences:
-                file.write(np.uint32(4 * len(ids)).tobytes() + ids.astype("<i4").tobytes())
+            file.write(np.insert(ids, np.cumsum(lengths) - lengths, 4 * lengths).astype("<u4").tobytes())
         raw = {"basename": path.name, "bytes": int(ends[-1]), "hashes": {}}
-        return {**self._columns(), "raw_data": raw, "samples": len(lengths), "zip_data": None}
+        return {**self._COLUMNS, "raw_data": raw, "samples": len(lengths), "zip_data": None}
 
     def finish(self) -> str:
         entries = [entry for shard_id in range(self.num_shards) for entry in self._entries(shard_id)]
@@ -372,7 +341,7 @@ class Mosaic(Exporter):
         return f'MosaicML: StreamingDataset(local="{self.folder}"); np.frombuffer(sample["tokens"], np.int32)'
 
     def _entries(self, shard_id: int) -> list[Any]:
-        path = self._list(shard_id)
+        path = self.last_file(shard_id)
         try:
             return list(json.loads(read_regular(path, max_bytes=1 << 26)))
         except (ValueError, TypeError, RecursionError, *NOT_THERE):
@@ -385,10 +354,6 @@ EXPORTERS: dict[str, type[Exporter]] = {
     "hf": HuggingFace,
     "mosaicml": Mosaic,
 }
-STREAMS: Sequence[str] = ("megatron", "nanogpt")  # of which documents are told apart by EOS alone
-
-
-_SETTINGS = "export.json"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -415,12 +380,16 @@ def export(args: argparse.Namespace) -> int:
             f"{args.data_dir} holds conversations, and no other tool's layout keeps their loss mask: their "
             "users' words would be trained on; read them with the loader"
         )
+    if args.to == "megatron" and any(map(str.isspace, str(folder.absolute()))):
+        raise UsageError(
+            f"--output_dir {str(folder.absolute())!r} has white space in it, at which Megatron cuts the "
+            "lists of its data sets; choose a folder without it"
+        )
     put_eos = _eos_to_put(plan, args)
-    counts = [
-        check_shard(args.data_dir, shard_id, plan.plan_id).counts for shard_id in range(plan.num_shards)
-    ]
     ends = itertools.accumulate(
-        c.num_tokens + (c.num_documents if put_eos is not None else 0) for c in counts
+        counts.num_tokens + (0 if put_eos is None else counts.num_documents)
+        for shard_id in range(plan.num_shards)
+        for counts in [check_shard(args.data_dir, shard_id, plan.plan_id).counts]
     )
     exporter = EXPORTERS[args.to](
         folder=folder,
@@ -428,7 +397,6 @@ def export(args: argparse.Namespace) -> int:
         num_shards=plan.num_shards,
         first_token=[0, *ends],
     )
-    exporter.check_folder()
     _claim(folder, {"to": args.to, "plan_id": plan.plan_id, "put_eos": put_eos})
     todo = [shard_id for shard_id in range(plan.num_shards) if not exporter.is_done(shard_id)]
     with Progress("exporting", len(todo), unit="shards") as progress:
@@ -438,16 +406,12 @@ def export(args: argparse.Namespace) -> int:
                 exporter.write(ShardTokens(samples=samples, rows_hold_wholes=whole, put_eos=put_eos))
             progress.add(1)
     opened_by = exporter.finish()
-    _remove_temporaries(folder)
-    print_lines(f"{plan.num_shards} shards, {exporter.first_token[-1]} tokens in {folder}; {opened_by}")
-    return 0
-
-
-def _remove_temporaries(folder: Path) -> None:
-    """What attempts left that died; whatever one that lives would write is there."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # of attempts that died; whatever a living one would write is there
         for path in [item for item in folder.iterdir() if TEMPORARY_NAME.fullmatch(item.name)]:
             remove_tree(path)
+    shards = counted(plan.num_shards, "shard")
+    print_lines(f"{shards}, {exporter.first_token[-1]} tokens in {folder}; {opened_by}")
+    return 0
 
 
 def _eos_to_put(plan: Plan, args: argparse.Namespace) -> int | None:
@@ -466,26 +430,25 @@ def _eos_to_put(plan: Plan, args: argparse.Namespace) -> int | None:
 
 def _claim(folder: Path, settings: dict[str, Any]) -> None:
     """Say whose export the folder is, once. Raises Refused where it is another's, CannotWrite."""
-    path = folder / _SETTINGS
     try:
-        found = json.loads(read_regular(path, max_bytes=1 << 20))
+        found = json.loads(read_regular(folder / _SETTINGS, max_bytes=1 << 20))
     except NOT_THERE:
-        found = None
+        _claim_fresh(folder)
+        publish_bytes(folder / _SETTINGS, json.dumps(settings).encode())
+        return
     except ValueError:
-        found = {}
-    if found is None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            others = [name for item in folder.iterdir() if not TEMPORARY_NAME.fullmatch(name := item.name)]
-        except OSError as error:
-            raise CannotWrite(f"--output_dir {folder} cannot be made: {error.strerror}") from None
-        if others:
-            raise Refused(
-                f"--output_dir {folder} holds {others[0]} and no {_SETTINGS}; choose a fresh folder"
-            )
-        publish_bytes(path, json.dumps(settings).encode())
-    elif found != settings:
-        there = found if isinstance(found, dict) else {}
-        differing = [name for name in settings if there.get(name) != settings[name]]
+        found = None
+    there = found if isinstance(found, dict) else {}
+    if differing := [name for name in settings if there.get(name) != settings[name]]:
         names = ", ".join(differing)
         raise Refused(f"--output_dir {folder} holds another export: {names} differ; choose a fresh folder")
+
+
+def _claim_fresh(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        others = [name for item in folder.iterdir() if not TEMPORARY_NAME.fullmatch(name := item.name)]
+    except OSError as error:
+        raise CannotWrite(f"--output_dir {folder} cannot be made: {error.strerror}") from None
+    if others:
+        raise Refused(f"--output_dir {folder} holds {others[0]} and no {_SETTINGS}; choose a fresh folder")

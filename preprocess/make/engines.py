@@ -91,13 +91,7 @@ class Engine:
     def encode_long(
         self, pieces: Iterator[str], *, can_be_cut: bool, end_id: int | None = None
     ) -> Iterator[npt.NDArray[np.uint32]]:
-        """Encode one document given in pieces, ended by ``end_id``: uint32[tokens] arrays, in order."""
-        yield from self.encode_pieces(pieces, can_be_cut=can_be_cut)
-        if end_id is not None:
-            yield np.array([end_id], np.uint32)
-
-    def encode_pieces(self, pieces: Iterator[str], *, can_be_cut: bool) -> Iterator[npt.NDArray[np.uint32]]:
-        """Encode one document given in pieces: uint32[tokens] of it, in order.
+        """Encode one document given in pieces, ended by ``end_id``: uint32[tokens] arrays, in order.
 
         Where the tokenizer's ids depend on more than a piece, the document is joined and held whole.
         Raises UncuttableText where that is too much.
@@ -105,16 +99,16 @@ class Engine:
         if not can_be_cut:
             for whole in encodable_pieces(pieces, can_be_cut=False):
                 yield self.encode([whole]).ids
-            return
-        around, bare = self.encode(["a"]).ids, self.encode_bare(["a"]).ids
-        places = range(len(around) - len(bare) + 1)
-        num_before = next(n for n in places if np.array_equal(around[n : n + len(bare)], bare))
-        if num_before:
+        else:
+            around, bare = self.encode(["a"]).ids, self.encode_bare(["a"]).ids
+            places = range(len(around) - len(bare) + 1)
+            num_before = next(n for n in places if np.array_equal(around[n : n + len(bare)], bare))
             yield around[:num_before]
-        for piece in encodable_pieces(pieces, can_be_cut=True):
-            yield self.encode_bare([piece]).ids
-        if num_before + len(bare) < len(around):
+            for piece in encodable_pieces(pieces, can_be_cut=True):
+                yield self.encode_bare([piece]).ids
             yield around[num_before + len(bare) :]
+        if end_id is not None:
+            yield np.array([end_id], np.uint32)
 
 
 def _joined(batches: Sequence[TokenBatch]) -> TokenBatch:

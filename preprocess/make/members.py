@@ -1,14 +1,8 @@
-"""The members of a tar: of documents, and of groups of packed rows.
+"""Documents and their ids -> bytes of tar members and idx records, a batch at a time.
 
-Documents and their ids -> bytes of tar members and idx records, a batch at a time.
-
-The two forms of a data set are two implementations of Members: a sample per document, here, or packed rows
-(``row_members``). What is behind them knows neither. The tar equals the one of webdataset's TarWriter, to
-the byte.
-
+The two forms of a data set are two implementations of Members: a sample per document, and groups of packed
+rows. What is behind them knows neither. The tar equals the one of webdataset's TarWriter, to the byte.
 Nothing here loops over tokens, and over documents only to copy slices.
-
-Packed rows -> bytes of tar members and idx records.
 """
 
 from __future__ import annotations
@@ -16,10 +10,8 @@ from __future__ import annotations
 import functools
 import itertools
 import tarfile
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +20,7 @@ from preprocess.formats.format import DocumentBatch
 from preprocess.formats.long_documents import LongDocument
 from preprocess.make.engines import NO_LOSS, TokenBatch
 from preprocess.make.packing import START, Packer, RowGroup
-from shardprep.errors import BadInput, ReadWriteError
+from shardprep.errors import BadInput
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.idx import IDX_DOCUMENT, idx_dtype
 from shardprep.format.names import (
@@ -41,7 +33,6 @@ from shardprep.format.names import (
     document_key,
     npy_header,
     rows_key,
-    tar_path,
     token_field,
 )
 
@@ -50,6 +41,9 @@ _CHECKSUM = slice(148, 154)  # six octal digits
 _OCTAL_SIZE = 8 ** np.arange(10, -1, -1, dtype=np.int64)
 _OCTAL_CHECKSUM = 8 ** np.arange(5, -1, -1, dtype=np.int64)
 
+_BLOCK_TOKENS = 1 << 16  # of a long document, written at once
+
+Ids = npt.NDArray[np.uint32]
 Piece = tuple[bytes | memoryview, npt.NDArray[np.void]]
 Prepared = Callable[[], Iterator[Piece]]  # to be called in the order of the input
 
@@ -58,7 +52,8 @@ class Members(Protocol):
     """Lays out the samples of one shard as the members of its tar, from the first byte of the tar on.
 
     Its methods, all but ``prepare``, are called in the order of the input. They yield pieces of the tar, each
-    with the idx records of the samples that it completes: ``idx_dtype``[samples], often none.
+    with the idx records of the samples that it completes: ``idx_dtype``[samples], often none. They raise
+    BadInput for a member larger than the idx can say.
     """
 
     @property
@@ -70,16 +65,10 @@ class Members(Protocol):
         """Documents so far that do not lie whole in one row."""
 
     def prepare(self, documents: DocumentBatch, tokens: TokenBatch) -> Prepared:
-        """Lay out documents and their ids as far as no other batch matters; in any thread and order.
+        """Lay out a batch as far as no other batch matters, in any thread; the result yields its pieces."""
 
-        The result, once called, yields their pieces. Both raise BadInput for a member larger than the idx can
-        say.
-        """
-
-    def long_document(
-        self, document: LongDocument, num_text_bytes: int, ids: Iterable[npt.NDArray[np.uint32]]
-    ) -> Iterator[Piece]:
-        """Take a document whose ids come in pieces and whose text has so many bytes; errors as above."""
+    def long_document(self, document: LongDocument, num_text_bytes: int, ids: Ids) -> Iterator[Piece]:
+        """Lay out a document whose text, of so many bytes, is read once more."""
 
     def rest(self) -> Iterator[Piece]:
         """Yield what is held, at the end of the shard."""
@@ -90,10 +79,7 @@ class DocumentMembers:
 
     num_padding = num_split = 0
 
-    def __init__(
-        self, folder: Path, spec: DatasetSpec, shard_id: int, *, keep_text: bool, batch_size: int | None
-    ) -> None:
-        self._folder = folder
+    def __init__(self, spec: DatasetSpec, shard_id: int, *, keep_text: bool, batch_size: int | None) -> None:
         self._spec = spec
         self._shard_id = shard_id
         self._keep_text = keep_text
@@ -104,7 +90,7 @@ class DocumentMembers:
         self._npy_header_bytes = 0 if self._json else len(npy_header(spec.dtype, (1,)))
 
     def prepare(self, documents: DocumentBatch, tokens: TokenBatch) -> Prepared:
-        """See Members. With ``batch_size`` nothing is laid out before its turn: memory matters more."""
+        """Lay out a batch; with ``batch_size`` nothing before its turn, as memory matters more then."""
         num_documents = len(documents.texts)
         size = self._batch_size or max(1, num_documents)
         parts = [slice(begin, min(begin + size, num_documents)) for begin in range(0, num_documents, size)]
@@ -119,7 +105,6 @@ class DocumentMembers:
             yield data, records
 
     def rest(self) -> Iterator[Piece]:
-        """See Members; nothing is held."""
         return iter(())
 
     def _lay_out(self, documents: DocumentBatch, tokens: TokenBatch, part: slice) -> Piece:
@@ -127,15 +112,10 @@ class DocumentMembers:
         offsets = tokens.offsets[part.start : part.stop + 1]
         tokens = TokenBatch(ids=tokens.ids[offsets[0] : offsets[-1]], offsets=offsets - offsets[0])
         num_tokens, lines = np.diff(offsets), documents.lines[part]
-        if self._json:
-            id_bytes = self._json.lengths(tokens)
-        else:
-            id_bytes = num_tokens * self._spec.dtype.itemsize + self._npy_header_bytes
+        id_bytes = self._id_bytes(tokens)
         texts = [text.encode() for text in documents.texts[part]] if self._keep_text else []
         text_bytes = np.fromiter(map(len, texts), np.int64, len(texts))
-        largest = max(id_bytes.max(initial=0), text_bytes.max(initial=0))
-        if largest > MAX_MEMBER_BYTES:
-            raise _too_large(int(largest), documents.input_number)
+        self._check_sizes(documents.input_number, id_bytes.max(initial=0), text_bytes.max(initial=0))
         sample_bytes = _padded(id_bytes) + BLOCK_BYTES
         if self._keep_text:
             sample_bytes += _padded(text_bytes) + BLOCK_BYTES
@@ -155,69 +135,52 @@ class DocumentMembers:
         records["source_offset"] = documents.input_offsets[part]
         return buffer.data, records
 
-    def long_document(
-        self, document: LongDocument, num_text_bytes: int, ids: Iterable[npt.NDArray[np.uint32]]
-    ) -> Iterator[Piece]:
-        """See Members. The ids wait in a nameless file, for a header needs their size."""
-        try:
-            for data, records in self._long_pieces(document, num_text_bytes, ids):
-                self._tar_bytes += len(data)
-                yield data, records
-        except OSError as error:
-            raise ReadWriteError(
-                f"{tar_path(self._folder, self._shard_id)} could not be written: the ids of a document of "
-                f"{document.num_bytes} bytes wait in a file beside it ({error.strerror}); nothing is lost: "
-                "mend the cause (df, quota) and run this again"
-            ) from error
+    def long_document(self, document: LongDocument, num_text_bytes: int, ids: Ids) -> Iterator[Piece]:
+        place, none = document.place, np.empty(0, IDX_DOCUMENT)
+        tokens = TokenBatch(ids=ids, offsets=np.array([0, len(ids)]))
+        num_bytes = int(self._id_bytes(tokens)[0])
+        self._check_sizes(place.input_number, num_bytes, num_text_bytes)
+        for data in self._long_pieces(document, num_text_bytes, tokens, num_bytes):
+            self._tar_bytes += len(data)
+            yield data, none
+        begin = self._tar_bytes - num_bytes + self._npy_header_bytes
+        self._tar_bytes += -num_bytes % BLOCK_BYTES
+        record = (begin, num_bytes - self._npy_header_bytes, len(ids), place.input_number, place.start)
+        yield bytes(-num_bytes % BLOCK_BYTES), np.array([record], IDX_DOCUMENT)
 
     def _long_pieces(
-        self, document: LongDocument, num_text_bytes: int, pieces: Iterable[npt.NDArray[np.uint32]]
-    ) -> Iterator[Piece]:
-        place, none = document.place, np.empty(0, IDX_DOCUMENT)
+        self, document: LongDocument, num_text_bytes: int, tokens: TokenBatch, num_bytes: int
+    ) -> Iterator[bytes]:
+        """The members of a long document, some at a time, all but the zeros at the end."""
+        line = np.array([document.place.line])
         if self._keep_text:
-            yield self._header(place.line, TEXT_FIELD, num_text_bytes), none
-            for text in document.text():
-                yield text.encode(), none
-            yield bytes(-num_text_bytes % BLOCK_BYTES), none
-        with tempfile.TemporaryFile(dir=self._folder) as waiting:
-            num_tokens = id_bytes = 0
-            for ids in pieces:
-                waiting.write(ids.astype("<u4").data)
-                num_tokens += len(ids)
-                id_bytes += self._num_id_bytes(ids)
-            num_bytes = id_bytes + self._npy_header_bytes
-            if max(num_bytes, num_text_bytes) > MAX_MEMBER_BYTES:
-                raise _too_large(max(num_bytes, num_text_bytes), place.input_number)
-            yield self._header(place.line, self._field, num_bytes), none
-            offset = self._tar_bytes + self._npy_header_bytes
-            record = (offset, id_bytes, num_tokens, place.input_number, place.start)
-            waiting.seek(0)
-            for data in self._waiting_ids(waiting, num_tokens):
-                yield data, none
-            yield bytes(-num_bytes % BLOCK_BYTES), np.array([record], IDX_DOCUMENT)
-
-    def _header(self, line: int, field: str, num_bytes: int) -> bytes:
-        return document_headers(self._shard_id, np.array([line]), field, np.array([num_bytes])).tobytes()
-
-    def _num_id_bytes(self, ids: npt.NDArray[np.uint32]) -> int:
-        if self._json:
-            return int(self._json.lengths(_one_document(ids))[0]) if len(ids) else 0
-        return len(ids) * self._spec.dtype.itemsize
-
-    def _waiting_ids(self, waiting: IO[bytes], num_tokens: int) -> Iterator[bytes]:
-        """Ids that wait in a file, as their member has them."""
+            yield document_headers(self._shard_id, line, TEXT_FIELD, np.array([num_text_bytes])).tobytes()
+            yield from (text.encode() for text in document.text())
+            yield bytes(-num_text_bytes % BLOCK_BYTES)
+        yield document_headers(self._shard_id, line, self._field, np.array([num_bytes])).tobytes()
         if not self._json:
-            yield npy_header(self._spec.dtype, (num_tokens,))
-        opening = b"["
-        while block := waiting.read(1 << 18):
-            ids = np.frombuffer(block, "<u4")
-            if self._json:
-                yield opening + self._json.separated(_one_document(ids))[2 * len(opening) :]
-                opening = b""
-            else:
-                yield ids.astype(self._spec.dtype).tobytes()
+            yield npy_header(self._spec.dtype, (len(tokens.ids),))
+            yield tokens.ids.astype(self._spec.dtype).tobytes()
+            return
+        yield b"["
+        for begin in range(0, len(tokens.ids), _BLOCK_TOKENS):
+            written = self._json.separated(tokens.ids[begin : begin + _BLOCK_TOKENS])
+            yield bytes(written if begin else written[2:])
+        yield b"]"
+
+    def _id_bytes(self, tokens: TokenBatch) -> npt.NDArray[np.int64]:
+        """int64[documents]: bytes of the member that holds each document's ids."""
         if self._json:
-            yield b"]"
+            return self._json.lengths(tokens)
+        return np.diff(tokens.offsets) * self._spec.dtype.itemsize + self._npy_header_bytes
+
+    @staticmethod
+    def _check_sizes(input_number: int, *num_bytes: int) -> None:
+        if (largest := max(num_bytes, default=0)) > MAX_MEMBER_BYTES:
+            raise BadInput(
+                f"a document of input {input_number} makes a member of {largest} bytes, at most "
+                f"{MAX_MEMBER_BYTES} are possible; use --record packed, or split the document"
+            )
 
     def _place_headers(
         self,
@@ -241,7 +204,7 @@ class DocumentMembers:
     ) -> None:
         lengths = np.diff(tokens.offsets)
         if self._json:
-            written = memoryview(self._json.separated(tokens))
+            written = memoryview(self._json.separated(tokens.ids))
             ends = np.cumsum(np.where(lengths > 0, num_bytes, 0))
             begins = ends - np.where(lengths > 0, num_bytes, 0)
             pieces = [
@@ -270,17 +233,6 @@ def _place(
         view[start : start + len(piece)] = piece
 
 
-def _one_document(ids: npt.NDArray[np.uint32]) -> TokenBatch:
-    return TokenBatch(ids=ids, offsets=np.array([0, len(ids)]))
-
-
-def _too_large(num_bytes: int, input_number: int) -> BadInput:
-    return BadInput(
-        f"a document of input {input_number} makes a member of {num_bytes} bytes, at most {MAX_MEMBER_BYTES} "
-        "are possible; use --record packed, or split the document"
-    )
-
-
 def ustar_header(name: str, num_bytes: int) -> bytes:
     """The 512 bytes before a member: mode 0644, owner 0, mtime 0."""
     member = tarfile.TarInfo(name)
@@ -298,18 +250,12 @@ def document_headers(
 ) -> npt.NDArray[np.uint8]:
     """Headers of one field of many documents: uint8[documents, 512].
 
-    ``lines`` ascend. Eight digits of a line number are written at once; the rare longer ones in a
-    pass of their own.
+    ``lines`` ascend. Line numbers of more than eight digits, which are rare, are written one by one.
     """
-    num_short = int(np.searchsorted(lines, 10**8))
-    if num_short < len(lines):
-        long = [
-            ustar_header(f"{document_key(shard_id, line)}.{field}", size)
-            for line, size in zip(lines[num_short:].tolist(), num_bytes[num_short:].tolist(), strict=True)
-        ]
-        tail = np.frombuffer(b"".join(long), np.uint8).reshape(-1, BLOCK_BYTES)
-        head = document_headers(shard_id, lines[:num_short], field, num_bytes[:num_short])
-        return np.concatenate((head, tail))
+    if len(lines) and lines[-1] >= 10**8:
+        sizes = zip(lines.tolist(), num_bytes.tolist(), strict=True)
+        long = [ustar_header(f"{document_key(shard_id, line)}.{field}", size) for line, size in sizes]
+        return np.frombuffer(b"".join(long), np.uint8).reshape(-1, BLOCK_BYTES)
     key = document_key(shard_id, 0)
     template = np.frombuffer(ustar_header(f"{key}.{field}", 0), np.uint8).copy()
     template_sum = int(template[:148].sum()) + int(template[156:].sum()) + 8 * ord(" ")
@@ -358,10 +304,10 @@ class JsonIds:
         # "[" takes the place of the first ", ", and "]" the byte that this saves.
         return np.maximum(np.diff(ends[batch.offsets]), 2)
 
-    def separated(self, batch: TokenBatch) -> bytearray:
+    def separated(self, ids: Ids) -> bytearray:
         """All ids, each with ``, `` before it."""
-        wide = bytearray(len(batch.ids) * self._table.itemsize)
-        np.take(self._table, batch.ids, out=np.frombuffer(wide, self._table.dtype))
+        wide = bytearray(len(ids) * self._table.itemsize)
+        np.take(self._table, ids, out=np.frombuffer(wide, self._table.dtype))
         return wide.translate(None, b"\0")
 
 
@@ -378,32 +324,22 @@ class RowMembers:
 
     @property
     def num_split(self) -> int:
-        """Documents so far that do not lie whole in one row."""
         return self._packer.num_split
 
     def prepare(self, documents: DocumentBatch, tokens: TokenBatch) -> Prepared:
-        """See Members."""
         starts = np.zeros(len(documents.texts), START)
         starts["source"] = documents.input_number
         starts["source_offset"] = documents.input_offsets
         return lambda: map(self._member, self._packer.append(tokens, starts))
 
-    def long_document(
-        self,
-        document: LongDocument,
-        num_text_bytes: int,  # noqa: ARG002 - rows hold no text
-        ids: Iterable[npt.NDArray[np.uint32]],
-    ) -> Iterator[Piece]:
-        """See Members."""
+    def long_document(self, document: LongDocument, _: int, ids: Ids) -> Iterator[Piece]:
+        """Lay out its ids; rows hold no text."""
+        tokens = TokenBatch(ids=ids, offsets=np.array([0, len(ids)]))
         place = document.place
-        start: npt.NDArray[np.void] | None = np.array([(0, place.input_number, place.start)], START)
-        for piece in ids:
-            yield from map(self._member, self._packer.append_piece(piece, start))
-            start = None
-        yield from map(self._member, self._packer.end_document())
+        start = np.array([(0, place.input_number, place.start)], START)
+        return map(self._member, self._packer.append(tokens, start))
 
     def rest(self) -> Iterator[Piece]:
-        """See Members."""
         return map(self._member, self._packer.finish())
 
     def _member(self, group: RowGroup) -> Piece:

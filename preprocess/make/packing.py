@@ -1,8 +1,8 @@
 """Ids of documents -> packed rows of seq_len tokens, in groups that become one tar member each.
 
-Two ways: ConcatRows joins all documents and splits them wherever a row ends; BestFitRows keeps each document
-whole in one row where it fits. Both hold at most one group and the open rows, about 8 MiB. The groups depend
-on the documents alone, never on how these were batched.
+ConcatRows joins all documents and splits them wherever a row ends; BestFitRows keeps each document whole in
+one row where it fits. Both hold at most one group and the open rows, about 8 MiB, beside what they are given.
+The groups depend on the documents alone, never on how these were batched.
 """
 
 from __future__ import annotations
@@ -59,12 +59,6 @@ class Packer(Protocol):
     def append(self, tokens: TokenBatch, starts: npt.NDArray[np.void]) -> Iterator[RowGroup]:
         """Take documents, with START[documents] that names their provenance."""
 
-    def append_piece(self, ids: Ids, start: npt.NDArray[np.void] | None) -> Iterator[RowGroup]:
-        """Take a piece of a document too long to be held; START[1] with its first piece."""
-
-    def end_document(self) -> Iterator[RowGroup]:
-        """The document given in pieces is at its end."""
-
     def finish(self) -> Iterator[RowGroup]:
         """Yield what is left."""
 
@@ -83,11 +77,9 @@ class ConcatRows:
         self._num_held = 0
         self._num_before = 0  # tokens in groups so far
         self._open = np.zeros(1, START)  # the document that the next group begins in
-        self._piece_tokens = 0
         self.num_split = 0
 
     def append(self, tokens: TokenBatch, starts: npt.NDArray[np.void]) -> Iterator[RowGroup]:
-        """See Packer."""
         lengths = np.diff(tokens.offsets)
         filled = lengths > 0
         first = tokens.offsets[:-1][filled] + self._num_before + self._num_held
@@ -100,26 +92,7 @@ class ConcatRows:
         self._num_held += len(tokens.ids)
         return self._full_groups()
 
-    def append_piece(self, ids: Ids, start: npt.NDArray[np.void] | None) -> Iterator[RowGroup]:
-        """See Packer."""
-        if start is not None:
-            start["position"] = self._num_held
-            self._starts.append(start)
-        self._ids.append(ids)
-        self._num_held += len(ids)
-        self._piece_tokens += len(ids)
-        return self._full_groups()
-
-    def end_document(self) -> Iterator[RowGroup]:
-        """See Packer."""
-        end = self._num_before + self._num_held
-        first = end - self._piece_tokens
-        self.num_split += first // self._spec.seq_len != (end - 1) // self._spec.seq_len
-        self._piece_tokens = 0
-        return iter(())
-
     def finish(self) -> Iterator[RowGroup]:
-        """See Packer."""
         if self._num_held:
             yield self._take(self._num_held)
 
@@ -192,13 +165,9 @@ class BestFitRows:
         self._first_of: list[Provenance] = [(0, 0)] * num_open
         self._closed: list[_ClosedRow] = []
         self._group_rows = rows_per_member(spec)
-        self._rest: list[Ids] = []  # of a document given in pieces
-        self._rest_start: Provenance = (0, 0)
-        self._rest_is_start = False
         self.num_split = 0
 
     def append(self, tokens: TokenBatch, starts: npt.NDArray[np.void]) -> Iterator[RowGroup]:
-        """See Packer."""
         bounds = tokens.offsets.tolist()
         sources, offsets = starts["source"].tolist(), starts["source_offset"].tolist()
         ids = tokens.ids.astype(self._dtype)
@@ -208,44 +177,18 @@ class BestFitRows:
                 if begin < end:
                     self._put(ids[begin:end], (source, offset), is_start=True)
             else:
-                self._put_long(ids[begin:end], (source, offset), is_start=True)
+                for first in range(begin, end, self._spec.seq_len):
+                    piece = ids[first : min(first + self._spec.seq_len, end)]
+                    self._put(piece, (source, offset), is_start=first == begin)
                 self.num_split += 1
             if len(self._closed) >= self._group_rows:
                 yield from self._groups()
 
-    def append_piece(self, ids: Ids, start: npt.NDArray[np.void] | None) -> Iterator[RowGroup]:
-        """See Packer."""
-        if start is not None:
-            self._rest_start = (int(start["source"][0]), int(start["source_offset"][0]))
-            self._rest_is_start = True
-        self._rest.append(ids.astype(self._dtype))
-        held = np.concatenate(self._rest)
-        whole = max(0, len(held) - 1) // self._spec.seq_len * self._spec.seq_len  # never the last token
-        if whole:
-            self._put_long(held[:whole], self._rest_start, is_start=self._rest_is_start)
-            self.num_split += self._rest_is_start
-            self._rest_is_start = False
-        self._rest = [held[whole:]]
-        yield from self._groups()
-
-    def end_document(self) -> Iterator[RowGroup]:
-        """See Packer."""
-        for ids in self._rest:
-            if len(ids):
-                self._put(ids, self._rest_start, is_start=self._rest_is_start)
-        self._rest = []
-        yield from self._groups()
-
     def finish(self) -> Iterator[RowGroup]:
-        """See Packer."""
         for space in sorted(self._open):
             for row in self._open[space]:
                 self._close(row, space)
         yield from self._groups(last=True)
-
-    def _put_long(self, ids: Ids, first: Provenance, *, is_start: bool) -> None:
-        for begin in range(0, len(ids), self._spec.seq_len):
-            self._put(ids[begin : begin + self._spec.seq_len], first, is_start=is_start and begin == 0)
 
     def _put(self, ids: Ids, first: Provenance, *, is_start: bool) -> None:
         """Place at most a row's worth of ids. What goes on from another row always opens one."""

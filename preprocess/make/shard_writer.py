@@ -11,7 +11,7 @@ import dataclasses
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,7 +24,7 @@ from preprocess.formats.format import DocumentBatch
 from preprocess.formats.inputs import BadDocument
 from preprocess.formats.long_documents import LongDocument
 from preprocess.make.engines import TokenBatch
-from preprocess.make.members import Members, Piece, Prepared
+from preprocess.make.members import Ids, Members, Piece, Prepared
 from shardprep.errors import BadInput, CannotWrite
 from shardprep.files import STALE_AFTER_S, PublishedFile, remove_temporaries, size_of_file, sync_folder
 from shardprep.format.dataset_spec import DatasetSpec
@@ -58,19 +58,18 @@ def _marks(folder: Path, shard_id: int) -> tuple[Path, Path]:
 
 def _is_new(mark: Path) -> bool:
     """Make a mark; False where it was there. Where the folder cannot be written to, the tar will say so."""
-    try:
-        mark.touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    except OSError:
-        pass
+    with contextlib.suppress(OSError):
+        try:
+            mark.touch(exist_ok=False)
+        except FileExistsError:
+            return False
     return True
 
 
 def _unlink(marks: list[Path], owner: int) -> None:
     """Remove the mark of an attempt that ends; also where a second signal cuts its clearing up short."""
-    for mark in marks:
-        if owner == os.getpid():
+    if owner == os.getpid():
+        for mark in marks:
             with contextlib.suppress(OSError):
                 mark.unlink()
 
@@ -105,10 +104,10 @@ class ShardWriter:
         self._shard_id = shard_id
         self._members = members
         self._input_paths = input_paths  # by their position in the plan, for the quarantine file
-        self._num_samples = self._num_documents = self._num_tokens = 0
+        self.num_documents = self.num_tokens = self._num_samples = 0
         self._num_lines = self._num_empty = self._num_filtered = self._input_bytes = 0
         self._histogram = np.zeros(64, np.int64)
-        self._bad: list[BadDocument] = []
+        self.bad: list[BadDocument] = []
         self._sources: dict[str, SourceCounts] = {}
         begun, self._again = _marks(folder, shard_id)
         ours = [begun]  # held before it is made: a signal may come in between
@@ -141,79 +140,47 @@ class ShardWriter:
         self._end()
 
     @property
-    def num_bad(self) -> int:
-        return len(self._bad)
-
-    @property
-    def num_documents(self) -> int:
-        return self._num_documents
-
-    @property
-    def num_tokens(self) -> int:
-        return self._num_tokens
-
-    @property
     def bad_fraction(self) -> float:
         """Share of the documents so far that were left out."""
-        return len(self._bad) / max(1, len(self._bad) + self._num_documents)
+        return len(self.bad) / max(1, len(self.bad) + self.num_documents)
 
     @property
     def bad_reasons(self) -> set[str]:
         """Why documents were left out."""
-        return {bad.reason for bad in self._bad}
+        return {bad.reason for bad in self.bad}
 
-    def append(self, documents: DocumentBatch, made: Callable[[], tuple[TokenBatch, Prepared]]) -> None:
-        """Add a batch of documents, in the order of the input.
-
-        ``made`` gives their ids, and what ``Members.prepare`` made of both; it may wait for them.
-        """
-        tokens, prepared = made()
+    def append(self, documents: DocumentBatch, tokens: TokenBatch, prepared: Prepared) -> None:
+        """Add a batch of documents, in the order of the input: their ids, and what Members made of both."""
         num_left_out = len(documents.bad) + len(documents.filtered)
         num_empty = documents.num_lines - len(documents.texts) - num_left_out
         self._count_input(documents.num_lines, num_empty, documents.num_bytes)
         self._num_filtered += len(documents.filtered)
         num_tokens = np.diff(tokens.offsets)
         self._count_documents(num_tokens)
-        self._bad += documents.bad
+        self.bad += documents.bad
         self._count_sources(documents, num_tokens)
         if documents.ids is not None:
             self._keep_ids(documents.input_number, documents.input_offsets.tolist(), documents.ids)
         self._write(prepared())
 
-    def append_long(
-        self, document: LongDocument, num_text_bytes: int, ids: Iterable[npt.NDArray[np.uint32]]
-    ) -> None:
-        """Add a document whose ids come in pieces; one without text counts as an empty line."""
-        self._count_input(1, int(num_text_bytes == 0), document.num_bytes)
-        lengths: list[int] = []
+    def append_long(self, document: LongDocument, num_text_bytes: int, ids: Ids) -> None:
+        """Add a document that is read in pieces; one without text, and so without ids, is an empty line."""
+        place = document.place
+        self._count_input(1, int(not num_text_bytes), document.num_bytes)
         if num_text_bytes:
-
-            def counted() -> Iterator[npt.NDArray[np.uint32]]:
-                for piece in ids:
-                    lengths.append(len(piece))
-                    yield piece
-
-            self._write(self._members.long_document(document, num_text_bytes, counted()))
-            self._count_documents(np.array([sum(lengths)]))
-            self._keep_ids(document.place.input_number, [document.place.start], [document.id])
+            self._write(self._members.long_document(document, num_text_bytes, ids))
+            self._count_documents(np.array([len(ids)]))
+            self._keep_ids(place.input_number, [place.start], [document.id])
         num_bytes = num_text_bytes if document.source else document.num_bytes
-        self._count_source(
-            document.place.input_number,
-            document.source,
-            SourceCounts(
-                num_documents=int(num_text_bytes > 0),
-                num_tokens=sum(lengths),
-                num_bytes=num_bytes,
-                num_quarantined=0,
-            ),
-        )
+        self._count_source(place.input_number, document.source, int(num_text_bytes > 0), len(ids), num_bytes)
 
     def leave_out(self, document: LongDocument, bad: BadDocument) -> None:
         """Count a document that cannot be used; its line goes to the quarantine file."""
         self._count_input(1, 0, document.num_bytes)
-        self._bad.append(bad)
-        counts = SourceCounts(num_documents=0, num_tokens=0, num_bytes=document.num_bytes, num_quarantined=1)
-        self._count_source(document.place.input_number, document.source, counts)
+        self.bad.append(bad)
+        self._count_source(
+            document.place.input_number, document.source, num_bytes=document.num_bytes, num_bad=1
+        )
 
     def _count_input(self, num_lines: int, num_empty: int, num_bytes: int) -> None:
         self._num_lines += num_lines
@@ -222,34 +189,35 @@ class ShardWriter:
 
     def _count_sources(self, documents: DocumentBatch, num_tokens: npt.NDArray[np.int64]) -> None:
         """Count a batch by source; one whose records name theirs, per record."""
-        number = documents.input_number
-        names = documents.sources or []
+        number, texts = documents.input_number, documents.texts
+        if documents.sources is None:
+            self._count_source(number, "", len(texts), int(num_tokens.sum()), documents.num_bytes)
         by_name: dict[str, list[int]] = {}
-        for position, name in enumerate(names):
+        for position, name in enumerate(documents.sources or []):
             by_name.setdefault(name, []).append(position)
         for name, positions in by_name.items():
-            counts = SourceCounts(
-                num_documents=len(positions),
-                num_tokens=int(num_tokens[positions].sum()),
-                num_bytes=sum(len(documents.texts[position].encode()) for position in positions),
-                num_quarantined=0,
-            )
-            self._count_source(number, name, counts)
-        if documents.sources is None:
-            rest = SourceCounts(
-                num_documents=len(documents.texts),
-                num_tokens=int(num_tokens.sum()),
-                num_bytes=documents.num_bytes,
-                num_quarantined=0,
-            )
-            self._count_source(number, "", rest)
+            num_bytes = sum(len(texts[position].encode()) for position in positions)
+            self._count_source(number, name, len(positions), int(num_tokens[positions].sum()), num_bytes)
         for name, num_bad in Counter(bad.named for bad in documents.bad).items():
-            counts = SourceCounts(num_documents=0, num_tokens=0, num_bytes=0, num_quarantined=num_bad)
-            self._count_source(number, name, counts)
+            self._count_source(number, name, num_bad=num_bad)
 
-    def _count_source(self, input_number: int, name: str, counts: SourceCounts) -> None:
+    def _count_source(
+        self,
+        input_number: int,
+        name: str,
+        num_documents: int = 0,
+        num_tokens: int = 0,
+        num_bytes: int = 0,
+        num_bad: int = 0,
+    ) -> None:
         """Count what a source gave; without a name it is the file's. Raises BadInput for too many sources."""
         name = name or source_of_path(self._input_paths[input_number])
+        counts = SourceCounts(
+            num_documents=num_documents,
+            num_tokens=num_tokens,
+            num_bytes=num_bytes,
+            num_quarantined=num_bad,
+        )
         before = self._sources.get(name)
         self._sources[name] = counts if before is None else before + counts
         if len(self._sources) > _MOST_SOURCES:
@@ -265,8 +233,8 @@ class ShardWriter:
 
     def _count_documents(self, num_tokens: npt.NDArray[np.int64]) -> None:
         """Count documents, given the tokens of each."""
-        self._num_documents += len(num_tokens)
-        self._num_tokens += int(num_tokens.sum())
+        self.num_documents += len(num_tokens)
+        self.num_tokens += int(num_tokens.sum())
         self._histogram += np.bincount(np.frexp(num_tokens)[1], minlength=64)
 
     def _write(self, pieces: Iterable[Piece]) -> None:
@@ -301,11 +269,11 @@ class ShardWriter:
                 file.publish()
                 sync_folder(file.path.parent)
         sync_folder(self._folder)
-        vouching = PublishedFile(manifest_path(self._folder, self._shard_id))
-        self._files.append(vouching)
-        vouching.write(manifest.to_json())
-        vouching.sync()
-        vouching.publish()
+        manifest_file = PublishedFile(manifest_path(self._folder, self._shard_id))
+        self._files.append(manifest_file)
+        manifest_file.write(manifest.to_json())
+        manifest_file.sync()
+        manifest_file.publish()
         sync_folder(self._folder)
         if not self._is_alone or size_of_file(self._again) is not None:
             remove_temporaries_of([self._shard_id], self._folder)
@@ -313,10 +281,10 @@ class ShardWriter:
 
     def quarantine(self) -> PublishedFile | None:
         """The unpublished quarantine file, where documents were left out."""
-        if not self._bad:
+        if not self.bad:
             return None
         file = self._subfolder_file(quarantine_path(self._folder, self._shard_id))
-        for bad in self._bad:
+        for bad in self.bad:
             entry = {**dataclasses.asdict(bad), "source": self._input_paths[bad.source]}
             del entry["named"]
             file.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
@@ -332,19 +300,18 @@ class ShardWriter:
         return file
 
     def _counts(self) -> ShardCounts:
-        reasons = sorted({bad.reason for bad in self._bad})
         used = np.flatnonzero(self._histogram)
         return ShardCounts(
             num_samples=self._num_samples,
-            num_documents=self._num_documents,
-            num_tokens=self._num_tokens,
+            num_documents=self.num_documents,
+            num_tokens=self.num_tokens,
             num_lines=self._num_lines,
             num_empty_lines=self._num_empty,
             num_filtered=self._num_filtered,
             num_pad_tokens=self._members.num_padding,
             num_documents_across_rows=self._members.num_split,
             input_bytes=self._input_bytes,
-            quarantined={reason: sum(bad.reason == reason for bad in self._bad) for reason in reasons},
+            quarantined=dict(sorted(Counter(bad.reason for bad in self.bad).items())),
             length_histogram=self._histogram[: used[-1] + 1].tolist() if len(used) else [],
             sources=dict(sorted(self._sources.items())),
         )

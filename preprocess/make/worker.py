@@ -1,8 +1,8 @@
 """Makes one shard: read_documents -> encode -> members -> tar and idx -> manifest.
 
-Threads of this process share the work: one reads and decodes the next batch, some take a batch each, encode
-it, with the engine's own threads, and lay it out, and one writes the batches in their order. All but the
-encoding is Python and numpy, which share the interpreter's lock for a part of the time: see docs/speed.md.
+Threads share the work: one reads and decodes the next batch, some take a batch each, encode it, with the
+engine's own threads, and lay it out, and this one writes the batches in their order. All but the encoding is
+Python and numpy, which share the interpreter's lock for a part of the time: see docs/speed.md.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 import preprocess
 from preprocess.done_shards import read_findings
@@ -29,14 +30,15 @@ from preprocess.formats.format import DocumentBatch, Reading, reading_of
 from preprocess.formats.inputs import BadDocument
 from preprocess.formats.long_documents import MOST_HELD_BYTES, LongDocument
 from preprocess.formats.text_changes import check_text_versions
-from preprocess.make.engines import Engine, TokenBatch, load_engine
-from preprocess.make.members import DocumentMembers, Members, Prepared, RowMembers
+from preprocess.make.engines import Engine, load_engine
+from preprocess.make.members import DocumentMembers, Members, RowMembers
 from preprocess.make.packing import packer_of
 from preprocess.make.shard_writer import ShardWriter, remove_leftovers, remove_temporaries_of
 from preprocess.options import PlanOptions, WorkerSettings
 from preprocess.plan.plan_file import Plan, PlannedShard
 from preprocess.plan.tokenizer_files import TOKENIZER_FILE, check_tokenizer_files
 from preprocess.resources import share_heaps
+from shardprep.console import counted
 from shardprep.errors import BadInput, BrokenShard, CannotWrite, MissingShard, ReadWriteError, Refused
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.manifest import Manifest, check_shard
@@ -45,7 +47,7 @@ from shardprep.format.names import TOKENIZER_DIR, quarantine_path
 _MOST_MAKERS = 4  # threads that encode and lay out; more would wait for the interpreter's lock
 
 Item = TypeVar("Item")
-Arguments = ParamSpec("Arguments")
+_Append = Callable[[ShardWriter], None]
 _SLURM_FACTS = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT")
 
 
@@ -53,7 +55,7 @@ class Work(NamedTuple):
     """What was done since the last time it was told."""
 
     num_bytes: int  # of input
-    num_documents: int  # a batch late, as they are counted where they are written
+    num_documents: int
     num_tokens: int
 
     @property
@@ -71,19 +73,11 @@ class Worker:
     settings: WorkerSettings
     engine: Engine
     num_cpus: int
-    # These follow from the others, and are the same for all shards.
-    spec: DatasetSpec = field(init=False)
-    reading: Reading = field(init=False)
-    end_id: int | None = field(init=False)  # the token that ends each document
-    # Threads that take a batch each: two on two cores, so that one encodes while the other prepares.
-    num_makers: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "spec", self.plan.spec)
-        object.__setattr__(self, "reading", reading_of(self.plan.options, self.settings.batch_bytes))
-        object.__setattr__(self, "end_id", self.plan.end_id)
-        most = min(_MOST_MAKERS, self.num_cpus, max(2, self.num_cpus // 2), self.settings.most_batches)
-        object.__setattr__(self, "num_makers", most)
+    @property
+    def reading(self) -> Reading:
+        """How documents are read."""
+        return reading_of(self.plan.options, self.settings.batch_bytes)
 
     def run_shard(self, shard: PlannedShard, progress: Callable[[Work], None]) -> Manifest:
         """Make a shard of ``plan``; ``progress`` is told the work of each batch.
@@ -101,34 +95,33 @@ class Worker:
 
     def _make_shard(self, shard: PlannedShard, progress: Callable[[Work], None]) -> Manifest:
         began, cpu_began = time.time(), time.process_time()
-        options, num_makers = self.plan.options, self.num_makers
+        options, spec = self.plan.options, self.plan.spec
+        # Threads that take a batch each: two on two cores, so that one encodes while the other prepares.
+        num_makers = min(_MOST_MAKERS, self.num_cpus, max(2, self.num_cpus // 2), self.settings.most_batches)
         digest = None if shard.sha256 is None else hashlib.sha256()
         documents = read_documents(
             shard.ranges, self.reading, digest=digest, most_documents=shard.most_documents
         )
         batch_size = self.settings.writer_batch_size
-        members = members_of(self.folder, self.spec, shard.shard_id, options, batch_size=batch_size)
+        members = members_of(spec, shard.shard_id, options, batch_size=batch_size)
         with (
             ThreadPoolExecutor(num_makers) as makers,
             ShardWriter(
                 self.folder,
-                self.spec,
+                spec,
                 shard.shard_id,
                 members,
                 input_paths={number: self.plan.inputs[number].path for number in shard.input_numbers},
                 keeps_ids=bool(options.id_field),
             ) as writer,
-            WriteBehind(num_behind=1 + num_makers) as behind,
         ):
-            counted = (0, 0)
+            behind: deque[tuple[int, Future[_Append]]] = deque()  # bytes of input, and what appends them
             for item in read_ahead(documents, num_ahead=1):
-                if isinstance(item, LongDocument):
-                    behind.put(self._append_long, writer, item)
-                else:
-                    behind.put(writer.append, item, makers.submit(self._made, members, item).result)
-                before, counted = counted, (writer.num_documents, writer.num_tokens)
-                progress(Work(item.num_bytes, counted[0] - before[0], counted[1] - before[1]))
-            behind.drain()
+                behind.append((item.num_bytes, makers.submit(self._made, members, item)))
+                if len(behind) > num_makers:
+                    progress(_append(writer, *behind.popleft()))
+            for made in behind:
+                progress(_append(writer, *made))
             if digest is not None:
                 self._check_hash(shard, digest.hexdigest())
             self._check_bad_fraction(writer, shard.shard_id)
@@ -146,28 +139,26 @@ class Worker:
             "new folder"
         )
 
-    def _made(self, members: Members, documents: DocumentBatch) -> tuple[TokenBatch, Prepared]:
-        """The ids of a batch, and its members as far as they can be laid out before its turn."""
-        tokens = self._encode(documents)
-        return tokens, members.prepare(documents, tokens)
+    def _made(self, members: Members, item: DocumentBatch | LongDocument) -> _Append:
+        """Encode documents and lay them out as far as can be before their turn; the result appends them.
 
-    def _encode(self, documents: DocumentBatch) -> TokenBatch:
-        return self.engine.encode_documents(
-            documents.texts,
-            batch_size=self.settings.batch_size,
-            end_id=self.end_id,
-            spans=documents.spans,
-        )
-
-    def _append_long(self, writer: ShardWriter, document: LongDocument) -> None:
-        """Read a long document twice or thrice: to check it, and in pieces for its ids and its text."""
+        A long document is read twice or thrice: to check it, and in pieces for its ids and its text.
+        """
+        end_id = self.plan.end_id
+        if isinstance(item, DocumentBatch):
+            tokens = self.engine.encode_documents(
+                item.texts, batch_size=self.settings.batch_size, end_id=end_id, spans=item.spans
+            )
+            prepared = members.prepare(item, tokens)
+            return lambda writer: writer.append(item, tokens, prepared)
         can_be_cut = self.plan.can_be_cut
-        found = document.text_bytes(can_be_cut=can_be_cut)
+        found = item.text_bytes(can_be_cut=can_be_cut)
         if isinstance(found, BadDocument):
-            writer.leave_out(document, found)
-            return
-        ids = self.engine.encode_long(document.text(), can_be_cut=can_be_cut, end_id=self.end_id)
-        writer.append_long(document, found, ids)
+            return lambda writer: writer.leave_out(item, found)
+        ids = [np.empty(0, np.uint32)]
+        if found:
+            ids += self.engine.encode_long(item.text(), can_be_cut=can_be_cut, end_id=end_id)
+        return lambda writer: writer.append_long(item, found, np.concatenate(ids))
 
     def _check_bad_fraction(self, writer: ShardWriter, shard_id: int) -> None:
         given = self.settings.max_bad_fraction
@@ -186,9 +177,9 @@ class Worker:
         elif reasons & {"no_field", "null_field", "wrong_type"}:
             hint = f"Is it another --{'messages' if self.plan.options.is_chat else 'text'}_field? "
         raise BadInput(
-            f"shard {shard_id:05d}: {writer.num_bad} documents ({writer.bad_fraction:.2%}) {why}, "
-            f"the limit is {limit:.2%}; they are named in {quarantine_path(self.folder, shard_id)}. {hint}"
-            "Otherwise mend the input and plan anew, or accept them: --max_bad_fraction"
+            f"shard {shard_id:05d}: {counted(len(writer.bad), 'document')} ({writer.bad_fraction:.2%}) "
+            f"{why}, the limit is {limit:.2%}; they are named in {quarantine_path(self.folder, shard_id)}. "
+            f"{hint}Otherwise mend the input and plan anew, or accept them: --max_bad_fraction"
         )
 
     def _run_facts(self, began: float, cpu_began: float) -> dict[str, Any]:
@@ -207,8 +198,15 @@ class Worker:
         }
 
 
+def _append(writer: ShardWriter, num_bytes: int, made: Future[_Append]) -> Work:
+    """Write what was made, once it is; returns the work."""
+    num_documents, num_tokens = writer.num_documents, writer.num_tokens
+    made.result()(writer)
+    return Work(num_bytes, writer.num_documents - num_documents, writer.num_tokens - num_tokens)
+
+
 def members_of(
-    folder: Path, spec: DatasetSpec, shard_id: int, options: PlanOptions, *, batch_size: int | None = None
+    spec: DatasetSpec, shard_id: int, options: PlanOptions, *, batch_size: int | None = None
 ) -> Members:
     """The layout that the options ask for: a sample per document, or packed rows.
 
@@ -216,7 +214,7 @@ def members_of(
     """
     if spec.has_rows:
         return RowMembers(spec, shard_id, packer_of(spec, options.pack))
-    return DocumentMembers(folder, spec, shard_id, keep_text=options.keep_text, batch_size=batch_size)
+    return DocumentMembers(spec, shard_id, keep_text=options.keep_text, batch_size=batch_size)
 
 
 def bad_words(options: PlanOptions) -> dict[str, str]:
@@ -328,36 +326,3 @@ def read_ahead(items: Iterator[Item], num_ahead: int) -> Iterator[Item]:
         finally:
             for future in held:
                 future.cancel()
-
-
-class WriteBehind:
-    """Makes calls in a thread of its own, in order, with a few of them waiting at most.
-
-    Within ``with``. An error of a call is raised by a later ``put``, or by ``drain``.
-    """
-
-    def __init__(self, num_behind: int) -> None:
-        self._num_behind = num_behind
-        self._pool = ThreadPoolExecutor(1)
-        self._held: deque[Future[None]] = deque()
-
-    def __enter__(self) -> WriteBehind:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for future in self._held:
-            future.cancel()
-        self._pool.shutdown()
-
-    def put(self, call: Callable[Arguments, None], *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
-        """Queue a call; waits while ``num_behind`` of them wait already."""
-        while len(self._held) >= self._num_behind:
-            self._held.popleft().result()
-        self._held.append(self._pool.submit(call, *args, **kwargs))
-
-    def drain(self) -> None:
-        """Wait until every call has ended."""
-        while self._held:
-            self._held.popleft().result()

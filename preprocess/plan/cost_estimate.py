@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import shutil
 import sys
 import tempfile
@@ -26,8 +25,7 @@ from preprocess.formats.format import SHORT_LINE_BYTES, DocumentBatch, Start, no
 from preprocess.formats.inputs import ByteRange, OpenInput
 from preprocess.formats.long_documents import LongDocument
 from preprocess.formats.text_fields import TextFields, UnusableText
-from preprocess.make.engines import Engine, TokenBatch, tokenizers_engine
-from preprocess.make.members import Prepared
+from preprocess.make.engines import Engine, tokenizers_engine
 from preprocess.make.shard_writer import ShardWriter
 from preprocess.make.worker import bad_words, members_of
 from preprocess.plan.plan_file import Plan
@@ -136,7 +134,7 @@ def measure(plan: Plan, engine: Engine) -> CostEstimate:
     input_paths = {number: item.path for number, item in enumerate(plan.inputs)}
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(scratch_folder())
-        members = members_of(folder, plan.spec, 0, plan.options)
+        members = members_of(plan.spec, 0, plan.options)
         writer = stack.enter_context(ShardWriter(folder, plan.spec, 0, members, input_paths=input_paths))
         num_bytes = 0
         read_s = encode_s = layout_s = write_s = 0.0  # of CPU
@@ -147,7 +145,7 @@ def measure(plan: Plan, engine: Engine) -> CostEstimate:
             at, encode_s = _add_cpu(at, encode_s)
             prepared = members.prepare(batch, tokens)
             at, layout_s = _add_cpu(at, layout_s)
-            writer.append(batch, functools.partial(_prepared, tokens, prepared))
+            writer.append(batch, tokens, prepared)
             at, write_s = _add_cpu(at, write_s)
             num_bytes += batch.num_bytes
         manifest = writer.commit({})
@@ -168,10 +166,6 @@ def measure(plan: Plan, engine: Engine) -> CostEstimate:
         # as many cores as there are.
         num_useful_cores=max(1, round(cpu_s / max(locked_s, write_s, 1e-9))) if num_bytes else 1,
     )
-
-
-def _prepared(tokens: TokenBatch, prepared: Prepared) -> tuple[TokenBatch, Prepared]:
-    return tokens, prepared
 
 
 class _SeenFields(TextFields):

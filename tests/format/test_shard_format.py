@@ -164,7 +164,9 @@ def test_json_ids_are_what_json_dumps_writes(vocab_size: int) -> None:
         writer = json_ids(vocab_size)
         texts = [json.dumps(ids) for ids in chosen]
         assert writer.lengths(batch).tolist() == [len(text) for text in texts]
-        assert writer.separated(batch).decode() == "".join(f", {number}" for ids in chosen for number in ids)
+        assert writer.separated(batch.ids).decode() == "".join(
+            f", {number}" for ids in chosen for number in ids
+        )
 
 
 def test_ids_take_two_bytes_up_to_65536_tokens_and_four_beyond() -> None:

@@ -25,7 +25,7 @@ from preprocess.check.plain_reader import plain_records
 from preprocess.formats import documents
 from preprocess.formats.format import DocumentBatch
 from preprocess.make import shard_writer, worker
-from preprocess.make.engines import TokenBatch, tokenizers_engine
+from preprocess.make.engines import Engine, TokenBatch, tokenizers_engine
 from tests import random_inputs
 from tests.chat_sets import TAGGED, chat_model, conversations, write_chats
 from tests.checkout import ROOT
@@ -224,16 +224,16 @@ def test_ids_that_are_not_the_references_are_found(
 ) -> None:
     data = Path(shutil.copytree(folders["packed"], tmp_path / "data"))
     (data / "shard-00001.json").unlink()
-    original = worker.Worker._encode
+    original = Engine.encode_documents
 
-    def erring(self: worker.Worker, documents: DocumentBatch) -> TokenBatch:
-        tokens = original(self, documents)
+    def erring(self: Engine, texts: list[str], **settings: Any) -> TokenBatch:
+        tokens = original(self, texts, **settings)
         ids = tokens.ids.copy()
         ids[1000] += 1
         return TokenBatch(ids=ids, offsets=tokens.offsets)
 
     with monkeypatch.context() as patch:
-        patch.setattr(worker.Worker, "_encode", erring)
+        patch.setattr(Engine, "encode_documents", erring)
         prep.make(data, 1)
     assert prep.command("verify", data).code == 0
     ended = prep.command("verify", data, "--deep", 3)

@@ -6,7 +6,6 @@ import errno
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,25 +138,6 @@ def test_an_input_that_comes_back_is_opened_and_read_again(
     ended = prep.command("--shard_id", 0, "--output_dir", folder)
     assert (ended.code, len(failed)) == (0, 2), ended.text
     assert (folder / "shard-00000.json").exists()
-
-
-def test_a_full_disk_while_a_long_document_waits_is_74(
-    prep: Prep, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Full:
-        def __enter__(self) -> Full:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
-        def write(self, _: Any) -> int:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: Full())
-    ended = prep.command("--shard_id", 0, "--output_dir", folder)
-    assert ended.code == 74, ended.text
-    assert "No space left on device" in ended.text
-    assert not list(folder.glob("shard-*"))
 
 
 def plan_args(prep: Prep, folder: Path, out: Path) -> list[object]:

@@ -186,12 +186,6 @@ PAIR_ROWS = '''class PairRows:
             if len(self._pair) == 2:
                 yield from self.finish()
 
-    def append_piece(self, ids, start):
-        raise BadInput(f"a document has more than half of {self._spec.seq_len} tokens, expected two in a row")
-
-    def end_document(self):
-        return iter(())
-
     def finish(self):
         if not self._pair:
             return

@@ -67,7 +67,7 @@ def test_a_signal_just_behind_the_making_of_a_shards_files_leaves_no_temporary(
     plan = need_plan(data_dir)
 
     def make() -> None:
-        members = members_of(data_dir, plan.spec, 0, plan.options)
+        members = members_of(plan.spec, 0, plan.options)
         with ShardWriter(data_dir, plan.spec, 0, members, input_paths={}):
             pass
 

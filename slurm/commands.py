@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import math
 import os
 import re
 import subprocess
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from time import sleep
 from typing import TypeVar
 
+from shardprep.console import say
 from shardprep.errors import NotFound, ReadWriteError, UsageError
 
 T = TypeVar("T")
@@ -60,10 +61,6 @@ class SlurmAway(ReadWriteError):
     """Slurm gives no answer: its controller is down or slow, or cannot be reached from here."""
 
 
-class SlurmGarbled(SlurmAway):
-    """An answer that is cut short, or of a form that is not known here."""
-
-
 class SlurmMissing(SlurmAway):
     """Slurm's commands are not installed here."""
 
@@ -73,17 +70,17 @@ class SlurmMissing(SlurmAway):
 def slurm_answer(parse: Callable[[str], T], *command: str, cluster: str | None = None) -> T:
     """What ``parse`` makes of the output of a command that only asks.
 
-    Raises what ``slurm_output`` raises, and SlurmGarbled where the output is cut short or unknown to it, or
+    Raises what ``slurm_output`` raises, and SlurmAway where the output is cut short or unknown to it, or
     where a server gave no answer and the command printed what others said.
     """
     done = _run(command, None, cluster)
     if _AWAY.search(done.stderr):
-        raise SlurmGarbled(f"{' '.join(command[:3])} answered in part: {' '.join(done.stderr.split())}")
+        raise SlurmAway(f"{' '.join(command[:3])} answered in part: {' '.join(done.stderr.split())}")
     text = done.stdout
     try:
         return parse(text)
     except (ValueError, LookupError, TypeError, ArithmeticError) as error:
-        raise SlurmGarbled(
+        raise SlurmAway(
             f"{' '.join(command[:3])} answered what cannot be read ({error}), beginning with "
             f"{text[:80]!r}; try again, and see whether {command[0]} itself answers: {command[0]} --version"
         ) from None
@@ -96,13 +93,6 @@ def slurm_output(*command: str, text: str | None = None, cluster: str | None = N
     installed, SlurmAway where the controller cannot be reached or does not answer within two minutes.
     """
     return _run(command, text, cluster).stdout
-
-
-def is_federated() -> bool:
-    """Whether this cluster is one of a federation, which may start a job on any of its clusters."""
-    with contextlib.suppress(SlurmRefused):
-        return slurm_output("scontrol", "show", "federation").startswith("Federation:")
-    return False
 
 
 def _run(command: Sequence[str], text: str | None, cluster: str | None) -> subprocess.CompletedProcess[str]:
@@ -157,15 +147,21 @@ def _environ(command: str, cluster: str | None) -> dict[str, str]:
     return {**kept, **asked, **zone, "SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
 
 
-def minutes_of(text: str) -> int | None:
-    """Return the minutes of a time of Slurm's, such as ``60`` or ``1-02:03:04``; None for UNLIMITED."""
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+def seconds_of(text: str) -> int | None:
+    """Return the seconds of a time of Slurm's: ``60`` (minutes), ``2:03`` or ``1-02:03:04``; else None."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?(?:\.\d+)?", text)
     if not match:
         return None
     days, first, second, third = (int(item or 0) for item in match.groups())
     if match[1] is None and match[4] is None:
-        return first  # minutes, or minutes:seconds
-    return (days * 24 + first) * 60 + second + (third > 0)
+        return first * 60 + second
+    return ((days * 24 + first) * 60 + second) * 60 + third
+
+
+def minutes_of(text: str) -> int | None:
+    """Return the minutes of a time of Slurm's, rounded up as Slurm does; None for UNLIMITED."""
+    seconds = seconds_of(text)
+    return None if seconds is None else math.ceil(seconds / 60)
 
 
 def megabytes_of(text: str) -> float | None:
@@ -187,34 +183,17 @@ def _parse_config(text: str) -> dict[str, str]:
     return config
 
 
-class Patience:
-    """Asks Slurm again where it gives no answer: a controller that restarts is back in a minute.
+def ask_patiently(question: Callable[[], T]) -> T:
+    """The answer, asking again while Slurm gives none: a controller that restarts is back in a minute.
 
-    It counts the failures in a row, so that one wait outlasts many short ones.
+    Raises SlurmAway after about an hour.
     """
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._num_failures = 0
-
-    def ask(self, question: Callable[[], T]) -> T:
-        """The answer, however often it takes. Raises SlurmAway after about an hour without one."""
-        while True:
-            try:
-                answer = question()
-            except SlurmMissing:
-                raise
-            except SlurmAway as error:
-                self._num_failures += 1
-                if self._num_failures > _MOST_FAILURES:
-                    raise
-                delay_s = self.delay_s()
-                self._say(f"{error}; asking again in {delay_s} s. What runs goes on meanwhile")
-                sleep(delay_s)
-            else:
-                self._num_failures = 0
-                return answer
-
-    def delay_s(self) -> float:
-        """How long to wait before the next question."""
-        return (*_DELAYS_S, _LONGEST_DELAY_S)[min(self._num_failures - 1, len(_DELAYS_S))]
+    for delay_s in (*_DELAYS_S, *[_LONGEST_DELAY_S] * (_MOST_FAILURES - len(_DELAYS_S))):
+        try:
+            return question()
+        except SlurmMissing:
+            raise
+        except SlurmAway as error:
+            say(f"{error}; asking again in {delay_s} s. What runs goes on meanwhile")
+            sleep(delay_s)
+    return question()

@@ -17,17 +17,23 @@ from __future__ import annotations
 import dataclasses
 import getpass
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from preprocess.attempts import Attempt
 from shardprep.format.names import MAX_SHARDS, ids_of_ranges
-from slurm.commands import SlurmAway, SlurmMissing, SlurmRefused, read_config, slurm_answer
+from slurm.commands import (
+    SlurmAway,
+    SlurmMissing,
+    SlurmRefused,
+    read_config,
+    seconds_of,
+    slurm_answer,
+)
 from slurm.script import CONTROL, JOB_NAME, names_begin
 from slurm.submissions import JobIdentity, Submission
 
@@ -151,20 +157,16 @@ def attempts_by_task(
     """
     found: dict[tuple[str, int], list[TaskAttempt]] = {}
     for attempt in accounts:
-        found.setdefault(attempt.key, []).append(attempt)
-    for attempt in queue:
-        attempts = found.setdefault(attempt.key, [])
-        if attempt.is_live:
-            # The accounts have this attempt as well unless it waits again after a requeue.
-            if attempts and attempts[-1].is_live and attempts[-1].state != "REQUEUED":
-                attempts.pop()
-            attempts.append(attempt)
-        elif not attempts or attempts[-1].is_live:
-            attempts[-1:] = [attempt]
+        if not attempt.is_live or attempt.state == "REQUEUED":
+            found.setdefault(attempt.key, []).append(attempt)
     queued = {attempt.key for attempt in queue}
     for key in found.keys() - queued:
-        if found[key][-1].is_live:
-            del found[key][-1]
+        while found[key] and found[key][-1].is_live:
+            found[key].pop()
+    for attempt in queue:
+        attempts = found.setdefault(attempt.key, [])
+        if attempt.is_live or not attempts or attempts[-1].is_live:
+            attempts.append(attempt)
     return {key: attempts for key, attempts in found.items() if attempts}
 
 
@@ -189,7 +191,7 @@ def parse_queue(text: str) -> list[TaskAttempt]:
             start_time=_local_time(values["StartTime"]),
             exit_code=_exit_code(values["exit_code"]),
             node=values["NodeList"],
-            elapsed_s=seconds_of(values["TimeUsed"]),
+            elapsed_s=seconds_of(values["TimeUsed"]) or 0,
             work_dir=values.get("WorkDir", ""),
             command=values.get("Command", "").removesuffix("|"),
         )
@@ -223,9 +225,7 @@ def _indices(text: str) -> list[int]:
     if text in ("", "N/A"):
         return [0]
     parts = text.strip("[]").partition("%")[0].split(",")
-    whole = [
-        each for each in parts if re.fullmatch(r"[0-9]{1,5}(-[0-9]{1,5})?", each)
-    ]  # none of ours is longer
+    whole = [each for each in parts if re.fullmatch(r"[0-9]{1,5}(-[0-9]{1,5})?", each)]  # ours are short
     return ids_of_ranges(",".join(whole), end=MAX_SHARDS + 1) if whole else []
 
 
@@ -265,25 +265,16 @@ def _local_time(text: str) -> str:
     return moment.astimezone().strftime("%Y-%m-%dT%H:%M:%S")
 
 
-def seconds_of(text: str) -> int:
-    """``1-02:03:04``, ``02:03:04``, ``02:03`` or ``00:00.931`` -> whole seconds; 0 for anything else."""
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)(?:\.\d+)?", text)
-    if not match:
-        return 0
-    days, hours, minutes, seconds = (int(item or 0) for item in match.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-
-
-TaskKey = tuple[int, str, int]  # number of the submission, job id, index in the array
+TaskKey = tuple[int, str, int]  # number of the submission (PLAIN: of none), job id, index in the array
+PLAIN = -1  # index N makes shard N
 _DEFAULT_FOLDER = "/data/processed"  # of prep_array.sh
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ShownJobs:
     """What Slurm shows of a data set's jobs."""
 
     attempts: dict[TaskKey, list[TaskAttempt]] = field(default_factory=dict)  # of a task, oldest first
-    plain: list[TaskAttempt] = field(default_factory=list)  # index N makes shard N
     hidden: dict[int, str] = field(default_factory=dict)  # number of a submission -> why it is not shown
     controllers: list[str] = field(default_factory=list)  # jobs of submit --until_done
     strays: list[str] = field(default_factory=list)  # held jobs of ours that no record names
@@ -292,30 +283,23 @@ class ShownJobs:
     accounts_away: str = ""  # why its accounts gave none, where there are any
     cluster: str = ""  # which one answered
 
-    @cached_property
-    def _by_key(self) -> dict[tuple[str, int], list[TaskAttempt]]:
-        found = {(job_id, index): tasks for (_, job_id, index), tasks in self.attempts.items()}
-        for task in self.plain:
-            found.setdefault(task.key, []).append(task)
-        return found
+    def last_task(self, key: TaskKey) -> TaskAttempt | None:
+        """What Slurm says of a task; None where it shows none."""
+        return self.attempts[key][-1] if key in self.attempts else None
 
-    def last_task(self, number: int, job_id: str, index: int) -> TaskAttempt | None:
-        """What Slurm says of a submission's task; None where it shows none."""
-        tasks = self.attempts.get((number, job_id, index))
-        return tasks[-1] if tasks else None
+    @cached_property
+    def _by_job(self) -> dict[tuple[str, int], list[TaskAttempt]]:
+        return {(job_id, index): tasks for (_, job_id, index), tasks in self.attempts.items()}
 
     def task_of(self, attempt: Attempt) -> TaskAttempt | None:
-        """What Slurm says of the task of an attempt, in whatever way the task was submitted."""
-        tasks = self._by_key.get(attempt.key)
-        return _of_restart(tasks, attempt.num_restarts) if tasks else None
+        """What Slurm says of the task of an attempt, in whatever way the task was submitted.
 
-
-def _of_restart(tasks: Sequence[TaskAttempt], num_restarts: int) -> TaskAttempt | None:
-    """The attempt of this restart. The accounts do not number them; squeue numbers the last."""
-    last = tasks[-1]
-    if last.num_restarts == num_restarts:
-        return last
-    return tasks[num_restarts] if num_restarts < len(tasks) - 1 else None
+        The accounts do not number restarts; squeue numbers the last.
+        """
+        tasks, number = self._by_job.get(attempt.key, []), attempt.num_restarts
+        if tasks and tasks[-1].num_restarts == number:
+            return tasks[-1]
+        return tasks[number] if number < len(tasks) - 1 else None
 
 
 def find_shown_jobs(
@@ -328,39 +312,53 @@ def find_shown_jobs(
     """
     user, begin = getpass.getuser(), names_begin(folder, plan_id)
     recorded = {job.job_id for submission in submissions for job in submission.jobs}
-    others = {each.job_id: each for each in open_attempts if each.job_id and each.job_id not in recorded}
+    plain = {each.key: each.user for each in open_attempts if each.job_id not in recorded}
     with ThreadPoolExecutor(3) as pool:
-        queue = pool.submit(queued_attempts, [*recorded, *others])
+        queue = pool.submit(queued_attempts, [*recorded, *(job_id for job_id, _ in plain)])
         mine = pool.submit(own_live_attempts, user)
         config = pool.submit(read_config).result() if submissions else {}
         queued, own = queue.result(), mine.result()
-    shown = _shown(submissions, queued, config.get("ClusterName", ""), open_attempts)
-    hidden = {**shown.hidden, **_private(submissions, shown, config.get("PrivateData", ""), user)}
-    known = {each.key: each.user for each in open_attempts}
-    plain = [each for each in queued if each.job_id in others and known.get(each.key) == each.user]
-    seen = {each.key for each in plain}
-    accounts_away = ""
-    try:
-        forgotten = {each.job_id for each in others.values() if each.key not in seen}
-        ended = accounted_attempts(forgotten)
-        plain += [each for each in ended if known.get(each.key) == each.user and not each.is_live]
-    except SlurmAway as error:
-        accounts_away = str(error)
-    plain += [
+    shown = ShownJobs(cluster=config.get("ClusterName", ""))
+    for cluster in sorted({each.cluster for each in submissions}):
+        there = [each for each in submissions if each.cluster == cluster]
+        _add_submitted(shown, cluster, there, queued, open_attempts)
+    if re.search(r"\b(jobs|all)\b", config.get("PrivateData", "")):
+        seen = {number for number, _, _ in shown.attempts}
+        for sent in submissions:
+            if sent.user != user and sent.number not in seen:
+                shown.hidden[sent.number] = f"this site shows the jobs of {sent.user} to {sent.user} alone"
+    tasks = [each for each in queued if plain.get(each.key) == each.user]
+    keys = {each.key for each in tasks}
+    ended = _accounted(shown, {job_id for job_id, index in plain if (job_id, index) not in keys})
+    tasks += [
+        each
+        for each in ended
+        if each.key not in keys and plain.get(each.key) == each.user and not each.is_live
+    ]
+    tasks += [
         each
         for each in own
-        if each.key not in seen and each.job_id not in recorded and _is_plain(each, folder)
+        if each.key not in keys and each.job_id not in recorded and _is_plain(each, folder)
     ]
-    named = recorded | {each.job_id for each in plain}
-    kinds: dict[str, set[str]] = {"controllers": set(), "strays": set(), "unrecorded": set()}
-    for each in own:
-        if each.name.startswith(begin) and each.job_id not in named:
+    for each in tasks:
+        shown.attempts.setdefault((PLAIN, *each.key), []).append(each)
+    known = recorded | {each.job_id for each in tasks}
+    for each in sorted(own, key=lambda each: int(each.job_id)):
+        if each.name.startswith(begin) and each.job_id not in known:
+            known.add(each.job_id)
             is_held = "JobHeldUser" in each.reason
-            kind = "controllers" if each.name.endswith(CONTROL) else "strays" if is_held else "unrecorded"
-            kinds[kind].add(each.job_id)
-    ids: dict[str, Any] = {kind: sorted(job_ids, key=int) for kind, job_ids in kinds.items()}
-    away = shown.accounts_away or accounts_away
-    return replace(shown, plain=plain, hidden=hidden, accounts_away=away, **ids)
+            others = shown.strays if is_held else shown.unrecorded
+            (shown.controllers if each.name.endswith(CONTROL) else others).append(each.job_id)
+    return shown
+
+
+def _accounted(shown: ShownJobs, job_ids: Iterable[str], cluster: str | None = None) -> list[TaskAttempt]:
+    """What the accounts keep of these jobs; where they are away, that is noted."""
+    try:
+        return accounted_attempts(job_ids, cluster)
+    except SlurmAway as error:
+        shown.accounts_away = str(error)
+        return []
 
 
 def _is_plain(task: TaskAttempt, folder: Path) -> bool:
@@ -389,85 +387,43 @@ def nothing_shown(submissions: Sequence[Submission], why: SlurmAway) -> ShownJob
     return ShownJobs(hidden={each.number: "Slurm gives no answer" for each in submissions}, away=str(why))
 
 
-def _shown(
+def _add_submitted(
+    shown: ShownJobs,
+    cluster: str,
     submissions: Sequence[Submission],
     queue: Sequence[TaskAttempt],
-    cluster: str,
     open_attempts: Sequence[Attempt],
-) -> ShownJobs:
-    found: dict[TaskKey, list[TaskAttempt]] = {}
-    hidden: dict[int, str] = {}
-    accounts_away = ""
-    for name in sorted({each.cluster for each in submissions}):
-        there = [each for each in submissions if each.cluster == name]
-        asked, queue_there = None, queue
-        if name not in ("", cluster):
-            asked = name
-            ids = [job.job_id for submission in there for job in submission.jobs]
-            try:
-                queue_there = queued_attempts(ids, name)
-            except SlurmAway:
-                hidden |= {each.number: f"cluster {name} cannot be seen from {cluster}" for each in there}
-                continue
-        ids = _unexplained(there, queue_there, open_attempts)
+) -> None:
+    """Add the tasks of the submissions to one cluster. ``queue``: what this host's cluster shows."""
+    asked = None
+    if cluster not in ("", shown.cluster):
+        asked = cluster
         try:
-            accounts = accounted_attempts(ids, asked)
-        except SlurmAway as error:
-            accounts, accounts_away = [], str(error)
-        found |= _owned(there, accounts, queue_there)
-    return ShownJobs(attempts=found, hidden=hidden, cluster=cluster, accounts_away=accounts_away)
-
-
-def _unexplained(
-    submissions: Sequence[Submission], queue: Sequence[TaskAttempt], open_attempts: Sequence[Attempt]
-) -> list[str]:
-    """Arrays with an attempt that has no end in its record and does not run: the accounts may know why."""
+            queue = queued_attempts([job.job_id for each in submissions for job in each.jobs], asked)
+        except SlurmAway:
+            why = f"cluster {cluster} cannot be seen from {shown.cluster}"
+            shown.hidden |= {each.number: why for each in submissions}
+            return
+    # Of an attempt that has no end in its record and does not run, the accounts may know why.
     live = {each.key for each in queue if each.is_live}
-    arrays = {array.job_id for submission in submissions for array in submission.arrays}
-    return sorted({each.job_id for each in open_attempts if each.key not in live and each.job_id in arrays})
+    arrays = {array.job_id for each in submissions for array in each.arrays}
+    unexplained = {each.job_id for each in open_attempts if each.key not in live} & arrays
+    accounts = _accounted(shown, unexplained, asked)
+    for submission in submissions:
+        jobs = {job.job_id: job for job in submission.jobs}
+        ended = [each for each in accounts if _is_of(jobs.get(each.job_id), each, is_later=True)]
+        queued = [
+            each for each in queue if _is_of(jobs.get(each.job_id), each, is_later=each.num_restarts > 0)
+        ]
+        for (job_id, index), attempts in attempts_by_task(ended, queued).items():
+            shown.attempts[submission.number, job_id, index] = attempts
 
 
-def _owned(
-    submissions: Sequence[Submission], accounts: Iterable[TaskAttempt], queue: Iterable[TaskAttempt]
-) -> dict[TaskKey, list[TaskAttempt]]:
-    """The attempts of these submissions' jobs on one cluster."""
-    jobs = [(each.number, job) for each in submissions for job in each.jobs]
-    by_id: dict[str, list[tuple[int, JobIdentity]]] = {}
-    for number, job in reversed(jobs):
-        by_id.setdefault(job.job_id, []).append((number, job))
-    shown: dict[int, tuple[list[TaskAttempt], list[TaskAttempt]]] = {number: ([], []) for number, _ in jobs}
-    for place, attempts in enumerate((accounts, queue)):
-        for attempt in attempts:
-            named = by_id.get(attempt.job_id, [])
-            is_later = attempts is accounts or attempt.num_restarts > 0
-            for number in [each for each, job in named if _is_of(job, attempt, is_later=is_later)][:1]:
-                shown[number][place].append(attempt)
-    return {
-        (number, *key): attempts
-        for number, both in shown.items()
-        for key, attempts in attempts_by_task(*both).items()
-    }
-
-
-def _is_of(job: JobIdentity, attempt: TaskAttempt, *, is_later: bool) -> bool:
-    """Whether Slurm shows this job, whose id is the same; one that was started again has a later time."""
-    if attempt.user != job.user:
+def _is_of(job: JobIdentity | None, attempt: TaskAttempt, *, is_later: bool) -> bool:
+    """Whether Slurm shows this job; one that was started again has a later time."""
+    if job is None or attempt.user != job.user:
         return False
     if attempt.name == job.name:
         return attempt.submit_time == job.submit_time or (is_later and attempt.submit_time > job.submit_time)
     # A person may have changed the name, but calls no job as another submission's.
     return attempt.submit_time == job.submit_time and not attempt.name.startswith(f"{JOB_NAME}-")
-
-
-def _private(
-    submissions: Sequence[Submission], shown: ShownJobs, private_data: str, user: str
-) -> dict[int, str]:
-    """Submissions of others that a site with PrivateData=jobs does not show."""
-    if not re.search(r"\b(jobs|all)\b", private_data):
-        return {}
-    seen: Collection[int] = {number for number, _, _ in shown.attempts}
-    return {
-        each.number: f"this site shows the jobs of {each.user} to {each.user} alone"
-        for each in submissions
-        if each.user != user and each.number not in seen
-    }

@@ -1,19 +1,9 @@
 """What a task asks Slurm for: JobRequest, whose fields are the flags of ``submit``, and where they come from.
 
-Defaults of a site, a user and a data set stand in ``shardprep.toml``:
-
-    [slurm]                          # for every submission
-    partition = "cpu"
-    account = "p123"
-
-    [slurm.profiles.leonardo]        # --profile leonardo: these win over those above
-    partition = "dcgp"
-    container = "apptainer exec image.sif"
-
-The keys are the fields of JobRequest; ``profile = "leonardo"`` in [slurm]
-chooses a profile. Of three files the nearer one wins, key by key: /etc/shardprep.toml, the user's
-(~/.config/shardprep.toml), and the data set's own. Flags and sbatch's variables (SBATCH_PARTITION) win over
-all of them.
+Defaults of a site, a user and a data set stand in ``shardprep.toml``: the table [slurm], and
+[slurm.profiles.NAME] for --profile. Of three files the nearer one wins, key by key: /etc/shardprep.toml, the
+user's (~/.config/shardprep.toml), and the data set's own. Flags and sbatch's variables (SBATCH_PARTITION) win
+over all of them.
 """
 
 from __future__ import annotations
@@ -25,10 +15,11 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from shardprep.command_line import option
 from shardprep.errors import CannotWrite, UsageError
 from shardprep.files import NOT_THERE, publish_bytes, read_regular
 from slurm.commands import REQUEST_VARIABLES, megabytes_of, minutes_of
@@ -53,43 +44,26 @@ _MAX_BYTES = 1 << 20
 class JobRequest:
     """Resources of one task, and how many run at once. None leaves it to the site."""
 
-    partition: str | None = field(default=None, metadata={"help": "partition (default: the site's)"})
-    cpus_per_task: int | str = field(
-        default=8,
-        metadata={"help": "CPUs of a task (default 8); node: all of a node that no other job is on"},
+    partition: str | None = option(None, "partition (default: the site's)")
+    cpus_per_task: int | str = option(
+        8, "CPUs of a task (default 8); node: all of a node that no other job is on"
     )
-    mem_gb: float | None = field(default=None, metadata={"help": "memory of a task (default: the site's)"})
-    mem_per_cpu_gb: float | None = field(
-        default=None, metadata={"help": "memory of each CPU of a task, where a site wants it so"}
+    mem_gb: float | None = option(None, "memory of a task (default: the site's)")
+    mem_per_cpu_gb: float | None = option(None, "memory of each CPU of a task, where a site wants it so")
+    time_min: int | None = option(None, "time limit of a task (default: the partition's)")
+    max_parallel: int = option(50, "tasks that run at once (default 50)")
+    account: str | None = option(None, "account to charge (default: the site's)")
+    qos: str | None = option(None, "quality of service (default: the site's)")
+    constraint: str | None = option(None, "features of the nodes")
+    exclude: str | None = option(None, "nodes to leave out, such as n[3-5]")
+    setup: str | None = option(None, "a file that tasks source first: modules, conda, a virtual environment")
+    container: str | None = option(None, "put before Python, such as 'apptainer exec image.sif'")
+    srun_args: str | None = option(None, "more options of srun, such as --container-image=... (pyxis)")
+    notify: str | None = option(
+        None, "a command that the verify job runs at its end; SHARDPREP_RESULT says how it ended"
     )
-    time_min: int | None = field(
-        default=None, metadata={"help": "time limit of a task (default: the partition's)"}
-    )
-    max_parallel: int = field(default=50, metadata={"help": "tasks that run at once (default 50)"})
-    account: str | None = field(default=None, metadata={"help": "account to charge (default: the site's)"})
-    qos: str | None = field(default=None, metadata={"help": "quality of service (default: the site's)"})
-    constraint: str | None = field(default=None, metadata={"help": "features of the nodes"})
-    exclude: str | None = field(default=None, metadata={"help": "nodes to leave out, such as n[3-5]"})
-    setup: str | None = field(
-        default=None,
-        metadata={"help": "a file that tasks source first: modules, conda, a virtual environment"},
-    )
-    container: str | None = field(
-        default=None, metadata={"help": "put before Python, such as 'apptainer exec image.sif'"}
-    )
-    srun_args: str | None = field(
-        default=None, metadata={"help": "more options of srun, such as --container-image=... (pyxis)"}
-    )
-    notify: str | None = field(
-        default=None,
-        metadata={
-            "help": "a command that the verify job runs at its end; SHARDPREP_RESULT says how it ended"
-        },
-    )
-    sbatch_args: str = field(default="", metadata={"help": "more options of sbatch, quoted as one word"})
-    worker_args: str = field(
-        default="", metadata={"help": "more flags of the worker, such as '--max_bad_fraction 0.05'"}
-    )
+    sbatch_args: str = option("", "more options of sbatch, quoted as one word")
+    worker_args: str = option("", "more flags of the worker, such as '--max_bad_fraction 0.05'")
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(JobRequest).items():
@@ -115,12 +89,8 @@ class JobRequest:
 
     def sbatch_options(self) -> list[str]:
         """The options of sbatch that this stands for. Later ones win: retry must be able to raise memory."""
-        options = [
-            *shlex.split(self.sbatch_args),
-            "--nodes=1",
-            "--ntasks=1",
-            "--exclusive" if self.num_cpus is None else f"--cpus-per-task={self.num_cpus}",
-        ]
+        options = [*shlex.split(self.sbatch_args), "--nodes=1", "--ntasks=1"]
+        options.append("--exclusive" if self.num_cpus is None else f"--cpus-per-task={self.num_cpus}")
         if self.mem_gb is not None:
             options.append(f"--mem={round(self.mem_gb * 1024)}M")
         elif self.mem_per_cpu_gb is not None:
@@ -147,40 +117,7 @@ class JobRequest:
         return JobRequest(**with_changes(dataclasses.asdict(self), changes))
 
 
-def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of a request with changes; memory of one kind replaces memory of the other kind."""
-    has_memory = any(changes.get(name) is not None for name in _MEMORY)
-    kept = {name: value for name, value in values.items() if not (has_memory and name in _MEMORY)}
-    return {**kept, **changes}
-
-
-def with_variables(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields that the user gave by flags, or else by sbatch's and prep_array.sh's own variables.
-
-    A set-up file's path becomes absolute. Raises UsageError for a time or memory that cannot be read.
-    """
-    found: dict[str, Any] = {
-        each: environ[name]
-        for each, name in REQUEST_VARIABLES.items()
-        if each not in flags and environ.get(name)
-    }
-    for field_name in found.keys() & {"time_min", *_MEMORY}:
-        text = found[field_name]
-        number = minutes_of(text) if field_name == "time_min" else megabytes_of(text)
-        if not number:
-            expected = "60 or 2:00:00" if field_name == "time_min" else "4000 or 4G"
-            raise UsageError(
-                f"{REQUEST_VARIABLES[field_name]} is {text!r:.60}, expected a value such as {expected}; "
-                f"unset it, or give the flag --{field_name} too"
-            )
-        found[field_name] = number if field_name == "time_min" else number / 1024
-    found = with_changes(found, flags)
-    return {**found, "setup": setup_path(found["setup"], "")} if found.get("setup") else found
-
-
-def setup_path(text: str, base: str | Path) -> str:
-    """Return the absolute path of a set-up file that was given relative to a folder."""
-    return os.path.abspath(os.path.join(base, os.path.expanduser(text)))  # noqa: PTH100, PTH111, PTH118 - text
+_FIELDS = [item.name for item in dataclasses.fields(JobRequest)]
 
 
 def _check_value(name: str, value: object, hint: Any) -> None:
@@ -196,30 +133,56 @@ def _check_value(name: str, value: object, hint: Any) -> None:
         )
 
 
-_FIELDS = [item.name for item in dataclasses.fields(JobRequest)]
+def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of a request with changes; memory of one kind replaces memory of the other kind."""
+    has_memory = any(changes.get(name) is not None for name in _MEMORY)
+    kept = {name: value for name, value in values.items() if not (has_memory and name in _MEMORY)}
+    return {**kept, **changes}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Defaults:
-    """Fields of a JobRequest, and where each was found."""
+def with_variables(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that the user gave by flags, or else by sbatch's and prep_array.sh's own variables.
 
-    values: dict[str, Any]
-    sources: dict[str, str]
+    A set-up file's path becomes absolute. Raises UsageError for a time or memory that cannot be read.
+    """
+    found: dict[str, Any] = {}
+    for name, variable in REQUEST_VARIABLES.items():
+        text = os.environ.get(variable)
+        if not text or name in flags:
+            continue
+        value: Any = text
+        if name in ("time_min", *_MEMORY):
+            number = minutes_of(text) if name == "time_min" else megabytes_of(text)
+            if not number:
+                expected = "60 or 2:00:00" if name == "time_min" else "4000 or 4G"
+                raise UsageError(
+                    f"{variable} is {text!r:.60}, expected a value such as {expected}; "
+                    f"unset it, or give the flag --{name} too"
+                )
+            value = number if name == "time_min" else number / 1024
+        found[name] = value
+    return _with_whole_setup(with_changes(found, flags), "")
 
 
-def user_file(environ: Mapping[str, str]) -> Path:
+def _with_whole_setup(values: dict[str, Any], base: str | Path) -> dict[str, Any]:
+    """The values with the absolute path of a set-up file that was given relative to a folder."""
+    if not values.get("setup"):
+        return values
+    path = os.path.join(base, os.path.expanduser(values["setup"]))  # noqa: PTH111, PTH118 - text
+    return {**values, "setup": os.path.abspath(path)}  # noqa: PTH100
+
+
+def user_file() -> Path:
     """The user's own file, whether it is there or not."""
-    return Path(environ.get("XDG_CONFIG_HOME") or f"{environ.get('HOME', '')}/.config", FILE_NAME)
+    return Path(os.environ.get("XDG_CONFIG_HOME") or f"{os.environ.get('HOME', '')}/.config", FILE_NAME)
 
 
-def find_defaults(
-    folder: Path, profile: str | None, environ: Mapping[str, str], site: Path | None = None
-) -> Defaults:
-    """What the three files say, and the profile that was chosen.
+def find_defaults(folder: Path, profile: str | None) -> tuple[dict[str, Any], dict[str, str]]:
+    """The fields that the three files and the chosen profile give, and where each was found.
 
     Raises UsageError for what cannot be used, naming file and key, and what reading the files raises.
     """
-    places = ((site or _SITE) / FILE_NAME, user_file(environ), folder / FILE_NAME)
+    places = (_SITE / FILE_NAME, user_file(), folder / FILE_NAME)
     tables = [(path, _read(path)) for path in places]
     for _, table in tables:
         chosen = table.pop("profile", None)
@@ -233,16 +196,15 @@ def find_defaults(
         )
     found = [(str(path), table) for path, table in tables]
     found += [(f"profile {profile} of {path}", each[profile]) for path, each in profiles if profile in each]
-    defaults = Defaults(values={}, sources={})
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
     for source, table in found:
-        defaults = Defaults(values=with_changes(defaults.values, table), sources=defaults.sources)
-        defaults.sources.update(dict.fromkeys(table, source))
-    return defaults
+        values = with_changes(values, table)
+        sources |= dict.fromkeys(table, source)
+    return values, sources
 
 
-def save_profile(
-    name: str, values: Mapping[str, Any], environ: Mapping[str, str], *, dry_run: bool = False
-) -> Path:
+def save_profile(name: str, values: Mapping[str, Any], *, dry_run: bool = False) -> Path:
     """Write a profile into the user's file, in place of one of this name; the rest of the file stays.
 
     A dry run checks the same and writes nothing. Raises UsageError for a name that is none, CannotWrite or
@@ -250,7 +212,7 @@ def save_profile(
     """
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
         raise UsageError(f"--save_profile is {name!r}, expected letters, digits, - and _")
-    path = user_file(environ)
+    path = user_file()
     _read(path)  # a file that cannot be read must not be written over
     if dry_run:
         return path
@@ -279,22 +241,17 @@ def _read(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is no TOML: {error}; mend it or move it away") from None
     if not isinstance(table, dict):
         raise UsageError(f"{path}: slurm is {table!r:.60}, expected a table: [slurm]")
-    table = dict(table)
     profiles, profile = table.pop("profiles", {}), table.pop("profile", None)
     if not isinstance(profiles, dict) or not all(isinstance(each, dict) for each in profiles.values()):
         raise UsageError(f"{path}: profiles must be tables such as [slurm.profiles.leonardo]")
     if profile is not None and not isinstance(profile, str):
         raise UsageError(f"{path}: profile is {profile!r:.60}, expected the name of a profile")
-    return {
-        **_fields(path, "[slurm]", table),
-        "profiles": {
-            name: _fields(path, f"[slurm.profiles.{name}]", each) for name, each in profiles.items()
-        },
-        **({} if profile is None else {"profile": profile}),
-    }
+    checked = {name: _checked(path, f"[slurm.profiles.{name}]", each) for name, each in profiles.items()}
+    return {**_checked(path, "[slurm]", table), "profiles": checked, "profile": profile}
 
 
-def _fields(path: Path, where: str, table: dict[str, Any]) -> dict[str, Any]:
+def _checked(path: Path, where: str, table: dict[str, Any]) -> dict[str, Any]:
+    """A table whose keys are fields of a request, with values that one can have."""
     if unknown := sorted(table.keys() - set(_FIELDS)):
         raise UsageError(f"{path}: {where} has {unknown[0]!r}, expected: {', '.join(_FIELDS)}")
     for name, value in table.items():
@@ -302,5 +259,4 @@ def _fields(path: Path, where: str, table: dict[str, Any]) -> dict[str, Any]:
             JobRequest(**{name: value})
         except UsageError as error:
             raise UsageError(f"{path}: {where}: {error}") from None
-    setup = table.get("setup")
-    return {**table, "setup": setup_path(setup, path.parent)} if setup else table
+    return _with_whole_setup(table, path.parent)

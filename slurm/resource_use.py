@@ -5,12 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from preprocess.done_shards import find_made_shards
 from preprocess.plan.plan_file import Plan
+from shardprep.console import counted, say
+from shardprep.errors import ShardprepError
 from shardprep.format.shard_making import ShardMaking
-from slurm.site import PartitionLimits
+from slurm.request import JobRequest
+from slurm.site import SiteLimits, check_folder
 from slurm.state import DatasetState
 from slurm.submissions import Submission, read_events
 
@@ -98,80 +103,90 @@ def asked_for(state: DatasetState) -> dict[str, dict[str, Any]]:
     }
 
 
-def advice_of_makings(
-    made: Sequence[ShardMaking],
-    shards_per_task: int,
-    num_cpus: int | None = None,
-    partition: PartitionLimits | None = None,
-) -> dict[str, Any]:
-    """CPUs, memory and time of a task, by the shards that were made already.
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """What the largest shard takes, by the shards that are made, or by a sample of the input."""
 
-    ``num_cpus``: of a task, where somebody has chosen them.
-    """
-    num_cpus = num_cpus or _at_most(
-        min(
-            _fewer(max(each.num_cpus for each in made), _cpu_share(made)),
-            _worth_cpus(max(each.cpu_s for each in made) * shards_per_task),
-        ),
-        partition,
-    )
-    num_processes = min(num_cpus, shards_per_task)
-    rss_gb = max(each.max_rss_bytes for each in made) / 2**30
-    num_well_used = min(num_cpus, max(each.num_cpus for each in made) * shards_per_task)
-    longest_s = max(each.wall_s * each.num_cpus for each in made) / num_well_used
-    return {
-        "cpus_per_task": num_cpus,
-        "mem_gb": _quarters(rss_gb * num_processes * _SPARE),
-        "time_min": _minutes(longest_s * shards_per_task),
-    }
+    process_gb: float
+    core_s: float  # wall time by the CPUs that it had
+    cpu_s: float
+    useful_cpus: int  # more of them would have nothing to do
+    cpus: int  # to ask for, of one shard
 
 
-def advice_of_plan(
-    plan: Plan,
+def advised(
     folder: Path,
-    shards_per_task: int,
-    num_cpus: int | None = None,
-    partition: PartitionLimits | None = None,
-) -> dict[str, Any]:
-    """CPUs, memory and time of a task, by a sample of the input, as ``plan`` measures it: a second or two.
+    request: JobRequest,
+    shards_per_task: int | None,
+    limits: SiteLimits | None,
+    *,
+    has_cpus: bool,
+) -> tuple[dict[str, Any], str]:
+    """What ``--auto`` asks for: CPUs, memory and time of a task, and what that was taken from.
 
-    ``num_cpus``: of a task, where somebody has chosen them.
-    Raises what loading the tokenizer and reading the input raise.
+    ``has_cpus``: the request's CPUs were given; memory and time are then what a task of these needs.
     """
+    plan = check_folder(folder, request)
+    made = list(find_made_shards(folder, plan).done.values())
+    num_cpus = None
+    if has_cpus:
+        num_cpus = request.num_cpus or (limits.max_cpus if limits else None)
+        if request.num_cpus is None:  # a whole node, which makes a shard on each of its CPUs
+            shards_per_task = shards_per_task or num_cpus
+    num_left = plan.num_shards - len(made)
+    per_task = max(shards_per_task or 1, -(-num_left // max(1, limits.max_tasks)) if limits else 1)
+    try:
+        work = _work_of_makings(made) if made else _work_of_plan(plan, folder)
+    except (ShardprepError, OSError) as error:
+        say(f"warning: --auto cannot measure the input from here ({error}); the defaults are taken")
+        return {}, ""
+    source = f"auto: {counted(len(made), 'finished shard')}" if made else "auto: a sample of the input"
+    return _advice(work, per_task, num_cpus, limits), source
+
+
+def _work_of_makings(made: Sequence[ShardMaking]) -> _Work:
+    useful_cpus = max(each.num_cpus for each in made)
+    return _Work(
+        process_gb=max(each.max_rss_bytes for each in made) / 2**30 * _SPARE,
+        core_s=max(each.wall_s * each.num_cpus for each in made),
+        cpu_s=max(each.cpu_s for each in made),
+        useful_cpus=useful_cpus,
+        cpus=_fewer(useful_cpus, _cpu_share(made)),
+    )
+
+
+def _work_of_plan(plan: Plan, folder: Path) -> _Work:
+    """A second or two of CPU. Raises what loading the tokenizer and reading the input raise."""
     from preprocess.plan.cost_estimate import estimate_of  # numpy, which status does not need
 
     cost = estimate_of(plan, folder)
-    num_cpus = num_cpus or _at_most(
-        max(1, min(cost.num_useful_cores, _MOST_CPUS, _worth_cpus(cost.longest_shard_s * shards_per_task))),
-        partition,
+    return _Work(
+        process_gb=_PROCESS_GB,
+        core_s=cost.longest_shard_s,
+        cpu_s=cost.longest_shard_s,
+        useful_cpus=cost.num_useful_cores,
+        cpus=max(1, min(cost.num_useful_cores, _MOST_CPUS)),
     )
-    num_well_used = min(num_cpus, cost.num_useful_cores * shards_per_task)
-    return {
-        "cpus_per_task": num_cpus,
-        "mem_gb": _PROCESS_GB * min(num_cpus, shards_per_task),
-        "time_min": _minutes(cost.longest_shard_s * shards_per_task / num_well_used),
+
+
+def _advice(
+    work: _Work, shards_per_task: int, num_cpus: int | None, limits: SiteLimits | None
+) -> dict[str, Any]:
+    """CPUs, memory and time of a task, as far as some node of the partition has so much."""
+    limits = limits or SiteLimits(cluster="", max_tasks=1)
+    if num_cpus is None:
+        worth = math.ceil(max(work.cpu_s * shards_per_task, 1) / 60)  # each CPU has a minute of work
+        num_cpus = min(work.cpus, worth, limits.max_cpus or work.cpus)
+    well_used = min(num_cpus, work.useful_cpus * shards_per_task)
+    advice = {
+        "cpus_per_task": (num_cpus, limits.max_cpus),
+        "mem_gb": (
+            _quarters(work.process_gb * min(num_cpus, shards_per_task)),
+            (limits.max_mem_mb or 0) / 1024,
+        ),
+        "time_min": (_minutes(work.core_s * shards_per_task / well_used), limits.max_time_min),
     }
-
-
-def _worth_cpus(cpu_s: float) -> int:
-    """As many CPUs as leave each of them a minute of a task's work."""
-    return math.ceil(max(cpu_s, 1) / 60)
-
-
-def _at_most(num_cpus: int, partition: PartitionLimits | None) -> int:
-    return min(num_cpus, partition.max_cpus or num_cpus) if partition else num_cpus
-
-
-def within(advice: dict[str, Any], partition: PartitionLimits | None) -> dict[str, Any]:
-    """The advice, as far as some node of the partition has so much."""
-    if partition is None:
-        return advice
-    most = {
-        "cpus_per_task": partition.max_cpus,
-        "mem_gb": partition.max_mem_mb / 1024,
-        "time_min": partition.max_time_min,
-    }
-    return {name: min(value, most[name] or value) for name, value in advice.items()}
+    return {name: min(value, most or value) for name, (value, most) in advice.items()}
 
 
 def _fewer(num_cpus: int, share: float) -> int:

@@ -8,35 +8,96 @@ DATA/jobs/history.jsonl, which ``status`` shows.
 
 from __future__ import annotations
 
-import shlex
+import argparse
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from preprocess.attempts import Attempt
-from shardprep.console import counted, quoted, say
-from shardprep.errors import NotFound, ReadWriteError, UsageError
+from preprocess.plan.plan_file import need_plan
+from shardprep.command_line import given_of
+from shardprep.console import counted, print_lines, quoted, say
+from shardprep.errors import NotFound, ReadWriteError, ShardprepError, UsageError
 from shardprep.format.names import id_ranges
-from slurm.request import JobRequest
-from slurm.script import CONTROL, controller_script, job_name
-from slurm.send import Sending, check_recorded, prepare, submit_script
-from slurm.site import check_folder, find_partition_limits
+from slurm.commands import ask_patiently
+from slurm.request import JobRequest, with_variables
+from slurm.send import Sending, check_recorded, leave_controller, prepare, send_prepared
+from slurm.site import check_folder, find_limits
 from slurm.state import (
     NODE_FAIL,
     OUT_OF_MEMORY,
     TIMEOUT,
     DatasetState,
     ShardState,
+    chosen_shards,
+    find_state,
     reason_to_leave,
     remedy_of,
 )
+from slurm.status import wait_for_jobs
 from slurm.submissions import append_event
 
 REPORT_NAME = "report.html"
 _TOGETHER_S = 600.0  # Slurm finds nodes of one power cut up to SlurmdTimeout (300 s) apart
 _LATE_KILL_MIN = 2  # Slurm looks at limits every half minute, and then waits for the task to end
+
+
+def retry(args: argparse.Namespace) -> int:
+    """``retry O``: what failed, each as its failure asks."""
+    try:
+        return _retry(args)
+    except ShardprepError as error:
+        if args.until_done and not args.dry_run:
+            append_event(args.output_dir, "stopped", why=str(error))
+        raise
+
+
+def _retry(args: argparse.Namespace) -> int:
+    changes = with_variables(given_of(args, JobRequest))
+
+    def prepared() -> tuple[DatasetState, Sending | None]:
+        plan = need_plan(args.output_dir)
+
+        def look() -> DatasetState:
+            return find_state(args.output_dir, plan)
+
+        state = ask_patiently(look) if args.until_done else look()  # nobody else would ask again
+        left, sending = prepare_retry(
+            state,
+            changes,
+            max_attempts=args.max_attempts,
+            shards_per_task=args.shards_per_task,
+            shard_ids=chosen_shards(args.output_dir, args.shards),
+        )
+        for shard in left:
+            why = reason_to_leave(shard, args.max_attempts, changes)
+            say(f"left: shard {shard.shard_id:05d}: {shard.cause}; {why}; {remedy_of(shard.cause or '')}")
+        return state, sending
+
+    state, sending = prepared()
+    if args.until_done and not args.dry_run:
+        if sending is None and not state.ids("running", "pending"):
+            return _finish(state, args.max_attempts)
+        if args.round > args.max_rounds:
+            missing, rounds = (
+                id_ranges(state.ids("failed", "not submitted")),
+                counted(args.max_rounds, "round"),
+            )
+            return _stop(state, f"shards {missing} are not made after {rounds} (--max_rounds)")
+        if sending is None:
+            waited = [each for each in state.jobs_to_wait_for() if each not in state.shown.controllers]
+            leave_controller(args, state, state.next_number, _base_request(state), waited)
+            return 0
+    if sending is not None:
+        return send_prepared(args, sending, prepared)
+    num_left = len(state.ids("failed"))
+    left_words = f"{counted(num_left, 'shard')} left as {'it is' if num_left == 1 else 'they are'}, "
+    print_lines(f"nothing to retry: {left_words if num_left else ''}{state.summary}")
+    if args.wait and not args.dry_run:
+        return wait_for_jobs(args.output_dir)
+    return ReadWriteError.exit_code if num_left else 0
 
 
 def prepare_retry(
@@ -45,13 +106,12 @@ def prepare_retry(
     *,
     max_attempts: int,
     shards_per_task: int | None,
-    say: Callable[[str], None],
     shard_ids: Container[int] | None = None,
 ) -> tuple[list[ShardState], Sending | None]:
     """What is missing and not queued, each as its failure asks; returns the shards left, too.
 
-    ``shard_ids``: no others.
     ``changes`` are the request's fields that the user gave; they win over what a cause would change.
+    ``shard_ids``: no others.
     """
     check_recorded(state)
     tried = [shard for shard in state.shards if shard.attempts]
@@ -61,34 +121,30 @@ def prepare_retry(
         )
     if max_attempts < 1:
         raise UsageError(f"--max_attempts is {max_attempts}, expected 1 or more")
-    base = base_request(state)
-    limits = find_partition_limits(base.changed(**changes))
+    wanted = [shard for shard in state.shards if shard_ids is None or shard.shard_id in shard_ids]
+    if goes_on := [each.shard_id for each in wanted if each.state in ("running", "pending")]:
+        say(f"left out, as they wait or run (one that was cancelled may end just now): {id_ranges(goes_on)}")
+    missing = [shard for shard in wanted if shard.state in ("failed", "not submitted")]
+    left = [shard for shard in missing if reason_to_leave(shard, max_attempts, changes)]
+    left_ids = {shard.shard_id for shard in left}
+    if len(left) == len(missing):
+        return left, None
+    base = _base_request(state)
+    max_mem_mb = find_limits(base.changed(**changes)).max_mem_mb
     nodes = failing_nodes(state.attempts.own)
     groups: dict[JobRequest, list[int]] = {}
-    left = []
-    if goes_on := [
-        each for each in state.ids("running", "pending") if shard_ids is None or each in shard_ids
-    ]:
-        say(f"left out, as they wait or run (one that was cancelled may end just now): {id_ranges(goes_on)}")
-    for shard in state.shards:
-        is_wanted = shard_ids is None or shard.shard_id in shard_ids
-        if not is_wanted or shard.state not in ("failed", "not submitted"):
-            continue
-        if reason_to_leave(shard, max_attempts, changes):
-            left.append(shard)
-            continue
-        request = retry_request(shard, base, limits.max_mem_mb if limits else 0, nodes).changed(**changes)
-        groups.setdefault(request, []).append(shard.shard_id)
-    if not groups:
-        return left, None
+    for shard in missing:
+        if shard.shard_id not in left_ids:
+            request = retry_request(shard, base, max_mem_mb, nodes).changed(**changes)
+            groups.setdefault(request, []).append(shard.shard_id)
     for request in groups:
-        check_folder(state.folder, request, say)
+        check_folder(state.folder, request)
     before = state.submissions[-1].sources if state.submissions else {}
     sources = {**before, **dict.fromkeys(changes, "given to retry")}
-    return left, prepare(state, list(groups.items()), shards_per_task, say, sources=sources)
+    return left, prepare(state, list(groups.items()), shards_per_task, sources=sources)
 
 
-def base_request(state: DatasetState) -> JobRequest:
+def _base_request(state: DatasetState) -> JobRequest:
     """The newest submission's request; without one what a plain task had."""
     if state.submissions:
         return state.submissions[-1].arrays[0].request
@@ -97,34 +153,34 @@ def base_request(state: DatasetState) -> JobRequest:
 
 
 def retry_request(
-    shard: ShardState, base: JobRequest, max_mem_mb: int, failing: Sequence[str] = ()
+    shard: ShardState, base: JobRequest, max_mem_mb: int | None, failing: Sequence[str] = ()
 ) -> JobRequest:
     """The last attempt's request, with what its failure asks for.
 
-    Memory is doubled after OUT_OF_MEMORY, up to ``max_mem_mb`` (of the largest node; 0 if not known), time
+    Memory is doubled after OUT_OF_MEMORY, up to ``max_mem_mb`` (of the largest node; None if not known), time
     is doubled after TIMEOUT, and the nodes in ``failing`` are excluded.
     """
     last = shard.attempts[-1] if shard.attempts else None
-    request = last.array.request if last and last.array else base
-    mem_mb = (
-        last.array.mem_mb if last and last.array else last.record.mem_mb if last and last.record else None
-    )
-    if last and last.cause == OUT_OF_MEMORY and mem_mb:
-        mem_gb = min(2 * mem_mb, max_mem_mb or 2 * mem_mb) / 1024
-        if request.mem_per_cpu_gb is None:
-            request = request.changed(mem_gb=round(mem_gb, 3))
-        else:
-            request = request.changed(mem_per_cpu_gb=round(mem_gb / (request.num_cpus or 1), 3))
+    array = last.array if last else None
+    request = array.request if array else base
+    if last and last.cause == OUT_OF_MEMORY:
+        mem_mb = array.mem_mb if array else last.record.mem_mb if last.record else None
+        if mem_mb:
+            mem_gb = min(2 * mem_mb, max_mem_mb or 2 * mem_mb) / 1024
+            if request.mem_per_cpu_gb is None:
+                request = request.changed(mem_gb=round(mem_gb, 3))
+            else:
+                request = request.changed(mem_per_cpu_gb=round(mem_gb / (request.num_cpus or 1), 3))
     if last and last.cause == TIMEOUT:
         # Somebody may have given it more meanwhile (scontrol update timelimit=); a plain task told no limit.
-        given, had = (last.array and last.array.time_min) or 0, round(last.elapsed_s / 60)
+        given, had = (array and array.time_min) or 0, round(last.elapsed_s / 60)
         if had - given <= _LATE_KILL_MIN:
             had = given or had
         request = request.changed(time_min=max(2 * had, 2))
     if failing:
-        kept = (request.exclude or "").split(",") if "[" not in (request.exclude or "") else [request.exclude]
-        names = dict.fromkeys(str(name) for name in [*kept, *failing] if name)
-        request = request.changed(exclude=",".join(names))
+        excluded = request.exclude or ""
+        kept = [excluded] if "[" in excluded else excluded.split(",")
+        request = request.changed(exclude=",".join(dict.fromkeys(filter(None, [*kept, *failing]))))
     return request
 
 
@@ -146,21 +202,7 @@ def failing_nodes(attempts: Iterable[Attempt], at_least: int = 2) -> list[str]:
     return sorted(node for node, number in counts.items() if number >= at_least)
 
 
-def send_controller(
-    state: DatasetState, number: int, request: JobRequest, job_ids: Sequence[str], flags: Sequence[str]
-) -> str:
-    """Submit the job that runs ``retry --until_done`` when these jobs have ended; returns its id.
-
-    Raises what ``slurm_output`` raises.
-    """
-    command = [sys.executable, "-m", "slurm", "retry", str(state.folder), "--until_done", *flags]
-    name = job_name(state.folder, state.plan.plan_id, number, CONTROL)
-    script = controller_script(state.folder, name, shlex.join(command), request)
-    after = [f"--dependency=afterany:{':'.join(job_ids)}"] if job_ids else []
-    return submit_script(script, *after)
-
-
-def finish(state: DatasetState, max_attempts: int) -> int:
+def _finish(state: DatasetState, max_attempts: int) -> int:
     """Where ``retry`` sends nothing: verify what is done and write the report, or say why this stops."""
     folder = state.folder
     if not state.is_verified and len(state.made.done) == state.plan.num_shards:
@@ -179,12 +221,6 @@ def finish(state: DatasetState, max_attempts: int) -> int:
     append_event(folder, "finished", report=str(output))
     say(f"{counted(state.plan.num_shards, 'shard')} verified; wrote {output}")
     return 0
-
-
-def stop_after(state: DatasetState, num_rounds: int) -> int:
-    """Where the budget is used up."""
-    missing = id_ranges(state.ids("failed", "not submitted"))
-    return _stop(state, f"shards {missing} are not made after {counted(num_rounds, 'round')} (--max_rounds)")
 
 
 def _stop(state: DatasetState, why: str) -> int:

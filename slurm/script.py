@@ -1,16 +1,18 @@
 """The scripts of the jobs.
 
-Pure: text in, text out; ``submit --dry_run`` prints exactly what sbatch would get. A script is
-``prep_array.sh`` with another head, so that set-up, signals and exit codes are written once. The head of an
-array's script holds the table of the submission, array index -> shards. Slurm keeps a script from submission
-on, so no later file can change what a waiting task will do.
+``submit --dry_run`` prints exactly what sbatch would get. A script is ``prep_array.sh`` with another head, so
+that set-up, signals and exit codes are written once. The head of an array's script holds the table of the
+submission, array index -> shards. Slurm keeps a script from submission on, so no later file can change what a
+waiting task will do.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from preprocess.attempts import folder_identity
@@ -21,27 +23,14 @@ from slurm.request import JobRequest
 JOB_NAME = "shardprep"
 VERIFY, CONTROL = "-verify", "-control"  # end the names of such jobs
 LOG_FOLDER = "logs"  # in O/jobs
-_SETTINGS = (
-    "SHARDPREP_PYTHON",
-    *(name for name in REQUEST_VARIABLES.values() if name.startswith("SHARDPREP_")),
-)
-
-
-def prep_script() -> str:
-    """``prep_array.sh`` as it is installed."""
-    return (Path(__file__).parent / "prep_array.sh").read_text(encoding="utf-8")
-
-
-def job_name(folder: Path, plan_id: str, number: int, kind: str = "") -> str:
-    """What the jobs of a data set's submission of this number are called, and nothing else is.
-
-    It has the plan's id, the folder's identity (a copy of the data set has the same plan) and the number.
-    """
-    return f"{names_begin(folder, plan_id)}{number}{kind}"
+_SETTINGS = [name for name in REQUEST_VARIABLES.values() if name.startswith("SHARDPREP_")]
 
 
 def names_begin(folder: Path, plan_id: str) -> str:
-    """What the names of all jobs of a data set begin with."""
+    """What the names of all jobs of a data set begin with, before the number of the submission.
+
+    It has the plan's id and the folder's identity, as a copy of the data set has the same plan.
+    """
     return f"{JOB_NAME}-{plan_id[:12]}-{folder_identity(folder):x}-"
 
 
@@ -57,15 +46,7 @@ def controller_script(folder: Path, name: str, command: str, request: JobRequest
     return "\n".join([*lines, f"cd {shlex.quote(str(root))}", f"exec {command}", ""])
 
 
-def array_script(
-    folder: Path,
-    name: str,
-    tasks: Sequence[str],
-    request: JobRequest,
-    *,
-    settings: Mapping[str, str],
-    body: str,
-) -> str:
+def array_script(folder: Path, name: str, tasks: Sequence[str], request: JobRequest) -> str:
     """The script of an array whose task i makes the shards ``tasks[i]``, such as ``17`` or ``0-5``.
 
     A task of one shard is the plain worker; several are ``run O --shards``. ``name``: of the job.
@@ -90,45 +71,37 @@ def array_script(
     ]
     if request.num_cpus is None:
         head.append("export SLURM_CPUS_PER_TASK=$SLURM_CPUS_ON_NODE")
-    return _script([*options, *request.sbatch_options()], settings, head, body)
+    return _script(options, request, head)
 
 
-def verify_script(
-    folder: Path,
-    name: str,
-    num_shards: int,
-    request: JobRequest,
-    *,
-    settings: Mapping[str, str],
-    body: str,
-) -> str:
+def verify_script(folder: Path, name: str, num_shards: int, request: JobRequest) -> str:
     """The script of the job that runs ``verify O`` when the arrays have ended, however they did.
 
     In its log stands "shardprep: verified 1000 shards of O" then, or "shardprep: not verified: 1000 ...".
     """
     small = request.changed(cpus_per_task=min(4, request.num_cpus or 4), max_parallel=1)
-    options = [f"--job-name={name}", f"--output={_log_pattern(folder, 'verify-%j')}"]
-    head = [f"shardprep_folder={shlex.quote(str(folder))} shardprep_by=submit"]
-    head += ["shardprep_what=verify", f"shardprep_command=(verify {shlex.quote(str(folder))})"]
+    place = shlex.quote(str(folder))
+    head = [f"shardprep_folder={place} shardprep_by=submit"]
+    head += ["shardprep_what=verify", f"shardprep_command=(verify {place})"]
     head.append(f"shardprep_verified={shlex.quote(f'{num_shards} shards of {folder}')}")
     if request.notify:
         head.append(f"shardprep_notify={shlex.quote(request.notify)}")
-    return _script([*options, *small.sbatch_options()], settings, head, body)
+    options = [f"--job-name={name}", f"--output={_log_pattern(folder, 'verify-%j')}"]
+    return _script(options, small, head)
 
 
-def settings_of(request: JobRequest, environ: Mapping[str, str], python: str) -> dict[str, str]:
-    """Return the script's SHARDPREP_ variables; the Python is the environment's or this one.
+def _settings(request: JobRequest) -> dict[str, str]:
+    """The script's SHARDPREP_ variables; the Python is the environment's or this one.
 
     A container or a set-up file brings its own Python, so then this one is not named.
     """
     settings = {
-        name: value
+        name: str(value)
         for each, name in REQUEST_VARIABLES.items()
         if name in _SETTINGS and (value := getattr(request, each))
     }
-    if found := environ.get("SHARDPREP_PYTHON") or (python if not settings else ""):
-        settings["SHARDPREP_PYTHON"] = found
-    return settings
+    python = os.environ.get("SHARDPREP_PYTHON") or ("" if settings else sys.executable)
+    return {"SHARDPREP_PYTHON": python, **dict.fromkeys(_SETTINGS, ""), **settings}
 
 
 def _log_pattern(folder: Path, name: str) -> str:
@@ -140,18 +113,20 @@ def _log_pattern(folder: Path, name: str) -> str:
     return f"{str(folder).replace('%', '%%')}/jobs/{LOG_FOLDER}/{name}.log"
 
 
-def _script(options: Sequence[str], settings: Mapping[str, str], head: Sequence[str], body: str) -> str:
-    match = re.search(r"^set -euo pipefail$", body, re.MULTILINE)
-    assert match, "prep_array.sh has changed its first command"
+def _script(options: Sequence[str], request: JobRequest, head: Sequence[str]) -> str:
+    """``prep_array.sh`` with another head, behind which it begins with its first command."""
+    prep_array = (Path(__file__).parent / "prep_array.sh").read_text(encoding="utf-8")
+    first = "set -euo pipefail\n"
+    options = ["--open-mode=append", *options, *request.sbatch_options()]
     lines = [
         "#!/bin/bash",
         "# Made by `python -m slurm submit`: slurm/prep_array.sh with another head.",
-        *(f"#SBATCH {_quoted(option)}" for option in ["--open-mode=append", *options]),
-        *(f"export {name}={shlex.quote(settings.get(name, ''))}" for name in _SETTINGS),
+        *(f"#SBATCH {_quoted(option)}" for option in options),
+        *(f"export {name}={shlex.quote(value)}" for name, value in _settings(request).items()),
         *head,
         'echo "shardprep: node ${SLURMD_NODENAME:-}: $shardprep_what begins" >&2',
     ]
-    text = "\n".join(lines) + "\n" + body[match.start() :]
+    text = "\n".join(lines) + "\n" + first + prep_array.partition(f"\n{first}")[2]
     if found := re.search(r"^.*[\ud800-\udfff].*$", text, re.MULTILINE):
         raise UsageError(
             f"a job script must be UTF-8, and this line of it is not: {found[0]!r}; rename the folder or file"

@@ -3,71 +3,143 @@
 First everything is checked and every script is rendered, once: what ``--dry_run`` prints is what
 ``Sending.send`` sends. A submission has two phases, so that no job runs unrecorded: its arrays are submitted
 held, their record is written to O/jobs, then they are released. If it is killed in between, there are held
-jobs that do nothing. The price is one more round trip to the controller, some 20 ms. Of two submissions at
-once only one gets its record written; the other one cancels its jobs, which have not begun.
+jobs that do nothing. Of two submissions at once only one gets its record written; the other one cancels its
+jobs, which have not begun.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import getpass
-import os
+import math
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import lustre
 from preprocess.attempts import folder_identity
-from preprocess.done_shards import find_made_shards
 from preprocess.plan.cost_estimate import estimate_of
-from shardprep.console import counted, quoted
+from shardprep.command_line import given_of
+from shardprep.console import counted, print_lines, quoted, say
 from shardprep.errors import CannotWrite, ShardprepError
 from shardprep.files import publish_bytes
 from shardprep.format.names import id_ranges
 from slurm.commands import (
+    REQUEST_VARIABLES,
     SlurmAway,
     SlurmRefused,
-    is_federated,
     megabytes_of,
     minutes_of,
     slurm_answer,
     slurm_output,
 )
-from slurm.request import JobRequest
-from slurm.resource_use import advice_of_makings, advice_of_plan, within
+from slurm.request import (
+    WHOLE_NODE,
+    JobRequest,
+    find_defaults,
+    save_profile,
+    with_changes,
+    with_variables,
+)
+from slurm.resource_use import advised
 from slurm.script import (
+    CONTROL,
     LOG_FOLDER,
     VERIFY,
     array_script,
-    job_name,
-    prep_script,
-    settings_of,
+    controller_script,
+    names_begin,
     verify_script,
 )
-from slurm.site import (
-    ClusterLimits,
-    check_folder,
-    check_request,
-    find_limits,
-    find_partition_limits,
-    tasks_of_shards,
+from slurm.site import SiteLimits, check_folder, check_request, find_limits, tasks_of_shards
+from slurm.state import DatasetState, chosen_shards, find_state
+from slurm.status import wait_for_jobs
+from slurm.submissions import (
+    JOBS_FOLDER,
+    JobArray,
+    Submission,
+    SubmittedMeanwhile,
+    append_event,
+    publish_submission,
 )
-from slurm.state import DatasetState, find_state
-from slurm.submissions import JOBS_FOLDER, JobArray, Submission, publish_submission
 
 _RELEASE_DELAYS_S = (2, 5, 15)  # a controller that restarts is back in seconds
+_MOST_SUBMITTERS = 5  # of one data set at the same time, before this one gives up
 Group = tuple[JobRequest, list[int]]  # shards that are asked for in the same way
+
+
+def submit(args: argparse.Namespace) -> int:
+    """``submit O``: the missing shards as a job array, and a verify job after it."""
+    request, sources = _chosen_request(args)
+    if args.dry_run:
+        for name, source in sources.items():
+            say(f"{name} is {getattr(request, name)!r} ({source})")
+
+    def prepared() -> tuple[DatasetState, Sending | None]:
+        return prepare_submit(
+            args.output_dir,
+            request,
+            args.shards_per_task,
+            shard_ids=chosen_shards(args.output_dir, args.shards),
+            sources=sources,
+            dry_run=args.dry_run,
+        )
+
+    state, sending = prepared()
+    if args.save_profile:
+        values = {name: getattr(request, name) for name in sources}
+        path = save_profile(args.save_profile, values, dry_run=args.dry_run)
+        would = "not saved, as this is a dry run: it would be" if args.dry_run else "saved as"
+        say(f"{would} profile {args.save_profile} in {path}")
+    if sending is not None:
+        return send_prepared(args, sending, prepared)
+    print_lines(f"nothing to submit: {state.summary}")
+    if args.until_done and not args.dry_run:
+        leave_controller(args, state, state.next_number, request, state.jobs_to_wait_for())
+    return wait_for_jobs(args.output_dir) if args.wait and not args.dry_run else 0
+
+
+def _chosen_request(args: argparse.Namespace) -> tuple[JobRequest, dict[str, str]]:
+    """The whole request of a submit, and where each value came from that is no default."""
+    flags = given_of(args, JobRequest)
+    given = with_variables(flags)
+    values, sources = find_defaults(args.output_dir, args.profile)
+    values = with_changes(values, given)
+    sources |= {name: "flag" if name in flags else REQUEST_VARIABLES[name] for name in given}
+    limits = None
+    if args.auto or "cpus_per_task" not in values:
+        with contextlib.suppress(SlurmAway):  # a dry run goes on; a submission ends with this error later
+            limits = find_limits(JobRequest(**values))
+    if args.auto:
+        advice, source = advised(
+            args.output_dir,
+            JobRequest(**values),
+            args.shards_per_task,
+            limits,
+            has_cpus="cpus_per_task" in given,
+        )
+        has_mem = "mem_per_cpu_gb" in values or given.get("cpus_per_task") == WHOLE_NODE
+        is_given = {*given, "mem_gb"} if has_mem else given.keys()
+        advice = {name: value for name, value in advice.items() if name not in is_given}
+        values, sources = {**values, **advice}, {**sources, **dict.fromkeys(advice, source)}
+    request = JobRequest(**values)
+    most_cpus = (limits.max_cpus if limits else None) or math.inf
+    if limits and "cpus_per_task" not in values and most_cpus < (request.num_cpus or 0):
+        request = request.changed(cpus_per_task=limits.max_cpus)
+        sources["cpus_per_task"] = f"the most of {limits.whose('max_cpus')}"
+    return request, {name: source for name, source in sources.items() if name in {*values, "cpus_per_task"}}
 
 
 def prepare_submit(
     folder: Path,
     request: JobRequest,
     shards_per_task: int | None,
-    say: Callable[[str], None],
     *,
     shard_ids: Container[int] | None = None,
     sources: Mapping[str, str] | None = None,
@@ -78,8 +150,8 @@ def prepare_submit(
     ``shard_ids``: no others, and these also where it cannot be seen whether they run. A dry run only says so
     where Slurm gives no answer, and goes on without what Slurm would know.
     """
-    plan = check_folder(folder, request, say)
-    state = find_state(folder, plan, if_away=_warn(say) if dry_run else None)
+    plan = check_folder(folder, request)
+    state = find_state(folder, plan, if_away=_warn_of_dry_run if dry_run else None)
     check_recorded(state)
     if queued := state.ids("running", "pending"):
         say(f"{counted(len(queued), 'shard')} wait or run already: {id_ranges(queued)}")
@@ -99,7 +171,11 @@ def prepare_submit(
     for line in _room_lines(state, missing):
         say(line)
     groups = [(request, missing)]
-    return state, prepare(state, groups, shards_per_task, say, sources=sources, dry_run=dry_run)
+    return state, prepare(state, groups, shards_per_task, sources=sources, dry_run=dry_run)
+
+
+def _warn_of_dry_run(error: SlurmAway) -> None:
+    say(f"warning: {error}. What is queued, and what this site allows, is left out of this dry run")
 
 
 def _room_lines(state: DatasetState, shard_ids: Sequence[int]) -> list[str]:
@@ -133,127 +209,60 @@ def prepare(
     state: DatasetState,
     groups: Sequence[Group],
     shards_per_task: int | None,
-    say: Callable[[str], None],
     *,
     sources: Mapping[str, str] | None = None,
     dry_run: bool = False,
 ) -> Sending:
     """Preflight of every group against the site. Writes and submits nothing."""
-    if_away = _warn(say) if dry_run else None
-    body, folder = prep_script(), state.folder
-    name = job_name(folder, state.plan.plan_id, state.next_number)
+    folder = state.folder
+    name = f"{names_begin(folder, state.plan.plan_id)}{state.next_number}"
     arrays: list[ArrayToSend] = []
     cluster = ""
     for request, shard_ids in groups:
-        limits = _limits(request, if_away)
+        limits = None
+        try:
+            limits = find_limits(request)
+        except SlurmAway as error:
+            if not dry_run:
+                raise
+            _warn_of_dry_run(error)
         per_task = shards_per_task
-        if request.num_cpus is None and limits and per_task is None:  # a process on each of the node's CPUs
-            partition = find_partition_limits(request)
-            per_task = partition.max_cpus if partition else None
-        tasks = _tasks(shard_ids, limits, len(groups), per_task, say)
-        settings = settings_of(request, os.environ, sys.executable)
-        script = array_script(folder, name, tasks, request, settings=settings, body=body)
+        if request.num_cpus is None and limits and per_task is None:
+            per_task = limits.max_cpus  # a process on each of the node's CPUs
+        tasks = _tasks(shard_ids, limits, len(groups), per_task)
+        script = array_script(folder, name, tasks, request)
         if limits:
             cluster = limits.cluster
-            check_request(request, script, say)
-        arrays.append(ArrayToSend(request=request, tasks=tasks, script=script))
-    first = groups[0][0]
-    settings = settings_of(first, os.environ, sys.executable)
-    num_shards = state.plan.num_shards
-    verify = verify_script(folder, name + VERIFY, num_shards, first, settings=settings, body=body)
+            check_request(request, script, limits)
+        arrays.append(ArrayToSend(request, tasks, script))
+    verify = verify_script(folder, name + VERIFY, state.plan.num_shards, groups[0][0])
     return Sending(state=state, arrays=arrays, verify=verify, cluster=cluster, sources=dict(sources or {}))
 
 
-def advised(
-    folder: Path,
-    request: JobRequest,
-    shards_per_task: int | None,
-    say: Callable[[str], None],
-    *,
-    has_cpus: bool,
-) -> tuple[dict[str, Any], str]:
-    """What ``--auto`` asks for: CPUs, memory and time of a task, and what that was taken from.
-
-    ``has_cpus``: the request's CPUs were given; memory and time are then what a task of these needs.
-    """
-    plan = check_folder(folder, request, say)
-    made = find_made_shards(folder, plan).done
-    limits = _limits(request, _warn(say))
-    num_left = plan.num_shards - len(made)
-    most = limits.max_tasks if limits else num_left
-    partition = find_partition_limits(request) if limits else None
-    num_cpus = None
-    if has_cpus:
-        num_cpus = request.num_cpus or (partition.max_cpus if partition else None)
-        if request.num_cpus is None:  # a whole node, which makes a shard on each of its CPUs
-            shards_per_task = shards_per_task or num_cpus
-    per_task = max(shards_per_task or 1, -(-num_left // max(1, most)), 1)
-    if made:
-        advice = advice_of_makings(list(made.values()), per_task, num_cpus, partition)
-        return within(advice, partition), f"auto: {counted(len(made), 'finished shard')}"
-    try:
-        advice = advice_of_plan(plan, folder, per_task, num_cpus, partition)
-        return within(advice, partition), "auto: a sample of the input"
-    except (ShardprepError, OSError) as error:
-        say(f"warning: --auto cannot measure the input from here ({error}); the defaults are taken")
-        return {}, ""
-
-
-def most_cpus(request: JobRequest) -> tuple[int, str] | None:
-    """Return fewer CPUs than the default, and whose limit asks for them; None where the default fits."""
-    try:
-        limits = find_partition_limits(request)
-    except SlurmAway:  # a dry run goes on without the site; a submission ends with this error later
-        return None
-    if (
-        limits is None
-        or not limits.max_cpus
-        or request.num_cpus is None
-        or limits.max_cpus >= request.num_cpus
-    ):
-        return None
-    return limits.max_cpus, f"the most of {limits.whose('max_cpus')}"
-
-
-def _limits(request: JobRequest, if_away: Callable[[SlurmAway], None] | None) -> ClusterLimits | None:
-    """The site's limits; None where Slurm gives no answer and ``if_away`` was told so."""
-    try:
-        return find_limits(request)
-    except SlurmAway as error:
-        if if_away is None:
-            raise
-        if_away(error)
-        return None
-
-
-def _warn(say: Callable[[str], None]) -> Callable[[SlurmAway], None]:
-    return lambda error: say(
-        f"warning: {error}. What is queued, and what this site allows, is left out of this dry run"
-    )
-
-
 def _tasks(
-    shard_ids: Sequence[int],
-    limits: ClusterLimits | None,
-    num_groups: int,
-    shards_per_task: int | None,
-    say: Callable[[str], None],
+    shard_ids: Sequence[int], limits: SiteLimits | None, num_groups: int, shards_per_task: int | None
 ) -> list[str]:
     if limits is None:
         return tasks_of_shards(shard_ids, len(shard_ids), shards_per_task)
+    why = limits.why["max_tasks"]
+    if limits.max_tasks < 1:
+        raise SlurmRefused(
+            f"{why} leaves no room for a job array; wait for your other jobs (squeue --me), use another "
+            "--qos or --account, or run in a job of your own: shardprep run O"
+        )
     # MaxArraySize bounds each array, every other limit all of them together
-    most = limits.max_tasks if limits.why == "MaxArraySize" else limits.max_tasks // num_groups
+    most = limits.max_tasks if why == "MaxArraySize" else limits.max_tasks // num_groups
     tasks = tasks_of_shards(shard_ids, max(1, most), shards_per_task)
     if len(tasks) < -(-len(shard_ids) // (shards_per_task or 1)):
+        num_shards = -(-len(shard_ids) // len(tasks))
         say(
-            f"{len(shard_ids)} shards become {len(tasks)} tasks of up to "
-            f"{-(-len(shard_ids) // len(tasks))} shards each, because of {limits.why}"
+            f"{len(shard_ids)} shards become {len(tasks)} tasks of up to {num_shards} shards each, "
+            f"because of {why}"
         )
     return tasks
 
 
-@dataclass(frozen=True, kw_only=True)
-class ArrayToSend:
+class ArrayToSend(NamedTuple):
     """A job array before it is submitted, its script as sbatch will get it."""
 
     request: JobRequest
@@ -282,50 +291,54 @@ class Sending:
         is cancelled again. Raises SubmittedMeanwhile, CannotWrite, ReadWriteError, and what ``slurm_output``
         raises.
         """
-        folder = self.state.folder
+        jobs = self.state.folder / JOBS_FOLDER
         try:
-            (folder / JOBS_FOLDER / LOG_FOLDER).mkdir(parents=True, exist_ok=True)
+            (jobs / LOG_FOLDER).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CannotWrite(f"{folder / JOBS_FOLDER} cannot be made: {error.strerror}") from None
+            raise CannotWrite(f"{jobs} cannot be made: {error.strerror}") from None
         job_ids: list[str] = []
         try:
             submission = self._submit_all(job_ids)
-            publish_submission(folder, submission)
+            publish_submission(self.state.folder, submission)
         except BaseException:
             if job_ids:
                 with contextlib.suppress(ShardprepError):
                     slurm_output("scancel", *job_ids)
             raise
-        _keep_scripts(folder, submission, self.scripts)
-        _release(job_ids)
+        # For people: Slurm has copies of its own, and forgets them.
+        for job_id, script in zip(job_ids, self.scripts, strict=True):
+            with contextlib.suppress(ShardprepError):
+                publish_bytes(jobs / f"{submission.number:04d}-{job_id}.sh", script.encode("utf-8"))
+        release(job_ids)
         return submission
 
     def _submit_all(self, job_ids: list[str]) -> Submission:
         """Submit everything held; each id is appended to ``job_ids`` as soon as it is known."""
         # A federation would give the verify job to any of its clusters, and on another one than the array's
         # it does not wait for the array once it is released (seen on 22.05).
-        here = [f"--clusters={self.cluster}"] if self.cluster and is_federated() else []
+        here = [f"--clusters={self.cluster}"] if self.cluster and _is_federated() else []
+
+        def submitted(script: str, *options: str) -> ShownJob:
+            job_ids.append(submit_script(script, "--hold", *here, *options, known=job_ids))
+            return slurm_answer(parse_job, "scontrol", "--oneliner", "show", "job", job_ids[-1])
+
         arrays = []
-        for array in self.arrays:
-            job_ids.append(submit_script(array.script, "--hold", *here, known=job_ids))
-            shown = _show(job_ids[-1])
+        for request, tasks, script in self.arrays:
+            shown = submitted(script)
             arrays.append(
                 JobArray(
                     job_id=job_ids[-1],
                     name=shown.name,
                     submit_time=shown.submit_time,
-                    request=array.request,
-                    tasks=array.tasks,
+                    request=request,
+                    tasks=tasks,
                     mem_mb=shown.mem_mb,
                     time_min=shown.time_min,
                 )
             )
         verify_ids = {submission.verify_job_id for submission in self.state.submissions}
-        live = self.state.live_jobs().get(self.cluster, [])
-        queued = [job_id for job_id in live if job_id not in verify_ids]
-        after = f"--dependency=afterany:{':'.join([*job_ids, *queued])}"
-        job_ids.append(submit_script(self.verify, "--hold", *here, after, known=job_ids))
-        shown = _show(job_ids[-1])
+        queued = [each for each in self.state.live_jobs().get(self.cluster, []) if each not in verify_ids]
+        shown = submitted(self.verify, f"--dependency=afterany:{':'.join([*job_ids, *queued])}")
         return Submission(
             number=self.state.next_number,
             plan_id=self.state.plan.plan_id,
@@ -341,16 +354,76 @@ class Sending:
         )
 
 
-def _keep_scripts(folder: Path, submission: Submission, scripts: Sequence[str]) -> None:
-    """O/jobs/0000-JOB.sh, for people: Slurm has copies of its own, and forgets them."""
-    for job, script in zip(submission.jobs, scripts, strict=True):
-        with contextlib.suppress(ShardprepError):
-            publish_bytes(
-                folder / JOBS_FOLDER / f"{submission.number:04d}-{job.job_id}.sh", script.encode("utf-8")
-            )
+def _is_federated() -> bool:
+    """Whether this cluster is one of a federation, which may start a job on any of its clusters."""
+    with contextlib.suppress(SlurmRefused):
+        return slurm_output("scontrol", "show", "federation").startswith("Federation:")
+    return False
 
 
-def _release(job_ids: Sequence[str]) -> None:
+def send_prepared(
+    args: argparse.Namespace,
+    sending: Sending | None,
+    prepared: Callable[[], tuple[DatasetState, Sending | None]],
+) -> int:
+    """Send it; where somebody else submitted meanwhile, look again what is left to send."""
+    if args.dry_run and sending:
+        print_lines(*"\n".join(sending.scripts).split("\n"))
+        return 0
+    for attempt in range(_MOST_SUBMITTERS):
+        if sending is None:
+            print_lines("nothing more to submit")
+            break
+        try:
+            submission = sending.send()
+        except SubmittedMeanwhile as error:
+            say(f"note: {error}")
+            if attempt == _MOST_SUBMITTERS - 1:
+                raise
+            _, sending = prepared()
+        else:
+            _tell(args, sending.state, submission)
+            break
+    return wait_for_jobs(args.output_dir) if args.wait else 0
+
+
+def _tell(args: argparse.Namespace, state: DatasetState, submission: Submission) -> None:
+    """Write what was sent into the history, and say it; with ``--until_done`` leave a controller."""
+    job_ids = [job.job_id for job in submission.jobs]
+    causes = state.causes_of(submission)
+    facts = {"round": args.round} if args.until_done and args.command == "retry" else {}
+    append_event(
+        args.output_dir, args.command, number=submission.number, jobs=job_ids, causes=causes, **facts
+    )
+    for array in submission.arrays:
+        mem = "no memory limit" if array.mem_mb is None else f"{array.mem_mb} MB"
+        limit = "no time limit" if array.time_min is None else f"{array.time_min} min"
+        shards = id_ranges(shard_id for ids in array.shards_of_tasks() for shard_id in ids)
+        tasks = counted(len(array.tasks), "task")
+        print_lines(f"job {array.job_id}: {tasks} of {mem}, {limit}, for shards {shards}")
+    print_lines(f"job {submission.verify_job_id}: verify, when they have ended")
+    if args.until_done:
+        leave_controller(args, state, submission.number, submission.arrays[0].request, job_ids)
+    if not args.wait:
+        print_lines(f"next: shardprep status {quoted(args.output_dir)} --watch")
+
+
+def leave_controller(
+    args: argparse.Namespace, state: DatasetState, number: int, request: JobRequest, job_ids: Sequence[str]
+) -> None:
+    """``--until_done``: submit the job that looks at what became of these jobs, and goes on."""
+    flags = ["--max_rounds", args.max_rounds, "--round", 1]
+    if args.command == "retry":
+        flags[-1:] = [args.round + 1, "--max_attempts", args.max_attempts]
+    command = [sys.executable, "-m", "slurm", "retry", state.folder, "--until_done", *flags]
+    name = f"{names_begin(state.folder, state.plan.plan_id)}{number}{CONTROL}"
+    script = controller_script(state.folder, name, shlex.join(map(str, command)), request)
+    after = [f"--dependency=afterany:{':'.join(job_ids)}"] if job_ids else []
+    job_id = submit_script(script, *after)
+    print_lines(f"job {job_id}: sends again what fails, until all is verified (--until_done)")
+
+
+def release(job_ids: Sequence[str]) -> None:
     """Let recorded jobs begin; a controller that gives no answer is asked again."""
     ids = ",".join(job_ids)
     for delay_s in (*_RELEASE_DELAYS_S, None):
@@ -380,7 +453,7 @@ def submit_script(script: str, *options: str, known: Sequence[str] = ()) -> str:
     """
     try:
         said = slurm_output("sbatch", "--parsable", *options, text=script)
-        last = (said.split("\n") if (said := said.strip()) else [""])[-1].strip()
+        last = said.strip().rpartition("\n")[2].strip()
         if found := re.fullmatch(r"([0-9]{1,10})(?:;\S+)?", last):  # ID, or ID;CLUSTER
             return found[1]
         why = f"sbatch answered {last[:80]!r}, expected a job id on the last line (--parsable)"
@@ -392,13 +465,10 @@ def submit_script(script: str, *options: str, known: Sequence[str] = ()) -> str:
 def _cancel_by_name(script: str, known: Sequence[str]) -> str:
     """Cancel this user's waiting job of the script's name, and say what was done."""
     name = re.findall(r"^#SBATCH --job-name=(.*)$", script, re.MULTILINE)[0]
-    user = getpass.getuser()
+    asked = ("--noheader", f"--user={getpass.getuser()}", f"--name={name}", "--states=PENDING", "--format=%A")
     try:
-        said = slurm_output(
-            "squeue", "--noheader", f"--user={user}", f"--name={name}", "--states=PENDING", "--format=%A"
-        )
-        job_ids = sorted({*re.findall(r"^\s*([0-9]+)\s*$", said, re.MULTILINE)} - {*known})
-        if job_ids:
+        found = re.findall(r"^\s*([0-9]+)\s*$", slurm_output("squeue", *asked), re.MULTILINE)
+        if job_ids := sorted({*found} - {*known}):
             slurm_output("scancel", *job_ids)
             return f"{' and '.join(f'job {job_id}' for job_id in job_ids)} was cancelled before it began"
     except ShardprepError as error:
@@ -412,8 +482,7 @@ def _cancel_by_name(script: str, known: Sequence[str]) -> str:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShownJob:
+class ShownJob(NamedTuple):
     """What Slurm made of a job: its name, user and time of submission, a task's memory and time limit."""
 
     name: str
@@ -421,10 +490,6 @@ class ShownJob:
     submit_time: str
     mem_mb: int | None
     time_min: int | None
-
-
-def _show(job_id: str) -> ShownJob:
-    return slurm_answer(parse_job, "scontrol", "--oneliner", "show", "job", job_id)
 
 
 def parse_job(text: str) -> ShownJob:
@@ -437,10 +502,5 @@ def parse_job(text: str) -> ShownJob:
         raise ValueError("no job's name, user, time of submission and memory")
     if "MinMemoryCPU" in values:
         mem_mb = int(mem_mb) * int(values.get("NumCPUs", "1").split("-")[0])
-    return ShownJob(
-        name=named[1],
-        user=named[2],
-        submit_time=values["SubmitTime"],
-        mem_mb=int(mem_mb) or None,
-        time_min=minutes_of(values.get("TimeLimit", "")),
-    )
+    time_min = minutes_of(values.get("TimeLimit", ""))
+    return ShownJob(named[1], named[2], values["SubmitTime"], int(mem_mb) or None, time_min)

@@ -1,13 +1,13 @@
 """What a site allows: what can be known to go wrong is refused before anything is written or submitted.
 
-``check_folder`` looks at the data set, ``find_limits`` and ``tasks_of_shards`` fit the shards into one array,
-``check_request`` asks whether any node could ever run such a task.
+``check_folder`` looks at the data set, ``find_limits`` asks what the controller, the partition, the accounts
+and the QOS allow, ``tasks_of_shards`` fits the shards into one array, and ``check_request`` asks whether any
+node could ever run such a task.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import getpass
 import itertools
 import math
@@ -15,13 +15,13 @@ import os
 import re
 import shlex
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from preprocess.plan.plan_file import Plan, need_plan
 from preprocess.plan.tokenizer_files import check_tokenizer_files
+from shardprep.console import say
 from shardprep.errors import CannotWrite, ShardprepError, UsageError
 from shardprep.format.names import id_ranges
 from slurm.commands import (
@@ -39,33 +39,7 @@ from slurm.submissions import JOBS_FOLDER
 _NODES_AWAY = re.compile("drain|down|maint|fail|reboot|unk|power|reserved", re.IGNORECASE)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClusterLimits:
-    """The limits that a submission meets, each with where it was found."""
-
-    cluster: str
-    max_tasks: int  # of one array
-    why: str  # what set max_tasks
-    has_accounting: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartitionLimits:
-    """The most that a task in one partition can get: of its largest node, and within accounts and QOS."""
-
-    name: str
-    max_time_min: int | None
-    max_mem_mb: int
-    max_cpus: int
-    default_mem_per_cpu_mb: float = 0  # what a task gets that asks for no memory; 0 if not known
-    why: dict[str, str] = field(default_factory=dict)  # field above -> the limit of an account or QOS
-
-    def whose(self, name: str) -> str:
-        """Whose limit one of the fields above is."""
-        return self.why.get(name, f"partition {self.name}")
-
-
-def check_folder(folder: Path, request: JobRequest, say: Callable[[str], None]) -> Plan:
+def check_folder(folder: Path, request: JobRequest) -> Plan:
     """The plan, once folder, tokenizer, set-up file and input are as the tasks need them.
 
     Raises NotFound, CannotWrite, OtherTokenizer, UsageError, each with what to do. Writes nothing.
@@ -74,8 +48,15 @@ def check_folder(folder: Path, request: JobRequest, say: Callable[[str], None]) 
     check_tokenizer_files(folder, plan.tokenizer_files)
     jobs = folder / JOBS_FOLDER
     for place in (folder, jobs, jobs / LOG_FOLDER):
-        found = _found(place)
-        if found and not (stat.S_ISDIR(found.st_mode) and os.access(place, os.W_OK | os.X_OK)):
+        try:
+            is_folder = stat.S_ISDIR(place.stat().st_mode)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise CannotWrite(
+                f"{place} cannot be looked at ({error.strerror}); it must be a folder you can write to"
+            ) from None
+        if not (is_folder and os.access(place, os.W_OK | os.X_OK)):
             raise CannotWrite(
                 f"{place} is no folder you can write to; for a group's data set: chmod -R g+rwX {folder}"
             )
@@ -91,35 +72,71 @@ def check_folder(folder: Path, request: JobRequest, say: Callable[[str], None]) 
     return plan
 
 
-def _found(place: Path) -> os.stat_result | None:
-    """None where it is not there. Raises CannotWrite where that cannot be known."""
-    try:
-        return place.stat()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise CannotWrite(
-            f"{place} cannot be looked at ({error.strerror}); it must be a folder you can write to"
-        ) from None
+@dataclass(kw_only=True)
+class SiteLimits:
+    """The most that a submission and each of its tasks can get; None where not known or limited."""
+
+    cluster: str
+    max_tasks: int  # of one array; below 1 there is room for none
+    partition: str = ""  # the named or the default one; "" where there is none of that name
+    max_time_min: int | None = None
+    max_mem_mb: int | None = None  # of the largest node
+    max_cpus: int | None = None
+    default_mem_per_cpu_mb: float = 0  # what a task gets that asks for no memory; 0 where not known
+    why: dict[str, str] = field(
+        default_factory=dict
+    )  # field above -> its limit's name, if not the partition's
+
+    def whose(self, name: str) -> str:
+        """Whose limit a field is."""
+        return self.why.get(name, f"partition {self.partition}")
+
+    def lower(self, name: str, number: float, why: str) -> None:
+        """Take a limit of this name, if it is the smallest so far."""
+        most = getattr(self, name)
+        if most is None or number < most:
+            setattr(self, name, int(number))
+            self.why[name] = why
 
 
-def find_limits(request: JobRequest) -> ClusterLimits:
+def find_limits(request: JobRequest) -> SiteLimits:
     """Ask the controller, and the accounts where there are any. Raises what ``slurm_answer`` raises."""
     config = read_config()
-    submit_limits: list[tuple[int, str]] = []
-    if _enforces(config, "limits|qos|safe|all"):
+    partitions = slurm_output("scontrol", "--oneliner", "show", "partition")
+    partition = _partition(request.partition, partitions)
+    limits = limits_of_config(config, _num_queued())
+    nodes = ("sinfo", "--noheader", "--exact", "--format=%R|%m|%c")
+    slurm_answer(lambda text: add_partition(limits, partition, text), *nodes)
+    default = megabytes_of(partition.get("DefMemPerCPU", "")) or megabytes_of(config.get("DefMemPerCPU", ""))
+    limits.default_mem_per_cpu_mb = default or 0
+    enforced = config.get("AccountingStorageEnforce", "")
+    if "slurmdbd" in config.get("AccountingStorageType", "") and re.search("limits|qos|safe|all", enforced):
         with contextlib.suppress(ShardprepError):  # the accounts may be down; sbatch itself still decides
-            submit_limits = _rules_of(
-                request, config.get("ClusterName", "").lower(), request.partition, ""
-            ).submit_limits()
-    has_accounting = "slurmdbd" in config.get("AccountingStorageType", "")
-    return limits_of(config, submit_limits, has_accounting=has_accounting, num_queued=_num_queued())
+            rules = _find_rules(request, limits, partition.get("QoS", ""))
+            for number, why in rules.submit_limits():
+                limits.lower("max_tasks", number - 1, why)
+            if re.search("limits|safe|all", enforced):
+                for name, (most, why) in rules.most_of_a_task().items():
+                    limits.lower(name, most, why)
+    return limits
 
 
-def _enforces(config: dict[str, str], what: str) -> bool:
-    """Whether there are accounts, and jobs are held to what they say."""
-    has_accounting = "slurmdbd" in config.get("AccountingStorageType", "")
-    return has_accounting and bool(re.search(what, config.get("AccountingStorageEnforce", "")))
+def limits_of_config(config: dict[str, str], num_queued: int = 0) -> SiteLimits:
+    """The smallest of MaxArraySize, which bounds the *index*, max_array_tasks and MaxJobCount.
+
+    One job is kept back for ``verify``.
+    """
+    limits = SiteLimits(
+        cluster=config.get("ClusterName", ""),
+        max_tasks=int(config["MaxArraySize"]),
+        why={"max_tasks": "MaxArraySize"},
+    )
+    if match := re.search(r"max_array_tasks=(\d+)", config.get("SchedulerParameters", "")):
+        limits.lower("max_tasks", int(match[1]), "max_array_tasks")
+    if config.get("MaxJobCount", "").isdigit():
+        in_use = f" ({config['MaxJobCount']}, {num_queued} in use)" if num_queued else ""
+        limits.lower("max_tasks", int(config["MaxJobCount"]) - num_queued - 1, f"MaxJobCount{in_use}")
+    return limits
 
 
 def _num_queued() -> int:
@@ -130,42 +147,44 @@ def _num_queued() -> int:
     return 0
 
 
-def limits_of(
-    config: dict[str, str],
-    submit_limits: Sequence[tuple[int, str]],
-    *,
-    has_accounting: bool,
-    num_queued: int = 0,
-) -> ClusterLimits:
-    """The smallest of MaxArraySize, max_array_tasks, MaxJobCount and the accounts' submit limits.
+def _partition(name: str | None, partitions: str) -> dict[str, str]:
+    """A partition (None: the default one) in ``scontrol -o show partition``; {} where it is not there."""
+    for line in partitions.splitlines():
+        values = dict(re.findall(r"(\w+)=(\S*)", line))
+        if values.get("PartitionName") == name or (name is None and values.get("Default") == "YES"):
+            return values
+    return {}
 
-    MaxArraySize bounds the *index*. One job is kept back for ``verify``. Raises SlurmRefused where no
-    array fits at all.
-    """
-    found = [(int(config["MaxArraySize"]), "MaxArraySize")]
-    if match := re.search(r"max_array_tasks=(\d+)", config.get("SchedulerParameters", "")):
-        found.append((int(match[1]), "max_array_tasks"))
-    if config.get("MaxJobCount", "").isdigit():
-        in_use = f" ({config['MaxJobCount']}, {num_queued} in use)" if num_queued else ""
-        found.append((int(config["MaxJobCount"]) - num_queued - 1, f"MaxJobCount{in_use}"))
-    found += [(limit - 1, why) for limit, why in submit_limits]
-    max_tasks, why = min(found)
-    if max_tasks < 1:
-        raise SlurmRefused(
-            f"{why} leaves no room for a job array; wait for your other jobs (squeue --me), use another "
-            "--qos or --account, or run in a job of your own: shardprep run O"
-        )
-    return ClusterLimits(
-        cluster=config.get("ClusterName", ""), max_tasks=max_tasks, why=why, has_accounting=has_accounting
-    )
+
+def add_partition(limits: SiteLimits, partition: dict[str, str], nodes: str) -> None:
+    """Add the limits of a partition, and of its nodes by ``sinfo``."""
+    if not partition:
+        return
+    limits.partition = partition["PartitionName"]
+    rows = [row.split("|")[1:] for row in nodes.splitlines() if row.startswith(f"{limits.partition}|")]
+    numbers = [[int(re.sub(r"\D.*", "", item) or 0) for item in row] for row in rows]
+    limits.max_time_min = minutes_of(partition.get("MaxTime", ""))
+    limits.max_mem_mb = max((mem for mem, _ in numbers), default=0) or None
+    limits.max_cpus = max((cpus for _, cpus in numbers), default=0) or None
+    if limits.max_mem_mb and partition.get("MaxMemPerNode", "").isdecimal():
+        limits.max_mem_mb = min(limits.max_mem_mb, int(partition["MaxMemPerNode"]))
+
+
+# Column of sacctmgr -> its name in Slurm's manual.
+_TASK_LIMITS = {"maxtres": "MaxTRES", "maxtrespernode": "MaxTRESPerNode", "grptres": "GrpTRES"}
+_TASK_LIMITS |= {"maxwall": "MaxWall", "maxtrespu": "MaxTRESPU", "maxtrespa": "MaxTRESPA"}
+_QOS_COLUMNS = ("name", "flags", "maxsubmitjobspu", "maxsubmitjobspa", "grpsubmitjobs", *_TASK_LIMITS)
+_ACCOUNT_COLUMNS = ("cluster", "account", "user", "partition", "parentname", "defaultqos", "qos")
+_ACCOUNT_LIMITS = ("maxsubmitjobs", "grpsubmitjobs", "maxtres", "maxtrespernode", "grptres", "maxwall")
+_Row = dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Rules:
     """The rows of Slurm's accounts that limit a job, by column."""
 
-    qos: list[dict[str, str]]  # the partition's and the job's, in the order in which Slurm asks them
-    account: list[dict[str, str]]  # the user's own row, that of the account, and those above it
+    qos: list[_Row]  # the partition's and the job's, in the order in which Slurm asks them
+    account: list[_Row]  # the user's own row, that of the account, and those above it
 
     def submit_limits(self) -> list[tuple[int, str]]:
         """How many jobs this user may still submit, by each limit.
@@ -186,91 +205,78 @@ class _Rules:
         found = []
         for row, column, what, options in limits:
             if row[column].isdecimal():
-                queue = slurm_output("squeue", "--noheader", "--array", *options, "--format=%i")
-                in_use = queue.count("\n")
+                in_use = slurm_output("squeue", "--noheader", "--array", *options, "--format=%i").count("\n")
                 why = f"{what} of {_whose(row)} ({row[column]}, {in_use} in use)"
                 found.append((int(row[column]) - in_use, why))
         return found
 
     def most_of_a_task(self) -> dict[str, tuple[float, str]]:
-        """The most CPUs, MB (mem) and minutes (time) of a job, each with the name of the limit.
+        """The most CPUs, MB and minutes of a job, by field of SiteLimits, each with the name of the limit.
 
         Of several rows that set the same limit Slurm takes the first one, except that each of the accounts
         above has its own limits for all its jobs together.
         """
         most: dict[str, tuple[float, str]] = {}
-        for column, name in _TASK_LIMITS.items():
-            is_set = set[str]()
+        for column, manual_name in _TASK_LIMITS.items():
+            decided = set[str]()
             for row in [*self.qos, *(self.account if column == "grptres" else self.account[:1])]:
-                text = row.get(column, "")
-                found = {"time": minutes_of(text)} if column == "maxwall" else _of_tres(text)
-                for what, number in found.items():
-                    if number is not None and what not in is_set and number < most.get(what, (math.inf,))[0]:
-                        most[what] = (number, f"{name} of {_whose(row)}")
+                found = _task_limits(column, row.get(column, ""))
+                for name, number in found.items():
+                    if name not in decided and number < most.get(name, (math.inf,))[0]:
+                        most[name] = (number, f"{manual_name} of {_whose(row)}")
                 if row in self.qos or column != "grptres":
-                    is_set |= {what for what, number in found.items() if number is not None}
+                    decided |= found.keys()
         return most
 
 
-# Column of sacctmgr -> its name in Slurm's manual.
-_TASK_LIMITS = {
-    "maxtres": "MaxTRES",
-    "maxtrespernode": "MaxTRESPerNode",
-    "grptres": "GrpTRES",
-    "maxwall": "MaxWall",
-}
-_TASK_LIMITS |= {"maxtrespu": "MaxTRESPU", "maxtrespa": "MaxTRESPA"}
-_QOS_COLUMNS = ("name", "flags", "maxsubmitjobspu", "maxsubmitjobspa", "grpsubmitjobs", *_TASK_LIMITS)
-_ACCOUNT_COLUMNS = ("cluster", "account", "user", "partition", "parentname", "defaultqos", "qos")
-_ACCOUNT_LIMITS = ("maxsubmitjobs", "grpsubmitjobs", "maxtres", "maxtrespernode", "grptres", "maxwall")
-
-
-def _whose(row: dict[str, str]) -> str:
+def _whose(row: _Row) -> str:
     return f"QOS {row['name']}" if "name" in row else f"account {row['account']}"
 
 
-def _of_tres(text: str) -> dict[str, float | None]:
-    """``cpu=2,mem=1G`` -> its CPUs and MB."""
-    return {what: megabytes_of(number) for what, number in re.findall(r"\b(cpu|mem)=([^,]+)", text)}
+def _task_limits(column: str, text: str) -> dict[str, float]:
+    """``cpu=2,mem=1G``, or the time of ``maxwall`` -> field of SiteLimits -> number."""
+    found: dict[str, float | None] = {"max_time_min": minutes_of(text)} if column == "maxwall" else {}
+    names = {"cpu": "max_cpus", "mem": "max_mem_mb"}
+    for what, number in re.findall(r"\b(cpu|mem)=([^,]+)", text):
+        found[names[what]] = megabytes_of(number)
+    return {name: number for name, number in found.items() if number is not None}
 
 
-def _rules_of(request: JobRequest, cluster: str, partition: str | None, partition_qos: str) -> _Rules:
+def _find_rules(request: JobRequest, limits: SiteLimits, partition_qos: str) -> _Rules:
     """Ask for the rows that limit a job of this user; without --account it runs under the default account."""
-    user = getpass.getuser()
-    account = request.account
+    user, account = getpass.getuser(), request.account
     if account is None:
         rows = _accounts("user", ("user", "defaultaccount"), f"name={user}")
         account = rows[0]["defaultaccount"] if rows else ""
-    own = (
-        _accounts("assoc", (*_ACCOUNT_COLUMNS, *_ACCOUNT_LIMITS), f"user={user}", f"account={account}")
-        if account
-        else []
-    )
-    own = [
-        row for row in own if row["cluster"].lower() in ("", cluster) and row["partition"] in ("", partition)
-    ]
+    places = ("", limits.cluster.lower())
+
+    def account_rows(*where: str) -> list[_Row]:
+        rows = _accounts("assoc", (*_ACCOUNT_COLUMNS, *_ACCOUNT_LIMITS), *where)
+        return [row for row in rows if row["cluster"].lower() in places]
+
+    own = account_rows(f"user={user}", f"account={account}") if account else []
+    own = [row for row in own if row["partition"] in ("", limits.partition)]
     if not own:
         return _Rules(qos=[], account=[])
     chain = [max(own, key=lambda row: row["partition"])]  # a row of the partition wins
     above = account
     while above:  # up to root, whose own parent is nothing
-        rows = _accounts("assoc", (*_ACCOUNT_COLUMNS, *_ACCOUNT_LIMITS), f"account={above}")
-        rows = [row for row in rows if not row["user"] and row["cluster"].lower() in ("", cluster)]
+        rows = [row for row in account_rows(f"account={above}") if not row["user"]]
         chain += rows[:1]
         above = rows[0]["parentname"] if rows else ""
     choices = chain[0]["qos"].split(",")
     default = chain[0]["defaultqos"] or ("normal" if "normal" in choices else choices[0])
     known = {row["name"]: row for row in _accounts("qos", _QOS_COLUMNS)}
     qos = [known[name] for name in (partition_qos, request.qos or default) if name in known]
-    if "OverPartQOS" in qos[-1]["flags"] if qos else False:
+    if qos and "OverPartQOS" in qos[-1]["flags"]:
         qos.reverse()
     return _Rules(qos=qos, account=chain)
 
 
-def _accounts(what: str, columns: Sequence[str], *where: str) -> list[dict[str, str]]:
+def _accounts(what: str, columns: Sequence[str], *where: str) -> list[_Row]:
     """Rows of ``sacctmgr show``, one text per column."""
 
-    def parse(text: str) -> list[dict[str, str]]:
+    def parse(text: str) -> list[_Row]:
         return [dict(zip(columns, line.split("|"), strict=True)) for line in text.splitlines()]
 
     command = ("sacctmgr", "--noheader", "--parsable2", "show", what, *(("where", *where) if where else ()))
@@ -288,122 +294,60 @@ def tasks_of_shards(shard_ids: Sequence[int], max_tasks: int, shards_per_task: i
     return [id_ranges(shard_ids[start:end]) for start, end in itertools.pairwise(bounds)]
 
 
-def check_request(request: JobRequest, script: str, say: Callable[[str], None]) -> None:
+def check_request(request: JobRequest, script: str, limits: SiteLimits) -> None:
     """Have Slurm test the script, and refuse what it would leave pending for ever. Raises SlurmRefused.
 
     Nodes that are drained or down come back: of these it is only said that jobs wait for them.
     """
-    limits = find_partition_limits(request)
-    if limits is not None:
-        check_partition(request, limits)
+    _check_amounts(request, limits)
     try:
         slurm_output("sbatch", "--test-only", text=script)
     except SlurmRefused as error:
-        if _fits_nodes_away(request, limits):
+        if _fits_nodes_away(request, limits.partition):
             say(
                 f"warning: {error}; the jobs wait until such nodes are back (sinfo -R says why they are away)"
             )
             return
-        asked = shlex.join(request.sbatch_options())
-        has = "" if limits is None else f"; a node of {limits.name} has up to {_has(limits)}"
-        raise SlurmRefused(f"{error}. Asked for: {asked}{has}. Nothing was written or submitted") from None
+        has = f"; a node of {limits.partition} has up to {limits.max_cpus} CPUs and {limits.max_mem_mb} MB"
+        raise SlurmRefused(
+            f"{error}. Asked for: {shlex.join(request.sbatch_options())}{has if limits.partition else ''}. "
+            "Nothing was written or submitted"
+        ) from None
 
 
-def _fits_nodes_away(request: JobRequest, limits: PartitionLimits | None) -> bool:
-    """Whether all nodes that are large enough are drained or down, and there are such nodes."""
-    if limits is None:
-        return False
+def _fits_nodes_away(request: JobRequest, name: str) -> bool:
+    """Whether a partition has nodes that are large enough, and all of them are drained or down."""
 
     def parse(text: str) -> list[str]:
-        states = []
-        for line in text.splitlines():
-            partition, state, mem, cpus = line.split("|")
-            is_large = int(mem.rstrip("+")) >= request.least_mem_gb * 1024
-            if partition == limits.name and is_large and int(cpus.rstrip("+")) >= (request.num_cpus or 1):
-                states.append(state)
-        return states
+        rows = [line.split("|") for line in text.splitlines()]
+        return [
+            state
+            for partition, state, mem, cpus in rows
+            if partition == name
+            and int(mem.rstrip("+")) >= request.least_mem_gb * 1024
+            and int(cpus.rstrip("+")) >= (request.num_cpus or 1)
+        ]
 
     states = slurm_answer(parse, "sinfo", "--noheader", "--exact", "--Node", "--format=%R|%T|%m|%c")
     return bool(states) and all(_NODES_AWAY.search(state) for state in states)
 
 
-def check_partition(request: JobRequest, limits: PartitionLimits) -> None:
+def _check_amounts(request: JobRequest, limits: SiteLimits) -> None:
     """Raises SlurmRefused where no task of this request could ever run in the partition."""
     memory = "--mem_gb" if request.mem_per_cpu_gb is None else "--mem_per_cpu_gb of all CPUs"
     memory_gb = request.least_mem_gb
     if not memory_gb and "max_mem_mb" in limits.why:
         memory = "the memory of the site's default (no --mem_gb is given)"
         memory_gb = (request.num_cpus or 1) * limits.default_mem_per_cpu_mb / 1024
-    asked: Sequence[tuple[str, str, float | None, float | None, str]] = (
+    for flag, name, wanted, most, unit in (
         ("--cpus_per_task", "max_cpus", request.num_cpus, limits.max_cpus, "CPU"),
-        (memory, "max_mem_mb", memory_gb, limits.max_mem_mb / 1024, "GB"),
+        (memory, "max_mem_mb", memory_gb, (limits.max_mem_mb or 0) / 1024, "GB"),
         ("--time_min", "max_time_min", request.time_min, limits.max_time_min, "minute"),
-    )
-    for flag, name, wanted, most, unit in asked:
+    ):
         if wanted and most and wanted > most:
-            unit = unit if unit == "GB" or most == 1 else f"{unit}s"
+            unit += "" if unit == "GB" or most == 1 else "s"
             flags = "--qos, --account or --partition" if name in limits.why else "--partition (sinfo)"
             raise SlurmRefused(
                 f"{flag} is {wanted:g}, {limits.whose(name)} allows at most {most:g} {unit}: the job "
                 f"would stay pending for ever; ask for less, or for another {flags}"
             )
-
-
-def _has(limits: PartitionLimits) -> str:
-    return f"{limits.max_cpus} CPUs and {limits.max_mem_mb} MB"
-
-
-def find_partition_limits(request: JobRequest) -> PartitionLimits | None:
-    """Ask for the limits of a request's partition, and of its accounts and QOS where these are enforced."""
-    partitions = slurm_output("scontrol", "--oneliner", "show", "partition")
-
-    def parse(nodes: str) -> PartitionLimits | None:
-        return partition_limits(request.partition, partitions, nodes)
-
-    limits = slurm_answer(parse, "sinfo", "--noheader", "--exact", "--format=%R|%m|%c")
-    config = read_config()
-    if limits is None or not _enforces(config, "limits|safe|all"):
-        return limits
-    with contextlib.suppress(ShardprepError):  # the accounts may be down; sbatch itself still decides
-        partition = _partition(limits.name, partitions)
-        most = _rules_of(
-            request, config.get("ClusterName", "").lower(), limits.name, partition.get("QoS", "")
-        ).most_of_a_task()
-        values: dict[str, Any] = {}
-        fields = {"cpu": "max_cpus", "mem": "max_mem_mb", "time": "max_time_min"}
-        for what, (number, why) in most.items():
-            if number < (getattr(limits, fields[what]) or math.inf):
-                values[fields[what]] = int(number)
-                limits.why[fields[what]] = why
-        default = megabytes_of(partition.get("DefMemPerCPU", "")) or megabytes_of(
-            config.get("DefMemPerCPU", "")
-        )
-        return dataclasses.replace(limits, default_mem_per_cpu_mb=default or 0, **values)
-    return limits
-
-
-def _partition(name: str | None, partitions: str) -> dict[str, str]:
-    """A partition (None: the default one) in ``scontrol -o show partition``; {} where it is not there."""
-    for line in partitions.splitlines():
-        values = dict(re.findall(r"(\w+)=(\S*)", line))
-        if values.get("PartitionName") == name or (name is None and values.get("Default") == "YES"):
-            return values
-    return {}
-
-
-def partition_limits(name: str | None, partitions: str, nodes: str) -> PartitionLimits | None:
-    """Limits of a partition (None: the default one) from ``scontrol -o show partition`` and ``sinfo``."""
-    values = _partition(name, partitions)
-    if not values:
-        return None
-    rows = [row.split("|")[1:] for row in nodes.splitlines() if row.startswith(values["PartitionName"] + "|")]
-    numbers = [[int(re.sub(r"\D.*", "", item) or 0) for item in row] for row in rows]
-    max_mem_mb = max((mem for mem, _ in numbers), default=0)
-    if values.get("MaxMemPerNode", "").isdecimal():
-        max_mem_mb = min(max_mem_mb, int(values["MaxMemPerNode"]))
-    return PartitionLimits(
-        name=values["PartitionName"],
-        max_time_min=minutes_of(values.get("MaxTime", "")),
-        max_mem_mb=max_mem_mb,
-        max_cpus=max((cpus for _, cpus in numbers), default=0),
-    )

@@ -9,6 +9,7 @@ job has anything to do with the data set and none of its commands is installed.
 from __future__ import annotations
 
 import getpass
+import itertools
 import math
 import os
 import re
@@ -22,12 +23,20 @@ from typing import Any, Literal
 
 from preprocess.attempts import Attempt, Attempts, append_end, folder_identity, read_attempts
 from preprocess.done_shards import MadeShards, find_made_shards, is_verified
-from preprocess.plan.plan_file import Plan
-from shardprep.errors import ReadWriteError, ShardprepError
+from preprocess.plan.plan_file import Plan, need_plan
+from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 from shardprep.files import open_regular
-from shardprep.format.names import id_ranges
+from shardprep.format.names import id_ranges, ids_of_ranges
 from slurm.commands import SlurmAway
-from slurm.queue import LOG_NOT_OPENED, SUSPENDED, ShownJobs, TaskAttempt, find_shown_jobs, nothing_shown
+from slurm.queue import (
+    LOG_NOT_OPENED,
+    PLAIN,
+    SUSPENDED,
+    ShownJobs,
+    TaskAttempt,
+    find_shown_jobs,
+    nothing_shown,
+)
 from slurm.script import LOG_FOLDER
 from slurm.submissions import JOBS_FOLDER, JobArray, Submission, read_submissions
 
@@ -45,11 +54,9 @@ NO_LOG = "its log could not be opened"
 SRUN_FAILED = "srun failed"
 STOPPED = "stopped by a signal (75)"
 STEP_STOPPED = "stopped by Slurm: preempted with GraceTime, or its step cancelled"
-_NO_INPUT, _CANNOT_WRITE, _READ_WRITE = (
-    "no such input or shard (66)",
-    "cannot write the output (73)",
-    "read or write error (74)",
-)
+_NO_INPUT = "no such input or shard (66)"
+_CANNOT_WRITE = "cannot write the output (73)"
+_READ_WRITE = "read or write error (74)"
 _AGAIN = "retry sends it again"
 
 # Cause -> what to do. Only people can help where retry alone would fail the same way.
@@ -75,18 +82,11 @@ REMEDIES = {
     _CANNOT_WRITE: "look at permissions, quota and free space of the folder (df, lfs quota); then retry",
     NO_LOG: "look at the folder of its log (permissions, quota); then retry",
 }
-NEEDS_PEOPLE = (BAD_INPUT, REFUSED, SETUP, SETUP_ENDED, _NO_INPUT, _CANNOT_WRITE, NO_LOG)
 
 _EXIT_CAUSES = {2: SETUP, 65: BAD_INPUT, 66: _NO_INPUT, 73: _CANNOT_WRITE, 74: _READ_WRITE, 75: STOPPED}
 _EXIT_CAUSES |= {78: REFUSED}
-_STATES = {
-    "OUT_OF_MEMORY": OUT_OF_MEMORY,
-    "TIMEOUT": TIMEOUT,
-    "NODE_FAIL": NODE_FAIL,
-    "BOOT_FAIL": NODE_FAIL,
-    "PREEMPTED": "PREEMPTED",
-    "DEADLINE": "DEADLINE",
-}
+_STATES = {name: name for name in (OUT_OF_MEMORY, TIMEOUT, NODE_FAIL, "PREEMPTED", "DEADLINE")}
+_STATES["BOOT_FAIL"] = NODE_FAIL
 _STOPPED_BY = {
     "time limit": TIMEOUT,
     "node failure": NODE_FAIL,
@@ -223,13 +223,31 @@ class DatasetState:
     is_verified: bool
     shards: list[ShardState]  # shard N at N
     shown: ShownJobs
-    held: list[str]  # job ids that wait for `scontrol release`: a submission was cut short
-    verify: str  # state of the last verify job, or ""
 
     @property
     def next_number(self) -> int:
         """Of the next submission."""
         return max((submission.number for submission in [*self.submissions, *self.foreign]), default=-1) + 1
+
+    @property
+    def summary(self) -> str:
+        """How many shards are done."""
+        return f"{len(self.made.done)} of {self.plan.num_shards} shards are done"
+
+    @property
+    def held(self) -> list[str]:
+        """Jobs that wait for `scontrol release`: a submission was cut short, or a person held them."""
+        return sorted({job for (number, job, _), each in self.shown.attempts.items()
+                       if number != PLAIN and "JobHeldUser" in each[-1].reason})  # fmt: skip
+
+    @property
+    def verify(self) -> str:
+        """State of the last verify job, or ""."""
+        if not self.submissions:
+            return ""
+        last = self.submissions[-1]
+        task = self.shown.last_task((last.number, last.verify_job_id, 0))
+        return task.state if task else "not visible" if last.number in self.shown.hidden else "unknown"
 
     @cached_property
     def _ids(self) -> dict[str, list[int]]:
@@ -245,9 +263,8 @@ class DatasetState:
     def failed_by_cause(self) -> dict[str, list[ShardState]]:
         """Cause -> the shards whose last attempt ended so, the most frequent first."""
         found: dict[str, list[ShardState]] = {}
-        for shard in self.shards:
-            if shard.state == "failed":
-                found.setdefault(shard.cause or "", []).append(shard)
+        for shard_id in self.ids("failed"):
+            found.setdefault(self.shards[shard_id].cause or "", []).append(self.shards[shard_id])
         return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
     def causes_of(self, submission: Submission) -> dict[str, dict[str, Any]]:
@@ -271,6 +288,15 @@ class DatasetState:
         }
         return "; ".join(sorted({*self.shown.hidden.values(), *runs, *self.attempts.unreadable}))
 
+    def live_jobs(self) -> dict[str, list[str]]:
+        """Cluster -> its jobs of ours that wait or run, verify jobs included."""
+        clusters = {submission.number: submission.cluster for submission in self.submissions}
+        found: dict[str, set[str]] = {}
+        for (number, job_id, _), attempts in self.shown.attempts.items():
+            if attempts[-1].is_live:
+                found.setdefault(clusters.get(number, self.shown.cluster), set()).add(job_id)
+        return {cluster: sorted(found[cluster], key=int) for cluster in sorted(found)}
+
     def live_job_ids(self) -> list[str]:
         """Jobs of ours that wait or run, verify jobs included."""
         return sorted({job_id for job_ids in self.live_jobs().values() for job_id in job_ids}, key=int)
@@ -281,25 +307,20 @@ class DatasetState:
         One of these may wait for nodes that are gone.
         """
         obsolete = {each.verify_job_id for each in self.submissions[:-1]}
-        return [
-            each
-            for each in (*self.live_job_ids(), *self.shown.unrecorded, *self.shown.controllers)
-            if each not in obsolete
-        ]
+        live = (*self.live_job_ids(), *self.shown.unrecorded, *self.shown.controllers)
+        return [each for each in live if each not in obsolete]
 
-    def live_jobs(self) -> dict[str, list[str]]:
-        """Cluster -> its jobs of ours that wait or run, verify jobs included."""
-        clusters = {submission.number: submission.cluster for submission in self.submissions}
-        live = {
-            (clusters[number], job_id)
-            for (number, job_id, _), attempts in self.shown.attempts.items()
-            if attempts[-1].is_live
-        }
-        live |= {(self.shown.cluster, each.job_id) for each in self.shown.plain if each.is_live}
-        found: dict[str, list[str]] = {}
-        for cluster, job_id in sorted(live, key=lambda item: (item[0], int(item[1]))):
-            found.setdefault(cluster, []).append(job_id)
-        return found
+
+def chosen_shards(folder: Path, text: str | None) -> set[int] | None:
+    """The shards of --shards; None for all. Raises UsageError."""
+    if text is None:
+        return None
+    num_shards = need_plan(folder).num_shards
+    try:
+        return set(ids_of_ranges(text, end=num_shards))
+    except ValueError:
+        expected = f"expected ids of 0 to {num_shards - 1}, such as 0-9,12"
+        raise UsageError(f"--shards is {text!r}, {expected}") from None
 
 
 def find_state(
@@ -321,62 +342,52 @@ def find_state(
         if if_away is None or "Permission denied" not in str(error):
             raise
         recorded, unreadable = [], [str(error)]
-    foreign = [each for each in recorded if each.identity not in (None, identity)]
-    submissions = [each for each in recorded if each not in foreign]
-    attempts = read_attempts(folder, plan.plan_id)
-    open_attempts = [each for each in attempts.own if each.ended is None and each.job_id]
+    submissions = [each for each in recorded if each.identity in (None, identity)]
+    before = read_attempts(folder, plan.plan_id)
+    open_attempts = [each for each in before.own if each.ended is None and each.job_id]
     has_jobs = bool(submissions or open_attempts)
-    first = made if has_jobs else made or find_made_shards(folder, plan)
-    if first and not has_jobs and (len(first.done) == plan.num_shards or shutil.which("squeue") is None):
-        shown, made = ShownJobs(), first
-    else:
-        shown = _shown(folder, plan, submissions, open_attempts, if_away)
+    first = made or (None if has_jobs else find_made_shards(folder, plan))
+    shown = ShownJobs()
+    if not first or has_jobs or (len(first.done) < plan.num_shards and shutil.which("squeue")):
+        try:
+            shown = find_shown_jobs(folder, plan.plan_id, submissions, open_attempts)
+        except SlurmAway as error:
+            if if_away is None:
+                raise
+            if_away(error)
+            shown = nothing_shown(submissions, error)
     # Looked at last: what Slurm says has ended has its manifest, or the end of its record, by then.
-    ended = {each.path: each for each in read_attempts(folder, plan.plan_id).own}
+    now = {each.path: each for each in read_attempts(folder, plan.plan_id).own}
     attempts = Attempts(
-        own=[ended[each.path] for each in attempts.own if each.path in ended],
-        foreign=attempts.foreign,
-        unreadable=[*unreadable, *attempts.unreadable],
+        own=[_with_slurms_end(now[each.path], shown) for each in before.own if each.path in now],
+        foreign=before.foreign,
+        unreadable=[*unreadable, *before.unreadable],
     )
-    for number, each in enumerate(attempts.own):
-        task = None if each.stopped_by else shown.task_of(each)
-        if task and task.state in _STATES:
-            ended_s = each.began + task.elapsed_s if each.ended is None else each.ended
-            attempts.own[number] = replace(each, stopped_by=task.state, ended=ended_s)
-            if task.user == getpass.getuser():
-                append_end(attempts.own[number])
-    made = made or (first if first and not shown.plain else find_made_shards(folder, plan))
+    if made is None:
+        made = first if first and not shown.attempts else find_made_shards(folder, plan)
     return DatasetState(
         folder=folder,
         plan=plan,
         submissions=submissions,
-        foreign=foreign,
+        foreign=[each for each in recorded if each.identity not in (None, identity)],
         attempts=attempts,
         made=made,
         is_verified=is_verified(folder, plan, made),
         shards=_shard_states(folder, plan.num_shards, made, submissions, attempts, shown),
         shown=shown,
-        held=sorted(
-            {job for (_, job, _), each in shown.attempts.items() if "JobHeldUser" in each[-1].reason}
-        ),
-        verify=_verify_state(submissions, shown),
     )
 
 
-def _shown(
-    folder: Path,
-    plan: Plan,
-    submissions: list[Submission],
-    open_attempts: list[Attempt],
-    if_away: Callable[[SlurmAway], None] | None,
-) -> ShownJobs:
-    try:
-        return find_shown_jobs(folder, plan.plan_id, submissions, open_attempts)
-    except SlurmAway as error:
-        if if_away is None:
-            raise
-        if_away(error)
-        return nothing_shown(submissions, error)
+def _with_slurms_end(attempt: Attempt, shown: ShownJobs) -> Attempt:
+    """The attempt, with the end that Slurm alone can know; it is recorded before Slurm forgets it."""
+    task = None if attempt.stopped_by else shown.task_of(attempt)
+    if not task or task.state not in _STATES:
+        return attempt
+    ended_s = attempt.began + task.elapsed_s if attempt.ended is None else attempt.ended
+    attempt = replace(attempt, stopped_by=task.state, ended=ended_s)
+    if task.user == getpass.getuser():
+        append_end(attempt)
+    return attempt
 
 
 def _shard_states(
@@ -387,99 +398,100 @@ def _shard_states(
     attempts: Attempts,
     shown: ShownJobs,
 ) -> list[ShardState]:
-    found: list[list[tuple[float, ShardAttempt]]] = [[] for _ in range(num_shards)]
+    tried: list[list[tuple[float, ShardAttempt]]] = [[] for _ in range(num_shards)]
     not_begun: set[int] = set()
-    for when, shard_ids, attempt in _all_attempts(folder, submissions, attempts.own, shown):
-        missing = [each for each in shard_ids if each < num_shards and each not in made.done]
+    for when, shard_id, attempt in _all_attempts(folder, submissions, attempts.own, shown):
         if attempt is None:
-            not_begun.update(missing)
-            continue
-        for shard_id in missing:
-            found[shard_id].append((when, attempt(shard_id) if callable(attempt) else attempt))
+            not_begun.add(shard_id)
+        elif shard_id < num_shards:
+            tried[shard_id].append((when, attempt))
+    nothing: StateName = "not visible" if attempts.unreadable else "not submitted"
+    order: tuple[StateName, ...] = ("running", "pending", "not visible", "failed")
     states = []
-    for shard_id, tried in enumerate(found):
+    for shard_id, found in enumerate(tried):
         if shard_id in made.done:
             states.append(ShardState(shard_id=shard_id, state="done"))
             continue
-        ordered = [each for _, each in sorted(tried, key=lambda pair: pair[0])]
-        is_cut, is_known = shard_id in not_begun, not attempts.unreadable
-        states.append(_state_of(shard_id, ordered, is_cut=is_cut, is_known=is_known))
+        ordered = [each for _, each in sorted(found, key=lambda pair: pair[0])]
+        kinds = {each.state for each in ordered}
+        state = next((each for each in order if each in kinds), nothing)
+        is_cut = shard_id in not_begun and state == "not submitted"
+        states.append(ShardState(shard_id=shard_id, state=state, attempts=ordered, has_not_begun=is_cut))
     return states
 
 
 def _all_attempts(
     folder: Path, submissions: Sequence[Submission], records: Sequence[Attempt], shown: ShownJobs
-) -> Iterator[tuple[float, Sequence[int], Callable[[int], ShardAttempt] | ShardAttempt | None]]:
-    """(when, shards, the attempt at one of them); None for a task that ended before it began.
+) -> Iterator[tuple[float, int, ShardAttempt | None]]:
+    """(when, shard, the attempt at it); None for a task that ended before it began.
 
     A submission is later than the one before, whatever the nodes' clocks say.
     """
     arrays = {array.job_id: (each.submitted, array) for each in submissions for array in each.arrays}
-    seen = {record.key for record in records}
-    seen_restarts = {(*record.key, record.num_restarts) for record in records}
+    told = {record.key for record in records}
+    told_restarts = {(*record.key, record.num_restarts) for record in records}
 
     def is_told(task: TaskAttempt | None, key: tuple[str, int]) -> bool:
         """Whether a record tells of this start of the task."""
-        return (*key, task.num_restarts) in seen_restarts if task and task.is_live else key in seen
+        return (*key, task.num_restarts) in told_restarts if task and task.is_live else key in told
 
     for record in records:
         when, array = arrays.get(record.job_id, (record.began, None))
-        yield when, record.shards, _of_record(record, shown.task_of(record), array, is_away=bool(shown.away))
+        task = shown.task_of(record)
+        for shard_id in record.shards:
+            yield when, shard_id, _of_record(record, shard_id, task, array, is_away=bool(shown.away))
     for submission, array, index, shard_ids in _tasks(submissions):
-        task = shown.last_task(submission.number, array.job_id, index)
-        if not is_told(task, (array.job_id, index)):
-            attempt = _of_submitted(folder, submission, array, index, shown)
-            yield submission.submitted, shard_ids, attempt
-    for task in shown.plain:
-        if task.is_live and not is_told(task, task.key):
-            yield math.inf, [task.index], _of_task(task, None, "")
+        task, name = shown.last_task((submission.number, array.job_id, index)), f"{array.job_id}_{index}"
+        if is_told(task, (array.job_id, index)):
+            continue
+        attempt = None
+        if task is None and submission.number in shown.hidden:
+            attempt = ShardAttempt(state="not visible", task=name, array=array)
+        elif task and (task.is_live or cause_of_task(task)):
+            attempt = _of_task(task, array, f"{folder}/{JOBS_FOLDER}/{LOG_FOLDER}/{name}.log")
+        yield from ((submission.submitted, shard_id, attempt) for shard_id in shard_ids)
+    plain = (task for (number, *_), tasks in shown.attempts.items() if number == PLAIN for task in tasks)
+    yield from (
+        (math.inf, task.index, _of_task(task, None, ""))
+        for task in plain
+        if task.is_live and not is_told(task, task.key)
+    )
 
 
-def _of_submitted(
-    folder: Path, submission: Submission, array: JobArray, index: int, shown: ShownJobs
-) -> ShardAttempt | None:
-    """A submitted task of which no record tells; None where it ended before it began."""
-    task = shown.last_task(submission.number, array.job_id, index)
-    if task is None and submission.number in shown.hidden:
-        return ShardAttempt(state="not visible", task=f"{array.job_id}_{index}", array=array)
-    if task is None or not (task.is_live or cause_of_task(task)):
-        return None
-    return _of_task(task, array, str(folder / JOBS_FOLDER / LOG_FOLDER / f"{array.job_id}_{index}.log"))
+def _tasks(submissions: Sequence[Submission]) -> Iterator[tuple[Submission, JobArray, int, list[int]]]:
+    for submission in submissions:
+        for array in submission.arrays:
+            for index, shard_ids in enumerate(array.shards_of_tasks()):
+                yield submission, array, index, shard_ids
 
 
 def _of_record(
-    record: Attempt, task: TaskAttempt | None, array: JobArray | None, *, is_away: bool
-) -> Callable[[int], ShardAttempt]:
-    """What a record says of each of its shards."""
-    is_warned = array is not None and "--signal" in array.request.sbatch_args
+    record: Attempt, shard_id: int, task: TaskAttempt | None, array: JobArray | None, *, is_away: bool
+) -> ShardAttempt:
+    """What a record says of one of its shards. ``task``: what Slurm says of the same attempt."""
     is_running = record.ended is None and task is not None and task.is_live and not task.is_waiting
+    is_unknown = record.ended is None and task is None and is_away
     if record.ended is None and record.pid:
-        is_running = record.is_alive() is True
-    is_unknown = record.ended is None and (
-        record.is_alive() is None if record.pid else task is None and is_away
-    )
+        is_running, is_unknown = record.is_alive() is True, record.is_alive() is None
     state: StateName = "running" if is_running else "not visible" if is_unknown else "failed"
-    ended = task if task is not None and not task.is_live else None
-
-    def attempt_at(shard_id: int) -> ShardAttempt:
-        failure = record.failures.get(shard_id)
-        elapsed_s = task.elapsed_s if is_running and task else 0
-        if record.ended is not None:
-            elapsed_s = round(record.ended - record.began)
-        return ShardAttempt(
-            state=state,
-            task=f"{record.job_id}_{record.index}" if record.job_id else f"{record.node}-{record.pid}",
-            array=array,
-            record=record,
-            cause=cause_of(record, ended, shard_id, is_warned=is_warned) if state == "failed" else None,
-            message=failure.reason if failure else "",
-            node=record.node,
-            log=record.log,
-            is_suspended=bool(is_running and task and task.state in SUSPENDED),
-            elapsed_s=elapsed_s,
-        )
-
-    return attempt_at
+    cause = None
+    if state == "failed":
+        is_warned = array is not None and "--signal" in array.request.sbatch_args
+        cause = cause_of(record, task if task and not task.is_live else None, shard_id, is_warned=is_warned)
+    failure = record.failures.get(shard_id)
+    elapsed_s = task.elapsed_s if is_running and task else 0
+    return ShardAttempt(
+        state=state,
+        task=f"{record.job_id}_{record.index}" if record.job_id else f"{record.node}-{record.pid}",
+        array=array,
+        record=record,
+        cause=cause,
+        message=failure.reason if failure else "",
+        node=record.node,
+        log=record.log,
+        is_suspended=bool(is_running and task and task.state in SUSPENDED),
+        elapsed_s=elapsed_s if record.ended is None else round(record.ended - record.began),
+    )
 
 
 def _of_task(task: TaskAttempt, array: JobArray | None, log: str) -> ShardAttempt:
@@ -499,53 +511,12 @@ def _of_task(task: TaskAttempt, array: JobArray | None, log: str) -> ShardAttemp
     )
 
 
-def _state_of(shard_id: int, attempts: list[ShardAttempt], *, is_cut: bool, is_known: bool) -> ShardState:
-    states = {attempt.state for attempt in attempts}
-    order: tuple[StateName, ...] = ("running", "pending", "not visible", "failed")
-    nothing: StateName = "not submitted" if is_known else "not visible"
-    state: StateName = next((state for state in order if state in states), nothing)
-    return ShardState(
-        shard_id=shard_id,
-        state=state,
-        attempts=attempts,
-        has_not_begun=is_cut and state == "not submitted",
-    )
-
-
-def _tasks(submissions: Sequence[Submission]) -> Iterator[tuple[Submission, JobArray, int, list[int]]]:
-    for submission in submissions:
-        for array in submission.arrays:
-            for index, shard_ids in enumerate(array.shards_of_tasks()):
-                yield submission, array, index, shard_ids
-
-
-def _verify_state(submissions: Sequence[Submission], shown: ShownJobs) -> str:
-    if not submissions:
-        return ""
-    last = submissions[-1]
-    attempts = shown.attempts.get((last.number, last.verify_job_id, 0))
-    return attempts[-1].state if attempts else "not visible" if last.number in shown.hidden else "unknown"
-
-
-def can_retry(state: DatasetState, max_attempts: int = 3) -> list[int]:
-    """The failed shards that ``retry`` without flags would send."""
-    return [
-        shard.shard_id
-        for shard in state.shards
-        if shard.state == "failed" and not reason_to_leave(shard, max_attempts, {})
-    ]
-
-
 def reason_to_leave(shard: ShardState, max_attempts: int, changes: dict[str, Any]) -> str | None:
     """Why a shard is not tried again: it failed the same way too often, or must fail the same way."""
     if shard.state != "failed":
         return None
     cause, last = shard.cause, shard.attempts[-1].array
-    same = 0
-    for attempt in reversed(shard.attempts):
-        if attempt.cause != cause:
-            break
-        same += 1
+    same = sum(1 for _ in itertools.takewhile(lambda each: each.cause == cause, reversed(shard.attempts)))
     before = last.request.worker_args if last else ""
     if cause == BAD_INPUT and changes.get("worker_args", before) == before:
         return "the same input fails in the same way"

@@ -1,4 +1,4 @@
-"""``status``: a report as plain data (``--json``), as text, as metrics, and as a screen (``--watch``).
+"""``status``: a report as data (``--json``), text, metrics and a screen (``--watch``); ``logs``.
 
 States and causes come from ``slurm.state``; tokens, times, memory and nodes from the manifests of the shards
 that are done.
@@ -6,19 +6,37 @@ that are done.
 
 from __future__ import annotations
 
+import argparse
+import json
 import shlex
 import shutil
 import statistics
+import sys
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shardprep.console import counted, num_cells, printable, short_number, short_time
+from preprocess.plan.plan_file import need_plan
+from shardprep.console import (
+    Progress,
+    counted,
+    draw,
+    num_cells,
+    output_is_read,
+    print_lines,
+    printable,
+    short_number,
+    short_time,
+)
+from shardprep.errors import NotFound, ReadWriteError
+from shardprep.files import publish_bytes
 from shardprep.format.names import id_ranges, ids_of_ranges
 from shardprep.format.shard_making import ShardMaking, source_lines, sum_of_sources
+from slurm.commands import ask_patiently
 from slurm.resource_use import asked_for, core_hours, resource_use
 from slurm.state import (
     BAD_INPUT,
@@ -27,14 +45,16 @@ from slurm.state import (
     ShardAttempt,
     ShardState,
     StateName,
-    can_retry,
     cause_of,
+    find_state,
     last_lines,
     log_tail,
+    reason_to_leave,
     remedy_of,
 )
 from slurm.submissions import event_line, read_events
 
+POLL_S = 5.0
 # The beginning of Slurm's reason -> what it means for who waits.
 _REASONS = {
     "Resources": "the next free nodes are for it",
@@ -65,6 +85,64 @@ STATUS_VERSION = 1  # of --json: it grows where a field goes or changes its mean
 MOST_TAILS = 8  # logs whose last lines are read
 
 
+def status(args: argparse.Namespace) -> int:
+    """``status O``: where every shard is, and why what failed did."""
+    plan = need_plan(args.output_dir)
+    while True:
+        state = find_state(args.output_dir, plan, if_away=lambda _: None)
+        data = report(state)
+        if args.metrics:
+            publish_bytes(args.metrics, metrics_text(data).encode("utf-8"))
+        if args.watch and not args.json and sys.stdout.isatty():
+            width, height = shutil.get_terminal_size()
+            can_draw = "utf" in (sys.stdout.encoding or "").lower()
+            lines = screen_lines(data, width=max(width, 20), ascii_only=not can_draw)[: max(height - 1, 1)]
+            draw("\033[H" + "".join(f"{line}\033[K\n" for line in lines) + "\033[J")
+        else:
+            print_lines(*([json.dumps(data)] if args.json else report_lines(data)))
+        goes_on = state.live_job_ids() or (state.shown.away and state.ids("not visible"))
+        if not args.watch or not goes_on or not output_is_read():
+            return 0
+        time.sleep(POLL_S)
+
+
+def wait_for_jobs(folder: Path) -> int:
+    """One bar over the whole data set until no job of it is queued; 0 only where it is verified then."""
+    plan = need_plan(folder)
+    sizes, done = plan.shard_bytes(), set[int]()
+    with Progress(f"{plan.num_shards} shards", sum(sizes)) as progress:
+        while True:
+            state = ask_patiently(lambda: find_state(folder, plan))
+            fresh = set(state.ids("done")) - done
+            done |= fresh
+            progress.add(sum(sizes[shard_id] for shard_id in fresh))
+            if not state.jobs_to_wait_for():
+                break
+            time.sleep(POLL_S)
+    print_lines(*report_lines(report(state)))
+    return 0 if state.is_verified else ReadWriteError.exit_code
+
+
+def logs(args: argparse.Namespace) -> int:
+    """``logs O N``: the attempts at one shard, newest last, with the ends of their logs."""
+    plan = need_plan(args.output_dir)
+    if not 0 <= args.shard_id < plan.num_shards:
+        raise NotFound(f"there is no shard {args.shard_id}: the plan has {plan.num_shards}, from 0")
+    shard = find_state(args.output_dir, plan, if_away=lambda _: None).shards[args.shard_id]
+    lines = [f"shard {shard.shard_id:05d} is {shard.state}, {counted(len(shard.attempts), 'attempt')}"]
+    for each in shard.attempts:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.record.began)) if each.record else ""
+        where = f" on {each.node}" if each.node else ""
+        lines.append(f"{when or 'task'} {each.task}{where}: {each.cause or each.state}")
+        lines += [f"  {each.message}"] if each.message else []
+        if each.log:
+            lines += [f"  | {line[:300]}" for line in last_lines(log_tail(Path(each.log)), args.lines)]
+            lines.append(f"  {each.log}")
+        lines += [f"  {remedy_of(each.cause)}"] if each.cause and each is shard.attempts[-1] else []
+    print_lines(*lines)
+    return 0
+
+
 def report(state: DatasetState) -> dict[str, Any]:
     """Everything that ``status`` says, as plain data."""
     made = list(state.made.done.values())
@@ -79,7 +157,7 @@ def report(state: DatasetState) -> dict[str, Any]:
         **{f"num_{name.replace(' ', '_')}": len(state.ids(name)) for name in _STATES},
         "causes": {cause: id_ranges(each.shard_id for each in of) for cause, of in by_cause.items()},
         "remedies": {cause: remedy_of(cause) for cause in by_cause},
-        "can_retry": id_ranges(can_retry(state)),
+        "can_retry": id_ranges(each.shard_id for each in failed if not reason_to_leave(each, 3, {})),
         "not_begun": id_ranges(shard.shard_id for shard in state.shards if shard.has_not_begun),
         "failures": _failures(failed),
         "restarts": _restarts(state),
@@ -183,22 +261,19 @@ def slow_nodes(made: Sequence[ShardMaking], number: int = 3) -> list[tuple[str, 
 
 def waits_for(shards: Sequence[ShardState]) -> list[dict[str, Any]]:
     """Why shards are pending, in Slurm's word and in ours, and when the first is expected to start."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, list[tuple[int, str]]] = {}
     for shard in shards:
-        if shard.state != "pending":
-            continue
-        attempt = next(each for each in shard.attempts if each.state == "pending")
-        item = found.setdefault(attempt.reason, {"ids": [], "starts": ""})
-        item["ids"].append(shard.shard_id)
-        item["starts"] = min(filter(None, (item["starts"], attempt.start_time)), default="")
+        if shard.state == "pending":
+            attempt = next(each for each in shard.attempts if each.state == "pending")
+            found.setdefault(attempt.reason, []).append((shard.shard_id, attempt.start_time))
     return [
         {
             "reason": reason,
             "means": next((words for word, words in _REASONS.items() if reason.startswith(word)), ""),
-            "shards": id_ranges(item["ids"]),
-            "starts": item["starts"],
+            "shards": id_ranges(shard_id for shard_id, _ in waiting),
+            "starts": min((starts for _, starts in waiting if starts), default=""),
         }
-        for reason, item in found.items()
+        for reason, waiting in found.items()
     ]
 
 
@@ -231,16 +306,15 @@ def _failure(shard: ShardState, *, has_tail: bool) -> dict[str, Any]:
 
 def _restarts(state: DatasetState) -> dict[str, int]:
     """Attempts of tasks that Slurm started again afterwards, counted by how they ended."""
-    last = {each.key: each for each in state.attempts.own if each.job_id}
-    found: dict[str, int] = {}
-    for each in state.attempts.own:
-        is_over = last[each.key] is not each if each.job_id else False
+    own = [each for each in state.attempts.own if each.job_id and each.shards]
+    last = {each.key: each for each in own}
+    found: Counter[str] = Counter()
+    for each in own:
         made = [state.made.done.get(shard_id) for shard_id in each.shards]
-        if each.job_id and made and (is_over or all(of and of.job_id == each.job_id for of in made)):
+        if last[each.key] is not each or all(of and of.job_id == each.job_id for of in made):
             cause = cause_of(each, state.shown.task_of(each), each.shards[0])
-            words = f"{cause} on {each.node}" if cause == NODE_FAIL else cause
-            found[words] = found.get(words, 0) + 1
-    return found
+            found[f"{cause} on {each.node}" if cause == NODE_FAIL else cause] += 1
+    return dict(found)
 
 
 _MOST_FAILURES = 8  # shown with their last lines
@@ -259,7 +333,10 @@ def report_lines(data: dict[str, Any]) -> list[str]:
     lines += source_lines(data["sources"], all_in="--json")
     queued = ("running", "pending", "not_submitted")
     lines += [f"  {name.replace('_', ' ')}: {data[name]}" for name in queued if data[name]]
-    lines += _waiting_lines(data)
+    for item in data["waits_for"]:
+        means = f": {item['means']}" if item["means"] else ""
+        starts = f"; expected to start at {item['starts'].replace('T', ' ')}" if item["starts"] else ""
+        lines.append(f"    {item['shards']} wait for {item['reason']}{means}{starts}")
     unseen = f"  not visible: {data['not_visible']} ({data['why_not_visible']})"
     lines += [unseen] if data["not_visible"] else []
     lines += [f"  what waits and runs is not known: {data['slurm_away']}"] if data["slurm_away"] else []
@@ -286,28 +363,12 @@ def report_lines(data: dict[str, Any]) -> list[str]:
         lines += [f"    | {line[:300]}" for line in failure["last_lines"]]
         lines.append(f"    {failure['log']}")
     lines += [f"  job {each} sends again what fails (--until_done)" for each in data["controller_jobs"]]
-    lines += _history_lines(data["history"])
+    for event in data["history"][-_MOST_EVENTS:] if len(data["history"]) > 1 else []:
+        when = time.strftime("%m-%d %H:%M", time.localtime(float(event.get("time", 0))))
+        lines.append(f"  {when} {event_line(event)}")
     if (more := len(data["failures"]) - _MOST_FAILURES) > 0:
         lines.append(f"  and {more} more failures: --json has them all")
     return [*lines, next_line(data)]
-
-
-def _history_lines(history: list[dict[str, Any]]) -> list[str]:
-    """What submit, retry, cancel and --until_done did last."""
-    newest = history[-_MOST_EVENTS:] if len(history) > 1 else []
-    return [
-        f"  {time.strftime('%m-%d %H:%M', time.localtime(float(each.get('time', 0))))} {event_line(each)}"
-        for each in newest
-    ]
-
-
-def _waiting_lines(data: dict[str, Any]) -> list[str]:
-    lines = []
-    for item in data["waits_for"]:
-        means = f": {item['means']}" if item["means"] else ""
-        starts = f"; expected to start at {item['starts'].replace('T', ' ')}" if item["starts"] else ""
-        lines.append(f"    {item['shards']} wait for {item['reason']}{means}{starts}")
-    return lines
 
 
 def notes(data: dict[str, Any]) -> list[str]:
@@ -524,16 +585,6 @@ def bar(counts: Mapping[str, int], total: int, width: int, *, ascii_only: bool =
     largest = max(cells, key=lambda name: cells[name])
     cells[largest] += width - sum(cells.values())
     return "".join(sign * cells[name] for sign, name in zip(signs, _COUNTS, strict=True))
-
-
-def changes(before: Sequence[str], after: Sequence[str]) -> str:
-    """What a terminal gets to show ``after`` where it shows ``before``; all of it where that is nothing."""
-    out = [] if before else ["\033[H\033[2J"]
-    for row in range(max(len(before), len(after))):
-        line = after[row] if row < len(after) else ""
-        if row >= len(before) or before[row] != line:
-            out.append(f"\033[{row + 1};1H{line}\033[K")
-    return "".join([*out, f"\033[{len(after) + 1};1H"])
 
 
 def cut(line: str, width: int) -> str:

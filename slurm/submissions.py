@@ -104,7 +104,17 @@ def read_submissions(folder: Path) -> list[Submission]:
     Raises BrokenShard for a file that is no submission of this version, ReadWriteError for what cannot
     be read: were it left out, its shards would be made a second time.
     """
-    return [_read_submission(path) for path in _submission_paths(folder / JOBS_FOLDER)]
+    jobs = folder / JOBS_FOLDER
+    try:
+        names = os.listdir(jobs)  # noqa: PTH208 - glob() would say nothing of a folder that it may not read
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ReadWriteError(
+            f"{jobs} cannot be listed ({error.strerror}), so what was submitted is not known; it must be a "
+            "folder that you can read"
+        ) from None
+    return [_read_submission(jobs / name) for name in sorted(names) if re.fullmatch(r"[0-9]{4}\.json", name)]
 
 
 def append_event(folder: Path, kind: str, **facts: Any) -> None:
@@ -165,19 +175,18 @@ def publish_submission(folder: Path, submission: Submission) -> None:
 
 
 def _read_submission(path: Path) -> Submission:
+    remedy = "move it away: it only records job ids"
     try:
         return _submission_of(read_checked(path, _FORMAT, max_bytes=_MAX_BYTES))
     except NOT_THERE as error:  # a link to nothing, or taken away since it was listed
         raise ReadWriteError(f"{path} cannot be read: {error.strerror}") from None
     except UnknownVersion:
-        raise BrokenShard(
-            f"{path} is a submission of another version, expected version {FORMAT_VERSION}; move it away: it "
-            "only records job ids"
-        ) from None
+        expected = f"expected version {FORMAT_VERSION}"
+        raise BrokenShard(f"{path} is a submission of another version, {expected}; {remedy}") from None
+    except (UsageError, ValueError) as error:  # of a request, of a task's shards
+        raise BrokenShard(f"{path}: {error}; {remedy}") from None
     except BrokenShard as error:
-        raise BrokenShard(
-            f"{error}: it is not a whole submission; move it away: it only records job ids"
-        ) from None
+        raise BrokenShard(f"{error}: it is not a whole submission; {remedy}") from None
 
 
 def _submission_of(fields: Fields) -> Submission:
@@ -202,24 +211,22 @@ def _submission_of(fields: Fields) -> Submission:
 
 
 def _array_of(fields: Fields) -> JobArray:
+    request = fields.fields("request")
     array = JobArray(
         job_id=_job_id(fields, "job_id"),
         name=fields.text("name"),
         submit_time=fields.text("submit_time"),
-        request=_request_of(fields),
+        request=JobRequest(**{item.name: request.take(item.name) for item in dataclasses.fields(JobRequest)}),
         tasks=fields.texts("tasks"),
         mem_mb=fields.or_none("mem_mb", lambda key: fields.whole(key, 1)),
         time_min=fields.or_none("time_min", lambda key: fields.whole(key, 1)),
     )
+    request.end()
     fields.end()
     if not array.tasks:
         raise fields.wrong("tasks", [], "one task or more")
-    try:
-        num_shards = sum(map(len, array.shards_of_tasks()))
-    except ValueError as error:
-        raise BrokenShard(f"{fields.path}: tasks: {error}") from None
-    if num_shards > MAX_SHARDS:
-        raise BrokenShard(f"{fields.path}: tasks are {num_shards} shards, expected at most {MAX_SHARDS}")
+    if (num_shards := sum(map(len, array.shards_of_tasks()))) > MAX_SHARDS:
+        raise fields.wrong("tasks", num_shards, f"at most {MAX_SHARDS} shards")
     return array
 
 
@@ -228,27 +235,3 @@ def _job_id(fields: Fields, key: str) -> str:
     if not re.fullmatch(r"[0-9]{1,10}", job_id):
         raise fields.wrong(key, job_id, "a job's number")
     return job_id
-
-
-def _request_of(fields: Fields) -> JobRequest:
-    """A request is checked as the flags are."""
-    request = fields.fields("request")
-    values = {item.name: request.take(item.name) for item in dataclasses.fields(JobRequest)}
-    request.end()
-    try:
-        return JobRequest(**values)
-    except UsageError as error:
-        raise BrokenShard(f"{fields.path}: request: {error}") from None
-
-
-def _submission_paths(jobs: Path) -> list[Path]:
-    try:
-        names = os.listdir(jobs)  # noqa: PTH208 - glob() would say nothing of a folder that it may not read
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise ReadWriteError(
-            f"{jobs} cannot be listed ({error.strerror}), so what was submitted is not known; it must be a "
-            "folder that you can read"
-        ) from None
-    return [jobs / name for name in sorted(names) if re.fullmatch(r"[0-9]{4}\.json", name)]

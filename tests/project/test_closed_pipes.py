@@ -32,10 +32,10 @@ OF_AN_ARRAY = {
 }
 WATCH = """
 import sys
-from slurm import __main__ as slurm
+from slurm import __main__ as slurm, status
 from slurm.state import DatasetState
 DatasetState.live_job_ids = lambda state: ["7"]
-slurm._POLL_S = 0.1
+status.POLL_S = 0.1
 sys.exit(slurm.main(["status", sys.argv[1], "--watch"]))
 """
 

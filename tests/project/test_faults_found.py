@@ -119,7 +119,7 @@ def test_submit_that_cannot_look_at_its_folders_says_so(
     monkeypatch.setattr(os, "stat", failing)
     ended = []
     with contextlib.suppress(CannotWrite):
-        ended.append(check_folder(planned_dir, JobRequest(), lambda _: None))
+        ended.append(check_folder(planned_dir, JobRequest()))
     assert ended or left[0] <= 0
 
 

@@ -17,7 +17,7 @@ from slurm import state as dataset_state
 from slurm.commands import SlurmRefused
 from slurm.queue import parse_queue
 from slurm.request import JobRequest
-from slurm.send import _release
+from slurm.send import release
 from slurm.state import VANISHED
 from slurm.status import clock_difference_s
 from slurm.submissions import JobArray, publish_submission
@@ -219,7 +219,7 @@ def test_a_submit_whose_jobs_somebody_cancels_before_they_begin_says_so(
 ) -> None:
     answer_by(fake, "scontrol", "echo 'Job has already finished for job 1' >&2; exit 1")
     with pytest.raises(SlurmRefused, match="Somebody cancelled the jobs before they began"):
-        _release(["1", "2"])
+        release(["1", "2"])
 
 
 def making(began: float, wall_s: float = 60, **changes: object) -> ShardMaking:
@@ -359,8 +359,8 @@ def test_wait_does_not_wait_for_a_verify_job_that_a_later_one_made_needless(
     write_index(data_dir, 5)
     verify = squeue_line("N/A", "PENDING", "Nodes required for job are DOWN", job="2", name=f"{NAME}-verify")
     fake.answers("squeue", verify)
-    clock = SimpleNamespace(sleep=lambda _: pytest.fail("it waits"))
-    monkeypatch.setattr("slurm.__main__.time", clock)
+    clock = SimpleNamespace(**{**vars(time), "sleep": lambda _: pytest.fail("it waits")})
+    monkeypatch.setattr("slurm.status.time", clock)
     slurm("submit", data_dir, "--wait")
     fake.answers("squeue", verify.replace("2|N/A|", "6|N/A|").replace("|2|root", "|6|root"))
     with pytest.raises(pytest.fail.Exception, match="it waits"):

@@ -21,7 +21,7 @@ from shardprep.format.names import id_ranges
 from shardprep.signals import STOP_SIGNALS
 from slurm import __main__ as program
 from slurm import commands
-from slurm.commands import Patience, SlurmAway
+from slurm.commands import SlurmAway, ask_patiently
 from slurm.queue import parse_queue
 from slurm.request import JobRequest
 from slurm.retry import failing_nodes, prepare_retry
@@ -154,7 +154,7 @@ def test_wait_outlasts_a_controller_that_restarts(
     fake.answers("squeue", squeue_line("0-4", "RUNNING"))
     monkeypatch.setattr(commands, "sleep", sleep)
     (fake.place / "away").touch()
-    state = Patience(lambda _: None).ask(lambda: find_state(data_dir, need_plan(data_dir)))
+    state = ask_patiently(lambda: find_state(data_dir, need_plan(data_dir)))
     assert waits == [5, 10, 20]
     assert state.ids("running") == [0, 1, 2, 3, 4]
 
@@ -167,7 +167,7 @@ def test_patience_ends_after_an_hour_without_an_answer(monkeypatch: pytest.Monke
         raise SlurmAway("down")
 
     with pytest.raises(SlurmAway):
-        Patience(lambda _: None).ask(away)
+        ask_patiently(away)
     assert 3000 < sum(waits) < 4000
 
 
@@ -175,7 +175,7 @@ def test_of_two_submits_at_once_the_second_cancels_its_jobs_and_leaves_nothing(
     fake: FakeSlurm, data_dir: Path
 ) -> None:
     request = JobRequest()
-    sendings = [prepare_submit(data_dir, request, None, lambda _: None)[1] for _ in range(2)]
+    sendings = [prepare_submit(data_dir, request, None)[1] for _ in range(2)]
     assert sendings[0]
     assert sendings[1]
     first = sendings[0].send()
@@ -347,7 +347,7 @@ def test_the_scripts_that_were_sent_are_kept_beside_their_record(fake: FakeSlurm
 def test_retry_takes_a_list_of_shards(fake: FakeSlurm, data_dir: Path) -> None:
     submitted(data_dir)
     state = find_state(data_dir, need_plan(data_dir))
-    settings: dict[str, Any] = {"max_attempts": 3, "shards_per_task": None, "say": lambda _: None}
+    settings: dict[str, Any] = {"max_attempts": 3, "shards_per_task": None}
     _, sending = prepare_retry(state, {}, **settings, shard_ids={1, 3})
     assert sending
     assert [id_ranges(map(int, array.tasks)) for array in sending.arrays] == ["1,3"]

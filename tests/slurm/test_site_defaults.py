@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,10 +16,9 @@ from preprocess.plan.plan_file import need_plan
 from shardprep.errors import UsageError
 from shardprep.format.shard_making import ShardMaking
 from slurm.request import JobRequest, find_defaults, save_profile
-from slurm.resource_use import core_hours, within
+from slurm.resource_use import core_hours
 from slurm.retry import retry_request
-from slurm.script import array_script, prep_script, verify_script
-from slurm.site import PartitionLimits
+from slurm.script import array_script, verify_script
 from slurm.state import find_state
 from slurm.submissions import read_submissions
 from tests.children import run_child
@@ -48,23 +47,18 @@ def write(places: dict[str, Path], name: str, text: str) -> Path:
     return path
 
 
-def defaults(places: dict[str, Path], profile: str | None = None) -> Any:
-    environ = {"XDG_CONFIG_HOME": str(places["user"])}
-    return find_defaults(places["data"], profile, environ, places["site"])
-
-
 def test_the_nearer_file_wins_key_by_key_and_a_profile_over_all_files(places: dict[str, Path]) -> None:
     write(places, "site", "[slurm]\npartition = 'cpu'\naccount = 'site'\nmem_gb = 1\n")
     user = write(places, "user", "[slurm]\naccount = 'me'\n[slurm.profiles.big]\nmem_gb = 8.5\n")
     write(places, "data", "[slurm]\ntime_min = 9\nsetup = 'setup.sh'\n[tool.other]\nx = 1\n")
-    found = defaults(places)
+    values, sources = find_defaults(places["data"], None)
     setup = str(places["data"] / "setup.sh")
-    assert found.values == {"partition": "cpu", "account": "me", "mem_gb": 1, "time_min": 9, "setup": setup}
-    assert found.sources["account"] == str(user)
-    assert defaults(places, "big").values["mem_gb"] == 8.5
-    assert defaults(places, "big").sources["mem_gb"] == f"profile big of {user}"
+    assert values == {"partition": "cpu", "account": "me", "mem_gb": 1, "time_min": 9, "setup": setup}
+    assert sources["account"] == str(user)
+    values, sources = find_defaults(places["data"], "big")
+    assert (values["mem_gb"], sources["mem_gb"]) == (8.5, f"profile big of {user}")
     write(places, "data", "[slurm]\nprofile = 'big'\n")
-    assert defaults(places).values["mem_gb"] == 8.5, "a file may choose the profile"
+    assert find_defaults(places["data"], None)[0]["mem_gb"] == 8.5, "a file may choose the profile"
 
 
 @pytest.mark.parametrize(
@@ -85,7 +79,7 @@ def test_a_file_that_cannot_be_used_is_named_with_what_is_wrong(
 ) -> None:
     write(places, "user", text)
     with pytest.raises(UsageError, match=words):
-        defaults(places)
+        find_defaults(places["data"], None)
 
 
 def test_a_saved_profile_is_read_back_equal_and_leaves_the_rest_of_the_file(places: dict[str, Path]) -> None:
@@ -94,15 +88,14 @@ def test_a_saved_profile_is_read_back_equal_and_leaves_the_rest_of_the_file(plac
         "user",
         "# mine\n[slurm]\naccount = 'me'\n\n[slurm.profiles.a]\nmem_gb = 1\n\n[other]\nx = 1\n",
     )
-    environ = {"XDG_CONFIG_HOME": str(places["user"])}
     values = {"partition": 'p "q" 한', "mem_gb": 1.5, "cpus_per_task": "node"}
     for _ in range(2):
-        path = save_profile("a", values, environ)
-    assert defaults(places, "a").values == {"account": "me", **values}
+        path = save_profile("a", values)
+    assert find_defaults(places["data"], "a")[0] == {"account": "me", **values}
     text = path.read_text()
     assert (text.count("[slurm.profiles.a]"), "# mine" in text, "[other]" in text) == (1, True, True)
     with pytest.raises(UsageError, match="expected letters"):
-        save_profile("a]\n[b", values, environ)
+        save_profile("a]\n[b", values)
 
 
 def test_flags_win_and_dry_run_and_status_say_where_each_value_came_from(
@@ -122,7 +115,7 @@ def test_flags_win_and_dry_run_and_status_say_where_each_value_came_from(
         fake.sent()[0].splitlines()
     )
     assert f"partition cpu ({path})" in slurm("status", data)
-    assert defaults(places, "mine").values["account"] == "env"
+    assert find_defaults(places["data"], "mine")[0]["account"] == "env"
 
 
 def test_auto_takes_the_plans_sample_first_then_the_shards_that_are_made_and_flags_win(
@@ -150,7 +143,7 @@ def test_auto_asks_for_the_memory_and_time_that_the_given_cpus_need(
         wall_s=300, cpu_s=2400, num_cpus=8, max_rss_bytes=int(0.8 * 2**30),
     )  # fmt: skip
     found = SimpleNamespace(done={0: made} if "finished" in source else {})
-    monkeypatch.setattr("slurm.send.find_made_shards", lambda *_: found)
+    monkeypatch.setattr("slurm.resource_use.find_made_shards", lambda *_: found)
 
     def asked(*flags: object) -> tuple[str, ...]:
         shown = slurm("submit", data_dir, "--auto", "--dry_run", "--shards_per_task", 2, *flags)
@@ -160,13 +153,6 @@ def test_auto_asks_for_the_memory_and_time_that_the_given_cpus_need(
     assert asked() == ("8", "2048M", "25")
     assert asked("--cpus_per_task", 1) == ("1", "1024M", "165"), "one process at a time, all in turn"
     assert asked("--cpus_per_task", 64)[2] == "15", "no more of them than two shards use well"
-
-
-def test_auto_asks_for_no_more_than_a_node_of_the_partition_has() -> None:
-    limits = PartitionLimits(name="p", max_time_min=None, max_mem_mb=512, max_cpus=2)
-    advice = {"cpus_per_task": 5, "mem_gb": 2.0, "time_min": 9}
-    assert within(advice, limits) == {"cpus_per_task": 2, "mem_gb": 0.5, "time_min": 9}
-    assert within(advice, None) == advice
 
 
 def test_a_task_of_a_whole_node_asks_for_no_number_and_uses_what_it_gets(
@@ -212,7 +198,7 @@ def test_the_verify_job_ends_with_a_line_to_grep_and_tells_whom_it_should(
 ) -> None:
     notify = f'echo "told: $SHARDPREP_RESULT, $SHARDPREP_EXIT_CODE" >{tmp_path}/told; exit 3'
     request = JobRequest(notify=notify, sbatch_args="--mail-type=END")
-    script = verify_script(Path("/my data"), "shardprep-0", 1000, request, settings={}, body=prep_script())
+    script = verify_script(Path("/my data"), "shardprep-0", 1000, request)
     said = run_script(script, tmp_path, code)
     colon = ":" if code else ""
     assert f"shardprep: {result}{colon} 1000 shards of /my data" in said.splitlines()
@@ -223,7 +209,7 @@ def test_the_verify_job_ends_with_a_line_to_grep_and_tells_whom_it_should(
 
 def test_a_step_gets_no_variables_of_the_allocation_that_sbatch_was_typed_in(tmp_path: Path) -> None:
     request = JobRequest(cpus_per_task="node")
-    script = array_script(Path("/d"), "shardprep-0", ["0-3"], request, settings={}, body=prep_script())
+    script = array_script(Path("/d"), "shardprep-0", ["0-3"], request)
     said = run_script(script, tmp_path, 0)
     assert "SLURM_CPUS_PER_TASK=64" in said
     assert "SLURM_JOB_ID=7" in said
@@ -238,7 +224,7 @@ def test_memory_per_cpu_is_asked_for_so_and_doubled_so(fake: FakeSlurm, data_dir
     from tests.slurm.test_slurm_text import _failed
 
     failed = _failed("OUT_OF_MEMORY", request={"mem_per_cpu_gb": 0.5, "cpus_per_task": 4}, mem_mb=2048)
-    assert retry_request(failed, request, 0).mem_per_cpu_gb == 1
+    assert retry_request(failed, request, None).mem_per_cpu_gb == 1
     with pytest.raises(UsageError, match="exclude each other"):
         JobRequest(mem_per_cpu_gb=1, mem_gb=1)
 

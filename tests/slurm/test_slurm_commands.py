@@ -21,7 +21,7 @@ from shardprep.format.names import shard_name
 from slurm.commands import slurm_answer, slurm_output
 from slurm.queue import parse_accounts, parse_queue
 from slurm.request import JobRequest
-from slurm.script import array_script, prep_script, verify_script
+from slurm.script import array_script, verify_script
 from slurm.send import parse_job, prepare
 from slurm.site import check_folder
 from slurm.state import find_state
@@ -41,7 +41,7 @@ def test_two_groups_of_a_retry_are_sent_byte_for_byte_as_they_are_shown(
         path.touch()
     state = find_state(data_dir, need_plan(data_dir))
     groups = [(JobRequest(setup=str(path)), [number]) for number, path in enumerate(setups)]
-    sending = prepare(state, groups, None, lambda _: None)
+    sending = prepare(state, groups, None)
     sending.send()
     assert fake.sent() == sending.scripts
     assert [f"export SHARDPREP_SETUP={setups[i]}\n" in fake.sent()[i] for i in (0, 1)] == [True, True]
@@ -172,12 +172,12 @@ def run_head(script: str, folder: Path) -> list[str]:
 @pytest.mark.parametrize("name", NASTY)
 def test_a_value_reaches_the_worker_as_it_is_and_no_shell_runs_it(tmp_path: Path, name: str) -> None:
     folder = Path("/data") / name / "x"
-    request = JobRequest(worker_args=shlex.join(["--input_dir", name]), partition=name, account=name)
-    settings = {"SHARDPREP_EXEC": name}
-    script = array_script(folder, "shardprep-0", ["3"], request, settings=settings, body=prep_script())
+    words = shlex.join(["--input_dir", name])
+    request = JobRequest(worker_args=words, partition=name, account=name, container=name)
+    script = array_script(folder, "shardprep-0", ["3"], request)
     expected = ["--shard_id", "3", "--planned", "--output_dir", str(folder), "--input_dir", name, name]
     assert run_head(script, tmp_path) == expected
-    script = verify_script(folder, "shardprep-0", 5, request, settings=settings, body=prep_script())
+    script = verify_script(folder, "shardprep-0", 5, request)
     assert run_head(script, tmp_path) == ["verify", str(folder), name]
     assert [path.name for path in tmp_path.iterdir()] == ["job.sh"], "nothing was run"
 
@@ -194,7 +194,7 @@ def test_what_cannot_stand_in_a_script_is_refused_by_name(name: str, where: str)
 
     def render() -> str:
         request = JobRequest(**fields)  # type: ignore[arg-type]
-        return array_script(folder, "shardprep-0", ["3"], request, settings={}, body=prep_script())
+        return array_script(folder, "shardprep-0", ["3"], request)
 
     with pytest.raises(UsageError, match=r"cannot stand in|is not|backslash"):
         render()
@@ -419,4 +419,4 @@ def test_slurm_gets_no_variables_of_the_allocation_that_submit_runs_in(
 
 def test_a_setup_file_of_an_impossible_name_is_no_file(data_dir: Path) -> None:
     with pytest.raises(UsageError, match="is no file"):
-        check_folder(data_dir, JobRequest(setup="x" * 5000), lambda _: None)
+        check_folder(data_dir, JobRequest(setup="x" * 5000))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,13 +14,13 @@ import pytest
 from preprocess.attempts import Attempt, Failure
 from shardprep.errors import UsageError
 from shardprep.format.names import ids_of_ranges, idx_path, manifest_path, tar_path
-from slurm.commands import SlurmRefused, minutes_of
+from slurm.commands import minutes_of
 from slurm.queue import TaskAttempt, attempts_by_task, parse_accounts, parse_queue
 from slurm.request import JobRequest
 from slurm.retry import retry_request
-from slurm.script import array_script, prep_script, settings_of
+from slurm.script import array_script
 from slurm.send import parse_job
-from slurm.site import limits_of, partition_limits, tasks_of_shards
+from slurm.site import find_limits, tasks_of_shards
 from slurm.state import (
     BAD_INPUT,
     NO_MANIFEST,
@@ -39,8 +40,9 @@ from slurm.state import (
 )
 from slurm.submissions import JobArray, Submission, SubmittedMeanwhile, read_submissions
 from slurm.submissions import publish_submission as publish
+from tests.checkout import ROOT
 from tests.children import run_child
-from tests.slurm.fake_slurm import ended, write_record
+from tests.slurm.fake_slurm import FakeSlurm, ended, write_record
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -80,8 +82,7 @@ def _failed(*causes: str, **changes: Any) -> ShardState:
 def test_the_script_is_prep_array_with_a_head_that_maps_index_to_shards() -> None:
     request = JobRequest(mem_gb=1.5, time_min=9, sbatch_args="--comment='two words' --mem=1M", partition="p")
     folder = Path("/data/it's 5% of all")
-    tasks = ["0-5", "7", "8,10"]
-    text = array_script(folder, "shardprep-0123456789ab-0", tasks, request, settings={}, body=prep_script())
+    text = array_script(folder, "shardprep-0123456789ab-0", ["0-5", "7", "8,10"], request)
     lines = text.splitlines()
     options = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
     assert options == [
@@ -99,7 +100,7 @@ def test_the_script_is_prep_array_with_a_head_that_maps_index_to_shards() -> Non
         "--partition=p",
     ]
     head, _, body = text.partition("set -euo pipefail\n")
-    assert prep_script().endswith(body)
+    assert (ROOT / "slurm" / "prep_array.sh").read_text().endswith(body)
     for index, expected in enumerate(
         [
             "shards 0-5|run|/data/it's 5% of all|--shards|0-5",
@@ -113,13 +114,22 @@ def test_the_script_is_prep_array_with_a_head_that_maps_index_to_shards() -> Non
         assert done.stdout.strip() == expected
 
 
-def test_tasks_use_this_python_unless_a_setup_or_a_container_brings_another() -> None:
-    request = JobRequest()
-    assert settings_of(request, {}, "/venv/python") == {"SHARDPREP_PYTHON": "/venv/python"}
-    assert settings_of(request, {"SHARDPREP_PYTHON": "p"}, "/venv/python") == {"SHARDPREP_PYTHON": "p"}
-    with_container = JobRequest(container="apptainer exec i")
-    assert settings_of(with_container, {}, "/p") == {"SHARDPREP_EXEC": "apptainer exec i"}
-    assert settings_of(JobRequest(setup="/s.sh"), {}, "/p") == {"SHARDPREP_SETUP": "/s.sh"}
+@pytest.mark.parametrize(
+    ("request_", "python", "exported"),
+    [
+        (JobRequest(), "", {"SHARDPREP_PYTHON": sys.executable}),
+        (JobRequest(), "p", {"SHARDPREP_PYTHON": "p"}),
+        (JobRequest(container="apptainer exec i"), "", {"SHARDPREP_EXEC": "'apptainer exec i'"}),
+        (JobRequest(setup="/s.sh"), "", {"SHARDPREP_SETUP": "/s.sh"}),
+    ],
+)
+def test_tasks_use_this_python_unless_a_setup_or_a_container_brings_another(
+    monkeypatch: pytest.MonkeyPatch, request_: JobRequest, python: str, exported: dict[str, str]
+) -> None:
+    monkeypatch.setenv("SHARDPREP_PYTHON", python)
+    script = array_script(Path("/d"), "shardprep-0", ["0"], request_)
+    found = dict(re.findall(r"^export (SHARDPREP_\w+)=(.*)$", script, re.MULTILINE))
+    assert {name: value for name, value in found.items() if value != "''"} == exported
 
 
 @pytest.mark.parametrize(
@@ -151,30 +161,31 @@ def test_shards_are_shared_evenly_among_as_many_tasks_as_fit() -> None:
     assert tasks_of_shards([1, 3, 4], 1, None) == ["1,3-4"]
 
 
-def test_the_smallest_limit_counts_and_no_room_is_refused() -> None:
-    config = {"MaxArraySize": "1001", "MaxJobCount": "10000", "SchedulerParameters": "x,max_array_tasks=500"}
-    limits = limits_of(config, [(400, "QOS a")], has_accounting=True)
-    assert (limits.max_tasks, limits.why) == (399, "QOS a"), "one is left for verify"
-    assert limits_of(config, [], has_accounting=False).max_tasks == 500
-    with pytest.raises(SlurmRefused, match=r"QOS a \(5, 4 in use\) leaves no room"):
-        limits_of(config, [(1, "QOS a (5, 4 in use)")], has_accounting=True)
+def test_the_smallest_limit_counts(fake: FakeSlurm) -> None:
+    config = "MaxArraySize = 1001\nMaxJobCount = {}\nSchedulerParameters = x,max_array_tasks=500\n"
+    fake.answers("config", config.format(10000))
+    assert find_limits(JobRequest()).max_tasks == 500
+    fake.answers("config", config.format(400))
+    limits = find_limits(JobRequest())
+    assert (limits.max_tasks, limits.why["max_tasks"]) == (399, "MaxJobCount"), "one is left for verify"
 
 
-def test_partition_limits_are_of_the_named_or_the_default_partition() -> None:
-    partitions = (
-        "PartitionName=a MaxTime=02:00:00 Default=NO\nPartitionName=b MaxTime=UNLIMITED Default=YES\n"
+def test_partition_limits_are_of_the_named_or_the_default_partition(fake: FakeSlurm) -> None:
+    fake.answers(
+        "partitions",
+        "PartitionName=a MaxTime=02:00:00 Default=NO\nPartitionName=b MaxTime=UNLIMITED Default=YES\n",
     )
-    nodes = "a|4000|4\na|8000|2\nb|16000+|64\n"
-    first, default = partition_limits("a", partitions, nodes), partition_limits(None, partitions, nodes)
-    assert first
-    assert (first.max_time_min, first.max_mem_mb, first.max_cpus) == (120, 8000, 4)
-    assert default
-    assert (default.name, default.max_time_min, default.max_mem_mb) == ("b", None, 16000)
-    assert partition_limits("gone", partitions, nodes) is None
+    fake.answers("sinfo", "a|4000|4\na|8000|2\nb|16000+|64\n")
+    found = [find_limits(JobRequest(partition=name)) for name in ("a", None, "gone")]
+    assert [(each.partition, each.max_time_min, each.max_mem_mb, each.max_cpus) for each in found] == [
+        ("a", 120, 8000, 4),
+        ("b", None, 16000, 64),
+        ("", None, None, None),
+    ]
 
 
 @pytest.mark.parametrize(
-    ("text", "minutes"), [("1-00:00:00", 1440), ("00:01:00", 1), ("05:30", 5), ("UNLIMITED", None)]
+    ("text", "minutes"), [("1-00:00:00", 1440), ("00:01:00", 1), ("05:30", 6), ("UNLIMITED", None)]
 )
 def test_slurms_times_are_minutes(text: str, minutes: int | None) -> None:
     assert minutes_of(text) == minutes
@@ -279,10 +290,12 @@ def test_a_retry_asks_for_what_the_cause_says() -> None:
     assert retry_request(_failed(OUT_OF_MEMORY), base, 1500).mem_gb == round(1500 / 1024, 3), (
         "the largest node's"
     )
-    assert retry_request(_failed(TIMEOUT), base, 0).time_min == 20
-    assert retry_request(_failed("CANCELLED"), base, 0) == JobRequest(), "as the last try"
-    assert retry_request(_failed("CANCELLED", request={"exclude": "n1"}), base, 0, ["n2"]).exclude == "n1,n2"
-    assert retry_request(ShardState(shard_id=0, state="not submitted"), base, 0) == base
+    assert retry_request(_failed(TIMEOUT), base, None).time_min == 20
+    assert retry_request(_failed("CANCELLED"), base, None) == JobRequest(), "as the last try"
+    assert (
+        retry_request(_failed("CANCELLED", request={"exclude": "n1"}), base, None, ["n2"]).exclude == "n1,n2"
+    )
+    assert retry_request(ShardState(shard_id=0, state="not submitted"), base, None) == base
 
 
 def test_a_shard_is_left_after_failing_the_same_way_too_often() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from shardprep.format.manifest import read_manifest
 from shardprep.format.shard_making import source_lines
-from slurm.status import bar, changes, cut, metrics_text, screen_lines
+from slurm.status import cut, metrics_text, screen_lines
 from tests.checkout import ROOT
 from tests.conftest import Prep
 from tests.slurm.fake_slurm import QUEUES, FakeSlurm, submitted
@@ -20,7 +20,8 @@ from tests.slurm.test_shown_jobs import slurm, squeue_line, write_log
 
 pytestmark = pytest.mark.processes
 
-COUNTS = {"done": 0, "running": 0, "pending": 0, "failed": 0, "not visible": 0, "not submitted": 0}
+COUNTS = dict.fromkeys(("num_done", "num_running", "num_pending", "num_failed", "num_not_visible"), 0)
+COUNTS["num_not_submitted"] = 0
 
 
 @pytest.fixture
@@ -106,30 +107,12 @@ def test_the_screen_is_drawn_in_ascii_where_the_terminal_has_no_utf8(data: dict[
     assert screen_lines({**data, "folder": "/data", "failures": []}, ascii_only=True)[1].isascii()
 
 
-def test_the_bar_shows_every_kind_and_fills_the_width() -> None:
-    counts = {**COUNTS, "done": 99_990, "failed": 1, "running": 9}
-    drawn = bar(counts, 100_000, 80, ascii_only=True)
+def test_the_bar_shows_every_kind_and_fills_the_width(data: dict[str, Any]) -> None:
+    counts = {**COUNTS, "num_shards": 100_000, "num_done": 99_990, "num_failed": 1, "num_running": 9}
+    drawn = screen_lines({**data, **counts}, ascii_only=True)[1]
     assert (len(drawn), drawn.count("="), drawn.count("x")) == (80, 1, 1)
-    assert bar({**COUNTS, "done": 7}, 7, 10, ascii_only=True) == "#" * 10
-
-
-def shown(screen: list[str], codes: str) -> list[str]:
-    """What a terminal shows after these codes."""
-    rows = [] if codes.startswith("\033[H\033[2J") else list(screen)
-    for row, text in re.findall(r"\033\[(\d+);1H([^\033]*)(?=\033\[K)", codes):
-        rows += [""] * (int(row) - len(rows))
-        rows[int(row) - 1] = text
-    return rows
-
-
-def test_a_look_sends_only_the_lines_that_changed_and_shows_the_same_as_all_of_them() -> None:
-    before = [f"line {number}" for number in range(20)]
-    after = [*before[:5], "new", *before[6:18]]
-    codes = changes(before, after)
-    assert shown(before, codes) == [*after, "", ""]
-    assert len(codes) < 60
-    assert shown([], changes([], after)) == after
-    assert changes(after, after) == "\033[19;1H"
+    all_done = {**COUNTS, "num_shards": 7, "num_done": 7}
+    assert screen_lines({**data, **all_done}, ascii_only=True)[1] == "#" * 80
 
 
 def test_a_line_is_cut_by_the_cells_it_takes() -> None:

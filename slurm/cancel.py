@@ -1,0 +1,61 @@
+"""``cancel``: the jobs of a data set that wait or run, or the tasks of some shards."""
+
+from __future__ import annotations
+
+import argparse
+
+from preprocess.plan.plan_file import need_plan
+from shardprep.console import print_lines, say
+from shardprep.errors import ShardprepError, UsageError
+from shardprep.format.names import id_ranges
+from slurm.commands import slurm_output
+from slurm.state import DatasetState, chosen_shards, find_state
+from slurm.submissions import append_event
+
+
+def cancel(args: argparse.Namespace) -> int:
+    """``cancel O``: every job of this data set that waits or runs. Shards that are done stay done."""
+    state = find_state(args.output_dir, need_plan(args.output_dir))
+    if args.shards is not None:
+        return _cancel_shards(args, state)
+    live, here = state.live_jobs(), state.shown.cluster
+    unrecorded = [*state.shown.controllers, *state.shown.strays, *state.shown.unrecorded]
+    if unrecorded:  # first, as a controller would send again what is cancelled
+        live[here] = [*unrecorded, *live.get(here, [])]
+    failed: list[ShardprepError] = []
+    for cluster, job_ids in live.items():
+        try:
+            slurm_output("scancel", *job_ids, cluster=None if cluster == here else cluster)
+        except ShardprepError as error:  # the other cluster's end all the same
+            failed.append(error)
+    if failed:
+        raise failed[0]
+    cancelled = [*state.live_job_ids(), *unrecorded]
+    if cancelled:
+        append_event(args.output_dir, "cancel", jobs=cancelled)
+    if state.foreign:
+        ids = " ".join(job.job_id for each in state.foreign for job in each.jobs)
+        say(f"left alone: jobs of the folder that this one was copied from; to end them: scancel {ids}")
+    print_lines(f"cancelled: {', '.join(cancelled)}" if cancelled else f"nothing is queued; {state.summary}")
+    if unseen := state.ids("not visible"):
+        say(f"warning: {state.why_not_visible()}; shards {id_ranges(unseen)} may wait or run all the same")
+    return 0
+
+
+def _cancel_shards(args: argparse.Namespace, state: DatasetState) -> int:
+    """``--shards``: the tasks that make these shards, and no others in them."""
+    wanted = chosen_shards(args.output_dir, args.shards) or set()
+    tasks: dict[str, set[int]] = {}
+    for shard in state.shards:
+        for each in shard.attempts:
+            if each.state in ("running", "pending") and "_" in each.task:
+                tasks.setdefault(each.task, set()).add(shard.shard_id)
+    chosen = {task: ids for task, ids in tasks.items() if ids & wanted}
+    if more := {task: ids for task, ids in chosen.items() if not ids <= wanted}:
+        words = "; ".join(f"task {task} makes {id_ranges(ids)}" for task, ids in more.items())
+        raise UsageError(f"--shards {args.shards} names a part of a task: {words}; name all of its shards")
+    if chosen:
+        slurm_output("scancel", *chosen)
+        append_event(args.output_dir, "cancel", jobs=sorted(chosen), shards=args.shards)
+    print_lines(f"cancelled: {', '.join(chosen)}" if chosen else f"none of them is queued; {state.summary}")
+    return 0

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,13 +55,16 @@ _LAUNCH = (
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What the file of a claim holds."""
+    """What the file of a claim or a verdict holds."""
 
     launch: str  # which start of which job; "" where no launcher says so
     place: str  # the owner's process, for others on its machine
     num_beats: int = 0
     exit_code: int | None = None  # None while the owner is at work
     error: str | None = None
+
+    def written(self) -> bytes:
+        return json.dumps(dataclasses.asdict(self)).encode()
 
 
 def _read_claim(path: Path) -> Claim | None:
@@ -70,10 +73,6 @@ def _read_claim(path: Path) -> Claim | None:
         return Claim(**{field.name: data[field.name] for field in dataclasses.fields(Claim)})
     except (ShardprepError, OSError, ValueError, TypeError, KeyError, RecursionError):
         return None  # being removed, or no claim of ours: it will not change
-
-
-def _content(claim: Claim) -> bytes:
-    return json.dumps(dataclasses.asdict(claim)).encode()
 
 
 @contextmanager
@@ -94,54 +93,79 @@ def _end_told(tell: Callable[[int, str | None], None]) -> Iterator[None]:
 
 
 class Claims:
-    """The claims in one folder."""
+    """The newest claim in a folder, and since when it has not changed, by this process's clock."""
 
-    def __init__(self, folder: Path, launch: str) -> None:
-        self._folder = folder
-        self.launch = launch
+    def __init__(self, folder: Path, own: Claim) -> None:
+        self.folder = folder
+        self.own = own
+        self.is_changed = False  # since the first look
+        self._since = time.monotonic()
+        self.number, self.newest = self._look()
 
-    def newest(self) -> tuple[int, Claim | None]:
-        """Its number and content; 0 and None where there is none; None where it cannot be read."""
+    def look(self) -> None:
+        found = self._look()
+        if found != (self.number, self.newest):
+            self.number, self.newest = found
+            self.is_changed, self._since = True, time.monotonic()
+
+    def _look(self) -> tuple[int, Claim | None]:
+        """Number and content of the newest; 0 and None without one; None where it cannot be read."""
         number = max(self._numbers(), default=0)
-        if not number:
-            return 0, None
-        return number, _read_claim(self._path(number))
+        return number, _read_claim(self._path(number)) if number else None
 
-    def _numbers(self) -> list[int]:
-        names = names_in(self._folder)
-        return [int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdigit()]
+    @property
+    def unchanged_s(self) -> float:
+        return time.monotonic() - self._since
 
     def take(self, number: int) -> bool:
         """Whether the claim of this number is now ours."""
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CannotWrite(f"{self._folder} cannot be made: {error.strerror}") from None
+            raise CannotWrite(f"{self.folder} cannot be made: {error.strerror}") from None
         file = PublishedFile(self._path(number))
-        file.write(_content(self.claim()))
+        file.write(self.own.written())
         file.sync()
         return file.publish_first()
 
-    def claim(self) -> Claim:
-        return Claim(launch=self.launch, place=place_of(os.getpid()))
+    @contextmanager
+    def beating(self, number: int, every_s: float) -> Iterator[None]:
+        """Within, a claim of ours changes; it holds the error of what fails within."""
+        is_over = threading.Event()
+        path = self._path(number)
 
-    def write(self, number: int, claim: Claim) -> None:
-        publish_bytes(self._path(number), _content(claim))
+        def beat() -> None:
+            num_beats = 0
+            while not is_over.wait(every_s):
+                num_beats += 1
+                with contextlib.suppress(ShardprepError):  # one beat that fails is no reason to stop
+                    publish_bytes(path, dataclasses.replace(self.own, num_beats=num_beats).written())
+
+        thread = threading.Thread(target=beat, name="ensure_prepared heartbeat", daemon=True)
+        thread.start()
+
+        def tell(exit_code: int, error: str | None) -> None:
+            is_over.set()
+            thread.join()
+            if exit_code:
+                publish_bytes(path, dataclasses.replace(self.own, exit_code=exit_code, error=error).written())
+
+        with _end_told(tell):
+            yield
 
     def remove(self) -> None:
         """When index.json is there, nobody looks at claims any more. Verdicts stay."""
         with contextlib.suppress(OSError):
             for number in self._numbers():
                 self._path(number).unlink(missing_ok=True)
-            self._folder.rmdir()  # which does nothing to a folder that holds something
+            self.folder.rmdir()  # which does nothing to a folder that holds something
 
-    def verdict(self, *asked: Any) -> Verdict:
-        """Where rank 0 says what became of a call of this launch with these arguments."""
-        digest = hashlib.sha256(json.dumps([self.launch, *asked], sort_keys=True, default=str).encode())
-        return Verdict(self._folder / f"{digest.hexdigest()[:16]}{_VERDICT}", self.claim())
+    def _numbers(self) -> list[int]:
+        names = names_in(self.folder)
+        return [int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdigit()]
 
     def _path(self, number: int) -> Path:
-        return self._folder / f"{number:05d}.json"
+        return self.folder / f"{number:05d}.json"
 
 
 class Verdict:
@@ -150,20 +174,21 @@ class Verdict:
     A file that stays: nobody knows when the last rank has read it. A day later another rank 0 removes it.
     """
 
-    def __init__(self, path: Path, claim: Claim) -> None:
-        self._path = path
-        self._claim = claim
+    def __init__(self, folder: Path, own: Claim, *asked: Any) -> None:
+        digest = hashlib.sha256(json.dumps([own.launch, *asked], sort_keys=True, default=str).encode())
+        self._path = folder / f"{digest.hexdigest()[:16]}{_VERDICT}"
+        self._own = own
         self._first = self.read()
+
+    def read(self) -> Claim | None:
+        """The verdict; its ``exit_code`` is 0 where the data set is as asked for."""
+        return _read_claim(self._path)
 
     @property
     def can_be_told(self) -> bool:
         """Whether it is known which launch this is, and the file can be written, as far as one can see."""
         folder = self._path.parent if self._path.parent.exists() else self._path.parent.parent
-        return bool(self._claim.launch) and os.access(folder, os.W_OK | os.X_OK)
-
-    def read(self) -> Claim | None:
-        """The verdict; its ``exit_code`` is 0 where the data set is as asked for."""
-        return _read_claim(self._path)
+        return bool(self._own.launch) and os.access(folder, os.W_OK | os.X_OK)
 
     @property
     def is_doubtful(self) -> bool:
@@ -174,55 +199,19 @@ class Verdict:
     @contextmanager
     def told(self) -> Iterator[None]:
         """Say how the work within ends, and remove what an earlier start said."""
-        self._remove_old()
-
-        def tell(exit_code: int, error: str | None) -> None:
-            if self.can_be_told:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                claim = dataclasses.replace(self._claim, exit_code=exit_code, error=error)
-                publish_bytes(self._path, _content(claim))
-
-        with _end_told(tell):
-            yield
-
-    def _remove_old(self) -> None:
         with contextlib.suppress(OSError):
             for path in self._path.parent.glob(f"*{_VERDICT}"):
                 if path == self._path or time.time() - path.stat().st_mtime > _KEPT_S:
                     path.unlink(missing_ok=True)
 
+        def tell(exit_code: int, error: str | None) -> None:
+            if self.can_be_told:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                claim = dataclasses.replace(self._own, exit_code=exit_code, error=error)
+                publish_bytes(self._path, claim.written())
 
-class WatchedClaim:
-    """The newest claim, and since when it has not changed, by this process's clock."""
-
-    def __init__(self, claims: Claims) -> None:
-        self._claims = claims
-        self.number, self.claim = claims.newest()
-        self.is_changed = False  # since the first look
-        self._since = time.monotonic()
-
-    def look(self) -> None:
-        now = self._claims.newest()
-        if now != (self.number, self.claim):
-            self.number, self.claim = now
-            self.is_changed, self._since = True, time.monotonic()
-
-    @property
-    def unchanged_s(self) -> float:
-        return time.monotonic() - self._since
-
-    @property
-    def is_of_this_launch(self) -> bool:
-        """Whether it is surely ours; without a launcher nobody can say."""
-        return self.claim is not None and self.claim.launch == self._claims.launch != ""
-
-    @property
-    def is_of_the_past(self) -> bool:
-        """Whether an earlier launch left it, and nobody has changed it since the first look."""
-        launch = self._claims.launch
-        if self.claim is None or self.is_changed or not launch:
-            return False
-        return self.claim.launch not in {"", launch}
+        with _end_told(tell):
+            yield
 
 
 def launch_of(environ: Mapping[str, str]) -> str:
@@ -298,33 +287,40 @@ def ensure_prepared(
         raise UsageError(f"heartbeat_s is {heartbeat_s}, limit_s is {limit_s}; expected more than 0")
     folder = Path(output_dir).absolute()
     who = find_process_rank(rank, world_size)
-    claims = Claims(folder.with_name(f".{folder.name}.preparing"), launch_of(os.environ))
-    commands = _Commands(folder, Path(input_dir).absolute(), model_id, num_proc, options)
-    wait = _Wait(claims, heartbeat_s, limit_s, who.rank)
-    verdict = claims.verdict(os.fspath(input_dir), model_id, options)
+    own = Claim(launch=launch_of(os.environ), place=place_of(os.getpid()))
+    notes = folder.with_name(f".{folder.name}.preparing")
+    verdict = Verdict(notes, own, os.fspath(input_dir), model_id, options)
+    wait = _Wait(folder, Claims(notes, own), heartbeat_s, limit_s, who.rank)
+    given = {
+        "input_dir": Path(input_dir).absolute(), "output_dir": folder, "model_id": model_id, **options
+    }  # fmt: skip
+
+    def check() -> None:
+        """Raises Refused where the data set was planned with other options or from other inputs."""
+        # Shard 0 is done already, so it compares and ends.
+        _run("shard", "--shard_id=0", "--check_inputs", *_flags(given, but=_FOR_PLAN))
+
     if who.rank != 0:
-        wait.for_verdict(folder, verdict, commands)
+        if wait.is_left_to_compare(verdict):
+            check()
         return os.fspath(output_dir)
-    with verdict.told() if who.world_size > 1 else contextlib.nullcontext():
-        if _is_verified(folder):
-            commands.check()
-            return os.fspath(output_dir)
-        with wait.for_own_claim(folder) as owned:
-            if owned:
-                commands.prepare()
-            else:
-                commands.check()
+    told = verdict.told() if who.world_size > 1 else contextlib.nullcontext()
+    with told, wait.for_own_claim() as is_owned:
+        if is_owned and size_of_file(folder / PLAN_NAME) is None:
+            _run("plan", *_flags(given))
+        else:
+            check()
+        if is_owned:
+            _run("run", str(folder), *_flags({"num_proc": num_proc}))
+            _run("verify", str(folder))
     return os.fspath(output_dir)
-
-
-def _is_verified(folder: Path) -> bool:
-    return size_of_file(folder / INDEX_NAME) is not None
 
 
 class _Wait:
     """What a rank does that must not prepare, or not yet."""
 
-    def __init__(self, claims: Claims, heartbeat_s: float, limit_s: float, rank: int) -> None:
+    def __init__(self, folder: Path, claims: Claims, heartbeat_s: float, limit_s: float, rank: int) -> None:
+        self._folder = folder
         self._claims = claims
         self._heartbeat_s = heartbeat_s
         self._limit_s = limit_s
@@ -332,150 +328,104 @@ class _Wait:
         self._began = time.monotonic()
         self._said: float | None = None
 
-    def for_verdict(self, folder: Path, verdict: Verdict, commands: _Commands) -> None:
-        """Return when rank 0 says that the data set is as asked for; raise what it failed with.
+    def is_left_to_compare(self, verdict: Verdict) -> bool:
+        """Return when the data set is verified; raise what rank 0 failed with.
 
-        Where it cannot say so, this rank compares by itself, once the data set is verified.
+        True where rank 0 cannot say that it is as asked for, so that this rank must compare by itself.
         """
-        watched = WatchedClaim(self._claims)
         while True:
-            found, is_verified = verdict.read(), _is_verified(folder)
-            if is_verified and (verdict.is_doubtful or not verdict.can_be_told):
-                commands.check()
-                return
+            found = verdict.read()
+            if self._is_verified() and (verdict.is_doubtful or not verdict.can_be_told):
+                return True
             if found is not None and not verdict.is_doubtful:
                 if found.exit_code:
-                    _raise(found.exit_code, f"rank 0 could not prepare {folder}: {found.error}")
-                return
-            self._say(f"waiting for rank 0 to prepare {folder}, or to compare it with what is asked for")
-            self._check_limit(folder)
-            watched.look()
-            if watched.claim is None or watched.is_of_the_past:
-                self._check_begun(folder, watched)
-            elif watched.claim.exit_code is not None:
-                if watched.is_of_this_launch or self._is_over(watched):
-                    message = f"rank 0 could not prepare {folder}: {watched.claim.error}"
-                    _raise(watched.claim.exit_code, message)
-            elif self._is_over(watched) and not _is_verified(folder):
-                raise ReadWriteError(
-                    f"the process that prepared {folder} gave no sign for {watched.unchanged_s:.0f} s, so it "
-                    "died; what it finished is kept: start the job again to go on"
-                )
+                    self._raise_error_of(found)
+                return False
+            self._say(
+                f"waiting for rank 0 to prepare {self._folder}, or to compare it with what is asked for"
+            )
+            self._check_limit()
+            self._claims.look()
+            self._check_rank_0(self._claims.newest, self._claims.own.launch)
             self._sleep()
 
-    def _check_begun(self, folder: Path, watched: WatchedClaim) -> None:
-        if not watched.is_changed and time.monotonic() - self._began > _BEGIN_S:
+    def _check_rank_0(self, claim: Claim | None, launch: str) -> None:
+        """Raise where rank 0 failed, died, or does not begin."""
+        claims = self._claims
+        is_of_the_past = launch and claim is not None and claim.launch not in {"", launch}
+        if claim is None or (is_of_the_past and not claims.is_changed):
+            if not claims.is_changed and time.monotonic() - self._began > _BEGIN_S:
+                raise ReadWriteError(
+                    f"{self._folder} is not prepared, and rank 0 has not begun to for {_BEGIN_S:.0f} s; "
+                    "every rank must call ensure_prepared, see the log of rank 0"
+                )
+            return
+        is_over = claims.unchanged_s > self._heartbeat_s * _DEAD_FOR_WAITERS
+        if claim.exit_code is not None:
+            if is_over or claim.launch == launch != "":
+                self._raise_error_of(claim)
+        elif is_over and not self._is_verified():
             raise ReadWriteError(
-                f"{folder} is not prepared, and rank 0 has not begun to for {_BEGIN_S:.0f} s; every rank "
-                "must call ensure_prepared, see the log of rank 0"
+                f"the process that prepared {self._folder} gave no sign for {claims.unchanged_s:.0f} s, so "
+                "it died; what it finished is kept: start the job again to go on"
             )
 
+    def _raise_error_of(self, claim: Claim) -> NoReturn:
+        _raise(claim.exit_code or 0, f"rank 0 could not prepare {self._folder}: {claim.error}")
+
     @contextmanager
-    def for_own_claim(self, folder: Path) -> Iterator[bool]:
-        """True while the claim is ours; False where another job has made the data set meanwhile."""
-        watched = WatchedClaim(self._claims)
-        while not _is_verified(folder):
-            self._check_limit(folder)
-            watched.look()
-            if self._is_free(watched):
-                if self._claims.take(watched.number + 1):
-                    with self._beating(watched.number + 1):
-                        yield True
-                    self._claims.remove()
-                    return
-            else:
-                self._say(f"{folder} is being prepared by another job: waiting for it")
+    def for_own_claim(self) -> Iterator[bool]:
+        """True while the claim is ours; False where the data set is verified, perhaps by another job."""
+        claims = self._claims
+        while not self._is_verified():
+            self._check_limit()
+            claims.look()
+            if not self._is_free(claims.newest):
+                self._say(f"{self._folder} is being prepared by another job: waiting for it")
+            elif claims.take(claims.number + 1):
+                with claims.beating(claims.number + 1, self._heartbeat_s / _BEATS_PER_HEARTBEAT):
+                    yield True
+                claims.remove()
+                return
             self._sleep()
         yield False
 
-    def _is_free(self, watched: WatchedClaim) -> bool:
-        claim = watched.claim
+    def _is_free(self, claim: Claim | None) -> bool:
+        unchanged_s = self._claims.unchanged_s
         if claim is None or claim.exit_code is not None or is_gone(claim.place):
-            return claim is not None or watched.number == 0 or watched.unchanged_s > self._heartbeat_s
-        return watched.unchanged_s > self._heartbeat_s * _DEAD_FOR_OWNERS
+            return claim is not None or self._claims.number == 0 or unchanged_s > self._heartbeat_s
+        return unchanged_s > self._heartbeat_s * _DEAD_FOR_OWNERS
 
-    def _is_over(self, watched: WatchedClaim) -> bool:
-        return watched.unchanged_s > self._heartbeat_s * _DEAD_FOR_WAITERS
+    def _is_verified(self) -> bool:
+        return size_of_file(self._folder / INDEX_NAME) is not None
 
-    def _check_limit(self, folder: Path) -> None:
+    def _check_limit(self) -> None:
         if time.monotonic() - self._began > self._limit_s:
             raise ReadWriteError(
-                f"{folder} is not prepared after {self._limit_s:g} s (limit_s); see the log of rank 0"
+                f"{self._folder} is not prepared after {self._limit_s:g} s (limit_s); see the log of rank 0"
             )
 
     def _say(self, line: str) -> None:
         """Say it when the waiting begins, and once a minute."""
         now = time.monotonic()
-        if self._said is None:
-            say(f"rank {self._rank}: {line}")
-        elif now - self._said >= _SAY_EVERY_S:
-            say(f"rank {self._rank}: {line}, for {now - self._began:.0f} s by now")
-        else:
+        if self._said is not None and now - self._said < _SAY_EVERY_S:
             return
+        by_now = "" if self._said is None else f", for {now - self._began:.0f} s by now"
+        say(f"rank {self._rank}: {line}{by_now}")
         self._said = now
 
     def _sleep(self) -> None:
         time.sleep(min(1.0, self._heartbeat_s / 10))
 
-    @contextmanager
-    def _beating(self, number: int) -> Iterator[None]:
-        """Within, the claim changes; it holds the error of what fails within."""
-        is_over = threading.Event()
-        claim = self._claims.claim()
 
-        def beat() -> None:
-            num_beats = 0
-            while not is_over.wait(self._heartbeat_s / _BEATS_PER_HEARTBEAT):
-                num_beats += 1
-                with contextlib.suppress(ShardprepError):  # one beat that fails is no reason to stop
-                    self._claims.write(number, dataclasses.replace(claim, num_beats=num_beats))
-
-        thread = threading.Thread(target=beat, name="ensure_prepared heartbeat", daemon=True)
-        thread.start()
-
-        def tell(exit_code: int, error: str | None) -> None:
-            is_over.set()
-            thread.join()
-            if exit_code:
-                self._claims.write(number, dataclasses.replace(claim, exit_code=exit_code, error=error))
-
-        with _end_told(tell):
-            yield
-
-
-class _Commands:
-    """The commands that prepare a data set, each in a process of its own that dies with this one."""
-
-    def __init__(
-        self, folder: Path, input_dir: Path, model_id: str, num_proc: int | None, options: Mapping[str, Any]
-    ) -> None:
-        self._folder = folder
-        self._num_proc = num_proc
-        given = {"input_dir": input_dir, "output_dir": folder, "model_id": model_id, **options}
-        self._of_plan = _flags(given)
-        self._of_documents = _flags({name: value for name, value in given.items() if name not in _FOR_PLAN})
-
-    def check(self) -> None:
-        """Raises Refused where the data set was planned with other options or from other inputs."""
-        # Shard 0 is done already, so it compares and ends.
-        _run("shard", "--shard_id=0", "--check_inputs", *self._of_documents)
-
-    def prepare(self) -> None:
-        """Plan, run and verify; raises the error of the one that fails."""
-        if size_of_file(self._folder / PLAN_NAME) is None:
-            _run("plan", *self._of_plan)
-        else:
-            self.check()
-        _run("run", str(self._folder), *_flags({"num_proc": self._num_proc}))
-        _run("verify", str(self._folder))
-
-
-def _flags(given: Mapping[str, Any]) -> list[str]:
+def _flags(given: Mapping[str, Any], but: Container[str] = ()) -> list[str]:
     flags: list[str] = []
     for name, value in given.items():
+        if name in but or value is None:
+            continue
         if isinstance(value, bool):
             flags.append(f"--{name}" if value else f"--no-{name}")
-        elif value is not None:
+        else:
             flags.append(f"--{name}={value}")
     return flags
 

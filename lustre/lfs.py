@@ -13,8 +13,8 @@ import shutil
 import stat
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from shardprep.errors import LustreError
 
@@ -29,17 +29,12 @@ class LfsSilentError(LustreError):
     """``lfs`` gave no answer within its time limit; further calls would take as long."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mount:
-    """One mounted file system: its device or server, its mount point and its type."""
+class Mount(NamedTuple):
+    """One mounted file system."""
 
-    source: str
+    source: str  # its device or server
     mount_point: str
     fs_type: str
-
-    @property
-    def is_lustre(self) -> bool:
-        return self.fs_type == "lustre"
 
     @property
     def fs_name(self) -> str:
@@ -57,7 +52,7 @@ def mount_of(path: str, mounts_table: str) -> Mount | None:
         fields = [_ESCAPED.sub(lambda match: chr(int(match[1], 8)), field) for field in line.split(" ")]
         if len(fields) < 3:
             continue
-        mount = Mount(source=fields[0], mount_point=fields[1], fs_type=fields[2])
+        mount = Mount(*fields[:3])
         is_above = f"{path}/".startswith(f"{mount.mount_point.rstrip('/')}/")
         if is_above and (found is None or len(mount.mount_point) >= len(found.mount_point)):
             found = mount
@@ -80,7 +75,7 @@ def file_system_of(path: Path) -> Mount | None:
 def lustre_mount(path: Path) -> Mount:
     """Return the Lustre mount that holds ``path``. Raises LustreError where there is none."""
     mount = file_system_of(path)
-    if mount is None or not mount.is_lustre:
+    if mount is None or mount.fs_type != "lustre":
         where = mount.fs_type if mount else "an unknown file system"
         raise LustreError(f"{path} is on {where}, not on Lustre")
     return mount
@@ -118,14 +113,13 @@ def existing_part(path: Path) -> Path:
     return next(place for place in (path.absolute(), *path.absolute().parents) if kind_of(place))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LfsResult:
+class LfsResult(NamedTuple):
     """What one call answered.
 
     Of one failure the exit codes differ by version and layout (an errno, 1, 4): the texts say which it is.
     """
 
-    arguments: tuple[str, ...]
+    arguments: Sequence[str]
     exit_code: int
     stdout: str
     stderr: str
@@ -167,14 +161,14 @@ def run_lfs(command: str, *arguments: Path | str) -> LfsResult:
         raise LustreError(
             "there is no lfs on PATH; load the Lustre client's module, or use a node that has it"
         )
-    given = (os.path.realpath(each) if isinstance(each, Path) else each for each in arguments)
-    words = (command, *given)
+    words = [command, *(os.path.realpath(each) if isinstance(each, Path) else each for each in arguments)]
+    pipe = subprocess.PIPE
     try:
         process = subprocess.Popen(
             [program, *words],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=pipe,
+            stderr=pipe,
             env={**os.environ, "LC_ALL": "C"},
         )
     except (OSError, ValueError) as error:  # ValueError: a null byte in a path
@@ -184,7 +178,7 @@ def run_lfs(command: str, *arguments: Path | str) -> LfsResult:
         ) from None
     timeout_s = time_limit_s(command)
     try:
-        stdout, stderr = process.communicate(timeout=timeout_s)
+        outputs = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel is left behind
@@ -194,8 +188,8 @@ def run_lfs(command: str, *arguments: Path | str) -> LfsResult:
             "milliseconds: a server of this file system may be down; look at `lfs check servers`"
         ) from None
     # as bytes: a text stream would turn a carriage return in a file's name into a line end
-    out, err = (each.decode("utf-8", "surrogateescape") for each in (stdout, stderr))
-    return LfsResult(arguments=words, exit_code=process.returncode, stdout=out, stderr=err)
+    out, err = (each.decode("utf-8", "surrogateescape") for each in outputs)
+    return LfsResult(words, process.returncode, out, err)
 
 
 def find_files(output: str, files: Sequence[str], behind: str) -> dict[str, re.Match[str]]:

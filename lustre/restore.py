@@ -11,7 +11,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from lustre.lfs import FILES_PER_CALL, find_files, kind_of, run_lfs
@@ -25,7 +24,6 @@ IDLE_ROUNDS = 30  # five minutes without progress: a request may be lost, so the
 _POLL_S = 10.0
 _RELEASED = 0x4  # HS_RELEASED of Lustre's llapi
 _LOST = 0x40  # HS_LOST: the archive has no copy any more
-_NOT_ALLOWED = re.compile("not permitted|Permission denied")
 
 
 def read_states(files: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -41,20 +39,20 @@ def read_states(files: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         asked, waiting = waiting[:FILES_PER_CALL], waiting[FILES_PER_CALL:]
         result = run_lfs("hsm_state", *asked)
         found = find_files(result.stdout, asked, r": \(0x([0-9a-f]+)\)")  # /f: (0x0000000d) released exists
-        flags = {file: int(match[1], 16) for file, match in found.items()}
-        untold = [file for file in asked if file not in flags]
+        untold = [file for file in asked if file not in found]
         reasons = _reasons(result.stderr, untold) if result.exit_code else {}
-        if not (flags or reasons):
+        if not (found or reasons):
             result.checked()
             raise LustreError(
                 f"`lfs hsm_state` of {counted(len(asked), 'file')} printed {result.stdout.strip()[:200]!r}, "
                 f"expected a line of each, and of {asked[0]}; is this `lfs` a site's wrapper?"
             )
         failed |= reasons
-        for file, number in flags.items():
-            if number & _RELEASED and number & _LOST:
+        for file, match in found.items():
+            flags = int(match[1], 16)
+            if flags & _RELEASED and flags & _LOST:
                 failed[file] = "released, and lost in the archive: copy it anew from its source"
-            elif number & _RELEASED:
+            elif flags & _RELEASED:
                 released.append(file)
         waiting = [file for file in untold if file not in reasons] + waiting
     return released, failed
@@ -103,26 +101,45 @@ def restore(
     With ``wait`` it looks again until none is released any more. What fails is said, and the rest goes on;
     LustreError is raised at the end where there was one, and at once where no call of lfs works.
     """
-    run = _Restore(say=say)
-    files = _files_below(os.path.realpath(path), run.fail)
+    failed: dict[str, str] = {}
+
+    def fail(found: dict[str, str]) -> None:
+        for file in (each for each in found if each not in failed):
+            say(f"error: {file}: {found[file]}")
+        failed.update(found)
+
+    def released_of(files: Sequence[str]) -> list[str]:
+        released, lost = read_states(files)
+        fail(lost)
+        return released
+
+    queued, num_files = [], 0
+    files = _files_below(os.path.realpath(path), fail)
     while asked := list(itertools.islice(files, FILES_PER_CALL)):
-        run.queued += run.queue(run.look(asked))
-        run.num_files += len(asked)
-        say(f"{counted(run.num_files, 'file')} looked at, {len(run.queued)} queued for their restore")
-    if wait:
-        run.wait(sleep)
-    if run.failed:
+        queued += _queue(released_of(asked), fail, is_first=not queued)
+        num_files += len(asked)
+        say(f"{counted(num_files, 'file')} looked at, {len(queued)} queued for their restore")
+    waiting, num_idle = queued if wait else [], 0
+    while waiting:
+        sleep(_POLL_S)
+        before, waiting = waiting, released_of(waiting)
+        num_idle = num_idle + 1 if len(waiting) == len(before) else 0
+        num_back = len(queued) - len(waiting) - sum(file in failed for file in queued)
+        say(f"{num_back} of {counted(len(queued), 'file')} are back")
+        if num_idle and not num_idle % IDLE_ROUNDS:
+            waiting = _queue(waiting, fail)
+    if failed:
         others = "All others are back" if wait else "All other released files are queued"
         raise LustreError(
-            f"{counted(len(run.failed), 'path')} below {path} could not be restored: {_some(run.failed)}. "
+            f"{counted(len(failed), 'path')} below {path} could not be restored: {_some(failed)}. "
             f"{others}; run this again when that is mended"
         )
-    all_files = counted(run.num_files, "file")
+    all_files = counted(num_files, "file")
     if wait:
-        return f"all {all_files} are on Lustre; {len(run.queued)} of them were brought back"
-    if not run.queued:
+        return f"all {all_files} are on Lustre; {len(queued)} of them were brought back"
+    if not queued:
         return f"{all_files}, none of them released: nothing to restore"
-    return f"{len(run.queued)} of {all_files} are queued; with --wait the command ends when they are there"
+    return f"{len(queued)} of {all_files} are queued; with --wait the command ends when they are there"
 
 
 def _files_below(path: str, fail: Callable[[dict[str, str]], None]) -> Iterator[str]:
@@ -140,72 +157,39 @@ def _files_below(path: str, fail: Callable[[dict[str, str]], None]) -> Iterator[
         yield from (file for file in files if not os.path.islink(file))  # noqa: PTH114
 
 
-@dataclass(kw_only=True)
-class _Restore:
-    """One run over a tree: what was found so far."""
+def _queue(
+    files: Sequence[str], fail: Callable[[dict[str, str]], None], *, is_first: bool = False
+) -> list[str]:
+    """Queue released files; returns those that were taken.
 
-    say: Callable[[str], None]
-    num_files: int = 0
-    queued: list[str] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
-
-    def fail(self, failed: dict[str, str]) -> None:
-        """Note files that cannot be brought back, and say each once."""
-        for file, reason in failed.items():
-            if file not in self.failed:
-                self.say(f"error: {file}: {reason}")
-        self.failed |= failed
-
-    def look(self, files: Sequence[str]) -> list[str]:
-        """Return those that are released, and note those that fail."""
-        released, failed = read_states(files)
-        self.fail(failed)
-        return released
-
-    def queue(self, files: Sequence[str]) -> list[str]:
-        """Queue released files; returns those that were taken.
-
-        Raises LustreError where each file of the first request is refused with the same words: the rest would
-        fail alike.
-        """
-        taken: list[str] = []
-        for first in range(0, len(files), FILES_PER_REQUEST):
-            request = files[first : first + FILES_PER_REQUEST]
-            failed: dict[str, str] = {}
-            taken += _request(request, failed)
-            words = {reason.replace(file, "") for file, reason in failed.items()}
-            if len(failed) == len(request) > 1 and len(words) == 1 and not taken + self.queued:
-                reason = failed[request[0]]
-                hint = "restoring may be root's alone at your site: sudo, or ask; or let the first read do it"
-                todo = hint if _NOT_ALLOWED.search(reason) else "ask the site whether its archive works"
-                raise LustreError(
-                    f"none of the first {len(request)} released files can be queued, the first one: "
-                    f"{reason}; {todo}"
-                )
-            self.fail(failed)
-        return taken
-
-    def wait(self, sleep: Callable[[float], None]) -> None:
-        """Look until no queued file is released any more; queue again what the archive seems to forget."""
-        waiting, num_idle = self.queued, 0
-        while waiting:
-            sleep(_POLL_S)
-            released = self.look(waiting)
-            num_idle = num_idle + 1 if len(released) == len(waiting) else 0
-            waiting = released
-            num_back = len(self.queued) - len(waiting) - sum(file in self.failed for file in self.queued)
-            self.say(f"{num_back} of {counted(len(self.queued), 'file')} are back")
-            if waiting and num_idle and not num_idle % IDLE_ROUNDS:
-                waiting = self.queue(waiting)
+    Raises LustreError where each file of the first request is refused with the same words: the rest would
+    fail alike.
+    """
+    taken: list[str] = []
+    for first in range(0, len(files), FILES_PER_REQUEST):
+        request = files[first : first + FILES_PER_REQUEST]
+        failed = _request(request)
+        taken += [file for file in request if file not in failed]
+        words = {reason.replace(file, "") for file, reason in failed.items()}
+        if is_first and not taken and len(request) > 1 and len(words) == 1:
+            reason = failed[request[0]]
+            todo = "ask the site whether its archive works"
+            if re.search("not permitted|Permission denied", reason):
+                todo = "restoring may be root's alone at your site: sudo, or ask; or let the first read do it"
+            raise LustreError(
+                f"none of the first {len(request)} released files can be queued, the first one: "
+                f"{reason}; {todo}"
+            )
+        fail(failed)
+    return taken
 
 
-def _request(files: Sequence[str], failed: dict[str, str]) -> list[str]:
-    """Send one request, or its halves where it fails: one file must not cost the others their restore."""
+def _request(files: Sequence[str]) -> dict[str, str]:
+    """Send one request, or its halves where it fails; returns why files were refused, each for itself."""
     result = run_lfs("hsm_restore", *files)
     if result.exit_code == 0:
-        return list(files)
+        return {}
     if len(files) == 1:
-        failed[files[0]] = f"lfs hsm_restore {result.failure}"
-        return []
+        return {files[0]: f"lfs hsm_restore {result.failure}"}
     middle = len(files) // 2
-    return _request(files[:middle], failed) + _request(files[middle:], failed)
+    return _request(files[:middle]) | _request(files[middle:])

@@ -287,7 +287,7 @@ class Balance:
 def read_balance(folder: Path, sizes: dict[str, int]) -> Balance | None:
     """Return how the files of a folder (bytes by name) lie on the OSTs; None off Lustre."""
     mount = file_system_of(folder)
-    if mount is None or not mount.is_lustre:
+    if mount is None or mount.fs_type != "lustre":
         return None
     layouts = read_file_layouts(folder, list(sizes))
     pools = {layout.pool for layout in layouts if layout}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +24,7 @@ _INACTIVE = "is inactive: files with a stripe there cannot be read now"
 _STATES = {"D": "degraded", "N": "closed to new files", "R": "read-only"}
 # `fs-OST0002_UUID  1073741824  1073741824  0 100%  /mnt[OST:2] S`, KiB; the mount point may hold anything
 _DF_LINE = re.compile(
-    r"^\S+\s+(\d+)\s+(\d+)\s+(\d+)\s+\S+\s+.*\[(OST|MDT):(\d+)\]\s*([A-Za-z]*)\s*$", re.MULTILINE
+    r"^\S+\s+\d+\s+(\d+)\s+(\d+)\s+\S+\s+.*\[(OST|MDT):(\d+)\]\s*([A-Za-z]*)\s*$", re.MULTILINE
 )
 # `fs-OST0002_UUID : Cannot send after transport endpoint shutdown`, or `OST0002             : ...`
 _DF_TROUBLE = re.compile(r"^\S*?(OST|MDT)([0-9a-f]{4})(?:_UUID)?\s*: (\S.*)$", re.MULTILINE)
@@ -117,24 +117,21 @@ def _summary(targets: Sequence[Target], kind: str) -> str:
 
 def parse_df(blocks: str, inodes: str = "") -> Targets:
     """Read the targets of ``lfs df`` and, joined with them, of ``lfs df -i``. Inactive ones are left out."""
-    free_inodes = {f"{kind} {index}": int(free) for _, _, free, kind, index, _ in _DF_LINE.findall(inodes)}
-    found = [
-        Target(
-            name=(name := f"{kind} {index}"),
+    free_inodes = {f"{kind} {index}": int(free) for _, free, kind, index, _ in _DF_LINE.findall(inodes)}
+    found: dict[str, list[Target]] = {"OST": [], "MDT": []}
+    for used, free, kind, index, flags in _DF_LINE.findall(blocks):
+        name = f"{kind} {index}"
+        target = Target(
+            name=name,
             used_bytes=int(used) << 10,
             free_bytes=int(free) << 10,
             flags=flags,
             free_inodes=free_inodes.get(name),
         )
-        for _, used, free, kind, index, flags in _DF_LINE.findall(blocks)
-    ]
-    return Targets(
-        osts=[target for target in found if target.name.startswith("OST")],
-        mdts=[target for target in found if target.name.startswith("MDT")],
-        silent={
-            f"{kind} {int(index, 16)}": said.strip() for kind, index, said in _DF_TROUBLE.findall(blocks)
-        },
-    )
+        found[kind].append(target)
+    trouble = _DF_TROUBLE.findall(blocks)
+    silent = {f"{kind} {int(index, 16)}": said.strip() for kind, index, said in trouble}
+    return Targets(osts=found["OST"], mdts=found["MDT"], silent=silent)
 
 
 def read_targets(path: Path, pool: str = "") -> Targets:
@@ -224,18 +221,13 @@ def count_osts_if_told(path: Path, pool: str = "") -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
-    """What will still be written: shards of ``num_bytes`` in all."""
+    """What will still be written: shards of ``num_bytes`` in all, of three files each."""
 
     num_bytes: int
     num_shards: int
 
-    @property
-    def num_files(self) -> int:
-        """A shard is three: tar, idx, manifest."""
-        return 3 * self.num_shards
-
     def text(self) -> str:
-        return f"about {short_bytes(self.num_bytes)} in {_files_text(self.num_files)}"
+        return f"about {short_bytes(self.num_bytes)} in {_files_text(3 * self.num_shards)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,17 +241,13 @@ class Room:
     note: str = ""  # what else is to be known: how sure the figures are, when a limit will bite
     unknown: str = ""  # why nothing is told
 
-    @property
-    def left(self) -> list[str]:
-        """What is left, for a person; nothing where there is no limit."""
-        parts = [] if self.free_bytes is None else [short_bytes(self.free_bytes)]
-        return parts if self.free_files is None else [*parts, _files_text(self.free_files)]
-
     def text(self) -> str:
         if self.unknown:
             return f"{self.name}: unknown ({self.unknown})"
-        left = f"{' and '.join(self.left)} left" if self.left else "no limit"
-        return f"{self.name}: {left}{f' ({self.note})' if self.note else ''}"
+        left = [] if self.free_bytes is None else [short_bytes(self.free_bytes)]
+        left += [] if self.free_files is None else [_files_text(self.free_files)]
+        note = f" ({self.note})" if self.note else ""
+        return f"{self.name}: {' and '.join(left)} left{note}" if left else f"{self.name}: no limit{note}"
 
     def lacks(self, need: Need) -> list[str]:
         """What does not fit, for a person."""
@@ -269,7 +257,7 @@ class Room:
         found = []
         if self.free_bytes is not None and self.free_bytes < need_bytes:
             found.append(f"{self.name}: {short_bytes(self.free_bytes)} left{part}")
-        if self.free_files is not None and self.free_files < need.num_files:
+        if self.free_files is not None and self.free_files < 3 * need.num_shards:
             found.append(f"{self.name}: {_files_text(self.free_files)} left")
         return found
 
@@ -286,7 +274,7 @@ def space_lines(folder: Path, need: Need) -> list[str]:
     try:
         if why_not_usable(folder):
             return []
-        rooms = read_rooms(existing_part(folder), need)
+        rooms = _read_rooms(existing_part(folder), need)
     except (LustreError, OSError) as error:
         return [f"note: whether it will fit is unknown: {error}"]
     lines = [f"it needs {need.text()}; {'; '.join(room.text() for room in rooms)}"]
@@ -294,7 +282,7 @@ def space_lines(folder: Path, need: Need) -> list[str]:
     return [*lines, *(f"warning: it will not fit: {words}, and it needs {need.text()}" for words in lacking)]
 
 
-def read_rooms(folder: Path, need: Need) -> list[Room]:
+def _read_rooms(folder: Path, need: Need) -> list[Room]:
     """Return what targets and quotas leave for an existing folder; at most 8 calls of lfs without pools.
 
     Each pool in which new files get stripes has a room of its own, for its part of the bytes.
@@ -310,26 +298,19 @@ def read_rooms(folder: Path, need: Need) -> list[Room]:
             rooms.append(Room(name="the pool of new files", unknown=str(error)))
         for number, (pool, num_bytes) in enumerate(pools.items()):
             targets = read_targets(folder, pool)
-            osts = [ost for ost in targets.osts if ost.takes_files]
-            silent = len(targets.silent)
-            rooms.append(
-                Room(
-                    name=counted(len(osts), "OST") + (f" of pool {pool}" if pool else ""),
-                    free_bytes=sum(ost.free_bytes for ost in osts),
-                    need_bytes=None if num_bytes == need.num_bytes else num_bytes,
-                    note=f"{counted(silent, 'target')} did not answer" if silent else "",
-                )
-            )
+            rooms.append(_osts_room(targets, pool, None if num_bytes == need.num_bytes else num_bytes))
             rooms += [] if number else [_inodes_room(targets)]
     except LustreError as error:
         rooms.append(Room(name="free space", unknown=str(error)))
         if isinstance(error, LfsSilentError):
             return [*rooms, Room(name="quota", unknown="not asked for after that")]
-    for option, (name, find_id) in _QUOTAS.items():
-        rooms += _quota_room(folder, option, name, find_id)
+    for option, name in (("-u", "your quota"), ("-g", "the group's quota"), ("-p", "the project's quota")):
+        rooms += _quota_rooms(folder, option, name)
         for pool in filter(None, pools):
-            found = _quota_room(folder, option, f"{name} in pool {pool}", find_id, "--pool", pool)
-            rooms += [room for room in found if room.left or room.unknown]
+            found = _quota_rooms(folder, option, f"{name} in pool {pool}", "--pool", pool)
+            rooms += [
+                room for room in found if room.unknown or (room.free_bytes, room.free_files) != (None, None)
+            ]
     return rooms
 
 
@@ -344,6 +325,16 @@ def _bytes_by_pool(layout: Layout, need: Need) -> dict[str, int]:
     return dict(held) or {"": 0}
 
 
+def _osts_room(targets: Targets, pool: str, need_bytes: int | None) -> Room:
+    osts = [ost for ost in targets.osts if ost.takes_files]
+    return Room(
+        name=counted(len(osts), "OST") + (f" of pool {pool}" if pool else ""),
+        free_bytes=sum(ost.free_bytes for ost in osts),
+        need_bytes=need_bytes,
+        note=f"{counted(len(targets.silent), 'target')} did not answer" if targets.silent else "",
+    )
+
+
 def _inodes_room(targets: Targets) -> Room:
     """A file needs an inode of an MDT and an object of an OST: the fewer count."""
     name = "inodes of MDTs and OSTs"
@@ -354,30 +345,10 @@ def _inodes_room(targets: Targets) -> Room:
     return Room(name=name, free_files=min(free))
 
 
-def _group(folder: Path) -> int:
-    """Files belong to the folder's group where it is set so (setgid), else to the user's."""
-    status = folder.stat()
-    return status.st_gid if status.st_mode & 0o2000 else os.getgid()
-
-
-def _project(folder: Path) -> int:
-    match = _PROJECT.match(run_lfs("project", "-d", folder).checked("ask the site"))
-    return int(match[1]) if match else 0
-
-
-_QUOTAS: dict[str, tuple[str, Callable[[Path], int]]] = {
-    "-u": ("your quota", lambda _: os.getuid()),
-    "-g": ("the group's quota", _group),
-    "-p": ("the project's quota", _project),
-}
-
-
-def _quota_room(
-    folder: Path, option: str, name: str, find_id: Callable[[Path], int], *pool: str
-) -> list[Room]:
+def _quota_rooms(folder: Path, option: str, name: str, *pool: str) -> list[Room]:
     """Nothing for root and project 0, whom no quota binds."""
     try:
-        number = find_id(folder)
+        number = _quota_id(folder, option)
         if number == 0:
             return []
         result = run_lfs("quota", option, str(number), *pool, Path(lustre_mount(folder).mount_point))
@@ -386,6 +357,17 @@ def _quota_room(
         return [Room(name=name, unknown="" if "not enabled" in result.stderr else result.failure)]
     except (LustreError, OSError, ValueError) as error:
         return [Room(name=name, unknown=str(error))]
+
+
+def _quota_id(folder: Path, option: str) -> int:
+    """Whose quota: files belong to the folder's group where it is set so (setgid), else to the user's."""
+    if option == "-u":
+        return os.getuid()
+    if option == "-g":
+        status = folder.stat()
+        return status.st_gid if status.st_mode & 0o2000 else os.getgid()
+    match = _PROJECT.match(run_lfs("project", "-d", folder).checked("ask the site"))
+    return int(match[1]) if match else 0
 
 
 def parse_quota(output: str, name: str = "your quota") -> Room:
@@ -403,9 +385,8 @@ def parse_quota(output: str, name: str = "your quota") -> Room:
     kib, block_note = _left(*fields[:4])
     files, file_note = _left(*fields[4:])
     notes = [block_note, file_note, "inaccurate: a server did not answer" if "[" in line else ""]
-    free_bytes = None if kib is None else kib << 10
     note = "; ".join(dict.fromkeys(filter(None, notes)))
-    return Room(name=name, free_bytes=free_bytes, free_files=files, note=note)
+    return Room(name=name, free_bytes=None if kib is None else kib << 10, free_files=files, note=note)
 
 
 def _left(used: str, soft: str, hard: str, grace: str) -> tuple[int | None, str]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from loader import ensure_prepared
-from loader.prepare import Claims, place_of
+from loader.prepare import Claim, Claims, place_of
 from shardprep.errors import NotFound, ReadWriteError, Refused, UsageError
 from shardprep.format.manifest import read_index
 from tests.checkout import ROOT
@@ -182,7 +182,8 @@ def test_a_failure_without_a_launcher_counts_when_nobody_takes_over(
 def test_a_claim_that_nobody_can_read_is_one_that_never_changes(content: str, tmp_path: Path) -> None:
     (tmp_path / "00004.json").write_text(content)
     (tmp_path / "else.json").write_text("{}")
-    assert Claims(tmp_path, "").newest() == (4, None)
+    claims = Claims(tmp_path, Claim(launch="", place=""))
+    assert (claims.number, claims.newest) == (4, None)
 
 
 def test_the_claim_of_a_dead_process_of_this_machine_is_taken_over_without_waiting(

@@ -16,17 +16,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from loader import TokenLoader, get_llama3_dataloader
 from loader.__main__ import main
-from loader.order import Order
 from loader.reading import ReaderIndex
-from loader.samples import JoinedRows
-from loader.staging import NodeRanks, choose_shards, parts_of_ranks, parts_read, reader_index_of
+from loader.staging import choose_shards, reader_index_of
 from shardprep.format.manifest import read_manifest
 from tests.children import child, end_of, run_child
 from tests.held_children import Hold
@@ -42,12 +37,6 @@ FORMS: dict[str, dict[str, Any]] = {"json": {}, "packed": {"record": "packed", "
 @pytest.fixture(scope="module")
 def made(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prep.make_forms(sample_dir, tmp_path_factory.mktemp("made"), FORMS, num_shards=NUM_SHARDS)
-
-
-@pytest.fixture(scope="module")
-def finely(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same in 60 shards, of which a rank reads some."""
-    return prep.make_forms(sample_dir, tmp_path_factory.mktemp("finely"), FORMS, num_shards=60)
 
 
 @pytest.fixture
@@ -475,208 +464,36 @@ def test_tars_of_others_are_refused_as_nothing_vouches_for_their_copies(
     assert "a.tar is a tar that shardprep did not write" in text
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--batch_size", 8], "--batch_size choose shards for ranks; add --world_size"),
-        (["--world_size", 8, "--ranks", "0"], "--world_size needs --batch_size"),
-        (["--world_size", 8, "--batch_size", 1], "needs either --ranks or --ranks_per_node"),
-        (
-            ["--world_size", 8, "--batch_size", 1, "--ranks", "7-8"],
-            "the ranks are (7, 8), expected some of 0 to 7",
-        ),
-        (["--world_size", 8, "--batch_size", 1, "--ranks", "a"], "--ranks is 'a', expected numbers such as"),
-        (["--world_size", 8, "--batch_size", 1, "--ranks_per_node", 4], "needs SLURM_NODEID"),
-        (["--limit_bytes", "much"], "--limit_bytes is 'much', expected a number of bytes"),
-    ],
-    ids=str,
-)
-def test_flags_that_cannot_work_are_2_and_say_what_would(
-    made: Path, node: Path, stage: Any, monkeypatch: pytest.MonkeyPatch, flags: list[Any], message: str
-) -> None:
-    monkeypatch.delenv("SLURM_NODEID", raising=False)
-    code, text = stage(made / "json", "--to", node, *flags)
+def test_a_limit_that_is_no_number_of_bytes_is_2(made: Path, node: Path, stage: Any) -> None:
+    code, text = stage(made / "json", "--to", node, "--limit_bytes", "much")
     assert code == 2
-    assert message in text
+    assert "--limit_bytes is 'much', expected a number of bytes" in text
     assert not node.exists()
 
 
 # Which shards
 
 
-def opened_by_ranks(
-    data: Path,
-    ranks: tuple[int, ...],
-    steps: tuple[int, int],
-    monkeypatch: pytest.MonkeyPatch,
-    **options: Any,
-) -> set[int]:
-    """The shards whose tars the ranks' loaders open for batches of global steps [first, end)."""
-    found: set[int] = set()
-    for rank in ranks:
-        loader = load(data, rank=rank, **options)
-        loader.load_state_dict(loader.state_at(steps[0]))
-        per_step = len(loader) // loader.order.steps_per_epoch
-        num_left = (steps[1] - steps[0]) * per_step
-        with pytest.MonkeyPatch.context() as patch, loader:
-            opened = OpenedTars(patch)
-            while num_left:
-                for _ in loader:
-                    num_left -= 1
-                    if not num_left:
-                        break
-            found |= {int(path.stem[-5:]) for path in opened.paths}
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("form", "options"),
-    [
-        ("json", {}),
-        ("json", {"shuffle": False}),
-        ("json", {"global_batch_size": 48, "seed": 3}),
-        ("json", {"seq_len": 20}),
-        ("json", {"group_by_length": 2}),
-        ("json", {"max_length": 9, "long_documents": "split"}),
-        ("packed", {"seed": 5}),
-        ("packed", {"shuffle": False, "batch_size": 1}),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("steps", [(0, 1), (3, 5), (17, 40)], ids=str)
-def test_the_shards_chosen_are_exactly_those_that_the_ranks_readers_open(
-    finely: Path, node: Path, monkeypatch: pytest.MonkeyPatch, form: str, options: Any, steps: tuple[int, int]
+def test_flags_that_chose_shards_for_ranks_are_taken_and_every_shard_is_staged(
+    made: Path, node: Path, stage: Any
 ) -> None:
-    options = {"batch_size": 2, "world_size": 8, **options}
-    for ranks in ((0,), (4, 5), (1, 6)):
-        expected = opened_by_ranks(finely / form, ranks, steps, monkeypatch, **options)
-        choice = choose_shards(
-            (str(finely / form),),
-            node,
-            node_ranks=NodeRanks(ranks=ranks, first_step=steps[0], num_steps=steps[1] - steps[0], **options),
-            reader_index=ReaderIndex(),
-        )
-        assert {shard.shard_id for shard in choice.chosen} == expected
-        if ranks == (0,) and options.get("shuffle", True):
-            assert 0 < len(expected) < 60, "nothing is left out, so nothing is shown"
-
-
-class Rows(JoinedRows):
-    """Rows over shards of given sizes in tokens; with ``seq_len`` 1 a sample is a token."""
-
-    def __init__(self, sizes: list[int], seq_len: int) -> None:
-        object.__setattr__(self, "seq_len", seq_len)
-        vars(self)["first_token"] = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-
-
-@pytest.mark.slow
-@settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_the_parts_read_are_those_that_the_law_of_the_order_delivers_window_by_window(
-    data: st.DataObject,
-) -> None:
-    def draw(low: int, high: int) -> int:
-        return data.draw(st.integers(low, high))
-
-    sizes = [draw(40, 400), *data.draw(st.lists(st.integers(0, 400), max_size=8))]
-    rows, group = Rows(sizes, data.draw(st.sampled_from([1, 1, 3, 7]))), draw(1, 4)
-    if rows.num_samples < (global_batch_size := group * draw(1, 6)):
-        return
-    order = Order(
-        num_samples=rows.num_samples,
-        global_batch_size=global_batch_size,
-        block_samples=draw(1, max(1, rows.num_samples // (2 * global_batch_size))),
-        window_samples=draw(1, rows.num_samples),
-        group=group,
-        seed=draw(0, 99),
-        shuffle=group > 1 or data.draw(st.booleans()),
-    )
-    first_slot, steps = draw(0, order.num_slots - 1), order.steps_per_epoch
-    slots = range(first_slot, draw(first_slot + 1, order.num_slots))
-    begin = draw(0, 2 * steps)
-    end = draw(begin + 1, 2 * steps + 2)
-    expected = np.zeros(len(sizes), np.int64)
-    for epoch in range(begin // steps, -(-end // steps)):
-        first = max(begin - epoch * steps, 0)
-        for start, stop in order.windows(first):
-            if start >= end - epoch * steps:
-                break
-            samples = order.samples_of(epoch, slots, start, stop, lambda found: found % 7)
-            begins = order.offset(epoch, rows.offsets) + samples.reshape(-1, 1) * rows.seq_len
-            tokens = begins + np.arange(rows.seq_len)
-            edges = rows.first_token
-            np.add.at(expected, np.searchsorted(edges, tokens.reshape(-1) % rows.offsets, "right") - 1, 1)
-    found = parts_read(order, rows, slots, begin, end)
-    assert (found * sizes).round().astype(int).tolist() == expected.tolist()
-
-
-def test_the_command_takes_the_ranks_of_its_node_from_slurm(
-    finely: Path, node: Path, stage: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SLURM_NODEID", "3")
-    flags = ["--world_size", 8, "--ranks_per_node", 2, "--batch_size", 2, "--seed", 9, "--num_steps", 1]
-    assert stage(finely / "json", "--to", node, *flags)[0] == 0
-    expected, others = (
-        choose_shards(
-            (str(finely / "json"),),
-            node,
-            node_ranks=NodeRanks(world_size=8, ranks=ranks, batch_size=2, seed=9, num_steps=1),
-            reader_index=ReaderIndex(),
-        ).chosen
-        for ranks in ((6, 7), (0, 1))
-    )
-    staged = {path.name for path in folder_of(node).glob("*.tar")}
-    assert staged == {f"shard-{shard.shard_id:05d}.tar" for shard in expected}
-    assert staged != {f"shard-{shard.shard_id:05d}.tar" for shard in others}
-
-
-def test_the_command_says_how_many_shards_the_ranks_read(made: Path, node: Path, stage: Any) -> None:
-    order = ["--world_size", 8, "--batch_size", 2, "--no-shuffle", "--num_epochs", 1]
-    code, text = stage(made / "json", "--to", node, *order, "--ranks", "4-7")
+    flags = ["--world_size", 8, "--ranks_per_node", 2, "--batch_size", 2, "--no-shuffle", "--num_steps=1"]
+    code, text = stage(made / "json", "--to", node, *flags, "--group_by_length")
     assert code == 0
-    assert "6 of 6 shards, 2.8" in text
-    assert "are read by 4 of 8 ranks from step 0, 1 epoch(s)" in text
-    code, text = stage(made / "packed", "--to", node, *order[:4], "--ranks", "0-7")
-    assert code == 0
-    assert "all of them, as shuffled ranks read blocks of every shard" in text
-
-
-def test_a_limit_keeps_the_shards_that_the_ranks_read_most_of(finely: Path, node: Path) -> None:
-    ranks = NodeRanks(world_size=8, ranks=(0,), batch_size=2, num_steps=1)
-    data = (str(finely / "json"),)
-    _, parts = parts_of_ranks(data, (), ranks)
-    every = choose_shards(data, node, node_ranks=ranks, reader_index=ReaderIndex())
-    limit_bytes = every.read_bytes // 2
-    some = choose_shards(data, node, node_ranks=ranks, limit_bytes=limit_bytes, reader_index=ReaderIndex())
-    kept = {shard.shard_id for shard in some.chosen}
-    left = {shard.shard_id for shard in every.chosen} - kept
-    assert len(kept) > 5
-    assert len(left) > 5
-    assert min(parts[list(kept)]) >= max(parts[list(left)]) > 0
-    assert max(parts[list(kept)]) > max(parts[list(left)])
-    assert limit_bytes * 0.9 < sum(shard.num_bytes for shard in some.chosen) <= limit_bytes
-    assert choose_shards(data, node, limit_bytes=10, reader_index=ReaderIndex()).chosen == []
+    assert "--num_steps, --shuffle choose nothing any more: ranks read blocks of every shard" in text
+    assert staged_ids(made / "json", node) == list(range(NUM_SHARDS))
 
 
 def test_processes_begin_at_different_places_of_the_list(made: Path, node: Path) -> None:
     def first(reader_index: ReaderIndex) -> int:
-        return choose_shards((str(made / "json"),), node, reader_index=reader_index).chosen[0].shard_id
+        return choose_shards([str(made / "json")], node, reader_index=reader_index)[1][0].shard_id
 
     assert [first(ReaderIndex(number=n, count=3)) for n in range(3)] == [0, 2, 4]
-    tasks = [
-        {
-            "SLURM_LOCALID": str(local),
-            "SLURM_NODEID": str(node_id),
-            "SLURM_JOB_NUM_NODES": "2",
-            "SLURM_NTASKS": "6",
-        }
-        for local in range(3)
-        for node_id in range(2)
-    ]
-    assert [reader_index_of(task) for task in tasks] == [ReaderIndex(number=n, count=6) for n in range(6)]
-    assert reader_index_of({}) == reader_index_of({})
+    task = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "6"}
+    assert reader_index_of(task) == ReaderIndex(number=2, count=6)
+    assert reader_index_of({}) == reader_index_of({"SLURM_PROCID": "6", "SLURM_STEP_NUM_TASKS": "6"})
     assert reader_index_of({}).count > 1000
+    assert choose_shards([str(made / "json")], node, limit_bytes=10, reader_index=ReaderIndex())[1] == []
 
 
 # The loader

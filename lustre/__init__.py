@@ -5,14 +5,12 @@ The one rule: ``lfs setstripe`` is run on existing directories only. From Lustre
 """
 
 from lustre.apply import StripeRequest, layout_line, stripe_line
-from lustre.layout import DataSize
 from lustre.lfs import file_system_of, why_not_usable
 from lustre.show import read_balance
 from lustre.space import Need, space_lines
 from shardprep.errors import LustreError
 
 __all__ = [
-    "DataSize",
     "LustreError",
     "Need",
     "StripeRequest",

@@ -59,7 +59,7 @@ def apply(args: argparse.Namespace) -> int:
             num_osts = count_osts_if_told(folder)
         choice = choose_layout(size, num_osts)
         wanted, lines = choice.layout, choice.lines
-    _, line = set_directory_layout(
+    line = set_directory_layout(
         folder, wanted, dry_run=args.dry_run, existing_files_keep_theirs=args.existing_files_keep_theirs
     )
     print_lines(*lines, line)

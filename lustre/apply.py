@@ -22,7 +22,6 @@ from lustre.layout import (
     FILE_SYSTEM_DEFAULT,
     NO_POOL,
     Component,
-    DataSize,
     Layout,
     layout_of_file_system,
     parse_layout_options,
@@ -44,11 +43,11 @@ _LEAVE_BELOW = "512 GB"  # a file: OLCF's advice for the tiers of Orion, docs.ol
 
 def set_directory_layout(
     folder: Path, wanted: Layout, *, dry_run: bool = False, existing_files_keep_theirs: bool = False
-) -> tuple[Layout, str]:
+) -> str:
     """Make new files in ``folder``, which is on Lustre, get ``wanted``; ``dry_run`` checks and sets nothing.
 
-    Returns what they get (in a dry run, would get), and a line about it. All is checked before lfs is
-    asked to change anything. Raises LustreError, also where the layout is another one afterwards.
+    Returns a line about it. All is checked before lfs is asked to change anything. Raises LustreError, also
+    where the layout is another one afterwards.
     """
     _refuse_all_but_directory(folder)
     named = {part.pool for part in wanted.components} - {"", NO_POOL}
@@ -60,12 +59,12 @@ def set_directory_layout(
     notes += _limit_notes(wanted, num_osts)
     if not before.is_inherited and is_as_asked(wanted, before, num_osts):
         notes += _read_back_notes(wanted, before, num_osts)
-        return before, "; ".join([f"{folder} has it already; new files get {before.text()}", *notes])
+        return "; ".join([f"{folder} has it already; new files get {before.text()}", *notes])
     notes += _refuse_tiers(folder, wanted, before)
     notes += _refuse_all_but_empty(folder, existing_files_keep_theirs=existing_files_keep_theirs)
     if dry_run:
         command = shlex.join(["lfs", "setstripe", *setstripe_options(wanted), str(folder.absolute())])
-        return wanted, "; ".join([f"new files get {before.text()}; would run: {command}", *notes])
+        return "; ".join([f"new files get {before.text()}; would run: {command}", *notes])
     with _kept(folder):
         result = run_lfs("setstripe", *setstripe_options(wanted), folder)
     result.checked(_what_to_do(result.exit_code, result.stdout + result.stderr, folder))
@@ -76,8 +75,7 @@ def set_directory_layout(
             f"expected {wanted.text()}; {_why_other(wanted, after)}"
         )
     notes += _read_back_notes(wanted, after, num_osts)
-    done = f"{folder} now gives new files {after.text()}, before {before.text()}"
-    return after, "; ".join([done, *notes])
+    return "; ".join([f"{folder} now gives new files {after.text()}, before {before.text()}", *notes])
 
 
 def _refuse_all_but_directory(folder: Path) -> None:
@@ -252,7 +250,7 @@ def is_as_asked(wanted: Layout, found: Layout, num_osts: dict[str, int]) -> bool
     What ``wanted`` leaves open (default count or size, no pool) is not compared. A place to start is never
     asked for: one that is found fills one OST with every file.
     """
-    shapes = [(each.is_composite, len(each.mirrors), len(each.components)) for each in (wanted, found)]
+    shapes = [(each.is_composite, len(each.components)) for each in (wanted, found)]
     return shapes[0] == shapes[1] and all(
         _is_component(want, have, num_osts.get(want.pool))
         for want, have in zip(wanted.components, found.components, strict=True)
@@ -269,7 +267,7 @@ def _is_component(want: Component, have: Component, num_osts: int | None) -> boo
         (is_count or want.stripe_count == FILE_SYSTEM_DEFAULT)
         and want.stripe_size_bytes in {0, have.stripe_size_bytes}
         and want.pool in {"", have.pool or NO_POOL}
-        and not (have.place or have.extension_bytes)
+        and not have.place
     )
 
 
@@ -300,7 +298,6 @@ def start_warning(folder: Path, layout: Layout) -> str:
 # --- plan --stripe
 
 _SMALL_FILE_TEXT = "64M"  # up to there a file has one stripe; the small files of a data set are far below
-_SMALL_FILES = 5  # of a data set, beside those of each shard: plan, index, osts, and about two of a tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -340,7 +337,6 @@ def stripe_line(
     folder: Path,
     request: StripeRequest,
     *,
-    shards: DataSize | None = None,
     is_planned: bool = False,
     dry_run: bool = False,
 ) -> str:
@@ -369,8 +365,7 @@ def stripe_line(
         )
     if dry_run and not kind_of(folder):
         return f"{name}: {folder} would be made, and would give new files {wanted.text()}"
-    after, line = set_directory_layout(folder, wanted, dry_run=dry_run)
-    return f"{name}: {line}{_objects_text(folder, after, shards) if shards else ''}"
+    return f"{name}: {set_directory_layout(folder, wanted, dry_run=dry_run)}"
 
 
 def _auto_text(folder: Path) -> str:
@@ -378,18 +373,6 @@ def _auto_text(folder: Path) -> str:
     layout = read_layout(there)
     parts = [f"new files get {layout.text()}", why_leave(layout, layout_of_file_system(there))]
     return "; ".join(filter(None, [*parts, start_warning(folder, layout)]))
-
-
-def _objects_text(folder: Path, layout: Layout, shards: DataSize) -> str:
-    """How many objects the files of the data set will have on the OSTs."""
-    num_osts, num_shards = count_osts_if_told(folder, layout.pool), shards.num_shards or 0
-    num_small = 2 * num_shards + _SMALL_FILES
-    large = num_shards * layout.num_objects(shards.shard_bytes or 1, num_osts)
-    small = num_small * layout.num_objects(1, num_osts)
-    return (
-        f"; about {large + small} objects on the OSTs: {large} of {counted(num_shards, 'shard')} and "
-        f"{small} of {num_small} small files"
-    )
 
 
 def layout_line(folder: Path) -> str | None:

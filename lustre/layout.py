@@ -64,7 +64,6 @@ class Component:
     pool: str = ""
     start_ost: int = ANY_OST
     osts: tuple[int, ...] = ()  # of a file: those of its stripes; of a folder: those named for its files
-    extension_bytes: int = 0  # more than 0: it grows by so much at a time, as OSTs have room (SEL)
 
     @property
     def is_on_mdt(self) -> bool:
@@ -104,9 +103,6 @@ class Component:
         text += f" of {size_text(self.stripe_size_bytes)}" if self.stripe_size_bytes else ""
         text += " (overstriped: several on one OST)" if self.is_overstriped else ""
         text += f" in pool {self.pool}" if self.pool else ""
-        text += (
-            f" (SEL: grows by {size_text(self.extension_bytes)} at a time)" if self.extension_bytes else ""
-        )
         return f"{text}, {self.place}" if self.place else text
 
 
@@ -149,36 +145,16 @@ class Layout:
         """Where a directory puts every file, for a person; empty where the server chooses."""
         return next((part.place for part in self.components if part.place), "")
 
-    @property
-    def mirrors(self) -> list[tuple[Component, ...]]:
-        """The components of each mirror: a new one begins at byte 0 again."""
-        starts = [number for number, part in enumerate(self.components) if not part.start_bytes]
-        ends = [*starts[1:], len(self.components)]
-        return [self.components[start:end] for start, end in zip(starts, ends, strict=True)]
-
     def of_file(self, num_bytes: int) -> list[tuple[Component, int]]:
-        """The components that a file of so many bytes reaches, each with its bytes; each mirror counts."""
-        return [
-            (
-                part,
-                (num_bytes if part.end_bytes is None else min(num_bytes, part.end_bytes)) - part.start_bytes,
-            )
-            for part in self.components
-            if part.start_bytes < max(1, num_bytes)
-        ]
-
-    def num_objects(self, num_bytes: int, num_osts: int) -> int:
-        """Objects on OSTs that a file of so many bytes has; 0 OSTs: their number is unknown."""
-        return sum(part.num_stripes(num_osts) for part, _ in self.of_file(num_bytes))
+        """The components that a file of so many bytes reaches, each with its bytes."""
+        reached = [part for part in self.components if part.start_bytes < max(1, num_bytes)]
+        return [(part, min(num_bytes, part.end_bytes or num_bytes) - part.start_bytes) for part in reached]
 
     def text(self) -> str:
         """For a person, on one line."""
         if not self.is_composite:
             return f"plain: {self.components[0].text()}"
-        texts = [", ".join(f"{part.text()} {_reach(part)}" for part in parts) for parts in self.mirrors]
-        if len(texts) == 1:
-            return f"progressive (PFL): {texts[0]}"
-        return f"{len(texts)} mirrors, each file that many times: {'; '.join(texts)}"
+        return f"progressive (PFL): {', '.join(f'{part.text()} {_reach(part)}' for part in self.components)}"
 
 
 def _reach(part: Component) -> str:
@@ -204,32 +180,21 @@ def layout_of_file_system(folder: Path) -> Layout | None:
 
 
 def parse_layout(output: str) -> Layout:
-    """Read what ``lfs getstripe`` printed, with or without ``-d`` and ``-y``, of one path.
-
-    Pieces of a self-extending layout (SEL) are joined with the component that they extend, and components
-    of length 0 are left out. Raises LustreError.
-    """
+    """Read what ``lfs getstripe`` printed of one path, with or without ``-d`` and ``-y``."""
     if output.rstrip().endswith("has no stripe info"):
         raise LustreError(
             f"lfs getstripe says {output.strip()[-200:]!r}: it has no layout, as a symbolic link and a file "
             "that was never written to have none; look at what the link points to"
         )
     plain, components = _values(output)
-    parts: list[Component] = []
     try:
-        for values in components or [plain]:
-            if "extension" in values.get("flags", "") and parts:
-                grows_by = int(values["extension_size"])
-                parts[-1] = replace(parts[-1], end_bytes=_end(values), extension_bytes=grows_by)
-            else:
-                parts.append(_component(values))
+        parts = tuple(_component(values) for values in components or [plain])
     except (KeyError, ValueError) as error:
         raise LustreError(
             f"lfs getstripe printed {output.strip()[:200]!r}, expected stripe_count, stripe_size ({error}); "
             "is this `lfs` a site's wrapper? Report it with the output of `lfs --version`"
         ) from None
-    held = tuple(part for part in parts if part.start_bytes != part.end_bytes)
-    return Layout(components=held or tuple(parts), is_composite=bool(components))
+    return Layout(components=parts, is_composite=bool(components))
 
 
 def _values(output: str) -> tuple[dict[str, str], list[dict[str, str]]]:
@@ -253,10 +218,10 @@ def _values(output: str) -> tuple[dict[str, str], list[dict[str, str]]]:
 
 def _component(values: dict[str, str]) -> Component:
     """An empty number (a client without Lustre's parameters) is one that is not told."""
-    pattern = values.get("pattern", "")
+    pattern, end = values.get("pattern", ""), values.get("extent.e_end", "EOF")
     return Component(
         start_bytes=int(values.get("extent.e_start", "0")),
-        end_bytes=_end(values),
+        end_bytes=None if end == "EOF" else int(end),
         stripe_count=int(values["stripe_count"] or "0"),
         stripe_size_bytes=int(values.get("stripe_size") or "0"),
         pattern=pattern,
@@ -264,11 +229,6 @@ def _component(values: dict[str, str]) -> Component:
         start_ost=ANY_OST if pattern == "mdt" else int(values.get("stripe_offset") or "-1"),
         osts=tuple(int(number) for number in values.get("osts", "").split()),
     )
-
-
-def _end(values: dict[str, str]) -> int | None:
-    end = values.get("extent.e_end", "EOF")
-    return None if end == "EOF" else int(end)
 
 
 # --- what a user names
@@ -522,7 +482,7 @@ def why_leave(layout: Layout, of_file_system: Layout | None) -> str | None:
         return "this is the default of FSx for Lustre, which is right for shards"
     if layout.is_composite:
         who = "the site" if layout == of_file_system else "somebody"
-        return f"{who} chose this {'mirrored' if len(layout.mirrors) > 1 else 'progressive'} layout"
+        return f"{who} chose this progressive layout"
     if not layout.is_inherited and layout != of_file_system:
         return "this folder has a default of its own"
     part = layout.components[0]

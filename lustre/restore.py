@@ -113,7 +113,8 @@ def restore(
         fail(lost)
         return released
 
-    queued, num_files = [], 0
+    queued: list[str] = []
+    num_files = 0
     files = _files_below(os.path.realpath(path), fail)
     while asked := list(itertools.islice(files, FILES_PER_CALL)):
         queued += _queue(released_of(asked), fail, is_first=not queued)

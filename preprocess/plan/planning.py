@@ -460,7 +460,7 @@ def make_plan(
             raise Refused(
                 f"{config.output_dir} has another plan: {'; '.join(plan_differences(frozen, plan))}"
             )
-        _set_layout(config.output_dir, stripe, plan, estimate, say, is_planned=bool(frozen), dry_run=dry_run)
+        _set_layout(config.output_dir, stripe, say, is_planned=bool(frozen), dry_run=dry_run)
         if dry_run:
             return plan, estimate
         if frozen is None:
@@ -498,8 +498,6 @@ def _prepare_folder(folder: Path) -> None:
 def _set_layout(
     folder: Path,
     stripe: lustre.StripeRequest,
-    plan: Plan,
-    estimate: CostEstimate,
     say: Callable[[str], None],
     *,
     is_planned: bool,
@@ -508,10 +506,8 @@ def _set_layout(
     """Do what ``stripe`` asks for, and say it; where nothing was asked of a planned folder, say nothing."""
     if stripe.stripe == "none" or (is_planned and stripe.layout() is None):
         return
-    shard_bytes = max(1, estimate.output_bytes // plan.num_shards)
-    shards = lustre.DataSize(num_shards=plan.num_shards, shard_bytes=shard_bytes)
     try:
-        say(lustre.stripe_line(folder, stripe, shards=shards, is_planned=is_planned, dry_run=dry_run))
+        say(lustre.stripe_line(folder, stripe, is_planned=is_planned, dry_run=dry_run))
     except lustre.LustreError as error:
         raise CannotWrite(str(error)) from None
 

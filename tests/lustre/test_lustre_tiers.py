@@ -1,4 +1,4 @@
-"""Layouts that a site made for its tiers, wrappers that cap or add options, and self-extending layouts."""
+"""Layouts that a site made for its tiers, and wrappers that cap or add options."""
 
 from __future__ import annotations
 
@@ -91,22 +91,6 @@ def test_a_pool_that_a_wrapper_adds_is_said(on_lustre: FakeLustre) -> None:
     code, text = on_lustre.command("apply", on_lustre.folder, "-c", "2")
     assert code == 0
     assert "pool disk was added, which nobody asked for" in text
-
-
-@both_dialects
-def test_the_pieces_of_a_self_extending_layout_are_one_component_and_none_has_no_length(
-    on_lustre: FakeLustre,
-) -> None:
-    genuine("-E 1G -c 1 -S 4M -z 64M -E -1 -c 4 -S 4M -z 128M", on_lustre.folder)
-    said = subprocess.run(
-        ["lfs", "getstripe", "-d", "-y", str(on_lustre.folder)], check=True, capture_output=True, text=True
-    ).stdout
-    assert "lcme_extent.e_start: 1073741824\n    lcme_extent.e_end:   1073741824\n" in said
-    text = on_lustre.command("show", on_lustre.folder)[1]
-    assert (
-        "new files get progressive (PFL): 1 stripe of 4 MiB (SEL: grows by 64 MiB at a time) up to 1 GiB, "
-        "4 stripes of 4 MiB (SEL: grows by 128 MiB at a time) from there on (its own default)" in text
-    )
 
 
 # --- show

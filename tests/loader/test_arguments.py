@@ -21,7 +21,6 @@ from loader import get_llama3_dataloader
 from loader.dataloader import RENAMED, arguments_by_group
 from shardprep.errors import UsageError
 from tests import loader_reference
-from tests.checkout import ROOT
 from tests.external_tars import write_numbered_data
 from tests.waiting import HANG_S
 
@@ -74,34 +73,6 @@ def test_an_unknown_argument_is_answered_with_the_nearest_and_all_by_group(data:
 
 def test_the_function_is_a_name_of_shardprep_too() -> None:
     assert shardprep.get_llama3_dataloader is loader.get_llama3_dataloader
-
-
-SCRIPT = """
-import torch
-from loader import get_llama3_dataloader
-
-def train(model: torch.nn.Module, device: torch.device) -> float:
-    loader = get_llama3_dataloader("DATA", batch_size=8, seq_len=4096, boundaries="transformers")
-    for batch in loader:
-        moved = {name: value.to(device) for name, value in batch.items()}
-        loss: torch.Tensor = model(**moved, **batch.to(device)).loss
-        reveal_type(batch["labels"])
-    return loss.item() + loader.metrics.wait_s
-"""
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_mypy_knows_the_types_of_a_users_script(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "train.py"]
-    command += ["--cache-dir", str(ROOT / ".mypy_cache" / "script")]
-    environ = {"MYPYPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=HANG_S
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert 'Revealed type is "torch._tensor.Tensor"' in done.stdout
 
 
 # What a batch is

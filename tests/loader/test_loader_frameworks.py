@@ -73,9 +73,11 @@ def train_by_page(run, seen):
             *args, model_id=DATA, **{**options, "num_workers": run["workers"]}
         )
     )
-    if run["page"] in ("fsdp2", "deepspeed"):
+    if run["page"] in ("own_loop", "fsdp2", "deepspeed"):
         dist.init_process_group("gloo")
     model = make_model(seen)
+    if run["page"] == "own_loop":  # whose steps go side by side: no rank may find the other's checkpoint
+        model = torch.nn.parallel.DistributedDataParallel(model)
     more = {
         "accelerate": {"cpu": True},
         "trainer": {

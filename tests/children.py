@@ -30,6 +30,9 @@ def run_child(
         try:
             out, err = process.communicate(stdin, timeout=HANG_S)
         except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, signal.SIGABRT)  # where it hangs: faulthandler says so, see conftest.py
+                process.wait(5)
             _kill_group(process)
             out, err = process.communicate()
             raise AssertionError(f"{_shown(command, out, err)}\nit was killed after {HANG_S} s") from None

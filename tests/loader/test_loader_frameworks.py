@@ -316,8 +316,9 @@ def share_by_mesh(run, seen):
         seen.append(str(error))
     dist.destroy_process_group()
 
-def rank_of_a_world(run, rank):
+def rank_of_a_world(run, rank, port):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(run["world"]), "LOCAL_RANK": str(rank)}
+    os.environ["MASTER_PORT"] = str(port.recv())
     seen = []
     with open(f"{OUT}/{run['name']}-{rank}.log", "w") as log:
         os.dup2(log.fileno(), 1)
@@ -330,14 +331,21 @@ def main():
     fork = multiprocessing.get_context("fork")
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for run in json.loads(sys.argv[3]):
-        # As torchrun does it: the store is there before the ranks, so nobody can take its port.
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.environ["MASTER_PORT"] = str(store.port)
-        ranks = [fork.Process(target=rank_of_a_world, args=(run, rank)) for rank in range(run["world"])]
+        # As with torchrun the store is there before the ranks use it, so nobody can take its port. Its thread
+        # begins after the fork, which would give the ranks whatever locks that thread holds.
+        ports = [fork.Pipe(duplex=False) for _ in range(run["world"])]
+        ranks = [
+            fork.Process(target=rank_of_a_world, args=(run, rank, port))
+            for rank, (port, _) in enumerate(ports)
+        ]
         for process in ranks:
             process.start()
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for _, sender in ports:
+            sender.send(store.port)
         for process in ranks:
             process.join()
+        del store
         with open(f"{OUT}/{run['name']}.codes", "w") as file:
             json.dump([process.exitcode for process in ranks], file)
 

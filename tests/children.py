@@ -31,7 +31,7 @@ def run_child(
             out, err = process.communicate(stdin, timeout=HANG_S)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, signal.SIGABRT)  # where it hangs: faulthandler says so, see conftest.py
+                os.killpg(process.pid, signal.SIGABRT)  # faulthandler says where it hangs
                 process.wait(5)
             _kill_group(process)
             out, err = process.communicate()

@@ -1,8 +1,8 @@
 #!/bin/bash
-# One shard a task of a job array: task N makes shard N of the data set in O.
+# One shard a task of a job array: task N makes shard N of the data set in DATA.
 #
 #   sbatch slurm/prep_array.sh                                     shards 0-9 into /data/processed
-#   sbatch --array=0-99 slurm/prep_array.sh O [worker's flags]     shards 0-99 of the plan in O
+#   sbatch --array=0-99 slurm/prep_array.sh DATA [worker's flags]     shards 0-99 of the plan in DATA
 #
 # No partition line: choose it by `sbatch --partition=amx-part ...` or SBATCH_PARTITION=amx-part.
 # `--array=0-99%20` runs 20 at once. Time and memory are the site's defaults: --time=, --mem=.
@@ -18,7 +18,7 @@
 # shard or input; 73, 74 cannot write, or read; 75 stopped, run me again; 78 another plan. Only missing
 # shards are made, so the same line again mends whatever went wrong. It never requeues itself.
 #
-# `python -m slurm submit O` runs this same script with a head of its own (see it with --dry_run), which sets
+# `shardprep submit DATA` runs this same script with a head of its own (see it with --dry_run), which sets
 # shardprep_command, the worker's arguments for this task, and shardprep_what, their name in messages.
 #
 #SBATCH --job-name=shardprep
@@ -36,7 +36,7 @@ node=${SLURMD_NODENAME:-$(uname -n)}
 refuse() { echo "shardprep: node $node: $*" >&2; exit 2; }
 
 [[ -n ${SLURM_ARRAY_TASK_ID:-}${shardprep_what:-} ]] ||
-  refuse "not a task of a job array, so no shard to make; type: sbatch --array=0-9 slurm/prep_array.sh O"
+  refuse "not a task of a job array, so no shard to make; type: sbatch --array=0-9 slurm/prep_array.sh DATA"
 # The log moves by rename: the file stays the same, so what Slurm itself still writes (time limit, memory)
 # goes along. Another file system under logs/ would need a copy and lose that: then it stays where it is.
 task=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}_${SLURM_ARRAY_TASK_ID:-0}
@@ -56,7 +56,7 @@ place=(--output_dir /data/processed)
 if (($#)) && [[ $1 != -* ]]; then place=(--output_dir "$1" --planned); shift; fi
 [[ -n ${shardprep_what:-} ]] || shardprep_command=(--shard_id "$SLURM_ARRAY_TASK_ID" "${place[@]}")
 
-# The record of this attempt: a file of JSON lines in O/jobs/attempts, read by `slurm status`. It is opened
+# The record of this attempt: a file of JSON lines in DATA/jobs/attempts, read by `slurm status`. It is opened
 # once, here, and removed by the worker that made everything: srun may end with 0 where its node failed. Nothing
 # of it may stop the work: what cannot be written is left.
 line="" record="" stage="set-up" killed_by="" stop_signal="" left_s="" log_start=0
@@ -248,7 +248,7 @@ fi
   echo "shardprep: node $node: $what was killed $why; the same sbatch line makes it again" >&2
   rc=75
 }
-# For `python -m slurm status`, where Slurm keeps no accounts.
+# For `shardprep status`, where Slurm keeps no accounts.
 if [[ -n ${shardprep_verified:-} ]]; then # of a verify job: one line to grep, and whom to tell
   SHARDPREP_RESULT=verified
   ((rc == 0)) || SHARDPREP_RESULT="not verified:"

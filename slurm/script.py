@@ -22,7 +22,7 @@ from slurm.request import JobRequest
 
 JOB_NAME = "shardprep"
 VERIFY, CONTROL = "-verify", "-control"  # end the names of such jobs
-LOG_FOLDER = "logs"  # in O/jobs
+LOG_FOLDER = "logs"  # in DATA/jobs
 _SETTINGS = [name for name in REQUEST_VARIABLES.values() if name.startswith("SHARDPREP_")]
 
 

@@ -2,7 +2,7 @@
 
 First everything is checked and every script is rendered, once: what ``--dry_run`` prints is what
 ``Sending.send`` sends. A submission has two phases, so that no job runs unrecorded: its arrays are submitted
-held, their record is written to O/jobs, then they are released. If it is killed in between, there are held
+held, their record is written to DATA/jobs, then they are released. If it is killed in between, there are held
 jobs that do nothing. Of two submissions at once only one gets its record written; the other one cancels its
 jobs, which have not begun.
 """

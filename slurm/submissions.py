@@ -1,4 +1,4 @@
-"""The files O/jobs/NNNN.json: one for each submission, with its job ids and the shards of every task.
+"""The files DATA/jobs/NNNN.json: one for each submission, with its job ids and the shards of every task.
 
 A file is written once and never changed. Its number is the next one after those that its writer had read,
 taken by link: of two who submit at the same time only one gets it, and the other one withdraws. It is read by

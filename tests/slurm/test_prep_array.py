@@ -243,7 +243,7 @@ def test_outside_a_job_array_it_tells_what_to_type(desk: Desk, way: str) -> None
         wait_until(lambda: "JobState=FAILED" in desk.run("scontrol", "show", "job", job))
         assert "ExitCode=2:0" in desk.run("scontrol", "show", "job", job)
         message = (desk.folder / "out").read_text()
-    assert "type: sbatch --array=0-9 slurm/prep_array.sh O" in message
+    assert "type: sbatch --array=0-9 slurm/prep_array.sh DATA" in message
 
 
 def _bare_python(desk: Desk) -> str:

@@ -93,7 +93,7 @@ def mixed_tokens(folders: Mapping[str, Path], weights: Mapping[str, float], num_
             pass
         total = loader.metrics.num_tokens
         mixture: Any = loader.order
-        samples: Any = loader.chunks.samples
+        samples: Any = loader.plan.samples
         taken = mixture.num_delivered(num_steps)
         orders = dict(zip(mixture.names, mixture.orders, strict=True))
         sources = dict(zip(mixture.names, samples.sources, strict=True))

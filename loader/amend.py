@@ -17,29 +17,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from loader.mixture import CYCLE_STEPS, Mixture, Stage, source_seed
-from loader.order import Order
-from loader.samples import Samples
 from loader.state import OtherRun, Position, RunSteps, is_same, position_of
-from loader.workers import MixedSamples
+from loader.workers import MixedSamples, Plan
 from shardprep.errors import UsageError
 
 logger = logging.getLogger(__name__)
 _AMENDED = ("data", "num_samples", "sources", "schedule")  # what an amendment changes of a fingerprint
 _Held = list[tuple[int, dict[str, int]]]  # from which step on, and each source's steps of a cycle
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What a loader delivers, and how a state names it."""
-
-    order: Order | Mixture
-    samples: Samples | MixedSamples
-    run: RunSteps
-    fingerprint: Mapping[str, Any]
 
 
 def go_on(
@@ -57,7 +45,6 @@ def go_on(
             past = None  # nothing differs
     if past is None:
         return plan, position_of(state, mine, layout, plan.run)
-    assert isinstance(plan.order, Mixture)
     assert isinstance(saved, Mapping)
     run = replace(plan.run, order_steps_per_epoch=past.steps_per_epoch)
     expected = {**mine, **{name: saved.get(name) for name in _AMENDED}}
@@ -84,8 +71,7 @@ def go_on(
             )
         _check_amendable(joined, stages, step, plan.run)
         joined = _amended(joined, stages, step)
-    samples: Any = plan.samples
-    present = dict(zip(plan.order.names, samples.sources, strict=True))
+    present = dict(zip(plan.order.names, plan.samples.sources, strict=True))
     fingerprint = {**mine, "num_samples": joined.num_samples, **joined.sizes}
     sources = tuple(present.get(name) for name in joined.names)
     for name in {name for _, counts in _held(joined, joined.stages, step) for name in counts} - {*present}:

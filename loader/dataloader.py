@@ -49,9 +49,8 @@ from loader.state import Ramp, RunSteps, ramp_sizes
 from loader.token_loader import TokenLoader
 from loader.tokenizer import choose_tokenizer
 from loader.workers import (
-    ChunkDataset,
-    MixedChunkDataset,
     MixedSamples,
+    Plan,
     WeightsIn,
     check_batch,
     check_mixing,
@@ -463,19 +462,12 @@ def get_llama3_dataloader(
     )
     if size_check is not None:
         size_check.wait()
-    kind_of_chunks: Any = MixedChunkDataset if mixes else ChunkDataset
+    fingerprint = _fingerprint(rules, shards, order, run, tokenizer.fingerprint)
     loader = TokenLoader(
-        kind_of_chunks(
-            samples=samples,
-            order=order,
-            run=run,
-            slots=slots,
-            endless=persistent_workers or not workers["num_workers"],
-        ),
+        Plan(order=order, samples=samples, run=run, fingerprint=fingerprint),
         step_batches=step_batches,
         loader_tokenizer=tokenizer,
         process_rank=who,
-        fingerprint=_fingerprint(rules, shards, order, run, tokenizer.fingerprint),
         pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
         size_check=size_check,
         amend=amend,

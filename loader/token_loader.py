@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import multiprocessing
@@ -16,16 +17,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from multiprocessing import resource_tracker
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
-from loader.amend import Plan, go_on
+from loader.amend import go_on
 from loader.batches import (
     Batch,
     Collate,
@@ -43,7 +43,7 @@ from loader.mixture import Mixture
 from loader.ranks import ProcessRank, check_process_rank
 from loader.state import Position, RunProgress, RunSteps, SkippedSteps, is_same, state_of
 from loader.tokenizer import LoaderTokenizer
-from loader.workers import ChunkDataset, whole_number
+from loader.workers import ChunkDataset, MixedChunkDataset, Plan, rank_slots, whole_number
 from shardprep.errors import UsageError
 from shardprep.signals import stop_signals_wait
 
@@ -54,16 +54,37 @@ _SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal
 _LOOK_EVERY_S = 1.0  # whether the process that trains is still there; 50 us of CPU each time
 
 
-def iter_with_workers(loader: DataLoader[Any]) -> Iterator[Any]:
-    """``iter(loader)``; workers that it starts begin with the signals blocked, while they import, too."""
-    if not loader.num_workers or loader._iterator is not None:  # noqa: SLF001  torch keeps persistent workers there
-        return iter(loader)
-    context = loader.multiprocessing_context or multiprocessing.get_context()
-    with stop_signals_wait(_SIGNALS):
-        if context.get_start_method() != "fork":
-            resource_tracker.ensure_running()  # when it starts the tracker it unblocks SIGINT and SIGTERM
-        with stop_signals_wait(_SIGNALS):
-            return iter(loader)
+class WorkerLoader(DataLoader[Any]):
+    """A DataLoader that passes items on as they are, and whose workers end with the main process alone."""
+
+    stream: Any = None  # the newest iterator
+
+    def __init__(self, dataset: Dataset[Any], **options: Any) -> None:
+        super().__init__(
+            dataset, batch_size=None, collate_fn=_as_it_is, worker_init_fn=follow_main_process, **options
+        )
+
+    def start(self) -> Iterator[Any]:
+        """``iter()``; workers that it starts begin with the signals blocked, while they import, too."""
+        context = self.multiprocessing_context or multiprocessing.get_context()
+        waits: Any = contextlib.nullcontext()
+        if self.num_workers and self._iterator is None:  # torch keeps persistent workers there
+            waits = stop_signals_wait(_SIGNALS, spawns=context.get_start_method() != "fork")
+        with waits:
+            self.stream = iter(self)
+        return cast(Iterator[Any], self.stream)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether one of the workers ended, as by Ctrl-C."""
+        return any(not worker.is_alive() for worker in getattr(self.stream, "_workers", ()))
+
+    def end(self) -> None:
+        """End the workers; ``start`` would start them again."""
+        stream, self.stream = self.stream, None
+        self._iterator = None  # torch has no public way to end persistent workers
+        if hasattr(stream, "_shutdown_workers"):
+            stream._shutdown_workers()  # noqa: SLF001
 
 
 def follow_main_process(_: int) -> None:
@@ -122,17 +143,13 @@ class _Collated(Dataset[Any]):
         return target.getvalue()
 
 
-class _Source(Sampler[Any]):
+class _Source:
     """What a torch DataLoader takes for its sampler: the samples of each batch of an epoch."""
 
-    def __init__(self) -> None:
-        self.samples: Iterator[list[Sample]] = iter(())
+    samples: Iterator[list[Sample]] = iter(())
 
     def __iter__(self) -> Iterator[list[Sample]]:
-        return self
-
-    def __next__(self) -> list[Sample]:
-        return next(self.samples)
+        return self.samples
 
 
 class CollateWorkers:
@@ -143,41 +160,21 @@ class CollateWorkers:
     3.8.
     """
 
-    def __init__(self, collate_fn: Collate, *, has_masks: bool = False, **workers: Any) -> None:
+    def __init__(self, collate_fn: Collate, *, has_masks: bool, **workers: Any) -> None:
         self._source = _Source()
-        self._loader: DataLoader[Any] = DataLoader(
-            _Collated(collate_fn, has_masks=has_masks),
-            sampler=self._source,
-            batch_size=None,
-            collate_fn=_as_it_is,
-            worker_init_fn=follow_main_process,
-            **workers,
+        self.loader = WorkerLoader(
+            _Collated(collate_fn, has_masks=has_masks), sampler=self._source, **workers
         )
-        self._stream: Any = None
 
     def batches(self, samples: Iterator[list[Sample]]) -> Iterator[Any]:
         """The batch of each list of samples; ends an earlier iterator of these workers."""
         self._source.samples = samples
-        self._stream = iter_with_workers(self._loader)
         try:
-            for pickled in self._stream:
+            for pickled in self.loader.start():
                 yield pickle.loads(pickled)  # noqa: S301  of our own process
         finally:
             if self._source.samples is samples:
                 self._source.samples = iter(())  # else the loader that gives the samples would hold itself
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether one of the processes ended, as by Ctrl-C."""
-        return any(not worker.is_alive() for worker in getattr(self._stream, "_workers", ()))
-
-    def close(self) -> None:
-        """End the processes; ``batches`` would start them again."""
-        stream, self._stream = self._stream, None
-        self._source.samples = iter(())
-        self._loader._iterator = None  # noqa: SLF001  torch has no public way to end persistent workers
-        if stream is not None:
-            stream._shutdown_workers()  # noqa: SLF001
 
 
 def can_be_sent(collate_fn: Collate, multiprocessing_context: Any) -> bool:
@@ -227,7 +224,6 @@ class BatchStream:
         workers: Mapping[str, Any],
     ) -> None:
         self._chunks = chunks
-        self._row_tokens = chunks.samples.row_tokens
         self._step_batches = step_batches
         self._metrics = metrics
         self._size_check = size_check
@@ -235,26 +231,19 @@ class BatchStream:
         if self._num_workers:
             check_worker_sockets()
             chunks.position.share_memory_()
-        self._chunk_loader = DataLoader(
-            chunks,
-            batch_size=None,
-            collate_fn=_as_it_is,
-            pin_memory=False,
-            worker_init_fn=follow_main_process,
-            **workers,
-        )
+        self._chunk_loader = WorkerLoader(chunks, **workers)
         self._collate_workers: CollateWorkers | None = None
         context = workers.get("multiprocessing_context")
         if self._num_workers and not step_batches.is_own and can_be_sent(step_batches.collate_fn, context):
             self._collate_workers = CollateWorkers(
                 step_batches.collate_fn, has_masks=step_batches.has_masks, **workers
             )
-        self._arriving: Any = None  # iterator over self._chunk_loader
         self._stands_at: Position | None = None  # if that is the beginning of an epoch
 
     def rest_of_epoch(self, start: Position) -> Iterator[tuple[Uncollated, Any]]:
         """The batches of an epoch from a position on: the samples of each, and the batch."""
-        if self._has_dead_workers():
+        collating = self._collate_workers is not None and self._collate_workers.loader.is_broken
+        if collating or self._chunk_loader.is_broken:
             self.end()
         if self._stands_at != start or start.num_micro:
             self._seek(start)
@@ -264,34 +253,27 @@ class BatchStream:
 
     def first_batch(self, chunks: ChunkDataset, start: Position) -> Any:
         """The batch at a position, of a copy of the chunks; the stream stays where it stands."""
-        run = chunks.run
+        run = chunks.plan.run
         chunks.position[0], chunks.position[1] = start.epoch, run.order_step(start)
         within, width = start.num_micro % run.num_batches, run.row_length(run.step_of(start))
         chunk = cast(Chunk, next(iter(chunks)))  # no end of an epoch: a position is before it
-        fillers = chunks.order.is_filler(start.step, chunks.slots)
+        fillers = chunks.plan.order.is_filler(start.step, chunks.slots)
         parts = self._step_batches.cut([chunk], 0, within, fillers, width)
         return self._step_batches.collate(next(parts))
 
     def end(self) -> None:
         """End the workers and close the files; the next batches start them again."""
-        arriving, self._arriving, self._stands_at = self._arriving, None, None
-        self._chunk_loader._iterator = None  # noqa: SLF001  torch has no public way to end persistent workers
-        if hasattr(arriving, "_shutdown_workers"):
-            arriving._shutdown_workers()  # noqa: SLF001
+        self._stands_at = None
+        self._chunk_loader.end()
         if self._collate_workers is not None:
-            self._collate_workers.close()
+            self._collate_workers.loader.end()
         self._chunks.close()
 
     def _seek(self, position: Position) -> None:
         """Deliver from a position on; persistent workers are sent there."""
         shared = self._chunks.position
-        shared[0], shared[1] = position.epoch, self._chunks.run.order_step(position)
-        self._arriving = iter_with_workers(self._chunk_loader)
-
-    def _has_dead_workers(self) -> bool:
-        if self._collate_workers is not None and self._collate_workers.is_broken:
-            return True
-        return any(not worker.is_alive() for worker in getattr(self._arriving, "_workers", ()))
+        shared[0], shared[1] = position.epoch, self._chunks.plan.run.order_step(position)
+        self._chunk_loader.start()
 
     def _batches(self, start: Position) -> Iterator[tuple[Uncollated, Any]]:
         if self._collate_workers is None:
@@ -318,14 +300,14 @@ class BatchStream:
             yield part, batch
 
     def _uncollated(self, start: Position) -> Iterator[Uncollated]:
-        run, step = self._chunks.run, start.step
+        run, step = self._chunks.plan.run, start.step
         number, num_steps = run.step_of(start), run.steps_in(start.epoch)
         num_done, within = divmod(start.num_micro, run.num_batches)
         left = run.order_steps_in(number) - num_done  # steps of the order in this step of training
         while step < num_steps:
             chunks = self._next_chunks()
             for place in range(chunks[0].lengths.shape[1]):
-                fillers = self._chunks.order.is_filler(step, self._chunks.slots)
+                fillers = self._chunks.plan.order.is_filler(step, self._chunks.slots)
                 yield from self._step_batches.cut(chunks, place, within, fillers, run.row_length(number))
                 left, within = left - 1, 0
                 if not left:
@@ -338,10 +320,12 @@ class BatchStream:
         if self._size_check is not None and self._size_check.error is not None:
             raise self._size_check.error
         began = time.perf_counter()
-        chunks = [next(self._arriving) for _ in range(max(self._num_workers, 1))]
+        arriving = self._chunk_loader.stream
+        chunks = [next(arriving) for _ in range(max(self._num_workers, 1))]
         self._metrics.wait_s += time.perf_counter() - began
         if self._num_workers:
-            chunks = [Chunk.unpack(chunk, self._row_tokens) for chunk in chunks]
+            row_tokens = self._chunks.plan.samples.row_tokens
+            chunks = [Chunk.unpack(chunk, row_tokens) for chunk in chunks]
         self._metrics.num_cut_tokens += sum(chunk.num_cut for chunk in chunks)
         return chunks
 
@@ -399,12 +383,11 @@ class TokenLoader(DataLoader[Batch]):
 
     def __init__(
         self,
-        chunks: ChunkDataset,
+        plan: Plan,
         *,
         step_batches: StepBatches,
         loader_tokenizer: LoaderTokenizer,
         process_rank: ProcessRank,
-        fingerprint: Mapping[str, Any],
         pin_memory: bool = False,
         size_check: SizeCheck | None = None,
         amend: bool = False,
@@ -422,40 +405,42 @@ class TokenLoader(DataLoader[Batch]):
             **workers,
         )
         self._made_with = {
+            "plan": plan,
             "step_batches": step_batches,
             "loader_tokenizer": loader_tokenizer,
             "process_rank": process_rank,
-            "fingerprint": dict(fingerprint),
             "pin_memory": pin_memory,
             "amend": amend,
             **workers,
         }
+        self.plan = plan  # what its arguments say; after an amended state ``chunks`` has another
         self.loader_tokenizer = loader_tokenizer
         self._collator: Any = None
         self.process_rank = process_rank
         self.metrics = LoaderMetrics()
-        self.fingerprint = dict(fingerprint)
         self.step_batches = step_batches
-        self.chunks = chunks
-        self._plan = Plan(
-            order=chunks.order, samples=chunks.samples, run=chunks.run, fingerprint=dict(fingerprint)
-        )
+        self.chunks = self._chunks_of(plan)
         self._amend = amend
-        self._stream = BatchStream(chunks, step_batches, self.metrics, size_check, workers)
+        self._stream = BatchStream(self.chunks, step_batches, self.metrics, size_check, workers)
         self._newest = 0
         self._pins = pin_memory and torch.cuda.is_available()
         self._progress = RunProgress()
-        self._num_accumulated = chunks.run.batches_in(0)
+        self._num_accumulated = plan.run.batches_in(0)
 
     @property
     def order(self) -> Any:
         """Which sample comes when: an Order, or a Mixture of several."""
-        return self.chunks.order
+        return self.chunks.plan.order
 
     @property
     def run(self) -> RunSteps:
         """What each step is made of."""
-        return self.chunks.run
+        return self.chunks.plan.run
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """All that fixes which sample is where, as a state has it."""
+        return dict(self.chunks.plan.fingerprint)
 
     def __len__(self) -> int:
         """Batches an epoch, on every rank; a resumed epoch gives the rest of them, from ``first_batch``.
@@ -553,7 +538,7 @@ class TokenLoader(DataLoader[Batch]):
         if until_step is not None:
             end = self.run.position(whole_number("until_step", until_step, least=0))
         until, data = self._steps_of_order(end), str(self.fingerprint["data"])
-        return describe(self.order, self.chunks.samples, data, self._delivered_of_order, until)
+        return describe(self.order, self.chunks.plan.samples, data, self._delivered_of_order, until)
 
     @property
     def source_samples(self) -> dict[str, int]:
@@ -581,21 +566,12 @@ class TokenLoader(DataLoader[Batch]):
         )
 
     def __reduce__(self) -> tuple[Callable[..., TokenLoader], tuple[Any, ...]]:
-        chunks = (type(self.chunks), self._chunks_options(self._plan))
-        now = Plan(order=self.order, samples=self.chunks.samples, run=self.run, fingerprint=self.fingerprint)
-        return _made_again, (type(self), chunks, self._made_with, self._progress, now)
+        return _made_again, (type(self), self._made_with, self._progress, self.chunks.plan)
 
-    def _chunks_options(self, plan: Plan | ChunkDataset) -> dict[str, Any]:
-        return {
-            "samples": plan.samples, "order": plan.order, "run": plan.run, "slots": self.chunks.slots,
-            "endless": self.chunks.endless,
-        }  # fmt: skip
-
-    def _deliver(self, plan: Plan) -> None:
-        """Deliver what a plan says from the next ``iter()`` on."""
-        self.fingerprint = dict(plan.fingerprint)
-        chunks: Any = self.chunks
-        chunks.order, chunks.samples, chunks.run = plan.order, plan.samples, plan.run
+    def _chunks_of(self, plan: Plan) -> ChunkDataset:
+        slots = rank_slots(plan.order, self.process_rank.rank, self.process_rank.world_size)
+        kind = MixedChunkDataset if isinstance(plan.order, Mixture) else ChunkDataset
+        return kind(plan, slots, endless=self.persistent_workers or not self.num_workers)
 
     def __getitem__(self, _: Any) -> Any:
         """Refuse what takes a loader for a data set."""
@@ -636,14 +612,14 @@ class TokenLoader(DataLoader[Batch]):
         A state of another mixture is gone on from where the loader was made with ``amend=True``. Raises
         OtherRun, OtherTokenizer, UsageError or BrokenShard; see loader/state.py and loader/amend.py.
         """
-        plan, position = go_on(self._plan, state, self._layout, amend=self._amend)
+        plan, position = go_on(self.plan, state, self._layout, amend=self._amend)
         skipped = SkippedSteps.of_text(state.get("skipped", ""))
         self._newest += 1
         if dict(plan.fingerprint) == self.fingerprint:
             self._end_unless_persistent()
         else:
             self._stream.end()  # workers have the mixture of before
-            self._deliver(plan)
+            self.chunks.plan = plan
         self._progress.load(position, skipped)
         saved, schedule = state["fingerprint"].get("schedule"), self.fingerprint.get("schedule")
         if self.process_rank.rank == 0 and not is_same("schedule", saved, schedule):
@@ -673,11 +649,8 @@ class TokenLoader(DataLoader[Batch]):
 
         Reads its windows in this process, besides those that workers read: up to a second on a slow disk.
         """
-        start, chunks = self._progress.next, type(self.chunks)(**self._chunks_options(self.chunks))
-        try:
-            return self._stream.first_batch(chunks, start)
-        finally:
-            chunks.close()
+        with contextlib.closing(self._chunks_of(self.chunks.plan)) as chunks:
+            return self._stream.first_batch(chunks, self._progress.next)
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         check_process_rank(self.process_rank)
@@ -756,14 +729,10 @@ class _RefusedDataset(IterableDataset[Any]):
 
 
 def _made_again(
-    kind: type[TokenLoader],
-    chunks: tuple[type[ChunkDataset], dict[str, Any]],
-    made_with: dict[str, Any],
-    progress: RunProgress,
-    now: Plan,
+    kind: type[TokenLoader], made_with: dict[str, Any], progress: RunProgress, now: Plan
 ) -> TokenLoader:
     """A copy of a loader; sizes were looked at when the original was made."""
-    loader = kind(chunks[0](**chunks[1]), **made_with)
+    loader = kind(**made_with)
     loader._progress = replace(progress)  # noqa: SLF001  it is its own class's
-    loader._deliver(now)  # noqa: SLF001
+    loader.chunks.plan = now
     return loader

@@ -73,7 +73,7 @@ class SeenDocuments:
     """
 
     def __init__(self, loader: TokenLoader) -> None:
-        samples = loader.chunks.samples
+        samples = loader.plan.samples
         if loader.run.is_ramped:
             raise UsageError(
                 "this loader has a batch_size_schedule, and what its steps saw is told of runs without one"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from operator import index
@@ -34,6 +34,16 @@ CHUNK_BYTES = 1 << 20  # of a chunk; a worker's message costs about 150 us whate
 MAX_CHUNK_STEPS = 256
 
 
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a loader delivers, and how a state names it."""
+
+    order: Any  # Order, or a Mixture of several sources
+    samples: Any  # Samples, or MixedSamples
+    run: RunSteps
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
+
+
 class ChunkDataset(IterableDataset[Any]):
     """Runs of this rank's slots from a position on: of one epoch, or without end.
 
@@ -41,10 +51,8 @@ class ChunkDataset(IterableDataset[Any]):
     turn. Each process keeps its reader until ``close``: opening shards anew costs more than reading a window.
     """
 
-    def __init__(self, *, samples: Samples, order: Order, run: RunSteps, slots: range, endless: bool) -> None:
-        self.samples = samples
-        self.order = order
-        self.run = run
+    def __init__(self, plan: Plan, slots: range, *, endless: bool) -> None:
+        self.plan = plan
         self.slots = slots
         self.endless = endless
         self.position = torch.zeros(2, dtype=torch.int64)
@@ -55,7 +63,7 @@ class ChunkDataset(IterableDataset[Any]):
         worker = get_worker_info()
         slots = self.slots if worker is None else share(self.slots, worker.id, worker.num_workers)
         if self._reader is None:
-            self._reader = self.samples.open()
+            self._reader = self.plan.samples.open()
             self._close_reader = weakref.finalize(self, self._reader.close)
         epoch, step = self.position.tolist()
         for number in count(epoch) if self.endless else (epoch,):
@@ -69,15 +77,14 @@ class ChunkDataset(IterableDataset[Any]):
         self._reader = self._close_reader = None
 
     def _epoch_chunks(self, reader: ShardReader, epoch: int, step: int, slots: range) -> Iterator[Chunk]:
-        chunk_steps = self._chunk_steps()
-        offset = self.order.offset(epoch, self.samples.offsets)
-        last = self.run.order_steps_of(epoch)
-        for start, end in self.order.windows(step):
+        order, source, chunk_steps = self.plan.order, self.plan.samples, self._chunk_steps()
+        offset, num_tokens = order.offset(epoch, source.offsets), partial(source.num_tokens, reader)
+        last = self.plan.run.order_steps_of(epoch)
+        for start, end in order.windows(step):
             if start >= last:
                 return
-            num_tokens = partial(self.samples.num_tokens, reader)
-            samples = self.order.samples_of(epoch, slots, start, end, num_tokens)
-            window = self.samples.read(reader, samples, offset)  # whole: a part would be many small reads
+            samples = order.samples_of(epoch, slots, start, end, num_tokens)
+            window = source.read(reader, samples, offset)  # whole: a part would be many small reads
             num_steps = min(end, last) - start
             for first in range(max(step - start, 0), num_steps, chunk_steps):
                 yield window(first, min(first + chunk_steps, num_steps))
@@ -89,10 +96,11 @@ class ChunkDataset(IterableDataset[Any]):
         Rows that are not sent take no memory until their step, see ScatteredRows.
         """
         worker = get_worker_info()
-        if worker is None and self.samples.row_tokens:
+        samples = self.plan.samples
+        if worker is None and samples.row_tokens:
             return MAX_CHUNK_STEPS
         slots = -(-len(self.slots) // (worker.num_workers if worker else 1))
-        step_bytes = 4 * slots * self.order.group * (self.samples.row_tokens or self.samples.mean_tokens)
+        step_bytes = 4 * slots * self.plan.order.group * (samples.row_tokens or samples.mean_tokens)
         return max(1, min(MAX_CHUNK_STEPS, int(CHUNK_BYTES // step_bytes)))
 
 
@@ -231,10 +239,8 @@ class MixedReader(list["ShardReader | None"]):
 
 
 class MixedChunkDataset(ChunkDataset):
-    """A ChunkDataset of several sources; ``order`` is a Mixture, ``samples`` are MixedSamples."""
+    """A ChunkDataset of several sources."""
 
-    samples: Any
-    order: Any
     _cursor: MixCursor | None = None  # where an epoch ended: the next one needs no window read again
 
     def close(self) -> None:
@@ -242,9 +248,9 @@ class MixedChunkDataset(ChunkDataset):
         super().close()
 
     def _epoch_chunks(self, reader: Any, epoch: int, step: int, slots: range) -> Iterator[Chunk]:
-        mixture: Mixture = self.order
+        mixture: Mixture = self.plan.order
         first_of_epoch = epoch * mixture.steps_per_epoch
-        at, end = first_of_epoch + step, first_of_epoch + self.run.order_steps_of(epoch)
+        at, end = first_of_epoch + step, first_of_epoch + self.plan.run.order_steps_of(epoch)
         chunk_steps = self._chunk_steps()
         cursor, self._cursor = self._cursor, None
         if cursor is None or (cursor.step, cursor.slots, cursor.reader) != (at, slots, reader):
@@ -268,7 +274,7 @@ class MixedChunkDataset(ChunkDataset):
 
     def _streams(self, reader: MixedReader, part: Round, slots: range) -> list[SourceSteps]:
         """Each source from where the slots stand in it at a round."""
-        ahead = np.repeat(part.ahead[slots.start : slots.stop], self.order.group, axis=0)
+        ahead = np.repeat(part.ahead[slots.start : slots.stop], self.plan.order.group, axis=0)
         least = ahead.min(axis=0)
         return [
             SourceSteps(self._source_chunks(reader, number, first, slots), ahead[:, number] - least[number])
@@ -279,14 +285,10 @@ class MixedChunkDataset(ChunkDataset):
         self, reader: MixedReader, number: int, first_step: int, slots: range
     ) -> Iterator[Chunk]:
         """The chunks of one source from one of its steps on, without end."""
-        order = self.order.orders[number]
-        source = ChunkDataset(
-            samples=self.samples.sources[number],
-            order=order,
-            run=RunSteps(order_steps_per_epoch=order.steps_per_epoch, num_batches=1),
-            slots=self.slots,
-            endless=True,
-        )
+        order = self.plan.order.orders[number]
+        run = RunSteps(order_steps_per_epoch=order.steps_per_epoch, num_batches=1)
+        plan = Plan(order=order, samples=self.plan.samples.sources[number], run=run)
+        source = ChunkDataset(plan, self.slots, endless=True)
         epoch, step = divmod(first_step, order.steps_per_epoch)
         for later in count(epoch):
             first = step if later == epoch else 0
@@ -294,8 +296,8 @@ class MixedChunkDataset(ChunkDataset):
             yield from source._epoch_chunks(of_source, later, first, slots)  # noqa: SLF001  its own class's
 
     def _mixed_round(self, part: Round, streams: list[SourceSteps], slots: range) -> MixedRound:
-        pattern = np.repeat(self.order.pattern(part, slots), self.order.group, axis=0)
-        mixed = MixedRound(pattern.shape, self.samples.row_tokens)
+        pattern = np.repeat(self.plan.order.pattern(part, slots), self.plan.order.group, axis=0)
+        mixed = MixedRound(pattern.shape, self.plan.samples.row_tokens)
         for number in np.unique(part.sources).tolist():
             columns = np.nonzero(pattern == number)[1].reshape(len(pattern), -1)  # of each row, ascending
             streams[number].lay(columns, mixed)

@@ -43,14 +43,22 @@ def raise_on_stop_signals(what_is_left: str = "nothing unfinished is left") -> N
 
 
 @contextlib.contextmanager
-def stop_signals_wait(numbers: Iterable[signal.Signals] = STOP_SIGNALS) -> Iterator[None]:
+def stop_signals_wait(
+    numbers: Iterable[signal.Signals] = STOP_SIGNALS, *, spawns: bool = False
+) -> Iterator[None]:
     """Within, these signals wait; a process that is started here begins with them waiting.
 
     Else one that comes while the child still imports would end it by Python's own handlers, with a
     traceback, or as if it had been killed. The child ends the waiting by raise_on_stop_signals.
+    ``spawns``: multiprocessing starts it, by another method than fork.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
+        if spawns:
+            from multiprocessing import resource_tracker
+
+            resource_tracker.ensure_running()  # when it starts the tracker it unblocks SIGINT and SIGTERM
+            signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -77,7 +85,7 @@ def start_child(target: Callable[..., None], *args: Any) -> BaseProcess:
     process = multiprocessing.get_context("spawn").Process(
         target=_run_child, args=(os.getpid(), target, args), daemon=True
     )
-    with stop_signals_wait():
+    with stop_signals_wait(spawns=True):
         process.start()
     return process
 

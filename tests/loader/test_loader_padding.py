@@ -169,8 +169,7 @@ def test_grouped_global_batches_are_the_same_for_every_world_and_number_of_worke
     options = {"group_by_length": 2, "global_batch_size": 16, "max_length": 50}
     with load(made_dir, 16, **options) as loader:
         whole = [shown(batch) for batch in loader]
-        dataset: Any = loader._stream._chunk_loader.dataset
-        num_tokens = partial(dataset.samples.num_tokens, dataset.samples.open())
+        num_tokens = partial(loader.plan.samples.num_tokens, loader.plan.samples.open())
         law = [loader.order.step_samples(0, step, num_tokens) for step in (0, 3)]
     with load(made_dir, 1, shuffle=False, max_length=50) as loader:
         everything = [ids for batch in loader for ids in shown(batch)]

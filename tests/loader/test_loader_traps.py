@@ -354,7 +354,7 @@ def test_after_an_error_in_a_worker_none_is_left_and_the_loader_can_be_iterated_
 
 
 INTERRUPTED = """
-import os, signal, sys, time
+import multiprocessing, os, signal, sys, time
 from loader import get_llama3_dataloader
 from loader.token_loader import BatchStream
 
@@ -376,7 +376,7 @@ for where in ("loop", "loader", "idle"):
     except KeyboardInterrupt:
         print("interrupted", where, flush=True)
     if where == "idle":
-        for worker in loader._stream._arriving._workers:
+        for worker in multiprocessing.active_children():
             worker.kill()
             worker.join()
     BatchStream._next_chunks = fetch
@@ -442,7 +442,7 @@ def test_a_loader_remade_with_a_sampler_as_lightning_does_it_says_what_to_write(
     """For overfit_batches and predict, from the loader's public attributes."""
     write_numbered_tars(tmp_path, 64, 3)
     with load(tmp_path, 4, model) as loader:
-        names = ("chunks", "step_batches", "loader_tokenizer", "process_rank", "fingerprint", "pin_memory")
+        names = ("plan", "step_batches", "loader_tokenizer", "process_rank", "pin_memory")
         shown = {name: vars(loader)[name] for name in names}
         assert type(loader)(**shown).order == loader.order
         with pytest.raises(UsageError, match=r"takes no sampler, .* predict dataloaders=\(batch for batch"):

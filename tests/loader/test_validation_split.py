@@ -110,7 +110,7 @@ def test_packed_at_load_the_two_sides_have_all_tokens_and_the_tail_is_kept(data:
         load(data, data, 1, split="train", seq_len=16) as train,
         load(data, data, 1, seq_len=16, validation_fraction=None) as every,
     ):
-        assert train.chunks.samples.offsets + len(stream) == every.chunks.samples.offsets
+        assert train.plan.samples.offsets + len(stream) == every.plan.samples.offsets
         held = {row[0] for row in found}
         tokens = [token for batch in train for ids in labelled(batch) for token in ids]
         numbers = [token for token in tokens if token > 4 and token != 299]

@@ -187,6 +187,28 @@ def test_a_worker_process_begins_with_the_stop_signals_waiting(
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(STOP_SIGNALS)
 
 
+SPAWNED = """
+import multiprocessing.util, signal
+from shardprep.signals import STOP_SIGNALS, start_child
+
+spawn, masks = multiprocessing.util.spawnv_passfds, []
+
+def noted(*args):
+    masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+    return spawn(*args)
+
+multiprocessing.util.spawnv_passfds = noted
+start_child(print).join()
+print(len(masks), masks[-1] >= set(STOP_SIGNALS))
+"""
+
+
+@pytest.mark.processes
+def test_the_first_child_begins_with_the_stop_signals_waiting_too() -> None:
+    """With it multiprocessing starts its resource tracker, and unblocks signals then."""
+    assert run_child([sys.executable, "-c", SPAWNED]).stdout.split() == ["2", "True"]
+
+
 def test_signals_wait_and_come_afterwards() -> None:
     came: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: came.append(number))

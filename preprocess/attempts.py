@@ -1,12 +1,9 @@
 """Attempt records: one file in DATA/jobs/attempts for each attempt that runs, or that left a shard unmade.
 
-``slurm/prep_array.sh`` writes the record of a job's task, ``run`` its own. The first line says what began,
-and the last one how it ended; between them stands a line for each shard that failed. Each line is a JSON
-object. An attempt that made all its shards removes its file, so a finished data set has none. A record
-without a last line is of an attempt that runs, or was killed.
-
-A record has the identity of the folder that it was written in: its inode number, which a copy of the folder
-does not have and a move within the file system keeps.
+``slurm/prep_array.sh`` writes the record of a job's task, ``run`` its own: JSON lines of what began, of each
+shard that failed, and of how it ended, which is missing while the attempt runs or where it was killed. An
+attempt that made all its shards removes its file, so a finished data set has none. A record has the inode
+number of the folder that it was written in, which a copy lacks and a move within the file system keeps.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -139,9 +136,17 @@ def read_attempts(folder: Path, plan_id: str) -> Attempts:
     return Attempts(own=own, foreign=foreign, unreadable=unreadable)
 
 
+# Of the first and the last line, what is kept as it is said.
+_FACTS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("node", "user", "job_id", "raw_job_id", "log", "stage", "signal", "stopped_by"), str),
+    **dict.fromkeys(("index", "num_restarts", "pid", "pid_began", "num_cpus", "mem_mb"), int),
+    **dict.fromkeys(("exit_code", "killed_by", "left_s", "peak_bytes"), int),
+}
+
+
 def _attempt_of(path: Path, content: bytes) -> Attempt | None:
     """The attempt; None without a first line. Where a job's number came again, the last counts."""
-    begin: dict[str, Any] | None = None
+    begin: dict[str, Any] = {}
     end: dict[str, Any] = {}
     failures: dict[int, Failure] = {}
     for line in content.decode("utf-8", "replace").split("\n"):
@@ -151,48 +156,30 @@ def _attempt_of(path: Path, content: bytes) -> Attempt | None:
             if event == "begin":
                 begin, end, failures = data, {}, {}
             elif event == "end":
-                end = {
-                    **data,
-                    **end,
-                }  # the first counts: append_end, and a script that lived on
+                end = data | end  # the first counts: append_end, and a script that lived on
             elif event == "failure":
-                failures[int(data["shard"])] = Failure(
-                    shard_id=int(data["shard"]), exit_code=int(data["exit_code"]), reason=str(data["reason"])
+                number = int(data["shard"])
+                failures[number] = Failure(
+                    shard_id=number, exit_code=int(data["exit_code"]), reason=str(data["reason"])
                 )
         except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
             continue
-    if begin is None:
-        return None
+    facts = {**end, **begin}
     try:
-        facts: dict[str, Any] = {
-            **{name: str(begin.get(name, "")) for name in ("node", "user", "job_id", "raw_job_id", "log")},
-            **{name: int(begin.get(name, 0)) for name in ("index", "num_restarts", "pid", "pid_began")},
-            **{name: _number(begin, name) for name in ("num_cpus", "mem_mb")},
-            **{name: _number(end, name) for name in ("exit_code", "killed_by", "left_s", "peak_bytes")},
-            **{name: str(end.get(name, "")) for name in ("stage", "signal", "stopped_by")},
-        }
         return Attempt(
             path=path,
             plan_id=str(begin["plan_id"]),
             identity=int(begin["identity"]),
-            shards=_shards_of(str(begin.get("shards", ""))),
+            shards=ids_of_ranges(text, end=MAX_SHARDS + 1) if (text := str(begin.get("shards", ""))) else [],
             started_by=str(begin["by"]),
             began=float(begin["time"]),
             failures=failures,
-            ended=None if "time" not in end else float(end["time"]),
+            ended=float(end["time"]) if "time" in end else None,
             is_out_of_memory=bool(end.get("oom", 0)),
-            **facts,
+            **{name: kind(facts[name]) for name, kind in _FACTS.items() if name in facts},
         )
     except (ValueError, LookupError, TypeError):
         return None
-
-
-def _shards_of(text: str) -> list[int]:
-    return ids_of_ranges(text, end=MAX_SHARDS + 1) if text else []
-
-
-def _number(data: Mapping[str, Any], name: str) -> int | None:
-    return int(data[name]) if name in data else None
 
 
 def remove_finished(attempts: Iterable[Attempt], is_done: Sequence[bool]) -> None:
@@ -245,7 +232,6 @@ class RunRecord:
         if os.environ.get(RECORD_VARIABLE):
             return
         now, environ = time.time(), os.environ
-        job_id = environ.get("SLURM_ARRAY_JOB_ID") or environ.get("SLURM_JOB_ID", "")
         begin: dict[str, Any] = {
             "event": "begin",
             "version": _VERSION,
@@ -261,14 +247,19 @@ class RunRecord:
             "pid_began": _ticks_of(os.getpid()),
         }
         name = f"{begin['node']}-{os.getpid()}.{int(now)}"
+        job_id = environ.get("SLURM_ARRAY_JOB_ID") or environ.get("SLURM_JOB_ID", "")
         if job_id.isdigit():
-            index = environ.get("SLURM_ARRAY_TASK_ID") or "0"
-            restarts = environ.get("SLURM_RESTART_COUNT") or "0"
-            name = f"{job_id}_{index}.r{restarts}"
-            begin |= {"by": "submitit" if "SUBMITIT_EXECUTOR" in environ else "run"}
-            begin |= {"node": environ.get("SLURMD_NODENAME", begin["node"]), "job_id": job_id, "index": index}
-            begin |= {"raw_job_id": environ.get("SLURM_JOB_ID", ""), "num_restarts": restarts}
-            begin |= {"user": environ.get("SLURM_JOB_USER", begin["user"]), "pid": 0}
+            begin |= {
+                "by": "submitit" if "SUBMITIT_EXECUTOR" in environ else "run",
+                "node": environ.get("SLURMD_NODENAME", begin["node"]),
+                "user": environ.get("SLURM_JOB_USER", begin["user"]),
+                "job_id": job_id,
+                "index": environ.get("SLURM_ARRAY_TASK_ID") or "0",
+                "raw_job_id": environ.get("SLURM_JOB_ID", ""),
+                "num_restarts": environ.get("SLURM_RESTART_COUNT") or "0",
+                "pid": 0,
+            }
+            name = f"{job_id}_{begin['index']}.r{begin['num_restarts']}"
         path = folder / ATTEMPTS_FOLDER / name
         for _ in range(2):  # another run may remove the empty folder in between
             with contextlib.suppress(OSError):

@@ -1,22 +1,17 @@
 """``train_tokenizer``: a byte-level BPE like Llama 3's, from the inputs that ``plan`` takes.
 
-Data sets, loaders and engines take it as they take Llama 3's: all but its vocabulary is that of Llama 3.1,
-read off its tokenizer.json; a test compares the two.
+All but its vocabulary is that of Llama 3.1, read off its tokenizer.json; a test compares the two. Inputs
+beyond ``max_bytes`` are sampled: stretches of about 1 MiB begin evenly spread over all files, each read from
+the next place where a part of its file may begin; one without such a place lengthens the one before it.
 
-Inputs beyond ``max_bytes`` are sampled: stretches of about 1 MiB begin evenly spread over all files, so that
-a 15 TB input costs no more reads than ``max_bytes``. A stretch is read from the next place where a part of
-its file may begin; one without such a place lengthens the one before it, so that of a file that is read
-whole, or has one row group, the beginning stands for all.
-
-Price: memory grows with the distinct words, so the text is bounded by ``max_bytes``. Measured with
-tokenizers 0.23.3 on 2 cores, vocab_size 128,000: 20 MB of Korean reviews 0.76 GB and 14 s, half of
-it 0.46 GB and 7 s; 16 MB of English paragraphs 0.16 GB and 3 s. Memory thus grows with the 0.77th
-power of the bytes: the default of 256 MB takes about 5 GB on such Korean text, 1 GB about 15 GB.
+Price, with tokenizers 0.23.3 on 2 cores and vocab_size 128,000: 20 MB of Korean reviews 0.76 GB and 14 s,
+16 MB of English paragraphs 0.16 GB and 3 s. Memory grows with the 0.77th power of the bytes.
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
 import codecs
 import itertools
 import json
@@ -46,7 +41,7 @@ from preprocess.formats.text_fields import TextFields
 from preprocess.make.engines import LLAMA3_REGEX
 from preprocess.plan.planning import list_inputs
 from shardprep.command_line import parse_size
-from shardprep.console import LOG_EVERY_S, Progress, say
+from shardprep.console import LOG_EVERY_S, Progress, counted, say
 from shardprep.errors import BadInput, CannotWrite, Refused, UsageError
 from shardprep.files import PublishedFolder, names_in
 from shardprep.format.input_formats import place_text
@@ -98,28 +93,24 @@ def sample_spans(files: list[tuple[Path, int]], max_bytes: int) -> list[Span]:
     if total_bytes <= max_bytes:
         return [Span(path=path, start=0, stop=size, size_bytes=size) for path, size in files if size]
     num_spans = max(MIN_NUM_SPANS, max_bytes // SPAN_BYTES)
-    starts = [i * total_bytes // num_spans for i in range(num_spans)]
+    begins = [number * total_bytes // num_spans for number in range(num_spans)]
     length = max_bytes // num_spans
     spans: list[Span] = []
-    base, i = 0, 0
+    base = 0
     for path, size in files:
-        while i < num_spans and starts[i] < base + size:
-            start = max(0, starts[i] - base)
-            stop = min(size, starts[i] - base + length)
-            if stop > start:
-                spans.append(Span(path=path, start=start, stop=stop, size_bytes=size))
-            if starts[i] + length > base + size:
-                break  # the rest of it lies in the next file
-            i += 1
+        first, last = bisect.bisect_right(begins, base - length), bisect.bisect_left(begins, base + size)
+        for begin in begins[first:last] if size else ():
+            start, stop = max(0, begin - base), min(size, begin - base + length)
+            spans.append(Span(path=path, start=start, stop=stop, size_bytes=size))
         base += size
     return spans
 
 
 class TrainingText:
-    """Iterates over batches of stripped texts, none empty, and counts what it met on the way.
+    """Iterates over batches of stripped texts, documents or pieces of long ones, and counts what it met.
 
-    A text is a document, or a piece of a long one. ``progress`` is told the bytes of text, about, of each
-    block that was read. At most ``max_bytes`` are taken, whatever a file's size promised.
+    ``progress`` is told the bytes of text, about, of each block that was read. At most ``max_bytes`` are
+    taken, whatever a file's size promised.
     """
 
     def __init__(
@@ -179,15 +170,14 @@ class TrainingText:
         """What was read and what was left out."""
         num_files = len({span.path for span in self._spans})
         found = (
-            f"read {self.num_bytes:,} bytes of text in {num_files:,} files, {self.num_texts:,} documents, "
-            "long ones in pieces"
+            f"read {self.num_bytes:,} bytes of text in {counted(num_files, 'file')}, "
+            f"{counted(self.num_texts, 'document')}, long ones in pieces"
         )
         if not self._bad:
             return found
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in self._bad.most_common())
-        return (
-            f"{found}; left out {self._bad.total():,} documents ({reasons}; the first in {self._first_bad})"
-        )
+        num_bad = counted(self._bad.total(), "document")
+        return f"{found}; left out {num_bad} ({reasons}; the first in {self._first_bad})"
 
 
 def pieces_of_text(text: str) -> Iterator[str]:
@@ -204,23 +194,24 @@ def pieces_of_text(text: str) -> Iterator[str]:
 def _sampled_parts(file: OpenInput, spans: list[Span], reading: Reading) -> Iterator[tuple[ByteRange, float]]:
     """The parts of a file to read for its spans, ascending, and how many bytes of text to take of each."""
     size, text_bytes = file.stamp.num_bytes, spans[0].size_bytes
+    parts = [(Start(0), 0.0)]
     if spans[0].num_bytes == text_bytes:
-        begins, limits = [Start(0)], [math.inf]
-    else:
-        begins, limits = [Start(0)], [0.0]
-        places = [span.start * size // text_bytes for span in spans]
-        starts = starts_in(file, list(itertools.pairwise([*places, size])), reading)
-        for start, span in zip(starts, spans, strict=True):
-            if start is not None and begins[-1].byte < start.byte < size:
-                begins.append(start)
-                limits.append(0.0)
-            limits[-1] += span.num_bytes
-    ends = [*(begin.byte for begin in begins[1:]), size]
-    for begin, end, limit in zip(begins, ends, limits, strict=True):
-        part = ByteRange(
-            input_number=0, path=file.path, start=begin.byte, end=end, text_start=begin.text_byte
-        )
+        parts = [(Start(0), math.inf)]
+        spans = []
+    places = [span.start * size // text_bytes for span in spans]
+    starts = starts_in(file, list(itertools.pairwise([*places, size])), reading) if spans else []
+    for start, span in zip(starts, spans, strict=True):
+        begin, limit = parts[-1]
+        if start is not None and begin.byte < start.byte < size:
+            parts.append((start, span.num_bytes))
+        else:
+            parts[-1] = (begin, limit + span.num_bytes)
+    ends = [*(begin.byte for begin, _ in parts[1:]), size]
+    for (begin, limit), end in zip(parts, ends, strict=True):
         if limit:
+            part = ByteRange(
+                input_number=0, path=file.path, start=begin.byte, end=end, text_start=begin.text_byte
+            )
             yield part, limit
 
 
@@ -274,12 +265,8 @@ def train_tokenizer(
 ) -> None:
     """Train a tokenizer on the inputs of a folder; write tokenizer.json and tokenizer_config.json.
 
-    It takes the formats that planning takes; ``fields`` say what of a record is the text (default: ``text``).
-
-    ``vocab_size`` counts the base tokens, bytes included; 256 special tokens come on top. Larger
-    inputs are sampled: ``max_bytes`` of them, in stretches spread evenly over all files, but at the
-    beginning of those that can be read only whole. Equal inputs and arguments give equal bytes. Progress
-    and the result are told on stderr.
+    ``vocab_size`` counts the base tokens, bytes included; 256 special tokens come on top. ``fields`` say what
+    of a record is the text (default: ``text``). Equal inputs and arguments give equal bytes.
 
     Errors: UsageError, NotFound (no folder, no input in it), BadInput (no text in them, a broken file),
     ReadWriteError, CannotWrite, Refused (``output_dir`` is there and not empty).
@@ -386,7 +373,9 @@ def add_special_tokens(tokenizer: Tokenizer) -> None:
 def _refuse_existing(folder: Path) -> None:
     """Refuse a folder that holds anything: a tokenizer is never overwritten, data sets hold its ids."""
     if names := names_in(folder):
-        what = "a tokenizer" if "tokenizer.json" in names else f"{len(names)} files ({names[0]}, ...)"
+        what = (
+            "a tokenizer" if "tokenizer.json" in names else f"{counted(len(names), 'file')} ({names[0]}, ...)"
+        )
         raise Refused(f"{folder} already holds {what}: give --output_dir a new or empty folder")
 
 
@@ -408,13 +397,9 @@ def _write(tokenizer: Tokenizer, unfinished: Path) -> None:
         "padding_side": "right",
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
-    contents = {
-        "tokenizer.json": tokenizer.to_str(pretty=True),
-        "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
-    }
     try:
-        for name, content in contents.items():
-            (unfinished / name).write_text(content, encoding="utf-8", newline="")
+        (unfinished / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+        (unfinished / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     except OSError as error:
         raise CannotWrite(f"cannot write the tokenizer in {unfinished}: {error.strerror or error}") from error
 
@@ -426,8 +411,9 @@ def _report(text: TrainingText, num_base: int, vocab_size: int, folder: Path) ->
             f"the text yields {num_base:,} base tokens, not the {vocab_size:,} asked for: no other pair"
             f" comes {MIN_PAIR_COUNT} times. Special tokens follow at id {num_base}; more text gives more"
         )
-    size = num_base + len(special_tokens())
-    say(f"{folder}: {size:,} tokens ({num_base:,} base, {len(special_tokens())} special, BOS is {num_base})")
+    num_special = len(special_tokens())
+    sizes = f"{num_base:,} base, {num_special} special, BOS is {num_base}"
+    say(f"{folder}: {num_base + num_special:,} tokens ({sizes})")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -474,7 +460,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the command; errors are left to the caller, their exit codes stand in them."""
+    """Run the command."""
     train_tokenizer(
         input_dir=args.input_dir,
         vocab_size=args.vocab_size,

@@ -34,13 +34,6 @@ class Done:
     line: str  # for people: which part of the input, and how fast
 
 
-@dataclass(frozen=True, kw_only=True)
-class Note:
-    """What a process says of itself; each different line is told once."""
-
-    line: str
-
-
 class _Process:
     """A worker process and the shard it is at."""
 
@@ -57,24 +50,24 @@ class _Process:
         with contextlib.suppress(BrokenPipeError):  # it died idle; the end of its pipe tells
             self.pipe.send(shard_id)
 
+    def receive(self) -> Work | Done | Failure | str:
+        """Work that was done, a line for people, or what became of the shard."""
+        try:
+            event: Work | Done | Failure | str = self.pipe.recv()
+        except (EOFError, ConnectionError):
+            self.end()
+            self.is_dead = True
+            code = self._process.exitcode or 0
+            how = f"killed by signal {-code} (out of memory?)" if code < 0 else f"ended with exit code {code}"
+            assert self.shard_id is not None
+            code = ReadWriteError.exit_code
+            return Failure(shard_id=self.shard_id, exit_code=code, reason=f"its process was {how}")
+        return event
+
     def end(self) -> None:
         """Wait for a process that has nothing more to do, or died."""
         self.pipe.close()
         self._process.join()
-
-    def death(self) -> Failure:
-        """What became of the shard of a process that died."""
-        self.end()
-        self.is_dead = True
-        code = self._process.exitcode or 0
-        how = f"killed by signal {-code} (out of memory?)" if code < 0 else f"ended with exit code {code}"
-        assert self.shard_id is not None
-        message = f"its process was {how}"
-        return Failure(shard_id=self.shard_id, exit_code=ReadWriteError.exit_code, reason=message)
-
-    def alive(self, folder: Path, settings: WorkerSettings) -> _Process:
-        """This process, or one in its place if it died."""
-        return _Process(folder, settings, self.cpus) if self.is_dead else self
 
     def stop(self) -> None:
         self._process.terminate()
@@ -104,45 +97,33 @@ def run_shards(
         while processes:
             for pipe in wait([process.pipe for process in processes]):
                 process = next(item for item in processes if item.pipe is pipe)
-                event = _receive(process)
+                event = process.receive()
                 if isinstance(event, Work):
                     progress.add(event.num_bytes, event.counts)
                     continue
-                if isinstance(event, Note):
-                    if event.line not in notes:
-                        progress.say(event.line)
-                    notes.add(event.line)
+                if isinstance(event, str):
+                    if event not in notes:
+                        progress.say(event)
+                    notes.add(event)
                     continue
                 if isinstance(event, Failure):
                     failures.append(event)
-                    _tell_failure(event, progress)
+                    progress.say(f"shard {event.shard_id:05d} failed ({event.exit_code}): {event.reason}")
+                    append_failure(event)
                 else:
                     made.append(event.work)
                     progress.say(event.line)
                 processes.remove(process)
                 if todo:
-                    processes.append(process.alive(folder, settings))
-                    processes[-1].give(todo.popleft())
+                    fresh = _Process(folder, settings, process.cpus) if process.is_dead else process
+                    processes.append(fresh)
+                    fresh.give(todo.popleft())
                 else:
                     process.end()
     finally:
         for process in processes:
             process.stop()
     return made, sorted(failures, key=lambda failure: failure.shard_id)
-
-
-def _tell_failure(failure: Failure, progress: Progress) -> None:
-    progress.say(f"shard {failure.shard_id:05d} failed ({failure.exit_code}): {failure.reason}")
-    append_failure(failure)
-
-
-def _receive(process: _Process) -> Work | Note | Done | Failure:
-    """Work that was done, a note, or what became of the shard."""
-    try:
-        event: Work | Note | Done | Failure = process.pipe.recv()
-    except (EOFError, ConnectionError):
-        return process.death()
-    return event
 
 
 def _serve(folder: Path, settings: WorkerSettings, cpus: list[int], pipe: Connection) -> None:
@@ -152,10 +133,8 @@ def _serve(folder: Path, settings: WorkerSettings, cpus: list[int], pipe: Connec
         bind_to(cpus)
         try:
             plan = need_plan(folder)
-            worker = load_worker(
-                plan, folder, settings, num_cpus=len(cpus), warn=lambda line: pipe.send(Note(line=line))
-            )
-            pipe.send(Note(line=engine_line(worker)))
+            worker = load_worker(plan, folder, settings, num_cpus=len(cpus), warn=pipe.send)
+            pipe.send(engine_line(worker))
         except ShardprepError as error:
             while True:
                 pipe.send(Failure(shard_id=pipe.recv(), exit_code=error.exit_code, reason=str(error)))

@@ -34,8 +34,6 @@ def shard_of_task(
 ) -> tuple[Plan, PlannedShard]:
     """What ``--shard_id`` makes, of which plan; with a note where its job array leaves shards out.
 
-    ``is_planned``: the task was submitted for a plan, and makes none where that is gone.
-
     Raises NotFound for a shard that the plan has not, and what ``plan_of_task`` raises.
     """
     plan = plan_of_task(given, is_planned=is_planned).at(given.get("input_dir"))
@@ -49,8 +47,9 @@ def shard_of_task(
 def plan_of_task(given: dict[str, Any], *, is_planned: bool = False) -> Plan:
     """The plan in ``output_dir``, checked against what the user gave; without one, 'one file, one shard'.
 
-    Of several tasks that find none, one plans and the others wait a little. Whoever does not see the plan
-    in time plans, too: the first to publish wins, the others compare.
+    ``is_planned``: the task was submitted for a plan, and makes none where that is gone. Of several tasks
+    that find none, one plans and the others wait a little; who does not see the plan in time plans, too: the
+    first to publish wins, the others compare.
     """
     config = PrepConfig(**given) if "output_dir" not in given else None
     output_dir: Path = config.output_dir if config else given["output_dir"]
@@ -62,7 +61,7 @@ def plan_of_task(given: dict[str, Any], *, is_planned: bool = False) -> Plan:
         plan = _plan_once(config)
     _check_given(plan, given)
     if "input_dir" in given and is_one_file_a_shard(plan):
-        _check_listing(plan, given["input_dir"])
+        _refuse_other_inputs(plan, given["input_dir"], _other_names(plan, given["input_dir"]))
     return plan
 
 
@@ -144,11 +143,6 @@ def _check_given(plan: Plan, given: dict[str, Any]) -> None:
         )
 
 
-def _check_listing(plan: Plan, input_dir: Path) -> None:
-    """Raises Refused where the N-th file is no longer the planned one."""
-    _refuse_other_inputs(plan, input_dir, _other_names(plan, input_dir))
-
-
 def check_inputs(plan: Plan, input_dir: Path) -> None:
     """Raises Refused where a folder no longer holds the planned inputs, and these alone.
 
@@ -156,11 +150,10 @@ def check_inputs(plan: Plan, input_dir: Path) -> None:
     """
     try:
         differing = _other_names(plan, input_dir)
+        with ThreadPoolExecutor(_NUM_STAT_THREADS) as pool:
+            differing += filter(None, pool.map(partial(_change_of, input_dir), plan.inputs))
     except NotFound as error:
-        _refuse_other_inputs(plan, input_dir, [str(error)])
-        return
-    with ThreadPoolExecutor(_NUM_STAT_THREADS) as pool:
-        differing += filter(None, pool.map(partial(_change_of, input_dir), plan.inputs))
+        differing = [str(error)]
     _refuse_other_inputs(plan, input_dir, differing)
 
 
@@ -175,8 +168,10 @@ def _other_names(plan: Plan, input_dir: Path) -> list[str]:
     found = {path.relative_to(input_dir).as_posix() for path in listing.paths}
     # An older shardprep took names that are left out today.
     found |= planned.intersection(itertools.chain.from_iterable(listing.left_out.values()))
-    added = [f"{name} was added" for name in sorted(found - planned)]
-    return added + [f"{name} is missing" for name in sorted(planned - found)]
+    return [
+        *(f"{name} was added" for name in sorted(found - planned)),
+        *(f"{name} is missing" for name in sorted(planned - found)),
+    ]
 
 
 def _change_of(input_dir: Path, planned: InputFile) -> str | None:
@@ -212,17 +207,16 @@ def array_note(environ: Mapping[str, str], num_shards: int, folder: Path) -> str
     The line names ``submit``, which fits an array to the site: MaxArraySize may refuse these indices.
     """
     try:
-        first, last, step = (int(environ[f"SLURM_ARRAY_TASK_{name}"]) for name in ("MIN", "MAX", "STEP"))
-        count = int(environ["SLURM_ARRAY_TASK_COUNT"])
+        first, last, step, count = (
+            int(environ[f"SLURM_ARRAY_TASK_{name}"]) for name in ("MIN", "MAX", "STEP", "COUNT")
+        )
     except (KeyError, ValueError):
         return None
     covered = set(range(first, last + 1, max(1, step)))
-    if count != len(covered):  # a list such as 1,5,7: Slurm does not tell its tasks which
+    left = sorted(set(range(num_shards)) - covered)
+    if not left or count != len(covered):  # a list such as 1,5,7: Slurm does not tell its tasks which
         return None
-    if not (left := sorted(set(range(num_shards)) - covered)):
-        return None
-    ids = id_ranges(left)
     return (
         f"this job array covers {num_shards - len(left)} of the plan's {num_shards} shards; it leaves out "
-        f"{ids}; to make them: shardprep submit {quoted(folder)}"
+        f"{id_ranges(left)}; to make them: shardprep submit {quoted(folder)}"
     )

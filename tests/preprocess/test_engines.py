@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import random
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -341,6 +342,13 @@ def test_planning_tries_all_code_points_that_gigatoken_gets_and_keeps_the_verdic
     assert len(engines.texts_with_new_code_points([*map(chr, missing)])) == len(missing)
     monkeypatch.setattr(planned_tokenizer, "gate_texts", lambda _: pytest.fail("the verdict was kept"))
     prep.plan(sample_dir, tmp_path / "again")
+
+
+def test_what_newer_unicodes_assign_is_the_same_for_every_python() -> None:
+    known = tuple(map(int, unicodedata.unidata_version.split(".")))
+    assert known < (19,), "write down what this Unicode assigned"
+    num_new = int(engines.is_new_code_point()[:0x10000].sum())
+    assert num_new == 1421 if known >= (14,) else num_new > 1421
 
 
 @pytest.mark.slow

@@ -204,7 +204,7 @@ def test_an_empty_output_folder_is_filled(text_dir: Path, tmp_path: Path) -> Non
 
 def test_an_output_folder_with_other_files_is_refused(text_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.md").write_text("mine")
-    with pytest.raises(Refused, match=r"1 files \(notes\.md"):
+    with pytest.raises(Refused, match=r"1 file \(notes\.md"):
         train_tokenizer(input_dir=text_dir, vocab_size=300, output_dir=tmp_path)
 
 
@@ -234,7 +234,7 @@ def test_undecodable_lines_are_left_out_counted_and_named(
     assert all_lines(tmp_path, 10**9) == ["good good", "\ufffd is no error"]
     train_tokenizer(input_dir=tmp_path, vocab_size=300, output_dir=tmp_path / "out")
     error = capsys.readouterr().err
-    assert "left out 1 documents (1 undecodable; the first in " in error
+    assert "left out 1 document (1 undecodable; the first in " in error
     assert "a.txt" in error
 
 

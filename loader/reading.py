@@ -33,7 +33,7 @@ from loader.staged_copies import StagedCopies, recheck_command
 from shardprep.console import quoted
 from shardprep.errors import BrokenShard, MissingShard, ReadWriteError, ShardprepError, UsageError
 from shardprep.files import NOT_THERE, RETRY_DELAYS_S, ReadFile, wait_to_retry
-from shardprep.format.idx import IdxFile, RecordFile, open_crcs, open_idx
+from shardprep.format.idx import RecordFile, open_crcs, open_idx
 from shardprep.format.names import idx_path
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class OpenShard:
     """One tar, open for reading. Its samples' records are in memory, or to be read from its open idx."""
 
     tar: ReadFile
-    idx: IdxFile | None  # open, where the records are not held
+    idx: RecordFile | None  # open, where the records are not held
     held: Any  # columns as in the idx, a row per sample; None where there is ``idx``
     encoding: npt.NDArray[np.int8]  # JSON, NPY or RAW; one, or one per sample
     token_bytes: int  # of a RAW id
@@ -143,7 +143,7 @@ def _crcs(source: DatasetShards, row: int, folder: Path) -> RecordFile:
 
 def _records(
     source: DatasetShards, row: int, *, needs_idx: bool
-) -> tuple[TarSamples | None, IdxFile | None, Any]:
+) -> tuple[TarSamples | None, RecordFile | None, Any]:
     """What the tar itself tells, read once, where there is no idx; else the idx, or all of it if small."""
     shard_id = int(source.shard_ids[row])
     try:

@@ -64,11 +64,9 @@ def _make_shard(args: argparse.Namespace) -> int:
     from preprocess.resources import bind_to_task_cpus, memory_note
     from shardprep.format.names import quarantine_path
 
-    given = given_of(args, PrepConfig)
-    given.setdefault("output_dir", PrepConfig().output_dir)
-    folder = given["output_dir"]
-    num_cpus = bind_to_task_cpus(offset=args.shard_id)  # planning, too, may load what starts threads
-    shard_id: int = args.shard_id
+    given = {"output_dir": PrepConfig().output_dir, **given_of(args, PrepConfig)}
+    folder, shard_id = given["output_dir"], args.shard_id
+    num_cpus = bind_to_task_cpus(offset=shard_id)  # planning, too, may load what starts threads
     if args.check_inputs:
         check_inputs(need_plan(folder), given.get("input_dir", PrepConfig().input_dir))
     plan, shard = shard_of_task(given, shard_id, is_planned=args.planned)
@@ -89,10 +87,8 @@ def _make_shard(args: argparse.Namespace) -> int:
     counts = manifest.counts
     say(speed_line(manifest))
     say(f"shard {shard_id:05d} is done: {counts.num_documents} documents, {counts.num_tokens} tokens")
-    if counts.quarantined:
-        say(
-            f"{sum(counts.quarantined.values())} documents were left out: {quarantine_path(folder, shard_id)}"
-        )
+    if num_bad := sum(counts.quarantined.values()):
+        say(f"{num_bad} documents were left out: {quarantine_path(folder, shard_id)}")
     return 0
 
 
@@ -116,30 +112,23 @@ def make_plan(args: argparse.Namespace) -> int:
     stripe = StripeRequest(stripe=args.stripe, size=args.stripe_size, pool=args.stripe_pool)
     plan, cost = make(config, sharding, stripe=stripe, dry_run=args.dry_run, say=say)
     sizes = plan.shard_bytes()
-    print_lines(
-        f"plan {plan.plan_id[:12]}: {plan.num_shards} shards of {min(sizes)} to {max(sizes)} input bytes"
-    )
-    print_lines(
-        f"about {cost.num_tokens:.3g} tokens, {short_bytes(cost.output_bytes)} on disk, "
-        f"{cost.core_hours:.2g} core hours, the longest shard {cost.longest_shard_s:.0f} s on one core"
-    )
-    print_lines(
-        f"a task uses up to {cost.num_useful_cores} cores well: --cpus-per-task={cost.num_useful_cores}"
-    )
     need = Need(num_bytes=cost.output_bytes, num_shards=plan.num_shards)
-    for line in space_lines(config.output_dir, need):
-        print_lines(line)
-    if cost.bad_note:
-        print_lines(f"warning: {cost.bad_note}")
+    warnings = [cost.bad_note, small_shards_note(plan, sharding)]
     if cost.longest_shard_s > LONG_SHARD_S:
         more = round(plan.num_shards * cost.longest_shard_s / LONG_SHARD_S) + 1
         minutes = cost.longest_shard_s / 60
-        print_lines(f"warning: a shard will take {minutes:.0f} minutes on one core; --num_shards {more}?")
-    if note := small_shards_note(plan, sharding):
-        print_lines(f"warning: {note}")
+        warnings.insert(1, f"a shard will take {minutes:.0f} minutes on one core; --num_shards {more}?")
     if empty := sizes.count(0):
-        print_lines(f"warning: {empty} shards are empty; fewer would do")
-    print_lines(*next_lines(Path(config.output_dir), plan.num_shards))
+        warnings.append(f"{empty} shards are empty; fewer would do")
+    print_lines(
+        f"plan {plan.plan_id[:12]}: {plan.num_shards} shards of {min(sizes)} to {max(sizes)} input bytes",
+        f"about {cost.num_tokens:.3g} tokens, {short_bytes(cost.output_bytes)} on disk, "
+        f"{cost.core_hours:.2g} core hours, the longest shard {cost.longest_shard_s:.0f} s on one core",
+        f"a task uses up to {cost.num_useful_cores} cores well: --cpus-per-task={cost.num_useful_cores}",
+        *space_lines(config.output_dir, need),
+        *(f"warning: {warning}" for warning in warnings if warning),
+        *next_lines(Path(config.output_dir), plan.num_shards),
+    )
     return 0
 
 
@@ -163,8 +152,7 @@ def run(args: argparse.Namespace) -> int:
     cpus = allowed_cpus(os.environ, os.sched_getaffinity(0), offset=todo[0])
     settings = worker_settings(args)
     assert settings.memory_gb is not None
-    num_proc = num_processes(args, len(cpus), settings.memory_gb)
-    num_proc = min(num_proc, len(todo))
+    num_proc = min(num_processes(args, len(cpus), settings.memory_gb), len(todo))
     settings = dataclasses.replace(settings, memory_gb=settings.memory_gb / num_proc)
     if note := memory_note(settings.memory_gb or 0, num_proc):
         say(f"note: {note}")
@@ -181,14 +169,10 @@ def run(args: argparse.Namespace) -> int:
     say(f"{len(todo) - len(failures)} of {len(todo)} shards made by {num_proc} process(es): {total}")
     if failures:
         ids = id_ranges(failure.shard_id for failure in failures)
-        command = f"shardprep run {quoted(folder)} --shards {ids}"
-        is_final = {failure.exit_code for failure in failures} <= _FINAL_CODES
-        what = (
-            "the same input fails in the same way: do what the lines above say, then"
-            if is_final
-            else "run again"
-        )
-        say(f"error: failed: {ids}; {what}: {command}")
+        what = "run again"
+        if {failure.exit_code for failure in failures} <= _FINAL_CODES:
+            what = "the same input fails in the same way: do what the lines above say, then"
+        say(f"error: failed: {ids}; {what}: shardprep run {quoted(folder)} --shards {ids}")
         return failures[0].exit_code
     return 0
 
@@ -210,10 +194,8 @@ def verify(args: argparse.Namespace) -> int:
         problems, index = verify_dataset(
             folder, plan, fast=args.fast, crcs=args.crcs, progress=lambda _: progress.add(1)
         )
-    for problem in problems:
-        say(f"error: shard {problem.shard_id:05d}: {problem.error}")
     if index is None:
-        _keep_findings(folder, plan, problems)
+        _tell_problems(folder, plan, problems)
         ids = id_ranges(problem.shard_id for problem in problems)
         say(f"{len(problems)} of {plan.num_shards} shards are not right: {ids}; the lines above mend them")
         return problems[0].error.exit_code
@@ -222,8 +204,7 @@ def verify(args: argparse.Namespace) -> int:
         f"{plan.num_shards} shards are whole: {samples} samples, {tokens} tokens; wrote {folder / INDEX_NAME}"
     )
     counts = {name: dataclasses.asdict(of) for name, of in index.sources.items()}
-    for line in source_lines(counts, all_in=INDEX_NAME):
-        print_lines(line)
+    print_lines(*source_lines(counts, all_in=INDEX_NAME))
     for line in publish_osts(folder, [int(size) for size in index.column("tar_bytes")]):
         say(line)
     remove_findings(folder)
@@ -231,10 +212,12 @@ def verify(args: argparse.Namespace) -> int:
     return _verify_deep(args, plan) if args.deep is not None else 0
 
 
-def _keep_findings(folder: Path, plan: Plan, problems: Sequence[Problem]) -> None:
-    """For the other commands; who may not write here has the messages all the same."""
+def _tell_problems(folder: Path, plan: Plan, problems: Sequence[Problem]) -> None:
+    """Say them, and keep them for the other commands, where this user may write."""
     from preprocess.done_shards import publish_findings
 
+    for problem in problems:
+        say(f"error: shard {problem.shard_id:05d}: {problem.error}")
     try:
         publish_findings(folder, plan.plan_id, [(each.shard_id, each.error) for each in problems])
     except ShardprepError as error:
@@ -254,10 +237,8 @@ def _verify_deep(args: argparse.Namespace, plan: Plan) -> int:
         problems, checked = verify_deep(
             args.output_dir, plan, chosen, input_dir=args.input_dir, progress=progress.add
         )
-    for problem in problems:
-        say(f"error: shard {problem.shard_id:05d}: {problem.error}")
     if problems:
-        _keep_findings(args.output_dir, plan, problems)
+        _tell_problems(args.output_dir, plan, problems)
         return problems[0].error.exit_code
     print_lines(
         f"{len(chosen)} shards ({id_ranges(chosen)}) hold what a second reader finds in their input: "
@@ -310,19 +291,12 @@ def num_processes(args: argparse.Namespace, num_cpus: int, memory_gb: float) -> 
 
 def _shard_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = "Make one shard."
-    parser.add_argument(
-        "--shard_id", metavar="N", type=int, required=True, help="number of the shard, from 0"
-    )
-    parser.add_argument(
-        "--planned",
-        action="store_true",
-        help="fail with exit code 66 if --output_dir has no plan, instead of making one",
-    )
-    parser.add_argument(
-        "--check_inputs",
-        action="store_true",
-        help="first check that --input_dir holds the planned inputs of all shards",
-    )
+    add = parser.add_argument
+    add("--shard_id", metavar="N", type=int, required=True, help="number of the shard, from 0")
+    text = "fail with exit code 66 if --output_dir has no plan, instead of making one"
+    add("--planned", action="store_true", help=text)
+    text = "first check that --input_dir holds the planned inputs of all shards"
+    add("--check_inputs", action="store_true", help=text)
     add_flags_of(parser, PrepConfig, groups=GROUPS[:-1])
     others = {item.name for item in dataclasses.fields(PrepConfig)}
     add_flags_of(parser, WorkerSettings, but=others, groups=[RESOURCES])
@@ -330,75 +304,53 @@ def _shard_flags(parser: argparse.ArgumentParser) -> None:
 
 def _plan_flags(parser: argparse.ArgumentParser) -> None:
     shards = parser.add_argument_group("shards")
-    number = shards.add_mutually_exclusive_group()
-    number.add_argument(
-        "--num_shards", metavar="N", type=int, help="make N even shards (default: one per input file)"
-    )
-    number.add_argument(
-        "--shard_bytes",
-        metavar="SIZE",
-        help="make even shards of about this much input, such as 512M (default: by --num_shards)",
-    )
+    add = shards.add_mutually_exclusive_group().add_argument
+    add("--num_shards", metavar="N", type=int, help="make N even shards (default: one per input file)")
+    text = "make even shards of about this much input, such as 512M (default: by --num_shards)"
+    add("--shard_bytes", metavar="SIZE", help=text)
     shards.add_argument("--dry_run", action="store_true", help="print what would be planned, write nothing")
-    layout = parser.add_argument_group("Lustre layout of a new output folder")
-    layout.add_argument(
-        "--stripe",
-        metavar="LAYOUT",
-        default="auto",
-        help="auto: leave it as it is. none: do not look at it. N: this many stripes. 1G:1,-1:8: stripes by "
-        "the size of a file (default: auto)",
+    add = parser.add_argument_group("Lustre layout of a new output folder").add_argument
+    text = (
+        "auto: leave it as it is. none: do not look at it. N: this many stripes. 1G:1,-1:8: stripes by the "
+        "size of a file (default: auto)"
     )
-    layout.add_argument(
-        "--stripe_size",
-        metavar="SIZE",
-        help="size of a stripe, such as 4M; for N or a layout (default: Lustre's)",
-    )
-    layout.add_argument(
-        "--stripe_pool", metavar="POOL", help="pool of OSTs; for N or a layout (default: the folder's)"
-    )
+    add("--stripe", metavar="LAYOUT", default="auto", help=text)
+    text = "size of a stripe, such as 4M; for N or a layout (default: Lustre's)"
+    add("--stripe_size", metavar="SIZE", help=text)
+    text = "pool of OSTs; for N or a layout (default: the folder's)"
+    add("--stripe_pool", metavar="POOL", help=text)
     add_flags_of(parser, PrepConfig, groups=GROUPS)
 
 
-def _run_flags(parser: argparse.ArgumentParser) -> None:
+def _add_folder(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output_dir", metavar="DATA", type=Path, help="folder of the data set")
-    parser.add_argument("--shards", metavar="IDS", help="make only these, such as 0-9,12 (default: all)")
-    parser.add_argument(
-        "--num_proc",
-        metavar="N",
-        type=int,
-        help="number of processes (default: DATASET_NUM_PROC, or one per CPU, fewer if memory is short)",
-    )
+
+
+def _run_flags(parser: argparse.ArgumentParser) -> None:
+    _add_folder(parser)
+    add = parser.add_argument
+    add("--shards", metavar="IDS", help="make only these, such as 0-9,12 (default: all)")
+    text = "number of processes (default: DATASET_NUM_PROC, or one per CPU, fewer if memory is short)"
+    add("--num_proc", metavar="N", type=int, help=text)
     add_flags_of(parser, WorkerSettings, groups=GROUPS)
 
 
 def _clean_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("output_dir", metavar="DATA", type=Path, help="folder of the data set")
+    _add_folder(parser)
     parser.add_argument("--dry_run", action="store_true", help="print what would be removed, remove nothing")
 
 
 def _verify_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("output_dir", metavar="DATA", type=Path, help="folder of the data set")
+    _add_folder(parser)
     tier = parser.add_mutually_exclusive_group()
-    tier.add_argument(
-        "--fast", action="store_true", help="check manifests, sizes and coverage; read no shard"
-    )
-    tier.add_argument(
-        "--deep",
-        nargs="?",
-        type=int,
-        const=3,
-        metavar="N",
-        help="also read the input of N shards by a second reader, and compare (default: 0; without N: 3)",
-    )
-    parser.add_argument(
-        "--crcs", action="store_true", help='also write crcs/, which the loader\'s read_check="crc" compares'
-    )
-    parser.add_argument(
-        "--input_dir",
-        metavar="PATH",
-        type=Path,
-        help="for --deep, folder of the input, if it moved (default: the plan's)",
-    )
+    text = "check manifests, sizes and coverage; read no shard"
+    tier.add_argument("--fast", action="store_true", help=text)
+    text = "also read the input of N shards by a second reader, and compare (default: 0; without N: 3)"
+    tier.add_argument("--deep", nargs="?", type=int, const=3, metavar="N", help=text)
+    text = 'also write crcs/, which the loader\'s read_check="crc" compares'
+    parser.add_argument("--crcs", action="store_true", help=text)
+    text = "for --deep, folder of the input, if it moved (default: the plan's)"
+    parser.add_argument("--input_dir", metavar="PATH", type=Path, help=text)
 
 
 _PACKED = "documents are packed into rows by --record packed --seq_len 8192"

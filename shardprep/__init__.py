@@ -5,47 +5,26 @@ This package is what the others share. It imports none of them before one of the
 
 from typing import TYPE_CHECKING, Any
 
-from shardprep.errors import (
-    BadInput,
-    BrokenShard,
-    CannotWrite,
-    LustreError,
-    MissingShard,
-    NotFound,
-    OtherPlan,
-    OtherTokenizer,
-    ReadWriteError,
-    Refused,
-    ShardprepError,
-    Stopped,
-    UnknownMember,
-    UnknownVersion,
-    UsageError,
-)
+from shardprep.errors import BadInput as BadInput
+from shardprep.errors import BrokenShard as BrokenShard
+from shardprep.errors import CannotWrite as CannotWrite
+from shardprep.errors import LustreError as LustreError
+from shardprep.errors import MissingShard as MissingShard
+from shardprep.errors import NotFound as NotFound
+from shardprep.errors import OtherPlan as OtherPlan
+from shardprep.errors import OtherTokenizer as OtherTokenizer
+from shardprep.errors import ReadWriteError as ReadWriteError
+from shardprep.errors import Refused as Refused
+from shardprep.errors import ShardprepError as ShardprepError
+from shardprep.errors import Stopped as Stopped
+from shardprep.errors import UnknownMember as UnknownMember
+from shardprep.errors import UnknownVersion as UnknownVersion
+from shardprep.errors import UsageError as UsageError
 
 if TYPE_CHECKING:
-    from loader import get_llama3_dataloader
+    from loader import get_llama3_dataloader as get_llama3_dataloader
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "BadInput",
-    "BrokenShard",
-    "CannotWrite",
-    "LustreError",
-    "MissingShard",
-    "NotFound",
-    "OtherPlan",
-    "OtherTokenizer",
-    "ReadWriteError",
-    "Refused",
-    "ShardprepError",
-    "Stopped",
-    "UnknownMember",
-    "UnknownVersion",
-    "UsageError",
-    "get_llama3_dataloader",
-]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,11 +1,7 @@
 """``shardprep``, the one command: every command of every package under one name.
 
-The table below is the one place that knows the packages, and it knows them as strings: this package imports
-none of the others before one of their commands is called. Each ``__main__`` has a ``PROGRAM`` whose commands
-these are; ``python -m preprocess`` and the others run the same ones.
-
-``shardprep --help`` takes the lines from the packages themselves. It imports their ``__main__`` modules, and
-these import nothing large before a command runs (no numpy, no torch).
+The table below is the one place that knows the packages, and it knows them as strings. Each ``__main__`` has
+a ``PROGRAM`` whose commands these are; importing it imports nothing large (no numpy, no torch).
 """
 
 from __future__ import annotations

@@ -1,20 +1,11 @@
 """What a command prints: lines, progress, numbers for people; and readers that go away.
 
-``say`` prints a line to standard error, ``print_lines`` to standard output. ``Progress`` is a bar on a
-terminal and a line every 30 s in a log. Nothing else in our packages prints.
+``say`` prints a line to standard error, ``print_lines`` to standard output, and nothing else in our packages
+prints. Both print control characters of what others wrote as escapes, so nothing foreign moves the cursor or
+begins a line of a log. After ``guard_streams`` the streams do the same to what libraries and tracebacks
+write, and outlast their reader: what nobody can read any more is dropped, and the work goes on.
 
-A line may hold what others wrote: names of files, texts, words of Slurm. Both functions print control
-characters as escapes (``printable``), line ends within a line too, so nothing foreign moves the cursor,
-retitles the terminal or begins a line of a log. After ``guard_streams`` the streams do the same, but for line
-ends, to what argparse, libraries, warnings and tracebacks write.
-
-After ``guard_streams``, standard output and error outlast their reader: ``| head`` may go away, a log's
-pipe may close. What nobody can read any more is dropped, the work goes on, and the exit code is the work's
-own. Without it a worker would lose its shard to a line of its log, and ``verify | head`` would end in a
-traceback.
-
-A command speaks by ``say`` and not by ``logging``: these lines are its answers, wanted at every level and
-without a prefix, in order with the bar. The libraries below (retries, the loader) log, each by its module.
+These lines are a command's answers, wanted at every level and without a prefix, so they are no ``logging``.
 """
 
 from __future__ import annotations
@@ -28,7 +19,6 @@ import sys
 import time
 import unicodedata
 from collections.abc import Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from shardprep.errors import ReadWriteError
@@ -44,22 +34,23 @@ class Progress:
     """Counts up to a known total, on standard error: input bytes, or what ``unit`` names (in the plural)."""
 
     def __init__(self, label: str, total: int, *, unit: str = "bytes") -> None:
-        self._label = label
-        self._total = total
-        self._unit = unit
+        self._label, self._total, self._unit = label, total, unit
         self._done = 0
         self._counts: dict[str, int] = {}
         self._began = self._spoke = time.monotonic()
-        sign = "B" if unit == "bytes" else f" {unit}"
         self._terminal = _Terminal(sys.stderr)
-        self._bar = _bar(total, label, sign, self._terminal) if sys.stderr.isatty() else None
+        self._bar: tqdm[NoReturn] | None = None
+        if sys.stderr.isatty():
+            from tqdm import tqdm  # 0.03 s that a log's reader need not wait for
+
+            sign = "B" if unit == "bytes" else f" {unit}"
+            stream: Any = self._terminal
+            self._bar = tqdm(total=total, desc=label, unit=sign, unit_scale=True, file=stream)
 
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
 
@@ -92,12 +83,6 @@ class Progress:
             self._bar.write(printable(line), file=self._terminal)
         else:
             say(line)
-
-
-def _bar(total: int, label: str, sign: str, terminal: Any) -> tqdm[NoReturn]:
-    from tqdm import tqdm  # 0.03 s that a log's reader need not wait for
-
-    return tqdm(total=total, desc=label, unit=sign, unit_scale=True, file=terminal)
 
 
 def progress_line(
@@ -148,9 +133,9 @@ def short_time(seconds: float) -> str:
         return f"{hours} h {minutes:02d} min"
     if seconds >= 599.5:
         return f"{minutes} min"
-    return (
-        f"{round(seconds) // 60} min {round(seconds) % 60:02d} s" if seconds >= 59.5 else f"{seconds:.3g} s"
-    )
+    if seconds >= 59.5:
+        return f"{round(seconds) // 60} min {round(seconds) % 60:02d} s"
+    return f"{seconds:.3g} s"
 
 
 def counted(number: int, noun: str) -> str:
@@ -217,10 +202,9 @@ def draw(codes: str) -> None:
 def guard_streams() -> None:
     """Make this process's streams drop what cannot be read, and print control characters as escapes.
 
-    A stream that was put in their place is left alone. Of standard error every failure is dropped, a closed
-    terminal or a full disk, too: a log is not worth the work. Of standard output only a closed pipe is: what
-    was asked for must not be missing unseen, so another failure raises ReadWriteError, once. A command
-    flushes it before its exit code is settled.
+    Of standard error every failure is dropped, a full disk, too: a log is not worth the work. Of standard
+    output only a closed pipe is: what was asked for must not be missing unseen, so another failure raises
+    ReadWriteError, once. A stream that was put in their place is left alone.
     """
     if sys.stdout is sys.__stdout__:
         sys.stdout = _guarded(sys.stdout, BrokenPipeError)

@@ -1,7 +1,6 @@
 """Whether a name such as ``preprocess`` leads to this project: a user's own preprocess.py can hide ours.
 
 A script of that name beside the script that is started, or in the folder of ``python -m``, is found first.
-Nothing of it is run to find out.
 """
 
 from __future__ import annotations
@@ -52,9 +51,8 @@ def mixed_packages() -> list[str]:
     beside = [each for each in importlib.metadata.distributions(path=[str(_HOME)]) if each.files]
     own = [file for each in beside if each.metadata["Name"] == "shardprep" for file in each.files or []]
     names = {file.parts[0] for file in own if file.suffix == ".py" and len(file.parts) > 1}
-    lines = [f"{file.locate()} is not shardprep's own, or is missing" for file in own if _is_changed(file)][
-        :1
-    ]
+    lines = [f"{file.locate()} is not shardprep's own, or is missing" for file in own if _is_changed(file)]
+    del lines[1:]
     for each in beside:
         theirs = [file for file in each.files or [] if file.parts[0] in names and file.suffix == ".py"]
         if theirs and each.metadata["Name"] != "shardprep":

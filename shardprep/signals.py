@@ -30,8 +30,6 @@ _PR_SET_PDEATHSIG = 1
 def raise_on_stop_signals(what_is_left: str = "nothing unfinished is left") -> None:
     """Make the first of STOP_SIGNALS raise Stopped in the main thread; later ones are ignored.
 
-    ``what_is_left`` is said to who stopped the command.
-
     Slurm sends TERM at a time limit, a preemption and scancel, and KILL some seconds later; an
     unhandled TERM would end Python without any ``finally``.
     """
@@ -48,8 +46,7 @@ def stop_signals_wait(
 ) -> Iterator[None]:
     """Within, these signals wait; a process that is started here begins with them waiting.
 
-    Else one that comes while the child still imports would end it by Python's own handlers, with a
-    traceback, or as if it had been killed. The child ends the waiting by raise_on_stop_signals.
+    One that came while the child still imports would end it with a traceback, or as if it had been killed.
     ``spawns``: multiprocessing starts it, by another method than fork.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
@@ -121,7 +118,7 @@ class _StopAgain:
             self._hook(unraisable)
             return
 
-        def raise_again(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001 - a handler's signature
+        def raise_again(*_: object) -> NoReturn:
             raise Stopped(*stopped.args)
 
         signal.signal(signal.SIGALRM, raise_again)

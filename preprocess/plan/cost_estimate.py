@@ -75,8 +75,7 @@ def _sample(plan: Plan, num_bytes: int) -> Iterator[DocumentBatch]:
 
 
 def _beginning(document: LongDocument) -> DocumentBatch:
-    place = document.place
-    text = ""
+    place, text = document.place, ""
     with contextlib.suppress(UnicodeDecodeError):
         text = next(iter(document.text()), "")
     none = no_documents(dataclasses.replace(place, num_bytes=len(text.encode())))
@@ -114,23 +113,20 @@ def _part_at(plan: Plan, number: int, target: int, num_bytes: int) -> ByteRange:
     path = plan.input_dir / item.path
     file = OpenInput(path)
     (start,) = starts_in(file, [(target, sys.maxsize)], reading)
-    is_at_end = start is None or start.byte == item.num_bytes
-    begin = Start(0) if start is None or (is_at_end and not input_kind(item.path).is_in_bytes) else start
-    (stop,) = starts_in(file, [(min(begin.byte + num_bytes, item.num_bytes), sys.maxsize)], reading)
+    if start is None or (start.byte == item.num_bytes and not input_kind(item.path).is_in_bytes):
+        start = Start(0)
+    (stop,) = starts_in(file, [(min(start.byte + num_bytes, item.num_bytes), sys.maxsize)], reading)
     return ByteRange(
         input_number=number,
         path=path,
-        start=begin.byte,
+        start=start.byte,
         end=item.num_bytes if stop is None else stop.byte,
-        text_start=begin.text_byte,
+        text_start=start.text_byte,
     )
 
 
 def measure(plan: Plan, engine: Engine) -> CostEstimate:
-    """Run a sample through the worker's own stages into a scratch folder and scale it up.
-
-    Times are CPU seconds of one core of this machine; a cluster's node will differ.
-    """
+    """Run a sample through the worker's own stages into a scratch folder; scale their CPU seconds up."""
     input_paths = {number: item.path for number, item in enumerate(plan.inputs)}
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(scratch_folder())
@@ -175,27 +171,22 @@ class _SeenFields(TextFields):
         super().__init__()
         self.plain_name = None
         self.num_chars: Counter[str] = Counter()  # of texts, by field; 0 for other values
-        self.messages: dict[str, None] = {}  # fields that are lists of messages
+        self.messages: list[str] = []  # fields that are lists of messages
 
-    def text(self, record: Any) -> UnusableText:
-        if isinstance(record, dict):
-            self._see(record, "")
-        return UnusableText("no_field", "")
-
-    def _see(self, record: dict[str, Any], place: str) -> None:
-        for name, value in record.items():
+    def text(self, record: Any, place: str = "") -> UnusableText:
+        for name, value in record.items() if isinstance(record, dict) else ():
             self.num_chars[place + name] += len(value) if isinstance(value, str) else 0
             if isinstance(value, dict):
-                self._see(value, f"{place}{name}.")
+                self.text(value, f"{place}{name}.")
             elif isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]:
-                self.messages[place + name] = None
+                self.messages.append(place + name)
+        return UnusableText("no_field", "")
 
 
 def _check_fields(plan: Plan, writer: ShardWriter) -> None:
     """Raise BadInput where no record of the sample has the field of the text, naming the fields it has."""
-    if writer.num_documents or not writer.bad_reasons or writer.bad_reasons - {"no_field", "wrong_type"}:
-        return
-    if plan.max_bad_fraction == 1:
+    is_other_field = writer.bad_reasons and writer.bad_reasons <= {"no_field", "wrong_type"}
+    if writer.num_documents or not is_other_field or plan.max_bad_fraction == 1:
         return
     options, seen = plan.options, _SeenFields()
     parts = list(_sample_ranges(plan, _SAMPLE_BYTES // _NUM_PLACES))[:1]
@@ -206,9 +197,8 @@ def _check_fields(plan: Plan, writer: ShardWriter) -> None:
         return
     wanted = options.text_template or options.text_field or options.messages_field
     flags = [f"--text_field {name}" for name, number in seen.num_chars.most_common(1) if number]
-    for name in seen.messages:
-        named = "" if name == "messages" else f" --messages_field {name}"
-        flags.insert(0, f"--record chat{named}")
+    for name in dict.fromkeys(seen.messages):
+        flags.insert(0, "--record chat" + ("" if name == "messages" else f" --messages_field {name}"))
     names = ", ".join(printable(name) for name in list(seen.num_chars)[:_NUM_SHOWN])
     raise BadInput(
         f"no record of a sample of {plan.input_dir} has {wanted!r} as "
@@ -218,10 +208,7 @@ def _check_fields(plan: Plan, writer: ShardWriter) -> None:
 
 
 def estimate_of(plan: Plan, folder: Path) -> CostEstimate:
-    """The same for a data set that is planned in ``folder``, with its own tokenizer: a second or two of CPU.
-
-    Raises what reading the input and the tokenizer raises.
-    """
+    """The same for a data set that is planned in ``folder``, with its own tokenizer: 1 to 2 s of CPU."""
     path = folder / TOKENIZER_DIR / TOKENIZER_FILE
     return measure(plan, tokenizers_engine(path, allow_special_tokens=plan.options.encodes_control_tokens))
 

@@ -36,20 +36,15 @@ def next_lines(folder: Path, num_shards: int) -> list[str]:
 
 _HUB_DATASET = re.compile(r"(?:(?:hf|https?):/+(?:huggingface\.co/+)?datasets/)?([\w-][\w.-]*/[\w-][\w.-]*)")
 
+_FETCHED = {"input_dir": "raw", "recursive": True}
+
 
 def hub_lines(input_dir: Path, given: Mapping[str, Any]) -> str | None:
-    """Return the commands that fetch a data set of the hub and plan it; None if it has no such name.
-
-    ``given``: the other flags of the plan command.
-    """
+    """Return the commands that fetch a data set of the hub and plan it; None if it has no such name."""
     if not (match := _HUB_DATASET.fullmatch(str(input_dir))):
         return None
-    others = {
-        flag: value
-        for flag, value in given.items()
-        if flag not in ("input_dir", "recursive") and value is not None
-    }
-    words = ["--input_dir", "raw", "--recursive", *flag_words(others)]
+    others = {name: value for name, value in given.items() if value is not None and name not in _FETCHED}
+    words = flag_words(_FETCHED | others)
     fetch = f"hf download {match[1]} --repo-type dataset --local-dir raw"
     return f"{fetch} && shardprep plan {shlex.join(words)}"
 

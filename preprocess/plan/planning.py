@@ -222,19 +222,16 @@ def _why_not(name: str) -> str | None:
     return _REPOSITORY if _REPOSITORY_NAME.fullmatch(name.lower()) else None
 
 
-def _suffix(name: str) -> str:
-    return os.path.splitext(name)[1]  # noqa: PTH122 - of many names
-
-
 def left_out_lines(left_out: Mapping[str, Sequence[str]]) -> list[str]:
     """Return a line per reason: how many names, the first of them, and how they could be taken."""
     lines = []
     for reason, names in left_out.items():
         first = names[0].rpartition("/")[2]
-        pattern = f"*{_suffix(first)}" if reason == _UNKNOWN and _suffix(first) else first
+        suffixes = [os.path.splitext(name)[1] for name in names]  # noqa: PTH122 - of many names
+        pattern = f"*{suffixes[0]}" if reason == _UNKNOWN and suffixes[0] else first
         remedy = _REMEDIES[reason].format(pattern=pattern if pattern.isprintable() else "PATTERN")
         if reason == _UNKNOWN:
-            common = Counter(_suffix(name) or "none" for name in names).most_common(_NUM_SHOWN)
+            common = Counter(suffix or "none" for suffix in suffixes).most_common(_NUM_SHOWN)
             reason += f": {', '.join(f'{suffix} {number}' for suffix, number in common)}"
         shown = ", ".join(name if name.isprintable() else ascii(name) for name in names[:_NUM_SHOWN])
         more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
@@ -612,10 +609,7 @@ def _plan_of(
 
 
 def _input_sha256s(plan: Plan) -> list[str]:
-    """The sha256 of every shard's input bytes: reads the whole input, about a second per core and gigabyte.
-
-    Raises NotFound, ReadWriteError or Refused where a file cannot be read or changes meanwhile.
-    """
+    """The sha256 of every shard's input bytes: reads all of it, about a second per core and gigabyte."""
 
     def sha256_of(shard_id: int) -> str:
         digest = hashlib.sha256()

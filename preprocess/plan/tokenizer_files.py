@@ -8,13 +8,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardprep.errors import (
-    BrokenShard,
-    CannotWrite,
-    NotFound,
-    OtherTokenizer,
-    ShardprepError,
-)
+from shardprep.errors import BrokenShard, CannotWrite, NotFound, OtherTokenizer, ShardprepError
 from shardprep.files import NOT_THERE, FileStamp, PublishedFolder, names_in, read_regular, stamp_file
 from shardprep.format.dataset_spec import TokenizerSpec, fingerprint_of
 from shardprep.format.names import TOKENIZER_DIR
@@ -128,14 +122,18 @@ def publish_tokenizer(
     """Make ``output_dir/tokenizer`` hold the tokenizer of ``resolved``; returns its files' stamps.
 
     ``frozen``: the files that a plan in the folder names. They are kept where they are whole, else put back.
-    Without a plan a tokenizer there is no claim, whoever left it: an equal one is kept, so that planners that
-    race agree, and another is replaced. What is published is synced: files, folder, and the folder around.
+    Without a plan an equal tokenizer is kept, so that planners that race agree, and another is replaced.
     Raises OtherTokenizer where the resolved files are not ``frozen``, CannotWrite or ReadWriteError.
     """
     target = output_dir / TOKENIZER_DIR
 
     def is_there() -> bool:
-        return _is_tokenizer(target, spec) if frozen is None else _holds(target, frozen)
+        try:
+            if frozen is not None:
+                return stamp_tokenizer(target) == frozen
+            return describe_tokenizer(target, spec.model_id) == spec
+        except (NotFound, BrokenShard):
+            return False
 
     if is_there():
         return stamp_tokenizer(target)
@@ -146,28 +144,10 @@ def publish_tokenizer(
         )
     with PublishedFolder(target) as folder:
         for name in names_in(resolved):
-            _copy(resolved / name, folder.temporary / name)
+            try:
+                shutil.copyfile(resolved / name, folder.temporary / name)
+            except OSError as error:
+                raise CannotWrite(f"{target / name} cannot be written: {error.strerror}") from None
         if not folder.publish_first() and not is_there():  # another planner may have been faster
             folder.publish()
     return stamp_tokenizer(target)
-
-
-def _is_tokenizer(folder: Path, spec: TokenizerSpec) -> bool:
-    try:
-        return describe_tokenizer(folder, spec.model_id) == spec
-    except (NotFound, BrokenShard):
-        return False
-
-
-def _holds(folder: Path, stamps: dict[str, FileStamp]) -> bool:
-    try:
-        return stamp_tokenizer(folder) == stamps
-    except BrokenShard:
-        return False
-
-
-def _copy(source: Path, target: Path) -> None:
-    try:
-        shutil.copyfile(source, target)
-    except OSError as error:
-        raise CannotWrite(f"{target} cannot be written: {error.strerror}") from None

@@ -26,6 +26,7 @@ CONTENT_HASH = "content_sha256"
 RUN = "run"  # what varies between equal files; outside of the content's hash, with one of its own
 RUN_HASH = "run_sha256"
 MOST = 2**63 - 1  # the largest number that the columns of an index can hold
+_HEX = re.compile("[0-9a-f]*")
 _NUM_SHOWN = 60  # characters of a value that an error repeats
 
 
@@ -62,37 +63,23 @@ def checked_fields(
     path: Path, raw: bytes | bytearray, file_format: str, *, version: int = FORMAT_VERSION
 ) -> Fields:
     """``read_checked`` of the bytes of a file. Raises BrokenShard, UnknownVersion."""
-    data = parse_json(path, raw, file_format, version=version)
-    try:
-        found, expected = data.pop(CONTENT_HASH, None), content_sha256(data)
-    except RecursionError:
-        raise BrokenShard(f"{path} is nested too deep") from None
-    if found != expected:
-        raise _altered(path, CONTENT_HASH, found, expected)
-    del data["format"], data["version"]
-    return Fields(path, data)
-
-
-def parse_json(
-    path: Path, raw: bytes | bytearray, file_format: str, *, version: int = FORMAT_VERSION
-) -> dict[str, Any]:
-    """Parse one of our JSON files and check its ``format`` and ``version``.
-
-    Raises BrokenShard where it is not such a file, UnknownVersion where it is of another version.
-    """
     try:
         data = json.loads(raw.decode("utf-8"), object_pairs_hook=_object, parse_constant=_no_constant)
+        if not isinstance(data, dict) or data.get("format") != file_format:
+            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise BrokenShard(f"{path} is not a {file_format}: its format is {_shown(found)}")
+        found = data.get("version")
+        if type(found) is not int or found != version:
+            raise UnknownVersion(version_message(path, found))
+        found, expected = data.pop(CONTENT_HASH, None), content_sha256(data)
     except RecursionError:
         raise BrokenShard(f"{path} is nested too deep") from None
     except ValueError as error:
         raise BrokenShard(f"{path} is not JSON ({error})") from None
-    if not isinstance(data, dict) or data.get("format") != file_format:
-        found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise BrokenShard(f"{path} is not a {file_format}: its format is {_shown(found)}")
-    found = data.get("version")
-    if type(found) is not int or found != version:
-        raise UnknownVersion(version_message(path, found))
-    return data
+    if found != expected:
+        raise _altered(path, CONTENT_HASH, found, expected)
+    del data["format"], data["version"]
+    return Fields(path, data)
 
 
 def version_message(path: Path, found: object) -> str:
@@ -176,6 +163,13 @@ class Fields:
         if self._data:
             raise BrokenShard(f"{self.path}: {self._place}{_shown(min(self._data))} is no key that is known")
 
+    def right(self, key: str, is_right: Callable[[Any], bool], expected: str) -> Any:
+        """A value of which ``is_right`` holds."""
+        value = self.take(key)
+        if not is_right(value):
+            raise self.wrong(key, value, expected)
+        return value
+
     def whole(self, key: str, least: int = 0, most: int = MOST) -> int:
         """A whole number; true and 1.0 are none."""
         value = self.take(key)
@@ -192,32 +186,24 @@ class Fields:
 
     def flag(self, key: str) -> bool:
         """true or false; 0 and "false" are neither."""
-        value = self.take(key)
-        if type(value) is not bool:
-            raise self.wrong(key, value, "true or false")
-        return value
+        return bool(self.right(key, lambda value: type(value) is bool, "true or false"))
 
     def text(self, key: str) -> str:
         """Characters that a path and a message can hold: no NUL, no half of a surrogate pair."""
-        value = self.take(key)
-        if not is_text(value) or "\0" in value:
-            raise self.wrong(key, value, "a text")
-        return str(value)
+        return str(self.right(key, lambda value: is_text(value) and "\0" not in value, "a text"))
 
-    def choice(self, key: str, choices: tuple[Any, ...]) -> Any:
-        """One of some texts or numbers."""
-        value = self.take(key)
-        for choice in choices:
-            if type(value) is type(choice) and value == choice:
-                return choice
-        raise self.wrong(key, value, f"one of {', '.join(map(str, choices))}")
+    def choice(self, key: str, choices: tuple[str, ...]) -> str:
+        """One of some texts."""
+        return str(self.right(key, lambda value: value in choices, f"one of {', '.join(choices)}"))
 
     def digest(self, key: str) -> str:
         """A sha256 in lower-case hex digits."""
-        value = self.take(key)
-        if not is_digest(value, 64):
-            raise self.wrong(key, value, "64 hex digits")
-        return str(value)
+        return str(self.right(key, lambda value: is_digest(value, 64), "64 hex digits"))
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        """An object of any values."""
+        found: dict[str, Any] = self.right(key, lambda value: isinstance(value, dict), "an object")
+        return found
 
     def value(self, key: str, kind: Any) -> Any:
         """A value of a type, see ``_reader_of``."""
@@ -237,13 +223,6 @@ class Fields:
     def stamp(self, key: str) -> FileStamp:
         """Size and sha256 of a file."""
         return self.fields(key).all_of(FileStamp)
-
-    def mapping(self, key: str) -> dict[str, Any]:
-        """An object of any values."""
-        value = self.take(key)
-        if not isinstance(value, dict):
-            raise self.wrong(key, value, "an object")
-        return value
 
     def run(self, names_without_hash: Container[str]) -> dict[str, Any]:
         """The ``run`` of a file, without its hash, which has to be right.
@@ -343,7 +322,7 @@ def _readers_of(kind: Any) -> list[tuple[str, Callable[[Fields, str], Any]]]:
 
 def is_digest(value: object, num_digits: int) -> bool:
     """Whether a value is a text of so many lower-case hex digits."""
-    return isinstance(value, str) and re.fullmatch(f"[0-9a-f]{{{num_digits}}}", value) is not None
+    return isinstance(value, str) and len(value) == num_digits and _HEX.fullmatch(value) is not None
 
 
 def _is_pair(value: Any) -> bool:

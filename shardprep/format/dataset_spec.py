@@ -123,8 +123,7 @@ class DatasetSpec:
 def read_input_names(folder: Path) -> list[str]:
     """The inputs of a data set's plan, relative to its input folder; an idx names them by their position.
 
-    Raises FileNotFoundError or NotADirectoryError where there is no plan, BrokenShard, UnknownVersion,
-    ReadWriteError.
+    Raises FileNotFoundError, NotADirectoryError, BrokenShard, UnknownVersion, ReadWriteError.
     """
 
     def names_of(fields: Fields, name: str, _: int) -> list[str]:

@@ -1,9 +1,9 @@
 """shard-N.idx: where each sample lies in the tar, and where it came from; and crcs/shard-N.crc.
 
 Both are files of records: 64 bytes of header, one record of fixed size per sample, and a crc32 for each 512
-records. They are read, never mapped: where a file system fails, a read is an error that can be tried again,
-and a mapped page a SIGBUS. crcs/shard-N.crc has the crc32 of what the loader reads of each sample, written by
-``verify --crcs`` for the loader's ``read_check="crc"``. Nothing else needs it, and it may be deleted.
+records. They are read, never mapped: where a file system fails, a mapped page is a SIGBUS. crcs/shard-N.crc
+has the crc32 of what the loader reads of each sample, written by ``verify --crcs`` for the loader's
+``read_check="crc"``. Nothing else needs it, and it may be deleted.
 """
 
 from __future__ import annotations
@@ -177,17 +177,22 @@ class RecordFile:
             self._check(first // CHUNK_RECORDS + place // size, data[place : place + size])
         return data.view(self.dtype)[rows.start - first : rows.stop - first]
 
-    def check_values(self, records: npt.NDArray[np.void]) -> None:
-        """What must hold of a chunk besides its crc32: here nothing. Raises BrokenShard."""
+    def read_all(self) -> npt.NDArray[np.void]:
+        """Every record, in memory. Raises BrokenShard; OSError."""
+        rows = slice(0, self.num_samples)
+        return self.records(rows, np.frombuffer(self.file.read(*self.place(rows)), np.uint8))
 
     def _check(self, chunk: int, data: npt.NDArray[np.uint8]) -> None:
-        """Compare the crc32 of a chunk. Raises BrokenShard."""
+        """Compare the crc32 of a chunk; of an idx, that no offset is beyond all tars. Raises BrokenShard."""
         if zlib.crc32(data.data) != self.crcs[chunk]:
             raise BrokenShard(
                 f"{self.file.path} is damaged: the crc32 of its records from {chunk * CHUNK_RECORDS} on is "
                 f"not the one written; {self.remedy}"
             )
-        self.check_values(data.view(self.dtype))
+        if "offset" in (self.dtype.names or ()):
+            last = int(data.view(self.dtype)["offset"].max())
+            if last > MAX_OFFSET:
+                raise BrokenShard(f"{self.file.path} places a sample at byte {last} of a tar; {self.remedy}")
         self.checked[chunk] = True
 
     def _is_checked(self, rows: slice) -> bool:
@@ -200,27 +205,11 @@ class RecordFile:
         first = rows.start // CHUNK_RECORDS * CHUNK_RECORDS
         return first, min(-(-rows.stop // CHUNK_RECORDS) * CHUNK_RECORDS, self.num_samples)
 
-    def read_all(self) -> npt.NDArray[np.void]:
-        """Every record, in memory. Raises BrokenShard; OSError."""
-        rows = slice(0, self.num_samples)
-        return self.records(rows, np.frombuffer(self.file.read(*self.place(rows)), np.uint8))
 
-
-_File = TypeVar("_File", bound=RecordFile)
-
-
-def open_records(
-    kind: type[_File],
-    path: Path,
-    dtype: np.dtype[Any],
-    *,
-    check_header: Callable[[bytes], None],
-    remedy: str,
-) -> _File:
-    """Open a file of records; ``check_header`` is given its first 64 bytes, or all if it has fewer.
-
-    Raises what that raises, and BrokenShard for a size that no number of records has; OSError.
-    """
+def _open_records(
+    path: Path, dtype: np.dtype[Any], check_header: Callable[[bytes], None], remedy: str
+) -> RecordFile:
+    """Open a file of records; ``check_header`` is given its first 64 bytes, or all if it has fewer."""
     file = ReadFile(path)
     try:
         check_header(bytes(file.read(0, min(HEADER_BYTES, file.num_bytes))))
@@ -231,7 +220,9 @@ def open_records(
         file.close()
         raise
     checked = bytearray(len(crcs))
-    return kind(file=file, dtype=dtype, num_samples=num_samples, crcs=crcs, checked=checked, remedy=remedy)
+    return RecordFile(
+        file=file, dtype=dtype, num_samples=num_samples, crcs=crcs, checked=checked, remedy=remedy
+    )
 
 
 def idx_dtype(kind: str) -> np.dtype[Any]:
@@ -244,31 +235,25 @@ def idx_num_bytes(kind: str, num_samples: _Number) -> _Number:
     return record_file_bytes(idx_dtype(kind).itemsize, num_samples)
 
 
-@dataclass(frozen=True, kw_only=True)
-class IdxFile(RecordFile):
-    """An idx, open for reading; its records are IDX_DOCUMENT or IDX_ROW."""
-
-    def check_values(self, records: npt.NDArray[np.void]) -> None:
-        """That no offset is beyond all tars. Raises BrokenShard."""
-        if (last := int(records["offset"].max())) > MAX_OFFSET:
-            raise BrokenShard(f"{self.file.path} places a sample at byte {last} of a tar; {self.remedy}")
-
-
-def open_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> IdxFile:
+def open_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> RecordFile:
     """Open a shard's idx and check its header and size.
 
     Raises MissingShard, UnknownVersion, OtherPlan or BrokenShard; OSError where the file system fails.
     """
-    path = idx_path(folder, shard_id)
-    expected = idx_header(spec, shard_id)
+    path, expected = idx_path(folder, shard_id), idx_header(spec, shard_id)
+
+    def check_header(header: bytes) -> None:
+        if len(header) < IDX_HEADER.itemsize or not header.startswith(IDX_MAGIC):
+            raise BrokenShard(f"{path} is not an idx: it begins {header[:8]!r}, expected {IDX_MAGIC!r}")
+        found, wanted = (np.frombuffer(each, IDX_HEADER)[0] for each in (header, expected))
+        if (version := int(found["version"])) != FORMAT_VERSION:
+            raise UnknownVersion(version_message(path, version))
+        if header != expected:
+            raise OtherPlan(f"{path} was written for {found}, expected {wanted}")
+
+    remedy = f"run: {remake_command(shard_id, folder)}"
     try:
-        return open_records(
-            IdxFile,
-            path,
-            idx_dtype(spec.kind),
-            check_header=lambda header: _check_header(path, header, expected),
-            remedy=f"run: {remake_command(shard_id, folder)}",
-        )
+        return _open_records(path, idx_dtype(spec.kind), check_header, remedy)
     except NOT_THERE:
         raise MissingShard(f"{path} is missing; run: {rerun_command(shard_id, folder)}") from None
 
@@ -278,24 +263,12 @@ def read_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> npt.NDArray[np.v
 
     Raises MissingShard, UnknownVersion, OtherPlan, BrokenShard, or ReadWriteError.
     """
-    path = idx_path(folder, shard_id)
     try:
         idx = open_idx(folder, spec, shard_id)
         with idx.file:
             return idx.read_all()
     except OSError as error:
-        raise ReadWriteError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _check_header(path: Path, header: bytes, expected: bytes) -> None:
-    if len(header) < IDX_HEADER.itemsize or not header.startswith(IDX_MAGIC):
-        raise BrokenShard(f"{path} is not an idx: it begins {header[:8]!r}, expected {IDX_MAGIC!r}")
-    version = int(np.frombuffer(header, IDX_HEADER)["version"][0])
-    if version != FORMAT_VERSION:
-        raise UnknownVersion(version_message(path, version))
-    if header != expected:
-        found = np.frombuffer(header, IDX_HEADER)[0]
-        raise OtherPlan(f"{path} was written for {found}, expected {np.frombuffer(expected, IDX_HEADER)[0]}")
+        raise ReadWriteError(f"{idx_path(folder, shard_id)} cannot be read: {error.strerror}") from error
 
 
 def idx_header(spec: DatasetSpec, shard_id: int) -> bytes:
@@ -347,6 +320,6 @@ def open_crcs(folder: Path, spec: DatasetSpec, shard_id: int, tar_sha256: str) -
             )
 
     try:
-        return open_records(RecordFile, path, crcs_dtype(spec.kind), check_header=check_header, remedy=remedy)
+        return _open_records(path, crcs_dtype(spec.kind), check_header, remedy)
     except NOT_THERE:
         raise MissingShard(f'{path} is missing, and read_check is "crc"; {remedy}') from None

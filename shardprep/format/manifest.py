@@ -2,8 +2,7 @@
 
 shard-N.json says what one shard holds and of which data set it is; a shard with a right one is done. A reader
 of index.json opens one file, not 10^5. osts.json says on which Lustre storage target (OST) each tar begins: a
-hint for the order in which readers open them, no part of the data set. Without it, or with a wrong one,
-shards are opened in another order, and nothing else changes.
+hint for the order in which readers open them, no part of the data set.
 """
 
 from __future__ import annotations
@@ -43,19 +42,11 @@ from shardprep.format.names import (
     shard_name,
     tar_path,
 )
-from shardprep.format.shard_making import (
-    SourceCounts,
-    sources_of,
-    sum_of_sources,
-)
+from shardprep.format.shard_making import SourceCounts, sources_of, sum_of_sources
 
 # What the first manifests of this version say of their run, which has no hash there. Nothing is added.
-_RUN_WITHOUT_HASH = frozenset(
-    {
-        *("engine", "shardprep", "python", "host", "slurm"),
-        *("num_cpus", "began", "wall_s", "cpu_s", "max_rss_bytes"),
-    }
-)
+_FIRST_RUN = {"engine", "shardprep", "python", "host", "slurm"}
+_FIRST_RUN |= {"num_cpus", "began", "wall_s", "cpu_s", "max_rss_bytes"}
 _MANIFEST_NAME = re.compile(r"shard-(\d{5})\.json", re.ASCII)
 
 
@@ -100,7 +91,7 @@ class Manifest:
     def from_json(fields: Fields) -> Manifest:
         """Raises BrokenShard, also where counts and sizes do not agree."""
         spec = DatasetSpec.from_json(fields.fields("spec"))
-        manifest = fields.all_of(Manifest, spec=spec, run=fields.run(_RUN_WITHOUT_HASH))
+        manifest = fields.all_of(Manifest, spec=spec, run=fields.run(_FIRST_RUN))
         expected = idx_num_bytes(manifest.spec.kind, manifest.counts.num_samples)
         if manifest.idx.num_bytes != expected:
             what = f"{expected} for {manifest.counts.num_samples} samples"
@@ -153,12 +144,13 @@ def check_shard(folder: Path, shard_id: int, plan_id: str) -> Manifest:
 def shard_files(folder: Path, manifest: Manifest) -> list[tuple[Path, FileStamp]]:
     """The files a manifest vouches for, with what it says of each."""
     shard_id = manifest.shard_id
-    files = [(tar_path(folder, shard_id), manifest.tar), (idx_path(folder, shard_id), manifest.idx)]
-    if manifest.quarantine is not None:
-        files.append((quarantine_path(folder, shard_id), manifest.quarantine))
-    if manifest.ids is not None:
-        files.append((ids_path(folder, shard_id), manifest.ids))
-    return files
+    files = [
+        (tar_path(folder, shard_id), manifest.tar),
+        (idx_path(folder, shard_id), manifest.idx),
+        (quarantine_path(folder, shard_id), manifest.quarantine),
+        (ids_path(folder, shard_id), manifest.ids),
+    ]
+    return [(path, stamp) for path, stamp in files if stamp is not None]
 
 
 def check_hashes(folder: Path, manifest: Manifest, *, tar_sha256: str = "") -> None:
@@ -279,15 +271,8 @@ def merge_manifests(manifests: Iterable[Manifest]) -> DatasetIndex:
                 f"the shards before it to {spec.plan_id[:12]}; one folder holds one data set"
             )
         counts = manifest.counts
-        rows.append(
-            (
-                counts.num_samples,
-                counts.num_documents,
-                counts.num_tokens,
-                manifest.tar.num_bytes,
-                manifest.idx.num_bytes,
-            )
-        )
+        found = (counts.num_samples, counts.num_documents, counts.num_tokens)
+        rows.append((*found, manifest.tar.num_bytes, manifest.idx.num_bytes))
         hashes.append(manifest.tar.sha256[:_HASH_DIGITS])
         sources.append(counts.sources)
     if spec is None:
@@ -363,12 +348,10 @@ def read_osts(folder: Path, num_shards: int) -> npt.NDArray[np.int64] | None:
         fields = read_checked(folder / OSTS_NAME, "shardprep-osts", max_bytes=MAX_OSTS_BYTES)
     except NOT_THERE:
         return None
-    found = fields.list_of("osts", _is_ost, "the number of an OST, or -1")
+    found = fields.list_of(
+        "osts", lambda ost: type(ost) is int and -1 <= ost < 1 << 31, "the number of an OST, or -1"
+    )
     fields.end()
     if len(found) != num_shards:
         raise fields.wrong("osts", f"{len(found)} entries", f"those of {num_shards} shards")
     return np.array(found, np.int64)
-
-
-def _is_ost(value: object) -> bool:
-    return type(value) is int and -1 <= value < 1 << 31

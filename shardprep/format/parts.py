@@ -1,8 +1,7 @@
 """JSON files whose long lists are read by parts: a process reads the head, and the blocks that it needs.
 
-Such a file is one JSON object. Its first line, closed by a brace, is the head: all but the lists, a hash of
-that, and for each list the offset, size and sha256 of its blocks of ``ROWS_PER_BLOCK`` rows. Offsets count
-from the end of the first line. The head grows by about 85 bytes for 512 rows.
+The first line of such a file, closed by a brace, is the head: all but the lists, a hash of that, and for each
+list the offset (from the end of the first line), size and sha256 of its blocks of ``ROWS_PER_BLOCK`` rows.
 """
 
 from __future__ import annotations
@@ -130,10 +129,7 @@ class PartsFile:
 
 
 class Rows(Sequence[T]):
-    """A list of a file, each block of which is read when one of its rows is asked for, and then held.
-
-    Raises what ``PartsFile.read_block`` raises.
-    """
+    """A list of a file, each block of which is read when one of its rows is asked for, and then held."""
 
     def __init__(
         self,

@@ -91,6 +91,31 @@ def _status_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _report_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "What a data set holds, how it was made and how to make it again: as text, with --output as a page "
+        "for a browser, which needs no network. Reads every manifest once, and no shard."
+    )
+    parser.add_argument("output_dir", type=Path, help="folder of the data set")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="write this file: a page, unless --text or --json is given (default: print)",
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--text", action="store_true", help="plain text (the default without --output)")
+    form.add_argument("--json", action="store_true", help="for programs: docs/report_json.md")
+    parser.add_argument(
+        "--lang", choices=("en", "ko"), default="en", help="language of page and text (default en)"
+    )
+    parser.add_argument(
+        "--num_examples",
+        type=int,
+        default=3,
+        help="documents shown of those left out for each reason, with their beginning (default 3; 0: none)",
+    )
+
+
 # Modules are named, not imported: what a command needs is loaded when it is called.
 PROGRAM = Program(
     name="python -m slurm",
@@ -114,8 +139,8 @@ PROGRAM = Program(
         ),
         "report": Command(
             summary="one page of the data set: what it holds, how it was made, how to make it again",
-            add_flags="slurm.report.command:add_flags",
-            run="slurm.report.command:report",
+            add_flags=_report_flags,
+            run="slurm.report.report_data:report",
         ),
         "cancel": Command(
             summary="cancel every job of this data set that waits or runs",

@@ -350,7 +350,13 @@ def report_lines(data: dict[str, Any]) -> list[str]:
         lines.append(f"  of another plan: {data['other_plan']}; shardprep verify says what to do")
     broken = [f"  not done, {why}" for why in data["broken"].values()]
     lines += broken[:_MOST_FAILURES]
-    lines += _slow_lines(data)
+    if data["slow_shards"]:
+        slow = data["slow_shards"]
+        shown = [f"{it['shard']:05d} ({short_time(it['wall_s'])} on {it['node']})" for it in slow]
+        lines.append(f"  slowest shards: {', '.join(shown)}")
+    if data["slow_nodes"]:
+        shown = [f"{it['node']} ({it['speed']:.0%} of the others' speed)" for it in data["slow_nodes"]]
+        lines.append(f"  slow nodes: {', '.join(shown)}")
     lines += _efficiency_lines(data)
     asked = [f"{name} {item['value']} ({item['source']})" for name, item in data["asked_for"].items()]
     lines += [f"  asked for: {', '.join(asked)}"] if asked else []
@@ -371,29 +377,24 @@ def report_lines(data: dict[str, Any]) -> list[str]:
     return [*lines, next_line(data)]
 
 
+_NOTES = {  # field -> what it says to people, most pressing first
+    "unrecorded_jobs": "wait or run, and no record says for which shards: {}: its jobs folder was emptied",
+    "stray_jobs": "held jobs that no record names: {}: a submission goes on, or was cut short",
+    "suspended": "suspended: {}; scontrol resume JOB lets them go on",
+    "wrong": "found wrong by verify: {}; they are not done, and are made anew",
+    "not_begun": "ended before they began: {} (cancelled, or Slurm could not start them)",
+    "foreign_jobs": "jobs of the folder that this one was copied from are left alone: {0} "
+    "(to end them: scancel {0})",
+    "accounts_away": "Slurm's accounts give no answer, so causes are from records: {}",
+}
+
+
 def notes(data: dict[str, Any]) -> list[str]:
-    """What somebody should look at, a text each, most pressing first."""
+    """What somebody should look at, a text each."""
     found = []
-    if data["unrecorded_jobs"]:
-        ids = ", ".join(data["unrecorded_jobs"])
-        found.append(f"wait or run, and no record says for which shards: {ids}: its jobs folder was emptied")
-    if data["stray_jobs"]:
-        ids = ", ".join(data["stray_jobs"])
-        found.append(f"held jobs that no record names: {ids}: a submission goes on, or was cut short")
-    if data["suspended"]:
-        found.append(f"suspended: {data['suspended']}; scontrol resume JOB lets them go on")
-    if data["wrong"]:
-        found.append(f"found wrong by verify: {data['wrong']}; they are not done, and are made anew")
-    if data["not_begun"]:
-        found.append(
-            f"ended before they began: {data['not_begun']} (cancelled, or Slurm could not start them)"
-        )
-    if data["foreign_jobs"]:
-        ids = " ".join(data["foreign_jobs"])
-        found.append(
-            "jobs of the folder that this one was copied from are left alone: "
-            f"{ids} (to end them: scancel {ids})"
-        )
+    for name, text in _NOTES.items():
+        if value := data[name]:
+            found.append(text.format(value if isinstance(value, str) else " ".join(value)))
     mend = f"its owner can: chmod -R a+rX {shlex.quote(data['folder'])}"
     found += [f"not known: {why}; {mend}" for why in data["unreadable"][:2]]
     if abs(data["clock_difference_s"]) > _CLOCKS_DIFFER_S:
@@ -402,19 +403,7 @@ def notes(data: dict[str, Any]) -> list[str]:
         found.append(
             f"the nodes' clocks are {by} or more {way} this one: munge refuses to talk from 5 min on"
         )
-    if data["accounts_away"]:
-        found.append(f"Slurm's accounts give no answer, so causes are from records: {data['accounts_away']}")
     return found
-
-
-def _slow_lines(data: dict[str, Any]) -> list[str]:
-    shards = [
-        f"{item['shard']:05d} ({short_time(item['wall_s'])} on {item['node']})"
-        for item in data["slow_shards"]
-    ]
-    nodes = [f"{item['node']} ({item['speed']:.0%} of the others' speed)" for item in data["slow_nodes"]]
-    lines = [f"  slowest shards: {', '.join(shards)}"] if shards else []
-    return lines + ([f"  slow nodes: {', '.join(nodes)}"] if nodes else [])
 
 
 def _efficiency_lines(data: dict[str, Any]) -> list[str]:

@@ -29,7 +29,6 @@ from slurm.request import JobRequest
 JOBS_FOLDER = "jobs"
 _FORMAT = "shardprep-submission"
 _MAX_BYTES = 64 << 20  # the record of 99,999 shards has 2 MB
-_LATEST_S = 2**53  # of a time
 
 
 class SubmittedMeanwhile(ReadWriteError):
@@ -177,7 +176,16 @@ def publish_submission(folder: Path, submission: Submission) -> None:
 def _read_submission(path: Path) -> Submission:
     remedy = "move it away: it only records job ids"
     try:
-        return _submission_of(read_checked(path, _FORMAT, max_bytes=_MAX_BYTES))
+        fields = read_checked(path, _FORMAT, max_bytes=_MAX_BYTES)
+        arrays = [_array_of(each) for each in fields.objects("arrays")]
+        given = {"arrays": arrays} if fields.has("identity") else {"arrays": arrays, "identity": None}
+        submission = fields.all_of(Submission, **given)
+        if not arrays:
+            raise fields.wrong("arrays", [], "one job array or more")
+        for job in submission.jobs:
+            if not re.fullmatch(r"[0-9]{1,10}", job.job_id):
+                key = "verify_job_id" if job.job_id == submission.verify_job_id else "arrays.job_id"
+                raise fields.wrong(key, job.job_id, "a job's number")
     except NOT_THERE as error:  # a link to nothing, or taken away since it was listed
         raise ReadWriteError(f"{path} cannot be read: {error.strerror}") from None
     except UnknownVersion:
@@ -187,51 +195,16 @@ def _read_submission(path: Path) -> Submission:
         raise BrokenShard(f"{path}: {error}; {remedy}") from None
     except BrokenShard as error:
         raise BrokenShard(f"{error}: it is not a whole submission; {remedy}") from None
-
-
-def _submission_of(fields: Fields) -> Submission:
-    """Raises BrokenShard for a field that is missing, unknown or of another type."""
-    submission = Submission(
-        number=fields.whole("number"),
-        plan_id=fields.text("plan_id"),
-        cluster=fields.text("cluster"),
-        user=fields.text("user"),
-        submitted=fields.number("submitted", _LATEST_S),
-        arrays=[_array_of(item) for item in fields.objects("arrays")],
-        verify_job_id=_job_id(fields, "verify_job_id"),
-        verify_name=fields.text("verify_name"),
-        verify_submit_time=fields.text("verify_submit_time"),
-        sources=fields.each("sources", Fields.text),
-        identity=fields.or_none("identity", fields.whole) if fields.has("identity") else None,
-    )
-    fields.end()
-    if not submission.arrays:
-        raise fields.wrong("arrays", [], "one job array or more")
     return submission
 
 
 def _array_of(fields: Fields) -> JobArray:
-    request = fields.fields("request")
-    array = JobArray(
-        job_id=_job_id(fields, "job_id"),
-        name=fields.text("name"),
-        submit_time=fields.text("submit_time"),
-        request=JobRequest(**{item.name: request.take(item.name) for item in dataclasses.fields(JobRequest)}),
-        tasks=fields.texts("tasks"),
-        mem_mb=fields.or_none("mem_mb", lambda key: fields.whole(key, 1)),
-        time_min=fields.or_none("time_min", lambda key: fields.whole(key, 1)),
-    )
-    request.end()
-    fields.end()
+    given = fields.fields("request")
+    request = JobRequest(**{item.name: given.take(item.name) for item in dataclasses.fields(JobRequest)})
+    given.end()
+    array = fields.all_of(JobArray, request=request)
     if not array.tasks:
         raise fields.wrong("tasks", [], "one task or more")
     if (num_shards := sum(map(len, array.shards_of_tasks()))) > MAX_SHARDS:
         raise fields.wrong("tasks", num_shards, f"at most {MAX_SHARDS} shards")
     return array
-
-
-def _job_id(fields: Fields, key: str) -> str:
-    job_id = fields.text(key)
-    if not re.fullmatch(r"[0-9]{1,10}", job_id):
-        raise fields.wrong(key, job_id, "a job's number")
-    return job_id

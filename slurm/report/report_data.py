@@ -1,14 +1,12 @@
-"""What was submitted to Slurm, what tasks used of what they asked for, and what was sent again and why.
+"""``report``: everything that it says, as plain data: what ``--json`` prints, and page and text show.
 
-The report asks ``attempts_of`` alone; nothing else of it reads records of submissions, logs, or Slurm.
-
-Everything that a report says, as plain data: what ``--json`` prints, and page and text show.
-
-docs/report_json.md describes it. Each manifest is read once, and no shard: 10,000 take about 5 s of CPU.
+docs/report_json.md describes it. Each manifest is read once, and no shard: 10,000 take about 5 s of CPU. Only
+``_attempts`` reads records of submissions, logs, or Slurm.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import datetime
 import itertools
@@ -30,13 +28,20 @@ import numpy as np
 import shardprep
 from preprocess.done_shards import MadeShards, read_findings
 from preprocess.options import PrepConfig, flags_of
-from preprocess.plan.plan_file import Plan, is_one_file_a_shard
-from shardprep.console import printable
-from shardprep.errors import BrokenShard, ReadWriteError, ShardprepError
-from shardprep.files import ReadFile, names_in, read_beginning, size_of_file
+from preprocess.plan.plan_file import Plan, is_one_file_a_shard, need_plan
+from shardprep.console import Progress, print_lines, printable, say
+from shardprep.errors import BrokenShard, ReadWriteError, ShardprepError, UsageError
+from shardprep.files import ReadFile, names_in, publish_bytes, read_beginning, size_of_file
 from shardprep.format.checked_json import Fields
 from shardprep.format.input_formats import input_kind
-from shardprep.format.manifest import COLUMNS, DatasetIndex, ShardCounts, read_index, read_osts
+from shardprep.format.manifest import (
+    COLUMNS,
+    DatasetIndex,
+    ShardCounts,
+    manifest_ids,
+    read_index,
+    read_osts,
+)
 from shardprep.format.names import (
     INDEX_NAME,
     id_ranges,
@@ -47,85 +52,11 @@ from shardprep.format.names import (
     tar_path,
 )
 from shardprep.format.shard_making import ShardMaking, making_of, read_unchecked
+from slurm.report.words import Words
 from slurm.resource_use import longest_task_s
 from slurm.state import DatasetState, find_state
 from slurm.status import report as status_of
-from slurm.status import slow_shards
-from slurm.submissions import Submission, read_events
-
-
-def attempts_of(folder: Path, plan: Plan, made: Sequence[ShardMaking]) -> dict[str, dict[str, Any]]:
-    """The report's ``attempts`` and, of its ``use``, what the manifests do not say."""
-    done = {each.shard_id: each for each in made}
-    wrong = read_findings(folder, plan.plan_id)
-    known = MadeShards(done=done, tar_bytes={}, wrong=wrong, other_plan=[], broken={})
-    state = find_state(folder, plan, if_away=lambda _: None, made=known)
-    status = status_of(state)
-    return {
-        "attempts": {
-            "submissions": [_submission(state, submission, made) for submission in state.submissions],
-            "retried": _retried_shards(state),
-            "restarts": status["restarts"],
-            "failed": status["causes"],
-            "failed_tasks_of_nodes": _failed_tasks_of_nodes(state),
-            "slurm_away": status["slurm_away"] if status["has_jobs"] else "",
-        },
-        "use": {"core_hours": status["core_hours"], "newest_submission": status["efficiency"]},
-    }
-
-
-def _submission(state: DatasetState, submission: Submission, made: Sequence[ShardMaking]) -> dict[str, Any]:
-    """What it asked for and what its tasks used; of its free text (setup, arguments) nothing.
-
-    A retry may ask for other memory and time in each of its arrays: the most of them is told.
-    """
-    tasks = [shards for array in submission.arrays for shards in array.shards_of_tasks()]
-    request = submission.arrays[0].request
-    failed = [
-        each for each in state.attempts.own if each.job_id in {array.job_id for array in submission.arrays}
-    ]
-    peaks = [each.peak_bytes for each in failed if each.peak_bytes]
-    seen = max([each.max_rss_bytes for each in made if submission.made(each)] + peaks, default=0)
-    return {
-        "number": submission.number,
-        "submitted": submission.submitted,
-        "num_tasks": len(tasks),
-        "num_shards": sum(map(len, tasks)),
-        "job_ids": [array.job_id for array in submission.arrays],
-        "partition": request.partition,
-        "cpus_per_task": request.cpus_per_task,
-        "mem_mb": _most([array.mem_mb for array in submission.arrays]),
-        "time_min": _most([array.time_min for array in submission.arrays]),
-        "num_failed_tasks": sum(each.ended is not None for each in failed),
-        "max_rss_mb": math.ceil(seen / 2**20) if seen else None,
-        "longest_task_s": longest_task_s(submission, made) or None,
-    }
-
-
-def _most(values: Sequence[int | None]) -> int | None:
-    """The largest; None, which is no limit, where one of them is None."""
-    numbers = [value for value in values if value]
-    return max(numbers) if len(numbers) == len(values) else None
-
-
-def _failed_tasks_of_nodes(state: DatasetState) -> dict[str, int]:
-    """Node -> attempts on it that ended and left shards unmade."""
-    return Counter(each.node for each in state.attempts.own if each.ended is not None and each.node)
-
-
-def _retried_shards(state: DatasetState) -> list[dict[str, Any]]:
-    """By cause, the most frequent first: the shards that were sent again after an attempt that ended so."""
-    shards: dict[str, set[int]] = {}
-    nodes: dict[str, Counter[str]] = {}
-    for event in read_events(state.folder):
-        for cause, found in event.get("causes", {}).items():
-            shards.setdefault(cause, set()).update(ids_of_ranges(found["shards"]))
-            nodes.setdefault(cause, Counter()).update(found["nodes"])
-    return [
-        {"cause": cause, "num_shards": len(ids), "shards": id_ranges(ids), "nodes": dict(nodes[cause])}
-        for cause, ids in sorted(shards.items(), key=lambda item: (-len(item[1]), item[0]))
-    ]
-
+from slurm.submissions import Submission
 
 REPORT_VERSION = 1  # it grows where a field goes or changes its meaning, not where one is added
 MAX_NODES = 40  # that are shown over time
@@ -134,6 +65,7 @@ _NUM_TIME_STEPS = 120
 _NUM_SIZE_STEPS = 24
 _MIN_GAP_S = 60.0
 _MIN_GAP_SHARE = 0.05  # of the time in which shards were made: a longer pause is no part of the time axis
+_MAX_EXAMPLES = 100
 _NUM_THREADS = 8  # opening a file on Lustre is a wait for its server
 _MANIFESTS_PER_PART = 64
 _MAX_TIME_S = 253_402_300_799  # the end of the year 9999: a date can be written
@@ -141,6 +73,32 @@ _MAX_QUARANTINE_BYTES = 4 << 20  # of one file: some 20,000 documents
 _EXCERPT_BYTES, _EXCERPT_CHARS, _DETAIL_CHARS = 480, 160, 300
 _URL_USER = re.compile(r"(?<=://)[^/\s@]+@")
 _URL_SECRET = re.compile(r"(?i)([?&][\w-]*(?:token|key|secret|password|signature|credential)[\w-]*=)[^&\s#]+")
+
+
+def report(args: argparse.Namespace) -> int:
+    """``report O``; an unfinished data set has one, too."""
+    if not 0 <= args.num_examples <= _MAX_EXAMPLES:
+        raise UsageError(f"--num_examples is {args.num_examples}, expected 0 to {_MAX_EXAMPLES}")
+    folder = args.output_dir.absolute()
+    plan = need_plan(folder)
+    wrong = read_findings(folder, plan.plan_id)
+    made = [each for each in manifest_ids(folder) if each < plan.num_shards and each not in wrong]
+    with Progress("reading manifests", len(made), unit="manifests") as progress:
+        sums = sum_manifests(folder, plan.plan_id, made, progress.add)
+    data = report_data(folder, plan, sums, num_examples=args.num_examples)
+    if args.json:
+        lines = [json.dumps(data)]
+    else:
+        from slurm.report.rendering import page_lines, text_lines  # jinja2, which JSON does not need
+
+        draw = text_lines if args.text or args.output is None else page_lines
+        lines = draw(data, Words(args.lang))
+    if args.output is None:
+        print_lines(*lines)
+        return 0
+    publish_bytes(args.output, "".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
+    say(f"wrote {args.output}")
+    return 0
 
 
 @dataclass(kw_only=True)
@@ -225,10 +183,15 @@ def _add(totals: dict[str, Any], numbers: Mapping[str, Any]) -> None:
 
 
 def report_data(folder: Path, plan: Plan, sums: ManifestSums, *, num_examples: int) -> dict[str, Any]:
-    """The whole report. Reads index.json, osts.json, quarantine files, and what ``attempts_of`` reads."""
+    """The whole report. Reads index.json, osts.json, quarantine files, and what ``_attempts`` reads."""
     totals, made, index = sums.totals, sums.made, _index(folder, plan)
     data = _data(folder, plan, sums, index)
-    found = attempts_of(folder, plan, made)
+    wrong = read_findings(folder, plan.plan_id)
+    done = MadeShards(
+        done={each.shard_id: each for each in made}, tar_bytes={}, wrong=wrong, other_plan=[], broken={}
+    )
+    state = find_state(folder, plan, if_away=lambda _: None, made=done)
+    status = status_of(state)
     sources = totals["sources"]
     if data["has_index_alone"] and index is not None:
         sources = {name: vars(counts) for name, counts in index.sources.items()}
@@ -246,14 +209,69 @@ def report_data(folder: Path, plan: Plan, sums: ManifestSums, *, num_examples: i
         ],
         "left_out": _left_out(folder, plan, sums, num_examples),
         "shard_sizes": _shard_sizes(sums) if made else {},
-        "work": work_over_time(made) if made else {},
-        "use": {**_use(made), **found["use"]} if made else {},
+        "work": work_over_time(made, status["slow_shards"]) if made else {},
+        "use": _use(made, status) if made else {},
         "osts": _osts(folder, plan, sums),
-        "attempts": {**found["attempts"], "num_restarted_shards": totals["num_restarted"]},
+        "attempts": {**_attempts(state, status, made), "num_restarted_shards": totals["num_restarted"]},
         "again": _again(plan, sums),
     }
     cleaned: dict[str, Any] = _without_secrets(report)
     return cleaned
+
+
+def _attempts(state: DatasetState, status: Mapping[str, Any], made: Sequence[ShardMaking]) -> dict[str, Any]:
+    """What was submitted, what tasks used of what they asked for, and what was sent again and why."""
+    shards: dict[str, set[int]] = defaultdict(set)
+    nodes: dict[str, Counter[str]] = defaultdict(Counter)
+    for event in status["history"]:
+        for cause, found in event.get("causes", {}).items():
+            shards[cause].update(ids_of_ranges(found["shards"]))
+            nodes[cause].update(found["nodes"])
+    retried = sorted(shards.items(), key=lambda item: (-len(item[1]), item[0]))
+    ended = [each for each in state.attempts.own if each.ended is not None and each.node]
+    return {
+        "submissions": [_submission(state, submission, made) for submission in state.submissions],
+        "retried": [
+            {"cause": cause, "num_shards": len(ids), "shards": id_ranges(ids), "nodes": dict(nodes[cause])}
+            for cause, ids in retried
+        ],
+        "restarts": status["restarts"],
+        "failed": status["causes"],
+        "failed_tasks_of_nodes": Counter(each.node for each in ended),
+        "slurm_away": status["slurm_away"] if status["has_jobs"] else "",
+    }
+
+
+def _submission(state: DatasetState, submission: Submission, made: Sequence[ShardMaking]) -> dict[str, Any]:
+    """What it asked for and what its tasks used; of its free text (setup, arguments) nothing.
+
+    A retry may ask for other memory and time in each of its arrays: the most of them is told.
+    """
+    arrays = submission.arrays
+    tasks = [shards for array in arrays for shards in array.shards_of_tasks()]
+    job_ids = [array.job_id for array in arrays]
+    failed = [each for each in state.attempts.own if each.job_id in job_ids]
+    peaks = [each.peak_bytes for each in failed if each.peak_bytes]
+    seen = max([each.max_rss_bytes for each in made if submission.made(each)] + peaks, default=0)
+    return {
+        "number": submission.number,
+        "submitted": submission.submitted,
+        "num_tasks": len(tasks),
+        "num_shards": sum(map(len, tasks)),
+        "job_ids": job_ids,
+        "partition": arrays[0].request.partition,
+        "cpus_per_task": arrays[0].request.cpus_per_task,
+        "mem_mb": _most([array.mem_mb for array in arrays]),
+        "time_min": _most([array.time_min for array in arrays]),
+        "num_failed_tasks": sum(each.ended is not None for each in failed),
+        "max_rss_mb": math.ceil(seen / 2**20) if seen else None,
+        "longest_task_s": longest_task_s(submission, made) or None,
+    }
+
+
+def _most(values: Sequence[int | None]) -> int | None:
+    """The largest; None, which is no limit, where one of them is None."""
+    return None if None in values else max(filter(None, values))
 
 
 def _index(folder: Path, plan: Plan) -> DatasetIndex | None:
@@ -275,7 +293,8 @@ def _data(folder: Path, plan: Plan, sums: ManifestSums, index: DatasetIndex | No
     names = set(names_in(folder))
     there = {n: [shard_name(n) + end in names for end in (".tar", ".idx", ".json")] for n in missing}
     without_manifest = [n for n in missing if there[n] == [True, True, False]]
-    counts = [item.name for item in dataclasses.fields(ShardCounts) if item.type == "int"]
+    names_of_counts = [item.name for item in dataclasses.fields(ShardCounts)]
+    counts = [name for name in names_of_counts if isinstance(totals[name], int)]
     return {
         "plan_id": plan.plan_id,
         "num_shards": plan.num_shards,
@@ -332,7 +351,7 @@ def _left_out(folder: Path, plan: Plan, sums: ManifestSums, num_examples: int) -
     for shard_id in sums.with_left_out[::step]:
         for reason, entry in _quarantined(folder, shard_id):
             numbers[reason] += 1
-            sizes[reason] += entry["num_bytes"]
+            sizes[reason] += entry["num_bytes"] or 0
             if len(examples[reason]) < num_examples:
                 examples[reason].append(entry)
     paths = {item.path for item in plan.inputs}
@@ -340,7 +359,7 @@ def _left_out(folder: Path, plan: Plan, sums: ManifestSums, num_examples: int) -
         {
             "reason": reason,
             "num_documents": number,
-            "num_bytes": round(sizes[reason] * number / numbers[reason]) if numbers[reason] else None,
+            "num_bytes": round(sizes[reason] * number / numbers[reason]) if sizes[reason] else None,
             "num_bytes_is_estimate": numbers[reason] != number,
             "examples": [
                 {**entry, "text": _excerpt(plan, entry) if entry["input"] in paths else ""}
@@ -367,8 +386,10 @@ def _quarantined(folder: Path, shard_id: int) -> Iterator[tuple[str, dict[str, A
                     "reason": str(reason),
                     "detail": str(detail),
                 } if 0 <= offset < 2**63 and 0 <= num_bytes < 2**63:
-                    place = {"input": path, "offset": offset, "unit": input_kind(path).unit}
-                    yield reason, {**place, "num_bytes": num_bytes, "detail": detail[:_DETAIL_CHARS]}
+                    unit = input_kind(path).unit
+                    size = None if unit == "row" else num_bytes  # that of a row is not known
+                    place = {"input": path, "offset": offset, "unit": unit}
+                    yield reason, {**place, "num_bytes": size, "detail": detail[:_DETAIL_CHARS]}
         except (ValueError, RecursionError):
             continue
 
@@ -405,7 +426,7 @@ def _shard_sizes(sums: ManifestSums) -> dict[str, Any]:
     }
 
 
-def work_over_time(made: Sequence[ShardMaking]) -> dict[str, Any]:
+def work_over_time(made: Sequence[ShardMaking], slow_shards: list[dict[str, Any]]) -> dict[str, Any]:
     """When and where shards were made, in 120 steps of time and on at most 40 nodes.
 
     The time axis has no room for long pauses in which no shard was made, as between a job and its retry.
@@ -464,9 +485,7 @@ def work_over_time(made: Sequence[ShardMaking]) -> dict[str, Any]:
         "steps": steps,
         "num_nodes": len(names),
         "nodes": _nodes(names.tolist(), made, np.stack(busy, axis=1).round(2).tolist()),
-        "slow_shards": [
-            {"shard": each.shard_id, "node": each.node, "wall_s": each.wall_s} for each in slow_shards(made)
-        ],
+        "slow_shards": slow_shards,
     }
 
 
@@ -490,9 +509,11 @@ def _nodes(names: list[str], made: Sequence[ShardMaking], busy: list[list[float]
     return sorted(nodes, key=lambda node: (node["bytes_per_s"], node["node"]))[:MAX_NODES]
 
 
-def _use(made: Sequence[ShardMaking]) -> dict[str, Any]:
+def _use(made: Sequence[ShardMaking], status: Mapping[str, Any]) -> dict[str, Any]:
     """CPU time and memory of the processes that made the shards."""
     return {
+        "core_hours": status["core_hours"],
+        "newest_submission": status["efficiency"],
         "cpu_s": round(sum(each.cpu_s for each in made), 1),
         "had_cpu_s": round(sum(each.wall_s * each.num_cpus for each in made), 1),
         "max_rss_bytes": max(each.max_rss_bytes for each in made),

@@ -28,8 +28,7 @@ from shardprep.__main__ import main
 from shardprep.console import printable
 from shardprep.signals import STOP_SIGNALS
 from tests.checkout import ROOT
-from tests.slurm.fake_slurm import QUEUES, install_fake_slurm, submitted
-from tests.slurm.test_shown_jobs import write_log
+from tests.slurm.fake_slurm import QUEUES, install_fake_slurm, submitted, write_log
 from tests.waiting import HANG_S
 
 if TYPE_CHECKING:

@@ -9,11 +9,12 @@ print them like the older one.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shlex
-import subprocess
-import sys
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ from typing import Any
 import pytest
 
 from shardprep.format.names import shard_name
+from shardprep.signals import STOP_SIGNALS
+from slurm import __main__ as program
 from slurm.request import JobRequest
 from slurm.submissions import JobArray, Submission
 from slurm.submissions import publish_submission as publish
-from tests.children import run_child
 
 NAME = "shardprep-0123456789ab-3f2a91-0"
 WHEN = "2026-11-22T01:52:04"
@@ -97,15 +99,15 @@ class FakeSlurm:
 
     place: Path
 
-    def run(self, *args: object, code: int = 0, **settings: Any) -> str:
-        """``python -m slurm`` in a process of its own; returns both streams."""
-        command = [sys.executable, "-m", "slurm", *map(str, args)]
-        said = run_child(command, code=code, stderr=subprocess.STDOUT, encoding="utf-8", **settings).stdout
-        assert "Traceback" not in said
-        return said
-
     def answers(self, name: str, text: str | bytes) -> None:
         (self.place / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+
+    def answers_by(self, name: str, script: str) -> None:
+        """Put another stand-in in the place of a command."""
+        path = self.place / "bin" / name
+        path.unlink()
+        path.write_text(f"#!/bin/bash\n{script}\n")
+        path.chmod(0o755)
 
     def calls(self, name: str) -> list[str]:
         path = self.place / f"{name}.calls"
@@ -131,6 +133,42 @@ def install_fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeS
     for name in [each for each in os.environ if each.startswith(("SLURM", "SBATCH", "SHARDPREP"))]:
         monkeypatch.delenv(name)
     return FakeSlurm(place=place)
+
+
+def slurm(*args: object, code: int = 0, cwd: Path | None = None) -> str:
+    """``python -m slurm`` in this process; returns both streams."""
+    out, before = io.StringIO(), Path.cwd()
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    os.chdir(cwd or before)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            found = program.main([str(each) for each in args])
+    finally:
+        os.chdir(before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert found == code, out.getvalue()
+    return out.getvalue()
+
+
+def status(data: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads(slurm("status", data, "--json"))
+    return state
+
+
+def squeue_line(index: str, state: str, reason: str = "None", **changes: str) -> str:
+    fields = {"job": "1", "submit": WHEN, "start": "N/A", "restarts": "0", "name": NAME} | changes
+    return (
+        f"{fields['job']}|{index}|{state}|{reason}|0:0|n1|0:02|{fields['job']}|root|{fields['submit']}|"
+        f"{fields['start']}|N/A|{fields['restarts']}|{fields['name']}|\n"
+    )
+
+
+def write_log(data: Path, name: str, text: str) -> Path:
+    path = data / "jobs" / "logs" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    return path
 
 
 def submission(**changes: Any) -> Submission:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
 import shutil
 import signal
@@ -16,7 +17,7 @@ import pytest
 
 from tests.checkout import SLURM_STARTER
 from tests.children import run_child
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_until
 
 CANNOT_INSTALL = 69
 # Put before the worker's Python. A fault happens while its marker is there. Each attempt takes memory; the
@@ -63,6 +64,27 @@ def started_cluster(environ: Mapping[str, str], untested: str) -> Iterator[dict[
     finally:
         subprocess.run([SLURM_STARTER, "down"], env=environ, check=False, timeout=HANG_S)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def set_right(environ: Mapping[str, str]) -> None:
+    """Cancel all jobs and bring back all nodes, and wait until nothing is queued and all nodes are idle."""
+
+    def said(*command: str) -> str:
+        done = subprocess.run(
+            command, env=environ, capture_output=True, text=True, check=False, timeout=HANG_S
+        )
+        return done.stdout.strip()
+
+    def is_empty() -> bool:
+        said("scancel", f"--user={getpass.getuser()}")  # again, as one may just be requeued
+        return not said("squeue", "--noheader")
+
+    for node in said("sinfo", "-h", "-N", "-t", "down,drain,fail", "-o", "%N").split():
+        said("scontrol", "update", f"nodename={node}", "state=resume")
+    up = start_missing(environ)
+    assert up.returncode == 0, up.stderr
+    wait_until(is_empty)
+    wait_until(lambda: set(said("sinfo", "-h", "-N", "-o", "%T").split()) == {"idle"})
 
 
 def kill_node(environ: Mapping[str, str], node: str) -> None:

@@ -24,8 +24,18 @@ from shardprep.format.names import tar_path
 from slurm.script import names_begin
 from tests.checkout import ROOT
 from tests.children import run_child
-from tests.slurm.fake_slurm import WHEN, FakeSlurm, ended, make_done, submission, submitted, write_record
-from tests.slurm.test_shown_jobs import squeue_line
+from tests.slurm.fake_slurm import (
+    WHEN,
+    FakeSlurm,
+    ended,
+    make_done,
+    slurm,
+    squeue_line,
+    status,
+    submission,
+    submitted,
+    write_record,
+)
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -54,11 +64,6 @@ def records(data: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
-def status(fake: FakeSlurm, data: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(fake.run("status", data, "--json"))
-    return found
-
-
 def plain_line(data: Path, indices: str, state: str, *, flags: str = "") -> str:
     fields = f"7|{indices}|{state}|Priority|0:0|n1|0:02|7|root|{WHEN}|N/A|N/A|0|shardprep"
     return f"{fields}|/home|/home/kim/prep_array.sh {data}{flags}|\n"
@@ -66,7 +71,7 @@ def plain_line(data: Path, indices: str, state: str, *, flags: str = "") -> str:
 
 def test_an_attempt_that_makes_its_shard_leaves_no_record(fake: FakeSlurm, data_dir: Path) -> None:
     task(fake, data_dir, 2)
-    assert status(fake, data_dir)["done"] == "2"
+    assert status(data_dir)["done"] == "2"
     assert records(data_dir) == []
 
 
@@ -75,7 +80,7 @@ def test_an_srun_that_ends_with_0_where_its_node_failed_leaves_the_record(
 ) -> None:
     task(fake, data_dir, 0, srun="#!/bin/sh\necho 'srun: error: Node failure on n1' >&2\n")
     assert records(data_dir) == ["7_0.r0"]
-    assert status(fake, data_dir)["causes"] == {"finished without a manifest": "0"}
+    assert status(data_dir)["causes"] == {"finished without a manifest": "0"}
 
 
 def test_the_newest_attempt_says_the_cause_where_an_older_one_has_no_record(
@@ -86,7 +91,7 @@ def test_the_newest_attempt_says_the_cause_where_an_older_one_has_no_record(
     submitted(data_dir, number=1, arrays=again, submitted=2.5, verify_job_id="4")
     write_record(data_dir, "3_0", ended(75, oom=1))
     fake.answers("squeue", squeue_line("0", "NODE_FAIL"))
-    assert status(fake, data_dir)["causes"] == {"OUT_OF_MEMORY": "0"}
+    assert status(data_dir)["causes"] == {"OUT_OF_MEMORY": "0"}
 
 
 def test_a_node_failure_is_known_when_slurm_has_forgotten_it(fake: FakeSlurm, data_dir: Path) -> None:
@@ -96,10 +101,10 @@ def test_a_node_failure_is_known_when_slurm_has_forgotten_it(fake: FakeSlurm, da
     path = write_record(data_dir, "1_1", {**ended(1), "time": 1000})
     for _ in range(2):
         fake.answers("squeue", squeue_line("0-1", "NODE_FAIL"))
-        assert status(fake, data_dir)["causes"] == {"NODE_FAIL": "0-1"}
+        assert status(data_dir)["causes"] == {"NODE_FAIL": "0-1"}
     assert path.read_text().count("NODE_FAIL") == 1
     fake.answers("squeue", "")
-    state = status(fake, data_dir)
+    state = status(data_dir)
     assert state["causes"] == {"NODE_FAIL": "0-1"}
     assert state["core_hours"]["failed"] == round(2 / 3600, 4), "by the 2 s that Slurm told"
 
@@ -107,10 +112,10 @@ def test_a_node_failure_is_known_when_slurm_has_forgotten_it(fake: FakeSlurm, da
 def test_core_hours_of_failed_attempts_outlast_their_records(fake: FakeSlurm, data_dir: Path) -> None:
     write_record(data_dir, "1_0", ended(75), num_cpus=2)  # of 10 s
     make_done(data_dir, 0, 1, 2, 3, 4)
-    before = status(fake, data_dir)["core_hours"]
+    before = status(data_dir)["core_hours"]
     remove_finished(read_attempts(data_dir, need_plan(data_dir).plan_id).own, [True] * 5)
     assert not records(data_dir)
-    assert status(fake, data_dir)["core_hours"] == before
+    assert status(data_dir)["core_hours"] == before
     assert before["failed"] == round(20 / 3600, 4)
 
 
@@ -123,7 +128,7 @@ def test_a_set_up_file_that_exits_leaves_a_record_that_says_so(
     assert records(data_dir) == ["7_2.r0"]
     (attempt,) = read_attempts(data_dir, need_plan(data_dir).plan_id).own
     assert (attempt.shards, attempt.node, attempt.exit_code, attempt.stage) == ([2], "n1", 3, "set-up")
-    state = status(fake, data_dir)
+    state = status(data_dir)
     assert state["causes"] == {"the set-up file ended the task": "2"}
     assert "must not exit" in state["remedies"]["the set-up file ended the task"]
 
@@ -132,10 +137,10 @@ def test_a_worker_that_fails_says_why_in_the_record_and_retry_sends_it_again(
     fake: FakeSlurm, data_dir: Path
 ) -> None:
     task(fake, data_dir, 1, "--input_dir", "/no/such/folder", code=66)
-    state = status(fake, data_dir)
+    state = status(data_dir)
     assert state["failed"] == "1"
     assert "/no/such/folder" in state["failures"][0]["message"]
-    fake.run("retry", data_dir, "--shards", "1")
+    slurm("retry", data_dir, "--shards", "1")
     assert "shards_of=(1)" in fake.sent()[0]
 
 
@@ -165,14 +170,14 @@ def test_a_copy_leaves_the_jobs_of_its_original_alone_and_says_how_to_end_them(
     write_record(data_dir, "1_0")
     copy = Path(shutil.copytree(data_dir, tmp_path / "copy"))
     fake.answers("squeue", f"1|0-4|RUNNING|None|0:0|n1|0:02|1|root|{WHEN}|N/A|N/A|0|x|\n")
-    assert status(fake, data_dir)["running"] == "0-4"
-    state = status(fake, copy)
+    assert status(data_dir)["running"] == "0-4"
+    state = status(copy)
     assert (state["running"], state["not_submitted"]) == ("", "0-4")
-    assert "are left alone: 1 2 (to end them: scancel 1 2)" in fake.run("status", copy)
-    assert "scancel 1 2" in fake.run("cancel", copy)
+    assert "are left alone: 1 2 (to end them: scancel 1 2)" in slurm("status", copy)
+    assert "scancel 1 2" in slurm("cancel", copy)
     assert not fake.calls("scancel")
     moved = data_dir.rename(tmp_path / "moved")
-    assert status(fake, moved)["running"] == "0-4", "a move keeps what a folder is"
+    assert status(moved)["running"] == "0-4", "a move keeps what a folder is"
 
 
 def test_names_of_jobs_differ_between_a_folder_and_its_copy(data_dir: Path, tmp_path: Path) -> None:
@@ -187,21 +192,21 @@ def test_plain_sbatch_that_waits_is_seen_by_what_was_typed_and_not_sent_again(
 ) -> None:
     other = Path(shutil.copytree(data_dir, tmp_path / "other"))
     fake.answers("squeue", plain_line(data_dir, "0-2", "PENDING", flags=" --input_dir /raw"))
-    assert status(fake, data_dir)["pending"] == "0-2"
-    assert status(fake, other)["pending"] == ""
-    fake.run("submit", data_dir)
+    assert status(data_dir)["pending"] == "0-2"
+    assert status(other)["pending"] == ""
+    slurm("submit", data_dir)
     assert "shards_of=(3 4)" in fake.sent()[0]
-    fake.run("cancel", data_dir)
+    slurm("cancel", data_dir)
     assert fake.calls("scancel") == ["7"]
 
 
 def test_a_task_that_was_killed_has_the_cause_that_the_accounts_tell(fake: FakeSlurm, data_dir: Path) -> None:
     write_record(data_dir, "7_1", by="sbatch")
     fake.answers("sacct", f"7_1|NODE_FAIL|0:0|n1|30|root|{WHEN}|{WHEN}|shardprep\n")
-    assert status(fake, data_dir)["causes"] == {"NODE_FAIL": "1"}
+    assert status(data_dir)["causes"] == {"NODE_FAIL": "1"}
     write_record(data_dir, "7_1", by="sbatch")
     fake.answers("sacct", "")
-    (cause,) = status(fake, data_dir)["causes"]
+    (cause,) = status(data_dir)["causes"]
     assert cause.startswith("ended without a word")
 
 
@@ -252,11 +257,11 @@ def test_logs_shows_the_attempts_at_a_shard_newest_last_with_the_ends_of_their_l
         log = tmp_path / f"{job}.log"
         log.write_text(f"error: of job {job}\n")
         write_record(data_dir, f"{job}_2", ended(code), time=1000 + number, log=str(log))
-    lines = fake.run("logs", data_dir, 2).splitlines()
+    lines = slurm("logs", data_dir, 2).splitlines()
     assert lines[0] == "shard 00002 is failed, 2 attempts"
     said = [line.strip() for line in lines if "error: of job" in line]
     assert said == ["| error: of job 1", "| error: of job 3"]
-    assert "there is no shard 9" in fake.run("logs", data_dir, 9, code=66)
+    assert "there is no shard 9" in slurm("logs", data_dir, 9, code=66)
 
 
 def test_cancel_of_some_shards_ends_their_tasks_alone_and_no_part_of_a_task(
@@ -264,7 +269,7 @@ def test_cancel_of_some_shards_ends_their_tasks_alone_and_no_part_of_a_task(
 ) -> None:
     submitted(data_dir, identity=folder_identity(data_dir))
     fake.answers("squeue", f"1|0-4|PENDING|Priority|0:0||0:00|1|root|{WHEN}|N/A|N/A|0|x|\n")
-    assert "cancelled: 1_1, 1_3" in fake.run("cancel", data_dir, "--shards", "1,3")
+    assert "cancelled: 1_1, 1_3" in slurm("cancel", data_dir, "--shards", "1,3")
     assert fake.calls("scancel") == ["1_1 1_3"]
     events = [json.loads(line)["event"] for line in (data_dir / "jobs" / "history.jsonl").open()]
     assert events == ["cancel"]
@@ -274,10 +279,10 @@ def test_next_is_never_a_retry_that_would_be_refused(fake: FakeSlurm, data_dir: 
     make_done(data_dir, 0, 1, 2, 3)
     for number in range(3):
         write_record(data_dir, f"{number + 1}_4", ended(74), time=1000 + number)
-    text = fake.run("status", data_dir)
+    text = slurm("status", data_dir)
     assert f"shardprep retry {data_dir} --max_attempts 6" in text
-    fake.run("retry", data_dir, code=74)
-    fake.run("retry", data_dir, "--max_attempts", 6)
+    slurm("retry", data_dir, code=74)
+    slurm("retry", data_dir, "--max_attempts", 6)
     assert "shards_of=(4)" in fake.sent()[0]
 
 
@@ -288,19 +293,19 @@ def events(data: Path) -> list[dict[str, Any]]:
 def test_until_done_leaves_a_controller_behind_the_jobs_that_does_the_same_behind_what_it_sends(
     fake: FakeSlurm, data_dir: Path
 ) -> None:
-    fake.run("submit", data_dir, "--until_done", "--max_rounds", 2)
+    slurm("submit", data_dir, "--until_done", "--max_rounds", 2)
     controller = fake.sent()[2]
     assert f"retry {data_dir} --until_done --max_rounds 2 --round 1" in controller
     assert "--job-name=" + names_begin(data_dir, need_plan(data_dir).plan_id) + "0-control" in controller
     assert "--dependency=afterany:1:2" in fake.calls("sbatch")[-1]
     make_done(data_dir, 0, 1, 2, 3)
     write_record(data_dir, "1_4", ended(75, oom=1))
-    fake.run("retry", data_dir, "--until_done", "--max_rounds", 2, "--round", 1)
+    slurm("retry", data_dir, "--until_done", "--max_rounds", 2, "--round", 1)
     assert "shards_of=(4)" in fake.sent()[3]
     assert "#SBATCH --mem=200M" in fake.sent()[3], "twice the 100 MB that it had"
     assert "--round 2" in fake.sent()[5]
     assert events(data_dir)[-1]["causes"] == {"OUT_OF_MEMORY": {"shards": "4", "nodes": {"n1": 1}}}
-    said = fake.run("retry", data_dir, "--until_done", "--max_rounds", 2, "--round", 3, code=74)
+    said = slurm("retry", data_dir, "--until_done", "--max_rounds", 2, "--round", 3, code=74)
     assert "shards 4 are not made after 2 rounds" in said
     assert events(data_dir)[-1]["event"] == "stopped"
     assert len(fake.sent()) == 6
@@ -309,7 +314,7 @@ def test_until_done_leaves_a_controller_behind_the_jobs_that_does_the_same_behin
 def test_until_done_stops_with_a_sentence_where_only_people_can_help(fake: FakeSlurm, data_dir: Path) -> None:
     make_done(data_dir, 0, 1, 2, 3)
     write_record(data_dir, "1_4", ended(65))
-    said = fake.run("retry", data_dir, "--until_done", code=74)
+    said = slurm("retry", data_dir, "--until_done", code=74)
     assert (
         "only a person can help now: shards 4: bad input (65), the same input fails in the same way" in said
     )
@@ -319,7 +324,7 @@ def test_until_done_stops_with_a_sentence_where_only_people_can_help(fake: FakeS
 
 def test_a_controller_that_cannot_go_on_says_so_in_the_history(fake: FakeSlurm, data_dir: Path) -> None:
     write_record(data_dir, "1_4", ended(74))
-    fake.run("retry", data_dir, "--until_done", "--setup", "/no/such/file", code=2)
+    slurm("retry", data_dir, "--until_done", "--setup", "/no/such/file", code=2)
     assert "/no/such/file is no file" in events(data_dir)[-1]["why"]
 
 
@@ -329,8 +334,8 @@ def test_until_done_verifies_what_is_done_and_writes_the_report(
     data = tmp_path / "data"
     prep.plan(sample_dir, data, num_shards=2)
     assert prep.command("run", data).code == 0
-    fake.run("retry", data, "--until_done")
-    assert status(fake, data)["verified"]
+    slurm("retry", data, "--until_done")
+    assert status(data)["verified"]
     assert "<html" in (data / "report.html").read_text()
     assert events(data)[-1]["event"] == "finished"
 
@@ -343,8 +348,8 @@ def test_cancel_ends_the_controller_first_as_it_would_send_again_what_is_cancell
     jobs = f"1|0-4|PENDING|Priority|0:0||0:00|1|root|{WHEN}|N/A|N/A|0|x|\n"
     jobs += f"9|N/A|PENDING|Dependency|0:0||0:00|9|root|{WHEN}|N/A|N/A|0|{name}|\n"
     fake.answers("squeue", jobs)
-    assert status(fake, data_dir)["controller_jobs"] == ["9"]
-    fake.run("cancel", data_dir)
+    assert status(data_dir)["controller_jobs"] == ["9"]
+    slurm("cancel", data_dir)
     assert fake.calls("scancel") == ["9 1"]
 
 
@@ -361,9 +366,9 @@ def test_a_run_without_an_end_runs_was_killed_or_cannot_be_seen_from_this_host(
     facts = {"by": "run", "job_id": "", "shards": "1-2", "node": node, "pid": os.getpid(), "pid_began": ticks}
     path = write_record(data_dir, "1_1", **facts)
     path.rename(path.with_name(f"{node}-{os.getpid()}.1000"))
-    assert status(fake, data_dir)[state] == "1-2"
+    assert status(data_dir)[state] == "1-2"
     if state != "failed":
-        fake.run("submit", data_dir)
+        slurm("submit", data_dir)
         assert "shards_of=(0 3 4)" in fake.sent()[0]
 
 

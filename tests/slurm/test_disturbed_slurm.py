@@ -26,22 +26,17 @@ from tests.slurm.fake_slurm import (
     WHEN,
     FakeSlurm,
     make_done,
+    slurm,
+    squeue_line,
+    status,
     submission,
     submitted,
     write_index,
+    write_log,
     write_record,
 )
-from tests.slurm.test_shown_jobs import slurm, squeue_line, status, write_log
 
 pytestmark = pytest.mark.processes
-
-
-def answer_by(fake: FakeSlurm, name: str, script: str) -> None:
-    """Another stand-in for this command."""
-    path = fake.place / "bin" / name
-    path.unlink()
-    path.write_text(f"#!/bin/bash\n{script}\n")
-    path.chmod(0o755)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +57,7 @@ def test_whatever_keeps_squeue_from_answering_a_running_shard_is_never_called_fa
     """A credential expires, or is from the future, where clocks differ by more than munge allows."""
     submitted(data_dir)
     write_log(data_dir, "1_0.log", "shardprep: node n1: shard 0 begins\n")
-    answer_by(fake, "squeue", f"echo {shlex.quote(words)} >&2; exit 1")
+    fake.answers_by("squeue", f"echo {shlex.quote(words)} >&2; exit 1")
     state = status(data_dir)
     assert (state["failed"], state["not_visible"]) == ("", "0-4")
     for command in ("submit", "retry", "cancel"):
@@ -75,7 +70,7 @@ def test_a_controller_that_hangs_up_names_the_clock_as_well(fake: FakeSlurm, dat
     """So a client was answered whose munged was 10 minutes behind, or ahead, of the controller's."""
     submitted(data_dir)
     words = "slurm_load_jobs error: Zero Bytes were transmitted or received"
-    answer_by(fake, "squeue", f"echo '{words}' >&2; exit 1")
+    fake.answers_by("squeue", f"echo '{words}' >&2; exit 1")
     assert f"{words}; does it restart (scontrol ping), or is the clock of this host" in slurm(
         "status", data_dir
     )
@@ -90,7 +85,7 @@ def test_an_answer_in_part_is_no_answer(fake: FakeSlurm, data_dir: Path, how: st
     else:
         fake.answers("queue", lines.splitlines()[0])
         said = "echo 'squeue: error: cluster two: Unable to contact slurm controller' >&2"
-        answer_by(fake, "squeue", f"cat {shlex.quote(str(fake.place / 'queue'))}; {said}")
+        fake.answers_by("squeue", f"cat {shlex.quote(str(fake.place / 'queue'))}; {said}")
     state = status(data_dir)
     assert (state["failed"], state["not_visible"]) == ("", "0-4")
     assert state["slurm_away"]
@@ -107,12 +102,12 @@ def test_where_the_accounts_are_down_status_says_so_and_goes_on_with_squeue_and_
     refused = (
         "sacct: error: slurm_persist_conn_open_without_init: failed to open persistent connection to host"
     )
-    answer_by(fake, "sacct", f"echo '{refused}:n0: Connection refused' >&2; exit 1")
+    fake.answers_by("sacct", f"echo '{refused}:n0: Connection refused' >&2; exit 1")
     state = status(data_dir)
     assert (state["running"], state["causes"]) == ("1-4", {VANISHED: "0"})
     assert "Connection refused" in state["accounts_away"]
     assert "Slurm's accounts give no answer, so causes are from records: " in slurm("status", data_dir)
-    answer_by(fake, "sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
+    fake.answers_by("sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
     assert status(data_dir)["accounts_away"] == "", "there are none"
 
 
@@ -183,7 +178,7 @@ def test_two_who_look_from_two_time_zones_see_the_same_job(
     lines = {zone: squeue_line("0-4", "RUNNING", submit=when) for zone, when in
              (("UTC0", WHEN), ("KST-9", "2026-11-22T10:52:04"))}  # fmt: skip
     cases = "".join(f"{zone}) echo '{line.strip()}' ;; " for zone, line in lines.items())
-    answer_by(fake, "squeue", f'case "$TZ" in {cases} esac')
+    fake.answers_by("squeue", f'case "$TZ" in {cases} esac')
     monkeypatch.setenv("TZ", "KST-9")
     assert status(data_dir)["running"] == "0-4"
 
@@ -209,7 +204,7 @@ def test_a_held_job_of_an_earlier_try_is_named_also_after_a_later_submit(
     earlier = f"{name.rpartition('-')[0]}-0"
     stray = squeue_line("0-4", "PENDING", "JobHeldUser", job="9", name=earlier)
     asks = f'case "$*" in *--user=*) echo "{stray.strip()}" ;; esac'
-    answer_by(fake, "squeue", asks)
+    fake.answers_by("squeue", asks)
     assert status(data_dir)["stray_jobs"] == ["9"]
     assert "cancelled: 9" in slurm("cancel", data_dir)
 
@@ -217,7 +212,7 @@ def test_a_held_job_of_an_earlier_try_is_named_also_after_a_later_submit(
 def test_a_submit_whose_jobs_somebody_cancels_before_they_begin_says_so(
     fake: FakeSlurm, data_dir: Path
 ) -> None:
-    answer_by(fake, "scontrol", "echo 'Job has already finished for job 1' >&2; exit 1")
+    fake.answers_by("scontrol", "echo 'Job has already finished for job 1' >&2; exit 1")
     with pytest.raises(SlurmRefused, match="Somebody cancelled the jobs before they began"):
         release(["1", "2"])
 
@@ -270,11 +265,11 @@ def test_jobs_on_two_clusters_are_seen_each_on_its_own_and_cancel_ends_those_whe
     here = [replace(array, job_id="5", tasks=["3-4"]) for array in submission().arrays]
     publish_submission(data_dir, submission(number=1, arrays=here, verify_job_id="6"))
     other, own = squeue_line("0", "RUNNING").strip(), squeue_line("0", "RUNNING", job="5").strip()
-    answer_by(fake, "squeue", f"[[ ${{SLURM_CLUSTERS:-}} = other ]] && echo '{other}' || echo '{own}'")
+    fake.answers_by("squeue", f"[[ ${{SLURM_CLUSTERS:-}} = other ]] && echo '{other}' || echo '{own}'")
     state = status(data_dir)
     assert (state["running"], state["failed"], state["not_begun"]) == ("0,3-4", "", "1-2")
     away = "if [[ ${SLURM_CLUSTERS:-} = other ]]; then echo 'Socket timed out' >&2; exit 1; fi"
-    answer_by(fake, "scancel", f"{away}; echo $* >>{shlex.quote(str(fake.place / 'cancelled'))}")
+    fake.answers_by("scancel", f"{away}; echo $* >>{shlex.quote(str(fake.place / 'cancelled'))}")
     assert "Socket timed out" in slurm("cancel", data_dir, code=74)
     assert (fake.place / "cancelled").read_text() == "5\n"
 
@@ -317,14 +312,14 @@ def test_where_the_records_are_gone_nothing_is_sent_while_the_jobs_go_on(
                if line.startswith("#SBATCH --job-name=")}  # fmt: skip
     shutil.rmtree(data_dir / "jobs")
     line = squeue_line("0-4", "RUNNING", name=name).strip()
-    answer_by(fake, "squeue", f'case "$*" in *--user=*) echo "{line}" ;; esac')
+    fake.answers_by("squeue", f'case "$*" in *--user=*) echo "{line}" ;; esac')
     assert "wait or run, and no record says for which shards: 1" in slurm("status", data_dir)
     for command in ("submit", "retry"):
         assert "jobs 1 of this data set wait or run, and no file in" in slurm(command, data_dir, code=2)
     assert len(fake.sent()) == 2, "the first submission's"
     assert "cancelled: 1" in slurm("cancel", data_dir)
     assert fake.calls("scancel") == ["1"]
-    answer_by(fake, "squeue", "")
+    fake.answers_by("squeue", "")
     slurm("submit", data_dir)
 
 

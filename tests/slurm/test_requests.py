@@ -13,7 +13,7 @@ import pytest
 
 from slurm.submissions import read_submissions
 from tests.checkout import ROOT
-from tests.slurm.fake_slurm import FakeSlurm
+from tests.slurm.fake_slurm import FakeSlurm, slurm
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -64,8 +64,8 @@ def test_a_relative_setup_file_is_recorded_with_its_whole_path_and_retry_finds_i
     for place in places:
         place.mkdir()
         (place / "setup.sh").touch()
-    fake.run("submit", data_dir, "--setup", "setup.sh", cwd=places[0])
-    said = fake.run("retry", data_dir, cwd=places[1])
+    slurm("submit", data_dir, "--setup", "setup.sh", cwd=places[0])
+    said = slurm("retry", data_dir, cwd=places[1])
     assert "job " in said
     assert read_submissions(data_dir)[0].arrays[0].request.setup == str(places[0] / "setup.sh")
     for script in fake.sent():
@@ -78,11 +78,11 @@ def test_a_saved_profile_has_the_whole_path_of_its_setup_file_and_is_not_saved_w
     place, profiles = tmp_path / "here", tmp_path / "user" / "shardprep.toml"
     place.mkdir()
     command = ("submit", data_dir, "--setup", "setup.sh", "--save_profile", "mine")
-    assert f"--setup {place / 'setup.sh'} is no file" in fake.run(*command, cwd=place, code=2)
+    assert f"--setup {place / 'setup.sh'} is no file" in slurm(*command, cwd=place, code=2)
     assert not profiles.exists()
     (place / "setup.sh").touch()
-    fake.run(*command, cwd=place)
-    shown = fake.run("submit", data_dir, "--profile", "mine", "--dry_run", cwd=tmp_path, code=0)
+    slurm(*command, cwd=place)
+    shown = slurm("submit", data_dir, "--profile", "mine", "--dry_run", cwd=tmp_path, code=0)
     assert f"setup = {json.dumps(str(place / 'setup.sh'))}" in profiles.read_text()
     assert "nothing to submit" in shown or f"SHARDPREP_SETUP={place / 'setup.sh'}" in shown
 
@@ -93,15 +93,15 @@ def test_the_variables_of_the_batch_script_are_recorded_so_that_a_retry_in_anoth
     (tmp_path / "setup.sh").touch()
     monkeypatch.setenv("SHARDPREP_SETUP", "setup.sh")
     monkeypatch.setenv("SHARDPREP_EXEC", "apptainer exec image.sif")
-    fake.run("submit", data_dir, cwd=tmp_path)
+    slurm("submit", data_dir, cwd=tmp_path)
     monkeypatch.delenv("SHARDPREP_SETUP")
     monkeypatch.delenv("SHARDPREP_EXEC")
-    fake.run("retry", data_dir)
+    slurm("retry", data_dir)
     for script in fake.sent():
         assert f"export SHARDPREP_SETUP={tmp_path / 'setup.sh'}\n" in script
         assert "export SHARDPREP_EXEC='apptainer exec image.sif'\n" in script
     monkeypatch.setenv("SHARDPREP_SETUP", "gone.sh")
-    said = fake.run("retry", data_dir, code=2, cwd=tmp_path)
+    said = slurm("retry", data_dir, code=2, cwd=tmp_path)
     assert f"--setup {tmp_path / 'gone.sh'} is no file" in said
 
 
@@ -125,7 +125,7 @@ def test_sbatchs_variables_for_time_and_memory_are_the_requests_values(
     option: tuple[str, str],
 ) -> None:
     monkeypatch.setenv(variable, value)
-    said = fake.run("submit", data_dir, "--dry_run")
+    said = slurm("submit", data_dir, "--dry_run")
     assert option in options(said).items()
     assert f"({variable})" in said
 
@@ -135,7 +135,7 @@ def test_a_variable_of_sbatch_that_cannot_be_read_is_refused_by_its_name(
     fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     monkeypatch.setenv(variable, "much")
-    assert f"{variable} is 'much', expected" in fake.run("submit", data_dir, "--dry_run", code=2)
+    assert f"{variable} is 'much', expected" in slurm("submit", data_dir, "--dry_run", code=2)
 
 
 def test_memory_of_one_kind_replaces_memory_of_the_other_kind_that_stands_further_away(
@@ -143,15 +143,15 @@ def test_memory_of_one_kind_replaces_memory_of_the_other_kind_that_stands_furthe
 ) -> None:
     (data_dir / "shardprep.toml").write_text("[slurm]\nmem_per_cpu_gb = 1\n")
     monkeypatch.setenv("SBATCH_MEM_PER_NODE", "3000")
-    assert options(fake.run("submit", data_dir, "--dry_run"))["mem"] == "3000M"
-    shown = options(fake.run("submit", data_dir, "--dry_run", "--mem_per_cpu_gb", 2))
+    assert options(slurm("submit", data_dir, "--dry_run"))["mem"] == "3000M"
+    shown = options(slurm("submit", data_dir, "--dry_run", "--mem_per_cpu_gb", 2))
     assert (shown["mem-per-cpu"], shown.get("mem")) == ("2048M", None)
 
 
 def test_without_an_account_the_limits_of_the_default_account_count(fake: FakeSlurm, data_dir: Path) -> None:
     write_accounts(fake)
-    assert "#SBATCH --array=0-4%5" in fake.run("submit", data_dir, "--dry_run")
-    said = fake.run("submit", data_dir, "--dry_run", "--account", "one", code=2)
+    assert "#SBATCH --array=0-4%5" in slurm("submit", data_dir, "--dry_run")
+    said = slurm("submit", data_dir, "--dry_run", "--account", "one", code=2)
     assert "MaxSubmitJobs of account one (1, 0 in use) leaves no room" in said
 
 
@@ -169,7 +169,7 @@ def test_what_a_qos_would_keep_pending_for_ever_is_refused_with_the_limits_name(
     fake: FakeSlurm, data_dir: Path, flags: list[object], qos: str, words: str
 ) -> None:
     write_accounts(fake, qos=f"name=normal {qos}")
-    said = fake.run("submit", data_dir, *flags, code=2)
+    said = slurm("submit", data_dir, *flags, code=2)
     assert words in said
     assert "would stay pending for ever" in said
     assert not fake.sent()
@@ -180,28 +180,28 @@ def test_a_limit_of_the_partitions_qos_wins_over_that_of_the_jobs_qos_and_of_the
 ) -> None:
     rows = "name=wide maxtres=cpu=3\nname=normal maxtres=cpu=1"
     write_accounts(fake, qos=rows, own="maxtres=cpu=1", partition_qos="wide")
-    fake.run("submit", data_dir, "--cpus_per_task", 3, "--dry_run")
-    assert "MaxTRES of QOS wide" in fake.run("submit", data_dir, "--cpus_per_task", 4, "--dry_run", code=2)
+    slurm("submit", data_dir, "--cpus_per_task", 3, "--dry_run")
+    assert "MaxTRES of QOS wide" in slurm("submit", data_dir, "--cpus_per_task", 4, "--dry_run", code=2)
     write_accounts(fake, own="maxtres=cpu=1")
-    said = fake.run("submit", data_dir, "--cpus_per_task", 2, "--dry_run", code=2)
+    said = slurm("submit", data_dir, "--cpus_per_task", 2, "--dry_run", code=2)
     assert "MaxTRES of account two allows at most 1 CPU" in said
 
 
 def test_limits_that_the_site_does_not_enforce_refuse_nothing(fake: FakeSlurm, data_dir: Path) -> None:
     write_accounts(fake, qos="name=normal maxtres=cpu=1")
     fake.answers("config", CONFIG.replace("associations,limits,qos", "associations"))
-    fake.run("submit", data_dir, "--cpus_per_task", 4, "--dry_run")
+    slurm("submit", data_dir, "--cpus_per_task", 4, "--dry_run")
 
 
 def test_without_a_number_of_cpus_a_task_asks_for_no_more_than_a_node_or_a_qos_allows(
     fake: FakeSlurm, data_dir: Path
 ) -> None:
     write_accounts(fake)
-    said = fake.run("submit", data_dir, "--dry_run")
+    said = slurm("submit", data_dir, "--dry_run")
     assert options(said)["cpus-per-task"] == "4"
     assert "cpus_per_task is 4 (the most of partition cpu)" in said
     write_accounts(fake, qos="name=normal maxtres=cpu=2")
-    assert options(fake.run("submit", data_dir, "--dry_run"))["cpus-per-task"] == "2"
+    assert options(slurm("submit", data_dir, "--dry_run"))["cpus-per-task"] == "2"
 
 
 def test_auto_asks_for_what_fits_the_qos_and_for_no_more_cpus_than_a_short_shard_can_use(
@@ -209,22 +209,19 @@ def test_auto_asks_for_what_fits_the_qos_and_for_no_more_cpus_than_a_short_shard
 ) -> None:
     """The shards of this data set take a second: a second core would have nothing to do."""
     write_accounts(fake, qos="name=normal maxtres=cpu=2,mem=512M maxwall=3")
-    shown = options(fake.run("submit", data_dir, "--auto", "--dry_run"))
+    shown = options(slurm("submit", data_dir, "--auto", "--dry_run"))
     assert (shown["cpus-per-task"], shown["mem"], shown["time"]) == ("1", "512M", "3")
 
 
 def sbatch_that_says(fake: FakeSlurm, words: str) -> None:
     """A site's wrapper: it passes the job on and prints more than the id."""
     real = fake.place / "sbatch.sh"
-    wrapper = fake.place / "bin" / "sbatch"
-    wrapper.unlink()
-    wrapper.write_text(f'#!/bin/bash\nid=$("{real}" "$@") || exit\n[[ -n $id ]] || exit 0\n{words}\n')
-    wrapper.chmod(0o755)
+    fake.answers_by("sbatch", f'id=$("{real}" "$@") || exit\n[[ -n $id ]] || exit 0\n{words}')
 
 
 def test_a_banner_of_the_sites_sbatch_before_the_job_id_is_no_error(fake: FakeSlurm, data_dir: Path) -> None:
     sbatch_that_says(fake, 'echo "Welcome to 7 nodes"; echo; echo "$id;test"; echo')
-    assert "job 1: 5 tasks" in fake.run("submit", data_dir)
+    assert "job 1: 5 tasks" in slurm("submit", data_dir)
     assert [job.job_id for job in read_submissions(data_dir)[0].jobs] == ["1", "2"]
 
 
@@ -233,14 +230,11 @@ def test_a_job_whose_id_cannot_be_understood_is_found_by_its_name_and_cancelled(
 ) -> None:
     sbatch_that_says(fake, 'echo "Submitted, thank you"')
     fake.answers("squeue", "")
-    said = fake.run("submit", data_dir, code=74)
+    said = slurm("submit", data_dir, code=74)
     assert "sbatch answered 'Submitted, thank you', expected a job id on the last line" in said
     assert "squeue --me" in said, "it was not found by its name"
-    (fake.place / "bin" / "squeue").unlink()
-    found = fake.place / "bin" / "squeue"
-    found.write_text('#!/bin/bash\n[[ "$*" != *--name=shardprep-*--format=%A ]] || echo 41\n')
-    found.chmod(0o755)
-    said = fake.run("submit", data_dir, code=74)
+    fake.answers_by("squeue", '[[ "$*" != *--name=shardprep-*--format=%A ]] || echo 41')
+    said = slurm("submit", data_dir, code=74)
     assert "job 41 was cancelled" in said
     assert fake.calls("scancel") == ["41"]
     assert read_submissions(data_dir) == []

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import getpass
-import io
-import json
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +14,6 @@ from preprocess.done_shards import publish_findings
 from preprocess.plan.plan_file import need_plan
 from shardprep.errors import BrokenShard
 from shardprep.format.names import id_ranges
-from shardprep.signals import STOP_SIGNALS
-from slurm import __main__ as program
 from slurm import commands
 from slurm.commands import SlurmAway, ask_patiently
 from slurm.queue import parse_queue
@@ -29,51 +23,19 @@ from slurm.send import prepare_submit
 from slurm.state import NO_LOG, cause_of_task, find_state, log_tail
 from slurm.submissions import SubmittedMeanwhile, read_submissions
 from tests.slurm.fake_slurm import (
-    NAME,
     QUEUES,
-    WHEN,
     FakeSlurm,
     ended,
     make_done,
+    slurm,
+    squeue_line,
+    status,
     submitted,
     write_index,
     write_record,
 )
 
 pytestmark = pytest.mark.processes
-
-
-def slurm(*args: object, code: int = 0) -> str:
-    """``python -m slurm`` in this process; returns both streams."""
-    out, handlers = io.StringIO(), {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-            found = program.main([str(each) for each in args])
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    assert found == code, out.getvalue()
-    return out.getvalue()
-
-
-def status(data: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads(slurm("status", data, "--json"))
-    return state
-
-
-def squeue_line(index: str, state: str, reason: str = "None", **changes: str) -> str:
-    fields = {"job": "1", "submit": WHEN, "start": "N/A", "restarts": "0", "name": NAME} | changes
-    return (
-        f"{fields['job']}|{index}|{state}|{reason}|0:0|n1|0:02|{fields['job']}|root|{fields['submit']}|"
-        f"{fields['start']}|N/A|{fields['restarts']}|{fields['name']}|\n"
-    )
-
-
-def write_log(data: Path, name: str, text: str) -> Path:
-    path = data / "jobs" / "logs" / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(text)
-    return path
 
 
 def test_a_job_of_the_same_number_name_and_user_is_ours_only_at_its_time_of_submission_or_restarted(
@@ -96,10 +58,8 @@ def test_jobs_of_another_cluster_are_asked_for_there_or_called_not_visible_and_n
     fake.answers("squeue", squeue_line("0-4", "RUNNING"))
     state = status(data_dir)
     assert state["running"] == "0-4", "squeue --clusters=other knows them"
-    (fake.place / "bin" / "squeue").unlink()
-    script = "#!/bin/sh\n[ -z $SLURM_CLUSTERS ] || { echo No cluster $SLURM_CLUSTERS known >&2; exit 1; }\n"
-    (fake.place / "bin" / "squeue").write_text(script)
-    (fake.place / "bin" / "squeue").chmod(0o755)
+    away = "[ -z $SLURM_CLUSTERS ] || { echo No cluster $SLURM_CLUSTERS known >&2; exit 1; }"
+    fake.answers_by("squeue", away)
     state = status(data_dir)
     assert (state["not_visible"], state["failed"]) == ("0-4", "")
     assert "cluster other cannot be seen from test" in state["why_not_visible"]
@@ -291,15 +251,8 @@ def test_the_limits_count_the_jobs_that_each_limit_counts(fake: FakeSlurm, data_
     fake.answers("sacctmgr-user", f"name={user} user={user} defaultaccount=mine\n")
     fake.answers("sacctmgr-assoc", "\n".join(rows) + "\n")
     fake.answers("sacctmgr-qos", "name=normal maxsubmitjobspu=9\n")
-    (fake.place / "bin" / "squeue").unlink()
-    queue = """#!/bin/sh
-case "$*" in
-  *account=mine*%i*) echo 5; echo 6; echo 7 ;;
-  *%i*) echo 5; echo 6 ;;
-esac
-"""
-    (fake.place / "bin" / "squeue").write_text(queue)
-    (fake.place / "bin" / "squeue").chmod(0o755)
+    own, all_of_it = "echo 5; echo 6; echo 7", "echo 5; echo 6"
+    fake.answers_by("squeue", f'case "$*" in *account=mine*%i*) {own} ;; *%i*) {all_of_it} ;; esac')
     config = "ClusterName = test\nMaxArraySize = 1001\nAccountingStorageType = accounting_storage/slurmdbd\n"
     fake.answers("config", config + "AccountingStorageEnforce = limits\n")
     said = slurm("submit", data_dir, "--dry_run")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
@@ -22,8 +21,7 @@ from slurm.script import array_script, verify_script
 from slurm.state import find_state
 from slurm.submissions import read_submissions
 from tests.children import run_child
-from tests.slurm.fake_slurm import FakeSlurm, ended, make_done, submitted, write_record
-from tests.slurm.test_shown_jobs import slurm
+from tests.slurm.fake_slurm import FakeSlurm, ended, make_done, slurm, status, submitted, write_record
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -235,7 +233,7 @@ def test_core_hours_count_failed_attempts_apart(fake: FakeSlurm, data_dir: Path)
     write_record(data_dir, "1_1", ended(74) | {"time": 1000 + 2700}, num_cpus=4)
     state = find_state(data_dir, need_plan(data_dir))
     assert core_hours(state, list(state.made.done.values())) == {"used": 7.0, "failed": 3.0}
-    data = json.loads(slurm("status", data_dir, "--json"))
+    data = status(data_dir)
     assert (data["format"], data["version"]) == ("shardprep-status", 1)
 
 

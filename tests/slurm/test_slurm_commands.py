@@ -28,7 +28,7 @@ from slurm.state import find_state
 from slurm.submissions import read_submissions
 from tests.checkout import ROOT
 from tests.children import run_child
-from tests.slurm.fake_slurm import JOB, NAME, QUEUES, WHEN, FakeSlurm, make_done, submitted
+from tests.slurm.fake_slurm import JOB, NAME, QUEUES, WHEN, FakeSlurm, make_done, slurm, status, submitted
 
 pytestmark = pytest.mark.processes
 
@@ -48,9 +48,9 @@ def test_two_groups_of_a_retry_are_sent_byte_for_byte_as_they_are_shown(
 
 
 def test_submit_sends_what_its_dry_run_printed(fake: FakeSlurm, data_dir: Path) -> None:
-    shown = fake.run("submit", data_dir, "--dry_run")
+    shown = slurm("submit", data_dir, "--dry_run")
     assert not fake.sent()
-    fake.run("submit", data_dir)
+    slurm("submit", data_dir)
     assert "\n".join(fake.sent()) + "\n" == shown
 
 
@@ -74,11 +74,11 @@ def test_status_retry_and_cancel_work_on_an_old_and_on_a_new_slurm(
 ) -> None:
     submitted(data_dir)
     fake.answers("squeue", QUEUES[version])
-    state = json.loads(fake.run("status", data_dir, "--json"))
+    state = status(data_dir)
     assert (state["running"], state["pending"]) == ("2-3", "4")
     assert state["causes"] == {"bad input (65)": "0", "killed by signal 9": "1"}
-    assert "left: shard 00000: bad input (65)" in fake.run("retry", data_dir, "--dry_run")
-    fake.run("cancel", data_dir)
+    assert "left: shard 00000: bad input (65)" in slurm("retry", data_dir, "--dry_run")
+    slurm("cancel", data_dir)
     assert fake.calls("scancel") == ["1 2"], "job 3 is another's"
 
 
@@ -93,18 +93,18 @@ def test_cancel_leaves_jobs_alone_that_only_have_the_same_numbers(
         queue.replace("0123456789ab", "ba9876543210") if "plan" in change else queue.replace("root", "kim")
     )
     fake.answers("squeue", changed)
-    assert "nothing is queued" in fake.run("cancel", data_dir)
+    assert "nothing is queued" in slurm("cancel", data_dir)
     assert fake.calls("scancel") == []
-    assert json.loads(fake.run("status", data_dir, "--json"))["running"] == ""
+    assert status(data_dir)["running"] == ""
 
 
 def test_a_site_that_renames_jobs_is_followed(fake: FakeSlurm, data_dir: Path) -> None:
     fake.answers("job", JOB.replace("{name}", "the sites name"))
-    fake.run("submit", data_dir)
+    slurm("submit", data_dir)
     jobs = read_submissions(data_dir)[0].jobs
     assert {(job.name, job.user) for job in jobs} == {("the sites name", "root")}
     fake.answers("squeue", f"1|0-4|PENDING|None|0:0||0:00|1|root|{WHEN}|N/A|N/A|0|the sites name|\n")
-    assert json.loads(fake.run("status", data_dir, "--json"))["pending"] == "0-4"
+    assert status(data_dir)["pending"] == "0-4"
 
 
 def test_wait_where_all_is_queued_already_waits_and_does_not_end_with_0_unverified(
@@ -114,20 +114,17 @@ def test_wait_where_all_is_queued_already_waits_and_does_not_end_with_0_unverifi
     submitted(data_dir)
     queue = fake.place / "squeue"
     queue.write_text(f"1|0-4|PENDING|None|0:0||0:00|1|root|{WHEN}|N/A|N/A|0|{NAME}|\n")
-    (fake.place / "bin" / "squeue").unlink()
-    gone = fake.place / "bin" / "squeue"
     once = f"cat {shlex.quote(str(queue))}; : >{shlex.quote(str(queue))}"
     # Jobs are asked for by name, too: that question must not use the answer up.
-    gone.write_text(f'#!/bin/sh\ncase "$*" in *--user=*) ;; *) {once} ;; esac\n')
-    gone.chmod(0o755)
-    said = fake.run("submit", data_dir, "--wait", code=74)
+    fake.answers_by("squeue", f'case "$*" in *--user=*) ;; *) {once} ;; esac')
+    said = slurm("submit", data_dir, "--wait", code=74)
     assert "5 shards wait or run already" in said
     assert "ended before they began: 0-4" in said
 
 
 def test_wait_where_all_is_done_but_nothing_verified_is_no_success(fake: FakeSlurm, data_dir: Path) -> None:
     make_done(data_dir, *range(5))
-    said = fake.run("submit", data_dir, "--wait", code=74)
+    said = slurm("submit", data_dir, "--wait", code=74)
     assert "nothing to submit: 5 of 5 shards are done" in said
     assert f"next: shardprep verify {data_dir}" in said
 
@@ -135,11 +132,11 @@ def test_wait_where_all_is_done_but_nothing_verified_is_no_success(fake: FakeSlu
 def test_a_dry_run_of_submit_needs_no_controller(fake: FakeSlurm, data_dir: Path) -> None:
     submitted(data_dir)
     (fake.place / "away").touch()
-    said = fake.run("submit", data_dir, "--dry_run")
+    said = slurm("submit", data_dir, "--dry_run")
     assert "shards_of=(0 1 2 3 4)" in said
     assert "Unable to contact slurm controller" in said
     assert "left out of this dry run" in said
-    fake.run("submit", data_dir, code=74)
+    slurm("submit", data_dir, code=74)
     assert not fake.sent()
 
 
@@ -206,7 +203,7 @@ def test_submit_of_a_folder_with_such_a_name_ends_with_2_and_sends_nothing(
 ) -> None:
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
     data_dir.rename(folder)
-    said = fake.run("submit", folder, code=2)
+    said = slurm("submit", folder, code=2)
     assert "rename the folder" in said
     assert not fake.sent()
     assert not (folder / "jobs").exists()
@@ -222,7 +219,7 @@ def test_a_training_whose_folder_of_checkpoints_was_forgotten_is_told_what_to_ty
 def test_a_folder_whose_links_go_round_is_an_error(fake: FakeSlurm, tmp_path: Path) -> None:
     (tmp_path / "round").symlink_to("round")
     for command in ("status", "submit", "cancel", "retry"):
-        assert "round" in fake.run(command, tmp_path / "round", code=74)
+        assert "round" in slurm(command, tmp_path / "round", code=74)
 
 
 def test_a_data_set_that_cannot_be_listed_is_an_error(
@@ -243,9 +240,9 @@ def test_an_answer_that_is_cut_short_or_garbage_is_an_error_that_shows_it(
     submitted(data_dir)
     fake.answers("squeue", text)
     words = "squeue --noheader --array answered what cannot be read"
-    assert words in fake.run("cancel", data_dir, code=74)
+    assert words in slurm("cancel", data_dir, code=74)
     assert not fake.calls("scancel")
-    state = json.loads(fake.run("status", data_dir, "--json"))
+    state = status(data_dir)
     assert words in state["slurm_away"]
     assert (state["not_visible"], state["failed"]) == ("0-4", ""), "it may run, and is not called failed"
 
@@ -253,10 +250,10 @@ def test_an_answer_that_is_cut_short_or_garbage_is_an_error_that_shows_it(
 def test_bytes_that_are_no_utf8_in_an_answer_are_an_error(fake: FakeSlurm, data_dir: Path) -> None:
     submitted(data_dir)
     fake.answers("squeue", b"\xff\xfe\n")
-    assert "answered what cannot be read" in fake.run("status", data_dir)
+    assert "answered what cannot be read" in slurm("status", data_dir)
     fake.answers("squeue", "")
     fake.answers("config", b"\xff")
-    assert "no MaxArraySize" in fake.run("submit", data_dir, code=74)
+    assert "no MaxArraySize" in slurm("submit", data_dir, code=74)
 
 
 @pytest.mark.parametrize("parse", [parse_queue, parse_accounts, parse_job])
@@ -277,10 +274,8 @@ def test_every_cut_of_an_answer_is_read_or_an_error(fake: FakeSlurm, parse: Any)
 
 
 def test_an_sbatch_that_answers_no_job_id_leaves_nothing_recorded(fake: FakeSlurm, data_dir: Path) -> None:
-    (fake.place / "bin" / "sbatch").unlink()
-    (fake.place / "bin" / "sbatch").write_text("#!/bin/sh\ncat >/dev/null\necho Hello\n")
-    (fake.place / "bin" / "sbatch").chmod(0o755)
-    assert "sbatch answered 'Hello', expected a job id" in fake.run("submit", data_dir, code=74)
+    fake.answers_by("sbatch", "cat >/dev/null; echo Hello")
+    assert "sbatch answered 'Hello', expected a job id" in slurm("submit", data_dir, code=74)
     assert read_submissions(data_dir) == []
 
 
@@ -391,7 +386,7 @@ def test_what_cannot_be_read_in_jobs_is_named_and_holds_nobody(
         make[what]()
     with pytest.raises(ShardprepError, match=r"jobs"):
         read_submissions(data_dir)
-    assert "jobs" in fake.run("status", data_dir, code=65 if what in {"folder", "fifo"} else 74)
+    assert "jobs" in slurm("status", data_dir, code=65 if what in {"folder", "fifo"} else 74)
 
 
 def test_a_manifest_of_wrong_types_does_not_end_a_status(fake: FakeSlurm, data_dir: Path) -> None:
@@ -401,7 +396,7 @@ def test_a_manifest_of_wrong_types_does_not_end_a_status(fake: FakeSlurm, data_d
     contents = [b"[" * 100_000, b'{"run": 1}', b'{"run": {"wall_s": "long"}}', b"\xff", b"{}"]
     for shard_id, content in enumerate(contents):
         (data_dir / f"{shard_name(shard_id)}.json").write_bytes(content)
-    text = fake.run("status", data_dir)
+    text = slurm("status", data_dir)
     assert "0 of 5 shards are done" in text
     assert "not done, " in text
 

@@ -20,7 +20,13 @@ from shardprep.format.manifest import read_manifest
 from tests.checkout import ROOT
 from tests.children import is_living, run_child
 from tests.held_children import Hold
-from tests.slurm.started_cluster import FAULTY_PYTHON, kill_node, start_missing, started_cluster
+from tests.slurm.started_cluster import (
+    FAULTY_PYTHON,
+    kill_node,
+    set_right,
+    start_missing,
+    started_cluster,
+)
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -80,13 +86,20 @@ class Faults:
 
 
 @pytest.fixture(scope="module")
-def site() -> Iterator[Site]:
+def cluster() -> Iterator[Site]:
     kept = {n: v for n, v in os.environ.items() if not re.match("SLURM|SBATCH|SHARDPREP|DATASET_", n)}
     options = {"NUM_NODES": "3", "NODE_CPUS": "4", "NODE_MEM_MB": "4000", "EXTRA_CONF": EXTRA_CONF}
     options |= {"ACCOUNTING": "1", "CGROUP": str(int(HAS_CGROUPS)), "HF_HUB_OFFLINE": "1"}
     untested = "NO SLURM CLUSTER WITH ACCOUNTS, python -m slurm is untested here"
     with started_cluster({**kept, **options}, untested) as started:
         yield Site(environ=started, folder=Path(started["CLUSTER_DIR"]))
+
+
+@pytest.fixture
+def site(cluster: Site) -> Iterator[Site]:
+    """The cluster, on which no test leaves a job or a node that is down, however it ends."""
+    yield cluster
+    set_right(cluster.environ)
 
 
 @pytest.fixture
@@ -338,7 +351,9 @@ def test_forty_shards_by_submitit_on_a_real_slurm_fit_its_array_and_a_preempted_
         line.partition("=")[::2] for line in Path(f"/proc/{held}/environ").read_text().split("\0") if line
     )
     task = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
-    site.run("scancel", "--signal=USR2", task)
+    # Slurm takes no signal for a task that it has not quite started: its worker may be faster.
+    signal = ["scancel", "--signal=USR2", task]
+    wait_until(lambda: subprocess.run(signal, env=site.environ, check=False).returncode == 0)
     wait_until(lambda: not is_living(held))
     hold.release()
     found = [manifest for job in jobs for manifest in job.result()]
@@ -353,8 +368,7 @@ def test_what_a_qos_keeps_pending_is_refused_and_auto_fits_it_under_the_default_
     """The last test of this module: it changes the accounts of the user."""
     for command in (
         "add qos tight set MaxTRESPerJob=cpu=2,mem=1G MaxWall=01:00:00",
-        "add account first",
-        "add account second",
+        "add account first,second",
         "add user root account=first",
         "add user root account=second DefaultAccount=second",
         "modify user root where account=first set MaxSubmitJobs=1",

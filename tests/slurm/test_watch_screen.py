@@ -15,8 +15,7 @@ from shardprep.format.shard_making import source_lines
 from slurm.status import cut, metrics_text, screen_lines
 from tests.checkout import ROOT
 from tests.conftest import Prep
-from tests.slurm.fake_slurm import QUEUES, FakeSlurm, submitted
-from tests.slurm.test_shown_jobs import slurm, squeue_line, write_log
+from tests.slurm.fake_slurm import QUEUES, FakeSlurm, slurm, squeue_line, status, submitted, write_log
 
 pytestmark = pytest.mark.processes
 
@@ -150,7 +149,7 @@ def test_every_field_of_json_is_documented_and_every_documented_field_is_there(
 ) -> None:
     submitted(data_dir)
     fake.answers("squeue", squeue_line("0", "PENDING", "Resources") + QUEUES["24.11.5"])
-    found = json.loads(slurm("status", data_dir, "--json"))
+    found = status(data_dir)
     page = (ROOT / "docs" / "status_json.md").read_text(encoding="utf-8")
     documented = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
     assert documented == set(found)

@@ -55,8 +55,7 @@ class MadeShards:
 def find_made_shards(folder: Path, plan: Plan) -> MadeShards:
     """Look at every manifest: one listing, and a read and two stats per manifest, eight at a time.
 
-    10,000 shards take about 0.6 s of CPU. Raises NotFound or ReadWriteError where the folder cannot be
-    listed.
+    10,000 shards take about 0.6 s of CPU. Raises NotFound or ReadWriteError.
     """
     try:
         names = set(os.listdir(folder))  # noqa: PTH208 - names alone, a Path each would double the time
@@ -76,18 +75,16 @@ def find_made_shards(folder: Path, plan: Plan) -> MadeShards:
     parts = [ids[number : number + 64] for number in range(0, len(ids), 64)]
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         found = [each for part in pool.map(look, parts) for each in part]
-    done: dict[int, ShardMaking] = {}
-    tar_bytes: dict[int, int] = {}
-    other_plan: list[int] = []
-    broken: dict[int, str] = {}
-    for shard_id, each in zip(ids, found, strict=True):
-        if isinstance(each, str):
-            broken[shard_id] = each
-        elif each[0].plan_id != plan.plan_id:
-            other_plan.append(shard_id)
-        elif shard_id not in findings:
-            done[shard_id], tar_bytes[shard_id] = each
-    return MadeShards(done=done, tar_bytes=tar_bytes, wrong=findings, other_plan=other_plan, broken=broken)
+    made = {shard_id: each for shard_id, each in zip(ids, found, strict=True) if not isinstance(each, str)}
+    of_plan = {shard_id for shard_id, (making, _) in made.items() if making.plan_id == plan.plan_id}
+    done = sorted(of_plan - findings.keys())
+    return MadeShards(
+        done={shard_id: made[shard_id][0] for shard_id in done},
+        tar_bytes={shard_id: made[shard_id][1] for shard_id in done},
+        wrong=findings,
+        other_plan=sorted(made.keys() - of_plan),
+        broken={shard_id: each for shard_id, each in zip(ids, found, strict=True) if isinstance(each, str)},
+    )
 
 
 def _look_at(stem: str, shard_id: int) -> tuple[ShardMaking, int] | str:

@@ -6,6 +6,7 @@ of the cgroups. The size of a machine says nothing about the share that a task w
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -44,11 +45,10 @@ def bind_to_task_cpus(offset: int) -> int:
 
 
 def bind_to(cpus: list[int]) -> None:
-    """Bind this process, and the threads it will start, to some CPUs.
+    """Bind this process, and the threads it will start, to some CPUs; before an engine is loaded.
 
-    The engines size their thread pools by the affinity mask, unless RAYON_NUM_THREADS, RAYON_RS_NUM_CPUS or
-    TOKENIZERS_PARALLELISM say otherwise, which stand in many a shell for training; so they are set.
-    This comes before either is loaded.
+    The engines size their thread pools by the affinity mask, unless variables say otherwise, which stand in
+    many a shell for training; so they are set.
     """
     os.sched_setaffinity(0, cpus)
     os.environ["RAYON_NUM_THREADS"] = str(len(cpus))  # it goes before RAYON_RS_NUM_CPUS
@@ -69,16 +69,18 @@ def batch_bytes_within(memory_gb: float | None) -> int:
     """Bytes of raw text that a worker takes at once with this memory in GiB (None: enough memory)."""
     if memory_gb is None:
         return BATCH_BYTES
-    spare = int(min(memory_gb, 2**20) * 2**30) - PROCESS_BYTES
-    return min(BATCH_BYTES, max(_SMALLEST_BATCH_BYTES, spare // _MEMORY_PER_BATCH_BYTE))
+    return min(BATCH_BYTES, max(_SMALLEST_BATCH_BYTES, _spare_bytes(memory_gb) // _MEMORY_PER_BATCH_BYTE))
 
 
 def most_batches_within(memory_gb: float | None) -> int:
     """Batches that a worker may lay out at once with this memory in GiB; at least one, three with 0.6 GB."""
     if memory_gb is None:
         return sys.maxsize
-    spare = int(min(memory_gb, 2**20) * 2**30) - PROCESS_BYTES - BATCH_BYTES * _MEMORY_PER_BATCH_BYTE
-    return 1 + max(0, spare) // (BATCH_BYTES * _MEMORY_PER_BATCH_BYTE)
+    return max(1, _spare_bytes(memory_gb) // (BATCH_BYTES * _MEMORY_PER_BATCH_BYTE))
+
+
+def _spare_bytes(memory_gb: float) -> int:
+    return int(min(memory_gb, 2**20) * 2**30) - PROCESS_BYTES
 
 
 LEAST_WORKER_BYTES = PROCESS_BYTES + _SMALLEST_BATCH_BYTES * _MEMORY_PER_BATCH_BYTE
@@ -113,12 +115,8 @@ def memory_limits(environ: Mapping[str, str], root: Path = Path("/")) -> dict[st
         limits["Slurm"] = int(per_cpu) * int(cpus) << 20
     found = []
     for path in cgroup_files(root, "memory", "memory.max", "memory.limit_in_bytes"):
-        try:
-            text = path.read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            found.append(int(text))
+        with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+            found.append(int(path.read_text(encoding="ascii")))
     return limits | ({"the cgroup": min(found)} if found else {})
 
 

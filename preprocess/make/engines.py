@@ -77,11 +77,11 @@ class Engine:
         ``spans``: they are conversations, of which the assistant wrote these characters; see ``encode_chat``.
         """
         size = batch_size or max(1, len(texts))
+        parts = [slice(first, first + size) for first in range(0, len(texts), size)]
         if spans is not None:
             assert self.encode_chat is not None  # load_engine took the one that has it
-            parts = [slice(first, first + size) for first in range(0, len(texts), size)]
             return _joined([self.encode_chat(texts[part], spans[part]) for part in parts])
-        tokens = _joined([self.encode(texts[n : n + size]) for n in range(0, len(texts), size)])
+        tokens = _joined([self.encode(texts[part]) for part in parts])
         if end_id is None:
             return tokens
         return TokenBatch(
@@ -311,27 +311,22 @@ def ids_around(processor: dict[str, Any] | None) -> tuple[list[int], list[int]]:
 
     Raises ValueError for one that does more than that.
     """
-    if processor is None or processor["type"] == "ByteLevel":
+    kind = processor["type"] if processor else "ByteLevel"
+    if processor is None or kind == "ByteLevel":
         return [], []
-    if processor["type"] == "Sequence":
+    if kind == "Sequence":
         found = [around for part in processor["processors"] if any(around := ids_around(part))]
         if len(found) > 1:
             raise ValueError(f"{len(found)} post-processors add tokens")
         return found[0] if found else ([], [])
-    if processor["type"] != "TemplateProcessing":
-        raise ValueError(f"post-processor {processor['type']}")
-    before: list[int] = []
-    after: list[int] | None = None
-    for item in processor["single"]:
-        if "Sequence" in item:
-            if after is not None:
-                raise ValueError("its template repeats a text")
-            after = []
-        else:
-            (before if after is None else after).extend(
-                processor["special_tokens"][item["SpecialToken"]["id"]]["ids"]
-            )
-    return before, after or []
+    if kind != "TemplateProcessing":
+        raise ValueError(f"post-processor {kind}")
+    names = ["" if "Sequence" in item else item["SpecialToken"]["id"] for item in processor["single"]]
+    if names.count("") != 1:
+        raise ValueError(f"its template has {names.count('')} texts")
+    ids = [processor["special_tokens"][name]["ids"] if name else [] for name in names]
+    text = names.index("")
+    return list(itertools.chain(*ids[:text])), list(itertools.chain(*ids[text:]))
 
 
 # Code points that a Unicode later than 14 may class as letters or digits, so that engines of different ages
@@ -526,20 +521,13 @@ def can_be_cut(tokenizer: dict[str, Any]) -> bool:
     that reach for the white space around them or could be cut themselves. For all others a long document
     is held whole.
     """
-    model = tokenizer.get("model") or {}
-    parts = tokenizer.get("pre_tokenizer") or {}
-    parts = parts.get("pretokenizers", [parts])
-    byte_level = parts[-1] if parts else {}
-    if byte_level.get("type") != "ByteLevel" or byte_level.get("add_prefix_space"):
-        return False
-    if len(parts) == 1:
-        known = bool(byte_level.get("use_regex"))
-    else:
-        split = parts[0]
-        pattern = (split.get("pattern") or {}).get("Regex")
-        known = len(parts) == 2 and pattern in _REGEXES and not byte_level.get("use_regex")
-        known = known and split.get("behavior") == "Isolated" and not split.get("invert")
-    plain_bpe = model.get("type") == "BPE" and not any(
+    model, before = tokenizer.get("model") or {}, tokenizer.get("pre_tokenizer") or {}
+    *split, byte_level = before.get("pretokenizers", [before])
+    use_regex = bool(byte_level.get("use_regex"))
+    known_splits = [[], *([_split_at(regex)] for regex in _REGEXES)]
+    is_known = byte_level.get("type") == "ByteLevel" and not byte_level.get("add_prefix_space")
+    is_known = is_known and split in known_splits and use_regex == (not split)
+    is_plain = model.get("type") == "BPE" and not any(
         model.get(name) for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
     )
     reaching = any(
@@ -549,4 +537,8 @@ def can_be_cut(tokenizer: dict[str, Any]) -> bool:
         or CUT.search(token["content"])
         for token in tokenizer.get("added_tokens") or ()
     )
-    return known and plain_bpe and not tokenizer.get("normalizer") and not reaching
+    return is_known and is_plain and not tokenizer.get("normalizer") and not reaching
+
+
+def _split_at(regex: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}

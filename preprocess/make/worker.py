@@ -42,7 +42,7 @@ from shardprep.console import counted
 from shardprep.errors import BadInput, BrokenShard, CannotWrite, MissingShard, ReadWriteError, Refused
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.manifest import Manifest, check_shard
-from shardprep.format.names import TOKENIZER_DIR, quarantine_path
+from shardprep.format.names import TOKENIZER_DIR
 
 _MOST_MAKERS = 4  # threads that encode and lay out; more would wait for the interpreter's lock
 
@@ -163,10 +163,8 @@ class Worker:
     def _check_bad_fraction(self, writer: ShardWriter, shard_id: int) -> None:
         given = self.settings.max_bad_fraction
         limit = self.plan.max_bad_fraction if given is None else given
-        if writer.bad_fraction <= limit:
+        if writer.bad_fraction <= limit or (quarantine := writer.quarantine()) is None:
             return
-        quarantine = writer.quarantine()
-        assert quarantine is not None
         quarantine.sync()
         quarantine.publish()
         options, reasons = self.plan.options, writer.bad_reasons
@@ -175,11 +173,11 @@ class Worker:
         if "undecodable" in reasons:
             hint = "Is it another --encoding? "
         elif reasons & {"no_field", "null_field", "wrong_type"}:
-            hint = f"Is it another --{'messages' if self.plan.options.is_chat else 'text'}_field? "
+            hint = f"Is it another --{'messages' if options.is_chat else 'text'}_field? "
         raise BadInput(
             f"shard {shard_id:05d}: {counted(len(writer.bad), 'document')} ({writer.bad_fraction:.2%}) "
-            f"{why}, the limit is {limit:.2%}; they are named in {quarantine_path(self.folder, shard_id)}. "
-            f"{hint}Otherwise mend the input and plan anew, or accept them: --max_bad_fraction"
+            f"{why}, the limit is {limit:.2%}; they are named in {quarantine.path}. {hint}Otherwise mend the "
+            "input and plan anew, or accept them: --max_bad_fraction"
         )
 
     def _run_facts(self, began: float, cpu_began: float) -> dict[str, Any]:
@@ -277,10 +275,9 @@ def load_worker(
 def done_manifest(plan: Plan, folder: Path, shard_id: int) -> Manifest | None:
     """The manifest of a shard that is done, else None. Raises where another plan's shard is in the way."""
     manifest = _manifest_if_done(plan, folder, shard_id)
-    if manifest is not None and shard_id in read_findings(folder, plan.plan_id):
+    if manifest is None or shard_id in read_findings(folder, plan.plan_id):
         return None
-    if manifest is not None:
-        remove_leftovers(folder, shard_id)
+    remove_leftovers(folder, shard_id)
     return manifest
 
 
@@ -290,13 +287,14 @@ def missing_shards(plan: Plan, folder: Path, shard_ids: Iterable[int]) -> list[i
     Raises as ``done_manifest`` does.
     """
     wrong = read_findings(folder, plan.plan_id)
-    is_done = {
-        number: number not in wrong and _manifest_if_done(plan, folder, number) is not None
-        for number in shard_ids
-    }
-    if any(is_done.values()):
-        remove_temporaries_of([number for number, done in is_done.items() if done], folder)
-    return [number for number, done in is_done.items() if not done]
+    missing: list[int] = []
+    done: list[int] = []
+    for number in shard_ids:
+        is_done = number not in wrong and _manifest_if_done(plan, folder, number) is not None
+        (done if is_done else missing).append(number)
+    if done:
+        remove_temporaries_of(done, folder)
+    return missing
 
 
 def _manifest_if_done(plan: Plan, folder: Path, shard_id: int) -> Manifest | None:

@@ -1,27 +1,12 @@
 """Weighted mixing: which source each place of a global batch takes its next sample from. Pure arithmetic.
 
-Every source has a sampling order of its own (order.py), with the global batch size and the slots of the whole
-run. A **round** is ROUND_STEPS global batches. In each round every slot takes equally many samples of a
-source, in an order of its own, by a hash of seed, round and slot. So between rounds all slots of a source
-stand at the same step, each source counts its own epochs, and a source is read by the windows of its order.
-
-The weights of a stage are whole numbers of CYCLE_STEPS, spread evenly over a cycle. How many steps of one
-are behind step n follows from n alone. So a position in the run stays one integer, and the batches are the
-same for every number of ranks and workers. A new stage begins with a new round, at its exact step.
-
-**Amendments.** From a step N on another plan may hold: other weights, sources added or dropped. Sources
-keep their numbers, and so their orders; a dropped one has weight 0, a new one gets the next number. The plan
-of step N is a stage that may begin within a round. That round was laid out up to ``cut_end``, and slot l has
-taken c(l, s) steps of source s of it, fewer or more than other slots. So a slot's place in a source is the
-steps of the whole rounds, which are equal for all slots, and c(l, s) of each round that was cut:
-
-    place(l, s, n) = sum over rounds before n of their steps of s + sum over cut rounds before n of c(l, s)
-
-It follows from the stages, the seed and n. Each slot goes through its own part of each source without a gap.
-
-The price: each source has windows of its own in memory. A source whose weight is below 1 / ROUND_STEPS comes
-in some rounds only, there in all slots. After an amendment chunks of a source are kept, as copies, until the
-slot that is furthest behind has passed them.
+Every source has an order of its own (order.py). A **round** is ROUND_STEPS global batches, in which every
+slot takes equally many samples of a source, in an order of its own. The weights of a stage are whole numbers
+of CYCLE_STEPS, spread evenly, so how many steps of a source are behind step n follows from n alone. An
+amendment is a stage that may begin within a round: that one was laid out up to ``cut_end``, and slot l has
+had c(l, s) steps of source s of it. A slot's place in a source is the steps of the whole rounds and c(l, s)
+of each cut one. The price: each source has windows of its own, and after an amendment chunks are kept for the
+slots behind.
 """
 
 from __future__ import annotations

@@ -1,30 +1,11 @@
 """The sampling order: which sample comes when, and in which slot. Pure arithmetic.
 
-A data set is N samples, numbered through all its shards. A **global batch** is L samples: what all ranks
-together train on in one optimizer's step. A **slot** is one of V = L / g equal parts of the shuffled sequence
-of an epoch. Every global batch takes the next g samples of each slot, in the order of the slots; g is 1 but
-for grouping by length. Ranks and workers own slots, so the number of slots is the largest number of readers.
-Slot ``l`` is the positions ``[l R g, (l+1) R g)``, R = N // L. So an epoch has R global batches, and fewer
-than L samples are left out of it. The shuffled sequence of an epoch:
-
-1. the data set is rotated by hash(seed, epoch) mod N, so each epoch leaves out other samples;
-2. it is cut into blocks of K samples, the unit of reading, and the blocks are permuted (the short
-   last block stays last);
-3. inside a slot, windows of M blocks are permuted sample by sample. Grouped by length, a window is
-   sorted by length instead and cut into slices of g, and all slots walk their slices in one order, so
-   that a global batch is of one length across the slots, too.
-
-All of it follows from N, L, K, M, g and the seed. Ranks and workers only share the slots out, so global
-batch k is the same ordered set whatever their number, and a position in the run is one integer,
-``epoch * R + step``.
-
-Random numbers come from an integer hash of our own: streams of numpy's Generator may differ between its
-versions, and a resumed run must not.
-
-The price: the shuffle is no uniform permutation. Neighbours of a shard meet within a slot's window,
-so what is mixed at any time is the V M blocks of the windows. They are also its price in memory, all
-ranks together: 128 MiB up to L = 256, then 0.5 MiB times L (``choose_windows``). Without ``shuffle``
-global batch k is samples ``[k L, (k+1) L)`` and every epoch leaves out the last N mod L.
+A data set is N samples. A **global batch** is L of them: what all ranks together train on in one step. A
+**slot** is one of V = L / g equal parts of an epoch's shuffled sequence; a global batch takes the next g
+samples of each slot, and an epoch has R = N // L of them (g is 1 but for grouping by length). Ranks and
+workers only share the slots out, so global batch k is the same ordered set on any number of them, and a
+position in a run is one integer. Random numbers come from a hash of our own: numpy's streams may differ
+between its versions.
 """
 
 from __future__ import annotations
@@ -154,17 +135,24 @@ class BatchOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class Order(BatchOrder):
-    """The sampling order for one data set, global batch and seed. Raises UsageError where N < L."""
+    """The sampling order for one data set, global batch and seed. Raises UsageError where N < L.
+
+    1. The data set is rotated by hash(seed, epoch) mod N, so each epoch leaves out other samples.
+    2. It is cut into blocks of K samples, the unit of reading, which are permuted; the short last one stays.
+    3. In a slot windows of M blocks are permuted sample by sample, or, grouped by length, sorted by it and
+    cut
+       into slices of g, which all slots walk in one order: a global batch is of one length.
+
+    The price: no uniform permutation. What is mixed at any time is the V M blocks of the windows, which are
+    in memory: 128 MiB of all ranks up to L = 256, then 0.5 MiB times L. Without ``shuffle`` global batch k is
+    samples ``[k L, (k+1) L)``.
+    """
 
     num_samples: int  # N
     block_samples: int  # K
     window_samples: int  # M K, of a slot
 
     def __post_init__(self) -> None:
-        if self.global_batch_size < 1:
-            raise UsageError(f"the global batch is {self.global_batch_size} samples, expected at least 1")
-        if self.keeps_tail and self.shuffle:
-            raise UsageError("the tail is kept in a fixed order alone; pass shuffle=False")
         if self.num_samples < self.global_batch_size and not self.keeps_tail:
             raise UsageError(
                 f"the data set has {self.num_samples:,} samples, but one batch for every rank takes "
@@ -246,10 +234,7 @@ class Order(BatchOrder):
         samples = self.samples_at(epoch, positions)
         if self.group == 1:
             return samples
-        if num_tokens is None:
-            raise UsageError(
-                "samples grouped by length have an order only with their lengths: pass num_tokens"
-            )
+        assert num_tokens is not None
         lengths = num_tokens(samples.reshape(-1)).reshape(samples.shape)
         by_length = np.take_along_axis(samples, np.argsort(lengths, axis=1, kind="stable"), axis=1)
         slice_key = hash_ints(self.seed, epoch, _SLICES, start)
@@ -289,11 +274,7 @@ class Order(BatchOrder):
 def choose_windows(
     *, num_samples: int, num_bytes: int, global_batch_size: int, group: int = 1
 ) -> tuple[int, int]:
-    """K and M K: samples of a block and of a slot's window, from the data and L alone.
-
-    M is 16 for L up to 64, 4 from 256 on: mixing follows V M. A block is as large as WINDOWS_BYTES
-    allow within BLOCK_BYTES, so at world 8 a rank's windows are at most 64 MiB up to L = 1024.
-    """
+    """K and M K: samples of a block and of a slot's window. M is 16 for L up to 64, 4 from 256 on."""
     slots = max(global_batch_size // group, 1)  # Order refuses a group that is larger
     blocks = min(max(1024 // slots, 4), 16)
     block_bytes = min(max(WINDOWS_BYTES // (slots * blocks), BLOCK_BYTES[0]), BLOCK_BYTES[1])

@@ -552,13 +552,9 @@ _NO_END = -1  # no EOS is put
 class JoinedRows(Samples):
     """Packing at load: all documents are joined to one stream of tokens, which is cut into full rows.
 
-    Row x is tokens ``[(offset + x S) mod T, + S)`` of the stream, found through the sums of the idx. Nothing
-    is laid out beforehand, and any row can be read. An epoch leaves out T mod S tokens, others each epoch;
-    documents are cut at the edges of rows. An EOS is put behind documents that lack it, and counts: in our
-    shards all or none, as they were prepared; in external tars each document whose last id is not EOS.
-
-    A worker decodes a whole window at once, each document once (twice at the edge of a block), so its memory
-    is the bytes of the window and 4 bytes per token, and the first row of a window waits for all of it.
+    Row x is tokens ``[(offset + x S) mod T, + S)`` of the stream, found through the sums of the idx. An EOS
+    is put behind documents that lack it, and counts. The price: an epoch leaves out T mod S tokens, others
+    each epoch, and a worker decodes a whole window at once: 4 bytes per token.
     """
 
     seq_len: int
@@ -765,13 +761,9 @@ BIN_BATCHES = 64
 class TokenBatches(Samples):
     """Samples that are batches of whole documents of like length, as many as the places of a batch hold.
 
-    The order shuffles batches and shares them out as it does documents. Which documents make a batch follows
-    from the lengths in the idx alone: those of a shard are cut into bins of BIN_BATCHES batches' tokens, a
-    bin is sorted by length, the longest first, and cut where another document would not fit.
-
-    The price: documents share their batch in every epoch, all of one batch are of one bin, and the last batch
-    of a bin is seldom full. A loader reads all idx when it is made: about 1 us a document, files cached.
-    Raises UsageError.
+    By the idx alone: a shard is cut into bins of BIN_BATCHES batches' tokens, a bin is sorted by length, the
+    longest first, and cut where another document would not fit. The price: documents share their batch in
+    every epoch, and a loader reads all idx when it is made: about 1 us a document. Raises UsageError.
     """
 
     documents: Samples

@@ -1,13 +1,9 @@
 """The position of a run, its steps, and the state that a checkpoint keeps.
 
-A position counts global batches, which are the same on every number of ranks and workers. Only inside of a
-step, with accumulation, it also counts the batches of a rank, which mean something for the same world and
-batch size alone.
-
-A step of training is a global batch. Without ``batch_size_schedule`` it is one step of the order. With it, a
-step of the order has as many samples as the greatest number that divides all sizes, and a global batch is
-some of them, one after another. So the order never changes, and a position stays one step, counted through
-all epochs. An epoch ends where another global batch would not fit.
+A position counts global batches, which are the same on every number of ranks and workers; inside of a step it
+also counts the batches of a rank. A step of training is a step of the order; with ``batch_size_schedule`` it
+is some of them, each of as many samples as the greatest number that divides all sizes. So the order never
+changes. An epoch ends where another global batch would not fit.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
-from loader.amend import go_on
+from loader.amend import describe, go_on
 from loader.batches import (
     Batch,
     Collate,
@@ -37,7 +37,6 @@ from loader.batches import (
     collate_lists,
 )
 from loader.chunks import Chunk
-from loader.describe import describe
 from loader.find_shards import SizeCheck
 from loader.mixture import Mixture
 from loader.ranks import ProcessRank, check_process_rank

@@ -6,6 +6,7 @@ import json
 import pickle
 import random
 from collections import defaultdict
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from loader import OtherRun, TokenLoader, get_llama3_dataloader
-from loader.mixture import Mixture
+from loader.mixture import Mixture, make_stages
 from tests.external_tars import write_numbered_tars
 from tests.word_tokenizers import save_word_tokenizer
 
@@ -157,24 +158,18 @@ def check_history(data: dict[str, Path], seed: int, form: str, num_resumes: int,
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("seed", range(3))
-def test_random_histories_repeat_nothing_and_lose_nothing(
-    data: dict[str, Path], form: str, seed: int
-) -> None:
-    check_history(data, seed, form, num_resumes=4, workers=[0])
-
-
-@pytest.mark.processes
-def test_workers_of_a_rank_agree_on_an_amended_run(data: dict[str, Path]) -> None:
-    check_history(data, 3, "packed at load", num_resumes=3, workers=[1, 2, 3])
+def test_random_histories_repeat_nothing_and_lose_nothing(data: dict[str, Path], form: str) -> None:
+    check_history(data, 1, form, num_resumes=4, workers=[0])
 
 
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("form", FORMS)
-def test_more_random_histories_on_worlds_and_workers(data: dict[str, Path], form: str) -> None:
-    for seed in range(100, 110):
-        check_history(data, seed, form, num_resumes=10, workers=[0, 0, 0, 0, 0, 1, 2, 3])
+@pytest.mark.parametrize("seed", [100, 101])
+def test_workers_of_a_rank_agree_on_more_random_histories(
+    data: dict[str, Path], form: str, seed: int
+) -> None:
+    check_history(data, seed, form, num_resumes=4, workers=[0, 0, 1, 3])
 
 
 def test_a_law_that_forgets_what_slots_had_of_a_cut_round_is_noticed(
@@ -325,17 +320,19 @@ def test_a_state_of_a_release_that_knew_no_amendments_is_gone_on_from(data: dict
 
 
 def test_the_state_of_fifty_amendments_is_below_ten_kilobytes(data: dict[str, Path]) -> None:
-    state, rng, found = None, random.Random(0), []
-    for number in range(51):
-        weights = {name: rng.uniform(1, 9) for name in rng.sample([*SIZES], 4)}
-        with load(data, {"weights": weights}, amend=number > 0) as loader:
-            if state is not None:
-                loader.load_state_dict(state)
-            found += steps(loader, 2)
-            state = loader.state_dict()
-    assert state is not None
+    rng = random.Random(0)
+    with load(data, {"weights": dict.fromkeys(SIZES, 1)}) as loader:
+        state = loader.state_dict()
+        stages = [loader.order.stages[0]]
+        for number in range(1, 51):
+            weights = {name: rng.uniform(1, 9) for name in rng.sample([*SIZES], 4)}
+            (stage,) = make_stages([*SIZES], weights, None, None)
+            stages.append(replace(stage, first_step=2 * number, cut_end=2 * number + 62))
+        amended = replace(loader.order, stages=tuple(stages), num_first=4)
+    state["fingerprint"] |= amended.sizes
     assert len(json.dumps(state)) < 10_000
-    assert sum(loader.source_samples.values()) == L * len(found)
+    assert Mixture.of_sizes(state["fingerprint"], loader.order).sizes == amended.sizes  # type: ignore[union-attr]
+    assert sum(amended.num_delivered(102).values()) == 102 * L
 
 
 def test_a_loader_describes_its_sources_and_what_held(data: dict[str, Path]) -> None:

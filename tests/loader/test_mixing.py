@@ -227,18 +227,22 @@ RATIOS: list[tuple[tuple[float, ...], tuple[float, ...]]] = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("weights_in", ["samples", "tokens"])
-def test_weights_in_the_same_proportions_are_the_same_run(data: dict[str, Path], weights_in: str) -> None:
-    for these, others in RATIOS:
-        stages = [
-            [(0, dict(zip(SIZES, weights, strict=True))), (70, {"web": 1})] for weights in (these, others)
-        ]
-        loaders = [load(data, weights_schedule=schedule, weights_in=weights_in) for schedule in stages]
-        with loaders[0] as one, loaders[1] as other:
-            other.load_state_dict(one.state_at(3))
-            one.load_state_dict(other.state_at(3))
-            assert steps(one, 1) == steps(other, 1), (these, others)
+@pytest.mark.parametrize("mean_tokens", [None, [3.0, 2.9, 11.0]])
+def test_weights_in_the_same_proportions_are_the_same_run(mean_tokens: list[float] | None) -> None:
+    for pair in RATIOS:
+        one, other = (
+            make_stages([*SIZES], dict(zip(SIZES, weights, strict=True)), None, mean_tokens)[0]
+            for weights in pair
+        )
+        assert (one.cycle == other.cycle).all(), pair
+
+
+def test_states_of_weights_in_the_same_proportions_are_exchanged(data: dict[str, Path]) -> None:
+    stages = [[(0, {"web": a, "code": b}), (70, {"web": 1})] for a, b in ((0.1, 0.2), (1, 2))]
+    with load(data, weights_schedule=stages[0]) as one, load(data, weights_schedule=stages[1]) as other:
+        other.load_state_dict(one.state_at(3))
+        one.load_state_dict(other.state_at(3))
+        assert steps(one, 1) == steps(other, 1)
 
 
 def test_a_state_of_a_version_that_divided_floats_is_loaded(data: dict[str, Path]) -> None:

@@ -219,11 +219,6 @@ class PlanOptions:
         return self.allow_special_tokens or self.is_chat
 
     @property
-    def files_can_be_split(self) -> bool:
-        """Whether a shard may begin at a line end inside a .txt file: not in UTF-16/32."""
-        return self.doc == "line" and not self.encoding.startswith(("utf-16", "utf-32"))
-
-    @property
     def changes_text(self) -> bool:
         """Whether ``change_text`` does anything."""
         return any(item.metadata.get("changes_text") and getattr(self, item.name) for item in PLAN_FIELDS)

@@ -185,16 +185,17 @@ class _Walk:
                 self._folders.append(path)
         elif mode != stat.S_IFREG:
             self._leave_out(path, "FIFO, socket or device")
-        elif (reason := _why_not(entry.name)) and not self._is_also_taken(entry.name):
-            self._leave_out(path, reason)
         else:
+            reason = _why_not(entry.name)
+            matching = [
+                text for text, each in self._also.items() if reason and each.match(entry.name.lower())
+            ]
+            if reason and not matching:
+                self._leave_out(path, reason)
+                return
+            self._used.update(matching)
             self._taken.append(path)
             self._num_links += is_link
-
-    def _is_also_taken(self, name: str) -> bool:
-        matching = [text for text, pattern in self._also.items() if pattern.match(name.lower())]
-        self._used.update(matching)
-        return bool(matching)
 
     def _leave_out(self, path: str, reason: str) -> None:
         shown = os.fsencode(path).decode("utf-8", "backslashreplace")
@@ -340,16 +341,15 @@ def even_places(
     targets = [prefix[-1] * number // num_shards for number in range(1, num_shards)]
     if not prefix[-1]:
         places = [(len(inputs), Start(0))] * len(targets)
-    elif all(item.is_whole for item in inspected):
-        places = [(_nearest_end(prefix, target), Start(0)) for target in targets]
+    elif all(item.is_whole for item in inspected):  # each at the nearest end of a file
+        behind = [bisect.bisect_right(prefix, target) for target in targets]
+        places = [
+            (number - (target - prefix[number - 1] <= prefix[number] - target), Start(0))
+            for number, target in zip(behind, targets, strict=True)
+        ]
     else:
         places = _places_inside(input_dir, inputs, prefix, targets, reading)
     return [(0, Start(0)), *places, (len(inputs), Start(0))][0 if num_shards else 1 :]
-
-
-def _nearest_end(prefix: list[int], target: int) -> int:
-    number = bisect.bisect_right(prefix, target) - 1
-    return number + (target - prefix[number] > prefix[number + 1] - target)
 
 
 def _places_inside(

@@ -159,18 +159,6 @@ def test_a_plain_tokenizer_is_read_without_transformers_and_equals_its(
     check_equal_to_transformers(model_dir, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_transformers")
-def test_llama_3_is_read_without_transformers_and_equals_its(shared_dir: Path, tmp_path: Path) -> None:
-    """Not all of the above: its 17 MB would be parsed seven times."""
-    model, ours, theirs = str(shared_dir / "tokenizers" / "llama3"), tmp_path / "ours", tmp_path / "theirs"
-    ours.mkdir()
-    spec = resolve_tokenizer(model, ours, allow_special_tokens=False).spec
-    assert (spec.bos_token_id, spec.eos_token_id, spec.pad_token_id) == (128_000, 128_001, None)
-    save_tokenizer(model, theirs)
-    assert (ours / "tokenizer.json").read_bytes() == (theirs / "tokenizer.json").read_bytes()
-
-
 @pytest.mark.parametrize("kind", NOT_PLAIN)
 def test_what_transformers_may_change_is_left_to_transformers(model_dir: Path, kind: str) -> None:
     files = read_files(model_dir)

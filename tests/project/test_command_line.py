@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -24,9 +24,6 @@ from shardprep import command_line
 from shardprep.command_line import Command, Program, given_of, needs, parse_size
 from shardprep.errors import UsageError
 from tests.checkout import ROOT
-
-if TYPE_CHECKING:
-    pass
 from tests.conftest import Prep
 
 
@@ -40,6 +37,7 @@ def test_dashes_and_underscores_in_a_flag_are_the_same() -> None:
         assert given_options(args) == {
             "output_dir": Path("/a-b_c"), "keep_text": False, "seq_len": 8, "input_dir": Path("x")
         }  # fmt: skip
+    assert given_options(parse(["plan"])) == given_options(parse(["--shard_id", "0"])) == {}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -107,24 +105,12 @@ def test_an_unknown_flag_prints_the_usage_of_its_own_command(
     assert said.count("\n") <= 4
 
 
-def test_an_unknown_command_of_slurm_is_told_what_was_meant() -> None:
-    with pytest.raises(
-        UsageError, match=r"no command 'statsu'; did you mean status\? commands: submit, retry"
-    ):
-        slurm_parse(["statsu", "O"])
-
-
 def test_a_flag_stands_once_in_the_help_of_submit(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         slurm_parse(["submit", "--help"])
     text = capsys.readouterr().out
     assert len(re.findall("^ *--cpus_per_task N", text, re.MULTILINE)) == 1
     assert "--cpus-per-task" not in text
-
-
-def test_what_the_user_did_not_give_is_not_among_the_given() -> None:
-    assert given_options(parse(["--shard_id", "0"])) == {}
-    assert given_options(parse(["plan"])) == {}
 
 
 def test_every_option_is_a_flag_with_a_help_text_and_a_default(capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,29 +126,20 @@ def test_every_option_is_a_flag_with_a_help_text_and_a_default(capsys: pytest.Ca
         assert re.search(re.escape(item.metadata["help"]) + r" \(default: \S", text), item.name
 
 
-@pytest.mark.parametrize(
-    ("text", "num_bytes"),
-    [("1", 1), ("512M", 512 << 20), ("2G", 2 << 30), ("3k", 3 << 10), ("1TiB", 1 << 40), (" 5MB ", 5 << 20)],
-)
-def test_sizes_are_binary(text: str, num_bytes: int) -> None:
-    assert parse_size(text, "--shard_bytes") == num_bytes
+def test_sizes_are_binary_and_what_is_no_size_is_refused() -> None:
+    sizes = {"1": 1, "512M": 512 << 20, "2G": 2 << 30, "3k": 3 << 10, "1TiB": 1 << 40, " 5MB ": 5 << 20}
+    assert {text: parse_size(text, "--shard_bytes") for text in sizes} == sizes
+    for text in ("", "M", "1.5G", "-1", "1P", "1 0"):
+        with pytest.raises(UsageError, match="expected a number of bytes such as 512M"):
+            parse_size(text, "--shard_bytes")
 
 
-@pytest.mark.parametrize("text", ["", "M", "1.5G", "-1", "1P", "1 0"])
-def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="expected a number of bytes such as 512M"):
-        parse_size(text, "--shard_bytes")
-
-
-def test_ids_come_in_order_and_once() -> None:
+def test_ids_come_in_order_and_once_and_none_past_the_plan() -> None:
     assert parse_ids("0-2,5", 9) == [0, 1, 2, 5]
     assert parse_ids("8, 5-6,6-7", 9) == [5, 6, 7, 8]
-
-
-@pytest.mark.parametrize("text", ["", "9", "0-9", "a", "1-", "-1", "1,,2"])
-def test_ids_past_the_plan_and_what_is_no_id_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="expected ids of 0 to 8, such as 0-9,12"):
-        parse_ids(text, 9)
+    for text in ("", "9", "0-9", "a", "1-", "-1", "1,,2"):
+        with pytest.raises(UsageError, match="expected ids of 0 to 8, such as 0-9,12"):
+            parse_ids(text, 9)
 
 
 def test_the_environment_gives_the_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:

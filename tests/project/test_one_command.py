@@ -26,6 +26,8 @@ def test_help_has_a_line_for_each_command_and_says_what_the_package_says(
     for command, package in COMMANDS.items():
         commands = importlib.import_module(f"{package}.__main__").PROGRAM.commands
         assert package == command or lines[command] == commands[command].summary
+        if package not in COMMANDS:
+            assert set(commands) - {"show"} == {name for name, of in COMMANDS.items() if of == package}
 
 
 def test_the_page_of_commands_says_what_they_declare_in_80_columns() -> None:
@@ -45,13 +47,6 @@ def test_help_of_a_command_is_asked_for_in_two_ways(
     assert "--num_shards N" in capsys.readouterr().out
 
 
-def test_every_command_of_the_packages_is_there_but_the_loaders_own_show() -> None:
-    for package in set(COMMANDS.values()):
-        found = importlib.import_module(f"{package}.__main__").PROGRAM.commands
-        if package not in COMMANDS:
-            assert set(found) - {"show"} == {name for name, of in COMMANDS.items() if of == package}
-
-
 def test_an_unknown_command_is_answered_with_the_nearest_and_all_of_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -68,6 +63,8 @@ def test_without_a_command_the_list_is_shown_and_the_code_is_that_of_a_wrong_usa
 ) -> None:
     assert main([]) == 2
     assert "train_tokenizer" in capsys.readouterr().err
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("shardprep 0.")
 
 
 @pytest.mark.parametrize(
@@ -92,11 +89,6 @@ def test_usage_shows_the_name_under_which_a_command_was_called(
     said = capsys.readouterr().err
     assert f"\nusage: {usage} " in said
     assert "unrecognized arguments: --frobnicate" in said
-
-
-def test_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("shardprep 0.")
 
 
 LIST_LOADED = f"""

@@ -382,11 +382,6 @@ def _is_same(path: Path, folder: Path) -> bool:
         return False
 
 
-def nothing_shown(submissions: Sequence[Submission], why: SlurmAway) -> ShownJobs:
-    """Where Slurm gave no answer."""
-    return ShownJobs(hidden={each.number: "Slurm gives no answer" for each in submissions}, away=str(why))
-
-
 def _add_submitted(
     shown: ShownJobs,
     cluster: str,

@@ -35,7 +35,6 @@ from slurm.queue import (
     ShownJobs,
     TaskAttempt,
     find_shown_jobs,
-    nothing_shown,
 )
 from slurm.script import LOG_FOLDER
 from slurm.submissions import JOBS_FOLDER, JobArray, Submission, read_submissions
@@ -355,7 +354,8 @@ def find_state(
             if if_away is None:
                 raise
             if_away(error)
-            shown = nothing_shown(submissions, error)
+            hidden = {each.number: "Slurm gives no answer" for each in submissions}
+            shown = ShownJobs(hidden=hidden, away=str(error))
     # Looked at last: what Slurm says has ended has its manifest, or the end of its record, by then.
     now = {each.path: each for each in read_attempts(folder, plan.plan_id).own}
     attempts = Attempts(

@@ -15,7 +15,7 @@ import sys
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -506,74 +506,59 @@ def _labels(labels: dict[str, str]) -> str:
     return "{" + ",".join(f'{name}="{value}"' for name, value in escaped.items()) + "}"
 
 
-_BAR = ("█", "▓", "░", "×", "?", "·")
-_ASCII_BAR = ("#", "=", "-", "x", "?", ".")
+_SIGNS = {  # of the bar: state -> sign, and the one for a terminal without UTF-8
+    "done": "█#", "running": "▓=", "pending": "░-", "failed": "×x", "not visible": "??", "not submitted": "·."
+}  # fmt: skip
 _COLUMN = 13  # where what is said of a kind begins
 _MOST_LINES = 23  # a terminal has 24, and the cursor is in the last
 _MOST_ROWS = 4  # of one kind: causes, reasons, nodes
-_COUNTS = ("done", "running", "pending", "failed", "not visible", "not submitted")
 
 
-def screen_lines(
-    data: dict[str, Any], *, width: int = 80, now: float | None = None, ascii_only: bool = False
-) -> list[str]:
+def screen_lines(data: dict[str, Any], *, width: int = 80, ascii_only: bool = False) -> list[str]:
     """The report as a screen of at most 23 lines, none of them longer than ``width``."""
-    clock = time.strftime("%H:%M:%S", time.localtime(now))
-    counts = {name: data[f"num_{name.replace(' ', '_')}"] for name in _COUNTS}
-    signs = _ASCII_BAR if ascii_only else _BAR
-    named = zip(signs, _COUNTS, strict=True)
-    words = [f"{sign} {counts[name]:,} {name}" for sign, name in named if counts[name]]
+    counts = {name: data[f"num_{name.replace(' ', '_')}"] for name in _SIGNS}
+    signs = {name: both[ascii_only] for name, both in _SIGNS.items()}
+    cells = {name: max(width * each // data["num_shards"], min(1, each)) for name, each in counts.items()}
+    cells[max(cells, key=lambda name: cells[name])] += width - sum(cells.values())  # each kind has a cell
+    words = [f"{signs[name]} {number:,} {name}" for name, number in counts.items() if number]
     speed = f"{short_number(data['tokens_per_s'])} tokens/s" if data["tokens_per_s"] else "no speed yet"
     left = f"about {short_time(data['left_s'])} left" if data["left_s"] is not None else ""
     top = [
-        _both_ends(f"shardprep {data['folder']}", clock, width),
-        bar(counts, data["num_shards"], width, ascii_only=ascii_only),
+        _both_ends(f"shardprep {data['folder']}", time.strftime("%H:%M:%S"), width),
+        "".join(signs[name] * number for name, number in cells.items()),
         _both_ends("  ".join(words), f"{data['num_done'] / data['num_shards']:.1%}", width),
         "",
         "   ".join(filter(None, (f"{short_number(data['num_tokens'])} tokens", speed, left))),
     ]
     goes_on = data["running"] or data["pending"] or (data["slurm_away"] and data["not_visible"])
-    end = ["", "Ctrl-C ends this look, the jobs go on"] if goes_on else ["", next_line(data)]
-    end = [*_last_failure_lines(data, width), *end]
-    rows: list[str] = []
+    last = "Ctrl-C ends this look, the jobs go on" if goes_on else next_line(data)
+    end = [*_last_failure_lines(data, width), "", last]
+    kinds = _kinds(data, width)
     for most in range(_MOST_ROWS, 0, -1):  # fewer of each kind, until all kinds have room
-        rows = _kinds(data, width, most)
+        rows = [row for name, texts in kinds.items() for row in _rows(name, texts, most)]
         if len(top) + len(rows) + len(end) <= _MOST_LINES:
             break
-    return [
-        part
-        for line in (*top, *rows, *end)
-        for part in (_wrapped(line, width) if line.startswith("next: ") else [cut(line, width)])
-    ]
+    lines = [cut(line, width) for line in (*top, *rows, *end[:-1])]
+    return [*lines, *(_wrapped(last, width) if last.startswith("next: ") else [cut(last, width)])]
 
 
-def _kinds(data: dict[str, Any], width: int, most: int) -> list[str]:
-    """What waits, what failed, and what somebody should look at; ``most`` rows of each kind."""
-    slow = [f"{item['node']} at {item['speed']:.0%} of the others' speed" for item in data["slow_nodes"]]
-    unseen = [f"{data['not_visible']} ({data['why_not_visible']})"] if data["not_visible"] else []
-    away = textwrap.wrap(data["slurm_away"], max(width - _COLUMN, 20))[:2]
-    return [
-        *_rows("Slurm", away, 2),
-        *_rows("not visible", unseen, most),
-        *_rows("note", notes(data), most),
-        *_rows("waits for", [_waits(item) for item in data["waits_for"]], most),
-        *_rows("failed", [f"{_number(ids)} {cause}: {ids}" for cause, ids in data["causes"].items()], most),
-        *_rows(
-            "restarted",
-            [f"{counted(number, 'task')} after {how}" for how, number in data["restarts"].items()],
-            most,
-        ),
-        *_rows("slow nodes", slow, most),
-    ]
-
-
-def bar(counts: Mapping[str, int], total: int, width: int, *, ascii_only: bool = False) -> str:
-    """One line of ``width`` cells; each kind has its share, and at least a cell where it has a shard."""
-    signs = _ASCII_BAR if ascii_only else _BAR
-    cells = {name: max(width * counts[name] // total, min(1, counts[name])) for name in _COUNTS}
-    largest = max(cells, key=lambda name: cells[name])
-    cells[largest] += width - sum(cells.values())
-    return "".join(sign * cells[name] for sign, name in zip(signs, _COUNTS, strict=True))
+def _kinds(data: dict[str, Any], width: int) -> dict[str, list[str]]:
+    """What waits, what failed, and what somebody should look at."""
+    waiting = []
+    for item in data["waits_for"]:
+        starts = f"expected at {item['starts'][11:16]}; " if item["starts"] else ""
+        waiting.append(f"{item['shards']}: {starts}{item['means'] or item['reason']}")
+    return {
+        "Slurm": textwrap.wrap(data["slurm_away"], max(width - _COLUMN, 20))[:2],
+        "not visible": [f"{ids} ({data['why_not_visible']})" for ids in [data["not_visible"]] if ids],
+        "note": notes(data),
+        "waits for": waiting,
+        "failed": [f"{_number(ids)} {cause}: {ids}" for cause, ids in data["causes"].items()],
+        "restarted": [f"{counted(number, 'task')} after {how}" for how, number in data["restarts"].items()],
+        "slow nodes": [
+            f"{it['node']} at {it['speed']:.0%} of the others' speed" for it in data["slow_nodes"]
+        ],
+    }
 
 
 def cut(line: str, width: int) -> str:
@@ -599,11 +584,6 @@ def _wrapped(line: str, width: int) -> list[str]:
 def _both_ends(left: str, right: str, width: int) -> str:
     left = cut(left, width - len(right) - 1)
     return left + " " * (width - num_cells(left) - len(right)) + right
-
-
-def _waits(item: dict[str, Any]) -> str:
-    starts = f"expected at {item['starts'][11:16]}; " if item["starts"] else ""
-    return f"{item['shards']}: {starts}{item['means'] or item['reason']}"
 
 
 def _rows(name: str, texts: Sequence[str], most: int) -> list[str]:

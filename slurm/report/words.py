@@ -49,7 +49,6 @@ KOREAN = {
     "input": "입력",
     "on disk": "디스크 사용량",
     "tokens per byte": "바이트당 토큰",
-
     "Only the manifests (shard-*.json) of these shards are missing: {shards}": "다음 샤드는 매니페스트(shard-*.json)만 없습니다: {shards}",
     "Tokens, documents, sources and size on disk are from index.json. The loader needs no more.": "토큰, 문서, 소스, 디스크 사용량은 index.json의 값입니다. 로더에는 이것으로 충분합니다.",
     "Copy the manifests here: only they have lengths, documents left out, and how shards were made.": "매니페스트를 이 폴더로 복사하십시오. 문서 길이, 제외된 문서, 제작 과정은 매니페스트에만 있습니다.",
@@ -59,18 +58,15 @@ KOREAN = {
     "Shards whose manifests cannot be read, and which no number counts: {shards}. Run verify for details.": "매니페스트를 읽을 수 없어 수치에서 빠진 샤드: {shards}. 자세한 내용은 verify를 실행하면 나옵니다.",
     "Shards of another plan, which no number counts: {shards}. Run verify to learn what to do.": "다른 계획으로 만들어 수치에서 빠진 샤드: {shards}. 해결 방법은 verify를 실행하면 나옵니다.",
     "Slurm did not answer. What ran and how it ended is known from logs only.": "Slurm이 응답하지 않았습니다. 무엇이 실행되었고 어떻게 끝났는지는 로그로만 판단했습니다.",
-
     "Sources": "소스",
     "source": "소스",
     "left out": "제외",
     "(no subfolder)": "(하위 폴더 없음)",
     "{number} other|{number} others": "그 밖의 {number}개",
-
     "Length of documents": "문서 길이",
     "documents by number of tokens": "토큰 수별 문서 수",
     "{low} to {high} tokens": "토큰 {low}~{high}개",
     "{number} document|{number} documents": "문서 {number}개",
-
     "Names in the input folder that are no input": "입력 폴더에서 입력이 아닌 이름",
     "names": "이름 수",
     "such as": "예",
@@ -88,7 +84,6 @@ KOREAN = {
     "mean": "평균",
     "median": "중앙값",
     "There are no documents.": "문서가 없습니다.",
-
     "Documents left out": "제외된 문서",
     "No document was left out as bad.": "오류로 제외된 문서가 없습니다.",
     "reason": "이유",
@@ -109,21 +104,18 @@ KOREAN = {
     "the text field is null": "텍스트 필드가 null",
     "the text field is no string": "텍스트 필드가 문자열이 아님",
     "decoded with a wrong encoding, cannot be restored": "잘못된 인코딩으로 디코딩되어 복원할 수 없음",
-
     "Rows: padding and cut documents": "행: 패딩과 잘린 문서",
     "rows of {seq_len} tokens": "토큰 {seq_len}개짜리 행",
     "packing": "패킹",
     "padding": "패딩",
     "documents that do not lie whole in one row": "한 행에 온전히 들어가지 않은 문서",
     "A sample is a document: nothing is padded or cut on disk.": "샘플 하나가 문서 하나입니다. 디스크에서는 패딩하거나 자르지 않습니다.",
-
     "Size of shards": "샤드 크기",
     "shards by the size of their tar": "tar 크기별 샤드 수",
     "{number} shard|{number} shards": "샤드 {number}개",
     "least": "최소",
     "most": "최대",
     "time per shard": "샤드당 시간",
-
     "Used against asked for": "사용량과 요청량",
     "CPU time": "CPU 시간",
     "{used} of {had} that the processes had ({share})": "프로세스에 주어진 {had} 중 {used} ({share})",
@@ -139,11 +131,9 @@ KOREAN = {
     "a whole node": "노드 전체",
     "next time ask for": "다음에 요청할 값",
     "No submission is recorded, so there is nothing to compare with.": "제출 기록이 없어 비교할 값이 없습니다.",
-
     "Lustre storage targets (OSTs)": "Lustre 저장 대상(OST)",
     "OSTs that hold the beginning of a tar: {number}; the fullest come first.": "tar의 첫 부분이 있는 OST: {number}개. 가장 많이 찬 것부터 보입니다.",
     "and {number} more": "외 {number}개",
-
     "Submitted and sent again": "제출과 재시도",
     "when": "언제",
     "tasks": "태스크",
@@ -157,7 +147,6 @@ KOREAN = {
     "shards {shards}": "샤드 {shards}",
     "To send what failed again: shardprep retry {folder}": "실패한 것을 다시 보내는 명령: shardprep retry {folder}",
     "Nothing had to be sent again.": "다시 보낸 것이 없습니다.",
-
     "Speed over time": "시간에 따른 속도",
     "began": "시작",
     "ended": "끝",
@@ -171,14 +160,12 @@ KOREAN = {
     "tokens per second": "초당 토큰 수",
     "shards in progress": "동시에 만들던 샤드",
     "time per shard, by when it began: least to most, and the median": "시작 시각별 샤드당 시간: 최소~최대와 중앙값",
-
     "Nodes over time": "시간에 따른 노드",
     "how busy each node was; the darkest is the most shards at once": "노드가 얼마나 바빴는지. 가장 진한 곳이 동시에 가장 많은 샤드를 만든 때입니다",
     "{number} shard, {speed}/s|{number} shards, {speed}/s each": "샤드 {number}개, 각 {speed}/s",
     "{number} failed task|{number} failed tasks": "실패한 태스크 {number}개",
     "The {shown} slowest of {total} nodes are shown.": "노드 {total}개 중 가장 느린 {shown}개만 보여 줍니다.",
     "Nodes that are not shown above, with their failed tasks: {nodes}.": "위에 없는 노드와 실패한 태스크 수: {nodes}.",
-
     "Make it again": "다시 만들기",
     "Equal input gives plan {plan_id} again, and then equal bytes. NEW is a new folder.": "입력이 같으면 같은 계획 {plan_id}이 되고, 바이트까지 같은 샤드가 나옵니다. NEW는 새 폴더입니다.",
     "plan": "계획",

@@ -142,6 +142,7 @@ def test_a_worker_that_fails_says_why_in_the_record_and_retry_sends_it_again(
     assert "/no/such/folder" in state["failures"][0]["message"]
     slurm("retry", data_dir, "--shards", "1")
     assert "shards_of=(1)" in fake.sent()[0]
+    slurm("retry", data_dir, "--shards", "7", code=2)
 
 
 @pytest.mark.parametrize("name", ['it\'s "a" \\ folder', "데이터 $(touch INJECTED)", "line\nend"])
@@ -178,13 +179,6 @@ def test_a_copy_leaves_the_jobs_of_its_original_alone_and_says_how_to_end_them(
     assert not fake.calls("scancel")
     moved = data_dir.rename(tmp_path / "moved")
     assert status(moved)["running"] == "0-4", "a move keeps what a folder is"
-
-
-def test_names_of_jobs_differ_between_a_folder_and_its_copy(data_dir: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(data_dir, tmp_path / "copy"))
-    before = names_begin(data_dir, "0123456789abcdef")
-    assert before != names_begin(copy, "0123456789abcdef")
-    assert names_begin(data_dir.rename(tmp_path / "moved"), "0123456789abcdef") == before
 
 
 def test_plain_sbatch_that_waits_is_seen_by_what_was_typed_and_not_sent_again(

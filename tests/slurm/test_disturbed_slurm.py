@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardprep.format.shard_making import ShardMaking
 from slurm import queue as shown_jobs
 from slurm import state as dataset_state
 from slurm.commands import SlurmRefused
@@ -19,7 +18,6 @@ from slurm.queue import parse_queue
 from slurm.request import JobRequest
 from slurm.send import release
 from slurm.state import VANISHED
-from slurm.status import clock_difference_s
 from slurm.submissions import JobArray, publish_submission
 from tests.slurm.fake_slurm import (
     NAME,
@@ -217,20 +215,6 @@ def test_a_submit_whose_jobs_somebody_cancels_before_they_begin_says_so(
         release(["1", "2"])
 
 
-def making(began: float, wall_s: float = 60, **changes: object) -> ShardMaking:
-    fields = {
-        "shard_id": 0,
-        "plan_id": "p",
-        "num_tokens": 6000,
-        "input_bytes": 600,
-        "node": "n1",
-        "job_id": "1",
-        "sources": {},
-    }
-    fields |= {"began": began, "wall_s": wall_s, "cpu_s": 1.0, "num_cpus": 1, "max_rss_bytes": 1}
-    return ShardMaking(**{**fields, **changes})  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("ahead_s", [-200, 0, 200])
 def test_clocks_that_differ_neither_hide_what_was_made_nor_change_the_speed(
     fake: FakeSlurm, data_dir: Path, ahead_s: int, monkeypatch: pytest.MonkeyPatch
@@ -251,11 +235,6 @@ def test_clocks_that_differ_neither_hide_what_was_made_nor_change_the_speed(
         0: "the nodes' clocks",
     }
     assert (way[ahead_s] in text) == bool(ahead_s)
-
-
-def test_no_shard_says_nothing_of_clocks() -> None:
-    assert clock_difference_s([], 100, 200) == 0
-    assert clock_difference_s([making(110, 10)], 100, 200) == 0
 
 
 def test_jobs_on_two_clusters_are_seen_each_on_its_own_and_cancel_ends_those_where_it_gets_an_answer(

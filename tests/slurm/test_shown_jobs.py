@@ -13,12 +13,11 @@ from preprocess.attempts import Attempt
 from preprocess.done_shards import publish_findings
 from preprocess.plan.plan_file import need_plan
 from shardprep.errors import BrokenShard
-from shardprep.format.names import id_ranges
 from slurm import commands
 from slurm.commands import SlurmAway, ask_patiently
 from slurm.queue import parse_queue
 from slurm.request import JobRequest
-from slurm.retry import failing_nodes, prepare_retry
+from slurm.retry import failing_nodes
 from slurm.send import prepare_submit
 from slurm.state import NO_LOG, cause_of_task, find_state, log_tail
 from slurm.submissions import SubmittedMeanwhile, read_submissions
@@ -168,22 +167,6 @@ def test_a_submit_that_came_second_looks_again_and_finds_nothing_left_to_send(
     assert fake.calls("scancel") == ["1 2"]
 
 
-def test_a_held_job_that_no_record_names_is_named_by_status_and_ended_by_cancel(
-    fake: FakeSlurm, data_dir: Path
-) -> None:
-    """As where sbatch gave no answer in time, and the controller took the job all the same."""
-    slurm("submit", data_dir, "--dry_run")
-    name = next(
-        line.partition("=")[2]
-        for line in slurm("submit", data_dir, "--dry_run").splitlines()
-        if "--job-name" in line
-    )
-    fake.answers("squeue", squeue_line("0-4", "PENDING", "JobHeldUser", job="9", name=name))
-    assert "held jobs that no record names: 9" in slurm("status", data_dir)
-    assert "cancelled: 9" in slurm("cancel", data_dir)
-    assert fake.calls("scancel") == ["9"]
-
-
 def test_status_says_why_shards_wait_and_when_they_are_expected_to_start(
     fake: FakeSlurm, data_dir: Path
 ) -> None:
@@ -295,13 +278,3 @@ def test_the_scripts_that_were_sent_are_kept_beside_their_record(fake: FakeSlurm
     kept = sorted((data_dir / "jobs").glob("*.sh"))
     assert [path.name for path in kept] == ["0000-1.sh", "0000-2.sh"]
     assert [path.read_text() for path in kept] == fake.sent()
-
-
-def test_retry_takes_a_list_of_shards(fake: FakeSlurm, data_dir: Path) -> None:
-    submitted(data_dir)
-    state = find_state(data_dir, need_plan(data_dir))
-    settings: dict[str, Any] = {"max_attempts": 3, "shards_per_task": None}
-    _, sending = prepare_retry(state, {}, **settings, shard_ids={1, 3})
-    assert sending
-    assert [id_ranges(map(int, array.tasks)) for array in sending.arrays] == ["1,3"]
-    slurm("retry", data_dir, "--shards", "7", code=2)

@@ -11,17 +11,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from preprocess.plan.cost_estimate import CostEstimate
-from preprocess.plan.plan_file import need_plan
 from shardprep.errors import UsageError
 from shardprep.format.shard_making import ShardMaking
 from slurm.request import JobRequest, find_defaults, save_profile
-from slurm.resource_use import core_hours
 from slurm.retry import retry_request
 from slurm.script import array_script, verify_script
-from slurm.state import find_state
 from slurm.submissions import read_submissions
 from tests.children import run_child
-from tests.slurm.fake_slurm import FakeSlurm, ended, make_done, slurm, status, submitted, write_record
+from tests.slurm.fake_slurm import FakeSlurm, slurm
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -225,16 +222,6 @@ def test_memory_per_cpu_is_asked_for_so_and_doubled_so(fake: FakeSlurm, data_dir
     assert retry_request(failed, request, None).mem_per_cpu_gb == 1
     with pytest.raises(UsageError, match="exclude each other"):
         JobRequest(mem_per_cpu_gb=1, mem_gb=1)
-
-
-def test_core_hours_count_failed_attempts_apart(fake: FakeSlurm, data_dir: Path) -> None:
-    submitted(data_dir)
-    make_done(data_dir, 0, wall_s=3600.0, num_cpus=4)
-    write_record(data_dir, "1_1", ended(74) | {"time": 1000 + 2700}, num_cpus=4)
-    state = find_state(data_dir, need_plan(data_dir))
-    assert core_hours(state, list(state.made.done.values())) == {"used": 7.0, "failed": 3.0}
-    data = status(data_dir)
-    assert (data["format"], data["version"]) == ("shardprep-status", 1)
 
 
 def test_a_retry_keeps_what_the_submission_asked_for_whatever_the_files_say_now(

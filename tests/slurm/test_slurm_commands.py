@@ -22,9 +22,8 @@ from slurm.commands import slurm_answer, slurm_output
 from slurm.queue import parse_accounts, parse_queue
 from slurm.request import JobRequest
 from slurm.script import array_script, verify_script
-from slurm.send import parse_job, prepare
+from slurm.send import parse_job
 from slurm.site import check_folder
-from slurm.state import find_state
 from slurm.submissions import read_submissions
 from tests.checkout import ROOT
 from tests.children import run_child
@@ -33,39 +32,11 @@ from tests.slurm.fake_slurm import JOB, NAME, QUEUES, WHEN, FakeSlurm, make_done
 pytestmark = pytest.mark.processes
 
 
-def test_two_groups_of_a_retry_are_sent_byte_for_byte_as_they_are_shown(
-    fake: FakeSlurm, data_dir: Path, tmp_path: Path
-) -> None:
-    setups = [tmp_path / "first.sh", tmp_path / "second.sh"]
-    for path in setups:
-        path.touch()
-    state = find_state(data_dir, need_plan(data_dir))
-    groups = [(JobRequest(setup=str(path)), [number]) for number, path in enumerate(setups)]
-    sending = prepare(state, groups, None)
-    sending.send()
-    assert fake.sent() == sending.scripts
-    assert [f"export SHARDPREP_SETUP={setups[i]}\n" in fake.sent()[i] for i in (0, 1)] == [True, True]
-
-
 def test_submit_sends_what_its_dry_run_printed(fake: FakeSlurm, data_dir: Path) -> None:
     shown = slurm("submit", data_dir, "--dry_run")
     assert not fake.sent()
     slurm("submit", data_dir)
     assert "\n".join(fake.sent()) + "\n" == shown
-
-
-@pytest.mark.parametrize("version", QUEUES)
-def test_the_queue_of_an_old_and_of_a_new_slurm_says_the_same(version: str) -> None:
-    runs = {run.key: run for run in parse_queue(QUEUES[version])}
-    assert {key: (run.state, run.exit_code) for key, run in runs.items()} == {
-        ("1", 0): ("FAILED", 65),
-        ("1", 1): ("FAILED", 137),
-        ("1", 2): ("RUNNING", 0),
-        ("1", 3): ("RUNNING", 0),
-        ("1", 4): ("PENDING", 0),
-        ("2", 0): ("PENDING", 0),
-        ("3", 0): ("PENDING", 0),
-    }
 
 
 @pytest.mark.parametrize("version", QUEUES)
@@ -271,12 +242,6 @@ def test_every_cut_of_an_answer_is_read_or_an_error(fake: FakeSlurm, parse: Any)
     fake.answers("sinfo", "x")
     with pytest.raises(ReadWriteError, match="sinfo answered what cannot be read"):
         slurm_answer(parse, "sinfo")
-
-
-def test_an_sbatch_that_answers_no_job_id_leaves_nothing_recorded(fake: FakeSlurm, data_dir: Path) -> None:
-    fake.answers_by("sbatch", "cat >/dev/null; echo Hello")
-    assert "sbatch answered 'Hello', expected a job id" in slurm("submit", data_dir, code=74)
-    assert read_submissions(data_dir) == []
 
 
 WRONG: dict[str, Any] = {

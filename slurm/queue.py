@@ -26,14 +26,7 @@ from pathlib import Path
 
 from preprocess.attempts import Attempt
 from shardprep.format.names import MAX_SHARDS, ids_of_ranges
-from slurm.commands import (
-    SlurmAway,
-    SlurmMissing,
-    SlurmRefused,
-    read_config,
-    seconds_of,
-    slurm_answer,
-)
+from slurm.commands import SlurmAway, SlurmMissing, SlurmRefused, read_config, seconds_of, slurm_answer
 from slurm.script import CONTROL, JOB_NAME, names_begin
 from slurm.submissions import JobIdentity, Submission
 

@@ -39,14 +39,7 @@ from slurm.commands import (
     slurm_answer,
     slurm_output,
 )
-from slurm.request import (
-    WHOLE_NODE,
-    JobRequest,
-    find_defaults,
-    save_profile,
-    with_changes,
-    with_variables,
-)
+from slurm.request import WHOLE_NODE, JobRequest, find_defaults, save_profile, with_changes, with_variables
 from slurm.resource_use import advised
 from slurm.script import (
     CONTROL,

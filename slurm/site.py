@@ -24,14 +24,7 @@ from preprocess.plan.tokenizer_files import check_tokenizer_files
 from shardprep.console import say
 from shardprep.errors import CannotWrite, ShardprepError, UsageError
 from shardprep.format.names import id_ranges
-from slurm.commands import (
-    SlurmRefused,
-    megabytes_of,
-    minutes_of,
-    read_config,
-    slurm_answer,
-    slurm_output,
-)
+from slurm.commands import SlurmRefused, megabytes_of, minutes_of, read_config, slurm_answer, slurm_output
 from slurm.request import JobRequest
 from slurm.script import LOG_FOLDER
 from slurm.submissions import JOBS_FOLDER

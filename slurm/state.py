@@ -28,14 +28,7 @@ from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 from shardprep.files import open_regular
 from shardprep.format.names import id_ranges, ids_of_ranges
 from slurm.commands import SlurmAway
-from slurm.queue import (
-    LOG_NOT_OPENED,
-    PLAIN,
-    SUSPENDED,
-    ShownJobs,
-    TaskAttempt,
-    find_shown_jobs,
-)
+from slurm.queue import LOG_NOT_OPENED, PLAIN, SUSPENDED, ShownJobs, TaskAttempt, find_shown_jobs
 from slurm.script import LOG_FOLDER
 from slurm.submissions import JOBS_FOLDER, JobArray, Submission, read_submissions
 

@@ -34,14 +34,7 @@ from shardprep.errors import BrokenShard, ReadWriteError, ShardprepError, UsageE
 from shardprep.files import ReadFile, names_in, publish_bytes, read_beginning, size_of_file
 from shardprep.format.checked_json import Fields
 from shardprep.format.input_formats import input_kind
-from shardprep.format.manifest import (
-    COLUMNS,
-    DatasetIndex,
-    ShardCounts,
-    manifest_ids,
-    read_index,
-    read_osts,
-)
+from shardprep.format.manifest import COLUMNS, DatasetIndex, ShardCounts, manifest_ids, read_index, read_osts
 from shardprep.format.names import (
     INDEX_NAME,
     id_ranges,

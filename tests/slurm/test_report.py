@@ -335,11 +335,7 @@ def test_each_manifest_is_read_once_and_no_shard(
     ],
 )
 def test_the_command_that_is_told_makes_the_same_plan_again(
-    prep: Prep,
-    sample_dir: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    options: dict[str, Any],
+    prep: Prep, sample_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, Any]
 ) -> None:
     first = prep.plan(sample_dir, tmp_path / "first one", **options)
     words = shlex.split(data_of(capsys, tmp_path / "first one")["again"]["commands"][0])

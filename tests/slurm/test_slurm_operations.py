@@ -20,13 +20,7 @@ from shardprep.format.manifest import read_manifest
 from tests.checkout import ROOT
 from tests.children import is_living, run_child
 from tests.held_children import Hold
-from tests.slurm.started_cluster import (
-    FAULTY_PYTHON,
-    kill_node,
-    set_right,
-    start_missing,
-    started_cluster,
-)
+from tests.slurm.started_cluster import FAULTY_PYTHON, kill_node, set_right, start_missing, started_cluster
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:

@@ -61,12 +61,7 @@ def test_what_somebody_should_look_at_is_on_the_screen_and_fits_with_everything_
     pressing = {"suspended": "2", "wrong": "0", "accounts_away": "down", "clock_difference_s": 240}
     pressing |= {"waits_for": [{**node_away, "starts": "2026-11-22T18:05:00"}]}
     text = "\n".join(screen_lines({**data, **pressing}))
-    for words in (
-        "suspended: 2;",
-        "found wrong by verify: 0;",
-        "clocks are 4 min",
-        "accounts give no",
-    ):
+    for words in ("suspended: 2;", "found wrong by verify: 0;", "clocks are 4 min", "accounts give no"):
         assert words in text
     assert "4: expected at 18:05; the nodes" in text
     full = {

@@ -8,6 +8,7 @@ leaves out what stands before its first line end, and reads on behind its end up
 from __future__ import annotations
 
 import bz2
+import itertools
 import lzma
 import struct
 import zlib
@@ -275,25 +276,24 @@ def line_starts_in(
 
 def text_of_part(
     reader: RangeReader, compression: Compression | None, reading: Reading, first_line_end: FirstLineEnd
-) -> Iterator[tuple[int, Iterator[TextPiece]]]:
-    """Yield once: (byte of the text where the first line begins, its pieces); or nothing, for no line."""
+) -> tuple[int, Iterator[TextPiece]]:
+    """The byte of the text where the part's first line begins, and its pieces from there on.
+
+    A part without a line has nothing but the bytes that it accounts for.
+    """
     if compression is None:
-        yield reader.part.start, plain_pieces(reader, reading.batch_bytes)
-        return
+        return reader.part.start, plain_pieces(reader, reading.batch_bytes)
     file, part = reader.file, reader.part
-    size = file.stamp.num_bytes
     pieces = decompressed(
         file, compression, reader.read, (part.start, part.end), reading.batch_bytes, reading.zstd_long
     )
-    at = part.text_start
+    at, has_line = part.text_start, True
     if part.start:
-        skipped = _skip_line(pieces, _tail(reader, compression, reading), first_line_end, at)
-        if skipped is None:
-            return
-        at, pieces = skipped
-    if part.end < size:
+        tail = _tail(reader, compression, reading)
+        at, pieces, has_line = _skip_line(pieces, tail, first_line_end, at)
+    if has_line and part.end < file.stamp.num_bytes:
         pieces = _with_tail(pieces, _tail(reader, compression, reading), first_line_end)
-    yield at, pieces
+    return at, pieces
 
 
 def _tail(reader: RangeReader, compression: Compression, reading: Reading) -> Iterator[bytes]:
@@ -306,8 +306,8 @@ def _tail(reader: RangeReader, compression: Compression, reading: Reading) -> It
 
 def _skip_line(
     pieces: Iterator[TextPiece], tail: Iterator[bytes], first_line_end: FirstLineEnd, at: int
-) -> tuple[int, Iterator[TextPiece]] | None:
-    """(where the first line behind a line end begins, the pieces from there on).
+) -> tuple[int, Iterator[TextPiece], bool]:
+    """(where the first line behind a line end begins, the pieces from there on, whether there is one).
 
     None where no line begins in the part, or just behind it: then all of it is of the line before.
     """
@@ -316,18 +316,12 @@ def _skip_line(
         held, num_bytes = held + piece.data, num_bytes + piece.num_bytes
         cut = first_line_end(held, False)
         if cut is not None:
-            return at + cut, _chained(TextPiece(held[cut:], num_bytes), pieces)
+            return at + cut, itertools.chain([TextPiece(held[cut:], num_bytes)], pieces), True
         at, held = at + max(0, len(held) - 1), held[-1:]  # a last \r may be half of a line end
     rest = held + next((data for data in tail if data), b"")
     cut = first_line_end(rest, len(rest) == len(held))
-    if cut is None or cut > len(held):
-        return None
-    return at + cut, iter([TextPiece(b"", num_bytes)])
-
-
-def _chained(first: TextPiece, pieces: Iterator[TextPiece]) -> Iterator[TextPiece]:
-    yield first
-    yield from pieces
+    has_line = cut is not None and cut <= len(held)
+    return at + (cut or 0), iter([TextPiece(b"", num_bytes)]), has_line
 
 
 def _with_tail(

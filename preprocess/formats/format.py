@@ -15,9 +15,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from preprocess.formats import long_documents
 from preprocess.formats.chat import ChatTemplate
 from preprocess.formats.inputs import BadDocument, OpenInput, Place, RangeReader
-from preprocess.formats.long_documents import LONG_BYTES, MOST_HELD_BYTES, LongDocument
+from preprocess.formats.long_documents import LongDocument
 from preprocess.formats.text_fields import TextFields, UnusableText
 from preprocess.options import Doc, PlanOptions
 
@@ -177,6 +178,7 @@ class RecordBlock:
     num_bytes: int  # of the file, that the block accounts for
     ids: Sequence[str] | None = None  # of --id_field, one per record
     sources: Sequence[str] | None = None  # of --source_field
+    is_text: bool = False  # they are lines of text: stripped, and none is too long
 
 
 def batches_of(block: RecordBlock, place: Place) -> Iterator[DocumentBatch | LongDocument]:
@@ -185,13 +187,9 @@ def batches_of(block: RecordBlock, place: Place) -> Iterator[DocumentBatch | Lon
     A text of white space alone counts as an empty line; all others stay as they are.
     """
     is_good = {str}.issuperset(map(type, block.texts))
-    long = []
-    if not is_good or max(map(len, block.texts), default=0) > LONG_BYTES:  # type: ignore[arg-type]  # str
-        long = [
-            number
-            for number, text in enumerate(block.texts)
-            if isinstance(text, str) and len(text) > LONG_BYTES
-        ]
+    most, long = long_documents.LONG_BYTES, []
+    if not is_good or max(map(len, block.texts), default=0) > most:  # type: ignore[arg-type]  # str
+        long = [n for n, text in enumerate(block.texts) if isinstance(text, str) and len(text) > most]
     begins = sorted({0, *long, *(number + 1 for number in long), len(block.texts)})
     parts = list(itertools.pairwise(begins))
     for begin, end in parts:
@@ -215,7 +213,8 @@ def _long_document(block: RecordBlock, number: int, place: Place) -> DocumentBat
     text = block.texts[number]
     assert isinstance(text, str)
     # Four bytes a character at most: only texts above a quarter of the limit have to be measured.
-    if len(text) > MOST_HELD_BYTES // 4 and len(text.encode()) > MOST_HELD_BYTES:
+    most = long_documents.MOST_HELD_BYTES
+    if not block.is_text and len(text) > most // 4 and len(text.encode()) > most:
         return one_left_out(place, *too_long("its text"))
     return LongDocument(
         place=place,
@@ -228,44 +227,44 @@ def _long_document(block: RecordBlock, number: int, place: Place) -> DocumentBat
 def _batch(block: RecordBlock, part: slice, place: Place, num_bytes: int, *, is_good: bool) -> DocumentBatch:
     """Documents that follow each other. ``is_good``: none of the block's is an UnusableText."""
     texts = block.texts[part]
-    if is_good and all(texts) and not any(map(str.isspace, texts)):  # type: ignore[arg-type]  # all are str
-        return DocumentBatch(
-            texts=list(texts),  # type: ignore[arg-type]  # all are str
-            lines=np.arange(part.start, part.stop, dtype=np.int64) + place.line,
-            input_number=place.input_number,
-            input_offsets=block.starts[part],
-            first_line=place.line + part.start,
-            num_lines=len(texts),
-            num_bytes=num_bytes,
-            ids=None if block.ids is None else list(block.ids[part]),
-            sources=None if block.sources is None else list(block.sources[part]),
-        )
-    kept: list[int] = []
-    bad: list[BadDocument] = []
-    for number, text in enumerate(texts, part.start):
-        if isinstance(text, UnusableText):
-            named = block.sources[number] if block.sources else ""
-            bad.append(_place(block, number, place).left_out(text.reason, text.detail, named))
-        elif text and not text.isspace():
-            kept.append(number)
-    numbers = np.array(kept, np.int64)
+    numbers = np.arange(part.start, part.stop)
+    if not is_good or not all(texts) or (not block.is_text and any(map(str.isspace, texts))):  # type: ignore[arg-type]  # all are str
+        kept = [number for number, text in enumerate(texts, part.start) if not _is_blank(text, block)]
+        numbers = np.array(kept, np.int64)
+        texts = [block.texts[number] for number in kept]
+    ids, sources = (
+        None if names is None else [names[number] for number in numbers.tolist()]
+        for names in (block.ids, block.sources)
+    )
     return DocumentBatch(
-        texts=[block.texts[number] for number in kept],  # type: ignore[misc]  # the others are no str
+        texts=list(texts),  # type: ignore[arg-type]  # all are str
         lines=numbers + place.line,
         input_number=place.input_number,
         input_offsets=block.starts[numbers],
         first_line=place.line + part.start,
-        num_lines=len(texts),
+        num_lines=part.stop - part.start,
         num_bytes=num_bytes,
-        bad=bad,
-        ids=None if block.ids is None else [block.ids[number] for number in kept],
-        sources=None if block.sources is None else [block.sources[number] for number in kept],
+        bad=[] if is_good else list(_bad_ones(block, part, place)),
+        ids=ids,
+        sources=sources,
+        keeps_space=place.keeps_space,
     )
+
+
+def _is_blank(text: str | UnusableText, block: RecordBlock) -> bool:
+    return isinstance(text, UnusableText) or not text or (not block.is_text and text.isspace())
+
+
+def _bad_ones(block: RecordBlock, part: slice, place: Place) -> Iterator[BadDocument]:
+    for number in range(part.start, part.stop):
+        if isinstance(text := block.texts[number], UnusableText):
+            named = block.sources[number] if block.sources else ""
+            yield _place(block, number, place).left_out(text.reason, text.detail, named)
 
 
 def too_long(what: str) -> tuple[str, str]:
     """Reason and detail of a document that is too long to be held."""
-    return "too_long", f"{what} has more than {MOST_HELD_BYTES} bytes"
+    return "too_long", f"{what} has more than {long_documents.MOST_HELD_BYTES} bytes"
 
 
 def one_left_out(place: Place, reason: str, detail: str) -> DocumentBatch:

@@ -7,7 +7,6 @@ bad one left out with a reason. Lines end at ``\\n`` alone, and JSON is UTF-8.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import json
 import math
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
 from preprocess.formats.compression import (
@@ -28,24 +28,15 @@ from preprocess.formats.compression import (
     text_bytes_about,
     text_of_part,
 )
-from preprocess.formats.format import (
-    SHORT_LINE_BYTES,
-    DocumentBatch,
-    Inspected,
-    Reading,
-    RecordBlock,
-    Start,
-    batches_of,
-    no_documents,
-    one_left_out,
-    too_long,
-)
+from preprocess.formats.format import DocumentBatch, Inspected, Reading, Start
 from preprocess.formats.inputs import OpenInput, Place, RangeReader
 from preprocess.formats.lines import (
-    LineBlock,
+    Records,
     first_newline,
     last_newline,
     line_blocks_of,
+    line_documents,
+    newline_starts,
 )
 from preprocess.formats.long_documents import LongDocument
 from preprocess.formats.text_fields import (
@@ -96,17 +87,12 @@ class JsonLines:
         self, reader: RangeReader, reading: Reading, line: int
     ) -> Iterator[DocumentBatch | LongDocument]:
         """See Format."""
-        place = reader.place(reader.part.text_start, line)
-        for start, pieces in text_of_part(reader, self.compression, reading, first_newline):
-            for block in line_blocks_of(pieces, start, last_newline):
-                place = dataclasses.replace(
-                    place, start=block.start, end=block.start + block.size, num_bytes=block.num_bytes
-                )
-                for item in _block_documents(block, place, reading):
-                    yield item
-                    place = dataclasses.replace(place, line=place.line + item.num_lines)
-            return
-        yield no_documents(place)
+        start, pieces = text_of_part(reader, self.compression, reading, first_newline)
+        blocks = line_blocks_of(pieces, start, last_newline)
+        read = functools.partial(_records_in, reading.fields)
+        yield from line_documents(
+            blocks, reader.place(start, line), reading.batch_bytes, newline_starts, read
+        )
 
 
 class JsonFile(JsonLines):
@@ -125,49 +111,17 @@ def _stem(file: OpenInput) -> str:
     return str(file.path).rpartition(".json")[0]
 
 
-def _block_documents(
-    block: LineBlock, place: Place, reading: Reading
-) -> Iterator[DocumentBatch | LongDocument]:
-    """The documents of a block of lines that lies at ``place``."""
-    if block.data is None:
-        yield one_left_out(place, *too_long("the line"))
-        return
-    if not block.data:
-        yield no_documents(place)
-        return
-    lines = block.data.split(b"\n")
-    if not lines[-1]:
-        del lines[-1]
-    sizes = np.fromiter(map(len, lines), np.int64, len(lines)) + 1
-    if not block.data.endswith(b"\n"):
-        sizes[-1] -= 1
-    starts = np.cumsum(sizes) - sizes
+def _records_in(fields: TextFields, block: bytes, starts: npt.NDArray[np.int64], place: Place) -> Records:
+    """What whole lines that lie at ``place`` hold; "" for a blank line."""
+    lines = block.split(b"\n")
+    del lines[len(starts) :]
     if place.start == 0:
         lines[0] = lines[0].removeprefix(_MARK)
-    most = max(1, reading.batch_bytes // SHORT_LINE_BYTES)
-    num_left, line = place.num_bytes, place.line
-    for first in range(0, len(lines), most):
-        part = slice(first, first + most)
-        data = block.data if len(lines) <= most else b"\n".join(lines[part])
-        texts, ids, sources = _records(lines[part], data, reading.fields)
-        records = RecordBlock(
-            texts=texts,
-            starts=starts[part] + place.start,
-            sizes=sizes[part],
-            num_bytes=num_left,
-            ids=ids,
-            sources=sources,
-        )
-        num_left = 0
-        yield from batches_of(records, dataclasses.replace(place, line=line))
-        line += len(texts)
+    return _records(lines, block, fields)
 
 
-Columns = tuple[Sequence["str | UnusableText"], "list[str] | None", "list[str] | None"]
-
-
-def _records(lines: list[bytes], block: bytes, fields: TextFields) -> Columns:
-    """Texts, ids and sources of lines, which make up ``block``; "" for a blank line."""
+def _records(lines: list[bytes], block: bytes, fields: TextFields) -> Records:
+    """Texts, ids and sources of lines, which make up ``block``."""
     loads, name = orjson.loads, fields.plain_name
     records: list[Any]
     if _names_each_once(block, len(lines), fields):

@@ -6,14 +6,27 @@ Memory is bounded however long a line is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.formats.inputs import OpenInput, RangeReader
-from preprocess.formats.long_documents import MOST_HELD_BYTES
+from preprocess.formats import long_documents
+from preprocess.formats.format import (
+    SHORT_LINE_BYTES,
+    DocumentBatch,
+    RecordBlock,
+    batches_of,
+    no_documents,
+    one_left_out,
+    too_long,
+)
+from preprocess.formats.inputs import OpenInput, Place, RangeReader
+from preprocess.formats.long_documents import LongDocument
+from preprocess.formats.text_fields import UnusableText
 
 
 class TextPiece(NamedTuple):
@@ -42,14 +55,9 @@ def codec_of(head: bytes, encoding: str) -> tuple[str, int]:
     return f"{encoding}-le", 0
 
 
-def unit_bytes(codec: str) -> int:
-    """Bytes of a code unit."""
-    return 2 if codec.startswith("utf-16") else 4 if codec.startswith("utf-32") else 1
-
-
 def code_units(block: bytes, codec: str) -> npt.NDArray[np.unsignedinteger[Any]]:
     """A block as the code units of its codec; a last half of one is left out."""
-    num_bytes = unit_bytes(codec)
+    num_bytes = 2 if codec.startswith("utf-16") else 4 if codec.startswith("utf-32") else 1
     order = ">" if codec.endswith("-be") else "<"
     return np.frombuffer(block, f"{order}u{num_bytes}", len(block) // num_bytes)
 
@@ -73,10 +81,17 @@ def line_starts(block: bytes, codec: str) -> npt.NDArray[np.int64]:
     if carriage_return.any():
         carriage_return[:-1] &= ~is_end[1:]
         is_end |= carriage_return
-    starts = np.flatnonzero(is_end) + 1
-    if len(starts) and starts[-1] * units.itemsize == len(block):
-        starts = starts[:-1]
-    return np.concatenate(([0], starts)) * units.itemsize
+    return _starts_behind(is_end, units.itemsize, len(block))
+
+
+def newline_starts(block: bytes) -> npt.NDArray[np.int64]:
+    """The same where a line ends at ``\\n`` alone."""
+    return _starts_behind(np.frombuffer(block, np.uint8) == 10, 1, len(block))
+
+
+def _starts_behind(is_end: npt.NDArray[np.bool_], unit_bytes: int, num_bytes: int) -> npt.NDArray[np.int64]:
+    starts = np.concatenate(([0], np.flatnonzero(is_end) + 1)) * unit_bytes
+    return starts[:-1] if starts[-1] == num_bytes else starts
 
 
 def first_line_start(file: OpenInput, offset: int, end: int, line_end_of: FirstLineEnd) -> int | None:
@@ -137,6 +152,61 @@ class LineBlock(NamedTuple):
     num_bytes: int  # of the file that were read for it
 
 
+Records = tuple[Sequence["str | UnusableText"], "Sequence[str] | None", "Sequence[str] | None"]
+"""Of each line the text, or why it has none; the ids; the sources."""
+
+
+def line_documents(
+    blocks: Iterator[LineBlock],
+    place: Place,
+    batch_bytes: int,
+    starts_of: Callable[[bytes], npt.NDArray[np.int64]],
+    records_of: Callable[[bytes, npt.NDArray[np.int64], Place], Records],
+    *,
+    is_text: bool = False,
+    can_be_read_again: bool = False,
+) -> Iterator[DocumentBatch | LongDocument]:
+    """The documents of blocks of lines, the first of which has the number of ``place``.
+
+    ``records_of`` reads whole lines, given the byte where each starts in them and their place. Each line may
+    become two headers and two blocks of a tar, 2 KiB however short it is: so as many are read at once as a
+    batch's share of memory allows for (see resources.py).
+    """
+    most = max(1, batch_bytes // SHORT_LINE_BYTES)
+    for block in blocks:
+        where = dataclasses.replace(
+            place, start=block.start, end=block.start + block.size, num_bytes=block.num_bytes
+        )
+        if block.data is None:
+            yield (
+                LongDocument(place=where) if can_be_read_again else one_left_out(where, *too_long("the line"))
+            )
+            place = dataclasses.replace(place, line=place.line + 1)
+            continue
+        if not block.data:
+            yield no_documents(where)
+            continue
+        starts, num_bytes = starts_of(block.data), block.num_bytes
+        firsts = range(0, len(starts), most)
+        for first, (begin, end) in zip(
+            firsts, itertools.pairwise([*starts[::most], len(block.data)]), strict=True
+        ):
+            data, own = block.data[begin:end], starts[first : first + most] - begin
+            where = dataclasses.replace(place, start=block.start + int(begin), num_bytes=0)
+            texts, ids, sources = records_of(data, own, where)
+            records = RecordBlock(
+                texts=texts,
+                starts=own + where.start,
+                sizes=np.diff(own, append=len(data)),
+                num_bytes=num_bytes,
+                ids=ids,
+                sources=sources,
+                is_text=is_text,
+            )
+            yield from batches_of(records, where)
+            num_bytes, place = 0, dataclasses.replace(place, line=place.line + len(own))
+
+
 def plain_pieces(reader: RangeReader, piece_bytes: int) -> Iterator[TextPiece]:
     """The bytes of a part as they are."""
     part = reader.part
@@ -159,7 +229,7 @@ def line_blocks_of(
     (MOST_HELD_BYTES) is not held. At the end stands a block without lines, for what was read behind the last
     one. How the stream is cut into pieces changes no line.
     """
-    most = MOST_HELD_BYTES if most_bytes is None else most_bytes
+    most = long_documents.MOST_HELD_BYTES if most_bytes is None else most_bytes
     held: list[bytes] = []  # the beginning of a line
     num_held, num_bytes, is_too_long = 0, 0, False
     for data, num_read in _whole_line_ends(_small_pieces(pieces), carriage_return):
@@ -189,7 +259,8 @@ def line_blocks_of(
 
 def _small_pieces(pieces: Iterator[TextPiece]) -> Iterator[TextPiece]:
     """The same stream in pieces below MOST_HELD_BYTES: 16 KiB of zstd may give half a gigabyte."""
-    most = MOST_HELD_BYTES - 8  # a \r and a part of a unit may be kept back and come with the next piece
+    # A \r and a part of a unit may be kept back and come with the next piece.
+    most = long_documents.MOST_HELD_BYTES - 8
     for data, num_bytes in pieces:
         for begin in range(0, max(1, len(data)), most):
             yield TextPiece(data[begin : begin + most], 0 if begin else num_bytes)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from loader.samples import parse_id_lists
 from loader.state import STATE_FORMAT, RunSteps, position_of
-from preprocess.formats import long_documents, text_lines
+from preprocess.formats import long_documents
 from preprocess.make.packing import BestFitRows, ConcatRows
 from preprocess.options import PrepConfig
 from preprocess.plan.plan_file import need_plan
@@ -291,8 +291,7 @@ def _text_check(path: Path) -> Check:
         encoding = PrepConfig(encoding=name).encoding
         data = b"".join(pieces[name][number % len(pieces[name])] for number in chosen)
         with ExitStack() as held:
-            for module in (text_lines, long_documents):
-                held.enter_context(mock.patch.object(module, "LONG_BYTES", long_bytes))
+            held.enter_context(mock.patch.object(long_documents, "LONG_BYTES", long_bytes))
             held.enter_context(mock.patch.object(long_documents, "_READ_BYTES", scan_bytes))
             found = found_lines(path, data, encoding, block_bytes)
         if found != expected_of(data, encoding):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from preprocess.formats import inputs as open_input
-from preprocess.formats import long_documents, text_lines
+from preprocess.formats import long_documents
 from preprocess.formats.long_documents import LongDocument
 from preprocess.make.worker import Work, Worker, load_worker
 from preprocess.options import WorkerSettings
@@ -87,8 +87,7 @@ def test_long_documents_are_hashed_whole_too(
     text = (raw_dir / "a.txt").read_text().replace("\n", " ")
     (raw_dir / "a.txt").write_text("short\n" + text + "\nshort\n")
     prep.plan(raw_dir, tmp_path / "data", hash_inputs=True, doc=doc)
-    for module in (text_lines, long_documents):
-        monkeypatch.setattr(module, "LONG_BYTES", 50_000)
+    monkeypatch.setattr(long_documents, "LONG_BYTES", 50_000)
     monkeypatch.setattr(WorkerSettings, "batch_bytes", 10_000)
     make_all(tmp_path / "data")
     shutil.rmtree(tmp_path / "data")
@@ -183,8 +182,7 @@ def long_folder(prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     raw = tmp_path / "long"
     raw.mkdir()
     (raw / "a.txt").write_text("word and " * 60_000 + "\n")
-    for module in (text_lines, long_documents):
-        monkeypatch.setattr(module, "LONG_BYTES", 50_000)
+    monkeypatch.setattr(long_documents, "LONG_BYTES", 50_000)
     monkeypatch.setattr(WorkerSettings, "batch_bytes", 60_000)
     prep.plan(raw, tmp_path / "data")
     return tmp_path / "data"

@@ -20,8 +20,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from preprocess.formats import arrow, lines, long_documents, text_lines
-from preprocess.formats import format as input_format
+from preprocess.formats import arrow, long_documents
 from preprocess.formats.documents import read_documents
 from preprocess.formats.format import DocumentBatch, reading_of
 from preprocess.formats.inputs import ByteRange, OpenInput
@@ -439,10 +438,8 @@ def test_a_column_that_is_all_null_is_quarantined_row_by_row(prep: Prep, tmp_pat
 def test_a_huge_text_comes_whole_between_its_neighbours_and_one_above_the_limit_is_left_out(
     prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    for module in (input_format, long_documents, text_lines):
-        monkeypatch.setattr(module, "LONG_BYTES", 20_000)
-    for module in (input_format, long_documents, text_lines, lines):
-        monkeypatch.setattr(module, "MOST_HELD_BYTES", 100_000)
+    monkeypatch.setattr(long_documents, "LONG_BYTES", 20_000)
+    monkeypatch.setattr(long_documents, "MOST_HELD_BYTES", 100_000)
     monkeypatch.setattr(WorkerSettings, "batch_bytes", 5_000)
     raw = tmp_path / "raw"
     raw.mkdir()

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from preprocess.formats import compression, long_documents, text_lines
+from preprocess.formats import compression, long_documents
 from preprocess.formats.documents import read_documents
 from preprocess.formats.format import DocumentBatch, Reading
 from preprocess.formats.inputs import ByteRange
@@ -168,8 +168,7 @@ def test_documents_offsets_empty_and_bad_lines_are_an_independent_readers(
     def check(mark: bytes, pieces: list[bytes], block_bytes: int, scan_bytes: int, long_bytes: int) -> None:
         data = mark + b"".join(pieces)
         with monkeypatch.context() as patch:
-            for module in (text_lines, long_documents):
-                patch.setattr(module, "LONG_BYTES", long_bytes)
+            patch.setattr(long_documents, "LONG_BYTES", long_bytes)
             patch.setattr(long_documents, "_READ_BYTES", scan_bytes)
             found = found_by_worker(path, data, known, block_bytes)
         assert found == expected_of(data, known)
@@ -300,7 +299,7 @@ def test_compressed_and_plain_lines_are_those_of_the_stream_decoded_at_once(
         with monkeypatch.context() as patch:
             patch.setattr(compression, "_READ_BYTES", max(6, read_bytes))
             patch.setattr(compression, "_ZSTD_BYTES", read_bytes)
-            patch.setattr("preprocess.formats.lines.MOST_HELD_BYTES", most_bytes)
+            patch.setattr(long_documents, "MOST_HELD_BYTES", most_bytes)
             reading = Reading(doc="line", encoding=known, batch_bytes=batch_bytes)
             for item in read_documents([part], reading):
                 assert isinstance(item, DocumentBatch)

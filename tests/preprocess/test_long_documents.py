@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preprocess import resources
-from preprocess.formats import long_documents, text_lines
+from preprocess.formats import long_documents
 from preprocess.formats.documents import read_documents
 from preprocess.formats.format import DocumentBatch, Reading
 from preprocess.formats.inputs import ByteRange
@@ -52,8 +52,7 @@ def write_long_lines(path: Path) -> None:
 
 
 def make_with(prep: Any, folder: Path, patch: pytest.MonkeyPatch, long_bytes: int, block_bytes: int) -> None:
-    for module in (text_lines, long_documents):
-        patch.setattr(module, "LONG_BYTES", long_bytes)
+    patch.setattr(long_documents, "LONG_BYTES", long_bytes)
     patch.setattr(long_documents, "_READ_BYTES", block_bytes)
     patch.setattr(resources, "BATCH_BYTES", block_bytes)
     prep.make(folder)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess.formats import long_documents, text_lines
+from preprocess.formats import long_documents
 from preprocess.make.worker import Worker, done_manifest, load_worker
 from preprocess.options import WorkerSettings
 from preprocess.plan import tokenizer as resolved_tokenizer
@@ -34,8 +34,7 @@ def folder(prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     raw = tmp_path / "raw"
     raw.mkdir()
     (raw / "a.txt").write_bytes(b"short\n" * 20 + b"word and " * 9_000 + b"\nbad \xff\nlast\n")
-    for module in (text_lines, long_documents):
-        monkeypatch.setattr(module, "LONG_BYTES", 20_000)
+    monkeypatch.setattr(long_documents, "LONG_BYTES", 20_000)
     monkeypatch.setattr(WorkerSettings, "batch_bytes", 5_000)
     monkeypatch.setattr(regular_files, "RETRY_DELAYS_S", (0.0, 0.0))
     prep.plan(raw, tmp_path / "data", max_bad_fraction=0.5)

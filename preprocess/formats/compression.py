@@ -8,13 +8,14 @@ leaves out what stands before its first line end, and reads on behind its end up
 from __future__ import annotations
 
 import bz2
+import contextlib
 import itertools
 import lzma
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -34,45 +35,38 @@ _HEAD_BYTES, _HEAD_TEXT_BYTES = 64 << 10, 1 << 20  # of which planning judges ho
 _MOST_TABLE_BYTES = 64 << 20
 
 
-class Decompressor(Protocol):
-    """The part of ``bz2.BZ2Decompressor`` that is used; one reads one member, stream or frame."""
-
-    @property
-    def eof(self) -> bool: ...
-    @property
-    def needs_input(self) -> bool: ...
-    @property
-    def unused_data(self) -> bytes: ...
-    def decompress(self, data: bytes, max_length: int = -1, /) -> bytes: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Compression:
     """One way to compress a file."""
 
     name: str
     magics: tuple[bytes, ...]
-    open: Callable[[], Decompressor]
+    open: Callable[[], Any]  # what reads one member, stream or frame, with the methods of bz2's
     may_end_in_zeros: bool = False
 
 
-class _ZlibMember:
-    """zlib's decompressor in the shape of bz2's."""
+class _GzipMember:
+    """zlib's decompressor in the shape of bz2's; isal's where it is installed: 2 to 3 times as fast."""
 
     def __init__(self) -> None:
-        self._member = zlib.decompressobj(31)
+        library: Any = zlib
+        with contextlib.suppress(ImportError):
+            from isal import isal_zlib
+
+            library = isal_zlib
+        self._member = library.decompressobj(31)
         self.needs_input = True
 
     @property
     def eof(self) -> bool:
-        return self._member.eof
+        return bool(self._member.eof)
 
     @property
     def unused_data(self) -> bytes:
-        return self._member.unused_data
+        return bytes(self._member.unused_data)
 
-    def decompress(self, data: bytes, max_length: int = -1, /) -> bytes:
-        out = self._member.decompress(self._member.unconsumed_tail + data, max(0, max_length))
+    def decompress(self, data: bytes, max_length: int) -> bytes:
+        out: bytes = self._member.decompress(self._member.unconsumed_tail + data, max_length)
         self.needs_input = not self._member.unconsumed_tail and len(out) != max_length
         return out
 
@@ -94,7 +88,7 @@ class _ZstdFrame:
     def needs_input(self) -> bool:
         return not self._waiting
 
-    def decompress(self, data: bytes, max_length: int = -1, /) -> bytes:  # noqa: ARG002
+    def decompress(self, data: bytes, max_length: int) -> bytes:  # noqa: ARG002
         given = memoryview(data) if data else self._waiting  # there is data only where nothing waits
         out: bytes = self._frame.decompress(given[:_ZSTD_BYTES])
         self._waiting = given[_ZSTD_BYTES:]
@@ -113,16 +107,7 @@ def load_zstandard() -> Any:
     return zstandard
 
 
-def _gzip_member() -> Decompressor:
-    """isal's where it is installed: 2 to 3 times as fast as zlib."""
-    try:
-        from isal import igzip_lib
-    except ImportError:
-        return _ZlibMember()
-    return igzip_lib.IgzipDecompressor(flag=igzip_lib.DECOMP_GZIP)
-
-
-def _xz_stream() -> Decompressor:
+def _xz_stream() -> lzma.LZMADecompressor:
     """Its header declares a dictionary of up to 4 GiB; ``xz -9`` has one of 64 MiB."""
     return lzma.LZMADecompressor(memlimit=_XZ_BYTES)
 
@@ -130,7 +115,7 @@ def _xz_stream() -> Decompressor:
 def _errors() -> tuple[type[Exception], ...]:
     """What decompressors raise for data that is not theirs."""
     found: list[type[Exception]] = [OSError, EOFError, ValueError, zlib.error, lzma.LZMAError]
-    for module, name in (("isal.igzip_lib", "error"), ("zstandard", "ZstdError")):
+    for module, name in (("isal.isal_zlib", "error"), ("zstandard", "ZstdError")):
         try:
             found.append(getattr(__import__(module, fromlist=[name]), name))
         except (ImportError, AttributeError):
@@ -141,7 +126,7 @@ def _errors() -> tuple[type[Exception], ...]:
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _SKIPPABLE = tuple(struct.pack("<I", 0x184D2A50 + number) for number in range(16))
 COMPRESSIONS = {
-    ".gz": Compression(name="gzip", magics=(b"\x1f\x8b",), open=_gzip_member, may_end_in_zeros=True),
+    ".gz": Compression(name="gzip", magics=(b"\x1f\x8b",), open=_GzipMember, may_end_in_zeros=True),
     ".zst": Compression(name="zstd", magics=(_ZSTD_MAGIC, *_SKIPPABLE), open=_ZstdFrame),
     ".xz": Compression(name="xz", magics=(b"\xfd7zXZ\0",), open=_xz_stream, may_end_in_zeros=True),
     ".bz2": Compression(name="bzip2", magics=(b"BZh",), open=bz2.BZ2Decompressor),
@@ -154,22 +139,9 @@ class _Feed:
     def __init__(self, read: Callable[[int, int], bytes], span: tuple[int, int]) -> None:
         self._read = read
         self.position, self._end = span
-        self.data = b""  # read, and not yet taken
 
-    def fill(self, num_bytes: int, *, but_zeros: bool) -> bool:
-        """Read until there are ``num_bytes``, or no more; whether there is anything at all."""
-        while len(self.data) < num_bytes and self.position < self._end:
-            self.data += self._next()
-            if but_zeros:
-                self.data = self.data.lstrip(b"\0")
-        return bool(self.data)
-
-    def take(self) -> bytes:
-        """What was read, or the next block; nothing at the end."""
-        data, self.data = self.data or self._next(), b""
-        return data
-
-    def _next(self) -> bytes:
+    def next(self) -> bytes:
+        """The next block; nothing at the end."""
         start, self.position = self.position, min(self.position + _READ_BYTES, self._end)
         return self._read(start, self.position)
 
@@ -201,18 +173,19 @@ def _texts(
     file: OpenInput, compression: Compression, feed: _Feed, most_bytes: int, zstd_long: int
 ) -> Iterator[bytes]:
     """What each call of a decompressor gives, member after member."""
-    errors, is_first = _errors(), True
+    errors, data, leading = _errors(), b"", b""
     while True:
-        but_zeros = compression.may_end_in_zeros and not is_first
-        feed.data = feed.data.lstrip(b"\0") if but_zeros else feed.data
-        if not feed.fill(_HEADER_BYTES, but_zeros=but_zeros):
+        data = data.lstrip(leading)
+        while len(data) < _HEADER_BYTES and (block := feed.next()):
+            data = (data + block).lstrip(leading)
+        if not data:
             return
-        at = feed.position - len(feed.data)
-        _check_magic(file, compression, feed.data, at)
-        _check_window(file, feed.data, at, zstd_long)
-        stream, is_first = compression.open(), False
+        _check_magic(file, compression, data, feed.position - len(data))
+        _check_window(file, data, feed.position - len(data), zstd_long)
+        stream = compression.open()
+        leading = b"\0" if compression.may_end_in_zeros else b""
         while not stream.eof:
-            data = feed.take() if stream.needs_input else b""
+            data = (data or feed.next()) if stream.needs_input else b""
             if stream.needs_input and not data:
                 raise BadInput(
                     f"input {file.path} is cut short: its {compression.name} data does not end with it, at "
@@ -225,8 +198,9 @@ def _texts(
                     f"input {file.path} cannot be decompressed as {compression.name} before byte "
                     f"{feed.position} ({error}); bring a whole file, or move it away and plan anew"
                 ) from None
+            data = b""
             yield text
-        feed.data = stream.unused_data
+        data = stream.unused_data
 
 
 def _check_magic(file: OpenInput, compression: Compression, data: bytes, at: int) -> None:
@@ -384,9 +358,8 @@ def frame_starts(
     return starts_among(frames, file, stretches)
 
 
-_BGZF_HEADER = struct.Struct(
-    "<4sIBBH2sHH"
-)  # magic, mtime, flags, system, 6, "BC", 2, bytes of the block less 1
+# Magic, mtime, flags, system, 6, "BC", 2, bytes of the block less 1.
+_BGZF_HEADER = struct.Struct("<4sIBBH2sHH")
 _GZIP_WITH_EXTRA = b"\x1f\x8b\x08\x04"
 
 

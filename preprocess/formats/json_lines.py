@@ -170,16 +170,11 @@ def _names_each_once(block: bytes, num_lines: int, fields: TextFields) -> bool:
     """
     if isinstance(fields, MessageFields):
         return False  # each is looked at: to render it takes 20 times as long
-    return all(
-        len(_keys(name).findall(block)) == times * num_lines
-        for name, times in _times_in_record(fields).items()
-    )
-
-
-def _times_in_record(fields: TextFields) -> Counter[str]:
-    """How often a record has a key of each name on the way to the fields of the text, at least."""
     objects = {path[:end] for path in fields.text_paths for end in range(1, len(path) + 1)}
-    return Counter(path[-1] for path in objects)
+    times_in_record = Counter(path[-1] for path in objects)
+    return all(
+        len(_keys(name).findall(block)) == times * num_lines for name, times in times_in_record.items()
+    )
 
 
 @functools.lru_cache(maxsize=256)

@@ -154,7 +154,7 @@ def test_inside_of_preprocess_imports_follow_the_way_of_the_text() -> None:
         found = {
             name
             for name in files[f"preprocess/{stage.replace('.', '/')}.py"]
-            if name.startswith("preprocess.")
+            if name.startswith("preprocess.") and name != "preprocess.formats"  # a package without code
         }
         before = tuple(f"preprocess.{name}" for name in way[:number])
         assert all(name.startswith(before) for name in found), (stage, found)

@@ -9,6 +9,7 @@ without a write is lost (74), never data.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import re
 import stat
@@ -52,12 +53,8 @@ def find_temporaries(folder: Path) -> list[Path]:
     """
     if not is_folder(folder):
         raise NotFound(f"{folder} is no folder, expected that of a data set")
-    return [
-        place / name
-        for place in (folder, *(folder / name for name in _SUBFOLDERS))
-        for name in names_in(place)
-        if TEMPORARY_NAME.fullmatch(name)
-    ]
+    places = [folder, *(folder / name for name in _SUBFOLDERS)]
+    return [place / name for place in places for name in names_in(place) if TEMPORARY_NAME.fullmatch(name)]
 
 
 def _temporary(path: Path) -> Temporary:
@@ -69,12 +66,8 @@ def _temporary(path: Path) -> Temporary:
         num_bytes = sum(each.st_size for each in inside)
         latest = max([latest, *(each.st_mtime for each in inside)])
     match = _OF_SHARD.match(path.name)
-    return Temporary(
-        path=path,
-        num_bytes=num_bytes,
-        age_s=time.time() - latest,
-        shard_id=int(match[1]) if match else None,
-    )
+    shard_id = int(match[1]) if match else None
+    return Temporary(path=path, num_bytes=num_bytes, age_s=time.time() - latest, shard_id=shard_id)
 
 
 def clean(folder: Path, plan: Plan | None, *, dry_run: bool = False, say: Callable[[str], None]) -> Cleaning:
@@ -85,12 +78,12 @@ def clean(folder: Path, plan: Plan | None, *, dry_run: bool = False, say: Callab
     """
     removed: list[Temporary] = []
     kept: list[Temporary] = []
-    done: dict[int, bool] = {}
+    is_done = functools.cache(functools.partial(_is_done, folder, plan))
     failed = ""
     for path in find_temporaries(folder):
         try:
             item = _temporary(path)
-            if not _is_left_over(item, folder, plan, done):
+            if item.age_s < STALE_AFTER_S and not is_done(item.shard_id):
                 kept.append(item)
                 continue
             if not dry_run:
@@ -113,19 +106,9 @@ def _remove(path: Path) -> None:
         raise OSError(errno.ENOTEMPTY, "something in it cannot be removed", str(path))
 
 
-def _is_left_over(item: Temporary, folder: Path, plan: Plan | None, done: dict[int, bool]) -> bool:
-    if item.age_s >= STALE_AFTER_S:
-        return True
-    if item.shard_id is None or plan is None:
-        return False
-    if item.shard_id not in done:
-        done[item.shard_id] = _is_done(folder, plan, item.shard_id)
-    return done[item.shard_id]
-
-
-def _is_done(folder: Path, plan: Plan, shard_id: int) -> bool:
+def _is_done(folder: Path, plan: Plan | None, shard_id: int | None) -> bool:
     """Whatever is wrong with a shard, its temporaries may be what will mend it."""
-    if shard_id >= plan.num_shards:
+    if plan is None or shard_id is None or shard_id >= plan.num_shards:
         return False
     try:
         check_shard(folder, shard_id, plan.plan_id)

@@ -170,11 +170,11 @@ class _Input:
 
     def documents(self) -> Iterator[_Document]:
         """Yield the documents in order, with the keys that the shard must hold."""
-        batch: list[_Text] = []
+        batch: list[PlainRecord] = []
         num_chars = 0
-        for text in self._texts():
-            batch.append(text)
-            num_chars += len(text.record.text)
+        for record in self._texts():
+            batch.append(record)
+            num_chars += len(record.text)
             if num_chars > _BATCH_CHARS:
                 yield from self._encoded(batch)
                 batch, num_chars = [], 0
@@ -207,12 +207,12 @@ class _Input:
                 differing.add(f"{name} {there}, the input gives {here}")
         return differing.words()
 
-    def _texts(self) -> Iterator[_Text]:
+    def _texts(self) -> Iterator[PlainRecord]:
         """Yield the documents, and count what is none; ``--limit`` ends behind the last one."""
         most = self.plan.most_documents(self.shard_id)
         if most == 0:
             return
-        for record, spans in self._rendered():
+        for record in self._rendered():
             self.num_lines += 1
             if record.reason:
                 self._leave_out(record)
@@ -221,15 +221,15 @@ class _Input:
             elif not record.text:
                 self.num_empty_lines += 1
             else:
-                yield _Text(record, spans)
+                yield record
                 if most is not None and (most := most - 1) == 0:
                     return
 
-    def _rendered(self) -> Iterator[tuple[PlainRecord, list[tuple[int, int]] | None]]:
+    def _rendered(self) -> Iterator[PlainRecord]:
         """The records; conversations as their texts, with the characters that the assistant wrote."""
         records, options = plain_records(self.plan, self.shard_id), self.plan.options
         if not options.is_chat:
-            yield from ((record, None) for record in records)
+            yield from records
             return
         template = ChatTemplate(options.chat_template, options.chat_tokens, options.allow_special_tokens)
         while some := list(itertools.islice(records, _NUM_RENDERED)):
@@ -238,9 +238,9 @@ class _Input:
             for record in some:
                 answer = next(answers) if record.text else None
                 if isinstance(answer, Rendered):
-                    yield replace(record, text=answer.text), answer.spans
+                    yield replace(record, text=answer.text, spans=answer.spans)
                 else:
-                    yield (record if answer is None else replace(record, text="", reason=answer.reason)), None
+                    yield record if answer is None else replace(record, text="", reason=answer.reason)
 
     def _leave_out(self, record: PlainRecord) -> None:
         self.left_out[self.plan.inputs[record.source].path, record.offset, record.reason] += 1
@@ -249,18 +249,18 @@ class _Input:
     def _count(self, source: str, **counts: int) -> None:
         self.sources.setdefault(source, Counter()).update(counts)
 
-    def _encoded(self, batch: list[_Text]) -> Iterator[_Document]:
-        short = [text for text in batch if len(text.record.text) <= _LONG_CHARS]
+    def _encoded(self, batch: list[PlainRecord]) -> Iterator[_Document]:
+        short = [record for record in batch if len(record.text) <= _LONG_CHARS]
         tokens = self.engine.encode_documents(
-            [text.record.text for text in short],
+            [record.text for record in short],
             end_id=self.plan.end_id,
-            spans=[text.spans or [] for text in short] if self.plan.options.is_chat else None,
+            spans=[record.spans or [] for record in short] if self.plan.options.is_chat else None,
         )
         parts = iter(np.split(tokens.ids, tokens.offsets[1:-1]) if short else [])
-        for text in batch:
-            record = text.record
-            ids = next(parts) if len(record.text) <= _LONG_CHARS else self._encoded_in_pieces(record)
-            if ids is None:
+        for record in batch:
+            try:
+                ids = next(parts) if len(record.text) <= _LONG_CHARS else self._encoded_in_pieces(record.text)
+            except UncuttableText:
                 self._leave_out(replace(record, reason="uncuttable"))
                 continue
             self.num_documents += 1
@@ -272,15 +272,11 @@ class _Input:
             self._count(source, num_documents=1, num_tokens=len(ids))
             yield from self._documents_of(record, ids)
 
-    def _encoded_in_pieces(self, record: PlainRecord) -> npt.NDArray[np.uint32] | None:
-        """The ids of a long text; None where it is too long to be encoded at all."""
-        text = record.text
+    def _encoded_in_pieces(self, text: str) -> npt.NDArray[np.uint32]:
+        """The ids of a long text. Raises UncuttableText where it is too long to be encoded at all."""
         pieces = (text[at : at + _PIECE_CHARS] for at in range(0, len(text), _PIECE_CHARS))
-        try:
-            found = self.engine.encode_long(pieces, can_be_cut=self.plan.can_be_cut, end_id=self.plan.end_id)
-            return np.concatenate(list(found))
-        except UncuttableText:
-            return None
+        found = self.engine.encode_long(pieces, can_be_cut=self.plan.can_be_cut, end_id=self.plan.end_id)
+        return np.concatenate(list(found))
 
     def _documents_of(self, record: PlainRecord, ids: npt.NDArray[np.uint32]) -> Iterator[_Document]:
         """The document as a shard holds it: best_fit cuts it into rows, and no row holds one without ids."""
@@ -295,11 +291,6 @@ class _Input:
             keys = [_Key(None, b"", _hash_of_ids(ids))] if len(ids) else []
         for key in keys:
             yield _Document(key, place, record.line, record.text[:_SHOWN_CHARS])
-
-
-class _Text(NamedTuple):
-    record: PlainRecord
-    spans: list[tuple[int, int]] | None  # of a conversation
 
 
 def _hash(data: bytes) -> bytes:
@@ -389,21 +380,21 @@ def _documents_in(
     held: list[npt.NDArray[np.uint32]] = []
     places: list[_Place] = []
     is_begin, number = True, 0
+
+    def whole() -> _Held:
+        return _Held(_Key(None, b"", _hash_of_ids(np.concatenate(held), is_begin)), number, None, places)
+
     for ids, starts, place in rows:
-        bounds = sorted({0, *starts, len(ids)})
-        for begin, end in itertools.pairwise(bounds):
-            begins = begin in starts
-            if held and (begins or is_cut):
-                yield _Held(
-                    _Key(None, b"", _hash_of_ids(np.concatenate(held), is_begin)), number, None, places
-                )
+        for begin, end in itertools.pairwise(sorted({0, *starts, len(ids)})):
+            if held and (begin in starts or is_cut):
+                yield whole()
                 held, places, number = [], [], number + 1
             if not held:
-                is_begin = begins
+                is_begin = begin in starts
             held.append(ids[begin:end])
             places = [*places, place] if begin == 0 else places
     if held:
-        yield _Held(_Key(None, b"", _hash_of_ids(np.concatenate(held), is_begin)), number, None, places)
+        yield whole()
 
 
 def _groups(path: Path) -> Iterator[tuple[str, dict[str, tuple[int, bytes]]]]:

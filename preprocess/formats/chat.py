@@ -268,7 +268,7 @@ def serve() -> None:
 
 
 def _say(answers: IO[bytes], what: Any) -> None:
-    answers.write(json.dumps(what).encode() + b"\n")
+    answers.write(json.dumps(what, default=str).encode() + b"\n")  # a token may be no str
     answers.flush()
 
 
@@ -289,14 +289,8 @@ def _tokenizer_facts(folder: str) -> dict[str, Any]:
     control = [token.content for _, token in sorted(added.items()) if token.special]
     return {
         "template": template,
-        "tokens": {"named": _plain(tokenizer.special_tokens_map), "control": control},
+        "tokens": {"named": tokenizer.special_tokens_map, "control": control},
     }
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return [*map(_plain, value)] if isinstance(value, (list, tuple)) else str(value)
 
 
 class _Unusable(Exception):

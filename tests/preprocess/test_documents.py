@@ -2,54 +2,16 @@
 
 from __future__ import annotations
 
-import io
-import re
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from preprocess.formats.documents import read_documents
 from preprocess.formats.format import DocumentBatch, Reading
 from preprocess.formats.inputs import BadDocument, ByteRange, OpenInput
 from shardprep.errors import NotFound, ReadWriteError
-
-# encoding -> (codec of the bytes after the mark, the marks it may begin with)
-ENCODINGS = {
-    "utf-8": ("utf-8", [b""]),
-    "utf-8-sig": ("utf-8", [b"", b"\xef\xbb\xbf"]),
-    "cp949": ("cp949", [b""]),
-    "utf-16": ("utf-16-le", [b"", b"\xff\xfe"]),
-    "utf-16-be": ("utf-16-be", [b""]),
-    "utf-32": ("utf-32-le", [b"", b"\xff\xfe\0\0"]),
-}
-# line ends, blanks that str.strip takes, separators that end no line, wide characters, a mark in the text
-PIECES = [
-    "\n",
-    "\r",
-    "\r\n",
-    "\n\n",
-    " ",
-    "\t",
-    "a",
-    "bc",
-    "가",
-    "각하",
-    "\u2028",
-    "\x85",
-    "\x0b",
-    "\x1c",
-    "é",
-    "🙂",
-]
-KOREAN = ["\n", "\r", "\r\n", " ", "a", "bc", "가", "뷁", "똠방각하"]
-TEXTS = st.lists(st.sampled_from([*PIECES, "\ufeff"]), max_size=40).map("".join)
-KOREAN_TEXTS = st.lists(st.sampled_from(KOREAN), max_size=40).map("".join)
-RAW = [b"\n", b"\r", b"\r\n", b" ", b"a", "가".encode(), b"\xff", b"\xea\xb0", b"\x80", b"\xef\xbb\xbf"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,54 +47,9 @@ def whole(path: Path, data: bytes, source: int = 0) -> ByteRange:
     return ByteRange(input_number=source, path=path, start=0, end=len(data))
 
 
-def text_mode(data: bytes, encoding: str) -> list[tuple[int, str]]:
-    """Line numbers and texts as the baseline reads them."""
-    lines = enumerate(io.TextIOWrapper(io.BytesIO(data), encoding=encoding))
-    return [(number, line.strip()) for number, line in lines if line.strip()]
-
-
-def line_starts(text: str, codec: str, num_mark_bytes: int) -> list[int]:
-    """Byte of each line's start, by way of the text."""
-    lines = re.findall(r"[^\r\n]*(?:\r\n|\n|\r)|[^\r\n]+", text)
-    return list(accumulate((len(line.encode(codec)) for line in lines), initial=num_mark_bytes))[: len(lines)]
-
-
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("documents") / "a.txt"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_lines_and_their_bytes_are_those_of_text_mode_wherever_blocks_end(path: Path, encoding: str) -> None:
-    codec, marks = ENCODINGS[encoding]
-
-    @settings(max_examples=150, deadline=None)
-    @given(
-        text=KOREAN_TEXTS if encoding == "cp949" else TEXTS,
-        mark=st.sampled_from(marks),
-        unit_blocks=st.integers(1, 9),
-    )
-    @example(text="\r\r\n\n가\r\n", mark=marks[-1], unit_blocks=1)
-    @example(text="a\r\n\r\r\nb", mark=marks[-1], unit_blocks=2)
-    def check(text: str, mark: bytes, unit_blocks: int) -> None:
-        if mark == b"" and len(marks) > 1 and text.startswith("\ufeff"):
-            text = text.lstrip("\ufeff")  # else its first character would be the mark
-        data = mark + text.encode(codec)
-        block_bytes = unit_blocks * (4 if codec.startswith(("utf-16", "utf-32")) else 1)
-        found = read([whole(path, data)], encoding, block_bytes=block_bytes)
-        starts = line_starts(text, codec, len(mark))
-        # Python itself reads UTF-16 and UTF-32 without a mark only by the name of their byte order.
-        lines = text_mode(data, encoding if mark or len(marks) == 1 else codec)
-        expected = [(number, starts[number], line) for number, line in lines]
-        assert found.documents == expected
-        assert found.num_lines == len(starts)
-        assert found.num_empty == len(starts) - len(expected)
-        assert not found.bad
-        if starts:
-            assert found.num_bytes == len(data)
-
-    check()
 
 
 def test_a_big_endian_mark_decides_for_utf_16_and_utf_32(path: Path) -> None:
@@ -154,33 +71,6 @@ def test_a_range_that_begins_inside_a_file_drops_no_mark(path: Path) -> None:
     path.write_bytes(data)
     part = ByteRange(input_number=0, path=path, start=4, end=len(data))
     assert read([part], "utf-8-sig").documents == [(0, 4, "\ufefftwo")]
-
-
-@pytest.mark.slow
-@settings(max_examples=300, deadline=None)
-@given(pieces=st.lists(st.sampled_from(RAW), max_size=40), block_bytes=st.integers(1, 9))
-def test_undecodable_lines_are_left_out_counted_and_located(
-    path: Path, pieces: list[bytes], block_bytes: int
-) -> None:
-    data = b"".join(pieces)
-    found = read([whole(path, data)], "utf-8", block_bytes=block_bytes)
-    good, bad, start = [], [], 0
-    lines = re.findall(rb"[^\r\n]*(?:\r\n|\n|\r)|[^\r\n]+", data)
-    for number, raw in enumerate(lines):
-        try:
-            if text := raw.decode().strip():
-                good.append((number, start, text))
-        except UnicodeDecodeError as error:
-            bad.append((number, start, len(raw), start + error.start))
-        start += len(raw)
-    assert found.documents == good
-    assert [(item.line, item.source_offset, item.num_bytes) for item in found.bad] == [row[:3] for row in bad]
-    for item, (*_, byte) in zip(found.bad, bad, strict=True):
-        assert item.reason == "undecodable"
-        assert item.detail.startswith(f"byte {byte} is not utf-8: ")
-    assert found.num_lines == len(lines)
-    assert found.num_empty == len(lines) - len(good) - len(bad)
-    assert found.num_bytes == len(data)
 
 
 def test_half_a_utf_16_unit_at_the_end_costs_its_own_line_and_no_other(path: Path) -> None:

@@ -767,19 +767,3 @@ def test_what_pandas_writes_as_curators_writers_ask_it_to_goes_in(prep: Prep, tm
     prep.plan(raw, tmp_path / "data")
     prep.make(tmp_path / "data")
     assert [text for _, text, _ in documents(prep, tmp_path / "data")] == OTHERS_TEXTS * 2
-
-
-@pytest.mark.slow
-def test_seven_columns_by_a_template_give_every_row(prep: Prep, tmp_path: Path) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
-    num_rows = 3_000
-    names = ("input", "output", "domain", "generation_algorithm", "llm_judgement", "unit_tests")
-    columns = {name: [f"{name} {number}" for number in range(num_rows)] for name in names}
-    write_table(raw / "train.parquet", {"id": range(num_rows), **columns}, rows_per_group=500)
-    plan = prep.plan(raw, tmp_path / "data", num_shards=3, text_template=r"{input}\n\n{output}")
-    assert len({byte for _, byte in plan.boundaries}) == 3, "cut between row groups"
-    prep.make(tmp_path / "data")
-    assert prep.command("verify", tmp_path / "data").code == 0
-    texts = [text for _, text, _ in documents(prep, tmp_path / "data")]
-    assert texts == [f"input {number}\n\noutput {number}" for number in range(num_rows)]

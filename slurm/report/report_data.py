@@ -533,37 +533,23 @@ def _osts(folder: Path, plan: Plan, sums: ManifestSums) -> list[dict[str, Any]] 
 
 def _again(plan: Plan, sums: ManifestSums) -> dict[str, Any]:
     """The commands that make the same data set, and the versions that made this one."""
+    command = ["shardprep", "plan", "--input_dir", str(plan.input_dir), "--output_dir", "NEW"]
+    command += ["--model_id", plan.tokenizer.model_id]
+    if not is_one_file_a_shard(plan):
+        command += ["--num_shards", str(plan.num_shards)]
+    command += flags_of(plan.options)
+    if plan.max_bad_fraction != PrepConfig().max_bad_fraction:
+        command += ["--max_bad_fraction", str(plan.max_bad_fraction)]
+    if plan.shard_sha256 is not None:
+        command.append("--hash_inputs")
     return {
-        "commands": [
-            shlex.join(["shardprep", "plan", *_plan_flags(plan)]),
-            "shardprep run NEW",
-            "shardprep verify NEW",
-        ],
+        "commands": [shlex.join(command), "shardprep run NEW", "shardprep verify NEW"],
         "plan_id": plan.plan_id,
         "input_dir": str(plan.input_dir),
         "tokenizer_sha256": plan.tokenizer.fingerprint,
         "text_versions": plan.options.text_versions,
         "versions": {name: dict(sorted(found.items())) for name, found in sums.totals["versions"].items()},
     }
-
-
-def _plan_flags(plan: Plan) -> Iterator[str]:
-    """The flags by which ``plan`` makes this plan again, into the folder NEW."""
-    yield from (
-        "--input_dir",
-        str(plan.input_dir),
-        "--output_dir",
-        "NEW",
-        "--model_id",
-        plan.tokenizer.model_id,
-    )
-    if not is_one_file_a_shard(plan):
-        yield from ("--num_shards", str(plan.num_shards))
-    yield from flags_of(plan.options)
-    if plan.max_bad_fraction != PrepConfig().max_bad_fraction:
-        yield from ("--max_bad_fraction", str(plan.max_bad_fraction))
-    if plan.shard_sha256 is not None:
-        yield "--hash_inputs"
 
 
 def _without_secrets(value: Any) -> Any:

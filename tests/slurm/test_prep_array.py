@@ -362,16 +362,8 @@ def test_real_text_becomes_a_verified_data_set(desk: Desk, tmp_path: Path) -> No
             f"{number}번째 파일의 {line}번째 줄입니다. Line {line} of file {number}." for line in range(400)
         )
         (raw / f"{number}.txt").write_text("\n".join(lines), encoding="utf-8")
-    train = (
-        "train_tokenizer",
-        "--input_dir",
-        str(raw),
-        "--vocab_size",
-        "600",
-        "--output_dir",
-        str(tmp_path / "T"),
-    )
-    desk.run(python, "-m", "preprocess", *train)
+    train = ("--input_dir", str(raw), "--vocab_size", "600", "--output_dir", str(tmp_path / "T"))
+    desk.run(python, "-m", "preprocess", "train_tokenizer", *train)
     plan = ("--input_dir", str(raw), "--output_dir", str(data), "--model_id", str(tmp_path / "T"))
     desk.run(python, "-m", "preprocess", "plan", *plan, "--num_shards", "6")
 

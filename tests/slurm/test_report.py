@@ -452,79 +452,44 @@ def test_on_a_narrow_page_lists_wrap_and_flags_are_not_broken_at_their_dashes(
 
 
 @pytest.mark.processes
-def test_what_was_sent_again_is_told_with_its_cause_and_none_of_the_free_text(
+def test_each_submission_is_told_with_what_its_tasks_used_where_they_failed_and_none_of_the_free_text(
     fake: FakeSlurm, own_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The first had a task that went over its memory on n1; its verify job, which took longer, is no task."""
     (fake.place / "away").touch()
     (own_folder / "jobs").mkdir()
     request = JobRequest(notify="curl https://hook/T0/SECRET", sbatch_args="--export=ALL,HF_TOKEN=hf_secret")
-    plan_id = need_plan(own_folder).plan_id
-    first = submission(plan_id=plan_id)
-    (array,) = first.arrays
-    array = dataclasses.replace(array, request=request, tasks=["0", "1", "2", "3"])
+    first = submission(plan_id=need_plan(own_folder).plan_id)
+    array = dataclasses.replace(first.arrays[0], request=request, tasks=["0", "1", "2", "3"], time_min=5)
     publish_submission(own_folder, dataclasses.replace(first, arrays=[array]))
     again = dataclasses.replace(array, job_id="3", tasks=["1", "3"], mem_mb=2048)
     publish_submission(
         own_folder, dataclasses.replace(first, number=1, arrays=[again], verify_job_id="4", submitted=99.0)
     )
+    began = making_of(0, read_unchecked(own_folder, 0)).began
+    for number, (job_id, wall_s, rss_mb) in enumerate((("1", 30, 300), ("3", 90, 700))):
+        facts = {"began": began, "wall_s": wall_s, "max_rss_bytes": rss_mb << 20, "num_cpus": 1}
+        run = {**facts, "slurm": {"SLURM_ARRAY_JOB_ID": job_id}}
+        change(manifest_path(own_folder, number), lambda it, run=run: it["run"].update(run))  # type: ignore[misc]
+    write_record(own_folder, "1_1", ended(75, oom=1, peak_bytes=900 << 20))
     shards = {"OUT_OF_MEMORY": "1", "TIMEOUT": "3"}
     causes = {cause: {"shards": ids, "nodes": {"n1": 1}} for cause, ids in shards.items()}
     append_event(own_folder, "retry", number=1, causes=causes)
-    found = data_of(capsys, own_folder)["attempts"]
-    assert {each["cause"]: each["shards"] for each in found["retried"]} == {
-        "OUT_OF_MEMORY": "1",
-        "TIMEOUT": "3",
-    }
-    assert [each["num_shards"] for each in found["submissions"]] == [4, 2]
+    data = data_of(capsys, own_folder)
+    found = data["attempts"]
+    names = ("num_shards", "mem_mb", "max_rss_mb", "longest_task_s", "num_failed_tasks")
+    used = [tuple(each[name] for name in names) for each in found["submissions"]]
+    assert used == [(4, 100, 900, 30, 1), (2, 2048, 700, 90, 0)]
+    assert {each["cause"]: each["shards"] for each in found["retried"]} == shards
+    assert [each["nodes"] for each in found["retried"]] == [{"n1": 1}] * 2
+    assert found["failed_tasks_of_nodes"] == {"n1": 1}
     assert found["slurm_away"]
+    assert data["use"]["newest_submission"]["longest_task_s"] == 90
+    assert data["use"]["core_hours"]["failed"] == pytest.approx(10 / 3600, abs=1e-4)
     for form in (report(capsys, own_folder), page_of(capsys, tmp_path, own_folder)):
         assert "OUT_OF_MEMORY" in form
         assert "SECRET" not in form
         assert "hf_secret" not in form
-
-
-@pytest.mark.processes
-def test_each_submission_is_told_with_what_its_tasks_used_and_where_they_failed(
-    fake: FakeSlurm, own_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The first had a task that went over its memory on n1; its verify job, which took longer, is no task."""
-    first = submission(plan_id=need_plan(own_folder).plan_id)
-    (array,) = first.arrays
-    array = dataclasses.replace(array, tasks=["0", "1", "2", "3"], time_min=5)
-    bigger = dataclasses.replace(array, job_id="3", tasks=["1"], mem_mb=2048)
-    (own_folder / "jobs").mkdir()
-    publish_submission(own_folder, dataclasses.replace(first, arrays=[array]))
-    publish_submission(
-        own_folder, dataclasses.replace(first, number=1, arrays=[bigger], verify_job_id="4", submitted=99.0)
-    )
-    began = making_of(0, read_unchecked(own_folder, 0)).began
-    for number, (job_id, wall_s, rss_mb) in enumerate((("1", 30, 300), ("3", 90, 700))):
-        facts: dict[str, Any] = {
-            "began": began,
-            "wall_s": wall_s,
-            "max_rss_bytes": rss_mb << 20,
-            "num_cpus": 1,
-        }
-        facts |= {"slurm": {"SLURM_ARRAY_JOB_ID": job_id}}
-
-        def note(data: dict[str, Any], facts: dict[str, Any] = facts) -> None:
-            data["run"].update(facts)
-
-        change(manifest_path(own_folder, number), note)
-    write_record(own_folder, "1_1", ended(75, oom=1, peak_bytes=900 << 20))
-    nodes = {"OUT_OF_MEMORY": {"shards": "1", "nodes": {"n1": 1}}}
-    append_event(own_folder, "retry", number=1, causes=nodes)
-    data = data_of(capsys, own_folder)
-    found = data["attempts"]
-    assert [
-        (each["mem_mb"], each["max_rss_mb"], each["longest_task_s"], each["num_failed_tasks"])
-        for each in found["submissions"]
-    ] == [(100, 900, 30, 1), (2048, 700, 90, 0)]
-    (retried,) = found["retried"]
-    assert (retried["cause"], retried["shards"], retried["nodes"]) == ("OUT_OF_MEMORY", "1", {"n1": 1})
-    assert found["failed_tasks_of_nodes"] == {"n1": 1}
-    assert data["use"]["newest_submission"]["longest_task_s"] == 90
-    assert data["use"]["core_hours"]["failed"] == pytest.approx(10 / 3600, abs=1e-4)
 
 
 def test_slurm_is_not_asked_where_nothing_was_submitted(

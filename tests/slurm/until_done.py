@@ -64,16 +64,8 @@ class Campaign:
         self.run("shardprep", "train_tokenizer", *train)
         (raw / f"{num_shards - 1:03d}.txt").write_bytes(b"\xff\xfe bad\ngood\n" * 150)
         for name in ("O", "undisturbed"):
-            self.run(
-                "shardprep",
-                "plan",
-                "--input_dir",
-                raw,
-                "--output_dir",
-                self.place / name,
-                "--model_id",
-                model,
-            )
+            flags = ["--input_dir", raw, "--output_dir", self.place / name, "--model_id", model]
+            self.run("shardprep", "plan", *flags)
         self.run("shardprep", "run", self.place / "undisturbed", "--max_bad_fraction", 0.6)
 
     def arm(self, num_shards: int) -> dict[str, int]:

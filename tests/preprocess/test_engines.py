@@ -237,14 +237,6 @@ def test_missing_tokenizer_files_are_named(data_dir: Path, json_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_tokenizer_that_gigatoken_gets_wrong_falls_back_at_planning(
-    prep: Any, sample_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engines, "gigatoken_engine", wrong_engine)
-    assert not prep.plan(sample_dir, tmp_path / "data").fast_engine_is_equal
-
-
-@pytest.mark.slow
 def test_a_tokenizer_that_gigatoken_does_not_know_is_encoded_by_the_reference(
     prep: Any, sample_dir: Path, tmp_path: Path
 ) -> None:

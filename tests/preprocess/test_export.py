@@ -6,7 +6,6 @@ import json
 import struct
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -250,42 +249,6 @@ def test_megatron_core_reads_the_documents(
         found = indexed.IndexedDataset(str(out / f"shard-{shard_id:05d}_document"))
         ids += chain(*(found[number].tolist() for number in range(len(found))))
     assert ids == stream_of(folders[name])
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_megatron_cores_gpt_data_set_joins_the_documents_in_its_own_order(
-    prep: Prep, folders: dict[str, Path], tmp_path: Path, name: str
-) -> None:
-    gpt = pytest.importorskip("megatron.core.datasets.gpt_dataset", exc_type=ImportError)
-    indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset", exc_type=ImportError)
-    utils = pytest.importorskip("megatron.core.datasets.utils", exc_type=ImportError)
-    out = export(prep, folders[name], "megatron", tmp_path / "out")
-    eos = need_plan(folders[name]).tokenizer.eos_token_id
-    tokenizer = SimpleNamespace(eod=eos, pad=0, unique_identifiers={}, vocab_size=600)
-    prefixes = (out / "data_args.txt").read_text().split()[1::2]
-    assert len(prefixes) == 3
-    for prefix in prefixes:
-        documents = indexed.IndexedDataset(prefix)
-        config = gpt.GPTDatasetConfig(
-            random_seed=1,
-            sequence_length=64,
-            blend=([prefix], None),
-            split="1,0,0",
-            tokenizer=tokenizer,
-            reset_position_ids=False,
-            reset_attention_mask=False,
-            eod_mask_loss=False,
-            mid_level_dataset_surplus=0.0,
-            path_to_cache=str(tmp_path / "cache"),
-        )
-        numbers = np.arange(len(documents), dtype=np.int32)
-        found = gpt.GPTDataset(documents, prefix, numbers, None, utils.Split.train, config)
-        stream = list(chain(*(documents[int(number)].tolist() for number in found.document_index)))
-        in_order = np.argsort(found.shuffle_index)
-        ids = list(chain(*(found[int(number)]["tokens"].tolist() for number in in_order)))
-        assert sorted(found.document_index) == numbers.tolist(), "each document once"
-        assert 0 <= len(stream) - len(ids) <= 65
-        assert ids == stream[: len(ids)]
 
 
 @pytest.mark.parametrize("name", ["json", "packed"])

@@ -104,8 +104,10 @@ def test_on_two_cores_two_batches_are_encoded_side_by_side(prep: Prep, data_dir:
 
 
 @pytest.mark.usefixtures("small_batches")
-@pytest.mark.parametrize("num_cpus", [1, 2])
-def test_an_error_of_the_engine_ends_the_shard_and_leaves_nothing(data_dir: Path, num_cpus: int) -> None:
+@pytest.mark.parametrize("num_cpus", [1, 2, NUM_CPUS])
+def test_an_error_of_any_thread_ends_the_shard_and_leaves_nothing(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch, num_cpus: int
+) -> None:
     worker, calls = worker_of(data_dir, num_cpus=num_cpus), itertools.count()
 
     def failing(texts: Sequence[str]) -> TokenBatch:
@@ -117,16 +119,7 @@ def test_an_error_of_the_engine_ends_the_shard_and_leaves_nothing(data_dir: Path
     with pytest.raises(ReadWriteError, match="the engine is gone"):
         dataclasses.replace(worker, engine=engine).run_shard(worker.plan.shard(0), lambda _: None)
     assert next(calls) > 3
-    assert [path.name for path in data_dir.glob("*shard-*")] == []
-    assert [path.name for path in data_dir.glob(".shard-*")] == []
-
-
-@pytest.mark.usefixtures("small_batches")
-def test_a_document_that_no_member_can_hold_ends_the_shard_from_any_thread(
-    data_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(members, "MAX_MEMBER_BYTES", 50)
-    worker = worker_of(data_dir)
     with pytest.raises(BadInput, match="makes a member of"):
         worker.run_shard(worker.plan.shard(0), lambda _: None)
     assert [path.name for path in data_dir.glob("*shard-*")] == []

@@ -70,30 +70,20 @@ def test_ten_tasks_without_a_plan_that_start_together_make_one(
     assert not (given["output_dir"] / CLAIM).exists()
 
 
-def test_a_task_waits_for_a_plan_that_never_comes_no_longer_than_its_own_would_take(
-    given: dict[str, Any], num_planned: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given["output_dir"].mkdir()
-    (given["output_dir"] / CLAIM).write_text("")  # of a task that was killed
-    clock = Clock()
-    monkeypatch.setattr(task_plan, "time", clock)
-    plan_of_task(given)
-    assert len(num_planned) == 1
-    assert 3.0 <= clock.now_s < 3.5
-
-
-def test_a_task_plans_at_once_when_the_one_that_planned_has_failed(
-    given: dict[str, Any], num_planned: list[Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_task_waits_for_anothers_plan_no_longer_than_its_own_would_take_and_not_for_one_that_failed(
+    given: dict[str, Any], num_planned: list[Path], monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     given["output_dir"].mkdir()
     claim = given["output_dir"] / CLAIM
-    claim.write_text("")
+    claim.write_text("")  # of a task that was killed, or will fail
     clock = Clock()
     monkeypatch.setattr(task_plan, "time", clock)
-    monkeypatch.setattr(clock, "sleep", lambda seconds: Clock.sleep(clock, seconds) or claim.unlink())
+    if fails:
+        monkeypatch.setattr(clock, "sleep", lambda seconds: Clock.sleep(clock, seconds) or claim.unlink())
     plan_of_task(given)
     assert len(num_planned) == 1
-    assert clock.now_s < 1
+    assert clock.now_s < 1 if fails else 3.0 <= clock.now_s < 3.5
 
 
 def test_a_task_that_cannot_plan_leaves_no_folder_and_no_claim(given: dict[str, Any], tmp_path: Path) -> None:

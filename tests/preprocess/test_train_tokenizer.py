@@ -28,7 +28,6 @@ from preprocess.look.train_tokenizer import (
     train_tokenizer,
     training_reading,
 )
-from preprocess.make.engines import gigatoken_engine, tokenizers_engine
 from shardprep.errors import BadInput, CannotWrite, NotFound, Refused, UsageError
 from tests.children import child, end_of, run_child
 from tests.held_children import Hold
@@ -73,34 +72,19 @@ def all_lines(folder: Path, max_bytes: int, encoding: str = "utf-8") -> list[str
     return [line for batch in text for line in batch]
 
 
-def test_the_folder_holds_the_two_files_that_autotokenizer_needs_and_nothing_else(trained_dir: Path) -> None:
+def test_a_trained_tokenizer_has_ids_without_holes_and_gives_any_text_back(
+    trained_dir: Path, text_dir: Path
+) -> None:
     assert sorted(path.name for path in trained_dir.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
     assert [path.name for path in trained_dir.parent.iterdir()] == ["tokenizer"]
-
-
-def test_special_tokens_follow_the_base_vocabulary_without_holes(trained_dir: Path) -> None:
     tokenizer = Tokenizer.from_file(str(trained_dir / "tokenizer.json"))
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     assert sorted(vocab.values()) == list(range(VOCAB_SIZE + 256))
     assert [vocab[name] for name in special_tokens()] == list(range(VOCAB_SIZE, VOCAB_SIZE + 256))
-
-
-def test_bos_is_prepended_and_no_eos_appended(trained_dir: Path) -> None:
-    tokenizer = Tokenizer.from_file(str(trained_dir / "tokenizer.json"))
-    plain = tokenizer.encode(SAMPLES[0], add_special_tokens=False).ids
-    assert tokenizer.encode(SAMPLES[0]).ids == [VOCAB_SIZE, *plain]
-    assert max(plain) < VOCAB_SIZE
-
-
-def test_any_text_survives_encoding_and_decoding(trained_dir: Path) -> None:
-    tokenizer = Tokenizer.from_file(str(trained_dir / "tokenizer.json"))
     for text in SAMPLES:
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
-
-
-def test_the_text_it_was_trained_on_takes_fewer_tokens_than_bytes(trained_dir: Path, text_dir: Path) -> None:
-    tokenizer = Tokenizer.from_file(str(trained_dir / "tokenizer.json"))
+        assert tokenizer.encode(text).ids == [VOCAB_SIZE, *ids], "BOS, and no EOS"
     text = (text_dir / "ko.txt").read_text(encoding="utf-8")
     assert len(tokenizer.encode(text).ids) * 4 < len(text.encode())
 
@@ -133,16 +117,6 @@ def test_autotokenizer_loads_it_as_fast_with_bos_eos_and_a_pad_of_its_own(traine
     reference = Tokenizer.from_file(str(trained_dir / "tokenizer.json"))
     for text in SAMPLES:
         assert loaded.encode(text) == reference.encode(text).ids
-
-
-def test_gigatoken_gives_the_ids_of_tokenizers(trained_dir: Path, text_dir: Path) -> None:
-    path = trained_dir / "tokenizer.json"
-    fast = gigatoken_engine(path, allow_special_tokens=False)
-    reference = tokenizers_engine(path, allow_special_tokens=False)
-    lines = [line for file in text_dir.iterdir() for line in file.read_text(encoding="utf-8").splitlines()]
-    assert len(lines) == 3000
-    texts = SAMPLES + lines
-    assert fast.encode(texts).ids.tolist() == reference.encode(texts).ids.tolist()
 
 
 @pytest.mark.processes
@@ -196,16 +170,16 @@ def test_a_tokenizer_that_appears_during_training_is_refused_and_left_as_it_is(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_an_empty_output_folder_is_filled(text_dir: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    train_tokenizer(input_dir=text_dir, vocab_size=300, output_dir=tmp_path / "out")
-    assert (tmp_path / "out" / "tokenizer.json").exists()
-
-
-def test_an_output_folder_with_other_files_is_refused(text_dir: Path, tmp_path: Path) -> None:
-    (tmp_path / "notes.md").write_text("mine")
+def test_an_output_folder_is_filled_if_it_is_empty_and_else_refused(text_dir: Path, tmp_path: Path) -> None:
+    train_tokenizer(input_dir=text_dir, vocab_size=300, output_dir=tmp_path)
+    assert (tmp_path / "tokenizer.json").exists()
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "notes.md").write_text("mine")
     with pytest.raises(Refused, match=r"1 file \(notes\.md"):
-        train_tokenizer(input_dir=text_dir, vocab_size=300, output_dir=tmp_path)
+        train_tokenizer(input_dir=text_dir, vocab_size=300, output_dir=tmp_path / "sub")
+    for folder in (tmp_path / "tokenizer.json", tmp_path / "tokenizer.json" / "below"):
+        with pytest.raises(CannotWrite):
+            train_tokenizer(input_dir=text_dir, vocab_size=300, output_dir=folder)
 
 
 @pytest.mark.processes
@@ -300,21 +274,15 @@ def test_a_single_line_larger_than_the_sample_is_sampled_too(tmp_path: Path) -> 
     assert 0.9 * 1_000_000 < sum(len(line.encode()) for line in sampled) <= 1_000_000
 
 
-def test_subfolders_are_taken_only_when_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "deep").mkdir()
-    (tmp_path / "deep" / "a.txt").write_text("here")
-    with pytest.raises(NotFound, match="--recursive"):
-        find_spans(tmp_path, 10**9, False, UTF8)
-    assert [span.path.name for span in find_spans(tmp_path, 10**9, True, UTF8)] == ["a.txt"]
-
-
 def test_bad_arguments_and_inputs_get_their_own_error(text_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(NotFound, match="no folder"):
         train_tokenizer(input_dir=tmp_path / "nowhere", vocab_size=300, output_dir=out)
-    with pytest.raises(NotFound, match=r"no \.txt"):
+    (empty / "deep").mkdir()
+    (empty / "deep" / "a.txt").write_text("here")
+    with pytest.raises(NotFound, match=r"no \.txt.*--recursive"):
         train_tokenizer(input_dir=empty, vocab_size=300, output_dir=out)
     (empty / "a.txt").write_text("\n \n")
     with pytest.raises(BadInput, match="nothing to train on"):
@@ -328,32 +296,6 @@ def test_bad_arguments_and_inputs_get_their_own_error(text_dir: Path, tmp_path: 
     with pytest.raises(UsageError, match="no such text encoding"):
         train_tokenizer(input_dir=text_dir, vocab_size=300, output_dir=out, encoding="hex")
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
-
-
-def test_an_output_folder_that_cannot_be_made_is_told_before_training(text_dir: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(CannotWrite):
-            train_tokenizer(input_dir=text_dir, vocab_size=300, output_dir=folder)
-
-
-def test_an_input_that_vanishes_before_it_is_read_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("text\n")
-    text = TrainingText(find_spans(tmp_path, 10**9, False, UTF8), UTF8)
-    (tmp_path / "a.txt").unlink()
-    with pytest.raises(NotFound, match=r"a\.txt cannot be opened: No such file"):
-        list(text)
-
-
-def test_the_command_takes_its_flags_and_stands_at_llama_3s_vocabulary(
-    text_dir: Path, tmp_path: Path
-) -> None:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    flags = ["--input_dir", str(text_dir), "--output_dir", str(tmp_path / "out")]
-    assert parser.parse_args(flags).vocab_size == 128_000
-    assert command.main(parser.parse_args([*flags, "--vocab_size", "300"])) == 0
-    assert Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json")).get_vocab_size() == 556
 
 
 ROWS = [{"a": {"b": f"문서 {number} 입니다"}, "c": f"line {number}\nof text "} for number in range(3000)]

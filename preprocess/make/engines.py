@@ -177,28 +177,7 @@ def gigatoken_engine(tokenizer_json: Path, *, allow_special_tokens: bool) -> Eng
     The file is read here: of gigatoken's errors nobody could tell which are the file system's.
     """
     raw = read_regular(tokenizer_json, max_bytes=MAX_TOKENIZER_BYTES)
-    tokenizer = _fast_tokenizer(raw, allow_special_tokens)
-
-    @functools.cache
-    def reference() -> Engine:
-        return tokenizers_engine(tokenizer_json, allow_special_tokens=allow_special_tokens)
-
-    def encode(texts: Sequence[str], add_special_tokens: bool = True) -> TokenBatch:
-        tokens = tokenizer.encode(texts, add_special_tokens=add_special_tokens)
-        if isinstance(tokens, TokenBatch):
-            return tokens
-        sure = sorted(set(range(len(texts))).difference(tokens))
-        slow = reference().encode if add_special_tokens else reference().encode_bare
-        documents = dict(zip(tokens, _documents_of(slow([texts[n] for n in tokens])), strict=True))
-        fast = encode([texts[n] for n in sure], add_special_tokens)
-        documents.update(zip(sure, _documents_of(fast), strict=True))
-        return _batch_of([documents[n] for n in range(len(texts))])
-
-    return _engine("gigatoken", encode)
-
-
-def _documents_of(batch: TokenBatch) -> list[npt.NDArray[np.uint32]]:
-    return [batch.ids[begin:end] for begin, end in itertools.pairwise(batch.offsets.tolist())]
+    return _engine("gigatoken", _fast_tokenizer(raw, allow_special_tokens).encode)
 
 
 @functools.lru_cache(maxsize=1)
@@ -222,6 +201,7 @@ class FastTokenizer:
     _LEAST_TEXT = 32 << 20  # bytes between two loads: a process that grows by other causes pays 0.01 s per MB
 
     def __init__(self, tokenizer_json: bytes, *, allow_special_tokens: bool) -> None:
+        self._given, self._allows_special_tokens = tokenizer_json, allow_special_tokens
         head, model = split_tokenizer(tokenizer_json)
         self._before, self._after = ids_around(head.get("post_processor"))
         added = head.get("added_tokens") or []
@@ -258,12 +238,33 @@ class FastTokenizer:
         row: npt.NDArray[np.uint32] = rows[0]
         return row
 
-    def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> TokenBatch | list[int]:
-        """The ids of some texts; or the numbers of those among them that the reference must encode."""
+    @functools.cached_property
+    def _reference(self) -> Engine:
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_buffer(self._given)
+        return engine_of_tokenizer(tokenizer, allow_special_tokens=self._allows_special_tokens)
+
+    def encode(self, texts: Sequence[str], add_special_tokens: bool = True) -> TokenBatch:
+        """The ids of some texts; those that gigatoken might read otherwise go to the reference."""
+        unsure = texts_with_new_code_points(texts)
+        if not unsure:
+            tokens = self._encode_joined(texts, add_special_tokens)
+            if tokens is not None:
+                return tokens
+            unsure = [n for n, text in enumerate(texts) if any(name in text for name in self._names)]
+            unsure = unsure or list(range(len(texts)))
+        slow = self._reference.encode if add_special_tokens else self._reference.encode_bare
+        documents = dict(zip(unsure, _documents_of(slow([texts[n] for n in unsure])), strict=True))
+        sure = [n for n in range(len(texts)) if n not in documents]
+        fast = self.encode([texts[n] for n in sure], add_special_tokens)
+        documents.update(zip(sure, _documents_of(fast), strict=True))
+        return _batch_of([documents[n] for n in range(len(texts))])
+
+    def _encode_joined(self, texts: Sequence[str], add_special_tokens: bool) -> TokenBatch | None:
+        """The ids of some texts; None where a text holds a separator or its like."""
         if not texts:
             return _batch_of([])
-        if unsure := texts_with_new_code_points(texts):
-            return unsure
         before, after = (self._before, self._after) if add_special_tokens else ([], [])
         between, num_bounds = [*after, *before], len(texts) - 1
         stride = max(1, len(between))
@@ -271,16 +272,17 @@ class FastTokenizer:
         ids = self._ids((_SEPARATOR * len(before) + joined + _SEPARATOR * len(after)).encode())
         places = np.flatnonzero(ids == self._separator_id)
         if len(places) != len(before) + num_bounds * stride + len(after):
-            unsure = [n for n, text in enumerate(texts) if any(name in text for name in self._names)]
-            return unsure or list(range(len(texts)))
+            return None
         starts = places[len(before) : len(places) - len(after)][::stride] + len(after)
         if between:
             ids[places] = [*before, *between * num_bounds, *after]
-            return TokenBatch(ids=ids, offsets=np.array([0, *starts, len(ids)], np.int64))
-        ids = np.delete(ids, places)
-        return TokenBatch(
-            ids=ids, offsets=np.array([0, *(starts - np.arange(num_bounds)), len(ids)], np.int64)
-        )
+        else:
+            ids, starts = np.delete(ids, places), starts - np.arange(num_bounds)
+        return TokenBatch(ids=ids, offsets=np.array([0, *starts, len(ids)], np.int64))
+
+
+def _documents_of(batch: TokenBatch) -> list[npt.NDArray[np.uint32]]:
+    return [batch.ids[begin:end] for begin, end in itertools.pairwise(batch.offsets.tolist())]
 
 
 _SEPARATOR = "\0\1document\2"  # none of its beginnings is an end of it, so it cannot overlap itself

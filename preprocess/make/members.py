@@ -1,7 +1,7 @@
 """Documents and their ids -> bytes of tar members and idx records, a batch at a time.
 
-The two forms of a data set are two implementations of Members: a sample per document, and groups of packed
-rows. What is behind them knows neither. The tar equals the one of webdataset's TarWriter, to the byte.
+A data set has one of two forms: a sample per document, or groups of packed rows. What is behind them knows
+neither. The tar equals the one of webdataset's TarWriter, to the byte.
 Nothing here loops over tokens, and over documents only to copy slices.
 """
 
@@ -11,7 +11,7 @@ import functools
 import itertools
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -48,34 +48,13 @@ Piece = tuple[bytes | memoryview, npt.NDArray[np.void]]
 Prepared = Callable[[], Iterator[Piece]]  # to be called in the order of the input
 
 
-class Members(Protocol):
-    """Lays out the samples of one shard as the members of its tar, from the first byte of the tar on.
+class DocumentMembers:
+    """A sample per document: its ``text.txt``, if that is kept, and its ``token_ids``.
 
     Its methods, all but ``prepare``, are called in the order of the input. They yield pieces of the tar, each
-    with the idx records of the samples that it completes: ``idx_dtype``[samples], often none. They raise
-    BadInput for a member larger than the idx can say.
+    with the idx records of the samples that it completes, often none. They raise BadInput for a member larger
+    than the idx can say.
     """
-
-    @property
-    def num_padding(self) -> int:
-        """Tokens of padding so far, in rows that are not full."""
-
-    @property
-    def num_split(self) -> int:
-        """Documents so far that do not lie whole in one row."""
-
-    def prepare(self, documents: DocumentBatch, tokens: TokenBatch) -> Prepared:
-        """Lay out a batch as far as no other batch matters, in any thread; the result yields its pieces."""
-
-    def long_document(self, document: LongDocument, num_text_bytes: int, ids: Ids) -> Iterator[Piece]:
-        """Lay out a document whose text, of so many bytes, is read once more."""
-
-    def rest(self) -> Iterator[Piece]:
-        """Yield what is held, at the end of the shard."""
-
-
-class DocumentMembers:
-    """A sample per document: its ``text.txt``, if that is kept, and its ``token_ids``."""
 
     num_padding = num_split = 0
 
@@ -90,7 +69,10 @@ class DocumentMembers:
         self._npy_header_bytes = 0 if self._json else len(npy_header(spec.dtype, (1,)))
 
     def prepare(self, documents: DocumentBatch, tokens: TokenBatch) -> Prepared:
-        """Lay out a batch; with ``batch_size`` nothing before its turn, as memory matters more then."""
+        """Lay out a batch as far as no other batch matters, in any thread; the result yields its pieces.
+
+        With ``batch_size`` nothing is laid out before its turn: memory matters more.
+        """
         num_documents = len(documents.texts)
         size = self._batch_size or max(1, num_documents)
         parts = [slice(begin, min(begin + size, num_documents)) for begin in range(0, num_documents, size)]
@@ -105,6 +87,7 @@ class DocumentMembers:
             yield data, records
 
     def rest(self) -> Iterator[Piece]:
+        """Yield what is held, at the end of the shard."""
         return iter(())
 
     def _lay_out(self, documents: DocumentBatch, tokens: TokenBatch, part: slice) -> Piece:
@@ -136,6 +119,7 @@ class DocumentMembers:
         return buffer.data, records
 
     def long_document(self, document: LongDocument, num_text_bytes: int, ids: Ids) -> Iterator[Piece]:
+        """Lay out a document whose text, of so many bytes, is read once more."""
         place, none = document.place, np.empty(0, IDX_DOCUMENT)
         tokens = TokenBatch(ids=ids, offsets=np.array([0, len(ids)]))
         num_bytes = int(self._id_bytes(tokens)[0])
@@ -312,7 +296,7 @@ class JsonIds:
 
 
 class RowMembers:
-    """Packed rows: many rows per member, with the places where documents begin in a member beside it."""
+    """Packed rows: many rows per member, the places where documents begin beside it; see DocumentMembers."""
 
     def __init__(self, spec: DatasetSpec, shard_id: int, packer: Packer) -> None:
         self._spec = spec
@@ -384,3 +368,6 @@ class RowMembers:
         if LOSS_MASK_FIELD in payloads:
             records["mask_offset"] = payloads[LOSS_MASK_FIELD] + numbers * self._spec.seq_len
         return records
+
+
+Members = DocumentMembers | RowMembers

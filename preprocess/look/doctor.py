@@ -132,15 +132,16 @@ def memory_finding(environ: Mapping[str, str], root: Path = Path("/")) -> Findin
     limits = memory_limits(environ, root)
     least = min(limits, key=lambda name: limits[name])
     machine = limits["the machine"]  # a cgroup without a limit has one beyond it
-    others = ", ".join(
-        f"{name} {short_bytes(size)}" for name, size in limits.items() if name != least and size <= machine
-    )
-    text = f"{short_bytes(limits[least])}, by {least}" + (f" ({others})" if others else "")
+    others = [
+        f"{name} {short_bytes(size)}" for name, size in limits.items() if least != name and size <= machine
+    ]
+    text = f"{short_bytes(limits[least])}, by {least}" + (f" ({', '.join(others)})" if others else "")
     if limits[least] >= LEAST_WORKER_BYTES:
         return Finding("memory", text)
     needed = f"a worker needs about {short_bytes(LEAST_WORKER_BYTES)} with a vocabulary like Llama 3's"
-    todo = "ask for more memory: --mem of sbatch or srun"
-    return Finding("memory", f"{text}; {needed}, and may be killed", todo)
+    return Finding(
+        "memory", f"{text}; {needed}, and may be killed", "ask for more memory: --mem of sbatch or srun"
+    )
 
 
 # Variable of threads -> what it is in training. Tasks set their own threads.
@@ -155,16 +156,13 @@ _VARIABLES = {
 
 def thread_findings(environ: Mapping[str, str], num_cpus: int) -> Iterator[Finding]:
     """Of each variable that sets numbers of threads: its value, and what it changes here."""
-    for name, what in _VARIABLES.items():
-        value = environ.get(name)
-        if value is None:
-            continue
-        text = f"{name}={value}: changes nothing in tasks; in training it is {what}"
+    for name in [name for name in _VARIABLES if name in environ]:
+        value, todo = environ[name], ""
+        text = f"{name}={value}: changes nothing in tasks; in training it is {_VARIABLES[name]}"
         if name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") and value.isdigit() and int(value) > num_cpus:
+            text += f"; more threads than the {num_cpus} CPUs"
             todo = f"export {name}={num_cpus} before training"
-            yield Finding("threads", f"{text}; more threads than the {num_cpus} CPUs", todo)
-        else:
-            yield Finding("threads", text)
+        yield Finding("threads", text, todo)
     if unset := [name for name in _VARIABLES if name not in environ]:
         text = f"not set: {', '.join(unset)}; tasks set their own; for training see --export"
         yield Finding("threads", text)
@@ -203,8 +201,7 @@ def version_findings() -> Iterator[Finding]:
 
 _TORCH_LIMIT_S = 180.0
 _QUESTIONS = """
-import json, sys
-import torch
+import json, torch
 cuda, gpus = torch.cuda, []
 found = {"torch": torch.__version__, "cuda": torch.version.cuda, "gpus": gpus}
 found["threads"] = torch.get_num_threads()
@@ -241,12 +238,12 @@ def training_findings() -> list[Finding]:
         text = f"torch was not loaded, or a GPU did not answer, within {_TORCH_LIMIT_S:.0f} s"
         todo = "look at nvidia-smi, and at the file system of the environment"
         return [Finding("torch", text, todo, UsageError.exit_code)]
-    answer = next((line for line in done.stdout.splitlines() if line.startswith("shardprep ")), None)
-    if done.returncode or answer is None:
+    answers = [line for line in done.stdout.splitlines() if line.startswith("shardprep ")]
+    if done.returncode or not answers:
         why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         todo = "install torch anew for this machine"
         return [Finding("torch", f"torch cannot be used: {why}", todo, UsageError.exit_code)]
-    found = json.loads(answer.removeprefix("shardprep "))
+    found = json.loads(answers[0].removeprefix("shardprep "))
     return list(torch_findings(found, has_driver=bool(shutil.which("nvidia-smi"))))
 
 
@@ -254,20 +251,18 @@ def torch_findings(found: dict[str, Any], *, has_driver: bool) -> Iterator[Findi
     """What torch's answers mean for training."""
     built = f"for CUDA {found['cuda']}" if found["cuda"] else "for CPUs"
     text = f"torch {found['torch']} {built}, {found['threads']} threads"
+    if not found["gpus"] and has_driver:
+        todo = "is a GPU given to this job (--gpus)? Else install a torch of the driver's CUDA"
+        yield Finding("torch", f"{text}; nvidia-smi is here, but torch sees no GPU", todo)
+        return
     if not found["gpus"]:
-        if has_driver:
-            todo = "is a GPU given to this job (--gpus)? Else install a torch of the driver's CUDA"
-            yield Finding("torch", f"{text}; nvidia-smi is here, but torch sees no GPU", todo)
-        else:
-            yield Finding("torch", f"{text}; no GPU here: fine for tasks")
+        yield Finding("torch", f"{text}; no GPU here: fine for tasks")
         return
     kinds = {f"{name} ({memory / 2**30:.0f} GiB, {level})" for name, memory, level in found["gpus"]}
     gpus = f"{len(found['gpus'])} GPUs: {', '.join(sorted(kinds))}; NCCL {found['nccl']}"
     yield Finding("torch", f"{text}; {gpus}")
-    if found["bf16"]:
-        yield Finding("torch", "bf16 works")
-    else:
-        yield Finding("torch", "no bf16 on this GPU", "train in fp16 with a GradScaler, or in fp32")
+    without_bf16 = ("no bf16 on this GPU", "train in fp16 with a GradScaler, or in fp32")
+    yield Finding("torch", "bf16 works") if found["bf16"] else Finding("torch", *without_bf16)
     works = [name for name, error in found["sdpa"].items() if not error]
     fails = [f"{name} ({error})" for name, error in found["sdpa"].items() if error]
     text = f"SDPA: {', '.join(works) or 'nothing'} works" + (f"; not: {', '.join(fails)}" if fails else "")

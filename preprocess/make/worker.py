@@ -118,7 +118,7 @@ class Worker:
             behind: deque[tuple[int, Future[_Append]]] = deque()  # bytes of input, and what appends them
             for item in read_ahead(documents, num_ahead=1):
                 behind.append((item.num_bytes, makers.submit(self._made, members, item)))
-                if len(behind) > num_makers:
+                if len(behind) > num_makers + 1:  # that many wait to be written
                     progress(_append(writer, *behind.popleft()))
             for made in behind:
                 progress(_append(writer, *made))

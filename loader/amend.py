@@ -29,10 +29,8 @@ _Held = list[tuple[int, dict[str, int]]]  # from which step on, and each source'
 def go_on(
     plan: Plan, state: Mapping[str, Any], layout: Mapping[str, int], *, amend: bool
 ) -> tuple[Plan, Position]:
-    """What a loader of a plan delivers behind a state, and from where on.
-
-    Raises OtherRun, OtherTokenizer, BrokenShard or UsageError.
-    """
+    """What a loader of a plan delivers behind a state, and from where on. Raises OtherRun, OtherTokenizer,
+    BrokenShard or UsageError."""
     mine, saved = plan.fingerprint, state.get("fingerprint")
     past = None
     if isinstance(plan.order, Mixture) and isinstance(saved, Mapping):
@@ -83,9 +81,7 @@ def go_on(
 
 def _with_known_data(past: Mixture, mine: Mixture) -> Mixture:
     """The past with the data of each source that this loader has, also where the state does not say it.
-
-    Raises OtherRun where a source is other data than in the state.
-    """
+    Raises OtherRun where a source is other data than in the state."""
     here = dict(zip(mine.names, zip(mine.orders, mine.data, strict=True), strict=True))
     known = []
     for name, then, data_then in zip(past.names, past.orders, past.data, strict=True):
@@ -186,10 +182,8 @@ def _text(held: _Held) -> str:
 def describe(
     order: Order | Mixture, samples: Samples | MixedSamples, data: str, step: int, until: int
 ) -> str:
-    """The tree of sources at a step of the order, with their epochs then and at a later step.
-
-    ``data``: the fingerprint of one data set, where no sources are mixed.
-    """
+    """The tree of sources at a step of the order, with their epochs then and at a later step. ``data``: the
+    fingerprint of one data set, where no sources are mixed."""
     if not isinstance(order, Mixture):
         size = f"{order.num_samples:,} samples, about {samples.mean_tokens * samples.num_samples:.3g} tokens"
         now_and_then = (step / order.steps_per_epoch, until / order.steps_per_epoch)

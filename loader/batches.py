@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from loader.boundaries import boundary_fields
-from loader.chunks import ID_BITS, IGNORED, Chunk, Edges, RowEdges, split_ids, step_edges
+from loader.chunks import ID_BITS, IGNORED, Chunk, Edges, RowEdges, step_edges
 from loader.context_parallel import split_for_context_parallel as split_for_context_parallel  # its old place
 from loader.state import Ramp, RunSteps, check_ramp
 from shardprep.errors import UsageError
@@ -61,10 +62,8 @@ class PadToken:
 
 
 def choose_pad_token(tokenizer: Any) -> PadToken:
-    """A token that the tokenizer has: its pad token, Llama's, the first reserved one, or EOS.
-
-    ``tokenizer``: of transformers, or SpecialTokens. Raises UsageError where there is none.
-    """
+    """A token that the tokenizer has: its pad token, Llama's, the first reserved one, or EOS. ``tokenizer``:
+    of transformers, or SpecialTokens. Raises UsageError where there is none."""
     added = {number: token for token, number in tokenizer.get_added_vocab().items()}
     reserved = sorted(number for number, token in added.items() if _RESERVED.fullmatch(token))
     llamas = [number for number, token in added.items() if token == PAD_TOKEN]
@@ -147,11 +146,8 @@ class PaddedBatches:
         return _batch_of(ids, is_real.astype(np.int64), np.where(is_real, ids, IGNORED))
 
     def mask_rows(self, rows: Ids, lengths: npt.NDArray[Any] | None, *, has_masks: bool = False) -> Batch:
-        """Collate [batch, seq] rows, of which the first ``lengths`` ids are real (None: all).
-
-        ``has_masks``: ids may carry NO_LABEL. Labels are widened from ``rows``, too: a copy may take 3 times
-        as long.
-        """
+        """Collate [batch, seq] rows, of which the first ``lengths`` ids are real (None: all). ``has_masks``:
+        ids may carry NO_LABEL. Labels are widened from ``rows``: a copy may take 3 times as long."""
         ids, labels = rows.astype(np.int64), rows.astype(np.int64)
         if has_masks:
             ids &= ID_BITS
@@ -213,10 +209,8 @@ def check_sample_fields(fields: Sequence[str], *, has_collate_fn: bool, cuts_row
 def with_fields(
     samples: Sequence[Ids], starts: Sequence[Ids] | None, fields: tuple[str, ...]
 ) -> list[Sample]:
-    """Samples, each with its fields; ``starts``: where documents begin in each row, None for documents.
-
-    Of ``lengths`` the first may be of a document that goes on from another row.
-    """
+    """Samples, each with its fields; ``starts``: where documents begin in each row, None for documents. Of
+    ``lengths`` the first may be of a document that goes on from another row."""
     found: list[Sample] = []
     for number, ids in enumerate(samples):
         of_row = [0] if starts is None else starts[number].tolist()
@@ -273,16 +267,12 @@ def without_last_place(edges: Edges) -> Edges:
     num_rows, width = edges.shape
     row, within = np.divmod(edges.begins, width)
     kept = within < width - 1
-    begins = row[kept] * (width - 1) + within[kept]
-    sizes = np.diff(begins, append=num_rows * (width - 1))
-    return Edges(begins=begins, sizes=sizes, longest=int(sizes.max()), shape=(num_rows, width - 1))
+    return Edges.of(row[kept] * (width - 1) + within[kept], (num_rows, width - 1))
 
 
 def check_row_lengths(schedule: Ramp | None, row_tokens: int, *, is_validation: bool) -> Ramp:
-    """The lengths that rows of ``row_tokens`` are cut to, by step. Raises UsageError.
-
-    A row of 4,096 tokens comes as four of 1,024, side by side in the same batch.
-    """
+    """The lengths that rows of ``row_tokens`` are cut to, by step. Raises UsageError. A row of 4,096 tokens
+    comes as four of 1,024, side by side in the same batch."""
     if schedule is None:
         return RunSteps.row_lengths
     check_ramp("seq_len_schedule", schedule)
@@ -304,10 +294,8 @@ def check_row_lengths(schedule: Ramp | None, row_tokens: int, *, is_validation: 
 
 
 def cut_rows(fields: dict[str, Any], width: int) -> None:
-    """Cut the rows of a batch's tensors, [batch, seq] -> [batch x seq / width, width].
-
-    The mask of a row that is padding alone has its first place: attention over nothing may give NaN.
-    """
+    """Cut the rows of a batch's tensors, [batch, seq] -> [batch x seq / width, width]. The mask of a row that
+    is padding alone has its first place: attention over nothing may give NaN."""
     for name in ("input_ids", "attention_mask", "labels"):
         fields[name] = fields[name].reshape(-1, width)
     mask = fields["attention_mask"]
@@ -325,8 +313,7 @@ def cut_edges(edges: Edges, width: int) -> Edges:
     """The edges of the shorter rows: each begins one."""
     num_places = edges.shape[0] * edges.shape[1]
     begins = np.union1d(edges.begins, np.arange(0, num_places, width))
-    sizes = np.diff(begins, append=num_places)
-    return Edges(begins=begins, sizes=sizes, longest=int(sizes.max()), shape=(num_places // width, width))
+    return Edges.of(begins, (num_places // width, width))
 
 
 Fillers = npt.NDArray[np.bool_] | None
@@ -356,7 +343,7 @@ class LoaderMetrics:
         num_tokens = part.num_tokens
         self.num_batches += 1
         self.num_tokens += num_tokens
-        if part.is_full:
+        if part.lengths is None:
             return
         ids = batch.get("input_ids") if hasattr(batch, "get") else None
         if isinstance(ids, torch.Tensor):  # a user's own batch may be anything
@@ -378,33 +365,23 @@ class Uncollated(NamedTuple):
         """Tokens without padding."""
         return self.ids.size if self.lengths is None else int(self.lengths.sum())
 
-    @property
-    def is_full(self) -> bool:
-        """Whether all samples are rows without padding."""
-        return self.lengths is None
-
     def samples(self) -> list[Ids]:
-        """The ids of each sample, without padding."""
-        if self.width:
-            return self._pieces()
-        if self.lengths is None:
-            return list(self.ids)
-        if self.ids.ndim == 1:
-            return split_ids(self.ids, self.lengths)
-        return [row[:length] for row, length in zip(self.ids, self.lengths.tolist(), strict=True)]
-
-    def _pieces(self) -> list[Ids]:
-        """The rows cut to ``width``, without what is padding alone."""
-        rows = Uncollated(self.ids, self.lengths).samples()
+        """The ids of each sample, without padding; of rows that are cut, of each piece that has any."""
+        rows: list[Ids] = list(self.ids) if self.ids.ndim > 1 else []
+        if self.lengths is not None and self.ids.ndim == 1:
+            bounds = [0, *np.cumsum(self.lengths).tolist()]
+            rows = [self.ids[first:end] for first, end in pairwise(bounds)]
+        elif self.lengths is not None:
+            rows = [row[:length] for row, length in zip(rows, self.lengths.tolist(), strict=True)]
+        if not self.width:
+            return rows
         return [row[first : first + self.width] for row in rows for first in range(0, len(row), self.width)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepBatches:
-    """Cuts a rank's part of a global batch into batches and collates them.
-
-    PaddedBatches and CausalLMCollator get arrays; any other ``collate_fn`` is called, with ids as lists.
-    """
+    """Cuts a rank's part of a global batch into batches and collates them. PaddedBatches and CausalLMCollator
+    get arrays; any other ``collate_fn`` is called, with ids as lists."""
 
     batch_size: int
     row_tokens: int  # of every sample where all are rows, else 0
@@ -437,10 +414,8 @@ class StepBatches:
     def cut(
         self, chunks: list[Chunk], step: int, first_batch: int, is_filler: Fillers = None, width: int = 0
     ) -> Iterator[Uncollated]:
-        """The batches of one step of some chunks, from one of them on.
-
-        ``is_filler``: which samples of the step are fillers. ``width``: what rows are to be cut to.
-        """
+        """The batches of one step of some chunks, from one of them on. ``is_filler``: which samples of the
+        step are fillers. ``width``: what rows are to be cut to."""
         if not self.row_tokens:
             yield from self._cut_documents(chunks, step, first_batch, is_filler)
             return
@@ -566,10 +541,8 @@ def cut_token_batches(
 
 
 def blank_labels(batch: Any, is_filler: npt.NDArray[np.bool_]) -> None:
-    """Take the labels of some rows of a batch away: they fill a last batch up, and count for no loss.
-
-    Raises UsageError where a batch has no labels for each row: a loss would count samples twice.
-    """
+    """Take the labels of some rows of a batch away: they fill a last batch up, and count for no loss. Raises
+    UsageError where a batch has no labels for each row: a loss would count samples twice."""
     labels = batch.get("labels") if hasattr(batch, "get") else None
     if not isinstance(labels, torch.Tensor) or len(labels) != len(is_filler):
         raise UsageError(

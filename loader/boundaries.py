@@ -233,10 +233,8 @@ def why_unchecked(
     noise: float | None = None,
     documents: Mapping[str, Any] | None = None,
 ) -> str:
-    """``check_boundaries``, but where no rank could check anything return why; else "".
-
-    ``documents``: the batch that says where documents begin, if another one.
-    """
+    """``check_boundaries``, but where no rank could check anything return why; else "". ``documents``: the
+    batch that says where documents begin, if another one."""
     if noise is None:
         parts = model.named_modules() if isinstance(model, torch.nn.Module) else ()
         noise = NOISE_OF_EXPERTS if any("expert" in name for name, _ in parts) else NOISE

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,10 +21,8 @@ _HEAD = 4  # samples per step, steps, tokens cut, document starts (-1: none were
 
 @dataclass(frozen=True, kw_only=True)
 class ScatteredRows:
-    """Rows of one length anywhere in a flat array, gathered when their step is asked for.
-
-    So a step's 64 KiB stay in the cache, which the 1 MiB of a whole chunk would not.
-    """
+    """Rows of one length anywhere in a flat array, gathered when their step is asked for. So a step's 64 KiB
+    stay in the cache, which the 1 MiB of a whole chunk would not."""
 
     flat: npt.NDArray[np.integer[Any]]
     at: npt.NDArray[np.int64]  # int64[samples per step, steps]: where in flat each row begins
@@ -38,10 +35,8 @@ class ScatteredRows:
         return sliding_window_view(self.flat, self.row_tokens)
 
     def __getitem__(self, places: Any) -> npt.NDArray[np.integer[Any]]:
-        """As of an array ``[samples per step, steps, row_tokens]``; always a copy.
-
-        With a mask int32, NO_LABEL in the tokens that have none.
-        """
+        """As of an array ``[samples per step, steps, row_tokens]``; always a copy. With a mask int32,
+        NO_LABEL in the tokens that have none."""
         rows: npt.NDArray[np.integer[Any]] = self._view[self.at[places]]
         if self.mask is None or self.mask_at is None:
             return rows
@@ -102,6 +97,11 @@ class Edges:
     sizes: npt.NDArray[np.int64]  # int64[edges]: places up to the next one
     longest: int  # of the sizes
     shape: tuple[int, int]  # rows and width of the batch
+
+    @staticmethod
+    def of(begins: npt.NDArray[np.int64], shape: tuple[int, int]) -> Edges:
+        sizes = np.diff(begins, append=shape[0] * shape[1])
+        return Edges(begins=begins, sizes=sizes, longest=int(sizes.max()), shape=shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,10 +203,8 @@ class Chunk:
 
     @cached_property
     def _start_bounds(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Where each row's part of ``starts`` begins, and where it ends: of each step a list.
-
-        Two lists per step, not one per row: thousands would bring on full garbage collections, of 0.1 s each.
-        """
+        """Where each row's part of ``starts`` begins, and where it ends: of each step a list. Two lists per
+        step, not one per row: thousands would bring on full garbage collections, of 0.1 s each."""
         assert self.num_starts is not None
         ends = np.cumsum(self.num_starts.reshape(-1), dtype=np.int64).reshape(self.num_starts.shape)
         first, end = np.stack([ends - self.num_starts, ends]).swapaxes(1, 2).tolist()
@@ -255,12 +253,6 @@ class Chunk:
             num_starts=counts,
             starts=starts,
         )
-
-
-def split_ids(joined: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-    """The ids of each sample, where they stand one after another."""
-    bounds = [0, *np.cumsum(lengths).tolist()]
-    return [joined[first:end] for first, end in pairwise(bounds)]
 
 
 def step_edges(chunks: list[Chunk], step: int, part: slice) -> Edges:

@@ -33,10 +33,8 @@ class LossMean:
         return LossMean("shifted" if loader.step_batches.shifts_targets else "same")
 
     def add(self, loss: torch.Tensor, labels: torch.Tensor) -> None:
-        """Count a batch: ``loss`` is the mean over those of its labels int64[batch, seq] that are not -100.
-
-        A batch without such labels, whose loss is NaN in transformers, counts nothing.
-        """
+        """Count a batch: ``loss`` is the mean over those of its labels int64[batch, seq] that are not -100. A
+        batch without such labels, whose loss is NaN in transformers, counts nothing."""
         num_labels = int((labels[:, self._first :] != IGNORED).sum())
         self._device = loss.device
         if num_labels:

@@ -75,10 +75,8 @@ def attention_work(batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def even_owners(work: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.int64]:
-    """The rank of each row, int64[rows], equally many of each rank.
-
-    From the most work on, the next ``size`` rows go to a rank each, the largest to the one with the least.
-    """
+    """The rank of each row, int64[rows], equally many of each rank. From the most work on, the next ``size``
+    rows go to a rank each, the largest to the one with the least."""
     owners, totals = np.empty(len(work), np.int64), np.zeros(size, np.int64)
     for rows in np.argsort(-work, kind="stable").reshape(-1, size):
         ranks = np.argsort(totals, kind="stable")

@@ -70,10 +70,8 @@ def _cycle_ends(weights: Sequence[float]) -> npt.NDArray[np.int64]:
 
 
 def is_same_schedule(text: str, other: str) -> bool:
-    """Whether the schedules of two states make the same order, as whole steps of a cycle.
-
-    Equal shares may differ in their last digit, in states of versions that divided floats.
-    """
+    """Whether the schedules of two states make the same order, as whole steps of a cycle. Equal shares may
+    differ in their last digit, in states of versions that divided floats."""
     try:
         return _stages(text) == _stages(other)
     except (ValueError, TypeError, RecursionError):  # a damaged state
@@ -136,9 +134,7 @@ class Round:
 @dataclass(frozen=True, kw_only=True)
 class Mixture(BatchOrder):
     """The sources of a run and their weights by step. Raises UsageError where they make no schedule.
-
-    ``steps_per_epoch`` only says where ``for batch in loader`` ends; the steps go on through it.
-    """
+    ``steps_per_epoch`` only says where ``for batch in loader`` ends; the steps go on through it."""
 
     names: tuple[str, ...]
     orders: tuple[Order, ...]
@@ -304,10 +300,8 @@ def make_stages(
     weights_schedule: Schedule | None,
     mean_tokens: Sequence[float] | None,
 ) -> tuple[Stage, ...]:
-    """The stages that ``weights`` or ``weights_schedule`` describe, as shares of samples.
-
-    ``mean_tokens`` of each source's samples where weights are shares of tokens. Raises UsageError.
-    """
+    """The stages that ``weights`` or ``weights_schedule`` describe, as shares of samples. ``mean_tokens`` of
+    each source's samples where weights are shares of tokens. Raises UsageError."""
     if (weights is None) == (weights_schedule is None):
         raise UsageError(
             "input_shards names sources: pass either weights= or weights_schedule=, for each a weight"

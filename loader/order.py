@@ -182,10 +182,8 @@ class Order(BatchOrder):
         return -self.num_samples % self.global_batch_size if self.keeps_tail else 0
 
     def is_filler(self, step: int, slots: range) -> npt.NDArray[np.bool_] | None:
-        """Spread evenly: each part of n places has ``n * real // global_batch_size`` samples at least.
-
-        So every batch of every rank has one where there are as many samples as batches.
-        """
+        """Spread evenly: each part of n places has ``n * real // global_batch_size`` samples at least. So
+        every batch of every rank has one where there are as many samples as batches."""
         if not self.num_fillers or step + 1 < self.steps_per_epoch:
             return None
         num_real = self.global_batch_size - self.num_fillers
@@ -253,9 +251,7 @@ class Order(BatchOrder):
 
     def samples_at(self, epoch: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The samples that stand at positions of an epoch's shuffled sequence of blocks; same shape.
-
-        Positions from ``n block_samples`` up to the next such number are consecutive samples, mod N.
-        """
+        Positions from ``n block_samples`` up to the next such number are consecutive samples, mod N."""
         block_samples = self.block_samples
         num_blocks = self.num_samples // block_samples  # without the short last one
         block, within = np.divmod(positions, block_samples)

@@ -55,10 +55,8 @@ def find_process_rank(
 
 
 def check_process_rank(who: ProcessRank, environ: Mapping[str, str] | None = None) -> None:
-    """Raises UsageError where this process is by now known to be another rank than ``who``.
-
-    As where a loader was made before the process group: all ranks would get the same batches.
-    """
+    """Raises UsageError where this process is by now known to be another rank than ``who``. As where a loader
+    was made before the process group: all ranks would get the same batches."""
     if who.is_passed:
         return
     now = _found(os.environ if environ is None else environ)

@@ -44,10 +44,8 @@ MAX_EPOCH = 2**31 - 1  # workers are told the epoch in an int64
 
 @dataclass(frozen=True)
 class SkippedSteps:
-    """Steps that a run left out: ranges [first, end) of steps of the order, ascending and apart.
-
-    Kept as a text, ``1000-1199,4000``: torch.distributed.checkpoint needs a state with the same keys always.
-    """
+    """Steps that a run left out: ranges [first, end) of steps of the order, ascending and apart. Kept as a
+    text, ``1000-1199,4000``: torch.distributed.checkpoint needs a state with the same keys always."""
 
     ranges: tuple[tuple[int, int], ...] = ()
 
@@ -68,6 +66,10 @@ class SkippedSteps:
             if step >= first:
                 step += end - first
         return step
+
+    def trained(self, order_step: int) -> int:
+        """Steps that were trained before a step of the order."""
+        return order_step - sum(min(end, order_step) - first for first, end in self.up_to(order_step).ranges)
 
     def text(self) -> str:
         return ",".join(f"{first}-{end - 1}" for first, end in self.ranges)
@@ -90,10 +92,8 @@ class SkippedSteps:
 
 
 class Position(NamedTuple):
-    """What was delivered: whole global batches of an epoch, and batches of the step after them.
-
-    A new one for every batch, hence no frozen dataclass: 0.4 us instead of 1.2.
-    """
+    """What was delivered: whole global batches of an epoch, and batches of the step after them. A new one for
+    every batch, hence no frozen dataclass: 0.4 us instead of 1.2."""
 
     epoch: int = 0
     step: int = 0
@@ -114,10 +114,8 @@ def state_of(
     layout: Mapping[str, int],
     skipped: SkippedSteps = SkippedSteps(),
 ) -> dict[str, Any]:
-    """The state as plain numbers and strings, which JSON and torch.save keep.
-
-    Always the same keys: torch.distributed.checkpoint reads those alone that a fresh loader's state has.
-    """
+    """The state as plain numbers and strings, which JSON and torch.save keep. Always the same keys:
+    torch.distributed.checkpoint reads those alone that a fresh loader's state has."""
     return {
         "format": STATE_FORMAT,
         "epoch": position.epoch,
@@ -132,10 +130,8 @@ def state_of(
 def position_of(
     state: Mapping[str, Any], fingerprint: Mapping[str, Any], layout: Mapping[str, int], run: RunSteps
 ) -> Position:
-    """The position that a state holds, for a loader of the same fingerprint.
-
-    Raises OtherRun or OtherTokenizer, BrokenShard, or UsageError for one inside of a step of another layout.
-    """
+    """The position that a state holds, for a loader of the same fingerprint. Raises OtherRun or
+    OtherTokenizer, BrokenShard, or UsageError for one inside of a step of another layout."""
     if state.get("format") != STATE_FORMAT or not isinstance(state.get("fingerprint"), Mapping):
         raise BrokenShard(
             f"this is no state of a loader: its format is {state.get('format')!r}, expected {STATE_FORMAT!r}"
@@ -283,10 +279,8 @@ Ramp = Sequence[tuple[int, int]]  # from which step on which number
 
 @dataclass(frozen=True, kw_only=True)
 class RunSteps:
-    """What each step of a run is made of; steps are counted through all epochs from 0.
-
-    Raises UsageError where a global batch is more than an epoch.
-    """
+    """What each step of a run is made of; steps are counted through all epochs from 0. Raises UsageError
+    where a global batch is more than an epoch."""
 
     order_steps_per_epoch: int
     num_batches: int  # of a rank, in a step of the order
@@ -373,14 +367,9 @@ class RunSteps:
 
     def _fitting(self, first: int) -> int:
         """The steps from one on that an epoch has room for."""
-        step, room = first, self.order_steps_per_epoch
-        for (_, size), (end, _) in pairwise([*self.sizes, (first + room + 1, 0)]):
-            if step < end:
-                fitting = min(room // size, end - step)
-                step, room = step + fitting, room - fitting * size
-                if step < end:
-                    break
-        return step - first
+        ends = range(first, first + self.order_steps_per_epoch + 1)
+        room = self._taken(0, first) + self.order_steps_per_epoch
+        return bisect_right(ends, room, key=lambda end: self._taken(0, end)) - 1
 
     def _taken(self, first: int, end: int) -> int:
         """Steps of the order in the steps of [first, end)."""
@@ -403,9 +392,7 @@ def _at(ramp: Ramp, step: int) -> int:
 
 def ramp_sizes(schedule: Ramp, global_batch_size: int | None, *, is_validation: bool) -> tuple[int, Ramp]:
     """Samples of a step of the order, the greatest number that divides all sizes, and steps of it by step.
-
-    Raises UsageError for what is no such schedule.
-    """
+    Raises UsageError for what is no such schedule."""
     check_ramp("batch_size_schedule", schedule)
     if global_batch_size is not None:
         raise UsageError(

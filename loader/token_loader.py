@@ -87,10 +87,8 @@ class WorkerLoader(DataLoader[Any]):
 
 
 def follow_main_process(_: int) -> None:
-    """As a ``worker_init_fn``: block the signals, and end when the main process does.
-
-    torch does not look for it while a worker waits for room in a pipe, nor under forkserver.
-    """
+    """As a ``worker_init_fn``: block the signals, and end when the main process does. torch does not look for
+    it while a worker waits for room in a pipe, nor under forkserver."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     settings = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001
     settings.pop("tempdir", None)  # a forked process has its parent's, which lives on
@@ -154,9 +152,8 @@ class _Source:
 class CollateWorkers:
     """Batches of a user's ``collate_fn``, in order; ``workers``: options of torch's DataLoader.
 
-    A batch has samples of all the workers that read, so none of these can collate one. For 8 x 2048 ids and
-    labels handing them on costs this process 0.8 ms of CPU; calling the smallest ``collate_fn`` here costs
-    3.8.
+    A batch has samples of all the workers that read, so none of these can collate one. For 8 x 2048 ids
+    handing them on costs this process 0.8 ms of CPU; calling the smallest ``collate_fn`` here costs 3.8.
     """
 
     def __init__(self, collate_fn: Collate, *, has_masks: bool, **workers: Any) -> None:
@@ -177,10 +174,8 @@ class CollateWorkers:
 
 
 def can_be_sent(collate_fn: Collate, multiprocessing_context: Any) -> bool:
-    """Whether worker processes can be given a ``collate_fn``: one that is forked gets anything.
-
-    Says once, at INFO, where it cannot, so that batches are collated in this process.
-    """
+    """Whether worker processes can be given a ``collate_fn``: one that is forked gets anything. Says once, at
+    INFO, where it cannot, so that batches are collated in this process."""
     context = multiprocessing_context or torch.multiprocessing.get_context()
     method = context if isinstance(context, str) else context.get_start_method()
     if method == "fork":
@@ -209,10 +204,8 @@ _END = object()
 
 
 class BatchStream:
-    """Batches with the samples that they were made of; with workers a few chunks are read ahead.
-
-    Waits are counted in ``metrics``. Raises UsageError where TMPDIR is too long for workers.
-    """
+    """Batches with the samples that they were made of; with workers a few chunks are read ahead. Waits are
+    counted in ``metrics``. Raises UsageError where TMPDIR is too long for workers."""
 
     def __init__(
         self,
@@ -330,10 +323,8 @@ class BatchStream:
 
 
 def check_worker_sockets() -> None:
-    """Raise UsageError where TMPDIR is too long for a socket below it.
-
-    A worker would say so on standard error, lose its batches, and the loop would wait for them for ever.
-    """
+    """Raise UsageError where TMPDIR is too long for a socket below it. A worker would say so on standard
+    error, lose its batches, and the loop would wait for them for ever."""
     if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":
         return
     folder, most = tempfile.gettempdir(), _MOST_PATH_BYTES - _SOCKET_BYTES
@@ -442,10 +433,7 @@ class TokenLoader(DataLoader[Batch]):
         return dict(self.chunks.plan.fingerprint)
 
     def __len__(self) -> int:
-        """Batches an epoch, on every rank; a resumed epoch gives the rest of them, from ``first_batch``.
-
-        With ``batch_size_schedule`` those of the epoch that the next ``iter()`` gives.
-        """
+        """Batches of the next epoch, on every rank; a resumed one gives the rest, from ``first_batch``."""
         return self.run.order_steps_of(self._progress.next.epoch) * self.run.num_batches
 
     @property
@@ -460,8 +448,7 @@ class TokenLoader(DataLoader[Batch]):
     def collate_fn(self) -> Any:
         """What collates: the user's, else a DataCollatorForLanguageModeling that makes the same batches.
 
-        The loader works without it, so transformers is imported and the tokenizer loaded when it is looked
-        at.
+        The loader works without it, so transformers is imported when it is looked at.
         """
         padded = self.step_batches.padded
         if padded is not self.step_batches.collate_fn:  # the user's
@@ -505,12 +492,7 @@ class TokenLoader(DataLoader[Batch]):
     @property
     def num_steps_delivered(self) -> int:
         """Global batches that the loop got, counted through all epochs from 0, without those it skipped."""
-        skipped = self._progress.skipped.up_to(self._order_step)
-        return self._order_step - sum(end - first for first, end in skipped.ranges)
-
-    @property
-    def _order_step(self) -> int:
-        return self.run.step_of(self._progress.delivered)
+        return self._progress.skipped.trained(self.run.step_of(self._progress.delivered))
 
     @property
     def epoch(self) -> float:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,9 +31,6 @@ from shardprep.format.dataset_spec import TokenizerSpec, fingerprint_of, tokeniz
 from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR
 from shardprep.hub import find_on_hub, no_tokenizer
 
-# As tokenizers begins a tokenizer.json: truncation and padding hold no list.
-_ADDED_TOKENS = re.compile(r'\s*\{[^\[\]]*?"added_tokens":\s*(?=\[)')
-_ADDED_TOKENS_CHARS = 1 << 20  # in which they must end
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _READ_FILES = ("tokenizer.json", "tokenizer_config.json")
 _OTHER_FILES = ("added_tokens.json", "special_tokens_map.json")  # of transformers 4; they add or name tokens
@@ -88,10 +83,8 @@ class LoaderTokenizer:
             self._loaded.pad_token = token
 
     def load(self) -> Any:
-        """transformers' tokenizer, the same object each time; 3 s at first for Llama 3's.
-
-        Raises OtherTokenizer where transformers makes another one of the files, ReadWriteError, or NotFound.
-        """
+        """transformers' tokenizer, the same object each time; 3 s at first for Llama 3's. Raises
+        OtherTokenizer where transformers makes another one of the files, ReadWriteError, or NotFound."""
         if self._loaded is None:
             assert self.folder is not None
             assert self.spec is not None
@@ -138,10 +131,8 @@ def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) 
 
 
 def _by_its_files(folder: Path, spec: TokenizerSpec) -> LoaderTokenizer | None:
-    """The tokenizer of a data set, if its files show that it is the manifests': 0.5 s for Llama 3's.
-
-    None where they do not: transformers then finds what is wrong. Raises BrokenShard or ReadWriteError.
-    """
+    """The tokenizer of a data set, if its files show that it is the manifests': 0.5 s for Llama 3's. None
+    where they do not: transformers then finds what is wrong. Raises BrokenShard or ReadWriteError."""
     _check_files(folder)
     files = {name: _content(folder / name) for name in (*_READ_FILES, *_OTHER_FILES)}
     with _no_collections():
@@ -223,10 +214,8 @@ def _no_collections() -> Iterator[None]:
 
 
 def _load_own(folder: Path, spec: TokenizerSpec) -> Any:
-    """The tokenizer in a data set's folder, found to be the one of its manifests.
-
-    transformers says nothing of damaged files. Raises OtherTokenizer, ReadWriteError, or NotFound.
-    """
+    """The tokenizer in a data set's folder, found to be the one of its manifests. transformers says nothing
+    of damaged files. Raises OtherTokenizer, ReadWriteError, or NotFound."""
     tokenizer = _load(str(folder))
     expected = {name: getattr(spec, name) for name in _SPECIAL_IDS}
     found = {name: getattr(tokenizer, name) for name in _SPECIAL_IDS}
@@ -281,9 +270,8 @@ def _load(name: str) -> Any:
         _check_files(Path(name))
     source = name if is_folder else find_on_hub(name)[1]
     try:
-        known = _added_tokens(Path(name)) if is_folder else {}
         return AutoTokenizer.from_pretrained(
-            source, local_files_only=source != name or is_folder, trust_remote_code=False, **known
+            source, local_files_only=source != name or is_folder, trust_remote_code=False
         )
     except Exception as error:  # transformers raises OSError, ValueError, and what the hub's client raises
         reason = " ".join(str(error).split())[:300]
@@ -292,30 +280,9 @@ def _load(name: str) -> Any:
 
 def _check_files(folder: Path) -> None:
     """Open each file that transformers may read: it waits for a FIFO for ever, and goes on after an error.
-
-    Raises BrokenShard for what is no regular file, ReadWriteError where the file system fails.
-    """
+    Raises BrokenShard for what is no regular file, ReadWriteError where the file system fails."""
     refuse_fifos(folder)
     refuse_fifos(folder / CHAT_TEMPLATES_DIR)
     for name in _READ_FILES:
         with contextlib.suppress(*NOT_THERE), errors_named(folder / name):
             close_read(open_regular(folder / name))
-
-
-def _added_tokens(folder: Path) -> dict[str, Any]:
-    """``added_tokens_decoder`` as transformers would find it; its way takes as long as loading, and 90 MB.
-
-    Nothing where another file has a say in it, or tokenizer.json begins otherwise.
-    """
-    try:
-        config = json.loads((folder / "tokenizer_config.json").read_bytes())
-        with (folder / "tokenizer.json").open(encoding="utf-8") as file:
-            text = file.read(_ADDED_TOKENS_CHARS)
-        begins = _ADDED_TOKENS.match(text)
-        others = any((folder / name).exists() for name in _OTHER_FILES)
-        if begins is None or others or "added_tokens_decoder" in config:
-            return {}
-        tokens, _ = json.JSONDecoder().raw_decode(text, begins.end())
-        return {"added_tokens_decoder": {token.pop("id"): token for token in tokens}}
-    except (OSError, ValueError, KeyError, TypeError):  # whatever is wrong, transformers says it
-        return {}

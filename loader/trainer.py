@@ -151,10 +151,8 @@ def check_trainer_arguments(args: Any, loader: TokenLoader) -> None:
 
 
 class LoaderStateCallback(TrainerCallback, ExportableState):
-    """Puts the loader's state into trainer_state.json, and takes it from there before the first step.
-
-    After each step it sets ``epoch``, which Trainer counts from 0 again after a resume inside of an epoch.
-    """
+    """Puts the loader's state into trainer_state.json, and takes it from there before the first step. After
+    each step it sets ``epoch``, which Trainer counts from 0 again after a resume inside of an epoch."""
 
     def __init__(self) -> None:
         self._loader: TokenLoader | None = None

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -67,10 +68,8 @@ class Sighting:
 
 
 class SeenDocuments:
-    """What the run of a loader sees; within ``with``, which closes its files.
-
-    Raises UsageError for several sources in one run, and for one side of a validation split.
-    """
+    """What the run of a loader sees; within ``with``, which closes its files. Raises UsageError for several
+    sources in one run, and for one side of a validation split."""
 
     def __init__(self, loader: TokenLoader) -> None:
         samples = loader.plan.samples
@@ -165,7 +164,9 @@ class SeenDocuments:
         place, num_documents = source.path_of(row).name, 1
         if records is not None and isinstance(source, DatasetShards):
             record = records[number]
-            place = self._place_text(source, int(record["source"]), int(record["source_offset"]))
+            names, of_input = self._input_names(source), int(record["source"])
+            known = names[of_input] if of_input < len(names) else f"input {of_input}"
+            place = place_text(known, int(record["source_offset"]))
             num_documents = int(record["num_starts"]) if source.row_tokens else 1
         return DocumentPart(
             tar=source.path_of(row),
@@ -186,11 +187,6 @@ class SeenDocuments:
                     self._idx[shard] = read_idx(source.folder, source.spec, int(source.shard_ids[row]))
         return self._idx[shard]
 
-    def _place_text(self, source: DatasetShards, input_number: int, offset: int) -> str:
-        names = self._input_names(source)
-        known = names[input_number] if input_number < len(names) else f"input {input_number}"
-        return place_text(known, offset)
-
     def _input_names(self, source: DatasetShards) -> list[str]:
         if source.folder not in self._names:
             try:
@@ -201,9 +197,7 @@ class SeenDocuments:
 
     def stored_at(self, name: str, offset: int) -> npt.NDArray[np.int64]:
         """The stored samples that hold the document at a byte of an input: documents, or rows that may.
-
-        Raises NotFound for an unknown input, UsageError where rows are in no order of the input.
-        """
+        Raises NotFound for an unknown input, UsageError where rows are in no order of the input."""
         found: list[int] = []
         known = False
         for number, source in enumerate(self.shards.sources):
@@ -217,15 +211,10 @@ class SeenDocuments:
 
     def _in_source(self, source: DatasetShards, first: int, place: tuple[int, int]) -> list[int]:
         """Shards are parts of the inputs in order, so the one that may hold a place is found by halves."""
-        low, high = 0, len(source.shard_ids)
-        while low < high:
-            middle = (low + high) // 2
-            begins = self._first_place(source, first, middle)
-            low, high = (middle + 1, high) if begins is None or begins <= place else (low, middle)
-        for row in range(low - 1, -1, -1):
-            if (begins := self._first_place(source, first, row)) is not None:
-                if begins > place:
-                    continue
+        rows = range(len(source.shard_ids))
+        end = bisect_right(rows, place, key=lambda row: self._first_place(source, first, row) or (-1, -1))
+        for row in reversed(rows[:end]):
+            if (begins := self._first_place(source, first, row)) is not None and begins <= place:
                 records = self._records(first + row, source, row)
                 return [int(self.shards.first_sample[first + row]) + n for n in _holding(records, place)]
         return []
@@ -384,9 +373,7 @@ def loader_options(given: Mapping[str, Any], state: Mapping[str, Any] | None) ->
 
 def _last_step(state: Mapping[str, Any], loader: TokenLoader, skipped: SkippedSteps) -> int:
     """The last step that was trained when a state was saved, from 0."""
-    at = state["epoch"] * loader.order.steps_per_epoch + state["step"]
-    trained = at - sum(min(end, at) - first for first, end in skipped.ranges if first < at)
-    return max(0, int(trained) - 1)
+    return max(0, skipped.trained(state["epoch"] * loader.order.steps_per_epoch + state["step"]) - 1)
 
 
 def _tell_documents(
@@ -471,4 +458,4 @@ def _trained(order_step: int, skipped: SkippedSteps) -> int | None:
     """The step of training that a step of the order is; None where it was skipped."""
     if any(first <= order_step < end for first, end in skipped.ranges):
         return None
-    return order_step - sum(end - first for first, end in skipped.ranges if end <= order_step)
+    return skipped.trained(order_step)

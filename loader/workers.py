@@ -91,10 +91,8 @@ class ChunkDataset(IterableDataset[Any]):
             del window  # before the next one is read: half the memory
 
     def _chunk_steps(self) -> int:
-        """Steps per chunk, from what all workers know alike: their chunks must agree.
-
-        Rows that are not sent take no memory until their step, see ScatteredRows.
-        """
+        """Steps per chunk, from what all workers know alike: their chunks must agree. Rows that are not sent
+        take no memory until their step, see ScatteredRows."""
         worker = get_worker_info()
         samples = self.plan.samples
         if worker is None and samples.row_tokens:
@@ -385,9 +383,7 @@ class MixedRound:
 
     def put(self, places: Any, chunk: Chunk, at: Any, *, stays: bool) -> None:
         """Lay samples of a source's chunk, those ``at`` these places of it, to these places of the round.
-
-        ``stays``: the chunk's memory does, until the round has been delivered.
-        """
+        ``stays``: the chunk's memory does, until the round has been delivered."""
         lengths = self._lengths[places] = chunk.lengths[at]
         if not self.row_tokens:
             by_step = chunk.lengths.T

@@ -178,16 +178,6 @@ def test_a_batch_for_transformers_given_to_the_model_as_it_is_gives_each_documen
     assert set(flash_kernels) == ({"varlen"} if attention == "flash_attention_2" else set())
 
 
-@torch.no_grad()
-def test_position_ids_beside_an_attention_mask_do_not_isolate_documents(made: Path) -> None:
-    """Why there is a form for transformers: should this fail one day, it may go."""
-    with load(made / "concat", 4, "position_ids", "segment_ids") as loader:
-        model = tiny_llama(len(loader.tokenizer), "sdpa")
-        batch = next(iter(loader))
-    fields = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
-    assert num_wrong(model, batch, model(**fields).logits)[0] > 0
-
-
 @pytest.mark.parametrize(("attention", "mask_of"), [("sdpa", sdpa_mask), ("flex_attention", block_mask)])
 @pytest.mark.parametrize("form", ["concat", "best_fit"])
 @torch.no_grad()

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 from collections import Counter
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -173,41 +174,39 @@ def test_a_pattern_may_name_some_shards_of_a_data_set(made: Any, copied: Path) -
     assert flat(epoch(load(f"{copied}/shard-0000{{1..1}}.tar", 1, shuffle=False))) == one
 
 
-def test_an_incomplete_folder_is_refused_naming_what_is_missing(copied: Path) -> None:
-    (copied / "shard-00002.json").unlink()
-    with pytest.raises(MissingShard, match=r"3 of 4 shards; missing: 2; run: shardprep "):
-        load(copied)
-    with pytest.raises(MissingShard, match="shard 00002 is not done"):
-        load(f"{copied}/shard-*.tar")
+def removed(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
 
 
-def test_a_pattern_that_goes_past_the_last_shard_names_the_first_missing_one(copied: Path) -> None:
-    with pytest.raises(NotFound, match=r"shard-00004\.tar does not exist"):
-        load(f"{copied}/shard-{{00000..00009}}.tar")
+def cut(name: str, num_bytes: int) -> Callable[[Path], None]:
+    return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size - num_bytes)
 
 
-@pytest.mark.parametrize("size", [-1, -1024, -2048])
-def test_a_tar_with_another_size_than_its_manifest_says_is_refused(copied: Path, size: int) -> None:
-    path = copied / "shard-00001.tar"
-    path.write_bytes(path.read_bytes()[:size])
-    with (
-        load(copied, rank=1, world_size=2) as loader,  # rank 0 is refused at once: test_size_check.py
-        pytest.raises(BrokenShard, match=r"shard-00001\.tar has \d+ of \d+ bytes; run: "),
-    ):
+TAR_SIZE = r"shard-00001\.tar has \d+ of \d+ bytes; run: "
+NO_TAR = r"shard-00003\.tar is missing; run: shardprep --shard_id 3"
+NO_MANIFEST = r"3 of 4 shards; missing: 2; run: shardprep "
+BROKEN: dict[str, tuple[Any, str, type[Exception], str]] = {
+    "no manifest": (removed("shard-00002.json"), "", MissingShard, NO_MANIFEST),
+    "no manifest, a pattern": (
+        removed("shard-00002.json"), "shard-*.tar", MissingShard, "shard 00002 is not done"
+    ),
+    "no such shard": (
+        lambda _: None, "shard-{00000..00009}.tar", NotFound, r"shard-00004\.tar does not exist"
+    ),
+    **{f"a tar without {n} bytes": (cut("shard-00001.tar", n), "", BrokenShard, TAR_SIZE) for n in (1, 1024)},
+    "no tar": (removed("shard-00003.tar"), "", MissingShard, NO_TAR),
+    "a short idx": (cut("shard-00000.idx", 28), "", BrokenShard, r"shard-00000\.idx has \d+ of \d+ samples"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "shards", "error", "said"), BROKEN.values(), ids=BROKEN)
+def test_what_is_missing_or_cut_is_refused_by_its_name(
+    copied: Path, change: Callable[[Path], None], shards: str, error: type[Exception], said: str
+) -> None:
+    """By rank 1: rank 0 is refused at once, see test_size_check.py."""
+    change(copied)
+    with pytest.raises(error, match=said), load(copied / shards, rank=1, world_size=2) as loader:
         epoch(loader)
-
-
-def test_a_missing_tar_is_named_with_the_command_that_mends_it(copied: Path) -> None:
-    (copied / "shard-00003.tar").unlink()
-    with pytest.raises(MissingShard, match=r"shard-00003\.tar is missing; run: shardprep --shard_id 3"):
-        epoch(load(copied, rank=1, world_size=2))
-
-
-def test_an_idx_of_fewer_samples_than_the_manifest_says_is_refused(copied: Path) -> None:
-    path = copied / "shard-00000.idx"
-    path.write_bytes(path.read_bytes()[:-28])
-    with pytest.raises(BrokenShard, match=r"shard-00000\.idx has \d+ of \d+ samples"):
-        epoch(load(copied))
 
 
 @pytest.mark.parametrize(("form", "field"), [("packed", 8), ("npy", 8), ("json", 0), ("json", 7)])
@@ -269,27 +268,6 @@ def test_too_few_samples_for_the_ranks_say_how_many_there_are_and_are_needed(mad
     ):
         load(made.root / "json", 64, rank=0, world_size=4)
     assert len(load(made.root / "json", 50, rank=3, world_size=4)) == 1
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("form", ["json", "packed"])
-def test_global_batches_are_the_same_for_every_world_and_number_of_workers(made: Any, form: str) -> None:
-    with load(made.root / form, 8) as loader:
-        whole = [epoch(loader) for _ in range(2)]
-    assert whole[0] != whole[1]
-    for world in (2, 4, 8):
-        parts = []
-        for rank in range(world):
-            with load(made.root / form, 8 // world, rank=rank, world_size=world) as loader:
-                parts.append([epoch(loader) for _ in range(2)])
-        joined = [
-            [list(chain(*step)) for step in zip(*each, strict=True)] for each in zip(*parts, strict=True)
-        ]
-        assert joined == whole
-    for workers in (1, 2, 3, 20):
-        with load(made.root / form, 8, num_workers=workers) as loader:
-            assert loader.num_workers == min(workers, 8)
-            assert [epoch(loader) for _ in range(2)] == whole
 
 
 @pytest.mark.processes

@@ -413,7 +413,7 @@ def evaluations() -> list[dict[str, Any]]:
     code = code_of("lightning", 1) if find_spec("lightning") else ""
     return [
         run_of(f"loss {world}x{size}", "evaluate_on_ranks", world, batch_size=size, code=code)
-        for world, size in ((1, 8), (1, 1), (2, 8), (2, 3), (4, 8), (4, 16))
+        for world, size in ((1, 8), (1, 1), (2, 3), (4, 16))
     ]
 
 

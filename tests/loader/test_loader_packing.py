@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import webdataset
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer
 
 from loader import TokenLoader, get_llama3_dataloader
 from loader.boundaries import boundary_fields
@@ -185,39 +185,6 @@ def test_boundaries_stand_where_documents_begin_and_all_three_kinds_agree(
     assert (num_padding > 0) == (form == "best_fit" or form == "concat")
 
 
-def test_with_boundaries_a_model_sees_each_document_as_if_it_were_alone(made: Path) -> None:
-    """The sum of a packed row's losses is the sum of its documents' own."""
-    torch.manual_seed(0)
-    with load(made / "best_fit", 8, boundaries=("position_ids", "segment_ids")) as loader:
-        batch = next(iter(loader))
-        size = len(loader.tokenizer)
-    config = LlamaConfig(
-        vocab_size=size, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    segments = batch["segment_ids"]
-    alike = segments[:, None, :, None] == segments[:, None, None, :]
-    mask = alike & torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.bool).tril()
-    with torch.no_grad():
-        logits = model(batch["input_ids"], attention_mask=mask, position_ids=batch["position_ids"]).logits
-        packed = torch.nn.functional.cross_entropy(
-            logits[:, :-1].reshape(-1, size), batch["labels"][:, 1:].reshape(-1), reduction="sum"
-        )
-        alone = 0.0
-        documents = [
-            ids[seg == n]
-            for ids, seg in zip(batch["input_ids"], segments, strict=True)
-            for n in seg.unique()
-            if n
-        ]
-        for document in documents:
-            found = model(document[None]).logits[0, :-1]
-            alone += float(torch.nn.functional.cross_entropy(found, document[1:], reduction="sum"))
-    assert len(documents) > 3
-    assert float(packed) == pytest.approx(alone, rel=1e-4)
-
-
 def test_boundaries_of_padded_documents_set_the_padding_apart(made: Path) -> None:
     with load(made / "json", 4, boundaries=ALL) as loader:
         batch = next(iter(loader))
@@ -266,18 +233,3 @@ def test_options_that_do_not_fit_are_refused(
 def test_packed_rows_take_their_own_seq_len(made: Path) -> None:
     with load(made / "concat", seq_len=SEQ_LEN) as one, load(made / "concat") as other:
         assert rows(one) == rows(other)
-
-
-@pytest.mark.slow
-def test_best_fit_rows_hold_each_document_once_and_their_padding_no_label(
-    made: Path, stream: list[int]
-) -> None:
-    with load(made / "best_fit", 1) as loader:
-        batches = list(loader)
-    ids = Counter(int(n) for batch in batches for n in batch["input_ids"][batch["attention_mask"] == 1])
-    assert ids == Counter(stream)
-    for batch in batches:
-        assert torch.equal(batch["labels"] == -100, batch["attention_mask"] == 0)
-    assert (
-        sum(int((batch["attention_mask"] == 0).sum()) for batch in batches) == loader.metrics.num_padding > 0
-    )

@@ -127,10 +127,7 @@ def test_worlds_of_1_2_4_and_8_get_equal_batches_each_sample_once_and_the_same_g
     """A run that stops in its second epoch on world 4 goes on alike on 2 and 8, workers or not."""
     runs = [
         run_of("one", 1),
-        run_of("one with workers", 1, 2, "fork"),
-        run_of("two, spawned", 2, 1, "spawn"),
         run_of("two, as Python 3.14 starts workers", 2, 1, "forkserver by default"),
-        run_of("four", 4),
         run_of("four with workers", 4, 2, "fork"),
         run_of("eight", 8),
         run_of("stopped on four", 4, 1, "fork", last=STOP),

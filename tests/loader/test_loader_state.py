@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from loader import TokenLoader, get_llama3_dataloader
-from loader.state import OtherRun, Position
+from loader.state import OtherRun
 from preprocess.look.train_tokenizer import train_tokenizer
 from shardprep.errors import BrokenShard, OtherTokenizer, UsageError
 
@@ -135,6 +135,8 @@ def test_inside_of_a_step_a_state_resumes_with_its_own_layout_only(forms: Any) -
         assert (state["step"], state["num_micro"]) == (5, 3)
     with load(forms["documents"], **options, num_workers=2) as loader:
         loader.load_state_dict(state)
+        assert shown(loader.peek()) == whole[23]
+        assert loader.first_batch == 23
         assert [shown(batch) for batch in loader] == whole[23 : len(whole) // 2]
     with (
         load(forms["documents"], world=2, batch_size=2) as loader,
@@ -198,11 +200,30 @@ def test_a_refused_state_changes_nothing_for_the_loop_that_is_running(forms: Any
             assert found + [shown(batch) for batch in batches] == whole
 
 
-def test_what_is_no_state_is_refused(forms: Any) -> None:
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"format": "other"}, "its format is 'other'"),
+        ({"format": None, "fingerprint": None}, "its format is None"),
+        ({"step": 10**6}, "the state stands at"),
+        *(({name: 2**70}, "the state stands at") for name in ("epoch", "step", "num_micro")),
+        ({"step": 1.5}, "its step is .*, expected a whole number"),
+        ({"epoch": None}, "its epoch is .*, expected a whole number"),
+        ({"num_micro": float("nan")}, "its num_micro is .*, expected a whole number"),
+        ({"step": "1"}, "its step is .*, expected a whole number"),
+    ],
+)
+def test_what_is_no_state_is_refused(forms: Any, changed: dict[str, Any], said: str) -> None:
     with load(forms["documents"]) as loader:
-        for wrong in ({}, {"format": "other"}, {**loader.state_at(0), "step": 10**6}):
-            with pytest.raises(BrokenShard):
-                loader.load_state_dict(wrong)
+        state = loader.state_dict()
+        with pytest.raises(BrokenShard, match=said):
+            loader.load_state_dict({**state, **changed})
+        assert loader.state_dict() == state
+        for name in ("epoch", "step", "num_micro"):
+            with pytest.raises(BrokenShard, match=f"its {name} is missing"):
+                loader.load_state_dict({key: value for key, value in state.items() if key != name})
+        with pytest.raises(BrokenShard, match="no state of a loader"):
+            loader.load_state_dict({})
         with pytest.raises(UsageError, match="step is -1"):
             loader.state_at(-1)
 
@@ -258,18 +279,6 @@ def test_a_peek_is_the_batch_that_comes_next_and_changes_nothing(forms: Any) -> 
             assert shown(loader.peek()) == whole[5]
             assert [shown(batch) for batch in loader] == whole[5:]
             assert loader.state_at(len(whole)) == loader.state_dict()
-
-
-def test_a_peek_inside_of_a_step_is_the_micro_batch_that_comes_next(forms: Any) -> None:
-    options = {"batch_size": 2, "world": 1}
-    whole = run(forms["documents"], epochs=1, **options)
-    with load(forms["documents"], **options) as loader:
-        batches = iter(loader)
-        for _ in range(4 * 5 + 3):
-            next(batches)
-        loader.load_state_dict(loader.state_dict())
-        assert shown(loader.peek()) == whole[23]
-        assert loader.first_batch == 23
 
 
 @pytest.mark.parametrize("num_taken", [0, 1, 5])
@@ -422,14 +431,6 @@ def test_workers_that_would_have_nothing_to_read_are_warned_of(
     assert "num_workers is 4, but a rank's part of a global batch is 1" in caplog.text
 
 
-def test_positions_follow_each_other_through_micro_batches_steps_and_epochs() -> None:
-    position, seen = Position(), []
-    for _ in range(8):
-        seen.append((position.epoch, position.step, position.num_micro))
-        position = position.after(2, 3)
-    assert seen == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0), (1, 0, 1)]
-
-
 TRAIN = """
 import sys, torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -498,28 +499,6 @@ def test_a_tiny_llama_killed_and_resumed_learns_as_if_it_had_not_been(
     losses, elsewhere = train(tmp_path / "data", 13, 30, 4, torch.load(tmp_path / "checkpoint.pt"))
     assert losses == pytest.approx(resumed, rel=1e-4)
     assert {**elsewhere["loader"], "layout": None} == {**resumed_end["loader"], "layout": None}
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("step", 1.5), ("epoch", None), ("num_micro", float("nan")), ("step", "1")]
-)
-def test_a_state_whose_place_is_no_whole_number_is_refused(forms: Any, name: str, value: Any) -> None:
-    with load(forms["documents"]) as loader:
-        state = loader.state_dict()
-        with pytest.raises(BrokenShard, match=f"its {name} is .*, expected a whole number"):
-            loader.load_state_dict({**state, name: value})
-        del state[name]
-        with pytest.raises(BrokenShard, match=f"its {name} is missing"):
-            loader.load_state_dict(state)
-
-
-@pytest.mark.parametrize("name", ["epoch", "step", "num_micro"])
-def test_a_state_whose_place_is_beyond_all_runs_is_refused(forms: Any, name: str) -> None:
-    with load(forms["documents"]) as loader:
-        state = loader.state_dict()
-        with pytest.raises(BrokenShard, match="the state stands at"):
-            loader.load_state_dict({**state, name: 2**70})
-        assert loader.state_dict() == state
 
 
 def test_a_bar_of_a_resumed_epoch_ends_at_its_total(forms: Any) -> None:

@@ -123,21 +123,6 @@ def test_one_shard_is_enough_for_4_ranks_of_4_workers(
     assert len(found) == len(set(found)) == 64
 
 
-def test_ranks_get_equally_many_batches_where_samples_and_shards_do_not_divide(
-    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paths = write_numbered_tars(tmp_path, 107, 5)
-    naive, ours = set(), set()
-    for rank in range(4):
-        set_rank(monkeypatch, rank, 4)
-        split = webdataset.WebDataset(paths, shardshuffle=False, nodesplitter=webdataset.split_by_node)
-        naive.add(len(list(split.batched(2))))
-        with load(tmp_path, 2, model) as loader:
-            ours.add(len(list(loader)))
-    assert ours == {107 // 8}
-    assert len(naive) > 1
-
-
 def test_within_20_epochs_a_rank_sees_every_shard(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,17 +135,6 @@ def test_within_20_epochs_a_rank_sees_every_shard(
         epochs = [numbers(loader) for _ in range(20)]
     assert {number // 4 for epoch in epochs for number in epoch} == set(range(40))
     assert len({tuple(epoch) for epoch in epochs}) == 20
-
-
-def test_an_epoch_gives_each_sample_once_where_resampling_repeats_some_and_loses_others(
-    tmp_path: Path, model: str
-) -> None:
-    paths = write_numbered_tars(tmp_path, 80, 40)
-    resampled = webdataset.WebDataset(paths, resampled=True, shardshuffle=False).with_epoch(80)
-    assert len(set(theirs(resampled))) < len(theirs(resampled)) == 80
-    with load(tmp_path, 8, model) as loader:
-        for _ in range(2):
-            assert sorted(numbers(loader)) == list(range(80))
 
 
 class ShuffledSamples(IterableDataset[Any]):
@@ -198,24 +172,6 @@ def test_workers_know_the_epoch_that_they_count_and_the_one_that_is_set(
         for number in (0, 2, 0):
             loader.set_epoch(number)
             assert numbers(loader) == counted[number]
-
-
-def test_ranks_that_pass_one_data_parallel_rank_get_equal_batches(
-    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As those of one tensor-parallel group must: here pairs, of 4 processes."""
-    write_numbered_tars(tmp_path, 64, 3)
-    naive, found = [], []
-    for rank in range(4):
-        set_rank(monkeypatch, rank, 4)
-        with load(tmp_path, 4, model) as loader:
-            naive.append(numbers(loader))
-        with load(tmp_path, 4, model, rank=rank // 2, world_size=2) as loader:
-            found.append(numbers(loader))
-    assert naive[0] != naive[1]
-    assert found[0] == found[1]
-    assert found[2] == found[3]
-    assert sorted(found[0] + found[2]) == list(range(64))
 
 
 @pytest.mark.processes

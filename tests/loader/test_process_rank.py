@@ -19,111 +19,73 @@ SALLOC_SHELL = {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "4"}
 INTERACTIVE_STEP = {**SRUN, "SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0"}
 
 
-def found(environ: dict[str, str]) -> tuple[int, int]:
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "PMIX_RANK": "5"}
+MPICH = {"PMI_RANK": "2", "PMI_SIZE": "3"}
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2"}
+FIRST_OF_ONE = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+FOUND: dict[str, tuple[dict[str, str], tuple[int, int]]] = {
+    "a task of srun": (SRUN, (3, 4)),
+    "the step's tasks, not the job's": ({**SRUN, "SLURM_NTASKS": "8"}, (3, 4)),
+    "a batch script is alone": (BATCH_SCRIPT, (0, 1)),
+    "salloc's shell is alone": (SALLOC_SHELL, (0, 1)),
+    "an interactive step is alone": (INTERACTIVE_STEP, (0, 1)),
+    "a step of one task is alone": ({**SRUN, **FIRST_OF_ONE}, (0, 1)),
+    "handed into a container without a job id": ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, (1, 2)),
+    "torchrun within srun": ({**SRUN, **TORCHRUN}, (1, 2)),
+    "nothing is set": ({}, (0, 1)),
+    "Open MPI": (OPEN_MPI, (5, 8)),
+    "MPICH": (MPICH, (2, 3)),
+    "mpirun starts a task a node, and knows better than Slurm": ({**SRUN, **OPEN_MPI}, (5, 8)),
+    "MPICH in a Slurm job": ({**SRUN, **MPICH}, (2, 3)),
+    "torchrun under mpirun": ({**OPEN_MPI, **TORCHRUN}, (1, 2)),
+    "PMIx by srun": ({**SRUN, "PMIX_RANK": "3"}, (3, 4)),
+    "PMIx by srun, alone": ({**SRUN, **FIRST_OF_ONE, "PMIX_RANK": "0"}, (0, 1)),
+}
+REFUSED: dict[str, tuple[dict[str, str], str]] = {
+    "task 0 would think itself alone": ({**BATCH_SCRIPT, "SLURM_PROCID": "2"}, "SLURM_STEP_ID is not set"),
+    "no procid": (
+        {name: value for name, value in SRUN.items() if name != "SLURM_PROCID"},
+        "SLURM_PROCID is not set; start the training with srun",
+    ),
+    "no number": ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK is 'one', expected a whole number"),
+    "PMIx alone": ({"PMIX_RANK": "0"}, "PMIX_RANK is 0, and nothing says of how many processes; pass rank="),
+    **{
+        f"half: {name}": ({name: "1"}, "set both")
+        for name in ("RANK", "WORLD_SIZE", *MPICH, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    },
+}
+
+
+@pytest.mark.parametrize(("environ", "expected"), FOUND.values(), ids=FOUND)
+def test_a_process_knows_its_rank_from_its_launcher(
+    environ: dict[str, str], expected: tuple[int, int]
+) -> None:
     who = find_process_rank(environ=environ)
-    return who.rank, who.world_size
+    assert (who.rank, who.world_size) == expected
 
 
-def test_a_task_of_srun_knows_its_rank_from_slurm_alone() -> None:
-    assert found(SRUN) == (3, 4)
-
-
-def test_the_number_of_tasks_is_the_steps_not_the_jobs() -> None:
-    assert found({**SRUN, "SLURM_NTASKS": "8"}) == (3, 4)
-
-
-@pytest.mark.parametrize("environ", [BATCH_SCRIPT, SALLOC_SHELL, INTERACTIVE_STEP])
-def test_a_batch_script_and_an_interactive_shell_are_alone(environ: dict[str, str]) -> None:
-    assert found(environ) == (0, 1)
-
-
-def test_a_step_of_one_task_is_alone() -> None:
-    assert found({**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) == (0, 1)
-
-
-def test_slurm_variables_handed_into_a_container_without_a_job_id_are_meant() -> None:
-    assert found({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}) == (1, 2)
-
-
-def test_a_task_that_lost_its_step_id_is_refused_since_task_0_would_think_itself_alone() -> None:
-    with pytest.raises(UsageError, match="SLURM_STEP_ID is not set"):
-        find_process_rank(environ={**BATCH_SCRIPT, "SLURM_PROCID": "2"})
-
-
-def test_a_step_without_procid_is_refused() -> None:
-    environ = {name: value for name, value in SRUN.items() if name != "SLURM_PROCID"}
-    with pytest.raises(UsageError, match="SLURM_PROCID is not set; start the training with srun"):
+@pytest.mark.parametrize(("environ", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_tells_no_rank_for_sure_is_refused(environ: dict[str, str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
         find_process_rank(environ=environ)
-
-
-def test_rank_and_world_size_win_over_slurm() -> None:
-    assert found({**SRUN, "RANK": "1", "WORLD_SIZE": "2"}) == (1, 2)
 
 
 def test_arguments_win_over_everything() -> None:
-    who = find_process_rank(5, 8, {**SRUN, "RANK": "1", "WORLD_SIZE": "2"})
+    who = find_process_rank(5, 8, {**SRUN, **TORCHRUN})
     assert who == ProcessRank(rank=5, world_size=8, source="arguments", is_passed=True)
 
 
-def test_nothing_set_means_one_process() -> None:
-    assert found({}) == (0, 1)
-
-
-@pytest.mark.parametrize("environ", [{"RANK": "0"}, {"WORLD_SIZE": "2"}])
-def test_half_of_rank_and_world_size_is_refused(environ: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match="set both"):
-        find_process_rank(environ=environ)
-
-
-@pytest.mark.parametrize(("rank", "world_size"), [(0, None), (None, 2)])
-def test_half_of_the_arguments_is_refused(rank: int | None, world_size: int | None) -> None:
-    with pytest.raises(UsageError, match="pass both or neither"):
+@pytest.mark.parametrize(
+    ("rank", "world_size", "said"),
+    [
+        (0, None, "pass both or neither"),
+        (None, 2, "pass both or neither"),
+        *((rank, size, "expected 0 <= rank < world_size") for rank, size in ((2, 2), (-1, 2), (0, 0))),
+    ],
+)
+def test_an_impossible_rank_is_refused(rank: int | None, world_size: int | None, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
         find_process_rank(rank, world_size, {})
-
-
-@pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])
-def test_an_impossible_rank_is_refused(rank: int, world_size: int) -> None:
-    with pytest.raises(UsageError, match=r"expected 0 <= rank < world_size"):
-        find_process_rank(rank, world_size, {})
-
-
-def test_a_rank_that_is_no_number_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match="RANK is 'one', expected a whole number"):
-        find_process_rank(environ={"RANK": "one", "WORLD_SIZE": "2"})
-
-
-OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "PMIX_RANK": "5"}
-MPICH = {"PMI_RANK": "2", "PMI_SIZE": "3"}
-
-
-@pytest.mark.parametrize(("environ", "expected"), [(OPEN_MPI, (5, 8)), (MPICH, (2, 3))])
-def test_a_process_of_mpirun_knows_its_rank_from_mpi_alone(
-    environ: dict[str, str], expected: tuple[int, int]
-) -> None:
-    assert found(environ) == expected
-
-
-@pytest.mark.parametrize(("environ", "expected"), [(OPEN_MPI, (5, 8)), (MPICH, (2, 3))])
-def test_within_a_slurm_job_mpirun_starts_a_task_a_node_and_knows_better(
-    environ: dict[str, str], expected: tuple[int, int]
-) -> None:
-    assert found({**SRUN, **environ}) == expected
-    assert found({**environ, "RANK": "0", "WORLD_SIZE": "2"}) == (0, 2)
-
-
-def test_pmix_alone_which_tells_no_number_of_processes_is_refused_and_srun_with_it_is_not() -> None:
-    with pytest.raises(
-        UsageError, match=r"PMIX_RANK is 0, and nothing says of how many processes; pass rank="
-    ):
-        find_process_rank(environ={"PMIX_RANK": "0"})
-    assert found({**SRUN, "PMIX_RANK": "3"}) == (3, 4)
-    assert found({**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "PMIX_RANK": "0"}) == (0, 1)
-
-
-@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE"])
-def test_half_of_what_mpirun_sets_is_refused(name: str) -> None:
-    with pytest.raises(UsageError, match="set both"):
-        find_process_rank(environ={name: "1"})
 
 
 def test_a_rank_that_was_found_and_is_another_one_by_now_is_refused() -> None:

@@ -1,10 +1,9 @@
-"""The loader's tokenizer is the one that transformers would load from the same folder, loaded sooner."""
+"""The loader's tokenizer is the data set's own, known by its files, and loaded when it is asked for."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import json
 import os
 import pickle
@@ -18,24 +17,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from loader import get_llama3_dataloader
-from loader import tokenizer as tokenizer_choice
 from loader.batches import choose_pad_token
-from loader.find_shards import ShardSet, find_shards
+from loader.find_shards import find_shards
 from loader.tokenizer import LoaderTokenizer, choose_tokenizer
 from shardprep.errors import OtherTokenizer, ReadWriteError
 from tests.children import run_child
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
-
-
-@pytest.fixture
-def model_dir(prep: Prep) -> Path:
-    return prep.model_dir
-
-
-def chosen(folder: Path) -> Any:
-    return choose_tokenizer(ShardSet([]), folder).load()
 
 
 def assert_alike(found: Any, expected: Any) -> None:
@@ -56,62 +45,9 @@ def as_before_5(folder: Path) -> None:
     config_path.write_text(json.dumps(config))
 
 
-def with_special_tokens_map(folder: Path) -> None:
-    special = {"eos_token": "<|begin_of_text|>"}
-    (folder / "special_tokens_map.json").write_text(json.dumps(special))
-
-
-def with_added_tokens_last(folder: Path) -> None:
-    data = json.loads((folder / "tokenizer.json").read_text())
-    data["added_tokens"] = data.pop("added_tokens")
-    (folder / "tokenizer.json").write_text(json.dumps(data, ensure_ascii=False))
-
-
 def without_line_ends(folder: Path) -> None:
     data = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps(data, separators=(",", ":")))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [None, as_before_5, with_special_tokens_map, with_added_tokens_last, without_line_ends],
-)
-def test_it_is_the_one_that_transformers_loads(
-    model_dir: Path, tmp_path: Path, change: Callable[[Path], None] | None
-) -> None:
-    folder = shutil.copytree(model_dir, tmp_path / "model")
-    if change is not None:
-        change(folder)
-    assert_alike(chosen(folder), AutoTokenizer.from_pretrained(folder, local_files_only=True))
-
-
-@pytest.mark.slow
-def test_llama_3s_is_the_one_that_transformers_loads(shared_dir: Path) -> None:
-    folder = shared_dir / "tokenizers" / "llama3"
-    assert_alike(chosen(folder), AutoTokenizer.from_pretrained(folder, local_files_only=True))
-
-
-def test_tokenizer_json_is_parsed_once_and_by_its_own_library(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parsed: list[str] = []
-    load = json.load
-
-    def noted(file: io.TextIOWrapper, **options: Any) -> Any:
-        parsed.append(Path(file.name).name)
-        return load(file, **options)
-
-    monkeypatch.setattr(json, "load", noted)
-    chosen(model_dir)
-    assert "tokenizer_config.json" in parsed
-    assert "tokenizer.json" not in parsed
-
-
-def test_added_tokens_that_go_on_for_long_are_left_to_transformers(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokenizer_choice, "_ADDED_TOKENS_CHARS", 200)
-    assert_alike(chosen(model_dir), AutoTokenizer.from_pretrained(model_dir, local_files_only=True))
 
 
 @pytest.fixture(scope="module")

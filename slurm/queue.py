@@ -14,10 +14,11 @@ gives no answer. Nothing may be concluded from their absence.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import getpass
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -25,6 +26,7 @@ from functools import cached_property
 from pathlib import Path
 
 from preprocess.attempts import Attempt
+from shardprep.errors import ShardprepError
 from shardprep.format.names import MAX_SHARDS, ids_of_ranges
 from slurm.commands import SlurmAway, SlurmMissing, SlurmRefused, read_config, seconds_of, slurm_answer
 from slurm.script import CONTROL, JOB_NAME, names_begin
@@ -260,7 +262,9 @@ def _local_time(text: str) -> str:
 
 TaskKey = tuple[int, str, int]  # number of the submission (PLAIN: of none), job id, index in the array
 PLAIN = -1  # index N makes shard N
-_DEFAULT_FOLDER = "/data/processed"  # of prep_array.sh
+_SCRIPT = "prep_array.sh"
+_DEFAULT_FOLDER = "/data/processed"  # of that script
+_CLOCKS_DIFFER_S = 600
 
 
 @dataclass(kw_only=True)
@@ -320,6 +324,8 @@ def find_shown_jobs(
         for sent in submissions:
             if sent.user != user and sent.number not in seen:
                 shown.hidden[sent.number] = f"this site shows the jobs of {sent.user} to {sent.user} alone"
+    own = _with_typed_words(own, recorded)
+    began = {(each.job_id, each.user): each.began for each in open_attempts if each.job_id not in recorded}
     tasks = [each for each in queued if plain.get(each.key) == each.user]
     keys = {each.key for each in tasks}
     ended = _accounted(shown, {job_id for job_id, index in plain if (job_id, index) not in keys})
@@ -331,7 +337,9 @@ def find_shown_jobs(
     tasks += [
         each
         for each in own
-        if each.key not in keys and each.job_id not in recorded and _is_plain(each, folder)
+        if each.key not in keys
+        and each.job_id not in recorded
+        and (_is_same_array(each, began) or _is_plain(each, folder))
     ]
     for each in tasks:
         shown.attempts.setdefault((PLAIN, *each.key), []).append(each)
@@ -354,10 +362,40 @@ def _accounted(shown: ShownJobs, job_ids: Iterable[str], cluster: str | None = N
         return []
 
 
+def _with_typed_words(own: Sequence[TaskAttempt], recorded: set[str]) -> list[TaskAttempt]:
+    """The tasks with all that was typed: a newer squeue shows the script alone, the accounts keep the line.
+
+    Where neither says it, there is no command.
+    """
+    bare = {each.job_id for each in own if each.command.endswith(_SCRIPT) and each.job_id not in recorded}
+    if not bare:
+        return [*own]
+    options = ("--allocations", "--noheader", "--parsable2", f"--jobs={','.join(sorted(bare, key=int))}")
+    typed: dict[str, str] = {}
+    with contextlib.suppress(ShardprepError):  # no accounts, or they are away
+        lines = slurm_answer(str.splitlines, "sacct", *options, "--format=JobID,SubmitLine")
+        typed = {re.split("[_|]", line)[0]: f"{_SCRIPT}{line.partition(_SCRIPT)[2]}" for line in lines}
+    if bare - typed.keys() and int(read_config().get("SLURM_VERSION", "0").partition(".")[0]) < 23:
+        return [*own]  # this squeue shows arguments, where there are any
+    return [
+        dataclasses.replace(each, command=typed.get(each.job_id, "")) if each.job_id in bare else each
+        for each in own
+    ]
+
+
+def _is_same_array(task: TaskAttempt, began: Mapping[tuple[str, str], float]) -> bool:
+    """Whether other tasks of its array have begun for this data set, after it was submitted.
+
+    A later submission of the same id is of a controller that lost its state. Clocks may differ by minutes.
+    """
+    moment = began.get((task.job_id, task.user), 0) + _CLOCKS_DIFFER_S
+    return task.submit_time <= datetime.fromtimestamp(moment, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S")
+
+
 def _is_plain(task: TaskAttempt, folder: Path) -> bool:
     """Whether it is a task of ``sbatch slurm/prep_array.sh FOLDER``. squeue joins the words by blanks."""
     script, _, words = task.command.partition(" ")
-    if Path(script).name != "prep_array.sh" and task.name != JOB_NAME:
+    if not script or (Path(script).name != _SCRIPT and task.name != JOB_NAME):
         return False
     if not words or words.startswith("-"):
         named = re.search(r"--output_dir[ =](\S+)", words)

@@ -13,6 +13,7 @@ import shlex
 import shutil
 import socket
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,9 +65,9 @@ def records(data: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
-def plain_line(data: Path, indices: str, state: str, *, flags: str = "") -> str:
+def plain_line(indices: str, state: str, words: str = "") -> str:
     fields = f"7|{indices}|{state}|Priority|0:0|n1|0:02|7|root|{WHEN}|N/A|N/A|0|shardprep"
-    return f"{fields}|/home|/home/kim/prep_array.sh {data}{flags}|\n"
+    return f"{fields}|/home|/home/kim/prep_array.sh{words}|\n"
 
 
 def test_an_attempt_that_makes_its_shard_leaves_no_record(fake: FakeSlurm, data_dir: Path) -> None:
@@ -185,13 +186,39 @@ def test_plain_sbatch_that_waits_is_seen_by_what_was_typed_and_not_sent_again(
     fake: FakeSlurm, data_dir: Path, tmp_path: Path
 ) -> None:
     other = Path(shutil.copytree(data_dir, tmp_path / "other"))
-    fake.answers("squeue", plain_line(data_dir, "0-2", "PENDING", flags=" --input_dir /raw"))
+    fake.answers("squeue", plain_line("0-2", "PENDING", f" {data_dir} --input_dir /raw"))
     assert status(data_dir)["pending"] == "0-2"
     assert status(other)["pending"] == ""
     slurm("submit", data_dir)
     assert "shards_of=(3 4)" in fake.sent()[0]
     slurm("cancel", data_dir)
     assert fake.calls("scancel") == ["7"]
+
+
+@pytest.mark.parametrize("known_by", ["the accounts", "a task that began", "nothing"])
+def test_a_plain_array_is_seen_where_squeue_shows_the_script_without_its_arguments(
+    fake: FakeSlurm, data_dir: Path, known_by: str
+) -> None:
+    fake.answers("config", "ClusterName = test\nMaxArraySize = 1001\nSLURM_VERSION = 24.11.5\n")
+    fake.answers("squeue", plain_line("0", "RUNNING") + plain_line("[1-2%1]", "PENDING"))
+    if known_by == "the accounts":
+        fake.answers(
+            "sacct", f"7_[0-2%1]|sbatch --array=0-2%1 /home/kim/prep_array.sh {data_dir} --limit 9\n"
+        )
+    elif known_by == "a task that began":
+        began = datetime.strptime(f"{WHEN}+0000", "%Y-%m-%dT%H:%M:%S%z").timestamp() + 1
+        write_record(data_dir, "7_0", by="sbatch", time=began)
+    state = status(data_dir)
+    assert state["pending"] == ("" if known_by == "nothing" else "1-2")
+    assert state["running"] == ("" if known_by == "nothing" else "0")
+
+
+def test_an_old_record_of_the_same_job_id_claims_no_array(fake: FakeSlurm, data_dir: Path) -> None:
+    """A controller that lost its state gives ids again."""
+    fake.answers("config", "ClusterName = test\nMaxArraySize = 1001\nSLURM_VERSION = 24.11.5\n")
+    fake.answers("squeue", plain_line("1-2", "PENDING"))
+    write_record(data_dir, "7_0", ended(1), by="sbatch", time=1000)
+    assert status(data_dir)["pending"] == ""
 
 
 def test_a_task_that_was_killed_has_the_cause_that_the_accounts_tell(fake: FakeSlurm, data_dir: Path) -> None:

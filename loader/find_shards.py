@@ -26,11 +26,11 @@ import re
 import stat
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +53,7 @@ from shardprep.errors import (
 from shardprep.files import (
     FileStamp,
     PublishedFile,
+    is_folder,
     names_in,
     read_beginning,
     size_of_file,
@@ -62,8 +63,6 @@ from shardprep.files import (
 from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
 from shardprep.format.idx import idx_num_bytes
 from shardprep.format.manifest import (
-    DatasetIndex,
-    Manifest,
     manifest_ids,
     merge_manifests,
     read_index,
@@ -190,6 +189,7 @@ class ExternalTar:
     path: Path
     samples: TarSamples
     tar_bytes: int
+    osts: None = None
 
     @property
     def num_samples(self) -> npt.NDArray[np.int64]:
@@ -254,10 +254,13 @@ class ShardSet:
     def _split_keys(self) -> npt.NDArray[np.uint64]:
         """uint64[shards]: of each shard's content."""
         keys = [
-            [source.fingerprint] if isinstance(source, ExternalTar) else source.tar_sha256.tolist()
+            key
             for source in self.sources
+            for key in (
+                [source.fingerprint] if isinstance(source, ExternalTar) else source.tar_sha256.tolist()
+            )
         ]
-        return np.array([int(key[:16], 16) for of_source in keys for key in of_source], np.uint64)
+        return np.array([int(key[:16], 16) for key in keys], np.uint64)
 
     def rows_of(self, shard: int, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Where samples of one shard stand in it: int64[n] -> int64[n]."""
@@ -267,13 +270,10 @@ class ShardSet:
     @cached_property
     def osts(self) -> npt.NDArray[np.int64] | None:
         """The storage target (OST) that each shard begins on, -1 where it is not known; None if none is."""
-        known = [source.osts for source in self.datasets if source.osts is not None]
-        if not known:
+        if all(source.osts is None for source in self.sources):
             return None
         parts = [
-            np.full(len(source.num_samples), -1)
-            if isinstance(source, ExternalTar) or source.osts is None
-            else source.osts
+            np.full(len(source.num_samples), -1) if source.osts is None else source.osts
             for source in self.sources
         ]
         return np.concatenate(parts).astype(np.int64)
@@ -342,6 +342,11 @@ class Misfit(NamedTuple):
     found_bytes: int  # -1: not there
     expected_bytes: int
 
+    def text(self) -> str:
+        if self.found_bytes < 0:
+            return f"{self.name} is missing"
+        return f"{self.name} has {self.found_bytes} of {self.expected_bytes} bytes"
+
 
 class SizeCheck:
     """Compares every tar of our data sets with its manifest's size, in a thread of its own.
@@ -382,48 +387,28 @@ def find_misfits(source: DatasetShards) -> list[Misfit]:
 
     One listing of the folder, whose order a Lustre client reads attributes ahead in, and a stat per file.
     """
-    names = [f"{shard_name(shard_id)}.tar" for shard_id in source.shard_ids.tolist()]
-    expected = dict(zip(names, source.tar_bytes.tolist(), strict=True))
-    folder = os.open(source.folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with os.scandir(folder) as entries:
-            found = {entry.name: _size(entry.name, folder) for entry in entries if entry.name in expected}
-    finally:
-        os.close(folder)
-    return [
-        Misfit(name, shard_id, found.get(name, -1), expected[name])
-        for name, shard_id in zip(names, source.shard_ids.tolist(), strict=True)
-        if found.get(name, -1) != expected[name]
-    ]
-
-
-def _size(name: str, folder: int) -> int:
-    """Bytes of a file; -1 where it is gone, or a link to nothing."""
-    try:
-        return os.stat(name, dir_fd=folder).st_size
-    except FileNotFoundError:
-        return -1
+    shard_ids = source.shard_ids.tolist()
+    found = {f"{shard_name(shard_id)}.tar": -1 for shard_id in shard_ids}
+    with os.scandir(source.folder) as entries:
+        for name in (entry.name for entry in entries if entry.name in found):
+            with contextlib.suppress(FileNotFoundError):  # gone, or a link to nothing
+                found[name] = os.stat(f"{source.folder}/{name}").st_size  # noqa: PTH116  10^5 of them
+    rows = zip(found, shard_ids, found.values(), source.tar_bytes.tolist(), strict=True)
+    return [misfit for misfit in map(Misfit._make, rows) if misfit.found_bytes != misfit.expected_bytes]
 
 
 def _refusal(source: DatasetShards, misfits: list[Misfit]) -> ShardprepError:
     missing = [misfit for misfit in misfits if misfit.found_bytes < 0]
     named = (missing or misfits)[:_NUM_NAMED]
-    lines = "; ".join(map(_line, named))
-    kind = MissingShard if missing else BrokenShard
     ids = id_ranges(misfit.shard_id for misfit in misfits)
-    folder = quoted(source.folder)
+    kind = MissingShard if missing else BrokenShard
     return kind(
         f"{source.folder}: of {len(source.shard_ids)} tars {len(missing)} are missing and "
-        f"{len(misfits) - len(missing)} have not their manifest's size: {lines}"
-        f"{'; ...' if len(misfits) > len(named) else ''}; copy them anew, or make them again: "
-        f"shardprep run {folder}{f' --shards {ids}' if len(ids) <= 200 else ''}"
+        f"{len(misfits) - len(missing)} have not their manifest's size: "
+        f"{'; '.join(misfit.text() for misfit in named)}{'; ...' if len(misfits) > len(named) else ''}; "
+        f"copy them anew, or make them again: shardprep run {quoted(source.folder)}"
+        f"{f' --shards {ids}' if len(ids) <= 200 else ''}"
     )
-
-
-def _line(misfit: Misfit) -> str:
-    if misfit.found_bytes < 0:
-        return f"{misfit.name} is missing"
-    return f"{misfit.name} has {misfit.found_bytes} of {misfit.expected_bytes} bytes"
 
 
 ReadCheck = Literal["none", "crc"]
@@ -438,32 +423,25 @@ def check_read_check(read_check: ReadCheck, shards: ShardSet, *, looks: bool) ->
     """
     if read_check not in get_args(ReadCheck):
         raise UsageError(f"read_check is {read_check!r}, expected {' or '.join(get_args(ReadCheck))}")
-    if read_check == "none":
-        return False
-    for source in shards.sources:
+    for source in shards.sources if read_check == "crc" else ():
         if isinstance(source, ExternalTar):
             raise UsageError(
                 f'{source.path} is a tar of others, of which there are no crc32s; read_check="crc" is for '
                 "data sets that shardprep wrote"
             )
         if looks:
-            _look(source)
-    return True
+            _check_crcs_are_there(source.folder, source.shard_ids.tolist())
+    return read_check == "crc"
 
 
-def _look(source: DatasetShards) -> None:
-    folder = source.folder / CRCS_DIR
-    found = set(with_retries(f"{folder} cannot be listed", lambda: names_in(folder)))
-    missing = [
-        shard_id
-        for shard_id in source.shard_ids.tolist()
-        if crcs_path(source.folder, shard_id).name not in found
-    ]
-    if missing:
+def _check_crcs_are_there(folder: Path, shard_ids: list[int]) -> None:
+    place = folder / CRCS_DIR
+    found = set(with_retries(f"{place} cannot be listed", lambda: names_in(place)))
+    wanted = (crcs_path(folder, shard_id).name for shard_id in shard_ids)
+    if missing := [name for name in wanted if name not in found]:
         raise MissingShard(
-            f'read_check is "crc", and {len(missing)} of {len(source.shard_ids)} shards have no crc32s in '
-            f"{folder}, such as {crcs_path(source.folder, missing[0]).name}; run: "
-            f"{crcs_command(source.folder)}, where the data set lies on disk"
+            f'read_check is "crc", and {len(missing)} of {len(shard_ids)} shards have no crc32s in {place}, '
+            f"such as {missing[0]}; run: {crcs_command(folder)}, where the data set lies on disk"
         )
 
 
@@ -476,10 +454,8 @@ class ExcludedShards:
     def __bool__(self) -> bool:
         return bool(self._found)
 
-    def has(self, path: str, shard_id: int | None) -> bool:
+    def has(self, path: str, shard_id: int | None = None) -> bool:
         """Whether a tar is excluded; ``shard_id`` is its number in a data set of ours."""
-        if not self._found:
-            return False
         keys = (path, path.rpartition("/")[2], shard_id)
         named = [key for key in keys if key is not None and key in self._found]
         for key in named:
@@ -503,10 +479,8 @@ class ExcludedShards:
 
 def _key(name: int | str | os.PathLike[str]) -> int | str:
     """A number, a tar's name, or an absolute path."""
-    if isinstance(name, int):
-        return name
-    text = os.fspath(name)
-    return os.path.abspath(text) if "/" in text else text  # noqa: PTH100  links are not followed
+    text = name if isinstance(name, int) else os.fspath(name)
+    return _absolute(text) if isinstance(text, str) and "/" in text else text
 
 
 InputShards: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
@@ -624,9 +598,7 @@ def copy_url(url: str, cache_dir: str | os.PathLike[str] | None) -> str:
         names = _NAME.findall(url)
         path = folder / f"{_stem(url)}-{names[-1] if names else 'copy.tar'}"
         if not _is_there(path):
-            with _fetched(url, path) as (copy, _):
-                _check_tar(url, copy.temporary)
-                copy.publish()
+            _fetch(url, path, lambda temporary, _: _check_tar(url, temporary))
     except OSError as error:
         raise ReadWriteError(f"{shown_url(url)} cannot be copied to {wanted}: {error}") from error
     return str(path)
@@ -634,14 +606,12 @@ def copy_url(url: str, cache_dir: str | os.PathLike[str] | None) -> str:
 
 def _our_copy(root: str, shard_id: int, folder: Path) -> Path | None:
     """The copy of a shard of ours, the tar last; None where no manifest says that it is one."""
-    path = tar_path(folder, shard_id)
-    if _is_there(path) and _is_there(manifest_path(folder, shard_id)):
+    path, said = tar_path(folder, shard_id), manifest_path(folder, shard_id)
+    if _is_there(path) and _is_there(said):
         return path
     folder.mkdir(exist_ok=True)
-    target = manifest_path(folder, shard_id)
     try:
-        with _fetched(f"{root}/{target.name}", target) as (copy, _):
-            copy.publish()
+        _fetch(f"{root}/{said.name}", said, lambda *_: None)
     except NotFound as error:
         shown = shown_url(f"{root}/{path.name}")
         logger.warning("%s is taken for an external tar: %s", shown, error)
@@ -649,15 +619,17 @@ def _our_copy(root: str, shard_id: int, folder: Path) -> Path | None:
             folder.rmdir()
         return None
     manifest = read_manifest(folder, shard_id)
+
+    def check(target: Path, found: FileStamp, stamp: FileStamp) -> None:
+        if found != stamp:
+            raise BrokenShard(
+                f"what webdataset read from {shown_url(root)}/{target.name} has {found.num_bytes} bytes "
+                f"of sha256 {found.sha256[:12]}, its manifest says {stamp.num_bytes} of "
+                f"{stamp.sha256[:12]}; put the shard's three files there anew, and try again"
+            )
+
     for target, stamp in ((idx_path(folder, shard_id), manifest.idx), (path, manifest.tar)):
-        with _fetched(f"{root}/{target.name}", target) as (copy, found):
-            if found != stamp:
-                raise BrokenShard(
-                    f"what webdataset read from {shown_url(root)}/{target.name} has {found.num_bytes} bytes "
-                    f"of sha256 {found.sha256[:12]}, its manifest says {stamp.num_bytes} of "
-                    f"{stamp.sha256[:12]}; put the shard's three files there anew, and try again"
-                )
-            copy.publish()
+        _fetch(f"{root}/{target.name}", target, lambda _, found: check(target, found, stamp))  # noqa: B023
     return path
 
 
@@ -700,9 +672,8 @@ def _stem(url: str) -> str:
     return hashlib.sha256(url.encode()).hexdigest()[:16]
 
 
-@contextlib.contextmanager
-def _fetched(url: str, target: Path) -> Iterator[tuple[PublishedFile, FileStamp]]:
-    """What webdataset reads from a URL, synced under a temporary name; gone in the end unless published.
+def _fetch(url: str, target: Path, check: Callable[[Path, FileStamp], None]) -> None:
+    """Publish what webdataset reads from a URL, once ``check`` takes it under its temporary name.
 
     Raises NotFound where it cannot be read, OSError where it cannot be written.
     """
@@ -711,7 +682,8 @@ def _fetched(url: str, target: Path) -> Iterator[tuple[PublishedFile, FileStamp]
         try:
             for block in _blocks(url):
                 copy.write(block)
-            yield copy, copy.sync()
+            check(copy.temporary, copy.sync())
+            copy.publish()
         finally:
             copy.discard()
     except (CannotWrite, ReadWriteError) as error:
@@ -745,6 +717,7 @@ def _check_tar(url: str, path: Path) -> None:
         raise BrokenShard(f"what webdataset read from {shown_url(url)} is no whole tar: {error}") from None
 
 
+T = TypeVar("T")
 _SHARD_TAR = re.compile(r"shard-(\d{5})\.tar")
 _COMPRESSED_TAR = re.compile(r"\.(tar\.\w+|tgz)$")
 _INDEX_START = re.compile(rb'\{\s*"format":\s*"shardprep-index"')
@@ -767,11 +740,10 @@ def find_shards(
     excluded = ExcludedShards(exclude_shards)
     finder = _Finder(excluded, count_tokens)
     for path in find_inputs(input_shards, cache_dir):
-        finder.add(path)
+        _retried(path, finder.add, path)
     excluded.check_all_found()
     shards = ShardSet(finder.sources(), split)
-    _check_same_tokenizer(shards.datasets)
-    _check_once(shards.datasets)
+    _check_sources(shards.datasets)
     if shards.num_samples == 0:
         side = "" if split is None else f", for {split.name} with one of {split.group} for validation"
         raise UsageError(f"{input_shards} holds no sample that is not excluded{side}")
@@ -785,33 +757,32 @@ def find_sources(sources: Mapping[str, InputShards], **options: Any) -> dict[str
             f"input_shards names the sources {list(sources)}, expected names with shards for each"
         )
     found = {name: find_shards(shards, **options) for name, shards in sources.items()}
-    datasets = [dataset for shards in found.values() for dataset in shards.datasets]
-    _check_same_tokenizer(datasets)
-    _check_once(datasets)
+    _check_sources([dataset for shards in found.values() for dataset in shards.datasets])
     return found
 
 
 class _Finder:
+    """Takes the named paths one by one; what is read again after an error counts once."""
+
     def __init__(self, excluded: ExcludedShards, count_tokens: bool) -> None:
         self._excluded = excluded
         self._count_tokens = count_tokens
-        self._sources: list[DatasetShards | ExternalTar] = []
-        self._of_folder: dict[str, list[int]] = {}  # shards named one by one, of our data sets
+        self._found: list[DatasetShards | ExternalTar] = []
+        self._named: dict[Path, list[int]] = {}  # shards named one by one, of our data sets
         self._is_dataset: dict[str, bool] = {}
 
     def add(self, path: str) -> None:
         folder, name = os.path.split(path)
         shard_id = self._our_shard_id(folder, name)
         if shard_id is not None:
-            shard_ids = self._of_folder.setdefault(folder, [])
             if not self._excluded.has(path, shard_id):
-                shard_ids.append(shard_id)
+                self._named.setdefault(Path(folder), []).append(shard_id)
         elif name == INDEX_NAME:
-            self._sources.append(self._whole(Path(folder)))
+            self._found.append(self._whole(Path(folder)))
         elif name.endswith(".tar"):
-            self._add_external(path)
-        elif with_retries(f"{path} cannot be looked at", Path(path).is_dir):
-            self._add_folder(Path(path))
+            self._found += self._external([path])
+        elif is_folder(Path(path)):
+            self._found += self._in_folder(Path(path))
         else:
             raise UsageError(
                 f"{path} is neither a tar, a folder nor an {INDEX_NAME}; name tars as in "
@@ -819,126 +790,96 @@ class _Finder:
             )
 
     def sources(self) -> list[DatasetShards | ExternalTar]:
-        named = [(Path(folder), shard_ids) for folder, shard_ids in self._of_folder.items() if shard_ids]
-        return [*self._sources, *(_some_shards(folder, shard_ids) for folder, shard_ids in named)]
+        some = [_retried(folder, _dataset, folder, ids) for folder, ids in self._named.items()]
+        return [*self._found, *some]
 
     def _our_shard_id(self, folder: str, name: str) -> int | None:
         """The number of a tar that belongs to a data set of ours."""
         match = _SHARD_TAR.fullmatch(name)
         if match is None:
             return None
-        shard_id = int(match[1])
         if folder not in self._is_dataset:
-            self._is_dataset[folder] = _has_index(Path(folder)) or _file_is_there(Path(folder) / PLAN_NAME)
-        if self._is_dataset[folder]:
-            return shard_id
-        return shard_id if _file_is_there(manifest_path(Path(folder), shard_id)) else None
+            self._is_dataset[folder] = _has_index_or_plan(Path(folder))
+        is_ours = (
+            self._is_dataset[folder] or size_of_file(manifest_path(Path(folder), int(match[1]))) is not None
+        )
+        return int(match[1]) if is_ours else None
 
-    def _add_folder(self, folder: Path) -> None:
-        if _is_ours(folder):
-            self._sources.append(self._whole(folder))
-            return
-        names = with_retries(f"{folder} cannot be listed", lambda: names_in(folder))
+    def _in_folder(self, folder: Path) -> list[DatasetShards] | list[ExternalTar]:
+        if _has_index_or_plan(folder) or manifest_ids(folder):
+            return [self._whole(folder)]
+        names = names_in(folder)
         for path in (folder / name for name in names if _COMPRESSED_TAR.search(name)):
-            if not self._excluded.has(str(path), None):
+            if not self._excluded.has(str(path)):
                 raise UsageError(
                     f"{path} is compressed; decompress it, or name it in exclude_shards to go without it"
                 )
-        tars = [folder / name for name in names if name.endswith(".tar")]
+        tars = [str(folder / name) for name in names if name.endswith(".tar")]
         if not tars:
             raise NotFound(f"{folder} holds no shards: no {INDEX_NAME}, no manifest and no .tar")
-        for path in tars:
-            self._add_external(str(path))
+        return self._external(tars)
 
-    def _add_external(self, path: str) -> None:
-        if self._excluded.has(path, None):
-            return
-        samples = with_retries(
-            f"{path} cannot be read", lambda: scan_tar(Path(path), count_tokens=self._count_tokens)
-        )
-        tar_bytes = with_retries(f"{path} cannot be looked at", lambda: Path(path).stat().st_size)
-        self._sources.append(ExternalTar(path=Path(path), samples=samples, tar_bytes=tar_bytes))
+    def _external(self, paths: list[str]) -> list[ExternalTar]:
+        tars = [Path(path) for path in paths if not self._excluded.has(path)]
+        return [_retried(tar, self._scanned, tar) for tar in tars]
+
+    def _scanned(self, tar: Path) -> ExternalTar:
+        samples = scan_tar(tar, count_tokens=self._count_tokens)
+        return ExternalTar(path=tar, samples=samples, tar_bytes=tar.stat().st_size)
 
     def _whole(self, folder: Path) -> DatasetShards:
         if not self._excluded:
-            return _rows(folder, _index(folder))
-        done = _manifest_ids(folder)
-        if _has_index(folder) or not done:
-            num_shards = _index(folder).spec.num_shards
-        else:
-            num_shards = _manifest(folder, done[0]).spec.num_shards
+            return _dataset(folder)
+        done = manifest_ids(folder)
+        is_by_index = _has_index(folder) or not done
+        spec = read_index(folder).spec if is_by_index else read_manifest(folder, done[0]).spec
         kept = [
             shard_id
-            for shard_id in range(num_shards)
+            for shard_id in range(spec.num_shards)
             if not self._excluded.has(f"{folder / shard_name(shard_id)}.tar", shard_id)
         ]
         if not kept:
-            raise UsageError(f"exclude_shards names all {num_shards} shards of {folder}")
-        return _some_shards(folder, kept)
+            raise UsageError(f"exclude_shards names all {spec.num_shards} shards of {folder}")
+        return _dataset(folder, kept)
 
 
-def _is_ours(folder: Path) -> bool:
-    return _has_index(folder) or _file_is_there(folder / PLAN_NAME) or bool(_manifest_ids(folder))
+def _retried(path: Path | str, attempt: Callable[..., T], *given: Any) -> T:
+    return with_retries(f"{path} cannot be read", lambda: attempt(*given))
 
 
 def _has_index(folder: Path) -> bool:
     """Whether there is an index.json, and it is ours: others write files of that name, too."""
-    path = folder / INDEX_NAME
-    beginning = with_retries(f"{path} cannot be read", lambda: read_beginning(path, 200))
-    return _INDEX_START.match(beginning) is not None
+    return _INDEX_START.match(read_beginning(folder / INDEX_NAME, 200)) is not None
 
 
-def _file_is_there(path: Path) -> bool:
-    return with_retries(f"{path} cannot be looked at", lambda: size_of_file(path)) is not None
+def _has_index_or_plan(folder: Path) -> bool:
+    return _has_index(folder) or size_of_file(folder / PLAN_NAME) is not None
 
 
-def _manifest_ids(folder: Path) -> list[int]:
-    return with_retries(f"{folder} cannot be listed", lambda: manifest_ids(folder))
-
-
-def _manifest(folder: Path, shard_id: int) -> Manifest:
-    path = manifest_path(folder, shard_id)
-    return with_retries(f"{path} cannot be read", lambda: read_manifest(folder, shard_id))
-
-
-def _index(folder: Path) -> DatasetIndex:
-    return with_retries(f"the index of {folder} cannot be read", lambda: read_index(folder))
-
-
-def _some_shards(folder: Path, shard_ids: list[int]) -> DatasetShards:
-    """The shards of a data set that were named one by one; the others need not be there."""
-    if not _has_index(folder):
-        index = merge_manifests(_manifest(folder, shard_id) for shard_id in shard_ids)
-        return _rows(folder, index, np.array(shard_ids), rows=np.arange(len(shard_ids)))
-    index = _index(folder)
-    beyond = [shard_id for shard_id in shard_ids if shard_id >= len(index.columns)]
-    if beyond:
-        raise NotFound(
-            f"{folder / INDEX_NAME} lists {len(index.columns)} shards, so shard {id_ranges(beyond)} is not "
-            "one of them; take it out of the folder or out of input_shards"
-        )
-    return _rows(folder, index, np.array(shard_ids), rows=np.array(shard_ids))
-
-
-def _rows(
-    folder: Path,
-    index: DatasetIndex,
-    shard_ids: npt.NDArray[np.int64] | None = None,
-    rows: npt.NDArray[np.int64] | None = None,
-) -> DatasetShards:
-    every = np.arange(len(index.columns))
-    rows = every if rows is None else rows
-    shard_ids = every if shard_ids is None else shard_ids
+def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
+    """A data set, or the shards of it that were named one by one; the others need not be there."""
+    if shard_ids is None or _has_index(folder):
+        index = read_index(folder)
+        num_shards = len(index.columns)
+        ids = rows = np.arange(num_shards) if shard_ids is None else np.array(shard_ids)
+        if beyond := ids[ids >= num_shards].tolist():
+            raise NotFound(
+                f"{folder / INDEX_NAME} lists {num_shards} shards, so shard {id_ranges(beyond)} is not "
+                "one of them; take it out of the folder or out of input_shards"
+            )
+    else:
+        index = merge_manifests(read_manifest(folder, shard_id) for shard_id in shard_ids)
+        ids, rows = np.array(shard_ids), np.arange(len(shard_ids))
     osts = known_osts(folder, index.spec.num_shards)
     return DatasetShards(
         folder=folder,
         spec=index.spec,
-        shard_ids=shard_ids,
+        shard_ids=ids,
         num_samples=index.column("num_samples")[rows],
         num_tokens=index.column("num_tokens")[rows],
         tar_bytes=index.column("tar_bytes")[rows],
         tar_sha256=np.array(index.tar_sha256)[rows],
-        osts=None if osts is None else osts[shard_ids],
+        osts=None if osts is None else osts[ids],
     )
 
 
@@ -954,25 +895,21 @@ def known_osts(folder: Path, num_shards: int) -> npt.NDArray[np.int64] | None:
         return None
 
 
-def _check_same_tokenizer(datasets: list[DatasetShards]) -> None:
-    seen: dict[str, tuple[Path, TokenizerSpec]] = {}
+def _check_sources(datasets: list[DatasetShards]) -> None:
+    """Refuse data sets of different tokenizers, and one named twice, whose shards would be seen twice."""
+    tokenizers: dict[str, tuple[Path, TokenizerSpec]] = {}
+    folders: set[Path] = set()
     for dataset in datasets:
-        seen.setdefault(dataset.spec.tokenizer.fingerprint, (dataset.folder, dataset.spec.tokenizer))
-    if len(seen) > 1:
-        found = "; ".join(
-            f"{folder} was made with {spec.model_id} ({spec.fingerprint[:12]})"
-            for folder, spec in seen.values()
-        )
-        raise OtherTokenizer(f"{found}; token ids of different tokenizers cannot be mixed: prepare one again")
-
-
-def _check_once(datasets: list[DatasetShards]) -> None:
-    """A shard named both by itself and by its folder would be seen twice."""
-    seen: set[Path] = set()
-    for dataset in datasets:
-        if dataset.folder in seen:
+        tokenizers.setdefault(dataset.spec.tokenizer.fingerprint, (dataset.folder, dataset.spec.tokenizer))
+        if dataset.folder in folders:
             raise UsageError(
                 f"{dataset.folder} is named twice, as in two sources, or as a folder and by its shards; name "
                 "it once"
             )
-        seen.add(dataset.folder)
+        folders.add(dataset.folder)
+    if len(tokenizers) > 1:
+        found = "; ".join(
+            f"{folder} was made with {spec.model_id} ({spec.fingerprint[:12]})"
+            for folder, spec in tokenizers.values()
+        )
+        raise OtherTokenizer(f"{found}; token ids of different tokenizers cannot be mixed: prepare one again")

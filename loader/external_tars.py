@@ -285,119 +285,6 @@ _KNOWN = {IDS_FIELD, DOC_STARTS_FIELD, ROW_TOKENS_FIELD, LOSS_MASK_FIELD}
 _HEADER_BYTES = 4096
 _COLUMNS = ("offset", "num_bytes", "num_tokens", "starts_offset", "num_starts", "mask_offset")
 _ROW = np.dtype([(name, IDX_CHAT_ROW[name]) for name in _COLUMNS])
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackedMember:
-    """One sample of the tar: a group of rows."""
-
-    key: str
-    fields: dict[str, tuple[int, int]]  # field -> (offset, size) of its member
-
-
-def is_packed(tar: TarBytes, fields: dict[str, tuple[int, int]]) -> bool:
-    """Whether a sample's ids are rows, ``[rows, seq_len]``."""
-    if IDS_FIELD not in fields:
-        return False
-    header = _header(tar, fields[IDS_FIELD][0])
-    return header is not None and len(header.shape) == 2 and DOC_STARTS_FIELD in fields
-
-
-def packed_rows(
-    path: Path, tar: TarBytes, members: list[PackedMember]
-) -> tuple[npt.NDArray[np.void], int, int]:
-    """All rows as the idx has them, without their sources; with seq_len and the bytes of an id.
-
-    No ids are read. Raises UnknownMember or BrokenShard.
-    """
-    parts, forms = [], set()
-    for member in members:
-        _check_fields(path, member)
-        ids = _array(path, tar, member, IDS_FIELD, ("<u2", "<u4"))
-        forms.add((ids.shape[-1], ids.dtype.itemsize))
-        is_rows = len(ids.shape) == 2 and 0 < ids.shape[1] * ids.dtype.itemsize < 2**32 and ids.shape[0] > 0
-        if not is_rows or len(forms) > 1:
-            raise BrokenShard(f"{path}: {member.key!r} has ids {ids.shape}, expected rows as those before it")
-        parts.append(_rows(path, tar, member, ids))
-    if len({LOSS_MASK_FIELD in member.fields for member in members}) > 1:
-        raise BrokenShard(f"{path}: some of its rows have a {LOSS_MASK_FIELD} and others have none")
-    row_tokens, token_bytes = forms.pop()
-    return np.concatenate(parts), row_tokens, token_bytes
-
-
-def _rows(path: Path, tar: TarBytes, member: PackedMember, ids: NpyHeader) -> npt.NDArray[np.void]:
-    num_rows, seq_len = ids.shape
-    starts = _numbers(path, tar, member, DOC_STARTS_FIELD)
-    rows = np.zeros(num_rows, _ROW)
-    rows["num_bytes"] = seq_len * ids.dtype.itemsize
-    rows["offset"] = member.fields[IDS_FIELD][0] + ids.data_start + np.arange(num_rows) * rows["num_bytes"][0]
-    rows["num_tokens"] = seq_len
-    if ROW_TOKENS_FIELD in member.fields:
-        tokens = _numbers(path, tar, member, ROW_TOKENS_FIELD)
-        if tokens.shape != (num_rows,) or not 0 < tokens.min() <= tokens.max() <= seq_len:
-            raise BrokenShard(
-                f"{path}: {ROW_TOKENS_FIELD} of {member.key!r} has {tokens[:4].tolist()} ..., expected "
-                f"{num_rows} numbers from 1 to {seq_len}"
-            )
-        rows["num_tokens"] = tokens
-    if not (starts < num_rows * seq_len).all() or (starts[1:] <= starts[:-1]).any():
-        raise BrokenShard(
-            f"{path}: {DOC_STARTS_FIELD} of {member.key!r} has {starts[:4].tolist()} ..., expected ascending "
-            f"numbers below {num_rows * seq_len}"
-        )
-    edges = np.searchsorted(starts, np.arange(num_rows + 1) * seq_len)
-    rows["num_starts"] = np.diff(edges)
-    if LOSS_MASK_FIELD in member.fields:
-        mask = _array(path, tar, member, LOSS_MASK_FIELD, ("|u1",))
-        if mask.shape != ids.shape:
-            raise BrokenShard(f"{path}: {LOSS_MASK_FIELD} of {member.key!r} is {mask.shape}, not {ids.shape}")
-        first = member.fields[LOSS_MASK_FIELD][0] + mask.data_start
-        rows["mask_offset"] = first + np.arange(num_rows) * seq_len
-    starts_end = sum(member.fields[DOC_STARTS_FIELD])
-    rows["starts_offset"] = starts_end - starts.nbytes + edges[:-1] * starts.itemsize
-    return rows
-
-
-def _check_fields(path: Path, member: PackedMember) -> None:
-    unknown = member.fields.keys() - _KNOWN
-    if unknown or IDS_FIELD not in member.fields:
-        raise UnknownMember(
-            f"{path}: {member.key!r} has the fields {', '.join(sorted(member.fields))}, expected of "
-            f"{', '.join(sorted(_KNOWN))}; leaving one out could change the training"
-        )
-
-
-def _header(tar: TarBytes, offset: int) -> NpyHeader | None:
-    return parse_npy_header(tar[offset : offset + _HEADER_BYTES])
-
-
-def _array(path: Path, tar: TarBytes, member: PackedMember, field: str, dtypes: tuple[str, ...]) -> NpyHeader:
-    """The header of a member, which must be an array of one of some types, and of the member's size."""
-    if field not in member.fields:
-        raise BrokenShard(f"{path}: {member.key!r} has no {field}")
-    offset, num_bytes = member.fields[field]
-    header = _header(tar, offset)
-    if header is None or header.dtype.str not in dtypes:
-        found = "none" if header is None else header.dtype.str
-        raise BrokenShard(
-            f"{path}: {field} of {member.key!r} is no .npy of {' or '.join(dtypes)}, but of {found}"
-        )
-    if header.num_bytes != num_bytes:
-        raise BrokenShard(
-            f"{path}: {field} of {member.key!r} has {num_bytes} bytes, its header says {header.num_bytes}"
-        )
-    return header
-
-
-def _numbers(path: Path, tar: TarBytes, member: PackedMember, field: str) -> npt.NDArray[np.uint32]:
-    """The numbers of a small member: uint32[n]."""
-    header = _array(path, tar, member, field, ("<u4",))
-    offset, num_bytes = member.fields[field]
-    if len(header.shape) != 1:
-        raise BrokenShard(f"{path}: {field} of {member.key!r} has the shape {header.shape}, expected a list")
-    return np.frombuffer(tar[offset + header.data_start : offset + num_bytes], "<u4")
-
-
 JSON, NPY, RAW = 0, 1, 2  # how ids lie: JSON text, a whole .npy file, or bare integers
 TOKEN_FIELDS = {"token_ids.json": JSON, "token_ids.npy": NPY}
 _KEY_AND_FIELD = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # webdataset's base_plus_ext
@@ -435,37 +322,49 @@ def scan_tar(path: Path, *, count_tokens: bool = False) -> TarSamples:
     """
     with TarBytes(path) as tar:
         found = _group_members(path, tar_members(path, tar))
-        if found and is_packed(tar, found[0][1]):
+        if found and _is_packed(tar, found[0][1]):
             return _rows_of(path, tar, found)
-        return _documents_of(path, tar, found, count_tokens)
+        members = [_token_member(path, key, fields) for key, fields in found]
+        offset, num_bytes, encoding = np.array(members, np.int64).reshape(-1, 3).T.copy()
+        tokens = np.full((2, len(members)), -1, np.int64)
+        if count_tokens and members:
+            tokens[:] = np.transpose([_count_tokens(tar, *member) for member in members])
+        nothing = np.zeros(len(members), np.int64)
+        return TarSamples(
+            offset=offset,
+            num_bytes=num_bytes,
+            num_tokens=tokens[0],
+            last_id=tokens[1],
+            encoding=encoding.astype(np.int8),
+            starts_offset=nothing,
+            num_starts=nothing,
+            mask_offset=nothing,
+            token_bytes=0,
+            row_tokens=0,
+            fingerprint=_fingerprint(tar, offset, num_bytes),
+        )
 
 
-def _documents_of(path: Path, tar: TarBytes, found: list[tuple[str, Fields]], count: bool) -> TarSamples:
-    members = [_token_member(path, key, fields) for key, fields in found]
-    table = np.array(members, np.int64).reshape(len(members), 3)
-    offset, num_bytes, encoding = (table[:, column].copy() for column in range(3))
-    tokens = np.full((len(members), 2), -1, np.int64)
-    if count and members:
-        tokens[:] = [_count_tokens(tar, *member) for member in members]
-    nothing = np.zeros(len(members), np.int64)
-    return TarSamples(
-        offset=offset,
-        num_bytes=num_bytes,
-        num_tokens=tokens[:, 0].copy(),
-        last_id=tokens[:, 1].copy(),
-        encoding=encoding.astype(np.int8),
-        starts_offset=nothing,
-        num_starts=nothing,
-        mask_offset=nothing,
-        token_bytes=0,
-        row_tokens=0,
-        fingerprint=_fingerprint(tar, offset, num_bytes),
-    )
+def _is_packed(tar: TarBytes, fields: Fields) -> bool:
+    """Whether a sample's ids are rows, ``[rows, seq_len]``."""
+    header = _header(tar, fields[IDS_FIELD][0]) if IDS_FIELD in fields else None
+    return header is not None and len(header.shape) == 2 and DOC_STARTS_FIELD in fields
 
 
 def _rows_of(path: Path, tar: TarBytes, found: list[tuple[str, Fields]]) -> TarSamples:
-    members = [PackedMember(key=key, fields=fields) for key, fields in found]
-    rows, row_tokens, token_bytes = packed_rows(path, tar, members)
+    """All rows as the idx has them; no ids are read. Raises UnknownMember or BrokenShard."""
+    parts, forms = [], set()
+    for key, fields in found:
+        member = _PackedMember(path, key, fields, tar)
+        ids = member.array(IDS_FIELD, ("<u2", "<u4"))
+        forms.add((ids.shape[-1], ids.dtype.itemsize))
+        is_rows = len(ids.shape) == 2 and 0 < ids.shape[1] * ids.dtype.itemsize < 2**32 and ids.shape[0] > 0
+        if not is_rows or len(forms) > 1:
+            raise BrokenShard(f"{path}: {key!r} has ids {ids.shape}, expected rows as those before it")
+        parts.append(member.rows(ids))
+    if len({LOSS_MASK_FIELD in fields for _, fields in found}) > 1:
+        raise BrokenShard(f"{path}: some of its rows have a {LOSS_MASK_FIELD} and others have none")
+    rows, (row_tokens, token_bytes) = np.concatenate(parts), forms.pop()
     return TarSamples(
         **{name: rows[name].astype(np.int64) for name in rows.dtype.names or ()},
         last_id=np.full(len(rows), -1, np.int64),
@@ -474,6 +373,81 @@ def _rows_of(path: Path, tar: TarBytes, found: list[tuple[str, Fields]]) -> TarS
         row_tokens=row_tokens,
         fingerprint=_fingerprint(tar, rows["offset"], rows["num_bytes"]),
     )
+
+
+class _PackedMember:
+    """One sample of the tar: a group of rows. Raises BrokenShard, UnknownMember for other fields."""
+
+    def __init__(self, path: Path, key: str, fields: Fields, tar: TarBytes) -> None:
+        self._path = path
+        self._key = key
+        self._fields = fields
+        self._tar = tar
+        if fields.keys() - _KNOWN or IDS_FIELD not in fields:
+            raise UnknownMember(
+                f"{path}: {key!r} has the fields {', '.join(sorted(fields))}, expected of "
+                f"{', '.join(sorted(_KNOWN))}; leaving one out could change the training"
+            )
+        if DOC_STARTS_FIELD not in fields:
+            raise BrokenShard(f"{path}: {key!r} has no {DOC_STARTS_FIELD}")
+
+    def rows(self, ids: NpyHeader) -> npt.NDArray[np.void]:
+        num_rows, seq_len = ids.shape
+        starts = self._numbers(DOC_STARTS_FIELD)
+        if not (starts < num_rows * seq_len).all() or (starts[1:] <= starts[:-1]).any():
+            raise self._broken(
+                DOC_STARTS_FIELD,
+                f"has {starts[:4].tolist()} ..., expected ascending numbers below {num_rows * seq_len}",
+            )
+        edges = np.searchsorted(starts, np.arange(num_rows + 1) * seq_len)
+        rows = np.zeros(num_rows, _ROW)
+        rows["num_bytes"] = seq_len * ids.dtype.itemsize
+        rows["offset"] = (
+            self._fields[IDS_FIELD][0] + ids.data_start + np.arange(num_rows) * rows["num_bytes"][0]
+        )
+        rows["num_tokens"] = seq_len
+        rows["num_starts"] = np.diff(edges)
+        starts_end = sum(self._fields[DOC_STARTS_FIELD])
+        rows["starts_offset"] = starts_end - starts.nbytes + edges[:-1] * starts.itemsize
+        if ROW_TOKENS_FIELD in self._fields:
+            tokens = self._numbers(ROW_TOKENS_FIELD)
+            if tokens.shape != (num_rows,) or not 0 < tokens.min() <= tokens.max() <= seq_len:
+                what = f"has {tokens[:4].tolist()} ..., expected {num_rows} numbers from 1 to {seq_len}"
+                raise self._broken(ROW_TOKENS_FIELD, what)
+            rows["num_tokens"] = tokens
+        if LOSS_MASK_FIELD in self._fields:
+            mask = self.array(LOSS_MASK_FIELD, ("|u1",))
+            if mask.shape != ids.shape:
+                raise self._broken(LOSS_MASK_FIELD, f"is {mask.shape}, not {ids.shape}")
+            first = self._fields[LOSS_MASK_FIELD][0] + mask.data_start
+            rows["mask_offset"] = first + np.arange(num_rows) * seq_len
+        return rows
+
+    def array(self, field: str, dtypes: tuple[str, ...]) -> NpyHeader:
+        """The header of a member, which must be an array of one of some types, and of the member's size."""
+        offset, num_bytes = self._fields[field]
+        header = _header(self._tar, offset)
+        if header is None or header.dtype.str not in dtypes:
+            found = "none" if header is None else header.dtype.str
+            raise self._broken(field, f"is no .npy of {' or '.join(dtypes)}, but of {found}")
+        if header.num_bytes != num_bytes:
+            raise self._broken(field, f"has {num_bytes} bytes, its header says {header.num_bytes}")
+        return header
+
+    def _numbers(self, field: str) -> npt.NDArray[np.uint32]:
+        """The numbers of a small member: uint32[n]."""
+        header = self.array(field, ("<u4",))
+        offset, num_bytes = self._fields[field]
+        if len(header.shape) != 1:
+            raise self._broken(field, f"has the shape {header.shape}, expected a list")
+        return np.frombuffer(self._tar[offset + header.data_start : offset + num_bytes], "<u4")
+
+    def _broken(self, field: str, what: str) -> BrokenShard:
+        return BrokenShard(f"{self._path}: {field} of {self._key!r} {what}")
+
+
+def _header(tar: TarBytes, offset: int) -> NpyHeader | None:
+    return parse_npy_header(tar[offset : offset + _HEADER_BYTES])
 
 
 def _fingerprint(tar: TarBytes, offset: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64]) -> str:

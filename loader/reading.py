@@ -97,35 +97,40 @@ def open_shard(source: DatasetShards | ExternalTar, row: int, *, crcs_from: Path
             raise MissingShard(f"{path} is missing; {remedy}") from None
         if tar.num_bytes != expected:
             raise BrokenShard(f"{path} has {tar.num_bytes} of {expected} bytes; {remedy}")
-        found: TarSamples | None
-        idx, held, crcs = None, None, None
         if isinstance(source, ExternalTar):
-            found = source.samples
+            records: TarSamples | RecordFile = source.samples
+            crcs = None
         else:
-            found, idx, held = _records(source, row, needs_idx=crcs_from is not None)
-            if idx is not None:
-                opened.callback(idx.file.close)
+            records = _records(source, row, needs_idx=crcs_from is not None)
+            if isinstance(records, RecordFile):
+                opened.callback(records.file.close)
             crcs = None if crcs_from is None else _crcs(source, row, crcs_from)
+        idx: RecordFile | None = None
+        held: Any = None
+        if isinstance(records, TarSamples):
+            held, encoding, token_bytes = vars(records), records.encoding, records.token_bytes
+        else:
+            assert isinstance(source, DatasetShards)
+            is_json = source.spec.kind == "json"
+            encoding = np.array([JSON if is_json else RAW], np.int8)
+            token_bytes = 0 if is_json else source.spec.token_bytes
+            if records.num_samples * records.dtype.itemsize <= HELD_IDX_BYTES:
+                held = records.read_all()
+                records.file.close()
+            else:
+                idx = records
         opened.pop_all()
-    is_json = isinstance(source, DatasetShards) and source.spec.kind == "json"
     return OpenShard(
         tar=tar,
         idx=idx,
-        held=held if found is None else vars(found),
-        encoding=np.array([JSON if is_json else RAW], np.int8) if found is None else found.encoding,
-        token_bytes=_token_bytes(source, found),
+        held=held,
+        encoding=encoding,
+        token_bytes=token_bytes,
         row_tokens=source.row_tokens,
         has_mask=source.has_mask,
         remedy=remedy,
         crcs=crcs,
     )
-
-
-def _token_bytes(source: DatasetShards | ExternalTar, found: TarSamples | None) -> int:
-    if found is not None:
-        return found.token_bytes
-    assert isinstance(source, DatasetShards)
-    return 0 if source.spec.kind == "json" else source.spec.token_bytes
 
 
 def _crcs(source: DatasetShards, row: int, folder: Path) -> RecordFile:
@@ -141,10 +146,8 @@ def _crcs(source: DatasetShards, row: int, folder: Path) -> RecordFile:
     return crcs
 
 
-def _records(
-    source: DatasetShards, row: int, *, needs_idx: bool
-) -> tuple[TarSamples | None, RecordFile | None, Any]:
-    """What the tar itself tells, read once, where there is no idx; else the idx, or all of it if small."""
+def _records(source: DatasetShards, row: int, *, needs_idx: bool) -> TarSamples | RecordFile:
+    """The idx, open; without one what the tar itself tells."""
     shard_id = int(source.shard_ids[row])
     try:
         idx = open_idx(source.folder, source.spec, shard_id)
@@ -160,17 +163,13 @@ def _records(
                 f"{source.row_tokens}"
             ) from None
         _check_num_samples(source, row, path, len(samples.offset))
-        return samples, None, None
-    keep = False
+        return samples
     try:
         _check_num_samples(source, row, idx.file.path, idx.num_samples)
-        if idx.num_samples * idx.dtype.itemsize <= HELD_IDX_BYTES:
-            return None, None, idx.read_all()
-        keep = True
-        return None, idx, None
-    finally:
-        if not keep:
-            idx.file.close()
+    except BrokenShard:
+        idx.file.close()
+        raise
+    return idx
 
 
 def _check_num_samples(source: DatasetShards, row: int, path: Path, found: int) -> None:
@@ -393,11 +392,12 @@ class SampleBytes:
     start: npt.NDArray[np.int64]  # byte in the buffer
     num_bytes: npt.NDArray[np.int64]
     num_tokens: npt.NDArray[np.int64]  # -1 where only decoding tells
-    encoding: npt.NDArray[np.int8]  # JSON, NPY or RAW
-    token_bytes: npt.NDArray[np.int8]  # of a RAW id
+    encoding: npt.NDArray[np.int64]  # JSON, NPY or RAW
+    token_bytes: npt.NDArray[np.int64]  # of a RAW id
     starts_at: npt.NDArray[np.int64]  # byte in the buffer of a packed row's document starts, uint32 each
     num_starts: npt.NDArray[np.int64]  # 0 unless asked for
     mask_at: npt.NDArray[np.int64]  # byte in the buffer of a row's loss mask, a byte per token; -1 without
+    row_tokens: npt.NDArray[np.int64]  # of a packed row, else 0
     sample: npt.NDArray[np.int64]
 
 
@@ -412,7 +412,7 @@ class _Columns(NamedTuple):
     starts_at: npt.NDArray[np.int64]
     num_starts: npt.NDArray[np.int64]
     mask_at: npt.NDArray[np.int64]
-    row_tokens: npt.NDArray[np.int64]  # of a packed row, else 0
+    row_tokens: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -484,18 +484,7 @@ class ShardReader:
         back = np.empty_like(order)
         back[order] = np.arange(len(order))
         found = _Columns(*table.take(back, axis=1))
-        return SampleBytes(
-            buffer=self._buffer,
-            start=found.start,
-            num_bytes=found.num_bytes,
-            num_tokens=found.num_tokens,
-            encoding=found.encoding.astype(np.int8),
-            token_bytes=found.token_bytes.astype(np.int8),
-            starts_at=found.starts_at,
-            num_starts=found.num_starts,
-            mask_at=found.mask_at,
-            sample=samples,
-        )
+        return SampleBytes(buffer=self._buffer, sample=samples, **found._asdict())
 
     def num_tokens(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Tokens of some samples, by the idx alone: int64[n] -> int64[n]."""

@@ -195,17 +195,15 @@ def test_processes_of_a_node_share_the_copying_out(made: Path, node: Path, hold:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_ends_staging_with_75_and_leaves_no_temporary(
-    made: Path, node: Path, hold: Hold, start: Any, number: int
+    made: Path, node: Path, hold: Hold, start: Any
 ) -> None:
     process = start(made / "json", "--to", node, environ=hold.environ(7))
     hold.wait(1, process)
     assert temporaries(node)
     assert staged_ids(made / "json", node)
-    process.send_signal(number)
-    text = end_of(process, code=75)
-    assert f"error: stopped by {signal.Signals(number).name}" in text
+    process.send_signal(signal.SIGTERM)
+    assert "error: stopped by SIGTERM" in end_of(process, code=75)
     assert not temporaries(node)
     assert len(staged_ids(made / "json", node)) == 1
     end_of(start(made / "json", "--to", node))
@@ -500,13 +498,16 @@ def test_processes_begin_at_different_places_of_the_list(made: Path, node: Path)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(
-    ("form", "options"),
-    [("json", {}), ("json", {"seq_len": 20}), ("json", {"group_by_length": True}), ("packed", {"seed": 3})],
+    ("form", "options", "part", "num_workers"),
+    [
+        ("json", {}, "all", 2),
+        ("json", {"seq_len": 20}, "some", 0),
+        ("json", {"group_by_length": True}, "some", 2),
+        ("packed", {"seed": 3}, "some", 0),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("part", ["all", "some"])
 def test_batches_and_state_are_the_same_from_either_place(
     made: Path, node: Path, stage: Any, form: str, options: Any, num_workers: int, part: str
 ) -> None:

@@ -398,13 +398,6 @@ def test_a_folder_stays_although_lfs_removes_empty_ones_after_a_refusal(on_lustr
 
 
 @both_dialects
-def test_the_fake_removes_an_empty_folder_after_a_refusal_as_2_17_does(on_lustre: FakeLustre) -> None:
-    on_lustre.fault("eacces")
-    assert genuine("setstripe -c 2", on_lustre.folder).returncode == errno.EACCES
-    assert on_lustre.folder.exists() == (on_lustre.dialect == "2.15")
-
-
-@both_dialects
 def test_a_read_only_file_system_is_named_as_the_cause(on_lustre: FakeLustre) -> None:
     on_lustre.fault("read-only")
     code, text = on_lustre.command("apply", on_lustre.folder, "-c", "2")

@@ -28,7 +28,6 @@ def genuine(options: str, path: Path) -> None:
     subprocess.run(["lfs", "setstripe", *options.split(), str(path)], check=True)
 
 
-@both_dialects
 @pytest.mark.parametrize(
     ("tiers", "lost", "pool"),
     [

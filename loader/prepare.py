@@ -4,11 +4,11 @@ Rank 0 plans, makes the shards and verifies them, in processes of its own; the o
 nothing but the file system, in ``.NAME.preparing`` beside the data set's folder:
 
     00001.json      a claim: {"launch": ..., "place": ..., "num_beats": 17, "exit_code": null, "error": null}
-    1f0c...verdict  the same, of rank 0 of one launch: what its other ranks go on, or end, with
+    1f0c...verdict  the same, of rank 0 of one launch: what its other ranks wait for, go on with or end with
 
-A claim is taken by a link under the next number, so that of two jobs one is first. Its owner rewrites it four
-times per ``heartbeat_s``; one that stays the same for too long, by the watcher's clock, is dead. Two owners
-at once would only cost time: shards are equal bytes, and done ones are skipped.
+A claim is taken by a link under the next number, so that of two jobs one is first. Rank 0 rewrites its files
+four times per ``heartbeat_s``; one that stays the same for too long, by the watcher's clock, is dead. Two
+owners at once would only cost time: shards are equal bytes, and done ones are skipped.
 """
 
 from __future__ import annotations
@@ -75,143 +75,110 @@ def _read_claim(path: Path) -> Claim | None:
         return None  # being removed, or no claim of ours: it will not change
 
 
-@contextmanager
-def _end_told(tell: Callable[[int, str | None], None]) -> Iterator[None]:
-    """Tell how the work within ends: its exit code, and the error if it is not 0."""
-    exit_code, error = 0, None
-    try:
-        yield
-    except ShardprepError as failure:
-        exit_code, error = failure.exit_code, str(failure)
-        raise
-    except BaseException as failure:
-        exit_code, error = Stopped.exit_code, f"rank 0 was stopped ({type(failure).__name__})"
-        raise
-    finally:
-        with contextlib.suppress(ShardprepError, OSError):  # what ended the work is of more weight
-            tell(exit_code, error)
+class Note:
+    """A file with a Claim, and since when it has not changed, by this process's clock."""
 
-
-class Claims:
-    """The newest claim in a folder, and since when it has not changed, by this process's clock."""
-
-    def __init__(self, folder: Path, own: Claim) -> None:
-        self.folder = folder
-        self.own = own
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.claim = _read_claim(path)
         self.is_changed = False  # since the first look
         self._since = time.monotonic()
-        self.number, self.newest = self._look()
 
     def look(self) -> None:
-        found = self._look()
-        if found != (self.number, self.newest):
-            self.number, self.newest = found
-            self.is_changed, self._since = True, time.monotonic()
-
-    def _look(self) -> tuple[int, Claim | None]:
-        """Number and content of the newest; 0 and None without one; None where it cannot be read."""
-        number = max(self._numbers(), default=0)
-        return number, _read_claim(self._path(number)) if number else None
+        found = _read_claim(self.path)
+        if found != self.claim:
+            self.claim, self.is_changed, self._since = found, True, time.monotonic()
 
     @property
     def unchanged_s(self) -> float:
         return time.monotonic() - self._since
 
-    def take(self, number: int) -> bool:
-        """Whether the claim of this number is now ours."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CannotWrite(f"{self.folder} cannot be made: {error.strerror}") from None
-        file = PublishedFile(self._path(number))
-        file.write(self.own.written())
-        file.sync()
-        return file.publish_first()
+
+@contextmanager
+def _beating(path: Path, own: Claim, every_s: float) -> Iterator[None]:
+    """Within, a claim of ours changes; then it says how the work within ended."""
+    is_over = threading.Event()
+
+    def write(**given: Any) -> None:
+        with contextlib.suppress(ShardprepError, OSError):  # the work itself is of more weight
+            publish_bytes(path, dataclasses.replace(own, **given).written())
+
+    def beat() -> None:
+        num_beats = 0
+        while not is_over.wait(every_s):
+            num_beats += 1
+            write(num_beats=num_beats)
+
+    write()
+    thread = threading.Thread(target=beat, name="ensure_prepared heartbeat", daemon=True)
+    thread.start()
+    end: dict[str, Any] = {"exit_code": 0}
+    try:
+        yield
+    except ShardprepError as failure:
+        end = {"exit_code": failure.exit_code, "error": str(failure)}
+        raise
+    except BaseException as failure:
+        end = {"exit_code": Stopped.exit_code, "error": f"rank 0 was stopped ({type(failure).__name__})"}
+        raise
+    finally:
+        is_over.set()
+        thread.join()
+        write(**end)
+
+
+class Claims:
+    """The claims of jobs, numbered; the newest one holds."""
+
+    def __init__(self, folder: Path, own: Claim) -> None:
+        self._folder = folder
+        self._own = own
+        self.newest = Note(self._path(self._last()))
+
+    def look(self) -> None:
+        path = self._path(self._last())
+        if path == self.newest.path:
+            self.newest.look()
+        else:
+            self.newest = Note(path)
+
+    def is_free(self, heartbeat_s: float) -> bool:
+        """Whether nobody has claimed the work, its owner has failed, or seems to be dead."""
+        claim = self.newest.claim
+        if self._last() == 0 or (claim and (claim.exit_code is not None or is_gone(claim.place))):
+            return True
+        return self.newest.unchanged_s > heartbeat_s * _DEAD_FOR_OWNERS
 
     @contextmanager
-    def beating(self, number: int, every_s: float) -> Iterator[None]:
-        """Within, a claim of ours changes; it holds the error of what fails within."""
-        is_over = threading.Event()
-        path = self._path(number)
-
-        def beat() -> None:
-            num_beats = 0
-            while not is_over.wait(every_s):
-                num_beats += 1
-                with contextlib.suppress(ShardprepError):  # one beat that fails is no reason to stop
-                    publish_bytes(path, dataclasses.replace(self.own, num_beats=num_beats).written())
-
-        thread = threading.Thread(target=beat, name="ensure_prepared heartbeat", daemon=True)
-        thread.start()
-
-        def tell(exit_code: int, error: str | None) -> None:
-            is_over.set()
-            thread.join()
-            if exit_code:
-                publish_bytes(path, dataclasses.replace(self.own, exit_code=exit_code, error=error).written())
-
-        with _end_told(tell):
-            yield
-
-    def remove(self) -> None:
-        """When index.json is there, nobody looks at claims any more. Verdicts stay."""
+    def taken(self, every_s: float) -> Iterator[bool]:
+        """Whether the next claim is now ours; while it is, it changes. It goes when the work is done."""
+        path = self._path(self._last() + 1)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CannotWrite(f"{self._folder} cannot be made: {error.strerror}") from None
+        file = PublishedFile(path)
+        file.write(self._own.written())
+        file.sync()
+        if not file.publish_first():
+            yield False
+            return
+        with _beating(path, self._own, every_s):
+            yield True
         with contextlib.suppress(OSError):
             for number in self._numbers():
                 self._path(number).unlink(missing_ok=True)
-            self.folder.rmdir()  # which does nothing to a folder that holds something
+            self._folder.rmdir()  # which does nothing to a folder that holds something
+
+    def _last(self) -> int:
+        return max(self._numbers(), default=0)
 
     def _numbers(self) -> list[int]:
-        names = names_in(self.folder)
+        names = names_in(self._folder)
         return [int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdigit()]
 
     def _path(self, number: int) -> Path:
-        return self.folder / f"{number:05d}.json"
-
-
-class Verdict:
-    """What rank 0 of this launch found, for its other ranks: the data set is as asked for, or an error.
-
-    A file that stays: nobody knows when the last rank has read it. A day later another rank 0 removes it.
-    """
-
-    def __init__(self, folder: Path, own: Claim, *asked: Any) -> None:
-        digest = hashlib.sha256(json.dumps([own.launch, *asked], sort_keys=True, default=str).encode())
-        self._path = folder / f"{digest.hexdigest()[:16]}{_VERDICT}"
-        self._own = own
-        self._first = self.read()
-
-    def read(self) -> Claim | None:
-        """The verdict; its ``exit_code`` is 0 where the data set is as asked for."""
-        return _read_claim(self._path)
-
-    @property
-    def can_be_told(self) -> bool:
-        """Whether it is known which launch this is, and the file can be written, as far as one can see."""
-        folder = self._path.parent if self._path.parent.exists() else self._path.parent.parent
-        return bool(self._own.launch) and os.access(folder, os.W_OK | os.X_OK)
-
-    @property
-    def is_doubtful(self) -> bool:
-        """Whether it may be of an earlier start: it was there at first, and its writer is gone."""
-        found = self.read()
-        return found is not None and found == self._first and is_gone(found.place)
-
-    @contextmanager
-    def told(self) -> Iterator[None]:
-        """Say how the work within ends, and remove what an earlier start said."""
-        with contextlib.suppress(OSError):
-            for path in self._path.parent.glob(f"*{_VERDICT}"):
-                if path == self._path or time.time() - path.stat().st_mtime > _KEPT_S:
-                    path.unlink(missing_ok=True)
-
-        def tell(exit_code: int, error: str | None) -> None:
-            if self.can_be_told:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                claim = dataclasses.replace(self._own, exit_code=exit_code, error=error)
-                publish_bytes(self._path, claim.written())
-
-        with _end_told(tell):
-            yield
+        return self._folder / f"{number:05d}.json"
 
 
 def launch_of(environ: Mapping[str, str]) -> str:
@@ -289,8 +256,9 @@ def ensure_prepared(
     who = find_process_rank(rank, world_size)
     own = Claim(launch=launch_of(os.environ), place=place_of(os.getpid()))
     notes = folder.with_name(f".{folder.name}.preparing")
-    verdict = Verdict(notes, own, os.fspath(input_dir), model_id, options)
-    wait = _Wait(folder, Claims(notes, own), heartbeat_s, limit_s, who.rank)
+    asked = json.dumps([own.launch, os.fspath(input_dir), model_id, options], sort_keys=True, default=str)
+    verdict = notes / f"{hashlib.sha256(asked.encode()).hexdigest()[:16]}{_VERDICT}"
+    wait = _Wait(folder, heartbeat_s, limit_s, who.rank)
     given = {
         "input_dir": Path(input_dir).absolute(), "output_dir": folder, "model_id": model_id, **options
     }  # fmt: skip
@@ -300,121 +268,113 @@ def ensure_prepared(
         # Shard 0 is done already, so it compares and ends.
         _run("shard", "--shard_id=0", "--check_inputs", *_flags(given, but=_FOR_PLAN))
 
-    if who.rank != 0:
-        if wait.is_left_to_compare(verdict):
-            check()
-        return os.fspath(output_dir)
-    told = verdict.told() if who.world_size > 1 else contextlib.nullcontext()
-    with told, wait.for_own_claim() as is_owned:
-        if is_owned and size_of_file(folder / PLAN_NAME) is None:
+    def prepare() -> None:
+        if size_of_file(folder / PLAN_NAME) is None:
             _run("plan", *_flags(given))
         else:
             check()
-        if is_owned:
-            _run("run", str(folder), *_flags({"num_proc": num_proc}))
-            _run("verify", str(folder))
+        _run("run", str(folder), *_flags({"num_proc": num_proc}))
+        _run("verify", str(folder))
+
+    if who.rank == 0:
+        with _told(verdict, own, heartbeat_s) if who.world_size > 1 else contextlib.nullcontext():
+            wait.prepare_or_check(Claims(notes, own), prepare, check)
+    elif not wait.has_verdict(Note(verdict), own.launch):
+        check()
     return os.fspath(output_dir)
+
+
+@contextmanager
+def _told(verdict: Path, own: Claim, heartbeat_s: float) -> Iterator[None]:
+    """Say to the other ranks that rank 0 is at work, and how it ends; what earlier starts said goes.
+
+    A verdict stays: nobody knows when the last rank has read it. A day later another rank 0 removes it.
+    """
+    with contextlib.suppress(OSError):
+        verdict.parent.mkdir(parents=True, exist_ok=True)
+        for path in verdict.parent.glob(f"*{_VERDICT}"):
+            if path == verdict or time.time() - path.stat().st_mtime > _KEPT_S:
+                path.unlink(missing_ok=True)
+    with _beating(verdict, own, heartbeat_s / _BEATS_PER_HEARTBEAT):
+        yield
 
 
 class _Wait:
     """What a rank does that must not prepare, or not yet."""
 
-    def __init__(self, folder: Path, claims: Claims, heartbeat_s: float, limit_s: float, rank: int) -> None:
+    def __init__(self, folder: Path, heartbeat_s: float, limit_s: float, rank: int) -> None:
         self._folder = folder
-        self._claims = claims
         self._heartbeat_s = heartbeat_s
         self._limit_s = limit_s
         self._rank = rank
         self._began = time.monotonic()
         self._said: float | None = None
 
-    def is_left_to_compare(self, verdict: Verdict) -> bool:
-        """Return when the data set is verified; raise what rank 0 failed with.
+    def has_verdict(self, verdict: Note, launch: str) -> bool:
+        """Whether rank 0 of this launch says that the data set is as asked for; raise what it failed with.
 
-        True where rank 0 cannot say that it is as asked for, so that this rank must compare by itself.
+        False where the data set is verified and rank 0 cannot say so: this rank must compare by itself.
         """
-        while True:
-            found = verdict.read()
-            if self._is_verified() and (verdict.is_doubtful or not verdict.can_be_told):
-                return True
-            if found is not None and not verdict.is_doubtful:
-                if found.exit_code:
-                    self._raise_error_of(found)
-                return False
-            self._say(
+        while (is_as_asked := self._verdict(verdict, launch)) is None:
+            self._pause(
                 f"waiting for rank 0 to prepare {self._folder}, or to compare it with what is asked for"
             )
-            self._check_limit()
-            self._claims.look()
-            self._check_rank_0(self._claims.newest, self._claims.own.launch)
-            self._sleep()
+            verdict.look()
+        return is_as_asked
 
-    def _check_rank_0(self, claim: Claim | None, launch: str) -> None:
-        """Raise where rank 0 failed, died, or does not begin."""
-        claims = self._claims
-        is_of_the_past = launch and claim is not None and claim.launch not in {"", launch}
-        if claim is None or (is_of_the_past and not claims.is_changed):
-            if not claims.is_changed and time.monotonic() - self._began > _BEGIN_S:
+    def _verdict(self, verdict: Note, launch: str) -> bool | None:
+        claim, is_verified = verdict.claim, self._is_verified()
+        if claim is None:
+            if time.monotonic() - self._began > _BEGIN_S:
                 raise ReadWriteError(
                     f"{self._folder} is not prepared, and rank 0 has not begun to for {_BEGIN_S:.0f} s; "
                     "every rank must call ensure_prepared, see the log of rank 0"
                 )
-            return
-        is_over = claims.unchanged_s > self._heartbeat_s * _DEAD_FOR_WAITERS
-        if claim.exit_code is not None:
-            if is_over or claim.launch == launch != "":
-                self._raise_error_of(claim)
-        elif is_over and not self._is_verified():
+            parent = verdict.path.parent
+            can_be_told = os.access(parent if parent.exists() else parent.parent, os.W_OK | os.X_OK)
+            return False if is_verified and not can_be_told else None
+        # One that was there at first may be of an earlier start: without a launcher, or with its writer gone.
+        is_ours = verdict.is_changed or (launch != "" and not is_gone(claim.place))
+        is_over = verdict.unchanged_s > self._heartbeat_s * _DEAD_FOR_WAITERS
+        if claim.exit_code and (is_ours or is_over):
+            _raise(claim.exit_code, f"rank 0 could not prepare {self._folder}: {claim.error}")
+        if claim.exit_code is None and is_over and not is_verified:
             raise ReadWriteError(
-                f"the process that prepared {self._folder} gave no sign for {claims.unchanged_s:.0f} s, so "
+                f"the process that prepared {self._folder} gave no sign for {verdict.unchanged_s:.0f} s, so "
                 "it died; what it finished is kept: start the job again to go on"
             )
+        if claim.exit_code == 0 and is_ours:
+            return True
+        return False if is_verified and (is_over or claim.exit_code == 0) else None
 
-    def _raise_error_of(self, claim: Claim) -> NoReturn:
-        _raise(claim.exit_code or 0, f"rank 0 could not prepare {self._folder}: {claim.error}")
-
-    @contextmanager
-    def for_own_claim(self) -> Iterator[bool]:
-        """True while the claim is ours; False where the data set is verified, perhaps by another job."""
-        claims = self._claims
+    def prepare_or_check(
+        self, claims: Claims, prepare: Callable[[], None], check: Callable[[], None]
+    ) -> None:
+        """Prepare while the claim is ours; only compare where the data set is verified already."""
         while not self._is_verified():
-            self._check_limit()
             claims.look()
-            if not self._is_free(claims.newest):
-                self._say(f"{self._folder} is being prepared by another job: waiting for it")
-            elif claims.take(claims.number + 1):
-                with claims.beating(claims.number + 1, self._heartbeat_s / _BEATS_PER_HEARTBEAT):
-                    yield True
-                claims.remove()
-                return
-            self._sleep()
-        yield False
-
-    def _is_free(self, claim: Claim | None) -> bool:
-        unchanged_s = self._claims.unchanged_s
-        if claim is None or claim.exit_code is not None or is_gone(claim.place):
-            return claim is not None or self._claims.number == 0 or unchanged_s > self._heartbeat_s
-        return unchanged_s > self._heartbeat_s * _DEAD_FOR_OWNERS
+            if claims.is_free(self._heartbeat_s):
+                with claims.taken(self._heartbeat_s / _BEATS_PER_HEARTBEAT) as is_taken:
+                    if is_taken:
+                        prepare()
+                        return
+            self._pause(f"{self._folder} is being prepared by another job: waiting for it")
+        check()
 
     def _is_verified(self) -> bool:
         return size_of_file(self._folder / INDEX_NAME) is not None
 
-    def _check_limit(self) -> None:
-        if time.monotonic() - self._began > self._limit_s:
+    def _pause(self, line: str) -> None:
+        """Sleep before another look; say why when the waiting begins, and once a minute."""
+        now = time.monotonic()
+        if now - self._began > self._limit_s:
             raise ReadWriteError(
                 f"{self._folder} is not prepared after {self._limit_s:g} s (limit_s); see the log of rank 0"
             )
-
-    def _say(self, line: str) -> None:
-        """Say it when the waiting begins, and once a minute."""
-        now = time.monotonic()
-        if self._said is not None and now - self._said < _SAY_EVERY_S:
-            return
-        by_now = "" if self._said is None else f", for {now - self._began:.0f} s by now"
-        say(f"rank {self._rank}: {line}{by_now}")
-        self._said = now
-
-    def _sleep(self) -> None:
+        if self._said is None or now - self._said >= _SAY_EVERY_S:
+            by_now = "" if self._said is None else f", for {now - self._began:.0f} s by now"
+            say(f"rank {self._rank}: {line}{by_now}")
+            self._said = now
         time.sleep(min(1.0, self._heartbeat_s / 10))
 
 

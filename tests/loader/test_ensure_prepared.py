@@ -249,7 +249,7 @@ def remove(raw: Path) -> None:
     (raw / "ko_0.txt").unlink()
 
 
-CHANGES = {
+CHANGES: dict[Callable[[Path], Any], str] = {
     add: r"new\.txt was added",
     change: r"ko_0\.txt has \d+ bytes, not \d+",
     rewrite: r"ko_0\.txt holds other bytes",

@@ -72,11 +72,8 @@ def test_the_worst_finding_is_the_exit_code() -> None:
     assert exit_code([fine, poor]) == 1
     assert exit_code([poor, worst, fine]) == CannotWrite.exit_code
     assert as_text([poor, fine])[1].strip() == "-> do this"
-    assert [as_json(each)["worst"] for each in ([fine], [fine, poor], [poor, worst])] == [
-        "good",
-        "warning",
-        "bad",
-    ]
+    worsts = [as_json(each)["worst"] for each in ([fine], [fine, poor], [poor, worst])]
+    assert worsts == ["good", "warning", "bad"]
 
 
 def test_a_machine_a_tokenizer_and_folders_that_will_do_are_all_good(
@@ -107,17 +104,19 @@ def test_a_planned_folder_is_looked_at_without_further_flags(prep: Prep, planned
 
 
 @pytest.mark.processes
-def test_a_tokenizer_that_is_not_there_is_bad_with_its_own_exit_code(prep: Prep, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    code, text = doctor(prep, "--model_id", tmp_path / "empty")
+@pytest.mark.parametrize(
+    ("flag", "line"),
+    [
+        ("--model_id", "bad     tokenizer no usable tokenizer was found"),
+        ("--input_dir", "bad     input     NAMED is no folder"),
+    ],
+)
+def test_what_is_not_there_is_bad_with_its_own_exit_code(
+    prep: Prep, tmp_path: Path, flag: str, line: str
+) -> None:
+    code, text = doctor(prep, flag, tmp_path / "none")
     assert code == 66
-    assert "bad     tokenizer no usable tokenizer was found" in text
-
-
-def test_an_input_folder_that_is_not_there_is_bad(prep: Prep, tmp_path: Path) -> None:
-    code, text = doctor(prep, "--input_dir", tmp_path / "none")
-    assert code == 66
-    assert f"bad     input     {tmp_path / 'none'} is no folder" in text
+    assert line.replace("NAMED", str(tmp_path / "none")) in text
 
 
 def test_the_time_of_a_cgroup_is_compared_with_the_cpus(tmp_path: Path) -> None:

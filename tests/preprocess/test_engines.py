@@ -67,41 +67,31 @@ def assert_equal_ids(one: Engine, other: Engine, texts: list[str]) -> None:
         assert np.array_equal(left.ids, right.ids)
 
 
+@pytest.fixture(params=["small", "llama3"])
+def any_tokenizer(request: pytest.FixtureRequest, prep: Any) -> Path:
+    """A small tokenizer, and the real one where it is there."""
+    if request.param == "small":
+        return Path(prep.model_dir) / "tokenizer.json"
+    return Path(request.getfixturevalue("shared_dir")) / "tokenizers/llama3/tokenizer.json"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("allow_special_tokens", [False, True])
 def test_engines_agree_on_code_points_special_tokens_and_long_runs(
-    prep: Any, allow_special_tokens: bool
+    any_tokenizer: Path, allow_special_tokens: bool
 ) -> None:
-    path = prep.model_dir / "tokenizer.json"
-    engines = [
-        make(path, allow_special_tokens=allow_special_tokens)
-        for make in (gigatoken_engine, tokenizers_engine)
-    ]
-    contents = ["<|end_of_text|>", "<|begin_of_text|>", "<|eot_id|>"]
-    runs = [character * 20_000 for character in "a 가!9\n\t"]
+    added = json.loads(any_tokenizer.read_bytes())["added_tokens"]
+    step = EVERY if "llama3" in any_tokenizer.parts else SOME
     texts = [
-        *code_point_texts(FEW if allow_special_tokens else SOME),  # they hold no token's name
-        *special_token_texts(contents),
-        *runs,
-        *probe_texts(json.loads(path.read_bytes())),
+        *code_point_texts(FEW if allow_special_tokens else step)[
+            : 0x20000 - 0x800
+        ],  # they hold no token's name
+        *special_token_texts([token["content"] for token in added[:3]]),
+        *(character * 20_000 for character in "a 가!9\n\t"),
+        *probe_texts({"added_tokens": added}),
     ]
     assert len(texts) > (10_000 if allow_special_tokens else 80_000)
-    assert_equal_ids(engines[0], engines[1], texts)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("allow_special_tokens", [False, True])
-def test_engines_agree_on_llama_3_and_every_code_point(shared_dir: Path, allow_special_tokens: bool) -> None:
-    path = shared_dir / "tokenizers/llama3/tokenizer.json"
-    engines = [
-        make(path, allow_special_tokens=allow_special_tokens)
-        for make in (gigatoken_engine, tokenizers_engine)
-    ]
-    contents = ["<|end_of_text|>", "<|begin_of_text|>", "<|finetune_right_pad_id|>"]
-    runs = [character * 200_000 for character in "a 가!9\n\t"]
-    step = FEW if allow_special_tokens else EVERY
-    texts = [*code_point_texts(step)[: 0x20000 - 0x800], *special_token_texts(contents), *runs]
-    assert_equal_ids(engines[0], engines[1], texts)
+    assert_equal_ids(*both_engines(any_tokenizer, allow_special_tokens), texts)
 
 
 def test_control_tokens_in_a_text_are_text_unless_they_are_allowed(prep: Any) -> None:
@@ -313,14 +303,6 @@ def test_any_texts_have_the_ids_of_tokenizers(
                 assert left.offsets.tolist() == right.offsets.tolist()
 
     are_equal()
-
-
-@pytest.fixture(params=["small", "llama3"])
-def any_tokenizer(request: pytest.FixtureRequest, prep: Any) -> Path:
-    """A small tokenizer, and the real one where it is there."""
-    if request.param == "small":
-        return Path(prep.model_dir) / "tokenizer.json"
-    return Path(request.getfixturevalue("shared_dir")) / "tokenizers/llama3/tokenizer.json"
 
 
 @pytest.mark.slow

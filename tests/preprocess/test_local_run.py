@@ -81,15 +81,11 @@ def test_flag_then_environment_decide_the_number_of_processes(
     assert prep.contents(data_dir) == prep.contents(made_dir)
 
 
-def test_no_process_is_refused(prep: Prep, data_dir: Path) -> None:
+def test_no_process_and_no_plan_are_refused(prep: Prep, data_dir: Path, tmp_path: Path) -> None:
     assert prep.command("run", data_dir, "--num_proc", "0").code == 2
     assert prep.cli("run", data_dir, env={"DATASET_NUM_PROC": "none"}).code == 2
-
-
-def test_a_folder_without_a_plan_is_66(prep: Prep, tmp_path: Path) -> None:
     ended = prep.command("run", tmp_path)
-    assert ended.code == 66
-    assert "has no plan.json; run: shardprep plan" in ended.text
+    assert (ended.code, "has no plan.json; run: shardprep plan" in ended.text) == (66, True)
 
 
 def test_the_input_may_have_moved(prep: Prep, sample_dir: Path, tmp_path: Path) -> None:
@@ -144,33 +140,22 @@ def running(prep: Prep, folder: Path) -> Iterator[tuple[subprocess.Popen[str], d
         run.communicate()
 
 
-@pytest.fixture(scope="module")
-def after_kill(prep: Prep, four_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
-    """A run of which one process was killed by SIGKILL: folder, that one's shard, words."""
-    folder = Path(shutil.copytree(four_dir, tmp_path_factory.mktemp("killed") / "data"))
+def test_a_killed_process_fails_its_shard_alone_and_the_printed_command_makes_it(
+    prep: Prep, four_dir: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(four_dir, tmp_path / "data"))
     with running(prep, folder) as (run, workers, hold):
         killed = max(workers)
         os.kill(workers[killed], signal.SIGKILL)
         hold.release()
         text = end_of(run, code=74)
-    return folder, killed, text
-
-
-def test_a_killed_process_fails_its_shard_alone_and_the_printed_command_makes_it(
-    prep: Prep, after_kill: tuple[Path, int, str]
-) -> None:
-    made, killed, text = after_kill
-    assert done(made) == [shard_id for shard_id in range(4) if shard_id != killed]
+    assert f"shard {killed:05d} failed (74): its process was killed by signal 9 (out of memory?)" in text
+    assert done(folder) == [shard_id for shard_id in range(4) if shard_id != killed]
     again = re.search(rf"error: failed: {killed}; run again: shardprep (run .*)", text)
     assert again
     assert prep.command(*again[1].split()).code == 0
-    assert done(made) == [0, 1, 2, 3]
-    assert prep.temporaries(made) == []
-
-
-def test_how_a_process_was_killed_is_told(after_kill: tuple[Path, int, str]) -> None:
-    _, killed, text = after_kill
-    assert f"shard {killed:05d} failed (74): its process was killed by signal 9 (out of memory?)" in text
+    assert done(folder) == [0, 1, 2, 3]
+    assert prep.temporaries(folder) == []
 
 
 @pytest.mark.parametrize(

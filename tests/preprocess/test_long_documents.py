@@ -110,17 +110,6 @@ def test_a_whole_file_goes_the_long_way_too(
     assert written.decode() == text.decode().replace("\r\n", "\n").replace("\r", "\n").strip()
 
 
-@pytest.mark.slow
-@settings(deadline=None, max_examples=150)
-@given(st.lists(st.text(alphabet="ab 가나1'\n\t.é\u3000!s", max_size=12), max_size=12))
-def test_pieces_encode_to_the_ids_of_the_whole(prep_model: Path, pieces: list[str]) -> None:
-    whole = "".join(pieces)
-    for make in (gigatoken_engine, tokenizers_engine):
-        engine = make(prep_model / "tokenizer.json", allow_special_tokens=False)
-        found = [int(i) for ids in engine.encode_long(iter(pieces), can_be_cut=True) for i in ids]
-        assert found == engine.encode([whole]).ids.tolist()
-
-
 ADVERSARIAL = st.text(
     alphabet="ab S'sSſTtlL 0123가힣ㅋ漢字。、，！？）（「…かカกहअя"
     '\u0301\n\r\t .,;:!?"()+/=-|_<>#\u3000\u00a0é½Ⅷ🙂',
@@ -131,11 +120,11 @@ ADVERSARIAL = st.text(
 @pytest.mark.slow
 @settings(deadline=None, max_examples=400)
 @given(st.lists(ADVERSARIAL, max_size=10))
-def test_pieces_encode_to_the_ids_of_the_whole_by_llama_3s_tokenizer(
-    llama3_engines: list[Engine], pieces: list[str]
+def test_pieces_encode_to_the_ids_of_the_whole(
+    llama3_engines: list[Engine], small_engines: list[Engine], pieces: list[str]
 ) -> None:
     whole = "".join(pieces)
-    for engine in llama3_engines:
+    for engine in [*llama3_engines, *small_engines]:
         found = [int(i) for ids in engine.encode_long(iter(pieces), can_be_cut=True) for i in ids]
         assert found == engine.encode([whole]).ids.tolist()
 
@@ -151,6 +140,12 @@ def test_a_text_may_be_cut_at_every_place_that_is_taken_for_one(
     parts = [whole[begin:end] for begin, end in itertools.pairwise(cuts)]
     for engine in llama3_engines:
         assert engine.encode_bare(parts).ids.tolist() == engine.encode_bare([whole]).ids.tolist()
+
+
+@pytest.fixture(scope="module")
+def small_engines(prep_model: Path) -> list[Engine]:
+    path = prep_model / "tokenizer.json"
+    return [make(path, allow_special_tokens=False) for make in (gigatoken_engine, tokenizers_engine)]
 
 
 @pytest.fixture(scope="module")

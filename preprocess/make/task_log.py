@@ -8,7 +8,7 @@ from preprocess.formats.inputs import ByteRange
 from preprocess.make.worker import Work, Worker
 from preprocess.options import WorkerSettings
 from preprocess.plan.plan_file import Plan, PlannedShard
-from shardprep.console import short_bytes, short_number
+from shardprep.console import counted, short_bytes, short_number
 from shardprep.format.input_formats import input_kind
 from shardprep.format.manifest import Manifest
 
@@ -97,4 +97,5 @@ def total_line(works: Sequence[Work], wall_s: float) -> str:
     """What several shards made side by side hold, and how fast they were made together."""
     num_bytes, num_documents, num_tokens = (sum(column) for column in zip((0, 0, 0), *works, strict=True))
     speeds = speeds_of(max(wall_s, 1e-3), num_bytes, num_documents, num_tokens)
-    return f"{num_documents} documents, {num_tokens} tokens in {wall_s:.1f} s: {speeds}"
+    made = f"{counted(num_documents, 'document')}, {counted(num_tokens, 'token')}"
+    return f"{made} in {wall_s:.1f} s: {speeds}"

@@ -16,7 +16,7 @@ from preprocess.formats.inputs import InputFile, OpenInput, sample_sha256
 from preprocess.options import PLAN_FIELDS, PrepConfig, option_differences
 from preprocess.plan.plan_file import Plan, PlannedShard, is_one_file_a_shard, need_plan, read_plan
 from preprocess.plan.tokenizer_files import TOKENIZER_FILE, describe_tokenizer
-from shardprep.console import quoted, say
+from shardprep.console import counted, quoted, say
 from shardprep.errors import NotFound, OtherTokenizer, ReadWriteError, Refused
 from shardprep.files import size_of_file
 from shardprep.format.names import PLAN_NAME, TOKENIZER_DIR, id_ranges
@@ -195,7 +195,7 @@ def _refuse_other_inputs(plan: Plan, input_dir: Path, differing: list[str]) -> N
         return
     found = "; ".join(differing[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
     raise Refused(
-        f"{input_dir} does not hold the {len(plan.inputs)} planned input files: {found}. "
+        f"{input_dir} does not hold the {counted(len(plan.inputs), 'planned input file')}: {found}. "
         "A plan is never changed: bring the planned files back, or put new files into a folder of their own, "
         "with an --output_dir of its own, and give the loader a list of folders"
     )

@@ -84,7 +84,9 @@ def test_run_says_for_each_shard_its_part_and_its_speed_and_the_engine_once(
     assert len([line for line in lines if line.startswith("engine: gigatoken ")]) == 1
     made = sorted(line for line in lines if "; made in " in line)
     assert [line[:11] for line in made] == [f"shard {number:05d}" for number in range(5)]
-    assert re.search(r"^5 of 5 shards made by 2 .*: \d+ documents, \d+ tokens in .* tokens/s$", lines[-1])
+    assert re.search(
+        r"^5 of 5 shards made by 2 .*: [\d,]+ documents, [\d,]+ tokens in .* tokens/s$", lines[-1]
+    )
 
 
 def test_progress_counts_documents_and_tokens_beside_the_bytes(prep: Prep, data_dir: Path) -> None:

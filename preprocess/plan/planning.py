@@ -414,6 +414,17 @@ class Sharding:
     shard_bytes: int | None = None
 
 
+def _check_apart(config: PrepConfig) -> None:
+    """Raises UsageError where the files of the data set would be among its inputs."""
+    made, raw = config.output_dir.resolve(), config.input_dir.resolve()
+    if made == raw or (config.recursive and made.is_relative_to(raw)):
+        where = "is --input_dir" if made == raw else f"lies in --input_dir {raw}, and --recursive looks there"
+        raise UsageError(
+            f"--output_dir {config.output_dir} {where}, so plan.json would be an input; "
+            "give a folder outside of the raw text"
+        )
+
+
 def make_plan(
     config: PrepConfig,
     sharding: Sharding,
@@ -429,6 +440,7 @@ def make_plan(
     Raises every ShardprepError that the inputs, the tokenizer or the folder give reason for.
     """
     stripe.layout()  # an impossible one is told first
+    _check_apart(config)
     listing = find_inputs(
         config.input_dir, recursive=config.recursive, follow_links=config.follow_links, also=config.also
     )

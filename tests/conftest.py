@@ -298,6 +298,13 @@ def planned_dir(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture
+def raw(tmp_path: Path) -> Path:
+    """An empty folder for input."""
+    (tmp_path / "raw").mkdir()
+    return tmp_path / "raw"
+
+
+@pytest.fixture
 def data_dir(planned_dir: Path, tmp_path: Path) -> Path:
     """A copy of ``planned_dir`` of one's own."""
     return Path(shutil.copytree(planned_dir, tmp_path / "data"))

@@ -187,10 +187,15 @@ KINDS = [
     [(name, options, error) for name, options, errors in KINDS for error in sorted(errors)],
 )
 def test_what_a_reader_loses_or_alters_is_named_though_all_hashes_agree(
-    prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: Any, error: str
+    prep: Prep,
+    tmp_path: Path,
+    raw: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    options: Any,
+    error: str,
 ) -> None:
-    raw, data = tmp_path / "raw", tmp_path / "data"
-    raw.mkdir()
+    data = tmp_path / "data"
     (raw / "a.jsonl").write_text("".join(LINES))
     prep.plan(raw, data, num_shards=1, id_field="id", source_field="of", max_bad_fraction=0.5, **options)
     prep.make(data)
@@ -244,11 +249,10 @@ def test_ids_that_are_not_the_references_are_found(
 
 
 def test_another_idx_than_the_tar_has_is_found(
-    prep: Prep, sample_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prep: Prep, sample_dir: Path, tmp_path: Path, raw: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two documents of equal size change places: neither the sizes nor the hashes tell."""
-    raw, data = tmp_path / "raw", tmp_path / "data"
-    raw.mkdir()
+    data = tmp_path / "data"
     (raw / "a.txt").write_text("".join(f"line {number} of a file\n" for number in range(10, 20)))
     prep.plan(raw, data, num_shards=1, token_format="npy")
     original = shard_writer.ShardWriter._write
@@ -282,10 +286,9 @@ MARKS = {"utf-16-le": codecs.BOM_UTF16_LE, "utf-16-be": codecs.BOM_UTF16_BE, "ut
 @pytest.mark.parametrize("codec", MARKS)
 @pytest.mark.parametrize("has_mark", [False, True])
 def test_compressed_utf_16_has_each_line_at_its_place(
-    prep: Prep, tmp_path: Path, codec: str, has_mark: bool, end: str
+    prep: Prep, tmp_path: Path, raw: Path, codec: str, has_mark: bool, end: str
 ) -> None:
-    raw, lines = tmp_path / "raw", MALAYALAM
-    raw.mkdir()
+    lines = MALAYALAM
     text = (MARKS[codec] if has_mark else b"") + end.join(lines).encode(codec)
     (raw / "a.txt.gz").write_bytes(gzip.compress(text))
     encoding = codec.rpartition("-")[0] if has_mark else codec
@@ -297,10 +300,9 @@ def test_compressed_utf_16_has_each_line_at_its_place(
 
 
 def test_a_file_with_the_other_suffix_of_its_format_is_read_alike_by_both_readers(
-    prep: Prep, tmp_path: Path
+    prep: Prep, tmp_path: Path, raw: Path
 ) -> None:
-    raw, data = tmp_path / "raw", tmp_path / "data"
-    raw.mkdir()
+    data = tmp_path / "data"
     lines = b'{"text": "a kettle"}\n{"text": "another"}\n'
     (raw / "a.text").write_bytes(b"a kettle\n")
     (raw / "b.jsonlines").write_bytes(lines)
@@ -331,12 +333,11 @@ TEXT_OPTIONS: list[dict[str, Any]] = [{"doc": "file"}, {"encoding": "utf-8-sig"}
 
 @pytest.mark.parametrize("seed", range(16))
 def test_random_inputs_of_every_format_are_read_alike_by_both_readers(
-    prep: Prep, tmp_path: Path, seed: int
+    prep: Prep, tmp_path: Path, raw: Path, seed: int
 ) -> None:
     """Cut anywhere that their formats allow, with bad records, and with each option that changes texts."""
     rng = random.Random(seed)
-    raw, data = tmp_path / "raw", tmp_path / "data"
-    raw.mkdir()
+    data = tmp_path / "data"
     is_text = rng.random() < 0.5
     forms = [form for form in random_inputs.FORMATS if form.startswith("txt") == is_text]
     num_files = rng.randint(1, 6)

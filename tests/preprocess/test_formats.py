@@ -174,10 +174,8 @@ def test_a_worker_without_the_library_of_its_inputs_ends_before_any_work_and_oth
 
 
 def test_files_that_say_where_they_may_be_entered_are_cut_and_others_are_packed_evenly(
-    prep: Prep, tmp_path: Path
+    prep: Prep, tmp_path: Path, raw: Path
 ) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
     lines = json_lines(TEXTS)
     (raw / "a.jsonl.zst").write_bytes(seekable_zstd(lines, [300]))
     (raw / "b.jsonl.gz").write_bytes(bgzip(lines, [300]))
@@ -226,10 +224,8 @@ BAD_LINES: dict[str, tuple[bytes, str, str]] = {
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gz"])
 def test_a_bad_line_is_quarantined_with_reason_file_and_byte_and_the_others_stay(
-    prep: Prep, tmp_path: Path, packed: bool
+    prep: Prep, tmp_path: Path, raw: Path, packed: bool
 ) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
     lines, places = [], []
     for bad, _, _ in BAD_LINES.values():
         lines += [b'{"text": "good"}\r\n', b"\n", bad + b"\n"]
@@ -305,10 +301,8 @@ def broken(kind: str, raw: Path) -> str:
     ],
 )  # fmt: skip
 def test_a_file_that_cannot_be_read_further_ends_in_65_by_its_name_and_counts_nothing(
-    prep: Prep, tmp_path: Path, kind: str
+    prep: Prep, tmp_path: Path, raw: Path, kind: str
 ) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
     name = broken(kind, raw)
     flags = ["--input_dir", raw, "--output_dir", tmp_path / "data", "--model_id", prep.model_dir]
     ended = prep.command("plan", *flags)
@@ -401,9 +395,7 @@ def test_a_record_batch_that_says_it_is_a_schema_is_refused_and_not_left_out(tmp
         list(read_documents([part], reading_of(PrepConfig().plan_options(), 2_000)))
 
 
-def test_empty_files_of_every_format_hold_no_documents(prep: Prep, tmp_path: Path) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
+def test_empty_files_of_every_format_hold_no_documents(prep: Prep, tmp_path: Path, raw: Path) -> None:
     names = [
         "a.txt",
         "b.jsonl",
@@ -423,9 +415,7 @@ def test_empty_files_of_every_format_hold_no_documents(prep: Prep, tmp_path: Pat
     assert [(name, text) for name, text, _ in documents(prep, tmp_path / "data")] == [("j.txt", "one")]
 
 
-def test_a_column_that_is_all_null_is_quarantined_row_by_row(prep: Prep, tmp_path: Path) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
+def test_a_column_that_is_all_null_is_quarantined_row_by_row(prep: Prep, tmp_path: Path, raw: Path) -> None:
     write_table(raw / "a.parquet", {"text": ["one", None, "three"], "id": [1, 2, 3]})
     prep.plan(raw, tmp_path / "data", max_bad_fraction=0.5)
     prep.make(tmp_path / "data")
@@ -436,13 +426,11 @@ def test_a_column_that_is_all_null_is_quarantined_row_by_row(prep: Prep, tmp_pat
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt.gz", "a.parquet", "a.stream.arrow"])
 def test_a_huge_text_comes_whole_between_its_neighbours_and_one_above_the_limit_is_left_out(
-    prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    prep: Prep, tmp_path: Path, raw: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(long_documents, "LONG_BYTES", 20_000)
     monkeypatch.setattr(long_documents, "MOST_HELD_BYTES", 100_000)
     monkeypatch.setattr(WorkerSettings, "batch_bytes", 5_000)
-    raw = tmp_path / "raw"
-    raw.mkdir()
     texts = ["before", "word and " * 4_000 + "end", "between", "x y " * 40_000, "after"]
     data = "\n".join(texts).encode() if ".txt" in name else json_lines(texts)
     if name.endswith((".parquet", ".arrow")):
@@ -458,9 +446,7 @@ def test_a_huge_text_comes_whole_between_its_neighbours_and_one_above_the_limit_
     assert counts.num_lines == 5
 
 
-def test_a_template_and_nested_fields_give_the_text(prep: Prep, tmp_path: Path) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
+def test_a_template_and_nested_fields_give_the_text(prep: Prep, tmp_path: Path, raw: Path) -> None:
     rows = [{"input": f"q{n}", "meta": {"output": f"a{n}", "n": n}} for n in range(4)]
     (raw / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_table(raw / "b.parquet", {"input": ["q4"], "meta": [{"output": "a4", "n": 4}]})
@@ -540,9 +526,7 @@ def test_ids_are_kept_with_their_place_and_sources_are_counted(prep: Prep, tmp_p
     assert prep.command("verify", "--fast", tmp_path / "data").code != 0
 
 
-def test_a_field_may_name_the_source(prep: Prep, tmp_path: Path) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
+def test_a_field_may_name_the_source(prep: Prep, tmp_path: Path, raw: Path) -> None:
     rows = [
         {"text": "가 b", "from": "web"},
         {"text": "c", "from": "code"},
@@ -563,19 +547,15 @@ def test_a_field_may_name_the_source(prep: Prep, tmp_path: Path) -> None:
     assert prep.command("verify", tmp_path / "data", "--deep", 1).code == 0
 
 
-def test_more_sources_than_a_manifest_can_name_are_refused(prep: Prep, tmp_path: Path) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
+def test_more_sources_than_a_manifest_can_name_are_refused(prep: Prep, tmp_path: Path, raw: Path) -> None:
     (raw / "a.jsonl").write_text("".join(f'{{"text": "a", "from": {number}}}\n' for number in range(1001)))
     with pytest.raises(BadInput, match=r"more than 1000 sources.*choose a --source_field with fewer values"):
         prep.plan(raw, tmp_path / "data", source_field="from")
 
 
 def test_lengths_and_trials_leave_out_and_count(
-    prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prep: Prep, tmp_path: Path, raw: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
     texts = ["x" * (number % 10 + 1) for number in range(50)]
     (raw / "a.txt").write_text("\n\n".join(texts) + "\n")
     (raw / "b.jsonl").write_bytes(json_lines(texts))
@@ -598,9 +578,9 @@ def test_lengths_and_trials_leave_out_and_count(
     assert [text for _, text, _ in documents(prep, trial)] == kept[:8] + kept[:7]
 
 
-def test_normalization_is_done_and_its_version_lies_in_the_plan(prep: Prep, tmp_path: Path) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
+def test_normalization_is_done_and_its_version_lies_in_the_plan(
+    prep: Prep, tmp_path: Path, raw: Path
+) -> None:
     (raw / "a.txt").write_text("e\u0301 가\n")
     plan = prep.plan(raw, tmp_path / "data", normalize="NFC")
     prep.make(tmp_path / "data")
@@ -614,10 +594,10 @@ def test_normalization_is_done_and_its_version_lies_in_the_plan(prep: Prep, tmp_
     assert "the plan changes text with Unicode" in ended.text
 
 
-def test_text_read_in_a_wrong_encoding_comes_back_wholly_or_is_left_out(prep: Prep, tmp_path: Path) -> None:
+def test_text_read_in_a_wrong_encoding_comes_back_wholly_or_is_left_out(
+    prep: Prep, tmp_path: Path, raw: Path
+) -> None:
     """UTF-8 read as cp1252, where the five bytes that it does not know became question marks."""
-    raw = tmp_path / "raw"
-    raw.mkdir()
     right = [f"{number}. 가 café {chr(0xAC00 + 97 * number)}" for number in range(80)]
     wrong = [line.encode().decode("cp1252", "replace") for line in right]
     wrong = [line.replace("\ufffd", "?") for line in wrong]
@@ -662,9 +642,7 @@ def test_a_text_that_is_misread_is_restored_wholly_or_not_at_all(text: str, righ
     assert undo_mojibake(text) == right
 
 
-def test_a_json_file_of_one_list_is_told_its_conversion(prep: Prep, tmp_path: Path) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
+def test_a_json_file_of_one_list_is_told_its_conversion(prep: Prep, tmp_path: Path, raw: Path) -> None:
     (raw / "a.json").write_text(' [\n {"text": "a"}]')
     ended = prep.command(
         "plan", "--input_dir", raw, "--output_dir", tmp_path / "data", "--model_id", prep.model_dir
@@ -683,9 +661,9 @@ def test_the_notes_that_datasets_puts_beside_its_files_are_no_input(tmp_path: Pa
         list_inputs(tmp_path, recursive=False)
 
 
-def test_planning_opens_each_file_once(prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
+def test_planning_opens_each_file_once(
+    prep: Prep, tmp_path: Path, raw: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for number in range(300):
         (raw / f"{number:03d}.jsonl").write_bytes(json_lines(TEXTS[number % 50 :][:3]))
     opened: list[str] = []
@@ -702,9 +680,7 @@ def test_planning_opens_each_file_once(prep: Prep, tmp_path: Path, monkeypatch: 
     assert sum(count > 1 for count in times.values()) <= 3 + 16, "but where shards begin, and for two samples"
 
 
-def test_a_worker_says_which_field_too_many_documents_lack(prep: Prep, tmp_path: Path) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
+def test_a_worker_says_which_field_too_many_documents_lack(prep: Prep, tmp_path: Path, raw: Path) -> None:
     (raw / "a.jsonl").write_text('{"text": "a"}\n' + '{"body": "a"}\n' * 4)
     prep.plan(raw, tmp_path / "data")
     worker = load_worker(
@@ -730,9 +706,7 @@ def test_flags_of_other_tools_are_told_where_their_meaning_is_here(
     assert said in ended.text
 
 
-def test_planning_warns_of_a_sample_without_the_field(prep: Prep, tmp_path: Path) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
+def test_planning_warns_of_a_sample_without_the_field(prep: Prep, tmp_path: Path, raw: Path) -> None:
     (raw / "a.jsonl").write_text('{"text": "a"}\n' + '{"body": "a"}\n' * 4)
     ended = prep.command(
         "plan", "--input_dir", raw, "--output_dir", tmp_path / "data", "--model_id", prep.model_dir
@@ -758,9 +732,9 @@ def test_what_datatrove_and_dolma_wrote_goes_in_as_it_is(prep: Prep, tmp_path: P
     assert all(lines.endswith(',"d2"]\n') for lines in ids)
 
 
-def test_what_pandas_writes_as_curators_writers_ask_it_to_goes_in(prep: Prep, tmp_path: Path) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
+def test_what_pandas_writes_as_curators_writers_ask_it_to_goes_in(
+    prep: Prep, tmp_path: Path, raw: Path
+) -> None:
     frame = pandas.DataFrame({"id": ["d0", "d1", "d2"], "text": OTHERS_TEXTS, "score": [0.5, 1.0, 2.0]})
     frame.to_json(raw / "a.jsonl", lines=True, orient="records", force_ascii=False)
     frame.to_parquet(raw / "b.parquet")

@@ -160,11 +160,9 @@ TWICE: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("form", TWICE)
 def test_a_key_that_stands_twice_is_left_out_whatever_the_memory_and_the_lines_beside_it(
-    prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+    prep: Prep, tmp_path: Path, raw: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     options, twice = TWICE[form]
-    raw = tmp_path / "raw"
-    raw.mkdir()
     right = '{"a": {"text": "right"}, "text": "right"}'
     (raw / "a.jsonl").write_text(
         "\n".join([right, '{"other": 1}', twice, '{"n": 2}', right, twice, '{"n": 2}'])
@@ -194,9 +192,7 @@ LONG = [
 ]
 
 
-def test_ids_and_sources_that_are_long_integers_stay_exact(prep: Prep, tmp_path: Path) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
+def test_ids_and_sources_that_are_long_integers_stay_exact(prep: Prep, tmp_path: Path, raw: Path) -> None:
     rows = [{"text": "a", "id": number, "from": number} for number in LONG]
     (raw / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     prep.plan(raw, tmp_path / "data", id_field="id", source_field="from")
@@ -210,12 +206,12 @@ CALLS = TAGGED.replace("{{ m['content'] }}", "{{ m['content'] }}{{ (m['call'] or
 
 
 @pytest.mark.processes
-def test_numbers_of_messages_are_rendered_as_pythons_json_reads_them(prep: Prep, tmp_path: Path) -> None:
+def test_numbers_of_messages_are_rendered_as_pythons_json_reads_them(
+    prep: Prep, tmp_path: Path, raw: Path
+) -> None:
     from transformers import AutoTokenizer
 
     model = chat_model(prep.model_dir, tmp_path / "model", CALLS)
-    raw = tmp_path / "raw"
-    raw.mkdir()
     numbers = [
         *NUMBERS,
         "1.7976931348623157e308",

@@ -56,10 +56,8 @@ def planned(prep: Prep, folder: Path, *flags: object) -> Ended:
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_a_column_whose_name_has_a_dot_is_read_and_goes_before_a_nested_field(
-    prep: Prep, tmp_path: Path, suffix: str
+    prep: Prep, tmp_path: Path, raw: Path, suffix: str
 ) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
     nested = pyarrow.array([{"b": f"nested {n}", "c.d": f"deep {n}"} for n in range(7)])
     named = pyarrow.table({"a": nested, "a.b": [f"named {n}" for n in range(7)], "n": range(7)})
     write_table(raw / f"x.{suffix}", named)
@@ -101,11 +99,9 @@ NOT_NESTED: dict[str, tuple[pyarrow.Array, str]] = {
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("kind", NOT_NESTED)
 def test_a_nested_field_of_what_is_no_struct_is_refused_by_name_when_planning(
-    prep: Prep, tmp_path: Path, suffix: str, kind: str
+    prep: Prep, tmp_path: Path, raw: Path, suffix: str, kind: str
 ) -> None:
     column, said = NOT_NESTED[kind]
-    raw = tmp_path / "raw"
-    raw.mkdir()
     path = raw / f"x.{suffix}"
     write_table(path, pyarrow.table({"a": column, "text": ["t"]}))
     ended = planned(prep, raw, "--text_field", "a.b")
@@ -129,10 +125,8 @@ def test_a_nested_field_of_a_column_that_is_all_null_is_null(tmp_path: Path, suf
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_two_columns_of_one_name_are_refused_where_they_are_meant_and_else_do_no_harm(
-    prep: Prep, tmp_path: Path, suffix: str
+    prep: Prep, tmp_path: Path, raw: Path, suffix: str
 ) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
     path = raw / f"x.{suffix}"
     columns = [pyarrow.array(values) for values in (["one"], ["two"], [1], [2], ["other"])]
     write_table(path, pyarrow.Table.from_arrays(columns, names=["text", "text", "n", "n", "body"]))
@@ -231,11 +225,9 @@ def arrow_file(num_rows: int = 40, rows: int = 7) -> tuple[bytes, list[str]]:
 
 
 def test_the_footer_says_where_record_batches_are_whatever_stands_at_the_beginning(
-    prep: Prep, tmp_path: Path
+    prep: Prep, tmp_path: Path, raw: Path
 ) -> None:
     data, texts = arrow_file()
-    raw = tmp_path / "raw"
-    raw.mkdir()
     path = raw / "x.arrow"
     path.write_bytes(as_some_writers_leave_it(data))
     assert pyarrow.ipc.open_file(str(path)).read_all()["text"].to_pylist() == texts
@@ -302,10 +294,8 @@ def long_zstd(data: bytes, long: int) -> bytes:
 @pytest.mark.parametrize("name", ["x.jsonl.zst", "x.txt.zst"])
 @pytest.mark.parametrize("long", [28, 31])
 def test_a_long_window_of_zstd_is_refused_when_planning_and_read_where_it_is_allowed(
-    prep: Prep, tmp_path: Path, name: str, long: int
+    prep: Prep, tmp_path: Path, raw: Path, name: str, long: int
 ) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
     texts = [f"text {n}" for n in range(9)]
     lines = [json.dumps({"text": text}) if "json" in name else text for text in texts]
     skipped = struct.pack("<II", 0x184D2A50, 3) + b"abc"
@@ -333,10 +323,8 @@ def texts_in(prep: Prep, data: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_a_later_frame_with_a_long_window_ends_the_task_with_65_and_what_to_type(
-    prep: Prep, tmp_path: Path
+    prep: Prep, tmp_path: Path, raw: Path
 ) -> None:
-    raw = tmp_path / "raw"
-    raw.mkdir()
     (raw / "x.txt.zst").write_bytes(
         zstandard.compress(b"a line of text\n" * 300_000) + long_zstd(b"two\n", 30)
     )

@@ -131,9 +131,6 @@ def _check_shard(folder: Path, plan: Plan, shard_id: int, engine: Engine) -> dic
     return {"documents": found.num_documents, "left out": num_left_out, "tokens": found.num_tokens}
 
 
-# --- What the input gives
-
-
 class _Key(NamedTuple):
     """What must be equal of a document; the place where each sample is one document."""
 
@@ -301,9 +298,6 @@ def _hash_of_ids(ids: npt.NDArray[Any], is_begin: bool = True) -> bytes:
     return _hash(ids.astype("<u4").tobytes() + bytes([is_begin]))
 
 
-# --- What the shard holds
-
-
 class _Held(NamedTuple):
     """A document of a shard; of rows packed best_fit, what a row holds of it."""
 
@@ -419,9 +413,6 @@ def _groups(path: Path) -> Iterator[tuple[str, dict[str, tuple[int, bytes]]]]:
 
 def _array(data: bytes) -> npt.NDArray[Any]:
     return np.asarray(np.load(io.BytesIO(data), allow_pickle=False))
-
-
-# --- The comparison
 
 
 class _Named:

@@ -160,9 +160,6 @@ def _lines(
                 at += len(line)
 
 
-# --- Text
-
-
 def _in_text(part: ByteRange, text_stop: int | None, options: PlanOptions) -> _Records:
     codec = options.encoding.removesuffix("-sig")
     if options.doc == "file" or codec.startswith(("utf-16", "utf-32")):
@@ -206,9 +203,6 @@ def _wide_lines(data: bytes, codec: str, at: int) -> Iterator[tuple[int, bytes]]
         num_bytes = len(line.encode(codec))
         yield at, data[at : at + num_bytes]
         at += num_bytes
-
-
-# --- JSON
 
 
 def _in_json(part: ByteRange, text_stop: int | None, options: PlanOptions) -> _Records:
@@ -291,9 +285,6 @@ def _value_at(record: Any, path: Sequence[str], *, is_text: bool) -> Any:
         if isinstance(record, _Twice):
             record = (_once if is_text else _last)(record)
     return record
-
-
-# --- Rows
 
 
 _Groups = Iterator[tuple[int, int, Callable[[list[str]], Any]]]
@@ -411,9 +402,6 @@ _READERS: dict[str, Callable[[ByteRange, int | None, PlanOptions], _Records]] = 
     ".parquet": functools.partial(_in_rows, _parquet_groups),
     ".arrow": functools.partial(_in_rows, _arrow_groups),
 }
-
-
-# --- Fields
 
 
 class _Fields:

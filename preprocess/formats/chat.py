@@ -272,10 +272,6 @@ def _say(answers: IO[bytes], what: Any) -> None:
     answers.flush()
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
-
-
 def _tokenizer_facts(folder: str) -> dict[str, Any]:
     """The template and the special tokens that transformers finds in a tokenizer's folder."""
     from transformers import AutoTokenizer
@@ -375,7 +371,8 @@ class Conversations:
         try:
             found: tuple[list[str], list[Spans]] = self._render(conversations=[messages], **options)
         except Exception as error:  # whatever a template of others does
-            raise _Unusable("template_error", f"the template raised {_one_line(error)}") from None
+            said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise _Unusable("template_error", f"the template raised {said}") from None
         return found
 
 

@@ -7,6 +7,7 @@ texts is done here, for all formats alike, and here the documents of a trial are
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import cast
@@ -25,7 +26,7 @@ from preprocess.formats.format import (
     one_left_out,
     whole_file_starts,
 )
-from preprocess.formats.inputs import ByteRange, Digest, OpenInput, Place, RangeReader
+from preprocess.formats.inputs import ByteRange, OpenInput, Place, RangeReader
 from preprocess.formats.long_documents import LONG_BYTES, MOST_HELD_BYTES, LongDocument
 from preprocess.formats.text_changes import change_text
 from preprocess.formats.text_fields import UnusableText
@@ -39,7 +40,7 @@ def read_documents(
     ranges: list[ByteRange],
     reading: Reading,
     *,
-    digest: Digest | None = None,
+    digest: hashlib._Hash | None = None,
     most_documents: int | None = None,
 ) -> Generator[DocumentBatch | LongDocument, None, None]:
     """Yield the documents of byte ranges in order, in batches of about ``reading.batch_bytes``.
@@ -124,7 +125,7 @@ def _conversations(item: DocumentBatch | LongDocument, template: ChatTemplate) -
 
 
 def _items(
-    ranges: list[ByteRange], reading: Reading, digest: Digest | None
+    ranges: list[ByteRange], reading: Reading, digest: hashlib._Hash | None
 ) -> Iterator[DocumentBatch | LongDocument]:
     line = 0
     for part in ranges:

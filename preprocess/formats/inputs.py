@@ -13,7 +13,7 @@ import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from shardprep.errors import BrokenShard, NotFound, ReadWriteError, Refused
 from shardprep.files import ReadFile, with_retries
@@ -80,17 +80,15 @@ class OpenInput:
 
     def read(self, start: int, end: int) -> bytes:
         """The bytes [start, end), fewer where the file ends before. Raises ReadWriteError."""
-        pieces: list[bytes] = []
-        while start < end:
+        data, read = b"", self._file.read_beginning
+        while (at := start + len(data)) < end:
             piece = with_retries(
-                f"input {self.path} cannot be read at byte {start}",
-                functools.partial(self._file.read_beginning, start, end - start),
+                f"input {self.path} cannot be read at byte {at}", functools.partial(read, at, end - at)
             )
-            if not piece or (start + len(piece) == end and not pieces):
-                return piece or b"".join(pieces)
-            pieces.append(piece)
-            start += len(piece)
-        return b"".join(pieces)
+            if not piece:
+                break
+            data += piece  # most often all of it: nothing is copied then
+        return data
 
     def read_all(self, start: int, end: int) -> bytes:
         """The bytes [start, end). Raises ReadWriteError, also where the file ends before."""
@@ -193,22 +191,15 @@ class ByteRange:
         """Open the file; where it was planned, as ``open_planned`` does."""
         return OpenInput(self.path) if self.planned is None else open_planned(self.path, self.planned)
 
-    def reader(self, digest: Digest | None) -> RangeReader:
+    def reader(self, digest: hashlib._Hash | None) -> RangeReader:
         """Open the file to read this part of it."""
         return RangeReader(self.open(), self, digest)
-
-
-class Digest(Protocol):
-    """A hash of hashlib."""
-
-    def update(self, data: memoryview, /) -> None:
-        """Take more bytes."""
 
 
 class RangeReader:
     """Reads a range from its open file, for one thread; hashes, in order, each byte that it meets first."""
 
-    def __init__(self, file: OpenInput, part: ByteRange, digest: Digest | None) -> None:
+    def __init__(self, file: OpenInput, part: ByteRange, digest: hashlib._Hash | None) -> None:
         self.file = file
         self.part = part
         self._digest = digest

@@ -35,7 +35,8 @@ class Parquet:
             return Inspected(text_bytes=0, is_whole=True)
         table, stream, fields = _open(file, reading.fields)
         with refused_by_name(file, "Parquet", stream):
-            text_bytes = sum(_text_bytes(table.metadata, group, fields) for group in _groups(table))
+            groups = range(table.metadata.num_row_groups)
+            text_bytes = sum(_text_bytes(table.metadata, group, fields) for group in groups)
         return Inspected(text_bytes=text_bytes, is_whole=False)
 
     def starts(
@@ -46,7 +47,7 @@ class Parquet:
         if file.stamp.num_bytes:
             table, stream, _ = _open(file, reading.fields)
             with refused_by_name(file, "Parquet", stream):
-                places = _group_starts(table)[1:]
+                places = [start for start, _ in _row_groups(table)[1:]]
         return starts_among(map(Start, places), file, stretches)
 
     def read(
@@ -74,15 +75,14 @@ def _documents(
     table: Any, place: Place, part: ByteRange, reading: Reading
 ) -> Iterator[DocumentBatch | LongDocument]:
     """Those of the row groups that begin in the part."""
-    starts = [0, *_group_starts(table)[1:]]
-    groups = [number for number, start in enumerate(starts) if part.start <= start < part.end]
+    groups = [(start, members) for start, members in _row_groups(table) if part.start <= start < part.end]
     if not groups:
         return
-    first_row = sum(table.metadata.row_group(number).num_rows for number in range(groups[0]))
-    ends = [start for start in starts if part.start < start < part.end]
-    spans = [end - begin for begin, end in zip([part.start, *ends], [*ends, part.end], strict=True)]
+    bounds = itertools.pairwise([part.start, *(start for start, _ in groups[1:]), part.end])
+    spans = [(members, end - begin) for (_, members), (begin, end) in zip(groups, bounds, strict=True)]
+    first_row = sum(table.metadata.row_group(number).num_rows for number in range(groups[0][1][0]))
     where = dataclasses.replace(place, start=first_row, end=first_row)
-    yield from row_documents(_batches(table, groups, spans, reading), where, reading)
+    yield from row_documents(_batches(table, spans, reading), where, reading)
 
 
 def _open(file: OpenInput, fields: TextFields) -> tuple[Any, InputStream, TextFields]:
@@ -94,20 +94,16 @@ def _open(file: OpenInput, fields: TextFields) -> tuple[Any, InputStream, TextFi
         return table, stream, fields_in(file, schema, fields)
 
 
-def _groups(table: Any) -> range:
-    return range(table.metadata.num_row_groups)
-
-
-def _group_starts(table: Any) -> list[int]:
-    """The byte where each row group's first column begins; one group for all where these do not ascend."""
-    starts = []
-    for number in _groups(table):
+def _row_groups(table: Any) -> list[tuple[int, list[int]]]:
+    """Where a part may begin, and the row groups there: one alone, or all where their bytes do not ascend."""
+    starts, numbers = [], list(range(table.metadata.num_row_groups))
+    for number in numbers:
         column = table.metadata.row_group(number).column(0)
-        dictionary = column.dictionary_page_offset
-        data = column.data_page_offset
+        dictionary, data = column.dictionary_page_offset, column.data_page_offset
         starts.append(dictionary if dictionary and 0 < dictionary < data else data)
-    ascending = all(before < after for before, after in itertools.pairwise(starts))
-    return starts if ascending else starts[:1]
+    if any(before >= after for before, after in itertools.pairwise(starts)):
+        return [(0, numbers)]
+    return [(starts[number] if number else 0, [number]) for number in numbers]
 
 
 def _text_bytes(metadata: Any, group: int, fields: TextFields) -> int:
@@ -118,20 +114,13 @@ def _text_bytes(metadata: Any, group: int, fields: TextFields) -> int:
     return sum(
         column.total_uncompressed_size
         for column in columns
-        if column.path_in_schema in names or not names.isdisjoint(_parents(column.path_in_schema))
+        if not names.isdisjoint(itertools.accumulate(column.path_in_schema.split("."), "{}.{}".format))
     )
 
 
-def _parents(path: str) -> list[str]:
-    parts = path.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts))]
-
-
-def _batches(table: Any, groups: list[int], spans: list[int], reading: Reading) -> Iterator[tuple[Any, int]]:
+def _batches(table: Any, spans: list[tuple[list[int], int]], reading: Reading) -> Iterator[tuple[Any, int]]:
     """The record batches of row groups; each group's last one accounts for all bytes of it."""
-    is_one = len(_group_starts(table)) == 1  # then the first stands for all
-    for number, span in zip(groups, spans, strict=True):
-        members = list(_groups(table)) if is_one else [number]
+    for members, span in spans:
         expected = sum(table.metadata.row_group(member).num_rows for member in members)
         num_bytes = sum(_text_bytes(table.metadata, member, reading.fields) for member in members)
         num_rows, num_told = 0, 0
@@ -146,4 +135,4 @@ def _batches(table: Any, groups: list[int], spans: list[int], reading: Reading) 
             yield batch, share - num_told
             num_told = share
         if num_rows != expected:
-            raise BadInput(f"row group {number} has {num_rows} rows, its footer says {expected}")
+            raise BadInput(f"row group {members[0]} has {num_rows} rows, its footer says {expected}")

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -730,14 +729,3 @@ def test_what_datatrove_and_dolma_wrote_goes_in_as_it_is(prep: Prep, tmp_path: P
         assert [text for path, text, _ in found if path == name] == OTHERS_TEXTS, name
     ids = [path.read_text() for path in sorted((tmp_path / "data" / "ids").iterdir())]
     assert all(lines.endswith(',"d2"]\n') for lines in ids)
-
-
-def test_what_pandas_writes_as_curators_writers_ask_it_to_goes_in(
-    prep: Prep, tmp_path: Path, raw: Path
-) -> None:
-    frame = pandas.DataFrame({"id": ["d0", "d1", "d2"], "text": OTHERS_TEXTS, "score": [0.5, 1.0, 2.0]})
-    frame.to_json(raw / "a.jsonl", lines=True, orient="records", force_ascii=False)
-    frame.to_parquet(raw / "b.parquet")
-    prep.plan(raw, tmp_path / "data")
-    prep.make(tmp_path / "data")
-    assert [text for _, text, _ in documents(prep, tmp_path / "data")] == OTHERS_TEXTS * 2

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import bz2
-import contextlib
 import gzip
-import io
 import lzma
 import re
 from collections.abc import Callable
@@ -35,7 +33,16 @@ REFUSED = [
     "no-such-codec", "utf\0008", "utf-8\0", "", "\udcff",
 ]  # fmt: skip
 ENDS = ["\n", "\r\n", "\r", "\n\r", "\r\r", "\r\r\n"]
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": lambda data: gzip.compress(data, 1),
+    ".zst": lambda data: zstd_of_blocks(data, [3, 1, 40, 7]),
+    ".xz": lambda data: lzma.compress(data, preset=0),
+    ".bz2": lambda data: bz2.compress(data, 1),
+}
 LETTERS = ["a", "bc", " ", "\t", "가", "똠방", "語", "é", "я", "ก", "\x85", "\u2028", "\x1c", "🙂", "x" * 9]
+# One byte of each, or of two side by side, reads as a line end in UTF-16 or UTF-32.
+HALF_ENDS = ["ക", "ഊ", "\u0a0d", "\u0a00", "\u0d00", "\u010d", "\u010a", "☀", "─", "🌍"]
 BROKEN = [b"\xff", b"\x80", b"\xea\xb0", b"\x81", b"\xfe"]
 
 
@@ -62,8 +69,8 @@ def codec_of(data: bytes, encoding: str) -> tuple[str, int]:
     return (marks[0][0] if marks else encoding), 0
 
 
-def expected_of(data: bytes, encoding: str) -> Found:
-    """The whole file as units of its codec, split at line ends, each line decoded for itself."""
+def expected_of(data: bytes, encoding: str, most_bytes: int = 1 << 62) -> Found:
+    """The whole text as units of its codec, split at line ends, each line decoded for itself."""
     codec, start = codec_of(data, encoding)
     unit = len("a".encode(codec))
     newline, carriage_return = "\n".encode(codec), "\r".encode(codec)
@@ -80,8 +87,10 @@ def expected_of(data: bytes, encoding: str) -> Found:
     num_empty = 0
     for number, raw in enumerate(lines):
         try:
-            text = raw.decode(codec).strip()
+            text = raw.decode(codec).strip() if len(raw) <= most_bytes else None
         except UnicodeDecodeError:
+            text = None
+        if text is None:
             found.bad.append((number, start, len(raw)))
         else:
             num_empty += not text
@@ -119,6 +128,8 @@ def found_by_worker(path: Path, data: bytes, encoding: str, block_bytes: int) ->
 
 def where_bad(bad: BadDocument) -> tuple[int, int, int]:
     """Line, byte and bytes, once the byte that it names lies in it."""
+    if bad.reason == "too_long":
+        return bad.line, bad.source_offset, bad.num_bytes
     said = re.match(r"byte (\d+) is not [-\w]+: ", bad.detail)
     assert bad.reason == "undecodable"
     assert said is not None, bad.detail
@@ -127,9 +138,9 @@ def where_bad(bad: BadDocument) -> tuple[int, int, int]:
 
 
 def encodable(encoding: str) -> list[str]:
-    """Of LETTERS, those that the encoding has."""
+    """Of the letters, those that the encoding has."""
     kept = []
-    for text in LETTERS:
+    for text in [*LETTERS, *HALF_ENDS]:
         try:
             if text.encode(encoding).decode(encoding) == text:
                 kept.append(text)
@@ -155,16 +166,24 @@ def test_documents_offsets_empty_and_bad_lines_are_an_independent_readers(
     if known in ("utf-16", "utf-32"):
         marks.append("\ufeff".encode(f"{known}-be"))
 
-    @settings(max_examples=120, deadline=None)
+    @settings(max_examples=150, deadline=None)
     @given(
         mark=st.sampled_from(marks),
         pieces=st.lists(st.sampled_from([*letters, *letters, *BROKEN]), max_size=40),
         block_bytes=st.integers(1, 40),
         scan_bytes=st.integers(1, 20),
         long_bytes=st.integers(1, 60),
+        suffix=st.sampled_from([*PACKERS]),
+        most_bytes=st.sampled_from([30, 64 << 20, 64 << 20]),
     )
     @example(
-        mark=b"", pieces=["가a\r\n".encode(codec, "replace")] * 9, block_bytes=5, scan_bytes=3, long_bytes=99
+        mark=b"",
+        pieces=["가a\r\n".encode(codec, "replace")] * 9,
+        block_bytes=5,
+        scan_bytes=3,
+        long_bytes=99,
+        suffix="",
+        most_bytes=99,
     )
     @example(
         mark=b"",
@@ -172,14 +191,29 @@ def test_documents_offsets_empty_and_bad_lines_are_an_independent_readers(
         block_bytes=len("a\r".encode(codec)),
         scan_bytes=4,
         long_bytes=len("aaaa".encode(codec)),
+        suffix="",
+        most_bytes=99,
     )
-    def check(mark: bytes, pieces: list[bytes], block_bytes: int, scan_bytes: int, long_bytes: int) -> None:
+    def check(
+        mark: bytes,
+        pieces: list[bytes],
+        block_bytes: int,
+        scan_bytes: int,
+        long_bytes: int,
+        suffix: str,
+        most_bytes: int,
+    ) -> None:
         data = mark + b"".join(pieces)
         with monkeypatch.context() as patch:
             patch.setattr(long_documents, "LONG_BYTES", long_bytes)
             patch.setattr(long_documents, "_READ_BYTES", scan_bytes)
-            found = found_by_worker(path, data, known, block_bytes)
-        assert found == expected_of(data, known)
+            patch.setattr(long_documents, "MOST_HELD_BYTES", most_bytes)
+            patch.setattr(compression, "_READ_BYTES", max(6, scan_bytes))
+            patch.setattr(compression, "_ZSTD_BYTES", scan_bytes)
+            file = path.with_name(f"{path.name}{suffix}")
+            found = found_by_worker(file, PACKERS[suffix](data), known, block_bytes)
+        # A long line of a plain file is read in pieces again.
+        assert found == expected_of(data, known, most_bytes if suffix else 1 << 62)
 
     check()
 
@@ -219,95 +253,3 @@ def test_batches_of_an_odd_number_of_bytes_split_no_code_unit(
     lines = [f"문서 {number} \u0a0a\uac00\u0a0a abc" for number in range(12_000)]
     found = found_by_worker(path, "\n".join(lines).encode(encoding), encoding, batch_bytes)
     assert [text for _, _, text in found.documents] == lines
-
-
-PACKERS: dict[str, Callable[[bytes], bytes]] = {
-    "": bytes,
-    ".gz": lambda data: gzip.compress(data, 1),
-    ".zst": lambda data: zstd_of_blocks(data, [3, 1, 40, 7]),
-    ".xz": lambda data: lzma.compress(data, preset=0),
-    ".bz2": lambda data: bz2.compress(data, 1),
-}
-# Letters one byte of which, or one byte of each of two, reads as a line end: U+0D15, U+0A0D, U+1F30D ...
-HALF_ENDS = ["ക", "ഊ", "\u0a0d", "\u0a00", "\u0d00", "\u010d", "\u010a", "☀", "─", "🌍", "가"]
-
-
-def whole_text(data: bytes, encoding: str) -> tuple[str, int]:
-    """The stream decoded at once by the standard library, and the bytes of its byte order mark."""
-    marks = {
-        "utf-8-sig": [b"\xef\xbb\xbf"],
-        "utf-16": [b"\xff\xfe", b"\xfe\xff"],
-        "utf-32": [b"\xff\xfe\0\0", b"\0\0\xfe\xff"],
-    }
-    num_mark_bytes = next((len(mark) for mark in marks.get(encoding, []) if data.startswith(mark)), 0)
-    return data.decode(encoding), num_mark_bytes
-
-
-def documents_of(data: bytes, encoding: str, most_bytes: int) -> list[tuple[int, str]]:
-    """(byte of the line's start, text) of each line of at most ``most_bytes`` that is not blank."""
-    text, offset = whole_text(data, encoding)
-    codec = encoding.removesuffix("-sig")
-    if codec in ("utf-16", "utf-32"):
-        codec += "-be" if data[:offset] in (b"\xfe\xff", b"\0\0\xfe\xff") else "-le"
-    found = []
-    for line in io.StringIO(text, newline=""):
-        size = len(line.encode(codec))
-        if line.strip() and size <= most_bytes:
-            found.append((offset, line.strip()))
-        offset += size
-    return found
-
-
-@pytest.mark.parametrize("encoding", [*ENCODINGS[:9], "latin-1"])
-@pytest.mark.parametrize("suffix", PACKERS)
-def test_compressed_and_plain_lines_are_those_of_the_stream_decoded_at_once(
-    tmp_path: Path, encoding: str, suffix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known = PrepConfig(encoding=encoding).encoding
-    letters = []
-    for text in [*LETTERS, *HALF_ENDS]:
-        with contextlib.suppress(UnicodeError):
-            letters += [text] if text.encode(known) else []
-    marks = [""]
-    if known in ("utf-16", "utf-32"):
-        marks = ["-le", "-be"]
-    path = tmp_path / f"a.txt{suffix}"
-
-    @settings(max_examples=40, deadline=None)
-    @given(
-        mark=st.sampled_from(marks),
-        lines=st.lists(
-            st.tuples(st.lists(st.sampled_from(letters), max_size=8), st.sampled_from([*ENDS, "\n", "\r"])),
-            max_size=25,
-        ),
-        ends=st.sampled_from(["", "x", "\r"]),
-        batch_bytes=st.integers(1, 60),
-        read_bytes=st.integers(1, 40),
-        most_bytes=st.sampled_from([30, 64 << 20, 64 << 20]),
-    )
-    def check(
-        mark: str,
-        lines: list[tuple[list[str], str]],
-        ends: str,
-        batch_bytes: int,
-        read_bytes: int,
-        most_bytes: int,
-    ) -> None:
-        text = "".join("".join(letters) + end for letters, end in lines) + ends
-        data = f"\ufeff{text}".encode(known + mark) if mark else text.encode(known)
-        path.write_bytes(PACKERS[suffix](data))
-        if not suffix:
-            most_bytes = 64 << 20  # a long line of a plain file is read in pieces again
-        part = ByteRange(input_number=0, path=path, start=0, end=path.stat().st_size)
-        found: list[tuple[int, str]] = []
-        with monkeypatch.context() as patch:
-            patch.setattr(compression, "_READ_BYTES", max(6, read_bytes))
-            patch.setattr(compression, "_ZSTD_BYTES", read_bytes)
-            patch.setattr(long_documents, "MOST_HELD_BYTES", most_bytes)
-            reading = Reading(doc="line", encoding=known, batch_bytes=batch_bytes)
-            for item in read_documents([part], reading):
-                assert isinstance(item, DocumentBatch)
-                found += zip(item.input_offsets.tolist(), item.texts, strict=True)
-        assert found == documents_of(data, known, most_bytes)
-
-    check()

@@ -83,9 +83,9 @@ class TextLines:
         """See Format. A line ends as in Python's text mode: at ``\\n``, ``\\r\\n`` or ``\\r``."""
         part = reader.part
         start, pieces = text_of_part(reader, self.compression, reading, first_line_end)
-        head, pieces = _with_head(pieces)
-        codec, num_mark_bytes = codec_of(head if part.start == 0 else b"", reading.encoding)
-        pieces = _without_mark(pieces, num_mark_bytes)
+        codec, num_mark_bytes = codec_of(b"", reading.encoding)
+        if part.start == 0:
+            codec, num_mark_bytes, pieces = _without_mark(pieces, reading.encoding)
         place = dataclasses.replace(
             reader.place(start + num_mark_bytes, line), codec=codec, keeps_space=reading.keeps_space
         )
@@ -114,23 +114,15 @@ class TextLines:
             yield from _whole_text(pieces, place)
 
 
-def _with_head(pieces: Iterator[TextPiece]) -> tuple[bytes, Iterator[TextPiece]]:
-    """The first four bytes of the text, and all pieces."""
-    held: list[TextPiece] = []
-    head = b""
+def _without_mark(pieces: Iterator[TextPiece], encoding: str) -> tuple[str, int, Iterator[TextPiece]]:
+    """The codec of a text, the bytes of its byte order mark, and what stands behind it."""
+    head, num_bytes = b"", 0
     for piece in pieces:
-        held.append(piece)
-        head += piece.data
+        head, num_bytes = head + piece.data, num_bytes + piece.num_bytes
         if len(head) >= 4:
             break
-    return head[:4], itertools.chain(held, pieces)
-
-
-def _without_mark(pieces: Iterator[TextPiece], num_mark_bytes: int) -> Iterator[TextPiece]:
-    for data, num_bytes in pieces:
-        cut = min(num_mark_bytes, len(data))
-        num_mark_bytes -= cut
-        yield TextPiece(data[cut:], num_bytes)
+    codec, num_mark_bytes = codec_of(head[:4], encoding)
+    return codec, num_mark_bytes, itertools.chain([TextPiece(head[num_mark_bytes:], num_bytes)], pieces)
 
 
 def _whole_text(pieces: Iterator[TextPiece], place: Place) -> Iterator[DocumentBatch | LongDocument]:

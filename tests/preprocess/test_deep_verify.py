@@ -73,11 +73,7 @@ def test_the_second_reader_imports_nothing_of_the_first_one() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     names = done.stdout.split()
     assert "preprocess.check.plain_reader" in names
-    named = {
-        "preprocess.formats.inputs",
-        "preprocess.formats.text_changes",
-        "preprocess.formats.text_fields",
-    }  # of a part, and of what is left out
+    named = {f"preprocess.formats.{name}" for name in ("inputs", "text_changes", "text_fields")}
     assert {name for name in names if name.startswith("preprocess.formats.")} == named
 
 

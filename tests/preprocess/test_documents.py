@@ -52,14 +52,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("documents") / "a.txt"
 
 
-def test_a_big_endian_mark_decides_for_utf_16_and_utf_32(path: Path) -> None:
-    for encoding, codec in (("utf-16", "utf-16-be"), ("utf-32", "utf-32-be")):
-        data = "\ufeff가\r\nb\n".encode(codec)
-        found = read([whole(path, data)], encoding, block_bytes=4)
-        assert [text for _, _, text in found.documents] == ["가", "b"]
-        assert data[found.documents[1][1] :] == "b\n".encode(codec)
-
-
 def test_a_leading_mark_stays_in_the_text_unless_the_encoding_says_sig(path: Path) -> None:
     part = whole(path, b"\xef\xbb\xbfone\n\xef\xbb\xbftwo\n")
     assert [text for _, _, text in read([part], "utf-8").documents] == ["\ufeffone", "\ufefftwo"]
@@ -71,13 +63,6 @@ def test_a_range_that_begins_inside_a_file_drops_no_mark(path: Path) -> None:
     path.write_bytes(data)
     part = ByteRange(input_number=0, path=path, start=4, end=len(data))
     assert read([part], "utf-8-sig").documents == [(0, 4, "\ufefftwo")]
-
-
-def test_half_a_utf_16_unit_at_the_end_costs_its_own_line_and_no_other(path: Path) -> None:
-    data = "가\n나\n".encode("utf-16-le") + b"x"
-    found = read([whole(path, data)], "utf-16-le")
-    assert [text for _, _, text in found.documents] == ["가", "나"]
-    assert [(item.line, item.source_offset, item.num_bytes) for item in found.bad] == [(2, 8, 1)]
 
 
 def test_lines_are_counted_on_over_the_ranges_of_a_shard(tmp_path: Path) -> None:
@@ -110,13 +95,6 @@ def test_the_bytes_of_a_mark_count_as_read(path: Path, encoding: str, doc: str) 
     found = read([whole(path, data)], encoding, doc=doc)
     assert found.num_bytes == len(data)
     assert found.documents[0][1] == len("".encode(encoding))
-
-
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
-def test_the_bytes_of_a_mark_that_nothing_follows_count_as_read(path: Path, encoding: str) -> None:
-    found = read([whole(path, "".encode(encoding))], encoding)
-    assert found.num_bytes == len("".encode(encoding))
-    assert not found.documents
 
 
 def test_an_input_that_is_gone_is_named(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import re
 import shutil
 import struct
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -247,11 +248,20 @@ def test_a_bad_line_is_quarantined_with_reason_file_and_byte_and_the_others_stay
     assert [text for _, text, _ in documents(prep, tmp_path / "data")] == ["good"] * 12
 
 
-def broken(kind: str, raw: Path) -> str:
-    """Write a broken file; its name."""
+def table_bytes(name: str, columns: dict[str, Any]) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        write_table(Path(folder) / name, columns)
+        return (Path(folder) / name).read_bytes()
+
+
+def broken_files() -> dict[str, tuple[str, bytes]]:
+    """Name and content of each."""
     lines = json_lines(TEXTS)
     packed = gzip.compress(lines)
-    names: dict[str, tuple[str, bytes]] = {
+    table = table_bytes("b.parquet", {"text": TEXTS})
+    stream = table_bytes("b.stream.arrow", {"text": TEXTS})
+    name_at = table.rfind(b"text")
+    return {
         "cut gzip": ("a.jsonl.gz", packed[:-30]),
         "gzip cut unseen by the plan": ("a.jsonl.gz", gzip.compress(lines * 200)[:-30]),
         "gzip with garbage behind": ("a.jsonl.gz", packed + b"garbage behind it"),
@@ -262,47 +272,25 @@ def broken(kind: str, raw: Path) -> str:
         "cut seekable zstd": ("a.jsonl.zst", seekable_zstd(lines, [500])[:-400]),
         "text named parquet": ("a.parquet", lines),
         "text named arrow": ("a.arrow", lines),
+        "parquet without footer": ("b.parquet", table[:-12]),
+        "broken name of a column": ("b.parquet", table[:name_at] + b"\xe5" + table[name_at + 1 :]),
+        "cut arrow": ("b.stream.arrow", stream[:-300]),
+        "arrow cut in its schema": ("b.stream.arrow", stream[: int.from_bytes(stream[4:8], "little") + 5]),
+        "column of another type": ("b.parquet", table_bytes("b.parquet", {"text": [1, 2]})),
+        "no such column": ("b.parquet", table_bytes("b.parquet", {"body": ["a"], "title": ["b"]})),
     }
-    if kind in names:
-        name, data = names[kind]
-        (raw / name).write_bytes(data)
-        return name
-    if kind == "column of another type":
-        write_table(raw / "b.parquet", {"text": [1, 2]})
-        return "b.parquet"
-    if kind == "no such column":
-        write_table(raw / "b.parquet", {"body": ["a"], "title": ["b"]})
-        return "b.parquet"
-    name = "b.stream.arrow" if "arrow" in kind else "b.parquet"
-    write_table(raw / name, {"text": TEXTS})
-    data = (raw / name).read_bytes()
-    damaged = {
-        "parquet without footer": data[:-12],
-        "parquet with a broken name of a column": data[: (at := data.rfind(b"text"))]
-        + b"\xe5"
-        + data[at + 1 :],
-        "cut arrow": data[:-300],
-        "arrow cut in its schema": data[: int.from_bytes(data[4:8], "little") + 5],
-    }
-    (raw / name).write_bytes(damaged[kind])
-    return name
+
+
+BROKEN_FILES = broken_files()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "cut gzip", "gzip cut unseen by the plan",
-        "gzip with garbage behind", "gzip with a flipped bit", "plain text named gz", "cut zstd",
-        "cut xz", "cut seekable zstd", "text named parquet", "text named arrow", "parquet without footer",
-        "parquet with a broken name of a column", "cut arrow", "arrow cut in its schema",
-        "column of another type", "no such column",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("kind", BROKEN_FILES)
 def test_a_file_that_cannot_be_read_further_ends_in_65_by_its_name_and_counts_nothing(
     prep: Prep, tmp_path: Path, raw: Path, kind: str
 ) -> None:
-    name = broken(kind, raw)
+    name, content = BROKEN_FILES[kind]
+    (raw / name).write_bytes(content)
     flags = ["--input_dir", raw, "--output_dir", tmp_path / "data", "--model_id", prep.model_dir]
     ended = prep.command("plan", *flags)
     if "unseen" in kind:
@@ -395,17 +383,8 @@ def test_a_record_batch_that_says_it_is_a_schema_is_refused_and_not_left_out(tmp
 
 
 def test_empty_files_of_every_format_hold_no_documents(prep: Prep, tmp_path: Path, raw: Path) -> None:
-    names = [
-        "a.txt",
-        "b.jsonl",
-        "c.json",
-        "d.txt.gz",
-        "e.jsonl.zst",
-        "f.txt.xz",
-        "g.txt.bz2",
-        "h.parquet",
-        "i.arrow",
-    ]
+    suffixes = ("txt", "jsonl", "json", "txt.gz", "jsonl.zst", "txt.xz", "txt.bz2", "parquet", "arrow")
+    names = [f"a{number}.{suffix}" for number, suffix in enumerate(suffixes)]
     for name in names:
         (raw / name).write_bytes(b"")
     (raw / "j.txt").write_text("one\n")
@@ -474,16 +453,8 @@ def test_a_template_and_nested_fields_give_the_text(prep: Prep, tmp_path: Path, 
 def test_fields_and_limits_that_cannot_be_are_refused(
     prep: Prep, sample_dir: Path, tmp_path: Path, flags: list[str], said: str
 ) -> None:
-    ended = prep.command(
-        "plan",
-        "--input_dir",
-        sample_dir,
-        "--output_dir",
-        tmp_path / "data",
-        "--model_id",
-        prep.model_dir,
-        *flags,
-    )
+    where = ("--input_dir", sample_dir, "--output_dir", tmp_path / "data", "--model_id", prep.model_dir)
+    ended = prep.command("plan", *where, *flags)
     assert ended.code == 2, ended.text
     assert said in ended.text
 
@@ -495,13 +466,8 @@ def test_ids_are_kept_with_their_place_and_sources_are_counted(prep: Prep, tmp_p
         data = json_lines([*TEXTS[:20], ""]) + b'{"id": "bad"}\n'
         (raw / folder / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
     (raw / "top.txt").write_text("one line\n")
-    options: dict[str, Any] = {
-        "recursive": True,
-        "id_field": "id",
-        "max_bad_fraction": 0.1,
-        "record": "packed",
-    }
-    plan = prep.plan(raw, tmp_path / "data", num_shards=2, seq_len=64, **options)
+    options: dict[str, Any] = {"recursive": True, "id_field": "id", "max_bad_fraction": 0.1}
+    plan = prep.plan(raw, tmp_path / "data", num_shards=2, record="packed", seq_len=64, **options)
     prep.make(tmp_path / "data")
     rows = [
         json.loads(line)
@@ -612,32 +578,27 @@ def test_text_read_in_a_wrong_encoding_comes_back_wholly_or_is_left_out(
     assert counts.quarantined == {"mojibake": is_whole.count(False)}
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Ã is a letter",
-        "Ã is",
-        "Â is a letter of French, Ã of Portuguese",
-        "read as Latin-1, é looks like Ã©",
-        "한국어 문서에서 Ã© 라는 글자가 보이면 깨진 것이다",
-        "a right quote, ’, often comes out as â€™",
-        "깨진 글자 ì•ˆë…• 은 안녕이다",
-    ],
-)
-def test_a_text_that_only_mentions_misread_characters_is_kept_as_it_is(text: str) -> None:
-    assert undo_mojibake(text) == text
+MENTIONS = [
+    "Ã is a letter",
+    "Ã is",
+    "Â is a letter of French, Ã of Portuguese",
+    "read as Latin-1, é looks like Ã©",
+    "한국어 문서에서 Ã© 라는 글자가 보이면 깨진 것이다",
+    "a right quote, ’, often comes out as â€™",
+    "깨진 글자 ì•ˆë…• 은 안녕이다",
+]
+MISREAD = [
+    ("cafÃ© â€œquotedâ€\x9d", "café “quoted”"),
+    ("ì•ˆë…•í•˜ì„¸ìš”", "안녕하세요"),
+    ("naïve cafÃ© and â€œquotedâ€?", None),
+    ("ê°? cafÃ© ê±?", None),
+]
 
 
-@pytest.mark.parametrize(
-    ("text", "right"),
-    [
-        ("cafÃ© â€œquotedâ€\x9d", "café “quoted”"),
-        ("ì•ˆë…•í•˜ì„¸ìš”", "안녕하세요"),
-        ("naïve cafÃ© and â€œquotedâ€?", None),
-        ("ê°? cafÃ© ê±?", None),
-    ],
-)
-def test_a_text_that_is_misread_is_restored_wholly_or_not_at_all(text: str, right: str | None) -> None:
+@pytest.mark.parametrize(("text", "right"), [*MISREAD, *zip(MENTIONS, MENTIONS, strict=True)])
+def test_a_misread_text_is_restored_wholly_or_not_at_all_and_one_that_mentions_such_is_kept(
+    text: str, right: str | None
+) -> None:
     assert undo_mojibake(text) == right
 
 

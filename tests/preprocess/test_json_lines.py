@@ -180,16 +180,7 @@ def test_a_key_that_stands_twice_is_left_out_whatever_the_memory_and_the_lines_b
     assert read_manifest(data, 0).counts.num_documents == 2
 
 
-LONG = [
-    18446744073709551616,
-    -9223372036854775809,
-    10**30,
-    18446744073709551615,
-    7,
-    1.5,
-    [2**70],
-    {"a": 2**64},
-]
+LONG = [18446744073709551616, -9223372036854775809, 10**30, 2**64 - 1, 7, 1.5, [2**70], {"a": 2**64}]
 
 
 def test_ids_and_sources_that_are_long_integers_stay_exact(prep: Prep, tmp_path: Path, raw: Path) -> None:
@@ -212,13 +203,8 @@ def test_numbers_of_messages_are_rendered_as_pythons_json_reads_them(
     from transformers import AutoTokenizer
 
     model = chat_model(prep.model_dir, tmp_path / "model", CALLS)
-    numbers = [
-        *NUMBERS,
-        "1.7976931348623157e308",
-        "123456789012345678901234567890.5",
-        "1E400",
-        "1" + "0" * 400,
-    ]
+    too_large = ["1E400", "1" + "0" * 400]
+    numbers = [*NUMBERS, "1.7976931348623157e308", "123456789012345678901234567890.5", *too_large]
     lines = [
         f'{{"messages": [{{"role": "user", "content": "a"}},'
         f' {{"role": "assistant", "content": "b", "call": {{"arguments": {{"x": {number}}}}}}}]}}'

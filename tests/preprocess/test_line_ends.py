@@ -242,14 +242,3 @@ def expected_of_ascii(data: bytes) -> Found:
     ]
     lines = lines[:-1] if data.endswith((b"\n", b"\r")) else lines
     return Found(documents=[line for line in lines if line[2]], bad=[], num_lines=len(lines), num_empty=0)
-
-
-@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be", "utf-16", "utf-32"])
-@pytest.mark.parametrize("batch_bytes", [65_537, 65_538, 65_539])
-def test_batches_of_an_odd_number_of_bytes_split_no_code_unit(
-    path: Path, encoding: str, batch_bytes: int
-) -> None:
-    # Read from the wrong byte on, the letters U+0A0A and U+AC00 side by side are a line end.
-    lines = [f"문서 {number} \u0a0a\uac00\u0a0a abc" for number in range(12_000)]
-    found = found_by_worker(path, "\n".join(lines).encode(encoding), encoding, batch_bytes)
-    assert [text for _, _, text in found.documents] == lines

@@ -71,11 +71,8 @@ def test_long_documents_give_the_bytes_of_held_ones(
         make_with(prep, folder, patch, long_bytes=1 << 30, block_bytes=1 << 20)
     held = prep.contents(folder)
     counts = json.loads((folder / "shard-00000.json").read_bytes())["counts"]
-    assert (counts["num_documents"], counts["num_empty_lines"], counts["quarantined"]) == (
-        5,
-        2,
-        {"undecodable": 1},
-    )
+    assert (counts["num_documents"], counts["num_empty_lines"]) == (5, 2)
+    assert counts["quarantined"] == {"undecodable": 1}
     yielded = []
     original = LongDocument.text
 
@@ -231,12 +228,7 @@ def test_only_tokenizers_whose_ids_do_not_depend_on_more_are_cut(prep_model: Pat
         {"normalizer": {"type": "NFC"}},
         {"pre_tokenizer": None},
         {"pre_tokenizer": {"type": "Metaspace"}},
-        {
-            "pre_tokenizer": {
-                "type": "Sequence",
-                "pretokenizers": [split, byte_level],
-            }
-        },
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]}},
         {"model": {**known["model"], "dropout": 0.1}},
         {"model": {"type": "Unigram"}},
         {"added_tokens": [{"content": "a b"}]},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,13 +67,7 @@ def test_a_column_whose_name_has_a_dot_is_read_and_goes_before_a_nested_field(
     assert ended.code == 0, ended.text
     data = tmp_path / "raw-data"
     prep.make(data)
-    found = [
-        member.decode()
-        for shard in sorted(data.glob("shard-*.tar"))
-        for name, member in prep.members(shard)
-        if name.endswith("text.txt")
-    ]
-    assert found == [f"{kind} {n} deep {n}" for kind in ("named", "nested") for n in range(7)]
+    assert texts_in(prep, data) == [f"{kind} {n} deep {n}" for kind in ("named", "nested") for n in range(7)]
     ids = [
         json.loads(line)[2] for path in sorted(data.glob("ids/*")) for line in path.read_text().splitlines()
     ]
@@ -202,16 +197,9 @@ def with_block(data: bytes, number: int, change: tuple[int, int]) -> bytes:
 
 
 def batches_in(data: bytes) -> list[Any]:
-    path = Path("/proc/self/fd") / str(_memory_file(data))
-    return list(messages_of(OpenInput(path)))
-
-
-def _memory_file(data: bytes) -> int:
-    import os
-
     handle = os.memfd_create("table")
     os.write(handle, data)
-    return handle
+    return list(messages_of(OpenInput(Path(f"/proc/self/fd/{handle}"))))
 
 
 def arrow_file(num_rows: int = 40, rows: int = 7) -> tuple[bytes, list[str]]:
@@ -234,13 +222,7 @@ def test_the_footer_says_where_record_batches_are_whatever_stands_at_the_beginni
     plan = prep.plan(raw, tmp_path / "data", num_shards=3, source_field="kind")
     assert len({byte for _, byte in plan.boundaries}) > 2, "cut between record batches"
     prep.make(tmp_path / "data")
-    found = [
-        member.decode()
-        for shard in sorted((tmp_path / "data").glob("shard-*.tar"))
-        for name, member in prep.members(shard)
-        if name.endswith("text.txt")
-    ]
-    assert found == texts
+    assert texts_in(prep, tmp_path / "data") == texts
 
 
 @pytest.mark.parametrize("is_odd", [False, True], ids=["as pyarrow writes", "as others write"])

@@ -4,10 +4,8 @@ A header that says nothing unusual is read here, in about 5 us; all others by Py
 does. The bytes of the tar are read, not mapped: a failing page of a map would end the process with SIGBUS.
 
 Keys are formed as webdataset forms them: a member's name up to its first dot is the key, the rest is the
-field, and members of one sample stand together. Of the data a scan reads 16 samples, for the fingerprint;
-where lengths are needed beforehand it reads everything once, at about 1 GB/s, and notes the last id of each
-sample. Tars of our packed rows are known by their two-dimensional ids; their rows are found from the members,
-see docs/format.md.
+field, and members of one sample stand together. Where lengths are needed beforehand a scan reads everything
+once, at about 1 GB/s. Tars of our packed rows are known by their two-dimensional ids, see docs/format.md.
 """
 
 from __future__ import annotations
@@ -82,8 +80,7 @@ _LAYOUT_KEYS = {"path", "size", "hdrcharset"}
 def tar_members(path: Path, tar: TarBytes) -> Iterator[tuple[str, int, int]]:
     """(name, offset and size of the data) of every regular file of a tar.
 
-    The same as Python's tarfile finds, or BrokenShard: where it is no tar, a header is altered, it is cut
-    short, or goes on behind its end.
+    The same as Python's tarfile finds, or BrokenShard.
     """
     position, size = 0, len(tar)
     headers = _UnusualHeaders(path, tar)
@@ -317,8 +314,7 @@ class TarSamples:
 def scan_tar(path: Path, *, count_tokens: bool = False) -> TarSamples:
     """Index a tar by its headers; with ``count_tokens`` by its data, too.
 
-    Raises BrokenShard where the tar is cut short, even at a member's end, is compressed or no tar,
-    or where a sample has no token ids; UnknownMember for a member that would change the training; OSError.
+    Raises BrokenShard; UnknownMember for a member that would change the training; OSError.
     """
     with TarBytes(path) as tar:
         found = _group_members(path, tar_members(path, tar))

@@ -2,17 +2,10 @@
 
 A folder is a whole data set; shards can be left out by name, before the order is made. Shards of our data
 sets are known by manifest or index.json and opened when they are needed; external tars are scanned here,
-once. Where ``verify`` wrote the storage targets (OSTs) of the shards, they are read, too.
-
-A tar that is no local file is copied once, by webdataset, to where the loader can read at random:
+once. What is no local file is copied once, by webdataset, to where the loader can read at random:
 
     DIR/<16 digits of the URL>-part-07.tar                      an external tar
     DIR/<16 digits of the folder's URL>/shard-00000.tar ...     a shard of ours, with its manifest and idx
-
-Of every ``group`` consecutive documents of a shard one is for validation, chosen by a hash of the group and
-of the shard's content: nothing is listed or held, and a document stays on its side whatever other shards
-there are. The price: equal documents at two places may be on two sides. Packed rows are split row by row, so
-a document that goes on in another row may be on both.
 """
 
 from __future__ import annotations
@@ -90,7 +83,11 @@ LEAST_FRACTION = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentSplit:
-    """One side of the split."""
+    """One side of the split: of every ``group`` consecutive documents of a shard one is for validation.
+
+    A hash of the group and of the shard's content chooses it, so a document stays on its side whatever other
+    shards there are. Equal documents at two places, and rows of one document, may be on two sides.
+    """
 
     name: SplitName
     group: int  # documents, of which one is for validation
@@ -351,11 +348,9 @@ class Misfit(NamedTuple):
 class SizeCheck:
     """Compares every tar of our data sets with its manifest's size, in a thread of its own.
 
-    For rank 0 alone: a look at 99,999 files costs 1 s on a local disk, but a call of a metadata server
-    each on Lustre, which all ranks together would swamp. ``wait`` takes half a second at most, so that a
-    loader is made quickly; what is found later is raised where the next run of batches is fetched. The
-    other ranks learn nothing of it: they wait in their next collective, until the launcher, which sees rank
-    0 end, ends them (torchrun and ``srun --kill-on-bad-exit`` do). External tars were scanned already.
+    For rank 0 alone: 99,999 files cost 1 s on a local disk, but a call of a metadata server each on Lustre.
+    What is not found within half a second is raised where the next run of batches is fetched; the launcher,
+    which sees rank 0 end, ends the others.
     """
 
     def __init__(self, shards: ShardSet) -> None:
@@ -418,8 +413,6 @@ def check_read_check(read_check: ReadCheck, shards: ShardSet, *, looks: bool) ->
     """Whether crc32s are to be compared.
 
     ``looks``: list the folders of crc32s, so that missing ones are known at the start; one rank is enough.
-    Raises UsageError for another value, and for external tars, of which there are none; MissingShard;
-    ReadWriteError.
     """
     if read_check not in get_args(ReadCheck):
         raise UsageError(f"read_check is {read_check!r}, expected {' or '.join(get_args(ReadCheck))}")
@@ -492,8 +485,7 @@ _URL = re.compile(r"^(?:[a-zA-Z][a-zA-Z0-9+.-]*://|pipe:)")
 def find_inputs(input_shards: InputShards, cache_dir: str | os.PathLike[str] | None = None) -> list[str]:
     """Every absolute path that was named, brace patterns and globs expanded, in the order given.
 
-    What is no local file is copied to ``cache_dir`` by webdataset. Raises NotFound naming what does
-    not exist, UsageError for none or for one named twice. 100,000 shards take 0.4 s, hence no Path.
+    What is no local file is copied to ``cache_dir``. 100,000 shards take 0.4 s, hence no Path.
     """
     named = [input_shards] if isinstance(input_shards, (str, os.PathLike)) else list(input_shards)
     names_in: dict[str, frozenset[str] | None] = {}
@@ -579,10 +571,8 @@ def shown_url(url: str) -> str:
 def copy_url(url: str, cache_dir: str | os.PathLike[str] | None) -> str:
     """The local copy of a URL that webdataset opens (``https:``, ``s3:``, ``gs:``, ``pipe:`` ...).
 
-    A copy that is there is taken for it, so a tar must never change under its URL. Two processes that
-    copy one at a time both write it, each to a file of its own, and rename: keep ``cache_dir`` on the
-    node. In one that others can write to, or own, a folder of the user's own is made. Raises UsageError
-    without a ``cache_dir``, NotFound, BrokenShard, CannotWrite, ReadWriteError.
+    A copy that is there is taken for it, so a tar must never change under its URL. Processes that copy one at
+    a time each write it, to files of their own: keep ``cache_dir`` on the node.
     """
     if cache_dir is None:
         raise UsageError(
@@ -733,9 +723,7 @@ def find_shards(
 ) -> ShardSet:
     """Find what a user named, without what is excluded; an incomplete folder is refused.
 
-    ``count_tokens``: tars without an idx are read once for the lengths of their samples. Raises NotFound,
-    MissingShard, BrokenShard, UnknownVersion, UnknownMember, UsageError, or OtherTokenizer where data
-    sets of different tokenizers are mixed.
+    ``count_tokens``: tars without an idx are read once for the lengths of their samples.
     """
     excluded = ExcludedShards(exclude_shards)
     finder = _Finder(excluded, count_tokens)

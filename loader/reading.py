@@ -83,11 +83,7 @@ class OpenShard:
 
 
 def open_shard(source: DatasetShards | ExternalTar, row: int, *, crcs_from: Path | None = None) -> OpenShard:
-    """Open one shard of a source; with ``crcs_from``, the crc32s that lie in this data set, too.
-
-    Raises MissingShard, BrokenShard, UnknownVersion or OtherPlan with the command that mends it; OSError
-    where the file system fails.
-    """
+    """Open one shard of a source; with ``crcs_from``, the crc32s that lie in this data set, too."""
     path, remedy = source.path_of(row), source.remedy_of(row)
     expected = source.tar_bytes if isinstance(source, ExternalTar) else int(source.tar_bytes[row])
     with contextlib.ExitStack() as opened:  # closes what is open where something fails
@@ -283,8 +279,7 @@ class OpenShards:
 class StallWatch:
     """A thread that logs a warning for every ``limit_s`` that one read goes on. 0.3 us per read.
 
-    A server of a parallel file system that is gone blocks a read for minutes and without an error;
-    all other ranks then wait in a collective, and only this line tells where.
+    A server of a parallel file system that is gone blocks a read for minutes, and all other ranks with it.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -344,11 +339,9 @@ def opening_order(
 ) -> npt.NDArray[np.int64]:
     """The same shards in the order to open them in: int64[n] -> int64[n], a permutation.
 
-    ``shards``: different numbers, ascending. ``osts``: the OST of each, int64[n]; -1 stands for one that
-    is not known. Without them the list is rotated by this process's part of it. With them the OSTs
-    take turns, each by its share of the shards; T processes on O OSTs begin on min(T, O) of them, and
-    those that begin on one OST in different parts of its list. 10 us for 300 shards, 110 us
-    with OSTs.
+    ``shards``: different numbers, ascending. ``osts``: the OST of each; -1 stands for one that is not known.
+    Without them the list is rotated by this process's part of it. With them the OSTs take turns, each by its
+    share of the shards: T processes on O OSTs begin on min(T, O) of them, in different parts of their lists.
     """
     if osts is None:
         first = len(shards) * reader_index.number // reader_index.count
@@ -468,8 +461,7 @@ class ShardReader:
     def read(self, samples: npt.NDArray[np.int64], *, starts: bool = False) -> SampleBytes:
         """The bytes of some samples: int64[n] -> n rows in the same order; of packed rows, the starts too.
 
-        The buffer is the reader's own: the next ``read`` overwrites it. Raises MissingShard,
-        BrokenShard or ReadWriteError, each naming the shard.
+        The buffer is the reader's own: the next ``read`` overwrites it.
         """
         order, asked = self._in_opening_order(samples)
         table = np.zeros((len(_Columns._fields), len(samples)), np.int64)

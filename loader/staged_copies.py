@@ -43,8 +43,7 @@ def is_staged(folder: Path, shard_id: int, tar_bytes: int, idx_bytes: int) -> bo
 def warn_of_missing_copies(shards: ShardSet, staged_dir: str | os.PathLike[str] | None) -> None:
     """Log a warning for each data set of which nothing is staged on this node.
 
-    Its ranks are slower, and nothing else is wrong. External tars have no copies. Copies that lie in a folder
-    of another user are warned of, too: who owns it decides what is read.
+    Copies that lie in a folder of another user are warned of, too: who owns it decides what is read.
     """
     for source in () if staged_dir is None else shards.datasets:
         folder = staged_folder(str(staged_dir), source.spec)
@@ -70,9 +69,8 @@ def warn_of_missing_copies(shards: ShardSet, staged_dir: str | os.PathLike[str] 
 class StagedCopies:
     """The copies that a process may read, one object per process.
 
-    Once a copy cannot be read, its disk fails, so the other copies of that folder are left, too: there is one
-    warning, and no time is lost in waiting for a disk whose bytes are elsewhere as well. A copy that is
-    missing or of a wrong size is no copy. Looking for a copy costs 6 us per shard that is opened.
+    Once a copy cannot be read, its disk fails, so the other copies of that folder are left, too, with one
+    warning. A copy that is missing or of a wrong size is no copy. A look costs 6 us per shard that is opened.
     """
 
     def __init__(self, staged_dir: str | os.PathLike[str]) -> None:

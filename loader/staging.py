@@ -125,8 +125,7 @@ class Staging:
         """Stage every shard; a bad source is noted and the others go on.
 
         ``recheck`` reads what is there, too, and copies anew what differs. Raises CannotWrite where there is
-        no room for all of them, before anything is copied, and CannotWrite or ReadWriteError where writing
-        fails.
+        no room for all of them, before anything is copied.
         """
         for folder in self._folders:
             try:
@@ -362,8 +361,7 @@ def choose_shards(
 ) -> tuple[list[ShardToStage], list[ShardToStage]]:
     """The shards named, and of these what ``limit_bytes`` hold, in the order to copy it in.
 
-    ``reader_index``: which of all that stage this process is, so that each begins with another shard. Raises
-    UsageError for tars without a manifest, which says what their copies must be.
+    ``reader_index``: which of all that stage this process is, so that each begins with another shard.
     """
     shards = find_shards(input_shards, exclude_shards=exclude_shards)
     external = [source.path_of(0) for source in shards.sources if not isinstance(source, DatasetShards)]

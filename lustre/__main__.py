@@ -134,23 +134,25 @@ def _restore_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wait", action="store_true", help="end when nothing is released any more")
 
 
-_COMMANDS = {
-    "show": ("file system, layout and OSTs of a path; changes nothing", _show_flags, show),
-    "apply": ("set the layout of new files in a fresh, empty folder, and read it back", _apply_flags, apply),
-    "restore": (
-        "bring files back from the archive behind the file system (HSM, S3 of an FSx)",
-        _restore_flags,
-        restore,
-    ),
-}
 PROGRAM = Program(
     name="python -m lustre",
     description="Layouts of folders on Lustre, and files that lie in an archive alone.",
     allow_abbrev=False,
     dashed_values=("--pfl",),
     commands={
-        name: Command(summary=summary, add_flags=flags, run=run)
-        for name, (summary, flags, run) in _COMMANDS.items()
+        "show": Command(
+            summary="file system, layout and OSTs of a path; changes nothing", add_flags=_show_flags, run=show
+        ),
+        "apply": Command(
+            summary="set the layout of new files in a fresh, empty folder, and read it back",
+            add_flags=_apply_flags,
+            run=apply,
+        ),
+        "restore": Command(
+            summary="bring files back from the archive behind the file system (HSM, S3 of an FSx)",
+            add_flags=_restore_flags,
+            run=restore,
+        ),
     },
 )
 

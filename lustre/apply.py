@@ -46,8 +46,7 @@ def set_directory_layout(
 ) -> str:
     """Make new files in ``folder``, which is on Lustre, get ``wanted``; ``dry_run`` checks and sets nothing.
 
-    Returns a line about it. All is checked before lfs is asked to change anything. Raises LustreError, also
-    where the layout is another one afterwards.
+    Returns a line about it. Raises LustreError, also where the layout is another one afterwards.
     """
     _refuse_all_but_directory(folder)
     named = {part.pool for part in wanted.components} - {"", NO_POOL}

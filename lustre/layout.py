@@ -1,8 +1,7 @@
 """Layouts as values: what ``lfs getstripe`` prints, what a user names, and which one suits shards of a size.
 
-Lustre 2.15 and 2.17 print a layout differently: YAML is indented in two ways, components are a list or a
-mapping, and keys have the prefix ``lmm_`` for files alone. The few keys that are needed stand one per line in
-all forms, or on a single line in the classic one, so they are read by key in order and no YAML is parsed.
+Lustre 2.15 and 2.17 print a layout differently. The few keys that are needed stand one per line in all forms,
+or on a single line in the classic one, so they are read by key in order and no YAML is parsed.
 
 What a user names is refused here where lfs would refuse it, and also where lfs takes it and does harm: past
 the end of the last component writes fail, and a size of 128 means 128 KiB there.

@@ -163,8 +163,7 @@ def _queue(
 ) -> list[str]:
     """Queue released files; returns those that were taken.
 
-    Raises LustreError where each file of the first request is refused with the same words: the rest would
-    fail alike.
+    Raises LustreError where each file of the first request is refused alike: so would be the rest.
     """
     taken: list[str] = []
     for first in range(0, len(files), FILES_PER_REQUEST):

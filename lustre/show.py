@@ -178,8 +178,7 @@ def _choice_lines(path: Path, layout: Layout, leave: str | None, size: DataSize)
 def read_file_layouts(folder: Path, names: Sequence[str]) -> list[Layout | None]:
     """Return the layout of each file; None for a symbolic link, or one that was never written to.
 
-    One call of lfs takes 256 files, and asks the metadata server once per file. Raises LustreError, also
-    where a file is not there.
+    One call of lfs takes 256 files, and asks the metadata server once per file.
     """
     real = os.path.realpath(folder)
     paths = [f"{real}/{name}" for name in names]

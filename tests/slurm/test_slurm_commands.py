@@ -261,9 +261,12 @@ ARRAY_CHANGES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def write_record(path: Path, data: dict[str, Any]) -> None:
-    """A file of O/jobs whose hash is right, whatever it holds."""
-    path.write_text(json.dumps({**data, "content_sha256": content_sha256(data)}))
+def edit_record(folder: Path, edit: Callable[[dict[str, Any]], object], name: str = "0000.json") -> None:
+    """Write O/jobs/0000.json anew, under this name, with a hash that is right, whatever it holds."""
+    data = json.loads((folder / "jobs" / "0000.json").read_text())
+    edit(data)
+    text = json.dumps({**data, "content_sha256": content_sha256(data)})
+    (folder / "jobs" / name).write_text(text)
 
 
 def _refused(data: Path, words: str) -> None:
@@ -282,17 +285,16 @@ def test_a_file_in_jobs_that_is_no_submission_is_named(data_dir: Path, what: str
 @pytest.mark.parametrize("change", ["another value", "missing"])
 def test_a_submission_with_a_wrong_or_missing_field_is_named(data_dir: Path, name: str, change: str) -> None:
     submitted(data_dir)
-    path = data_dir / "jobs" / "0000.json"
-    data = json.loads(path.read_text())
     outer, _, inner = name.partition(".")
-    place, key, value = (
-        (data["arrays"][0], inner, ARRAY_CHANGES[inner]) if inner else (data, outer, CHANGES[outer])
-    )
-    if change == "missing":
-        del place[key]
-    else:
-        place[key] = value
-    write_record(path, data)
+
+    def edit(data: dict[str, Any]) -> None:
+        place, key = (data["arrays"][0], inner) if inner else (data, outer)
+        place[key] = ARRAY_CHANGES[inner] if inner else CHANGES[outer]
+        if change == "missing":
+            del place[key]
+
+    edit_record(data_dir, edit)
+    key = inner or outer
     _refused(
         data_dir, rf"jobs/0000\.json.*{key}|another plan" if key != "version" else r"0000\.json.*version"
     )
@@ -313,23 +315,18 @@ def test_a_submission_of_impossibly_many_shards_is_refused_before_they_are_laid_
     data_dir: Path, tasks: list[str], words: str
 ) -> None:
     submitted(data_dir)
-    path = data_dir / "jobs" / "0000.json"
-    data = json.loads(path.read_text())
-    data["arrays"][0]["tasks"] = tasks
-    write_record(path, data)
+    edit_record(data_dir, lambda data: data["arrays"][0].update(tasks=tasks))
     _refused(data_dir, words)
 
 
-def test_requests_in_a_file_are_checked_like_flags(data_dir: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("partition", "a\ntouch X"), ("cpus_per_task", "8"), ("mem_gb", True), ("other", 1)],
+)
+def test_requests_in_a_file_are_checked_like_flags(data_dir: Path, name: str, value: object) -> None:
     submitted(data_dir)
-    path = data_dir / "jobs" / "0000.json"
-    for name, value in {"partition": "a\ntouch X", "cpus_per_task": "8", "mem_gb": True, "other": 1}.items():
-        data = json.loads((data_dir / "jobs" / "0000.json").read_text())
-        data["arrays"][0]["request"] |= {name: value}
-        other = data_dir / "jobs" / "0001.json"
-        write_record(other, data)
-        _refused(data_dir, rf"0001\.json.*{name}")
-    assert path.exists()
+    edit_record(data_dir, lambda data: data["arrays"][0]["request"].update({name: value}), "0001.json")
+    _refused(data_dir, rf"0001\.json.*{name}")
 
 
 @pytest.mark.parametrize("what", ["folder", "fifo", "jobs is a file", "dangling link", "loop"])

@@ -15,15 +15,15 @@ gives no answer. Nothing may be concluded from their absence.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import getpass
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from preprocess.attempts import Attempt
 from shardprep.errors import ShardprepError
@@ -173,13 +173,13 @@ def parse_queue(text: str) -> list[TaskAttempt]:
     attempts = []
     for line in text.splitlines():
         values = _values((*_QUEUE_FIELDS, "WorkDir", "Command"), line, least=len(_QUEUE_FIELDS))
-        job_id = values["JobID"] if values["ArrayTaskID"] == "N/A" else values["ArrayJobID"]
-        attempt = TaskAttempt(
-            job_id=_job_id(job_id),
+        indices = values["ArrayTaskID"]
+        attempts += _attempts(
+            values["JobID"] if indices == "N/A" else values["ArrayJobID"],
+            indices,
             name=values["Name"],
             user=values["UserName"],
             submit_time=values["SubmitTime"],
-            index=0,
             state=values["State"],
             num_restarts=int(values["RestartCnt"]),
             reason=values["Reason"],
@@ -190,29 +190,33 @@ def parse_queue(text: str) -> list[TaskAttempt]:
             work_dir=values.get("WorkDir", ""),
             command=values.get("Command", "").removesuffix("|"),
         )
-        attempts += [dataclasses.replace(attempt, index=index) for index in _indices(values["ArrayTaskID"])]
     return attempts
 
 
 def parse_accounts(text: str) -> list[TaskAttempt]:
     """sacct's lines of allocations -> attempts. Raises ValueError for a line that is no such line."""
-    attempts: list[TaskAttempt] = []
+    attempts = []
     for line in text.splitlines():
         values = _values(_ACCOUNT_FIELDS, line)
         job_id, _, indices = values["JobID"].partition("_")
-        attempt = TaskAttempt(
-            job_id=_job_id(job_id),
+        attempts += _attempts(
+            job_id,
+            indices,
             name=values["JobName"],
             user=values["User"],
             submit_time=values["Submit"],
-            index=0,
             state=values["State"].split(" ")[0],
             exit_code=_exit_code(values["ExitCode"]),
             node=values["NodeList"],
             elapsed_s=int(values["ElapsedRaw"] or 0),
         )
-        attempts += [dataclasses.replace(attempt, index=index) for index in _indices(indices)]
     return attempts
+
+
+def _attempts(job_id: str, indices: str, **facts: Any) -> list[TaskAttempt]:
+    if not re.fullmatch(r"[0-9]{1,10}", job_id):
+        raise ValueError(f"a job id of {job_id[:40]!r}")
+    return [TaskAttempt(job_id=job_id, index=index, **facts) for index in _indices(indices)]
 
 
 def _indices(text: str) -> list[int]:
@@ -230,12 +234,6 @@ def _values(names: Sequence[str], line: str, *, least: int = 0) -> dict[str, str
     if len(values) < (least or len(names)):
         raise ValueError(f"{len(values)} of {least or len(names)} fields in {line[:200]!r}")
     return dict(zip(names, values, strict=False))
-
-
-def _job_id(text: str) -> str:
-    if not re.fullmatch(r"[0-9]{1,10}", text):
-        raise ValueError(f"a job id of {text[:40]!r}")
-    return text
 
 
 def _exit_code(text: str) -> int:
@@ -378,8 +376,7 @@ def _with_typed_words(own: Sequence[TaskAttempt], recorded: set[str]) -> list[Ta
     if bare - typed.keys() and int(read_config().get("SLURM_VERSION", "0").partition(".")[0]) < 23:
         return [*own]  # this squeue shows arguments, where there are any
     return [
-        dataclasses.replace(each, command=typed.get(each.job_id, "")) if each.job_id in bare else each
-        for each in own
+        replace(each, command=typed.get(each.job_id, "")) if each.job_id in bare else each for each in own
     ]
 
 

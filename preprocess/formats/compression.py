@@ -243,9 +243,11 @@ def line_starts_in(
         file.expect_scattered_reads()
         found = (first_line_start(file, byte, end, first_line_end) for byte, end in stretches)
         return [None if byte is None else Start(byte) for byte in found]
-    if has_frames(file, compression):
-        return frame_starts(file, compression, stretches)
-    return whole_file_starts(file, stretches)
+    if not has_frames(file, compression):
+        return whole_file_starts(file, stretches)
+    # Of bgzip's blocks every header is read, 22 bytes of 64 KiB.
+    frames = _bgzf_blocks(file) if compression.name == "gzip" else _seek_table(file)
+    return starts_among(frames, file, stretches)
 
 
 def text_of_part(
@@ -348,14 +350,6 @@ def has_frames(file: OpenInput, compression: Compression) -> bool:
     if compression.name == "gzip":
         return _bgzf_block(file.read(0, _BGZF_HEADER.size)) is not None
     return compression.name == "zstd" and len(_seek_table(file)) > 2
-
-
-def frame_starts(
-    file: OpenInput, compression: Compression, stretches: Sequence[tuple[int, int]]
-) -> list[Start | None]:
-    """See ``Format.starts``. Of bgzip's blocks every header is read, 22 bytes of 64 KiB."""
-    frames = _bgzf_blocks(file) if compression.name == "gzip" else _seek_table(file)
-    return starts_among(frames, file, stretches)
 
 
 # Magic, mtime, flags, system, 6, "BC", 2, bytes of the block less 1.

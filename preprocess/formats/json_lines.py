@@ -70,7 +70,7 @@ class JsonLines:
         else:
             num_bytes, head = text_bytes_about(file, self.compression, reading)
         if self.may_be_a_list and head.removeprefix(_MARK).lstrip(_BLANK).startswith(b"["):
-            raise BadInput(_ONE_LIST.format(path=file.path, stem=_stem(file)))
+            raise BadInput(_ONE_LIST.format(path=file.path, stem=str(file.path).rpartition(".json")[0]))
         is_whole = self.compression is not None and not has_frames(file, self.compression)
         return Inspected(text_bytes=num_bytes, is_whole=is_whole)
 
@@ -105,10 +105,6 @@ _ONE_LIST = (
     "input {path} is one list of JSON, which cannot be cut; expected an object in each line; convert it: "
     "jq -c '.[]' {path} > {stem}.jsonl (unpack a compressed one first), and move {path} away"
 )
-
-
-def _stem(file: OpenInput) -> str:
-    return str(file.path).rpartition(".json")[0]
 
 
 def _records_in(fields: TextFields, block: bytes, starts: npt.NDArray[np.int64], place: Place) -> Records:

@@ -53,9 +53,9 @@ def go_on(
         joined = past
     elif not amend:
         raise OtherRun(
-            f"the state is of another mixture: {_difference(joined, stages, step)}; pass amend=True to go on "
-            "with this mixture from there, make the loader as it was when the state was saved, or start "
-            "without the state"
+            f"the state is of another mixture: it has {_text(_held(joined, joined.stages, step))}; this "
+            f"loader has {_text(_held(joined, stages, step))}; pass amend=True to go on with this mixture "
+            "from there, make the loader as it was when the state was saved, or start without the state"
         )
     else:
         if position.num_micro:
@@ -164,11 +164,6 @@ def _check_amendable(past: Mixture, stages: tuple[Stage, ...], step: int, run: R
             f"{_text(_held(past, stages, first, end))} here, {_text(_held(past, past.stages, first, end))} "
             "there; keep those that are over, or pass weights= alone"
         )
-
-
-def _difference(past: Mixture, stages: tuple[Stage, ...], step: int) -> str:
-    then, now = _held(past, past.stages, step), _held(past, stages, step)
-    return f"it has {_text(then)}; this loader has {_text(now)}"
 
 
 def _text(held: _Held) -> str:

@@ -59,10 +59,6 @@ class Stage:
         cycles, rest = divmod(num_steps, CYCLE_STEPS)
         return cycles * self.cycle_counts + np.bincount(self.cycle[:rest], minlength=len(self.weights))
 
-    def round_sources(self, first: int, end: int) -> npt.NDArray[np.int64]:
-        """The sources of a round's steps, counted from the stage's first: int64[end - first]."""
-        return self.cycle[first % CYCLE_STEPS :][: end - first]
-
 
 def _cycle_ends(weights: Sequence[float]) -> npt.NDArray[np.int64]:
     """The weights as whole steps of a cycle, added up: int64[sources + 1]. They alone decide the order."""
@@ -238,7 +234,7 @@ class Mixture(BatchOrder):
         return Round(
             first_step=stage.first_step + first,
             end_step=stage.first_step + end,
-            sources=stage.round_sources(first, laid_end),
+            sources=stage.cycle[first % CYCLE_STEPS :][: laid_end - first],
             taken=taken + stage.counts(first),
             ahead=ahead,
         )

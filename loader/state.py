@@ -92,9 +92,9 @@ class SkippedSteps:
 
 
 class Position(NamedTuple):
-    """What was delivered: whole global batches of an epoch, and batches of the step after them. A new one for
-    every batch, hence no frozen dataclass: 0.4 us instead of 1.2."""
+    """What was delivered: whole global batches of an epoch, and batches of the step after them."""
 
+    # No frozen dataclass: a new one for every batch takes 0.4 us instead of 1.2.
     epoch: int = 0
     step: int = 0
     num_micro: int = 0

@@ -304,7 +304,10 @@ def where(args: argparse.Namespace) -> int:
                 stored = _stored(loader, seen, args.find)
                 _tell_steps(args, loader, seen.steps_of(stored, range(args.epochs)), len(stored), skipped)
             else:
-                step = args.step if args.step is not None else _last_step(state or {}, loader, skipped)
+                step = args.step
+                if state is not None and step is None:  # the last one that was trained
+                    at = state["epoch"] * loader.order.steps_per_epoch + state["step"]
+                    step = max(0, skipped.trained(at) - 1)
                 _tell_documents(args, loader, seen, step, skipped.order_step(step))
     return 0
 
@@ -369,11 +372,6 @@ def loader_options(given: Mapping[str, Any], state: Mapping[str, Any] | None) ->
             raise UsageError("the run's --global_batch_size is needed, or its --batch_size and --world_size")
         options["batch_size"] = max(1, options["global_batch_size"] // options["world_size"])
     return {**options, "rank": 0, "num_workers": 0, "pin_memory": False}
-
-
-def _last_step(state: Mapping[str, Any], loader: TokenLoader, skipped: SkippedSteps) -> int:
-    """The last step that was trained when a state was saved, from 0."""
-    return max(0, skipped.trained(state["epoch"] * loader.order.steps_per_epoch + state["step"]) - 1)
 
 
 def _tell_documents(

@@ -239,36 +239,41 @@ class MixedReader(list["ShardReader | None"]):
 class MixedChunkDataset(ChunkDataset):
     """A ChunkDataset of several sources."""
 
-    _cursor: MixCursor | None = None  # where an epoch ended: the next one needs no window read again
+    _left: tuple[Any, ...] | None = None  # where an epoch ended: the next one needs no window read again
 
     def close(self) -> None:
-        self._cursor = None
+        self._left = None
         super().close()
 
     def _epoch_chunks(self, reader: Any, epoch: int, step: int, slots: range) -> Iterator[Chunk]:
-        mixture: Mixture = self.plan.order
-        first_of_epoch = epoch * mixture.steps_per_epoch
+        first_of_epoch = epoch * self.plan.order.steps_per_epoch
         at, end = first_of_epoch + step, first_of_epoch + self.plan.run.order_steps_of(epoch)
-        chunk_steps = self._chunk_steps()
-        cursor, self._cursor = self._cursor, None
-        if cursor is None or (cursor.step, cursor.slots, cursor.reader) != (at, slots, reader):
-            cursor = MixCursor(step=at, slots=slots, reader=reader, streams=[])
-        while cursor.step < end:
-            if cursor.mixed is None:
-                cursor.part = mixture.round_at(cursor.step)
-                if not cursor.streams:
-                    cursor.streams = self._streams(reader, cursor.part, slots)
-                cursor.mixed = self._mixed_round(cursor.part, cursor.streams, slots)
-            assert cursor.part is not None
-            last = min(cursor.part.end_step, end)
-            while cursor.step < last:
-                first, cursor.step = cursor.step, min(cursor.step + chunk_steps, last)
-                yield cursor.mixed.chunk(first - cursor.part.first_step, cursor.step - cursor.part.first_step)
-            if last == cursor.part.end_step:
-                cursor.mixed = None
-                if cursor.part.was_cut:
-                    cursor.streams = []  # they stand where the whole round would have ended
-        self._cursor = cursor
+        left, self._left, chunk_steps = self._left, None, self._chunk_steps()
+        part: Any = None
+        mixed: MixedRound | None = None
+        if left is not None and left[:3] == (at, slots, reader):
+            rounds, part, mixed = left[3:]
+        else:
+            rounds = self._rounds(reader, slots, at)
+        while at < end:
+            if mixed is None:
+                part, mixed = next(rounds)
+            first, at = at, min(at + chunk_steps, part.end_step, end)
+            yield mixed.chunk(first - part.first_step, at - part.first_step)
+            if at == part.end_step:
+                mixed = None  # before the next one is laid out
+        self._left = at, slots, reader, rounds, part, mixed
+
+    def _rounds(self, reader: MixedReader, slots: range, step: int) -> Iterator[tuple[Round, MixedRound]]:
+        """The rounds from the one that holds a step of the run on, without end."""
+        streams: list[SourceSteps] = []
+        while True:
+            part = self.plan.order.round_at(step)
+            streams = streams or self._streams(reader, part, slots)
+            yield part, self._mixed_round(part, streams, slots)
+            step = part.end_step
+            if part.was_cut:
+                streams = []  # they stand where the whole round would have ended
 
     def _streams(self, reader: MixedReader, part: Round, slots: range) -> list[SourceSteps]:
         """Each source from where the slots stand in it at a round."""
@@ -302,18 +307,6 @@ class MixedChunkDataset(ChunkDataset):
         return mixed
 
 
-@dataclass(kw_only=True)
-class MixCursor:
-    """Where a worker stands in the run: the next step, its sources, and the round that the step is in."""
-
-    step: int  # from the first of the run, not of the epoch
-    slots: range
-    reader: MixedReader
-    streams: list[SourceSteps]
-    part: Round | None = None
-    mixed: MixedRound | None = None
-
-
 class SourceSteps:
     """The steps of one source, one after another; ``ahead``: how many a row is ahead of the last one."""
 
@@ -330,14 +323,20 @@ class SourceSteps:
         if self._ahead.any():
             self._lay_kept(columns, mixed)
             return
-        rows, done = np.arange(len(columns))[:, None], 0
-        for chunk, steps in self._take(columns.shape[1]):
-            end = done + steps.stop - steps.start
-            places, is_last = (rows, columns[:, done:end]), end == columns.shape[1]
-            mixed.put(places, chunk, (slice(None), steps), stays=is_last)
-            mixed.num_cut += 0 if steps.start else chunk.num_cut
+        rows, done, num_steps = np.arange(len(columns))[:, None], 0, columns.shape[1]
+        while done < num_steps:
+            if self._chunk is None:
+                self._chunk, self._place = next(self._chunks), 0
+            chunk, first, held = self._chunk, self._place, self._chunk.lengths.shape[1]
+            self._place = min(first + num_steps - done, held)
+            end = done + self._place - first
+            places, steps = (rows, columns[:, done:end]), slice(first, self._place)
+            mixed.put(places, chunk, (slice(None), steps), stays=end == num_steps)
+            mixed.num_cut += 0 if first else chunk.num_cut
             done = end
-            del chunk  # it may hold its window; the next one is read now
+            if self._place == held:
+                self._chunk = None
+            del chunk  # nothing holds its window when the next one is read
 
     def _lay_kept(self, columns: npt.NDArray[np.int64], mixed: MixedRound) -> None:
         num_steps = columns.shape[1]
@@ -355,19 +354,6 @@ class SourceSteps:
                 mixed.put((rows, columns[rows, steps[rows, at]]), chunk, (rows, at), stays=True)
         self._num_laid += num_steps
         self._kept = [kept for kept in self._kept if kept[0] + kept[1].lengths.shape[1] > self._num_laid]
-
-    def _take(self, num_steps: int) -> Iterator[tuple[Chunk, slice]]:
-        """The next steps: chunks, and which steps of each. A chunk may end with the next one."""
-        while num_steps:
-            if self._chunk is None:
-                self._chunk, self._place = next(self._chunks), 0
-            first, held = self._place, self._chunk.lengths.shape[1]
-            self._place = min(first + num_steps, held)
-            num_steps -= self._place - first
-            steps, chunk = slice(first, self._place), [self._chunk]
-            if self._place == held:
-                self._chunk = None  # nothing holds its window when the next one is read
-            yield chunk.pop(), steps
 
 
 class MixedRound:

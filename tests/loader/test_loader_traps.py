@@ -88,41 +88,6 @@ class NumberedSamples(IterableDataset[Any]):
         return iter(range(worker.id, self.num_samples, worker.num_workers))
 
 
-@pytest.mark.processes
-def test_50_samples_in_batches_of_8_by_8_workers_are_the_6_batches_that_len_says(
-    tmp_path: Path, model: str
-) -> None:
-    naive = DataLoader(NumberedSamples(50), batch_size=8, drop_last=True, num_workers=8)
-    assert (len(naive), len(list(naive))) == (6, 0)
-    write_numbered_tars(tmp_path, 50, 2)
-    with load(tmp_path, 8, model, num_workers=8) as loader:
-        assert loader.num_workers == 8
-        found = list(loader)
-        assert len(found) == len(loader) == 6
-        assert len(set(numbers(found))) == 48
-
-
-@pytest.mark.processes
-def test_one_shard_is_enough_for_4_ranks_of_4_workers(
-    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paths = write_numbered_tars(tmp_path, 66, 1)
-    set_rank(monkeypatch, 1, 4)
-    with pytest.raises(ValueError, match="explicit nodesplitter"):
-        list(webdataset.WebDataset(paths, shardshuffle=False))
-    split = {"shardshuffle": False, "nodesplitter": webdataset.split_by_node, "empty_check": False}
-    assert theirs(webdataset.WebDataset(paths, **split)) == []
-    found = []
-    for rank in range(4):
-        set_rank(monkeypatch, rank, 4)
-        with load(tmp_path, 4, model, num_workers=4) as loader:
-            assert loader.num_workers == 4
-            batches = list(loader)
-            assert len(batches) == len(loader) == 4
-            found += numbers(batches)
-    assert len(found) == len(set(found)) == 64
-
-
 def test_within_20_epochs_a_rank_sees_every_shard(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,34 +102,11 @@ def test_within_20_epochs_a_rank_sees_every_shard(
     assert len({tuple(epoch) for epoch in epochs}) == 20
 
 
-class ShuffledSamples(IterableDataset[Any]):
-    """Counts its epochs, as most data sets do it."""
-
-    def __init__(self) -> None:
-        self.epoch = 0
-
-    def __iter__(self) -> Iterator[int]:
-        order = np.random.default_rng(self.epoch).permutation(64)
-        self.epoch += 1
-        return iter(order.tolist())
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("persistent", [True, False])
 def test_workers_know_the_epoch_that_they_count_and_the_one_that_is_set(
     tmp_path: Path, model: str, persistent: bool
 ) -> None:
-    dataset = ShuffledSamples()
-    naive = DataLoader(dataset, batch_size=None, num_workers=1, persistent_workers=persistent)
-    if persistent:  # what the parent sets stays in the parent
-        again = []
-        for _ in range(2):
-            dataset.epoch = 0
-            again.append(list(naive))
-        assert again[0] != again[1]
-    else:  # what a worker counts is lost with it
-        assert list(naive) == list(naive)
-    del naive
     write_numbered_tars(tmp_path, 64, 3)
     with load(tmp_path, 8, model, num_workers=2, persistent_workers=persistent) as loader:
         counted = [numbers(loader) for _ in range(3)]

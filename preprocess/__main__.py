@@ -359,6 +359,7 @@ _HUB = (
     "then plan --input_dir RAW --recursive"
 )
 _LOADER_CUTS = "documents are kept whole here; the loader cuts: get_llama3_dataloader(..., max_length=2048)"
+_LOOK = "preprocess.look"
 PROGRAM = Program(
     name="python -m preprocess",
     dashed_values=("--stripe",),
@@ -374,45 +375,32 @@ PROGRAM = Program(
         "--max_seq_length": _LOADER_CUTS,
     },
     commands={
-        "shard": Command(
-            summary="make one shard: --shard_id N",
-            add_flags=_shard_flags,
-            run=make_shard,
-            is_nameless=True,
-        ),
+        "shard": Command("make one shard: --shard_id N", _shard_flags, make_shard, is_nameless=True),
         "plan": Command(
-            summary="decide which input bytes belong to which shard, and write plan.json",
-            add_flags=_plan_flags,
-            run=make_plan,
+            "decide which input bytes belong to which shard, and write plan.json", _plan_flags, make_plan
         ),
-        "run": Command(summary="make the missing shards on this machine", add_flags=_run_flags, run=run),
-        "verify": Command(
-            summary="check all shards and write index.json", add_flags=_verify_flags, run=verify
-        ),
+        "run": Command("make the missing shards on this machine", _run_flags, run),
+        "verify": Command("check all shards and write index.json", _verify_flags, verify),
         "doctor": Command(
-            summary="check machine, tokenizer and folders before the work",
-            add_flags="preprocess.look.doctor:add_flags",
-            run="preprocess.look.doctor:doctor",
+            "check machine, tokenizer and folders before the work",
+            f"{_LOOK}.doctor:add_flags",
+            f"{_LOOK}.doctor:doctor",
         ),
         "peek": Command(
-            summary="print decoded samples and where they came from",
-            add_flags="preprocess.look.peek:add_flags",
-            run="preprocess.look.peek:peek",
+            "print decoded samples and where they came from", f"{_LOOK}.peek:add_flags", f"{_LOOK}.peek:peek"
         ),
         "export": Command(
-            summary="write the token ids as Megatron, nanoGPT, Hugging Face or MosaicML files",
-            add_flags="preprocess.look.export:add_flags",
-            run="preprocess.look.export:export",
+            "write the token ids as Megatron, nanoGPT, Hugging Face or MosaicML files",
+            f"{_LOOK}.export:add_flags",
+            f"{_LOOK}.export:export",
         ),
         "clean": Command(
-            summary="remove temporary files of finished shards, and those older than 24 hours",
-            add_flags=_clean_flags,
-            run=clean,
+            "remove temporary files of finished shards, and those older than 24 hours", _clean_flags, clean
         ),
         "train_tokenizer": Command(
-            summary="train a byte-level BPE like Llama 3's",
-            add_flags="preprocess.look.train_tokenizer:add_arguments",
-            run="preprocess.look.train_tokenizer:main",
+            "train a byte-level BPE like Llama 3's",
+            f"{_LOOK}.train_tokenizer:add_arguments",
+            f"{_LOOK}.train_tokenizer:main",
         ),
     },
 )

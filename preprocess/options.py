@@ -38,6 +38,12 @@ OUTPUT = "output"
 RESOURCES = "resources"
 GROUPS = (INPUT, FIELDS, TEXT, TOKENS, SAMPLES, OUTPUT, RESOURCES)
 
+_input = functools.partial(option, group=INPUT)
+_fields = functools.partial(option, group=FIELDS, kept="written")
+_text = functools.partial(option, group=TEXT, kept="written")
+_tokens = functools.partial(option, group=TOKENS)
+_samples = functools.partial(option, group=SAMPLES, kept="always")
+_resources = functools.partial(option, group=RESOURCES)
 _ENGINE_HELP = "library that encodes; the token ids never depend on it"
 _BAD_HELP = "fail a shard (exit code 65) when a larger share of its documents is unusable"
 
@@ -62,117 +68,66 @@ class PlanOptions:
         changes_text: ``change_text`` applies it.
     """
 
-    recursive: bool = option(False, "also take the input files of subfolders", group=INPUT, kept="always")
-    follow_links: bool = option(
-        False, "with --recursive, also follow links to folders, each folder once", group=INPUT, kept="found"
+    recursive: bool = _input(False, "also take the input files of subfolders", kept="always")
+    follow_links: bool = _input(
+        False, "with --recursive, also follow links to folders, each folder once", kept="found"
     )
-    also: str = option(
-        "", "also take files of these names, as plain text: '*.md,README.txt'", group=INPUT, kept="found"
-    )
-    doc: Doc = option("line", "what a document of .txt is: a line or a file", group=INPUT, kept="always")
-    encoding: str = option(
-        "utf-8", "of .txt; utf-8-sig drops a leading byte order mark", group=INPUT, kept="always"
-    )
-    zstd_long: int = option(
+    also: str = _input("", "also take files of these names, as plain text: '*.md,README.txt'", kept="found")
+    doc: Doc = _input("line", "what a document of .txt is: a line or a file", kept="always")
+    encoding: str = _input("utf-8", "of .txt; utf-8-sig drops a leading byte order mark", kept="always")
+    zstd_long: int = _input(
         0,
         "read .zst of `zstd --long=N`, N up to 31; a task then holds 2^N bytes",
-        group=INPUT,
         kept="found",
         span=(10, 31),
         shown="27",
     )
-    text_field: str = option(
-        None,
-        "field of the text, a.b if nested",
-        group=FIELDS,
-        kept="written",
-        unused="text",
-        shown="text",
-        of="texts",
+    text_field: str = _fields(
+        None, "field of the text, a.b if nested", unused="text", shown="text", of="texts"
     )
-    text_template: str = option(
-        "",
-        r"text of several fields, instead of --text_field: '{input}\n\n{output}'",
-        group=FIELDS,
-        kept="written",
-        of="texts",
+    text_template: str = _fields(
+        "", r"text of several fields, instead of --text_field: '{input}\n\n{output}'", of="texts"
     )
-    messages_field: str = option(
+    messages_field: str = _fields(
         None,
         "with --record chat, field of the list of messages",
-        group=FIELDS,
         unused="",
         shown="messages",
         of="chat",
+        kept="used",
     )
-    id_field: str = option(
-        "", "field of a document's id, which is kept in DATA/ids", group=FIELDS, kept="written"
+    id_field: str = _fields("", "field of a document's id, which is kept in DATA/ids")
+    source_field: str = _fields(
+        "", "field of a document's source, for counts per source", shown="the first subfolder"
     )
-    source_field: str = option(
-        "",
-        "field of a document's source, for counts per source",
-        group=FIELDS,
-        kept="written",
-        shown="the first subfolder",
-    )
-    fix_text: bool = option(
+    fix_text: bool = _text(
         False,
         "repair wrongly decoded text with ftfy; drop documents that cannot be fully repaired",
-        group=TEXT,
-        kept="written",
         changes_text=True,
     )
-    normalize: Normalize = option(
-        "", "apply a Unicode normalization", group=TEXT, kept="written", changes_text=True
+    normalize: Normalize = _text("", "apply a Unicode normalization", changes_text=True)
+    min_chars: int = _text(0, "drop shorter documents", span=(1, MOST), changes_text=True)
+    max_chars: int = _text(0, "drop longer documents", span=(1, MOST), changes_text=True)
+    limit: int = _text(
+        0, "for a trial: take at most this many documents in total, spread evenly over shards", span=(1, MOST)
     )
-    min_chars: int = option(
-        0, "drop shorter documents", group=TEXT, kept="written", span=(1, MOST), changes_text=True
+    append_eos: bool = _tokens(
+        None, "end documents with the EOS token", of="texts", kept="always", shown="on for packed"
     )
-    max_chars: int = option(
-        0, "drop longer documents", group=TEXT, kept="written", span=(1, MOST), changes_text=True
+    allow_special_tokens: bool = _tokens(
+        False, "let '<|end_of_text|>' and the like in a text become control tokens", kept="always"
     )
-    limit: int = option(
-        0,
-        "for a trial: take at most this many documents in total, spread evenly over shards",
-        group=TEXT,
-        kept="written",
-        span=(1, MOST),
-    )
-    append_eos: bool = option(
-        None,
-        "end documents with the EOS token",
-        group=TOKENS,
-        of="texts",
-        kept="always",
-        shown="on for packed",
-    )
-    allow_special_tokens: bool = option(
-        False,
-        "let '<|end_of_text|>' and the like in a text become control tokens",
-        group=TOKENS,
-        kept="always",
-    )
-    record: Record = option(
+    record: Record = _samples(
         "documents",
         "documents: one sample per document. packed: documents joined into rows of --seq_len tokens. "
         "chat: conversations in such rows, with loss masks",
-        group=SAMPLES,
-        kept="always",
     )
-    seq_len: int = option(None, "tokens per row", group=SAMPLES, kept="always", shown="8192", of="rows")
-    pack: Pack = option(
-        "concat",
-        "concat: cut documents at row ends. best_fit: keep them whole and pad rows",
-        group=SAMPLES,
-        kept="always",
-        of="rows",
+    seq_len: int = _samples(None, "tokens per row", shown="8192", of="rows")
+    pack: Pack = _samples(
+        "concat", "concat: cut documents at row ends. best_fit: keep them whole and pad rows", of="rows"
     )
-    token_format: TokenFormat = option(
-        "json", "how a document's token ids are stored; rows are npy", group=SAMPLES, kept="always"
-    )
-    keep_text: bool = option(
-        None, "also store the text of each document", group=SAMPLES, kept="always", shown="on for documents"
-    )
+    token_format: TokenFormat = _samples("json", "how a document's token ids are stored; rows are npy")
+    keep_text: bool = _samples(None, "also store the text of each document", shown="on for documents")
     # What planning finds out; no flags.
     text_versions: str = option("", kept="written")  # of the libraries that change text
     chat_template: str = option("")  # its Jinja text
@@ -293,22 +248,16 @@ PLAN_FIELDS = dataclasses.fields(PlanOptions)
 class PrepConfig(PlanOptions):
     """All options of ``plan``."""
 
-    input_dir: Path = option(Path("/data/raw"), "folder of the raw input files", group=INPUT)
-    hash_inputs: bool = option(
-        False, "hash the whole input when planning, so that workers detect any change of it", group=INPUT
+    input_dir: Path = _input(Path("/data/raw"), "folder of the raw input files")
+    hash_inputs: bool = _input(
+        False, "hash the whole input when planning, so that workers detect any change of it"
     )
-    model_id: str = option(
-        "meta-llama/Meta-Llama-3-8B", "folder of a tokenizer, or its name on the hub", group=TOKENS
+    model_id: str = _tokens("meta-llama/Meta-Llama-3-8B", "folder of a tokenizer, or its name on the hub")
+    chat_template_file: Path | None = _tokens(
+        None, "with --record chat, Jinja template to use", of="chat", shown="the tokenizer's own"
     )
-    chat_template_file: Path | None = option(
-        None,
-        "with --record chat, Jinja template to use",
-        group=TOKENS,
-        of="chat",
-        shown="the tokenizer's own",
-    )
-    engine: EngineName = option("auto", _ENGINE_HELP, group=TOKENS)
-    max_bad_fraction: float = option(0.01, _BAD_HELP, group=TEXT)
+    engine: EngineName = _tokens("auto", _ENGINE_HELP)
+    max_bad_fraction: float = _text(0.01, _BAD_HELP, kept="used")
     output_dir: Path = option(Path("/data/processed"), "folder of the data set", group=OUTPUT)
 
     def __post_init__(self) -> None:
@@ -366,25 +315,17 @@ def _python_encoding(name: str) -> str:
 class WorkerSettings:
     """Each field is a flag of ``--shard_id N`` and of ``run``."""
 
-    input_dir: Path | None = option(
-        None, "folder of the raw input files, if they moved", group=INPUT, shown="the plan's"
+    input_dir: Path | None = _input(None, "folder of the raw input files, if they moved", shown="the plan's")
+    engine: EngineName = _tokens("auto", _ENGINE_HELP)
+    max_bad_fraction: float | None = _text(None, _BAD_HELP, shown="the plan's", kept="used")
+    batch_size: int | None = _resources(
+        None, "encode at most this many documents at once", shown="DATASET_BATCH_SIZE, or no limit"
     )
-    engine: EngineName = option("auto", _ENGINE_HELP, group=TOKENS)
-    max_bad_fraction: float | None = option(None, _BAD_HELP, group=TEXT, shown="the plan's")
-    batch_size: int | None = option(
-        None,
-        "encode at most this many documents at once",
-        group=RESOURCES,
-        shown="DATASET_BATCH_SIZE, or no limit",
+    writer_batch_size: int | None = _resources(
+        None, "write at most this many documents at once", shown="DATASET_WRITER_BATCH_SIZE, or no limit"
     )
-    writer_batch_size: int | None = option(
-        None,
-        "write at most this many documents at once",
-        group=RESOURCES,
-        shown="DATASET_WRITER_BATCH_SIZE, or no limit",
-    )
-    memory_gb: float | None = option(
-        None, "memory of a process, in GiB", group=RESOURCES, shown="the limit of Slurm and the cgroup"
+    memory_gb: float | None = _resources(
+        None, "memory of a process, in GiB", shown="the limit of Slurm and the cgroup"
     )
 
     def __post_init__(self) -> None:

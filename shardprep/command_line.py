@@ -35,7 +35,7 @@ AddFlags = Callable[[argparse.ArgumentParser], None]
 Run = Callable[[argparse.Namespace], int]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Command:
     """One command: ``run`` gets the parsed flags and returns the exit code.
 

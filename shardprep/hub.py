@@ -17,8 +17,8 @@ _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 def find_on_hub(model_id: str) -> tuple[Path, str]:
     """Return the folder of a model's tokenizer in the hub's cache, and what transformers is to load.
 
-    The files are fetched if need be. Where the hub does not answer, transformers is to load the folder: by
-    the model's name it would ask twelve more times, which takes 50 s. Raises NotFound where there is none.
+    Where the hub does not answer, transformers is to load the folder: by the model's name it would ask twelve
+    more times, which takes 50 s. Raises NotFound where there is none.
     """
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from huggingface_hub import snapshot_download, try_to_load_from_cache

@@ -1,10 +1,8 @@
 """plan.json: which bytes of which input files are shard N, for which options and which tokenizer.
 
 A plan is written once and never edited. Its id is a hash of what decides the bytes of the shards: two plans
-with one id make equal data sets. Reading one back checks the hash, the id and the boundaries.
-
-The lists of a plan of more than 4,096 inputs and shards stand in parts: a task reads the head and the blocks
-of its shard, and each block is checked by a hash in the head, which the plan id covers.
+with one id make equal data sets. The lists of a plan of more than 4,096 inputs and shards stand in parts: a
+task reads the head and the blocks of its shard, and each block is checked by a hash in the head.
 """
 
 from __future__ import annotations
@@ -267,10 +265,7 @@ def plan_json(plan: Plan) -> bytes:
 
 
 def publish_plan(plan: Plan, output_dir: Path) -> Plan:
-    """Freeze a plan as plan.json; where another is there already, compare. Returns the frozen one.
-
-    Raises Refused, naming what differs, where the folder has another plan.
-    """
+    """Freeze a plan as plan.json; returns the plan that is frozen there. Raises Refused for another."""
     raw = plan_json(plan)
     file = PublishedFile(output_dir / PLAN_NAME)
     try:
@@ -292,11 +287,10 @@ def publish_plan(plan: Plan, output_dir: Path) -> Plan:
 
 
 def read_plan(output_dir: Path) -> Plan | None:
-    """The plan of a data set, or None where there is none yet.
+    """The plan of a data set, or None where there is none yet; takes 0.1 s of CPU for 10^4 inputs.
 
-    Its hash is compared with its content, and its id with the one that the content gives: takes 0.1 s of CPU
-    for 10^4 inputs. Of a plan in parts only the head is read; its lists are read, and may raise BrokenShard,
-    where they are used. Raises NotFound, BrokenShard, UnknownVersion, ReadWriteError.
+    Of a plan in parts only the head is read; its lists may raise BrokenShard where they are used. Raises
+    NotFound, BrokenShard, UnknownVersion, ReadWriteError.
     """
     try:
         file = PartsFile(output_dir / PLAN_NAME)
@@ -386,14 +380,16 @@ def _names_left_out(fields: Fields, name: str) -> list[tuple[str, str]]:
 
 
 def _cuts_of(fields: Fields, name: str) -> list[Boundary]:
-    return fields.pairs(name, "an input and a byte of it")
+    def is_right(value: Any) -> bool:
+        return type(value) is list and [*map(type, value)] == [int, int]
+
+    return [(number, byte) for number, byte in fields.list_of(name, is_right, "an input and a byte of it")]
 
 
 def options_of_json(fields: Fields) -> PlanOptions:
-    """The options, settled and checked as those of a command line are.
+    """The options, settled and checked as those of a command line are; an absent one has its default.
 
-    An option that is absent has its default. One that nobody knows here is left alone where it says no, and
-    refused where it says anything else.
+    One that nobody knows here is left alone where it says no, and refused where it says anything else.
     """
     kinds = option_types(PlanOptions)
     values = {

@@ -245,8 +245,7 @@ def stamp_inputs(
 ) -> tuple[list[InputFile], list[Inspected]]:
     """Size, mtime and sampled hash of each file, and what its format says of it.
 
-    ``progress`` is told how many more there are. Raises NotFound for one that cannot be opened or is no
-    regular file, ReadWriteError where reading fails, BadInput where a file cannot be of its format.
+    Raises NotFound for one that cannot be opened, ReadWriteError, BadInput. ``progress`` counts them.
     """
     root = str(input_dir / "_")[:-1]
 
@@ -357,8 +356,8 @@ def _places_inside(
 ) -> list[_Place]:
     """For each target the first place at or behind it where a part may begin.
 
-    It is looked for up to the next target alone; where none is, the next target's is this one's.
-    So no byte is read twice, and all targets can be asked for at once.
+    It is looked for up to the next target alone, whose place is this one's where none is found: so no byte
+    is read twice.
     """
 
     def stretch(target: int, following: int) -> _Stretch:

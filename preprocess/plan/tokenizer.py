@@ -94,8 +94,7 @@ def resolve_tokenizer(model_id: str, folder: Path, *, allow_special_tokens: bool
     """Write the files of a model's tokenizer, and nothing else of the model, into the empty ``folder``.
 
     Raises NotFound (no such model, or no network), UsageError (a slow tokenizer, or dropout), CannotWrite,
-    BrokenShard (a FIFO there), ReadWriteError, also where transformers missed a token: it does not tell of
-    a failed read.
+    BrokenShard (a FIFO there), ReadWriteError.
     """
     for each in (Path(model_id), Path(model_id, CHAT_TEMPLATES_DIR)):
         refuse_fifos(each)
@@ -143,10 +142,7 @@ def _check_no_dropout(data: dict[str, Any], model_id: str) -> None:
 
 
 def source_folder(model_id: str) -> tuple[Path | None, str]:
-    """Return the folder of a model, its own or of the hub's cache, and what transformers is to load.
-
-    None where only transformers may know. Raises NotFound.
-    """
+    """Return the folder of a model (None where only transformers may know), and what that is to load."""
     if os.path.isdir(model_id):  # noqa: PTH112 - Path.is_dir() would raise what the file system says
         return Path(model_id), model_id
     return (None, model_id) if os.path.lexists(model_id) else find_on_hub(model_id)
@@ -328,10 +324,7 @@ def _save(model_id: str, folder: Path, pipe: Connection) -> None:
 
 
 def save_tokenizer(model_id: str, folder: Path) -> None:
-    """Write the files of a model's tokenizer, and nothing else of the model, into ``folder``.
-
-    Raises NotFound (no such model, or no network), UsageError (a slow tokenizer), CannotWrite.
-    """
+    """Write a model's tokenizer into ``folder``. Raises NotFound, UsageError, CannotWrite."""
     tokenizer = _auto_tokenizer(model_id)
     if not getattr(tokenizer, "is_fast", False):
         raise UsageError(

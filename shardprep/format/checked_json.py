@@ -53,8 +53,7 @@ def content_sha256(data: Mapping[str, Any]) -> str:
 def read_checked(path: Path, file_format: str, *, max_bytes: int) -> Fields:
     """The fields of one of our files, once its format, version and hash are right.
 
-    Raises FileNotFoundError or NotADirectoryError where it is not there, BrokenShard, UnknownVersion, or
-    ReadWriteError where the file system fails.
+    Raises FileNotFoundError, NotADirectoryError, BrokenShard, UnknownVersion or ReadWriteError.
     """
     return checked_fields(path, read_regular(path, max_bytes=max_bytes), file_format)
 
@@ -129,8 +128,7 @@ def _altered(path: Path, name: str, found: object, expected: str) -> BrokenShard
 class Fields:
     """The keys of one JSON object. Each is taken by its type, and ``end`` refuses those that nobody took.
 
-    Every error is a BrokenShard that names the file, the key with what it stands in, what was found and what
-    was expected.
+    Every error is a BrokenShard that names the file, the key, what was found and what was expected.
     """
 
     def __init__(self, path: Path, data: Mapping[str, Any], place: str = "") -> None:
@@ -265,10 +263,6 @@ class Fields:
             key, lambda value: type(value) is int and least <= value <= MOST, f"a whole number from {least}"
         )
 
-    def pairs(self, key: str, expected: str) -> list[tuple[int, int]]:
-        """A list of pairs of whole numbers; ``expected`` says what a pair is."""
-        return [(first, second) for first, second in self.list_of(key, _is_pair, expected)]
-
     def objects(self, key: str) -> Iterator[Fields]:
         """A list of objects."""
         for number, entry in enumerate(self.list_of(key, lambda value: isinstance(value, dict), "an object")):
@@ -323,10 +317,6 @@ def _readers_of(kind: Any) -> list[tuple[str, Callable[[Fields, str], Any]]]:
 def is_digest(value: object, num_digits: int) -> bool:
     """Whether a value is a text of so many lower-case hex digits."""
     return isinstance(value, str) and len(value) == num_digits and _HEX.fullmatch(value) is not None
-
-
-def _is_pair(value: Any) -> bool:
-    return type(value) is list and len(value) == 2 and type(value[0]) is type(value[1]) is int
 
 
 def is_text(value: object) -> bool:

@@ -32,11 +32,7 @@ def token_bytes(vocab_size: int) -> int:
 
 
 def tokenizer_fingerprint(tokenizer_json: str) -> str:
-    """sha256, in hex, of what decides ids in a ``tokenizer.json``.
-
-    Equal for the files of one tokenizer whether their merges are written ``"a b"`` or
-    ``["a", "b"]``, and in whatever order their keys stand.
-    """
+    """sha256, in hex, of what decides ids in a ``tokenizer.json``, however its keys and merges stand."""
     return fingerprint_of(json.loads(tokenizer_json))
 
 

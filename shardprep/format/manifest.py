@@ -288,8 +288,8 @@ def merge_manifests(manifests: Iterable[Manifest]) -> DatasetIndex:
 def read_index(folder: Path) -> DatasetIndex:
     """The index of a data set: index.json, or without one its manifests, merged in memory.
 
-    Raises NotFound where there is no data set, MissingShard naming what an incomplete one
-    lacks, BrokenShard, UnknownVersion, OtherPlan or ReadWriteError.
+    Raises NotFound, MissingShard (naming what is missing), BrokenShard, UnknownVersion, OtherPlan,
+    ReadWriteError.
     """
     path = folder / INDEX_NAME
     try:
@@ -303,10 +303,7 @@ def read_index(folder: Path) -> DatasetIndex:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """One list per shard would start several full collections, which look at all that torch imported, too.
-
-    Of 99,999 shards they take longer than all the rest.
-    """
+    """One list per shard would start several full collections, which take longer than all the rest."""
     was_on = gc.isenabled()
     gc.disable()
     try:

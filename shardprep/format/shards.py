@@ -1,7 +1,6 @@
 """A shard read back: the token ids of its samples, whole or one by one, and their documents.
 
-The order is that of the idx, and the ids come in pieces of some megabytes, so a shard of any size takes
-little memory. The loader's ShardReader reads any set of samples of many shards.
+The ids come in the order of the idx, in pieces of some megabytes, so a shard of any size takes little memory.
 """
 
 from __future__ import annotations

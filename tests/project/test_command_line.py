@@ -105,14 +105,6 @@ def test_an_unknown_flag_prints_the_usage_of_its_own_command(
     assert said.count("\n") <= 4
 
 
-def test_a_flag_stands_once_in_the_help_of_submit(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        slurm_parse(["submit", "--help"])
-    text = capsys.readouterr().out
-    assert len(re.findall("^ *--cpus_per_task N", text, re.MULTILINE)) == 1
-    assert "--cpus-per-task" not in text
-
-
 def test_every_option_is_a_flag_with_a_help_text_and_a_default(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ending:
         parse(["plan", "--help"])

@@ -218,7 +218,7 @@ def test_lowercase_is_a_plan_option_by_its_declaration_and_the_place_that_uses_i
     prep: Prep, tmp_path: Path
 ) -> None:
     home = copy_of_packages(tmp_path / "copy")
-    change(home / "preprocess/options.py", "    limit: int = option(", LOWERCASE_OPTION)
+    change(home / "preprocess/options.py", "    limit: int = _text(", LOWERCASE_OPTION)
     change(home / "preprocess/formats/text_changes.py", "    if len(text) < options.min_chars", LOWERCASE_USE)
     raw, data, plain = tmp_path / "raw", tmp_path / "data", tmp_path / "plain"
     raw.mkdir()

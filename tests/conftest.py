@@ -98,7 +98,7 @@ def pytest_runtest_teardown() -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Where tests run side by side, a module's stay together, and all modules that start a cluster.
 
-    Two clusters at once would meet in the machine's cgroups, and kill each other's jobs.
+    Their tests mostly wait: one at a time leaves the CPUs to the others.
     """
     from xdist.scheduler import LoadScopeScheduling
 

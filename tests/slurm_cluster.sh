@@ -11,6 +11,7 @@
 # Options, by environment:
 #   CLUSTER_DIR     its folder                                (${TMPDIR:-/tmp}/shardprep-slurm)
 #   NUM_NODES       slurmds, named n1, n2, ...                (3)
+#   NODE_PREFIX     n of these names: clusters side by side need other names, for cgroups are known by them
 #   NODE_CPUS       CPUs each claims, whatever the machine has (8)
 #   NODE_MEM_MB     memory each claims                        (8000)
 #   ACCOUNTING=1    slurmdbd and MariaDB too, for sacct       (0)
@@ -20,7 +21,7 @@
 set -euo pipefail
 
 dir=${CLUSTER_DIR:-${TMPDIR:-/tmp}/shardprep-slurm}
-num_nodes=${NUM_NODES:-3} node_cpus=${NODE_CPUS:-8} node_mem_mb=${NODE_MEM_MB:-8000}
+num_nodes=${NUM_NODES:-3} prefix=${NODE_PREFIX:-n} node_cpus=${NODE_CPUS:-8} node_mem_mb=${NODE_MEM_MB:-8000}
 accounting=${ACCOUNTING:-0} cgroup=${CGROUP:-0} extra_conf=${EXTRA_CONF:-}
 marker=$dir/shardprep-test-cluster
 hang_s=300 # nothing less decides: the machine may be busy
@@ -126,7 +127,7 @@ CONF
     fi
     echo "$extra_conf"
     for node in $(seq "$num_nodes"); do
-      echo "NodeName=n$node NodeHostname=$host NodeAddr=127.0.0.1 Port=$((first_port + 2 + node))" \
+      echo "NodeName=$prefix$node NodeHostname=$host NodeAddr=127.0.0.1 Port=$((first_port + 2 + node))" \
         "CPUs=$node_cpus RealMemory=$node_mem_mb"
     done
     echo "PartitionName=cpu Nodes=ALL Default=YES MaxTime=INFINITE"
@@ -187,8 +188,8 @@ up() {
   pid_of slurmctld >/dev/null || slurmctld -f "$SLURM_CONF"
   until_true "$hang_s" scontrol ping
   for node in $(seq "$num_nodes"); do
-    mkdir -p "$dir/spool-n$node"
-    pid_of "n$node" >/dev/null || slurmd -f "$SLURM_CONF" -N "n$node"
+    mkdir -p "$dir/spool-$prefix$node"
+    pid_of "$prefix$node" >/dev/null || slurmd -f "$SLURM_CONF" -N "$prefix$node"
   done
   # shellcheck disable=SC2016  # the inner shell expands them
   until_true "$hang_s" bash -c '[[ $(sinfo -h -N -t idle,alloc,mix -o %N | wc -l) -ge $1 ]]' _ "$num_nodes"
@@ -216,7 +217,7 @@ down() {
     # shellcheck disable=SC2016
     timeout 120 bash -c 'while [[ -n $(squeue -h) ]]; do sleep 0.1; done' || say "some jobs did not end"
   fi
-  local nodes=("$dir"/pid/n[0-9]*)
+  local nodes=("$dir/pid/$prefix"[0-9]*)
   stop "${nodes[@]##*/}" slurmctld
   stop slurmdbd
   stop mariadbd munged

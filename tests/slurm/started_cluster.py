@@ -54,7 +54,8 @@ def started_cluster(environ: Mapping[str, str], untested: str) -> Iterator[dict[
     installed; ``untested`` says what is not tested then.
     """
     folder = tempfile.mkdtemp(prefix="shardprep-slurm-")  # short: sockets lie in it
-    environ = {**environ, "CLUSTER_DIR": folder, "SLURM_CONF": str(Path(folder) / "slurm.conf")}
+    own = {"CLUSTER_DIR": folder, "SLURM_CONF": str(Path(folder) / "slurm.conf")}
+    environ = {"NODE_PREFIX": f"p{os.getpid()}n", **environ, **own}
     try:
         up = start_missing(environ)
         if up.returncode == CANNOT_INSTALL:
@@ -103,7 +104,9 @@ def kill_node(environ: Mapping[str, str], node: str) -> None:
         if ours or steps:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(path.parent.name), signal.SIGKILL)
-    run_child(["scontrol", "update", f"nodename={node}", "state=down", "reason=killed"], env=environ)
+    # A late answer of the dead slurmd brings a node that is down back into service, but not out of drain.
+    for state in ("drain", "down"):
+        run_child(["scontrol", "update", f"nodename={node}", f"state={state}", "reason=killed"], env=environ)
 
 
 def _is_on(process: Path, node: str, folder: str) -> bool:

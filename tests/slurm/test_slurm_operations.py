@@ -20,7 +20,7 @@ from shardprep.format.manifest import read_manifest
 from tests.checkout import ROOT
 from tests.children import is_living, run_child
 from tests.held_children import Hold
-from tests.slurm.started_cluster import FAULTY_PYTHON, kill_node, set_right, start_missing, started_cluster
+from tests.slurm.started_cluster import FAULTY_PYTHON, kill_node, set_right, started_cluster
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ def test_every_failure_is_named_and_one_retry_mends_all_but_the_bad_input(
     theirs = {name: value for name, value in prep.contents(data).items() if "00004" not in name}
     assert theirs == prep.contents(undisturbed)
 
-    assert start_missing(site.environ).returncode == 0
+    set_right(site.environ)
     accepting = ("--worker_args", "--max_bad_fraction 0.6", "--wait")
     assert "verified:" in site.slurm("retry", data, *accepting)
     assert site.status(data)["done"] == "0-6"

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from shardprep.command_line import Command, Program
-from shardprep.console import print_lines
+from shardprep.console import counted, print_lines
 
 SHOWN_IDS = 12
 SHOWN_CHARS = 200
@@ -31,7 +31,9 @@ def show(args: argparse.Namespace) -> int:
     options = {name: value for name, value in vars(args).items() if name != "command"}
     with get_llama3_dataloader(**options) as loader:
         batch = next(iter(loader))
-        print_lines(f"{loader.order.num_samples:,} samples, {len(loader):,} batches an epoch")
+        print_lines(
+            f"{counted(loader.order.num_samples, 'sample')}, {counted(len(loader), 'batch')} per epoch"
+        )
         for name, tensor in batch.items():
             print_lines(f"{name}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}")
         for row, (ids, labels) in enumerate(zip(batch["input_ids"], batch["labels"], strict=True)):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from preprocess.options import GROUPS, RESOURCES, PrepConfig, WorkerSettings, environment_number
 from preprocess.resources import PROCESS_BYTES, memory_limit_gb
 from shardprep.command_line import Command, Program, add_flags_of, given_of, parse_size
-from shardprep.console import Progress, print_lines, quoted, say, short_bytes
+from shardprep.console import Progress, counted, print_lines, quoted, say, short_bytes
 from shardprep.errors import BadInput, NotFound, Refused, ShardprepError, UsageError
 from shardprep.format.names import id_ranges, ids_of_ranges
 
@@ -120,11 +120,12 @@ def make_plan(args: argparse.Namespace) -> int:
         warnings.insert(1, f"a shard will take {minutes:.0f} minutes on one core; --num_shards {more}?")
     if empty := sizes.count(0):
         warnings.append(f"{empty} shards are empty; fewer would do")
+    shards, cores = counted(plan.num_shards, "shard"), counted(cost.num_useful_cores, "core")
     print_lines(
-        f"plan {plan.plan_id[:12]}: {plan.num_shards} shards of {min(sizes)} to {max(sizes)} input bytes",
+        f"plan {plan.plan_id[:12]}: {shards} of {min(sizes)} to {max(sizes)} input bytes",
         f"about {cost.num_tokens:.3g} tokens, {short_bytes(cost.output_bytes)} on disk, "
         f"{cost.core_hours:.2g} core hours, the longest shard {cost.longest_shard_s:.0f} s on one core",
-        f"a task uses up to {cost.num_useful_cores} cores well: --cpus-per-task={cost.num_useful_cores}",
+        f"a task uses up to {cores} well: --cpus-per-task={cost.num_useful_cores}",
         *space_lines(config.output_dir, need),
         *(f"warning: {warning}" for warning in warnings if warning),
         *next_lines(Path(config.output_dir), plan.num_shards),
@@ -133,7 +134,7 @@ def make_plan(args: argparse.Namespace) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """``run O``: the missing shards on this machine."""
+    """``run DATA``: the missing shards on this machine."""
     from preprocess.attempts import RunRecord
     from preprocess.make.local_run import run_shards
     from preprocess.make.task_log import means_line, total_line
@@ -166,7 +167,8 @@ def run(args: argparse.Namespace) -> int:
         made, failures = run_shards(folder, settings, todo, cpus_of, progress)
         record.exit_code = failures[0].exit_code if failures else 0
     total = total_line(made, progress.elapsed_s)
-    say(f"{len(todo) - len(failures)} of {len(todo)} shards made by {num_proc} process(es): {total}")
+    num_made = len(todo) - len(failures)
+    say(f"{num_made} of {counted(len(todo), 'shard')} made by {counted(num_proc, 'process')}: {total}")
     if failures:
         ids = id_ranges(failure.shard_id for failure in failures)
         what = "run again"
@@ -178,7 +180,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """``verify O``: prove the shards whole and write index.json."""
+    """``verify DATA``: prove the shards whole and write index.json."""
     from preprocess.attempts import read_attempts, remove_finished
     from preprocess.check.verify import publish_osts, verify_dataset
     from preprocess.done_shards import remove_findings
@@ -201,7 +203,8 @@ def verify(args: argparse.Namespace) -> int:
         return problems[0].error.exit_code
     samples, tokens = int(index.column("num_samples").sum()), int(index.column("num_tokens").sum())
     print_lines(
-        f"{plan.num_shards} shards are whole: {samples} samples, {tokens} tokens; wrote {folder / INDEX_NAME}"
+        f"verified {counted(plan.num_shards, 'shard')}: {counted(samples, 'sample')}, "
+        f"{counted(tokens, 'token')}; wrote {folder / INDEX_NAME}"
     )
     counts = {name: dataclasses.asdict(of) for name, of in index.sources.items()}
     print_lines(*source_lines(counts, all_in=INDEX_NAME))
@@ -249,7 +252,7 @@ def _verify_deep(args: argparse.Namespace, plan: Plan) -> int:
 
 
 def clean(args: argparse.Namespace) -> int:
-    """``clean O``: what attempts that died left behind."""
+    """``clean DATA``: what attempts that died left behind."""
     from preprocess.check.clean import clean as remove
     from preprocess.check.clean import cleaning_lines
     from preprocess.plan.plan_file import read_plan

@@ -139,8 +139,8 @@ def short_time(seconds: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 shard``, ``2,500 shards``."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    """``1 shard``, ``2,500 shards``, ``3 batches``."""
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
 def _scaled(value: float) -> tuple[str, str]:

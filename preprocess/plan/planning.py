@@ -46,7 +46,7 @@ from preprocess.plan.plan_file import (
 from preprocess.plan.tokenizer import ResolvedTokenizer, resolve_tokenizer
 from preprocess.plan.tokenizer_files import TOKENIZER_FILE, publish_tokenizer, stamp_tokenizer
 from preprocess.resources import BATCH_BYTES
-from shardprep.console import Progress
+from shardprep.console import Progress, counted
 from shardprep.errors import CannotWrite, NotFound, Refused, UsageError
 from shardprep.files import STALE_AFTER_S, remove_temporaries
 from shardprep.format.input_formats import input_kind, known_input_kind, known_suffixes
@@ -531,7 +531,7 @@ def _divided(
             f"--record chat reads messages out of JSON lines and tables, and {plain[0]} is text; move it away"
         )
     links = f", {listing.num_links} of them links" if listing.num_links else ""
-    say(f"{len(paths)} input file(s) in {config.input_dir}{links}")
+    say(f"{counted(len(paths), 'input file')} in {config.input_dir}{links}")
     for line in left_out_lines(listing.left_out):
         say(line)
     reading = reading_of(config, BATCH_BYTES)

@@ -438,7 +438,7 @@ def test_the_command_prints_a_batch_decoded(made: Any, capsys: pytest.CaptureFix
     assert show([str(made.root / "json"), "--batch_size", "3"]) == 0
     out = capsys.readouterr().out
     first = samples(next(iter(load(made.root / "json", 3))))[0]
-    assert "203 samples, 67 batches an epoch" in out
+    assert "203 samples, 67 batches per epoch" in out
     assert re.search(r"input_ids: int64\[3, \d+\]", out)
     assert repr(made.tokenizer.decode(first)) in out
     assert show([str(made.root / "nowhere")]) == 66

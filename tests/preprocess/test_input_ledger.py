@@ -196,7 +196,7 @@ def test_links_to_files_and_empty_files_are_inputs_and_counted(prep: Prep, raw: 
     (raw / "l.txt").symlink_to(tmp_path / "elsewhere" / "e.txt")
     (raw / "empty.txt").touch()
     ended = plan_of(prep, raw, tmp_path / "data")
-    assert f"3 input file(s) in {raw}, 1 of them links" in ended.text
+    assert f"3 input files in {raw}, 1 of them links" in ended.text
     assert "1 of them hold nothing, such as empty.txt" in ended.text
     assert inputs_of(tmp_path / "data") == ["a.txt", "empty.txt", "l.txt"]
 

@@ -77,7 +77,7 @@ def test_flag_then_environment_decide_the_number_of_processes(
 ) -> None:
     ended = prep.cli("run", data_dir, *flags, env=environ)
     assert ended.code == 0, ended.text
-    assert f"5 of 5 shards made by {num_proc} process(es)" in ended.text
+    assert f"5 of 5 shards made by {num_proc} process" in ended.text
     assert prep.contents(data_dir) == prep.contents(made_dir)
 
 
@@ -109,7 +109,7 @@ def test_a_shard_that_fails_does_not_stop_the_others(prep: Prep, sample_dir: Pat
     assert done(tmp_path / "data") == [0, 3, 4, 5]
     assert "shard 00001 failed (65): " in ended.text
     assert "shard 00002 failed (66): " in ended.text
-    assert "4 of 6 shards made by 2 process(es)" in ended.text
+    assert "4 of 6 shards made by 2 processes" in ended.text
     again = "failed: 1-2; the same input fails in the same way: do what the lines above say, then: "
     assert f"{again}shardprep run {tmp_path / 'data'} --shards 1-2" in ended.text
     assert prep.temporaries(tmp_path / "data") == []

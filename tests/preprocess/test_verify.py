@@ -70,7 +70,7 @@ def test_a_whole_data_set_gets_an_index_of_its_shards(prep: Prep, whole_dir: Pat
     manifests = [json.loads(path.read_bytes()) for path in sorted(whole_dir.glob("shard-*.json"))]
     samples = sum(item["counts"]["num_samples"] for item in manifests)
     tokens = sum(item["counts"]["num_tokens"] for item in manifests)
-    line = f"5 shards are whole: {samples} samples, {tokens} tokens; wrote {whole_dir / 'index.json'}"
+    line = f"verified 5 shards: {samples:,} samples, {tokens:,} tokens; wrote {whole_dir / 'index.json'}"
     assert ended.text == f"{line}\n"
     index = json.loads((whole_dir / "index.json").read_bytes())
     assert "run" not in json.dumps(index)

@@ -101,7 +101,7 @@ def quick_start() -> str:
 
 def test_the_quick_start_of_the_readme_runs_as_it_stands_in_an_empty_folder(desk: Desk, site: Path) -> None:
     ended = desk.run(quick_start())
-    assert "2 shards are whole: 3 samples" in ended.stdout
+    assert "verified 2 shards: 3 samples" in ended.stdout
     assert "두 번째 문서입니다." in ended.stdout, "peek shows it"
     found = desk.run(
         "python -c 'import shardprep, loader; print(shardprep.__file__, loader.__file__)'"

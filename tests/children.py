@@ -26,6 +26,7 @@ def run_child(
     """
     __tracebackhide__ = True
     source = subprocess.DEVNULL if stdin is None else subprocess.PIPE
+    settings["env"] = {"PYTHONFAULTHANDLER": "1", **(settings.get("env") or os.environ)}
     with child(command, **{"stdin": source, "stderr": subprocess.PIPE, **settings}) as process:
         try:
             out, err = process.communicate(stdin, timeout=HANG_S)

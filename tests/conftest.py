@@ -47,8 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let processes say where they are when a test ends them; under --quick, see each one that is started."""
-    os.environ["PYTHONFAULTHANDLER"] = "1"
+    """Under --quick, see each process that is started."""
     if not config.getoption("--quick"):
         return
     events = {"os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"}

@@ -21,6 +21,7 @@ import mmap
 import os
 import re
 import secrets
+import shlex
 import shutil
 import socket
 import stat
@@ -274,7 +275,9 @@ def errors_named(path: Path) -> Iterator[None]:
     except NOT_THERE:
         raise
     except OSError as error:
-        raise ReadWriteError(f"{path} cannot be read: {error.strerror or error}") from error
+        what_to_do = f"; its owner can type: chmod -R a+rX {shlex.quote(os.fspath(path.parent))}"
+        why = f"{error.strerror or error}{what_to_do if isinstance(error, PermissionError) else ''}"
+        raise ReadWriteError(f"{path} cannot be read: {why}") from error
 
 
 T = TypeVar("T")

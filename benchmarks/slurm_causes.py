@@ -1,11 +1,11 @@
-"""What is done to tasks on a real Slurm, and what ``python -m slurm status`` calls it.
+"""What is done to tasks on a real Slurm, and what ``shardprep status`` calls it.
 
     python benchmarks/slurm_causes.py            as root, some six minutes; it starts a cluster of its own
 
 Tasks run out of memory and time, are killed, cancelled, preempted, held and suspended; a node is killed under
-its Python, O/jobs is emptied, the folder of the logs is full, the accounts are stopped. Printed is a table of
-what was done, what status said, and whether that is right. Then one ``retry`` mends what is missing, and the
-shards are compared with those of an undisturbed run. Another data set of forty shards is submitted by two
+its Python, DATA/jobs is emptied, the folder of the logs is full, the accounts are stopped. Printed is a table
+of what was done, what status said, and whether that is right. Then one ``retry`` mends what is missing, and
+the shards are compared with those of an undisturbed run. Another data set of forty shards is submitted by two
 terminals at once, with ``--auto`` and a profile, at MaxArraySize 7; while it runs, slurmctld is killed three
 times and slurmdbd once. Exit code 1 where something is not right.
 """
@@ -308,7 +308,7 @@ def purged_records(site: Site) -> None:
     shutil.rmtree(data / "jobs")
     state = site.status(data)
     site.row(
-        "O/jobs removed while a task runs",
+        "DATA/jobs removed while a task runs",
         f"unrecorded: {state['unrecorded_jobs']}",
         job in state["unrecorded_jobs"],
     )
@@ -361,6 +361,8 @@ def kill_node(site: Site, node: str) -> None:
             command.startswith("slurmstepd") and is_step
         ):
             os.kill(int(path.parent.name), signal.SIGKILL)
+    for state in ("drain", "down"):  # at once, in place of after SlurmdTimeout
+        site.run("scontrol", "update", f"nodename={node}", f"state={state}", "reason=killed")
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:

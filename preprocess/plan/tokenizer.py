@@ -4,16 +4,22 @@ What counts is the tokenizer that training will load, by transformers: what that
 tokenizer.json (a token added in the configuration, say) is in the files written here. Of most tokenizers it
 changes nothing, and ``plain_files`` shows it by the files alone. For all others transformers loads and saves,
 in a process of its own and without torch, which it imports where it is installed: 3 s and 200 MB for nothing.
+
+What was found is kept for the next plan, in ``$XDG_CACHE_HOME/shardprep/tokenizers``, by the content of the
+files and the versions of the libraries. A damaged entry counts as none, and any may be deleted.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
+import json
 import os
 import sys
 from dataclasses import dataclass
-from importlib.metadata import version
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,7 +45,16 @@ from preprocess.plan.tokenizer_files import (
     special_tokens_of,
 )
 from shardprep.errors import BrokenShard, CannotWrite, NotFound, ReadWriteError, ShardprepError, UsageError
-from shardprep.files import NOT_THERE, is_folder, names_in, read_regular, refuse_fifos, size_of_file
+from shardprep.files import (
+    NOT_THERE,
+    PublishedFolder,
+    is_folder,
+    names_in,
+    read_regular,
+    refuse_fifos,
+    size_of_file,
+)
+from shardprep.format.checked_json import read_checked, with_content_hash
 from shardprep.format.dataset_spec import TokenizerSpec
 from shardprep.format.names import CHAT_TEMPLATES_DIR
 from shardprep.hub import find_on_hub, no_tokenizer
@@ -52,38 +67,38 @@ _COPIED = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, "chat_template.jinja")
 
 Files = dict[str, bytes]  # by name in the folder
 
+_FOUND_FORMAT, _FOUND = "shardprep-found-tokenizer", "found.json"
+_MAX_FOUND_BYTES = 16 << 20
+_LIBRARIES = ("tokenizers", "gigatoken", "transformers")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedTokenizer:
     """A tokenizer whose files are in ``folder``."""
 
     folder: Path
-    spec: TokenizerSpec  # what shards will remember of it
+    kept: Path | None  # its place in the cache
     allow_special_tokens: bool
-    reference: Engine  # of ``tokenizers``
+    spec: TokenizerSpec  # what shards will remember of it
     probe: list[str]
     probe_sha256: str  # of the reference's ids
     can_be_cut: bool
 
-    def passes_gate(self, fast: Engine) -> bool:
-        """Whether an engine gives the reference's ids on ``gate_texts``; that it did is kept in a cache.
+    @cached_property
+    def reference(self) -> Engine:
+        """The engine of ``tokenizers``. Raises ReadWriteError."""
+        tokenizer = _loaded({TOKENIZER_FILE: _read(self.folder / TOKENIZER_FILE)}, self.folder)
+        return engine_of_tokenizer(tokenizer, allow_special_tokens=self.allow_special_tokens)
 
-        Comparing takes 2 s for Llama 3's. The cache may be deleted, and a user without a home has none.
-        """
-        raw = _read(self.folder / TOKENIZER_FILE)
-        facts = (preprocess.__version__, fast.version, self.reference.version, self.allow_special_tokens)
-        key = hashlib.sha256(raw + repr(facts).encode()).hexdigest()
-        given = os.environ.get("XDG_CACHE_HOME", "")
-        verdict = None
-        with contextlib.suppress(RuntimeError, ShardprepError):
-            cache = Path(given) if given.startswith("/") else Path.home() / ".cache"
-            verdict = cache / "shardprep" / "tokenizers" / f"{key}.{fast.name}"
-            if size_of_file(verdict) is not None:
-                return True
-        texts = gate_texts(raw)
+    def passes_gate(self, fast: Engine) -> bool:
+        """Whether an engine gives the reference's ids on ``gate_texts``, which takes 2 s for Llama 3's."""
+        verdict = self.kept and self.kept.with_name(f"{self.kept.name}.{fast.name}")
+        if verdict and size_of_file(verdict) is not None:
+            return True
+        texts = gate_texts(_read(self.folder / TOKENIZER_FILE))
         if ids_sha256([fast.encode(texts)]) != ids_sha256([self.reference.encode(texts)]):
             return False
-        if verdict is not None:
+        if verdict:
             with contextlib.suppress(OSError):
                 verdict.parent.mkdir(parents=True, exist_ok=True)
                 verdict.touch()
@@ -100,6 +115,20 @@ def resolve_tokenizer(model_id: str, folder: Path, *, allow_special_tokens: bool
         refuse_fifos(each)
     source, name = source_folder(model_id)
     files = read_files(source) if source is not None else None
+    kept = None if files is None else _place_in_cache(files, allow_special_tokens)
+    if kept is not None and (found := _find_kept(kept, folder)) is not None:
+        found["spec"] = dataclasses.replace(found["spec"], model_id=model_id)
+    else:
+        found = _resolve(model_id, source, name, files, folder, allow_special_tokens)
+        if kept is not None:
+            _keep(kept, folder, found)
+    return ResolvedTokenizer(folder=folder, kept=kept, allow_special_tokens=allow_special_tokens, **found)
+
+
+def _resolve(
+    model_id: str, source: Path | None, name: str, files: Files | None, folder: Path, allow: bool
+) -> dict[str, Any]:
+    """Write the files into ``folder``; returns what planning must know of them."""
     if files is not None and (plain := plain_files(files)) is not None:
         saved, tokenizer = plain
         _write_files(saved, folder)
@@ -110,18 +139,65 @@ def resolve_tokenizer(model_id: str, folder: Path, *, allow_special_tokens: bool
             _check_special_tokens(files, saved, str(source))
         tokenizer = _loaded(saved, folder)
     _check_no_dropout(_json_object(files or saved, TOKENIZER_FILE), model_id)
-    data = orjson.loads(saved[TOKENIZER_FILE])
+    data = _json_object(saved, TOKENIZER_FILE)
     probe = probe_texts(data)
-    reference = engine_of_tokenizer(tokenizer, allow_special_tokens=allow_special_tokens)
-    return ResolvedTokenizer(
-        folder=folder,
-        spec=spec_of_tokenizer(tokenizer, data, _json_object(saved, TOKENIZER_CONFIG), model_id),
-        allow_special_tokens=allow_special_tokens,
-        reference=reference,
-        probe=probe,
-        probe_sha256=ids_sha256([reference.encode(probe)]),
-        can_be_cut=can_be_cut(data),
-    )
+    reference = engine_of_tokenizer(tokenizer, allow_special_tokens=allow)
+    return {
+        "spec": spec_of_tokenizer(tokenizer, data, _json_object(saved, TOKENIZER_CONFIG), model_id),
+        "probe": probe,
+        "probe_sha256": ids_sha256([reference.encode(probe)]),
+        "can_be_cut": can_be_cut(data),
+    }
+
+
+def _place_in_cache(files: Files, allow_special_tokens: bool) -> Path | None:
+    """Where such a tokenizer is kept; None for a user without a home."""
+    versions: list[str | None] = [preprocess.__version__]
+    for name in _LIBRARIES:
+        try:
+            versions.append(version(name))
+        except PackageNotFoundError:
+            versions.append(None)
+    contents = {name: hashlib.sha256(content).hexdigest() for name, content in sorted(files.items())}
+    key = hashlib.sha256(repr((versions, allow_special_tokens, contents)).encode()).hexdigest()
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        cache = Path(given) if given.startswith("/") else Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return cache / "shardprep" / "tokenizers" / key
+
+
+def _find_kept(place: Path, folder: Path) -> dict[str, Any] | None:
+    """Write the files that are kept there into ``folder``; None where no whole entry is."""
+    with contextlib.suppress(*NOT_THERE, ShardprepError):
+        fields = read_checked(place / _FOUND, _FOUND_FORMAT, max_bytes=_MAX_FOUND_BYTES)
+        found = {
+            "spec": TokenizerSpec.from_json(fields.fields("spec")),
+            "probe": fields.texts("probe"),
+            "probe_sha256": fields.digest("probe_sha256"),
+            "can_be_cut": fields.flag("can_be_cut"),
+        }
+        digests = fields.each("files", type(fields).digest)
+        files = {name: read_regular(place / name, max_bytes=MAX_TOKENIZER_BYTES) for name in digests}
+        if {name: hashlib.sha256(content).hexdigest() for name, content in files.items()} == digests:
+            _write_files(files, folder)
+            return found
+    return None
+
+
+def _keep(place: Path, folder: Path, found: dict[str, Any]) -> None:
+    """Keep what was found with the files in ``folder``; a cache that cannot be written is done without."""
+    with contextlib.suppress(OSError, ShardprepError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        files = {name: (folder / name).read_bytes() for name in names_in(folder)}
+        digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+        known = {**found, "spec": dataclasses.asdict(found["spec"]), "files": digests}
+        with PublishedFolder(place) as entry:
+            _write_files(files, entry.temporary)
+            text = json.dumps(with_content_hash(_FOUND_FORMAT, known))
+            (entry.temporary / _FOUND).write_text(text, encoding="utf-8")
+            entry.publish()
 
 
 def _check_no_dropout(data: dict[str, Any], model_id: str) -> None:

@@ -34,6 +34,7 @@ STARTER = ROOT / "tests" / "slurm_cluster.sh"
 CONF = """MaxArraySize=7
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
+SlurmdTimeout=60
 PartitionName=main Nodes=n[1-2] MaxTime=INFINITE
 PartitionName=lost Nodes=n3 MaxTime=INFINITE
 PartitionName=low Nodes=n4 MaxTime=INFINITE

@@ -287,6 +287,7 @@ def controllers_killed(site: Site, data: Path) -> None:
         wrongly += state["causes"]
         num_unseen += state["num_not_visible"] > 0
         site.run("slurmctld", "-f", site.environ["SLURM_CONF"])
+        wait_until(lambda: "is UP" in site.run("scontrol", "ping", check=False))
         if number == 1:
             stop_accounts(site)
             wrongly += site.status(data)["causes"]

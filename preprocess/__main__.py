@@ -119,7 +119,7 @@ def make_plan(args: argparse.Namespace) -> int:
         minutes = cost.longest_shard_s / 60
         warnings.insert(1, f"a shard will take {minutes:.0f} minutes on one core; --num_shards {more}?")
     if empty := sizes.count(0):
-        warnings.append(f"{empty} shards are empty; fewer would do")
+        warnings.append(f"{counted(empty, 'shard')} without any input; fewer would do")
     shards, cores = counted(plan.num_shards, "shard"), counted(cost.num_useful_cores, "core")
     print_lines(
         f"plan {plan.plan_id[:12]}: {shards} of {min(sizes)} to {max(sizes)} input bytes",
@@ -244,9 +244,10 @@ def _verify_deep(args: argparse.Namespace, plan: Plan) -> int:
         _tell_problems(args.output_dir, plan, problems)
         return problems[0].error.exit_code
     print_lines(
-        f"{len(chosen)} shards ({id_ranges(chosen)}) hold what a second reader finds in their input: "
-        f"{checked['documents']} documents, {checked['left out']} left out, {checked['tokens']} tokens, "
-        "each as the reference engine gives it"
+        "a second reader finds the same in the input of "
+        f"{counted(len(chosen), 'shard')} ({id_ranges(chosen)}): "
+        f"{counted(checked['documents'], 'document')}, {checked['left out']:,} left out, "
+        f"{counted(checked['tokens'], 'token')}, each as the reference engine gives it"
     )
     return 0
 

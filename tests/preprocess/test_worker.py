@@ -308,7 +308,8 @@ def test_a_signal_while_a_task_plans_ends_it_with_75_and_leaves_no_plan(
     (model / "tokenizer_config.json").write_text(json.dumps({**config, "mask_token": "<|mask|>"}))
     task = prep.start(
         "--shard_id", 0, "--input_dir", sample_dir, "--output_dir", tmp_path / "data",
-        "--model_id", model, start_new_session=True, env=hold.environ(),
+        "--model_id", model, start_new_session=True,
+        env={**hold.environ(), "XDG_CACHE_HOME": str(tmp_path / "cache")},  # where it is not known yet
     )  # fmt: skip
     assert hold.wait(1, task) != [task.pid], "the planning process"
     (os.kill if target == "task alone" else os.killpg)(task.pid, signal.SIGTERM)

@@ -251,6 +251,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     assert resolved(model_dir, tmp_path / "first") == resolved(model_dir, tmp_path / "second")
 
 
+@pytest.mark.processes
 def test_what_transformers_says_of_a_model_comes_out_of_its_own_process(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(NotFound, match="no usable tokenizer was found in the folder"):

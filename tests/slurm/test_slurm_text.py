@@ -161,6 +161,7 @@ def test_shards_are_shared_evenly_among_as_many_tasks_as_fit() -> None:
     assert tasks_of_shards([1, 3, 4], 1, None) == ["1,3-4"]
 
 
+@pytest.mark.processes
 def test_the_smallest_limit_counts(fake: FakeSlurm) -> None:
     config = "MaxArraySize = 1001\nMaxJobCount = {}\nSchedulerParameters = x,max_array_tasks=500\n"
     fake.answers("config", config.format(10000))
@@ -170,6 +171,7 @@ def test_the_smallest_limit_counts(fake: FakeSlurm) -> None:
     assert (limits.max_tasks, limits.why["max_tasks"]) == (399, "MaxJobCount"), "one is left for verify"
 
 
+@pytest.mark.processes
 def test_partition_limits_are_of_the_named_or_the_default_partition(fake: FakeSlurm) -> None:
     fake.answers(
         "partitions",

@@ -39,7 +39,7 @@ def _logs_flags(parser: argparse.ArgumentParser) -> None:
 def _submit_flags(parser: argparse.ArgumentParser) -> None:
     _sending_flags(parser)
     parser.add_argument(
-        "--profile", help="a profile of shardprep.toml: in O, in ~/.config, or in /etc (default: none)"
+        "--profile", help="a profile of shardprep.toml: in DATA, in ~/.config, or in /etc (default: none)"
     )
     parser.add_argument(
         "--save_profile",

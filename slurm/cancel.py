@@ -14,7 +14,7 @@ from slurm.submissions import append_event
 
 
 def cancel(args: argparse.Namespace) -> int:
-    """``cancel O``: every job of this data set that waits or runs. Shards that are done stay done."""
+    """``cancel DATA``: every job of this data set that waits or runs. Shards that are done stay done."""
     state = find_state(args.output_dir, need_plan(args.output_dir))
     if args.shards is not None:
         return _cancel_shards(args, state)

@@ -45,7 +45,7 @@ _LATE_KILL_MIN = 2  # Slurm looks at limits every half minute, and then waits fo
 
 
 def retry(args: argparse.Namespace) -> int:
-    """``retry O``: what failed, each as its failure asks."""
+    """``retry DATA``: what failed, each as its failure asks."""
     try:
         return _retry(args)
     except ShardprepError as error:

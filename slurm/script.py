@@ -49,7 +49,7 @@ def controller_script(folder: Path, name: str, command: str, request: JobRequest
 def array_script(folder: Path, name: str, tasks: Sequence[str], request: JobRequest) -> str:
     """The script of an array whose task i makes the shards ``tasks[i]``, such as ``17`` or ``0-5``.
 
-    A task of one shard is the plain worker; several are ``run O --shards``. ``name``: of the job.
+    A task of one shard is the plain worker; several are ``run DATA --shards``. ``name``: of the job.
     Raises UsageError for values that cannot stand in a script.
     """
     options = [
@@ -75,9 +75,9 @@ def array_script(folder: Path, name: str, tasks: Sequence[str], request: JobRequ
 
 
 def verify_script(folder: Path, name: str, num_shards: int, request: JobRequest) -> str:
-    """The script of the job that runs ``verify O`` when the arrays have ended, however they did.
+    """The script of the job that runs ``verify DATA`` when the arrays have ended, however they did.
 
-    In its log stands "shardprep: verified 1000 shards of O" then, or "shardprep: not verified: 1000 ...".
+    In its log stands "shardprep: verified 1000 shards of DATA" then, or "shardprep: not verified: 1000 ...".
     """
     small = request.changed(cpus_per_task=min(4, request.num_cpus or 4), max_parallel=1)
     place = shlex.quote(str(folder))

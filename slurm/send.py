@@ -68,7 +68,7 @@ Group = tuple[JobRequest, list[int]]  # shards that are asked for in the same wa
 
 
 def submit(args: argparse.Namespace) -> int:
-    """``submit O``: the missing shards as a job array, and a verify job after it."""
+    """``submit DATA``: the missing shards as a job array, and a verify job after it."""
     request, sources = _chosen_request(args)
     if args.dry_run:
         for name, source in sources.items():
@@ -222,7 +222,7 @@ def prepare(
         per_task = shards_per_task
         if request.num_cpus is None and limits and per_task is None:
             per_task = limits.max_cpus  # a process on each of the node's CPUs
-        tasks = _tasks(shard_ids, limits, len(groups), per_task)
+        tasks = _tasks(folder, shard_ids, limits, len(groups), per_task)
         script = array_script(folder, name, tasks, request)
         if limits:
             cluster = limits.cluster
@@ -233,7 +233,11 @@ def prepare(
 
 
 def _tasks(
-    shard_ids: Sequence[int], limits: SiteLimits | None, num_groups: int, shards_per_task: int | None
+    folder: Path,
+    shard_ids: Sequence[int],
+    limits: SiteLimits | None,
+    num_groups: int,
+    shards_per_task: int | None,
 ) -> list[str]:
     if limits is None:
         return tasks_of_shards(shard_ids, len(shard_ids), shards_per_task)
@@ -241,7 +245,7 @@ def _tasks(
     if limits.max_tasks < 1:
         raise SlurmRefused(
             f"{why} leaves no room for a job array; wait for your other jobs (squeue --me), use another "
-            "--qos or --account, or run in a job of your own: shardprep run O"
+            f"--qos or --account, or run in a job of your own: shardprep run {quoted(folder)}"
         )
     # MaxArraySize bounds each array, every other limit all of them together
     most = limits.max_tasks if why == "MaxArraySize" else limits.max_tasks // num_groups

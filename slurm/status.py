@@ -86,7 +86,7 @@ MOST_TAILS = 8  # logs whose last lines are read
 
 
 def status(args: argparse.Namespace) -> int:
-    """``status O``: where every shard is, and why what failed did."""
+    """``status DATA``: where every shard is, and why what failed did."""
     plan = need_plan(args.output_dir)
     while True:
         state = find_state(args.output_dir, plan, if_away=lambda _: None)
@@ -124,7 +124,7 @@ def wait_for_jobs(folder: Path) -> int:
 
 
 def logs(args: argparse.Namespace) -> int:
-    """``logs O N``: the attempts at one shard, newest last, with the ends of their logs."""
+    """``logs DATA N``: the attempts at one shard, newest last, with the ends of their logs."""
     plan = need_plan(args.output_dir)
     if not 0 <= args.shard_id < plan.num_shards:
         raise NotFound(f"there is no shard {args.shard_id}: the plan has {plan.num_shards}, from 0")

@@ -1,4 +1,4 @@
-"""``clean O``: removes what attempts that died left in a data set's folder, and nothing else.
+"""``clean DATA``: removes what attempts that died left in a data set's folder, and nothing else.
 
 A temporary file or folder has a name that no other program gives, ``.NAME.HOST-PID-HEX.tmp``. Whether its
 attempt lives on another node cannot be known, so two kinds go alone: those of shards that are done, which no

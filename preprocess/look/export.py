@@ -372,7 +372,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def export(args: argparse.Namespace) -> int:
-    """``export O``: write what is missing. Raises Refused where the folder has another export."""
+    """``export DATA``: write what is missing. Raises Refused where the folder has another export."""
     folder: Path = args.output_dir
     plan = need_plan(args.data_dir)
     if plan.options.is_chat:

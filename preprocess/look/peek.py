@@ -181,7 +181,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def peek(args: argparse.Namespace) -> int:
-    """``peek O``: print samples. Raises NotFound where none is there, UsageError."""
+    """``peek DATA``: print samples. Raises NotFound where none is there, UsageError."""
     folder: Path = args.output_dir
     plan = need_plan(folder)
     for name, least in (("num", 1), ("chars", 0)):

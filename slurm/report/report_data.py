@@ -69,7 +69,7 @@ _URL_SECRET = re.compile(r"(?i)([?&][\w-]*(?:token|key|secret|password|signature
 
 
 def report(args: argparse.Namespace) -> int:
-    """``report O``; an unfinished data set has one, too."""
+    """``report DATA``; an unfinished data set has one, too."""
     if not 0 <= args.num_examples <= _MAX_EXAMPLES:
         raise UsageError(f"--num_examples is {args.num_examples}, expected 0 to {_MAX_EXAMPLES}")
     folder = args.output_dir.absolute()

@@ -30,6 +30,9 @@ from typing import Any
 from shardprep.format.names import ids_of_ranges
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from tests.slurm.started_cluster import kill_node  # noqa: E402  of the checkout
+
 STARTER = ROOT / "tests" / "slurm_cluster.sh"
 CONF = """MaxArraySize=7
 PreemptType=preempt/partition_prio
@@ -181,7 +184,7 @@ def disturb(site: Site, data: Path) -> None:
     suspended = site.submit(data, "8", "main", *small)
     site.run("scontrol", "hold", held)
     wait_until(lambda: site.happened("survives"))
-    kill_node(site, "n3")
+    kill_node(site.environ, "n3")
     wait_until(lambda: site.happened("sleeps-5") and site.happened("sleeps-6"))
     site.run(
         "sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
@@ -347,24 +350,6 @@ def accounts_stopped(site: Site, data: Path) -> None:
 
 def stop_accounts(site: Site) -> None:
     os.kill(int((site.folder / "c" / "pid" / "slurmdbd").read_text()), signal.SIGKILL)
-
-
-def kill_node(site: Site, node: str) -> None:
-    """Kill a node's slurmd and its steps' daemons, and nothing else."""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = path.read_bytes().replace(b"\0", b" ").decode()
-            opened = [str(link.readlink()) for link in (path.parent / "fd").iterdir()]
-        except OSError:
-            continue
-        place = site.folder / "c"
-        is_step = any(f"{place}/spool-{node}" in item or f"{place}/log/{node}" in item for item in opened)
-        if f"slurmd -f {place}/slurm.conf -N {node}" in command or (
-            command.startswith("slurmstepd") and is_step
-        ):
-            os.kill(int(path.parent.name), signal.SIGKILL)
-    for state in ("drain", "down"):  # at once, in place of after SlurmdTimeout
-        site.run("scontrol", "update", f"nodename={node}", f"state={state}", "reason=killed")
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:

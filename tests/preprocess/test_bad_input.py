@@ -285,7 +285,8 @@ def test_no_permission_on_the_output_is_73(prep: Prep, raw_dir: Path, tmp_path: 
 def test_a_plan_that_cannot_be_read_is_74(prep: Prep, data_dir: Path) -> None:
     (data_dir / "plan.json").chmod(0)
     ended = prep.cli("--shard_id", 0, "--output_dir", data_dir, preexec_fn=heed_permissions)
-    ends(ended, 74, r"plan\.json cannot be read: Permission denied")
+    words = rf"plan\.json cannot be read: Permission denied; its owner can type: chmod -R a\+rX {data_dir}$"
+    ends(ended, 74, words)
 
 
 def test_an_output_folder_of_another_plan_is_78(prep: Prep, raw_dir: Path, data_dir: Path) -> None:

@@ -158,14 +158,17 @@ def _place_in_cache(files: Files, allow_special_tokens: bool) -> Path | None:
             versions.append(version(name))
         except PackageNotFoundError:
             versions.append(None)
-    contents = {name: hashlib.sha256(content).hexdigest() for name, content in sorted(files.items())}
-    key = hashlib.sha256(repr((versions, allow_special_tokens, contents)).encode()).hexdigest()
+    key = hashlib.sha256(repr((versions, allow_special_tokens, _digests(files))).encode()).hexdigest()
     given = os.environ.get("XDG_CACHE_HOME", "")
     try:
         cache = Path(given) if given.startswith("/") else Path.home() / ".cache"
     except RuntimeError:
         return None
     return cache / "shardprep" / "tokenizers" / key
+
+
+def _digests(files: Files) -> dict[str, str]:
+    return {name: hashlib.sha256(files[name]).hexdigest() for name in sorted(files)}
 
 
 def _find_kept(place: Path, folder: Path) -> dict[str, Any] | None:
@@ -180,7 +183,7 @@ def _find_kept(place: Path, folder: Path) -> dict[str, Any] | None:
         }
         digests = fields.each("files", type(fields).digest)
         files = {name: read_regular(place / name, max_bytes=MAX_TOKENIZER_BYTES) for name in digests}
-        if {name: hashlib.sha256(content).hexdigest() for name, content in files.items()} == digests:
+        if _digests(files) == digests:
             _write_files(files, folder)
             return found
     return None
@@ -191,8 +194,7 @@ def _keep(place: Path, folder: Path, found: dict[str, Any]) -> None:
     with contextlib.suppress(OSError, ShardprepError):
         place.parent.mkdir(parents=True, exist_ok=True)
         files = {name: (folder / name).read_bytes() for name in names_in(folder)}
-        digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-        known = {**found, "spec": dataclasses.asdict(found["spec"]), "files": digests}
+        known = {**found, "spec": dataclasses.asdict(found["spec"]), "files": _digests(files)}
         with PublishedFolder(place) as entry:
             _write_files(files, entry.temporary)
             text = json.dumps(with_content_hash(_FOUND_FORMAT, known))

@@ -36,6 +36,7 @@ from shardprep.format.manifest import read_manifest
 from shardprep.format.names import idx_path, manifest_path, tar_path
 from shardprep.signals import STOP_SIGNALS
 from tests.checkout import ROOT, SHARED
+from tests.children import run_child
 from tests.waiting import HANG_S
 
 LAYERS_OVER_QUICK = ("slow", "processes", "slurm")
@@ -286,6 +287,17 @@ def made_dir(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFact
         prep.make_forms(sample_dir, tmp_path_factory.mktemp("made"), {"documents": {}}, num_shards=3)
         / "documents"
     )
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built and installed beside the libraries of this environment, without a network."""
+    folder = tmp_path_factory.mktemp("wheel")
+    run_child([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)])
+    (wheel,) = folder.glob("*.whl")
+    quiet = ("--quiet", "--no-index", "--no-deps", "--disable-pip-version-check", "--no-compile")
+    run_child([sys.executable, "-m", "pip", "install", *quiet, "--target", str(folder / "site"), str(wheel)])
+    return folder / "site"
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,15 @@ from typing import Any
 from tests.checkout import ROOT
 
 
+def examples_of(page: str, section: str = "") -> list[str]:
+    """The Python examples of a page, README.md or one of docs/, or of one of its sections."""
+    path = ROOT / page if page == "README.md" else ROOT / "docs" / page
+    text = path.read_text(encoding="utf-8")
+    if section:
+        text = text.partition(f"{section}\n")[2].partition("\n## ")[0]
+    return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
 def example(page: str, section: str, number: int) -> Any:
     """The code of the n-th example of a section of docs/PAGE, from 0."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    examples = re.findall(
-        r"```python\n(.*?)```", text.partition(f"{section}\n")[2].partition("\n## ")[0], re.DOTALL
-    )
-    return compile(examples[number], page, "exec")
+    return compile(examples_of(page, section)[number], page, "exec")

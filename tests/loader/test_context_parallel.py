@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from itertools import islice
 from pathlib import Path
@@ -13,7 +14,8 @@ import torch
 
 from loader import UsageError, get_llama3_dataloader
 from loader.context_parallel import split_for_context_parallel
-from tests.children import run_child
+from tests.checkout import ROOT
+from tests.children import Command, run_child
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -40,7 +42,7 @@ def batch_of(data: Path, batch_size: int, **options: Any) -> Batch:
 @pytest.mark.slow
 @pytest.mark.processes
 def test_logits_and_gradients_of_two_and_four_ranks_are_those_of_each_document_alone(
-    made: Path, tmp_path: Path
+    made: Path, site: Path, tmp_path: Path
 ) -> None:
     cases = {
         f"{packing}, batch {size}": batch_of(made / packing, size, seq_len=240)
@@ -51,7 +53,8 @@ def test_logits_and_gradients_of_two_and_four_ranks_are_those_of_each_document_a
         batch.pop("max_seqlen")  # torch.load refuses classes
     torch.save(cases, tmp_path / "cases.pt")
     files = [tmp_path / "cases.pt", tmp_path / "store"]
-    ended = run_child([sys.executable, "-m", "tests.context_parallel_ranks", *files])
+    command: Command = [sys.executable, "-m", "tests.context_parallel_ranks", *files]
+    ended = run_child(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{site}:{ROOT}"})
     assert ended.stdout.splitlines() == [f"{name} is equal" for name in cases]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import torch
 
 from loader import UsageError
 from loader.even_work import attention_work, deal_rows_evenly, even_owners
+from tests.checkout import ROOT
 from tests.children import run_child
 
 if TYPE_CHECKING:
@@ -21,15 +23,21 @@ if TYPE_CHECKING:
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_step_keeps_its_rows_on_every_world_and_its_work_is_more_even(
-    prep: Prep, sample_dir: Path, tmp_path: Path
+    prep: Prep, sample_dir: Path, site: Path, tmp_path: Path
 ) -> None:
     forms = {"made": {"record": "packed", "seq_len": 512}}
     prep.make_forms(sample_dir, tmp_path, forms, num_shards=2)
     steps_of: dict[int, Any] = {}
     for world in (2, 4):
-        run_child(
-            [sys.executable, "-m", "tests.even_work_ranks", tmp_path / "made", str(tmp_path), str(world)]
-        )
+        command = [
+            sys.executable,
+            "-m",
+            "tests.even_work_ranks",
+            tmp_path / "made",
+            str(tmp_path),
+            str(world),
+        ]
+        run_child(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{site}:{ROOT}"})
         ranks = [torch.load(tmp_path / f"{world}-{rank}.pt") for rank in range(world)]
         steps_of[world] = list(zip(*ranks, strict=True))
     for step, same_step in zip(steps_of[2], steps_of[4], strict=True):

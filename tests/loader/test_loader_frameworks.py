@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.checkout import ROOT
 from tests.children import run_child
+from tests.documented import examples_of
 from tests.external_tars import write_numbered_data
 
 pytest.importorskip("accelerate")
@@ -36,7 +35,8 @@ NUM_SAMPLES, GLOBAL_BATCH = 107, 8
 STEPS = NUM_SAMPLES // GLOBAL_BATCH  # an epoch
 STOP, END = 7, STEPS + 9  # inside of the first epoch, and of the second
 
-# The libraries are imported once, then the ranks of each world are forked with the variables of a launcher.
+# All is of the wheel. The libraries are imported once, then the ranks of each world are forked with the
+# variables of a launcher.
 SCRIPT = """
 import functools, json, logging, multiprocessing, os, pathlib, sys
 import torch
@@ -50,6 +50,7 @@ from loader.trainer import LoaderMixin
 from shardprep.errors import Refused, UsageError
 
 torch.set_num_threads(1)
+assert loader_package.__file__.startswith(os.environ["PYTHONPATH"]), "of the wheel, not of the checkout"
 DATA, OUT = sys.argv[1:3]
 kept = []
 
@@ -92,7 +93,7 @@ def train_by_page(run, seen):
     }
     names = {
         "DATA": DATA, "CHECKPOINT": f"{OUT}/{run['checkpoint']}", "num_steps": run["last"], "model": model,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "torch": torch, "Path": pathlib.Path,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "device": "cpu", "num_ranks": run["world"], "rank": int(os.environ["RANK"]),
         "more_arguments": more.get(run["page"]),
         "config": {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
@@ -392,7 +393,7 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def seen(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def seen(data: Path, site: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """The runs of all tests, since the libraries take seconds to import."""
     folder = tmp_path_factory.mktemp("runs")
     script = folder / "ranks.py"
@@ -400,11 +401,11 @@ def seen(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     launchers = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "ACCELERATE_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
     environ = {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
-    environ |= {"HF_HUB_OFFLINE": "1"}
+    environ |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(site)}
     pages = [run for page, (needs, _) in PAGES.items() if find_spec(needs) for run in page_runs(page)]
     runs = [*pages, *evaluations(), *(run_of(how, how, WORLDS.get(how, 1)) for how in OTHERS)]
     command = [sys.executable, str(script), str(data), str(folder), json.dumps(runs)]
-    run_child(command, env=environ)
+    run_child(command, env=environ, cwd=folder)
     return Runs(folder)
 
 
@@ -445,9 +446,7 @@ def digests(ranks: list[list[Any]], accumulated: int) -> list[str]:
 
 def code_of(page: str, number: int) -> str:
     """One of the examples of docs/training_NAME.md, from 0."""
-    text = (ROOT / "docs" / f"training_{page}.md").read_text(encoding="utf-8")
-    blocks: list[str] = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return blocks[number]
+    return examples_of(f"training_{page}.md")[number]
 
 
 @pytest.mark.parametrize("page", PAGES)

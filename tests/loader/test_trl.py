@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.chat_sets import TAGGED, chat_model, conversations, write_chats
-from tests.checkout import ROOT
+from tests.documented import examples_of
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -25,8 +24,7 @@ def test_the_example_trains_on_the_loaders_batches(prep: Prep, tmp_path: Path) -
     prep.plan(raw, data, num_shards=2, record="chat", seq_len=64, model_id=str(model))
     prep.make(data)
     assert prep.command("verify", data).code == 0
-    page = (ROOT / "docs" / "training_trainer.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"^```python\n((?:(?!```).)*SFTTrainer.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (example,) = (code for code in examples_of("training_trainer.md") if "SFTTrainer" in code)
     config = LlamaConfig(
         vocab_size=900, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
     )

@@ -59,17 +59,6 @@ class Desk:
         return tried
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built and installed beside the libraries of this environment, without a network."""
-    folder = tmp_path_factory.mktemp("wheel")
-    run_child([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)])
-    (wheel,) = folder.glob("*.whl")
-    quiet = ("--quiet", "--no-index", "--no-deps", "--disable-pip-version-check", "--no-compile")
-    run_child([sys.executable, "-m", "pip", "install", *quiet, "--target", str(folder / "site"), str(wheel)])
-    return folder / "site"
-
-
 @pytest.fixture
 def desk(site: Path, prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
     fake = install_fake_slurm(tmp_path, monkeypatch).place

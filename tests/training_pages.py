@@ -1,0 +1,157 @@
+"""Run the pages' examples of training, one page after the other, in a folder with all that they name.
+
+    python -m tests.training_pages
+
+Those of frameworks and of several ranks run elsewhere (RUN_ELSEWHERE). Here their names and arguments are
+checked.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import inspect
+import symtable
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+import loader as loader_package
+from tests.checkout import ROOT
+from tests.documented import examples_of
+
+OURS = ("loader", "shardprep")
+RUN_ELSEWHERE = {
+    "training_own_loop.md": {3, 4, 5},  # tests/context_parallel_ranks.py, tests/even_work_ranks.py
+    "training_trainer.md": {2},  # tests/loader/test_trl.py, where trl is installed
+    # tests/loader/test_loader_frameworks.py
+    "training_accelerate.md": {0},
+    "training_deepspeed.md": {0},
+    "training_fsdp2.md": {0},
+    "training_lightning.md": {0, 1},
+    "format.md": {0},  # webdataset's own; tests/format/
+}
+# what docs/training.md leaves to the reader's script, and pages in their text
+OF_THE_READER = {"DATA", "CHECKPOINT", "num_steps", "model", "optimizer", "device", "rank", "num_ranks"}
+OF_THE_READER |= {"more_arguments", "config", "checkpoint", "saved", "train"}
+OF_THE_READER |= {"batch", "logits", "cp_rank", "cp_size", "cp_group", "dp_group"}
+
+
+class QuickModel(torch.nn.Module):
+    """Answers as a model of transformers does, at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> SimpleNamespace:
+        return SimpleNamespace(loss=self.weight.sum())
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    assert not str(loader_package.__file__).startswith(str(ROOT)), "of the wheel, not of the checkout"
+    checked = examples = 0
+    pages = ["training_data.md", *sorted(path.name for path in (ROOT / "docs").glob("*.md")), "README.md"]
+    for page in dict.fromkeys(pages):
+        names = names_for(page)
+        known = set(OF_THE_READER)
+        for number, text in enumerate(examples_of(page)):
+            place = f"{page}, example {number}"
+            missing = names_asked_for(text) - known - ({"loader"} if page == "seeing.md" else set())
+            assert not missing, f"{place} does not say where {missing} come from"
+            known |= names_given(text)
+            checked += check_arguments(place, text)
+            if number not in RUN_ELSEWHERE.get(page, ()):
+                run(place, text, names)
+                examples += 1
+        close_loaders(names)
+    print(f"{examples} examples ran, {checked} calls of ours were compared")
+
+
+def names_for(page: str) -> dict[str, Any]:
+    quick = page in ("README.md", "training.md", "training_own_loop.md")
+    model = QuickModel() if quick else AutoModelForCausalLM.from_pretrained("MODEL")
+    names: dict[str, Any] = {
+        "DATA": "sources/web" if page == "training_speed.md" else "DATA",
+        "CHECKPOINT": f"checkpoints of {page}",
+        "num_steps": 2,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "device": "cpu",
+        "rank": 0,
+        "more_arguments": {"use_cpu": True, "report_to": [], "disable_tqdm": True},
+    }
+    if page == "seeing.md":
+        names["loader"] = loader_package.get_llama3_dataloader("sources/web", batch_size=8)
+    return names
+
+
+def run(place: str, text: str, names: dict[str, Any]) -> None:
+    print(f"--- {place}", flush=True)
+    if "loader" in names:
+        names["saved"] = names["loader"].state_at(2)
+        names["checkpoint"] = {"loader": names["saved"]}
+    for shown, here in (('"/data/', '"sources/'), ('"/lustre/data"', '"DATA"'), ('"data"', '"DATA"')):
+        text = text.replace(shown, here)
+    exec(compile(text, place, "exec"), names)
+
+
+def close_loaders(names: dict[str, Any]) -> None:
+    for value in names.values():
+        if hasattr(value, "state_at"):
+            value.close()
+
+
+def tables(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
+    yield table
+    for child in table.get_children():
+        yield from tables(child)
+
+
+def names_given(text: str) -> set[str]:
+    top = symtable.symtable(text, "example", "exec")
+    return {name.get_name() for name in top.get_symbols() if name.is_assigned() or name.is_imported()}
+
+
+def names_asked_for(text: str) -> set[str]:
+    """Names that an example uses, but neither makes nor imports."""
+    top = symtable.symtable(text, "example", "exec")
+    used = {
+        name.get_name()
+        for table in tables(top)
+        for name in table.get_symbols()
+        if name.is_referenced() and (table is top or name.is_global())
+    }
+    return used - names_given(text) - set(dir(builtins))
+
+
+def check_arguments(place: str, text: str) -> int:
+    """Compare what an example imports and calls of ours with what there is; returns the number of calls."""
+    tree = ast.parse(text)
+    a_loader = loader_package.get_llama3_dataloader("sources/web", batch_size=8, num_workers=0)
+    ours: dict[str, Any] = {"get_llama3_dataloader": loader_package.get_llama3_dataloader}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] in OURS:
+            module = importlib.import_module(str(node.module))
+            ours |= {name.asname or name.name: getattr(module, name.name) for name in node.names}
+    num_calls = 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ours:
+            given = {keyword.arg: None for keyword in node.keywords if keyword.arg}
+            try:
+                inspect.signature(ours[node.func.id]).bind_partial(*node.args, **given)
+            except TypeError as error:
+                raise AssertionError(f"{place}: {node.func.id}: {error}") from None
+            num_calls += 1
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "loader":
+            assert hasattr(a_loader, node.attr), f"{place}: a loader has no {node.attr}"
+    return num_calls
+
+
+if __name__ == "__main__":
+    main()

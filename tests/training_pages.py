@@ -28,6 +28,7 @@ OURS = ("loader", "shardprep")
 RUN_ELSEWHERE = {
     "training_own_loop.md": {3, 4, 5},  # tests/context_parallel_ranks.py, tests/even_work_ranks.py
     "training_trainer.md": {2},  # tests/loader/test_trl.py, where trl is installed
+    "getting-started.md": {0},  # tests/project/test_wheel.py
     # tests/loader/test_loader_frameworks.py
     "training_accelerate.md": {0},
     "training_deepspeed.md": {0},

@@ -29,15 +29,10 @@ def test_a_step_keeps_its_rows_on_every_world_and_its_work_is_more_even(
     prep.make_forms(sample_dir, tmp_path, forms, num_shards=2)
     steps_of: dict[int, Any] = {}
     for world in (2, 4):
-        command = [
-            sys.executable,
-            "-m",
-            "tests.even_work_ranks",
-            tmp_path / "made",
-            str(tmp_path),
-            str(world),
-        ]
-        run_child(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{site}:{ROOT}"})
+        ranks_of = ("-m", "tests.even_work_ranks", str(tmp_path / "made"), str(tmp_path), str(world))
+        run_child(
+            [sys.executable, *ranks_of], cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{site}:{ROOT}"}
+        )
         ranks = [torch.load(tmp_path / f"{world}-{rank}.pt") for rank in range(world)]
         steps_of[world] = list(zip(*ranks, strict=True))
     for step, same_step in zip(steps_of[2], steps_of[4], strict=True):

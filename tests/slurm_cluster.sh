@@ -61,14 +61,28 @@ install_packages() {
     die 69 "apt-get could not install ${packages[*]}: $(tail -n 1 "$dir/log/apt.log")"
 }
 
+# lock_ports FIRST: keep other clusters of this machine away from a block; a process holds the lock until `down`.
+lock_ports() (
+  exec 9>"/tmp/shardprep-ports-$1.lock" # not in TMPDIR, which others may have elsewhere
+  flock -n 9 || exit 1
+  sleep infinity >/dev/null 2>&1 &
+  echo $! >"$dir/pid/ports"
+)
+
 # A block of 64 ports nobody listens on, remembered for the next `up`.
 choose_ports() {
   local first offset
-  [[ -s $dir/ports ]] && { cat "$dir/ports"; return; }
+  if [[ -s $dir/ports ]]; then
+    first=$(<"$dir/ports")
+    pid_of ports >/dev/null || lock_ports "$first" || die 1 "another cluster has the ports from $first on"
+    echo "$first"
+    return
+  fi
   for first in $(seq $((20000 + $$ % 100 * 64)) 64 30000); do
     for offset in $(seq 0 $((num_nodes + 2))); do
       (: <>"/dev/tcp/127.0.0.1/$((first + offset))") 2>/dev/null && continue 2
     done
+    lock_ports "$first" || continue
     echo "$first" | tee "$dir/ports"
     return
   done
@@ -78,11 +92,14 @@ choose_ports() {
 write_slurm_conf() {
   local first_port=$1 host node
   host=$(hostname -s)
+  # At random, so that no job of one cluster has the number of another one's.
+  [[ -s $dir/first_job ]] || echo $((1000 + (RANDOM << 15 | RANDOM) % 60000000)) >"$dir/first_job"
   {
     cat <<CONF
 ClusterName=shardprep
 SlurmctldHost=$host(127.0.0.1)
 SlurmctldPort=$first_port
+FirstJobId=$(<"$dir/first_job")
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -220,7 +237,7 @@ down() {
   local nodes=("$dir/pid/$prefix"[0-9]*)
   stop "${nodes[@]##*/}" slurmctld
   stop slurmdbd
-  stop mariadbd munged
+  stop mariadbd munged ports
   rm -rf "$dir"
 }
 

@@ -5,10 +5,13 @@ A script of that name beside the script that is started, or in the folder of ``p
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import importlib.metadata
 
 _HOME = Path(__file__).parents[1]  # our packages stand beside one another, installed or not
 
@@ -48,6 +51,8 @@ def _hiding(package: str) -> str | None:
 
 def mixed_packages() -> list[str]:
     """Return what another installed distribution did to our packages: pip overwrites files without a word."""
+    import importlib.metadata  # 30 ms, which only an error is worth
+
     beside = [each for each in importlib.metadata.distributions(path=[str(_HOME)]) if each.files]
     own = [file for each in beside if each.metadata["Name"] == "shardprep" for file in each.files or []]
     names = {file.parts[0] for file in own if file.suffix == ".py" and len(file.parts) > 1}

@@ -40,11 +40,12 @@ from shardprep.format.names import (
     id_ranges,
     ids_of_ranges,
     idx_path,
+    manifest_path,
     quarantine_path,
     shard_name,
     tar_path,
 )
-from shardprep.format.shard_making import ShardMaking, making_of, read_unchecked
+from shardprep.format.shard_making import ShardMaking, read_making
 from slurm.report.words import Words
 from slurm.resource_use import longest_task_s
 from slurm.state import DatasetState, find_state
@@ -142,17 +143,17 @@ def sum_manifests(
 def _read_manifest(folder: Path, shard_id: int) -> tuple[ShardMaking, int, dict[str, Any]] | None:
     """How a shard was made, the bytes of its tar, and what ``totals`` adds up; None where it is not done."""
     try:
-        fields = read_unchecked(folder, shard_id)
-        parts = {name: fields.mapping(name) for name in ("run", "counts", "spec")}
-        making = making_of(shard_id, Fields(fields.path, parts))
-        counts = Fields(fields.path, parts["counts"], "counts.").all_of(ShardCounts)
+        path = manifest_path(folder, shard_id)
+        making, data = read_making(path, shard_id)
+        fields = Fields(path, data)
+        counts = fields.fields("counts").all_of(ShardCounts)
         tar, idx = fields.stamp("tar"), fields.stamp("idx")
         for path, stamp in ((tar_path(folder, shard_id), tar), (idx_path(folder, shard_id), idx)):
             if os.stat(path).st_size != stamp.num_bytes:  # noqa: PTH116 - of 10^5 files, half the time
                 return None
     except (OSError, BrokenShard, ReadWriteError):
         return None
-    run = parts["run"]
+    run = data["run"]
     numbers = {
         **vars(counts),
         "sources": {name: vars(source) for name, source in counts.sources.items()},

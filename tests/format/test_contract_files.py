@@ -157,28 +157,6 @@ def test_a_file_too_large_is_refused_before_it_is_read(whole_dir: Path, name: st
         READERS[name](whole_dir)
 
 
-class FailingFile:
-    """A file whose ``call`` fails."""
-
-    def __init__(self, file: Any, call: str) -> None:
-        self.file, self.call = file, call
-
-    def __enter__(self) -> FailingFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
-        self.fail("close")
-
-    def read(self, size: int = -1) -> bytes:
-        self.fail("read")
-        return bytes(self.file.read(size))
-
-    def fail(self, call: str) -> None:
-        if call == self.call:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-
 @pytest.mark.parametrize(
     ("name", "call"),
     [
@@ -191,33 +169,24 @@ def test_an_error_of_the_file_system_is_a_read_error_that_names_the_file(
     whole_dir: Path, monkeypatch: pytest.MonkeyPatch, name: str, call: str
 ) -> None:
     path, ours = str(whole_dir / name), set[int]()
-    real_open, real_fstat, real_fdopen, real_preadv = os.open, os.fstat, os.fdopen, os.preadv
 
-    def open_(file: Any, *args: Any, **options: Any) -> int:
-        if str(file) != path:
-            return real_open(file, *args, **options)
-        FailingFile(None, call).fail("open")
-        ours.add(handle := real_open(file, *args, **options))
-        return handle
+    def failing(this: str, does: str) -> None:
+        original = getattr(os, this)
 
-    def fstat(handle: int) -> Any:
-        if handle in ours:
-            FailingFile(None, call).fail("fstat")
-        return real_fstat(handle)
+        def attempt(file: Any, *args: Any, **options: Any) -> Any:
+            is_ours = file in ours if isinstance(file, int) else str(file) == path
+            found = original(file, *args, **options)
+            if is_ours and does == call:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            if is_ours and does == "open":
+                ours.add(found)
+            return found
 
-    def fdopen(handle: int, *args: Any, **options: Any) -> Any:
-        file = real_fdopen(handle, *args, **options)
-        return FailingFile(file, call) if handle in ours else file
+        monkeypatch.setattr(os, this, attempt)
 
-    def preadv(handle: int, *args: Any) -> int:
-        if handle in ours:
-            FailingFile(None, call).fail("read")
-        return real_preadv(handle, *args)
-
-    monkeypatch.setattr(os, "open", open_)
-    monkeypatch.setattr(os, "fstat", fstat)
-    monkeypatch.setattr(os, "fdopen", fdopen)
-    monkeypatch.setattr(os, "preadv", preadv)
+    for each in ("open", "fstat", "read", "close"):
+        failing(each, each)
+    failing("preadv", "read")
     with pytest.raises(ReadWriteError, match=rf"{name} cannot be read: Input/output error"):
         READERS[name](whole_dir)
 

@@ -22,7 +22,7 @@ from shardprep.__main__ import main
 from shardprep.console import num_cells
 from shardprep.format.manifest import ShardCounts, merge_manifests, osts_json, read_manifest
 from shardprep.format.names import idx_path, manifest_path, quarantine_path, tar_path
-from shardprep.format.shard_making import making_of, read_unchecked
+from shardprep.format.shard_making import read_making
 from slurm.report.words import INPUT_REASONS, KOREAN, LANGUAGES, REASONS, Language, Words
 from slurm.request import JobRequest
 from slurm.submissions import append_event, publish_submission
@@ -466,7 +466,7 @@ def test_each_submission_is_told_with_what_its_tasks_used_where_they_failed_and_
     publish_submission(
         own_folder, dataclasses.replace(first, number=1, arrays=[again], verify_job_id="4", submitted=99.0)
     )
-    began = making_of(0, read_unchecked(own_folder, 0)).began
+    began = read_making(manifest_path(own_folder, 0), 0)[0].began
     for number, (job_id, wall_s, rss_mb) in enumerate((("1", 30, 300), ("3", 90, 700))):
         facts = {"began": began, "wall_s": wall_s, "max_rss_bytes": rss_mb << 20, "num_cpus": 1}
         run = {**facts, "slurm": {"SLURM_ARRAY_JOB_ID": job_id}}

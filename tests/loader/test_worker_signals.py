@@ -48,7 +48,9 @@ def outlive(loader):
     seen = [number for batch in loader for number in batch["input_ids"][:, 0].tolist()]
     batches = iter(loader)
     next(batches)
-    print(json.dumps([seen, len(received)]), flush=True)
+    while len(received) < 5:
+        time.sleep(0.01)
+    print(json.dumps(seen), flush=True)
     time.sleep(10**6)
 
 def end(loader, how):
@@ -164,9 +166,7 @@ def test_workers_outlive_every_stop_signal_and_are_gone_when_the_main_process_is
     while not select.select([child.stdout], [], [], 0.01)[0]:
         for number in SIGNALS:
             os.killpg(child.pid, number)
-    seen, num_received = json.loads(child.stdout.readline() or "[0, 0]")
-    assert seen == list(range(NUM_SAMPLES))
-    assert num_received == len(SIGNALS), "all signals came"
+    assert json.loads(child.stdout.readline() or "null") == list(range(NUM_SAMPLES))
     assert len(session(child.pid)) > 2, "the workers are kept for the next epoch"
     child.kill()
     wait_until(lambda: not session(child.pid))

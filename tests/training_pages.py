@@ -28,7 +28,6 @@ OURS = ("loader", "shardprep")
 RUN_ELSEWHERE = {
     "training_own_loop.md": {3, 4, 5},  # tests/context_parallel_ranks.py, tests/even_work_ranks.py
     "training_trainer.md": {2},  # tests/loader/test_trl.py, where trl is installed
-    "getting-started.md": {0},  # tests/project/test_wheel.py
     # tests/loader/test_loader_frameworks.py
     "training_accelerate.md": {0},
     "training_deepspeed.md": {0},
@@ -97,7 +96,7 @@ def run(place: str, text: str, names: dict[str, Any]) -> None:
     if "loader" in names:
         names["saved"] = names["loader"].state_at(2)
         names["checkpoint"] = {"loader": names["saved"]}
-    for shown, here in (('"/data/', '"sources/'), ('"/lustre/data"', '"DATA"'), ('"data"', '"DATA"')):
+    for shown, here in (('"/data/', '"sources/'), ('"/lustre/data"', '"DATA"'), ('"data"', '"sources/web"')):
         text = text.replace(shown, here)
     exec(compile(text, place, "exec"), names)
 

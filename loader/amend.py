@@ -1,82 +1,257 @@
-"""Amendments: how a loader goes on behind a state of another mixture; and what a mixture is, as text.
+"""Amendments: how a loader goes on behind a state of another mixture or other sizes; and these as text.
 
-A state has the sources and stages that the run has had. A loader's plan is what its arguments say. Behind a
-state at step N it goes on by the state's stages where the plan says the same from N on. With ``amend`` the
-stages from N on are the plan's; those that ended before must be the state's. Else the state is refused, as it
+A state has the sources, stages and sizes that the run has had. A loader's plan is what its arguments say.
+Behind a state at step N it goes on by the state's where the plan says the same from N on. With ``amend``
+those from N on are the plan's; stages that ended before must be the state's. Else the state is refused, as it
 always is where a source of the same name is other data. A step before the last amendment is gone on from as
-it was.
+it was. The order stays that of the run's first global batch, of which all others are multiples.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from loader.mixture import CYCLE_STEPS, Mixture, Stage, source_seed
 from loader.order import Order
 from loader.samples import Samples
-from loader.state import OtherRun, Position, RunSteps, is_same, position_of
-from loader.workers import MixedSamples, Plan
-from shardprep.errors import UsageError
+from loader.state import OtherRun, Position, Ramp, RunSteps, SizeHistory, check_run, is_same, position_of
+from loader.workers import MixedSamples, Plan, check_batch, make_order, rank_slots
+from shardprep.errors import BrokenShard, UsageError
 
 logger = logging.getLogger(__name__)
-_AMENDED = ("data", "num_samples", "sources", "schedule")  # what an amendment changes of a fingerprint
-_Held = list[tuple[int, dict[str, int]]]  # from which step on, and each source's steps of a cycle
+_MIXTURE = ("data", "num_samples", "sources", "schedule")  # what an amendment of it changes of a fingerprint
+_SIZES = ("global_batch_size", "batch_size_schedule", "seq_len_schedule")  # the same of sizes
+_Value = TypeVar("_Value")
+_Stages = Sequence[tuple[int, _Value]]  # from which step on, and what holds then
+_Shares = dict[str, int]  # each source's steps of a cycle
 
 
 def go_on(
     plan: Plan, state: Mapping[str, Any], layout: Mapping[str, int], *, amend: bool
-) -> tuple[Plan, Position]:
-    """What a loader of a plan delivers behind a state, and from where on. Raises OtherRun, OtherTokenizer,
-    BrokenShard or UsageError."""
-    mine, saved = plan.fingerprint, state.get("fingerprint")
-    past = None
-    if isinstance(plan.order, Mixture) and isinstance(saved, Mapping):
-        past = Mixture.of_sizes(saved, plan.order)
-        if all(is_same(name, saved.get(name), mine.get(name)) for name in _AMENDED):
-            past = None  # nothing differs
-    if past is None:
-        return plan, position_of(state, mine, layout, plan.run)
-    assert isinstance(saved, Mapping)
-    run = replace(plan.run, order_steps_per_epoch=past.steps_per_epoch)
-    expected = {**mine, **{name: saved.get(name) for name in _AMENDED}}
-    if not all(past.data) and {*past.names} == {*plan.order.names}:
-        expected["data"] = mine["data"]  # a state of 0.1.0 has no fingerprint of each source
+) -> tuple[Plan, Position, bool]:
+    """What a loader of a plan delivers behind a state, from where on, and whether that amends the run. Raises
+    OtherRun, OtherTokenizer, BrokenShard or UsageError."""
+    saved, own = state.get("fingerprint"), SizeHistory.of_fingerprint(plan.fingerprint)
+    history = SizeHistory.of_fingerprint(saved) if isinstance(saved, Mapping) else None
+    if not isinstance(saved, Mapping) or history is None or own is None or plan.order.keeps_tail:
+        return plan, position_of(state, plan.fingerprint, layout, plan.run), False
+    plan_run, plan = plan.run, _laid_out(plan, own, history, layout)
+    past = _past_mixture(plan, saved)
+    expected = {**plan.fingerprint, **{name: saved[name] for name in _SIZES if name in saved}}
+    expected["seq_len"] = saved["seq_len"] if history.seq_len == own.seq_len else own.seq_len
+    if past is not None and past is not plan.order:
+        expected |= _expected_mixture(plan, saved, past)
+    check_run(state, expected)
+    run = _run_of(history, plan.run, past)
     position = position_of(state, expected, layout, run)
-    past = _with_known_data(past, plan.order)
-    step = position.epoch * past.steps_per_epoch + run.order_step(position)
-    joined, stages = _joined(past, plan.order)
-    now = max(step, past.amended_at)
-    if _held(joined, stages, now) == _held(joined, joined.stages, now):
-        joined = past
-    elif not amend:
+    step, order_step = run.step_of(position), _order_step(run, position)
+    found = _other_sizes(own, history, max(step, run.amended_at))
+    order = plan.order
+    if past is not None:
+        order = past = _with_known_data(past, plan.order)
+        joined, stages = _joined(past, plan.order, plan_run, run)
+        found += _other_mixture(joined, stages, order_step)
+    if found and not amend:
         raise OtherRun(
-            f"the state is of another mixture: it has {_text(_held(joined, joined.stages, step))}; this "
-            f"loader has {_text(_held(joined, stages, step))}; pass amend=True to go on with this mixture "
-            "from there, make the loader as it was when the state was saved, or start without the state"
+            f"{'; '.join(found)}; pass amend=True to go on so from step {step} on, make the loader as it was "
+            "when the state was saved, or start without the state"
         )
-    else:
+    if found:
         if position.num_micro:
             raise UsageError(
-                f"the state was saved inside of a step, after {position.num_micro} batches, and a mixture is "
+                f"the state was saved inside of a step, after {position.num_micro} batches, and a run is "
                 "amended between two steps; take a state of after the optimizer's step"
             )
-        _check_amendable(joined, stages, step, plan.run)
-        joined = _amended(joined, stages, step)
+        run = _amended_run(run, own, history, position)
+        position = run.position(step)
+        order_step = _order_step(run, position)
+        if past is not None:
+            joined, stages = _joined(past, plan.order, plan_run, run)
+            order = _amended(past, joined, stages, order_step)
+    samples = plan.samples if past is None else _samples_of(order, plan, order_step)
+    sizes = {"num_samples": order.num_samples, **order.sizes}
+    sizes |= run.settings(history.order_batch_size, history.seq_len)
+    fingerprint = {**plan.fingerprint, **sizes}
+    return Plan(order=order, samples=samples, run=run, fingerprint=fingerprint), position, bool(found)
+
+
+def _samples_of(order: Mixture, plan: Plan, step: int) -> MixedSamples:
+    """The plan's samples of each source of a mixture. Raises OtherRun where it lacks some that are needed
+    from a step on."""
     present = dict(zip(plan.order.names, plan.samples.sources, strict=True))
-    fingerprint = {**mine, "num_samples": joined.num_samples, **joined.sizes}
-    sources = tuple(present.get(name) for name in joined.names)
-    for name in {name for _, counts in _held(joined, joined.stages, step) for name in counts} - {*present}:
+    needed = {name for _, counts in _held(_shares(order, order.stages), step) for name in counts}
+    for name in sorted(needed - {*present}):
         raise OtherRun(
-            f"the steps from {step} to {joined.amended_at} have samples of {name}, which this loader has "
-            "not; add it to input_shards"
+            f"the steps from {step} to {order.amended_at} have samples of {name}, which this loader has not; "
+            "add it to input_shards"
         )
-    return (
-        Plan(order=joined, samples=MixedSamples(sources=sources), run=run, fingerprint=fingerprint),
-        position,
+    return MixedSamples(sources=tuple(present.get(name) for name in order.names))
+
+
+def _order_step(run: RunSteps, position: Position) -> int:
+    """The step of the order at which a position stands, counted through all epochs."""
+    return position.epoch * run.order_steps_per_epoch + run.order_step(position)
+
+
+def _laid_out(plan: Plan, own: SizeHistory, history: SizeHistory, layout: Mapping[str, int]) -> Plan:
+    """The plan with the order of a state's first global batch. Raises OtherRun where that cannot be."""
+    order, size, world_size = plan.order, history.order_batch_size, layout["world_size"]
+    if size == order.global_batch_size:
+        return plan
+    is_mixed = isinstance(order, Mixture)
+    orders, sources = (order.orders, plan.samples.sources) if is_mixed else ([order], [plan.samples])
+    try:
+        check_batch(layout["batch_size"], size, world_size)
+        made = [
+            make_order(source, source.shards, size, order.group, seed=each.seed, shuffle=each.shuffle)
+            for each, source in zip(orders, sources, strict=True)
+        ]
+        rank_slots(made[0], 0, world_size)
+    except UsageError as error:
+        raise OtherRun(
+            f"{_other('global_batch_size', own.sizes, history.sizes, 0)}; the order of the state has global "
+            f"batches of {size}, and any later size is a multiple of it, in equal batches: {error}"
+        ) from None
+    run = replace(
+        plan.run,
+        order_steps_per_epoch=sum(each.steps_per_epoch for each in made),
+        num_batches=size // (layout["batch_size"] * world_size),
+        sizes=RunSteps.sizes,
     )
+    order = replace(order, global_batch_size=size, orders=tuple(made)) if is_mixed else made[0]
+    fingerprint = {**plan.fingerprint, "global_batch_size": size, **order.sizes}
+    return replace(plan, order=order, run=run, fingerprint=fingerprint)
+
+
+def _past_mixture(plan: Plan, saved: Mapping[str, Any]) -> Mixture | None:
+    """The mixture of a state: the plan's where nothing differs; None for one data set, or for none."""
+    if not isinstance(plan.order, Mixture):
+        return None
+    if all(is_same(name, saved.get(name), plan.fingerprint.get(name)) for name in _MIXTURE):
+        return plan.order
+    return Mixture.of_sizes(saved, plan.order)
+
+
+def _expected_mixture(plan: Plan, saved: Mapping[str, Any], past: Mixture) -> dict[str, Any]:
+    """What a state of a mixture that may be amended has of it: its own, but for the data of 0.1.0."""
+    expected = {name: saved.get(name) for name in _MIXTURE}
+    if not all(past.data) and {*past.names} == {*plan.order.names}:
+        expected["data"] = plan.fingerprint["data"]  # a state of 0.1.0 has no fingerprint of each source
+    return expected
+
+
+def _run_of(history: SizeHistory, run: RunSteps, past: Mixture | None) -> RunSteps:
+    """The steps of a state's run, for a loader of the same order. Raises BrokenShard, or OtherRun where its
+    rows cannot be cut as they were."""
+    wrong = [length for _, length in history.row_lengths if length and run.row_tokens % length]
+    if wrong:
+        raise OtherRun(
+            f"the state has rows cut to {wrong[0]} tokens, and rows here have {run.row_tokens}, which is no "
+            "multiple of it; pass the targets that the run had, or start without the state"
+        )
+    found = replace(
+        run,
+        order_steps_per_epoch=run.order_steps_per_epoch if past is None else past.steps_per_epoch,
+        sizes=tuple((step, size // history.order_batch_size) for step, size in history.sizes),
+        row_lengths=history.row_lengths,
+        amended=history.amended,
+    )
+    for step, epoch in history.amended:
+        if not found.first_step(epoch) <= step <= found.first_step(epoch + 1):
+            raise BrokenShard(f"the state is damaged: its step {step} is not in epoch {epoch}")
+    return found
+
+
+def _other_sizes(own: SizeHistory, history: SizeHistory, first: int) -> list[str]:
+    """What differs in the sizes from a step on, as text."""
+    pairs = {
+        "global_batch_size": (own.sizes, history.sizes),
+        "seq_len_schedule": (own.row_lengths, history.row_lengths),
+    }
+    return [
+        _other(name, mine, saved, first)
+        for name, (mine, saved) in pairs.items()
+        if _held(mine, first) != _held(saved, first)
+    ]
+
+
+def _other(name: str, mine: Ramp, saved: Ramp, first: int) -> str:
+    return f"{name} {_ramp_text(_held(saved, first))} in the state, {_ramp_text(_held(mine, first))} here"
+
+
+def _ramp_text(held: Ramp) -> str:
+    values = [str(value or "whole rows") for _, value in held]
+    if len(held) == 1:
+        return values[0]
+    return ", ".join(f"{value} from step {step} on" for (step, _), value in zip(held, values, strict=True))
+
+
+def _amended_run(run: RunSteps, own: SizeHistory, history: SizeHistory, position: Position) -> RunSteps:
+    """The run with the sizes of a plan from a position on. Raises OtherRun or UsageError."""
+    step, least = run.step_of(position), history.order_batch_size
+    if not _other_sizes(own, history, step):
+        return run
+    for names, mine, saved in (
+        (("batch_size_schedule", "global_batch_size"), own.sizes, history.sizes),
+        (("seq_len_schedule", "no seq_len_schedule"), own.row_lengths, history.row_lengths),
+    ):
+        _check_over(names, mine, saved, run.amended_at, step, _ramp_text)
+    sizes, lengths = _held(own.sizes, step), _held(own.row_lengths, step)
+    for first, size in sizes:
+        if size % least:
+            raise OtherRun(
+                f"the global batch is {size} here from step {first} on, and the order of the state was laid "
+                f"out in global batches of {least}: expected a multiple of {least}, such as "
+                f"{max(size // least, 1) * least} or {(size // least + 1) * least}; pass one of these, or "
+                "start without the state"
+            )
+    if lengths == _held(history.row_lengths, step):
+        lengths = [each for each in history.row_lengths if each[0] >= step]
+    return replace(
+        run,
+        sizes=(*_before(run.sizes, step), *((first, size // least) for first, size in sizes)),
+        row_lengths=(*_before(run.row_lengths, step), *lengths),
+        amended=(*_before(run.amended, step), (step, position.epoch)),
+    )
+
+
+def _before(stages: _Stages[_Value], step: int) -> list[tuple[int, _Value]]:
+    return [each for each in stages if each[0] < step]
+
+
+def _held(stages: _Stages[_Value], first: int, end: int | None = None) -> list[tuple[int, _Value]]:
+    """What holds in the steps of [first, end)."""
+    found: list[tuple[int, _Value]] = []
+    for step, value in stages:
+        if end is not None and step >= end:
+            break
+        if found and step <= first:
+            found.clear()
+        if not found or found[-1][1] != value:
+            found.append((max(step, first), value))
+    return found
+
+
+def _check_over(
+    names: tuple[str, str],
+    mine: _Stages[_Value],
+    past: _Stages[_Value],
+    first: int,
+    step: int,
+    text: Callable[[list[tuple[int, _Value]]], str],
+) -> None:
+    """Raises OtherRun where stages that were over at a step are not those of the run since its last
+    amendment. ``names``: of the schedule, and of what to pass in its place."""
+    end = max(begin for begin, _ in mine if begin <= step)
+    if first < end and _held(mine, first, end) != _held(past, first, end):
+        raise OtherRun(
+            f"{names[0]} has other stages in the steps {first} to {end} than the state: "
+            f"{text(_held(mine, first, end))} here, {text(_held(past, first, end))} there; keep those that "
+            f"are over, or pass {names[1]} alone"
+        )
 
 
 def _with_known_data(past: Mixture, mine: Mixture) -> Mixture:
@@ -98,8 +273,11 @@ def _with_known_data(past: Mixture, mine: Mixture) -> Mixture:
     return replace(past, data=tuple(known))
 
 
-def _joined(past: Mixture, plan: Mixture) -> tuple[Mixture, tuple[Stage, ...]]:
-    """The past with the plan's new sources behind its own, and the plan's stages as of all of these."""
+def _joined(
+    past: Mixture, plan: Mixture, plan_run: RunSteps, run: RunSteps
+) -> tuple[Mixture, tuple[Stage, ...]]:
+    """The past with the plan's new sources behind its own, and the plan's stages as of all of these, at the
+    steps of a run that may have other sizes."""
     new = [number for number, name in enumerate(plan.names) if name not in past.names]
     names = (*past.names, *(plan.names[number] for number in new))
     orders = [
@@ -117,56 +295,48 @@ def _joined(past: Mixture, plan: Mixture) -> tuple[Mixture, tuple[Stage, ...]]:
     stages = []
     for stage in plan.stages:
         weights = dict(zip(plan.names, stage.weights, strict=True))
-        stages.append(Stage(first_step=stage.first_step, weights=tuple(weights.get(n, 0.0) for n in names)))
+        first_step = run.first_of_order(plan_run.step_from(stage.first_step))
+        stages.append(Stage(first_step=first_step, weights=tuple(weights.get(n, 0.0) for n in names)))
     return joined, tuple(stages)
 
 
-def _held(mixture: Mixture, stages: tuple[Stage, ...], first: int, end: int | None = None) -> _Held:
-    """What holds in the steps of [first, end), as shares that are compared exactly."""
-    found: _Held = []
+def _shares(mixture: Mixture, stages: Sequence[Stage]) -> list[tuple[int, _Shares]]:
+    """The stages of a mixture, with shares that are compared exactly."""
+    found = []
     for stage in stages:
-        if end is not None and stage.first_step >= end:
-            break
         counts = zip(mixture.names, stage.cycle_counts.tolist(), strict=True)
-        held = {name: count for name, count in counts if count}
-        if found and stage.first_step <= first:
-            found.clear()
-        if not found or found[-1][1] != held:
-            found.append((max(stage.first_step, first), held))
+        found.append((stage.first_step, {name: count for name, count in counts if count}))
     return found
 
 
-def _amended(past: Mixture, stages: tuple[Stage, ...], step: int) -> Mixture:
-    """The past up to a step, and from there on what these stages say."""
-    cut = past.round_at(step)
+def _other_mixture(past: Mixture, stages: tuple[Stage, ...], step: int) -> list[str]:
+    """What differs from a step of the order on, as text."""
+    mine, saved, now = _shares(past, stages), _shares(past, past.stages), max(step, past.amended_at)
+    if _held(mine, now) == _held(saved, now):
+        return []
+    there, here = _shares_text(_held(saved, step)), _shares_text(_held(mine, step))
+    return [f"the state is of another mixture: it has {there}; this loader has {here}"]
+
+
+def _amended(past: Mixture, joined: Mixture, stages: tuple[Stage, ...], step: int) -> Mixture:
+    """The past up to a step, and from there on what these stages say. Raises OtherRun where stages that were
+    over then are not those of the run."""
+    mine, saved = _shares(joined, stages), _shares(joined, joined.stages)
+    if _held(mine, step) == _held(saved, step):
+        return past
+    _check_over(("weights_schedule", "weights="), mine, saved, past.amended_at, step, _shares_text)
+    cut = joined.round_at(step)
     number = sum(stage.first_step <= step for stage in stages) - 1
     holding = replace(
         stages[number],
         first_step=step,
         cut_end=step if cut.first_step == step else cut.first_step + len(cut.sources),
     )
-    before = [stage for stage in past.stages if stage.first_step < step]
-    return replace(past, stages=(*before, holding, *stages[number + 1 :]))
+    before = [stage for stage in joined.stages if stage.first_step < step]
+    return replace(joined, stages=(*before, holding, *stages[number + 1 :]))
 
 
-def _check_amendable(past: Mixture, stages: tuple[Stage, ...], step: int, run: RunSteps) -> None:
-    """Raises OtherRun where stages of the plan that were over at a step are not those of the run, or
-    UsageError where their steps cannot be told."""
-    if run.is_ramped and len(stages) > 1:
-        raise UsageError(
-            "a run with batch_size_schedule can be amended by weights=, and not by weights_schedule="
-        )
-    number = sum(stage.first_step <= step for stage in stages) - 1
-    first, end = past.amended_at, stages[number].first_step
-    if first < end and _held(past, stages, first, end) != _held(past, past.stages, first, end):
-        raise OtherRun(
-            f"weights_schedule has other stages in the steps {first} to {end} than the state: "
-            f"{_text(_held(past, stages, first, end))} here, {_text(_held(past, past.stages, first, end))} "
-            "there; keep those that are over, or pass weights= alone"
-        )
-
-
-def _text(held: _Held) -> str:
+def _shares_text(held: _Stages[_Shares]) -> str:
     return "; ".join(
         f"from step {first} on "
         + ", ".join(f"{name} {count / CYCLE_STEPS:.4g}" for name, count in counts.items())
@@ -174,11 +344,29 @@ def _text(held: _Held) -> str:
     )
 
 
-def describe(
+def describe(plan: Plan, data: str, step: int, until: int) -> str:
+    """The tree of sources at a step of the order, with their epochs then and at a later step, and the sizes
+    where they change. ``data``: the fingerprint of one data set, where no sources are mixed."""
+    return "\n".join([_sources_text(plan.order, plan.samples, data, step, until), *_size_lines(plan)])
+
+
+def _size_lines(plan: Plan) -> list[str]:
+    run, lines = plan.run, []
+    amended = {step for step, _ in run.amended}
+    if len(run.sizes) > 1 or amended:
+        lines.append("global batches, by step of training")
+        for first, size in run.sizes:
+            samples = size * plan.order.global_batch_size
+            lines.append(f"  from step {first}{' (amended)' if first in amended else ''}: {samples} samples")
+    if run.row_lengths != RunSteps.row_lengths:
+        lines.append("rows, by step of training")
+        lines += [f"  from step {first}: {length or 'whole'}" for first, length in run.row_lengths]
+    return lines
+
+
+def _sources_text(
     order: Order | Mixture, samples: Samples | MixedSamples, data: str, step: int, until: int
 ) -> str:
-    """The tree of sources at a step of the order, with their epochs then and at a later step. ``data``: the
-    fingerprint of one data set, where no sources are mixed."""
     if not isinstance(order, Mixture):
         size = f"{order.num_samples:,} samples, about {samples.mean_tokens * samples.num_samples:.3g} tokens"
         now_and_then = (step / order.steps_per_epoch, until / order.steps_per_epoch)

@@ -72,7 +72,9 @@ def settings_block(loader: TokenLoader, shards: ShardSet) -> str:
     data = f"{shards.num_shards:,} shards, {order.num_samples:,} samples"
     samples = f"{loader.step_batches.batch_size} per batch{accumulated} x {who.world_size} ranks"
     steps = f"{loader.run.steps_in(0):,} steps, {len(loader):,} batches per rank"
-    ramps = "".join(f"; {name} {run[name]}" for name in loader.run.settings(order.global_batch_size))
+    ramps = "".join(
+        f"; {name} {run[name]}" for name in ("global_batch_size", "seq_len") if type(run[name]) is str
+    )
     global_batch = order.global_batch_size * loader.run.order_steps_in(0)
     lines = [
         f"loader of {data}, about {shards.mean_tokens * shards.num_samples:.3g} tokens",
@@ -89,11 +91,12 @@ def settings_block(loader: TokenLoader, shards: ShardSet) -> str:
 def _sample(loader: TokenLoader) -> str:
     run, fields = loader.fingerprint, loader.step_batches.boundaries
     if run["seq_len"]:
+        seq_len = str(run["seq_len"]).partition(";")[0]
         apart = (
             f"; boundaries {', '.join(fields)}" if fields else "; attention crosses documents (no boundaries)"
         )
         shifted = "; labels one place ahead" if loader.step_batches.shifts_targets else ""
-        return f"a row of {run['seq_len']} tokens{apart}{shifted}"
+        return f"a row of {seq_len} tokens{apart}{shifted}"
     if "batch_tokens" in run:
         return f"a batch of documents of like length, of up to {run['batch_tokens']:,} tokens with padding"
     if not run["max_length"]:
@@ -263,7 +266,8 @@ def get_llama3_dataloader(
                 whole documents of similar length as fit. All ranks get equally many batches, and
                 ``global_batch_size``, ``batch_size_schedule`` and ``weights_in="samples"`` count batches.
             global_batch_size: samples of one optimizer step, on all ranks, accumulation included. It alone
-                fixes the order: keep it when the number of ranks changes. Default: batch_size x world_size.
+                fixes the order: keep it when the number of ranks changes, or see ``amend``. Default:
+                batch_size x world_size.
             batch_size_schedule: instead of ``global_batch_size``, its size from a step on: ``[(0, 256),
                 (1000, 512)]``. Batches stay of ``batch_size``, and more of them are accumulated: see
                 ``loader.num_accumulated`` and ``loader.ends_step``. It is part of the state.
@@ -287,8 +291,9 @@ def get_llama3_dataloader(
             weights_schedule: instead of ``weights``, the weights from a global step on: ``[(0, {...}),
                 (80_000, {...})]``. It is part of the state: keep it when you resume.
             weights_in: weights are shares of ``"tokens"``, by the mean of each source, or of ``"samples"``.
-            amend: go on from a state of other weights or sources: this mixture holds from its step on, and
-                each source goes on at its own place. The default refuses such a state, and says what differs.
+            amend: go on from a state of other weights, sources, ``global_batch_size`` or schedules: these
+                hold from its step on, and each source goes on at its own place. Global batches must be
+                multiples of the run's first one. The default refuses such a state, and says what differs.
 
         Packing and labels:
             seq_len: pack documents into full rows of this many tokens, with EOS between documents.
@@ -419,6 +424,7 @@ def get_llama3_dataloader(
         row_lengths=check_row_lengths(
             seq_len_schedule, every[0].row_tokens - shifts, is_validation=is_validation
         ),
+        row_tokens=max(every[0].row_tokens - shifts, 0),
     )
     samples: Samples | MixedSamples = every[0]
     order: Order | Mixture = orders[0]
@@ -489,15 +495,13 @@ def _fingerprint(
         "tokenizer": tokenizer,
         "seed": order.seed,
         "shuffle": order.shuffle,
-        "global_batch_size": order.global_batch_size,
+        **run.settings(order.global_batch_size, shards.row_tokens or rules.seq_len or 0),
         "group_by_length": order.group,
-        "seq_len": shards.row_tokens or rules.seq_len or 0,
         "max_length": rules.max_length or 0,
         "long_documents": rules.long_documents,
         "num_samples": order.num_samples,
         **order.sizes,
         **split,
-        **run.settings(order.global_batch_size),
         **rules.settings,
         **({"keeps_tail": True} if order.keeps_tail else {}),
     }

@@ -2,15 +2,16 @@
 
 A position counts global batches, which are the same on every number of ranks and workers; inside of a step it
 also counts the batches of a rank. A step of training is a step of the order; with ``batch_size_schedule`` it
-is some of them, each of as many samples as the greatest number that divides all sizes. So the order never
-changes. An epoch ends where another global batch would not fit.
+is some of them, each of as many samples as the greatest number that divides all sizes. An amendment may
+change the sizes to other multiples of that number. So the order never changes. An epoch ends where another
+global batch would not fit.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,7 +31,6 @@ _WHY = {
     "data": "these are other shards, or others of them are excluded",
     "tokenizer": "another tokenizer",
     "seed": "the order is another one",
-    "global_batch_size": "it fixes the order; keep it, and change batch_size",
     "law_version": "the sampling order changed; go on with the shardprep that saved it",
 }
 
@@ -132,11 +132,7 @@ def position_of(
 ) -> Position:
     """The position that a state holds, for a loader of the same fingerprint. Raises OtherRun or
     OtherTokenizer, BrokenShard, or UsageError for one inside of a step of another layout."""
-    if state.get("format") != STATE_FORMAT or not isinstance(state.get("fingerprint"), Mapping):
-        raise BrokenShard(
-            f"this is no state of a loader: its format is {state.get('format')!r}, expected {STATE_FORMAT!r}"
-        )
-    _check_fingerprint(dict(state["fingerprint"]), dict(fingerprint))
+    check_run(state, fingerprint)
     position = Position(*(_whole_number(state, name) for name in Position._fields))
     if position.num_micro and state.get("layout") != dict(layout):
         raise UsageError(
@@ -155,6 +151,15 @@ def position_of(
     if position.num_micro >= num_batches:
         raise UsageError(f"the state has {position.num_micro} batches of a step of {num_batches}")
     return position
+
+
+def check_run(state: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> None:
+    """Raises BrokenShard for what is no state, OtherRun or OtherTokenizer for one of another fingerprint."""
+    if state.get("format") != STATE_FORMAT or not isinstance(state.get("fingerprint"), Mapping):
+        raise BrokenShard(
+            f"this is no state of a loader: its format is {state.get('format')!r}, expected {STATE_FORMAT!r}"
+        )
+    _check_fingerprint(dict(state["fingerprint"]), dict(fingerprint))
 
 
 def _whole_number(state: Mapping[str, Any], name: str) -> int:
@@ -286,13 +291,15 @@ class RunSteps:
     num_batches: int  # of a rank, in a step of the order
     sizes: Ramp = ((0, 1),)  # steps of the order in a step of training
     row_lengths: Ramp = ((0, 0),)  # tokens that rows are cut to; 0: as they are
+    row_tokens: int = 0  # of a row that is not cut; 0: samples are documents
+    amended: Sequence[tuple[int, int]] = ()  # at which steps the sizes were amended, in which epoch
 
     def __post_init__(self) -> None:
         most = max(size for _, size in self.sizes)
         if most > self.order_steps_per_epoch:
             raise UsageError(
-                f"batch_size_schedule has a global batch of {most} x the least, and an epoch has "
-                f"{self.order_steps_per_epoch} of these; lower it, or add data"
+                f"a global batch is {most} x the least, and an epoch has {self.order_steps_per_epoch} of "
+                "these; lower it, or add data"
             )
 
     @cached_property
@@ -300,14 +307,26 @@ class RunSteps:
         """Whether steps differ in size."""
         return len(self.sizes) > 1
 
-    def settings(self, order_batch_size: int) -> dict[str, str]:
-        """The schedules as a state has them, where there are any."""
-        found = {}
-        if self.sizes != RunSteps.sizes:
-            found["batch_size_schedule"] = _text([(n, size * order_batch_size) for n, size in self.sizes])
-        if self.row_lengths != RunSteps.row_lengths:
-            found["seq_len_schedule"] = _text(self.row_lengths)
-        return found
+    def settings(self, order_batch_size: int, seq_len: int) -> dict[str, int | str]:
+        """What a state has of the sizes: two names always, see ``SizeHistory``."""
+        sizes = [(step, size * order_batch_size) for step, size in self.sizes]
+        is_plain = (self.sizes, self.amended) == (RunSteps.sizes, RunSteps.amended)
+        texts = [f"{step}{self._epoch_text(step)}: {size}" for step, size in sizes]
+        lengths = [f"{step}: {length}" for step, length in self.row_lengths]
+        return {
+            "global_batch_size": order_batch_size if is_plain else "; ".join([str(order_batch_size), *texts]),
+            "seq_len": (
+                seq_len if self.row_lengths == RunSteps.row_lengths else "; ".join([str(seq_len), *lengths])
+            ),
+        }
+
+    def _epoch_text(self, step: int) -> str:
+        return "".join(f"/{epoch}" for amended, epoch in self.amended if amended == step)
+
+    @property
+    def amended_at(self) -> int:
+        """The step of the last amendment of sizes; 0 where there is none."""
+        return max((step for step, _ in self.amended), default=0)
 
     def batches_in(self, step: int) -> int:
         """Batches of a rank in a step."""
@@ -331,7 +350,10 @@ class RunSteps:
         known = self._first_steps
         last_stage, size = self.sizes[-1]
         while len(known) <= epoch and known[-1] < last_stage:
-            known.append(known[-1] + self._fitting(known[-1]))
+            amended = [
+                step for step, epoch in self.amended if step > known[-1] and epoch >= len(known)
+            ]  # an epoch that was over stays so
+            known.append(min([known[-1] + self._fitting(known[-1]), *amended]))
         beyond = max(epoch - len(known) + 1, 0)
         return known[min(epoch, len(known) - 1)] + beyond * (self.order_steps_per_epoch // size)
 
@@ -365,6 +387,18 @@ class RunSteps:
         epoch, within = divmod(step - known[-1], self.order_steps_per_epoch // self.sizes[-1][1])
         return Position(epoch=len(known) - 1 + epoch, step=within)
 
+    def first_of_order(self, step: int) -> int:
+        """The step of the order at which a step begins, counted through all epochs."""
+        begin = self.position(step)
+        return begin.epoch * self.order_steps_per_epoch + self.order_step(begin)
+
+    def step_from(self, order_step: int) -> int:
+        """The step that begins at a step of the order, counted through all epochs."""
+        epoch, within = divmod(order_step, self.order_steps_per_epoch)
+        first = self.first_step(epoch)
+        ends = range(first, first + self.order_steps_per_epoch)
+        return first + bisect_left(ends, within, key=lambda end: self._taken(first, end))
+
     def _fitting(self, first: int) -> int:
         """The steps from one on that an epoch has room for."""
         ends = range(first, first + self.order_steps_per_epoch + 1)
@@ -379,8 +413,70 @@ class RunSteps:
         return total
 
 
-def _text(ramp: Ramp) -> str:
-    return "; ".join(f"{first}: {value}" for first, value in ramp)
+_STAGE = re.compile(r"([0-9]{1,9})(?:/([0-9]{1,9}))?: ([0-9]{1,9})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeHistory:
+    """The sizes of a run as its state has them, by step, under names that each state has.
+
+    ``global_batch_size`` is a number, that of the order, or a text where it changes: ``256; 0: 256; 900/1:
+    512`` is an order of 256 samples a step, and global batches of 512 from step 900 in epoch 1 on, by an
+    amendment; without ``/1`` as it was planned. ``seq_len`` is ``4096; 0: 1024; 900: 0``: rows of 4,096
+    tokens, cut to 1,024 before step 900. An amendment of either is marked in ``global_batch_size``. States
+    of 0.1.0 have ``batch_size_schedule`` and ``seq_len_schedule`` besides, without the first number.
+    """
+
+    order_batch_size: int
+    sizes: Ramp  # samples of a global batch
+    amended: Sequence[tuple[int, int]]
+    seq_len: int
+    row_lengths: Ramp
+
+    @property
+    def changes(self) -> bool:
+        """Whether steps differ in size."""
+        return len(self.sizes) > 1 or self.row_lengths != RunSteps.row_lengths or bool(self.amended)
+
+    @staticmethod
+    def of_fingerprint(fingerprint: Mapping[str, Any]) -> SizeHistory | None:
+        """The sizes in a state's fingerprint; None where it has none. Raises BrokenShard."""
+        size, sizes, amended = _stages_of(fingerprint, "global_batch_size", "batch_size_schedule")
+        seq_len, lengths, _ = _stages_of(fingerprint, "seq_len", "seq_len_schedule")
+        if size is None or seq_len is None or size < 1:
+            return None
+        if any(samples < 1 or samples % size for _, samples in sizes):
+            raise BrokenShard(
+                f"the state is damaged: its global_batch_size is {fingerprint['global_batch_size']!r}, "
+                "expected multiples of the first number"
+            )
+        return SizeHistory(
+            order_batch_size=size,
+            sizes=sizes or ((0, size),),
+            amended=amended,
+            seq_len=seq_len,
+            row_lengths=lengths or RunSteps.row_lengths,
+        )
+
+
+def _stages_of(
+    fingerprint: Mapping[str, Any], name: str, old_name: str
+) -> tuple[int | None, Ramp, Sequence[tuple[int, int]]]:
+    """The first number of a name, its stages, and the steps of amendments among them with their epochs."""
+    value = fingerprint.get(name)
+    if old_name in fingerprint:
+        value = f"{value}; {fingerprint[old_name]}"
+    if not isinstance(value, str):
+        return (value if type(value) is int else None), (), ()
+    first, *texts = value.split("; ")
+    stages = [match for match in map(_STAGE.fullmatch, texts) if match]
+    ramp = tuple((int(match[1]), int(match[3])) for match in stages)
+    steps = [step for step, _ in ramp]
+    if not re.fullmatch("[0-9]{1,9}", first) or len(stages) < len(texts) or steps[:1] != [0]:
+        steps = []
+    if not steps or any(step >= later for step, later in pairwise(steps)):
+        raise BrokenShard(f"the state is damaged: its {name} is {value!r}, expected such as 256; 0: 256")
+    return int(first), ramp, tuple((int(match[1]), int(match[2])) for match in stages if match[2])
 
 
 def _at(ramp: Ramp, step: int) -> int:

@@ -40,7 +40,7 @@ from loader.chunks import Chunk
 from loader.find_shards import SizeCheck
 from loader.mixture import Mixture
 from loader.ranks import ProcessRank, check_process_rank
-from loader.state import Position, RunProgress, RunSteps, SkippedSteps, is_same, state_of
+from loader.state import Position, RunProgress, RunSteps, SkippedSteps, state_of
 from loader.tokenizer import LoaderTokenizer
 from loader.workers import ChunkDataset, MixedChunkDataset, Plan, rank_slots, whole_number
 from shardprep.errors import UsageError
@@ -409,9 +409,9 @@ class TokenLoader(DataLoader[Batch]):
         self.process_rank = process_rank
         self.metrics = LoaderMetrics()
         self.step_batches = step_batches
-        self.chunks = self._chunks_of(plan)
         self._amend = amend
-        self._stream = BatchStream(self.chunks, step_batches, self.metrics, size_check, workers)
+        self._stream_options: tuple[SizeCheck | None, dict[str, Any]] = size_check, workers
+        self._go_by(plan)
         self._newest = 0
         self._pins = pin_memory and torch.cuda.is_available()
         self._progress = RunProgress()
@@ -519,7 +519,7 @@ class TokenLoader(DataLoader[Batch]):
         if until_step is not None:
             end = self.run.position(whole_number("until_step", until_step, least=0))
         until, data = self._steps_of_order(end), str(self.fingerprint["data"])
-        return describe(self.order, self.chunks.plan.samples, data, self._delivered_of_order, until)
+        return describe(self.chunks.plan, data, self._delivered_of_order, until)
 
     @property
     def source_samples(self) -> dict[str, int]:
@@ -548,6 +548,13 @@ class TokenLoader(DataLoader[Batch]):
 
     def __reduce__(self) -> tuple[Callable[..., TokenLoader], tuple[Any, ...]]:
         return _made_again, (type(self), self._made_with, self._progress, self.chunks.plan)
+
+    def _go_by(self, plan: Plan) -> None:
+        """Deliver what a plan says; none of its workers has started yet."""
+        self.chunks = self._chunks_of(plan)
+        size_check, workers = self._stream_options
+        workers = {**workers, "num_workers": min(workers.get("num_workers", 0), len(self.chunks.slots))}
+        self._stream = BatchStream(self.chunks, self.step_batches, self.metrics, size_check, workers)
 
     def _chunks_of(self, plan: Plan) -> ChunkDataset:
         slots = rank_slots(plan.order, self.process_rank.rank, self.process_rank.world_size)
@@ -590,21 +597,21 @@ class TokenLoader(DataLoader[Batch]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next ``iter()`` go on behind what ``state`` says was delivered. Reads nothing.
 
-        A state of another mixture is gone on from where the loader was made with ``amend=True``. Raises
-        OtherRun, OtherTokenizer, UsageError or BrokenShard; see loader/state.py and loader/amend.py.
+        One of another mixture or other sizes is gone on from where the loader was made with ``amend=True``.
+        Raises OtherRun, OtherTokenizer, UsageError or BrokenShard; see loader/state.py and loader/amend.py.
         """
-        plan, position = go_on(self.plan, state, self._layout, amend=self._amend)
+        plan, position, is_amended = go_on(self.plan, state, self._layout, amend=self._amend)
         skipped = SkippedSteps.of_text(state.get("skipped", ""))
         self._newest += 1
         if dict(plan.fingerprint) == self.fingerprint:
             self._end_unless_persistent()
         else:
-            self._stream.end()  # workers have the mixture of before
-            self.chunks.plan = plan
+            self._stream.end()  # workers have the plan of before
+            self._go_by(plan)
         self._progress.load(position, skipped)
-        saved, schedule = state["fingerprint"].get("schedule"), self.fingerprint.get("schedule")
-        if self.process_rank.rank == 0 and not is_same("schedule", saved, schedule):
-            logger.warning("the run goes on with another mixture:\n%s", self.describe())
+        self._num_accumulated = plan.run.batches_in(plan.run.step_of(position))
+        if self.process_rank.rank == 0 and is_amended:
+            logger.warning("the run is amended, and goes on so:\n%s", self.describe())
 
     def skip(self, steps: int) -> None:
         """Leave out the next global batches, as after a spike of the loss; the next ``iter()`` begins behind.
@@ -715,5 +722,5 @@ def _made_again(
     """A copy of a loader; sizes were looked at when the original was made."""
     loader = kind(**made_with)
     loader._progress = replace(progress)  # noqa: SLF001  it is its own class's
-    loader.chunks.plan = now
+    loader._go_by(now)  # noqa: SLF001  the same
     return loader

@@ -18,6 +18,7 @@ from transformers.trainer_callback import ExportableState
 
 from loader.boundaries import why_unchecked
 from loader.evaluation import LossMean
+from loader.state import Position
 from loader.token_loader import TokenLoader
 from shardprep.errors import UsageError
 
@@ -127,14 +128,17 @@ def _trl_data_set(args: Any) -> Any:
 
 def check_trainer_arguments(args: Any, loader: TokenLoader) -> None:
     """Raises UsageError unless batch x accumulation x ranks of TrainingArguments is a global batch."""
-    if loader.run.is_ramped:
+    run, at = loader.run, loader.state_dict()
+    step = run.step_of(Position(epoch=at["epoch"], step=at["step"]))
+    if step < run.sizes[-1][0]:
         raise UsageError(
             "batch_size_schedule changes how many batches a step accumulates, and Trainer accumulates "
             "equally many through a run; write the loop yourself, see docs/training_own_loop.md, "
             "or leave it out"
         )
     batch_size, accumulated = args.train_batch_size, args.gradient_accumulation_steps
-    world_size, global_batch_size = loader.process_rank.world_size, loader.order.global_batch_size
+    world_size = loader.process_rank.world_size
+    global_batch_size = loader.order.global_batch_size * run.order_steps_in(step)
     if batch_size != loader.step_batches.batch_size:
         raise UsageError(
             f"per_device_train_batch_size of TrainingArguments makes batches of {batch_size} samples, those "
@@ -177,6 +181,7 @@ class LoaderStateCallback(TrainerCallback, ExportableState):
         saved = (saved[-1] if isinstance(saved, list) else saved).get("attributes", {}).get("saved")
         if saved is not None:
             train_dataloader.load_state_dict(saved)
+            check_trainer_arguments(args, train_dataloader)  # its global batches may be others
         elif not train_dataloader.has_loaded_state:
             raise UsageError(
                 f"the checkpoint of step {state.global_step} has no state of the loader, so the run would "

@@ -24,7 +24,7 @@ import torch
 from loader.dataloader import get_llama3_dataloader
 from loader.find_shards import DatasetShards, ExternalTar, ShardSet
 from loader.samples import DocumentPieces, JoinedRows, WholeSamples
-from loader.state import STATE_FORMAT, SkippedSteps
+from loader.state import STATE_FORMAT, SizeHistory, SkippedSteps
 from loader.token_loader import TokenLoader
 from shardprep.console import print_lines, say
 from shardprep.errors import BrokenShard, NotFound, UsageError
@@ -75,7 +75,7 @@ class SeenDocuments:
         samples = loader.plan.samples
         if loader.run.is_ramped:
             raise UsageError(
-                "this loader has a batch_size_schedule, and what its steps saw is told of runs without one"
+                "this loader's global batches change, and what its steps saw is told of equal ones"
             )
         if (
             not isinstance(samples, (DocumentPieces, JoinedRows, WholeSamples))
@@ -362,6 +362,12 @@ def loader_options(given: Mapping[str, Any], state: Mapping[str, Any] | None) ->
     options: dict[str, Any] = {"world_size": 1}
     if state is not None:
         of_run = state.get("fingerprint", {})
+        history = SizeHistory.of_fingerprint(of_run)
+        if history is not None and history.changes:
+            raise UsageError(
+                f"the state is of a run whose sizes change (global_batch_size {of_run['global_batch_size']}, "
+                f"seq_len {of_run['seq_len']}), and what its steps saw is told of runs of one size alone"
+            )
         names = ("seed", "shuffle", "global_batch_size", "group_by_length", "long_documents")
         options |= {name: of_run[name] for name in names if name in of_run}
         options |= {name: of_run.get(name) or None for name in ("seq_len", "max_length")}

@@ -280,13 +280,11 @@ def test_a_source_whose_data_changed_is_refused_by_its_name(data: dict[str, Path
         other.load_state_dict(state)
 
 
-def test_another_seed_or_global_batch_is_refused_also_with_the_word(data: dict[str, Path]) -> None:
+def test_another_seed_or_row_length_is_refused_also_with_the_word(data: dict[str, Path]) -> None:
     with load(data, {"weights": {"web": 1, "code": 1}}) as loader:
         state = loader.state_at(5)
     changes: list[tuple[str, dict[str, Any]]] = [
         ("seed", {"seed": 4}),
-        ("global_batch_size", {"global_batch_size": 24}),
-        ("batch_size_schedule", {"global_batch_size": None, "batch_size_schedule": [(0, 12), (9, 24)]}),
         ("seq_len", {"seq_len": 16}),
     ]
     for name, changed in changes:

@@ -260,12 +260,14 @@ def test_a_state_of_another_ramp_is_refused(data: Path) -> None:
         state = loader.state_at(5)
     with (
         load(data, batch_size_schedule=[(0, 8), (5, 24)]) as other,
-        pytest.raises(OtherRun, match="batch_size_sched"),
+        pytest.raises(OtherRun, match="32 from step 30 on in the state, 24 here; pass amend=True"),
     ):
         other.load_state_dict(state)
     with (
         load(data, batch_size_schedule=None) as other,
-        pytest.raises(OtherRun, match="'0: 8; 5: 24; 9: 16; 30: 32'"),
+        pytest.raises(
+            OtherRun, match=r"global_batch_size 24 from step 5 on, 16 from step 9 on, .* in the state, 8 here"
+        ),
     ):
         other.load_state_dict(state)
 
@@ -294,5 +296,5 @@ def test_what_makes_no_ramp_is_refused(data: Path, options: dict[str, Any], said
 
 
 def test_what_a_ramped_loader_saw_is_not_told_wrongly(data: Path) -> None:
-    with load(data) as loader, pytest.raises(UsageError, match="runs without one"):
+    with load(data) as loader, pytest.raises(UsageError, match="global batches change"):
         SeenDocuments(loader)

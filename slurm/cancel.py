@@ -33,8 +33,8 @@ def cancel(args: argparse.Namespace) -> int:
     cancelled = [*state.live_job_ids(), *unrecorded]
     if cancelled:
         append_event(args.output_dir, "cancel", jobs=cancelled)
-    if state.foreign:
-        ids = " ".join(job.job_id for each in state.foreign for job in each.jobs)
+    if state.foreign_jobs:
+        ids = " ".join(state.foreign_jobs)
         say(f"left alone: jobs of the folder that this one was copied from; to end them: scancel {ids}")
     print_lines(f"cancelled: {', '.join(cancelled)}" if cancelled else f"nothing is queued; {state.summary}")
     if unseen := state.ids("not visible"):

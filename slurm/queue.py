@@ -351,6 +351,25 @@ def find_shown_jobs(
     return shown
 
 
+def find_live_jobs(submissions: Sequence[Submission]) -> list[str]:
+    """The jobs of submissions that wait or run; all of a cluster that gives no answer."""
+    live = set[str]()
+    for cluster in {each.cluster for each in submissions}:
+        jobs = {job.job_id: job for each in submissions if each.cluster == cluster for job in each.jobs}
+        try:
+            is_here = cluster in ("", read_config().get("ClusterName"))
+            queued = queued_attempts(jobs, None if is_here else cluster)
+        except SlurmAway:
+            live |= jobs.keys()
+            continue
+        live |= {
+            each.job_id
+            for each in queued
+            if each.is_live and _is_of(jobs.get(each.job_id), each, is_later=each.num_restarts > 0)
+        }
+    return sorted(live, key=int)
+
+
 def _accounted(shown: ShownJobs, job_ids: Iterable[str], cluster: str | None = None) -> list[TaskAttempt]:
     """What the accounts keep of these jobs; where they are away, that is noted."""
     try:

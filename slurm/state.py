@@ -28,7 +28,16 @@ from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 from shardprep.files import open_regular
 from shardprep.format.names import id_ranges, ids_of_ranges
 from slurm.commands import SlurmAway
-from slurm.queue import LOG_NOT_OPENED, PLAIN, SUSPENDED, ShownJobs, TaskAttempt, find_shown_jobs
+from slurm.queue import (
+    LOG_NOT_OPENED,
+    PLAIN,
+    SUSPENDED,
+    ShownJobs,
+    TaskAttempt,
+    find_live_jobs,
+    find_shown_jobs,
+)
+from slurm.request import JobRequest
 from slurm.script import LOG_FOLDER
 from slurm.submissions import JOBS_FOLDER, JobArray, Submission, read_submissions
 
@@ -210,6 +219,7 @@ class DatasetState:
     plan: Plan
     submissions: list[Submission]
     foreign: list[Submission]  # of the folder that this one was copied from
+    foreign_jobs: list[str]  # theirs that wait or run, as far as Slurm says so
     attempts: Attempts
     made: MadeShards
     is_verified: bool
@@ -358,11 +368,13 @@ def find_state(
     )
     if made is None:
         made = first if first and not shown.attempts else find_made_shards(folder, plan)
+    foreign = [each for each in recorded if each.identity not in (None, identity)]
     return DatasetState(
         folder=folder,
         plan=plan,
         submissions=submissions,
-        foreign=[each for each in recorded if each.identity not in (None, identity)],
+        foreign=foreign,
+        foreign_jobs=find_live_jobs(foreign),
         attempts=attempts,
         made=made,
         is_verified=is_verified(folder, plan, made),
@@ -505,12 +517,16 @@ def _of_task(task: TaskAttempt, array: JobArray | None, log: str) -> ShardAttemp
 
 
 def reason_to_leave(shard: ShardState, max_attempts: int, changes: dict[str, Any]) -> str | None:
-    """Why a shard is not tried again: it failed the same way too often, or must fail the same way."""
+    """Why a shard is not tried again: it failed the same way too often, or must fail the same way.
+
+    ``changes`` of the request by a person make it another way.
+    """
     if shard.state != "failed":
         return None
-    cause, last = shard.cause, shard.attempts[-1].array
+    cause, array = shard.cause, shard.attempts[-1].array
     same = sum(1 for _ in itertools.takewhile(lambda each: each.cause == cause, reversed(shard.attempts)))
-    before = last.request.worker_args if last else ""
-    if cause == BAD_INPUT and changes.get("worker_args", before) == before:
+    before = array.request if array else JobRequest()
+    changed = {name for name, value in changes.items() if getattr(before, name) != value}
+    if cause == BAD_INPUT and "worker_args" not in changed:
         return "the same input fails in the same way"
-    return f"failed the same way {same} times" if same >= max_attempts else None
+    return f"failed the same way {same} times" if same >= max_attempts and not changed else None

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
 import shlex
 import shutil
 import statistics
@@ -81,6 +83,7 @@ _REASONS = {
     "MaxMem": "a limit of memory is reached",
 }
 _STATES: tuple[StateName, ...] = ("done", "running", "pending", "failed", "not submitted", "not visible")
+_MAX_BAD_FRACTION = r"--max[_-]bad[_-]fraction[ =]([0-9]*\.?[0-9]+)"
 STATUS_VERSION = 1  # of --json: it grows where a field goes or changes its meaning, not where one is added
 MOST_TAILS = 8  # logs whose last lines are read
 
@@ -165,7 +168,9 @@ def report(state: DatasetState) -> dict[str, Any]:
         "broken": {str(shard_id): why for shard_id, why in state.made.broken.items()},
         "verify": state.verify,
         "verified": state.is_verified,
-        "foreign_jobs": [job.job_id for each in state.foreign for job in each.jobs],
+        "foreign_jobs": state.foreign_jobs,
+        "can_write": os.access(state.folder, os.W_OK),
+        "accepting_args": _accepting_args(state),
         "num_foreign_attempts": len(state.attempts.foreign),
         "unreadable": state.attempts.unreadable,
         "has_slurm": shutil.which("sbatch") is not None,
@@ -194,6 +199,17 @@ def report(state: DatasetState) -> dict[str, Any]:
         "core_hours": core_hours(state, made),
         "asked_for": asked_for(state),
     }
+
+
+def _accepting_args(state: DatasetState) -> str:
+    """The worker's arguments that let shards of bad input leave out more; "" where they allow all already."""
+    array = next((each.attempts[-1].array for each in state.failed_by_cause().get(BAD_INPUT, [])), None)
+    args = array.request.worker_args if array else ""
+    given = re.findall(_MAX_BAD_FRACTION, args)
+    had = float(given[-1]) if given else state.plan.max_bad_fraction
+    kept = re.sub(_MAX_BAD_FRACTION, "", args).strip()
+    more = next((each for each in (0.05, 0.5, 1) if each > had), None)
+    return f"{kept} --max_bad_fraction {more}".strip() if more else ""
 
 
 def _speed(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
@@ -434,6 +450,8 @@ def next_line(data: dict[str, Any]) -> str:
         return f"next: scontrol release {ids} (they are held), or: shardprep cancel {folder}"
     if data["running"] or data["pending"]:
         return f"next: shardprep status {folder} --watch"
+    if not data["can_write"] and not data["verified"]:
+        return f"next: its owner goes on, as you may not write into {folder}"
     if data["unrecorded_jobs"] or data["stray_jobs"]:
         return f"next: wait for the end of the jobs that no record names, or: shardprep cancel {folder}"
     if data["not_visible"]:
@@ -452,14 +470,16 @@ def next_line(data: dict[str, Any]) -> str:
 
 def _retry_command(data: dict[str, Any], folder: str) -> str:
     """What makes failed shards again; what only people can help with is said by its cause's remedy."""
-    has_bad_input = BAD_INPUT in data["causes"]
+    args = data["accepting_args"] if BAD_INPUT in data["causes"] else ""
     if not data["has_slurm"]:
-        flag = " --max_bad_fraction 0.05" if has_bad_input and not data["can_retry"] else ""
-        return f"shardprep run {folder}{flag}"
+        flags = f" {args}" if args and not data["can_retry"] else ""
+        return f"shardprep run {folder}{flags}"
     if data["can_retry"]:
         return f"shardprep retry {folder}"
-    if has_bad_input:
-        return f"shardprep retry {folder} --worker_args '--max_bad_fraction 0.05'"
+    if args:
+        return f"shardprep retry {folder} --worker_args {shlex.quote(args)}"
+    if {*data["causes"]} == {BAD_INPUT}:
+        return "correct the input and plan into a new folder"
     most = max(each["num_attempts"] for each in data["failures"])
     return f"correct the cause, then: shardprep retry {folder} --max_attempts {most + 3}"
 

@@ -22,6 +22,7 @@ import pytest
 from preprocess.attempts import folder_identity, read_attempts, remove_finished
 from preprocess.plan.plan_file import need_plan
 from shardprep.format.names import tar_path
+from slurm.request import JobRequest
 from slurm.script import names_begin
 from tests.checkout import ROOT
 from tests.children import run_child
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.processes
 
+LATER = "2026-11-22T09:00:00"
 SRUN = '#!/bin/bash\nwhile [[ $1 = --* ]]; do shift; done\nexec "$@"\n'
 
 
@@ -175,8 +177,8 @@ def test_a_copy_leaves_the_jobs_of_its_original_alone_and_says_how_to_end_them(
     assert status(data_dir)["running"] == "0-4"
     state = status(copy)
     assert (state["running"], state["not_submitted"]) == ("", "0-4")
-    assert "are left alone: 1 2 (to end them: scancel 1 2)" in slurm("status", copy)
-    assert "scancel 1 2" in slurm("cancel", copy)
+    assert "are left alone: 1 (to end them: scancel 1)" in slurm("status", copy)
+    assert "scancel 1\n" in slurm("cancel", copy)
     assert not fake.calls("scancel")
     moved = data_dir.rename(tmp_path / "moved")
     assert status(moved)["running"] == "0-4", "a move keeps what a folder is"
@@ -305,6 +307,50 @@ def test_next_is_never_a_retry_that_would_be_refused(fake: FakeSlurm, data_dir: 
     slurm("retry", data_dir, code=74)
     slurm("retry", data_dir, "--max_attempts", 6)
     assert "shards_of=(4)" in fake.sent()[0]
+
+
+def test_next_accepts_more_bad_input_at_each_time_and_keeps_the_other_arguments(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    """Three tries that failed are no reason to refuse what status says."""
+    make_done(data_dir, 0, 1, 2, 3)
+    array = submission().arrays[0]
+    given = "--input_dir /a"
+    for number, fraction in enumerate(("", "0.05", "0.5", "1")):
+        args = f"{given} --max_bad_fraction {fraction}" if fraction else given
+        arrays = [dataclasses.replace(array, job_id=str(100 + number), request=JobRequest(worker_args=args))]
+        submitted(data_dir, number=number, arrays=arrays, verify_job_id=str(200 + number))
+        write_record(data_dir, f"{100 + number}_4", ended(65), time=1000 + number)
+        (line,) = [each for each in slurm("status", data_dir).splitlines() if each.startswith("next: ")]
+        if fraction == "1":
+            assert line == "next: correct the input and plan into a new folder"
+        else:
+            words = shlex.split(line.removeprefix("next: shardprep "))
+            slurm(*words, "--dry_run")
+            assert words[-1].startswith(f"{given} --max_bad_fraction ")
+
+
+def test_who_may_not_write_is_shown_no_command_that_writes(
+    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)  # root may write everywhere
+    last = slurm("status", data_dir).splitlines()[-1]
+    assert last == f"next: its owner goes on, as you may not write into {data_dir}"
+
+
+def test_of_the_folder_that_a_copy_was_made_from_only_jobs_that_go_on_are_named(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    submitted(data_dir, identity=folder_identity(data_dir) + 1)
+    fake.answers(
+        "squeue", squeue_line("0-4", "CANCELLED") + squeue_line("N/A", "RUNNING", job="2", submit=LATER)
+    )
+    assert status(data_dir)["foreign_jobs"] == []
+    assert "copied from" not in slurm("status", data_dir) + slurm("cancel", data_dir)
+    fake.answers("squeue", squeue_line("0-4", "RUNNING"))
+    assert status(data_dir)["foreign_jobs"] == ["1"]
+    assert "scancel 1\n" in slurm("cancel", data_dir)
+    assert not fake.calls("scancel")
 
 
 def events(data: Path) -> list[dict[str, Any]]:

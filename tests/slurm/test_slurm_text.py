@@ -26,6 +26,7 @@ from slurm.state import (
     NO_MANIFEST,
     NODE_FAIL,
     OUT_OF_MEMORY,
+    SETUP,
     SETUP_ENDED,
     SRUN_FAILED,
     STOPPED,
@@ -292,7 +293,11 @@ def test_a_shard_is_left_after_failing_the_same_way_too_often() -> None:
     assert reason_to_leave(_failed("CANCELLED", TIMEOUT, TIMEOUT), 3, {}) is None
     assert reason_to_leave(_failed(TIMEOUT, TIMEOUT, TIMEOUT), 3, {}) == "failed the same way 3 times"
     assert reason_to_leave(_failed(BAD_INPUT), 3, {}) == "the same input fails in the same way"
-    assert reason_to_leave(_failed(BAD_INPUT), 3, {"worker_args": "--max_bad_fraction 1"}) is None
+    for cause in (BAD_INPUT, SETUP):
+        thrice = _failed(cause, cause, cause)
+        assert reason_to_leave(thrice, 3, {"worker_args": "--max_bad_fraction 1"}) is None, "another way"
+        assert reason_to_leave(thrice, 3, {"worker_args": ""}), "the same"
+    assert reason_to_leave(_failed(BAD_INPUT), 3, {"mem_gb": 4.0}) == "the same input fails in the same way"
 
 
 def _submission(arrays: list[JobArray]) -> Submission:

@@ -1,4 +1,4 @@
-"""The quick start of README and the commands that commands print, run with the wheel, not this checkout."""
+"""README's quick start, the pages of docs/ and the commands that commands print, run with the wheel alone."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -158,3 +160,106 @@ def test_what_verify_run_and_status_print_of_unmade_shards_makes_them(desk: Desk
     assert any(command.startswith("rm ") for command in tried)
     tried = desk.follow(desk.run(f"shardprep status {place}").stdout)
     assert any("--max_bad_fraction 0.05" in command for command in tried)
+
+
+# Commands of the pages that cannot run here, by their beginnings.
+NOT_RUN = (
+    ("python3 -m venv ", "this environment stands for it"),
+    ("source ", "likewise"),
+    ("pip install ", "it needs an index; the wheel is installed"),
+    ("hf download ", "it needs the hub; test_hub.py has a local server of its protocol"),
+    ("lctl get_param ", "it needs a client of Lustre"),
+)
+CHECKOUT = ("slurm/train_ddp.sh", "examples/train_llama.py")
+MOUNTED = """import lustre.lfs
+lustre.lfs.read_mounts_table = lambda: "10.0.0.1@tcp:/fakefs / lustre rw,flock 0 0\\n"
+"""
+STATE = """import torch
+from loader import get_llama3_dataloader
+loader = get_llama3_dataloader("DATA", batch_size=8, global_batch_size=64, seq_len=2048)
+torch.save(loader.state_at(9000), "checkpoint.pt")
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """A page of docs/, and what its folder holds before its commands are run one after the other."""
+
+    name: str
+    made: Mapping[str, str] = field(default_factory=dict)  # files and their text
+    tokenizer: str = ""  # where the page's model is
+    first: str = ""  # a command of the test
+    between: Mapping[str, str] = field(default_factory=dict)  # by the page's command that it precedes
+    changed: Mapping[str, str] = field(default_factory=dict)  # of the page's words
+    codes: Mapping[str, int] = field(default_factory=dict)  # exit codes that the page states, beside 0
+
+
+PAGES = (
+    Page(name="getting-started.md"),
+    Page(name="inputs.md", made={"raw/en/a.jsonl": '{"text": "a sentence"}\n' * 3000}, tokenizer="MODEL"),
+    Page(
+        name="seeing.md",
+        made={"RAW/web/page_1.txt": ("a sentence, <html, lorem " * 24 + "\n") * 1400},
+        tokenizer="M",
+        first="shardprep plan --input_dir RAW --recursive --output_dir DATA --model_id M --num_shards 10; "
+        f"shardprep run DATA; shardprep verify DATA; python -c '{STATE}'",
+        codes={"shardprep doctor": 1, "srun shardprep doctor": 1},
+    ),
+    Page(
+        name="cluster.md",
+        made={"RAW/a.txt": "a sentence\n" * 100}
+        | {name: (ROOT / name).read_text(encoding="utf-8") for name in CHECKOUT},
+        tokenizer="meta-llama/Meta-Llama-3-8B",
+        between={
+            "shardprep status DATA --watch": "shardprep run DATA; shardprep verify DATA",
+            "python": "rm DATA/shard-00001.json",
+        },
+        changed={
+            "--num_shards 1000": "--num_shards 2",
+            "AutoExecutor(": 'AutoExecutor(cluster="local", ',
+            "/local/": "local/",
+        },
+    ),
+    Page(name="lustre.md", made={"DATA/jobs/a": "", "RAW/a.txt": "a\n", "site/sitecustomize.py": MOUNTED}),
+)
+
+
+def commands_of(page: Page) -> list[str]:
+    """The commands of a page's blocks that name no other language, and its blocks of Python as commands."""
+    text = (ROOT / "docs" / page.name).read_text(encoding="utf-8")
+    for old, new in page.changed.items():
+        assert old in text
+        text = text.replace(old, new)
+    found = list[str]()
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        if language == "python":
+            found.append(f"python <(cat <<'END'\n{block}END\n)")
+        elif not language:
+            found += block.replace("\\\n", " ").splitlines()
+    return [command for command in found if command and not command.startswith("#")]
+
+
+def test_each_command_that_is_not_run_is_of_some_page() -> None:
+    shown = [command for page in PAGES for command in commands_of(page)]
+    for beginning, _ in NOT_RUN:
+        assert any(command.startswith(beginning) for command in shown), beginning
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_commands_of_a_page_run_as_they_stand_in_an_empty_folder(desk: Desk, page: Page) -> None:
+    desk.folder = desk.folder.with_name("desk")  # without white space, as Megatron wants it
+    desk.folder.mkdir()
+    for name, text in page.made.items():
+        (desk.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (desk.folder / name).write_text(text, encoding="utf-8")
+    if page.tokenizer:
+        shutil.copytree(desk.folder.parent / "MODEL", desk.folder / page.tokenizer)
+    script = [page.first]
+    for command in commands_of(page):
+        if not any(command.startswith(beginning) for beginning, _ in NOT_RUN):
+            script += [text for begin, text in page.between.items() if command.startswith(begin)]
+            codes = [code for begin, code in page.codes.items() if command.startswith(begin)]
+            script.append(f"{command} \\\n || (( $? == {codes[0]} ))" if codes else command)
+    assert len(script) > 3
+    environ = {"HOME": str(desk.folder), "USER": "user", "PYTHONPATH": f"{desk.environ['PYTHONPATH']}:site"}
+    run_child(["bash", "-euxc", "\n".join(script)], cwd=desk.folder, env=desk.environ | environ)

@@ -137,7 +137,6 @@ def _restore_flags(parser: argparse.ArgumentParser) -> None:
 PROGRAM = Program(
     name="python -m lustre",
     description="Layouts of folders on Lustre, and files that lie in an archive alone.",
-    allow_abbrev=False,
     dashed_values=("--pfl",),
     commands={
         "show": Command(

@@ -56,7 +56,6 @@ class Program:
     description: str
     commands: Mapping[str, Command]
     epilog: str | None = None
-    allow_abbrev: bool = True
     # Flags whose value may begin with a dash, as in ``--sbatch_args --no-requeue``.
     dashed_values: Container[str] = ()
     # What to say of flags that people look for here, by the names that other tools give them.
@@ -102,9 +101,11 @@ class Program:
         if unknown:
             flags = [word.partition("=")[0] for word in unknown]
             hints = [self.hints[flag] for flag in flags if flag in self.hints]
-            known = called[args.command]._option_string_actions  # noqa: SLF001 - argparse has no other list
-            near = difflib.get_close_matches(flags[0], [flag for flag in known if flag.startswith("--")], 1)
-            hints = hints or [f"did you mean {flag}?" for flag in near]
+            every = called[args.command]._option_string_actions  # noqa: SLF001 - argparse has no other list
+            known = [flag for flag in every if flag.startswith("--")]
+            near = [flag for flag in known if len(flags[0]) > 2 and flag.startswith(flags[0])][:3]
+            near = near or difflib.get_close_matches(flags[0], known, 1)
+            hints = hints or ([f"did you mean {' or '.join(near)}?"] if near else [])
             called[args.command].error("; ".join([f"unrecognized arguments: {' '.join(unknown)}", *hints]))
         return args
 
@@ -128,16 +129,14 @@ class Program:
 
     def _parser(self, called: Sequence[str], name: str) -> tuple[_Parser, dict[str, _Parser]]:
         """The parser of all commands, with the flags of the one that is ``called``, and each one's own."""
-        parser = _Parser(
-            prog=name, description=self.description, epilog=self.epilog, allow_abbrev=self.allow_abbrev
-        )
+        parser = _Parser(prog=name, description=self.description, epilog=self.epilog)
         parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
         own: dict[str, _Parser] = {}
         for word, command in self.commands.items():
             shown: dict[str, Any] = {} if command.is_nameless else {"help": command.summary}
             alone = command.is_nameless and name == self.name
             prog = name if alone else f"{name} {word}"
-            own[word] = parsers.add_parser(word, prog=prog, allow_abbrev=self.allow_abbrev, **shown)
+            own[word] = parsers.add_parser(word, prog=prog, **shown)
             if word in called:
                 own[word].description = command.summary[:1].upper() + command.summary[1:] + "."
                 _function(command.add_flags)(own[word])
@@ -147,11 +146,14 @@ class Program:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Help in 80 columns; a wrong flag is answered in three lines."""
+    """Help in 80 columns; a wrong flag is answered in three lines.
+
+    Flags are not abbreviated: ``--input`` is a flag of peek, and no short form of plan's ``--input_dir``.
+    """
 
     def __init__(self, **settings: Any) -> None:
         formatter = functools.partial(argparse.HelpFormatter, max_help_position=28, width=79)
-        super().__init__(**settings, formatter_class=formatter)
+        super().__init__(**settings, formatter_class=formatter, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\n{self.format_usage()}all flags: {self.prog} --help\n")

@@ -238,7 +238,8 @@ def _input_number(plan: Plan, flag: str, name: str) -> int:
         several = ", ".join(paths[number] for number in matches[:3])
         what = f"names {len(matches)} inputs ({several})" if matches else "is no input of the plan"
         if flag == "--source":
-            sources = sorted(set(map(plan.source_of, range(len(paths)))))
-            what += f" and no source, such as {', '.join(sources[:5])}"
+            sources = sorted({plan.source_of(number) for number in range(len(paths))} - {"."})
+            named = f"the sources are {', '.join(sources[:5])}"
+            what += f", and {named if sources else 'no input lies in a subfolder, so there are no sources'}"
         raise NotFound(f"{flag} {name} {what}; the inputs are named as {paths[0]}")
     return matches[0]

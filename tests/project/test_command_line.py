@@ -158,6 +158,7 @@ def test_the_environment_gives_the_number_of_processes(monkeypatch: pytest.Monke
             ["plan", "--encodeing", "utf-8"],
             "unrecognized arguments: --encodeing utf-8; did you mean --encoding?",
         ),
+        (["plan", "--input", "raw"], "unrecognized arguments: --input raw; did you mean --input_dir?"),
         (["veriy", "DATA"], "there is no command 'veriy'; did you mean verify? commands: plan, run, verify,"),
         (["frobnicate"], "there is no command 'frobnicate'; commands: plan, run, verify, "),
     ],

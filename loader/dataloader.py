@@ -481,6 +481,13 @@ def get_llama3_dataloader(
     )
     if who.rank == 0:
         logger.info(settings_block(loader, shards))
+        ends = [data.spec.append_eos or data.spec.has_rows for data in shards.datasets]
+        has_end = seq_len is not None or all(ends) or tokenizer.ends_with_eos
+        if not (has_end or is_validation or tokenizer.special.eos_token_id is None):
+            logger.warning(
+                "documents end without EOS, so a model fine-tuned on them never learns to stop; "
+                "pass seq_len=, or plan the data with --append_eos"
+            )
     return loader
 
 

@@ -59,6 +59,7 @@ class LoaderTokenizer:
     special: SpecialTokens
     fingerprint: str  # of what made the ids
     vocab_size: int  # added tokens included
+    ends_with_eos: bool = False  # by itself, what it makes of a text
     folder: Path | None = None  # of a data set, whose files were compared
     spec: TokenizerSpec | None = None  # of that data set
     _loaded: Any = None
@@ -73,6 +74,7 @@ class LoaderTokenizer:
             special=SpecialTokens(**names, **ids, added_vocab=tokenizer.get_added_vocab()),
             fingerprint=fingerprint or _fingerprint(tokenizer),
             vocab_size=max(tokenizer.get_vocab().values()) + 1,
+            ends_with_eos=tokenizer.eos_token_id in tokenizer("a")["input_ids"][-1:],
             _loaded=tokenizer,
         )
 
@@ -141,12 +143,14 @@ def _by_its_files(folder: Path, spec: TokenizerSpec) -> LoaderTokenizer | None:
             special = _special_tokens(data, files, spec)
             if special is None or fingerprint_of(data) != spec.fingerprint:
                 return None
+            ends_with_eos = spec.eos_token_id is not None and _last_id(data) == spec.eos_token_id
         except (ValueError, KeyError, TypeError, AttributeError):
             return None
     return LoaderTokenizer(
         special=special,
         fingerprint=spec.fingerprint,
         vocab_size=spec.vocab_size,
+        ends_with_eos=ends_with_eos,
         folder=folder,
         spec=spec,
     )
@@ -178,6 +182,19 @@ def _special_tokens(
         pad_token_id=spec.pad_token_id,
         added_vocab=added,
     )
+
+
+def _last_id(data: Mapping[str, Any]) -> int | None:
+    """The special token that a tokenizer.json puts behind each text."""
+    step = data["post_processor"] or {}
+    last = None
+    for part in step.get("processors", [step]):
+        if part.get("type") == "TemplateProcessing":
+            name = part["single"][-1].get("SpecialToken", {}).get("id")
+            last = part["special_tokens"][name]["ids"][-1] if name else last
+        elif part.get("type") in ("BertProcessing", "RobertaProcessing"):
+            last = part["sep"][1]
+    return last
 
 
 def _name_of(config: Mapping[str, Any], name: str) -> Any:

@@ -460,6 +460,12 @@ def make_plan(
                 "by PAD lose those of EOS; this project's loader masks by length and keeps them"
             )
         plan, engine = _plan_of(config, listing, division, resolved, say)
+        lacks_eos = tokenizer.eos_token_id not in (None, *engine.encode_documents(["a"]).ids[-1:].tolist())
+        if config.record == "documents" and not config.append_eos and lacks_eos:
+            say(
+                "note: documents end without EOS, so a model fine-tuned on them never learns to stop; "
+                "add --append_eos, or train with seq_len=, which puts EOS behind each document"
+            )
         estimate = measure(plan, engine)
         if not dry_run:
             _prepare_folder(config.output_dir)

@@ -135,7 +135,7 @@ def test_random_samples_are_of_all_shards_and_equal_for_equal_seeds(prep: Prep, 
     ("flags", "code", "what"),
     [
         (["--shard", "7"], 2, "expected ids of 0 to 2"),
-        (["--source", "web"], 66, "--source web is no input of the plan, and no input lies in a subfolder, so "),
+        (["--source", "web"], 66, "--source web is no input of the plan, and no input lies in a subfolder"),
         (["--grep", "("], 2, "is no regular expression"),
         (["--num", "0"], 2, "--num is 0"),
     ],

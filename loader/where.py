@@ -272,10 +272,23 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     loader.add_argument(
         "--model_id", help="whose tokenizer made tars of other tools (default: the data set's own)"
     )
-    for name in ("batch_size", "global_batch_size", "world_size", "seed", "seq_len", "max_length"):
-        loader.add_argument(f"--{name}", type=int)
-    loader.add_argument("--shuffle", action=argparse.BooleanOptionalAction)
-    loader.add_argument("--long_documents", choices=("truncate", "split", "error"))
+    for name, text in {
+        "batch_size": "samples per batch on each rank (default: global_batch_size / world_size)",
+        "global_batch_size": "samples of an optimizer step (default: batch_size x world_size)",
+        "world_size": "ranks (default: 1)",
+        "seed": "of the shuffle (default: 0)",
+        "seq_len": "tokens of a row that is packed at load (default: not packed)",
+        "max_length": "tokens at which documents are cut (default: none)",
+    }.items():
+        loader.add_argument(f"--{name}", type=int, help=text)
+    loader.add_argument(
+        "--shuffle", action=argparse.BooleanOptionalAction, help="shuffled order (default: on)"
+    )
+    loader.add_argument(
+        "--long_documents",
+        choices=("truncate", "split", "error"),
+        help="what happens to a longer document (default: truncate)",
+    )
     loader.add_argument("--group_by_length", type=int, help="samples of a group (default: none)")
     loader.add_argument("--exclude_shards", nargs="+", help="numbers or tars (default: none)")
 

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     guard_streams()
     try:
-        if words[:1] in (["-h"], ["--help"]):
+        if words[:1] in (["-h"], ["--help"]) or words == ["help"]:
             print_lines(*_help())
             return 0
         if words[:1] == ["--version"]:

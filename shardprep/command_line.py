@@ -19,6 +19,7 @@ import importlib.util
 import os
 import re
 import sys
+import textwrap
 import traceback
 import types
 import typing
@@ -145,6 +146,13 @@ class Program:
         return parser, own
 
 
+class _Formatter(argparse.HelpFormatter):
+    """Breaks no line at a hyphen: a flag stays whole."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
 class _Parser(argparse.ArgumentParser):
     """Help in 80 columns; a wrong flag is answered in three lines.
 
@@ -152,7 +160,7 @@ class _Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, **settings: Any) -> None:
-        formatter = functools.partial(argparse.HelpFormatter, max_help_position=28, width=79)
+        formatter = functools.partial(_Formatter, max_help_position=28, width=79)
         super().__init__(**settings, formatter_class=formatter, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
@@ -160,9 +168,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _show_defaults(parser: argparse.ArgumentParser) -> None:
-    """Add its default to the help of each flag with a value that does not say it."""
+    """Add its default to the help of each flag that does not say it."""
     for action in parser._actions:  # noqa: SLF001 - argparse has no other list of them
-        has_value = action.option_strings and action.nargs != 0
+        has_value = action.option_strings and (action.nargs != 0 or action.default is False)
         is_told = action.help in (None, argparse.SUPPRESS) or "default" in str(action.help)
         if has_value and not is_told and action.default not in (None, [], argparse.SUPPRESS):
             action.help = f"{action.help} (default: {_shown(action.default)})"

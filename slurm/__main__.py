@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardprep.command_line import Command, Program, add_flags_of
-from slurm.request import JobRequest
+from slurm.request import FLAG_GROUPS, JobRequest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +54,7 @@ def _submit_flags(parser: argparse.ArgumentParser) -> None:
 
 def _sending_flags(parser: argparse.ArgumentParser) -> None:
     _folder_flag(parser)
-    add_flags_of(parser, JobRequest)
+    add_flags_of(parser, JobRequest, groups=FLAG_GROUPS)
     parser.add_argument(
         "--shards_per_task", type=int, help="shards of a task (default 1, more where the site's limits ask)"
     )

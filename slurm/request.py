@@ -38,32 +38,42 @@ _OURS |= {"--wrap", "--parsable", "--hold", "-H"}
 _MOST = 10**9  # of CPUs, GB, minutes, tasks
 _SITE = Path("/etc")
 _MAX_BYTES = 1 << 20
+_NODES = "partition, account and nodes"
+_RESOURCES = "resources of a task"
+_RUNS = "set-up, container and more options"
+FLAG_GROUPS = (_NODES, _RESOURCES, _RUNS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
     """Resources of one task, and how many run at once. None leaves it to the site."""
 
-    partition: str | None = option(None, "partition (default: the site's)")
+    partition: str | None = option(None, "partition (default: the site's)", group=_NODES)
     cpus_per_task: int | str = option(
-        8, "CPUs of a task (default 8); node: all of a node that no other job is on"
+        8, "CPUs of a task (default 8); node: all of a node that no other job is on", group=_RESOURCES
     )
-    mem_gb: float | None = option(None, "memory of a task (default: the site's)")
-    mem_per_cpu_gb: float | None = option(None, "memory of each CPU of a task, where a site wants it so")
-    time_min: int | None = option(None, "time limit of a task (default: the partition's)")
-    max_parallel: int = option(50, "tasks that run at once (default 50)")
-    account: str | None = option(None, "account to charge (default: the site's)")
-    qos: str | None = option(None, "quality of service (default: the site's)")
-    constraint: str | None = option(None, "features of the nodes")
-    exclude: str | None = option(None, "nodes to leave out, such as n[3-5]")
-    setup: str | None = option(None, "a file that tasks source first: modules, conda, a virtual environment")
-    container: str | None = option(None, "put before Python, such as 'apptainer exec image.sif'")
-    srun_args: str | None = option(None, "more options of srun, such as --container-image=... (pyxis)")
+    mem_gb: float | None = option(None, "memory of a task (default: the site's)", group=_RESOURCES)
+    mem_per_cpu_gb: float | None = option(
+        None, "memory of each CPU of a task, where a site wants it so", group=_RESOURCES
+    )
+    time_min: int | None = option(None, "time limit of a task (default: the partition's)", group=_RESOURCES)
+    max_parallel: int = option(50, "tasks that run at once (default 50)", group=_RESOURCES)
+    account: str | None = option(None, "account to charge (default: the site's)", group=_NODES)
+    qos: str | None = option(None, "quality of service (default: the site's)", group=_NODES)
+    constraint: str | None = option(None, "features of the nodes", group=_NODES)
+    exclude: str | None = option(None, "nodes to leave out, such as n[3-5]", group=_NODES)
+    setup: str | None = option(
+        None, "a file that tasks source first: modules, conda, a virtual environment", group=_RUNS
+    )
+    container: str | None = option(None, "put before Python, such as 'apptainer exec image.sif'", group=_RUNS)
+    srun_args: str | None = option(
+        None, "more options of srun, such as --container-image=... (pyxis)", group=_RUNS
+    )
     notify: str | None = option(
-        None, "a command that the verify job runs at its end; SHARDPREP_RESULT says how it ended"
+        None, "a command that the verify job runs at its end; SHARDPREP_RESULT says how it ended", group=_RUNS
     )
-    sbatch_args: str = option("", "more options of sbatch, quoted as one word")
-    worker_args: str = option("", "more flags of the worker, such as '--max_bad_fraction 0.05'")
+    sbatch_args: str = option("", "more options of sbatch, quoted as one word", group=_RUNS)
+    worker_args: str = option("", "more flags of the worker, such as '--max_bad_fraction 0.05'", group=_RUNS)
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(JobRequest).items():

@@ -454,7 +454,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--num_shards", metavar="N", type=int, help="as for plan: N even shards (default: one per input file)"
     )
     parser.add_argument(
-        "--torch", action=argparse.BooleanOptionalAction, default=True, help="ask torch, too: takes seconds"
+        "--torch",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="ask torch, too: takes seconds (default: on)",
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="print the findings for programs")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
 from pathlib import Path
 
@@ -17,10 +18,11 @@ ROOT = Path(__file__).parents[2]
 HEAVY = ("numpy", "torch", "tokenizers", "transformers", "orjson", "tqdm", "webdataset")
 
 
+@pytest.mark.parametrize("word", ["--help", "help"])
 def test_help_has_a_line_for_each_command_and_says_what_the_package_says(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], word: str
 ) -> None:
-    assert main(["--help"]) == 0
+    assert main([word]) == 0
     lines = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines() if line[:2] == "  ")
     assert list(lines) == list(COMMANDS)
     for command, package in COMMANDS.items():
@@ -35,6 +37,17 @@ def test_the_page_of_commands_says_what_they_declare_in_80_columns() -> None:
     assert found == command_reference.page(), "run: python -m tests.command_reference"
     for title, text in command_reference.helps():
         assert max(map(len, text.splitlines())) < 80, title
+
+
+def test_each_flag_says_its_default_or_is_required() -> None:
+    num_flags = 0
+    for title, text in command_reference.helps():
+        usage, _, rest = text.partition("\n\n")
+        for flag in re.findall(r"^  (-(?:.*\n)(?: {5,}.*\n)*)", rest, re.MULTILINE):
+            name = flag.split()[0].rstrip(",")
+            assert "default" in flag or name == "-h" or f" {name} " in usage, f"{title}: {flag}"
+            num_flags += 1
+    assert num_flags > 100
 
 
 @pytest.mark.parametrize("words", [["help", "plan"], ["plan", "--help"]])

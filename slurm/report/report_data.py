@@ -7,6 +7,7 @@ docs/report_json.md describes it. Each manifest is read once, and no shard: 10,0
 from __future__ import annotations
 
 import argparse
+import bisect
 import dataclasses
 import datetime
 import itertools
@@ -65,6 +66,8 @@ _MANIFESTS_PER_PART = 64
 _MAX_TIME_S = 253_402_300_799  # the end of the year 9999: a date can be written
 _MAX_QUARANTINE_BYTES = 4 << 20  # of one file: some 20,000 documents
 _EXCERPT_BYTES, _EXCERPT_CHARS, _DETAIL_CHARS = 480, 160, 300
+_READ_ERRORS = (OSError, LookupError, ValueError, TypeError, RuntimeError, MemoryError)  # pyarrow's, too
+_MOST_EXCERPT_BYTES = 16 << 20  # that are decompressed, or held of a table, for an excerpt
 _URL_USER = re.compile(r"(?<=://)[^/\s@]+@")
 _URL_SECRET = re.compile(r"(?i)([?&][\w-]*(?:token|key|secret|password|signature|credential)[\w-]*=)[^&\s#]+")
 
@@ -389,16 +392,69 @@ def _quarantined(folder: Path, shard_id: int) -> Iterator[tuple[str, dict[str, A
 
 
 def _excerpt(plan: Plan, entry: Mapping[str, Any]) -> str:
-    """The beginning of a document's text, where its input is there and can be read at an offset."""
-    if entry["unit"] != "byte":
-        return ""
+    """The beginning of a document's text, or its row as JSON, if its input is there and it costs little."""
+    kind, path = input_kind(entry["input"]), plan.input_dir / entry["input"]
     try:
-        with ReadFile(plan.input_dir / entry["input"]) as file:
-            raw = file.read_beginning(entry["offset"], min(entry["num_bytes"], _EXCERPT_BYTES))
-        text = printable(raw.decode(plan.options.encoding, "replace").strip())
-    except (OSError, ShardprepError, LookupError, ValueError):
+        if kind.unit == "row":
+            text = _row_at(path, entry["offset"], is_parquet=".parquet" in kind.format.suffixes)
+        elif kind.compression:
+            raw = _decompressed_at(path, kind.compression, entry["offset"], plan.options.zstd_long)
+            text = raw[: entry["num_bytes"]].decode(plan.options.encoding, "replace")
+        else:
+            with ReadFile(path) as file:
+                raw = file.read_beginning(entry["offset"], min(entry["num_bytes"], _EXCERPT_BYTES))
+            text = raw.decode(plan.options.encoding, "replace")
+    except (ShardprepError, ImportError, *_READ_ERRORS):
         return ""
+    text = printable(text.strip())
     return text if len(text) <= _EXCERPT_CHARS else f"{text[:_EXCERPT_CHARS]}..."
+
+
+def _decompressed_at(path: Path, suffix: str, offset: int, zstd_long: int) -> bytes:
+    """The bytes of a compressed text from a place on; none where it is far from the file's beginning."""
+    from preprocess.formats.compression import COMPRESSIONS, decompressed
+    from preprocess.formats.inputs import OpenInput
+
+    file, at, found = OpenInput(path), 0, b""
+    if offset <= _MOST_EXCERPT_BYTES:
+        span = (0, file.stamp.num_bytes)
+        for piece in decompressed(file, COMPRESSIONS[suffix], file.read, span, _EXCERPT_BYTES, zstd_long):
+            found += piece.data[max(0, offset - at) :]
+            at += len(piece.data)
+            if len(found) >= _EXCERPT_BYTES:
+                break
+    return found[:_EXCERPT_BYTES]
+
+
+def _row_at(path: Path, row: int, *, is_parquet: bool) -> str:
+    """A row of a table as JSON; nothing where its row group or record batch is large."""
+    from pyarrow import ipc, parquet
+
+    from preprocess.formats.arrow import BATCH, has_footer, messages_of
+    from preprocess.formats.columns import InputStream
+    from preprocess.formats.inputs import OpenInput
+
+    file = OpenInput(path)
+    if is_parquet:
+        table = parquet.ParquetFile(InputStream(file), pre_buffer=False)
+        groups = [table.metadata.row_group(number) for number in range(table.metadata.num_row_groups)]
+        sizes = [(group.num_rows, group.total_byte_size) for group in groups]
+    else:
+        messages = list(messages_of(file))
+        batches = [each for each in messages if each.kind == BATCH]
+        sizes = [(each.num_rows, each.end - each.start) for each in batches]
+    number = bisect.bisect_right([*itertools.accumulate(rows for rows, _ in sizes)], row)
+    if sizes[number][1] > _MOST_EXCERPT_BYTES:
+        return ""
+    if is_parquet:
+        part = table.read_row_group(number, use_threads=False)
+    elif has_footer(file):
+        part = ipc.open_file(InputStream(file)).get_batch(number)
+    else:
+        spans = [(each.start, each.end) for each in messages if each.kind != BATCH or each is batches[number]]
+        part = next(iter(ipc.open_stream(InputStream(file, spans))))
+    (found,) = part.slice(row - sum(rows for rows, _ in sizes[:number]), 1).to_pylist()
+    return json.dumps(found, ensure_ascii=False, default=str)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -132,9 +132,9 @@ def check_trainer_arguments(args: Any, loader: TokenLoader) -> None:
     step = run.step_of(Position(epoch=at["epoch"], step=at["step"]))
     if step < run.sizes[-1][0]:
         raise UsageError(
-            "batch_size_schedule changes how many batches a step accumulates, and Trainer accumulates "
-            "equally many through a run; write the loop yourself, see docs/training_own_loop.md, "
-            "or leave it out"
+            "batch_size_schedule, or a later amendment, changes how many batches a step accumulates, and "
+            "Trainer accumulates equally many through a run; write the loop yourself, see "
+            "docs/training_own_loop.md, or leave it out"
         )
     batch_size, accumulated = args.train_batch_size, args.gradient_accumulation_steps
     world_size = loader.process_rank.world_size

@@ -8,6 +8,7 @@ import random
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -432,3 +433,19 @@ def test_where_refuses_a_state_whose_sizes_changed(
         (tmp_path / "state.json").write_text(json.dumps(loader.state_dict()))
     assert main(["where", str(data / "web"), "--state", str(tmp_path / "state.json")]) == 2
     assert "whose sizes change (global_batch_size 12; 0: 12; 9/0: 24" in capsys.readouterr().err
+
+
+def test_a_trainer_accumulates_by_the_global_batches_that_come(data: Path) -> None:
+    from loader.trainer import check_trainer_arguments
+
+    with load(data, global_batch_size=2 * L, amend=True) as loader:
+        loader.load_state_dict(at_step(data, 9, global_batch_size=L))
+        arguments = [
+            SimpleNamespace(train_batch_size=L, gradient_accumulation_steps=number) for number in (1, 2)
+        ]
+        check_trainer_arguments(arguments[1], loader)
+        with pytest.raises(UsageError, match="the loader's global batch is 24"):
+            check_trainer_arguments(arguments[0], loader)
+        loader.load_state_dict(loader.state_at(5))  # 24 from step 9 on
+        with pytest.raises(UsageError, match="Trainer accumulates equally many"):
+            check_trainer_arguments(arguments[0], loader)

@@ -81,8 +81,8 @@ class Attempt:
 
     @property
     def core_s(self) -> float:
-        """Its time by its CPUs; 0 where either is not known."""
-        return ((self.ended or self.began) - self.began) * (self.num_cpus or 0)
+        """Its time by its CPUs; 0 where either is not known, and for a verify job."""
+        return ((self.ended or self.began) - self.began) * (self.num_cpus or 0) if self.shards else 0.0
 
     def is_alive(self) -> bool | None:
         """Whether the process of a ``run`` still lives; None where that cannot be seen from this host."""

@@ -148,6 +148,8 @@ stopped_at() { # how long it was until the time limit, when this was told to sto
 }
 trap 'end_record $?' EXIT
 begin_record
+# The worker writes it into the manifest, so that the set-up's time counts. Slurm before 24.11 does not say it.
+export SLURM_JOB_START_TIME="${SLURM_JOB_START_TIME:-$(printf '%(%s)T' -1)}"
 ((${SLURM_NTASKS:-1} == 1 && ${SLURM_JOB_NUM_NODES:-1} == 1)) ||
   refuse "${SLURM_NTASKS:-1} tasks on ${SLURM_JOB_NUM_NODES:-1} nodes: each would make the same shard" \
     "${SLURM_ARRAY_TASK_ID:-}; leave out --ntasks and --nodes, and use more array indices and --cpus-per-task"

@@ -81,9 +81,17 @@ def longest_task_s(submission: Submission, made: Sequence[ShardMaking]) -> float
 def core_hours(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, float | None]:
     """Of the shards that are done, by their manifests, and of the failed attempts, by records and history.
 
-    The start of a task is in neither: Slurm's accounts say more.
+    A task counts from its begin to the end of its last shard. Where a manifest does not say when its task
+    began (an older one, submitit before Slurm 24.11, ``run``), the time of making the shard alone counts.
     """
-    used = sum(each.wall_s * each.num_cpus for each in made) / 3600
+    task_s: dict[tuple[str, str, int, int], float] = {}
+    used_s = 0.0
+    for each in made:
+        if each.task is None:
+            used_s += each.wall_s * each.num_cpus
+        else:
+            task_s[each.task] = max(task_s.get(each.task, 0), each.ended - each.task[2])
+    used = (used_s + sum(length_s * task[3] for task, length_s in task_s.items())) / 3600
     spans = [each.core_s for each in state.attempts.own if each.ended is not None]
     spans += [float(each["failed_core_s"]) for each in read_events(state.folder) if "failed_core_s" in each]
     failed = sum(spans) / 3600

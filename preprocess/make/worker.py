@@ -48,7 +48,14 @@ _MOST_MAKERS = 4  # threads that encode and lay out; more would wait for the int
 
 Item = TypeVar("Item")
 _Append = Callable[[ShardWriter], None]
-_SLURM_FACTS = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT")
+_SLURM_FACTS = (
+    "SLURM_JOB_ID",
+    "SLURM_ARRAY_JOB_ID",
+    "SLURM_ARRAY_TASK_ID",
+    "SLURM_RESTART_COUNT",
+    "SLURM_JOB_START_TIME",
+    "SLURM_CPUS_PER_TASK",
+)
 
 
 class Work(NamedTuple):

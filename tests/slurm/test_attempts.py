@@ -112,8 +112,22 @@ def test_a_node_failure_is_known_when_slurm_has_forgotten_it(fake: FakeSlurm, da
     assert state["core_hours"]["failed"] == round(2 / 3600, 4), "by the 2 s that Slurm told"
 
 
+def test_core_hours_count_a_task_from_its_begin_and_once_for_all_its_shards(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    """48 s of set-up, then two shards side by side on four CPUs, of 10 and 20 s."""
+    facts = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_JOB_ID": "8", "SLURM_ARRAY_TASK_ID": "0"}
+    times = {"SLURM_JOB_START_TIME": "1000", "SLURM_CPUS_PER_TASK": "4"}
+    for shard_id in (0, 1):
+        make_done(data_dir, shard_id, slurm={**facts, **times}, began=1048.0, wall_s=10.0 * (shard_id + 1))
+    assert status(data_dir)["core_hours"]["used"] == round(68 * 4 / 3600, 4)
+    make_done(data_dir, 2, slurm=facts, began=1048.0, wall_s=10.0, num_cpus=2)  # of an older version
+    assert status(data_dir)["core_hours"]["used"] == round((68 * 4 + 20) / 3600, 4)
+
+
 def test_core_hours_of_failed_attempts_outlast_their_records(fake: FakeSlurm, data_dir: Path) -> None:
     write_record(data_dir, "1_0", ended(75), num_cpus=2)  # of 10 s
+    write_record(data_dir, "2_0", ended(74), shards="")  # of a verify job
     make_done(data_dir, 0, 1, 2, 3, 4)
     before = status(data_dir)["core_hours"]
     remove_finished(read_attempts(data_dir, need_plan(data_dir).plan_id).own, [True] * 5)

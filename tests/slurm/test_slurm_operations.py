@@ -389,3 +389,30 @@ def test_what_a_qos_keeps_pending_is_refused_and_auto_fits_it_under_the_default_
     assert site.status(data)["verified"]
     job = site.submission(data, 0)["arrays"][0]["job_id"]
     assert "second|tight" in site.run("sacct", "-n", "-P", "-j", job, "-o", "account,qos")
+
+
+def test_after_three_tries_of_bad_input_what_status_prints_makes_it_and_core_hours_have_the_set_up_time(
+    site: Site, seven: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup, data = tmp_path / "setup.sh", seven.data
+    setup.write_text("sleep 5\n")
+    for _ in range(3):
+        flags = ("--cpus_per_task", 1, "--mem_gb", 0.5, "--setup", setup, "--wait")
+        site.slurm("submit", data, *flags, code=74)
+    assert "try 3: bad input (65)" in site.slurm("status", data)
+    monkeypatch.setitem(site.environ, "PATH", f"{Path(sys.executable).parent}:{site.environ['PATH']}")
+    typed = []
+    while lines := re.findall(r"^next: (.*)$", site.slurm("status", data), re.MULTILINE):
+        typed += lines
+        assert len(typed) <= 2, typed
+        run_child(["bash", "-c", lines[0]], env=site.environ, cwd=tmp_path)
+        wait_until(lambda: not site.run("squeue", "-h"))
+    assert [shlex.split(line)[-1] for line in typed] == ["--max_bad_fraction 0.05", "--max_bad_fraction 0.5"]
+    state = site.status(data)
+    assert state["verified"]
+    jobs = [site.submission(data, number)["arrays"][0]["job_id"] for number in range(5)]
+    asked = ("--noheader", "--parsable2", "--allocations", "--format=ElapsedRaw,AllocCPUS")
+    told = [line.split("|") for line in site.run("sacct", *asked, f"--jobs={','.join(jobs)}").splitlines()]
+    assert len(told) == 11
+    used_s, slurms_s = state["core_hours"]["used"] * 3600, sum(int(s) * int(cpus) for s, cpus in told)
+    assert 5 * len(told) - 1 <= used_s <= slurms_s + len(told), "a second for each rounded begin and end"

@@ -17,7 +17,7 @@
 #   ACCOUNTING=1    slurmdbd and MariaDB too, for sacct       (0)
 #   CGROUP=1        cgroups track and limit the jobs          (0)
 #   EXTRA_CONF      more lines for slurm.conf, e.g. "MaxArraySize=5"
-# Exit code 69: Slurm is not here and cannot be installed; the one line on stderr says why.
+# Exit code 69: Slurm is not here and cannot be installed, or not with accounts; the one line on stderr says why.
 set -euo pipefail
 
 dir=${CLUSTER_DIR:-${TMPDIR:-/tmp}/shardprep-slurm}
@@ -162,7 +162,7 @@ start_munged() {
 }
 
 start_accounting() {
-  local first_port=$1 sql=(mysql --no-defaults -uroot "--socket=$dir/db.socket")
+  local why first_port=$1 sql=(mysql --no-defaults -uroot "--socket=$dir/db.socket")
   if ! pid_of mariadbd >/dev/null; then
     [[ -d $dir/db/mysql ]] || mariadb-install-db --no-defaults --user=root --datadir="$dir/db" \
       --skip-test-db --auth-root-authentication-method=socket >"$dir/log/mariadb-install" 2>&1
@@ -186,7 +186,12 @@ LogFile=$dir/log/slurmdbd
 PidFile=$dir/pid/slurmdbd
 CONF
   pid_of slurmdbd >/dev/null || MYSQL_UNIX_PORT=$dir/db.socket slurmdbd
-  until_true "$hang_s" sacctmgr -n show cluster
+  # shellcheck disable=SC2016  # the inner shell expands it
+  until_true "$hang_s" bash -c 'sacctmgr -n show cluster || grep fatal: "$1"' _ "$dir/log/slurmdbd"
+  why=$(grep fatal: "$dir/log/slurmdbd") || return 0
+  # Debian 13: the client library of MariaDB 11.8.9 refuses the first query of slurmdbd 24.11
+  [[ $why != *_check_mysql_concat_is_sane* ]] || die 69 "this slurmdbd cannot use this MariaDB: $why"
+  die 1 "slurmdbd did not start: $why"
 }
 
 up() {

@@ -33,11 +33,12 @@ RUN_ELSEWHERE = {
     "training_deepspeed.md": {0},
     "training_fsdp2.md": {0},
     "training_lightning.md": {0, 1},
+    "seeing.md": {0},  # tests/project/test_wheel.py
     "format.md": {0},  # webdataset's own; tests/format/
 }
 # what docs/training.md leaves to the reader's script, and pages in their text
 OF_THE_READER = {"DATA", "CHECKPOINT", "num_steps", "model", "optimizer", "device", "rank", "num_ranks"}
-OF_THE_READER |= {"more_arguments", "config", "checkpoint", "saved", "train"}
+OF_THE_READER |= {"more_arguments", "config", "checkpoint", "train"}
 OF_THE_READER |= {"batch", "logits", "cp_rank", "cp_size", "cp_group", "dp_group"}
 
 
@@ -62,7 +63,7 @@ def main() -> None:
         known = set(OF_THE_READER)
         for number, text in enumerate(examples_of(page)):
             place = f"{page}, example {number}"
-            missing = names_asked_for(text) - known - ({"loader"} if page == "seeing.md" else set())
+            missing = names_asked_for(text) - known
             assert not missing, f"{place} does not say where {missing} come from"
             known |= names_given(text)
             checked += check_arguments(place, text)
@@ -86,16 +87,13 @@ def names_for(page: str) -> dict[str, Any]:
         "rank": 0,
         "more_arguments": {"use_cpu": True, "report_to": [], "disable_tqdm": True},
     }
-    if page == "seeing.md":
-        names["loader"] = loader_package.get_llama3_dataloader("sources/web", batch_size=8)
     return names
 
 
 def run(place: str, text: str, names: dict[str, Any]) -> None:
     print(f"--- {place}", flush=True)
     if "loader" in names:
-        names["saved"] = names["loader"].state_at(2)
-        names["checkpoint"] = {"loader": names["saved"]}
+        names["checkpoint"] = {"loader": names["loader"].state_at(2)}
     for shown, here in (('"/data/', '"sources/'), ('"/lustre/data"', '"DATA"'), ('"data"', '"sources/web"')):
         text = text.replace(shown, here)
     exec(compile(text, place, "exec"), names)

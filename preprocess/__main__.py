@@ -112,6 +112,7 @@ def make_plan(args: argparse.Namespace) -> int:
     stripe = StripeRequest(stripe=args.stripe, size=args.stripe_size, pool=args.stripe_pool)
     plan, cost = make(config, sharding, stripe=stripe, dry_run=args.dry_run, say=say)
     sizes = plan.shard_bytes()
+    size = str(min(sizes)) if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
     need = Need(num_bytes=cost.output_bytes, num_shards=plan.num_shards)
     warnings = [cost.bad_note, small_shards_note(plan, sharding)]
     if cost.longest_shard_s > LONG_SHARD_S:
@@ -122,7 +123,7 @@ def make_plan(args: argparse.Namespace) -> int:
         warnings.append(f"{counted(empty, 'shard')} without any input; fewer would do")
     shards, cores = counted(plan.num_shards, "shard"), counted(cost.num_useful_cores, "core")
     print_lines(
-        f"plan {plan.plan_id[:12]}: {shards} of {min(sizes)} to {max(sizes)} input bytes",
+        f"plan {plan.plan_id[:12]}: {shards} of {size} input bytes",
         f"about {cost.num_tokens:.3g} tokens, {short_bytes(cost.output_bytes)} on disk, "
         f"{cost.core_hours:.2g} core hours, the longest shard {cost.longest_shard_s:.0f} s on one core",
         f"a task uses up to {cores} well: --cpus-per-task={cost.num_useful_cores}",

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from preprocess.__main__ import main
@@ -40,6 +41,11 @@ from tests.children import run_child
 from tests.waiting import HANG_S
 
 LAYERS_OVER_QUICK = ("slow", "processes", "slurm")
+# Time decides no property test: the machine may be busy.
+hypothesis.settings.register_profile(
+    "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("untimed")
 _started: list[str] = []  # processes that the test that runs now has started; of --quick alone
 
 

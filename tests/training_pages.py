@@ -34,6 +34,7 @@ RUN_ELSEWHERE = {
     "training_fsdp2.md": {0},
     "training_lightning.md": {0, 1},
     "seeing.md": {0},  # tests/project/test_wheel.py
+    "cluster.md": {0},
     "format.md": {0},  # webdataset's own; tests/format/
 }
 # what docs/training.md leaves to the reader's script, and pages in their text

@@ -103,7 +103,7 @@ def test_a_model_takes_the_numbers_of_a_batch_for_ints_and_bools_also_compiled(d
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.integers(1, 6),
     st.sampled_from([None, 8]),

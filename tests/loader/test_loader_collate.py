@@ -43,7 +43,7 @@ samples = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(samples, st.sampled_from([None, 1, 8, 13]), st.booleans())
 def test_batches_equal_transformers_own_bit_for_bit_where_pad_is_distinct(
     rows: list[list[int]], multiple: int | None, with_mask: bool

@@ -463,7 +463,7 @@ def test_an_error_in_a_worker_keeps_its_class_and_its_message(tmp_path: Path, mo
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.lists(st.integers(0, 10**8 - 1) | st.integers(0, 9)), min_size=1),
     st.sampled_from([", ", ","]),
@@ -478,7 +478,7 @@ def test_json_lists_are_read_without_json_as_json_reads_them(lists: list[list[in
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.lists(st.text("[]0123456789, -.e", max_size=12), min_size=1, max_size=4))
 @example(["[1 2,]"])
 @example(["[,1 2]"])

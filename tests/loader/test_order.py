@@ -45,7 +45,7 @@ def delivered(order: Order, epoch: int, slots: range, first_step: int = 0) -> np
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(orders(), st.integers(0, 2**40))
 def test_an_epoch_gives_each_sample_once_but_the_counted_remainder(order: Order, epoch: int) -> None:
     samples = delivered(order, epoch, range(order.global_batch_size))
@@ -56,7 +56,7 @@ def test_an_epoch_gives_each_sample_once_but_the_counted_remainder(order: Order,
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(orders(), st.integers(0, 99), st.data())
 def test_ranks_and_workers_only_share_the_slots_of_a_global_batch_out(
     order: Order, epoch: int, data: st.DataObject
@@ -73,7 +73,7 @@ def test_ranks_and_workers_only_share_the_slots_of_a_global_batch_out(
     assert np.array_equal(np.concatenate(parts), whole)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(orders(), st.integers(0, 99), st.data())
 def test_starting_at_any_step_gives_the_rest_of_the_unbroken_epoch(
     order: Order, epoch: int, data: st.DataObject
@@ -132,7 +132,7 @@ def test_over_50_epochs_each_samples_drop_rate_is_within_4_sigma_of_its_chance()
     assert np.abs(drops - num_epochs * chance).max() < 4 * sigma
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), st.integers(0, 99))
 def test_groups_are_of_like_length_and_still_give_each_sample_once(data: st.DataObject, epoch: int) -> None:
     group, slots = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 5))
@@ -242,7 +242,7 @@ def test_windows_take_at_most_64_mib_of_a_rank_at_world_8(global_batch: int) -> 
 
 
 @given(st.integers(1, 5000), st.integers(0, 2**64 - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_block_permutation_is_one(count: int, key: int) -> None:
     assert sorted(permute(np.arange(count), count, key).tolist()) == list(range(count))
 

@@ -223,7 +223,7 @@ def altered(raw: bytes, chance: random.Random) -> bytes:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(0, 2**63))
 def test_what_is_accepted_is_what_tarfile_finds_and_all_else_is_refused(seed: int) -> None:
     chance = random.Random(seed)

@@ -292,7 +292,7 @@ def test_any_texts_have_the_ids_of_tokenizers(
 ) -> None:
     fast, reference = both_engines(any_tokenizer, allow_special_tokens)
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     @given(TEXTS)
     def are_equal(texts: list[str]) -> None:
         for cpus in cpus_of_a_process:

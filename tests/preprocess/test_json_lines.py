@@ -125,7 +125,7 @@ def test_what_is_taken_of_a_line_depends_neither_on_others_nor_on_the_batch(
     right = f'{{"{first}": {value}, "meta": {{"text": "b"}}}}' if first != "meta" else f'{{"meta": {value}}}'
     path = tmp_path / "a.jsonl"
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     @given(
         lines=st.lists(st.one_of(RECORDS, st.just(right), st.just(right), st.just("")), max_size=12),
         batch_bytes=st.sampled_from([1, 40, 100, 300, 1 << 19]),

@@ -166,7 +166,7 @@ def test_documents_offsets_empty_and_bad_lines_are_an_independent_readers(
     if known in ("utf-16", "utf-32"):
         marks.append("\ufeff".encode(f"{known}-be"))
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     @given(
         mark=st.sampled_from(marks),
         pieces=st.lists(st.sampled_from([*letters, *letters, *BROKEN]), max_size=40),

@@ -115,7 +115,7 @@ ADVERSARIAL = st.text(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(st.lists(ADVERSARIAL, max_size=10))
 def test_pieces_encode_to_the_ids_of_the_whole(
     llama3_engines: list[Engine], small_engines: list[Engine], pieces: list[str]
@@ -127,7 +127,7 @@ def test_pieces_encode_to_the_ids_of_the_whole(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(st.lists(ADVERSARIAL, max_size=10))
 def test_a_text_may_be_cut_at_every_place_that_is_taken_for_one(
     llama3_engines: list[Engine], pieces: list[str]

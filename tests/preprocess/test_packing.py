@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from preprocess.make.engines import TokenBatch
@@ -68,7 +68,6 @@ def rows_of(groups: list[RowGroup]) -> list[tuple[list[int], list[int], int]]:
 documents = st.lists(st.integers(0, 40), min_size=1, max_size=60)
 
 
-@settings(deadline=None)
 @given(documents, st.integers(1, 20))
 def test_concat_rows_joined_are_the_documents_joined(lengths: list[int], seq_len: int) -> None:
     packer = ConcatRows(spec(seq_len))
@@ -85,7 +84,6 @@ def test_concat_rows_joined_are_the_documents_joined(lengths: list[int], seq_len
     assert packer.num_split == len(crossing)
 
 
-@settings(deadline=None)
 @given(documents, st.integers(1, 20))
 def test_best_fit_keeps_every_token_once_and_cuts_only_what_is_longer_than_a_row(
     lengths: list[int], seq_len: int
@@ -103,7 +101,6 @@ def test_best_fit_keeps_every_token_once_and_cuts_only_what_is_longer_than_a_row
 
 
 @pytest.mark.parametrize("packing", [ConcatRows, BestFitRows])
-@settings(deadline=None)
 @given(documents, st.integers(1, 20))
 def test_starts_are_where_documents_begin_and_firsts_whose_the_first_token_is(
     packing: Any, lengths: list[int], seq_len: int
@@ -116,7 +113,6 @@ def test_starts_are_where_documents_begin_and_firsts_whose_the_first_token_is(
 
 
 @pytest.mark.parametrize("packing", [ConcatRows, BestFitRows])
-@settings(deadline=None)
 @given(documents, st.integers(1, 20), st.integers(1, 9))
 def test_rows_do_not_depend_on_batches(
     packing: Any, lengths: list[int], seq_len: int, batch_size: int

@@ -67,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(contents=FILES, num_shards=st.integers(1, 30), first=st.integers(1, 5))
 def test_a_shard_begins_with_the_first_line_at_or_behind_its_even_share(
     folder: Path, contents: list[bytes], num_shards: int, first: int
@@ -89,7 +89,7 @@ def test_a_shard_begins_with_the_first_line_at_or_behind_its_even_share(
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(contents=FILES, num_shards=st.integers(1, 12))
 def test_every_byte_is_in_exactly_one_shard(
     folder: Path, planned_dir: Path, contents: list[bytes], num_shards: int

@@ -59,7 +59,7 @@ def test_each_example_of_training_runs_as_shown(desk: Path, environ: dict[str, s
     ended = run_child([sys.executable, "-m", "tests.training_pages"], cwd=desk, env=environ)
     found = re.search(r"(\d+) examples ran, (\d+) calls of ours were compared", ended.stdout)
     assert found, ended.stdout
-    assert int(found[1]) >= 17
+    assert int(found[1]) >= 16
     assert int(found[2]) >= 25
 
 

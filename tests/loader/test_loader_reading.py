@@ -331,7 +331,7 @@ def test_osts_change_no_batch_and_a_broken_file_of_them_is_left_aside(
     (copied / "osts.json").write_bytes(osts_json([3, 1, 1, 0]))
     assert find_shards(copied).osts is not None
     assert epoch(load(copied)) == whole
-    assert caplog.text == ""
+    assert "osts.json" not in caplog.text
     for content in (b"", b"[1]", osts_json([1, 2, 3]), osts_json([1, 2, 3, 2**70]), b'{"format": "other"}'):
         (copied / "osts.json").write_bytes(content)
         assert find_shards(copied).osts is None

@@ -34,7 +34,8 @@ def go_on(
 ) -> tuple[Plan, Position, bool]:
     """What a loader of a plan delivers behind a state, from where on, and whether that amends the run. Raises
     OtherRun, OtherTokenizer, BrokenShard or UsageError."""
-    saved, own = state.get("fingerprint"), SizeHistory.of_fingerprint(plan.fingerprint)
+    saved = state.get("fingerprint") if isinstance(state, Mapping) else None
+    own = SizeHistory.of_fingerprint(plan.fingerprint)
     history = SizeHistory.of_fingerprint(saved) if isinstance(saved, Mapping) else None
     if not isinstance(saved, Mapping) or history is None or own is None or plan.order.keeps_tail:
         return plan, position_of(state, plan.fingerprint, layout, plan.run), False

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -41,8 +41,11 @@ class Batch(dict[str, torch.Tensor]):
         """``batch.labels`` is ``batch["labels"]``."""
         try:
             return self[name]
-        except KeyError:
-            raise AttributeError(f"the batch has {', '.join(self)}, but no {name}") from None
+        except KeyError as error:
+            raise AttributeError(*error.args) from None
+
+    def __missing__(self, name: object) -> NoReturn:
+        raise KeyError(f"the batch has {', '.join(self)}, but no {name}")
 
     def to(self, device: Any, *, non_blocking: bool = False) -> Batch:
         """Move all tensors to a device; the batch itself, as BatchEncoding's ``to`` returns."""

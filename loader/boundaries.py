@@ -6,7 +6,7 @@ A transformers model ignores ``position_ids`` beside a 2-D ``attention_mask``, o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import lru_cache
@@ -39,8 +39,9 @@ Boundary = Literal["transformers", "position_ids", "segment_ids", "cu_seqlens"]
 
 def boundary_names(boundaries: Boundary | Sequence[Boundary]) -> tuple[str, ...]:
     """The names as a tuple. Raises UsageError for an unknown one; warns of one that seldom suffices."""
-    names = (boundaries,) if isinstance(boundaries, str) else tuple(boundaries)
-    unknown = sorted(set(names) - set(get_args(Boundary)))
+    is_one = isinstance(boundaries, str) or not isinstance(boundaries, Iterable)
+    names: tuple[Any, ...] = (boundaries,) if is_one else tuple(boundaries)
+    unknown = [name for name in names if name not in get_args(Boundary)]
     if unknown:
         raise UsageError(f"boundaries has {unknown}, expected some of {', '.join(get_args(Boundary))}")
     if set(names) == {"position_ids"}:

@@ -10,6 +10,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -342,6 +343,13 @@ def get_llama3_dataloader(
         NotFound, MissingShard, BrokenShard, UnknownVersion, OtherTokenizer, UsageError: all are
         ShardprepErrors that say what was found and what to do. TypeError for an unknown argument.
     """
+    _check_types(model_id=model_id, shuffle=shuffle, seed=seed, collate_fn=collate_fn)
+    for length_name, length in (
+        ("seq_len", seq_len),
+        ("max_length", max_length),
+        ("tokens_per_batch", tokens_per_batch),
+    ):
+        whole_number(length_name, 1 if length is None else length, least=1)
     who = find_process_rank(rank, world_size, device_mesh=device_mesh, process_group=process_group)
     batch_size = check_tokens_per_batch(tokens_per_batch, batch_size, padding, max_padded_tokens)
     sizes: Ramp = RunSteps.sizes
@@ -512,6 +520,17 @@ def _fingerprint(
         **rules.settings,
         **({"keeps_tail": True} if order.keeps_tail else {}),
     }
+
+
+def _check_types(*, model_id: object, shuffle: object, seed: object, collate_fn: object) -> None:
+    if model_id is not None and not isinstance(model_id, (str, os.PathLike)):
+        raise UsageError(f"model_id is {model_id!r}, expected a model's folder or its name on the hub")
+    if shuffle not in (True, False):
+        raise UsageError(f"shuffle is {shuffle!r}, expected True or False")
+    if not isinstance(seed, Integral):
+        raise UsageError(f"seed is {seed!r}, expected a whole number")
+    if collate_fn is not None and not callable(collate_fn):
+        raise UsageError(f"collate_fn is {collate_fn!r}, expected a function of a list of samples")
 
 
 def _worker_options(

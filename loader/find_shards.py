@@ -487,7 +487,13 @@ def find_inputs(input_shards: InputShards, cache_dir: str | os.PathLike[str] | N
 
     What is no local file is copied to ``cache_dir``. 100,000 shards take 0.4 s, hence no Path.
     """
-    named = [input_shards] if isinstance(input_shards, (str, os.PathLike)) else list(input_shards)
+    named: list[Any] = [input_shards]
+    if isinstance(input_shards, Iterable) and not isinstance(input_shards, (str, os.PathLike)):
+        named = list(input_shards)
+    if wrong := [each for each in named if not isinstance(each, (str, os.PathLike))]:
+        raise UsageError(
+            f"input_shards has {wrong[0]!r}, expected the path of a folder, an index.json or a tar"
+        )
     names_in: dict[str, frozenset[str] | None] = {}
     paths: list[str] = []
     for name in [os.fspath(each) for each in named]:
@@ -804,7 +810,10 @@ class _Finder:
                 )
         tars = [str(folder / name) for name in names if name.endswith(".tar")]
         if not tars:
-            raise NotFound(f"{folder} holds no shards: no {INDEX_NAME}, no manifest and no .tar")
+            raise NotFound(
+                f"{folder} holds no shards: no {INDEX_NAME}, no manifest and no .tar; if it holds raw text, "
+                f"run: shardprep plan --input_dir {quoted(folder)} --output_dir DATA --model_id MODEL"
+            )
         return self._external(tars)
 
     def _external(self, paths: list[str]) -> list[ExternalTar]:

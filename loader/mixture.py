@@ -314,12 +314,13 @@ def _shares(
     names: Sequence[str], weights: Mapping[str, float], mean_tokens: Sequence[float] | None
 ) -> tuple[float, ...]:
     """Shares of samples, of each source. A source without a weight in this stage has 0."""
-    unknown = sorted(set(weights) - set(names))
-    values = [weights.get(name, 0.0) for name in names]
+    given = dict(weights) if isinstance(weights, Mapping) else {}
+    values = [given.get(name, 0.0) for name in names]
     is_number = all(isinstance(value, (int, float)) and 0 <= value < float("inf") for value in values)
-    if unknown or not is_number or not sum(values) > 0:
+    if set(given) - set(names) or not is_number or not sum(values) > 0:
         raise UsageError(
-            f"weights are {dict(weights)}, expected for {', '.join(names)} numbers from 0 on, not all 0"
+            f"weights must be a dict of non-negative numbers for {', '.join(names)}, not all zero "
+            f"(got {weights!r})"
         )
     # Exactly, and 0.1 as 1/10: weights in equal proportions are equal shares to the last digit.
     exact = [Fraction(str(value)) if isinstance(value, float) else Fraction(value) for value in values]

@@ -862,10 +862,6 @@ class SampleRules:
     num_beyond: int = 0  # tokens of a document that are no place of a batch
 
     def __post_init__(self) -> None:
-        for name in ("seq_len", "max_length", "tokens_per_batch"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name} is {value}, expected at least 1")
         if self.long_documents not in get_args(LongDocuments):
             raise UsageError(
                 f"long_documents is {self.long_documents!r}, expected {' or '.join(get_args(LongDocuments))}"

@@ -155,6 +155,11 @@ def position_of(
 
 def check_run(state: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> None:
     """Raises BrokenShard for what is no state, OtherRun or OtherTokenizer for one of another fingerprint."""
+    if not isinstance(state, Mapping):
+        raise UsageError(
+            f"the state is {state!r:.80}, expected what state_dict() returned; of a file: "
+            "loader.load_state_dict(torch.load(PATH))"
+        )
     if state.get("format") != STATE_FORMAT or not isinstance(state.get("fingerprint"), Mapping):
         raise BrokenShard(
             f"this is no state of a loader: its format is {state.get('format')!r}, expected {STATE_FORMAT!r}"

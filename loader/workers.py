@@ -160,10 +160,11 @@ def check_batch(batch_size: int, global_batch_size: int | None, world_size: int)
     if global_batch_size < step or global_batch_size % step:
         fitting = [n for n in range(1, global_batch_size + 1) if global_batch_size % (n * world_size) == 0]
         worlds = [n for n in range(1, global_batch_size + 1) if global_batch_size % (n * batch_size) == 0]
+        sizes = f"batch_size can be {fitting}" if fitting else "no batch_size fits"
+        ranks = f"the number of ranks can be {worlds}" if worlds else "no number of ranks fits"
         raise UsageError(
             f"global_batch_size {global_batch_size} is no multiple of batch_size {batch_size} x "
-            f"{world_size} ranks; with these ranks batch_size can be {fitting or 'nothing'}, with this "
-            f"batch_size the ranks can be {worlds or 'nothing'}"
+            f"{world_size} ranks; with these ranks {sizes}, with this batch_size {ranks}"
         )
     return global_batch_size
 

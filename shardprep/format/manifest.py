@@ -32,6 +32,7 @@ from shardprep.format.names import (
     MAX_MANIFEST_BYTES,
     MAX_SHARDS,
     OSTS_NAME,
+    PLAN_NAME,
     id_ranges,
     ids_path,
     idx_path,
@@ -316,6 +317,8 @@ def _without_garbage_collection() -> Iterator[None]:
 def _merge_folder(folder: Path) -> DatasetIndex:
     present = manifest_ids(folder)
     if not present:
+        if size_of_file(folder / PLAN_NAME) is not None:
+            raise NotFound(f"{folder} has a plan, but no shard yet; run: shardprep run {quoted(folder)}")
         raise NotFound(f"{folder} holds no data set: neither {INDEX_NAME} nor a shard's manifest")
     first = read_manifest(folder, present[0])
     missing = sorted(set(range(first.spec.num_shards)) - set(present))

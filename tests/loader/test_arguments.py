@@ -19,7 +19,7 @@ import loader
 import shardprep
 from loader import get_llama3_dataloader
 from loader.dataloader import RENAMED, arguments_by_group
-from shardprep.errors import UsageError
+from shardprep.errors import NotFound, UsageError
 from tests import loader_reference
 from tests.external_tars import write_numbered_data
 from tests.waiting import HANG_S
@@ -69,6 +69,61 @@ def test_an_unknown_argument_is_answered_with_the_nearest_and_all_by_group(data:
         TypeError, match=r"no argument 'seqlen', did you mean 'seq_len'; .*storage: staged_dir"
     ):
         load(data, 4, seqlen=16)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"input_shards": None}, "input_shards has None, expected the path of a folder"),
+        ({"input_shards": [3]}, "input_shards has 3, expected the path of a folder"),
+        ({"model_id": 4}, "model_id is 4, expected a model's folder or its name"),
+        ({"shuffle": "no"}, "shuffle is 'no', expected True or False"),
+        ({"seed": "a"}, "seed is 'a', expected a whole number"),
+        ({"seq_len": "16"}, "seq_len is '16', expected a whole number of at least 1"),
+        ({"seq_len": 0, "targets": "shifted"}, "seq_len is 0, expected at least 1"),
+        ({"max_length": 1.5}, "max_length is 1.5, expected a whole number of at least 1"),
+        ({"boundaries": True}, r"boundaries has \[True\], expected some of transformers, position_ids"),
+        ({"boundaries": None}, r"boundaries has \[None\], expected some of transformers"),
+        ({"collate_fn": 5}, "collate_fn is 5, expected a function of a list of samples"),
+        (
+            {"global_batch_size": 3},
+            r"batch_size can be \[1, 3\], with this batch_size no number of ranks fits",
+        ),
+        (
+            {"global_batch_size": 6, "rank": 0, "world_size": 4},
+            r"no batch_size fits, with this batch_size the number of ranks can be \[1, 3\]",
+        ),
+    ],
+)
+def test_a_value_of_a_wrong_type_or_size_is_named_with_what_is_expected(
+    data: Path, options: dict[str, Any], said: str
+) -> None:
+    given: dict[str, Any] = {"input_shards": data, "batch_size": 2, "model_id": data, **options}
+    with pytest.raises(UsageError, match=said):
+        loader.get_llama3_dataloader(**given)
+
+
+def test_a_data_set_without_a_shard_is_answered_with_the_command_that_makes_them(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(NotFound, match=f"has a plan, but no shard yet; run: shardprep run {tmp_path}"):
+        load(tmp_path, 2)
+
+
+def test_a_path_given_as_the_state_is_answered_with_the_line_that_loads_it(data: Path) -> None:
+    with load(data, 2) as one, pytest.raises(UsageError, match=r"load_state_dict\(torch\.load\(PATH\)\)"):
+        one.load_state_dict("loader.pt")  # type: ignore[arg-type]
+
+
+def test_a_field_that_a_batch_has_not_is_answered_with_those_it_has(data: Path) -> None:
+    with load(data, 2) as one:
+        batch = next(iter(one))
+    with pytest.raises(KeyError, match="the batch has input_ids, attention_mask, labels, but no inputs"):
+        batch["inputs"]
+    with pytest.raises(
+        AttributeError, match="the batch has input_ids, attention_mask, labels, but no inputs"
+    ):
+        batch.inputs  # noqa: B018
+    assert batch.get("inputs") is None
 
 
 def test_the_function_is_a_name_of_shardprep_too() -> None:

@@ -174,7 +174,7 @@ def test_a_tar_named_twice_is_refused_since_its_samples_would_come_twice(tars: l
 
 
 def test_an_empty_folder_and_an_empty_list_are_refused(tmp_path: Path, model: str) -> None:
-    with pytest.raises(NotFound, match="holds no shards"):
+    with pytest.raises(NotFound, match=r"holds no shards.*; if it holds raw text, run: shardprep plan "):
         batches(tmp_path, model)
     with pytest.raises(UsageError, match="input_shards is empty"):
         batches([], model)

@@ -268,13 +268,14 @@ def test_a_state_of_a_version_that_divided_floats_is_loaded(data: dict[str, Path
         ({"weights": {"web": 1}}, "pass either weights= or weights_schedule="),
         (
             {"weights_schedule": None, "weights": {"wbe": 1}},
-            "expected for web, code, books numbers from 0 on",
+            r"non-negative numbers for web, code, books, not all zero \(got \{'wbe': 1\}\)",
         ),
         (
             {"weights_schedule": None, "weights": {"web": -1}},
-            "expected for web, code, books numbers from 0 on",
+            "a dict of non-negative numbers for web, code, books",
         ),
-        ({"weights_schedule": None, "weights": {"web": 0}}, "not all 0"),
+        ({"weights_schedule": None, "weights": {"web": 0}}, "not all zero"),
+        ({"weights_schedule": None, "weights": "1,1,1"}, r"not all zero \(got '1,1,1'\)"),
         (
             {"weights_schedule": None, "weights": {"web": 1, "code": 1e-9}},
             "code would be less than one of 65536",

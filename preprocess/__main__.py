@@ -258,8 +258,15 @@ def clean(args: argparse.Namespace) -> int:
     from preprocess.check.clean import clean as remove
     from preprocess.check.clean import cleaning_lines
     from preprocess.plan.plan_file import read_plan
+    from shardprep.format.names import PLAN_NAME
 
-    cleaning = remove(args.output_dir, read_plan(args.output_dir), dry_run=args.dry_run, say=say)
+    plan = read_plan(args.output_dir)
+    cleaning = remove(args.output_dir, plan, dry_run=args.dry_run, say=say)
+    if plan is None and not cleaning.removed and not cleaning.kept:
+        raise NotFound(
+            f"{args.output_dir} has no {PLAN_NAME} and no temporary file, so nothing was removed; name the "
+            "folder of a data set"
+        )
     print_lines(*cleaning_lines(cleaning, dry_run=args.dry_run))
     return 0
 

@@ -107,6 +107,9 @@ class Program:
             near = [flag for flag in known if len(flags[0]) > 2 and flag.startswith(flags[0])][:3]
             near = near or difflib.get_close_matches(flags[0], known, 1)
             hints = hints or ([f"did you mean {' or '.join(near)}?"] if near else [])
+            folders = [flag for flag in known if flag in ("--input_dir", "--output_dir")]
+            if folders and not unknown[0].startswith("-"):
+                hints = [f"{args.command} takes folders by their flags: {', '.join(folders)}"]
             called[args.command].error("; ".join([f"unrecognized arguments: {' '.join(unknown)}", *hints]))
         return args
 
@@ -232,6 +235,8 @@ def unknown_command(word: str, commands: Sequence[str]) -> str:
     """What to say of a word that is no command: the one that was perhaps meant, and all that are."""
     close = difflib.get_close_matches(word, commands, 1)
     meant = f"did you mean {close[0]}? " if close else ""
+    if os.path.isdir(word):  # noqa: PTH112 - Path.is_dir() would raise
+        meant = "it is a folder, so type a command before it, or --output_dir; "
     return f"there is no command {word[:60]!r}; {meant}commands: {', '.join(commands)}"
 
 

@@ -20,6 +20,12 @@ def find_on_hub(model_id: str) -> tuple[Path, str]:
     Where the hub does not answer, transformers is to load the folder: by the model's name it would ask twelve
     more times, which takes 50 s. Raises NotFound where there is none.
     """
+    if os.path.isfile(model_id):  # noqa: PTH113 - Path.is_file() would raise
+        folder = os.path.dirname(model_id) or "."  # noqa: PTH120
+        raise NotFound(
+            f"model_id {model_id} is a file, expected the folder of a tokenizer.json; "
+            f"pass {folder} as model_id"
+        )
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from huggingface_hub import snapshot_download, try_to_load_from_cache
 

@@ -21,7 +21,7 @@ import orjson
 from preprocess.formats.inputs import ByteRange, InputFile
 from preprocess.options import PLAN_FIELDS, PlanOptions, option_differences, option_types
 from shardprep.errors import BrokenShard, NotFound, Refused, UnknownVersion, UsageError
-from shardprep.files import FileStamp, PublishedFile, sync_folder
+from shardprep.files import FileStamp, PublishedFile, is_folder, sync_folder
 from shardprep.format.checked_json import MOST, Fields, is_text, with_content_hash
 from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
 from shardprep.format.names import FORMAT_VERSION, MAX_PLAN_BYTES, MAX_SHARDS, PLAN_NAME, source_of_path
@@ -444,8 +444,9 @@ def need_plan(output_dir: Path) -> Plan:
     """The plan of a data set. Raises NotFound, with the command that makes one."""
     plan = read_plan(output_dir)
     if plan is None:
+        missing = "" if is_folder(output_dir) else "does not exist, so it "
         raise NotFound(
-            f"{output_dir} has no {PLAN_NAME}; run: shardprep plan --input_dir RAW "
+            f"{output_dir} {missing}has no {PLAN_NAME}; run: shardprep plan --input_dir RAW "
             f"--output_dir {output_dir} --model_id MODEL --num_shards N"
         )
     return plan

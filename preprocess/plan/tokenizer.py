@@ -223,7 +223,8 @@ def source_folder(model_id: str) -> tuple[Path | None, str]:
     """Return the folder of a model (None where only transformers may know), and what that is to load."""
     if os.path.isdir(model_id):  # noqa: PTH112 - Path.is_dir() would raise what the file system says
         return Path(model_id), model_id
-    return (None, model_id) if os.path.lexists(model_id) else find_on_hub(model_id)
+    is_unknown = os.path.lexists(model_id) and not os.path.isfile(model_id)  # noqa: PTH113 - as above
+    return (None, model_id) if is_unknown else find_on_hub(model_id)
 
 
 def read_files(folder: Path) -> Files | None:

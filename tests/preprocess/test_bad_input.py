@@ -207,6 +207,22 @@ def test_a_folder_without_a_tokenizer_is_66(prep: Prep, raw_dir: Path, tmp_path:
     ends(prep.command(*args), 66, f"no usable tokenizer was found in the folder {tmp_path / 'model'}")
 
 
+def test_a_tokenizers_file_is_66_and_its_folder_is_named_without_asking_the_hub(
+    prep: Prep, raw_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``folder/tokenizer.json`` could be a name on the hub, too."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    args = plan_args(prep, raw_dir, tmp_path / "data")
+    args[-1] = "model/tokenizer.json"
+    ends(
+        prep.command(*args), 66,
+        "model_id model/tokenizer.json is a file, expected the folder .*; pass model as model_id",
+    )  # fmt: skip
+    assert not (tmp_path / "data").exists()
+
+
 @pytest.mark.processes
 def test_a_slow_tokenizer_is_2(prep: Prep, raw_dir: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"

@@ -57,6 +57,14 @@ def test_temporaries_of_done_shards_go_and_those_of_others_stay_for_a_day(prep: 
     assert prep.contents(data_dir) == before
 
 
+def test_a_folder_that_is_no_data_set_is_66(prep: Prep, tmp_path: Path) -> None:
+    (tmp_path / "raw.txt").write_text("a line\n")
+    ended = prep.command("clean", tmp_path)
+    assert ended.code == 66
+    assert "has no plan.json and no temporary file, so nothing was removed" in ended.text
+    assert (tmp_path / "raw.txt").exists()
+
+
 def test_what_no_attempt_made_is_never_removed(prep: Prep, data_dir: Path) -> None:
     names = [
         ".shard-00000.tar.tmp",

@@ -86,6 +86,9 @@ def test_no_process_and_no_plan_are_refused(prep: Prep, data_dir: Path, tmp_path
     assert prep.cli("run", data_dir, env={"DATASET_NUM_PROC": "none"}).code == 2
     ended = prep.command("run", tmp_path)
     assert (ended.code, "has no plan.json; run: shardprep plan" in ended.text) == (66, True)
+    ended = prep.command("run", tmp_path / "nope")
+    assert ended.code == 66
+    assert "nope does not exist, so it has no plan.json; run: shardprep plan" in ended.text
 
 
 def test_the_input_may_have_moved(prep: Prep, sample_dir: Path, tmp_path: Path) -> None:

@@ -160,6 +160,15 @@ def test_the_environment_gives_the_number_of_processes(monkeypatch: pytest.Monke
         ),
         (["plan", "--input", "raw"], "unrecognized arguments: --input raw; did you mean --input_dir?"),
         (["veriy", "DATA"], "there is no command 'veriy'; did you mean verify? commands: plan, run, verify,"),
+        (
+            ["plan", "raw", "data"],
+            "unrecognized arguments: raw data; plan takes folders by their flags: --input_dir, ",
+        ),
+        (["--shard_id", "0", "data"], "shard takes folders by their flags: --input_dir, --output_dir"),
+        (
+            ["/", "--shard_id", "0"],
+            "it is a folder, so type a command before it, or --output_dir; commands: plan,",
+        ),
         (["frobnicate"], "there is no command 'frobnicate'; commands: plan, run, verify, "),
     ],
     ids=str,

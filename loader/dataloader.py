@@ -83,6 +83,7 @@ def settings_block(loader: TokenLoader, shards: ShardSet) -> str:
         f"global batch: {global_batch} samples = {samples}{ramps}; {_padding(loader)}",
         f"epoch: {steps}; {order.num_left_out:,} samples left out, others each epoch",
         f"order: {_order(loader)}",
+        *filter(None, [shards.split_words]),
         f"readers: {_workers(loader)}",
         f"data {run['data'][:12]}, tokenizer {run['tokenizer'][:12]}",
     ]
@@ -253,12 +254,14 @@ def get_llama3_dataloader(
                 sources to mix, by name: ``{"web": ..., "code": ...}``.
             model_id: for tars that shardprep did not write, the model whose tokenizer made them. A data set
                 brings its own tokenizer; if you pass the model too, it must be the same.
-            split: ``"train"`` leaves out the documents that ``"validation"`` gives, or, without
-                ``validation_fraction``, ``"validation"`` gives all. A validation loader has one fixed order
-                and gives each document once. It fills its last global batch up with samples whose labels are
+            split: ``"train"`` leaves out the documents that ``"validation"`` gives. A data set that was
+                planned with ``--validation_fraction`` says itself which these are; of others ``"validation"``
+                gives all without the next argument. A validation loader has one fixed order and gives each
+                document once. It fills its last global batch up with samples whose labels are
                 all -100, so that all ranks get equally many batches.
-            validation_fraction: the part of the documents that is held out, one of each 1/fraction, chosen by
-                a hash.
+            validation_fraction: the part of the documents that is held out of data sets that were planned
+                without one: one of each 1/fraction of a shard, chosen by a hash. A fraction that differs from
+                the plan's is refused.
             exclude_shards: numbers or tars of shards to leave out. This changes the order.
 
         What a batch is:
@@ -503,7 +506,7 @@ def _fingerprint(
     rules: SampleRules, shards: ShardSet, order: Order | Mixture, run: RunSteps, tokenizer: str
 ) -> dict[str, Any]:
     """All that fixes which sample is where, and the ramps. What else shapes a batch is not in it."""
-    split = {} if shards.split is None else {"split": shards.split.name, "split_group": shards.split.group}
+    split = {} if shards.split is None else {"split": shards.split.name, "split_group": shards.split_group}
     return {
         "law_version": ORDER_VERSION,
         "data": shards.fingerprint,

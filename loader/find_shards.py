@@ -56,6 +56,7 @@ from shardprep.files import (
 from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
 from shardprep.format.idx import idx_num_bytes
 from shardprep.format.manifest import (
+    VALIDATION_COLUMN,
     manifest_ids,
     merge_manifests,
     read_index,
@@ -65,6 +66,8 @@ from shardprep.format.manifest import (
 from shardprep.format.names import (
     CRCS_DIR,
     INDEX_NAME,
+    LEAST_FRACTION,
+    MOST_FRACTION,
     OSTS_NAME,
     PLAN_NAME,
     crcs_command,
@@ -78,19 +81,22 @@ from shardprep.format.names import (
 )
 
 SplitName = Literal["train", "validation"]
-LEAST_FRACTION = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentSplit:
-    """One side of the split: of every ``group`` consecutive documents of a shard one is for validation.
+    """One side of the split.
 
-    A hash of the group and of the shard's content chooses it, so a document stays on its side whatever other
-    shards there are. Equal documents at two places, and rows of one document, may be on two sides.
+    A data set that was planned with ``--validation_fraction`` has it by content: in each shard the samples
+    for validation come behind all others. Of others, of every ``group`` consecutive documents of a shard one
+    is for validation. A hash of the group and of the shard's content chooses it, so a document stays on its
+    side whatever other shards there are. Equal documents at two places, and rows of one document, may be on
+    two sides.
     """
 
     name: SplitName
-    group: int  # documents, of which one is for validation
+    group: int  # documents, of which one is for validation; 0: no fraction was given
+    fraction: float | None = None  # as given
 
     def num_documents(
         self, keys: npt.NDArray[np.uint64], counts: npt.NDArray[np.int64]
@@ -118,9 +124,9 @@ class DocumentSplit:
 def document_split(name: SplitName | None, validation_fraction: float | None) -> DocumentSplit | None:
     """The side that a user names; None for all documents. Raises UsageError.
 
-    A fraction is taken as 1/n, n whole. Without one, validation is all of the shards named.
+    A fraction is taken as 1/n, n whole, but for data sets that were planned with one.
     """
-    if name is None or (name == "validation" and validation_fraction is None):
+    if name is None:
         if validation_fraction is not None:
             raise UsageError(
                 f'validation_fraction is {validation_fraction}, and no split is named; pass split="train" or '
@@ -130,10 +136,12 @@ def document_split(name: SplitName | None, validation_fraction: float | None) ->
     if name not in get_args(SplitName):
         raise UsageError(f"split is {name!r}, expected {' or '.join(map(repr, get_args(SplitName)))}")
     if validation_fraction is None:
-        raise UsageError('split="train" needs validation_fraction, what is left to split="validation"')
-    if not LEAST_FRACTION <= validation_fraction <= 0.5:
-        raise UsageError(f"validation_fraction is {validation_fraction}, expected {LEAST_FRACTION} to 0.5")
-    return DocumentSplit(name=name, group=round(1 / validation_fraction))
+        return DocumentSplit(name=name, group=0)
+    if not LEAST_FRACTION <= validation_fraction <= MOST_FRACTION:
+        raise UsageError(
+            f"validation_fraction is {validation_fraction}, expected {LEAST_FRACTION} to {MOST_FRACTION}"
+        )
+    return DocumentSplit(name=name, group=round(1 / validation_fraction), fraction=validation_fraction)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +155,7 @@ class DatasetShards:
     num_tokens: npt.NDArray[np.int64]
     tar_bytes: npt.NDArray[np.int64]
     tar_sha256: npt.NDArray[np.str_]  # the first 16 hex digits
+    num_validation: npt.NDArray[np.int64] | None = None  # samples, where the plan has a fraction for it
     osts: npt.NDArray[np.int64] | None = None  # each begins on, where it is known; outside the fingerprint
 
     def path_of(self, row: int) -> Path:
@@ -223,6 +232,12 @@ class ExternalTar:
         return self.samples.fingerprint
 
 
+def _planned_validation(source: DatasetShards | ExternalTar) -> npt.NDArray[np.int64]:
+    if isinstance(source, DatasetShards) and source.num_validation is not None:
+        return source.num_validation
+    return np.full(len(source.num_samples), -1)
+
+
 class ShardSet:
     """Shards in the order they were named; sample g is counted through all of them."""
 
@@ -231,13 +246,21 @@ class ShardSet:
     ) -> None:
         self.sources = tuple(sources)
         self.split = split
+        self.split_rule, self.split_group = "", 0  # in words; 0: each shard is split by its plan
         parts = [np.zeros(0, np.int64), *(source.num_samples for source in self.sources)]
         # Shard s is row s - source_first[i] of source i.
         self.source_first = np.cumsum(list(map(len, parts)))
         self.num_records = np.concatenate(parts).astype(np.int64)  # of each shard, on both sides of a split
         counts = self.num_records
+        # Samples for validation that each shard has by its plan; -1: it has none by plan.
+        self.num_planned = np.concatenate(
+            [np.zeros(0, np.int64), *map(_planned_validation, self.sources)]
+        ).astype(np.int64)
+        self.has_planned = bool((self.num_planned >= 0).any())
         if split is not None:
-            counts = split.num_documents(self._split_keys, counts)
+            counts = self._counts_of_side(split)
+            if not self.split_rule:  # validation is all of these shards
+                self.split = None
         self.first_sample = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.num_shards = len(self.first_sample) - 1
         self.num_samples = int(self.first_sample[-1])
@@ -246,6 +269,35 @@ class ShardSet:
         self.row_tokens = lengths.pop() if len(lengths) == 1 else 0
         num_tokens = sum(int(source.num_tokens.sum()) for source in self.sources)
         self.mean_tokens = max(num_tokens / max(int(self.num_records.sum()), 1), 1.0)  # of a sample, roughly
+
+    def _counts_of_side(self, split: DocumentSplit) -> npt.NDArray[np.int64]:
+        """Samples of each shard on a side: int64[shards]. Raises UsageError where a plan says otherwise."""
+        fractions = {
+            s.spec.validation_fraction: s.folder for s in self.datasets if s.spec.validation_fraction
+        }
+        for fraction, folder in fractions.items():
+            if split.fraction is not None and split.fraction != fraction:
+                raise UsageError(
+                    f"validation_fraction is {split.fraction}, and {folder} was planned with "
+                    f"--validation_fraction {fraction}, by which its rows are packed; leave the argument out"
+                )
+        planned, is_planned = self.num_planned, self.num_planned >= 0
+        if split.name == "train" and not split.group and not is_planned.all():
+            raise UsageError(
+                'split="train" needs validation_fraction, what is left to split="validation", or a data set '
+                "that was planned with --validation_fraction"
+            )
+        rules = [f"by plan, {fraction:g} of the documents by their content" for fraction in fractions]
+        counts = self.num_records
+        if split.group and not is_planned.all():
+            counts = split.num_documents(self._split_keys, counts)
+            rules.append(f"by shards, one of {split.group} for validation")
+            self.split_group = split.group
+        self.split_rule = "; ".join(rules)
+        if self.has_planned:
+            of_side = planned if split.name == "validation" else self.num_records - planned
+            counts = np.where(is_planned, of_side, counts)
+        return counts
 
     @cached_property
     def _split_keys(self) -> npt.NDArray[np.uint64]:
@@ -262,7 +314,22 @@ class ShardSet:
     def rows_of(self, shard: int, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Where samples of one shard stand in it: int64[n] -> int64[n]."""
         local = samples - self.first_sample[shard]
-        return local if self.split is None else self.split.rows(self._split_keys[shard], local)
+        if self.split is None:
+            return local
+        if (num_validation := self.num_planned[shard]) >= 0:
+            return local + (self.num_records[shard] - num_validation) * (self.split.name == "validation")
+        return self.split.rows(self._split_keys[shard], local) if self.split.group else local
+
+    @property
+    def split_words(self) -> str:
+        """Which side this is and by which rule, for people; "" where no document is held out."""
+        if self.split is not None:
+            return f"split: {self.split.name}, {self.split_rule}"
+        return (
+            "split: none, with the documents that the plan holds out for validation"
+            if self.has_planned
+            else ""
+        )
 
     @cached_property
     def osts(self) -> npt.NDArray[np.int64] | None:
@@ -739,7 +806,7 @@ def find_shards(
     shards = ShardSet(finder.sources(), split)
     _check_sources(shards.datasets)
     if shards.num_samples == 0:
-        side = "" if split is None else f", for {split.name} with one of {split.group} for validation"
+        side = "" if split is None else f", for {split.name} ({shards.split_rule})"
         raise UsageError(f"{input_shards} holds no sample that is not excluded{side}")
     return shards
 
@@ -876,6 +943,7 @@ def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
         num_tokens=index.column("num_tokens")[rows],
         tar_bytes=index.column("tar_bytes")[rows],
         tar_sha256=np.array(index.tar_sha256)[rows],
+        num_validation=index.column(VALIDATION_COLUMN)[rows] if index.spec.validation_fraction else None,
         osts=None if osts is None else osts[ids],
     )
 

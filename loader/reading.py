@@ -97,7 +97,9 @@ def open_shard(source: DatasetShards | ExternalTar, row: int, *, crcs_from: Path
             records: TarSamples | RecordFile = source.samples
             crcs = None
         else:
-            records = _records(source, row, needs_idx=crcs_from is not None)
+            # Of a tar alone nobody can tell which samples are for validation.
+            needs_idx = crcs_from is not None or source.num_validation is not None
+            records = _records(source, row, needs_idx=needs_idx)
             if isinstance(records, RecordFile):
                 opened.callback(records.file.close)
             crcs = None if crcs_from is None else _crcs(source, row, crcs_from)
@@ -363,6 +365,7 @@ except ImportError:
 
 _ALIGN_BYTES = 64
 _SHARDS_AT_ONCE = 16  # whose samples are looked at together, and that must be open together
+_MOST_GAP_BYTES = 64 << 10  # between samples of one side that are read at once
 _IDX_ROWS = 1 << 16  # read at a time where a whole column of the idx is wanted
 _COLUMNS = ("offset", "num_bytes", "num_tokens", "starts_offset", "num_starts", "mask_offset")
 
@@ -590,6 +593,9 @@ class ShardReader:
                 mask_offset[here] = records["mask_offset"]
                 found.mask_at[here] = 0
         is_cut = (asked.row[1:] - asked.row[:-1] != 1) | (asked.shard[1:] != asked.shard[:-1])
+        if self._shards.has_planned:  # samples of the other side may lie between two of one side
+            gap_bytes = offset[1:] - (offset + found.num_bytes)[:-1]
+            is_cut |= (gap_bytes < 0) | (gap_bytes > _MOST_GAP_BYTES)
         found.start[:] = self._read_spans(asked, "ids", offset, found.num_bytes, is_cut, limit)
         if starts:
             sizes = 4 * found.num_starts

@@ -42,7 +42,7 @@ from loader.mixture import Mixture
 from loader.ranks import ProcessRank, check_process_rank
 from loader.state import Position, RunProgress, RunSteps, SkippedSteps, state_of
 from loader.tokenizer import LoaderTokenizer
-from loader.workers import ChunkDataset, MixedChunkDataset, Plan, rank_slots, whole_number
+from loader.workers import ChunkDataset, MixedChunkDataset, MixedSamples, Plan, rank_slots, whole_number
 from shardprep.errors import UsageError
 from shardprep.signals import stop_signals_wait
 
@@ -519,7 +519,11 @@ class TokenLoader(DataLoader[Batch]):
         if until_step is not None:
             end = self.run.position(whole_number("until_step", until_step, least=0))
         until, data = self._steps_of_order(end), str(self.fingerprint["data"])
-        return describe(self.chunks.plan, data, self._delivered_of_order, until)
+        samples = self.chunks.plan.samples
+        text = describe(self.chunks.plan, data, self._delivered_of_order, until)
+        parts = samples.sources if isinstance(samples, MixedSamples) else [samples]
+        rules = dict.fromkeys(part.shards.split_words for part in parts if part is not None)
+        return "\n".join(filter(None, [text, *rules]))
 
     @property
     def source_samples(self) -> dict[str, int]:

@@ -216,7 +216,9 @@ class SeenDocuments:
         for row in reversed(rows[:end]):
             if (begins := self._first_place(source, first, row)) is not None and begins <= place:
                 records = self._records(first + row, source, row)
-                return [int(self.shards.first_sample[first + row]) + n for n in _holding(records, place)]
+                first_sample = int(self.shards.first_sample[first + row])
+                num_train = len(records) - max(int(self.shards.num_planned[first + row]), 0)
+                return [first_sample + n for n in _holding(records, place, num_train)]
         return []
 
     def _first_place(self, source: DatasetShards, first: int, row: int) -> tuple[int, int] | None:
@@ -226,18 +228,25 @@ class SeenDocuments:
         return min(zip(records["source"].tolist(), records["source_offset"].tolist(), strict=True))
 
 
-def _holding(records: npt.NDArray[np.void], place: tuple[int, int]) -> list[int]:
-    """The samples of a shard that hold the document at a place, the last one that begins there or before."""
+def _holding(records: npt.NDArray[np.void], place: tuple[int, int], num_train: int) -> list[int]:
+    """The samples of a shard that hold the document at a place, the last one that begins there or before.
+
+    Rows for validation stand behind the ``num_train`` others; either side may hold it.
+    """
+    is_in_rows = "num_starts" in (records.dtype.names or ())
+    if is_in_rows and 0 < num_train < len(records):
+        behind = _holding(records[num_train:], place, 0)
+        return _holding(records[:num_train], place, num_train) + [num_train + number for number in behind]
     places = list(zip(records["source"].tolist(), records["source_offset"].tolist(), strict=True))
-    if places != sorted(places):
+    if is_in_rows and places != sorted(places):
         raise UsageError(
             "rows of --pack best_fit hold documents of anywhere in their shard; look for a text of it instead"
         )
-    nearest = max(item for item in places if item <= place)
+    nearest = max((item for item in places if item <= place), default=(-1, 0))
     if nearest[0] != place[0]:
         return []
     rows = [number for number, item in enumerate(places) if item == nearest]
-    if "num_starts" in (records.dtype.names or ()) and rows[0] and places[rows[0]] == nearest:
+    if is_in_rows and rows[0] and places[rows[0]] == nearest:
         rows.insert(0, rows[0] - 1)  # the document may begin in the row before
     return rows
 

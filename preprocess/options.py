@@ -23,7 +23,7 @@ from preprocess.resources import batch_bytes_within, most_batches_within
 from shardprep.command_line import flag_words, option
 from shardprep.errors import UsageError
 from shardprep.format.checked_json import MOST, is_text
-from shardprep.format.names import MAX_SEQ_LEN, Record, TokenFormat
+from shardprep.format.names import LEAST_FRACTION, MAX_SEQ_LEN, MOST_FRACTION, Record, TokenFormat
 
 Doc = Literal["line", "file"]
 Pack = Literal["concat", "best_fit"]
@@ -111,6 +111,15 @@ class PlanOptions:
     limit: int = _text(
         0, "for a trial: take at most this many documents in total, spread evenly over shards", span=(1, MOST)
     )
+    digests: bool = _text(
+        False, "keep a hash of each document, by which it is known in other data sets, too", kept="used"
+    )
+    validation_fraction: float = _text(
+        0.0,
+        "hold out this part of the documents for validation, chosen by the hash of each; adds --digests",
+        kept="used",
+        span=(LEAST_FRACTION, MOST_FRACTION),
+    )
     append_eos: bool = _tokens(
         None, "end documents with the EOS token", of="texts", kept="always", shown="on for packed"
     )
@@ -143,6 +152,7 @@ class PlanOptions:
             "encoding": _python_encoding(self.encoding),
             "seq_len": 0 if not has_rows else 8192 if self.seq_len is None else self.seq_len,
             "token_format": "npy" if has_rows else self.token_format,
+            "digests": self.digests or self.validation_fraction > 0,
             "keep_text": not has_rows if self.keep_text is None else self.keep_text,
             "append_eos": has_rows and not is_chat if self.append_eos is None else self.append_eos,
         }

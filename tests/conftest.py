@@ -239,7 +239,9 @@ class Prep:
     def contents(folder: Path) -> dict[str, bytes]:
         """What equal data sets have equal: every shard's files, manifests without ``run``."""
         found = {}
-        for path in sorted([*folder.glob("shard-*"), *folder.glob("quarantine/shard-*")]):
+        subfolders = ("quarantine", "digests")
+        own = [path for name in subfolders for path in folder.glob(f"{name}/shard-*")]
+        for path in sorted([*folder.glob("shard-*"), *own]):
             data = path.read_bytes()
             if path.suffix == ".json":
                 manifest = json.loads(data)

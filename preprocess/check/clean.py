@@ -22,9 +22,9 @@ from preprocess.plan.plan_file import Plan
 from shardprep.errors import CannotWrite, NotFound, ShardprepError
 from shardprep.files import STALE_AFTER_S, TEMPORARY_NAME, is_folder, names_in, remove_tree
 from shardprep.format.manifest import check_shard
-from shardprep.format.names import CRCS_DIR, IDS_DIR, QUARANTINE_DIR
+from shardprep.format.names import CRCS_DIR, DIGESTS_DIR, IDS_DIR, QUARANTINE_DIR
 
-_SUBFOLDERS = (QUARANTINE_DIR, IDS_DIR, CRCS_DIR, "jobs")
+_SUBFOLDERS = (QUARANTINE_DIR, IDS_DIR, DIGESTS_DIR, CRCS_DIR, "jobs")
 _OF_SHARD = re.compile(r"\.shard-(\d{5})\.")
 
 
@@ -47,7 +47,7 @@ class Cleaning:
 
 
 def find_temporaries(folder: Path) -> list[Path]:
-    """All of a data set's folder, its quarantine/, ids/, crcs/ and jobs/.
+    """All of a data set's folder, its quarantine/, ids/, digests/, crcs/ and jobs/.
 
     Raises NotFound where there is no folder, ReadWriteError where one cannot be listed.
     """

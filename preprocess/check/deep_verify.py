@@ -1,9 +1,10 @@
 """``verify --deep``: compares some shards with what a second, separate reader finds in their input.
 
 ``plain_reader`` shares no code with the worker's readers. The reference engine encodes each text that it
-finds, and the standard library's tarfile reads the tar. Compared are of each document place, text, token ids
-and loss mask; of documents left out place and reason; kept ids; and the counts of the manifest. So a document
-that was lost, altered, doubled or moved is found, and so are ids that another engine got wrong.
+finds, and the standard library's tarfile reads the tar. Compared are of each document place, text, digest,
+side of a validation split, token ids and loss mask; of documents left out place and reason; kept ids; and the
+counts of the manifest. So a document that was lost, altered, doubled or moved is found, and so are ids that
+another engine got wrong.
 
 What both sides share is not proven: the libraries that change text (--fix_text, --normalize) and, of
 conversations, what renders the chat template and tells which tokens the assistant wrote. Of rows packed
@@ -24,6 +25,7 @@ import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -49,6 +51,7 @@ from shardprep.format.names import (
     ROW_TOKENS_FIELD,
     TEXT_FIELD,
     TOKENIZER_DIR,
+    digests_path,
     ids_path,
     quarantine_path,
     remake_command,
@@ -63,6 +66,7 @@ _NUM_RENDERED = 256  # conversations at once
 _NUM_NAMED = 3  # documents of a kind of difference that are named
 _NPY_HEADER_BYTES = 128
 _SHOWN_CHARS = 40
+_DIGEST_BYTES = 16
 
 _Place = tuple[int, int]  # input, and where in it
 
@@ -116,7 +120,7 @@ def _check_shard(folder: Path, plan: Plan, shard_id: int, engine: Engine) -> dic
     """Compare a shard with its input. Raises BrokenShard, naming what differs, and what reading raises."""
     manifest = read_manifest(folder, shard_id)
     found = _Input(plan, shard_id, engine)
-    held = _Shard(folder, plan, shard_id).documents()
+    held = [_Shard(folder, plan, manifest, is_validation=side).documents() for side in (False, True)]
     differences = _compare(plan, found.documents(), held)
     differences += _compare_left_out(folder, manifest, found.left_out)
     differences += _compare_ids(folder, plan, shard_id, found.ids)
@@ -137,6 +141,7 @@ class _Key(NamedTuple):
     place: _Place | None
     text: bytes  # its hash; empty where the shard holds no text
     ids: bytes  # the hash of its token ids, with their loss mask
+    digest: bytes  # of its content; empty where none is kept, and of what goes on from another row
 
 
 class _Document(NamedTuple):
@@ -146,6 +151,7 @@ class _Document(NamedTuple):
     place: _Place
     line: int
     text: str  # its beginning
+    is_validation: bool
 
 
 @dataclass
@@ -164,6 +170,7 @@ class _Input:
     left_out: Counter[tuple[str, int, str]] = field(default_factory=Counter)  # input, place, reason
     ids: list[tuple[int, int, str]] = field(default_factory=list)  # input, place, id
     sources: dict[str, Counter[str]] = field(default_factory=dict)
+    validation: Counter[str] = field(default_factory=Counter)  # documents and tokens for it
 
     def documents(self) -> Iterator[_Document]:
         """Yield the documents in order, with the keys that the shard must hold."""
@@ -188,6 +195,11 @@ class _Input:
         ]
         pairs.append(("quarantined", counts.quarantined, dict(sorted(reasons.items()))))
         pairs.append(("length_histogram", counts.length_histogram, histogram))
+        if counts.validation is not None:
+            pairs += [
+                (f"{name} for validation", getattr(counts.validation, name), self.validation[name])
+                for name in ("num_documents", "num_tokens")
+            ]
         none: Counter[str] = Counter()
         whats = ["num_documents", "num_tokens"]
         if not self.plan.options.source_field:  # older data sets counted bad records as their file's
@@ -235,7 +247,7 @@ class _Input:
             for record in some:
                 answer = next(answers) if record.text else None
                 if isinstance(answer, Rendered):
-                    yield replace(record, text=answer.text, spans=answer.spans)
+                    yield replace(record, text=answer.text, spans=answer.spans, messages=record.text)
                 else:
                     yield record if answer is None else replace(record, text="", reason=answer.reason)
 
@@ -278,16 +290,38 @@ class _Input:
     def _documents_of(self, record: PlainRecord, ids: npt.NDArray[np.uint32]) -> Iterator[_Document]:
         """The document as a shard holds it: best_fit cuts it into rows, and no row holds one without ids."""
         options, place = self.plan.options, (record.source, record.offset)
+        digest = _digest_of(record) if options.digests else b""
+        # Compared as fractions of 1, without the worker's arithmetic.
+        is_validation = bool(digest) and Fraction(int(digest[:8].hex(), 16), 2**64) < Fraction(
+            options.validation_fraction
+        )
         if not self.plan.spec.has_rows:
             text = _hash(record.text.encode()) if options.keep_text else b""
-            keys = [_Key(place, text, _hash_of_ids(ids))]
+            keys = [_Key(place, text, _hash_of_ids(ids), digest)]
         elif options.pack == "best_fit":
             pieces = [ids[at : at + options.seq_len] for at in range(0, len(ids), options.seq_len)]
-            keys = [_Key(None, b"", _hash_of_ids(piece, number == 0)) for number, piece in enumerate(pieces)]
+            keys = [
+                _Key(None, b"", _hash_of_ids(piece, number == 0), b"" if number else digest)
+                for number, piece in enumerate(pieces)
+            ]
         else:
-            keys = [_Key(None, b"", _hash_of_ids(ids))] if len(ids) else []
+            keys = [_Key(None, b"", _hash_of_ids(ids), digest)] if len(ids) else []
+        if keys and is_validation:
+            self.validation.update(num_documents=1, num_tokens=len(ids))
         for key in keys:
-            yield _Document(key, place, record.line, record.text[:_SHOWN_CHARS])
+            yield _Document(key, place, record.line, record.text[:_SHOWN_CHARS], is_validation)
+
+
+def _digest_of(record: PlainRecord) -> bytes:
+    """The first half of the sha256 of the text, or of the messages without nulls, their keys sorted."""
+    text = record.text
+    if record.messages:
+        messages = [
+            {key: message[key] for key in message if message[key] is not None}
+            for message in json.loads(record.messages)
+        ]
+        text = json.dumps(messages, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    return hashlib.new("sha256", text.encode()).digest()[:_DIGEST_BYTES]
 
 
 def _hash(data: bytes) -> bytes:
@@ -308,19 +342,38 @@ class _Held(NamedTuple):
 
 
 class _Shard:
-    """A shard's tar, sample by sample, beside its idx."""
+    """The samples for training or for validation of a shard's tar, one by one, beside its idx and digests."""
 
-    def __init__(self, folder: Path, plan: Plan, shard_id: int) -> None:
+    def __init__(self, folder: Path, plan: Plan, manifest: Manifest, *, is_validation: bool) -> None:
+        shard_id, counts = manifest.shard_id, manifest.counts
         self._spec, self._path = plan.spec, tar_path(folder, shard_id)
         self._is_cut = plan.options.pack == "best_fit"
         self._ids_name = token_field(plan.spec.record, plan.spec.token_format)
-        self._records = iter(read_idx(folder, plan.spec, shard_id).tolist())
+        records = read_idx(folder, plan.spec, shard_id).tolist()
+        num_validation = 0 if counts.validation is None else counts.validation.num_samples
+        cut = len(records) - num_validation
+        self._behind = {record[0] for record in records[cut:]}  # where ids of samples for validation begin
+        self._is_validation, self._is_empty = is_validation, is_validation and not num_validation
+        self._records = iter(records[cut:] if is_validation else records[:cut])
         self._remedy = f"run: {remake_command(shard_id, folder)}"
+        self._digests: Iterator[bytes] = itertools.repeat(b"")
+        if manifest.digests is not None:
+            data = digests_path(folder, shard_id).read_bytes()
+            found = [data[at : at + _DIGEST_BYTES] for at in range(0, len(data), _DIGEST_BYTES)]
+            in_validation = 0 if counts.validation is None else counts.validation.num_documents
+            own = (
+                slice(len(found) - in_validation, None)
+                if is_validation
+                else slice(len(found) - in_validation)
+            )
+            self._digests = iter(found[own])
 
     def documents(self) -> Iterator[_Held]:
         """Yield the documents in order. Raises BrokenShard where the idx says otherwise than the tar."""
+        if self._is_empty:
+            return
         if self._spec.has_rows:
-            yield from _documents_in(self._rows(), is_cut=self._is_cut)
+            yield from _documents_in(self._rows(), self._digests, is_cut=self._is_cut)
         else:
             yield from self._samples()
         if next(self._records, None) is not None:
@@ -331,17 +384,25 @@ class _Shard:
         header = 0 if is_json else _NPY_HEADER_BYTES
         for number, (key, members) in enumerate(_groups(self._path)):
             offset, data = members[self._ids_name]
+            if self._is_of_other_side(offset + header):
+                continue
             ids = np.array(json.loads(data), np.uint32) if is_json else _array(data)
             place = self._place(offset + header, len(data) - header, len(ids))
             text = _hash(members[TEXT_FIELD][1]) if TEXT_FIELD in members else b""
             line = int(key.rpartition("_")[2])
-            yield _Held(_Key(place, text, _hash_of_ids(ids)), number, line, [place])
+            key_of_ids = _Key(place, text, _hash_of_ids(ids), next(self._digests, b""))
+            yield _Held(key_of_ids, number, line, [place])
+
+    def _is_of_other_side(self, offset: int) -> bool:
+        return (offset in self._behind) != self._is_validation
 
     def _rows(self) -> Iterator[tuple[npt.NDArray[np.uint32], list[int], _Place]]:
         """Of each row its ids, with their mask; where documents begin; the place of its first token's."""
         seq_len = self._spec.seq_len
         for _, members in _groups(self._path):
             offset, data = members[self._ids_name]
+            if self._is_of_other_side(offset + _NPY_HEADER_BYTES):
+                continue
             rows, starts = _array(data), _array(members[DOC_STARTS_FIELD][1]).astype(np.int64)
             lengths = [seq_len] * len(rows)
             if ROW_TOKENS_FIELD in members:
@@ -368,7 +429,10 @@ class _Shard:
 
 
 def _documents_in(
-    rows: Iterable[tuple[npt.NDArray[np.uint32], list[int], _Place]], *, is_cut: bool
+    rows: Iterable[tuple[npt.NDArray[np.uint32], list[int], _Place]],
+    digests: Iterator[bytes],
+    *,
+    is_cut: bool,
 ) -> Iterator[_Held]:
     """The documents in rows; ``is_cut``: what goes on in another row counts for itself."""
     held: list[npt.NDArray[np.uint32]] = []
@@ -376,7 +440,10 @@ def _documents_in(
     is_begin, number = True, 0
 
     def whole() -> _Held:
-        return _Held(_Key(None, b"", _hash_of_ids(np.concatenate(held), is_begin)), number, None, places)
+        digest = next(digests, b"") if is_begin else b""
+        return _Held(
+            _Key(None, b"", _hash_of_ids(np.concatenate(held), is_begin), digest), number, None, places
+        )
 
     for ids, starts, place in rows:
         for begin, end in itertools.pairwise(sorted({0, *starts, len(ids)})):
@@ -433,16 +500,28 @@ class _Named:
         return [f"{self._num} {self._kind} ({'; '.join(self._first)}{more})"] if self._num else []
 
 
-def _compare(plan: Plan, expected: Iterator[_Document], held: Iterator[_Held]) -> list[str]:
-    """Say which documents are missing, altered, not of the input, in another order or at another place."""
+def _beside(
+    expected: Iterator[_Document], sides: Sequence[Iterator[_Held]]
+) -> Iterator[tuple[_Document | None, _Held | None]]:
+    """Each document of the input with the next one of its side of the shard; then what is left of both."""
+    for document in expected:
+        yield document, next(sides[document.is_validation], None)
+    yield from ((None, sample) for sample in itertools.chain(*sides))
+
+
+def _compare(plan: Plan, expected: Iterator[_Document], held: Sequence[Iterator[_Held]]) -> list[str]:
+    """Say which documents are missing, altered, not of the input, in another order or at another place.
+
+    ``held``: those of the shard for training, and those for validation.
+    """
     missing: dict[_Key, list[_Document]] = {}
     extra: dict[_Key, list[_Held]] = {}
     moved = _Named("documents in another order, or with another line or place")
-    for document, sample in itertools.zip_longest(expected, held):
-        is_in_place = not (missing or extra) and None not in (document, sample) and document.key == sample.key
+    for document, sample in _beside(expected, held):
+        is_in_place = False
         pairs: list[tuple[_Document, _Held]] = []
         if document is not None and sample is not None and document.key == sample.key:
-            pairs = [(document, sample)]
+            is_in_place, pairs = not (missing or extra), [(document, sample)]
         else:
             if document is not None and (same := _kept(document, extra, missing)) is not None:
                 pairs.append((document, same))
@@ -454,7 +533,7 @@ def _compare(plan: Plan, expected: Iterator[_Document], held: Iterator[_Held]) -
             is_elsewhere = any(place != one.place for place in other.places)
             if not is_in_place or is_elsewhere or other.line not in (None, one.line):
                 moved.add(f"document {other.number} of {_at(plan, one.place)}")
-    altered = _Named("documents whose text, or whose ids by the reference engine, are others")
+    altered = _Named("documents whose text, digest, side, or ids by the reference engine, are others")
     lost = _Named("documents of the input are missing")
     found = _Named("documents are not in the input")
     samples = {sample.key.place or sample.number: sample for each in extra.values() for sample in each}

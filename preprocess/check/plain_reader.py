@@ -51,6 +51,7 @@ class PlainRecord:
     line: int = 0  # in the shard, from 0
     source: int = 0  # position of the input file in the plan
     spans: list[tuple[int, int]] | None = None  # of a rendered conversation: the characters by the assistant
+    messages: str = ""  # of a rendered conversation, in JSON
 
 
 class _BadError(Exception):

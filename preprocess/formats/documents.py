@@ -121,7 +121,8 @@ def _conversations(item: DocumentBatch | LongDocument, template: ChatTemplate) -
     texts = [one.text for one in rendered if isinstance(one, Rendered)]
     spans = [one.spans for one in rendered if isinstance(one, Rendered)]
     batch = item.only(np.array(kept, np.int64))
-    return dataclasses.replace(batch, texts=texts, spans=spans, bad=sorted(bad, key=lambda one: one.line))
+    bad.sort(key=lambda one: one.line)
+    return dataclasses.replace(batch, texts=texts, spans=spans, conversations=batch.texts, bad=bad)
 
 
 def _items(

@@ -21,6 +21,7 @@ from preprocess.formats.inputs import BadDocument, OpenInput, Place, RangeReader
 from preprocess.formats.long_documents import LongDocument
 from preprocess.formats.text_fields import TextFields, UnusableText
 from preprocess.options import Doc, PlanOptions
+from shardprep.format.digests import canonical_conversation, digests_of
 
 # A batch of shorter lines, on average, is cut by their number: a million lines of one letter took 0.35 GB.
 SHORT_LINE_BYTES = 32
@@ -41,6 +42,7 @@ class DocumentBatch:
     ids: list[str] | None = None  # of --id_field, one per document
     sources: list[str] | None = None  # of --source_field, one per document; None: the file's
     spans: list[list[tuple[int, int]]] | None = None  # of conversations: the characters by the assistant
+    conversations: list[str] | None = None  # the messages in JSON that the texts are rendered from
     keeps_space: bool = False  # white space beyond ASCII is not yet stripped
     filtered: list[int] = field(default_factory=list)  # lines that the user's own limits leave out
 
@@ -55,7 +57,16 @@ class DocumentBatch:
             ids=None if self.ids is None else [self.ids[number] for number in picked],
             sources=None if self.sources is None else [self.sources[number] for number in picked],
             spans=None if self.spans is None else [self.spans[number] for number in picked],
+            conversations=None
+            if self.conversations is None
+            else [self.conversations[number] for number in picked],
         )
+
+    def digests(self) -> npt.NDArray[np.void]:
+        """DIGEST[n]: what each document is known by, see shardprep/format/digests.py."""
+        if self.conversations is None:
+            return digests_of(self.texts)
+        return digests_of(map(canonical_conversation, self.conversations))
 
     def first_ones(self, num_documents: int) -> DocumentBatch:
         """The first documents and the lines up to the last of them; the bytes stay those of the batch."""

@@ -8,6 +8,7 @@ tokenizer would split the text anyway. The price is a second read, and a third w
 from __future__ import annotations
 
 import codecs
+import hashlib
 import io
 import re
 import zlib
@@ -55,11 +56,19 @@ class LongDocument:
         """Bytes of input that it accounts for."""
         return self.place.num_bytes
 
-    def text_bytes(self, *, can_be_cut: bool) -> int | BadDocument:
-        """The first pass: bytes of its text as UTF-8, or why it is left out. Raises as ``text`` does."""
+    def text_bytes(self, *, can_be_cut: bool, digest: hashlib._Hash | None = None) -> int | BadDocument:
+        """The first pass: bytes of its text as UTF-8, or why it is left out. Raises as ``text`` does.
+
+        ``digest`` is told these bytes.
+        """
+        num_bytes = 0
         try:
-            pieces = encodable_pieces(self.text(), can_be_cut=can_be_cut)
-            return sum(len(piece.encode()) for piece in pieces)
+            for piece in encodable_pieces(self.text(), can_be_cut=can_be_cut):
+                encoded = piece.encode()
+                num_bytes += len(encoded)
+                if digest is not None:
+                    digest.update(encoded)
+            return num_bytes  # noqa: TRY300
         except UnicodeDecodeError as error:
             return self.place.undecodable(error)
         except UncuttableText:

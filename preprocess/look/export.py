@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -365,6 +365,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", required=True, choices=tuple(EXPORTERS), help="whose layout")
     parser.add_argument("--output_dir", type=Path, required=True, help="folder of the export")
     parser.add_argument(
+        "--split",
+        choices=("train", "validation"),
+        help="one side of a data set that was planned with --validation_fraction (default: all documents)",
+    )
+    parser.add_argument(
         "--put_eos",
         action=argparse.BooleanOptionalAction,
         help="EOS behind documents that lack it (default for megatron and nanogpt)",
@@ -385,11 +390,12 @@ def export(args: argparse.Namespace) -> int:
             f"--output_dir {str(folder.absolute())!r} has white space in it, at which Megatron cuts the "
             "lists of its data sets; choose a folder without it"
         )
+    if args.split and not plan.options.validation_fraction:
+        raise UsageError(f"--split is given, and {args.data_dir} was planned without --validation_fraction")
     put_eos = _eos_to_put(plan, args)
+    parts = [_part_of(args, plan, shard_id) for shard_id in range(plan.num_shards)]
     ends = itertools.accumulate(
-        counts.num_tokens + (0 if put_eos is None else counts.num_documents)
-        for shard_id in range(plan.num_shards)
-        for counts in [check_shard(args.data_dir, shard_id, plan.plan_id).counts]
+        part.num_tokens + (0 if put_eos is None else part.num_documents) for part in parts
     )
     exporter = EXPORTERS[args.to](
         folder=folder,
@@ -397,11 +403,12 @@ def export(args: argparse.Namespace) -> int:
         num_shards=plan.num_shards,
         first_token=[0, *ends],
     )
-    _claim(folder, {"to": args.to, "plan_id": plan.plan_id, "put_eos": put_eos})
+    side = {"split": args.split} if args.split else {}
+    _claim(folder, {"to": args.to, "plan_id": plan.plan_id, "put_eos": put_eos, **side})
     todo = [shard_id for shard_id in range(plan.num_shards) if not exporter.is_done(shard_id)]
     with Progress("exporting", len(todo), unit="shards") as progress:
         for shard_id in todo:
-            with ShardSamples(args.data_dir, plan.spec, shard_id) as samples:
+            with ShardSamples(args.data_dir, plan.spec, shard_id, parts[shard_id].samples) as samples:
                 whole = plan.options.pack == "best_fit"
                 exporter.write(ShardTokens(samples=samples, rows_hold_wholes=whole, put_eos=put_eos))
             progress.add(1)
@@ -412,6 +419,26 @@ def export(args: argparse.Namespace) -> int:
     shards = counted(plan.num_shards, "shard")
     print_lines(f"{shards}, {exporter.first_token[-1]} tokens in {folder}; {opened_by}")
     return 0
+
+
+class _Part(NamedTuple):
+    """What of a shard is exported."""
+
+    samples: slice
+    num_documents: int
+    num_tokens: int
+
+
+def _part_of(args: argparse.Namespace, plan: Plan, shard_id: int) -> _Part:
+    counts = check_shard(args.data_dir, shard_id, plan.plan_id).counts
+    held = counts.validation
+    if not args.split or held is None:
+        return _Part(slice(None), counts.num_documents, counts.num_tokens)
+    cut = counts.num_samples - held.num_samples
+    if args.split == "validation":
+        return _Part(slice(cut, None), held.num_documents, held.num_tokens)
+    num_documents, num_tokens = counts.num_documents - held.num_documents, counts.num_tokens - held.num_tokens
+    return _Part(slice(cut), num_documents, num_tokens)
 
 
 def _eos_to_put(plan: Plan, args: argparse.Namespace) -> int | None:

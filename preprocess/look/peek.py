@@ -135,9 +135,10 @@ class Choice:
 
 
 def sample_lines(
-    plan: Plan, samples: ShardSamples, number: int, documents: list[str], chars: int
+    plan: Plan, samples: ShardSamples, number: int, documents: list[str], chars: int, *, num_train: int
 ) -> Iterator[str]:
-    """A sample for people; ``chars`` of each document at most (0: all)."""
+    """A sample for people; ``chars`` of each document at most (0: all). ``num_train``: samples of the shard
+    before those for validation."""
     record = samples.records[number]
     begins_inside = len(documents) > len(samples.starts(number))
     num_tokens, num_trained = len(samples.ids(number)), int(samples.loss_mask(number).sum())
@@ -146,7 +147,8 @@ def sample_lines(
     came = "begins in the document at" if begins_inside else "from"
     place = place_text(plan.inputs[int(record["source"])].path, int(record["source_offset"]))
     name = f"{shard_name(samples.shard_id)} {what} {number}"
-    yield f"{name}: {num_tokens} tokens{trained}, {came} {place}"
+    side = ", for validation" if number >= num_train else ""
+    yield f"{name}: {num_tokens} tokens{trained}{side}, {came} {place}"
     for position, text in enumerate(documents):
         cut = text if not chars or len(text) <= chars else f"{text[:chars]} ... ({len(text)} characters)"
         if plan.spec.has_rows:
@@ -194,12 +196,14 @@ def peek(args: argparse.Namespace) -> int:
     places = Choice(folder, plan, args).places()
     decoder, num_shown = Decoder(folder), 0
     for shard_id, of_shard in itertools.groupby(places, key=lambda place: place[0]):
+        held = read_manifest(folder, shard_id).counts.validation
         with ShardSamples(folder, plan.spec, shard_id) as samples:
+            num_train = len(samples.records) - (0 if held is None else held.num_samples)
             for _, number in of_shard:
                 documents = _documents(samples, number, decoder)
                 if args.grep and not any(map(pattern.search, documents)):
                     continue
-                print_lines(*sample_lines(plan, samples, number, documents, args.chars))
+                print_lines(*sample_lines(plan, samples, number, documents, args.chars, num_train=num_train))
                 num_shown += 1
                 if num_shown == args.num or not output_is_read():
                     return 0

@@ -45,6 +45,17 @@ class TokenBatch:
     ids: npt.NDArray[np.uint32]  # uint32[tokens]
     offsets: npt.NDArray[np.int64]  # int64[documents + 1]
 
+    def part(self, first: int, end: int) -> TokenBatch:
+        """The documents from one up to another."""
+        offsets = self.offsets[first : end + 1]
+        return TokenBatch(ids=self.ids[offsets[0] : offsets[-1]], offsets=offsets - offsets[0])
+
+    def only(self, is_wanted: npt.NDArray[np.bool_]) -> TokenBatch:
+        """Some of the documents: bool[documents]."""
+        lengths = np.diff(self.offsets)
+        offsets = np.concatenate([[0], np.cumsum(lengths[is_wanted])])
+        return TokenBatch(ids=self.ids[np.repeat(is_wanted, lengths)], offsets=offsets)
+
 
 NO_LOSS = np.uint32(1 << 31)  # set in an id of a conversation that the assistant did not write
 

@@ -11,7 +11,7 @@ import functools
 import itertools
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +19,10 @@ import numpy.typing as npt
 from preprocess.formats.format import DocumentBatch
 from preprocess.formats.long_documents import LongDocument
 from preprocess.make.engines import NO_LOSS, TokenBatch
-from preprocess.make.packing import START, Packer, RowGroup
+from preprocess.make.packing import START, Packer, RowGroup, rows_per_member
 from shardprep.errors import BadInput
 from shardprep.format.dataset_spec import DatasetSpec
+from shardprep.format.digests import DIGEST, are_for_validation
 from shardprep.format.idx import IDX_DOCUMENT, idx_dtype
 from shardprep.format.names import (
     BLOCK_BYTES,
@@ -44,7 +45,18 @@ _OCTAL_CHECKSUM = 8 ** np.arange(5, -1, -1, dtype=np.int64)
 _BLOCK_TOKENS = 1 << 16  # of a long document, written at once
 
 Ids = npt.NDArray[np.uint32]
-Piece = tuple[bytes | memoryview, npt.NDArray[np.void]]
+_NO_DIGESTS = np.empty(0, DIGEST)
+
+
+class Piece(NamedTuple):
+    """Bytes of the tar, and of the samples that they complete, all of one side, what idx and digests say."""
+
+    data: bytes | memoryview
+    records: npt.NDArray[np.void]
+    digests: npt.NDArray[np.void] = _NO_DIGESTS  # of the documents that begin in the samples, if any are kept
+    is_validation: bool = False
+
+
 Prepared = Callable[[], Iterator[Piece]]  # to be called in the order of the input
 
 
@@ -68,7 +80,9 @@ class DocumentMembers:
         self._json = json_ids(spec.tokenizer.vocab_size) if spec.token_format == "json" else None
         self._npy_header_bytes = 0 if self._json else len(npy_header(spec.dtype, (1,)))
 
-    def prepare(self, documents: DocumentBatch, tokens: TokenBatch) -> Prepared:
+    def prepare(
+        self, documents: DocumentBatch, tokens: TokenBatch, digests: npt.NDArray[np.void] = _NO_DIGESTS
+    ) -> Prepared:
         """Lay out a batch as far as no other batch matters, in any thread; the result yields its pieces.
 
         With ``batch_size`` nothing is laid out before its turn: memory matters more.
@@ -76,15 +90,26 @@ class DocumentMembers:
         num_documents = len(documents.texts)
         size = self._batch_size or max(1, num_documents)
         parts = [slice(begin, min(begin + size, num_documents)) for begin in range(0, num_documents, size)]
-        laid_out = (self._lay_out(documents, tokens, part) for part in parts)
+        laid_out = (self._lay_out(documents, tokens, part)._replace(digests=digests[part]) for part in parts)
         return functools.partial(self._placed, laid_out if self._batch_size else list(laid_out))
 
     def _placed(self, laid_out: Iterable[Piece]) -> Iterator[Piece]:
         """Pieces that begin at byte 0, as they follow what is in the tar already."""
-        for data, records in laid_out:
-            records["offset"] += self._tar_bytes
-            self._tar_bytes += len(data)
-            yield data, records
+        for piece in laid_out:
+            piece.records["offset"] += self._tar_bytes
+            self._tar_bytes += len(piece.data)
+            yield from self._sides(piece)
+
+    def _sides(self, piece: Piece) -> Iterator[Piece]:
+        """The piece with its samples for training, and one of no bytes with those for validation."""
+        if not (fraction := self._spec.validation_fraction):
+            yield piece
+            return
+        is_validation = are_for_validation(piece.digests, fraction)
+        for side, data in ((False, piece.data), (True, b"")):
+            here = is_validation == side
+            if len(data) or here.any():
+                yield Piece(data, piece.records[here], piece.digests[here], side)
 
     def rest(self) -> Iterator[Piece]:
         """Yield what is held, at the end of the shard."""
@@ -92,9 +117,8 @@ class DocumentMembers:
 
     def _lay_out(self, documents: DocumentBatch, tokens: TokenBatch, part: slice) -> Piece:
         """The members of part of a batch: their bytes, and IDX_DOCUMENT[documents] as at byte 0."""
-        offsets = tokens.offsets[part.start : part.stop + 1]
-        tokens = TokenBatch(ids=tokens.ids[offsets[0] : offsets[-1]], offsets=offsets - offsets[0])
-        num_tokens, lines = np.diff(offsets), documents.lines[part]
+        tokens = tokens.part(part.start, part.stop)
+        num_tokens, lines = np.diff(tokens.offsets), documents.lines[part]
         id_bytes = self._id_bytes(tokens)
         texts = [text.encode() for text in documents.texts[part]] if self._keep_text else []
         text_bytes = np.fromiter(map(len, texts), np.int64, len(texts))
@@ -116,21 +140,24 @@ class DocumentMembers:
         records["num_tokens"] = num_tokens
         records["source"] = documents.input_number
         records["source_offset"] = documents.input_offsets[part]
-        return buffer.data, records
+        return Piece(buffer.data, records)
 
-    def long_document(self, document: LongDocument, num_text_bytes: int, ids: Ids) -> Iterator[Piece]:
-        """Lay out a document whose text, of so many bytes, is read once more."""
+    def long_document(
+        self, document: LongDocument, num_text_bytes: int, ids: Ids, digest: npt.NDArray[np.void]
+    ) -> Iterator[Piece]:
+        """Lay out a document whose text, of so many bytes, is read once more. ``digest``: one or none."""
         place, none = document.place, np.empty(0, IDX_DOCUMENT)
         tokens = TokenBatch(ids=ids, offsets=np.array([0, len(ids)]))
         num_bytes = int(self._id_bytes(tokens)[0])
         self._check_sizes(place.input_number, num_bytes, num_text_bytes)
         for data in self._long_pieces(document, num_text_bytes, tokens, num_bytes):
             self._tar_bytes += len(data)
-            yield data, none
+            yield Piece(data, none)
         begin = self._tar_bytes - num_bytes + self._npy_header_bytes
         self._tar_bytes += -num_bytes % BLOCK_BYTES
         record = (begin, num_bytes - self._npy_header_bytes, len(ids), place.input_number, place.start)
-        yield bytes(-num_bytes % BLOCK_BYTES), np.array([record], IDX_DOCUMENT)
+        records = np.array([record], IDX_DOCUMENT)
+        yield from self._sides(Piece(bytes(-num_bytes % BLOCK_BYTES), records, digest))
 
     def _long_pieces(
         self, document: LongDocument, num_text_bytes: int, tokens: TokenBatch, num_bytes: int
@@ -296,37 +323,96 @@ class JsonIds:
 
 
 class RowMembers:
-    """Packed rows: many rows per member, the places where documents begin beside it; see DocumentMembers."""
+    """Packed rows: many rows per member, the places where documents begin beside it; see DocumentMembers.
 
-    def __init__(self, spec: DatasetSpec, shard_id: int, packer: Packer) -> None:
+    ``packers``: of the rows for training, and of those for validation, if any: no row holds both.
+    """
+
+    def __init__(self, spec: DatasetSpec, shard_id: int, packers: Sequence[Packer]) -> None:
         self._spec = spec
         self._shard_id = shard_id
-        self._packer = packer
+        self._packers = packers
+        self._member_tokens = rows_per_member(spec) * spec.seq_len
+        self._held: list[tuple[TokenBatch, npt.NDArray[np.void]]] = []  # for validation, not yet packed
+        self._num_held = 0  # tokens in them
         self._num_rows = 0
         self._tar_bytes = 0
         self.num_padding = 0
 
     @property
     def num_split(self) -> int:
-        return self._packer.num_split
+        return sum(packer.num_split for packer in self._packers)
 
-    def prepare(self, documents: DocumentBatch, tokens: TokenBatch) -> Prepared:
+    def prepare(
+        self, documents: DocumentBatch, tokens: TokenBatch, digests: npt.NDArray[np.void] = _NO_DIGESTS
+    ) -> Prepared:
         starts = np.zeros(len(documents.texts), START)
         starts["source"] = documents.input_number
         starts["source_offset"] = documents.input_offsets
-        return lambda: map(self._member, self._packer.append(tokens, starts))
+        if len(digests):
+            starts["digest"] = digests
+        return lambda: self._packed(tokens, starts)
 
-    def long_document(self, document: LongDocument, _: int, ids: Ids) -> Iterator[Piece]:
+    def _packed(self, tokens: TokenBatch, starts: npt.NDArray[np.void]) -> Iterator[Piece]:
+        """The members that documents fill.
+
+        Those for validation are held until they fill a member, so that the order of members follows from the
+        documents alone, however they are batched, and consecutive ones for training are packed together.
+        """
+        if not (fraction := self._spec.validation_fraction):
+            yield from self._appended(tokens, starts, is_validation=False)
+            return
+        is_validation = are_for_validation(starts["digest"], fraction)
+        sums = np.cumsum(np.where(is_validation, np.diff(tokens.offsets), 0))
+        first = before = 0
+        while first < len(starts):
+            wanted = before + self._member_tokens - self._num_held
+            end = min(int(np.searchsorted(sums, wanted)) + 1, len(starts))
+            part, here = tokens.part(first, end), is_validation[first:end]
+            yield from self._appended(part.only(~here), starts[first:end][~here], is_validation=False)
+            self._held.append((part.only(here), starts[first:end][here]))
+            self._num_held += int(sums[end - 1]) - before
+            if self._num_held >= self._member_tokens:
+                yield from self._release()
+            first, before = end, int(sums[end - 1])
+
+    def _release(self) -> Iterator[Piece]:
+        """The members that the documents held for validation fill."""
+        held, self._held, self._num_held = self._held, [], 0
+        if held:
+            lengths = np.concatenate([np.diff(tokens.offsets) for tokens, _ in held])
+            offsets = np.concatenate([[0], np.cumsum(lengths)])
+            tokens = TokenBatch(ids=np.concatenate([tokens.ids for tokens, _ in held]), offsets=offsets)
+            yield from self._appended(
+                tokens, np.concatenate([starts for _, starts in held]), is_validation=True
+            )
+
+    def _appended(
+        self, tokens: TokenBatch, starts: npt.NDArray[np.void], *, is_validation: bool
+    ) -> Iterator[Piece]:
+        for group in self._packers[is_validation].append(tokens, starts):
+            yield self._member(group, is_validation=is_validation)
+
+    def long_document(
+        self, document: LongDocument, _: int, ids: Ids, digest: npt.NDArray[np.void]
+    ) -> Iterator[Piece]:
         """Lay out its ids; rows hold no text."""
         tokens = TokenBatch(ids=ids, offsets=np.array([0, len(ids)]))
         place = document.place
-        start = np.array([(0, place.input_number, place.start)], START)
-        return map(self._member, self._packer.append(tokens, start))
+        start = np.zeros(1, START)
+        start["source"], start["source_offset"] = place.input_number, place.start
+        if len(digest):
+            start["digest"] = digest
+        return self._packed(tokens, start)
 
     def rest(self) -> Iterator[Piece]:
-        return map(self._member, self._packer.finish())
+        for side, packer in enumerate(self._packers):
+            if side:
+                yield from self._release()
+            for group in packer.finish():
+                yield self._member(group, is_validation=side == 1)
 
-    def _member(self, group: RowGroup) -> Piece:
+    def _member(self, group: RowGroup, *, is_validation: bool) -> Piece:
         """One member: its bytes, and the idx records of its rows."""
         fields: dict[str, npt.NDArray[Any]] = {
             DOC_STARTS_FIELD: group.starts["position"].astype(np.uint32),
@@ -351,7 +437,7 @@ class RowMembers:
         self._num_rows += len(group.rows)
         self._tar_bytes += len(data)
         self.num_padding += num_padding
-        return data, self._records(group, payloads)
+        return Piece(data, self._records(group, payloads), group.starts["digest"], is_validation)
 
     def _records(self, group: RowGroup, payloads: dict[str, int]) -> npt.NDArray[np.void]:
         row_bytes = self._spec.seq_len * self._spec.dtype.itemsize

@@ -16,10 +16,11 @@ import numpy.typing as npt
 
 from preprocess.make.engines import NO_LOSS, TokenBatch
 from shardprep.format.dataset_spec import DatasetSpec
+from shardprep.format.digests import DIGEST, DIGEST_BYTES
 from shardprep.format.names import PACKED_MEMBER_BYTES
 
-# A document: where it begins, in tokens, and the input that it came from.
-START = np.dtype([("position", "<i8"), ("source", "<u4"), ("source_offset", "<u8")])
+# A document: where it begins, in tokens, the input that it came from, and its digest, zeros without one.
+START = np.dtype([("position", "<i8"), ("source", "<u4"), ("source_offset", "<u8"), ("digest", DIGEST)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +132,7 @@ class ConcatRows:
         )
 
 
-Provenance = tuple[int, int]  # input number, and byte in it
+Provenance = tuple[int, int, bytes]  # input number, byte in it, and digest
 
 
 class _ClosedRow(NamedTuple):
@@ -162,24 +163,26 @@ class BestFitRows:
         self._spaces = 0  # bit s: some open row has s tokens of space
         self._open: dict[int, list[int]] = {}  # space -> the open rows that have it
         self._starts_of: list[list[tuple[int, Provenance]]] = [[] for _ in range(num_open)]
-        self._first_of: list[Provenance] = [(0, 0)] * num_open
+        self._first_of: list[Provenance] = [(0, 0, bytes(DIGEST_BYTES))] * num_open
         self._closed: list[_ClosedRow] = []
         self._group_rows = rows_per_member(spec)
         self.num_split = 0
 
     def append(self, tokens: TokenBatch, starts: npt.NDArray[np.void]) -> Iterator[RowGroup]:
         bounds = tokens.offsets.tolist()
-        sources, offsets = starts["source"].tolist(), starts["source_offset"].tolist()
+        provenances = zip(
+            *(starts[name].tolist() for name in ("source", "source_offset", "digest")), strict=True
+        )
         ids = tokens.ids.astype(self._dtype)
-        for number, (source, offset) in enumerate(zip(sources, offsets, strict=True)):
+        for number, provenance in enumerate(provenances):
             begin, end = bounds[number], bounds[number + 1]
             if end - begin <= self._spec.seq_len:
                 if begin < end:
-                    self._put(ids[begin:end], (source, offset), is_start=True)
+                    self._put(ids[begin:end], provenance, is_start=True)
             else:
                 for first in range(begin, end, self._spec.seq_len):
                     piece = ids[first : min(first + self._spec.seq_len, end)]
-                    self._put(piece, (source, offset), is_start=first == begin)
+                    self._put(piece, provenance, is_start=first == begin)
                 self.num_split += 1
             if len(self._closed) >= self._group_rows:
                 yield from self._groups()

@@ -29,11 +29,13 @@ from shardprep.errors import BadInput, CannotWrite
 from shardprep.files import STALE_AFTER_S, PublishedFile, remove_temporaries, size_of_file, sync_folder
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.idx import ChunkCrcs, idx_dtype, idx_header
-from shardprep.format.manifest import Manifest, ShardCounts
+from shardprep.format.manifest import Manifest, ShardCounts, ValidationCounts
 from shardprep.format.names import (
+    DIGESTS_DIR,
     IDS_DIR,
     QUARANTINE_DIR,
     TAR_END,
+    digests_path,
     ids_path,
     idx_path,
     manifest_path,
@@ -76,7 +78,7 @@ def _unlink(marks: list[Path], owner: int) -> None:
 
 def remove_temporaries_of(shard_ids: Iterable[int], folder: Path, *, older_than_s: float = 0) -> None:
     """Remove what attempts at some shards left, by one look at the folder."""
-    subfolders = [QUARANTINE_DIR, IDS_DIR]
+    subfolders = [QUARANTINE_DIR, IDS_DIR, DIGESTS_DIR]
     remove_temporaries(folder, *map(shard_name, shard_ids), older_than_s=older_than_s, subfolders=subfolders)
 
 
@@ -98,6 +100,7 @@ class ShardWriter:
         *,
         input_paths: Mapping[int, str],
         keeps_ids: bool = False,
+        keeps_digests: bool = False,
     ) -> None:
         self._folder = folder
         self._spec = spec
@@ -123,11 +126,13 @@ class ShardWriter:
             self._idx = PublishedFile(idx_path(folder, shard_id))
             self._files.append(self._idx)
             self._ids = self._subfolder_file(ids_path(folder, shard_id)) if keeps_ids else None
+            self._digests = self._subfolder_file(digests_path(folder, shard_id)) if keeps_digests else None
         except CannotWrite:
             self.__exit__(None, None, None)
             raise
         self._idx.write(idx_header(spec, shard_id))
         self._crcs = ChunkCrcs(idx_dtype(spec.kind))
+        self._validation: list[Piece] = []  # whose records and digests come behind all others
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -163,12 +168,14 @@ class ShardWriter:
             self._keep_ids(documents.input_number, documents.input_offsets.tolist(), documents.ids)
         self._write(prepared())
 
-    def append_long(self, document: LongDocument, num_text_bytes: int, ids: Ids) -> None:
+    def append_long(
+        self, document: LongDocument, num_text_bytes: int, ids: Ids, digest: npt.NDArray[np.void]
+    ) -> None:
         """Add a document that is read in pieces; one without text, and so without ids, is an empty line."""
         place = document.place
         self._count_input(1, int(not num_text_bytes), document.num_bytes)
         if num_text_bytes:
-            self._write(self._members.long_document(document, num_text_bytes, ids))
+            self._write(self._members.long_document(document, num_text_bytes, ids, digest))
             self._count_documents(np.array([len(ids)]))
             self._keep_ids(place.input_number, [place.start], [document.id])
         num_bytes = num_text_bytes if document.source else document.num_bytes
@@ -238,17 +245,28 @@ class ShardWriter:
         self._histogram += np.bincount(np.frexp(num_tokens)[1], minlength=64)
 
     def _write(self, pieces: Iterable[Piece]) -> None:
-        for data, records in pieces:
-            self._tar.write(data)
-            if len(records):
-                raw = records.tobytes()
-                self._idx.write(raw)
-                self._crcs.add(raw)
-                self._num_samples += len(records)
+        for piece in pieces:
+            self._tar.write(piece.data)
+            if piece.is_validation:
+                self._validation.append(piece._replace(data=b""))
+            else:
+                self._note(piece)
+
+    def _note(self, piece: Piece) -> None:
+        """Write what idx and digests say of a piece's samples."""
+        if len(piece.records):
+            raw = piece.records.tobytes()
+            self._idx.write(raw)
+            self._crcs.add(raw)
+            self._num_samples += len(piece.records)
+        if self._digests is not None and len(piece.digests):
+            self._digests.write(piece.digests.tobytes())
 
     def commit(self, run: dict[str, Any]) -> Manifest:
         """Publish the shard; its manifest, with ``run`` in it, comes last."""
         self._write(self._members.rest())
+        for piece in self._validation:
+            self._note(piece)
         self._tar.write(TAR_END)
         self._idx.write(self._crcs.table())
         stamps = {"tar": self._tar.sync(), "idx": self._idx.sync()}
@@ -259,12 +277,13 @@ class ShardWriter:
             counts=self._counts(),
             quarantine=None if quarantine is None else quarantine.sync(),
             ids=None if self._ids is None else self._ids.sync(),
+            digests=None if self._digests is None else self._digests.sync(),
             run=run,
             **stamps,
         )
         self._tar.publish()
         self._idx.publish()
-        for file in (quarantine, self._ids):
+        for file in (quarantine, self._ids, self._digests):
             if file is not None:
                 file.publish()
                 sync_folder(file.path.parent)
@@ -301,6 +320,13 @@ class ShardWriter:
 
     def _counts(self) -> ShardCounts:
         used = np.flatnonzero(self._histogram)
+        validation = None
+        if self._spec.validation_fraction:
+            validation = ValidationCounts(
+                num_samples=sum(len(piece.records) for piece in self._validation),
+                num_documents=sum(len(piece.digests) for piece in self._validation),
+                num_tokens=sum(int(piece.records["num_tokens"].sum()) for piece in self._validation),
+            )
         return ShardCounts(
             num_samples=self._num_samples,
             num_documents=self.num_documents,
@@ -314,4 +340,5 @@ class ShardWriter:
             quarantined=dict(sorted(Counter(bad.reason for bad in self.bad).items())),
             length_histogram=self._histogram[: used[-1] + 1].tolist() if len(used) else [],
             sources=dict(sorted(self._sources.items())),
+            validation=validation,
         )

@@ -41,6 +41,7 @@ from preprocess.resources import share_heaps
 from shardprep.console import counted
 from shardprep.errors import BadInput, BrokenShard, CannotWrite, MissingShard, ReadWriteError, Refused
 from shardprep.format.dataset_spec import DatasetSpec
+from shardprep.format.digests import DIGEST, DIGEST_BYTES
 from shardprep.format.manifest import Manifest, check_shard
 from shardprep.format.names import TOKENIZER_DIR
 
@@ -120,6 +121,7 @@ class Worker:
                 members,
                 input_paths={number: self.plan.inputs[number].path for number in shard.input_numbers},
                 keeps_ids=bool(options.id_field),
+                keeps_digests=options.digests,
             ) as writer,
         ):
             behind: deque[tuple[int, Future[_Append]]] = deque()  # bytes of input, and what appends them
@@ -151,21 +153,23 @@ class Worker:
 
         A long document is read twice or thrice: to check it, and in pieces for its ids and its text.
         """
-        end_id = self.plan.end_id
+        end_id, keeps_digests = self.plan.end_id, self.plan.options.digests
         if isinstance(item, DocumentBatch):
             tokens = self.engine.encode_documents(
                 item.texts, batch_size=self.settings.batch_size, end_id=end_id, spans=item.spans
             )
-            prepared = members.prepare(item, tokens)
+            prepared = members.prepare(item, tokens, *([item.digests()] if keeps_digests else []))
             return lambda writer: writer.append(item, tokens, prepared)
         can_be_cut = self.plan.can_be_cut
-        found = item.text_bytes(can_be_cut=can_be_cut)
+        text_hash = hashlib.sha256() if keeps_digests else None
+        found = item.text_bytes(can_be_cut=can_be_cut, digest=text_hash)
         if isinstance(found, BadDocument):
             return lambda writer: writer.leave_out(item, found)
         ids = [np.empty(0, np.uint32)]
         if found:
             ids += self.engine.encode_long(item.text(), can_be_cut=can_be_cut, end_id=end_id)
-        return lambda writer: writer.append_long(item, found, np.concatenate(ids))
+        digest = np.frombuffer(b"" if text_hash is None else text_hash.digest()[:DIGEST_BYTES], DIGEST)
+        return lambda writer: writer.append_long(item, found, np.concatenate(ids), digest)
 
     def _check_bad_fraction(self, writer: ShardWriter, shard_id: int) -> None:
         given = self.settings.max_bad_fraction
@@ -218,7 +222,8 @@ def members_of(
     ``batch_size``: most documents laid out at once, None for all of a batch.
     """
     if spec.has_rows:
-        return RowMembers(spec, shard_id, packer_of(spec, options.pack))
+        num_sides = 2 if spec.validation_fraction else 1
+        return RowMembers(spec, shard_id, [packer_of(spec, options.pack) for _ in range(num_sides)])
     return DocumentMembers(spec, shard_id, keep_text=options.keep_text, batch_size=batch_size)
 
 

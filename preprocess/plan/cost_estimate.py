@@ -128,10 +128,13 @@ def _part_at(plan: Plan, number: int, target: int, num_bytes: int) -> ByteRange:
 def measure(plan: Plan, engine: Engine) -> CostEstimate:
     """Run a sample through the worker's own stages into a scratch folder; scale their CPU seconds up."""
     input_paths = {number: item.path for number, item in enumerate(plan.inputs)}
+    keeps_digests = plan.options.digests
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(scratch_folder())
         members = members_of(plan.spec, 0, plan.options)
-        writer = stack.enter_context(ShardWriter(folder, plan.spec, 0, members, input_paths=input_paths))
+        writer = stack.enter_context(
+            ShardWriter(folder, plan.spec, 0, members, input_paths=input_paths, keeps_digests=keeps_digests)
+        )
         num_bytes = 0
         read_s = encode_s = layout_s = write_s = 0.0  # of CPU
         at = time.process_time()
@@ -139,7 +142,7 @@ def measure(plan: Plan, engine: Engine) -> CostEstimate:
             at, read_s = _add_cpu(at, read_s)
             tokens = engine.encode_documents(batch.texts, end_id=plan.end_id, spans=batch.spans)
             at, encode_s = _add_cpu(at, encode_s)
-            prepared = members.prepare(batch, tokens)
+            prepared = members.prepare(batch, tokens, *([batch.digests()] if keeps_digests else []))
             at, layout_s = _add_cpu(at, layout_s)
             writer.append(batch, tokens, prepared)
             at, write_s = _add_cpu(at, write_s)

@@ -88,6 +88,7 @@ class Plan:
             seq_len=options.seq_len,
             append_eos=options.append_eos,
             tokenizer=self.tokenizer,
+            validation_fraction=options.validation_fraction,
         )
 
     @property

@@ -208,9 +208,16 @@ class Fields:
         return _reader_of(kind)(self, key)
 
     def all_of(self, kind: type[T], **given: Any) -> T:
-        """A dataclass made of all keys, each of its field's type, but for those that are ``given``."""
+        """A dataclass made of all keys, each of its field's type, but for those that are ``given``.
+
+        A key whose field has a default may be absent.
+        """
         readers = _readers_of(kind)  # type: ignore[arg-type]  # a class can be hashed
-        values = {name: read(self, name) for name, read in readers if name not in given}
+        values = {
+            name: read(self, name)
+            for name, read, is_optional in readers
+            if name not in given and not (is_optional and not self.has(name))
+        }
         self.end()
         return kind(**values, **given)
 
@@ -309,9 +316,14 @@ def _reader_of(kind: Any) -> Callable[[Fields, str], Any]:
 
 
 @functools.cache
-def _readers_of(kind: Any) -> list[tuple[str, Callable[[Fields, str], Any]]]:
+def _readers_of(kind: Any) -> list[tuple[str, Callable[[Fields, str], Any], bool]]:
+    """The name of each field, what reads it, and whether it has a default."""
     hints = typing.get_type_hints(kind, include_extras=True)
-    return [(item.name, _reader_of(hints[item.name])) for item in dataclasses.fields(kind) if item.init]
+    return [
+        (item.name, _reader_of(hints[item.name]), item.default is not dataclasses.MISSING)
+        for item in dataclasses.fields(kind)
+        if item.init
+    ]
 
 
 def is_digest(value: object, num_digits: int) -> bool:

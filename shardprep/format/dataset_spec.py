@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from shardprep.files import Digest
 from shardprep.format.checked_json import Fields
-from shardprep.format.names import MAX_PLAN_BYTES, MAX_SEQ_LEN, MAX_SHARDS, PLAN_NAME, Record, TokenFormat
+from shardprep.format.names import (
+    MAX_PLAN_BYTES,
+    MAX_SEQ_LEN,
+    MAX_SHARDS,
+    MOST_FRACTION,
+    PLAN_NAME,
+    Record,
+    TokenFormat,
+)
 from shardprep.format.parts import PartsFile
 
 if TYPE_CHECKING:
@@ -81,6 +89,7 @@ class DatasetSpec:
     seq_len: Annotated[int, 0, MAX_SEQ_LEN]  # tokens per packed row; 0 unless packed
     append_eos: bool
     tokenizer: TokenizerSpec
+    validation_fraction: Annotated[float, MOST_FRACTION] = 0.0  # see digests.py; absent where it is 0
     # These follow from the others, and are in no file.
     kind: str = field(init=False)  # how a sample's ids are stored: one of IDX_KINDS
     has_rows: bool = field(init=False)  # whether a sample is a row of seq_len tokens, and no document
@@ -102,7 +111,8 @@ class DatasetSpec:
     def to_json(self) -> dict[str, Any]:
         """What a manifest and the index say of it."""
         found = dataclasses.asdict(self)
-        return {name: found[name] for name in found if name not in _DERIVED}
+        left_out = (*_DERIVED, *(() if self.validation_fraction else ("validation_fraction",)))
+        return {name: found[name] for name in found if name not in left_out}
 
     @staticmethod
     def from_json(fields: Fields) -> DatasetSpec:

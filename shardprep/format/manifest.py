@@ -25,6 +25,7 @@ from shardprep.errors import BrokenShard, MissingShard, NotFound, OtherPlan
 from shardprep.files import NOT_THERE, FileStamp, names_in, size_of_file, stamp_file
 from shardprep.format.checked_json import Fields, is_digest, read_checked, with_content_hash
 from shardprep.format.dataset_spec import DatasetSpec
+from shardprep.format.digests import DIGEST_BYTES
 from shardprep.format.idx import MAX_SAMPLES, idx_num_bytes
 from shardprep.format.names import (
     BLOCK_BYTES,
@@ -33,6 +34,7 @@ from shardprep.format.names import (
     MAX_SHARDS,
     OSTS_NAME,
     PLAN_NAME,
+    digests_path,
     id_ranges,
     ids_path,
     idx_path,
@@ -52,6 +54,15 @@ _MANIFEST_NAME = re.compile(r"shard-(\d{5})\.json", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
+class ValidationCounts:
+    """What of a shard is for validation by the plan's fraction: the last samples of its idx."""
+
+    num_samples: int
+    num_documents: int  # that have tokens
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShardCounts:
     """What a shard holds. Equal for equal inputs and options, whatever made it."""
 
@@ -67,6 +78,7 @@ class ShardCounts:
     quarantined: dict[str, int]  # documents left out, by reason
     length_histogram: list[int]  # [b]: documents of 2**(b-1) <= tokens < 2**b
     sources: dict[str, SourceCounts]  # in the order of their names
+    validation: ValidationCounts | None = None  # of all the above; absent without a plan's fraction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +93,14 @@ class Manifest:
     quarantine: FileStamp | None
     ids: FileStamp | None  # of --id_field
     run: dict[str, Any]  # what may vary between equal shards: engine, versions, host, times
+    digests: FileStamp | None = None  # of --digests; absent without
 
     def to_json(self) -> bytes:
         """The bytes on disk; the part before ``run`` is equal for equal shards, and each has its hash."""
         content = dataclasses.asdict(self) | {"spec": self.spec.to_json()}
+        for values, name in ((content, "digests"), (content["counts"], "validation")):
+            if values[name] is None:  # as before there were any
+                del values[name]
         data = with_content_hash("shardprep-manifest", content, run=content.pop("run"))
         return json.dumps(data, ensure_ascii=False, indent=1).encode() + b"\n"
 
@@ -97,6 +113,22 @@ class Manifest:
         if manifest.idx.num_bytes != expected:
             what = f"{expected} for {manifest.counts.num_samples} samples"
             raise fields.wrong("idx.num_bytes", manifest.idx.num_bytes, what)
+        counts, fraction = manifest.counts, spec.validation_fraction
+        num_bytes = DIGEST_BYTES * counts.num_documents  # in rows, of those that have tokens
+        if manifest.digests is not None and (
+            manifest.digests.num_bytes > num_bytes
+            or manifest.digests.num_bytes % DIGEST_BYTES
+            or (not spec.has_rows and manifest.digests.num_bytes < num_bytes)
+        ):
+            raise fields.wrong("digests.num_bytes", manifest.digests.num_bytes, f"{num_bytes}")
+        if (counts.validation is None) == bool(fraction) or (fraction and manifest.digests is None):
+            raise fields.wrong(
+                "counts.validation", counts.validation, f"what a fraction of {fraction} gives, and digests"
+            )
+        if counts.validation is not None and any(
+            value > getattr(counts, name) for name, value in vars(counts.validation).items()
+        ):
+            raise fields.wrong("counts.validation", vars(counts.validation), "a part of the shard's counts")
         return manifest
 
 
@@ -150,6 +182,7 @@ def shard_files(folder: Path, manifest: Manifest) -> list[tuple[Path, FileStamp]
         (idx_path(folder, shard_id), manifest.idx),
         (quarantine_path(folder, shard_id), manifest.quarantine),
         (ids_path(folder, shard_id), manifest.ids),
+        (digests_path(folder, shard_id), manifest.digests),
     ]
     return [(path, stamp) for path, stamp in files if stamp is not None]
 
@@ -178,7 +211,7 @@ MAX_INDEX_BYTES = 64 << 20  # one of 99,999 shards has 8 MB
 _HASH_DIGITS = 16
 _HEX = re.compile("[0-9a-f]*")
 COLUMNS = ("num_samples", "num_documents", "num_tokens", "tar_bytes", "idx_bytes")
-_ROW_TYPES = [int] * len(COLUMNS) + [str]
+VALIDATION_COLUMN = "num_validation_samples"  # behind COLUMNS, of a plan with a fraction for validation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,13 +219,13 @@ class DatasetIndex:
     """The numbers of every shard of one data set; row N is shard N."""
 
     spec: DatasetSpec
-    columns: npt.NDArray[np.int64]  # int64[num_shards, len(COLUMNS)]
+    columns: npt.NDArray[np.int64]  # int64[num_shards, len(columns_of(spec))]
     tar_sha256: tuple[str, ...]  # the first 16 hex digits
     sources: Mapping[str, SourceCounts] = field(default_factory=dict)  # of the whole data set, by name
 
     def column(self, name: str) -> npt.NDArray[np.int64]:
-        """One of COLUMNS: int64[num_shards]."""
-        return self.columns[:, COLUMNS.index(name)]
+        """One of ``columns_of(spec)``: int64[num_shards]."""
+        return self.columns[:, columns_of(self.spec).index(name)]
 
     def to_json(self) -> bytes:
         """The bytes of index.json: about 70 per shard, and no ``run``, so equal data gives equal bytes."""
@@ -200,7 +233,7 @@ class DatasetIndex:
         content = {
             "spec": self.spec.to_json(),
             "sources": {name: dataclasses.asdict(counts) for name, counts in self.sources.items()},
-            "columns": [*COLUMNS, "tar_sha256"],
+            "columns": [*columns_of(self.spec), "tar_sha256"],
             "shards": rows,
         }
         head = with_content_hash("shardprep-index", content)
@@ -214,10 +247,13 @@ class DatasetIndex:
         """Raises BrokenShard, also where the numbers of a shard do not agree."""
         spec = DatasetSpec.from_json(fields.fields("spec"))
         sources = sources_of(fields)
-        names = fields.texts("columns")
-        if names != [*COLUMNS, "tar_sha256"]:
-            raise fields.wrong("columns", names, f"{', '.join(COLUMNS)}, tar_sha256")
-        rows = fields.list_of("shards", _is_row, f"a list of {len(COLUMNS)} whole numbers and a hash")
+        names, expected = fields.texts("columns"), columns_of(spec)
+        if names != [*expected, "tar_sha256"]:
+            raise fields.wrong("columns", names, f"{', '.join(expected)}, tar_sha256")
+        types: list[type] = [*[int] * len(expected), str]
+        rows = fields.list_of(
+            "shards", lambda row: _is_row(row, types), f"a list of {len(expected)} whole numbers and a hash"
+        )
         fields.end()
         if len(rows) != spec.num_shards:
             raise fields.wrong("shards", f"{len(rows)} rows", f"{spec.num_shards}, one per shard")
@@ -235,7 +271,7 @@ class DatasetIndex:
 
     def _check_agreement(self, fields: Fields) -> None:
         """That the numbers of each shard are possible beside one another. Raises BrokenShard."""
-        samples, documents, tokens, tar_bytes, idx_bytes = self.columns.T
+        samples, documents, tokens, tar_bytes, idx_bytes = self.columns[:, : len(COLUMNS)].T
         has_rows = self.spec.has_rows
         wrong = {
             "numbers, none below 0": (self.columns < 0).any(axis=1) | (samples > MAX_SAMPLES),
@@ -243,6 +279,7 @@ class DatasetIndex:
             "tar_bytes, in whole blocks": (tar_bytes % BLOCK_BYTES != 0) | (tar_bytes < 2 * BLOCK_BYTES),
             "num_documents, by num_samples": (documents != samples) & (not has_rows),
             "num_tokens, by num_samples": (tokens > samples * self.spec.seq_len) & has_rows,
+            f"{VALIDATION_COLUMN}, by num_samples": (samples < self.columns[:, len(COLUMNS) :].T).any(axis=0),
         }
         for what, rows in wrong.items():
             if rows.any():
@@ -250,9 +287,14 @@ class DatasetIndex:
                 raise fields.wrong(f"shards[{number}]", self.columns[number].tolist(), f"other {what}")
 
 
-def _is_row(value: Any) -> bool:
+def columns_of(spec: DatasetSpec) -> tuple[str, ...]:
+    """The numbers of a shard that an index has."""
+    return (*COLUMNS, VALIDATION_COLUMN) if spec.validation_fraction else COLUMNS
+
+
+def _is_row(value: Any, types: Sequence[type]) -> bool:
     """Whether the values of a row of ``shards`` are of the right types; true and 1.0 are no numbers."""
-    return type(value) is list and [*map(type, value)] == _ROW_TYPES
+    return type(value) is list and [*map(type, value)] == types
 
 
 def merge_manifests(manifests: Iterable[Manifest]) -> DatasetIndex:
@@ -273,7 +315,8 @@ def merge_manifests(manifests: Iterable[Manifest]) -> DatasetIndex:
             )
         counts = manifest.counts
         found = (counts.num_samples, counts.num_documents, counts.num_tokens)
-        rows.append((*found, manifest.tar.num_bytes, manifest.idx.num_bytes))
+        validation = () if counts.validation is None else (counts.validation.num_samples,)
+        rows.append((*found, manifest.tar.num_bytes, manifest.idx.num_bytes, *validation))
         hashes.append(manifest.tar.sha256[:_HASH_DIGITS])
         sources.append(counts.sources)
     if spec is None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 2
 MAX_SHARDS = 99_999  # shard names carry five digits
 MAX_SEQ_LEN = 2**27
+LEAST_FRACTION, MOST_FRACTION = 1e-6, 0.5  # of the documents, for validation
 BLOCK_BYTES = 512  # a tar is a sequence of such blocks
 TAR_END = bytes(2 * BLOCK_BYTES)  # the two zero blocks that close a tar
 MAX_PLAN_BYTES = 256 << 20  # some 10^6 inputs
@@ -35,6 +36,7 @@ TOKENIZER_DIR = "tokenizer"
 CHAT_TEMPLATES_DIR = "additional_chat_templates"  # in a tokenizer's folder, as transformers names it
 QUARANTINE_DIR = "quarantine"
 IDS_DIR = "ids"
+DIGESTS_DIR = "digests"
 CRCS_DIR = "crcs"
 DOC_STARTS_FIELD = "doc_starts.npy"
 LOSS_MASK_FIELD = "loss_mask.npy"  # of chat rows: 1 where the assistant wrote the token
@@ -65,6 +67,10 @@ def quarantine_path(folder: Path, shard_id: int) -> Path:
 
 def ids_path(folder: Path, shard_id: int) -> Path:
     return folder / IDS_DIR / f"{shard_name(shard_id)}.jsonl"
+
+
+def digests_path(folder: Path, shard_id: int) -> Path:
+    return folder / DIGESTS_DIR / f"{shard_name(shard_id)}.digests"
 
 
 def crcs_path(folder: Path, shard_id: int) -> Path:

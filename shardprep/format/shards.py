@@ -24,15 +24,15 @@ READ_BYTES = 4 << 20  # at once; a document of gigabytes is read in such pieces
 
 
 class ShardSamples:
-    """One shard, open for reading; within ``with``.
+    """One shard, open for reading, or a part of its samples; within ``with``.
 
     Raises MissingShard, BrokenShard or ReadWriteError, at opening and at reading.
     """
 
-    def __init__(self, folder: Path, spec: DatasetSpec, shard_id: int) -> None:
+    def __init__(self, folder: Path, spec: DatasetSpec, shard_id: int, part: slice = slice(None)) -> None:
         self.spec = spec
         self.shard_id = shard_id
-        self.records = read_idx(folder, spec, shard_id)  # see idx_dtype, one per sample
+        self.records = read_idx(folder, spec, shard_id)[part]  # see idx_dtype, one per sample
         self.path = tar_path(folder, shard_id)
         self._remedy = remake_command(shard_id, folder)
         try:
@@ -97,8 +97,12 @@ class ShardSamples:
         return np.diff(np.unique(np.concatenate(begins)), append=lengths.sum())
 
     def _ids_of(self, records: npt.NDArray[np.void]) -> Iterator[npt.NDArray[np.integer]]:
+        is_behind = (
+            np.diff(records["offset"].astype(np.int64)) > 0
+        )  # not so where samples for validation begin
         try:
-            yield from ids_of(self.spec, records, raw_ids(records, self._read))
+            for part in np.split(records, np.flatnonzero(~is_behind) + 1):
+                yield from ids_of(self.spec, part, raw_ids(part, self._read))
         except (ValueError, OverflowError) as error:
             raise BrokenShard(
                 f"{self.path} holds token ids that cannot be read ({error}); run: {self._remedy}"

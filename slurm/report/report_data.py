@@ -107,7 +107,7 @@ class ManifestSums:
     with_left_out: list[int] = field(default_factory=list)  # shards that left documents out
     totals: dict[str, Any] = field(  # the fields of ShardCounts, idx_bytes, versions, num_restarted
         default_factory=lambda: defaultdict[str, Any](
-            int, {"quarantined": {}, "sources": {}, "versions": {}, "length_histogram": []}
+            int, {"quarantined": {}, "sources": {}, "validation": {}, "versions": {}, "length_histogram": []}
         )
     )
     other_plan: list[int] = field(default_factory=list)
@@ -159,6 +159,7 @@ def _read_manifest(folder: Path, shard_id: int) -> tuple[ShardMaking, int, dict[
     run = data["run"]
     numbers = {
         **vars(counts),
+        "validation": {} if counts.validation is None else vars(counts.validation),
         "sources": {name: vars(source) for name, source in counts.sources.items()},
         "idx_bytes": idx.num_bytes,
         "versions": {name: {str(run.get(name, "?"))[:80]: 1} for name in ("shardprep", "engine", "python")},
@@ -317,6 +318,9 @@ def _data(folder: Path, plan: Plan, sums: ManifestSums, index: DatasetIndex | No
         "tar_bytes": sum(sums.tar_bytes),
         "idx_bytes": totals["idx_bytes"],
         "num_left_out": sum(totals["quarantined"].values()),
+        "validation": {"fraction": plan.options.validation_fraction, **totals["validation"]}
+        if plan.options.validation_fraction
+        else None,
         **{name: totals[name] for name in counts},
         "tokens_per_byte": _ratio(totals["num_tokens"], totals["input_bytes"]),
     }

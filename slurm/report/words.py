@@ -110,6 +110,9 @@ KOREAN = {
     "padding": "패딩",
     "documents that do not lie whole in one row": "한 행에 온전히 들어가지 않은 문서",
     "A sample is a document: nothing is padded or cut on disk.": "샘플 하나가 문서 하나입니다. 디스크에서는 패딩하거나 자르지 않습니다.",
+    "For validation: {documents} documents, {tokens} tokens (--validation_fraction {fraction}).": (
+        "검증용: 문서 {documents}개, 토큰 {tokens}개 (--validation_fraction {fraction})."
+    ),
     "Size of shards": "샤드 크기",
     "shards by the size of their tar": "tar 크기별 샤드 수",
     "{number} shard|{number} shards": "샤드 {number}개",

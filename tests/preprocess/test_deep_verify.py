@@ -148,7 +148,10 @@ def at(number: int) -> str:
 
 
 LOST = f"2 documents of the input are missing ({at(3)} 'line 3 of a file'; {at(5)} 'line 5 of a file')"
-OTHERS = f"documents whose text, or whose ids by the reference engine, are others ({at(4)} 'line 4 of a file'"
+OTHERS = (
+    "documents whose text, digest, side, or ids by the reference engine, are others "
+    f"({at(4)} 'line 4 of a file'"
+)
 MOVED = f"30 documents in another order, or with another line or place (document 0 of {at(0)};"
 UNTOLD = f"1 documents of the input are bad, and not in quarantine with that reason ({at(30)}: wrong_type)"
 FORGED = f"3 documents are in quarantine, and are not bad for that reason ({at(30)}: no_field; {at(31)}: no"
@@ -255,10 +258,10 @@ def test_another_idx_than_the_tar_has_is_found(
 
     def erring(self: Any, pieces: Any) -> None:
         def swapped() -> Iterator[Any]:
-            for piece, records in pieces:
-                if len(records) > 1:
-                    records["offset"][[0, 1]] = records["offset"][[1, 0]]
-                yield piece, records
+            for piece in pieces:
+                if len(piece.records) > 1:
+                    piece.records["offset"][[0, 1]] = piece.records["offset"][[1, 0]]
+                yield piece
 
         original(self, swapped())
 

@@ -128,7 +128,7 @@ def test_best_fit_closes_the_fullest_row_when_too_many_are_open() -> None:
     groups: list[RowGroup] = []
     for number, size in enumerate(sizes):
         tokens = TokenBatch(ids=np.zeros(size, np.uint32), offsets=np.array([0, size]))
-        groups += packer.append(tokens, np.array([(0, 0, number)], START))
+        groups += packer.append(tokens, np.array([(0, 0, number, b"")], START))
     closed_early = [int(group.firsts["source_offset"][0]) for group in groups]
     assert closed_early == [15, 16, 17, 18], "each time the fullest of sixteen"
     assert len(groups) + len(list(packer.finish())) == 20

@@ -120,7 +120,8 @@ def _check_shard(folder: Path, plan: Plan, shard_id: int, engine: Engine) -> dic
     """Compare a shard with its input. Raises BrokenShard, naming what differs, and what reading raises."""
     manifest = read_manifest(folder, shard_id)
     found = _Input(plan, shard_id, engine)
-    held = [_Shard(folder, plan, manifest, is_validation=side).documents() for side in (False, True)]
+    sides = (False, True) if plan.options.validation_fraction else (False,)
+    held = [_Shard(folder, plan, manifest, is_validation=side).documents() for side in sides]
     differences = _compare(plan, found.documents(), held)
     differences += _compare_left_out(folder, manifest, found.left_out)
     differences += _compare_ids(folder, plan, shard_id, found.ids)
@@ -353,7 +354,7 @@ class _Shard:
         num_validation = 0 if counts.validation is None else counts.validation.num_samples
         cut = len(records) - num_validation
         self._behind = {record[0] for record in records[cut:]}  # where ids of samples for validation begin
-        self._is_validation, self._is_empty = is_validation, is_validation and not num_validation
+        self._is_validation = is_validation
         self._records = iter(records[cut:] if is_validation else records[:cut])
         self._remedy = f"run: {remake_command(shard_id, folder)}"
         self._digests: Iterator[bytes] = itertools.repeat(b"")
@@ -370,8 +371,6 @@ class _Shard:
 
     def documents(self) -> Iterator[_Held]:
         """Yield the documents in order. Raises BrokenShard where the idx says otherwise than the tar."""
-        if self._is_empty:
-            return
         if self._spec.has_rows:
             yield from _documents_in(self._rows(), self._digests, is_cut=self._is_cut)
         else:

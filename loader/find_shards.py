@@ -87,11 +87,10 @@ SplitName = Literal["train", "validation"]
 class DocumentSplit:
     """One side of the split.
 
-    A data set that was planned with ``--validation_fraction`` has it by content: in each shard the samples
-    for validation come behind all others. Of others, of every ``group`` consecutive documents of a shard one
-    is for validation. A hash of the group and of the shard's content chooses it, so a document stays on its
-    side whatever other shards there are. Equal documents at two places, and rows of one document, may be on
-    two sides.
+    Where the plan has ``--validation_fraction``, the last samples of each shard are for validation. In other
+    data sets one of every ``group`` consecutive documents of a shard is. A hash of the group and of the
+    shard's content chooses it, so a document stays on its side whatever other shards there are. Equal
+    documents at two places, and rows of one document, may be on two sides.
     """
 
     name: SplitName
@@ -806,7 +805,7 @@ def find_shards(
     shards = ShardSet(finder.sources(), split)
     _check_sources(shards.datasets)
     if shards.num_samples == 0:
-        side = "" if split is None else f", for {split.name} ({shards.split_rule})"
+        side = "" if shards.split is None else f", for {shards.split.name} ({shards.split_rule})"
         raise UsageError(f"{input_shards} holds no sample that is not excluded{side}")
     return shards
 

@@ -112,11 +112,11 @@ class PlanOptions:
         0, "for a trial: take at most this many documents in total, spread evenly over shards", span=(1, MOST)
     )
     digests: bool = _text(
-        False, "keep a hash of each document, by which it is known in other data sets, too", kept="used"
+        False, "keep a hash of each document in DATA/digests; equal text has an equal hash", kept="used"
     )
     validation_fraction: float = _text(
         0.0,
-        "hold out this part of the documents for validation, chosen by the hash of each; adds --digests",
+        "hold out this part of the documents for validation, chosen by their hashes; adds --digests",
         kept="used",
         span=(LEAST_FRACTION, MOST_FRACTION),
     )

@@ -111,7 +111,7 @@ def test_a_data_set_without_a_shard_is_answered_with_the_command_that_makes_them
 
 def test_a_path_given_as_the_state_is_answered_with_the_line_that_loads_it(data: Path) -> None:
     with load(data, 2) as one, pytest.raises(UsageError, match=r"load_state_dict\(torch\.load\(PATH\)\)"):
-        one.load_state_dict("loader.pt")  # type: ignore[arg-type]
+        one.load_state_dict("loader.pt")
 
 
 def test_a_field_that_a_batch_has_not_is_answered_with_those_it_has(data: Path) -> None:

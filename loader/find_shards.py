@@ -76,6 +76,7 @@ from shardprep.format.names import (
     shard_name,
     tar_path,
 )
+from shardprep.format.withdrawals import Withdrawals, read_withdrawals
 
 SplitName = Literal["train", "validation"]
 LEAST_FRACTION = 1e-6
@@ -148,6 +149,7 @@ class DatasetShards:
     tar_bytes: npt.NDArray[np.int64]
     tar_sha256: npt.NDArray[np.str_]  # the first 16 hex digits
     osts: npt.NDArray[np.int64] | None = None  # each begins on, where it is known; outside the fingerprint
+    withdrawn: Withdrawals = Withdrawals(lists=())  # likewise  # noqa: RUF009  frozen
 
     def path_of(self, row: int) -> Path:
         """The tar of a row."""
@@ -263,6 +265,15 @@ class ShardSet:
         """Where samples of one shard stand in it: int64[n] -> int64[n]."""
         local = samples - self.first_sample[shard]
         return local if self.split is None else self.split.rows(self._split_keys[shard], local)
+
+    def stored(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Samples -> their places in the shards, counted through all of them on both sides of a split."""
+        shard, found = self.shard_of(samples), np.empty_like(samples)
+        first = np.cumsum(self.num_records) - self.num_records
+        for number in np.unique(shard).tolist():
+            here = shard == number
+            found[here] = first[number] + self.rows_of(number, samples[here])
+        return found
 
     @cached_property
     def osts(self) -> npt.NDArray[np.int64] | None:
@@ -868,6 +879,7 @@ def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
         tar_bytes=index.column("tar_bytes")[rows],
         tar_sha256=np.array(index.tar_sha256)[rows],
         osts=None if osts is None else osts[ids],
+        withdrawn=read_withdrawals(folder, index.spec.plan_id),
     )
 
 

@@ -399,6 +399,11 @@ PROGRAM = Program(
             f"{_LOOK}.export:add_flags",
             f"{_LOOK}.export:export",
         ),
+        "withdraw": Command(
+            "name documents that no training may see any more",
+            "preprocess.withdraw:add_flags",
+            "preprocess.withdraw:withdraw",
+        ),
         "clean": Command(
             "remove temporary files of finished shards, and those older than 24 hours", _clean_flags, clean
         ),

@@ -25,6 +25,7 @@ COMMANDS = {
     "verify": "preprocess",
     "peek": "preprocess",
     "export": "preprocess",
+    "withdraw": "preprocess",
     "clean": "preprocess",
     "train_tokenizer": "preprocess",
     "submit": "slurm",

@@ -36,6 +36,7 @@ CHAT_TEMPLATES_DIR = "additional_chat_templates"  # in a tokenizer's folder, as 
 QUARANTINE_DIR = "quarantine"
 IDS_DIR = "ids"
 CRCS_DIR = "crcs"
+WITHDRAWN_DIR = "withdrawn"
 DOC_STARTS_FIELD = "doc_starts.npy"
 LOSS_MASK_FIELD = "loss_mask.npy"  # of chat rows: 1 where the assistant wrote the token
 ROW_TOKENS_FIELD = "row_tokens.npy"

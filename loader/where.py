@@ -26,12 +26,15 @@ from loader.find_shards import DatasetShards, ExternalTar, ShardSet
 from loader.samples import DocumentPieces, JoinedRows, WholeSamples
 from loader.state import STATE_FORMAT, SizeHistory, SkippedSteps
 from loader.token_loader import TokenLoader
+from loader.withdrawn import ListHistory, marks_of_lists
 from shardprep.console import print_lines, say
 from shardprep.errors import BrokenShard, NotFound, UsageError
 from shardprep.files import NOT_THERE
 from shardprep.format.dataset_spec import read_input_names
 from shardprep.format.idx import read_idx
 from shardprep.format.input_formats import place_text
+from shardprep.format.names import id_ranges
+from shardprep.format.withdrawals import Withdrawals, withdrawal_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,6 +262,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--step", type=int, help="of training, from 0 (default: the last one of --state)")
     what.add_argument(
+        "--withdrawn",
+        action="store_true",
+        help="which steps of the run of --state saw documents that are withdrawn by now",
+    )
+    what.add_argument(
         "--find",
         help="a text, or FILE:BYTE of an input: in which steps its document is seen (default: --step)",
     )
@@ -296,8 +304,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def where(args: argparse.Namespace) -> int:
     """``where DATA``: print what a step saw, or where a document is seen."""
     state = None if args.state is None else find_state(args.state)
-    if args.step is None and args.find is None and state is None:
+    if args.step is None and args.find is None and state is None and not args.withdrawn:
         raise UsageError("nothing is asked: give --step, --find or --state")
+    if args.withdrawn and state is None:
+        raise UsageError("--withdrawn tells of a run, by the state in a checkpoint of it: give --state FILE")
     if args.epochs < 1 or (args.step is not None and args.step < 0):
         raise UsageError(f"--step {args.step} --epochs {args.epochs}: expected a step from 0, epochs from 1")
     with (
@@ -313,7 +323,9 @@ def where(args: argparse.Namespace) -> int:
                 f"--rank is {args.rank}, the ranks are 0 to {loader.process_rank.world_size - 1}"
             )
         with SeenDocuments(loader) as seen:
-            if args.find is not None:
+            if args.withdrawn and state is not None:
+                _tell_withdrawn(args, loader, seen, state, skipped)
+            elif args.find is not None:
                 stored = _stored(loader, seen, args.find)
                 _tell_steps(args, loader, seen.steps_of(stored, range(args.epochs)), len(stored), skipped)
             else:
@@ -469,6 +481,52 @@ def _tell_steps(
         trained = "left out by skip" if line["step"] is None else f"step {line['step']}"
         place = f"rank {line['rank']} batch {line['batch']} row {line['row']}"
         print_lines(f"{trained} (epoch {epoch}, step {step}): {place}")
+
+
+def _tell_withdrawn(
+    args: argparse.Namespace,
+    loader: TokenLoader,
+    seen: SeenDocuments,
+    state: Mapping[str, Any],
+    skipped: SkippedSteps,
+) -> None:
+    history, steps_per_epoch = ListHistory.of_text(state.get("withdrawn", "")), loader.order.steps_per_epoch
+    until = state["epoch"] * steps_per_epoch + state["step"] + (state["num_micro"] > 0)
+    answers: list[dict[str, Any]] = []
+    for number, source in enumerate(seen.shards.sources):
+        lists = source.withdrawn.lists if isinstance(source, DatasetShards) else ()
+        for place, each in enumerate(lists):
+            masked_from = history.first_step_of(each.plan_id, [later.sha256 for later in lists[place:]])
+            end = until if masked_from is None else min(masked_from, until)
+            stored = marks_of_lists(seen.shards, number, Withdrawals(lists=(each,)))[:, 0]
+            epochs = range(-(-end // steps_per_epoch) if len(stored) else 0)
+            sightings = seen.steps_of(np.unique(stored), epochs)
+            steps = {
+                _trained(one.order_step, skipped)
+                for one in sightings
+                if one.order_step < end and args.rank in (None, one.rank)
+            }
+            answers.append(
+                {
+                    "list": str(withdrawal_path(source.path_of(0).parent, each.number)),
+                    "made": each.made,
+                    "reason": each.reason,
+                    "num_documents": each.num_documents,
+                    "masked_from": None if masked_from is None else skipped.trained(masked_from),
+                    "steps": sorted(step for step in steps if step is not None),
+                }
+            )
+    if args.json:
+        print_lines(json.dumps({"until_step": skipped.trained(until), "lists": answers}))
+        return
+    print_lines(f"{len(answers)} lists of withdrawn documents, a run of {skipped.trained(until)} steps")
+    for answer in answers:
+        steps_text = f"in steps {id_ranges(answer['steps'])}" if answer["steps"] else "in no step"
+        masked = "" if answer["masked_from"] is None else f", and masked from step {answer['masked_from']} on"
+        print_lines(
+            f"{answer['list']} ({answer['made']}, {answer['reason'] or 'no reason given'}): its "
+            f"{answer['num_documents']:,} documents were seen {steps_text}{masked}"
+        )
 
 
 def _trained(order_step: int, skipped: SkippedSteps) -> int | None:

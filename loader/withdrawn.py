@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from loader.find_shards import DatasetShards, ShardSet
 from shardprep.errors import BrokenShard
-from shardprep.format.withdrawals import withdrawal_path
+from shardprep.format.withdrawals import Withdrawals, withdrawal_path
 
 logger = logging.getLogger(__name__)
 _PLAN_DIGITS, _LIST_DIGITS = 12, 16
@@ -57,19 +57,27 @@ class WithdrawnTokens:
 
 def withdrawn_tokens(shards: ShardSet) -> WithdrawnTokens | None:
     """What is withdrawn of some shards; None where that is nothing."""
-    parts: list[npt.NDArray[np.int64]] = []
-    first_record = (np.cumsum(shards.num_records) - shards.num_records).tolist()
-    for source, first in zip(shards.sources, shards.source_first.tolist(), strict=False):
-        if isinstance(source, DatasetShards) and source.withdrawn.lists:
-            shard_of = {shard_id: first + row for row, shard_id in enumerate(source.shard_ids.tolist())}
-            held = shard_of.keys() & set(source.withdrawn.shard_ids)
-            for shard_id in sorted(held, key=shard_of.__getitem__):
-                marks = source.withdrawn.marks_of(shard_id, source.row_tokens)
-                parts.append(marks + np.array([first_record[shard_of[shard_id]], 0, 0]))
-    if not parts:
-        return None
-    sample, begin, end = np.concatenate(parts).T
-    return WithdrawnTokens(sample=sample.copy(), begin=begin.copy(), end=end.copy())
+    parts = [
+        marks_of_lists(shards, number, source.withdrawn)
+        for number, source in enumerate(shards.sources)
+        if isinstance(source, DatasetShards) and source.withdrawn.lists
+    ]
+    sample, begin, end = np.concatenate([np.empty((0, 3), np.int64), *parts]).T
+    return WithdrawnTokens(sample=sample.copy(), begin=begin.copy(), end=end.copy()) if len(sample) else None
+
+
+def marks_of_lists(shards: ShardSet, number: int, lists: Withdrawals) -> npt.NDArray[np.int64]:
+    """What lists of the data set that is a source name: int64[n, 3] of stored sample, first token and end."""
+    source, first = shards.sources[number], int(shards.source_first[number])
+    assert isinstance(source, DatasetShards)
+    first_record = np.cumsum(shards.num_records) - shards.num_records
+    shard_of = {shard_id: first + row for row, shard_id in enumerate(source.shard_ids.tolist())}
+    held = sorted(shard_of.keys() & set(lists.shard_ids), key=shard_of.__getitem__)
+    parts = [
+        lists.marks_of(shard_id, source.row_tokens) + np.array([first_record[shard_of[shard_id]], 0, 0])
+        for shard_id in held
+    ]
+    return np.concatenate([np.empty((0, 3), np.int64), *parts])
 
 
 def lists_in_use(shards: ShardSet) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from preprocess.formats.documents import read_documents
+from preprocess.formats.documents import read_documents, without
 from preprocess.formats.format import DocumentBatch, reading_of
 from preprocess.formats.inputs import BadDocument
 from preprocess.formats.long_documents import LongDocument
@@ -36,6 +36,7 @@ from shardprep.format.names import BLOCK_BYTES, ids_path, npy_header, tar_path
 from shardprep.format.shards import ShardSamples
 from shardprep.format.withdrawals import (
     publish_withdrawal,
+    read_left_out,
     read_withdrawals,
     withdrawal_path,
 )
@@ -182,7 +183,7 @@ class _OfSource(_Question):
         if by_source[self._name].num_documents == counts.num_documents:
             return np.arange(counts.num_documents)
         if self.plan.options.source_field:
-            read = _documents(self.plan, shard_id, counts.num_documents)
+            read = _documents(self.folder, self.plan, shard_id, counts.num_documents)
             labels = [(item.input_number, item.source) for item in read]
             names = [label or self.plan.source_of(number) for number, label in labels]
             return np.flatnonzero(np.array(names) == self._name)
@@ -192,7 +193,10 @@ class _OfSource(_Question):
         elif self.plan.options.id_field:
             numbers = [number for number, _ in _ids_kept(self.folder, shard_id)]
         else:
-            numbers = [item.input_number for item in _documents(self.plan, shard_id, counts.num_documents)]
+            numbers = [
+                item.input_number
+                for item in _documents(self.folder, self.plan, shard_id, counts.num_documents)
+            ]
         wanted = {number for number in set(numbers) if self.plan.source_of(number) == self._name}
         return np.flatnonzero(np.isin(numbers, sorted(wanted)))
 
@@ -250,7 +254,7 @@ class _Document:
         self.input_number, self.source, self.text = input_number, source, text
 
 
-def _items(plan: Plan, shard_id: int, expected: int) -> Iterator[DocumentBatch | LongDocument]:
+def _items(folder: Path, plan: Plan, shard_id: int, expected: int) -> Iterator[DocumentBatch | LongDocument]:
     """The documents of a shard's input as its worker read them; nothing that was left out.
 
     Raises Refused where the input is not as it was, and what reading raises.
@@ -259,7 +263,11 @@ def _items(plan: Plan, shard_id: int, expected: int) -> Iterator[DocumentBatch |
     digest = None if shard.sha256 is None else hashlib.sha256()
     reading = reading_of(plan.options, WorkerSettings().batch_bytes)
     num_read = 0
-    for item in read_documents(shard.ranges, reading, digest=digest, most_documents=shard.most_documents):
+    items: Iterator[DocumentBatch | LongDocument]
+    items = read_documents(shard.ranges, reading, digest=digest, most_documents=shard.most_documents)
+    if len(left_out := read_left_out(folder, plan.options.rewritten).documents_of(shard_id)):
+        items = without(items, left_out, can_be_cut=plan.can_be_cut)
+    for item in items:
         if isinstance(item, DocumentBatch):
             num_read += len(item.texts)
             yield item
@@ -276,8 +284,8 @@ def _items(plan: Plan, shard_id: int, expected: int) -> Iterator[DocumentBatch |
         )
 
 
-def _documents(plan: Plan, shard_id: int, expected: int) -> Iterator[_Document]:
-    for item in _items(plan, shard_id, expected):
+def _documents(folder: Path, plan: Plan, shard_id: int, expected: int) -> Iterator[_Document]:
+    for item in _items(folder, plan, shard_id, expected):
         if isinstance(item, LongDocument):
             yield _Document(item.place.input_number, item.source, item.text())
             continue
@@ -294,7 +302,7 @@ def document_digests(folder: Path, plan: Plan, shard_id: int, manifest: Manifest
     if plan.options.keep_text and not plan.spec.has_rows:
         yield from _stored_digests(folder, plan, shard_id)
         return
-    for document in _documents(plan, shard_id, manifest.counts.num_documents):
+    for document in _documents(folder, plan, shard_id, manifest.counts.num_documents):
         digest = hashlib.sha256()
         for piece in document.text:
             digest.update(piece.encode())
@@ -370,7 +378,7 @@ def _packed_anew(
 
     def groups() -> Iterator[RowGroup]:
         nonlocal num_read
-        for item in _items(plan, shard_id, num_documents):
+        for item in _items(folder, plan, shard_id, num_documents):
             lengths = lengths_of(item)
             starts = np.zeros(len(lengths), START)
             starts["source_offset"] = num_read + np.arange(len(lengths))

@@ -26,6 +26,7 @@ COMMANDS = {
     "peek": "preprocess",
     "export": "preprocess",
     "withdraw": "preprocess",
+    "rewrite": "preprocess",
     "clean": "preprocess",
     "train_tokenizer": "preprocess",
     "submit": "slurm",

@@ -37,6 +37,7 @@ QUARANTINE_DIR = "quarantine"
 IDS_DIR = "ids"
 CRCS_DIR = "crcs"
 WITHDRAWN_DIR = "withdrawn"
+LEFT_OUT_DIR = "left_out"  # of a data set that rewrite made: the lists of the one that it was made from
 DOC_STARTS_FIELD = "doc_starts.npy"
 LOSS_MASK_FIELD = "loss_mask.npy"  # of chat rows: 1 where the assistant wrote the token
 ROW_TOKENS_FIELD = "row_tokens.npy"

@@ -24,7 +24,7 @@ from shardprep.errors import BrokenShard, CannotWrite, OtherPlan
 from shardprep.files import NOT_THERE, PublishedFile, names_in, sync_folder
 from shardprep.format.checked_json import CONTENT_HASH, Fields, read_checked, with_content_hash
 from shardprep.format.idx import MAX_SAMPLES
-from shardprep.format.names import MAX_SHARDS, WITHDRAWN_DIR
+from shardprep.format.names import LEFT_OUT_DIR, MAX_SHARDS, WITHDRAWN_DIR
 
 Numbers = npt.NDArray[np.int64]
 _FORMAT = "shardprep-withdrawal"
@@ -114,22 +114,36 @@ class Withdrawals:
         return marks[np.lexsort((marks[:, 1], marks[:, 0]))]
 
 
-def withdrawal_path(folder: Path, number: int) -> Path:
+def withdrawal_path(folder: Path, number: int, *, subfolder: str = WITHDRAWN_DIR) -> Path:
     """Where a list lies, from 1."""
-    return folder / WITHDRAWN_DIR / f"{number:04d}.json"
+    return folder / subfolder / f"{number:04d}.json"
 
 
-def read_withdrawals(folder: Path, plan_id: str) -> Withdrawals:
-    """The lists of a data set of this plan, in order; none where there is no folder of them.
+def read_left_out(folder: Path, sha256: str) -> Withdrawals:
+    """The lists by which ``rewrite`` made a data set, the last of which has this hash; none for "".
+
+    Raises BrokenShard where they are not there as they were, and what ``read_withdrawals`` raises.
+    """
+    found = read_withdrawals(folder, None, subfolder=LEFT_OUT_DIR) if sha256 else Withdrawals(lists=())
+    if found.sha256 != sha256:
+        raise BrokenShard(
+            f"{folder / LEFT_OUT_DIR} ends with a list of sha256 {found.sha256[:12] or '(none)'}, expected "
+            f"{sha256[:12]}, as the plan says; bring the folder back as it was"
+        )
+    return found
+
+
+def read_withdrawals(folder: Path, plan_id: str | None, *, subfolder: str = WITHDRAWN_DIR) -> Withdrawals:
+    """The lists of a data set of this plan (None: any), in order; none where there is no folder of them.
 
     Raises BrokenShard for a list that is damaged, missing or not the one that the next names, OtherPlan,
     UnknownVersion or ReadWriteError.
     """
     lists: list[Withdrawal] = []
-    names = [name for name in names_in(folder / WITHDRAWN_DIR) if _NAME.fullmatch(name)]
+    names = [name for name in names_in(folder / subfolder) if _NAME.fullmatch(name)]
     remedy = "bring the folder back as it was: a list is never changed or removed"
     for number, name in enumerate(names, 1):
-        path = withdrawal_path(folder, number)
+        path = withdrawal_path(folder, number, subfolder=subfolder)
         try:
             found = _withdrawal_of(read_checked(path, _FORMAT, max_bytes=_MAX_BYTES), number)
         except NOT_THERE:
@@ -138,7 +152,7 @@ def read_withdrawals(folder: Path, plan_id: str) -> Withdrawals:
             ) from None
         except BrokenShard as error:
             raise BrokenShard(f"{error}; {remedy}") from None
-        if found.plan_id != plan_id:
+        if plan_id is not None and found.plan_id != plan_id:
             raise OtherPlan(
                 f"{path} names documents of plan {found.plan_id[:12]}, and {folder} is of {plan_id[:12]}; "
                 f"move {quoted(path.parent)} to the data set that it belongs to"

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from preprocess.__main__ import main
 from preprocess.plan.plan_file import need_plan
 from shardprep.format.withdrawals import publish_withdrawal, read_withdrawals, withdrawal_path
 from tests.conftest import seal
+from tests.killed_calls import killed_at
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -211,30 +210,6 @@ def test_of_two_writers_one_is_first_and_the_other_looks_again(
     assert first.sha256 == found.sha256
     assert withdrawn(data) == {0: [1, 5]}
     assert sorted(path.name for path in (data / "withdrawn").iterdir()) == ["0001.json"]
-
-
-_CALLS = {"mkdir", "open", "write", "fsync", "link", "unlink", "rename"}
-
-
-def killed_at(number: int, words: list[str]) -> int:
-    """Run a command in a fork that a SIGKILL ends before its ``number``-th call of the system; its status."""
-    pid = os.fork()
-    if pid:
-        return os.waitpid(pid, 0)[1]
-    done = 0
-
-    def count(_: Any, event: str, function: Any) -> None:
-        nonlocal done
-        if event == "c_call" and function.__module__ == "posix" and function.__name__ in _CALLS:
-            done += 1
-            if done == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123
-    sys.setprofile(count)
-    code = main(words)
-    sys.setprofile(None)
-    os._exit(code)
 
 
 @pytest.mark.processes

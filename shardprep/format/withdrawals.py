@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardprep.console import quoted
-from shardprep.errors import BrokenShard, CannotWrite, OtherPlan
+from shardprep.errors import BrokenShard, CannotWrite, OtherPlan, ShardprepError
 from shardprep.files import NOT_THERE, PublishedFile, names_in, sync_folder
 from shardprep.format.checked_json import CONTENT_HASH, Fields, read_checked, with_content_hash
 from shardprep.format.idx import MAX_SAMPLES
@@ -165,6 +165,20 @@ def read_withdrawals(folder: Path, plan_id: str | None, *, subfolder: str = WITH
             )
         lists.append(found)
     return Withdrawals(lists=tuple(lists))
+
+
+def withdrawn_counts(folder: Path, plan_id: str) -> dict[str, Any]:
+    """What reports say of the lists; why they cannot be read stands in ``error``."""
+    try:
+        found, error = read_withdrawals(folder, plan_id), ""
+    except ShardprepError as raised:
+        found, error = Withdrawals(lists=()), str(raised)
+    return {
+        "num_documents": found.num_documents,
+        "num_lists": len(found.lists),
+        "newest": found.lists[-1].made if found.lists else "",
+        "error": error,
+    }
 
 
 def publish_withdrawal(

@@ -91,6 +91,9 @@ def test_it_equals_a_data_set_whose_input_lacks_them(
     ids = [path.read_bytes() for path in sorted((new / "ids").iterdir())]
     assert [[json.loads(line)[2] for line in each.splitlines()] for each in ids] == kept
     assert prep.command("verify", new, "--deep", 4).code == 0
+    for folder, code in ((made / form, 78), (new, 0)):
+        words = ["--to", "nanogpt", "--output_dir", tmp_path / f"export {folder.name} {code}"]
+        assert prep.command("export", folder, *words).code == code
     first, second = (
         [batch["input_ids"] for batch in get_llama3_dataloader(each, 2, num_workers=0, shuffle=False)]
         for each in (new, expected)

@@ -208,6 +208,14 @@ def test_a_models_gradient_is_that_of_rows_in_which_they_are_padding(data: Path,
     pytest.fail("no batch held a withdrawn document")
 
 
+def test_a_batch_without_any_label_is_told_once(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with load(data, "json withdrawn", batch_size=1) as loader:
+        empty = [batch for batch in loader if (batch["labels"] == -100).all()]
+    assert len(empty) >= len(WITHDRAWN) - 1
+    assert all(batch["attention_mask"].sum() == 1 for batch in empty)
+    assert caplog.text.count("a batch has no label left") == 1
+
+
 def test_a_collate_fn_gets_labels_and_other_ids(data: Path) -> None:
     def collate(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return samples

@@ -54,7 +54,7 @@ class ScatteredRows:
         samples = self.sample[places].reshape(-1)
         gone = self.withdrawn.places(samples, np.full(len(samples), self.row_tokens))
         if len(gone):
-            rows = rows.astype(np.int32, copy=False)
+            rows = np.ascontiguousarray(rows, np.int32)  # a gathered array may lie in another order
             rows.reshape(-1)[gone] = WITHDRAWN
         return rows
 

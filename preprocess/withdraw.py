@@ -10,9 +10,9 @@ import argparse
 import hashlib
 import itertools
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,11 +28,11 @@ from preprocess.make.worker import load_worker
 from preprocess.options import WorkerSettings
 from preprocess.plan.plan_file import Plan, need_plan
 from shardprep.console import Progress, counted, print_lines, say
-from shardprep.errors import BadInput, NotFound, ReadWriteError, Refused, UsageError
+from shardprep.errors import BadInput, BrokenShard, NotFound, ReadWriteError, Refused, UsageError
 from shardprep.files import NOT_THERE, ReadFile, errors_named, open_regular
 from shardprep.format.idx import read_idx
 from shardprep.format.manifest import Manifest, check_shard
-from shardprep.format.names import BLOCK_BYTES, ids_path, npy_header, tar_path
+from shardprep.format.names import BLOCK_BYTES, ids_path, npy_header, remake_command, tar_path
 from shardprep.format.shards import ShardSamples
 from shardprep.format.withdrawals import (
     publish_withdrawal,
@@ -43,6 +43,7 @@ from shardprep.format.withdrawals import (
 
 DIGEST_BYTES = 16  # of a text's sha256 that tell it from all others
 Numbers = npt.NDArray[np.int64]
+Key = str | bytes  # an id, a source, or the digest of a text
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -76,15 +77,20 @@ def withdraw(args: argparse.Namespace) -> int:
     folder: Path = args.data_dir
     plan = need_plan(folder).at(args.input_dir)
     before = read_withdrawals(folder, plan.plan_id)
-    question = _question(args, folder, plan)
+    is_found = dict.fromkeys(_asked_keys(args, plan), False)
     found: dict[int, Numbers] = {}
     with Progress("looking for documents", plan.num_shards, unit="shards") as progress:
         for shard_id in range(plan.num_shards):
-            manifest = check_shard(folder, shard_id, plan.plan_id)
-            if len(numbers := question.numbers_in(shard_id, manifest)):
-                found[shard_id] = numbers
+            keys = _keys_of_shard(args, plan, check_shard(folder, shard_id, plan.plan_id))
+            hits = [(number, key) for number, key in enumerate(keys) if key in is_found]
+            is_found.update((key, True) for _, key in hits)
+            if hits:
+                found[shard_id] = np.array([number for number, _ in hits], np.int64)
             progress.add(1)
     num_found = sum(map(len, found.values()))
+    asked = next(
+        (f"--{name}", getattr(args, name)) for name in ("ids", "sha256", "source") if getattr(args, name)
+    )
     withdrawal = None
     while withdrawal is None:
         new = {shard: np.setdiff1d(numbers, before.documents_of(shard)) for shard, numbers in found.items()}
@@ -95,7 +101,7 @@ def withdraw(args: argparse.Namespace) -> int:
             folder,
             before,
             plan_id=plan.plan_id,
-            asked=question.asked,
+            asked=" ".join(str(value) for value in asked),
             reason=args.reason,
             documents=new,
             spans=_spans_of_rows(folder, plan, new) if plan.spec.has_rows else {},
@@ -110,111 +116,51 @@ def withdraw(args: argparse.Namespace) -> int:
         f"{withdrawal_path(folder, withdrawal.number)} (sha256 {withdrawal.sha256[:12]}); "
         "loaders that are made from now on mask them",
     )
-    missing = question.not_found()
-    print_lines(*(f"not found: {name}" for name in missing))
+    missing = [key for key, was_found in is_found.items() if not was_found]
+    print_lines(*(f"not found: {key if isinstance(key, str) else key.hex() + '...'}" for key in missing))
     if missing:
-        say(f"{len(missing)} of {question.num_asked} were not found; the others are withdrawn")
+        say(f"{len(missing)} of {len(is_found)} were not found; the others are withdrawn")
     return NotFound.exit_code if missing else 0
 
 
-class _Question(ABC):
-    """What documents are asked for."""
-
-    def __init__(self, folder: Path, plan: Plan, asked: str) -> None:
-        self.folder, self.plan, self.asked = folder, plan, asked
-
-    @abstractmethod
-    def numbers_in(self, shard_id: int, manifest: Manifest) -> Numbers:
-        """Those of a shard, by their numbers, ascending: int64[n]."""
-
-    @property
-    @abstractmethod
-    def num_asked(self) -> int:
-        """How many ids, texts or sources were asked for."""
-
-    @abstractmethod
-    def not_found(self) -> list[str]:
-        """Those that no shard had so far."""
-
-
-class _Listed(_Question):
-    """Documents whose key, an id or the digest of the text, is in a file."""
-
-    def __init__(self, folder: Path, plan: Plan, path: Path, *, by_id: bool) -> None:
-        super().__init__(folder, plan, f"{'--ids' if by_id else '--sha256'} {path.name}")
-        self._by_id = by_id
-        self._is_found: dict[str | bytes, bool] = dict.fromkeys(_keys_in(path, by_id=by_id), False)
-
-    def numbers_in(self, shard_id: int, manifest: Manifest) -> Numbers:
-        keys: Iterable[str | bytes]
-        if self._by_id:
-            keys = (id_ for _, id_ in _ids_kept(self.folder, shard_id))
-        else:
-            keys = itertools.chain.from_iterable(document_digests(self.folder, self.plan, shard_id, manifest))
-        found = []
-        for number, key in enumerate(keys):
-            if key in self._is_found:
-                self._is_found[key] = True
-                found.append(number)
-        return np.array(found, np.int64)
-
-    @property
-    def num_asked(self) -> int:
-        return len(self._is_found)
-
-    def not_found(self) -> list[str]:
-        missing = (key for key, is_found in self._is_found.items() if not is_found)
-        return [key if isinstance(key, str) else f"{key.hex()}..." for key in missing]
-
-
-class _OfSource(_Question):
-    """The documents of one source. Shards that have none of it, or nothing else, are not read."""
-
-    def __init__(self, folder: Path, plan: Plan, name: str) -> None:
-        super().__init__(folder, plan, f"--source {name}")
-        self._name = name
-        self._is_known = False
-
-    def numbers_in(self, shard_id: int, manifest: Manifest) -> Numbers:
-        by_source, counts = manifest.counts.sources, manifest.counts
-        if self._name not in by_source:
-            return np.empty(0, np.int64)
-        self._is_known = True
-        if by_source[self._name].num_documents == counts.num_documents:
-            return np.arange(counts.num_documents)
-        if self.plan.options.source_field:
-            read = _documents(self.folder, self.plan, shard_id, counts.num_documents)
-            labels = [(item.input_number, item.source) for item in read]
-            names = [label or self.plan.source_of(number) for number, label in labels]
-            return np.flatnonzero(np.array(names) == self._name)
-        numbers: Sequence[int]
-        if not self.plan.spec.has_rows:
-            numbers = read_idx(self.folder, self.plan.spec, shard_id)["source"].tolist()
-        elif self.plan.options.id_field:
-            numbers = [number for number, _ in _ids_kept(self.folder, shard_id)]
-        else:
-            numbers = [
-                item.input_number
-                for item in _documents(self.folder, self.plan, shard_id, counts.num_documents)
-            ]
-        wanted = {number for number in set(numbers) if self.plan.source_of(number) == self._name}
-        return np.flatnonzero(np.isin(numbers, sorted(wanted)))
-
-    num_asked = 1
-
-    def not_found(self) -> list[str]:
-        return [] if self._is_known else [self._name]
-
-
-def _question(args: argparse.Namespace, folder: Path, plan: Plan) -> _Question:
-    """Raises UsageError, NotFound, BadInput."""
+def _asked_keys(args: argparse.Namespace, plan: Plan) -> Iterator[Key]:
+    """What documents are asked for by. Raises UsageError, NotFound, BadInput."""
     if args.source is not None:
-        return _OfSource(folder, plan, args.source)
-    if args.ids is not None and not plan.options.id_field:
+        yield args.source
+    elif args.ids is None:
+        yield from _keys_in(args.sha256, by_id=False)
+    elif plan.options.id_field:
+        yield from _keys_in(args.ids, by_id=True)
+    else:
         raise UsageError(
-            f"{folder} keeps no ids of its documents, as its plan has no --id_field; name them by --sha256"
+            f"{args.data_dir} keeps no ids of its documents: its plan has no --id_field; use --sha256"
         )
-    return _Listed(folder, plan, args.ids or args.sha256, by_id=args.ids is not None)
+
+
+def _keys_of_shard(args: argparse.Namespace, plan: Plan, manifest: Manifest) -> Iterable[Key]:
+    """What each document of a shard, in order, may be asked for by."""
+    folder, shard_id = args.data_dir, manifest.shard_id
+    if args.source is not None:
+        return _sources_of(folder, plan, manifest, args.source)
+    if args.ids is not None:
+        return (kept for _, kept in _ids_kept(folder, shard_id))
+    return document_digests(folder, plan, manifest)
+
+
+def _sources_of(folder: Path, plan: Plan, manifest: Manifest, name: str) -> Iterable[str]:
+    """The source of each document of a shard; of none where that shard has nothing of the source ``name``.
+    A shard that has nothing else is not read."""
+    counts, options = manifest.counts, plan.options
+    num_documents = counts.sources[name].num_documents if name in counts.sources else 0
+    if num_documents in (0, counts.num_documents):
+        return [name] * num_documents
+    if options.source_field or (plan.spec.has_rows and not options.id_field):
+        read = _documents(folder, plan, manifest)
+        return (document.source or plan.source_of(document.input_number) for document in read)
+    if options.id_field:
+        return (plan.source_of(number) for number, _ in _ids_kept(folder, manifest.shard_id))
+    numbers: list[int] = read_idx(folder, plan.spec, manifest.shard_id)["source"].tolist()
+    return map(plan.source_of, numbers)
 
 
 def _keys_in(path: Path, *, by_id: bool) -> Iterator[str | bytes]:
@@ -240,25 +186,30 @@ def _keys_in(path: Path, *, by_id: bool) -> Iterator[str | bytes]:
 
 def _ids_kept(folder: Path, shard_id: int) -> Iterator[tuple[int, str]]:
     """The input number and the id of each document of a shard, as --id_field keeps them."""
-    path = ids_path(folder, shard_id)
+    path, remedy = ids_path(folder, shard_id), f"run: {remake_command(shard_id, folder)}"
     with errors_named(path), os.fdopen(open_regular(path), "rb") as lines:
         for line in lines:
-            input_number, _, kept = orjson.loads(line)
+            try:
+                input_number, _, kept = orjson.loads(line)
+            except (ValueError, TypeError):
+                raise BrokenShard(f"{path} has the line {line[:60]!r}; {remedy}") from None
             yield input_number, kept
 
 
-class _Document:
-    """A document that is read again: what tells it from others, and how long it is."""
+class _Document(NamedTuple):
+    """A document that is read again."""
 
-    def __init__(self, input_number: int, source: str, text: Iterable[str]) -> None:
-        self.input_number, self.source, self.text = input_number, source, text
+    input_number: int
+    source: str  # of --source_field
+    text: Iterable[str]  # in pieces
 
 
-def _items(folder: Path, plan: Plan, shard_id: int, expected: int) -> Iterator[DocumentBatch | LongDocument]:
+def _items(folder: Path, plan: Plan, manifest: Manifest) -> Iterator[DocumentBatch | LongDocument]:
     """The documents of a shard's input as its worker read them; nothing that was left out.
 
     Raises Refused where the input is not as it was, and what reading raises.
     """
+    shard_id, expected = manifest.shard_id, manifest.counts.num_documents
     shard = plan.shard(shard_id)
     digest = None if shard.sha256 is None else hashlib.sha256()
     reading = reading_of(plan.options, WorkerSettings().batch_bytes)
@@ -284,8 +235,8 @@ def _items(folder: Path, plan: Plan, shard_id: int, expected: int) -> Iterator[D
         )
 
 
-def _documents(folder: Path, plan: Plan, shard_id: int, expected: int) -> Iterator[_Document]:
-    for item in _items(folder, plan, shard_id, expected):
+def _documents(folder: Path, plan: Plan, manifest: Manifest) -> Iterator[_Document]:
+    for item in _items(folder, plan, manifest):
         if isinstance(item, LongDocument):
             yield _Document(item.place.input_number, item.source, item.text())
             continue
@@ -294,22 +245,22 @@ def _documents(folder: Path, plan: Plan, shard_id: int, expected: int) -> Iterat
             yield _Document(item.input_number, source, [text])
 
 
-def document_digests(folder: Path, plan: Plan, shard_id: int, manifest: Manifest) -> Iterator[list[bytes]]:
-    """Of each document of a shard, in order, the first DIGEST_BYTES of the sha256 of its text; in groups.
+def document_digests(folder: Path, plan: Plan, manifest: Manifest) -> Iterator[bytes]:
+    """Of each document of a shard, in order, the first DIGEST_BYTES of the sha256 of its text.
 
     By the texts in the shard, or where it has none by those of the input.
     """
     if plan.options.keep_text and not plan.spec.has_rows:
-        yield from _stored_digests(folder, plan, shard_id)
+        yield from _stored_digests(folder, plan, manifest.shard_id)
         return
-    for document in _documents(folder, plan, shard_id, manifest.counts.num_documents):
+    for document in _documents(folder, plan, manifest):
         digest = hashlib.sha256()
         for piece in document.text:
             digest.update(piece.encode())
-        yield [digest.digest()[:DIGEST_BYTES]]
+        yield digest.digest()[:DIGEST_BYTES]
 
 
-def _stored_digests(folder: Path, plan: Plan, shard_id: int) -> Iterator[list[bytes]]:
+def _stored_digests(folder: Path, plan: Plan, shard_id: int) -> Iterator[bytes]:
     """The same of the texts in the tar: each stands before the ids of its sample."""
     records, path = read_idx(folder, plan.spec, shard_id), tar_path(folder, shard_id)
     head = BLOCK_BYTES + (0 if plan.spec.kind == "json" else len(npy_header(plan.spec.dtype, (1,))))
@@ -322,7 +273,7 @@ def _stored_digests(folder: Path, plan: Plan, shard_id: int) -> Iterator[list[by
                 member = memoryview(tar.read(begin, end - begin))
                 size = int(bytes(member[124:135]), 8)
                 text = member[BLOCK_BYTES : BLOCK_BYTES + size]
-                yield [hashlib.sha256(text).digest()[:DIGEST_BYTES]]
+                yield hashlib.sha256(text).digest()[:DIGEST_BYTES]
     except (*NOT_THERE, ValueError) as error:
         raise ReadWriteError(f"{path} cannot be read: {error}") from None
 
@@ -341,7 +292,8 @@ def _spans_of_rows(folder: Path, plan: Plan, documents: dict[int, Numbers]) -> d
 
 def _stretches(folder: Path, plan: Plan, shard_id: int) -> tuple[Numbers, Numbers, Numbers]:
     """Begins and ends of the documents' tokens in a shard's rows, and whose they are: int64[n] each."""
-    num_documents = check_shard(folder, shard_id, plan.plan_id).counts.num_documents
+    manifest = check_shard(folder, shard_id, plan.plan_id)
+    num_documents = manifest.counts.num_documents
     with ShardSamples(folder, plan.spec, shard_id) as samples:
         records, seq_len = samples.records, plan.spec.seq_len
         every = [row * seq_len + samples.starts(row) for row in range(len(records))]
@@ -349,7 +301,7 @@ def _stretches(folder: Path, plan: Plan, shard_id: int) -> tuple[Numbers, Number
     end = (len(records) - 1) * seq_len + int(records["num_tokens"][-1]) if len(records) else 0
     if plan.options.pack == "concat" and len(starts) == num_documents:
         return starts, np.append(starts[1:], end), np.arange(num_documents)
-    begins, ends, number, is_start = _packed_anew(folder, plan, shard_id, num_documents)
+    begins, ends, number, is_start = _packed_anew(folder, plan, manifest)
     if begins[is_start].tolist() != starts.tolist():
         raise Refused(
             f"the documents of shard {shard_id:05d}, packed anew, begin at other places of its rows; was its "
@@ -359,10 +311,12 @@ def _stretches(folder: Path, plan: Plan, shard_id: int) -> tuple[Numbers, Number
 
 
 def _packed_anew(
-    folder: Path, plan: Plan, shard_id: int, num_documents: int
+    folder: Path, plan: Plan, manifest: Manifest
 ) -> tuple[Numbers, Numbers, Numbers, npt.NDArray[np.bool_]]:
     """The same of rows that are packed again, and which stretches begin a document."""
-    worker = load_worker(plan, folder, WorkerSettings(), num_cpus=1, warn=say, shard=plan.shard(shard_id))
+    worker = load_worker(
+        plan, folder, WorkerSettings(), num_cpus=1, warn=say, shard=plan.shard(manifest.shard_id)
+    )
     packer, seq_len = packer_of(plan.spec, plan.options.pack), plan.spec.seq_len
     parts: list[npt.NDArray[np.int64]] = []
     num_read = num_rows = 0
@@ -378,7 +332,7 @@ def _packed_anew(
 
     def groups() -> Iterator[RowGroup]:
         nonlocal num_read
-        for item in _items(folder, plan, shard_id, num_documents):
+        for item in _items(folder, plan, manifest):
             lengths = lengths_of(item)
             starts = np.zeros(len(lengths), START)
             starts["source_offset"] = num_read + np.arange(len(lengths))

@@ -494,7 +494,9 @@ def _tell_withdrawn(
     until = state["epoch"] * steps_per_epoch + state["step"] + (state["num_micro"] > 0)
     answers: list[dict[str, Any]] = []
     for number, source in enumerate(seen.shards.sources):
-        lists = source.withdrawn.lists if isinstance(source, DatasetShards) else ()
+        if not isinstance(source, DatasetShards):
+            continue
+        folder, lists = source.folder, source.withdrawn.lists
         for place, each in enumerate(lists):
             masked_from = history.first_step_of(each.plan_id, [later.sha256 for later in lists[place:]])
             end = until if masked_from is None else min(masked_from, until)
@@ -508,7 +510,7 @@ def _tell_withdrawn(
             }
             answers.append(
                 {
-                    "list": str(withdrawal_path(source.path_of(0).parent, each.number)),
+                    "list": str(withdrawal_path(folder, each.number)),
                     "made": each.made,
                     "reason": each.reason,
                     "num_documents": each.num_documents,

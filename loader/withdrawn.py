@@ -73,11 +73,16 @@ def marks_of_lists(shards: ShardSet, number: int, lists: Withdrawals) -> npt.NDA
     first_record = np.cumsum(shards.num_records) - shards.num_records
     shard_of = {shard_id: first + row for row, shard_id in enumerate(source.shard_ids.tolist())}
     held = sorted(shard_of.keys() & set(lists.shard_ids), key=shard_of.__getitem__)
-    parts = [
-        lists.marks_of(shard_id, source.row_tokens) + np.array([first_record[shard_of[shard_id]], 0, 0])
-        for shard_id in held
-    ]
-    return np.concatenate([np.empty((0, 3), np.int64), *parts])
+    parts = [np.empty((0, 3), np.int64)]
+    for shard_id in held:
+        shard, marks = shard_of[shard_id], lists.marks_of(shard_id, source.row_tokens)
+        if len(marks) and int(marks[-1, 0]) >= int(shards.num_records[shard]):
+            raise BrokenShard(
+                f"{withdrawal_path(source.folder, 1).parent} names sample {int(marks[-1, 0])} of shard "
+                f"{shard_id:05d}, which has {int(shards.num_records[shard])}; bring the folder back as it was"
+            )
+        parts.append(marks + np.array([first_record[shard], 0, 0]))
+    return np.concatenate(parts)
 
 
 def lists_in_use(shards: ShardSet) -> str:

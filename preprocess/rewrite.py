@@ -19,6 +19,7 @@ from shardprep.files import (
     publish_link,
     read_regular,
     stamp_file,
+    sync_folder,
 )
 from shardprep.format.idx import HEADER_BYTES, idx_header
 from shardprep.format.manifest import Manifest, check_shard, shard_files
@@ -77,6 +78,7 @@ def _publish_beginnings(folder: Path, new: Path, planned: Plan, num_lists: int) 
     for number in range(1, num_lists + 1):
         source = withdrawal_path(folder, number)
         publish_link(withdrawal_path(new, number, subfolder=LEFT_OUT_DIR), source)
+    sync_folder(new / LEFT_OUT_DIR)
     with PublishedFolder(new / TOKENIZER_DIR) as tokenizer:
         for name, stamp in planned.tokenizer_files.items():
             path = tokenizer.temporary / name
@@ -103,6 +105,8 @@ def _take_over_shard(folder: Path, new: Path, planned: Plan, manifest: Manifest)
         if path != idx:
             target.parent.mkdir(exist_ok=True)
             publish_link(target, path)
+            if target.parent != new:  # new itself is synced with the idx, and with the manifest
+                sync_folder(target.parent)
             continue
         records = read_regular(path, max_bytes=stamp.num_bytes)[HEADER_BYTES:]
         publish_bytes(target, idx_header(planned.spec, shard_id) + records)

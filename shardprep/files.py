@@ -443,7 +443,7 @@ class PublishedFile:
 def publish_link(path: Path, source: Path) -> None:
     """Make ``path`` another name of the file ``source``, or where that cannot be a copy; by one rename.
 
-    Raises as PublishedFile does; OSError where ``source`` cannot be read.
+    The folder is not synced. Raises as PublishedFile does; OSError where ``source`` cannot be read.
     """
     temporary = _temporary_name(path)
     try:
@@ -461,7 +461,6 @@ def publish_link(path: Path, source: Path) -> None:
             copy.discard()
     finally:
         temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
 
 
 def publish_bytes(path: Path, content: bytes) -> None:

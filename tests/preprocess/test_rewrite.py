@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -67,9 +68,17 @@ def counts_of(folder: Path, shard_id: int) -> Mapping[str, Any]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_it_equals_a_data_set_whose_input_lacks_them(
-    prep: Prep, made: Path, tmp_path: Path, form: str
+    prep: Prep, made: Path, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    new = tmp_path / "new"
+    new, link = tmp_path / "new", os.link
+
+    def refuse_tars(source: Path, target: Path) -> None:
+        if source.suffix == ".tar":
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        link(source, target)
+
+    if form == "npy":  # as on another file system
+        monkeypatch.setattr(os, "link", refuse_tars)
     ended = prep.command("rewrite", made / form, "--output_dir", new, "--num_proc", 1)
     assert ended.code == 0, ended.text
     assert "2 of 4 shards hold nothing withdrawn" in ended.text
@@ -85,7 +94,7 @@ def test_it_equals_a_data_set_whose_input_lacks_them(
         names = [column for column in records.dtype.names or () if column != "source_offset"]
         assert all(np.array_equal(records[column], wanted[column]) for column in names)
         is_same_file = (new / name).stat().st_ino == (made / form / name).stat().st_ino
-        assert is_same_file == (shard_id in (0, 2))
+        assert is_same_file == (shard_id in (0, 2) and form != "npy")
     ids = [path.read_bytes() for path in sorted((expected / "ids").iterdir())]
     kept = [[json.loads(line)[2] for line in each.splitlines()] for each in ids]
     ids = [path.read_bytes() for path in sorted((new / "ids").iterdir())]

@@ -191,6 +191,9 @@ def test_a_list_that_is_altered_missing_or_of_other_data_is_refused(
     lists[1].write_bytes(contents[1].replace(b'"made": "2', b'"made": "3'))
     seal(lists[1])
     assert "0003.json follows a list of sha256" in refusal(65)
+    lists[1].write_bytes(contents[1].replace(b'"made": "2', b'"made": "3'))
+    assert prep.command("verify", data, "--fast").code == 65
+    lists[1].write_bytes(contents[1])
     lists[2].write_bytes(contents[2][:40])
     assert "is not JSON" in refusal(65)
     shutil.copy(withdrawal_path(other, 3), lists[2])

@@ -104,7 +104,7 @@ def withdraw(args: argparse.Namespace) -> int:
             asked=" ".join(str(value) for value in asked),
             reason=args.reason,
             documents=new,
-            spans=_spans_of_rows(folder, plan, new) if plan.spec.has_rows else {},
+            places=_places_of(folder, plan, new),
         )
         if withdrawal is None:  # another one came first
             before = read_withdrawals(folder, plan.plan_id)
@@ -278,16 +278,25 @@ def _stored_digests(folder: Path, plan: Plan, shard_id: int) -> Iterator[bytes]:
         raise ReadWriteError(f"{path} cannot be read: {error}") from None
 
 
-def _spans_of_rows(folder: Path, plan: Plan, documents: dict[int, Numbers]) -> dict[int, Numbers]:
-    """Where documents of packed rows lie: by shard, begins and ends, ascending, row x seq_len + place."""
-    with Progress("finding their tokens", len(documents), unit="shards") as progress:
-        spans = {}
+def _places_of(folder: Path, plan: Plan, documents: dict[int, Numbers]) -> dict[int, Numbers]:
+    """Where documents lie, by shard, ascending: their samples; of packed rows the begin and the end of each
+    stretch of their tokens, row x seq_len + place."""
+    places = {}
+    with Progress("finding their places", len(documents), unit="shards") as progress:
         for shard_id, numbers in documents.items():
-            begins, ends, number = _stretches(folder, plan, shard_id)
-            wanted = np.isin(number, numbers)
-            spans[shard_id] = np.stack([begins[wanted], ends[wanted]], axis=1).reshape(-1)
+            if plan.spec.has_rows:
+                begins, ends, number = _stretches(folder, plan, shard_id)
+                wanted = np.isin(number, numbers)
+                places[shard_id] = np.stack([begins[wanted], ends[wanted]], axis=1).reshape(-1)
+            else:
+                places[shard_id] = np.sort(_in_order_of_input(read_idx(folder, plan.spec, shard_id))[numbers])
             progress.add(1)
-    return spans
+    return places
+
+
+def _in_order_of_input(records: npt.NDArray[np.void]) -> npt.NDArray[np.intp]:
+    """The samples of a shard in the order in which its input has them, or their first documents."""
+    return np.lexsort((records["source_offset"], records["source"]))
 
 
 def _stretches(folder: Path, plan: Plan, shard_id: int) -> tuple[Numbers, Numbers, Numbers]:
@@ -299,7 +308,8 @@ def _stretches(folder: Path, plan: Plan, shard_id: int) -> tuple[Numbers, Number
         every = [row * seq_len + samples.starts(row) for row in range(len(records))]
         starts = np.concatenate([np.empty(0, np.int64), *every])
     end = (len(records) - 1) * seq_len + int(records["num_tokens"][-1]) if len(records) else 0
-    if plan.options.pack == "concat" and len(starts) == num_documents:
+    is_in_order = (np.diff(_in_order_of_input(records)) == 1).all()
+    if plan.options.pack == "concat" and len(starts) == num_documents and is_in_order:
         return starts, np.append(starts[1:], end), np.arange(num_documents)
     begins, ends, number, is_start = _packed_anew(folder, plan, manifest)
     if begins[is_start].tolist() != starts.tolist():

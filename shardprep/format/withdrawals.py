@@ -45,7 +45,8 @@ class Withdrawal:
     asked: str  # what the documents were found by
     reason: str
     documents: Mapping[int, Numbers]  # by shard: numbers, ascending, as the shard's input has its documents
-    spans: Mapping[int, Numbers]  # by shard of rows: where their tokens begin and end, row x seq_len + place
+    # By shard: the samples that these are; of rows where their tokens begin and end, row x seq_len + place.
+    places: Mapping[int, Numbers]
     sha256: str = ""  # of the content, once it is written
 
     @property
@@ -60,8 +61,8 @@ class Withdrawal:
                 "shard": shard_id,
                 "num_documents": len(numbers),
                 "documents": _packed(numbers),
-                "num_spans": len(self.spans.get(shard_id, _NONE)) // 2,
-                "spans": _packed(self.spans.get(shard_id, _NONE)),
+                "num_places": len(self.places[shard_id]),
+                "places": _packed(self.places[shard_id]),
             }
             for shard_id, numbers in sorted(self.documents.items())
         ]
@@ -100,11 +101,11 @@ class Withdrawals:
 
         Of documents (``seq_len`` 0) all tokens; their end is 2**31 - 1.
         """
+        places = np.concatenate([_NONE, *(each.places.get(shard_id, _NONE) for each in self.lists)])
         if not seq_len:
-            documents = self.documents_of(shard_id)
-            return np.stack([documents, np.zeros_like(documents), np.full_like(documents, 2**31 - 1)], axis=1)
-        spans = np.concatenate([_NONE, *(each.spans.get(shard_id, _NONE) for each in self.lists)])
-        begin, end = spans.reshape(-1, 2).T
+            places.sort()
+            return np.stack([places, np.zeros_like(places), np.full_like(places, 2**31 - 1)], axis=1)
+        begin, end = places.reshape(-1, 2).T
         first = begin // seq_len
         num_rows = (end - 1) // seq_len - first + 1
         span = np.repeat(np.arange(len(begin)), num_rows)
@@ -189,7 +190,7 @@ def publish_withdrawal(
     asked: str,
     reason: str,
     documents: Mapping[int, Numbers],
-    spans: Mapping[int, Numbers],
+    places: Mapping[int, Numbers],
 ) -> Withdrawal | None:
     """Write the list that follows those of ``before``; None where another one took its place meanwhile.
 
@@ -207,7 +208,7 @@ def publish_withdrawal(
         asked=asked,
         reason=reason,
         documents=documents,
-        spans=spans,
+        places=places,
     )
     content = withdrawal.to_json()
     try:
@@ -232,14 +233,11 @@ def _withdrawal_of(fields: Fields, number: int) -> Withdrawal:
     found = fields.whole("number")
     if found != number:
         raise fields.wrong("number", found, f"{number}, as the file's name says")
-    documents, spans = {}, {}
+    documents, places = {}, {}
     for shard in fields.objects("shards"):
         shard_id = shard.whole("shard", most=MAX_SHARDS - 1)
         documents[shard_id] = _unpacked(shard, "documents", shard.whole("num_documents", 1, MAX_SAMPLES))
-        if num_spans := shard.whole("num_spans", 0, MAX_SAMPLES):
-            spans[shard_id] = _unpacked(shard, "spans", 2 * num_spans)
-        else:
-            shard.take("spans")
+        places[shard_id] = _unpacked(shard, "places", shard.whole("num_places", 0, MAX_SAMPLES))
         shard.end()
     withdrawal = Withdrawal(
         number=number,
@@ -249,7 +247,7 @@ def _withdrawal_of(fields: Fields, number: int) -> Withdrawal:
         asked=fields.text("asked"),
         reason=fields.text("reason"),
         documents=documents,
-        spans=spans,
+        places=places,
         sha256=sha256,
     )
     fields.end()
@@ -265,6 +263,8 @@ def _packed(numbers: Numbers) -> str:
 def _unpacked(fields: Fields, name: str, count: int) -> Numbers:
     """Raises BrokenShard."""
     text = fields.text(name)
+    if not count and not text:
+        return _NONE
     try:
         unpacker = zlib.decompressobj()
         raw = unpacker.decompress(base64.b64decode(text, validate=True), 8 * count + 1)

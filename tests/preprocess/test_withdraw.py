@@ -232,12 +232,13 @@ def test_of_two_writers_one_is_first_and_the_other_looks_again(
     data = folder("json")
     plan_id = need_plan(data).plan_id
     before = read_withdrawals(data, plan_id)
-    given: dict[str, Any] = {"plan_id": plan_id, "asked": "", "reason": "", "spans": {}}
-    first = publish_withdrawal(data, before, documents={0: np.array([1, 5])}, **given)
-    assert publish_withdrawal(data, before, documents={0: np.array([2])}, **given) is None
+    given: dict[str, Any] = {"plan_id": plan_id, "asked": "", "reason": ""}
+    first, second = {0: np.array([1, 5])}, {0: np.array([2])}
+    published = publish_withdrawal(data, before, documents=first, places=first, **given)
+    assert publish_withdrawal(data, before, documents=second, places=second, **given) is None
     found = read_withdrawals(data, plan_id)
-    assert first is not None
-    assert first.sha256 == found.sha256
+    assert published is not None
+    assert published.sha256 == found.sha256
     assert withdrawn(data) == {0: [1, 5]}
     assert sorted(path.name for path in (data / "withdrawn").iterdir()) == ["0001.json"]
 

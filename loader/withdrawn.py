@@ -49,6 +49,8 @@ class WithdrawnTokens:
         """Where withdrawn tokens stand in samples that stand one after another, each of some length."""
         low = np.searchsorted(self.sample, samples)
         counts = np.searchsorted(self.sample, samples, side="right") - low
+        if not counts.any():
+            return counts[:0]
         mark, of = places_of(low, counts), np.repeat(np.arange(len(samples)), counts)
         begin = np.minimum(self.begin[mark], lengths[of])
         first = np.cumsum(lengths, dtype=np.int64) - lengths

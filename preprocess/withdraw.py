@@ -88,9 +88,7 @@ def withdraw(args: argparse.Namespace) -> int:
                 found[shard_id] = np.array([number for number, _ in hits], np.int64)
             progress.add(1)
     num_found = sum(map(len, found.values()))
-    asked = next(
-        (f"--{name}", getattr(args, name)) for name in ("ids", "sha256", "source") if getattr(args, name)
-    )
+    given = {name: getattr(args, name) for name in ("ids", "sha256", "source")}
     withdrawal = None
     while withdrawal is None:
         new = {shard: np.setdiff1d(numbers, before.documents_of(shard)) for shard, numbers in found.items()}
@@ -101,7 +99,7 @@ def withdraw(args: argparse.Namespace) -> int:
             folder,
             before,
             plan_id=plan.plan_id,
-            asked=" ".join(str(value) for value in asked),
+            asked=" ".join(f"--{name} {value}" for name, value in given.items() if value is not None),
             reason=args.reason,
             documents=new,
             places=_places_of(folder, plan, new),
@@ -159,8 +157,8 @@ def _sources_of(folder: Path, plan: Plan, manifest: Manifest, name: str) -> Iter
         return (document.source or plan.source_of(document.input_number) for document in read)
     if options.id_field:
         return (plan.source_of(number) for number, _ in _ids_kept(folder, manifest.shard_id))
-    numbers: list[int] = read_idx(folder, plan.spec, manifest.shard_id)["source"].tolist()
-    return map(plan.source_of, numbers)
+    records = read_idx(folder, plan.spec, manifest.shard_id)
+    return map(plan.source_of, records["source"][_in_order_of_input(records)].tolist())
 
 
 def _keys_in(path: Path, *, by_id: bool) -> Iterator[str | bytes]:
@@ -266,10 +264,11 @@ def _stored_digests(folder: Path, plan: Plan, shard_id: int) -> Iterator[bytes]:
     head = BLOCK_BYTES + (0 if plan.spec.kind == "json" else len(npy_header(plan.spec.dtype, (1,))))
     ends = records["offset"].astype(np.int64) - head
     begins = -(-(records["offset"].astype(np.int64) + records["num_bytes"]) // BLOCK_BYTES) * BLOCK_BYTES
-    begins = np.concatenate([[0], begins[:-1]])[: len(records)]
+    in_tar, in_input = np.argsort(ends), _in_order_of_input(records)
+    begins[in_tar] = np.concatenate([[0], begins[in_tar][:-1]])[: len(records)]
     try:
         with errors_named(path), ReadFile(path) as tar:
-            for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+            for begin, end in zip(begins[in_input].tolist(), ends[in_input].tolist(), strict=True):
                 member = memoryview(tar.read(begin, end - begin))
                 size = int(bytes(member[124:135]), 8)
                 text = member[BLOCK_BYTES : BLOCK_BYTES + size]

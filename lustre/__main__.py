@@ -17,22 +17,27 @@ from lustre.layout import (
     read_layout,
     why_leave,
 )
-from lustre.lfs import kind_of, why_not_usable
+from lustre.lfs import existing_part, kind_of, why_not_usable
 from lustre.restore import restore as restore_files
 from lustre.show import report, report_json
 from lustre.space import UNKNOWN, count_osts_if_told
 from shardprep.command_line import Command, Program, parse_size
-from shardprep.console import print_lines, say
+from shardprep.console import print_lines, quoted, say
 from shardprep.errors import NotFound
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code: 0, 2 for a wrong usage, 73 where lfs fails."""
+    """Run one command; returns its exit code: 0, 2 wrong usage, 66 no such path, 73 if lfs fails."""
     return PROGRAM.run(sys.argv[1:] if argv is None else argv)
 
 
 def show(args: argparse.Namespace) -> int:
-    """Print the lines about a path, which need not exist yet. Raises LustreError from lfs."""
+    """Print the lines about a path. Raises NotFound, LustreError from lfs."""
+    if not kind_of(args.path):
+        above = quoted(existing_part(args.path))
+        raise NotFound(
+            f"{args.path} is not there; what a new folder there will copy: shardprep lustre show {above}"
+        )
     print_lines(*([json.dumps(report_json(args.path))] if args.json else report(args.path, _size(args))))
     return 0
 

@@ -32,7 +32,6 @@ from lustre.layout import (
 )
 from lustre.lfs import (
     FILES_PER_CALL,
-    existing_part,
     file_system_of,
     find_files,
     kind_of,
@@ -53,27 +52,22 @@ _CHANCE = 3  # files on the only OST that is seen, where nobody tells how many t
 
 
 def report(path: Path, size: DataSize) -> list[str]:
-    """Return the lines about ``path``, which need not exist yet; changes nothing. Raises LustreError."""
+    """Return the lines about ``path``; changes nothing. Raises LustreError."""
     mount = file_system_of(path)
     lines = [f"{path}: {mount.fs_type} at {mount.mount_point} ({mount.source})"] if mount else []
     if reason := why_not_usable(path):
         return [*lines, f"nothing to show: {reason}"]
-    there = existing_part(path)
-    if there != path.absolute():
-        lines.append(f"{path} is not there yet; it will copy the default of {there}")
-    layout = read_layout(there)
-    if kind_of(there) != "folder":
-        return [*lines, f"this file has {layout.text()}", *_server_lines(there)]
-    of_file_system = layout_of_file_system(there)
+    layout = read_layout(path)
+    if kind_of(path) != "folder":
+        return [*lines, f"this file has {layout.text()}", *_server_lines(path)]
+    of_file_system = layout_of_file_system(path)
     origin = "its own default"
     if layout.is_inherited:
         origin = "inherited, it has no default of its own"
     elif layout == of_file_system:
         origin = "the file system's default; lfs does not tell whether the folder has it of its own, too"
     lines.append(f"new files get {layout.text()} ({origin})")
-    lines += [*filter(None, [start_warning(there, layout)]), *_server_lines(there)]
-    if there == path.absolute():
-        lines += content_lines(there)
+    lines += [*filter(None, [start_warning(path, layout)]), *_server_lines(path), *content_lines(path)]
     if size != DataSize():
         lines += _choice_lines(path, layout, why_leave(layout, of_file_system), size)
     return lines

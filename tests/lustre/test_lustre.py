@@ -158,8 +158,8 @@ def test_show_tells_plain_and_progressive_layouts(
     on_lustre.give_layout(on_lustre.folder, PFL)
     assert main(["show", str(on_lustre.folder)]) == 0
     assert "new files get progressive (PFL): 1 stripe of 4 MiB up to 256 MiB" in capsys.readouterr().out
-    assert main(["show", str(on_lustre.folder / "not" / "yet")]) == 0
-    assert "not there yet" in capsys.readouterr().out
+    assert main(["show", str(on_lustre.folder / "not" / "yet")]) == 66
+    assert f"will copy: shardprep lustre show '{on_lustre.folder}'\n" in capsys.readouterr().err
     assert on_lustre.setstripe_calls() == []
 
 

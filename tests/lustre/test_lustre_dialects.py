@@ -508,11 +508,14 @@ def test_far_more_than_its_share_is_beyond_the_chance_of_a_few_files(
 
 
 def test_show_as_json_says_why_there_is_nothing_to_tell(on_lustre: FakeLustre, tmp_path: Path) -> None:
-    for path, why in ((tmp_path, "not on Lustre"), (on_lustre.folder / "absent", "is no folder")):
+    file = on_lustre.folder / "file"
+    file.touch()
+    for path, why in ((tmp_path, "not on Lustre"), (file, "is no folder")):
         code, text = on_lustre.command("show", path, "--json")
         data = json.loads(text)
         assert (code, data["layout"], data["shards"]) == (0, None, None)
         assert why in data["why_not"]
+    assert on_lustre.command("show", on_lustre.folder / "absent", "--json")[0] == 66
     assert json.loads(on_lustre.command("show", on_lustre.folder, "--json")[1])["shards"] is None
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from preprocess.plan.plan_file import Plan
+from shardprep.console import counted, short_bytes
 from shardprep.errors import CannotWrite, NotFound, ShardprepError
 from shardprep.files import STALE_AFTER_S, TEMPORARY_NAME, is_folder, names_in, remove_tree
 from shardprep.format.manifest import check_shard
@@ -120,9 +121,9 @@ def _is_done(folder: Path, plan: Plan | None, shard_id: int | None) -> bool:
 def cleaning_lines(cleaning: Cleaning, *, dry_run: bool = False) -> list[str]:
     """For a person: what went, and what stays until when."""
     verb = "would remove" if dry_run else "removed"
-    lines = [f"{verb} {item.path} ({item.num_bytes} bytes)" for item in cleaning.removed]
-    freed = sum(item.num_bytes for item in cleaning.removed) / 1e9
-    lines.append(f"{verb} {len(cleaning.removed)} temporaries, {freed:.3g} GB")
+    lines = [f"{verb} {item.path} ({short_bytes(item.num_bytes)})" for item in cleaning.removed]
+    freed = short_bytes(sum(item.num_bytes for item in cleaning.removed))
+    lines.append(f"{verb} {counted(len(cleaning.removed), 'temporary file')}, {freed}")
     if cleaning.kept:
         oldest = max(item.age_s for item in cleaning.kept) / 3600
         lines.append(

@@ -45,11 +45,11 @@ def test_temporaries_of_done_shards_go_and_those_of_others_stay_for_a_day(prep: 
     ]
     ended = prep.command("clean", data_dir, "--dry_run")
     assert ended.code == 0
-    assert "would remove 5 temporaries" in ended.text
+    assert "would remove 5 temporary files, 50 B" in ended.text
     assert all(path.exists() for path in gone)
     ended = prep.command("clean", data_dir)
     assert ended.code == 0
-    assert "removed 5 temporaries, 5e-08 GB" in ended.text
+    assert "removed 5 temporary files, 50 B" in ended.text
     assert "kept 4 of shards that are not done" in ended.text
     assert "the oldest: 23.0 hours" in ended.text
     assert not any(path.exists() for path in gone)
@@ -96,10 +96,10 @@ def test_the_names_are_those_that_attempts_give(prep: Prep, data_dir: Path) -> N
         for path in (file.temporary, folder.temporary, folder.temporary / "inside"):
             os.utime(path, (0, 0))
         text = prep.command("clean", data_dir, "--dry_run").text
-        assert f"would remove {file.temporary} (0 bytes)" in text
-        assert f"would remove {folder.temporary} (5 bytes)" in text
+        assert f"would remove {file.temporary} (0 B)" in text
+        assert f"would remove {folder.temporary} (5 B)" in text
         aside = folder.temporary.rename(folder.temporary.with_suffix(".old.tmp"))
-        assert f"would remove {aside} (5 bytes)" in prep.command("clean", data_dir, "--dry_run").text
+        assert f"would remove {aside} (5 B)" in prep.command("clean", data_dir, "--dry_run").text
         aside.rename(folder.temporary)
         os.utime(folder.temporary / "inside")
         assert str(folder.temporary) not in prep.command("clean", data_dir, "--dry_run").text, (

@@ -47,7 +47,7 @@ def no_tokenizer(model_id: str, reason: str) -> NotFound:
     if os.path.isdir(model_id) or not _NAME.fullmatch(model_id):  # noqa: PTH112 - Path.is_dir() would raise
         where, todo = f"in the folder {model_id}", ""
     else:
-        where = f"for {model_id!r} on the hub or in its cache"
+        where = f"for {model_id!r}, which is no folder here, on the hub or in its cache"
         todo = (
             ", or a model's name on the hub. If the model is gated: hf auth login. Without a network, run "
             f"this elsewhere: hf download {model_id} --include '*.json' --include '*.jinja' --local-dir MODEL"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,10 +21,12 @@ import orjson
 
 from preprocess.formats.inputs import ByteRange, InputFile
 from preprocess.options import PLAN_FIELDS, PlanOptions, option_differences, option_types
+from shardprep.console import quoted
 from shardprep.errors import BrokenShard, NotFound, Refused, UnknownVersion, UsageError
-from shardprep.files import FileStamp, PublishedFile, is_folder, sync_folder
+from shardprep.files import FileStamp, PublishedFile, is_folder, names_in, sync_folder
 from shardprep.format.checked_json import MOST, Fields, is_text, with_content_hash
 from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
+from shardprep.format.input_formats import known_input_kind
 from shardprep.format.names import FORMAT_VERSION, MAX_PLAN_BYTES, MAX_SHARDS, PLAN_NAME, source_of_path
 from shardprep.format.parts import VERSION as PARTS_VERSION
 from shardprep.format.parts import PartsFile, Rows, json_by_parts, sha256s_of
@@ -446,9 +449,13 @@ def need_plan(output_dir: Path) -> Plan:
     plan = read_plan(output_dir)
     if plan is None:
         missing = "" if is_folder(output_dir) else "does not exist, so it "
+        raw, made = "RAW", quoted(output_dir)
+        names = names_in(output_dir)
+        if any(map(known_input_kind, names)) and not any(name.startswith("shard-") for name in names):
+            raw, made = made, quoted(f"{os.path.abspath(output_dir)}_shards")  # noqa: PTH100 - as in quoted
         raise NotFound(
-            f"{output_dir} {missing}has no {PLAN_NAME}; run: shardprep plan --input_dir RAW "
-            f"--output_dir {output_dir} --model_id MODEL --num_shards N"
+            f"{output_dir} {missing}has no {PLAN_NAME}; run: shardprep plan --input_dir {raw} "
+            f"--output_dir {made} --model_id MODEL --num_shards N"
         )
     return plan
 

@@ -205,7 +205,8 @@ def test_a_model_that_is_neither_a_folder_nor_to_be_had_is_not_found(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
-        NotFound, match="no usable tokenizer was found for 'nobody/nothing-at-all' on the hub"
+        NotFound,
+        match="no usable tokenizer was found for 'nobody/nothing-at-all', which is no folder here",
     ):
         get_llama3_dataloader(tars, 3, "nobody/nothing-at-all", num_workers=0)
 

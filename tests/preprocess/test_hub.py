@@ -105,7 +105,7 @@ def test_a_model_that_is_on_no_disk_is_asked_for_once_where_no_hub_answers(
     code, said = plan(hub, tmp_path, input_dir=sample_dir, output_dir="data", model_id="some/model")
     assert code == 66
     assert said.splitlines()[-1].startswith(
-        "error: no usable tokenizer was found for 'some/model' on the hub"
+        "error: no usable tokenizer was found for 'some/model', which is no folder here, on the hub"
     )
     assert "hf download some/model " in said.splitlines()[-1]
     assert "retry" not in said.lower()

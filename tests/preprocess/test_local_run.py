@@ -89,6 +89,9 @@ def test_no_process_and_no_plan_are_refused(prep: Prep, data_dir: Path, tmp_path
     ended = prep.command("run", tmp_path / "nope")
     assert ended.code == 66
     assert "nope does not exist, so it has no plan.json; run: shardprep plan" in ended.text
+    (tmp_path / "a.txt").write_text("a line\n")  # the folder of raw text in place of the data set
+    place = f"--input_dir {tmp_path} --output_dir {tmp_path}_shards --model_id"
+    assert place in prep.command("run", tmp_path).text
 
 
 def test_the_input_may_have_moved(prep: Prep, sample_dir: Path, tmp_path: Path) -> None:

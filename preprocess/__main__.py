@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from preprocess.options import GROUPS, RESOURCES, PrepConfig, WorkerSettings, environment_number
 from preprocess.resources import PROCESS_BYTES, memory_limit_gb
 from shardprep.command_line import Command, Program, add_flags_of, given_of, parse_size
-from shardprep.console import Progress, counted, print_lines, quoted, say, short_bytes
+from shardprep.console import Progress, counted, print_lines, quoted, say, shards_text, short_bytes
 from shardprep.errors import BadInput, NotFound, Refused, ShardprepError, UsageError
 from shardprep.format.names import id_ranges, ids_of_ranges
 
@@ -175,7 +175,7 @@ def run(args: argparse.Namespace) -> int:
         what = "run again"
         if {failure.exit_code for failure in failures} <= _FINAL_CODES:
             what = "the same input fails in the same way: do what the lines above say, then"
-        say(f"error: failed: {ids}; {what}: shardprep run {quoted(folder)} --shards {ids}")
+        say(f"error: failed: {shards_text(ids)}; {what}: shardprep run {quoted(folder)} --shards {ids}")
         return failures[0].exit_code
     return 0
 
@@ -200,7 +200,8 @@ def verify(args: argparse.Namespace) -> int:
     if index is None:
         _tell_problems(folder, plan, problems)
         ids = id_ranges(problem.shard_id for problem in problems)
-        say(f"{len(problems)} of {plan.num_shards} shards are not right: {ids}; the lines above mend them")
+        wrong = f"{len(problems)} of {plan.num_shards} shards are not right: {shards_text(ids)}"
+        say(f"{wrong}; the lines above say what to do")
         return problems[0].error.exit_code
     samples, tokens = int(index.column("num_samples").sum()), int(index.column("num_tokens").sum())
     print_lines(

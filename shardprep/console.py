@@ -143,6 +143,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
+def shards_text(ids: str) -> str:
+    """``0`` -> ``shard 0``, ``3-7`` -> ``shards 3-7``, so that nobody takes the number for a count."""
+    return f"shard{'' if ids.isdecimal() else 's'} {ids}"
+
+
 def _scaled(value: float) -> tuple[str, str]:
     for size, prefix in _PREFIXES:
         if value >= 0.9995 * size:

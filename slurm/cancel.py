@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from preprocess.plan.plan_file import need_plan
-from shardprep.console import print_lines, say
+from shardprep.console import print_lines, say, shards_text
 from shardprep.errors import ShardprepError, UsageError
 from shardprep.format.names import id_ranges
 from slurm.commands import slurm_output
@@ -38,7 +38,8 @@ def cancel(args: argparse.Namespace) -> int:
         say(f"left alone: jobs of the folder that this one was copied from; to end them: scancel {ids}")
     print_lines(f"cancelled: {', '.join(cancelled)}" if cancelled else f"nothing is queued; {state.summary}")
     if unseen := state.ids("not visible"):
-        say(f"warning: {state.why_not_visible()}; shards {id_ranges(unseen)} may wait or run all the same")
+        named = shards_text(id_ranges(unseen))
+        say(f"warning: {state.why_not_visible()}; {named} may wait or run all the same")
     return 0
 
 
@@ -52,7 +53,7 @@ def _cancel_shards(args: argparse.Namespace, state: DatasetState) -> int:
                 tasks.setdefault(each.task, set()).add(shard.shard_id)
     chosen = {task: ids for task, ids in tasks.items() if ids & wanted}
     if more := {task: ids for task, ids in chosen.items() if not ids <= wanted}:
-        words = "; ".join(f"task {task} makes {id_ranges(ids)}" for task, ids in more.items())
+        words = "; ".join(f"task {task} makes {shards_text(id_ranges(ids))}" for task, ids in more.items())
         raise UsageError(f"--shards {args.shards} names a part of a task: {words}; name all of its shards")
     if chosen:
         slurm_output("scancel", *chosen)

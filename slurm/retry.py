@@ -18,7 +18,7 @@ from typing import Any
 from preprocess.attempts import Attempt
 from preprocess.plan.plan_file import need_plan
 from shardprep.command_line import given_of
-from shardprep.console import counted, print_lines, quoted, say
+from shardprep.console import counted, print_lines, quoted, say, shards_text
 from shardprep.errors import NotFound, ReadWriteError, ShardprepError, UsageError
 from shardprep.format.names import id_ranges
 from slurm.commands import ask_patiently
@@ -82,10 +82,10 @@ def _retry(args: argparse.Namespace) -> int:
             return _finish(state, args.max_attempts)
         if args.round > args.max_rounds:
             missing, rounds = (
-                id_ranges(state.ids("failed", "not submitted")),
+                shards_text(id_ranges(state.ids("failed", "not submitted"))),
                 counted(args.max_rounds, "round"),
             )
-            return _stop(state, f"shards {missing} are not made after {rounds} (--max_rounds)")
+            return _stop(state, f"not made after {rounds} (--max_rounds): {missing}")
         if sending is None:
             waited = [each for each in state.jobs_to_wait_for() if each not in state.shown.controllers]
             leave_controller(args, state, state.next_number, _base_request(state), waited)
@@ -123,7 +123,8 @@ def prepare_retry(
         raise UsageError(f"--max_attempts is {max_attempts}, expected 1 or more")
     wanted = [shard for shard in state.shards if shard_ids is None or shard.shard_id in shard_ids]
     if goes_on := [each.shard_id for each in wanted if each.state in ("running", "pending")]:
-        say(f"left out, as they wait or run (one that was cancelled may end just now): {id_ranges(goes_on)}")
+        named = shards_text(id_ranges(goes_on))
+        say(f"left out, as they wait or run (one that was cancelled may end just now): {named}")
     missing = [shard for shard in wanted if shard.state in ("failed", "not submitted")]
     left = [shard for shard in missing if reason_to_leave(shard, max_attempts, changes)]
     left_ids = {shard.shard_id for shard in left}
@@ -214,7 +215,7 @@ def _finish(state: DatasetState, max_attempts: int) -> int:
         for cause, shards in state.failed_by_cause().items():
             why = reason_to_leave(shards[0], max_attempts, {}) or "left out"
             ids = id_ranges(each.shard_id for each in shards)
-            words.append(f"shards {ids}: {cause}, {why}; {remedy_of(cause)}")
+            words.append(f"{shards_text(ids)}: {cause}, {why}; {remedy_of(cause)}")
         return _stop(state, "; ".join(words) or "shards are missing that may run where it cannot be seen")
     output = folder / REPORT_NAME
     subprocess.run([sys.executable, "-m", "slurm", "report", folder, "--output", output], check=False)

@@ -26,7 +26,7 @@ import lustre
 from preprocess.attempts import folder_identity
 from preprocess.plan.cost_estimate import estimate_of
 from shardprep.command_line import given_of
-from shardprep.console import counted, print_lines, quoted, say
+from shardprep.console import counted, print_lines, quoted, say, shards_text
 from shardprep.errors import CannotWrite, ShardprepError
 from shardprep.files import publish_bytes
 from shardprep.format.names import id_ranges
@@ -397,7 +397,7 @@ def _tell(args: argparse.Namespace, state: DatasetState, submission: Submission)
         limit = "no time limit" if array.time_min is None else f"{array.time_min} min"
         shards = id_ranges(shard_id for ids in array.shards_of_tasks() for shard_id in ids)
         tasks = counted(len(array.tasks), "task")
-        print_lines(f"job {array.job_id}: {tasks} of {mem}, {limit}, for shards {shards}")
+        print_lines(f"job {array.job_id}: {tasks} of {mem}, {limit}, for {shards_text(shards)}")
     print_lines(f"job {submission.verify_job_id}: verify, when they have ended")
     if args.until_done:
         leave_controller(args, state, submission.number, submission.arrays[0].request, job_ids)

@@ -31,6 +31,7 @@ from shardprep.console import (
     output_is_read,
     print_lines,
     printable,
+    shards_text,
     short_number,
     short_time,
 )
@@ -348,22 +349,25 @@ def report_lines(data: dict[str, Any]) -> list[str]:
     lines.append(f"  {data['num_tokens']:,} tokens{speed}{left}")
     lines += source_lines(data["sources"], all_in="--json")
     queued = ("running", "pending", "not_submitted")
-    lines += [f"  {name.replace('_', ' ')}: {data[name]}" for name in queued if data[name]]
+    lines += [f"  {name.replace('_', ' ')}: {shards_text(data[name])}" for name in queued if data[name]]
     for item in data["waits_for"]:
         means = f": {item['means']}" if item["means"] else ""
         starts = f"; expected to start at {item['starts'].replace('T', ' ')}" if item["starts"] else ""
-        lines.append(f"    {item['shards']} wait for {item['reason']}{means}{starts}")
-    unseen = f"  not visible: {data['not_visible']} ({data['why_not_visible']})"
+        wait = "waits" if item["shards"].isdecimal() else "wait"
+        lines.append(f"    {shards_text(item['shards'])} {wait} for {item['reason']}{means}{starts}")
+    unseen = f"  not visible: {shards_text(data['not_visible'])} ({data['why_not_visible']})"
     lines += [unseen] if data["not_visible"] else []
     lines += [f"  what waits and runs is not known: {data['slurm_away']}"] if data["slurm_away"] else []
     lines += [f"  {note}" for note in notes(data)]
     for cause, ids in data["causes"].items():
-        lines += [f"  failed, {cause}: {ids}", f"    {data['remedies'][cause]}"]
+        lines += [f"  failed, {cause}: {shards_text(ids)}", f"    {data['remedies'][cause]}"]
     lines += [
         f"  started again by Slurm after {how}: {counted(n, 'task')}" for how, n in data["restarts"].items()
     ]
     if data["other_plan"]:
-        lines.append(f"  of another plan: {data['other_plan']}; shardprep verify says what to do")
+        lines.append(
+            f"  of another plan: {shards_text(data['other_plan'])}; shardprep verify says what to do"
+        )
     broken = [f"  not done, {why}" for why in data["broken"].values()]
     lines += broken[:_MOST_FAILURES]
     if data["slow_shards"]:
@@ -396,8 +400,8 @@ def report_lines(data: dict[str, Any]) -> list[str]:
 _NOTES = {  # field -> what it says to people, most pressing first
     "unrecorded_jobs": "wait or run, and no record says for which shards: {}: its jobs folder was emptied",
     "stray_jobs": "held jobs that no record names: {}: a submission goes on, or was cut short",
-    "suspended": "suspended: {}; scontrol resume JOB lets them go on",
-    "wrong": "found wrong by verify: {}; they are not done, and are made anew",
+    "suspended": "suspended: {}; to go on: scontrol resume JOB",
+    "wrong": "found wrong by verify: {}; not done, to be made anew",
     "not_begun": "ended before they began: {} (cancelled, or Slurm could not start them)",
     "foreign_jobs": "jobs of the folder that this one was copied from are left alone: {0} "
     "(to end them: scancel {0})",
@@ -410,7 +414,9 @@ def notes(data: dict[str, Any]) -> list[str]:
     found = []
     for name, text in _NOTES.items():
         if value := data[name]:
-            found.append(text.format(value if isinstance(value, str) else " ".join(value)))
+            of_shards = name in ("suspended", "wrong", "not_begun")
+            words = value if isinstance(value, str) else " ".join(value)
+            found.append(text.format(shards_text(words) if of_shards else words))
     mend = f"its owner can: chmod -R a+rX {shlex.quote(data['folder'])}"
     found += [f"not known: {why}; {mend}" for why in data["unreadable"][:2]]
     if abs(data["clock_difference_s"]) > _CLOCKS_DIFFER_S:
@@ -567,13 +573,15 @@ def _kinds(data: dict[str, Any], width: int) -> dict[str, list[str]]:
     waiting = []
     for item in data["waits_for"]:
         starts = f"expected at {item['starts'][11:16]}; " if item["starts"] else ""
-        waiting.append(f"{item['shards']}: {starts}{item['means'] or item['reason']}")
+        waiting.append(f"{shards_text(item['shards'])}: {starts}{item['means'] or item['reason']}")
     return {
         "Slurm": textwrap.wrap(data["slurm_away"], max(width - _COLUMN, 20))[:2],
-        "not visible": [f"{ids} ({data['why_not_visible']})" for ids in [data["not_visible"]] if ids],
+        "not visible": [
+            f"{shards_text(ids)} ({data['why_not_visible']})" for ids in [data["not_visible"]] if ids
+        ],
         "note": notes(data),
         "waits for": waiting,
-        "failed": [f"{_number(ids)} {cause}: {ids}" for cause, ids in data["causes"].items()],
+        "failed": [f"{_number(ids)} {cause}: {shards_text(ids)}" for cause, ids in data["causes"].items()],
         "restarted": [f"{counted(number, 'task')} after {how}" for how, number in data["restarts"].items()],
         "slow nodes": [
             f"{it['node']} at {it['speed']:.0%} of the others' speed" for it in data["slow_nodes"]

@@ -16,7 +16,7 @@ from preprocess.formats.inputs import InputFile, OpenInput, sample_sha256
 from preprocess.options import PLAN_FIELDS, PrepConfig, option_differences
 from preprocess.plan.plan_file import Plan, PlannedShard, is_one_file_a_shard, need_plan, read_plan
 from preprocess.plan.tokenizer_files import TOKENIZER_FILE, describe_tokenizer
-from shardprep.console import counted, quoted, say
+from shardprep.console import counted, quoted, say, shards_text
 from shardprep.errors import NotFound, OtherTokenizer, ReadWriteError, Refused
 from shardprep.files import size_of_file
 from shardprep.format.names import PLAN_NAME, TOKENIZER_DIR, id_ranges
@@ -218,5 +218,5 @@ def array_note(environ: Mapping[str, str], num_shards: int, folder: Path) -> str
         return None
     return (
         f"this job array covers {num_shards - len(left)} of the plan's {num_shards} shards; it leaves out "
-        f"{id_ranges(left)}; to make them: shardprep submit {quoted(folder)}"
+        f"{shards_text(id_ranges(left))}; to make them: shardprep submit {quoted(folder)}"
     )

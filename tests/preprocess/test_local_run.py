@@ -116,7 +116,7 @@ def test_a_shard_that_fails_does_not_stop_the_others(prep: Prep, sample_dir: Pat
     assert "shard 00001 failed (65): " in ended.text
     assert "shard 00002 failed (66): " in ended.text
     assert "4 of 6 shards made by 2 processes" in ended.text
-    again = "failed: 1-2; the same input fails in the same way: do what the lines above say, then: "
+    again = "failed: shards 1-2; the same input fails in the same way: do what the lines above say, then: "
     assert f"{again}shardprep run {tmp_path / 'data'} --shards 1-2" in ended.text
     assert prep.temporaries(tmp_path / "data") == []
 
@@ -157,7 +157,7 @@ def test_a_killed_process_fails_its_shard_alone_and_the_printed_command_makes_it
         text = end_of(run, code=74)
     assert f"shard {killed:05d} failed (74): its process was killed by signal 9 (out of memory?)" in text
     assert done(folder) == [shard_id for shard_id in range(4) if shard_id != killed]
-    again = re.search(rf"error: failed: {killed}; run again: shardprep (run .*)", text)
+    again = re.search(rf"error: failed: shards? {killed}; run again: shardprep (run .*)", text)
     assert again
     assert prep.command(*again[1].split()).code == 0
     assert done(folder) == [0, 1, 2, 3]

@@ -207,7 +207,7 @@ def test_every_broken_shard_is_named(prep: Prep, whole_dir: Path) -> None:
     assert ended.code == 66
     for shard_id in (0, 2, 3):
         assert f"error: shard {shard_id:05d}: " in ended.text
-    assert "3 of 5 shards are not right: 0,2-3" in ended.text
+    assert "3 of 5 shards are not right: shards 0,2-3" in ended.text
 
 
 def test_the_fast_tier_sees_sizes_but_no_bits(prep: Prep, whole_dir: Path) -> None:

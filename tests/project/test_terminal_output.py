@@ -191,7 +191,7 @@ def test_status_shows_what_a_log_and_slurm_say_as_escapes(
     code, text = said(capsys, "status", data)
     assert code == 0
     check(text, shows=r"    | \x1b[2J\x1b]0;title\x07\x9b31m\u202e the last line")
-    assert r"wait for Why\x1b[2J\x07\x9b31m" in text
+    assert r"waits for Why\x1b[2J\x07\x9b31m" in text
 
 
 def test_what_programs_read_stays_json_and_has_each_character(

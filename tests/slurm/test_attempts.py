@@ -257,7 +257,7 @@ def test_shards_that_a_run_could_not_make_have_their_cause_without_any_slurm(
     assert prep.command("run", tmp_path / "data").code == 65
     monkeypatch.setenv("PATH", str(tmp_path))
     text = run_child([sys.executable, "-m", "slurm", "status", tmp_path / "data"], cwd=ROOT).stdout
-    assert "failed, bad input (65): 1" in text
+    assert "failed, bad input (65): shard 1" in text
     (command,) = [line for line in text.splitlines() if line.startswith("next: shardprep run ")]
     words = shlex.split(command.removeprefix("next: shardprep "))
     assert prep.command(*words[:-1], "1").code == 0, "with another share"
@@ -387,7 +387,7 @@ def test_until_done_leaves_a_controller_behind_the_jobs_that_does_the_same_behin
     assert "--round 2" in fake.sent()[5]
     assert events(data_dir)[-1]["causes"] == {"OUT_OF_MEMORY": {"shards": "4", "nodes": {"n1": 1}}}
     said = slurm("retry", data_dir, "--until_done", "--max_rounds", 2, "--round", 3, code=74)
-    assert "shards 4 are not made after 2 rounds" in said
+    assert "not made after 2 rounds (--max_rounds): shard 4" in said
     assert events(data_dir)[-1]["event"] == "stopped"
     assert len(fake.sent()) == 6
 
@@ -396,9 +396,7 @@ def test_until_done_stops_with_a_sentence_where_only_people_can_help(fake: FakeS
     make_done(data_dir, 0, 1, 2, 3)
     write_record(data_dir, "1_4", ended(65))
     said = slurm("retry", data_dir, "--until_done", code=74)
-    assert (
-        "only a person can help now: shards 4: bad input (65), the same input fails in the same way" in said
-    )
+    assert "only a person can help now: shard 4: bad input (65), the same input fails in the same way" in said
     assert not fake.sent()
     assert "stopped" in events(data_dir)[-1]["event"]
 

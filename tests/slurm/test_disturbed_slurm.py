@@ -135,9 +135,9 @@ def test_what_is_held_suspended_or_requeued_by_a_person_is_live_and_named(
     state = status(data_dir)
     assert (state["running"], state["pending"], state["suspended"]) == ("0,4", "1-3", "0")
     text = slurm("status", data_dir)
-    assert "suspended: 0; scontrol resume JOB lets them go on" in text
-    assert "1 wait for JobHeldUser: held; scontrol release lets it go on" in text
-    assert "2 wait for BeginTime: its start time has not come" in text
+    assert "suspended: shard 0; to go on: scontrol resume JOB" in text
+    assert "shard 1 waits for JobHeldUser: held; scontrol release lets it go on" in text
+    assert "shard 2 waits for BeginTime: its start time has not come" in text
     assert "nothing to submit" in slurm("submit", data_dir)
     assert "nothing to retry" in slurm("retry", data_dir)
 

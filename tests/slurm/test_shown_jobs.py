@@ -178,8 +178,8 @@ def test_status_says_why_shards_wait_and_when_they_are_expected_to_start(
     ]
     fake.answers("squeue", "".join(lines))
     text = slurm("status", data_dir)
-    assert "0-1 wait for PartitionConfig: no node of the partition is so large" in text
-    assert "2-3 wait for Resources" in text
+    assert "shards 0-1 wait for PartitionConfig: no node of the partition is so large" in text
+    assert "shards 2-3 wait for Resources" in text
     assert "expected to start at 2026-11-23 08:00:00" in text
 
 
@@ -218,7 +218,7 @@ def test_what_verify_found_wrong_is_not_done_until_it_is_made_anew(fake: FakeSlu
     make_done(data_dir, 3, began=7.0)
     state = status(data_dir)
     assert (state["done"], state["wrong"], state["verified"]) == ("0,2-4", "1", False)
-    assert "found wrong by verify: 1; they are not done" in slurm("status", data_dir)
+    assert "found wrong by verify: shard 1; not done" in slurm("status", data_dir)
     slurm("retry", data_dir)
     assert "shards_of=(1)" in fake.sent()[0]
 

@@ -90,7 +90,7 @@ def test_wait_where_all_is_queued_already_waits_and_does_not_end_with_0_unverifi
     fake.answers_by("squeue", f'case "$*" in *--user=*) ;; *) {once} ;; esac')
     said = slurm("submit", data_dir, "--wait", code=74)
     assert "5 shards wait or run already" in said
-    assert "ended before they began: 0-4" in said
+    assert "ended before they began: shards 0-4" in said
 
 
 def test_wait_where_all_is_done_but_nothing_verified_is_no_success(fake: FakeSlurm, data_dir: Path) -> None:

@@ -373,7 +373,7 @@ def test_a_status_reads_each_manifest_and_record_once_and_eight_logs_and_lists_t
         env={**os.environ, "PATH": f"{commands}:{os.environ['PATH']}"},
     )
     assert "1990 of 2000 shards are done" in done.stdout
-    assert "failed, read or write error (74): 1990-1999" in done.stdout
+    assert "failed, read or write error (74): shards 1990-1999" in done.stdout
     seen = json.loads((tmp_path / "seen.json").read_text())
     started = {name: seen.get(f"start {name}", 0) for name in bodies}
     assert started == {"squeue": 2, "sacct": 0, "scontrol": 1}, "every record has its end"

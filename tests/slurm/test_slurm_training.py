@@ -208,7 +208,7 @@ def test_on_a_cluster_without_accounts_the_whole_way_works(
 
     first = slurm("submit", data, "--cpus_per_task", 1, "--wait", code=74)
     assert f"warning: {raw} cannot be seen from here" in first.stderr
-    assert "failed, no such input or shard (66): 0-2" in first.stdout
+    assert "failed, no such input or shard (66): shards 0-2" in first.stdout
     slurm("retry", data, "--worker_args", f"--input_dir {moved}", "--wait")
     state = json.loads(slurm("status", data, "--json").stdout)
     assert (state["done"], state["verified"]) == ("0-2", True)

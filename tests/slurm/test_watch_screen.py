@@ -48,9 +48,9 @@ def test_every_line_of_the_screen_fits_and_has_no_codes_whatever_a_log_holds(
     assert not re.search(r"[\x00-\x1f\x7f]", "".join(lines))
     if width == 80:
         text = "\n".join(lines)
-        for words in ("2 running", "1 pending", "2 failed", "1 bad input (65): 0", "끝에 있는 이유"):
+        for words in ("2 running", "1 pending", "2 failed", "1 bad input (65): shard 0", "끝에 있는 이유"):
             assert words in text
-        assert "4: as many run at once as --max_parallel allows" in text
+        assert "shard 4: as many run at once as --max_parallel allows" in text
 
 
 def test_what_somebody_should_look_at_is_on_the_screen_and_fits_with_everything_else(
@@ -61,9 +61,14 @@ def test_what_somebody_should_look_at_is_on_the_screen_and_fits_with_everything_
     pressing = {"suspended": "2", "wrong": "0", "accounts_away": "down", "clock_difference_s": 240}
     pressing |= {"waits_for": [{**node_away, "starts": "2026-11-22T18:05:00"}]}
     text = "\n".join(screen_lines({**data, **pressing}))
-    for words in ("suspended: 2;", "found wrong by verify: 0;", "clocks are 4 min", "accounts give no"):
+    for words in (
+        "suspended: shard 2;",
+        "found wrong by verify: shard 0;",
+        "clocks are 4 min",
+        "accounts give no",
+    ):
         assert words in text
-    assert "4: expected at 18:05; the nodes" in text
+    assert "shard 4: expected at 18:05; the nodes" in text
     full = {
         "waits_for": [{**node_away, "starts": ""}] * 9,
         "causes": {f"exit code {number}": "0" for number in range(9)},

@@ -6,11 +6,12 @@ import difflib
 import functools
 import inspect
 import logging
+import operator
 import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -346,13 +347,7 @@ def get_llama3_dataloader(
         NotFound, MissingShard, BrokenShard, UnknownVersion, OtherTokenizer, UsageError: all are
         ShardprepErrors that say what was found and what to do. TypeError for an unknown argument.
     """
-    _check_types(model_id=model_id, shuffle=shuffle, seed=seed, collate_fn=collate_fn)
-    for length_name, length in (
-        ("seq_len", seq_len),
-        ("max_length", max_length),
-        ("tokens_per_batch", tokens_per_batch),
-    ):
-        whole_number(length_name, 1 if length is None else length, least=1)
+    _check_types(locals())
     who = find_process_rank(rank, world_size, device_mesh=device_mesh, process_group=process_group)
     batch_size = check_tokens_per_batch(tokens_per_batch, batch_size, padding, max_padded_tokens)
     sizes: Ramp = RunSteps.sizes
@@ -525,15 +520,41 @@ def _fingerprint(
     }
 
 
-def _check_types(*, model_id: object, shuffle: object, seed: object, collate_fn: object) -> None:
-    if model_id is not None and not isinstance(model_id, (str, os.PathLike)):
-        raise UsageError(f"model_id is {model_id!r}, expected a model's folder or its name on the hub")
-    if shuffle not in (True, False):
-        raise UsageError(f"shuffle is {shuffle!r}, expected True or False")
-    if not isinstance(seed, Integral):
-        raise UsageError(f"seed is {seed!r}, expected a whole number")
-    if collate_fn is not None and not callable(collate_fn):
-        raise UsageError(f"collate_fn is {collate_fn!r}, expected a function of a list of samples")
+_LEAST = {
+    **dict.fromkeys(("batch_size", "tokens_per_batch", "global_batch_size", "max_padded_tokens"), 1),
+    **dict.fromkeys(("seq_len", "max_length", "prefetch_factor", "world_size"), 1),
+    **dict.fromkeys(("pad_to_multiple_of", "num_workers", "rank"), 0),
+}
+_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(
+        ("shuffle", "amend", "persistent_workers", "pin_memory"),
+        (lambda value: value in (True, False), "True or False"),
+    ),
+    **dict.fromkeys(
+        ("stall_warning_s", "validation_fraction"),
+        (lambda value: isinstance(value, Real) and float(value) > 0, "a number above 0"),
+    ),
+    "seed": (lambda value: isinstance(value, Integral), "a whole number"),
+    "model_id": (
+        lambda value: isinstance(value, (str, os.PathLike)),
+        "a model's folder or its name on the hub",
+    ),
+    "collate_fn": (callable, "a function of a list of samples"),
+}
+_NEVER_NONE = {"shuffle", "amend", "persistent_workers", "seed", "num_workers", "stall_warning_s"}
+
+
+def _check_types(given: Mapping[str, Any]) -> None:
+    """Raises UsageError for the first argument that is of no type that it may have."""
+    for name, value in given.items():
+        if value is None and name not in _NEVER_NONE:
+            continue
+        if name in _LEAST:
+            whole_number(name, value, least=_LEAST[name])
+        elif name in _EXPECTED:
+            is_right, expected = _EXPECTED[name]
+            if not is_right(value):
+                raise UsageError(f"{name} is {value!r}, expected {expected}")
 
 
 def _worker_options(
@@ -545,14 +566,12 @@ def _worker_options(
     multiprocessing_context: Any,
 ) -> dict[str, Any]:
     """What torch's DataLoader wants to know of workers, of which each has a slot at least."""
-    asked = whole_number("num_workers", num_workers, least=0)
-    if prefetch_factor is not None:
-        whole_number("prefetch_factor", prefetch_factor, least=1)
-        if not asked:
-            raise UsageError(
-                f"prefetch_factor={prefetch_factor} says what workers read ahead, and num_workers is 0; "
-                "leave it out, or pass num_workers"
-            )
+    asked = operator.index(num_workers)
+    if prefetch_factor is not None and not asked:
+        raise UsageError(
+            f"prefetch_factor={prefetch_factor} says what workers read ahead, and num_workers is 0; "
+            "leave it out, or pass num_workers"
+        )
     if asked > num_slots:
         logger.warning(
             "num_workers is %d, but a rank's part of a global batch is %d, which no more workers can share: "

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from operator import index
-from typing import Any, Literal, get_args
+from typing import Any, Literal, SupportsIndex, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -145,8 +145,8 @@ def rank_slots(order: Order | Mixture, rank: int, world_size: int) -> range:
 
 def group_size(group_by_length: bool | int, batch_size: int) -> int:
     """Samples of a group: ``True`` stands for batch_size, ``False`` for groups of one."""
-    if group_by_length is True:
-        return batch_size
+    if isinstance(group_by_length, bool):
+        return batch_size if group_by_length else 1
     return whole_number("group_by_length", group_by_length, least=0) or 1
 
 
@@ -188,11 +188,9 @@ def check_tokens_per_batch(
 
 def whole_number(name: str, value: object, *, least: int) -> int:
     """The value as an int. Raises UsageError for what is none, or less than ``least``."""
-    try:
-        number = index(value)  # type: ignore[arg-type]  # what has no __index__ raises TypeError
-    except TypeError:
-        raise UsageError(f"{name} is {value!r}, expected a whole number of at least {least}") from None
-    if number < least:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise UsageError(f"{name} is {value!r}, expected a whole number of at least {least}")
+    if (number := index(value)) < least:
         raise UsageError(f"{name} is {number}, expected at least {least}")
     return number
 

@@ -82,6 +82,17 @@ def test_an_unknown_argument_is_answered_with_the_nearest_and_all_by_group(data:
         ({"seq_len": "16"}, "seq_len is '16', expected a whole number of at least 1"),
         ({"seq_len": 0, "targets": "shifted"}, "seq_len is 0, expected at least 1"),
         ({"max_length": 1.5}, "max_length is 1.5, expected a whole number of at least 1"),
+        *(
+            ({name: value}, f"{name} is {value!r}, expected {said}")
+            for value, names, said in (
+                ("x", ("shuffle", "amend", "pin_memory", "persistent_workers"), "True or False"),
+                ("2", ("batch_size", "global_batch_size", "max_padded_tokens"), "a whole number"),
+                (True, ("seq_len", "pad_to_multiple_of", "num_workers", "prefetch_factor"), "a whole number"),
+                (1.0, ("tokens_per_batch", "rank", "world_size", "seed"), "a whole number"),
+                ("1", ("stall_warning_s", "validation_fraction"), "a number above 0"),
+            )
+            for name in names
+        ),
         ({"boundaries": True}, r"boundaries has \[True\], expected some of transformers, position_ids"),
         ({"boundaries": None}, r"boundaries has \[None\], expected some of transformers"),
         ({"collate_fn": 5}, "collate_fn is 5, expected a function of a list of samples"),

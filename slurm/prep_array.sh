@@ -35,8 +35,13 @@ set -euo pipefail
 node=${SLURMD_NODENAME:-$(uname -n)}
 refuse() { echo "shardprep: node $node: $*" >&2; exit 2; }
 
-[[ -n ${SLURM_ARRAY_TASK_ID:-}${shardprep_what:-} ]] ||
-  refuse "not a task of a job array, so no shard to make; type: sbatch --array=0-9 slurm/prep_array.sh DATA"
+if [[ -z ${SLURM_JOB_ID:-} || -z ${SLURM_ARRAY_TASK_ID:-}${shardprep_what:-} ]]; then
+  again=$(printf '%q ' "$(realpath -- "$0")" "$@")
+  # In a job $0 is Slurm's own copy of the script; Slurm knows what was submitted, with its arguments.
+  [[ $0 != */slurm_script ]] || again=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p')" "
+  [[ -n ${shardprep_what:-} ]] || { again="--array=0-9 $again"; (($#)) || again+=DATA; }
+  refuse "not a task of a job array, so no shard to make; type: sbatch ${again% }"
+fi
 # The log moves by rename: the file stays the same, so what Slurm itself still writes (time limit, memory)
 # goes along. Another file system under logs/ would need a copy and lose that: then it stays where it is.
 task=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}_${SLURM_ARRAY_TASK_ID:-0}

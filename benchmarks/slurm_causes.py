@@ -278,9 +278,12 @@ def controllers_killed(site: Site, data: Path) -> None:
     made: dict[str, tuple[int, int]] = {}
     wrongly: list[str] = []
     num_unseen = 0
+    sent_s = time.time()
 
     def has_more() -> bool:
-        return len(stamps(data)) > len(made) + 1
+        """Not before slurmctld has saved the array: one that is killed earlier forgets it."""
+        saved_s = (site.folder / "c" / "state" / "job_state").stat().st_mtime
+        return len(stamps(data)) > len(made) + 1 and saved_s > sent_s + 1
 
     for number in range(3):
         wait_until(has_more)

@@ -18,7 +18,7 @@ from preprocess.options import GROUPS, RESOURCES, PrepConfig, WorkerSettings, en
 from preprocess.resources import PROCESS_BYTES, memory_limit_gb
 from shardprep.command_line import Command, Program, add_flags_of, given_of, parse_size
 from shardprep.console import Progress, counted, print_lines, quoted, say, shards_text, short_bytes
-from shardprep.errors import BadInput, NotFound, Refused, ShardprepError, UsageError
+from shardprep.errors import BadInput, CannotWrite, NotFound, Refused, ShardprepError, UsageError
 from shardprep.format.names import id_ranges, ids_of_ranges
 
 if TYPE_CHECKING:
@@ -151,6 +151,8 @@ def run(args: argparse.Namespace) -> int:
         say(f"{len(wanted) - len(todo)} of {len(wanted)} shards are done already")
     if not todo:
         return 0
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise CannotWrite(f"{folder} is no folder that you can write to; its owner can make the shards")
     cpus = allowed_cpus(os.environ, os.sched_getaffinity(0), offset=todo[0])
     settings = worker_settings(args)
     assert settings.memory_gb is not None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import getpass
 
 from preprocess.plan.plan_file import need_plan
 from shardprep.console import print_lines, say, shards_text
 from shardprep.errors import ShardprepError, UsageError
 from shardprep.format.names import id_ranges
-from slurm.commands import slurm_output
+from slurm.commands import SlurmRefused, slurm_output
 from slurm.state import DatasetState, chosen_shards, find_state
 from slurm.submissions import append_event
 
@@ -25,7 +26,7 @@ def cancel(args: argparse.Namespace) -> int:
     failed: list[ShardprepError] = []
     for cluster, job_ids in live.items():
         try:
-            slurm_output("scancel", *job_ids, cluster=None if cluster == here else cluster)
+            _scancel(state, job_ids, None if cluster == here else cluster)
         except ShardprepError as error:  # the other cluster's end all the same
             failed.append(error)
     if failed:
@@ -56,7 +57,23 @@ def _cancel_shards(args: argparse.Namespace, state: DatasetState) -> int:
         words = "; ".join(f"task {task} makes {shards_text(id_ranges(ids))}" for task, ids in more.items())
         raise UsageError(f"--shards {args.shards} names a part of a task: {words}; name all of its shards")
     if chosen:
-        slurm_output("scancel", *chosen)
+        _scancel(state, list(chosen))
         append_event(args.output_dir, "cancel", jobs=sorted(chosen), shards=args.shards)
     print_lines(f"cancelled: {', '.join(chosen)}" if chosen else f"none of them is queued; {state.summary}")
     return 0
+
+
+def _scancel(state: DatasetState, jobs: list[str], cluster: str | None = None) -> None:
+    """Cancel jobs, or tasks. Raises SlurmRefused, with whose they are where Slurm does not allow it."""
+    try:
+        slurm_output("scancel", *jobs, cluster=cluster)
+    except SlurmRefused as error:
+        if "denied" not in str(error):
+            raise
+        ids = {each.partition("_")[0] for each in jobs}
+        users = {each[-1].user for (_, job, _), each in state.shown.attempts.items() if job in ids}
+        whose = ", ".join(sorted(users - {getpass.getuser()})) or "another user"
+        raise SlurmRefused(
+            f"{whose} submitted jobs of this data set, and only that user or an administrator can cancel "
+            f"them; {error}"
+        ) from None

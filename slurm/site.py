@@ -21,7 +21,7 @@ from pathlib import Path
 
 from preprocess.plan.plan_file import Plan, need_plan
 from preprocess.plan.tokenizer_files import check_tokenizer_files
-from shardprep.console import say
+from shardprep.console import quoted, say
 from shardprep.errors import CannotWrite, ShardprepError, UsageError
 from shardprep.format.names import id_ranges
 from slurm.commands import SlurmRefused, megabytes_of, minutes_of, read_config, slurm_answer, slurm_output
@@ -51,7 +51,8 @@ def check_folder(folder: Path, request: JobRequest) -> Plan:
             ) from None
         if not (is_folder and os.access(place, os.W_OK | os.X_OK)):
             raise CannotWrite(
-                f"{place} is no folder you can write to; for a group's data set: chmod -R g+rwX {folder}"
+                f"{place} is no folder that you can write to; for a group's data set its owner can type: "
+                f"chmod -R g+rwX {quoted(folder)}"
             )
     if request.setup and not (os.path.isabs(request.setup) and os.path.isfile(request.setup)):  # noqa: PTH113, PTH117 - Path's may raise OSError
         raise UsageError(

@@ -44,6 +44,8 @@ from slurm.resource_use import asked_for, core_hours, resource_use
 from slurm.state import (
     BAD_INPUT,
     NODE_FAIL,
+    OUT_OF_MEMORY,
+    TIMEOUT,
     DatasetState,
     ShardAttempt,
     ShardState,
@@ -132,8 +134,10 @@ def logs(args: argparse.Namespace) -> int:
     plan = need_plan(args.output_dir)
     if not 0 <= args.shard_id < plan.num_shards:
         raise NotFound(f"there is no shard {args.shard_id}: the plan has {plan.num_shards}, from 0")
-    shard = find_state(args.output_dir, plan, if_away=lambda _: None).shards[args.shard_id]
+    state = find_state(args.output_dir, plan, if_away=lambda _: None)
+    shard = state.shards[args.shard_id]
     lines = [f"shard {shard.shard_id:05d} is {shard.state}, {counted(len(shard.attempts), 'attempt')}"]
+    lines += [f"  {state.why_not_visible()}"] if shard.state == "not visible" else []
     for each in shard.attempts:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.record.began)) if each.record else ""
         where = f" on {each.node}" if each.node else ""
@@ -417,8 +421,9 @@ def notes(data: dict[str, Any]) -> list[str]:
             of_shards = name in ("suspended", "wrong", "not_begun")
             words = value if isinstance(value, str) else " ".join(value)
             found.append(text.format(shards_text(words) if of_shards else words))
-    mend = f"its owner can: chmod -R a+rX {shlex.quote(data['folder'])}"
-    found += [f"not known: {why}; {mend}" for why in data["unreadable"][:2]]
+    mend = f"its owner can type: chmod -R a+rX {shlex.quote(data['folder'])}"
+    hidden = [why.partition("; its owner can type:")[0] for why in data["unreadable"]]
+    found += [f"not known: {why}; {mend}" for why in hidden[:2]]
     if abs(data["clock_difference_s"]) > _CLOCKS_DIFFER_S:
         way = "ahead of" if data["clock_difference_s"] > 0 else "behind"
         by = short_time(abs(data["clock_difference_s"]))
@@ -451,10 +456,10 @@ def next_line(data: dict[str, Any]) -> str:
     folder = shlex.quote(data["folder"])
     if data["slurm_away"] and data["has_jobs"]:
         return f"next: the same again, when Slurm answers: shardprep status {folder}"
-    if data["held_jobs"]:
+    if data["held_jobs"] and data["can_write"]:
         ids = ",".join(data["held_jobs"])
         return f"next: scontrol release {ids} (they are held), or: shardprep cancel {folder}"
-    if data["running"] or data["pending"]:
+    if (data["running"] or data["pending"]) and not data["held_jobs"]:
         return f"next: shardprep status {folder} --watch"
     if not data["can_write"] and not data["verified"]:
         return f"next: its owner goes on, as you may not write into {folder}"
@@ -487,7 +492,8 @@ def _retry_command(data: dict[str, Any], folder: str) -> str:
     if {*data["causes"]} == {BAD_INPUT}:
         return "correct the input and plan into a new folder"
     most = max(each["num_attempts"] for each in data["failures"])
-    return f"correct the cause, then: shardprep retry {folder} --max_attempts {most + 3}"
+    again = f"shardprep retry {folder} --max_attempts {most + 3}"
+    return again if {*data["causes"]} <= {OUT_OF_MEMORY, TIMEOUT} else f"correct the cause, then: {again}"
 
 
 def metrics_text(data: dict[str, Any]) -> str:

@@ -466,5 +466,5 @@ def test_a_colleague_sees_what_is_done_of_a_set_submitted_with_umask_077(
     said = run_child([*colleague, "-m", "slurm", "status", data_dir]).stdout
     assert "2 of 5 shards are done" in said
     assert "not visible" in said
-    assert f"its owner can: chmod -R a+rX {shlex.quote(str(data_dir))}" in said
+    assert f"its owner can type: chmod -R a+rX {shlex.quote(str(data_dir))}" in said
     assert "failed" not in said

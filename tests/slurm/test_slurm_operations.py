@@ -416,3 +416,86 @@ def test_after_three_tries_of_bad_input_what_status_prints_makes_it_and_core_hou
     assert len(told) == 11
     used_s, slurms_s = state["core_hours"]["used"] * 3600, sum(int(s) * int(cpus) for s, cpus in told)
     assert 5 * len(told) - 1 <= used_s <= slurms_s + len(told), "a second for each rounded begin and end"
+
+
+@pytest.mark.skipif(not HAS_CGROUPS, reason="no cgroups: Slurm does not kill what takes too much memory")
+def test_after_three_times_too_little_memory_or_time_what_status_and_verify_print_makes_it(
+    prep: Prep, site: Site, seven: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(site.environ, "PATH", f"{Path(sys.executable).parent}:{site.environ['PATH']}")
+    sets = {"sleep": tmp_path / "too slow", "memory": tmp_path / "too large"}
+    for fault, data in sets.items():
+        prep.plan(seven.data.parent / "raw", data, num_shards=1, max_bad_fraction=0.6)
+        for _ in range(3):
+            seven.arm(fault, 0)
+            array = ["sbatch", "--array=0", "--cpus-per-task=1", "--mem=200", "--time=1"]
+            site.run(*array, f"--output={tmp_path}/%A.log", str(ROOT / "slurm" / "prep_array.sh"), str(data))
+            wait_until(lambda: not (seven.place / "sleep-0").exists())
+    wait_until(lambda: not site.run("squeue", "-h"))
+    (seven.place / "memory-0").unlink()
+    for data, cause in zip(sets.values(), ("TIMEOUT", "OUT_OF_MEMORY"), strict=True):
+        assert site.status(data)["causes"] == {cause: "0"}
+        text = site.slurm("status", data)
+        assert f"try 3: {cause}" in text
+        (line,) = re.findall(r"^next: (.*)$", text, re.MULTILINE)
+        run_child(["bash", "-c", f"{line} --wait"], env=site.environ, cwd="/")
+        assert site.status(data)["verified"]
+    with (data / "shard-00000.tar").open("ab") as file:
+        file.write(b"more")
+    said = run_child(["shardprep", "verify", data], env=site.environ, cwd="/", code=65).stderr
+    (line,) = re.findall(r"^error: shard 00000: .*(shardprep --shard_id .*)$", said, re.MULTILINE)
+    run_child(["bash", "-c", line], env=site.environ, cwd="/")
+    run_child(["shardprep", "verify", data], env=site.environ, cwd="/")
+
+
+_AS_NOBODY = """
+if ! setpriv --reuid 65534 --regid 65534 --clear-groups "$2" --version >/dev/null 2>&1; then
+  # Python lies below a home that is root's alone: only in this mount namespace everybody may pass it.
+  mount --bind "$1" /mnt && mount -t tmpfs -o mode=755 tmpfs /root
+  mkdir -p "$1" && mount --bind /mnt "$1"
+fi
+exec setpriv --reuid 65534 --regid 65534 --clear-groups "${@:2}"
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+def test_another_user_sees_the_state_and_is_refused_in_a_sentence_what_is_not_theirs(
+    prep: Prep, site: Site, seven: Faults
+) -> None:
+    data = site.folder / "of root"  # everybody may pass the folders above it
+    prep.plan(seven.data.parent / "raw", data)
+    seven.arm("sleep", 0)
+    seven.arm("kill", 5)
+    site.slurm("submit", data, "--cpus_per_task", 1)
+    wait_until(lambda: site.status(data)["failed"] == "4-5")
+    as_nobody = ["unshare", "--mount", "bash", "-c", _AS_NOBODY, "_", sys.base_prefix, sys.executable]
+
+    def nobody(*words: object, code: int = 0) -> str:
+        command = [*as_nobody, "-m", "slurm", *map(str, words)]
+        return run_child(command, env=site.environ, stderr=subprocess.STDOUT, code=code).stdout
+
+    running = nobody("status", data)
+    assert "4 of 7 shards are done" in running
+    assert "  running: 0\n" in running
+    whose = "root submitted jobs of this data set, and only that user or an administrator can cancel them"
+    assert whose in nobody("cancel", data, code=2)
+    assert whose in nobody("cancel", data, "--shards", 0, code=2)
+    assert "no folder that you can write to" in nobody("retry", data, code=73)
+    assert "shard 00000 is running" in nobody("logs", data, 0)
+    assert "killed by signal 9" in nobody("logs", data, 5)
+    assert "4 of 7 shards are done" in nobody("report", data)
+    assert site.status(data)["running"] == "0", "nothing was cancelled"
+    (array, verify) = (site.submission(data, 0)[name] for name in ("arrays", "verify_job_id"))
+    site.slurm("cancel", data)
+    wait_until(lambda: not site.run("squeue", "-h", f"--jobs={array[0]['job_id']},{verify}"))
+    assert f"next: its owner goes on, as you may not write into '{data}'" in nobody("status", data)
+    (data / "jobs").chmod(0o700)  # as umask 077 makes it
+    hidden = nobody("status", data)
+    assert "4 of 7 shards are done" in hidden
+    assert f"its owner can type: chmod -R a+rX '{data}'" in hidden
+    assert "jobs cannot be listed (Permission denied)" in nobody("logs", data, 0)
+    for command in ("cancel", "retry"):
+        assert "jobs cannot be listed (Permission denied)" in nobody(command, data, code=74)
+    data.chmod(0o700)
+    for command in ("status", "report", "cancel", "retry"):
+        assert "Permission denied; its owner can type: chmod -R a+rX" in nobody(command, data, code=74)

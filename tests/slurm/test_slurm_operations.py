@@ -476,7 +476,7 @@ def test_another_user_sees_the_state_and_is_refused_in_a_sentence_what_is_not_th
 
     running = nobody("status", data)
     assert "4 of 7 shards are done" in running
-    assert "  running: 0\n" in running
+    assert "  running: shard 0\n" in running
     whose = "root submitted jobs of this data set, and only that user or an administrator can cancel them"
     assert whose in nobody("cancel", data, code=2)
     assert whose in nobody("cancel", data, "--shards", 0, code=2)

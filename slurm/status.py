@@ -227,11 +227,11 @@ def _speed(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
     numbers["clock_difference_s"] = round(clock_s)
     if not recent:
         return {**numbers, "tokens_per_s": None, "left_s": None}
-    going = bool(state.ids("running", "pending"))
-    until = time.time() + clock_s if going else max(each.ended for each in recent)
+    queued = state.ids("running", "pending")
+    until = time.time() + clock_s if queued else max(each.ended for each in recent)
     took_s = max(until - min(each.began for each in recent), 1e-3)
-    sizes = state.plan.shard_bytes()
-    queued_bytes = sum(sizes[shard_id] for shard_id in state.ids("running", "pending"))
+    sizes = state.plan.shard_bytes() if queued else []  # it reads every part of the plan
+    queued_bytes = sum(sizes[shard_id] for shard_id in queued)
     bytes_per_s = sum(each.input_bytes for each in recent) / took_s
     running = [shard.attempts[-1].elapsed_s for shard in state.shards if shard.state == "running"]
     if max(running, default=0) > 30 + 2 * max(each.wall_s for each in recent):

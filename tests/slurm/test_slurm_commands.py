@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from preprocess.done_shards import find_made_shards
-from preprocess.plan.plan_file import need_plan
+from preprocess.plan.plan_file import Plan, need_plan
 from shardprep.errors import BrokenShard, ReadWriteError, ShardprepError, UsageError
 from shardprep.format.checked_json import content_sha256
 from shardprep.format.names import shard_name
@@ -349,6 +349,14 @@ def test_what_cannot_be_read_in_jobs_is_named_and_holds_nobody(
     with pytest.raises(ShardprepError, match=r"jobs"):
         read_submissions(data_dir)
     assert "jobs" in slurm("status", data_dir, code=65 if what in {"folder", "fifo"} else 74)
+
+
+def test_where_nothing_waits_or_runs_status_reads_no_sizes_of_the_plan(
+    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_done(data_dir, 0, 1)
+    monkeypatch.setattr(Plan, "shard_bytes", lambda _: pytest.fail("10,000 shards take 0.1 s of CPU"))
+    assert status(data_dir)["done"] == "0-1"
 
 
 def test_a_manifest_of_wrong_types_does_not_end_a_status(fake: FakeSlurm, data_dir: Path) -> None:

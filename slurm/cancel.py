@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import getpass
+import os
+from collections.abc import Collection
 
 from preprocess.plan.plan_file import need_plan
 from shardprep.console import print_lines, say, shards_text
@@ -23,6 +25,7 @@ def cancel(args: argparse.Namespace) -> int:
     unrecorded = [*state.shown.controllers, *state.shown.strays, *state.shown.unrecorded]
     if unrecorded:  # first, as a controller would send again what is cancelled
         live[here] = [*unrecorded, *live.get(here, [])]
+    _warn_of_own_task([job_id for job_ids in live.values() for job_id in job_ids])
     failed: list[ShardprepError] = []
     for cluster, job_ids in live.items():
         try:
@@ -44,6 +47,14 @@ def cancel(args: argparse.Namespace) -> int:
     return 0
 
 
+def _warn_of_own_task(cancelled: Collection[str]) -> None:
+    """Say it before scancel ends this process, too, and with it whatever it would still print."""
+    job_id = os.environ.get("SLURM_ARRAY_JOB_ID") or os.environ.get("SLURM_JOB_ID", "")
+    task = f"{job_id}_{os.environ.get('SLURM_ARRAY_TASK_ID')}"
+    if own := next((each for each in (job_id, task) if each in cancelled), None):
+        say(f"warning: this runs in job {own}, which is one of {', '.join(cancelled)}, and ends with it")
+
+
 def _cancel_shards(args: argparse.Namespace, state: DatasetState) -> int:
     """``--shards``: the tasks that make these shards, and no others in them."""
     wanted = chosen_shards(args.output_dir, args.shards) or set()
@@ -57,6 +68,7 @@ def _cancel_shards(args: argparse.Namespace, state: DatasetState) -> int:
         words = "; ".join(f"task {task} makes {shards_text(id_ranges(ids))}" for task, ids in more.items())
         raise UsageError(f"--shards {args.shards} names a part of a task: {words}; name all of its shards")
     if chosen:
+        _warn_of_own_task(chosen)
         _scancel(state, list(chosen))
         append_event(args.output_dir, "cancel", jobs=sorted(chosen), shards=args.shards)
     print_lines(f"cancelled: {', '.join(chosen)}" if chosen else f"none of them is queued; {state.summary}")

@@ -32,16 +32,21 @@ from tests.slurm.fake_slurm import JOB, NAME, QUEUES, WHEN, FakeSlurm, make_done
 pytestmark = pytest.mark.processes
 
 
-def test_submit_sends_what_its_dry_run_printed(fake: FakeSlurm, data_dir: Path) -> None:
+def test_submit_sends_what_its_dry_run_printed_also_in_a_task_of_another_job(
+    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shown = slurm("submit", data_dir, "--dry_run")
     assert not fake.sent()
+    own = {"JOB_ID": "9", "ARRAY_JOB_ID": "8", "ARRAY_TASK_ID": "1", "CPUS_PER_TASK": "2", "JOB_NAME": "mine"}
+    for name, value in own.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
     slurm("submit", data_dir)
     assert "\n".join(fake.sent()) + "\n" == shown
 
 
 @pytest.mark.parametrize("version", QUEUES)
 def test_status_retry_and_cancel_work_on_an_old_and_on_a_new_slurm(
-    fake: FakeSlurm, data_dir: Path, version: str
+    fake: FakeSlurm, data_dir: Path, version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submitted(data_dir)
     fake.answers("squeue", QUEUES[version])
@@ -49,8 +54,13 @@ def test_status_retry_and_cancel_work_on_an_old_and_on_a_new_slurm(
     assert (state["running"], state["pending"]) == ("2-3", "4")
     assert state["causes"] == {"bad input (65)": "0", "killed by signal 9": "1"}
     assert "left: shard 00000: bad input (65)" in slurm("retry", data_dir, "--dry_run")
-    slurm("cancel", data_dir)
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "1")  # as a task of the array itself, which ends with it
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
+    words = "warning: this runs in job 1, which is one of 1, 2, and ends with it"
+    assert words in slurm("cancel", data_dir)
     assert fake.calls("scancel") == ["1 2"], "job 3 is another's"
+    assert "this runs in job 1_2, which is one of 1_2" in slurm("cancel", data_dir, "--shards", "2")
+    assert "this runs in" not in slurm("cancel", data_dir, "--shards", "3")
 
 
 @pytest.mark.parametrize("change", ["another plan's name", "another user"])

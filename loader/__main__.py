@@ -59,10 +59,10 @@ def _show_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("input_shards", nargs="+", help="a folder, an index.json, tars or a pattern of tars")
     parser.add_argument("--model_id", help="whose tokenizer made tars that shardprep did not write")
-    parser.add_argument("--batch_size", type=int, default=2, help="samples (default 2)")
-    parser.add_argument("--num_workers", type=int, default=0, help="processes that read (default 0)")
+    parser.add_argument("--batch_size", type=int, default=2, help="samples (default: 2)")
+    parser.add_argument("--num_workers", type=int, default=0, help="processes that read (default: 0)")
     parser.add_argument("--max_length", type=int, help="tokens at which documents are cut")
-    parser.add_argument("--seed", type=int, default=0, help="of the shuffle (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the shuffle (default: 0)")
 
 
 PROGRAM = Program(

@@ -461,7 +461,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--limit_bytes",
         help="stage as many shards as fit, such as 500G (default: all)",
     )
-    add("--recheck", action="store_true", help="read what is staged, too, and mend what differs")
+    add(
+        "--recheck",
+        action="store_true",
+        help="also read shards that are staged already, and copy damaged ones again",
+    )
     add("--exclude_shards", nargs="+", default=[], help="as the loader's exclude_shards (default: none)")
     for name in _OF_RANKS:
         add(f"--{name}", nargs="?", const=True, help=argparse.SUPPRESS)

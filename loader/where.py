@@ -266,7 +266,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("input_shards", nargs="+", help="as the loader was given")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--step", type=int, help="of training, from 0 (default: the last one of --state)")
+    what.add_argument("--step", type=int, help="training step, from 0 (default: the last one of --state)")
     what.add_argument(
         "--find",
         help="a text, or FILE:BYTE of an input: in which steps its document is seen (default: --step)",
@@ -275,8 +275,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--state", type=Path, help="a checkpoint of torch.save, or JSON, that holds a state (default: none)"
     )
     parser.add_argument("--rank", type=int, help="only what this rank saw (default: all)")
-    parser.add_argument("--epochs", type=int, default=1, help="how many --find looks through (default 1)")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--epochs", type=int, default=1, help="epochs that --find searches (default: 1)")
+    parser.add_argument("--json", action="store_true", help="print JSON for programs")
     loader = parser.add_argument_group("the loader's settings, where no --state has them")
     loader.add_argument(
         "--model_id", help="whose tokenizer made tars of other tools (default: the data set's own)"
@@ -285,7 +285,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "batch_size": "samples per batch on each rank (default: global_batch_size / world_size)",
         "global_batch_size": "samples of an optimizer step (default: batch_size x world_size)",
         "world_size": "ranks (default: 1)",
-        "seed": "of the shuffle (default: 0)",
+        "seed": "seed of the shuffle (default: 0)",
         "seq_len": "tokens of a row that is packed at load (default: not packed)",
         "max_length": "tokens at which documents are cut (default: none)",
     }.items():
@@ -298,7 +298,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         choices=("truncate", "split", "error"),
         help="what happens to a longer document (default: truncate)",
     )
-    loader.add_argument("--group_by_length", type=int, help="samples of a group (default: none)")
+    loader.add_argument("--group_by_length", type=int, help="samples per group (default: none)")
     loader.add_argument("--exclude_shards", nargs="+", help="numbers or tars (default: none)")
 
 

@@ -114,7 +114,7 @@ def _apply_flags(parser: argparse.ArgumentParser) -> None:
         help="stripes: 1 to 2000, or -1 for a stripe on every OST (default: as `show` chooses)",
     )
     parser.add_argument(
-        "-S", "--size", help="of a stripe: a multiple of 64K below 4G, such as 4M (default: Lustre's)"
+        "-S", "--size", help="stripe size: a multiple of 64K below 4G, such as 4M (default: Lustre's)"
     )
     parser.add_argument(
         "-p", "--pool", help="pool of OSTs for the stripes (default: the folder's own; none: no pool)"

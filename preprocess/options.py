@@ -74,10 +74,12 @@ class PlanOptions:
     )
     also: str = _input("", "also take files of these names, as plain text: '*.md,README.txt'", kept="found")
     doc: Doc = _input("line", "what a document of .txt is: a line or a file", kept="always")
-    encoding: str = _input("utf-8", "of .txt; utf-8-sig drops a leading byte order mark", kept="always")
+    encoding: str = _input(
+        "utf-8", "encoding of .txt; utf-8-sig drops a leading byte order mark", kept="always"
+    )
     zstd_long: int = _input(
         0,
-        "read .zst of `zstd --long=N`, N up to 31; a task then holds 2^N bytes",
+        "read .zst files of `zstd --long=N`, N up to 31; a task then holds 2^N bytes",
         kept="found",
         span=(10, 31),
         shown="27",

@@ -33,7 +33,9 @@ def _cancel_flags(parser: argparse.ArgumentParser) -> None:
 def _logs_flags(parser: argparse.ArgumentParser) -> None:
     _folder_flag(parser)
     parser.add_argument("shard_id", type=int, help="which shard, from 0")
-    parser.add_argument("--lines", type=int, default=20, help="of each log, from its end (default 20)")
+    parser.add_argument(
+        "--lines", type=int, default=20, help="lines to show from the end of each log (default: 20)"
+    )
 
 
 def _submit_flags(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +45,7 @@ def _submit_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--save_profile",
-        help="keep what is asked for in ~/.config/shardprep.toml, by this name (default: no)",
+        help="save these settings in ~/.config/shardprep.toml under this name (default: not saved)",
     )
     parser.add_argument(
         "--auto",
@@ -56,7 +58,9 @@ def _sending_flags(parser: argparse.ArgumentParser) -> None:
     _folder_flag(parser)
     add_flags_of(parser, JobRequest, groups=FLAG_GROUPS)
     parser.add_argument(
-        "--shards_per_task", type=int, help="shards of a task (default 1, more where the site's limits ask)"
+        "--shards_per_task",
+        type=int,
+        help="shards per task (default: 1, more if the site's limits require it)",
     )
     parser.add_argument("--shards", help="only these, such as 0-9,12 (default: all)")
     parser.add_argument("--dry_run", action="store_true", help="print the job scripts, submit nothing")
@@ -64,10 +68,13 @@ def _sending_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--until_done",
         action="store_true",
-        help="leave a small job on the cluster that sends again what fails, and at the end writes a report",
+        help="leave a small job on the cluster that submits failed shards again and then writes a report",
     )
     parser.add_argument(
-        "--max_rounds", type=int, default=5, help="of --until_done: how often it sends again (default 5)"
+        "--max_rounds",
+        type=int,
+        default=5,
+        help="with --until_done, how many times to submit failed shards again (default: 5)",
     )
 
 
@@ -77,7 +84,7 @@ def _retry_flags(parser: argparse.ArgumentParser) -> None:
         "--max_attempts",
         type=int,
         default=3,
-        help="leave a shard that failed the same way so often (default 3)",
+        help="leave out a shard that failed this many times in the same way (default: 3)",
     )
     parser.add_argument("--round", type=int, default=1, help=argparse.SUPPRESS)
 
@@ -85,7 +92,9 @@ def _retry_flags(parser: argparse.ArgumentParser) -> None:
 def _status_flags(parser: argparse.ArgumentParser) -> None:
     _folder_flag(parser)
     parser.add_argument("--watch", action="store_true", help="repeat until nothing is queued")
-    parser.add_argument("--json", action="store_true", help="for programs: docs/status_json.md")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON for programs, see docs/status_json.md"
+    )
     parser.add_argument(
         "--metrics", type=Path, help="also write this file, in Prometheus' text format (default: none)"
     )
@@ -104,15 +113,15 @@ def _report_flags(parser: argparse.ArgumentParser) -> None:
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--text", action="store_true", help="plain text (the default without --output)")
-    form.add_argument("--json", action="store_true", help="for programs: docs/report_json.md")
+    form.add_argument("--json", action="store_true", help="print JSON for programs, see docs/report_json.md")
     parser.add_argument(
-        "--lang", choices=("en", "ko"), default="en", help="language of page and text (default en)"
+        "--lang", choices=("en", "ko"), default="en", help="language of page and text (default: en)"
     )
     parser.add_argument(
         "--num_examples",
         type=int,
         default=3,
-        help="documents shown of those left out for each reason, with their beginning (default 3; 0: none)",
+        help="documents shown of those left out for each reason, with their beginning (default: 3; 0: none)",
     )
 
 
@@ -128,12 +137,12 @@ PROGRAM = Program(
             run="slurm.send:submit",
         ),
         "retry": Command(
-            summary="submit again what failed, each as its failure asks",
+            summary="submit failed shards again, with more memory or time where they ran out of it",
             add_flags=_retry_flags,
             run="slurm.retry:retry",
         ),
         "status": Command(
-            summary="say where every shard is, and why what failed did",
+            summary="show the state of every shard, and why shards failed",
             add_flags=_status_flags,
             run="slurm.status:status",
         ),

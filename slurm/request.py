@@ -50,14 +50,14 @@ class JobRequest:
 
     partition: str | None = option(None, "partition (default: the site's)", group=_NODES)
     cpus_per_task: int | str = option(
-        8, "CPUs of a task (default 8); node: all of a node that no other job is on", group=_RESOURCES
+        8, "CPUs of a task (default: 8); node: all of a node that no other job is on", group=_RESOURCES
     )
     mem_gb: float | None = option(None, "memory of a task (default: the site's)", group=_RESOURCES)
     mem_per_cpu_gb: float | None = option(
-        None, "memory of each CPU of a task, where a site wants it so", group=_RESOURCES
+        None, "memory per CPU of a task, for sites that require it", group=_RESOURCES
     )
     time_min: int | None = option(None, "time limit of a task (default: the partition's)", group=_RESOURCES)
-    max_parallel: int = option(50, "tasks that run at once (default 50)", group=_RESOURCES)
+    max_parallel: int = option(50, "tasks that run at once (default: 50)", group=_RESOURCES)
     account: str | None = option(None, "account to charge (default: the site's)", group=_NODES)
     qos: str | None = option(None, "quality of service (default: the site's)", group=_NODES)
     constraint: str | None = option(None, "features of the nodes", group=_NODES)

@@ -280,7 +280,7 @@ def _accounts(what: str, columns: Sequence[str], *where: str) -> list[_Row]:
 def tasks_of_shards(shard_ids: Sequence[int], max_tasks: int, shards_per_task: int | None) -> list[str]:
     """Shards as the words of an array's table: task i makes ``result[i]``, such as ``17`` or ``0-5``.
 
-    ``shards_per_task`` (default 1) is raised until the tasks fit; each takes neighbours, evenly.
+    ``shards_per_task`` (default: 1) is raised until the tasks fit; each takes neighbours, evenly.
     """
     wanted = -(-len(shard_ids) // (shards_per_task or 1))
     num_tasks = max(1, min(wanted, max_tasks))

@@ -461,7 +461,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="print the findings for programs")
-    how.add_argument("--export", action="store_true", help="print only lines of variables, to be sourced")
+    how.add_argument(
+        "--export", action="store_true", help="print only variables, as lines for a shell to source"
+    )
     places = parser.add_argument_group("what to check (default: this machine alone)")
     for name, kind, text in (
         ("input_dir", Path, "folder of the raw files"),

@@ -362,7 +362,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "it goes on with the shards that are missing."
     )
     parser.add_argument("data_dir", type=Path, help="folder of the data set, complete")
-    parser.add_argument("--to", required=True, choices=tuple(EXPORTERS), help="whose layout")
+    parser.add_argument("--to", required=True, choices=tuple(EXPORTERS), help="tool whose layout to write")
     parser.add_argument("--output_dir", type=Path, required=True, help="folder of the export")
     parser.add_argument(
         "--split",
@@ -372,7 +372,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--put_eos",
         action=argparse.BooleanOptionalAction,
-        help="EOS behind documents that lack it (default for megatron and nanogpt)",
+        help="put EOS behind documents that lack it (default for megatron and nanogpt)",
     )
 
 

@@ -173,12 +173,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--grep", help="only samples whose decoded text this regular expression finds (default: all)"
     )
     order = parser.add_mutually_exclusive_group()
-    order.add_argument("--longest", action="store_true", help="those with most tokens first")
-    order.add_argument("--random", action="store_true", help="some of all shards")
-    parser.add_argument("--seed", type=int, default=0, help="of --random (default 0)")
-    parser.add_argument("--num", type=int, default=5, help="how many (default 5)")
+    order.add_argument("--longest", action="store_true", help="samples with most tokens first")
+    order.add_argument("--random", action="store_true", help="random samples of all shards")
+    parser.add_argument("--seed", type=int, default=0, help="seed of --random (default: 0)")
+    parser.add_argument("--num", type=int, default=5, help="number of samples (default: 5)")
     parser.add_argument(
-        "--chars", type=int, default=400, help="most characters of a document, 0: all (default 400)"
+        "--chars",
+        type=int,
+        default=400,
+        help="characters to print of a document at most; 0: all (default: 400)",
     )
 
 

@@ -438,7 +438,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--encoding",
         metavar="TEXT",
         default="utf-8",
-        help="of .txt; lines that cannot be decoded are left out (default: %(default)s)",
+        help="encoding of .txt; lines that cannot be decoded are dropped (default: %(default)s)",
     )
     fields = parser.add_mutually_exclusive_group()
     fields.add_argument(

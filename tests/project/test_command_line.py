@@ -236,7 +236,7 @@ def test_an_array_smaller_than_the_plan_says_what_it_leaves_out(
         assert note is None
         return
     assert note is not None
-    assert f"leaves out {left}; to make them: shardprep submit {Path('DATA').absolute()}" in note
+    assert f"leaves out shards {left}; to make them: shardprep submit {Path('DATA').absolute()}" in note
 
 
 @pytest.mark.parametrize("path", [None, "/data/x"])

@@ -326,8 +326,8 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
     shards.add_argument("--dry_run", action="store_true", help="print what would be planned, write nothing")
     add = parser.add_argument_group("Lustre layout of a new output folder").add_argument
     text = (
-        "auto: change nothing, print it. none: do not look at it. N: this many stripes. 1G:1,-1:8: stripes by "
-        "the size of a file (default: auto)"
+        "auto: change nothing, print it. none: do not look at it. N: this many stripes. 1G:1,-1:8: stripes "
+        "by the size of a file (default: auto)"
     )
     add("--stripe", metavar="LAYOUT", default="auto", help=text)
     text = "size of a stripe, such as 4M; for N or a layout (default: Lustre's)"

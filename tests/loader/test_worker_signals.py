@@ -154,9 +154,7 @@ def session(number: int) -> dict[int, str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("method", "collate"), [("fork", "own"), ("spawn", "large"), ("forkserver", "large")]
-)
+@pytest.mark.parametrize(("method", "collate"), [("fork", "own"), ("forkserver", "large")])
 def test_workers_outlive_every_stop_signal_and_are_gone_when_the_main_process_is_killed(
     start: Any, method: str, collate: str
 ) -> None:
@@ -173,7 +171,7 @@ def test_workers_outlive_every_stop_signal_and_are_gone_when_the_main_process_is
 
 
 @pytest.mark.parametrize(
-    ("method", "how"), [("fork", "close"), ("fork", "del"), ("spawn", "raise"), ("forkserver", "end")]
+    ("method", "how"), [("fork", "close"), ("fork", "del"), ("spawn", "raise"), ("fork", "end")]
 )
 def test_a_worker_that_hangs_is_ended_with_the_loader(start: Any, method: str, how: str) -> None:
     child = start(CHILD, method, "hang", how)
@@ -183,10 +181,10 @@ def test_a_worker_that_hangs_is_ended_with_the_loader(start: Any, method: str, h
     wait_until(lambda: not session(child.pid))
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
 def test_ranks_of_torchrun_that_are_told_to_stop_with_all_their_workers_save_a_checkpoint(
-    start: Any, data: Path, tmp_path: Path, num_workers: int
+    start: Any, data: Path, tmp_path: Path
 ) -> None:
+    num_workers = 2
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}"]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tests.conftest import Prep
 
 NUM_SHARDS = 12
-EACH = 1 if os.environ.get("LLAMA3_LINES") == "all" else 8
+EACH = 1 if os.environ.get("LLAMA3_LINES") == "all" else 20
 NUM_DOCUMENTS = {1: 225_131, 8: 28_142}[EACH]
 BATCH = 2_000
 

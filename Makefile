@@ -15,6 +15,9 @@ RANDOM_ARGS ?=
 # More arguments for the benchmark: make bench_preprocess BENCH_ARGS=--quick
 BENCH_ARGS ?=
 
+# Tests start hundreds of processes; without byte code each would compile the packages anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV := .venv
 BIN := $(VENV)/bin
 # Keyed on what was asked for; another TORCH or a newer pyproject.toml installs again.

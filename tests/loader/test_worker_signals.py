@@ -83,12 +83,12 @@ from loader import get_llama3_dataloader
 
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
-data, out, num_workers = sys.argv[1:]
+data, out = sys.argv[1:]
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Embedding(200, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-loader = get_llama3_dataloader(data, 4, data, num_workers=int(num_workers), global_batch_size=8)
+loader = get_llama3_dataloader(data, 4, data, num_workers=2, global_batch_size=8)
 log = open(f"{out}/{rank}", "w")
 while True:
     for batch in loader:
@@ -184,11 +184,10 @@ def test_a_worker_that_hangs_is_ended_with_the_loader(start: Any, method: str, h
 def test_ranks_of_torchrun_that_are_told_to_stop_with_all_their_workers_save_a_checkpoint(
     start: Any, data: Path, tmp_path: Path
 ) -> None:
-    num_workers = 2
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}"]
-    agent = start(RANK, tmp_path, num_workers, launcher=launcher)
+    agent = start(RANK, tmp_path, launcher=launcher)
     logs = [tmp_path / "0", tmp_path / "1"]
     wait_until(lambda: agent.poll() is not None or all(len(batches_in(log)) > 3 for log in logs))
     ranks = [pid for pid, parent in parents().items() if parent == agent.pid]

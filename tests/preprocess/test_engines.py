@@ -90,7 +90,7 @@ def test_engines_agree_on_code_points_special_tokens_and_long_runs(
         *(character * 20_000 for character in "a 가!9\n\t"),
         *probe_texts({"added_tokens": added}),
     ]
-    assert len(texts) > (10_000 if allow_special_tokens else 40_000)
+    assert len(texts) > (10_000 if allow_special_tokens else 35_000)
     assert_equal_ids(*both_engines(any_tokenizer, allow_special_tokens), texts)
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 NUM_SHARDS = 12
 EACH = 1 if os.environ.get("LLAMA3_LINES") == "all" else 20
-NUM_DOCUMENTS = {1: 225_131, 8: 28_142}[EACH]
+NUM_DOCUMENTS = {1: 225_131, 20: 11258}[EACH]
 BATCH = 2_000
 
 
@@ -103,7 +103,7 @@ def test_every_document_has_the_ids_of_transformers_encode(
             compare()
     compare()
     assert num_documents == NUM_DOCUMENTS
-    assert num_encoded > 250
+    assert num_encoded > 100
     assert next(written, None) is None
 
 

@@ -10,8 +10,15 @@ HANG_S = 600.0
 
 
 def wait_until(is_true: Callable[[], object], limit_s: float = HANG_S, every_s: float = 0.2) -> None:
-    """Ask ``is_true`` every ``every_s`` seconds until it holds; fail after ``limit_s`` seconds."""
+    """Ask ``is_true`` every ``every_s`` seconds until it holds; fail after ``limit_s`` seconds.
+
+    What takes long to ask, such as a command, is asked less often: it would keep a core busy.
+    """
     deadline = time.monotonic() + limit_s
-    while not is_true():
-        assert time.monotonic() < deadline, f"not so within {limit_s} s"
-        time.sleep(every_s)
+    while True:
+        asked = time.monotonic()
+        if is_true():
+            return
+        now = time.monotonic()
+        assert now < deadline, f"not so within {limit_s} s"
+        time.sleep(max(every_s, 3 * (now - asked)))

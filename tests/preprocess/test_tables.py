@@ -308,7 +308,7 @@ def test_a_later_frame_with_a_long_window_ends_the_task_with_65_and_what_to_type
     prep: Prep, tmp_path: Path, raw: Path
 ) -> None:
     (raw / "x.txt.zst").write_bytes(
-        zstandard.compress(b"a line of text\n" * 300_000) + long_zstd(b"two\n", 30)
+        zstandard.compress((b"a line of text " * 100 + b"\n") * 3000) + long_zstd(b"two\n", 30)
     )
     assert planned(prep, raw).code == 0
     ended = prep.command("--shard_id", 0, "--output_dir", tmp_path / "raw-data")

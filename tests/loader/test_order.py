@@ -159,7 +159,7 @@ def test_groups_are_of_like_length_and_still_give_each_sample_once(data: st.Data
             window(range(part, part + 1), start, end), whole[part * group : (part + 1) * group]
         )
         slot = np.sort(lengths[whole[:group].T], axis=1)  # the slices of one slot do not overlap in length
-        slot = slot[np.argsort(slot[:, 0], kind="stable")]
+        slot = slot[np.lexsort((slot[:, -1], slot[:, 0]))]
         assert (np.sort(slot[:-1, -1]) <= np.sort(slot[1:, 0])).all()
     assert len(set(seen)) == len(seen) == order.steps_per_epoch * group * slots
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from loader.boundaries import boundary_fields
-from loader.chunks import ID_BITS, IGNORED, Chunk, Edges, RowEdges, step_edges
+from loader.chunks import ID_BITS, IGNORED, WITHDRAWN, Chunk, Edges, RowEdges, step_edges
 from loader.context_parallel import split_for_context_parallel as split_for_context_parallel  # its old place
 from loader.state import Ramp, RunSteps, check_ramp
 from shardprep.errors import UsageError
@@ -131,8 +131,9 @@ class PaddedBatches:
         batch["labels"].masked_fill_(batch["attention_mask"] == 0, IGNORED)
         return batch
 
-    def pad_joined(self, joined: Ids, lengths: npt.NDArray[Any]) -> Batch:
-        """Samples whose ids stand one after another, padded to the longest, or as the fields say."""
+    def pad_joined(self, joined: Ids, lengths: npt.NDArray[Any], *, has_withdrawn: bool = False) -> Batch:
+        """Samples whose ids stand one after another, padded to the longest, or as the fields say.
+        ``has_withdrawn``: WITHDRAWN may stand among the ids."""
         multiple = self.pad_to_multiple_of or 1
         widest = max(int(lengths.max()), self.pad_to_length or 0) - self.num_beyond
         width = max(-(-widest // multiple) * multiple, 1) + self.num_beyond
@@ -146,11 +147,34 @@ class PaddedBatches:
         is_real = np.arange(width) < lengths[:, None]
         ids = np.full(is_real.shape, self.pad.token_id, np.int64)
         ids[is_real] = joined
-        return _batch_of(ids, is_real.astype(np.int64), np.where(is_real, ids, IGNORED))
+        attention_mask, labels = is_real.astype(np.int64), np.where(is_real, ids, IGNORED)
+        if has_withdrawn:
+            self._take_out(ids == WITHDRAWN, ids, attention_mask, labels)
+        return _batch_of(ids, attention_mask, labels)
 
-    def mask_rows(self, rows: Ids, lengths: npt.NDArray[Any] | None, *, has_masks: bool = False) -> Batch:
+    def _take_out(self, is_gone: npt.NDArray[np.bool_], ids: Ids, attention_mask: Ids, labels: Ids) -> None:
+        """Make what is withdrawn padding where it stands. A token behind it has no label: its prediction
+        would be made at a place of padding. Of a row that is nothing else, the first place is attended to:
+        attention over nothing may give NaN."""
+        if not is_gone.any():
+            return
+        ids[is_gone], attention_mask[is_gone], labels[is_gone] = self.pad.token_id, 0, IGNORED
+        labels[:, 1:][is_gone[:, :-1]] = IGNORED
+        attention_mask[~attention_mask.any(axis=1), 0] = 1
+        if (labels == IGNORED).all():
+            _warn_of_no_labels()
+
+    def mask_rows(
+        self,
+        rows: Ids,
+        lengths: npt.NDArray[Any] | None,
+        *,
+        has_masks: bool = False,
+        has_withdrawn: bool = False,
+    ) -> Batch:
         """Collate [batch, seq] rows, of which the first ``lengths`` ids are real (None: all). ``has_masks``:
-        ids may carry NO_LABEL. Labels are widened from ``rows``: a copy may take 3 times as long."""
+        ids may carry NO_LABEL; ``has_withdrawn``: or be WITHDRAWN. Labels are widened from ``rows``: a copy
+        may take 3 times as long."""
         ids, labels = rows.astype(np.int64), rows.astype(np.int64)
         if has_masks:
             ids &= ID_BITS
@@ -163,7 +187,18 @@ class PaddedBatches:
             ids[padding] = self.pad.token_id
             labels[padding] = IGNORED
             attention_mask = (~padding).astype(np.int64)
+        if has_withdrawn:
+            self._take_out(rows == WITHDRAWN, ids, attention_mask, labels)
         return _batch_of(ids, attention_mask, labels)
+
+
+@lru_cache(maxsize=1)
+def _warn_of_no_labels() -> None:
+    """Once in a process."""
+    logger.warning(
+        "a batch has no label left, as its documents are withdrawn: a loss that is a mean over labels is NaN "
+        "there; divide the sum of the loss by at least 1, or raise batch_size"
+    )
 
 
 def _batch_of(ids: Ids, attention_mask: Ids, labels: Ids) -> Batch:
@@ -228,15 +263,27 @@ def with_fields(
     return found
 
 
-def collate_lists(collate_fn: Collate, samples: Sequence[Sample], *, has_masks: bool = False) -> Any:
-    """What a ``collate_fn`` of the user's makes of some samples; with masks, they have labels, too."""
+def collate_lists(
+    collate_fn: Collate,
+    samples: Sequence[Sample],
+    *,
+    has_masks: bool = False,
+    withdrawn_id: int | None = None,
+) -> Any:
+    """What a ``collate_fn`` of the user's makes of some samples; with masks, they have labels, too.
+    ``withdrawn_id`` takes the place of what is WITHDRAWN; None: nothing is."""
 
     def as_lists(sample: Sample) -> dict[str, Any]:
         ids, fields = sample if isinstance(sample, tuple) else (sample, {})
-        if not has_masks:
+        if not has_masks and withdrawn_id is None:
             return {"input_ids": ids.tolist(), **fields}
-        labels = np.where(ids < 0, IGNORED, ids).tolist()
-        return {"input_ids": (ids & ID_BITS).tolist(), "labels": labels, **fields}
+        ids = ids.astype(np.int32, copy=False)
+        labels = np.where(ids < 0, IGNORED, ids)
+        if withdrawn_id is not None:
+            is_gone = ids == WITHDRAWN
+            ids = np.where(is_gone, withdrawn_id, ids)
+            labels[1:][is_gone[:-1]] = IGNORED
+        return {"input_ids": (ids & ID_BITS).tolist(), "labels": labels.tolist(), **fields}
 
     return collate_fn([as_lists(sample) for sample in samples])
 
@@ -302,7 +349,7 @@ def cut_rows(fields: dict[str, Any], width: int) -> None:
     for name in ("input_ids", "attention_mask", "labels"):
         fields[name] = fields[name].reshape(-1, width)
     mask = fields["attention_mask"]
-    mask[mask[:, 0] == 0, 0] = 1
+    mask[~mask.any(axis=1), 0] = 1
 
 
 def cut_lengths(lengths: npt.NDArray[Any], old_width: int, width: int) -> npt.NDArray[Any]:
@@ -391,6 +438,7 @@ class StepBatches:
     collate_fn: Collate
     boundaries: tuple[str, ...] = ()
     has_masks: bool = False  # ids may carry NO_LABEL
+    withdrawn_id: int | None = None  # what a collate_fn gets for ids that are WITHDRAWN; None: none is
     shifts_targets: bool = False  # labels stand where the token before them stands
     sample_fields: tuple[str, ...] = ()  # what a collate_fn gets beside the ids
 
@@ -455,6 +503,11 @@ class StepBatches:
             blank_labels(batch, part.is_filler)
         return batch
 
+    @property
+    def list_options(self) -> dict[str, Any]:
+        """What ``collate_lists`` is to be told."""
+        return {"has_masks": self.has_masks, "withdrawn_id": self.withdrawn_id}
+
     def samples_of(self, part: Uncollated) -> list[Any]:
         """What a collate_fn gets of a batch, before ids are lists."""
         return (
@@ -466,11 +519,14 @@ class StepBatches:
     def _collated(self, part: Uncollated) -> Any:
         pad = self.padded
         if pad is None:
-            return collate_lists(self.collate_fn, self.samples_of(part), has_masks=self.has_masks)
+            return collate_lists(self.collate_fn, self.samples_of(part), **self.list_options)
+        has_withdrawn = self.withdrawn_id is not None
         if self.row_tokens or part.lengths is None:
-            batch = pad.mask_rows(part.ids, part.lengths, has_masks=self.has_masks)
+            batch = pad.mask_rows(
+                part.ids, part.lengths, has_masks=self.has_masks, has_withdrawn=has_withdrawn
+            )
         else:
-            batch = pad.pad_joined(part.ids, part.lengths)
+            batch = pad.pad_joined(part.ids, part.lengths, has_withdrawn=has_withdrawn)
         if self.boundaries:
             self._add_boundaries(batch, part)
             return batch

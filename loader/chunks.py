@@ -12,9 +12,13 @@ import numpy.typing as npt
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
+from loader.withdrawn import WithdrawnTokens
+
 IGNORED = -100  # a label that cross_entropy leaves out
 NO_LABEL = np.int32(-(2**31))  # set in an id that is seen and not learnt: no id is below 0 else
 ID_BITS = 2**31 - 1  # the id without it
+WITHDRAWN = np.int32(-1)  # in place of an id that nobody may see any more; no id with NO_LABEL is it
+
 
 _HEAD = 4  # samples per step, steps, tokens cut, document starts (-1: none were asked for)
 
@@ -29,6 +33,13 @@ class ScatteredRows:
     row_tokens: int
     mask: npt.NDArray[np.uint8] | None = None  # 1 where a token has a label; None: all have
     mask_at: npt.NDArray[np.int64] | None = None  # likewise: where in mask each row begins; -1: all have
+    withdrawn: WithdrawnTokens | None = None  # None: none of any data set of the loader
+    sample: npt.NDArray[np.int64] | None = None  # likewise: which stored sample each row is
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the ids in ``flat`` are what is given."""
+        return self.mask is None and self.withdrawn is None
 
     @cached_property
     def _view(self) -> npt.NDArray[np.integer[Any]]:
@@ -36,7 +47,18 @@ class ScatteredRows:
 
     def __getitem__(self, places: Any) -> npt.NDArray[np.integer[Any]]:
         """As of an array ``[samples per step, steps, row_tokens]``; always a copy. With a mask int32,
-        NO_LABEL in the tokens that have none."""
+        NO_LABEL in the tokens that have none, and WITHDRAWN in place of those that are."""
+        rows = self._labeled(places)
+        if self.withdrawn is None or self.sample is None:
+            return rows
+        samples = self.sample[places].reshape(-1)
+        gone = self.withdrawn.places(samples, np.full(len(samples), self.row_tokens))
+        if len(gone):
+            rows = np.ascontiguousarray(rows, np.int32)  # a gathered array may lie in another order
+            rows.reshape(-1)[gone] = WITHDRAWN
+        return rows
+
+    def _labeled(self, places: Any) -> npt.NDArray[np.integer[Any]]:
         rows: npt.NDArray[np.integer[Any]] = self._view[self.at[places]]
         if self.mask is None or self.mask_at is None:
             return rows

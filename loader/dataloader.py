@@ -49,7 +49,8 @@ from loader.samples import LongDocuments, SampleRules, Samples, make_samples
 from loader.staged_copies import warn_of_missing_copies
 from loader.state import Ramp, RunSteps, ramp_sizes
 from loader.token_loader import TokenLoader
-from loader.tokenizer import choose_tokenizer
+from loader.tokenizer import LoaderTokenizer, choose_tokenizer
+from loader.withdrawn import describe_lists
 from loader.workers import (
     MixedSamples,
     Plan,
@@ -87,6 +88,7 @@ def settings_block(loader: TokenLoader, shards: ShardSet) -> str:
         *filter(None, [shards.split_words]),
         f"readers: {_workers(loader)}",
         f"data {run['data'][:12]}, tokenizer {run['tokenizer'][:12]}",
+        *describe_lists(shards),
     ]
     return "\n  ".join(lines)
 
@@ -471,12 +473,13 @@ def get_llama3_dataloader(
         shifts_targets=shifts,
         sample_fields=asked_fields,
         has_masks=any(part.has_masks for part in sources.values()),
+        withdrawn_id=_withdrawn_id(every, collate_fn, tokenizer),
     )
     if size_check is not None:
         size_check.wait()
     fingerprint = _fingerprint(rules, shards, order, run, tokenizer.fingerprint)
     loader = TokenLoader(
-        Plan(order=order, samples=samples, run=run, fingerprint=fingerprint),
+        Plan(order=order, samples=samples, run=run, fingerprint=fingerprint, shards=shards),
         step_batches=step_batches,
         loader_tokenizer=tokenizer,
         process_rank=who,
@@ -495,6 +498,14 @@ def get_llama3_dataloader(
                 "pass seq_len=, or plan the data with --append_eos"
             )
     return loader
+
+
+def _withdrawn_id(samples: Sequence[Samples], collate_fn: Collate, tokenizer: LoaderTokenizer) -> int | None:
+    """What stands for withdrawn ids: what pads, else EOS; None where nothing is withdrawn."""
+    if all(each.withdrawn is None for each in samples):
+        return None
+    pad = getattr(collate_fn, "pad", None)
+    return (pad if isinstance(pad, PadToken) else choose_pad_token(tokenizer.special)).token_id
 
 
 def _fingerprint(

@@ -79,6 +79,7 @@ from shardprep.format.names import (
     shard_name,
     tar_path,
 )
+from shardprep.format.withdrawals import Withdrawals, read_withdrawals
 
 SplitName = Literal["train", "validation"]
 
@@ -156,6 +157,7 @@ class DatasetShards:
     tar_sha256: npt.NDArray[np.str_]  # the first 16 hex digits
     num_validation: npt.NDArray[np.int64] | None = None  # samples, where the plan has a fraction for it
     osts: npt.NDArray[np.int64] | None = None  # each begins on, where it is known; outside the fingerprint
+    withdrawn: Withdrawals = Withdrawals(lists=())  # likewise  # noqa: RUF009  frozen
 
     def path_of(self, row: int) -> Path:
         """The tar of a row."""
@@ -329,6 +331,25 @@ class ShardSet:
             if self.has_planned
             else ""
         )
+
+    def stored(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Samples -> their places in the shards, counted through all of them on both sides of a split."""
+        shard, found = self.shard_of(samples), np.empty_like(samples)
+        first = np.cumsum(self.num_records) - self.num_records
+        for number in np.unique(shard).tolist():
+            here = shard == number
+            found[here] = first[number] + self.rows_of(number, samples[here])
+        return found
+
+    def samples_at(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The inverse of ``stored``, ascending; samples of the other side of a split are left out."""
+        first, found = np.cumsum(self.num_records) - self.num_records, [np.empty(0, np.int64)]
+        shard = np.searchsorted(first, places, side="right") - 1
+        for number in np.unique(shard).tolist():
+            samples = np.arange(self.first_sample[number], self.first_sample[number + 1])
+            wanted = places[shard == number] - first[number]
+            found.append(samples[np.isin(self.rows_of(number, samples), wanted)])
+        return np.concatenate(found)
 
     @cached_property
     def osts(self) -> npt.NDArray[np.int64] | None:
@@ -944,6 +965,7 @@ def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
         tar_sha256=np.array(index.tar_sha256)[rows],
         num_validation=index.column(VALIDATION_COLUMN)[rows] if index.spec.validation_fraction else None,
         osts=None if osts is None else osts[ids],
+        withdrawn=read_withdrawals(folder, index.spec.plan_id),
     )
 
 

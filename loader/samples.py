@@ -19,10 +19,11 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from loader.chunks import Chunk, ScatteredRows
+from loader.chunks import WITHDRAWN, Chunk, ScatteredRows
 from loader.external_tars import JSON, RAW, parse_npy_header
 from loader.find_shards import DatasetShards, ExternalTar, ShardSet
 from loader.reading import ReaderContext, SampleBytes, ShardReader
+from loader.withdrawn import WithdrawnTokens, places_of, withdrawn_tokens
 from shardprep.errors import BrokenShard, UsageError
 
 DECODE_BYTES = 128 * 1024  # of text at once, so that all arrays stay in the cache
@@ -238,17 +239,6 @@ def decode_starts(data: SampleBytes, rows: npt.NDArray[np.int64], row_tokens: in
     return (starts % row_tokens).astype(np.int32)
 
 
-def places_of(
-    begin: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], *, stride: int = 1
-) -> npt.NDArray[np.int64]:
-    """``begin[0], begin[0] + stride ...``: all places of some stretches, one after another."""
-    within = np.arange(int(lengths.sum()), dtype=np.int64)
-    if stride > 1:
-        within *= stride
-    within += np.repeat(begin - stride * (np.cumsum(lengths) - lengths), lengths)
-    return within
-
-
 def check_vocab(
     ids: npt.NDArray[np.integer[Any]],
     lengths: npt.NDArray[np.int32],
@@ -309,6 +299,7 @@ class Samples:
     shards: ShardSet
     vocab_size: int | None = None  # checked where it is given: ids that others made
     context: ReaderContext = ReaderContext()  # noqa: RUF009  frozen
+    withdrawn: WithdrawnTokens | None = None  # they are masked
 
     @property
     def row_tokens(self) -> int:
@@ -352,12 +343,19 @@ class Samples:
         max_length: int | None = None,
         end_ids: npt.NDArray[np.int64] | None = None,
     ) -> Decoded:
-        """``decode_samples``, with ids that others made checked. Raises BrokenShard."""
+        """``decode_samples``, with ids that others made checked, and WITHDRAWN in place of those that are.
+        Raises BrokenShard."""
         with _place_named(self.shards, data):
             found = decode_samples(data, rows, max_length=max_length, end_ids=end_ids)
             if self.vocab_size is not None:
                 check_vocab(found.ids, found.lengths, rows, self.vocab_size)
+        if self.withdrawn is not None:
+            found.ids[self.withdrawn.places(self._stored(data.sample[rows]), found.lengths)] = WITHDRAWN
         return found
+
+    def _stored(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Samples by their places in the shards, counted through all of them on both sides of a split."""
+        return samples if self.shards.split is None else self.shards.stored(samples)
 
     def by_shard(
         self, reader: ShardReader, samples: npt.NDArray[np.int64]
@@ -421,8 +419,11 @@ class WholeSamples(Samples):
     def _rows_chunk(self, data: SampleBytes, rows: npt.NDArray[np.int64], first: int, end: int) -> Chunk:
         rows = rows[:, first:end]
         ids = rows_in_place(data, rows, self.row_tokens)
+        if self.withdrawn is not None:
+            sample = self._stored(data.sample[rows].reshape(-1)).reshape(rows.shape)
+            ids = replace(ids, withdrawn=self.withdrawn, sample=sample)
         if self.vocab_size is not None:
-            stored = replace(ids, mask=None)
+            stored = replace(ids, mask=None, withdrawn=None)
             full = np.full(len(rows), self.row_tokens, np.int32)
             with _place_named(self.shards, data):
                 for step, of_step in enumerate(rows.T):
@@ -912,7 +913,12 @@ def make_samples(
     where the rules do not fit what the shards hold.
     """
     _check_rows(rules, shards, starts)
-    shared: dict[str, Any] = {"shards": shards, "vocab_size": vocab_size, "context": context}
+    shared: dict[str, Any] = {
+        "shards": shards,
+        "vocab_size": vocab_size,
+        "context": context,
+        "withdrawn": withdrawn_tokens(shards),
+    }
     documents: Samples
     if rules.seq_len is not None and not shards.row_tokens:
         return JoinedRows(

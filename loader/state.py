@@ -113,6 +113,7 @@ def state_of(
     fingerprint: Mapping[str, Any],
     layout: Mapping[str, int],
     skipped: SkippedSteps = SkippedSteps(),
+    withdrawn: str = "",
 ) -> dict[str, Any]:
     """The state as plain numbers and strings, which JSON and torch.save keep. Always the same keys:
     torch.distributed.checkpoint reads those alone that a fresh loader's state has."""
@@ -122,6 +123,7 @@ def state_of(
         "step": position.step,
         "num_micro": position.num_micro,
         "skipped": skipped.text(),
+        "withdrawn": withdrawn,
         "layout": dict(layout),
         "fingerprint": dict(fingerprint),
     }

@@ -42,6 +42,7 @@ from loader.mixture import Mixture
 from loader.ranks import ProcessRank, check_process_rank
 from loader.state import Position, RunProgress, RunSteps, SkippedSteps, state_of
 from loader.tokenizer import LoaderTokenizer
+from loader.withdrawn import ListHistory, describe_lists, lists_in_use, warn_of_lost_lists
 from loader.workers import ChunkDataset, MixedChunkDataset, MixedSamples, Plan, rank_slots, whole_number
 from shardprep.errors import UsageError
 from shardprep.signals import stop_signals_wait
@@ -129,13 +130,13 @@ class _BatchPickler(pickle.Pickler):
 class _Collated(Dataset[Any]):
     """A torch Dataset whose index is the samples of a batch, and whose item is the batch."""
 
-    def __init__(self, collate_fn: Collate, *, has_masks: bool) -> None:
+    def __init__(self, collate_fn: Collate, list_options: Mapping[str, Any]) -> None:
         self._collate_fn = collate_fn
-        self._has_masks = has_masks
+        self._list_options = list_options
 
     def __getitem__(self, samples: list[Sample]) -> bytes:
         target = io.BytesIO()
-        batch = collate_lists(self._collate_fn, samples, has_masks=self._has_masks)
+        batch = collate_lists(self._collate_fn, samples, **self._list_options)
         _BatchPickler(target, pickle.HIGHEST_PROTOCOL).dump(batch)
         return target.getvalue()
 
@@ -156,11 +157,9 @@ class CollateWorkers:
     handing them on costs this process 0.8 ms of CPU; calling the smallest ``collate_fn`` here costs 3.8.
     """
 
-    def __init__(self, collate_fn: Collate, *, has_masks: bool, **workers: Any) -> None:
+    def __init__(self, collate_fn: Collate, list_options: Mapping[str, Any], **workers: Any) -> None:
         self._source = _Source()
-        self.loader = WorkerLoader(
-            _Collated(collate_fn, has_masks=has_masks), sampler=self._source, **workers
-        )
+        self.loader = WorkerLoader(_Collated(collate_fn, list_options), sampler=self._source, **workers)
 
     def batches(self, samples: Iterator[list[Sample]]) -> Iterator[Any]:
         """The batch of each list of samples; ends an earlier iterator of these workers."""
@@ -228,7 +227,7 @@ class BatchStream:
         context = workers.get("multiprocessing_context")
         if self._num_workers and not step_batches.is_own and can_be_sent(step_batches.collate_fn, context):
             self._collate_workers = CollateWorkers(
-                step_batches.collate_fn, has_masks=step_batches.has_masks, **workers
+                step_batches.collate_fn, step_batches.list_options, **workers
             )
         self._stands_at: Position | None = None  # if that is the beginning of an epoch
 
@@ -415,6 +414,8 @@ class TokenLoader(DataLoader[Batch]):
         self._newest = 0
         self._pins = pin_memory and torch.cuda.is_available()
         self._progress = RunProgress()
+        self._lists = "" if plan.shards is None else lists_in_use(plan.shards)
+        self._list_history = ListHistory().going_on(0, self._lists)
         self._num_accumulated = plan.run.batches_in(0)
 
     @property
@@ -523,7 +524,8 @@ class TokenLoader(DataLoader[Batch]):
         text = describe(self.chunks.plan, data, self._delivered_of_order, until)
         parts = samples.sources if isinstance(samples, MixedSamples) else [samples]
         rules = dict.fromkeys(part.shards.split_words for part in parts if part is not None)
-        return "\n".join(filter(None, [text, *rules]))
+        lists = describe_lists(self.plan.shards) if self.plan.shards else []
+        return "\n".join(filter(None, [text, *rules, *lists]))
 
     @property
     def source_samples(self) -> dict[str, int]:
@@ -551,7 +553,8 @@ class TokenLoader(DataLoader[Batch]):
         )
 
     def __reduce__(self) -> tuple[Callable[..., TokenLoader], tuple[Any, ...]]:
-        return _made_again, (type(self), self._made_with, self._progress, self.chunks.plan)
+        now = self._progress, self._list_history, self.chunks.plan
+        return _made_again, (type(self), self._made_with, *now)
 
     def _go_by(self, plan: Plan) -> None:
         """Deliver what a plan says; none of its workers has started yet."""
@@ -583,7 +586,11 @@ class TokenLoader(DataLoader[Batch]):
 
         Save it with the optimizer's step: the batch that the loop holds counts as delivered.
         """
-        return state_of(self._progress.delivered, self.fingerprint, self._layout, self._progress.skipped)
+        return self._state_of(self._progress.delivered, self._progress.skipped)
+
+    def _state_of(self, at: Position, skipped: SkippedSteps) -> dict[str, Any]:
+        lists = self._list_history.up_to(self._steps_of_order(at)).text()
+        return state_of(at, self.fingerprint, self._layout, skipped, lists)
 
     def state_at(self, step: int) -> dict[str, Any]:
         """The state after ``step`` global batches, counted through all epochs from 0. Changes nothing.
@@ -596,7 +603,7 @@ class TokenLoader(DataLoader[Batch]):
         self._progress.check_unbroken()
         at = self._progress.skipped.order_step(step)
         skipped = self._progress.skipped.up_to(at)
-        return state_of(self.run.position(at), self.fingerprint, self._layout, skipped)
+        return self._state_of(self.run.position(at), skipped)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next ``iter()`` go on behind what ``state`` says was delivered. Reads nothing.
@@ -606,6 +613,7 @@ class TokenLoader(DataLoader[Batch]):
         """
         plan, position, is_amended = go_on(self.plan, state, self._layout, amend=self._amend)
         skipped = SkippedSteps.of_text(state.get("skipped", ""))
+        history = ListHistory.of_text(state.get("withdrawn", ""))
         self._newest += 1
         if dict(plan.fingerprint) == self.fingerprint:
             self._end_unless_persistent()
@@ -613,6 +621,9 @@ class TokenLoader(DataLoader[Batch]):
             self._stream.end()  # workers have the plan of before
             self._go_by(plan)
         self._progress.load(position, skipped)
+        self._list_history = history.going_on(self._delivered_of_order, self._lists)
+        if self.process_rank.rank == 0 and self.plan.shards is not None:
+            warn_of_lost_lists(history, self.plan.shards)
         self._num_accumulated = plan.run.batches_in(plan.run.step_of(position))
         if self.process_rank.rank == 0 and is_amended:
             logger.warning("the run is amended, and goes on so:\n%s", self.describe())
@@ -721,10 +732,15 @@ class _RefusedDataset(IterableDataset[Any]):
 
 
 def _made_again(
-    kind: type[TokenLoader], made_with: dict[str, Any], progress: RunProgress, now: Plan
+    kind: type[TokenLoader],
+    made_with: dict[str, Any],
+    progress: RunProgress,
+    history: ListHistory,
+    now: Plan,
 ) -> TokenLoader:
     """A copy of a loader; sizes were looked at when the original was made."""
     loader = kind(**made_with)
     loader._progress = replace(progress)  # noqa: SLF001  it is its own class's
+    loader._list_history = history  # noqa: SLF001  the same
     loader._go_by(now)  # noqa: SLF001  the same
     return loader

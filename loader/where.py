@@ -26,12 +26,15 @@ from loader.find_shards import DatasetShards, ExternalTar, ShardSet
 from loader.samples import DocumentPieces, JoinedRows, WholeSamples
 from loader.state import STATE_FORMAT, SizeHistory, SkippedSteps
 from loader.token_loader import TokenLoader
+from loader.withdrawn import ListHistory, marks_of_lists
 from shardprep.console import print_lines, say
 from shardprep.errors import BrokenShard, NotFound, UsageError
 from shardprep.files import NOT_THERE
 from shardprep.format.dataset_spec import read_input_names
 from shardprep.format.idx import read_idx
 from shardprep.format.input_formats import place_text
+from shardprep.format.names import id_ranges
+from shardprep.format.withdrawals import Withdrawals, withdrawal_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +72,7 @@ class Sighting:
 
 class SeenDocuments:
     """What the run of a loader sees; within ``with``, which closes its files. Raises UsageError for several
-    sources in one run, and for one side of a validation split."""
+    sources in one run."""
 
     def __init__(self, loader: TokenLoader) -> None:
         samples = loader.plan.samples
@@ -77,13 +80,10 @@ class SeenDocuments:
             raise UsageError(
                 "this loader's global batches change, and what its steps saw is told of equal ones"
             )
-        if (
-            not isinstance(samples, (DocumentPieces, JoinedRows, WholeSamples))
-            or samples.shards.split is not None
-        ):
+        if not isinstance(samples, (DocumentPieces, JoinedRows, WholeSamples)):
             raise UsageError(
-                "this loader mixes sources, leaves out documents for validation or makes batches of "
-                "tokens_per_batch, and what its steps saw can be told of one whole data set alone"
+                "this loader mixes sources or makes batches of tokens_per_batch, and what its steps saw can "
+                "be told of one data set alone"
             )
         self._samples = samples
         self._order = loader.order
@@ -216,9 +216,10 @@ class SeenDocuments:
         for row in reversed(rows[:end]):
             if (begins := self._first_place(source, first, row)) is not None and begins <= place:
                 records = self._records(first + row, source, row)
-                first_sample = int(self.shards.first_sample[first + row])
+                first_record = int(self.shards.num_records[: first + row].sum())
                 num_train = len(records) - max(int(self.shards.num_planned[first + row]), 0)
-                return [first_sample + n for n in _holding(records, place, num_train)]
+                held = np.array(_holding(records, place, num_train), np.int64)
+                return self.shards.samples_at(first_record + held).tolist()
         return []
 
     def _first_place(self, source: DatasetShards, first: int, row: int) -> tuple[int, int] | None:
@@ -255,7 +256,7 @@ _MAX_FOUND = 20  # stored samples that --find takes
 _READ_SAMPLES = 256  # at once, of a search for a text
 _OF_LOADER = (
     "model_id", "batch_size", "global_batch_size", "world_size", "seed", "shuffle", "seq_len", "max_length",
-    "long_documents", "group_by_length", "exclude_shards",
+    "long_documents", "group_by_length", "exclude_shards", "split", "validation_fraction",
 )  # fmt: skip
 
 
@@ -267,6 +268,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("input_shards", nargs="+", help="as the loader was given")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--step", type=int, help="training step, from 0 (default: the last one of --state)")
+    what.add_argument(
+        "--withdrawn",
+        action="store_true",
+        help="which steps of the run of --state saw documents that are withdrawn by now",
+    )
     what.add_argument(
         "--find",
         help="a text, or FILE:BYTE of an input: in which steps its document is seen (default: --step)",
@@ -298,6 +304,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         choices=("truncate", "split", "error"),
         help="what happens to a longer document (default: truncate)",
     )
+    loader.add_argument("--split", choices=("train", "validation"), help="one side (default: both)")
+    loader.add_argument(
+        "--validation_fraction",
+        type=float,
+        help="the part held out, if the plan does not say it (default: none)",
+    )
     loader.add_argument("--group_by_length", type=int, help="samples per group (default: none)")
     loader.add_argument("--exclude_shards", nargs="+", help="numbers or tars (default: none)")
 
@@ -305,8 +317,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def where(args: argparse.Namespace) -> int:
     """``where DATA``: print what a step saw, or where a document is seen."""
     state = None if args.state is None else find_state(args.state)
-    if args.step is None and args.find is None and state is None:
+    if args.step is None and args.find is None and state is None and not args.withdrawn:
         raise UsageError("nothing is asked: give --step, --find or --state")
+    if args.withdrawn and state is None:
+        raise UsageError("--withdrawn tells of a run, by the state in a checkpoint of it: give --state FILE")
     if args.epochs < 1 or (args.step is not None and args.step < 0):
         raise UsageError(f"--step {args.step} --epochs {args.epochs}: expected a step from 0, epochs from 1")
     with (
@@ -322,7 +336,9 @@ def where(args: argparse.Namespace) -> int:
                 f"--rank is {args.rank}, the ranks are 0 to {loader.process_rank.world_size - 1}"
             )
         with SeenDocuments(loader) as seen:
-            if args.find is not None:
+            if args.withdrawn and state is not None:
+                _tell_withdrawn(args, loader, seen, state, skipped)
+            elif args.find is not None:
                 stored = _stored(loader, seen, args.find)
                 _tell_steps(args, loader, seen.steps_of(stored, range(args.epochs)), len(stored), skipped)
             else:
@@ -393,7 +409,9 @@ def loader_options(given: Mapping[str, Any], state: Mapping[str, Any] | None) ->
         names = ("seed", "shuffle", "global_batch_size", "group_by_length", "long_documents")
         options |= {name: of_run[name] for name in names if name in of_run}
         options |= {name: of_run.get(name) or None for name in ("seq_len", "max_length")}
-        options |= dict(state.get("layout", {}))
+        if group := of_run.get("split_group"):
+            options["validation_fraction"] = 1 / group
+        options |= {"split": of_run.get("split")} | dict(state.get("layout", {}))
     options |= {name: given[name] for name in _OF_LOADER if given.get(name) is not None}
     if "batch_size" not in options:
         if "global_batch_size" not in options:
@@ -478,6 +496,56 @@ def _tell_steps(
         trained = "left out by skip" if line["step"] is None else f"step {line['step']}"
         place = f"rank {line['rank']} batch {line['batch']} row {line['row']}"
         print_lines(f"{trained} (epoch {epoch}, step {step}): {place}")
+
+
+def _tell_withdrawn(
+    args: argparse.Namespace,
+    loader: TokenLoader,
+    seen: SeenDocuments,
+    state: Mapping[str, Any],
+    skipped: SkippedSteps,
+) -> None:
+    history, steps_per_epoch = ListHistory.of_text(state.get("withdrawn", "")), loader.order.steps_per_epoch
+    until = state["epoch"] * steps_per_epoch + state["step"] + (state["num_micro"] > 0)
+    answers: list[dict[str, Any]] = []
+    for number, source in enumerate(seen.shards.sources):
+        if not isinstance(source, DatasetShards):
+            continue
+        folder, lists = source.folder, source.withdrawn.lists
+        for place, each in enumerate(lists):
+            masked_from = history.first_step_of(each.plan_id, [later.sha256 for later in lists[place:]])
+            end = until if masked_from is None else min(masked_from, until)
+            stored = seen.shards.samples_at(
+                marks_of_lists(seen.shards, number, Withdrawals(lists=(each,)))[:, 0]
+            )
+            epochs = range(-(-end // steps_per_epoch) if len(stored) else 0)
+            sightings = seen.steps_of(stored, epochs)
+            steps = {
+                _trained(one.order_step, skipped)
+                for one in sightings
+                if one.order_step < end and args.rank in (None, one.rank)
+            }
+            answers.append(
+                {
+                    "list": str(withdrawal_path(folder, each.number)),
+                    "made": each.made,
+                    "reason": each.reason,
+                    "num_documents": each.num_documents,
+                    "masked_from": None if masked_from is None else skipped.trained(masked_from),
+                    "steps": sorted(step for step in steps if step is not None),
+                }
+            )
+    if args.json:
+        print_lines(json.dumps({"until_step": skipped.trained(until), "lists": answers}))
+        return
+    print_lines(f"{len(answers)} lists of withdrawn documents, a run of {skipped.trained(until)} steps")
+    for answer in answers:
+        steps_text = f"in steps {id_ranges(answer['steps'])}" if answer["steps"] else "in no step"
+        masked = "" if answer["masked_from"] is None else f", and masked from step {answer['masked_from']} on"
+        print_lines(
+            f"{answer['list']} ({answer['made']}, {answer['reason'] or 'no reason given'}): its "
+            f"{answer['num_documents']:,} documents were seen {steps_text}{masked}"
+        )
 
 
 def _trained(order_step: int, skipped: SkippedSteps) -> int | None:

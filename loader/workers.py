@@ -42,6 +42,7 @@ class Plan:
     samples: Any  # Samples, or MixedSamples
     run: RunSteps
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
+    shards: ShardSet | None = None  # of all sources; for their lists of withdrawn documents
 
 
 class ChunkDataset(IterableDataset[Any]):
@@ -374,7 +375,7 @@ class MixedRound:
             by_step = chunk.lengths.T
             ends = np.cumsum(by_step, dtype=np.int64).reshape(by_step.shape).T
             self._ids.put(places, chunk.ids, (ends - chunk.lengths)[at])
-        elif stays and isinstance(chunk.ids, ScatteredRows) and chunk.ids.mask is None:
+        elif stays and isinstance(chunk.ids, ScatteredRows) and chunk.ids.is_plain:
             self._ids.put(places, chunk.ids.flat, chunk.ids.at[at])
         elif stays and isinstance(chunk.ids, np.ndarray):
             begins = np.arange(chunk.lengths.size).reshape(chunk.lengths.shape) * self.row_tokens

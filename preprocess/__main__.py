@@ -182,6 +182,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def rewrite(args: argparse.Namespace) -> int:
+    """``rewrite DATA``: take over the shards that hold nothing withdrawn, make the others, and verify all."""
+    from preprocess.rewrite import take_over
+
+    plan, num_taken = take_over(args.data_dir, args.output_dir)
+    say(f"{num_taken} of {counted(plan.num_shards, 'shard')} hold nothing withdrawn: taken as they are")
+    return run(args) or verify(args)
+
+
 def verify(args: argparse.Namespace) -> int:
     """``verify DATA``: prove the shards whole and write index.json."""
     from preprocess.attempts import read_attempts, remove_finished
@@ -345,9 +354,22 @@ def _run_flags(parser: argparse.ArgumentParser) -> None:
     _add_folder(parser)
     add = parser.add_argument
     add("--shards", metavar="IDS", help="make only these, such as 0-9,12 (default: all)")
+    _making_flags(parser)
+
+
+def _making_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     text = "number of processes (default: DATASET_NUM_PROC, or one per CPU, fewer if memory is short)"
     add("--num_proc", metavar="N", type=int, help=text)
     add_flags_of(parser, WorkerSettings, groups=GROUPS)
+
+
+def _rewrite_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("data_dir", metavar="DATA", type=Path, help="folder of the data set, complete")
+    text = "folder of the new data set; one on the same file system shares its files"
+    parser.add_argument("--output_dir", metavar="PATH", type=Path, required=True, help=text)
+    _making_flags(parser)
+    parser.set_defaults(shards=None, fast=False, crcs=False, deep=None)
 
 
 def _clean_flags(parser: argparse.ArgumentParser) -> None:
@@ -408,6 +430,14 @@ PROGRAM = Program(
             "write the token ids as Megatron, nanoGPT, Hugging Face or MosaicML files",
             f"{_LOOK}.export:add_flags",
             f"{_LOOK}.export:export",
+        ),
+        "withdraw": Command(
+            "name documents that no training may see any more",
+            "preprocess.withdraw:add_flags",
+            "preprocess.withdraw:withdraw",
+        ),
+        "rewrite": Command(
+            "make the data set anew without the documents that are withdrawn", _rewrite_flags, rewrite
         ),
         "clean": Command(
             "remove temporary files of finished shards, and those older than 24 hours", _clean_flags, clean

@@ -144,6 +144,7 @@ class PlanOptions:
     chat_template: str = option("")  # its Jinja text
     chat_tokens: str = option("")  # the special tokens that a template may name, as JSON
     chat_versions: str = option("")  # of the libraries that render it
+    rewritten: str = option("")  # sha256 of the last list in DATA/left_out, whose documents are left out
 
     def __post_init__(self) -> None:
         """Check the options and settle those that are None; a settled object passes unchanged."""

@@ -25,6 +25,8 @@ COMMANDS = {
     "verify": "preprocess",
     "peek": "preprocess",
     "export": "preprocess",
+    "withdraw": "preprocess",
+    "rewrite": "preprocess",
     "clean": "preprocess",
     "train_tokenizer": "preprocess",
     "submit": "slurm",

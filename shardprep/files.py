@@ -440,6 +440,29 @@ class PublishedFile:
             self._is_there = False
 
 
+def publish_link(path: Path, source: Path) -> None:
+    """Make ``path`` another name of the file ``source``, or where that cannot be a copy; by one rename.
+
+    The folder is not synced. Raises as PublishedFile does; OSError where ``source`` cannot be read.
+    """
+    temporary = _temporary_name(path)
+    try:
+        os.link(source, temporary)
+        temporary.rename(path)  # which does nothing where both are names of one file already
+    except OSError:
+        copy = PublishedFile(path)
+        try:
+            with os.fdopen(open_regular(source), "rb", buffering=0) as file:
+                while block := file.read(WRITE_BYTES):
+                    copy.write(block)
+            copy.sync()
+            copy.publish()
+        finally:
+            copy.discard()
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def publish_bytes(path: Path, content: bytes) -> None:
     """Make ``path`` hold ``content`` by one rename; synced, with its folder. Raises as PublishedFile does."""
     file = PublishedFile(path)

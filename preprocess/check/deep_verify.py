@@ -58,6 +58,7 @@ from shardprep.format.names import (
     tar_path,
     token_field,
 )
+from shardprep.format.withdrawals import read_left_out
 
 _BATCH_CHARS = 1 << 18  # encoded at once
 _LONG_CHARS = 1 << 20  # a longer text is encoded in pieces
@@ -119,7 +120,9 @@ def verify_deep(
 def _check_shard(folder: Path, plan: Plan, shard_id: int, engine: Engine) -> dict[str, int]:
     """Compare a shard with its input. Raises BrokenShard, naming what differs, and what reading raises."""
     manifest = read_manifest(folder, shard_id)
-    found = _Input(plan, shard_id, engine)
+    lists = read_left_out(folder, plan.options.rewritten)
+    withdrawn = frozenset(lists.documents_of(shard_id).tolist())
+    found = _Input(plan, shard_id, engine, withdrawn=withdrawn)
     sides = (False, True) if plan.options.validation_fraction else (False,)
     held = [_Shard(folder, plan, manifest, is_validation=side).documents() for side in sides]
     differences = _compare(plan, found.documents(), held)
@@ -167,6 +170,8 @@ class _Input:
     num_filtered: int = 0
     num_documents: int = 0
     num_tokens: int = 0
+    num_withdrawn: int = 0  # documents that rewrite left out
+    withdrawn: frozenset[int] = frozenset()  # their numbers
     lengths: Counter[int] = field(default_factory=Counter)  # of documents, by their bits
     left_out: Counter[tuple[str, int, str]] = field(default_factory=Counter)  # input, place, reason
     ids: list[tuple[int, int, str]] = field(default_factory=list)  # input, place, id
@@ -273,6 +278,10 @@ class _Input:
             except UncuttableText:
                 self._leave_out(replace(record, reason="uncuttable"))
                 continue
+            if self.num_documents + self.num_withdrawn in self.withdrawn:
+                self.num_lines, self.num_withdrawn = self.num_lines - 1, self.num_withdrawn + 1
+                continue
+            record = replace(record, line=record.line - self.num_withdrawn)
             self.num_documents += 1
             self.num_tokens += len(ids)
             self.lengths[len(ids).bit_length()] += 1

@@ -52,6 +52,7 @@ from shardprep.format.names import (
     tar_path,
 )
 from shardprep.format.shards import RawIds, ids_of, raw_ids
+from shardprep.format.withdrawals import read_left_out, read_withdrawals
 
 
 def _publish_crcs(folder: Path, manifest: Manifest, crcs: npt.NDArray[np.void]) -> None:
@@ -102,9 +103,11 @@ def verify_dataset(
     hashes, sample and token counts, places, every id, the tar's end. Both compare the tokenizer's files.
     ``crcs``: the full one also writes the crc32s that the loader's ``read_check`` compares.
     ``progress`` is told each shard's tar bytes. Raises NotFound or OtherTokenizer for a changed tokenizer,
-    and what publishing raises.
+    BrokenShard for lists of withdrawn documents that are not as they were, and what publishing raises.
     """
     check_tokenizer_files(folder, plan.tokenizer_files)
+    read_withdrawals(folder, plan.plan_id)
+    read_left_out(folder, plan.options.rewritten)
     problems: list[Problem] = []
     manifests: list[Manifest] = []
     sizes = plan.shard_bytes()

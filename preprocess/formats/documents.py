@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 
 from preprocess.formats.chat import ChatTemplate, Rendered, render_conversations
 from preprocess.formats.compression import COMPRESSIONS, load_zstandard
@@ -26,7 +27,7 @@ from preprocess.formats.format import (
     one_left_out,
     whole_file_starts,
 )
-from preprocess.formats.inputs import ByteRange, OpenInput, Place, RangeReader
+from preprocess.formats.inputs import BadDocument, ByteRange, OpenInput, Place, RangeReader
 from preprocess.formats.long_documents import LONG_BYTES, MOST_HELD_BYTES, LongDocument
 from preprocess.formats.text_changes import change_text
 from preprocess.formats.text_fields import UnusableText
@@ -60,6 +61,36 @@ def read_documents(
         template = reading.chat
         items = (_conversations(item, template) for item in items)
     yield from items if most_documents is None else _first_ones(ranges, items, most_documents)
+
+
+def without(
+    items: Iterable[DocumentBatch | LongDocument], numbers: npt.NDArray[np.int64], *, can_be_cut: bool
+) -> Iterator[DocumentBatch | LongDocument]:
+    """The same without some documents, by their numbers, ascending; as if the input had not their lines.
+
+    A long document is read once more, to know whether it counts.
+    """
+    num_documents = num_gone = 0
+    for item in items:
+        if isinstance(item, LongDocument):
+            found = item.text_bytes(can_be_cut=can_be_cut)
+            is_document = found != 0 and not isinstance(found, BadDocument)
+            is_gone = is_document and num_documents in numbers
+            place = dataclasses.replace(item.place, line=item.place.line - num_gone)
+            yield no_documents(place) if is_gone else dataclasses.replace(item, place=place)
+            num_documents, num_gone = num_documents + is_document, num_gone + is_gone
+            continue
+        gone = np.isin(num_documents + np.arange(len(item.texts)), numbers)
+        kept, gone_lines = item.only(np.flatnonzero(~gone)), item.lines[gone]
+        bad = [(one, one.line - int(np.searchsorted(gone_lines, one.line))) for one in item.bad]
+        yield dataclasses.replace(
+            kept,
+            lines=kept.lines - num_gone - np.searchsorted(gone_lines, kept.lines),
+            first_line=item.first_line - num_gone,
+            num_lines=item.num_lines - len(gone_lines),
+            bad=[dataclasses.replace(one, line=line - num_gone) for one, line in bad],
+        )
+        num_documents, num_gone = num_documents + len(gone), num_gone + len(gone_lines)
 
 
 def inspect_input(file: OpenInput, reading: Reading) -> Inspected:

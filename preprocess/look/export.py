@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from preprocess.plan.plan_file import Plan, need_plan
 from shardprep.command_line import needs
-from shardprep.console import Progress, counted, print_lines
+from shardprep.console import Progress, counted, print_lines, quoted
 from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, Refused, UsageError
 from shardprep.files import (
     NOT_THERE,
@@ -41,6 +41,7 @@ from shardprep.files import (
 from shardprep.format.manifest import check_shard
 from shardprep.format.names import shard_name
 from shardprep.format.shards import ShardSamples
+from shardprep.format.withdrawals import read_withdrawals
 
 _MDS_BYTES = 64 << 20  # of one .mds file, about: their offsets are uint32
 _ARROW_ROWS_TOKENS = 1 << 20  # tokens of a record batch, about
@@ -392,6 +393,11 @@ def export(args: argparse.Namespace) -> int:
         )
     if args.split and not plan.options.validation_fraction:
         raise UsageError(f"--split is given, and {args.data_dir} was planned without --validation_fraction")
+    if read_withdrawals(args.data_dir, plan.plan_id).lists:
+        raise Refused(
+            f"documents of {args.data_dir} are withdrawn, and no other tool reads the lists; make a data set "
+            f"without them, and export that: shardprep rewrite {quoted(args.data_dir)} --output_dir NEW"
+        )
     put_eos = _eos_to_put(plan, args)
     parts = [_part_of(args, plan, shard_id) for shard_id in range(plan.num_shards)]
     ends = itertools.accumulate(

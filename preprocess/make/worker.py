@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,7 +26,7 @@ import numpy as np
 import preprocess
 from preprocess.done_shards import read_findings
 from preprocess.formats.chat import ROLES, check_chat_versions
-from preprocess.formats.documents import load_libraries, read_documents
+from preprocess.formats.documents import load_libraries, read_documents, without
 from preprocess.formats.format import DocumentBatch, Reading, reading_of
 from preprocess.formats.inputs import BadDocument
 from preprocess.formats.long_documents import MOST_HELD_BYTES, LongDocument
@@ -44,6 +45,7 @@ from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.digests import DIGEST, DIGEST_BYTES
 from shardprep.format.manifest import Manifest, check_shard
 from shardprep.format.names import TOKENIZER_DIR
+from shardprep.format.withdrawals import Withdrawals, read_left_out
 
 _MOST_MAKERS = 4  # threads that encode and lay out; more would wait for the interpreter's lock
 
@@ -87,6 +89,11 @@ class Worker:
         """How documents are read."""
         return reading_of(self.plan.options, self.settings.batch_bytes)
 
+    @cached_property
+    def left_out(self) -> Withdrawals:
+        """The documents that ``rewrite`` leaves out."""
+        return read_left_out(self.folder, self.plan.options.rewritten)
+
     def run_shard(self, shard: PlannedShard, progress: Callable[[Work], None]) -> Manifest:
         """Make a shard of ``plan``; ``progress`` is told the work of each batch.
 
@@ -107,9 +114,11 @@ class Worker:
         # Threads that take a batch each: two on two cores, so that one encodes while the other prepares.
         num_makers = min(_MOST_MAKERS, self.num_cpus, max(2, self.num_cpus // 2), self.settings.most_batches)
         digest = None if shard.sha256 is None else hashlib.sha256()
-        documents = read_documents(
+        documents: Iterator[DocumentBatch | LongDocument] = read_documents(
             shard.ranges, self.reading, digest=digest, most_documents=shard.most_documents
         )
+        if len(left_out := self.left_out.documents_of(shard.shard_id)):
+            documents = without(documents, left_out, can_be_cut=self.plan.can_be_cut)
         batch_size = self.settings.writer_batch_size
         members = members_of(spec, shard.shard_id, options, batch_size=batch_size)
         with (

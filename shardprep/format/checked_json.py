@@ -78,7 +78,7 @@ def checked_fields(
     if found != expected:
         raise _altered(path, CONTENT_HASH, found, expected)
     del data["format"], data["version"]
-    return Fields(path, data)
+    return Fields(path, data, content_sha256=expected)
 
 
 def version_message(path: Path, found: object) -> str:
@@ -131,8 +131,11 @@ class Fields:
     Every error is a BrokenShard that names the file, the key, what was found and what was expected.
     """
 
-    def __init__(self, path: Path, data: Mapping[str, Any], place: str = "") -> None:
+    def __init__(
+        self, path: Path, data: Mapping[str, Any], place: str = "", *, content_sha256: str = ""
+    ) -> None:
         self.path = path
+        self.content_sha256 = content_sha256  # of a whole file's values
         self._data = dict(data)
         self._place = place
 

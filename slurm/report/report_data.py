@@ -47,6 +47,7 @@ from shardprep.format.names import (
     tar_path,
 )
 from shardprep.format.shard_making import ShardMaking, read_making
+from shardprep.format.withdrawals import withdrawn_counts
 from slurm.report.words import Words
 from slurm.resource_use import longest_task_s
 from slurm.state import DatasetState, find_state
@@ -321,6 +322,7 @@ def _data(folder: Path, plan: Plan, sums: ManifestSums, index: DatasetIndex | No
         "validation": {"fraction": plan.options.validation_fraction, **totals["validation"]}
         if plan.options.validation_fraction
         else None,
+        "withdrawn": withdrawn_counts(folder, plan.plan_id),
         **{name: totals[name] for name in counts},
         "tokens_per_byte": _ratio(totals["num_tokens"], totals["input_bytes"]),
     }

@@ -92,6 +92,7 @@ KOREAN = {
     "Bytes with ~ are estimated, because not all quarantine files were read.": "~가 붙은 바이트는 추정값입니다. 격리 파일을 모두 읽지는 않았습니다.",
     "empty lines or rows": "빈 줄 또는 행",
     "left out by --min_chars and --max_chars": "--min_chars, --max_chars로 제외",
+    "withdrawn later, and masked by loaders": "나중에 철회되어 로더가 가리는 문서",
     "byte {offset}": "바이트 {offset}",
     "row {offset}": "행 {offset}",
     "byte {offset} of the text": "압축을 푼 텍스트의 바이트 {offset}",

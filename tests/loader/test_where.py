@@ -30,6 +30,8 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "not shuffled": ("documents", {"shuffle": False}),
     "packed at load": ("documents", {"seq_len": 64}),
     "packed": ("packed", {}),
+    "one side": ("documents", {"split": "train", "validation_fraction": 0.2}),
+    "planned side": ("sides", {"split": "train"}),
 }
 
 
@@ -38,9 +40,10 @@ def folders(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFacto
     root = tmp_path_factory.mktemp("data")
     prep.plan(sample_dir, root / "documents", num_shards=3)
     prep.plan(sample_dir, root / "packed", num_shards=3, record="packed", seq_len=64)
-    for name in ("documents", "packed"):
+    prep.plan(sample_dir, root / "sides", num_shards=3, record="packed", seq_len=64, validation_fraction=0.2)
+    for name in ("documents", "packed", "sides"):
         prep.make(root / name)
-    return {name: root / name for name in ("documents", "packed")}
+    return {name: root / name for name in ("documents", "packed", "sides")}
 
 
 def load(folder: Path, rank: int = 0, **options: Any) -> TokenLoader:

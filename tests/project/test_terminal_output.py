@@ -130,6 +130,7 @@ COMMANDS: dict[str, tuple[int | None, list[Any]]] = {
     "submit": (2, ["submit", "COPY", "--dry_run"]),
     "lustre": (0, ["lustre", "show", "DATA"]),
     "show": (0, ["-m loader", "DATA"]),
+    "withdraw": (66, ["withdraw", "DATA", "--source", "no" + TEXT.replace("\0", "")]),
     "where": (0, ["where", "DATA", "--step", 0, "--batch_size", 4]),
     "where nothing is": (66, ["where", "DATA", "--find", "no" + TEXT.replace("\0", ""), "--batch_size", 4]),
     "stage": (0, ["stage", "DATA", "--to", "NEW"]),

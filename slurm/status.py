@@ -136,7 +136,8 @@ def logs(args: argparse.Namespace) -> int:
         raise NotFound(f"there is no shard {args.shard_id}: the plan has {plan.num_shards}, from 0")
     state = find_state(args.output_dir, plan, if_away=lambda _: None)
     shard = state.shards[args.shard_id]
-    lines = [f"shard {shard.shard_id:05d} is {shard.state}, {counted(len(shard.attempts), 'attempt')}"]
+    told = "" if shard.state == "done" else f", {counted(len(shard.attempts), 'attempt')}"
+    lines = [f"shard {shard.shard_id:05d}: {shard.state}{told}"]
     lines += [f"  {state.why_not_visible()}"] if shard.state == "not visible" else []
     for each in shard.attempts:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.record.began)) if each.record else ""

@@ -66,7 +66,7 @@ def test_it_makes_only_the_shards_asked_for(prep: Prep, data_dir: Path) -> None:
     ("flags", "environ", "num_proc"),
     [
         (["--num_proc", "3"], {}, 3),
-        (["--num_proc", "9"], {}, 5),
+        (["--num_proc", "6"], {}, 5),
         ([], {"DATASET_NUM_PROC": "1"}, 1),
         (["--num-proc", "2"], {"DATASET_NUM_PROC": "4"}, 2),
     ],

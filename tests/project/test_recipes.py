@@ -119,9 +119,7 @@ def csv_rows(texts: list[str]) -> list[str]:
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("unit", "cut_at"), [("row", "records"), ("byte", "records"), ("row", ""), ("byte", "")]
-)
+@pytest.mark.parametrize(("unit", "cut_at"), [("row", "records"), ("byte", "")])
 def test_csv_with_quotes_is_an_input_format_by_its_module_and_a_line_of_the_registry(
     prep: Prep, tmp_path: Path, unit: str, cut_at: str
 ) -> None:

@@ -295,7 +295,7 @@ def test_logs_shows_the_attempts_at_a_shard_newest_last_with_the_ends_of_their_l
         log.write_text(f"error: of job {job}\n")
         write_record(data_dir, f"{job}_2", ended(code), time=1000 + number, log=str(log))
     lines = slurm("logs", data_dir, 2).splitlines()
-    assert lines[0] == "shard 00002 is failed, 2 attempts"
+    assert lines[0] == "shard 00002: failed, 2 attempts"
     said = [line.strip() for line in lines if "error: of job" in line]
     assert said == ["| error: of job 1", "| error: of job 3"]
     assert "there is no shard 9" in slurm("logs", data_dir, 9, code=66)

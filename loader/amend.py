@@ -10,13 +10,15 @@ it was. The order stays that of the run's first global batch, of which all other
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from loader.find_shards import ShardSet
 from loader.mixture import CYCLE_STEPS, Mixture, Stage, source_seed
 from loader.order import Order
-from loader.samples import Samples
+from loader.samples import Samples, samples_of
 from loader.state import OtherRun, Position, Ramp, RunSteps, SizeHistory, check_run, is_same, position_of
 from loader.workers import MixedSamples, Plan, check_batch, make_order, rank_slots
 from shardprep.errors import BrokenShard, UsageError
@@ -24,6 +26,7 @@ from shardprep.errors import BrokenShard, UsageError
 logger = logging.getLogger(__name__)
 _MIXTURE = ("data", "num_samples", "sources", "schedule")  # what an amendment of it changes of a fingerprint
 _SIZES = ("global_batch_size", "batch_size_schedule", "seq_len_schedule")  # the same of sizes
+_PART = re.compile(r" \+\d+$")  # of a name: behind it which later part of its source this is
 _Value = TypeVar("_Value")
 _Stages = Sequence[tuple[int, _Value]]  # from which step on, and what holds then
 _Shares = dict[str, int]  # each source's steps of a cycle
@@ -39,6 +42,7 @@ def go_on(
     history = SizeHistory.of_fingerprint(saved) if isinstance(saved, Mapping) else None
     if not isinstance(saved, Mapping) or history is None or own is None or plan.order.keeps_tail:
         return plan, position_of(state, plan.fingerprint, layout, plan.run), False
+    plan = _in_parts(plan, saved)
     plan_run, plan = plan.run, _laid_out(plan, own, history, layout)
     past = _past_mixture(plan, saved)
     expected = {**plan.fingerprint, **{name: saved[name] for name in _SIZES if name in saved}}
@@ -77,6 +81,62 @@ def go_on(
     sizes |= run.settings(history.order_batch_size, history.seq_len)
     fingerprint = {**plan.fingerprint, **sizes}
     return Plan(order=order, samples=samples, run=run, fingerprint=fingerprint), position, bool(found)
+
+
+def _in_parts(plan: Plan, saved: Mapping[str, Any]) -> Plan:
+    """The plan with each source cut as the state's run has had it: folders that were added to a source later
+    are a source of their own, NAME +1, with a share of the weight that follows from its samples."""
+    order = plan.order
+    past = Mixture.of_sizes(saved, order) if isinstance(order, Mixture) else None
+    if past is None or saved.get("sources") == plan.fingerprint["sources"]:
+        return plan
+    known = dict(zip(past.names, past.data, strict=True))
+    names, samples, orders, data = list[str](), list[Samples](), list[Order](), list[str]()
+    shares: list[list[tuple[int, float]]] = []  # of each source of the plan: its parts, and their shares
+    for name, whole, of_whole, sha in zip(
+        order.names, plan.samples.sources, order.orders, order.data, strict=True
+    ):
+        parts = _parts_of(name, whole.shards, known) if known.get(name) not in (None, "", sha) else {}
+        cut = {part: samples_of(whole, shards) for part, shards in parts.items()} or {name: whole}
+        total = sum(each.num_samples for each in cut.values())
+        shares.append([(len(names) + at, each.num_samples / total) for at, each in enumerate(cut.values())])
+        for part, each in cut.items():
+            names.append(part)
+            samples.append(each)
+            data.append(each.shards.fingerprint[:16] if parts else sha)
+            size, group = order.global_batch_size, order.group
+            orders.append(
+                make_order(each, each.shards, size, group, seed=of_whole.seed, shuffle=of_whole.shuffle)
+                if parts
+                else of_whole
+            )
+    if len(names) == len(order.names):
+        return plan
+    stages = []
+    for stage in order.stages:
+        weights = [0.0] * len(names)
+        for weight, of_parts in zip(stage.weights, shares, strict=True):
+            for at, share in of_parts:
+                weights[at] = weight * share
+        stages.append(replace(stage, weights=tuple(weights)))
+    made = replace(order, names=tuple(names), orders=tuple(orders), data=tuple(data), stages=tuple(stages))
+    fingerprint = {**plan.fingerprint, "num_samples": made.num_samples, **made.sizes}
+    return replace(plan, order=made, samples=MixedSamples(sources=tuple(samples)), fingerprint=fingerprint)
+
+
+def _parts_of(name: str, shards: ShardSet, known: Mapping[str, str]) -> dict[str, ShardSet]:
+    """The parts of a source that a state knows by their data, and as the last one what it does not know; none
+    where its first part is not there."""
+    found, first = dict[str, ShardSet](), 0
+    earlier = [part for part in known if part == name or _PART.sub("", part) == name]
+    for part in earlier:
+        if (end := shards.end_of(first, known[part])) is not None:
+            found[part], first = shards.of_sources(first, end), end
+    if name not in found:
+        return {}
+    if first < len(shards.sources):
+        found[f"{name} +{len(earlier)}"] = shards.of_sources(first, len(shards.sources))
+    return found
 
 
 def _samples_of(order: Mixture, plan: Plan, step: int) -> MixedSamples:
@@ -265,8 +325,8 @@ def _with_known_data(past: Mixture, mine: Mixture) -> Mixture:
         if (now.num_samples, now.sizes) != (then.num_samples, then.sizes) or data_then not in ("", data_now):
             raise OtherRun(
                 f"the source {name} is other data: {now.num_samples} samples, data {data_now} here, and "
-                f"{then.num_samples}, data {data_then or 'unknown'} in the state; name added or changed data "
-                "as a source of its own in input_shards, and keep this name for the data as it was"
+                f"{then.num_samples}, data {data_then or 'unknown'} in the state; put added "
+                "folders behind those that it had, and name changed data as a source of its own"
             )
         if not data_then and {*past.names} != {*mine.names}:
             logger.warning("the state says of source %s its number of samples alone; it is the same", name)

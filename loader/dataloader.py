@@ -265,7 +265,8 @@ def get_llama3_dataloader(
             validation_fraction: the part of the documents that is held out of data sets that were planned
                 without one: one of each 1/fraction of a shard, chosen by a hash. A fraction that differs from
                 the plan's is refused.
-            exclude_shards: numbers or tars of shards to leave out. This changes the order.
+            exclude_shards: numbers or tars of shards to leave out. This changes the order. With ``amend``
+                they keep their place in it, and are masked there, so that the state of a run fits.
 
         What a batch is:
             batch_size: samples per batch on each rank.
@@ -298,8 +299,9 @@ def get_llama3_dataloader(
             weights_schedule: instead of ``weights``, the weights from a global step on: ``[(0, {...}),
                 (80_000, {...})]``. It is part of the state: keep it when you resume.
             weights_in: weights are shares of ``"tokens"``, by the mean of each source, or of ``"samples"``.
-            amend: go on from a state of other weights, sources, ``global_batch_size`` or schedules: these
-                hold from its step on, and each source goes on at its own place. Global batches must be
+            amend: go on from a state of other weights, sources, folders of a source, excluded shards,
+                ``global_batch_size`` or schedules: these hold from its step on, and each source goes on at
+                its own place. Global batches must be
                 multiples of the run's first one. The default refuses such a state, and says what differs.
 
         Packing and labels:
@@ -380,17 +382,21 @@ def get_llama3_dataloader(
         weights_schedule,
         weights_in,
         is_validation=is_validation,
-        excludes=bool(exclude_shards),
     )
     check_padding(padding, batch_size, max_length, max_padded_tokens, long_documents)
     sources = find_sources(
         input_shards if isinstance(input_shards, Mapping) else {"all": input_shards},
         exclude_shards=exclude_shards,
+        masks_excluded=amend,
         cache_dir=cache_dir,
         count_tokens=rules.needs_lengths or (mixes and weights_in == "tokens"),
         split=side,
     )
-    shards = ShardSet([source for part in sources.values() for source in part.sources], side)
+    shards = ShardSet(
+        [source for part in sources.values() for source in part.sources],
+        side,
+        is_masked=next(iter(sources.values())).is_masked,
+    )
     warn_of_missing_copies(shards, staged_dir)
     compares_crcs = check_read_check(read_check, shards, looks=who.rank == 0)
     size_check = SizeCheck(shards) if who.rank == 0 else None

@@ -243,10 +243,15 @@ class ShardSet:
     """Shards in the order they were named; sample g is counted through all of them."""
 
     def __init__(
-        self, sources: Iterable[DatasetShards | ExternalTar], split: DocumentSplit | None = None
+        self,
+        sources: Iterable[DatasetShards | ExternalTar],
+        split: DocumentSplit | None = None,
+        *,
+        is_masked: Callable[[str, int | None], bool] | None = None,
     ) -> None:
         self.sources = tuple(sources)
         self.split = split
+        self.is_masked = is_masked  # by path and number: shards that keep their place, and are masked there
         self.split_rule, self.split_group = "", 0  # in words; 0: each shard is split by its plan
         parts = [np.zeros(0, np.int64), *(source.num_samples for source in self.sources)]
         # Shard s is row s - source_first[i] of source i.
@@ -394,6 +399,31 @@ class ShardSet:
     def fingerprint(self) -> str:
         """sha256 of all sources, in their order."""
         return hashlib.sha256("".join(source.fingerprint for source in self.sources).encode()).hexdigest()
+
+    @cached_property
+    def masked(self) -> list[int]:
+        """The shards that are masked, counted through all sources."""
+        if self.is_masked is None:
+            return []
+        return [shard for shard in range(self.num_shards) if self.is_masked(*self._name_of(shard))]
+
+    def _name_of(self, shard: int) -> tuple[str, int | None]:
+        source, row = self.locate(shard)
+        shard_id = int(source.shard_ids[row]) if isinstance(source, DatasetShards) else None
+        return str(source.path_of(row)), shard_id
+
+    def end_of(self, first: int, fingerprint: str) -> int | None:
+        """Where those sources from ``first`` on end whose fingerprint begins so; None: there are none."""
+        found = hashlib.sha256()
+        for number, source in enumerate(self.sources[first:], first):
+            found.update(source.fingerprint.encode())
+            if found.hexdigest().startswith(fingerprint):
+                return number + 1
+        return None
+
+    def of_sources(self, first: int, end: int) -> ShardSet:
+        """Some of the sources that stand side by side."""
+        return ShardSet(self.sources[first:end], self.split, is_masked=self.is_masked)
 
     def locate(self, shard: int) -> tuple[DatasetShards | ExternalTar, int]:
         """The source of a shard, counted through all sources, and its row there."""
@@ -818,26 +848,44 @@ def find_shards(
 
     ``count_tokens``: tars without an idx are read once for the lengths of their samples.
     """
-    excluded = ExcludedShards(exclude_shards)
-    finder = _Finder(excluded, count_tokens)
-    for path in find_inputs(input_shards, cache_dir):
-        _retried(path, finder.add, path)
-    excluded.check_all_found()
-    shards = ShardSet(finder.sources(), split)
-    _check_sources(shards.datasets)
-    if shards.num_samples == 0:
-        side = "" if shards.split is None else f", for {shards.split.name} ({shards.split_rule})"
-        raise UsageError(f"{input_shards} holds no sample that is not excluded{side}")
-    return shards
+    return find_sources(
+        {"all": input_shards},
+        exclude_shards=exclude_shards,
+        cache_dir=cache_dir,
+        count_tokens=count_tokens,
+        split=split,
+    )["all"]
 
 
-def find_sources(sources: Mapping[str, InputShards], **options: Any) -> dict[str, ShardSet]:
-    """The shards of each named source, with the options of ``find_shards``; no shard in two of them."""
+def find_sources(
+    sources: Mapping[str, InputShards],
+    *,
+    exclude_shards: Iterable[int | str | os.PathLike[str]] = (),
+    masks_excluded: bool = False,
+    cache_dir: str | os.PathLike[str] | None = None,
+    count_tokens: bool = False,
+    split: DocumentSplit | None = None,
+) -> dict[str, ShardSet]:
+    """The shards of each named source, as ``find_shards`` finds them; no shard in two of them.
+
+    ``masks_excluded``: what is excluded is among them, and says so.
+    """
     if not sources or not all(isinstance(name, str) and name for name in sources):
         raise UsageError(
             f"input_shards names the sources {list(sources)}, expected names with shards for each"
         )
-    found = {name: find_shards(shards, **options) for name, shards in sources.items()}
+    excluded = ExcludedShards(exclude_shards)
+    found = {}
+    for name, input_shards in sources.items():
+        finder = _Finder(ExcludedShards(()) if masks_excluded else excluded, count_tokens)
+        for path in find_inputs(input_shards, cache_dir):
+            _retried(path, finder.add, path)
+        is_masked = excluded.has if masks_excluded and excluded else None
+        shards = found[name] = ShardSet(finder.sources(), split, is_masked=is_masked)
+        if shards.num_samples == 0 or 0 < shards.num_shards == len(shards.masked):
+            side = "" if shards.split is None else f", for {shards.split.name} ({shards.split_rule})"
+            raise UsageError(f"{input_shards} holds no sample that is not excluded{side}")
+    excluded.check_all_found()
     _check_sources([dataset for shards in found.values() for dataset in shards.datasets])
     return found
 

@@ -940,6 +940,14 @@ def make_samples(
     )
 
 
+def samples_of(samples: Samples, shards: ShardSet) -> Samples:
+    """The samples of other shards, by the same rules."""
+    changed: dict[str, Any] = {"shards": shards, "withdrawn": withdrawn_tokens(shards)}
+    if isinstance(samples, TokenBatches):
+        changed["documents"] = replace(samples.documents, **changed)
+    return replace(samples, **changed)
+
+
 def _check_rows(rules: SampleRules, shards: ShardSet, starts: bool) -> None:
     if not shards.has_rows:
         return

@@ -28,7 +28,7 @@ _SOURCE_DATA = re.compile(r" [0-9a-f]{16}(?=; | added|$)")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 STATE_FORMAT = "shardprep-loader-state"
 _WHY = {
-    "data": "these are other shards, or others of them are excluded",
+    "data": "these are other shards, or others are excluded, which amend=True masks in their place",
     "tokenizer": "another tokenizer",
     "seed": "the order is another one",
     "law_version": "the sampling order changed; go on with the shardprep that saved it",

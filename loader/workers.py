@@ -419,7 +419,6 @@ def check_mixing(
     weights_in: WeightsIn,
     *,
     is_validation: bool,
-    excludes: bool,
 ) -> bool:
     """Whether sources are mixed. Raises UsageError where the arguments do not fit each other."""
     if not isinstance(input_shards, Mapping):
@@ -435,8 +434,6 @@ def check_mixing(
         )
     if is_validation:
         raise UsageError("a validation loader reads one set in a fixed order; make one for each source")
-    if excludes:
-        raise UsageError("exclude_shards has no meaning for named sources; name the shards of each source")
     return True
 
 

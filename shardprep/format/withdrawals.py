@@ -28,6 +28,7 @@ from shardprep.format.names import LEFT_OUT_DIR, MAX_SHARDS, WITHDRAWN_DIR
 
 Numbers = npt.NDArray[np.int64]
 _FORMAT = "shardprep-withdrawal"
+WHOLE = 2**31 - 1  # the end of a sample of which all is withdrawn, behind all of its tokens
 _MAX_BYTES = 1 << 30  # one of 10^7 documents has about 30 MB
 _NAME = re.compile(r"[0-9]{4}\.json", re.ASCII)
 _MOST = 9999
@@ -99,12 +100,12 @@ class Withdrawals:
     def marks_of(self, shard_id: int, seq_len: int) -> Numbers:
         """What is withdrawn of a shard's samples: int64[n, 3] of sample, first token and end, ascending.
 
-        Of documents (``seq_len`` 0) all tokens; their end is 2**31 - 1.
+        Of documents (``seq_len`` 0) all tokens; their end is WHOLE.
         """
         places = np.concatenate([_NONE, *(each.places.get(shard_id, _NONE) for each in self.lists)])
         if not seq_len:
             places.sort()
-            return np.stack([places, np.zeros_like(places), np.full_like(places, 2**31 - 1)], axis=1)
+            return np.stack([places, np.zeros_like(places), np.full_like(places, WHOLE)], axis=1)
         begin, end = places.reshape(-1, 2).T
         first = begin // seq_len
         num_rows = (end - 1) // seq_len - first + 1

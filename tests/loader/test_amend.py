@@ -54,7 +54,7 @@ def load(
     stages = [plan["weights"]] if "weights" in plan else [weights for _, weights in plan["weights_schedule"]]
     names = dict.fromkeys(chain(*stages))
     made = {"num_workers": 0, "global_batch_size": L, "seed": 3, "weights_in": "samples", **plan, **options}
-    model = data["web"].parent
+    model = data["chat"].parent
     batch_size = L // (world * made.get("group_by_length", 1)) * made.get("group_by_length", 1)
     return get_llama3_dataloader(
         {name: data[name] for name in names}, batch_size, model, rank=rank, world_size=world, **made
@@ -169,6 +169,75 @@ def test_workers_of_a_rank_agree_on_more_random_histories(
     data: dict[str, Path], form: str, seed: int
 ) -> None:
     check_history(data, seed, form, num_resumes=4, workers=[0, 0, 1, 3])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_folders_added_to_a_source_are_mixed_in_by_their_share(data: dict[str, Path], form: str) -> None:
+    """The source's own folders go on at their place; what is added is a source by itself, NAME +1."""
+    options, weights = FORMS[form], {"web": 3, "chat": 1}
+    found, states, state, folders = list[Any](), list[Any](), None, ["web"]
+    ends = {"web": 40, "code": 75, "books": 200}
+    for added, end in ends.items():
+        folders = [*dict.fromkeys([*folders, added])]
+        many: Any = {**data, "web": [data[name] for name in folders]}
+        if state is not None and added != "web":
+            with (
+                load(many, {"weights": weights}, **options) as loader,
+                pytest.raises(OtherRun, match="amend=True"),
+            ):
+                loader.load_state_dict(state)
+        with load(many, {"weights": weights}, amend=state is not None, **options) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            first = len(found)
+            found += steps(loader, end - first)
+            states += [(many, json.loads(json.dumps(loader.state_at(step)))) for step in range(first, end)]
+            state = loader.state_dict()
+            names = set(loader.source_samples)
+            sizes = {order.num_samples for order in loader.order.orders}
+    assert names == {"web", "chat", "web +1", "web +2"}
+    assert len(sizes) == 4
+    with load(data, {"weights": {"web": 1, "chat": 1, "code": 1, "books": 1}}, **options) as loader:
+        check_nothing_is_lost_or_repeated(found, steps(loader, 900))
+        of_web = dict(
+            zip(loader.order.names, (order.num_samples for order in loader.order.orders), strict=True)
+        )
+    del of_web["chat"]
+    counts = {
+        name: sum(source_of(ids) == name for step in found[ends["code"] :] for ids in step) for name in of_web
+    }
+    for name, count in counts.items():
+        expected = of_web[name] / sum(of_web.values()) * 3 / 4 * L * (ends["books"] - ends["code"])
+        assert abs(count - expected) <= 4 * np.sqrt(L * 64) + L, name
+    for place in (0, 39, 40, 74, 75, 120):
+        many, state = states[place]
+        for world in (2, 3):
+            parts = []
+            for rank in range(world):
+                with load(many, {"weights": weights}, world, rank, **options) as loader:
+                    loader.load_state_dict(state)
+                    parts.append(steps(loader, 1))
+            assert [*chain(*(part[0] for part in parts))] == found[place], (place, world)
+
+
+def test_a_folder_in_the_place_of_another_is_refused_and_one_may_be_dropped_again(
+    data: dict[str, Path],
+) -> None:
+    weights = {"weights": {"web": 1, "chat": 1}}
+    folders: list[list[str]] = [["web", "code"], ["web", "code", "books"], ["web", "code"], ["code", "web"]]
+    state = None
+    for number, names in enumerate(folders):
+        many: Any = {**data, "web": [data[name] for name in names]}
+        with load(many, weights, amend=True) as loader:
+            if number == 3:
+                with pytest.raises(OtherRun, match="put added folders behind those that it had"):
+                    loader.load_state_dict(state)  # type: ignore[arg-type]
+                return
+            if state is not None:
+                loader.load_state_dict(state)
+            last = steps(loader, 40)
+            state = loader.state_dict()
+            assert any(source_of(ids) == "books" for step in last for ids in step) == ("books" in names)
 
 
 def test_a_law_that_forgets_what_slots_had_of_a_cut_round_is_noticed(

@@ -23,10 +23,13 @@ import torch
 
 from loader.dataloader import get_llama3_dataloader
 from loader.find_shards import DatasetShards, ExternalTar, ShardSet
+from loader.mixture import Mixture
+from loader.order import Order
 from loader.samples import DocumentPieces, JoinedRows, WholeSamples
-from loader.state import STATE_FORMAT, SizeHistory, SkippedSteps
+from loader.state import STATE_FORMAT, Position, RunSteps, SizeHistory, SkippedSteps
 from loader.token_loader import TokenLoader
 from loader.withdrawn import ListHistory, marks_of_lists
+from loader.workers import MixedSamples
 from shardprep.console import print_lines, say
 from shardprep.errors import BrokenShard, NotFound, UsageError
 from shardprep.files import NOT_THERE
@@ -48,6 +51,7 @@ class DocumentPart:
     num_documents: int  # that begin in a row; 1 for a document
     first_token: int  # of the stored sample
     num_tokens: int  # of it that were seen; an EOS that is put behind a document is not counted
+    source: str = ""  # its name, where sources are mixed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +66,7 @@ class SeenSample:
 
 @dataclass(frozen=True, kw_only=True)
 class Sighting:
-    """Where a document comes: a step of the order, counted through all epochs, and its place there."""
+    """Where a document comes: a step of the run, counted with those that it skipped, and its place there."""
 
     order_step: int
     rank: int
@@ -71,69 +75,179 @@ class Sighting:
 
 
 class SeenDocuments:
-    """What the run of a loader sees; within ``with``, which closes its files. Raises UsageError for several
-    sources in one run."""
+    """What the run of a loader sees, amendments included; within ``with``, which closes its files.
+
+    Steps are counted from 0 through all epochs, with those that were skipped. Raises UsageError for batches
+    of tokens_per_batch, and for rows that are cut.
+    """
 
     def __init__(self, loader: TokenLoader) -> None:
-        samples = loader.plan.samples
-        if loader.run.is_ramped:
-            raise UsageError(
-                "this loader's global batches change, and what its steps saw is told of equal ones"
-            )
-        if not isinstance(samples, (DocumentPieces, JoinedRows, WholeSamples)):
-            raise UsageError(
-                "this loader mixes sources or makes batches of tokens_per_batch, and what its steps saw can "
-                "be told of one data set alone"
-            )
-        self._samples = samples
-        self._order = loader.order
-        self.shards = samples.shards
-        self._reader = samples.open()
-        self._num_tokens = partial(samples.num_tokens, self._reader)
+        plan = loader.chunks.plan
+        self._order: Order | Mixture = plan.order
+        self._run: RunSteps = plan.run
+        if self._run.row_lengths != RunSteps.row_lengths:
+            raise UsageError("this loader cuts rows, and what its steps saw is told of whole ones")
+        is_mixed = isinstance(plan.samples, MixedSamples)
+        samples = plan.samples.sources if is_mixed else [plan.samples]
+        names = self._order.names if isinstance(self._order, Mixture) else ("",)
+        orders = self._order.orders if isinstance(self._order, Mixture) else (self._order,)
+        self.sources: dict[str, SeenSource] = {}
+        for name, order, each in zip(names, orders, samples, strict=True):
+            if each is None:  # dropped before the step that the loader stands at
+                continue
+            if not isinstance(each, (DocumentPieces, JoinedRows, WholeSamples)):
+                raise UsageError(
+                    "this loader makes batches of tokens_per_batch, and what its steps saw is told of "
+                    "batches with equally many samples"
+                )
+            self.sources[name] = SeenSource(name, order, each)
         self._batch_size = loader.step_batches.batch_size
-        self._of_rank = loader.order.global_batch_size // loader.process_rank.world_size
-        self._idx: dict[int, npt.NDArray[np.void] | None] = {}
-        self._names: dict[Path, list[str]] = {}
+        self._of_rank = self._order.global_batch_size // loader.process_rank.world_size
 
     def __enter__(self) -> SeenDocuments:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for source in self.sources.values():
+            source.close()
+
+    def of_step(self, step: int) -> list[SeenSample]:
+        """The samples of a step, of all ranks."""
+        first = self._run.first_of_order(step)
+        found = [
+            SeenSample(**self._place(place, number), parts=source.parts(epoch, sample))
+            for number in range(self._run.order_steps_in(step))
+            for place, (source, epoch, sample) in enumerate(self._samples_of(first + number))
+        ]
+        return sorted(found, key=lambda each: (each.rank, each.batch, each.row))
+
+    def steps_of(self, stored: Mapping[str, npt.NDArray[np.int64]], end: int) -> list[Sighting]:
+        """The steps before ``end`` in which stored samples are seen: of each source int64[n] of them."""
+        found: list[Sighting] = []
+        seen = self._seen_mixed if isinstance(self._order, Mixture) else self._seen
+        for order_step, place in seen(stored, self._run.first_of_order(end)):
+            step, number = self.step_of(order_step)
+            if number >= 0 and step < end:
+                found.append(Sighting(order_step=step, **self._place(place, number)))
+        return sorted(found, key=lambda each: (each.order_step, each.rank, each.batch, each.row))
+
+    def step_of(self, order_step: int) -> tuple[int, int]:
+        """The step that a step of the order is in, and which one of it, from 0; -1: it was left out between
+        this step and the one before."""
+        step = self._run.step_from(order_step)
+        if self._run.first_of_order(step) == order_step:
+            return step, 0
+        number = order_step - self._run.first_of_order(step - 1)
+        return (step - 1, number) if number < self._run.order_steps_in(step - 1) else (step, -1)
+
+    def _samples_of(self, order_step: int) -> Iterator[tuple[SeenSource, int, int]]:
+        """The source, its epoch and the sample of each place of a step of the order."""
+        order = self._order
+        if not isinstance(order, Mixture):
+            (source,) = self.sources.values()
+            epoch, step = divmod(order_step, order.steps_per_epoch)
+            yield from ((source, epoch, sample) for sample in source.step_samples(epoch, step))
+            return
+        part = order.round_at(order_step)
+        pattern = order.pattern(part, range(order.num_slots))[:, : order_step - part.first_step + 1]
+        for slot, numbers in enumerate(pattern.tolist()):
+            number = numbers.pop()
+            name = order.names[number]
+            if name not in self.sources:
+                raise UsageError(f"the step has samples of {name}; name its shards, too: {name}=PATH")
+            source = self.sources[name]
+            before = int(part.taken[number] + part.ahead[slot, number]) + numbers.count(number)
+            epoch, step = divmod(before, source.order.steps_per_epoch)
+            samples = source.step_samples(epoch, step)[slot * order.group : (slot + 1) * order.group]
+            yield from ((source, epoch, sample) for sample in samples)
+
+    def _seen(self, stored: Mapping[str, npt.NDArray[np.int64]], end: int) -> Iterator[tuple[int, int]]:
+        """The step of the order and the place in it of stored samples, before a step of the order."""
+        (source,) = self.sources.values()
+        num_epochs = -(-end // source.order.steps_per_epoch) if len(stored[source.name]) else 0
+        yield from source.places_of(stored[source.name], num_epochs)
+
+    def _seen_mixed(self, stored: Mapping[str, npt.NDArray[np.int64]], end: int) -> Iterator[tuple[int, int]]:
+        """The same in a mixture, by all of its rounds."""
+        assert isinstance(self._order, Mixture)
+        order, last = self._order, self._order.round_at(max(end - 1, 0))
+        most = last.taken + last.ahead.max(axis=0) + len(last.sources)  # steps of each source
+        wanted: dict[int, npt.NDArray[np.int64]] = {}
+        for number, name in enumerate(order.names):
+            if len(stored.get(name, ())):
+                source = self.sources[name]
+                found = source.places_of(stored[name], int(most[number]) // source.order.steps_per_epoch + 1)
+                wanted[number] = np.array(
+                    [step * order.global_batch_size + place for step, place in found], np.int64
+                )
+        first = 0
+        while first < end and wanted:
+            part = order.round_at(first)
+            pattern = order.pattern(part, range(order.num_slots))[:, : part.end_step - part.first_step]
+            for number, keys in wanted.items():
+                is_here = pattern == number
+                steps = part.taken[number] + part.ahead[:, [number]] + np.cumsum(is_here, axis=1) - 1
+                for within in range(order.group):
+                    places = np.arange(order.num_slots)[:, None] * order.group + within
+                    hits = is_here & np.isin(steps * order.global_batch_size + places, keys)
+                    for slot, column in zip(*map(np.ndarray.tolist, np.nonzero(hits)), strict=True):
+                        yield part.first_step + column, slot * order.group + within
+            first = part.end_step
+
+    def _place(self, place: int, number: int) -> dict[str, int]:
+        """Where a sample stands, by its place in the ``number``-th step of the order of a step."""
+        rank, of_rank = divmod(place, self._of_rank)
+        batch, row = divmod(of_rank, self._batch_size)
+        return {"rank": rank, "batch": number * self._run.num_batches + batch, "row": row}
+
+    def stored_at(self, name: str, offset: int) -> dict[str, npt.NDArray[np.int64]]:
+        """The stored samples of each source that hold the document at a byte of an input: documents, or rows
+        that may. Raises NotFound for an unknown input, UsageError where rows are in no order of the input."""
+        found = {key: source.stored_at(name, offset) for key, source in self.sources.items()}
+        if all(samples is None for samples in found.values()):
+            raise NotFound(f"no data set here has an input {name}; the inputs are named as in its plan.json")
+        return {key: np.array(samples or [], np.int64) for key, samples in found.items()}
+
+
+class SeenSource:
+    """The samples of one data set or source of a run, and its order."""
+
+    def __init__(self, name: str, order: Order, samples: DocumentPieces | JoinedRows | WholeSamples) -> None:
+        self.name = name
+        self.order = order
+        self._samples = samples
+        self.shards = samples.shards
+        self._reader = samples.open()
+        self._num_tokens = partial(samples.num_tokens, self._reader)
+        self._steps: dict[tuple[int, int], list[int]] = {}
+        self._idx: dict[int, npt.NDArray[np.void] | None] = {}
+        self._names: dict[Path, list[str]] = {}
+
+    def close(self) -> None:
+        """Close its files."""
         self._reader.close()
 
-    def of_step(self, order_step: int) -> list[SeenSample]:
-        """The samples of a step of the order, counted through all epochs, of all ranks."""
-        epoch, step = divmod(order_step, self._order.steps_per_epoch)
-        samples = self._order.step_samples(epoch, step, self._num_tokens)
-        return [
-            SeenSample(**self._place(number), parts=self._parts(epoch, sample))
-            for number, sample in enumerate(samples.tolist())
-        ]
+    def step_samples(self, epoch: int, step: int) -> list[int]:
+        """The samples of a step of its own order."""
+        if (epoch, step) not in self._steps:
+            self._steps[epoch, step] = self.order.step_samples(epoch, step, self._num_tokens).tolist()
+        return self._steps[epoch, step]
 
-    def steps_of(self, stored: npt.NDArray[np.int64], epochs: range) -> list[Sighting]:
-        """The steps in which stored samples are seen, counted through all shards: int64[n] of them."""
-        found: list[Sighting] = []
-        for epoch in epochs:
+    def places_of(self, stored: npt.NDArray[np.int64], num_epochs: int) -> Iterator[tuple[int, int]]:
+        """Steps of its own order, counted through its epochs, and places in them that see stored samples."""
+        for epoch in range(num_epochs):
             wanted = self._wanted(stored, epoch)
-            for start, end in self._order.windows(0):
-                slots = range(self._order.num_slots)
-                samples = self._order.samples_of(epoch, slots, start, end, self._num_tokens)
-                for number, column in zip(*np.nonzero(np.isin(samples, wanted)), strict=True):
-                    step = epoch * self._order.steps_per_epoch + start + int(column)
-                    found.append(Sighting(order_step=step, **self._place(int(number))))
-        return sorted(found, key=lambda sighting: (sighting.order_step, sighting.rank, sighting.batch))
-
-    def _place(self, number: int) -> dict[str, int]:
-        """Where the n-th sample of a global batch stands."""
-        rank, of_rank = divmod(number, self._of_rank)
-        batch, row = divmod(of_rank, self._batch_size)
-        return {"rank": rank, "batch": batch, "row": row}
+            for start, end in self.order.windows(0):
+                slots = range(self.order.num_slots)
+                samples = self.order.samples_of(epoch, slots, start, end, self._num_tokens)
+                for place, column in zip(*np.nonzero(np.isin(samples, wanted)), strict=True):
+                    yield epoch * self.order.steps_per_epoch + start + int(column), int(place)
 
     def _wanted(self, stored: npt.NDArray[np.int64], epoch: int) -> npt.NDArray[np.int64]:
         """The samples of an epoch's order that hold a part of some stored ones."""
         if isinstance(self._samples, JoinedRows):
             rows = self._samples
-            offset = self._order.offset(epoch, rows.offsets)
+            offset = self.order.offset(epoch, rows.offsets)
             parts = []
             for begin, end in (rows.stream_place(self._reader, sample) for sample in stored.tolist()):
                 tokens = np.arange(begin - offset, end - offset, rows.seq_len)
@@ -143,9 +257,10 @@ class SeenDocuments:
             return self._samples.of_documents(self._reader, stored)
         return stored
 
-    def _parts(self, epoch: int, sample: int) -> list[DocumentPart]:
+    def parts(self, epoch: int, sample: int) -> list[DocumentPart]:
+        """What a sample of an epoch is made of."""
         if isinstance(self._samples, JoinedRows):
-            offset = self._order.offset(epoch, self._samples.offsets)
+            offset = self.order.offset(epoch, self._samples.offsets)
             found = self._samples.documents_of(self._reader, sample, offset)
             return [self._part(*document) for document in found]
         longest = self._samples.max_length
@@ -176,6 +291,7 @@ class SeenDocuments:
             num_documents=num_documents,
             first_token=first_token,
             num_tokens=left if most_tokens is None else min(left, most_tokens),
+            source=self.name,
         )
 
     def _records(self, shard: int, source: DatasetShards | ExternalTar, row: int) -> Any:
@@ -195,9 +311,8 @@ class SeenDocuments:
                 self._names[source.folder] = []
         return self._names[source.folder]
 
-    def stored_at(self, name: str, offset: int) -> npt.NDArray[np.int64]:
-        """The stored samples that hold the document at a byte of an input: documents, or rows that may.
-        Raises NotFound for an unknown input, UsageError where rows are in no order of the input."""
+    def stored_at(self, name: str, offset: int) -> list[int] | None:
+        """See SeenDocuments; None where it has no such input."""
         found: list[int] = []
         known = False
         for number, source in enumerate(self.shards.sources):
@@ -205,9 +320,7 @@ class SeenDocuments:
                 known = True
                 first = int(self.shards.source_first[number])
                 found += self._in_source(source, first, (names.index(name), offset))
-        if not known:
-            raise NotFound(f"no data set here has an input {name}; the inputs are named as in its plan.json")
-        return np.array(found, np.int64)
+        return found if known else None
 
     def _in_source(self, source: DatasetShards, first: int, place: tuple[int, int]) -> list[int]:
         """Shards are parts of the inputs in order, so the one that may hold a place is found by halves."""
@@ -265,7 +378,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "Name the documents of a training step, with file and byte, given the loader's settings or the state "
         "that a checkpoint holds; or with --find the steps that see a document."
     )
-    parser.add_argument("input_shards", nargs="+", help="as the loader was given")
+    text = "as the loader was given; of a mixture NAME=PATH, again for each folder of a source"
+    parser.add_argument("input_shards", nargs="+", help=text)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--step", type=int, help="training step, from 0 (default: the last one of --state)")
     what.add_argument(
@@ -323,9 +437,10 @@ def where(args: argparse.Namespace) -> int:
         raise UsageError("--withdrawn tells of a run, by the state in a checkpoint of it: give --state FILE")
     if args.epochs < 1 or (args.step is not None and args.step < 0):
         raise UsageError(f"--step {args.step} --epochs {args.epochs}: expected a step from 0, epochs from 1")
+    options = loader_options(vars(args), state)
     with (
         _only_errors_logged(),
-        get_llama3_dataloader(args.input_shards, **loader_options(vars(args), state)) as loader,
+        get_llama3_dataloader(**_named_sources(args), **options) as loader,
     ):
         skipped = SkippedSteps()
         if state is not None:
@@ -337,17 +452,46 @@ def where(args: argparse.Namespace) -> int:
             )
         with SeenDocuments(loader) as seen:
             if args.withdrawn and state is not None:
-                _tell_withdrawn(args, loader, seen, state, skipped)
-            elif args.find is not None:
-                stored = _stored(loader, seen, args.find)
-                _tell_steps(args, loader, seen.steps_of(stored, range(args.epochs)), len(stored), skipped)
-            else:
-                step = args.step
-                if state is not None and step is None:  # the last one that was trained
-                    at = state["epoch"] * loader.order.steps_per_epoch + state["step"]
-                    step = max(0, skipped.trained(at) - 1)
-                _tell_documents(args, loader, seen, step, skipped.order_step(step))
+                _tell_withdrawn(args, loader.run, seen, state, skipped)
+                return 0
+            until = None if state is None else _until(loader.run, state)
+            if args.find is None:
+                # By default the last one that was trained.
+                step = max(0, skipped.trained(until or 0) - 1) if args.step is None else args.step
+                if until is not None and options.get("amend") and skipped.order_step(step) >= until:
+                    raise UsageError(
+                        f"step {step} is behind the state, which is of step {skipped.trained(until)}, and "
+                        "what comes then is up to the run's weights and sizes; take a later checkpoint"
+                    )
+                _tell_documents(args, loader.run, seen, step, skipped.order_step(step))
+                return 0
+            stored, end = _stored(loader, seen, args.find), loader.run.first_step(args.epochs)
+            if until is not None and options.get("amend"):
+                end = min(end, until)
+            _tell_steps(args, loader.run, seen.steps_of(stored, end), sum(map(len, stored.values())), skipped)
     return 0
+
+
+def _until(run: RunSteps, state: Mapping[str, Any]) -> int:
+    """The step at which a state stands."""
+    return run.step_of(Position(epoch=state["epoch"], step=state["step"]))
+
+
+def _named_sources(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of a loader: what it reads. NAME=PATH is a source of a mixture, PATH alone no mixture."""
+    named: dict[str, list[str]] = {}
+    for text in args.input_shards:
+        name, equals, path = text.partition("=")
+        if not equals or "/" in name or Path(text).exists():
+            break
+        named.setdefault(name, []).append(path)
+    else:
+        if args.state is None:
+            raise UsageError("a mixture is told by its run's state: give --state FILE")
+        return {"input_shards": named, "weights": dict.fromkeys(named, 1), "weights_in": "samples"}
+    if named:
+        raise UsageError(f"{text} names no source, as {args.input_shards[0]} does: expected NAME=PATH")
+    return {"input_shards": args.input_shards}
 
 
 @contextlib.contextmanager
@@ -401,12 +545,15 @@ def loader_options(given: Mapping[str, Any], state: Mapping[str, Any] | None) ->
     if state is not None:
         of_run = state.get("fingerprint", {})
         history = SizeHistory.of_fingerprint(of_run)
-        if history is not None and history.changes:
+        if history is not None and history.row_lengths != RunSteps.row_lengths:
             raise UsageError(
-                f"the state is of a run whose sizes change (global_batch_size {of_run['global_batch_size']}, "
-                f"seq_len {of_run['seq_len']}), and what its steps saw is told of runs of one size alone"
+                f"the state is of a run that cuts rows (seq_len {of_run['seq_len']}), and what its steps saw "
+                "is told of whole rows alone"
             )
-        names = ("seed", "shuffle", "global_batch_size", "group_by_length", "long_documents")
+        if history is not None:
+            options["global_batch_size"] = history.order_batch_size
+            options["amend"] = history.changes or "sources" in of_run  # from the state on, where nobody asks
+        names = ("seed", "shuffle", "group_by_length", "long_documents")
         options |= {name: of_run[name] for name in names if name in of_run}
         options |= {name: of_run.get(name) or None for name in ("seq_len", "max_length")}
         if group := of_run.get("split_group"):
@@ -421,16 +568,17 @@ def loader_options(given: Mapping[str, Any], state: Mapping[str, Any] | None) ->
 
 
 def _tell_documents(
-    args: argparse.Namespace, loader: TokenLoader, seen: SeenDocuments, step: int, order_step: int
+    args: argparse.Namespace, run: RunSteps, seen: SeenDocuments, step: int, order_step: int
 ) -> None:
-    epoch, in_epoch = divmod(order_step, loader.order.steps_per_epoch)
+    at = run.position(order_step)
+    epoch, in_epoch = at.epoch, at.step
     samples = [each for each in seen.of_step(order_step) if args.rank in (None, each.rank)]
     if args.json:
         answer = {"step": step, "epoch": epoch, "step_of_epoch": in_epoch}
         parts = [dataclasses.asdict(each) for each in samples]
         print_lines(json.dumps({**answer, "samples": parts}, default=str))
         return
-    of_epoch = f"step {in_epoch} of {loader.order.steps_per_epoch}"
+    of_epoch = f"step {in_epoch} of {run.steps_in(epoch)}"
     print_lines(f"step {step}: epoch {epoch}, {of_epoch}, {len(samples)} samples")
     for each in samples:
         for part in each.parts:
@@ -438,21 +586,22 @@ def _tell_documents(
 
 
 def _part_text(part: DocumentPart) -> str:
+    source = f"{part.source}: " if part.source else ""
     tokens = f"tokens {part.first_token} to {part.first_token + part.num_tokens}"
     if part.is_row:
         begin = f"{part.num_documents} documents begin in it, its first token is of the one at {part.place}"
-        return f"{part.tar.name} row {part.number}, {tokens}: {begin}"
-    return f"{part.place}, {tokens} ({part.tar.name} document {part.number})"
+        return f"{source}{part.tar.name} row {part.number}, {tokens}: {begin}"
+    return f"{source}{part.place}, {tokens} ({part.tar.name} document {part.number})"
 
 
-def _stored(loader: TokenLoader, seen: SeenDocuments, text: str) -> npt.NDArray[np.int64]:
-    """The stored samples that --find names. Raises NotFound."""
+def _stored(loader: TokenLoader, seen: SeenDocuments, text: str) -> dict[str, npt.NDArray[np.int64]]:
+    """The stored samples of each source that --find names. Raises NotFound."""
     name, colon, offset = text.rpartition(":")
     if colon and offset.isdigit() and name:
         stored = seen.stored_at(name, int(offset))
     else:
-        stored = _with_text(loader, seen.shards, text)
-    if not len(stored):
+        stored = {name: _with_text(loader, source.shards, text) for name, source in seen.sources.items()}
+    if not any(map(len, stored.values())):
         raise NotFound(f"--find {text!r}: no document has it")
     return stored
 
@@ -480,7 +629,7 @@ def _with_text(loader: TokenLoader, shards: ShardSet, text: str) -> npt.NDArray[
 
 def _tell_steps(
     args: argparse.Namespace,
-    loader: TokenLoader,
+    run: RunSteps,
     sightings: list[Sighting],
     num_stored: int,
     skipped: SkippedSteps,
@@ -492,49 +641,44 @@ def _tell_steps(
         return
     print_lines(f"{num_stored} stored samples, seen {len(lines)} times in {args.epochs} epochs:")
     for line in lines:
-        epoch, step = divmod(int(line["order_step"] or 0), loader.order.steps_per_epoch)
+        at = run.position(int(line["order_step"] or 0))
         trained = "left out by skip" if line["step"] is None else f"step {line['step']}"
         place = f"rank {line['rank']} batch {line['batch']} row {line['row']}"
-        print_lines(f"{trained} (epoch {epoch}, step {step}): {place}")
+        print_lines(f"{trained} (epoch {at.epoch}, step {at.step}): {place}")
 
 
 def _tell_withdrawn(
     args: argparse.Namespace,
-    loader: TokenLoader,
+    run: RunSteps,
     seen: SeenDocuments,
     state: Mapping[str, Any],
     skipped: SkippedSteps,
 ) -> None:
-    history, steps_per_epoch = ListHistory.of_text(state.get("withdrawn", "")), loader.order.steps_per_epoch
-    until = state["epoch"] * steps_per_epoch + state["step"] + (state["num_micro"] > 0)
+    history = ListHistory.of_text(state.get("withdrawn", ""))
+    until = _until(run, state) + (state["num_micro"] > 0)
     answers: list[dict[str, Any]] = []
-    for number, source in enumerate(seen.shards.sources):
-        if not isinstance(source, DatasetShards):
-            continue
-        folder, lists = source.folder, source.withdrawn.lists
-        for place, each in enumerate(lists):
-            masked_from = history.first_step_of(each.plan_id, [later.sha256 for later in lists[place:]])
-            end = until if masked_from is None else min(masked_from, until)
-            stored = seen.shards.samples_at(
-                marks_of_lists(seen.shards, number, Withdrawals(lists=(each,)))[:, 0]
-            )
-            epochs = range(-(-end // steps_per_epoch) if len(stored) else 0)
-            sightings = seen.steps_of(stored, epochs)
-            steps = {
-                _trained(one.order_step, skipped)
-                for one in sightings
-                if one.order_step < end and args.rank in (None, one.rank)
-            }
-            answers.append(
-                {
-                    "list": str(withdrawal_path(folder, each.number)),
-                    "made": each.made,
-                    "reason": each.reason,
-                    "num_documents": each.num_documents,
-                    "masked_from": None if masked_from is None else skipped.trained(masked_from),
-                    "steps": sorted(step for step in steps if step is not None),
+    for source in seen.sources.values():
+        for number, dataset in enumerate(source.shards.sources):
+            lists = dataset.withdrawn.lists if isinstance(dataset, DatasetShards) else ()
+            for place, each in enumerate(lists):
+                since = history.first_step_of(each.plan_id, [later.sha256 for later in lists[place:]])
+                masked_from = None if since is None else seen.step_of(since)[0]
+                end = until if masked_from is None else min(masked_from, until)
+                marks = marks_of_lists(source.shards, number, Withdrawals(lists=(each,)))
+                sightings = seen.steps_of({source.name: source.shards.samples_at(marks[:, 0])}, end)
+                steps = {
+                    _trained(one.order_step, skipped) for one in sightings if args.rank in (None, one.rank)
                 }
-            )
+                answers.append(
+                    {
+                        "list": str(withdrawal_path(dataset.path_of(0).parent, each.number)),
+                        "made": each.made,
+                        "reason": each.reason,
+                        "num_documents": each.num_documents,
+                        "masked_from": None if masked_from is None else skipped.trained(masked_from),
+                        "steps": sorted(step for step in steps if step is not None),
+                    }
+                )
     if args.json:
         print_lines(json.dumps({"until_step": skipped.trained(until), "lists": answers}))
         return

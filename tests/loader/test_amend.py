@@ -13,13 +13,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import webdataset
 
 from loader import OtherRun, TokenLoader, get_llama3_dataloader
 from loader.mixture import Mixture, make_stages
+from loader.where import SeenDocuments
+from shardprep.__main__ import main
 from tests.external_tars import write_numbered_tars
 from tests.word_tokenizers import save_word_tokenizer
 
 L = 12
+EOS = 5999
 SIZES = {"web": 700, "code": 130, "books": 90, "wiki": 60, "chat": 400}
 FORMS: dict[str, dict[str, Any]] = {
     "padded": {},
@@ -54,6 +58,7 @@ def load(
     stages = [plan["weights"]] if "weights" in plan else [weights for _, weights in plan["weights_schedule"]]
     names = dict.fromkeys(chain(*stages))
     made = {"num_workers": 0, "global_batch_size": L, "seed": 3, "weights_in": "samples", **plan, **options}
+    made = {name: value for name, value in made.items() if value is not None}
     model = data["chat"].parent
     batch_size = L // (world * made.get("group_by_length", 1)) * made.get("group_by_length", 1)
     return get_llama3_dataloader(
@@ -169,6 +174,39 @@ def test_workers_of_a_rank_agree_on_more_random_histories(
     data: dict[str, Path], form: str, seed: int
 ) -> None:
     check_history(data, seed, form, num_resumes=4, workers=[0, 0, 1, 3])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_where_names_what_each_step_of_an_amended_run_saw_and_finds_it_again(
+    data: dict[str, Path], form: str
+) -> None:
+    """All of it by the tars' own numbers, as webdataset reads them, asked of the run's last state."""
+    rng, options = random.Random(f"where {form}"), FORMS[form]
+    history = History(data, rng, options)
+    ids_of: dict[Path, list[list[int]]] = {}
+    steps_of: dict[int, set[int]] = defaultdict(set)  # by a document's first id
+    every = {"weights": dict.fromkeys(history.names, 1)}
+    with load(data, every, amend=True, **options) as loader:
+        loader.load_state_dict(history.states[-1][1])
+        with SeenDocuments(loader) as seen:
+            for step, delivered in enumerate(history.found[:-1]):  # the last state is of before the last step
+                rows = seen.of_step(step)
+                for each, ids in zip(rows, delivered, strict=True):
+                    told = list[int]()
+                    for part in each.parts:
+                        if part.tar not in ids_of:
+                            samples = webdataset.WebDataset(str(part.tar), shardshuffle=False)
+                            ids_of[part.tar] = [json.loads(sample["token_ids.json"]) for sample in samples]
+                        whole = ids_of[part.tar][part.number]
+                        assert part.source == source_of(whole)
+                        length = len(whole) if part.num_tokens < 0 else part.num_tokens
+                        told += whole[part.first_token :][:length]
+                        steps_of[whole[0]].add(step)
+                    assert told == [number for number in ids if number != EOS], (step, each)
+            for first in rng.sample(sorted(steps_of), 20):
+                number = np.array([first % 1000 - 1])
+                found = seen.steps_of({source_of([first]): number}, len(history.found) - 1)
+                assert {each.order_step for each in found} == steps_of[first]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -422,3 +460,34 @@ def test_a_loader_describes_its_sources_and_what_held(data: dict[str, Path]) -> 
     with get_llama3_dataloader(data["web"], 7, data["web"].parent, num_workers=0) as one:
         assert "700 samples" in one.describe(until_step=50)
         assert "0.00 epochs, 0.50 at step 50" in one.describe(until_step=50)
+
+
+def test_the_command_where_answers_of_a_mixture_by_its_state(
+    data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with load(data, {"weights": {"web": 2, "code": 1}}) as loader:
+        found = steps(loader, 20)
+        state = loader.state_dict()
+    sizes: Any = {"global_batch_size": None, "batch_size_schedule": [(0, L), (30, 2 * L)]}
+    with load(data, {"weights": {"web": 1, "books": 1}}, amend=True, **sizes) as loader:
+        loader.load_state_dict(state)
+        found += steps(loader, 60)
+        (tmp_path / "state.json").write_text(json.dumps(loader.state_dict()))
+    words = [f"{name}={data[name]}" for name in ("web", "code", "books")]
+    words = ["where", *words, "--model_id", str(data["web"].parent), "--state", str(tmp_path / "state.json")]
+    assert main([*words, "--step", "7", "--json"]) == 0
+    samples = json.loads(capsys.readouterr().out)["samples"]
+    assert sources_in(samples) == [*map(source_of, found[7])]
+    assert main([*words, "--json"]) == 0
+    last = json.loads(capsys.readouterr().out)["samples"]
+    assert sorted(sources_in(last)) == sorted(map(source_of, chain(*found[-2:])))
+    assert main([*words, "--step", "70"]) == 2
+    assert "take a later checkpoint" in capsys.readouterr().err
+    assert main([*words[:2], *words[3:], "--step", "7"]) == 2
+    assert "name its shards, too: code=PATH" in capsys.readouterr().err
+    assert main([*words[:2], str(data["code"]), *words[4:]]) == 2
+    assert "names no source, as web=" in capsys.readouterr().err
+
+
+def sources_in(samples: list[dict[str, Any]]) -> list[str]:
+    return [part["source"] for each in samples for part in each["parts"]]

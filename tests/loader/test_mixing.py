@@ -17,7 +17,6 @@ from loader import OtherRun, TokenLoader, get_llama3_dataloader
 from loader.mixture import CYCLE_STEPS, ROUND_STEPS, Mixture, Stage, make_stages
 from loader.order import Order
 from loader.samples import WholeSamples
-from loader.where import SeenDocuments
 from shardprep.errors import UsageError
 from tests.external_tars import write_numbered_tars
 from tests.word_tokenizers import save_word_tokenizer
@@ -299,11 +298,6 @@ def test_what_makes_no_mixture_is_refused(data: dict[str, Path], options: dict[s
 def test_weights_without_named_sources_are_refused(data: dict[str, Path]) -> None:
     with pytest.raises(UsageError, match="weights and weights_schedule are for named sources"):
         get_llama3_dataloader(data["web"], 8, data["web"].parent, weights={"web": 1})
-
-
-def test_what_a_mixed_loader_saw_is_not_told_wrongly(data: dict[str, Path]) -> None:
-    with load(data) as mixed, pytest.raises(UsageError, match="of one data set alone"):
-        SeenDocuments(mixed)
 
 
 def test_skipped_steps_are_no_delivered_ones(data: dict[str, Path]) -> None:

@@ -296,5 +296,6 @@ def test_what_makes_no_ramp_is_refused(data: Path, options: dict[str, Any], said
 
 
 def test_what_a_ramped_loader_saw_is_not_told_wrongly(data: Path) -> None:
-    with load(data) as loader, pytest.raises(UsageError, match="global batches change"):
+    rows: dict[str, Any] = {"seq_len": 16, "seq_len_schedule": LENGTHS}
+    with load(data, **rows) as loader, pytest.raises(UsageError, match="cuts rows"):
         SeenDocuments(loader)

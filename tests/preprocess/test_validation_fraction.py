@@ -353,7 +353,7 @@ def test_a_document_is_found_on_both_sides(
     options: dict[str, Any] = {"num_workers": 0, "shuffle": False}
     with get_llama3_dataloader(data, 1, model, **options) as loader, SeenDocuments(loader) as seen:
         for text in TEXTS[:60]:
-            sightings = seen.steps_of(seen.stored_at("a.txt", place), range(1))
+            sightings = seen.steps_of(seen.stored_at("a.txt", place), len(loader))
             found = [str(token) for each in sightings for token in steps[each.order_step][0]]
             assert " ".join(map(str, ids_of(model, [text])[:9])) in " ".join(found)
             place += len(text) + 1

@@ -425,14 +425,22 @@ def test_the_state_of_fifty_amendments_of_sizes_is_small(data: Path) -> None:
     assert len(json.dumps(state)) < 2000
 
 
-def test_where_refuses_a_state_whose_sizes_changed(
+def test_where_tells_the_steps_of_a_run_whose_sizes_changed(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with load(data, global_batch_size=2 * L, amend=True) as loader:
         loader.load_state_dict(at_step(data, 9, global_batch_size=L))
+        found = steps(loader, 12)  # past the epoch's end, where one of its batches is left out
         (tmp_path / "state.json").write_text(json.dumps(loader.state_dict()))
-    assert main(["where", str(data / "web"), "--state", str(tmp_path / "state.json")]) == 2
-    assert "whose sizes change (global_batch_size 12; 0: 12; 9/0: 24" in capsys.readouterr().err
+    words = ["where", str(data / "web"), "--model_id", str(data), "--state", str(tmp_path / "state.json")]
+    for step in (9, 12, 13, 14, 20):
+        assert main([*words, "--step", str(step), "--json"]) == 0
+        samples = json.loads(capsys.readouterr().out)["samples"]
+        places = [(part["tar"][-5], part["number"]) for each in samples for part in each["parts"]]
+        firsts = [68 * int(shard) + number + 1 for shard, number in places]
+        assert firsts == [ids[0] for ids in found[step - 9]]
+    assert main([*words, "--step", "21"]) == 2
+    assert "take a later checkpoint" in capsys.readouterr().err
 
 
 def test_a_trainer_accumulates_by_the_global_batches_that_come(data: Path) -> None:

@@ -481,7 +481,7 @@ def test_another_user_sees_the_state_and_is_refused_in_a_sentence_what_is_not_th
     assert whose in nobody("cancel", data, code=2)
     assert whose in nobody("cancel", data, "--shards", 0, code=2)
     assert "no folder that you can write to" in nobody("retry", data, code=73)
-    assert "shard 00000 is running" in nobody("logs", data, 0)
+    assert "shard 00000: running" in nobody("logs", data, 0)
     assert "killed by signal 9" in nobody("logs", data, 5)
     assert "4 of 7 shards are done" in nobody("report", data)
     assert site.status(data)["running"] == "0", "nothing was cancelled"

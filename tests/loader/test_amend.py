@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import random
 from collections import defaultdict
@@ -32,6 +33,9 @@ FORMS: dict[str, dict[str, Any]] = {
     "split": {"max_length": 3, "long_documents": "split"},
 }
 Steps = list[list[list[int]]]
+# Random histories of each form, and resumes of each; ``make torture`` runs many.
+HISTORIES, RESUMES = (25, 50) if os.environ.get("HISTORIES") == "all" else (1, 4)
+LATER = ("books", "wiki")  # in some histories these come as folders of web
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +58,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def load(
     data: dict[str, Path], plan: dict[str, Any], world: int = 1, rank: int = 0, **options: Any
 ) -> TokenLoader:
-    """A loader of the sources that a plan has weights for."""
+    """A loader of the sources that a plan has weights for; ``folders``: those of web."""
+    plan = dict(plan)
+    data = {**data, "web": [data[name] for name in plan.pop("folders", ["web"])]}  # type: ignore[dict-item]
     stages = [plan["weights"]] if "weights" in plan else [weights for _, weights in plan["weights_schedule"]]
     names = dict.fromkeys(chain(*stages))
     made = {"num_workers": 0, "global_batch_size": L, "seed": 3, "weights_in": "samples", **plan, **options}
@@ -107,6 +113,8 @@ class History:
         self.states: list[tuple[dict[str, Any], dict[str, Any]]] = []  # the plan, and the state
         self.names: list[str] = []  # in the order in which they came
         self.shares: list[tuple[int, int, dict[str, float]]] = []
+        self.folders = ["web"]
+        self.later = list(rng.sample(LATER, rng.randint(0, 2)))
         state = None
         for _ in range(rng.randint(2, 6)):
             plan = self._plan(rng)
@@ -123,14 +131,21 @@ class History:
                 state = loader.state_dict()
                 assert state == loader.state_at(first + num_steps)
                 assert sum(loader.source_samples.values()) == L * len(self.found)
-                for name, count in loader.source_samples.items():
+                for part, count in loader.source_samples.items():
+                    name, _, number = part.partition(" +")
+                    name = self.folders[int(number)] if number else name
                     if not options:
                         assert count == sum(source_of(ids) == name for step in self.found for ids in step)
 
     def _plan(self, rng: random.Random) -> dict[str, Any]:
-        names = rng.sample([*SIZES], rng.randint(1, len(SIZES)))
-        self.names += [name for name in names if name not in self.names]
-        return {"weights": {name: rng.choice([1, 2, 7, 0.3]) for name in names}}
+        sources = [name for name in SIZES if name not in (*self.folders[1:], *self.later)]
+        names = rng.sample(sources, rng.randint(1, len(sources)))
+        if "web" in names and "web" in self.names and self.later and rng.random() < 0.7:
+            self.folders.append(self.later.pop())
+        parts = [part for name in names for part in (self.folders if name == "web" else [name])]
+        self.names += [name for name in parts if name not in self.names]
+        weights = {name: rng.choice([1, 2, 7, 0.3]) for name in names}
+        return {"weights": weights, "folders": [*self.folders]}
 
     def whole(self, data: dict[str, Path], options: dict[str, Any]) -> Steps:
         """As much of each source as the run may have had."""
@@ -146,25 +161,27 @@ def check_history(data: dict[str, Path], seed: int, form: str, num_resumes: int,
     check_nothing_is_lost_or_repeated(history.found, history.whole(data, options))
     for first, end, weights in history.shares:
         for name, weight in weights.items():
-            count = sum(source_of(ids) == name for step in history.found[first:end] for ids in step)
+            parts = history.folders if name == "web" else [name]
+            count = sum(source_of(ids) in parts for step in history.found[first:end] for ids in step)
             expected = weight / sum(weights.values()) * L * (end - first)
             assert abs(count - expected) <= 4 * np.sqrt(L * min(end - first, 64)) + L, (first, end, name)
     for _ in range(num_resumes):
         place = rng.randrange(len(history.found))
         plan, state = history.states[place]
         num_steps = min(3, next(end for first, end, _ in history.shares if first <= place < end) - place)
-        world, parts = rng.choice([1, 2, 3, 6] if form == "grouped" else [1, 2, 3, 4, 6]), []
+        world, found = rng.choice([1, 2, 3, 6] if form == "grouped" else [1, 2, 3, 4, 6]), []
         for rank in range(world):
             with load(data, plan, world, rank, **{**options, "num_workers": rng.choice(workers)}) as loader:
                 loader.load_state_dict(state)
-                parts.append(steps(loader, num_steps))
-        joined = [[*chain(*step)] for step in zip(*parts, strict=True)]
+                found.append(steps(loader, num_steps))
+        joined = [[*chain(*step)] for step in zip(*found, strict=True)]
         assert joined == history.found[place : place + num_steps], (place, world)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_random_histories_repeat_nothing_and_lose_nothing(data: dict[str, Path], form: str) -> None:
-    check_history(data, 1, form, num_resumes=4, workers=[0])
+    for seed in range(1, HISTORIES + 1):
+        check_history(data, seed, form, num_resumes=RESUMES, workers=[0])
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import random
 from dataclasses import replace
@@ -30,6 +31,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "shifted rows": {"seq_len": ROW, "targets": "shifted"},
     "mixture": {"weights": {"web": 2, "code": 1}, "weights_in": "samples"},
 }
+# Random histories of each form, and resumes of each; ``make torture`` runs many.
+HISTORIES, RESUMES = (20, 50) if os.environ.get("HISTORIES") == "all" else (2, 4)
 Step = list[list[int]]  # a row of ids after another
 
 
@@ -187,9 +190,9 @@ def check_each_sample_once(history: History) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(HISTORIES))
 def test_random_histories_of_sizes_are_one_order_on_every_world(data: Path, form: str, seed: int) -> None:
-    check_history(data, form, seed, num_resumes=4, workers=[0])
+    check_history(data, form, seed, num_resumes=RESUMES, workers=[0])
 
 
 @pytest.mark.slow

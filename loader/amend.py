@@ -119,6 +119,12 @@ def _in_parts(plan: Plan, saved: Mapping[str, Any]) -> Plan:
             for at, share in of_parts:
                 weights[at] = weight * share
         stages.append(replace(stage, weights=tuple(weights)))
+        for name, weight, count in zip(names, weights, stages[-1].cycle_counts.tolist(), strict=True):
+            if weight and not count:
+                raise UsageError(
+                    f"by their part of the weight the folders {name} would be less than one of {CYCLE_STEPS} "
+                    "samples; name them as a source with a weight of its own"
+                )
     made = replace(order, names=tuple(names), orders=tuple(orders), data=tuple(data), stages=tuple(stages))
     fingerprint = {**plan.fingerprint, "num_samples": made.num_samples, **made.sizes}
     return replace(plan, order=made, samples=MixedSamples(sources=tuple(samples)), fingerprint=fingerprint)

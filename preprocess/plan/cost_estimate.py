@@ -153,12 +153,13 @@ def measure(plan: Plan, engine: Engine) -> CostEstimate:
     cpu_s = read_s + encode_s + layout_s + write_s
     locked_s = read_s + _LOCKED_LAYOUT * layout_s
     scale = sum(shard_bytes) / max(1, num_bytes)
+    files = filter(None, [manifest.tar, manifest.idx, manifest.digests])
     num_documents = writer.num_documents * scale
     taken = min(1.0, (plan.options.limit or num_documents) / max(1.0, num_documents))  # of a trial
     return CostEstimate(
         bad_note=_bad_note(plan, writer),
         num_tokens=round(writer.num_tokens * scale * taken),
-        output_bytes=round((manifest.tar.num_bytes + manifest.idx.num_bytes) * scale * taken),
+        output_bytes=round(sum(file.num_bytes for file in files) * scale * taken),
         core_hours=(cpu_s * scale * taken + _STARTUP_S * plan.num_shards) / 3600,
         longest_shard_s=cpu_s * taken * max(shard_bytes) / max(1, num_bytes) + _STARTUP_S,
         # Writing takes one thread, reading and a part of laying out the interpreter's lock; encoding takes

@@ -20,6 +20,7 @@ from loader import OtherRun, TokenLoader, get_llama3_dataloader
 from loader.mixture import Mixture, make_stages
 from loader.where import SeenDocuments
 from shardprep.__main__ import main
+from shardprep.errors import UsageError
 from tests.external_tars import write_numbered_tars
 from tests.word_tokenizers import save_word_tokenizer
 
@@ -60,7 +61,8 @@ def load(
 ) -> TokenLoader:
     """A loader of the sources that a plan has weights for; ``folders``: those of web."""
     plan = dict(plan)
-    data = {**data, "web": [data[name] for name in plan.pop("folders", ["web"])]}  # type: ignore[dict-item]
+    if folders := plan.pop("folders", None):
+        data = {**data, "web": [data[name] for name in folders]}  # type: ignore[dict-item]
     stages = [plan["weights"]] if "weights" in plan else [weights for _, weights in plan["weights_schedule"]]
     names = dict.fromkeys(chain(*stages))
     made = {"num_workers": 0, "global_batch_size": L, "seed": 3, "weights_in": "samples", **plan, **options}
@@ -293,6 +295,13 @@ def test_a_folder_in_the_place_of_another_is_refused_and_one_may_be_dropped_agai
             last = steps(loader, 40)
             state = loader.state_dict()
             assert any(source_of(ids) == "books" for step in last for ids in step) == ("books" in names)
+        if number == 0:
+            rare = {"weights": {"web": 1, "chat": 30_000}, "folders": [*names, "books"]}
+            with (
+                load(data, rare, amend=True) as loader,
+                pytest.raises(UsageError, match=r"web \+1 would be less"),
+            ):
+                loader.load_state_dict(state)
 
 
 def test_a_law_that_forgets_what_slots_had_of_a_cut_round_is_noticed(

@@ -339,6 +339,17 @@ def test_the_estimate_of_tokens_and_disk_is_near_what_comes(
     assert float(estimate[2]) * unit == pytest.approx(num_bytes, rel=0.1)
 
 
+def test_the_estimate_of_disk_has_the_digests(prep: Prep, sample_dir: Path, tmp_path: Path) -> None:
+    rows: dict[str, Any] = {"record": "packed", "seq_len": 64}
+    plans = {
+        digests: prep.plan(sample_dir, tmp_path / str(digests), digests=digests, **rows)
+        for digests in (False, True)
+    }
+    without, with_digests = (estimate_of(plan, tmp_path / str(given)) for given, plan in plans.items())
+    num_documents = sum(1 for path in sample_dir.glob("*.txt") for line in path.open() if line.strip())
+    assert with_digests.output_bytes - without.output_bytes == pytest.approx(16 * num_documents, rel=0.1)
+
+
 def test_only_the_files_of_the_tokenizer_are_kept(prep: Prep, planned_dir: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(prep.model_dir, tmp_path / "model"))
     (model / "model.safetensors").write_bytes(b"weights")

@@ -21,8 +21,11 @@ from shardprep.errors import BrokenShard, UsageError
 from tests.external_tars import write_numbered_tars
 from tests.word_tokenizers import save_word_tokenizer
 
-L = 12  # the run's first global batch: what its order is laid out in
-NUM_SAMPLES = 203
+# Random histories of each form, and resumes of each; ``make torture`` runs many, also on 8 ranks.
+IS_CAMPAIGN = os.environ.get("HISTORIES") == "all"
+HISTORIES, RESUMES = (20, 50) if IS_CAMPAIGN else (2, 4)
+L = 24 if IS_CAMPAIGN else 12  # the run's first global batch: what its order is laid out in
+NUM_SAMPLES = 17 * L - 1
 ROW = 4
 FORMS: dict[str, dict[str, Any]] = {
     "documents": {},
@@ -31,8 +34,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "shifted rows": {"seq_len": ROW, "targets": "shifted"},
     "mixture": {"weights": {"web": 2, "code": 1}, "weights_in": "samples"},
 }
-# Random histories of each form, and resumes of each; ``make torture`` runs many.
-HISTORIES, RESUMES = (20, 50) if os.environ.get("HISTORIES") == "all" else (2, 4)
 Step = list[list[int]]  # a row of ids after another
 
 
@@ -109,7 +110,7 @@ class History:
         self.states: list[tuple[dict[str, Any], dict[str, Any]]] = []  # the options, and the state
         self.lengths: list[int] = []  # of the rows of each step
         self.ends: list[int] = []
-        self.model = Model(data, form, 30)
+        self.model = Model(data, form, 100 if IS_CAMPAIGN else 30)
         state: Any = None
         for _ in range(rng.randint(2, 6)):
             sizes = [(0, L * rng.choice([1, 1, 2, 3, 5]) if self.found else L)]
@@ -156,7 +157,8 @@ def check_history(data: Path, form: str, seed: int, num_resumes: int, workers: l
         place = rng.randrange(len(history.found))
         options, state = history.states[place]
         num_steps = min(4, next(end for end in history.ends if place < end) - place)
-        world = rng.choice([1, 2, 3, 6] if form == "grouped" else [1, 2, 3, 4])
+        num_rows = L // FORMS[form].get("group_by_length", 1)
+        world = rng.choice([world for world in (1, 2, 3, 4, 6, 8) if num_rows % world == 0])
         batch_size = rng.choice([n for n in range(1, L // world + 1) if L // world % n == 0])
         if form == "grouped":
             batch_size = L // world
@@ -192,7 +194,7 @@ def check_each_sample_once(history: History) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("seed", range(HISTORIES))
 def test_random_histories_of_sizes_are_one_order_on_every_world(data: Path, form: str, seed: int) -> None:
-    check_history(data, form, seed, num_resumes=RESUMES, workers=[0])
+    check_history(data, form, seed, RESUMES, workers=[*[0] * 300, 1, 2, 3] if IS_CAMPAIGN else [0])
 
 
 @pytest.mark.slow

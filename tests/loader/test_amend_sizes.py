@@ -42,7 +42,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Documents of 1 to 5 tokens; the first id says which one it is."""
     folder = tmp_path_factory.mktemp("data")
     save_word_tokenizer(folder, 3000)
-    for name, size, first in (("web", NUM_SAMPLES, 1), ("code", 90, 1001)):
+    for name, size, first in (("web", NUM_SAMPLES, 1), ("code", 15 * L // 2, 1001)):
         (folder / name).mkdir()
         write_numbered_tars(
             folder / name,

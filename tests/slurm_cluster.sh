@@ -164,9 +164,11 @@ start_munged() {
 start_accounting() {
   local why first_port=$1 sql=(mysql --no-defaults -uroot "--socket=$dir/db.socket")
   if ! pid_of mariadbd >/dev/null; then
-    [[ -d $dir/db/mysql ]] || mariadb-install-db --no-defaults --user=root --datadir="$dir/db" \
+    # its own: a mariadbd that starts removes the temporary tables of all others in a shared /tmp
+    mkdir -p "$dir/db-tmp"
+    [[ -d $dir/db/mysql ]] || TMPDIR=$dir/db-tmp mariadb-install-db --no-defaults --user=root --datadir="$dir/db" \
       --skip-test-db --auth-root-authentication-method=socket >"$dir/log/mariadb-install" 2>&1
-    mariadbd --no-defaults --user=root --datadir="$dir/db" --socket="$dir/db.socket" --skip-networking \
+    TMPDIR=$dir/db-tmp mariadbd --no-defaults --user=root --datadir="$dir/db" --socket="$dir/db.socket" --skip-networking \
       --pid-file="$dir/pid/mariadbd" --innodb-buffer-pool-size=64M --innodb-lock-wait-timeout=900 \
       >"$dir/log/mariadbd" 2>&1 </dev/null &
     until_true "$hang_s" "${sql[@]}" -e 'select 1'
@@ -194,7 +196,16 @@ CONF
   die 1 "slurmdbd did not start: $why"
 }
 
+# A start that failed says where, and what its logs end with: who called may remove the folder.
+explain() {
+  local code=$1 command=$2
+  ((code == 0 || code == 69)) && return
+  say "exit code $code after: $command"
+  tail -n 5 "$dir"/log/* >&2 || true
+}
+
 up() {
+  trap 'explain $? "$BASH_COMMAND"' EXIT
   ((EUID == 0)) || die 69 "needs root: slurmd starts jobs as any user"
   [[ ! -e $dir || -e $marker || -z $(ls -A "$dir") ]] || die 1 "$dir is not empty and not a test cluster's"
   ((${#dir} < 80)) || die 1 "$dir is too long a path: sockets lie in it"

@@ -125,6 +125,9 @@ class PlanOptions:
     append_eos: bool = _tokens(
         None, "end documents with the EOS token", of="texts", kept="always", shown="on for packed"
     )
+    add_special_tokens: bool = _tokens(
+        True, "put around each document what the tokenizer does, such as BOS", of="texts", kept="used"
+    )
     allow_special_tokens: bool = _tokens(
         False, "let '<|end_of_text|>' and the like in a text become control tokens", kept="always"
     )
@@ -144,6 +147,7 @@ class PlanOptions:
     chat_template: str = option("")  # its Jinja text
     chat_tokens: str = option("")  # the special tokens that a template may name, as JSON
     chat_versions: str = option("")  # of the libraries that render it
+    own_eos: bool = option(False)  # the tokenizer ends each document with EOS by itself, so none is appended
     rewritten: str = option("")  # sha256 of the last list in DATA/left_out, whose documents are left out
 
     def __post_init__(self) -> None:
@@ -241,7 +245,7 @@ class PlanOptions:
             raise UsageError("--messages_field is empty, expected the name of a field, such as messages")
         for item in dataclasses.fields(self):
             value, of = getattr(self, item.name), item.metadata.get("of")
-            if not value or value == item.default:
+            if value == item.default or not (value or item.default):
                 continue
             if of == "rows" and not self.has_rows:
                 raise UsageError(f"--{item.name} is for packed rows; add --record packed, or leave it out")

@@ -102,6 +102,7 @@ def verify_deep(
         folder / TOKENIZER_DIR / TOKENIZER_FILE,
         wanted="tokenizers",
         allow_special_tokens=plan.options.encodes_control_tokens,
+        add_special_tokens=plan.options.add_special_tokens,
         probe=plan.probe,
         probe_sha256=plan.probe_sha256,
         fast_is_equal=False,

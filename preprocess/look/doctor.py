@@ -29,6 +29,7 @@ from preprocess.make.engines import FEW_BYTES, PROBE
 from preprocess.make.worker import load_worker
 from preprocess.options import GROUPS, PrepConfig, WorkerSettings
 from preprocess.plan.cost_estimate import CostEstimate, measure, scratch_folder
+from preprocess.plan.document_ends import document_ends
 from preprocess.plan.plan_file import Plan, read_plan
 from preprocess.plan.planning import Sharding, make_plan
 from preprocess.resources import LEAST_WORKER_BYTES, allowed_cpus, cgroup_files, memory_limits
@@ -37,6 +38,7 @@ from shardprep.command_line import add_flags_of, given_of
 from shardprep.console import counted, print_lines, short_bytes, short_number
 from shardprep.errors import CannotWrite, NotFound, ShardprepError, UsageError
 from shardprep.files import PublishedFile, is_folder, size_of_file
+from shardprep.format.names import TOKENIZER_DIR
 from shardprep.own_packages import REMEDY, mixed_packages
 
 WARNING_EXIT_CODE = 1
@@ -395,7 +397,7 @@ def check_plan(config: PrepConfig, sharding: Sharding, what: str = "this text") 
         f"{short_number(cost.num_tokens)} tokens, {cost.core_hours:.2g} core hours, "
         f"{counted(plan.num_shards, 'shard')} of up to {cost.longest_shard_s:.0f} s on one core"
     )
-    findings = [Finding("input", text), _tokenizer_finding(plan), engine_finding(plan, said, what)]
+    findings = [Finding("input", text), _tokenizer_finding(plan, said), engine_finding(plan, said, what)]
     return Planned(findings, plan, cost)
 
 
@@ -407,21 +409,25 @@ def check_folder(folder: Path, num_cpus: int) -> Planned:
         if plan is None:
             return Planned([])
         worker = load_worker(plan, folder, WorkerSettings(), num_cpus=num_cpus, warn=said.append)
+        if not plan.options.is_chat:
+            said.append(document_ends(plan, worker.engine, folder / TOKENIZER_DIR))
         cost = measure(plan, worker.engine)
     except ShardprepError as error:
         return Planned([finding_of_error("plan", error)])
     size = short_bytes(sum(plan.shard_bytes()))
     text = f"plan {plan.plan_id[:12]} of {counted(plan.num_shards, 'shard')}, {size} of input"
     engine = engine_finding(plan, said, "the plan's probe", worker.engine.name)
-    return Planned([Finding("plan", text), _tokenizer_finding(plan), engine], plan, cost)
+    return Planned([Finding("plan", text), _tokenizer_finding(plan, said), engine], plan, cost)
 
 
-def _tokenizer_finding(plan: Plan) -> Finding:
+def _tokenizer_finding(plan: Plan, said: list[str]) -> Finding:
+    """Which tokens it has for what; ``said`` by planning, what documents begin and end with."""
     spec = plan.tokenizer
     text = (
         f"{spec.model_id} is a fast one, {spec.vocab_size} ids; BOS {spec.bos_token_id}, "
         f"EOS {spec.eos_token_id}, PAD {spec.pad_token_id}"
     )
+    text += "".join(f"; {line}" for line in said if line.startswith("documents begin "))
     if spec.pad_token_id is not None and spec.pad_token_id == spec.eos_token_id:
         todo = "give it a pad token of its own; this project's loader masks by length, others lose EOS labels"
         return Finding("tokenizer", f"{text}: PAD is EOS", todo)

@@ -75,6 +75,17 @@ class Engine:
     encode_bare: Encode  # the same without BOS and whatever else the tokenizer adds around a text
     encode_chat: EncodeChat | None = None  # likewise, NO_LOSS in the ids outside of spans of characters
 
+    def added_ids(self) -> tuple[list[int], list[int]]:
+        """The ids that it puts before and after each text."""
+        around, bare = self.encode(["a"]).ids.tolist(), self.encode_bare(["a"]).ids.tolist()
+        places = range(len(around) - len(bare) + 1)
+        begin = next(place for place in places if around[place : place + len(bare)] == bare)
+        return around[:begin], around[begin + len(bare) :]
+
+    def bare(self) -> Engine:
+        """The same one, which puts nothing around a text."""
+        return dataclasses.replace(self, encode=self.encode_bare)
+
     def encode_documents(
         self,
         texts: Sequence[str],
@@ -112,13 +123,11 @@ class Engine:
             for whole in encodable_pieces(pieces, can_be_cut=False):
                 yield self.encode([whole]).ids
         else:
-            around, bare = self.encode(["a"]).ids, self.encode_bare(["a"]).ids
-            places = range(len(around) - len(bare) + 1)
-            num_before = next(n for n in places if np.array_equal(around[n : n + len(bare)], bare))
-            yield around[:num_before]
+            before, after = self.added_ids()
+            yield np.array(before, np.uint32)
             for piece in encodable_pieces(pieces, can_be_cut=True):
                 yield self.encode_bare([piece]).ids
-            yield around[num_before + len(bare) :]
+            yield np.array(after, np.uint32)
         if end_id is not None:
             yield np.array([end_id], np.uint32)
 
@@ -487,6 +496,7 @@ def load_engine(
     probe_sha256: str,
     fast_is_equal: bool,
     warn: Callable[[str], None],
+    add_special_tokens: bool = True,
 ) -> Engine:
     """The engine of a worker, once it has given the reference's ids for the plan's probe.
 
@@ -503,7 +513,7 @@ def load_engine(
             expected_sha256=probe_sha256,
         )
         if isinstance(fast, Engine):
-            return fast
+            return fast if add_special_tokens else fast.bare()
         if wanted != "auto":
             raise UsageError(f"--engine {wanted} fails for {tokenizer_json}: {fast}; use --engine auto")
         warn(f"gigatoken cannot be used for this tokenizer ({fast}); going on with tokenizers, slower")
@@ -514,7 +524,7 @@ def load_engine(
             f"tokenizers {engine.version} encodes the plan's probe to other ids than at planning "
             f"({found[:12]}, expected {probe_sha256[:12]}); install the version that planned, or plan anew"
         )
-    return engine
+    return engine if add_special_tokens else engine.bare()
 
 
 LLAMA3_REGEX = (

@@ -285,6 +285,7 @@ def load_worker(
         folder / TOKENIZER_DIR / TOKENIZER_FILE,
         wanted="tokenizers" if plan.options.is_chat else settings.engine,
         allow_special_tokens=plan.options.encodes_control_tokens,
+        add_special_tokens=plan.options.add_special_tokens,
         probe=plan.probe,
         probe_sha256=plan.probe_sha256,
         fast_is_equal=plan.allows_gigatoken,

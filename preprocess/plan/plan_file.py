@@ -104,8 +104,9 @@ class Plan:
 
     @property
     def end_id(self) -> int | None:
-        """The token that ends each document: EOS where it is appended."""
-        return self.tokenizer.eos_token_id if self.options.append_eos else None
+        """The token that is put behind each document: EOS where it is appended."""
+        options = self.options
+        return self.tokenizer.eos_token_id if options.append_eos and not options.own_eos else None
 
     @property
     def allows_gigatoken(self) -> bool:

@@ -33,6 +33,7 @@ from preprocess.formats.text_changes import text_versions
 from preprocess.make.engines import FEW_BYTES, Engine, equal_fast_engine, ids_sha256
 from preprocess.options import PlanOptions, PrepConfig
 from preprocess.plan.cost_estimate import CostEstimate, measure, sample_texts, scratch_folder
+from preprocess.plan.document_ends import document_ends
 from preprocess.plan.plan_file import (
     Boundary,
     Plan,
@@ -460,8 +461,9 @@ def make_plan(
                 "by PAD lose those of EOS; this project's loader masks by length and keeps them"
             )
         plan, engine = _plan_of(config, listing, division, resolved, say)
-        lacks_eos = tokenizer.eos_token_id not in (None, *engine.encode_documents(["a"]).ids[-1:].tolist())
-        if config.record == "documents" and not config.append_eos and lacks_eos:
+        if not plan.options.is_chat:
+            say(document_ends(plan, engine, resolved.folder))
+        if not (plan.options.has_rows or plan.options.append_eos or tokenizer.eos_token_id is None):
             say(
                 "note: documents end without EOS, so a model fine-tuned on them never learns to stop; "
                 "add --append_eos, or train with seq_len=, which puts EOS behind each document"
@@ -562,8 +564,14 @@ def _num_shards(inputs: list[InputFile], inspected: list[Inspected], sharding: S
     return None if sharding == Sharding() else num_shards
 
 
+def ends_itself(resolved: ResolvedTokenizer) -> bool:
+    """Whether a tokenizer puts EOS behind each text."""
+    _, after = resolved.reference.added_ids()
+    return resolved.spec.eos_token_id in after[-1:]
+
+
 def _settled_options(
-    config: PrepConfig, listing: InputListing, tokenizer_folder: Path, say: Callable[[str], None]
+    config: PrepConfig, listing: InputListing, resolved: ResolvedTokenizer, say: Callable[[str], None]
 ) -> PlanOptions:
     """The options with what planning found out, such as a conversation's template. Raises UsageError."""
     options = config.plan_options()
@@ -571,12 +579,17 @@ def _settled_options(
     found["text_versions"] = text_versions(options)
     if options.is_chat:
         template = chat_template_of(
-            tokenizer_folder, config.chat_template_file, allows_control_tokens=options.allow_special_tokens
+            resolved.folder, config.chat_template_file, allows_control_tokens=options.allow_special_tokens
         )
         for note in template_notes(template):
             say(f"warning: {note}")
         found |= {"chat_template": template.text, "chat_tokens": template.tokens}
         found |= {"chat_versions": chat_versions()}
+    elif options.add_special_tokens and ends_itself(resolved):
+        # Shards of a plan from before this was known go on as they began.
+        frozen = read_plan(config.output_dir)
+        if frozen is None or frozen.options.own_eos:
+            found |= {"append_eos": True, "own_eos": True}
     return dataclasses.replace(options, **found)
 
 
@@ -591,7 +604,7 @@ def _plan_of(
     plan = Plan(
         plan_id="",
         input_dir=config.input_dir.resolve(),
-        options=_settled_options(config, listing, resolved.folder, say),
+        options=_settled_options(config, listing, resolved, say),
         max_bad_fraction=config.max_bad_fraction,
         tokenizer=resolved.spec,
         tokenizer_files=stamp_tokenizer(resolved.folder),
@@ -609,7 +622,7 @@ def _plan_of(
     plan = dataclasses.replace(plan, plan_id=plan_id(plan))
     is_little = config.engine == "auto" and sum(plan.shard_bytes()) < FEW_BYTES
     if config.engine == "tokenizers" or plan.options.is_chat or is_little:
-        return plan, resolved.reference
+        return plan, _as_planned(resolved.reference, plan)
     texts = [*resolved.probe, *sample_texts(plan, num_bytes=1 << 18)]
     fast = equal_fast_engine(
         resolved.folder / TOKENIZER_FILE,
@@ -620,9 +633,14 @@ def _plan_of(
     if isinstance(fast, Engine) and not resolved.passes_gate(fast):
         fast = "its ids differ from those of tokenizers"
     if isinstance(fast, Engine):
-        return dataclasses.replace(plan, fast_engine_is_equal=True, fast_engine=fast.name), fast
+        plan = dataclasses.replace(plan, fast_engine_is_equal=True, fast_engine=fast.name)
+        return plan, _as_planned(fast, plan)
     say(f"gigatoken is not used for this tokenizer ({fast}); tokenizers encodes, several times slower")
-    return plan, resolved.reference
+    return plan, _as_planned(resolved.reference, plan)
+
+
+def _as_planned(engine: Engine, plan: Plan) -> Engine:
+    return engine if plan.options.add_special_tokens else engine.bare()
 
 
 def _input_sha256s(plan: Plan) -> list[str]:

@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,13 +119,15 @@ def open_here(folder: str) -> Opening:
     )
 
 
-def footprints(folder: Path, options: Mapping[str, Any], epochs: tuple[int, ...]) -> list[Footprint]:
+def footprints(
+    folder: Path, options: Mapping[str, Any], epochs: tuple[int, ...], *, batch_size: int = 8
+) -> list[Footprint]:
     """Of a loader with two persistent workers, after each of ``epochs``, ascending."""
     from loader import get_llama3_dataloader
 
     before = set(multiprocessing.active_children())
     found = []
-    with get_llama3_dataloader(folder, 8, num_workers=2, **options) as loader:
+    with get_llama3_dataloader(folder, batch_size, num_workers=2, **options) as loader:
         for epoch in range(1, max(epochs) + 1):
             for _ in loader:
                 pass
@@ -144,6 +146,15 @@ def _footprint(processes: list[int]) -> Footprint:
         memory.append(1024 * sum(map(int, re.findall(r"^Rss: +(\d+) kB", rollups, re.MULTILINE))))
         handles.append(sum(1 for pid in processes for _ in Path(f"/proc/{pid}/fd").iterdir()))
     return Footprint(resident_bytes=min(memory), num_handles=min(handles))
+
+
+def peak_bytes_of(work: Callable[[], object]) -> int:
+    """What this process takes at most, above what it had, while it does something."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    before = _status_bytes("VmRSS")
+    work()
+    return _status_bytes("VmHWM") - before
 
 
 def _status_bytes(name: str) -> int:

@@ -7,6 +7,7 @@ The groups depend on the documents alone, never on how these were batched.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -160,7 +161,7 @@ class BestFitRows:
         self._dtype = row_dtype(spec)
         self._buffer = np.full((num_open, spec.seq_len), pad_id(spec), self._dtype)
         self._free = list(range(num_open - 1, -1, -1))  # rows of the buffer that hold nothing
-        self._spaces = 0  # bit s: some open row has s tokens of space
+        self._spaces: list[int] = []  # of the open rows, each once, ascending
         self._open: dict[int, list[int]] = {}  # space -> the open rows that have it
         self._starts_of: list[list[tuple[int, Provenance]]] = [[] for _ in range(num_open)]
         self._first_of: list[Provenance] = [(0, 0, bytes(DIGEST_BYTES))] * num_open
@@ -196,9 +197,9 @@ class BestFitRows:
     def _put(self, ids: Ids, first: Provenance, *, is_start: bool) -> None:
         """Place at most a row's worth of ids. What goes on from another row always opens one."""
         length = len(ids)
-        fitting = self._spaces >> length if is_start else 0
-        if fitting:
-            space = length + (fitting & -fitting).bit_length() - 1
+        place = bisect.bisect_left(self._spaces, length) if is_start else len(self._spaces)
+        if place < len(self._spaces):
+            space = self._spaces[place]
             row = self._pop(space)
         else:
             space = self._spec.seq_len
@@ -210,21 +211,23 @@ class BestFitRows:
             self._starts_of[row].append((begin, first))
         if space == length:
             self._close(row, 0)
+        elif rows := self._open.get(space - length):
+            rows.append(row)
         else:
-            self._open.setdefault(space - length, []).append(row)
-            self._spaces |= 1 << (space - length)
+            self._open[space - length] = [row]
+            bisect.insort(self._spaces, space - length)
 
     def _pop(self, space: int) -> int:
         rows = self._open[space]
         row = rows.pop(0)
         if not rows:
             del self._open[space]
-            self._spaces ^= 1 << space
+            del self._spaces[bisect.bisect_left(self._spaces, space)]
         return row
 
     def _new_row(self) -> int:
         if not self._free:
-            fullest = (self._spaces & -self._spaces).bit_length() - 1
+            fullest = self._spaces[0]
             self._close(self._pop(fullest), fullest)
         return self._free.pop()
 

@@ -29,7 +29,7 @@ from preprocess.make.engines import FEW_BYTES, PROBE
 from preprocess.make.worker import load_worker
 from preprocess.options import GROUPS, PrepConfig, WorkerSettings
 from preprocess.plan.cost_estimate import CostEstimate, measure, scratch_folder
-from preprocess.plan.document_ends import document_ends
+from preprocess.plan.document_ends import document_ends_lines
 from preprocess.plan.plan_file import Plan, read_plan
 from preprocess.plan.planning import Sharding, make_plan
 from preprocess.resources import LEAST_WORKER_BYTES, allowed_cpus, cgroup_files, memory_limits
@@ -409,8 +409,7 @@ def check_folder(folder: Path, num_cpus: int) -> Planned:
         if plan is None:
             return Planned([])
         worker = load_worker(plan, folder, WorkerSettings(), num_cpus=num_cpus, warn=said.append)
-        if not plan.options.is_chat:
-            said.append(document_ends(plan, worker.engine, folder / TOKENIZER_DIR))
+        said += document_ends_lines(plan, folder / TOKENIZER_DIR)
         cost = measure(plan, worker.engine)
     except ShardprepError as error:
         return Planned([finding_of_error("plan", error)])

@@ -341,6 +341,8 @@ def ids_around(processor: dict[str, Any] | None) -> tuple[list[int], list[int]]:
         if len(found) > 1:
             raise ValueError(f"{len(found)} post-processors add tokens")
         return found[0] if found else ([], [])
+    if kind in ("BertProcessing", "RobertaProcessing"):
+        return [processor["cls"][1]], [processor["sep"][1]]
     if kind != "TemplateProcessing":
         raise ValueError(f"post-processor {kind}")
     names = ["" if "Sequence" in item else item["SpecialToken"]["id"] for item in processor["single"]]

@@ -4,22 +4,43 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from preprocess.make.engines import Engine, split_tokenizer
+from preprocess.make.engines import ids_around, split_tokenizer
 from preprocess.plan.plan_file import Plan
 from preprocess.plan.tokenizer_files import MAX_TOKENIZER_BYTES, TOKENIZER_FILE
 from shardprep.files import read_regular
 
 
-def document_ends(plan: Plan, engine: Engine, tokenizer_folder: Path) -> str:
-    """What each document of a plan begins and ends with, in words."""
+def document_ends(plan: Plan, tokenizer_folder: Path) -> tuple[str, str] | None:
+    """The tokens that each document of a plan begins and ends with: names and ids, "" for none.
+
+    None for conversations, whose template decides, and where the tokenizer's post-processor is of an unknown
+    kind. Raises what reading raises.
+    """
     head, _ = split_tokenizer(read_regular(tokenizer_folder / TOKENIZER_FILE, max_bytes=MAX_TOKENIZER_BYTES))
     names = {token["id"]: f"{token['content']} ({token['id']})" for token in head.get("added_tokens") or []}
-    before, after = engine.added_ids()
-    ends = [*after, *(() if plan.end_id is None else (plan.end_id,))]
-    begin_text, end_text = (" ".join(names.get(i, str(i)) for i in ids) for ids in (before, ends))
-    if not (before or ends):
-        return "documents begin and end without a control token"
-    begin_text, end_text = (
-        f"with {text}" if text else "without a control token" for text in (begin_text, end_text)
-    )
-    return f"documents begin {begin_text} and end {end_text}"
+    try:
+        before, after = ids_around(head.get("post_processor"))
+    except ValueError:
+        return None
+    if plan.options.is_chat:
+        return None
+    if not plan.options.add_special_tokens:
+        before, after = [], []
+    if plan.end_id is not None:
+        after = [*after, plan.end_id]
+
+    def named(ids: list[int]) -> str:
+        return " ".join(names.get(i, str(i)) for i in ids)
+
+    return named(before), named(after)
+
+
+def document_ends_lines(plan: Plan, tokenizer_folder: Path) -> list[str]:
+    """The same in a sentence, if it is known."""
+    found = document_ends(plan, tokenizer_folder)
+    if found is None:
+        return []
+    if not any(found):
+        return ["documents begin and end without a control token"]
+    begin, end = (f"with {text}" if text else "without a control token" for text in found)
+    return [f"documents begin {begin} and end {end}"]

@@ -33,7 +33,7 @@ from preprocess.formats.text_changes import text_versions
 from preprocess.make.engines import FEW_BYTES, Engine, equal_fast_engine, ids_sha256
 from preprocess.options import PlanOptions, PrepConfig
 from preprocess.plan.cost_estimate import CostEstimate, measure, sample_texts, scratch_folder
-from preprocess.plan.document_ends import document_ends
+from preprocess.plan.document_ends import document_ends_lines
 from preprocess.plan.plan_file import (
     Boundary,
     Plan,
@@ -461,8 +461,8 @@ def make_plan(
                 "by PAD lose those of EOS; this project's loader masks by length and keeps them"
             )
         plan, engine = _plan_of(config, listing, division, resolved, say)
-        if not plan.options.is_chat:
-            say(document_ends(plan, engine, resolved.folder))
+        for line in document_ends_lines(plan, resolved.folder):
+            say(line)
         if not (plan.options.has_rows or plan.options.append_eos or tokenizer.eos_token_id is None):
             say(
                 "note: documents end without EOS, so a model fine-tuned on them never learns to stop; "

@@ -29,6 +29,7 @@ import numpy as np
 import shardprep
 from preprocess.done_shards import MadeShards, read_findings
 from preprocess.options import PrepConfig, flags_of
+from preprocess.plan.document_ends import document_ends
 from preprocess.plan.plan_file import Plan, is_one_file_a_shard, need_plan
 from shardprep.console import Progress, print_lines, printable, say
 from shardprep.errors import BrokenShard, ReadWriteError, ShardprepError, UsageError
@@ -38,6 +39,7 @@ from shardprep.format.input_formats import input_kind
 from shardprep.format.manifest import COLUMNS, DatasetIndex, ShardCounts, manifest_ids, read_index, read_osts
 from shardprep.format.names import (
     INDEX_NAME,
+    TOKENIZER_DIR,
     id_ranges,
     ids_of_ranges,
     idx_path,
@@ -311,6 +313,7 @@ def _data(folder: Path, plan: Plan, sums: ManifestSums, index: DatasetIndex | No
         "seq_len": plan.options.seq_len,
         "pack": plan.options.pack if plan.spec.has_rows else None,
         "tokenizer": dataclasses.asdict(plan.tokenizer),
+        "document_ends": _document_ends(folder, plan),
         "num_inputs": len(plan.inputs),
         "inputs_left_out": {
             reason: {"num_names": len(names), "names": names} for reason, names in plan.left_out.items()
@@ -592,6 +595,15 @@ def _osts(folder: Path, plan: Plan, sums: ManifestSums) -> list[dict[str, Any]] 
         {"ost": ost if ost >= 0 else None, "num_shards": len(sizes), "num_bytes": sum(sizes)}
         for ost, sizes in sorted(found.items())
     ]
+
+
+def _document_ends(folder: Path, plan: Plan) -> dict[str, str] | None:
+    """The tokens that a document begins and ends with, "" for none; None where that is not known."""
+    try:
+        found = document_ends(plan, folder / TOKENIZER_DIR)
+    except ShardprepError:
+        return None
+    return None if found is None else dict(zip(("begin", "end"), found, strict=True))
 
 
 def _again(plan: Plan, sums: ManifestSums) -> dict[str, Any]:

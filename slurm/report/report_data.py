@@ -7,9 +7,10 @@ docs/report_json.md describes it. Each manifest is read once, and no shard: 10,0
 from __future__ import annotations
 
 import argparse
-import bisect
+import contextlib
 import dataclasses
 import datetime
+import functools
 import itertools
 import json
 import math
@@ -65,12 +66,9 @@ _MIN_GAP_S = 60.0
 _MIN_GAP_SHARE = 0.05  # of the time in which shards were made: a longer pause is no part of the time axis
 _MAX_EXAMPLES = 100
 _NUM_THREADS = 8  # opening a file on Lustre is a wait for its server
-_MANIFESTS_PER_PART = 64
 _MAX_TIME_S = 253_402_300_799  # the end of the year 9999: a date can be written
 _MAX_QUARANTINE_BYTES = 4 << 20  # of one file: some 20,000 documents
 _EXCERPT_BYTES, _EXCERPT_CHARS, _DETAIL_CHARS = 480, 160, 300
-_READ_ERRORS = (OSError, LookupError, ValueError, TypeError, RuntimeError, MemoryError)  # pyarrow's, too
-_MOST_EXCERPT_BYTES = 16 << 20  # that are decompressed, or held of a table, for an excerpt
 _URL_USER = re.compile(r"(?<=://)[^/\s@]+@")
 _URL_SECRET = re.compile(r"(?i)([?&][\w-]*(?:token|key|secret|password|signature|credential)[\w-]*=)[^&\s#]+")
 
@@ -123,26 +121,23 @@ def sum_manifests(
     """Read the manifests of these shards, eight at a time, and add them up.
 
     A manifest that is broken, gone or of another plan is named in the sums and counted in no number.
-    ``progress`` is called with the number of manifests that were read since its last call.
     """
     sums = ManifestSums()
-    parts = [shard_ids[n : n + _MANIFESTS_PER_PART] for n in range(0, len(shard_ids), _MANIFESTS_PER_PART)]
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        read = pool.map(lambda part: [_read_manifest(folder, shard_id) for shard_id in part], parts)
-        for part, manifests in zip(parts, read, strict=True):
-            for shard_id, manifest in zip(part, manifests, strict=True):
-                if manifest is None:
-                    sums.not_read.append(shard_id)
-                    continue
-                making, tar_bytes, numbers = manifest
-                if making.plan_id != plan_id:
-                    sums.other_plan.append(shard_id)
-                    continue
-                sums.made.append(making)
-                sums.tar_bytes.append(tar_bytes)
-                sums.with_left_out += [shard_id] if numbers["quarantined"] else []
-                _add(sums.totals, numbers)
-            progress(len(part))
+        manifests = pool.map(functools.partial(_read_manifest, folder), shard_ids)
+        for shard_id, manifest in zip(shard_ids, manifests, strict=True):
+            progress(1)
+            if manifest is None:
+                sums.not_read.append(shard_id)
+                continue
+            making, tar_bytes, numbers = manifest
+            if making.plan_id != plan_id:
+                sums.other_plan.append(shard_id)
+                continue
+            sums.made.append(making)
+            sums.tar_bytes.append(tar_bytes)
+            sums.with_left_out += [shard_id] if numbers["quarantined"] else []
+            _add(sums.totals, numbers)
     return sums
 
 
@@ -185,13 +180,16 @@ def _add(totals: dict[str, Any], numbers: Mapping[str, Any]) -> None:
 
 def report_data(folder: Path, plan: Plan, sums: ManifestSums, *, num_examples: int) -> dict[str, Any]:
     """The whole report. Reads index.json, osts.json, quarantine files, and what ``_attempts`` reads."""
-    totals, made, index = sums.totals, sums.made, _index(folder, plan)
+    totals, made, wrong = sums.totals, sums.made, read_findings(folder, plan.plan_id)
+    index: DatasetIndex | None = None
+    with contextlib.suppress(ShardprepError):
+        index = read_index(folder) if size_of_file(folder / INDEX_NAME) is not None else None
+    if index is not None and index.spec.plan_id != plan.plan_id:
+        index = None
     data = _data(folder, plan, sums, index)
-    wrong = read_findings(folder, plan.plan_id)
-    done = MadeShards(
-        done={each.shard_id: each for each in made}, tar_bytes={}, wrong=wrong, other_plan=[], broken={}
-    )
-    state = find_state(folder, plan, if_away=lambda _: None, made=done)
+    done = {each.shard_id: each for each in made}
+    shards = MadeShards(done=done, tar_bytes={}, wrong=wrong, other_plan=[], broken={})
+    state = find_state(folder, plan, if_away=lambda _: None, made=shards)
     status = status_of(state)
     sources = totals["sources"]
     if data["has_index_alone"] and index is not None:
@@ -216,8 +214,7 @@ def report_data(folder: Path, plan: Plan, sums: ManifestSums, *, num_examples: i
         "attempts": {**_attempts(state, status, made), "num_restarted_shards": totals["num_restarted"]},
         "again": _again(plan, sums),
     }
-    cleaned: dict[str, Any] = _without_secrets(report)
-    return cleaned
+    return _without_secrets(report)
 
 
 def _attempts(state: DatasetState, status: Mapping[str, Any], made: Sequence[ShardMaking]) -> dict[str, Any]:
@@ -254,6 +251,11 @@ def _submission(state: DatasetState, submission: Submission, made: Sequence[Shar
     failed = [each for each in state.attempts.own if each.job_id in job_ids]
     peaks = [each.peak_bytes for each in failed if each.peak_bytes]
     seen = max([each.max_rss_bytes for each in made if submission.made(each)] + peaks, default=0)
+
+    def most(name: str) -> int | None:  # None, which is no limit, where one of them is None
+        values = [getattr(array, name) for array in arrays]
+        return None if None in values else max(values)
+
     return {
         "number": submission.number,
         "submitted": submission.submitted,
@@ -262,28 +264,12 @@ def _submission(state: DatasetState, submission: Submission, made: Sequence[Shar
         "job_ids": job_ids,
         "partition": arrays[0].request.partition,
         "cpus_per_task": arrays[0].request.cpus_per_task,
-        "mem_mb": _most([array.mem_mb for array in arrays]),
-        "time_min": _most([array.time_min for array in arrays]),
+        "mem_mb": most("mem_mb"),
+        "time_min": most("time_min"),
         "num_failed_tasks": sum(each.ended is not None for each in failed),
         "max_rss_mb": math.ceil(seen / 2**20) if seen else None,
         "longest_task_s": longest_task_s(submission, made) or None,
     }
-
-
-def _most(values: Sequence[int | None]) -> int | None:
-    """The largest; None, which is no limit, where one of them is None."""
-    return None if None in values else max(filter(None, values))
-
-
-def _index(folder: Path, plan: Plan) -> DatasetIndex | None:
-    """index.json, where it is there, whole, and of this plan."""
-    if size_of_file(folder / INDEX_NAME) is None:
-        return None
-    try:
-        index = read_index(folder)
-    except ShardprepError:
-        return None
-    return index if index.spec.plan_id == plan.plan_id else None
 
 
 def _data(folder: Path, plan: Plan, sums: ManifestSums, index: DatasetIndex | None) -> dict[str, Any]:
@@ -296,6 +282,9 @@ def _data(folder: Path, plan: Plan, sums: ManifestSums, index: DatasetIndex | No
     without_manifest = [n for n in missing if there[n] == [True, True, False]]
     names_of_counts = [item.name for item in dataclasses.fields(ShardCounts)]
     counts = [name for name in names_of_counts if isinstance(totals[name], int)]
+    fraction, ends = plan.options.validation_fraction, None
+    with contextlib.suppress(ShardprepError):
+        ends = document_ends(plan, folder / TOKENIZER_DIR)
     return {
         "plan_id": plan.plan_id,
         "num_shards": plan.num_shards,
@@ -313,7 +302,7 @@ def _data(folder: Path, plan: Plan, sums: ManifestSums, index: DatasetIndex | No
         "seq_len": plan.options.seq_len,
         "pack": plan.options.pack if plan.spec.has_rows else None,
         "tokenizer": dataclasses.asdict(plan.tokenizer),
-        "document_ends": _document_ends(folder, plan),
+        "document_ends": None if ends is None else {"begin": ends[0], "end": ends[1]},
         "num_inputs": len(plan.inputs),
         "inputs_left_out": {
             reason: {"num_names": len(names), "names": names} for reason, names in plan.left_out.items()
@@ -322,9 +311,7 @@ def _data(folder: Path, plan: Plan, sums: ManifestSums, index: DatasetIndex | No
         "tar_bytes": sum(sums.tar_bytes),
         "idx_bytes": totals["idx_bytes"],
         "num_left_out": sum(totals["quarantined"].values()),
-        "validation": {"fraction": plan.options.validation_fraction, **totals["validation"]}
-        if plan.options.validation_fraction
-        else None,
+        "validation": {"fraction": fraction, **totals["validation"]} if fraction else None,
         "withdrawn": withdrawn_counts(folder, plan.plan_id),
         **{name: totals[name] for name in counts},
         "tokens_per_byte": _ratio(totals["num_tokens"], totals["input_bytes"]),
@@ -401,73 +388,19 @@ def _quarantined(folder: Path, shard_id: int) -> Iterator[tuple[str, dict[str, A
 
 
 def _excerpt(plan: Plan, entry: Mapping[str, Any]) -> str:
-    """The beginning of a document's text, or its row as JSON, if its input is there and it costs little."""
-    kind, path = input_kind(entry["input"]), plan.input_dir / entry["input"]
-    try:
-        if kind.unit == "row":
-            text = _row_at(path, entry["offset"], is_parquet=".parquet" in kind.format.suffixes)
-        elif kind.compression:
-            raw = _decompressed_at(path, kind.compression, entry["offset"], plan.options.zstd_long)
-            text = raw[: entry["num_bytes"]].decode(plan.options.encoding, "replace")
-        else:
-            with ReadFile(path) as file:
-                raw = file.read_beginning(entry["offset"], min(entry["num_bytes"], _EXCERPT_BYTES))
-            text = raw.decode(plan.options.encoding, "replace")
-    except (ShardprepError, ImportError, *_READ_ERRORS):
+    """The beginning of a document's text, if its input is there; nothing of tables and compressed files."""
+    if entry["unit"] == "row" or input_kind(entry["input"]).compression:
         return ""
-    text = printable(text.strip())
+    try:
+        with ReadFile(plan.input_dir / entry["input"]) as file:
+            raw = file.read_beginning(entry["offset"], min(entry["num_bytes"], _EXCERPT_BYTES))
+    except (ShardprepError, OSError):
+        return ""
+    text = printable(raw.decode(plan.options.encoding, "replace").strip())
     return text if len(text) <= _EXCERPT_CHARS else f"{text[:_EXCERPT_CHARS]}..."
 
 
-def _decompressed_at(path: Path, suffix: str, offset: int, zstd_long: int) -> bytes:
-    """The bytes of a compressed text from a place on; none where it is far from the file's beginning."""
-    from preprocess.formats.compression import COMPRESSIONS, decompressed
-    from preprocess.formats.inputs import OpenInput
-
-    file, at, found = OpenInput(path), 0, b""
-    if offset <= _MOST_EXCERPT_BYTES:
-        span = (0, file.stamp.num_bytes)
-        for piece in decompressed(file, COMPRESSIONS[suffix], file.read, span, _EXCERPT_BYTES, zstd_long):
-            found += piece.data[max(0, offset - at) :]
-            at += len(piece.data)
-            if len(found) >= _EXCERPT_BYTES:
-                break
-    return found[:_EXCERPT_BYTES]
-
-
-def _row_at(path: Path, row: int, *, is_parquet: bool) -> str:
-    """A row of a table as JSON; nothing where its row group or record batch is large."""
-    from pyarrow import ipc, parquet
-
-    from preprocess.formats.arrow import BATCH, has_footer, messages_of
-    from preprocess.formats.columns import InputStream
-    from preprocess.formats.inputs import OpenInput
-
-    file = OpenInput(path)
-    if is_parquet:
-        table = parquet.ParquetFile(InputStream(file), pre_buffer=False)
-        groups = [table.metadata.row_group(number) for number in range(table.metadata.num_row_groups)]
-        sizes = [(group.num_rows, group.total_byte_size) for group in groups]
-    else:
-        messages = list(messages_of(file))
-        batches = [each for each in messages if each.kind == BATCH]
-        sizes = [(each.num_rows, each.end - each.start) for each in batches]
-    number = bisect.bisect_right([*itertools.accumulate(rows for rows, _ in sizes)], row)
-    if sizes[number][1] > _MOST_EXCERPT_BYTES:
-        return ""
-    if is_parquet:
-        part = table.read_row_group(number, use_threads=False)
-    elif has_footer(file):
-        part = ipc.open_file(InputStream(file)).get_batch(number)
-    else:
-        spans = [(each.start, each.end) for each in messages if each.kind != BATCH or each is batches[number]]
-        part = next(iter(ipc.open_stream(InputStream(file, spans))))
-    (found,) = part.slice(row - sum(rows for rows, _ in sizes[:number]), 1).to_pylist()
-    return json.dumps(found, ensure_ascii=False, default=str)
-
-
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """The least, the median and the most of some numbers."""
     return {"least": min(values), "median": statistics.median(values), "most": max(values)}
 
 
@@ -595,15 +528,6 @@ def _osts(folder: Path, plan: Plan, sums: ManifestSums) -> list[dict[str, Any]] 
         {"ost": ost if ost >= 0 else None, "num_shards": len(sizes), "num_bytes": sum(sizes)}
         for ost, sizes in sorted(found.items())
     ]
-
-
-def _document_ends(folder: Path, plan: Plan) -> dict[str, str] | None:
-    """The tokens that a document begins and ends with, "" for none; None where that is not known."""
-    try:
-        found = document_ends(plan, folder / TOKENIZER_DIR)
-    except ShardprepError:
-        return None
-    return None if found is None else dict(zip(("begin", "end"), found, strict=True))
 
 
 def _again(plan: Plan, sums: ManifestSums) -> dict[str, Any]:

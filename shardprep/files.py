@@ -15,7 +15,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import io
+import itertools
 import logging
 import mmap
 import os
@@ -29,22 +29,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+T = TypeVar("T")
 HASH_BLOCK_BYTES = 4 << 20
 NOT_THERE = (FileNotFoundError, NotADirectoryError)
-_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFCHR: "a character device",
-    stat.S_IFBLK: "a block device",
-    stat.S_IFSOCK: "a socket",
-}
+_KINDS = {"d": "a folder", "p": "a FIFO", "c": "a character device", "b": "a block device", "s": "a socket"}
 
 
 def open_regular(path: Path) -> int:
@@ -70,7 +65,7 @@ def _opened(path: Path | str) -> tuple[int, int]:
 
 
 def _no_regular_file(path: Path | str, mode: int) -> BrokenShard:
-    kind = _KINDS.get(stat.S_IFMT(mode), "of another kind")
+    kind = _KINDS.get(stat.filemode(mode)[0], "of another kind")
     return BrokenShard(f"{path} is {kind}, expected a regular file; put the file itself there")
 
 
@@ -174,9 +169,10 @@ class HashedFile(ReadFile):
 
     def sha256(self) -> str:
         """The hash, in hex, of the whole file, the rest of which is read."""
-        while (end := self._first + len(self._held)) < self.num_bytes:
-            self.forget(end)
-            self.read(end, min(HASH_BLOCK_BYTES, self.num_bytes - end))
+        self.forget(self.num_bytes)
+        for begin in range(self._first, self.num_bytes, HASH_BLOCK_BYTES):
+            self._digest.update(super().read(begin, min(HASH_BLOCK_BYTES, self.num_bytes - begin)))
+        self._first = self.num_bytes
         return self._digest.hexdigest()
 
 
@@ -213,11 +209,12 @@ def read_regular(path: Path | str, *, max_bytes: int) -> bytes:
 
 def read_beginning(path: Path, num_bytes: int) -> bytes:
     """The first bytes of a file; none where it is not there. Raises BrokenShard or ReadWriteError."""
-    try:
-        with errors_named(path), os.fdopen(open_regular(path), "rb", buffering=0) as file:
-            return file.read(num_bytes)
-    except NOT_THERE:
-        return b""
+
+    def read() -> bytes:
+        with ReadFile(path) as file:
+            return file.read_beginning(0, num_bytes)
+
+    return _unless_missing(path, read, b"")
 
 
 Digest = Annotated[str, "64 hex digits"]  # a sha256
@@ -233,44 +230,31 @@ class FileStamp:
 
 def stamp_file(path: Path) -> FileStamp:
     """Size and sha256 of a file, read in blocks of 4 MiB. Raises as ``read_regular`` does."""
-    with errors_named(path), os.fdopen(open_regular(path), "rb", buffering=0) as file:
-        sha256 = file_sha256(file)
-        return FileStamp(num_bytes=file.tell(), sha256=sha256)
-
-
-def file_sha256(file: BinaryIO | io.FileIO) -> str:
-    """sha256, in hex, of an open file from where it stands, read in blocks of 4 MiB. Raises OSError."""
-    digest = hashlib.sha256()
-    while block := file.read(HASH_BLOCK_BYTES):
-        digest.update(block)
-    return digest.hexdigest()
+    with errors_named(path), HashedFile(path) as file:
+        return FileStamp(num_bytes=file.num_bytes, sha256=file.sha256())
 
 
 def size_of_file(path: Path) -> int | None:
     """Bytes of a file, None where it is not there. Raises ReadWriteError where that cannot be known."""
-    try:
-        with errors_named(path):
-            return path.stat().st_size
-    except NOT_THERE:
-        return None
+    return _unless_missing(path, lambda: path.stat().st_size, None)
 
 
 def is_folder(path: Path) -> bool:
     """Whether a folder is there. Raises ReadWriteError where that cannot be known."""
-    try:
-        with errors_named(path):
-            return stat.S_ISDIR(path.stat().st_mode)
-    except NOT_THERE:
-        return False
+    return _unless_missing(path, lambda: stat.S_ISDIR(path.stat().st_mode), False)
 
 
 def names_in(folder: Path) -> list[str]:
     """Names of what is in a folder, sorted; none where there is no such folder. Raises ReadWriteError."""
+    return _unless_missing(folder, lambda: sorted(os.listdir(folder)), [])  # noqa: PTH208  10^5 Paths take 1 s
+
+
+def _unless_missing(path: Path, read: Callable[[], T], missing: T) -> T:
     try:
-        with errors_named(folder):
-            return sorted(os.listdir(folder))  # noqa: PTH208  names alone: 10^5 Paths would take a second
+        with errors_named(path):
+            return read()
     except NOT_THERE:
-        return []
+        return missing
 
 
 @contextlib.contextmanager
@@ -290,7 +274,6 @@ def _read_error(path: Path | str, error: OSError) -> ReadWriteError:
     return ReadWriteError(f"{path} cannot be read: {why}")
 
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 RETRY_DELAYS_S = (0.5, 1, 2, 4, 8, 16)  # a client that Lustre evicted is back in seconds
@@ -317,13 +300,11 @@ def wait_to_retry(what: str, error: Exception, delay_s: float | None) -> None:
     ``what`` failed, as messages have it. An OSError is raised as ReadWriteError.
     """
     cause = error if isinstance(error, OSError) else error.__context__
-    if not isinstance(cause, OSError):
-        raise error
-    if cause.errno not in RETRIED or delay_s is None:
+    if not isinstance(cause, OSError) or cause.errno not in RETRIED or delay_s is None:
+        if not isinstance(error, OSError):
+            raise error
         tries = "" if delay_s is not None else f" in {len(RETRY_DELAYS_S) + 1} attempts"
-        raise (
-            error if not isinstance(error, OSError) else ReadWriteError(f"{what}{tries}: {cause}")
-        ) from error
+        raise ReadWriteError(f"{what}{tries}: {cause}") from error
     logger.warning("%s (%s); trying again in %s s", what, cause, delay_s)
     time.sleep(delay_s)
 
@@ -358,6 +339,12 @@ class PublishedFile:
             raise _not_creatable(path, error) from None
         self._piece = mmap.mmap(-1, WRITE_BYTES)  # aligned to a page, as O_DIRECT wants
         self._num_held = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.discard()
 
     def __del__(self) -> None:
         """A signal may come before anybody holds the new object; not in a fork, which holds a copy."""
@@ -432,8 +419,7 @@ class PublishedFile:
     def discard(self) -> None:
         """Close and remove the temporary file, if it is there."""
         if self._fd >= 0:
-            with contextlib.suppress(OSError):
-                os.close(self._fd)
+            close_read(self._fd)
             self._fd = -1
         with contextlib.suppress(OSError):
             self.temporary.unlink(missing_ok=True)
@@ -450,29 +436,32 @@ def publish_link(path: Path, source: Path) -> None:
         os.link(source, temporary)
         temporary.rename(path)  # which does nothing where both are names of one file already
     except OSError:
-        copy = PublishedFile(path)
-        try:
-            with os.fdopen(open_regular(source), "rb", buffering=0) as file:
-                while block := file.read(WRITE_BYTES):
-                    copy.write(block)
+        with PublishedFile(path) as copy, os.fdopen(open_regular(source), "rb", buffering=0) as file:
+            while block := file.read(WRITE_BYTES):
+                copy.write(block)
             copy.sync()
             copy.publish()
-        finally:
-            copy.discard()
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def publish_bytes(path: Path, content: bytes) -> None:
     """Make ``path`` hold ``content`` by one rename; synced, with its folder. Raises as PublishedFile does."""
-    file = PublishedFile(path)
-    try:
+    with PublishedFile(path) as file:
         file.write(content)
         file.sync()
         file.publish()
-    finally:
-        file.discard()
     sync_folder(path.parent)
+
+
+def publish_bytes_first(path: Path, content: bytes) -> bool:
+    """The same unless something has the name already; whether it was free."""
+    with PublishedFile(path) as file:
+        file.write(content)
+        file.sync()
+        is_first = file.publish_first()
+    sync_folder(path.parent)
+    return is_first
 
 
 class PublishedFolder:
@@ -554,23 +543,20 @@ def remove_temporaries(
 
     Whether one of the attempts still lives cannot be known: losing its temporary file costs it the attempt.
     """
-    now, wanted = time.time(), set(stems)
-    found: list[Path] = []
+    wanted, found = set(stems), list[Path]()
     for each in (folder, *(folder / name for name in subfolders)):
         with contextlib.suppress(OSError):  # what cannot be listed is left for a later attempt
-            found += [each / name for name in os.listdir(each) if _is_temporary(name, wanted)]  # noqa: PTH208
+            names = [name for name in os.listdir(each) if re.fullmatch(r"\..*\.tmp", name)]  # noqa: PTH208
+            found += [each / name for name in names if not wanted.isdisjoint(_stems_of(name))]
     for path in found:
         with contextlib.suppress(OSError):
-            if now - path.stat().st_mtime >= older_than_s:
+            if time.time() - path.stat().st_mtime >= older_than_s:
                 remove_tree(path)
 
 
-def _is_temporary(name: str, stems: set[str]) -> bool:
-    """Whether a name is ``.STEM.ANYTHING.tmp``."""
-    if not (name.startswith(".") and name.endswith(".tmp")):
-        return False
-    parts = name[1:-4].split(".")
-    return any(".".join(parts[:number]) in stems for number in range(1, len(parts)))
+def _stems_of(temporary: str) -> Iterator[str]:
+    """Whatever STEM may be in ``.STEM.ANYTHING.tmp``."""
+    return itertools.accumulate(temporary[1:-4].split(".")[:-1], "{}.{}".format)
 
 
 def _temporary_name(path: Path) -> Path:

@@ -41,8 +41,6 @@ from shardprep.files import PublishedFile, is_folder, size_of_file
 from shardprep.format.names import TOKENIZER_DIR
 from shardprep.own_packages import REMEDY, mixed_packages
 
-WARNING_EXIT_CODE = 1
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -66,8 +64,8 @@ def finding_of_error(topic: str, error: ShardprepError) -> Finding:
 
 def exit_code(findings: Sequence[Finding]) -> int:
     """0 where all is good, 1 for warnings, else the code of the first that is bad."""
-    codes = [finding.exit_code for finding in findings if finding.exit_code]
-    return codes[0] if codes else WARNING_EXIT_CODE if any(finding.todo for finding in findings) else 0
+    codes = (finding.exit_code for finding in findings if finding.exit_code)
+    return next(codes, int(any(finding.todo for finding in findings)))
 
 
 def as_text(findings: Sequence[Finding]) -> list[str]:
@@ -83,12 +81,9 @@ def as_text(findings: Sequence[Finding]) -> list[str]:
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
     """The same for programs."""
-    levels = [finding.level for finding in findings]
-    return {
-        "worst": next((level for level in ("bad", "warning") if level in levels), "good"),
-        "exit_code": exit_code(findings),
-        "findings": [{"topic": f.topic, "level": f.level, "text": f.text, "todo": f.todo} for f in findings],
-    }
+    listed = [{"topic": f.topic, "level": f.level, "text": f.text, "todo": f.todo} for f in findings]
+    code = exit_code(findings)
+    return {"worst": ("good", "warning", "bad")[min(code, 2)], "exit_code": code, "findings": listed}
 
 
 def place_finding(environ: Mapping[str, str]) -> Finding:
@@ -102,8 +97,8 @@ def place_finding(environ: Mapping[str, str]) -> Finding:
 def cpu_finding(environ: Mapping[str, str], affinity: set[int], root: Path = Path("/")) -> Finding:
     """The CPUs that this process really has: of the mask, of Slurm, of the cgroups' time."""
     num_cpus, num_seen = len(allowed_cpus(environ, affinity, offset=0)), os.cpu_count() or 1
-    facts = f"{num_cpus} of the machine's {num_seen} CPUs may be used (affinity {len(affinity)}"
     asked = environ.get("SLURM_CPUS_PER_TASK", "")
+    facts = f"{num_cpus} of the machine's {num_seen} CPUs may be used (affinity {len(affinity)}"
     facts += f", SLURM_CPUS_PER_TASK {asked})" if asked else ")"
     quota = cpu_quota(root)
     if quota is not None and quota < num_cpus:
@@ -133,17 +128,13 @@ def memory_finding(environ: Mapping[str, str], root: Path = Path("/")) -> Findin
     """The memory that this process may use, and which limit is the least."""
     limits = memory_limits(environ, root)
     least = min(limits, key=lambda name: limits[name])
-    machine = limits["the machine"]  # a cgroup without a limit has one beyond it
-    others = [
-        f"{name} {short_bytes(size)}" for name, size in limits.items() if least != name and size <= machine
-    ]
-    text = f"{short_bytes(limits[least])}, by {least}" + (f" ({', '.join(others)})" if others else "")
+    real = {name: size for name, size in limits.items() if size <= limits["the machine"]}
+    others = ", ".join(f"{name} {short_bytes(size)}" for name, size in real.items() if name != least)
+    text = f"{short_bytes(limits[least])}, by {least}" + (f" ({others})" if others else "")
     if limits[least] >= LEAST_WORKER_BYTES:
         return Finding("memory", text)
-    needed = f"a worker needs about {short_bytes(LEAST_WORKER_BYTES)} with a vocabulary like Llama 3's"
-    return Finding(
-        "memory", f"{text}; {needed}, and may be killed", "ask for more memory: --mem of sbatch or srun"
-    )
+    text += f"; a worker needs about {short_bytes(LEAST_WORKER_BYTES)} with a vocabulary like Llama 3's"
+    return Finding("memory", f"{text}, and may be killed", "ask for more memory: --mem of sbatch or srun")
 
 
 # Variable of threads -> what it is in training. Tasks set their own threads.
@@ -165,9 +156,8 @@ def thread_findings(environ: Mapping[str, str], num_cpus: int) -> Iterator[Findi
             text += f"; more threads than the {num_cpus} CPUs"
             todo = f"export {name}={num_cpus} before training"
         yield Finding("threads", text, todo)
-    if unset := [name for name in _VARIABLES if name not in environ]:
-        text = f"not set: {', '.join(unset)}; tasks set their own; for training see --export"
-        yield Finding("threads", text)
+    if unset := ", ".join(name for name in _VARIABLES if name not in environ):
+        yield Finding("threads", f"not set: {unset}; tasks set their own; for training see --export")
 
 
 def export_lines(num_cpus: int, num_ranks: int) -> list[str]:
@@ -188,16 +178,15 @@ def version_findings() -> Iterator[Finding]:
     for name in (*needed, "torch", "webdataset"):
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    if missing := [name for name in needed if name not in found]:
-        text = f"{', '.join(missing)} cannot be found by {platform.python_implementation()}"
+    if missing := ", ".join(name for name in needed if name not in found):
         todo = "install shardprep for this Python: pip install ."
-        yield Finding("versions", text, todo, UsageError.exit_code)
+        yield Finding("versions", f"{missing} cannot be found", todo, UsageError.exit_code)
     there = ", ".join(f"{name} {number}" for name, number in found.items())
     yield Finding("versions", f"shardprep {__version__}, Python {platform.python_version()}, {there}")
     if mixed := mixed_packages():
         yield Finding("packages", "; ".join(mixed), REMEDY, UsageError.exit_code)
-    if absent := [name for name in ("torch", "webdataset") if name not in found]:
-        text = f"no {', '.join(absent)} here: tasks need none; training nodes want shardprep[loader]"
+    if absent := ", ".join(name for name in ("torch", "webdataset") if name not in found):
+        text = f"no {absent} here: tasks need none; training nodes want shardprep[loader]"
         yield Finding("versions", text)
 
 
@@ -233,18 +222,16 @@ def training_findings() -> list[Finding]:
     """Nothing where torch is not installed: tasks need none."""
     if importlib.util.find_spec("torch") is None:
         return []
-    command = [sys.executable, "-W", "ignore", "-c", _QUESTIONS]
+    command, code = [sys.executable, "-W", "ignore", "-c", _QUESTIONS], UsageError.exit_code
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TORCH_LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
         text = f"torch was not loaded, or a GPU did not answer, within {_TORCH_LIMIT_S:.0f} s"
-        todo = "look at nvidia-smi, and at the file system of the environment"
-        return [Finding("torch", text, todo, UsageError.exit_code)]
+        return [Finding("torch", text, "look at nvidia-smi, and at the environment's file system", code)]
     answers = [line for line in done.stdout.splitlines() if line.startswith("shardprep ")]
     if done.returncode or not answers:
         why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        todo = "install torch anew for this machine"
-        return [Finding("torch", f"torch cannot be used: {why}", todo, UsageError.exit_code)]
+        return [Finding("torch", f"torch cannot be used: {why}", "install torch anew for this machine", code)]
     found = json.loads(answers[0].removeprefix("shardprep "))
     return list(torch_findings(found, has_driver=bool(shutil.which("nvidia-smi"))))
 
@@ -253,18 +240,17 @@ def torch_findings(found: dict[str, Any], *, has_driver: bool) -> Iterator[Findi
     """What torch's answers mean for training."""
     built = f"for CUDA {found['cuda']}" if found["cuda"] else "for CPUs"
     text = f"torch {found['torch']} {built}, {found['threads']} threads"
-    if not found["gpus"] and has_driver:
-        todo = "is a GPU given to this job (--gpus)? Else install a torch of the driver's CUDA"
-        yield Finding("torch", f"{text}; nvidia-smi is here, but torch sees no GPU", todo)
-        return
     if not found["gpus"]:
-        yield Finding("torch", f"{text}; no GPU here: fine for tasks")
+        todo = "is a GPU given to this job (--gpus)? Else install a torch of the driver's CUDA"
+        unseen = ("nvidia-smi is here, but torch sees no GPU", todo)
+        what, todo = unseen if has_driver else ("no GPU here: fine for tasks", "")
+        yield Finding("torch", f"{text}; {what}", todo)
         return
     kinds = {f"{name} ({memory / 2**30:.0f} GiB, {level})" for name, memory, level in found["gpus"]}
     gpus = f"{len(found['gpus'])} GPUs: {', '.join(sorted(kinds))}; NCCL {found['nccl']}"
     yield Finding("torch", f"{text}; {gpus}")
     without_bf16 = ("no bf16 on this GPU", "train in fp16 with a GradScaler, or in fp32")
-    yield Finding("torch", "bf16 works") if found["bf16"] else Finding("torch", *without_bf16)
+    yield Finding("torch", *(("bf16 works",) if found["bf16"] else without_bf16))
     works = [name for name, error in found["sdpa"].items() if not error]
     fails = [f"{name} ({error})" for name, error in found["sdpa"].items() if error]
     text = f"SDPA: {', '.join(works) or 'nothing'} works" + (f"; not: {', '.join(fails)}" if fails else "")
@@ -290,8 +276,7 @@ def file_system_finding(topic: str, path: Path, *, is_written: bool) -> Finding:
     """On which file system a folder lies, or would lie."""
     mount = file_system_of(path)
     if mount is None:
-        text = f"{path}: its file system is not in the table of mounts"
-        return Finding(topic, text, "look at it by hand: df")
+        return Finding(topic, f"{path}: its file system is not in the table of mounts", "look by hand: df")
     text = f"{path} is on {mount.fs_type}, mounted at {mount.mount_point}"
     what, todo = _POOR.get(mount.fs_type, ("", "")) if is_written else ("", "")
     return Finding(topic, f"{text}: {what}" if what else text, todo)
@@ -308,7 +293,9 @@ def output_findings(folder: Path, cost: CostEstimate | None, num_shards: int) ->
     yield file_system_finding("output", folder, is_written=True)
     made = "" if there == folder.absolute() else f" (it will be made in {there})"
     try:
-        _write_block(there)
+        with PublishedFile(there / "doctor") as file:  # written as a shard is, and removed
+            file.write(bytes(_BLOCK_BYTES))
+            file.sync()
     except ShardprepError as error:
         todo = "free some space, mount it for writing, chmod, or choose another --output_dir"
         yield Finding("output", f"{folder}{made} cannot be written: {error}", todo, code)
@@ -317,21 +304,11 @@ def output_findings(folder: Path, cost: CostEstimate | None, num_shards: int) ->
     yield from _space_findings(there, folder, cost, num_shards)
 
 
-def _write_block(folder: Path) -> None:
-    """Write a block as a shard is written, and remove it. Raises CannotWrite or ReadWriteError."""
-    file = PublishedFile(folder / "doctor")
-    try:
-        file.write(bytes(_BLOCK_BYTES))
-        file.sync()
-    finally:
-        file.discard()
-
-
 def _space_findings(
     there: Path, folder: Path, cost: CostEstimate | None, num_shards: int
 ) -> Iterator[Finding]:
     """Free bytes and inodes against the estimate; on Lustre also quotas, pools and each OST and MDT."""
-    status = os.statvfs(there)
+    status, code = os.statvfs(there), CannotWrite.exit_code
     free = status.f_bavail * status.f_frsize
     text = f"{short_bytes(free)} are free"
     if cost is None:
@@ -339,18 +316,14 @@ def _space_findings(
         return
     text += f", the shards will take about {short_bytes(cost.output_bytes)}"
     todo = "free some space, choose another --output_dir, or --no-keep_text, --token_format npy or packed"
-    if free < cost.output_bytes:
-        yield Finding("space", text, todo, CannotWrite.exit_code)
-    else:
-        is_tight = free < cost.output_bytes * _ROOM
-        yield Finding("space", f"{text}{': hardly enough' * is_tight}", todo * is_tight)
+    is_full, is_tight = free < cost.output_bytes, free < cost.output_bytes * _ROOM
+    text += ": hardly enough" if is_tight and not is_full else ""
+    yield Finding("space", text, todo if is_tight else "", code if is_full else 0)
     num_files = _FILES_PER_SHARD * num_shards
     if status.f_files:  # 0: the file system makes them as they are needed
         text = f"{short_number(status.f_favail)} inodes are free, {num_shards} shards take up to "
-        too_few = ("plan fewer shards: --num_shards", CannotWrite.exit_code)
-        yield Finding(
-            "space", text + short_number(num_files), *(too_few if status.f_favail < num_files else ())
-        )
+        too_few = ("plan fewer shards: --num_shards", code) if status.f_favail < num_files else ()
+        yield Finding("space", text + short_number(num_files), *too_few)
     todo = "free some space, ask for more quota, or choose another --output_dir"
     for line in space_lines(folder, Need(num_bytes=cost.output_bytes, num_shards=num_shards)):
         is_good = line.startswith("it needs")
@@ -360,8 +333,8 @@ def _space_findings(
 def input_finding(folder: Path) -> Finding:
     """On what the input lies; that it can be listed is the plan's to say."""
     if not is_folder(folder):
-        text, todo = f"{folder} is no folder", "name the folder of the raw files"
-        return Finding("input", text, todo, NotFound.exit_code)
+        code = NotFound.exit_code
+        return Finding("input", f"{folder} is no folder", "name the folder of the raw files", code)
     return file_system_finding("input", folder, is_written=False)
 
 
@@ -422,10 +395,8 @@ def check_folder(folder: Path, num_cpus: int) -> Planned:
 def _tokenizer_finding(plan: Plan, said: list[str]) -> Finding:
     """Which tokens it has for what; ``said`` by planning, what documents begin and end with."""
     spec = plan.tokenizer
-    text = (
-        f"{spec.model_id} is a fast one, {spec.vocab_size} ids; BOS {spec.bos_token_id}, "
-        f"EOS {spec.eos_token_id}, PAD {spec.pad_token_id}"
-    )
+    ids = f"BOS {spec.bos_token_id}, EOS {spec.eos_token_id}, PAD {spec.pad_token_id}"
+    text = f"{spec.model_id} is a fast one, {spec.vocab_size} ids; {ids}"
     text += "".join(f"; {line}" for line in said if line.startswith("documents begin "))
     if spec.pad_token_id is not None and spec.pad_token_id == spec.eos_token_id:
         todo = "give it a pad token of its own; this project's loader masks by length, others lose EOS labels"
@@ -441,8 +412,8 @@ def engine_finding(plan: Plan, said: list[str], what: str, name: str | None = No
         return Finding("engine", f"gigatoken gives the ids of tokenizers, the reference, on {what}")
     reason = next((line for line in said if "gigatoken" in line), None)
     if reason is None and (num_bytes := sum(plan.shard_bytes())) < FEW_BYTES:
-        text = f"tokenizers, which for {short_bytes(num_bytes)} is sooner done than gigatoken"
-        return Finding("engine", text)
+        few = short_bytes(num_bytes)
+        return Finding("engine", f"tokenizers, which for {few} is sooner done than gigatoken")
     todo = "nothing is wrong with the ids; plan more or longer tasks, or take a tokenizer of a known kind"
     why = (reason or "gigatoken is not used").partition("; tokenizers encodes")[0]
     return Finding("engine", f"tokenizers encodes, several times slower: {why}", todo)
@@ -455,30 +426,23 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "block, which it removes. In a job: srun shardprep doctor. Exit code: 0 all good, 1 warnings, else "
         "that of the first error."
     )
-    parser.add_argument(
-        "--num_shards", metavar="N", type=int, help="as for plan: N even shards (default: one per input file)"
-    )
-    parser.add_argument(
-        "--torch",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="ask torch, too: takes seconds (default: on)",
-    )
+    text = "as for plan: N even shards (default: one per input file)"
+    parser.add_argument("--num_shards", metavar="N", type=int, help=text)
+    text, switch = "ask torch, too: takes seconds (default: on)", argparse.BooleanOptionalAction
+    parser.add_argument("--torch", action=switch, default=True, help=text)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="print the findings for programs")
-    how.add_argument(
-        "--export", action="store_true", help="print only variables, as lines for a shell to source"
-    )
+    text = "print only variables, as lines for a shell to source"
+    how.add_argument("--export", action="store_true", help=text)
     places = parser.add_argument_group("what to check (default: this machine alone)")
-    for name, kind, text in (
-        ("input_dir", Path, "folder of the raw files"),
-        ("output_dir", Path, "folder of the data set, planned or not"),
-        ("model_id", str, "folder of a tokenizer, or its name on the hub"),
-    ):
-        places.add_argument(
-            f"--{name}", type=kind, default=argparse.SUPPRESS, help=f"{text} (default: not checked)"
-        )
-    add_flags_of(parser, PrepConfig, but=("input_dir", "output_dir", "model_id"), groups=GROUPS)
+    named = {
+        "input_dir": (Path, "folder of the raw files (default: not checked)"),
+        "output_dir": (Path, "folder of the data set, planned or not (default: not checked)"),
+        "model_id": (str, "folder of a tokenizer, or its name on the hub (default: not checked)"),
+    }
+    for name, (kind, text) in named.items():
+        places.add_argument(f"--{name}", type=kind, default=argparse.SUPPRESS, help=text)
+    add_flags_of(parser, PrepConfig, but=named, groups=GROUPS)
 
 
 def doctor(args: argparse.Namespace) -> int:

@@ -1,8 +1,7 @@
 """``train_tokenizer``: a byte-level BPE like Llama 3's, from the inputs that ``plan`` takes.
 
 All but its vocabulary is that of Llama 3.1, read off its tokenizer.json; a test compares the two. Inputs
-beyond ``max_bytes`` are sampled: stretches of about 1 MiB begin evenly spread over all files, each read from
-the next place where a part of its file may begin; one without such a place lengthens the one before it.
+beyond ``max_bytes`` are divided as into shards, and of each part the beginning is taken, about 1 MiB.
 
 Price, with tokenizers 0.23.3 on 2 cores and vocab_size 128,000: 20 MB of Korean reviews 0.76 GB and 14 s,
 16 MB of English paragraphs 0.16 GB and 3 s. Memory grows with the 0.77th power of the bytes.
@@ -11,59 +10,36 @@ Price, with tokenizers 0.23.3 on 2 cores and vocab_size 128,000: 20 MB of Korean
 from __future__ import annotations
 
 import argparse
-import bisect
 import codecs
+import contextlib
 import itertools
 import json
-import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from preprocess.formats.documents import documents_of, inspect_input, starts_in
-from preprocess.formats.format import DocumentBatch, Reading, Start
-from preprocess.formats.inputs import BadDocument, ByteRange, OpenInput, RangeReader
+from preprocess.formats.documents import read_documents
+from preprocess.formats.format import DocumentBatch, Reading
+from preprocess.formats.inputs import BadDocument, ByteRange
+from preprocess.formats.long_documents import LongDocument
 from preprocess.formats.text_fields import TextFields
 from preprocess.make.engines import LLAMA3_REGEX
-from preprocess.plan.planning import list_inputs
+from preprocess.plan.planning import even_places, list_inputs, stamp_inputs
 from shardprep.command_line import parse_size
 from shardprep.console import LOG_EVERY_S, Progress, counted, say
 from shardprep.errors import BadInput, CannotWrite, Refused, UsageError
 from shardprep.files import PublishedFolder, names_in
 from shardprep.format.input_formats import place_text
 
-SPAN_BYTES = 1 << 20
-MIN_NUM_SPANS = 64
+PART_BYTES = 1 << 20
+MIN_NUM_PARTS = 64
 READ_BYTES = 1 << 18
 PIECE_CHARS = 4096  # longer texts are cut: one word of a million letters would stall every merge
-
-
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """Bytes [start, stop) of the text of a file that has ``size_bytes`` of it, about."""
-
-    path: Path
-    start: int
-    stop: int
-    size_bytes: int  # of plain text the file's size
-
-    @property
-    def num_bytes(self) -> int:
-        return self.stop - self.start
 
 
 def training_reading(encoding: str, fields: TextFields | None = None) -> Reading:
@@ -76,103 +52,87 @@ def training_reading(encoding: str, fields: TextFields | None = None) -> Reading
     return Reading(doc="line", encoding=known, batch_bytes=READ_BYTES, fields=fields or TextFields())
 
 
-def find_spans(input_dir: Path, max_bytes: int, recursive: bool, reading: Reading) -> list[Span]:
-    """What to read of the folder's inputs, in the order of their relative paths.
+class TrainingText:
+    """Iterates over batches of stripped texts, documents or pieces of long ones, and counts what it met.
 
     Errors: NotFound (no folder, no input in it), BadInput (a file is not of its format, or lacks the columns
     of the text), UsageError (a format needs a library that is missing), ReadWriteError.
     """
-    paths = list_inputs(input_dir, recursive=recursive)
-    sizes = [inspect_input(OpenInput(path), reading).text_bytes for path in paths]
-    return sample_spans(list(zip(paths, sizes, strict=True)), max_bytes)
 
-
-def sample_spans(files: list[tuple[Path, int]], max_bytes: int) -> list[Span]:
-    """All of the files where they hold at most ``max_bytes``, else that many bytes spread over them."""
-    total_bytes = sum(size for _, size in files)
-    if total_bytes <= max_bytes:
-        return [Span(path=path, start=0, stop=size, size_bytes=size) for path, size in files if size]
-    num_spans = max(MIN_NUM_SPANS, max_bytes // SPAN_BYTES)
-    begins = [number * total_bytes // num_spans for number in range(num_spans)]
-    length = max_bytes // num_spans
-    spans: list[Span] = []
-    base = 0
-    for path, size in files:
-        first, last = bisect.bisect_right(begins, base - length), bisect.bisect_left(begins, base + size)
-        for begin in begins[first:last] if size else ():
-            start, stop = max(0, begin - base), min(size, begin - base + length)
-            spans.append(Span(path=path, start=start, stop=stop, size_bytes=size))
-        base += size
-    return spans
-
-
-class TrainingText:
-    """Iterates over batches of stripped texts, documents or pieces of long ones, and counts what it met.
-
-    ``progress`` is told the bytes of text, about, of each block that was read. At most ``max_bytes`` are
-    taken, whatever a file's size promised.
-    """
-
-    def __init__(
-        self,
-        spans: list[Span],
-        reading: Reading,
-        progress: Callable[[int], None] = lambda _: None,
-        *,
-        max_bytes: int | None = None,
-    ) -> None:
+    def __init__(self, input_dir: Path, reading: Reading, max_bytes: int, *, recursive: bool = False) -> None:
+        paths = list_inputs(input_dir, recursive=recursive)
+        inputs, inspected = stamp_inputs(input_dir, paths, reading)
+        total = sum(item.text_bytes for item in inspected)
+        num_parts = 1 if total <= max_bytes else max(MIN_NUM_PARTS, max_bytes // PART_BYTES)
+        self._places = even_places(input_dir, inputs, inspected, num_parts, reading)
+        self._reading, self._max_bytes = reading, max_bytes
+        self._paths, self._sizes = paths, [item.num_bytes for item in inputs]
+        # Bytes of text to take per byte of each file.
+        self._shares = [
+            item.text_bytes / max(1, size) * max_bytes / max(1, total)
+            for item, size in zip(inspected, self._sizes, strict=True)
+        ]
+        self.progress = Progress("reading", min(sum(self._sizes), max_bytes))
         self.is_read = False
         self.num_texts = 0
         self.num_bytes = 0  # of text
-        self._spans = spans
-        self._reading = reading
-        self._progress = progress
-        self._max_bytes = math.inf if max_bytes is None else max_bytes
         self._bad: Counter[str] = Counter()  # documents left out, by reason
         self._first_bad = ""
 
     def __iter__(self) -> Iterator[list[str]]:
-        for path, spans in itertools.groupby(self._spans, lambda span: span.path):
-            yield from self._texts_of_file(OpenInput(path), list(spans))
+        for (first, start), (last, end) in itertools.pairwise(self._places):
+            parts = [
+                ByteRange(
+                    input_number=number,
+                    path=self._paths[number],
+                    start=start.byte if number == first else 0,
+                    end=end.byte if number == last else self._sizes[number],
+                    text_start=start.text_byte if number == first else 0,
+                )
+                for number in range(first, last + (end.byte > 0))
+            ]
+            limit = sum((part.end - part.start) * self._shares[part.input_number] for part in parts)
+            with contextlib.closing(read_documents(parts, self._reading)) as documents:
+                yield from self._beginning(documents, min(self._max_bytes, self.num_bytes + limit))
         self.is_read = True
 
-    def _texts_of_file(self, file: OpenInput, spans: list[Span]) -> Iterator[list[str]]:
-        num_left = sum(span.num_bytes for span in spans)  # for progress
-        for part, most_bytes in _sampled_parts(file, spans, self._reading):
-            ends_at = min(self._max_bytes, self.num_bytes + most_bytes)
-            for texts, bad, num_bytes in _read_texts(file, part, self._reading):
-                self._bad.update(one.reason for one in bad)
-                if bad and not self._first_bad:
-                    self._first_bad = place_text(str(file.path), bad[0].source_offset)
-                told = min(num_left, num_bytes * spans[0].size_bytes // max(1, file.stamp.num_bytes))
-                num_left -= told
-                self._progress(told)
-                pieces, is_full = self._first_pieces(texts, ends_at)
-                self.num_texts += len(pieces)
+    def _beginning(
+        self, documents: Iterator[DocumentBatch | LongDocument], ends_at: float
+    ) -> Iterator[list[str]]:
+        """The texts of a part in pieces, stripped, up to where enough was taken."""
+        for item in documents:
+            if isinstance(item, DocumentBatch):
+                self._leave_out(item.bad)
+            for texts in [item.texts] if isinstance(item, DocumentBatch) else self._texts_of(item):
+                pieces: list[str] = []
+                for piece in itertools.chain.from_iterable(map(pieces_of_text, texts)):
+                    num_bytes = len(piece.encode())
+                    if self.num_bytes + num_bytes > ends_at:
+                        yield pieces
+                        return
+                    self.num_bytes += num_bytes
+                    if stripped := piece.strip():
+                        pieces.append(stripped)
+                        self.num_texts += 1
                 yield pieces
-                if is_full:
-                    break
-        self._progress(num_left)
+            self.progress.add(item.num_bytes)
 
-    def _first_pieces(self, texts: list[str], ends_at: float) -> tuple[list[str], bool]:
-        """The texts in pieces, stripped, up to where enough was taken; whether it was."""
-        pieces: list[str] = []
-        for piece in itertools.chain.from_iterable(map(pieces_of_text, texts)):
-            num_bytes = len(piece.encode())
-            if self.num_bytes + num_bytes > ends_at:
-                return pieces, True
-            self.num_bytes += num_bytes
-            if stripped := piece.strip():
-                pieces.append(stripped)
-        return pieces, False
+    def _texts_of(self, document: LongDocument) -> Iterator[list[str]]:
+        try:
+            for piece in document.text():
+                yield [piece]
+        except UnicodeDecodeError as error:
+            self._leave_out([document.place.undecodable(error)])
+
+    def _leave_out(self, bad: list[BadDocument]) -> None:
+        self._bad.update(one.reason for one in bad)
+        if bad and not self._first_bad:
+            self._first_bad = place_text(str(self._paths[bad[0].source]), bad[0].source_offset)
 
     def describe(self) -> str:
         """What was read and what was left out."""
-        num_files = len({span.path for span in self._spans})
-        found = (
-            f"read {self.num_bytes:,} bytes of text in {counted(num_files, 'file')}, "
-            f"{counted(self.num_texts, 'document')}, long ones in pieces"
-        )
+        num_files, num_texts = counted(len(self._paths), "file"), counted(self.num_texts, "document")
+        found = f"read {self.num_bytes:,} bytes of text in {num_files}, {num_texts}, long ones in pieces"
         if not self._bad:
             return found
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in self._bad.most_common())
@@ -191,66 +151,15 @@ def pieces_of_text(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _sampled_parts(file: OpenInput, spans: list[Span], reading: Reading) -> Iterator[tuple[ByteRange, float]]:
-    """The parts of a file to read for its spans, ascending, and how many bytes of text to take of each."""
-    size, text_bytes = file.stamp.num_bytes, spans[0].size_bytes
-    parts = [(Start(0), 0.0)]
-    if spans[0].num_bytes == text_bytes:
-        parts = [(Start(0), math.inf)]
-        spans = []
-    places = [span.start * size // text_bytes for span in spans]
-    starts = starts_in(file, list(itertools.pairwise([*places, size])), reading) if spans else []
-    for start, span in zip(starts, spans, strict=True):
-        begin, limit = parts[-1]
-        if start is not None and begin.byte < start.byte < size:
-            parts.append((start, span.num_bytes))
-        else:
-            parts[-1] = (begin, limit + span.num_bytes)
-    ends = [*(begin.byte for begin, _ in parts[1:]), size]
-    for (begin, limit), end in zip(parts, ends, strict=True):
-        if limit:
-            part = ByteRange(
-                input_number=0, path=file.path, start=begin.byte, end=end, text_start=begin.text_byte
-            )
-            yield part, limit
-
-
-def _read_texts(
-    file: OpenInput, part: ByteRange, reading: Reading
-) -> Iterator[tuple[list[str], list[BadDocument], int]]:
-    """The texts of a part as they come, a long one in pieces; what is bad; bytes of the file read."""
-    for item in documents_of(RangeReader(file, part, None), reading, 0):
-        if isinstance(item, DocumentBatch):
-            yield item.texts, item.bad, item.num_bytes
-            continue
-        bad: list[BadDocument] = []
-        try:
-            for piece in item.text():
-                yield [piece], [], 0
-        except UnicodeDecodeError as error:
-            bad = [item.place.undecodable(error)]
-        yield [], bad, item.num_bytes
-
-
 DEFAULT_MAX_BYTES = 256 << 20
-MIN_MAX_BYTES = 1_000_000  # below it the sampled stretches would be shorter than lines
+MIN_MAX_BYTES = 1_000_000  # below it the sampled parts would be shorter than lines
 NUM_BYTE_TOKENS = 256
 MIN_PAIR_COUNT = 2  # a pair seen once is no regularity
 
 # Llama 3.1's special tokens, by position; the others are reserved ones. Read off its tokenizer.json.
 BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>"
-_NAMED = {
-    0: BOS,
-    1: EOS,
-    4: PAD,
-    5: "<|step_id|>",
-    6: "<|start_header_id|>",
-    7: "<|end_header_id|>",
-    8: "<|eom_id|>",
-    9: "<|eot_id|>",
-    10: "<|python_tag|>",
-    11: "<|image|>",
-}
+_ROLES = ("step_id", "start_header_id", "end_header_id", "eom_id", "eot_id", "python_tag", "image")
+_NAMED = {0: BOS, 1: EOS, 4: PAD} | {5 + number: f"<|{name}|>" for number, name in enumerate(_ROLES)}
 
 
 def train_tokenizer(
@@ -278,16 +187,14 @@ def train_tokenizer(
         )
     if max_bytes < MIN_MAX_BYTES:
         raise UsageError(f"--max_bytes is {max_bytes:,}; give {MIN_MAX_BYTES:,} or more")
-    reading = training_reading(encoding, fields)
-    spans = find_spans(input_dir, max_bytes, recursive, reading)
     folder = output_dir.resolve()
     _refuse_existing(folder)
+    text = TrainingText(input_dir, training_reading(encoding, fields), max_bytes, recursive=recursive)
     _make_parent(folder)
     with PublishedFolder(folder) as unfinished:
         tokenizer = untrained_tokenizer()
-        with Progress("reading", sum(span.num_bytes for span in spans)) as progress:
-            text = TrainingText(spans, reading, progress.add, max_bytes=max_bytes)
-            _train(tokenizer, text, vocab_size, progress)
+        with text.progress:
+            _train(tokenizer, text, vocab_size)
         num_base = tokenizer.get_vocab_size()
         add_special_tokens(tokenizer)
         _write(tokenizer, unfinished.temporary)
@@ -297,7 +204,7 @@ def train_tokenizer(
     _report(text, num_base, vocab_size, folder)
 
 
-def _train(tokenizer: Tokenizer, text: TrainingText, vocab_size: int, progress: Progress) -> None:
+def _train(tokenizer: Tokenizer, text: TrainingText, vocab_size: int) -> None:
     """Fill the tokenizer's vocabulary from the text.
 
     A thread does it, so that this one can hear Ctrl-C, which tokenizers itself would answer only
@@ -324,7 +231,8 @@ def _train(tokenizer: Tokenizer, text: TrainingText, vocab_size: int, progress: 
     while thread.is_alive():
         thread.join(LOG_EVERY_S)
         if thread.is_alive() and text.is_read:
-            progress.say(f"all text is read, its pairs are merged; {time.monotonic() - began:.0f} s in all")
+            seconds = time.monotonic() - began
+            text.progress.say(f"all text is read, its pairs are merged; {seconds:.0f} s in all")
     if failures:
         raise failures[0]
     if not text.num_texts:
@@ -343,39 +251,28 @@ def special_tokens() -> list[str]:
 def untrained_tokenizer() -> Tokenizer:
     """Llama 3's pipeline around an empty BPE model."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(LLAMA3_REGEX), behavior="isolated", invert=False),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=False),
-        ]
-    )
+    words = pre_tokenizers.Split(Regex(LLAMA3_REGEX), behavior="isolated", invert=False)
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, letters])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
 def add_special_tokens(tokenizer: Tokenizer) -> None:
     """Append the special tokens after the base vocabulary, and prepend BOS to whatever is encoded."""
-    tokenizer.add_special_tokens(
-        [AddedToken(name, special=True, normalized=False) for name in special_tokens()]
-    )
-    tokenizer.post_processor = processors.Sequence(
-        [
-            processors.ByteLevel(add_prefix_space=True, trim_offsets=False, use_regex=True),
-            processors.TemplateProcessing(
-                single=f"{BOS} $A",
-                pair=f"{BOS} $A {BOS} $B",
-                special_tokens=[(BOS, tokenizer.token_to_id(BOS))],
-            ),
-        ]
-    )
+    special = [AddedToken(name, special=True, normalized=False) for name in special_tokens()]
+    tokenizer.add_special_tokens(special)
+    letters = processors.ByteLevel(add_prefix_space=True, trim_offsets=False, use_regex=True)
+    ids = [(BOS, tokenizer.token_to_id(BOS))]
+    begin = processors.TemplateProcessing(f"{BOS} $A", f"{BOS} $A {BOS} $B", special_tokens=ids)
+    tokenizer.post_processor = processors.Sequence([letters, begin])
 
 
 def _refuse_existing(folder: Path) -> None:
     """Refuse a folder that holds anything: a tokenizer is never overwritten, data sets hold its ids."""
     if names := names_in(folder):
-        what = (
-            "a tokenizer" if "tokenizer.json" in names else f"{counted(len(names), 'file')} ({names[0]}, ...)"
-        )
+        others = f"{counted(len(names), 'file')} ({names[0]}, ...)"
+        what = "a tokenizer" if "tokenizer.json" in names else others
         raise Refused(f"{folder} already holds {what}: give --output_dir a new or empty folder")
 
 
@@ -411,63 +308,33 @@ def _report(text: TrainingText, num_base: int, vocab_size: int, folder: Path) ->
             f"the text yields {num_base:,} base tokens, not the {vocab_size:,} asked for: no other pair"
             f" comes {MIN_PAIR_COUNT} times. Special tokens follow at id {num_base}; more text gives more"
         )
-    num_special = len(special_tokens())
-    sizes = f"{num_base:,} base, {num_special} special, BOS is {num_base}"
-    say(f"{folder}: {num_base + num_special:,} tokens ({sizes})")
+    sizes = f"{num_base:,} base, 256 special, BOS is {num_base}"
+    say(f"{folder}: {num_base + 256:,} tokens ({sizes})")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags; ``main`` takes what the parser makes of them."""
-    parser.add_argument(
-        "--input_dir", metavar="PATH", type=Path, required=True, help="folder of inputs, as plan takes them"
-    )
-    parser.add_argument(
-        "--output_dir", metavar="PATH", type=Path, required=True, help="new or empty folder of the tokenizer"
-    )
-    parser.add_argument(
-        "--vocab_size",
-        metavar="N",
-        type=int,
-        default=128_000,
-        help="number of base tokens; 256 special tokens follow (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--recursive", action="store_true", help="also take the input files of subfolders (default: off)"
-    )
-    parser.add_argument(
-        "--encoding",
-        metavar="TEXT",
-        default="utf-8",
-        help="encoding of .txt; lines that cannot be decoded are dropped (default: %(default)s)",
-    )
+    folder: dict[str, Any] = {"metavar": "PATH", "type": Path, "required": True}
+    parser.add_argument("--input_dir", **folder, help="folder of inputs, as plan takes them")
+    parser.add_argument("--output_dir", **folder, help="new or empty folder of the tokenizer")
+    text = "number of base tokens; 256 special tokens follow"
+    parser.add_argument("--vocab_size", metavar="N", type=int, default=128_000, help=text)
+    text = "also take the input files of subfolders (default: off)"
+    parser.add_argument("--recursive", action="store_true", help=text)
+    text = "encoding of .txt; lines that cannot be decoded are dropped"
+    parser.add_argument("--encoding", metavar="TEXT", default="utf-8", help=text)
     fields = parser.add_mutually_exclusive_group()
-    fields.add_argument(
-        "--text_field", metavar="TEXT", default="text", help="field of the text (default: %(default)s)"
-    )
-    fields.add_argument(
-        "--text_template",
-        metavar="TEXT",
-        default="",
-        help="text of several fields: '{input}\\n\\n{output}' (default: none)",
-    )
-    parser.add_argument(
-        "--max_bytes",
-        metavar="SIZE",
-        default="256M",
-        help="text to train on, sampled evenly over the input; 256M takes about 5 GB of memory "
-        "(default: %(default)s)",
-    )
+    fields.add_argument("--text_field", metavar="TEXT", default="text", help="field of the text")
+    text = "text of several fields: '{input}\\n\\n{output}' (default: none)"
+    fields.add_argument("--text_template", metavar="TEXT", default="", help=text)
+    text = "text to train on, sampled evenly over the input; 256M takes about 5 GB of memory"
+    parser.add_argument("--max_bytes", metavar="SIZE", default="256M", help=text)
 
 
 def main(args: argparse.Namespace) -> int:
     """Run the command."""
-    train_tokenizer(
-        input_dir=args.input_dir,
-        vocab_size=args.vocab_size,
-        output_dir=args.output_dir,
-        recursive=args.recursive,
-        encoding=args.encoding,
-        max_bytes=parse_size(args.max_bytes, "--max_bytes"),
-        fields=TextFields(args.text_field, args.text_template),
-    )
+    names = ("input_dir", "vocab_size", "output_dir", "recursive", "encoding")
+    given = {name: getattr(args, name) for name in names}
+    fields = TextFields(args.text_field, args.text_template)
+    train_tokenizer(**given, max_bytes=parse_size(args.max_bytes, "--max_bytes"), fields=fields)
     return 0

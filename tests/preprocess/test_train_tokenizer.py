@@ -21,9 +21,7 @@ from preprocess.look import train_tokenizer as command
 from preprocess.look.train_tokenizer import (
     PIECE_CHARS,
     TrainingText,
-    find_spans,
     pieces_of_text,
-    sample_spans,
     special_tokens,
     train_tokenizer,
     training_reading,
@@ -34,7 +32,6 @@ from tests.held_children import Hold
 from tests.input_writers import bgzip
 
 VOCAB_SIZE = 400
-UTF8 = training_reading("utf-8")
 SAMPLES = [
     "The first bus leaves at 6:05, doesn't it?  I'd rather walk 12345 steps!",
     "비가 오는 날에는 도서관 2층 창가 자리가 제일 좋다.",
@@ -68,8 +65,10 @@ def trained_dir(text_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 def all_lines(folder: Path, max_bytes: int, encoding: str = "utf-8") -> list[str]:
     reading = training_reading(encoding)
-    text = TrainingText(find_spans(folder, max_bytes, False, reading), reading, max_bytes=max_bytes)
-    return [line for batch in text for line in batch]
+    text = TrainingText(folder, reading, max_bytes)
+    found = [line for batch in text for line in batch]
+    assert text.num_bytes <= max_bytes
+    return found
 
 
 def test_a_trained_tokenizer_has_ids_without_holes_and_gives_any_text_back(
@@ -228,8 +227,6 @@ def test_a_sample_holds_whole_lines_spread_evenly_over_the_files(tmp_path: Path,
         (tmp_path / f"{part}.txt").write_bytes("\n".join(chunk).encode(encoding))
     total_bytes = sum(path.stat().st_size for path in tmp_path.iterdir())
     max_bytes = total_bytes // 4
-    spans = find_spans(tmp_path, max_bytes, False, training_reading(encoding))
-    assert sum(span.stop - span.start for span in spans) <= max_bytes
     sampled = all_lines(tmp_path, max_bytes, encoding)
     assert set(sampled) <= {line.strip() for line in lines}
     assert len(set(sampled)) == len(sampled)
@@ -238,22 +235,6 @@ def test_a_sample_holds_whole_lines_spread_evenly_over_the_files(tmp_path: Path,
     for line in sampled:
         tenths[int(line.split()[1]) * 10 // num_lines] += 1
     assert max(tenths) < 1.3 * min(tenths)
-
-
-def test_spans_of_a_sample_never_overlap_and_never_exceed_their_files() -> None:
-    rng = random.Random(11)
-    for _ in range(200):
-        files = [(Path(str(i)), rng.choice([0, 3, 1000, 10**6, 10**8])) for i in range(rng.randrange(1, 60))]
-        max_bytes = rng.choice([10**6, 10**7, 10**9])
-        ends: dict[Path, int] = {}
-        total_bytes = 0
-        for span in sample_spans(files, max_bytes):
-            assert ends.get(span.path, 0) <= span.start < span.stop <= span.size_bytes
-            ends[span.path] = span.stop
-            total_bytes += span.stop - span.start
-        whole = sum(size for _, size in files)
-        assert total_bytes <= max_bytes
-        assert total_bytes == whole or total_bytes > 0.99 * max_bytes
 
 
 def test_a_line_too_long_for_memory_is_cut_into_pieces_between_words() -> None:
@@ -328,7 +309,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def record_texts(folder: Path, max_bytes: int = 10**9) -> list[str]:
     reading = training_reading("utf-8", TEMPLATE)
-    text = TrainingText(find_spans(folder, max_bytes, False, reading), reading, max_bytes=max_bytes)
+    text = TrainingText(folder, reading, max_bytes)
     found = [line for batch in text for line in batch]
     assert text.num_bytes <= max_bytes
     return found

@@ -30,7 +30,7 @@ _VERSION = 1
 _MAX_BYTES = 64 << 20
 _MOST_REASON_CHARS = 2000
 _SLURM_NAME = re.compile(r"[0-9]{1,10}_[0-9]{1,10}\.r[0-9]{1,6}")
-_RUN_NAME = re.compile(r".+-[0-9]{1,10}\.[0-9]{1,12}")
+_RUN_NAME = re.compile(r".+-[0-9]{1,10}\.[0-9]{1,16}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +246,7 @@ class RunRecord:
             "pid": os.getpid(),
             "pid_began": _ticks_of(os.getpid()),
         }
-        name = f"{begin['node']}-{os.getpid()}.{int(now)}"
+        name = f"{begin['node']}-{os.getpid()}.{int(now * 1000)}"  # two runs of a process end in one second
         job_id = environ.get("SLURM_ARRAY_JOB_ID") or environ.get("SLURM_JOB_ID", "")
         if job_id.isdigit():
             begin |= {

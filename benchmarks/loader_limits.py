@@ -3,8 +3,8 @@
     python benchmarks/loader_limits.py [--mb 10] [--core N] [--only resume,first,...]
 
 Resuming, first batch, opening, memory over epochs, bytes read, padding, mixing, weights of sources and what
-mixing costs. The first three and the last are times, taken on one core; the others do not depend on the
-machine or its load. Six minutes; exits 0 whatever it finds.
+mixing and origins cost. The first three and the last two are times, taken on one core; the others do not
+depend on the machine or its load. Seven minutes; exits 0 whatever it finds.
 """
 
 from __future__ import annotations
@@ -298,6 +298,40 @@ def mixing_cost(given: LimitData, core: int) -> Iterator[Finding]:
             )
 
 
+def origins_cost(given: LimitData, core: int) -> Iterator[Finding]:
+    """What a batch that says where its documents come from costs more, in turns on one core."""
+    documents = next(iter(given.documents.values()))
+    packed: dict[str, Any] = {"batch_size": BATCH}
+    cases: dict[str, tuple[Any, dict[str, Any]]] = {
+        "packed rows, batch 8": (given.large[:8], packed),
+        "packed rows with boundaries, batch 8": (given.large[:8], {**packed, "boundaries": "segment_ids"}),
+        **{name: (documents, options) for name, options in MODES.items()},
+    }
+    with pinned(core):
+        for label, (data, options) in cases.items():
+            pairs = [
+                [_batch_cpu_s(data, options, origins=given) for given in (False, True)]
+                for _ in range(MIXING_TURNS)
+            ]
+            ratios = sorted(having / lacking for lacking, having in pairs)
+            ratio, added = statistics.median(ratios), statistics.median(b - a for a, b in pairs)
+            yield Finding(
+                what=f"origins, {label}: CPU of a batch, over that without",
+                measured=f"{ratio:.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}), {added * 1e6:.0f} us",
+                asked="<= 1.1",
+                kept=ratio <= 1.1,
+            )
+
+
+def _batch_cpu_s(data: Any, options: dict[str, Any], *, origins: bool, num_batches: int = 800) -> float:
+    with get_llama3_dataloader(data, **options, num_workers=0, origins=origins) as loader:
+        batches = itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), num_batches)
+        began = time.process_time()
+        for _ in batches:
+            pass
+        return (time.process_time() - began) / num_batches
+
+
 MEASURES: dict[str, Callable[[LimitData, int], Iterator[Finding]]] = {
     "resume": resume_delays,
     "first": first_batches,
@@ -308,6 +342,7 @@ MEASURES: dict[str, Callable[[LimitData, int], Iterator[Finding]]] = {
     "mixing": mixing,
     "weights": weights,
     "mixing_cost": mixing_cost,
+    "origins": origins_cost,
 }
 
 

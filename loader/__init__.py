@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from loader.collator import CausalLMCollator
     from loader.dataloader import get_llama3_dataloader
     from loader.evaluation import LossMean, evaluation_loss
+    from loader.origins import Origin, SourceLosses
     from loader.prepare import ensure_prepared
     from loader.ranks import ProcessRank, find_process_rank
     from loader.state import OtherRun, Position
@@ -36,6 +37,7 @@ _MODULES = {
     "loader.collator": ("CausalLMCollator",),
     "loader.dataloader": ("get_llama3_dataloader",),
     "loader.evaluation": ("LossMean", "evaluation_loss"),
+    "loader.origins": ("Origin", "SourceLosses"),
     "loader.prepare": ("ensure_prepared",),
     "loader.ranks": ("ProcessRank", "find_process_rank"),
     "loader.state": ("OtherRun", "Position"),
@@ -49,12 +51,14 @@ __all__ = [
     "LossMean",
     "MissingShard",
     "NotFound",
+    "Origin",
     "OtherRun",
     "OtherTokenizer",
     "Position",
     "ProcessRank",
     "ReadWriteError",
     "ShardprepError",
+    "SourceLosses",
     "TokenLoader",
     "UnknownVersion",
     "UsageError",

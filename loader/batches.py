@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from loader.boundaries import boundary_fields
-from loader.chunks import ID_BITS, IGNORED, WITHDRAWN, Chunk, Edges, RowEdges, step_edges
+from loader.chunks import ID_BITS, IGNORED, WITHDRAWN, Chunk, Edges, RowEdges, step_edges, step_origins
 from loader.context_parallel import split_for_context_parallel as split_for_context_parallel  # its old place
 from loader.state import Ramp, RunSteps, check_ramp
 from shardprep.errors import UsageError
@@ -366,6 +366,28 @@ def cut_edges(edges: Edges, width: int) -> Edges:
     return Edges.of(begins, (num_places // width, width))
 
 
+def fit_origins(
+    origins: npt.NDArray[np.int64], lengths: npt.NDArray[Any] | None, row_places: int, width: int
+) -> npt.NDArray[np.int64]:
+    """The origins of rows of ``row_places``, without documents behind them; of shorter rows of ``width``,
+    where each piece of a document has its own. ``lengths``: tokens of each row (None: all are full)."""
+    origins = origins[origins[:, 1] < row_places]
+    if not width:
+        return origins
+    row, place = origins[:, 0], origins[:, 1]
+    num_rows = int(row.max(initial=0)) + 1
+    ends = np.full(num_rows, row_places) if lengths is None else lengths.clip(max=row_places)
+    end = np.append(place[1:], 0)
+    is_last = np.append(row[1:] != row[:-1], values=True)
+    end[is_last] = ends[row[is_last]]
+    pieces = ((end - 1) // width - place // width + 1).clip(1)
+    number = np.arange(int(pieces.sum())) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    cut = np.repeat(origins, pieces, axis=0)
+    cut[:, 0] = cut[:, 0] * (row_places // width) + cut[:, 1] // width + number
+    cut[:, 1] = np.where(number > 0, 0, cut[:, 1] % width)
+    return cut
+
+
 Fillers = npt.NDArray[np.bool_] | None
 
 
@@ -409,6 +431,7 @@ class Uncollated(NamedTuple):
     is_filler: Fillers = None  # samples that fill a last batch up, if there are any: they have no labels
     width: int = 0  # that rows are cut to, side by side; 0: as they are
     starts: Sequence[Ids] | None = None  # where documents begin in each row, if sample_fields ask for it
+    origins: npt.NDArray[np.int64] | None = None  # int64[documents, ORIGIN], if they were asked for
 
     @property
     def num_tokens(self) -> int:
@@ -441,8 +464,11 @@ class StepBatches:
     withdrawn_id: int | None = None  # what a collate_fn gets for ids that are WITHDRAWN; None: none is
     shifts_targets: bool = False  # labels stand where the token before them stands
     sample_fields: tuple[str, ...] = ()  # what a collate_fn gets beside the ids
+    origins: bool = False  # whether batches say where their documents come from
 
     def __post_init__(self) -> None:
+        if self.origins and not self.is_own:
+            raise UsageError("origins are told of the loader's own batches; leave out collate_fn or them")
         if self.boundaries and not self.is_own:
             raise UsageError("boundaries are made for the loader's own batches; leave out collate_fn or them")
 
@@ -478,14 +504,15 @@ class StepBatches:
             edges = step_edges(chunks, step, part) if self.boundaries else None
             of_rows = None if lengths is None else lengths[part]
             starts = every_start[part] if self.sample_fields else None
-            yield Uncollated(rows[part], of_rows, edges, _of_part(is_filler, part), width, starts)
+            origins = step_origins(chunks, step, part) if self.origins else None
+            yield Uncollated(rows[part], of_rows, edges, _of_part(is_filler, part), width, starts, origins)
 
     def _cut_documents(
         self, chunks: list[Chunk], step: int, first_batch: int, is_filler: Fillers
     ) -> Iterator[Uncollated]:
         """The same of samples of any length; with ``starts``, each sample is a batch."""
         if chunks[0].starts is not None:
-            yield from cut_token_batches(chunks, step, first_batch, is_filler)
+            yield from cut_token_batches(chunks, step, first_batch, is_filler, tells=self.origins)
             return
         lengths = np.concatenate([chunk.lengths[:, step] for chunk in chunks])
         parts = [chunk.ids_of(step) for chunk in chunks]
@@ -494,13 +521,20 @@ class StepBatches:
         for part in _batch_parts(self.batch_size, len(lengths), first_batch):
             of_samples = lengths[part]
             first, end = bounds[part.start], bounds[part.start + len(of_samples)]
-            yield Uncollated(ids[first:end], of_samples, None, _of_part(is_filler, part))
+            origins = step_origins(chunks, step, part) if self.origins else None
+            yield Uncollated(ids[first:end], of_samples, None, _of_part(is_filler, part), origins=origins)
 
     def collate(self, part: Uncollated) -> Any:
         """The batch of some samples; what ``collate_fn`` makes may be anything."""
         batch = self._collated(part)
         if part.is_filler is not None:
             blank_labels(batch, part.is_filler)
+        if part.origins is not None:
+            origins = part.origins
+            if self.shifts_targets or part.width:
+                places = part.ids.shape[-1] - self.shifts_targets if part.width else batch["labels"].shape[1]
+                origins = fit_origins(origins, part.lengths, places, part.width)
+            batch["origins"] = torch.from_numpy(origins)
         return batch
 
     @property
@@ -583,19 +617,22 @@ def _rows_of_step(chunks: list[Chunk], step: int) -> tuple[Any, npt.NDArray[Any]
 
 
 def cut_token_batches(
-    chunks: list[Chunk], step: int, first_batch: int, is_filler: Fillers
+    chunks: list[Chunk], step: int, first_batch: int, is_filler: Fillers, *, tells: bool
 ) -> Iterator[Uncollated]:
-    """The batches of one step whose samples are batches, from one of them on."""
+    """The batches of one step whose samples are batches, from one of them on; ``tells``: with origins."""
     number = 0
     for chunk in chunks:
         ids, begin = chunk.ids_of(step), 0
-        for size, starts in zip(chunk.lengths[:, step].tolist(), chunk.starts_of(step), strict=True):
+        parts = zip(chunk.lengths[:, step].tolist(), chunk.starts_of(step), strict=True)
+        for slot, (size, starts) in enumerate(parts):
             if number >= first_batch:
-                lengths = np.diff(starts, append=size)
+                lengths, origins = np.diff(starts, append=size), None
                 fills = is_filler is not None and is_filler[number]
-                yield Uncollated(
-                    ids[begin : begin + size], lengths, None, np.ones(len(lengths), bool) if fills else None
-                )
+                is_filled = np.ones(len(lengths), bool) if fills else None
+                if tells:
+                    origins = chunk.origins_of(step, slot, slot + 1)
+                    origins[:, 0] = np.arange(len(origins))
+                yield Uncollated(ids[begin : begin + size], lengths, None, is_filled, origins=origins)
             number, begin = number + 1, begin + size
 
 

@@ -239,7 +239,7 @@ def why_unchecked(
     if noise is None:
         parts = model.named_modules() if isinstance(model, torch.nn.Module) else ()
         noise = NOISE_OF_EXPERTS if any("expert" in name for name, _ in parts) else NOISE
-    fields = {name: value for name, value in batch.items() if name != "labels"}
+    fields = {name: value for name, value in batch.items() if name not in ("labels", "origins")}
     if "input_ids" not in fields:
         raise UsageError(f"the model gets {sorted(fields)} by name, expected input_ids among them")
     ids = fields["input_ids"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,7 +20,8 @@ ID_BITS = 2**31 - 1  # the id without it
 WITHDRAWN = np.int32(-1)  # in place of an id that nobody may see any more; no id with NO_LABEL is it
 
 
-_HEAD = 4  # samples per step, steps, tokens cut, document starts (-1: none were asked for)
+ORIGIN = ("row", "place", "source", "shard", "sample", "document")  # what a batch tells of a document
+_HEAD = 5  # samples per step, steps, tokens cut, document starts and origins (-1: none were asked for)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +197,8 @@ class Chunk:
     num_cut: int = 0  # tokens left out behind max_length
     num_starts: npt.NDArray[np.int32] | None = None  # int32[samples per step, steps]
     starts: npt.NDArray[np.int32] | None = None  # flat: places in each row where a document begins
+    num_origins: npt.NDArray[np.int32] | None = None  # int32[samples per step, steps]: documents of each
+    origins: npt.NDArray[np.int32] | None = None  # int32[documents, ORIGIN], step after step
 
     def is_full(self, step: int) -> bool:
         """Whether no row of a step holds padding."""
@@ -246,13 +249,32 @@ class Chunk:
         rows = np.repeat(row_of.reshape(-1), self.num_starts.reshape(-1))
         return RowEdges.of_rows(self.starts, rows, self.lengths.T.reshape(-1), self.row_tokens)
 
+    def origins_of(self, step: int, first: int, end: int) -> npt.NDArray[np.int64]:
+        """int64[documents, ORIGIN] of some samples of one step; their rows count from 0 at ``first``."""
+        assert self.origins is not None
+        begin = step * len(self.lengths)
+        bounds = self._origin_bounds
+        found = self.origins[bounds[begin + first] : bounds[begin + end]].astype(np.int64)
+        if first:
+            found[:, 0] -= first
+        return found
+
+    @cached_property
+    def _origin_bounds(self) -> list[int]:
+        assert self.num_origins is not None
+        bounds: list[int] = np.cumsum([0, *self.num_origins.T.reshape(-1).tolist()]).tolist()
+        return bounds
+
     def pack(self) -> torch.Tensor:
         """All of it as one int32 tensor: every tensor that is sent costs a file handle."""
         num_starts = -1 if self.starts is None else len(self.starts)
-        head = np.array([*self.lengths.shape, self.num_cut, num_starts], np.int32)
+        num_origins = -1 if self.origins is None else len(self.origins)
+        head = np.array([*self.lengths.shape, self.num_cut, num_starts, num_origins], np.int32)
         parts = [head, self.lengths.reshape(-1)]
         if self.starts is not None and self.num_starts is not None:
             parts += [self.num_starts.reshape(-1), self.starts]
+        if self.origins is not None and self.num_origins is not None:
+            parts += [self.num_origins.reshape(-1), self.origins.reshape(-1)]
         ids = self.ids[:].reshape(-1).astype(np.int32, copy=False)
         return torch.from_numpy(np.concatenate([*parts, ids]))
 
@@ -260,13 +282,17 @@ class Chunk:
     def unpack(packed: torch.Tensor, row_tokens: int) -> Chunk:
         """What ``pack`` packed; ``row_tokens`` is 0 where samples have lengths of their own."""
         flat = packed.numpy()
-        slots, steps, num_cut, num_starts = flat[:_HEAD].tolist()
+        slots, steps, num_cut, num_starts, num_origins = flat[:_HEAD].tolist()
         size = slots * steps
         lengths, rest = flat[_HEAD : _HEAD + size].reshape(slots, steps), flat[_HEAD + size :]
-        counts = starts = None
+        counts = starts = documents = origins = None
         if num_starts >= 0:
             counts, starts = rest[:size].reshape(slots, steps), rest[size : size + num_starts]
             rest = rest[size + num_starts :]
+        if num_origins >= 0:
+            end = size + num_origins * len(ORIGIN)
+            documents, origins = rest[:size].reshape(slots, steps), rest[size:end].reshape(-1, len(ORIGIN))
+            rest = rest[end:]
         return Chunk(
             lengths=lengths,
             ids=rest.reshape(slots, steps, row_tokens) if row_tokens else rest,
@@ -274,18 +300,41 @@ class Chunk:
             num_cut=num_cut,
             num_starts=counts,
             starts=starts,
+            num_origins=documents,
+            origins=origins,
         )
 
 
-def step_edges(chunks: list[Chunk], step: int, part: slice) -> Edges:
-    """Of some of a step's rows, which lie in one chunk under another."""
-    if len(chunks) == 1:
-        return chunks[0].edges(step, part.start, min(part.stop, len(chunks[0].lengths)))
+def with_origins(chunk: Chunk, num_origins: npt.NDArray[Any], origins: npt.NDArray[np.int32]) -> Chunk:
+    """A chunk with the origins of its documents, step after step; their rows are put in here.
+    ``num_origins``: int[samples per step, steps]."""
+    slots, steps = num_origins.shape
+    origins[:, 0] = np.repeat(np.tile(np.arange(slots, dtype=np.int32), steps), num_origins.T.reshape(-1))
+    return replace(chunk, num_origins=num_origins.astype(np.int32), origins=origins)
+
+
+def step_origins(chunks: list[Chunk], step: int, part: slice) -> npt.NDArray[np.int64]:
+    """Of some of a step's samples; rows count from 0."""
     parts, row = [], 0
+    for chunk, first, end in _parts_of(chunks, part):
+        parts.append(chunk.origins_of(step, first, end))
+        if row:
+            parts[-1][:, 0] += row
+        row += end - first
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def step_edges(chunks: list[Chunk], step: int, part: slice) -> Edges:
+    """Of some of a step's rows."""
+    return joined_edges([chunk.edges(step, first, end) for chunk, first, end in _parts_of(chunks, part)])
+
+
+def _parts_of(chunks: list[Chunk], part: slice) -> Iterator[tuple[Chunk, int, int]]:
+    """Some of a step's samples, which lie in one chunk under another: of each chunk which ones."""
+    row = 0
     for chunk in chunks:
         num_rows = len(chunk.lengths)
         first, end = max(part.start - row, 0), min(part.stop - row, num_rows)
         if first < end:
-            parts.append(chunk.edges(step, first, end))
+            yield chunk, first, end
         row += num_rows
-    return joined_edges(parts)

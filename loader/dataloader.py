@@ -211,6 +211,7 @@ def get_llama3_dataloader(
     max_padded_tokens: int | None = None,
     collate_fn: Collate | None = None,
     sample_fields: Sequence[SampleField] = (),
+    origins: bool = False,
     seed: int = 0,
     shuffle: bool = True,
     weights: Mapping[str, float] | None = None,
@@ -290,6 +291,9 @@ def get_llama3_dataloader(
                 as transformers' DataCollatorForLanguageModeling makes them.
             sample_fields: what ``collate_fn`` gets of each sample beside ``input_ids``: ``"num_tokens"``;
                 ``"doc_starts"``, the places where a document begins; ``"lengths"`` of its documents.
+            origins: True: batches have ``origins`` int64[documents, 6]: row and place in the batch, then
+                source, shard, sample and document, which ``loader.origin`` resolves to file and byte. Take
+                them out before ``model(**batch)``.
 
         Order and mixing:
             seed: of the shuffle. Equal seeds give equal global batches on any number of ranks and workers.
@@ -409,6 +413,7 @@ def get_llama3_dataloader(
             vocab_size=tokenizer.vocab_size if part.has_external else None,
             starts=bool(fields or asked_fields),
             keeps_tail=is_validation,
+            origins=origins,
             context=ReaderContext(
                 reader_index=ReaderIndex(number=who.rank, count=who.world_size),
                 stall_warning_s=stall_warning_s,
@@ -478,6 +483,7 @@ def get_llama3_dataloader(
         collate_fn=collate_fn,
         shifts_targets=shifts,
         sample_fields=asked_fields,
+        origins=origins,
         has_masks=any(part.has_masks for part in sources.values()),
         withdrawn_id=_withdrawn_id(every, collate_fn, tokenizer),
     )
@@ -549,7 +555,7 @@ _LEAST = {
 }
 _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(
-        ("shuffle", "amend", "persistent_workers", "pin_memory"),
+        ("shuffle", "amend", "origins", "persistent_workers", "pin_memory"),
         (lambda value: value in (True, False), "True or False"),
     ),
     **dict.fromkeys(
@@ -563,7 +569,7 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "collate_fn": (callable, "a function of a list of samples"),
 }
-_NEVER_NONE = {"shuffle", "amend", "persistent_workers", "seed", "num_workers", "stall_warning_s"}
+_NEVER_NONE = {"shuffle", "amend", "origins", "persistent_workers", "seed", "num_workers", "stall_warning_s"}
 
 
 def _check_types(given: Mapping[str, Any]) -> None:

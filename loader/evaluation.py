@@ -62,6 +62,7 @@ def evaluation_loss(model: Any, loader: TokenLoader) -> float:
     try:
         with torch.no_grad():
             for batch in loader:
+                batch.pop("origins", None)
                 losses.add(model(**batch.to(device)).loss, batch["labels"])
     finally:
         model.train(was_training)

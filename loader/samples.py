@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from loader.chunks import WITHDRAWN, Chunk, ScatteredRows
+from loader.chunks import ORIGIN, WITHDRAWN, Chunk, ScatteredRows, with_origins
 from loader.external_tars import JSON, RAW, parse_npy_header
 from loader.find_shards import DatasetShards, ExternalTar, ShardSet
 from loader.reading import ReaderContext, SampleBytes, ShardReader
@@ -300,6 +300,7 @@ class Samples:
     vocab_size: int | None = None  # checked where it is given: ids that others made
     context: ReaderContext = ReaderContext()  # noqa: RUF009  frozen
     withdrawn: WithdrawnTokens | None = None  # they are masked
+    origins: bool = False  # whether chunks say where each document comes from
 
     @property
     def row_tokens(self) -> int:
@@ -357,6 +358,15 @@ class Samples:
         """Samples by their places in the shards, counted through all of them on both sides of a split."""
         return samples if self.shards.split is None else self.shards.stored(samples)
 
+    def _origins(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        """int32[samples, ORIGIN] of the first document of each, at place 0; row and source come later."""
+        stored, counts = self._stored(samples), self.shards.num_records
+        first = np.cumsum(counts) - counts
+        shard = np.searchsorted(first, stored, side="right") - 1
+        found = np.zeros((len(samples), len(ORIGIN)), np.int32)
+        found[:, 3], found[:, 4] = shard, stored - first[shard]
+        return found
+
     def by_shard(
         self, reader: ShardReader, samples: npt.NDArray[np.int64]
     ) -> Iterator[tuple[int, npt.NDArray[np.bool_], npt.NDArray[np.int64]]]:
@@ -406,7 +416,7 @@ class WholeSamples(Samples):
 
     def read(self, reader: ShardReader, samples: npt.NDArray[np.int64], offset: int) -> Window:  # noqa: ARG002
         rows = np.arange(samples.size).reshape(samples.shape)
-        data = reader.read(samples.reshape(-1), starts=self.starts and self.row_tokens > 0)
+        data = reader.read(samples.reshape(-1), starts=(self.starts or self.origins) and self.row_tokens > 0)
         return partial(self._rows_chunk if self.row_tokens else self._documents_chunk, data, rows)
 
     def _documents_chunk(self, data: SampleBytes, rows: npt.NDArray[np.int64], first: int, end: int) -> Chunk:
@@ -414,7 +424,11 @@ class WholeSamples(Samples):
         found = self.decode(data, steps.reshape(-1), self.max_length)
         if found.num_cut and self.refuse_longer:
             self._refuse(data, steps.reshape(-1))
-        return Chunk(lengths=found.lengths.reshape(steps.shape).T, ids=found.ids, num_cut=found.num_cut)
+        chunk = Chunk(lengths=found.lengths.reshape(steps.shape).T, ids=found.ids, num_cut=found.num_cut)
+        if not self.origins:
+            return chunk
+        ones = np.ones(chunk.lengths.shape, np.int32)
+        return with_origins(chunk, ones, self._origins(data.sample[steps.reshape(-1)]))
 
     def _rows_chunk(self, data: SampleBytes, rows: npt.NDArray[np.int64], first: int, end: int) -> Chunk:
         rows = rows[:, first:end]
@@ -428,13 +442,21 @@ class WholeSamples(Samples):
             with _place_named(self.shards, data):
                 for step, of_step in enumerate(rows.T):
                     check_vocab(stored[:, step].reshape(-1), full, of_step, self.vocab_size)
-        return Chunk(
+        chunk = Chunk(
             lengths=data.num_tokens[rows].astype(np.int32),
             ids=ids,
             row_tokens=self.row_tokens,
             num_starts=data.num_starts[rows].astype(np.int32) if self.starts else None,
             starts=decode_starts(data, rows.reshape(-1), self.row_tokens) if self.starts else None,
         )
+        if not self.origins:
+            return chunk
+        steps = rows.T.reshape(-1)
+        starts = decode_starts(data, steps, self.row_tokens)
+        counts, places, numbers = _document_places(starts, data.num_starts[steps])
+        origins = np.repeat(self._origins(data.sample[steps]), counts, axis=0)
+        origins[:, 1], origins[:, 5] = places, numbers
+        return with_origins(chunk, counts.reshape(rows.T.shape).T, origins)
 
     def _refuse(self, data: SampleBytes, rows: npt.NDArray[np.int64]) -> None:
         lengths = decode_samples(data, rows).lengths
@@ -444,6 +466,19 @@ class WholeSamples(Samples):
             f"more than max_length={self.max_length}; "
             'long_documents="split" would keep them all, "truncate" the beginning'
         )
+
+
+def _document_places(
+    starts: npt.NDArray[np.int32], num_starts: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """Documents of packed rows: how many each row has, where each begins, and its number in the row. One that
+    goes on from another row is at 0."""
+    first = np.cumsum(num_starts) - num_starts
+    goes_on = np.ones(len(num_starts), np.bool_)
+    has = num_starts > 0
+    goes_on[has] = starts[first[has]] > 0
+    counts = num_starts + goes_on
+    return counts, np.insert(starts, first[goes_on], 0), places_of(np.zeros_like(counts), counts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -513,13 +548,15 @@ class DocumentPieces(Samples):
             local = document[here] - part[0]
             lengths[here] = np.minimum(held[local] - first[here], self.max_length)
             parts.append(found.ids[places_of((np.cumsum(held) - held)[local] + first[here], lengths[here])])
-        return partial(_pieces_chunk, np.concatenate(parts), lengths, rows.reshape(samples.shape))
+        origins = self._origins(documents) if self.origins else None
+        return partial(_pieces_chunk, np.concatenate(parts), lengths, rows.reshape(samples.shape), origins)
 
 
 def _pieces_chunk(
     ids: npt.NDArray[np.int32],
     lengths: npt.NDArray[np.int64],
     pieces: npt.NDArray[np.int64],
+    origins: npt.NDArray[np.int32] | None,
     first: int,
     end: int,
 ) -> Chunk:
@@ -527,10 +564,13 @@ def _pieces_chunk(
     steps = pieces[:, first:end].T
     begin = np.cumsum(lengths) - lengths
     of_steps = lengths[steps]
-    return Chunk(
+    chunk = Chunk(
         lengths=of_steps.T.astype(np.int32),
         ids=ids[places_of(begin[steps.reshape(-1)], of_steps.reshape(-1))],
     )
+    if origins is None:
+        return chunk
+    return with_origins(chunk, np.ones(chunk.lengths.shape, np.int32), origins[steps.reshape(-1)])
 
 
 _NO_END = -1  # no EOS is put
@@ -675,11 +715,11 @@ class JoinedRows(Samples):
                 if not place:
                     at[first:end] += part[0] - ends[of_part.start]
                 decoded += int(ends[of_part.stop] - ends[of_part.start])
-        ids, starts = self._decoded(reader, np.concatenate(documents), np.concatenate(end_ids), decoded)
+        ids, starts, held = self._decoded(reader, np.concatenate(documents), np.concatenate(end_ids), decoded)
         last = self.offsets - (self.num_samples - 1) * self.seq_len  # tokens of the last row
         lengths = np.where(samples == self.num_samples - 1, min(last, self.seq_len), self.seq_len)
         places = at[inverse.reshape(samples.shape)]
-        return partial(self._chunk, ids, places, lengths.astype(np.int32), starts)
+        return partial(self._chunk, ids, places, lengths.astype(np.int32), starts, held)
 
     def _runs(
         self, reader: ShardReader, rows: npt.NDArray[np.int64], begins: npt.NDArray[np.int64]
@@ -698,14 +738,14 @@ class JoinedRows(Samples):
         documents: npt.NDArray[np.int64],
         end_ids: npt.NDArray[np.int64],
         expected: int,
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """The ids of documents one after another, and where each begins."""
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The ids of documents one after another, where each begins, and which one it is."""
         found = self.decode(reader.read(documents), np.arange(len(documents)), end_ids=end_ids)
         if len(found.ids) != expected:
             where = self.shards.describe(int(documents[0]))
             raise BrokenShard(f"{where} and on: {len(found.ids)} tokens, expected {expected}")
         starts = np.cumsum(found.lengths, dtype=np.int64) - found.lengths
-        return found.ids, starts[found.lengths > 0]
+        return found.ids, starts[found.lengths > 0], documents[found.lengths > 0]
 
     def _chunk(
         self,
@@ -713,6 +753,7 @@ class JoinedRows(Samples):
         places: npt.NDArray[np.int64],
         lengths: npt.NDArray[np.int32],
         starts: npt.NDArray[np.int64],
+        documents: npt.NDArray[np.int64],
         first: int,
         end: int,
     ) -> Chunk:
@@ -723,6 +764,14 @@ class JoinedRows(Samples):
             ids=ScatteredRows(flat=ids, at=at, row_tokens=self.seq_len),
             row_tokens=self.seq_len,
         )
+        if self.origins:
+            flat = at.T.reshape(-1)
+            low = np.searchsorted(starts, flat, side="right") - 1
+            counts = np.searchsorted(starts, flat + chunk.lengths.T.reshape(-1)) - low
+            taken = places_of(low, counts)
+            origins = self._origins(documents[taken])
+            origins[:, 1] = (starts[taken] - np.repeat(flat, counts)).clip(0)
+            chunk = with_origins(chunk, counts.reshape(at.T.shape).T, origins)
         if not self.starts:
             return chunk
         flat = at.reshape(-1)
@@ -841,13 +890,14 @@ def _batches_chunk(window: Window, counts: npt.NDArray[np.int64], first: int, en
     # Chunks have starts sample after sample, and of each step after step.
     walk = np.arange(len(flat)).reshape(counts.shape).T.reshape(-1)
     starts = places - np.repeat(places[begin], flat)
-    return Chunk(
+    chunk = Chunk(
         lengths=sizes.reshape(counts.shape).T.astype(np.int32),
         ids=documents.ids,
         num_cut=documents.num_cut,
         num_starts=counts.T.astype(np.int32),
         starts=starts[places_of(begin[walk], flat[walk])].astype(np.int32),
     )
+    return chunk if documents.origins is None else with_origins(chunk, counts.T, documents.origins)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -904,20 +954,22 @@ def make_samples(
     vocab_size: int | None = None,
     starts: bool = False,
     keeps_tail: bool = False,
+    origins: bool = False,
     context: ReaderContext = ReaderContext(),  # noqa: B008  frozen
 ) -> Samples:
     """The samples of some shards.
 
     ``vocab_size``: ids are checked against it where it is given. ``starts``: whether to say where documents
-    begin in packed rows. ``keeps_tail``: rows packed at load end with one that is not full. Raises UsageError
-    where the rules do not fit what the shards hold.
+    begin in packed rows. ``keeps_tail``: rows packed at load end with one that is not full. ``origins``:
+    chunks say where documents come from. Raises UsageError where the rules do not fit what the shards hold.
     """
-    _check_rows(rules, shards, starts)
+    _check_rows(rules, shards, starts or origins)
     shared: dict[str, Any] = {
         "shards": shards,
         "vocab_size": vocab_size,
         "context": context,
         "withdrawn": withdrawn_tokens(shards),
+        "origins": origins,
     }
     documents: Samples
     if rules.seq_len is not None and not shards.row_tokens:
@@ -968,4 +1020,6 @@ def _check_rows(rules: SampleRules, shards: ShardSet, starts: bool) -> None:
             "with that --seq_len"
         )
     if starts and not shards.row_tokens:
-        raise UsageError("boundaries are for rows of one length; load documents and packed rows apart")
+        raise UsageError(
+            "boundaries and origins are for rows of one length; load documents and packed rows apart"
+        )

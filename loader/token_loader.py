@@ -39,6 +39,7 @@ from loader.batches import (
 from loader.chunks import Chunk
 from loader.find_shards import SizeCheck
 from loader.mixture import Mixture
+from loader.origins import Origin, find_origin
 from loader.ranks import ProcessRank, check_process_rank
 from loader.state import Position, RunProgress, RunSteps, SkippedSteps, state_of
 from loader.tokenizer import LoaderTokenizer
@@ -538,6 +539,24 @@ class TokenLoader(DataLoader[Batch]):
         """Epochs of each named source so far: 1.5 is the middle of its second."""
         order = self.order
         return order.epochs(self._delivered_of_order) if isinstance(order, Mixture) else {}
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """The names that the sources of ``batch["origins"]`` count; one, "all", where one set is read."""
+        order = self.order
+        return order.names if isinstance(order, Mixture) else ("all",)
+
+    def origin(self, source: int, shard: int, sample: int, document: int = 0) -> Origin:
+        """Where a document of ``batch["origins"]`` lies: tar, and file and byte of the input.
+
+        ``loader.origin(*batch["origins"][0, 2:].tolist())``. Raises UsageError for numbers that are none.
+        """
+        samples, names = self.chunks.plan.samples, self.source_names
+        parts = samples.sources if isinstance(samples, MixedSamples) else [samples]
+        part = parts[source] if 0 <= source < len(parts) else None
+        if part is None:
+            raise UsageError(f"source {source}: the loader reads {len(parts)}, {', '.join(names)}, from 0 on")
+        return find_origin(names[source], part.shards, shard, sample, document)
 
     @property
     def has_loaded_state(self) -> bool:

@@ -18,6 +18,7 @@ from transformers.trainer_callback import ExportableState
 
 from loader.boundaries import why_unchecked
 from loader.evaluation import LossMean
+from loader.origins import SourceLosses
 from loader.state import Position
 from loader.token_loader import TokenLoader
 from shardprep.errors import UsageError
@@ -27,13 +28,15 @@ class LoaderMixin:
     """Write it before Trainer, or a subclass, among the bases, and pass ``train_loader=``.
 
     ``eval_loader=``: a loader with ``split="validation"``. ``eval_loss`` is then the mean over all labels,
-    equal on every number of ranks. Make the TrainingArguments before the loader: they start the process
-    group. Raises UsageError where Trainer's numbers would not make a step of one global batch. With
+    equal on every number of ranks. Of loaders with ``origins=True`` the mean of each source is logged, too:
+    ``loss/NAME``, and ``eval_loss/NAME``. Make the TrainingArguments before the loader: they start the
+    process group. Raises UsageError where Trainer's numbers would not make a step of one global batch. With
     ``boundaries`` the first step runs ``loader.check_boundaries`` on what the model gets, unless
     ``check_boundaries=False``.
     """
 
     _eval_losses: LossMean | None = None  # while eval_loader is evaluated
+    _source_losses: SourceLosses | None = None  # of what is trained or evaluated now, with origins
 
     def __init__(
         self,
@@ -58,6 +61,7 @@ class LoaderMixin:
         self.train_loader, self.eval_loader = train_loader, eval_loader
         self._placeholder = placeholder
         step_batches = train_loader.step_batches
+        self._source_losses = _losses_of(train_loader)
         self._is_unchecked = bool(check_boundaries and step_batches.boundaries and step_batches.row_tokens)
         check_trainer_arguments(self.args, train_loader)  # type: ignore[attr-defined]  # Trainer's
         # The loader finds its place itself.
@@ -93,27 +97,52 @@ class LoaderMixin:
         if self.eval_loader is None or dataloader is not self.eval_loader:
             return super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]  # Trainer's
         losses = self._eval_losses = LossMean.of_loader(self.eval_loader)
+        training, of_sources = self._source_losses, _losses_of(self.eval_loader)
+        self._source_losses = of_sources
         try:
             output = super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]  # Trainer's
         finally:
-            self._eval_losses = None
+            self._eval_losses, self._source_losses = None, training
+        prefix = f"{kwargs.get('metric_key_prefix', 'eval')}_loss"
         if not math.isnan(mean := losses.mean()):  # NaN where a compute_loss of the user's counts no labels
-            output.metrics[f"{kwargs.get('metric_key_prefix', 'eval')}_loss"] = mean
+            output.metrics[prefix] = mean
+        output.metrics.update(_named_means(prefix, of_sources))
         return output
+
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Trainer's; with the mean of each source since the last time beside ``loss``."""
+        if "loss" in logs:
+            logs |= _named_means("loss", self._source_losses)
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]  # Trainer's
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Trainer's; while ``eval_loader`` is evaluated, the mean over the labels of a batch, and counted."""
-        losses = self._eval_losses
+        losses, origins, labels = self._eval_losses, inputs.pop("origins", None), inputs.get("labels")
         if losses is not None:
-            labels, num_items_in_batch = inputs["labels"], None
+            num_items_in_batch = None
+        with_outputs = return_outputs or origins is not None
         found = super().compute_loss(  # type: ignore[misc]  # Trainer's
-            model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+            model, inputs, return_outputs=with_outputs, num_items_in_batch=num_items_in_batch
         )
+        loss, outputs = found if with_outputs else (found, {})
         if losses is not None:
-            losses.add(found[0] if return_outputs else found, labels)
-        return found
+            losses.add(loss, labels)
+        if origins is not None and self._source_losses is not None:
+            self._source_losses.add(outputs["logits"], labels, origins)
+        return (loss, outputs) if return_outputs else loss
+
+
+def _losses_of(loader: TokenLoader) -> SourceLosses | None:
+    """What counts the losses of a loader's sources; None where its batches do not tell them."""
+    return SourceLosses(loader.source_names) if loader.step_batches.origins else None
+
+
+def _named_means(prefix: str, losses: SourceLosses | None) -> dict[str, float]:
+    """``loss/web`` and the like, of those that have labels; counts from 0 again."""
+    means = {} if losses is None else losses.means(reset=True)
+    return {f"{prefix}/{name}": mean for name, mean in means.items() if not math.isnan(mean)}
 
 
 def _trl_data_set(args: Any) -> Any:

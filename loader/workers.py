@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from loader.chunks import Chunk, ScatteredParts, ScatteredRows
+from loader.chunks import ORIGIN, Chunk, ScatteredParts, ScatteredRows, with_origins
 from loader.find_shards import ShardSet
 from loader.mixture import Mixture, Round, Schedule, check_first_steps, make_stages, source_seed
 from loader.order import Order, choose_windows, share
@@ -296,7 +296,10 @@ class MixedChunkDataset(ChunkDataset):
         for later in count(epoch):
             first = step if later == epoch else 0
             of_source: Any = reader[number]
-            yield from source._epoch_chunks(of_source, later, first, slots)  # noqa: SLF001  its own class's
+            for chunk in source._epoch_chunks(of_source, later, first, slots):  # noqa: SLF001  its own class's
+                if chunk.origins is not None:
+                    chunk.origins[:, ORIGIN.index("source")] = number
+                yield chunk
 
     def _mixed_round(self, part: Round, streams: list[SourceSteps], slots: range) -> MixedRound:
         pattern = np.repeat(self.plan.order.pattern(part, slots), self.plan.order.group, axis=0)
@@ -366,6 +369,8 @@ class MixedRound:
         self._ids = ScatteredParts.of_shape(shape, row_tokens)
         self._num_starts: npt.NDArray[np.int32] | None = None
         self._starts = ScatteredParts.of_shape(shape)
+        self._num_origins: npt.NDArray[np.int32] | None = None
+        self._origins = ScatteredParts.of_shape(shape)
 
     def put(self, places: Any, chunk: Chunk, at: Any, *, stays: bool) -> None:
         """Lay samples of a source's chunk, those ``at`` these places of it, to these places of the round.
@@ -389,6 +394,14 @@ class MixedRound:
             self._num_starts[places] = chunk.num_starts[at]
             ends = np.cumsum(chunk.num_starts, dtype=np.int64).reshape(chunk.num_starts.shape)
             self._starts.put(places, chunk.starts, (ends - chunk.num_starts)[at])
+        if chunk.origins is not None and chunk.num_origins is not None:
+            if self._num_origins is None:
+                self._num_origins = np.empty_like(self._lengths)
+            self._num_origins[places] = chunk.num_origins[at]
+            by_step = chunk.num_origins.T
+            ends = np.cumsum(by_step, dtype=np.int64).reshape(by_step.shape).T
+            begins = (ends - chunk.num_origins)[at] * len(ORIGIN)
+            self._origins.put(places, chunk.origins.reshape(-1), begins)
 
     def chunk(self, first: int, end: int) -> Chunk:
         """Its steps from ``first`` up to ``end``."""
@@ -398,7 +411,7 @@ class MixedRound:
         if self._num_starts is not None:
             num_starts = self._num_starts[:, first:end]
             starts = self._starts.steps(first, end).joined(num_starts)
-        return Chunk(
+        chunk = Chunk(
             lengths=lengths,
             ids=ids if self.row_tokens else ids.by_step.joined(lengths.T),
             row_tokens=self.row_tokens,
@@ -406,6 +419,11 @@ class MixedRound:
             num_starts=num_starts,
             starts=starts,
         )
+        if self._num_origins is None:
+            return chunk
+        num_origins = self._num_origins[:, first:end]
+        origins = self._origins.steps(first, end).by_step.joined(num_origins.T * len(ORIGIN))
+        return with_origins(chunk, num_origins, origins.reshape(-1, len(ORIGIN)))
 
 
 WeightsIn = Literal["tokens", "samples"]

@@ -32,6 +32,7 @@ class Origin:
     sample: int  # its number in the tar, from 0
     document: int  # its number in a packed row, from 0; 0 for a document that is a sample
     place: str  # file and byte of the input; of a packed row, of the document of its first token; "": unknown
+    address: str  # for ``shardprep peek DATA``, as "3:17:2"; "" in tars of other tools
 
 
 def find_origin(name: str, shards: ShardSet, shard: int, sample: int, document: int) -> Origin:
@@ -42,14 +43,17 @@ def find_origin(name: str, shards: ShardSet, shard: int, sample: int, document: 
             "samples are numbered in each from 0; pass columns 2 to 5 of origins"
         )
     data, row = shards.locate(shard)
-    place = ""
+    place = address = ""
     if isinstance(data, DatasetShards):
+        shard_id = int(data.shard_ids[row])
+        address = f"{shard_id}:{sample}:{document}" if data.row_tokens else f"{shard_id}:{sample}"
         with contextlib.suppress(NotFound, *NOT_THERE):  # a copy without its idx or its plan
-            record = read_idx(data.folder, data.spec, int(data.shard_ids[row]))[sample]
+            record = read_idx(data.folder, data.spec, shard_id)[sample]
             place = place_text(
                 read_input_names(data.folder)[int(record["source"])], int(record["source_offset"])
             )
-    return Origin(source=name, tar=data.path_of(row), sample=sample, document=document, place=place)
+    tar = data.path_of(row)
+    return Origin(source=name, tar=tar, sample=sample, document=document, place=place, address=address)
 
 
 class SourceLosses:

@@ -10,7 +10,7 @@ import argparse
 import itertools
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +27,7 @@ from shardprep.format.manifest import manifest_ids, read_manifest
 from shardprep.format.names import TOKENIZER_DIR, ids_of_ranges, shard_name
 from shardprep.format.shards import ShardSamples
 
+_ADDRESS = re.compile(r"([0-9]{1,9}):([0-9]{1,9})(?::([0-9]{1,9}))?")
 _SHARE = 64  # samples of a shard that --random --grep looks at before the next shard's turn
 
 
@@ -134,11 +135,53 @@ class Choice:
         return ((shard_id, number) for _, shard_id, number in best)
 
 
+class Addresses:
+    """``SHARD:SAMPLE`` and ``SHARD:ROW:DOCUMENT``. Raises NotFound, UsageError."""
+
+    def __init__(self, folder: Path, plan: Plan, args: argparse.Namespace) -> None:
+        flags = ("shard", "input", "source", "grep", "longest", "random")
+        if given := [name for name in flags if getattr(args, name)]:
+            raise UsageError(f"an address says which sample to show; leave out --{given[0]}")
+        self._wanted: dict[tuple[int, int], set[int]] = {}  # of each sample its documents; none: all
+        for address in args.addresses:
+            if (found := _ADDRESS.fullmatch(address)) is None:
+                raise UsageError(
+                    f"{address} is no address, expected SHARD:SAMPLE or SHARD:ROW:DOCUMENT, such as 3:17"
+                )
+            (shard_id,) = _made_shards(folder, plan, found[1])
+            number, num_samples = int(found[2]), len(read_idx(folder, plan.spec, shard_id))
+            if number >= num_samples:
+                raise NotFound(f"{address}: {shard_name(shard_id)} has samples 0 to {num_samples - 1}")
+            documents = self._wanted.setdefault((shard_id, number), set())
+            if found[3]:
+                documents.add(int(found[3]))
+
+    def places(self) -> Iterator[tuple[int, int]]:
+        """Shard and number of each sample."""
+        return iter(self._wanted)
+
+    def documents(self, shard_id: int, number: int, num_documents: int) -> set[int]:
+        """Those of a sample that were asked for; none: all."""
+        wanted = self._wanted[shard_id, number]
+        if max(wanted, default=0) >= num_documents:
+            raise NotFound(
+                f"{shard_id}:{number}:{max(wanted)}: that sample has documents 0 to {num_documents - 1}"
+            )
+        return wanted
+
+
 def sample_lines(
-    plan: Plan, samples: ShardSamples, number: int, documents: list[str], chars: int, *, num_train: int
+    plan: Plan,
+    samples: ShardSamples,
+    number: int,
+    documents: list[str],
+    chars: int,
+    *,
+    num_train: int,
+    only: Set[int] = frozenset(),
 ) -> Iterator[str]:
     """A sample for people; ``chars`` of each document at most (0: all). ``num_train``: samples of the shard
-    before those for validation."""
+    before those for validation. ``only``: these of its documents (none: all)."""
     record = samples.records[number]
     begins_inside = len(documents) > len(samples.starts(number))
     num_tokens, num_trained = len(samples.ids(number)), int(samples.loss_mask(number).sum())
@@ -150,6 +193,8 @@ def sample_lines(
     side = ", for validation" if number >= num_train else ""
     yield f"{name}: {num_tokens} tokens{trained}{side}, {came} {place}"
     for position, text in enumerate(documents):
+        if only and position not in only:
+            continue
         cut = text if not chars or len(text) <= chars else f"{text[:chars]} ... ({len(text)} characters)"
         if plan.spec.has_rows:
             is_rest = begins_inside and position == 0
@@ -164,6 +209,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "where documents begin in packed rows, and the file and place that each came from."
     )
     parser.add_argument("output_dir", type=Path, help="folder of the data set")
+    parser.add_argument(
+        "addresses",
+        nargs="*",
+        metavar="ADDRESS",
+        help="only these: SHARD:SAMPLE, such as 3:17, or SHARD:ROW:DOCUMENT (default: the first samples)",
+    )
     parser.add_argument("--shard", help="only these shards, such as 3 or 0-9,12 (default: all)")
     parser.add_argument(
         "--input", help="only samples of one input file, as plan.json names it (default: all)"
@@ -196,7 +247,8 @@ def peek(args: argparse.Namespace) -> int:
         pattern = re.compile(args.grep or "")
     except re.error as error:
         raise UsageError(f"--grep {args.grep!r} is no regular expression: {error}") from None
-    places = Choice(folder, plan, args).places()
+    addresses = Addresses(folder, plan, args) if args.addresses else None
+    places = (addresses or Choice(folder, plan, args)).places()
     decoder, num_shown = Decoder(folder), 0
     for shard_id, of_shard in itertools.groupby(places, key=lambda place: place[0]):
         held = read_manifest(folder, shard_id).counts.validation
@@ -206,9 +258,14 @@ def peek(args: argparse.Namespace) -> int:
                 documents = _documents(samples, number, decoder)
                 if args.grep and not any(map(pattern.search, documents)):
                     continue
-                print_lines(*sample_lines(plan, samples, number, documents, args.chars, num_train=num_train))
+                only = addresses.documents(shard_id, number, len(documents)) if addresses else frozenset()
+                print_lines(
+                    *sample_lines(
+                        plan, samples, number, documents, args.chars, num_train=num_train, only=only
+                    )
+                )
                 num_shown += 1
-                if num_shown == args.num or not output_is_read():
+                if (num_shown == args.num and not addresses) or not output_is_read():
                     return 0
     if not num_shown:
         raise NotFound(f"{folder} has no sample that was asked for; take fewer flags")

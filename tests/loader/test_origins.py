@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 import tarfile
 from collections import defaultdict
@@ -135,6 +136,19 @@ def test_each_document_of_a_batch_is_the_one_that_lies_where_its_origin_says(
     if whole_documents:  # all pieces of a document have its origin
         lengths = {key: len(whole_of(list(key), loader, -1)) for key in seen}
         assert sum(seen[key] == lengths[key] for key in seen) > len(seen) / 2
+
+
+def test_the_address_of_an_origin_is_that_of_its_text(prep: Prep, sets: dict[str, Path]) -> None:
+    for name in ("documents", "concat", "best_fit"):
+        with load(sets[name], boundaries="segment_ids") as loader:
+            pieces = pieces_of(next(iter(loader)))
+            where = [loader.origin(*origin) for origin, _ in pieces]
+            tokenizer = Tokenizer.from_file(str(sets[name] / "tokenizer" / "tokenizer.json"))
+        for (_, ids), origin in list(zip(pieces, where, strict=True))[:6]:
+            ended = prep.command("peek", sets[name], origin.address, "--chars", 0)
+            text = tokenizer.decode(ids)
+            assert ended.code == 0
+            assert "".join(text.split()) in "".join(re.sub("⟦.*?⟧", "", ended.text).split())
 
 
 def test_an_origin_names_the_input_and_the_byte_of_its_document(

@@ -131,6 +131,45 @@ def test_random_samples_are_of_all_shards_and_equal_for_equal_seeds(prep: Prep, 
     assert {head[0] for head in first} == {0, 1, 2}
 
 
+def test_an_address_prints_its_sample_and_of_a_row_one_document(
+    prep: Prep, made_dir: Path, packed: Path
+) -> None:
+    every = prep.command("peek", made_dir, "--num", 9, "--shard", "0", "--chars", 0).text.split("\n\n")
+    ended = prep.command("peek", made_dir, "0:7", "0:2", "--num", 1, "--chars", 0)
+    assert ended.text.split("\n\n")[:2] == [every[7], every[2]]
+    row = next(
+        block
+        for block in prep.command("peek", packed, "--num", 99, "--shard", "1", "--chars", 0).text.split(
+            "\n\n"
+        )
+        if block.count("  --- ") > 1
+    )
+    ((_, number, *_),) = heads(row)
+    head, *documents = re.split(r"^(?=  --- )", row, flags=re.MULTILINE)
+    ended = prep.command("peek", packed, f"1:{number}:1", "--chars", 0)
+    assert ended.text.strip() == f"{head}{documents[1]}".strip()
+    ended = prep.command("peek", packed, f"1:{number}", "--chars", 0)
+    assert ended.text.strip() == row.strip()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["0:1", "--shard", "0"], 2, "leave out --shard"),
+        (["shard-00000:1"], 2, "expected SHARD:SAMPLE or SHARD:ROW:DOCUMENT"),
+        (["0:99999"], 66, "0:99999: shard-00000 has samples 0 to"),
+        (["0:1:1"], 66, "0:1:1: that sample has documents 0 to 0"),
+        (["77:1"], 2, "expected ids of 0 to"),
+    ],
+)
+def test_an_address_of_nothing_is_refused(
+    prep: Prep, made_dir: Path, words: list[str], code: int, said: str
+) -> None:
+    ended = prep.command("peek", made_dir, *words)
+    assert ended.code == code
+    assert said in ended.text
+
+
 @pytest.mark.parametrize(
     ("flags", "code", "what"),
     [

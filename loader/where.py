@@ -34,7 +34,7 @@ from shardprep.console import print_lines, say
 from shardprep.errors import BrokenShard, NotFound, UsageError
 from shardprep.files import NOT_THERE
 from shardprep.format.dataset_spec import read_input_names
-from shardprep.format.idx import read_idx
+from shardprep.format.idx import read_idx, samples_holding
 from shardprep.format.input_formats import place_text
 from shardprep.format.names import id_ranges
 from shardprep.format.withdrawals import Withdrawals, withdrawal_path
@@ -202,7 +202,8 @@ class SeenDocuments:
 
     def stored_at(self, name: str, offset: int) -> dict[str, npt.NDArray[np.int64]]:
         """The stored samples of each source that hold the document at a byte of an input: documents, or rows
-        that may. Raises NotFound for an unknown input, UsageError where rows are in no order of the input."""
+        that may; of a number, sample ``offset`` of that shard. Raises NotFound for an unknown input,
+        UsageError where rows are in no order of the input."""
         found = {key: source.stored_at(name, offset) for key, source in self.sources.items()}
         if all(samples is None for samples in found.values()):
             raise NotFound(f"no data set here has an input {name}; the inputs are named as in its plan.json")
@@ -316,9 +317,16 @@ class SeenSource:
         found: list[int] = []
         known = False
         for number, source in enumerate(self.shards.sources):
-            if isinstance(source, DatasetShards) and name in (names := self._input_names(source)):
+            if not isinstance(source, DatasetShards):
+                continue
+            first = int(self.shards.source_first[number])
+            if name.isdigit() and len(row := np.flatnonzero(source.shard_ids == int(name))):
                 known = True
-                first = int(self.shards.source_first[number])
+                places = int(self.shards.num_records[: first + row[0]].sum()) + np.array([offset])
+                if offset < self.shards.num_records[first + row[0]]:
+                    found += self.shards.samples_at(places).tolist()
+            elif name in (names := self._input_names(source)):
+                known = True
                 found += self._in_source(source, first, (names.index(name), offset))
         return found if known else None
 
@@ -331,7 +339,7 @@ class SeenSource:
                 records = self._records(first + row, source, row)
                 first_record = int(self.shards.num_records[: first + row].sum())
                 num_train = len(records) - max(int(self.shards.num_planned[first + row]), 0)
-                held = np.array(_holding(records, place, num_train), np.int64)
+                held = np.array(samples_holding(records, place, num_train), np.int64)
                 return self.shards.samples_at(first_record + held).tolist()
         return []
 
@@ -340,29 +348,6 @@ class SeenSource:
         if records is None or not len(records):
             return None
         return min(zip(records["source"].tolist(), records["source_offset"].tolist(), strict=True))
-
-
-def _holding(records: npt.NDArray[np.void], place: tuple[int, int], num_train: int) -> list[int]:
-    """The samples of a shard that hold the document at a place, the last one that begins there or before.
-
-    Rows for validation stand behind the ``num_train`` others; either side may hold it.
-    """
-    is_in_rows = "num_starts" in (records.dtype.names or ())
-    if is_in_rows and 0 < num_train < len(records):
-        behind = _holding(records[num_train:], place, 0)
-        return _holding(records[:num_train], place, num_train) + [num_train + number for number in behind]
-    places = list(zip(records["source"].tolist(), records["source_offset"].tolist(), strict=True))
-    if is_in_rows and places != sorted(places):
-        raise UsageError(
-            "rows of --pack best_fit hold documents of anywhere in their shard; look for a text of it instead"
-        )
-    nearest = max((item for item in places if item <= place), default=(-1, 0))
-    if nearest[0] != place[0]:
-        return []
-    rows = [number for number, item in enumerate(places) if item == nearest]
-    if is_in_rows and rows[0] and places[rows[0]] == nearest:
-        rows.insert(0, rows[0] - 1)  # the document may begin in the row before
-    return rows
 
 
 _MAX_FOUND = 20  # stored samples that --find takes
@@ -389,7 +374,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument(
         "--find",
-        help="a text, or FILE:BYTE of an input: in which steps its document is seen (default: --step)",
+        help="a text, FILE:BYTE of an input, or SHARD:SAMPLE: in which steps it is seen (default: --step)",
     )
     parser.add_argument(
         "--state", type=Path, help="a checkpoint of torch.save, or JSON, that holds a state (default: none)"

@@ -21,7 +21,7 @@ from preprocess.plan.plan_file import Plan, need_plan
 from preprocess.plan.tokenizer_files import TOKENIZER_FILE
 from shardprep.console import output_is_read, print_lines, quoted
 from shardprep.errors import NotFound, ReadWriteError, UsageError
-from shardprep.format.idx import read_idx
+from shardprep.format.idx import read_idx, samples_holding
 from shardprep.format.input_formats import place_text
 from shardprep.format.manifest import manifest_ids, read_manifest
 from shardprep.format.names import TOKENIZER_DIR, ids_of_ranges, shard_name
@@ -136,7 +136,7 @@ class Choice:
 
 
 class Addresses:
-    """``SHARD:SAMPLE`` and ``SHARD:ROW:DOCUMENT``. Raises NotFound, UsageError."""
+    """``SHARD:SAMPLE``, ``SHARD:ROW:DOCUMENT`` and ``FILE:BYTE``. Raises NotFound, UsageError."""
 
     def __init__(self, folder: Path, plan: Plan, args: argparse.Namespace) -> None:
         flags = ("shard", "input", "source", "grep", "longest", "random")
@@ -145,9 +145,8 @@ class Addresses:
         self._wanted: dict[tuple[int, int], set[int]] = {}  # of each sample its documents; none: all
         for address in args.addresses:
             if (found := _ADDRESS.fullmatch(address)) is None:
-                raise UsageError(
-                    f"{address} is no address, expected SHARD:SAMPLE or SHARD:ROW:DOCUMENT, such as 3:17"
-                )
+                self._wanted |= {place: set() for place in _at_place(folder, plan, address)}
+                continue
             (shard_id,) = _made_shards(folder, plan, found[1])
             number, num_samples = int(found[2]), len(read_idx(folder, plan.spec, shard_id))
             if number >= num_samples:
@@ -168,6 +167,27 @@ class Addresses:
                 f"{shard_id}:{number}:{max(wanted)}: that sample has documents 0 to {num_documents - 1}"
             )
         return wanted
+
+
+def _at_place(folder: Path, plan: Plan, address: str) -> list[tuple[int, int]]:
+    """The samples that hold the document at a place of an input: shard and number."""
+    name, _, offset = address.rpartition(":")
+    if not (name and offset.isdecimal() and len(offset) < 19):
+        raise UsageError(
+            f"{address} is no address, expected SHARD:SAMPLE, SHARD:ROW:DOCUMENT or FILE:BYTE, such as 3:17"
+        )
+    place = (_input_number(plan, "address", name), int(offset))
+    found: list[tuple[int, int]] = []
+    for shard_id in _made_shards(folder, plan, None):
+        if place[0] in plan.shard(shard_id).input_numbers:
+            held = read_manifest(folder, shard_id).counts.validation
+            records = read_idx(folder, plan.spec, shard_id)
+            num_train = len(records) - (0 if held is None else held.num_samples)
+            holding = samples_holding(records, place, num_train)
+            found = [(shard_id, number) for number in holding] or found
+    if not found:
+        raise NotFound(f"{address}: no document of a finished shard begins there or before")
+    return found
 
 
 def sample_lines(
@@ -213,7 +233,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "addresses",
         nargs="*",
         metavar="ADDRESS",
-        help="only these: SHARD:SAMPLE, such as 3:17, or SHARD:ROW:DOCUMENT (default: the first samples)",
+        help="only these: SHARD:SAMPLE, such as 3:17, SHARD:ROW:DOCUMENT, or FILE:BYTE of an input (default: "
+        "the first samples)",
     )
     parser.add_argument("--shard", help="only these shards, such as 3 or 0-9,12 (default: all)")
     parser.add_argument(

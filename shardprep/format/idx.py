@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from shardprep.errors import BrokenShard, MissingShard, OtherPlan, ReadWriteError, UnknownVersion
+from shardprep.errors import BrokenShard, MissingShard, OtherPlan, ReadWriteError, UnknownVersion, UsageError
 from shardprep.files import NOT_THERE, ReadFile
 from shardprep.format.checked_json import version_message
 from shardprep.format.dataset_spec import DatasetSpec
@@ -323,3 +323,27 @@ def open_crcs(folder: Path, spec: DatasetSpec, shard_id: int, tar_sha256: str) -
         return _open_records(path, crcs_dtype(spec.kind), check_header, remedy)
     except NOT_THERE:
         raise MissingShard(f'{path} is missing, and read_check is "crc"; {remedy}') from None
+
+
+def samples_holding(records: npt.NDArray[np.void], place: tuple[int, int], num_train: int) -> list[int]:
+    """The samples of a shard that hold the document at a place, the last one that begins there or before.
+
+    Rows for validation stand behind the ``num_train`` others; either side may hold it.
+    """
+    is_in_rows = "num_starts" in (records.dtype.names or ())
+    if is_in_rows and 0 < num_train < len(records):
+        behind = samples_holding(records[num_train:], place, 0)
+        before = samples_holding(records[:num_train], place, num_train)
+        return before + [num_train + number for number in behind]
+    places = list(zip(records["source"].tolist(), records["source_offset"].tolist(), strict=True))
+    if is_in_rows and places != sorted(places):
+        raise UsageError(
+            "rows of --pack best_fit hold documents of anywhere in their shard; look for a text of it instead"
+        )
+    nearest = max((item for item in places if item <= place), default=(-1, 0))
+    if nearest[0] != place[0]:
+        return []
+    rows = [number for number, item in enumerate(places) if item == nearest]
+    if is_in_rows and rows[0] and places[rows[0]] == nearest:
+        rows.insert(0, rows[0] - 1)  # the document may begin in the row before
+    return rows

@@ -193,6 +193,9 @@ def test_find_gives_the_steps_in_which_a_named_document_comes(folders: dict[str,
     found = answer(folder, "--find", f"{path}:{int(offset) + 1}", *flags(options))["seen"]
     here = {name: sample[name] for name in ("rank", "batch", "row")} | {"step": STEP, "order_step": STEP}
     assert here in found
+    part = sample["parts"][0]
+    address = f"{int(Path(part['tar']).stem.removeprefix('shard-'))}:{part['number']}"
+    assert here in answer(folder, "--find", address, *flags(options))["seen"]
     for each in found[:3]:
         again = answer(folder, "--step", each["order_step"], *flags(options))["samples"]
         places = [part["place"] for s in again if s["row"] == each["row"] for part in s["parts"]]

@@ -131,6 +131,23 @@ def test_random_samples_are_of_all_shards_and_equal_for_equal_seeds(prep: Prep, 
     assert {head[0] for head in first} == {0, 1, 2}
 
 
+@pytest.mark.parametrize("folder", ["made_dir", "packed"])
+def test_a_place_in_an_input_shows_the_samples_that_hold_its_document(
+    prep: Prep, folder: str, request: pytest.FixtureRequest, sample_dir: Path
+) -> None:
+    data = request.getfixturevalue(folder)
+    for path in sorted(sample_dir.iterdir()):
+        content = path.read_bytes()
+        begins = [0, *(place + 1 for place, byte in enumerate(content[:-1]) if byte == ord("\n"))]
+        for begin in begins[:: max(1, len(begins) // 4)]:
+            line = content[begin:].split(b"\n", 1)[0].decode().strip()
+            if line:
+                ended = prep.command("peek", data, f"{path.name}:{begin + 1}", "--chars", 0)
+                assert ended.code == 0
+                shown = [each[2:] for each in ended.text.splitlines() if re.match("  (?!---)", each)]
+                assert line[:40] in re.sub("⟦.*?⟧", "", "".join(shown)), "a row's end may cut it"
+
+
 def test_an_address_prints_its_sample_and_of_a_row_one_document(
     prep: Prep, made_dir: Path, packed: Path
 ) -> None:
@@ -156,7 +173,8 @@ def test_an_address_prints_its_sample_and_of_a_row_one_document(
     ("words", "code", "said"),
     [
         (["0:1", "--shard", "0"], 2, "leave out --shard"),
-        (["shard-00000:1"], 2, "expected SHARD:SAMPLE or SHARD:ROW:DOCUMENT"),
+        (["shard-00000"], 2, "expected SHARD:SAMPLE, SHARD:ROW:DOCUMENT or FILE:BYTE"),
+        (["shard-00000:1"], 66, "address shard-00000 is no input of the plan"),
         (["0:99999"], 66, "0:99999: shard-00000 has samples 0 to"),
         (["0:1:1"], 66, "0:1:1: that sample has documents 0 to 0"),
         (["77:1"], 2, "expected ids of 0 to"),

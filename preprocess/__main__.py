@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from preprocess.options import GROUPS, RESOURCES, PrepConfig, WorkerSettings, environment_number
-from preprocess.resources import PROCESS_BYTES, memory_limit_gb
+from preprocess.resources import PROCESS_BYTES, check_address_space, memory_limit_gb
 from shardprep.command_line import Command, Program, add_flags_of, given_of, parse_size
 from shardprep.console import Progress, counted, print_lines, quoted, say, shards_text, short_bytes
 from shardprep.errors import BadInput, CannotWrite, NotFound, Refused, ShardprepError, UsageError
@@ -49,6 +49,7 @@ def make_shard(args: argparse.Namespace) -> int:
     from preprocess.attempts import Failure, append_failure
 
     try:
+        check_address_space()
         return _make_shard(args)
     except ShardprepError as error:
         append_failure(Failure(shard_id=args.shard_id, exit_code=error.exit_code, reason=str(error)))
@@ -94,6 +95,7 @@ def _make_shard(args: argparse.Namespace) -> int:
 
 def make_plan(args: argparse.Namespace) -> int:
     """``plan``: freeze which bytes are which shard, and say what it will cost."""
+    check_address_space()
     from lustre import Need, StripeRequest, space_lines
     from preprocess.plan.next_lines import hub_lines, next_lines
     from preprocess.plan.planning import LONG_SHARD_S, Sharding, small_shards_note
@@ -284,7 +286,8 @@ def clean(args: argparse.Namespace) -> int:
 
 
 def worker_settings(args: argparse.Namespace) -> WorkerSettings:
-    """The worker's options: given, or of DATASET_[WRITER_]BATCH_SIZE, or the defaults."""
+    """The worker's options: given, or of DATASET_[WRITER_]BATCH_SIZE, or the defaults. Raises UsageError."""
+    check_address_space()
     settings: dict[str, Any] = {
         "batch_size": environment_number(os.environ, "DATASET_BATCH_SIZE"),
         "writer_batch_size": environment_number(os.environ, "DATASET_WRITER_BATCH_SIZE"),

@@ -1,7 +1,7 @@
 """What a task may use: its CPUs, and its memory.
 
-Both come from Slurm's variables first, then from what the kernel allows: the affinity mask and the limits
-of the cgroups. The size of a machine says nothing about the share that a task was given.
+Both come from Slurm's variables first, then from what the kernel allows: the affinity mask, and the limits
+of the cgroups and of ``ulimit -v``. The size of a machine says nothing about the share that a task was given.
 """
 
 from __future__ import annotations
@@ -9,13 +9,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from shardprep.errors import UsageError
+
 BATCH_BYTES = 512 << 10  # of raw text; 128 KiB to 2 MiB take the same time
 _SMALLEST_BATCH_BYTES = 64 << 10
 PROCESS_BYTES = 300 << 20  # a worker of Llama 3's vocabulary before its first document
+_ADDRESS_BYTES = 200 << 20  # of address space that a worker takes and does not fill
 _M_ARENA_MAX = -8  # of glibc's malloc.h
 _NUM_HEAPS = 2
 _MEMORY_PER_BATCH_BYTE = 200  # text, ids and tar blocks of three batches at once
@@ -117,7 +121,24 @@ def memory_limits(environ: Mapping[str, str], root: Path = Path("/")) -> dict[st
     for path in cgroup_files(root, "memory", "memory.max", "memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # "max" is no limit
             found.append(int(path.read_text(encoding="ascii")))
+    if (address_bytes := _address_limit()) is not None:
+        limits["ulimit -v"] = max(address_bytes - _ADDRESS_BYTES, 0)
     return limits | ({"the cgroup": min(found)} if found else {})
+
+
+def _address_limit() -> int | None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def check_address_space() -> None:
+    """Raise UsageError where ``ulimit -v`` is so low that an engine would abort in the middle of its work."""
+    given, least = _address_limit(), LEAST_WORKER_BYTES + _ADDRESS_BYTES
+    if given is not None and given < least:
+        raise UsageError(
+            f"ulimit -v allows {given >> 10} KiB of address space, and a worker needs {least >> 10}; type "
+            "ulimit -v unlimited first, in the job's script, too"
+        )
 
 
 def cgroup_files(root: Path, controller: str, limit: str, old_limit: str) -> list[Path]:

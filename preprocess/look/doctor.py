@@ -32,7 +32,13 @@ from preprocess.plan.cost_estimate import CostEstimate, measure, scratch_folder
 from preprocess.plan.document_ends import document_ends_lines
 from preprocess.plan.plan_file import Plan, read_plan
 from preprocess.plan.planning import Sharding, make_plan
-from preprocess.resources import LEAST_WORKER_BYTES, allowed_cpus, cgroup_files, memory_limits
+from preprocess.resources import (
+    LEAST_WORKER_BYTES,
+    allowed_cpus,
+    cgroup_files,
+    check_address_space,
+    memory_limits,
+)
 from shardprep import __version__
 from shardprep.command_line import add_flags_of, given_of
 from shardprep.console import counted, print_lines, short_bytes, short_number
@@ -126,6 +132,10 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 def memory_finding(environ: Mapping[str, str], root: Path = Path("/")) -> Finding:
     """The memory that this process may use, and which limit is the least."""
+    try:
+        check_address_space()
+    except UsageError as error:
+        return finding_of_error("memory", error)
     limits = memory_limits(environ, root)
     least = min(limits, key=lambda name: limits[name])
     real = {name: size for name, size in limits.items() if size <= limits["the machine"]}
@@ -453,14 +463,16 @@ def doctor(args: argparse.Namespace) -> int:
         ranks = os.environ.get("SLURM_NTASKS_PER_NODE") or os.environ.get("LOCAL_WORLD_SIZE") or "1"
         print_lines(*export_lines(num_cpus, int(ranks) if ranks.isdigit() else 1))
         return 0
+    memory = memory_finding(os.environ)
+    training = training_findings() if args.torch else []  # first, while nothing of its size is loaded
     findings = [
         place_finding(os.environ),
         cpu_finding(os.environ, affinity),
-        memory_finding(os.environ),
+        memory,
         *thread_findings(os.environ, num_cpus),
         *version_findings(),
-        *_data_findings(args, num_cpus),
-        *(training_findings() if args.torch else []),
+        *([] if memory.exit_code else _data_findings(args, num_cpus)),
+        *training,
     ]
     print_lines(*(json.dumps(as_json(findings), indent=1).split("\n") if args.json else as_text(findings)))
     return exit_code(findings)

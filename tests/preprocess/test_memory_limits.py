@@ -121,3 +121,13 @@ def test_the_limit_of_ulimit_is_one_of_the_memory_limits() -> None:
     assert json.loads(limited.stdout)["ulimit -v"] == (2048 - 200) << 20
     assert "ulimit -v" not in memory_limits({})
     assert LEAST_WORKER_BYTES < 320 << 20
+
+
+def test_doctor_tells_under_300_mb_and_under_ulimit(data: dict[str, Path]) -> None:
+    doctor = f"exec {sys.executable} -m preprocess doctor --output_dir {data['documents']}"
+    with cgroup(300 << 20) as processes:
+        ended = run_child(["sh", "-c", f"echo $$ > {processes}; {doctor}"], code=None, cwd=ROOT)
+    assert ended.returncode in (0, 1), ended.stderr
+    assert "by the cgroup" in ended.stdout
+    ended = run_child(["sh", "-c", f"ulimit -v 409600; {doctor}"], code=2, cwd=ROOT)
+    assert re.search(r"^bad +memory +ulimit -v allows 409600 KiB", ended.stdout, re.MULTILINE)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from loader.collator import CausalLMCollator
     from loader.dataloader import get_llama3_dataloader
     from loader.evaluation import LossMean, evaluation_loss
-    from loader.origins import Origin, SourceLosses
+    from loader.origins import Origin, SourceLosses, source_ids
     from loader.prepare import ensure_prepared
     from loader.ranks import ProcessRank, find_process_rank
     from loader.state import OtherRun, Position
@@ -37,7 +37,7 @@ _MODULES = {
     "loader.collator": ("CausalLMCollator",),
     "loader.dataloader": ("get_llama3_dataloader",),
     "loader.evaluation": ("LossMean", "evaluation_loss"),
-    "loader.origins": ("Origin", "SourceLosses"),
+    "loader.origins": ("Origin", "SourceLosses", "source_ids"),
     "loader.prepare": ("ensure_prepared",),
     "loader.ranks": ("ProcessRank", "find_process_rank"),
     "loader.state": ("OtherRun", "Position"),
@@ -69,6 +69,7 @@ __all__ = [
     "get_llama3_dataloader",
     "mask_documents",
     "set_up_training",
+    "source_ids",
 ]
 
 

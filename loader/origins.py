@@ -82,11 +82,12 @@ class SourceLosses:
                     for of_row, wanted in zip(logits, labels, strict=True)
                 ]
             )
-        self.add_losses(losses, labels, origins)
+        self.add_losses(losses, labels, source_ids(origins, labels.shape))
 
-    def add_losses(self, losses: torch.Tensor, labels: torch.Tensor, origins: torch.Tensor) -> None:
-        """The same of losses[batch, seq] at the places where they are predicted; ``labels`` likewise."""
-        source = source_of_places(origins, labels.shape).to(losses.device)
+    def add_losses(self, losses: torch.Tensor, labels: torch.Tensor, sources: torch.Tensor) -> None:
+        """The same of losses, labels and ``source_ids``, all [batch, seq], at the places where they are
+        predicted."""
+        source = sources.to(losses.device)
         counts = (labels != IGNORED).to(losses.device)
         sums = torch.zeros_like(self._sums, device=losses.device)
         for row, values in enumerate((losses.detach().double(), counts.double())):
@@ -106,8 +107,11 @@ class SourceLosses:
         return {name: loss / count if count else math.nan for name, loss, count in found}
 
 
-def source_of_places(origins: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """int64[batch, seq]: the source of each place; padding counts for the document before it."""
+def source_ids(origins: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Return the source of each place of a batch, int64[batch, seq], of its ``origins``; of padding any one.
+
+    Put into the batch, it goes along where rows or places are dealt to ranks.
+    """
     width = shape[1]
     kept = origins[origins[:, 1] < width]
     first = kept[:, 0] * width + kept[:, 1]

@@ -19,8 +19,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from loader import SourceLosses, TokenLoader, get_llama3_dataloader
-from loader.origins import source_of_places
+from loader import SourceLosses, TokenLoader, get_llama3_dataloader, source_ids
+from loader.context_parallel import split_for_context_parallel
 from shardprep.errors import UsageError
 from tests.checkout import ROOT
 from tests.children import run_child
@@ -306,7 +306,7 @@ def test_trainer_logs_the_mean_loss_of_each_source(sets: dict[str, Path], tmp_pa
         sums = {"web": [0.0, 0], "code": [0.0, 0]}
         with load(sources, global_batch_size=8, **options) as again:
             for batch in list(islice(again, 4 * number, 4 * number + 4)):
-                of_place = source_of_places(batch.pop("origins"), batch["labels"].shape)[:, :-1]
+                of_place = source_ids(batch.pop("origins"), batch["labels"].shape)[:, :-1]
                 labels = batch.pop("labels")[:, 1:]
                 with torch.no_grad():
                     scores = model.eval()(**batch).logits[:, :-1].double().log_softmax(-1)
@@ -321,11 +321,27 @@ def test_trainer_logs_the_mean_loss_of_each_source(sets: dict[str, Path], tmp_pa
     assert evaluated["eval_loss/all"] == pytest.approx(evaluated["eval_loss"], rel=1e-4)
 
 
+def test_sources_go_along_where_places_are_dealt_to_ranks(sets: dict[str, Path]) -> None:
+    sources = {"web": sets["documents"], "code": sets["concat"]}
+    options = {"weights": {"web": 0.5, "code": 0.5}, "seq_len": ROW - 1, "targets": "shifted"}
+    with load(sources, global_batch_size=4, boundaries="segment_ids", **options) as loader:
+        batch = next(each for each in loader if len(each["origins"][:, 2].unique()) == 2)
+        losses, of_ranks = (SourceLosses(loader.source_names, shifted=True) for _ in range(2))
+    values = torch.rand(batch["labels"].shape, dtype=torch.float64)
+    batch["source_ids"] = source_ids(batch.pop("origins"), batch["labels"].shape)
+    losses.add_losses(values, batch["labels"], batch["source_ids"])
+    for rank in range(2):
+        part = split_for_context_parallel(batch, rank, 2, by="document")
+        of_places = values.flatten()[part["place_ids"].clamp_min(0)][None]
+        of_ranks.add_losses(of_places, part["labels"], part["source_ids"])
+    assert of_ranks.means() == pytest.approx(losses.means())
+
+
 RANKS = """
 import sys
 from pathlib import Path
 import torch, torch.distributed as dist
-from loader import SourceLosses, get_llama3_dataloader
+from loader import SourceLosses, get_llama3_dataloader, source_ids
 rank, out, *folders = sys.argv[1:]
 dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=int(rank), world_size=2)
 sources = dict(zip(("web", "code"), folders))
@@ -335,7 +351,7 @@ loader = get_llama3_dataloader(
 losses, kept = SourceLosses(loader.source_names), []
 for _, batch in zip(range(5), loader):
     values = torch.rand(batch["input_ids"][:, 1:].shape, dtype=torch.float64)
-    losses.add_losses(values, batch["labels"][:, 1:], batch["origins"])
+    losses.add_losses(values, batch["labels"][:, 1:], source_ids(batch["origins"], values.shape))
     kept.append((values, batch["labels"][:, 1:], batch["origins"]))
 torch.save({"means": losses.means(), "kept": kept}, Path(out, f"{rank}.pt"))
 dist.barrier()
@@ -354,7 +370,7 @@ def test_losses_by_source_on_two_ranks_are_those_of_all_labels(sets: dict[str, P
     assert saved[0]["means"] == saved[1]["means"]
     sums = [[0.0, 0], [0.0, 0]]
     for values, labels, origins in (each for of_rank in saved for each in of_rank["kept"]):
-        of_place = source_of_places(origins, labels.shape)
+        of_place = source_ids(origins, labels.shape)
         for number in range(2):
             chosen = (of_place == number) & (labels >= 0)
             sums[number][0] += values[chosen].sum().item()

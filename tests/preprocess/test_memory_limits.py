@@ -56,7 +56,7 @@ def data(
     (root / "raw" / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
     (root / "template.jinja").write_text(TEMPLATE)
     for name, options in FORMS.items():
-        more = {"chat_template_file": root / "template.jinja"} if name == "chat" else {}
+        more: dict[str, Any] = {"chat_template_file": root / "template.jinja"} if name == "chat" else {}
         model_id = str(shared_dir / "tokenizers" / "llama3")
         prep.plan(root / "raw", root / name, num_shards=1, model_id=model_id, **options, **more)
     return {name: root / name for name in FORMS}

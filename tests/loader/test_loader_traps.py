@@ -275,8 +275,11 @@ for where in ("loop", "loader", "idle"):
         print("interrupted", where, flush=True)
     if where == "idle":
         for worker in multiprocessing.active_children():
-            worker.kill()
-            worker.join()
+            try:
+                worker.kill()
+                worker.join()
+            except RuntimeError:  # of torch's handler, where it hears of the death before join does
+                worker.join()
     BatchStream._next_chunks = fetch
     time.sleep(1)  # workers that end of it have ended
     found = sorted(int(ids[0]) for batch in loader for ids in batch["input_ids"])

@@ -20,6 +20,8 @@ from tests.children import run_child
 from tests.waiting import HANG_S, wait_until
 
 CANNOT_INSTALL = 69
+# All other states of a job are of one that runs or will: also SIGNALING, while a signal is on its way.
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "DEADLINE"}
 # Put before the worker's Python. A fault happens while its marker is there. Each attempt takes memory; the
 # first one holds it until Slurm, which looks at it now and then, kills it.
 FAULTY_PYTHON = """#!/bin/bash

@@ -20,7 +20,7 @@ import pytest
 
 from tests.checkout import ROOT, SLURM_STARTER
 from tests.children import run_child
-from tests.slurm.started_cluster import started_cluster
+from tests.slurm.started_cluster import ENDED, started_cluster
 from tests.waiting import wait_until
 
 SCRIPT = ROOT / "slurm" / "prep_array.sh"
@@ -91,7 +91,7 @@ class Desk:
 
     def ended(self, job: str) -> dict[int, Task]:
         """The tasks of a job once none is waiting or running any more."""
-        wait_until(lambda: not {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING"} & self.states(job))
+        wait_until(lambda: self.states(job) <= ENDED)
         return {int(index): task for index, task in self.tasks(job).items()}
 
     def states(self, job: str) -> set[str]:

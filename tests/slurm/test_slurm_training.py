@@ -19,7 +19,7 @@ import pytest
 
 from tests.checkout import ROOT
 from tests.children import run_child
-from tests.slurm.started_cluster import started_cluster
+from tests.slurm.started_cluster import ENDED, started_cluster
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Site:
         return dict(re.findall(r"(\w+)=(\S+)", self.run("scontrol", "show", "job", job)))
 
     def ended(self, job: str) -> dict[str, str]:
-        wait_until(lambda: self.job(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"))
+        wait_until(lambda: self.job(job)["JobState"] in ENDED)
         return self.job(job)
 
     def has_daemon(self, job: str) -> bool:
@@ -102,7 +102,7 @@ def test_a_run_that_is_cut_goes_on_on_one_node_as_if_unbroken(site: Site, data: 
     site.run("scancel", "--batch", "--signal=USR1", job)
     unbroken = site.folder / "unbroken"
     site.run(sys.executable, PROGRAM, data, unbroken, *flags)
-    wait_until(lambda: site.job(job)["JobState"] not in ("RUNNING", "COMPLETING"))
+    wait_until(lambda: site.job(job)["JobState"] in {"PENDING", *ENDED})
     assert site.job(job)["JobState"] == "PENDING", site.log(job)
     wait_until(lambda: not site.has_daemon(job))  # its word of the first end may come late
     site.run("scontrol", "update", f"jobid={job}", "numnodes=1", "numtasks=1")

@@ -6,8 +6,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # More arguments for pytest: make test PYTEST_ARGS='-k tokenizer'
 PYTEST_ARGS ?=
-# Processes that test side by side; one of them mostly waits for Slurm. 0: none but pytest's own.
-TEST_PROCESSES ?= 3
+# Processes that test side by side; two of them mostly wait for Slurm. 0: none but pytest's own.
+TEST_PROCESSES ?= 4
 # More arguments for the fault campaigns: make torture TORTURE_ARGS='--quick --only bit_flips'
 TORTURE_ARGS ?=
 # More arguments for the random input files: make torture RANDOM_ARGS='--files 500'

@@ -102,9 +102,9 @@ def pytest_runtest_teardown() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Where tests run side by side, a module's stay together, and all modules that start a cluster.
+    """Where tests run side by side, a module's stay together, and all but the longest of clusters.
 
-    Their tests mostly wait: one at a time leaves the CPUs to the others.
+    Their tests mostly wait: two at a time leave the CPUs to the others.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -112,7 +112,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             module = nodeid.partition("::")[0]
             text = (ROOT / module).read_text(encoding="utf-8")
-            return "clusters" if "\npytestmark = pytest.mark.slurm\n" in text else module
+            waits = "\npytestmark = pytest.mark.slurm\n" in text and "operations" not in module
+            return "clusters" if waits else module
 
     return ByModule(config, log)
 

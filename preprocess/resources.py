@@ -19,7 +19,7 @@ from shardprep.errors import UsageError
 BATCH_BYTES = 512 << 10  # of raw text; 128 KiB to 2 MiB take the same time
 _SMALLEST_BATCH_BYTES = 64 << 10
 PROCESS_BYTES = 300 << 20  # a worker of Llama 3's vocabulary before its first document
-_ADDRESS_BYTES = 200 << 20  # of address space that a worker takes and does not fill
+_ADDRESS_BYTES = 700 << 20  # of address space that a worker takes and does not fill; 200 fail now and then
 _M_ARENA_MAX = -8  # of glibc's malloc.h
 _NUM_HEAPS = 2
 _MEMORY_PER_BATCH_BYTE = 200  # text, ids and tar blocks of three batches at once

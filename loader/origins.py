@@ -9,11 +9,13 @@ import contextlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
+from loader.batches import Targets
 from loader.chunks import IGNORED
 from loader.find_shards import DatasetShards, ShardSet
 from shardprep.errors import NotFound, UsageError
@@ -59,22 +61,26 @@ def find_origin(name: str, shards: ShardSet, shard: int, sample: int, document: 
 class SourceLosses:
     """Adds up the losses of this rank's batches by source; ``means()`` are those of all ranks.
 
-        losses = SourceLosses(loader.source_names)
+        losses = SourceLosses.of_loader(loader)
         losses.add(model(**batch).logits, labels, origins)
 
-    ``shifted``: whether the loader was made with ``targets="shifted"``. A label counts for the document
-    whose token it is predicted at.
+    ``targets``: as for the loader. A label counts for the document whose token it is predicted at.
     """
 
-    def __init__(self, names: tuple[str, ...], *, shifted: bool = False) -> None:
+    def __init__(self, names: tuple[str, ...], targets: Targets = "same") -> None:
         self.names = names
-        self._shifted = shifted
+        self._first = int(targets == "same")
         self._sums = torch.zeros(2, len(names), dtype=torch.float64)  # of losses, and labels
+
+    @staticmethod
+    def of_loader(loader: Any) -> SourceLosses:
+        """One for the batches of a TokenLoader."""
+        shifts = loader.step_batches.shifts_targets
+        return SourceLosses(loader.source_names, "shifted" if shifts else "same")
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor, origins: torch.Tensor) -> None:
         """Count a batch: logits[batch, seq, vocabulary], int64[batch, seq] and int64[documents, 6]."""
-        if not self._shifted:
-            logits, labels = logits[:, :-1], labels[:, 1:]
+        logits, labels = logits[:, : logits.shape[1] - self._first], labels[:, self._first :]
         with torch.no_grad():  # a row at a time: float32 of all logits may not fit beside the step's own
             losses = torch.stack(
                 [

@@ -136,7 +136,7 @@ class LoaderMixin:
 
 def _losses_of(loader: TokenLoader) -> SourceLosses | None:
     """What counts the losses of a loader's sources; None where its batches do not tell them."""
-    return SourceLosses(loader.source_names) if loader.step_batches.origins else None
+    return SourceLosses.of_loader(loader) if loader.step_batches.origins else None
 
 
 def _named_means(prefix: str, losses: SourceLosses | None) -> dict[str, float]:

@@ -145,6 +145,7 @@ def run(args: argparse.Namespace) -> int:
     from preprocess.plan.plan_file import need_plan
     from preprocess.resources import allowed_cpus, memory_note
 
+    check_address_space()
     folder = args.output_dir
     plan = need_plan(folder)
     wanted = parse_ids(args.shards, plan.num_shards) if args.shards else range(plan.num_shards)
@@ -286,8 +287,7 @@ def clean(args: argparse.Namespace) -> int:
 
 
 def worker_settings(args: argparse.Namespace) -> WorkerSettings:
-    """The worker's options: given, or of DATASET_[WRITER_]BATCH_SIZE, or the defaults. Raises UsageError."""
-    check_address_space()
+    """The worker's options: given, or of DATASET_[WRITER_]BATCH_SIZE, or the defaults."""
     settings: dict[str, Any] = {
         "batch_size": environment_number(os.environ, "DATASET_BATCH_SIZE"),
         "writer_batch_size": environment_number(os.environ, "DATASET_WRITER_BATCH_SIZE"),

@@ -246,7 +246,7 @@ class RunRecord:
             "pid": os.getpid(),
             "pid_began": _ticks_of(os.getpid()),
         }
-        name = f"{begin['node']}-{os.getpid()}.{int(now * 1000)}"  # two runs of a process end in one second
+        name = f"{begin['node']}-{os.getpid()}.{int(now * 1000)}"  # a process may run twice in a second
         job_id = environ.get("SLURM_ARRAY_JOB_ID") or environ.get("SLURM_JOB_ID", "")
         if job_id.isdigit():
             begin |= {

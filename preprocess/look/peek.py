@@ -147,7 +147,7 @@ class Addresses:
             if (found := _ADDRESS.fullmatch(address)) is None:
                 self._wanted |= {place: set() for place in _at_place(folder, plan, address)}
                 continue
-            (shard_id,) = _made_shards(folder, plan, found[1])
+            (shard_id,) = _made_shards(folder, plan, found[1], what=f"the shard of {address}")
             number, num_samples = int(found[2]), len(read_idx(folder, plan.spec, shard_id))
             if number >= num_samples:
                 raise NotFound(f"{address}: {shard_name(shard_id)} has samples 0 to {num_samples - 1}")
@@ -180,10 +180,8 @@ def _at_place(folder: Path, plan: Plan, address: str) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     for shard_id in _made_shards(folder, plan, None):
         if place[0] in plan.shard(shard_id).input_numbers:
-            held = read_manifest(folder, shard_id).counts.validation
             records = read_idx(folder, plan.spec, shard_id)
-            num_train = len(records) - (0 if held is None else held.num_samples)
-            holding = samples_holding(records, place, num_train)
+            holding = samples_holding(records, place, _num_train(folder, shard_id, len(records)))
             found = [(shard_id, number) for number in holding] or found
     if not found:
         raise NotFound(f"{address}: no document of a finished shard begins there or before")
@@ -272,9 +270,8 @@ def peek(args: argparse.Namespace) -> int:
     places = (addresses or Choice(folder, plan, args)).places()
     decoder, num_shown = Decoder(folder), 0
     for shard_id, of_shard in itertools.groupby(places, key=lambda place: place[0]):
-        held = read_manifest(folder, shard_id).counts.validation
         with ShardSamples(folder, plan.spec, shard_id) as samples:
-            num_train = len(samples.records) - (0 if held is None else held.num_samples)
+            num_train = _num_train(folder, shard_id, len(samples.records))
             for _, number in of_shard:
                 documents = _documents(samples, number, decoder)
                 if args.grep and not any(map(pattern.search, documents)):
@@ -300,13 +297,19 @@ def _documents(samples: ShardSamples, number: int, decoder: Decoder) -> list[str
     return [decoder.text(ids[begin:end], mask[begin:end]) for begin, end in itertools.pairwise(cuts)]
 
 
-def _made_shards(folder: Path, plan: Plan, asked: str | None) -> list[int]:
+def _num_train(folder: Path, shard_id: int, num_samples: int) -> int:
+    """The samples of a shard before those for validation."""
+    held = read_manifest(folder, shard_id).counts.validation
+    return num_samples - (0 if held is None else held.num_samples)
+
+
+def _made_shards(folder: Path, plan: Plan, asked: str | None, what: str = "--shard") -> list[int]:
     made = set(manifest_ids(folder))
     try:
         wanted = sorted(made if asked is None else set(ids_of_ranges(asked, end=plan.num_shards)))
     except ValueError:
-        what = f"expected ids of 0 to {plan.num_shards - 1}, such as 0-9,12"
-        raise UsageError(f"--shard is {asked!r}, {what}") from None
+        expected = f"expected ids of 0 to {plan.num_shards - 1}, such as 0-9,12"
+        raise UsageError(f"{what} is {asked!r}, {expected}") from None
     again = f"shardprep run {quoted(folder)}"
     if missing := [number for number in wanted if number not in made]:
         raise NotFound(f"shard {missing[0]:05d} is not made; {again} makes what is missing")

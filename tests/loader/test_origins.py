@@ -247,7 +247,7 @@ def test_losses_by_source_equal_a_sum_by_hand(sets: dict[str, Path], targets: An
     torch.manual_seed(0)
     sums = {"web": [0.0, 0], "code": [0.0, 0]}
     with load(sources, global_batch_size=8, targets=targets, **options) as loader:
-        losses = SourceLosses(loader.source_names, shifted=targets == "shifted")
+        losses = SourceLosses.of_loader(loader)
         vocab = loader.loader_tokenizer.vocab_size
         for _, batch in zip(range(6), loader, strict=False):
             logits = torch.randn(*batch["input_ids"].shape, vocab)
@@ -326,7 +326,7 @@ def test_sources_go_along_where_places_are_dealt_to_ranks(sets: dict[str, Path])
     options = {"weights": {"web": 0.5, "code": 0.5}, "seq_len": ROW - 1, "targets": "shifted"}
     with load(sources, global_batch_size=4, boundaries="segment_ids", **options) as loader:
         batch = next(each for each in loader if len(each["origins"][:, 2].unique()) == 2)
-        losses, of_ranks = (SourceLosses(loader.source_names, shifted=True) for _ in range(2))
+        losses, of_ranks = (SourceLosses.of_loader(loader) for _ in range(2))
     values = torch.rand(batch["labels"].shape, dtype=torch.float64)
     batch["source_ids"] = source_ids(batch.pop("origins"), batch["labels"].shape)
     losses.add_losses(values, batch["labels"], batch["source_ids"])
@@ -348,7 +348,7 @@ sources = dict(zip(("web", "code"), folders))
 loader = get_llama3_dataloader(
     sources, 4, weights={"web": .5, "code": .5}, seq_len=128, num_workers=0, origins=True
 )
-losses, kept = SourceLosses(loader.source_names), []
+losses, kept = SourceLosses.of_loader(loader), []
 for _, batch in zip(range(5), loader):
     values = torch.rand(batch["input_ids"][:, 1:].shape, dtype=torch.float64)
     losses.add_losses(values, batch["labels"][:, 1:], source_ids(batch["origins"], values.shape))

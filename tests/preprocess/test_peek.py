@@ -171,34 +171,21 @@ def test_an_address_prints_its_sample_and_of_a_row_one_document(
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        (["0:1", "--shard", "0"], 2, "leave out --shard"),
-        (["shard-00000"], 2, "expected SHARD:SAMPLE, SHARD:ROW:DOCUMENT or FILE:BYTE"),
-        (["shard-00000:1"], 66, "address shard-00000 is no input of the plan"),
-        (["0:99999"], 66, "0:99999: shard-00000 has samples 0 to"),
-        (["0:1:1"], 66, "0:1:1: that sample has documents 0 to 0"),
-        (["77:1"], 2, "expected ids of 0 to"),
-    ],
-)
-def test_an_address_of_nothing_is_refused(
-    prep: Prep, made_dir: Path, words: list[str], code: int, said: str
-) -> None:
-    ended = prep.command("peek", made_dir, *words)
-    assert ended.code == code
-    assert said in ended.text
-
-
-@pytest.mark.parametrize(
     ("flags", "code", "what"),
     [
         (["--shard", "7"], 2, "expected ids of 0 to 2"),
         (["--source", "web"], 66, "--source web is no input of the plan, and no input lies in a subfolder"),
         (["--grep", "("], 2, "is no regular expression"),
         (["--num", "0"], 2, "--num is 0"),
+        (["0:1", "--shard", "0"], 2, "leave out --shard"),
+        (["shard-00000"], 2, "expected SHARD:SAMPLE, SHARD:ROW:DOCUMENT or FILE:BYTE"),
+        (["shard-00000:1"], 66, "address shard-00000 is no input of the plan"),
+        (["0:99999"], 66, "0:99999: shard-00000 has samples 0 to"),
+        (["0:1:1"], 66, "0:1:1: that sample has documents 0 to 0"),
+        (["77:1"], 2, "the shard of 77:1 is '77', expected ids of 0 to"),
     ],
 )
-def test_flags_that_cannot_be_are_refused(
+def test_flags_and_addresses_that_cannot_be_are_refused(
     prep: Prep, made_dir: Path, flags: list[str], code: int, what: str
 ) -> None:
     ended = prep.command("peek", made_dir, *flags)

@@ -92,9 +92,8 @@ def test_the_loader_imports_shardprep_alone() -> None:
 @pytest.mark.slow
 def test_inside_of_the_loader_imports_go_one_way() -> None:
     way = ["order", "external_tars", "find_shards", "staged_copies", "withdrawn", "chunks", "reading"]
-    way += ["origins"]
     way += ["tokenizer", "ranks", "mixture", "state", "samples", "workers", "boundaries", "context_parallel"]
-    way += ["batches", "amend", "token_loader", "dataloader"]
+    way += ["batches", "origins", "amend", "token_loader", "dataloader"]
     files = modules("loader")
     for number, stage in enumerate(way):
         found = {name for name in files[f"loader/{stage}.py"] if name.startswith("loader.")}

@@ -13,13 +13,14 @@ import shlex
 import shutil
 import socket
 import sys
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess.attempts import folder_identity, read_attempts, remove_finished
+from preprocess.attempts import RunRecord, folder_identity, read_attempts, remove_finished
 from preprocess.plan.plan_file import need_plan
 from shardprep.format.names import tar_path
 from slurm.request import JobRequest
@@ -264,6 +265,18 @@ def test_shards_that_a_run_could_not_make_have_their_cause_without_any_slurm(
     assert len(records(tmp_path / "data")) == 1, "of the run that failed"
     assert prep.command("verify", tmp_path / "data").code == 0
     assert records(tmp_path / "data") == []
+
+
+def test_runs_of_one_process_within_a_second_keep_records_of_their_own(data_dir: Path) -> None:
+    plan_id = need_plan(data_dir).plan_id
+    for number in range(3):  # a second may end between two
+        time.sleep(0.005)
+        with RunRecord(data_dir, plan_id, [0], num_cpus=1) as failing:
+            failing.exit_code = 65
+        time.sleep(0.005)
+        with RunRecord(data_dir, plan_id, [1], num_cpus=1):
+            pass
+        assert len(records(data_dir)) == number + 1
 
 
 def test_a_verify_that_fails_by_hand_is_known_to_all_until_the_shard_is_made_anew(

@@ -177,6 +177,7 @@ class _Input:
     left_out: Counter[tuple[str, int, str]] = field(default_factory=Counter)  # input, place, reason
     ids: list[tuple[int, int, str]] = field(default_factory=list)  # input, place, id
     sources: dict[str, Counter[str]] = field(default_factory=dict)
+    texts: dict[str, dict[str, Any]] = field(default_factory=dict)  # by source, as ``run`` of a manifest
     validation: Counter[str] = field(default_factory=Counter)  # documents and tokens for it
 
     def documents(self) -> Iterator[_Document]:
@@ -217,6 +218,12 @@ class _Input:
             for of_source in (self.sources.get(name, none),)
             for what in whats
         ]
+        if "texts" in manifest.run:
+            there, here = manifest.run["texts"], self.texts
+            pairs += [
+                (f"texts of source {name}", there.get(name), here.get(name))
+                for name in sorted({*there, *here})
+            ]
         differing = _Named("counts of its manifest are others")
         for name, there, here in pairs:
             if there != here:
@@ -290,7 +297,17 @@ class _Input:
                 self.ids.append((record.source, record.offset, record.id))
             source = record.named or self.plan.source_of(record.source)
             self._count(source, num_documents=1, num_tokens=len(ids))
+            self._count_text(source, record.text, len(ids))
             yield from self._documents_of(record, ids)
+
+    def _count_text(self, source: str, text: str, num_tokens: int) -> None:
+        of = self.texts.setdefault(source, {"num_bytes": 0, "num_chars": 0, "lengths": {}})
+        of["num_bytes"] += len(text.encode())
+        of["num_chars"] += len(text)
+        digits = f"{num_tokens:b}"
+        length = of["lengths"].setdefault(str(int(digits[:4].ljust(len(digits), "0"), 2)), [0, 0])
+        length[0] += 1
+        length[1] += num_tokens
 
     def _encoded_in_pieces(self, text: str) -> npt.NDArray[np.uint32]:
         """The ids of a long text. Raises UncuttableText where it is too long to be encoded at all."""

@@ -27,6 +27,15 @@ from shardprep.format.digests import canonical_conversation, digests_of
 SHORT_LINE_BYTES = 32
 
 
+class SourceTexts(NamedTuple):
+    """The texts of a batch that are of one source."""
+
+    name: str  # empty where the records name none
+    positions: slice | list[int]
+    num_bytes: int  # as UTF-8
+    num_chars: int
+
+
 @dataclass(kw_only=True)
 class DocumentBatch:
     """Consecutive documents of one file; empty ones are left out but counted."""
@@ -68,6 +77,15 @@ class DocumentBatch:
             return digests_of(self.texts)
         return digests_of(map(canonical_conversation, self.conversations))
 
+    def source_texts(self) -> list[SourceTexts]:
+        """How much text each source has in the batch."""
+        if self.sources is None:
+            return [_source_texts("", slice(None), self.texts)]
+        by_name: dict[str, list[int]] = {}
+        for position, name in enumerate(self.sources):
+            by_name.setdefault(name, []).append(position)
+        return [_source_texts(name, of, [self.texts[n] for n in of]) for name, of in by_name.items()]
+
     def first_ones(self, num_documents: int) -> DocumentBatch:
         """The first documents and the lines up to the last of them; the bytes stay those of the batch."""
         end = int(self.lines[num_documents - 1]) + 1
@@ -89,6 +107,13 @@ class DocumentBatch:
             detail=why.detail,
             named=self.sources[number] if self.sources else "",
         )
+
+
+def _source_texts(name: str, positions: slice | list[int], texts: list[str]) -> SourceTexts:
+    joined = "".join(texts)
+    return SourceTexts(
+        name, positions, len(joined) if joined.isascii() else len(joined.encode()), len(joined)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ import contextlib
 import dataclasses
 import os
 import weakref
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from preprocess.formats.format import DocumentBatch
+from preprocess.formats.format import DocumentBatch, SourceTexts
 from preprocess.formats.inputs import BadDocument
 from preprocess.formats.long_documents import LongDocument
 from preprocess.make.engines import TokenBatch
@@ -44,7 +44,7 @@ from shardprep.format.names import (
     source_of_path,
     tar_path,
 )
-from shardprep.format.shard_making import SourceCounts
+from shardprep.format.shard_making import SourceCounts, TextSums
 
 _MOST_SOURCES = 1000  # of one shard: its manifest names each
 
@@ -112,6 +112,7 @@ class ShardWriter:
         self._histogram = np.zeros(64, np.int64)
         self.bad: list[BadDocument] = []
         self._sources: dict[str, SourceCounts] = {}
+        self._texts: defaultdict[str, TextSums] = defaultdict(TextSums)
         begun, self._again = _marks(folder, shard_id)
         ours = [begun]  # held before it is made: a signal may come in between
         self._end = weakref.finalize(self, _unlink, ours, os.getpid())
@@ -154,7 +155,9 @@ class ShardWriter:
         """Why documents were left out."""
         return {bad.reason for bad in self.bad}
 
-    def append(self, documents: DocumentBatch, tokens: TokenBatch, prepared: Prepared) -> None:
+    def append(
+        self, documents: DocumentBatch, tokens: TokenBatch, texts: Sequence[SourceTexts], prepared: Prepared
+    ) -> None:
         """Add a batch of documents, in the order of the input: their ids, and what Members made of both."""
         num_left_out = len(documents.bad) + len(documents.filtered)
         num_empty = documents.num_lines - len(documents.texts) - num_left_out
@@ -163,13 +166,18 @@ class ShardWriter:
         num_tokens = np.diff(tokens.offsets)
         self._count_documents(num_tokens)
         self.bad += documents.bad
-        self._count_sources(documents, num_tokens)
+        self._count_sources(documents, texts, num_tokens)
         if documents.ids is not None:
             self._keep_ids(documents.input_number, documents.input_offsets.tolist(), documents.ids)
         self._write(prepared())
 
     def append_long(
-        self, document: LongDocument, num_text_bytes: int, ids: Ids, digest: npt.NDArray[np.void]
+        self,
+        document: LongDocument,
+        num_text_bytes: int,
+        num_chars: int,
+        ids: Ids,
+        digest: npt.NDArray[np.void],
     ) -> None:
         """Add a document that is read in pieces; one without text, and so without ids, is an empty line."""
         place = document.place
@@ -179,7 +187,11 @@ class ShardWriter:
             self._count_documents(np.array([len(ids)]))
             self._keep_ids(place.input_number, [place.start], [document.id])
         num_bytes = num_text_bytes if document.source else document.num_bytes
-        self._count_source(place.input_number, document.source, int(num_text_bytes > 0), len(ids), num_bytes)
+        name = self._count_source(
+            place.input_number, document.source, int(num_text_bytes > 0), len(ids), num_bytes
+        )
+        if num_text_bytes:
+            self._texts[name].add(num_text_bytes, num_chars, np.array([len(ids)]))
 
     def leave_out(self, document: LongDocument, bad: BadDocument) -> None:
         """Count a document that cannot be used; its line goes to the quarantine file."""
@@ -194,17 +206,19 @@ class ShardWriter:
         self._num_empty += num_empty
         self._input_bytes += num_bytes
 
-    def _count_sources(self, documents: DocumentBatch, num_tokens: npt.NDArray[np.int64]) -> None:
+    def _count_sources(
+        self, documents: DocumentBatch, texts: Sequence[SourceTexts], num_tokens: npt.NDArray[np.int64]
+    ) -> None:
         """Count a batch by source; one whose records name theirs, per record."""
-        number, texts = documents.input_number, documents.texts
+        number = documents.input_number
         if documents.sources is None:
-            self._count_source(number, "", len(texts), int(num_tokens.sum()), documents.num_bytes)
-        by_name: dict[str, list[int]] = {}
-        for position, name in enumerate(documents.sources or []):
-            by_name.setdefault(name, []).append(position)
-        for name, positions in by_name.items():
-            num_bytes = sum(len(texts[position].encode()) for position in positions)
-            self._count_source(number, name, len(positions), int(num_tokens[positions].sum()), num_bytes)
+            self._count_source(number, "", num_bytes=documents.num_bytes)
+        for of in texts:
+            lengths = num_tokens[of.positions]
+            num_bytes = of.num_bytes if of.name else 0
+            name = self._count_source(number, of.name, len(lengths), int(lengths.sum()), num_bytes)
+            if len(lengths):
+                self._texts[name].add(of.num_bytes, of.num_chars, lengths)
         for name, num_bad in Counter(bad.named for bad in documents.bad).items():
             self._count_source(number, name, num_bad=num_bad)
 
@@ -216,8 +230,11 @@ class ShardWriter:
         num_tokens: int = 0,
         num_bytes: int = 0,
         num_bad: int = 0,
-    ) -> None:
-        """Count what a source gave; without a name it is the file's. Raises BadInput for too many sources."""
+    ) -> str:
+        """Count what a source gave, and return its name; without one it is the file's.
+
+        Raises BadInput for too many sources.
+        """
         name = name or source_of_path(self._input_paths[input_number])
         counts = SourceCounts(
             num_documents=num_documents,
@@ -232,6 +249,7 @@ class ShardWriter:
                 f"shard {self._shard_id:05d} has documents of more than {_MOST_SOURCES} sources, such as "
                 f"{name[:60]!r}; choose a --source_field with fewer values, or leave it out"
             )
+        return name
 
     def _keep_ids(self, input_number: int, offsets: list[int], ids: list[str]) -> None:
         if self._ids is not None:
@@ -278,7 +296,7 @@ class ShardWriter:
             quarantine=None if quarantine is None else quarantine.sync(),
             ids=None if self._ids is None else self._ids.sync(),
             digests=None if self._digests is None else self._digests.sync(),
-            run=run,
+            run={**run, "texts": self._text_counts()},
             **stamps,
         )
         self._tar.publish()
@@ -297,6 +315,10 @@ class ShardWriter:
         if not self._is_alone or size_of_file(self._again) is not None:
             remove_temporaries_of([self._shard_id], self._folder)
         return manifest
+
+    def _text_counts(self) -> dict[str, dict[str, Any]]:
+        """For reports. It stands in ``run``, so that every shardprep reads what any of them wrote."""
+        return {name: dataclasses.asdict(sums.counts()) for name, sums in sorted(self._texts.items())}
 
     def quarantine(self) -> PublishedFile | None:
         """The unpublished quarantine file, where documents were left out."""

@@ -168,17 +168,25 @@ class Worker:
                 item.texts, batch_size=self.settings.batch_size, end_id=end_id, spans=item.spans
             )
             prepared = members.prepare(item, tokens, *([item.digests()] if keeps_digests else []))
-            return lambda writer: writer.append(item, tokens, prepared)
+            texts = item.source_texts()
+            return lambda writer: writer.append(item, tokens, texts, prepared)
         can_be_cut = self.plan.can_be_cut
         text_hash = hashlib.sha256() if keeps_digests else None
         found = item.text_bytes(can_be_cut=can_be_cut, digest=text_hash)
         if isinstance(found, BadDocument):
             return lambda writer: writer.leave_out(item, found)
-        ids = [np.empty(0, np.uint32)]
+        num_chars, ids = 0, [np.empty(0, np.uint32)]
+
+        def pieces() -> Iterator[str]:
+            nonlocal num_chars
+            for piece in item.text():
+                num_chars += len(piece)
+                yield piece
+
         if found:
-            ids += self.engine.encode_long(item.text(), can_be_cut=can_be_cut, end_id=end_id)
+            ids += self.engine.encode_long(pieces(), can_be_cut=can_be_cut, end_id=end_id)
         digest = np.frombuffer(b"" if text_hash is None else text_hash.digest()[:DIGEST_BYTES], DIGEST)
-        return lambda writer: writer.append_long(item, found, np.concatenate(ids), digest)
+        return lambda writer: writer.append_long(item, found, num_chars, np.concatenate(ids), digest)
 
     def _check_bad_fraction(self, writer: ShardWriter, shard_id: int) -> None:
         given = self.settings.max_bad_fraction

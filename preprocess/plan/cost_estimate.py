@@ -144,7 +144,7 @@ def measure(plan: Plan, engine: Engine) -> CostEstimate:
             at, encode_s = _add_cpu(at, encode_s)
             prepared = members.prepare(batch, tokens, *([batch.digests()] if keeps_digests else []))
             at, layout_s = _add_cpu(at, layout_s)
-            writer.append(batch, tokens, prepared)
+            writer.append(batch, tokens, batch.source_texts(), prepared)
             at, write_s = _add_cpu(at, write_s)
             num_bytes += batch.num_bytes
         manifest = writer.commit({})

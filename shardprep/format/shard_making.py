@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import orjson
 
 from shardprep.console import short_bytes
@@ -35,6 +37,66 @@ class SourceCounts:
             num_bytes=self.num_bytes + other.num_bytes,
             num_quarantined=self.num_quarantined + other.num_quarantined,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextCounts:
+    """The texts of one source, as they were encoded: stripped, changed, rendered; for reports alone."""
+
+    num_bytes: int  # as UTF-8
+    num_chars: int
+    # Documents and tokens by length in tokens, rounded down to four binary digits: "22" is 22 and 23.
+    lengths: dict[str, list[int]]
+
+
+_LENGTH_BITS = 4
+_MOST_LENGTHS = 64 << (_LENGTH_BITS - 1)
+
+
+class TextSums:
+    """Adds up the texts of one source."""
+
+    def __init__(self) -> None:
+        self._num_bytes = self._num_chars = 0
+        self._lengths = np.zeros((2, _MOST_LENGTHS), np.int64)  # documents and tokens
+
+    def add(self, num_bytes: int, num_chars: int, num_tokens: npt.NDArray[np.int64]) -> None:
+        """Count documents, given the tokens of each: int64[documents]."""
+        self._num_bytes += num_bytes
+        self._num_chars += num_chars
+        dropped = np.maximum(np.frexp(num_tokens)[1] - _LENGTH_BITS, 0)
+        place = (dropped << (_LENGTH_BITS - 1)) + (num_tokens >> dropped)
+        self._lengths[0] += np.bincount(place, minlength=_MOST_LENGTHS)
+        self._lengths[1] += np.bincount(place, num_tokens, _MOST_LENGTHS).astype(np.int64)
+
+    def counts(self) -> TextCounts:
+        """What was added."""
+        lengths: dict[str, list[int]] = {}
+        for place in np.flatnonzero(self._lengths[0]).tolist():
+            dropped = max((place >> (_LENGTH_BITS - 1)) - 1, 0)
+            low = (place - (dropped << (_LENGTH_BITS - 1))) << dropped
+            lengths[str(low)] = self._lengths[:, place].tolist()
+        return TextCounts(num_bytes=self._num_bytes, num_chars=self._num_chars, lengths=lengths)
+
+
+def longest_of(low: int) -> int:
+    """The largest number of tokens that is counted at ``low`` in the lengths of TextCounts."""
+    return low + (1 << max(low.bit_length() - _LENGTH_BITS, 0)) - 1
+
+
+def texts_of(fields: Fields) -> dict[str, TextCounts] | None:
+    """The texts of each source, of a manifest's ``run``; None where they were not counted yet.
+
+    Raises BrokenShard.
+    """
+    if not fields.has("texts"):
+        return None
+    texts: dict[str, TextCounts] = fields.value("texts", dict[str, TextCounts])
+    for name, counts in texts.items():
+        for low, numbers in counts.lengths.items():
+            if not re.fullmatch("[0-9]{1,19}", low) or len(numbers) != 2:
+                raise fields.wrong(f"texts.{name}.lengths", {low: numbers}, "documents and tokens by length")
+    return texts
 
 
 def sources_of(fields: Fields) -> dict[str, SourceCounts]:

@@ -6,7 +6,7 @@ import datetime
 import functools
 import itertools
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,14 @@ def _environment(words: Words, *, is_html: bool) -> Environment:
         "num": "{:,}".format,
         "short": short_number,
         "bytes": short_bytes,
+        "bytes_or_none": lambda number: "-" if number is None else short_bytes(number),
         "time": words.time,
         "clock": _clock,
         "seconds": lambda text: datetime.datetime.fromisoformat(text).timestamp(),
-        "ratio": lambda value: "-" if value is None else f"{value:.3f}",
-        "percent": lambda share: "<0.01%" if 0 < share < 5e-5 else f"{share:.{2 if share < 0.1 else 1}%}",
+        "ratio": lambda value: "-" if value is None else f"{value:.2f}",
+        "percent": lambda share: (
+            "-" if share is None else "<0.01%" if 0 < share < 5e-5 else f"{share:.{2 if share < 0.1 else 1}%}"
+        ),
         "hours": lambda hours: f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}",
         "length_in_tokens": lambda number: f"{number:,}" if number < 100_000 else short_number(number),
         "ids": _short_ids,
@@ -97,11 +100,14 @@ def _most_frequent(
     return ", ".join([*shown, *more])
 
 
-def _sum_of(sources: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def _sum_of(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The counts of several sources together."""
-    names = ("num_tokens", "num_documents", "num_bytes", "num_quarantined")
-    sums = {name: sum(each[name] for each in sources) for name in names}
-    return {**sums, "tokens_per_byte": sums["num_tokens"] / sums["num_bytes"] if sums["num_bytes"] else None}
+    names = ("num_tokens", "num_documents", "num_quarantined", "num_text_bytes", "num_chars", "token_share")
+    found = [[each[name] for each in sources] for name in names]
+    sums = {name: None if None in of else sum(of) for name, of in zip(names, found, strict=True)}
+    for name, number in (("bytes_per_token", sums["num_text_bytes"]), ("chars_per_token", sums["num_chars"])):
+        sums[name] = number / sums["num_tokens"] if number and sums["num_tokens"] else None
+    return sums
 
 
 def _edge_labels(bins: Sequence[Mapping[str, Any]], show: Callable[[float], str]) -> Labels:

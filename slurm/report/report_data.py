@@ -19,7 +19,7 @@ import re
 import shlex
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +49,7 @@ from shardprep.format.names import (
     shard_name,
     tar_path,
 )
-from shardprep.format.shard_making import ShardMaking, read_making
+from shardprep.format.shard_making import ShardMaking, longest_of, read_making, texts_of
 from shardprep.format.withdrawals import withdrawn_counts
 from slurm.report.words import Words
 from slurm.resource_use import longest_task_s
@@ -57,7 +57,7 @@ from slurm.state import DatasetState, find_state
 from slurm.status import report as status_of
 from slurm.submissions import Submission
 
-REPORT_VERSION = 1  # it grows where a field goes or changes its meaning, not where one is added
+REPORT_VERSION = 2  # it grows where a field goes or changes its meaning, not where one is added
 MAX_NODES = 40  # that are shown over time
 MAX_QUARANTINE_FILES = 64  # that are read, evenly over the shards
 _NUM_TIME_STEPS = 120
@@ -65,6 +65,11 @@ _NUM_SIZE_STEPS = 24
 _MIN_GAP_S = 60.0
 _MIN_GAP_SHARE = 0.05  # of the time in which shards were made: a longer pause is no part of the time axis
 _MAX_EXAMPLES = 100
+TEXT_NUMBERS = (
+    *("num_text_bytes", "num_chars", "bytes_per_token", "chars_per_token"),
+    *("tokens_per_document", "length_p50", "length_p90", "length_p99"),
+)
+_NO_TEXT: Mapping[str, Any] = {"num_bytes": 0, "num_chars": 0, "lengths": {}}
 _NUM_THREADS = 8  # opening a file on Lustre is a wait for its server
 _MAX_TIME_S = 253_402_300_799  # the end of the year 9999: a date can be written
 _MAX_QUARANTINE_BYTES = 4 << 20  # of one file: some 20,000 documents
@@ -108,7 +113,15 @@ class ManifestSums:
     with_left_out: list[int] = field(default_factory=list)  # shards that left documents out
     totals: dict[str, Any] = field(  # the fields of ShardCounts, idx_bytes, versions, num_restarted
         default_factory=lambda: defaultdict[str, Any](
-            int, {"quarantined": {}, "sources": {}, "validation": {}, "versions": {}, "length_histogram": []}
+            int,
+            {
+                "quarantined": {},
+                "sources": {},
+                "texts": {},
+                "validation": {},
+                "versions": {},
+                "length_histogram": [],
+            },
         )
     )
     other_plan: list[int] = field(default_factory=list)
@@ -148,6 +161,7 @@ def _read_manifest(folder: Path, shard_id: int) -> tuple[ShardMaking, int, dict[
         making, data = read_making(path, shard_id)
         fields = Fields(path, data)
         counts = fields.fields("counts").all_of(ShardCounts)
+        texts = texts_of(fields.fields("run"))
         tar, idx = fields.stamp("tar"), fields.stamp("idx")
         for path, stamp in ((tar_path(folder, shard_id), tar), (idx_path(folder, shard_id), idx)):
             if os.stat(path).st_size != stamp.num_bytes:  # noqa: PTH116 - of 10^5 files, half the time
@@ -159,6 +173,8 @@ def _read_manifest(folder: Path, shard_id: int) -> tuple[ShardMaking, int, dict[
         **vars(counts),
         "validation": {} if counts.validation is None else vars(counts.validation),
         "sources": {name: vars(source) for name, source in counts.sources.items()},
+        "texts": {name: vars(text) for name, text in (texts or {}).items()},
+        "num_without_texts": int(texts is None),
         "idx_bytes": idx.num_bytes,
         "versions": {name: {str(run.get(name, "?"))[:80]: 1} for name in ("shardprep", "engine", "python")},
         "num_restarted": int(run["slurm"].get("SLURM_RESTART_COUNT", "") not in ("", "0")),
@@ -187,6 +203,8 @@ def report_data(folder: Path, plan: Plan, sums: ManifestSums, *, num_examples: i
     if index is not None and index.spec.plan_id != plan.plan_id:
         index = None
     data = _data(folder, plan, sums, index)
+    texts = totals["texts"] if made and not totals["num_without_texts"] else None
+    data |= _text_numbers(_sum_of_texts(texts), data["num_tokens"])
     done = {each.shard_id: each for each in made}
     shards = MadeShards(done=done, tar_bytes={}, wrong=wrong, other_plan=[], broken={})
     state = find_state(folder, plan, if_away=lambda _: None, made=shards)
@@ -201,11 +219,8 @@ def report_data(folder: Path, plan: Plan, sums: ManifestSums, *, num_examples: i
         "written": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "shardprep": shardprep.__version__,
         "data": data,
-        "sources": _sources(sources),
-        "lengths": [
-            {"from": 2**b // 2, "to": 2**b, "num_documents": number}
-            for b, number in enumerate(totals["length_histogram"])
-        ],
+        "sources": _sources(sources, texts),
+        "lengths": _histogram(totals["length_histogram"], texts),
         "left_out": _left_out(folder, plan, sums, num_examples),
         "shard_sizes": _shard_sizes(sums) if made else {},
         "work": work_over_time(made, status["slow_shards"]) if made else {},
@@ -314,7 +329,6 @@ def _data(folder: Path, plan: Plan, sums: ManifestSums, index: DatasetIndex | No
         "validation": {"fraction": fraction, **totals["validation"]} if fraction else None,
         "withdrawn": withdrawn_counts(folder, plan.plan_id),
         **{name: totals[name] for name in counts},
-        "tokens_per_byte": _ratio(totals["num_tokens"], totals["input_bytes"]),
     }
 
 
@@ -322,13 +336,87 @@ def _ratio(number: float, of: float) -> float | None:
     return round(number / of, 5) if of else None
 
 
-def _sources(sources: Mapping[str, Mapping[str, int]]) -> list[dict[str, Any]]:
+def _sources(
+    sources: Mapping[str, Mapping[str, int]], texts: Mapping[str, Mapping[str, Any]] | None
+) -> list[dict[str, Any]]:
     """The counts of each source, the one with the most tokens first."""
     ordered = sorted(sources.items(), key=lambda item: (-item[1]["num_tokens"], item[0]))
+    num_tokens = sum(counts["num_tokens"] for counts in sources.values())
     return [
-        {"name": name, **counts, "tokens_per_byte": _ratio(counts["num_tokens"], counts["num_bytes"])}
+        {
+            "name": name,
+            **counts,
+            "token_share": _ratio(counts["num_tokens"], num_tokens),
+            **_text_numbers(None if texts is None else texts.get(name, _NO_TEXT), counts["num_tokens"]),
+        }
         for name, counts in ordered
     ]
+
+
+def _sum_of_texts(texts: Mapping[str, Mapping[str, Any]] | None) -> dict[str, Any] | None:
+    """The texts of all sources together."""
+    if texts is None:
+        return None
+    sums: dict[str, Any] = {"num_bytes": 0, "num_chars": 0, "lengths": {}}
+    for each in texts.values():
+        _add(sums, each)
+    return sums
+
+
+def _text_numbers(text: Mapping[str, Any] | None, num_tokens: int) -> dict[str, Any]:
+    """What the report says of texts; None for each where a shard did not count them."""
+    if text is None:
+        return dict.fromkeys(TEXT_NUMBERS)
+    lengths = _lengths([text])
+    num_documents = sum(documents for documents, _ in lengths.values())
+    return dict(
+        zip(
+            TEXT_NUMBERS,
+            (
+                text["num_bytes"],
+                text["num_chars"],
+                _ratio(text["num_bytes"], num_tokens),
+                _ratio(text["num_chars"], num_tokens),
+                _ratio(num_tokens, num_documents),
+                *(_percentile(lengths, share * num_documents) for share in (0.5, 0.9, 0.99)),
+            ),
+            strict=True,
+        )
+    )
+
+
+def _histogram(
+    num_documents: Sequence[int], texts: Mapping[str, Mapping[str, Any]] | None
+) -> list[dict[str, Any]]:
+    """Documents, and the tokens in them, by the binary digits of their lengths."""
+    num_tokens = Counter[int]()
+    for low, (_, tokens) in _lengths((texts or {}).values()).items():
+        num_tokens[low.bit_length()] += tokens
+    return [
+        {
+            "from": 2**b // 2,
+            "to": 2**b,
+            "num_documents": number,
+            "num_tokens": None if texts is None else num_tokens[b],
+        }
+        for b, number in enumerate(num_documents)
+    ]
+
+
+def _lengths(texts: Iterable[Mapping[str, Any]]) -> dict[int, list[int]]:
+    """Documents and tokens by length, ascending, as TextCounts rounds it."""
+    sums: dict[str, list[int]] = {}
+    for text in texts:
+        _add(sums, text["lengths"])
+    return {low: sums[str(low)] for low in sorted(map(int, sums))}
+
+
+def _percentile(lengths: Mapping[int, Sequence[int]], number: float) -> int | None:
+    """The length that so many documents do not exceed: of those that are counted together, the longest."""
+    for low, below in zip(lengths, itertools.accumulate(of[0] for of in lengths.values()), strict=True):
+        if below >= number:
+            return longest_of(low)
+    return None
 
 
 def _left_out(folder: Path, plan: Plan, sums: ManifestSums, num_examples: int) -> list[dict[str, Any]]:

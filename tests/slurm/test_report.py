@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gzip
+import itertools
 import json
+import math
 import os
+import random
 import re
 import shlex
+import statistics
 import string
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +20,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from preprocess.plan.plan_file import need_plan
 from shardprep.__main__ import main
@@ -282,7 +289,10 @@ def test_where_only_manifests_are_missing_the_index_tells_the_sums(
     found = data_of(capsys, own_folder)
     assert found["data"]["without_manifest"] == "0-3"
     assert found["data"]["index"]["num_tokens"] == whole["data"]["num_tokens"] > 0
-    assert found["sources"] == whole["sources"]
+    counted = {"num_documents", "num_tokens", "num_bytes", "num_quarantined", "token_share", "name"}
+    for one, before in zip(found["sources"], whole["sources"], strict=True):
+        assert {name: one[name] for name in counted} == {name: before[name] for name in counted}
+        assert {one[name] for name in before.keys() - counted} == {None}, "which only manifests have"
     page = Page(page_of(capsys, tmp_path, own_folder, "--lang", lang)).text
     words = Words(lang)
     assert (
@@ -564,6 +574,65 @@ def test_each_text_of_the_report_has_a_translation_that_takes_the_same_values() 
         assert re.search("[가-힣]", korean.replace("{", "").replace("}", "")) or "{shard}" in korean, english
 
 
+@pytest.mark.parametrize("record", ["documents", "packed"])
+def test_a_recount_of_the_texts_gives_the_numbers_of_the_card(
+    prep: Prep, tmp_path: Path, capsys: pytest.CaptureFixture[str], record: str
+) -> None:
+    """Equal documents in four formats give equal numbers: those that transformers and plain Python give."""
+    chooser, texts = random.Random(7), dict[str, list[str]]()
+    words = ["영화", "좋아요", "the", "film", "😀", "naïve", "1,234"]
+    for name in ("가", "b"):
+        sizes = [1 + int(chooser.paretovariate(0.8)) % 900 for _ in range(200)]
+        texts[name] = [" ".join(chooser.choices(words, k=size)) for size in sizes]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(prep.model_dir / "tokenizer.json"))
+    for form in ("txt", "jsonl", "jsonl.gz", "parquet"):
+        raw, out = tmp_path / f"raw {form}", tmp_path / f"data {form}"
+        for name, some in texts.items():
+            (raw / name).mkdir(parents=True)
+            path = raw / name / f"0.{form}"
+            lines = "".join(
+                f"  {text} \n" if form == "txt" else f"{json.dumps({'text': text})}\n" for text in some
+            )
+            if form == "parquet":
+                pyarrow.parquet.write_table(pyarrow.table({"text": some}), path, row_group_size=32)
+            else:
+                path.write_bytes(gzip.compress(lines.encode()) if form == "jsonl.gz" else lines.encode())
+        out.mkdir()
+        prep.plan(
+            raw,
+            out,
+            num_shards=3,
+            recursive=True,
+            record=record,
+            **{"seq_len": 64} if record == "packed" else {},
+        )
+        prep.make(out)
+        found = data_of(capsys, out)
+        num_added = int(record == "packed")  # the EOS between documents
+        lengths = {
+            name: [len(tokenizer.encode(text)) + num_added for text in some] for name, some in texts.items()
+        }
+        every = list(itertools.chain(*lengths.values()))
+        for name, counts in [(None, found["data"]), *((each["name"], each) for each in found["sources"])]:
+            some = list(itertools.chain(*texts.values())) if name is None else texts[name]
+            own = every if name is None else lengths[name]
+            assert counts["num_documents"] == len(own)
+            assert counts["num_tokens"] == sum(own)
+            assert counts["num_text_bytes"] == len("".join(some).encode())
+            assert counts["num_chars"] == sum(map(len, some))
+            assert counts["bytes_per_token"] == round(counts["num_text_bytes"] / sum(own), 5)
+            assert counts["chars_per_token"] == round(counts["num_chars"] / sum(own), 5)
+            assert counts["tokens_per_document"] == round(statistics.mean(own), 5)
+            for percent in (50, 90, 99):
+                exact = sorted(own)[math.ceil(len(own) * percent / 100) - 1]
+                assert exact <= counts[f"length_p{percent}"] <= exact * 1.125
+            if name is not None:
+                assert counts["token_share"] == round(sum(own) / sum(every), 5)
+        for each in found["lengths"]:
+            there = [number for number in every if each["from"] <= number < each["to"]]
+            assert (each["num_documents"], each["num_tokens"]) == (len(there), sum(there))
+
+
 def test_a_page_of_one_language_has_no_titles_of_the_other(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -571,7 +640,7 @@ def test_a_page_of_one_language_has_no_titles_of_the_other(
     assert '<html lang="ko">' in korean
     titles = re.findall(r"<h2>(.*?)</h2>|<dt>(.*?)</dt>|<th class=\".*?\">(.*?)</th>", korean)
     latin = {name for found in titles for name in found if name.isascii() and name}
-    assert latin <= {"tar", "OST", "shardprep", "python"}
+    assert latin <= {"tar", "OST", "shardprep", "python", "p50", "p90", "p99"}
 
 
 def test_every_field_of_json_is_documented_and_every_documented_field_is_there(

@@ -22,6 +22,14 @@ from preprocess.formats.documents import read_documents, without
 from preprocess.formats.format import DocumentBatch, reading_of
 from preprocess.formats.inputs import BadDocument
 from preprocess.formats.long_documents import LongDocument
+from preprocess.look.addresses import (
+    InInput,
+    InShard,
+    find_address,
+    made_shards,
+    no_document_at,
+    samples_at,
+)
 from preprocess.make.engines import TokenBatch
 from preprocess.make.members import Piece, RowMembers
 from preprocess.make.packing import START, Packer, RowGroup, packer_of
@@ -65,6 +73,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="sha256 of texts, one per line in hex digits (default: none)",
     )
     what.add_argument("--source", metavar="NAME", help="all documents of this source (default: none)")
+    what.add_argument(
+        "--at",
+        metavar="ADDRESS",
+        nargs="+",
+        help="the documents at these addresses, as peek, where and loader.origin print them: SHARD:SAMPLE, "
+        "SHARD:ROW:DOCUMENT (without DOCUMENT all of a row), or FILE:BYTE of an input (default: none)",
+    )
     parser.add_argument("--reason", metavar="TEXT", default="", help="kept with the list (default: none)")
     parser.add_argument(
         "--input_dir",
@@ -79,18 +94,23 @@ def withdraw(args: argparse.Namespace) -> int:
     folder: Path = args.data_dir
     plan = need_plan(folder).at(args.input_dir)
     before = read_withdrawals(folder, plan.plan_id)
-    is_found = dict.fromkeys(_asked_keys(args, plan), False)
+    is_found: dict[Key, bool] = {}
     found: dict[int, Numbers] = {}
-    with Progress("looking for documents", plan.num_shards, unit="shards") as progress:
-        for shard_id in range(plan.num_shards):
-            keys = _keys_of_shard(args, plan, check_shard(folder, shard_id, plan.plan_id))
-            hits = [(number, key) for number, key in enumerate(keys) if key in is_found]
-            is_found.update((key, True) for _, key in hits)
-            if hits:
-                found[shard_id] = np.array([number for number, _ in hits], np.int64)
-            progress.add(1)
+    if args.at is not None:
+        found = _documents_at(folder, plan, args.at)
+    else:
+        is_found = dict.fromkeys(_asked_keys(args, plan), False)
+        with Progress("looking for documents", plan.num_shards, unit="shards") as progress:
+            for shard_id in range(plan.num_shards):
+                keys = _keys_of_shard(args, plan, check_shard(folder, shard_id, plan.plan_id))
+                hits = [(number, key) for number, key in enumerate(keys) if key in is_found]
+                is_found.update((key, True) for _, key in hits)
+                if hits:
+                    found[shard_id] = np.array([number for number, _ in hits], np.int64)
+                progress.add(1)
     num_found = sum(map(len, found.values()))
     given = {name: getattr(args, name) for name in ("ids", "sha256", "source")}
+    given["at"] = args.at and " ".join(args.at)
     withdrawal = None
     while withdrawal is None:
         new = {shard: np.setdiff1d(numbers, before.documents_of(shard)) for shard, numbers in found.items()}
@@ -121,6 +141,79 @@ def withdraw(args: argparse.Namespace) -> int:
     if missing:
         say(f"{len(missing)} of {len(is_found)} were not found; the others are withdrawn")
     return NotFound.exit_code if missing else 0
+
+
+def _documents_at(folder: Path, plan: Plan, addresses: Sequence[str]) -> dict[int, Numbers]:
+    """The documents at some addresses, by shard. Raises NotFound, UsageError, and what reading raises."""
+    asked: dict[int, list[InShard]] = {}
+    found: dict[int, set[int]] = {}
+    for address in addresses:
+        place = find_address(folder, plan, address)
+        if isinstance(place, InShard):
+            asked.setdefault(place.shard_id, []).append(place)
+        elif plan.spec.has_rows:
+            shard_id, number = _document_in_input(folder, plan, place)
+            found.setdefault(shard_id, set()).add(number)
+        else:
+            for shard_id, sample in samples_at(folder, plan, place)[-1:]:
+                asked.setdefault(shard_id, []).append(InShard(shard_id, sample, None))
+    for shard_id, places in asked.items():
+        check_shard(folder, shard_id, plan.plan_id)
+        numbers = _in_rows(folder, plan, places) if plan.spec.has_rows else _of_samples(folder, plan, places)
+        found.setdefault(shard_id, set()).update(numbers)
+    return {shard_id: np.array(sorted(numbers), np.int64) for shard_id, numbers in sorted(found.items())}
+
+
+def _of_samples(folder: Path, plan: Plan, places: Sequence[InShard]) -> list[int]:
+    """The numbers of the documents that are samples of one shard."""
+    numbers = np.argsort(_in_order_of_input(read_idx(folder, plan.spec, places[0].shard_id)))
+    for place in places:
+        if place.document:
+            raise NotFound(f"{_address(place)}: a sample of this data set is one document, 0")
+    return [int(numbers[place.sample]) for place in places]
+
+
+def _in_rows(folder: Path, plan: Plan, places: Sequence[InShard]) -> list[int]:
+    """The numbers of the documents whose tokens are at these places of one shard's rows."""
+    shard_id, seq_len = places[0].shard_id, plan.spec.seq_len
+    begins, ends, number = _stretches(folder, plan, shard_id)
+    order = np.argsort(begins)
+    found: list[int] = []
+    with ShardSamples(folder, plan.spec, shard_id) as samples:
+        for place in places:
+            cuts = np.unique([0, *samples.starts(place.sample).tolist()])
+            if (place.document or 0) >= len(cuts):
+                raise NotFound(f"{_address(place)}: that row has documents 0 to {len(cuts) - 1}")
+            first = place.sample * seq_len + (cuts if place.document is None else cuts[[place.document]])
+            nearest = order[np.searchsorted(begins[order], first, side="right") - 1]
+            found += number[nearest[first < ends[nearest]]].tolist()
+    return found
+
+
+def _address(place: InShard) -> str:
+    return ":".join(str(part) for part in place if part is not None)
+
+
+def _document_in_input(folder: Path, plan: Plan, place: InInput) -> tuple[int, int]:
+    """Shard and number of the document at a place of an input, which is read again."""
+    nearest: tuple[int, int, int] | None = None  # offset, shard, number
+    for shard_id in made_shards(folder, plan, None):
+        if place.input_number not in plan.shard(shard_id).input_numbers:
+            continue
+        num_read = 0
+        for item in _items(folder, plan, check_shard(folder, shard_id, plan.plan_id)):
+            if isinstance(item, DocumentBatch):
+                input_number, offsets = item.input_number, item.input_offsets
+            else:
+                input_number, offsets = item.place.input_number, np.array([item.place.start])
+            before = np.flatnonzero(offsets <= place.offset)
+            if input_number == place.input_number and len(before):
+                last = int(before[-1])
+                nearest = max(nearest or (-1, 0, 0), (int(offsets[last]), shard_id, num_read + last))
+            num_read += len(offsets)
+    if nearest is None:
+        raise no_document_at(plan, place)
+    return nearest[1:]
 
 
 def _asked_keys(args: argparse.Namespace, plan: Plan) -> Iterator[Key]:

@@ -17,17 +17,24 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.check.plain_reader import plain_records
+from preprocess.look.addresses import (
+    InInput,
+    find_address,
+    input_number,
+    made_shards,
+    num_train_samples,
+    samples_at,
+)
 from preprocess.plan.plan_file import Plan, need_plan
 from preprocess.plan.tokenizer_files import TOKENIZER_FILE
-from shardprep.console import output_is_read, print_lines, quoted
+from shardprep.console import output_is_read, print_lines
 from shardprep.errors import NotFound, ReadWriteError, UsageError
-from shardprep.format.idx import read_idx, samples_holding
+from shardprep.format.idx import read_idx
 from shardprep.format.input_formats import place_text
-from shardprep.format.manifest import manifest_ids, read_manifest
-from shardprep.format.names import TOKENIZER_DIR, ids_of_ranges, shard_name
+from shardprep.format.manifest import read_manifest
+from shardprep.format.names import TOKENIZER_DIR, shard_name
 from shardprep.format.shards import ShardSamples
 
-_ADDRESS = re.compile(r"([0-9]{1,9}):([0-9]{1,9})(?::([0-9]{1,9}))?")
 _SHARE = 64  # samples of a shard that --random --grep looks at before the next shard's turn
 
 
@@ -71,17 +78,17 @@ class Choice:
 
     def __init__(self, folder: Path, plan: Plan, args: argparse.Namespace) -> None:
         self._folder, self._plan, self._args = folder, plan, args
-        self._shard_ids = _made_shards(folder, plan, args.shard)
+        self._shard_ids = made_shards(folder, plan, args.shard)
         self._label = ""  # of --source_field
         self._input_numbers: Sequence[int] | None = None
         paths = [item.path for item in plan.inputs]
         if args.input is not None:
-            self._input_numbers = [_input_number(plan, "--input", args.input)]
+            self._input_numbers = [input_number(plan, "--input", args.input)]
         elif args.source is not None and plan.options.source_field and args.source not in paths:
             self._label = args.source
         elif args.source is not None:
             numbers = [number for number in range(len(paths)) if plan.source_of(number) == args.source]
-            self._input_numbers = numbers or [_input_number(plan, "--source", args.source)]
+            self._input_numbers = numbers or [input_number(plan, "--source", args.source)]
 
     def places(self) -> Iterator[tuple[int, int]]:
         """Shard and number of each sample."""
@@ -136,7 +143,7 @@ class Choice:
 
 
 class Addresses:
-    """``SHARD:SAMPLE``, ``SHARD:ROW:DOCUMENT`` and ``FILE:BYTE``. Raises NotFound, UsageError."""
+    """The samples at some addresses. Raises NotFound, UsageError."""
 
     def __init__(self, folder: Path, plan: Plan, args: argparse.Namespace) -> None:
         flags = ("shard", "input", "source", "grep", "longest", "random")
@@ -144,16 +151,13 @@ class Addresses:
             raise UsageError(f"an address says which sample to show; leave out --{given[0]}")
         self._wanted: dict[tuple[int, int], set[int]] = {}  # of each sample its documents; none: all
         for address in args.addresses:
-            if (found := _ADDRESS.fullmatch(address)) is None:
-                self._wanted |= {place: set() for place in _at_place(folder, plan, address)}
+            found = find_address(folder, plan, address)
+            if isinstance(found, InInput):
+                self._wanted |= {place: set() for place in samples_at(folder, plan, found)}
                 continue
-            (shard_id,) = _made_shards(folder, plan, found[1], what=f"the shard of {address}")
-            number, num_samples = int(found[2]), len(read_idx(folder, plan.spec, shard_id))
-            if number >= num_samples:
-                raise NotFound(f"{address}: {shard_name(shard_id)} has samples 0 to {num_samples - 1}")
-            documents = self._wanted.setdefault((shard_id, number), set())
-            if found[3]:
-                documents.add(int(found[3]))
+            documents = self._wanted.setdefault((found.shard_id, found.sample), set())
+            if found.document is not None:
+                documents.add(found.document)
 
     def places(self) -> Iterator[tuple[int, int]]:
         """Shard and number of each sample."""
@@ -167,25 +171,6 @@ class Addresses:
                 f"{shard_id}:{number}:{max(wanted)}: that sample has documents 0 to {num_documents - 1}"
             )
         return wanted
-
-
-def _at_place(folder: Path, plan: Plan, address: str) -> list[tuple[int, int]]:
-    """The samples that hold the document at a place of an input: shard and number."""
-    name, _, offset = address.rpartition(":")
-    if not (name and offset.isdecimal() and len(offset) < 19):
-        raise UsageError(
-            f"{address} is no address, expected SHARD:SAMPLE, SHARD:ROW:DOCUMENT or FILE:BYTE, such as 3:17"
-        )
-    place = (_input_number(plan, "address", name), int(offset))
-    found: list[tuple[int, int]] = []
-    for shard_id in _made_shards(folder, plan, None):
-        if place[0] in plan.shard(shard_id).input_numbers:
-            records = read_idx(folder, plan.spec, shard_id)
-            holding = samples_holding(records, place, _num_train(folder, shard_id, len(records)))
-            found = [(shard_id, number) for number in holding] or found
-    if not found:
-        raise NotFound(f"{address}: no document of a finished shard begins there or before")
-    return found
 
 
 def sample_lines(
@@ -271,7 +256,7 @@ def peek(args: argparse.Namespace) -> int:
     decoder, num_shown = Decoder(folder), 0
     for shard_id, of_shard in itertools.groupby(places, key=lambda place: place[0]):
         with ShardSamples(folder, plan.spec, shard_id) as samples:
-            num_train = _num_train(folder, shard_id, len(samples.records))
+            num_train = num_train_samples(folder, shard_id, len(samples.records))
             for _, number in of_shard:
                 documents = _documents(samples, number, decoder)
                 if args.grep and not any(map(pattern.search, documents)):
@@ -295,39 +280,3 @@ def _documents(samples: ShardSamples, number: int, decoder: Decoder) -> list[str
     ids, mask = samples.ids(number), samples.loss_mask(number)
     cuts = sorted({0, *samples.starts(number).tolist(), len(ids)})
     return [decoder.text(ids[begin:end], mask[begin:end]) for begin, end in itertools.pairwise(cuts)]
-
-
-def _num_train(folder: Path, shard_id: int, num_samples: int) -> int:
-    """The samples of a shard before those for validation."""
-    held = read_manifest(folder, shard_id).counts.validation
-    return num_samples - (0 if held is None else held.num_samples)
-
-
-def _made_shards(folder: Path, plan: Plan, asked: str | None, what: str = "--shard") -> list[int]:
-    made = set(manifest_ids(folder))
-    try:
-        wanted = sorted(made if asked is None else set(ids_of_ranges(asked, end=plan.num_shards)))
-    except ValueError:
-        expected = f"expected ids of 0 to {plan.num_shards - 1}, such as 0-9,12"
-        raise UsageError(f"{what} is {asked!r}, {expected}") from None
-    again = f"shardprep run {quoted(folder)}"
-    if missing := [number for number in wanted if number not in made]:
-        raise NotFound(f"shard {missing[0]:05d} is not made; {again} makes what is missing")
-    if not wanted:
-        raise NotFound(f"{folder} has no finished shard; {again} makes them")
-    return wanted
-
-
-def _input_number(plan: Plan, flag: str, name: str) -> int:
-    paths = [item.path for item in plan.inputs]
-    matches = [number for number, path in enumerate(paths) if path == name]
-    matches = matches or [number for number, path in enumerate(paths) if path.endswith(f"/{name}")]
-    if len(matches) != 1:
-        several = ", ".join(paths[number] for number in matches[:3])
-        what = f"names {len(matches)} inputs ({several})" if matches else "is no input of the plan"
-        if flag == "--source":
-            sources = sorted({plan.source_of(number) for number in range(len(paths))} - {"."})
-            named = f"the sources are {', '.join(sources[:5])}"
-            what += f", and {named if sources else 'no input lies in a subfolder, so there are no sources'}"
-        raise NotFound(f"{flag} {name} {what}; the inputs are named as {paths[0]}")
-    return matches[0]

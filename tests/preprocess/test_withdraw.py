@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -139,6 +140,50 @@ def test_documents_are_found_by_source(
     assert {path: path.stat().st_mtime_ns for path in data.glob("shard-*")} == before
     ended = prep.command("withdraw", data, "--source", "nobody")
     assert (ended.code, "not found: nobody" in ended.text) == (66, True)
+
+
+@pytest.mark.parametrize("form", [*FORMS])
+def test_documents_are_found_at_their_addresses(
+    prep: Prep, made: Path, folder: Callable[[str], Path], form: str
+) -> None:
+    """Addresses are read off what peek shows, and off the bytes of the input."""
+    data, texts = folder(form), texts_of(prep, made)
+    if (
+        form == "inputs"
+    ):  # the tars have no text, and peek decodes ids: addresses in shards are those of "npy"
+        shown = prep.command("peek", made / "npy", "--num", 1000, "--chars", 0).text
+    else:
+        shown = prep.command("peek", data, "--num", 1000, "--chars", 0).text
+    asked: dict[str, str] = {}  # address -> how the text begins
+    for sample in re.findall(
+        r"^shard-(\d+) (?:row|document) (\d+):(.*?)\n\n", shown, re.MULTILINE | re.DOTALL
+    ):
+        shard_id, number, lines = int(sample[0]), int(sample[1]), sample[2]
+        parts = re.split(r"\n  ---", lines)[1:] or [lines]
+        for document, part in enumerate(parts):
+            is_row = "---" in lines  # whose end may cut a number
+            begin = re.search(rf"\b(books|web) (\d+)(?= |⟦{'' if is_row else '|$'})", part, re.MULTILINE)
+            if begin and int(begin[2]) < 43 and (not is_row or part.startswith(" a document begins")):
+                asked[f"{shard_id}:{number}:{document}" if is_row else f"{shard_id}:{number}"] = begin[0]
+    assert len(asked) > 50
+    chosen = [*asked][3::11]
+    raw = (made / "raw" / "web" / "all.jsonl").read_bytes()
+    place = raw.index(b'"text": "web 21 ')  # within its line, which begins before
+    names = [f"{asked[address]} " for address in chosen] + ["web 21 "]
+    ended = prep.command("withdraw", data, "--at", *chosen, f"web/all.jsonl:{place}")
+    assert ended.code == 0, ended.text
+    assert withdrawn(data) == numbers_of(texts, lambda text: f"{text} ".startswith(tuple(names)))
+    for address, words in (
+        ("0:99999", "has samples 0 to"),
+        ("0:0:999", "documents 0 to" if "record" in FORMS[form] else "is one document, 0"),
+        ("nothing", "is no address"),
+        ("9:0", "expected ids of 0 to 2"),
+        ("missing.jsonl:0", "is no input of the plan"),
+    ):
+        ended = prep.command("withdraw", data, "--at", address)
+        assert ended.code in {2, 66}, address
+        assert words in ended.text
+    assert prep.names(data / "withdrawn") == ["0001.json"]
 
 
 def test_what_cannot_be_asked_is_refused_in_words(

@@ -1,0 +1,108 @@
+"""Addresses of documents, as ``peek``, ``where`` and ``loader.origin`` print them.
+
+``SHARD:SAMPLE``, ``SHARD:ROW:DOCUMENT``, and ``FILE:BYTE`` of an input (of tables: a row).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from preprocess.plan.plan_file import Plan
+from shardprep.console import quoted
+from shardprep.errors import NotFound, UsageError
+from shardprep.format.idx import read_idx, samples_holding
+from shardprep.format.manifest import manifest_ids, read_manifest
+from shardprep.format.names import ids_of_ranges, shard_name
+
+_IN_SHARD = re.compile(r"([0-9]{1,9}):([0-9]{1,9})(?::([0-9]{1,9}))?")
+
+
+class InShard(NamedTuple):
+    """A sample of a shard, or one document of a row."""
+
+    shard_id: int
+    sample: int
+    document: int | None  # counted from the row's begin, with the rest of one that began before; None: all
+
+
+class InInput(NamedTuple):
+    """A place of an input: the document that begins there, or the last one before."""
+
+    input_number: int
+    offset: int  # in the unit of its format
+
+
+def find_address(folder: Path, plan: Plan, address: str) -> InShard | InInput:
+    """What an address says. Raises NotFound, UsageError."""
+    if (found := _IN_SHARD.fullmatch(address)) is None:
+        name, _, offset = address.rpartition(":")
+        if not (name and offset.isdecimal() and len(offset) < 19):
+            raise UsageError(
+                f"{address} is no address, expected SHARD:SAMPLE, SHARD:ROW:DOCUMENT or FILE:BYTE, "
+                "such as 3:17"
+            )
+        return InInput(input_number(plan, "address", name), int(offset))
+    (shard_id,) = made_shards(folder, plan, found[1], what=f"the shard of {address}")
+    number, num_samples = int(found[2]), len(read_idx(folder, plan.spec, shard_id))
+    if number >= num_samples:
+        raise NotFound(f"{address}: {shard_name(shard_id)} has samples 0 to {num_samples - 1}")
+    return InShard(shard_id, number, int(found[3]) if found[3] else None)
+
+
+def samples_at(folder: Path, plan: Plan, place: InInput) -> list[tuple[int, int]]:
+    """The samples that hold the document at a place of an input: shard and number. Raises NotFound."""
+    found: list[tuple[int, int]] = []
+    for shard_id in made_shards(folder, plan, None):
+        if place.input_number in plan.shard(shard_id).input_numbers:
+            records = read_idx(folder, plan.spec, shard_id)
+            holding = samples_holding(records, place, num_train_samples(folder, shard_id, len(records)))
+            found = [(shard_id, number) for number in holding] or found
+    if not found:
+        raise no_document_at(plan, place)
+    return found
+
+
+def no_document_at(plan: Plan, place: InInput) -> NotFound:
+    """The error of a place that no document of a finished shard begins at or before."""
+    path = plan.inputs[place.input_number].path
+    return NotFound(f"{path}:{place.offset}: no document of a finished shard begins there or before")
+
+
+def num_train_samples(folder: Path, shard_id: int, num_samples: int) -> int:
+    """The samples of a shard before those for validation."""
+    held = read_manifest(folder, shard_id).counts.validation
+    return num_samples - (0 if held is None else held.num_samples)
+
+
+def made_shards(folder: Path, plan: Plan, asked: str | None, what: str = "--shard") -> list[int]:
+    """The finished shards, or those that a flag asks for. Raises NotFound, UsageError."""
+    made = set(manifest_ids(folder))
+    try:
+        wanted = sorted(made if asked is None else set(ids_of_ranges(asked, end=plan.num_shards)))
+    except ValueError:
+        expected = f"expected ids of 0 to {plan.num_shards - 1}, such as 0-9,12"
+        raise UsageError(f"{what} is {asked!r}, {expected}") from None
+    again = f"shardprep run {quoted(folder)}"
+    if missing := [number for number in wanted if number not in made]:
+        raise NotFound(f"shard {missing[0]:05d} is not made; {again} makes what is missing")
+    if not wanted:
+        raise NotFound(f"{folder} has no finished shard; {again} makes them")
+    return wanted
+
+
+def input_number(plan: Plan, flag: str, name: str) -> int:
+    """The input that a flag names, by its path or the end of it. Raises NotFound."""
+    paths = [item.path for item in plan.inputs]
+    matches = [number for number, path in enumerate(paths) if path == name]
+    matches = matches or [number for number, path in enumerate(paths) if path.endswith(f"/{name}")]
+    if len(matches) != 1:
+        several = ", ".join(paths[number] for number in matches[:3])
+        what = f"names {len(matches)} inputs ({several})" if matches else "is no input of the plan"
+        if flag == "--source":
+            sources = sorted({plan.source_of(number) for number in range(len(paths))} - {"."})
+            named = f"the sources are {', '.join(sources[:5])}"
+            what += f", and {named if sources else 'no input lies in a subfolder, so there are no sources'}"
+        raise NotFound(f"{flag} {name} {what}; the inputs are named as {paths[0]}")
+    return matches[0]

@@ -109,10 +109,15 @@ def _report_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output",
         type=Path,
-        help="write this file: a page, unless --text or --json is given (default: print)",
+        help="write this file: a page, unless --text, --card or --json is given (default: print)",
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--text", action="store_true", help="plain text (the default without --output)")
+    form.add_argument(
+        "--card",
+        action="store_true",
+        help="Markdown with the head of a hub's dataset card, for DATA/README.md",
+    )
     form.add_argument("--json", action="store_true", help="print JSON for programs, see docs/report_json.md")
     parser.add_argument(
         "--lang", choices=("en", "ko"), default="en", help="language of page and text (default: en)"
@@ -121,7 +126,8 @@ def _report_flags(parser: argparse.ArgumentParser) -> None:
         "--num_examples",
         type=int,
         default=3,
-        help="documents shown of those left out for each reason, with their beginning (default: 3; 0: none)",
+        help="documents shown with their beginning, of each source and of each reason to leave one out "
+        "(default: 3; 0: none)",
     )
 
 

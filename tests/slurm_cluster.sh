@@ -127,7 +127,7 @@ JobAcctGatherFrequency=task=1
 SlurmdTimeout=600
 MessageTimeout=100
 ReturnToService=2
-KillWait=5
+KillWait=30
 MinJobAge=300
 CONF
     if [[ $cgroup = 1 ]]; then

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections.abc import Callable
+from typing import Any
 
 # After so many seconds a process or a condition is given up. Nothing less decides: the machine may be busy.
 HANG_S = 600.0
+
+
+def wait_until_gone(before: set[Any]) -> None:
+    """Wait until no child of ``multiprocessing`` lives but those of ``before``.
+
+    torch gives a worker of a closed loader 5 s to end, and then ends it without waiting.
+    """
+    wait_until(lambda: not set(multiprocessing.active_children()) - before)
 
 
 def wait_until(is_true: Callable[[], object], limit_s: float = HANG_S, every_s: float = 0.2) -> None:

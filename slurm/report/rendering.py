@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import functools
 import itertools
+import json
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +24,8 @@ _BARS = " ▁▂▃▄▅▆▇█"
 _CHART_COLUMNS = 60
 _BAR_COLUMNS = 30
 
+_MARKDOWN = re.compile(r"[\\`*_{}\[\]<>#|~!&]")
+
 Labels = Sequence[tuple[float, str]]  # (place on the axis, 0 to 1; text)
 
 
@@ -35,6 +39,13 @@ def page_lines(data: Mapping[str, Any], words: Words) -> list[str]:
 def text_lines(data: Mapping[str, Any], words: Words) -> list[str]:
     """The report as lines for a terminal or a log."""
     form = TextForm()
+    _environment(words, is_html=False).get_template("sections.j2").render(data, form=form)
+    return [printable(line) for line in form.lines]
+
+
+def card_lines(data: Mapping[str, Any], words: Words) -> list[str]:
+    """The report as Markdown, with the head that a dataset card of the Hugging Face hub has."""
+    form = CardForm(data["data"]["num_documents"])
     _environment(words, is_html=False).get_template("sections.j2").render(data, form=form)
     return [printable(line) for line in form.lines]
 
@@ -210,6 +221,78 @@ class TextForm:
         self._aligned(
             [*((name, _sparks(steps), words) for name, words, steps in rows), ("", _ends(labels), "")], 3
         )
+
+
+class CardForm(TextForm):
+    """The same as Markdown. Charts are lines of text in it."""
+
+    def __init__(self, num_documents: int) -> None:
+        super().__init__()
+        names = ("1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")
+        at = min(max(3, len(str(max(1, num_documents) - 1))) - 3, len(names))
+        between = f"{names[at - 1]}<n<{names[at]}" if 0 < at < len(names) else ""
+        self._size = between or ("n>1T" if at else "n<1K")
+
+    def page(self, _language: str, heading: str, title: str, subtitle: str, caller: Callable[[], str]) -> str:
+        head = ["task_categories:", "- text-generation", "tags:", "- webdataset", "- shardprep"]
+        head += ["size_categories:", f"- {self._size}"]
+        head += ["configs:", "- config_name: default", "  data_files: shard-*.tar"]
+        self.lines += ["---", f"pretty_name: {json.dumps(title)}", *head, "---"]
+        self.lines += [f"# {_escaped(title)}", "", f"{_escaped(heading)}, {_escaped(subtitle)}", ""]
+        return caller()
+
+    def section(self, title: str, caller: Callable[[], str]) -> str:
+        self.lines += ["", f"## {_escaped(title)}", ""]
+        return caller()
+
+    def warning(self, text: str) -> None:
+        self.lines += [f"> **{_escaped(text)}**", ""]
+
+    def note(self, text: str) -> None:
+        self.lines += [_escaped(text), ""]
+
+    def facts(self, rows: Sequence[tuple[str, str]]) -> None:
+        self.lines += [*(f"- {_escaped(name)}: {_escaped(str(value))}" for name, value in rows if value), ""]
+
+    tiles = facts
+
+    def table(
+        self, columns: list[str], rows: list[list[Any]], *, num_names: int = 1, **_shares: object
+    ) -> None:
+        sides = ["---" if number < num_names else "---:" for number in range(len(columns))]
+        cells = [[_escaped(str(cell)) for cell in row] for row in [columns, *rows]]
+        self.lines += [f"| {' | '.join(row)} |" for row in (cells[0], sides, *cells[1:])] + [""]
+
+    def quotes(self, rows: Sequence[tuple[str, str, str]]) -> None:
+        for place, what, text in rows:
+            self.lines.append(f"- {_escaped(place)}: {_escaped(what)}")
+            self.lines += [f"  > {_escaped(text)}"] if text else []
+        self.lines += [""] if rows else []
+
+    def commands(self, lines: Sequence[str]) -> None:
+        self.lines += ["```", *lines, "```", ""]
+
+    def histogram(self, *args: Any) -> None:
+        self._drawn(TextForm.histogram, args)
+
+    def area(self, *args: Any) -> None:
+        self._drawn(TextForm.area, args)
+
+    def ranges(self, *args: Any) -> None:
+        self._drawn(TextForm.ranges, args)
+
+    def nodes(self, *args: Any) -> None:
+        self._drawn(TextForm.nodes, args)
+
+    def _drawn(self, draw: Callable[..., None], args: Sequence[Any]) -> None:
+        text = TextForm()
+        draw(text, *args)
+        self.commands([line.replace("`", "'") for line in text.lines])
+
+
+def _escaped(text: str) -> str:
+    """A text on one line, of which Markdown changes nothing."""
+    return _MARKDOWN.sub(r"\\\g<0>", " ".join(text.split()))
 
 
 def _sparks(heights: Sequence[float]) -> str:

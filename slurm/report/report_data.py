@@ -29,6 +29,7 @@ import numpy as np
 
 import shardprep
 from preprocess.done_shards import MadeShards, read_findings
+from preprocess.look.peek import Decoder, Excerpt, excerpts
 from preprocess.options import PrepConfig, flags_of
 from preprocess.plan.document_ends import document_ends
 from preprocess.plan.plan_file import Plan, is_one_file_a_shard, need_plan
@@ -53,7 +54,7 @@ from shardprep.format.shard_making import ShardMaking, longest_of, read_making, 
 from shardprep.format.withdrawals import withdrawn_counts
 from slurm.report.words import Words
 from slurm.resource_use import longest_task_s
-from slurm.state import DatasetState, find_state
+from slurm.state import DatasetState, cause_of, find_state
 from slurm.status import report as status_of
 from slurm.submissions import Submission
 
@@ -65,6 +66,7 @@ _NUM_SIZE_STEPS = 24
 _MIN_GAP_S = 60.0
 _MIN_GAP_SHARE = 0.05  # of the time in which shards were made: a longer pause is no part of the time axis
 _MAX_EXAMPLES = 100
+_MAX_RECORDS = 200
 TEXT_NUMBERS = (
     *("num_text_bytes", "num_chars", "bytes_per_token", "chars_per_token"),
     *("tokens_per_document", "length_p50", "length_p90", "length_p99"),
@@ -92,9 +94,9 @@ def report(args: argparse.Namespace) -> int:
     if args.json:
         lines = [json.dumps(data)]
     else:
-        from slurm.report.rendering import page_lines, text_lines  # jinja2, which JSON does not need
+        from slurm.report.rendering import card_lines, page_lines, text_lines  # jinja2: JSON needs none
 
-        draw = text_lines if args.text or args.output is None else page_lines
+        draw = card_lines if args.card else text_lines if args.text or args.output is None else page_lines
         lines = draw(data, Words(args.lang))
     if args.output is None:
         print_lines(*lines)
@@ -203,7 +205,8 @@ def report_data(folder: Path, plan: Plan, sums: ManifestSums, *, num_examples: i
     if index is not None and index.spec.plan_id != plan.plan_id:
         index = None
     data = _data(folder, plan, sums, index)
-    texts = totals["texts"] if made and not totals["num_without_texts"] else None
+    has_all = made and not totals["num_without_texts"] and not data["has_index_alone"]
+    texts = totals["texts"] if has_all else None
     data |= _text_numbers(_sum_of_texts(texts), data["num_tokens"])
     done = {each.shard_id: each for each in made}
     shards = MadeShards(done=done, tar_bytes={}, wrong=wrong, other_plan=[], broken={})
@@ -219,7 +222,7 @@ def report_data(folder: Path, plan: Plan, sums: ManifestSums, *, num_examples: i
         "written": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "shardprep": shardprep.__version__,
         "data": data,
-        "sources": _sources(sources, texts),
+        "sources": _sources(sources, texts, _kept(folder, plan, made, num_examples)),
         "lengths": _histogram(totals["length_histogram"], texts),
         "left_out": _left_out(folder, plan, sums, num_examples),
         "shard_sizes": _shard_sizes(sums) if made else {},
@@ -248,11 +251,42 @@ def _attempts(state: DatasetState, status: Mapping[str, Any], made: Sequence[Sha
             {"cause": cause, "num_shards": len(ids), "shards": id_ranges(ids), "nodes": dict(nodes[cause])}
             for cause, ids in retried
         ],
+        "records": _records(state),
         "restarts": status["restarts"],
         "failed": status["causes"],
         "failed_tasks_of_nodes": Counter(each.node for each in ended),
         "slurm_away": status["slurm_away"] if status["has_jobs"] else "",
     }
+
+
+def _records(state: DatasetState) -> list[dict[str, Any]]:
+    """The newest attempts that run, or that left a shard unmade, on Slurm and on this machine."""
+    running = {
+        id(attempt.record)
+        for shard in state.shards
+        for attempt in shard.attempts
+        if attempt.state in ("running", "not visible")
+    }
+    found = []
+    for each in [each for each in state.attempts.own if each.shards][-_MAX_RECORDS:]:
+        left = [shard_id for shard_id in each.shards if shard_id not in state.made.done]
+        shard_id = next(iter([*each.failures, *left, *each.shards]))
+        is_running = id(each) in running
+        found.append(
+            {
+                "by": each.started_by,
+                "node": each.node,
+                "job": f"{each.job_id}_{each.index}" if each.job_id else "",
+                "began": each.began,
+                "ended": each.ended,
+                "shards": id_ranges(each.shards),
+                "num_shards": len(each.shards),
+                "num_made_by_now": len(each.shards) - len(left),
+                "cause": "" if is_running else cause_of(each, state.shown.task_of(each), shard_id),
+                "message": each.failures[shard_id].reason if shard_id in each.failures else "",
+            }
+        )
+    return found
 
 
 def _submission(state: DatasetState, submission: Submission, made: Sequence[ShardMaking]) -> dict[str, Any]:
@@ -337,7 +371,9 @@ def _ratio(number: float, of: float) -> float | None:
 
 
 def _sources(
-    sources: Mapping[str, Mapping[str, int]], texts: Mapping[str, Mapping[str, Any]] | None
+    sources: Mapping[str, Mapping[str, int]],
+    texts: Mapping[str, Mapping[str, Any]] | None,
+    examples: Mapping[str, Sequence[Excerpt]],
 ) -> list[dict[str, Any]]:
     """The counts of each source, the one with the most tokens first."""
     ordered = sorted(sources.items(), key=lambda item: (-item[1]["num_tokens"], item[0]))
@@ -348,9 +384,37 @@ def _sources(
             **counts,
             "token_share": _ratio(counts["num_tokens"], num_tokens),
             **_text_numbers(None if texts is None else texts.get(name, _NO_TEXT), counts["num_tokens"]),
+            "examples": [each._asdict() for each in examples.get(name, ())],
         }
         for name, counts in ordered
     ]
+
+
+def _kept(
+    folder: Path, plan: Plan, made: Sequence[ShardMaking], num_examples: int
+) -> dict[str, list[Excerpt]]:
+    """The beginnings of some documents of each source, decoded, of the first shard that has any.
+
+    A shard does not keep the label of a document: one of --source_field is known where it is the only one.
+    """
+    of_source: dict[str, int] = {}
+    for each in made if num_examples else ():
+        for name, counts in each.sources.items():
+            if counts.num_documents and (not plan.options.source_field or len(each.sources) == 1):
+                of_source.setdefault(name, each.shard_id)
+    found: dict[str, list[Excerpt]] = {}
+    with contextlib.suppress(ShardprepError):
+        decoder = Decoder(folder) if of_source else None
+        for name, shard_id in sorted(of_source.items())[:_MAX_EXAMPLES]:
+            assert decoder is not None  # there is a source
+            numbers = plan.shard(shard_id).input_numbers
+            if not plan.options.source_field:
+                numbers = [number for number in numbers if plan.source_of(number) == name]
+            with contextlib.suppress(ShardprepError):
+                found[name] = excerpts(
+                    folder, plan, shard_id, numbers, decoder, num=num_examples, chars=_EXCERPT_CHARS
+                )
+    return found
 
 
 def _sum_of_texts(texts: Mapping[str, Mapping[str, Any]] | None) -> dict[str, Any] | None:

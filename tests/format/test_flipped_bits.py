@@ -137,9 +137,11 @@ def test_a_manifest_whose_run_has_no_hash_is_read_as_it_was_written(
     path = folder / "shard-00001.json"
     manifest = read_manifest(folder, 1)
     data = json.loads(path.read_bytes())
-    del data["run"]["run_sha256"]
+    for name in ("run_sha256", "texts"):
+        del data["run"][name]
     path.write_text(json.dumps(data, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    assert read_manifest(folder, 1) == manifest
+    read = read_manifest(folder, 1)
+    assert dataclasses.replace(read, run={**read.run, "texts": manifest.run["texts"]}) == manifest
     assert prep.command("verify", folder).code == 0
 
 

@@ -29,6 +29,7 @@ from preprocess.__main__ import main as preprocess
 from shardprep.errors import BrokenShard, MissingShard, NotFound, OtherTokenizer, UsageError
 from tests.children import run_child
 from tests.conftest import seal
+from tests.waiting import wait_until_gone
 
 NUM_SHARDS, NUM_LINES, SEQ_LEN = 4, 203, 16
 WORDS = ("하늘", "바다", "나무", "sun", "moon", "river", "stone", "길", "the", "of")
@@ -302,7 +303,7 @@ def test_workers_started_in_any_way_give_the_same_epochs_and_end_with_the_loader
         assert set(multiprocessing.active_children()) - before == workers
         assert len(workers) == 2
     assert [first, *again] == expected
-    assert not set(multiprocessing.active_children()) - before
+    wait_until_gone(before)
 
 
 @pytest.mark.processes
@@ -335,10 +336,10 @@ def test_after_a_break_the_next_iteration_is_the_next_epoch_from_its_beginning(
         loader.set_epoch(2)  # the same one again
         assert epoch(loader) == expected[2]
         loader.close()
-        assert not set(multiprocessing.active_children()) - before
+        wait_until_gone(before)
         loader.set_epoch(3)
         assert epoch(loader) == expected[3]  # after close() it starts anew
-    assert not set(multiprocessing.active_children()) - before
+    wait_until_gone(before)
 
 
 def num_handles() -> int:

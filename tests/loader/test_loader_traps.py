@@ -29,7 +29,7 @@ from shardprep.errors import BrokenShard, UsageError
 from tests.checkout import ROOT
 from tests.children import child, is_living, run_child
 from tests.external_tars import write_numbered_tars
-from tests.waiting import wait_until
+from tests.waiting import wait_until, wait_until_gone
 from tests.word_tokenizers import save_word_tokenizer
 
 if TYPE_CHECKING:
@@ -215,20 +215,20 @@ def test_an_iterator_in_a_reference_cycle_keeps_no_worker_alive_once_the_loader_
         del naive
         assert len(alive() - before) == 2  # until the collector comes by
         kept()._shutdown_workers()
-        assert not alive() - before
+        wait_until_gone(before)
         loader = load(tmp_path, 8, model, num_workers=2)
         cycle: list[Any] = [iter(loader), loader]
         cycle.append(cycle)
         next(cycle[0])
         assert len(alive() - before) == 2
         loader.close()
-        assert not alive() - before
+        wait_until_gone(before)
         del cycle, loader
         dropped = load(tmp_path, 8, model, num_workers=2)
         next(iter(dropped))
         assert len(alive() - before) == 2
         del dropped  # without a cycle it needs neither close() nor the collector
-        assert not alive() - before
+        wait_until_gone(before)
     finally:
         gc.enable()
         gc.collect()
@@ -245,7 +245,7 @@ def test_after_an_error_in_a_worker_none_is_left_and_the_loader_can_be_iterated_
         Path(paths[1]).write_bytes(whole[:-512])
         with pytest.raises(BrokenShard, match=r"part-001\.tar has \d+ of \d+ bytes"):
             list(loader)
-        assert not alive() - before
+        wait_until_gone(before)
         Path(paths[1]).write_bytes(whole)
         assert sorted(numbers(loader)) == list(range(64))
     assert not alive() - before

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from huggingface_hub import DatasetCard
+from markdown_it import MarkdownIt
 from transformers import PreTrainedTokenizerFast
 
 from preprocess.plan.plan_file import need_plan
@@ -158,7 +160,8 @@ def test_left_out_documents_have_bytes_place_and_text(
     assert reason["num_bytes"] == first["num_bytes"] + second["num_bytes"]
     assert raw[second["offset"] :].startswith(b"caf\xe9")
     assert second["text"] == "caf\N{REPLACEMENT CHARACTER} again"
-    assert data_of(capsys, folder, "--num_examples", 0)["left_out"][0]["examples"] == []
+    none = data_of(capsys, folder, "--num_examples", 0)
+    assert none["left_out"][0]["examples"] == none["sources"][0]["examples"] == []
 
 
 def test_a_row_of_a_table_that_is_left_out_has_no_bytes(
@@ -292,7 +295,9 @@ def test_where_only_manifests_are_missing_the_index_tells_the_sums(
     counted = {"num_documents", "num_tokens", "num_bytes", "num_quarantined", "token_share", "name"}
     for one, before in zip(found["sources"], whole["sources"], strict=True):
         assert {name: one[name] for name in counted} == {name: before[name] for name in counted}
-        assert {one[name] for name in before.keys() - counted} == {None}, "which only manifests have"
+        assert {one[name] for name in before.keys() - counted - {"examples"}} == {None}, (
+            "which only manifests have"
+        )
     page = Page(page_of(capsys, tmp_path, own_folder, "--lang", lang)).text
     words = Words(lang)
     assert (
@@ -350,7 +355,7 @@ def test_each_manifest_is_read_once_and_no_shard(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = noted_opens(monkeypatch)
-    page_of(capsys, tmp_path, folder)
+    page_of(capsys, tmp_path, folder, "--num_examples", 0)
     assert [opened.count(f"shard-0000{n}.json") for n in range(4)] == [1, 1, 1, 1]
     assert not [name for name in opened if name.endswith((".tar", ".idx"))]
 
@@ -572,6 +577,54 @@ def test_each_text_of_the_report_has_a_translation_that_takes_the_same_values() 
     for english, korean in KOREAN.items():
         assert fields(english) == fields(korean), english
         assert re.search("[가-힣]", korean.replace("{", "").replace("}", "")) or "{shard}" in korean, english
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"record": "packed", "seq_len": 32}, {"record": "packed", "seq_len": 64, "pack": "best_fit"}],
+)
+def test_examples_of_a_source_are_beginnings_of_its_documents_and_stand_where_they_say(
+    prep: Prep, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, Any]
+) -> None:
+    for name in ("가", "b"):
+        (tmp_path / "raw" / name).mkdir(parents=True)
+        lines = [f"{name} {number} {name * (number % 50)}" for number in range(200)]
+        (tmp_path / "raw" / name / "0.txt").write_text("\n".join(lines), encoding="utf-8")
+    out = tmp_path / "data"
+    out.mkdir()
+    prep.plan(tmp_path / "raw", out, num_shards=3, recursive=True, **options)
+    prep.make(out)
+    for source in data_of(capsys, out, "--num_examples", 4)["sources"]:
+        # Of rows of best_fit only the first document is sure to be of the row's input.
+        assert len(source["examples"]) == 4 or ("pack" in options and source["examples"])
+        for example in source["examples"]:
+            text = re.sub("⟦.*?(⟧|$)", "", example["text"].removesuffix("..."))
+            assert re.match(rf"{source['name']} \d+\b", text), "it begins as a document of its source"
+            shown = prep.command("peek", out, example["address"], "--chars", 0).text
+            assert text in " ".join(shown.split())
+
+
+@pytest.mark.parametrize("lang", LANGUAGES)
+def test_the_card_has_a_head_that_the_hub_reads_and_its_text_stays_text(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], lang: Language
+) -> None:
+    report(capsys, folder, "--card", "--lang", lang, "--output", tmp_path / "README.md")
+    card = DatasetCard.load(tmp_path / "README.md")
+    head = card.data.to_dict()
+    assert head["pretty_name"] == folder.name
+    assert head["size_categories"] == ["n<1K"]
+    assert head["configs"] == [{"config_name": "default", "data_files": "shard-*.tar"}]
+    assert "webdataset" in head["tags"]
+    page = Page(MarkdownIt("commonmark").enable("table").render(card.text))
+    assert page.elements["script"] == page.elements["i"] == page.elements["b"] == page.elements["img"] == 0
+    shown = " ".join(page.text.split())
+    for text in (*NAMES, f"# {folder.name}"[2:], Words(lang)("Length of documents"), "caf"):
+        assert text in shown, text
+    for source in data_of(capsys, folder)["sources"]:
+        row = next(
+            line for line in card.text.split("\n") if line.startswith("|") and source["name"][:2] in line
+        )
+        assert f"{source['bytes_per_token']:.2f}" in row
 
 
 @pytest.mark.parametrize("record", ["documents", "packed"])

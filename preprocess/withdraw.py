@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 
 from preprocess.formats.documents import read_documents, without
 from preprocess.formats.format import DocumentBatch, reading_of
@@ -26,6 +25,7 @@ from preprocess.look.addresses import (
     InInput,
     InShard,
     find_address,
+    ids_kept,
     made_shards,
     no_document_at,
     samples_at,
@@ -37,13 +37,13 @@ from preprocess.make.worker import load_worker
 from preprocess.options import WorkerSettings
 from preprocess.plan.plan_file import Plan, need_plan
 from shardprep.console import Progress, counted, print_lines, say
-from shardprep.errors import BadInput, BrokenShard, NotFound, Refused, UsageError
+from shardprep.errors import BadInput, NotFound, Refused, UsageError
 from shardprep.files import NOT_THERE, errors_named, open_regular, read_regular
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.digests import DIGEST, DIGEST_BYTES
 from shardprep.format.idx import read_idx
 from shardprep.format.manifest import Manifest, check_shard
-from shardprep.format.names import TEXT_FIELD, digests_path, ids_path, remake_command, tar_path
+from shardprep.format.names import TEXT_FIELD, digests_path, tar_path
 from shardprep.format.shards import ShardSamples
 from shardprep.format.withdrawals import (
     publish_withdrawal,
@@ -78,7 +78,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="ADDRESS",
         nargs="+",
         help="the documents at these addresses, as peek, where and loader.origin print them: SHARD:SAMPLE, "
-        "SHARD:ROW:DOCUMENT (without DOCUMENT all of a row), or FILE:BYTE of an input (default: none)",
+        "SHARD:ROW:DOCUMENT (without DOCUMENT all of a row), FILE:BYTE of an input, or id:ID (default: none)",
     )
     parser.add_argument("--reason", metavar="TEXT", default="", help="kept with the list (default: none)")
     parser.add_argument(
@@ -236,7 +236,7 @@ def _keys_of_shard(args: argparse.Namespace, plan: Plan, manifest: Manifest) -> 
     if args.source is not None:
         return _sources_of(folder, plan, manifest, args.source)
     if args.ids is not None:
-        return (kept for _, kept in _ids_kept(folder, shard_id))
+        return (kept for _, kept in ids_kept(folder, shard_id))
     return document_digests(folder, plan, manifest)
 
 
@@ -251,7 +251,7 @@ def _sources_of(folder: Path, plan: Plan, manifest: Manifest, name: str) -> Iter
         items = _items(folder, plan, manifest)
         return itertools.chain.from_iterable(_named_sources(plan, item) for item in items)
     if options.id_field:
-        return (plan.source_of(number) for number, _ in _ids_kept(folder, manifest.shard_id))
+        return (plan.source_of(place.input_number) for place, _ in ids_kept(folder, manifest.shard_id))
     records = read_idx(folder, plan.spec, manifest.shard_id)
     return map(plan.source_of, records["source"][_in_order_of_input(records)].tolist())
 
@@ -282,18 +282,6 @@ def _keys_in(path: Path, *, by_id: bool) -> Iterator[str | bytes]:
         raise NotFound(f"{path} is no file") from None
     except UnicodeDecodeError as error:
         raise BadInput(f"{path} is not UTF-8 ({error.reason}); write it anew, a line for each") from None
-
-
-def _ids_kept(folder: Path, shard_id: int) -> Iterator[tuple[int, str]]:
-    """The input number and the id of each document of a shard, as --id_field keeps them."""
-    path, remedy = ids_path(folder, shard_id), f"run: {remake_command(shard_id, folder)}"
-    with errors_named(path), os.fdopen(open_regular(path), "rb") as lines:
-        for line in lines:
-            try:
-                input_number, _, kept = orjson.loads(line)
-            except (ValueError, TypeError):
-                raise BrokenShard(f"{path} has the line {line[:60]!r}; {remedy}") from None
-            yield input_number, kept
 
 
 def _items(folder: Path, plan: Plan, manifest: Manifest) -> Iterator[DocumentBatch | LongDocument]:

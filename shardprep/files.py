@@ -454,16 +454,6 @@ def publish_bytes(path: Path, content: bytes) -> None:
     sync_folder(path.parent)
 
 
-def publish_bytes_first(path: Path, content: bytes) -> bool:
-    """The same unless something has the name already; whether it was free."""
-    with PublishedFile(path) as file:
-        file.write(content)
-        file.sync()
-        is_first = file.publish_first()
-    sync_folder(path.parent)
-    return is_first
-
-
 class PublishedFolder:
     """Holds files under a name unique to this attempt; ``publish`` gives their folder the real one.
 

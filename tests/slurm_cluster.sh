@@ -14,6 +14,7 @@
 #   NODE_PREFIX     n of these names: clusters side by side need other names, for cgroups are known by them
 #   NODE_CPUS       CPUs each claims, whatever the machine has (8)
 #   NODE_MEM_MB     memory each claims                        (8000)
+#   KILL_WAIT       seconds from SIGTERM to SIGKILL; a busy worker needs more to end in order (5)
 #   ACCOUNTING=1    slurmdbd and MariaDB too, for sacct       (0)
 #   CGROUP=1        cgroups track and limit the jobs          (0)
 #   EXTRA_CONF      more lines for slurm.conf, e.g. "MaxArraySize=5"
@@ -127,7 +128,7 @@ JobAcctGatherFrequency=task=1
 SlurmdTimeout=600
 MessageTimeout=100
 ReturnToService=2
-KillWait=30
+KillWait=${KILL_WAIT:-5}
 MinJobAge=300
 CONF
     if [[ $cgroup = 1 ]]; then

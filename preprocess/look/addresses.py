@@ -1,20 +1,25 @@
 """Addresses of documents, as ``peek``, ``where`` and ``loader.origin`` print them.
 
-``SHARD:SAMPLE``, ``SHARD:ROW:DOCUMENT``, and ``FILE:BYTE`` of an input (of tables: a row).
+``SHARD:SAMPLE``, ``SHARD:ROW:DOCUMENT``, ``FILE:BYTE`` of an input (of tables: a row), and ``id:ID``.
 """
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import orjson
+
 from preprocess.plan.plan_file import Plan
 from shardprep.console import quoted
-from shardprep.errors import NotFound, UsageError
+from shardprep.errors import BrokenShard, NotFound, UsageError
+from shardprep.files import errors_named, open_regular
 from shardprep.format.idx import read_idx, samples_holding
 from shardprep.format.manifest import manifest_ids, read_manifest
-from shardprep.format.names import ids_of_ranges, shard_name
+from shardprep.format.names import ids_of_ranges, ids_path, remake_command, shard_name
 
 _IN_SHARD = re.compile(r"([0-9]{1,9}):([0-9]{1,9})(?::([0-9]{1,9}))?")
 
@@ -36,12 +41,14 @@ class InInput(NamedTuple):
 
 def find_address(folder: Path, plan: Plan, address: str) -> InShard | InInput:
     """What an address says. Raises NotFound, UsageError."""
+    if address.startswith("id:"):
+        return _place_of_id(folder, plan, address.removeprefix("id:"))
     if (found := _IN_SHARD.fullmatch(address)) is None:
         name, _, offset = address.rpartition(":")
         if not (name and offset.isdecimal() and len(offset) < 19):
             raise UsageError(
-                f"{address} is no address, expected SHARD:SAMPLE, SHARD:ROW:DOCUMENT or FILE:BYTE, "
-                "such as 3:17"
+                f"{address} is no address, expected SHARD:SAMPLE, SHARD:ROW:DOCUMENT, FILE:BYTE "
+                "or id:ID, such as 3:17"
             )
         return InInput(input_number(plan, "address", name), int(offset))
     (shard_id,) = made_shards(folder, plan, found[1], what=f"the shard of {address}")
@@ -49,6 +56,28 @@ def find_address(folder: Path, plan: Plan, address: str) -> InShard | InInput:
     if number >= num_samples:
         raise NotFound(f"{address}: {shard_name(shard_id)} has samples 0 to {num_samples - 1}")
     return InShard(shard_id, number, int(found[3]) if found[3] else None)
+
+
+def _place_of_id(folder: Path, plan: Plan, wanted: str) -> InInput:
+    if not plan.options.id_field:
+        raise UsageError(f"{folder} keeps no ids of its documents: its plan has no --id_field")
+    for shard_id in made_shards(folder, plan, None):
+        for place, kept in ids_kept(folder, shard_id):
+            if kept == wanted:
+                return place
+    raise NotFound(f"no document of a finished shard has the id {wanted}")
+
+
+def ids_kept(folder: Path, shard_id: int) -> Iterator[tuple[InInput, str]]:
+    """Place and id of each document of a shard, as --id_field keeps them. Raises BrokenShard."""
+    path, remedy = ids_path(folder, shard_id), f"run: {remake_command(shard_id, folder)}"
+    with errors_named(path), os.fdopen(open_regular(path), "rb") as lines:
+        for line in lines:
+            try:
+                input_number, offset, kept = orjson.loads(line)
+            except (ValueError, TypeError):
+                raise BrokenShard(f"{path} has the line {line[:60]!r}; {remedy}") from None
+            yield InInput(input_number, offset), kept
 
 
 def samples_at(folder: Path, plan: Plan, place: InInput) -> list[tuple[int, int]]:

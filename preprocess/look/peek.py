@@ -255,8 +255,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "addresses",
         nargs="*",
         metavar="ADDRESS",
-        help="only these: SHARD:SAMPLE, such as 3:17, SHARD:ROW:DOCUMENT, or FILE:BYTE of an input (default: "
-        "the first samples)",
+        help="only these: SHARD:SAMPLE, such as 3:17, SHARD:ROW:DOCUMENT, FILE:BYTE of an input, or id:ID "
+        "(default: the first samples)",
     )
     parser.add_argument("--shard", help="only these shards, such as 3 or 0-9,12 (default: all)")
     parser.add_argument(

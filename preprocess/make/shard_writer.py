@@ -44,9 +44,36 @@ from shardprep.format.names import (
     source_of_path,
     tar_path,
 )
-from shardprep.format.shard_making import SourceCounts, TextSums
+from shardprep.format.shard_making import LENGTH_BITS, SourceCounts, TextCounts
 
 _MOST_SOURCES = 1000  # of one shard: its manifest names each
+_MOST_LENGTHS = 64 << (LENGTH_BITS - 1)
+
+
+class TextSums:
+    """Adds up the texts of one source."""
+
+    def __init__(self) -> None:
+        self._num_bytes = self._num_chars = 0
+        self._lengths = np.zeros((2, _MOST_LENGTHS), np.int64)  # documents and tokens
+
+    def add(self, num_bytes: int, num_chars: int, num_tokens: npt.NDArray[np.int64]) -> None:
+        """Count documents, given the tokens of each: int64[documents]."""
+        self._num_bytes += num_bytes
+        self._num_chars += num_chars
+        dropped = np.maximum(np.frexp(num_tokens)[1] - LENGTH_BITS, 0)
+        place = (dropped << (LENGTH_BITS - 1)) + (num_tokens >> dropped)
+        self._lengths[0] += np.bincount(place, minlength=_MOST_LENGTHS)
+        self._lengths[1] += np.bincount(place, num_tokens, _MOST_LENGTHS).astype(np.int64)
+
+    def counts(self) -> TextCounts:
+        """What was added."""
+        lengths: dict[str, list[int]] = {}
+        for place in np.flatnonzero(self._lengths[0]).tolist():
+            dropped = max((place >> (LENGTH_BITS - 1)) - 1, 0)
+            low = (place - (dropped << (LENGTH_BITS - 1))) << dropped
+            lengths[str(low)] = self._lengths[:, place].tolist()
+        return TextCounts(num_bytes=self._num_bytes, num_chars=self._num_chars, lengths=lengths)
 
 
 def _marks(folder: Path, shard_id: int) -> tuple[Path, Path]:
@@ -215,7 +242,7 @@ class ShardWriter:
             self._count_source(number, "", num_bytes=documents.num_bytes)
         for of in texts:
             lengths = num_tokens[of.positions]
-            num_bytes = of.num_bytes if of.name else 0
+            num_bytes = 0 if documents.sources is None else of.num_bytes
             name = self._count_source(number, of.name, len(lengths), int(lengths.sum()), num_bytes)
             if len(lengths):
                 self._texts[name].add(of.num_bytes, of.num_chars, lengths)

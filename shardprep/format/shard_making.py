@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import orjson
 
 from shardprep.console import short_bytes
@@ -49,39 +47,12 @@ class TextCounts:
     lengths: dict[str, list[int]]
 
 
-_LENGTH_BITS = 4
-_MOST_LENGTHS = 64 << (_LENGTH_BITS - 1)
-
-
-class TextSums:
-    """Adds up the texts of one source."""
-
-    def __init__(self) -> None:
-        self._num_bytes = self._num_chars = 0
-        self._lengths = np.zeros((2, _MOST_LENGTHS), np.int64)  # documents and tokens
-
-    def add(self, num_bytes: int, num_chars: int, num_tokens: npt.NDArray[np.int64]) -> None:
-        """Count documents, given the tokens of each: int64[documents]."""
-        self._num_bytes += num_bytes
-        self._num_chars += num_chars
-        dropped = np.maximum(np.frexp(num_tokens)[1] - _LENGTH_BITS, 0)
-        place = (dropped << (_LENGTH_BITS - 1)) + (num_tokens >> dropped)
-        self._lengths[0] += np.bincount(place, minlength=_MOST_LENGTHS)
-        self._lengths[1] += np.bincount(place, num_tokens, _MOST_LENGTHS).astype(np.int64)
-
-    def counts(self) -> TextCounts:
-        """What was added."""
-        lengths: dict[str, list[int]] = {}
-        for place in np.flatnonzero(self._lengths[0]).tolist():
-            dropped = max((place >> (_LENGTH_BITS - 1)) - 1, 0)
-            low = (place - (dropped << (_LENGTH_BITS - 1))) << dropped
-            lengths[str(low)] = self._lengths[:, place].tolist()
-        return TextCounts(num_bytes=self._num_bytes, num_chars=self._num_chars, lengths=lengths)
+LENGTH_BITS = 4  # that a length keeps
 
 
 def longest_of(low: int) -> int:
     """The largest number of tokens that is counted at ``low`` in the lengths of TextCounts."""
-    return low + (1 << max(low.bit_length() - _LENGTH_BITS, 0)) - 1
+    return low + (1 << max(low.bit_length() - LENGTH_BITS, 0)) - 1
 
 
 def texts_of(fields: Fields) -> dict[str, TextCounts] | None:

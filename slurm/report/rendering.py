@@ -194,7 +194,10 @@ class TextForm:
     def commands(self, lines: Sequence[str]) -> None:
         self.lines += [f"  $ {line}" for line in lines]
 
-    def histogram(self, title: str, rows: Sequence[tuple[int, str, str]], _labels: Labels) -> None:
+    def values(self, _title: str, _columns: object, _rows: object) -> None:
+        """On a page alone: what is drawn here can be read."""
+
+    def histogram(self, title: str, rows: Sequence[tuple[int, str, str]], *_of_page: object) -> None:
         self.note(f"{title}:")
         highest = max(number for number, _, _ in rows)
         bars = ["#" * round(_BAR_COLUMNS * number / highest) for number, _, _ in rows]

@@ -607,6 +607,7 @@ def work_over_time(made: Sequence[ShardMaking], slow_shards: list[dict[str, Any]
         own = wall_s[begins_in == number].tolist()
         steps.append(
             {
+                "time": time_at(number / _NUM_TIME_STEPS),
                 "tokens_per_s": round(float(shares @ tokens_per_s)),
                 "num_shards": round(float(shares.sum()), 2),
                 "shard_s": spread(own) if own else None,

@@ -178,7 +178,7 @@ def test_an_address_prints_its_sample_and_of_a_row_one_document(
         (["--grep", "("], 2, "is no regular expression"),
         (["--num", "0"], 2, "--num is 0"),
         (["0:1", "--shard", "0"], 2, "leave out --shard"),
-        (["shard-00000"], 2, "expected SHARD:SAMPLE, SHARD:ROW:DOCUMENT or FILE:BYTE"),
+        (["shard-00000"], 2, "expected SHARD:SAMPLE, SHARD:ROW:DOCUMENT, FILE:BYTE or id:ID"),
         (["shard-00000:1"], 66, "address shard-00000 is no input of the plan"),
         (["0:99999"], 66, "0:99999: shard-00000 has samples 0 to"),
         (["0:1:1"], 66, "0:1:1: that sample has documents 0 to 0"),

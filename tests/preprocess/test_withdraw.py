@@ -169,8 +169,8 @@ def test_documents_are_found_at_their_addresses(
     chosen = [*asked][3::11]
     raw = (made / "raw" / "web" / "all.jsonl").read_bytes()
     place = raw.index(b'"text": "web 21 ')  # within its line, which begins before
-    names = [f"{asked[address]} " for address in chosen] + ["web 21 "]
-    ended = prep.command("withdraw", data, "--at", *chosen, f"web/all.jsonl:{place}")
+    names = [f"{asked[address]} " for address in chosen] + ["web 21 ", "books 33 "]
+    ended = prep.command("withdraw", data, "--at", *chosen, f"web/all.jsonl:{place}", "id:books/33")
     assert ended.code == 0, ended.text
     assert withdrawn(data) == numbers_of(texts, lambda text: f"{text} ".startswith(tuple(names)))
     for address, words in (
@@ -179,6 +179,7 @@ def test_documents_are_found_at_their_addresses(
         ("nothing", "is no address"),
         ("9:0", "expected ids of 0 to 2"),
         ("missing.jsonl:0", "is no input of the plan"),
+        ("id:books/333", "has the id books/333"),
     ):
         ended = prep.command("withdraw", data, "--at", address)
         assert ended.code in {2, 66}, address

@@ -110,7 +110,7 @@ class Desk:
 
 @pytest.fixture(scope="session")
 def slurm_conf() -> Iterator[str]:
-    environ = {**os.environ, "NUM_NODES": "3", "NODE_CPUS": "8"}
+    environ = {**os.environ, "NUM_NODES": "3", "NODE_CPUS": "8", "KILL_WAIT": "120"}
     with started_cluster(environ, "NO SLURM CLUSTER, slurm/ is untested here") as started:
         yield started["SLURM_CONF"]
 

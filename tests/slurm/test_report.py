@@ -236,6 +236,7 @@ def test_markup_in_names_and_documents_stays_text(
     assert seen.attributes.keys() - drawing == {
         "lang",
         "charset",
+        "tabindex",
         "http-equiv",
         "content",
         "name",
@@ -422,7 +423,7 @@ def test_a_page_of_many_shards_is_small_and_one_of_twice_as_many_no_larger(
     large: Callable[[int], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pages = [page_of(capsys, tmp_path, large(number), "--lang", "ko") for number in (500, 1000)]
-    assert all(sum(Page(page).elements.values()) < 1500 for page in pages)
+    assert all(sum(Page(page).elements.values()) < 2200 for page in pages)
     assert len(pages[0]) < 150_000
     assert len(pages[1]) < 1.1 * len(pages[0])
 

@@ -65,7 +65,7 @@ class Site:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     kept = {n: v for n, v in os.environ.items() if not re.match("SLURM|SBATCH|SHARDPREP|MASTER", n)}
-    environ = {**kept, "NUM_NODES": "2", "NODE_CPUS": "4", "HF_HUB_OFFLINE": "1"}
+    environ = {**kept, "NUM_NODES": "2", "NODE_CPUS": "4", "KILL_WAIT": "120", "HF_HUB_OFFLINE": "1"}
     environ |= {
         "SHARDPREP_PYTHON": sys.executable,
         "MASTER_ADDR": "127.0.0.1",

@@ -355,6 +355,7 @@ for _, batch in zip(range(5), loader):
     kept.append((values, batch["labels"][:, 1:], batch["origins"]))
 torch.save({"means": losses.means(), "kept": kept}, Path(out, f"{rank}.pt"))
 dist.barrier()
+dist.destroy_process_group()  # else threads of gloo may outlive the interpreter, and it aborts
 """
 
 

@@ -45,7 +45,8 @@ def text_lines(data: Mapping[str, Any], words: Words) -> list[str]:
 
 def card_lines(data: Mapping[str, Any], words: Words) -> list[str]:
     """The report as Markdown, with the head that a dataset card of the Hugging Face hub has."""
-    form = CardForm(data["data"]["num_documents"])
+    own = data["data"]
+    form = CardForm((own["index"] if own["has_index_alone"] else own)["num_documents"])
     _environment(words, is_html=False).get_template("sections.j2").render(data, form=form)
     return [printable(line) for line in form.lines]
 

@@ -232,7 +232,7 @@ class _Input:
 
     def _texts(self) -> Iterator[PlainRecord]:
         """Yield the documents, and count what is none; ``--limit`` ends behind the last one."""
-        most = self.plan.most_documents(self.shard_id)
+        most = self.plan.shard(self.shard_id).most_documents
         if most == 0:
             return
         for record in self._rendered():

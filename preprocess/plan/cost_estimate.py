@@ -56,7 +56,6 @@ class CostEstimate:
 
 
 def sample_texts(plan: Plan, *, num_bytes: int) -> list[str]:
-    """Documents from evenly spread places of the input."""
     return [text for batch in _sample(plan, num_bytes) for text in batch.texts]
 
 

@@ -294,6 +294,7 @@ _READERS: dict[Any, Callable[[Fields, str], Any]] = {
     Digest: Fields.digest,
     list[int]: Fields.wholes,
     list[str]: Fields.texts,
+    Path: lambda fields, key: Path(fields.text(key)),
 }
 
 

@@ -402,7 +402,7 @@ def test_a_renderer_that_died_is_an_error_and_the_next_attempt_starts_another(
 ) -> None:
     out = tmp_path / "out"
     prep.plan(raw, out, **OPTIONS, model_id=str(models["tagged"]))
-    child = chat_rendering._process()._child
+    child = chat_rendering._child()
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     with pytest.raises(ReadWriteError, match="ended with -9"):

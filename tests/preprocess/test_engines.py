@@ -30,7 +30,6 @@ from preprocess.make.engines import (
     tokenizers_engine,
 )
 from preprocess.options import EngineName
-from preprocess.plan import tokenizer as planned_tokenizer
 from preprocess.plan.plan_file import Plan, need_plan
 from shardprep.errors import NotFound, OtherTokenizer, UsageError
 from tests.word_tokenizers import save_word_tokenizer
@@ -314,7 +313,7 @@ def test_planning_tries_all_code_points_that_gigatoken_gets_and_keeps_the_verdic
     texts = gate_texts((prep.model_dir / "tokenizer.json").read_bytes())
     missing = {*range(0xD800), *range(0xE000, 0xF0000)} - set(map(ord, "".join(texts)))
     assert len(engines.texts_with_new_code_points([*map(chr, missing)])) == len(missing)
-    monkeypatch.setattr(planned_tokenizer, "gate_texts", lambda _: pytest.fail("the verdict was kept"))
+    monkeypatch.setattr(engines, "gate_texts", lambda _: pytest.fail("the verdict was kept"))
     prep.plan(sample_dir, tmp_path / "again")
 
 

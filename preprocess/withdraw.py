@@ -32,7 +32,7 @@ from preprocess.look.addresses import (
 )
 from preprocess.make.engines import TokenBatch
 from preprocess.make.members import Piece, RowMembers
-from preprocess.make.packing import START, Packer, RowGroup, packer_of
+from preprocess.make.packing import START, RowGroup
 from preprocess.make.worker import load_worker
 from preprocess.options import WorkerSettings
 from preprocess.plan.plan_file import Plan, need_plan
@@ -399,7 +399,7 @@ def _packed_anew(folder: Path, plan: Plan, manifest: Manifest) -> Numbers:
     worker = load_worker(
         plan, folder, WorkerSettings(), num_cpus=1, warn=say, shard=plan.shard(manifest.shard_id)
     )
-    rows = _PlacedRows(plan.spec, manifest.shard_id, [packer_of(plan.spec, plan.options.pack) for _ in "tv"])
+    rows = _PlacedRows(plan.spec, manifest.shard_id, plan.options.pack)
     num_read = 0
     for item in _items(folder, plan, manifest):
         if isinstance(item, DocumentBatch):
@@ -423,8 +423,8 @@ def _packed_anew(folder: Path, plan: Plan, manifest: Manifest) -> Numbers:
 class _PlacedRows(RowMembers):
     """Rows of which only is kept where documents lie in them."""
 
-    def __init__(self, spec: DatasetSpec, shard_id: int, packers: Sequence[Packer]) -> None:
-        super().__init__(spec, shard_id, packers)
+    def __init__(self, spec: DatasetSpec, shard_id: int, pack: str) -> None:
+        super().__init__(spec, shard_id, pack)
         self._sides: tuple[list[Numbers], list[Numbers]] = ([], [])  # begin, end, number, whether it begins
         self._ends = [0, 0]  # where the rows of each side end, in tokens
 

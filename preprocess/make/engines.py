@@ -45,6 +45,28 @@ class TokenBatch:
     ids: npt.NDArray[np.uint32]  # uint32[tokens]
     offsets: npt.NDArray[np.int64]  # int64[documents + 1]
 
+    @staticmethod
+    def of(ids: Sequence[npt.NDArray[np.uint32]]) -> TokenBatch:
+        """Documents given one by one."""
+        offsets = np.zeros(len(ids) + 1, np.int64)
+        np.cumsum([len(item) for item in ids], out=offsets[1:])
+        return TokenBatch(ids=np.concatenate(ids) if ids else np.empty(0, np.uint32), offsets=offsets)
+
+    @staticmethod
+    def joined(batches: Sequence[TokenBatch]) -> TokenBatch:
+        """The documents of several batches."""
+        if len(batches) == 1:
+            return batches[0]
+        lengths = [np.diff(batch.offsets) for batch in batches]
+        return TokenBatch(
+            ids=np.concatenate([np.empty(0, np.uint32), *(batch.ids for batch in batches)]),
+            offsets=np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths])),
+        )
+
+    def documents(self) -> list[npt.NDArray[np.uint32]]:
+        """The ids of each document."""
+        return [self.ids[begin:end] for begin, end in itertools.pairwise(self.offsets.tolist())]
+
     def part(self, first: int, end: int) -> TokenBatch:
         """The documents from one up to another."""
         offsets = self.offsets[first : end + 1]
@@ -102,8 +124,8 @@ class Engine:
         parts = [slice(first, first + size) for first in range(0, len(texts), size)]
         if spans is not None:
             assert self.encode_chat is not None  # load_engine took the one that has it
-            return _joined([self.encode_chat(texts[part], spans[part]) for part in parts])
-        tokens = _joined([self.encode(texts[part]) for part in parts])
+            return TokenBatch.joined([self.encode_chat(texts[part], spans[part]) for part in parts])
+        tokens = TokenBatch.joined([self.encode(texts[part]) for part in parts])
         if end_id is None:
             return tokens
         return TokenBatch(
@@ -132,17 +154,6 @@ class Engine:
             yield np.array([end_id], np.uint32)
 
 
-def _joined(batches: Sequence[TokenBatch]) -> TokenBatch:
-    """The documents of several batches as one batch."""
-    if len(batches) == 1:
-        return batches[0]
-    lengths = [np.diff(batch.offsets) for batch in batches]
-    return TokenBatch(
-        ids=np.concatenate([np.empty(0, np.uint32), *(batch.ids for batch in batches)]),
-        offsets=np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths])),
-    )
-
-
 def tokenizers_engine(tokenizer_json: Path, *, allow_special_tokens: bool) -> Engine:
     """The reference. Strings of control tokens stay text unless they are allowed. Raises ReadWriteError."""
     from tokenizers import Tokenizer
@@ -168,7 +179,7 @@ def engine_of_tokenizer(tokenizer: Any, *, allow_special_tokens: bool) -> Engine
 
     def encode(texts: Sequence[str], add_special_tokens: bool = True) -> TokenBatch:
         encodings = encode_fast(list(texts), add_special_tokens=add_special_tokens)
-        return _batch_of([np.array(encoding.ids, np.uint32) for encoding in encodings])
+        return TokenBatch.of([np.array(encoding.ids, np.uint32) for encoding in encodings])
 
     def encode_chat(texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]) -> TokenBatch:
         encodings = encode_batch(list(texts), add_special_tokens=False)
@@ -179,16 +190,9 @@ def engine_of_tokenizer(tokenizer: Any, *, allow_special_tokens: bool) -> Engine
                 if first is None:
                     break
                 kept[first : last + 1 if last else len(kept)] &= ~NO_LOSS
-        return _batch_of(ids)
+        return TokenBatch.of(ids)
 
-    return dataclasses.replace(_engine("tokenizers", encode), encode_chat=encode_chat)
-
-
-def _batch_of(ids: list[npt.NDArray[np.uint32]]) -> TokenBatch:
-    """Documents given one by one."""
-    offsets = np.zeros(len(ids) + 1, np.int64)
-    np.cumsum([len(item) for item in ids], out=offsets[1:])
-    return TokenBatch(ids=np.concatenate(ids) if ids else np.empty(0, np.uint32), offsets=offsets)
+    return _engine("tokenizers", encode, encode_chat)
 
 
 def gigatoken_engine(tokenizer_json: Path, *, allow_special_tokens: bool) -> Engine:
@@ -275,16 +279,16 @@ class FastTokenizer:
             unsure = [n for n, text in enumerate(texts) if any(name in text for name in self._names)]
             unsure = unsure or list(range(len(texts)))
         slow = self._reference.encode if add_special_tokens else self._reference.encode_bare
-        documents = dict(zip(unsure, _documents_of(slow([texts[n] for n in unsure])), strict=True))
+        documents = dict(zip(unsure, slow([texts[n] for n in unsure]).documents(), strict=True))
         sure = [n for n in range(len(texts)) if n not in documents]
         fast = self.encode([texts[n] for n in sure], add_special_tokens)
-        documents.update(zip(sure, _documents_of(fast), strict=True))
-        return _batch_of([documents[n] for n in range(len(texts))])
+        documents.update(zip(sure, fast.documents(), strict=True))
+        return TokenBatch.of([documents[n] for n in range(len(texts))])
 
     def _encode_joined(self, texts: Sequence[str], add_special_tokens: bool) -> TokenBatch | None:
         """The ids of some texts; None where a text holds a separator or its like."""
         if not texts:
-            return _batch_of([])
+            return TokenBatch.of([])
         before, after = (self._before, self._after) if add_special_tokens else ([], [])
         between, num_bounds = [*after, *before], len(texts) - 1
         stride = max(1, len(between))
@@ -299,10 +303,6 @@ class FastTokenizer:
         else:
             ids, starts = np.delete(ids, places), starts - np.arange(num_bounds)
         return TokenBatch(ids=ids, offsets=np.array([0, *starts, len(ids)], np.int64))
-
-
-def _documents_of(batch: TokenBatch) -> list[npt.NDArray[np.uint32]]:
-    return [batch.ids[begin:end] for begin, end in itertools.pairwise(batch.offsets.tolist())]
 
 
 _SEPARATOR = "\0\1document\2"  # none of its beginnings is an end of it, so it cannot overlap itself
@@ -397,9 +397,9 @@ def texts_with_new_code_points(texts: Sequence[str]) -> list[int]:
     return numbers
 
 
-def _engine(name: str, encode: Callable[..., TokenBatch]) -> Engine:
+def _engine(name: str, encode: Callable[..., TokenBatch], encode_chat: EncodeChat | None = None) -> Engine:
     bare = functools.partial(encode, add_special_tokens=False)
-    return Engine(name=name, version=version(name), encode=encode, encode_bare=bare)
+    return Engine(name=name, version=version(name), encode=encode, encode_bare=bare, encode_chat=encode_chat)
 
 
 def equal_fast_engine(

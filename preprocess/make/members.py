@@ -19,7 +19,7 @@ import numpy.typing as npt
 from preprocess.formats.format import DocumentBatch
 from preprocess.formats.long_documents import LongDocument
 from preprocess.make.engines import NO_LOSS, TokenBatch
-from preprocess.make.packing import START, Packer, RowGroup, rows_per_member
+from preprocess.make.packing import START, RowGroup, packer_of, rows_per_member
 from shardprep.errors import BadInput
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.digests import DIGEST, are_for_validation
@@ -146,8 +146,7 @@ class DocumentMembers:
         self, document: LongDocument, num_text_bytes: int, ids: Ids, digest: npt.NDArray[np.void]
     ) -> Iterator[Piece]:
         """Lay out a document whose text, of so many bytes, is read once more. ``digest``: one or none."""
-        place, none = document.place, np.empty(0, IDX_DOCUMENT)
-        tokens = TokenBatch(ids=ids, offsets=np.array([0, len(ids)]))
+        place, none, tokens = document.place, np.empty(0, IDX_DOCUMENT), TokenBatch.of([ids])
         num_bytes = int(self._id_bytes(tokens)[0])
         self._check_sizes(place.input_number, num_bytes, num_text_bytes)
         for data in self._long_pieces(document, num_text_bytes, tokens, num_bytes):
@@ -187,7 +186,7 @@ class DocumentMembers:
 
     @staticmethod
     def _check_sizes(input_number: int, *num_bytes: int) -> None:
-        if (largest := max(num_bytes, default=0)) > MAX_MEMBER_BYTES:
+        if (largest := max(num_bytes)) > MAX_MEMBER_BYTES:
             raise BadInput(
                 f"a document of input {input_number} makes a member of {largest} bytes, at most "
                 f"{MAX_MEMBER_BYTES} are possible; use --record packed, or split the document"
@@ -216,19 +215,15 @@ class DocumentMembers:
         lengths = np.diff(tokens.offsets)
         if self._json:
             written = memoryview(self._json.separated(tokens.ids))
-            ends = np.cumsum(np.where(lengths > 0, num_bytes, 0))
-            begins = ends - np.where(lengths > 0, num_bytes, 0)
-            pieces = [
-                written[begin + 1 : end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)
-            ]
+            ends = np.cumsum(np.where(lengths > 0, num_bytes, 0)).tolist()
+            pieces = [written[begin + 1 : end] for begin, end in itertools.pairwise([0, *ends])]
             _place(buffer, starts, pieces)
             buffer[starts] = ord("[")
             buffer[starts + num_bytes - 1] = ord("]")
             return
         dtype = self._spec.dtype
         ids = tokens.ids.astype(dtype).view(np.uint8).data
-        size = dtype.itemsize
-        bounds = (tokens.offsets * size).tolist()
+        bounds = (tokens.offsets * dtype.itemsize).tolist()
         pieces = [ids[begin:end] for begin, end in itertools.pairwise(bounds)]
         headers = [npy_header(dtype, (length,)) for length in lengths.tolist()]
         _place(buffer, starts, headers)
@@ -322,16 +317,27 @@ class JsonIds:
         return wide.translate(None, b"\0")
 
 
+def _starts(
+    num: int, source: int, offsets: int | npt.NDArray[np.int64], digests: npt.NDArray[np.void]
+) -> npt.NDArray[np.void]:
+    """START[num] of documents whose positions are not known yet; zeros for no digests."""
+    starts = np.zeros(num, START)
+    starts["source"], starts["source_offset"] = source, offsets
+    if len(digests):
+        starts["digest"] = digests
+    return starts
+
+
 class RowMembers:
     """Packed rows: many rows per member, the places where documents begin beside it; see DocumentMembers.
 
-    ``packers``: of the rows for training, and of those for validation, if any: no row holds both.
+    One packer forms the rows for training, another one those for validation, if any: no row holds both.
     """
 
-    def __init__(self, spec: DatasetSpec, shard_id: int, packers: Sequence[Packer]) -> None:
+    def __init__(self, spec: DatasetSpec, shard_id: int, pack: str) -> None:
         self._spec = spec
         self._shard_id = shard_id
-        self._packers = packers
+        self._packers = [packer_of(spec, pack) for _ in range(2 if spec.validation_fraction else 1)]
         self._member_tokens = rows_per_member(spec) * spec.seq_len
         self._held: list[tuple[TokenBatch, npt.NDArray[np.void]]] = []  # for validation, not yet packed
         self._num_held = 0  # tokens in them
@@ -346,11 +352,7 @@ class RowMembers:
     def prepare(
         self, documents: DocumentBatch, tokens: TokenBatch, digests: npt.NDArray[np.void] = _NO_DIGESTS
     ) -> Prepared:
-        starts = np.zeros(len(documents.texts), START)
-        starts["source"] = documents.input_number
-        starts["source_offset"] = documents.input_offsets
-        if len(digests):
-            starts["digest"] = digests
+        starts = _starts(len(documents.texts), documents.input_number, documents.input_offsets, digests)
         return lambda: self._packed(tokens, starts)
 
     def _packed(self, tokens: TokenBatch, starts: npt.NDArray[np.void]) -> Iterator[Piece]:
@@ -380,12 +382,9 @@ class RowMembers:
         """The members that the documents held for validation fill."""
         held, self._held, self._num_held = self._held, [], 0
         if held:
-            lengths = np.concatenate([np.diff(tokens.offsets) for tokens, _ in held])
-            offsets = np.concatenate([[0], np.cumsum(lengths)])
-            tokens = TokenBatch(ids=np.concatenate([tokens.ids for tokens, _ in held]), offsets=offsets)
-            yield from self._appended(
-                tokens, np.concatenate([starts for _, starts in held]), is_validation=True
-            )
+            tokens = TokenBatch.joined([tokens for tokens, _ in held])
+            starts = np.concatenate([starts for _, starts in held])
+            yield from self._appended(tokens, starts, is_validation=True)
 
     def _appended(
         self, tokens: TokenBatch, starts: npt.NDArray[np.void], *, is_validation: bool
@@ -397,13 +396,8 @@ class RowMembers:
         self, document: LongDocument, _: int, ids: Ids, digest: npt.NDArray[np.void]
     ) -> Iterator[Piece]:
         """Lay out its ids; rows hold no text."""
-        tokens = TokenBatch(ids=ids, offsets=np.array([0, len(ids)]))
         place = document.place
-        start = np.zeros(1, START)
-        start["source"], start["source_offset"] = place.input_number, place.start
-        if len(digest):
-            start["digest"] = digest
-        return self._packed(tokens, start)
+        return self._packed(TokenBatch.of([ids]), _starts(1, place.input_number, place.start, digest))
 
     def rest(self) -> Iterator[Piece]:
         for side, packer in enumerate(self._packers):

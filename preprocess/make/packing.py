@@ -92,15 +92,12 @@ class ConcatRows:
         self._starts.append(starts)
         self._ids.append(tokens.ids)
         self._num_held += len(tokens.ids)
-        return self._full_groups()
+        while self._num_held >= self._group_tokens:
+            yield self._take(self._group_tokens)
 
     def finish(self) -> Iterator[RowGroup]:
         if self._num_held:
             yield self._take(self._num_held)
-
-    def _full_groups(self) -> Iterator[RowGroup]:
-        while self._num_held >= self._group_tokens:
-            yield self._take(self._group_tokens)
 
     def _take(self, num_tokens: int) -> RowGroup:
         """A group of the first ``num_tokens`` tokens held."""
@@ -113,9 +110,6 @@ class ConcatRows:
         self._starts, starts = [later], starts[:num_here]
         self._num_held -= num_tokens
         self._num_before += num_tokens
-        return self._group(ids, starts)
-
-    def _group(self, ids: Ids, starts: npt.NDArray[np.void]) -> RowGroup:
         seq_len = self._spec.seq_len
         num_rows = -(-len(ids) // seq_len)
         num_padding = num_rows * seq_len - len(ids)

@@ -14,12 +14,12 @@ import resource
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,7 +33,6 @@ from preprocess.formats.long_documents import MOST_HELD_BYTES, LongDocument
 from preprocess.formats.text_changes import check_text_versions
 from preprocess.make.engines import Engine, load_engine
 from preprocess.make.members import DocumentMembers, Members, RowMembers
-from preprocess.make.packing import packer_of
 from preprocess.make.shard_writer import ShardWriter, remove_leftovers, remove_temporaries_of
 from preprocess.options import PlanOptions, WorkerSettings
 from preprocess.plan.plan_file import Plan, PlannedShard
@@ -49,7 +48,7 @@ from shardprep.format.withdrawals import Withdrawals, read_left_out
 
 _MOST_MAKERS = 4  # threads that encode and lay out; more would wait for the interpreter's lock
 
-Item = TypeVar("Item")
+_Item = DocumentBatch | LongDocument
 _Append = Callable[[ShardWriter], None]
 _SLURM_FACTS = (
     "SLURM_JOB_ID",
@@ -59,6 +58,7 @@ _SLURM_FACTS = (
     "SLURM_JOB_START_TIME",
     "SLURM_CPUS_PER_TASK",
 )
+_OTHER_FIELD = {"no_field", "null_field", "wrong_type"}  # reasons: the field may be another one
 
 
 class Work(NamedTuple):
@@ -67,6 +67,12 @@ class Work(NamedTuple):
     num_bytes: int  # of input
     num_documents: int
     num_tokens: int
+
+    @staticmethod
+    def of(manifest: Manifest) -> Work:
+        """All of a shard."""
+        counts = manifest.counts
+        return Work(counts.input_bytes, counts.num_documents, counts.num_tokens)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -86,7 +92,6 @@ class Worker:
 
     @property
     def reading(self) -> Reading:
-        """How documents are read."""
         return reading_of(self.plan.options, self.settings.batch_bytes)
 
     @cached_property
@@ -114,13 +119,12 @@ class Worker:
         # Threads that take a batch each: two on two cores, so that one encodes while the other prepares.
         num_makers = min(_MOST_MAKERS, self.num_cpus, max(2, self.num_cpus // 2), self.settings.most_batches)
         digest = None if shard.sha256 is None else hashlib.sha256()
-        documents: Iterator[DocumentBatch | LongDocument] = read_documents(
+        documents: Iterator[_Item] = read_documents(
             shard.ranges, self.reading, digest=digest, most_documents=shard.most_documents
         )
         if len(left_out := self.left_out.documents_of(shard.shard_id)):
             documents = without(documents, left_out, can_be_cut=self.plan.can_be_cut)
-        batch_size = self.settings.writer_batch_size
-        members = members_of(spec, shard.shard_id, options, batch_size=batch_size)
+        members = members_of(spec, shard.shard_id, options, batch_size=self.settings.writer_batch_size)
         with (
             ThreadPoolExecutor(num_makers) as makers,
             ShardWriter(
@@ -134,7 +138,7 @@ class Worker:
             ) as writer,
         ):
             behind: deque[tuple[int, Future[_Append]]] = deque()  # bytes of input, and what appends them
-            for item in read_ahead(documents, num_ahead=1):
+            for item in _read_ahead(documents):
                 behind.append((item.num_bytes, makers.submit(self._made, members, item)))
                 if len(behind) > num_makers + 1:  # that many wait to be written
                     progress(_append(writer, *behind.popleft()))
@@ -157,12 +161,13 @@ class Worker:
             "new folder"
         )
 
-    def _made(self, members: Members, item: DocumentBatch | LongDocument) -> _Append:
+    def _made(self, members: Members, item: _Item) -> _Append:
         """Encode documents and lay them out as far as can be before their turn; the result appends them.
 
         A long document is read twice or thrice: to check it, and in pieces for its ids and its text.
         """
-        end_id, keeps_digests = self.plan.end_id, self.plan.options.digests
+        plan = self.plan
+        end_id, can_be_cut, keeps_digests = plan.end_id, plan.can_be_cut, plan.options.digests
         if isinstance(item, DocumentBatch):
             tokens = self.engine.encode_documents(
                 item.texts, batch_size=self.settings.batch_size, end_id=end_id, spans=item.spans
@@ -170,7 +175,6 @@ class Worker:
             prepared = members.prepare(item, tokens, *([item.digests()] if keeps_digests else []))
             texts = item.source_texts()
             return lambda writer: writer.append(item, tokens, texts, prepared)
-        can_be_cut = self.plan.can_be_cut
         text_hash = hashlib.sha256() if keeps_digests else None
         found = item.text_bytes(can_be_cut=can_be_cut, digest=text_hash)
         if isinstance(found, BadDocument):
@@ -195,17 +199,15 @@ class Worker:
             return
         quarantine.sync()
         quarantine.publish()
-        options, reasons = self.plan.options, writer.bad_reasons
-        why = " or ".join(words for reason, words in bad_words(options).items() if reason in reasons)
-        hint = ""
+        options, reasons, hint = self.plan.options, writer.bad_reasons, ""
         if "undecodable" in reasons:
             hint = "Is it another --encoding? "
-        elif reasons & {"no_field", "null_field", "wrong_type"}:
+        elif reasons & _OTHER_FIELD:
             hint = f"Is it another --{'messages' if options.is_chat else 'text'}_field? "
         raise BadInput(
             f"shard {shard_id:05d}: {counted(len(writer.bad), 'document')} ({writer.bad_fraction:.2%}) "
-            f"{why}, the limit is {limit:.2%}; they are named in {quarantine.path}. {hint}Otherwise mend the "
-            "input and plan anew, or accept them: --max_bad_fraction"
+            f"{bad_words(options, reasons)}, the limit is {limit:.2%}; they are named in {quarantine.path}. "
+            f"{hint}Otherwise mend the input and plan anew, or accept them: --max_bad_fraction"
         )
 
     def _run_facts(self, began: float, cpu_began: float) -> dict[str, Any]:
@@ -239,15 +241,14 @@ def members_of(
     ``batch_size``: most documents laid out at once, None for all of a batch.
     """
     if spec.has_rows:
-        num_sides = 2 if spec.validation_fraction else 1
-        return RowMembers(spec, shard_id, [packer_of(spec, options.pack) for _ in range(num_sides)])
+        return RowMembers(spec, shard_id, options.pack)
     return DocumentMembers(spec, shard_id, keep_text=options.keep_text, batch_size=batch_size)
 
 
-def bad_words(options: PlanOptions) -> dict[str, str]:
-    """Why a document is left out, by reason, as the end of a sentence."""
+def bad_words(options: PlanOptions, reasons: set[str]) -> str:
+    """Why documents are left out, as the end of a sentence."""
     what = options.text_template or options.text_field or options.messages_field
-    return {
+    words = {
         "undecodable": f"cannot be decoded as {options.encoding}",
         "uncuttable": "are too long for this tokenizer to be encoded in pieces",
         "too_long": f"have more than {MOST_HELD_BYTES >> 20} MiB",
@@ -264,6 +265,7 @@ def bad_words(options: PlanOptions) -> dict[str, str]:
         "no_beginning": "read otherwise as parts than as a whole, and the template has no {% generation %}",
         "mojibake": "were read in a wrong encoding and cannot be restored",
     }
+    return " or ".join(text for reason, text in words.items() if reason in reasons)
 
 
 def load_worker(
@@ -281,10 +283,9 @@ def load_worker(
     """
     share_heaps()  # before there are threads
     plan = plan.at(settings.input_dir)
-    if shard is None:
-        load_libraries([item.path for item in plan.inputs])
-    else:
-        load_libraries([part.path.name for part in shard.ranges])
+    load_libraries(
+        [item.path for item in plan.inputs] if shard is None else [part.path.name for part in shard.ranges]
+    )
     check_tokenizer_files(folder, plan.tokenizer_files)
     check_text_versions(plan.options)
     if plan.options.is_chat:
@@ -304,53 +305,45 @@ def load_worker(
 
 def done_manifest(plan: Plan, folder: Path, shard_id: int) -> Manifest | None:
     """The manifest of a shard that is done, else None. Raises where another plan's shard is in the way."""
-    manifest = _manifest_if_done(plan, folder, shard_id)
+    manifest = manifest_if_done(folder, shard_id, plan.plan_id)
     if manifest is None or shard_id in read_findings(folder, plan.plan_id):
         return None
     remove_leftovers(folder, shard_id)
     return manifest
 
 
-def missing_shards(plan: Plan, folder: Path, shard_ids: Iterable[int]) -> list[int]:
+def missing_shards(plan: Plan, folder: Path, shard_ids: Collection[int]) -> list[int]:
     """Those that are not done. What attempts at the others left is removed, by one look at the folder.
 
     Raises as ``done_manifest`` does.
     """
     wrong = read_findings(folder, plan.plan_id)
-    missing: list[int] = []
-    done: list[int] = []
-    for number in shard_ids:
-        is_done = number not in wrong and _manifest_if_done(plan, folder, number) is not None
-        (done if is_done else missing).append(number)
+    done = [
+        number
+        for number in shard_ids
+        if number not in wrong and manifest_if_done(folder, number, plan.plan_id)
+    ]
     if done:
         remove_temporaries_of(done, folder)
-    return missing
+    return sorted({*shard_ids} - {*done})
 
 
-def _manifest_if_done(plan: Plan, folder: Path, shard_id: int) -> Manifest | None:
+def manifest_if_done(folder: Path, shard_id: int, plan_id: str) -> Manifest | None:
+    """The manifest of a shard whose files are there; raises as ``done_manifest`` does."""
     try:
-        return check_shard(folder, shard_id, plan.plan_id)
+        return check_shard(folder, shard_id, plan_id)
     except (MissingShard, BrokenShard):
         return None
 
 
-def read_ahead(items: Iterator[Item], num_ahead: int) -> Iterator[Item]:
-    """Yield the same items, with up to ``num_ahead`` of them made before they are asked for.
+def _read_ahead(items: Iterator[_Item]) -> Iterator[_Item]:
+    """Yield the same items, of which a thread makes the next one meanwhile.
 
-    A thread makes them, so the gain is what it does without the interpreter's lock: reading,
-    decoding, waiting for a file system. Its errors are raised here, in their place in the stream.
+    The gain is what it does without the interpreter's lock: reading, decoding, waiting for a file system. Its
+    errors are raised here, in their place in the stream.
     """
-    end = object()
     with ThreadPoolExecutor(1) as pool:
-        held: deque[Future[object]] = deque()
-        try:
-            while True:
-                while len(held) <= num_ahead:
-                    held.append(pool.submit(next, items, end))
-                item = held.popleft().result()
-                if item is end:
-                    return
-                yield item  # type: ignore[misc]  # not `end`
-        finally:
-            for future in held:
-                future.cancel()
+        coming = pool.submit(next, items, None)
+        while (item := coming.result()) is not None:
+            coming = pool.submit(next, items, None)
+            yield item

@@ -94,8 +94,8 @@ def run_shards(
         for process in processes:
             process.give(todo.popleft())
         while processes:
-            for pipe in wait([process.pipe for process in processes]):
-                process = next(item for item in processes if item.pipe is pipe)
+            ready = wait([process.pipe for process in processes])
+            for process in [process for process in processes if process.pipe in ready]:
                 event = process.receive()
                 if isinstance(event, Work):
                     progress.add(event.num_bytes, event.counts)

@@ -17,18 +17,18 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import orjson
 
 from preprocess.formats.format import DocumentBatch, SourceTexts
 from preprocess.formats.inputs import BadDocument
 from preprocess.formats.long_documents import LongDocument
-from preprocess.make.engines import TokenBatch
-from preprocess.make.members import Ids, Members, Piece, Prepared
+from preprocess.make.engines import Ids, Numbers, TokenBatch
+from preprocess.make.members import Digests, Members, Piece, Prepared
 from shardprep.errors import BadInput, CannotWrite
 from shardprep.files import (
     STALE_AFTER_S,
     PublishedFile,
+    make_folder,
     publish_bytes,
     remove_temporaries,
     size_of_file,
@@ -67,7 +67,7 @@ class TextSums:
         self._num_bytes = self._num_chars = 0
         self._lengths = np.zeros((2, _MOST_LENGTHS), np.int64)  # documents and tokens
 
-    def add(self, num_bytes: int, num_chars: int, num_tokens: npt.NDArray[np.int64]) -> None:
+    def add(self, num_bytes: int, num_chars: int, num_tokens: Numbers) -> None:
         """Count documents, given the tokens of each: int64[documents]."""
         self._num_bytes += num_bytes
         self._num_chars += num_chars
@@ -223,12 +223,7 @@ class ShardWriter:
         self._write(prepared())
 
     def append_long(
-        self,
-        document: LongDocument,
-        num_text_bytes: int,
-        num_chars: int,
-        ids: Ids,
-        digest: npt.NDArray[np.void],
+        self, document: LongDocument, num_text_bytes: int, num_chars: int, ids: Ids, digest: Digests
     ) -> None:
         """Add a document that is read in pieces; one without text, and so without ids, is an empty line."""
         place, num_tokens = document.place, np.array([len(ids)] if num_text_bytes else [], np.int64)
@@ -257,7 +252,7 @@ class ShardWriter:
         )
 
     def _count_sources(
-        self, documents: DocumentBatch, texts: Sequence[SourceTexts], num_tokens: npt.NDArray[np.int64]
+        self, documents: DocumentBatch, texts: Sequence[SourceTexts], num_tokens: Numbers
     ) -> None:
         """Count a batch by source; one whose records name theirs, per record."""
         number = documents.input_number
@@ -296,7 +291,7 @@ class ShardWriter:
             rows = [orjson.dumps([input_number, *row]) for row in zip(offsets, ids, strict=True)]
             self._ids.write(b"\n".join([*rows, b""]))
 
-    def _count_documents(self, num_tokens: npt.NDArray[np.int64]) -> None:
+    def _count_documents(self, num_tokens: Numbers) -> None:
         """Count documents, given the tokens of each."""
         self._counts.update(num_documents=len(num_tokens), num_tokens=int(num_tokens.sum()))
         self._histogram += np.bincount(np.frexp(num_tokens)[1], minlength=64)
@@ -361,10 +356,7 @@ class ShardWriter:
         return file
 
     def _subfolder_file(self, path: Path) -> PublishedFile:
-        try:
-            path.parent.mkdir(exist_ok=True)
-        except OSError as error:
-            raise CannotWrite(f"{path.parent} cannot be made: {error.strerror}") from None
+        make_folder(path.parent)
         file = PublishedFile(path)
         self._files.append(file)
         return file

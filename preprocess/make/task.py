@@ -18,13 +18,7 @@ from typing import Any
 
 from preprocess.formats.inputs import ByteRange, InputFile, OpenInput, sample_sha256
 from preprocess.make.worker import Work, Worker, done_manifest, load_worker
-from preprocess.options import (
-    PLAN_FIELDS,
-    PrepConfig,
-    WorkerSettings,
-    environment_number,
-    option_differences,
-)
+from preprocess.options import PLAN_FIELDS, PrepConfig, WorkerSettings, environment_number, option_differences
 from preprocess.plan.plan_file import Plan, PlannedShard, is_one_file_a_shard, need_plan, read_plan
 from preprocess.plan.tokenizer_files import TOKENIZER_FILE, describe_tokenizer
 from preprocess.resources import bind_to_task_cpus, memory_limit_gb, memory_note

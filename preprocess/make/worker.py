@@ -7,6 +7,7 @@ Python and numpy, which share the interpreter's lock for a part of the time: see
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import platform
@@ -17,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,20 +31,30 @@ from preprocess.formats.format import DocumentBatch, Reading, reading_of
 from preprocess.formats.inputs import BadDocument
 from preprocess.formats.long_documents import MOST_HELD_BYTES, LongDocument
 from preprocess.formats.text_changes import check_text_versions
-from preprocess.make.engines import Engine, load_engine
+from preprocess.make.engines import Engine, equal_fast_engine, ids_sha256, tokenizers_engine
 from preprocess.make.members import DocumentMembers, Members, RowMembers
 from preprocess.make.shard_writer import ShardWriter, remove_leftovers, remove_temporaries_of
-from preprocess.options import PlanOptions, WorkerSettings
+from preprocess.options import EngineName, PlanOptions, WorkerSettings
 from preprocess.plan.plan_file import Plan, PlannedShard
 from preprocess.plan.tokenizer_files import TOKENIZER_FILE, check_tokenizer_files
-from preprocess.resources import share_heaps
 from shardprep.console import counted
-from shardprep.errors import BadInput, BrokenShard, CannotWrite, MissingShard, ReadWriteError, Refused
+from shardprep.errors import (
+    BadInput,
+    BrokenShard,
+    CannotWrite,
+    MissingShard,
+    NotFound,
+    OtherTokenizer,
+    ReadWriteError,
+    Refused,
+    UsageError,
+)
+from shardprep.files import size_of_file
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.digests import DIGEST, DIGEST_BYTES
 from shardprep.format.manifest import Manifest, check_shard
 from shardprep.format.names import TOKENIZER_DIR
-from shardprep.format.withdrawals import Withdrawals, read_left_out
+from shardprep.format.withdrawals import read_left_out
 
 _MOST_MAKERS = 4  # threads that encode and lay out; more would wait for the interpreter's lock
 
@@ -94,11 +104,6 @@ class Worker:
     def reading(self) -> Reading:
         return reading_of(self.plan.options, self.settings.batch_bytes)
 
-    @cached_property
-    def left_out(self) -> Withdrawals:
-        """The documents that ``rewrite`` leaves out."""
-        return read_left_out(self.folder, self.plan.options.rewritten)
-
     def run_shard(self, shard: PlannedShard, progress: Callable[[Work], None]) -> Manifest:
         """Make a shard of ``plan``; ``progress`` is told the work of each batch.
 
@@ -119,11 +124,7 @@ class Worker:
         # Threads that take a batch each: two on two cores, so that one encodes while the other prepares.
         num_makers = min(_MOST_MAKERS, self.num_cpus, max(2, self.num_cpus // 2), self.settings.most_batches)
         digest = None if shard.sha256 is None else hashlib.sha256()
-        documents: Iterator[_Item] = read_documents(
-            shard.ranges, self.reading, digest=digest, most_documents=shard.most_documents
-        )
-        if len(left_out := self.left_out.documents_of(shard.shard_id)):
-            documents = without(documents, left_out, can_be_cut=self.plan.can_be_cut)
+        documents = documents_of_shard(self.plan, self.folder, shard, self.reading, digest)
         members = members_of(spec, shard.shard_id, options, batch_size=self.settings.writer_batch_size)
         with (
             ThreadPoolExecutor(num_makers) as makers,
@@ -144,18 +145,15 @@ class Worker:
                     progress(_append(writer, *behind.popleft()))
             for made in behind:
                 progress(_append(writer, *made))
-            if digest is not None:
-                self._check_hash(shard, digest.hexdigest())
+            if digest is not None and digest.hexdigest() != shard.sha256:
+                raise self._changed_input(shard, digest.hexdigest())
             self._check_bad_fraction(writer, shard.shard_id)
             return writer.commit(self._run_facts(began, cpu_began))
 
-    def _check_hash(self, shard: PlannedShard, found: str) -> None:
-        """That a shard was made of the bytes that were planned. Raises Refused."""
-        if found == shard.sha256:
-            return
+    def _changed_input(self, shard: PlannedShard, found: str) -> Refused:
         paths = sorted({self.plan.inputs[number].path for number in shard.input_numbers})
         names = ", ".join(paths[:3]) + (" ..." if len(paths) > 3 else "")
-        raise Refused(
+        return Refused(
             f"the input of shard {shard.shard_id:05d} ({names}) changed since it was planned: sha256 "
             f"{found[:12]}, the plan says {str(shard.sha256)[:12]}; bring the file back, or plan anew into a "
             "new folder"
@@ -179,7 +177,7 @@ class Worker:
         found = item.text_bytes(can_be_cut=can_be_cut, digest=text_hash)
         if isinstance(found, BadDocument):
             return lambda writer: writer.leave_out(item, found)
-        num_chars, ids = 0, [np.empty(0, np.uint32)]
+        num_chars = 0
 
         def pieces() -> Iterator[str]:
             nonlocal num_chars
@@ -187,10 +185,11 @@ class Worker:
                 num_chars += len(piece)
                 yield piece
 
+        ids = np.empty(0, np.uint32)
         if found:
-            ids += self.engine.encode_long(pieces(), can_be_cut=can_be_cut, end_id=end_id)
+            ids = self.engine.encode_long(pieces(), can_be_cut=can_be_cut, end_id=end_id)
         digest = np.frombuffer(b"" if text_hash is None else text_hash.digest()[:DIGEST_BYTES], DIGEST)
-        return lambda writer: writer.append_long(item, found, num_chars, np.concatenate(ids), digest)
+        return lambda writer: writer.append_long(item, found, num_chars, ids, digest)
 
     def _check_bad_fraction(self, writer: ShardWriter, shard_id: int) -> None:
         given = self.settings.max_bad_fraction
@@ -224,6 +223,21 @@ class Worker:
             "cpu_s": round(time.process_time() - cpu_began, 3),
             "max_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
+
+
+def documents_of_shard(
+    plan: Plan, folder: Path, shard: PlannedShard, reading: Reading, digest: hashlib._Hash | None
+) -> Iterator[_Item]:
+    """The documents of a shard's input, without those that ``rewrite`` leaves out; see ``read_documents``."""
+    found = read_documents(shard.ranges, reading, digest=digest, most_documents=shard.most_documents)
+    if plan.options.rewritten:
+        numbers = _left_out(folder, plan.options.rewritten).documents_of(shard.shard_id)
+        if len(numbers):
+            return without(found, numbers, can_be_cut=plan.can_be_cut)
+    return found
+
+
+_left_out = functools.lru_cache(maxsize=1)(read_left_out)  # the same for all shards
 
 
 def _append(writer: ShardWriter, num_bytes: int, made: Future[_Append]) -> Work:
@@ -281,26 +295,47 @@ def load_worker(
 
     Raises OtherTokenizer where its files or its ids changed.
     """
-    share_heaps()  # before there are threads
     plan = plan.at(settings.input_dir)
     load_libraries(
         [item.path for item in plan.inputs] if shard is None else [part.path.name for part in shard.ranges]
     )
     check_tokenizer_files(folder, plan.tokenizer_files)
-    check_text_versions(plan.options)
+    if plan.options.changes_text:
+        check_text_versions(plan.options)
     if plan.options.is_chat:
         check_chat_versions(plan.options.chat_versions)
-    engine = load_engine(
-        folder / TOKENIZER_DIR / TOKENIZER_FILE,
-        wanted="tokenizers" if plan.options.is_chat else settings.engine,
-        allow_special_tokens=plan.options.encodes_control_tokens,
-        add_special_tokens=plan.options.add_special_tokens,
-        probe=plan.probe,
-        probe_sha256=plan.probe_sha256,
-        fast_is_equal=plan.allows_gigatoken,
-        warn=warn,
-    )
+    engine = load_engine(plan, folder, "tokenizers" if plan.options.is_chat else settings.engine, warn)
     return Worker(plan=plan, folder=folder, settings=settings, engine=engine, num_cpus=num_cpus)
+
+
+def load_engine(plan: Plan, folder: Path, wanted: EngineName, warn: Callable[[str], None]) -> Engine:
+    """The engine of a worker, once it has given the reference's ids for the plan's probe.
+
+    Raises OtherTokenizer where even the reference gives other ids, UsageError where an engine
+    that was asked for by name cannot be had.
+    """
+    path = folder / TOKENIZER_DIR / TOKENIZER_FILE
+    if size_of_file(path) is None:
+        raise NotFound(f"{path} is missing; run the plan command again, it writes it anew")
+    allow, as_planned = plan.options.encodes_control_tokens, plan.options.add_special_tokens
+    if wanted != "tokenizers" and (wanted != "auto" or plan.allows_gigatoken):
+        fast = equal_fast_engine(
+            path, allow_special_tokens=allow, texts=plan.probe, expected_sha256=plan.probe_sha256
+        )
+        if isinstance(fast, Engine):
+            return fast if as_planned else fast.bare()
+        if wanted != "auto":
+            raise UsageError(f"--engine {wanted} fails for {path}: {fast}; use --engine auto")
+        warn(f"gigatoken cannot be used for this tokenizer ({fast}); going on with tokenizers, slower")
+    engine = tokenizers_engine(path, allow_special_tokens=allow)
+    found = ids_sha256([engine.encode(plan.probe)])
+    if found != plan.probe_sha256:
+        raise OtherTokenizer(
+            f"tokenizers {engine.version} encodes the plan's probe to other ids than at planning "
+            f"({found[:12]}, expected {plan.probe_sha256[:12]}); install the version that planned, or plan "
+            "anew"
+        )
+    return engine if as_planned else engine.bare()
 
 
 def done_manifest(plan: Plan, folder: Path, shard_id: int) -> Manifest | None:

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from preprocess import resources
 from preprocess.options import GROUPS, RESOURCES, PrepConfig, WorkerSettings, environment_number
@@ -49,46 +49,13 @@ def make_shard(args: argparse.Namespace) -> int:
     from preprocess.attempts import Failure, append_failure
 
     try:
-        resources.check_address_space()
-        return _make_shard(args)
+        resources.check_address_space()  # before anything large is loaded
+        from preprocess.make.task import make_shard as make
+
+        return make(args)
     except ShardprepError as error:
-        append_failure(Failure(shard_id=args.shard_id, exit_code=error.exit_code, reason=str(error)))
+        append_failure(Failure.of(args.shard_id, error))
         raise
-
-
-def _make_shard(args: argparse.Namespace) -> int:
-    from lustre import layout_line
-    from preprocess.make.task_log import engine_line, means_line, part_line, speed_line
-    from preprocess.make.task_plan import check_inputs, shard_of_task
-    from preprocess.make.worker import done_manifest, load_worker
-    from preprocess.plan.plan_file import need_plan
-
-    given = {"output_dir": PrepConfig().output_dir, **given_of(args, PrepConfig)}
-    folder, shard_id = given["output_dir"], args.shard_id
-    num_cpus = resources.bind_to_task_cpus(offset=shard_id)  # planning, too, may load what starts threads
-    if args.check_inputs:
-        check_inputs(need_plan(folder), given.get("input_dir", PrepConfig().input_dir))
-    plan, shard = shard_of_task(given, shard_id, is_planned=args.planned)
-    if done_manifest(plan, folder, shard_id):
-        say(f"shard {shard_id:05d} is done already")
-        return 0
-    settings = worker_settings(args)
-    if settings.memory_gb is not None and (note := resources.memory_note(settings.memory_gb)):
-        say(f"note: {note}")
-    say(part_line(plan, shard))
-    say(means_line(settings, num_cpus))
-    worker = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=say, shard=shard)
-    say(engine_line(worker))
-    if line := layout_line(folder):
-        say(line)
-    with Progress(f"shard {shard_id:05d}", shard.num_bytes) as progress:
-        manifest = worker.run_shard(shard, lambda work: progress.add(work.num_bytes, work.counts))
-    counts = manifest.counts
-    say(speed_line(manifest))
-    say(f"shard {shard_id:05d} is done: {counts.num_documents} documents, {counts.num_tokens} tokens")
-    if num_bad := sum(counts.quarantined.values()):
-        say(f"{num_bad} documents were left out: {quarantine_path(folder, shard_id)}")
-    return 0
 
 
 def make_plan(args: argparse.Namespace) -> int:
@@ -136,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     """``run DATA``: the missing shards on this machine."""
     from preprocess.attempts import RunRecord
     from preprocess.make.local_run import run_shards
-    from preprocess.make.task_log import means_line, total_line
+    from preprocess.make.task import means_line, total_line, worker_settings
     from preprocess.make.worker import missing_shards
     from preprocess.plan.plan_file import need_plan
 
@@ -274,16 +241,6 @@ def clean(args: argparse.Namespace) -> int:
         )
     print_lines(*cleaning_lines(cleaning, dry_run=args.dry_run))
     return 0
-
-
-def worker_settings(args: argparse.Namespace) -> WorkerSettings:
-    """The worker's options: given, or of DATASET_[WRITER_]BATCH_SIZE, or the defaults."""
-    settings: dict[str, Any] = {
-        "batch_size": environment_number(os.environ, "DATASET_BATCH_SIZE"),
-        "writer_batch_size": environment_number(os.environ, "DATASET_WRITER_BATCH_SIZE"),
-        "memory_gb": resources.memory_limit_gb(os.environ),
-    }
-    return WorkerSettings(**settings | given_of(args, WorkerSettings))
 
 
 def parse_ids(text: str, num_shards: int) -> list[int]:

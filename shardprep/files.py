@@ -249,6 +249,14 @@ def names_in(folder: Path) -> list[str]:
     return _unless_missing(folder, lambda: sorted(os.listdir(folder)), [])  # noqa: PTH208  10^5 Paths take 1 s
 
 
+def make_folder(path: Path, *, parents: bool = False) -> None:
+    """Make a folder unless it is there. Raises CannotWrite."""
+    try:
+        path.mkdir(parents=parents, exist_ok=True)
+    except OSError as error:
+        raise CannotWrite(f"{path} cannot be made: {error.strerror}") from None
+
+
 def _unless_missing(path: Path, read: Callable[[], T], missing: T) -> T:
     try:
         with errors_named(path):

@@ -25,10 +25,10 @@ from preprocess.make.engines import (
     gate_texts,
     gigatoken_engine,
     ids_sha256,
-    load_engine,
     probe_texts,
     tokenizers_engine,
 )
+from preprocess.make.worker import load_engine
 from preprocess.options import EngineName
 from preprocess.plan.plan_file import Plan, need_plan
 from shardprep.errors import NotFound, OtherTokenizer, UsageError
@@ -134,15 +134,7 @@ def test_tokenizers_of_version_1_give_the_same_ids(prep: Any) -> None:
 
 def load(plan: Plan, path: Path, wanted: EngineName, warnings: list[str], **changes: Any) -> Engine:
     plan = dataclasses.replace(plan, **changes)
-    return load_engine(
-        path,
-        wanted=wanted,
-        allow_special_tokens=False,
-        probe=plan.probe,
-        probe_sha256=plan.probe_sha256,
-        fast_is_equal=plan.allows_gigatoken,
-        warn=warnings.append,
-    )
+    return load_engine(plan, path.parents[1], wanted, warnings.append)
 
 
 @pytest.fixture

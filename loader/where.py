@@ -322,7 +322,7 @@ class SeenSource:
             first = int(self.shards.source_first[number])
             if name.isdigit() and len(row := np.flatnonzero(source.shard_ids == int(name))):
                 known = True
-                places = int(self.shards.num_records[: first + row[0]].sum()) + np.array([offset])
+                places = int(self.shards.first_record[first + row[0]]) + np.array([offset])
                 if offset < self.shards.num_records[first + row[0]]:
                     found += self.shards.samples_at(places).tolist()
             elif name in (names := self._input_names(source)):
@@ -337,7 +337,7 @@ class SeenSource:
         for row in reversed(rows[:end]):
             if (begins := self._first_place(source, first, row)) is not None and begins <= place:
                 records = self._records(first + row, source, row)
-                first_record = int(self.shards.num_records[: first + row].sum())
+                first_record = int(self.shards.first_record[first + row])
                 num_train = len(records) - max(int(self.shards.num_planned[first + row]), 0)
                 held = np.array(samples_holding(records, place, num_train), np.int64)
                 return self.shards.samples_at(first_record + held).tolist()

@@ -237,7 +237,7 @@ def test_what_cannot_be_checked_is_refused(made: Path, prep: Prep, tmp_path: Pat
     shutil.copy(made / "json" / "shard-00000.tar", tmp_path / "a.tar")
     with pytest.raises(UsageError, match=r"a\.tar is a tar of others, of which there are no crc32s"):
         load(tmp_path / "a.tar", model_id=prep.model_dir, read_check="crc")
-    with pytest.raises(UsageError, match="read_check is 'sha256', expected none or crc"):
+    with pytest.raises(UsageError, match="read_check is 'sha256', expected 'none' or 'crc'"):
         load(made / "json", read_check="sha256")
 
 
